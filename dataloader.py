@@ -1,0 +1,336 @@
+"""Token shards on disk -> an endless, shuffled, resumable stream of rows -> batches on the device.
+
+The data order is a pure function of (seed, position): a *row* is context_length + 1 consecutive tokens of one shard,
+an epoch is every row of every shard once, and any position of the stream is reached in O(1). So the only thing to
+remember of the loader is how many rows were consumed, and the rows of a step do not depend on the number of ranks.
+"""
+
+import hashlib
+import json
+import re
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from durable import replace_file
+from errors import UserError
+
+MANIFEST = "manifest.json"
+# llm.c's and modded-nanogpt's header is 256 int32: magic, version, token count. The magic tells the dtype.
+LLMC_HEADER_BYTES = 256 * 4
+LLMC_DTYPES = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# shards in and out
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of token ids."""
+
+    path: Path
+    dtype: np.dtype
+    offset: int  # bytes before the first token
+    num_tokens: int
+
+    def tokens(self) -> np.ndarray:
+        """(num_tokens,) memory-mapped ids."""
+        return np.memmap(self.path, self.dtype, mode="r", offset=self.offset, shape=(self.num_tokens,))
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The smallest type that shards of this vocabulary are stored in."""
+    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+
+
+def write_shard(path: Path, tokens: np.ndarray) -> str:
+    """Write ids (n,) as `.npy`, durably; returns the SHA-256 of the file in hex."""
+    replace_file(path, lambda file: np.save(file, tokens, allow_pickle=False))
+    return _sha256(path)
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def open_shard(path: Path) -> Shard:
+    """Read where the tokens of a `.npy`, a llm.c `.bin` or a nanoGPT `.bin` file are.
+
+    Raises: UserError when the file is not whole or not a shard.
+    """
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        if path.suffix == ".npy":
+            try:
+                version = np.lib.format.read_magic(file)
+                read_header = {
+                    (1, 0): np.lib.format.read_array_header_1_0,
+                    (2, 0): np.lib.format.read_array_header_2_0,
+                }
+                shape, _, dtype = read_header[version](file)
+            except (ValueError, KeyError, EOFError, SyntaxError, TypeError, UnicodeError) as error:
+                raise UserError(f"{path}: not a .npy file ({error}); prepare this shard again") from error
+            if len(shape) != 1 or dtype.kind not in "ui" or dtype.itemsize not in (2, 4):
+                raise UserError(
+                    f"{path}: holds {dtype} of shape {shape}; expected one row of uint16 or uint32 token ids"
+                )
+            shard = Shard(path, dtype, file.tell(), shape[0])
+        else:
+            header = np.frombuffer(file.read(LLMC_HEADER_BYTES).ljust(LLMC_HEADER_BYTES, b"\0"), "<i4")
+            if int(header[0]) in LLMC_DTYPES:
+                shard = Shard(path, LLMC_DTYPES[int(header[0])], LLMC_HEADER_BYTES, int(header[2]))
+            elif path.name in ("train.bin", "val.bin"):  # nanoGPT: nothing but uint16 tokens
+                shard = Shard(path, np.dtype("<u2"), 0, size // 2)
+                if size % 2:
+                    raise UserError(f"{path}: {size} bytes is not a whole number of uint16 tokens; copy it again")
+            else:
+                raise UserError(
+                    f"{path}: begins with {int(header[0])}; expected llm.c's magic number "
+                    f"{' or '.join(map(str, LLMC_DTYPES))}, or nanoGPT's file names train.bin and val.bin"
+                )
+    expected = shard.offset + shard.num_tokens * shard.dtype.itemsize
+    if size != expected or shard.num_tokens < 0:
+        raise UserError(
+            f"{path}: {size:,} bytes, but its header says {shard.num_tokens:,} tokens ({expected:,} bytes); "
+            "the file is damaged, prepare or copy it again"
+        )
+    return shard
+
+
+def read_manifest(data_dir: Path) -> dict | None:
+    """What prepare_dataset.py wrote about its shards; None for shards from elsewhere.
+
+    Raises: UserError when it cannot be read, or says that the preparation is not finished.
+    """
+    path = data_dir / MANIFEST
+    if not path.exists():
+        return None
+    try:
+        manifest = json.loads(path.read_text())
+        complete, _ = manifest["complete"], manifest["shards"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: not a manifest ({error}); prepare the data again") from error
+    if not complete:
+        raise UserError(f"{data_dir}: its preparation was interrupted; run prepare_dataset.py again, it continues")
+    return manifest
+
+
+def find_shards(data_dir: Path, split: str) -> list[Shard]:
+    """The shards of "train" or "val" in a folder, by name.
+
+    Raises: UserError when there are none, one is damaged, or they are not the manifest's.
+    """
+    manifest = read_manifest(data_dir)
+    files = sorted(data_dir.glob("*")) if data_dir.is_dir() else []
+    files = [f for f in files if f.suffix in (".npy", ".bin") and split in re.split(r"[_.-]", f.name)]
+    if manifest is not None:
+        named = {entry["file"]: entry["tokens"] for entry in manifest["shards"] if entry["split"] == split}
+        if missing := sorted(named.keys() - {f.name for f in files}):
+            raise UserError(f"{data_dir / missing[0]}: missing, though {MANIFEST} lists it; prepare the data again")
+        files = [f for f in files if f.name in named]
+    if not files:
+        raise UserError(
+            f"no {split} shards in {data_dir} (*_{split}_*.npy or *{split}*.bin); prepare some, for example with "
+            "'python prepare_dataset.py --source stdlib --tokenizer bytes --out data/stdlib' (no download), "
+            "and name their folder with --data_dir"
+        )
+    shards = [open_shard(f) for f in files]
+    for shard in shards if manifest is not None else []:
+        if shard.num_tokens != named[shard.path.name]:
+            raise UserError(
+                f"{shard.path}: {shard.num_tokens:,} tokens, but {MANIFEST} says {named[shard.path.name]:,}; "
+                "prepare the data again"
+            )
+    return shards
+
+
+def check_shards(shards: Sequence[Shard], manifest: dict | None, vocab_size: int) -> None:
+    """Read every byte once: the checksums are the manifest's, and no token is outside the vocabulary.
+
+    Raises: UserError naming the first bad file (and, of a bad token, its position).
+    """
+    digests = {entry["file"]: entry["sha256"] for entry in manifest["shards"]} if manifest else {}
+
+    def check(shard: Shard) -> None:
+        if shard.path.name in digests:
+            found = _sha256(shard.path)
+            if found != digests[shard.path.name]:
+                raise UserError(
+                    f"{shard.path}: SHA-256 {found[:12]}..., but {MANIFEST} says {digests[shard.path.name][:12]}...; "
+                    "the file is damaged, prepare or copy it again"
+                )
+        tokens = shard.tokens()
+        for start in range(0, len(tokens), 2**24):
+            block = tokens[start : start + 2**24]
+            if (block >= vocab_size).any() or (block.dtype.kind == "i" and (block < 0).any()):
+                at = start + int(np.argmax((block >= vocab_size) | (block < 0)))
+                raise UserError(
+                    f"{shard.path}: token {at:,} is {tokens[at]}, outside the vocabulary of {vocab_size:,}; "
+                    "was it written with another --tokenizer?"
+                )
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(check, shards))
+
+
+def data_fingerprint(shards: Sequence[Shard]) -> str:
+    """A hash that changes when shards do: their order, sizes, and bytes at the start, middle and end of each."""
+    digest = hashlib.sha256()
+    for shard in shards:
+        size = shard.path.stat().st_size
+        digest.update(f"{shard.num_tokens} {shard.dtype} {size} ".encode())
+        with open(shard.path, "rb") as file:
+            for position in (0, size // 2, max(0, size - 65536)):
+                file.seek(position)
+                digest.update(file.read(65536))
+    return digest.hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the order of the rows
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """SplitMix64's finalizer (Steele, Lea and Flood 2014): scrambles uint64, the same on every platform for ever."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _key(*parts: int) -> np.ndarray:
+    """One uint64 (of shape (1,)) that depends on every part and on their order."""
+    key = np.zeros(1, np.uint64)
+    for part in parts:
+        key = _mix(key + np.uint64(0x9E3779B97F4A7C15) + np.uint64(part))
+    return key
+
+
+def permute(i: np.ndarray, n: int, key: np.ndarray) -> np.ndarray:
+    """Where the key's pseudo-random permutation of range(n) sends each element of i (int64); O(1) an element.
+
+    A Feistel network over the next power of 4, walked until it lands below n (Black and Rogaway 2002, "Ciphers with
+    arbitrary finite domains"). No table, and unlike NumPy's shuffles it stays the same from release to release.
+    """
+    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    round_keys = [_mix(key + np.uint64(r)) for r in range(6)]
+    x = i.astype(np.uint64)
+    outside = np.ones(x.shape, bool)
+    while outside.any():
+        left, right = x[outside] >> half, x[outside] & mask
+        for round_key in round_keys:
+            left, right = right, left ^ (_mix(right + round_key) & mask)
+        x[outside] = (left << half) | right
+        outside = x >= np.uint64(n)
+    return x.astype(np.int64)
+
+
+class RowStream:
+    """The endless stream of rows: position -> (context_length + 1) tokens.
+
+    Args:
+        shards: those with fewer than context_length + 1 tokens have no row and are passed over.
+        seed: of both shuffles; the shards' order is drawn per epoch, the rows' per epoch and shard.
+
+    Raises: UserError when no shard has a whole row.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        context_length: int,
+        seed: int = 0,
+        shuffle_shards: bool = False,
+        shuffle_rows: bool = False,
+    ):
+        self.context_length, self.seed = context_length, seed
+        self.shuffle_shards, self.shuffle_rows = shuffle_shards, shuffle_rows
+        self.tokens = [shard.tokens() for shard in shards if shard.num_tokens > context_length]
+        self.num_rows = np.array([(len(tokens) - 1) // context_length for tokens in self.tokens], np.int64)
+        self.rows_per_epoch = int(self.num_rows.sum())
+        if not self.rows_per_epoch:
+            raise UserError(
+                f"{shards[0].path.parent}: no shard has {context_length + 1:,} tokens, one row of --context_length "
+                f"{context_length:,} and its last target; the longest has {max(s.num_tokens for s in shards):,}"
+            )
+        self._epoch_plan = lru_cache(maxsize=2)(self._epoch_plan)
+
+    def _epoch_plan(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The epoch's order of the shards, and how many rows come before the end of each."""
+        order = np.arange(len(self.tokens))
+        if self.shuffle_shards:
+            order = permute(order, len(order), _key(self.seed, epoch))
+        return order, self.num_rows[order].cumsum()
+
+    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(shard, row in the shard) of each position (n,) int64 of the stream."""
+        shard, row = np.empty_like(positions), np.empty_like(positions)
+        epochs, within = np.divmod(positions, self.rows_per_epoch)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            order, ends = self._epoch_plan(int(epoch))
+            place = np.searchsorted(ends, within[here], side="right")
+            shard[here] = order[place]
+            row[here] = within[here] - (ends - self.num_rows[order])[place]
+            for s in np.unique(shard[here]) if self.shuffle_rows else ():
+                of_shard = here & (shard == s)
+                row[of_shard] = permute(row[of_shard], int(self.num_rows[s]), _key(self.seed, int(epoch), int(s)))
+        return shard, row
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """The tokens of rows start, start + 1, ... of the stream, (count, context_length + 1) int64."""
+        rows = np.empty((count, self.context_length + 1), np.int64)
+        shards, row_numbers = self.locate(np.arange(start, start + count))
+        for out, s, row in zip(rows, shards, row_numbers, strict=True):
+            out[:] = self.tokens[s][row * self.context_length : (row + 1) * self.context_length + 1]
+        return rows
+
+
+class BatchLoader:
+    """Micro-batches of one rank, read ahead on a thread into pinned memory.
+
+    Micro-batch m of the run's ranks takes rows [m * world_size * mini_batch_size, ...) after start_row, the ranks side
+    by side, so the rows of a step are the same set for any number of ranks.
+    """
+
+    def __init__(
+        self,
+        stream: RowStream,
+        mini_batch_size: int,
+        start_row: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        device: torch.device | str = "cpu",
+        read_ahead: int = 2,
+    ):
+        self.stream, self.mini_batch_size, self.device = stream, mini_batch_size, torch.device(device)
+        self.next_row = start_row + rank * mini_batch_size
+        self.stride = world_size * mini_batch_size
+        self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
+        self.pending: deque[Future] = deque()
+        for _ in range(read_ahead):
+            self._submit()
+
+    def _submit(self) -> None:
+        self.pending.append(self.pool.submit(self._read, self.next_row))
+        self.next_row += self.stride
+
+    def _read(self, start: int) -> torch.Tensor:
+        rows = torch.from_numpy(self.stream.read(start, self.mini_batch_size))
+        return rows.pin_memory() if self.device.type == "cuda" else rows
+
+    def next(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The next micro-batch on the device: inputs and targets, each (mini_batch_size, context_length) int64."""
+        self._submit()
+        rows = self.pending.popleft().result().to(self.device, non_blocking=True)
+        return rows[:, :-1], rows[:, 1:]
+
+    def close(self) -> None:
+        self.pool.shutdown(cancel_futures=True)

