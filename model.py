@@ -118,6 +118,13 @@ class GPT(nn.Module):
         self.lm_head.weight = self.wte.weight
         self._init_weights()
 
+    @classmethod
+    def from_checkpoint(cls, checkpoint: dict) -> "GPT":
+        """The model of a SteadyGPT checkpoint, on the CPU."""
+        model = cls(GPTConfig(**checkpoint["model_config"]))
+        model.load_state_dict(checkpoint["model"])
+        return model
+
     def _init_weights(self) -> None:
         # GPT-2 (Radford et al. 2019, section 2.3): N(0, 0.02), and residual projections scaled by 1/sqrt(N), where
         # N = 2 * num_layers counts what is added to the residual stream.

@@ -1,0 +1,305 @@
+"""Checkpoints: one file each, written once and linked into every tier it belongs to, verified before it is trusted.
+
+    latest.pt  latest_backup.pt     the last save, and the one before it
+    rolling_step_XXXXXX.pt          the newest keep_checkpoints
+    epoch_XXXXX.pt                  the end of each epoch, all kept
+    best_model.pt                   the best validation loss so far
+
+A file is torch.save of plain types and tensors, the same whatever the topology it was trained on.
+"""
+
+import copy
+import json
+import os
+import pickle
+import shutil
+import time
+import zipfile
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from distributed import Distributed
+from durable import fsync_folder, link_file, replace_file, write_temporary
+from errors import UserError
+from telemetry import duration_text
+
+FORMAT_VERSION = 1
+LATEST, BACKUP, BEST = "latest.pt", "latest_backup.pt", "best_model.pt"
+ROLLING, EPOCH = "rolling_step_{:06d}.pt", "epoch_{:05d}.pt"
+STATUS = "status.json"
+REQUIRED = {"format_version", "step", "rows_consumed", "model", "optimizer", "model_config", "train_config"}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the state of a run <-> plain tensors
+
+
+def capture_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+    """Copy weights and optimizer state to host memory: {"model": ..., "optimizer": ...} keyed by parameter name.
+
+    Every rank takes part (FSDP gathers); the result is whole on rank 0 and empty on the others. `model` is the bare
+    module, not its DDP or torch.compile wrapper.
+    """
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights, moments = get_state_dict(model, optimizer, options=options)
+    if "lm_head.weight" in weights:
+        weights["lm_head.weight"] = weights["wte.weight"]  # FSDP gathers the tied tensor twice
+    state = {"model": weights, "optimizer": moments}
+    if next(model.parameters()).device.type == "cpu":
+        state = copy.deepcopy(state)  # "offloading" to the CPU copies nothing there; training would write into the save
+    return state
+
+
+def restore_weights(model: nn.Module, weights: dict, me: Distributed) -> None:
+    """Load a checkpoint's "model" into the bare model; only rank 0 needs the weights, it sends them to the others.
+
+    Raises: UserError on every rank when they are not this model's.
+    """
+    weights = weights if me.is_main else {}
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+    def check() -> None:
+        found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        for name in sorted(found.keys() | expected.keys()):
+            if found.get(name) != expected.get(name):
+                raise UserError(f"the checkpoint's {name} is {found.get(name)}; this model's is {expected.get(name)}")
+
+    me.on_main(check)
+    set_model_state_dict(model, weights, options=_load_options(me))
+
+
+def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, moments: dict, me: Distributed) -> None:
+    """Load a checkpoint's "optimizer"; only rank 0 needs it."""
+    set_optimizer_state_dict(model, optimizer, moments if me.is_main else {}, options=_load_options(me))
+
+
+def _load_options(me: Distributed) -> StateDictOptions:
+    # Weights and moments in two calls: set_state_dict with {} on the other ranks hangs (torch 2.13).
+    return StateDictOptions(full_state_dict=True, broadcast_from_rank0=me.world_size > 1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# writing
+
+
+class CheckpointWriter:
+    """Saves in the background, one at a time; used on rank 0 only.
+
+    Args:
+        keep: rolling checkpoints that stay.
+        mirror: fsspec URL of a folder that gets a copy of each save, or "".
+        latest_is_whole: whether latest.pt may become latest_backup.pt at the first save. False after a resume that
+            had to pass it over, so that a damaged file never replaces a good one.
+    """
+
+    def __init__(self, folder: Path, keep: int, mirror: str = "", latest_is_whole: bool = False):
+        self.folder, self.keep, self.mirror = folder, keep, mirror
+        self.latest_is_whole = latest_is_whole
+        self.latest_step = -1
+        self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self.in_flight: Future | None = None
+        self.reports: SimpleQueue[tuple[bool, str]] = SimpleQueue()
+        folder.mkdir(parents=True, exist_ok=True)
+        for stale in folder.glob(".*.tmp"):
+            stale.unlink()  # a killed writer's
+
+    def save(self, checkpoint: dict, tiers: list[str]) -> None:
+        """Write `checkpoint` as latest.pt and under the file names in `tiers`; returns before that is done.
+
+        Waits for the save before it: one is in flight at most.
+        """
+        self.wait()
+        self.in_flight = self.pool.submit(self._save, checkpoint, tiers)
+
+    def wait(self) -> None:
+        """Wait until no save is in flight."""
+        if self.in_flight is not None:
+            self.in_flight.result()
+
+    def take_reports(self) -> Iterator[tuple[bool, str]]:
+        """(went well, what happened) of the saves that ended since the last call."""
+        while not self.reports.empty():
+            yield self.reports.get()
+
+    def close(self) -> None:
+        """Wait for the save in flight; take_reports still tells how it ended."""
+        self.pool.shutdown()
+
+    def _save(self, checkpoint: dict, tiers: list[str]) -> None:
+        step, names, start = checkpoint["step"], [LATEST, *tiers], time.monotonic()
+        try:
+            self._write(checkpoint, tiers)
+        except (OSError, RuntimeError) as error:
+            free_gb = shutil.disk_usage(self.folder).free / 1e9
+            self.reports.put(
+                (False, f"step {step} was not saved: {error} ({free_gb:.1f} GB free); older saves are whole")
+            )
+            return
+        size = (self.folder / LATEST).stat().st_size
+        took = time.monotonic() - start
+        self.reports.put((True, f"saved step {step} as {', '.join(names)} ({size / 1e6:,.1f} MB in {took:.1f} s)"))
+        if self.mirror:
+            try:
+                copy_to_mirror(self.folder / LATEST, self.mirror, names)
+            except Exception as error:  # each fsspec back end has exceptions of its own
+                self.reports.put((False, f"step {step} was saved, but not mirrored to {self.mirror}: {error}"))
+
+    def _write(self, checkpoint: dict, tiers: list[str]) -> None:
+        latest = self.folder / LATEST
+        temporary = write_temporary(latest, lambda file: torch.save(checkpoint, file))
+        for name in tiers:
+            link_file(temporary, self.folder / name)
+        if self.latest_is_whole and checkpoint["step"] != self.latest_step:
+            link_file(latest, self.folder / BACKUP)
+        os.replace(temporary, latest)
+        fsync_folder(self.folder)  # only now is it durable, and only then may older ones go
+        self.latest_is_whole, self.latest_step = True, checkpoint["step"]
+        for old in _newest_first(self.folder, "rolling_step_*.pt")[self.keep :]:
+            old.unlink()
+
+
+def copy_to_mirror(file: Path, url: str, names: list[str]) -> None:
+    """Copy a file to the fsspec folder `url` under each of the names, whole or not at all."""
+    import fsspec
+
+    fs, folder = fsspec.core.url_to_fs(url)
+    fs.makedirs(folder, exist_ok=True)
+    for name in names:
+        fs.put_file(str(file), f"{folder}/{name}.part")
+        fs.mv(f"{folder}/{name}.part", f"{folder}/{name}")
+
+
+def write_status(folder: Path, **status) -> None:
+    """Say in status.json where the run stands: torchrun's exit status does not tell a clean stop from a crash."""
+    status["updated_at"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    replace_file(folder / STATUS, lambda file: file.write(json.dumps(status, indent=2).encode() + b"\n"))
+
+
+def read_status(folder: Path) -> dict:
+    """What write_status wrote last; {} where it never did."""
+    try:
+        return json.loads((folder / STATUS).read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# reading
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """All checkpoints of a folder in the order in which --resume latest tries them, then the best one."""
+    rolling, epochs = _newest_first(folder, "rolling_step_*.pt"), _newest_first(folder, "epoch_*.pt")
+    files = [folder / LATEST, folder / BACKUP, *rolling, *epochs, folder / BEST]
+    return [file for file in files if file.exists()]
+
+
+def read_on_main(which: str, folder: Path, me: Distributed) -> tuple[Path | None, dict | None, list[str]]:
+    """find_checkpoint on rank 0; the other ranks get the same, with empty "model" and "optimizer"."""
+    path, checkpoint, passed_over = me.on_main(lambda: find_checkpoint(which, folder)) or (None, None, [])
+    without_tensors = checkpoint and checkpoint | {"model": {}, "optimizer": {}}
+    path, without_tensors, passed_over = me.broadcast((path, without_tensors, passed_over))
+    return path, checkpoint or without_tensors, passed_over
+
+
+def _newest_first(folder: Path, pattern: str) -> list[Path]:
+    # By time, not by step: after going back to an older checkpoint, higher steps can be the older files.
+    return sorted(folder.glob(pattern), key=lambda file: (file.stat().st_mtime_ns, file.name), reverse=True)
+
+
+def read_checkpoint(path: Path) -> dict:
+    """Verify a checkpoint file and map it into memory; its tensors are on the CPU, read when used.
+
+    Raises: UserError that says what is wrong with the file.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if bad := archive.testzip():  # torch.load never looks at the checksums
+                raise UserError(f"{path}: damaged (checksum of record {bad})")
+        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such checkpoint") from None
+    except IsADirectoryError:
+        raise UserError(f"{path}: a folder; expected a checkpoint file") from None
+    except zipfile.BadZipFile:
+        size = path.stat().st_size
+        raise UserError(f"{path}: damaged or not a checkpoint ({size:,} bytes, not a whole torch.save file)") from None
+    except pickle.UnpicklingError:
+        raise UserError(f"{path}: holds more than tensors and plain types; it was not loaded") from None
+    except (OSError, RuntimeError, EOFError, KeyError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from error
+    if not isinstance(checkpoint, dict) or not checkpoint.keys() >= REQUIRED:
+        raise UserError(f"{path}: not a SteadyGPT checkpoint (expected the keys {', '.join(sorted(REQUIRED))})")
+    if checkpoint["format_version"] > FORMAT_VERSION:
+        raise UserError(
+            f"{path}: format {checkpoint['format_version']}; expected at most {FORMAT_VERSION}: update SteadyGPT"
+        )
+    return checkpoint
+
+
+def find_checkpoint(which: str, folder: Path) -> tuple[Path | None, dict | None, list[str]]:
+    """The checkpoint that "latest", "auto", "best" or a file name means, verified.
+
+    Returns:
+        Its path and content (None, None for "auto" where there is nothing), and a line for each file passed over.
+
+    Raises: UserError when it does not exist, is not whole, or files exist and none of them is whole.
+    """
+    if which not in ("latest", "auto"):
+        path = folder / BEST if which == "best" else Path(which)
+        return path, read_checkpoint(path), []
+    passed_over = []
+    for path in checkpoint_files(folder):
+        if path.name == BEST:
+            continue
+        try:
+            return path, read_checkpoint(path), passed_over
+        except UserError as error:
+            passed_over.append(str(error))
+    if passed_over:
+        raise UserError(f"no checkpoint in {folder} is whole: {'; '.join(passed_over)}; nothing was changed")
+    if which == "auto":
+        return None, None, []
+    raise UserError(f"no checkpoints in {folder}; start without --resume, or name the folder with --checkpoint_dir")
+
+
+def checkpoint_table(folder: Path) -> Iterator[str]:
+    """The lines of --list_checkpoints; each file is read whole to see whether it is."""
+    files = checkpoint_files(folder)
+    if not files:
+        raise UserError(f"no checkpoints in {folder}; name their folder with --checkpoint_dir")
+    row = "{:<26} {:>8} {:>7} {:>8} {:>8} {:>12} {:>8}  {}".format
+    yield row("file", "step", "epoch", "loss", "val loss", "size", "age", "state")
+    described: dict[int, tuple] = {}  # by inode: links of one file are read once
+    for file in files:
+        stat = file.stat()
+        if stat.st_ino not in described:
+            described[stat.st_ino] = _describe(file)
+        *numbers, state = described[stat.st_ino]
+        yield row(
+            file.name, *numbers, f"{stat.st_size / 1e6:,.1f} MB", duration_text(time.time() - stat.st_mtime), state
+        )
+    yield f"{len(files)} names of {len(described)} files in {folder}"
+
+
+def _describe(file: Path) -> tuple[str, str, str, str, str]:
+    """Step, epoch, loss, validation loss and state of a checkpoint file, as text."""
+    try:
+        checkpoint = read_checkpoint(file)
+    except UserError as error:
+        return "-", "-", "-", "-", str(error).removeprefix(f"{file}: ")
+
+    def number(key: str, form: str) -> str:
+        return "-" if checkpoint.get(key) is None else format(checkpoint[key], form)
+
+    return number("step", "d"), number("epoch", ".2f"), number("loss", ".4f"), number("val_loss", ".4f"), "whole"

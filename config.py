@@ -1,0 +1,265 @@
+"""Every option of train.py, once: the flags, their help, the TOML keys and a checkpoint's train_config come from here.
+
+Defaults < --config NAME|FILE.toml < flags; on resume the checkpoint's own values stand between defaults and --config.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from errors import UserError
+
+PRESETS = Path(__file__).resolve().parent / "configs"
+
+
+def option(group: str, default, text: str, choices: tuple = (), bare=None, fixed: bool = False, launch: bool = False):
+    """A field of TrainConfig.
+
+    Args:
+        bare: the value of the flag without one (`--resume`).
+        fixed: part of what a checkpoint is; it cannot be changed on resume.
+        launch: belongs to this start of the script alone; a checkpoint's value is not taken over on resume.
+    """
+    return field(
+        default=default,
+        metadata={"group": group, "help": text, "choices": choices, "bare": bare, "fixed": fixed, "launch": launch},
+    )
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """What a run is. The defaults train GPT-2 124M on FineWeb-Edu 10B."""
+
+    # fmt: off
+    config: str = option("run", "", "preset in configs/ or TOML file to start from", launch=True)
+    run_name: str = option("run", "", "name of the run in TensorBoard and W&B (default: from the start time)")
+    seed: int = option("run", 1337, "of weights, data order and dropout", fixed=True)
+    device: str = option("run", "auto", "auto (CUDA if there is one), cpu, cuda, mps")
+    precision: str = option("run", "auto", "auto is bf16 where the device computes in it, else fp32; --mixed_precision "
+                            "no/fp16/bf16 says the same", ("auto", "fp32", "bf16", "fp16"))
+    compile: str = option("run", "auto", "torch.compile the model; auto: on CUDA", ("auto", "on", "off"))
+    deterministic: bool = option("run", False, "bitwise repeatable on CUDA too, slower")
+    dry_run: bool = option("run", False, "print the plan (sizes, memory, steps, disk) and exit", launch=True)
+
+    data_dir: str = option("data", "data/edu_fineweb10B", "folder of token shards")
+    tokenizer: str = option("data", "auto", "auto: what the data's manifest says, gpt2 where there is none", fixed=True)
+    shuffle_shards: bool = option("data", True, "a new order of the shards each epoch", fixed=True)
+    shuffle_rows: bool = option("data", True, "a new order of each shard's rows each epoch", fixed=True)
+
+    num_layers: int = option("model", 12, "transformer blocks", fixed=True)
+    num_heads: int = option("model", 12, "attention heads; divides embd_size", fixed=True)
+    embd_size: int = option("model", 768, "width of the residual stream", fixed=True)
+    context_length: int = option("model", 1024, "tokens a row", fixed=True)
+    bias: bool = option("model", True, "biases in linear layers and LayerNorms, as GPT-2", fixed=True)
+    dropout: float = option("model", 0.0, "probability, in [0, 1)")
+    init_from: str = option("model", "scratch", "scratch, or a checkpoint file whose weights to start from")
+
+    total_batch_size: int = option("optimization", 524288, "tokens a step, over all ranks and micro-steps")
+    mini_batch_size: int = option("optimization", 32, "rows a rank computes at once")
+    max_lr: float = option("optimization", 1e-3, "peak learning rate, after the warm-up")
+    min_lr: float = option("optimization", 1e-4, "learning rate at the last step of the cosine")
+    warmup_steps: int = option("optimization", 715, "steps of linear warm-up")
+    weight_decay: float = option("optimization", 0.1, "AdamW's, on matrices and embeddings")
+    grad_clip: float = option("optimization", 1.0, "largest gradient norm; 0: no clipping")
+    num_epochs: int = option("optimization", 5, "passes over the data")
+    steps_per_epoch: int = option("optimization", 0, "0: from the shards (19073 is FineWeb-Edu 10B)")
+    max_steps: int = option("optimization", 0, "steps of the run; 0: num_epochs * steps_per_epoch")
+    max_hours: float = option("optimization", 0.0, "stop and save after this long in this start; 0: never")
+
+    checkpoint_dir: str = option("checkpoints", "checkpoints", "folder of this run's checkpoints", launch=True)
+    checkpoint_freq: int = option("checkpoints", 250, "steps between checkpoints; 0: off")
+    checkpoint_minutes: float = option("checkpoints", 10.0, "save at least this often; 0: off")
+    keep_checkpoints: int = option("checkpoints", 10, "newest rolling checkpoints that are kept")
+    resume: str = option("checkpoints", "", "continue: latest, auto (latest, or afresh where there is none), best, "
+                         "or a file; bare --resume is latest", bare="latest", launch=True)
+    list_checkpoints: bool = option("checkpoints", False, "print a table of checkpoint_dir and exit", launch=True)
+    mirror: str = option("checkpoints", "", "fsspec URL of a folder that gets a copy of each save (s3://..., file://...)")
+
+    eval_freq: int = option("evaluation", 250, "steps between validations; 0: off")
+    eval_tokens: int = option("evaluation", 10485760, "validation tokens, the same ones each time")
+    hellaswag_freq: int = option("evaluation", 250, "steps between HellaSwag evaluations; 0: off")
+    hellaswag_file: str = option("evaluation", "", "hellaswag_val.jsonl; default: Rowan/hellaswag from the Hub")
+    sample_freq: int = option("evaluation", 250, "steps between text samples; 0: off")
+    sample_prompt: str = option("evaluation", "", "what samples continue (default: the start of a document)")
+
+    use_tensorboard: bool = option("logging", False, "write curves, histograms and samples to tensorboard_dir")
+    tensorboard_dir: str = option("logging", "runs", "folder of TensorBoard runs")
+    logdir: str = option("logging", "logs", "folder of log.txt and metrics.jsonl")
+    log_freq: int = option("logging", 1, "steps between log lines")
+    use_wandb: bool = option("logging", False, "log to Weights & Biases too (pip install wandb)")
+    gpu_hour_cost: float = option("logging", 0.0, "price of one GPU hour; shows the run's cost so far; 0: off")
+
+    sharding: str = option("distributed", "ddp", "ddp: a replica a rank; fsdp: parameters and optimizer sharded",
+                           ("ddp", "fsdp"))
+    cpu_offload: bool = option("distributed", False, "with fsdp: parameters and optimizer live in host memory")
+    activation_checkpointing: bool = option("distributed", False, "recompute blocks in backward: less memory, slower")
+    # fmt: on
+
+    def __post_init__(self):
+        """Raises: UserError for a value no run can have."""
+        for f in dataclasses.fields(self):
+            value, choices = getattr(self, f.name), f.metadata["choices"]
+            if choices and value not in choices:
+                raise UserError(f"--{f.name} is {value!r}; expected one of {', '.join(choices)}")
+            if f.type in (int, float) and not 0 <= value < float("inf"):
+                raise UserError(f"--{f.name} is {value}; expected 0 or more")
+        for name in ("num_layers", "num_heads", "embd_size", "context_length", "total_batch_size", "mini_batch_size"):
+            if getattr(self, name) < 1:
+                raise UserError(f"--{name} is {getattr(self, name)}; expected at least 1")
+        for name in ("log_freq", "keep_checkpoints", "eval_tokens"):
+            if getattr(self, name) < 1:
+                raise UserError(f"--{name} is {getattr(self, name)}; expected at least 1")
+        if self.embd_size % self.num_heads:
+            raise UserError(f"--embd_size {self.embd_size} is not divisible by --num_heads {self.num_heads}")
+        if self.dropout >= 1:
+            raise UserError(f"--dropout is {self.dropout}; expected a probability below 1")
+        if self.min_lr > self.max_lr:
+            raise UserError(f"--min_lr {self.min_lr} is above --max_lr {self.max_lr}")
+        if not self.max_steps and not self.num_epochs:
+            raise UserError("--max_steps and --num_epochs are both 0; give one of them")
+        if self.cpu_offload and self.sharding != "fsdp":
+            raise UserError("--cpu_offload needs --sharding fsdp")
+
+    def grad_accum_steps(self, world_size: int) -> int:
+        """Micro-steps a step.
+
+        Raises: UserError naming batch sizes that work, when the tokens of a step cannot be split evenly.
+        """
+        rows, remainder = divmod(self.total_batch_size, self.context_length)
+        if not remainder and rows % (self.mini_batch_size * world_size) == 0:
+            return rows // (self.mini_batch_size * world_size)
+        micro_step = self.mini_batch_size * self.context_length * world_size
+        below = self.total_batch_size // micro_step * micro_step
+        message = (
+            f"--total_batch_size {self.total_batch_size:,} is not a multiple of --mini_batch_size "
+            f"{self.mini_batch_size} x --context_length {self.context_length} x {world_size} processes = "
+            f"{micro_step:,} tokens; --total_batch_size "
+            f"{f'{below:,} or ' if below else ''}{below + micro_step:,} would work"
+        )
+        if not remainder and (fits := [b for b in range(self.mini_batch_size, 0, -1) if rows % (b * world_size) == 0]):
+            message += f", or --mini_batch_size {fits[0]}"
+        raise UserError(message)
+
+
+FIELDS = {f.name: f for f in dataclasses.fields(TrainConfig)}
+
+
+def parse_args(argv: list[str]) -> tuple[TrainConfig, frozenset[str]]:
+    """The configuration of a command line, and the names of the options it gave, itself or through --config.
+
+    Raises: UserError for a flag, key or value that does not exist or fit.
+    """
+    flags = _parse_flags(argv)
+    preset = _read_toml(flags["config"]) if "config" in flags else {}
+    given = preset | flags
+    return TrainConfig(**given), frozenset(given)
+
+
+def resume_config(saved: dict, config: TrainConfig, given: frozenset[str]) -> tuple[TrainConfig, list[str]]:
+    """The configuration of a resumed run, and a line for each value that is not the checkpoint's any more.
+
+    Raises: UserError when a given option contradicts what the checkpoint is.
+    """
+    taken, changes = {}, []
+    for name, f in FIELDS.items():
+        if f.metadata["launch"] or name not in saved:
+            continue
+        if name not in given:
+            taken[name] = saved[name]
+        elif getattr(config, name) != saved[name]:
+            if f.metadata["fixed"]:
+                raise UserError(
+                    f"--{name} is {getattr(config, name)!r}, but the checkpoint was trained with {saved[name]!r}; "
+                    f"drop the flag, or start another run in another --checkpoint_dir"
+                )
+            changes.append(f"{name}: {saved[name]!r} -> {getattr(config, name)!r}")
+    return dataclasses.replace(config, **taken), changes
+
+
+def _parse_flags(argv: list[str]) -> dict:
+    """The flags that are in argv, as field name -> value."""
+
+    class OneLineParser(argparse.ArgumentParser):
+        def error(self, message):
+            raise UserError(f"{message}; see --help")
+
+    parser = OneLineParser(
+        prog="train.py",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        description="Train a GPT. Defaults < --config < flags. --flag_name and --flag-name are the same.",
+        epilog="torchrun --nproc_per_node=4 train.py --use_tensorboard      (one process per GPU)",
+    )
+    groups = {}
+    for name, f in FIELDS.items():
+        group = groups.setdefault(f.metadata["group"], parser.add_argument_group(f.metadata["group"]))
+        kind, bare = (f.type, f.metadata["bare"]) if f.type is not bool else (_on_off, True)
+        shown = {True: "on", False: "off", "": None}.get(f.default, f.default) if f.type in (bool, str) else f.default
+        group.add_argument(
+            f"--{name}",
+            type=_precision if name == "precision" else kind,
+            nargs="?" if bare is not None else None,
+            const=bare,
+            metavar="|".join(f.metadata["choices"]) or ("on|off" if f.type is bool else f.type.__name__.upper()),
+            help=f.metadata["help"] + (f" (default: {shown})" if shown is not None else ""),
+        )
+    parser.add_argument("--mixed_precision", dest="precision", type=_precision, help=argparse.SUPPRESS)
+    flags, unknown = parser.parse_known_args([_underscored(argument) for argument in argv])
+    if unknown:
+        known = [f"--{name}" for name in FIELDS]
+        close = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)
+        raise UserError(f"unknown argument {unknown[0]!r}; {f'did you mean {close[0]}?' if close else 'see --help'}")
+    return vars(flags)
+
+
+def _underscored(argument: str) -> str:
+    """--flag-name[=value] as --flag_name[=value]."""
+    if not argument.startswith("--"):
+        return argument
+    flag, equals, value = argument.partition("=")
+    return "--" + flag[2:].replace("-", "_") + equals + value
+
+
+def _on_off(text: str) -> bool:
+    try:
+        return {
+            "on": True,
+            "true": True,
+            "1": True,
+            "yes": True,
+            "off": False,
+            "false": False,
+            "0": False,
+            "no": False,
+        }[text.lower()]
+    except KeyError:
+        raise argparse.ArgumentTypeError(f"is {text!r}; expected on or off") from None
+
+
+def _precision(text: str) -> str:
+    return "fp32" if text == "no" else text
+
+
+def _read_toml(name: str) -> dict:
+    """The options of a preset name or TOML file."""
+    path = Path(name) if name.endswith(".toml") else PRESETS / f"{name}.toml"
+    if not path.is_file():
+        presets = ", ".join(sorted(p.stem for p in PRESETS.glob("*.toml")))
+        raise UserError(f"--config {name}: there is no {path}; expected a .toml file or one of: {presets}")
+    try:
+        values = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not TOML: {error}") from error
+    for key, value in values.items():
+        if key not in FIELDS or key == "config":
+            close = difflib.get_close_matches(key, FIELDS, n=1)
+            raise UserError(f"{path}: unknown option {key!r}{f'; did you mean {close[0]}?' if close else ''}")
+        kind = FIELDS[key].type
+        if kind is float and type(value) is int:
+            values[key] = float(value)
+        elif type(value) is not kind:
+            raise UserError(f"{path}: {key} is {value!r} ({type(value).__name__}); expected {kind.__name__}")
+    return values

@@ -1,0 +1,53 @@
+"""What a device is called, computes in, reaches at best, and has used."""
+
+import resource
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+# Dense bf16 FLOP/s by the name the driver gives (NVIDIA's data sheets); the first match counts.
+PEAK_FLOPS = {
+    "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12,
+    "A10": 125e12, "A6000": 155e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "V100": 125e12, "T4": 65e12,
+}  # fmt: skip
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} ({torch.get_num_threads()} threads)" if device.type == "cpu" else device.type
+
+
+def choose_precision(wanted: str, device: torch.device) -> str:
+    """ "auto" as one of fp32, bf16, fp16: what the device computes natively."""
+    if wanted != "auto":
+        return wanted
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    cpu_flags = Path("/proc/cpuinfo")
+    if device.type == "cpu" and cpu_flags.exists() and "avx512_bf16" in cpu_flags.read_text():
+        return "bf16"
+    return "fp32"
+
+
+def autocast(device: torch.device, precision: str):
+    """Compute in bf16 or fp16 inside; weights stay fp32. fp32: nothing changes."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    return torch.autocast(device.type, dtype=dtype) if dtype else nullcontext()
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The device's dense bf16 FLOP/s; None where PEAK_FLOPS does not know it."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((flops for known, flops in PEAK_FLOPS.items() if known in name), None)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory this process has used: of the GPU, or of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if sys.platform == "linux" else 1)

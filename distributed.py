@@ -1,0 +1,146 @@
+"""Who this process is among its peers, and the few things that peers do together."""
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from errors import UserError
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Distributed:
+    """This process among world_size; local_rank counts within the machine."""
+
+    device: torch.device
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        """Rank 0: the one that prints and writes."""
+        return self.rank == 0
+
+    def agree(self, number: int) -> int:
+        """The largest of the ranks' numbers. Through CPU tensors, so that no GPU has to be waited for."""
+        if self.world_size == 1:
+            return number
+        tensor = torch.tensor(number)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return int(tensor)
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of the ranks' tensors, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def broadcast(self, value: Result) -> Result:
+        """Rank 0's value (picklable), on every rank."""
+        if self.world_size == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
+        return values[0]
+
+    def on_main(self, compute: Callable[[], Result]) -> Result | None:
+        """compute() on rank 0, its result there alone; the other ranks wait, and get None.
+
+        Raises: UserError on every rank when compute() raises one.
+        """
+        result, error = None, None
+        if self.is_main:
+            try:
+                result = compute()
+            except UserError as raised:
+                error = raised
+        if error := self.broadcast(error):
+            raise error
+        return result
+
+
+def world_size_of_environment() -> int:
+    """How many processes torchrun has started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@contextmanager
+def joined(device_name: str):
+    """Join the processes that torchrun has started, as a `Distributed`; leave them at the end.
+
+    CPU tensors travel by gloo, CUDA tensors by NCCL.
+
+    Raises: UserError when the machine has no such device, or not one for each local process.
+    """
+    world_size = world_size_of_environment()
+    me = Distributed(
+        device=_choose_device(device_name),
+        rank=int(os.environ.get("RANK", "0")),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        world_size=world_size,
+    )
+    if me.device.type == "cuda":
+        torch.cuda.set_device(me.device)
+    else:
+        _use_all_cores()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _end_with_parent()
+    if world_size > 1:
+        cuda = me.device.type == "cuda"
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            device_id=me.device if cuda else None,
+            timeout=timedelta(minutes=10),
+        )
+    try:
+        yield me
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _choose_device(name: str) -> torch.device:
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        if not torch.cuda.is_available():
+            raise UserError("--device cuda: this machine has no CUDA GPU that PyTorch can use; try --device cpu")
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"more processes on this machine than its {torch.cuda.device_count()} GPUs; "
+                f"start torchrun with --nproc_per_node={torch.cuda.device_count()}"
+            )
+        return torch.device("cuda", local_rank)
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        raise UserError(f"--device {name}: unknown; expected auto, cpu, cuda or mps") from None
+
+
+def _use_all_cores() -> None:
+    """Share the machine's cores among its processes, unless OMP_NUM_THREADS says otherwise."""
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    wanted = os.environ.get("OMP_NUM_THREADS")
+    # torchrun sets OMP_NUM_THREADS=1 by itself when it starts several processes: that is nobody's wish.
+    if wanted is None or (wanted == "1" and local_world_size > 1):
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // local_world_size))
+
+
+def _end_with_parent() -> None:
+    """Get SIGTERM when torchrun's agent dies, even by SIGKILL, which leaves its workers running (Linux only)."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)

@@ -1,0 +1,55 @@
+"""Sample text from a checkpoint.
+
+python generate.py --prompt "Hello, I'm a language model," --num_seq 4
+python generate.py checkpoints/best_model.pt --prompt "def " --max_tokens 200 --temperature 0.8 --top_k 50
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from checkpoint import find_checkpoint
+from device import autocast, choose_precision
+from distributed import joined
+from errors import UserError, run_cli
+from model import GPT
+from tokenizer import get_tokenizer
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Sample text from a checkpoint.", allow_abbrev=False)
+    parser.add_argument("checkpoint", nargs="?", default="latest", help="latest, best or a file (default: latest)")
+    parser.add_argument(
+        "--checkpoint_dir", default="checkpoints", help="where latest and best are (default: checkpoints)"
+    )
+    parser.add_argument("--prompt", default="", help="what to continue (default: the start of a document)")
+    parser.add_argument("--num_seq", type=int, default=1, help="texts (default: 1)")
+    parser.add_argument("--max_tokens", type=int, default=200, help="tokens to add to each (default: 200)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
+    parser.add_argument("--top_k", type=int, default=50, help="sample among the k likeliest; 0: all (default: 50)")
+    parser.add_argument("--seed", type=int, default=1337, help="the same seed gives the same text (default: 1337)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, mps (default: auto)")
+    parser.add_argument("--precision", default="auto", choices=("auto", "fp32", "bf16", "fp16"))
+    args = parser.parse_args()
+    if args.num_seq < 1 or args.max_tokens < 1 or args.temperature < 0 or args.top_k < 0:
+        raise UserError("--num_seq and --max_tokens are at least 1, --temperature and --top_k at least 0")
+    with joined(args.device) as me:
+        _, checkpoint, _ = find_checkpoint(args.checkpoint, Path(args.checkpoint_dir))
+        model = GPT.from_checkpoint(checkpoint).to(me.device)
+        tokenizer = get_tokenizer(checkpoint["tokenizer"])
+        prompt = [tokenizer.eot_token, *tokenizer.encode_ordinary(args.prompt)]  # as each document of the data begins
+        idx = torch.tensor([prompt] * args.num_seq, device=me.device)
+        generator = torch.Generator(me.device).manual_seed(args.seed)
+        with autocast(me.device, choose_precision(args.precision, me.device)):
+            idx = model.generate(idx, args.max_tokens, args.temperature, args.top_k, generator)
+        for number, ids in enumerate(idx[:, 1:].tolist(), start=1):
+            if args.num_seq > 1:
+                print(f"--- {number} of {args.num_seq}")
+            end = ids.index(tokenizer.eot_token) if tokenizer.eot_token in ids else len(ids)
+            print(tokenizer.decode(ids[:end]))
+    return 0
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,138 @@
+"""What a run will do, worked out before anything is built: data, steps, precision, memory, disk."""
+
+import dataclasses
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from config import TrainConfig
+from dataloader import RowStream, Shard, find_shards, read_manifest
+from device import choose_precision, device_name
+from distributed import Distributed
+from errors import UserError
+from model import GPT, GPTConfig
+from tokenizer import get_tokenizer
+
+
+@dataclass(frozen=True)
+class Data:
+    """The shards of a run, their rows, and what their tokens mean."""
+
+    train_shards: list[Shard]
+    val_shards: list[Shard]
+    train: RowStream
+    val: RowStream | None
+    manifest: dict | None
+    tokenizer: str
+    model_config: GPTConfig
+
+
+def open_data(config: TrainConfig) -> Data:
+    """Find the shards and map them.
+
+    Raises: UserError for missing or contradictory data.
+    """
+    folder = Path(config.data_dir)
+    train = find_shards(folder, "train")
+    val = find_shards(folder, "val") if config.eval_freq else []
+    manifest = read_manifest(folder)
+    name = config.tokenizer
+    if manifest and name not in ("auto", manifest["tokenizer"]):
+        raise UserError(f"--tokenizer {name}, but {folder} was prepared with {manifest['tokenizer']!r}; drop the flag")
+    if name == "auto":
+        name = manifest["tokenizer"] if manifest else "gpt2"
+    if manifest:
+        vocab_size = manifest["vocab_size"]
+    else:  # nothing has to be downloaded to train on other people's GPT-2 shards
+        vocab_size = GPTConfig.vocab_size if name == "gpt2" else get_tokenizer(name).n_vocab
+    shape = {f.name: getattr(config, f.name) for f in dataclasses.fields(GPTConfig) if f.name != "vocab_size"}
+    return Data(
+        train_shards=train,
+        val_shards=val,
+        train=RowStream(train, config.context_length, config.seed, config.shuffle_shards, config.shuffle_rows),
+        val=RowStream(val, config.context_length) if val else None,
+        manifest=manifest,
+        tokenizer=name,
+        model_config=GPTConfig(vocab_size=vocab_size, **shape),
+    )
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How many steps there are, and where the epochs end."""
+
+    rows_per_step: int
+    rows_per_epoch: int
+    steps_per_epoch: int  # 0: an epoch ends when every row was seen
+    max_steps: int
+
+    def epochs(self, rows: int) -> float:
+        """Epochs in the first `rows` rows."""
+        return rows / (self.steps_per_epoch * self.rows_per_step or self.rows_per_epoch)
+
+
+def make_schedule(config: TrainConfig, data: Data, world_size: int) -> Schedule:
+    """Raises: UserError when the batch cannot be split, or the warm-up does not fit."""
+    config.grad_accum_steps(world_size)
+    rows_per_step = config.total_batch_size // config.context_length
+    epoch_steps = config.steps_per_epoch or data.train.rows_per_epoch / rows_per_step
+    max_steps = config.max_steps or math.ceil(config.num_epochs * epoch_steps)
+    if config.warmup_steps >= max_steps:
+        raise UserError(
+            f"--warmup_steps {config.warmup_steps} is not shorter than the run of {max_steps} steps; "
+            f"try --warmup_steps {max_steps // 20}"
+        )
+    return Schedule(rows_per_step, data.train.rows_per_epoch, config.steps_per_epoch, max_steps)
+
+
+def learning_rate(config: TrainConfig, step: int, max_steps: int) -> float:
+    """Linear warm-up to max_lr, then half a cosine down to min_lr (Loshchilov and Hutter 2017)."""
+    if step < config.warmup_steps:
+        return config.max_lr * (step + 1) / config.warmup_steps
+    progress = min(1.0, (step - config.warmup_steps) / max(1, max_steps - config.warmup_steps))
+    return config.min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (config.max_lr - config.min_lr)
+
+
+def describe(config: TrainConfig, data: Data, schedule: Schedule, me: Distributed) -> list[str]:
+    """The plan of a run, as lines."""
+    with torch.device("meta"):
+        model = GPT(data.model_config)
+    N, T, C, B = model.num_parameters(), config.context_length, config.embd_size, config.mini_batch_size
+    precision = choose_precision(config.precision, me.device)
+    bytes_each = 4 if precision == "fp32" else 2
+    ranks = me.world_size if config.sharding == "fsdp" else 1
+    state = 16 * N / ranks  # fp32 weights, gradients and Adam's two moments
+    # Korthikanti et al. 2022, equation 2, without the attention matrix, which is never stored: 17 values a token, layer
+    # and channel. Recomputing keeps the input of each block and one block's insides.
+    stored_layers = config.num_layers * 17 if not config.activation_checkpointing else config.num_layers + 17
+    activations = stored_layers * B * T * C * bytes_each
+    logits = B * T * data.model_config.vocab_size * (4 + bytes_each)
+    checkpoint = 12 * N
+    folder = Path(config.checkpoint_dir)
+    free = shutil.disk_usage(next(p for p in (folder, *folder.absolute().parents) if p.exists())).free
+    files = config.keep_checkpoints + 3 + math.ceil(schedule.epochs(schedule.max_steps * schedule.rows_per_step))
+    val_rows = validation_rows(config, data.val) if data.val else 0
+    return [
+        f"model        {N / 1e6:,.2f} M parameters: {config.num_layers} layers, {config.num_heads} heads, "
+        f"{C} wide, context {T:,}, vocabulary {data.model_config.vocab_size:,} ({data.tokenizer})",
+        f"data         {sum(shard.num_tokens for shard in data.train_shards):,} training tokens in "
+        f"{len(data.train_shards)} shards of {config.data_dir}; "
+        f"{val_rows * T:,} validation tokens",
+        f"steps        {schedule.max_steps:,} of {config.total_batch_size:,} tokens = {B} rows x {T:,} tokens x "
+        f"{me.world_size} ranks x {config.grad_accum_steps(me.world_size)} micro-steps; "
+        f"{schedule.rows_per_epoch / schedule.rows_per_step:,.1f} steps an epoch, "
+        f"{schedule.epochs(schedule.max_steps * schedule.rows_per_step):.2f} epochs",
+        f"device       {me.world_size} x {device_name(me.device)}, {precision}, {config.sharding}",
+        f"memory       about {(state + activations + logits) / 1e9:.2f} GB a rank: weights, gradients and Adam "
+        f"{state / 1e9:.2f}, activations {activations / 1e9:.2f}, logits {logits / 1e9:.2f}",
+        f"checkpoints  {checkpoint / 1e9:.2f} GB each, at most {files} in {folder}: {files * checkpoint / 1e9:.1f} GB; "
+        f"{free / 1e9:.1f} GB free" + (" -- NOT ENOUGH" if files * checkpoint > free else ""),
+    ]
+
+
+def validation_rows(config: TrainConfig, val: RowStream) -> int:
+    """Rows of each validation: those of the first eval_tokens, as far as there are."""
+    return max(1, min(config.eval_tokens // config.context_length, val.rows_per_epoch))

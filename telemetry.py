@@ -1,0 +1,192 @@
+"""One run log, many sinks: console, log.txt, metrics.jsonl, TensorBoard, Weights & Biases. Used on rank 0 only.
+
+A record is a step and its named numbers. The number of a step is how many updates the weights had when they were
+measured, so the training loss and the validation loss of one step belong to the same weights, and a run that resumes
+at step s drops every record from s on: it will measure them again.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from config import TrainConfig
+from durable import fsync_folder, lock_folder, replace_file
+from errors import UserError
+
+LOG, METRICS = "log.txt", "metrics.jsonl"
+HISTOGRAM_VALUES = 2**14  # a tensor: looks the same as all of its values and costs a thousandth
+
+# TensorBoard's tags; a metric that is not here goes there under its own name.
+TAGS = {
+    "loss": "loss/train",
+    "val_loss": "loss/val",
+    "lr": "train/lr",
+    "grad_norm": "train/grad_norm",
+    "tokens_per_second": "speed/tokens_per_second",
+    "step_ms": "speed/step_ms",
+    "mfu": "speed/mfu",
+    "memory_gb": "memory/gb",
+    "hellaswag_acc": "hellaswag/acc",
+    "hellaswag_acc_norm": "hellaswag/acc_norm",
+    "cost": "run/cost",
+    "epoch": "run/epoch",
+}
+
+
+class RunLog:
+    """Writes what a run measures to every sink.
+
+    Args:
+        start_step: of a resumed run: records from there on go. None for a new run: an older run's logs are moved aside.
+
+    Raises: UserError when another run writes into the same logdir.
+    """
+
+    def __init__(self, config: TrainConfig, start_step: int | None):
+        logdir = Path(config.logdir)
+        self.lock = lock_folder(logdir, "give this run another --logdir")
+        if start_step is None:
+            _move_aside(logdir)
+        else:
+            _cut_back(logdir / METRICS, start_step, re.compile(r'\{"step": (\d+)'))
+            _cut_back(logdir / LOG, start_step, re.compile(r"step +(\d+)/|\[(\d+)\] "))
+        self.log = open(logdir / LOG, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
+        self.metrics = open(logdir / METRICS, "a", encoding="utf-8")  # noqa: SIM115
+        self.tensorboard = _open_tensorboard(config, start_step or 0) if config.use_tensorboard else None
+        self.wandb = _open_wandb(config) if config.use_wandb else None
+        self.live = sys.stdout.isatty()
+        self.live_line = False
+
+    def record(self, step: int, line: str, **metrics) -> None:
+        """Write one line of text, and numbers to the sinks that keep numbers."""
+        self.say(line)
+        measured = {name: value for name, value in metrics.items() if value is not None}
+        print(json.dumps({"step": step, **measured}), file=self.metrics, flush=True)
+        if self.tensorboard:
+            for name, value in measured.items():
+                self.tensorboard.add_scalar(TAGS.get(name, name), value, step)
+        if self.wandb:
+            self.wandb.log(measured, step=step)
+
+    def say(self, line: str, step: int | None = None) -> None:
+        """Write lines of text to console and to log.txt, there behind the step they belong to."""
+        print(f"\r\x1b[K{line}" if self.live_line else line, flush=True)
+        self.live_line = False
+        prefix = "" if step is None else f"[{step}] "
+        print(*(prefix + part for part in line.splitlines()), sep="\n", file=self.log, flush=True)
+
+    def show(self, line: str) -> None:
+        """Rewrite the terminal's last line in place; nothing where output goes to a file."""
+        if self.live:
+            width = os.get_terminal_size().columns
+            print(f"\r\x1b[K{line[: width - 1]}", end="", flush=True)
+            self.live_line = True
+
+    def warn(self, line: str) -> None:
+        """Say on stderr, and in log.txt, what the user should know."""
+        print(f"\r\x1b[Kwarning: {line}" if self.live_line else f"warning: {line}", file=sys.stderr, flush=True)
+        self.live_line = False
+        print(f"warning: {line}", file=self.log, flush=True)
+
+    def text(self, step: int, title: str, text: str) -> None:
+        """A piece of text, such as a sample."""
+        self.say(title)
+        self.say(text, step)
+        if self.tensorboard:
+            self.tensorboard.add_text("sample", f"```\n{text}\n```", step)
+        if self.wandb:
+            self.wandb.log({"sample": text}, step=step)
+
+    def histograms(self, step: int, model: nn.Module) -> None:
+        """Histograms of parameters and gradients (TensorBoard only), of at most HISTOGRAM_VALUES values each."""
+        if not self.tensorboard:
+            return
+        for name, parameter in model.named_parameters():
+            for kind, tensor in (("parameters", parameter.detach()), ("gradients", parameter.grad)):
+                if tensor is None:
+                    continue
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                values = local.flatten()[:: max(1, local.numel() // HISTOGRAM_VALUES)]
+                if values.numel():
+                    self.tensorboard.add_histogram(f"{kind}/{name}", values.float(), step)
+
+    def flush(self) -> None:
+        """Bring everything to the disk: a checkpoint must not be newer than the log of what led to it."""
+        for file in (self.log, self.metrics):
+            file.flush()
+            os.fsync(file.fileno())
+        if self.tensorboard:
+            self.tensorboard.flush()
+
+    def close(self) -> None:
+        self.flush()
+        self.log.close()
+        self.metrics.close()
+        if self.tensorboard:
+            self.tensorboard.close()
+        if self.wandb:
+            self.wandb.finish()
+        self.lock.close()
+
+
+def _open_tensorboard(config: TrainConfig, start_step: int):
+    from torch.utils.tensorboard import SummaryWriter
+    from torch.utils.tensorboard.summary import hparams
+
+    # purge_step hides what an interrupted run logged past its last checkpoint.
+    writer = SummaryWriter(str(Path(config.tensorboard_dir) / config.run_name), purge_step=start_step)
+    options = {name: value for name, value in dataclasses.asdict(config).items() if value != ""}
+    for summary in hparams(options, {"loss/val": None, "loss/train": None}):
+        writer.file_writer.add_summary(summary)
+    return writer
+
+
+def _open_wandb(config: TrainConfig):
+    try:
+        import wandb
+    except ImportError:
+        raise UserError("--use_wandb: wandb is not installed; pip install wandb") from None
+    name = config.run_name
+    return wandb.init(project="steadygpt", name=name, id=name, resume="allow", config=dataclasses.asdict(config))
+
+
+def _cut_back(path: Path, start_step: int, step_of: re.Pattern) -> None:
+    """Drop the lines of start_step and later, and a half-written last one; lines of no step stay."""
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+
+    def stays(line: str) -> bool:
+        match = step_of.match(line)
+        return line.endswith("\n") and (match is None or int(match[match.lastindex]) < start_step)
+
+    kept = "".join(line for line in lines if stays(line))
+    replace_file(path, lambda file: file.write(kept.encode()))
+
+
+def _move_aside(logdir: Path) -> None:
+    """A new run never overwrites or continues the log of another."""
+    for path in (logdir / LOG, logdir / METRICS):
+        if path.exists() and path.stat().st_size:
+            written = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
+            path.rename(path.with_name(f"{path.stem}-until-{written}{path.suffix}"))
+    fsync_folder(logdir)
+
+
+def duration_text(seconds: float) -> str:
+    """Seconds as people say them: 42 s, 3 min 05 s, 2 h 07 min, 12 d 03 h."""
+    s = round(seconds)
+    if s < 60:
+        return f"{s} s"
+    if s < 3600:
+        return f"{s // 60} min {s % 60:02d} s"
+    if s < 86400:
+        return f"{s // 3600} h {s % 3600 // 60:02d} min"
+    return f"{s // 86400} d {s % 86400 // 3600:02d} h"

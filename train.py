@@ -1,0 +1,547 @@
+"""Train a GPT, killable at any instant.
+
+    python train.py --config quickstart                          # a laptop CPU, one GPU
+    torchrun --nproc_per_node=4 train.py --use_tensorboard       # four GPUs
+    torchrun --nproc_per_node=4 train.py --resume latest         # go on, on any number of GPUs
+    python train.py --help                                       # every option
+
+A step is: total_batch_size tokens forward and backward in micro-steps, gradients averaged over the ranks, one AdamW
+update. What follows from (config, step) is never stored: learning rate, data order, dropout. The rest is TrainState,
+the model and the optimizer, and all of it is in each checkpoint.
+"""
+
+import dataclasses
+import math
+import os
+import signal
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import hellaswag_eval
+from checkpoint import (
+    BEST,
+    EPOCH,
+    FORMAT_VERSION,
+    LATEST,
+    ROLLING,
+    CheckpointWriter,
+    capture_state,
+    checkpoint_files,
+    checkpoint_table,
+    read_on_main,
+    read_status,
+    restore_optimizer,
+    restore_weights,
+    write_status,
+)
+from config import TrainConfig, parse_args, resume_config
+from dataloader import BatchLoader, RowStream, check_shards, data_fingerprint
+from device import autocast, choose_precision, peak_flops, peak_memory_bytes
+from distributed import Distributed, joined, world_size_of_environment
+from durable import lock_folder
+from errors import UserError, run_cli
+from model import GPT, IGNORED_TARGET, evaluating
+from plan import Data, Schedule, describe, learning_rate, make_schedule, open_data, validation_rows
+from telemetry import RunLog, duration_text
+from tokenizer import get_tokenizer
+
+SAMPLE_TOKENS = 100
+
+# ---------------------------------------------------------------------------------------------------------------------
+# set-up: from a configuration to things that train
+
+
+@dataclass
+class TrainState:
+    """All that changes while training, beside the model, the optimizer and the loss scaler."""
+
+    step: int = 0  # updates made
+    rows_consumed: int = 0
+    best_val_loss: float | None = None
+    val_loss: float | None = None  # of the last validation
+    loss: float | None = None  # of the last step
+    elapsed_s: float = 0.0  # in training steps, over all starts
+
+
+class StopSignal:
+    """Asks the run to end early: signals and --max_hours set a reason, the ranks agree on it."""
+
+    REASONS = ("", "SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP", "max_hours")
+
+    def __init__(self, me: Distributed, max_hours: float):
+        self.me = me
+        self.deadline = time.monotonic() + max_hours * 3600 if max_hours else math.inf
+        self.asked = 0
+        for number, name in enumerate(self.REASONS[1:5], start=1):
+            if name == "SIGHUP" and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+                continue  # nohup: the user wants it to live on
+            signal.signal(getattr(signal, name), lambda *_, number=number: self._ask(number))
+
+    def _ask(self, number: int) -> None:
+        self.asked = self.asked or number  # a terminal's Ctrl-C arrives twice under torchrun: no "force quit"
+
+    def agreed(self) -> str:
+        """Why the run should end now, the same on every rank; "" to go on. Every rank must call it."""
+        if time.monotonic() > self.deadline:
+            self._ask(self.REASONS.index("max_hours"))
+        self.asked = self.me.agree(self.asked)
+        return self.REASONS[self.asked]
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """The parts of a step. `model` is the bare GPT; `forward` is it as compiled and wrapped for its ranks."""
+
+    config: TrainConfig
+    me: Distributed
+    model: GPT
+    forward: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    precision: str
+
+    def autocast(self):
+        return autocast(self.me.device, self.precision)
+
+
+def build_trainer(config: TrainConfig, data: Data, me: Distributed, checkpoint: dict | None) -> Trainer:
+    """Build the model and its optimizer, with the checkpoint's state where there is one (only rank 0 needs it)."""
+    precision = choose_precision(config.precision, me.device)
+    if me.device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.manual_seed(config.seed)
+    with me.device:
+        model = GPT(data.model_config)
+    model.activation_checkpointing = config.activation_checkpointing
+    sharded = config.sharding == "fsdp" and me.world_size > 1
+    if sharded:
+        offload = CPUOffloadPolicy(pin_memory=me.device.type == "cuda") if config.cpu_offload else OffloadPolicy()
+        for block in model.h:
+            fully_shard(block, offload_policy=offload)
+        fully_shard(model, offload_policy=offload)
+    optimizer = torch.optim.AdamW(
+        model.optimizer_groups(config.weight_decay), lr=config.max_lr, betas=(0.9, 0.95), fused=True
+    )
+    scaler = torch.amp.GradScaler(me.device.type, enabled=precision == "fp16")
+    if checkpoint is not None:
+        restore_weights(model, checkpoint["model"], me)
+        restore_optimizer(model, optimizer, checkpoint["optimizer"], me)
+        if checkpoint["scaler"]:
+            scaler.load_state_dict(checkpoint["scaler"])
+    elif config.init_from != "scratch":
+        _, source, _ = read_on_main(config.init_from, Path(config.checkpoint_dir), me)
+        restore_weights(model, source["model"], me)
+    forward = model
+    if config.compile == "on" or (config.compile == "auto" and me.device.type == "cuda"):
+        forward = torch.compile(forward)
+    if me.world_size > 1 and not sharded:
+        devices = [me.device] if me.device.type == "cuda" else None
+        forward = DistributedDataParallel(forward, device_ids=devices, gradient_as_bucket_view=True)
+    return Trainer(config, me, model, forward, optimizer, scaler, precision)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# step
+
+
+def train_step(trainer: Trainer, loader: BatchLoader, lr: float, step: int, stop: StopSignal) -> dict | None:
+    """One optimizer step; returns its loss and gradient norm, or None, with nothing changed, when asked to stop."""
+    config, me = trainer.config, trainer.me
+    micro_steps = config.grad_accum_steps(me.world_size)
+    # Dropout's randomness follows from (seed, step, rank): a resumed step draws what the lost one drew.
+    torch.manual_seed(((config.seed * 1_000_003 + step) * 65_537 + me.rank) % 2**63)
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = lr
+    trainer.optimizer.zero_grad(set_to_none=True)
+    loss_sum = torch.zeros((), device=me.device)
+    for micro_step in range(micro_steps):
+        if stop.agreed():
+            trainer.optimizer.zero_grad(set_to_none=True)
+            return None
+        inputs, targets = loader.next()
+        with gradient_sync(trainer.forward, last=micro_step == micro_steps - 1):
+            with trainer.autocast():
+                loss = trainer.forward(inputs, targets) / micro_steps
+            trainer.scaler.scale(loss).backward()
+        loss_sum += loss.detach()
+    trainer.scaler.unscale_(trainer.optimizer)
+    grad_norm = nn.utils.clip_grad_norm_(trainer.model.parameters(), config.grad_clip or math.inf)
+    trainer.scaler.step(trainer.optimizer)
+    trainer.scaler.update()
+    loss = me.sum(loss_sum).item() / me.world_size
+    return {"loss": loss, "grad_norm": full_tensor(grad_norm).item()}
+
+
+def gradient_sync(forward: nn.Module, last: bool):
+    """Average gradients over the ranks in the last micro-step only."""
+    if isinstance(forward, DistributedDataParallel):
+        return nullcontext() if last else forward.no_sync()
+    bare = getattr(forward, "_orig_mod", forward)
+    if isinstance(bare, FSDPModule):
+        bare.set_requires_gradient_sync(last)
+    return nullcontext()
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose parts FSDP keeps on several ranks, whole; any other as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# evaluation
+
+
+def validate(trainer: Trainer, val: RowStream, stop: StopSignal) -> float | None:
+    """Mean loss over the first eval_tokens of the validation shards, the same on any number of ranks; None: stopped."""
+    config, me = trainer.config, trainer.me
+    rows, B = validation_rows(config, val), config.mini_batch_size
+    loader = BatchLoader(val, B, rank=me.rank, world_size=me.world_size, device=me.device)
+    losses = []
+    with evaluating(trainer.forward):
+        for first_row in range(me.rank * B, me.rank * B + rows + -rows % (B * me.world_size), B * me.world_size):
+            if stop.agreed():
+                return None
+            inputs, targets = loader.next()
+            targets = targets.clone()  # the targets overlap the inputs
+            targets[max(0, rows - first_row) :] = IGNORED_TARGET  # every batch has one shape, so one compiled graph
+            with trainer.autocast():
+                losses.append(trainer.forward(inputs, targets, reduction="sum"))
+    loader.close()
+    return me.sum(torch.stack(losses).cpu().double().sum()).item() / (rows * config.context_length)
+
+
+def sample_text(trainer: Trainer, tokenizer, seed: int) -> str:
+    """Text that the model writes now, from a random state of its own."""
+    prompt = [tokenizer.eot_token, *tokenizer.encode_ordinary(trainer.config.sample_prompt)]
+    idx = torch.tensor([prompt], device=trainer.me.device)
+    generator = torch.Generator(trainer.me.device).manual_seed(seed)
+    with trainer.autocast():
+        idx = trainer.model.generate(idx, SAMPLE_TOKENS, top_k=50, generator=generator)
+    return tokenizer.decode(idx[0, 1:].tolist())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# main
+
+
+class Run:
+    """A run in progress. `log` and `writer` are rank 0's; the other ranks have None."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        data: Data,
+        schedule: Schedule,
+        checkpoint: dict | None,
+        fingerprint: str | None,
+        log: RunLog | None,
+        writer: CheckpointWriter | None,
+    ):
+        self.trainer, self.data, self.schedule, self.fingerprint = trainer, data, schedule, fingerprint
+        self.log, self.writer = log, writer
+        self.config, self.me = trainer.config, trainer.me
+        self.state = TrainState()
+        if checkpoint:
+            self.state = TrainState(**{f.name: checkpoint[f.name] for f in dataclasses.fields(TrainState)})
+        self.saved_step = self.state.step
+        self.saved_at = time.monotonic()
+        self.save_failed = False
+        self.second_step: tuple[int, float] | None = None  # of this start, and when it began
+        self.stop = StopSignal(self.me, self.config.max_hours)
+
+    def loop(self) -> str:
+        """Save, evaluate, step, until the last step; returns what stopped it earlier, or ""."""
+        config, state, schedule = self.config, self.state, self.schedule
+        loader = BatchLoader(
+            self.data.train,
+            config.mini_batch_size,
+            state.rows_consumed,
+            self.me.rank,
+            self.me.world_size,
+            self.me.device,
+        )
+        epoch_ended = False
+        while True:
+            self.report_saves()
+            # First the save, so that nothing is lost to a long evaluation. After a resume from here, what this step
+            # evaluates is evaluated again: it may not have been finished.
+            tiers = self.tiers_due(epoch_ended)
+            finished = state.step >= schedule.max_steps
+            if (tiers or finished) and state.step != self.saved_step:
+                self.save(tiers)
+            self.evaluate(tiers, finished)
+            if finished or self.stop.agreed():
+                break
+            lr = learning_rate(config, state.step, schedule.max_steps)
+            start = time.perf_counter()
+            measured = train_step(self.trainer, loader, lr, state.step, self.stop)
+            if measured is None:
+                break
+            step_s = time.perf_counter() - start
+            epochs_before = schedule.epochs(state.rows_consumed)
+            state.elapsed_s += step_s
+            state.rows_consumed += schedule.rows_per_step
+            state.loss = measured["loss"]
+            if self.log:
+                self.log_step(measured, lr, step_s)
+            state.step += 1
+            epoch_ended = int(schedule.epochs(state.rows_consumed)) > int(epochs_before)
+        loader.close()
+        stopped_by = self.stop.agreed() if not finished else ""
+        if state.step != self.saved_step:
+            self.save([])
+        return stopped_by
+
+    def tiers_due(self, epoch_ended: bool) -> list[str]:
+        """The names, beside latest.pt, under which the state of this step is to be kept."""
+        config, step = self.config, self.state.step
+        minutes = (time.monotonic() - self.saved_at) / 60
+        late = self.me.agree(self.me.is_main and 0 < config.checkpoint_minutes <= minutes)
+        tiers = (
+            [ROLLING.format(step)] if late or (config.checkpoint_freq and step % config.checkpoint_freq == 0) else []
+        )
+        if epoch_ended:
+            tiers.append(EPOCH.format(int(self.schedule.epochs(self.state.rows_consumed))))
+        return tiers if step else []
+
+    def save(self, tiers: list[str]) -> None:
+        """Copy the state to host memory and let rank 0 write it in the background."""
+        state = capture_state(self.trainer.model, self.trainer.optimizer)
+        self.saved_step, self.saved_at = self.state.step, time.monotonic()
+        if self.writer:
+            self.log.flush()
+            self.writer.save(
+                {
+                    "format_version": FORMAT_VERSION,
+                    **dataclasses.asdict(self.state),
+                    **state,
+                    "scaler": self.trainer.scaler.state_dict(),
+                    "model_config": dataclasses.asdict(self.trainer.model.config),
+                    "train_config": dataclasses.asdict(self.config),
+                    "epoch": self.schedule.epochs(self.state.rows_consumed),
+                    "world_size": self.me.world_size,
+                    "data_fingerprint": self.fingerprint,
+                    "tokenizer": self.data.tokenizer,
+                    "torch_version": str(torch.__version__),
+                    "saved_at": time.time(),
+                },
+                tiers,
+            )
+
+    def report_saves(self) -> None:
+        """Tell how saves ended in the background since the last call."""
+        for went_well, what in self.writer.take_reports() if self.writer else ():
+            self.save_failed = not went_well
+            self.log.say(what) if went_well else self.log.warn(what)
+
+    def evaluate(self, tiers: list[str], finished: bool) -> None:
+        """Validation, HellaSwag and a text sample, those that are due at this step."""
+        config, state, me = self.config, self.state, self.me
+        at = f"step {state.step}/{self.schedule.max_steps} |"
+
+        def due(freq: int) -> bool:
+            return freq > 0 and state.step > 0 and (finished or state.step % freq == 0)
+
+        if due(config.eval_freq):
+            val_loss = validate(self.trainer, self.data.val, self.stop)
+            if val_loss is None:
+                return
+            state.val_loss = val_loss
+            best = state.best_val_loss is None or val_loss < state.best_val_loss
+            if best:
+                state.best_val_loss = val_loss
+                self.save([*tiers, BEST])
+            if self.log:
+                line = f"{at} val loss {val_loss:.4f}{' (best so far)' if best else ''}"
+                self.log.record(state.step, line, val_loss=val_loss)
+                self.log.histograms(state.step, self.trainer.model)
+        if due(config.hellaswag_freq) and self.hellaswag:
+            with self.trainer.autocast():
+                scores = hellaswag_eval.evaluate(self.trainer.model, self.hellaswag, me, self.stop.agreed)
+            if scores is None:
+                return
+            if self.log:
+                self.log.record(state.step, f"{at} {scores}", **scores.metrics())
+        if due(config.sample_freq) and self.tokenizer:
+            text = sample_text(self.trainer, self.tokenizer, seed=config.seed + state.step)
+            if self.log:
+                self.log.text(state.step, f"{at} sample:", text)
+
+    @cached_property
+    def tokenizer(self):
+        """The data's tokenizer; None, with a warning, where it cannot be had: training needs only its numbers."""
+        try:
+            self.me.on_main(lambda: get_tokenizer(self.data.tokenizer))
+            return get_tokenizer(self.data.tokenizer)
+        except UserError as error:
+            self.warn(f"no samples and no HellaSwag in this run: {error}")
+            return None
+
+    @cached_property
+    def hellaswag(self) -> list:
+        """HellaSwag's examples as token rows; none, with a warning, where they cannot be had."""
+        if self.tokenizer is None:
+            return []
+        try:
+            examples = self.me.on_main(lambda: hellaswag_eval.load_examples(self.config.hellaswag_file))
+        except UserError as error:
+            self.warn(f"no HellaSwag in this run: {error}")
+            return []
+        return hellaswag_eval.tokenize(self.me.broadcast(examples), self.tokenizer, self.config.context_length)
+
+    def warn(self, line: str) -> None:
+        if self.log:
+            self.log.warn(line)
+
+    def log_step(self, measured: dict, lr: float, step_s: float) -> None:
+        """The line and the numbers of a step, every log_freq steps; in between a terminal sees the line pass by."""
+        config, step, max_steps, me = self.config, self.state.step, self.schedule.max_steps, self.me
+        now = time.monotonic()
+        if self.second_step is None:  # the first step compiles and warms up: it says nothing about the others
+            self.second_step = step + 1, now
+            left_s = step_s * (max_steps - step - 1)
+        else:
+            left_s = (now - self.second_step[1]) / (step + 1 - self.second_step[0]) * (max_steps - step - 1)
+        tokens_per_second = config.total_batch_size / step_s
+        peak = peak_flops(me.device)
+        mfu = tokens_per_second * self.trainer.model.flops_per_token() / (peak * me.world_size) if peak else None
+        cost = self.state.elapsed_s / 3600 * me.world_size * config.gpu_hour_cost if config.gpu_hour_cost else None
+        line = (
+            f"step {step:>{len(str(max_steps))}}/{max_steps} | loss {measured['loss']:.4f} | lr {lr:.2e} | "
+            f"grad norm {measured['grad_norm']:.2f} | {step_s * 1000:,.0f} ms | {tokens_per_second:,.0f} tok/s | "
+            + (f"mfu {mfu:.1%} | " if mfu is not None else "")
+            + (f"cost {cost:,.2f} | " if cost is not None else "")
+            + f"{(step + 1) / max_steps:.1%} | ETA {duration_text(left_s)}"
+        )
+        if step % config.log_freq and step + 1 < max_steps:
+            self.log.show(line)
+            return
+        self.log.record(
+            step,
+            line,
+            loss=measured["loss"],
+            lr=lr,
+            grad_norm=measured["grad_norm"],
+            step_ms=step_s * 1000,
+            tokens_per_second=tokens_per_second,
+            mfu=mfu,
+            cost=cost,
+            memory_gb=peak_memory_bytes(me.device) / 1e9,
+            epoch=self.schedule.epochs(self.state.rows_consumed),
+        )
+
+
+def train(config: TrainConfig, given: frozenset[str], me: Distributed) -> int:
+    """Train from the start or from a checkpoint until the last step or a stop signal; returns the exit status."""
+    folder = Path(config.checkpoint_dir)
+    notes, path, checkpoint = [], None, None
+    if config.resume:
+        path, checkpoint, passed_over = read_on_main(config.resume, folder, me)
+        notes += [f"passed over {line}" for line in passed_over]
+    if checkpoint:
+        config, changes = resume_config(checkpoint["train_config"], config, given)
+        notes += [f"resumed from {path} at step {checkpoint['step']:,}", *(f"changed {line}" for line in changes)]
+    data = open_data(config)
+    run_name = me.broadcast(config.run_name or time.strftime("gpt-%Y%m%d-%H%M%S"))
+    config = dataclasses.replace(config, tokenizer=data.tokenizer, run_name=run_name)
+    schedule = make_schedule(config, data, me.world_size)
+    plan = [*describe(config, data, schedule, me), *notes]
+    if config.dry_run:
+        if me.is_main:
+            print(*plan, sep="\n")
+        return 0
+
+    lock = me.on_main(lambda: lock_folder(folder, "wait for it to end, or give this run another --checkpoint_dir"))
+    ended_before = me.broadcast(read_status(folder).get("status") == "finished")
+    if checkpoint and checkpoint["step"] >= schedule.max_steps and ended_before:
+        if me.is_main:
+            print(f"{folder}: this run is finished, at step {checkpoint['step']:,}; a larger --max_steps goes on")
+        return 0
+    fingerprint = me.on_main(lambda: check_start(folder, path, checkpoint, data))
+    log = me.on_main(lambda: RunLog(config, checkpoint["step"] if checkpoint else None))
+    if me.is_main:
+        log.say("\n".join(plan))
+    trainer = build_trainer(config, data, me, checkpoint)
+    writer = None
+    if me.is_main:
+        may_back_up = path is not None and path.name == LATEST
+        writer = CheckpointWriter(folder, config.keep_checkpoints, config.mirror, latest_is_whole=may_back_up)
+    run = Run(trainer, data, schedule, checkpoint, fingerprint, log, writer)
+
+    def tell(status: str, reason: str = "") -> None:
+        steps = {"step": run.state.step, "max_steps": schedule.max_steps}
+        write_status(folder, status=status, reason=reason, **steps, pid=os.getpid())
+
+    ended, reason = "failed", "an error; see stderr"
+    if me.is_main:
+        tell("running")
+    try:
+        reason = run.loop()
+        ended = "stopped" if reason else "finished"
+    finally:
+        if me.is_main:
+            writer.close()
+            run.report_saves()
+            if run.save_failed:
+                ended, reason = "failed", "the last save failed"
+            tell(ended, reason)
+            took = duration_text(run.state.elapsed_s)
+            log.say(
+                f"{ended}{reason and f' ({reason})'} after {run.state.step:,} steps, {took} of training, in {folder}"
+            )
+            log.close()
+            lock.close()
+    return 0 if ended != "failed" else 1
+
+
+def check_start(folder: Path, path: Path | None, checkpoint: dict | None, data: Data) -> str:
+    """Make sure that the run may write into its folder and that the data is sound; returns the data's fingerprint.
+
+    Raises: UserError when another run's checkpoints would be mixed with this one's, or the data is damaged or another.
+    """
+    there = checkpoint_files(folder)
+    if there and (path is None or path.resolve().parent != folder.resolve()):
+        raise UserError(
+            f"{folder} already holds checkpoints ({there[0].name} and {len(there) - 1} more); continue them with "
+            "--resume latest, or give this run another --checkpoint_dir"
+        )
+    fingerprint = data_fingerprint(data.train_shards)
+    if checkpoint is None:
+        check_shards(data.train_shards + data.val_shards, data.manifest, data.model_config.vocab_size)
+    elif fingerprint != checkpoint["data_fingerprint"]:
+        raise UserError(
+            f"the shards in {data.train_shards[0].path.parent} are not those that the checkpoint was trained on "
+            f"({checkpoint['train_config']['data_dir']}); name the right folder with --data_dir"
+        )
+    return fingerprint
+
+
+def main(argv: list[str] | None = None) -> int:
+    config, given = parse_args(sys.argv[1:] if argv is None else argv)
+    if config.list_checkpoints:
+        for line in checkpoint_table(Path(config.checkpoint_dir)):
+            print(line, flush=True)
+        return 0
+    if config.resume not in ("", "latest", "auto", "best") and "checkpoint_dir" not in given:
+        config = dataclasses.replace(config, checkpoint_dir=str(Path(config.resume).parent))
+    if not config.resume:  # what can be known before any rendezvous; a resumed run's options are in its checkpoint
+        make_schedule(config, open_data(config), world_size_of_environment())
+    with joined(config.device) as me:
+        return train(config, given, me)
+
+
+if __name__ == "__main__":
+    run_cli(main)
