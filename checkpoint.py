@@ -24,7 +24,8 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_state_dict,
+    get_model_state_dict,
+    get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
@@ -51,7 +52,9 @@ def capture_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
     module, not its DDP or torch.compile wrapper.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights, moments = get_state_dict(model, optimizer, options=options)
+    weights, moments = get_model_state_dict(model, options=options), {}
+    if optimizer.state:  # before its first step, asking for its state would make it count one
+        moments = get_optimizer_state_dict(model, optimizer, options=options)
     if "lm_head.weight" in weights:
         weights["lm_head.weight"] = weights["wte.weight"]  # FSDP gathers the tied tensor twice
     state = {"model": weights, "optimizer": moments}
@@ -79,8 +82,13 @@ def restore_weights(model: nn.Module, weights: dict, me: Distributed) -> None:
 
 
 def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, moments: dict, me: Distributed) -> None:
-    """Load a checkpoint's "optimizer"; only rank 0 needs it."""
+    """Load a checkpoint's "optimizer" (only rank 0 needs it); the options, such as weight decay, stay as they are."""
+    if not me.broadcast(bool(moments.get("state"))):
+        return  # saved before the first step
+    options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     set_optimizer_state_dict(model, optimizer, moments if me.is_main else {}, options=_load_options(me))
+    for group, own in zip(optimizer.param_groups, options, strict=True):
+        group.update(own)
 
 
 def _load_options(me: Distributed) -> StateDictOptions:

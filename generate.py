@@ -5,6 +5,7 @@ python generate.py checkpoints/best_model.pt --prompt "def " --max_tokens 200 --
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
@@ -35,7 +36,9 @@ def main() -> int:
     if args.num_seq < 1 or args.max_tokens < 1 or args.temperature < 0 or args.top_k < 0:
         raise UserError("--num_seq and --max_tokens are at least 1, --temperature and --top_k at least 0")
     with joined(args.device) as me:
-        _, checkpoint, _ = find_checkpoint(args.checkpoint, Path(args.checkpoint_dir))
+        _, checkpoint, passed_over = find_checkpoint(args.checkpoint, Path(args.checkpoint_dir))
+        for line in passed_over:
+            print(f"warning: passed over {line}", file=sys.stderr)
         model = GPT.from_checkpoint(checkpoint).to(me.device)
         tokenizer = get_tokenizer(checkpoint["tokenizer"])
         prompt = [tokenizer.eot_token, *tokenizer.encode_ordinary(args.prompt)]  # as each document of the data begins

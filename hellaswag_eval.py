@@ -8,6 +8,7 @@ with the lowest loss per token, as build-nanogpt and llm.c do. 10,042 validation
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,7 +171,9 @@ def main() -> int:
     parser.add_argument("--precision", default="auto", choices=("auto", "fp32", "bf16", "fp16"))
     args = parser.parse_args()
     with joined(args.device) as me:
-        path, checkpoint, _ = find_checkpoint(args.checkpoint, Path(args.checkpoint_dir))
+        path, checkpoint, passed_over = find_checkpoint(args.checkpoint, Path(args.checkpoint_dir))
+        for line in passed_over if me.is_main else ():
+            print(f"warning: passed over {line}", file=sys.stderr)
         model = GPT.from_checkpoint(checkpoint).to(me.device)
         examples = load_examples(args.hellaswag_file)[: args.limit]
         rows = tokenize(examples, get_tokenizer(checkpoint["tokenizer"]), model.config.context_length)

@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -256,11 +256,35 @@ class Run:
         self.state = TrainState()
         if checkpoint:
             self.state = TrainState(**{f.name: checkpoint[f.name] for f in dataclasses.fields(TrainState)})
-        self.saved_step = self.state.step
+        self.saved_step = self.state.step if checkpoint else -1
         self.saved_at = time.monotonic()
         self.save_failed = False
         self.second_step: tuple[int, float] | None = None  # of this start, and when it began
         self.stop = StopSignal(self.me, self.config.max_hours)
+
+    def until_it_ends(self) -> int:
+        """Run the loop and tell how it ended, also when that is an exception; returns the exit status."""
+        ended, reason = "failed", "an error; see stderr"
+        self.tell_status("running")
+        try:
+            reason = self.loop()
+            ended = "stopped" if reason else "finished"
+        finally:
+            if self.writer:
+                self.writer.close()
+                self.report_saves()
+                if self.save_failed:
+                    ended, reason = "failed", "the last save failed"
+                self.tell_status(ended, reason)
+                why, took = reason and f" ({reason})", duration_text(self.state.elapsed_s)
+                steps, folder = self.state.step, self.config.checkpoint_dir
+                self.log.say(f"{ended}{why} after {steps:,} steps, {took} of training, in {folder}")
+        return 0 if ended != "failed" else 1
+
+    def tell_status(self, status: str, reason: str = "") -> None:
+        if self.writer:
+            steps = {"step": self.state.step, "max_steps": self.schedule.max_steps}
+            write_status(self.writer.folder, status=status, reason=reason, **steps, pid=os.getpid())
 
     def loop(self) -> str:
         """Save, evaluate, step, until the last step; returns what stopped it earlier, or ""."""
@@ -447,64 +471,42 @@ class Run:
 def train(config: TrainConfig, given: frozenset[str], me: Distributed) -> int:
     """Train from the start or from a checkpoint until the last step or a stop signal; returns the exit status."""
     folder = Path(config.checkpoint_dir)
-    notes, path, checkpoint = [], None, None
-    if config.resume:
-        path, checkpoint, passed_over = read_on_main(config.resume, folder, me)
-        notes += [f"passed over {line}" for line in passed_over]
-    if checkpoint:
-        config, changes = resume_config(checkpoint["train_config"], config, given)
-        notes += [f"resumed from {path} at step {checkpoint['step']:,}", *(f"changed {line}" for line in changes)]
-    data = open_data(config)
-    run_name = me.broadcast(config.run_name or time.strftime("gpt-%Y%m%d-%H%M%S"))
-    config = dataclasses.replace(config, tokenizer=data.tokenizer, run_name=run_name)
-    schedule = make_schedule(config, data, me.world_size)
-    plan = [*describe(config, data, schedule, me), *notes]
-    if config.dry_run:
-        if me.is_main:
-            print(*plan, sep="\n")
-        return 0
-
-    lock = me.on_main(lambda: lock_folder(folder, "wait for it to end, or give this run another --checkpoint_dir"))
-    ended_before = me.broadcast(read_status(folder).get("status") == "finished")
-    if checkpoint and checkpoint["step"] >= schedule.max_steps and ended_before:
-        if me.is_main:
-            print(f"{folder}: this run is finished, at step {checkpoint['step']:,}; a larger --max_steps goes on")
-        return 0
-    fingerprint = me.on_main(lambda: check_start(folder, path, checkpoint, data))
-    log = me.on_main(lambda: RunLog(config, checkpoint["step"] if checkpoint else None))
-    if me.is_main:
-        log.say("\n".join(plan))
-    trainer = build_trainer(config, data, me, checkpoint)
-    writer = None
-    if me.is_main:
-        may_back_up = path is not None and path.name == LATEST
-        writer = CheckpointWriter(folder, config.keep_checkpoints, config.mirror, latest_is_whole=may_back_up)
-    run = Run(trainer, data, schedule, checkpoint, fingerprint, log, writer)
-
-    def tell(status: str, reason: str = "") -> None:
-        steps = {"step": run.state.step, "max_steps": schedule.max_steps}
-        write_status(folder, status=status, reason=reason, **steps, pid=os.getpid())
-
-    ended, reason = "failed", "an error; see stderr"
-    if me.is_main:
-        tell("running")
-    try:
-        reason = run.loop()
-        ended = "stopped" if reason else "finished"
-    finally:
-        if me.is_main:
-            writer.close()
-            run.report_saves()
-            if run.save_failed:
-                ended, reason = "failed", "the last save failed"
-            tell(ended, reason)
-            took = duration_text(run.state.elapsed_s)
-            log.say(
-                f"{ended}{reason and f' ({reason})'} after {run.state.step:,} steps, {took} of training, in {folder}"
+    with ExitStack() as held:
+        if not config.dry_run:
+            advice = "wait for it to end, or give this run another --checkpoint_dir"
+            me.on_main(lambda: held.enter_context(lock_folder(folder, advice)))
+        notes, path, checkpoint = [], None, None
+        if config.resume:
+            path, checkpoint, passed_over = read_on_main(config.resume, folder, me)
+            notes += [f"passed over {line}" for line in passed_over]
+        if checkpoint:
+            config, changes = resume_config(checkpoint["train_config"], config, given)
+            notes += [f"resumed from {path} at step {checkpoint['step']:,}", *(f"changed {line}" for line in changes)]
+        data = open_data(config)
+        run_name = me.broadcast(config.run_name or time.strftime("gpt-%Y%m%d-%H%M%S"))
+        config = dataclasses.replace(config, tokenizer=data.tokenizer, run_name=run_name)
+        schedule = make_schedule(config, data, me.world_size)
+        plan = [*describe(config, data, schedule, me), *notes]
+        if config.dry_run:
+            if me.is_main:
+                print(*plan, sep="\n")
+            return 0
+        fingerprint = me.on_main(lambda: check_start(folder, path, checkpoint, data))
+        ended_before = me.broadcast(read_status(folder).get("status") == "finished")
+        if checkpoint and checkpoint["step"] >= schedule.max_steps and ended_before:
+            if me.is_main:
+                print(f"{folder}: this run is finished, at step {checkpoint['step']:,}; a larger --max_steps goes on")
+            return 0
+        log = me.on_main(lambda: held.enter_context(closing(RunLog(config, checkpoint and checkpoint["step"]))))
+        if log:
+            log.say("\n".join(plan))
+        writer = me.on_main(
+            lambda: CheckpointWriter(
+                folder, config.keep_checkpoints, config.mirror, path is not None and path.name == LATEST
             )
-            log.close()
-            lock.close()
-    return 0 if ended != "failed" else 1
+        )
+        trainer = build_trainer(config, data, me, checkpoint)
+        return Run(trainer, data, schedule, checkpoint, fingerprint, log, writer).until_it_ends()
 
 
 def check_start(folder: Path, path: Path | None, checkpoint: dict | None, data: Data) -> str:

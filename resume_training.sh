@@ -1,0 +1,1 @@
+scripts/resume_training.sh

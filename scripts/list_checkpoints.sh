@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# A table of a run's checkpoints: ./list_checkpoints.sh [--checkpoint_dir checkpoints]
+set -euo pipefail
+repo=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/..
+[ -x "$repo/.venv/bin/python" ] && PATH="$repo/.venv/bin:$PATH"
+exec python "$repo/train.py" --list_checkpoints "$@"

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# From nothing to a small GPT that writes Python, on two CPU cores, with no download but the packages. About 5 minutes.
+# Run it again at any time: it continues, or says that all is done. Further flags go to train.py.
+set -euo pipefail
+cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
+
+scripts/setup.sh
+python=.venv/bin/python
+
+echo; echo "== 1/4  data: the Python standard library, as bytes"
+$python prepare_dataset.py --source stdlib --tokenizer bytes --out data/stdlib
+echo; echo "== 2/4  training (Ctrl-C stops and saves; run this script again to go on)"
+$python train.py --config quickstart --resume auto "$@"
+if ! grep -q '"status": "finished"' checkpoints/quickstart/status.json; then
+    echo; echo "stopped and saved; ./scripts/quickstart.sh goes on from here"
+    exit 0
+fi
+echo; echo "== 3/4  checkpoints"
+./list_checkpoints.sh --checkpoint_dir checkpoints/quickstart
+echo; echo "== 4/4  what the model writes after 'def '"
+$python generate.py best --checkpoint_dir checkpoints/quickstart --prompt "def " --max_tokens 300
+
+cat <<'END'
+
+== next
+  source .venv/bin/activate
+  ./start_tensorboard.sh                                              the curves, at http://localhost:6006
+  ./resume_training.sh --checkpoint_dir checkpoints/quickstart --max_steps 2000      train this model further
+  python generate.py best --checkpoint_dir checkpoints/quickstart --prompt "import " --num_seq 3
+
+  your own text
+    python prepare_dataset.py --source 'my_texts/*.txt' --tokenizer bytes --out data/mine
+    python train.py --config quickstart --data_dir data/mine --checkpoint_dir checkpoints/mine --logdir logs/mine
+
+  GPT-2 124M on FineWeb-Edu, four GPUs
+    python prepare_dataset.py
+    torchrun --nproc_per_node=4 train.py --use_tensorboard
+END

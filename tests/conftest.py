@@ -1,0 +1,98 @@
+"""Tiny runs that tests share: shards of 257 ids, a model of a few thousand parameters, train.py as a user starts it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch reads it: models this small only lose time on threads
+
+import numpy as np
+import pytest
+import torch
+
+from dataloader import write_shard
+
+REPO = Path(__file__).resolve().parent.parent
+TINY = (
+    "--num_layers 2 --num_heads 2 --embd_size 16 --context_length 16 --total_batch_size 64 --mini_batch_size 2 "
+    "--max_steps 8 --warmup_steps 2 --precision fp32 --device cpu --checkpoint_freq 0 --checkpoint_minutes 0 "
+    "--eval_freq 0 --hellaswag_freq 0 --sample_freq 0"
+).split()
+
+
+def write_data(folder: Path, num_tokens=(200, 700, 500), tokenizer="bytes", vocab_size=257, seed=0) -> Path:
+    """Shards as prepare_dataset.py writes them: the first is val. Tokens repeat: there is something to learn."""
+    folder.mkdir(parents=True, exist_ok=True)
+    random, entries = np.random.default_rng(seed), []
+    for number, count in enumerate(num_tokens):
+        split = "train" if number else "val"
+        tokens = np.resize(random.integers(0, vocab_size, 50), count).astype(np.uint16)
+        name = f"tiny_{split}_{number:06d}.npy"
+        entries.append({"file": name, "split": split, "tokens": count, "sha256": write_shard(folder / name, tokens)})
+    manifest = {"complete": True, "tokenizer": tokenizer, "vocab_size": vocab_size, "shards": entries}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+@pytest.fixture
+def workdir(tmp_path, monkeypatch) -> Path:
+    """An empty folder to work in, with data/ in it."""
+    monkeypatch.chdir(tmp_path)
+    write_data(tmp_path / "data")
+    return tmp_path
+
+
+def command(*flags: str, processes: int = 1, tiny=TINY) -> list[str]:
+    """The command line that a user types."""
+    script = [str(REPO / "train.py"), *tiny, "--data_dir", "data", *flags]
+    if processes == 1:
+        return [sys.executable, *script]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", *script]
+
+
+def environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD_SIZE", "LOCAL_"))}
+
+
+def run(*flags: str, processes: int = 1, tiny=TINY) -> subprocess.CompletedProcess:
+    """Run it to its end."""
+    return subprocess.run(
+        command(*flags, processes=processes, tiny=tiny), capture_output=True, text=True, env=environment(), timeout=120
+    )
+
+
+def run_here(*flags: str) -> int:
+    """The same in this process, where importing torch is paid for already."""
+    import train
+
+    return train.main([*TINY, "--data_dir", "data", *flags])
+
+
+def load(path) -> dict:
+    return torch.load(path, weights_only=True)
+
+
+def assert_same_state(one: dict, other: dict) -> None:
+    """Weights, optimizer state and position are equal bit by bit."""
+    for key in ("step", "rows_consumed", "best_val_loss"):
+        assert one[key] == other[key], key
+    assert one["model"].keys() == other["model"].keys()
+    for name, tensor in one["model"].items():
+        assert torch.equal(tensor, other["model"][name]), name
+    assert one["optimizer"]["state"].keys() == other["optimizer"]["state"].keys()
+    for name, moments in one["optimizer"]["state"].items():
+        for kind, tensor in moments.items():
+            assert torch.equal(tensor, other["optimizer"]["state"][name][kind]), (name, kind)
+
+
+def metrics(logdir, key: str) -> dict[int, float]:
+    """step -> value of one metric in a run's metrics.jsonl; fails on a step that is there twice."""
+    found = {}
+    for line in (Path(logdir) / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if key in record:
+            assert record["step"] not in found, f"step {record['step']} is logged twice"
+            found[record["step"]] = record[key]
+    return found

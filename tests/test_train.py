@@ -1,0 +1,451 @@
+"""Runs as users start them: equal on any number of ranks, stopped and killed at any moment, resumed bit by bit."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+from conftest import assert_same_state, command, environment, load, metrics, run, run_here, write_data
+
+from errors import UserError
+
+DROPOUT = ("--dropout", "0.1")  # its randomness must survive a resume too
+
+
+def folders(name: str) -> tuple[str, ...]:
+    return "--checkpoint_dir", name, "--logdir", f"logs-{name}"
+
+
+def read_until(process: subprocess.Popen, pattern: str) -> str:
+    """Read a run's output up to a line with `pattern`; returns all of it."""
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if re.search(pattern, line):
+            return "".join(seen)
+    raise AssertionError(f"no {pattern!r} in the output:\n{''.join(seen)}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# learning
+
+
+def test_it_learns_and_says_so(workdir, capsys):
+    assert run_here("--max_steps", "60", "--max_lr", "1e-2", "--eval_freq", "30", *folders("a")) == 0
+    losses, val_losses = metrics("logs-a", "loss"), metrics("logs-a", "val_loss")
+    assert list(losses) == list(range(60)) and list(val_losses) == [30, 60]
+    assert losses[0] == pytest.approx(5.55, abs=0.1)  # ln 257: an untrained model knows nothing
+    assert losses[59] < losses[0] - 1
+    out = capsys.readouterr().out
+    line = next(line for line in out.splitlines() if line.startswith("step 59/60"))
+    assert re.fullmatch(
+        r"step 59/60 \| loss [\d.]+ \| lr 1\.\d\de-04 \| grad norm [\d.]+ \| [\d,]+ ms \| [\d,]+ tok/s "
+        r"\| 100\.0% \| ETA 0 s",
+        line,
+    )
+    assert json.loads(open("a/status.json").read())["status"] == "finished"
+
+
+def test_tokens_per_second_are_those_of_all_ranks_per_second(workdir):
+    assert run_here(*folders("a")) == 0
+    speeds, times_ms = metrics("logs-a", "tokens_per_second"), metrics("logs-a", "step_ms")
+    assert all(speeds[step] == pytest.approx(64 / times_ms[step] * 1000) for step in speeds)
+
+
+def test_two_processes_compute_what_one_does_on_the_same_tokens(workdir):
+    flags = ("--eval_freq", "4", "--eval_tokens", "112", "--checkpoint_freq", "4")
+    assert run_here(*flags, *folders("one")) == 0
+    two = run(*flags, "--use_tensorboard", *folders("two"), processes=2)
+    assert two.returncode == 0, two.stderr
+    for key in ("loss", "val_loss", "grad_norm"):
+        one, other = metrics("logs-one", key), metrics("logs-two", key)
+        assert one.keys() == other.keys()
+        assert all(abs(one[step] - other[step]) < 1e-5 for step in one), key
+    # ... and continued on the other number of processes, it trains on the tokens that are next.
+    os.unlink("two/latest.pt")
+    back = run(*folders("two"), "--resume", "two/rolling_step_000004.pt")
+    assert back.returncode == 0, back.stderr
+    one, other = load("one/latest.pt"), load("two/latest.pt")
+    assert one["rows_consumed"] == other["rows_consumed"]
+    assert all(torch.allclose(one["model"][name], other["model"][name], atol=1e-5) for name in one["model"])
+    assert all(abs(metrics("logs-one", "loss")[s] - metrics("logs-two", "loss")[s]) < 1e-5 for s in range(8))
+
+
+@pytest.mark.parametrize("flags", [(), ("--cpu_offload",)])
+def test_fsdp_computes_the_same_and_saves_the_same_kind_of_file(workdir, flags):
+    assert run_here(*folders("one")) == 0
+    sharded = run("--sharding", "fsdp", *flags, *folders("two"), processes=2)
+    assert sharded.returncode == 0, sharded.stderr
+    one, other = load("one/latest.pt"), load("two/latest.pt")
+    assert one.keys() == other.keys() and one["optimizer"]["state"].keys() == other["optimizer"]["state"].keys()
+    assert all(torch.allclose(one["model"][name], other["model"][name], atol=1e-5) for name in one["model"])
+    assert other["model"]["wte.weight"].data_ptr() == other["model"]["lm_head.weight"].data_ptr()  # tied: saved once
+    alone = ("--sharding", "ddp", "--cpu_offload", "off", "--max_steps", "9")
+    assert run_here(*alone, *folders("two"), "--resume", "latest") == 0
+
+
+def test_micro_steps_add_up_to_one_large_batch(workdir):
+    assert run_here("--mini_batch_size", "1", *folders("a")) == 0
+    assert run_here("--mini_batch_size", "4", *folders("b")) == 0
+    one, other = metrics("logs-a", "loss"), metrics("logs-b", "loss")
+    assert all(abs(one[step] - other[step]) < 1e-5 for step in one)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_reduced_precision_follows_fp32(workdir, precision):
+    assert run_here(*folders("a")) == 0
+    assert run_here("--precision", precision, *folders("b")) == 0
+    one, other = metrics("logs-a", "loss"), metrics("logs-b", "loss")
+    assert one != other and all(abs(one[step] - other[step]) < 0.05 for step in one)
+    assert bool(load("b/latest.pt")["scaler"]) == (precision == "fp16")
+
+
+def test_compiled_training_is_the_same_and_leaves_no_trace_in_the_file(workdir):
+    assert run_here("--max_steps", "4", *folders("a")) == 0
+    assert run_here("--max_steps", "4", "--compile", "on", *folders("b")) == 0
+    one, other = load("a/latest.pt"), load("b/latest.pt")
+    assert one["model"].keys() == other["model"].keys()
+    assert all(torch.allclose(one["model"][name], other["model"][name], atol=1e-5) for name in one["model"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# stopped, killed, resumed
+
+
+def test_resumed_after_kill_9_it_is_bitwise_the_uninterrupted_run(workdir):
+    flags = ("--max_steps", "20", "--checkpoint_freq", "3", *DROPOUT)
+    assert run_here(*flags, *folders("whole")) == 0
+    killed = subprocess.Popen(command(*flags, *folders("killed")), stdout=subprocess.PIPE, text=True, env=environment())
+    read_until(killed, "saved step 6 as")
+    killed.kill()
+    killed.wait()
+    assert json.loads(open("killed/status.json").read())["status"] == "running"  # it could not say more
+    assert run_here(*flags, *folders("killed"), "--resume", "latest") == 0
+    assert_same_state(load("whole/latest.pt"), load("killed/latest.pt"))
+    assert metrics("logs-whole", "loss") == metrics("logs-killed", "loss")
+
+
+LONG_STEP = ("--total_batch_size", str(16 * 2 * 600), "--max_steps", "3", "--warmup_steps", "1", *DROPOUT)
+
+
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory):
+    """The uninterrupted run of LONG_STEP, to compare with; in the folder "whole"."""
+    folder = tmp_path_factory.mktemp("long")
+    before = os.getcwd()
+    os.chdir(folder)
+    write_data(folder / "data")
+    assert run_here(*LONG_STEP, *folders("whole")) == 0
+    yield folder
+    os.chdir(before)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
+def test_a_signal_within_a_step_stops_it_and_loses_nothing(long_run, name):
+    flags = (*LONG_STEP, *folders(name))
+    process = subprocess.Popen(command(*flags), stdout=subprocess.PIPE, text=True, env=environment())
+    read_until(process, r"^step 0/3")
+    time.sleep(0.3)  # now it is inside of step 1, of 600 micro-steps
+    asked = time.monotonic()
+    process.send_signal(getattr(signal, name))
+    process.send_signal(getattr(signal, name))  # a terminal's Ctrl-C comes twice: no force quit
+    out, _ = process.communicate()
+    assert process.returncode == 0
+    step_s = metrics(f"logs-{name}", "step_ms")[0] / 1000
+    assert time.monotonic() - asked < max(step_s, 2), "it waited for the end of the step"
+    assert f"stopped ({name}) after 1 steps" in out
+    status = json.loads(open(f"{name}/status.json").read())
+    assert (status["status"], status["reason"], status["step"]) == ("stopped", name, 1)
+    assert run_here(*flags, "--resume", "latest") == 0
+    assert_same_state(load("whole/latest.pt"), load(f"{name}/latest.pt"))
+
+
+def test_a_signal_to_one_rank_stops_all(long_run):
+    flags = (*LONG_STEP, *folders("ranks"))
+    agent = subprocess.Popen(command(*flags, processes=2), stdout=subprocess.PIPE, text=True, env=environment())
+    read_until(agent, r"^step 0/3")
+    workers = subprocess.run(
+        ["ps", "--ppid", str(agent.pid), "-o", "pid="], capture_output=True, text=True
+    ).stdout.split()
+    time.sleep(0.3)
+    os.kill(int(workers[-1]), signal.SIGUSR1)
+    out, _ = agent.communicate()
+    assert agent.returncode == 0 and "stopped (SIGUSR1) after 1 steps" in out
+    resumed = run(*flags, "--resume", "latest", processes=2)
+    assert resumed.returncode == 0, resumed.stderr
+    assert run(*LONG_STEP, *folders("two"), processes=2).returncode == 0
+    assert_same_state(load("two/latest.pt"), load("ranks/latest.pt"))
+
+
+def test_sigterm_to_torchrun_saves_and_ends_every_worker(long_run):
+    flags = (*LONG_STEP, *folders("agent"))
+    agent = subprocess.Popen(
+        command(*flags, processes=2), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment()
+    )
+    read_until(agent, r"^step 0/3")
+    agent.terminate()
+    out, _ = agent.communicate()
+    assert "stopped (SIGTERM) after 1 steps" in out
+    assert load("agent/latest.pt")["step"] == 1
+
+
+def test_workers_leave_when_torchrun_itself_is_killed(long_run):
+    flags = (*LONG_STEP, *folders("orphans"))
+    agent = subprocess.Popen(command(*flags, processes=2), stdout=subprocess.PIPE, text=True, env=environment())
+    read_until(agent, r"^step 0/3")
+    agent.kill()
+    out, _ = agent.communicate(timeout=10)  # ends when the last worker closes its end of the pipe
+    assert "stopped (SIGTERM) after 1 steps" in out
+
+
+def test_max_hours_stops_and_saves(workdir):
+    assert run_here("--max_steps", "100000", "--max_hours", "0.0003", *folders("a")) == 0
+    status = json.loads(open("a/status.json").read())
+    assert (status["status"], status["reason"]) == ("stopped", "max_hours")
+    assert load("a/latest.pt")["step"] == status["step"] < 100000
+
+
+def test_stopped_before_the_first_step_ends_it_can_be_resumed_all_the_same(workdir):
+    assert run_here("--max_hours", "1e-9", *folders("a")) == 0
+    assert load("a/latest.pt")["step"] == 0
+    assert run_here("--max_hours", "0", *folders("a"), "--resume", "latest") == 0
+    assert run_here(*folders("b")) == 0
+    assert_same_state(load("a/latest.pt"), load("b/latest.pt"))
+
+
+def test_resume_takes_its_options_from_the_checkpoint_and_tells_what_changed(workdir, capsys):
+    assert run_here("--max_steps", "4", "--use_tensorboard", *folders("a")) == 0
+    import train
+
+    assert train.main(["--checkpoint_dir", "a", "--resume", "--max_steps", "6"]) == 0
+    out = capsys.readouterr().out
+    assert "changed max_steps: 4 -> 6" in out and "resumed from a/latest.pt at step 4" in out
+    assert load("a/latest.pt")["step"] == 6
+    assert load("a/latest.pt")["train_config"]["embd_size"] == 16
+    assert list(metrics("logs-a", "loss")) == list(range(6))
+
+
+def test_a_changed_weight_decay_counts_from_the_resume_on(workdir):
+    assert run_here("--max_steps", "4", *folders("a")) == 0
+    assert run_here("--max_steps", "5", "--weight_decay", "0.5", *folders("a"), "--resume", "latest") == 0
+    assert [group["weight_decay"] for group in load("a/latest.pt")["optimizer"]["param_groups"]] == [0.5, 0]
+
+
+def test_a_finished_run_is_not_trained_further(workdir, capsys):
+    assert run_here(*folders("a")) == 0
+    before = os.stat("a/latest.pt").st_mtime_ns
+    assert run_here(*folders("a"), "--resume", "auto") == 0
+    assert "is finished" in capsys.readouterr().out
+    assert os.stat("a/latest.pt").st_mtime_ns == before
+
+
+def test_resume_auto_starts_afresh_where_there_is_nothing(workdir):
+    assert run_here(*folders("a"), "--resume", "auto") == 0
+    assert load("a/latest.pt")["step"] == 8
+
+
+def test_going_back_to_an_older_checkpoint_repeats_the_same_steps(workdir):
+    assert run_here("--checkpoint_freq", "2", *DROPOUT, *folders("a")) == 0
+    first = load("a/latest.pt")
+    losses = metrics("logs-a", "loss")
+    assert run_here("--logdir", "logs-a", "--resume", "a/rolling_step_000004.pt", *DROPOUT) == 0
+    assert_same_state(first, load("a/latest.pt"))
+    assert metrics("logs-a", "loss") == losses
+
+
+def test_evaluation_and_samples_do_not_disturb_training(workdir):
+    assert run_here(*DROPOUT, *folders("plain")) == 0
+    assert run_here(*DROPOUT, "--eval_freq", "2", "--sample_freq", "3", *folders("evaluated")) == 0
+    plain, evaluated = load("plain/latest.pt"), load("evaluated/latest.pt")
+    assert all(torch.equal(plain["model"][name], evaluated["model"][name]) for name in plain["model"])
+
+
+def test_tiers_of_a_run(workdir):
+    """56 rows an epoch... here 73: 4 rows a step, so epoch 1 ends within step 18."""
+    assert run_here("--max_steps", "40", "--checkpoint_freq", "5", "--keep_checkpoints", "3", *folders("a")) == 0
+    names = sorted(name for name in os.listdir("a") if name.endswith(".pt"))
+    rows = 700 // 16 + 500 // 16
+    assert rows == 74
+    assert names == [
+        "epoch_00001.pt", "epoch_00002.pt", "latest.pt", "latest_backup.pt",
+        "rolling_step_000030.pt", "rolling_step_000035.pt", "rolling_step_000040.pt",
+    ]  # fmt: skip
+    assert os.stat("a/latest.pt").st_ino == os.stat("a/rolling_step_000040.pt").st_ino  # one write, two names
+    assert load("a/latest_backup.pt")["step"] == 37  # the save before: the end of epoch 2
+    epoch = load("a/epoch_00001.pt")
+    assert (epoch["step"], epoch["rows_consumed"]) == (19, 76)  # the first step after which all 74 rows were seen
+    assert epoch["epoch"] == pytest.approx(76 / 74)
+
+
+def test_the_best_model_is_that_of_the_lowest_validation_loss(workdir):
+    flags = ("--max_steps", "30", "--max_lr", "1e-2", "--eval_freq", "5", "--checkpoint_freq", "10")
+    assert run_here(*flags, *folders("a")) == 0
+    val_losses = metrics("logs-a", "val_loss")
+    best_step = min(val_losses, key=val_losses.get)
+    best = load("a/best_model.pt")
+    assert best["step"] == best_step
+    assert best["val_loss"] == best["best_val_loss"] == val_losses[best_step]
+
+
+def test_checkpoint_minutes_saves_by_the_clock(workdir):
+    assert run_here("--checkpoint_minutes", "1e-9", "--max_steps", "3", "--warmup_steps", "1", *folders("a")) == 0
+    rolling = sorted(name for name in os.listdir("a") if name.startswith("rolling"))
+    assert rolling == ["rolling_step_000001.pt", "rolling_step_000002.pt", "rolling_step_000003.pt"]
+
+
+def test_init_from_starts_from_the_weights_alone(workdir):
+    assert run_here(*folders("a")) == 0
+    flags = ("--max_lr", "0", "--min_lr", "0", "--weight_decay", "0", "--init_from", "a/latest.pt")
+    assert run_here(*flags, *folders("b")) == 0
+    first, second = load("a/latest.pt"), load("b/latest.pt")
+    assert second["step"] == 8 and all(torch.equal(first["model"][n], second["model"][n]) for n in first["model"])
+
+
+def test_hellaswag_and_samples_without_their_data_are_a_warning(workdir, capsys):
+    write_data(workdir / "data", tokenizer="no-such-tokenizer")
+    flags = ("--hellaswag_freq", "4", "--sample_freq", "4", "--hellaswag_file", "missing.jsonl")
+    assert run_here(*flags, *folders("a")) == 0
+    assert capsys.readouterr().err.count("warning: ") == 1
+    write_data(workdir / "data")
+    assert run_here(*flags, *folders("b")) == 0
+    captured = capsys.readouterr()
+    assert captured.err.count("warning: no HellaSwag in this run") == 1  # said once, not at each step
+    assert captured.out.count("sample:") == 2
+
+
+def test_hellaswag_in_training(workdir):
+    example = {"ctx": "A man", "endings": ["sits.", "flies away.", "is a.", "of."], "label": 0}
+    (workdir / "hs.jsonl").write_text(json.dumps(example) + "\n" + json.dumps(example | {"label": 3}) + "\n")
+    assert run_here("--hellaswag_freq", "4", "--hellaswag_file", "hs.jsonl", *folders("a")) == 0
+    assert metrics("logs-a", "hellaswag_acc").keys() == metrics("logs-a", "hellaswag_acc_norm").keys() == {4, 8}
+    assert metrics("logs-a", "hellaswag_acc")[8] in (0, 0.5)  # it cannot be right about both
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# one line, exit status 2, nothing lost
+
+
+def fails(*flags: str) -> str:
+    with pytest.raises(UserError) as raised:
+        run_here(*flags)
+    message = str(raised.value)
+    assert "\n" not in message
+    return message
+
+
+def test_a_mistake_is_one_line_and_exit_status_2(workdir):
+    failed = run("--data_dir", "nowhere")
+    assert failed.returncode == 2 and failed.stdout == ""
+    assert len(failed.stderr.splitlines()) == 1
+    assert failed.stderr.startswith("error: no train shards in nowhere") and "prepare_dataset.py" in failed.stderr
+
+
+def test_under_torchrun_a_mistake_is_said_once(workdir):
+    failed = run("--mini_batch_size", "3", processes=2)
+    assert failed.returncode != 0
+    assert len([line for line in failed.stderr.splitlines() if line.startswith("error: ")]) == 1
+
+
+def test_impossible_batch_split(workdir):
+    message = fails("--mini_batch_size", "3")
+    assert "--total_batch_size 64 is not a multiple" in message and "--mini_batch_size 2" in message
+
+
+def test_damaged_shard(workdir):
+    path = workdir / "data" / "tiny_train_000001.npy"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-10])
+    assert "tiny_train_000001.npy" in fails(*folders("a")) and "damaged" in fails(*folders("a"))
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))  # of the right size: found by its checksum
+    assert "SHA-256" in fails(*folders("a"))
+    assert not list((workdir / "a").glob("*.pt"))
+
+
+def test_damaged_checkpoints_are_passed_over_or_refused(workdir, capsys):
+    assert run_here("--checkpoint_freq", "2", *folders("a")) == 0
+    first = load("a/latest.pt")
+    latest = workdir / "a" / "latest.pt"
+    damaged = bytearray(latest.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    latest.unlink()  # its other name, rolling_step_000008.pt, stays whole
+    latest.write_bytes(damaged)
+    (workdir / "a" / "status.json").unlink()
+    assert run_here("--checkpoint_freq", "2", *folders("a"), "--resume", "latest") == 0
+    out = capsys.readouterr().out
+    assert "passed over a/latest.pt: damaged" in out and "resumed from a/latest_backup.pt at step 6" in out
+    assert_same_state(first, load("a/latest.pt"))
+    assert load("a/latest_backup.pt")["step"] == 6  # not the damaged file
+    for file in (workdir / "a").glob("*.pt"):
+        file.write_bytes(b"")
+    assert "is whole" in fails(*folders("a"), "--resume", "latest")
+    assert "is whole" in fails(*folders("a"), "--resume", "auto")  # it never starts afresh over them
+
+
+def test_a_new_run_does_not_write_over_another(workdir):
+    assert run_here(*folders("a")) == 0
+    before = os.stat("a/latest.pt").st_mtime_ns
+    assert "already holds checkpoints" in fails(*folders("a"))
+    assert run_here(*folders("b")) == 0
+    assert "already holds checkpoints" in fails(*folders("a"), "--resume", "b/latest.pt")
+    assert os.stat("a/latest.pt").st_mtime_ns == before
+
+
+def test_a_second_trainer_is_refused(workdir):
+    process = subprocess.Popen(
+        command("--max_steps", "1000000", *folders("a")), stdout=subprocess.PIPE, text=True, env=environment()
+    )
+    read_until(process, "^step +0/")
+    assert f"a is in use by process {process.pid}" in fails(*folders("a"), "--resume", "latest")
+    assert "logs-a is in use" in fails("--checkpoint_dir", "b", "--logdir", "logs-a")
+    process.terminate()
+    process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--embd_size", "32"), ("embd_size", "32", "16")),
+        (("--seed", "7"), ("seed", "7", "1337")),
+        (("--tokenizer", "gpt2"), ("gpt2", "bytes")),
+    ],
+)
+def test_what_a_checkpoint_is_cannot_be_changed_on_resume(workdir, flags, words):
+    assert run_here(*folders("a")) == 0
+    message = fails(*flags, *folders("a"), "--resume", "latest")
+    assert all(word in message for word in words)
+
+
+def test_other_data_on_resume_is_refused_and_moved_data_is_not(workdir):
+    assert run_here(*folders("a")) == 0
+    write_data(workdir / "other", seed=1)
+    message = fails("--data_dir", "other", *folders("a"), "--resume", "latest", "--max_steps", "9")
+    assert "other" in message and "data" in message
+    os.rename("data", "moved")
+    assert run_here("--data_dir", "moved", *folders("a"), "--resume", "latest", "--max_steps", "9") == 0
+
+
+def test_a_warm_up_longer_than_the_run(workdir):
+    assert "--warmup_steps 8 is not shorter than the run of 8 steps" in fails("--warmup_steps", "8")
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(workdir, capsys):
+    assert run_here("--dry_run") == 0
+    plan = capsys.readouterr().out
+    for words in ("parameters", "training tokens", "steps an epoch", "micro-steps", "memory", "free"):
+        assert words in plan
+    assert sorted(os.listdir()) == ["data"]
+
+
+def test_shards_of_other_tools_train_without_a_manifest(workdir):
+    import numpy as np
+
+    (workdir / "nano").mkdir()
+    for split in ("train", "val"):
+        np.resize(np.arange(100, dtype=np.uint16), 400).tofile(workdir / "nano" / f"{split}.bin")
+    assert run_here("--data_dir", "nano", "--eval_freq", "8", *folders("a")) == 0
+    assert load("a/latest.pt")["tokenizer"] == "gpt2"
+    assert load("a/latest.pt")["model_config"]["vocab_size"] == 50257
