@@ -1,0 +1,288 @@
+"""One write in many tiers, whole or not at all; damage is found and named."""
+
+import errno
+import os
+import pickle
+import threading
+
+import pytest
+import torch
+
+import checkpoint
+from checkpoint import (
+    FORMAT_VERSION,
+    CheckpointWriter,
+    checkpoint_files,
+    checkpoint_table,
+    find_checkpoint,
+    read_checkpoint,
+)
+from durable import lock_folder, replace_file
+from errors import UserError
+
+
+def content(step: int, **more) -> dict:
+    """A checkpoint like those of train.py, with a tensor that tells its step."""
+    return {
+        "format_version": FORMAT_VERSION,
+        "step": step,
+        "rows_consumed": 4 * step,
+        "model": {"weight": torch.full((1000,), float(step))},
+        "optimizer": {"state": {}, "param_groups": []},
+        "model_config": {},
+        "train_config": {},
+        "loss": 3.25,
+        "val_loss": None,
+        "epoch": step / 10,
+        **more,
+    }
+
+
+def save(writer: CheckpointWriter, step: int, *tiers: str) -> list[tuple[bool, str]]:
+    writer.save(content(step), list(tiers))
+    writer.wait()
+    return list(writer.take_reports())
+
+
+@pytest.fixture
+def writer(tmp_path):
+    writer = CheckpointWriter(tmp_path, keep=3)
+    yield writer
+    writer.close()
+
+
+def names(folder) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+def test_a_save_is_one_file_under_all_its_names(writer, tmp_path):
+    [(went_well, report)] = save(writer, 7, "rolling_step_000007.pt", "epoch_00001.pt", "best_model.pt")
+    assert went_well and "saved step 7 as latest.pt, rolling_step_000007.pt, epoch_00001.pt" in report
+    assert names(tmp_path) == ["best_model.pt", "epoch_00001.pt", "latest.pt", "rolling_step_000007.pt"]
+    assert {os.stat(tmp_path / name).st_ino for name in names(tmp_path)} == {os.stat(tmp_path / "latest.pt").st_ino}
+
+
+def test_where_there_are_no_hard_links_the_names_are_copies(writer, tmp_path, monkeypatch):
+    def no_links(*_):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", no_links)
+    save(writer, 1)
+    save(writer, 2, "rolling_step_000002.pt")
+    assert names(tmp_path) == ["latest.pt", "latest_backup.pt", "rolling_step_000002.pt"]
+    assert [read_checkpoint(tmp_path / name)["step"] for name in names(tmp_path)] == [2, 1, 2]
+
+
+def test_the_save_before_stays_as_the_backup(writer, tmp_path):
+    for step in (1, 2, 3):
+        save(writer, step)
+    assert read_checkpoint(tmp_path / "latest.pt")["step"] == 3
+    assert read_checkpoint(tmp_path / "latest_backup.pt")["step"] == 2
+
+
+def test_saving_a_step_again_does_not_push_the_one_before_out_of_the_backup(writer, tmp_path):
+    for step in (1, 2, 2):
+        save(writer, step)
+    assert read_checkpoint(tmp_path / "latest_backup.pt")["step"] == 1
+
+
+def test_a_hundred_saves_with_keep_3_leave_exactly_these_files(writer, tmp_path):
+    for step in range(1, 101):
+        save(writer, step, f"rolling_step_{step:06d}.pt", *([f"epoch_{step // 50:05d}.pt"] if step % 50 == 0 else []))
+    rolling = [f"rolling_step_{step:06d}.pt" for step in (98, 99, 100)]
+    assert names(tmp_path) == ["epoch_00001.pt", "epoch_00002.pt", "latest.pt", "latest_backup.pt", *rolling]
+
+
+def test_after_going_back_the_older_branch_goes_first(writer, tmp_path):
+    for step in (10, 20, 30, 11, 12):
+        save(writer, step, f"rolling_step_{step:06d}.pt")
+        os.utime(tmp_path / "latest.pt", ns=(step, 10**18 + len(names(tmp_path)) * 10**9 + step % 10 * 10**9))
+    assert [file.name for file in checkpoint_files(tmp_path)[2:]] == [
+        "rolling_step_000012.pt", "rolling_step_000011.pt", "rolling_step_000030.pt",
+    ]  # fmt: skip
+
+
+def test_a_full_disk_is_a_report_and_the_old_files_stay(writer, tmp_path, monkeypatch):
+    save(writer, 1)
+    before = (tmp_path / "latest.pt").read_bytes()
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        [(went_well, report)] = save(writer, 2)
+    assert not went_well and "step 2 was not saved" in report and "No space left" in report and "GB free" in report
+    assert names(tmp_path) == ["latest.pt"] and (tmp_path / "latest.pt").read_bytes() == before
+    [(went_well, _)] = save(writer, 3)  # space again
+    assert went_well and read_checkpoint(tmp_path / "latest.pt")["step"] == 3
+
+
+def test_names_change_only_after_the_content_is_on_the_disk(writer, tmp_path, monkeypatch):
+    calls = []
+    for name in ("fsync", "link", "replace"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *args, name=name, real=real: (calls.append(name), real(*args))[1])
+    save(writer, 1, "rolling_step_000001.pt")
+    assert calls == ["fsync", "link", "replace", "replace", "fsync"]  # the last one is the folder's
+
+
+def test_the_loop_goes_on_while_a_save_is_written(writer, monkeypatch):
+    may_write = threading.Event()
+    real = torch.save
+    monkeypatch.setattr(torch, "save", lambda *args: (may_write.wait(10), real(*args)))
+    writer.save(content(1), [])
+    assert list(writer.take_reports()) == []  # it came back before anything was written
+    may_write.set()
+    writer.wait()
+    assert len(list(writer.take_reports())) == 1
+
+
+def test_what_a_killed_writer_left_is_cleaned_up(tmp_path):
+    (tmp_path / ".latest.pt.tmp").write_bytes(b"half")
+    CheckpointWriter(tmp_path, keep=3).close()
+    assert names(tmp_path) == []
+
+
+def test_the_mirror_gets_each_save(tmp_path):
+    writer = CheckpointWriter(tmp_path / "here", keep=3, mirror=f"file://{tmp_path}/there")
+    save(writer, 1, "rolling_step_000001.pt")
+    writer.close()
+    assert names(tmp_path / "there") == ["latest.pt", "rolling_step_000001.pt"]
+    assert read_checkpoint(tmp_path / "there" / "latest.pt")["step"] == 1
+
+
+def test_a_mirror_that_fails_is_told_and_the_save_stands(tmp_path):
+    (tmp_path / "file").write_text("")
+    writer = CheckpointWriter(tmp_path / "here", keep=3, mirror=f"file://{tmp_path}/file")
+    (saved, _), (mirrored, report) = save(writer, 1)
+    writer.close()
+    assert saved and not mirrored and "not mirrored to file://" in report
+    assert read_checkpoint(tmp_path / "here" / "latest.pt")["step"] == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class RunsCode:
+    def __reduce__(self):
+        return print, ("code of a checkpoint ran",)
+
+
+def damage(path, how: str) -> None:
+    whole = bytearray(path.read_bytes())
+    path.unlink()  # not its other names
+    if how == "one bit":
+        whole[len(whole) // 2] ^= 1
+    contents = {"one bit": whole, "truncated": whole[:-100], "empty": b"", "zeros": bytes(len(whole))}
+    path.write_bytes(contents[how])
+
+
+@pytest.mark.parametrize("how", ["one bit", "truncated", "empty", "zeros"])
+def test_damage_is_found_named_and_passed_over(writer, tmp_path, how):
+    for step in (1, 2, 3):
+        save(writer, step, f"rolling_step_{step:06d}.pt")
+    damage(tmp_path / "latest.pt", how)
+    path, found, passed_over = find_checkpoint("latest", tmp_path)
+    assert (path.name, found["step"]) == ("latest_backup.pt", 2)
+    assert len(passed_over) == 1 and passed_over[0].startswith(f"{tmp_path / 'latest.pt'}: damaged")
+    damage(tmp_path / "latest_backup.pt", how)
+    path, found, passed_over = find_checkpoint("latest", tmp_path)
+    assert (path.name, found["step"], len(passed_over)) == ("rolling_step_000003.pt", 3, 2)
+    for step in (1, 2, 3):
+        damage(tmp_path / f"rolling_step_{step:06d}.pt", how)
+    before = {name: (tmp_path / name).read_bytes() for name in names(tmp_path)}
+    for which in ("latest", "auto"):
+        with pytest.raises(UserError, match=r"no checkpoint in .* is whole"):
+            find_checkpoint(which, tmp_path)
+    assert {name: (tmp_path / name).read_bytes() for name in names(tmp_path)} == before
+
+
+def test_a_damaged_latest_never_replaces_the_good_backup(tmp_path):
+    writer = CheckpointWriter(tmp_path, keep=3)
+    save(writer, 1), save(writer, 2), writer.close()
+    damage(tmp_path / "latest.pt", "one bit")
+    writer = CheckpointWriter(tmp_path, keep=3, latest_is_whole=False)
+    save(writer, 3), writer.close()
+    assert read_checkpoint(tmp_path / "latest_backup.pt")["step"] == 1
+
+
+def test_what_is_no_checkpoint_of_ours_is_refused_and_not_run(tmp_path, capsys):
+    torch.save({"model": {}}, tmp_path / "foreign.pt")
+    torch.save(content(1) | {"format_version": FORMAT_VERSION + 1}, tmp_path / "newer.pt")
+    torch.save(content(1) | {"model": RunsCode()}, tmp_path / "code.pt")
+    (tmp_path / "pickle.pt").write_bytes(pickle.dumps(RunsCode()))
+    (tmp_path / "folder.pt").mkdir()
+    for name, words in {
+        "foreign.pt": "not a SteadyGPT checkpoint",
+        "newer.pt": f"format {FORMAT_VERSION + 1}",
+        "code.pt": "not loaded",
+        "pickle.pt": "not a checkpoint",
+        "folder.pt": "a folder",
+        "missing.pt": "no such checkpoint",
+    }.items():
+        with pytest.raises(UserError, match=words) as raised:
+            read_checkpoint(tmp_path / name)
+        assert "\n" not in str(raised.value) and name in str(raised.value)
+    assert "ran" not in capsys.readouterr().out
+
+
+def test_the_table_shows_each_tier_and_what_is_damaged(writer, tmp_path):
+    save(writer, 40, "rolling_step_000040.pt")
+    save(writer, 50, "rolling_step_000050.pt", "epoch_00005.pt")
+    damage(tmp_path / "latest_backup.pt", "truncated")
+    table = list(checkpoint_table(tmp_path))
+    assert table[0].split() == ["file", "step", "epoch", "loss", "val", "loss", "size", "age", "state"]
+    rows = {line.split()[0]: line for line in table[1:-1]}
+    assert list(rows) == [
+        "latest.pt", "latest_backup.pt", "rolling_step_000050.pt", "rolling_step_000040.pt", "epoch_00005.pt",
+    ]  # fmt: skip
+    assert rows["latest.pt"].split()[1:5] == ["50", "5.00", "3.2500", "-"] and rows["latest.pt"].endswith("whole")
+    assert "damaged" in rows["latest_backup.pt"]
+    assert table[-1].startswith("5 names of 3 files")
+
+
+def test_an_empty_folder_says_where_to_look(tmp_path):
+    with pytest.raises(UserError, match="--checkpoint_dir"):
+        list(checkpoint_table(tmp_path))
+    with pytest.raises(UserError, match="--checkpoint_dir"):
+        find_checkpoint("latest", tmp_path)
+    assert find_checkpoint("auto", tmp_path) == (None, None, [])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_replace_file_leaves_the_old_content_when_writing_fails(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def fail(file):
+        file.write(b"half of the new")
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        replace_file(path, fail)
+    assert path.read_text() == "old" and names(tmp_path) == ["file"]
+    replace_file(path, lambda file: file.write(b"new"))
+    assert path.read_text() == "new"
+
+
+def test_a_lock_goes_with_its_file(tmp_path):
+    lock = lock_folder(tmp_path, "wait")
+    with pytest.raises(UserError, match=f"in use by process {os.getpid()}; wait"):
+        lock_folder(tmp_path, "wait")
+    lock.close()
+    lock_folder(tmp_path, "wait").close()
+
+
+def test_files_are_tried_in_the_documented_order(writer, tmp_path):
+    for step in (1, 2, 3, 4):
+        tiers = [f"rolling_step_{step:06d}.pt", f"epoch_{step:05d}.pt", checkpoint.BEST]
+        save(writer, step, *tiers)
+        os.utime(tmp_path / "latest.pt", ns=(0, 10**18 + step * 10**9))
+    assert [file.name for file in checkpoint_files(tmp_path)] == [
+        "latest.pt", "latest_backup.pt",
+        "rolling_step_000004.pt", "rolling_step_000003.pt", "rolling_step_000002.pt",
+        "epoch_00004.pt", "epoch_00003.pt", "epoch_00002.pt", "epoch_00001.pt", "best_model.pt",
+    ]  # fmt: skip
