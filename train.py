@@ -210,7 +210,7 @@ def validate(trainer: Trainer, val: RowStream, stop: StopSignal) -> float | None
     rows, B = validation_rows(config, val), config.mini_batch_size
     loader = BatchLoader(val, B, rank=me.rank, world_size=me.world_size, device=me.device)
     losses = []
-    with evaluating(trainer.forward):
+    with closing(loader), evaluating(trainer.forward):
         for first_row in range(me.rank * B, me.rank * B + rows + -rows % (B * me.world_size), B * me.world_size):
             if stop.agreed():
                 return None
@@ -219,7 +219,6 @@ def validate(trainer: Trainer, val: RowStream, stop: StopSignal) -> float | None
             targets[max(0, rows - first_row) :] = IGNORED_TARGET  # every batch has one shape, so one compiled graph
             with trainer.autocast():
                 losses.append(trainer.forward(inputs, targets, reduction="sum"))
-    loader.close()
     return me.sum(torch.stack(losses).cpu().double().sum()).item() / (rows * config.context_length)
 
 
@@ -306,8 +305,8 @@ class Run:
             finished = state.step >= schedule.max_steps
             if (tiers or finished) and state.step != self.saved_step:
                 self.save(tiers)
-            self.evaluate(tiers, finished)
-            if finished or self.stop.agreed():
+            evaluated = self.evaluate(tiers, finished)
+            if finished or not evaluated or self.stop.agreed():
                 break
             lr = learning_rate(config, state.step, schedule.max_steps)
             start = time.perf_counter()
@@ -324,10 +323,9 @@ class Run:
             state.step += 1
             epoch_ended = int(schedule.epochs(state.rows_consumed)) > int(epochs_before)
         loader.close()
-        stopped_by = self.stop.agreed() if not finished else ""
         if state.step != self.saved_step:
             self.save([])
-        return stopped_by
+        return "" if finished and evaluated else self.stop.agreed()
 
     def tiers_due(self, epoch_ended: bool) -> list[str]:
         """The names, beside latest.pt, under which the state of this step is to be kept."""
@@ -371,8 +369,8 @@ class Run:
             self.save_failed = not went_well
             self.log.say(what) if went_well else self.log.warn(what)
 
-    def evaluate(self, tiers: list[str], finished: bool) -> None:
-        """Validation, HellaSwag and a text sample, those that are due at this step."""
+    def evaluate(self, tiers: list[str], finished: bool) -> bool:
+        """Validation, HellaSwag and a text sample, those that are due at this step; False when asked to stop within."""
         config, state, me = self.config, self.state, self.me
         at = f"step {state.step}/{self.schedule.max_steps} |"
 
@@ -382,7 +380,7 @@ class Run:
         if due(config.eval_freq):
             val_loss = validate(self.trainer, self.data.val, self.stop)
             if val_loss is None:
-                return
+                return False
             state.val_loss = val_loss
             best = state.best_val_loss is None or val_loss < state.best_val_loss
             if best:
@@ -396,13 +394,14 @@ class Run:
             with self.trainer.autocast():
                 scores = hellaswag_eval.evaluate(self.trainer.model, self.hellaswag, me, self.stop.agreed)
             if scores is None:
-                return
+                return False
             if self.log:
                 self.log.record(state.step, f"{at} {scores}", **scores.metrics())
         if due(config.sample_freq) and self.tokenizer:
             text = sample_text(self.trainer, self.tokenizer, seed=config.seed + state.step)
             if self.log:
                 self.log.text(state.step, f"{at} sample:", text)
+        return True
 
     @cached_property
     def tokenizer(self):

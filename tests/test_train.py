@@ -217,6 +217,22 @@ def test_stopped_before_the_first_step_ends_it_can_be_resumed_all_the_same(workd
     assert_same_state(load("a/latest.pt"), load("b/latest.pt"))
 
 
+def test_stopped_within_the_last_evaluation_it_is_not_finished(workdir, monkeypatch):
+    import train
+
+    def stopped(_trainer, _val, stop):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return None if stop.agreed() else 0.0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "validate", stopped)
+        assert run_here("--eval_freq", "8", *folders("a")) == 0
+    assert json.loads(open("a/status.json").read())["status"] == "stopped"
+    assert run_here("--eval_freq", "8", *folders("a"), "--resume", "latest") == 0
+    assert metrics("logs-a", "val_loss").keys() == {8}
+    assert load("a/best_model.pt")["step"] == 8
+
+
 def test_resume_takes_its_options_from_the_checkpoint_and_tells_what_changed(workdir, capsys):
     assert run_here("--max_steps", "4", "--use_tensorboard", *folders("a")) == 0
     import train
