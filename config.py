@@ -39,7 +39,8 @@ class TrainConfig:
     seed: int = option("run", 1337, "of weights, data order and dropout", fixed=True)
     device: str = option("run", "auto", "auto (CUDA if there is one), cpu, cuda, mps")
     precision: str = option("run", "auto", "auto is bf16 where the device computes in it, else fp32; --mixed_precision "
-                            "no/fp16/bf16 says the same", ("auto", "fp32", "bf16", "fp16"))
+                            "no/fp16/bf16 says the same; fp8: the blocks' products, by torchao",
+                            ("auto", "fp32", "bf16", "fp16", "fp8"))
     compile: str = option("run", "auto", "torch.compile the model; auto: on CUDA", ("auto", "on", "off"))
     deterministic: bool = option("run", False, "bitwise repeatable on CUDA too, slower")
     dry_run: bool = option("run", False, "print the plan (sizes, memory, steps, disk) and exit", launch=True)

@@ -6,6 +6,9 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+from torch import nn
+
+from errors import UserError
 
 # Dense bf16 FLOP/s by the name the driver gives (NVIDIA's data sheets); the first match counts.
 PEAK_FLOPS = {
@@ -33,9 +36,25 @@ def choose_precision(wanted: str, device: torch.device) -> str:
 
 
 def autocast(device: torch.device, precision: str):
-    """Compute in bf16 or fp16 inside; weights stay fp32. fp32: nothing changes."""
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    """Compute in bf16 or fp16 inside; weights stay fp32. fp32: nothing changes; fp8: bf16 around the fp8 products."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}.get(precision)
     return torch.autocast(device.type, dtype=dtype) if dtype else nullcontext()
+
+
+def use_fp8(blocks: nn.Module, device: torch.device) -> None:
+    """Let the linear layers of the blocks multiply in fp8 with a scale per tensor; their weights stay fp32.
+
+    On a CPU the rounding is emulated, to try it; that is slow.
+
+    Raises: UserError when torchao is missing or the GPU has no fp8.
+    """
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError:
+        raise UserError("--precision fp8 needs torchao; pip install torchao==0.18.0") from None
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise UserError(f"--precision fp8: {torch.cuda.get_device_name(device)} has no fp8 units; use bf16 or fp16")
+    convert_to_float8_training(blocks, config=Float8LinearConfig(emulate=device.type != "cuda"))
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -46,7 +46,7 @@ from checkpoint import (
 )
 from config import TrainConfig, parse_args, resume_config
 from dataloader import BatchLoader, RowStream, check_shards, data_fingerprint
-from device import autocast, choose_precision, peak_flops, peak_memory_bytes
+from device import autocast, choose_precision, peak_flops, peak_memory_bytes, use_fp8
 from distributed import Distributed, joined, world_size_of_environment
 from durable import lock_folder
 from errors import UserError, run_cli
@@ -126,6 +126,8 @@ def build_trainer(config: TrainConfig, data: Data, me: Distributed, checkpoint: 
     with me.device:
         model = GPT(data.model_config)
     model.activation_checkpointing = config.activation_checkpointing
+    if precision == "fp8":
+        use_fp8(model.h, me.device)
     sharded = config.sharding == "fsdp" and me.world_size > 1
     if sharded:
         offload = CPUOffloadPolicy(pin_memory=me.device.type == "cuda") if config.cpu_offload else OffloadPolicy()

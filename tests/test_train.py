@@ -95,8 +95,10 @@ def test_micro_steps_add_up_to_one_large_batch(workdir):
     assert all(abs(one[step] - other[step]) < 1e-5 for step in one)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8"])
 def test_reduced_precision_follows_fp32(workdir, precision):
+    if precision == "fp8":
+        pytest.importorskip("torchao")
     assert run_here(*folders("a")) == 0
     assert run_here("--precision", precision, *folders("b")) == 0
     one, other = metrics("logs-a", "loss"), metrics("logs-b", "loss")
