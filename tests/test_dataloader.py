@@ -1,0 +1,274 @@
+"""The data order is a pure function: each row once an epoch, the same for any number of ranks, for ever."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from conftest import write_data
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dataloader import (
+    LLMC_HEADER_BYTES,
+    BatchLoader,
+    RowStream,
+    Shard,
+    _key,
+    check_shards,
+    data_fingerprint,
+    find_shards,
+    open_shard,
+    permute,
+    read_manifest,
+    token_dtype,
+    write_shard,
+)
+from errors import UserError
+
+
+class Tokens(Shard):
+    """A shard in memory whose tokens tell where they stand: shard number * 1000 + position."""
+
+    def __init__(self, number: int, num_tokens: int):
+        super().__init__(None, np.dtype("<u2"), 0, num_tokens)
+        object.__setattr__(self, "array", number * 1000 + np.arange(num_tokens))
+
+    def tokens(self):
+        return self.array
+
+
+def stream(*sizes: int, context=4, **options) -> RowStream:
+    return RowStream([Tokens(number, size) for number, size in enumerate(sizes)], context, **options)
+
+
+shard_sizes = st.lists(st.integers(1, 60), min_size=1, max_size=6).filter(lambda sizes: max(sizes) > 7)
+contexts, seeds, switches = st.integers(1, 7), st.integers(0, 2**31), st.booleans()
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the order
+
+
+@given(st.integers(1, 2000), st.integers(0, 2**63), seeds)
+@settings(deadline=None)
+def test_permute_is_a_permutation(n, key, seed):
+    assert sorted(permute(np.arange(n), n, _key(key, seed))) == list(range(n))
+
+
+def test_permute_reaches_every_order_about_equally_often():
+    orders = [tuple(permute(np.arange(3), 3, _key(seed))) for seed in range(3000)]
+    counts = [orders.count(order) for order in set(orders)]
+    assert len(counts) == 6 and min(counts) > 400 and max(counts) < 600
+
+
+@given(shard_sizes, contexts, seeds, switches, switches, st.integers(0, 3))
+@settings(deadline=None)
+def test_an_epoch_is_each_row_of_each_shard_once(sizes, context, seed, shuffle_shards, shuffle_rows, epoch):
+    rows = stream(*sizes, context=context, seed=seed, shuffle_shards=shuffle_shards, shuffle_rows=shuffle_rows)
+    n = rows.rows_per_epoch
+    found = rows.read(epoch * n, n)
+    expected = [
+        [shard * 1000 + row * context + i for i in range(context + 1)]
+        for shard, size in enumerate(sizes)
+        for row in range((size - 1) // context)
+    ]
+    assert sorted(found.tolist()) == expected
+
+
+@given(shard_sizes, st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(0, 200))
+@settings(deadline=None, max_examples=50)
+def test_any_number_of_ranks_reads_the_same_rows_of_a_step(sizes, ranks, batch, micro_steps, start):
+    rows = stream(*sizes, shuffle_shards=True, shuffle_rows=True)
+    loaders = [BatchLoader(rows, batch, start, rank, ranks) for rank in range(ranks)]
+    batches = [loader.next() for _ in range(micro_steps) for loader in loaders]
+    for loader in loaders:
+        loader.close()
+    expected = rows.read(start, ranks * batch * micro_steps)
+    assert torch.cat([inputs for inputs, _ in batches]).tolist() == expected[:, :-1].tolist()
+    assert torch.cat([targets for _, targets in batches]).tolist() == expected[:, 1:].tolist()
+
+
+@given(shard_sizes, seeds, st.integers(0, 10**12), st.integers(1, 50))
+@settings(deadline=None)
+def test_any_position_is_reached_directly(sizes, seed, start, count):
+    rows = stream(*sizes, seed=seed, shuffle_shards=True, shuffle_rows=True)
+    one_by_one = [rows.read(start + i, 1)[0].tolist() for i in range(count)]
+    assert rows.read(start, count).tolist() == one_by_one
+
+
+def test_the_order_never_changes_from_release_to_release():
+    """If this fails, runs in progress would not resume on their tokens any more."""
+    rows = stream(9, 17, 13, seed=1337, shuffle_shards=True, shuffle_rows=True)
+    firsts = [rows.read(epoch * 9, 9)[:, 0].tolist() for epoch in (0, 1, 1000)]
+    assert firsts == [
+        [4, 0, 1012, 1000, 1008, 1004, 2000, 2004, 2008],
+        [1000, 1012, 1004, 1008, 2008, 2004, 2000, 0, 4],
+        [0, 4, 1004, 1000, 1012, 1008, 2000, 2004, 2008],
+    ]
+
+
+def test_shuffles_can_be_had_one_by_one():
+    sizes = [21] * 8
+    plain = stream(*sizes).read(0, 40)[:, 0]
+    assert plain.tolist() == sorted(plain)
+    by_shard = stream(*sizes, shuffle_shards=True).read(0, 40)[:, 0].reshape(8, 5)
+    assert (np.diff(by_shard) == 4).all() and by_shard[:, 0].tolist() != sorted(by_shard[:, 0])
+    by_row = stream(*sizes, shuffle_rows=True).read(0, 40)[:, 0].reshape(8, 5)
+    assert [set(shard // 1000) for shard in by_row] == [{number} for number in range(8)]
+    assert by_row.tolist() != np.sort(by_row).tolist()
+
+
+def test_epochs_and_seeds_differ_when_shuffled_and_only_then():
+    sizes = [41, 41, 41]
+    shuffled = stream(*sizes, shuffle_rows=True)
+    assert shuffled.read(0, 30).tolist() != shuffled.read(30, 30).tolist()
+    assert shuffled.read(0, 30).tolist() != stream(*sizes, shuffle_rows=True, seed=1).read(0, 30).tolist()
+    assert stream(*sizes).read(0, 30).tolist() == stream(*sizes).read(30, 30).tolist()
+
+
+def test_targets_are_the_next_tokens_the_last_one_too():
+    loader = BatchLoader(stream(9), 2)
+    inputs, targets = loader.next()
+    loader.close()
+    assert inputs.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]] and targets.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert inputs.dtype == targets.dtype == torch.int64
+
+
+def test_shards_shorter_than_a_row_are_passed_over():
+    assert stream(4, 5, 3).rows_per_epoch == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# formats
+
+
+@given(st.lists(st.integers(0, 2**16 - 1), max_size=300), st.sampled_from(["<u2", "<u4"]))
+@settings(max_examples=30, deadline=None)
+def test_npy_shards_come_back_as_written(tmp_path_factory, tokens, dtype):
+    path = tmp_path_factory.mktemp("shards") / "a_train_000000.npy"
+    write_shard(path, np.array(tokens, dtype))
+    shard = open_shard(path)
+    assert shard.num_tokens == len(tokens) and shard.dtype == np.dtype(dtype)
+    assert not tokens or shard.tokens().tolist() == tokens
+
+
+def llmc_file(path, tokens, magic=20240520, dtype="<u2", count=None):
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, 1, len(tokens) if count is None else count
+    path.write_bytes(header.tobytes() + np.array(tokens, dtype).tobytes())
+    return path
+
+
+def test_llmc_and_modded_nanogpt_shards(tmp_path):
+    assert open_shard(llmc_file(tmp_path / "fineweb_train_000001.bin", [1, 2, 65535])).tokens().tolist() == [
+        1,
+        2,
+        65535,
+    ]
+    shard = open_shard(llmc_file(tmp_path / "x_val_000000.bin", [1, 128000], 20240801, "<u4"))
+    assert shard.tokens().tolist() == [1, 128000] and shard.offset == LLMC_HEADER_BYTES
+
+
+def test_nanogpt_shards_have_no_header(tmp_path):
+    for split in ("train", "val"):
+        np.arange(50, dtype=np.uint16).tofile(tmp_path / f"{split}.bin")
+        (shard,) = find_shards(tmp_path, split)
+        assert shard.tokens().tolist() == list(range(50))
+
+
+def test_shards_are_told_apart_by_split_and_sorted_by_name(tmp_path):
+    for name in ("a_train_000002.npy", "a_train_000001.npy", "a_val_000000.npy", "training.npy"):
+        write_shard(tmp_path / name, np.zeros(9, np.uint16))
+    (tmp_path / "a_train_notes.txt").write_text("")
+    assert [s.path.name for s in find_shards(tmp_path, "train")] == ["a_train_000001.npy", "a_train_000002.npy"]
+    assert [s.path.name for s in find_shards(tmp_path, "val")] == ["a_val_000000.npy"]
+
+
+def test_the_vocabulary_decides_the_type():
+    assert [token_dtype(size).name for size in (257, 65536, 65537)] == ["uint16", "uint16", "uint32"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# damage
+
+
+def refused(action, *words: str) -> None:
+    with pytest.raises(UserError) as raised:
+        action()
+    message = str(raised.value)
+    assert "\n" not in message and all(word in message for word in words), message
+
+
+def test_damaged_shards_are_named(tmp_path):
+    whole = tmp_path / "a_train_000000.npy"
+    write_shard(whole, np.arange(100, dtype=np.uint16))
+    content = whole.read_bytes()
+    for name, damaged, words in [
+        ("short.npy", content[:-7], ["321 bytes", "100 tokens", "damaged"]),
+        ("long.npy", content + b"x", ["damaged"]),
+        ("empty.npy", b"", ["not a .npy file"]),
+        ("magic.npy", b"XXXXXX" + content[6:], ["not a .npy file"]),
+        ("header.npy", content[:40], ["not a .npy file"]),
+        ("other.bin", content, ["magic number", "20240520"]),
+        ("empty.bin", b"", ["magic number"]),
+        ("train.bin", b"abc", ["3 bytes", "uint16"]),
+    ]:
+        (tmp_path / name).write_bytes(damaged)
+        refused(lambda name=name: open_shard(tmp_path / name), name, *words)
+    for name, array in [
+        ("f.npy", np.zeros(9)),
+        ("2d.npy", np.zeros((3, 3), np.uint16)),
+        ("b.npy", np.zeros(9, np.uint8)),
+    ]:
+        np.save(tmp_path / name, array)
+        refused(lambda name=name: open_shard(tmp_path / name), name, str(array.dtype), "uint16")
+    refused(lambda: open_shard(llmc_file(tmp_path / "count_train_0.bin", [1, 2, 3], count=4)), "4 tokens", "damaged")
+    refused(lambda: open_shard(llmc_file(tmp_path / "minus_train_0.bin", [], count=-1)), "damaged")
+
+
+def test_a_folder_without_shards_says_how_to_prepare_some(tmp_path):
+    refused(lambda: find_shards(tmp_path / "nowhere", "train"), "nowhere", "prepare_dataset.py", "--data_dir")
+
+
+def test_a_manifest_is_believed_only_as_far_as_the_files_agree(tmp_path):
+    write_data(tmp_path)
+    shards, manifest = find_shards(tmp_path, "train"), read_manifest(tmp_path)
+    check_shards(shards, manifest, 257)
+    path = tmp_path / "tiny_train_000002.npy"
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+    refused(lambda: check_shards(shards, manifest, 257), "tiny_train_000002.npy", "SHA-256")
+    write_shard(path, np.zeros(3, np.uint16))
+    refused(lambda: find_shards(tmp_path, "train"), "tiny_train_000002.npy", "3 tokens", "500")
+    path.unlink()
+    refused(lambda: find_shards(tmp_path, "train"), "tiny_train_000002.npy", "missing")
+    write_shard(tmp_path / "stray_train_000009.npy", np.zeros(9, np.uint16))  # not the manifest's: not the data set's
+    refused(lambda: find_shards(tmp_path, "train"), "tiny_train_000002.npy", "missing")
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"complete": False}))
+    refused(lambda: find_shards(tmp_path, "train"), "interrupted", "prepare_dataset.py")
+    (tmp_path / "manifest.json").write_text("{")
+    refused(lambda: find_shards(tmp_path, "train"), "manifest.json")
+
+
+def test_a_token_outside_the_vocabulary_is_found_with_its_position(tmp_path):
+    write_shard(tmp_path / "a_train_000000.npy", np.array([1, 2, 256, 3, 700, 256], np.uint16))
+    shards = find_shards(tmp_path, "train")
+    refused(lambda: check_shards(shards, None, 257), "a_train_000000.npy", "token 4 is 700", "257")
+    check_shards(shards, None, 701)
+
+
+def test_no_row_in_any_shard(tmp_path):
+    write_shard(tmp_path / "a_train_000000.npy", np.zeros(16, np.uint16))
+    shards = find_shards(tmp_path, "train")
+    refused(lambda: RowStream(shards, 16), "17 tokens", "--context_length 16", "16")
+    assert RowStream(shards, 15).rows_per_epoch == 1
+
+
+def test_the_fingerprint_changes_with_the_data_and_not_with_its_folder(tmp_path):
+    def fingerprint(name, **options):
+        return data_fingerprint(find_shards(write_data(tmp_path / name, **options), "train"))
+
+    first = fingerprint("a")
+    assert fingerprint("b") == first
+    assert len({first, fingerprint("c", seed=1), fingerprint("d", num_tokens=(200, 500, 700))}) == 3
