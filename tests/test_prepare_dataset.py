@@ -1,0 +1,296 @@
+"""Text becomes the same shards for any number of workers, whatever interrupts it, and nothing is lost in silence."""
+
+import gzip
+import hashlib
+import io
+import json
+import signal
+import subprocess
+import sys
+import time
+from itertools import count, pairwise
+
+import numpy as np
+import pytest
+from conftest import REPO, environment
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import prepare_dataset
+import tokenizer
+from dataloader import check_shards, find_shards, read_manifest
+from errors import UserError
+from prepare_dataset import Piece, Position, encode, encode_all, split_text
+from tokenizer import END_OF_TEXT, get_tokenizer
+
+END = 256  # <|endoftext|> of the byte tokenizer
+TEXTS = ["one", "the second one", "third " * 30, "fourth\n", "5"] * 8
+
+
+def prepare(source, out="out", *more: str, tokens="bytes") -> dict:
+    """Run the command in this process; returns the manifest."""
+    assert prepare_dataset.main(["--source", str(source), "--tokenizer", tokens, "--out", str(out), *more]) == 0
+    return read_manifest(prepare_dataset.Path(out))
+
+
+def refused(*argv: str, match: str) -> None:
+    with pytest.raises(UserError, match=match) as raised:
+        prepare_dataset.main(["--tokenizer", "bytes", *argv])
+    assert "\n" not in str(raised.value)
+
+
+def ids_of(folder) -> list[int]:
+    """All tokens of a folder's shards, val before train."""
+    return [int(token) for path in sorted(folder.glob("*.npy"), key=lambda p: p.stem[-6:]) for token in np.load(path)]
+
+
+def ids_expected(texts) -> list[int]:
+    return [token for text in texts for token in (END, *text.encode())]
+
+
+def files_of(folder) -> dict[str, str]:
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir() if p.name != ".lock"}
+
+
+@pytest.fixture
+def jsonl(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return tmp_path
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what comes out
+
+
+def test_each_document_begins_with_end_of_text_and_nothing_is_dropped(jsonl):
+    manifest = prepare("docs.jsonl", "out", "--shard_size", "100", "--val_tokens", "150")
+    assert ids_of(jsonl / "out") == ids_expected(TEXTS)
+    assert manifest["tokens"] == len(ids_expected(TEXTS)) and manifest["documents"] == len(TEXTS)
+    assert [(s["split"], s["tokens"]) for s in manifest["shards"][:4]] == [
+        ("val", 100), ("val", 50), ("train", 100), ("train", 100),
+    ]  # fmt: skip
+    assert [s["file"] for s in manifest["shards"][1:3]] == ["docs_val_000001.npy", "docs_train_000002.npy"]
+
+
+def test_train_py_finds_and_believes_the_shards(jsonl):
+    manifest = prepare("docs.jsonl")
+    shards = find_shards(jsonl / "out", "train") + find_shards(jsonl / "out", "val")
+    check_shards(shards, manifest, manifest["vocab_size"])
+    assert sum(shard.num_tokens for shard in shards) == manifest["tokens"]
+
+
+def test_any_number_of_workers_writes_the_same_bytes(jsonl, monkeypatch):
+    monkeypatch.setattr(prepare_dataset, "BATCH_CHARS", 200)  # many batches
+    for workers in "123":
+        prepare("docs.jsonl", f"out{workers}", "--num_workers", workers, "--shard_size", "333", "--val_tokens", "10")
+    assert files_of(jsonl / "out1") == files_of(jsonl / "out2") == files_of(jsonl / "out3")
+
+
+def test_every_local_format_holds_the_same_text(tmp_path, monkeypatch):
+    import pyarrow
+    import pyarrow.parquet
+
+    monkeypatch.chdir(tmp_path)
+    texts = ["first text", "zweiter Text: äöü", "third\r\ntext"]
+    lines = "".join(json.dumps({"body": text}) + "\n" for text in texts)
+    (tmp_path / "a.jsonl").write_text(lines)
+    for name in ("b.jsonl.gz", "c.json.gz"):
+        (tmp_path / name).write_bytes(gzip.compress(lines.encode()))
+    pyarrow.parquet.write_table(pyarrow.table({"body": texts, "other": [1, 2, 3]}), tmp_path / "d.parquet")
+    for suffix in ("txt", "md", "py"):
+        folder = tmp_path / suffix
+        (folder / "below").mkdir(parents=True)
+        for number, text in enumerate(texts):
+            (folder / ("below" if number == 0 else "zz") / f"{number}.{suffix}").parent.mkdir(exist_ok=True)
+            (folder / ("below" if number == 0 else "zz") / f"{number}.{suffix}").write_bytes(text.encode())
+    for source in ("a.jsonl", "b.jsonl.gz", "c.json.gz", "d.parquet", "txt", "md/**/*.md", "py"):
+        out = f"out-{source[:2].rstrip('.')}"
+        prepare(source, out, "--text_field", "body", "--val_tokens", "5")
+        assert ids_of(tmp_path / out) == ids_expected(texts), source
+
+
+def test_pythons_own_library_is_a_source():
+    files = prepare_dataset.find_files("stdlib")
+    names = {file.name for file in files}
+    assert {"argparse.py", "decoder.py"} <= names and len(files) > 300
+    assert not [file for file in files if {"site-packages", "test", "tests"} & set(file.parts[-3:])]
+
+
+def test_a_hub_data_set(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.chdir(tmp_path)
+    asked = []
+
+    def load_dataset(*args, **options):
+        asked.append((args, options))
+        dataset = datasets.Dataset.from_dict({"text": TEXTS, "id": list(range(len(TEXTS)))})
+        return dataset.to_iterable_dataset() if options["streaming"] else dataset
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    prepare("hf:some/corpus:part", "out", "--val_tokens", "7")
+    prepare("hf:some/corpus:part", "streamed", "--val_tokens", "7", "--streaming")
+    assert ids_of(tmp_path / "out") == ids_of(tmp_path / "streamed") == ids_expected(TEXTS)
+    assert asked[0] == (("some/corpus", "part"), {"split": "train", "streaming": False})
+    prepare_dataset.main(["--tokenizer", "bytes", "--val_tokens", "9", "--shard_size", "100"])
+    assert asked[-1][0] == ("HuggingFaceFW/fineweb-edu", "sample-10BT")
+    assert (tmp_path / "data/edu_fineweb10B/edufineweb_val_000000.npy").exists()
+
+    def unreachable(*args, **options):
+        raise ConnectionError("no network\nat all")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    refused("--source", "hf:some/other", "--out", "x", match="hf:some/other: cannot be read.*network")
+
+
+def test_a_literal_end_of_text_is_text(tmp_path):
+    (tmp_path / "a.txt").write_text(f"before {END_OF_TEXT} after")
+    prepare(tmp_path / "a.txt", tmp_path / "out", "--val_tokens", "1")
+    assert ids_of(tmp_path / "out") == ids_expected([f"before {END_OF_TEXT} after"])
+
+
+def test_a_large_vocabulary_takes_uint32(tmp_path, monkeypatch):
+    class Large:
+        n_vocab, eot_token = 70000, 69999
+
+        def encode_to_numpy(self, text, **_):
+            return np.array([69999, *(60000 + ord(letter) for letter in text.removeprefix(END_OF_TEXT))], np.uint32)
+
+    monkeypatch.setattr(prepare_dataset, "get_tokenizer", lambda name: Large())
+    (tmp_path / "a.txt").write_text("abc")
+    manifest = prepare(tmp_path / "a.txt", tmp_path / "out", "--val_tokens", "1", tokens="large")
+    assert manifest["dtype"] == "uint32" and ids_of(tmp_path / "out") == [69999, 60097, 60098, 60099]
+
+
+@pytest.mark.parametrize("name", ["bytes", "gpt2"])
+@given(st.text(st.sampled_from("ab1 \n\t.'é你"), max_size=200), st.integers(1, 20))
+@settings(max_examples=150, deadline=None)
+def test_a_long_document_read_in_pieces_has_the_ids_of_the_whole(name, text, length):
+    if name == "gpt2" and tokenizer._offline_gpt2_folder() is None:
+        pytest.skip("the extra that carries GPT-2's vocabulary is not installed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare_dataset, "PIECE_CHARS", length)
+        pieces = list(split_text(io.StringIO(text, newline="")))
+    assert "".join(pieces) == text
+    encoding = get_tokenizer(name)
+    # Where a piece has no word end in reach it is cut anywhere; with one, the ids are the same.
+    if all(piece[-1:].strip() and after[:1] == " " for piece, after in pairwise(pieces)):
+        assert [i for piece in pieces for i in encoding.encode_ordinary(piece)] == encoding.encode_ordinary(text)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# killed, repeated, changed
+
+
+def test_killed_at_any_moment_it_continues_to_the_same_bytes(jsonl):
+    (jsonl / "large.jsonl").write_text("".join(json.dumps({"text": f"{n} " * 200}) + "\n" for n in range(8000)))
+    options = ["--shard_size", "100000", "--val_tokens", "100000"]
+    argv = ["--source", "large.jsonl", "--tokenizer", "bytes", *options]
+    prepare("large.jsonl", "whole", *options)
+    command = [sys.executable, str(REPO / "prepare_dataset.py"), *argv, "--out", "killed"]
+    at_kill = []
+    for shards_before_kill in (1, 15, 40):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment())
+        while process.poll() is None and len(list((jsonl / "killed").glob("*.npy"))) < shards_before_kill:
+            time.sleep(0.001)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        at_kill.append(json.loads((jsonl / "killed" / "manifest.json").read_text()))
+    assert not any(manifest["complete"] for manifest in at_kill)  # it was killed, each time further on
+    assert len(at_kill[0]["shards"]) < len(at_kill[1]["shards"]) < len(at_kill[2]["shards"])
+    with pytest.raises(UserError, match="interrupted"):
+        find_shards(jsonl / "killed", "train")
+    prepare("large.jsonl", "killed", *options)
+    leftovers = {name for name in files_of(jsonl / "killed") if name.endswith(".tmp")}
+    assert not leftovers
+    assert files_of(jsonl / "killed") == files_of(jsonl / "whole")
+
+
+def test_a_finished_preparation_is_left_alone(jsonl, capsys):
+    prepare("docs.jsonl")
+    before = {path: path.stat().st_mtime_ns for path in (jsonl / "out").iterdir()}
+    prepare("docs.jsonl")
+    assert {path: path.stat().st_mtime_ns for path in (jsonl / "out").iterdir()} == before
+    assert "nothing is left to do" in capsys.readouterr().out
+
+
+def test_a_folder_that_holds_something_else_is_not_touched(jsonl):
+    prepare("docs.jsonl")
+    before = files_of(jsonl / "out")
+    same = ("--source", "docs.jsonl", "--out", "out")
+    refused(*same, "--shard_size", "100", match="shard_size 100000000, now it is.*100")
+    refused("--source", "docs.jsonl", "--out", "out", "--text_field", "body", match="text_field 'text', now")
+    with open("docs.jsonl", "a") as file:
+        file.write('{"text": "more"}\n')
+    refused(*same, match="was begun with files")
+    assert files_of(jsonl / "out") == before
+    (jsonl / "foreign").mkdir()
+    np.save("foreign/x_train_000000.npy", np.zeros(3, np.uint16))
+    refused("--source", "docs.jsonl", "--out", "foreign", match=r"x_train_000000\.npy but no manifest\.json")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what cannot be used
+
+
+def test_what_is_skipped_is_counted_and_named(tmp_path, capsys):
+    lines = ['{"text": "good"}', "{broken", '{"text": ""}', '{"text": 3}', '{"other": "x"}', "", '{"text": "end"}']
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+    manifest = prepare(tmp_path / "a.jsonl", tmp_path / "out", "--val_tokens", "1")
+    assert ids_of(tmp_path / "out") == ids_expected(["good", "end"])
+    assert manifest["documents"] == 2 and sum(manifest["skipped"].values()) == 5
+    assert {"no text", "broken JSON", "blank line"} < manifest["skipped"].keys()
+    captured = capsys.readouterr()
+    assert "a.jsonl:2: broken JSON" in captured.err
+    assert "2 documents" in captured.out and "skipped (broken JSON)" in captured.out
+
+
+def test_invalid_utf8_is_repaired_and_counted(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"good \xff\xfe text")
+    manifest = prepare(tmp_path / "a.txt", tmp_path / "out", "--val_tokens", "1")
+    assert manifest["repaired"] == 1
+    assert bytes(ids_of(tmp_path / "out")[1:]).decode() == "good \ufffd\ufffd text"
+
+
+def test_mistakes_are_one_line(jsonl):
+    (jsonl / "image.png").write_bytes(b"")
+    (jsonl / "broken.jsonl.gz").write_bytes(b"no gzip")
+    for argv, match in [
+        (["--source", "nowhere"], "nothing there; expected .txt"),
+        (["--source", "image.png"], "1 files of other kinds"),
+        (["--source", "docs.jsonl", "--text_field", "body"], "expected 'body', found text"),
+        (["--source", "docs.jsonl", "--val_tokens", "1000000"], "leaves none for train; use --val_tokens"),
+        (["--source", "broken.jsonl.gz"], "broken.jsonl.gz: cannot be read"),
+        (["--source", "docs.jsonl", "--shard_size", "0"], "--shard_size is 0; expected 1 or more"),
+        (["--source", "docs.jsonl", "--shard-size", "many"], "--shard"),
+        (["--no_such_flag"], "--no_such_flag"),
+    ]:
+        refused(*argv, "--out", "bad", match=match)
+    prepare("docs.jsonl", "bad", "--val_tokens", "100")  # a failed try is in nobody's way
+
+
+def test_a_mistake_ends_with_status_2(tmp_path):
+    script = [sys.executable, str(REPO / "prepare_dataset.py"), "--source", "nowhere", "--tokenizer", "bytes"]
+    done = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("error: --source nowhere: ")
+
+
+def test_only_a_few_batches_are_in_memory_at_once():
+    begun = count()
+    batches = ([Piece(Position(next(begun)), 0, "some text")] for _ in range(10_000))
+    encoded = encode_all(batches, get_tokenizer("bytes"), num_workers=2)
+    for number in range(200):
+        batch, ids = next(encoded)
+        assert batch[0].at.file == number and ids.tolist() == ids_expected(["some text"])
+        ahead = next(begun) - number
+        begun = count(ahead + number)
+        assert ahead <= 2 + prepare_dataset.RUN_AHEAD + 1
+    encoded.close()
+
+
+def test_documents_of_a_batch_are_encoded_as_if_alone():
+    texts = ["a b", f"with {END_OF_TEXT}", " c"]
+    batch = [Piece(Position(row=n), 0, text) for n, text in enumerate(texts)]
+    assert encode(get_tokenizer("bytes"), batch).tolist() == ids_expected(texts)
