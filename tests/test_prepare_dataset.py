@@ -128,6 +128,7 @@ def test_a_hub_data_set(tmp_path, monkeypatch):
         dataset = datasets.Dataset.from_dict({"text": TEXTS, "id": list(range(len(TEXTS)))})
         return dataset.to_iterable_dataset() if options["streaming"] else dataset
 
+    monkeypatch.setattr(prepare_dataset.requests, "head", lambda *args, **options: None)  # the Hub is there
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     prepare("hf:some/corpus:part", "out", "--val_tokens", "7")
     prepare("hf:some/corpus:part", "streamed", "--val_tokens", "7", "--streaming")
@@ -294,3 +295,74 @@ def test_documents_of_a_batch_are_encoded_as_if_alone():
     texts = ["a b", f"with {END_OF_TEXT}", " c"]
     batch = [Piece(Position(row=n), 0, text) for n, text in enumerate(texts)]
     assert encode(get_tokenizer("bytes"), batch).tolist() == ids_expected(texts)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# interrupted in this process, out of reach, and what is said at the end
+
+
+def test_interrupted_after_each_shard_it_continues_to_the_same_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare_dataset, "BATCH_CHARS", 700)
+    monkeypatch.setattr(prepare_dataset, "PIECE_CHARS", 300)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_text(
+        '{"text": "one"}\n{broken\n' + '{"text": "caf\\udce9"}\n{"text": 1}\n' * 20
+    )
+    (tmp_path / "in" / "b.txt").write_bytes(b"a long document \xff " * 200)
+    (tmp_path / "in" / "c.jsonl").write_text("".join(json.dumps({"text": "word " * n}) + "\n" for n in range(60)))
+    options = ("--shard_size", "397", "--val_tokens", "500")
+    prepare(tmp_path / "in", tmp_path / "whole", *options)
+
+    def write_then_stop(path, ids):
+        digest = write_shard(path, ids)
+        if path.name not in seen:
+            seen.add(path.name)
+            raise KeyboardInterrupt  # the shard is there, the manifest does not know of it
+        return digest
+
+    seen, write_shard = set(), prepare_dataset.write_shard
+    monkeypatch.setattr(prepare_dataset, "write_shard", write_then_stop)
+    for _ in range(100):
+        try:
+            prepare(tmp_path / "in", tmp_path / "stopped", *options)
+            break
+        except KeyboardInterrupt:
+            continue
+    assert len(seen) > 30
+    assert files_of(tmp_path / "stopped") == files_of(tmp_path / "whole")
+    manifest = json.loads((tmp_path / "whole" / "manifest.json").read_text())
+    assert (manifest["documents"], manifest["repaired"]) == (1 + 20 + 1 + 59, 21)
+    assert manifest["skipped"] == {"broken JSON": 1, "int, not a string": 20, "no text": 1}
+
+
+def test_a_failed_download_is_not_tried_again_and_again(tmp_path, monkeypatch):
+    import datasets
+
+    def no_network(*args, **options):
+        raise ConnectionError("no network")
+
+    def load_dataset(*args, **options):
+        assert prepare_dataset.os.environ["HF_HUB_OFFLINE"] == "1"
+        raise FileNotFoundError("no copy was downloaded before")
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(prepare_dataset.requests, "head", no_network)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    refused("--source", "hf:some/other", "--out", str(tmp_path), match="FileNotFoundError: no copy .* the network")
+
+
+def test_the_end_says_what_to_do_next(jsonl, capsys):
+    prepare("docs.jsonl", "out")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "40 documents, 1,680 tokens" and lines[1].startswith("1 val shard and 1 train shard in out (")
+    folders = "--data_dir out --checkpoint_dir checkpoints/docs --logdir logs/docs"
+    assert lines[2:] == [f"next: python train.py --config quickstart {folders}"]
+
+
+def test_a_folder_is_read_with_all_below_it_but_hidden_and_other_files(tmp_path, capsys):
+    for name in ("b.txt", "sub/a.md", "c.png", ".hidden/d.txt"):
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_text(name)
+    prepare(tmp_path / "in", tmp_path / "out", "--val_tokens", "1")
+    assert ids_of(tmp_path / "out") == ids_expected(["b.txt", "sub/a.md"])
+    assert "1 files are left out" in capsys.readouterr().err
