@@ -23,6 +23,7 @@ from device import autocast, choose_precision
 from distributed import Distributed, joined
 from errors import UserError, run_cli
 from model import GPT, IGNORED_TARGET, evaluating
+from sources import load_hub
 from tokenizer import get_tokenizer
 
 TOKENS_PER_BATCH = 16384  # padding included
@@ -59,7 +60,11 @@ def load_examples(file: str) -> list[dict]:
     Raises: UserError when they cannot be had, or a line is not such an example.
     """
     if not file:
-        return _examples_of_hub()
+        try:
+            rows = load_hub("hf:Rowan/hellaswag", split="validation")
+        except UserError as error:
+            raise UserError(f"{error}; or give its file with --hellaswag_file") from error
+        return [{"ctx": row["ctx"], "endings": row["endings"], "label": int(row["label"])} for row in rows]
     try:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -79,19 +84,6 @@ def load_examples(file: str) -> list[dict]:
     if not examples:
         raise UserError(f"{file}: empty; expected one JSON object a line")
     return examples
-
-
-def _examples_of_hub() -> list[dict]:
-    import datasets
-
-    try:
-        rows = datasets.load_dataset("Rowan/hellaswag", split="validation")
-    except Exception as error:  # no network, no such mirror, a proxy: the Hub's clients have many kinds
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(
-            f"Rowan/hellaswag cannot be had from the Hub ({reason}); give its file with --hellaswag_file"
-        ) from error
-    return [{"ctx": row["ctx"], "endings": row["endings"], "label": int(row["label"])} for row in rows]
 
 
 def tokenize(examples: Sequence[dict], tokenizer, context_length: int) -> list[Row]:

@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,11 +13,13 @@ from itertools import count, pairwise
 
 import numpy as np
 import pytest
+import requests
 from conftest import REPO, environment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import prepare_dataset
+import sources
 import tokenizer
 from dataloader import check_shards, find_shards, read_manifest
 from errors import UserError
@@ -111,7 +114,7 @@ def test_every_local_format_holds_the_same_text(tmp_path, monkeypatch):
 
 
 def test_pythons_own_library_is_a_source():
-    files = prepare_dataset.find_files("stdlib")
+    files = sources.find_files("stdlib")
     names = {file.name for file in files}
     assert {"argparse.py", "decoder.py"} <= names and len(files) > 300
     assert not [file for file in files if {"site-packages", "test", "tests"} & set(file.parts[-3:])]
@@ -128,7 +131,7 @@ def test_a_hub_data_set(tmp_path, monkeypatch):
         dataset = datasets.Dataset.from_dict({"text": TEXTS, "id": list(range(len(TEXTS)))})
         return dataset.to_iterable_dataset() if options["streaming"] else dataset
 
-    monkeypatch.setattr(prepare_dataset.requests, "head", lambda *args, **options: None)  # the Hub is there
+    monkeypatch.setattr(requests, "head", lambda *args, **options: None)  # the Hub is there
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     prepare("hf:some/corpus:part", "out", "--val_tokens", "7")
     prepare("hf:some/corpus:part", "streamed", "--val_tokens", "7", "--streaming")
@@ -342,11 +345,11 @@ def test_a_failed_download_is_not_tried_again_and_again(tmp_path, monkeypatch):
         raise ConnectionError("no network")
 
     def load_dataset(*args, **options):
-        assert prepare_dataset.os.environ["HF_HUB_OFFLINE"] == "1"
+        assert os.environ["HF_HUB_OFFLINE"] == "1"
         raise FileNotFoundError("no copy was downloaded before")
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    monkeypatch.setattr(prepare_dataset.requests, "head", no_network)
+    monkeypatch.setattr(requests, "head", no_network)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     refused("--source", "hf:some/other", "--out", str(tmp_path), match="FileNotFoundError: no copy .* the network")
 
