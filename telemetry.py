@@ -109,7 +109,7 @@ class RunLog:
         if not self.tensorboard:
             return
         for name, parameter in model.named_parameters():
-            for kind, tensor in (("parameters", parameter.detach()), ("gradients", parameter.grad)):
+            for kind, tensor in (("parameters", parameter.detach()), ("parameters_grad", parameter.grad)):
                 if tensor is None:
                     continue
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -86,7 +86,7 @@ def test_tensorboard_curves_continue_after_a_resume_without_doubled_points(tmp_p
     scalars, tags = curves(tmp_path)
     assert scalars["loss/train"] == {s: 1.0 if s < 4 else 2.0 for s in range(8)}
     assert set(tags["histograms"]) == {
-        f"{kind}/{p}" for kind in ("parameters", "gradients") for p in ("weight", "bias")
+        f"{kind}/{p}" for kind in ("parameters", "parameters_grad") for p in ("weight", "bias")
     }
     assert any("sample" in tag for tag in tags["tensors"])
 
