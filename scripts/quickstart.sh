@@ -4,6 +4,9 @@
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 
+# Threads that wait for each other spin by default: where other programs run too, that takes several times as long.
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
+
 scripts/setup.sh
 python=.venv/bin/python
 
