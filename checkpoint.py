@@ -13,6 +13,7 @@ import json
 import os
 import pickle
 import shutil
+import sys
 import time
 import zipfile
 from collections.abc import Iterator
@@ -116,7 +117,9 @@ class CheckpointWriter:
         self.latest_step = -1
         self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self.in_flight: Future | None = None
-        self.reports: SimpleQueue[tuple[bool, str]] = SimpleQueue()
+        self.reports: SimpleQueue[tuple[str, str]] = SimpleQueue()
+        if mirror:
+            _open_mirror(mirror)
         folder.mkdir(parents=True, exist_ok=True)
         for stale in folder.glob(".*.tmp"):
             stale.unlink()  # a killed writer's
@@ -134,8 +137,8 @@ class CheckpointWriter:
         if self.in_flight is not None:
             self.in_flight.result()
 
-    def take_reports(self) -> Iterator[tuple[bool, str]]:
-        """(went well, what happened) of the saves that ended since the last call."""
+    def take_reports(self) -> Iterator[tuple[str, str]]:
+        """("saved", "not saved" or "not mirrored", what happened) of the saves that ended since the last call."""
         while not self.reports.empty():
             yield self.reports.get()
 
@@ -150,17 +153,17 @@ class CheckpointWriter:
         except (OSError, RuntimeError) as error:
             free_gb = shutil.disk_usage(self.folder).free / 1e9
             self.reports.put(
-                (False, f"step {step} was not saved: {error} ({free_gb:.1f} GB free); older saves are whole")
+                ("not saved", f"step {step} was not saved: {error} ({free_gb:.1f} GB free); older saves are whole")
             )
             return
         size = (self.folder / LATEST).stat().st_size
         took = time.monotonic() - start
-        self.reports.put((True, f"saved step {step} as {', '.join(names)} ({size / 1e6:,.1f} MB in {took:.1f} s)"))
+        self.reports.put(("saved", f"saved step {step} as {', '.join(names)} ({size / 1e6:,.1f} MB in {took:.1f} s)"))
         if self.mirror:
             try:
                 copy_to_mirror(self.folder / LATEST, self.mirror, names)
             except Exception as error:  # each fsspec back end has exceptions of its own
-                self.reports.put((False, f"step {step} was saved, but not mirrored to {self.mirror}: {error}"))
+                self.reports.put(("not mirrored", f"step {step} was saved, but not mirrored to {self.mirror}: {error}"))
 
     def _write(self, checkpoint: dict, tiers: list[str]) -> None:
         latest = self.folder / LATEST
@@ -178,13 +181,20 @@ class CheckpointWriter:
 
 def copy_to_mirror(file: Path, url: str, names: list[str]) -> None:
     """Copy a file to the fsspec folder `url` under each of the names, whole or not at all."""
-    import fsspec
-
-    fs, folder = fsspec.core.url_to_fs(url)
+    fs, folder = _open_mirror(url)
     fs.makedirs(folder, exist_ok=True)
     for name in names:
         fs.put_file(str(file), f"{folder}/{name}.part")
         fs.mv(f"{folder}/{name}.part", f"{folder}/{name}")
+
+
+def _open_mirror(url: str):
+    import fsspec
+
+    try:
+        return fsspec.core.url_to_fs(url)
+    except (ValueError, ImportError) as error:
+        raise UserError(f"--mirror {url}: {error}; expected a URL that fsspec knows, its back end installed") from error
 
 
 def write_status(folder: Path, **status) -> None:
@@ -212,6 +222,16 @@ def checkpoint_files(folder: Path) -> list[Path]:
     return [file for file in files if file.exists()]
 
 
+def open_checkpoint(which: str, folder: Path) -> tuple[Path, dict]:
+    """The checkpoint that a command is to use, "latest", "best" or a file; files passed over are named on stderr."""
+    if which == "auto":
+        raise UserError("expected latest, best or a checkpoint file; auto is for training")
+    path, checkpoint, passed_over = find_checkpoint(which, folder)
+    for line in passed_over:
+        print(f"warning: passed over {line}", file=sys.stderr)
+    return path, checkpoint
+
+
 def read_on_main(which: str, folder: Path, me: Distributed) -> tuple[Path | None, dict | None, list[str]]:
     """find_checkpoint on rank 0; the other ranks get the same, with empty "model" and "optimizer"."""
     path, checkpoint, passed_over = me.on_main(lambda: find_checkpoint(which, folder)) or (None, None, [])
@@ -222,7 +242,10 @@ def read_on_main(which: str, folder: Path, me: Distributed) -> tuple[Path | None
 
 def _newest_first(folder: Path, pattern: str) -> list[Path]:
     # By time, not by step: after going back to an older checkpoint, higher steps can be the older files.
-    return sorted(folder.glob(pattern), key=lambda file: (file.stat().st_mtime_ns, file.name), reverse=True)
+    def written(file: Path) -> tuple[int, str]:
+        return (file.stat().st_mtime_ns if file.exists() else 0), file.name
+
+    return sorted(folder.glob(pattern), key=written, reverse=True)
 
 
 def read_checkpoint(path: Path) -> dict:
@@ -278,7 +301,7 @@ def find_checkpoint(which: str, folder: Path) -> tuple[Path | None, dict | None,
         raise UserError(f"no checkpoint in {folder} is whole: {'; '.join(passed_over)}; nothing was changed")
     if which == "auto":
         return None, None, []
-    raise UserError(f"no checkpoints in {folder}; start without --resume, or name the folder with --checkpoint_dir")
+    raise UserError(f"no checkpoints in {folder}; name their folder with --checkpoint_dir")
 
 
 def checkpoint_table(folder: Path) -> Iterator[str]:
@@ -286,7 +309,7 @@ def checkpoint_table(folder: Path) -> Iterator[str]:
     files = checkpoint_files(folder)
     if not files:
         raise UserError(f"no checkpoints in {folder}; name their folder with --checkpoint_dir")
-    row = "{:<26} {:>8} {:>7} {:>8} {:>8} {:>12} {:>8}  {}".format
+    row = "{:<26} {:>8} {:>7} {:>8} {:>8} {:>12} {:>12}  {}".format
     yield row("file", "step", "epoch", "loss", "val loss", "size", "age", "state")
     described: dict[int, tuple] = {}  # by inode: links of one file are read once
     for file in files:

@@ -113,10 +113,15 @@ class TrainConfig:
         for name in ("log_freq", "keep_checkpoints", "eval_tokens"):
             if getattr(self, name) < 1:
                 raise UserError(f"--{name} is {getattr(self, name)}; expected at least 1")
-        if self.embd_size % self.num_heads:
-            raise UserError(f"--embd_size {self.embd_size} is not divisible by --num_heads {self.num_heads}")
         if self.dropout >= 1:
             raise UserError(f"--dropout is {self.dropout}; expected a probability below 1")
+        if self.seed >= 2**63:
+            raise UserError(f"--seed is {self.seed}; expected less than 2**63")
+
+    def check_together(self) -> None:
+        """Raises: UserError for values that do not go together; on resume, once the checkpoint's are among them."""
+        if self.embd_size % self.num_heads:
+            raise UserError(f"--embd_size {self.embd_size} is not divisible by --num_heads {self.num_heads}")
         if self.min_lr > self.max_lr:
             raise UserError(f"--min_lr {self.min_lr} is above --max_lr {self.max_lr}")
         if not self.max_steps and not self.num_epochs:
@@ -156,7 +161,10 @@ def parse_args(argv: list[str]) -> tuple[TrainConfig, frozenset[str]]:
     flags = _parse_flags(argv)
     preset = _read_toml(flags["config"]) if "config" in flags else {}
     given = preset | flags
-    return TrainConfig(**given), frozenset(given)
+    config = TrainConfig(**given)
+    if not config.resume:
+        config.check_together()
+    return config, frozenset(given)
 
 
 def resume_config(saved: dict, config: TrainConfig, given: frozenset[str]) -> tuple[TrainConfig, list[str]]:
@@ -201,7 +209,7 @@ def _parse_flags(argv: list[str]) -> dict:
         shown = {True: "on", False: "off", "": None}.get(f.default, f.default) if f.type in (bool, str) else f.default
         group.add_argument(
             f"--{name}",
-            type=_precision if name == "precision" else kind,
+            type=kind,
             nargs="?" if bare is not None else None,
             const=bare,
             metavar="|".join(f.metadata["choices"]) or ("on|off" if f.type is bool else f.type.__name__.upper()),

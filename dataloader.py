@@ -22,6 +22,9 @@ from durable import replace_file
 from errors import UserError
 
 MANIFEST = "manifest.json"
+# What training needs of it.
+MANIFEST_KINDS = {"complete": bool, "tokenizer": str, "vocab_size": int, "shards": list}
+SHARD_KINDS = {"file": str, "split": str, "tokens": int, "sha256": str}
 # llm.c's and modded-nanogpt's header is 256 int32: magic, version, token count. The magic tells the dtype.
 LLMC_HEADER_BYTES = 256 * 4
 LLMC_DTYPES = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
@@ -41,6 +44,8 @@ class Shard:
 
     def tokens(self) -> np.ndarray:
         """(num_tokens,) memory-mapped ids."""
+        if not self.num_tokens:
+            return np.empty(0, self.dtype)  # there is nothing to map
         return np.memmap(self.path, self.dtype, mode="r", offset=self.offset, shape=(self.num_tokens,))
 
 
@@ -65,8 +70,11 @@ def open_shard(path: Path) -> Shard:
 
     Raises: UserError when the file is not whole or not a shard.
     """
-    size = path.stat().st_size
-    with open(path, "rb") as file:
+    try:
+        size, file = path.stat().st_size, open(path, "rb")  # noqa: SIM115 (closed below)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); expected a token shard") from error
+    with file:
         if path.suffix == ".npy":
             try:
                 version = np.lib.format.read_magic(file)
@@ -114,7 +122,11 @@ def read_manifest(data_dir: Path) -> dict | None:
         return None
     try:
         manifest = json.loads(path.read_text())
-        complete, _ = manifest["complete"], manifest["shards"]
+        complete = manifest["complete"]
+        for entry, kinds in ((manifest, MANIFEST_KINDS), *((shard, SHARD_KINDS) for shard in manifest["shards"])):
+            for key, kind in kinds.items():
+                if not isinstance(entry[key], kind):
+                    raise TypeError(f"{key} is {entry[key]!r}, expected {kind.__name__}")
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: not a manifest ({error}); prepare the data again") from error
     if not complete:
@@ -136,9 +148,10 @@ def find_shards(data_dir: Path, split: str) -> list[Shard]:
             raise UserError(f"{data_dir / missing[0]}: missing, though {MANIFEST} lists it; prepare the data again")
         files = [f for f in files if f.name in named]
     if not files:
+        without = ", or train without validation: --eval_freq 0" if split == "val" else ""
         raise UserError(
-            f"no {split} shards in {data_dir} (*_{split}_*.npy or *{split}*.bin); prepare some, for example with "
-            "'python prepare_dataset.py --source stdlib --tokenizer bytes --out data/stdlib' (no download), "
+            f"no {split} shards in {data_dir} (*_{split}_*.npy or *{split}*.bin){without}; prepare some, for example "
+            "with 'python prepare_dataset.py --source stdlib --tokenizer bytes --out data/stdlib' (no download), "
             "and name their folder with --data_dir"
         )
     shards = [open_shard(f) for f in files]
@@ -152,7 +165,7 @@ def find_shards(data_dir: Path, split: str) -> list[Shard]:
 
 
 def check_shards(shards: Sequence[Shard], manifest: dict | None, vocab_size: int) -> None:
-    """Read every byte once: the checksums are the manifest's, and no token is outside the vocabulary.
+    """Read the shards through: the checksums are the manifest's, and no token is outside the vocabulary.
 
     Raises: UserError naming the first bad file (and, of a bad token, its position).
     """

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -94,14 +95,12 @@ def joined(device_name: str):
         torch.cuda.set_device(me.device)
     else:
         _use_all_cores()
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        _end_with_parent()
     if world_size > 1:
         cuda = me.device.type == "cuda"
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
             device_id=me.device if cuda else None,
-            timeout=timedelta(minutes=10),
+            timeout=timedelta(hours=1),  # the others wait while rank 0 reads through all shards or a large checkpoint
         )
     try:
         yield me
@@ -123,10 +122,9 @@ def _choose_device(name: str) -> torch.device:
                 f"start torchrun with --nproc_per_node={torch.cuda.device_count()}"
             )
         return torch.device("cuda", local_rank)
-    try:
-        return torch.device(name)
-    except RuntimeError:
-        raise UserError(f"--device {name}: unknown; expected auto, cpu, cuda or mps") from None
+    if name not in ("cpu", "mps") or (name == "mps" and not torch.backends.mps.is_available()):
+        raise UserError(f"--device {name}: not on this machine; expected auto, cpu, cuda or mps")
+    return torch.device(name)
 
 
 def _use_all_cores() -> None:
@@ -139,8 +137,14 @@ def _use_all_cores() -> None:
         torch.set_num_threads(max(1, cores // local_world_size))
 
 
-def _end_with_parent() -> None:
-    """Get SIGTERM when torchrun's agent dies, even by SIGKILL, which leaves its workers running (Linux only)."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+def end_with_torchrun() -> None:
+    """Get SIGTERM when torchrun's agent dies, even by SIGKILL, which leaves its workers running (Linux only).
+
+    Raises: UserError when it is dead already.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
+        return
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+    if os.getppid() == 1 and b"torch" not in Path("/proc/1/cmdline").read_bytes():
+        raise UserError("torchrun is gone; start it again")

@@ -67,7 +67,7 @@ def lock_folder(folder: Path, advice: str) -> IO[str]:
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / ".lock", "a+")  # noqa: SIM115 (held open: closing it gives the lock back)
     except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror}; {advice}") from error
+        raise UserError(f"cannot write to {folder}: {error.strerror}; expected a folder of your own") from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

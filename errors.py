@@ -2,6 +2,8 @@
 
 import os
 import sys
+import time
+from typing import IO
 
 
 class UserError(Exception):
@@ -15,9 +17,16 @@ def run_cli(main) -> None:
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
+        else:
+            time.sleep(2)  # torchrun ends all ranks when the first one leaves: let rank 0 speak
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # `... | head` closed the pipe: nobody is left to read an error
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        mute(sys.stdout)
         sys.exit(0)
+
+
+def mute(stream: IO[str]) -> None:
+    """Let a stream whose reader is gone swallow what is written to it from now on."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -5,12 +5,11 @@ python generate.py checkpoints/best_model.pt --prompt "def " --max_tokens 200 --
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 import torch
 
-from checkpoint import find_checkpoint
+from checkpoint import open_checkpoint
 from device import autocast, choose_precision
 from distributed import joined
 from errors import UserError, run_cli
@@ -33,12 +32,10 @@ def main() -> int:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, mps (default: auto)")
     parser.add_argument("--precision", default="auto", choices=("auto", "fp32", "bf16", "fp16"))
     args = parser.parse_args()
-    if args.num_seq < 1 or args.max_tokens < 1 or args.temperature < 0 or args.top_k < 0:
+    if args.num_seq < 1 or args.max_tokens < 1 or not args.temperature >= 0 or args.top_k < 0:
         raise UserError("--num_seq and --max_tokens are at least 1, --temperature and --top_k at least 0")
     with joined(args.device) as me:
-        _, checkpoint, passed_over = find_checkpoint(args.checkpoint, Path(args.checkpoint_dir))
-        for line in passed_over:
-            print(f"warning: passed over {line}", file=sys.stderr)
+        _, checkpoint = open_checkpoint(args.checkpoint, Path(args.checkpoint_dir))
         model = GPT.from_checkpoint(checkpoint).to(me.device)
         tokenizer = get_tokenizer(checkpoint["tokenizer"])
         prompt = [tokenizer.eot_token, *tokenizer.encode_ordinary(args.prompt)]  # as each document of the data begins

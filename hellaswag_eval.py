@@ -8,7 +8,6 @@ with the lowest loss per token, as build-nanogpt and llm.c do. 10,042 validation
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from checkpoint import find_checkpoint
+from checkpoint import open_checkpoint
 from device import autocast, choose_precision
 from distributed import Distributed, joined
 from errors import UserError, run_cli
@@ -66,23 +65,24 @@ def load_examples(file: str) -> list[dict]:
             raise UserError(f"{error}; or give its file with --hellaswag_file") from error
         return [{"ctx": row["ctx"], "endings": row["endings"], "label": int(row["label"])} for row in rows]
     try:
-        lines = Path(file).read_text(encoding="utf-8").splitlines()
+        lines = Path(file).read_text(encoding="utf-8").rstrip("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--hellaswag_file {file}: cannot be read ({error})") from error
+    if lines == [""]:
+        raise UserError(f"{file}: empty; expected one JSON object a line")
     examples = []
     for number, line in enumerate(lines, start=1):
         try:
             example = json.loads(line)
             ctx, endings, label = example["ctx"], example["endings"], int(example["label"])
-            if len(endings) != ENDINGS or not 0 <= label < ENDINGS:
+            texts = [ctx, *endings] if isinstance(endings, list) else []
+            if len(texts) != 1 + ENDINGS or not all(isinstance(t, str) for t in texts) or not 0 <= label < ENDINGS:
                 raise ValueError(f"{len(endings)} endings, label {label}")
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"{file}:{number}: not a HellaSwag example ({error!r}); expected ctx, endings, label"
             ) from error
         examples.append({"ctx": ctx, "endings": endings, "label": label})
-    if not examples:
-        raise UserError(f"{file}: empty; expected one JSON object a line")
     return examples
 
 
@@ -162,10 +162,10 @@ def main() -> int:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, mps (default: auto)")
     parser.add_argument("--precision", default="auto", choices=("auto", "fp32", "bf16", "fp16"))
     args = parser.parse_args()
+    if args.limit is not None and args.limit < 1:
+        raise UserError(f"--limit is {args.limit}; expected at least 1")
     with joined(args.device) as me:
-        path, checkpoint, passed_over = find_checkpoint(args.checkpoint, Path(args.checkpoint_dir))
-        for line in passed_over if me.is_main else ():
-            print(f"warning: passed over {line}", file=sys.stderr)
+        path, checkpoint = open_checkpoint(args.checkpoint, Path(args.checkpoint_dir))
         model = GPT.from_checkpoint(checkpoint).to(me.device)
         examples = load_examples(args.hellaswag_file)[: args.limit]
         rows = tokenize(examples, get_tokenizer(checkpoint["tokenizer"]), model.config.context_length)

@@ -76,6 +76,7 @@ class Schedule:
 
 def make_schedule(config: TrainConfig, data: Data, world_size: int) -> Schedule:
     """Raises: UserError when the batch cannot be split, or the warm-up does not fit."""
+    config.check_together()
     config.grad_accum_steps(world_size)
     rows_per_step = config.total_batch_size // config.context_length
     epoch_steps = config.steps_per_epoch or data.train.rows_per_epoch / rows_per_step
@@ -119,10 +120,10 @@ def describe(config: TrainConfig, data: Data, schedule: Schedule, me: Distribute
         f"model        {N / 1e6:,.2f} M parameters: {config.num_layers} layers, {config.num_heads} heads, "
         f"{C} wide, context {T:,}, vocabulary {data.model_config.vocab_size:,} ({data.tokenizer})",
         f"data         {sum(shard.num_tokens for shard in data.train_shards):,} training tokens in "
-        f"{len(data.train_shards)} shards of {config.data_dir}; "
+        f"{len(data.train_shards)} shard{'s' * (len(data.train_shards) > 1)} of {config.data_dir}; "
         f"{val_rows * T:,} validation tokens",
         f"steps        {schedule.max_steps:,} of {config.total_batch_size:,} tokens = {B} rows x {T:,} tokens x "
-        f"{me.world_size} ranks x {config.grad_accum_steps(me.world_size)} micro-steps; "
+        f"{me.world_size} rank{'s' * (me.world_size > 1)} x {config.grad_accum_steps(me.world_size)} micro-steps; "
         f"{schedule.rows_per_epoch / schedule.rows_per_step:,.1f} steps an epoch, "
         f"{schedule.epochs(schedule.max_steps * schedule.rows_per_step):.2f} epochs",
         f"device       {me.world_size} x {device_name(me.device)}, {precision}, {config.sharding}",

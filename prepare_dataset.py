@@ -276,7 +276,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--streaming", action="store_true", help="read a Hub data set as it downloads (default: off)")
     args = parser.parse_args(argv)
     for name, least in (("shard_size", 1), ("num_workers", 1), ("val_tokens", 0)):
-        if (value := getattr(args, name)) is not None and value < least:
+        if (value := getattr(args, name)) is not None and not least <= value <= 2**31:
             raise UserError(f"--{name} is {value}; expected {least} or more")
     args.name = args.name or default_name(args.source)
     if not re.fullmatch(r"[\w.-]+", args.name):

@@ -40,6 +40,8 @@ def find_files(source: str) -> list[Path]:
     """
     if source == "stdlib":
         return [path for path in _files_below(STDLIB, NOT_IN_STDLIB) if path.suffix == ".py"]
+    if not source:
+        raise UserError("--source is empty; expected a file, a folder, a glob, stdlib, fineweb-edu or hf:NAME[:CONFIG]")
     paths = [Path(source)] if Path(source).exists() else [Path(match) for match in glob.glob(source, recursive=True)]
     found = {file for path in paths for file in (_files_below(path) if path.is_dir() else [path])}
     files = sorted(file for file in found if _reader(file))

@@ -7,20 +7,25 @@ at step s drops every record from s on: it will measure them again.
 
 import dataclasses
 import json
+import math
 import os
 import re
+import shutil
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from config import TrainConfig
 from durable import fsync_folder, lock_folder, replace_file
-from errors import UserError
+from errors import UserError, mute
 
 LOG, METRICS = "log.txt", "metrics.jsonl"
+RUN = "run          "  # begins log.txt, before the run's name
 HISTOGRAM_VALUES = 2**14  # a tensor: looks the same as all of its values and costs a thousandth
 
 # TensorBoard's tags; a metric that is not here goes there under its own name.
@@ -54,6 +59,8 @@ class RunLog:
         self.lock = lock_folder(logdir, "give this run another --logdir")
         if start_step is None:
             _move_aside(logdir)
+        elif _run_of(logdir) != config.run_name:
+            _move_aside(logdir)  # another run's: its records are not ours to cut
         else:
             _cut_back(logdir / METRICS, start_step, re.compile(r'\{"step": (\d+)'))
             _cut_back(logdir / LOG, start_step, re.compile(r"step +(\d+)/|\[(\d+)\] "))
@@ -63,40 +70,66 @@ class RunLog:
         self.wandb = _open_wandb(config) if config.use_wandb else None
         self.live = sys.stdout.isatty()
         self.live_line = False
+        self.failed: set[str] = set()  # the sinks that could not be written to, each told once
+        if not self.log.tell():
+            self.say(f"{RUN}{config.run_name}")
 
     def record(self, step: int, line: str, **metrics) -> None:
         """Write one line of text, and numbers to the sinks that keep numbers."""
         self.say(line)
         measured = {name: value for name, value in metrics.items() if value is not None}
-        print(json.dumps({"step": step, **measured}), file=self.metrics, flush=True)
+        # NaN is no JSON
+        plain = {name: value if math.isfinite(value) else None for name, value in measured.items()}
+        self._to_file(self.metrics, json.dumps({"step": step, **plain}))
         if self.tensorboard:
-            for name, value in measured.items():
-                self.tensorboard.add_scalar(TAGS.get(name, name), value, step)
+            with self._surviving("TensorBoard"):
+                for name, value in measured.items():
+                    self.tensorboard.add_scalar(TAGS.get(name, name), value, step)
         if self.wandb:
             self.wandb.log(measured, step=step)
 
     def say(self, line: str, step: int | None = None) -> None:
         """Write lines of text to console and to log.txt, there behind the step they belong to."""
-        print(f"\r\x1b[K{line}" if self.live_line else line, flush=True)
-        self.live_line = False
+        self._to_console(sys.stdout, line)
         prefix = "" if step is None else f"[{step}] "
-        print(*(prefix + part for part in line.splitlines()), sep="\n", file=self.log, flush=True)
+        self._to_file(self.log, "\n".join(prefix + part for part in line.splitlines()))
 
     def show(self, line: str) -> None:
         """Rewrite the terminal's last line in place; nothing where output goes to a file."""
         if self.live:
-            width = os.get_terminal_size().columns
-            print(f"\r\x1b[K{line[: width - 1]}", end="", flush=True)
+            width = shutil.get_terminal_size().columns
+            self._to_console(sys.stdout, line[: width - 1], end="")
             self.live_line = True
 
     def warn(self, line: str) -> None:
         """Say on stderr, and in log.txt, what the user should know."""
-        print(f"\r\x1b[Kwarning: {line}" if self.live_line else f"warning: {line}", file=sys.stderr, flush=True)
+        self._to_console(sys.stderr, f"warning: {line}")
+        self._to_file(self.log, f"warning: {line}")
+
+    def _to_console(self, stream: IO[str], text: str, end: str = "\n") -> None:
+        try:
+            print(f"\r\x1b[K{text}" if self.live_line else text, end=end, file=stream, flush=True)
+        except OSError:  # the terminal was closed, or `| tee` ended before us: no reason to lose the run
+            mute(stream)
         self.live_line = False
-        print(f"warning: {line}", file=self.log, flush=True)
+
+    def _to_file(self, file: IO[str], text: str) -> None:
+        with self._surviving(Path(file.name).name):
+            print(text, file=file, flush=True)
+
+    @contextmanager
+    def _surviving(self, sink: str):
+        """A full disk costs records, not the run."""
+        try:
+            yield
+        except OSError as error:
+            if sink not in self.failed:
+                self.failed.add(sink)
+                self._to_console(sys.stderr, f"warning: cannot write to {sink}: {error}; training goes on")
 
     def text(self, step: int, title: str, text: str) -> None:
         """A piece of text, such as a sample."""
+        text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)  # no escape codes on a terminal
         self.say(title)
         self.say(text, step)
         if self.tensorboard:
@@ -120,17 +153,19 @@ class RunLog:
     def flush(self) -> None:
         """Bring everything to the disk: a checkpoint must not be newer than the log of what led to it."""
         for file in (self.log, self.metrics):
-            file.flush()
-            os.fsync(file.fileno())
+            with self._surviving(Path(file.name).name):
+                file.flush()
+                os.fsync(file.fileno())
         if self.tensorboard:
-            self.tensorboard.flush()
+            with self._surviving("TensorBoard"):
+                self.tensorboard.flush()
 
     def close(self) -> None:
         self.flush()
-        self.log.close()
-        self.metrics.close()
-        if self.tensorboard:
-            self.tensorboard.close()
+        for sink in (self.log, self.metrics, self.tensorboard):
+            if sink:
+                with self._surviving("its last records"):
+                    sink.close()
         if self.wandb:
             self.wandb.finish()
         self.lock.close()
@@ -155,6 +190,15 @@ def _open_wandb(config: TrainConfig):
         raise UserError("--use_wandb: wandb is not installed; pip install wandb") from None
     name = config.run_name
     return wandb.init(project="steadygpt", name=name, id=name, resume="allow", config=dataclasses.asdict(config))
+
+
+def _run_of(logdir: Path) -> str | None:
+    """The name of the run that a log.txt belongs to."""
+    try:
+        with open(logdir / LOG, encoding="utf-8", errors="replace") as file:
+            return file.readline().strip().removeprefix(RUN)
+    except FileNotFoundError:
+        return None
 
 
 def _cut_back(path: Path, start_step: int, step_of: re.Pattern) -> None:

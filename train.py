@@ -38,6 +38,7 @@ from checkpoint import (
     capture_state,
     checkpoint_files,
     checkpoint_table,
+    read_checkpoint,
     read_on_main,
     read_status,
     restore_optimizer,
@@ -47,7 +48,7 @@ from checkpoint import (
 from config import TrainConfig, parse_args, resume_config
 from dataloader import BatchLoader, RowStream, check_shards, data_fingerprint
 from device import autocast, choose_precision, peak_flops, peak_memory_bytes, use_fp8
-from distributed import Distributed, joined, world_size_of_environment
+from distributed import Distributed, end_with_torchrun, joined, world_size_of_environment
 from durable import lock_folder
 from errors import UserError, run_cli
 from model import GPT, IGNORED_TARGET, evaluating
@@ -94,8 +95,7 @@ class StopSignal:
         """Why the run should end now, the same on every rank; "" to go on. Every rank must call it."""
         if time.monotonic() > self.deadline:
             self._ask(self.REASONS.index("max_hours"))
-        self.asked = self.me.agree(self.asked)
-        return self.REASONS[self.asked]
+        return self.REASONS[self.me.agree(self.asked)]  # a signal within agree() counts in the next one
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,13 @@ class Trainer:
         return autocast(self.me.device, self.precision)
 
 
-def build_trainer(config: TrainConfig, data: Data, me: Distributed, checkpoint: dict | None) -> Trainer:
-    """Build the model and its optimizer, with the checkpoint's state where there is one (only rank 0 needs it)."""
+def build_trainer(
+    config: TrainConfig, data: Data, me: Distributed, checkpoint: dict | None, initial: dict | None
+) -> Trainer:
+    """Build the model and its optimizer, with the state of `checkpoint` or the weights of `initial`.
+
+    Their tensors are needed on rank 0 only; None on every rank where there is no such checkpoint.
+    """
     precision = choose_precision(config.precision, me.device)
     if me.device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32
@@ -143,9 +148,8 @@ def build_trainer(config: TrainConfig, data: Data, me: Distributed, checkpoint: 
         restore_optimizer(model, optimizer, checkpoint["optimizer"], me)
         if checkpoint["scaler"]:
             scaler.load_state_dict(checkpoint["scaler"])
-    elif config.init_from != "scratch":
-        _, source, _ = read_on_main(config.init_from, Path(config.checkpoint_dir), me)
-        restore_weights(model, source["model"], me)
+    elif initial is not None:
+        restore_weights(model, initial["model"], me)
     forward = model
     if config.compile == "on" or (config.compile == "auto" and me.device.type == "cuda"):
         forward = torch.compile(forward)
@@ -285,7 +289,10 @@ class Run:
     def tell_status(self, status: str, reason: str = "") -> None:
         if self.writer:
             steps = {"step": self.state.step, "max_steps": self.schedule.max_steps}
-            write_status(self.writer.folder, status=status, reason=reason, **steps, pid=os.getpid())
+            try:
+                write_status(self.writer.folder, status=status, reason=reason, **steps, pid=os.getpid())
+            except OSError as error:
+                self.log.warn(f"cannot write {status!r} to status.json: {error}")
 
     def loop(self) -> str:
         """Save, evaluate, step, until the last step; returns what stopped it earlier, or ""."""
@@ -367,9 +374,10 @@ class Run:
 
     def report_saves(self) -> None:
         """Tell how saves ended in the background since the last call."""
-        for went_well, what in self.writer.take_reports() if self.writer else ():
-            self.save_failed = not went_well
-            self.log.say(what) if went_well else self.log.warn(what)
+        for outcome, what in self.writer.take_reports() if self.writer else ():
+            self.log.say(what) if outcome == "saved" else self.log.warn(what)
+            if outcome != "not mirrored":
+                self.save_failed = outcome == "not saved"
 
     def evaluate(self, tiers: list[str], finished: bool) -> bool:
         """Validation, HellaSwag and a text sample, those that are due at this step; False when asked to stop within."""
@@ -384,7 +392,7 @@ class Run:
             if val_loss is None:
                 return False
             state.val_loss = val_loss
-            best = state.best_val_loss is None or val_loss < state.best_val_loss
+            best = val_loss < (math.inf if state.best_val_loss is None else state.best_val_loss)  # never NaN
             if best:
                 state.best_val_loss = val_loss
                 self.save([*tiers, BEST])
@@ -472,6 +480,8 @@ class Run:
 def train(config: TrainConfig, given: frozenset[str], me: Distributed) -> int:
     """Train from the start or from a checkpoint until the last step or a stop signal; returns the exit status."""
     folder = Path(config.checkpoint_dir)
+    if config.resume not in ("", "auto") and not folder.is_dir():
+        raise UserError(f"no checkpoints in {folder}; name their folder with --checkpoint_dir")
     with ExitStack() as held:
         if not config.dry_run:
             advice = "wait for it to end, or give this run another --checkpoint_dir"
@@ -484,7 +494,7 @@ def train(config: TrainConfig, given: frozenset[str], me: Distributed) -> int:
             config, changes = resume_config(checkpoint["train_config"], config, given)
             notes += [f"resumed from {path} at step {checkpoint['step']:,}", *(f"changed {line}" for line in changes)]
         data = open_data(config)
-        run_name = me.broadcast(config.run_name or time.strftime("gpt-%Y%m%d-%H%M%S"))
+        run_name = me.broadcast(config.run_name or f"{time.strftime('gpt-%Y%m%d-%H%M%S')}-{os.getpid()}")
         config = dataclasses.replace(config, tokenizer=data.tokenizer, run_name=run_name)
         schedule = make_schedule(config, data, me.world_size)
         plan = [*describe(config, data, schedule, me), *notes]
@@ -498,6 +508,9 @@ def train(config: TrainConfig, given: frozenset[str], me: Distributed) -> int:
             if me.is_main:
                 print(f"{folder}: this run is finished, at step {checkpoint['step']:,}; a larger --max_steps goes on")
             return 0
+        initial = None
+        if checkpoint is None and config.init_from != "scratch":
+            initial = me.on_main(lambda: read_initial(Path(config.init_from), data)) or {"model": {}}
         log = me.on_main(lambda: held.enter_context(closing(RunLog(config, checkpoint and checkpoint["step"]))))
         if log:
             log.say("\n".join(plan))
@@ -506,7 +519,7 @@ def train(config: TrainConfig, given: frozenset[str], me: Distributed) -> int:
                 folder, config.keep_checkpoints, config.mirror, path is not None and path.name == LATEST
             )
         )
-        trainer = build_trainer(config, data, me, checkpoint)
+        trainer = build_trainer(config, data, me, checkpoint, initial)
         return Run(trainer, data, schedule, checkpoint, fingerprint, log, writer).until_it_ends()
 
 
@@ -532,14 +545,32 @@ def check_start(folder: Path, path: Path | None, checkpoint: dict | None, data: 
     return fingerprint
 
 
+def read_initial(path: Path, data: Data) -> dict:
+    """The checkpoint of --init_from.
+
+    Raises: UserError when it is none, or of another model or tokenizer.
+    """
+    initial = read_checkpoint(path)
+    found = initial["model_config"] | {"tokenizer": initial["tokenizer"]}
+    expected = dataclasses.asdict(data.model_config) | {"tokenizer": data.tokenizer}
+    for name in sorted(expected.keys() - {"dropout"}):
+        if found.get(name) != expected[name]:
+            raise UserError(f"--init_from {path}: its {name} is {found.get(name)}; this run's is {expected[name]}")
+    return initial
+
+
 def main(argv: list[str] | None = None) -> int:
+    end_with_torchrun()
     config, given = parse_args(sys.argv[1:] if argv is None else argv)
     if config.list_checkpoints:
         for line in checkpoint_table(Path(config.checkpoint_dir)):
             print(line, flush=True)
         return 0
-    if config.resume not in ("", "latest", "auto", "best") and "checkpoint_dir" not in given:
-        config = dataclasses.replace(config, checkpoint_dir=str(Path(config.resume).parent))
+    if config.resume not in ("", "latest", "auto", "best"):
+        if not Path(config.resume).is_file():
+            raise UserError(f"--resume {config.resume}: no such file; expected latest, auto, best or a checkpoint file")
+        if "checkpoint_dir" not in given:
+            config = dataclasses.replace(config, checkpoint_dir=str(Path(config.resume).parent))
     if not config.resume:  # what can be known before any rendezvous; a resumed run's options are in its checkpoint
         make_schedule(config, open_data(config), world_size_of_environment())
     with joined(config.device) as me:

@@ -28,7 +28,7 @@ cat <<'END'
 == next
   source .venv/bin/activate
   ./start_tensorboard.sh                                              the curves, at http://localhost:6006
-  ./resume_training.sh --checkpoint_dir checkpoints/quickstart --max_steps 2000      train this model further
+  ./resume_training.sh --checkpoint_dir checkpoints/quickstart --max_steps 6000      train this model further
   python generate.py best --checkpoint_dir checkpoints/quickstart --prompt "import " --num_seq 3
 
   your own text

@@ -4,7 +4,9 @@
 set -euo pipefail
 repo=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/..
 [ -x "$repo/.venv/bin/python" ] && PATH="$repo/.venv/bin:$PATH"
-nproc=${NPROC:-$( (nvidia-smi -L 2>/dev/null || true) | grep -c '^GPU' || true)}
+gpus=$( (nvidia-smi -L 2>/dev/null || true) | grep -c '^GPU' || true)
+[ -z "${CUDA_VISIBLE_DEVICES:-}" ] || gpus=$(tr ',' '\n' <<< "$CUDA_VISIBLE_DEVICES" | grep -c .)
+nproc=${NPROC:-$gpus}
 if [ "$nproc" -gt 1 ]; then
     exec torchrun --standalone --nproc_per_node="$nproc" "$repo/train.py" --resume latest "$@"
 fi

@@ -38,7 +38,7 @@ def content(step: int, **more) -> dict:
     }
 
 
-def save(writer: CheckpointWriter, step: int, *tiers: str) -> list[tuple[bool, str]]:
+def save(writer: CheckpointWriter, step: int, *tiers: str) -> list[tuple[str, str]]:
     writer.save(content(step), list(tiers))
     writer.wait()
     return list(writer.take_reports())
@@ -56,8 +56,8 @@ def names(folder) -> list[str]:
 
 
 def test_a_save_is_one_file_under_all_its_names(writer, tmp_path):
-    [(went_well, report)] = save(writer, 7, "rolling_step_000007.pt", "epoch_00001.pt", "best_model.pt")
-    assert went_well and "saved step 7 as latest.pt, rolling_step_000007.pt, epoch_00001.pt" in report
+    [(outcome, report)] = save(writer, 7, "rolling_step_000007.pt", "epoch_00001.pt", "best_model.pt")
+    assert outcome == "saved" and "saved step 7 as latest.pt, rolling_step_000007.pt, epoch_00001.pt" in report
     assert names(tmp_path) == ["best_model.pt", "epoch_00001.pt", "latest.pt", "rolling_step_000007.pt"]
     assert {os.stat(tmp_path / name).st_ino for name in names(tmp_path)} == {os.stat(tmp_path / "latest.pt").st_ino}
 
@@ -111,11 +111,16 @@ def test_a_full_disk_is_a_report_and_the_old_files_stay(writer, tmp_path, monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        [(went_well, report)] = save(writer, 2)
-    assert not went_well and "step 2 was not saved" in report and "No space left" in report and "GB free" in report
+        [(outcome, report)] = save(writer, 2)
+    assert (
+        outcome == "not saved"
+        and "step 2 was not saved" in report
+        and "No space left" in report
+        and "GB free" in report
+    )
     assert names(tmp_path) == ["latest.pt"] and (tmp_path / "latest.pt").read_bytes() == before
-    [(went_well, _)] = save(writer, 3)  # space again
-    assert went_well and read_checkpoint(tmp_path / "latest.pt")["step"] == 3
+    [(outcome, _)] = save(writer, 3)  # space again
+    assert outcome == "saved" and read_checkpoint(tmp_path / "latest.pt")["step"] == 3
 
 
 def test_names_change_only_after_the_content_is_on_the_disk(writer, tmp_path, monkeypatch):
@@ -157,7 +162,7 @@ def test_a_mirror_that_fails_is_told_and_the_save_stands(tmp_path):
     writer = CheckpointWriter(tmp_path / "here", keep=3, mirror=f"file://{tmp_path}/file")
     (saved, _), (mirrored, report) = save(writer, 1)
     writer.close()
-    assert saved and not mirrored and "not mirrored to file://" in report
+    assert (saved, mirrored) == ("saved", "not mirrored") and "not mirrored to file://" in report
     assert read_checkpoint(tmp_path / "here" / "latest.pt")["step"] == 1
 
 

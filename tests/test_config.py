@@ -44,13 +44,23 @@ def test_defaults_then_config_then_flags(tmp_path):
 
 @pytest.mark.parametrize(("argv", "value"), [
     (["--bias"], True), (["--bias", "on"], True), (["--bias=off"], False), (["--bias", "false"], False), ([], True),
+    (["--bias=Yes"], True), (["--bias=NO"], False), (["--bias", "1"], True), (["--bias", "0"], False),
 ])  # fmt: skip
 def test_switches(argv, value):
     assert parse(*argv).bias is value
 
 
+def test_a_switch_that_is_off_by_default_is_turned_on_bare():
+    assert parse("--deterministic", "--seed", "3").deterministic and not parse("--seed", "3").deterministic
+
+
 def test_mixed_precision_says_the_same_as_precision():
     assert [parse("--mixed-precision", word).precision for word in ("no", "fp16", "bf16")] == ["fp32", "fp16", "bf16"]
+
+
+def test_values_keep_their_dashes():
+    config = parse("--checkpoint-dir=a-b", "--data-dir", "c-d", "--sample-prompt=--e-f=g-h")
+    assert (config.checkpoint_dir, config.data_dir, config.sample_prompt) == ("a-b", "c-d", "--e-f=g-h")
 
 
 def test_a_bare_resume_means_latest():
@@ -64,20 +74,41 @@ def test_mistakes_are_named(tmp_path):
     assert "on or off" in mistake("--bias", "maybe")
     assert "fp33" in mistake("--precision", "fp33") and "bf16" in mistake("--precision", "fp33")
     assert "--embd_size 100 is not divisible by --num_heads 12" in mistake("--embd_size", "100")
-    assert "--max_lr is nan" in mistake("--max_lr", "nan")
+    for value in ("nan", "inf", "-1"):
+        assert f"--max_lr is {float(value)}; expected 0 or more" == mistake(f"--max_lr={value}")
+    assert "--min_lr 0.1 is above --max_lr 0.001" in mistake("--min_lr", "0.1")
+    assert "--dropout is 1.0; expected a probability below 1" in mistake("--dropout", "1")
+    assert "--max_steps and --num_epochs are both 0" in mistake("--num_epochs", "0")
     assert "--cpu_offload needs --sharding fsdp" in mistake("--cpu_offload")
-    for flag in ("--mini_batch_size", "--context_length", "--keep_checkpoints", "--log_freq"):
+    for flag in (
+        "--num_layers", "--num_heads", "--embd_size", "--context_length", "--total_batch_size", "--mini_batch_size",
+        "--keep_checkpoints", "--log_freq", "--eval_tokens",
+    ):  # fmt: skip
         assert f"{flag} is 0; expected at least 1" in mistake(flag, "0")
     assert "test" in mistake("--config", "no-such-preset")
     for text, words in {
         "num_layer = 4": ["num_layer", "num_layers"],
         "num_layers = 'four'": ["num_layers", "'four'", "int"],
         "bias = 1": ["bias", "bool"],
+        "num_layers = true": ["num_layers", "True", "int"],
+        "num_layers = 2.5": ["num_layers", "2.5", "int"],
+        "config = 'another'": ["unknown option 'config'"],
         "num_layers = ": ["not TOML"],
     }.items():
         (tmp_path / "bad.toml").write_text(text)
         message = mistake("--config", str(tmp_path / "bad.toml"))
         assert "bad.toml" in message and all(word in message for word in words)
+
+
+def test_a_config_file_that_is_not_text_is_named(tmp_path):
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+    assert "binary.toml: not TOML" in mistake("--config", str(tmp_path / "binary.toml"))
+
+
+def test_a_frequency_of_0_turns_a_feature_off():
+    names = ["checkpoint_freq", "checkpoint_minutes", "eval_freq", "hellaswag_freq", "sample_freq", "max_hours"]
+    config = parse(*(f"--{name}=0" for name in names))
+    assert [getattr(config, name) for name in names] == [0] * 6
 
 
 @pytest.mark.parametrize("preset", sorted(path.stem for path in PRESETS.glob("*.toml")))
@@ -89,16 +120,22 @@ def test_no_flag_is_a_prefix_of_one_of_torchruns():
     """torchrun would take it for its own and stop before the script starts."""
     theirs = [option for action in get_args_parser()._actions for option in action.option_strings]
     ours = [f"--{name}" for name in [*FIELDS, "mixed_precision"]]
+    assert "--nproc-per-node" in theirs and "--run-path" in theirs
     for flag in ours + [flag.replace("_", "-") for flag in ours]:
         assert not [option for option in theirs if option.startswith(flag)], flag
+        launched = get_args_parser().parse_args(["--standalone", "train.py", flag, "x"])
+        assert launched.training_script_args == [flag, "x"]
 
 
 def test_help_tells_every_option(capsys):
     with pytest.raises(SystemExit):
         parse_args(["--help"])
     told = capsys.readouterr().out
-    assert all(f"--{name} " in told for name in FIELDS)
+    listed = told[told.index("\nrun:") :]  # below the usage
+    assert re.findall(r"^  --(\w+)", listed, re.MULTILINE) == list(FIELDS)
     assert all(f.metadata["help"] for f in FIELDS.values())
+    assert "--total_batch_size INT" in listed and "(default: 524288)" in listed and "(default: on)" in listed
+    assert all(f"\n{f.metadata['group']}:" in told for f in FIELDS.values())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -120,6 +157,43 @@ def test_what_a_checkpoint_is_cannot_be_contradicted():
         resume_config(saved, config, given_options)
     config, given_options = parse_args(["--resume", "--embd_size", "96"])
     assert resume_config(saved, config, given_options)[1] == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    "seed tokenizer shuffle_shards shuffle_rows num_layers num_heads embd_size context_length bias".split(),
+)
+def test_neither_the_model_nor_the_data_order_can_change(name):
+    mine = TrainConfig()
+    value = getattr(mine, name)
+    saved = {name: not value if type(value) is bool else 2 * value}
+    with pytest.raises(UserError, match=f"--{name} is {value!r}, but the checkpoint was trained with {saved[name]!r}"):
+        resume_config(saved, mine, frozenset([name]))
+    assert getattr(resume_config(saved, mine, frozenset())[0], name) == saved[name]
+
+
+def test_all_else_can_change_and_is_told():
+    saved = dataclasses.asdict(TrainConfig()) | {"dropout": 0.1, "mini_batch_size": 8, "data_dir": "old"}
+    config, given_options = parse_args(["--dropout=0.2", "--mini_batch_size=4", "--data_dir=new", "--max_lr=1e-3"])
+    config, changes = resume_config(saved, config, given_options)
+    assert (config.dropout, config.mini_batch_size, config.data_dir) == (0.2, 4, "new")
+    assert changes == ["data_dir: 'old' -> 'new'", "dropout: 0.1 -> 0.2", "mini_batch_size: 8 -> 4"]
+
+
+def test_what_belongs_to_one_start_is_not_taken_from_the_checkpoint():
+    saved = dataclasses.asdict(TrainConfig()) | {
+        "config": "quickstart", "dry_run": True, "checkpoint_dir": "there", "resume": "best", "list_checkpoints": True
+    }  # fmt: skip
+    assert resume_config(saved, TrainConfig(), frozenset()) == (TrainConfig(), [])
+
+
+@pytest.mark.parametrize(("saved", "flags"), [
+    (["--min_lr=1e-6"], ["--max_lr=5e-5"]),
+    (["--sharding=fsdp"], ["--cpu_offload"]),
+])  # fmt: skip
+def test_flags_of_a_resumed_run_are_checked_together_with_the_checkpoints_options(saved, flags):
+    config, given_options = parse_args(["--resume", *flags])
+    resume_config(dataclasses.asdict(parse(*saved)), config, given_options)
 
 
 def test_options_that_a_checkpoint_does_not_know_keep_their_values():
@@ -146,8 +220,15 @@ def test_the_batch_sizes_that_an_error_offers_work(ranks, rows, context, total):
         return
     except UserError as error:
         message = str(error)
-    offered = re.findall(r"--total_batch_size ([\d,]+)(?: or ([\d,]+))? would work", message)[0]
-    for size in filter(None, offered):
-        dataclasses.replace(config, total_batch_size=int(size.replace(",", ""))).grad_accum_steps(ranks)
-    for size in re.findall(r"or --mini_batch_size (\d+)$", message):
-        dataclasses.replace(config, mini_batch_size=int(size)).grad_accum_steps(ranks)
+    (offered,) = re.findall(r"--total_batch_size ([\d,]+)(?: or ([\d,]+))? would work", message)
+    offered = [int(size.replace(",", "")) for size in offered if size]
+    unit = ranks * rows * context
+    assert offered == [size for size in (total // unit * unit, total // unit * unit + unit) if size]  # the nearest
+    for size in offered:
+        dataclasses.replace(config, total_batch_size=size).grad_accum_steps(ranks)
+
+    def works(mini_batch_size: int) -> bool:
+        return total % (ranks * mini_batch_size * context) == 0
+
+    fits = [size for size in range(1, rows) if works(size)]
+    assert re.findall(r"or --mini_batch_size (\d+)$", message) == [str(size) for size in fits[-1:]]  # the largest

@@ -1,6 +1,7 @@
 """The data order is a pure function: each row once an epoch, the same for any number of ranks, for ever."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -53,6 +54,14 @@ contexts, seeds, switches = st.integers(1, 7), st.integers(0, 2**31), st.boolean
 @settings(deadline=None)
 def test_permute_is_a_permutation(n, key, seed):
     assert sorted(permute(np.arange(n), n, _key(key, seed))) == list(range(n))
+
+
+@given(st.integers(1, 2**52), seeds, st.integers(0, 2**52))
+@settings(deadline=None)
+def test_permute_sends_no_two_elements_of_a_huge_range_to_one(n, key, start):
+    elements = np.unique((start + np.arange(200)) % n)
+    images = permute(elements, n, _key(key))
+    assert len(np.unique(images)) == len(elements) and 0 <= images.min() <= images.max() < n
 
 
 def test_permute_reaches_every_order_about_equally_often():
@@ -135,7 +144,19 @@ def test_targets_are_the_next_tokens_the_last_one_too():
 
 
 def test_shards_shorter_than_a_row_are_passed_over():
-    assert stream(4, 5, 3).rows_per_epoch == 1
+    rows = stream(4, 0, 5, 3)
+    assert rows.rows_per_epoch == 1 and rows.read(0, 2).tolist() == 2 * [[2000, 2001, 2002, 2003, 2004]]
+
+
+def test_a_loader_started_later_continues_where_another_stopped():
+    rows = stream(41, 30, shuffle_shards=True, shuffle_rows=True)
+    whole, first = BatchLoader(rows, 3), BatchLoader(rows, 3)
+    expected = [whole.next()[0].tolist() for _ in range(9)]  # 27 rows; an epoch has 17
+    found = [first.next()[0].tolist() for _ in range(4)]
+    later = BatchLoader(rows, 3, start_row=4 * 3)
+    assert found + [later.next()[0].tolist() for _ in range(5)] == expected
+    for loader in (whole, first, later):
+        loader.close()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -258,6 +279,53 @@ def test_a_token_outside_the_vocabulary_is_found_with_its_position(tmp_path):
     check_shards(shards, None, 701)
 
 
+def test_a_bad_token_far_into_a_large_shard_has_its_position_in_the_shard():
+    class Large(Shard):
+        def tokens(self):
+            tokens = np.zeros(self.num_tokens, np.uint16)
+            tokens[2**24 + 5] = 9
+            return tokens
+
+    large = Large(Path("large_train_000000.npy"), np.dtype("<u2"), 0, 2**24 + 10)
+    refused(lambda: check_shards([large], None, 9), "large_train_000000.npy", "token 16,777,221 is 9")
+
+
+def test_a_negative_token_is_outside_the_vocabulary(tmp_path):
+    np.save(tmp_path / "a_train_000000.npy", np.array([5, -1], np.int16))
+    refused(lambda: check_shards(find_shards(tmp_path, "train"), None, 257), "token 1 is -1")
+
+
+def test_of_several_bad_shards_the_first_is_named(tmp_path):
+    for number in (1, 2, 3):
+        write_shard(tmp_path / f"a_train_{number}.npy", np.array([0, 9 * (number > 1)], np.uint16))
+    refused(lambda: check_shards(find_shards(tmp_path, "train"), None, 9), "a_train_2.npy")
+
+
+def test_shards_that_the_manifest_does_not_list_are_not_read(tmp_path):
+    write_data(tmp_path)
+    (tmp_path / "stray_train_000009.npy").write_bytes(b"not even a shard")
+    assert [shard.num_tokens for shard in find_shards(tmp_path, "train")] == [700, 500]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"complete": true}', '{"shards": []}', "\xff"])
+def test_what_is_no_manifest_is_named(tmp_path, text):
+    (tmp_path / "manifest.json").write_text(text, encoding="latin-1")
+    refused(lambda: find_shards(tmp_path, "train"), "manifest.json: not a manifest", "prepare the data again")
+
+
+@pytest.mark.parametrize("key", ["file", "split", "tokens", "sha256"])
+def test_a_manifest_entry_without_a_key_is_named(tmp_path, key):
+    manifest = read_manifest(write_data(tmp_path))
+    del manifest["shards"][1][key]
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    refused(lambda: check_shards(find_shards(tmp_path, "train"), read_manifest(tmp_path), 257), "manifest.json", key)
+
+
+def test_a_nanogpt_file_without_a_token_has_no_bad_one(tmp_path):
+    (tmp_path / "train.bin").write_bytes(b"")
+    check_shards(find_shards(tmp_path, "train"), None, 257)
+
+
 def test_no_row_in_any_shard(tmp_path):
     write_shard(tmp_path / "a_train_000000.npy", np.zeros(16, np.uint16))
     shards = find_shards(tmp_path, "train")
@@ -272,3 +340,18 @@ def test_the_fingerprint_changes_with_the_data_and_not_with_its_folder(tmp_path)
     first = fingerprint("a")
     assert fingerprint("b") == first
     assert len({first, fingerprint("c", seed=1), fingerprint("d", num_tokens=(200, 500, 700))}) == 3
+
+
+@pytest.mark.parametrize("where", [0, 0.5, 1])
+def test_the_fingerprint_reads_the_start_the_middle_and_the_end_of_a_large_shard(tmp_path, where):
+    tokens, path = np.zeros(300_000, np.uint16), tmp_path / "a_train_000000.npy"
+    write_shard(path, tokens)
+    before = data_fingerprint(find_shards(tmp_path, "train"))
+    tokens[int(where * 299_999)] = 1
+    write_shard(path, tokens)
+    assert data_fingerprint(find_shards(tmp_path, "train")) != before
+
+
+def test_the_fingerprint_tells_the_order_of_the_shards(tmp_path):
+    one, other = find_shards(write_data(tmp_path), "train")
+    assert data_fingerprint([one, other]) != data_fingerprint([other, one])

@@ -1,18 +1,21 @@
 """HellaSwag's scores are those of a plain loop, whatever the batching, padding and sharing."""
 
+import dataclasses
 import json
+import runpy
 import sys
 from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.nn.functional as F
-from test_checkpoint import content
+from conftest import REPO
+from test_checkpoint import content, damage
 
 import hellaswag_eval
 from distributed import Distributed
 from errors import UserError
-from hellaswag_eval import ENDINGS, evaluate, load_examples, make_batches, tokenize
+from hellaswag_eval import ENDINGS, evaluate, load_examples, make_batches, score_batch, tokenize
 from model import GPT, GPTConfig
 from tokenizer import get_tokenizer
 
@@ -48,21 +51,29 @@ def rows_of(examples: list[dict], context_length=160):
 
 
 @torch.no_grad()
+def plain_losses(model: GPT, example: dict) -> list[torch.Tensor]:
+    """The losses of each ending's tokens, one ending at a time, all logits: the definition."""
+    encode, found = get_tokenizer("bytes").encode_ordinary, []
+    for ending in example["endings"]:
+        context, completion = encode(example["ctx"]), encode(" " + ending)
+        tokens = torch.tensor([context + completion])
+        losses = F.cross_entropy(model(tokens)[0, :-1], tokens[0, 1:], reduction="none")
+        found.append(losses[-len(completion) :])
+    return found
+
+
+def plain_choices(model: GPT, example: dict) -> tuple[int, int]:
+    """The endings of the lowest sum and of the lowest mean."""
+    losses = plain_losses(model, example)
+    sums, means = [part.sum().item() for part in losses], [part.mean().item() for part in losses]
+    return sums.index(min(sums)), means.index(min(means))
+
+
 def plain_scores(model: GPT, examples: list[dict]) -> tuple[float, float]:
-    """One ending at a time, all logits: the definition."""
-    encode = get_tokenizer("bytes").encode_ordinary
-    right, right_norm = 0, 0
-    for example in examples:
-        sums, means = [], []
-        for ending in example["endings"]:
-            context, completion = encode(example["ctx"]), encode(" " + ending)
-            tokens = torch.tensor([context + completion])
-            losses = F.cross_entropy(model(tokens)[0, :-1], tokens[0, 1:], reduction="none")[-len(completion) :]
-            sums.append(losses.sum().item())
-            means.append(losses.mean().item())
-        right += sums.index(min(sums)) == example["label"]
-        right_norm += means.index(min(means)) == example["label"]
-    return right / len(examples), right_norm / len(examples)
+    choices = [plain_choices(model, example) for example in examples]
+    labels = [example["label"] for example in examples]
+    right = [sum(choice[kind] == label for choice, label in zip(choices, labels, strict=True)) for kind in (0, 1)]
+    return right[0] / len(examples), right[1] / len(examples)
 
 
 @pytest.mark.parametrize("tokens_per_batch", [200, 1000, 100000])
@@ -72,6 +83,27 @@ def test_scores_are_those_of_a_plain_loop(model, tokens_per_batch, monkeypatch):
     scores = evaluate(model, rows_of(some), CPU)
     assert (scores.acc, scores.acc_norm) == plain_scores(model, some)
     assert scores.acc != scores.acc_norm and scores.num_examples == 24
+
+
+@pytest.mark.parametrize("tokens_per_batch", [200, 100000])
+def test_each_ending_is_chosen_and_has_the_loss_of_the_plain_loop(model, tokens_per_batch, monkeypatch):
+    monkeypatch.setattr(hellaswag_eval, "TOKENS_PER_BATCH", tokens_per_batch)
+    some = examples()
+    by_sum = [example | {"label": plain_choices(model, example)[0]} for example in some]
+    by_mean = [example | {"label": plain_choices(model, example)[1]} for example in some]
+    assert evaluate(model, rows_of(by_sum), CPU).acc == 1 and evaluate(model, rows_of(by_mean), CPU).acc_norm == 1
+    expected = [plain_losses(model, example) for example in some]
+    for batch in make_batches(rows_of(some), tokens_per_batch):
+        for row, loss in zip(batch, score_batch(model, batch, CPU.device), strict=True):
+            assert loss == pytest.approx(expected[row.example][row.ending].sum().item(), abs=1e-4)
+            assert row.num_ending == len(expected[row.example][row.ending])
+
+
+def test_scores_of_a_model_in_training_have_no_dropout_and_leave_it_in_training(model):
+    dropping = GPT(dataclasses.replace(model.config, dropout=0.5))
+    dropping.load_state_dict(model.state_dict())
+    assert evaluate(dropping, rows_of(examples()), CPU) == evaluate(model, rows_of(examples()), CPU)
+    assert dropping.training
 
 
 def test_ranks_share_the_batches(model, monkeypatch):
@@ -88,6 +120,7 @@ def test_ranks_share_the_batches(model, monkeypatch):
     evaluate(model, rows, Rank(CPU.device, rank=0, world_size=2))
     both = evaluate(model, rows, Rank(CPU.device, rank=1, world_size=2))
     assert both == evaluate(model, rows, CPU)
+    assert len(make_batches(rows, 500)) % 2 == 1  # in the last turn one of them has nothing left
     assert not ((parts[0] != 0) & (parts[1] != 0)).any() and ((parts[0] != 0) | (parts[1] != 0)).all()
 
 
@@ -121,6 +154,9 @@ def test_mistakes_in_the_file_are_named_with_their_line(tmp_path):
         '{"ctx": "a", "endings": ["b"], "label": 0}',
         '{"ctx": "a"}',
         good.replace('"label": 0', '"label": 9'),
+        good.replace('"label": 0', '"label": -1'),
+        good.replace('"label": 0', '"label": ""'),  # as in the test split
+        "[]",
     ):
         path.write_text(f"{good}\n{bad}\n")
         with pytest.raises(UserError, match=r"hs\.jsonl:2: not a HellaSwag example"):
@@ -130,12 +166,78 @@ def test_mistakes_in_the_file_are_named_with_their_line(tmp_path):
         load_examples(str(path))
 
 
-def test_the_command_scores_a_checkpoint(model, tmp_path, monkeypatch, capsys):
+def test_a_file_that_is_no_text_is_named(tmp_path):
+    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe")
+    for name in ("", "binary.jsonl"):
+        with pytest.raises(UserError, match=r"--hellaswag_file .* cannot be read"):
+            load_examples(str(tmp_path / name))
+
+
+def test_labels_may_be_text_as_on_the_hub(tmp_path):
+    (tmp_path / "hs.jsonl").write_text(json.dumps(examples(1)[0] | {"label": "2", "ind": 24}) + "\n")
+    assert load_examples(str(tmp_path / "hs.jsonl")) == [examples(1)[0] | {"label": 2}]
+
+
+@pytest.mark.parametrize("character", ["\u2028", "\x85"])
+def test_a_line_ends_at_a_newline_only(tmp_path, character):
+    example = {"ctx": f"one{character}line", "endings": ["a", "b", "c", "d"], "label": 0}
+    (tmp_path / "hs.jsonl").write_text(json.dumps(example, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert load_examples(str(tmp_path / "hs.jsonl")) == [example]
+
+
+@pytest.mark.parametrize("wrong", [{"ctx": None}, {"endings": [1, 2, 3, 4]}, {"endings": "abcd"}])
+def test_what_is_no_text_is_named_with_its_line(tmp_path, wrong):
+    (tmp_path / "hs.jsonl").write_text(json.dumps(examples(1)[0] | wrong) + "\n")
+    with pytest.raises(UserError, match=r"hs\.jsonl:1: not a HellaSwag example"):
+        load_examples(str(tmp_path / "hs.jsonl"))
+
+
+@pytest.fixture
+def command(model, tmp_path, monkeypatch, capsys):
+    """Run the command on a checkpoint in tmp_path; returns its exit status and what it prints."""
     (tmp_path / "hs.jsonl").write_text("".join(json.dumps(example) + "\n" for example in examples()))
     checkpoint = content(7) | {"model": model.state_dict(), "model_config": vars(model.config), "tokenizer": "bytes"}
-    torch.save(checkpoint, tmp_path / "latest.pt")
-    argv = ["hellaswag_eval.py", "--checkpoint_dir", str(tmp_path), "--hellaswag_file", str(tmp_path / "hs.jsonl")]
-    monkeypatch.setattr(sys, "argv", [*argv, "--device", "cpu", "--precision", "fp32"])
-    assert hellaswag_eval.main() == 0
+    for name in ("latest.pt", "latest_backup.pt"):
+        torch.save(checkpoint, tmp_path / name)
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        options = ["--checkpoint_dir", str(tmp_path), "--hellaswag_file", str(tmp_path / "hs.jsonl"), "--device", "cpu"]
+        monkeypatch.setattr(sys, "argv", ["hellaswag_eval.py", *options, "--precision", "fp32", *argv])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(REPO / "hellaswag_eval.py"), run_name="__main__")
+        return ended.value.code, *capsys.readouterr()
+
+    return run
+
+
+def test_the_command_scores_a_checkpoint(command, model, tmp_path):
     acc, acc_norm = plain_scores(model, examples())
-    assert f"step 7: HellaSwag acc {acc:.4f} acc_norm {acc_norm:.4f} (24 examples)" in capsys.readouterr().out
+    expected = f"latest.pt at step 7: HellaSwag acc {acc:.4f} acc_norm {acc_norm:.4f} (24 examples)\n"
+    for argv in ([], ["latest"], [str(tmp_path / "latest.pt")]):
+        status, out, err = command(*argv)
+        assert status == 0 and out.endswith(expected) and "warning" not in err
+
+
+def test_the_command_can_score_the_first_examples_only(command, model):
+    acc, acc_norm = plain_scores(model, examples()[:5])
+    _, out, _ = command("--limit", "5")
+    assert out.endswith(f"HellaSwag acc {acc:.4f} acc_norm {acc_norm:.4f} (5 examples)\n")
+
+
+@pytest.mark.parametrize("limit", ["0", "-1"])
+def test_the_command_wants_an_example_at_least(command, limit):
+    status, _, err = command("--limit", limit)
+    assert status == 2 and "--limit" in err
+
+
+def test_the_command_passes_over_a_damaged_checkpoint_aloud(command, tmp_path):
+    damage(tmp_path / "latest.pt", "truncated")
+    status, out, err = command()
+    assert status == 0 and "latest_backup.pt at step 7" in out and "warning: passed over" in err
+
+
+def test_the_command_tells_a_mistake_in_one_line(command, tmp_path):
+    for argv in (["none.pt"], ["--hellaswag_file", str(tmp_path / "none.jsonl")]):
+        status, out, err = command(*argv)
+        assert (status, out) == (2, "") and err.count("\n") == 1
+        assert err.startswith("error: ") and argv[-1] in err

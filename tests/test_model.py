@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from model import GPT, IGNORED_TARGET, GPTConfig, evaluating, sample
+from model import GPT, IGNORED_TARGET, GPTConfig, KVCache, evaluating, sample
 
 SMALL = GPTConfig(vocab_size=101, context_length=12, num_layers=3, num_heads=2, embd_size=16)
 
@@ -102,6 +102,14 @@ def test_residual_projections_start_smaller():
             assert projection.weight.std().item() == pytest.approx(0.02 / math.sqrt(6), rel=0.05)
 
 
+def test_biases_start_at_zero_and_norms_at_one():
+    torch.manual_seed(0)
+    vectors = {name: parameter for name, parameter in GPT(SMALL).named_parameters() if parameter.dim() == 1}
+    assert len(vectors) == 3 * (4 + 4) + 2  # a block has two norms and four linear layers
+    for name, parameter in vectors.items():
+        assert (parameter == (0 if name.endswith("bias") else 1)).all(), name
+
+
 def test_matrices_and_embeddings_decay_and_nothing_else():
     model = GPT(SMALL)
     decayed, others = model.optimizer_groups(0.1)
@@ -123,8 +131,43 @@ def test_dropout_is_for_training_only():
     assert not torch.equal(model(ids(1, 12)), model(ids(1, 12)))
 
 
+def test_dropout_is_where_gpt2_has_it():
+    """Behind the embeddings, behind each residual projection, and on the attention weights."""
+    model, seen = small(dropout=0.5, embd_size=64), []
+    block = model.h[0]
+    block.register_forward_pre_hook(lambda block, arguments: seen.append(arguments[0]))
+    torch.manual_seed(0)
+    model(ids(8, 12))
+    x = torch.randn(8, 12, 64)
+    for dropped in (seen[0], block.attn(x, None), block.mlp(x)):
+        assert (dropped == 0).float().mean().item() == pytest.approx(0.5, abs=0.05)
+    after, before = block.attn(x, None), block.eval().attn(x, None)
+    kept = after != 0
+    assert not torch.allclose(after[kept], 2 * before[kept], atol=1e-2)  # so the weights were dropped too
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # forward
+
+
+def test_the_loss_is_fp32_whatever_the_weights_are():
+    model = small().bfloat16()
+    assert model(ids(2, 12)).dtype == torch.bfloat16
+    assert all(model(ids(2, 12), ids(2, 12), how).dtype == torch.float32 for how in ("mean", "sum", "none"))
+
+
+def test_more_tokens_than_the_context_are_refused():
+    with pytest.raises(AssertionError, match="0 \\+ 13 tokens > 12"):
+        small()(ids(1, 13))
+
+
+def test_a_cache_gives_the_last_tokens_logits_whatever_the_pieces():
+    model, tokens = small(), ids(2, 12)
+    cache, everything = KVCache(model.config), model(tokens)
+    for start, end in [(0, 7), (7, 8), (8, 9), (9, 10), (10, 11), (11, 12)]:
+        logits = model(tokens[:, start:end], cache=cache)
+        assert logits.shape == (2, 1, 101) and cache.length == end
+        assert torch.allclose(logits, everything[:, end - 1 : end], atol=1e-4)
 
 
 def test_a_token_sees_only_what_was_before_it():
@@ -157,6 +200,23 @@ def test_activation_checkpointing_gives_the_same_gradients():
     assert all(torch.equal(plain, recomputed) for plain, recomputed in zip(*gradients, strict=True))
 
 
+def test_activation_checkpointing_computes_each_block_twice_in_training_only():
+    model, calls = small(), []
+    for block in model.h:
+        block.ln_1.register_forward_pre_hook(lambda *_: calls.append(1))
+
+    def forwards() -> int:
+        calls.clear()
+        model(ids(2, 12), ids(2, 12, seed=1)).backward()
+        return len(calls)
+
+    assert forwards() == 3
+    model.activation_checkpointing = True
+    assert forwards() == 6
+    model.eval()
+    assert forwards() == 3
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # generation
 
@@ -181,6 +241,34 @@ def test_the_cache_changes_no_token_within_the_context_and_past_it(prompt_length
     assert cached.shape == (3, prompt_length + 25) and torch.equal(cached, plain)
 
 
+def test_each_token_is_computed_once_until_the_context_is_full():
+    model, seen = small(), []
+    model.wte.register_forward_hook(lambda wte, arguments, output: seen.append(arguments[0].size(1)))
+    model.generate(ids(2, 5), 10)
+    assert seen == [5] + 7 * [1] + 2 * [12]
+
+
+def shares(count=40000, **options) -> list[float]:
+    """How often each of three tokens is drawn whose probabilities are 0.6, 0.3 and 0.1."""
+    logits = torch.tensor([0.6, 0.3, 0.1]).log().expand(count, 3).clone()
+    drawn = sample(
+        logits, **{"temperature": 1.0, "top_k": None, "generator": torch.Generator().manual_seed(0)} | options
+    )
+    return (drawn[:, 0].bincount(minlength=3) / count).tolist()
+
+
+def test_temperature_sharpens_and_flattens():
+    assert shares() == pytest.approx([0.6, 0.3, 0.1], abs=0.01)
+    assert shares(temperature=0.5) == pytest.approx([0.36 / 0.46, 0.09 / 0.46, 0.01 / 0.46], abs=0.01)
+    roots = [math.sqrt(p) for p in (0.6, 0.3, 0.1)]
+    assert shares(temperature=2.0) == pytest.approx([root / sum(roots) for root in roots], abs=0.01)
+
+
+def test_top_k_leaves_the_k_likeliest_as_likely_as_they_were():
+    assert shares(top_k=2) == pytest.approx([2 / 3, 1 / 3, 0], abs=0.01)
+    assert shares(top_k=0) == shares(top_k=3) == shares(top_k=50) == shares()  # more than there are: all
+
+
 def test_the_likeliest_token_is_that_of_temperature_0_and_of_top_k_1():
     model = small()
     assert torch.equal(model.generate(ids(2, 3), 8, temperature=0), model.generate(ids(2, 3), 8, top_k=1))
@@ -199,6 +287,20 @@ def test_generating_disturbs_neither_the_mode_nor_the_random_state():
     state = torch.get_rng_state()
     model.generate(ids(1, 1), 5, generator=torch.Generator().manual_seed(0))
     assert model.training and torch.equal(torch.get_rng_state(), state)
+
+
+def test_generating_leaves_a_model_in_evaluation_there():
+    model = small().eval()
+    model.generate(ids(1, 1), 2)
+    assert not model.training
+
+
+def test_evaluating_takes_no_gradients_and_ends_well_on_an_error():
+    model = small()
+    with pytest.raises(ZeroDivisionError), evaluating(model):
+        assert not model.training and not model(ids(1, 4)).requires_grad
+        raise ZeroDivisionError
+    assert model.training and model(ids(1, 4)).requires_grad
 
 
 def test_a_checkpoint_brings_its_model_back():

@@ -1,5 +1,7 @@
 """The run log: each step once in every sink, also after an interruption."""
 
+import dataclasses
+import errno
 import json
 import os
 import sys
@@ -28,7 +30,7 @@ def test_metrics_are_one_json_object_a_line(tmp_path):
     log.record(3, "step 3/10 | loss 2.5", loss=2.5, mfu=None)
     log.close()
     assert (tmp_path / "logs" / "metrics.jsonl").read_text() == '{"step": 3, "loss": 2.5}\n'
-    assert (tmp_path / "logs" / "log.txt").read_text() == "step 3/10 | loss 2.5\n"
+    assert (tmp_path / "logs" / "log.txt").read_text() == "run          tiny\nstep 3/10 | loss 2.5\n"
 
 
 def test_a_resumed_run_cuts_its_logs_back_and_continues_them(tmp_path):
@@ -45,8 +47,8 @@ def test_a_resumed_run_cuts_its_logs_back_and_continues_them(tmp_path):
     records = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
     assert [(r["step"], r["loss"]) for r in records] == [(s, 1.0) for s in range(4)] + [(s, 2.0) for s in range(4, 8)]
     text = (tmp_path / "logs" / "log.txt").read_text()
-    assert text.startswith("the plan\nstep 0/10") and "text itself" not in text
-    assert [line.split()[1] for line in text.splitlines()[1:]] == [f"{step}/10" for step in range(8)]
+    assert text.startswith("run          tiny\nthe plan\nstep 0/10") and "text itself" not in text
+    assert [line.split()[1] for line in text.splitlines()[2:]] == [f"{step}/10" for step in range(8)]
 
 
 def test_a_new_run_moves_older_logs_aside(tmp_path):
@@ -57,6 +59,42 @@ def test_a_new_run_moves_older_logs_aside(tmp_path):
     kept = [name for name in os.listdir(tmp_path / "logs") if "-until-" in name]
     assert len(kept) == 2
     assert json.loads((tmp_path / "logs" / "metrics.jsonl").read_text())["loss"] == 2.0
+
+
+def test_the_log_of_another_run_is_moved_aside_not_cut(tmp_path):
+    log = RunLog(dataclasses.replace(config(tmp_path), run_name="another"), None)
+    write(log, range(6))
+    log.close()
+    log = RunLog(config(tmp_path), 4)
+    write(log, [4], value=2.0)
+    log.close()
+    (theirs,) = (tmp_path / "logs").glob("metrics-until-*.jsonl")
+    assert len(theirs.read_text().splitlines()) == 6
+    assert (tmp_path / "logs" / "metrics.jsonl").read_text() == '{"step": 4, "loss": 2.0}\n'
+
+
+def test_nan_is_null_in_json(tmp_path):
+    log = RunLog(config(tmp_path), None)
+    write(log, [0], value=float("nan"))
+    log.close()
+    assert json.loads((tmp_path / "logs" / "metrics.jsonl").read_text()) == {"step": 0, "loss": None}
+
+
+def test_a_full_disk_costs_records_and_not_the_run(tmp_path, monkeypatch, capsys):
+    log = RunLog(config(tmp_path), None)
+
+    class Full:
+        name = "log.txt"
+
+        def write(self, text):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    real, log.log = log.log, Full()
+    write(log, range(3))
+    log.log = real
+    log.close()
+    assert capsys.readouterr().err.count("cannot write to log.txt: ") == 1
+    assert len((tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()) == 3
 
 
 def curves(tmp_path) -> dict[str, dict[int, float]]:
@@ -108,7 +146,7 @@ def test_the_line_in_progress_is_for_terminals_only(tmp_path, capsys):
     log = RunLog(config(tmp_path), None)
     log.show("passing by")
     log.close()
-    assert capsys.readouterr().out == ""
+    assert "passing by" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -204,6 +204,45 @@ def test_workers_leave_when_torchrun_itself_is_killed(long_run):
     assert "stopped (SIGTERM) after 1 steps" in out
 
 
+def test_ctrl_c_through_a_pipe_whose_reader_is_gone_saves_all_the_same(workdir):
+    """`train.py | tee log`, and a Ctrl-C that ends tee first."""
+    flags = ("--max_steps", "1000000", *folders("a"))
+    process = subprocess.Popen(command(*flags), stdout=subprocess.PIPE, text=True, env=environment())
+    read_until(process, "^step +3/")
+    process.stdout.close()
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 0
+    status = json.loads(open("a/status.json").read())
+    assert (status["status"], status["reason"]) == ("stopped", "SIGINT")
+    assert load("a/latest.pt")["step"] == status["step"] > 3
+
+
+def test_nan_is_never_best(workdir):
+    flags = ("--eval_freq", "2", "--max_lr", "1e30", "--min_lr", "1e30", "--grad_clip", "0", *folders("a"))
+    assert run_here("--max_steps", "6", *flags) == 0
+    assert load("a/latest.pt")["best_val_loss"] is None and not os.path.exists("a/best_model.pt")
+
+
+def test_limits_are_checked_against_the_checkpoints_values(workdir):
+    assert run_here("--max_lr", "4e-3", "--min_lr", "1e-5", *folders("a")) == 0
+    assert run_here("--max_steps", "9", "--min_lr", "2e-3", *folders("a"), "--resume", "latest") == 0
+    assert "--min_lr 0.005 is above --max_lr 0.004" in fails("--min_lr", "5e-3", *folders("a"), "--resume", "latest")
+
+
+def test_a_failed_resume_leaves_no_trace(workdir):
+    assert "no such file" in fails("--resume", "lates")
+    assert "no checkpoints in" in fails("--checkpoint_dir", "none", "--resume", "latest")
+    assert os.listdir() == ["data"]
+
+
+def test_init_from_another_model_is_refused_by_name(workdir):
+    assert run_here(*folders("a")) == 0
+    message = fails("--embd_size", "32", "--init_from", "a/latest.pt", *folders("b"))
+    assert "its embd_size is 16; this run's is 32" in message
+    assert "no such checkpoint" in fails("--init_from", "auto", *folders("c"))
+
+
 def test_max_hours_stops_and_saves(workdir):
     assert run_here("--max_steps", "100000", "--max_hours", "0.0003", *folders("a")) == 0
     status = json.loads(open("a/status.json").read())
