@@ -40,7 +40,16 @@ FORMAT_VERSION = 1
 LATEST, BACKUP, BEST = "latest.pt", "latest_backup.pt", "best_model.pt"
 ROLLING, EPOCH = "rolling_step_{:06d}.pt", "epoch_{:05d}.pt"
 STATUS = "status.json"
-REQUIRED = {"format_version", "step", "rows_consumed", "model", "optimizer", "model_config", "train_config"}
+REQUIRED = {
+    "format_version",
+    "step",
+    "rows_consumed",
+    "model",
+    "optimizer",
+    "model_config",
+    "train_config",
+    "tokenizer",
+}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the state of a run <-> plain tensors

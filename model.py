@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from errors import UserError
+
 IGNORED_TARGET = -1  # a target that counts for nothing
 
 
@@ -120,9 +122,15 @@ class GPT(nn.Module):
 
     @classmethod
     def from_checkpoint(cls, checkpoint: dict) -> "GPT":
-        """The model of a SteadyGPT checkpoint, on the CPU."""
-        model = cls(GPTConfig(**checkpoint["model_config"]))
-        model.load_state_dict(checkpoint["model"])
+        """The model of a SteadyGPT checkpoint, on the CPU.
+
+        Raises: UserError when the checkpoint's parts do not fit each other.
+        """
+        try:
+            model = cls(GPTConfig(**checkpoint["model_config"]))
+            model.load_state_dict(checkpoint["model"])
+        except (TypeError, RuntimeError) as error:
+            raise UserError(f"not a model of this version: {' '.join(str(error).split())[:200]}") from error
         return model
 
     def _init_weights(self) -> None:
@@ -218,7 +226,7 @@ class GPT(nn.Module):
 
 def sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
     """Draw one id per row of (B, V) logits; returns (B, 1) int64."""
-    if temperature == 0:
+    if temperature < 1e-6:  # dividing by less overflows
         return logits.argmax(-1, keepdim=True)
     logits = logits / temperature
     if top_k:

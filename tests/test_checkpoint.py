@@ -31,6 +31,7 @@ def content(step: int, **more) -> dict:
         "optimizer": {"state": {}, "param_groups": []},
         "model_config": {},
         "train_config": {},
+        "tokenizer": "bytes",
         "loss": 3.25,
         "val_loss": None,
         "epoch": step / 10,

@@ -238,6 +238,7 @@ def test_damaged_shards_are_named(tmp_path):
         refused(lambda name=name: open_shard(tmp_path / name), name, *words)
     for name, array in [
         ("f.npy", np.zeros(9)),
+        ("f4.npy", np.zeros(9, np.float32)),
         ("2d.npy", np.zeros((3, 3), np.uint16)),
         ("b.npy", np.zeros(9, np.uint8)),
     ]:

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from errors import UserError
 from model import GPT, IGNORED_TARGET, GPTConfig, KVCache, evaluating, sample
 
 SMALL = GPTConfig(vocab_size=101, context_length=12, num_layers=3, num_heads=2, embd_size=16)
@@ -307,3 +308,14 @@ def test_a_checkpoint_brings_its_model_back():
     model = small()
     checkpoint = {"model_config": dataclasses.asdict(model.config), "model": model.state_dict()}
     assert torch.equal(GPT.from_checkpoint(checkpoint)(ids(1, 4)), model(ids(1, 4)))
+
+
+def test_a_checkpoint_whose_parts_do_not_fit_is_one_line():
+    model = small()
+    for checkpoint in (
+        {"model_config": dataclasses.asdict(model.config) | {"rotary": True}, "model": model.state_dict()},
+        {"model_config": dataclasses.asdict(model.config), "model": {}},
+    ):
+        with pytest.raises(UserError, match="not a model of this version") as raised:
+            GPT.from_checkpoint(checkpoint)
+        assert "\n" not in str(raised.value)
