@@ -1,9 +1,11 @@
 """Who this process is among its peers, and the few things that peers do together."""
 
 import ctypes
+import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,6 +71,30 @@ class Distributed:
         if error := self.broadcast(error):
             raise error
         return result
+
+
+class StopSignal:
+    """Asks the run to end early: signals and --max_hours set a reason, the ranks agree on it."""
+
+    REASONS = ("", "SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP", "max_hours")
+
+    def __init__(self, me: Distributed, max_hours: float):
+        self.me = me
+        self.deadline = time.monotonic() + max_hours * 3600 if max_hours else math.inf
+        self.asked = 0
+        for number, name in enumerate(self.REASONS[1:5], start=1):
+            if name == "SIGHUP" and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+                continue  # nohup: the user wants it to live on
+            signal.signal(getattr(signal, name), lambda *_, number=number: self._ask(number))
+
+    def _ask(self, number: int) -> None:
+        self.asked = self.asked or number  # a terminal's Ctrl-C arrives twice under torchrun: no "force quit"
+
+    def agreed(self) -> str:
+        """Why the run should end now, the same on every rank; "" to go on. Every rank must call it."""
+        if time.monotonic() > self.deadline:
+            self._ask(self.REASONS.index("max_hours"))
+        return self.REASONS[self.me.agree(self.asked)]  # a signal within agree() counts in the next one
 
 
 def world_size_of_environment() -> int:

@@ -148,7 +148,7 @@ class RunLog:
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                 values = local.flatten()[:: max(1, local.numel() // HISTOGRAM_VALUES)]
                 if values.numel():
-                    self.tensorboard.add_histogram(f"{kind}/{name}", values.float(), step)
+                    self.tensorboard.add_histogram(f"{kind}/{name}", values.float(), step, bins=64)
 
     def flush(self) -> None:
         """Bring everything to the disk: a checkpoint must not be newer than the log of what led to it."""

@@ -13,7 +13,6 @@ the model and the optimizer, and all of it is in each checkpoint.
 import dataclasses
 import math
 import os
-import signal
 import sys
 import time
 from contextlib import ExitStack, closing, nullcontext
@@ -48,7 +47,7 @@ from checkpoint import (
 from config import TrainConfig, parse_args, resume_config
 from dataloader import BatchLoader, RowStream, check_shards, data_fingerprint
 from device import autocast, choose_precision, peak_flops, peak_memory_bytes, use_fp8
-from distributed import Distributed, end_with_torchrun, joined, world_size_of_environment
+from distributed import Distributed, StopSignal, end_with_torchrun, joined, world_size_of_environment
 from durable import lock_folder
 from errors import UserError, run_cli
 from model import GPT, IGNORED_TARGET, evaluating
@@ -72,30 +71,6 @@ class TrainState:
     val_loss: float | None = None  # of the last validation
     loss: float | None = None  # of the last step
     elapsed_s: float = 0.0  # in training steps, over all starts
-
-
-class StopSignal:
-    """Asks the run to end early: signals and --max_hours set a reason, the ranks agree on it."""
-
-    REASONS = ("", "SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP", "max_hours")
-
-    def __init__(self, me: Distributed, max_hours: float):
-        self.me = me
-        self.deadline = time.monotonic() + max_hours * 3600 if max_hours else math.inf
-        self.asked = 0
-        for number, name in enumerate(self.REASONS[1:5], start=1):
-            if name == "SIGHUP" and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-                continue  # nohup: the user wants it to live on
-            signal.signal(getattr(signal, name), lambda *_, number=number: self._ask(number))
-
-    def _ask(self, number: int) -> None:
-        self.asked = self.asked or number  # a terminal's Ctrl-C arrives twice under torchrun: no "force quit"
-
-    def agreed(self) -> str:
-        """Why the run should end now, the same on every rank; "" to go on. Every rank must call it."""
-        if time.monotonic() > self.deadline:
-            self._ask(self.REASONS.index("max_hours"))
-        return self.REASONS[self.me.agree(self.asked)]  # a signal within agree() counts in the next one
 
 
 @dataclass(frozen=True)
