@@ -2,7 +2,8 @@
 
     python benchmarks/logging_cost.py [--rounds 5] [further flags of train.py]
 
-Trains the quickstart's model on random tokens; each round is a run of its own. Histograms every 250 steps, as by default.
+Trains the quickstart's model on random tokens; each round is a run of its own.
+Histograms every 250 steps, as by default.
 """
 
 import argparse
