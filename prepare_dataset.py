@@ -16,6 +16,7 @@ import os
 import re
 import shlex
 import sys
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -130,10 +131,21 @@ def encode_all(
 ) -> Iterator[tuple[Batch, np.ndarray]]:
     """Each batch and its ids (n,), in order; at most num_workers + RUN_AHEAD batches are in memory."""
     pending: deque[tuple[Batch, Future]] = deque()
-    pool = ThreadPoolExecutor(num_workers, thread_name_prefix="encode")
+    own = threading.local()
+
+    def copy_tokenizer() -> None:
+        # Threads that share a tokenizer contend for its regex's scratch space, at worst for half of their time.
+        own.tokenizer = tiktoken.Encoding(
+            tokenizer.name,
+            pat_str=tokenizer._pat_str,
+            mergeable_ranks=tokenizer._mergeable_ranks,
+            special_tokens=tokenizer._special_tokens,
+        )
+
+    pool = ThreadPoolExecutor(num_workers, thread_name_prefix="encode", initializer=copy_tokenizer)
     try:
         for batch in batches:
-            pending.append((batch, pool.submit(encode, tokenizer, batch)))
+            pending.append((batch, pool.submit(lambda batch: encode(own.tokenizer, batch), batch)))
             while pending and (len(pending) >= num_workers + RUN_AHEAD or pending[0][1].done()):
                 oldest, ids = pending.popleft()
                 yield oldest, ids.result()
@@ -224,7 +236,8 @@ def write_shards(encoded: Iterable[tuple[Batch, np.ndarray]], out: Path, manifes
             path.unlink()
         raise UserError(
             f"{manifest['source']}: {num_tokens:,} tokens ({_counts(manifest)}), and --val_tokens "
-            f"{manifest['val_tokens']} leaves none for train; use --val_tokens {num_tokens // 10}, or more text"
+            f"{manifest['val_tokens']} leaves none for train; use "
+            f"{f'--val_tokens {num_tokens // 10} or ' if num_tokens else ''}more text"
         )
     if filled:
         finish_shard(out, manifest, buffer[:filled])
@@ -277,7 +290,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     for name, least in (("shard_size", 1), ("num_workers", 1), ("val_tokens", 0)):
         if (value := getattr(args, name)) is not None and not least <= value <= 2**31:
-            raise UserError(f"--{name} is {value}; expected {least} or more")
+            raise UserError(f"--{name} is {value}; expected {least} to {2**31}")
     args.name = args.name or default_name(args.source)
     if not re.fullmatch(r"[\w.-]+", args.name):
         raise UserError(f"--name is {args.name!r}; expected letters, digits and . _ - only")

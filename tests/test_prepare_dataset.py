@@ -14,6 +14,7 @@ from itertools import count, pairwise
 import numpy as np
 import pytest
 import requests
+import tiktoken
 from conftest import REPO, environment
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -155,13 +156,13 @@ def test_a_literal_end_of_text_is_text(tmp_path):
 
 
 def test_a_large_vocabulary_takes_uint32(tmp_path, monkeypatch):
-    class Large:
-        n_vocab, eot_token = 70000, 69999
-
-        def encode_to_numpy(self, text, **_):
-            return np.array([69999, *(60000 + ord(letter) for letter in text.removeprefix(END_OF_TEXT))], np.uint32)
-
-    monkeypatch.setattr(prepare_dataset, "get_tokenizer", lambda name: Large())
+    large = tiktoken.Encoding(
+        "large",
+        pat_str=r"[\s\S]",
+        mergeable_ranks={bytes([byte]): 60000 + byte for byte in range(256)},
+        special_tokens={END_OF_TEXT: 69999},
+    )
+    monkeypatch.setattr(prepare_dataset, "get_tokenizer", lambda name: large)
     (tmp_path / "a.txt").write_text("abc")
     manifest = prepare(tmp_path / "a.txt", tmp_path / "out", "--val_tokens", "1", tokens="large")
     assert manifest["dtype"] == "uint32" and ids_of(tmp_path / "out") == [69999, 60097, 60098, 60099]
@@ -259,6 +260,7 @@ def test_invalid_utf8_is_repaired_and_counted(tmp_path):
 
 def test_mistakes_are_one_line(jsonl):
     (jsonl / "image.png").write_bytes(b"")
+    (jsonl / "empty.txt").write_bytes(b"")
     (jsonl / "broken.jsonl.gz").write_bytes(b"no gzip")
     for argv, match in [
         (["--source", "nowhere"], "nothing there; expected .txt"),
@@ -266,7 +268,9 @@ def test_mistakes_are_one_line(jsonl):
         (["--source", "docs.jsonl", "--text_field", "body"], "expected 'body', found text"),
         (["--source", "docs.jsonl", "--val_tokens", "1000000"], "leaves none for train; use --val_tokens"),
         (["--source", "broken.jsonl.gz"], "broken.jsonl.gz: cannot be read"),
-        (["--source", "docs.jsonl", "--shard_size", "0"], "--shard_size is 0; expected 1 or more"),
+        (["--source", "docs.jsonl", "--shard_size", "1" + 17 * "0"], "--shard_size is 1.*; expected 1 to 2147483648"),
+        (["--source", "empty.txt"], "0 tokens.*use more text"),
+        (["--source", "docs.jsonl", "--shard_size", "0"], "--shard_size is 0; expected 1 to"),
         (["--source", "docs.jsonl", "--shard-size", "many"], "--shard"),
         (["--no_such_flag"], "--no_such_flag"),
     ]:
