@@ -65,8 +65,10 @@ def capture_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
     weights, moments = get_model_state_dict(model, options=options), {}
     if optimizer.state:  # before its first step, asking for its state would make it count one
         moments = get_optimizer_state_dict(model, optimizer, options=options)
-    if "lm_head.weight" in weights:
-        weights["lm_head.weight"] = weights["wte.weight"]  # FSDP gathers the tied tensor twice
+    if weights:  # FSDP gathers a tensor with two names, as the tied head, twice
+        first_name: dict[int, str] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            weights[name] = weights[first_name.setdefault(id(parameter), name)]
     state = {"model": weights, "optimizer": moments}
     if next(model.parameters()).device.type == "cpu":
         state = copy.deepcopy(state)  # "offloading" to the CPU copies nothing there; training would write into the save
@@ -241,12 +243,16 @@ def open_checkpoint(which: str, folder: Path) -> tuple[Path, dict]:
     return path, checkpoint
 
 
-def read_on_main(which: str, folder: Path, me: Distributed) -> tuple[Path | None, dict | None, list[str]]:
-    """find_checkpoint on rank 0; the other ranks get the same, with empty "model" and "optimizer"."""
+def read_on_main(which: str, folder: Path, me: Distributed) -> tuple[Path | None, list[str], dict | None]:
+    """find_checkpoint on rank 0: the path, what was passed over, and the shared content."""
     path, checkpoint, passed_over = me.on_main(lambda: find_checkpoint(which, folder)) or (None, None, [])
-    without_tensors = checkpoint and checkpoint | {"model": {}, "optimizer": {}}
-    path, without_tensors, passed_over = me.broadcast((path, without_tensors, passed_over))
-    return path, checkpoint or without_tensors, passed_over
+    return *me.broadcast((path, passed_over)), share(checkpoint, me)
+
+
+def share(checkpoint: dict | None, me: Distributed) -> dict | None:
+    """Rank 0's checkpoint, on the other ranks with empty "model" and "optimizer"."""
+    without_tensors = me.broadcast(checkpoint and checkpoint | {"model": {}, "optimizer": {}})
+    return checkpoint or without_tensors
 
 
 def _newest_first(folder: Path, pattern: str) -> list[Path]:
@@ -262,11 +268,19 @@ def read_checkpoint(path: Path) -> dict:
 
     Raises: UserError that says what is wrong with the file.
     """
+    return as_checkpoint(load_verified(path), path)
+
+
+def load_verified(path: Path) -> object:
+    """What torch.save wrote to a file, its checksums verified; nothing in it is run.
+
+    Raises: UserError that says what is wrong with the file.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             if bad := archive.testzip():  # torch.load never looks at the checksums
                 raise UserError(f"{path}: damaged (checksum of record {bad})")
-        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except FileNotFoundError:
         raise UserError(f"{path}: no such checkpoint") from None
     except IsADirectoryError:
@@ -278,13 +292,20 @@ def read_checkpoint(path: Path) -> dict:
         raise UserError(f"{path}: holds more than tensors and plain types; it was not loaded") from None
     except (OSError, RuntimeError, EOFError, KeyError, ValueError) as error:
         raise UserError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from error
-    if not isinstance(checkpoint, dict) or not checkpoint.keys() >= REQUIRED:
+
+
+def as_checkpoint(content: object, path: Path) -> dict:
+    """The content of a file, when it is a checkpoint of this version.
+
+    Raises: UserError when it is none.
+    """
+    if not isinstance(content, dict) or not content.keys() >= REQUIRED:
         raise UserError(f"{path}: not a SteadyGPT checkpoint (expected the keys {', '.join(sorted(REQUIRED))})")
-    if checkpoint["format_version"] > FORMAT_VERSION:
+    if content["format_version"] > FORMAT_VERSION:
         raise UserError(
-            f"{path}: format {checkpoint['format_version']}; expected at most {FORMAT_VERSION}: update SteadyGPT"
+            f"{path}: format {content['format_version']}; expected at most {FORMAT_VERSION}: update SteadyGPT"
         )
-    return checkpoint
+    return content
 
 
 def find_checkpoint(which: str, folder: Path) -> tuple[Path | None, dict | None, list[str]]:

@@ -54,9 +54,19 @@ class TrainConfig:
     num_heads: int = option("model", 12, "attention heads; divides embd_size", fixed=True)
     embd_size: int = option("model", 768, "width of the residual stream", fixed=True)
     context_length: int = option("model", 1024, "tokens a row", fixed=True)
+    intermediate_size: int = option("model", 0, "width inside the MLP; 0: 4 * embd_size", fixed=True)
     bias: bool = option("model", True, "biases in linear layers and LayerNorms, as GPT-2", fixed=True)
+    layer_norm_eps: float = option("model", 1e-5, "added to the variance in LayerNorms", fixed=True)
+    gelu: str = option("model", "tanh", "GELU's tanh approximation, as GPT-2, or exact, as nanoGPT and GPT-NeoX",
+                       ("tanh", "exact"), fixed=True)
+    rotary_pct: float = option("model", 0.0, "rotary positions on this share of each head's dimensions, 0.25 in "
+                               "GPT-NeoX; 0: learned positions, as GPT-2", fixed=True)
+    rotary_base: float = option("model", 10000.0, "of the rotations' wavelengths", fixed=True)
+    parallel_residual: bool = option("model", False, "attention and MLP read the same input, as GPT-NeoX", fixed=True)
+    tied_head: bool = option("model", True, "the head is the embedding table, as GPT-2", fixed=True)
     dropout: float = option("model", 0.0, "probability, in [0, 1)")
-    init_from: str = option("model", "scratch", "scratch, or a checkpoint file whose weights to start from")
+    init_from: str = option("model", "scratch", "scratch, or weights to start from: gpt2, gpt2-medium, gpt2-large, "
+                            "gpt2-xl, a Hugging Face folder, a checkpoint file (also nanoGPT's)")
 
     total_batch_size: int = option("optimization", 524288, "tokens a step, over all ranks and micro-steps")
     mini_batch_size: int = option("optimization", 32, "rows a rank computes at once")
@@ -97,6 +107,8 @@ class TrainConfig:
                            ("ddp", "fsdp"))
     cpu_offload: bool = option("distributed", False, "with fsdp: parameters and optimizer live in host memory")
     activation_checkpointing: bool = option("distributed", False, "recompute blocks in backward: less memory, slower")
+    loss_chunk_size: int = option("distributed", 0, "tokens whose logits exist at once, recomputed in backward: less "
+                                  "memory for long contexts; 0: all")
     # fmt: on
 
     def __post_init__(self):
@@ -113,6 +125,11 @@ class TrainConfig:
         for name in ("log_freq", "keep_checkpoints", "eval_tokens"):
             if getattr(self, name) < 1:
                 raise UserError(f"--{name} is {getattr(self, name)}; expected at least 1")
+        for name in ("layer_norm_eps", "rotary_base"):
+            if not getattr(self, name):
+                raise UserError(f"--{name} is {getattr(self, name)}; expected more than 0")
+        if self.rotary_pct > 1:
+            raise UserError(f"--rotary_pct is {self.rotary_pct}; expected a share, at most 1")
         if self.dropout >= 1:
             raise UserError(f"--dropout is {self.dropout}; expected a probability below 1")
         if self.seed >= 2**63:
@@ -122,12 +139,21 @@ class TrainConfig:
         """Raises: UserError for values that do not go together; on resume, once the checkpoint's are among them."""
         if self.embd_size % self.num_heads:
             raise UserError(f"--embd_size {self.embd_size} is not divisible by --num_heads {self.num_heads}")
+        rotary_dim = int(self.embd_size // self.num_heads * self.rotary_pct)
+        if self.rotary_pct and (rotary_dim % 2 or not rotary_dim):
+            raise UserError(
+                f"--rotary_pct {self.rotary_pct} of {self.embd_size // self.num_heads} dimensions a head is "
+                f"{rotary_dim}; expected an even number: they rotate in pairs"
+            )
         if self.min_lr > self.max_lr:
             raise UserError(f"--min_lr {self.min_lr} is above --max_lr {self.max_lr}")
         if not self.max_steps and not self.num_epochs:
             raise UserError("--max_steps and --num_epochs are both 0; give one of them")
         if self.cpu_offload and self.sharding != "fsdp":
             raise UserError("--cpu_offload needs --sharding fsdp")
+
+    def compiles(self, device_type: str) -> bool:
+        return self.compile == "on" or (self.compile == "auto" and device_type == "cuda")
 
     def grad_accum_steps(self, world_size: int) -> int:
         """Micro-steps a step.
@@ -173,8 +199,9 @@ def resume_config(saved: dict, config: TrainConfig, given: frozenset[str]) -> tu
     Raises: UserError when a given option contradicts what the checkpoint is.
     """
     taken, changes = {}, []
+    saved = {name: f.default for name, f in FIELDS.items()} | saved  # of a version that had fewer options
     for name, f in FIELDS.items():
-        if f.metadata["launch"] or name not in saved:
+        if f.metadata["launch"]:
             continue
         if name not in given:
             taken[name] = saved[name]
@@ -186,6 +213,12 @@ def resume_config(saved: dict, config: TrainConfig, given: frozenset[str]) -> tu
                 )
             changes.append(f"{name}: {saved[name]!r} -> {getattr(config, name)!r}")
     return dataclasses.replace(config, **taken), changes
+
+
+def initial_config(shape: dict, config: TrainConfig, given: frozenset[str]) -> TrainConfig:
+    """The configuration of a run that starts from weights of this model_config: what was not given is theirs."""
+    taken = {name: value for name, value in shape.items() if name in FIELDS and name not in {*given, "dropout"}}
+    return dataclasses.replace(config, **taken)
 
 
 def _parse_flags(argv: list[str]) -> dict:
@@ -252,18 +285,21 @@ def _precision(text: str) -> str:
     return "fp32" if text == "no" else text
 
 
-def _read_toml(name: str) -> dict:
-    """The options of a preset name or TOML file."""
+def _read_toml(name: str, read_by: tuple[str, ...] = ()) -> dict:
+    """The options of a preset name or TOML file, on top of those of the one that its own `config` names."""
+    said = f"{read_by[-1]}: config = {name!r}" if read_by else f"--config {name}"
+    if name in read_by:
+        raise UserError(f"{said}: on top of itself")
     path = Path(name) if name.endswith(".toml") else PRESETS / f"{name}.toml"
     if not path.is_file():
         presets = ", ".join(sorted(p.stem for p in PRESETS.glob("*.toml")))
-        raise UserError(f"--config {name}: there is no {path}; expected a .toml file or one of: {presets}")
+        raise UserError(f"{said}: there is no {path}; expected a .toml file or one of: {presets}")
     try:
         values = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not TOML: {error}") from error
     for key, value in values.items():
-        if key not in FIELDS or key == "config":
+        if key not in FIELDS:
             close = difflib.get_close_matches(key, FIELDS, n=1)
             raise UserError(f"{path}: unknown option {key!r}{f'; did you mean {close[0]}?' if close else ''}")
         kind = FIELDS[key].type
@@ -271,4 +307,4 @@ def _read_toml(name: str) -> dict:
             values[key] = float(value)
         elif type(value) is not kind:
             raise UserError(f"{path}: {key} is {value!r} ({type(value).__name__}); expected {kind.__name__}")
-    return values
+    return (_read_toml(values["config"], (*read_by, name)) if values.get("config") else {}) | values

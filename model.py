@@ -1,4 +1,4 @@
-"""GPT-2 by hand: pre-LN blocks, learned positions, tied head, KV-cached generation.
+"""GPT-2 and GPT-NeoX by hand: one pre-LN block, learned or rotary positions, chunked loss, KV-cached generation.
 
 Module names are GPT-2's own (wte wpe h ln_1 attn.c_attn ...), so weights map one to one.
 Shapes: B rows, T tokens, C = embd_size, V = vocab_size.
@@ -20,15 +20,22 @@ IGNORED_TARGET = -1  # a target that counts for nothing
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a model; the defaults are GPT-2 124M."""
+    """The shape of a model; the defaults are GPT-2 124M, configs/gpt-neox-1.2b.toml has those of GPT-NeoX."""
 
     vocab_size: int = 50257
     context_length: int = 1024
     num_layers: int = 12
     num_heads: int = 12
     embd_size: int = 768
+    intermediate_size: int = 0  # width inside the MLP; 0: 4 * embd_size
     dropout: float = 0.0
     bias: bool = True
+    layer_norm_eps: float = 1e-5
+    gelu: str = "tanh"  # or "exact"
+    rotary_pct: float = 0.0  # share of each head's dimensions that rotate with the position; 0: learned positions
+    rotary_base: float = 10000.0
+    parallel_residual: bool = False  # attention and MLP read the same input
+    tied_head: bool = True  # the head is the embedding table
 
     @property
     def padded_vocab_size(self) -> int:
@@ -39,12 +46,21 @@ class GPTConfig:
     def head_dim(self) -> int:
         return self.embd_size // self.num_heads
 
+    @property
+    def rotary_dim(self) -> int:
+        return int(self.head_dim * self.rotary_pct)
+
+    @property
+    def mlp_size(self) -> int:
+        return self.intermediate_size or 4 * self.embd_size
+
 
 class KVCache:
-    """Keys and values of the tokens a batch has seen, (num_layers, 2, B, num_heads, context_length, head_dim)."""
+    """Keys and values of the tokens a batch has seen, (num_layers, 2, B, num_heads, max_length, head_dim)."""
 
-    def __init__(self, config: GPTConfig):
-        self.config = config
+    def __init__(self, config: GPTConfig, max_length: int | None = None):
+        self.num_layers = config.num_layers
+        self.max_length = min(max_length or config.context_length, config.context_length)
         self.length = 0
         self.kv: Tensor | None = None  # allocated by the first append, which knows batch, device and dtype
 
@@ -52,11 +68,26 @@ class KVCache:
         """Add (B, num_heads, T, head_dim) keys and values of one layer; return all there are."""
         B, H, T, D = k.shape
         if self.kv is None:
-            self.kv = k.new_empty(self.config.num_layers, 2, B, H, self.config.context_length, D)
+            self.kv = k.new_empty(self.num_layers, 2, B, H, self.max_length, D)
         end = self.length + T
         self.kv[layer, 0, :, :, self.length : end] = k
         self.kv[layer, 1, :, :, self.length : end] = v
         return self.kv[layer, 0, :, :, :end], self.kv[layer, 1, :, :, :end]
+
+
+def rotary_angles(config: GPTConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of each position's rotations, each (T, rotary_dim / 2) fp32 (Su et al. 2021, section 3.2.2)."""
+    exponents = torch.arange(0, config.rotary_dim, 2, device=positions.device).float() / config.rotary_dim
+    angles = positions[:, None] / config.rotary_base**exponents
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate the pairs (x[i], x[i + rotary_dim / 2]) of (B, num_heads, T, head_dim); further dimensions stay."""
+    cos, sin = rotary
+    half = cos.size(-1)
+    first, second, rest = x.split([half, half, x.size(-1) - 2 * half], dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1).type_as(x)
 
 
 class Attention(nn.Module):
@@ -68,10 +99,12 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(config.embd_size, 3 * config.embd_size, bias=config.bias)
         self.c_proj = nn.Linear(config.embd_size, config.embd_size, bias=config.bias)
 
-    def forward(self, x: Tensor, cache: KVCache | None) -> Tensor:
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: KVCache | None) -> Tensor:
         B, T, C = x.shape
         qkv = self.c_attn(x).view(B, T, 3, self.num_heads, C // self.num_heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, num_heads, T, head_dim)
+        if rotary is not None:
+            q, k = rotate(q, rotary), rotate(k, rotary)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
         # With a cache, T is the whole prompt (nothing cached yet: causal) or one token (which sees everything).
@@ -84,25 +117,27 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.dropout = config.dropout
-        self.c_fc = nn.Linear(config.embd_size, 4 * config.embd_size, bias=config.bias)
-        self.c_proj = nn.Linear(4 * config.embd_size, config.embd_size, bias=config.bias)
+        self.approximate = {"tanh": "tanh", "exact": "none"}[config.gelu]
+        self.c_fc = nn.Linear(config.embd_size, config.mlp_size, bias=config.bias)
+        self.c_proj = nn.Linear(config.mlp_size, config.embd_size, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+        x = self.c_proj(F.gelu(self.c_fc(x), approximate=self.approximate))
         return F.dropout(x, self.dropout, self.training)
 
 
 class Block(nn.Module):
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.embd_size, bias=config.bias)
+        self.parallel_residual = config.parallel_residual
+        self.ln_1 = nn.LayerNorm(config.embd_size, config.layer_norm_eps, bias=config.bias)
         self.attn = Attention(config, layer)
-        self.ln_2 = nn.LayerNorm(config.embd_size, bias=config.bias)
+        self.ln_2 = nn.LayerNorm(config.embd_size, config.layer_norm_eps, bias=config.bias)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cache: KVCache | None) -> Tensor:
-        x = x + self.attn(self.ln_1(x), cache)
-        return x + self.mlp(self.ln_2(x))
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: KVCache | None) -> Tensor:
+        attended = x + self.attn(self.ln_1(x), rotary, cache)
+        return attended + self.mlp(self.ln_2(x if self.parallel_residual else attended))
 
 
 class GPT(nn.Module):
@@ -112,12 +147,14 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.activation_checkpointing = False  # recompute each block in backward: less memory, a third more time
+        self.loss_chunk_size = 0  # tokens whose logits exist at once in training; 0: all
         self.wte = nn.Embedding(config.padded_vocab_size, config.embd_size)
-        self.wpe = nn.Embedding(config.context_length, config.embd_size)
+        self.wpe = None if config.rotary_dim else nn.Embedding(config.context_length, config.embd_size)
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
-        self.ln_f = nn.LayerNorm(config.embd_size, bias=config.bias)
+        self.ln_f = nn.LayerNorm(config.embd_size, config.layer_norm_eps, bias=config.bias)
         self.lm_head = nn.Linear(config.embd_size, config.padded_vocab_size, bias=False)
-        self.lm_head.weight = self.wte.weight
+        if config.tied_head:
+            self.lm_head.weight = self.wte.weight
         self._init_weights()
 
     @classmethod
@@ -143,6 +180,9 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
             elif name.endswith(".bias"):
                 nn.init.zeros_(parameter)  # LayerNorm's weights are already ones
+        with torch.no_grad():  # padding rows get no gradient: zero they stay
+            self.wte.weight[self.config.vocab_size :] = 0
+            self.lm_head.weight[self.config.vocab_size :] = 0
 
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, reduction: str = "mean", cache: KVCache | None = None
@@ -162,33 +202,59 @@ class GPT(nn.Module):
         T, start = idx.size(1), cache.length if cache is not None else 0
         assert start + T <= self.config.context_length, f"{start} + {T} tokens > {self.config.context_length}"
         positions = torch.arange(start, start + T, device=idx.device)
-        x = F.dropout(self.wte(idx) + self.wpe(positions), self.config.dropout, self.training)  # (B, T, C)
+        x, rotary = self.wte(idx), None  # (B, T, C)
+        if self.wpe is not None:
+            x = x + self.wpe(positions)
+        else:
+            rotary = rotary_angles(self.config, positions)
+        x = F.dropout(x, self.config.dropout, self.training)
         for block in self.h:
             if self.activation_checkpointing and self.training:
-                x = checkpoint(block, x, cache, use_reentrant=False)
+                x = checkpoint(block, x, rotary, cache, use_reentrant=False)
             else:
-                x = block(x, cache)
+                x = block(x, rotary, cache)
         if cache is not None:
             cache.length += T
             x = x[:, -1:]
-        if targets is not None and reduction == "none":
-            counts = targets != IGNORED_TARGET
-            x, targets = x[counts], targets[counts]  # (N, C), (N,)
-        logits = self.lm_head(self.ln_f(x))[..., : self.config.vocab_size]
         if targets is None:
-            return logits
-        return F.cross_entropy(
-            logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED_TARGET, reduction=reduction
-        )
+            return self._logits(x)
+        x, targets = x.flatten(0, 1), targets.flatten()  # (B * T, C), (B * T,)
+        counts = targets != IGNORED_TARGET
+        if reduction == "none":
+            x, targets = x[counts], targets[counts]
+        losses = self._chunked_losses if 0 < self.loss_chunk_size < len(x) else self._losses
+        losses = losses(x, targets, "none" if reduction == "none" else "sum")
+        return losses / counts.sum() if reduction == "mean" else losses
+
+    def _logits(self, x: Tensor) -> Tensor:
+        return self.lm_head(self.ln_f(x))[..., : self.config.vocab_size]
+
+    def _losses(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        """Cross-entropy of (N, C) and (N,)."""
+        logits = self._logits(x).float()
+        return F.cross_entropy(logits, targets, ignore_index=IGNORED_TARGET, reduction=reduction)
+
+    @torch.compiler.disable  # compiled as one graph, all chunks' logits stand in memory after all (torch 2.13)
+    def _chunked_losses(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        """The same with the logits of loss_chunk_size tokens at a time, thrown away and computed again in backward."""
+        parts = [
+            checkpoint(self._losses, *chunk, reduction, use_reentrant=False, preserve_rng_state=False)
+            for chunk in zip(x.split(self.loss_chunk_size), targets.split(self.loss_chunk_size), strict=True)
+        ]
+        return torch.cat(parts) if reduction == "none" else torch.stack(parts).sum()
 
     def num_parameters(self) -> int:
-        """Parameters of the model proper: the tied head once, padding rows not at all."""
+        """Parameters of the model proper: a tied head once, padding rows not at all."""
         padding = (self.config.padded_vocab_size - self.config.vocab_size) * self.config.embd_size
-        return sum(parameter.numel() for parameter in self.parameters()) - padding
+        return sum(parameter.numel() for parameter in self.parameters()) - padding * (2 - self.config.tied_head)
 
     def flops_per_token(self) -> float:
         """FLOPs of forward and backward per token: 6N + 12*L*C*T (PaLM, Chowdhery et al. 2022, appendix B)."""
-        N = self.num_parameters() - self.wpe.weight.numel()
+        N = self.num_parameters()  # that multiply: looking up a table costs nothing
+        if self.wpe is not None:
+            N -= self.wpe.weight.numel()
+        if not self.config.tied_head:
+            N -= self.config.vocab_size * self.config.embd_size
         return 6 * N + 12 * self.config.num_layers * self.config.embd_size * self.config.context_length
 
     def optimizer_groups(self, weight_decay: float) -> list[dict]:
@@ -212,7 +278,7 @@ class GPT(nn.Module):
         Past context_length tokens the model sees the last context_length of them. Temperature 0 takes the likeliest
         token. Randomness comes from `generator` (on idx's device) alone where one is given.
         """
-        cache = KVCache(self.config)
+        cache = KVCache(self.config, idx.size(1) + max_tokens)
         with evaluating(self):
             for _ in range(max_tokens):
                 if idx.size(1) <= self.config.context_length:

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import torch
 
+from checkpoint import checkpoint_files
 from config import TrainConfig
-from dataloader import RowStream, Shard, find_shards, read_manifest
+from dataloader import RowStream, Shard, check_shards, data_fingerprint, find_shards, read_manifest
 from device import choose_precision, device_name
 from distributed import Distributed
 from errors import UserError
 from model import GPT, GPTConfig
-from tokenizer import get_tokenizer
+from tokenizer import vocab_size_of
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,7 @@ def open_data(config: TrainConfig) -> Data:
         raise UserError(f"--tokenizer {name}, but {folder} was prepared with {manifest['tokenizer']!r}; drop the flag")
     if name == "auto":
         name = manifest["tokenizer"] if manifest else "gpt2"
-    if manifest:
-        vocab_size = manifest["vocab_size"]
-    else:  # nothing has to be downloaded to train on other people's GPT-2 shards
-        vocab_size = GPTConfig.vocab_size if name == "gpt2" else get_tokenizer(name).n_vocab
+    vocab_size = manifest["vocab_size"] if manifest else vocab_size_of(name)
     shape = {f.name: getattr(config, f.name) for f in dataclasses.fields(GPTConfig) if f.name != "vocab_size"}
     return Data(
         train_shards=train,
@@ -97,20 +95,79 @@ def learning_rate(config: TrainConfig, step: int, max_steps: int) -> float:
     return config.min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (config.max_lr - config.min_lr)
 
 
+def check_start(folder: Path, path: Path | None, checkpoint: dict | None, data: Data) -> str:
+    """Make sure that the run may write into its folder and that the data is sound; returns the data's fingerprint.
+
+    Raises: UserError when another run's checkpoints would be mixed with this one's, or the data is damaged or another.
+    """
+    there = checkpoint_files(folder)
+    if there and (path is None or path.resolve().parent != folder.resolve()):
+        raise UserError(
+            f"{folder} already holds checkpoints ({there[0].name} and {len(there) - 1} more); continue them with "
+            "--resume latest, or give this run another --checkpoint_dir"
+        )
+    fingerprint = data_fingerprint(data.train_shards)
+    if checkpoint is None:
+        check_shards(data.train_shards + data.val_shards, data.manifest, data.model_config.vocab_size)
+    elif fingerprint != checkpoint["data_fingerprint"]:
+        raise UserError(
+            f"the shards in {data.train_shards[0].path.parent} are not those that the checkpoint was trained on "
+            f"({checkpoint['train_config']['data_dir']}); name the right folder with --data_dir"
+        )
+    return fingerprint
+
+
+def check_initial(initial: dict, source: str, data: Data) -> None:
+    """Make sure that the weights of --init_from are for this run's model and tokenizer; their context may be longer.
+
+    Raises: UserError naming the field that differs.
+    """
+    theirs, ours = GPTConfig(**initial["model_config"]), data.model_config
+    of_data = {"vocab_size": (theirs.vocab_size, ours.vocab_size)}
+    if initial["tokenizer"]:
+        of_data["tokenizer"] = initial["tokenizer"], data.tokenizer
+    for name, (found, expected) in of_data.items():
+        if found != expected:
+            raise UserError(f"--init_from {source}: its {name} is {found}; the data's is {expected}")
+    for f in dataclasses.fields(GPTConfig):
+        name = "mlp_size" if f.name == "intermediate_size" else f.name
+        found, expected = getattr(theirs, name), getattr(ours, name)
+        longer = name == "context_length" and found >= expected
+        if name != "dropout" and found != expected and not longer:
+            raise UserError(f"--init_from {source}: its {f.name} is {found}; this run's is {expected}")
+
+
+def estimate_memory(config: TrainConfig, model: GPT, precision: str, compiled: bool, ranks: int) -> dict[str, float]:
+    """Bytes that a rank needs, by what they are for; benchmarks/memory.py has them beside measured ones.
+
+    Args:
+        ranks: among which weights and optimizer are sharded.
+    """
+    tokens, C, layers = config.mini_batch_size * config.context_length, config.embd_size, config.num_layers
+    each = 4 if precision == "fp32" else 2
+    # What a block keeps for backward, counted in model.py: the inputs of both LayerNorms in fp32; their outputs, q, k,
+    # v and attention's output twice; the MLP's hidden layer before and after GELU. (The attention matrix is never
+    # stored.) Recomputing keeps one block's, and the fp32 inputs of all.
+    block = tokens * (8 * C + each * (7 * C + 2 * model.config.mlp_size))
+    blocks = layers * tokens * 4 * C + block if config.activation_checkpointing else layers * block
+    # Eager cross-entropy holds its fp32 output and two gradients at once; compiled, the logits and their gradient.
+    chunked = 0 < config.loss_chunk_size < tokens
+    logits = (config.loss_chunk_size if chunked else tokens) * model.config.vocab_size
+    return {
+        "weights, gradients and Adam": 16 * model.num_parameters() / ranks,
+        "activations": blocks,
+        "logits": logits * (2 * each if compiled and not chunked else 12),
+    }
+
+
 def describe(config: TrainConfig, data: Data, schedule: Schedule, me: Distributed) -> list[str]:
     """The plan of a run, as lines."""
     with torch.device("meta"):
         model = GPT(data.model_config)
-    N, T, C, B = model.num_parameters(), config.context_length, config.embd_size, config.mini_batch_size
+    N, T, B = model.num_parameters(), config.context_length, config.mini_batch_size
     precision = choose_precision(config.precision, me.device)
-    bytes_each = 4 if precision == "fp32" else 2
     ranks = me.world_size if config.sharding == "fsdp" else 1
-    state = 16 * N / ranks  # fp32 weights, gradients and Adam's two moments
-    # Korthikanti et al. 2022, equation 2, without the attention matrix, which is never stored: 17 values a token, layer
-    # and channel. Recomputing keeps the input of each block and one block's insides.
-    stored_layers = config.num_layers * 17 if not config.activation_checkpointing else config.num_layers + 17
-    activations = stored_layers * B * T * C * bytes_each
-    logits = B * T * data.model_config.vocab_size * (4 + bytes_each)
+    memory = estimate_memory(config, model, precision, config.compiles(me.device.type), ranks)
     checkpoint = 12 * N
     folder = Path(config.checkpoint_dir)
     free = shutil.disk_usage(next(p for p in (folder, *folder.absolute().parents) if p.exists())).free
@@ -118,7 +175,7 @@ def describe(config: TrainConfig, data: Data, schedule: Schedule, me: Distribute
     val_rows = validation_rows(config, data.val) if data.val else 0
     return [
         f"model        {N / 1e6:,.2f} M parameters: {config.num_layers} layers, {config.num_heads} heads, "
-        f"{C} wide, context {T:,}, vocabulary {data.model_config.vocab_size:,} ({data.tokenizer})",
+        f"{config.embd_size} wide, context {T:,}, vocabulary {data.model_config.vocab_size:,} ({data.tokenizer})",
         f"data         {sum(shard.num_tokens for shard in data.train_shards):,} training tokens in "
         f"{len(data.train_shards)} shard{'s' * (len(data.train_shards) > 1)} of {config.data_dir}; "
         f"{val_rows * T:,} validation tokens",
@@ -127,8 +184,8 @@ def describe(config: TrainConfig, data: Data, schedule: Schedule, me: Distribute
         f"{schedule.rows_per_epoch / schedule.rows_per_step:,.1f} steps an epoch, "
         f"{schedule.epochs(schedule.max_steps * schedule.rows_per_step):.2f} epochs",
         f"device       {me.world_size} x {device_name(me.device)}, {precision}, {config.sharding}",
-        f"memory       about {(state + activations + logits) / 1e9:.2f} GB a rank: weights, gradients and Adam "
-        f"{state / 1e9:.2f}, activations {activations / 1e9:.2f}, logits {logits / 1e9:.2f}",
+        f"memory       about {sum(memory.values()) / 1e9:.2f} GB a rank: "
+        + ", ".join(f"{what} {size / 1e9:.2f}" for what, size in memory.items()),
         f"checkpoints  {checkpoint / 1e9:.2f} GB each, at most {files} in {folder}: {files * checkpoint / 1e9:.1f} GB; "
         f"{free / 1e9:.1f} GB free" + (" -- NOT ENOUGH" if files * checkpoint > free else ""),
     ]

@@ -117,18 +117,23 @@ def _reader(path: Path) -> Callable[[BinaryIO, str], Iterator[object]] | None:
     return next((reader for suffix, reader in READERS.items() if path.name.lower().endswith(suffix)), None)
 
 
+def look_for_hub() -> None:
+    """Without a network, let the Hub's library take copies from before or fail at once, not after half a minute."""
+    import requests
+
+    try:
+        requests.head(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), timeout=10)
+    except OSError:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+
+
 def load_hub(source: str, split: str = "train", streaming: bool = False):
     """A split of "hf:NAME[:CONFIG]": a datasets.Dataset, or an IterableDataset if `streaming`.
 
     Raises: UserError when it cannot be had.
     """
-    import requests
-
     name, _, config = source.removeprefix("hf:").partition(":")
-    try:
-        requests.head(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), timeout=10)
-    except OSError:  # then a copy that was downloaded before, or an error at once, not after half a minute
-        os.environ["HF_HUB_OFFLINE"] = "1"
+    look_for_hub()
     with _naming(source):
         from datasets import load_dataset
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import tiktoken
@@ -35,6 +36,63 @@ def get_tokenizer(name: str) -> tiktoken.Encoding:
     if END_OF_TEXT not in encoding.special_tokens_set:
         raise UserError(f"tokenizer {name!r} has no {END_OF_TEXT} token, which must begin each document")
     return encoding
+
+
+def vocab_size_of(name: str) -> int:
+    """Ids of the tokenizer called `name`; for gpt2, whose shards and weights are everywhere, without its vocabulary."""
+    return 50257 if name == "gpt2" else get_tokenizer(name).n_vocab
+
+
+def hugging_face_tokenizer(encoding: tiktoken.Encoding):
+    """The same tokenizer as a tokenizers.Tokenizer, for Hugging Face folders.
+
+    Raises: UserError when it cannot have the same ids.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    ranks = encoding._mergeable_ranks
+    # GPT-2 writes bytes as printable characters: themselves where they are, else what follows the first 256.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    character = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+
+    def text(token: bytes) -> str:
+        return "".join(character[byte] for byte in token)
+
+    merges = [_last_merge(ranks, token) for token in sorted(ranks, key=ranks.get) if len(token) > 1]
+    tokenizer = Tokenizer(
+        models.BPE(
+            {text(token): rank for token, rank in ranks.items()},
+            [(text(left), text(right)) for left, right in merges],
+            ignore_merges=True,  # a piece that is a token stays one, as in tiktoken
+        )
+    )
+    pattern = encoding._pat_str.replace("$", r"\z")  # theirs would end at each line
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    special = encoding._special_tokens
+    tokenizer.add_special_tokens(
+        [AddedToken(t, special=True, normalized=False) for t in sorted(special, key=special.get)]
+    )
+    for token, rank in special.items():
+        if tokenizer.token_to_id(token) != rank:
+            raise UserError(f"{encoding.name!r} leaves ids out; its {token} cannot be {rank} in a Hugging Face folder")
+    return tokenizer
+
+
+def _last_merge(ranks: dict[bytes, int], token: bytes) -> tuple[bytes, bytes]:
+    """The two tokens that byte-pair encoding joins last to make `token`."""
+    parts = [bytes([byte]) for byte in token]
+    while len(parts) > 2:
+        pairs = [ranks.get(left + right, len(ranks)) for left, right in pairwise(parts)]
+        i = pairs.index(min(pairs))
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    return parts[0], parts[1]
 
 
 def _bytes() -> tiktoken.Encoding:

@@ -35,23 +35,33 @@ from checkpoint import (
     ROLLING,
     CheckpointWriter,
     capture_state,
-    checkpoint_files,
     checkpoint_table,
-    read_checkpoint,
     read_on_main,
     read_status,
     restore_optimizer,
     restore_weights,
+    share,
     write_status,
 )
-from config import TrainConfig, parse_args, resume_config
-from dataloader import BatchLoader, RowStream, check_shards, data_fingerprint
+from config import TrainConfig, initial_config, parse_args, resume_config
+from convert_hf import read_weights
+from dataloader import BatchLoader, RowStream
 from device import autocast, choose_precision, peak_flops, peak_memory_bytes, use_fp8
 from distributed import Distributed, StopSignal, end_with_torchrun, joined, world_size_of_environment
 from durable import lock_folder
 from errors import UserError, run_cli
 from model import GPT, IGNORED_TARGET, evaluating
-from plan import Data, Schedule, describe, learning_rate, make_schedule, open_data, validation_rows
+from plan import (
+    Data,
+    Schedule,
+    check_initial,
+    check_start,
+    describe,
+    learning_rate,
+    make_schedule,
+    open_data,
+    validation_rows,
+)
 from telemetry import RunLog, duration_text
 from tokenizer import get_tokenizer
 
@@ -106,6 +116,7 @@ def build_trainer(
     with me.device:
         model = GPT(data.model_config)
     model.activation_checkpointing = config.activation_checkpointing
+    model.loss_chunk_size = config.loss_chunk_size
     if precision == "fp8":
         use_fp8(model.h, me.device)
     sharded = config.sharding == "fsdp" and me.world_size > 1
@@ -126,7 +137,7 @@ def build_trainer(
     elif initial is not None:
         restore_weights(model, initial["model"], me)
     forward = model
-    if config.compile == "on" or (config.compile == "auto" and me.device.type == "cuda"):
+    if config.compiles(me.device.type):
         forward = torch.compile(forward)
     if me.world_size > 1 and not sharded:
         devices = [me.device] if me.device.type == "cuda" else None
@@ -463,12 +474,24 @@ def train(config: TrainConfig, given: frozenset[str], me: Distributed) -> int:
             me.on_main(lambda: held.enter_context(lock_folder(folder, advice)))
         notes, path, checkpoint = [], None, None
         if config.resume:
-            path, checkpoint, passed_over = read_on_main(config.resume, folder, me)
+            path, passed_over, checkpoint = read_on_main(config.resume, folder, me)
             notes += [f"passed over {line}" for line in passed_over]
+        if checkpoint and not checkpoint["train_config"]:
+            raise UserError(
+                f"{path} holds converted weights, no run to resume; start from them with --init_from {path}"
+            )
         if checkpoint:
             config, changes = resume_config(checkpoint["train_config"], config, given)
             notes += [f"resumed from {path} at step {checkpoint['step']:,}", *(f"changed {line}" for line in changes)]
+        initial = None
+        if checkpoint is None and config.init_from != "scratch":
+            initial = share(me.on_main(lambda: read_weights(config.init_from)), me)
+            config = initial_config(initial["model_config"], config, given)
         data = open_data(config)
+        if initial:
+            check_initial(initial, config.init_from, data)
+            if "wpe.weight" in initial["model"]:  # a context may be cropped
+                initial["model"]["wpe.weight"] = initial["model"]["wpe.weight"][: config.context_length]
         run_name = me.broadcast(config.run_name or f"{time.strftime('gpt-%Y%m%d-%H%M%S')}-{os.getpid()}")
         config = dataclasses.replace(config, tokenizer=data.tokenizer, run_name=run_name)
         schedule = make_schedule(config, data, me.world_size)
@@ -483,9 +506,6 @@ def train(config: TrainConfig, given: frozenset[str], me: Distributed) -> int:
             if me.is_main:
                 print(f"{folder}: this run is finished, at step {checkpoint['step']:,}; a larger --max_steps goes on")
             return 0
-        initial = None
-        if checkpoint is None and config.init_from != "scratch":
-            initial = me.on_main(lambda: read_initial(Path(config.init_from), data)) or {"model": {}}
         log = me.on_main(lambda: held.enter_context(closing(RunLog(config, checkpoint and checkpoint["step"]))))
         if log:
             log.say("\n".join(plan))
@@ -496,42 +516,6 @@ def train(config: TrainConfig, given: frozenset[str], me: Distributed) -> int:
         )
         trainer = build_trainer(config, data, me, checkpoint, initial)
         return Run(trainer, data, schedule, checkpoint, fingerprint, log, writer).until_it_ends()
-
-
-def check_start(folder: Path, path: Path | None, checkpoint: dict | None, data: Data) -> str:
-    """Make sure that the run may write into its folder and that the data is sound; returns the data's fingerprint.
-
-    Raises: UserError when another run's checkpoints would be mixed with this one's, or the data is damaged or another.
-    """
-    there = checkpoint_files(folder)
-    if there and (path is None or path.resolve().parent != folder.resolve()):
-        raise UserError(
-            f"{folder} already holds checkpoints ({there[0].name} and {len(there) - 1} more); continue them with "
-            "--resume latest, or give this run another --checkpoint_dir"
-        )
-    fingerprint = data_fingerprint(data.train_shards)
-    if checkpoint is None:
-        check_shards(data.train_shards + data.val_shards, data.manifest, data.model_config.vocab_size)
-    elif fingerprint != checkpoint["data_fingerprint"]:
-        raise UserError(
-            f"the shards in {data.train_shards[0].path.parent} are not those that the checkpoint was trained on "
-            f"({checkpoint['train_config']['data_dir']}); name the right folder with --data_dir"
-        )
-    return fingerprint
-
-
-def read_initial(path: Path, data: Data) -> dict:
-    """The checkpoint of --init_from.
-
-    Raises: UserError when it is none, or of another model or tokenizer.
-    """
-    initial = read_checkpoint(path)
-    found = initial["model_config"] | {"tokenizer": initial["tokenizer"]}
-    expected = dataclasses.asdict(data.model_config) | {"tokenizer": data.tokenizer}
-    for name in sorted(expected.keys() - {"dropout"}):
-        if found.get(name) != expected[name]:
-            raise UserError(f"--init_from {path}: its {name} is {found.get(name)}; this run's is {expected[name]}")
-    return initial
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -546,7 +530,7 @@ def main(argv: list[str] | None = None) -> int:
             raise UserError(f"--resume {config.resume}: no such file; expected latest, auto, best or a checkpoint file")
         if "checkpoint_dir" not in given:
             config = dataclasses.replace(config, checkpoint_dir=str(Path(config.resume).parent))
-    if not config.resume:  # what can be known before any rendezvous; a resumed run's options are in its checkpoint
+    if not config.resume and config.init_from == "scratch":  # else the model's shape is in a file
         make_schedule(config, open_data(config), world_size_of_environment())
     with joined(config.device) as me:
         return train(config, given, me)

@@ -70,6 +70,46 @@ def run_here(*flags: str) -> int:
     return train.main([*TINY, "--data_dir", "data", *flags])
 
 
+# Models of transformers by class and what differs from its defaults; the last is the kind of configs/small_32k.toml.
+REFERENCES = {
+    "gpt2": ("GPT2", {}),
+    "gpt2 untied, exact GELU, narrow MLP": (
+        "GPT2",
+        {"tie_word_embeddings": False, "activation_function": "gelu", "n_inner": 100, "layer_norm_epsilon": 1e-3},
+    ),
+    "gpt_neox": ("GPTNeoX", {}),
+    "gpt_neox sequential, tied, all dimensions rotate": (
+        "GPTNeoX",
+        {
+            "use_parallel_residual": False,
+            "tie_word_embeddings": True,
+            "rotary_pct": 1.0,
+            "rotary_emb_base": 500000.0,
+            "hidden_act": "gelu_new",
+        },
+    ),
+}
+
+
+def reference_model(which: str, vocab_size=1000, context_length=64, num_layers=3, num_heads=4, embd_size=64):
+    """A model of transformers with random weights, on biases too: at the start of training they are zero."""
+    transformers = pytest.importorskip("transformers")
+    kind, changes = REFERENCES[which]
+    if kind == "GPT2":
+        shape = {"n_positions": context_length, "n_layer": num_layers, "n_head": num_heads, "n_embd": embd_size}
+        shape |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    else:
+        shape = {"max_position_embeddings": context_length, "num_hidden_layers": num_layers, "hidden_size": embd_size}
+        shape |= {"num_attention_heads": num_heads, "intermediate_size": 4 * embd_size}
+    config = getattr(transformers, f"{kind}Config")(vocab_size=vocab_size, **shape | changes)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
+    return model
+
+
 def load(path) -> dict:
     return torch.load(path, weights_only=True)
 

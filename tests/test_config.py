@@ -4,12 +4,15 @@ import dataclasses
 import re
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.run import get_args_parser
 
 from config import FIELDS, PRESETS, TrainConfig, parse_args, resume_config
 from errors import UserError
+from model import GPT, GPTConfig
+from plan import estimate_memory
 
 
 def parse(*argv: str) -> TrainConfig:
@@ -29,6 +32,61 @@ def test_the_defaults_train_gpt2_on_fineweb_edu():
     assert (config.total_batch_size, config.mini_batch_size, config.num_epochs) == (524288, 32, 5)
     assert (config.max_lr, config.min_lr, config.warmup_steps, config.weight_decay) == (1e-3, 1e-4, 715, 0.1)
     assert config.data_dir == "data/edu_fineweb10B" and config.shuffle_rows and config.shuffle_shards
+
+
+SHAPE = {f.name for f in dataclasses.fields(GPTConfig)} - {"vocab_size"}
+
+
+@pytest.mark.parametrize("preset", sorted(path.stem for path in PRESETS.glob("*.toml")))
+def test_presets_say_truly_what_they_are(preset):
+    """Parameters and memory in the comments: with GPT-2's vocabulary, bf16 and torch.compile, as on a GPU."""
+    config, text = parse("--config", preset), (PRESETS / f"{preset}.toml").read_text()
+    config.check_together()
+    said = re.search(
+        r"^# ([\d,.]+) M parameters; ([\d.]+) GB of weights, gradients and Adam; about ([\d.]+) GB with (\d+) rows?: "
+        r"(?:a GPU of (\d+) GB|anything)\.$",
+        text,
+        re.MULTILINE,
+    )
+    vocabulary = {} if said[5] else {"vocab_size": 257}
+    with torch.device("meta"):
+        model = GPT(GPTConfig(**{name: getattr(config, name) for name in SHAPE}, **vocabulary))
+    memory = estimate_memory(config, model, "bf16", compiled=True, ranks=1)
+
+    def as_said(number: float, text: str) -> str:
+        return f"{number:,.{len(text.partition('.')[2])}f}"
+
+    assert as_said(model.num_parameters() / 1e6, said[1]) == said[1]
+    assert as_said(memory["weights, gradients and Adam"] / 1e9, said[2]) == said[2]
+    assert as_said(sum(memory.values()) / 1e9, said[3]) == said[3]
+    assert config.mini_batch_size == int(said[4])
+    assert said[5] is None or 1.1 * sum(memory.values()) / 1e9 < int(said[5])
+    for processes in (1, 2, 4, 8) if said[5] else (1,):
+        assert config.grad_accum_steps(processes)
+
+
+def test_presets_of_the_earlier_projects():
+    neox = parse("--config", "gpt-neox-1.2b")
+    assert (neox.num_layers, neox.num_heads, neox.embd_size, neox.context_length) == (24, 16, 2048, 2048)
+    assert (neox.rotary_pct, neox.rotary_base, neox.parallel_residual, neox.tied_head) == (0.25, 10000, True, False)
+    production = parse("--config", "production")
+    assert {name: getattr(production, name) for name in SHAPE} == {name: getattr(neox, name) for name in SHAPE}
+    assert (production.mini_batch_size, production.grad_accum_steps(1)) == (4, 8)
+    assert (production.max_lr, production.checkpoint_freq, production.log_freq) == (2e-4, 500, 100)
+    gpt2_1b, long = parse("--config", "gpt2-1b"), parse("--config", "small_32k", "--resume")
+    assert (gpt2_1b.embd_size, gpt2_1b.num_layers, gpt2_1b.num_heads, gpt2_1b.context_length) == (1536, 24, 24, 2048)
+    assert (long.embd_size, long.num_layers, long.context_length, long.resume) == (1024, 8, 32768, "latest")
+    test = parse("--config", "test", "--mixed-precision", "bf16", "--max-steps", "100")
+    assert (test.mini_batch_size, test.grad_accum_steps(1), test.precision, test.max_steps) == (2, 2, "bf16", 100)
+
+
+def test_a_preset_may_stand_on_another(tmp_path):
+    (tmp_path / "mine.toml").write_text('config = "gpt2-xl"\nnum_layers = 4\n')
+    config, given_options = parse_args(["--config", str(tmp_path / "mine.toml"), "--num_heads", "5"])
+    assert (config.num_layers, config.num_heads, config.embd_size) == (4, 5, 1600)
+    assert config.config.endswith("mine.toml") and "embd_size" in given_options
+    (tmp_path / "mine.toml").write_text(f'config = "{tmp_path / "mine.toml"}"\n')
+    assert "on top of itself" in mistake("--config", str(tmp_path / "mine.toml"))
 
 
 def test_flags_are_written_with_dashes_or_underscores():
@@ -92,7 +150,7 @@ def test_mistakes_are_named(tmp_path):
         "bias = 1": ["bias", "bool"],
         "num_layers = true": ["num_layers", "True", "int"],
         "num_layers = 2.5": ["num_layers", "2.5", "int"],
-        "config = 'another'": ["unknown option 'config'"],
+        "config = 'another'": ["config = 'another'", "there is no", "gpt2-xl"],
         "num_layers = ": ["not TOML"],
     }.items():
         (tmp_path / "bad.toml").write_text(text)
@@ -111,9 +169,11 @@ def test_a_frequency_of_0_turns_a_feature_off():
     assert [getattr(config, name) for name in names] == [0] * 6
 
 
-@pytest.mark.parametrize("preset", sorted(path.stem for path in PRESETS.glob("*.toml")))
-def test_presets_can_be_read_and_split_into_batches(preset):
-    assert parse("--config", preset).grad_accum_steps(1) >= 1
+def test_rotations_need_pairs_of_dimensions():
+    assert "is 3; expected an even number" in mistake("--rotary_pct", "0.05")
+    assert "is 0; expected an even number" in mistake("--rotary_pct", "0.01")
+    assert "--rotary_pct is 1.5" in mistake("--rotary_pct", "1.5")
+    assert "--layer_norm_eps is 0.0; expected more than 0" in mistake("--layer_norm_eps", "0")
 
 
 def test_no_flag_is_a_prefix_of_one_of_torchruns():

@@ -1,15 +1,20 @@
-"""The model is GPT-2: equal to its reference, padded where nobody sees it, cached without a difference."""
+"""GPT-2 and GPT-NeoX: equal to their references, padded where nobody sees it, cached without a difference."""
 
+import copy
 import dataclasses
 import math
 
 import pytest
 import torch
+from conftest import REFERENCES, reference_model
 
+from convert_hf import read_weights
 from errors import UserError
-from model import GPT, IGNORED_TARGET, GPTConfig, KVCache, evaluating, sample
+from model import GPT, IGNORED_TARGET, GPTConfig, KVCache, evaluating, rotary_angles, rotate, sample
 
 SMALL = GPTConfig(vocab_size=101, context_length=12, num_layers=3, num_heads=2, embd_size=16)
+NEOX = {"rotary_pct": 0.25, "parallel_residual": True, "tied_head": False, "gelu": "exact"}
+both_families = pytest.mark.parametrize("family", [{}, NEOX], ids=["gpt2", "gpt_neox"])
 
 
 def small(seed=0, **changes) -> GPT:
@@ -29,29 +34,15 @@ def ids(rows: int, tokens: int, seed=0) -> torch.Tensor:
 # equal to the reference
 
 
-@pytest.fixture(scope="module")
-def reference():
-    """(ours, transformers' GPT2LMHeadModel) with the same random weights; a vocabulary that ours pads."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    theirs = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            vocab_size=1000, n_positions=64, n_embd=64, n_layer=3, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
-        )
-    )
-    ours = GPT(GPTConfig(vocab_size=1000, context_length=64, num_layers=3, num_heads=4, embd_size=64))
-    with torch.no_grad():
-        for name, parameter in ours.named_parameters():
-            source = theirs.get_parameter("transformer." + name)
-            source += 0.02 * torch.randn_like(source)  # biases are zero at the start: a forgotten one would not show
-            if name == "wte.weight":
-                parameter[:1000] = source
-            else:  # theirs keeps the transposed matrix in its linear layers
-                parameter.copy_(source.T if ".c_" in name and name.endswith("weight") else source)
-    return ours, theirs
+@pytest.fixture(scope="module", params=REFERENCES)
+def reference(request, tmp_path_factory):
+    """transformers' model, and ours from its weights; a vocabulary that ours pads."""
+    theirs, as_ours = reference_model(request.param), tmp_path_factory.mktemp("reference")
+    theirs.save_pretrained(as_ours)
+    return GPT.from_checkpoint(read_weights(str(as_ours))), theirs
 
 
-def test_logits_are_gpt2s(reference):
+def test_logits_are_those_of_the_reference(reference):
     ours, theirs = reference
     tokens = torch.randint(0, 1000, (3, 64))
     with torch.no_grad():
@@ -59,7 +50,7 @@ def test_logits_are_gpt2s(reference):
         assert torch.allclose(ours(tokens), theirs(tokens).logits, atol=1e-5)
 
 
-def test_loss_and_gradients_are_gpt2s(reference):
+def test_loss_and_gradients_are_those_of_the_reference(reference, tmp_path):
     ours, theirs = reference
     tokens = torch.randint(0, 1000, (3, 65))
     loss = ours(tokens[:, :-1], tokens[:, 1:])
@@ -67,12 +58,28 @@ def test_loss_and_gradients_are_gpt2s(reference):
     assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
     loss.backward()
     expected.backward()
+    their_gradients = copy.deepcopy(theirs)  # as if they were weights, to have them in our names
+    for gradient, parameter in zip(their_gradients.parameters(), theirs.parameters(), strict=True):
+        gradient.data = parameter.grad
+    their_gradients.save_pretrained(tmp_path)
+    gradients = read_weights(str(tmp_path))["model"]
     for name, parameter in ours.named_parameters():
-        gradient = theirs.get_parameter("transformer." + name).grad
-        gradient = gradient.T if ".c_" in name and name.endswith("weight") else gradient
-        found = parameter.grad[:1000] if name == "wte.weight" else parameter.grad
-        assert torch.allclose(found, gradient, atol=1e-5), name
-    assert not ours.wte.weight.grad[1000:].any()  # the padding learns nothing
+        assert parameter.grad.abs().max() > 1e-4, name
+        assert torch.allclose(parameter.grad, gradients[name], atol=1e-5), name  # padding included: it learns nothing
+
+
+def test_a_rotation_is_by_the_distance_alone():
+    """The product of a query and a key does not change when both move on."""
+    config = dataclasses.replace(SMALL, rotary_pct=1.0)
+    q, k = torch.randn(2, 1, 1, 1, 8)
+
+    def product(query_at: int, key_at: int) -> float:
+        angles = [rotary_angles(config, torch.tensor([position])) for position in (query_at, key_at)]
+        return (rotate(q, angles[0]) * rotate(k, angles[1])).sum().item()
+
+    assert product(3, 1) == pytest.approx(product(903, 901), abs=1e-4)
+    assert product(3, 1) != pytest.approx(product(3, 2), abs=1e-2)
+    assert product(0, 0) == pytest.approx((q * k).sum().item(), abs=1e-6)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -125,6 +132,16 @@ def test_without_bias_there_is_none():
     assert not [name for name, _ in small(bias=False).named_parameters() if name.endswith("bias")]
 
 
+@both_families
+def test_padding_is_zero_and_learns_nothing(family):
+    model = GPT(dataclasses.replace(SMALL, **family))
+    optimizer = torch.optim.AdamW(model.optimizer_groups(0.1), lr=0.1)
+    model(ids(2, 12), ids(2, 12, seed=1)).backward()
+    optimizer.step()
+    assert not model.wte.weight[101:].any() and not model.lm_head.weight[101:].any()
+    assert model.wte.weight[:101].all() and model.lm_head.weight[:101].all()
+
+
 def test_dropout_is_for_training_only():
     model = small(dropout=0.5)
     with evaluating(model):
@@ -140,9 +157,9 @@ def test_dropout_is_where_gpt2_has_it():
     torch.manual_seed(0)
     model(ids(8, 12))
     x = torch.randn(8, 12, 64)
-    for dropped in (seen[0], block.attn(x, None), block.mlp(x)):
+    for dropped in (seen[0], block.attn(x, None, None), block.mlp(x)):
         assert (dropped == 0).float().mean().item() == pytest.approx(0.5, abs=0.05)
-    after, before = block.attn(x, None), block.eval().attn(x, None)
+    after, before = block.attn(x, None, None), block.eval().attn(x, None, None)
     kept = after != 0
     assert not torch.allclose(after[kept], 2 * before[kept], atol=1e-2)  # so the weights were dropped too
 
@@ -162,8 +179,9 @@ def test_more_tokens_than_the_context_are_refused():
         small()(ids(1, 13))
 
 
-def test_a_cache_gives_the_last_tokens_logits_whatever_the_pieces():
-    model, tokens = small(), ids(2, 12)
+@both_families
+def test_a_cache_gives_the_last_tokens_logits_whatever_the_pieces(family):
+    model, tokens = small(**family), ids(2, 12)
     cache, everything = KVCache(model.config), model(tokens)
     for start, end in [(0, 7), (7, 8), (8, 9), (9, 10), (10, 11), (11, 12)]:
         logits = model(tokens[:, start:end], cache=cache)
@@ -171,8 +189,9 @@ def test_a_cache_gives_the_last_tokens_logits_whatever_the_pieces():
         assert torch.allclose(logits, everything[:, end - 1 : end], atol=1e-4)
 
 
-def test_a_token_sees_only_what_was_before_it():
-    model, tokens = small(), ids(1, 12)
+@both_families
+def test_a_token_sees_only_what_was_before_it(family):
+    model, tokens = small(**family), ids(1, 12)
     changed = tokens.clone()
     changed[0, 7] = (changed[0, 7] + 1) % 101
     before, after = model(tokens), model(changed)
@@ -190,15 +209,40 @@ def test_losses_one_by_one_are_those_of_the_targets_that_count():
     assert torch.allclose(model(tokens, targets), losses.mean(), atol=1e-5)
 
 
-def test_activation_checkpointing_gives_the_same_gradients():
+@both_families
+def test_activation_checkpointing_gives_the_same_gradients(family):
     gradients = []
     for recompute in (False, True):
-        model = small(dropout=0.2)
+        model = small(dropout=0.2, **family)
         model.activation_checkpointing = recompute
         torch.manual_seed(5)
         model(ids(2, 12), ids(2, 12, seed=1)).backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert all(torch.equal(plain, recomputed) for plain, recomputed in zip(*gradients, strict=True))
+
+
+@both_families
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_the_loss_in_chunks_is_the_loss(family, reduction):
+    """Also where the last chunk is smaller, and where one has no target that counts."""
+    targets, found = ids(3, 12, seed=1), []
+    targets[0, 3:] = IGNORED_TARGET
+    for chunk_size in (0, 7, 1, 36, 100):
+        model = small(**family)
+        model.loss_chunk_size = chunk_size
+        losses = model(ids(3, 12), targets, reduction)
+        losses.sum().backward()
+        found.append([losses.detach(), *(parameter.grad for parameter in model.parameters())])
+    for others in found[1:]:
+        assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(found[0], others, strict=True))
+
+
+def test_the_loss_in_chunks_never_has_all_logits(monkeypatch):
+    model, sizes = small(), []
+    model.loss_chunk_size = 5
+    model.lm_head.register_forward_hook(lambda _, __, logits: sizes.append(len(logits)))
+    model(ids(2, 12), ids(2, 12, seed=1)).backward()
+    assert sizes == [5, 5, 5, 5, 4, 4, 5, 5, 5, 5]  # the second time in backward, from the last on
 
 
 def test_activation_checkpointing_computes_each_block_twice_in_training_only():
@@ -232,10 +276,11 @@ def generate_plainly(model: GPT, idx: torch.Tensor, count: int, **options) -> to
     return idx
 
 
+@both_families
 @pytest.mark.parametrize("prompt_length", [1, 5, 12, 20])
 @pytest.mark.parametrize("temperature", [0, 0.9])
-def test_the_cache_changes_no_token_within_the_context_and_past_it(prompt_length, temperature):
-    model, prompt = small(), ids(3, prompt_length)
+def test_the_cache_changes_no_token_within_the_context_and_past_it(family, prompt_length, temperature):
+    model, prompt = small(**family), ids(3, prompt_length)
     random = [torch.Generator().manual_seed(7) for _ in range(2)]
     cached = model.generate(prompt, 25, temperature, top_k=20, generator=random[0])
     plain = generate_plainly(model, prompt, 25, temperature=temperature, top_k=20, generator=random[1])
@@ -275,10 +320,11 @@ def test_the_likeliest_token_is_that_of_temperature_0_and_of_top_k_1():
     assert torch.equal(model.generate(ids(2, 3), 8, temperature=0), model.generate(ids(2, 3), 8, top_k=1))
 
 
-def test_padding_is_never_sampled():
-    model = small()
+@both_families
+def test_padding_is_never_sampled(family):
+    model = small(**family)
     with torch.no_grad():
-        model.wte.weight[101:] = 100 * model.wte.weight[:27]  # very likely, if anybody could see it
+        model.lm_head.weight[101:] = 100 * model.lm_head.weight[:27]  # very likely, if anybody could see it
     assert model.generate(ids(8, 1), 11, temperature=5.0).max() < 101
 
 

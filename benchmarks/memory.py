@@ -1,0 +1,71 @@
+"""Peak memory of training: plain, with the loss in chunks, and with activation checkpointing as well.
+
+    python benchmarks/memory.py                                  # 8,192 tokens of context, 16 M parameters: any CPU
+    python benchmarks/memory.py --config small_32k               # a whole preset: a CUDA GPU, or patience
+    python benchmarks/memory.py --config small_32k --variants both
+
+Each figure is one process of train.py making two steps of one row on random GPT-2 tokens. On CUDA it is what PyTorch
+allocated at most, on a CPU the largest resident set, from which that of a model of no size is subtracted.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO))
+
+from config import parse_args
+
+SMALL = "--num_layers 4 --num_heads 4 --embd_size 256 --context_length 8192 --rotary_pct 1".split()
+NOTHING = "--num_layers 1 --num_heads 1 --embd_size 2 --context_length 32 --total_batch_size 32".split()
+QUIET = "--mini_batch_size 1 --max_steps 2 --warmup_steps 1 --eval_freq 0 --hellaswag_freq 0 --sample_freq 0".split()
+VARIANTS = {
+    "plain": ["--loss_chunk_size", "0", "--activation_checkpointing", "off"],
+    "chunked": ["--loss_chunk_size", "1024", "--activation_checkpointing", "off"],
+    "both": ["--loss_chunk_size", "1024", "--activation_checkpointing"],
+}
+
+
+def peak_gb(folder: Path, flags: list[str]) -> tuple[float, float, float]:
+    """Peak memory in GB, seconds of the second step, and the plan's estimate in GB."""
+    places = ["--data_dir", "data", "--checkpoint_dir", "c", "--logdir", "l", "--checkpoint_freq", "0"]
+    command = [sys.executable, str(REPO / "train.py"), *flags, *QUIET, *places]
+    subprocess.run(["rm", "-rf", "c", "l"], cwd=folder, check=True)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{done.stderr[-1000:]}")
+    records = [json.loads(line) for line in (folder / "l" / "metrics.jsonl").read_text().splitlines()]
+    estimate = float(re.search(r"memory +about ([\d.]+) GB", done.stdout)[1])
+    return records[-1]["memory_gb"], records[-1]["step_ms"] / 1000, estimate
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--config", default="", help="a preset (default: 4 layers, 256 wide, 8,192 tokens)")
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS, help="default: all")
+    args, further = parser.parse_known_args()
+    shape = ["--config", args.config] if args.config else SMALL
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "data").mkdir()
+        tokens = np.random.default_rng(0).integers(0, 50257, 200_000).astype(np.uint16)
+        for split, number in (("val", 0), ("train", 1)):
+            np.save(folder / "data" / f"random_{split}_{number:06d}.npy", tokens)
+        context = parse_args([*shape, *further])[0].context_length
+        nothing, _, _ = peak_gb(folder, [*further, *NOTHING])
+        print(f"{'variant':<10} {'peak GB':>8} {'plan says':>10} {'s a step':>9}")
+        for variant in args.variants:
+            flags = [*shape, "--total_batch_size", str(context), *VARIANTS[variant], *further]
+            peak, seconds, estimate = peak_gb(folder, flags)
+            print(f"{variant:<10} {peak - nothing:>8.2f} {estimate:>10.2f} {seconds:>9.1f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,386 @@
+"""Weights go into other formats and come back bit by bit, and what does not fit is named."""
+
+import dataclasses
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import REFERENCES, TINY, metrics, reference_model, run_here, write_data
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import convert_hf
+from checkpoint import find_checkpoint
+from convert_hf import read_weights, write_folder
+from dataloader import RowStream, find_shards
+from errors import UserError
+from model import GPT, GPTConfig
+from tokenizer import END_OF_TEXT, get_tokenizer
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = GPTConfig(vocab_size=257, context_length=12, num_layers=2, num_heads=2, embd_size=16)
+NEOX = {"rotary_pct": 0.5, "parallel_residual": True, "tied_head": False, "gelu": "exact"}
+
+
+def checkpoint_of(config: GPTConfig, tokenizer="bytes", seed=0) -> dict:
+    """Random weights, biases too, as convert_hf.py reads them."""
+    torch.manual_seed(seed)
+    model = GPT(config)
+    for name, parameter in model.named_parameters():
+        rows = config.vocab_size if name in convert_hf.TABLES else len(parameter)
+        torch.nn.init.normal_(parameter.data[:rows], std=0.3)
+    return {
+        "format_version": 1,
+        "step": 0,
+        "rows_consumed": 0,
+        "model": model.state_dict(),
+        "optimizer": {},
+        "model_config": dataclasses.asdict(config),
+        "train_config": {},
+        "tokenizer": tokenizer,
+    }
+
+
+def logits_of(checkpoint: dict, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return GPT.from_checkpoint(checkpoint).eval()(tokens)
+
+
+def assert_same_weights(one: dict, other: dict) -> None:
+    assert one["model_config"] == other["model_config"] and one["tokenizer"] == other["tokenizer"]
+    assert one["model"].keys() == other["model"].keys()
+    assert all(torch.equal(tensor, other["model"][name]) for name, tensor in one["model"].items())
+
+
+def mistake(source, *arguments) -> str:
+    with pytest.raises(UserError) as raised:
+        read_weights(str(source), *arguments)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def convert(monkeypatch, *argv: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["convert_hf.py", *argv])
+    assert convert_hf.main() == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Hugging Face
+
+
+@st.composite
+def shapes(draw) -> GPTConfig:
+    heads, head_dim = draw(st.sampled_from([(1, 8), (2, 4), (3, 8)]))
+    rotary_pct = draw(st.sampled_from([0.0, 0.5, 1.0]))
+    return GPTConfig(
+        vocab_size=257,
+        context_length=draw(st.integers(4, 20)),
+        num_layers=draw(st.integers(1, 3)),
+        num_heads=heads,
+        embd_size=heads * head_dim,
+        intermediate_size=draw(st.sampled_from([0, 10])),
+        dropout=draw(st.sampled_from([0.0, 0.1])),
+        bias=draw(st.booleans()),
+        layer_norm_eps=draw(st.sampled_from([1e-5, 1e-3])),
+        gelu=draw(st.sampled_from(["tanh", "exact"])),
+        rotary_pct=rotary_pct,
+        rotary_base=draw(st.sampled_from([10000.0, 500000.0])) if rotary_pct else 10000.0,
+        parallel_residual=draw(st.booleans()) if rotary_pct else False,
+        tied_head=draw(st.booleans()),
+    )
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(config=shapes(), seed=st.integers(0, 2**32))
+def test_there_and_back_it_is_bitwise_the_same_and_transformers_computes_the_same(tmp_path, config, seed):
+    shutil.rmtree(tmp_path / "out", ignore_errors=True)
+    checkpoint = checkpoint_of(config, seed=seed)
+    assert write_folder(checkpoint, tmp_path / "out") == []
+    assert_same_weights(checkpoint, read_weights(str(tmp_path / "out")))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert theirs.config.vocab_size == 257  # without padding
+    tokens = torch.randint(0, 257, (2, config.context_length))
+    with torch.no_grad():
+        assert torch.allclose(theirs(tokens).logits, logits_of(checkpoint, tokens), atol=1e-4)
+
+
+@pytest.mark.parametrize("which", REFERENCES)
+def test_a_folder_of_theirs_comes_back_bitwise(which, tmp_path):
+    theirs = reference_model(which)
+    theirs.save_pretrained(tmp_path / "theirs")
+    write_folder(read_weights(str(tmp_path / "theirs")), tmp_path / "back")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert type(back) is type(theirs)
+    assert all(torch.equal(p, q) for p, q in zip(theirs.parameters(), back.parameters(), strict=True))
+
+
+def test_the_parts_of_a_large_model_are_put_together(tmp_path):
+    theirs = reference_model("gpt_neox")
+    theirs.save_pretrained(tmp_path / "whole")
+    theirs.save_pretrained(tmp_path / "parts", max_shard_size="300KB")
+    assert not (tmp_path / "parts/model.safetensors").exists()
+    assert_same_weights(read_weights(str(tmp_path / "whole")), read_weights(str(tmp_path / "parts")))
+
+
+def test_a_model_without_its_heads_class_and_with_old_constants_is_read(tmp_path):
+    """As the Hub's gpt2: no "transformer." in the names, and the causal mask among the weights."""
+    from safetensors.torch import load_file, save_file
+
+    reference_model("gpt2").save_pretrained(tmp_path)
+    expected = read_weights(str(tmp_path))
+    stored = {n.removeprefix("transformer."): t for n, t in load_file(tmp_path / "model.safetensors").items()}
+    save_file(stored | {"h.0.attn.bias": torch.ones(1, 1, 64, 64)}, tmp_path / "model.safetensors")
+    assert_same_weights(expected, read_weights(str(tmp_path)))
+
+
+def test_half_precision_weights_become_fp32(tmp_path):
+    theirs = reference_model("gpt_neox").half()
+    theirs.save_pretrained(tmp_path)
+    weights = read_weights(str(tmp_path))["model"]
+    assert torch.equal(weights["wte.weight"][:1000], theirs.gpt_neox.embed_in.weight.float())
+
+
+def test_biases_that_were_trained_elsewhere_are_kept(tmp_path):
+    write_folder(checkpoint_of(dataclasses.replace(SMALL, bias=False)), tmp_path / "a")
+    assert not read_weights(str(tmp_path / "a"))["model_config"]["bias"]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    theirs.transformer.h[1].mlp.c_fc.bias.data[3] = 1.0
+    theirs.save_pretrained(tmp_path / "b")
+    back = read_weights(str(tmp_path / "b"))
+    assert back["model_config"]["bias"] and back["model"]["h.1.mlp.c_fc.bias"][3] == 1
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bytes"])
+def test_the_folders_tokenizer_gives_the_same_ids(name, tmp_path):
+    ours = get_tokenizer(name)
+    write_folder(checkpoint_of(dataclasses.replace(SMALL, vocab_size=ours.n_vocab), name), tmp_path / "out")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+
+    @settings(max_examples=300, deadline=None)
+    @given(st.text() | st.text(alphabet=" \n\t\r'sdtlvre1 2.!\u00a0\u2003é漢"))
+    def check(text):
+        text = text.replace(END_OF_TEXT, "")
+        ids = theirs(text)["input_ids"]
+        assert ids == ours.encode_ordinary(text) and theirs.decode(ids) == text
+
+    check()
+    assert theirs(END_OF_TEXT)["input_ids"] == [theirs.eos_token_id] == [ours.eot_token]
+
+
+def test_a_model_of_another_vocabulary_has_no_tokenizer_and_says_so(tmp_path):
+    reference_model("gpt2").save_pretrained(tmp_path / "theirs")
+    checkpoint = read_weights(str(tmp_path / "theirs"))
+    assert checkpoint["tokenizer"] == ""
+    (note,) = write_folder(checkpoint, tmp_path / "out")
+    assert "no tokenizer in" in note and not (tmp_path / "out/tokenizer.json").exists()
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"model_type": "llama"}, ["model_type", "'llama'", "gpt2 or gpt_neox"]),
+    ({"activation_function": "relu"}, ["activation_function", "'relu'", "gelu_new"]),
+    ({"n_layer": "three"}, ["num_layers", "'three'", "int"]),
+    ({"n_embd": 62}, ["embd_size 62", "num_heads 4"]),
+    ({"n_embd": 32}, ["transformer.wte.weight", "(1000, 64)", "(1000, 32)"]),
+    ({"n_layer": 2}, ["transformer.h.2.", "one too many"]),
+    ({"n_layer": 4}, ["transformer.h.3.", "missing", "(64,)"]),
+    ({"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx", "True", "False"]),
+])  # fmt: skip
+def test_mistakes_in_a_folder_name_the_field(changes, words, tmp_path):
+    reference_model("gpt2").save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(stored | changes))
+    message = mistake(tmp_path)
+    assert str(tmp_path) in message and all(word in message for word in words), message
+
+
+def test_other_rotations_and_missing_or_damaged_files_are_named(tmp_path, monkeypatch):
+    reference_model("gpt_neox").save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    rope = stored["rope_parameters"]
+    (tmp_path / "config.json").write_text(
+        json.dumps(stored | {"rope_parameters": rope | {"rope_type": "linear", "factor": 2}})
+    )
+    assert "rope_type" in mistake(tmp_path) and "'linear'" in mistake(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    (tmp_path / "model.safetensors").write_bytes(b"\0" * 100)
+    assert "model.safetensors: cannot be read" in mistake(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    assert "no model.safetensors" in mistake(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    assert "config.json cannot be read" in mistake(tmp_path)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # no network
+    assert "no such file or folder" in mistake("gpt2-huge")
+
+
+def test_a_folder_is_never_written_over_and_never_left_half(tmp_path, monkeypatch):
+    checkpoint = checkpoint_of(SMALL)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.txt").write_text("years")
+    with pytest.raises(UserError, match="is there already"):
+        write_folder(checkpoint, tmp_path / "mine")
+    assert (tmp_path / "mine/thesis.txt").read_text() == "years"
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(convert_hf.os, "fsync", full)
+    with pytest.raises(UserError, match="No space left"):
+        write_folder(checkpoint, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_what_no_class_of_theirs_computes_is_refused(tmp_path):
+    with pytest.raises(UserError, match="parallel_residual is True"):
+        write_folder(checkpoint_of(dataclasses.replace(SMALL, parallel_residual=True)), tmp_path / "out")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# nanoGPT, build-nanogpt
+
+
+def padded_state(checkpoint: dict, rows: int) -> dict:
+    """Weights under nanoGPT's names, the vocabulary padded with rows that somebody trained."""
+    model = checkpoint["model"]
+    table = torch.randn(rows, model["wte.weight"].size(1))
+    vocab_size = checkpoint["model_config"]["vocab_size"]
+    table[:vocab_size] = model["wte.weight"][:vocab_size]
+    tables = {"transformer.wte.weight": table, "lm_head.weight": table}
+    return {f"transformer.{name}": t for name, t in model.items() if name not in convert_hf.TABLES} | tables
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_nanogpts_checkpoints(bias, tmp_path):
+    expected = checkpoint_of(dataclasses.replace(SMALL, vocab_size=50257, gelu="exact", bias=bias, dropout=0.2), "gpt2")
+    state = {f"_orig_mod.{name}": tensor for name, tensor in padded_state(expected, 50304).items()}
+    state["_orig_mod.transformer.h.0.attn.bias"] = torch.ones(
+        1, 1, 12, 12
+    )  # the mask, where there is no flash attention
+    shape = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12, "bias": bias, "vocab_size": 50304}
+    theirs = {"model": state, "optimizer": {}, "model_args": shape | {"dropout": 0.2}, "iter_num": 5}
+    torch.save(
+        theirs | {"best_val_loss": torch.tensor(1.0), "config": {"dataset": "openwebtext"}}, tmp_path / "ckpt.pt"
+    )
+    found = read_weights(str(tmp_path / "ckpt.pt"))
+    found["model_config"]["intermediate_size"] = 0
+    assert_same_weights(expected, found)
+
+
+def test_nanogpts_character_models_keep_their_vocabulary(tmp_path):
+    expected = checkpoint_of(dataclasses.replace(SMALL, vocab_size=65, gelu="exact"), "")
+    shape = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12, "bias": True, "vocab_size": 65, "dropout": 0.0}
+    torch.save({"model": padded_state(expected, 65), "model_args": shape}, tmp_path / "ckpt.pt")
+    assert_same_weights(expected, read_weights(str(tmp_path / "ckpt.pt")))
+    assert "vocab_size is 65" in mistake(tmp_path / "ckpt.pt", "bytes")
+
+
+def test_build_nanogpts_checkpoints(tmp_path, monkeypatch):
+    """They pickle a GPTConfig of their script."""
+    kind = type("GPTConfig", (), {"__module__": "__main__"})
+    monkeypatch.setattr(sys.modules["__main__"], "GPTConfig", kind, raising=False)
+    theirs = kind()
+    theirs.__dict__ |= {"block_size": 12, "vocab_size": 50304, "n_layer": 2, "n_head": 2, "n_embd": 16}
+    expected = checkpoint_of(dataclasses.replace(SMALL, vocab_size=50257), "gpt2")
+    state = {"model": padded_state(expected, 50304), "config": theirs, "step": 19072, "val_loss": 3.07}
+    torch.save(state, tmp_path / "model_19072.pt")
+    assert_same_weights(expected, read_weights(str(tmp_path / "model_19072.pt")))
+
+
+def test_a_pickle_that_runs_code_is_refused(tmp_path, capsys):
+
+    class Bomb:
+        def __reduce__(self):
+            return print, ("ran",)
+
+    torch.save({"model": {}, "config": Bomb()}, tmp_path / "bomb.pt")
+    assert "more than tensors" in mistake(tmp_path / "bomb.pt")
+    assert capsys.readouterr().out == ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the command, and training
+
+
+def test_the_command_converts_there_and_back(workdir, monkeypatch, capsys):
+    assert run_here() == 0
+    convert(monkeypatch, "latest", "exported")
+    assert "AutoModelForCausalLM.from_pretrained('exported')" in capsys.readouterr().out
+    convert(monkeypatch, "exported", "back.pt")
+    out = capsys.readouterr().out
+    assert "exported -> back.pt" in out and "vocabulary 257 (bytes)" in out
+    trained, back = find_checkpoint("latest", Path("checkpoints"))[1], read_weights("back.pt")
+    assert_same_weights(trained, back)
+    with pytest.raises(UserError, match=r"back\.pt is there already"):
+        convert(monkeypatch, "exported", "back.pt")
+    with pytest.raises(UserError, match="no run to resume; start from them with --init_from"):
+        run_here("--resume", "back.pt")
+
+
+@pytest.mark.parametrize("which", ["gpt2", "gpt_neox"])
+def test_ten_steps_of_adamw_are_those_of_a_plain_loop_over_transformers(which, workdir):
+    """The whole of train.py: data order, micro-steps, clipping, weight decay, from a folder of theirs."""
+    shape = {"vocab_size": 257, "context_length": 16, "num_layers": 2, "num_heads": 2, "embd_size": 16}
+    model = reference_model(which, **shape)
+    model.save_pretrained("theirs")
+    flags = "--init_from theirs --max_steps 10 --max_lr 1e-2 --min_lr 1e-2 --warmup_steps 0 --grad_clip 0.5".split()
+    assert run_here(*flags) == 0
+
+    decayed = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
+    rows, losses = RowStream(find_shards(Path("data"), "train"), 16, 1337, True, True), []
+    for step in range(10):
+        batch = torch.from_numpy(rows.read(4 * step, 4))
+        loss = torch.nn.functional.cross_entropy(model(batch[:, :-1]).logits.flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    ours = metrics("logs", "loss")
+    assert losses[9] < losses[0] - 0.1
+    assert all(abs(ours[step] - losses[step]) < 1e-5 for step in range(10))
+
+
+def test_fine_tuning_takes_the_shape_from_the_weights_and_may_crop_the_context(workdir):
+    shape = {"vocab_size": 257, "context_length": 24, "num_layers": 1, "num_heads": 2, "embd_size": 16}
+    theirs = reference_model("gpt2 untied, exact GELU, narrow MLP", **shape)
+    theirs.save_pretrained("theirs")
+    import train
+
+    shape_flags = {"--num_layers", "--num_heads", "--embd_size"}
+    flags = [x for pair in zip(TINY[::2], TINY[1::2], strict=True) if pair[0] not in shape_flags for x in pair]
+    still = ["--max_lr", "0", "--min_lr", "0", "--data_dir", "data", "--init_from", "theirs"]
+    assert train.main([*flags, *still]) == 0
+    _, tuned, _ = find_checkpoint("latest", Path("checkpoints"))
+    assert tuned["model_config"]["num_layers"] == 1 and tuned["model_config"]["intermediate_size"] == 100
+    assert tuned["train_config"]["gelu"] == "exact" and tuned["train_config"]["context_length"] == 16
+    assert torch.equal(tuned["model"]["wpe.weight"], theirs.transformer.wpe.weight[:16])
+    tokens = torch.randint(0, 257, (2, 16))
+    with torch.no_grad():
+        assert torch.allclose(logits_of(tuned, tokens), theirs.eval()(tokens).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize(("flags", "words"), [
+    (["--num_layers", "3"], "its num_layers is 2; this run's is 3"),
+    (["--context_length", "32", "--total_batch_size", "64"], "its context_length is 16; this run's is 32"),
+    (["--gelu", "exact"], "its gelu is tanh; this run's is exact"),
+    (["--intermediate_size", "32"], "its intermediate_size is 64; this run's is 32"),
+    (["--data_dir", "gpt2-data"], "its vocab_size is 257; the data's is 50257"),
+])  # fmt: skip
+def test_weights_that_do_not_fit_the_run_are_refused_by_name(workdir, flags, words):
+    write_data(workdir / "gpt2-data", tokenizer="gpt2", vocab_size=50257)
+    write_folder(checkpoint_of(dataclasses.replace(SMALL, context_length=16)), workdir / "theirs")
+    with pytest.raises(UserError) as raised:
+        run_here("--init_from", "theirs", *flags)
+    assert words in str(raised.value)
+    assert not (workdir / "checkpoints").exists() or not list((workdir / "checkpoints").glob("*.pt"))
+
+
+def test_the_given_width_of_the_mlp_may_be_the_usual_one(workdir):
+    write_folder(checkpoint_of(dataclasses.replace(SMALL, context_length=16)), workdir / "theirs")
+    assert run_here("--init_from", "theirs", "--intermediate_size", "64") == 0
