@@ -17,6 +17,24 @@ from model import GPT
 from tokenizer import get_tokenizer
 
 
+def sample_texts(
+    model: GPT, tokenizer, prompt: str, max_tokens: int, generator: torch.Generator, count: int = 1, **options
+) -> list[str]:
+    """Texts that begin a document with `prompt`, and end with the document or after max_tokens.
+
+    Args:
+        generator: on the model's device; the only source of randomness.
+        options: temperature and top_k of GPT.generate.
+    """
+    start = [tokenizer.eot_token, *tokenizer.encode_ordinary(prompt)]  # as each document of the data begins
+    idx = torch.tensor([start] * count, device=generator.device)
+    texts = []
+    for ids in model.generate(idx, max_tokens, generator=generator, **options)[:, 1:].tolist():
+        end = ids.index(tokenizer.eot_token) if tokenizer.eot_token in ids else len(ids)
+        texts.append(tokenizer.decode(ids[:end]))
+    return texts
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Sample text from a checkpoint.", allow_abbrev=False)
     parser.add_argument("checkpoint", nargs="?", default="latest", help="latest, best or a file (default: latest)")
@@ -38,16 +56,14 @@ def main() -> int:
         _, checkpoint = open_checkpoint(args.checkpoint, Path(args.checkpoint_dir))
         model = GPT.from_checkpoint(checkpoint).to(me.device)
         tokenizer = get_tokenizer(checkpoint["tokenizer"])
-        prompt = [tokenizer.eot_token, *tokenizer.encode_ordinary(args.prompt)]  # as each document of the data begins
-        idx = torch.tensor([prompt] * args.num_seq, device=me.device)
         generator = torch.Generator(me.device).manual_seed(args.seed)
+        options = {"temperature": args.temperature, "top_k": args.top_k}
         with autocast(me.device, choose_precision(args.precision, me.device)):
-            idx = model.generate(idx, args.max_tokens, args.temperature, args.top_k, generator)
-        for number, ids in enumerate(idx[:, 1:].tolist(), start=1):
+            texts = sample_texts(model, tokenizer, args.prompt, args.max_tokens, generator, args.num_seq, **options)
+        for number, text in enumerate(texts, start=1):
             if args.num_seq > 1:
                 print(f"--- {number} of {args.num_seq}")
-            end = ids.index(tokenizer.eot_token) if tokenizer.eot_token in ids else len(ids)
-            print(tokenizer.decode(ids[:end]))
+            print(text)
     return 0
 
 

@@ -4,10 +4,15 @@
 
 An ending's tokens are scored after its context. acc takes the ending with the lowest summed loss, acc_norm the one
 with the lowest loss per token, as build-nanogpt and llm.c do. 10,042 validation examples; chance is 0.25.
+
+--style lm_eval gives the numbers of EleutherAI's lm-evaluation-harness, which differs in this: the context begins with
+the activity ("Canoeing: Two women ..."), its last sentence with a capital; "[title]" becomes ". " and other marks in
+brackets go; context and ending are tokenized in one; acc_norm takes the lowest loss per character.
 """
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +32,7 @@ from tokenizer import get_tokenizer
 
 TOKENS_PER_BATCH = 16384  # padding included
 ENDINGS = 4
+STYLES = ("build-nanogpt", "lm_eval")
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,7 @@ class Row:
 
     tokens: list[int]
     num_ending: int
+    length: int  # what acc_norm divides by
     example: int
     ending: int
     label: int
@@ -54,7 +61,7 @@ class Scores:
 
 
 def load_examples(file: str) -> list[dict]:
-    """The validation examples: {"ctx": str, "endings": [str] * 4, "label": int} each, from a .jsonl file or the Hub.
+    """The validation examples: {"ctx": str, "endings": [str] * 4, "label": int, ...}, from a .jsonl file or the Hub.
 
     Raises: UserError when they cannot be had, or a line is not such an example.
     """
@@ -63,7 +70,7 @@ def load_examples(file: str) -> list[dict]:
             rows = load_hub("hf:Rowan/hellaswag", split="validation")
         except UserError as error:
             raise UserError(f"{error}; or give its file with --hellaswag_file") from error
-        return [{"ctx": row["ctx"], "endings": row["endings"], "label": int(row["label"])} for row in rows]
+        return [row | {"label": int(row["label"])} for row in rows]
     try:
         lines = Path(file).read_text(encoding="utf-8").rstrip("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -82,21 +89,44 @@ def load_examples(file: str) -> list[dict]:
             raise UserError(
                 f"{file}:{number}: not a HellaSwag example ({error!r}); expected ctx, endings, label"
             ) from error
-        examples.append({"ctx": ctx, "endings": endings, "label": label})
+        examples.append(example | {"label": label})
     return examples
 
 
-def tokenize(examples: Sequence[dict], tokenizer, context_length: int) -> list[Row]:
-    """Four rows an example; a row longer than context_length + 1 tokens loses the start of its context."""
-    rows = []
+def tokenize(examples: Sequence[dict], tokenizer, context_length: int, style: str = STYLES[0]) -> list[Row]:
+    """Four rows an example; a row longer than context_length + 1 tokens loses the start of its context.
+
+    Raises: UserError when an example lacks what the style needs.
+    """
+    encode, rows = tokenizer.encode_ordinary, []
     for number, example in enumerate(examples):
-        context = tokenizer.encode_ordinary(example["ctx"])
-        for which, text in enumerate(example["endings"]):
-            # A space before the ending: GPT-2's words begin with theirs.
-            ending = tokenizer.encode_ordinary(" " + text)
+        # Each ending with a space before it, as GPT-2's words begin, and what acc_norm divides its loss by.
+        if style == "lm_eval":
+            text, endings = lm_eval_texts(example)
+            context = encode(text.rstrip())
+            pairs = [(encode(f"{text} {ending}")[len(context) :], max(1, len(ending))) for ending in endings]
+        else:
+            context = encode(example["ctx"])
+            pairs = [(tokens, len(tokens)) for tokens in (encode(f" {ending}") for ending in example["endings"])]
+        for which, (ending, length) in enumerate(pairs):
             tokens = (context + ending)[-(context_length + 1) :]
-            rows.append(Row(tokens, min(len(ending), len(tokens) - 1), number, which, example["label"]))
+            rows.append(Row(tokens, min(len(ending), len(tokens) - 1), length, number, which, example["label"]))
     return rows
+
+
+def lm_eval_texts(example: dict) -> tuple[str, list[str]]:
+    """Context and endings as lm-evaluation-harness writes them (its task hellaswag, version 1).
+
+    In files that have no ctx_a and ctx_b, ctx stands for the first: the last sentence then keeps its small letter.
+    """
+
+    def clean(text: str) -> str:
+        return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+
+    if "activity_label" not in example:
+        raise UserError("an example of HellaSwag has no activity_label; --style lm_eval needs it")
+    context = f"{example.get('ctx_a', example['ctx'])} {example.get('ctx_b', '').capitalize()}"
+    return clean(f"{example['activity_label']}: {context}"), [clean(ending) for ending in example["endings"]]
 
 
 def make_batches(rows: Sequence[Row], tokens_per_batch: int) -> list[list[Row]]:
@@ -143,7 +173,7 @@ def evaluate(
     losses = me.sum(losses).numpy()
     lengths, labels = np.ones((num_examples, ENDINGS)), np.zeros(num_examples, int)
     for row in rows:
-        lengths[row.example, row.ending], labels[row.example] = row.num_ending, row.label
+        lengths[row.example, row.ending], labels[row.example] = row.length, row.label
     return Scores(
         acc=float((losses.argmin(1) == labels).mean()),
         acc_norm=float(((losses / lengths).argmin(1) == labels).mean()),
@@ -159,6 +189,12 @@ def main() -> int:
     )
     parser.add_argument("--hellaswag_file", default="", help="hellaswag_val.jsonl (default: from the Hub)")
     parser.add_argument("--limit", type=int, default=None, help="only the first LIMIT examples (default: all)")
+    parser.add_argument(
+        "--style",
+        default=STYLES[0],
+        choices=STYLES,
+        help=f"whose definition of acc and acc_norm (default: {STYLES[0]})",
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, mps (default: auto)")
     parser.add_argument("--precision", default="auto", choices=("auto", "fp32", "bf16", "fp16"))
     args = parser.parse_args()
@@ -168,7 +204,7 @@ def main() -> int:
         path, checkpoint = open_checkpoint(args.checkpoint, Path(args.checkpoint_dir))
         model = GPT.from_checkpoint(checkpoint).to(me.device)
         examples = load_examples(args.hellaswag_file)[: args.limit]
-        rows = tokenize(examples, get_tokenizer(checkpoint["tokenizer"]), model.config.context_length)
+        rows = tokenize(examples, get_tokenizer(checkpoint["tokenizer"]), model.config.context_length, args.style)
         with autocast(me.device, choose_precision(args.precision, me.device)):
             scores = evaluate(model, rows, me, progress=me.is_main)
         if me.is_main:

@@ -68,11 +68,33 @@ class RunLog:
         self.metrics = open(logdir / METRICS, "a", encoding="utf-8")  # noqa: SIM115
         self.tensorboard = _open_tensorboard(config, start_step or 0) if config.use_tensorboard else None
         self.wandb = _open_wandb(config) if config.use_wandb else None
+        self.log_freq = config.log_freq
         self.live = sys.stdout.isatty()
         self.live_line = False
+        self.second_step: tuple[int, float] | None = None  # of this start, and when it began
         self.failed: set[str] = set()  # the sinks that could not be written to, each told once
         if not self.log.tell():
             self.say(f"{RUN}{config.run_name}")
+
+    def step(self, step: int, max_steps: int, **measured) -> None:
+        """The line and the numbers of a step, every log_freq steps; in between a terminal sees the line pass by."""
+        left, now, step_ms = max_steps - step - 1, time.monotonic(), measured["step_ms"]
+        if self.second_step is None:  # the first step compiles and warms up: it says nothing about the others
+            self.second_step = step + 1, now
+            left_s = left * step_ms / 1000
+        else:
+            left_s = left * (now - self.second_step[1]) / (step + 1 - self.second_step[0])
+        line = (
+            f"step {step:>{len(str(max_steps))}}/{max_steps} | loss {measured['loss']:.4f} | lr {measured['lr']:.2e} | "
+            f"grad norm {measured['grad_norm']:.2f} | {step_ms:,.0f} ms | {measured['tokens_per_second']:,.0f} tok/s | "
+            + (f"mfu {measured['mfu']:.1%} | " if measured["mfu"] is not None else "")
+            + (f"cost {measured['cost']:,.2f} | " if measured["cost"] is not None else "")
+            + f"{(step + 1) / max_steps:.1%} | ETA {duration_text(left_s)}"
+        )
+        if step % self.log_freq == 0 or not left:
+            self.record(step, line, **measured)
+        else:
+            self.show(line)
 
     def record(self, step: int, line: str, **metrics) -> None:
         """Write one line of text, and numbers to the sinks that keep numbers."""

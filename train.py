@@ -50,6 +50,7 @@ from device import autocast, choose_precision, peak_flops, peak_memory_bytes, us
 from distributed import Distributed, StopSignal, end_with_torchrun, joined, world_size_of_environment
 from durable import lock_folder
 from errors import UserError, run_cli
+from generate import sample_texts
 from model import GPT, IGNORED_TARGET, evaluating
 from plan import (
     Data,
@@ -214,16 +215,6 @@ def validate(trainer: Trainer, val: RowStream, stop: StopSignal) -> float | None
     return me.sum(torch.stack(losses).cpu().double().sum()).item() / (rows * config.context_length)
 
 
-def sample_text(trainer: Trainer, tokenizer, seed: int) -> str:
-    """Text that the model writes now, from a random state of its own."""
-    prompt = [tokenizer.eot_token, *tokenizer.encode_ordinary(trainer.config.sample_prompt)]
-    idx = torch.tensor([prompt], device=trainer.me.device)
-    generator = torch.Generator(trainer.me.device).manual_seed(seed)
-    with trainer.autocast():
-        idx = trainer.model.generate(idx, SAMPLE_TOKENS, top_k=50, generator=generator)
-    return tokenizer.decode(idx[0, 1:].tolist())
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # main
 
@@ -250,7 +241,6 @@ class Run:
         self.saved_step = self.state.step if checkpoint else -1
         self.saved_at = time.monotonic()
         self.save_failed = False
-        self.second_step: tuple[int, float] | None = None  # of this start, and when it began
         self.stop = StopSignal(self.me, self.config.max_hours)
 
     def until_it_ends(self) -> int:
@@ -394,7 +384,11 @@ class Run:
             if self.log:
                 self.log.record(state.step, f"{at} {scores}", **scores.metrics())
         if due(config.sample_freq) and self.tokenizer:
-            text = sample_text(self.trainer, self.tokenizer, seed=config.seed + state.step)
+            generator = torch.Generator(me.device).manual_seed(config.seed + state.step)
+            with self.trainer.autocast():
+                (text,) = sample_texts(
+                    self.trainer.model, self.tokenizer, config.sample_prompt, SAMPLE_TOKENS, generator, top_k=50
+                )
             if self.log:
                 self.log.text(state.step, f"{at} sample:", text)
         return True
@@ -426,38 +420,19 @@ class Run:
             self.log.warn(line)
 
     def log_step(self, measured: dict, lr: float, step_s: float) -> None:
-        """The line and the numbers of a step, every log_freq steps; in between a terminal sees the line pass by."""
-        config, step, max_steps, me = self.config, self.state.step, self.schedule.max_steps, self.me
-        now = time.monotonic()
-        if self.second_step is None:  # the first step compiles and warms up: it says nothing about the others
-            self.second_step = step + 1, now
-            left_s = step_s * (max_steps - step - 1)
-        else:
-            left_s = (now - self.second_step[1]) / (step + 1 - self.second_step[0]) * (max_steps - step - 1)
+        config, me = self.config, self.me
         tokens_per_second = config.total_batch_size / step_s
         peak = peak_flops(me.device)
-        mfu = tokens_per_second * self.trainer.model.flops_per_token() / (peak * me.world_size) if peak else None
-        cost = self.state.elapsed_s / 3600 * me.world_size * config.gpu_hour_cost if config.gpu_hour_cost else None
-        line = (
-            f"step {step:>{len(str(max_steps))}}/{max_steps} | loss {measured['loss']:.4f} | lr {lr:.2e} | "
-            f"grad norm {measured['grad_norm']:.2f} | {step_s * 1000:,.0f} ms | {tokens_per_second:,.0f} tok/s | "
-            + (f"mfu {mfu:.1%} | " if mfu is not None else "")
-            + (f"cost {cost:,.2f} | " if cost is not None else "")
-            + f"{(step + 1) / max_steps:.1%} | ETA {duration_text(left_s)}"
-        )
-        if step % config.log_freq and step + 1 < max_steps:
-            self.log.show(line)
-            return
-        self.log.record(
-            step,
-            line,
+        self.log.step(
+            self.state.step,
+            self.schedule.max_steps,
             loss=measured["loss"],
             lr=lr,
             grad_norm=measured["grad_norm"],
             step_ms=step_s * 1000,
             tokens_per_second=tokens_per_second,
-            mfu=mfu,
-            cost=cost,
+            mfu=tokens_per_second * self.trainer.model.flops_per_token() / (peak * me.world_size) if peak else None,
+            cost=self.state.elapsed_s / 3600 * me.world_size * config.gpu_hour_cost if config.gpu_hour_cost else None,
             memory_gb=peak_memory_bytes(me.device) / 1e9,
             epoch=self.schedule.epochs(self.state.rows_consumed),
         )

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from conftest import REPO
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.run import get_args_parser
@@ -61,6 +62,10 @@ def test_presets_say_truly_what_they_are(preset):
     assert as_said(sum(memory.values()) / 1e9, said[3]) == said[3]
     assert config.mini_batch_size == int(said[4])
     assert said[5] is None or 1.1 * sum(memory.values()) / 1e9 < int(said[5])
+    size = f"a GPU of {said[5]} GB" if said[5] else "anything"
+    row = f"| `train.py --config {preset}` | {said[1]} M | {said[2]} GB | {said[3]} GB, {said[4]} row"
+    table = (REPO / "docs/models.md").read_text()
+    assert any(line.startswith(row) and line.endswith(f" | {size} |") for line in table.splitlines())
     for processes in (1, 2, 4, 8) if said[5] else (1,):
         assert config.grad_accum_steps(processes)
 

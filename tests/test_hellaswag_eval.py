@@ -15,7 +15,7 @@ from test_checkpoint import content, damage
 import hellaswag_eval
 from distributed import Distributed
 from errors import UserError
-from hellaswag_eval import ENDINGS, evaluate, load_examples, make_batches, score_batch, tokenize
+from hellaswag_eval import ENDINGS, evaluate, lm_eval_texts, load_examples, make_batches, score_batch, tokenize
 from model import GPT, GPTConfig
 from tokenizer import get_tokenizer
 
@@ -99,6 +99,41 @@ def test_each_ending_is_chosen_and_has_the_loss_of_the_plain_loop(model, tokens_
             assert row.num_ending == len(expected[row.example][row.ending])
 
 
+def test_lm_evals_texts_are_those_of_its_task():
+    """What EleutherAI's harness asks, for an example of each source: ActivityNet, WikiHow."""
+    first = {"activity_label": "Canoeing", "ctx_a": "Two women [in a child] paddle.", "ctx_b": "the Child and a man"}
+    assert lm_eval_texts(first | {"ctx": "unused", "endings": ["are  then shown."]}) == (
+        "Canoeing: Two women paddle. The child and a man",
+        ["are then shown."],
+    )
+    second = {"activity_label": "Health", "ctx_a": "[header] How to rest [title] Lie down. [step] Now", "ctx_b": ""}
+    assert lm_eval_texts(second | {"ctx": "unused", "endings": [" sleep. [substeps] Well."]}) == (
+        "Health: How to rest. Lie down. Now",
+        ["sleep. Well."],
+    )
+    without = {"activity_label": "High jump", "ctx": "A boy runs. the boy", "endings": ["runs."]}
+    assert lm_eval_texts(without) == ("High jump: A boy runs. the boy", ["runs."])
+    with pytest.raises(UserError, match="no activity_label; --style lm_eval needs it"):
+        lm_eval_texts({"ctx": "A boy runs.", "endings": ["runs."]})
+
+
+def test_lm_evals_acc_norm_is_by_the_character(model):
+    """Its texts, scored by the plain loop."""
+    some = [example | {"activity_label": "Cooking"} for example in examples()]
+    right = {"acc": 0, "acc_norm": 0, "by_token": 0}
+    for example in some:
+        context, endings = lm_eval_texts(example)
+        losses = plain_losses(model, {"ctx": context, "endings": endings})
+        sums = [part.sum().item() for part in losses]
+        by_character = [total / len(ending) for total, ending in zip(sums, endings, strict=True)]
+        by_token = [part.mean().item() for part in losses]
+        for name, values in zip(right, (sums, by_character, by_token), strict=True):
+            right[name] += values.index(min(values)) == example["label"]
+    scores = evaluate(model, tokenize(some, get_tokenizer("bytes"), 160, "lm_eval"), CPU)
+    assert (scores.acc, scores.acc_norm) == (right["acc"] / 24, right["acc_norm"] / 24)
+    assert right["acc_norm"] != right["by_token"]  # else this would show nothing
+
+
 def test_scores_of_a_model_in_training_have_no_dropout_and_leave_it_in_training(model):
     dropping = GPT(dataclasses.replace(model.config, dropout=0.5))
     dropping.load_state_dict(model.state_dict())
@@ -175,7 +210,7 @@ def test_a_file_that_is_no_text_is_named(tmp_path):
 
 def test_labels_may_be_text_as_on_the_hub(tmp_path):
     (tmp_path / "hs.jsonl").write_text(json.dumps(examples(1)[0] | {"label": "2", "ind": 24}) + "\n")
-    assert load_examples(str(tmp_path / "hs.jsonl")) == [examples(1)[0] | {"label": 2}]
+    assert load_examples(str(tmp_path / "hs.jsonl")) == [examples(1)[0] | {"label": 2, "ind": 24}]
 
 
 @pytest.mark.parametrize("character", ["\u2028", "\x85"])

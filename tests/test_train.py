@@ -106,6 +106,44 @@ def test_reduced_precision_follows_fp32(workdir, precision):
     assert bool(load("b/latest.pt")["scaler"]) == (precision == "fp16")
 
 
+def test_the_loss_scaler_of_fp16_is_saved_and_restored(workdir):
+    flags = ("--precision", "fp16", "--checkpoint_freq", "4")
+    assert run_here(*flags, *folders("a")) == 0
+    os.unlink("a/latest.pt")
+    whole = load("a/rolling_step_000008.pt")
+    assert whole["scaler"]["_growth_tracker"] == 8 and whole["scaler"]["scale"] == 65536
+    assert run_here(*flags, *folders("a"), "--resume", "a/rolling_step_000004.pt") == 0
+    resumed = load("a/latest.pt")
+    assert_same_state(whole, resumed)
+    assert resumed["scaler"] == whole["scaler"]
+
+
+def test_a_step_whose_scaled_gradients_overflow_is_skipped_and_the_scale_halved(workdir):
+    assert run_here("--precision", "fp16", *folders("a")) == 0
+    before = load("a/latest.pt")
+    torch.save(before | {"scaler": before["scaler"] | {"scale": 2.0**100}}, "a/latest.pt")
+    assert run_here("--precision", "fp16", "--max_steps", "9", *folders("a"), "--resume") == 0
+    after = load("a/latest.pt")
+    assert (after["step"], after["scaler"]["scale"]) == (9, 2.0**99)
+    assert all(torch.equal(before["model"][name], after["model"][name]) for name in before["model"])
+
+
+def test_a_neox_model_on_two_processes_in_chunks_is_that_of_one(workdir):
+    """With everything that configs/small_32k.toml turns on."""
+    flags = ("--rotary_pct", "0.5", "--parallel_residual", "--tied_head", "off", "--eval_freq", "8")
+    assert run_here(*flags, *folders("one")) == 0
+    lean = ("--activation_checkpointing", "--loss_chunk_size", "12")
+    for sharding in ("ddp", "fsdp"):
+        two = run(*flags, *lean, "--sharding", sharding, *folders(sharding), processes=2)
+        assert two.returncode == 0, two.stderr
+        for key in ("loss", "val_loss", "grad_norm"):
+            one, other = metrics("logs-one", key), metrics(f"logs-{sharding}", key)
+            assert one.keys() == other.keys() and all(abs(one[step] - other[step]) < 1e-5 for step in one), key
+        one, other = load("one/latest.pt")["model"], load(f"{sharding}/latest.pt")["model"]
+        assert all(torch.allclose(tensor, other[name], atol=1e-5) for name, tensor in one.items())
+        assert not torch.equal(other["wte.weight"], other["lm_head.weight"])  # two tensors, both saved
+
+
 def test_compiled_training_is_the_same_and_leaves_no_trace_in_the_file(workdir):
     assert run_here("--max_steps", "4", *folders("a")) == 0
     assert run_here("--max_steps", "4", "--compile", "on", *folders("b")) == 0

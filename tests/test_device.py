@@ -1,0 +1,39 @@
+"""Which precision a device computes in, and what is computed in it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import device
+from device import autocast, choose_precision
+
+
+@pytest.mark.parametrize(("bf16_units", "chosen"), [(True, "bf16"), (False, "fp16")])
+def test_a_gpu_computes_in_bf16_where_it_has_units_for_it(bf16_units, chosen, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bf16_units)
+    assert choose_precision("auto", torch.device("cuda")) == chosen
+
+
+@pytest.mark.parametrize(("flags", "chosen"), [("fma avx512_bf16 amx_tile", "bf16"), ("fma avx512f", "fp32")])
+def test_a_cpu_computes_in_bf16_where_it_has_units_for_it(flags, chosen, tmp_path, monkeypatch):
+    (tmp_path / "cpuinfo").write_text(f"flags : {flags}\n")
+    monkeypatch.setattr(device, "Path", lambda _: tmp_path / "cpuinfo")
+    assert choose_precision("auto", torch.device("cpu")) == chosen
+
+
+def test_other_devices_compute_in_fp32_and_what_is_asked_for_is_done(monkeypatch):
+    assert choose_precision("auto", torch.device("mps")) == "fp32"
+    monkeypatch.setattr(device, "Path", lambda _: Path("/no such file"))
+    assert choose_precision("auto", torch.device("cpu")) == "fp32"
+    assert choose_precision("fp16", torch.device("cpu")) == "fp16"
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [
+    ("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp8", torch.bfloat16),
+])  # fmt: skip
+def test_products_are_in_the_precision_and_weights_in_fp32(precision, dtype):
+    linear = torch.nn.Linear(4, 4)
+    with autocast(torch.device("cpu"), precision):
+        assert linear(torch.randn(2, 4)).dtype == dtype
+    assert linear.weight.dtype == torch.float32
