@@ -28,7 +28,7 @@ from checkpoint import FORMAT_VERSION, as_checkpoint, load_verified, open_checkp
 from durable import fsync_folder, replace_file
 from errors import UserError, run_cli
 from model import GPT, GPTConfig
-from sources import look_for_hub
+from sources import hub_is_there
 from tokenizer import END_OF_TEXT, get_tokenizer, hugging_face_tokenizer, vocab_size_of
 
 NEEDS = "needs safetensors and tokenizers; pip install safetensors tokenizers"
@@ -275,14 +275,16 @@ def _read_safetensors(folder: Path, source: str) -> dict[str, Tensor]:
 
 def _download(name: str) -> Path:
     """A model of the Hub, as a folder of its cache."""
-    look_for_hub()
+    online = hub_is_there()
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["config.json", "*.safetensors"]))
+        return Path(
+            snapshot_download(name, allow_patterns=["config.json", "*.safetensors"], local_files_only=not online)
+        )
     except (OSError, ValueError, HfHubHTTPError, HFValidationError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = str(error).strip().splitlines()[0] if online else "no network, and no copy of it from before"
         raise UserError(
             f"{name}: no such file or folder, and it cannot be had from the Hugging Face Hub ({reason}); "
             "expected a checkpoint file, a Hugging Face folder, or a name such as gpt2"

@@ -117,14 +117,16 @@ def _reader(path: Path) -> Callable[[BinaryIO, str], Iterator[object]] | None:
     return next((reader for suffix, reader in READERS.items() if path.name.lower().endswith(suffix)), None)
 
 
-def look_for_hub() -> None:
-    """Without a network, let the Hub's library take copies from before or fail at once, not after half a minute."""
+def hub_is_there() -> bool:
+    """Whether the Hub can be reached; without it, its library takes copies from before or fails at once from now on."""
     import requests
 
     try:
         requests.head(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), timeout=10)
     except OSError:
-        os.environ["HF_HUB_OFFLINE"] = "1"
+        os.environ["HF_HUB_OFFLINE"] = "1"  # else it would try for half a minute
+        return False
+    return True
 
 
 def load_hub(source: str, split: str = "train", streaming: bool = False):
@@ -133,7 +135,7 @@ def load_hub(source: str, split: str = "train", streaming: bool = False):
     Raises: UserError when it cannot be had.
     """
     name, _, config = source.removeprefix("hf:").partition(":")
-    look_for_hub()
+    hub_is_there()
     with _naming(source):
         from datasets import load_dataset
 

@@ -1,6 +1,6 @@
 """HellaSwag by EleutherAI's lm-evaluation-harness on an exported checkpoint, beside our own scorer in both styles.
 
-    pip install lm-eval safetensors tokenizers transformers
+    pip install "lm-eval[hf]" safetensors tokenizers
     python benchmarks/lm_eval_agreement.py checkpoints/latest.pt --hellaswag_file hellaswag_val.jsonl [--limit 500]
 
 The harness's own task is used, on the same file: nothing is downloaded.

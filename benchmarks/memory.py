@@ -2,7 +2,7 @@
 
     python benchmarks/memory.py                                  # 8,192 tokens of context, 16 M parameters: any CPU
     python benchmarks/memory.py --config small_32k               # a whole preset: a CUDA GPU, or patience
-    python benchmarks/memory.py --config small_32k --variants both
+    python benchmarks/memory.py --config small_32k --variants both --max_steps 1 --warmup_steps 0
 
 Each figure is one process of train.py making two steps of one row on random GPT-2 tokens. On CUDA it is what PyTorch
 allocated at most, on a CPU the largest resident set, from which that of a model of no size is subtracted.
@@ -36,7 +36,7 @@ VARIANTS = {
 def peak_gb(folder: Path, flags: list[str]) -> tuple[float, float, float]:
     """Peak memory in GB, seconds of the second step, and the plan's estimate in GB."""
     places = ["--data_dir", "data", "--checkpoint_dir", "c", "--logdir", "l", "--checkpoint_freq", "0"]
-    command = [sys.executable, str(REPO / "train.py"), *flags, *QUIET, *places]
+    command = [sys.executable, str(REPO / "train.py"), *QUIET, *flags, *places]
     subprocess.run(["rm", "-rf", "c", "l"], cwd=folder, check=True)
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode:

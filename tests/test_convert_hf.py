@@ -216,6 +216,22 @@ def test_other_rotations_and_missing_or_damaged_files_are_named(tmp_path, monkey
     assert "no such file or folder" in mistake("gpt2-huge")
 
 
+def test_a_name_is_taken_from_the_hub_or_from_its_cache(workdir, monkeypatch):
+    """Without a network: `--init_from gpt2` where gpt2 was downloaded before."""
+    import huggingface_hub
+
+    snapshot = workdir / "models--gpt2/snapshots/abc"
+    reference_model("gpt2", vocab_size=257, context_length=16, num_layers=2, num_heads=2, embd_size=16).save_pretrained(
+        snapshot
+    )
+    (workdir / "models--gpt2/refs").mkdir()
+    (workdir / "models--gpt2/refs/main").write_text("abc")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(workdir))
+    assert_same_weights(read_weights("gpt2"), read_weights(str(snapshot)))
+    assert run_here("--init_from", "gpt2", "--max_steps", "3") == 0
+
+
 def test_a_folder_is_never_written_over_and_never_left_half(tmp_path, monkeypatch):
     checkpoint = checkpoint_of(SMALL)
     (tmp_path / "mine").mkdir()
