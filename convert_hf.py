@@ -33,6 +33,7 @@ from tokenizer import END_OF_TEXT, get_tokenizer, hugging_face_tokenizer, vocab_
 
 NEEDS = "needs safetensors and tokenizers; pip install safetensors tokenizers"
 GELUS = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_fast": "tanh", "gelu": "exact"}
+ROPE = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct", "rope_type": "rope_type"}
 # Constants of attention that older files keep among the weights.
 CONSTANTS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 
@@ -135,18 +136,37 @@ def _read_file(path: Path, tokenizer: str) -> dict:
     stand_in = type("GPTConfig", (), {})
     with torch.serialization.safe_globals([(stand_in, "__main__.GPTConfig")]):
         content = load_verified(path)
-    if isinstance(content, dict) and isinstance(content.get("model_args"), dict):
-        shape = {"gelu": "exact"} | content["model_args"]  # nanoGPT
-    elif isinstance(content, dict) and isinstance(content.get("config"), stand_in):
-        shape = {"gelu": "tanh"} | vars(content["config"])  # build-nanogpt
+    theirs = content.get("model_args", content.get("config")) if isinstance(content, dict) else None
+    if isinstance(theirs, dict) and "model_args" in content:
+        found = {"gelu": "exact"} | theirs  # nanoGPT
+    elif isinstance(theirs, stand_in):
+        found = {"gelu": "tanh"} | vars(theirs)  # build-nanogpt
     else:
-        return as_checkpoint(content, path)
-    ours = {"block_size": "context_length", "n_layer": "num_layers", "n_head": "num_heads", "n_embd": "embd_size"}
-    config = _config({ours.get(name, name): value for name, value in shape.items()}, path)
-    weights = {
-        name.removeprefix("module.").removeprefix("_orig_mod."): tensor for name, tensor in content["model"].items()
-    }
+        return with_tokenizer(as_checkpoint(content, path), tokenizer, path)
+    names = {"context_length": "block_size", "num_layers": "n_layer", "num_heads": "n_head", "embd_size": "n_embd"}
+    names = {f.name: names.get(f.name, f.name) for f in dataclasses.fields(GPTConfig)}
+    config = _config({ours: found[theirs] for ours, theirs in names.items() if theirs in found}, names, path)
+    weights = content.get("model")
+    if not isinstance(weights, dict) or not all(isinstance(tensor, Tensor) for tensor in weights.values()):
+        raise UserError(f"{path}: model is no dict of tensors; expected the weights of a GPT")
+    weights = {name.removeprefix("module.").removeprefix("_orig_mod."): tensor for name, tensor in weights.items()}
     return _import(config, weights, NANOGPT, tokenizer or _gpt2_if_it_fits(config), path)
+
+
+def with_tokenizer(checkpoint: dict, tokenizer: str, path: Path) -> dict:
+    """A checkpoint whose tokenizer is named, if it has none yet.
+
+    Raises: UserError when it has another one, or a vocabulary of another size.
+    """
+    if not tokenizer or checkpoint["tokenizer"] == tokenizer:
+        return checkpoint
+    found, expected = vocab_size_of(tokenizer), checkpoint["model_config"]["vocab_size"]
+    if checkpoint["tokenizer"] or found != expected:
+        known = checkpoint["tokenizer"] or "unknown"
+        raise UserError(
+            f"--tokenizer {tokenizer}, of {found:,} ids; {path} has {expected:,}, its tokenizer is {known}; drop it"
+        )
+    return checkpoint | {"tokenizer": tokenizer}
 
 
 def _read_folder(folder: Path, source: str, tokenizer: str) -> dict:
@@ -159,24 +179,23 @@ def _read_folder(folder: Path, source: str, tokenizer: str) -> dict:
         raise UserError(f"{source}: model_type in config.json is {kind!r}; expected {' or '.join(FAMILIES)}")
     family = FAMILIES[kind]
     # transformers 5 puts together what was two fields before.
-    rope = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct", "rope_type": "rope_type"}
-    stored |= {rope[name]: value for name, value in (stored.get("rope_parameters") or {}).items() if name in rope}
+    rope = stored.get("rope_parameters")
+    for newer, older in ROPE.items() if isinstance(rope, dict) else ():
+        stored[older] = rope.get(newer, stored.get(older))
     for name, expected in family.required.items():
-        if stored.get(name, expected) != expected:
+        if stored.get(name) not in (None, expected):
             raise UserError(f"{source}: {name} in config.json is {stored[name]!r}; expected {expected!r}")
+    names = {ours: theirs for ours, (theirs, _) in family.fields.items()}
     found = {ours: stored.get(theirs, default) for ours, (theirs, default) in family.fields.items()}
-    if found["gelu"] not in GELUS:
-        name, expected = family.fields["gelu"][0], ", ".join(GELUS)
-        raise UserError(f"{source}: {name} in config.json is {found['gelu']!r}; expected one of {expected}")
-    found["gelu"] = GELUS[found["gelu"]]
-    if found["intermediate_size"] in (None, 4 * found["embd_size"]):
-        found["intermediate_size"] = 0
-    config = _config(found, source)
-    own = stored.get("steadygpt", {})  # what their config.json has no field for
-    if own.get("vocab_size") == config.vocab_size:
-        tokenizer = tokenizer or own["tokenizer"]
-    elif kind == "gpt2":
-        tokenizer = tokenizer or _gpt2_if_it_fits(config)
+    if str(found["gelu"]) not in GELUS:
+        raise UserError(f"{source}: {names['gelu']} is {found['gelu']!r}; expected one of {', '.join(GELUS)}")
+    found |= {"gelu": GELUS[found["gelu"]], "intermediate_size": found["intermediate_size"] or 0}
+    config = _config(found, names, source)
+    if config.intermediate_size == 4 * config.embd_size:
+        config = dataclasses.replace(config, intermediate_size=0)
+    own = stored.get("steadygpt")  # what their config.json has no field for
+    own = own if isinstance(own, dict) and own.get("vocab_size") == config.vocab_size else {}
+    tokenizer = tokenizer or own.get("tokenizer") or (_gpt2_if_it_fits(config) if kind == "gpt2" else "")
 
     weights = _read_safetensors(folder, source)
     base = family.names["wte."].split(".")[0]
@@ -191,19 +210,25 @@ def _read_folder(folder: Path, source: str, tokenizer: str) -> dict:
     return checkpoint
 
 
-def _config(found: dict, source) -> GPTConfig:
-    known = {f.name: f for f in dataclasses.fields(GPTConfig)}
-    for name, value in found.items():
-        if name not in known:
-            continue
-        kinds = (int, float) if known[name].type is float else (known[name].type,)
-        if type(value) not in kinds or (kinds[0] is int and value < 0):
-            raise UserError(
-                f"{source}: {name} is {value!r}; expected {known[name].type.__name__}, as {known[name].default!r}"
-            )
-    config = GPTConfig(**{name: value for name, value in found.items() if name in known})
-    if not config.num_heads or config.embd_size % config.num_heads:
-        raise UserError(f"{source}: embd_size {config.embd_size} is not divisible by num_heads {config.num_heads}")
+def _config(found: dict, names: dict[str, str], source) -> GPTConfig:
+    """The shape that `found` says, by our names; `names` has what the source calls them."""
+    for f in dataclasses.fields(GPTConfig):
+        value = found.get(f.name, f.default)
+        kinds, least = (
+            ((int, float), 0.0) if f.type is float else ((f.type,), 0 if f.name == "intermediate_size" else 1)
+        )
+        if type(value) not in kinds or (int in kinds and not value >= least):
+            expected = "true or false" if f.type is bool else f"{f.type.__name__}, such as {f.default}"
+            raise UserError(f"{source}: {names[f.name]} is {value!r}; expected {expected}")
+    config = GPTConfig(**found)
+    if config.embd_size % config.num_heads:
+        width, heads = names["embd_size"], names["num_heads"]
+        raise UserError(f"{source}: {width} {config.embd_size} is not divisible by {heads} {config.num_heads}")
+    if config.rotary_dim % 2 or config.rotary_dim > config.head_dim:
+        raise UserError(
+            f"{source}: {names['rotary_pct']} {config.rotary_pct} of {config.head_dim} dimensions a head is "
+            f"{config.rotary_dim}; expected an even number of them"
+        )
     return config
 
 
@@ -227,7 +252,7 @@ def _import(config: GPTConfig, weights: dict[str, Tensor], family: Family, token
     for name, empty in _unpadded(config).items():
         theirs, expected = _their_name(name, family), tuple(_their_layout(name, empty, config, family).shape)
         tensor = weights.pop(theirs, None)
-        if tensor is not None and name in TABLES:
+        if tensor is not None and name in TABLES and tensor.dim() == 2:
             tensor = tensor[: config.vocab_size]
         if tensor is None or tuple(tensor.shape) != expected:
             found = "missing" if tensor is None else tuple(tensor.shape)
@@ -390,6 +415,7 @@ def write_folder(checkpoint: dict, folder: Path) -> list[str]:
         if tokenizer:
             about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.context_length}
             about |= {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+            about["model_input_names"] = ["input_ids", "attention_mask"]  # transformers 4 would give generate() more
             (temporary / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n")
             hugging_face_tokenizer(tokenizer).save(str(temporary / "tokenizer.json"))
         for file in temporary.iterdir():
@@ -420,6 +446,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.source in ("latest", "best"):
         path, checkpoint = open_checkpoint(args.source, Path(args.checkpoint_dir))
+        checkpoint = with_tokenizer(checkpoint, args.tokenizer, path)
     else:
         path, checkpoint = args.source, read_weights(args.source, args.tokenizer)
     target, notes = Path(args.target), []

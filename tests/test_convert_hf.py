@@ -168,6 +168,7 @@ def test_the_folders_tokenizer_gives_the_same_ids(name, tmp_path):
         assert ids == ours.encode_ordinary(text) and theirs.decode(ids) == text
 
     check()
+    assert theirs("a").keys() == {"input_ids", "attention_mask"}  # what generate() takes
     assert theirs(END_OF_TEXT)["input_ids"] == [theirs.eos_token_id] == [ours.eot_token]
 
 
@@ -182,8 +183,14 @@ def test_a_model_of_another_vocabulary_has_no_tokenizer_and_says_so(tmp_path):
 @pytest.mark.parametrize(("changes", "words"), [
     ({"model_type": "llama"}, ["model_type", "'llama'", "gpt2 or gpt_neox"]),
     ({"activation_function": "relu"}, ["activation_function", "'relu'", "gelu_new"]),
-    ({"n_layer": "three"}, ["num_layers", "'three'", "int"]),
-    ({"n_embd": 62}, ["embd_size 62", "num_heads 4"]),
+    ({"activation_function": ["gelu"]}, ["activation_function", "['gelu']", "gelu_new"]),
+    ({"n_layer": "three"}, ["n_layer", "'three'", "int"]),
+    ({"n_layer": 0}, ["n_layer is 0", "int, such as 12"]),
+    ({"n_embd": None}, ["n_embd is None", "int"]),
+    ({"n_head": 2.0}, ["n_head is 2.0", "int"]),
+    ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings is 'yes'", "true or false"]),
+    ({"layer_norm_epsilon": "1e-5"}, ["layer_norm_epsilon is '1e-5'", "float"]),
+    ({"n_embd": 62}, ["n_embd 62", "n_head 4"]),
     ({"n_embd": 32}, ["transformer.wte.weight", "(1000, 64)", "(1000, 32)"]),
     ({"n_layer": 2}, ["transformer.h.2.", "one too many"]),
     ({"n_layer": 4}, ["transformer.h.3.", "missing", "(64,)"]),
@@ -205,6 +212,10 @@ def test_other_rotations_and_missing_or_damaged_files_are_named(tmp_path, monkey
         json.dumps(stored | {"rope_parameters": rope | {"rope_type": "linear", "factor": 2}})
     )
     assert "rope_type" in mistake(tmp_path) and "'linear'" in mistake(tmp_path)
+    (tmp_path / "config.json").write_text(
+        json.dumps(stored | {"rope_parameters": rope | {"partial_rotary_factor": 0.2}})
+    )
+    assert "rotary_pct 0.2 of 16 dimensions a head is 3" in mistake(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(stored))
     (tmp_path / "model.safetensors").write_bytes(b"\0" * 100)
     assert "model.safetensors: cannot be read" in mistake(tmp_path)
@@ -303,6 +314,29 @@ def test_build_nanogpts_checkpoints(tmp_path, monkeypatch):
     state = {"model": padded_state(expected, 50304), "config": theirs, "step": 19072, "val_loss": 3.07}
     torch.save(state, tmp_path / "model_19072.pt")
     assert_same_weights(expected, read_weights(str(tmp_path / "model_19072.pt")))
+
+
+def test_mistakes_in_their_checkpoints_name_the_field(tmp_path):
+    shape = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12, "vocab_size": 65}
+    for content, words in (
+        ({"model_args": shape | {"block_size": "12"}}, "block_size is '12'; expected int"),
+        ({"model_args": shape | {"n_head": 3}}, "n_embd 16 is not divisible by n_head 3"),
+        ({"model_args": shape}, "model is no dict of tensors"),
+        ({"model_args": shape, "model": {}}, "the weight transformer.wte.weight is missing; expected (65, 16)"),
+        ({"model_args": [1]}, "not a SteadyGPT checkpoint"),
+        ([1], "not a SteadyGPT checkpoint"),
+    ):
+        torch.save(content, tmp_path / "ckpt.pt")
+        assert words in mistake(tmp_path / "ckpt.pt")
+
+
+def test_an_unknown_tokenizer_can_be_named_and_a_known_one_not_renamed(tmp_path):
+    torch.save(checkpoint_of(SMALL, tokenizer=""), tmp_path / "unknown.pt")
+    torch.save(checkpoint_of(SMALL), tmp_path / "known.pt")
+    assert read_weights(str(tmp_path / "unknown.pt"), "bytes")["tokenizer"] == "bytes"
+    assert read_weights(str(tmp_path / "known.pt"), "bytes")["tokenizer"] == "bytes"
+    assert "of 50,257 ids" in mistake(tmp_path / "unknown.pt", "gpt2")
+    assert "its tokenizer is bytes" in mistake(tmp_path / "known.pt", "gpt2")
 
 
 def test_a_pickle_that_runs_code_is_refused(tmp_path, capsys):
