@@ -462,6 +462,7 @@ def train(config: TrainConfig, given: frozenset[str], me: Distributed) -> int:
         if checkpoint is None and config.init_from != "scratch":
             initial = share(me.on_main(lambda: read_weights(config.init_from)), me)
             config = initial_config(initial["model_config"], config, given)
+            notes.append(f"weights from {config.init_from}")
         data = open_data(config)
         if initial:
             check_initial(initial, config.init_from, data)

@@ -396,7 +396,7 @@ def test_ten_steps_of_adamw_are_those_of_a_plain_loop_over_transformers(which, w
     assert all(abs(ours[step] - losses[step]) < 1e-5 for step in range(10))
 
 
-def test_fine_tuning_takes_the_shape_from_the_weights_and_may_crop_the_context(workdir):
+def test_fine_tuning_takes_the_shape_from_the_weights_and_may_crop_the_context(workdir, capsys):
     shape = {"vocab_size": 257, "context_length": 24, "num_layers": 1, "num_heads": 2, "embd_size": 16}
     theirs = reference_model("gpt2 untied, exact GELU, narrow MLP", **shape)
     theirs.save_pretrained("theirs")
@@ -406,6 +406,7 @@ def test_fine_tuning_takes_the_shape_from_the_weights_and_may_crop_the_context(w
     flags = [x for pair in zip(TINY[::2], TINY[1::2], strict=True) if pair[0] not in shape_flags for x in pair]
     still = ["--max_lr", "0", "--min_lr", "0", "--data_dir", "data", "--init_from", "theirs"]
     assert train.main([*flags, *still]) == 0
+    assert "weights from theirs" in capsys.readouterr().out
     _, tuned, _ = find_checkpoint("latest", Path("checkpoints"))
     assert tuned["model_config"]["num_layers"] == 1 and tuned["model_config"]["intermediate_size"] == 100
     assert tuned["train_config"]["gelu"] == "exact" and tuned["train_config"]["context_length"] == 16
