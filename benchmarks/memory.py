@@ -5,8 +5,8 @@
     python benchmarks/memory.py --config small_32k --variants both --max_steps 1 --warmup_steps 0
 
 Each figure is one process of train.py making two steps of one row on random GPT-2 tokens (in the first step's backward
-Adam has no moments yet). On CUDA it is what PyTorch allocated at most, on a CPU the largest resident set, from which that
-of a model of no size is subtracted.
+Adam has no moments yet). On CUDA it is what PyTorch allocated at most, on a CPU the largest resident set, less that of
+a model of no size.
 """
 
 import argparse

@@ -95,6 +95,13 @@ def test_gpt2_has_124_million_parameters():
     assert model.flops_per_token() == 6 * (124_439_808 - 1024 * 768) + 12 * 12 * 768 * 1024
 
 
+def test_an_untied_embedding_is_looked_up_and_costs_nothing():
+    with torch.device("meta"):
+        tied, untied = (GPT(dataclasses.replace(SMALL, **NEOX | {"tied_head": tied})) for tied in (True, False))
+    assert untied.num_parameters() == tied.num_parameters() + 101 * 16
+    assert untied.flops_per_token() == tied.flops_per_token() == 6 * tied.num_parameters() + 12 * 3 * 16 * 12
+
+
 def test_an_untrained_model_knows_nothing():
     torch.manual_seed(0)
     model = GPT(dataclasses.replace(SMALL, embd_size=64))
