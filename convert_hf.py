@@ -454,6 +454,7 @@ def main() -> int:
         if target.exists():
             raise UserError(f"{target} is there already; expected the name of a new file")
         try:
+            target.parent.mkdir(parents=True, exist_ok=True)
             replace_file(target, lambda file: torch.save(checkpoint, file))
         except OSError as error:
             raise UserError(f"{target} cannot be written: {error}") from error

@@ -358,6 +358,7 @@ def test_the_command_converts_there_and_back(workdir, monkeypatch, capsys):
     assert run_here() == 0
     convert(monkeypatch, "latest", "exported")
     assert "AutoModelForCausalLM.from_pretrained('exported')" in capsys.readouterr().out
+    convert(monkeypatch, "exported/", "in/a/new/folder/back.pt")
     convert(monkeypatch, "exported", "back.pt")
     out = capsys.readouterr().out
     assert "exported -> back.pt" in out and "vocabulary 257 (bytes)" in out
