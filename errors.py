@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import IO
 
 
@@ -10,21 +11,28 @@ class UserError(Exception):
     """A mistake in flags, configuration, data or checkpoint files; never a bug of ours."""
 
 
-def run_cli(main) -> None:
+def run_cli(main: Callable[[], int | None]) -> None:
     """Run a command's `main()` and exit: its status, 2 and one line for a `UserError`, 130 for Ctrl-C."""
     try:
-        sys.exit(main())
+        status = main() or 0
     except UserError as error:
+        status = 2
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
         else:
             time.sleep(2)  # torchrun ends all ranks when the first one leaves: let rank 0 speak
-        sys.exit(2)
     except KeyboardInterrupt:
-        sys.exit(130)
+        status = 130
     except BrokenPipeError:  # `... | head` closed the pipe: nobody is left to read an error
         mute(sys.stdout)
-        sys.exit(0)
+        status = 0
+    if "RANK" in os.environ:
+        # FSDP's caches keep gloo's threads alive beyond destroy_process_group. One that happens to want the GIL
+        # while the interpreter is taken apart ends a finished run by SIGABRT: leave without taking it apart.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def mute(stream: IO[str]) -> None:

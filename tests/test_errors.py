@@ -1,0 +1,34 @@
+"""How a command ends."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import REPO
+
+ENDINGS = {
+    "a result": ("return 3", 3, ""),
+    "nothing to tell": ("pass", 0, ""),
+    "a user's mistake": ("raise UserError('wrong; expected right')", 2, "error: wrong; expected right\n"),
+    "Ctrl-C": ("raise KeyboardInterrupt", 130, ""),
+}
+
+
+@pytest.mark.parametrize("under_torchrun", [False, True])
+@pytest.mark.parametrize("body, status, stderr", ENDINGS.values(), ids=ENDINGS)
+def test_a_command_ends_with_a_status_and_at_most_one_line(body, status, stderr, under_torchrun):
+    program = f"from errors import UserError, run_cli\ndef main():\n print('said')\n {body}\nrun_cli(main)"
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True, text=True, cwd=REPO, env=os.environ | ({"RANK": "0"} if under_torchrun else {}),
+    )  # fmt: skip
+    assert (ended.returncode, ended.stdout, ended.stderr) == (status, "said\n", stderr)
+
+
+def test_a_rank_leaves_before_the_interpreter_is_taken_apart():
+    """FSDP leaves gloo's threads behind, and one that wants the GIL just then would end a finished run by SIGABRT."""
+    program = "import atexit, os\nfrom errors import run_cli\natexit.register(os.abort)\nrun_cli(lambda: 0)"
+    for environment, status in (({"RANK": "1"}, 0), ({}, -6)):
+        ended = subprocess.run([sys.executable, "-c", program], cwd=REPO, env=os.environ | environment)
+        assert ended.returncode == status
