@@ -23,13 +23,6 @@ from queue import SimpleQueue
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
 from distributed import Distributed
 from durable import fsync_folder, link_file, replace_file, write_temporary
@@ -61,10 +54,12 @@ def capture_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
     Every rank takes part (FSDP gathers); the result is whole on rank 0 and empty on the others. `model` is the bare
     module, not its DDP or torch.compile wrapper.
     """
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights, moments = get_model_state_dict(model, options=options), {}
+    from torch.distributed.checkpoint import state_dict  # here, since it takes half a second that --help need not wait
+
+    options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights, moments = state_dict.get_model_state_dict(model, options=options), {}
     if optimizer.state:  # before its first step, asking for its state would make it count one
-        moments = get_optimizer_state_dict(model, optimizer, options=options)
+        moments = state_dict.get_optimizer_state_dict(model, optimizer, options=options)
     if weights:  # FSDP gathers a tensor with two names, as the tied head, twice
         first_name: dict[int, str] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -89,6 +84,8 @@ def restore_weights(model: nn.Module, weights: dict, me: Distributed) -> None:
             if found.get(name) != expected.get(name):
                 raise UserError(f"the checkpoint's {name} is {found.get(name)}; this model's is {expected.get(name)}")
 
+    from torch.distributed.checkpoint.state_dict import set_model_state_dict
+
     me.on_main(check)
     set_model_state_dict(model, weights, options=_load_options(me))
 
@@ -97,13 +94,17 @@ def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, moment
     """Load a checkpoint's "optimizer" (only rank 0 needs it); the options, such as weight decay, stay as they are."""
     if not me.broadcast(bool(moments.get("state"))):
         return  # saved before the first step
+    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
     options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     set_optimizer_state_dict(model, optimizer, moments if me.is_main else {}, options=_load_options(me))
     for group, own in zip(optimizer.param_groups, options, strict=True):
         group.update(own)
 
 
-def _load_options(me: Distributed) -> StateDictOptions:
+def _load_options(me: Distributed):
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
     # Weights and moments in two calls: set_state_dict with {} on the other ranks hangs (torch 2.13).
     return StateDictOptions(full_state_dict=True, broadcast_from_rank0=me.world_size > 1)
 

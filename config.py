@@ -10,7 +10,7 @@ import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from errors import UserError
+from errors import OneLineParser, UserError
 
 PRESETS = Path(__file__).resolve().parent / "configs"
 
@@ -66,7 +66,7 @@ class TrainConfig:
     tied_head: bool = option("model", True, "the head is the embedding table, as GPT-2", fixed=True)
     dropout: float = option("model", 0.0, "probability, in [0, 1)")
     init_from: str = option("model", "scratch", "scratch, or weights to start from: gpt2, gpt2-medium, gpt2-large, "
-                            "gpt2-xl, a Hugging Face folder, a checkpoint file (also nanoGPT's)")
+                            "gpt2-xl, a Hugging Face folder, a checkpoint file (also nanoGPT's)", fixed=True)
 
     total_batch_size: int = option("optimization", 524288, "tokens a step, over all ranks and micro-steps")
     mini_batch_size: int = option("optimization", 32, "rows a rank computes at once")
@@ -119,12 +119,18 @@ class TrainConfig:
                 raise UserError(f"--{f.name} is {value!r}; expected one of {', '.join(choices)}")
             if f.type in (int, float) and not 0 <= value < float("inf"):
                 raise UserError(f"--{f.name} is {value}; expected 0 or more")
-        for name in ("num_layers", "num_heads", "embd_size", "context_length", "total_batch_size", "mini_batch_size"):
+        for name in (
+            *("num_layers", "num_heads", "embd_size", "context_length"),
+            *("total_batch_size", "mini_batch_size", "log_freq", "keep_checkpoints", "eval_tokens"),
+        ):
             if getattr(self, name) < 1:
                 raise UserError(f"--{name} is {getattr(self, name)}; expected at least 1")
-        for name in ("log_freq", "keep_checkpoints", "eval_tokens"):
-            if getattr(self, name) < 1:
-                raise UserError(f"--{name} is {getattr(self, name)}; expected at least 1")
+        for name in ("num_layers", "num_heads", "embd_size", "context_length", "intermediate_size"):
+            most = 2**12 if name == "num_layers" else 2**24
+            if getattr(self, name) > most:
+                raise UserError(f"--{name} is {getattr(self, name):,}; expected at most {most:,}")
+        if not self.init_from:
+            raise UserError("--init_from is empty; expected scratch, a folder, a checkpoint file or gpt2")
         for name in ("layer_norm_eps", "rotary_base"):
             if not getattr(self, name):
                 raise UserError(f"--{name} is {getattr(self, name)}; expected more than 0")
@@ -185,6 +191,8 @@ def parse_args(argv: list[str]) -> tuple[TrainConfig, frozenset[str]]:
     Raises: UserError for a flag, key or value that does not exist or fit.
     """
     flags = _parse_flags(argv)
+    if not flags.get("resume", "latest"):  # an unset variable of a script must not start afresh
+        raise UserError("--resume is empty; expected latest, auto, best or a checkpoint file")
     preset = _read_toml(flags["config"]) if "config" in flags else {}
     given = preset | flags
     config = TrainConfig(**given)
@@ -224,13 +232,8 @@ def initial_config(shape: dict, config: TrainConfig, given: frozenset[str]) -> T
 def _parse_flags(argv: list[str]) -> dict:
     """The flags that are in argv, as field name -> value."""
 
-    class OneLineParser(argparse.ArgumentParser):
-        def error(self, message):
-            raise UserError(f"{message}; see --help")
-
     parser = OneLineParser(
         prog="train.py",
-        allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         description="Train a GPT. Defaults < --config < flags. --flag_name and --flag-name are the same.",
         epilog="torchrun --nproc_per_node=4 train.py --use_tensorboard      (one process per GPU)",
@@ -249,20 +252,12 @@ def _parse_flags(argv: list[str]) -> dict:
             help=f.metadata["help"] + (f" (default: {shown})" if shown is not None else ""),
         )
     parser.add_argument("--mixed_precision", dest="precision", type=_precision, help=argparse.SUPPRESS)
-    flags, unknown = parser.parse_known_args([_underscored(argument) for argument in argv])
+    flags, unknown = parser.parse_known_args(argv)
     if unknown:
         known = [f"--{name}" for name in FIELDS]
         close = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)
         raise UserError(f"unknown argument {unknown[0]!r}; {f'did you mean {close[0]}?' if close else 'see --help'}")
     return vars(flags)
-
-
-def _underscored(argument: str) -> str:
-    """--flag-name[=value] as --flag_name[=value]."""
-    if not argument.startswith("--"):
-        return argument
-    flag, equals, value = argument.partition("=")
-    return "--" + flag[2:].replace("-", "_") + equals + value
 
 
 def _on_off(text: str) -> bool:

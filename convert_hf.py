@@ -9,11 +9,11 @@ What is computed stays bit by bit: a weight is renamed, transposed or reordered,
 holds weights only: generate.py, hellaswag_eval.py and train.py --init_from take it, --resume does not.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -25,8 +25,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from checkpoint import FORMAT_VERSION, as_checkpoint, load_verified, open_checkpoint
+from config import FIELDS, TrainConfig
 from durable import fsync_folder, replace_file
-from errors import UserError, run_cli
+from errors import OneLineParser, UserError, run_cli
 from model import GPT, GPTConfig
 from sources import hub_is_there
 from tokenizer import END_OF_TEXT, get_tokenizer, hugging_face_tokenizer, vocab_size_of
@@ -123,6 +124,8 @@ def read_weights(source: str, tokenizer: str = "") -> dict:
 
     Raises: UserError that names the field or the weight, what was found and what was expected.
     """
+    if not source:
+        raise UserError("no source; expected a checkpoint file, a Hugging Face folder, or a name such as gpt2")
     path = Path(source)
     if path.is_dir():
         return _read_folder(path, source, tokenizer)
@@ -172,10 +175,12 @@ def with_tokenizer(checkpoint: dict, tokenizer: str, path: Path) -> dict:
 def _read_folder(folder: Path, source: str, tokenizer: str) -> dict:
     try:
         stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        kind = stored.get("model_type")
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{source}: not a Hugging Face model: config.json cannot be read ({error})") from error
-    if kind not in FAMILIES:
+    if not isinstance(stored, dict):
+        raise UserError(f"{source}: config.json is a {type(stored).__name__}; expected an object")
+    kind = stored.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise UserError(f"{source}: model_type in config.json is {kind!r}; expected {' or '.join(FAMILIES)}")
     family = FAMILIES[kind]
     # transformers 5 puts together what was two fields before.
@@ -195,7 +200,7 @@ def _read_folder(folder: Path, source: str, tokenizer: str) -> dict:
         config = dataclasses.replace(config, intermediate_size=0)
     own = stored.get("steadygpt")  # what their config.json has no field for
     own = own if isinstance(own, dict) and own.get("vocab_size") == config.vocab_size else {}
-    tokenizer = tokenizer or own.get("tokenizer") or (_gpt2_if_it_fits(config) if kind == "gpt2" else "")
+    tokenizer = tokenizer or str(own.get("tokenizer", "")) or (_gpt2_if_it_fits(config) if kind == "gpt2" else "")
 
     weights = _read_safetensors(folder, source)
     base = family.names["wte."].split(".")[0]
@@ -214,22 +219,17 @@ def _config(found: dict, names: dict[str, str], source) -> GPTConfig:
     """The shape that `found` says, by our names; `names` has what the source calls them."""
     for f in dataclasses.fields(GPTConfig):
         value = found.get(f.name, f.default)
-        kinds, least = (
-            ((int, float), 0.0) if f.type is float else ((f.type,), 0 if f.name == "intermediate_size" else 1)
-        )
-        if type(value) not in kinds or (int in kinds and not value >= least):
+        if type(value) not in ((int, float) if f.type is float else (f.type,)):
             expected = "true or false" if f.type is bool else f"{f.type.__name__}, such as {f.default}"
             raise UserError(f"{source}: {names[f.name]} is {value!r}; expected {expected}")
-    config = GPTConfig(**found)
-    if config.embd_size % config.num_heads:
-        width, heads = names["embd_size"], names["num_heads"]
-        raise UserError(f"{source}: {width} {config.embd_size} is not divisible by {heads} {config.num_heads}")
-    if config.rotary_dim % 2 or config.rotary_dim > config.head_dim:
-        raise UserError(
-            f"{source}: {names['rotary_pct']} {config.rotary_pct} of {config.head_dim} dimensions a head is "
-            f"{config.rotary_dim}; expected an even number of them"
-        )
-    return config
+    if not 1 <= (vocab_size := found.get("vocab_size", 1)) <= 2**24:
+        raise UserError(f"{source}: {names['vocab_size']} is {vocab_size:,}; expected 1 to {2**24:,}")
+    try:
+        TrainConfig(**{name: value for name, value in found.items() if name in FIELDS}).check_together()
+    except UserError as error:
+        said = re.sub(r"--(\w+)", lambda flag: names.get(flag[1], flag[0]), str(error))
+        raise UserError(f"{source}: {said}") from None
+    return GPTConfig(**found)
 
 
 def _gpt2_if_it_fits(config: GPTConfig) -> str:
@@ -239,8 +239,9 @@ def _gpt2_if_it_fits(config: GPTConfig) -> str:
 
 def _import(config: GPTConfig, weights: dict[str, Tensor], family: Family, tokenizer: str, source) -> dict:
     """The checkpoint of a model in another class's names and layout."""
+    rows = config.vocab_size  # of the tables, before those of their padding go
     if tokenizer:
-        rows, vocab_size = config.vocab_size, vocab_size_of(tokenizer)
+        vocab_size = vocab_size_of(tokenizer)
         if not vocab_size <= rows < vocab_size + 128:
             raise UserError(
                 f"{source}: vocab_size is {rows:,}; expected the {vocab_size:,} of the tokenizer {tokenizer!r}, "
@@ -251,16 +252,23 @@ def _import(config: GPTConfig, weights: dict[str, Tensor], family: Family, token
     model = {}
     for name, empty in _unpadded(config).items():
         theirs, expected = _their_name(name, family), tuple(_their_layout(name, empty, config, family).shape)
+        if name in TABLES:
+            expected = (rows, config.embd_size)
         tensor = weights.pop(theirs, None)
-        if tensor is not None and name in TABLES and tensor.dim() == 2:
-            tensor = tensor[: config.vocab_size]
         if tensor is None or tuple(tensor.shape) != expected:
             found = "missing" if tensor is None else tuple(tensor.shape)
             raise UserError(f"{source}: the weight {theirs} is {found}; expected {expected}")
+        if not tensor.isfinite().all():
+            raise UserError(f"{source}: the weight {theirs} has NaN or infinite values; it cannot be trained on")
+        if name in TABLES:
+            tensor = tensor[: config.vocab_size]
         model[name] = _our_layout(name, tensor.float(), config, family)
     if config.tied_head:
-        weights.pop(_their_name("lm_head.weight", family), None)
         model["lm_head.weight"] = model["wte.weight"]
+        head, table = (_their_name(name, family) for name in ("lm_head.weight", "wte.weight"))
+        stored = weights.pop(head, model["wte.weight"])[: config.vocab_size].float()
+        if not torch.equal(stored, model["wte.weight"][: config.vocab_size]):
+            raise UserError(f"{source}: the weight {head} is not {table}; expected the same: the head is tied")
     if weights:
         raise UserError(f"{source}: the weight {min(weights)} is one too many; expected {len(model)} weights")
     return {
@@ -432,9 +440,7 @@ def write_folder(checkpoint: dict, folder: Path) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description="Convert weights between SteadyGPT, Hugging Face, nanoGPT and build-nanogpt.", allow_abbrev=False
-    )
+    parser = OneLineParser(description="Convert weights between SteadyGPT, Hugging Face, nanoGPT and build-nanogpt.")
     parser.add_argument(
         "source", help="latest, best, a checkpoint file (also nanoGPT's, build-nanogpt's), a folder, a name on the Hub"
     )

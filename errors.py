@@ -1,5 +1,6 @@
 """What a user can mend is told in one line: what was found, what was expected, what to do."""
 
+import argparse
 import os
 import sys
 import time
@@ -9,6 +10,30 @@ from typing import IO
 
 class UserError(Exception):
     """A mistake in flags, configuration, data or checkpoint files; never a bug of ours."""
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """argparse for our commands: --flag_name and --flag-name are the same, no abbreviations, mistakes in one line.
+
+    Raises: UserError when parsing.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+
+    def parse_known_args(self, args=None, namespace=None):
+        return super().parse_known_args([_underscored(a) for a in (sys.argv[1:] if args is None else args)], namespace)
+
+    def error(self, message):
+        raise UserError(f"{message}; see --help")
+
+
+def _underscored(argument: str) -> str:
+    """--flag-name[=value] as --flag_name[=value]."""
+    if not argument.startswith("--"):
+        return argument
+    flag, equals, value = argument.partition("=")
+    return "--" + flag[2:].replace("-", "_") + equals + value
 
 
 def run_cli(main: Callable[[], int | None]) -> None:

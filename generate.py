@@ -4,7 +4,6 @@ python generate.py --prompt "Hello, I'm a language model," --num_seq 4
 python generate.py checkpoints/best_model.pt --prompt "def " --max_tokens 200 --temperature 0.8 --top_k 50
 """
 
-import argparse
 from pathlib import Path
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from checkpoint import open_checkpoint
 from device import autocast, choose_precision
 from distributed import joined
-from errors import UserError, run_cli
+from errors import OneLineParser, UserError, run_cli
 from model import GPT
 from tokenizer import get_tokenizer
 
@@ -36,7 +35,7 @@ def sample_texts(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Sample text from a checkpoint.", allow_abbrev=False)
+    parser = OneLineParser(description="Sample text from a checkpoint.")
     parser.add_argument("checkpoint", nargs="?", default="latest", help="latest, best or a file (default: latest)")
     parser.add_argument(
         "--checkpoint_dir", default="checkpoints", help="where latest and best are (default: checkpoints)"

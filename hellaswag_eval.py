@@ -10,7 +10,6 @@ the activity ("Canoeing: Two women ..."), its last sentence with a capital; "[ti
 brackets go; context and ending are tokenized in one; acc_norm takes the lowest loss per character.
 """
 
-import argparse
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ from tqdm import tqdm
 from checkpoint import open_checkpoint
 from device import autocast, choose_precision
 from distributed import Distributed, joined
-from errors import UserError, run_cli
+from errors import OneLineParser, UserError, run_cli
 from model import GPT, IGNORED_TARGET, evaluating
 from sources import load_hub
 from tokenizer import get_tokenizer
@@ -182,7 +181,7 @@ def evaluate(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Evaluate a checkpoint on HellaSwag.", allow_abbrev=False)
+    parser = OneLineParser(description="Evaluate a checkpoint on HellaSwag.")
     parser.add_argument("checkpoint", nargs="?", default="latest", help="latest, best or a file (default: latest)")
     parser.add_argument(
         "--checkpoint_dir", default="checkpoints", help="where latest and best are (default: checkpoints)"

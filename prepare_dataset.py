@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from dataloader import MANIFEST, open_shard, token_dtype, write_shard
 from durable import lock_folder, replace_file
-from errors import UserError, run_cli
+from errors import OneLineParser, UserError, run_cli
 from sources import READERS, STDLIB, Position, Row, file_rows, find_files, fingerprint, hub_rows, load_hub
 from tokenizer import END_OF_TEXT, get_tokenizer
 
@@ -265,17 +265,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
     Raises: UserError.
     """
-
-    class OneLineParser(argparse.ArgumentParser):
-        def error(self, message):
-            raise UserError(f"{message}; see --help")
-
-    parser = OneLineParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser = OneLineParser(description=__doc__.partition("\n")[0])
 
     def option(name: str, kind: type, default: object, meaning: str) -> None:
         meaning += f" (default: {default})" if default is not None else ""
-        spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
-        parser.add_argument(*spellings, type=kind, default=default, metavar=kind.__name__.upper(), help=meaning)
+        parser.add_argument(f"--{name}", type=kind, default=default, metavar=kind.__name__.upper(), help=meaning)
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     option("source", str, "fineweb-edu", "fineweb-edu, stdlib, hf:NAME[:CONFIG], or a file, folder or glob")

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import IO
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from config import TrainConfig
 from durable import fsync_folder, lock_folder, replace_file
@@ -167,7 +166,7 @@ class RunLog:
             for kind, tensor in (("parameters", parameter.detach()), ("parameters_grad", parameter.grad)):
                 if tensor is None:
                     continue
-                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # FSDP's shard of it
                 values = local.flatten()[:: max(1, local.numel() // HISTOGRAM_VALUES)]
                 if values.numel():
                     self.tensorboard.add_histogram(f"{kind}/{name}", values.float(), step, bins=64)

@@ -22,8 +22,6 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import hellaswag_eval
@@ -122,6 +120,8 @@ def build_trainer(
         use_fp8(model.h, me.device)
     sharded = config.sharding == "fsdp" and me.world_size > 1
     if sharded:
+        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
         offload = CPUOffloadPolicy(pin_memory=me.device.type == "cuda") if config.cpu_offload else OffloadPolicy()
         for block in model.h:
             fully_shard(block, offload_policy=offload)
@@ -183,14 +183,14 @@ def gradient_sync(forward: nn.Module, last: bool):
     if isinstance(forward, DistributedDataParallel):
         return nullcontext() if last else forward.no_sync()
     bare = getattr(forward, "_orig_mod", forward)
-    if isinstance(bare, FSDPModule):
+    if hasattr(bare, "set_requires_gradient_sync"):  # FSDP's
         bare.set_requires_gradient_sync(last)
     return nullcontext()
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor whose parts FSDP keeps on several ranks, whole; any other as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -126,6 +126,12 @@ def test_values_keep_their_dashes():
     assert (config.checkpoint_dir, config.data_dir, config.sample_prompt) == ("a-b", "c-d", "--e-f=g-h")
 
 
+def test_an_empty_resume_is_a_mistake_and_not_a_new_run():
+    for argument in (["--resume", ""], ["--resume="]):
+        with pytest.raises(UserError, match="--resume is empty"):
+            parse(*argument)
+
+
 def test_a_bare_resume_means_latest():
     assert parse("--resume", "--seed", "3").resume == "latest"
     assert parse("--resume", "best").resume == "best"

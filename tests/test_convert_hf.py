@@ -11,6 +11,7 @@ import torch
 from conftest import REFERENCES, TINY, metrics, reference_model, run_here, write_data
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 import convert_hf
 from checkpoint import find_checkpoint
@@ -185,7 +186,14 @@ def test_a_model_of_another_vocabulary_has_no_tokenizer_and_says_so(tmp_path):
     ({"activation_function": "relu"}, ["activation_function", "'relu'", "gelu_new"]),
     ({"activation_function": ["gelu"]}, ["activation_function", "['gelu']", "gelu_new"]),
     ({"n_layer": "three"}, ["n_layer", "'three'", "int"]),
-    ({"n_layer": 0}, ["n_layer is 0", "int, such as 12"]),
+    ({"n_layer": 0}, ["n_layer is 0", "at least 1"]),
+    ({"n_layer": 10**30}, ["n_layer is 1,000", "at most 4,096"]),
+    ({"n_embd": 10**30}, ["n_embd is 1,000", "at most 16,777,216"]),
+    ({"vocab_size": 10**30}, ["vocab_size is 1,000", "16,777,216"]),
+    ({"vocab_size": 999}, ["transformer.wte.weight", "(1000, 64)", "(999, 64)"]),
+    ({"layer_norm_epsilon": 0.0}, ["layer_norm_epsilon is 0.0", "more than 0"]),
+    ({"layer_norm_epsilon": float("inf")}, ["layer_norm_epsilon is inf"]),
+    ({"model_type": ["gpt2"]}, ["model_type", "['gpt2']", "gpt2 or gpt_neox"]),
     ({"n_embd": None}, ["n_embd is None", "int"]),
     ({"n_head": 2.0}, ["n_head is 2.0", "int"]),
     ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings is 'yes'", "true or false"]),
@@ -202,6 +210,28 @@ def test_mistakes_in_a_folder_name_the_field(changes, words, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(stored | changes))
     message = mistake(tmp_path)
     assert str(tmp_path) in message and all(word in message for word in words), message
+
+
+def test_weights_that_are_not_what_config_json_says_are_refused(tmp_path):
+    model = reference_model("gpt2")
+    model.save_pretrained(tmp_path)
+    stored, weights = (tmp_path / "config.json").read_text(), load_file(tmp_path / "model.safetensors")
+    head = {"lm_head.weight": weights["transformer.wte.weight"].clone()}
+    save_file(weights | head, tmp_path / "model.safetensors")
+    assert read_weights(str(tmp_path))["model_config"]["tied_head"]  # stored twice, the same
+    head["lm_head.weight"][5, 5] += 1
+    save_file(weights | head, tmp_path / "model.safetensors")
+    assert "lm_head.weight is not transformer.wte.weight" in mistake(tmp_path)
+    weights["transformer.h.1.ln_1.bias"][3] = torch.nan
+    save_file(weights, tmp_path / "model.safetensors")
+    assert "transformer.h.1.ln_1.bias has NaN" in mistake(tmp_path)
+    for text, word in (("[]", "config.json is a list"), ("[" * 100_000, "config.json cannot be read")):
+        (tmp_path / "config.json").write_text(text)
+        assert word in mistake(tmp_path)
+    own = {"steadygpt": {"tokenizer": ["bytes"], "vocab_size": 1000}}
+    (tmp_path / "config.json").write_text(json.dumps(json.loads(stored) | own))
+    assert "unknown tokenizer" in mistake(tmp_path)
+    assert "no source" in mistake("")
 
 
 def test_other_rotations_and_missing_or_damaged_files_are_named(tmp_path, monkeypatch):
