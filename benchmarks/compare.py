@@ -1,0 +1,114 @@
+"""What the benchmarks share: two sides measured in turn, medians and spreads, programs that are held and let go."""
+
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
+
+import torch
+
+REPO = Path(__file__).resolve().parent.parent
+
+
+def in_turn(sides: dict[str, Callable[[], float]], rounds: int, unit: str) -> dict[str, list[float]]:
+    """Call every side once a round, A B A B ..., and tell each round's figures and the time left.
+
+    Returns: the figures of each side, one a round.
+    """
+    figures: dict[str, list[float]] = {name: [] for name in sides}
+    start = time.perf_counter()
+    for number in range(1, rounds + 1):
+        for name, measure in sides.items():
+            figures[name].append(measure())
+        left_s = (time.perf_counter() - start) / number * (rounds - number)
+        shown = ", ".join(f"{name} {number_text(found[-1])}" for name, found in figures.items())
+        print(f"round {number} of {rounds}: {shown} {unit}; {left_s:,.0f} s left", flush=True)
+    return figures
+
+
+def report(figures: dict[str, list[float]], unit: str) -> None:
+    """Median and spread of every side, and the first side's median ratio to each of the others, round by round."""
+    width = max(map(len, figures))
+    for name, found in figures.items():
+        spread = f"{number_text(min(found))} to {number_text(max(found))}"
+        print(f"{name:<{width}}  median {number_text(statistics.median(found))} {unit} ({spread})")
+    first, *others = figures
+    for name in others:
+        ratios = [a / b for a, b in zip(figures[first], figures[name], strict=True)]
+        print(f"{first} / {name}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+
+
+def number_text(x: float) -> str:
+    return f"{x:,.0f}" if x >= 1000 else f"{x:.3g}"
+
+
+def gemm_flops(device: torch.device, seconds: float = 1.0) -> float:
+    """FLOP/s of a bf16 matrix product, 2048^3 on a CPU and 8192^3 on a GPU: the most that training can hope for."""
+    n = 8192 if device.type == "cuda" else 2048
+    a, b = torch.randn(2, n, n, device=device, dtype=torch.bfloat16)
+    times = []
+    while sum(times) < seconds:
+        synchronize(device)
+        start = time.perf_counter()
+        a @ b
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    return 2 * n**3 / statistics.median(times)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class HeldProgram:
+    """A training program that is stopped (SIGSTOP) but while it is measured, so that two can take turns.
+
+    Args:
+        step_line: matches the line that it prints after each step.
+    """
+
+    def __init__(self, command: Sequence[str], cwd: Path, step_line: str):
+        self.process = subprocess.Popen(
+            command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+        self.lines: SimpleQueue[float | None] = SimpleQueue()
+        self.output: list[str] = []
+        Thread(target=self._read, args=(re.compile(step_line),), daemon=True).start()
+
+    def _read(self, step_line: re.Pattern) -> None:
+        for line in self.process.stdout:
+            self.output.append(line)
+            if step_line.match(line):
+                self.lines.put(time.perf_counter())
+        self.lines.put(None)
+
+    def _next_line(self) -> float:
+        at = self.lines.get()
+        if at is None:
+            sys.exit(f"{' '.join(map(str, self.process.args))} ended:\n{''.join(self.output[-20:])}")
+        return at
+
+    def seconds_per_step(self, steps: int) -> float:
+        """Let it go on, and time `steps` steps after the one that it is in."""
+        self.process.send_signal(signal.SIGCONT)
+        try:
+            while True:  # what it said before it was stopped
+                self.lines.get_nowait()
+        except Empty:
+            pass
+        start = self._next_line()
+        for _ in range(steps):
+            end = self._next_line()
+        self.process.send_signal(signal.SIGSTOP)
+        return (end - start) / steps
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
