@@ -14,9 +14,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 from durable import replace_file
 from errors import UserError
@@ -27,6 +30,8 @@ MANIFEST_KINDS = {"complete": bool, "tokenizer": str, "vocab_size": int, "shards
 SHARD_KINDS = {"file": str, "split": str, "tokens": int, "sha256": str}
 # llm.c's and modded-nanogpt's header is 256 int32: magic, version, token count. The magic tells the dtype.
 LLMC_HEADER_BYTES = 256 * 4
+READ_AT_ONCE = 2**18  # tokens
+PLACES = 4096  # rows whose places in the shards are drawn at once, at most
 LLMC_DTYPES = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -265,7 +270,8 @@ class RowStream:
     ):
         self.context_length, self.seed = context_length, seed
         self.shuffle_shards, self.shuffle_rows = shuffle_shards, shuffle_rows
-        self.tokens = [shard.tokens() for shard in shards if shard.num_tokens > context_length]
+        # As plain arrays: each slice of a memmap costs more than copying a row.
+        self.tokens = [shard.tokens().view(np.ndarray) for shard in shards if shard.num_tokens > context_length]
         self.num_rows = np.array([(len(tokens) - 1) // context_length for tokens in self.tokens], np.int64)
         self.rows_per_epoch = int(self.num_rows.sum())
         if not self.rows_per_epoch:
@@ -274,6 +280,8 @@ class RowStream:
                 f"{context_length:,} and its last target; the longest has {max(s.num_tokens for s in shards):,}"
             )
         self._epoch_plan = lru_cache(maxsize=2)(self._epoch_plan)
+        self.block = min(PLACES, self.rows_per_epoch)
+        self._places = lru_cache(maxsize=2)(self._places)
 
     def _epoch_plan(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The epoch's order of the shards, and how many rows come before the end of each."""
@@ -297,12 +305,19 @@ class RowStream:
                 row[of_shard] = permute(row[of_shard], int(self.num_rows[s]), _key(self.seed, int(epoch), int(s)))
         return shard, row
 
+    def _places(self, number: int) -> list[tuple[int, int]]:
+        """(shard, first token) of one block of rows: drawing the order of many at once costs little."""
+        shard, row = self.locate(np.arange(number * self.block, (number + 1) * self.block))
+        return list(zip(shard.tolist(), (row * self.context_length).tolist(), strict=True))
+
     def read(self, start: int, count: int) -> np.ndarray:
         """The tokens of rows start, start + 1, ... of the stream, (count, context_length + 1) int64."""
-        rows = np.empty((count, self.context_length + 1), np.int64)
-        shards, row_numbers = self.locate(np.arange(start, start + count))
-        for out, s, row in zip(rows, shards, row_numbers, strict=True):
-            out[:] = self.tokens[s][row * self.context_length : (row + 1) * self.context_length + 1]
+        T, rows, filled = self.context_length, np.empty((count, self.context_length + 1), np.int64), 0
+        while filled < count:
+            number, within = divmod(start + filled, self.block)
+            for s, first in self._places(number)[within : within + count - filled]:
+                rows[filled] = self.tokens[s][first : first + T + 1]
+                filled += 1
         return rows
 
 
@@ -320,29 +335,38 @@ class BatchLoader:
         start_row: int = 0,
         rank: int = 0,
         world_size: int = 1,
-        device: torch.device | str = "cpu",
-        read_ahead: int = 2,
+        device: "torch.device | str" = "cpu",
     ):
+        import torch  # here, since prepare_dataset.py does without it
+
         self.stream, self.mini_batch_size, self.device = stream, mini_batch_size, torch.device(device)
         self.next_row = start_row + rank * mini_batch_size
         self.stride = world_size * mini_batch_size
         self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
+        # Several micro-batches at a time: waking the thread takes longer than reading a small one.
+        self.at_once = min(32, max(1, READ_AT_ONCE // (mini_batch_size * stream.context_length)))
+        self.ready: deque[torch.Tensor] = deque()
         self.pending: deque[Future] = deque()
-        for _ in range(read_ahead):
+        for _ in range(2):
             self._submit()
 
     def _submit(self) -> None:
-        self.pending.append(self.pool.submit(self._read, self.next_row))
-        self.next_row += self.stride
+        starts = range(self.next_row, self.next_row + self.at_once * self.stride, self.stride)
+        self.pending.append(self.pool.submit(lambda: [self._read(start) for start in starts]))
+        self.next_row = starts.stop
 
-    def _read(self, start: int) -> torch.Tensor:
+    def _read(self, start: int) -> "torch.Tensor":
+        import torch
+
         rows = torch.from_numpy(self.stream.read(start, self.mini_batch_size))
         return rows.pin_memory() if self.device.type == "cuda" else rows
 
-    def next(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def next(self) -> "tuple[torch.Tensor, torch.Tensor]":
         """The next micro-batch on the device: inputs and targets, each (mini_batch_size, context_length) int64."""
-        self._submit()
-        rows = self.pending.popleft().result().to(self.device, non_blocking=True)
+        if not self.ready:
+            self._submit()
+            self.ready.extend(self.pending.popleft().result())
+        rows = self.ready.popleft().to(self.device, non_blocking=True)
         return rows[:, :-1], rows[:, 1:]
 
     def close(self) -> None:

@@ -139,7 +139,7 @@ def build_trainer(
         restore_weights(model, initial["model"], me)
     forward = model
     if config.compiles(me.device.type):
-        forward = torch.compile(forward)
+        forward = model.compiled()
     if me.world_size > 1 and not sharded:
         devices = [me.device] if me.device.type == "cuda" else None
         forward = DistributedDataParallel(forward, device_ids=devices, gradient_as_bucket_view=True)

@@ -6,7 +6,7 @@
     python benchmarks/train_speed.py --shape 124m --activation_checkpointing     # ours alone, with flags of train.py
 
 Both run their own train.py on the same random tokens, in turn: one is stopped while the other goes on. A step is timed
-from line to line of what they print, so all that a step costs is in it. Both compile; nanoGPT computes in fp32 on a CPU.
+from line to line of what they print, so all that a step costs is in it. Both compile; on a CPU nanoGPT has fp32 only.
 """
 
 import argparse
@@ -60,8 +60,8 @@ def steadygpt(folder: Path, shape: str, device: str, further: list[str]) -> Held
     options = {
         "num_layers": layers, "num_heads": heads, "embd_size": width, "context_length": context, "bias": "off",
         "gelu": "exact", "mini_batch_size": rows, "total_batch_size": rows * context * micro_steps, "device": device,
-        "compile": "on", "tokenizer": "gpt2" if shape == "124m" else "bytes", "data_dir": folder, "logdir": folder / "logs",
-        "checkpoint_dir": folder / "checkpoints", "max_steps": 10**6, "warmup_steps": 2000, "eval_freq": 0,
+        "compile": "on", "tokenizer": "gpt2" if shape == "124m" else "bytes", "data_dir": folder,
+        "logdir": folder / "logs", "checkpoint_dir": folder / "checkpoints", "max_steps": 10**6, "warmup_steps": 2000, "eval_freq": 0,
         "hellaswag_freq": 0, "sample_freq": 0, "checkpoint_freq": 0, "checkpoint_minutes": 0,
     }  # fmt: skip
     flags = [f"--{name}={value}" for name, value in options.items()]
@@ -101,7 +101,7 @@ def main() -> None:
         finally:
             for program in programs.values():
                 program.end()
-    print(f"{args.shape}: {rows} x {context} tokens x {micro_steps} micro-steps, {flops / 1e9:.3f} GFLOP a token, {device}")
+    print(f"{args.shape}: {rows} x {context} tokens x {micro_steps}, {flops / 1e9:.3f} GFLOP a token, {device}")
     report(figures, "tokens/s")
 
 

@@ -10,7 +10,17 @@ from conftest import REFERENCES, reference_model
 
 from convert_hf import read_weights
 from errors import UserError
-from model import GPT, IGNORED_TARGET, GPTConfig, KVCache, evaluating, rotary_angles, rotate, sample
+from model import (
+    GPT,
+    IGNORED_TARGET,
+    GPTConfig,
+    KVCache,
+    attention_in_blocks,
+    evaluating,
+    rotary_angles,
+    rotate,
+    sample,
+)  # fmt: skip
 
 SMALL = GPTConfig(vocab_size=101, context_length=12, num_layers=3, num_heads=2, embd_size=16)
 NEOX = {"rotary_pct": 0.25, "parallel_residual": True, "tied_head": False, "gelu": "exact"}
@@ -84,6 +94,25 @@ def test_a_rotation_is_by_the_distance_alone():
 
 # ---------------------------------------------------------------------------------------------------------------------
 # shape and start
+
+
+@pytest.mark.parametrize("T", [2, 127, 128, 129, 300])
+def test_attention_in_blocks_is_attention(T):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, T, 8, requires_grad=True) for _ in range(3))
+    whole = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    blocks = attention_in_blocks(q, k, v, dropout=0.0)
+    assert torch.allclose(whole, blocks, atol=1e-6)
+    direction = torch.randn_like(whole)
+    expected, found = (torch.autograd.grad(y, (q, k, v), direction) for y in (whole, blocks))
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(expected, found, strict=True))
+
+
+def test_attention_in_blocks_drops_weights_and_never_scales_the_rest_wrongly():
+    torch.manual_seed(0)
+    q, k, v = torch.zeros(1, 1, 200, 4), torch.zeros(1, 1, 200, 4), torch.ones(1, 1, 200, 4)
+    sums = attention_in_blocks(q, k, v, dropout=0.5)[0, 0, 100:, 0]  # of 100 to 200 equal weights, half of them doubled
+    assert sums.std() > 0.01 and abs(sums.mean() - 1) < 0.03
 
 
 def test_gpt2_has_124_million_parameters():
