@@ -29,21 +29,26 @@ from model import GPT, IGNORED_TARGET, evaluating
 from sources import load_hub
 from tokenizer import get_tokenizer
 
-TOKENS_PER_BATCH = 16384  # padding included
+TOKENS_PER_BATCH = {"cpu": 2048, "gpu": 16384}  # padding included
 ENDINGS = 4
 STYLES = ("build-nanogpt", "lm_eval")
 
 
 @dataclass(frozen=True)
-class Row:
-    """One ending behind its context: token ids, of which the last num_ending are scored."""
+class Tree:
+    """A context and the endings that go on from it: the context is computed once for all of them."""
 
-    tokens: list[int]
-    num_ending: int
-    length: int  # what acc_norm divides by
+    context: list[int]  # token ids, at least one
+    endings: list[list[int]]  # token ids, all of them scored
+    lengths: list[int]  # what acc_norm divides each ending's loss by
+    first: int  # the number of its first ending among the example's
     example: int
-    ending: int
     label: int
+
+    @property
+    def width(self) -> int:
+        """Tokens that the model reads: each branch repeats the context's last and lacks the ending's."""
+        return len(self.context) - 1 + sum(map(len, self.endings))
 
 
 @dataclass(frozen=True)
@@ -92,25 +97,30 @@ def load_examples(file: str) -> list[dict]:
     return examples
 
 
-def tokenize(examples: Sequence[dict], tokenizer, context_length: int, style: str = STYLES[0]) -> list[Row]:
-    """Four rows an example; a row longer than context_length + 1 tokens loses the start of its context.
+def tokenize(examples: Sequence[dict], tokenizer, context_length: int, style: str = STYLES[0]) -> list[Tree]:
+    """A tree an example; one an ending where that is more than context_length + 1 tokens: the context loses its start.
 
     Raises: UserError when an example lacks what the style needs.
     """
-    encode, rows = tokenizer.encode_ordinary, []
+    encode, trees = tokenizer.encode_ordinary, []
     for number, example in enumerate(examples):
         # Each ending with a space before it, as GPT-2's words begin, and what acc_norm divides its loss by.
         if style == "lm_eval":
-            text, endings = lm_eval_texts(example)
+            text, texts = lm_eval_texts(example)
             context = encode(text.rstrip())
-            pairs = [(encode(f"{text} {ending}")[len(context) :], max(1, len(ending))) for ending in endings]
+            endings = [encode(f"{text} {ending}")[len(context) :] for ending in texts]
+            lengths = [max(1, len(ending)) for ending in texts]
         else:
-            context = encode(example["ctx"])
-            pairs = [(tokens, len(tokens)) for tokens in (encode(f" {ending}") for ending in example["endings"])]
-        for which, (ending, length) in enumerate(pairs):
+            context, endings = encode(example["ctx"]), [encode(f" {ending}") for ending in example["endings"]]
+            lengths = [len(ending) for ending in endings]
+        if context and len(context) + max(map(len, endings)) <= context_length + 1:
+            trees.append(Tree(context, endings, lengths, 0, number, example["label"]))
+            continue
+        for which, (ending, length) in enumerate(zip(endings, lengths, strict=True)):
             tokens = (context + ending)[-(context_length + 1) :]
-            rows.append(Row(tokens, min(len(ending), len(tokens) - 1), length, number, which, example["label"]))
-    return rows
+            split = max(1, len(tokens) - len(ending))  # the first token is read, never scored
+            trees.append(Tree(tokens[:split], [tokens[split:]], [length], which, number, example["label"]))
+    return trees
 
 
 def lm_eval_texts(example: dict) -> tuple[str, list[str]]:
@@ -128,35 +138,46 @@ def lm_eval_texts(example: dict) -> tuple[str, list[str]]:
     return clean(f"{example['activity_label']}: {context}"), [clean(ending) for ending in example["endings"]]
 
 
-def make_batches(rows: Sequence[Row], tokens_per_batch: int) -> list[list[Row]]:
-    """Rows of like length together, the longest first, so that little is padded and too little memory shows at once."""
-    batches: list[list[Row]] = []
-    for row in sorted(rows, key=lambda row: len(row.tokens), reverse=True):
-        if not batches or len(batches[-1][0].tokens) * (len(batches[-1]) + 1) > tokens_per_batch:
+def make_batches(trees: Sequence[Tree], tokens_per_batch: int) -> list[list[Tree]]:
+    """Trees of like width together, the widest first, so that little is padded and too little memory shows at once."""
+    batches: list[list[Tree]] = []
+    for tree in sorted(trees, key=lambda tree: tree.width, reverse=True):
+        if not batches or batches[-1][0].width * (len(batches[-1]) + 1) > tokens_per_batch:
             batches.append([])
-        batches[-1].append(row)
+        batches[-1].append(tree)
     return batches
 
 
-def score_batch(model: nn.Module, batch: Sequence[Row], device: torch.device) -> list[float]:
-    """The summed loss of each row's ending, in nats; logits are computed at ending tokens alone."""
-    width = max(len(row.tokens) for row in batch) - 1
-    inputs = torch.zeros(len(batch), width, dtype=torch.int64)
+def score_batch(model: nn.Module, batch: Sequence[Tree], device: torch.device) -> list[list[float]]:
+    """The summed loss of each ending of each tree, in nats; logits are computed at ending tokens alone."""
+    width = max(tree.width for tree in batch)
+    inputs, positions = torch.zeros(2, len(batch), width, dtype=torch.int64)
     targets = torch.full_like(inputs, IGNORED_TARGET)
-    for i, row in enumerate(batch):
-        end = len(row.tokens) - 1
-        inputs[i, :end] = torch.tensor(row.tokens[:-1])
-        targets[i, end - row.num_ending : end] = torch.tensor(row.tokens[-row.num_ending :])
-    losses = model(inputs.to(device), targets.to(device), reduction="none").float().cpu()
-    return [part.sum().item() for part in losses.split([row.num_ending for row in batch])]
+    branches = torch.zeros_like(inputs)  # 0: the context, which all see; 1, 2, ...: seen by its own tokens alone
+    for i, tree in enumerate(batch):
+        shared = begin = len(tree.context) - 1
+        inputs[i, :shared], positions[i, :shared] = torch.tensor(tree.context[:-1]), torch.arange(shared)
+        for number, ending in enumerate(tree.endings, start=1):
+            branch = slice(begin, begin + len(ending))
+            inputs[i, branch] = torch.tensor([tree.context[-1], *ending][:-1])
+            targets[i, branch] = torch.tensor(ending)
+            positions[i, branch] = torch.arange(shared, shared + len(ending))
+            branches[i, branch] = number
+            begin = branch.stop
+    inputs, targets, positions, branches = (x.to(device) for x in (inputs, targets, positions, branches))
+    same = (branches[:, None, :] == 0) | (branches[:, None, :] == branches[:, :, None])
+    mask = same.tril()[:, None]  # (B, 1, width, width)
+    losses = model(inputs, targets, reduction="none", positions=positions, mask=mask).float().cpu()
+    parts = iter(losses.split([len(ending) for tree in batch for ending in tree.endings]))
+    return [[next(parts).sum().item() for _ in tree.endings] for tree in batch]
 
 
-def evaluate(
-    model: GPT, rows: Sequence[Row], me: Distributed, should_stop: Callable[[], object] = bool, progress: bool = False
-) -> Scores | None:
-    """Score the rows, shared among the ranks; every rank gets the result, or None where should_stop() said so."""
-    batches = make_batches(rows, TOKENS_PER_BATCH)
-    num_examples = rows[-1].example + 1
+def ending_losses(
+    model: GPT, trees: Sequence[Tree], me: Distributed, should_stop: Callable[[], object] = bool, progress: bool = False
+) -> np.ndarray | None:
+    """The summed loss of each ending in nats, (examples, 4), found by all ranks; None where should_stop() said so."""
+    batches = make_batches(trees, TOKENS_PER_BATCH["cpu" if me.device.type == "cpu" else "gpu"])
+    num_examples = trees[-1].example + 1
     losses = torch.zeros(num_examples, ENDINGS, dtype=torch.float64)
     turns = range(0, len(batches), me.world_size)
     with evaluating(model):
@@ -166,17 +187,25 @@ def evaluate(
             # FSDP needs every rank in every forward: one with no batch left repeats the last for nothing.
             mine = turn + me.rank
             batch = batches[min(mine, len(batches) - 1)]
-            for row, loss in zip(batch, score_batch(model, batch, me.device), strict=True):
+            for tree, found in zip(batch, score_batch(model, batch, me.device), strict=True):
                 if mine < len(batches):
-                    losses[row.example, row.ending] = loss
-    losses = me.sum(losses).numpy()
-    lengths, labels = np.ones((num_examples, ENDINGS)), np.zeros(num_examples, int)
-    for row in rows:
-        lengths[row.example, row.ending], labels[row.example] = row.length, row.label
+                    losses[tree.example, tree.first : tree.first + len(found)] = torch.tensor(found)
+    return me.sum(losses).numpy()
+
+
+def evaluate(model: GPT, trees: Sequence[Tree], me: Distributed, *args, **kwargs) -> Scores | None:
+    """The scores of the trees' examples, on every rank; the arguments are those of ending_losses."""
+    losses = ending_losses(model, trees, me, *args, **kwargs)
+    if losses is None:
+        return None
+    lengths, labels = np.ones(losses.shape), np.zeros(len(losses), int)
+    for tree in trees:
+        lengths[tree.example, tree.first : tree.first + len(tree.lengths)] = tree.lengths
+        labels[tree.example] = tree.label
     return Scores(
         acc=float((losses.argmin(1) == labels).mean()),
         acc_norm=float(((losses / lengths).argmin(1) == labels).mean()),
-        num_examples=num_examples,
+        num_examples=len(losses),
     )
 
 
@@ -203,9 +232,9 @@ def main() -> int:
         path, checkpoint = open_checkpoint(args.checkpoint, Path(args.checkpoint_dir))
         model = GPT.from_checkpoint(checkpoint).to(me.device)
         examples = load_examples(args.hellaswag_file)[: args.limit]
-        rows = tokenize(examples, get_tokenizer(checkpoint["tokenizer"]), model.config.context_length, args.style)
+        trees = tokenize(examples, get_tokenizer(checkpoint["tokenizer"]), model.config.context_length, args.style)
         with autocast(me.device, choose_precision(args.precision, me.device)):
-            scores = evaluate(model, rows, me, progress=me.is_main)
+            scores = evaluate(model, trees, me, progress=me.is_main)
         if me.is_main:
             print(f"{path} at step {checkpoint['step']:,}: {scores}")
     return 0

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from errors import UserError
 
 IGNORED_TARGET = -1  # a target that counts for nothing
+Rotary = tuple[Tensor, Tensor] | None  # cosine and sine of rotary_angles; None: learned positions
 
 
 @dataclass(frozen=True)
@@ -76,13 +77,16 @@ class KVCache:
 
 
 def rotary_angles(config: GPTConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of each position's rotations, each (T, rotary_dim / 2) fp32 (Su et al. 2021, section 3.2.2)."""
+    """Cosine and sine of the rotations at positions (..., T), each (..., 1, T, rotary_dim / 2) fp32.
+
+    Su et al. 2021, section 3.2.2.
+    """
     exponents = torch.arange(0, config.rotary_dim, 2, device=positions.device).float() / config.rotary_dim
-    angles = positions[:, None] / config.rotary_base**exponents
+    angles = (positions[..., None] / config.rotary_base**exponents).unsqueeze(-3)  # the same in each head
     return angles.cos(), angles.sin()
 
 
-def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     """Rotate the pairs (x[i], x[i + rotary_dim / 2]) of (B, num_heads, T, head_dim); further dimensions stay."""
     cos, sin = rotary
     half = cos.size(-1)
@@ -114,7 +118,7 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(config.embd_size, 3 * config.embd_size, bias=config.bias)
         self.c_proj = nn.Linear(config.embd_size, config.embd_size, bias=config.bias)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: KVCache | None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, cache: KVCache | None, mask: Tensor | None) -> Tensor:
         B, T, C = x.shape
         qkv = self.c_attn(x).view(B, T, 3, self.num_heads, C // self.num_heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, num_heads, T, head_dim)
@@ -124,7 +128,9 @@ class Attention(nn.Module):
             k, v = cache.append(self.layer, k, v)
         # With a cache, T is the whole prompt (nothing cached yet: causal) or one token (which sees everything).
         dropout = self.dropout if self.training else 0.0
-        if q.device.type == "cpu" and q.dtype == torch.bfloat16 and 1 < T <= 512:
+        if mask is not None:
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+        elif q.device.type == "cpu" and q.dtype == torch.bfloat16 and 1 < T <= 512:
             y = attention_in_blocks(q, k, v, dropout)
         else:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1, dropout_p=dropout)
@@ -154,8 +160,8 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.embd_size, config.layer_norm_eps, bias=config.bias)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: KVCache | None) -> Tensor:
-        attended = x + self.attn(self.ln_1(x), rotary, cache)
+    def forward(self, x: Tensor, rotary: Rotary, cache: KVCache | None, mask: Tensor | None) -> Tensor:
+        attended = x + self.attn(self.ln_1(x), rotary, cache, mask)
         return attended + self.mlp(self.ln_2(x if self.parallel_residual else attended))
 
 
@@ -204,7 +210,13 @@ class GPT(nn.Module):
             self.lm_head.weight[self.config.vocab_size :] = 0
 
     def forward(
-        self, idx: Tensor, targets: Tensor | None = None, reduction: str = "mean", cache: KVCache | None = None
+        self,
+        idx: Tensor,
+        targets: Tensor | None = None,
+        reduction: str = "mean",
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> Tensor:
         """Logits, or with targets the cross-entropy in nats.
 
@@ -214,13 +226,16 @@ class GPT(nn.Module):
             reduction: "mean" or "sum" for a scalar, "none" for one loss per target that counts, in row-major
                 order, with logits computed only there.
             cache: extended by these tokens; then only the last token's logits are returned.
+            positions: (B, T) int64, each below context_length; T may then be more. Default: 0, 1, 2, ...
+            mask: (B, 1, T, T) bool, which tokens (columns) each token (row) sees. Default: itself and those before it.
 
         Returns:
             (B, T, V) logits, (B, 1, V) with a cache, or the fp32 loss.
         """
         T, start = idx.size(1), cache.length if cache is not None else 0
-        assert start + T <= self.config.context_length, f"{start} + {T} tokens > {self.config.context_length}"
-        positions = torch.arange(start, start + T, device=idx.device)
+        if positions is None:
+            assert start + T <= self.config.context_length, f"{start} + {T} tokens > {self.config.context_length}"
+            positions = torch.arange(start, start + T, device=idx.device)
         x, rotary = self.wte(idx), None  # (B, T, C)
         if self.wpe is not None:
             x = x + self.wpe(positions)
@@ -229,9 +244,9 @@ class GPT(nn.Module):
         x = F.dropout(x, self.config.dropout, self.training)
         for block in self.h:
             if self.activation_checkpointing and self.training:
-                x = checkpoint(block, x, rotary, cache, use_reentrant=False)
+                x = checkpoint(block, x, rotary, cache, mask, use_reentrant=False)
             else:
-                x = block(x, rotary, cache)
+                x = block(x, rotary, cache, mask)
         if cache is not None:
             cache.length += T
             x = x[:, -1:]

@@ -61,8 +61,9 @@ def steadygpt(folder: Path, shape: str, device: str, further: list[str]) -> Held
         "num_layers": layers, "num_heads": heads, "embd_size": width, "context_length": context, "bias": "off",
         "gelu": "exact", "mini_batch_size": rows, "total_batch_size": rows * context * micro_steps, "device": device,
         "compile": "on", "tokenizer": "gpt2" if shape == "124m" else "bytes", "data_dir": folder,
-        "logdir": folder / "logs", "checkpoint_dir": folder / "checkpoints", "max_steps": 10**6, "warmup_steps": 2000, "eval_freq": 0,
-        "hellaswag_freq": 0, "sample_freq": 0, "checkpoint_freq": 0, "checkpoint_minutes": 0,
+        "logdir": folder / "logs", "checkpoint_dir": folder / "checkpoints", "max_steps": 10**6,
+        "warmup_steps": 2000, "eval_freq": 0, "hellaswag_freq": 0, "sample_freq": 0, "checkpoint_freq": 0,
+        "checkpoint_minutes": 0,
     }  # fmt: skip
     flags = [f"--{name}={value}" for name, value in options.items()]
     return HeldProgram([sys.executable, "train.py", *flags, *further], REPO, r"step +\d+/")

@@ -46,7 +46,7 @@ def model() -> GPT:
     return model
 
 
-def rows_of(examples: list[dict], context_length=160):
+def trees_of(examples: list[dict], context_length=160):
     return tokenize(examples, get_tokenizer("bytes"), context_length)
 
 
@@ -78,25 +78,25 @@ def plain_scores(model: GPT, examples: list[dict]) -> tuple[float, float]:
 
 @pytest.mark.parametrize("tokens_per_batch", [200, 1000, 100000])
 def test_scores_are_those_of_a_plain_loop(model, tokens_per_batch, monkeypatch):
-    monkeypatch.setattr(hellaswag_eval, "TOKENS_PER_BATCH", tokens_per_batch)
+    monkeypatch.setitem(hellaswag_eval.TOKENS_PER_BATCH, "cpu", tokens_per_batch)
     some = examples()
-    scores = evaluate(model, rows_of(some), CPU)
+    scores = evaluate(model, trees_of(some), CPU)
     assert (scores.acc, scores.acc_norm) == plain_scores(model, some)
     assert scores.acc != scores.acc_norm and scores.num_examples == 24
 
 
 @pytest.mark.parametrize("tokens_per_batch", [200, 100000])
 def test_each_ending_is_chosen_and_has_the_loss_of_the_plain_loop(model, tokens_per_batch, monkeypatch):
-    monkeypatch.setattr(hellaswag_eval, "TOKENS_PER_BATCH", tokens_per_batch)
+    monkeypatch.setitem(hellaswag_eval.TOKENS_PER_BATCH, "cpu", tokens_per_batch)
     some = examples()
     by_sum = [example | {"label": plain_choices(model, example)[0]} for example in some]
     by_mean = [example | {"label": plain_choices(model, example)[1]} for example in some]
-    assert evaluate(model, rows_of(by_sum), CPU).acc == 1 and evaluate(model, rows_of(by_mean), CPU).acc_norm == 1
+    assert evaluate(model, trees_of(by_sum), CPU).acc == 1 and evaluate(model, trees_of(by_mean), CPU).acc_norm == 1
     expected = [plain_losses(model, example) for example in some]
-    for batch in make_batches(rows_of(some), tokens_per_batch):
-        for row, loss in zip(batch, score_batch(model, batch, CPU.device), strict=True):
-            assert loss == pytest.approx(expected[row.example][row.ending].sum().item(), abs=1e-4)
-            assert row.num_ending == len(expected[row.example][row.ending])
+    for batch in make_batches(trees_of(some), tokens_per_batch):
+        for tree, losses in zip(batch, score_batch(model, batch, CPU.device), strict=True):
+            assert losses == pytest.approx([part.sum().item() for part in expected[tree.example]], abs=1e-4)
+            assert [len(ending) for ending in tree.endings] == [len(part) for part in expected[tree.example]]
 
 
 def test_lm_evals_texts_are_those_of_its_task():
@@ -137,12 +137,12 @@ def test_lm_evals_acc_norm_is_by_the_character(model):
 def test_scores_of_a_model_in_training_have_no_dropout_and_leave_it_in_training(model):
     dropping = GPT(dataclasses.replace(model.config, dropout=0.5))
     dropping.load_state_dict(model.state_dict())
-    assert evaluate(dropping, rows_of(examples()), CPU) == evaluate(model, rows_of(examples()), CPU)
+    assert evaluate(dropping, trees_of(examples()), CPU) == evaluate(model, trees_of(examples()), CPU)
     assert dropping.training
 
 
 def test_ranks_share_the_batches(model, monkeypatch):
-    monkeypatch.setattr(hellaswag_eval, "TOKENS_PER_BATCH", 500)
+    monkeypatch.setitem(hellaswag_eval.TOKENS_PER_BATCH, "cpu", 1000)
     parts = []
 
     @dataclass(frozen=True)
@@ -151,32 +151,42 @@ def test_ranks_share_the_batches(model, monkeypatch):
             parts.append(tensor)
             return torch.stack(parts).sum(0)
 
-    rows = rows_of(examples())
-    evaluate(model, rows, Rank(CPU.device, rank=0, world_size=2))
-    both = evaluate(model, rows, Rank(CPU.device, rank=1, world_size=2))
-    assert both == evaluate(model, rows, CPU)
-    assert len(make_batches(rows, 500)) % 2 == 1  # in the last turn one of them has nothing left
+    trees = trees_of(examples())
+    evaluate(model, trees, Rank(CPU.device, rank=0, world_size=2))
+    both = evaluate(model, trees, Rank(CPU.device, rank=1, world_size=2))
+    assert both == evaluate(model, trees, CPU)
+    assert len(make_batches(trees, 1000)) % 2 == 1  # in the last turn one of them has nothing left
     assert not ((parts[0] != 0) & (parts[1] != 0)).any() and ((parts[0] != 0) | (parts[1] != 0)).all()
 
 
-def test_batches_are_of_like_length_and_hold_each_row_once():
-    rows = rows_of(examples())
-    batches = make_batches(rows, 600)
-    assert sorted(map(id, rows)) == sorted(id(row) for batch in batches for row in batch)
-    assert all(len(batch) * max(len(row.tokens) for row in batch) <= 600 for batch in batches)
-    padding = sum(len(batch) * len(batch[0].tokens) - sum(len(row.tokens) for row in batch) for batch in batches)
-    assert padding < 0.1 * sum(len(row.tokens) for row in rows)
+def test_batches_are_of_like_width_and_hold_each_tree_once():
+    trees = trees_of(examples(100))
+    batches = make_batches(trees, 1500)
+    assert sorted(map(id, trees)) == sorted(id(tree) for batch in batches for tree in batch)
+    assert all(len(batch) * max(tree.width for tree in batch) <= 1500 for batch in batches)
+    padding = sum(len(batch) * batch[0].width - sum(tree.width for tree in batch) for batch in batches)
+    assert padding < 0.1 * sum(tree.width for tree in trees)
 
 
-def test_a_row_too_long_keeps_its_ending():
-    (row, *_) = rows_of([{"ctx": "x" * 50, "endings": ["abc"] * 4, "label": 0}], context_length=8)
-    assert bytes(row.tokens) == b"xxxxx abc" and row.num_ending == 4
-    (row, *_) = rows_of([{"ctx": "x" * 50, "endings": ["abcdefghij"] * 4, "label": 0}], context_length=8)
-    assert bytes(row.tokens) == b"bcdefghij" and row.num_ending == 8
+def test_a_context_is_read_once_for_its_four_endings():
+    (tree,) = trees_of([{"ctx": "abc", "endings": ["d", "ef", "g", "h"], "label": 0}])
+    assert tree.width == 2 + (1 + 1) * 3 + (2 + 1)  # "ab", and in each branch "c" with the ending but its last byte
+
+
+def test_an_ending_too_long_for_the_context_keeps_all_of_itself_that_it_can(model):
+    (tree, *_) = trees_of([{"ctx": "x" * 50, "endings": ["abc"] * 4, "label": 0}], context_length=8)
+    assert (bytes(tree.context), [bytes(ending) for ending in tree.endings]) == (b"xxxxx", [b" abc"])
+    (tree, *_) = trees_of([{"ctx": "x" * 50, "endings": ["abcdefghij"] * 4, "label": 0}], context_length=8)
+    assert (bytes(tree.context), [bytes(ending) for ending in tree.endings]) == (b"b", [b"cdefghij"])
+    short_and_long = {"ctx": "x" * 100, "endings": ["abc", "d" * 90, "ef", "g"], "label": 0}
+    trees = trees_of([short_and_long])
+    assert [tree.first for tree in trees] == [0, 1, 2, 3]  # their contexts are not the same
+    together, apart = score_batch(model, trees, CPU.device), [score_batch(model, [tree], CPU.device) for tree in trees]
+    assert together == [pytest.approx(one[0], abs=1e-4) for one in apart]
 
 
 def test_evaluation_ends_when_asked_to(model):
-    assert evaluate(model, rows_of(examples()), CPU, should_stop=lambda: "SIGTERM") is None
+    assert evaluate(model, trees_of(examples()), CPU, should_stop=lambda: "SIGTERM") is None
 
 
 def test_mistakes_in_the_file_are_named_with_their_line(tmp_path):

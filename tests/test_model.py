@@ -96,10 +96,10 @@ def test_a_rotation_is_by_the_distance_alone():
 # shape and start
 
 
-@pytest.mark.parametrize("T", [2, 127, 128, 129, 300])
-def test_attention_in_blocks_is_attention(T):
+@pytest.mark.parametrize("num_tokens", [2, 127, 128, 129, 300])
+def test_attention_in_blocks_is_attention(num_tokens):
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 3, T, 8, requires_grad=True) for _ in range(3))
+    q, k, v = (torch.randn(2, 3, num_tokens, 8, requires_grad=True) for _ in range(3))
     whole = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     blocks = attention_in_blocks(q, k, v, dropout=0.0)
     assert torch.allclose(whole, blocks, atol=1e-6)
@@ -193,9 +193,9 @@ def test_dropout_is_where_gpt2_has_it():
     torch.manual_seed(0)
     model(ids(8, 12))
     x = torch.randn(8, 12, 64)
-    for dropped in (seen[0], block.attn(x, None, None), block.mlp(x)):
+    for dropped in (seen[0], block.attn(x, None, None, None), block.mlp(x)):
         assert (dropped == 0).float().mean().item() == pytest.approx(0.5, abs=0.05)
-    after, before = block.attn(x, None, None), block.eval().attn(x, None, None)
+    after, before = block.attn(x, None, None, None), block.eval().attn(x, None, None, None)
     kept = after != 0
     assert not torch.allclose(after[kept], 2 * before[kept], atol=1e-2)  # so the weights were dropped too
 

@@ -1,0 +1,92 @@
+"""HellaSwag examples per second beside build-nanogpt's loop: the same GPT-2 124M, fp32, the same predictions.
+
+    git clone https://github.com/karpathy/build-nanogpt
+    python benchmarks/hellaswag_speed.py --build_nanogpt build-nanogpt --hellaswag_file hellaswag_val.jsonl
+
+Its own evaluate() runs on our weights, exported. It is told that our prediction is the right one: what it counts as
+right is what both predict. Needs transformers, requests, safetensors and tokenizers.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import io
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from benchmarks.compare import in_turn, report
+from convert_hf import write_folder
+from distributed import joined
+from hellaswag_eval import ending_losses, load_examples, tokenize
+from model import GPT, GPTConfig, evaluating
+from tokenizer import get_tokenizer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--build_nanogpt", type=Path, required=True, help="a checkout of build-nanogpt")
+    parser.add_argument("--hellaswag_file", required=True)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--examples", type=int, default=200, help="in each round")
+    args = parser.parse_args()
+    sys.path.insert(0, str(args.build_nanogpt))
+    examples, tokenizer = load_examples(args.hellaswag_file), get_tokenizer("gpt2")
+    tiktoken.get_encoding = get_tokenizer  # the same one, without a download
+    theirs = importlib.import_module("hellaswag")
+    torch.manual_seed(0)
+    config = GPTConfig()
+    checkpoint = {"model": GPT(config).state_dict(), "model_config": dataclasses.asdict(config), "tokenizer": "gpt2"}
+    with tempfile.TemporaryDirectory() as temporary, joined("auto") as me:
+        folder = Path(temporary) / "gpt2"
+        write_folder(checkpoint, folder)
+        model = GPT.from_checkpoint(checkpoint).to(me.device)
+        agreed = [0, 0]
+        chosen: list[dict] = []
+
+        def ours() -> float:
+            first = agreed[1]
+            chosen[:] = examples[first : first + args.examples]
+            start = time.perf_counter()
+            trees = tokenize(chosen, tokenizer, config.context_length)
+            losses = ending_losses(model, trees, me)
+            elapsed_s = time.perf_counter() - start
+            lengths = np.array([tree.lengths for tree in trees])
+            for example, label in zip(chosen, (losses / lengths).argmin(1).tolist(), strict=True):
+                example["label"] = label
+            return len(chosen) / elapsed_s
+
+        def loop() -> float:
+            began: list[float] = []
+
+            def iterate(_split):
+                began.append(time.perf_counter())  # the model is loaded
+                yield from chosen
+
+            theirs.iterate_examples = iterate
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                theirs.evaluate(str(folder), str(me.device))
+            elapsed_s = time.perf_counter() - began[0]
+            last = [line for line in printed.getvalue().splitlines() if " acc_norm: " in line][-1]
+            agreed[0] += int(last.split("acc_norm: ")[1].split("/")[0])
+            agreed[1] += len(chosen)
+            return len(chosen) / elapsed_s
+
+        with evaluating(model):
+            figures = in_turn({"SteadyGPT": ours, "build-nanogpt": loop}, args.rounds, "examples/s")
+    report(figures, "examples/s")
+    print(f"the same prediction on {agreed[0]:,} of {agreed[1]:,} examples ({agreed[0] / agreed[1]:.2%})")
+
+
+if __name__ == "__main__":
+    main()
