@@ -26,6 +26,7 @@ import torch
 
 from benchmarks.compare import in_turn, report
 from convert_hf import write_folder
+from device import autocast
 from distributed import joined
 from hellaswag_eval import ending_losses, load_examples, tokenize
 from model import GPT, GPTConfig, evaluating
@@ -38,6 +39,7 @@ def main() -> None:
     parser.add_argument("--hellaswag_file", required=True)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--examples", type=int, default=200, help="in each round")
+    parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16"), help="ours (default: fp32, as theirs)")
     args = parser.parse_args()
     sys.path.insert(0, str(args.build_nanogpt))
     examples, tokenizer = load_examples(args.hellaswag_file), get_tokenizer("gpt2")
@@ -58,7 +60,8 @@ def main() -> None:
             chosen[:] = examples[first : first + args.examples]
             start = time.perf_counter()
             trees = tokenize(chosen, tokenizer, config.context_length)
-            losses = ending_losses(model, trees, me)
+            with autocast(me.device, args.precision):
+                losses = ending_losses(model, trees, me)
             elapsed_s = time.perf_counter() - start
             lengths = np.array([tree.lengths for tree in trees])
             for example, label in zip(chosen, (losses / lengths).argmin(1).tolist(), strict=True):

@@ -1,0 +1,66 @@
+"""Generated tokens per second beside nanoGPT's sample.py: GPT-2 124M with the same weights, one text, top-k sampling.
+
+    git clone https://github.com/karpathy/nanoGPT
+    python benchmarks/generation_speed.py --nanogpt nanoGPT [--tokens 512]
+
+sample.py calls generate() of nanoGPT's model.py, in fp32 on a CPU and in bf16 on a GPU; generate.py calls ours, in the
+precision that it would choose. Both start from one token, and their models are loaded already.
+"""
+
+import argparse
+import importlib.util
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from benchmarks.compare import in_turn, report, synchronize
+from device import autocast, choose_precision
+from distributed import joined
+from model import GPT, GPTConfig, evaluating
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--nanogpt", type=Path, required=True, help="a checkout of nanoGPT")
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    spec = importlib.util.spec_from_file_location("nanogpt_model", args.nanogpt / "model.py")
+    sys.modules[spec.name] = theirs = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(theirs)
+    torch.manual_seed(0)
+    with joined("auto") as me:
+        ours = GPT(GPTConfig(vocab_size=50304, gelu="exact"))
+        nano = theirs.GPT(theirs.GPTConfig()).eval()
+        nano.load_state_dict({
+            name if name == "lm_head.weight" else f"transformer.{name}": tensor
+            for name, tensor in ours.state_dict().items()
+        })  # fmt: skip
+        ours, nano = ours.to(me.device), nano.to(me.device)
+        precision = choose_precision("auto", me.device)
+        start = torch.zeros(1, 1, dtype=torch.int64, device=me.device)
+
+        def tokens_per_second(generate, precision: str) -> float:
+            synchronize(me.device)
+            begun = time.perf_counter()
+            with torch.no_grad(), autocast(me.device, precision):
+                generate(start, args.tokens, temperature=0.8, top_k=200)
+            synchronize(me.device)
+            return args.tokens / (time.perf_counter() - begun)
+
+        with evaluating(ours):
+            sides = {
+                "SteadyGPT": lambda: tokens_per_second(ours.generate, precision),
+                "nanoGPT": lambda: tokens_per_second(nano.generate, "fp32" if me.device.type == "cpu" else "bf16"),
+            }
+            figures = in_turn(sides, args.rounds, "tokens/s")
+    print(f"{args.tokens} tokens, GPT-2 124M, {me.device}; ours in {precision}")
+    report(figures, "tokens/s")
+
+
+if __name__ == "__main__":
+    main()

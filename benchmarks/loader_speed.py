@@ -1,0 +1,85 @@
+"""Loader tokens per second beside nanoGPT's get_batch, copying memory, and the share of a training step spent waiting.
+
+    git clone https://github.com/karpathy/nanoGPT
+    python benchmarks/loader_speed.py --nanogpt nanoGPT
+
+get_batch is the text of nanoGPT's own train.py, run on the same file of 100 M random tokens. "memcpy" copies as many
+int64 from random places of a large array: what a loader that did nothing else would take.
+"""
+
+import argparse
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from benchmarks.compare import in_turn, report
+from dataloader import BatchLoader, RowStream, open_shard
+
+TOKENS = 100_000_000
+
+
+def nanogpt_get_batch(checkout: Path, data_dir: Path, rows: int, context: int, device: str):
+    """The function get_batch of nanoGPT's train.py, with the names it expects around it."""
+    text = (checkout / "train.py").read_text()
+    body = re.search(r"^def get_batch\(split\):\n(?:[ \t]+.*\n|\n)+", text, re.MULTILINE)[0]
+    around = {"os": __import__("os"), "np": np, "torch": torch, "data_dir": str(data_dir), "device": device}
+    exec(body, around | {"batch_size": rows, "block_size": context, "device_type": device}, names := {})
+    return lambda: names["get_batch"]("train")
+
+
+def tokens_per_second(get, tokens: int, seconds: float) -> float:
+    get()
+    start, count = time.perf_counter(), 0
+    while (elapsed_s := time.perf_counter() - start) < seconds:
+        get()
+        count += 1
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        elapsed_s = time.perf_counter() - start
+    return tokens * count / elapsed_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--nanogpt", type=Path, required=True, help="a checkout of nanoGPT")
+    parser.add_argument("--rows", type=int, default=12, help="a batch; 12 is nanoGPT's default")
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each side in each round")
+    args = parser.parse_args()
+    B, T = args.rows, args.context
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, random = Path(temporary), np.random.default_rng(0)
+        random.integers(0, 50257, TOKENS).astype(np.uint16).tofile(folder / "train.bin")
+        stream = RowStream([open_shard(folder / "train.bin")], T, 0, shuffle_shards=True, shuffle_rows=True)
+        loader = BatchLoader(stream, B, device=device)
+        wide = random.integers(0, 50257, TOKENS // 2)
+        copied = np.empty((B, T + 1), np.int64)
+
+        def memcpy() -> None:
+            for row, first in zip(copied, random.integers(0, len(wide) - T - 1, B).tolist(), strict=True):
+                row[:] = wide[first : first + T + 1]
+
+        sides = {
+            "SteadyGPT": loader.next,
+            "nanoGPT": nanogpt_get_batch(args.nanogpt, folder, B, T, device),
+            "memcpy": memcpy,
+        }
+        measured = {name: lambda get=get: tokens_per_second(get, B * T, args.seconds) for name, get in sides.items()}
+        figures = in_turn(measured, args.rounds, "tokens/s")
+        loader.close()
+    print(f"batches of {B} x {T} on {device}")
+    report(figures, "tokens/s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Preparing tokens per second: prepare_dataset.py with two workers beside one process of encode_ordinary.
+
+    python benchmarks/prepare_speed.py [--megabytes 200]
+
+The text is the standard library of Python, as many times as it takes. Ours is the whole command: start, reading,
+tokenizing, checksums, shards on the disk. The other is a loop over the same documents in memory: tokenizing alone.
+"""
+
+import argparse
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.compare import REPO, in_turn, report
+from sources import find_files
+
+LOOP = """
+import sys, time
+sys.path.insert(0, {repo!r})
+import json, numpy as np
+from tokenizer import get_tokenizer
+tokenizer = get_tokenizer("gpt2")
+tokenizer.encode_ordinary("warm up")
+documents = [json.loads(line)["text"] for line in open({file!r}, encoding="utf-8")]
+start = time.perf_counter()
+count = sum(len(np.array(tokenizer.encode_ordinary(text), np.uint16)) + 1 for text in documents)
+print(count / (time.perf_counter() - start))
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--megabytes", type=int, default=200, help="of text")
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    texts = [path.read_text(encoding="utf-8", errors="replace") for path in find_files("stdlib")]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        written = 0
+        with open(folder / "text.jsonl", "w", encoding="utf-8") as file:
+            for text in itertools.cycle(texts):
+                written += file.write(json.dumps({"text": text}) + "\n")
+                if written > args.megabytes * 1e6:
+                    break
+
+        def ours() -> float:
+            out = folder / f"shards-{time.monotonic_ns()}"
+            command = [sys.executable, str(REPO / "prepare_dataset.py"), "--source", str(folder / "text.jsonl")]
+            start = time.perf_counter()
+            subprocess.run([*command, "--out", str(out), "--num_workers", "2"], check=True, capture_output=True)
+            elapsed_s = time.perf_counter() - start
+            return json.loads((out / "manifest.json").read_text())["tokens"] / elapsed_s
+
+        def loop() -> float:
+            program = LOOP.format(repo=str(REPO), file=str(folder / "text.jsonl"))
+            return float(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True).stdout)
+
+        figures = in_turn({"SteadyGPT": ours, "encode_ordinary": loop}, args.rounds, "tokens/s")
+    print(f"{written / 1e6:.0f} MB of Python's standard library, 2 workers")
+    report(figures, "tokens/s")
+
+
+if __name__ == "__main__":
+    main()
