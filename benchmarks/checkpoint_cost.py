@@ -1,0 +1,96 @@
+"""What a checkpoint costs: wall-clock that 20 steps take longer after a save, beside a blocking torch.save in place.
+
+    python benchmarks/checkpoint_cost.py [--rows 1] [--rounds 5]
+
+GPT-2 124M with AdamW, 1.5 GB a checkpoint. Ours copies the state, then writes it durably in the background while the
+steps go on; the cost is the copy and what the writing takes from the steps. The other is what nanoGPT does.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from benchmarks.compare import in_turn, number_text, synchronize
+from checkpoint import CheckpointWriter, capture_state
+from device import autocast, choose_precision
+from distributed import joined
+from model import GPT, GPTConfig
+
+STEPS = 20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rows", type=int, default=1, help="of 256 tokens, in a step")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure (default: a temporary one)")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.folder) as temporary, joined("auto") as me:
+        folder = Path(temporary)
+        model = GPT(GPTConfig(context_length=256)).to(me.device)
+        optimizer = torch.optim.AdamW(model.optimizer_groups(0.1), lr=1e-4, fused=True)
+        tokens = torch.randint(0, 50257, (args.rows, 257), device=me.device)
+        precision = choose_precision("auto", me.device)
+        writer = CheckpointWriter(folder, keep=1)
+        returned: dict[str, list[float]] = {"SteadyGPT": [], "torch.save": []}
+
+        durable: list[float] = []
+
+        def step() -> None:
+            optimizer.zero_grad(set_to_none=True)
+            with autocast(me.device, precision):
+                loss = model(tokens[:, :-1], tokens[:, 1:])
+            loss.backward()
+            optimizer.step()
+
+        def seconds(name: str, save) -> float:
+            """Of the save and the steps after it."""
+            synchronize(me.device)
+            start = time.perf_counter()
+            if save:
+                save()
+                returned[name].append(time.perf_counter() - start)
+            for _ in range(STEPS):
+                step()
+            synchronize(me.device)
+            elapsed_s = time.perf_counter() - start
+            writer.wait()
+            return elapsed_s
+
+        def save_ours() -> None:
+            start = time.perf_counter()
+            writer.save({"step": len(returned["SteadyGPT"]), **capture_state(model, optimizer)}, [])
+            writer.in_flight.add_done_callback(lambda _: durable.append(time.perf_counter() - start))
+
+        def save_in_place() -> None:
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "ckpt.pt")
+
+        for warm_up in (step, step, save_ours, writer.wait, save_in_place):
+            warm_up()
+        sides = {"no save": None, "SteadyGPT": save_ours, "torch.save": save_in_place}
+        timed = {name: lambda name=name, save=save: seconds(name, save) for name, save in sides.items()}
+        figures = in_turn(timed, args.rounds, f"s for {STEPS} steps")
+        size = (folder / "latest.pt").stat().st_size
+    extra = {
+        name: [after - plain for after, plain in zip(figures[name], figures["no save"], strict=True)]
+        for name in returned
+    }
+    print(f"{size / 1e9:.2f} GB, steps of {statistics.median(figures['no save']) / STEPS:.2f} s, {me.device}")
+    print(f"durable after: median {statistics.median(durable[1:]):.1f} s (to {max(durable[1:]):.1f})")
+    for what, measured in (("extra wall-clock", extra), ("until the call returns", returned)):
+        for name, found in measured.items():
+            spread = f"{number_text(min(found))} to {number_text(max(found))}"
+            print(f"{what}, {name}: median {number_text(statistics.median(found))} s ({spread})")
+        share = statistics.median(measured["SteadyGPT"]) / statistics.median(measured["torch.save"])
+        print(f"{what}, SteadyGPT / torch.save: {share:.0%}")
+
+
+if __name__ == "__main__":
+    main()
