@@ -14,7 +14,6 @@ import os
 import pickle
 import shutil
 import sys
-import threading
 import time
 import zipfile
 from collections.abc import Iterator
@@ -128,7 +127,7 @@ class CheckpointWriter:
         self.folder, self.keep, self.mirror = folder, keep, mirror
         self.latest_is_whole = latest_is_whole
         self.latest_step = -1
-        self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint", initializer=_stand_back)
+        self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self.in_flight: Future | None = None
         self.reports: SimpleQueue[tuple[str, str]] = SimpleQueue()
         if mirror:
@@ -190,16 +189,6 @@ class CheckpointWriter:
         self.latest_is_whole, self.latest_step = True, checkpoint["step"]
         for old in _newest_first(self.folder, "rolling_step_*.pt")[self.keep :]:
             old.unlink()
-
-
-def _stand_back() -> None:
-    """Let this thread have the processor time that the training steps leave.
-
-    Where they use all cores, a writer of equal rank costs them more than twice its own time: threads of a parallel loop
-    wait for the one that was put off (benchmarks/checkpoint_cost.py).
-    """
-    if sys.platform == "linux":  # elsewhere the priority is the whole process's
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def copy_to_mirror(file: Path, url: str, names: list[str]) -> None:

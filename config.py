@@ -43,6 +43,8 @@ class TrainConfig:
                             ("auto", "fp32", "bf16", "fp16", "fp8"))
     compile: str = option("run", "auto", "torch.compile the model; auto: on CUDA", ("auto", "on", "off"))
     deterministic: bool = option("run", False, "bitwise repeatable on CUDA too, slower")
+    profile: int = option("run", 0, "steps to record, after 3 others, as a trace for Perfetto and TensorBoard; 0: none",
+                          launch=True)
     dry_run: bool = option("run", False, "print the plan (sizes, memory, steps, disk) and exit", launch=True)
 
     data_dir: str = option("data", "data/edu_fineweb10B", "folder of token shards")

@@ -2,7 +2,8 @@
 
 import resource
 import sys
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -55,6 +56,30 @@ def use_fp8(blocks: nn.Module, device: torch.device) -> None:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise UserError(f"--precision fp8: {torch.cuda.get_device_name(device)} has no fp8 units; use bf16 or fp16")
     convert_to_float8_training(blocks, config=Float8LinearConfig(emulate=device.type != "cuda"))
+
+
+@contextmanager
+def profiled(steps: int, path: Path, tell: Callable[[str], None]):
+    """Record `steps` steps, after 3 others, into a trace file that Perfetto and TensorBoard's profiler open.
+
+    Yields what is to be called after each step. 0 steps record nothing.
+    """
+    if not steps:
+        yield lambda: None
+        return
+
+    def write(profiler: torch.profiler.profile) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(path))
+        except OSError as error:
+            tell(f"no trace in {path}: {error}")
+        else:
+            tell(f"trace of {steps} steps in {path}; open it at https://ui.perfetto.dev")
+
+    schedule = torch.profiler.schedule(wait=2, warmup=1, active=steps, repeat=1)
+    with torch.profiler.profile(schedule=schedule, on_trace_ready=write) as profiler:
+        yield profiler.step
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -15,6 +15,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -44,7 +45,7 @@ from checkpoint import (
 from config import TrainConfig, initial_config, parse_args, resume_config
 from convert_hf import read_weights
 from dataloader import BatchLoader, RowStream
-from device import autocast, choose_precision, peak_flops, peak_memory_bytes, use_fp8
+from device import autocast, choose_precision, peak_flops, peak_memory_bytes, profiled, use_fp8
 from distributed import Distributed, StopSignal, end_with_torchrun, joined, world_size_of_environment
 from durable import lock_folder
 from errors import UserError, run_cli
@@ -248,7 +249,10 @@ class Run:
         ended, reason = "failed", "an error; see stderr"
         self.tell_status("running")
         try:
-            reason = self.loop()
+            trace = f"rank{self.me.rank}.pt.trace.json.gz"
+            path = Path(self.config.tensorboard_dir, self.config.run_name, trace)
+            with profiled(self.config.profile, path, self.say) as step_ended:
+                reason = self.loop(step_ended)
             ended = "stopped" if reason else "finished"
         finally:
             if self.writer:
@@ -270,7 +274,7 @@ class Run:
             except OSError as error:
                 self.log.warn(f"cannot write {status!r} to status.json: {error}")
 
-    def loop(self) -> str:
+    def loop(self, step_ended: Callable[[], None]) -> str:
         """Save, evaluate, step, until the last step; returns what stopped it earlier, or ""."""
         config, state, schedule = self.config, self.state, self.schedule
         loader = BatchLoader(
@@ -305,6 +309,7 @@ class Run:
             state.loss = measured["loss"]
             if self.log:
                 self.log_step(measured, lr, step_s)
+            step_ended()
             state.step += 1
             epoch_ended = int(schedule.epochs(state.rows_consumed)) > int(epochs_before)
         loader.close()
@@ -414,6 +419,10 @@ class Run:
             self.warn(f"no HellaSwag in this run: {error}")
             return []
         return hellaswag_eval.tokenize(self.me.broadcast(examples), self.tokenizer, self.config.context_length)
+
+    def say(self, line: str) -> None:
+        if self.log:
+            self.log.say(line)
 
     def warn(self, line: str) -> None:
         if self.log:

@@ -44,6 +44,22 @@ def report(figures: dict[str, list[float]], unit: str) -> None:
         print(f"{first} / {name}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
 
 
+def plot(figures: dict[str, list[float]], unit: str, title: str, file: Path) -> None:
+    """A picture of the medians as bars, with a dot for each round. Needs matplotlib."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 0.6 * len(figures) + 1.2), layout="constrained")
+    names = list(figures)[::-1]
+    medians = [statistics.median(figures[name]) for name in names]
+    bars = axes.barh(names, medians, color=["#c0c0c0"] * (len(names) - 1) + ["#2b6cb0"], height=0.6)
+    axes.bar_label(bars, [f" {number_text(median)}" for median in medians], padding=12)
+    for name in names:
+        axes.plot(figures[name], [name] * len(figures[name]), ".", color="black", markersize=3)
+    axes.set(title=title, xlabel=unit, xlim=(0, max(medians) * 1.15))
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(file, dpi=120)
+
+
 def number_text(x: float) -> str:
     return f"{x:,.0f}" if x >= 1000 else f"{x:.3g}"
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmarks.compare import REPO, HeldProgram, gemm_flops, in_turn, report
+from benchmarks.compare import REPO, HeldProgram, gemm_flops, in_turn, plot, report
 from model import GPT, GPTConfig
 
 SHAPES = {"124m": (12, 12, 768, 50304), "10m": (6, 6, 384, 320)}  # layers, heads, width, vocabulary
@@ -82,6 +82,7 @@ def main() -> None:
     parser.add_argument("--shape", default="124m", choices=SHAPES)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=3, help="timed in each round")
+    parser.add_argument("--plot", type=Path, help="a picture of the result (pip install matplotlib)")
     args, further = parser.parse_known_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows, context, micro_steps = BATCHES[args.shape, device.type]
@@ -104,6 +105,9 @@ def main() -> None:
                 program.end()
     print(f"{args.shape}: {rows} x {context} tokens x {micro_steps}, {flops / 1e9:.3f} GFLOP a token, {device}")
     report(figures, "tokens/s")
+    if args.plot:
+        title = f"Training {args.shape.upper()}, {rows} x {context} tokens x {micro_steps} a step, {device}"
+        plot(figures, "tokens/s", title, args.plot)
 
 
 if __name__ == "__main__":

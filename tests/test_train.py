@@ -1,5 +1,6 @@
 """Runs as users start them: equal on any number of ranks, stopped and killed at any moment, resumed bit by bit."""
 
+import gzip
 import json
 import os
 import re
@@ -151,6 +152,18 @@ def test_compiled_training_is_the_same_and_leaves_no_trace_in_the_file(workdir):
     one, other = load("a/latest.pt"), load("b/latest.pt")
     assert one["model"].keys() == other["model"].keys()
     assert all(torch.allclose(one["model"][name], other["model"][name], atol=1e-5) for name in one["model"])
+
+
+def test_a_profile_is_a_trace_of_the_steps_asked_for(workdir, capsys):
+    assert run_here("--profile", "2", "--run_name", "traced", *folders("a")) == 0
+    path = workdir / "runs/traced/rank0.pt.trace.json.gz"
+    assert f"trace of 2 steps in {path.relative_to(workdir)}" in capsys.readouterr().out
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    steps = {event["name"] for event in events if event.get("name", "").startswith("ProfilerStep#")}
+    assert steps == {"ProfilerStep#3", "ProfilerStep#4"}
+    assert load("a/latest.pt")["train_config"]["profile"] == 2  # of that start alone:
+    assert run_here("--resume", "--max_steps", "12", *folders("a")) == 0
+    assert "trace of" not in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------------------------------------------------------
