@@ -179,7 +179,7 @@ class CheckpointWriter:
 
     def _write(self, checkpoint: dict, tiers: list[str]) -> None:
         latest = self.folder / LATEST
-        temporary = write_temporary(latest, lambda file: torch.save(checkpoint, file))
+        temporary = write_temporary(latest, lambda file: torch.save(checkpoint, file), cached=False)
         for name in tiers:
             link_file(temporary, self.folder / name)
         if self.latest_is_whole and checkpoint["step"] != self.latest_step:
