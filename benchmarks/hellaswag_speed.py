@@ -1,4 +1,4 @@
-"""HellaSwag examples per second beside build-nanogpt's loop: the same GPT-2 124M, fp32, the same predictions.
+"""HellaSwag examples per second beside build-nanogpt's loop, and on how many both predict the same: GPT-2 124M.
 
     git clone https://github.com/karpathy/build-nanogpt
     python benchmarks/hellaswag_speed.py --build_nanogpt build-nanogpt --hellaswag_file hellaswag_val.jsonl
@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.compare import in_turn, report
 from convert_hf import write_folder
-from device import autocast
+from device import autocast, choose_precision
 from distributed import joined
 from hellaswag_eval import ending_losses, load_examples, tokenize
 from model import GPT, GPTConfig, evaluating
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--hellaswag_file", required=True)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--examples", type=int, default=200, help="in each round")
-    parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16"), help="ours (default: fp32, as theirs)")
+    parser.add_argument("--precision", default="auto", help="ours (default: auto, as when training); theirs is fp32")
     args = parser.parse_args()
     sys.path.insert(0, str(args.build_nanogpt))
     examples, tokenizer = load_examples(args.hellaswag_file), get_tokenizer("gpt2")
@@ -60,7 +60,7 @@ def main() -> None:
             chosen[:] = examples[first : first + args.examples]
             start = time.perf_counter()
             trees = tokenize(chosen, tokenizer, config.context_length)
-            with autocast(me.device, args.precision):
+            with autocast(me.device, choose_precision(args.precision, me.device)):
                 losses = ending_losses(model, trees, me)
             elapsed_s = time.perf_counter() - start
             lengths = np.array([tree.lengths for tree in trees])

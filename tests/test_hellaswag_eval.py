@@ -15,7 +15,17 @@ from test_checkpoint import content, damage
 import hellaswag_eval
 from distributed import Distributed
 from errors import UserError
-from hellaswag_eval import ENDINGS, evaluate, lm_eval_texts, load_examples, make_batches, score_batch, tokenize
+from hellaswag_eval import (
+    ENDINGS,
+    ending_losses,
+    evaluate,
+    lm_eval_texts,
+    load_examples,
+    make_batches,
+    per_ending,
+    score_batch,
+    tokenize,
+)
 from model import GPT, GPTConfig
 from tokenizer import get_tokenizer
 
@@ -97,6 +107,23 @@ def test_each_ending_is_chosen_and_has_the_loss_of_the_plain_loop(model, tokens_
         for tree, losses in zip(batch, score_batch(model, batch, CPU.device), strict=True):
             assert losses == pytest.approx([part.sum().item() for part in expected[tree.example]], abs=1e-4)
             assert [len(ending) for ending in tree.endings] == [len(part) for part in expected[tree.example]]
+
+
+def test_rounding_decides_nothing(model, monkeypatch):
+    """In bf16, what is close is scored again: the choices are fp32's."""
+    trees = trees_of(examples(count=300, seed=1))
+    exact = ending_losses(model, trees, CPU)
+    lengths = per_ending(trees, [tree.lengths for tree in trees])
+
+    def different() -> int:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = ending_losses(model, trees, CPU)
+        assert (found != exact).any()  # most were scored in bf16
+        return sum(((found / by).argmin(1) != (exact / by).argmin(1)).sum() for by in (1, lengths))
+
+    assert different() == 0
+    monkeypatch.setattr(hellaswag_eval, "ROUNDING", 0.0)
+    assert different() > 0  # else this would show nothing
 
 
 def test_lm_evals_texts_are_those_of_its_task():
