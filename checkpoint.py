@@ -98,6 +98,9 @@ def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, moment
 
     options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     set_optimizer_state_dict(model, optimizer, moments if me.is_main else {}, options=_load_options(me))
+    if me.device.type == "cpu":  # still mapped to the file, which the first step would copy page by page
+        for state in optimizer.state.values():
+            state.update({name: tensor.clone() for name, tensor in state.items()})
     for group, own in zip(optimizer.param_groups, options, strict=True):
         group.update(own)
 

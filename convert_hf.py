@@ -333,7 +333,7 @@ TABLES = ("wte.weight", "lm_head.weight")  # a row for each token of the vocabul
 def _unpadded(config: GPTConfig) -> dict[str, Tensor]:
     """A model's weights without data, padding and, where it is tied, the head."""
     with torch.device("meta"):
-        model = GPT(config).state_dict()
+        model = GPT(config, initialize=False).state_dict()
     if config.tied_head:
         del model["lm_head.weight"]
     return {name: tensor[: config.vocab_size] if name in TABLES else tensor for name, tensor in model.items()}
@@ -469,7 +469,7 @@ def main() -> int:
         notes = write_folder(checkpoint, target)
         use = f"AutoModelForCausalLM.from_pretrained({str(target)!r})"
     with torch.device("meta"):
-        model = GPT(GPTConfig(**checkpoint["model_config"]))
+        model = GPT(GPTConfig(**checkpoint["model_config"]), initialize=False)
     print(
         f"{path} -> {target}: {model.num_parameters() / 1e6:,.2f} M parameters, context "
         f"{model.config.context_length:,}, vocabulary {model.config.vocab_size:,} "

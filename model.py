@@ -109,14 +109,28 @@ def attention_in_blocks(q: Tensor, k: Tensor, v: Tensor, dropout: float, block: 
     return torch.cat(parts, dim=2)
 
 
+class Linear(nn.Linear):
+    """Its weights are GPT's to initialize: PyTorch's own would cost as much again, for nothing."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class Embedding(nn.Embedding):
+    """As Linear."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
 class Attention(nn.Module):
     """Causal multi-head self-attention."""
 
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
         self.layer, self.num_heads, self.dropout = layer, config.num_heads, config.dropout
-        self.c_attn = nn.Linear(config.embd_size, 3 * config.embd_size, bias=config.bias)
-        self.c_proj = nn.Linear(config.embd_size, config.embd_size, bias=config.bias)
+        self.c_attn = Linear(config.embd_size, 3 * config.embd_size, bias=config.bias)
+        self.c_proj = Linear(config.embd_size, config.embd_size, bias=config.bias)
 
     def forward(self, x: Tensor, rotary: Rotary, cache: KVCache | None, mask: Tensor | None) -> Tensor:
         B, T, C = x.shape
@@ -143,8 +157,8 @@ class MLP(nn.Module):
         super().__init__()
         self.dropout = config.dropout
         self.approximate = {"tanh": "tanh", "exact": "none"}[config.gelu]
-        self.c_fc = nn.Linear(config.embd_size, config.mlp_size, bias=config.bias)
-        self.c_proj = nn.Linear(config.mlp_size, config.embd_size, bias=config.bias)
+        self.c_fc = Linear(config.embd_size, config.mlp_size, bias=config.bias)
+        self.c_proj = Linear(config.mlp_size, config.embd_size, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.c_proj(F.gelu(self.c_fc(x), approximate=self.approximate))
@@ -166,21 +180,26 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The language model. Logits are for the true vocabulary: padding rows are never predicted or sampled."""
+    """The language model. Logits are for the true vocabulary: padding rows are never predicted or sampled.
 
-    def __init__(self, config: GPTConfig):
+    Args:
+        initialize: False leaves the weights undefined, for weights that are to be loaded.
+    """
+
+    def __init__(self, config: GPTConfig, initialize: bool = True):
         super().__init__()
         self.config = config
         self.activation_checkpointing = False  # recompute each block in backward: less memory, a third more time
         self.loss_chunk_size = 0  # tokens whose logits exist at once in training; 0: all
-        self.wte = nn.Embedding(config.padded_vocab_size, config.embd_size)
-        self.wpe = None if config.rotary_dim else nn.Embedding(config.context_length, config.embd_size)
+        self.wte = Embedding(config.padded_vocab_size, config.embd_size)
+        self.wpe = None if config.rotary_dim else Embedding(config.context_length, config.embd_size)
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         self.ln_f = nn.LayerNorm(config.embd_size, config.layer_norm_eps, bias=config.bias)
-        self.lm_head = nn.Linear(config.embd_size, config.padded_vocab_size, bias=False)
+        self.lm_head = Linear(config.embd_size, config.padded_vocab_size, bias=False)
         if config.tied_head:
             self.lm_head.weight = self.wte.weight
-        self._init_weights()
+        if initialize:
+            self._init_weights()
 
     @classmethod
     def from_checkpoint(cls, checkpoint: dict) -> "GPT":
@@ -189,7 +208,7 @@ class GPT(nn.Module):
         Raises: UserError when the checkpoint's parts do not fit each other.
         """
         try:
-            model = cls(GPTConfig(**checkpoint["model_config"]))
+            model = cls(GPTConfig(**checkpoint["model_config"]), initialize=False)
             model.load_state_dict(checkpoint["model"])
         except (TypeError, RuntimeError) as error:
             raise UserError(f"not a model of this version: {' '.join(str(error).split())[:200]}") from error

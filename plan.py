@@ -163,7 +163,7 @@ def estimate_memory(config: TrainConfig, model: GPT, precision: str, compiled: b
 def describe(config: TrainConfig, data: Data, schedule: Schedule, me: Distributed) -> list[str]:
     """The plan of a run, as lines."""
     with torch.device("meta"):
-        model = GPT(data.model_config)
+        model = GPT(data.model_config, initialize=False)
     N, T, B = model.num_parameters(), config.context_length, config.mini_batch_size
     precision = choose_precision(config.precision, me.device)
     ranks = me.world_size if config.sharding == "fsdp" else 1

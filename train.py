@@ -114,7 +114,7 @@ def build_trainer(
         torch.use_deterministic_algorithms(True, warn_only=True)
     torch.manual_seed(config.seed)
     with me.device:
-        model = GPT(data.model_config)
+        model = GPT(data.model_config, initialize=checkpoint is None and initial is None)
     model.activation_checkpointing = config.activation_checkpointing
     model.loss_chunk_size = config.loss_chunk_size
     if precision == "fp8":

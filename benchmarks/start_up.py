@@ -50,14 +50,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         random = np.random.default_rng(0)
-        for split, count in (("train", 2**26), ("val", 2**20)):
-            random.integers(0, 50257, count, np.uint16).tofile(folder / f"{split}.bin")
+        random.integers(0, 50257, 2**26, np.uint16).tofile(folder / "train.bin")
 
         def train(checkout: Path, checkpoints: str, **options) -> list[str]:
             options = {
                 "data_dir": folder, "checkpoint_dir": folder / checkpoints, "logdir": folder / "logs",
                 "mini_batch_size": 1, "context_length": 64, "total_batch_size": 64, "warmup_steps": 10,
-                "hellaswag_freq": 0, "sample_freq": 0, **options,
+                "eval_freq": 0, "hellaswag_freq": 0, "sample_freq": 0, **options,
             }  # fmt: skip
             return [sys.executable, checkout / "train.py", *(f"--{n}={v}" for n, v in options.items()), *further]
 

@@ -6,6 +6,7 @@ import runpy
 import sys
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,9 @@ from distributed import Distributed
 from errors import UserError
 from hellaswag_eval import (
     ENDINGS,
+    ROUNDING,
+    Tree,
+    close_calls,
     ending_losses,
     evaluate,
     lm_eval_texts,
@@ -109,21 +113,27 @@ def test_each_ending_is_chosen_and_has_the_loss_of_the_plain_loop(model, tokens_
             assert [len(ending) for ending in tree.endings] == [len(part) for part in expected[tree.example]]
 
 
-def test_rounding_decides_nothing(model, monkeypatch):
-    """In bf16, what is close is scored again: the choices are fp32's."""
-    trees = trees_of(examples(count=300, seed=1))
+def test_in_bf16_close_calls_are_scored_again_in_fp32(model):
+    trees = trees_of(examples(count=300))
     exact = ending_losses(model, trees, CPU)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = ending_losses(model, trees, CPU)
+    again = close_calls(trees, exact)
+    assert 0 < again.sum() < 150 and (found[~again] != exact[~again]).any()
     lengths = per_ending(trees, [tree.lengths for tree in trees])
+    for by in (1, lengths):
+        assert ((found / by).argmin(1) == (exact / by).argmin(1)).all()
 
-    def different() -> int:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            found = ending_losses(model, trees, CPU)
-        assert (found != exact).any()  # most were scored in bf16
-        return sum(((found / by).argmin(1) != (exact / by).argmin(1)).sum() for by in (1, lengths))
 
-    assert different() == 0
-    monkeypatch.setattr(hellaswag_eval, "ROUNDING", 0.0)
-    assert different() > 0  # else this would show nothing
+def test_no_choice_that_rounding_could_change_is_passed_over():
+    random = np.random.default_rng(0)
+    tokens = random.integers(1, 40, (1000, ENDINGS))
+    trees = [Tree([0], [[0] * n for n in row], (5 * row).tolist(), 0, i, 0) for i, row in enumerate(tokens)]
+    exact = random.normal(3, 0.02, tokens.shape) * tokens
+    rounded = exact + random.uniform(-1, 1, tokens.shape) * ROUNDING * np.sqrt(tokens)
+    close = close_calls(trees, rounded)
+    changed = [(rounded / by).argmin(1) != (exact / by).argmin(1) for by in (1, 5 * tokens)]
+    assert all(kind.any() for kind in changed) and close[np.logical_or(*changed)].all() and not close.all()
 
 
 def test_lm_evals_texts_are_those_of_its_task():
