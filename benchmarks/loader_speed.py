@@ -20,8 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmarks.compare import in_turn, report
+from benchmarks.compare import in_turn, report, synchronize
 from dataloader import BatchLoader, RowStream, open_shard
+from device import autocast, choose_precision
+from model import GPT, GPTConfig
 
 TOKENS = 100_000_000
 
@@ -47,12 +49,28 @@ def tokens_per_second(get, tokens: int, seconds: float) -> float:
     return tokens * count / elapsed_s
 
 
+def percent_waiting(loader: BatchLoader, model: GPT, micro_steps: int) -> float:
+    """Time within loader.next, while the model trains, in percent of all."""
+    start, waited_s = time.perf_counter(), 0.0
+    for _ in range(micro_steps):
+        asked = time.perf_counter()
+        inputs, targets = loader.next()
+        waited_s += time.perf_counter() - asked
+        with autocast(loader.device, choose_precision("auto", loader.device)):
+            loss = model(inputs, targets)
+        loss.backward()
+        model.zero_grad()
+    synchronize(loader.device)
+    return 100 * waited_s / (time.perf_counter() - start)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--nanogpt", type=Path, required=True, help="a checkout of nanoGPT")
     parser.add_argument("--rows", type=int, default=12, help="a batch; 12 is nanoGPT's default")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--micro_steps", type=int, default=1, help="of training in each round, to see what they wait")
     parser.add_argument("--seconds", type=float, default=1.0, help="of each side in each round")
     args = parser.parse_args()
     B, T = args.rows, args.context
@@ -76,9 +94,13 @@ def main() -> None:
         }
         measured = {name: lambda get=get: tokens_per_second(get, B * T, args.seconds) for name, get in sides.items()}
         figures = in_turn(measured, args.rounds, "tokens/s")
+        model = GPT(GPTConfig(context_length=T, num_layers=6, num_heads=6, embd_size=384)).to(device)
+        waiting = {"waiting": lambda: percent_waiting(loader, model, args.micro_steps)}
+        waited = in_turn(waiting, args.rounds, "% of a step")
         loader.close()
     print(f"batches of {B} x {T} on {device}")
     report(figures, "tokens/s")
+    report(waited, f"% of {args.micro_steps} micro-steps of a model of {model.num_parameters() / 1e6:.0f} M")
 
 
 if __name__ == "__main__":
