@@ -165,13 +165,13 @@ class CheckpointWriter:
         step, names, start = checkpoint["step"], [LATEST, *tiers], time.monotonic()
         try:
             self._write(checkpoint, tiers)
-        except (OSError, RuntimeError) as error:
-            free_gb = shutil.disk_usage(self.folder).free / 1e9
-            self.reports.put(
-                ("not saved", f"step {step} was not saved: {error} ({free_gb:.1f} GB free); older saves are whole")
-            )
+            size = (self.folder / LATEST).stat().st_size
+        except Exception as error:  # whatever it is, training goes on; an exception of this thread nobody would see
+            what = f"step {step} was not saved: {str(error) or type(error).__name__}"
+            if self.folder.is_dir():
+                what += f" ({shutil.disk_usage(self.folder).free / 1e9:.1f} GB free); older saves are whole"
+            self.reports.put(("not saved", what))
             return
-        size = (self.folder / LATEST).stat().st_size
         took = time.monotonic() - start
         self.reports.put(("saved", f"saved step {step} as {', '.join(names)} ({size / 1e6:,.1f} MB in {took:.1f} s)"))
         if self.mirror:

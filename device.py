@@ -68,18 +68,24 @@ def profiled(steps: int, path: Path, tell: Callable[[str], None]):
         yield lambda: None
         return
 
+    recorded = False
+
     def write(profiler: torch.profiler.profile) -> None:
+        nonlocal recorded
+        recorded = True
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(path))
         except OSError as error:
             tell(f"no trace in {path}: {error}")
         else:
-            tell(f"trace of {steps} steps in {path}; open it at https://ui.perfetto.dev")
+            tell(f"trace in {path}; open it at https://ui.perfetto.dev")
 
     schedule = torch.profiler.schedule(wait=2, warmup=1, active=steps, repeat=1)
     with torch.profiler.profile(schedule=schedule, on_trace_ready=write) as profiler:
         yield profiler.step
+    if not recorded:
+        tell("no trace: the run was too short")
 
 
 def peak_flops(device: torch.device) -> float | None:

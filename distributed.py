@@ -168,6 +168,7 @@ def _keep_freed_memory() -> None:
     """Keep what tensors free for the next ones: glibc gives large blocks back to the system at once.
 
     Getting them again costs a page fault every 4 KB, a fifth of a training step on a CPU (benchmarks/train_speed.py).
+    So the process stays as large as it ever was, with the copy that a save takes.
     """
     with suppress(AttributeError, OSError):  # another C library
         m_trim_threshold, m_mmap_max = -1, -4  # malloc.h

@@ -44,7 +44,8 @@ def write_temporary(path: Path, write: Callable[[IO[bytes]], object], cached: bo
 class UncachedFile(io.FileIO):
     """A new file, written in sequence past the page cache (O_DIRECT), where the file system can.
 
-    Gigabytes cost a fifth of the processor time that way, and what the cache holds, the training data, stays there.
+    Gigabytes cost a fifth of the processor time that way, and what the cache holds, the training data, stays there;
+    who reads the file next reads it from the disk.
     """
 
     def __init__(self, path: Path, buffer_size: int = 2**24):
@@ -75,10 +76,10 @@ class UncachedFile(io.FileIO):
             try:
                 rest = rest[super().write(rest) :]
             except OSError as error:
-                if not (self.direct and error.errno == errno.EINVAL):
+                if not (self.direct and error.errno in (errno.EINVAL, errno.EOPNOTSUPP)):
                     raise
                 self._set_direct(False)  # the file system took the flag, but not the write
-        self.used = 0
+        self.used = 0  # not before: on a full disk, close() tries again, and its OSError says more than torch.save's
 
     def _set_direct(self, on: bool) -> None:
         flag = getattr(os, "O_DIRECT", 0)  # macOS has none

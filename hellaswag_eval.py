@@ -179,7 +179,8 @@ def ending_losses(
 ) -> np.ndarray | None:
     """The summed loss of each ending in nats, (examples, 4), found by all ranks; None where should_stop() said so.
 
-    In an autocast, examples that its rounding may decide are scored again in fp32: the choices are those of fp32.
+    In an autocast, examples that its rounding may decide are scored again outside it: the choices are those of fp32
+    (but for what stays in fp8).
     """
     losses = np.zeros((trees[-1].example + 1, ENDINGS))
 

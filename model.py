@@ -97,6 +97,7 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
 def attention_in_blocks(q: Tensor, k: Tensor, v: Tensor, dropout: float, block: int = 128) -> Tensor:
     """What F.scaled_dot_product_attention(is_causal=True) computes, at twice its speed for short rows of bf16 on a CPU.
 
+    The scores are rounded to bf16: the mean error against fp32 is a third above that of the other's.
     Each block of queries multiplies with the keys up to its end only: above the diagonal blocks nothing is computed.
     """
     parts = []

@@ -128,6 +128,27 @@ def test_a_full_disk_is_a_report_and_the_old_files_stay(writer, tmp_path, monkey
     assert outcome == "saved" and read_checkpoint(tmp_path / "latest.pt")["step"] == 3
 
 
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.EIO, "Input/output error")])
+def test_whatever_stops_a_save_is_a_report(writer, monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", fail)
+        [(outcome, report)] = save(writer, 1)
+    assert outcome == "not saved" and (str(error) or "MemoryError") in report
+    [(outcome, _)] = save(writer, 2)
+    assert outcome == "saved"
+
+
+def test_a_folder_that_went_away_is_a_report(tmp_path):
+    writer = CheckpointWriter(tmp_path / "gone", keep=3)
+    (tmp_path / "gone").rmdir()
+    [(outcome, report)] = save(writer, 1)
+    assert outcome == "not saved" and "No such file or directory" in report and str(tmp_path / "gone") in report
+    writer.close()
+
+
 def test_names_change_only_after_the_content_is_on_the_disk(writer, tmp_path, monkeypatch):
     calls = []
     for name in ("fsync", "link", "replace"):

@@ -157,13 +157,15 @@ def test_compiled_training_is_the_same_and_leaves_no_trace_in_the_file(workdir):
 def test_a_profile_is_a_trace_of_the_steps_asked_for(workdir, capsys):
     assert run_here("--profile", "2", "--run_name", "traced", *folders("a")) == 0
     path = workdir / "runs/traced/rank0.pt.trace.json.gz"
-    assert f"trace of 2 steps in {path.relative_to(workdir)}" in capsys.readouterr().out
+    assert f"trace in {path.relative_to(workdir)}" in capsys.readouterr().out
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     steps = {event["name"] for event in events if event.get("name", "").startswith("ProfilerStep#")}
     assert steps == {"ProfilerStep#3", "ProfilerStep#4"}
     assert load("a/latest.pt")["train_config"]["profile"] == 2  # of that start alone:
     assert run_here("--resume", "--max_steps", "12", *folders("a")) == 0
-    assert "trace of" not in capsys.readouterr().out
+    assert "trace" not in capsys.readouterr().out
+    assert run_here("--max_steps", "2", "--warmup_steps", "1", "--profile", "2", *folders("b")) == 0
+    assert "no trace: the run was too short" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------------------------------------------------------
