@@ -30,9 +30,9 @@ MANIFEST_KINDS = {"complete": bool, "tokenizer": str, "vocab_size": int, "shards
 SHARD_KINDS = {"file": str, "split": str, "tokens": int, "sha256": str}
 # llm.c's and modded-nanogpt's header is 256 int32: magic, version, token count. The magic tells the dtype.
 LLMC_HEADER_BYTES = 256 * 4
+LLMC_DTYPES = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
 READ_AT_ONCE = 2**18  # tokens
 PLACES = 4096  # rows whose places in the shards are drawn at once, at most
-LLMC_DTYPES = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # shards in and out

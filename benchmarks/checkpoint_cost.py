@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmarks.compare import in_turn, number_text, synchronize
+from benchmarks.compare import in_turn, median_text, synchronize
 from checkpoint import CheckpointWriter, capture_state
 from device import autocast, choose_precision
 from distributed import joined
@@ -40,7 +40,6 @@ def main() -> None:
         precision = choose_precision("auto", me.device)
         writer = CheckpointWriter(folder, keep=1)
         returned: dict[str, list[float]] = {"SteadyGPT": [], "torch.save": []}
-
         durable: list[float] = []
 
         def step() -> None:
@@ -83,11 +82,10 @@ def main() -> None:
         for name in returned
     }
     print(f"{size / 1e9:.2f} GB, steps of {statistics.median(figures['no save']) / STEPS:.2f} s, {me.device}")
-    print(f"durable after: median {statistics.median(durable[1:]):.1f} s (to {max(durable[1:]):.1f})")
+    print(f"durable after: {median_text(durable[1:], 's')}")
     for what, measured in (("extra wall-clock", extra), ("until the call returns", returned)):
         for name, found in measured.items():
-            spread = f"{number_text(min(found))} to {number_text(max(found))}"
-            print(f"{what}, {name}: median {number_text(statistics.median(found))} s ({spread})")
+            print(f"{what}, {name}: {median_text(found, 's')}")
         share = statistics.median(measured["SteadyGPT"]) / statistics.median(measured["torch.save"])
         print(f"{what}, SteadyGPT / torch.save: {share:.0%}")
 

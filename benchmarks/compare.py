@@ -36,8 +36,7 @@ def report(figures: dict[str, list[float]], unit: str) -> None:
     """Median and spread of every side, and the first side's median ratio to each of the others, round by round."""
     width = max(map(len, figures))
     for name, found in figures.items():
-        spread = f"{number_text(min(found))} to {number_text(max(found))}"
-        print(f"{name:<{width}}  median {number_text(statistics.median(found))} {unit} ({spread})")
+        print(f"{name:<{width}}  {median_text(found, unit)}")
     first, *others = figures
     for name in others:
         ratios = [a / b for a, b in zip(figures[first], figures[name], strict=True)]
@@ -58,6 +57,12 @@ def plot(figures: dict[str, list[float]], unit: str, title: str, file: Path) -> 
     axes.set(title=title, xlabel=unit, xlim=(0, max(medians) * 1.15))
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(file, dpi=120)
+
+
+def median_text(found: Sequence[float], unit: str) -> str:
+    """Median and spread of one side's figures."""
+    spread = f"{number_text(min(found))} to {number_text(max(found))}"
+    return f"median {number_text(statistics.median(found))} {unit} ({spread})"
 
 
 def number_text(x: float) -> str:

@@ -37,16 +37,14 @@ def nanogpt_get_batch(checkout: Path, data_dir: Path, rows: int, context: int, d
     return lambda: names["get_batch"]("train")
 
 
-def tokens_per_second(get, tokens: int, seconds: float) -> float:
+def tokens_per_second(get, tokens: int, seconds: float, device: torch.device) -> float:
     get()
     start, count = time.perf_counter(), 0
-    while (elapsed_s := time.perf_counter() - start) < seconds:
+    while time.perf_counter() - start < seconds:
         get()
         count += 1
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        elapsed_s = time.perf_counter() - start
-    return tokens * count / elapsed_s
+    synchronize(device)
+    return tokens * count / (time.perf_counter() - start)
 
 
 def percent_waiting(loader: BatchLoader, model: GPT, micro_steps: int) -> float:
@@ -92,7 +90,10 @@ def main() -> None:
             "nanoGPT": nanogpt_get_batch(args.nanogpt, folder, B, T, device),
             "memcpy": memcpy,
         }
-        measured = {name: lambda get=get: tokens_per_second(get, B * T, args.seconds) for name, get in sides.items()}
+        measured = {
+            name: lambda get=get: tokens_per_second(get, B * T, args.seconds, loader.device)
+            for name, get in sides.items()
+        }
         figures = in_turn(measured, args.rounds, "tokens/s")
         model = GPT(GPTConfig(context_length=T, num_layers=6, num_heads=6, embd_size=384)).to(device)
         waiting = {"waiting": lambda: percent_waiting(loader, model, args.micro_steps)}
