@@ -18,6 +18,7 @@ import time
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -29,19 +30,14 @@ from durable import fsync_folder, link_file, replace_file, write_temporary
 from errors import UserError
 from telemetry import duration_text
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 LATEST, BACKUP, BEST = "latest.pt", "latest_backup.pt", "best_model.pt"
 ROLLING, EPOCH = "rolling_step_{:06d}.pt", "epoch_{:05d}.pt"
 STATUS = "status.json"
-REQUIRED = {
-    "format_version",
-    "step",
-    "rows_consumed",
-    "model",
-    "optimizer",
-    "model_config",
-    "train_config",
-    "tokenizer",
+KINDS = {
+    **dict.fromkeys(("format_version", "step", "rows_consumed"), int),
+    **dict.fromkeys(("model", "optimizer", "model_config", "train_config"), dict),
+    "tokenizer": str,
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -167,9 +163,10 @@ class CheckpointWriter:
             self._write(checkpoint, tiers)
             size = (self.folder / LATEST).stat().st_size
         except Exception as error:  # whatever it is, training goes on; an exception of this thread nobody would see
-            what = f"step {step} was not saved: {str(error) or type(error).__name__}"
-            if self.folder.is_dir():
-                what += f" ({shutil.disk_usage(self.folder).free / 1e9:.1f} GB free); older saves are whole"
+            what = f"{self.folder / LATEST}: step {step} was not saved: {str(error) or type(error).__name__}"
+            with suppress(OSError):  # the folder is gone
+                free = shutil.disk_usage(self.folder).free
+                what += f"; it takes {_num_bytes(checkpoint):,} bytes, {free:,} are free; older saves are whole"
             self.reports.put(("not saved", what))
             return
         took = time.monotonic() - start
@@ -191,7 +188,13 @@ class CheckpointWriter:
         fsync_folder(self.folder)  # only now is it durable, and only then may older ones go
         self.latest_is_whole, self.latest_step = True, checkpoint["step"]
         for old in _newest_first(self.folder, "rolling_step_*.pt")[self.keep :]:
-            old.unlink()
+            old.unlink(missing_ok=True)
+
+
+def _num_bytes(checkpoint: dict) -> int:
+    """Bytes of its tensors; of tied ones once."""
+    moments = [tensor for state in checkpoint["optimizer"].get("state", {}).values() for tensor in state.values()]
+    return sum({t.data_ptr(): t.nbytes for t in [*checkpoint["model"].values(), *moments]}.values())
 
 
 def copy_to_mirror(file: Path, url: str, names: list[str]) -> None:
@@ -294,8 +297,11 @@ def load_verified(path: Path) -> object:
         raise UserError(f"{path}: damaged or not a checkpoint ({size:,} bytes, not a whole torch.save file)") from None
     except pickle.UnpicklingError:
         raise UserError(f"{path}: holds more than tensors and plain types; it was not loaded") from None
-    except (OSError, RuntimeError, EOFError, KeyError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from error
+    except UserError:
+        raise
+    except Exception as error:  # what a parser raises on arbitrary bytes has no end, and the next file may be whole
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(f"{path}: damaged or cannot be read: {reason}") from error
 
 
 def as_checkpoint(content: object, path: Path) -> dict:
@@ -303,12 +309,15 @@ def as_checkpoint(content: object, path: Path) -> dict:
 
     Raises: UserError when it is none.
     """
-    if not isinstance(content, dict) or not content.keys() >= REQUIRED:
-        raise UserError(f"{path}: not a SteadyGPT checkpoint (expected the keys {', '.join(sorted(REQUIRED))})")
+    for key, kind in KINDS.items():
+        if not isinstance(content, dict) or not isinstance(content.get(key), kind):
+            raise UserError(f"{path}: not a SteadyGPT checkpoint (expected {key}, {kind.__name__})")
     if content["format_version"] > FORMAT_VERSION:
         raise UserError(
             f"{path}: format {content['format_version']}; expected at most {FORMAT_VERSION}: update SteadyGPT"
         )
+    if content["format_version"] == 1:  # its data was recognized otherwise, and no losses were kept
+        content |= {"format_version": FORMAT_VERSION, "data_fingerprint": {}, "recent_losses": []}
     return content
 
 

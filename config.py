@@ -15,18 +15,26 @@ from errors import OneLineParser, UserError
 PRESETS = Path(__file__).resolve().parent / "configs"
 
 
-def option(group: str, default, text: str, choices: tuple = (), bare=None, fixed: bool = False, launch: bool = False):
+def option(
+    group: str,
+    default,
+    text: str,
+    choices: tuple = (),
+    bare=None,
+    fixed: bool = False,
+    deliberate: bool = False,
+    launch: bool = False,
+):
     """A field of TrainConfig.
 
     Args:
         bare: the value of the flag without one (`--resume`).
         fixed: part of what a checkpoint is; it cannot be changed on resume.
+        deliberate: decides what is learned; on resume it changes with --allow_changes only.
         launch: belongs to this start of the script alone; a checkpoint's value is not taken over on resume.
     """
-    return field(
-        default=default,
-        metadata={"group": group, "help": text, "choices": choices, "bare": bare, "fixed": fixed, "launch": launch},
-    )
+    metadata = {"group": group, "help": text, "choices": choices, "bare": bare}
+    return field(default=default, metadata=metadata | {"fixed": fixed, "deliberate": deliberate, "launch": launch})
 
 
 @dataclass(frozen=True)
@@ -66,20 +74,26 @@ class TrainConfig:
     rotary_base: float = option("model", 10000.0, "of the rotations' wavelengths", fixed=True)
     parallel_residual: bool = option("model", False, "attention and MLP read the same input, as GPT-NeoX", fixed=True)
     tied_head: bool = option("model", True, "the head is the embedding table, as GPT-2", fixed=True)
-    dropout: float = option("model", 0.0, "probability, in [0, 1)")
+    dropout: float = option("model", 0.0, "probability, in [0, 1)", deliberate=True)
     init_from: str = option("model", "scratch", "scratch, or weights to start from: gpt2, gpt2-medium, gpt2-large, "
                             "gpt2-xl, a Hugging Face folder, a checkpoint file (also nanoGPT's)", fixed=True)
 
-    total_batch_size: int = option("optimization", 524288, "tokens a step, over all ranks and micro-steps")
+    total_batch_size: int = option("optimization", 524288, "tokens a step, over all ranks and micro-steps",
+                                   deliberate=True)
     mini_batch_size: int = option("optimization", 32, "rows a rank computes at once")
-    max_lr: float = option("optimization", 1e-3, "peak learning rate, after the warm-up")
-    min_lr: float = option("optimization", 1e-4, "learning rate at the last step of the cosine")
-    warmup_steps: int = option("optimization", 715, "steps of linear warm-up")
-    weight_decay: float = option("optimization", 0.1, "AdamW's, on matrices and embeddings")
-    grad_clip: float = option("optimization", 1.0, "largest gradient norm; 0: no clipping")
+    max_lr: float = option("optimization", 1e-3, "peak learning rate, after the warm-up", deliberate=True)
+    min_lr: float = option("optimization", 1e-4, "learning rate at the last step of the cosine", deliberate=True)
+    warmup_steps: int = option("optimization", 715, "steps of linear warm-up", deliberate=True)
+    weight_decay: float = option("optimization", 0.1, "AdamW's, on matrices and embeddings", deliberate=True)
+    grad_clip: float = option("optimization", 1.0, "largest gradient norm; 0: no clipping", deliberate=True)
     num_epochs: int = option("optimization", 5, "passes over the data")
     steps_per_epoch: int = option("optimization", 0, "0: from the shards (19073 is FineWeb-Edu 10B)")
     max_steps: int = option("optimization", 0, "steps of the run; 0: num_epochs * steps_per_epoch")
+    max_bad_steps: int = option("optimization", 5, "stop after so many steps running whose loss or gradient is not "
+                                "finite; their updates are skipped; 0: never")
+    spike_z: float = option("optimization", 6.0, "warn of a loss this many standard deviations above the last 128's; "
+                            "0: off")
+    skip_spikes: bool = option("optimization", False, "and skip its update")
     max_hours: float = option("optimization", 0.0, "stop and save after this long in this start; 0: never")
 
     checkpoint_dir: str = option("checkpoints", "checkpoints", "folder of this run's checkpoints", launch=True)
@@ -88,6 +102,8 @@ class TrainConfig:
     keep_checkpoints: int = option("checkpoints", 10, "newest rolling checkpoints that are kept")
     resume: str = option("checkpoints", "", "continue: latest, auto (latest, or afresh where there is none), best, "
                          "or a file; bare --resume is latest", bare="latest", launch=True)
+    allow_changes: bool = option("checkpoints", False, "on resume: let batch size, learning rates, warm-up, weight "
+                                 "decay, clipping and dropout differ from the checkpoint's", launch=True)
     list_checkpoints: bool = option("checkpoints", False, "print a table of checkpoint_dir and exit", launch=True)
     mirror: str = option("checkpoints", "", "fsspec URL of a folder that gets a copy of each save (s3://..., file://...)")
 
@@ -107,6 +123,7 @@ class TrainConfig:
 
     sharding: str = option("distributed", "ddp", "ddp: a replica a rank; fsdp: parameters and optimizer sharded",
                            ("ddp", "fsdp"))
+    timeout_minutes: float = option("distributed", 30.0, "end the run when a rank is waited for so long", launch=True)
     cpu_offload: bool = option("distributed", False, "with fsdp: parameters and optimizer live in host memory")
     activation_checkpointing: bool = option("distributed", False, "recompute blocks in backward: less memory, slower")
     loss_chunk_size: int = option("distributed", 0, "tokens whose logits exist at once, recomputed in backward: less "
@@ -133,7 +150,7 @@ class TrainConfig:
                 raise UserError(f"--{name} is {getattr(self, name):,}; expected at most {most:,}")
         if not self.init_from:
             raise UserError("--init_from is empty; expected scratch, a folder, a checkpoint file or gpt2")
-        for name in ("layer_norm_eps", "rotary_base"):
+        for name in ("layer_norm_eps", "rotary_base", "timeout_minutes"):
             if not getattr(self, name):
                 raise UserError(f"--{name} is {getattr(self, name)}; expected more than 0")
         if self.rotary_pct > 1:
@@ -220,6 +237,11 @@ def resume_config(saved: dict, config: TrainConfig, given: frozenset[str]) -> tu
                 raise UserError(
                     f"--{name} is {getattr(config, name)!r}, but the checkpoint was trained with {saved[name]!r}; "
                     f"drop the flag, or start another run in another --checkpoint_dir"
+                )
+            if f.metadata["deliberate"] and not config.allow_changes:
+                raise UserError(
+                    f"--{name} is {getattr(config, name)!r}, but the checkpoint was trained with {saved[name]!r}; "
+                    f"drop the flag, or go on with the new value by adding --allow_changes"
                 )
             changes.append(f"{name}: {saved[name]!r} -> {getattr(config, name)!r}")
     return dataclasses.replace(config, **taken), changes

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from tqdm import tqdm
 
 if TYPE_CHECKING:
     import torch
@@ -169,21 +170,33 @@ def find_shards(data_dir: Path, split: str) -> list[Shard]:
     return shards
 
 
-def check_shards(shards: Sequence[Shard], manifest: dict | None, vocab_size: int) -> None:
+def check_shards(
+    shards: Sequence[Shard], manifest: dict | None, vocab_size: int, known: Sequence[list] = ()
+) -> list[list]:
     """Read the shards through: the checksums are the manifest's, and no token is outside the vocabulary.
+
+    Args:
+        known: what an earlier call returned; a file of the same name, size and time as then is not read again.
+
+    Returns:
+        Of each shard: [file name, bytes, modified at (ns), SHA-256 in hex].
 
     Raises: UserError naming the first bad file (and, of a bad token, its position).
     """
     digests = {entry["file"]: entry["sha256"] for entry in manifest["shards"]} if manifest else {}
+    unchanged = {tuple(name_size_time): digest for *name_size_time, digest in known}
 
-    def check(shard: Shard) -> None:
-        if shard.path.name in digests:
-            found = _sha256(shard.path)
-            if found != digests[shard.path.name]:
-                raise UserError(
-                    f"{shard.path}: SHA-256 {found[:12]}..., but {MANIFEST} says {digests[shard.path.name][:12]}...; "
-                    "the file is damaged, prepare or copy it again"
-                )
+    def check(shard: Shard) -> list:
+        stat = shard.path.stat()
+        name_size_time = shard.path.name, stat.st_size, stat.st_mtime_ns
+        if digest := unchanged.get(name_size_time):
+            return [*name_size_time, digest]
+        digest = _sha256(shard.path)
+        if digest != digests.get(shard.path.name, digest):
+            raise UserError(
+                f"{shard.path}: SHA-256 {digest[:12]}..., but {MANIFEST} says {digests[shard.path.name][:12]}...; "
+                "the file is damaged, prepare or copy it again"
+            )
         tokens = shard.tokens()
         for start in range(0, len(tokens), 2**24):
             block = tokens[start : start + 2**24]
@@ -193,22 +206,15 @@ def check_shards(shards: Sequence[Shard], manifest: dict | None, vocab_size: int
                     f"{shard.path}: token {at:,} is {tokens[at]}, outside the vocabulary of {vocab_size:,}; "
                     "was it written with another --tokenizer?"
                 )
+        return [*name_size_time, digest]
 
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(check, shards))
-
-
-def data_fingerprint(shards: Sequence[Shard]) -> str:
-    """A hash that changes when shards do: their order, sizes, and bytes at the start, middle and end of each."""
-    digest = hashlib.sha256()
-    for shard in shards:
-        size = shard.path.stat().st_size
-        digest.update(f"{shard.num_tokens} {shard.dtype} {size} ".encode())
-        with open(shard.path, "rb") as file:
-            for position in (0, size // 2, max(0, size - 65536)):
-                file.seek(position)
-                digest.update(file.read(65536))
-    return digest.hexdigest()
+    # Shown only when it takes longer than anyone waits for without asking.
+    with ThreadPoolExecutor() as pool, tqdm(desc="checking shards", total=len(shards), unit="shard", delay=3) as bar:
+        found = []
+        for entry in pool.map(check, shards):
+            found.append(entry)
+            bar.update()
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------------

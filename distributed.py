@@ -103,10 +103,11 @@ def world_size_of_environment() -> int:
 
 
 @contextmanager
-def joined(device_name: str):
+def joined(device_name: str, timeout_minutes: float = 30):
     """Join the processes that torchrun has started, as a `Distributed`; leave them at the end.
 
-    CPU tensors travel by gloo, CUDA tensors by NCCL.
+    CPU tensors travel by gloo, CUDA tensors by NCCL. A rank that the others wait for longer than `timeout_minutes` (as
+    they do while rank 0 reads through all shards or a large checkpoint) ends the run.
 
     Raises: UserError when the machine has no such device, or not one for each local process.
     """
@@ -127,7 +128,7 @@ def joined(device_name: str):
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
             device_id=me.device if cuda else None,
-            timeout=timedelta(hours=1),  # the others wait while rank 0 reads through all shards or a large checkpoint
+            timeout=timedelta(minutes=timeout_minutes),
         )
     try:
         yield me

@@ -4,13 +4,14 @@ import dataclasses
 import math
 import shutil
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
 
 from checkpoint import checkpoint_files
 from config import TrainConfig
-from dataloader import RowStream, Shard, check_shards, data_fingerprint, find_shards, read_manifest
+from dataloader import RowStream, Shard, check_shards, find_shards, read_manifest
 from device import choose_precision, device_name
 from distributed import Distributed
 from errors import UserError
@@ -95,7 +96,7 @@ def learning_rate(config: TrainConfig, step: int, max_steps: int) -> float:
     return config.min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (config.max_lr - config.min_lr)
 
 
-def check_start(folder: Path, path: Path | None, checkpoint: dict | None, data: Data) -> str:
+def check_start(folder: Path, path: Path | None, checkpoint: dict | None, data: Data) -> dict[str, list]:
     """Make sure that the run may write into its folder and that the data is sound; returns the data's fingerprint.
 
     Raises: UserError when another run's checkpoints would be mixed with this one's, or the data is damaged or another.
@@ -106,14 +107,23 @@ def check_start(folder: Path, path: Path | None, checkpoint: dict | None, data: 
             f"{folder} already holds checkpoints ({there[0].name} and {len(there) - 1} more); continue them with "
             "--resume latest, or give this run another --checkpoint_dir"
         )
-    fingerprint = data_fingerprint(data.train_shards)
-    if checkpoint is None:
-        check_shards(data.train_shards + data.val_shards, data.manifest, data.model_config.vocab_size)
-    elif fingerprint != checkpoint["data_fingerprint"]:
-        raise UserError(
-            f"the shards in {data.train_shards[0].path.parent} are not those that the checkpoint was trained on "
-            f"({checkpoint['train_config']['data_dir']}); name the right folder with --data_dir"
-        )
+    fingerprint = dict(checkpoint["data_fingerprint"]) if checkpoint else {}
+    for split, shards in (("train", data.train_shards), ("val", data.val_shards)):
+        known = fingerprint.get(split, [])
+        if not shards:
+            continue  # no validation in this start
+        found = check_shards(shards, data.manifest, data.model_config.vocab_size, known)
+        for ours, theirs in zip_longest(found, known if known else found):
+            if ours is None or theirs is None or ours[-1] != theirs[-1]:
+                ours, theirs = (
+                    f"{entry[0]} ({entry[1]:,} bytes, SHA-256 {entry[-1][:12]}...)" if entry else "nothing"
+                    for entry in (ours, theirs)
+                )
+                raise UserError(
+                    f"the {split} shards in {shards[0].path.parent} are not those that the checkpoint was trained on: "
+                    f"found {ours}, expected {theirs}; name the right folder with --data_dir"
+                )
+        fingerprint[split] = found
     return fingerprint
 
 

@@ -17,15 +17,14 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import hellaswag_eval
 from checkpoint import (
     BEST,
     EPOCH,
@@ -44,13 +43,13 @@ from checkpoint import (
 )
 from config import TrainConfig, initial_config, parse_args, resume_config
 from convert_hf import read_weights
-from dataloader import BatchLoader, RowStream
+from dataloader import BatchLoader
 from device import autocast, choose_precision, peak_flops, peak_memory_bytes, profiled, use_fp8
 from distributed import Distributed, StopSignal, end_with_torchrun, joined, world_size_of_environment
 from durable import lock_folder
 from errors import UserError, run_cli
-from generate import sample_texts
-from model import GPT, IGNORED_TARGET, evaluating
+from evaluation import Evaluation
+from model import GPT
 from plan import (
     Data,
     Schedule,
@@ -60,12 +59,10 @@ from plan import (
     learning_rate,
     make_schedule,
     open_data,
-    validation_rows,
 )
 from telemetry import RunLog, duration_text
-from tokenizer import get_tokenizer
 
-SAMPLE_TOKENS = 100
+SPIKE_WINDOW = 128  # losses that a spike is measured against
 
 # ---------------------------------------------------------------------------------------------------------------------
 # set-up: from a configuration to things that train
@@ -81,6 +78,7 @@ class TrainState:
     val_loss: float | None = None  # of the last validation
     loss: float | None = None  # of the last step
     elapsed_s: float = 0.0  # in training steps, over all starts
+    recent_losses: list[float] = field(default_factory=list)  # the last SPIKE_WINDOW, finite ones
 
 
 @dataclass(frozen=True)
@@ -151,12 +149,29 @@ def build_trainer(
 # step
 
 
-def train_step(trainer: Trainer, loader: BatchLoader, lr: float, step: int, stop: StopSignal) -> dict | None:
-    """One optimizer step; returns its loss and gradient norm, or None, with nothing changed, when asked to stop."""
+@dataclass(frozen=True)
+class StepResult:
+    """What a step measured, the same on every rank."""
+
+    loss: float  # before the update, mean of all tokens
+    grad_norm: float  # before clipping
+    loss_z: float | None  # standard deviations of the loss above the recent ones; None: too few of them
+    spike: bool  # that is more than --spike_z
+    updated: bool  # False: weights and optimizer are as before
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+def train_step(
+    trainer: Trainer, loader: BatchLoader, lr: float, state: TrainState, stop: StopSignal
+) -> StepResult | None:
+    """One optimizer step; None, with nothing changed, when asked to stop."""
     config, me = trainer.config, trainer.me
     micro_steps = config.grad_accum_steps(me.world_size)
     # Dropout's randomness follows from (seed, step, rank): a resumed step draws what the lost one drew.
-    torch.manual_seed(((config.seed * 1_000_003 + step) * 65_537 + me.rank) % 2**63)
+    torch.manual_seed(((config.seed * 1_000_003 + state.step) * 65_537 + me.rank) % 2**63)
     for group in trainer.optimizer.param_groups:
         group["lr"] = lr
     trainer.optimizer.zero_grad(set_to_none=True)
@@ -173,10 +188,24 @@ def train_step(trainer: Trainer, loader: BatchLoader, lr: float, step: int, stop
         loss_sum += loss.detach()
     trainer.scaler.unscale_(trainer.optimizer)
     grad_norm = nn.utils.clip_grad_norm_(trainer.model.parameters(), config.grad_clip or math.inf)
-    trainer.scaler.step(trainer.optimizer)
+    # Both are of all ranks, so that what one rank's NaN or spike decides, every rank decides.
+    loss, grad_norm = me.sum(loss_sum).item() / me.world_size, full_tensor(grad_norm).item()
+    z = loss_z(state.recent_losses, loss)
+    spike = z is not None and 0 < config.spike_z < z
+    updated = math.isfinite(loss) and math.isfinite(grad_norm) and not (spike and config.skip_spikes)
+    if updated:
+        trainer.scaler.step(trainer.optimizer)
     trainer.scaler.update()
-    loss = me.sum(loss_sum).item() / me.world_size
-    return {"loss": loss, "grad_norm": full_tensor(grad_norm).item()}
+    return StepResult(loss, grad_norm, z, spike, updated)
+
+
+def loss_z(recent: list[float], loss: float) -> float | None:
+    """How many standard deviations a loss lies above the mean of the recent ones; None while those are too few."""
+    if len(recent) < SPIKE_WINDOW or not math.isfinite(loss):
+        return None
+    mean = fmean(recent)
+    deviation = math.dist(recent, [mean] * len(recent)) / math.sqrt(len(recent))
+    return (loss - mean) / max(deviation, 1e-6)
 
 
 def gradient_sync(forward: nn.Module, last: bool):
@@ -195,28 +224,6 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# evaluation
-
-
-def validate(trainer: Trainer, val: RowStream, stop: StopSignal) -> float | None:
-    """Mean loss over the first eval_tokens of the validation shards, the same on any number of ranks; None: stopped."""
-    config, me = trainer.config, trainer.me
-    rows, B = validation_rows(config, val), config.mini_batch_size
-    loader = BatchLoader(val, B, rank=me.rank, world_size=me.world_size, device=me.device)
-    losses = []
-    with closing(loader), evaluating(trainer.forward):
-        for first_row in range(me.rank * B, me.rank * B + rows + -rows % (B * me.world_size), B * me.world_size):
-            if stop.agreed():
-                return None
-            inputs, targets = loader.next()
-            targets = targets.clone()  # the targets overlap the inputs
-            targets[max(0, rows - first_row) :] = IGNORED_TARGET  # every batch has one shape, so one compiled graph
-            with trainer.autocast():
-                losses.append(trainer.forward(inputs, targets, reduction="sum"))
-    return me.sum(torch.stack(losses).cpu().double().sum()).item() / (rows * config.context_length)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # main
 
 
@@ -229,7 +236,7 @@ class Run:
         data: Data,
         schedule: Schedule,
         checkpoint: dict | None,
-        fingerprint: str | None,
+        fingerprint: dict | None,
         log: RunLog | None,
         writer: CheckpointWriter | None,
     ):
@@ -242,7 +249,10 @@ class Run:
         self.saved_step = self.state.step if checkpoint else -1
         self.saved_at = time.monotonic()
         self.save_failed = False
+        self.bad_steps = 0  # running, up to now
         self.stop = StopSignal(self.me, self.config.max_hours)
+        model, forward, precision = trainer.model, trainer.forward, trainer.precision
+        self.evaluation = Evaluation(self.config, data, self.me, model, forward, precision, self.warn)
 
     def until_it_ends(self) -> int:
         """Run the loop and tell how it ended, also when that is an exception; returns the exit status."""
@@ -252,8 +262,7 @@ class Run:
             trace = f"rank{self.me.rank}.pt.trace.json.gz"
             path = Path(self.config.tensorboard_dir, self.config.run_name, trace)
             with profiled(self.config.profile, path, self.say) as step_ended:
-                reason = self.loop(step_ended)
-            ended = "stopped" if reason else "finished"
+                ended, reason = self.loop(step_ended)
         finally:
             if self.writer:
                 self.writer.close()
@@ -274,8 +283,8 @@ class Run:
             except OSError as error:
                 self.log.warn(f"cannot write {status!r} to status.json: {error}")
 
-    def loop(self, step_ended: Callable[[], None]) -> str:
-        """Save, evaluate, step, until the last step; returns what stopped it earlier, or ""."""
+    def loop(self, step_ended: Callable[[], None]) -> tuple[str, str]:
+        """Save, evaluate, step, until the last step; returns how that ended, and why if it was earlier."""
         config, state, schedule = self.config, self.state, self.schedule
         loader = BatchLoader(
             self.data.train,
@@ -285,7 +294,7 @@ class Run:
             self.me.world_size,
             self.me.device,
         )
-        epoch_ended = False
+        epoch_ended = diverged = False
         while True:
             self.report_saves()
             # First the save, so that nothing is lost to a long evaluation. After a resume from here, what this step
@@ -299,23 +308,58 @@ class Run:
                 break
             lr = learning_rate(config, state.step, schedule.max_steps)
             start = time.perf_counter()
-            measured = train_step(self.trainer, loader, lr, state.step, self.stop)
-            if measured is None:
+            result = train_step(self.trainer, loader, lr, state, self.stop)
+            if result is None:
                 break
             step_s = time.perf_counter() - start
             epochs_before = schedule.epochs(state.rows_consumed)
             state.elapsed_s += step_s
             state.rows_consumed += schedule.rows_per_step
-            state.loss = measured["loss"]
             if self.log:
-                self.log_step(measured, lr, step_s)
+                self.log_step(result, lr, step_s)
+            self.judge(result)
             step_ended()
             state.step += 1
             epoch_ended = int(schedule.epochs(state.rows_consumed)) > int(epochs_before)
+            if diverged := self.bad_steps >= config.max_bad_steps > 0:
+                self.go_back()
+                break
         loader.close()
         if state.step != self.saved_step:
             self.save([])
-        return "" if finished and evaluated else self.stop.agreed()
+        if diverged:
+            return "failed", f"{self.bad_steps} steps running without a finite loss and gradient"
+        return ("finished", "") if finished and evaluated else ("stopped", self.stop.agreed())
+
+    def judge(self, result: StepResult) -> None:
+        """Note a step's loss, or tell why its update was skipped."""
+        state, scaler = self.state, self.trainer.scaler
+        at, skipped = f"step {state.step}:", "" if result.updated else "; its update was skipped"
+        if result.finite:
+            if result.spike:
+                of = f"the mean of the {SPIKE_WINDOW} before, {fmean(state.recent_losses):.4f}"
+                self.warn(f"{at} loss {result.loss:.4f} is {result.loss_z:.1f} standard deviations above {of}{skipped}")
+            state.loss, self.bad_steps = result.loss, 0
+            state.recent_losses = [*state.recent_losses, result.loss][-SPIKE_WINDOW:]
+        elif math.isfinite(result.loss) and scaler.is_enabled() and scaler.get_scale() >= 1:
+            self.bad_steps = 0
+            self.warn(f"{at} gradients too large for fp16{skipped}; loss scale now {scaler.get_scale():,.0f}")
+        else:
+            self.bad_steps += 1
+            found = f"loss {result.loss}, gradient norm {result.grad_norm}"
+            self.warn(f"{at} {found}{skipped} ({self.bad_steps} running; --max_bad_steps {self.config.max_bad_steps})")
+
+    def go_back(self) -> None:
+        """To the step before the bad ones, whose weights these still are, and tell how to go on from there."""
+        state, config = self.state, self.config
+        state.step -= self.bad_steps
+        state.rows_consumed -= self.bad_steps * self.schedule.rows_per_step
+        self.warn(
+            f"stopping after {self.bad_steps} bad steps; the weights of step {state.step}, before them, are kept in "
+            f"{Path(config.checkpoint_dir, LATEST)}. Go on with --resume latest and --precision fp32, or "
+            f"--allow_changes --max_lr {config.max_lr / 2:g}; or from an earlier step (./list_checkpoints.sh) with "
+            "--resume FILE; or past these tokens with a larger --max_bad_steps"
+        )
 
     def tiers_due(self, epoch_ended: bool) -> list[str]:
         """The names, beside latest.pt, under which the state of this step is to be kept."""
@@ -362,14 +406,14 @@ class Run:
 
     def evaluate(self, tiers: list[str], finished: bool) -> bool:
         """Validation, HellaSwag and a text sample, those that are due at this step; False when asked to stop within."""
-        config, state, me = self.config, self.state, self.me
+        config, state, evaluation = self.config, self.state, self.evaluation
         at = f"step {state.step}/{self.schedule.max_steps} |"
 
         def due(freq: int) -> bool:
             return freq > 0 and state.step > 0 and (finished or state.step % freq == 0)
 
         if due(config.eval_freq):
-            val_loss = validate(self.trainer, self.data.val, self.stop)
+            val_loss = evaluation.validate(self.stop)
             if val_loss is None:
                 return False
             state.val_loss = val_loss
@@ -381,44 +425,17 @@ class Run:
                 line = f"{at} val loss {val_loss:.4f}{' (best so far)' if best else ''}"
                 self.log.record(state.step, line, val_loss=val_loss)
                 self.log.histograms(state.step, self.trainer.model)
-        if due(config.hellaswag_freq) and self.hellaswag:
-            with self.trainer.autocast():
-                scores = hellaswag_eval.evaluate(self.trainer.model, self.hellaswag, me, self.stop.agreed)
+        if due(config.hellaswag_freq) and evaluation.examples:
+            scores = evaluation.hellaswag(self.stop)
             if scores is None:
                 return False
             if self.log:
                 self.log.record(state.step, f"{at} {scores}", **scores.metrics())
-        if due(config.sample_freq) and self.tokenizer:
-            generator = torch.Generator(me.device).manual_seed(config.seed + state.step)
-            with self.trainer.autocast():
-                (text,) = sample_texts(
-                    self.trainer.model, self.tokenizer, config.sample_prompt, SAMPLE_TOKENS, generator, top_k=50
-                )
+        if due(config.sample_freq) and evaluation.tokenizer:
+            text = evaluation.sample(state.step)
             if self.log:
                 self.log.text(state.step, f"{at} sample:", text)
         return True
-
-    @cached_property
-    def tokenizer(self):
-        """The data's tokenizer; None, with a warning, where it cannot be had: training needs only its numbers."""
-        try:
-            self.me.on_main(lambda: get_tokenizer(self.data.tokenizer))
-            return get_tokenizer(self.data.tokenizer)
-        except UserError as error:
-            self.warn(f"no samples and no HellaSwag in this run: {error}")
-            return None
-
-    @cached_property
-    def hellaswag(self) -> list:
-        """HellaSwag's examples as token rows; none, with a warning, where they cannot be had."""
-        if self.tokenizer is None:
-            return []
-        try:
-            examples = self.me.on_main(lambda: hellaswag_eval.load_examples(self.config.hellaswag_file))
-        except UserError as error:
-            self.warn(f"no HellaSwag in this run: {error}")
-            return []
-        return hellaswag_eval.tokenize(self.me.broadcast(examples), self.tokenizer, self.config.context_length)
 
     def say(self, line: str) -> None:
         if self.log:
@@ -428,16 +445,17 @@ class Run:
         if self.log:
             self.log.warn(line)
 
-    def log_step(self, measured: dict, lr: float, step_s: float) -> None:
+    def log_step(self, result: StepResult, lr: float, step_s: float) -> None:
         config, me = self.config, self.me
         tokens_per_second = config.total_batch_size / step_s
         peak = peak_flops(me.device)
         self.log.step(
             self.state.step,
             self.schedule.max_steps,
-            loss=measured["loss"],
+            loss=result.loss,
             lr=lr,
-            grad_norm=measured["grad_norm"],
+            grad_norm=result.grad_norm,
+            loss_z=result.loss_z,
             step_ms=step_s * 1000,
             tokens_per_second=tokens_per_second,
             mfu=tokens_per_second * self.trainer.model.flops_per_token() / (peak * me.world_size) if peak else None,
@@ -517,7 +535,7 @@ def main(argv: list[str] | None = None) -> int:
             config = dataclasses.replace(config, checkpoint_dir=str(Path(config.resume).parent))
     if not config.resume and config.init_from == "scratch":  # else the model's shape is in a file
         make_schedule(config, open_data(config), world_size_of_environment())
-    with joined(config.device) as me:
+    with joined(config.device, config.timeout_minutes) as me:
         return train(config, given, me)
 
 

@@ -214,7 +214,7 @@ def test_help_tells_every_option(capsys):
 
 def test_a_resumed_run_takes_the_checkpoints_options():
     saved = dataclasses.asdict(parse("--embd_size", "96", "--max_lr", "5e-4", "--checkpoint_dir", "there", "--dry_run"))
-    config, given_options = parse_args(["--resume", "--min_lr", "1e-5"])
+    config, given_options = parse_args(["--resume", "--min_lr", "1e-5", "--allow_changes"])
     config, changes = resume_config(saved, config, given_options)
     assert (config.embd_size, config.max_lr, config.min_lr, config.resume) == (96, 5e-4, 1e-5, "latest")
     assert config.checkpoint_dir == "checkpoints" and not config.dry_run  # of this start alone
@@ -245,10 +245,23 @@ def test_neither_the_model_nor_the_data_order_can_change(name):
 
 def test_all_else_can_change_and_is_told():
     saved = dataclasses.asdict(TrainConfig()) | {"dropout": 0.1, "mini_batch_size": 8, "data_dir": "old"}
-    config, given_options = parse_args(["--dropout=0.2", "--mini_batch_size=4", "--data_dir=new", "--max_lr=1e-3"])
+    flags = ["--dropout=0.2", "--mini_batch_size=4", "--data_dir=new", "--max_lr=1e-3", "--allow_changes"]
+    config, given_options = parse_args(flags)
     config, changes = resume_config(saved, config, given_options)
     assert (config.dropout, config.mini_batch_size, config.data_dir) == (0.2, 4, "new")
     assert changes == ["data_dir: 'old' -> 'new'", "dropout: 0.1 -> 0.2", "mini_batch_size: 8 -> 4"]
+
+
+@pytest.mark.parametrize("name", "total_batch_size max_lr min_lr warmup_steps weight_decay grad_clip dropout".split())
+def test_what_decides_what_is_learned_changes_on_purpose_only(name):
+    mine = TrainConfig()
+    saved = {name: getattr(mine, name) / 2 or 0.5}
+    with pytest.raises(UserError, match=f"--{name} is .*trained with {saved[name]}; .*--allow_changes"):
+        resume_config(saved, mine, frozenset([name]))
+    assert getattr(resume_config(saved, mine, frozenset())[0], name) == saved[name]
+    allowed = dataclasses.replace(mine, allow_changes=True)
+    _, [change] = resume_config(saved, allowed, frozenset([name]))
+    assert change == f"{name}: {saved[name]} -> {getattr(mine, name)}"
 
 
 def test_what_belongs_to_one_start_is_not_taken_from_the_checkpoint():
@@ -259,7 +272,7 @@ def test_what_belongs_to_one_start_is_not_taken_from_the_checkpoint():
 
 
 @pytest.mark.parametrize(("saved", "flags"), [
-    (["--min_lr=1e-6"], ["--max_lr=5e-5"]),
+    (["--min_lr=1e-6"], ["--max_lr=5e-5", "--allow_changes"]),
     (["--sharding=fsdp"], ["--cpu_offload"]),
 ])  # fmt: skip
 def test_flags_of_a_resumed_run_are_checked_together_with_the_checkpoints_options(saved, flags):

@@ -1,6 +1,7 @@
 """The data order is a pure function: each row once an epoch, the same for any number of ranks, for ever."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,6 @@ from dataloader import (
     Shard,
     _key,
     check_shards,
-    data_fingerprint,
     find_shards,
     open_shard,
     permute,
@@ -280,14 +280,15 @@ def test_a_token_outside_the_vocabulary_is_found_with_its_position(tmp_path):
     check_shards(shards, None, 701)
 
 
-def test_a_bad_token_far_into_a_large_shard_has_its_position_in_the_shard():
+def test_a_bad_token_far_into_a_large_shard_has_its_position_in_the_shard(tmp_path):
     class Large(Shard):
         def tokens(self):
             tokens = np.zeros(self.num_tokens, np.uint16)
             tokens[2**24 + 5] = 9
             return tokens
 
-    large = Large(Path("large_train_000000.npy"), np.dtype("<u2"), 0, 2**24 + 10)
+    (tmp_path / "large_train_000000.npy").touch()
+    large = Large(tmp_path / "large_train_000000.npy", np.dtype("<u2"), 0, 2**24 + 10)
     refused(lambda: check_shards([large], None, 9), "large_train_000000.npy", "token 16,777,221 is 9")
 
 
@@ -334,25 +335,27 @@ def test_no_row_in_any_shard(tmp_path):
     assert RowStream(shards, 15).rows_per_epoch == 1
 
 
-def test_the_fingerprint_changes_with_the_data_and_not_with_its_folder(tmp_path):
-    def fingerprint(name, **options):
-        return data_fingerprint(find_shards(write_data(tmp_path / name, **options), "train"))
-
-    first = fingerprint("a")
-    assert fingerprint("b") == first
-    assert len({first, fingerprint("c", seed=1), fingerprint("d", num_tokens=(200, 500, 700))}) == 3
+def fingerprint(folder: Path, known=()) -> list[str]:
+    return [digest for *_, digest in check_shards(find_shards(folder, "train"), None, 2**16, known)]
 
 
-@pytest.mark.parametrize("where", [0, 0.5, 1])
-def test_the_fingerprint_reads_the_start_the_middle_and_the_end_of_a_large_shard(tmp_path, where):
-    tokens, path = np.zeros(300_000, np.uint16), tmp_path / "a_train_000000.npy"
-    write_shard(path, tokens)
-    before = data_fingerprint(find_shards(tmp_path, "train"))
-    tokens[int(where * 299_999)] = 1
-    write_shard(path, tokens)
-    assert data_fingerprint(find_shards(tmp_path, "train")) != before
+def test_the_fingerprint_changes_with_any_byte_and_not_with_the_folder(tmp_path):
+    first = fingerprint(write_data(tmp_path / "a"))
+    assert fingerprint(write_data(tmp_path / "b")) == first
+    assert len({*first, *fingerprint(write_data(tmp_path / "c", seed=1))}) == 4
+    path = tmp_path / "b" / "tiny_train_000002.npy"
+    content = bytearray(path.read_bytes())
+    content[-300] ^= 1
+    path.write_bytes(content)
+    assert fingerprint(tmp_path / "b")[0] == first[0] and fingerprint(tmp_path / "b")[1] != first[1]
 
 
-def test_the_fingerprint_tells_the_order_of_the_shards(tmp_path):
-    one, other = find_shards(write_data(tmp_path), "train")
-    assert data_fingerprint([one, other]) != data_fingerprint([other, one])
+def test_a_file_of_the_name_size_and_time_that_are_known_is_not_read_again(tmp_path, monkeypatch):
+    write_data(tmp_path)
+    known = check_shards(find_shards(tmp_path, "train"), None, 257)
+    read = []
+    monkeypatch.setattr(Shard, "tokens", lambda shard: read.append(shard.path.name) or np.zeros(1, np.uint16))
+    assert check_shards(find_shards(tmp_path, "train"), None, 257, known) == known and read == []
+    os.utime(tmp_path / "tiny_train_000002.npy")
+    check_shards(find_shards(tmp_path, "train"), None, 257, known)
+    assert read == ["tiny_train_000002.npy"]
