@@ -49,7 +49,7 @@ class UncachedFile(io.FileIO):
     """
 
     def __init__(self, path: Path, buffer_size: int = 2**24):
-        super().__init__(path, "wb")
+        super().__init__(str(path), "wb")  # errors show it as it is given
         self.buffer = memoryview(mmap.mmap(-1, buffer_size))  # from a page's start and of whole pages, as it must be
         self.used = 0
         self._set_direct(True)

@@ -147,6 +147,15 @@ def whole_life(*flags: str, **options) -> str:
     return life.text()
 
 
+def refused(*flags: str, **options) -> str:
+    """Run what must end with status 2, before any step, and one line on stderr, which is returned."""
+    life = Life(*flags, **options)
+    assert set(life.wait()) == {2}, life.text()
+    errors = [line for line in life.text().splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "Traceback" not in life.text() and "| loss" not in life.text(), life.text()
+    return errors[0]
+
+
 def _rank(argv: list[str], environment: dict, cwd: str, out: Path, rank: int, faults: Sequence[Callable]) -> None:
     os.chdir(cwd)
     os.environ.update(environment)
@@ -205,6 +214,64 @@ def tokens_of_steps() -> dict[tuple[int, int], str]:
         step, rank, digest = json.loads(line)
         assert found.setdefault((step, rank), digest) == digest, f"step {step} has seen other tokens in another life"
     return found
+
+
+def hash_weights(rank: int) -> None:
+    """Append to weights.jsonl the step, rank and hash of the weights after each step."""
+    import train
+
+    train_step = train.train_step
+
+    def hashing_step(trainer, loader, lr, state, stop):
+        result = train_step(trainer, loader, lr, state, stop)
+        digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in trainer.model.parameters()))
+        with open("weights.jsonl", "a") as file:
+            file.write(json.dumps([state.step, rank, digest.hexdigest()]) + "\n")
+        return result
+
+    train.train_step = hashing_step
+
+
+def weights_of_steps() -> dict[tuple[int, int], str]:
+    """(step, rank) -> hash."""
+    lines = map(json.loads, Path("weights.jsonl").read_text().splitlines())
+    return {(step, rank): digest for step, rank, digest in lines}
+
+
+def bad_numbers(steps: Sequence, kind: str, which_rank: int, rank: int) -> None:
+    """Give one rank a loss or gradient that is no number in these steps ("validation" is one), or a large loss."""
+    import train
+
+    train_step, forward, now = train.train_step, train.GPT.forward, [None]
+
+    def bad_step(trainer, loader, lr, state, stop):
+        now[0] = state.step
+        return train_step(trainer, loader, lr, state, stop)
+
+    def bad_forward(model, *args, **kwargs):
+        loss = forward(model, *args, **kwargs)
+        if rank != which_rank or (now[0] if model.training else "validation") not in steps:
+            return loss
+        if kind.endswith("gradient"):
+            loss.register_hook(lambda gradient: gradient * float(kind.split()[0]))
+            return loss
+        return {"nan loss": loss * math.nan, "inf loss": loss + math.inf, "large loss": loss * 3}[kind]
+
+    train.train_step, train.GPT.forward = bad_step, bad_forward
+
+
+def stop_after(steps: int, rank: int) -> None:
+    """Ask for a stop when so many steps are made."""
+    import train
+
+    train_step = train.train_step
+
+    def stopping_step(trainer, loader, lr, state, stop):
+        if state.step == steps:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train_step(trainer, loader, lr, state, stop)
+
+    train.train_step = stopping_step
 
 
 def raise_in_step(step: int, which_rank: int, rank: int) -> None:

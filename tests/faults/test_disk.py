@@ -1,0 +1,118 @@
+"""A disk that is full, read-only or over quota costs saves, never the run or a checkpoint that was there."""
+
+import contextlib
+import os
+import re
+import resource
+import signal
+import subprocess
+from functools import partial
+from pathlib import Path
+
+import pytest
+from conftest import assert_same_state, load
+from harness import Life, folders, stop_after, whole_life
+
+from checkpoint import checkpoint_files, read_checkpoint
+
+FLAGS = "--max_steps 4000 --checkpoint_freq 20 --keep_checkpoints 3 --steps_per_epoch 9999 --dropout 0.1".split()
+
+
+@pytest.fixture
+def disk(workdir):
+    """A disk of 3 MB, mounted as "run"; a checkpoint takes 0.2 MB."""
+    Path("run").mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", "run"], capture_output=True, text=True)
+    if mount.returncode:
+        pytest.skip(f"mounting a small disk needs root: {mount.stderr.strip()}")
+    yield Path("run")
+    subprocess.run(["umount", "--lazy", "run"], check=True)
+
+
+def fill(life: Life) -> None:
+    with open("run/filler", "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+
+
+def make_room(life: Life) -> None:
+    Path("run/filler").unlink()
+
+
+def forbid(life: Life) -> None:
+    if os.getuid():
+        Path("run").chmod(0o555)
+    elif subprocess.run(["chattr", "+i", "run"], capture_output=True).returncode:  # root may write in spite of 555
+        pytest.skip("this file system has no immutable folders")
+
+
+def allow(life: Life) -> None:
+    Path("run").chmod(0o755) if os.getuid() else subprocess.run(["chattr", "-i", "run"], check=True)
+
+
+def allow_files_of(size: int):
+    return lambda life: resource.prlimit(life.ranks[0].pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+TROUBLE = {
+    "disk full": (fill, make_room, r"\[Errno 28\] No space left on device"),
+    "read-only": (forbid, allow, r"\[Errno 13?\] (Permission denied|Operation not permitted): 'run/.latest.pt.tmp'"),
+    "quota": (allow_files_of(100_000), allow_files_of(resource.RLIM_INFINITY), r"\[Errno 27\] File too large"),
+}
+
+
+@pytest.mark.parametrize("what", TROUBLE)
+def test_training_goes_on_and_saves_again_when_it_can(workdir, request, what):
+    if what == "disk full":
+        request.getfixturevalue("disk")
+    begin, end, error = TROUBLE[what]
+    flags = (*FLAGS, "--checkpoint_dir", "run", "--logdir", "logs")
+    life = Life(*flags)
+    life.wait_for("^saved step 60 as")
+    begin(life)
+    try:
+        text = life.wait_for(r"(was not saved[\s\S]*){3}")  # it goes on, and tries again
+        whole = [read_checkpoint(path)["step"] for path in checkpoint_files(Path("run"))]
+    finally:
+        end(life)
+    warning = (
+        rf"^warning: run/latest.pt: step \d+ was not saved: {error}; it takes 14\d,\d{{3}} bytes, [\d,]+ are free; "
+    )
+    assert re.search(warning + "older saves are whole$", text, re.M), text
+    assert whole[0] == max(whole) >= last_saved(text) and len(whole) == 5
+    seen = len(life.text())
+    life.wait_for(rf"(?s:\A.{{{seen}}}).*\n(?s:.*)^saved step")
+    life.signal(signal.SIGTERM)
+    assert life.wait() == [0]
+    assert not list(Path("run").glob(".*.tmp"))
+    # The trouble left no trace in what was learned.
+    stopped = load("run/latest.pt")["step"]
+    assert stopped > last_saved(text)
+    whole_life(*FLAGS, *folders("whole"), "--max_hours", "0", faults=[partial(stop_after, stopped)])
+    assert_same_state(load("whole/ckpt/latest.pt"), load("run/latest.pt"))
+
+
+def last_saved(text: str) -> int:
+    return max(int(step) for step in re.findall(r"^saved step (\d+) as", text, re.M))
+
+
+def test_a_last_save_that_fails_is_a_failed_run(disk):
+    flags = (*FLAGS, "--max_steps", "300", "--checkpoint_dir", "run", "--logdir", "logs")
+    life = Life(*flags)
+    life.wait_for("^saved step 40 as")
+    fill(life)
+    assert life.wait() == [1]
+    assert "failed (the last save failed) after 300 steps" in life.text()
+    make_room(life)
+    assert load("run/latest.pt")["step"] < 300
+    whole_life(*flags, "--resume")
+    assert load("run/latest.pt")["step"] == 300
+
+
+def test_a_hundred_saves_with_keep_3_leave_exactly_these_files(workdir):
+    flags = ("--max_steps", "100", "--checkpoint_freq", "1", "--keep_checkpoints", "3", "--steps_per_epoch", "50")
+    whole_life(*flags, "--eval_freq", "100", *folders("run"))
+    assert sorted(os.listdir("run/ckpt")) == [
+        ".lock", "best_model.pt", "epoch_00001.pt", "epoch_00002.pt", "latest.pt", "latest_backup.pt",
+        "rolling_step_000098.pt", "rolling_step_000099.pt", "rolling_step_000100.pt", "status.json",
+    ]  # fmt: skip
