@@ -300,8 +300,7 @@ def load_verified(path: Path) -> object:
     except UserError:
         raise
     except Exception as error:  # what a parser raises on arbitrary bytes has no end, and the next file may be whole
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UserError(f"{path}: damaged or cannot be read: {reason}") from error
+        raise UserError(f"{path}: damaged or cannot be read ({f'{error!r}'.splitlines()[0]})") from error
 
 
 def as_checkpoint(content: object, path: Path) -> dict:

@@ -89,8 +89,9 @@ def open_shard(path: Path) -> Shard:
                     (2, 0): np.lib.format.read_array_header_2_0,
                 }
                 shape, _, dtype = read_header[version](file)
-            except (ValueError, KeyError, EOFError, SyntaxError, TypeError, UnicodeError) as error:
-                raise UserError(f"{path}: not a .npy file ({error}); prepare this shard again") from error
+            except Exception as error:  # what NumPy's parser raises on arbitrary bytes has no end
+                reason = f"{error!r}".splitlines()[0]
+                raise UserError(f"{path}: not a .npy file ({reason}); prepare or copy it again") from error
             if len(shape) != 1 or dtype.kind not in "ui" or dtype.itemsize not in (2, 4):
                 raise UserError(
                     f"{path}: holds {dtype} of shape {shape}; expected one row of uint16 or uint32 token ids"

@@ -1,0 +1,110 @@
+"""2,000 mutated files of each kind: read, or refused with the documented error; never another exception or a crash."""
+
+import contextlib
+import io
+import random
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import run_here, write_data
+
+from checkpoint import checkpoint_table, read_checkpoint
+from dataloader import check_shards, open_shard
+from errors import UserError
+
+FILES = 2000
+
+
+def mutate(content: bytes, chance: random.Random, header: int | None = None) -> bytes:
+    """A few changes, four of five of them within the first `header` bytes."""
+    content = bytearray(content)
+    for _ in range(chance.choice([1, 1, 1, 2, 5])):
+        at = chance.randrange(1 + min(len(content), header if header and chance.random() < 0.8 else len(content)))
+        length = chance.choice([1, 2, 4, 8, 100, 5000])
+        match chance.choice("flip flip flip flip noise zeros digits cut insert truncate".split()):
+            case "flip":
+                content[at : at + 1] = bytes(byte ^ (1 << chance.randrange(8)) for byte in content[at : at + 1])
+            case "noise":
+                content[at : at + length] = chance.randbytes(length)
+            case "zeros":
+                content[at : at + length] = bytes(length)
+            case "digits":
+                content[at : at + length] = b"9" * length
+            case "cut":
+                del content[at : at + length]
+            case "insert":
+                content[at:at] = content[:length]
+            case "truncate":
+                del content[at:]
+    return bytes(content)
+
+
+def npy() -> bytes:
+    file = io.BytesIO()
+    np.save(file, np.arange(300, dtype=np.uint16))
+    return file.getvalue()
+
+
+def llmc() -> bytes:
+    header = np.zeros(256, "<i4")
+    header[:3] = 20240520, 1, 300
+    return header.tobytes() + np.arange(300, dtype="<u2").tobytes()
+
+
+SHARDS = {
+    "x_train_000000.npy": (npy(), 128),
+    "x_train_000000.bin": (llmc(), 16),
+    "train.bin": (np.arange(300, dtype="<u2").tobytes(), None),
+}
+
+
+@pytest.mark.parametrize("name", SHARDS)
+def test_shards(tmp_path, name):
+    whole, header = SHARDS[name]
+    path, chance, read = tmp_path / name, random.Random(name), 0
+    for _ in range(FILES):
+        path.write_bytes(mutate(whole, chance, header))
+        try:
+            shard = open_shard(path)
+            check_shards([shard], None, vocab_size=300)
+            assert shard.num_tokens == len(shard.tokens())
+            read += 1
+        except UserError as error:
+            assert "\n" not in str(error) and name in str(error)
+    assert 0 < read < FILES  # some changes are within the tokens' range
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> bytes:
+    folder = tmp_path_factory.mktemp("fuzz")
+    write_data(folder / "data")
+    with contextlib.chdir(folder):
+        assert run_here("--max_steps", "3", "--num_layers", "1") == 0
+        return Path("checkpoints/latest.pt").read_bytes()
+
+
+def rezipped(content: bytes, chance: random.Random) -> bytes:
+    """One record changed, with a checksum that fits: what torch.load gets to see."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(file, "w") as new:
+        names = old.namelist()
+        victim = chance.choice([name for name in names if name.endswith("data.pkl")] * 5 + names)
+        for name in names:
+            new.writestr(name, mutate(old.read(name), chance) if name == victim else old.read(name))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(("change", "files"), [(mutate, 3 * FILES // 4), (rezipped, FILES // 4)])
+def test_checkpoints(tmp_path, checkpoint, change, files):
+    path, chance, read = tmp_path / "latest.pt", random.Random(1), 0
+    for _ in range(files):
+        path.write_bytes(change(checkpoint, chance))
+        try:
+            assert read_checkpoint(path)["model"]
+            read += 1
+        except UserError as error:
+            assert "\n" not in str(error) and str(error).startswith(f"{path}: ")
+        assert len(list(checkpoint_table(tmp_path))) == 3  # which names it as damaged
+    assert 0 < read < files
