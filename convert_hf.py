@@ -310,17 +310,16 @@ def _download(name: str) -> Path:
     """A model of the Hub, as a folder of its cache."""
     online = hub_is_there()
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
         return Path(
             snapshot_download(name, allow_patterns=["config.json", "*.safetensors"], local_files_only=not online)
         )
-    except (OSError, ValueError, HfHubHTTPError, HFValidationError) as error:
-        reason = str(error).strip().splitlines()[0] if online else "no network, and no copy of it from before"
+    except Exception as error:  # the Hub's HTTP library has kinds of its own
+        reason = f"{error!r}".splitlines()[0] if online else "no network, and no copy of it from before"
         raise UserError(
             f"{name}: no such file or folder, and it cannot be had from the Hugging Face Hub ({reason}); "
-            "expected a checkpoint file, a Hugging Face folder, or a name such as gpt2"
+            "expected a checkpoint file, a Hugging Face folder, or, with a network, a name such as gpt2"
         ) from error
 
 

@@ -11,7 +11,7 @@ import torch
 
 from checkpoint import checkpoint_files
 from config import TrainConfig
-from dataloader import RowStream, Shard, check_shards, find_shards, read_manifest
+from dataloader import MANIFEST, RowStream, Shard, check_shards, find_shards, read_manifest
 from device import choose_precision, device_name
 from distributed import Distributed
 from errors import UserError
@@ -47,6 +47,11 @@ def open_data(config: TrainConfig) -> Data:
     if name == "auto":
         name = manifest["tokenizer"] if manifest else "gpt2"
     vocab_size = manifest["vocab_size"] if manifest else vocab_size_of(name)
+    if name in ("gpt2", "bytes") and vocab_size < vocab_size_of(name):  # to know others may take a network
+        raise UserError(
+            f"{folder / MANIFEST}: vocab_size is {vocab_size:,}, but the tokenizer {name!r} has "
+            f"{vocab_size_of(name):,}; prepare the data again"
+        )
     shape = {f.name: getattr(config, f.name) for f in dataclasses.fields(GPTConfig) if f.name != "vocab_size"}
     return Data(
         train_shards=train,

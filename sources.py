@@ -18,6 +18,7 @@ from errors import UserError
 
 NOT_IN_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 STDLIB = Path(sysconfig.get_path("stdlib"))
+MAX_LINE_BYTES = 2**26  # of JSON: it is in memory a few times at once
 
 
 class Position(NamedTuple):
@@ -86,7 +87,13 @@ def _text_values(raw: BinaryIO, text_field: str) -> Iterator[TextIO]:
 
 
 def _json_values(raw: BinaryIO, text_field: str) -> Iterator[object]:
-    for number, line in enumerate(gzip.GzipFile(fileobj=raw) if raw.name.lower().endswith(".gz") else raw):
+    file = gzip.GzipFile(fileobj=raw) if raw.name.lower().endswith(".gz") else raw
+    for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b"")):
+        if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+            while line and not line.endswith(b"\n"):
+                line = file.readline(2**20)
+            yield ValueError(f"a line of more than {MAX_LINE_BYTES // 2**20} MB")
+            continue
         try:
             row = json.loads(line.decode("utf-8-sig", "surrogateescape"))
         except (ValueError, RecursionError):

@@ -5,17 +5,15 @@ import hashlib
 import io
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from itertools import count, pairwise
 
 import numpy as np
 import pytest
 import requests
 import tiktoken
-from conftest import REPO, environment
+from conftest import REPO
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -186,30 +184,6 @@ def test_a_long_document_read_in_pieces_has_the_ids_of_the_whole(name, text, len
 
 # ---------------------------------------------------------------------------------------------------------------------
 # killed, repeated, changed
-
-
-def test_killed_at_any_moment_it_continues_to_the_same_bytes(jsonl):
-    (jsonl / "large.jsonl").write_text("".join(json.dumps({"text": f"{n} " * 200}) + "\n" for n in range(8000)))
-    options = ["--shard_size", "100000", "--val_tokens", "100000"]
-    argv = ["--source", "large.jsonl", "--tokenizer", "bytes", *options]
-    prepare("large.jsonl", "whole", *options)
-    command = [sys.executable, str(REPO / "prepare_dataset.py"), *argv, "--out", "killed"]
-    at_kill = []
-    for shards_before_kill in (1, 15, 40):
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment())
-        while process.poll() is None and len(list((jsonl / "killed").glob("*.npy"))) < shards_before_kill:
-            time.sleep(0.001)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        at_kill.append(json.loads((jsonl / "killed" / "manifest.json").read_text()))
-    assert not any(manifest["complete"] for manifest in at_kill)  # it was killed, each time further on
-    assert len(at_kill[0]["shards"]) < len(at_kill[1]["shards"]) < len(at_kill[2]["shards"])
-    with pytest.raises(UserError, match="interrupted"):
-        find_shards(jsonl / "killed", "train")
-    prepare("large.jsonl", "killed", *options)
-    leftovers = {name for name in files_of(jsonl / "killed") if name.endswith(".tmp")}
-    assert not leftovers
-    assert files_of(jsonl / "killed") == files_of(jsonl / "whole")
 
 
 def test_a_finished_preparation_is_left_alone(jsonl, capsys):

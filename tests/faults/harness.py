@@ -5,6 +5,7 @@ already, so that a start takes a tenth of a second. Tests that need torchrun its
 """
 
 import hashlib
+import importlib
 import json
 import math
 import multiprocessing
@@ -25,6 +26,7 @@ from conftest import TINY, assert_same_state, command, environment, load, metric
 import evaluation
 import hellaswag_eval
 from durable import UncachedFile
+from errors import run_cli
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
@@ -33,22 +35,31 @@ FORKS.set_forkserver_preload(
 
 
 class Life:
-    """One start of train.py on `ranks` processes; leaves its output in `out`.
+    """One start of train.py, or of another program, on `ranks` processes; leaves its output in `out`.
 
     Args:
-        faults: called in each rank before train.main, with its rank.
+        tiny: flags that stand before the others.
+        faults: called in each rank before main(), with its rank.
     """
 
-    def __init__(self, *flags: str, ranks: int = 1, faults: Sequence[Callable[[int], None]] = (), tiny=TINY):
+    def __init__(
+        self,
+        *flags: str,
+        ranks: int = 1,
+        faults: Sequence[Callable[[int], None]] = (),
+        tiny: Sequence[str] = (*TINY, "--data_dir", "data"),
+        program: str = "train",
+    ):
         self.out = Path(f"out-{time.monotonic_ns()}.txt")
         self.out.touch()
-        argv = [*tiny, "--data_dir", "data", *flags]
         environments = [{}]
         if ranks > 1:
             address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
             environments = [address | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(ranks)]
         self.ranks = [
-            FORKS.Process(target=_rank, args=(argv, environment, os.getcwd(), self.out, rank, faults))
+            FORKS.Process(
+                target=_rank, args=(program, [*tiny, *flags], environment, os.getcwd(), self.out, rank, faults)
+            )
             for rank, environment in enumerate(environments)
         ]
         for process in self.ranks:
@@ -156,21 +167,19 @@ def refused(*flags: str, **options) -> str:
     return errors[0]
 
 
-def _rank(argv: list[str], environment: dict, cwd: str, out: Path, rank: int, faults: Sequence[Callable]) -> None:
+def _rank(
+    program: str, argv: list[str], environment: dict, cwd: str, out: Path, rank: int, faults: Sequence[Callable]
+) -> None:
     os.chdir(cwd)
     os.environ.update(environment)
     descriptor = os.open(out, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
-    sys.argv = ["train.py", *argv]
-
-    import train
-    from errors import run_cli
-
+    sys.argv = [f"{program}.py", *argv]
     for fault in faults:
         fault(rank)
-    run_cli(train.main)
+    run_cli(importlib.import_module(program).main)
 
 
 def free_port() -> int:

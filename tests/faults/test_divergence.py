@@ -52,8 +52,8 @@ def test_after_max_bad_steps_it_stops_where_the_last_good_step_was(workdir, rank
     fault = partial(bad_numbers, range(4, 100), "nan gradient", ranks - 1)
     life = Life(*FLAGS, *folders("run"), "--max_bad_steps", "3", "--checkpoint_freq", "5", ranks=ranks, faults=[fault])
     assert life.wait() == [1] * ranks
-    assert re.search(r"^warning: stopping after 3 bad steps; the weights of step 4, .* run/ckpt/latest.pt. Go on with "
-                     "--resume latest and --precision fp32, or --allow_changes --max_lr", life.text(), re.M)  # fmt: skip
+    told = r"^warning: stopping after 3 bad steps; the weights of step 4, .* run/ckpt/latest.pt. Go on with --resume "
+    assert re.search(told + "latest and --precision fp32, or --allow_changes --max_lr", life.text(), re.M)
     status = json.loads(Path("run/ckpt/status.json").read_text())
     assert (status["status"], status["step"]) == ("failed", 4) and "3 steps running" in status["reason"]
     assert load("run/ckpt/latest.pt")["step"] == 4
