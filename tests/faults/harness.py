@@ -193,36 +193,46 @@ def free_port() -> int:
 
 
 def record_tokens(rank: int) -> None:
-    """Append to tokens.jsonl the step, rank and hash of the tokens of each step that is computed to its end."""
+    """Append to tokens.jsonl the step, the rank and its rows' hashes of each step that is computed to its end."""
     import train
 
     train_step = train.train_step
 
     def recording_step(trainer, loader, lr, state, stop):
-        digest, step = hashlib.sha256(), state.step
+        rows, step = [], state.step
 
         class Recording:
             def next(self):
                 inputs, targets = loader.next()
-                digest.update(inputs.numpy().tobytes() + targets.numpy().tobytes())
+                for row in torch.cat([inputs, targets], dim=1):
+                    rows.append(hashlib.sha256(row.numpy().tobytes()).hexdigest()[:16])
                 return inputs, targets
 
         result = train_step(trainer, Recording(), lr, state, stop)
         if result is not None:
             with open("tokens.jsonl", "a") as file:
-                file.write(json.dumps([step, rank, digest.hexdigest()]) + "\n")
+                file.write(json.dumps([step, rank, rows]) + "\n")
         return result
 
     train.train_step = recording_step
 
 
-def tokens_of_steps() -> dict[tuple[int, int], str]:
-    """(step, rank) -> hash; each step was trained on the same tokens however often it was computed."""
+def tokens_of_steps() -> dict[tuple[int, int], list[str]]:
+    """(step, rank) -> hashes of its rows; a step was trained on the same tokens however often it was computed."""
     found = {}
     for line in Path("tokens.jsonl").read_text().splitlines():
-        step, rank, digest = json.loads(line)
-        assert found.setdefault((step, rank), digest) == digest, f"step {step} has seen other tokens in another life"
+        step, rank, rows = json.loads(line)
+        assert found.setdefault((step, rank), rows) == rows, f"step {step} has seen other tokens in another life"
     return found
+
+
+def rows_of_steps() -> dict[int, list[str]]:
+    """Step -> hashes of the rows of all its ranks, sorted: whichever rank computed which."""
+    found = {}
+    for line in Path("tokens.jsonl").read_text().splitlines():
+        step, _, rows = json.loads(line)
+        found.setdefault(step, []).extend(rows)
+    return {step: sorted(rows) for step, rows in found.items()}
 
 
 def hash_weights(rank: int) -> None:
