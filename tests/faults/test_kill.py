@@ -4,8 +4,11 @@ import contextlib
 import os
 import random
 import re
+import shutil
+import subprocess
 import time
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -108,6 +111,69 @@ def test_a_save_is_these_calls_in_this_order(short_run):
     # A temporary name that is not there is no call that changes anything.
     found = [call for save, _, call in calls if save == "4" and not re.fullmatch(r"unlink \..*\.tmp", call)]
     assert found == CALLS
+
+
+def test_the_kernel_sees_them_in_this_order(workdir):
+    """File, then its name, then the folder: as strace shows them, of a save in the middle of a run."""
+    if not shutil.which("strace"):
+        pytest.skip("strace is not installed")
+    life = Life("--max_steps", "100000", "--checkpoint_freq", "10", *folders("run"))
+    life.wait_for("^saved step 20 as")
+    argv = ["strace", "-f", "-y", "-o", "trace.txt", "-e", "trace=fsync,rename,link", "-p", str(life.ranks[0].pid)]
+    tracer = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
+    assert "attached" in tracer.stderr.readline()
+    step = 20 + 10 * life.text().count("saved step") + 20
+    life.wait_for(f"^saved step {step} as")
+    life.kill()
+    tracer.wait()
+    trace = Path("trace.txt").read_text()
+    assert re.search(
+        r"fsync\(\d+<\S+/ckpt/\.latest\.pt\.tmp>\)\s+= 0\n"
+        rf'.*link\("run/ckpt/\.latest\.pt\.tmp", "run/ckpt/\.rolling_step_{step:06d}\.pt\.tmp"\) = 0\n'
+        r"(?:.*\n){,6}?"
+        r'.*rename\("run/ckpt/\.latest\.pt\.tmp", "run/ckpt/latest\.pt"\) = 0\n'
+        r".*fsync\(\d+<\S+/ckpt>\)\s+= 0\n",
+        "\n".join(line for line in trace.splitlines() if "/ckpt" in line and "status.json" not in line) + "\n",
+    ), trace
+
+
+def test_a_power_cut_at_any_of_these_calls_leaves_what_was_reported(short_run):
+    """On a disk that keeps of a file what was fsynced, and of names since the folder's last fsync any subset."""
+    saves: dict[int, list[list[str]]] = {}
+    for line in Path("calls.txt").read_text().splitlines():
+        save, *call = line.split()
+        saves.setdefault(int(save), []).append(call)
+    names: dict[str, int] = {}  # what the disk surely knows: name -> the save whose bytes it has
+    pending, whole, reported, states = [], set(), 0, 0
+    for save, calls in saves.items():
+        for name, *files in calls:
+            if name == "write":
+                pending.append(("create", files[0], save))
+            elif name == "fsync" and files[0] != "ckpt":
+                whole.add(save)
+            elif name == "fsync":
+                names, pending, reported = after(names, pending), [], save
+            else:
+                pending.append((name, *files))
+            for kept in product([False, True], repeat=len(pending)):
+                found = after(names, [call for call, keep in zip(pending, kept, strict=True) if keep])
+                steps = [save for name, save in found.items() if not name.startswith(".") and save in whole]
+                assert max(steps, default=0) >= reported, (save, name, files, kept)
+                states += 1
+    assert reported == len(saves) == 6 and states > 1000
+
+
+def after(names: dict[str, int], calls) -> dict[str, int]:
+    """The names of a folder after some of the calls."""
+    names = dict(names)
+    for name, *files in calls:
+        if name == "create":
+            names[files[0]] = files[1]
+        elif files[0] in names:
+            content = names[files[0]] if name == "link" else names.pop(files[0])
+            if name != "unlink":
+                names[files[1]] = content
+    return names
 
 
 @pytest.mark.parametrize("call", range(len(CALLS) + 6))
