@@ -312,7 +312,7 @@ def pause(moment: str, expire: bool, rank: int) -> None:
     """Say "paused in MOMENT" and wait a little, once, so that a signal comes just then; or let --max_hours be over."""
     import train
 
-    left, signals, last_rank = [0.3], [], int(os.environ.get("WORLD_SIZE", "1")) - 1
+    left, signals, last_rank = [0.2], [], int(os.environ.get("WORLD_SIZE", "1")) - 1
     train_step, torch_save, score_batch = train.train_step, torch.save, hellaswag_eval.score_batch
 
     def here(where: str) -> None:

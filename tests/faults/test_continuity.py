@@ -43,7 +43,7 @@ def test_eager_compiled_and_eager_again(workdir):
     assert_close("run")
 
 
-@pytest.mark.parametrize(("steps", "freq"), [(1200, 20), pytest.param(5000, 25, marks=pytest.mark.storm)])
+@pytest.mark.parametrize(("steps", "freq"), [(800, 20), pytest.param(5000, 25, marks=pytest.mark.storm)])
 def test_memory_descriptors_and_threads_stay_flat(workdir, steps, freq):
     """From a fifth of the run on; what the page cache holds of shards does not count."""
     flags = ("--max_steps", str(steps), "--checkpoint_freq", str(freq), "--total_batch_size", "32", "--log_freq", "100")

@@ -77,9 +77,10 @@ def test_damaged_files_are_passed_over_in_order(stopped_run, how, count):
     assert_continued(name)
 
 
-@pytest.mark.parametrize("how", DAMAGE)
-@pytest.mark.parametrize("which", ["latest", "auto"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("how", "which", "ranks"),
+    [*((how, which, 1) for how in DAMAGE for which in ("latest", "auto")), ("one bit flipped", "latest", 2)],
+)
 def test_with_none_left_it_stops_and_touches_nothing(stopped_run, how, which, ranks):
     name = f"{how} {which} {ranks}"
     folder = copy_of_the_run(name)

@@ -59,7 +59,7 @@ def test_killed_at_random_instants(corpus, kills):
     instants, number, shards_at_kill = random.Random(1), 0, []
     while len(shards_at_kill) < kills:
         life = prepare(*flags, "--out", f"killed{number}")
-        time.sleep(instants.uniform(0.05, 0.5))
+        time.sleep(instants.uniform(0.05, 0.35))
         if life.is_alive():
             life.kill()
             shards_at_kill.append(len(list(Path(f"killed{number}").glob("*.npy"))))
