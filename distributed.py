@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +15,8 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from errors import UserError
 
@@ -71,6 +73,21 @@ class Distributed:
         if error := self.broadcast(error):
             raise error
         return result
+
+
+def gradient_sync(forward: nn.Module, last: bool):
+    """Average gradients over the ranks in the last micro-step only; a context for its forward and backward."""
+    if isinstance(forward, DistributedDataParallel):
+        return nullcontext() if last else forward.no_sync()
+    bare = getattr(forward, "_orig_mod", forward)
+    if hasattr(bare, "set_requires_gradient_sync"):  # FSDP's
+        bare.set_requires_gradient_sync(last)
+    return nullcontext()
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose parts FSDP keeps on several ranks, whole; any other as it is."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 class StopSignal:

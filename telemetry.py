@@ -33,6 +33,7 @@ TAGS = {
     "val_loss": "loss/val",
     "lr": "train/lr",
     "grad_norm": "train/grad_norm",
+    "loss_z": "train/loss_z",
     "tokens_per_second": "speed/tokens_per_second",
     "step_ms": "speed/step_ms",
     "mfu": "speed/mfu",

@@ -16,10 +16,9 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
 
 import torch
 from torch import nn
@@ -45,7 +44,15 @@ from config import TrainConfig, initial_config, parse_args, resume_config
 from convert_hf import read_weights
 from dataloader import BatchLoader
 from device import autocast, choose_precision, peak_flops, peak_memory_bytes, profiled, use_fp8
-from distributed import Distributed, StopSignal, end_with_torchrun, joined, world_size_of_environment
+from distributed import (
+    Distributed,
+    StopSignal,
+    end_with_torchrun,
+    full_tensor,
+    gradient_sync,
+    joined,
+    world_size_of_environment,
+)
 from durable import lock_folder
 from errors import UserError, run_cli
 from evaluation import Evaluation
@@ -60,9 +67,8 @@ from plan import (
     make_schedule,
     open_data,
 )
+from stability import SPIKE_WINDOW, StepResult, loss_z
 from telemetry import RunLog, duration_text
-
-SPIKE_WINDOW = 128  # losses that a spike is measured against
 
 # ---------------------------------------------------------------------------------------------------------------------
 # set-up: from a configuration to things that train
@@ -149,21 +155,6 @@ def build_trainer(
 # step
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """What a step measured, the same on every rank."""
-
-    loss: float  # before the update, mean of all tokens
-    grad_norm: float  # before clipping
-    loss_z: float | None  # standard deviations of the loss above the recent ones; None: too few of them
-    spike: bool  # that is more than --spike_z
-    updated: bool  # False: weights and optimizer are as before
-
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
-
-
 def train_step(
     trainer: Trainer, loader: BatchLoader, lr: float, state: TrainState, stop: StopSignal
 ) -> StepResult | None:
@@ -195,32 +186,11 @@ def train_step(
     updated = math.isfinite(loss) and math.isfinite(grad_norm) and not (spike and config.skip_spikes)
     if updated:
         trainer.scaler.step(trainer.optimizer)
+    else:
+        trainer.optimizer.zero_grad(set_to_none=True)  # nobody is to draw a histogram of NaN
     trainer.scaler.update()
-    return StepResult(loss, grad_norm, z, spike, updated)
-
-
-def loss_z(recent: list[float], loss: float) -> float | None:
-    """How many standard deviations a loss lies above the mean of the recent ones; None while those are too few."""
-    if len(recent) < SPIKE_WINDOW or not math.isfinite(loss):
-        return None
-    mean = fmean(recent)
-    deviation = math.dist(recent, [mean] * len(recent)) / math.sqrt(len(recent))
-    return (loss - mean) / max(deviation, 1e-6)
-
-
-def gradient_sync(forward: nn.Module, last: bool):
-    """Average gradients over the ranks in the last micro-step only."""
-    if isinstance(forward, DistributedDataParallel):
-        return nullcontext() if last else forward.no_sync()
-    bare = getattr(forward, "_orig_mod", forward)
-    if hasattr(bare, "set_requires_gradient_sync"):  # FSDP's
-        bare.set_requires_gradient_sync(last)
-    return nullcontext()
-
-
-def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor whose parts FSDP keeps on several ranks, whole; any other as it is."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    loss_scale = trainer.scaler.get_scale() if trainer.scaler.is_enabled() and not updated else None
+    return StepResult(loss, grad_norm, z, spike, updated, loss_scale)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -317,7 +287,12 @@ class Run:
             state.rows_consumed += schedule.rows_per_step
             if self.log:
                 self.log_step(result, lr, step_s)
-            self.judge(result)
+            if warning := result.warning(state.recent_losses):
+                self.warn(f"step {state.step}: {warning}")
+            self.bad_steps = self.bad_steps + 1 if result.bad else 0
+            if result.finite:
+                state.loss = result.loss
+                state.recent_losses = [*state.recent_losses, result.loss][-SPIKE_WINDOW:]
             step_ended()
             state.step += 1
             epoch_ended = int(schedule.epochs(state.rows_consumed)) > int(epochs_before)
@@ -330,24 +305,6 @@ class Run:
         if diverged:
             return "failed", f"{self.bad_steps} steps running without a finite loss and gradient"
         return ("finished", "") if finished and evaluated else ("stopped", self.stop.agreed())
-
-    def judge(self, result: StepResult) -> None:
-        """Note a step's loss, or tell why its update was skipped."""
-        state, scaler = self.state, self.trainer.scaler
-        at, skipped = f"step {state.step}:", "" if result.updated else "; its update was skipped"
-        if result.finite:
-            if result.spike:
-                of = f"the mean of the {SPIKE_WINDOW} before, {fmean(state.recent_losses):.4f}"
-                self.warn(f"{at} loss {result.loss:.4f} is {result.loss_z:.1f} standard deviations above {of}{skipped}")
-            state.loss, self.bad_steps = result.loss, 0
-            state.recent_losses = [*state.recent_losses, result.loss][-SPIKE_WINDOW:]
-        elif math.isfinite(result.loss) and scaler.is_enabled() and scaler.get_scale() >= 1:
-            self.bad_steps = 0
-            self.warn(f"{at} gradients too large for fp16{skipped}; loss scale now {scaler.get_scale():,.0f}")
-        else:
-            self.bad_steps += 1
-            found = f"loss {result.loss}, gradient norm {result.grad_norm}"
-            self.warn(f"{at} {found}{skipped} ({self.bad_steps} running; --max_bad_steps {self.config.max_bad_steps})")
 
     def go_back(self) -> None:
         """To the step before the bad ones, whose weights these still are, and tell how to go on from there."""

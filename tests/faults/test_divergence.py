@@ -34,7 +34,7 @@ def assert_nothing_learned(folder: str, first: int, last: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_one_bad_step_is_skipped_by_all_ranks(workdir, kind, ranks):
     faults = [hash_weights, partial(bad_numbers, [5], kind, ranks - 1)]
-    text = whole_life(*FLAGS, *folders("run"), ranks=ranks, faults=faults)
+    text = whole_life(*FLAGS, *folders("run"), "--eval_freq", "1", "--use_tensorboard", ranks=ranks, faults=faults)
     said = re.findall(r"^warning: step 5: loss \S+, gradient norm \S+; its update was skipped", text, re.M)
     assert len(said) == 1 and text.count("its update was skipped") == 1
     assert_nothing_learned("run", 5, 6)
@@ -119,5 +119,5 @@ def test_a_gradient_too_large_for_fp16_is_the_loss_scalers_business(workdir):
     saved = load("run/ckpt/latest.pt")
     torch.save(saved | {"scaler": saved["scaler"] | {"scale": 2.0**100}}, "run/ckpt/latest.pt")
     text = whole_life(*flags, "--resume", "--max_steps", "30", "--max_bad_steps", "2")
-    assert text.count("gradients too large for fp16; its update was skipped; loss scale now") == 18
+    assert text.count("gradients too large for fp16, loss scale now ") == 18
     assert "finished after 30 steps" in text

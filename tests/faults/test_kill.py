@@ -59,20 +59,23 @@ def storm(kills: int, start_life, seed: int) -> int:
 
 
 @pytest.mark.parametrize(("kills", "ranks"), [(35, 1), (15, 2)])
-def test_kill_9_at_random_instants(workdir, kills, ranks):
+def test_kill_9_at_random_instants(workdir, kills, ranks, record_property):
     start_life = partial(Life, ranks=ranks, faults=[record_tokens])
     assert start_life(*FLAGS, *folders("whole")).wait() == [0] * ranks
     within_saves = storm(kills, start_life, seed=ranks)
     assert within_saves >= 0.4 * kills
+    record_property(f"of {kills} kills on {ranks} rank{'s' * (ranks > 1)} were within a save", within_saves)
     assert len(tokens_of_steps()) == 200 * ranks  # and each step saw the same tokens in every life
 
 
 @pytest.mark.storm
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_kill_9_at_random_instants_of_torchrun(workdir, ranks):
+def test_kill_9_at_random_instants_of_torchrun(workdir, ranks, record_property):
     start_life = partial(Launched, processes=ranks)
     assert start_life(*FLAGS, *folders("whole")).wait() == [0]
-    assert storm(50, start_life, seed=ranks) >= 15
+    within_saves = storm(50, start_life, seed=ranks)
+    assert within_saves >= 15
+    record_property(f"of 50 kills on {ranks} rank{'s' * (ranks > 1)} were within a save", within_saves)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -137,7 +140,7 @@ def test_the_kernel_sees_them_in_this_order(workdir):
     ), trace
 
 
-def test_a_power_cut_at_any_of_these_calls_leaves_what_was_reported(short_run):
+def test_a_power_cut_at_any_of_these_calls_leaves_what_was_reported(short_run, record_property):
     """On a disk that keeps of a file what was fsynced, and of names since the folder's last fsync any subset."""
     saves: dict[int, list[list[str]]] = {}
     for line in Path("calls.txt").read_text().splitlines():
@@ -161,6 +164,7 @@ def test_a_power_cut_at_any_of_these_calls_leaves_what_was_reported(short_run):
                 assert max(steps, default=0) >= reported, (save, name, files, kept)
                 states += 1
     assert reported == len(saves) == 6 and states > 1000
+    record_property("states of the disk", f"{states:,}")
 
 
 def after(names: dict[str, int], calls) -> dict[str, int]:
