@@ -4,6 +4,7 @@ A `Life` is one start of a run: real processes, one a rank, each with a fork of 
 already, so that a start takes a tenth of a second. Tests that need torchrun itself start it (conftest.command).
 """
 
+import contextlib
 import hashlib
 import importlib
 import json
@@ -122,8 +123,9 @@ class Launched:
                 command(*flags, processes=processes, tiny=tiny),
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=environment(),
+                env=environment() | {"LAUNCHED": str(self.out)},
                 start_new_session=True,
+                preexec_fn=_as_from_a_terminal,
             )
 
     text, wait_for = Life.text, Life.wait_for
@@ -137,14 +139,20 @@ class Launched:
         return [int(pid) for pid in children.stdout.split()]
 
     def group(self) -> list[int]:
-        """The process ids of all that is alive of it."""
-        found = subprocess.run(["pgrep", "--session", str(self.process.pid)], capture_output=True, text=True)
-        return [int(pid) for pid in found.stdout.split()]
+        """The process ids of all that is alive of it; torchrun's workers are in sessions of their own."""
+        mark, found = f"LAUNCHED={self.out}".encode(), []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                found += [int(path.parent.name)] if mark in path.read_bytes().split(b"\0") else []
+        return sorted(found)
 
     def kill(self) -> None:
-        """kill -9 of the whole group."""
-        os.killpg(self.process.pid, signal.SIGKILL)
+        """kill -9 of all of it, workers first: torchrun's death would be a SIGTERM to them."""
+        for pid in self.group()[::-1]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.wait()
+        assert not self.group()
 
     def wait(self, timeout_s: float = 120) -> list[int]:
         return [self.process.wait(timeout_s)]
@@ -170,6 +178,7 @@ def refused(*flags: str, **options) -> str:
 def _rank(
     program: str, argv: list[str], environment: dict, cwd: str, out: Path, rank: int, faults: Sequence[Callable]
 ) -> None:
+    _as_from_a_terminal()
     os.chdir(cwd)
     os.environ.update(environment)
     descriptor = os.open(out, os.O_WRONLY | os.O_APPEND)
@@ -180,6 +189,10 @@ def _rank(
     for fault in faults:
         fault(rank)
     run_cli(importlib.import_module(program).main)
+
+
+def _as_from_a_terminal() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # though the tests may have been started with nohup
 
 
 def free_port() -> int:

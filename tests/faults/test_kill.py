@@ -69,8 +69,8 @@ def test_kill_9_at_random_instants(workdir, kills, ranks, record_property):
 
 
 @pytest.mark.storm
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_kill_9_at_random_instants_of_torchrun(workdir, ranks, record_property):
+@pytest.mark.parametrize("ranks", [1, 2], ids=["python train.py", "torchrun with 2 ranks"])
+def test_kill_9_at_random_instants_of_what_users_type(workdir, ranks, record_property):
     start_life = partial(Launched, processes=ranks)
     assert start_life(*FLAGS, *folders("whole")).wait() == [0]
     within_saves = storm(50, start_life, seed=ranks)
