@@ -66,6 +66,7 @@ class RunLog:
             _cut_back(logdir / LOG, start_step, re.compile(r"step +(\d+)/|\[(\d+)\] "))
         self.log = open(logdir / LOG, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
         self.metrics = open(logdir / METRICS, "a", encoding="utf-8")  # noqa: SIM115
+        self.config = config
         self.tensorboard = _open_tensorboard(config, start_step or 0) if config.use_tensorboard else None
         self.wandb = _open_wandb(config) if config.use_wandb else None
         self.log_freq = config.log_freq
@@ -103,10 +104,9 @@ class RunLog:
         # NaN is no JSON
         plain = {name: value if math.isfinite(value) else None for name, value in measured.items()}
         self._to_file(self.metrics, json.dumps({"step": step, **plain}))
-        if self.tensorboard:
-            with self._surviving("TensorBoard"):
-                for name, value in measured.items():
-                    self.tensorboard.add_scalar(TAGS.get(name, name), value, step)
+        with self._writing_tensorboard() as tensorboard:
+            for name, value in measured.items() if tensorboard else ():
+                tensorboard.add_scalar(TAGS.get(name, name), value, step)
         if self.wandb:
             self.wandb.log(measured, step=step)
 
@@ -149,28 +149,38 @@ class RunLog:
                 self.failed.add(sink)
                 self._to_console(sys.stderr, f"warning: cannot write to {sink}: {error}; training goes on")
 
+    @contextmanager
+    def _writing_tensorboard(self):
+        """TensorBoard's writer, or None; one that could not write never will again, so flush() opens another."""
+        with self._surviving("TensorBoard"):
+            try:
+                yield self.tensorboard
+            except OSError:
+                self.tensorboard = None
+                raise
+
     def text(self, step: int, title: str, text: str) -> None:
         """A piece of text, such as a sample."""
         text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)  # no escape codes on a terminal
         self.say(title)
         self.say(text, step)
-        if self.tensorboard:
-            self.tensorboard.add_text("sample", f"```\n{text}\n```", step)
+        with self._writing_tensorboard() as tensorboard:
+            if tensorboard:
+                tensorboard.add_text("sample", f"```\n{text}\n```", step)
         if self.wandb:
             self.wandb.log({"sample": text}, step=step)
 
     def histograms(self, step: int, model: nn.Module) -> None:
         """Histograms of parameters and gradients (TensorBoard only), of at most HISTOGRAM_VALUES values each."""
-        if not self.tensorboard:
-            return
-        for name, parameter in model.named_parameters():
-            for kind, tensor in (("parameters", parameter.detach()), ("parameters_grad", parameter.grad)):
-                if tensor is None:
-                    continue
-                local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # FSDP's shard of it
-                values = local.flatten()[:: max(1, local.numel() // HISTOGRAM_VALUES)]
-                if values.numel():
-                    self.tensorboard.add_histogram(f"{kind}/{name}", values.float(), step, bins=64)
+        with self._writing_tensorboard() as tensorboard:
+            for name, parameter in model.named_parameters() if tensorboard else ():
+                for kind, tensor in (("parameters", parameter.detach()), ("parameters_grad", parameter.grad)):
+                    if tensor is None:
+                        continue
+                    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # FSDP's shard of it
+                    values = local.flatten()[:: max(1, local.numel() // HISTOGRAM_VALUES)]
+                    if values.numel():
+                        tensorboard.add_histogram(f"{kind}/{name}", values.float(), step, bins=64)
 
     def flush(self) -> None:
         """Bring everything to the disk: a checkpoint must not be newer than the log of what led to it."""
@@ -178,9 +188,11 @@ class RunLog:
             with self._surviving(Path(file.name).name):
                 file.flush()
                 os.fsync(file.fileno())
-        if self.tensorboard:
-            with self._surviving("TensorBoard"):
-                self.tensorboard.flush()
+        with self._writing_tensorboard() as tensorboard:
+            if tensorboard:
+                tensorboard.flush()
+            elif self.config.use_tensorboard:
+                self.tensorboard = _open_tensorboard(self.config)
 
     def close(self) -> None:
         self.flush()
@@ -193,7 +205,7 @@ class RunLog:
         self.lock.close()
 
 
-def _open_tensorboard(config: TrainConfig, start_step: int):
+def _open_tensorboard(config: TrainConfig, start_step: int | None = None):
     from torch.utils.tensorboard import SummaryWriter
     from torch.utils.tensorboard.summary import hparams
 

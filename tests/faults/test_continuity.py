@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from conftest import load, metrics
-from harness import Life, folders, record_tokens, rows_of_steps, stop_after, tokens_of_steps, whole_life
+from harness import Life, folders, whole_life
+from injected import record_tokens, rows_of_steps, stop_after, tokens_of_steps
 
 FLAGS = ("--max_steps", "30", "--total_batch_size", "128")
 

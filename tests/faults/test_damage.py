@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import load, write_data
-from harness import assert_continued, folders, refused, stop_after, whole_life
+from harness import assert_continued, folders, refused, whole_life
+from injected import stop_after
 
 FLAGS = (
     "--max_steps 12 --checkpoint_freq 2 --keep_checkpoints 2 --steps_per_epoch 4 --total_batch_size 128 --dropout 0.1"

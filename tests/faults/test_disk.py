@@ -1,6 +1,7 @@
 """A disk that is full, read-only or over quota costs saves, never the run or a checkpoint that was there."""
 
 import contextlib
+import json
 import os
 import re
 import resource
@@ -11,7 +12,9 @@ from pathlib import Path
 
 import pytest
 from conftest import assert_same_state, load
-from harness import Life, folders, stop_after, whole_life
+from harness import Life, folders, whole_life
+from injected import stop_after
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from checkpoint import checkpoint_files, read_checkpoint
 
@@ -94,6 +97,23 @@ def test_training_goes_on_and_saves_again_when_it_can(workdir, request, what):
 
 def last_saved(text: str) -> int:
     return max(int(step) for step in re.findall(r"^saved step (\d+) as", text, re.M))
+
+
+def test_logs_on_a_full_disk_cost_records_and_not_the_run(disk):
+    flags = (*FLAGS, "--max_steps", "400", "--use_tensorboard", "--eval_freq", "50", "--checkpoint_dir", "run/ckpt")
+    life = Life(*flags, "--logdir", "run/logs", "--tensorboard_dir", "run/tb")
+    life.wait_for("^saved step 40 as")
+    fill(life)
+    life.wait_for("^step 150/")
+    make_room(life)
+    assert life.wait() == [0], life.text()
+    assert "warning: cannot write to metrics.jsonl: [Errno 28] No space left on device; training" in life.text()
+    assert load("run/ckpt/latest.pt")["step"] == 400
+    steps = [json.loads(line)["step"] for line in Path("run/logs/metrics.jsonl").read_text().splitlines()]
+    assert steps[-1] == 400 and steps == sorted(steps)
+    (folder,) = Path("run/tb").iterdir()
+    curve = [event.step for event in EventAccumulator(str(folder)).Reload().Scalars("loss/train")]
+    assert curve[-1] == 399 and 0 < 400 - len(curve) < 250  # from a save after the trouble on it continues
 
 
 def test_a_last_save_that_fails_is_a_failed_run(disk):

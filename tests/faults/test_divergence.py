@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import assert_same_state, load, metrics
-from harness import Life, assert_continued, bad_numbers, folders, hash_weights, weights_of_steps, whole_life
+from harness import Life, assert_continued, folders, whole_life
+from injected import bad_numbers, hash_weights, weights_of_steps
 
 FLAGS = ("--max_steps", "12", "--checkpoint_freq", "1", "--keep_checkpoints", "99", "--dropout", "0.1")
 

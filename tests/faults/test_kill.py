@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 from conftest import write_data
-from harness import Launched, Life, assert_continued, die_at, folders, record_tokens, tokens_of_steps, trace_saves
+from harness import Launched, Life, assert_continued, folders
+from injected import die_at, record_tokens, tokens_of_steps, trace_saves
 
 from checkpoint import find_checkpoint
 

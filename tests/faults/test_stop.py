@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from conftest import load, write_data
-from harness import Launched, Life, assert_continued, folders, pause, raise_in_step, record_tokens, tokens_of_steps
+from harness import Launched, Life, assert_continued, folders
+from injected import pause, raise_in_step, record_tokens, tokens_of_steps
 
 FLAGS = (
     "--total_batch_size 128 --max_steps 14 --checkpoint_freq 6 --eval_freq 6 --hellaswag_freq 6 "
