@@ -77,13 +77,17 @@ class Evaluation:
 
     @cached_property
     def tokenizer(self):
-        """The data's tokenizer; None, with a warning, where it cannot be had: training needs only its numbers."""
+        """The data's tokenizer; None, with a warning, where a rank cannot have it: training needs only its numbers."""
+        tokenizer, error = None, "another rank cannot have the tokenizer"
         try:
-            self.me.on_main(lambda: get_tokenizer(self.data.tokenizer))
-            return get_tokenizer(self.data.tokenizer)
-        except UserError as error:
+            self.me.on_main(lambda: get_tokenizer(self.data.tokenizer))  # then the others find it in a cache
+            tokenizer = get_tokenizer(self.data.tokenizer)
+        except UserError as raised:
+            error = raised
+        if self.me.agree(tokenizer is None):
             self.warn(f"no samples and no HellaSwag in this run: {error}")
             return None
+        return tokenizer
 
     @cached_property
     def examples(self) -> list:

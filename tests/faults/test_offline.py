@@ -10,6 +10,9 @@ import pytest
 from conftest import load, write_data
 from harness import Life, folders, refused, whole_life
 
+import evaluation
+from errors import UserError
+
 prepare = {"program": "prepare_dataset", "tiny": ()}
 
 
@@ -63,6 +66,23 @@ def test_hellaswag(dying_network, ranks):
     assert text.count("warning: ") == 1 and "finished after 8 steps" in text
     assert "warning: no HellaSwag in this run: hf:Rowan/hellaswag: cannot be read, " in text
     assert "or give its file with --hellaswag_file" in text
+
+
+def no_tokenizer(which_rank: int, rank: int) -> None:
+    if rank == which_rank:
+
+        def gone(name: str):
+            raise UserError(f"the vocabulary of {name!r} could not be downloaded")
+
+        evaluation.get_tokenizer = gone
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_tokenizer_that_one_rank_cannot_have(workdir, rank):
+    """As on another machine: the ranks agree to do without."""
+    flags = ("--sample_freq", "4", "--hellaswag_freq", "4", "--timeout_minutes", "0.2")
+    text = whole_life(*flags, *folders("run"), ranks=2, faults=[partial(no_tokenizer, rank)])
+    assert text.count("warning: no samples and no HellaSwag in this run: ") == 1 and "finished after 8 steps" in text
 
 
 def test_a_tokenizer(dying_network):
