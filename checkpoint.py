@@ -118,13 +118,13 @@ class CheckpointWriter:
     Args:
         keep: rolling checkpoints that stay.
         mirror: fsspec URL of a folder that gets a copy of each save, or "".
-        latest_is_whole: whether latest.pt may become latest_backup.pt at the first save. False after a resume that
-            had to pass it over, so that a damaged file never replaces a good one.
+        resumed_from: the verified checkpoint of the folder that the run goes on from. It becomes latest.pt, so that a
+            kill before the first save does not undo a choice to go back.
     """
 
-    def __init__(self, folder: Path, keep: int, mirror: str = "", latest_is_whole: bool = False):
+    def __init__(self, folder: Path, keep: int, mirror: str = "", resumed_from: Path | None = None):
         self.folder, self.keep, self.mirror = folder, keep, mirror
-        self.latest_is_whole = latest_is_whole
+        self.latest_is_whole = resumed_from is not None  # a damaged file never becomes the backup
         self.latest_step = -1
         self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self.in_flight: Future | None = None
@@ -134,6 +134,19 @@ class CheckpointWriter:
         folder.mkdir(parents=True, exist_ok=True)
         for stale in folder.glob(".*.tmp"):
             stale.unlink()  # a killed writer's
+        if resumed_from is not None and resumed_from.name != LATEST:
+            self._adopt(resumed_from)
+
+    def _adopt(self, path: Path) -> None:
+        latest, adopted = self.folder / LATEST, self.folder / ".adopted.tmp"
+        if latest.exists() and latest.samefile(path):
+            return
+        link_file(path, adopted)  # it may be the backup
+        with suppress(UserError):
+            read_checkpoint(latest)  # which was not asked for, or is damaged
+            link_file(latest, self.folder / BACKUP)
+        os.replace(adopted, latest)
+        fsync_folder(self.folder)
 
     def save(self, checkpoint: dict, tiers: list[str]) -> None:
         """Write `checkpoint` as latest.pt and under the file names in `tiers`; returns before that is done.
@@ -315,8 +328,8 @@ def as_checkpoint(content: object, path: Path) -> dict:
         raise UserError(
             f"{path}: format {content['format_version']}; expected at most {FORMAT_VERSION}: update SteadyGPT"
         )
-    if content["format_version"] == 1:  # its data was recognized otherwise, and no losses were kept
-        content |= {"format_version": FORMAT_VERSION, "data_fingerprint": {}, "recent_losses": []}
+    if content["format_version"] == 1:  # its data was recognized otherwise, and nothing was told of the last losses
+        content |= {"format_version": FORMAT_VERSION, "data_fingerprint": {}, "recent_losses": [], "bad_steps": 0}
     return content
 
 

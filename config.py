@@ -174,6 +174,8 @@ class TrainConfig:
             raise UserError(f"--min_lr {self.min_lr} is above --max_lr {self.max_lr}")
         if not self.max_steps and not self.num_epochs:
             raise UserError("--max_steps and --num_epochs are both 0; give one of them")
+        if self.skip_spikes and not self.spike_z:
+            raise UserError("--skip_spikes needs a --spike_z above 0, which says what a spike is")
         if self.cpu_offload and self.sharding != "fsdp":
             raise UserError("--cpu_offload needs --sharding fsdp")
 

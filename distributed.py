@@ -62,7 +62,7 @@ class Distributed:
     def on_main(self, compute: Callable[[], Result]) -> Result | None:
         """compute() on rank 0, its result there alone; the other ranks wait, and get None.
 
-        Raises: UserError on every rank when compute() raises one.
+        Raises: UserError on every rank when compute() raises one, or cannot read or write a file.
         """
         result, error = None, None
         if self.is_main:
@@ -70,6 +70,8 @@ class Distributed:
                 result = compute()
             except UserError as raised:
                 error = raised
+            except OSError as raised:
+                error = UserError(f"{raised}; expected to read and write it: mend that and start again")
         if error := self.broadcast(error):
             raise error
         return result

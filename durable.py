@@ -35,8 +35,10 @@ def write_temporary(path: Path, write: Callable[[IO[bytes]], object], cached: bo
             write(file)
             file.flush()
             os.fsync(file.fileno())
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(temporary)
         raise
     return temporary
 
@@ -122,15 +124,16 @@ def lock_folder(folder: Path, advice: str) -> IO[str]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / ".lock", "a+")  # noqa: SIM115 (held open: closing it gives the lock back)
-    except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror}; expected a folder of your own") from error
-    try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
     except BlockingIOError:
         file.seek(0)
         owner = file.read().strip() or "unknown"
         raise UserError(f"{folder} is in use by process {owner}; {advice}") from None
-    file.truncate(0)
-    file.write(f"{os.getpid()}\n")
-    file.flush()
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {folder}: {error.strerror}; expected a folder of your own with room in it"
+        ) from error
     return file

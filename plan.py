@@ -78,13 +78,19 @@ class Schedule:
         return rows / (self.steps_per_epoch * self.rows_per_step or self.rows_per_epoch)
 
 
-def make_schedule(config: TrainConfig, data: Data, world_size: int) -> Schedule:
-    """Raises: UserError when the batch cannot be split, or the warm-up does not fit."""
+def make_schedule(config: TrainConfig, data: Data, world_size: int, step: int = 0, rows: int = 0) -> Schedule:
+    """The schedule of a run that is at `step` and has consumed `rows`, perhaps in steps of another size.
+
+    Raises: UserError when the batch cannot be split, the warm-up does not fit, or the run is further already.
+    """
     config.check_together()
     config.grad_accum_steps(world_size)
     rows_per_step = config.total_batch_size // config.context_length
-    epoch_steps = config.steps_per_epoch or data.train.rows_per_epoch / rows_per_step
-    max_steps = config.max_steps or math.ceil(config.num_epochs * epoch_steps)
+    max_steps = config.max_steps or config.num_epochs * config.steps_per_epoch
+    if not max_steps:  # as many as the rest of the rows takes
+        max_steps = step + max(0, math.ceil((config.num_epochs * data.train.rows_per_epoch - rows) / rows_per_step))
+    if step > max_steps:
+        raise UserError(f"the checkpoint is at step {step:,}, past the run's {max_steps:,}; give a larger --max_steps")
     if config.warmup_steps >= max_steps:
         raise UserError(
             f"--warmup_steps {config.warmup_steps} is not shorter than the run of {max_steps} steps; "

@@ -20,7 +20,7 @@ from typing import IO
 from torch import nn
 
 from config import TrainConfig
-from durable import fsync_folder, lock_folder, replace_file
+from durable import fsync_folder, replace_file
 from errors import UserError, mute
 
 LOG, METRICS = "log.txt", "metrics.jsonl"
@@ -51,12 +51,11 @@ class RunLog:
     Args:
         start_step: of a resumed run: records from there on go. None for a new run: an older run's logs are moved aside.
 
-    Raises: UserError when another run writes into the same logdir.
+    Raises: OSError when it cannot write.
     """
 
     def __init__(self, config: TrainConfig, start_step: int | None):
         logdir = Path(config.logdir)
-        self.lock = lock_folder(logdir, "give this run another --logdir")
         if start_step is None:
             _move_aside(logdir)
         elif _run_of(logdir) != config.run_name:
@@ -202,7 +201,6 @@ class RunLog:
                     sink.close()
         if self.wandb:
             self.wandb.finish()
-        self.lock.close()
 
 
 def _open_tensorboard(config: TrainConfig, start_step: int | None = None):

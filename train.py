@@ -28,7 +28,6 @@ from checkpoint import (
     BEST,
     EPOCH,
     FORMAT_VERSION,
-    LATEST,
     ROLLING,
     CheckpointWriter,
     capture_state,
@@ -85,6 +84,7 @@ class TrainState:
     loss: float | None = None  # of the last step
     elapsed_s: float = 0.0  # in training steps, over all starts
     recent_losses: list[float] = field(default_factory=list)  # the last SPIKE_WINDOW, finite ones
+    bad_steps: int = 0  # running, up to now
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,6 @@ class Run:
         self.saved_step = self.state.step if checkpoint else -1
         self.saved_at = time.monotonic()
         self.save_failed = False
-        self.bad_steps = 0  # running, up to now
         self.stop = StopSignal(self.me, self.config.max_hours)
         model, forward, precision = trainer.model, trainer.forward, trainer.precision
         self.evaluation = Evaluation(self.config, data, self.me, model, forward, precision, self.warn)
@@ -289,34 +288,40 @@ class Run:
                 self.log_step(result, lr, step_s)
             if warning := result.warning(state.recent_losses):
                 self.warn(f"step {state.step}: {warning}")
-            self.bad_steps = self.bad_steps + 1 if result.bad else 0
+            state.bad_steps = state.bad_steps + 1 if result.bad else 0
             if result.finite:
                 state.loss = result.loss
                 state.recent_losses = [*state.recent_losses, result.loss][-SPIKE_WINDOW:]
             step_ended()
             state.step += 1
             epoch_ended = int(schedule.epochs(state.rows_consumed)) > int(epochs_before)
-            if diverged := self.bad_steps >= config.max_bad_steps > 0:
-                self.go_back()
+            if diverged := state.bad_steps >= config.max_bad_steps > 0:
                 break
         loader.close()
-        if state.step != self.saved_step:
+        if diverged:
+            self.go_back()
+        if self.writer:
+            self.writer.wait()
+            self.report_saves()
+        if self.me.agree(state.step != self.saved_step or self.save_failed):  # there may be room by now
             self.save([])
         if diverged:
-            return "failed", f"{self.bad_steps} steps running without a finite loss and gradient"
+            return "failed", f"{config.max_bad_steps} steps running without a finite loss and gradient"
         return ("finished", "") if finished and evaluated else ("stopped", self.stop.agreed())
 
     def go_back(self) -> None:
         """To the step before the bad ones, whose weights these still are, and tell how to go on from there."""
         state, config = self.state, self.config
-        state.step -= self.bad_steps
-        state.rows_consumed -= self.bad_steps * self.schedule.rows_per_step
+        state.step -= state.bad_steps
+        state.rows_consumed -= state.bad_steps * self.schedule.rows_per_step
+        lower = f"--allow_changes --max_lr {config.max_lr / 2:g} --min_lr {min(config.min_lr, config.max_lr / 2):g}"
         self.warn(
-            f"stopping after {self.bad_steps} bad steps; the weights of step {state.step}, before them, are kept in "
-            f"{Path(config.checkpoint_dir, LATEST)}. Go on with --resume latest and --precision fp32, or "
-            f"--allow_changes --max_lr {config.max_lr / 2:g}; or from an earlier step (./list_checkpoints.sh) with "
-            "--resume FILE; or past these tokens with a larger --max_bad_steps"
+            f"stopping after {state.bad_steps} bad steps, at step {state.step} before them. Go on with --resume latest "
+            f"{lower}{' or --precision fp32' * (self.trainer.precision != 'fp32')}, or past these tokens with a "
+            "larger --max_bad_steps. If that fails at once, the weights were ruined before: --resume best, or an "
+            "older file of ./list_checkpoints.sh"
         )
+        state.bad_steps = 0
 
     def tiers_due(self, epoch_ended: bool) -> list[str]:
         """The names, beside latest.pt, under which the state of this step is to be kept."""
@@ -373,7 +378,7 @@ class Run:
             val_loss = evaluation.validate(self.stop)
             if val_loss is None:
                 return False
-            state.val_loss = val_loss
+            state.val_loss = val_loss if math.isfinite(val_loss) else None
             best = val_loss < (math.inf if state.best_val_loss is None else state.best_val_loss)  # never NaN
             if best:
                 state.best_val_loss = val_loss
@@ -454,7 +459,8 @@ def train(config: TrainConfig, given: frozenset[str], me: Distributed) -> int:
                 initial["model"]["wpe.weight"] = initial["model"]["wpe.weight"][: config.context_length]
         run_name = me.broadcast(config.run_name or f"{time.strftime('gpt-%Y%m%d-%H%M%S')}-{os.getpid()}")
         config = dataclasses.replace(config, tokenizer=data.tokenizer, run_name=run_name)
-        schedule = make_schedule(config, data, me.world_size)
+        at = (checkpoint["step"], checkpoint["rows_consumed"]) if checkpoint else (0, 0)
+        schedule = make_schedule(config, data, me.world_size, *at)
         plan = [*describe(config, data, schedule, me), *notes]
         if config.dry_run:
             if me.is_main:
@@ -466,14 +472,13 @@ def train(config: TrainConfig, given: frozenset[str], me: Distributed) -> int:
             if me.is_main:
                 print(f"{folder}: this run is finished, at step {checkpoint['step']:,}; a larger --max_steps goes on")
             return 0
+        advice = "give this run another --logdir"
+        me.on_main(lambda: held.enter_context(lock_folder(Path(config.logdir), advice)))
+        # First the writer: it makes the checkpoint to resume from the latest, and the log forgets what came after it.
+        writer = me.on_main(lambda: CheckpointWriter(folder, config.keep_checkpoints, config.mirror, path))
         log = me.on_main(lambda: held.enter_context(closing(RunLog(config, checkpoint and checkpoint["step"]))))
         if log:
             log.say("\n".join(plan))
-        writer = me.on_main(
-            lambda: CheckpointWriter(
-                folder, config.keep_checkpoints, config.mirror, path is not None and path.name == LATEST
-            )
-        )
         trainer = build_trainer(config, data, me, checkpoint, initial)
         return Run(trainer, data, schedule, checkpoint, fingerprint, log, writer).until_it_ends()
 
@@ -487,7 +492,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if config.resume not in ("", "latest", "auto", "best"):
         if not Path(config.resume).is_file():
-            raise UserError(f"--resume {config.resume}: no such file; expected latest, auto, best or a checkpoint file")
+            found = "a folder" if Path(config.resume).is_dir() else "no such file"
+            raise UserError(f"--resume {config.resume}: {found}; expected latest, auto, best or a checkpoint file")
         if "checkpoint_dir" not in given:
             config = dataclasses.replace(config, checkpoint_dir=str(Path(config.resume).parent))
     if not config.resume and config.init_from == "scratch":  # else the model's shape is in a file

@@ -184,11 +184,33 @@ def damage(path, how: str) -> None:
     path.write_bytes(contents[how])
 
 
+def test_the_checkpoint_that_a_run_goes_on_from_becomes_the_latest(tmp_path):
+    def steps():
+        return {path.name: read_checkpoint(path)["step"] for path in checkpoint_files(tmp_path)[:2]}
+
+    writer = CheckpointWriter(tmp_path, keep=3)
+    for step in (1, 2, 3):
+        save(writer, step, f"rolling_step_{step:06d}.pt")
+    writer.close()
+    CheckpointWriter(tmp_path, keep=3, resumed_from=tmp_path / "latest.pt").close()
+    assert steps() == {"latest.pt": 3, "latest_backup.pt": 2}
+    CheckpointWriter(tmp_path, keep=3, resumed_from=tmp_path / "latest_backup.pt").close()
+    assert steps() == {"latest.pt": 2, "latest_backup.pt": 3}
+    CheckpointWriter(tmp_path, keep=3, resumed_from=tmp_path / "rolling_step_000001.pt").close()
+    assert steps() == {"latest.pt": 1, "latest_backup.pt": 2}
+    CheckpointWriter(tmp_path, keep=3, resumed_from=tmp_path / "rolling_step_000001.pt").close()  # it is already
+    assert steps() == {"latest.pt": 1, "latest_backup.pt": 2}
+    damage(tmp_path / "latest.pt", "one bit")
+    CheckpointWriter(tmp_path, keep=3, resumed_from=tmp_path / "latest_backup.pt").close()
+    assert steps() == {"latest.pt": 2, "latest_backup.pt": 2}
+    assert not [name for name in names(tmp_path) if name.endswith(".tmp")]
+
+
 def test_a_damaged_latest_never_replaces_the_good_backup(tmp_path):
     writer = CheckpointWriter(tmp_path, keep=3)
     save(writer, 1), save(writer, 2), writer.close()
     damage(tmp_path / "latest.pt", "one bit")
-    writer = CheckpointWriter(tmp_path, keep=3, latest_is_whole=False)
+    writer = CheckpointWriter(tmp_path, keep=3)
     save(writer, 3), writer.close()
     assert read_checkpoint(tmp_path / "latest_backup.pt")["step"] == 1
 

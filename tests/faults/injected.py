@@ -1,5 +1,6 @@
 """What tests put into a Life: recorders and faults, each called in a rank, with its number, before main()."""
 
+import errno
 import hashlib
 import json
 import math
@@ -99,16 +100,29 @@ def bad_numbers(steps: Sequence, kind: str, which_rank: int, rank: int) -> None:
     train.train_step, train.GPT.forward = bad_step, bad_forward
 
 
-def stop_after(steps: int, rank: int) -> None:
-    """Ask for a stop when so many steps are made."""
+def stop_after(steps: int, rank: int, number: int = signal.SIGTERM) -> None:
+    """Have a signal come when so many steps are made."""
     train_step = train.train_step
 
     def stopping_step(trainer, loader, lr, state, stop):
         if state.step == steps:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
         return train_step(trainer, loader, lr, state, stop)
 
     train.train_step = stopping_step
+
+
+def fail_saves(first: int, count: int, rank: int) -> None:
+    """Let `count` saves fail from the `first` on (from 0), as on a full disk."""
+    save, number = torch.save, [0]
+
+    def failing_save(*args):
+        number[0] += 1
+        if first < number[0] <= first + count:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save(*args)
+
+    torch.save = failing_save
 
 
 def raise_in_step(step: int, which_rank: int, rank: int) -> None:
@@ -125,15 +139,18 @@ def raise_in_step(step: int, which_rank: int, rank: int) -> None:
 
 
 def pause(moment: str, expire: bool, rank: int) -> None:
-    """Say "paused in MOMENT" and wait a little, once, so that a signal comes just then; or let --max_hours be over."""
-    left, signals, last_rank = [0.2], [], int(os.environ.get("WORLD_SIZE", "1")) - 1
+    """Say "paused in MOMENT" and wait, once, until a signal has come; or let --max_hours be over."""
+    signals, paused, last_rank = [], [], int(os.environ.get("WORLD_SIZE", "1")) - 1
     train_step, torch_save, score_batch = train.train_step, torch.save, hellaswag_eval.score_batch
 
     def here(where: str) -> None:
-        if where == moment and left and rank == (0 if moment == "save" else last_rank):
+        if where == moment and not paused and rank == (0 if moment == "save" else last_rank):
+            paused.append(where)
             print(f"paused in {moment}", flush=True)
             signals[0].deadline = 0 if expire else math.inf
-            time.sleep(left.pop())
+            for _ in range(100 if moment == "save" else 1000):  # of a save another rank may be signalled
+                if not expire and not signals[0].asked:
+                    time.sleep(0.01)
 
     class Loader(train.BatchLoader):
         def next(self):
@@ -158,7 +175,7 @@ def pause(moment: str, expire: bool, rank: int) -> None:
 
 
 def trace_saves(rank: int) -> None:
-    """Append to calls.txt, a line each, the calls by which saves become durable: their number, name and files."""
+    """Append to calls.txt, a line each, the calls by which saves become durable: save, name and files."""
 
     def note(save: int, call: int, name: str, *files) -> None:
         with open("calls.txt", "a") as file:
@@ -180,7 +197,10 @@ def die_at(save: int, call: int, rank: int) -> None:
 
 
 def _before_each_call(do: Callable) -> None:
-    """Have do(number of the save, of the call in it, its name, *files) done before each call of the saving thread."""
+    """Have do(save, call, name, *files) done before each call of the saving thread; saves count from 1, calls from 0.
+
+    And do(0, 0, "fsync", file) before each fsync of other threads.
+    """
     save, call = 0, -1
 
     def intercepted(name: str, function: Callable) -> Callable:
@@ -189,6 +209,8 @@ def _before_each_call(do: Callable) -> None:
             if threading.current_thread().name.startswith("checkpoint"):
                 save, call = (save + 1, 0) if name == "write" else (save, call + 1)
                 do(save, call, name, *args)
+            elif name == "fsync":
+                do(0, 0, name, *args)
             return function(*args)
 
         return wrapper

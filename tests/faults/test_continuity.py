@@ -1,12 +1,17 @@
 """Resumed on other numbers of ranks, compiled and not, for thousands of steps: the same tokens, weights and memory."""
 
+import contextlib
 import os
+import shutil
+import signal
+import time
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import load, metrics
-from harness import Life, folders, whole_life
+from harness import Life, assert_continued, folders, whole_life
 from injected import record_tokens, rows_of_steps, stop_after, tokens_of_steps
 
 FLAGS = ("--max_steps", "30", "--total_batch_size", "128")
@@ -56,10 +61,25 @@ def test_memory_descriptors_and_threads_stay_flat(workdir, steps, freq):
         status = dict(line.split(":", 1) for line in lines)
         return int(status["RssAnon"].split()[0]), len(os.listdir(f"/proc/{pid}/fd")), int(status["Threads"])
 
+    samples = []
     life.wait_for(rf"^saved step {steps // 5} as")
-    memory, descriptors, threads = used()
-    life.wait_for(rf"^saved step {steps - freq} as", timeout_s=300)
-    memory_later, descriptors_later, threads_later = used()
+    while life.is_alive() and f"saved step {steps - freq} as" not in life.text():
+        with contextlib.suppress(FileNotFoundError):  # it has just ended
+            samples.append(used())
+        time.sleep(0.02)
     assert life.wait() == [0]
-    assert memory_later < memory + 4 * 1024, f"{memory} KB, later {memory_later} KB"
-    assert descriptors_later <= descriptors + 1 and threads_later <= threads  # one may be that of a save
+    early, late = (np.max(half, axis=0) for half in np.array_split(samples, 2))
+    assert len(samples) > 50 and late[0] < early[0] + 4 * 1024, f"{early[0]} KB, later {late[0]} KB"
+    assert late[1] <= early[1] + 1 and late[2] <= early[2] + 1, f"descriptors and threads {early[1:]}, later {late[1:]}"
+
+
+def test_going_back_is_not_undone_by_a_kill(workdir):
+    """From then on the older checkpoint is the latest one, as the logs say too."""
+    flags = ("--max_steps", "20", "--checkpoint_freq", "5", "--dropout", "0.1")
+    whole_life(*flags, *folders("whole"))
+    shutil.copytree("whole", "run", copy_function=os.link)
+    back = ("--resume", "run/ckpt/rolling_step_000010.pt", "--logdir", "run/logs")
+    assert Life(*flags, *back, faults=[partial(stop_after, 12, number=signal.SIGKILL)]).wait() == [-signal.SIGKILL]
+    assert load("run/ckpt/latest_backup.pt")["step"] == 20  # nothing is lost
+    assert "resumed from run/ckpt/latest.pt at step 10" in whole_life(*flags, *folders("run"), "--resume", "latest")
+    assert_continued("run")

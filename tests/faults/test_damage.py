@@ -116,7 +116,7 @@ def test_what_is_no_checkpoint_is_refused_and_nothing_of_it_runs(stopped_run):
         "zipped.pt": "holds more than tensors and plain types; it was not loaded",
         "old-style.pt": "not a checkpoint",
         "pickle.pt": "not a checkpoint",
-        "folder.pt": "no such file",
+        "folder.pt": "a folder; expected latest, auto, best or a checkpoint file",
         "missing.pt": "no such file",
     }.items():
         message = refused("--resume", file, tiny=[])

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from conftest import assert_same_state, load
-from harness import Life, folders, whole_life
-from injected import stop_after
+from harness import Life, folders, refused, whole_life
+from injected import fail_saves, stop_after
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from checkpoint import checkpoint_files, read_checkpoint
@@ -32,13 +32,13 @@ def disk(workdir):
     subprocess.run(["umount", "--lazy", "run"], check=True)
 
 
-def fill(life: Life) -> None:
+def fill(life: Life | None) -> None:
     with open("run/filler", "wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(4096))
 
 
-def make_room(life: Life) -> None:
+def make_room(life: Life | None) -> None:
     Path("run/filler").unlink()
 
 
@@ -58,9 +58,13 @@ def allow_files_of(size: int):
 
 
 TROUBLE = {
-    "disk full": (fill, make_room, r"\[Errno 28\] No space left on device"),
+    "disk full": (fill, make_room, r"\[Errno 28\] No space left on device: 'run/.latest.pt.tmp'"),
     "read-only": (forbid, allow, r"\[Errno 13?\] (Permission denied|Operation not permitted): 'run/.latest.pt.tmp'"),
-    "quota": (allow_files_of(100_000), allow_files_of(resource.RLIM_INFINITY), r"\[Errno 27\] File too large"),
+    "quota": (
+        allow_files_of(100_000),
+        allow_files_of(resource.RLIM_INFINITY),
+        r"\[Errno 27\] File too large: 'run/.latest.pt.tmp'",
+    ),
 }
 
 
@@ -114,6 +118,25 @@ def test_logs_on_a_full_disk_cost_records_and_not_the_run(disk):
     (folder,) = Path("run/tb").iterdir()
     curve = [event.step for event in EventAccumulator(str(folder)).Reload().Scalars("loss/train")]
     assert curve[-1] == 399 and 0 < 400 - len(curve) < 250  # from a save after the trouble on it continues
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("resume", [(), ("--resume",)])
+def test_a_start_on_a_full_disk_is_refused_in_one_line(disk, resume, ranks):
+    flags = (*FLAGS, "--max_steps", "40", *folders("run"))
+    if resume:
+        whole_life(*flags, ranks=ranks)
+    fill(None)
+    assert "No space left on device" in refused(*flags, *resume, "--max_steps", "60", ranks=ranks)
+    make_room(None)
+    whole_life(*flags, *resume, "--max_steps", "60", ranks=ranks)
+    assert load("run/ckpt/latest.pt")["step"] == 60
+
+
+def test_a_last_save_that_fails_is_tried_again(workdir):
+    flags = (*FLAGS, "--max_steps", "40", *folders("run"))
+    text = whole_life(*flags, faults=[partial(fail_saves, 1, 1)])
+    assert "step 40 was not saved" in text and text.index("saved step 40 as") < text.index("finished after 40 steps")
 
 
 def test_a_last_save_that_fails_is_a_failed_run(disk):

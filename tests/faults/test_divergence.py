@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from conftest import assert_same_state, load, metrics
 from harness import Life, assert_continued, folders, whole_life
-from injected import bad_numbers, hash_weights, weights_of_steps
+from injected import bad_numbers, hash_weights, stop_after, weights_of_steps
 
 FLAGS = ("--max_steps", "12", "--checkpoint_freq", "1", "--keep_checkpoints", "99", "--dropout", "0.1")
 
@@ -53,8 +54,10 @@ def test_after_max_bad_steps_it_stops_where_the_last_good_step_was(workdir, rank
     fault = partial(bad_numbers, range(4, 100), "nan gradient", ranks - 1)
     life = Life(*FLAGS, *folders("run"), "--max_bad_steps", "3", "--checkpoint_freq", "5", ranks=ranks, faults=[fault])
     assert life.wait() == [1] * ranks
-    told = r"^warning: stopping after 3 bad steps; the weights of step 4, .* run/ckpt/latest.pt. Go on with --resume "
-    assert re.search(told + "latest and --precision fp32, or --allow_changes --max_lr", life.text(), re.M)
+    told = (
+        r"^warning: stopping after 3 bad steps, at step 4 before them. Go on with (--resume latest .*?), or past these"
+    )
+    assert re.search(told, life.text(), re.M)
     status = json.loads(Path("run/ckpt/status.json").read_text())
     assert (status["status"], status["step"]) == ("failed", 4) and "3 steps running" in status["reason"]
     assert load("run/ckpt/latest.pt")["step"] == 4
@@ -62,6 +65,26 @@ def test_after_max_bad_steps_it_stops_where_the_last_good_step_was(workdir, rank
     # Whatever it was, it is gone: the same steps are made again, and nothing was lost.
     assert Life(*FLAGS, *folders("run"), "--resume", "latest", ranks=ranks).wait() == [0] * ranks
     assert_continued("run")
+
+
+@pytest.mark.parametrize("flags", [(), ("--max_lr", "1.5e-4"), ("--precision", "bf16")])
+def test_the_advice_at_the_end_can_be_followed(workdir, flags):
+    fault = partial(bad_numbers, range(4, 100), "nan loss", 0)
+    life = Life(*FLAGS, *flags, *folders("run"), faults=[fault])
+    assert life.wait() == [1]
+    (advice,) = re.findall(r"Go on with (--resume latest .*?), or past these", life.text())
+    assert ("--precision fp32" in advice) == ("bf16" in flags)
+    for number, words in enumerate(advice.removeprefix("--resume latest ").split(" or ")):
+        shutil.copytree("run", f"run{number}")
+        whole_life("--resume", "latest", *words.split(), *folders(f"run{number}"), tiny=())
+
+
+def test_bad_steps_are_counted_across_starts(workdir):
+    fault = partial(bad_numbers, range(4, 100), "nan loss", 0)
+    assert Life(*FLAGS, *folders("run"), faults=[fault, partial(stop_after, 7)]).wait() == [0]
+    life = Life(*FLAGS, *folders("run"), "--resume", faults=[fault])
+    assert life.wait() == [1] and "stopping after 5 bad steps, at step 4 before them" in life.text()
+    assert life.text().count("its update was skipped") == 2
 
 
 def test_bad_steps_that_do_not_follow_each_other_do_not_stop_it(workdir):
@@ -81,6 +104,7 @@ def test_a_bad_validation_loss_is_never_the_best(workdir):
     fault = partial(bad_numbers, ["validation"], "nan loss", 0)
     assert Life(*FLAGS, *folders("run"), "--eval_freq", "4", faults=[fault]).wait() == [0]
     assert load("run/ckpt/latest.pt")["best_val_loss"] is None and not Path("run/ckpt/best_model.pt").exists()
+    assert_finite("run")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

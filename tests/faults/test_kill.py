@@ -25,31 +25,34 @@ def last_reported(text: str) -> int:
     return max([int(step) for step in re.findall(r"^saved step (\d+) as", text, re.MULTILINE)], default=-1)
 
 
-def half_saved(name: str) -> bool:
-    return any(Path(name, "ckpt").glob(".*.pt.tmp"))
+def half_saved(name: str, since_ns: int) -> bool:
+    """Whether a save is half done; what an earlier life left does not count."""
+    with contextlib.suppress(FileNotFoundError):  # just done
+        return any(path.stat().st_mtime_ns > since_ns for path in Path(name, "ckpt").glob(".*.pt.tmp"))
+    return False
 
 
 def storm(kills: int, start_life, seed: int) -> int:
     """Kill lives at random instants, run after run; returns how many died with a save half done."""
     instants, run, within_saves, reported = random.Random(seed), 0, 0, -1
-    while kills:
+    while kills > 0:
         name = f"run{run}"
-        life = start_life(*FLAGS, *folders(name), "--resume", "auto")
+        life, since_ns = start_life(*FLAGS, *folders(name), "--resume", "auto"), time.time_ns()
         kind = instants.random()
         if kind < 0.8:  # once it trains; else anywhere from its start on
             life.wait_for(r"^step +\d+/|is finished|^finished")
         time.sleep(instants.uniform(0, 0.25))
-        while kind < 0.5 and life.is_alive() and not half_saved(name):
+        while kind < 0.5 and life.is_alive() and not half_saved(name, since_ns):
             time.sleep(0.0005)  # half of them within a save
         life.kill()
         text = life.text()
+        kills -= "finished after" not in text
         if resumed := re.search(r"^resumed from .* at step (\d+)", text, re.MULTILINE):
             assert int(resumed[1]) >= reported, f"step {reported} was reported as saved, and is gone"
         reported = max(reported, last_reported(text))
         if reported >= 0:
             assert find_checkpoint("latest", Path(name, "ckpt"))[1]["step"] >= reported
-        within_saves += half_saved(name)
-        kills -= 1
+        within_saves += half_saved(name, since_ns)
         if "finished after" in text:
             assert_continued(name)
             run, reported = run + 1, -1
@@ -117,27 +120,40 @@ def test_a_save_is_these_calls_in_this_order(short_run):
     assert found == CALLS
 
 
+def test_a_log_is_on_the_disk_before_the_checkpoint_that_follows_from_it(short_run):
+    logged = 0
+    for line in Path("calls.txt").read_text().splitlines():
+        save, *call = line.split()
+        logged += call == ["fsync", "metrics.jsonl"]
+        assert call[0] != "write" or logged >= int(save)
+
+
 def test_the_kernel_sees_them_in_this_order(workdir):
     """File, then its name, then the folder: as strace shows them, of a save in the middle of a run."""
     if not shutil.which("strace"):
         pytest.skip("strace is not installed")
+    watched = "trace=fsync,?rename,?renameat,?renameat2,?link,?linkat"
     life = Life("--max_steps", "100000", "--checkpoint_freq", "10", *folders("run"))
     life.wait_for("^saved step 20 as")
-    argv = ["strace", "-f", "-y", "-o", "trace.txt", "-e", "trace=fsync,rename,link", "-p", str(life.ranks[0].pid)]
+    argv = ["strace", "-f", "-y", "-o", "trace.txt", "-e", watched, "-p", str(life.ranks[0].pid)]
     tracer = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
-    assert "attached" in tracer.stderr.readline()
+    if "attached" not in (said := tracer.stderr.readline()):
+        pytest.skip(f"strace may not attach: {said}")
     step = 20 + 10 * life.text().count("saved step") + 20
     life.wait_for(f"^saved step {step} as")
     life.kill()
     tracer.wait()
+    # A thread's calls begin one after the other, whatever other threads do in between.
     trace = Path("trace.txt").read_text()
+    (thread,) = re.findall(rf"^(\d+) link.*rolling_step_{step:06d}", trace, re.MULTILINE)
+    calls = "".join(f"{line}\n" for line in trace.splitlines() if line.startswith(f"{thread} "))
     assert re.search(
-        r"fsync\(\d+<\S+/ckpt/\.latest\.pt\.tmp>\)\s+= 0\n"
-        rf'.*link\("run/ckpt/\.latest\.pt\.tmp", "run/ckpt/\.rolling_step_{step:06d}\.pt\.tmp"\) = 0\n'
+        r" fsync\(\d+<\S+/ckpt/\.latest\.pt\.tmp>.*\n"
+        rf'.* link.*"run/ckpt/\.latest\.pt\.tmp", .*"run/ckpt/\.rolling_step_{step:06d}\.pt\.tmp".*\n'
         r"(?:.*\n){,6}?"
-        r'.*rename\("run/ckpt/\.latest\.pt\.tmp", "run/ckpt/latest\.pt"\) = 0\n'
-        r".*fsync\(\d+<\S+/ckpt>\)\s+= 0\n",
-        "\n".join(line for line in trace.splitlines() if "/ckpt" in line and "status.json" not in line) + "\n",
+        r'.* rename.*"run/ckpt/\.latest\.pt\.tmp", .*"run/ckpt/latest\.pt".*\n'
+        r".* fsync\(\d+<\S+/ckpt>",
+        calls,
     ), trace
 
 
@@ -146,7 +162,8 @@ def test_a_power_cut_at_any_of_these_calls_leaves_what_was_reported(short_run, r
     saves: dict[int, list[list[str]]] = {}
     for line in Path("calls.txt").read_text().splitlines():
         save, *call = line.split()
-        saves.setdefault(int(save), []).append(call)
+        if save != "0":
+            saves.setdefault(int(save), []).append(call)
     names: dict[str, int] = {}  # what the disk surely knows: name -> the save whose bytes it has
     pending, whole, reported, states = [], set(), 0, 0
     for save, calls in saves.items():
@@ -159,6 +176,7 @@ def test_a_power_cut_at_any_of_these_calls_leaves_what_was_reported(short_run, r
                 names, pending, reported = after(names, pending), [], save
             else:
                 pending.append((name, *files))
+            assert len(pending) < 16  # else a fsync of the folder is missing
             for kept in product([False, True], repeat=len(pending)):
                 found = after(names, [call for call, keep in zip(pending, kept, strict=True) if keep])
                 steps = [save for name, save in found.items() if not name.startswith(".") and save in whole]

@@ -1,11 +1,14 @@
 """Mistakes in shards, flags and TOML files: one line that says what to do, status 2, before training."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import load
 from harness import Life, folders, refused, whole_life
+from injected import stop_after
 
 from dataloader import read_manifest, write_shard
 
@@ -100,6 +103,7 @@ FLAGS = {
     "a wrong type in TOML": (["--config", "b.toml"], "b.toml: num_layers is 'two' (str); expected int"),
     "no TOML": (["--config", "c.toml"], "c.toml: not TOML"),
     "weights of another model": (["--init_from", "whole/ckpt/latest.pt", "--embd_size", "32"], "embd_size is 16"),
+    "spikes of any size": (["--skip_spikes", "--spike_z", "0"], "--skip_spikes needs a --spike_z above 0"),
     "nothing to resume": (["--resume"], "no checkpoints in checkpoints"),
     "an empty --resume": (["--resume="], "--resume is empty"),
     "a resume that is no file": (["--resume", "lates"], "--resume lates: no such file"),
@@ -153,6 +157,20 @@ def test_on_purpose_batch_and_learning_rate_change_and_it_is_told(workdir):
     assert "finished after 12 steps" in text
 
 
+def test_in_steps_of_another_size_an_epoch_is_still_all_of_its_rows(workdir):
+    """74 of them: 10 steps of 4 rows, and the rest in 5 of 8."""
+    flags = ("--max_steps", "0", "--num_epochs", "1", *folders("run"))
+    whole_life(*flags, faults=[partial(stop_after, 10)])
+    text = whole_life(*folders("run"), "--resume", "--total_batch_size", "128", "--allow_changes", tiny=())
+    assert "finished after 15 steps" in text and load("run/ckpt/latest.pt")["rows_consumed"] == 80
+
+
+def test_a_run_that_is_further_than_its_end_is_refused(workdir):
+    whole_life(*folders("run"))
+    message = refused(*folders("run"), "--resume", "--max_steps", "5")
+    assert "the checkpoint is at step 8, past the run's 5; give a larger --max_steps" in message
+
+
 def test_a_second_trainer_on_the_same_folder_is_refused(workdir):
     first = Life("--max_steps", "100000", *folders("run"))
     first.wait_for(r"^step +3/")
@@ -161,4 +179,6 @@ def test_a_second_trainer_on_the_same_folder_is_refused(workdir):
     logs = ("--checkpoint_dir", "other", "--logdir", "run/logs")
     assert f"run/logs is in use by process {pid}; give this run another --logdir" in refused(*logs)
     first.kill()
-    whole_life(*folders("run"), "--resume", "auto", "--max_steps", "12")  # the lock went with its owner
+    second = Life("--max_steps", "100000", *folders("run"), "--resume", "auto")  # the lock went with its owner
+    second.wait_for(r"^step +\d+/")
+    second.kill()

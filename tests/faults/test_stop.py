@@ -96,8 +96,8 @@ def to_the_group_twice(run: Launched) -> None:
     os.killpg(run.process.pid, signal.SIGINT)
 
 
-def to_a_worker(run: Launched) -> None:
-    os.kill(run.workers()[-1], signal.SIGUSR1)
+def to_a_worker(run: Launched, number: int = signal.SIGUSR1) -> None:
+    os.kill(run.workers()[-1], number)
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,7 @@ def test_a_stop_of_torchrun(long_run, send, reason, request):
     """torchrun hands signals on and dies of those that it does not know; its workers save and leave all the same."""
     name = request.node.callspec.id.replace(" ", "-")
     run = Launched(*LONG_STEP, *folders(name), processes=2)
-    run.wait_for(r"^step 0/3")
-    time.sleep(0.3)  # now it is within step 1, of 300 micro-steps
+    run.wait_for(r"^step 0/3")  # now it is within step 1, of 300 micro-steps
     send(run)
     sent = time.monotonic()
     run.wait()
@@ -151,15 +150,27 @@ def test_a_rank_that_is_gone_ends_the_run_and_it_can_be_resumed(workdir, how, ra
     assert Life(*SHORT, *folders("whole"), ranks=2).wait() == [0, 0]
     faults = [partial(raise_in_step, 10, rank)] if how == "an exception" else [partial(pause, "micro-step", False)]
     # The time-out also counts while the ranks meet.
-    life = Life(*SHORT, *folders("run"), "--timeout_minutes", "0.08", ranks=2, faults=faults)
+    life = Life(*SHORT, *folders("run"), "--timeout_minutes", "0.1", ranks=2, faults=faults)
     if how != "an exception":
         life.wait_for("^paused in micro-step")
         life.signal(signal.SIGKILL if how == "kill -9" else signal.SIGSTOP, rank)
     other = life.ranks[1 - rank]
-    other.join(10)  # the time-out is 5 s
+    other.join(30)  # the time-out is 6 s
     assert other.exitcode not in (None, 0), life.text()
     life.signal(signal.SIGKILL)
     life.wait()
     assert "saved step 4 as" in life.text() or how != "an exception"
     assert Life(*SHORT, *folders("run"), "--resume", "auto", ranks=2).wait() == [0, 0]
     assert_continued("run")
+
+
+@pytest.mark.storm
+def test_a_worker_of_torchrun_that_hangs_ends_the_run_and_nothing_stays(long_run):
+    """torchrun waits 30 s after its SIGTERM before it kills the stopped process."""
+    run = Launched(*LONG_STEP, *folders("hangs"), "--timeout_minutes", "0.3", processes=2)
+    run.wait_for(r"^step 0/3")
+    to_a_worker(run, signal.SIGSTOP)
+    (status,) = run.wait(timeout_s=18 + 30 + 30)
+    assert status != 0 and not run.group(), run.text()
+    assert Life(*LONG_STEP, *folders("hangs"), "--resume", "auto", ranks=2).wait() == [0, 0]
+    assert_continued("hangs")
