@@ -56,6 +56,7 @@ class RunLog:
 
     def __init__(self, config: TrainConfig, start_step: int | None):
         logdir = Path(config.logdir)
+        logdir.mkdir(parents=True, exist_ok=True)
         if start_step is None:
             _move_aside(logdir)
         elif _run_of(logdir) != config.run_name:
