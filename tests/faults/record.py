@@ -27,6 +27,7 @@ def pytest_runtest_logreport(report):
 
 def pytest_sessionfinish():
     rows = TABLE.read_text().splitlines()
+    complete = outcomes.keys() >= set(TEST.findall(TABLE.read_text()))
     for number, row in enumerate(rows):
         ran = [test for test in TEST.findall(row) if test in outcomes]
         if row.startswith("|") and ran:
@@ -34,7 +35,7 @@ def pytest_sessionfinish():
             result = ", ".join(f"{count} {outcome}" for outcome, count in sorted(total.items()))
             *cells, _, _ = row.split("|")
             rows[number] = "|".join([*cells, f" {'; '.join([result, *(n for test in ran for n in notes[test])])} ", ""])
-        if row.startswith("Last run of all of it: "):
+        if row.startswith("Last run of all of it: ") and complete:
             total = sum(outcomes.values(), collections.Counter())
             result = ", ".join(f"{count} {outcome}" for outcome, count in sorted(total.items()))
             rows[number] = (
