@@ -145,7 +145,7 @@ def test_the_kernel_sees_them_in_this_order(workdir):
     tracer.wait()
     # A thread's calls begin one after the other, whatever other threads do in between.
     trace = Path("trace.txt").read_text()
-    (thread,) = re.findall(rf"^(\d+) link.*rolling_step_{step:06d}", trace, re.MULTILINE)
+    (thread,) = re.findall(rf"^(\d+) +link.*rolling_step_{step:06d}", trace, re.MULTILINE)
     calls = "".join(f"{line}\n" for line in trace.splitlines() if line.startswith(f"{thread} "))
     assert re.search(
         r" fsync\(\d+<\S+/ckpt/\.latest\.pt\.tmp>.*\n"
