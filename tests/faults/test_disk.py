@@ -120,7 +120,7 @@ def test_logs_on_a_full_disk_cost_records_and_not_the_run(disk):
     assert curve[-1] == 399 and 0 < 400 - len(curve) < 250  # from a save after the trouble on it continues
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.storm)])
 @pytest.mark.parametrize("resume", [(), ("--resume",)])
 def test_a_start_on_a_full_disk_is_refused_in_one_line(disk, resume, ranks):
     flags = (*FLAGS, "--max_steps", "40", *folders("run"))

@@ -113,7 +113,7 @@ def test_a_bad_validation_loss_is_never_the_best(workdir):
 LONG = ("--max_steps", "140", "--checkpoint_freq", "10", "--keep_checkpoints", "99", "--max_lr", "1e-3")
 
 
-@pytest.mark.parametrize("skip", ["off", "on"])
+@pytest.mark.parametrize("skip", [pytest.param("off", marks=pytest.mark.storm), "on"])
 def test_a_spike_is_told_and_skipped_if_asked_for(workdir, skip):
     flags, fault = (*LONG, "--skip_spikes", skip), partial(bad_numbers, [135], "large loss", 0)
     text = whole_life(*flags, *folders("whole"), "--checkpoint_freq", "1", faults=[hash_weights, fault])

@@ -41,7 +41,7 @@ def ranks(request, tmp_path_factory):
 def cases():
     """Each signal in each moment, on 1 and on 2 ranks; but for some on both, that is for the storm."""
     for ranks, (number, name), (turn, moment) in product((1, 2), enumerate(SIGNALS), enumerate(MOMENTS)):
-        fast = (number + ranks) % len(MOMENTS) == turn or (name, ranks) == ("SIGTERM", 1)
+        fast = (number + ranks) % len(MOMENTS) == turn
         marks = () if fast else pytest.mark.storm
         yield pytest.param(ranks, name, moment, id=f"{name} in {moment}, {ranks} ranks", marks=marks)
 
@@ -104,7 +104,7 @@ def to_a_worker(run: Launched, number: int = signal.SIGUSR1) -> None:
     ("send", "reason"),
     [
         pytest.param(to_agent("SIGKILL"), "SIGTERM", id="kill -9 of torchrun"),
-        pytest.param(to_the_group_twice, "SIGINT", id="Ctrl-C twice"),
+        pytest.param(to_the_group_twice, "SIGINT", id="Ctrl-C twice", marks=pytest.mark.storm),
         pytest.param(to_agent("SIGTERM"), "SIGTERM", id="SIGTERM to torchrun", marks=pytest.mark.storm),
         pytest.param(to_agent("SIGINT"), "SIGINT", id="SIGINT to torchrun", marks=pytest.mark.storm),
         pytest.param(to_agent("SIGUSR1"), "SIGTERM", id="SIGUSR1 to torchrun", marks=pytest.mark.storm),
