@@ -10,7 +10,7 @@ import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from errors import OneLineParser, UserError
+from steadygpt.cli import OneLineParser, UserError
 
 PRESETS = Path(__file__).resolve().parent / "configs"
 

@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from checkpoint import FORMAT_VERSION, as_checkpoint, load_verified, open_checkpoint
 from config import FIELDS, TrainConfig
-from durable import fsync_folder, replace_file
-from errors import OneLineParser, UserError, run_cli
 from model import GPT, GPTConfig
-from sources import hub_is_there
-from tokenizer import END_OF_TEXT, get_tokenizer, hugging_face_tokenizer, vocab_size_of
+from steadygpt.checkpoint import FORMAT_VERSION, as_checkpoint, load_verified, open_checkpoint
+from steadygpt.cli import OneLineParser, UserError, run_cli
+from steadygpt.durable import fsync_folder, replace_file
+from steadygpt.sources import hub_is_there
+from steadygpt.tokenizer import END_OF_TEXT, get_tokenizer, hugging_face_tokenizer, vocab_size_of
 
 NEEDS = "needs safetensors and tokenizers; pip install safetensors tokenizers"
 GELUS = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_fast": "tanh", "gelu": "exact"}

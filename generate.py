@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import open_checkpoint
-from device import autocast, choose_precision
-from distributed import joined
-from errors import OneLineParser, UserError, run_cli
 from model import GPT
-from tokenizer import get_tokenizer
+from steadygpt.checkpoint import open_checkpoint
+from steadygpt.cli import OneLineParser, UserError, run_cli
+from steadygpt.device import autocast, choose_precision
+from steadygpt.distributed import joined
+from steadygpt.tokenizer import get_tokenizer
 
 
 def sample_texts(
@@ -51,13 +51,13 @@ def main() -> int:
     args = parser.parse_args()
     if args.num_seq < 1 or args.max_tokens < 1 or not args.temperature >= 0 or args.top_k < 0:
         raise UserError("--num_seq and --max_tokens are at least 1, --temperature and --top_k at least 0")
-    with joined(args.device) as me:
+    with joined(args.device) as ranks:
         _, checkpoint = open_checkpoint(args.checkpoint, Path(args.checkpoint_dir))
-        model = GPT.from_checkpoint(checkpoint).to(me.device)
+        model = GPT.from_checkpoint(checkpoint).to(ranks.device)
         tokenizer = get_tokenizer(checkpoint["tokenizer"])
-        generator = torch.Generator(me.device).manual_seed(args.seed)
+        generator = torch.Generator(ranks.device).manual_seed(args.seed)
         options = {"temperature": args.temperature, "top_k": args.top_k}
-        with autocast(me.device, choose_precision(args.precision, me.device)):
+        with autocast(ranks.device, choose_precision(args.precision, ranks.device)):
             texts = sample_texts(model, tokenizer, args.prompt, args.max_tokens, generator, args.num_seq, **options)
         for number, text in enumerate(texts, start=1):
             if args.num_seq > 1:

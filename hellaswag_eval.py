@@ -21,13 +21,13 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from checkpoint import open_checkpoint
-from device import autocast, choose_precision
-from distributed import Distributed, joined
-from errors import OneLineParser, UserError, run_cli
 from model import GPT, IGNORED_TARGET, evaluating
-from sources import load_hub
-from tokenizer import get_tokenizer
+from steadygpt.checkpoint import open_checkpoint
+from steadygpt.cli import OneLineParser, UserError, run_cli
+from steadygpt.device import autocast, choose_precision
+from steadygpt.distributed import Ranks, joined
+from steadygpt.sources import load_hub
+from steadygpt.tokenizer import get_tokenizer
 
 TOKENS_PER_BATCH = {"cpu": 2048, "gpu": 16384}  # padding included
 # How far autocast moves a sum of n losses, in nats per sqrt(n); 0.0045 to 0.0082 (rms, bf16) in models of 1 to 124 M.
@@ -175,7 +175,7 @@ def score_batch(model: nn.Module, batch: Sequence[Tree], device: torch.device) -
 
 
 def ending_losses(
-    model: GPT, trees: Sequence[Tree], me: Distributed, should_stop: Callable[[], object] = bool, progress: bool = False
+    model: GPT, trees: Sequence[Tree], ranks: Ranks, should_stop: Callable[[], object] = bool, progress: bool = False
 ) -> np.ndarray | None:
     """The summed loss of each ending in nats, (examples, 4), found by all ranks; None where should_stop() said so.
 
@@ -186,27 +186,27 @@ def ending_losses(
 
     def score(trees: Sequence[Tree], what: str) -> bool:
         """Fill `losses` with those of the trees; False: stopped."""
-        batches = make_batches(trees, TOKENS_PER_BATCH["cpu" if me.device.type == "cpu" else "gpu"])
+        batches = make_batches(trees, TOKENS_PER_BATCH["cpu" if ranks.device.type == "cpu" else "gpu"])
         found = torch.zeros(losses.shape, dtype=torch.float64)
-        for turn in tqdm(range(0, len(batches), me.world_size), desc=what, unit="batch", disable=not progress):
+        for turn in tqdm(range(0, len(batches), ranks.world_size), desc=what, unit="batch", disable=not progress):
             if should_stop():
                 return False
             # FSDP needs every rank in every forward: one with no batch left repeats the last for nothing.
-            mine = turn + me.rank
+            mine = turn + ranks.rank
             batch = batches[min(mine, len(batches) - 1)]
-            for tree, sums in zip(batch, score_batch(model, batch, me.device), strict=True):
+            for tree, sums in zip(batch, score_batch(model, batch, ranks.device), strict=True):
                 if mine < len(batches):
                     found[tree.example, tree.first : tree.first + len(sums)] = torch.tensor(sums)
         scored = [tree.example for tree in trees]
-        losses[scored] = me.sum(found).numpy()[scored]
+        losses[scored] = ranks.sum(found).numpy()[scored]
         return True
 
     with evaluating(model):
         if not score(trees, "HellaSwag"):
             return None
-        if torch.is_autocast_enabled(me.device.type):
+        if torch.is_autocast_enabled(ranks.device.type):
             close = close_calls(trees, losses)
-            with torch.autocast(me.device.type, enabled=False):
+            with torch.autocast(ranks.device.type, enabled=False):
                 if not score([tree for tree in trees if close[tree.example]], "close calls"):
                     return None
     return losses
@@ -231,9 +231,9 @@ def per_ending(trees: Sequence[Tree], numbers: Sequence[Sequence[int]]) -> np.nd
     return placed
 
 
-def evaluate(model: GPT, trees: Sequence[Tree], me: Distributed, *args, **kwargs) -> Scores | None:
+def evaluate(model: GPT, trees: Sequence[Tree], ranks: Ranks, *args, **kwargs) -> Scores | None:
     """The scores of the trees' examples, on every rank; the arguments are those of ending_losses."""
-    losses = ending_losses(model, trees, me, *args, **kwargs)
+    losses = ending_losses(model, trees, ranks, *args, **kwargs)
     if losses is None:
         return None
     lengths, labels = per_ending(trees, [tree.lengths for tree in trees]), np.zeros(len(losses), int)
@@ -265,14 +265,14 @@ def main() -> int:
     args = parser.parse_args()
     if args.limit is not None and args.limit < 1:
         raise UserError(f"--limit is {args.limit}; expected at least 1")
-    with joined(args.device) as me:
+    with joined(args.device) as ranks:
         path, checkpoint = open_checkpoint(args.checkpoint, Path(args.checkpoint_dir))
-        model = GPT.from_checkpoint(checkpoint).to(me.device)
+        model = GPT.from_checkpoint(checkpoint).to(ranks.device)
         examples = load_examples(args.hellaswag_file)[: args.limit]
         trees = tokenize(examples, get_tokenizer(checkpoint["tokenizer"]), model.config.context_length, args.style)
-        with autocast(me.device, choose_precision(args.precision, me.device)):
-            scores = evaluate(model, trees, me, progress=me.is_main)
-        if me.is_main:
+        with autocast(ranks.device, choose_precision(args.precision, ranks.device)):
+            scores = evaluate(model, trees, ranks, progress=ranks.is_main)
+        if ranks.is_main:
             print(f"{path} at step {checkpoint['step']:,}: {scores}")
     return 0
 

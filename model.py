@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from errors import UserError
+from steadygpt.cli import UserError
 
 IGNORED_TARGET = -1  # a target that counts for nothing
 Rotary = tuple[Tensor, Tensor] | None  # cosine and sine of rotary_angles; None: learned positions

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import checkpoint_files
 from config import TrainConfig
-from dataloader import MANIFEST, RowStream, Shard, check_shards, find_shards, read_manifest
-from device import choose_precision, device_name
-from distributed import Distributed
-from errors import UserError
+from dataloader import RowStream
 from model import GPT, GPTConfig
-from tokenizer import vocab_size_of
+from steadygpt.checkpoint import checkpoint_files
+from steadygpt.cli import UserError
+from steadygpt.device import choose_precision, device_name
+from steadygpt.distributed import Ranks
+from steadygpt.shards import MANIFEST, Shard, check_shards, find_shards, read_manifest
+from steadygpt.tokenizer import vocab_size_of
 
 
 @dataclass(frozen=True)
@@ -181,14 +182,14 @@ def estimate_memory(config: TrainConfig, model: GPT, precision: str, compiled: b
     }
 
 
-def describe(config: TrainConfig, data: Data, schedule: Schedule, me: Distributed) -> list[str]:
+def describe(config: TrainConfig, data: Data, schedule: Schedule, ranks: Ranks) -> list[str]:
     """The plan of a run, as lines."""
     with torch.device("meta"):
         model = GPT(data.model_config, initialize=False)
     N, T, B = model.num_parameters(), config.context_length, config.mini_batch_size
-    precision = choose_precision(config.precision, me.device)
-    ranks = me.world_size if config.sharding == "fsdp" else 1
-    memory = estimate_memory(config, model, precision, config.compiles(me.device.type), ranks)
+    precision = choose_precision(config.precision, ranks.device)
+    sharing = ranks.world_size if config.sharding == "fsdp" else 1
+    memory = estimate_memory(config, model, precision, config.compiles(ranks.device.type), sharing)
     checkpoint = 12 * N
     folder = Path(config.checkpoint_dir)
     free = shutil.disk_usage(next(p for p in (folder, *folder.absolute().parents) if p.exists())).free
@@ -201,10 +202,11 @@ def describe(config: TrainConfig, data: Data, schedule: Schedule, me: Distribute
         f"{len(data.train_shards)} shard{'s' * (len(data.train_shards) > 1)} of {config.data_dir}; "
         f"{val_rows * T:,} validation tokens",
         f"steps        {schedule.max_steps:,} of {config.total_batch_size:,} tokens = {B} rows x {T:,} tokens x "
-        f"{me.world_size} rank{'s' * (me.world_size > 1)} x {config.grad_accum_steps(me.world_size)} micro-steps; "
+        f"{ranks.world_size} rank{'s' * (ranks.world_size > 1)} x "
+        f"{config.grad_accum_steps(ranks.world_size)} micro-steps; "
         f"{schedule.rows_per_epoch / schedule.rows_per_step:,.1f} steps an epoch, "
         f"{schedule.epochs(schedule.max_steps * schedule.rows_per_step):.2f} epochs",
-        f"device       {me.world_size} x {device_name(me.device)}, {precision}, {config.sharding}",
+        f"device       {ranks.world_size} x {device_name(ranks.device)}, {precision}, {config.sharding}",
         f"memory       about {sum(memory.values()) / 1e9:.2f} GB a rank: "
         + ", ".join(f"{what} {size / 1e9:.2f}" for what, size in memory.items()),
         f"checkpoints  {checkpoint / 1e9:.2f} GB each, at most {files} in {folder}: {files * checkpoint / 1e9:.1f} GB; "

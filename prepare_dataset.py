@@ -30,11 +30,11 @@ import numpy as np
 import tiktoken
 from tqdm import tqdm
 
-from dataloader import MANIFEST, open_shard, token_dtype, write_shard
-from durable import lock_folder, replace_file
-from errors import OneLineParser, UserError, run_cli
-from sources import READERS, STDLIB, Position, Row, file_rows, find_files, fingerprint, hub_rows, load_hub
-from tokenizer import END_OF_TEXT, get_tokenizer
+from steadygpt.cli import OneLineParser, UserError, run_cli
+from steadygpt.durable import lock_folder, replace_file
+from steadygpt.shards import MANIFEST, open_shard, token_dtype, write_shard
+from steadygpt.sources import READERS, STDLIB, Position, Row, file_rows, find_files, fingerprint, hub_rows, load_hub
+from steadygpt.tokenizer import END_OF_TEXT, get_tokenizer
 
 FORMAT_VERSION = 1
 FINEWEB_EDU = "hf:HuggingFaceFW/fineweb-edu:sample-10BT"

@@ -24,7 +24,22 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from checkpoint import (
+from config import TrainConfig, initial_config, parse_args, resume_config
+from convert_hf import read_weights
+from dataloader import BatchLoader
+from evaluation import Evaluation
+from model import GPT
+from plan import (
+    Data,
+    Schedule,
+    check_initial,
+    check_start,
+    describe,
+    learning_rate,
+    make_schedule,
+    open_data,
+)
+from steadygpt.checkpoint import (
     BEST,
     EPOCH,
     FORMAT_VERSION,
@@ -39,12 +54,10 @@ from checkpoint import (
     share,
     write_status,
 )
-from config import TrainConfig, initial_config, parse_args, resume_config
-from convert_hf import read_weights
-from dataloader import BatchLoader
-from device import autocast, choose_precision, peak_flops, peak_memory_bytes, profiled, use_fp8
-from distributed import (
-    Distributed,
+from steadygpt.cli import UserError, run_cli
+from steadygpt.device import autocast, choose_precision, peak_flops, peak_memory_bytes, profiled, use_fp8
+from steadygpt.distributed import (
+    Ranks,
     StopSignal,
     end_with_torchrun,
     full_tensor,
@@ -52,22 +65,9 @@ from distributed import (
     joined,
     world_size_of_environment,
 )
-from durable import lock_folder
-from errors import UserError, run_cli
-from evaluation import Evaluation
-from model import GPT
-from plan import (
-    Data,
-    Schedule,
-    check_initial,
-    check_start,
-    describe,
-    learning_rate,
-    make_schedule,
-    open_data,
-)
-from stability import SPIKE_WINDOW, StepResult, loss_z
-from telemetry import RunLog, duration_text
+from steadygpt.durable import lock_folder
+from steadygpt.runlog import RunLog, duration_text
+from steadygpt.stability import SPIKE_WINDOW, StepResult, loss_z
 
 # ---------------------------------------------------------------------------------------------------------------------
 # set-up: from a configuration to things that train
@@ -92,7 +92,7 @@ class Trainer:
     """The parts of a step. `model` is the bare GPT; `forward` is it as compiled and wrapped for its ranks."""
 
     config: TrainConfig
-    me: Distributed
+    ranks: Ranks
     model: GPT
     forward: nn.Module
     optimizer: torch.optim.Optimizer
@@ -100,55 +100,55 @@ class Trainer:
     precision: str
 
     def autocast(self):
-        return autocast(self.me.device, self.precision)
+        return autocast(self.ranks.device, self.precision)
 
 
 def build_trainer(
-    config: TrainConfig, data: Data, me: Distributed, checkpoint: dict | None, initial: dict | None
+    config: TrainConfig, data: Data, ranks: Ranks, checkpoint: dict | None, initial: dict | None
 ) -> Trainer:
     """Build the model and its optimizer, with the state of `checkpoint` or the weights of `initial`.
 
     Their tensors are needed on rank 0 only; None on every rank where there is no such checkpoint.
     """
-    precision = choose_precision(config.precision, me.device)
-    if me.device.type == "cuda":
+    precision = choose_precision(config.precision, ranks.device)
+    if ranks.device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
     torch.manual_seed(config.seed)
-    with me.device:
+    with ranks.device:
         model = GPT(data.model_config, initialize=checkpoint is None and initial is None)
     model.activation_checkpointing = config.activation_checkpointing
     model.loss_chunk_size = config.loss_chunk_size
     if precision == "fp8":
-        use_fp8(model.h, me.device)
-    sharded = config.sharding == "fsdp" and me.world_size > 1
+        use_fp8(model.h, ranks.device)
+    sharded = config.sharding == "fsdp" and ranks.world_size > 1
     if sharded:
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-        offload = CPUOffloadPolicy(pin_memory=me.device.type == "cuda") if config.cpu_offload else OffloadPolicy()
+        offload = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if config.cpu_offload else OffloadPolicy()
         for block in model.h:
             fully_shard(block, offload_policy=offload)
         fully_shard(model, offload_policy=offload)
     optimizer = torch.optim.AdamW(
         model.optimizer_groups(config.weight_decay), lr=config.max_lr, betas=(0.9, 0.95), fused=True
     )
-    scaler = torch.amp.GradScaler(me.device.type, enabled=precision == "fp16")
+    scaler = torch.amp.GradScaler(ranks.device.type, enabled=precision == "fp16")
     if checkpoint is not None:
-        restore_weights(model, checkpoint["model"], me)
-        restore_optimizer(model, optimizer, checkpoint["optimizer"], me)
+        restore_weights(model, checkpoint["model"], ranks)
+        restore_optimizer(model, optimizer, checkpoint["optimizer"], ranks)
         if checkpoint["scaler"]:
             scaler.load_state_dict(checkpoint["scaler"])
     elif initial is not None:
-        restore_weights(model, initial["model"], me)
+        restore_weights(model, initial["model"], ranks)
     forward = model
-    if config.compiles(me.device.type):
+    if config.compiles(ranks.device.type):
         forward = model.compiled()
-    if me.world_size > 1 and not sharded:
-        devices = [me.device] if me.device.type == "cuda" else None
+    if ranks.world_size > 1 and not sharded:
+        devices = [ranks.device] if ranks.device.type == "cuda" else None
         forward = DistributedDataParallel(forward, device_ids=devices, gradient_as_bucket_view=True)
-    return Trainer(config, me, model, forward, optimizer, scaler, precision)
+    return Trainer(config, ranks, model, forward, optimizer, scaler, precision)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -159,14 +159,14 @@ def train_step(
     trainer: Trainer, loader: BatchLoader, lr: float, state: TrainState, stop: StopSignal
 ) -> StepResult | None:
     """One optimizer step; None, with nothing changed, when asked to stop."""
-    config, me = trainer.config, trainer.me
-    micro_steps = config.grad_accum_steps(me.world_size)
+    config, ranks = trainer.config, trainer.ranks
+    micro_steps = config.grad_accum_steps(ranks.world_size)
     # Dropout's randomness follows from (seed, step, rank): a resumed step draws what the lost one drew.
-    torch.manual_seed(((config.seed * 1_000_003 + state.step) * 65_537 + me.rank) % 2**63)
+    torch.manual_seed(((config.seed * 1_000_003 + state.step) * 65_537 + ranks.rank) % 2**63)
     for group in trainer.optimizer.param_groups:
         group["lr"] = lr
     trainer.optimizer.zero_grad(set_to_none=True)
-    loss_sum = torch.zeros((), device=me.device)
+    loss_sum = torch.zeros((), device=ranks.device)
     for micro_step in range(micro_steps):
         if stop.agreed():
             trainer.optimizer.zero_grad(set_to_none=True)
@@ -180,7 +180,7 @@ def train_step(
     trainer.scaler.unscale_(trainer.optimizer)
     grad_norm = nn.utils.clip_grad_norm_(trainer.model.parameters(), config.grad_clip or math.inf)
     # Both are of all ranks, so that what one rank's NaN or spike decides, every rank decides.
-    loss, grad_norm = me.sum(loss_sum).item() / me.world_size, full_tensor(grad_norm).item()
+    loss, grad_norm = ranks.sum(loss_sum).item() / ranks.world_size, full_tensor(grad_norm).item()
     z = loss_z(state.recent_losses, loss)
     spike = z is not None and 0 < config.spike_z < z
     updated = math.isfinite(loss) and math.isfinite(grad_norm) and not (spike and config.skip_spikes)
@@ -212,23 +212,23 @@ class Run:
     ):
         self.trainer, self.data, self.schedule, self.fingerprint = trainer, data, schedule, fingerprint
         self.log, self.writer = log, writer
-        self.config, self.me = trainer.config, trainer.me
+        self.config, self.ranks = trainer.config, trainer.ranks
         self.state = TrainState()
         if checkpoint:
             self.state = TrainState(**{f.name: checkpoint[f.name] for f in dataclasses.fields(TrainState)})
         self.saved_step = self.state.step if checkpoint else -1
         self.saved_at = time.monotonic()
         self.save_failed = False
-        self.stop = StopSignal(self.me, self.config.max_hours)
+        self.stop = StopSignal(self.ranks, self.config.max_hours)
         model, forward, precision = trainer.model, trainer.forward, trainer.precision
-        self.evaluation = Evaluation(self.config, data, self.me, model, forward, precision, self.warn)
+        self.evaluation = Evaluation(self.config, data, self.ranks, model, forward, precision, self.warn)
 
     def until_it_ends(self) -> int:
         """Run the loop and tell how it ended, also when that is an exception; returns the exit status."""
         ended, reason = "failed", "an error; see stderr"
         self.tell_status("running")
         try:
-            trace = f"rank{self.me.rank}.pt.trace.json.gz"
+            trace = f"rank{self.ranks.rank}.pt.trace.json.gz"
             path = Path(self.config.tensorboard_dir, self.config.run_name, trace)
             with profiled(self.config.profile, path, self.say) as step_ended:
                 ended, reason = self.loop(step_ended)
@@ -259,9 +259,9 @@ class Run:
             self.data.train,
             config.mini_batch_size,
             state.rows_consumed,
-            self.me.rank,
-            self.me.world_size,
-            self.me.device,
+            self.ranks.rank,
+            self.ranks.world_size,
+            self.ranks.device,
         )
         epoch_ended = diverged = False
         while True:
@@ -303,7 +303,7 @@ class Run:
         if self.writer:
             self.writer.wait()
             self.report_saves()
-        if self.me.agree(state.step != self.saved_step or self.save_failed):  # there may be room by now
+        if self.ranks.any(state.step != self.saved_step or self.save_failed):  # there may be room by now
             self.save([])
         if diverged:
             return "failed", f"{config.max_bad_steps} steps running without a finite loss and gradient"
@@ -327,7 +327,7 @@ class Run:
         """The names, beside latest.pt, under which the state of this step is to be kept."""
         config, step = self.config, self.state.step
         minutes = (time.monotonic() - self.saved_at) / 60
-        late = self.me.agree(self.me.is_main and 0 < config.checkpoint_minutes <= minutes)
+        late = self.ranks.any(self.ranks.is_main and 0 < config.checkpoint_minutes <= minutes)
         tiers = (
             [ROLLING.format(step)] if late or (config.checkpoint_freq and step % config.checkpoint_freq == 0) else []
         )
@@ -350,7 +350,7 @@ class Run:
                     "model_config": dataclasses.asdict(self.trainer.model.config),
                     "train_config": dataclasses.asdict(self.config),
                     "epoch": self.schedule.epochs(self.state.rows_consumed),
-                    "world_size": self.me.world_size,
+                    "world_size": self.ranks.world_size,
                     "data_fingerprint": self.fingerprint,
                     "tokenizer": self.data.tokenizer,
                     "torch_version": str(torch.__version__),
@@ -408,9 +408,9 @@ class Run:
             self.log.warn(line)
 
     def log_step(self, result: StepResult, lr: float, step_s: float) -> None:
-        config, me = self.config, self.me
+        config, ranks = self.config, self.ranks
         tokens_per_second = config.total_batch_size / step_s
-        peak = peak_flops(me.device)
+        peak = peak_flops(ranks.device)
         self.log.step(
             self.state.step,
             self.schedule.max_steps,
@@ -420,14 +420,16 @@ class Run:
             loss_z=result.loss_z,
             step_ms=step_s * 1000,
             tokens_per_second=tokens_per_second,
-            mfu=tokens_per_second * self.trainer.model.flops_per_token() / (peak * me.world_size) if peak else None,
-            cost=self.state.elapsed_s / 3600 * me.world_size * config.gpu_hour_cost if config.gpu_hour_cost else None,
-            memory_gb=peak_memory_bytes(me.device) / 1e9,
+            mfu=tokens_per_second * self.trainer.model.flops_per_token() / (peak * ranks.world_size) if peak else None,
+            cost=self.state.elapsed_s / 3600 * ranks.world_size * config.gpu_hour_cost
+            if config.gpu_hour_cost
+            else None,
+            memory_gb=peak_memory_bytes(ranks.device) / 1e9,
             epoch=self.schedule.epochs(self.state.rows_consumed),
         )
 
 
-def train(config: TrainConfig, given: frozenset[str], me: Distributed) -> int:
+def train(config: TrainConfig, given: frozenset[str], ranks: Ranks) -> int:
     """Train from the start or from a checkpoint until the last step or a stop signal; returns the exit status."""
     folder = Path(config.checkpoint_dir)
     if config.resume not in ("", "auto") and not folder.is_dir():
@@ -435,10 +437,10 @@ def train(config: TrainConfig, given: frozenset[str], me: Distributed) -> int:
     with ExitStack() as held:
         if not config.dry_run:
             advice = "wait for it to end, or give this run another --checkpoint_dir"
-            me.on_main(lambda: held.enter_context(lock_folder(folder, advice)))
+            ranks.on_main(lambda: held.enter_context(lock_folder(folder, advice)))
         notes, path, checkpoint = [], None, None
         if config.resume:
-            path, passed_over, checkpoint = read_on_main(config.resume, folder, me)
+            path, passed_over, checkpoint = read_on_main(config.resume, folder, ranks)
             notes += [f"passed over {line}" for line in passed_over]
         if checkpoint and not checkpoint["train_config"]:
             raise UserError(
@@ -449,7 +451,7 @@ def train(config: TrainConfig, given: frozenset[str], me: Distributed) -> int:
             notes += [f"resumed from {path} at step {checkpoint['step']:,}", *(f"changed {line}" for line in changes)]
         initial = None
         if checkpoint is None and config.init_from != "scratch":
-            initial = share(me.on_main(lambda: read_weights(config.init_from)), me)
+            initial = share(ranks.on_main(lambda: read_weights(config.init_from)), ranks)
             config = initial_config(initial["model_config"], config, given)
             notes.append(f"weights from {config.init_from}")
         data = open_data(config)
@@ -457,29 +459,29 @@ def train(config: TrainConfig, given: frozenset[str], me: Distributed) -> int:
             check_initial(initial, config.init_from, data)
             if "wpe.weight" in initial["model"]:  # a context may be cropped
                 initial["model"]["wpe.weight"] = initial["model"]["wpe.weight"][: config.context_length]
-        run_name = me.broadcast(config.run_name or f"{time.strftime('gpt-%Y%m%d-%H%M%S')}-{os.getpid()}")
+        run_name = ranks.broadcast(config.run_name or f"{time.strftime('gpt-%Y%m%d-%H%M%S')}-{os.getpid()}")
         config = dataclasses.replace(config, tokenizer=data.tokenizer, run_name=run_name)
         at = (checkpoint["step"], checkpoint["rows_consumed"]) if checkpoint else (0, 0)
-        schedule = make_schedule(config, data, me.world_size, *at)
-        plan = [*describe(config, data, schedule, me), *notes]
+        schedule = make_schedule(config, data, ranks.world_size, *at)
+        plan = [*describe(config, data, schedule, ranks), *notes]
         if config.dry_run:
-            if me.is_main:
+            if ranks.is_main:
                 print(*plan, sep="\n")
             return 0
-        fingerprint = me.on_main(lambda: check_start(folder, path, checkpoint, data))
-        ended_before = me.broadcast(read_status(folder).get("status") == "finished")
+        fingerprint = ranks.on_main(lambda: check_start(folder, path, checkpoint, data))
+        ended_before = ranks.broadcast(read_status(folder).get("status") == "finished")
         if checkpoint and checkpoint["step"] >= schedule.max_steps and ended_before:
-            if me.is_main:
+            if ranks.is_main:
                 print(f"{folder}: this run is finished, at step {checkpoint['step']:,}; a larger --max_steps goes on")
             return 0
         advice = "give this run another --logdir"
-        me.on_main(lambda: held.enter_context(lock_folder(Path(config.logdir), advice)))
+        ranks.on_main(lambda: held.enter_context(lock_folder(Path(config.logdir), advice)))
         # First the writer: it makes the checkpoint to resume from the latest, and the log forgets what came after it.
-        writer = me.on_main(lambda: CheckpointWriter(folder, config.keep_checkpoints, config.mirror, path))
-        log = me.on_main(lambda: held.enter_context(closing(RunLog(config, checkpoint and checkpoint["step"]))))
+        writer = ranks.on_main(lambda: CheckpointWriter(folder, config.keep_checkpoints, config.mirror, path))
+        log = ranks.on_main(lambda: held.enter_context(closing(RunLog(config, checkpoint and checkpoint["step"]))))
         if log:
             log.say("\n".join(plan))
-        trainer = build_trainer(config, data, me, checkpoint, initial)
+        trainer = build_trainer(config, data, ranks, checkpoint, initial)
         return Run(trainer, data, schedule, checkpoint, fingerprint, log, writer).until_it_ends()
 
 
@@ -498,8 +500,8 @@ def main(argv: list[str] | None = None) -> int:
             config = dataclasses.replace(config, checkpoint_dir=str(Path(config.resume).parent))
     if not config.resume and config.init_from == "scratch":  # else the model's shape is in a file
         make_schedule(config, open_data(config), world_size_of_environment())
-    with joined(config.device, config.timeout_minutes) as me:
-        return train(config, given, me)
+    with joined(config.device, config.timeout_minutes) as ranks:
+        return train(config, given, ranks)
 
 
 if __name__ == "__main__":

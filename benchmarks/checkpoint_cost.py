@@ -18,10 +18,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks.compare import in_turn, median_text, synchronize
-from checkpoint import CheckpointWriter, capture_state
-from device import autocast, choose_precision
-from distributed import joined
 from model import GPT, GPTConfig
+from steadygpt.checkpoint import CheckpointWriter, capture_state
+from steadygpt.device import autocast, choose_precision
+from steadygpt.distributed import joined
 
 STEPS = 20
 
@@ -32,33 +32,33 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure (default: a temporary one)")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=args.folder) as temporary, joined("auto") as me:
+    with tempfile.TemporaryDirectory(dir=args.folder) as temporary, joined("auto") as ranks:
         folder = Path(temporary)
-        model = GPT(GPTConfig(context_length=256)).to(me.device)
+        model = GPT(GPTConfig(context_length=256)).to(ranks.device)
         optimizer = torch.optim.AdamW(model.optimizer_groups(0.1), lr=1e-4, fused=True)
-        tokens = torch.randint(0, 50257, (args.rows, 257), device=me.device)
-        precision = choose_precision("auto", me.device)
+        tokens = torch.randint(0, 50257, (args.rows, 257), device=ranks.device)
+        precision = choose_precision("auto", ranks.device)
         writer = CheckpointWriter(folder, keep=1)
         returned: dict[str, list[float]] = {"SteadyGPT": [], "torch.save": []}
         durable: list[float] = []
 
         def step() -> None:
             optimizer.zero_grad(set_to_none=True)
-            with autocast(me.device, precision):
+            with autocast(ranks.device, precision):
                 loss = model(tokens[:, :-1], tokens[:, 1:])
             loss.backward()
             optimizer.step()
 
         def seconds(name: str, save) -> float:
             """Of the save and the steps after it."""
-            synchronize(me.device)
+            synchronize(ranks.device)
             start = time.perf_counter()
             if save:
                 save()
                 returned[name].append(time.perf_counter() - start)
             for _ in range(STEPS):
                 step()
-            synchronize(me.device)
+            synchronize(ranks.device)
             elapsed_s = time.perf_counter() - start
             writer.wait()
             return elapsed_s
@@ -81,7 +81,7 @@ def main() -> None:
         name: [after - plain for after, plain in zip(figures[name], figures["no save"], strict=True)]
         for name in returned
     }
-    print(f"{size / 1e9:.2f} GB, steps of {statistics.median(figures['no save']) / STEPS:.2f} s, {me.device}")
+    print(f"{size / 1e9:.2f} GB, steps of {statistics.median(figures['no save']) / STEPS:.2f} s, {ranks.device}")
     print(f"durable after: {median_text(durable[1:], 's')}")
     for what, measured in (("extra wall-clock", extra), ("until the call returns", returned)):
         for name, found in measured.items():

@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks.compare import in_turn, report, synchronize
-from device import autocast, choose_precision
-from distributed import joined
 from model import GPT, GPTConfig, evaluating
+from steadygpt.device import autocast, choose_precision
+from steadygpt.distributed import joined
 
 
 def main() -> None:
@@ -33,32 +33,32 @@ def main() -> None:
     sys.modules[spec.name] = theirs = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(theirs)
     torch.manual_seed(0)
-    with joined("auto") as me:
+    with joined("auto") as ranks:
         ours = GPT(GPTConfig(vocab_size=50304, gelu="exact"))
         nano = theirs.GPT(theirs.GPTConfig()).eval()
         nano.load_state_dict({
             name if name == "lm_head.weight" else f"transformer.{name}": tensor
             for name, tensor in ours.state_dict().items()
         })  # fmt: skip
-        ours, nano = ours.to(me.device), nano.to(me.device)
-        precision = choose_precision("auto", me.device)
-        start = torch.zeros(1, 1, dtype=torch.int64, device=me.device)
+        ours, nano = ours.to(ranks.device), nano.to(ranks.device)
+        precision = choose_precision("auto", ranks.device)
+        start = torch.zeros(1, 1, dtype=torch.int64, device=ranks.device)
 
         def tokens_per_second(generate, precision: str) -> float:
-            synchronize(me.device)
+            synchronize(ranks.device)
             begun = time.perf_counter()
-            with torch.no_grad(), autocast(me.device, precision):
+            with torch.no_grad(), autocast(ranks.device, precision):
                 generate(start, args.tokens, temperature=0.8, top_k=200)
-            synchronize(me.device)
+            synchronize(ranks.device)
             return args.tokens / (time.perf_counter() - begun)
 
         with evaluating(ours):
             sides = {
                 "SteadyGPT": lambda: tokens_per_second(ours.generate, precision),
-                "nanoGPT": lambda: tokens_per_second(nano.generate, "fp32" if me.device.type == "cpu" else "bf16"),
+                "nanoGPT": lambda: tokens_per_second(nano.generate, "fp32" if ranks.device.type == "cpu" else "bf16"),
             }
             figures = in_turn(sides, args.rounds, "tokens/s")
-    print(f"{args.tokens} tokens, GPT-2 124M, {me.device}; ours in {precision}")
+    print(f"{args.tokens} tokens, GPT-2 124M, {ranks.device}; ours in {precision}")
     report(figures, "tokens/s")
 
 

@@ -26,11 +26,11 @@ import torch
 
 from benchmarks.compare import in_turn, report
 from convert_hf import write_folder
-from device import autocast, choose_precision
-from distributed import joined
 from hellaswag_eval import ending_losses, load_examples, tokenize
 from model import GPT, GPTConfig, evaluating
-from tokenizer import get_tokenizer
+from steadygpt.device import autocast, choose_precision
+from steadygpt.distributed import joined
+from steadygpt.tokenizer import get_tokenizer
 
 
 def main() -> None:
@@ -48,10 +48,10 @@ def main() -> None:
     torch.manual_seed(0)
     config = GPTConfig()
     checkpoint = {"model": GPT(config).state_dict(), "model_config": dataclasses.asdict(config), "tokenizer": "gpt2"}
-    with tempfile.TemporaryDirectory() as temporary, joined("auto") as me:
+    with tempfile.TemporaryDirectory() as temporary, joined("auto") as ranks:
         folder = Path(temporary) / "gpt2"
         write_folder(checkpoint, folder)
-        model = GPT.from_checkpoint(checkpoint).to(me.device)
+        model = GPT.from_checkpoint(checkpoint).to(ranks.device)
         agreed = [0, 0]
         chosen: list[dict] = []
 
@@ -60,8 +60,8 @@ def main() -> None:
             chosen[:] = examples[first : first + args.examples]
             start = time.perf_counter()
             trees = tokenize(chosen, tokenizer, config.context_length)
-            with autocast(me.device, choose_precision(args.precision, me.device)):
-                losses = ending_losses(model, trees, me)
+            with autocast(ranks.device, choose_precision(args.precision, ranks.device)):
+                losses = ending_losses(model, trees, ranks)
             elapsed_s = time.perf_counter() - start
             lengths = np.array([tree.lengths for tree in trees])
             for example, label in zip(chosen, (losses / lengths).argmin(1).tolist(), strict=True):
@@ -78,7 +78,7 @@ def main() -> None:
             theirs.iterate_examples = iterate
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed):
-                theirs.evaluate(str(folder), str(me.device))
+                theirs.evaluate(str(folder), str(ranks.device))
             elapsed_s = time.perf_counter() - began[0]
             last = [line for line in printed.getvalue().splitlines() if " acc_norm: " in line][-1]
             agreed[0] += int(last.split("acc_norm: ")[1].split("/")[0])

@@ -17,12 +17,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from checkpoint import read_checkpoint
 from convert_hf import write_folder
-from distributed import Distributed
 from hellaswag_eval import STYLES, evaluate, load_examples, tokenize
 from model import GPT
-from tokenizer import get_tokenizer
+from steadygpt.checkpoint import read_checkpoint
+from steadygpt.distributed import Ranks
+from steadygpt.tokenizer import get_tokenizer
 
 TASK = """
 include: {harness}/tasks/hellaswag/hellaswag.yaml
@@ -64,12 +64,12 @@ def main() -> None:
     args = parser.parse_args()
     checkpoint = read_checkpoint(args.checkpoint)
     examples = load_examples(args.hellaswag_file)[: args.limit]
-    me, model = Distributed(torch.device(args.device)), GPT.from_checkpoint(checkpoint).to(args.device)
+    ranks, model = Ranks(torch.device(args.device)), GPT.from_checkpoint(checkpoint).to(args.device)
     rows = []
     for style in STYLES:
         start = time.perf_counter()
         scored = tokenize(examples, get_tokenizer(checkpoint["tokenizer"]), model.config.context_length, style)
-        scores = evaluate(model, scored, me)
+        scores = evaluate(model, scored, ranks)
         rows.append((f"hellaswag_eval.py --style {style}", scores.acc, scores.acc_norm, time.perf_counter() - start))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "exported"

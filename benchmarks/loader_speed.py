@@ -21,9 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks.compare import in_turn, report, synchronize
-from dataloader import BatchLoader, RowStream, open_shard
-from device import autocast, choose_precision
+from dataloader import BatchLoader, RowStream
 from model import GPT, GPTConfig
+from steadygpt.device import autocast, choose_precision
+from steadygpt.shards import open_shard
 
 TOKENS = 100_000_000
 

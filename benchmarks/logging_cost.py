@@ -20,8 +20,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train
-from dataloader import write_shard
-from telemetry import RunLog
+from steadygpt.runlog import RunLog
+from steadygpt.shards import write_shard
 
 STEPS = 250
 

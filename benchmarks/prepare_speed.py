@@ -18,13 +18,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.compare import REPO, in_turn, report
-from sources import find_files
+from steadygpt.sources import find_files
 
 LOOP = """
 import sys, time
 sys.path.insert(0, {repo!r})
 import json, numpy as np
-from tokenizer import get_tokenizer
+from steadygpt.tokenizer import get_tokenizer
 tokenizer = get_tokenizer("gpt2")
 tokenizer.encode_ordinary("warm up")
 documents = [json.loads(line)["text"] for line in open({file!r}, encoding="utf-8")]

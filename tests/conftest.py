@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from dataloader import write_shard
+from steadygpt.shards import write_shard
 
 REPO = Path(__file__).resolve().parent.parent
 TINY = (

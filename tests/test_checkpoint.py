@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import checkpoint
-from checkpoint import (
+from steadygpt import checkpoint
+from steadygpt.checkpoint import (
     FORMAT_VERSION,
     CheckpointWriter,
     checkpoint_files,
@@ -21,8 +21,8 @@ from checkpoint import (
     find_checkpoint,
     read_checkpoint,
 )
-from durable import UncachedFile, lock_folder, replace_file
-from errors import UserError
+from steadygpt.cli import UserError
+from steadygpt.durable import UncachedFile, lock_folder, replace_file
 
 
 def content(step: int, **more) -> dict:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch.distributed.run import get_args_parser
 
 from config import FIELDS, PRESETS, TrainConfig, parse_args, resume_config
-from errors import UserError
 from model import GPT, GPTConfig
 from plan import estimate_memory
+from steadygpt.cli import UserError
 
 
 def parse(*argv: str) -> TrainConfig:

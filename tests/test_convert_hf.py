@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import convert_hf
-from checkpoint import find_checkpoint
 from convert_hf import read_weights, write_folder
-from dataloader import RowStream, find_shards
-from errors import UserError
+from dataloader import RowStream
 from model import GPT, GPTConfig
-from tokenizer import END_OF_TEXT, get_tokenizer
+from steadygpt.checkpoint import find_checkpoint
+from steadygpt.cli import UserError
+from steadygpt.shards import find_shards
+from steadygpt.tokenizer import END_OF_TEXT, get_tokenizer
 
 transformers = pytest.importorskip("transformers")
 

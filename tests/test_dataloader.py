@@ -11,21 +11,18 @@ from conftest import write_data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataloader import (
+from dataloader import BatchLoader, RowStream, _key, permute
+from steadygpt.cli import UserError
+from steadygpt.shards import (
     LLMC_HEADER_BYTES,
-    BatchLoader,
-    RowStream,
     Shard,
-    _key,
     check_shards,
     find_shards,
     open_shard,
-    permute,
     read_manifest,
     token_dtype,
     write_shard,
 )
-from errors import UserError
 
 
 class Tokens(Shard):

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import device
-from device import autocast, choose_precision
+from steadygpt import device
+from steadygpt.device import autocast, choose_precision
 
 
 @pytest.mark.parametrize(("bf16_units", "chosen"), [(True, "bf16"), (False, "fp16")])

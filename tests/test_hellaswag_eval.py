@@ -14,8 +14,6 @@ from conftest import REPO
 from test_checkpoint import content, damage
 
 import hellaswag_eval
-from distributed import Distributed
-from errors import UserError
 from hellaswag_eval import (
     ENDINGS,
     ROUNDING,
@@ -31,9 +29,11 @@ from hellaswag_eval import (
     tokenize,
 )
 from model import GPT, GPTConfig
-from tokenizer import get_tokenizer
+from steadygpt.cli import UserError
+from steadygpt.distributed import Ranks
+from steadygpt.tokenizer import get_tokenizer
 
-CPU = Distributed(torch.device("cpu"))
+CPU = Ranks(torch.device("cpu"))
 WORDS = "a man in the kitchen takes an egg and then he puts it down on a very long table".split()
 
 
@@ -183,7 +183,7 @@ def test_ranks_share_the_batches(model, monkeypatch):
     parts = []
 
     @dataclass(frozen=True)
-    class Rank(Distributed):
+    class Rank(Ranks):
         def sum(self, tensor):
             parts.append(tensor)
             return torch.stack(parts).sum(0)

@@ -1,4 +1,4 @@
-"""Importing does nothing, and the imports are a tree with train.py on top."""
+"""Importing does nothing, and imports point one way: train.py -> its neighbours at the root -> steadygpt/."""
 
 import ast
 import subprocess
@@ -6,24 +6,29 @@ import sys
 
 from conftest import REPO
 
-MODULES = sorted(path.stem for path in REPO.glob("*.py"))
+ROOT = sorted(path.stem for path in REPO.glob("*.py"))
+PACKAGE = sorted(f"steadygpt.{path.stem}" for path in REPO.glob("steadygpt/[!_]*.py"))
 
 
 def imports_of(module: str) -> set[str]:
-    """The modules of ours that one imports, anywhere in it."""
-    found = set()
-    for node in ast.walk(ast.parse((REPO / f"{module}.py").read_text())):
+    """The modules of this repository that a module imports, at any depth of its code; those for type checkers aside."""
+    tree, found = ast.parse((REPO / f"{module.replace('.', '/')}.py").read_text()), set()
+    checks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
+    ignored = {id(node) for check in checks for node in ast.walk(check)}
+    for node in ast.walk(tree):
+        if id(node) in ignored:
+            continue
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found.add(node.module)
-    return found & set(MODULES)
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found & {*ROOT, *PACKAGE}
 
 
 def test_importing_prints_nothing_starts_nothing_and_loads_no_extras():
     script = f"""
-import sys
-for name in {MODULES!r}: __import__(name)
+import importlib, sys
+for name in {ROOT + PACKAGE!r}: importlib.import_module(name)
 import torch
 heavy = {{"tensorboard", "wandb", "datasets", "transformers", "pyarrow", "fsspec", "torchao"}} & set(sys.modules)
 assert not heavy, heavy
@@ -33,14 +38,18 @@ assert not torch.distributed.is_initialized() and not torch.cuda.is_initialized(
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+def test_the_package_never_imports_the_root():
+    assert not {module: imports_of(module) & {*ROOT} for module in PACKAGE if imports_of(module) & {*ROOT}}
+
+
 def test_nothing_imports_train_and_no_two_modules_import_each_other():
-    tree = {module: imports_of(module) for module in MODULES}
-    assert not [module for module in MODULES if "train" in tree[module]]
+    tree = {module: imports_of(module) for module in ROOT + PACKAGE}
+    assert not [module for module in tree if "train" in tree[module]]
 
     def visit(module: str, path: tuple[str, ...]) -> None:
         assert module not in path, " -> ".join([*path, module])
         for below in tree[module]:
             visit(below, (*path, module))
 
-    for module in MODULES:
+    for module in tree:
         visit(module, ())

@@ -9,7 +9,6 @@ import torch
 from conftest import REFERENCES, reference_model
 
 from convert_hf import read_weights
-from errors import UserError
 from model import (
     GPT,
     IGNORED_TARGET,
@@ -21,6 +20,7 @@ from model import (
     rotate,
     sample,
 )  # fmt: skip
+from steadygpt.cli import UserError
 
 SMALL = GPTConfig(vocab_size=101, context_length=12, num_layers=3, num_heads=2, embd_size=16)
 NEOX = {"rotary_pct": 0.25, "parallel_residual": True, "tied_head": False, "gelu": "exact"}

@@ -18,12 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import prepare_dataset
-import sources
-import tokenizer
-from dataloader import check_shards, find_shards, read_manifest
-from errors import UserError
 from prepare_dataset import Piece, Position, encode, encode_all, split_text
-from tokenizer import END_OF_TEXT, get_tokenizer
+from steadygpt import sources, tokenizer
+from steadygpt.cli import UserError
+from steadygpt.shards import check_shards, find_shards, read_manifest
+from steadygpt.tokenizer import END_OF_TEXT, get_tokenizer
 
 END = 256  # <|endoftext|> of the byte tokenizer
 TEXTS = ["one", "the second one", "third " * 30, "fourth\n", "5"] * 8

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import assert_same_state, command, environment, load, metrics, run, run_here, write_data
 
-from errors import UserError
+from steadygpt.cli import UserError
 
 DROPOUT = ("--dropout", "0.1")  # its randomness must survive a resume too
 

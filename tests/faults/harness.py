@@ -19,7 +19,7 @@ from pathlib import Path
 
 from conftest import TINY, assert_same_state, command, environment, load, metrics
 
-from errors import run_cli
+from steadygpt.cli import run_cli
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(

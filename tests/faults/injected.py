@@ -16,7 +16,7 @@ import torch
 import evaluation
 import hellaswag_eval
 import train
-from durable import UncachedFile
+from steadygpt.durable import UncachedFile
 
 
 def record_tokens(rank: int) -> None:

@@ -16,7 +16,7 @@ from harness import Life, folders, refused, whole_life
 from injected import fail_saves, stop_after
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from checkpoint import checkpoint_files, read_checkpoint
+from steadygpt.checkpoint import checkpoint_files, read_checkpoint
 
 FLAGS = "--max_steps 4000 --checkpoint_freq 20 --keep_checkpoints 3 --steps_per_epoch 9999 --dropout 0.1".split()
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from conftest import run_here, write_data
 
-from checkpoint import checkpoint_table, read_checkpoint
-from dataloader import check_shards, open_shard
-from errors import UserError
+from steadygpt.checkpoint import checkpoint_table, read_checkpoint
+from steadygpt.cli import UserError
+from steadygpt.shards import check_shards, open_shard
 
 FILES = 2000
 

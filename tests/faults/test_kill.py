@@ -16,7 +16,7 @@ from conftest import write_data
 from harness import Launched, Life, assert_continued, folders
 from injected import die_at, record_tokens, tokens_of_steps, trace_saves
 
-from checkpoint import find_checkpoint
+from steadygpt.checkpoint import find_checkpoint
 
 FLAGS = ("--max_steps", "200", "--checkpoint_freq", "1", "--keep_checkpoints", "3", "--dropout", "0.1")
 

@@ -11,7 +11,7 @@ from conftest import load, write_data
 from harness import Life, folders, refused, whole_life
 
 import evaluation
-from errors import UserError
+from steadygpt.cli import UserError
 
 prepare = {"program": "prepare_dataset", "tiny": ()}
 

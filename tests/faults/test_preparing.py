@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from harness import Life
 
-import sources
-from dataloader import read_manifest
+from steadygpt import sources
+from steadygpt.shards import read_manifest
 
 prepare = partial(Life, program="prepare_dataset", tiny=("--tokenizer", "bytes", "--num_workers", "2"))
 

@@ -10,7 +10,7 @@ from conftest import load
 from harness import Life, folders, refused, whole_life
 from injected import stop_after
 
-from dataloader import read_manifest, write_shard
+from steadygpt.shards import read_manifest, write_shard
 
 SHARD = Path("data/tiny_train_000001.npy")
 

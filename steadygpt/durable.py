@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from errors import UserError
+from steadygpt.cli import UserError
 
 
 def replace_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from errors import UserError
+from steadygpt.cli import UserError
 
 # Dense bf16 FLOP/s by the name the driver gives (NVIDIA's data sheets); the first match counts.
 PEAK_FLOPS = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import tiktoken
 
-from errors import UserError
+from steadygpt.cli import UserError
 
 END_OF_TEXT = "<|endoftext|>"  # begins every document
 

@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from errors import UserError
+from steadygpt.cli import UserError
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Distributed:
+class Ranks:
     """This process among world_size; local_rank counts within the machine."""
 
     device: torch.device
@@ -37,13 +37,17 @@ class Distributed:
         """Rank 0: the one that prints and writes."""
         return self.rank == 0
 
-    def agree(self, number: int) -> int:
-        """The largest of the ranks' numbers. Through CPU tensors, so that no GPU has to be waited for."""
+    def max(self, number: int) -> int:
+        """Return the largest of the ranks' numbers. It travels in a CPU tensor, so no GPU has to synchronize."""
         if self.world_size == 1:
             return number
         tensor = torch.tensor(number)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return int(tensor)
+
+    def any(self, flag: bool) -> bool:
+        """Return whether the flag is set on at least one rank."""
+        return bool(self.max(flag))
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of the ranks' tensors, in place."""
@@ -97,8 +101,8 @@ class StopSignal:
 
     REASONS = ("", "SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP", "max_hours")
 
-    def __init__(self, me: Distributed, max_hours: float):
-        self.me = me
+    def __init__(self, ranks: Ranks, max_hours: float):
+        self.ranks = ranks
         self.deadline = time.monotonic() + max_hours * 3600 if max_hours else math.inf
         self.asked = 0
         for number, name in enumerate(self.REASONS[1:5], start=1):
@@ -113,7 +117,7 @@ class StopSignal:
         """Why the run should end now, the same on every rank; "" to go on. Every rank must call it."""
         if time.monotonic() > self.deadline:
             self._ask(self.REASONS.index("max_hours"))
-        return self.REASONS[self.me.agree(self.asked)]  # a signal within agree() counts in the next one
+        return self.REASONS[self.ranks.max(self.asked)]  # a signal during max() counts in the next call
 
 
 def world_size_of_environment() -> int:
@@ -123,7 +127,7 @@ def world_size_of_environment() -> int:
 
 @contextmanager
 def joined(device_name: str, timeout_minutes: float = 30):
-    """Join the processes that torchrun has started, as a `Distributed`; leave them at the end.
+    """Join the processes that torchrun has started, as a `Ranks`; leave them at the end.
 
     CPU tensors travel by gloo, CUDA tensors by NCCL. A rank that the others wait for longer than `timeout_minutes` (as
     they do while rank 0 reads through all shards or a large checkpoint) ends the run.
@@ -131,26 +135,26 @@ def joined(device_name: str, timeout_minutes: float = 30):
     Raises: UserError when the machine has no such device, or not one for each local process.
     """
     world_size = world_size_of_environment()
-    me = Distributed(
+    ranks = Ranks(
         device=_choose_device(device_name),
         rank=int(os.environ.get("RANK", "0")),
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         world_size=world_size,
     )
-    if me.device.type == "cuda":
-        torch.cuda.set_device(me.device)
+    if ranks.device.type == "cuda":
+        torch.cuda.set_device(ranks.device)
     else:
         _use_all_cores()
         _keep_freed_memory()
     if world_size > 1:
-        cuda = me.device.type == "cuda"
+        cuda = ranks.device.type == "cuda"
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
-            device_id=me.device if cuda else None,
+            device_id=ranks.device if cuda else None,
             timeout=timedelta(minutes=timeout_minutes),
         )
     try:
-        yield me
+        yield ranks
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

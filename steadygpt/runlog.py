@@ -15,13 +15,15 @@ import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from torch import nn
 
-from config import TrainConfig
-from durable import fsync_folder, replace_file
-from errors import UserError, mute
+from steadygpt.cli import UserError, mute
+from steadygpt.durable import fsync_folder, replace_file
+
+if TYPE_CHECKING:
+    from config import TrainConfig
 
 LOG, METRICS = "log.txt", "metrics.jsonl"
 RUN = "run          "  # begins log.txt, before the run's name
@@ -54,7 +56,7 @@ class RunLog:
     Raises: OSError when it cannot write.
     """
 
-    def __init__(self, config: TrainConfig, start_step: int | None):
+    def __init__(self, config: "TrainConfig", start_step: int | None):
         logdir = Path(config.logdir)
         logdir.mkdir(parents=True, exist_ok=True)
         if start_step is None:
@@ -204,7 +206,7 @@ class RunLog:
             self.wandb.finish()
 
 
-def _open_tensorboard(config: TrainConfig, start_step: int | None = None):
+def _open_tensorboard(config: "TrainConfig", start_step: int | None = None):
     from torch.utils.tensorboard import SummaryWriter
     from torch.utils.tensorboard.summary import hparams
 
@@ -216,7 +218,7 @@ def _open_tensorboard(config: TrainConfig, start_step: int | None = None):
     return writer
 
 
-def _open_wandb(config: TrainConfig):
+def _open_wandb(config: "TrainConfig"):
     try:
         import wandb
     except ImportError:

@@ -18,7 +18,7 @@ ENDINGS = {
 @pytest.mark.parametrize("under_torchrun", [False, True])
 @pytest.mark.parametrize("body, status, stderr", ENDINGS.values(), ids=ENDINGS)
 def test_a_command_ends_with_a_status_and_at_most_one_line(body, status, stderr, under_torchrun):
-    program = f"from errors import UserError, run_cli\ndef main():\n print('said')\n {body}\nrun_cli(main)"
+    program = f"from steadygpt.cli import UserError, run_cli\ndef main():\n print('said')\n {body}\nrun_cli(main)"
     ended = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True, text=True, cwd=REPO, env=os.environ | ({"RANK": "0"} if under_torchrun else {}),
@@ -28,7 +28,7 @@ def test_a_command_ends_with_a_status_and_at_most_one_line(body, status, stderr,
 
 def test_a_rank_leaves_before_the_interpreter_is_taken_apart():
     """FSDP leaves gloo's threads behind, and one that wants the GIL just then would end a finished run by SIGABRT."""
-    program = "import atexit, os\nfrom errors import run_cli\natexit.register(os.abort)\nrun_cli(lambda: 0)"
+    program = "import atexit, os\nfrom steadygpt.cli import run_cli\natexit.register(os.abort)\nrun_cli(lambda: 0)"
     for environment, status in (({"RANK": "1"}, 0), ({}, -6)):
         ended = subprocess.run([sys.executable, "-c", program], cwd=REPO, env=os.environ | environment)
         assert ended.returncode == status

@@ -25,10 +25,10 @@ from queue import SimpleQueue
 import torch
 from torch import nn
 
-from distributed import Distributed
-from durable import fsync_folder, link_file, replace_file, write_temporary
-from errors import UserError
-from telemetry import duration_text
+from steadygpt.cli import UserError
+from steadygpt.distributed import Ranks
+from steadygpt.durable import fsync_folder, link_file, replace_file, write_temporary
+from steadygpt.runlog import duration_text
 
 FORMAT_VERSION = 2
 LATEST, BACKUP, BEST = "latest.pt", "latest_backup.pt", "best_model.pt"
@@ -66,12 +66,12 @@ def capture_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
     return state
 
 
-def restore_weights(model: nn.Module, weights: dict, me: Distributed) -> None:
+def restore_weights(model: nn.Module, weights: dict, ranks: Ranks) -> None:
     """Load a checkpoint's "model" into the bare model; only rank 0 needs the weights, it sends them to the others.
 
     Raises: UserError on every rank when they are not this model's.
     """
-    weights = weights if me.is_main else {}
+    weights = weights if ranks.is_main else {}
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
     def check() -> None:
@@ -82,30 +82,30 @@ def restore_weights(model: nn.Module, weights: dict, me: Distributed) -> None:
 
     from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
-    me.on_main(check)
-    set_model_state_dict(model, weights, options=_load_options(me))
+    ranks.on_main(check)
+    set_model_state_dict(model, weights, options=_load_options(ranks))
 
 
-def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, moments: dict, me: Distributed) -> None:
+def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, moments: dict, ranks: Ranks) -> None:
     """Load a checkpoint's "optimizer" (only rank 0 needs it); the options, such as weight decay, stay as they are."""
-    if not me.broadcast(bool(moments.get("state"))):
+    if not ranks.broadcast(bool(moments.get("state"))):
         return  # saved before the first step
     from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
     options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-    set_optimizer_state_dict(model, optimizer, moments if me.is_main else {}, options=_load_options(me))
-    if me.device.type == "cpu":  # still mapped to the file, which the first step would copy page by page
+    set_optimizer_state_dict(model, optimizer, moments if ranks.is_main else {}, options=_load_options(ranks))
+    if ranks.device.type == "cpu":  # still mapped to the file, which the first step would copy page by page
         for state in optimizer.state.values():
             state.update({name: tensor.clone() for name, tensor in state.items()})
     for group, own in zip(optimizer.param_groups, options, strict=True):
         group.update(own)
 
 
-def _load_options(me: Distributed):
+def _load_options(ranks: Ranks):
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
     # Weights and moments in two calls: set_state_dict with {} on the other ranks hangs (torch 2.13).
-    return StateDictOptions(full_state_dict=True, broadcast_from_rank0=me.world_size > 1)
+    return StateDictOptions(full_state_dict=True, broadcast_from_rank0=ranks.world_size > 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -263,15 +263,15 @@ def open_checkpoint(which: str, folder: Path) -> tuple[Path, dict]:
     return path, checkpoint
 
 
-def read_on_main(which: str, folder: Path, me: Distributed) -> tuple[Path | None, list[str], dict | None]:
+def read_on_main(which: str, folder: Path, ranks: Ranks) -> tuple[Path | None, list[str], dict | None]:
     """find_checkpoint on rank 0: the path, what was passed over, and the shared content."""
-    path, checkpoint, passed_over = me.on_main(lambda: find_checkpoint(which, folder)) or (None, None, [])
-    return *me.broadcast((path, passed_over)), share(checkpoint, me)
+    path, checkpoint, passed_over = ranks.on_main(lambda: find_checkpoint(which, folder)) or (None, None, [])
+    return *ranks.broadcast((path, passed_over)), share(checkpoint, ranks)
 
 
-def share(checkpoint: dict | None, me: Distributed) -> dict | None:
+def share(checkpoint: dict | None, ranks: Ranks) -> dict | None:
     """Rank 0's checkpoint, on the other ranks with empty "model" and "optimizer"."""
-    without_tensors = me.broadcast(checkpoint and checkpoint | {"model": {}, "optimizer": {}})
+    without_tensors = ranks.broadcast(checkpoint and checkpoint | {"model": {}, "optimizer": {}})
     return checkpoint or without_tensors
 
 

@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, TextIO
 
-from errors import UserError
+from steadygpt.cli import UserError
 
 NOT_IN_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 STDLIB = Path(sysconfig.get_path("stdlib"))

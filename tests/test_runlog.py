@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from config import TrainConfig
-from telemetry import RunLog, duration_text
+from steadygpt.runlog import RunLog, duration_text
 
 
 def config(tmp_path, **options) -> TrainConfig:
