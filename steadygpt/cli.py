@@ -1,22 +1,222 @@
-"""What a user can mend is told in one line: what was found, what was expected, what to do."""
+"""Options declared once as dataclass fields: flags, help, bounds; and one-line errors for what a user can fix."""
 
 import argparse
+import dataclasses
+import difflib
+import math
 import os
 import sys
 import time
-from collections.abc import Callable
-from typing import IO
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Any, TypeVar
+
+Options = TypeVar("Options")
 
 
 class UserError(Exception):
-    """A mistake in flags, configuration, data or checkpoint files; never a bug of ours."""
+    """A mistake in flags, configuration, data or checkpoint files; never a bug in SteadyGPT."""
+
+
+class OptionError(UserError):
+    """A value that an option does not take; `name` is the field's, so that other formats can report it as theirs."""
+
+    def __init__(self, name: str, found: object, expected: str):
+        super().__init__(f"--{name} is {found}; expected {expected}")
+        self.name, self.found, self.expected = name, found, expected
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# declaring options
+
+
+def option(
+    default: Any,
+    text: str,
+    group: str = "options",
+    *,
+    choices: tuple = (),
+    at_least: float = 0,
+    above: float = -math.inf,
+    below: float = math.inf,
+    bare: str | None = None,
+    positional: bool = False,
+    on_resume: str = "free",
+) -> Any:
+    """Declare an option as a dataclass field. Its type is the field's: int, float, str, bool or Path, perhaps `| None`.
+
+    Args:
+        at_least, above, below: bounds of numbers.
+        bare: the value of the flag without one (`--resume`).
+        positional: an argument without a flag; optional if it has a default.
+        on_resume: of train.py: "never" changes, changes if asked ("ask": --allow_changes), changes "free"ly, or belongs
+            to one "launch", so the checkpoint's value is ignored.
+    """
+    bounds = {"at_least": at_least, "above": above, "below": below}
+    metadata = {"text": text, "group": group, "choices": choices, "bare": bare, "positional": positional, **bounds}
+    return dataclasses.field(default=default, metadata=metadata | {"on_resume": on_resume})
+
+
+def options_of(options: Any) -> dict[str, dataclasses.Field]:
+    """The options of a dataclass by name; fields without metadata are none."""
+    return {f.name: f for f in dataclasses.fields(options) if f.metadata}
+
+
+def check_options(options: Any) -> None:
+    """Compare each value with the choices and bounds of its option.
+
+    Raises: OptionError.
+    """
+    for name, f in options_of(options).items():
+        value, about = getattr(options, name), f.metadata
+        if about["choices"] and value not in about["choices"]:
+            raise OptionError(name, repr(value), f"one of {', '.join(about['choices'])}")
+        if value is None or _kind(f) not in (int, float):
+            continue
+        if not about["at_least"] <= value < math.inf:
+            expected = "0 or more" if about["at_least"] == 0 else f"at least {about['at_least']}"
+        elif value <= about["above"]:
+            expected = f"more than {about['above']}"
+        elif value >= about["below"]:
+            expected = f"less than {about['below']:,}"
+        else:
+            continue
+        raise OptionError(name, f"{value:,}" if isinstance(value, int) else value, expected)
+
+
+def _kind(f: dataclasses.Field) -> type:
+    """The type of a field, without `| None`."""
+    return f.type.__args__[0] if isinstance(f.type, types.UnionType) else f.type  # type: ignore[return-value]
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointOptions:
+    """What the commands that use a trained model have in common."""
+
+    checkpoint: str = option("latest", "latest, best or a file", positional=True)
+    checkpoint_dir: str = option("checkpoints", "folder that latest and best refer to")
+    device: str = option("auto", "auto, cpu, cuda or mps")
+    precision: str = option(
+        "auto", "auto: bf16 where the device computes in it", choices=("auto", "fp32", "bf16", "fp16")
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# reading the command line
+
+
+def parse_options(options: type[Options], argv: Sequence[str] | None, description: str) -> Options:
+    """Return the options of a command line.
+
+    Raises: UserError.
+    """
+    parsed = options(**read_flags(options, sys.argv[1:] if argv is None else argv, description))
+    check_options(parsed)
+    return parsed
+
+
+def read_flags(
+    options: type, argv: Sequence[str], description: str, epilog: str = "", elsewhere: Mapping[str, str] = {}, **parser
+) -> dict[str, Any]:
+    """Return the values that a command line gives, by field name. --flag_name and --flag-name are the same.
+
+    Args:
+        elsewhere: names that other programs use for our flags, to suggest ours.
+
+    Raises: UserError for a flag that does not exist or a value of the wrong type.
+    """
+    cli = _Parser(
+        description=description, epilog=epilog, argument_default=argparse.SUPPRESS, allow_abbrev=False, **parser
+    )
+    groups: dict[str, Any] = {}
+    for name, f in options_of(options).items():
+        about, kind = f.metadata, _kind(f)
+        group = groups.setdefault(about["group"], cli.add_argument_group(about["group"]))
+        shown = {True: "on", False: "off", "": None}.get(f.default, f.default) if kind in (bool, str) else f.default
+        text = about["text"] + ("" if shown in (None, dataclasses.MISSING) else f" (default: {shown})")
+        if about["positional"]:
+            nargs = None if f.default is dataclasses.MISSING else "?"
+            group.add_argument(name, nargs=nargs, type=kind, help=text)
+            continue
+        bare = True if kind is bool else about["bare"]
+        group.add_argument(
+            f"--{name}",
+            type=_on_off if kind is bool else kind,
+            nargs=None if bare is None else "?",
+            const=bare,
+            metavar="|".join(about["choices"]) or ("on|off" if kind is bool else kind.__name__.upper()),
+            help=text.replace("%", "%%"),
+        )
+        if kind is bool:
+            group.add_argument(f"--no_{name}", dest=name, action="store_const", const=False, help=argparse.SUPPRESS)
+    values, unknown = cli.parse_known_args([_underscored(argument) for argument in argv])
+    if unknown:
+        raise UserError(f"unknown argument {unknown[0]!r}; {_suggestion(unknown[0], options, elsewhere)}")
+    return vars(values)
+
+
+def _suggestion(unknown: str, options: type, elsewhere: Mapping[str, str]) -> str:
+    name = unknown.partition("=")[0].removeprefix("--")
+    if name in elsewhere:
+        return f"here it is {elsewhere[name]}"
+    # 0.85: a typing mistake, or a letter more or less; below that names are alike by chance.
+    close = difflib.get_close_matches(name, [n for n in options_of(options)], n=1, cutoff=0.85)
+    return f"did you mean --{close[0]}?" if close and unknown.startswith("--") else "see --help"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise UserError(f"{message}; see --help")
+
+
+def _underscored(argument: str) -> str:
+    """--flag-name[=value] as --flag_name[=value]."""
+    flag, equals, value = argument.partition("=")
+    return "--" + flag[2:].replace("-", "_") + equals + value if argument.startswith("--") else argument
+
+
+def _on_off(text: str) -> bool:
+    words = {"on": True, "true": True, "1": True, "yes": True, "off": False, "false": False, "0": False, "no": False}
+    if text.lower() not in words:
+        raise argparse.ArgumentTypeError(f"is {text!r}; expected on or off")
+    return words[text.lower()]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# running a command
+
+
+def run_cli(main: Callable[[], int | None]) -> None:
+    """Run a command's `main()` and exit: with its status, 2 and one line for a `UserError`, 130 after Ctrl-C."""
+    try:
+        status = main() or 0
+    except UserError as error:
+        status = 2
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr)
+        else:
+            time.sleep(2)  # torchrun ends all ranks when the first one exits: let rank 0 print the error
+    except KeyboardInterrupt:
+        status = 130
+    except BrokenPipeError:  # `... | head` closed the pipe, so there is no reader for an error either
+        mute(sys.stdout)
+        status = 0
+    if "RANK" in os.environ:
+        # FSDP's caches keep gloo's threads alive after destroy_process_group. If one of them asks for the GIL while
+        # the interpreter shuts down, a finished run aborts (SIGABRT): exit without shutting the interpreter down.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
+def mute(stream: IO[str]) -> None:
+    """Discard everything written to a stream from now on, because its reader is gone."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """argparse for our commands: --flag_name and --flag-name are the same, no abbreviations, mistakes in one line.
-
-    Raises: UserError when parsing.
-    """
+    """Replaced by read_flags; goes with its last user."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, allow_abbrev=False, **kwargs)
@@ -26,40 +226,3 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message):
         raise UserError(f"{message}; see --help")
-
-
-def _underscored(argument: str) -> str:
-    """--flag-name[=value] as --flag_name[=value]."""
-    if not argument.startswith("--"):
-        return argument
-    flag, equals, value = argument.partition("=")
-    return "--" + flag[2:].replace("-", "_") + equals + value
-
-
-def run_cli(main: Callable[[], int | None]) -> None:
-    """Run a command's `main()` and exit: its status, 2 and one line for a `UserError`, 130 for Ctrl-C."""
-    try:
-        status = main() or 0
-    except UserError as error:
-        status = 2
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
-        else:
-            time.sleep(2)  # torchrun ends all ranks when the first one leaves: let rank 0 speak
-    except KeyboardInterrupt:
-        status = 130
-    except BrokenPipeError:  # `... | head` closed the pipe: nobody is left to read an error
-        mute(sys.stdout)
-        status = 0
-    if "RANK" in os.environ:
-        # FSDP's caches keep gloo's threads alive beyond destroy_process_group. One that happens to want the GIL
-        # while the interpreter is taken apart ends a finished run by SIGABRT: leave without taking it apart.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-    sys.exit(status)
-
-
-def mute(stream: IO[str]) -> None:
-    """Let a stream whose reader is gone swallow what is written to it from now on."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
