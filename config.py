@@ -1,189 +1,139 @@
-"""Every option of train.py, once: the flags, their help, the TOML keys and a checkpoint's train_config come from here.
+"""Every option of train.py, once: flags, help, TOML keys and a checkpoint's train_config all come from TrainConfig.
 
-Defaults < --config NAME|FILE.toml < flags; on resume the checkpoint's own values stand between defaults and --config.
+Defaults < --config NAME|FILE.toml < flags. On resume the checkpoint's values stand between defaults and --config.
 """
 
-import argparse
 import dataclasses
 import difflib
 import tomllib
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from steadygpt.cli import OneLineParser, UserError
+from model import GPTConfig
+from steadygpt.cli import UserError, check_options, option, options_of, read_flags
 
 PRESETS = Path(__file__).resolve().parent / "configs"
 
 
-def option(
-    group: str,
-    default,
-    text: str,
-    choices: tuple = (),
-    bare=None,
-    fixed: bool = False,
-    deliberate: bool = False,
-    launch: bool = False,
-):
-    """A field of TrainConfig.
-
-    Args:
-        bare: the value of the flag without one (`--resume`).
-        fixed: part of what a checkpoint is; it cannot be changed on resume.
-        deliberate: decides what is learned; on resume it changes with --allow_changes only.
-        launch: belongs to this start of the script alone; a checkpoint's value is not taken over on resume.
-    """
-    metadata = {"group": group, "help": text, "choices": choices, "bare": bare}
-    return field(default=default, metadata=metadata | {"fixed": fixed, "deliberate": deliberate, "launch": launch})
-
-
 @dataclass(frozen=True)
-class TrainConfig:
-    """What a run is. The defaults train GPT-2 124M on FineWeb-Edu 10B."""
+class TrainConfig(GPTConfig):
+    """A model's shape and how to train it. The defaults train GPT-2 124M on FineWeb-Edu 10B."""
 
     # fmt: off
-    config: str = option("run", "", "preset in configs/ or TOML file to start from", launch=True)
-    run_name: str = option("run", "", "name of the run in TensorBoard and W&B (default: from the start time)")
-    seed: int = option("run", 1337, "of weights, data order and dropout", fixed=True)
-    device: str = option("run", "auto", "auto (CUDA if there is one), cpu, cuda, mps")
-    precision: str = option("run", "auto", "auto is bf16 where the device computes in it, else fp32; --mixed_precision "
-                            "no/fp16/bf16 says the same; fp8: the blocks' products, by torchao",
-                            ("auto", "fp32", "bf16", "fp16", "fp8"))
-    compile: str = option("run", "auto", "torch.compile the model; auto: on CUDA", ("auto", "on", "off"))
-    deterministic: bool = option("run", False, "bitwise repeatable on CUDA too, slower")
-    profile: int = option("run", 0, "steps to record, after 3 others, as a trace for Perfetto and TensorBoard; 0: none",
-                          launch=True)
-    dry_run: bool = option("run", False, "print the plan (sizes, memory, steps, disk) and exit", launch=True)
+    init_from: str = option("scratch", "scratch, or weights to start from: gpt2, gpt2-medium, gpt2-large, gpt2-xl, a "
+                            "Hugging Face folder, a checkpoint file (also nanoGPT's)", "model", on_resume="never")
 
-    data_dir: str = option("data", "data/edu_fineweb10B", "folder of token shards")
-    tokenizer: str = option("data", "auto", "auto: what the data's manifest says, gpt2 where there is none", fixed=True)
-    shuffle_shards: bool = option("data", True, "a new order of the shards each epoch", fixed=True)
-    shuffle_rows: bool = option("data", True, "a new order of each shard's rows each epoch", fixed=True)
+    config: str = option("", "preset in configs/ or TOML file to start from", "run", on_resume="launch")
+    run_name: str = option("", "name of the run in TensorBoard and W&B (default: from the start time)", "run")
+    seed: int = option(1337, "of weights, data order and dropout", "run", below=2**63, on_resume="never")
+    device: str = option("auto", "auto (CUDA if there is one), cpu, cuda, mps", "run")
+    precision: str = option("auto", "auto: bf16 where the device computes in it, else fp32; --mixed_precision no, fp16 "
+                            "and bf16 mean the same; fp8: products in the blocks, by torchao", "run",
+                            choices=("auto", "fp32", "bf16", "fp16", "fp8"))
+    compile: str = option("auto", "torch.compile the model; auto: on CUDA", "run", choices=("auto", "on", "off"))
+    deterministic: bool = option(False, "bitwise repeatable on CUDA too, slower", "run")
+    profile: int = option(0, "steps to record, after 3 others, as a trace for Perfetto and TensorBoard; 0: none", "run",
+                          on_resume="launch")
+    dry_run: bool = option(False, "print the plan (sizes, memory, steps, disk) and exit", "run", on_resume="launch")
 
-    num_layers: int = option("model", 12, "transformer blocks", fixed=True)
-    num_heads: int = option("model", 12, "attention heads; divides embd_size", fixed=True)
-    embd_size: int = option("model", 768, "width of the residual stream", fixed=True)
-    context_length: int = option("model", 1024, "tokens a row", fixed=True)
-    intermediate_size: int = option("model", 0, "width inside the MLP; 0: 4 * embd_size", fixed=True)
-    bias: bool = option("model", True, "biases in linear layers and LayerNorms, as GPT-2", fixed=True)
-    layer_norm_eps: float = option("model", 1e-5, "added to the variance in LayerNorms", fixed=True)
-    gelu: str = option("model", "tanh", "GELU's tanh approximation, as GPT-2, or exact, as nanoGPT and GPT-NeoX",
-                       ("tanh", "exact"), fixed=True)
-    rotary_pct: float = option("model", 0.0, "rotary positions on this share of each head's dimensions, 0.25 in "
-                               "GPT-NeoX; 0: learned positions, as GPT-2", fixed=True)
-    rotary_base: float = option("model", 10000.0, "of the rotations' wavelengths", fixed=True)
-    parallel_residual: bool = option("model", False, "attention and MLP read the same input, as GPT-NeoX", fixed=True)
-    tied_head: bool = option("model", True, "the head is the embedding table, as GPT-2", fixed=True)
-    dropout: float = option("model", 0.0, "probability, in [0, 1)", deliberate=True)
-    init_from: str = option("model", "scratch", "scratch, or weights to start from: gpt2, gpt2-medium, gpt2-large, "
-                            "gpt2-xl, a Hugging Face folder, a checkpoint file (also nanoGPT's)", fixed=True)
+    data_dir: str = option("data/edu_fineweb10B", "folder of token shards", "data")
+    tokenizer: str = option("auto", "auto: from the data's manifest, or gpt2 without one", "data", on_resume="never")
+    shuffle_shards: bool = option(True, "a new order of the shards each epoch", "data", on_resume="never")
+    shuffle_rows: bool = option(True, "a new order of each shard's rows each epoch", "data", on_resume="never")
 
-    total_batch_size: int = option("optimization", 524288, "tokens a step, over all ranks and micro-steps",
-                                   deliberate=True)
-    mini_batch_size: int = option("optimization", 32, "rows a rank computes at once")
-    max_lr: float = option("optimization", 1e-3, "peak learning rate, after the warm-up", deliberate=True)
-    min_lr: float = option("optimization", 1e-4, "learning rate at the last step of the cosine", deliberate=True)
-    warmup_steps: int = option("optimization", 715, "steps of linear warm-up", deliberate=True)
-    weight_decay: float = option("optimization", 0.1, "AdamW's, on matrices and embeddings", deliberate=True)
-    grad_clip: float = option("optimization", 1.0, "largest gradient norm; 0: no clipping", deliberate=True)
-    num_epochs: int = option("optimization", 5, "passes over the data")
-    steps_per_epoch: int = option("optimization", 0, "0: from the shards (19073 is FineWeb-Edu 10B)")
-    max_steps: int = option("optimization", 0, "steps of the run; 0: num_epochs * steps_per_epoch")
-    max_bad_steps: int = option("optimization", 5, "stop after so many steps running whose loss or gradient is not "
-                                "finite; their updates are skipped; 0: never")
-    spike_z: float = option("optimization", 6.0, "warn of a loss this many standard deviations above the last 128's; "
-                            "0: off")
-    skip_spikes: bool = option("optimization", False, "and skip its update")
-    max_hours: float = option("optimization", 0.0, "stop and save after this long in this start; 0: never")
+    total_batch_size: int = option(524288, "tokens a step, over all ranks and micro-steps", "optimization", at_least=1,
+                                   on_resume="ask")
+    mini_batch_size: int = option(32, "rows a rank computes at once", "optimization", at_least=1)
+    max_lr: float = option(1e-3, "peak learning rate, after the warm-up", "optimization", on_resume="ask")
+    min_lr: float = option(1e-4, "learning rate at the last step of the cosine", "optimization", on_resume="ask")
+    warmup_steps: int = option(715, "steps of linear warm-up; unless given as a flag, at most a tenth of the run",
+                               "optimization", on_resume="ask")
+    weight_decay: float = option(0.1, "AdamW's, on matrices and embeddings", "optimization", on_resume="ask")
+    adam_beta1: float = option(0.9, "AdamW's decay of the mean of gradients", "optimization", below=1, on_resume="ask")
+    adam_beta2: float = option(0.95, "AdamW's decay of the mean of squared gradients", "optimization", below=1,
+                               on_resume="ask")
+    adam_eps: float = option(1e-8, "AdamW's addend to the denominator", "optimization", above=0, on_resume="ask")
+    grad_clip: float = option(1.0, "largest gradient norm; 0: no clipping", "optimization", on_resume="ask")
+    num_epochs: int = option(5, "passes over the data", "optimization")
+    steps_per_epoch: int = option(0, "0: from the shards (19073 for FineWeb-Edu 10B)", "optimization")
+    max_steps: int = option(0, "steps of the run; 0: num_epochs * steps_per_epoch", "optimization")
+    max_bad_steps: int = option(5, "stop after this many consecutive steps without a finite loss and gradient; their "
+                                "updates are skipped; 0: never", "optimization")
+    spike_z: float = option(6.0, "warn of a loss this many standard deviations above the last 128; 0: never",
+                            "optimization")
+    skip_spikes: bool = option(False, "and skip its update", "optimization")
+    max_hours: float = option(0.0, "stop and save after this long in this start; 0: never", "optimization")
 
-    checkpoint_dir: str = option("checkpoints", "checkpoints", "folder of this run's checkpoints", launch=True)
-    checkpoint_freq: int = option("checkpoints", 250, "steps between checkpoints; 0: off")
-    checkpoint_minutes: float = option("checkpoints", 10.0, "save at least this often; 0: off")
-    keep_checkpoints: int = option("checkpoints", 10, "newest rolling checkpoints that are kept")
-    resume: str = option("checkpoints", "", "continue: latest, auto (latest, or afresh where there is none), best, "
-                         "or a file; bare --resume is latest", bare="latest", launch=True)
-    allow_changes: bool = option("checkpoints", False, "on resume: let batch size, learning rates, warm-up, weight "
-                                 "decay, clipping and dropout differ from the checkpoint's", launch=True)
-    list_checkpoints: bool = option("checkpoints", False, "print a table of checkpoint_dir and exit", launch=True)
-    mirror: str = option("checkpoints", "", "fsspec URL of a folder that gets a copy of each save (s3://..., file://...)")
+    checkpoint_dir: str = option("checkpoints", "folder of this run's checkpoints", "checkpoints", on_resume="launch")
+    checkpoint_freq: int = option(250, "steps between rolling checkpoints; 0: none", "checkpoints")
+    checkpoint_minutes: float = option(1.0, "minutes between saves of latest.pt, more where saving would take over 1 % "
+                                       "of the time; 0: none", "checkpoints")
+    keep_checkpoints: int = option(10, "newest rolling checkpoints that are kept", "checkpoints", at_least=1)
+    resume: str = option("", "continue: latest, auto (latest, or a new run if there is none), best, or a file; bare "
+                         "--resume is latest", "checkpoints", bare="latest", on_resume="launch")
+    allow_changes: bool = option(False, "on resume: let batch size, learning rates, warm-up, optimizer and dropout "
+                                 "differ from the checkpoint's", "checkpoints", on_resume="launch")
+    list_checkpoints: bool = option(False, "print a table of checkpoint_dir and exit", "checkpoints",
+                                    on_resume="launch")
+    mirror: str = option("", "fsspec URL of a folder that gets a copy of each save (s3://..., file://...)",
+                         "checkpoints")
 
-    eval_freq: int = option("evaluation", 250, "steps between validations; 0: off")
-    eval_tokens: int = option("evaluation", 10485760, "validation tokens, the same ones each time")
-    hellaswag_freq: int = option("evaluation", 250, "steps between HellaSwag evaluations; 0: off")
-    hellaswag_file: str = option("evaluation", "", "hellaswag_val.jsonl; default: Rowan/hellaswag from the Hub")
-    sample_freq: int = option("evaluation", 250, "steps between text samples; 0: off")
-    sample_prompt: str = option("evaluation", "", "what samples continue (default: the start of a document)")
+    eval_freq: int = option(250, "steps between validations; 0: none", "evaluation")
+    eval_tokens: int = option(10485760, "validation tokens, the same ones each time", "evaluation", at_least=1)
+    hellaswag_freq: int = option(250, "steps between HellaSwag evaluations; 0: none", "evaluation")
+    hellaswag_file: str = option("", "hellaswag_val.jsonl (default: Rowan/hellaswag from the Hub)", "evaluation")
+    sample_freq: int = option(250, "steps between text samples; 0: none", "evaluation")
+    sample_prompt: str = option("", "text that samples continue (default: the start of a document)", "evaluation")
 
-    use_tensorboard: bool = option("logging", False, "write curves, histograms and samples to tensorboard_dir")
-    tensorboard_dir: str = option("logging", "runs", "folder of TensorBoard runs")
-    logdir: str = option("logging", "logs", "folder of log.txt and metrics.jsonl")
-    log_freq: int = option("logging", 1, "steps between log lines")
-    use_wandb: bool = option("logging", False, "log to Weights & Biases too (pip install wandb)")
-    gpu_hour_cost: float = option("logging", 0.0, "price of one GPU hour; shows the run's cost so far; 0: off")
+    use_tensorboard: bool = option(False, "write curves, histograms and samples to tensorboard_dir", "logging")
+    tensorboard_dir: str = option("runs", "folder of TensorBoard runs", "logging")
+    logdir: str = option("logs", "folder of log.txt and metrics.jsonl", "logging")
+    log_freq: int = option(1, "steps between log lines", "logging", at_least=1)
+    use_wandb: bool = option(False, "log to Weights & Biases too (pip install wandb)", "logging")
+    gpu_hour_cost: float = option(0.0, "price of one GPU hour; shows the run's cost so far; 0: no cost", "logging")
 
-    sharding: str = option("distributed", "ddp", "ddp: a replica a rank; fsdp: parameters and optimizer sharded",
-                           ("ddp", "fsdp"))
-    timeout_minutes: float = option("distributed", 30.0, "end the run when a rank is waited for so long", launch=True)
-    cpu_offload: bool = option("distributed", False, "with fsdp: parameters and optimizer live in host memory")
-    activation_checkpointing: bool = option("distributed", False, "recompute blocks in backward: less memory, slower")
-    loss_chunk_size: int = option("distributed", 0, "tokens whose logits exist at once, recomputed in backward: less "
-                                  "memory for long contexts; 0: all")
+    sharding: str = option("ddp", "ddp: a replica on each rank; fsdp: parameters and optimizer sharded", "distributed",
+                           choices=("ddp", "fsdp"))
+    timeout_minutes: float = option(30.0, "end the run when a rank does not respond for this long", "distributed",
+                                    above=0, on_resume="launch")
+    cpu_offload: bool = option(False, "with fsdp: keep parameters and optimizer in host memory", "distributed")
+    activation_checkpointing: bool = option(False, "recompute blocks in backward: less memory, slower", "distributed")
+    loss_chunk_size: int = option(0, "tokens whose logits exist at once, recomputed in backward: less memory for long "
+                                  "contexts; 0: all", "distributed")
     # fmt: on
 
     def __post_init__(self):
-        """Raises: UserError for a value no run can have."""
-        for f in dataclasses.fields(self):
-            value, choices = getattr(self, f.name), f.metadata["choices"]
-            if choices and value not in choices:
-                raise UserError(f"--{f.name} is {value!r}; expected one of {', '.join(choices)}")
-            if f.type in (int, float) and not 0 <= value < float("inf"):
-                raise UserError(f"--{f.name} is {value}; expected 0 or more")
-        for name in (
-            *("num_layers", "num_heads", "embd_size", "context_length"),
-            *("total_batch_size", "mini_batch_size", "log_freq", "keep_checkpoints", "eval_tokens"),
-        ):
-            if getattr(self, name) < 1:
-                raise UserError(f"--{name} is {getattr(self, name)}; expected at least 1")
-        for name in ("num_layers", "num_heads", "embd_size", "context_length", "intermediate_size"):
-            most = 2**12 if name == "num_layers" else 2**24
-            if getattr(self, name) > most:
-                raise UserError(f"--{name} is {getattr(self, name):,}; expected at most {most:,}")
+        """Raises: OptionError for a value out of bounds."""
+        check_options(self)
         if not self.init_from:
             raise UserError("--init_from is empty; expected scratch, a folder, a checkpoint file or gpt2")
-        for name in ("layer_norm_eps", "rotary_base", "timeout_minutes"):
-            if not getattr(self, name):
-                raise UserError(f"--{name} is {getattr(self, name)}; expected more than 0")
-        if self.rotary_pct > 1:
-            raise UserError(f"--rotary_pct is {self.rotary_pct}; expected a share, at most 1")
-        if self.dropout >= 1:
-            raise UserError(f"--dropout is {self.dropout}; expected a probability below 1")
-        if self.seed >= 2**63:
-            raise UserError(f"--seed is {self.seed}; expected less than 2**63")
 
     def check_together(self) -> None:
-        """Raises: UserError for values that do not go together; on resume, once the checkpoint's are among them."""
-        if self.embd_size % self.num_heads:
-            raise UserError(f"--embd_size {self.embd_size} is not divisible by --num_heads {self.num_heads}")
-        rotary_dim = int(self.embd_size // self.num_heads * self.rotary_pct)
-        if self.rotary_pct and (rotary_dim % 2 or not rotary_dim):
-            raise UserError(
-                f"--rotary_pct {self.rotary_pct} of {self.embd_size // self.num_heads} dimensions a head is "
-                f"{rotary_dim}; expected an even number: they rotate in pairs"
-            )
+        """Check options against each other; on resume, once the checkpoint's values are among them.
+
+        Raises: UserError.
+        """
+        self.check_shape()
         if self.min_lr > self.max_lr:
             raise UserError(f"--min_lr {self.min_lr} is above --max_lr {self.max_lr}")
         if not self.max_steps and not self.num_epochs:
             raise UserError("--max_steps and --num_epochs are both 0; give one of them")
         if self.skip_spikes and not self.spike_z:
-            raise UserError("--skip_spikes needs a --spike_z above 0, which says what a spike is")
+            raise UserError("--skip_spikes needs a --spike_z above 0, which defines a spike")
         if self.cpu_offload and self.sharding != "fsdp":
             raise UserError("--cpu_offload needs --sharding fsdp")
+
+    def shape(self, vocab_size: int) -> GPTConfig:
+        """Return the shape of the model, with the data's vocabulary."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(GPTConfig)}
+        return GPTConfig(**fields | {"vocab_size": vocab_size})
 
     def compiles(self, device_type: str) -> bool:
         return self.compile == "on" or (self.compile == "auto" and device_type == "cuda")
 
     def grad_accum_steps(self, world_size: int) -> int:
-        """Micro-steps a step.
+        """Return the number of micro-steps in a step.
 
         Raises: UserError naming batch sizes that work, when the tokens of a step cannot be split evenly.
         """
@@ -203,114 +153,84 @@ class TrainConfig:
         raise UserError(message)
 
 
-FIELDS = {f.name: f for f in dataclasses.fields(TrainConfig)}
+FIELDS = options_of(TrainConfig)
+
+# What other trainers call our options (nanoGPT, build-nanogpt, transformers, accelerate, DeepSpeed).
+ELSEWHERE = {
+    **dict.fromkeys(("save_steps", "save_interval", "save_every"), "--checkpoint_freq"),
+    **dict.fromkeys(("save_total_limit", "keep_last_n"), "--keep_checkpoints"),
+    **dict.fromkeys(("output_dir", "out_dir", "save_dir"), "--checkpoint_dir"),
+    **dict.fromkeys(("resume_from_checkpoint", "resume_from", "load_checkpoint"), "--resume"),
+    **dict.fromkeys(("learning_rate", "lr"), "--max_lr"),
+    **dict.fromkeys(("warmup_iters", "num_warmup_steps"), "--warmup_steps"),
+    **dict.fromkeys(("max_iters", "max_train_steps", "num_iterations", "train_steps"), "--max_steps"),
+    **dict.fromkeys(("epochs", "num_train_epochs"), "--num_epochs"),
+    **dict.fromkeys(("batch_size", "micro_batch_size", "per_device_train_batch_size"), "--mini_batch_size"),
+    **dict.fromkeys(("gradient_accumulation_steps", "grad_accum_steps"), "a larger --total_batch_size"),
+    **dict.fromkeys(("block_size", "seq_len", "sequence_length", "max_seq_length"), "--context_length"),
+    **dict.fromkeys(("n_layer", "num_hidden_layers", "depth"), "--num_layers"),
+    **dict.fromkeys(("n_head", "num_attention_heads"), "--num_heads"),
+    **dict.fromkeys(("n_embd", "hidden_size", "d_model"), "--embd_size"),
+    **dict.fromkeys(("dtype", "bf16", "fp16"), "--precision"),
+    **dict.fromkeys(("eval_interval", "eval_steps", "eval_every"), "--eval_freq"),
+    **dict.fromkeys(("log_interval", "logging_steps"), "--log_freq"),
+    **dict.fromkeys(("max_grad_norm", "clip_grad", "gradient_clipping"), "--grad_clip"),
+    **dict.fromkeys(("beta1", "adam_beta_1"), "--adam_beta1"),
+    **dict.fromkeys(("beta2", "adam_beta_2"), "--adam_beta2"),
+    **dict.fromkeys(("adam_epsilon", "epsilon", "eps"), "--adam_eps"),
+    **dict.fromkeys(("deepspeed", "fsdp", "zero_stage"), "--sharding fsdp"),
+    **dict.fromkeys(("gradient_checkpointing", "grad_checkpointing"), "--activation_checkpointing"),
+    **dict.fromkeys(("dataset", "data", "data_path", "train_file", "input_bin"), "--data_dir"),
+    **dict.fromkeys(("model_name_or_path", "model"), "--init_from"),
+    **dict.fromkeys(("wandb", "wandb_log"), "--use_wandb"),
+    **dict.fromkeys(("report_to", "tensorboard"), "--use_tensorboard"),
+}
 
 
-def parse_args(argv: list[str]) -> tuple[TrainConfig, frozenset[str]]:
-    """The configuration of a command line, and the names of the options it gave, itself or through --config.
+# ---------------------------------------------------------------------------------------------------------------------
+# where values come from
+
+
+def parse_args(argv: Sequence[str]) -> tuple[TrainConfig, dict[str, str]]:
+    """Return the configuration of a command line, and the options that were given: name -> "flag" or "preset".
 
     Raises: UserError for a flag, key or value that does not exist or fit.
     """
-    flags = _parse_flags(argv)
-    if not flags.get("resume", "latest"):  # an unset variable of a script must not start afresh
-        raise UserError("--resume is empty; expected latest, auto, best or a checkpoint file")
-    preset = _read_toml(flags["config"]) if "config" in flags else {}
-    given = preset | flags
-    config = TrainConfig(**given)
-    if not config.resume:
-        config.check_together()
-    return config, frozenset(given)
-
-
-def resume_config(saved: dict, config: TrainConfig, given: frozenset[str]) -> tuple[TrainConfig, list[str]]:
-    """The configuration of a resumed run, and a line for each value that is not the checkpoint's any more.
-
-    Raises: UserError when a given option contradicts what the checkpoint is.
-    """
-    taken, changes = {}, []
-    saved = {name: f.default for name, f in FIELDS.items()} | saved  # of a version that had fewer options
-    for name, f in FIELDS.items():
-        if f.metadata["launch"]:
-            continue
-        if name not in given:
-            taken[name] = saved[name]
-        elif getattr(config, name) != saved[name]:
-            if f.metadata["fixed"]:
-                raise UserError(
-                    f"--{name} is {getattr(config, name)!r}, but the checkpoint was trained with {saved[name]!r}; "
-                    f"drop the flag, or start another run in another --checkpoint_dir"
-                )
-            if f.metadata["deliberate"] and not config.allow_changes:
-                raise UserError(
-                    f"--{name} is {getattr(config, name)!r}, but the checkpoint was trained with {saved[name]!r}; "
-                    f"drop the flag, or go on with the new value by adding --allow_changes"
-                )
-            changes.append(f"{name}: {saved[name]!r} -> {getattr(config, name)!r}")
-    return dataclasses.replace(config, **taken), changes
-
-
-def initial_config(shape: dict, config: TrainConfig, given: frozenset[str]) -> TrainConfig:
-    """The configuration of a run that starts from weights of this model_config: what was not given is theirs."""
-    taken = {name: value for name, value in shape.items() if name in FIELDS and name not in {*given, "dropout"}}
-    return dataclasses.replace(config, **taken)
-
-
-def _parse_flags(argv: list[str]) -> dict:
-    """The flags that are in argv, as field name -> value."""
-
-    parser = OneLineParser(
-        prog="train.py",
-        argument_default=argparse.SUPPRESS,
+    flags = read_flags(
+        TrainConfig,
+        _precision_of(argv),
         description="Train a GPT. Defaults < --config < flags. --flag_name and --flag-name are the same.",
         epilog="torchrun --nproc_per_node=4 train.py --use_tensorboard      (one process per GPU)",
+        elsewhere=ELSEWHERE,
+        prog="train.py",
     )
-    groups = {}
-    for name, f in FIELDS.items():
-        group = groups.setdefault(f.metadata["group"], parser.add_argument_group(f.metadata["group"]))
-        kind, bare = (f.type, f.metadata["bare"]) if f.type is not bool else (_on_off, True)
-        shown = {True: "on", False: "off", "": None}.get(f.default, f.default) if f.type in (bool, str) else f.default
-        group.add_argument(
-            f"--{name}",
-            type=kind,
-            nargs="?" if bare is not None else None,
-            const=bare,
-            metavar="|".join(f.metadata["choices"]) or ("on|off" if f.type is bool else f.type.__name__.upper()),
-            help=f.metadata["help"] + (f" (default: {shown})" if shown is not None else ""),
-        )
-    parser.add_argument("--mixed_precision", dest="precision", type=_precision, help=argparse.SUPPRESS)
-    flags, unknown = parser.parse_known_args(argv)
-    if unknown:
-        known = [f"--{name}" for name in FIELDS]
-        close = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)
-        raise UserError(f"unknown argument {unknown[0]!r}; {f'did you mean {close[0]}?' if close else 'see --help'}")
-    return vars(flags)
+    if not flags.get("resume", "latest"):  # an unset variable in a script must not start a new run
+        raise UserError("--resume is empty; expected latest, auto, best or a checkpoint file")
+    preset = _read_toml(flags["config"]) if "config" in flags else {}
+    config = TrainConfig(**preset | flags)
+    if not config.resume:
+        config.check_together()
+    return config, dict.fromkeys(preset, "preset") | dict.fromkeys(flags, "flag")
 
 
-def _on_off(text: str) -> bool:
-    try:
-        return {
-            "on": True,
-            "true": True,
-            "1": True,
-            "yes": True,
-            "off": False,
-            "false": False,
-            "0": False,
-            "no": False,
-        }[text.lower()]
-    except KeyError:
-        raise argparse.ArgumentTypeError(f"is {text!r}; expected on or off") from None
-
-
-def _precision(text: str) -> str:
-    return "fp32" if text == "no" else text
+def _precision_of(argv: Sequence[str]) -> list[str]:
+    """Replace accelerate's --mixed_precision no|fp16|bf16 by --precision."""
+    found: list[str] = []
+    for argument in argv:
+        name, equals, value = argument.partition("=")
+        if name.replace("-", "_") == "__mixed_precision":
+            argument = f"--precision{equals}{value}"
+        if (argument == "no" and found[-1:] == ["--precision"]) or argument == "--precision=no":
+            argument = argument[:-2] + "fp32"
+        found.append(argument)
+    return found
 
 
 def _read_toml(name: str, read_by: tuple[str, ...] = ()) -> dict:
-    """The options of a preset name or TOML file, on top of those of the one that its own `config` names."""
+    """Return the options of a preset or TOML file, on top of those of the preset that its own `config` names."""
     said = f"{read_by[-1]}: config = {name!r}" if read_by else f"--config {name}"
     if name in read_by:
-        raise UserError(f"{said}: on top of itself")
+        raise UserError(f"{said}: the file includes itself")
     path = Path(name) if name.endswith(".toml") else PRESETS / f"{name}.toml"
     if not path.is_file():
         presets = ", ".join(sorted(p.stem for p in PRESETS.glob("*.toml")))

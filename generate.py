@@ -1,67 +1,139 @@
-"""Sample text from a checkpoint.
+"""Text from a trained model: KV cache, sampling, and a command.
 
 python generate.py --prompt "Hello, I'm a language model," --num_seq 4
 python generate.py checkpoints/best_model.pt --prompt "def " --max_tokens 200 --temperature 0.8 --top_k 50
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from model import GPT
+from model import GPT, GPTConfig
 from steadygpt.checkpoint import open_checkpoint
-from steadygpt.cli import OneLineParser, UserError, run_cli
-from steadygpt.device import autocast, choose_precision
+from steadygpt.cli import CheckpointOptions, UserError, option, parse_options, run_cli
+from steadygpt.device import autocast, choose_precision, evaluating
 from steadygpt.distributed import joined
 from steadygpt.tokenizer import get_tokenizer
+
+
+class KVCache:
+    """Keys and values of the tokens a batch has seen, (num_layers, 2, B, num_heads, max_length, head_dim)."""
+
+    def __init__(self, config: GPTConfig, max_length: int | None = None):
+        self.num_layers = config.num_layers
+        self.max_length = min(max_length or config.context_length, config.context_length)
+        self.length = 0
+        self.kv: Tensor | None = None  # allocated by the first append, which knows batch, device and dtype
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add (B, num_heads, T, head_dim) keys and values of one layer; return all of that layer."""
+        B, H, T, D = k.shape
+        if self.kv is None:
+            self.kv = k.new_empty(self.num_layers, 2, B, H, self.max_length, D)
+        end = self.length + T
+        self.kv[layer, 0, :, :, self.length : end] = k
+        self.kv[layer, 1, :, :, self.length : end] = v
+        return self.kv[layer, 0, :, :, :end], self.kv[layer, 1, :, :, :end]
+
+
+def generate(
+    model: GPT,
+    idx: Tensor,
+    max_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Continue each row of idx (B, T) int64 by max_tokens sampled ids; return (B, T + max_tokens) int64.
+
+    Beyond context_length tokens the model sees the last context_length of them.
+
+    Args:
+        temperature: 0 takes the most likely token.
+        generator: on idx's device; the only source of randomness if given.
+    """
+    context, cache = model.config.context_length, KVCache(model.config, idx.size(1) + max_tokens)
+    with evaluating(model):
+        for _ in range(max_tokens):
+            # Beyond the context every token has moved to another position, so the cache is no longer valid.
+            fits = idx.size(1) <= context
+            logits = model(idx[:, cache.length :], cache=cache) if fits else model(idx[:, -context:])
+            token = sample(logits[:, -1].float(), temperature, top_k, generator)
+            idx = torch.cat([idx, token], dim=1)
+    return idx
+
+
+def sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+    """Draw one id per row of (B, V) logits; return (B, 1) int64."""
+    if temperature < 1e-6:  # dividing by less overflows
+        return logits.argmax(-1, keepdim=True)
+    logits = logits / temperature
+    if top_k:
+        logits[logits < logits.topk(min(top_k, logits.size(-1))).values[:, -1:]] = -torch.inf
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator)
 
 
 def sample_texts(
     model: GPT, tokenizer, prompt: str, max_tokens: int, generator: torch.Generator, count: int = 1, **options
 ) -> list[str]:
-    """Texts that begin a document with `prompt`, and end with the document or after max_tokens.
+    """Return `count` texts that begin a document with `prompt` and end with the document or after max_tokens.
 
     Args:
         generator: on the model's device; the only source of randomness.
-        options: temperature and top_k of GPT.generate.
+        options: temperature and top_k of generate.
     """
-    start = [tokenizer.eot_token, *tokenizer.encode_ordinary(prompt)]  # as each document of the data begins
+    start = [tokenizer.eot_token, *tokenizer.encode_ordinary(prompt)]  # as every document of the data begins
     idx = torch.tensor([start] * count, device=generator.device)
     texts = []
-    for ids in model.generate(idx, max_tokens, generator=generator, **options)[:, 1:].tolist():
+    for ids in generate(model, idx, max_tokens, generator=generator, **options)[:, 1:].tolist():
         end = ids.index(tokenizer.eot_token) if tokenizer.eot_token in ids else len(ids)
         texts.append(tokenizer.decode(ids[:end]))
     return texts
 
 
-def main() -> int:
-    parser = OneLineParser(description="Sample text from a checkpoint.")
-    parser.add_argument("checkpoint", nargs="?", default="latest", help="latest, best or a file (default: latest)")
-    parser.add_argument(
-        "--checkpoint_dir", default="checkpoints", help="where latest and best are (default: checkpoints)"
-    )
-    parser.add_argument("--prompt", default="", help="what to continue (default: the start of a document)")
-    parser.add_argument("--num_seq", type=int, default=1, help="texts (default: 1)")
-    parser.add_argument("--max_tokens", type=int, default=200, help="tokens to add to each (default: 200)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
-    parser.add_argument("--top_k", type=int, default=50, help="sample among the k likeliest; 0: all (default: 50)")
-    parser.add_argument("--seed", type=int, default=1337, help="the same seed gives the same text (default: 1337)")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, mps (default: auto)")
-    parser.add_argument("--precision", default="auto", choices=("auto", "fp32", "bf16", "fp16"))
-    args = parser.parse_args()
-    if args.num_seq < 1 or args.max_tokens < 1 or not args.temperature >= 0 or args.top_k < 0:
-        raise UserError("--num_seq and --max_tokens are at least 1, --temperature and --top_k at least 0")
-    with joined(args.device) as ranks:
-        _, checkpoint = open_checkpoint(args.checkpoint, Path(args.checkpoint_dir))
-        model = GPT.from_checkpoint(checkpoint).to(ranks.device)
+def load_model(checkpoint: dict) -> GPT:
+    """Return the model of a SteadyGPT checkpoint, on the CPU.
+
+    Raises: UserError when the checkpoint's weights and shape do not match.
+    """
+    try:
+        model = GPT(GPTConfig(**checkpoint["model_config"]), initialize=False)
+        model.load_state_dict(checkpoint["model"])
+    except (TypeError, RuntimeError) as error:
+        raise UserError(f"not a model of this version: {' '.join(str(error).split())[:200]}") from error
+    return model
+
+
+@dataclass(frozen=True)
+class Options(CheckpointOptions):
+    """What generate.py takes."""
+
+    prompt: str = option("", "text to continue (default: the start of a document)")
+    num_seq: int = option(1, "number of texts", at_least=1)
+    max_tokens: int = option(200, "tokens to add to each", at_least=1)
+    temperature: float = option(0.8, "0 takes the most likely token")
+    top_k: int = option(50, "sample from the k most likely tokens; 0: from all")
+    seed: int = option(1337, "the same seed gives the same text")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse_options(Options, argv, "Sample text from a checkpoint.")
+    with joined(options.device) as ranks:
+        _, checkpoint = open_checkpoint(options.checkpoint, Path(options.checkpoint_dir))
+        model = load_model(checkpoint).to(ranks.device)
         tokenizer = get_tokenizer(checkpoint["tokenizer"])
-        generator = torch.Generator(ranks.device).manual_seed(args.seed)
-        options = {"temperature": args.temperature, "top_k": args.top_k}
-        with autocast(ranks.device, choose_precision(args.precision, ranks.device)):
-            texts = sample_texts(model, tokenizer, args.prompt, args.max_tokens, generator, args.num_seq, **options)
+        generator = torch.Generator(ranks.device).manual_seed(options.seed)
+        how = {"temperature": options.temperature, "top_k": options.top_k}
+        with autocast(ranks.device, choose_precision(options.precision, ranks.device)):
+            texts = sample_texts(
+                model, tokenizer, options.prompt, options.max_tokens, generator, options.num_seq, **how
+            )
         for number, text in enumerate(texts, start=1):
-            if args.num_seq > 1:
-                print(f"--- {number} of {args.num_seq}")
+            if options.num_seq > 1:
+                print(f"--- {number} of {options.num_seq}")
             print(text)
     return 0
 

@@ -1,46 +1,77 @@
-"""GPT-2 and GPT-NeoX by hand: one pre-LN block, learned or rotary positions, chunked loss, KV-cached generation.
+"""GPT-2 and GPT-NeoX: one pre-LN block, learned or rotary positions, loss in chunks.
 
 Module names are GPT-2's own (wte wpe h ln_1 attn.c_attn ...), so weights map one to one.
 Shapes: B rows, T tokens, C = embd_size, V = vocab_size.
 """
 
 import math
-from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from steadygpt.cli import UserError
+from steadygpt.attention import attention
+from steadygpt.cli import OptionError, check_options, option
 
-IGNORED_TARGET = -1  # a target that counts for nothing
-Rotary = tuple[Tensor, Tensor] | None  # cosine and sine of rotary_angles; None: learned positions
+if TYPE_CHECKING:
+    from generate import KVCache
+
+IGNORED_TARGET = -1  # no loss is computed for this target
+
+
+def _shape(default, text: str, **bounds):
+    return option(default, text, "model", **{"on_resume": "never"} | bounds)
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a model; the defaults are GPT-2 124M, configs/gpt-neox-1.2b.toml has those of GPT-NeoX."""
+    """The shape of a model. The defaults are GPT-2 124M; configs/gpt-neox-1.2b.toml has GPT-NeoX's values.
 
+    All fields but vocab_size, which comes from the data, are options of train.py.
+    """
+
+    # fmt: off
     vocab_size: int = 50257
-    context_length: int = 1024
-    num_layers: int = 12
-    num_heads: int = 12
-    embd_size: int = 768
-    intermediate_size: int = 0  # width inside the MLP; 0: 4 * embd_size
-    dropout: float = 0.0
-    bias: bool = True
-    layer_norm_eps: float = 1e-5
-    gelu: str = "tanh"  # or "exact"
-    rotary_pct: float = 0.0  # share of each head's dimensions that rotate with the position; 0: learned positions
-    rotary_base: float = 10000.0
-    parallel_residual: bool = False  # attention and MLP read the same input
-    tied_head: bool = True  # the head is the embedding table
+    num_layers: int = _shape(12, "transformer blocks", at_least=1, at_most=2**12)
+    num_heads: int = _shape(12, "attention heads; a divisor of embd_size", at_least=1, at_most=2**24)
+    embd_size: int = _shape(768, "width of the residual stream", at_least=1, at_most=2**24)
+    context_length: int = _shape(1024, "tokens a row", at_least=1, at_most=2**24)
+    intermediate_size: int = _shape(0, "width inside the MLP; 0: 4 * embd_size", at_most=2**24)
+    bias: bool = _shape(True, "biases in linear layers and LayerNorms, as in GPT-2")
+    layer_norm_eps: float = _shape(1e-5, "added to the variance in LayerNorms", above=0)
+    gelu: str = _shape("tanh", "GELU: tanh approximation, as in GPT-2, or exact, as in nanoGPT and GPT-NeoX",
+                       choices=("tanh", "exact"))
+    rotary_pct: float = _shape(0.0, "share of each head's dimensions with rotary positions, 0.25 in GPT-NeoX; "
+                               "0: learned positions, as in GPT-2", at_most=1)
+    rotary_base: float = _shape(10000.0, "base of the rotary wavelengths", above=0)
+    parallel_residual: bool = _shape(False, "attention and MLP read the same input, as in GPT-NeoX")
+    tied_head: bool = _shape(True, "the head shares the embedding table, as in GPT-2")
+    dropout: float = _shape(0.0, "dropout probability", below=1, on_resume="ask")
+    # fmt: on
+
+    def check_shape(self) -> None:
+        """Check the fields and whether they fit each other.
+
+        Raises: OptionError.
+        """
+        check_options(self)
+        if not 1 <= self.vocab_size <= 2**24:
+            raise OptionError("vocab_size", f"{self.vocab_size:,}", f"1 to {2**24:,}")
+        if self.embd_size % self.num_heads:
+            raise OptionError("num_heads", self.num_heads, f"a divisor of the width, {self.embd_size}")
+        if self.rotary_pct and (self.rotary_dim % 2 or not self.rotary_dim):
+            raise OptionError(
+                "rotary_pct",
+                f"{self.rotary_pct}, {self.rotary_dim} of {self.head_dim} dimensions a head",
+                "an even number of dimensions: they rotate in pairs",
+            )
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding table: matrix products like multiples of 64."""
+        """Rows of the embedding table: matrix products are fastest at multiples of 64."""
         return math.ceil(self.vocab_size / 64) * 64
 
     @property
@@ -56,28 +87,20 @@ class GPTConfig:
         return self.intermediate_size or 4 * self.embd_size
 
 
-class KVCache:
-    """Keys and values of the tokens a batch has seen, (num_layers, 2, B, num_heads, max_length, head_dim)."""
+# ---------------------------------------------------------------------------------------------------------------------
+# blocks
 
-    def __init__(self, config: GPTConfig, max_length: int | None = None):
-        self.num_layers = config.num_layers
-        self.max_length = min(max_length or config.context_length, config.context_length)
-        self.length = 0
-        self.kv: Tensor | None = None  # allocated by the first append, which knows batch, device and dtype
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add (B, num_heads, T, head_dim) keys and values of one layer; return all there are."""
-        B, H, T, D = k.shape
-        if self.kv is None:
-            self.kv = k.new_empty(self.num_layers, 2, B, H, self.max_length, D)
-        end = self.length + T
-        self.kv[layer, 0, :, :, self.length : end] = k
-        self.kv[layer, 1, :, :, self.length : end] = v
-        return self.kv[layer, 0, :, :, :end], self.kv[layer, 1, :, :, :end]
+class AttentionArgs(NamedTuple):
+    """What every block's attention needs beside its input."""
+
+    rotary: tuple[Tensor, Tensor] | None = None  # from rotary_angles; None: learned positions
+    cache: "KVCache | None" = None
+    mask: Tensor | None = None  # (B, 1, T, T) bool
 
 
 def rotary_angles(config: GPTConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the rotations at positions (..., T), each (..., 1, T, rotary_dim / 2) fp32.
+    """Return cosine and sine of the rotations at positions (..., T), each (..., 1, T, rotary_dim / 2) fp32.
 
     Su et al. 2021, section 3.2.2.
     """
@@ -86,42 +109,30 @@ def rotary_angles(config: GPTConfig, positions: Tensor) -> tuple[Tensor, Tensor]
     return angles.cos(), angles.sin()
 
 
-def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Rotate the pairs (x[i], x[i + rotary_dim / 2]) of (B, num_heads, T, head_dim); further dimensions stay."""
+def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate the pairs (x[i], x[i + rotary_dim / 2]) of (B, num_heads, T, head_dim); other dimensions stay."""
     cos, sin = rotary
     half = cos.size(-1)
     first, second, rest = x.split([half, half, x.size(-1) - 2 * half], dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1).type_as(x)
 
 
-def attention_in_blocks(q: Tensor, k: Tensor, v: Tensor, dropout: float, block: int = 128) -> Tensor:
-    """What F.scaled_dot_product_attention(is_causal=True) computes, at twice its speed for short rows of bf16 on a CPU.
-
-    The scores are rounded to bf16: the mean error against fp32 is a third above that of the other's.
-    Each block of queries multiplies with the keys up to its end only: above the diagonal blocks nothing is computed.
-    """
-    parts = []
-    for start in range(0, q.size(2), block):
-        end = min(start + block, q.size(2))
-        scores = (q[:, :, start:end] * q.size(3) ** -0.5) @ k[:, :, :end].mT  # (B, num_heads, end - start, end)
-        later = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).triu(start + 1)
-        weights = scores.float().masked_fill(later, -torch.inf).softmax(-1).type_as(v)
-        parts.append(F.dropout(weights, dropout) @ v[:, :, :end])
-    return torch.cat(parts, dim=2)
-
-
 class Linear(nn.Linear):
-    """Its weights are GPT's to initialize: PyTorch's own would cost as much again, for nothing."""
+    """A linear layer that GPT initializes; PyTorch's own initialization would be overwritten."""
 
     def reset_parameters(self) -> None:
         pass
 
 
 class Embedding(nn.Embedding):
-    """As Linear."""
+    """An embedding that GPT initializes."""
 
     def reset_parameters(self) -> None:
         pass
+
+
+def norm(config: GPTConfig) -> nn.Module:
+    return nn.LayerNorm(config.embd_size, config.layer_norm_eps, bias=config.bias)
 
 
 class Attention(nn.Module):
@@ -133,27 +144,22 @@ class Attention(nn.Module):
         self.c_attn = Linear(config.embd_size, 3 * config.embd_size, bias=config.bias)
         self.c_proj = Linear(config.embd_size, config.embd_size, bias=config.bias)
 
-    def forward(self, x: Tensor, rotary: Rotary, cache: KVCache | None, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, args: AttentionArgs) -> Tensor:
         B, T, C = x.shape
         qkv = self.c_attn(x).view(B, T, 3, self.num_heads, C // self.num_heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, num_heads, T, head_dim)
-        if rotary is not None:
-            q, k = rotate(q, rotary), rotate(k, rotary)
-        if cache is not None:
-            k, v = cache.append(self.layer, k, v)
-        # With a cache, T is the whole prompt (nothing cached yet: causal) or one token (which sees everything).
-        dropout = self.dropout if self.training else 0.0
-        if mask is not None:
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
-        elif q.device.type == "cpu" and q.dtype == torch.bfloat16 and 1 < T <= 512:
-            y = attention_in_blocks(q, k, v, dropout)
-        else:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1, dropout_p=dropout)
+        if args.rotary is not None:
+            q, k = rotate(q, args.rotary), rotate(k, args.rotary)
+        if args.cache is not None:  # T is the whole prompt, with nothing cached yet, or one token
+            k, v = args.cache.append(self.layer, k, v)
+        y = attention(q, k, v, args.mask, self.dropout if self.training else 0.0)
         y = y.transpose(1, 2).reshape(B, T, C)
         return F.dropout(self.c_proj(y), self.dropout, self.training)
 
 
 class MLP(nn.Module):
+    """Two linear layers with a GELU between them."""
+
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.dropout = config.dropout
@@ -167,53 +173,54 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    """Attention and MLP, each added to the residual stream."""
+
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
         self.parallel_residual = config.parallel_residual
-        self.ln_1 = nn.LayerNorm(config.embd_size, config.layer_norm_eps, bias=config.bias)
+        self.ln_1 = norm(config)
         self.attn = Attention(config, layer)
-        self.ln_2 = nn.LayerNorm(config.embd_size, config.layer_norm_eps, bias=config.bias)
+        self.ln_2 = norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, rotary: Rotary, cache: KVCache | None, mask: Tensor | None) -> Tensor:
-        attended = x + self.attn(self.ln_1(x), rotary, cache, mask)
+    def forward(self, x: Tensor, args: AttentionArgs) -> Tensor:
+        attended = x + self.attn(self.ln_1(x), args)
         return attended + self.mlp(self.ln_2(x if self.parallel_residual else attended))
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# the model
+
+
 class GPT(nn.Module):
-    """The language model. Logits are for the true vocabulary: padding rows are never predicted or sampled.
+    """The language model. Logits cover the true vocabulary: padding rows are never predicted or sampled.
 
     Args:
-        initialize: False leaves the weights undefined, for weights that are to be loaded.
+        initialize: False leaves the weights undefined, for weights that are loaded next.
+        activation_checkpointing: recompute each block in backward: less memory, a third more time.
+        loss_chunk_size: tokens whose logits exist at once in training; 0: all.
     """
 
-    def __init__(self, config: GPTConfig, initialize: bool = True):
+    def __init__(
+        self,
+        config: GPTConfig,
+        initialize: bool = True,
+        activation_checkpointing: bool = False,
+        loss_chunk_size: int = 0,
+    ):
         super().__init__()
         self.config = config
-        self.activation_checkpointing = False  # recompute each block in backward: less memory, a third more time
-        self.loss_chunk_size = 0  # tokens whose logits exist at once in training; 0: all
+        self.activation_checkpointing = activation_checkpointing
+        self.loss_chunk_size = loss_chunk_size
         self.wte = Embedding(config.padded_vocab_size, config.embd_size)
         self.wpe = None if config.rotary_dim else Embedding(config.context_length, config.embd_size)
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
-        self.ln_f = nn.LayerNorm(config.embd_size, config.layer_norm_eps, bias=config.bias)
+        self.ln_f = norm(config)
         self.lm_head = Linear(config.embd_size, config.padded_vocab_size, bias=False)
         if config.tied_head:
             self.lm_head.weight = self.wte.weight
         if initialize:
             self._init_weights()
-
-    @classmethod
-    def from_checkpoint(cls, checkpoint: dict) -> "GPT":
-        """The model of a SteadyGPT checkpoint, on the CPU.
-
-        Raises: UserError when the checkpoint's parts do not fit each other.
-        """
-        try:
-            model = cls(GPTConfig(**checkpoint["model_config"]), initialize=False)
-            model.load_state_dict(checkpoint["model"])
-        except (TypeError, RuntimeError) as error:
-            raise UserError(f"not a model of this version: {' '.join(str(error).split())[:200]}") from error
-        return model
 
     def _init_weights(self) -> None:
         # GPT-2 (Radford et al. 2019, section 2.3): N(0, 0.02), and residual projections scaled by 1/sqrt(N), where
@@ -225,7 +232,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
             elif name.endswith(".bias"):
                 nn.init.zeros_(parameter)  # LayerNorm's weights are already ones
-        with torch.no_grad():  # padding rows get no gradient: zero they stay
+        with torch.no_grad():  # padding rows get no gradient, so they stay zero
             self.wte.weight[self.config.vocab_size :] = 0
             self.lm_head.weight[self.config.vocab_size :] = 0
 
@@ -234,19 +241,19 @@ class GPT(nn.Module):
         idx: Tensor,
         targets: Tensor | None = None,
         reduction: str = "mean",
-        cache: KVCache | None = None,
+        cache: "KVCache | None" = None,
         positions: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Logits, or with targets the cross-entropy in nats.
+        """Return logits, or with targets the cross-entropy in nats.
 
         Args:
             idx: (B, T) int64 token ids, T at most context_length (with a cache: minus the tokens already in it).
-            targets: (B, T) int64; IGNORED_TARGET counts for nothing.
-            reduction: "mean" or "sum" for a scalar, "none" for one loss per target that counts, in row-major
+            targets: (B, T) int64; no loss is computed where they are IGNORED_TARGET.
+            reduction: "mean" or "sum" for a scalar, "none" for one loss per target that is not ignored, in row-major
                 order, with logits computed only there.
-            cache: extended by these tokens; then only the last token's logits are returned.
-            positions: (B, T) int64, each below context_length; T may then be more. Default: 0, 1, 2, ...
+            cache: is extended by these tokens; then only the last token's logits are returned.
+            positions: (B, T) int64, each below context_length; T may then be larger. Default: 0, 1, 2, ...
             mask: (B, 1, T, T) bool, which tokens (columns) each token (row) sees. Default: itself and those before it.
 
         Returns:
@@ -261,35 +268,35 @@ class GPT(nn.Module):
             x = x + self.wpe(positions)
         else:
             rotary = rotary_angles(self.config, positions)
-        x = F.dropout(x, self.config.dropout, self.training)
+        x, args = F.dropout(x, self.config.dropout, self.training), AttentionArgs(rotary, cache, mask)
         for block in self.h:
             if self.activation_checkpointing and self.training:
-                x = checkpoint(block, x, rotary, cache, mask, use_reentrant=False)
+                x = checkpoint(block, x, args, use_reentrant=False)
             else:
-                x = block(x, rotary, cache, mask)
+                x = block(x, args)
         if cache is not None:
             cache.length += T
             x = x[:, -1:]
         if targets is None:
             return self._logits(x)
         x, targets = x.flatten(0, 1), targets.flatten()  # (B * T, C), (B * T,)
-        counts = targets != IGNORED_TARGET
+        scored = targets != IGNORED_TARGET
         if reduction == "none":
-            x, targets = x[counts], targets[counts]
+            x, targets = x[scored], targets[scored]
         losses = self._chunked_losses if 0 < self.loss_chunk_size < len(x) else self._losses
         losses = losses(x, targets, "none" if reduction == "none" else "sum")
-        return losses / counts.sum() if reduction == "mean" else losses
+        return losses / scored.sum() if reduction == "mean" else losses
 
     def _logits(self, x: Tensor) -> Tensor:
         return self.lm_head(self.ln_f(x))[..., : self.config.vocab_size]
 
     def _losses(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
-        """Cross-entropy of (N, C) and (N,)."""
+        """Return the cross-entropy of (N, C) and (N,)."""
         logits = self._logits(x).float()
         return F.cross_entropy(logits, targets, ignore_index=IGNORED_TARGET, reduction=reduction)
 
     def _chunked_losses(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
-        """The same with the logits of loss_chunk_size tokens at a time, thrown away and computed again in backward."""
+        """Return the same, with the logits of loss_chunk_size tokens at a time, recomputed in backward."""
         parts = [
             checkpoint(self._losses, *chunk, reduction, use_reentrant=False, preserve_rng_state=False)
             for chunk in zip(x.split(self.loss_chunk_size), targets.split(self.loss_chunk_size), strict=True)
@@ -297,77 +304,31 @@ class GPT(nn.Module):
         return torch.cat(parts) if reduction == "none" else torch.stack(parts).sum()
 
     def compiled(self) -> nn.Module:
-        """This model through torch.compile, but for the loss in chunks.
+        """Return this model through torch.compile, without the loss in chunks.
 
-        In one graph with the rest, the logits of all chunks stand in memory after all (torch 2.13).
+        Compiled into one graph with the rest, the logits of all chunks are in memory at once again (torch 2.13).
         """
-        self._chunked_losses = torch.compiler.disable(self._chunked_losses)
+        self._chunked_losses = torch.compiler.disable(self._chunked_losses)  # type: ignore[method-assign]
         return torch.compile(self)
 
     def num_parameters(self) -> int:
-        """Parameters of the model proper: a tied head once, padding rows not at all."""
+        """Return the number of parameters: a tied head counts once, padding rows do not count."""
         padding = (self.config.padded_vocab_size - self.config.vocab_size) * self.config.embd_size
         return sum(parameter.numel() for parameter in self.parameters()) - padding * (2 - self.config.tied_head)
 
     def flops_per_token(self) -> float:
-        """FLOPs of forward and backward per token: 6N + 12*L*C*T (PaLM, Chowdhery et al. 2022, appendix B)."""
-        N = self.num_parameters()  # that multiply: looking up a table costs nothing
+        """Return the FLOPs of forward and backward per token: 6N + 12*L*C*T (Chowdhery et al. 2022, appendix B)."""
+        N = self.num_parameters()  # without tables that are only looked up
         if self.wpe is not None:
             N -= self.wpe.weight.numel()
         if not self.config.tied_head:
             N -= self.config.vocab_size * self.config.embd_size
         return 6 * N + 12 * self.config.num_layers * self.config.embd_size * self.config.context_length
 
-    def optimizer_groups(self, weight_decay: float) -> list[dict]:
-        """Parameter groups for AdamW: matrices and embeddings decay, biases and LayerNorms do not."""
-        parameters = list(self.parameters())
-        return [
-            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-        ]
-
-    def generate(
-        self,
-        idx: Tensor,
-        max_tokens: int,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """Continue each row of idx (B, T) by max_tokens sampled ids; returns (B, T + max_tokens) int64.
-
-        Past context_length tokens the model sees the last context_length of them. Temperature 0 takes the likeliest
-        token. Randomness comes from `generator` (on idx's device) alone where one is given.
-        """
-        cache = KVCache(self.config, idx.size(1) + max_tokens)
-        with evaluating(self):
-            for _ in range(max_tokens):
-                if idx.size(1) <= self.config.context_length:
-                    logits = self(idx[:, cache.length :], cache=cache)
-                else:  # each token moves to another position, so nothing cached stays true
-                    logits = self(idx[:, -self.config.context_length :])
-                token = sample(logits[:, -1].float(), temperature, top_k, generator)
-                idx = torch.cat([idx, token], dim=1)
-        return idx
-
-
-def sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """Draw one id per row of (B, V) logits; returns (B, 1) int64."""
-    if temperature < 1e-6:  # dividing by less overflows
-        return logits.argmax(-1, keepdim=True)
-    logits = logits / temperature
-    if top_k:
-        logits[logits < logits.topk(min(top_k, logits.size(-1))).values[:, -1:]] = -torch.inf
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator)
-
-
-@contextmanager
-def evaluating(model: nn.Module):
-    """No dropout and no gradients inside; the model's mode afterwards is what it was."""
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(was_training)
+    def parameters_by_role(self) -> dict[str, list[nn.Parameter]]:
+        """Return the parameters as "embedding", "matrix" (in the blocks), "head" (unless tied) and "vector"."""
+        roles: dict[str, list[nn.Parameter]] = {"embedding": [], "matrix": [], "head": [], "vector": []}
+        for name, parameter in self.named_parameters():
+            table = {"wte": "embedding", "wpe": "embedding", "lm_head": "head"}.get(name.split(".")[0], "matrix")
+            roles[table if parameter.dim() >= 2 else "vector"].append(parameter)
+        return roles

@@ -1,8 +1,8 @@
-"""Train a GPT, killable at any instant.
+"""Train a GPT that can be killed at any instant and loses nothing.
 
     python train.py --config quickstart                          # a laptop CPU, one GPU
     torchrun --nproc_per_node=4 train.py --use_tensorboard       # four GPUs
-    torchrun --nproc_per_node=4 train.py --resume latest         # go on, on any number of GPUs
+    torchrun --nproc_per_node=4 train.py --resume latest         # continue, on any number of GPUs
     python train.py --help                                       # every option
 
 A step is: total_batch_size tokens forward and backward in micro-steps, gradients averaged over the ranks, one AdamW
@@ -15,81 +15,98 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from config import TrainConfig, initial_config, parse_args, resume_config
-from convert_hf import read_weights
-from dataloader import BatchLoader
-from evaluation import Evaluation
-from model import GPT
-from plan import (
-    Data,
-    Schedule,
-    check_initial,
-    check_start,
-    describe,
-    learning_rate,
-    make_schedule,
-    open_data,
-)
-from steadygpt.checkpoint import (
-    BEST,
-    EPOCH,
-    FORMAT_VERSION,
-    ROLLING,
-    CheckpointWriter,
-    capture_state,
-    checkpoint_table,
-    read_on_main,
-    read_status,
-    restore_optimizer,
-    restore_weights,
-    share,
-    write_status,
-)
+import hellaswag_eval
+from config import TrainConfig, parse_args
+from convert_hf import check_fits, read_weights
+from dataloader import BatchLoader, Data, RowStream, open_data
+from generate import sample_texts
+from model import GPT, IGNORED_TARGET
+from steadygpt import checkpoint as checkpoints
+from steadygpt import distributed
 from steadygpt.cli import UserError, run_cli
-from steadygpt.device import autocast, choose_precision, peak_flops, peak_memory_bytes, profiled, use_fp8
-from steadygpt.distributed import (
-    Ranks,
-    StopSignal,
-    end_with_torchrun,
-    full_tensor,
-    gradient_sync,
-    joined,
-    world_size_of_environment,
-)
-from steadygpt.durable import lock_folder
-from steadygpt.runlog import RunLog, duration_text
-from steadygpt.stability import SPIKE_WINDOW, StepResult, loss_z
+from steadygpt.device import autocast, choose_precision, evaluating, process_age_s, profiled, use_fp8
+from steadygpt.distributed import Ranks, Stopped, StopSignal
+from steadygpt.optim import make_optimizer
+from steadygpt.plan import describe
+from steadygpt.runlog import duration_text, git_commit
+from steadygpt.saves import Saves
+from steadygpt.stability import SPIKE_WINDOW, Diverged, StepResult, loss_z
+from steadygpt.start import Start, find_start, open_outputs
+from steadygpt.tokenizer import tokenizer_on_all
+
+SAMPLE_TOKENS = 100
 
 # ---------------------------------------------------------------------------------------------------------------------
-# set-up: from a configuration to things that train
-
-
-@dataclass
-class TrainState:
-    """All that changes while training, beside the model, the optimizer and the loss scaler."""
-
-    step: int = 0  # updates made
-    rows_consumed: int = 0
-    best_val_loss: float | None = None
-    val_loss: float | None = None  # of the last validation
-    loss: float | None = None  # of the last step
-    elapsed_s: float = 0.0  # in training steps, over all starts
-    recent_losses: list[float] = field(default_factory=list)  # the last SPIKE_WINDOW, finite ones
-    bad_steps: int = 0  # running, up to now
+# schedule
 
 
 @dataclass(frozen=True)
-class Trainer:
-    """The parts of a step. `model` is the bare GPT; `forward` is it as compiled and wrapped for its ranks."""
+class Schedule:
+    """How many steps there are, and where epochs end."""
+
+    rows_per_step: int
+    rows_per_epoch: int
+    steps_per_epoch: int  # 0: an epoch ends when every row has been seen
+    max_steps: int
+    warmup_steps: int
+
+    def epochs(self, rows: int) -> float:
+        """Return the epochs in the first `rows` rows."""
+        return rows / (self.steps_per_epoch * self.rows_per_step or self.rows_per_epoch)
+
+
+def make_schedule(
+    config: TrainConfig, data: Data, world_size: int, step: int = 0, rows: int = 0, strict_warmup: bool = True
+) -> Schedule:
+    """Return the schedule of a run that is at `step` and has consumed `rows`, perhaps in steps of another size.
+
+    Args:
+        strict_warmup: False shortens the warm-up to a tenth of the run.
+
+    Raises: UserError when the batch cannot be split, the warm-up does not fit, or the run is already past its end.
+    """
+    config.check_together()
+    config.grad_accum_steps(world_size)
+    rows_per_step = config.total_batch_size // config.context_length
+    max_steps = config.max_steps or config.num_epochs * config.steps_per_epoch
+    if not max_steps:  # as many as the remaining rows take
+        max_steps = step + max(0, math.ceil((config.num_epochs * data.train.rows_per_epoch - rows) / rows_per_step))
+    if step > max_steps:
+        raise UserError(f"the checkpoint is at step {step:,}, past the run's {max_steps:,}; give a larger --max_steps")
+    warmup_steps = config.warmup_steps if strict_warmup else min(config.warmup_steps, max_steps // 10)
+    if warmup_steps >= max(1, max_steps):
+        raise UserError(
+            f"--warmup_steps {warmup_steps} is not shorter than the run of {max_steps} steps; "
+            f"try --warmup_steps {max_steps // 10}"
+        )
+    return Schedule(rows_per_step, data.train.rows_per_epoch, config.steps_per_epoch, max_steps, warmup_steps)
+
+
+def learning_rate(config: TrainConfig, step: int, max_steps: int) -> float:
+    """Warm up linearly to max_lr, then follow half a cosine down to min_lr (Loshchilov and Hutter 2017)."""
+    if step < config.warmup_steps:
+        return config.max_lr * (step + 1) / config.warmup_steps
+    progress = min(1.0, (step - config.warmup_steps) / max(1, max_steps - config.warmup_steps))
+    return config.min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (config.max_lr - config.min_lr)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# set-up
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a step needs. `model` is the bare GPT, `forward` the same model after compile and DDP."""
 
     config: TrainConfig
     ranks: Ranks
@@ -98,18 +115,15 @@ class Trainer:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     precision: str
+    late: int = 0  # steps whose results may be unread: reading one at once would leave a GPU idle
 
     def autocast(self):
         return autocast(self.ranks.device, self.precision)
 
 
-def build_trainer(
-    config: TrainConfig, data: Data, ranks: Ranks, checkpoint: dict | None, initial: dict | None
-) -> Trainer:
-    """Build the model and its optimizer, with the state of `checkpoint` or the weights of `initial`.
-
-    Their tensors are needed on rank 0 only; None on every rank where there is no such checkpoint.
-    """
+def build_training(start: Start, data: Data, ranks: Ranks) -> Training:
+    """Build the model and its optimizer, with the state or the weights that the run starts from."""
+    config, checkpoint, loaded = start.config, start.checkpoint, start.checkpoint or start.weights
     precision = choose_precision(config.precision, ranks.device)
     if ranks.device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32
@@ -117,38 +131,25 @@ def build_trainer(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
     torch.manual_seed(config.seed)
+    shape, lean = config.shape(data.vocab_size), (config.activation_checkpointing, config.loss_chunk_size)
     with ranks.device:
-        model = GPT(data.model_config, initialize=checkpoint is None and initial is None)
-    model.activation_checkpointing = config.activation_checkpointing
-    model.loss_chunk_size = config.loss_chunk_size
+        model = GPT(shape, loaded is None, *lean)
     if precision == "fp8":
         use_fp8(model.h, ranks.device)
-    sharded = config.sharding == "fsdp" and ranks.world_size > 1
-    if sharded:
-        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
-
-        offload = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if config.cpu_offload else OffloadPolicy()
-        for block in model.h:
-            fully_shard(block, offload_policy=offload)
-        fully_shard(model, offload_policy=offload)
-    optimizer = torch.optim.AdamW(
-        model.optimizer_groups(config.weight_decay), lr=config.max_lr, betas=(0.9, 0.95), fused=True
-    )
+    if config.sharding == "fsdp":
+        distributed.shard(model, model.h, ranks, config.cpu_offload)
+    optimizer = make_optimizer(model, config)
     scaler = torch.amp.GradScaler(ranks.device.type, enabled=precision == "fp16")
-    if checkpoint is not None:
-        restore_weights(model, checkpoint["model"], ranks)
-        restore_optimizer(model, optimizer, checkpoint["optimizer"], ranks)
+    if loaded:
+        checkpoints.restore_weights(model, loaded["model"], ranks)
+    if checkpoint:
+        checkpoints.restore_optimizer(model, optimizer, checkpoint["optimizer"], ranks)
         if checkpoint["scaler"]:
             scaler.load_state_dict(checkpoint["scaler"])
-    elif initial is not None:
-        restore_weights(model, initial["model"], ranks)
-    forward = model
-    if config.compiles(ranks.device.type):
-        forward = model.compiled()
-    if ranks.world_size > 1 and not sharded:
-        devices = [ranks.device] if ranks.device.type == "cuda" else None
-        forward = DistributedDataParallel(forward, device_ids=devices, gradient_as_bucket_view=True)
-    return Trainer(config, ranks, model, forward, optimizer, scaler, precision)
+    forward: nn.Module = model.compiled() if config.compiles(ranks.device.type) else model
+    if ranks.world_size > 1 and config.sharding == "ddp":
+        forward = distributed.replicate(forward, ranks)
+    return Training(config, ranks, model, forward, optimizer, scaler, precision)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -156,340 +157,302 @@ def build_trainer(
 
 
 def train_step(
-    trainer: Trainer, loader: BatchLoader, lr: float, state: TrainState, stop: StopSignal
-) -> StepResult | None:
-    """One optimizer step; None, with nothing changed, when asked to stop."""
-    config, ranks = trainer.config, trainer.ranks
+    training: Training, batches: BatchLoader, lr: float, step: int, stop: StopSignal, recent_losses: Sequence[float]
+) -> StepResult:
+    """Make one optimizer step.
+
+    Raises: Stopped, on all ranks together and with the weights unchanged.
+    """
+    t, config, ranks = training, training.config, training.ranks
     micro_steps = config.grad_accum_steps(ranks.world_size)
-    # Dropout's randomness follows from (seed, step, rank): a resumed step draws what the lost one drew.
-    torch.manual_seed(((config.seed * 1_000_003 + state.step) * 65_537 + ranks.rank) % 2**63)
-    for group in trainer.optimizer.param_groups:
+    # Dropout's randomness follows from (seed, step, rank), so a resumed step draws the same numbers again.
+    torch.manual_seed(((config.seed * 1_000_003 + step) * 65_537 + ranks.rank) % 2**63)
+    for group in t.optimizer.param_groups:
         group["lr"] = lr
-    trainer.optimizer.zero_grad(set_to_none=True)
+    t.optimizer.zero_grad(set_to_none=True)
     loss_sum = torch.zeros((), device=ranks.device)
     for micro_step in range(micro_steps):
-        if stop.agreed():
-            trainer.optimizer.zero_grad(set_to_none=True)
-            return None
-        inputs, targets = loader.next()
-        with gradient_sync(trainer.forward, last=micro_step == micro_steps - 1):
-            with trainer.autocast():
-                loss = trainer.forward(inputs, targets) / micro_steps
-            trainer.scaler.scale(loss).backward()
+        stop.check()
+        inputs, targets = batches.next()
+        with distributed.gradient_sync(t.forward, last=micro_step == micro_steps - 1):
+            with t.autocast():
+                loss = t.forward(inputs, targets) / micro_steps
+            t.scaler.scale(loss).backward()
         loss_sum += loss.detach()
-    trainer.scaler.unscale_(trainer.optimizer)
-    grad_norm = nn.utils.clip_grad_norm_(trainer.model.parameters(), config.grad_clip or math.inf)
-    # Both are of all ranks, so that what one rank's NaN or spike decides, every rank decides.
-    loss, grad_norm = ranks.sum(loss_sum).item() / ranks.world_size, full_tensor(grad_norm).item()
-    z = loss_z(state.recent_losses, loss)
+    t.scaler.unscale_(t.optimizer)
+    norm = nn.utils.clip_grad_norm_(t.model.parameters(), config.grad_clip or math.inf)
+    # Loss and norm are those of all ranks, so all ranks decide alike when one of them has a NaN or a spike.
+    loss, grad_norm = ranks.sum(loss_sum).item() / ranks.world_size, distributed.full_tensor(norm).item()
+    z = loss_z(recent_losses, loss)
     spike = z is not None and 0 < config.spike_z < z
     updated = math.isfinite(loss) and math.isfinite(grad_norm) and not (spike and config.skip_spikes)
     if updated:
-        trainer.scaler.step(trainer.optimizer)
+        t.scaler.step(t.optimizer)
     else:
-        trainer.optimizer.zero_grad(set_to_none=True)  # nobody is to draw a histogram of NaN
-    trainer.scaler.update()
-    loss_scale = trainer.scaler.get_scale() if trainer.scaler.is_enabled() and not updated else None
-    return StepResult(loss, grad_norm, z, spike, updated, loss_scale)
+        t.optimizer.zero_grad(set_to_none=True)  # keeps NaN out of the histograms
+    t.scaler.update()
+    loss_scale = t.scaler.get_scale() if t.scaler.is_enabled() and not updated else None
+    return StepResult(step, lr, loss, grad_norm, z, spike, updated, loss_scale)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# evaluation: every rank calls these functions; the model's mode and training's randomness stay as they are
+
+
+def validation_rows(config: TrainConfig, val: RowStream | None) -> int:
+    """Return the rows of each validation: those of the first eval_tokens, or all if there are fewer."""
+    return max(1, min(config.eval_tokens // config.context_length, val.rows_per_epoch)) if val else 0
+
+
+def validate(training: Training, val: RowStream, stop: StopSignal) -> float:
+    """Return the mean loss of the first eval_tokens of the val shards, the same on any number of ranks.
+
+    Raises: Stopped.
+    """
+    config, ranks = training.config, training.ranks
+    rows, B = validation_rows(config, val), config.mini_batch_size
+    stride, losses = B * ranks.world_size, []
+    loader = BatchLoader(val, B, 0, ranks.rank, ranks.world_size, ranks.device)
+    with closing(loader) as batches, evaluating(training.forward), training.autocast():
+        for first_row in range(ranks.rank * B, ranks.rank * B + rows + -rows % stride, stride):
+            stop.check()
+            inputs, targets = batches.next()
+            targets = targets.clone()  # the targets overlap the inputs
+            targets[max(0, rows - first_row) :] = IGNORED_TARGET  # all batches have one shape, so one graph
+            losses.append(training.forward(inputs, targets, reduction="sum"))
+    return ranks.sum(torch.stack(losses).cpu().double().sum()).item() / (rows * config.context_length)
+
+
+def evaluate(run: "Run", last: bool) -> None:
+    """Validate, run HellaSwag and sample a text, whichever is due.
+
+    Raises: Stopped.
+    """
+    t, state, config, ranks = run.training, run.state, run.training.config, run.training.ranks
+
+    def due(freq: int) -> bool:
+        return freq > 0 and state.step > 0 and (last or state.step % freq == 0)
+
+    if not any(map(due, (config.eval_freq, config.hellaswag_freq, config.sample_freq))):
+        return
+    run.read_results()
+    if due(config.eval_freq) and run.data.val:
+        val_loss = validate(t, run.data.val, run.stop)
+        best = val_loss < (math.inf if state.best_val_loss is None else state.best_val_loss)  # False for NaN
+        state.val_loss = val_loss if math.isfinite(val_loss) else None
+        state.best_val_loss = val_loss if best else state.best_val_loss
+        run.log.evaluation(state.step, f"val loss {val_loss:.4f}{' (best so far)' * best}", val_loss=val_loss)
+        run.log.histograms(state.step, t.model)
+        run.saves.record(state.step, {"val_loss": val_loss}, best)
+    if due(config.hellaswag_freq) and run.hellaswag:
+        with t.autocast():
+            scores = hellaswag_eval.evaluate(t.model, run.hellaswag, ranks, run.stop.check)
+        run.log.evaluation(state.step, str(scores), **scores.metrics())
+        run.saves.record(state.step, scores.metrics())
+    if due(config.sample_freq) and run.tokenizer:
+        generator = torch.Generator(ranks.device).manual_seed(config.seed + state.step)
+        with t.autocast():
+            texts = sample_texts(t.model, run.tokenizer, config.sample_prompt, SAMPLE_TOKENS, generator, top_k=50)
+        run.log.text(state.step, texts[0])
+    run.clock_s = time.perf_counter()  # the speed of the next step does not include this
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the loop
+
+
+@dataclass
+class TrainState:
+    """All that changes during training, beside the model, the optimizer and the loss scaler."""
+
+    step: int = 0  # updates made
+    rows_consumed: int = 0
+    best_val_loss: float | None = None
+    val_loss: float | None = None  # of the last validation
+    loss: float | None = None  # of the last step
+    elapsed_s: float = 0.0  # wall-clock of the starts before this one
+    recent_losses: list[float] = field(default_factory=list)  # the last SPIKE_WINDOW finite ones
+    bad_steps: int = 0  # consecutive ones, up to the last step
+
+
+@dataclass
+class Run:
+    """A run in progress: what is trained, on what, how far it is, and where it reports."""
+
+    training: Training
+    data: Data
+    schedule: Schedule
+    state: TrainState
+    stop: StopSignal
+    log: Any  # a RunLog; Silent on ranks other than 0
+    saves: Saves
+    fingerprint: dict | None  # of the shards, on rank 0
+    tokenizer: Any  # None if there are no samples and no HellaSwag
+    hellaswag: list[hellaswag_eval.Tree]
+    unread: deque[StepResult] = field(default_factory=deque)
+    clock_s: float = 0.0  # when the last step or evaluation ended
+
+    def read_results(self, late: int = 0) -> None:
+        """Log the results of all steps but the last `late`, and keep what decides about the next ones.
+
+        Raises: Diverged, with the run back at the step before the bad ones, whose weights it still has.
+        """
+        state, rows_per_step = self.state, self.schedule.rows_per_step
+        while len(self.unread) > late:
+            result, now_s = self.unread.popleft(), time.perf_counter()
+            rows = state.rows_consumed - (state.step - result.step - 1) * rows_per_step
+            self.log.step(result, now_s - self.clock_s, self.elapsed_s(), self.schedule.epochs(rows))
+            self.clock_s = now_s
+            if warning := result.warning(state.recent_losses):
+                self.log.warn(warning)
+            state.bad_steps = state.bad_steps + 1 if result.bad else 0
+            if result.finite:
+                state.loss = result.loss
+                state.recent_losses = [*state.recent_losses, result.loss][-SPIKE_WINDOW:]
+            if state.bad_steps >= self.training.config.max_bad_steps > 0:
+                bad_steps, state.bad_steps = state.bad_steps, 0
+                state.step, state.rows_consumed = result.step + 1 - bad_steps, rows - bad_steps * rows_per_step
+                self.unread.clear()
+                raise Diverged(bad_steps, state.step)
+
+    def elapsed_s(self) -> float:
+        """Return the seconds of wall-clock over all starts."""
+        return self.state.elapsed_s + process_age_s()
+
+
+def capture(run: Run) -> dict:
+    """Copy all that a checkpoint holds to host memory; complete on rank 0, but every rank takes part."""
+    run.read_results()
+    t, state = run.training, run.state
+    return {
+        "format_version": checkpoints.FORMAT_VERSION,
+        **dataclasses.asdict(state),
+        **checkpoints.capture_state(t.model, t.optimizer),
+        "elapsed_s": run.elapsed_s(),
+        "scaler": t.scaler.state_dict(),
+        "model_config": dataclasses.asdict(t.model.config),
+        "train_config": dataclasses.asdict(t.config),
+        "epoch": run.schedule.epochs(state.rows_consumed),
+        "world_size": t.ranks.world_size,
+        "data_fingerprint": run.fingerprint,
+        "tokenizer": run.data.tokenizer,
+        "torch_version": str(torch.__version__),
+        "git_commit": git_commit(),
+        "saved_at": time.time(),
+    }
+
+
+def train(run: Run, step_ended: Callable[[], None]) -> None:
+    """Save, evaluate and step until the last step.
+
+    Raises: Stopped or Diverged, on all ranks together.
+    """
+    t, state, schedule, ranks = run.training, run.state, run.schedule, run.training.ranks
+    first_row, B = state.rows_consumed, t.config.mini_batch_size
+    run.clock_s = time.perf_counter()
+    with closing(BatchLoader(run.data.train, B, first_row, ranks.rank, ranks.world_size, ranks.device)) as batches:
+        ended_epoch = None
+        while True:
+            last = state.step >= schedule.max_steps
+            # Saves come before evaluations and overlap them. A run that is resumed from here evaluates here again,
+            # because the evaluation may not have been finished.
+            run.saves.save_if_due(state.step, ended_epoch, last)
+            evaluate(run, last)
+            if last:
+                return run.read_results()
+            lr = learning_rate(t.config, state.step, schedule.max_steps)
+            run.unread.append(train_step(t, batches, lr, state.step, run.stop, state.recent_losses))
+            epochs_before = int(schedule.epochs(state.rows_consumed))
+            state.step += 1
+            state.rows_consumed += schedule.rows_per_step
+            epochs = int(schedule.epochs(state.rows_consumed))
+            ended_epoch = epochs if epochs > epochs_before else None
+            run.read_results(t.late)
+            step_ended()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # main
 
 
-class Run:
-    """A run in progress. `log` and `writer` are rank 0's; the other ranks have None."""
+def run_to_end(run: Run) -> int:
+    """Train until the run finishes, stops or fails, save, and report how it ended; return the exit status."""
+    t, log, saves = run.training, run.log, run.saves
+    trace = Path(t.config.tensorboard_dir, t.config.run_name, f"rank{t.ranks.rank}.pt.trace.json.gz")
+    status, reason = "failed", "an error; see stderr"
+    log.status("running", step=run.state.step)
+    try:
+        with profiled(t.config.profile, trace, log.say) as step_ended:
+            status, reason = outcome(run, step_ended)
+        saves.finish(run.state.step)
+        if t.ranks.any(saves.failed):
+            status, reason = "failed", "the last save failed"
+    finally:
+        saves.close()
+        log.status(status, reason, step=run.state.step)
+        why, took = reason and f" ({reason})", duration_text(run.elapsed_s())
+        log.say(f"{status}{why} after {run.state.step:,} steps, {took}, in {t.config.checkpoint_dir}")
+    return 0 if status != "failed" else 1
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        data: Data,
-        schedule: Schedule,
-        checkpoint: dict | None,
-        fingerprint: dict | None,
-        log: RunLog | None,
-        writer: CheckpointWriter | None,
-    ):
-        self.trainer, self.data, self.schedule, self.fingerprint = trainer, data, schedule, fingerprint
-        self.log, self.writer = log, writer
-        self.config, self.ranks = trainer.config, trainer.ranks
-        self.state = TrainState()
-        if checkpoint:
-            self.state = TrainState(**{f.name: checkpoint[f.name] for f in dataclasses.fields(TrainState)})
-        self.saved_step = self.state.step if checkpoint else -1
-        self.saved_at = time.monotonic()
-        self.save_failed = False
-        self.stop = StopSignal(self.ranks, self.config.max_hours)
-        model, forward, precision = trainer.model, trainer.forward, trainer.precision
-        self.evaluation = Evaluation(self.config, data, self.ranks, model, forward, precision, self.warn)
 
-    def until_it_ends(self) -> int:
-        """Run the loop and tell how it ended, also when that is an exception; returns the exit status."""
-        ended, reason = "failed", "an error; see stderr"
-        self.tell_status("running")
+def outcome(run: Run, step_ended: Callable[[], None]) -> tuple[str, str]:
+    """Train, and return how that ended: status and reason."""
+    try:
         try:
-            trace = f"rank{self.ranks.rank}.pt.trace.json.gz"
-            path = Path(self.config.tensorboard_dir, self.config.run_name, trace)
-            with profiled(self.config.profile, path, self.say) as step_ended:
-                ended, reason = self.loop(step_ended)
-        finally:
-            if self.writer:
-                self.writer.close()
-                self.report_saves()
-                if self.save_failed:
-                    ended, reason = "failed", "the last save failed"
-                self.tell_status(ended, reason)
-                why, took = reason and f" ({reason})", duration_text(self.state.elapsed_s)
-                steps, folder = self.state.step, self.config.checkpoint_dir
-                self.log.say(f"{ended}{why} after {steps:,} steps, {took} of training, in {folder}")
-        return 0 if ended != "failed" else 1
-
-    def tell_status(self, status: str, reason: str = "") -> None:
-        if self.writer:
-            steps = {"step": self.state.step, "max_steps": self.schedule.max_steps}
-            try:
-                write_status(self.writer.folder, status=status, reason=reason, **steps, pid=os.getpid())
-            except OSError as error:
-                self.log.warn(f"cannot write {status!r} to status.json: {error}")
-
-    def loop(self, step_ended: Callable[[], None]) -> tuple[str, str]:
-        """Save, evaluate, step, until the last step; returns how that ended, and why if it was earlier."""
-        config, state, schedule = self.config, self.state, self.schedule
-        loader = BatchLoader(
-            self.data.train,
-            config.mini_batch_size,
-            state.rows_consumed,
-            self.ranks.rank,
-            self.ranks.world_size,
-            self.ranks.device,
-        )
-        epoch_ended = diverged = False
-        while True:
-            self.report_saves()
-            # First the save, so that nothing is lost to a long evaluation. After a resume from here, what this step
-            # evaluates is evaluated again: it may not have been finished.
-            tiers = self.tiers_due(epoch_ended)
-            finished = state.step >= schedule.max_steps
-            if (tiers or finished) and state.step != self.saved_step:
-                self.save(tiers)
-            evaluated = self.evaluate(tiers, finished)
-            if finished or not evaluated or self.stop.agreed():
-                break
-            lr = learning_rate(config, state.step, schedule.max_steps)
-            start = time.perf_counter()
-            result = train_step(self.trainer, loader, lr, state, self.stop)
-            if result is None:
-                break
-            step_s = time.perf_counter() - start
-            epochs_before = schedule.epochs(state.rows_consumed)
-            state.elapsed_s += step_s
-            state.rows_consumed += schedule.rows_per_step
-            if self.log:
-                self.log_step(result, lr, step_s)
-            if warning := result.warning(state.recent_losses):
-                self.warn(f"step {state.step}: {warning}")
-            state.bad_steps = state.bad_steps + 1 if result.bad else 0
-            if result.finite:
-                state.loss = result.loss
-                state.recent_losses = [*state.recent_losses, result.loss][-SPIKE_WINDOW:]
-            step_ended()
-            state.step += 1
-            epoch_ended = int(schedule.epochs(state.rows_consumed)) > int(epochs_before)
-            if diverged := state.bad_steps >= config.max_bad_steps > 0:
-                break
-        loader.close()
-        if diverged:
-            self.go_back()
-        if self.writer:
-            self.writer.wait()
-            self.report_saves()
-        if self.ranks.any(state.step != self.saved_step or self.save_failed):  # there may be room by now
-            self.save([])
-        if diverged:
-            return "failed", f"{config.max_bad_steps} steps running without a finite loss and gradient"
-        return ("finished", "") if finished and evaluated else ("stopped", self.stop.agreed())
-
-    def go_back(self) -> None:
-        """To the step before the bad ones, whose weights these still are, and tell how to go on from there."""
-        state, config = self.state, self.config
-        state.step -= state.bad_steps
-        state.rows_consumed -= state.bad_steps * self.schedule.rows_per_step
-        lower = f"--allow_changes --max_lr {config.max_lr / 2:g} --min_lr {min(config.min_lr, config.max_lr / 2):g}"
-        self.warn(
-            f"stopping after {state.bad_steps} bad steps, at step {state.step} before them. Go on with --resume latest "
-            f"{lower}{' or --precision fp32' * (self.trainer.precision != 'fp32')}, or past these tokens with a "
-            "larger --max_bad_steps. If that fails at once, the weights were ruined before: --resume best, or an "
-            "older file of ./list_checkpoints.sh"
-        )
-        state.bad_steps = 0
-
-    def tiers_due(self, epoch_ended: bool) -> list[str]:
-        """The names, beside latest.pt, under which the state of this step is to be kept."""
-        config, step = self.config, self.state.step
-        minutes = (time.monotonic() - self.saved_at) / 60
-        late = self.ranks.any(self.ranks.is_main and 0 < config.checkpoint_minutes <= minutes)
-        tiers = (
-            [ROLLING.format(step)] if late or (config.checkpoint_freq and step % config.checkpoint_freq == 0) else []
-        )
-        if epoch_ended:
-            tiers.append(EPOCH.format(int(self.schedule.epochs(self.state.rows_consumed))))
-        return tiers if step else []
-
-    def save(self, tiers: list[str]) -> None:
-        """Copy the state to host memory and let rank 0 write it in the background."""
-        state = capture_state(self.trainer.model, self.trainer.optimizer)
-        self.saved_step, self.saved_at = self.state.step, time.monotonic()
-        if self.writer:
-            self.log.flush()
-            self.writer.save(
-                {
-                    "format_version": FORMAT_VERSION,
-                    **dataclasses.asdict(self.state),
-                    **state,
-                    "scaler": self.trainer.scaler.state_dict(),
-                    "model_config": dataclasses.asdict(self.trainer.model.config),
-                    "train_config": dataclasses.asdict(self.config),
-                    "epoch": self.schedule.epochs(self.state.rows_consumed),
-                    "world_size": self.ranks.world_size,
-                    "data_fingerprint": self.fingerprint,
-                    "tokenizer": self.data.tokenizer,
-                    "torch_version": str(torch.__version__),
-                    "saved_at": time.time(),
-                },
-                tiers,
-            )
-
-    def report_saves(self) -> None:
-        """Tell how saves ended in the background since the last call."""
-        for outcome, what in self.writer.take_reports() if self.writer else ():
-            self.log.say(what) if outcome == "saved" else self.log.warn(what)
-            if outcome != "not mirrored":
-                self.save_failed = outcome == "not saved"
-
-    def evaluate(self, tiers: list[str], finished: bool) -> bool:
-        """Validation, HellaSwag and a text sample, those that are due at this step; False when asked to stop within."""
-        config, state, evaluation = self.config, self.state, self.evaluation
-        at = f"step {state.step}/{self.schedule.max_steps} |"
-
-        def due(freq: int) -> bool:
-            return freq > 0 and state.step > 0 and (finished or state.step % freq == 0)
-
-        if due(config.eval_freq):
-            val_loss = evaluation.validate(self.stop)
-            if val_loss is None:
-                return False
-            state.val_loss = val_loss if math.isfinite(val_loss) else None
-            best = val_loss < (math.inf if state.best_val_loss is None else state.best_val_loss)  # never NaN
-            if best:
-                state.best_val_loss = val_loss
-                self.save([*tiers, BEST])
-            if self.log:
-                line = f"{at} val loss {val_loss:.4f}{' (best so far)' if best else ''}"
-                self.log.record(state.step, line, val_loss=val_loss)
-                self.log.histograms(state.step, self.trainer.model)
-        if due(config.hellaswag_freq) and evaluation.examples:
-            scores = evaluation.hellaswag(self.stop)
-            if scores is None:
-                return False
-            if self.log:
-                self.log.record(state.step, f"{at} {scores}", **scores.metrics())
-        if due(config.sample_freq) and evaluation.tokenizer:
-            text = evaluation.sample(state.step)
-            if self.log:
-                self.log.text(state.step, f"{at} sample:", text)
-        return True
-
-    def say(self, line: str) -> None:
-        if self.log:
-            self.log.say(line)
-
-    def warn(self, line: str) -> None:
-        if self.log:
-            self.log.warn(line)
-
-    def log_step(self, result: StepResult, lr: float, step_s: float) -> None:
-        config, ranks = self.config, self.ranks
-        tokens_per_second = config.total_batch_size / step_s
-        peak = peak_flops(ranks.device)
-        self.log.step(
-            self.state.step,
-            self.schedule.max_steps,
-            loss=result.loss,
-            lr=lr,
-            grad_norm=result.grad_norm,
-            loss_z=result.loss_z,
-            step_ms=step_s * 1000,
-            tokens_per_second=tokens_per_second,
-            mfu=tokens_per_second * self.trainer.model.flops_per_token() / (peak * ranks.world_size) if peak else None,
-            cost=self.state.elapsed_s / 3600 * ranks.world_size * config.gpu_hour_cost
-            if config.gpu_hour_cost
-            else None,
-            memory_gb=peak_memory_bytes(ranks.device) / 1e9,
-            epoch=self.schedule.epochs(self.state.rows_consumed),
-        )
+            train(run, step_ended)
+        except Stopped as stopped:
+            run.read_results()
+            return "stopped", stopped.reason
+        return "finished", ""
+    except Diverged as diverged:
+        run.log.warn(diverged.advice(run.training.config, run.training.precision))
+        return "failed", f"{diverged.bad_steps} consecutive steps without a finite loss and gradient"
 
 
-def train(config: TrainConfig, given: frozenset[str], ranks: Ranks) -> int:
-    """Train from the start or from a checkpoint until the last step or a stop signal; returns the exit status."""
-    folder = Path(config.checkpoint_dir)
-    if config.resume not in ("", "auto") and not folder.is_dir():
-        raise UserError(f"no checkpoints in {folder}; name their folder with --checkpoint_dir")
+def launch(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, data: Data | None) -> int:
+    """Train from scratch, weights or a checkpoint until the last step or a stop; return the exit status."""
     with ExitStack() as held:
-        if not config.dry_run:
-            advice = "wait for it to end, or give this run another --checkpoint_dir"
-            ranks.on_main(lambda: held.enter_context(lock_folder(folder, advice)))
-        notes, path, checkpoint = [], None, None
-        if config.resume:
-            path, passed_over, checkpoint = read_on_main(config.resume, folder, ranks)
-            notes += [f"passed over {line}" for line in passed_over]
-        if checkpoint and not checkpoint["train_config"]:
-            raise UserError(
-                f"{path} holds converted weights, no run to resume; start from them with --init_from {path}"
-            )
-        if checkpoint:
-            config, changes = resume_config(checkpoint["train_config"], config, given)
-            notes += [f"resumed from {path} at step {checkpoint['step']:,}", *(f"changed {line}" for line in changes)]
-        initial = None
-        if checkpoint is None and config.init_from != "scratch":
-            initial = share(ranks.on_main(lambda: read_weights(config.init_from)), ranks)
-            config = initial_config(initial["model_config"], config, given)
-            notes.append(f"weights from {config.init_from}")
-        data = open_data(config)
-        if initial:
-            check_initial(initial, config.init_from, data)
-            if "wpe.weight" in initial["model"]:  # a context may be cropped
-                initial["model"]["wpe.weight"] = initial["model"]["wpe.weight"][: config.context_length]
-        run_name = ranks.broadcast(config.run_name or f"{time.strftime('gpt-%Y%m%d-%H%M%S')}-{os.getpid()}")
-        config = dataclasses.replace(config, tokenizer=data.tokenizer, run_name=run_name)
-        at = (checkpoint["step"], checkpoint["rows_consumed"]) if checkpoint else (0, 0)
-        schedule = make_schedule(config, data, ranks.world_size, *at)
-        plan = [*describe(config, data, schedule, ranks), *notes]
-        if config.dry_run:
+        start = find_start(config, given, ranks, held, read_weights)
+        data = data or open_data(start.config)
+        shape = start.config.shape(data.vocab_size)
+        if start.weights:
+            check_fits(start.weights, config.init_from, shape, data.tokenizer)
+        strict_warmup = start.checkpoint is not None or given.get("warmup_steps") == "flag"
+        schedule = make_schedule(
+            start.config, data, ranks.world_size, start.step or 0, start.rows_consumed, strict_warmup
+        )
+        start = start.settled(ranks, data.tokenizer, data.vocab_size, schedule.warmup_steps)
+        config = start.config
+        with torch.device("meta"):
+            sketch = GPT(shape, initialize=False)
+        plan = [*describe(config, data, schedule, ranks, sketch, validation_rows(config, data.val)), *start.notes]
+        if start.is_finished(schedule.max_steps, ranks):
+            plan = [f"{config.checkpoint_dir}: finished at step {start.step:,}; a larger --max_steps continues the run"]
+        if config.dry_run or start.is_finished(schedule.max_steps, ranks):
             if ranks.is_main:
                 print(*plan, sep="\n")
             return 0
-        fingerprint = ranks.on_main(lambda: check_start(folder, path, checkpoint, data))
-        ended_before = ranks.broadcast(read_status(folder).get("status") == "finished")
-        if checkpoint and checkpoint["step"] >= schedule.max_steps and ended_before:
-            if ranks.is_main:
-                print(f"{folder}: this run is finished, at step {checkpoint['step']:,}; a larger --max_steps goes on")
-            return 0
-        advice = "give this run another --logdir"
-        ranks.on_main(lambda: held.enter_context(lock_folder(Path(config.logdir), advice)))
-        # First the writer: it makes the checkpoint to resume from the latest, and the log forgets what came after it.
-        writer = ranks.on_main(lambda: CheckpointWriter(folder, config.keep_checkpoints, config.mirror, path))
-        log = ranks.on_main(lambda: held.enter_context(closing(RunLog(config, checkpoint and checkpoint["step"]))))
-        if log:
-            log.say("\n".join(plan))
-        trainer = build_trainer(config, data, ranks, checkpoint, initial)
-        return Run(trainer, data, schedule, checkpoint, fingerprint, log, writer).until_it_ends()
+        flops = sketch.flops_per_token()
+        log, saves, shards = open_outputs(
+            start, data, schedule.max_steps, flops, ranks, held, capture=lambda: capture(run)
+        )
+        log.say("\n".join(plan))
+        state = TrainState(**start.saved(TrainState))
+        state.best_val_loss = saves.best_val_loss(state.best_val_loss)
+        tokenizer = (
+            tokenizer_on_all(data.tokenizer, ranks, log) if config.sample_freq or config.hellaswag_freq else None
+        )
+        hellaswag = hellaswag_eval.load(config, tokenizer, ranks, log) if tokenizer and config.hellaswag_freq else []
+        training, stop = build_training(start, data, ranks), StopSignal(ranks, config.max_hours)
+        run = Run(training, data, schedule, state, stop, log, saves, shards, tokenizer, hellaswag)
+        return run_to_end(run)
 
 
-def main(argv: list[str] | None = None) -> int:
-    end_with_torchrun()
+def main(argv: Sequence[str] | None = None) -> int:
+    distributed.end_with_torchrun()
     config, given = parse_args(sys.argv[1:] if argv is None else argv)
     if config.list_checkpoints:
-        for line in checkpoint_table(Path(config.checkpoint_dir)):
+        for line in checkpoints.checkpoint_table(Path(config.checkpoint_dir)):
             print(line, flush=True)
         return 0
     if config.resume not in ("", "latest", "auto", "best"):
@@ -498,10 +461,14 @@ def main(argv: list[str] | None = None) -> int:
             raise UserError(f"--resume {config.resume}: {found}; expected latest, auto, best or a checkpoint file")
         if "checkpoint_dir" not in given:
             config = dataclasses.replace(config, checkpoint_dir=str(Path(config.resume).parent))
+    data = None
     if not config.resume and config.init_from == "scratch":  # else the model's shape is in a file
-        make_schedule(config, open_data(config), world_size_of_environment())
-    with joined(config.device, config.timeout_minutes) as ranks:
-        return train(config, given, ranks)
+        data = open_data(config)
+        make_schedule(
+            config, data, distributed.world_size_of_environment(), strict_warmup=given.get("warmup_steps") == "flag"
+        )
+    with distributed.joined(config.device, config.timeout_minutes) as ranks:
+        return launch(config, given, ranks, data)
 
 
 if __name__ == "__main__":

@@ -33,11 +33,12 @@ class OptionError(UserError):
 def option(
     default: Any,
     text: str,
-    group: str = "options",
+    group: str = "arguments",
     *,
     choices: tuple = (),
     at_least: float = 0,
     above: float = -math.inf,
+    at_most: float = math.inf,
     below: float = math.inf,
     bare: str | None = None,
     positional: bool = False,
@@ -46,13 +47,13 @@ def option(
     """Declare an option as a dataclass field. Its type is the field's: int, float, str, bool or Path, perhaps `| None`.
 
     Args:
-        at_least, above, below: bounds of numbers.
+        at_least, above, at_most, below: bounds of numbers.
         bare: the value of the flag without one (`--resume`).
         positional: an argument without a flag; optional if it has a default.
         on_resume: of train.py: "never" changes, changes if asked ("ask": --allow_changes), changes "free"ly, or belongs
             to one "launch", so the checkpoint's value is ignored.
     """
-    bounds = {"at_least": at_least, "above": above, "below": below}
+    bounds = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
     metadata = {"text": text, "group": group, "choices": choices, "bare": bare, "positional": positional, **bounds}
     return dataclasses.field(default=default, metadata=metadata | {"on_resume": on_resume})
 
@@ -77,6 +78,8 @@ def check_options(options: Any) -> None:
             expected = "0 or more" if about["at_least"] == 0 else f"at least {about['at_least']}"
         elif value <= about["above"]:
             expected = f"more than {about['above']}"
+        elif value > about["at_most"]:
+            expected = f"at most {about['at_most']:,}"
         elif value >= about["below"]:
             expected = f"less than {about['below']:,}"
         else:

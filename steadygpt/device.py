@@ -1,9 +1,12 @@
-"""What a device is called, computes in, reaches at best, and has used."""
+"""Devices: precision, peak throughput, memory, threads, profiler."""
 
+import ctypes
+import os
 import resource
 import sys
+import time
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -11,10 +14,18 @@ from torch import nn
 
 from steadygpt.cli import UserError
 
-# Dense bf16 FLOP/s by the name the driver gives (NVIDIA's data sheets); the first match counts.
+IMPORTED_AT_S = time.monotonic()
+# Peak dense FLOP/s in bf16 (fp16 on a T4) by the GPU's whole name, which torch.cuda.get_device_name returns.
+# Source: NVIDIA's data sheets; half of the figures that these give "with sparsity".
 PEAK_FLOPS = {
-    "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12,
-    "A10": 125e12, "A6000": 155e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "V100": 125e12, "T4": 65e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA H200": 989e12, "NVIDIA H200 NVL": 835e12,
+    "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H100 NVL": 835e12,
+    "NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12, "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA L4": 121e12, "NVIDIA L40": 181e12, "NVIDIA L40S": 362e12,
+    "NVIDIA A10": 125e12, "NVIDIA A10G": 70e12, "NVIDIA RTX A6000": 155e12,
+    "NVIDIA GeForce RTX 4090": 165e12, "NVIDIA GeForce RTX 3090": 71e12, "Tesla T4": 65e12,
 }  # fmt: skip
 
 
@@ -25,7 +36,7 @@ def device_name(device: torch.device) -> str:
 
 
 def choose_precision(wanted: str, device: torch.device) -> str:
-    """ "auto" as one of fp32, bf16, fp16: what the device computes natively."""
+    """Resolve "auto" to fp32, bf16 or fp16: what the device computes natively."""
     if wanted != "auto":
         return wanted
     if device.type == "cuda":
@@ -37,15 +48,15 @@ def choose_precision(wanted: str, device: torch.device) -> str:
 
 
 def autocast(device: torch.device, precision: str):
-    """Compute in bf16 or fp16 inside; weights stay fp32. fp32: nothing changes; fp8: bf16 around the fp8 products."""
+    """Compute in bf16 or fp16 inside; weights stay fp32. With fp8 all but the fp8 products is computed in bf16."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}.get(precision)
     return torch.autocast(device.type, dtype=dtype) if dtype else nullcontext()
 
 
 def use_fp8(blocks: nn.Module, device: torch.device) -> None:
-    """Let the linear layers of the blocks multiply in fp8 with a scale per tensor; their weights stay fp32.
+    """Let the blocks' linear layers multiply in fp8 with one scale per tensor; their weights stay fp32.
 
-    On a CPU the rounding is emulated, to try it; that is slow.
+    On a CPU the rounding is emulated, which is slow and only good for trying it.
 
     Raises: UserError when torchao is missing or the GPU has no fp8.
     """
@@ -59,10 +70,22 @@ def use_fp8(blocks: nn.Module, device: torch.device) -> None:
 
 
 @contextmanager
-def profiled(steps: int, path: Path, tell: Callable[[str], None]):
-    """Record `steps` steps, after 3 others, into a trace file that Perfetto and TensorBoard's profiler open.
+def evaluating(model: nn.Module):
+    """Turn off dropout and gradients inside; afterwards the model is in the mode it was in."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
 
-    Yields what is to be called after each step. 0 steps record nothing.
+
+@contextmanager
+def profiled(steps: int, path: Path, tell: Callable[[str], None]):
+    """Record `steps` steps, after 3 others, into a trace file for Perfetto and TensorBoard's profiler.
+
+    Yields a function to be called after each step. 0 steps record nothing.
     """
     if not steps:
         yield lambda: None
@@ -77,7 +100,7 @@ def profiled(steps: int, path: Path, tell: Callable[[str], None]):
             path.parent.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(path))
         except OSError as error:
-            tell(f"no trace in {path}: {error}")
+            tell(f"{path}: the trace was not written: {error}")
         else:
             tell(f"trace in {path}; open it at https://ui.perfetto.dev")
 
@@ -89,15 +112,44 @@ def profiled(steps: int, path: Path, tell: Callable[[str], None]):
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """The device's dense bf16 FLOP/s; None where PEAK_FLOPS does not know it."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((flops for known, flops in PEAK_FLOPS.items() if known in name), None)
+    """Return the device's peak dense FLOP/s in bf16, or None if it is not in PEAK_FLOPS."""
+    return PEAK_FLOPS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory this process has used: of the GPU, or of the machine."""
+    """Return the most memory that this process has used, on the GPU or on the host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if sys.platform == "linux" else 1)
+
+
+def process_age_s() -> float:
+    """Return the seconds since this process was started, on Linux; elsewhere since this module was imported."""
+    try:
+        start_ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]  # proc(5), field 22
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - int(start_ticks) / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):
+        return time.monotonic() - IMPORTED_AT_S
+
+
+def use_all_cores() -> None:
+    """Divide the machine's cores among its processes, unless OMP_NUM_THREADS is set."""
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    wanted = os.environ.get("OMP_NUM_THREADS")
+    # torchrun sets OMP_NUM_THREADS=1 by default when it starts several processes, so that value is not the user's.
+    if wanted is None or (wanted == "1" and local_world_size > 1):
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // local_world_size))
+
+
+def keep_freed_memory() -> None:
+    """Keep the memory of freed tensors for new ones; by default glibc returns large blocks to the system at once.
+
+    Getting them back costs a page fault every 4 KB, a fifth of a training step on a CPU (benchmarks/train_speed.py).
+    In return the process never shrinks.
+    """
+    with suppress(AttributeError, OSError):  # another C library
+        m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
+        libc = ctypes.CDLL(None)
+        libc.mallopt(m_mmap_max, 0)  # allocate from the heap only,
+        libc.mallopt(m_trim_threshold, -1)  # which never shrinks

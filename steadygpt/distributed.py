@@ -1,4 +1,4 @@
-"""Who this process is among its peers, and the few things that peers do together."""
+"""Ranks: this process among its peers, their collectives, and how they agree to stop."""
 
 import ctypes
 import math
@@ -6,8 +6,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,13 +19,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from steadygpt.cli import UserError
+from steadygpt.device import keep_freed_memory, use_all_cores
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among world_size; local_rank counts within the machine."""
+    """This process among world_size processes; local_rank counts within the machine."""
 
     device: torch.device
     rank: int = 0
@@ -34,7 +35,7 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """Rank 0: the one that prints and writes."""
+        """Whether this is rank 0, which prints and writes."""
         return self.rank == 0
 
     def max(self, number: int) -> int:
@@ -50,13 +51,13 @@ class Ranks:
         return bool(self.max(flag))
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of the ranks' tensors, in place."""
+        """Return the sum of the ranks' tensors, computed in place."""
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def broadcast(self, value: Result) -> Result:
-        """Rank 0's value (picklable), on every rank."""
+        """Return rank 0's value (picklable) on every rank."""
         if self.world_size == 1:
             return value
         values = [value]
@@ -64,7 +65,7 @@ class Ranks:
         return values[0]
 
     def on_main(self, compute: Callable[[], Result]) -> Result | None:
-        """compute() on rank 0, its result there alone; the other ranks wait, and get None.
+        """Call compute() on rank 0 and return its result there; the other ranks wait and get None.
 
         Raises: UserError on every rank when compute() raises one, or cannot read or write a file.
         """
@@ -75,14 +76,14 @@ class Ranks:
             except UserError as raised:
                 error = raised
             except OSError as raised:
-                error = UserError(f"{raised}; expected to read and write it: mend that and start again")
+                error = UserError(f"{raised}; fix it, then start again")
         if error := self.broadcast(error):
             raise error
         return result
 
 
 def gradient_sync(forward: nn.Module, last: bool):
-    """Average gradients over the ranks in the last micro-step only; a context for its forward and backward."""
+    """Average gradients over the ranks in the last micro-step only; a context for forward and backward."""
     if isinstance(forward, DistributedDataParallel):
         return nullcontext() if last else forward.no_sync()
     bare = getattr(forward, "_orig_mod", forward)
@@ -92,12 +93,27 @@ def gradient_sync(forward: nn.Module, last: bool):
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor whose parts FSDP keeps on several ranks, whole; any other as it is."""
+    """Gather a tensor that FSDP shards over the ranks; return any other as it is."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
+class Silent:
+    """A stand-in on ranks other than 0 for objects that print or write: it accepts every call and does nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+
+class Stopped(Exception):
+    """The ranks have agreed to stop before the last step; `reason` is a signal's name or "max_hours"."""
+
+    def __init__(self, reason: str):
+        super().__init__(reason)
+        self.reason = reason
+
+
 class StopSignal:
-    """Asks the run to end early: signals and --max_hours set a reason, the ranks agree on it."""
+    """Collects reasons to stop, from signals and --max_hours, until the ranks agree on one."""
 
     REASONS = ("", "SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP", "max_hours")
 
@@ -107,21 +123,25 @@ class StopSignal:
         self.asked = 0
         for number, name in enumerate(self.REASONS[1:5], start=1):
             if name == "SIGHUP" and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-                continue  # nohup: the user wants it to live on
+                continue  # started with nohup: closing the terminal must not stop it
             signal.signal(getattr(signal, name), lambda *_, number=number: self._ask(number))
 
     def _ask(self, number: int) -> None:
-        self.asked = self.asked or number  # a terminal's Ctrl-C arrives twice under torchrun: no "force quit"
+        self.asked = self.asked or number  # under torchrun a terminal's Ctrl-C arrives twice
 
-    def agreed(self) -> str:
-        """Why the run should end now, the same on every rank; "" to go on. Every rank must call it."""
+    def check(self) -> None:
+        """Stop if any rank was asked to. Every rank must call it.
+
+        Raises: Stopped, on all ranks together.
+        """
         if time.monotonic() > self.deadline:
             self._ask(self.REASONS.index("max_hours"))
-        return self.REASONS[self.ranks.max(self.asked)]  # a signal during max() counts in the next call
+        if number := self.ranks.max(self.asked):  # a signal during max() counts in the next call
+            raise Stopped(self.REASONS[number])
 
 
 def world_size_of_environment() -> int:
-    """How many processes torchrun has started; 1 without it."""
+    """Return the number of processes that torchrun has started; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -129,8 +149,8 @@ def world_size_of_environment() -> int:
 def joined(device_name: str, timeout_minutes: float = 30):
     """Join the processes that torchrun has started, as a `Ranks`; leave them at the end.
 
-    CPU tensors travel by gloo, CUDA tensors by NCCL. A rank that the others wait for longer than `timeout_minutes` (as
-    they do while rank 0 reads through all shards or a large checkpoint) ends the run.
+    CPU tensors travel by gloo, CUDA tensors by NCCL. If a rank does not respond for `timeout_minutes`, the run ends.
+    The others also wait while rank 0 reads all shards or a large checkpoint.
 
     Raises: UserError when the machine has no such device, or not one for each local process.
     """
@@ -144,8 +164,8 @@ def joined(device_name: str, timeout_minutes: float = 30):
     if ranks.device.type == "cuda":
         torch.cuda.set_device(ranks.device)
     else:
-        _use_all_cores()
-        _keep_freed_memory()
+        use_all_cores()
+        keep_freed_memory()
     if world_size > 1:
         cuda = ranks.device.type == "cuda"
         dist.init_process_group(
@@ -178,33 +198,10 @@ def _choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _use_all_cores() -> None:
-    """Share the machine's cores among its processes, unless OMP_NUM_THREADS says otherwise."""
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    wanted = os.environ.get("OMP_NUM_THREADS")
-    # torchrun sets OMP_NUM_THREADS=1 by itself when it starts several processes: that is nobody's wish.
-    if wanted is None or (wanted == "1" and local_world_size > 1):
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // local_world_size))
-
-
-def _keep_freed_memory() -> None:
-    """Keep what tensors free for the next ones: glibc gives large blocks back to the system at once.
-
-    Getting them again costs a page fault every 4 KB, a fifth of a training step on a CPU (benchmarks/train_speed.py).
-    So the process stays as large as it ever was, with the copy that a save takes.
-    """
-    with suppress(AttributeError, OSError):  # another C library
-        m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
-        libc = ctypes.CDLL(None)
-        libc.mallopt(m_mmap_max, 0)  # from the heap alone,
-        libc.mallopt(m_trim_threshold, -1)  # which never shrinks
-
-
 def end_with_torchrun() -> None:
-    """Get SIGTERM when torchrun's agent dies, even by SIGKILL, which leaves its workers running (Linux only).
+    """Receive SIGTERM when torchrun's agent dies, even by SIGKILL, which leaves its workers running (Linux only).
 
-    Raises: UserError when it is dead already.
+    Raises: UserError when the agent is dead already.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
         return
@@ -212,3 +209,22 @@ def end_with_torchrun() -> None:
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
     if os.getppid() == 1 and b"torch" not in Path("/proc/1/cmdline").read_bytes():
         raise UserError("torchrun is gone; start it again")
+
+
+def shard(model: nn.Module, blocks: Iterable[nn.Module], ranks: Ranks, cpu_offload: bool) -> None:
+    """Shard parameters, gradients and optimizer state over the ranks, block by block, in place (FSDP2)."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+    cuda = ranks.device.type == "cuda"
+    if not dist.is_initialized():  # FSDP needs a process group also for one process
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    offload = CPUOffloadPolicy(pin_memory=cuda) if cpu_offload else OffloadPolicy()
+    for module in (*blocks, model):
+        fully_shard(module, offload_policy=offload)
+
+
+def replicate(forward: nn.Module, ranks: Ranks) -> nn.Module:
+    """Return a module whose gradients are averaged over the ranks (DDP)."""
+    devices = [ranks.device] if ranks.device.type == "cuda" else None
+    return DistributedDataParallel(forward, device_ids=devices, gradient_as_bucket_view=True)

@@ -13,17 +13,20 @@ from typing import IO
 from steadygpt.cli import UserError
 
 
-def replace_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+def replace_file(path: Path, write: Callable[[IO[bytes]], object], durable: bool = True) -> None:
     """Write `path` through `write(file)`; after a crash the old file or the new one is there, never a part.
 
     Raises: OSError, with `path` untouched, when the disk is full or the folder read-only.
     """
-    temporary = write_temporary(path, write)
+    temporary = write_temporary(path, write, durable=durable)
     os.replace(temporary, path)
-    fsync_folder(path.parent)
+    if durable:
+        fsync_folder(path.parent)
 
 
-def write_temporary(path: Path, write: Callable[[IO[bytes]], object], cached: bool = True) -> Path:
+def write_temporary(
+    path: Path, write: Callable[[IO[bytes]], object], cached: bool = True, durable: bool = True
+) -> Path:
     """Write the temporary neighbour of `path` and bring it to the disk; the caller links or replaces it.
 
     Not `cached`, `write` may only append; it then goes past the page cache (see UncachedFile).
@@ -34,7 +37,8 @@ def write_temporary(path: Path, write: Callable[[IO[bytes]], object], cached: bo
         with open(temporary, "wb") if cached else UncachedFile(temporary) as file:
             write(file)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename is None:

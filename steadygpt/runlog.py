@@ -1,8 +1,8 @@
-"""One run log, many sinks: console, log.txt, metrics.jsonl, TensorBoard, Weights & Biases. Used on rank 0 only.
+"""The run log: console, log.txt, metrics.jsonl, TensorBoard, Weights & Biases, and status.json. Used on rank 0 only.
 
-A record is a step and its named numbers. The number of a step is how many updates the weights had when they were
-measured, so the training loss and the validation loss of one step belong to the same weights, and a run that resumes
-at step s drops every record from s on: it will measure them again.
+A record is a step and its named numbers. A step's number is the number of updates that the weights had when they were
+measured, so the training loss and the validation loss of one step belong to the same weights. A run that resumes at
+step s drops every record from s on, because it measures them again.
 """
 
 import dataclasses
@@ -11,25 +11,32 @@ import math
 import os
 import re
 import shutil
+import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from steadygpt.cli import UserError, mute
+from steadygpt.device import peak_flops, peak_memory_bytes
+from steadygpt.distributed import Ranks
 from steadygpt.durable import fsync_folder, replace_file
+from steadygpt.stability import StepResult
 
 if TYPE_CHECKING:
     from config import TrainConfig
 
-LOG, METRICS = "log.txt", "metrics.jsonl"
+LOG, METRICS, STATUS = "log.txt", "metrics.jsonl", "status.json"
+HEARTBEAT_S = 10.0  # between updates of status.json while training
 RUN = "run          "  # begins log.txt, before the run's name
-HISTOGRAM_VALUES = 2**14  # a tensor: looks the same as all of its values and costs a thousandth
+HISTOGRAM_VALUES = 2**14  # of each tensor: looks the same as all of its values at a thousandth of the cost
 
-# TensorBoard's tags; a metric that is not here goes there under its own name.
+# TensorBoard's tags; other metrics are logged under their own names.
 TAGS = {
     "loss": "loss/train",
     "val_loss": "loss/val",
@@ -51,89 +58,131 @@ class RunLog:
     """Writes what a run measures to every sink.
 
     Args:
-        start_step: of a resumed run: records from there on go. None for a new run: an older run's logs are moved aside.
+        start_step: where a resumed run starts: records from there on are dropped. None for a new run: the logs of an
+            older run are moved aside.
+        max_steps: of the run.
+        ranks, flops_per_token: for MFU and cost.
 
     Raises: OSError when it cannot write.
     """
 
-    def __init__(self, config: "TrainConfig", start_step: int | None):
+    def __init__(
+        self,
+        config: "TrainConfig",
+        start_step: int | None,
+        max_steps: int = 0,
+        ranks: Ranks | None = None,
+        flops_per_token: float = 0.0,
+    ):
         logdir = Path(config.logdir)
         logdir.mkdir(parents=True, exist_ok=True)
         if start_step is None:
             _move_aside(logdir)
         elif _run_of(logdir) != config.run_name:
-            _move_aside(logdir)  # another run's: its records are not ours to cut
+            _move_aside(logdir)  # the logs of a different run
         else:
             _cut_back(logdir / METRICS, start_step, re.compile(r'\{"step": (\d+)'))
             _cut_back(logdir / LOG, start_step, re.compile(r"step +(\d+)/|\[(\d+)\] "))
         self.log = open(logdir / LOG, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
         self.metrics = open(logdir / METRICS, "a", encoding="utf-8")  # noqa: SIM115
-        self.config = config
+        self.config, self.max_steps, self.flops_per_token = config, max_steps, flops_per_token
+        self.ranks = ranks or Ranks(torch.device("cpu"))
+        self.heartbeat_at_s = -math.inf
         self.tensorboard = _open_tensorboard(config, start_step or 0) if config.use_tensorboard else None
         self.wandb = _open_wandb(config) if config.use_wandb else None
         self.log_freq = config.log_freq
         self.live = sys.stdout.isatty()
         self.live_line = False
-        self.second_step: tuple[int, float] | None = None  # of this start, and when it began
-        self.failed: set[str] = set()  # the sinks that could not be written to, each told once
+        self.second_step: tuple[int, float] | None = None  # of this start, and when it started
+        self.failed: set[str] = set()  # sinks that could not be written to, each reported once
         if not self.log.tell():
             self.say(f"{RUN}{config.run_name}")
 
-    def step(self, step: int, max_steps: int, **measured) -> None:
-        """The line and the numbers of a step, every log_freq steps; in between a terminal sees the line pass by."""
-        left, now, step_ms = max_steps - step - 1, time.monotonic(), measured["step_ms"]
-        if self.second_step is None:  # the first step compiles and warms up: it says nothing about the others
-            self.second_step = step + 1, now
-            left_s = left * step_ms / 1000
+    def step(self, result: StepResult, step_s: float, elapsed_s: float, epoch: float) -> None:
+        """Log a step every log_freq steps; in between only a terminal shows it.
+
+        Args:
+            step_s: seconds since the step before ended, without evaluations.
+            elapsed_s: seconds of wall-clock over all starts of the run.
+            epoch: after the step.
+        """
+        config, step, now_s = self.config, result.step, time.monotonic()
+        left = self.max_steps - step - 1
+        if self.second_step is None:  # the first step compiles and warms up, so its speed is not typical
+            self.second_step = step + 1, now_s
+            left_s = left * step_s
         else:
-            left_s = left * (now - self.second_step[1]) / (step + 1 - self.second_step[0])
+            left_s = left * (now_s - self.second_step[1]) / (step + 1 - self.second_step[0])
+        speed = config.total_batch_size / step_s
+        peak = peak_flops(self.ranks.device)
+        mfu = speed * self.flops_per_token / (peak * self.ranks.world_size) if peak else None
+        cost = elapsed_s / 3600 * self.ranks.world_size * config.gpu_hour_cost if config.gpu_hour_cost else None
         line = (
-            f"step {step:>{len(str(max_steps))}}/{max_steps} | loss {measured['loss']:.4f} | lr {measured['lr']:.2e} | "
-            f"grad norm {measured['grad_norm']:.2f} | {step_ms:,.0f} ms | {measured['tokens_per_second']:,.0f} tok/s | "
-            + (f"mfu {measured['mfu']:.1%} | " if measured["mfu"] is not None else "")
-            + (f"cost {measured['cost']:,.2f} | " if measured["cost"] is not None else "")
-            + f"{(step + 1) / max_steps:.1%} | ETA {duration_text(left_s)}"
+            f"step {step:>{len(str(self.max_steps))}}/{self.max_steps} | loss {result.loss:.4f} | lr {result.lr:.2e} | "
+            f"grad norm {result.grad_norm:.2f} | {step_s * 1000:,.0f} ms | {speed:,.0f} tok/s | "
+            + (f"mfu {mfu:.1%} | " if mfu is not None else "")
+            + (f"cost {cost:,.2f} | " if cost is not None else "")
+            + f"{(step + 1) / self.max_steps:.1%} | ETA {duration_text(left_s)}"
         )
-        if step % self.log_freq == 0 or not left:
-            self.record(step, line, **measured)
+        measured = {"loss": result.loss, "lr": result.lr, "grad_norm": result.grad_norm, "loss_z": result.loss_z}
+        measured |= {"step_ms": step_s * 1000, "tokens_per_second": speed, "mfu": mfu, "cost": cost}
+        if step % config.log_freq == 0 or not left:
+            memory_gb = peak_memory_bytes(self.ranks.device) / 1e9
+            self.record(step, line, **measured, memory_gb=memory_gb, epoch=epoch)
         else:
             self.show(line)
+        if now_s - self.heartbeat_at_s >= HEARTBEAT_S:
+            self.heartbeat_at_s = now_s
+            self.status("running", step=step + 1, tokens_per_second=round(speed), durable=False)
+
+    def evaluation(self, step: int, found: str, **scores: float) -> None:
+        """Log the result of an evaluation after `step` updates, in words and numbers."""
+        self.record(step, f"step {step}/{self.max_steps} | {found}", **scores)
+
+    def status(self, status: str, reason: str = "", durable: bool = True, **measured) -> None:
+        """Write status.json: running, stopped, finished or failed; torchrun's exit status does not tell these apart."""
+        content = {"status": status, "reason": reason, "max_steps": self.max_steps, **measured}
+        content |= {"pid": os.getpid(), "updated_at": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        text = json.dumps(content, indent=2)
+        with self._surviving(STATUS):
+            path = Path(self.config.checkpoint_dir, STATUS)
+            replace_file(path, lambda file: file.write(f"{text}\n".encode()), durable)
 
     def record(self, step: int, line: str, **metrics) -> None:
-        """Write one line of text, and numbers to the sinks that keep numbers."""
+        """Write a line of text, and numbers to the sinks for numbers."""
         self.say(line)
         measured = {name: value for name, value in metrics.items() if value is not None}
-        # NaN is no JSON
+        # JSON has no NaN.
         plain = {name: value if math.isfinite(value) else None for name, value in measured.items()}
-        self._to_file(self.metrics, json.dumps({"step": step, **plain}))
+        self._to_file(self.metrics, json.dumps({"step": step, "time": round(time.time(), 3), **plain}))
         with self._writing_tensorboard() as tensorboard:
             for name, value in measured.items() if tensorboard else ():
                 tensorboard.add_scalar(TAGS.get(name, name), value, step)
         if self.wandb:
-            self.wandb.log(measured, step=step)
+            self.wandb.log({"step": step, **measured})
 
     def say(self, line: str, step: int | None = None) -> None:
-        """Write lines of text to console and to log.txt, there behind the step they belong to."""
+        """Write lines of text to the console and to log.txt, there after the step they belong to."""
         self._to_console(sys.stdout, line)
         prefix = "" if step is None else f"[{step}] "
         self._to_file(self.log, "\n".join(prefix + part for part in line.splitlines()))
 
     def show(self, line: str) -> None:
-        """Rewrite the terminal's last line in place; nothing where output goes to a file."""
+        """Rewrite the terminal's last line in place; do nothing where output goes to a file."""
         if self.live:
             width = shutil.get_terminal_size().columns
             self._to_console(sys.stdout, line[: width - 1], end="")
             self.live_line = True
 
     def warn(self, line: str) -> None:
-        """Say on stderr, and in log.txt, what the user should know."""
+        """Write a warning to stderr and log.txt."""
         self._to_console(sys.stderr, f"warning: {line}")
         self._to_file(self.log, f"warning: {line}")
 
     def _to_console(self, stream: IO[str], text: str, end: str = "\n") -> None:
         try:
             print(f"\r\x1b[K{text}" if self.live_line else text, end=end, file=stream, flush=True)
-        except OSError:  # the terminal was closed, or `| tee` ended before us: no reason to lose the run
+        except OSError:  # the terminal was closed, or the reader of a pipe has exited; training goes on
             mute(stream)
         self.live_line = False
 
@@ -143,7 +192,7 @@ class RunLog:
 
     @contextmanager
     def _surviving(self, sink: str):
-        """A full disk costs records, not the run."""
+        """Lose records on a full disk, not the run."""
         try:
             yield
         except OSError as error:
@@ -153,7 +202,7 @@ class RunLog:
 
     @contextmanager
     def _writing_tensorboard(self):
-        """TensorBoard's writer, or None; one that could not write never will again, so flush() opens another."""
+        """Yield TensorBoard's writer, or None. It does not recover from a failed write, so flush() opens a new one."""
         with self._surviving("TensorBoard"):
             try:
                 yield self.tensorboard
@@ -161,31 +210,31 @@ class RunLog:
                 self.tensorboard = None
                 raise
 
-    def text(self, step: int, title: str, text: str) -> None:
-        """A piece of text, such as a sample."""
-        text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)  # no escape codes on a terminal
-        self.say(title)
+    def text(self, step: int, text: str) -> None:
+        """Log a sample of text that the model of this step has written."""
+        text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)  # no terminal escape codes
+        self.say(f"step {step}/{self.max_steps} | sample:")
         self.say(text, step)
         with self._writing_tensorboard() as tensorboard:
             if tensorboard:
                 tensorboard.add_text("sample", f"```\n{text}\n```", step)
         if self.wandb:
-            self.wandb.log({"sample": text}, step=step)
+            self.wandb.log({"step": step, "sample": text})
 
     def histograms(self, step: int, model: nn.Module) -> None:
-        """Histograms of parameters and gradients (TensorBoard only), of at most HISTOGRAM_VALUES values each."""
+        """Log histograms of parameters and gradients to TensorBoard, of at most HISTOGRAM_VALUES values each."""
         with self._writing_tensorboard() as tensorboard:
             for name, parameter in model.named_parameters() if tensorboard else ():
                 for kind, tensor in (("parameters", parameter.detach()), ("parameters_grad", parameter.grad)):
                     if tensor is None:
                         continue
-                    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # FSDP's shard of it
+                    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # FSDP: this rank's shard
                     values = local.flatten()[:: max(1, local.numel() // HISTOGRAM_VALUES)]
                     if values.numel():
                         tensorboard.add_histogram(f"{kind}/{name}", values.float(), step, bins=64)
 
     def flush(self) -> None:
-        """Bring everything to the disk: a checkpoint must not be newer than the log of what led to it."""
+        """Make everything written so far durable."""
         for file in (self.log, self.metrics):
             with self._surviving(Path(file.name).name):
                 file.flush()
@@ -200,17 +249,37 @@ class RunLog:
         self.flush()
         for sink in (self.log, self.metrics, self.tensorboard):
             if sink:
-                with self._surviving("its last records"):
+                with self._surviving("the logs"):
                     sink.close()
         if self.wandb:
             self.wandb.finish()
+
+
+def read_status(folder: Path) -> dict:
+    """Return what status.json says, {} if there is none."""
+    try:
+        return json.loads((folder / STATUS).read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+@cache
+def git_commit() -> str:
+    """Return the commit of this checkout, with "+" if files have changed since; "" outside a checkout."""
+    git = ["git", "-C", str(Path(__file__).resolve().parent)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD"], capture_output=True).returncode
+        return commit + "+" * bool(changed)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 def _open_tensorboard(config: "TrainConfig", start_step: int | None = None):
     from torch.utils.tensorboard import SummaryWriter
     from torch.utils.tensorboard.summary import hparams
 
-    # purge_step hides what an interrupted run logged past its last checkpoint.
+    # purge_step hides what an interrupted run logged after its last checkpoint.
     writer = SummaryWriter(str(Path(config.tensorboard_dir) / config.run_name), purge_step=start_step)
     options = {name: value for name, value in dataclasses.asdict(config).items() if value != ""}
     for summary in hparams(options, {"loss/val": None, "loss/train": None}):
@@ -224,11 +293,22 @@ def _open_wandb(config: "TrainConfig"):
     except ImportError:
         raise UserError("--use_wandb: wandb is not installed; pip install wandb") from None
     name = config.run_name
-    return wandb.init(project="steadygpt", name=name, id=name, resume="allow", config=dataclasses.asdict(config))
+    try:
+        run = wandb.init(project="steadygpt", name=name, id=name, resume="allow", config=dataclasses.asdict(config))
+    except Exception as error:  # wandb raises its own errors for logins, networks and names
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserError(
+            f"--use_wandb: wandb did not start ({reason}). Log in with 'wandb login', set WANDB_MODE=offline, or drop "
+            "the flag"
+        ) from error
+    # W&B's own step only grows, so it would ignore what is measured again after a resume: ours is the x axis.
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    return run
 
 
 def _run_of(logdir: Path) -> str | None:
-    """The name of the run that a log.txt belongs to."""
+    """Return the name of the run that a log.txt belongs to."""
     try:
         with open(logdir / LOG, encoding="utf-8", errors="replace") as file:
             return file.readline().strip().removeprefix(RUN)
@@ -237,7 +317,7 @@ def _run_of(logdir: Path) -> str | None:
 
 
 def _cut_back(path: Path, start_step: int, step_of: re.Pattern) -> None:
-    """Drop the lines of start_step and later, and a half-written last one; lines of no step stay."""
+    """Drop the lines of start_step and later, and an incomplete last one; lines without a step stay."""
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
@@ -251,7 +331,7 @@ def _cut_back(path: Path, start_step: int, step_of: re.Pattern) -> None:
 
 
 def _move_aside(logdir: Path) -> None:
-    """A new run never overwrites or continues the log of another."""
+    """Rename the logs of a different run, so that they are neither overwritten nor continued."""
     for path in (logdir / LOG, logdir / METRICS):
         if path.exists() and path.stat().st_size:
             written = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
@@ -260,7 +340,7 @@ def _move_aside(logdir: Path) -> None:
 
 
 def duration_text(seconds: float) -> str:
-    """Seconds as people say them: 42 s, 3 min 05 s, 2 h 07 min, 12 d 03 h."""
+    """Return a duration as 42 s, 3 min 05 s, 2 h 07 min or 12 d 03 h."""
     s = round(seconds)
     if s < 60:
         return f"{s} s"

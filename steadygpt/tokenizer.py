@@ -4,10 +4,12 @@ import importlib.util
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import tiktoken
 
 from steadygpt.cli import UserError
+from steadygpt.distributed import Ranks
 
 END_OF_TEXT = "<|endoftext|>"  # begins every document
 
@@ -36,6 +38,20 @@ def get_tokenizer(name: str) -> tiktoken.Encoding:
     if END_OF_TEXT not in encoding.special_tokens_set:
         raise UserError(f"tokenizer {name!r} has no {END_OF_TEXT} token, which must begin each document")
     return encoding
+
+
+def tokenizer_on_all(name: str, ranks: Ranks, log: Any) -> tiktoken.Encoding | None:
+    """Return the tokenizer on every rank; None on every rank, with a warning, if one of them cannot get it."""
+    tokenizer, error = None, UserError("another rank has no tokenizer")
+    try:
+        ranks.on_main(lambda: get_tokenizer(name))  # then the other ranks find it in the cache
+        tokenizer = get_tokenizer(name)
+    except UserError as raised:
+        error = raised
+    if ranks.any(tokenizer is None):
+        log.warn(f"no samples and no HellaSwag in this run: {error}")
+        return None
+    return tokenizer
 
 
 def vocab_size_of(name: str) -> int:

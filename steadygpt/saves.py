@@ -1,0 +1,270 @@
+"""When a run saves, and a writer that makes saves durable in the background."""
+
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from steadygpt.checkpoint import (
+    BACKUP,
+    BEST,
+    EPOCH,
+    EVALUATIONS,
+    LATEST,
+    ROLLING,
+    newest_first,
+    read_checkpoint,
+)
+from steadygpt.cli import UserError
+from steadygpt.distributed import Ranks
+from steadygpt.durable import fsync_folder, link_file, replace_file, write_temporary
+from steadygpt.mirror import copy_name, open_mirror, upload
+from steadygpt.runlog import duration_text
+
+if TYPE_CHECKING:
+    from config import TrainConfig
+
+PAUSE_SHARE = 0.01  # of the time, at most, that saves by the clock may pause training
+
+
+class Saves:
+    """Decides when a run saves and under which names. Every rank calls each method; only rank 0 writes.
+
+    Args:
+        capture: copies the state to host memory; returns the whole checkpoint on rank 0. All ranks call it together.
+        log, writer: rank 0's RunLog and CheckpointWriter, Silent on the others.
+        step: of the checkpoint that the run resumes from, if any.
+        evaluations: what read_evaluations returned for that step.
+    """
+
+    def __init__(
+        self,
+        config: "TrainConfig",
+        ranks: Ranks,
+        capture: Callable[[], dict],
+        log: Any,
+        writer: Any,
+        step: int | None = None,
+        evaluations: dict[int, dict] | None = None,
+    ):
+        self.config, self.ranks, self.capture, self.log, self.writer = config, ranks, capture, log, writer
+        self.evaluations = evaluations or {}
+        self.saved_step, self.saved_at_s = step, time.monotonic()
+        self.longest_pause_s = 0.0
+        self.failed = False  # the newest save
+
+    def save_if_due(self, step: int, ended_epoch: int | None, last: bool) -> None:
+        """Start a save if one is due after `step` updates.
+
+        Args:
+            ended_epoch: the epoch that ended in the last step, if one did.
+            last: whether this is the end of the run.
+        """
+        self.report()
+        freq, tiers = self.config.checkpoint_freq, []
+        if freq and step and step % freq == 0:
+            tiers.append(ROLLING.format(step))
+        if ended_epoch is not None:
+            tiers.append(EPOCH.format(ended_epoch))
+        by_the_clock = self.ranks.any(bool(step) and self._is_late())  # rank 0 decides: on the others it never is
+        if (tiers or by_the_clock or last) and step != self.saved_step:
+            self._save(step, tiers)
+
+    def record(self, step: int, scores: dict[str, float], best: bool = False) -> None:
+        """Keep what an evaluation found in evaluations.json, and mark the model of this step as the best if it is."""
+        known = self.evaluations.setdefault(step, {})
+        known |= {name: value if math.isfinite(value) else None for name, value in scores.items()}  # JSON has no NaN
+        if best and self.saved_step != step:
+            self._save(step, [])
+        self.writer.record({step: dict(found) for step, found in self.evaluations.items()}, step if best else None)
+
+    def best_val_loss(self, saved: float | None) -> float | None:
+        """Return the lowest of the validation losses in evaluations.json and the one that a checkpoint has saved."""
+        losses = [saved, *(found.get("val_loss") for found in self.evaluations.values())]
+        return min((loss for loss in losses if loss is not None), default=None)
+
+    def finish(self, step: int) -> None:
+        """Save the last step unless it is saved, and wait until it is durable; a failed save is tried again."""
+        self.writer.wait()
+        self.report()
+        if self.ranks.any(step != self.saved_step or self.failed):
+            self._save(step, [])
+        self.close()
+
+    def close(self) -> None:
+        """Wait for the save in flight and report how it ended."""
+        self.writer.close()
+        self.report()
+
+    def report(self) -> None:
+        """Report the saves that ended in the background since the last call."""
+        for outcome, text in self.writer.take_reports() or ():
+            self.log.say(text) if outcome in ("saved", "done") else self.log.warn(text)
+            if outcome in ("saved", "not saved"):
+                self.failed = outcome == "not saved"
+
+    def interval_s(self) -> float:
+        """Return the seconds between saves by the clock: longer where the pause of a save is more than 1 % of them."""
+        return max(60 * self.config.checkpoint_minutes, self.longest_pause_s / PAUSE_SHARE)
+
+    def _is_late(self) -> bool:
+        late = time.monotonic() - self.saved_at_s >= self.interval_s()
+        return self.ranks.is_main and self.config.checkpoint_minutes > 0 and late and not self.writer.is_busy()
+
+    def _save(self, step: int, tiers: list[str]) -> None:
+        start_s, interval_s = time.monotonic(), self.interval_s()
+        self.writer.wait()  # before the capture, so that two copies of the state are never in memory
+        checkpoint = self.capture()
+        self.log.flush()  # a checkpoint must not be newer than the log of the steps that led to it
+        self.writer.save(checkpoint, tiers)
+        self.saved_step, self.saved_at_s = step, time.monotonic()
+        self.longest_pause_s = max(self.longest_pause_s, self.saved_at_s - start_s)
+        if self.config.checkpoint_minutes and self.interval_s() > interval_s:
+            self.log.say(
+                f"a save paused training for {self.longest_pause_s:.1f} s, so "
+                f"{interval_text(self.interval_s(), num_bytes(checkpoint))}"
+            )
+
+
+def interval_text(interval_s: float, checkpoint_bytes: float) -> str:
+    """Return how often latest.pt is saved by the clock, and how much is written that way."""
+    per_day = checkpoint_bytes * 86400 / interval_s
+    unit, size = ("TB", 1e12) if per_day >= 1e12 else ("GB", 1e9)
+    return f"{LATEST} is saved every {duration_text(interval_s)} or more often, {per_day / size:,.1f} {unit} a day"
+
+
+def num_bytes(checkpoint: dict) -> int:
+    """Return the bytes of a checkpoint's tensors; tied ones count once."""
+    moments = [tensor for state in checkpoint["optimizer"].get("state", {}).values() for tensor in state.values()]
+    return sum({t.data_ptr(): t.nbytes for t in [*checkpoint["model"].values(), *moments]}.values())
+
+
+class CheckpointWriter:
+    """Writes in the background, one job at a time; used on rank 0 only.
+
+    Args:
+        keep: rolling checkpoints that are kept.
+        mirror: fsspec URL of a folder that gets a copy of each save, or "".
+        resumed_from: the verified checkpoint in the folder that the run resumes from. It becomes latest.pt, so that a
+            kill before the first save does not undo a choice to resume from an older one.
+        step: of that checkpoint.
+    """
+
+    def __init__(
+        self, folder: Path, keep: int, mirror: str = "", resumed_from: Path | None = None, step: int | None = None
+    ):
+        self.folder, self.keep, self.mirror = folder, keep, mirror
+        self.latest_is_intact = resumed_from is not None  # a corrupt file never becomes the backup
+        self.latest_step = step  # that latest.pt holds, None if unknown
+        self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self.in_flight: Future | None = None
+        self.reports: SimpleQueue[tuple[str, str]] = SimpleQueue()
+        if mirror:
+            open_mirror(mirror)
+        folder.mkdir(parents=True, exist_ok=True)
+        for stale in folder.glob(".*.tmp"):
+            stale.unlink()  # left by a killed writer
+        if resumed_from is not None and resumed_from.name != LATEST:
+            self._adopt(resumed_from)
+
+    def _adopt(self, path: Path) -> None:
+        latest, adopted = self.folder / LATEST, self.folder / ".adopted.tmp"
+        if latest.exists() and latest.samefile(path):
+            return
+        link_file(path, adopted)  # first, because `path` may be the backup
+        with suppress(UserError):
+            read_checkpoint(latest)  # raises if latest.pt is corrupt
+            link_file(latest, self.folder / BACKUP)
+        os.replace(adopted, latest)
+        fsync_folder(self.folder)
+
+    def save(self, checkpoint: dict, tiers: list[str]) -> None:
+        """Write `checkpoint` as latest.pt and under the file names in `tiers`; return before that is done.
+
+        Waits for the job before it.
+        """
+        self.wait()
+        self.in_flight = self.pool.submit(self._save, checkpoint, tiers)
+
+    def record(self, evaluations: dict[int, dict], best: int | None) -> None:
+        """Write evaluations.json behind the save in flight, after linking best_model.pt to the file of step `best`."""
+        self.pool.submit(self._record, evaluations, best)
+
+    def is_busy(self) -> bool:
+        """Return whether a save is in flight."""
+        return self.in_flight is not None and not self.in_flight.done()
+
+    def wait(self) -> None:
+        """Wait until no save is in flight."""
+        if self.in_flight is not None:
+            self.in_flight.result()
+
+    def take_reports(self) -> Iterator[tuple[str, str]]:
+        """Yield (outcome, text) of what ended since the last call; outcomes are saved, not saved, done and failed."""
+        while not self.reports.empty():
+            yield self.reports.get()
+
+    def close(self) -> None:
+        """Wait for all jobs; take_reports still yields their outcomes."""
+        self.pool.shutdown()
+
+    def _save(self, checkpoint: dict, tiers: list[str]) -> None:
+        step, names, start_s = checkpoint["step"], [LATEST, *tiers], time.monotonic()
+        try:
+            self._write(checkpoint, tiers)
+            size = (self.folder / LATEST).stat().st_size
+        except Exception as error:  # training goes on, and an exception in this thread would be lost
+            text = f"{self.folder / LATEST}: step {step} was not saved: {str(error) or type(error).__name__}"
+            with suppress(OSError):  # the folder is gone
+                free = shutil.disk_usage(self.folder).free
+                text += f"; it takes {num_bytes(checkpoint):,} bytes, {free:,} are free; older saves are intact"
+            self.reports.put(("not saved", text))
+            return
+        took_s = time.monotonic() - start_s
+        self.reports.put(("saved", f"saved step {step} as {', '.join(names)} ({size / 1e6:,.1f} MB in {took_s:.1f} s)"))
+        self._mirrored(f"step {step}", lambda: upload(self.folder / LATEST, self.mirror, names))
+
+    def _write(self, checkpoint: dict, tiers: list[str]) -> None:
+        latest = self.folder / LATEST
+        temporary = write_temporary(latest, lambda file: torch.save(checkpoint, file), cached=False)
+        for name in tiers:
+            link_file(temporary, self.folder / name)
+        if self.latest_is_intact and checkpoint["step"] != self.latest_step:
+            link_file(latest, self.folder / BACKUP)
+        os.replace(temporary, latest)
+        fsync_folder(self.folder)  # only now is it durable, so only now may older files go
+        self.latest_is_intact, self.latest_step = True, checkpoint["step"]
+        for old in newest_first(self.folder, "rolling_step_*.pt")[self.keep :]:
+            old.unlink(missing_ok=True)
+
+    def _record(self, evaluations: dict[int, dict], best: int | None) -> None:
+        try:
+            if best is not None:
+                if self.latest_step != best:
+                    raise OSError(f"step {best} was not saved")
+                link_file(self.folder / LATEST, self.folder / BEST)
+                fsync_folder(self.folder)
+                val_loss = evaluations[best]["val_loss"]
+                self.reports.put(("done", f"{BEST} is step {best} (val loss {val_loss:.4f})"))
+                self._mirrored(BEST, lambda: copy_name(self.mirror, LATEST, [BEST]))
+            # Last: a best model is linked again after a kill in between, because its validation is not recorded.
+            content = json.dumps({str(step): found for step, found in evaluations.items()}, indent=1)
+            replace_file(self.folder / EVALUATIONS, lambda file: file.write(f"{content}\n".encode()))
+        except Exception as error:  # as in _save
+            self.reports.put(("failed", f"{self.folder}: {EVALUATIONS} or {BEST} was not written: {error}"))
+
+    def _mirrored(self, what: str, copy: Callable[[], None]) -> None:
+        try:
+            if self.mirror:
+                copy()
+        except Exception as error:  # every fsspec back end has exceptions of its own
+            self.reports.put(("failed", f"{what} was saved, but not mirrored to {self.mirror}: {error}"))

@@ -1,0 +1,154 @@
+"""Where a run starts, from nothing, weights or a checkpoint; and the files that it writes to."""
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from steadygpt.checkpoint import check_folder, read_evaluations, read_on_main, share
+from steadygpt.cli import UserError, options_of
+from steadygpt.distributed import Ranks, Silent
+from steadygpt.durable import lock_folder
+from steadygpt.runlog import RunLog, read_status
+from steadygpt.saves import CheckpointWriter, Saves
+from steadygpt.shards import fingerprint
+
+if TYPE_CHECKING:
+    from config import TrainConfig
+    from dataloader import Data
+
+
+@dataclass(frozen=True)
+class Start:
+    """A configuration, and the checkpoint or the weights that a run starts from, if any."""
+
+    config: "TrainConfig"
+    path: Path | None = None  # of the checkpoint
+    checkpoint: dict | None = None  # tensors on rank 0 only
+    weights: dict | None = None  # a checkpoint of weights only, tensors on rank 0 only
+    notes: tuple[str, ...] = ()  # for the plan
+
+    @property
+    def step(self) -> int | None:
+        return self.checkpoint["step"] if self.checkpoint else None
+
+    @property
+    def rows_consumed(self) -> int:
+        return self.checkpoint["rows_consumed"] if self.checkpoint else 0
+
+    def saved(self, state: type) -> dict[str, Any]:
+        """Return what the checkpoint holds of a dataclass, by field name."""
+        return {f.name: self.checkpoint[f.name] for f in dataclasses.fields(state)} if self.checkpoint else {}
+
+    def settled(self, ranks: Ranks, tokenizer: str, vocab_size: int, warmup_steps: int) -> "Start":
+        """Return this start with what the data and the length of the run decide, and with a name for the run."""
+        name = self.config.run_name or f"{time.strftime('gpt-%Y%m%d-%H%M%S')}-{os.getpid()}"
+        decided = {"tokenizer": tokenizer, "vocab_size": vocab_size, "warmup_steps": warmup_steps}
+        config = dataclasses.replace(self.config, run_name=ranks.broadcast(name), **decided)
+        return dataclasses.replace(self, config=config)
+
+    def is_finished(self, max_steps: int, ranks: Ranks) -> bool:
+        """Return whether the checkpoint is the end of a finished run."""
+        finished = ranks.broadcast(read_status(Path(self.config.checkpoint_dir)).get("status") == "finished")
+        return finished and self.step is not None and self.step >= max_steps
+
+
+def find_start(
+    config: "TrainConfig", given: Mapping[str, str], ranks: Ranks, held: ExitStack, read_weights: Callable[[str], dict]
+) -> Start:
+    """Lock the checkpoint folder until `held` closes, and find where the run starts.
+
+    Args:
+        given: the options that the command line or its preset gives.
+        read_weights: reads what --init_from names, as a checkpoint of weights only.
+
+    Raises: UserError.
+    """
+    folder = Path(config.checkpoint_dir)
+    if config.resume not in ("", "auto") and not folder.is_dir():
+        raise UserError(f"no checkpoints in {folder}; name their folder with --checkpoint_dir")
+    if not config.dry_run:
+        advice = "wait for it to end, or give this run another --checkpoint_dir"
+        ranks.on_main(lambda: held.enter_context(lock_folder(folder, advice)))
+    path, skipped, checkpoint = read_on_main(config.resume, folder, ranks) if config.resume else (None, [], None)
+    notes = tuple(f"skipped {line}" for line in skipped)
+    if checkpoint:
+        if not checkpoint["train_config"]:
+            raise UserError(f"{path}: converted weights, not a run to resume. Start from them with --init_from {path}")
+        config, changes = resume_config(checkpoint["train_config"], config, given)
+        notes += (f"resumed from {path} at step {checkpoint['step']:,}", *(f"changed {line}" for line in changes))
+        return Start(config, path, checkpoint, notes=notes)
+    if config.init_from == "scratch":
+        return Start(config, notes=notes)
+    weights = share(ranks.on_main(lambda: read_weights(config.init_from)), ranks)
+    config = initial_config(weights["model_config"], config, given)
+    return Start(config, weights=weights, notes=(*notes, f"weights from {config.init_from}"))
+
+
+def resume_config(saved: dict, config: "TrainConfig", given: Mapping[str, str]) -> tuple["TrainConfig", list[str]]:
+    """Return the configuration of a resumed run, and a line for each value that differs from the checkpoint's.
+
+    Raises: UserError when a given option contradicts the checkpoint.
+    """
+    taken, changes, options = {}, [], options_of(config)
+    saved = {name: f.default for name, f in options.items()} | saved  # older versions had fewer options
+    for name, f in options.items():
+        new, on_resume = getattr(config, name), f.metadata["on_resume"]
+        if on_resume == "launch":
+            continue
+        # A preset's warm-up is a wish: the length of the run decided what it became.
+        if name not in given or (name, given[name]) == ("warmup_steps", "preset"):
+            taken[name] = saved[name]
+        elif new != saved[name]:
+            found = f"--{name} is {new!r}, but the checkpoint was trained with {saved[name]!r}; drop the flag, or"
+            if on_resume == "never":
+                raise UserError(f"{found} start another run in another --checkpoint_dir")
+            if on_resume == "ask" and not config.allow_changes:
+                raise UserError(f"{found} add --allow_changes to resume with the new value")
+            changes.append(f"{name}: {saved[name]!r} -> {new!r}")
+    return dataclasses.replace(config, **taken), changes
+
+
+def initial_config(shape: dict, config: "TrainConfig", given: Mapping[str, str]) -> "TrainConfig":
+    """Return the configuration of a run that starts from weights: unset options of the shape come from the weights."""
+    options = options_of(config)
+    taken = {name: value for name, value in shape.items() if name in options and name not in {*given, "dropout"}}
+    return dataclasses.replace(config, **taken)
+
+
+def open_outputs(
+    start: Start,
+    data: "Data",
+    max_steps: int,
+    flops_per_token: float,
+    ranks: Ranks,
+    held: ExitStack,
+    capture: Callable[[], dict],
+) -> tuple[Any, Saves, dict | None]:
+    """Verify the data and open the folders of a run; `held` closes the log and releases the locks.
+
+    Args:
+        capture: see Saves.
+
+    Returns: the log, Silent on ranks other than 0; the saves; and the fingerprint of the shards, on rank 0.
+
+    Raises: UserError when the folders belong to another run, or the data is corrupt or different.
+    """
+    config, folder, logdir = start.config, Path(start.config.checkpoint_dir), Path(start.config.logdir)
+    ranks.on_main(lambda: check_folder(folder, start.path))
+    known = start.checkpoint["data_fingerprint"] if start.checkpoint else {}
+    splits = {"train": data.train_shards, "val": data.val_shards}
+    found = ranks.on_main(lambda: fingerprint(splits, data.manifest, data.vocab_size, known))
+    if logdir.resolve() != folder.resolve():
+        ranks.on_main(lambda: held.enter_context(lock_folder(logdir, "give this run another --logdir")))
+    step = start.step
+    evaluations = ranks.broadcast(ranks.on_main(lambda: read_evaluations(folder, step or 0)))
+    # The writer comes first: it makes the checkpoint to resume from latest.pt; then the log drops what came after it.
+    writer = ranks.on_main(lambda: CheckpointWriter(folder, config.keep_checkpoints, config.mirror, start.path, step))
+    log = ranks.on_main(lambda: held.enter_context(closing(RunLog(config, step, max_steps, ranks, flops_per_token))))
+    log, writer = log or Silent(), writer or Silent()
+    return log, Saves(config, ranks, capture, log, writer, step, evaluations), found
