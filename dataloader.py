@@ -1,40 +1,40 @@
-"""Token shards on disk -> an endless, shuffled, resumable stream of rows -> batches on the device.
+"""Token shards as an endless, shuffled, resumable stream of rows, and as batches on the device.
 
-The data order is a pure function of (seed, position): a *row* is context_length + 1 consecutive tokens of one shard,
-an epoch is every row of every shard once, and any position of the stream is reached in O(1). So the only thing to
-remember of the loader is how many rows were consumed, and the rows of a step do not depend on the number of ranks.
+The data order is a pure function of (seed, position). A *row* is context_length + 1 consecutive tokens of one shard, an
+epoch is every row of every shard once, and any position is reached in O(1). A resume therefore needs only the number
+of rows consumed, and the rows of a step do not depend on the number of ranks.
 """
 
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+import torch
 
+from config import TrainConfig
 from steadygpt.cli import UserError
-from steadygpt.shards import Shard
+from steadygpt.shards import MANIFEST, Shard, find_shards, read_manifest
+from steadygpt.tokenizer import vocab_size_of
 
-if TYPE_CHECKING:
-    import torch
-
-READ_AT_ONCE = 2**18  # tokens
-PLACES = 4096  # rows whose places in the shards are drawn at once, at most
+READ_TOKENS = 2**18  # tokens that the thread reads at a time
+BLOCK_ROWS = 4096  # rows located at a time: one row alone costs nearly as much
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the order of the rows
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """SplitMix64's finalizer (Steele, Lea and Flood 2014): scrambles uint64, the same on every platform for ever."""
+    """Scramble uint64 numbers with the finalizer of SplitMix64 (Steele, Lea and Flood 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def _key(*parts: int) -> np.ndarray:
-    """One uint64 (of shape (1,)) that depends on every part and on their order."""
+    """Hash the parts, in this order, to a (1,) uint64."""
     key = np.zeros(1, np.uint64)
     for part in parts:
         key = _mix(key + np.uint64(0x9E3779B97F4A7C15) + np.uint64(part))
@@ -42,10 +42,10 @@ def _key(*parts: int) -> np.ndarray:
 
 
 def permute(i: np.ndarray, n: int, key: np.ndarray) -> np.ndarray:
-    """Where the key's pseudo-random permutation of range(n) sends each element of i (int64); O(1) an element.
+    """Apply the pseudo-random permutation of range(n) that the key selects to i (int64), in O(1) per element.
 
-    A Feistel network over the next power of 4, walked until it lands below n (Black and Rogaway 2002, "Ciphers with
-    arbitrary finite domains"). No table, and unlike NumPy's shuffles it stays the same from release to release.
+    A Feistel network over the next power of 4, repeated until the result is below n (Black and Rogaway 2002, "Ciphers
+    with arbitrary finite domains"). Unlike NumPy's shuffles, it needs no table and never changes between releases.
     """
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)
@@ -62,11 +62,11 @@ def permute(i: np.ndarray, n: int, key: np.ndarray) -> np.ndarray:
 
 
 class RowStream:
-    """The endless stream of rows: position -> (context_length + 1) tokens.
+    """The endless stream of rows.
 
     Args:
-        shards: those with fewer than context_length + 1 tokens have no row and are passed over.
-        seed: of both shuffles; the shards' order is drawn per epoch, the rows' per epoch and shard.
+        shards: shards with fewer than context_length + 1 tokens have no row and are skipped.
+        seed: of both shuffles; the order of the shards is drawn for each epoch, that of the rows for each shard too.
 
     Raises: UserError when no shard has a whole row.
     """
@@ -81,7 +81,7 @@ class RowStream:
     ):
         self.context_length, self.seed = context_length, seed
         self.shuffle_shards, self.shuffle_rows = shuffle_shards, shuffle_rows
-        # As plain arrays: each slice of a memmap costs more than copying a row.
+        # Plain arrays, because slicing a memmap costs more than copying a row.
         self.tokens = [shard.tokens().view(np.ndarray) for shard in shards if shard.num_tokens > context_length]
         self.num_rows = np.array([(len(tokens) - 1) // context_length for tokens in self.tokens], np.int64)
         self.rows_per_epoch = int(self.num_rows.sum())
@@ -90,24 +90,19 @@ class RowStream:
                 f"{shards[0].path.parent}: no shard has {context_length + 1:,} tokens, one row of --context_length "
                 f"{context_length:,} and its last target; the longest has {max(s.num_tokens for s in shards):,}"
             )
-        self._epoch_plan = lru_cache(maxsize=2)(self._epoch_plan)
-        self.block = min(PLACES, self.rows_per_epoch)
-        self._places = lru_cache(maxsize=2)(self._places)
-
-    def _epoch_plan(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The epoch's order of the shards, and how many rows come before the end of each."""
-        order = np.arange(len(self.tokens))
-        if self.shuffle_shards:
-            order = permute(order, len(order), _key(self.seed, epoch))
-        return order, self.num_rows[order].cumsum()
+        self.block_rows = min(BLOCK_ROWS, self.rows_per_epoch)
+        self._block: tuple[int, list] = (-1, [])  # the block read last, see _locate_block
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(shard, row in the shard) of each position (n,) int64 of the stream."""
+        """Return the shards and the rows within them of positions (n,) in the stream, each (n,) int64."""
         shard, row = np.empty_like(positions), np.empty_like(positions)
         epochs, within = np.divmod(positions, self.rows_per_epoch)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            order, ends = self._epoch_plan(int(epoch))
+            order = np.arange(len(self.tokens))
+            if self.shuffle_shards:
+                order = permute(order, len(order), _key(self.seed, int(epoch)))
+            ends = self.num_rows[order].cumsum()
             place = np.searchsorted(ends, within[here], side="right")
             shard[here] = order[place]
             row[here] = within[here] - (ends - self.num_rows[order])[place]
@@ -116,27 +111,35 @@ class RowStream:
                 row[of_shard] = permute(row[of_shard], int(self.num_rows[s]), _key(self.seed, int(epoch), int(s)))
         return shard, row
 
-    def _places(self, number: int) -> list[tuple[int, int]]:
-        """(shard, first token) of one block of rows: drawing the order of many at once costs little."""
-        shard, row = self.locate(np.arange(number * self.block, (number + 1) * self.block))
-        return list(zip(shard.tolist(), (row * self.context_length).tolist(), strict=True))
+    def _locate_block(self, number: int) -> list[tuple[int, int]]:
+        """Return (shard, first token) of each row of a block of block_rows rows; the last block stays in memory."""
+        last, places = self._block
+        if last != number:
+            shard, row = self.locate(np.arange(number * self.block_rows, (number + 1) * self.block_rows))
+            places = list(zip(shard.tolist(), (row * self.context_length).tolist(), strict=True))
+            self._block = number, places
+        return places
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """The tokens of rows start, start + 1, ... of the stream, (count, context_length + 1) int64."""
+        """Read rows start, start + 1, ... of the stream: (count, context_length + 1) int64 tokens."""
         T, rows, filled = self.context_length, np.empty((count, self.context_length + 1), np.int64), 0
         while filled < count:
-            number, within = divmod(start + filled, self.block)
-            for s, first in self._places(number)[within : within + count - filled]:
-                rows[filled] = self.tokens[s][first : first + T + 1]
+            number, within = divmod(start + filled, self.block_rows)
+            for shard, first in self._locate_block(number)[within : within + count - filled]:
+                rows[filled] = self.tokens[shard][first : first + T + 1]
                 filled += 1
         return rows
 
 
-class BatchLoader:
-    """Micro-batches of one rank, read ahead on a thread into pinned memory.
+# ---------------------------------------------------------------------------------------------------------------------
+# the batches
 
-    Micro-batch m of the run's ranks takes rows [m * world_size * mini_batch_size, ...) after start_row, the ranks side
-    by side, so the rows of a step are the same set for any number of ranks.
+
+class BatchLoader:
+    """Micro-batches of one rank, read ahead by a thread into pinned memory.
+
+    Micro-batch m of all ranks is the world_size * mini_batch_size rows from start_row + m * world_size *
+    mini_batch_size on, split among the ranks in order, so a step has the same rows on any number of ranks.
     """
 
     def __init__(
@@ -146,16 +149,14 @@ class BatchLoader:
         start_row: int = 0,
         rank: int = 0,
         world_size: int = 1,
-        device: "torch.device | str" = "cpu",
+        device: torch.device | str = "cpu",
     ):
-        import torch  # here, since prepare_dataset.py does without it
-
         self.stream, self.mini_batch_size, self.device = stream, mini_batch_size, torch.device(device)
         self.next_row = start_row + rank * mini_batch_size
         self.stride = world_size * mini_batch_size
         self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
-        # Several micro-batches at a time: waking the thread takes longer than reading a small one.
-        self.at_once = min(32, max(1, READ_AT_ONCE // (mini_batch_size * stream.context_length)))
+        # The thread reads several small micro-batches at a time, because waking it takes longer than reading one.
+        self.at_once = min(32, max(1, READ_TOKENS // (mini_batch_size * stream.context_length)))
         self.ready: deque[torch.Tensor] = deque()
         self.pending: deque[Future] = deque()
         for _ in range(2):
@@ -166,14 +167,12 @@ class BatchLoader:
         self.pending.append(self.pool.submit(lambda: [self._read(start) for start in starts]))
         self.next_row = starts.stop
 
-    def _read(self, start: int) -> "torch.Tensor":
-        import torch
-
+    def _read(self, start: int) -> torch.Tensor:
         rows = torch.from_numpy(self.stream.read(start, self.mini_batch_size))
         return rows.pin_memory() if self.device.type == "cuda" else rows
 
-    def next(self) -> "tuple[torch.Tensor, torch.Tensor]":
-        """The next micro-batch on the device: inputs and targets, each (mini_batch_size, context_length) int64."""
+    def next(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the next inputs and targets on the device, each (mini_batch_size, context_length) int64."""
         if not self.ready:
             self._submit()
             self.ready.extend(self.pending.popleft().result())
@@ -181,4 +180,56 @@ class BatchLoader:
         return rows[:, :-1], rows[:, 1:]
 
     def close(self) -> None:
+        """Stop reading ahead."""
         self.pool.shutdown(cancel_futures=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the data of a run
+
+
+@dataclass(frozen=True)
+class Data:
+    """The shards of a run and their rows, tokenizer and vocabulary."""
+
+    train_shards: list[Shard]
+    val_shards: list[Shard]
+    train: RowStream
+    val: RowStream | None
+    manifest: dict | None
+    tokenizer: str
+    vocab_size: int
+
+
+def open_data(config: TrainConfig) -> Data:
+    """Find the shards of a run and map them into memory.
+
+    Raises: UserError for missing or contradictory data.
+    """
+    folder = Path(config.data_dir)
+    manifest = read_manifest(folder)
+    train = find_shards(folder, "train", manifest)
+    val = find_shards(folder, "val", manifest) if config.eval_freq else []
+    name = config.tokenizer
+    if manifest and name not in ("auto", manifest["tokenizer"]):
+        raise UserError(
+            f"--tokenizer is {name!r}; {folder} was prepared with {manifest['tokenizer']!r}, so drop the flag"
+        )
+    if name == "auto":
+        name = manifest["tokenizer"] if manifest else "gpt2"
+    vocab_size = manifest["vocab_size"] if manifest else vocab_size_of(name)
+    # Other tokenizers are not checked, because loading them may require a network.
+    if name in ("gpt2", "bytes") and vocab_size < vocab_size_of(name):
+        raise UserError(
+            f"{folder / MANIFEST}: vocab_size is {vocab_size:,}, but the tokenizer {name!r} has "
+            f"{vocab_size_of(name):,}; prepare the data again"
+        )
+    return Data(
+        train_shards=train,
+        val_shards=val,
+        train=RowStream(train, config.context_length, config.seed, config.shuffle_shards, config.shuffle_rows),
+        val=RowStream(val, config.context_length) if val else None,
+        manifest=manifest,
+        tokenizer=name,
+        vocab_size=vocab_size,
+    )

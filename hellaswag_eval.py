@@ -1,13 +1,13 @@
-"""HellaSwag (Zellers et al. 2019): which of four endings does the model find likeliest?
+"""HellaSwag (Zellers et al. 2019): accuracy of choosing the right one of four endings.
 
     python hellaswag_eval.py checkpoints/latest.pt --hellaswag_file hellaswag_val.jsonl
 
-An ending's tokens are scored after its context. acc takes the ending with the lowest summed loss, acc_norm the one
-with the lowest loss per token, as build-nanogpt and llm.c do. 10,042 validation examples; chance is 0.25.
+An ending's tokens are scored after its context. acc chooses the ending with the lowest summed loss, acc_norm the one
+with the lowest loss per token, as in build-nanogpt and llm.c. There are 10,042 validation examples; chance is 0.25.
 
---style lm_eval gives the numbers of EleutherAI's lm-evaluation-harness, which differs in this: the context begins with
-the activity ("Canoeing: Two women ..."), its last sentence with a capital; "[title]" becomes ". " and other marks in
-brackets go; context and ending are tokenized in one; acc_norm takes the lowest loss per character.
+--style lm_eval computes the numbers of EleutherAI's lm-evaluation-harness, which differs in these points: the context
+begins with the activity ("Canoeing: Two women ..."), and its last sentence with a capital; "[title]" becomes ". ", and
+other tags in brackets are removed; context and ending are tokenized together; acc_norm takes the loss per character.
 """
 
 import json
@@ -21,40 +21,53 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from model import GPT, IGNORED_TARGET, evaluating
+from generate import load_model
+from model import GPT, IGNORED_TARGET
 from steadygpt.checkpoint import open_checkpoint
-from steadygpt.cli import OneLineParser, UserError, run_cli
-from steadygpt.device import autocast, choose_precision
+from steadygpt.cli import CheckpointOptions, UserError, option, parse_options, run_cli
+from steadygpt.device import autocast, choose_precision, evaluating
 from steadygpt.distributed import Ranks, joined
 from steadygpt.sources import load_hub
 from steadygpt.tokenizer import get_tokenizer
 
 TOKENS_PER_BATCH = {"cpu": 2048, "gpu": 16384}  # padding included
-# How far autocast moves a sum of n losses, in nats per sqrt(n); 0.0045 to 0.0082 (rms, bf16) in models of 1 to 124 M.
+# Bound on autocast's error in a sum of n losses, in nats per sqrt(n). In bf16, models of 1 to 124 M parameters have an
+# rms error of 0.0045 to 0.0082.
 ROUNDING = 0.02
 ENDINGS = 4
 STYLES = ("build-nanogpt", "lm_eval")
 
 
 @dataclass(frozen=True)
+class HellaSwagOptions(CheckpointOptions):
+    """The options of hellaswag_eval.py."""
+
+    hellaswag_file: str = option("", "hellaswag_val.jsonl (default: from the Hub)")
+    limit: int | None = option(None, "number of examples, from the start (default: all)", at_least=1)
+    style: str = option(STYLES[0], "definition of acc and acc_norm", choices=STYLES)
+
+
+@dataclass(frozen=True)
 class Tree:
-    """A context and the endings that go on from it: the context is computed once for all of them."""
+    """A context with endings that follow it, so that the context is computed only once."""
 
     context: list[int]  # token ids, at least one
     endings: list[list[int]]  # token ids, all of them scored
-    lengths: list[int]  # what acc_norm divides each ending's loss by
-    first: int  # the number of its first ending among the example's
+    lengths: list[int]  # acc_norm divides the ending's loss by this
+    first: int  # number of the first ending in the example
     example: int
     label: int
 
     @property
     def width(self) -> int:
-        """Tokens that the model reads: each branch repeats the context's last and lacks the ending's."""
+        """Number of input tokens. Each branch begins with the context's last token and lacks the ending's last."""
         return len(self.context) - 1 + sum(map(len, self.endings))
 
 
 @dataclass(frozen=True)
 class Scores:
+    """Accuracies in [0, 1]."""
+
     acc: float
     acc_norm: float
     num_examples: int
@@ -67,9 +80,9 @@ class Scores:
 
 
 def load_examples(file: str) -> list[dict]:
-    """The validation examples: {"ctx": str, "endings": [str] * 4, "label": int, ...}, from a .jsonl file or the Hub.
+    """Load the validation examples, {"ctx": str, "endings": [str] * 4, "label": int, ...}, from .jsonl or the Hub.
 
-    Raises: UserError when they cannot be had, or a line is not such an example.
+    Raises: UserError when they cannot be loaded, or a line is not an example.
     """
     if not file:
         try:
@@ -82,7 +95,7 @@ def load_examples(file: str) -> list[dict]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--hellaswag_file {file}: cannot be read ({error})") from error
     if lines == [""]:
-        raise UserError(f"{file}: empty; expected one JSON object a line")
+        raise UserError(f"{file}: empty; expected one JSON object per line")
     examples = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -100,13 +113,13 @@ def load_examples(file: str) -> list[dict]:
 
 
 def tokenize(examples: Sequence[dict], tokenizer, context_length: int, style: str = STYLES[0]) -> list[Tree]:
-    """A tree an example; one an ending where that is more than context_length + 1 tokens: the context loses its start.
+    """Tokenize each example as one tree; one too long for the context becomes a tree per ending, cut at the start.
 
-    Raises: UserError when an example lacks what the style needs.
+    Raises: UserError when an example lacks a field that the style needs.
     """
     encode, trees = tokenizer.encode_ordinary, []
     for number, example in enumerate(examples):
-        # Each ending with a space before it, as GPT-2's words begin, and what acc_norm divides its loss by.
+        # Endings are tokenized with a space before them, because GPT-2's words begin with one.
         if style == "lm_eval":
             text, texts = lm_eval_texts(example)
             context = encode(text.rstrip())
@@ -120,28 +133,28 @@ def tokenize(examples: Sequence[dict], tokenizer, context_length: int, style: st
             continue
         for which, (ending, length) in enumerate(zip(endings, lengths, strict=True)):
             tokens = (context + ending)[-(context_length + 1) :]
-            split = max(1, len(tokens) - len(ending))  # the first token is read, never scored
+            split = max(1, len(tokens) - len(ending))  # the first token cannot be scored
             trees.append(Tree(tokens[:split], [tokens[split:]], [length], which, number, example["label"]))
     return trees
 
 
 def lm_eval_texts(example: dict) -> tuple[str, list[str]]:
-    """Context and endings as lm-evaluation-harness writes them (its task hellaswag, version 1).
+    """Return context and endings as in lm-evaluation-harness (task hellaswag, version 1).
 
-    In files that have no ctx_a and ctx_b, ctx stands for the first: the last sentence then keeps its small letter.
+    Files without ctx_a and ctx_b have ctx instead, and their last sentence keeps its lower-case letter.
     """
 
     def clean(text: str) -> str:
         return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
     if "activity_label" not in example:
-        raise UserError("an example of HellaSwag has no activity_label; --style lm_eval needs it")
+        raise UserError("an example of HellaSwag has no activity_label, which --style lm_eval needs")
     context = f"{example.get('ctx_a', example['ctx'])} {example.get('ctx_b', '').capitalize()}"
     return clean(f"{example['activity_label']}: {context}"), [clean(ending) for ending in example["endings"]]
 
 
 def make_batches(trees: Sequence[Tree], tokens_per_batch: int) -> list[list[Tree]]:
-    """Trees of like width together, the widest first, so that little is padded and too little memory shows at once."""
+    """Group trees of similar width to save padding, the widest first, so that a lack of memory shows at once."""
     batches: list[list[Tree]] = []
     for tree in sorted(trees, key=lambda tree: tree.width, reverse=True):
         if not batches or batches[-1][0].width * (len(batches[-1]) + 1) > tokens_per_batch:
@@ -151,11 +164,11 @@ def make_batches(trees: Sequence[Tree], tokens_per_batch: int) -> list[list[Tree
 
 
 def score_batch(model: nn.Module, batch: Sequence[Tree], device: torch.device) -> list[list[float]]:
-    """The summed loss of each ending of each tree, in nats; logits are computed at ending tokens alone."""
+    """Return the summed loss of each ending of each tree in nats; logits are computed for ending tokens only."""
     width = max(tree.width for tree in batch)
     inputs, positions = torch.zeros(2, len(batch), width, dtype=torch.int64)
     targets = torch.full_like(inputs, IGNORED_TARGET)
-    branches = torch.zeros_like(inputs)  # 0: the context, which all see; 1, 2, ...: seen by its own tokens alone
+    branches = torch.zeros_like(inputs)  # 0: context, visible to all; 1, 2, ...: endings, each visible to itself
     for i, tree in enumerate(batch):
         shared = begin = len(tree.context) - 1
         inputs[i, :shared], positions[i, :shared] = torch.tensor(tree.context[:-1]), torch.arange(shared)
@@ -177,21 +190,26 @@ def score_batch(model: nn.Module, batch: Sequence[Tree], device: torch.device) -
 def ending_losses(
     model: GPT, trees: Sequence[Tree], ranks: Ranks, should_stop: Callable[[], object] = bool, progress: bool = False
 ) -> np.ndarray | None:
-    """The summed loss of each ending in nats, (examples, 4), found by all ranks; None where should_stop() said so.
+    """Compute the summed loss of each ending in nats, (examples, 4), on all ranks together.
 
-    In an autocast, examples that its rounding may decide are scored again outside it: the choices are those of fp32
-    (but for what stays in fp8).
+    Under autocast, examples that its rounding may decide are scored again without it, so the choices are those of fp32
+    (except for layers in fp8).
+
+    Args:
+        should_stop: is called before each batch; a true result ends the evaluation.
+
+    Returns: the same array on every rank, or None after a stop.
     """
     losses = np.zeros((trees[-1].example + 1, ENDINGS))
 
     def score(trees: Sequence[Tree], what: str) -> bool:
-        """Fill `losses` with those of the trees; False: stopped."""
+        """Set `losses` of these trees; return False after a stop."""
         batches = make_batches(trees, TOKENS_PER_BATCH["cpu" if ranks.device.type == "cpu" else "gpu"])
         found = torch.zeros(losses.shape, dtype=torch.float64)
         for turn in tqdm(range(0, len(batches), ranks.world_size), desc=what, unit="batch", disable=not progress):
             if should_stop():
                 return False
-            # FSDP needs every rank in every forward: one with no batch left repeats the last for nothing.
+            # FSDP needs all ranks in every forward: a rank without a batch recomputes the last one and discards it.
             mine = turn + ranks.rank
             batch = batches[min(mine, len(batches) - 1)]
             for tree, sums in zip(batch, score_batch(model, batch, ranks.device), strict=True):
@@ -213,27 +231,29 @@ def ending_losses(
 
 
 def close_calls(trees: Sequence[Tree], losses: np.ndarray) -> np.ndarray:
-    """Which examples' best ending, by sum or by length, could be another but for rounding; (examples,) bool."""
+    """Find the examples in which rounding may decide the best ending, by sum or by length; (examples,) bool."""
     tokens = per_ending(trees, [[len(ending) for ending in tree.endings] for tree in trees])
     errors = ROUNDING * np.sqrt(tokens)
     close = np.zeros(len(losses), bool)
     for length in (1, per_ending(trees, [tree.lengths for tree in trees])):
-        surely = ((losses + errors) / length).min(1, keepdims=True)  # the best is this or lower
-        close |= ((losses - errors) / length < surely).sum(1) > 1
+        bound = ((losses + errors) / length).min(1, keepdims=True)  # the best ending is at most this
+        close |= ((losses - errors) / length < bound).sum(1) > 1
     return close
 
 
 def per_ending(trees: Sequence[Tree], numbers: Sequence[Sequence[int]]) -> np.ndarray:
-    """Each tree's numbers in the places of its endings, (examples, 4)."""
+    """Arrange each tree's numbers by example and ending, (examples, 4)."""
     placed = np.ones((trees[-1].example + 1, ENDINGS))
     for tree, own in zip(trees, numbers, strict=True):
         placed[tree.example, tree.first : tree.first + len(own)] = own
     return placed
 
 
-def evaluate(model: GPT, trees: Sequence[Tree], ranks: Ranks, *args, **kwargs) -> Scores | None:
-    """The scores of the trees' examples, on every rank; the arguments are those of ending_losses."""
-    losses = ending_losses(model, trees, ranks, *args, **kwargs)
+def evaluate(
+    model: GPT, trees: Sequence[Tree], ranks: Ranks, should_stop: Callable[[], object] = bool, progress: bool = False
+) -> Scores | None:
+    """Compute the scores of the trees' examples; arguments as in ending_losses, and None after a stop."""
+    losses = ending_losses(model, trees, ranks, should_stop, progress)
     if losses is None:
         return None
     lengths, labels = per_ending(trees, [tree.lengths for tree in trees]), np.zeros(len(losses), int)
@@ -246,31 +266,14 @@ def evaluate(model: GPT, trees: Sequence[Tree], ranks: Ranks, *args, **kwargs) -
     )
 
 
-def main() -> int:
-    parser = OneLineParser(description="Evaluate a checkpoint on HellaSwag.")
-    parser.add_argument("checkpoint", nargs="?", default="latest", help="latest, best or a file (default: latest)")
-    parser.add_argument(
-        "--checkpoint_dir", default="checkpoints", help="where latest and best are (default: checkpoints)"
-    )
-    parser.add_argument("--hellaswag_file", default="", help="hellaswag_val.jsonl (default: from the Hub)")
-    parser.add_argument("--limit", type=int, default=None, help="only the first LIMIT examples (default: all)")
-    parser.add_argument(
-        "--style",
-        default=STYLES[0],
-        choices=STYLES,
-        help=f"whose definition of acc and acc_norm (default: {STYLES[0]})",
-    )
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, mps (default: auto)")
-    parser.add_argument("--precision", default="auto", choices=("auto", "fp32", "bf16", "fp16"))
-    args = parser.parse_args()
-    if args.limit is not None and args.limit < 1:
-        raise UserError(f"--limit is {args.limit}; expected at least 1")
-    with joined(args.device) as ranks:
-        path, checkpoint = open_checkpoint(args.checkpoint, Path(args.checkpoint_dir))
-        model = GPT.from_checkpoint(checkpoint).to(ranks.device)
-        examples = load_examples(args.hellaswag_file)[: args.limit]
-        trees = tokenize(examples, get_tokenizer(checkpoint["tokenizer"]), model.config.context_length, args.style)
-        with autocast(ranks.device, choose_precision(args.precision, ranks.device)):
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse_options(HellaSwagOptions, argv, "Evaluate a checkpoint on HellaSwag.")
+    with joined(options.device) as ranks:
+        path, checkpoint = open_checkpoint(options.checkpoint, Path(options.checkpoint_dir))
+        model = load_model(checkpoint).to(ranks.device)
+        examples = load_examples(options.hellaswag_file)[: options.limit]
+        trees = tokenize(examples, get_tokenizer(checkpoint["tokenizer"]), model.config.context_length, options.style)
+        with autocast(ranks.device, choose_precision(options.precision, ranks.device)):
             scores = evaluate(model, trees, ranks, progress=ranks.is_main)
         if ranks.is_main:
             print(f"{path} at step {checkpoint['step']:,}: {scores}")

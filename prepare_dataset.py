@@ -1,20 +1,21 @@
-"""Text from the Hub, from files or from Python's own library -> token shards and their manifest.json.
+"""Token shards and their manifest.json, from text of the Hugging Face Hub, files or Python's own library.
 
     python prepare_dataset.py                                      # FineWeb-Edu, 10 B tokens, GPT-2's vocabulary
     python prepare_dataset.py --source stdlib --tokenizer bytes    # nothing to download
     python prepare_dataset.py --source 'corpus/*.jsonl.gz' --text_field content --out data/corpus
 
-source -> rows -> pieces -> batches -> ids -> shards. Each follows from the source and a position in it alone, so the
-shards are the same bytes for any number of workers, and after a kill the same command continues.
+Source -> rows -> pieces -> batches -> ids -> shards. Each depends only on the source and a position in it, so the
+shards have the same bytes for any number of workers, and after a kill the same command continues.
 """
 
-import argparse
+import dataclasses
 import glob
 import io
 import json
 import os
 import re
 import shlex
+import shutil
 import sys
 import threading
 import time
@@ -22,6 +23,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import dataclass
 from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import NamedTuple, TextIO
@@ -30,33 +32,51 @@ import numpy as np
 import tiktoken
 from tqdm import tqdm
 
-from steadygpt.cli import OneLineParser, UserError, run_cli
+from steadygpt.cli import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.durable import lock_folder, replace_file
-from steadygpt.shards import MANIFEST, open_shard, token_dtype, write_shard
+from steadygpt.shards import DEFAULT_FOLDER, MANIFEST, open_shard, token_dtype, write_shard
 from steadygpt.sources import READERS, STDLIB, Position, Row, file_rows, find_files, fingerprint, hub_rows, load_hub
 from steadygpt.tokenizer import END_OF_TEXT, get_tokenizer
 
 FORMAT_VERSION = 1
-FINEWEB_EDU = "hf:HuggingFaceFW/fineweb-edu:sample-10BT"
-BATCH_CHARS = 2**20  # for one call of the tokenizer
-# Longer documents are cut. A piece may be twice as long, and tiktoken's regex gives up on a run of a million spaces.
+FINEWEB_EDU = "hf:HuggingFaceFW/fineweb-edu:sample-10BT"  # --source fineweb-edu
+BATCH_CHARS = 2**20  # characters in one call of the tokenizer
+# Longer documents are cut into pieces of up to twice this. tiktoken's regex fails on a million consecutive spaces.
 PIECE_CHARS = 400_000
-RUN_AHEAD = 32  # batches beyond one per worker, so that none is idle while a shard is written
+RUN_AHEAD = 32  # batches beyond one per worker, to keep the workers busy while a shard is written
 NAMED_SKIPS = 5  # skipped rows that are named on stderr
-SMALL_TOKENS = 50_000_000  # for fewer the quickstart's model is proposed
+SMALL_TOKENS = 50_000_000  # below this, the proposed next command trains the quickstart's model
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """The options of prepare_dataset.py."""
+
+    source: str = option("fineweb-edu", "fineweb-edu, stdlib, hf:NAME[:CONFIG], or a file, folder or glob")
+    tokenizer: str = option("gpt2", "gpt2, bytes, or any other tokenizer of tiktoken")
+    shard_size: int = option(100_000_000, "tokens per shard", at_least=1, at_most=2**31)
+    val_tokens: int | None = option(
+        None, "tokens of val, taken from the start (default: a shard; of files at most bytes / 40)", at_most=2**31
+    )
+    num_workers: int | None = option(None, "threads that tokenize (default: one per core)", at_least=1, at_most=2**31)
+    out: str | None = option(None, f"folder for the shards (default: data/NAME; for fineweb-edu {DEFAULT_FOLDER})")
+    name: str | None = option(None, "prefix of the shards' file names (default: the last part of --source)")
+    text_field: str = option("text", "JSON field or column that holds a document's text")
+    streaming: bool = option(False, "read a Hub data set while it downloads")
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # rows -> pieces -> batches -> ids
 
 
 class Piece(NamedTuple):
-    """A document, or a part of a long one; or a row that was skipped."""
+    """A document, a part of a long one, or a skipped row."""
 
     at: Position
-    amount_read: int  # see Row
+    amount_read: int  # how far the file is read, as in Row
     text: str = ""
-    skipped: str = ""  # why, if it was
-    repaired: bool = False  # the first of its document with U+FFFD for what was no Unicode
+    skipped: str = ""  # the reason
+    repaired: bool = False  # the first piece of its document in which U+FFFD replaces invalid Unicode
 
 
 Batch = list[Piece]
@@ -64,10 +84,10 @@ _BEFORE_LAST_CUT = re.compile(r"(?s:.*)\S(?= )")
 
 
 def split_text(file: TextIO) -> Iterator[str]:
-    """A text in pieces of about PIECE_CHARS whose ids, one after the other, are those of the whole.
+    """Cut a text into pieces of about PIECE_CHARS whose ids, concatenated, are the ids of the whole text.
 
-    Cut before a space that follows a non-space: pre-tokenizers in the line of GPT-2's begin a new word there,
-    whatever stands around. Cut anywhere where there is no such space.
+    Cuts come before a space that follows a non-space, where pre-tokenizers such as GPT-2's always begin a new word. A
+    text without such a space is cut anywhere, and its ids may differ.
     """
     text = file.read(PIECE_CHARS)
     while more := file.read(PIECE_CHARS):
@@ -80,7 +100,7 @@ def split_text(file: TextIO) -> Iterator[str]:
 
 
 def read_pieces(rows: Iterable[Row], start: Position) -> Iterator[Piece]:
-    """The pieces of the rows, from `start` on."""
+    """Cut rows into pieces, from `start` on."""
     for at, value, amount_read in rows:
         file = io.StringIO(value) if isinstance(value, str) else value
         if not isinstance(file, io.TextIOBase):
@@ -90,7 +110,7 @@ def read_pieces(rows: Iterable[Row], start: Position) -> Iterator[Piece]:
         is_repaired = False
         for number, text in enumerate(split_text(file)):
             at = at._replace(piece=number)
-            # U+FFFD for lone surrogates: bytes that are no UTF-8, or escapes in JSON
+            # U+FFFD replaces lone surrogates, which stand for invalid UTF-8 or come from escapes in JSON.
             clean = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             if number == 0 and len(text) < PIECE_CHARS and not text.strip():
                 yield Piece(at, amount_read(), skipped="no text")
@@ -100,27 +120,27 @@ def read_pieces(rows: Iterable[Row], start: Position) -> Iterator[Piece]:
 
 
 def gather_batches(pieces: Iterable[Piece]) -> Iterator[Batch]:
-    """Consecutive pieces, together BATCH_CHARS or a little more."""
+    """Gather consecutive pieces into batches of BATCH_CHARS or a little more."""
     batch, size = [], 0
     for piece in pieces:
-        # A later piece of a document begins a batch: next to the one before, the cut between them would be undone.
+        # A later piece of a document begins a batch, because encoding it with the piece before would undo the cut.
         if size >= BATCH_CHARS or (batch and piece.at.piece > 0):
             yield batch
             batch, size = [], 0
         batch.append(piece)
-        size += len(piece.text) + 64  # a skipped row takes memory too
+        size += len(piece.text) + 64  # 64: skipped rows take memory too
     if batch:
         yield batch
 
 
 def encode(tokenizer: tiktoken.Encoding, batch: Batch) -> np.ndarray:
-    """The ids of a batch, (n,) uint32: <|endoftext|> before each document, all the rest is ordinary text."""
+    """Encode a batch as (n,) uint32 ids, with <|endoftext|> before each document and nowhere else."""
     pieces = [piece for piece in batch if not piece.skipped]
     joined = "".join(END_OF_TEXT * (piece.at.piece == 0) + piece.text for piece in pieces)
     if joined.count(END_OF_TEXT) == sum(piece.at.piece == 0 for piece in pieces):
-        # One long call does without the GIL nearly all of its time, a call per document does not.
+        # One long call, unlike a call per document, holds the GIL for little of its time.
         return tokenizer.encode_to_numpy(joined, allowed_special={END_OF_TEXT}, disallowed_special=())
-    ids = []  # a document speaks of <|endoftext|>
+    ids = []  # the text of a document contains <|endoftext|>
     for piece in pieces:
         ids += [tokenizer.eot_token] * (piece.at.piece == 0) + tokenizer.encode_ordinary(piece.text)
     return np.array(ids, np.uint32)
@@ -129,12 +149,12 @@ def encode(tokenizer: tiktoken.Encoding, batch: Batch) -> np.ndarray:
 def encode_all(
     batches: Iterable[Batch], tokenizer: tiktoken.Encoding, num_workers: int
 ) -> Iterator[tuple[Batch, np.ndarray]]:
-    """Each batch and its ids (n,), in order; at most num_workers + RUN_AHEAD batches are in memory."""
+    """Yield each batch with its ids (n,), in order; at most num_workers + RUN_AHEAD batches are in memory."""
     pending: deque[tuple[Batch, Future]] = deque()
     own = threading.local()
 
     def copy_tokenizer() -> None:
-        # Threads that share a tokenizer contend for its regex's scratch space, at worst for half of their time.
+        # Threads that share a tokenizer wait for its regex's scratch space, up to half of their time.
         own.tokenizer = tiktoken.Encoding(
             tokenizer.name,
             pat_str=tokenizer._pat_str,
@@ -160,44 +180,44 @@ def encode_all(
 
 
 def load_manifest(out: Path, identity: dict) -> dict | None:
-    """The manifest of an earlier run of the same preparation; None for a folder without shards.
+    """Read the manifest that an earlier run of the same preparation left; None for a folder without shards.
 
-    Raises: UserError when the folder holds anything else.
+    Raises: UserError when the folder holds any other shards.
     """
-    advice = f"use another --out, or empty {out}"
+    advice = f"use a different --out, or empty {out}"
     try:
         manifest = json.loads((out / MANIFEST).read_text())
-        differ = [f"{k} {manifest[k]!r}, now it is {new!r}" for k, new in identity.items() if manifest[k] != new]
+        differ = [f"{k} {manifest[k]!r}, but now it is {new!r}" for k, new in identity.items() if manifest[k] != new]
         shards = {out / shard["file"]: shard["tokens"] for shard in manifest["shards"]}
     except FileNotFoundError:
         if foreign := sorted(path.name for path in out.glob("*") if path.suffix in (".npy", ".bin")):
-            raise UserError(f"{out} holds {foreign[0]} but no {MANIFEST}; {advice}") from None
+            raise UserError(f"{out}: holds {foreign[0]} but no {MANIFEST}; {advice}") from None
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{out / MANIFEST}: not a manifest ({error!r}); {advice}") from error
     if not shards:
-        return None  # a command that came to nothing, as one with the wrong --text_field, binds nobody
+        return None  # left by a command that failed early, for example with the wrong --text_field
     if differ:
-        raise UserError(f"{out} was begun with {'; '.join(differ)}; {advice}")
+        raise UserError(f"{out}: prepared with {'; '.join(differ)}; {advice}")
     for path, num_tokens in shards.items():
         if not path.exists() or open_shard(path).num_tokens != num_tokens:
-            raise UserError(f"{path}: missing or not whole, though {MANIFEST} lists it; empty {out} and start again")
+            raise UserError(f"{path}: missing or damaged, though {MANIFEST} lists it; empty {out} and prepare it again")
     return manifest
 
 
 def save_manifest(out: Path, manifest: dict) -> None:
-    """Replace the manifest, durably."""
+    """Replace the manifest atomically."""
     replace_file(out / MANIFEST, lambda file: file.write(f"{json.dumps(manifest, indent=2)}\n".encode()))
 
 
 def next_shard(manifest: dict) -> tuple[str, int]:
-    """The split and the size in tokens of the shard after the finished ones; the stream begins with val."""
+    """Return the split and the size in tokens of the next shard; val comes first."""
     val_left = manifest["val_tokens"] - manifest["tokens"]
     return ("val", min(val_left, manifest["shard_size"])) if val_left > 0 else ("train", manifest["shard_size"])
 
 
 def finish_shard(out: Path, manifest: dict, ids: np.ndarray) -> None:
-    """Write ids (n,) as the next shard, durably, and enter it in the manifest."""
+    """Write ids (n,) as the next shard and add it to the manifest."""
     split, _ = next_shard(manifest)
     name = f"{manifest['name']}_{split}_{len(manifest['shards']):06d}.npy"
     digest = write_shard(out / name, ids)
@@ -206,12 +226,12 @@ def finish_shard(out: Path, manifest: dict, ids: np.ndarray) -> None:
 
 
 def write_shards(encoded: Iterable[tuple[Batch, np.ndarray]], out: Path, manifest: dict) -> None:
-    """Write the shards that are missing; after each, the manifest on the disk says where the next one begins.
+    """Write the missing shards; after each, save in the manifest where the next one begins.
 
     Args:
-        encoded: batches and their ids, beginning with the batch at manifest["next"].
+        encoded: batches and their ids, from the batch at manifest["next"] on.
 
-    Raises: UserError when the val split leaves no token for train; OSError when a shard cannot be written.
+    Raises: UserError when val leaves no tokens for train; OSError when a shard cannot be written.
     """
     buffer = np.empty(manifest["shard_size"], token_dtype(manifest["vocab_size"]))
     filled, taken = 0, manifest["next"]["skip_tokens"]
@@ -226,7 +246,7 @@ def write_shards(encoded: Iterable[tuple[Batch, np.ndarray]], out: Path, manifes
                 manifest["next"] = batch[0].at._asdict() | {"skip_tokens": taken}
                 save_manifest(out, manifest)
                 filled = 0
-        # Only now: what is saved above counts the batches before "next", where a resumed run begins to count.
+        # Counted after the save above, because a resumed run starts with this batch and counts it again.
         manifest["documents"] += sum(piece.at.piece == 0 and not piece.skipped for piece in batch)
         manifest["repaired"] += sum(piece.repaired for piece in batch)
         manifest["skipped"] = Counter(manifest["skipped"]) + Counter(p.skipped for p in batch if p.skipped)
@@ -236,7 +256,7 @@ def write_shards(encoded: Iterable[tuple[Batch, np.ndarray]], out: Path, manifes
             path.unlink()
         raise UserError(
             f"{manifest['source']}: {num_tokens:,} tokens ({_counts(manifest)}), and --val_tokens "
-            f"{manifest['val_tokens']} leaves none for train; use "
+            f"{manifest['val_tokens']} leaves none for train; try "
             f"{f'--val_tokens {num_tokens // 10} or ' if num_tokens else ''}more text"
         )
     if filled:
@@ -260,40 +280,22 @@ def _plural(count: int, noun: str) -> str:
 # the command
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line, with a name and a folder where none are given.
+def parse_args(argv: Sequence[str] | None) -> PrepareOptions:
+    """Parse the command line; fill in name, folder and number of workers.
 
     Raises: UserError.
     """
-    parser = OneLineParser(description=__doc__.partition("\n")[0])
-
-    def option(name: str, kind: type, default: object, meaning: str) -> None:
-        meaning += f" (default: {default})" if default is not None else ""
-        parser.add_argument(f"--{name}", type=kind, default=default, metavar=kind.__name__.upper(), help=meaning)
-
+    options = parse_options(PrepareOptions, argv, __doc__.partition("\n")[0])
+    name = options.name or default_name(options.source)
+    if not re.fullmatch(r"[\w.-]+", name):
+        raise OptionError("name", repr(name), "only letters, digits and . _ -")
+    out = options.out or str(DEFAULT_FOLDER if options.source == "fineweb-edu" else Path("data", name))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    option("source", str, "fineweb-edu", "fineweb-edu, stdlib, hf:NAME[:CONFIG], or a file, folder or glob")
-    option("tokenizer", str, "gpt2", "gpt2, bytes, or any other of tiktoken's")
-    option("shard_size", int, 100_000_000, "tokens per shard")
-    option("val_tokens", int, None, "size of val, the source's start (default: a shard; of files at most bytes / 40)")
-    option("num_workers", int, cores, "threads that tokenize")
-    option("out", Path, None, "folder of the shards (default: data/NAME; of fineweb-edu data/edu_fineweb10B)")
-    option("name", str, None, "what the shards' file names begin with (default: the last part of --source)")
-    option("text_field", str, "text", "JSON field or column that holds a document's text")
-    parser.add_argument("--streaming", action="store_true", help="read a Hub data set as it downloads (default: off)")
-    args = parser.parse_args(argv)
-    for name, least in (("shard_size", 1), ("num_workers", 1), ("val_tokens", 0)):
-        if (value := getattr(args, name)) is not None and not least <= value <= 2**31:
-            raise UserError(f"--{name} is {value}; expected {least} to {2**31}")
-    args.name = args.name or default_name(args.source)
-    if not re.fullmatch(r"[\w.-]+", args.name):
-        raise UserError(f"--name is {args.name!r}; expected letters, digits and . _ - only")
-    args.out = args.out or Path("data", "edu_fineweb10B" if args.source == "fineweb-edu" else args.name)
-    return args
+    return dataclasses.replace(options, name=name, out=out, num_workers=options.num_workers or cores)
 
 
 def default_name(source: str) -> str:
-    """The last part of a source that is no wildcard, without its suffix."""
+    """Return the last part of a source without wildcards and suffix."""
     if source == "fineweb-edu":
         return "edufineweb"
     path = Path(source.split(":")[1]) if source.startswith("hf:") else Path(source)
@@ -305,7 +307,7 @@ def default_name(source: str) -> str:
 def show_progress(
     encoded: Iterable[tuple[Batch, np.ndarray]], bar: tqdm, names: Sequence[object], amount_before: Sequence[int]
 ) -> Iterator[tuple[Batch, np.ndarray]]:
-    """Pass batches on; the bar shows how much of the source is done, stderr names the first skipped rows."""
+    """Pass batches on, show the share of the source that is done, and name the first skipped rows on stderr."""
     num_tokens, num_named = 0, 0
     for batch, ids in encoded:
         yield batch, ids
@@ -318,73 +320,75 @@ def show_progress(
             num_named += 1
 
 
-def prepare(args: argparse.Namespace, hub: str, files: Sequence[Path], manifest: dict) -> None:
-    """Bring the shards that `manifest` lacks into args.out.
+def prepare(options: PrepareOptions, source: str, files: Sequence[Path], manifest: dict) -> None:
+    """Write the shards that `manifest` lacks, from files, or from the Hub if there are none.
 
     Raises: UserError; OSError when a shard cannot be written.
     """
     start = Position(*(manifest["next"][field] for field in Position._fields))
-    if hub:
-        dataset = load_hub(hub, streaming=args.streaming)
-        rows = hub_rows(dataset, hub, args.text_field, start)
-        names, amount_before, total, unit = [hub], [0], getattr(dataset, "num_rows", None), " documents"
-    else:
-        rows, names, unit = file_rows(files, args.text_field, start), files, "B"
+    if files:
+        rows, names, unit = file_rows(files, options.text_field, start), files, "B"
         *amount_before, total = accumulate((file.stat().st_size for file in files), initial=0)
+    else:
+        dataset = load_hub(source, streaming=options.streaming)
+        rows = hub_rows(dataset, source, options.text_field, start)
+        names, amount_before, total, unit = [source], [0], getattr(dataset, "num_rows", None), " documents"
     batches = gather_batches(read_pieces(rows, start))
-    every_s = 0.1 if sys.stderr.isatty() else 60
+    interval_s = 0.1 if sys.stderr.isatty() else 60
     with (
-        tqdm(desc="tokenizing", total=total, unit=unit, unit_scale=True, mininterval=every_s) as bar,
-        closing(encode_all(batches, get_tokenizer(args.tokenizer), args.num_workers)) as encoded,
+        tqdm(desc="tokenizing", total=total, unit=unit, unit_scale=True, mininterval=interval_s) as bar,
+        closing(encode_all(batches, get_tokenizer(options.tokenizer), options.num_workers)) as encoded,
     ):
-        write_shards(show_progress(encoded, bar, names, amount_before), args.out, manifest)
+        write_shards(show_progress(encoded, bar, names, amount_before), Path(options.out), manifest)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prepare what the command line asks for; returns the exit status.
+    """Prepare the data that the command line asks for.
 
     Raises: UserError.
     """
-    begun_s, args = time.monotonic(), parse_args(argv)
-    hub = (
-        "hf:HuggingFaceFW/fineweb-edu:sample-10BT"
-        if args.source == "fineweb-edu"
-        else args.source * args.source.startswith("hf:")
-    )
-    files = [] if hub else find_files(args.source)
-    if args.val_tokens is None:
-        num_bytes = sum(file.stat().st_size for file in files)
-        args.val_tokens = args.shard_size if hub else min(args.shard_size, num_bytes // 40)
+    start_s, options = time.monotonic(), parse_args(argv)
+    out, source = Path(options.out), FINEWEB_EDU if options.source == "fineweb-edu" else options.source
+    files = [] if source.startswith("hf:") else find_files(source)
+    if options.val_tokens is None:
+        limit = sum(file.stat().st_size for file in files) // 40 if files else options.shard_size
+        options = dataclasses.replace(options, val_tokens=min(options.shard_size, limit))
     same = ("source", "name", "tokenizer", "shard_size", "val_tokens", "text_field")
-    identity = {"format_version": FORMAT_VERSION, "files": None if hub else fingerprint(files)}
-    identity |= {key: getattr(args, key) for key in same}
-    manifest = load_manifest(args.out, identity)
+    identity = {"format_version": FORMAT_VERSION, "files": fingerprint(files) if files else None}
+    identity |= {key: getattr(options, key) for key in same}
+    manifest = load_manifest(out, identity)
     if manifest and manifest["complete"]:
-        print(f"{args.out} is complete, nothing is left to do")
+        print(f"{out}: already complete")
     else:
-        vocab_size = get_tokenizer(args.tokenizer).n_vocab
+        vocab_size = get_tokenizer(options.tokenizer).n_vocab
+        dtype = token_dtype(vocab_size)
         manifest = manifest or (
             identity
-            | {"complete": False, "vocab_size": vocab_size, "dtype": token_dtype(vocab_size).name}
+            | {"complete": False, "vocab_size": vocab_size, "dtype": dtype.name}
             | {"documents": 0, "repaired": 0, "skipped": {}, "tokens": 0, "shards": []}
             | {"next": Position()._asdict() | {"skip_tokens": 0}}
         )
-        with lock_folder(args.out, "wait until it is done, or use another --out"):
+        with lock_folder(out, "wait until it has finished, or use a different --out"):
             try:
-                save_manifest(args.out, manifest)  # first: shards without one are taken for someone else's
-                prepare(args, hub, files, manifest)
+                save_manifest(out, manifest)  # before any shard, because shards without a manifest are refused
+                prepare(options, source, files, manifest)
             except OSError as error:
-                raise UserError(f"{args.out}: {error}; make room, and the same command continues") from error
+                shard_bytes = options.shard_size * dtype.itemsize
+                raise UserError(
+                    f"{error.filename or out}: {error.strerror or error}; {shutil.disk_usage(out).free:,} bytes are "
+                    f"free, a shard takes {shard_bytes:,}; fix it and run the same command again to continue"
+                ) from error
             except KeyboardInterrupt:
-                print("stopped; run the same command again and it continues", file=sys.stderr)
+                print("stopped; run the same command again to continue", file=sys.stderr)
                 raise
     splits = Counter(shard["split"] for shard in manifest["shards"])
-    flags = f"--data_dir {shlex.quote(str(args.out))}"
+    flags = f"--data_dir {shlex.quote(str(out))}"
     if manifest["tokens"] < SMALL_TOKENS:
-        flags = f"--config quickstart {flags} --checkpoint_dir checkpoints/{args.name} --logdir logs/{args.name}"
+        name = options.name
+        flags = f"--config quickstart {flags} --checkpoint_dir checkpoints/{name} --logdir logs/{name}"
     print(
         f"{_counts(manifest)}, {manifest['tokens']:,} tokens\n{_plural(splits['val'], 'val shard')} and "
-        f"{_plural(splits['train'], 'train shard')} in {args.out} ({time.monotonic() - begun_s:.1f} s)\n"
+        f"{_plural(splits['train'], 'train shard')} in {out} ({time.monotonic() - start_s:.1f} s)\n"
         f"next: python train.py {flags}"
     )
     return 0

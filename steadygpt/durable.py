@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, whatever kills the writer, and folders with one writer."""
+"""Atomic file writes and folder locks."""
 
 import errno
 import fcntl
@@ -14,9 +14,12 @@ from steadygpt.cli import UserError
 
 
 def replace_file(path: Path, write: Callable[[IO[bytes]], object], durable: bool = True) -> None:
-    """Write `path` through `write(file)`; after a crash the old file or the new one is there, never a part.
+    """Write `path` with `write(file)`; a crash leaves the old file or the new one, never a part.
 
-    Raises: OSError, with `path` untouched, when the disk is full or the folder read-only.
+    Args:
+        durable: the file also survives a power cut after this call.
+
+    Raises: OSError with errno and path, for example on a full disk; `path` keeps its content.
     """
     temporary = write_temporary(path, write, durable=durable)
     os.replace(temporary, path)
@@ -27,13 +30,15 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], object], durable: bool
 def write_temporary(
     path: Path, write: Callable[[IO[bytes]], object], cached: bool = True, durable: bool = True
 ) -> Path:
-    """Write the temporary neighbour of `path` and bring it to the disk; the caller links or replaces it.
+    """Write a temporary file beside `path`, for the caller to link or rename, and return its path.
 
-    Not `cached`, `write` may only append; it then goes past the page cache (see UncachedFile).
+    Args:
+        cached: False bypasses the page cache (see UncachedFile); `write` may then only append.
+        durable: wait until the file is on the disk.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        # A file object, not a path: torch.save then reports a full disk as OSError 28, not as an opaque RuntimeError.
+        # Given a path instead of a file, torch.save would report a full disk as a RuntimeError without errno.
         with open(temporary, "wb") if cached else UncachedFile(temporary) as file:
             write(file)
             file.flush()
@@ -48,19 +53,20 @@ def write_temporary(
 
 
 class UncachedFile(io.FileIO):
-    """A new file, written in sequence past the page cache (O_DIRECT), where the file system can.
+    """A new file that bypasses the page cache (O_DIRECT) where the file system supports that; it is only appended to.
 
-    Gigabytes cost a fifth of the processor time that way, and what the cache holds, the training data, stays there;
-    who reads the file next reads it from the disk.
+    Writing gigabytes takes a fifth of the CPU time, and the training data stays in the cache. The next reader of the
+    file reads it from the disk.
     """
 
     def __init__(self, path: Path, buffer_size: int = 2**24):
-        super().__init__(str(path), "wb")  # errors show it as it is given
-        self.buffer = memoryview(mmap.mmap(-1, buffer_size))  # from a page's start and of whole pages, as it must be
+        super().__init__(str(path), "wb")  # str, because errors show repr(path)
+        self.buffer = memoryview(mmap.mmap(-1, buffer_size))  # O_DIRECT requires whole pages at page boundaries
         self.used = 0
         self._set_direct(True)
 
     def write(self, data) -> int:
+        """Add `data` to the buffer, and write the buffer whenever it is full."""
         rest = data = memoryview(data).cast("B")
         while rest:
             part, rest = rest[: len(self.buffer) - self.used], rest[len(self.buffer) - self.used :]
@@ -71,7 +77,7 @@ class UncachedFile(io.FileIO):
         return len(data)
 
     def flush(self) -> None:
-        """Write what is left in the buffer; being no whole pages, it goes through the cache."""
+        """Write the rest of the buffer through the cache, because it is not whole pages."""
         if self.used:
             self._set_direct(False)
             self._drain()
@@ -84,11 +90,11 @@ class UncachedFile(io.FileIO):
             except OSError as error:
                 if not (self.direct and error.errno in (errno.EINVAL, errno.EOPNOTSUPP)):
                     raise
-                self._set_direct(False)  # the file system took the flag, but not the write
-        self.used = 0  # not before: on a full disk, close() tries again, and its OSError says more than torch.save's
+                self._set_direct(False)  # the file system accepts the flag but not the write
+        self.used = 0  # kept after an error: close() writes again, and its OSError says more than torch.save's error
 
     def _set_direct(self, on: bool) -> None:
-        flag = getattr(os, "O_DIRECT", 0)  # macOS has none
+        flag = getattr(os, "O_DIRECT", 0)  # missing on macOS
         flags = fcntl.fcntl(self, fcntl.F_GETFL) & ~flag
         try:
             fcntl.fcntl(self, fcntl.F_SETFL, flags | flag if on else flags)
@@ -98,9 +104,9 @@ class UncachedFile(io.FileIO):
 
 
 def link_file(source: Path, target: Path) -> None:
-    """Make `target` another name of `source`, atomically (a copy where the file system has no hard links)."""
+    """Link `source` as `target` atomically, or copy it where the file system has no hard links."""
     temporary = target.with_name(f".{target.name}.tmp")
-    temporary.unlink(missing_ok=True)  # os.link refuses an existing target; a killed writer may have left one
+    temporary.unlink(missing_ok=True)  # os.link refuses an existing target, such as a killed process may have left
     try:
         os.link(source, temporary)
     except OSError:
@@ -108,11 +114,11 @@ def link_file(source: Path, target: Path) -> None:
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
     os.replace(temporary, target)
-    temporary.unlink(missing_ok=True)  # rename() between two names of one file does nothing and leaves both
+    temporary.unlink(missing_ok=True)  # still there if both names were already one file: rename() then does nothing
 
 
 def fsync_folder(folder: Path) -> None:
-    """Bring the names in `folder` to the disk: a file's fsync does not."""
+    """Write the names in `folder` to the disk, which the fsync of a file does not."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -121,13 +127,13 @@ def fsync_folder(folder: Path) -> None:
 
 
 def lock_folder(folder: Path, advice: str) -> IO[str]:
-    """Make this process the only writer of `folder` until it ends, however it ends; keep the returned file.
+    """Lock `folder` against other processes until this process ends or the returned file is closed.
 
-    Raises: UserError naming the other process, with `advice`, when the folder is taken.
+    Raises: UserError with the other process and `advice` when the folder is locked.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / ".lock", "a+")  # noqa: SIM115 (held open: closing it gives the lock back)
+        file = open(folder / ".lock", "a+")  # noqa: SIM115 (stays open: closing it releases the lock)
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
@@ -138,6 +144,6 @@ def lock_folder(folder: Path, advice: str) -> IO[str]:
         raise UserError(f"{folder} is in use by process {owner}; {advice}") from None
     except OSError as error:
         raise UserError(
-            f"cannot write to {folder}: {error.strerror}; expected a folder of your own with room in it"
+            f"cannot write to {folder}: {error.strerror}; expected a writable folder with free space"
         ) from error
     return file

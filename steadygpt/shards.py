@@ -2,11 +2,15 @@
 
 import hashlib
 import json
+import os
 import re
+import shlex
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 from tqdm import tqdm
@@ -14,11 +18,12 @@ from tqdm import tqdm
 from steadygpt.cli import UserError
 from steadygpt.durable import replace_file
 
+DEFAULT_FOLDER = Path("data", "edu_fineweb10B")  # of train.py, and of prepare_dataset.py without --source
 MANIFEST = "manifest.json"
-# What training needs of it.
+# The manifest's keys that training reads.
 MANIFEST_KINDS = {"complete": bool, "tokenizer": str, "vocab_size": int, "shards": list}
 SHARD_KINDS = {"file": str, "split": str, "tokens": int, "sha256": str}
-# llm.c's and modded-nanogpt's header is 256 int32: magic, version, token count. The magic tells the dtype.
+# llm.c and modded-nanogpt begin with 256 int32: magic number, version, token count. The magic implies the dtype.
 LLMC_HEADER_BYTES = 256 * 4
 LLMC_DTYPES = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
 
@@ -33,20 +38,29 @@ class Shard:
     num_tokens: int
 
     def tokens(self) -> np.ndarray:
-        """(num_tokens,) memory-mapped ids."""
+        """Map the ids into memory, (num_tokens,)."""
         if not self.num_tokens:
-            return np.empty(0, self.dtype)  # there is nothing to map
+            return np.empty(0, self.dtype)  # mmap refuses an empty range
         return np.memmap(self.path, self.dtype, mode="r", offset=self.offset, shape=(self.num_tokens,))
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest type that shards of this vocabulary are stored in."""
+    """Return the smallest dtype of shards that holds each id of the vocabulary."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> str:
-    """Write ids (n,) as `.npy`, durably; returns the SHA-256 of the file in hex."""
-    replace_file(path, lambda file: np.save(file, tokens, allow_pickle=False))
+    """Write ids (n,) as `.npy`, atomically, and return the file's SHA-256 in hex.
+
+    Raises: OSError with errno and path, for example on a full disk.
+    """
+
+    def write(file: IO[bytes]) -> None:
+        # The bytes of np.save, whose tofile() reports a full disk as an OSError without errno.
+        np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(tokens))
+        file.write(np.ascontiguousarray(tokens).data)
+
+    replace_file(path, write)
     return _sha256(path)
 
 
@@ -56,44 +70,16 @@ def _sha256(path: Path) -> str:
 
 
 def open_shard(path: Path) -> Shard:
-    """Read where the tokens of a `.npy`, a llm.c `.bin` or a nanoGPT `.bin` file are.
+    """Find the tokens in a `.npy` file, a llm.c `.bin` file or a nanoGPT `.bin` file.
 
-    Raises: UserError when the file is not whole or not a shard.
+    Raises: UserError when the file is truncated, or not a shard.
     """
     try:
-        size, file = path.stat().st_size, open(path, "rb")  # noqa: SIM115 (closed below)
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            shard = _npy_shard(path, file) if path.suffix == ".npy" else _bin_shard(path, file, size)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); expected a token shard") from error
-    with file:
-        if path.suffix == ".npy":
-            try:
-                version = np.lib.format.read_magic(file)
-                read_header = {
-                    (1, 0): np.lib.format.read_array_header_1_0,
-                    (2, 0): np.lib.format.read_array_header_2_0,
-                }
-                shape, _, dtype = read_header[version](file)
-            except Exception as error:  # what NumPy's parser raises on arbitrary bytes has no end
-                reason = f"{error!r}".splitlines()[0]
-                raise UserError(f"{path}: not a .npy file ({reason}); prepare or copy it again") from error
-            if len(shape) != 1 or dtype.kind not in "ui" or dtype.itemsize not in (2, 4):
-                raise UserError(
-                    f"{path}: holds {dtype} of shape {shape}; expected one row of uint16 or uint32 token ids"
-                )
-            shard = Shard(path, dtype, file.tell(), shape[0])
-        else:
-            header = np.frombuffer(file.read(LLMC_HEADER_BYTES).ljust(LLMC_HEADER_BYTES, b"\0"), "<i4")
-            if int(header[0]) in LLMC_DTYPES:
-                shard = Shard(path, LLMC_DTYPES[int(header[0])], LLMC_HEADER_BYTES, int(header[2]))
-            elif path.name in ("train.bin", "val.bin"):  # nanoGPT: nothing but uint16 tokens
-                shard = Shard(path, np.dtype("<u2"), 0, size // 2)
-                if size % 2:
-                    raise UserError(f"{path}: {size} bytes is not a whole number of uint16 tokens; copy it again")
-            else:
-                raise UserError(
-                    f"{path}: begins with {int(header[0])}; expected llm.c's magic number "
-                    f"{' or '.join(map(str, LLMC_DTYPES))}, or nanoGPT's file names train.bin and val.bin"
-                )
     expected = shard.offset + shard.num_tokens * shard.dtype.itemsize
     if size != expected or shard.num_tokens < 0:
         raise UserError(
@@ -103,10 +89,40 @@ def open_shard(path: Path) -> Shard:
     return shard
 
 
-def read_manifest(data_dir: Path) -> dict | None:
-    """What prepare_dataset.py wrote about its shards; None for shards from elsewhere.
+def _npy_shard(path: Path, file: IO[bytes]) -> Shard:
+    try:
+        version = np.lib.format.read_magic(file)
+        read_header = {
+            (1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0,
+        }
+        shape, _, dtype = read_header[version](file)
+    except Exception as error:  # NumPy's parser raises many types on arbitrary bytes
+        reason = f"{error!r}".splitlines()[0]
+        raise UserError(f"{path}: not a .npy file ({reason}); prepare or copy it again") from error
+    if len(shape) != 1 or dtype.kind not in "ui" or dtype.itemsize not in (2, 4):
+        raise UserError(f"{path}: holds {dtype} of shape {shape}; expected one row of uint16 or uint32 token ids")
+    return Shard(path, dtype, file.tell(), shape[0])
 
-    Raises: UserError when it cannot be read, or says that the preparation is not finished.
+
+def _bin_shard(path: Path, file: IO[bytes], size: int) -> Shard:
+    magic, _, num_tokens = np.frombuffer(file.read(12).ljust(12, b"\0"), "<i4").tolist()
+    if magic in LLMC_DTYPES:
+        return Shard(path, LLMC_DTYPES[magic], LLMC_HEADER_BYTES, num_tokens)
+    if path.name not in ("train.bin", "val.bin"):
+        raise UserError(
+            f"{path}: begins with {magic}; expected llm.c's magic number {' or '.join(map(str, LLMC_DTYPES))}, or "
+            "nanoGPT's file names train.bin and val.bin"
+        )
+    if size % 2:  # nanoGPT writes uint16 tokens without a header
+        raise UserError(f"{path}: {size} bytes is not a whole number of uint16 tokens; copy it again")
+    return Shard(path, np.dtype("<u2"), 0, size // 2)
+
+
+def read_manifest(data_dir: Path) -> dict | None:
+    """Read what prepare_dataset.py recorded about its shards; None for shards written by other tools.
+
+    Raises: UserError when the manifest cannot be read, or the preparation is unfinished.
     """
     path = data_dir / MANIFEST
     if not path.exists():
@@ -121,52 +137,86 @@ def read_manifest(data_dir: Path) -> dict | None:
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: not a manifest ({error}); prepare the data again") from error
     if not complete:
-        raise UserError(f"{data_dir}: its preparation was interrupted; run prepare_dataset.py again, it continues")
+        raise UserError(f"{data_dir}: its preparation was interrupted; run prepare_dataset.py again to resume it")
     return manifest
 
 
-def find_shards(data_dir: Path, split: str) -> list[Shard]:
-    """The shards of "train" or "val" in a folder, by name.
+def find_shards(data_dir: Path, split: str, manifest: dict | None) -> list[Shard]:
+    """Find the shards of "train" or "val" in a folder, sorted by name; with a manifest, only those it lists.
 
-    Raises: UserError when there are none, one is damaged, or they are not the manifest's.
+    Raises: UserError when there are none, one is damaged, or they differ from the manifest.
     """
-    manifest = read_manifest(data_dir)
     files = sorted(data_dir.glob("*")) if data_dir.is_dir() else []
     files = [f for f in files if f.suffix in (".npy", ".bin") and split in re.split(r"[_.-]", f.name)]
     if manifest is not None:
-        named = {entry["file"]: entry["tokens"] for entry in manifest["shards"] if entry["split"] == split}
-        if missing := sorted(named.keys() - {f.name for f in files}):
+        listed = {entry["file"]: entry["tokens"] for entry in manifest["shards"] if entry["split"] == split}
+        if missing := sorted(listed.keys() - {f.name for f in files}):
             raise UserError(f"{data_dir / missing[0]}: missing, though {MANIFEST} lists it; prepare the data again")
-        files = [f for f in files if f.name in named]
+        files = [f for f in files if f.name in listed]
     if not files:
-        without = ", or train without validation: --eval_freq 0" if split == "val" else ""
+        is_default = data_dir == DEFAULT_FOLDER
+        command = "python prepare_dataset.py" + (
+            "" if is_default else f" --source ... --out {shlex.quote(str(data_dir))}"
+        )
         raise UserError(
-            f"no {split} shards in {data_dir} (*_{split}_*.npy or *{split}*.bin){without}; prepare some, for example "
-            "with 'python prepare_dataset.py --source stdlib --tokenizer bytes --out data/stdlib' (no download), "
-            "and name their folder with --data_dir"
+            f"no {split} shards in {data_dir} (*_{split}_*.npy or *{split}*.bin); prepare some with '{command}', or "
+            "without a download with 'python prepare_dataset.py --source stdlib --tokenizer bytes --out data/stdlib' "
+            "and train on them with --data_dir data/stdlib"
+            + (", or train without validation: --eval_freq 0" if split == "val" else "")
         )
     shards = [open_shard(f) for f in files]
     for shard in shards if manifest is not None else []:
-        if shard.num_tokens != named[shard.path.name]:
+        if shard.num_tokens != listed[shard.path.name]:
             raise UserError(
-                f"{shard.path}: {shard.num_tokens:,} tokens, but {MANIFEST} says {named[shard.path.name]:,}; "
+                f"{shard.path}: {shard.num_tokens:,} tokens, but {MANIFEST} says {listed[shard.path.name]:,}; "
                 "prepare the data again"
             )
     return shards
 
 
+def fingerprint(
+    splits: dict[str, list[Shard]], manifest: dict | None, vocab_size: int, known: dict[str, list]
+) -> dict[str, list]:
+    """Check the shards of each split and compare them with the data of a checkpoint.
+
+    Args:
+        splits: split -> its shards, none where this start does not use the split.
+        known: the checkpoint's fingerprint; empty for a new run.
+
+    Returns: split -> the entries of check_shards; a split without shards keeps those of `known`.
+
+    Raises: UserError when the data is damaged, or differs from the checkpoint's.
+    """
+    entries = dict(known)
+    for split, shards in splits.items():
+        if not shards:
+            continue
+        found = check_shards(shards, manifest, vocab_size, known.get(split, []))
+        for now, before in zip_longest(found, known.get(split) or found):
+            if now is None or before is None or now[-1] != before[-1]:
+                now, before = (
+                    f"{entry[0]} ({entry[1]:,} bytes, SHA-256 {entry[-1][:12]}...)" if entry else "nothing"
+                    for entry in (now, before)
+                )
+                raise UserError(
+                    f"the {split} shards in {shards[0].path.parent} are not those that the checkpoint was trained on: "
+                    f"found {now}, expected {before}; name the right folder with --data_dir"
+                )
+        entries[split] = found
+    return entries
+
+
 def check_shards(
     shards: Sequence[Shard], manifest: dict | None, vocab_size: int, known: Sequence[list] = ()
 ) -> list[list]:
-    """Read the shards through: the checksums are the manifest's, and no token is outside the vocabulary.
+    """Verify the checksums of the manifest, and that each token is in the vocabulary, by reading every shard.
 
     Args:
-        known: what an earlier call returned; a file of the same name, size and time as then is not read again.
+        known: entries that an earlier call returned; a file with the same name, size and time is not read again.
 
-    Returns:
-        Of each shard: [file name, bytes, modified at (ns), SHA-256 in hex].
+    Returns: an entry for each shard, [file name, bytes, modification time (ns), SHA-256 in hex].
 
-    Raises: UserError naming the first bad file (and, of a bad token, its position).
+    Raises: UserError naming the first bad file and, for a bad token, its position.
     """
     digests = {entry["file"]: entry["sha256"] for entry in manifest["shards"]} if manifest else {}
     unchanged = {tuple(name_size_time): digest for *name_size_time, digest in known}
@@ -189,11 +239,11 @@ def check_shards(
                 at = start + int(np.argmax((block >= vocab_size) | (block < 0)))
                 raise UserError(
                     f"{shard.path}: token {at:,} is {tokens[at]}, outside the vocabulary of {vocab_size:,}; "
-                    "was it written with another --tokenizer?"
+                    "name the tokenizer that wrote it with --tokenizer"
                 )
         return [*name_size_time, digest]
 
-    # Shown only when it takes longer than anyone waits for without asking.
+    # The delay hides the bar when the check is quick.
     with ThreadPoolExecutor() as pool, tqdm(desc="checking shards", total=len(shards), unit="shard", delay=3) as bar:
         found = []
         for entry in pool.map(check, shards):

@@ -1,4 +1,4 @@
-"""Where text comes from: files, Python's own library, the Hub -> rows, each of which may be a document."""
+"""Sources of text: local files, Python's own library and the Hugging Face Hub, read as rows."""
 
 import glob
 import gzip
@@ -18,24 +18,27 @@ from steadygpt.cli import UserError
 
 NOT_IN_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 STDLIB = Path(sysconfig.get_path("stdlib"))
-MAX_LINE_BYTES = 2**26  # of JSON: it is in memory a few times at once
+MAX_LINE_BYTES = 2**26  # of a line of JSON, which is in memory several times at once
 
 
 class Position(NamedTuple):
-    """Where something begins in the source; positions compare in the source's order."""
+    """A position in the source; positions compare in reading order."""
 
     file: int = 0
-    row: int = 0  # line of JSON lines, row of Parquet or of a Hub data set
-    piece: int = 0  # of a document longer than PIECE_CHARS
+    row: int = 0  # line of JSON Lines, row of Parquet or of a Hub data set
+    piece: int = 0  # part of a document longer than PIECE_CHARS
 
 
-# What may be a document: where it is; a str, an open text file, or a ValueError that says why there is none (another
-# type is a mistake in the data); and how far into its file it is read by now: in bytes, from the Hub in rows.
-Row = tuple[Position, object, Callable[[], int]]
+class Row(NamedTuple):
+    """A row, usually one document."""
+
+    at: Position
+    value: object  # str or open text file; a ValueError with the reason to skip the row; or data of the wrong type
+    amount_read: Callable[[], int]  # how far the file is read, in bytes; a Hub data set, in rows
 
 
 def find_files(source: str) -> list[Path]:
-    """The readable files of a path, a folder (recursively), a glob or "stdlib", sorted; no hidden ones of a folder.
+    """Find the readable files of a path, a folder (recursive, without hidden files), a glob or "stdlib", sorted.
 
     Raises: UserError when there are none.
     """
@@ -49,11 +52,11 @@ def find_files(source: str) -> list[Path]:
     kinds = " ".join(READERS)
     if not files:
         raise UserError(
-            f"--source {source}: {f'{len(found)} files of other kinds' if found else 'nothing there'}; expected "
+            f"--source {source}: {f'{len(found)} files of other kinds' if found else 'no such file'}; expected "
             f"{kinds} files, a folder or a glob, stdlib, fineweb-edu or hf:NAME[:CONFIG]"
         )
     if len(files) < len(found):
-        print(f"{source}: {len(found) - len(files)} files are left out, not being {kinds}", file=sys.stderr)
+        print(f"{source}: skipped {len(found) - len(files)} files that are not {kinds}", file=sys.stderr)
     return files
 
 
@@ -63,26 +66,26 @@ def _files_below(folder: Path, excluded: Iterable[str] = ()) -> list[Path]:
 
 
 def fingerprint(files: Sequence[Path]) -> str:
-    """A line that changes when a file comes, goes, or changes its name or size."""
+    """Return a line that changes when files are added, removed or renamed, or change their size."""
     root = os.path.commonpath([file.parent for file in files])
     sizes = [(os.path.relpath(file, root), file.stat().st_size) for file in files]
     return f"{len(files)} files, sha256 {hashlib.sha256(json.dumps(sizes).encode()).hexdigest()[:16]}"
 
 
 def file_rows(files: Sequence[Path], text_field: str, start: Position) -> Iterator[Row]:
-    """The rows of local files, from `start` on.
+    """Read the rows of local files, from `start` on.
 
-    Raises: UserError naming a file that cannot be read, is damaged, or lacks the text field.
+    Raises: UserError for a file that cannot be read, is damaged, or lacks the text field.
     """
     for index, path in islice(enumerate(files), start.file, None):
         first_row = start.row if index == start.file else 0
         with _naming(path), open(path, "rb") as raw:
             for number, value in islice(enumerate(_reader(path)(raw, text_field)), first_row, None):
-                yield Position(index, number), value, raw.tell
+                yield Row(Position(index, number), value, raw.tell)
 
 
 def _text_values(raw: BinaryIO, text_field: str) -> Iterator[TextIO]:
-    # Line ends stay as they are. Bytes that are no UTF-8 become lone surrogates here, U+FFFD in read_pieces.
+    # Line endings are kept. Invalid UTF-8 becomes lone surrogates here and U+FFFD in read_pieces.
     yield io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline="")
 
 
@@ -100,7 +103,7 @@ def _json_values(raw: BinaryIO, text_field: str) -> Iterator[object]:
             yield ValueError("broken JSON" if line.strip() else "blank line")
             continue
         fields = row if isinstance(row, dict) else {}
-        if number == 0 and text_field not in fields:  # which speaks for the file
+        if number == 0 and text_field not in fields:  # probably the wrong --text_field for the whole file
             raise _no_text_field(raw.name, text_field, fields or [type(row).__name__])
         yield fields.get(text_field, ValueError(f"no field {text_field!r}"))
 
@@ -124,25 +127,25 @@ def _reader(path: Path) -> Callable[[BinaryIO, str], Iterator[object]] | None:
     return next((reader for suffix, reader in READERS.items() if path.name.lower().endswith(suffix)), None)
 
 
-def hub_is_there() -> bool:
-    """Whether the Hub can be reached; without it, its library takes copies from before or fails at once from now on."""
+def check_hub() -> bool:
+    """Return whether the Hub responds; if not, set its library to use only its cache from now on."""
     import requests
 
     try:
         requests.head(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), timeout=10)
     except OSError:
-        os.environ["HF_HUB_OFFLINE"] = "1"  # else it would try for half a minute
+        os.environ["HF_HUB_OFFLINE"] = "1"  # otherwise the library retries for half a minute
         return False
     return True
 
 
 def load_hub(source: str, split: str = "train", streaming: bool = False):
-    """A split of "hf:NAME[:CONFIG]": a datasets.Dataset, or an IterableDataset if `streaming`.
+    """Load a split of "hf:NAME[:CONFIG]" as a datasets.Dataset, or as an IterableDataset if `streaming`.
 
-    Raises: UserError when it cannot be had.
+    Raises: UserError when it cannot be loaded.
     """
     name, _, config = source.removeprefix("hf:").partition(":")
-    hub_is_there()
+    check_hub()
     with _naming(source):
         from datasets import load_dataset
 
@@ -150,7 +153,7 @@ def load_hub(source: str, split: str = "train", streaming: bool = False):
 
 
 def hub_rows(dataset, source: str, text_field: str, start: Position) -> Iterator[Row]:
-    """The rows of a Hub data set, from `start` on."""
+    """Read the rows of a Hub data set, from `start` on."""
     with _naming(source):
         if text_field in (dataset.column_names or ()):  # a stream may not know its columns
             dataset = dataset.select_columns(text_field)
@@ -159,7 +162,7 @@ def hub_rows(dataset, source: str, text_field: str, start: Position) -> Iterator
             if text_field not in batch:
                 raise _no_text_field(source, text_field, batch)
             for value in batch[text_field]:
-                yield Position(row=number), value, lambda: number  # noqa: B023 (asked for before the next row)
+                yield Row(Position(row=number), value, lambda: number)  # noqa: B023 (called before the next row)
                 number += 1
 
 
@@ -169,12 +172,12 @@ def _naming(source: object) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:  # gzip, pyarrow, datasets and the Hub's HTTP library each raise kinds of their own
+    except Exception as error:  # gzip, pyarrow, datasets and the Hub's HTTP library each raise their own types
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         is_hub = str(source).startswith("hf:")
-        hint = "check the name and the network (files need none)" if is_hub else "mend it or take it away"
+        hint = "check the name and the network (files need none)" if is_hub else "repair or remove it"
         raise UserError(f"{source}: cannot be read, {reason}; {hint}, and run this again") from error
 
 
 def _no_text_field(where: str, text_field: str, found: Iterable[str]) -> UserError:
-    return UserError(f"{where}: expected {text_field!r}, found {', '.join(found)}; name the text with --text_field")
+    return UserError(f"{where}: no field {text_field!r}; found {', '.join(found)}; name the text with --text_field")

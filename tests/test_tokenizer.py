@@ -1,4 +1,4 @@
-"""Tokenizers by name, with and without a network."""
+"""Tests of the tokenizers, with and without a network."""
 
 import pytest
 import tiktoken
@@ -12,38 +12,39 @@ from steadygpt.tokenizer import END_OF_TEXT, get_tokenizer
 
 def need_gpt2() -> None:
     if tokenizer._offline_gpt2_folder() is None:
-        pytest.skip("the extra that carries GPT-2's vocabulary is not installed")
+        pytest.skip("the extra with GPT-2's vocabulary is not installed")
 
 
 @given(st.text())
-def test_bytes_are_the_bytes_of_any_text(text):
+def test_ids_of_the_byte_tokenizer_are_the_bytes_of_the_text(text):
     assert get_tokenizer("bytes").encode_ordinary(text) == list(text.encode())
 
 
 @pytest.mark.parametrize(("name", "size", "end"), [("bytes", 257, 256), ("gpt2", 50257, 50256)])
-def test_vocabularies(name, size, end):
+def test_end_of_text_in_a_text_is_not_special(name, size, end):
     if name == "gpt2":
         need_gpt2()
     encoding = get_tokenizer(name)
     assert (encoding.n_vocab, encoding.eot_token) == (size, end)
     text = f"Hello, world: 你好 {END_OF_TEXT}\n\n  x"
     ids = encoding.encode_ordinary(text)
-    assert encoding.decode(ids) == text and end not in ids  # written in a text it is text
+    assert encoding.decode(ids) == text
+    assert end not in ids
 
 
-def test_gpt2_is_gpt2s():
+def test_gpt2_has_the_published_ids():
     need_gpt2()
     assert get_tokenizer("gpt2").encode_ordinary("Hello, I'm a language model,") == [
         15496, 11, 314, 1101, 257, 3303, 2746, 11,
     ]  # fmt: skip
 
 
-def test_an_unknown_name_lists_the_known_ones():
+def test_an_unknown_name_is_rejected_with_the_known_names():
     with pytest.raises(UserError, match="unknown tokenizer 'gpt7'; expected one of bytes, "):
         get_tokenizer("gpt7")
 
 
-def test_without_a_network_the_error_says_what_carries_the_vocabulary(monkeypatch):
+def test_a_failed_download_proposes_the_package_with_the_vocabulary(monkeypatch):
     def no_network(name):
         raise ConnectionError("no network")
 
