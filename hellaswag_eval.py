@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,6 +30,9 @@ from steadygpt.device import autocast, choose_precision, evaluating
 from steadygpt.distributed import Ranks, joined
 from steadygpt.sources import load_hub
 from steadygpt.tokenizer import get_tokenizer
+
+if TYPE_CHECKING:
+    from config import TrainConfig
 
 TOKENS_PER_BATCH = {"cpu": 2048, "gpu": 16384}  # padding included
 # Bound on autocast's error in a sum of n losses, in nats per sqrt(n). In bf16, models of 1 to 124 M parameters have an
@@ -138,6 +142,16 @@ def tokenize(examples: Sequence[dict], tokenizer, context_length: int, style: st
     return trees
 
 
+def load(config: "TrainConfig", tokenizer: Any, ranks: Ranks, log: Any) -> list[Tree]:
+    """Return the examples for a run in training, the same on every rank; none, with a warning, if unavailable."""
+    try:
+        examples = ranks.on_main(lambda: load_examples(config.hellaswag_file))
+    except UserError as error:
+        log.warn(f"no HellaSwag in this run: {error}")
+        return []
+    return tokenize(ranks.broadcast(examples), tokenizer, config.context_length)
+
+
 def lm_eval_texts(example: dict) -> tuple[str, list[str]]:
     """Return context and endings as in lm-evaluation-harness (task hellaswag, version 1).
 
@@ -188,27 +202,26 @@ def score_batch(model: nn.Module, batch: Sequence[Tree], device: torch.device) -
 
 
 def ending_losses(
-    model: GPT, trees: Sequence[Tree], ranks: Ranks, should_stop: Callable[[], object] = bool, progress: bool = False
-) -> np.ndarray | None:
+    model: GPT, trees: Sequence[Tree], ranks: Ranks, check: Callable[[], object] = bool, progress: bool = False
+) -> np.ndarray:
     """Compute the summed loss of each ending in nats, (examples, 4), on all ranks together.
 
     Under autocast, examples that its rounding may decide are scored again without it, so the choices are those of fp32
     (except for layers in fp8).
 
     Args:
-        should_stop: is called before each batch; a true result ends the evaluation.
+        check: is called before each batch, and may raise to end the evaluation.
 
-    Returns: the same array on every rank, or None after a stop.
+    Returns: the same array on every rank.
     """
     losses = np.zeros((trees[-1].example + 1, ENDINGS))
 
-    def score(trees: Sequence[Tree], what: str) -> bool:
-        """Set `losses` of these trees; return False after a stop."""
+    def score(trees: Sequence[Tree], what: str) -> None:
+        """Set `losses` of these trees."""
         batches = make_batches(trees, TOKENS_PER_BATCH["cpu" if ranks.device.type == "cpu" else "gpu"])
         found = torch.zeros(losses.shape, dtype=torch.float64)
         for turn in tqdm(range(0, len(batches), ranks.world_size), desc=what, unit="batch", disable=not progress):
-            if should_stop():
-                return False
+            check()
             # FSDP needs all ranks in every forward: a rank without a batch recomputes the last one and discards it.
             mine = turn + ranks.rank
             batch = batches[min(mine, len(batches) - 1)]
@@ -217,16 +230,13 @@ def ending_losses(
                     found[tree.example, tree.first : tree.first + len(sums)] = torch.tensor(sums)
         scored = [tree.example for tree in trees]
         losses[scored] = ranks.sum(found).numpy()[scored]
-        return True
 
     with evaluating(model):
-        if not score(trees, "HellaSwag"):
-            return None
+        score(trees, "HellaSwag")
         if torch.is_autocast_enabled(ranks.device.type):
             close = close_calls(trees, losses)
             with torch.autocast(ranks.device.type, enabled=False):
-                if not score([tree for tree in trees if close[tree.example]], "close calls"):
-                    return None
+                score([tree for tree in trees if close[tree.example]], "close calls")
     return losses
 
 
@@ -250,12 +260,10 @@ def per_ending(trees: Sequence[Tree], numbers: Sequence[Sequence[int]]) -> np.nd
 
 
 def evaluate(
-    model: GPT, trees: Sequence[Tree], ranks: Ranks, should_stop: Callable[[], object] = bool, progress: bool = False
-) -> Scores | None:
-    """Compute the scores of the trees' examples; arguments as in ending_losses, and None after a stop."""
-    losses = ending_losses(model, trees, ranks, should_stop, progress)
-    if losses is None:
-        return None
+    model: GPT, trees: Sequence[Tree], ranks: Ranks, check: Callable[[], object] = bool, progress: bool = False
+) -> Scores:
+    """Compute the scores of the trees' examples; arguments as in ending_losses."""
+    losses = ending_losses(model, trees, ranks, check, progress)
     lengths, labels = per_ending(trees, [tree.lengths for tree in trees]), np.zeros(len(losses), int)
     for tree in trees:
         labels[tree.example] = tree.label

@@ -426,9 +426,12 @@ def launch(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, data: Da
         with torch.device("meta"):
             sketch = GPT(shape, initialize=False)
         plan = [*describe(config, data, schedule, ranks, sketch, validation_rows(config, data.val)), *start.notes]
-        if start.is_finished(schedule.max_steps, ranks):
-            plan = [f"{config.checkpoint_dir}: finished at step {start.step:,}; a larger --max_steps continues the run"]
-        if config.dry_run or start.is_finished(schedule.max_steps, ranks):
+        finished = start.is_finished(schedule.max_steps, ranks)
+        if finished and not config.dry_run:
+            plan = [
+                f"{config.checkpoint_dir}: this run is finished, at step {start.step}; a larger --max_steps continues it"
+            ]
+        if finished or config.dry_run:
             if ranks.is_main:
                 print(*plan, sep="\n")
             return 0

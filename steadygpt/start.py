@@ -75,6 +75,8 @@ def find_start(
         advice = "wait for it to end, or give this run another --checkpoint_dir"
         ranks.on_main(lambda: held.enter_context(lock_folder(folder, advice)))
     path, skipped, checkpoint = read_on_main(config.resume, folder, ranks) if config.resume else (None, [], None)
+    if not config.dry_run:
+        ranks.on_main(lambda: check_folder(folder, path))
     notes = tuple(f"skipped {line}" for line in skipped)
     if checkpoint:
         if not checkpoint["train_config"]:
@@ -136,10 +138,9 @@ def open_outputs(
 
     Returns: the log, Silent on ranks other than 0; the saves; and the fingerprint of the shards, on rank 0.
 
-    Raises: UserError when the folders belong to another run, or the data is corrupt or different.
+    Raises: UserError when the data is corrupt or different, or a folder cannot be written to.
     """
     config, folder, logdir = start.config, Path(start.config.checkpoint_dir), Path(start.config.logdir)
-    ranks.on_main(lambda: check_folder(folder, start.path))
     known = start.checkpoint["data_fingerprint"] if start.checkpoint else {}
     splits = {"train": data.train_shards, "val": data.val_shards}
     found = ranks.on_main(lambda: fingerprint(splits, data.manifest, data.vocab_size, known))

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from steadygpt import checkpoint
 from steadygpt.checkpoint import (
     FORMAT_VERSION,
-    CheckpointWriter,
     checkpoint_files,
     checkpoint_table,
     find_checkpoint,
@@ -23,6 +22,7 @@ from steadygpt.checkpoint import (
 )
 from steadygpt.cli import UserError
 from steadygpt.durable import UncachedFile, lock_folder, replace_file
+from steadygpt.saves import CheckpointWriter
 
 
 def content(step: int, **more) -> dict:
@@ -168,7 +168,7 @@ def test_a_mirror_that_fails_is_told_and_the_save_stands(tmp_path):
     writer = CheckpointWriter(tmp_path / "here", keep=3, mirror=f"file://{tmp_path}/file")
     (saved, _), (mirrored, report) = save(writer, 1)
     writer.close()
-    assert (saved, mirrored) == ("saved", "not mirrored") and "not mirrored to file://" in report
+    assert (saved, mirrored) == ("saved", "failed") and "not mirrored to file://" in report
     assert read_checkpoint(tmp_path / "here" / "latest.pt")["step"] == 1
 
 

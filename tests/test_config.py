@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.run import get_args_parser
 
-from config import FIELDS, PRESETS, TrainConfig, parse_args, resume_config
+from config import FIELDS, PRESETS, TrainConfig, parse_args
 from model import GPT, GPTConfig
-from plan import estimate_memory
 from steadygpt.cli import UserError
+from steadygpt.plan import estimate_memory
+from steadygpt.start import resume_config
 
 
 def parse(*argv: str) -> TrainConfig:
@@ -52,7 +53,7 @@ def test_presets_say_truly_what_they_are(preset):
     vocabulary = {} if said[5] else {"vocab_size": 257}
     with torch.device("meta"):
         model = GPT(GPTConfig(**{name: getattr(config, name) for name in SHAPE}, **vocabulary))
-    memory = estimate_memory(config, model, "bf16", compiled=True, ranks=1)
+    memory = estimate_memory(config, model, "bf16", compiled=True, shards=1)
 
     def as_said(number: float, text: str) -> str:
         return f"{number:,.{len(text.partition('.')[2])}f}"
@@ -102,7 +103,7 @@ def test_defaults_then_config_then_flags(tmp_path):
     (tmp_path / "mine.toml").write_text("num_layers = 4\nmax_lr = 1\nuse_tensorboard = true\n")
     config, given_options = parse_args(["--config", str(tmp_path / "mine.toml"), "--num_layers", "6"])
     assert (config.num_layers, config.max_lr, config.use_tensorboard, config.num_heads) == (6, 1.0, True, 12)
-    assert given_options == {"config", "num_layers", "max_lr", "use_tensorboard"}
+    assert given_options == {"config": "flag", "num_layers": "flag", "max_lr": "preset", "use_tensorboard": "preset"}
 
 
 @pytest.mark.parametrize(("argv", "value"), [
@@ -239,8 +240,8 @@ def test_neither_the_model_nor_the_data_order_can_change(name):
     value = getattr(mine, name)
     saved = {name: not value if type(value) is bool else 2 * value}
     with pytest.raises(UserError, match=f"--{name} is {value!r}, but the checkpoint was trained with {saved[name]!r}"):
-        resume_config(saved, mine, frozenset([name]))
-    assert getattr(resume_config(saved, mine, frozenset())[0], name) == saved[name]
+        resume_config(saved, mine, {name: "flag"})
+    assert getattr(resume_config(saved, mine, {})[0], name) == saved[name]
 
 
 def test_all_else_can_change_and_is_told():
@@ -257,10 +258,10 @@ def test_what_decides_what_is_learned_changes_on_purpose_only(name):
     mine = TrainConfig()
     saved = {name: getattr(mine, name) / 2 or 0.5}
     with pytest.raises(UserError, match=f"--{name} is .*trained with {saved[name]}; .*--allow_changes"):
-        resume_config(saved, mine, frozenset([name]))
-    assert getattr(resume_config(saved, mine, frozenset())[0], name) == saved[name]
+        resume_config(saved, mine, {name: "flag"})
+    assert getattr(resume_config(saved, mine, {})[0], name) == saved[name]
     allowed = dataclasses.replace(mine, allow_changes=True)
-    _, [change] = resume_config(saved, allowed, frozenset([name]))
+    _, [change] = resume_config(saved, allowed, {name: "flag"})
     assert change == f"{name}: {saved[name]} -> {getattr(mine, name)}"
 
 
@@ -268,7 +269,7 @@ def test_what_belongs_to_one_start_is_not_taken_from_the_checkpoint():
     saved = dataclasses.asdict(TrainConfig()) | {
         "config": "quickstart", "dry_run": True, "checkpoint_dir": "there", "resume": "best", "list_checkpoints": True
     }  # fmt: skip
-    assert resume_config(saved, TrainConfig(), frozenset()) == (TrainConfig(), [])
+    assert resume_config(saved, TrainConfig(), {}) == (TrainConfig(), [])
 
 
 @pytest.mark.parametrize(("saved", "flags"), [

@@ -8,19 +8,14 @@ import pytest
 import torch
 from conftest import REFERENCES, reference_model
 
+from config import TrainConfig
 from convert_hf import read_weights
-from model import (
-    GPT,
-    IGNORED_TARGET,
-    GPTConfig,
-    KVCache,
-    attention_in_blocks,
-    evaluating,
-    rotary_angles,
-    rotate,
-    sample,
-)  # fmt: skip
+from generate import KVCache, generate, load_model, sample
+from model import GPT, IGNORED_TARGET, GPTConfig, rotary_angles, rotate
+from steadygpt.attention import attention_in_blocks
 from steadygpt.cli import UserError
+from steadygpt.device import evaluating
+from steadygpt.optim import make_optimizer
 
 SMALL = GPTConfig(vocab_size=101, context_length=12, num_layers=3, num_heads=2, embd_size=16)
 NEOX = {"rotary_pct": 0.25, "parallel_residual": True, "tied_head": False, "gelu": "exact"}
@@ -49,7 +44,7 @@ def reference(request, tmp_path_factory):
     """transformers' model, and ours from its weights; a vocabulary that ours pads."""
     theirs, as_ours = reference_model(request.param), tmp_path_factory.mktemp("reference")
     theirs.save_pretrained(as_ours)
-    return GPT.from_checkpoint(read_weights(str(as_ours))), theirs
+    return load_model(read_weights(str(as_ours))), theirs
 
 
 def test_logits_are_those_of_the_reference(reference):
@@ -156,12 +151,27 @@ def test_biases_start_at_zero_and_norms_at_one():
 
 def test_matrices_and_embeddings_decay_and_nothing_else():
     model = GPT(SMALL)
-    decayed, others = model.optimizer_groups(0.1)
+    decayed, others = make_optimizer(model, TrainConfig(weight_decay=0.1)).param_groups
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     assert len(decayed["params"]) + len(others["params"]) == len(names)  # each once, the tied head too
     assert {names[id(p)].split(".")[-2] for p in decayed["params"]} == {"wte", "wpe", "c_attn", "c_proj", "c_fc"}
     assert all(names[id(p)].endswith("bias") or ".ln_" in "." + names[id(p)] for p in others["params"])
+
+
+def test_adamw_takes_its_options():
+    config = TrainConfig(max_lr=0.5, adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-6)
+    group, _ = make_optimizer(GPT(SMALL), config).param_groups
+    assert (group["lr"], group["betas"], group["eps"]) == (0.5, (0.8, 0.9), 1e-6)
+
+
+@both_families
+def test_parameters_by_role_contain_each_parameter_once(family):
+    model = GPT(dataclasses.replace(SMALL, **family))
+    roles = model.parameters_by_role()
+    assert sorted(id(p) for role in roles.values() for p in role) == sorted(id(p) for p in model.parameters())
+    assert [len(roles[role]) for role in ("embedding", "head")] == ([1, 1] if family else [2, 0])
+    assert len(roles["matrix"]) == 4 * SMALL.num_layers
 
 
 def test_without_bias_there_is_none():
@@ -171,7 +181,7 @@ def test_without_bias_there_is_none():
 @both_families
 def test_padding_is_zero_and_learns_nothing(family):
     model = GPT(dataclasses.replace(SMALL, **family))
-    optimizer = torch.optim.AdamW(model.optimizer_groups(0.1), lr=0.1)
+    optimizer = make_optimizer(model, TrainConfig(max_lr=0.1))
     model(ids(2, 12), ids(2, 12, seed=1)).backward()
     optimizer.step()
     assert not model.wte.weight[101:].any() and not model.lm_head.weight[101:].any()
@@ -318,7 +328,7 @@ def generate_plainly(model: GPT, idx: torch.Tensor, count: int, **options) -> to
 def test_the_cache_changes_no_token_within_the_context_and_past_it(family, prompt_length, temperature):
     model, prompt = small(**family), ids(3, prompt_length)
     random = [torch.Generator().manual_seed(7) for _ in range(2)]
-    cached = model.generate(prompt, 25, temperature, top_k=20, generator=random[0])
+    cached = generate(model, prompt, 25, temperature, top_k=20, generator=random[0])
     plain = generate_plainly(model, prompt, 25, temperature=temperature, top_k=20, generator=random[1])
     assert cached.shape == (3, prompt_length + 25) and torch.equal(cached, plain)
 
@@ -326,7 +336,7 @@ def test_the_cache_changes_no_token_within_the_context_and_past_it(family, promp
 def test_each_token_is_computed_once_until_the_context_is_full():
     model, seen = small(), []
     model.wte.register_forward_hook(lambda wte, arguments, output: seen.append(arguments[0].size(1)))
-    model.generate(ids(2, 5), 10)
+    generate(model, ids(2, 5), 10)
     assert seen == [5] + 7 * [1] + 2 * [12]
 
 
@@ -353,7 +363,7 @@ def test_top_k_leaves_the_k_likeliest_as_likely_as_they_were():
 
 def test_the_likeliest_token_is_that_of_temperature_0_and_of_top_k_1():
     model = small()
-    assert torch.equal(model.generate(ids(2, 3), 8, temperature=0), model.generate(ids(2, 3), 8, top_k=1))
+    assert torch.equal(generate(model, ids(2, 3), 8, temperature=0), generate(model, ids(2, 3), 8, top_k=1))
 
 
 @both_families
@@ -361,20 +371,20 @@ def test_padding_is_never_sampled(family):
     model = small(**family)
     with torch.no_grad():
         model.lm_head.weight[101:] = 100 * model.lm_head.weight[:27]  # very likely, if anybody could see it
-    assert model.generate(ids(8, 1), 11, temperature=5.0).max() < 101
+    assert generate(model, ids(8, 1), 11, temperature=5.0).max() < 101
 
 
 def test_generating_disturbs_neither_the_mode_nor_the_random_state():
     model = small(dropout=0.1)
     model.train()
     state = torch.get_rng_state()
-    model.generate(ids(1, 1), 5, generator=torch.Generator().manual_seed(0))
+    generate(model, ids(1, 1), 5, generator=torch.Generator().manual_seed(0))
     assert model.training and torch.equal(torch.get_rng_state(), state)
 
 
 def test_generating_leaves_a_model_in_evaluation_there():
     model = small().eval()
-    model.generate(ids(1, 1), 2)
+    generate(model, ids(1, 1), 2)
     assert not model.training
 
 
@@ -389,7 +399,7 @@ def test_evaluating_takes_no_gradients_and_ends_well_on_an_error():
 def test_a_checkpoint_brings_its_model_back():
     model = small()
     checkpoint = {"model_config": dataclasses.asdict(model.config), "model": model.state_dict()}
-    assert torch.equal(GPT.from_checkpoint(checkpoint)(ids(1, 4)), model(ids(1, 4)))
+    assert torch.equal(load_model(checkpoint)(ids(1, 4)), model(ids(1, 4)))
 
 
 def test_a_checkpoint_whose_parts_do_not_fit_is_one_line():
@@ -399,5 +409,5 @@ def test_a_checkpoint_whose_parts_do_not_fit_is_one_line():
         {"model_config": dataclasses.asdict(model.config), "model": {}},
     ):
         with pytest.raises(UserError, match="not a model of this version") as raised:
-            GPT.from_checkpoint(checkpoint)
+            load_model(checkpoint)
         assert "\n" not in str(raised.value)

@@ -1,7 +1,9 @@
 """Runs as users start them: equal on any number of ranks, stopped and killed at any moment, resumed bit by bit."""
 
+import dataclasses
 import gzip
 import json
+import math
 import os
 import re
 import signal
@@ -12,6 +14,8 @@ import pytest
 import torch
 from conftest import assert_same_state, command, environment, load, metrics, run, run_here, write_data
 
+import train
+from steadygpt import saves
 from steadygpt.cli import UserError
 
 DROPOUT = ("--dropout", "0.1")  # its randomness must survive a resume too
@@ -208,14 +212,12 @@ def test_stopped_before_the_first_step_ends_it_can_be_resumed_all_the_same(workd
 
 
 def test_stopped_within_the_last_evaluation_it_is_not_finished(workdir, monkeypatch):
-    import train
-
-    def stopped(_self, stop):
+    def stopped(training, val, stop):
         os.kill(os.getpid(), signal.SIGTERM)
-        return None if stop.agreed() else 0.0
+        stop.check()
 
     with monkeypatch.context() as patch:
-        patch.setattr(train.Evaluation, "validate", stopped)
+        patch.setattr(train, "validate", stopped)
         assert run_here("--eval_freq", "8", *folders("a")) == 0
     assert json.loads(open("a/status.json").read())["status"] == "stopped"
     assert run_here("--eval_freq", "8", *folders("a"), "--resume", "latest") == 0
@@ -225,8 +227,6 @@ def test_stopped_within_the_last_evaluation_it_is_not_finished(workdir, monkeypa
 
 def test_resume_takes_its_options_from_the_checkpoint_and_tells_what_changed(workdir, capsys):
     assert run_here("--max_steps", "4", "--use_tensorboard", *folders("a")) == 0
-    import train
-
     assert train.main(["--checkpoint_dir", "a", "--resume", "--max_steps", "6"]) == 0
     out = capsys.readouterr().out
     assert "changed max_steps: 4 -> 6" in out and "resumed from a/latest.pt at step 4" in out
@@ -298,10 +298,47 @@ def test_the_best_model_is_that_of_the_lowest_validation_loss(workdir):
     assert best["val_loss"] == best["best_val_loss"] == val_losses[best_step]
 
 
-def test_checkpoint_minutes_saves_by_the_clock(workdir):
-    assert run_here("--checkpoint_minutes", "1e-9", "--max_steps", "3", "--warmup_steps", "1", *folders("a")) == 0
-    rolling = sorted(name for name in os.listdir("a") if name.startswith("rolling"))
-    assert rolling == ["rolling_step_000001.pt", "rolling_step_000002.pt", "rolling_step_000003.pt"]
+def test_saves_by_the_clock_go_to_latest_and_its_backup_only(workdir, monkeypatch, capsys):
+    monkeypatch.setattr(saves, "PAUSE_SHARE", 1e9)  # however long a save pauses training
+    assert run_here("--checkpoint_minutes", "1e-9", "--checkpoint_freq", "3", *folders("a")) == 0
+    files = sorted(name for name in os.listdir("a") if name.endswith(".pt"))
+    assert files == ["latest.pt", "latest_backup.pt", "rolling_step_000003.pt", "rolling_step_000006.pt"]
+    said = re.findall(r"^saved step (\d+) as (.*) \(", capsys.readouterr().out, re.MULTILINE)
+    assert dict(said)["3"] == "latest.pt, rolling_step_000003.pt"
+    assert dict(said)["8"] == "latest.pt"
+    assert len(said) > 3  # those by the clock; one that is in flight may keep another from starting
+
+
+def test_results_that_arrive_one_step_late_change_nothing(workdir, monkeypatch):
+    """On CUDA a result is read while the next step runs."""
+    flags = ("--max_steps", "12", "--checkpoint_freq", "3", "--eval_freq", "4", *DROPOUT)
+    assert run_here(*flags, *folders("a")) == 0
+    build = train.build_training
+    monkeypatch.setattr(train, "build_training", lambda *args: dataclasses.replace(build(*args), late=1))
+    assert run_here(*flags, *folders("b")) == 0
+    for key in ("loss", "grad_norm", "val_loss", "lr", "epoch"):
+        assert metrics("logs-a", key) == metrics("logs-b", key), key
+    for name in ("latest.pt", "best_model.pt", "rolling_step_000003.pt"):
+        one, other = load(f"a/{name}"), load(f"b/{name}")
+        assert_same_state(one, other)
+        assert one["loss"] == other["loss"]
+        assert one["recent_losses"] == other["recent_losses"]
+
+
+def test_late_bad_steps_stop_the_run_at_the_step_before_them(workdir, monkeypatch):
+    build, step = train.build_training, train.train_step
+
+    def bad_step(*args):
+        result = step(*args)
+        return dataclasses.replace(result, loss=math.nan) if result.step >= 5 else result
+
+    monkeypatch.setattr(train, "build_training", lambda *args: dataclasses.replace(build(*args), late=1))
+    monkeypatch.setattr(train, "train_step", bad_step)
+    assert run_here("--max_steps", "12", "--max_bad_steps", "2", *folders("a")) == 1
+    saved = load("a/latest.pt")
+    assert saved["step"] == 5
+    assert saved["rows_consumed"] == 5 * 4
+    assert saved["bad_steps"] == 0
 
 
 def test_init_from_starts_from_the_weights_alone(workdir):

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import evaluation
 import torch
 
-import evaluation
 import hellaswag_eval
 import train
 from steadygpt.durable import UncachedFile

@@ -6,11 +6,11 @@ import threading
 from functools import partial
 from pathlib import Path
 
+import evaluation
 import pytest
 from conftest import load, write_data
 from harness import Life, folders, refused, whole_life
 
-import evaluation
 from steadygpt.cli import UserError
 
 prepare = {"program": "prepare_dataset", "tiny": ()}
