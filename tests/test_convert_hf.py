@@ -1,21 +1,23 @@
-"""Weights go into other formats and come back bit by bit, and what does not fit is named."""
+"""Tests of convert_hf.py: exact conversion both ways, and reports of what does not fit."""
 
 import dataclasses
 import json
+import resource
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import REFERENCES, TINY, metrics, reference_model, run_here, write_data
+from conftest import REFERENCES, TINY, metrics, reference_model, run_here
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import convert_hf
-from convert_hf import read_weights, write_folder
+from convert_hf import check_fits, read_weights, write_folder
 from dataloader import RowStream
+from generate import load_model
 from model import GPT, GPTConfig
 from steadygpt.checkpoint import find_checkpoint
 from steadygpt.cli import UserError
@@ -29,7 +31,7 @@ NEOX = {"rotary_pct": 0.5, "parallel_residual": True, "tied_head": False, "gelu"
 
 
 def checkpoint_of(config: GPTConfig, tokenizer="bytes", seed=0) -> dict:
-    """Random weights, biases too, as convert_hf.py reads them."""
+    """Return random weights and biases, as read_weights does."""
     torch.manual_seed(seed)
     model = GPT(config)
     for name, parameter in model.named_parameters():
@@ -49,11 +51,12 @@ def checkpoint_of(config: GPTConfig, tokenizer="bytes", seed=0) -> dict:
 
 def logits_of(checkpoint: dict, tokens: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        return GPT.from_checkpoint(checkpoint).eval()(tokens)
+        return load_model(checkpoint).eval()(tokens)
 
 
 def assert_same_weights(one: dict, other: dict) -> None:
-    assert one["model_config"] == other["model_config"] and one["tokenizer"] == other["tokenizer"]
+    assert one["model_config"] == other["model_config"]
+    assert one["tokenizer"] == other["tokenizer"]
     assert one["model"].keys() == other["model"].keys()
     assert all(torch.equal(tensor, other["model"][name]) for name, tensor in one["model"].items())
 
@@ -63,11 +66,6 @@ def mistake(source, *arguments) -> str:
         read_weights(str(source), *arguments)
     assert "\n" not in str(raised.value)
     return str(raised.value)
-
-
-def convert(monkeypatch, *argv: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["convert_hf.py", *argv])
-    assert convert_hf.main() == 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -98,40 +96,38 @@ def shapes(draw) -> GPTConfig:
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(config=shapes(), seed=st.integers(0, 2**32))
-def test_there_and_back_it_is_bitwise_the_same_and_transformers_computes_the_same(tmp_path, config, seed):
+def test_export_and_import_are_exact_and_transformers_computes_the_same(tmp_path, config, seed):
     shutil.rmtree(tmp_path / "out", ignore_errors=True)
     checkpoint = checkpoint_of(config, seed=seed)
     assert write_folder(checkpoint, tmp_path / "out") == []
     assert_same_weights(checkpoint, read_weights(str(tmp_path / "out")))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    assert theirs.config.vocab_size == 257  # without padding
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert exported.config.vocab_size == 257  # without padding
     tokens = torch.randint(0, 257, (2, config.context_length))
     with torch.no_grad():
-        assert torch.allclose(theirs(tokens).logits, logits_of(checkpoint, tokens), atol=1e-4)
+        assert torch.allclose(exported(tokens).logits, logits_of(checkpoint, tokens), atol=1e-4)
 
 
 @pytest.mark.parametrize("which", REFERENCES)
-def test_a_folder_of_theirs_comes_back_bitwise(which, tmp_path):
-    theirs = reference_model(which)
-    theirs.save_pretrained(tmp_path / "theirs")
-    write_folder(read_weights(str(tmp_path / "theirs")), tmp_path / "back")
+def test_import_and_export_of_a_hugging_face_model_are_exact(which, tmp_path):
+    model = reference_model(which)
+    model.save_pretrained(tmp_path / "model")
+    write_folder(read_weights(str(tmp_path / "model")), tmp_path / "back")
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
-    assert type(back) is type(theirs)
-    assert all(torch.equal(p, q) for p, q in zip(theirs.parameters(), back.parameters(), strict=True))
+    assert type(back) is type(model)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), back.parameters(), strict=True))
 
 
-def test_the_parts_of_a_large_model_are_put_together(tmp_path):
-    theirs = reference_model("gpt_neox")
-    theirs.save_pretrained(tmp_path / "whole")
-    theirs.save_pretrained(tmp_path / "parts", max_shard_size="300KB")
+def test_a_model_in_several_files_is_read(tmp_path):
+    model = reference_model("gpt_neox")
+    model.save_pretrained(tmp_path / "whole")
+    model.save_pretrained(tmp_path / "parts", max_shard_size="300KB")
     assert not (tmp_path / "parts/model.safetensors").exists()
     assert_same_weights(read_weights(str(tmp_path / "whole")), read_weights(str(tmp_path / "parts")))
 
 
-def test_a_model_without_its_heads_class_and_with_old_constants_is_read(tmp_path):
-    """As the Hub's gpt2: no "transformer." in the names, and the causal mask among the weights."""
-    from safetensors.torch import load_file, save_file
-
+def test_a_model_saved_without_the_head_is_read(tmp_path):
+    """As gpt2 on the Hub: without "transformer." in the names, but with the causal mask."""
     reference_model("gpt2").save_pretrained(tmp_path)
     expected = read_weights(str(tmp_path))
     stored = {n.removeprefix("transformer."): t for n, t in load_file(tmp_path / "model.safetensors").items()}
@@ -140,46 +136,49 @@ def test_a_model_without_its_heads_class_and_with_old_constants_is_read(tmp_path
 
 
 def test_half_precision_weights_become_fp32(tmp_path):
-    theirs = reference_model("gpt_neox").half()
-    theirs.save_pretrained(tmp_path)
+    model = reference_model("gpt_neox").half()
+    model.save_pretrained(tmp_path)
     weights = read_weights(str(tmp_path))["model"]
-    assert torch.equal(weights["wte.weight"][:1000], theirs.gpt_neox.embed_in.weight.float())
+    assert torch.equal(weights["wte.weight"][:1000], model.gpt_neox.embed_in.weight.float())
 
 
-def test_biases_that_were_trained_elsewhere_are_kept(tmp_path):
+def test_zero_biases_of_an_export_are_removed_but_trained_ones_kept(tmp_path):
     write_folder(checkpoint_of(dataclasses.replace(SMALL, bias=False)), tmp_path / "a")
     assert not read_weights(str(tmp_path / "a"))["model_config"]["bias"]
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a")
-    theirs.transformer.h[1].mlp.c_fc.bias.data[3] = 1.0
-    theirs.save_pretrained(tmp_path / "b")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    model.transformer.h[1].mlp.c_fc.bias.data[3] = 1.0
+    model.save_pretrained(tmp_path / "b")
     back = read_weights(str(tmp_path / "b"))
-    assert back["model_config"]["bias"] and back["model"]["h.1.mlp.c_fc.bias"][3] == 1
+    assert back["model_config"]["bias"]
+    assert back["model"]["h.1.mlp.c_fc.bias"][3] == 1
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bytes"])
-def test_the_folders_tokenizer_gives_the_same_ids(name, tmp_path):
-    ours = get_tokenizer(name)
-    write_folder(checkpoint_of(dataclasses.replace(SMALL, vocab_size=ours.n_vocab), name), tmp_path / "out")
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+def test_the_exported_tokenizer_gives_the_same_ids(name, tmp_path):
+    encoding = get_tokenizer(name)
+    write_folder(checkpoint_of(dataclasses.replace(SMALL, vocab_size=encoding.n_vocab), name), tmp_path / "out")
+    exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
 
     @settings(max_examples=300, deadline=None)
     @given(st.text() | st.text(alphabet=" \n\t\r'sdtlvre1 2.!\u00a0\u2003é漢"))
     def check(text):
         text = text.replace(END_OF_TEXT, "")
-        ids = theirs(text)["input_ids"]
-        assert ids == ours.encode_ordinary(text) and theirs.decode(ids) == text
+        ids = exported(text)["input_ids"]
+        assert ids == encoding.encode_ordinary(text)
+        assert exported.decode(ids) == text
 
     check()
-    assert theirs("a").keys() == {"input_ids", "attention_mask"}  # what generate() takes
-    assert theirs(END_OF_TEXT)["input_ids"] == [theirs.eos_token_id] == [ours.eot_token]
+    assert exported("a").keys() == {"input_ids", "attention_mask"}  # the arguments of generate()
+    assert exported(END_OF_TEXT)["input_ids"] == [exported.eos_token_id] == [encoding.eot_token]
 
 
-def test_a_model_of_another_vocabulary_has_no_tokenizer_and_says_so(tmp_path):
-    reference_model("gpt2").save_pretrained(tmp_path / "theirs")
-    checkpoint = read_weights(str(tmp_path / "theirs"))
+def test_an_unknown_tokenizer_is_left_out_with_a_warning(tmp_path):
+    reference_model("gpt2").save_pretrained(tmp_path / "model")
+    checkpoint = read_weights(str(tmp_path / "model"))
     assert checkpoint["tokenizer"] == ""
     (note,) = write_folder(checkpoint, tmp_path / "out")
-    assert "no tokenizer in" in note and not (tmp_path / "out/tokenizer.json").exists()
+    assert "no tokenizer in" in note
+    assert not (tmp_path / "out/tokenizer.json").exists()
 
 
 @pytest.mark.parametrize(("changes", "words"), [
@@ -199,21 +198,22 @@ def test_a_model_of_another_vocabulary_has_no_tokenizer_and_says_so(tmp_path):
     ({"n_head": 2.0}, ["n_head is 2.0", "int"]),
     ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings is 'yes'", "true or false"]),
     ({"layer_norm_epsilon": "1e-5"}, ["layer_norm_epsilon is '1e-5'", "float"]),
-    ({"n_embd": 62}, ["n_embd 62", "n_head 4"]),
+    ({"n_embd": 62}, ["n_head is 4", "62"]),
     ({"n_embd": 32}, ["transformer.wte.weight", "(1000, 64)", "(1000, 32)"]),
     ({"n_layer": 2}, ["transformer.h.2.", "one too many"]),
     ({"n_layer": 4}, ["transformer.h.3.", "missing", "(64,)"]),
     ({"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx", "True", "False"]),
 ])  # fmt: skip
-def test_mistakes_in_a_folder_name_the_field(changes, words, tmp_path):
+def test_mistakes_in_a_folder_are_reported_with_the_field(changes, words, tmp_path):
     reference_model("gpt2").save_pretrained(tmp_path)
     stored = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(stored | changes))
     message = mistake(tmp_path)
-    assert str(tmp_path) in message and all(word in message for word in words), message
+    assert message.startswith(f"{tmp_path}: ")
+    assert all(word in message for word in words), message
 
 
-def test_weights_that_are_not_what_config_json_says_are_refused(tmp_path):
+def test_weights_that_contradict_config_json_are_refused(tmp_path):
     model = reference_model("gpt2")
     model.save_pretrained(tmp_path)
     stored, weights = (tmp_path / "config.json").read_text(), load_file(tmp_path / "model.safetensors")
@@ -235,18 +235,18 @@ def test_weights_that_are_not_what_config_json_says_are_refused(tmp_path):
     assert "no source" in mistake("")
 
 
-def test_other_rotations_and_missing_or_damaged_files_are_named(tmp_path, monkeypatch):
+def test_other_rotations_and_missing_or_damaged_files_are_refused(tmp_path, monkeypatch):
     reference_model("gpt_neox").save_pretrained(tmp_path)
     stored = json.loads((tmp_path / "config.json").read_text())
     rope = stored["rope_parameters"]
     (tmp_path / "config.json").write_text(
         json.dumps(stored | {"rope_parameters": rope | {"rope_type": "linear", "factor": 2}})
     )
-    assert "rope_type" in mistake(tmp_path) and "'linear'" in mistake(tmp_path)
+    assert "rope_type in config.json is 'linear'; expected 'default'" in mistake(tmp_path)
     (tmp_path / "config.json").write_text(
         json.dumps(stored | {"rope_parameters": rope | {"partial_rotary_factor": 0.2}})
     )
-    assert "rotary_pct 0.2 of 16 dimensions a head is 3" in mistake(tmp_path)
+    assert "rotary_pct is 0.2" in mistake(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(stored))
     (tmp_path / "model.safetensors").write_bytes(b"\0" * 100)
     assert "model.safetensors: cannot be read" in mistake(tmp_path)
@@ -258,8 +258,7 @@ def test_other_rotations_and_missing_or_damaged_files_are_named(tmp_path, monkey
     assert "no such file or folder" in mistake("gpt2-huge")
 
 
-def test_a_name_is_taken_from_the_hub_or_from_its_cache(workdir, monkeypatch):
-    """Without a network: `--init_from gpt2` where gpt2 was downloaded before."""
+def test_a_downloaded_model_is_read_without_a_network(workdir, monkeypatch):
     import huggingface_hub
 
     snapshot = workdir / "models--gpt2/snapshots/abc"
@@ -274,25 +273,28 @@ def test_a_name_is_taken_from_the_hub_or_from_its_cache(workdir, monkeypatch):
     assert run_here("--init_from", "gpt2", "--max_steps", "3") == 0
 
 
-def test_a_folder_is_never_written_over_and_never_left_half(tmp_path, monkeypatch):
-    checkpoint = checkpoint_of(SMALL)
+def test_an_existing_folder_is_never_overwritten(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.txt").write_text("years")
-    with pytest.raises(UserError, match="is there already"):
-        write_folder(checkpoint, tmp_path / "mine")
+    with pytest.raises(UserError, match="mine: already exists"):
+        write_folder(checkpoint_of(SMALL), tmp_path / "mine")
     assert (tmp_path / "mine/thesis.txt").read_text() == "years"
 
-    def full(*_):
-        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(convert_hf.os, "fsync", full)
-    with pytest.raises(UserError, match="No space left"):
-        write_folder(checkpoint, tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+@pytest.mark.parametrize(("file_bytes", "what"), [(500, "config.json"), (5000, "weights")])
+def test_a_failed_export_leaves_no_files(tmp_path, file_bytes, what):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, before[1]))
+        with pytest.raises(UserError, match=r"out: cannot be written \(.*File too large"):
+            write_folder(checkpoint_of(SMALL), tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_what_no_class_of_theirs_computes_is_refused(tmp_path):
-    with pytest.raises(UserError, match="parallel_residual is True"):
+def test_a_model_without_a_hugging_face_class_is_refused(tmp_path):
+    with pytest.raises(UserError, match="parallel_residual is on"):
         write_folder(checkpoint_of(dataclasses.replace(SMALL, parallel_residual=True)), tmp_path / "out")
 
 
@@ -301,7 +303,7 @@ def test_what_no_class_of_theirs_computes_is_refused(tmp_path):
 
 
 def padded_state(checkpoint: dict, rows: int) -> dict:
-    """Weights under nanoGPT's names, the vocabulary padded with rows that somebody trained."""
+    """Return weights with nanoGPT's names, and a vocabulary padded with random rows."""
     model = checkpoint["model"]
     table = torch.randn(rows, model["wte.weight"].size(1))
     vocab_size = checkpoint["model_config"]["vocab_size"]
@@ -311,23 +313,20 @@ def padded_state(checkpoint: dict, rows: int) -> dict:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_nanogpts_checkpoints(bias, tmp_path):
+def test_nanogpt_checkpoints_are_read_exactly(bias, tmp_path):
     expected = checkpoint_of(dataclasses.replace(SMALL, vocab_size=50257, gelu="exact", bias=bias, dropout=0.2), "gpt2")
     state = {f"_orig_mod.{name}": tensor for name, tensor in padded_state(expected, 50304).items()}
-    state["_orig_mod.transformer.h.0.attn.bias"] = torch.ones(
-        1, 1, 12, 12
-    )  # the mask, where there is no flash attention
+    state["_orig_mod.transformer.h.0.attn.bias"] = torch.ones(1, 1, 12, 12)  # the mask, if without flash attention
     shape = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12, "bias": bias, "vocab_size": 50304}
-    theirs = {"model": state, "optimizer": {}, "model_args": shape | {"dropout": 0.2}, "iter_num": 5}
-    torch.save(
-        theirs | {"best_val_loss": torch.tensor(1.0), "config": {"dataset": "openwebtext"}}, tmp_path / "ckpt.pt"
-    )
+    content = {"model": state, "optimizer": {}, "model_args": shape | {"dropout": 0.2}, "iter_num": 5}
+    content |= {"best_val_loss": torch.tensor(1.0), "config": {"dataset": "openwebtext"}}
+    torch.save(content, tmp_path / "ckpt.pt")
     found = read_weights(str(tmp_path / "ckpt.pt"))
     found["model_config"]["intermediate_size"] = 0
     assert_same_weights(expected, found)
 
 
-def test_nanogpts_character_models_keep_their_vocabulary(tmp_path):
+def test_nanogpt_character_models_keep_their_vocabulary(tmp_path):
     expected = checkpoint_of(dataclasses.replace(SMALL, vocab_size=65, gelu="exact"), "")
     shape = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12, "bias": True, "vocab_size": 65, "dropout": 0.0}
     torch.save({"model": padded_state(expected, 65), "model_args": shape}, tmp_path / "ckpt.pt")
@@ -335,24 +334,23 @@ def test_nanogpts_character_models_keep_their_vocabulary(tmp_path):
     assert "vocab_size is 65" in mistake(tmp_path / "ckpt.pt", "bytes")
 
 
-def test_build_nanogpts_checkpoints(tmp_path, monkeypatch):
-    """They pickle a GPTConfig of their script."""
+def test_build_nanogpt_checkpoints_with_a_pickled_config_are_read_exactly(tmp_path, monkeypatch):
     kind = type("GPTConfig", (), {"__module__": "__main__"})
     monkeypatch.setattr(sys.modules["__main__"], "GPTConfig", kind, raising=False)
-    theirs = kind()
-    theirs.__dict__ |= {"block_size": 12, "vocab_size": 50304, "n_layer": 2, "n_head": 2, "n_embd": 16}
+    config = kind()
+    config.__dict__ |= {"block_size": 12, "vocab_size": 50304, "n_layer": 2, "n_head": 2, "n_embd": 16}
     expected = checkpoint_of(dataclasses.replace(SMALL, vocab_size=50257), "gpt2")
-    state = {"model": padded_state(expected, 50304), "config": theirs, "step": 19072, "val_loss": 3.07}
+    state = {"model": padded_state(expected, 50304), "config": config, "step": 19072, "val_loss": 3.07}
     torch.save(state, tmp_path / "model_19072.pt")
     assert_same_weights(expected, read_weights(str(tmp_path / "model_19072.pt")))
 
 
-def test_mistakes_in_their_checkpoints_name_the_field(tmp_path):
+def test_mistakes_in_other_checkpoints_are_reported_with_the_field(tmp_path):
     shape = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12, "vocab_size": 65}
     for content, words in (
         ({"model_args": shape | {"block_size": "12"}}, "block_size is '12'; expected int"),
-        ({"model_args": shape | {"n_head": 3}}, "n_embd 16 is not divisible by n_head 3"),
-        ({"model_args": shape}, "model is no dict of tensors"),
+        ({"model_args": shape | {"n_head": 3}}, "n_head is 3; expected"),
+        ({"model_args": shape}, "model is not a dict of tensors"),
         ({"model_args": shape, "model": {}}, "the weight transformer.wte.weight is missing; expected (65, 16)"),
         ({"model_args": [1]}, "not a SteadyGPT checkpoint"),
         ([1], "not a SteadyGPT checkpoint"),
@@ -361,17 +359,16 @@ def test_mistakes_in_their_checkpoints_name_the_field(tmp_path):
         assert words in mistake(tmp_path / "ckpt.pt")
 
 
-def test_an_unknown_tokenizer_can_be_named_and_a_known_one_not_renamed(tmp_path):
+def test_tokenizer_fills_in_an_unknown_name_only(tmp_path):
     torch.save(checkpoint_of(SMALL, tokenizer=""), tmp_path / "unknown.pt")
     torch.save(checkpoint_of(SMALL), tmp_path / "known.pt")
     assert read_weights(str(tmp_path / "unknown.pt"), "bytes")["tokenizer"] == "bytes"
     assert read_weights(str(tmp_path / "known.pt"), "bytes")["tokenizer"] == "bytes"
-    assert "of 50,257 ids" in mistake(tmp_path / "unknown.pt", "gpt2")
+    assert "has 50,257 ids" in mistake(tmp_path / "unknown.pt", "gpt2")
     assert "its tokenizer is bytes" in mistake(tmp_path / "known.pt", "gpt2")
 
 
 def test_a_pickle_that_runs_code_is_refused(tmp_path, capsys):
-
     class Bomb:
         def __reduce__(self):
             return print, ("ran",)
@@ -382,39 +379,40 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path, capsys):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the command, and training
+# the command and training
 
 
-def test_the_command_converts_there_and_back(workdir, monkeypatch, capsys):
+def test_the_command_exports_and_imports(workdir, capsys):
     assert run_here() == 0
-    convert(monkeypatch, "latest", "exported")
+    assert convert_hf.main(["latest", "exported"]) == 0
     assert "AutoModelForCausalLM.from_pretrained('exported')" in capsys.readouterr().out
-    convert(monkeypatch, "exported/", "in/a/new/folder/back.pt")
-    convert(monkeypatch, "exported", "back.pt")
+    assert convert_hf.main(["exported/", "in/a/new/folder/back.pt"]) == 0
+    assert convert_hf.main(["exported", "back.pt"]) == 0
     out = capsys.readouterr().out
-    assert "exported -> back.pt" in out and "vocabulary 257 (bytes)" in out
+    assert "exported -> back.pt" in out
+    assert "vocabulary 257 (bytes)" in out
     trained, back = find_checkpoint("latest", Path("checkpoints"))[1], read_weights("back.pt")
     assert_same_weights(trained, back)
-    with pytest.raises(UserError, match=r"back\.pt is there already"):
-        convert(monkeypatch, "exported", "back.pt")
-    with pytest.raises(UserError, match="no run to resume; start from them with --init_from"):
+    with pytest.raises(UserError, match=r"back\.pt: already exists"):
+        convert_hf.main(["exported", "back.pt"])
+    with pytest.raises(UserError, match="--init_from"):
         run_here("--resume", "back.pt")
 
 
 @pytest.mark.parametrize("which", ["gpt2", "gpt_neox"])
-def test_ten_steps_of_adamw_are_those_of_a_plain_loop_over_transformers(which, workdir):
-    """The whole of train.py: data order, micro-steps, clipping, weight decay, from a folder of theirs."""
+def test_ten_steps_equal_a_plain_loop_over_transformers(which, workdir):
+    """Data order, micro-steps, clipping, AdamW and weight decay of train.py, from a Hugging Face folder."""
     shape = {"vocab_size": 257, "context_length": 16, "num_layers": 2, "num_heads": 2, "embd_size": 16}
     model = reference_model(which, **shape)
-    model.save_pretrained("theirs")
-    flags = "--init_from theirs --max_steps 10 --max_lr 1e-2 --min_lr 1e-2 --warmup_steps 0 --grad_clip 0.5".split()
+    model.save_pretrained("model")
+    flags = "--init_from model --max_steps 10 --max_lr 1e-2 --min_lr 1e-2 --warmup_steps 0 --grad_clip 0.5".split()
     assert run_here(*flags) == 0
 
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
-    rows, losses = RowStream(find_shards(Path("data"), "train"), 16, 1337, True, True), []
+    rows, losses = RowStream(find_shards(Path("data"), "train", None), 16, 1337, True, True), []
     for step in range(10):
         batch = torch.from_numpy(rows.read(4 * step, 4))
         loss = torch.nn.functional.cross_entropy(model(batch[:, :-1]).logits.flatten(0, 1), batch[:, 1:].flatten())
@@ -423,47 +421,54 @@ def test_ten_steps_of_adamw_are_those_of_a_plain_loop_over_transformers(which, w
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    ours = metrics("logs", "loss")
+    logged = metrics("logs", "loss")
     assert losses[9] < losses[0] - 0.1
-    assert all(abs(ours[step] - losses[step]) < 1e-5 for step in range(10))
+    assert all(abs(logged[step] - losses[step]) < 1e-5 for step in range(10))
 
 
-def test_fine_tuning_takes_the_shape_from_the_weights_and_may_crop_the_context(workdir, capsys):
+def test_fine_tuning_takes_the_shape_of_the_weights_and_may_crop_the_context(workdir, capsys):
     shape = {"vocab_size": 257, "context_length": 24, "num_layers": 1, "num_heads": 2, "embd_size": 16}
-    theirs = reference_model("gpt2 untied, exact GELU, narrow MLP", **shape)
-    theirs.save_pretrained("theirs")
+    model = reference_model("gpt2 untied, exact GELU, narrow MLP", **shape)
+    model.save_pretrained("model")
     import train
 
     shape_flags = {"--num_layers", "--num_heads", "--embd_size"}
     flags = [x for pair in zip(TINY[::2], TINY[1::2], strict=True) if pair[0] not in shape_flags for x in pair]
-    still = ["--max_lr", "0", "--min_lr", "0", "--data_dir", "data", "--init_from", "theirs"]
-    assert train.main([*flags, *still]) == 0
-    assert "weights from theirs" in capsys.readouterr().out
+    fixed = ["--max_lr", "0", "--min_lr", "0", "--data_dir", "data", "--init_from", "model"]
+    assert train.main([*flags, *fixed]) == 0
+    assert "weights from model" in capsys.readouterr().out
     _, tuned, _ = find_checkpoint("latest", Path("checkpoints"))
-    assert tuned["model_config"]["num_layers"] == 1 and tuned["model_config"]["intermediate_size"] == 100
-    assert tuned["train_config"]["gelu"] == "exact" and tuned["train_config"]["context_length"] == 16
-    assert torch.equal(tuned["model"]["wpe.weight"], theirs.transformer.wpe.weight[:16])
+    assert (tuned["model_config"]["num_layers"], tuned["model_config"]["intermediate_size"]) == (1, 100)
+    assert (tuned["train_config"]["gelu"], tuned["train_config"]["context_length"]) == ("exact", 16)
+    assert torch.equal(tuned["model"]["wpe.weight"], model.transformer.wpe.weight[:16])
     tokens = torch.randint(0, 257, (2, 16))
     with torch.no_grad():
-        assert torch.allclose(logits_of(tuned, tokens), theirs.eval()(tokens).logits, atol=1e-5)
+        assert torch.allclose(logits_of(tuned, tokens), model.eval()(tokens).logits, atol=1e-5)
 
 
-@pytest.mark.parametrize(("flags", "words"), [
-    (["--num_layers", "3"], "its num_layers is 2; this run's is 3"),
-    (["--context_length", "32", "--total_batch_size", "64"], "its context_length is 16; this run's is 32"),
-    (["--gelu", "exact"], "its gelu is tanh; this run's is exact"),
-    (["--intermediate_size", "32"], "its intermediate_size is 64; this run's is 32"),
-    (["--data_dir", "gpt2-data"], "its vocab_size is 257; the data's is 50257"),
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"num_layers": 3}, "--init_from w.pt: num_layers is 2, but this run has 3"),
+    ({"context_length": 13}, "context_length is 12, but this run has 13"),
+    ({"gelu": "exact"}, "gelu is tanh, but this run has exact"),
+    ({"intermediate_size": 32}, "intermediate_size is 64, but this run has 32"),
+    ({"vocab_size": 50257}, "vocab_size is 257, but the data has 50257"),
+    ({"tokenizer": "gpt2"}, "tokenizer is bytes, but the data has gpt2"),
 ])  # fmt: skip
-def test_weights_that_do_not_fit_the_run_are_refused_by_name(workdir, flags, words):
-    write_data(workdir / "gpt2-data", tokenizer="gpt2", vocab_size=50257)
-    write_folder(checkpoint_of(dataclasses.replace(SMALL, context_length=16)), workdir / "theirs")
-    with pytest.raises(UserError) as raised:
-        run_here("--init_from", "theirs", *flags)
-    assert words in str(raised.value)
-    assert not (workdir / "checkpoints").exists() or not list((workdir / "checkpoints").glob("*.pt"))
+def test_weights_that_do_not_fit_the_run_are_refused(changes, message):
+    changes = {"tokenizer": "bytes"} | changes
+    tokenizer = changes.pop("tokenizer")
+    with pytest.raises(UserError, match=message):
+        check_fits(checkpoint_of(SMALL), "w.pt", dataclasses.replace(SMALL, **changes), tokenizer)
 
 
-def test_the_given_width_of_the_mlp_may_be_the_usual_one(workdir):
-    write_folder(checkpoint_of(dataclasses.replace(SMALL, context_length=16)), workdir / "theirs")
-    assert run_here("--init_from", "theirs", "--intermediate_size", "64") == 0
+@pytest.mark.parametrize("changes", [{"context_length": 8}, {"intermediate_size": 64}, {"dropout": 0.1}])
+def test_weights_that_fit_the_run_are_accepted(changes):
+    check_fits(checkpoint_of(SMALL), "w.pt", dataclasses.replace(SMALL, **changes), "bytes")
+    check_fits(checkpoint_of(SMALL, tokenizer=""), "w.pt", SMALL, "any")
+
+
+def test_a_run_with_unfit_weights_writes_nothing(workdir):
+    write_folder(checkpoint_of(dataclasses.replace(SMALL, context_length=16)), workdir / "weights")
+    with pytest.raises(UserError, match="num_layers is 2, but this run has 3"):
+        run_here("--init_from", "weights", "--num_layers", "3")
+    assert not list(workdir.glob("checkpoints/*.pt"))
