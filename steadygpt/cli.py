@@ -216,16 +216,3 @@ def run_cli(main: Callable[[], int | None]) -> None:
 def mute(stream: IO[str]) -> None:
     """Discard everything written to a stream from now on, because its reader is gone."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """Replaced by read_flags; goes with its last user."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, allow_abbrev=False, **kwargs)
-
-    def parse_known_args(self, args=None, namespace=None):
-        return super().parse_known_args([_underscored(a) for a in (sys.argv[1:] if args is None else args)], namespace)
-
-    def error(self, message):
-        raise UserError(f"{message}; see --help")

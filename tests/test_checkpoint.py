@@ -225,8 +225,8 @@ def test_the_table_shows_each_tier_and_what_is_damaged(writer, tmp_path):
     assert list(rows) == [
         "latest.pt", "latest_backup.pt", "rolling_step_000050.pt", "rolling_step_000040.pt", "epoch_00005.pt",
     ]  # fmt: skip
-    assert rows["latest.pt"].split()[1:5] == ["50", "5.00", "3.2500", "-"] and rows["latest.pt"].endswith("whole")
-    assert "damaged" in rows["latest_backup.pt"]
+    assert rows["latest.pt"].split()[1:5] == ["50", "5.00", "3.2500", "-"] and rows["latest.pt"].endswith("intact")
+    assert "corrupt" in rows["latest_backup.pt"]
     assert table[-1].startswith("5 names of 3 files")
 
 

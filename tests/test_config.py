@@ -92,7 +92,7 @@ def test_a_preset_may_stand_on_another(tmp_path):
     assert (config.num_layers, config.num_heads, config.embd_size) == (4, 5, 1600)
     assert config.config.endswith("mine.toml") and "embd_size" in given_options
     (tmp_path / "mine.toml").write_text(f'config = "{tmp_path / "mine.toml"}"\n')
-    assert "on top of itself" in mistake("--config", str(tmp_path / "mine.toml"))
+    assert "the file includes itself" in mistake("--config", str(tmp_path / "mine.toml"))
 
 
 def test_flags_are_written_with_dashes_or_underscores():
@@ -112,6 +112,13 @@ def test_defaults_then_config_then_flags(tmp_path):
 ])  # fmt: skip
 def test_switches(argv, value):
     assert parse(*argv).bias is value
+
+
+@pytest.mark.parametrize("name", [name for name, f in FIELDS.items() if f.type is bool])
+def test_every_switch_can_be_turned_off_in_every_spelling(name):
+    dashed = name.replace("_", "-")
+    for argument in (f"--no_{name}", f"--no-{dashed}", f"--no-{name}", f"--{dashed}=False", f"--{name}=off"):
+        assert getattr(parse("--resume", f"--{name}", argument), name) is False, argument
 
 
 def test_a_switch_that_is_off_by_default_is_turned_on_bare():
@@ -143,11 +150,11 @@ def test_mistakes_are_named(tmp_path):
     assert "--seed" in mistake("--seed", "x") and "'x'" in mistake("--seed", "x")
     assert "on or off" in mistake("--bias", "maybe")
     assert "fp33" in mistake("--precision", "fp33") and "bf16" in mistake("--precision", "fp33")
-    assert "--embd_size 100 is not divisible by --num_heads 12" in mistake("--embd_size", "100")
+    assert "--num_heads is 12; expected a divisor of the width, 100" in mistake("--embd_size", "100")
     for value in ("nan", "inf", "-1"):
         assert f"--max_lr is {float(value)}; expected 0 or more" == mistake(f"--max_lr={value}")
     assert "--min_lr 0.1 is above --max_lr 0.001" in mistake("--min_lr", "0.1")
-    assert "--dropout is 1.0; expected a probability below 1" in mistake("--dropout", "1")
+    assert "--dropout is 1.0; expected less than 1" in mistake("--dropout", "1")
     assert "--max_steps and --num_epochs are both 0" in mistake("--num_epochs", "0")
     assert "--cpu_offload needs --sharding fsdp" in mistake("--cpu_offload")
     for flag in (
@@ -170,6 +177,21 @@ def test_mistakes_are_named(tmp_path):
         assert "bad.toml" in message and all(word in message for word in words)
 
 
+def test_suggestions_are_close_or_known_from_other_trainers():
+    assert mistake("--save_steps", "5") == "unknown argument '--save_steps'; here it is --checkpoint_freq"
+    assert mistake("--deepspeed", "x.json") == "unknown argument '--deepspeed'; here it is --sharding fsdp"
+    assert mistake("--resume_from_checkpoint=a.pt").endswith("; here it is --resume")
+    assert mistake("--n-layer", "3").endswith("; here it is --num_layers")
+    assert mistake("--frobnicate", "3") == "unknown argument '--frobnicate'; see --help"
+    assert mistake("--maxlr", "3").endswith("did you mean --max_lr?")
+
+
+def test_suggestions_name_options_that_exist():
+    for name, suggestion in ELSEWHERE.items():
+        assert name not in FIELDS
+        assert re.findall(r"--(\w+)", suggestion)[0] in FIELDS
+
+
 def test_a_config_file_that_is_not_text_is_named(tmp_path):
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
     assert "binary.toml: not TOML" in mistake("--config", str(tmp_path / "binary.toml"))
@@ -182,8 +204,8 @@ def test_a_frequency_of_0_turns_a_feature_off():
 
 
 def test_rotations_need_pairs_of_dimensions():
-    assert "is 3; expected an even number" in mistake("--rotary_pct", "0.05")
-    assert "is 0; expected an even number" in mistake("--rotary_pct", "0.01")
+    assert "3 of 64 dimensions a head; expected an even number" in mistake("--rotary_pct", "0.05")
+    assert "0 of 64 dimensions a head; expected an even number" in mistake("--rotary_pct", "0.01")
     assert "--rotary_pct is 1.5" in mistake("--rotary_pct", "1.5")
     assert "--layer_norm_eps is 0.0; expected more than 0" in mistake("--layer_norm_eps", "0")
 
@@ -203,7 +225,7 @@ def test_help_tells_every_option(capsys):
     with pytest.raises(SystemExit):
         parse_args(["--help"])
     told = capsys.readouterr().out
-    listed = told[told.index("\nrun:") :]  # below the usage
+    listed = told[told.index("\nmodel:") :]  # below the usage
     assert re.findall(r"^  --(\w+)", listed, re.MULTILINE) == list(FIELDS)
     assert all(f.metadata["help"] for f in FIELDS.values())
     assert "--total_batch_size INT" in listed and "(default: 524288)" in listed and "(default: on)" in listed
@@ -250,10 +272,13 @@ def test_all_else_can_change_and_is_told():
     config, given_options = parse_args(flags)
     config, changes = resume_config(saved, config, given_options)
     assert (config.dropout, config.mini_batch_size, config.data_dir) == (0.2, 4, "new")
-    assert changes == ["data_dir: 'old' -> 'new'", "dropout: 0.1 -> 0.2", "mini_batch_size: 8 -> 4"]
+    assert changes == ["dropout: 0.1 -> 0.2", "data_dir: 'old' -> 'new'", "mini_batch_size: 8 -> 4"]
 
 
-@pytest.mark.parametrize("name", "total_batch_size max_lr min_lr warmup_steps weight_decay grad_clip dropout".split())
+@pytest.mark.parametrize(
+    "name",
+    "total_batch_size max_lr min_lr warmup_steps weight_decay adam_beta1 adam_beta2 adam_eps grad_clip dropout".split(),
+)
 def test_what_decides_what_is_learned_changes_on_purpose_only(name):
     mine = TrainConfig()
     saved = {name: getattr(mine, name) / 2 or 0.5}
@@ -263,6 +288,13 @@ def test_what_decides_what_is_learned_changes_on_purpose_only(name):
     allowed = dataclasses.replace(mine, allow_changes=True)
     _, [change] = resume_config(saved, allowed, {name: "flag"})
     assert change == f"{name}: {saved[name]} -> {getattr(mine, name)}"
+
+
+def test_on_resume_a_presets_warmup_gives_way_to_the_checkpoints():
+    """The length of the run decided what it became, and the same command must be able to resume."""
+    config, given_options = parse_args(["--config", "quickstart", "--max_steps", "50", "--resume"])
+    saved = dataclasses.asdict(config) | {"warmup_steps": 5}
+    assert resume_config(saved, config, given_options) == (dataclasses.replace(config, warmup_steps=5), [])
 
 
 def test_what_belongs_to_one_start_is_not_taken_from_the_checkpoint():

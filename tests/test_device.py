@@ -1,9 +1,13 @@
 """Which precision a device computes in, and what is computed in it."""
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import REPO
 
 from steadygpt import device
 from steadygpt.device import autocast, choose_precision
@@ -27,6 +31,23 @@ def test_other_devices_compute_in_fp32_and_what_is_asked_for_is_done(monkeypatch
     monkeypatch.setattr(device, "Path", lambda _: Path("/no such file"))
     assert choose_precision("auto", torch.device("cpu")) == "fp32"
     assert choose_precision("fp16", torch.device("cpu")) == "fp16"
+
+
+@pytest.mark.parametrize(("name", "tflops"), [
+    ("NVIDIA L4", 121), ("NVIDIA L40", 181), ("NVIDIA L40S", 362), ("NVIDIA A10", 125), ("NVIDIA A10G", 70),
+    ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 NVL", 835), ("NVIDIA H100 PCIe", 756), ("NVIDIA RTX A1000", None),
+    ("NVIDIA A100-SXM4-80GB", 312),
+])  # fmt: skip
+def test_peak_flops_match_whole_names(name, tflops, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    assert device.peak_flops(torch.device("cuda")) == (tflops and tflops * 1e12)
+
+
+def test_process_age_counts_from_the_start_of_the_process():
+    program = "import time; time.sleep(0.5); from steadygpt.device import process_age_s; print(process_age_s())"
+    started_s = time.monotonic()
+    age_s = float(subprocess.run([sys.executable, "-c", program], cwd=REPO, capture_output=True, text=True).stdout)
+    assert 0.5 <= age_s <= time.monotonic() - started_s + 0.02  # clock ticks are 10 ms
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [

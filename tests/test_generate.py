@@ -90,12 +90,12 @@ def test_a_damaged_latest_is_passed_over_aloud(outputs, folder):
     whole, _ = outputs("latest")
     damage(folder / "latest.pt", "truncated")
     out, err = outputs("latest")
-    assert out == whole and err.startswith("warning: passed over") and "latest.pt: damaged" in err
+    assert out == whole and err.startswith("warning: skipped") and "latest.pt: corrupt" in err
 
 
 @pytest.mark.parametrize(("flag", "words"), [
-    (["--num_seq", "0"], "at least 1"), (["--max_tokens", "0"], "at least 1"), (["--temperature", "-1"], "at least 0"),
-    (["--top_k", "-1"], "at least 0"), (["--device", "abacus"], "--device abacus"), (["none.pt"], "none.pt: no such"),
+    (["--num_seq", "0"], "at least 1"), (["--max_tokens", "0"], "at least 1"), (["--temperature", "-1"], "0 or more"),
+    (["--top_k", "-1"], "0 or more"), (["--device", "abacus"], "--device abacus"), (["none.pt"], "none.pt: no such"),
 ])  # fmt: skip
 def test_impossible_values_are_told_in_one_line(folder, monkeypatch, capsys, flag, words):
     monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint_dir", str(folder), *flag])

@@ -11,7 +11,7 @@ from conftest import REFERENCES, reference_model
 from config import TrainConfig
 from convert_hf import read_weights
 from generate import KVCache, generate, load_model, sample
-from model import GPT, IGNORED_TARGET, GPTConfig, rotary_angles, rotate
+from model import GPT, IGNORED_TARGET, AttentionArgs, GPTConfig, rotary_angles, rotate
 from steadygpt.attention import attention_in_blocks
 from steadygpt.cli import UserError
 from steadygpt.device import evaluating
@@ -203,9 +203,9 @@ def test_dropout_is_where_gpt2_has_it():
     torch.manual_seed(0)
     model(ids(8, 12))
     x = torch.randn(8, 12, 64)
-    for dropped in (seen[0], block.attn(x, None, None, None), block.mlp(x)):
+    for dropped in (seen[0], block.attn(x, AttentionArgs()), block.mlp(x)):
         assert (dropped == 0).float().mean().item() == pytest.approx(0.5, abs=0.05)
-    after, before = block.attn(x, None, None, None), block.eval().attn(x, None, None, None)
+    after, before = block.attn(x, AttentionArgs()), block.eval().attn(x, AttentionArgs())
     kept = after != 0
     assert not torch.allclose(after[kept], 2 * before[kept], atol=1e-2)  # so the weights were dropped too
 

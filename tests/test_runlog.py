@@ -4,20 +4,29 @@ import dataclasses
 import errno
 import json
 import os
+import re
 import sys
+import time
 import types
 
 import pytest
 import torch
 
 from config import TrainConfig
-from steadygpt.runlog import RunLog, duration_text
+from steadygpt.cli import UserError
+from steadygpt.distributed import Ranks
+from steadygpt.runlog import RunLog, duration_text, read_status
+from steadygpt.stability import StepResult
 
 
 def config(tmp_path, **options) -> TrainConfig:
     return TrainConfig(
         run_name="tiny", logdir=str(tmp_path / "logs"), tensorboard_dir=str(tmp_path / "runs"), **options
     )
+
+
+def records(tmp_path) -> list[dict]:
+    return [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
 
 
 def write(log: RunLog, steps, value=1.0) -> None:
@@ -29,7 +38,9 @@ def test_metrics_are_one_json_object_a_line(tmp_path):
     log = RunLog(config(tmp_path), None)
     log.record(3, "step 3/10 | loss 2.5", loss=2.5, mfu=None)
     log.close()
-    assert (tmp_path / "logs" / "metrics.jsonl").read_text() == '{"step": 3, "loss": 2.5}\n'
+    line = (tmp_path / "logs" / "metrics.jsonl").read_text()
+    assert re.fullmatch(r'\{"step": 3, "time": \d+\.\d+, "loss": 2\.5\}\n', line)
+    assert abs(json.loads(line)["time"] - time.time()) < 60
     assert (tmp_path / "logs" / "log.txt").read_text() == "run          tiny\nstep 3/10 | loss 2.5\n"
 
 
@@ -37,15 +48,16 @@ def test_a_resumed_run_cuts_its_logs_back_and_continues_them(tmp_path):
     log = RunLog(config(tmp_path), None)
     log.say("the plan")
     write(log, range(6))
-    log.text(4, "step 4/10 | sample:", "a line\nstep 1/10 of the text itself")
+    log.text(4, "a line\nstep 1/10 of the text itself")
     log.close()
     with open(tmp_path / "logs" / "metrics.jsonl", "a") as file:
         file.write('{"step": 6, "lo')  # what a kill in the middle of a write leaves
     log = RunLog(config(tmp_path), 4)
     write(log, range(4, 8), value=2.0)
     log.close()
-    records = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
-    assert [(r["step"], r["loss"]) for r in records] == [(s, 1.0) for s in range(4)] + [(s, 2.0) for s in range(4, 8)]
+    assert [(r["step"], r["loss"]) for r in records(tmp_path)] == [(s, 1.0) for s in range(4)] + [
+        (s, 2.0) for s in range(4, 8)
+    ]
     text = (tmp_path / "logs" / "log.txt").read_text()
     assert text.startswith("run          tiny\nthe plan\nstep 0/10") and "text itself" not in text
     assert [line.split()[1] for line in text.splitlines()[2:]] == [f"{step}/10" for step in range(8)]
@@ -70,14 +82,16 @@ def test_the_log_of_another_run_is_moved_aside_not_cut(tmp_path):
     log.close()
     (theirs,) = (tmp_path / "logs").glob("metrics-until-*.jsonl")
     assert len(theirs.read_text().splitlines()) == 6
-    assert (tmp_path / "logs" / "metrics.jsonl").read_text() == '{"step": 4, "loss": 2.0}\n'
+    (record,) = records(tmp_path)
+    assert (record["step"], record["loss"]) == (4, 2.0)
 
 
 def test_nan_is_null_in_json(tmp_path):
     log = RunLog(config(tmp_path), None)
     write(log, [0], value=float("nan"))
     log.close()
-    assert json.loads((tmp_path / "logs" / "metrics.jsonl").read_text()) == {"step": 0, "loss": None}
+    (record,) = records(tmp_path)
+    assert record["loss"] is None
 
 
 def test_a_full_disk_costs_records_and_not_the_run(tmp_path, monkeypatch, capsys):
@@ -119,7 +133,7 @@ def test_tensorboard_curves_continue_after_a_resume_without_doubled_points(tmp_p
     model = torch.nn.Linear(200, 200)
     model(torch.ones(200)).sum().backward()
     log.histograms(8, model)
-    log.text(8, "sample:", "words")
+    log.text(8, "words")
     log.close()
     scalars, tags = curves(tmp_path)
     assert scalars["loss/train"] == {s: 1.0 if s < 4 else 2.0 for s in range(8)}
@@ -129,17 +143,97 @@ def test_tensorboard_curves_continue_after_a_resume_without_doubled_points(tmp_p
     assert any("sample" in tag for tag in tags["tensors"])
 
 
-def test_wandb_gets_the_numbers_and_the_name(tmp_path, monkeypatch):
-    calls = []
-    run = types.SimpleNamespace(
-        log=lambda values, step: calls.append((step, values)), finish=lambda: calls.append("end")
-    )
-    fake = types.SimpleNamespace(init=lambda **options: (calls.append(options["name"]), run)[1])
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    log = RunLog(config(tmp_path, use_wandb=True), None)
-    write(log, [5])
+class FakeWandb:
+    """Records what is logged, and ignores steps that do not grow, as the real one does for `step=`."""
+
+    def __init__(self):
+        self.calls, self.metrics = [], {}
+
+    def init(self, **options):
+        self.calls.append(options["name"])
+        return self
+
+    def define_metric(self, name, step_metric=None):
+        self.metrics[name] = step_metric
+
+    def log(self, values):
+        self.calls.append(values)
+
+    def finish(self):
+        self.calls.append("finished")
+
+
+def test_wandb_shows_what_is_measured_again_after_a_resume(tmp_path, monkeypatch):
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    for start_step, steps in ((None, [4, 5]), (5, [5])):
+        log = RunLog(config(tmp_path, use_wandb=True), start_step)
+        write(log, steps)
+        log.close()
+    assert wandb.metrics == {"step": None, "*": "step"}  # the x axis is our step, which may go back
+    values = [{"step": step, "loss": 1.0} for step in (4, 5, 5)]
+    assert wandb.calls == ["tiny", *values[:2], "finished", "tiny", values[2], "finished"]
+
+
+def test_wandb_that_does_not_start_is_one_line(tmp_path, monkeypatch):
+    def fail(**_):
+        raise RuntimeError("api_key not configured (no-tty)\nTraceback of wandb")
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=fail))
+    with pytest.raises(UserError) as raised:
+        RunLog(config(tmp_path, use_wandb=True), None)
+    assert str(raised.value).startswith("--use_wandb: wandb did not start (RuntimeError: api_key not configured")
+    assert "WANDB_MODE=offline" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# steps and status
+
+
+def result(step: int) -> StepResult:
+    return StepResult(step, lr=1e-3, loss=2.5, grad_norm=0.5, loss_z=None, spike=False, updated=True)
+
+
+@pytest.fixture
+def log(tmp_path):
+    options = {"checkpoint_dir": str(tmp_path), "total_batch_size": 1000, "gpu_hour_cost": 3.0}
+    log = RunLog(config(tmp_path, **options), None, max_steps=10, ranks=Ranks(torch.device("cpu"), world_size=4))
+    yield log
     log.close()
-    assert calls == ["tiny", (5, {"loss": 1.0}), "end"]
+
+
+def test_speed_and_cost_of_a_step(log, tmp_path):
+    log.step(result(3), step_s=0.5, elapsed_s=1800.0, epoch=0.25)
+    (record,) = records(tmp_path)
+    assert (record["tokens_per_second"], record["step_ms"]) == (2000, 500)
+    assert record["cost"] == pytest.approx(0.5 * 4 * 3.0)  # half an hour of four GPUs
+    assert (record["epoch"], record["lr"], record["loss"]) == (0.25, 1e-3, 2.5)
+
+
+def test_status_json_has_a_heartbeat(log, tmp_path, monkeypatch):
+    now_s = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    log.status("running", step=0)
+    for step, seconds in ((0, 1.0), (1, 1.0), (2, 20.0), (3, 1.0)):
+        now_s[0] += seconds
+        log.step(result(step), step_s=0.5, elapsed_s=1.0, epoch=0.0)
+    status = read_status(tmp_path)
+    assert (status["status"], status["step"], status["max_steps"]) == ("running", 3, 10)  # after step 2: 20 s later
+    assert status["tokens_per_second"] == 2000
+    assert time.strptime(status["updated_at"], "%Y-%m-%dT%H:%M:%S%z")
+    log.status("finished", step=10)
+    assert read_status(tmp_path)["status"] == "finished"
+
+
+def test_status_on_a_full_disk_is_a_warning(log, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        log.status("running", step=0)
+    assert "cannot write to status.json: " in capsys.readouterr().err
 
 
 def test_the_line_in_progress_is_for_terminals_only(tmp_path, capsys):
