@@ -138,7 +138,7 @@ def encode(tokenizer: tiktoken.Encoding, batch: Batch) -> np.ndarray:
     pieces = [piece for piece in batch if not piece.skipped]
     joined = "".join(END_OF_TEXT * (piece.at.piece == 0) + piece.text for piece in pieces)
     if joined.count(END_OF_TEXT) == sum(piece.at.piece == 0 for piece in pieces):
-        # One long call, unlike a call per document, holds the GIL for little of its time.
+        # One long call releases the GIL for nearly all of its time, a call per document does not.
         return tokenizer.encode_to_numpy(joined, allowed_special={END_OF_TEXT}, disallowed_special=())
     ids = []  # the text of a document contains <|endoftext|>
     for piece in pieces:

@@ -154,15 +154,12 @@ def find_shards(data_dir: Path, split: str, manifest: dict | None) -> list[Shard
             raise UserError(f"{data_dir / missing[0]}: missing, though {MANIFEST} lists it; prepare the data again")
         files = [f for f in files if f.name in listed]
     if not files:
-        is_default = data_dir == DEFAULT_FOLDER
-        command = "python prepare_dataset.py" + (
-            "" if is_default else f" --source ... --out {shlex.quote(str(data_dir))}"
-        )
+        out = "" if data_dir == DEFAULT_FOLDER else f" --source ... --out {shlex.quote(str(data_dir))}"
+        stdlib = "python prepare_dataset.py --source stdlib --tokenizer bytes --out data/stdlib"
+        no_val = "; or train without validation: --eval_freq 0" if split == "val" else ""
         raise UserError(
-            f"no {split} shards in {data_dir} (*_{split}_*.npy or *{split}*.bin); prepare some with '{command}', or "
-            "without a download with 'python prepare_dataset.py --source stdlib --tokenizer bytes --out data/stdlib' "
-            "and train on them with --data_dir data/stdlib"
-            + (", or train without validation: --eval_freq 0" if split == "val" else "")
+            f"no {split} shards in {data_dir} (*_{split}_*.npy or *{split}*.bin); prepare some with 'python "
+            f"prepare_dataset.py{out}', or without a download with '{stdlib}' and --data_dir data/stdlib{no_val}"
         )
     shards = [open_shard(f) for f in files]
     for shard in shards if manifest is not None else []:
@@ -209,7 +206,7 @@ def fingerprint(
 def check_shards(
     shards: Sequence[Shard], manifest: dict | None, vocab_size: int, known: Sequence[list] = ()
 ) -> list[list]:
-    """Verify the checksums of the manifest, and that each token is in the vocabulary, by reading every shard.
+    """Read every shard; verify its checksum in the manifest, and that each token is in the vocabulary.
 
     Args:
         known: entries that an earlier call returned; a file with the same name, size and time is not read again.
