@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A table of a run's checkpoints: ./list_checkpoints.sh [--checkpoint_dir checkpoints]
+# List the checkpoints of a run and verify each file: ./list_checkpoints.sh [--checkpoint_dir checkpoints]
 set -euo pipefail
 repo=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/..
 [ -x "$repo/.venv/bin/python" ] && PATH="$repo/.venv/bin:$PATH"

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# From nothing to a small GPT that writes Python, on two CPU cores, with no download but the packages. About 5 minutes.
-# Run it again at any time: it continues, or says that all is done. Further flags go to train.py.
+# Prepare data, train a small GPT that writes Python, list its checkpoints and sample text: about 5 minutes on two CPU
+# cores. Downloads only the Python packages. Run it again at any time: it continues from the last checkpoint, or says
+# that the run is finished. Flags are passed to train.py.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 
-# Threads that wait for each other spin by default: where other programs run too, that takes several times as long.
+# By default, threads that wait for each other spin. Beside other programs, this makes training several times slower.
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 
 scripts/setup.sh
@@ -12,22 +13,22 @@ python=.venv/bin/python
 
 echo; echo "== 1/4  data: the Python standard library, as bytes"
 $python prepare_dataset.py --source stdlib --tokenizer bytes --out data/stdlib
-echo; echo "== 2/4  training (Ctrl-C stops and saves; run this script again to go on)"
+echo; echo "== 2/4  training (Ctrl-C stops and saves; run this script again to continue)"
 $python train.py --config quickstart --resume auto "$@"
 if ! grep -q '"status": "finished"' checkpoints/quickstart/status.json; then
-    echo; echo "stopped and saved; ./scripts/quickstart.sh goes on from here"
+    echo; echo "stopped and saved; ./scripts/quickstart.sh continues from here"
     exit 0
 fi
 echo; echo "== 3/4  checkpoints"
 ./list_checkpoints.sh --checkpoint_dir checkpoints/quickstart
-echo; echo "== 4/4  what the model writes after 'def '"
+echo; echo "== 4/4  text from the model after 'def '"
 $python generate.py best --checkpoint_dir checkpoints/quickstart --prompt "def " --max_tokens 300
 
 cat <<'END'
 
 == next
   source .venv/bin/activate
-  ./start_tensorboard.sh                                              the curves, at http://localhost:6006
+  ./start_tensorboard.sh                                              curves at http://localhost:6006
   ./resume_training.sh --checkpoint_dir checkpoints/quickstart --max_steps 6000      train this model further
   python generate.py best --checkpoint_dir checkpoints/quickstart --prompt "import " --num_seq 3
 

@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# Continue a run where it stopped, on all GPUs of this machine: ./resume_training.sh [any flags of train.py]
-# NPROC=2 ./resume_training.sh chooses the number of processes; it need not be the one before.
+# Resume a run from its latest checkpoint, on all GPUs of this machine: ./resume_training.sh [flags of train.py]
+# NPROC=2 ./resume_training.sh sets the number of processes. It may differ from the number before.
 set -euo pipefail
 repo=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/..
 [ -x "$repo/.venv/bin/python" ] && PATH="$repo/.venv/bin:$PATH"
 gpus=$( (nvidia-smi -L 2>/dev/null || true) | grep -c '^GPU' || true)
-[ -z "${CUDA_VISIBLE_DEVICES:-}" ] || gpus=$(tr ',' '\n' <<< "$CUDA_VISIBLE_DEVICES" | grep -c .)
+if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then  # empty or -1: no GPU
+    gpus=$(tr ',' '\n' <<< "$CUDA_VISIBLE_DEVICES" | grep -c '^[^-]' || true)
+fi
 nproc=${NPROC:-$gpus}
 if [ "$nproc" -gt 1 ]; then
     exec torchrun --standalone --nproc_per_node="$nproc" "$repo/train.py" --resume latest "$@"

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The curves of all runs, at http://localhost:6006: ./start_tensorboard.sh [any flags of tensorboard, e.g. --port 6007]
+# Show the curves of all runs in ./runs at http://localhost:6006.
+# Flags are passed to tensorboard: ./start_tensorboard.sh --port 6007 --logdir other_runs
 set -euo pipefail
 repo=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/..
 [ -x "$repo/.venv/bin/python" ] && PATH="$repo/.venv/bin:$PATH"
