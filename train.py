@@ -427,13 +427,10 @@ def launch(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, data: Da
             sketch = GPT(shape, initialize=False)
         plan = [*describe(config, data, schedule, ranks, sketch, validation_rows(config, data.val)), *start.notes]
         finished = start.is_finished(schedule.max_steps, ranks)
-        if finished and not config.dry_run:
-            plan = [
-                f"{config.checkpoint_dir}: this run is finished, at step {start.step}; a larger --max_steps continues it"
-            ]
         if finished or config.dry_run:
+            over = f"this run is finished, at step {start.step}; a larger --max_steps continues it"
             if ranks.is_main:
-                print(*plan, sep="\n")
+                print(f"{config.checkpoint_dir}: {over}" if finished else "\n".join(plan))
             return 0
         flops = sketch.flops_per_token()
         log, saves, shards = open_outputs(
@@ -442,9 +439,8 @@ def launch(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, data: Da
         log.say("\n".join(plan))
         state = TrainState(**start.saved(TrainState))
         state.best_val_loss = saves.best_val_loss(state.best_val_loss)
-        tokenizer = (
-            tokenizer_on_all(data.tokenizer, ranks, log) if config.sample_freq or config.hellaswag_freq else None
-        )
+        reads_text = config.sample_freq or config.hellaswag_freq
+        tokenizer = tokenizer_on_all(data.tokenizer, ranks, log) if reads_text else None
         hellaswag = hellaswag_eval.load(config, tokenizer, ranks, log) if tokenizer and config.hellaswag_freq else []
         training, stop = build_training(start, data, ranks), StopSignal(ranks, config.max_hours)
         run = Run(training, data, schedule, state, stop, log, saves, shards, tokenizer, hellaswag)
@@ -467,9 +463,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     data = None
     if not config.resume and config.init_from == "scratch":  # else the model's shape is in a file
         data = open_data(config)
-        make_schedule(
-            config, data, distributed.world_size_of_environment(), strict_warmup=given.get("warmup_steps") == "flag"
-        )
+        strict_warmup = given.get("warmup_steps") == "flag"
+        make_schedule(config, data, distributed.world_size_of_environment(), strict_warmup=strict_warmup)
     with distributed.joined(config.device, config.timeout_minutes) as ranks:
         return launch(config, given, ranks, data)
 

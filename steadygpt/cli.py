@@ -139,7 +139,7 @@ def read_flags(
         text = about["text"] + ("" if shown in (None, dataclasses.MISSING) else f" (default: {shown})")
         if about["positional"]:
             nargs = None if f.default is dataclasses.MISSING else "?"
-            group.add_argument(name, nargs=nargs, type=kind, help=text)
+            group.add_argument(name, nargs=nargs, type=kind, help=text.replace("%", "%%"))
             continue
         bare = True if kind is bool else about["bare"]
         group.add_argument(

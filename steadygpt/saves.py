@@ -139,7 +139,7 @@ def interval_text(interval_s: float, checkpoint_bytes: float) -> str:
     """Return how often latest.pt is saved by the clock, and how much is written that way."""
     per_day = checkpoint_bytes * 86400 / interval_s
     unit, size = ("TB", 1e12) if per_day >= 1e12 else ("GB", 1e9)
-    return f"{LATEST} is saved every {duration_text(interval_s)} or more often, {per_day / size:,.1f} {unit} a day"
+    return f"{LATEST} is saved at least every {duration_text(interval_s)}, {per_day / size:,.1f} {unit} a day"
 
 
 def num_bytes(checkpoint: dict) -> int:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.run import get_args_parser
 
-from config import FIELDS, PRESETS, TrainConfig, parse_args
+from config import ELSEWHERE, FIELDS, PRESETS, TrainConfig, parse_args
 from model import GPT, GPTConfig
 from steadygpt.cli import UserError
 from steadygpt.plan import estimate_memory
@@ -227,7 +227,7 @@ def test_help_tells_every_option(capsys):
     told = capsys.readouterr().out
     listed = told[told.index("\nmodel:") :]  # below the usage
     assert re.findall(r"^  --(\w+)", listed, re.MULTILINE) == list(FIELDS)
-    assert all(f.metadata["help"] for f in FIELDS.values())
+    assert all(f.metadata["text"] for f in FIELDS.values())
     assert "--total_batch_size INT" in listed and "(default: 524288)" in listed and "(default: on)" in listed
     assert all(f"\n{f.metadata['group']}:" in told for f in FIELDS.values())
 
@@ -275,10 +275,12 @@ def test_all_else_can_change_and_is_told():
     assert changes == ["dropout: 0.1 -> 0.2", "data_dir: 'old' -> 'new'", "mini_batch_size: 8 -> 4"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    "total_batch_size max_lr min_lr warmup_steps weight_decay adam_beta1 adam_beta2 adam_eps grad_clip dropout".split(),
-)
+def test_what_must_be_asked_for_on_resume_is_the_optimization():
+    asked = "dropout total_batch_size max_lr min_lr warmup_steps weight_decay adam_beta1 adam_beta2 adam_eps grad_clip"
+    assert [name for name, f in FIELDS.items() if f.metadata["on_resume"] == "ask"] == asked.split()
+
+
+@pytest.mark.parametrize("name", [name for name, f in FIELDS.items() if f.metadata["on_resume"] == "ask"])
 def test_what_decides_what_is_learned_changes_on_purpose_only(name):
     mine = TrainConfig()
     saved = {name: getattr(mine, name) / 2 or 0.5}

@@ -26,7 +26,7 @@ from hellaswag_eval import (
 )
 from model import GPT, GPTConfig
 from steadygpt.cli import UserError
-from steadygpt.distributed import Ranks
+from steadygpt.distributed import Ranks, Stopped
 from steadygpt.tokenizer import get_tokenizer
 
 CPU = Ranks(torch.device("cpu"))
@@ -223,8 +223,14 @@ def test_examples_too_long_for_the_context_are_cut_at_the_start(model):
     assert together == [pytest.approx(one[0], abs=1e-4) for one in apart]
 
 
-def test_evaluation_returns_none_after_a_stop(model):
-    assert evaluate(model, trees_of(examples()), CPU, should_stop=lambda: "SIGTERM") is None
+def test_a_stop_ends_the_evaluation_and_leaves_the_model_in_training(model):
+    def stop():
+        raise Stopped("SIGTERM")
+
+    model.train()
+    with pytest.raises(Stopped):
+        evaluate(model, trees_of(examples()), CPU, check=stop)
+    assert model.training
 
 
 def test_a_malformed_line_is_reported_with_its_number(tmp_path):

@@ -12,8 +12,9 @@ import time
 
 import pytest
 import torch
-from conftest import assert_same_state, command, environment, load, metrics, run, run_here, write_data
+from conftest import TINY, assert_same_state, command, environment, load, metrics, run, run_here, write_data
 
+import dataloader
 import train
 from steadygpt import saves
 from steadygpt.cli import UserError
@@ -429,3 +430,95 @@ def test_shards_of_other_tools_train_without_a_manifest(workdir):
     assert run_here("--data_dir", "nano", "--eval_freq", "8", *folders("a")) == 0
     assert load("a/latest.pt")["tokenizer"] == "gpt2"
     assert load("a/latest.pt")["model_config"]["vocab_size"] == 50257
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# schedule
+
+
+@pytest.mark.parametrize(("flags", "warmup"), [
+    ((), 715), (("--max_steps", "100"), 10), (("--max_steps", "5"), 0),
+    (("--warmup_steps", "99", "--max_steps", "100"), 99),
+    (("--config", "quickstart"), 100), (("--config", "quickstart", "--max_steps", "50"), 5),
+])  # fmt: skip
+def test_warmup_follows_the_length_of_the_run_unless_given(workdir, flags, warmup, capsys):
+    shape = ("--context_length", "16", "--num_heads", "4", "--embd_size", "16", "--num_layers", "1")
+    batch = ("--total_batch_size", "64", "--mini_batch_size", "2", "--steps_per_epoch", "2000")
+    assert train.main([*flags, *shape, *batch, "--data_dir", "data", "--dry_run"]) == 0
+    assert f"; {warmup} steps of warm-up" in capsys.readouterr().out
+
+
+def test_a_given_warmup_longer_than_the_run_is_refused(workdir):
+    assert "--warmup_steps 8 is not shorter than the run of 8 steps; try --warmup_steps 0" in fails(
+        "--warmup_steps", "8"
+    )
+
+
+def test_a_resumed_run_keeps_its_warmup(workdir):
+    flags = [flag for flag in TINY if flag != "--warmup_steps"]
+    flags.pop(flags.index("--max_steps") + 2)
+    assert train.main([*flags, "--data_dir", "data", *folders("a")]) == 0
+    assert load("a/latest.pt")["train_config"]["warmup_steps"] == 0  # a tenth of 8 steps
+    assert train.main(["--resume", "--max_steps", "90", *folders("a")]) == 0
+    assert load("a/latest.pt")["train_config"]["warmup_steps"] == 0
+
+
+def test_a_step_counts_the_time_since_the_step_before_but_not_evaluations(workdir, monkeypatch):
+    def slow(run, last, evaluate=train.evaluate):
+        evaluate(run, last)
+        if run.state.step in (2, 4):
+            time.sleep(0.3)  # between steps: in the time of step 2, and of step 4
+
+    def slow_validation(*args, validate=train.validate):
+        time.sleep(0.5)
+        return validate(*args)
+
+    monkeypatch.setattr(train, "evaluate", slow)
+    monkeypatch.setattr(train, "validate", slow_validation)
+    assert run_here("--eval_freq", "6", *folders("a")) == 0
+    times_ms = metrics("logs-a", "step_ms")
+    assert [step for step in times_ms if step and times_ms[step] > 250] == [2, 4]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# folders and what stands in them
+
+
+def test_checkpoints_and_logs_may_share_a_folder(workdir):
+    assert run_here("--checkpoint_dir", "a", "--logdir", "a") == 0
+    assert run_here("--checkpoint_dir", "a", "--logdir", "a", "--resume", "--max_steps", "9") == 0
+    assert len(metrics("a", "loss")) == 9
+
+
+def test_a_checkpoint_says_which_commit_wrote_it(workdir, capsys):
+    assert run_here(*folders("a")) == 0
+    commit = load("a/latest.pt")["git_commit"]
+    assert re.fullmatch(r"[0-9a-f]{40}\+?", commit)
+    assert f"version      commit {commit[:12]}" in open("logs-a/log.txt").read()
+
+
+def test_cost_and_elapsed_time_are_wall_clock_over_all_starts(workdir):
+    assert run_here("--gpu_hour_cost", "3600", *folders("a")) == 0
+    first = load("a/latest.pt")["elapsed_s"]
+    assert metrics("logs-a", "cost")[0] == pytest.approx(first, abs=2)  # one device at 1 a second, since the start
+    assert run_here("--gpu_hour_cost", "3600", *folders("a"), "--resume", "--max_steps", "9") == 0
+    assert metrics("logs-a", "cost")[8] > 2 * first
+
+
+def test_the_manifest_is_read_once_per_start(workdir, monkeypatch):
+    reads = []
+    read = dataloader.read_manifest
+    monkeypatch.setattr(dataloader, "read_manifest", lambda folder: (reads.append(folder), read(folder))[1])
+    assert run_here("--eval_freq", "4", *folders("a")) == 0
+    assert len(reads) == 1
+    assert run_here("--eval_freq", "4", *folders("a"), "--resume", "--max_steps", "9") == 0
+    assert len(reads) == 2
+
+
+@pytest.mark.parametrize("flags", [(), ("--cpu_offload",)])
+def test_fsdp_on_one_process_computes_the_same(workdir, flags):
+    assert run_here(*DROPOUT, *folders("a")) == 0
+    done = run("--sharding", "fsdp", *flags, *DROPOUT, *folders("b"))
+    assert done.returncode == 0, done.stderr
+    assert metrics("logs-a", "loss") == metrics("logs-b", "loss")
+    assert_same_state(load("a/latest.pt"), load("b/latest.pt"))
