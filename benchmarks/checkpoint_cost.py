@@ -1,6 +1,6 @@
 """What a checkpoint costs: wall-clock that 20 steps take longer after a save, beside a blocking torch.save in place.
 
-    python benchmarks/checkpoint_cost.py [--rows 1] [--rounds 5]
+    python -m benchmarks.checkpoint_cost [--rows 1] [--rounds 5]
 
 GPT-2 124M with AdamW, 1.5 GB a checkpoint. Ours copies the state, then writes it durably in the background while the
 steps go on; the cost is the copy and what the writing takes from the steps. The other is what nanoGPT does.
@@ -8,12 +8,9 @@ steps go on; the cost is the copy and what the writing takes from the steps. The
 
 import argparse
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 

@@ -1,5 +1,6 @@
 """What the benchmarks share: two sides measured in turn, medians and spreads, programs that are held and let go."""
 
+import importlib.util
 import re
 import signal
 import statistics
@@ -10,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
+from types import ModuleType
 
 import torch
 
@@ -67,6 +69,19 @@ def median_text(found: Sequence[float], unit: str) -> str:
 
 def number_text(x: float) -> str:
     return f"{x:,.0f}" if x >= 1000 else f"{x:.3g}"
+
+
+def flags(**options) -> list[str]:
+    """Return the options as --name=value."""
+    return [f"--{name}={value}" for name, value in options.items()]
+
+
+def load_module(file: Path) -> ModuleType:
+    """Import a file of another project, under a name that no module of ours has."""
+    spec = importlib.util.spec_from_file_location(f"{file.resolve().parent.name}.{file.stem}", file)
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)  # dataclasses look their module up there
+    spec.loader.exec_module(module)
+    return module
 
 
 def gemm_flops(device: torch.device, seconds: float = 1.0) -> float:

@@ -1,23 +1,19 @@
 """Generated tokens per second beside nanoGPT's sample.py: GPT-2 124M with the same weights, one text, top-k sampling.
 
     git clone https://github.com/karpathy/nanoGPT
-    python benchmarks/generation_speed.py --nanogpt nanoGPT [--tokens 512]
+    python -m benchmarks.generation_speed --nanogpt nanoGPT [--tokens 512]
 
 sample.py calls generate() of nanoGPT's model.py, in fp32 on a CPU and in bf16 on a GPU; generate.py calls ours, in the
 precision that it would choose. Both start from one token, and their models are loaded already.
 """
 
 import argparse
-import importlib.util
-import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch
 
-from benchmarks.compare import in_turn, report, synchronize
+from benchmarks.compare import in_turn, load_module, report, synchronize
 from model import GPT, GPTConfig, evaluating
 from steadygpt.device import autocast, choose_precision
 from steadygpt.distributed import joined
@@ -29,9 +25,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    spec = importlib.util.spec_from_file_location("nanogpt_model", args.nanogpt / "model.py")
-    sys.modules[spec.name] = theirs = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(theirs)
+    theirs = load_module(args.nanogpt / "model.py")
     torch.manual_seed(0)
     with joined("auto") as ranks:
         ours = GPT(GPTConfig(vocab_size=50304, gelu="exact"))

@@ -1,7 +1,7 @@
 """HellaSwag examples per second beside build-nanogpt's loop, and on how many both predict the same: GPT-2 124M.
 
     git clone https://github.com/karpathy/build-nanogpt
-    python benchmarks/hellaswag_speed.py --build_nanogpt build-nanogpt --hellaswag_file hellaswag_val.jsonl
+    python -m benchmarks.hellaswag_speed --build_nanogpt build-nanogpt --hellaswag_file hellaswag_val.jsonl
 
 Its own evaluate() runs on our weights, exported. It is told that our prediction is the right one: what it counts as
 right is what both predict. Needs transformers, requests, safetensors and tokenizers.
@@ -10,21 +10,16 @@ right is what both predict. Needs transformers, requests, safetensors and tokeni
 import argparse
 import contextlib
 import dataclasses
-import importlib
 import io
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 import tiktoken
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch
 
-from benchmarks.compare import in_turn, report
+from benchmarks.compare import in_turn, load_module, report
 from convert_hf import write_folder
 from hellaswag_eval import ending_losses, load_examples, tokenize
 from model import GPT, GPTConfig, evaluating
@@ -41,10 +36,9 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=200, help="in each round")
     parser.add_argument("--precision", default="auto", help="ours (default: auto, as when training); theirs is fp32")
     args = parser.parse_args()
-    sys.path.insert(0, str(args.build_nanogpt))
     examples, tokenizer = load_examples(args.hellaswag_file), get_tokenizer("gpt2")
     tiktoken.get_encoding = get_tokenizer  # the same one, without a download
-    theirs = importlib.import_module("hellaswag")
+    theirs = load_module(args.build_nanogpt / "hellaswag.py")
     torch.manual_seed(0)
     config = GPTConfig()
     checkpoint = {"model": GPT(config).state_dict(), "model_config": dataclasses.asdict(config), "tokenizer": "gpt2"}

@@ -1,19 +1,16 @@
 """HellaSwag by EleutherAI's lm-evaluation-harness on an exported checkpoint, beside our own scorer in both styles.
 
     pip install "lm-eval[hf]" safetensors tokenizers
-    python benchmarks/lm_eval_agreement.py checkpoints/latest.pt --hellaswag_file hellaswag_val.jsonl [--limit 500]
+    python -m benchmarks.lm_eval_agreement checkpoints/latest.pt --hellaswag_file hellaswag_val.jsonl [--limit 500]
 
 The harness's own task is used, on the same file: nothing is downloaded.
 """
 
 import argparse
 import json
-import sys
 import tempfile
 import time
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 

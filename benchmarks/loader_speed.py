@@ -1,7 +1,7 @@
 """Loader tokens per second beside nanoGPT's get_batch, copying memory, and the share of a training step spent waiting.
 
     git clone https://github.com/karpathy/nanoGPT
-    python benchmarks/loader_speed.py --nanogpt nanoGPT
+    python -m benchmarks.loader_speed --nanogpt nanoGPT
 
 get_batch is the text of nanoGPT's own train.py, run on the same file of 100 M random tokens. "memcpy" copies as many
 int64 from random places of a large array: what a loader that did nothing else would take.
@@ -9,15 +9,11 @@ int64 from random places of a large array: what a loader that did nothing else w
 
 import argparse
 import re
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch
 
 from benchmarks.compare import in_turn, report, synchronize

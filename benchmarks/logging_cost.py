@@ -1,6 +1,6 @@
 """What logging costs: the share of training time spent in RunLog, with TensorBoard and a line every step.
 
-    python benchmarks/logging_cost.py [--rounds 5] [further flags of train.py]
+    python -m benchmarks.logging_cost [--rounds 5] [further flags of train.py]
 
 Trains the quickstart's model on random tokens; each round is a run of its own.
 Histograms every 250 steps, as by default.
@@ -10,14 +10,11 @@ import argparse
 import contextlib
 import io
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train
 from steadygpt.runlog import RunLog

@@ -1,6 +1,6 @@
 """Seconds from the command to the end of its first step, new and resumed, and to the last line of --help.
 
-    python benchmarks/start_up.py [--before CHECKOUT] [--rounds 5]
+    python -m benchmarks.start_up [--before CHECKOUT] [--rounds 5]
 
 GPT-2 124M, a step of 64 tokens, 2**26 training tokens, files in the page cache. CHECKOUT is another state of this
 repository, to see what a change does.
@@ -13,8 +13,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 

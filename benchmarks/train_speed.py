@@ -1,9 +1,9 @@
 """Training speed beside nanoGPT as it ships, of the same shape and batch; tokens per second and share of GEMM.
 
     git clone https://github.com/karpathy/nanoGPT
-    python benchmarks/train_speed.py --nanogpt nanoGPT                   # GPT-2 124M
-    python benchmarks/train_speed.py --nanogpt nanoGPT --shape 10m       # 6 layers, 384 wide, vocabulary of bytes
-    python benchmarks/train_speed.py --shape 124m --activation_checkpointing     # ours alone, with flags of train.py
+    python -m benchmarks.train_speed --nanogpt nanoGPT                   # GPT-2 124M
+    python -m benchmarks.train_speed --nanogpt nanoGPT --shape 10m       # 6 layers, 384 wide, vocabulary of bytes
+    python -m benchmarks.train_speed --shape 124m --activation_checkpointing     # ours alone, with flags of train.py
 
 Both run their own train.py on the same random tokens, in turn: one is stopped while the other goes on. A step is timed
 from line to line of what they print, so all that a step costs is in it. Both compile; on a CPU nanoGPT has fp32 only.
@@ -16,12 +16,9 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch
 
-from benchmarks.compare import REPO, HeldProgram, gemm_flops, in_turn, plot, report
+from benchmarks.compare import REPO, HeldProgram, flags, gemm_flops, in_turn, plot, report
 from model import GPT, GPTConfig
 
 SHAPES = {"124m": (12, 12, 768, 50304), "10m": (6, 6, 384, 320)}  # layers, heads, width, vocabulary
@@ -45,28 +42,25 @@ def write_tokens(folder: Path, vocab_size: int) -> None:
 def nanogpt(checkout: Path, folder: Path, shape: str, device: str) -> HeldProgram:
     layers, heads, width, _ = SHAPES[shape]
     rows, context, micro_steps = BATCHES[shape, device]
-    options = {
-        "n_layer": layers, "n_head": heads, "n_embd": width, "block_size": context, "batch_size": rows,
-        "gradient_accumulation_steps": micro_steps, "dataset": folder, "out_dir": folder / "nanogpt", "device": device,
-        "eval_iters": 1, "eval_interval": 10**9, "log_interval": 1,
-    }  # fmt: skip
-    flags = [f"--{name}={value}" for name, value in options.items()]
-    return HeldProgram([sys.executable, "-u", "train.py", *flags], checkout, r"iter \d+: loss")
+    options = flags(
+        n_layer=layers, n_head=heads, n_embd=width, block_size=context, batch_size=rows,
+        gradient_accumulation_steps=micro_steps, dataset=folder, out_dir=folder / "nanogpt", device=device,
+        eval_iters=1, eval_interval=10**9, log_interval=1,
+    )  # fmt: skip
+    return HeldProgram([sys.executable, "-u", "train.py", *options], checkout, r"iter \d+: loss")
 
 
 def steadygpt(folder: Path, shape: str, device: str, further: list[str]) -> HeldProgram:
     layers, heads, width, _ = SHAPES[shape]
     rows, context, micro_steps = BATCHES[shape, device]
-    options = {
-        "num_layers": layers, "num_heads": heads, "embd_size": width, "context_length": context, "bias": "off",
-        "gelu": "exact", "mini_batch_size": rows, "total_batch_size": rows * context * micro_steps, "device": device,
-        "compile": "on", "tokenizer": "gpt2" if shape == "124m" else "bytes", "data_dir": folder,
-        "logdir": folder / "logs", "checkpoint_dir": folder / "checkpoints", "max_steps": 10**6,
-        "warmup_steps": 2000, "eval_freq": 0, "hellaswag_freq": 0, "sample_freq": 0, "checkpoint_freq": 0,
-        "checkpoint_minutes": 0,
-    }  # fmt: skip
-    flags = [f"--{name}={value}" for name, value in options.items()]
-    return HeldProgram([sys.executable, "train.py", *flags, *further], REPO, r"step +\d+/")
+    options = flags(
+        num_layers=layers, num_heads=heads, embd_size=width, context_length=context, bias="off", gelu="exact",
+        mini_batch_size=rows, total_batch_size=rows * context * micro_steps, device=device, compile="on",
+        tokenizer="gpt2" if shape == "124m" else "bytes", data_dir=folder, logdir=folder / "logs",
+        checkpoint_dir=folder / "checkpoints", max_steps=10**6, warmup_steps=2000, eval_freq=0, hellaswag_freq=0,
+        sample_freq=0, checkpoint_freq=0, checkpoint_minutes=0,
+    )  # fmt: skip
+    return HeldProgram([sys.executable, "train.py", *options, *further], REPO, r"step +\d+/")
 
 
 def flops_per_token(shape: str, context: int) -> float:
