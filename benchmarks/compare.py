@@ -1,5 +1,6 @@
 """What the benchmarks share: two sides measured in turn, medians and spreads, programs that are held and let go."""
 
+import ctypes
 import importlib.util
 import re
 import signal
@@ -7,13 +8,16 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 from types import ModuleType
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -84,8 +88,10 @@ def load_module(file: Path) -> ModuleType:
     return module
 
 
-def gemm_flops(device: torch.device, seconds: float = 1.0) -> float:
+def gemm_flops(device: "torch.device", seconds: float = 1.0) -> float:
     """FLOP/s of a bf16 matrix product, 2048^3 on a CPU and 8192^3 on a GPU: the most that training can hope for."""
+    import torch
+
     n = 8192 if device.type == "cuda" else 2048
     a, b = torch.randn(2, n, n, device=device, dtype=torch.bfloat16)
     times = []
@@ -98,23 +104,34 @@ def gemm_flops(device: torch.device, seconds: float = 1.0) -> float:
     return 2 * n**3 / statistics.median(times)
 
 
-def synchronize(device: torch.device) -> None:
+def synchronize(device: "torch.device") -> None:
     if device.type == "cuda":
+        import torch
+
         torch.cuda.synchronize(device)
 
 
 class HeldProgram:
-    """A training program that is stopped (SIGSTOP) but while it is measured, so that two can take turns.
+    """A training program that runs only while it is measured, so that several can alternate.
+
+    Between measurements it is stopped (SIGSTOP). Start it inside held_programs(), which ends it with the
+    benchmark.
 
     Args:
-        step_line: matches the line that it prints after each step.
+        step_line: matches the line that the program prints after each step.
     """
 
-    def __init__(self, command: Sequence[str], cwd: Path, step_line: str):
+    def __init__(self, command: Sequence[str | Path], cwd: Path, step_line: str):
         self.process = subprocess.Popen(
-            command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            command,
+            cwd=cwd,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
         )
-        self.lines: SimpleQueue[float | None] = SimpleQueue()
+        self.lines: SimpleQueue[float | None] = SimpleQueue()  # the time of each step line; None: the program ended
         self.output: list[str] = []
         Thread(target=self._read, args=(re.compile(step_line),), daemon=True).start()
 
@@ -132,10 +149,10 @@ class HeldProgram:
         return at
 
     def seconds_per_step(self, steps: int) -> float:
-        """Let it go on, and time `steps` steps after the one that it is in."""
+        """Continue the program, discard the step in progress and time the next `steps` steps."""
         self.process.send_signal(signal.SIGCONT)
         try:
-            while True:  # what it said before it was stopped
+            while True:  # discard lines printed before the program was stopped
                 self.lines.get_nowait()
         except Empty:
             pass
@@ -148,3 +165,28 @@ class HeldProgram:
     def end(self) -> None:
         self.process.kill()
         self.process.wait()
+
+
+@contextmanager
+def held_programs() -> Iterator[dict[str, HeldProgram]]:
+    """Yield a dict for held programs; end all of them on exit, also when SIGTERM or SIGHUP ends the benchmark."""
+    programs: dict[str, HeldProgram] = {}
+    ending = (signal.SIGTERM, signal.SIGHUP)
+    previous = [signal.signal(number, lambda received, _: sys.exit(128 + received)) for number in ending]
+    try:
+        yield programs
+    finally:
+        for program in programs.values():
+            program.end()
+        for number, handler in zip(ending, previous, strict=True):
+            signal.signal(number, handler)
+
+
+PR_SET_PDEATHSIG = 1
+LIBC = ctypes.CDLL(None)
+
+
+def _die_with_parent() -> None:
+    """Get SIGKILL when the parent dies, even by SIGKILL (Linux only): a stopped process would stay in memory."""
+    if sys.platform == "linux":
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

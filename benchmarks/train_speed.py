@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.compare import REPO, HeldProgram, flags, gemm_flops, in_turn, plot, report
+from benchmarks.compare import REPO, HeldProgram, flags, gemm_flops, held_programs, in_turn, plot, report
 from model import GPT, GPTConfig
 
 SHAPES = {"124m": (12, 12, 768, 50304), "10m": (6, 6, 384, 320)}  # layers, heads, width, vocabulary
@@ -81,22 +81,17 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows, context, micro_steps = BATCHES[args.shape, device.type]
     tokens, flops = rows * context * micro_steps, flops_per_token(args.shape, context)
-    programs: dict[str, HeldProgram] = {}
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, held_programs() as programs:
         folder = Path(name)
         write_tokens(folder, SHAPES[args.shape][-1])
-        try:
-            programs["SteadyGPT"] = steadygpt(folder, args.shape, device.type, further)
-            programs["SteadyGPT"].seconds_per_step(WARM_UP)
-            if args.nanogpt:
-                programs["nanoGPT"] = nanogpt(args.nanogpt, folder, args.shape, device.type)
-                programs["nanoGPT"].seconds_per_step(WARM_UP)
-            sides = {name: lambda p=p: tokens / p.seconds_per_step(args.steps) for name, p in programs.items()}
-            sides["GEMM limit"] = lambda: gemm_flops(device) / flops
-            figures = in_turn(sides, args.rounds, "tokens/s")
-        finally:
-            for program in programs.values():
-                program.end()
+        programs["SteadyGPT"] = steadygpt(folder, args.shape, device.type, further)
+        programs["SteadyGPT"].seconds_per_step(WARM_UP)
+        if args.nanogpt:
+            programs["nanoGPT"] = nanogpt(args.nanogpt, folder, args.shape, device.type)
+            programs["nanoGPT"].seconds_per_step(WARM_UP)
+        sides = {name: lambda p=p: tokens / p.seconds_per_step(args.steps) for name, p in programs.items()}
+        sides["GEMM limit"] = lambda: gemm_flops(device) / flops
+        figures = in_turn(sides, args.rounds, "tokens/s")
     print(f"{args.shape}: {rows} x {context} tokens x {micro_steps}, {flops / 1e9:.3f} GFLOP a token, {device}")
     report(figures, "tokens/s")
     if args.plot:
