@@ -1,4 +1,4 @@
-"""What the benchmarks share: two sides measured in turn, medians and spreads, programs that are held and let go."""
+"""Tools of the benchmarks: alternating measurements, medians and spreads, plots, held programs."""
 
 import ctypes
 import importlib.util
@@ -23,9 +23,9 @@ REPO = Path(__file__).resolve().parent.parent
 
 
 def in_turn(sides: dict[str, Callable[[], float]], rounds: int, unit: str) -> dict[str, list[float]]:
-    """Call every side once a round, A B A B ..., and tell each round's figures and the time left.
+    """Measure all sides once a round, A B A B ..., and print the figures of each round and the time left.
 
-    Returns: the figures of each side, one a round.
+    Returns: one figure a round for each side.
     """
     figures: dict[str, list[float]] = {name: [] for name in sides}
     start = time.perf_counter()
@@ -33,32 +33,56 @@ def in_turn(sides: dict[str, Callable[[], float]], rounds: int, unit: str) -> di
         for name, measure in sides.items():
             figures[name].append(measure())
         left_s = (time.perf_counter() - start) / number * (rounds - number)
-        shown = ", ".join(f"{name} {number_text(found[-1])}" for name, found in figures.items())
+        shown = "; ".join(f"{name} {number_text(found[-1])}" for name, found in figures.items())
         print(f"round {number} of {rounds}: {shown} {unit}; {left_s:,.0f} s left", flush=True)
     return figures
 
 
-def report(figures: dict[str, list[float]], unit: str) -> None:
-    """Median and spread of every side, and the first side's median ratio to each of the others, round by round."""
+def report(figures: dict[str, list[float]], unit: str, pairs: Sequence[tuple[str, str]] | None = None) -> None:
+    """Print the median and spread of each side and of the ratios within each round.
+
+    Args:
+        pairs: the sides to divide, first by second; default: the first side by each other side.
+    """
     width = max(map(len, figures))
     for name, found in figures.items():
         print(f"{name:<{width}}  {median_text(found, unit)}")
     first, *others = figures
-    for name in others:
-        ratios = [a / b for a, b in zip(figures[first], figures[name], strict=True)]
-        print(f"{first} / {name}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+    for one, other in pairs if pairs is not None else [(first, name) for name in others]:
+        print(ratio_text(figures, one, other))
+
+
+def report_precisions(figures: dict[str, list[float]], unit: str, defaults: tuple[str, str]) -> None:
+    """Print sides named "NAME, PRECISION": ratios for equal precision, and for the two sides as they ship.
+
+    Args:
+        defaults: the two sides in the precision that each chooses on this device.
+    """
+    precisions = {name: name.split(", ")[1] for name in figures}
+    ours = [name for name in figures if name.startswith("SteadyGPT")]
+    report(figures, unit, [(a, b) for a in ours for b in figures if a != b and precisions[a] == precisions[b]])
+    if {*defaults} <= {*figures} and precisions[defaults[0]] != precisions[defaults[1]]:
+        print(f"as they ship: {ratio_text(figures, *defaults)}")
+
+
+def ratio_text(figures: dict[str, list[float]], one: str, other: str) -> str:
+    """Format the median and spread of the ratios of two sides within each round."""
+    ratios = [a / b for a, b in zip(figures[one], figures[other], strict=True)]
+    return f"{one} / {other}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def plot(figures: dict[str, list[float]], unit: str, title: str, file: Path) -> None:
-    """A picture of the medians as bars, with a dot for each round. Needs matplotlib."""
+    """Draw the medians as bars, ours in blue, with a dot for each round. Needs matplotlib."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 0.6 * len(figures) + 1.2), layout="constrained")
     names = list(figures)[::-1]
     medians = [statistics.median(figures[name]) for name in names]
-    bars = axes.barh(names, medians, color=["#c0c0c0"] * (len(names) - 1) + ["#2b6cb0"], height=0.6)
-    axes.bar_label(bars, [f" {number_text(median)}" for median in medians], padding=12)
-    for name in names:
+    colors = ["#2b6cb0" if name.startswith("SteadyGPT") else "#c0c0c0" for name in names]
+    axes.barh(names, medians, color=colors, height=0.6)
+    for name, median in zip(names, medians, strict=True):
+        beside = (max(figures[name]), name)
+        axes.annotate(number_text(median), beside, xytext=(8, 0), textcoords="offset points", va="center")
         axes.plot(figures[name], [name] * len(figures[name]), ".", color="black", markersize=3)
     axes.set(title=title, xlabel=unit, xlim=(0, max(medians) * 1.15))
     axes.spines[["top", "right"]].set_visible(False)
@@ -66,7 +90,7 @@ def plot(figures: dict[str, list[float]], unit: str, title: str, file: Path) -> 
 
 
 def median_text(found: Sequence[float], unit: str) -> str:
-    """Median and spread of one side's figures."""
+    """Format the median and the spread of one side."""
     spread = f"{number_text(min(found))} to {number_text(max(found))}"
     return f"median {number_text(statistics.median(found))} {unit} ({spread})"
 
@@ -88,12 +112,12 @@ def load_module(file: Path) -> ModuleType:
     return module
 
 
-def gemm_flops(device: "torch.device", seconds: float = 1.0) -> float:
-    """FLOP/s of a bf16 matrix product, 2048^3 on a CPU and 8192^3 on a GPU: the most that training can hope for."""
+def gemm_flops(device: "torch.device", precision: str, seconds: float = 1.0) -> float:
+    """Measure the FLOP/s of a matrix product in bf16 or fp32, an upper limit for training: 2048^3, on a GPU 8192^3."""
     import torch
 
     n = 8192 if device.type == "cuda" else 2048
-    a, b = torch.randn(2, n, n, device=device, dtype=torch.bfloat16)
+    a, b = torch.randn(2, n, n, device=device, dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[precision])
     times = []
     while sum(times) < seconds:
         synchronize(device)
@@ -129,7 +153,7 @@ class HeldProgram:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=die_with_parent,
         )
         self.lines: SimpleQueue[float | None] = SimpleQueue()  # the time of each step line; None: the program ended
         self.output: list[str] = []
@@ -169,16 +193,25 @@ class HeldProgram:
 
 @contextmanager
 def held_programs() -> Iterator[dict[str, HeldProgram]]:
-    """Yield a dict for held programs; end all of them on exit, also when SIGTERM or SIGHUP ends the benchmark."""
+    """Yield a dict for held programs; end all of them on exit, also when a signal ends the benchmark."""
     programs: dict[str, HeldProgram] = {}
-    ending = (signal.SIGTERM, signal.SIGHUP)
-    previous = [signal.signal(number, lambda received, _: sys.exit(128 + received)) for number in ending]
+    with exit_on_signals():
+        try:
+            yield programs
+        finally:
+            for program in programs.values():
+                program.end()
+
+
+@contextmanager
+def exit_on_signals():
+    """Turn SIGTERM and SIGHUP into SystemExit inside, so that `finally` blocks end child processes."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    previous = [signal.signal(number, lambda received, _: sys.exit(128 + received)) for number in numbers]
     try:
-        yield programs
+        yield
     finally:
-        for program in programs.values():
-            program.end()
-        for number, handler in zip(ending, previous, strict=True):
+        for number, handler in zip(numbers, previous, strict=True):
             signal.signal(number, handler)
 
 
@@ -186,7 +219,7 @@ PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Get SIGKILL when the parent dies, even by SIGKILL (Linux only): a stopped process would stay in memory."""
     if sys.platform == "linux":
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
