@@ -1,10 +1,11 @@
-"""HellaSwag examples per second beside build-nanogpt's loop, and on how many both predict the same: GPT-2 124M.
+"""HellaSwag speed beside build-nanogpt, in examples per second, and the share of equal predictions: GPT-2 124M.
 
     git clone https://github.com/karpathy/build-nanogpt
     python -m benchmarks.hellaswag_speed --build_nanogpt build-nanogpt --hellaswag_file hellaswag_val.jsonl
 
-Its own evaluate() runs on our weights, exported. It is told that our prediction is the right one: what it counts as
-right is what both predict. Needs transformers, requests, safetensors and tokenizers.
+build-nanogpt's evaluate() runs in fp32 on our weights, exported; ours scores in bf16 and repeats close calls in fp32.
+Our prediction is passed to evaluate() as the label, so the examples that it counts as correct are those on which both
+agree. Needs transformers, requests, safetensors and tokenizers.
 """
 
 import argparse
@@ -33,11 +34,11 @@ def main() -> None:
     parser.add_argument("--build_nanogpt", type=Path, required=True, help="a checkout of build-nanogpt")
     parser.add_argument("--hellaswag_file", required=True)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--examples", type=int, default=200, help="in each round")
-    parser.add_argument("--precision", default="auto", help="ours (default: auto, as when training); theirs is fp32")
+    parser.add_argument("--examples", type=int, default=200, help="examples in each round")
+    parser.add_argument("--precision", default="auto", help="of our side (default: auto, as in training)")
     args = parser.parse_args()
     examples, tokenizer = load_examples(args.hellaswag_file), get_tokenizer("gpt2")
-    tiktoken.get_encoding = get_tokenizer  # the same one, without a download
+    tiktoken.get_encoding = get_tokenizer  # the same vocabulary, without a download
     theirs = load_module(args.build_nanogpt / "hellaswag.py")
     torch.manual_seed(0)
     config = GPTConfig()
@@ -66,7 +67,7 @@ def main() -> None:
             began: list[float] = []
 
             def iterate(_split):
-                began.append(time.perf_counter())  # the model is loaded
+                began.append(time.perf_counter())  # the model is loaded by now
                 yield from chosen
 
             theirs.iterate_examples = iterate
@@ -82,7 +83,7 @@ def main() -> None:
         with evaluating(model):
             figures = in_turn({"SteadyGPT": ours, "build-nanogpt": loop}, args.rounds, "examples/s")
     report(figures, "examples/s")
-    print(f"the same prediction on {agreed[0]:,} of {agreed[1]:,} examples ({agreed[0] / agreed[1]:.2%})")
+    print(f"equal predictions: {agreed[0]:,} of {agreed[1]:,} examples ({agreed[0] / agreed[1]:.2%})")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """Peak memory of training: plain, with the loss in chunks, and with activation checkpointing as well.
 
     python -m benchmarks.memory                                  # 8,192 tokens of context, 16 M parameters: any CPU
-    python -m benchmarks.memory --config small_32k               # a whole preset: a CUDA GPU, or patience
+    python -m benchmarks.memory --config small_32k               # a whole preset: a CUDA GPU, or a CPU and time
     python -m benchmarks.memory --config small_32k --variants both --max_steps 1 --warmup_steps 0
 
-Each figure is one process of train.py making two steps of one row on random GPT-2 tokens (in the first step's backward
-Adam has no moments yet). On CUDA it is what PyTorch allocated at most, on a CPU the largest resident set, less that of
-a model of no size.
+Each figure is one process of train.py that makes two steps of one row of random GPT-2 tokens. (One step is not enough:
+Adam creates its moments at its end.) On CUDA the figure is PyTorch's peak allocation. On a CPU it is the largest
+resident set, minus that of a model of negligible size.
 """
 
 import argparse
@@ -35,7 +35,7 @@ VARIANTS = {
 
 
 def peak_gb(folder: Path, options: list[str]) -> tuple[float, float, float]:
-    """Peak memory in GB, seconds of the second step, and the plan's estimate in GB."""
+    """Train; return the peak memory in GB, the seconds of the last step and the plan's estimate in GB."""
     command = [sys.executable, str(REPO / "train.py"), *QUIET, *options, *PLACES]
     for left in ("c", "l"):
         shutil.rmtree(folder / left, ignore_errors=True)
@@ -49,7 +49,7 @@ def peak_gb(folder: Path, options: list[str]) -> tuple[float, float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--config", default="", help="a preset (default: 4 layers, 256 wide, 8,192 tokens)")
+    parser.add_argument("--config", default="", help="preset to measure (default: 4 layers, 256 wide, 8,192 tokens)")
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS, help="default: all")
     args, further = parser.parse_known_args()
     shape = ["--config", args.config] if args.config else SMALL

@@ -1,9 +1,9 @@
-"""Preparing tokens per second: prepare_dataset.py with two workers beside one process of encode_ordinary.
+"""Preparing speed, in tokens per second: prepare_dataset.py with two workers beside one process of encode_ordinary.
 
     python -m benchmarks.prepare_speed [--megabytes 200]
 
-The text is the standard library of Python, as many times as it takes. Ours is the whole command: start, reading,
-tokenizing, checksums, shards on the disk. The other is a loop over the same documents in memory: tokenizing alone.
+The text is Python's standard library, repeated. Our side is the whole command: start-up, reading, tokenizing, checksums
+and writing the shards. The other side is a loop over the same documents in memory, which only tokenizes.
 """
 
 import argparse
