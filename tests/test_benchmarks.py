@@ -1,12 +1,16 @@
-"""The benchmarks' tools."""
+"""The tools of the benchmarks: held programs, ratios, instants of kills. Nothing is measured here."""
 
 import signal
 import subprocess
 import sys
 import time
+from random import Random
 
 import pytest
 from conftest import REPO
+
+from benchmarks.compare import report_precisions
+from benchmarks.kill_curve import kill_instants
 
 HOLDING = """
 import signal, sys
@@ -44,3 +48,21 @@ def test_a_held_program_dies_with_its_benchmark(number):
     while is_running(held) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not is_running(held)
+
+
+def test_ratios_compare_equal_precision_and_the_defaults(capsys):
+    figures = {"SteadyGPT, bf16": [8.0, 6.0], "nanoGPT, bf16": [4.0, 4.0]}
+    figures |= {"SteadyGPT, fp32": [3.0, 3.0], "nanoGPT, fp32": [2.0, 2.0], "GEMM limit, fp32": [4.0, 4.0]}
+    report_precisions(figures, "tokens/s", ("SteadyGPT, bf16", "nanoGPT, fp32"))
+    assert [line for line in capsys.readouterr().out.splitlines() if " / " in line] == [
+        "SteadyGPT, bf16 / nanoGPT, bf16: 1.75 (1.50 to 2.00)",
+        "SteadyGPT, fp32 / nanoGPT, fp32: 1.50 (1.50 to 1.50)",
+        "SteadyGPT, fp32 / GEMM limit, fp32: 0.75 (0.75 to 0.75)",
+        "as they ship: SteadyGPT, bf16 / nanoGPT, fp32: 3.50 (3.00 to 4.00)",
+    ]
+
+
+def test_the_run_outlasts_its_kills():
+    instants = kill_instants(50, 500, Random(0))
+    assert len(instants) == 50 and min(instants) >= 1 and sum(instants) < 500
+    assert instants == kill_instants(50, 500, Random(0))
