@@ -11,6 +11,7 @@ process computes on one thread, so the expected difference is exactly 0.
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -34,7 +35,7 @@ from benchmarks.compare import REPO, die_with_parent, exit_on_signals, flags
 STEP_LINE = re.compile(r"^step +(\d+)/", re.MULTILINE)
 RUN = flags(
     device="cpu", precision="fp32", compile="off", num_layers=4, num_heads=4, embd_size=128, context_length=128,
-    total_batch_size=2048, mini_batch_size=8, max_lr=1e-3, min_lr=1e-4, warmup_steps=50, dropout=0, checkpoint_freq=1,
+    total_batch_size=2048, mini_batch_size=8, max_lr=1e-3, min_lr=1e-4, dropout=0, checkpoint_freq=1,
     keep_checkpoints=2, checkpoint_minutes=0, eval_freq=0, hellaswag_freq=0, sample_freq=0,
 )  # fmt: skip
 
@@ -53,8 +54,11 @@ class Life:
 
     def __init__(self, folder: Path, ranks: int, steps: int):
         self.folder, self.out, self.started_ns = folder, folder / "out.txt", time.time_ns()
-        places = flags(data_dir=folder.parent / "data", checkpoint_dir=folder / "saved", logdir=folder / "logs")
-        command = [sys.executable, "train.py", *RUN, *places, *flags(max_steps=steps, resume="auto")]
+        own = flags(
+            data_dir=folder.parent / "data", checkpoint_dir=folder / "saved", logdir=folder / "logs",
+            max_steps=steps, warmup_steps=steps // 10, resume="auto",
+        )  # fmt: skip
+        command = [sys.executable, "train.py", *RUN, *own]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}  # more threads would sum in a different order
         if ranks > 1:
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
@@ -184,15 +188,18 @@ def draw(calm: dict[int, float], disturbed: dict[int, float], kills: list[Kill],
 
     pyplot.rcParams.update({"font.size": 13})
     figure, axes = pyplot.subplots(figsize=(12, 6), layout="constrained")
-    axes.plot(calm.keys(), calm.values(), color="#b8c4d6", linewidth=7, label="undisturbed, on 1 rank")
-    axes.plot(disturbed.keys(), disturbed.values(), color="#1a4f8b", linewidth=1.2, label="killed and resumed")
-    for (ranks, count), mark in zip(sorted(Counter(kill.ranks for kill in kills).items()), "o^sD", strict=False):
+    axes.plot(calm.keys(), calm.values(), color="#c3d0e3", linewidth=6, label="undisturbed run, 1 rank")
+    axes.plot(
+        disturbed.keys(), disturbed.values(), color="#1a4f8b", linewidth=1.3, label="run that was killed and resumed"
+    )
+    for ranks, mark, color in ((1, "o", "#d1382c"), (2, "^", "#e88b1a")):
         steps = [kill.step for kill in kills if kill.ranks == ranks]
-        label = f"kill -9 on {ranks_text(ranks)}: {count} times"
-        at = [disturbed[step] for step in steps]
-        axes.plot(steps, at, mark, color="#d1382c", markersize=6, markeredgecolor="white", zorder=3, label=label)
+        label, at = f"kill -9 on {ranks_text(ranks)} ({len(steps)} times)", [disturbed[step] for step in steps]
+        axes.plot(steps, at, mark, color=color, markersize=9, markeredgecolor="white", zorder=3, label=label)
     axes.set(xlabel="step", ylabel="training loss", xlim=(0, max(calm) + 1))
-    axes.set_title(f"{len(kills)} times kill -9 and --resume: largest difference of the loss {difference:.1g}")
+    axes.set_title(
+        f"Killed {len(kills)} times, resumed {len(kills)} times; largest difference of the loss: {difference:.1g}"
+    )
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
@@ -207,17 +214,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the instants and the numbers of ranks")
     parser.add_argument("--plot", type=Path, default=REPO / "docs" / "steady.png")
     args = parser.parse_args()
+    if not importlib.util.find_spec("matplotlib"):
+        parser.error("matplotlib is missing; pip install matplotlib")
     random_ = Random(args.seed)
     with tempfile.TemporaryDirectory() as name, exit_on_signals():
         folder = Path(name)
         for run in ("calm", "killed"):
             (folder / run).mkdir()
-        prepare = [
-            sys.executable,
-            "prepare_dataset.py",
-            *flags(source="stdlib", tokenizer="bytes", out=folder / "data"),
-        ]
-        subprocess.run(prepare, cwd=REPO, check=True, capture_output=True, text=True)
+        prepare = ["prepare_dataset.py", *flags(source="stdlib", tokenizer="bytes", out=folder / "data")]
+        subprocess.run([sys.executable, *prepare], cwd=REPO, check=True, stdout=subprocess.DEVNULL)
         undisturbed(folder / "calm", args.steps)
         ranks_of_lives = [random_.choice(args.ranks) for _ in range(args.kills)]
         kills = killed(folder / "killed", args.steps, kill_instants(args.kills, args.steps, random_), ranks_of_lives)
