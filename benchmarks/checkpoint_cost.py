@@ -17,9 +17,10 @@ import torch
 
 from benchmarks.compare import in_turn, median_text, synchronize
 from model import GPT, GPTConfig
-from steadygpt.checkpoint import CheckpointWriter, capture_state
+from steadygpt.checkpoint import capture_state
 from steadygpt.device import autocast, choose_precision
 from steadygpt.distributed import joined
+from steadygpt.saves import CheckpointWriter
 
 STEPS = 20
 

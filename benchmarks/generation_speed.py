@@ -16,8 +16,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.compare import in_turn, load_module, report_precisions, synchronize
-from model import GPT, GPTConfig, evaluating
-from steadygpt.device import autocast, choose_precision
+from generate import generate
+from model import GPT, GPTConfig
+from steadygpt.device import autocast, choose_precision, evaluating
 from steadygpt.distributed import joined
 
 
@@ -42,18 +43,18 @@ def main() -> None:
         ours, nano = ours.to(ranks.device), nano.to(ranks.device)
         start = torch.zeros(1, 1, dtype=torch.int64, device=ranks.device)
 
-        def tokens_per_second(generate, precision: str) -> float:
+        def tokens_per_second(sample, precision: str) -> float:
             synchronize(ranks.device)
             begun = time.perf_counter()
             with torch.no_grad(), autocast(ranks.device, precision):
-                generate(start, args.tokens, temperature=0.8, top_k=200)
+                sample(start, args.tokens, temperature=0.8, top_k=200)
             synchronize(ranks.device)
             return args.tokens / (time.perf_counter() - begun)
 
         measured = {}
         for precision in args.precision:
-            for name, generate in (("SteadyGPT", ours.generate), ("nanoGPT", nano.generate)):
-                measured[f"{name}, {precision}"] = partial(tokens_per_second, generate, precision)
+            for name, sample in (("SteadyGPT", partial(generate, ours)), ("nanoGPT", nano.generate)):
+                measured[f"{name}, {precision}"] = partial(tokens_per_second, sample, precision)
         with evaluating(ours):
             figures = in_turn(measured, args.rounds, "tokens/s")
     print(f"{args.tokens} tokens, GPT-2 124M, {ranks.device}")

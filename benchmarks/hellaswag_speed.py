@@ -22,9 +22,10 @@ import torch
 
 from benchmarks.compare import in_turn, load_module, report
 from convert_hf import write_folder
+from generate import load_model
 from hellaswag_eval import ending_losses, load_examples, tokenize
-from model import GPT, GPTConfig, evaluating
-from steadygpt.device import autocast, choose_precision
+from model import GPT, GPTConfig
+from steadygpt.device import autocast, choose_precision, evaluating
 from steadygpt.distributed import joined
 from steadygpt.tokenizer import get_tokenizer
 
@@ -46,7 +47,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary, joined("auto") as ranks:
         folder = Path(temporary) / "gpt2"
         write_folder(checkpoint, folder)
-        model = GPT.from_checkpoint(checkpoint).to(ranks.device)
+        model = load_model(checkpoint).to(ranks.device)
         agreed = [0, 0]
         chosen: list[dict] = []
 

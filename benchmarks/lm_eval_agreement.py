@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from convert_hf import write_folder
+from generate import load_model
 from hellaswag_eval import STYLES, evaluate, load_examples, tokenize
-from model import GPT
 from steadygpt.checkpoint import read_checkpoint
 from steadygpt.distributed import Ranks
 from steadygpt.tokenizer import get_tokenizer
@@ -61,7 +61,7 @@ def main() -> None:
     args = parser.parse_args()
     checkpoint = read_checkpoint(args.checkpoint)
     examples = load_examples(args.hellaswag_file)[: args.limit]
-    ranks, model = Ranks(torch.device(args.device)), GPT.from_checkpoint(checkpoint).to(args.device)
+    ranks, model = Ranks(torch.device(args.device)), load_model(checkpoint).to(args.device)
     rows = []
     for style in STYLES:
         start = time.perf_counter()

@@ -43,9 +43,9 @@ def share_of_logging(folder: Path, flags: list[str]) -> float:
         setattr(RunLog, name, timed(method, spent))
     begun = []
 
-    def note_begin(*args):
+    def note_begin(*args, **kwargs):
         begun.append(time.perf_counter())
-        return original_step(*args)
+        return original_step(*args, **kwargs)
 
     original_step, train.train_step = train.train_step, note_begin
     try:

@@ -83,7 +83,9 @@ def steadygpt(folder: Path, shape: str, device: str, precision: str, further: li
 
 def flops_per_token(shape: str, context: int) -> float:
     layers, heads, width, vocab_size = SHAPES[shape]
-    config = GPTConfig(vocab_size, context, layers, heads, width, bias=False)
+    config = GPTConfig(
+        vocab_size=vocab_size, context_length=context, num_layers=layers, num_heads=heads, embd_size=width, bias=False
+    )
     with torch.device("meta"):
         return GPT(config).flops_per_token()
 
