@@ -1,36 +1,37 @@
-"""What a checkpoint costs: wall-clock that 20 steps take longer after a save, beside a blocking torch.save in place.
+"""Cost of a checkpoint: the extra time of 20 steps after a save, beside a blocking torch.save in place.
 
-    python benchmarks/checkpoint_cost.py [--rows 1] [--rounds 5]
+    python -m benchmarks.checkpoint_cost [--rows 1] [--rounds 5]
 
-GPT-2 124M with AdamW, 1.5 GB a checkpoint. Ours copies the state, then writes it durably in the background while the
-steps go on; the cost is the copy and what the writing takes from the steps. The other is what nanoGPT does.
+GPT-2 124M with AdamW: 1.5 GB a checkpoint. Ours copies the state, then writes it durably in the background while
+training continues; its cost is the copy and the time that the writer takes from the steps. The other side is torch.save
+to the same file each time, as nanoGPT does.
 """
 
 import argparse
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
 from benchmarks.compare import in_turn, median_text, synchronize
 from model import GPT, GPTConfig
-from steadygpt.checkpoint import CheckpointWriter, capture_state
+from steadygpt.checkpoint import capture_state
 from steadygpt.device import autocast, choose_precision
 from steadygpt.distributed import joined
+from steadygpt.saves import CheckpointWriter
 
 STEPS = 20
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rows", type=int, default=1, help="of 256 tokens, in a step")
+    parser.add_argument("--rows", type=int, default=1, help="rows of 256 tokens in a step")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure (default: a temporary one)")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="a folder on the disk to measure (default: a temporary folder)"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as temporary, joined("auto") as ranks:
         folder = Path(temporary)
@@ -50,7 +51,7 @@ def main() -> None:
             optimizer.step()
 
         def seconds(name: str, save) -> float:
-            """Of the save and the steps after it."""
+            """Time a save and the steps after it."""
             synchronize(ranks.device)
             start = time.perf_counter()
             if save:

@@ -1,25 +1,31 @@
-"""What the benchmarks share: two sides measured in turn, medians and spreads, programs that are held and let go."""
+"""Tools of the benchmarks: alternating measurements, medians and spreads, plots, held programs."""
 
+import ctypes
+import importlib.util
 import re
 import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
+from types import ModuleType
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 REPO = Path(__file__).resolve().parent.parent
 
 
 def in_turn(sides: dict[str, Callable[[], float]], rounds: int, unit: str) -> dict[str, list[float]]:
-    """Call every side once a round, A B A B ..., and tell each round's figures and the time left.
+    """Measure all sides once a round, A B A B ..., and print the figures of each round and the time left.
 
-    Returns: the figures of each side, one a round.
+    Returns: one figure a round for each side.
     """
     figures: dict[str, list[float]] = {name: [] for name in sides}
     start = time.perf_counter()
@@ -27,32 +33,56 @@ def in_turn(sides: dict[str, Callable[[], float]], rounds: int, unit: str) -> di
         for name, measure in sides.items():
             figures[name].append(measure())
         left_s = (time.perf_counter() - start) / number * (rounds - number)
-        shown = ", ".join(f"{name} {number_text(found[-1])}" for name, found in figures.items())
+        shown = "; ".join(f"{name} {number_text(found[-1])}" for name, found in figures.items())
         print(f"round {number} of {rounds}: {shown} {unit}; {left_s:,.0f} s left", flush=True)
     return figures
 
 
-def report(figures: dict[str, list[float]], unit: str) -> None:
-    """Median and spread of every side, and the first side's median ratio to each of the others, round by round."""
+def report(figures: dict[str, list[float]], unit: str, pairs: Sequence[tuple[str, str]] | None = None) -> None:
+    """Print the median and spread of each side and of the ratios within each round.
+
+    Args:
+        pairs: the sides to divide, first by second; default: the first side by each other side.
+    """
     width = max(map(len, figures))
     for name, found in figures.items():
         print(f"{name:<{width}}  {median_text(found, unit)}")
     first, *others = figures
-    for name in others:
-        ratios = [a / b for a, b in zip(figures[first], figures[name], strict=True)]
-        print(f"{first} / {name}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+    for one, other in pairs if pairs is not None else [(first, name) for name in others]:
+        print(ratio_text(figures, one, other))
+
+
+def report_precisions(figures: dict[str, list[float]], unit: str, defaults: tuple[str, str]) -> None:
+    """Print sides named "NAME, PRECISION": ratios for equal precision, and for the two sides as they ship.
+
+    Args:
+        defaults: the two sides in the precision that each chooses on this device.
+    """
+    precisions = {name: name.split(", ")[1] for name in figures}
+    ours = [name for name in figures if name.startswith("SteadyGPT")]
+    report(figures, unit, [(a, b) for a in ours for b in figures if a != b and precisions[a] == precisions[b]])
+    if {*defaults} <= {*figures} and precisions[defaults[0]] != precisions[defaults[1]]:
+        print(f"as they ship: {ratio_text(figures, *defaults)}")
+
+
+def ratio_text(figures: dict[str, list[float]], one: str, other: str) -> str:
+    """Format the median and spread of the ratios of two sides within each round."""
+    ratios = [a / b for a, b in zip(figures[one], figures[other], strict=True)]
+    return f"{one} / {other}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def plot(figures: dict[str, list[float]], unit: str, title: str, file: Path) -> None:
-    """A picture of the medians as bars, with a dot for each round. Needs matplotlib."""
+    """Draw the medians as bars, ours in blue, with a dot for each round. Needs matplotlib."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 0.6 * len(figures) + 1.2), layout="constrained")
     names = list(figures)[::-1]
     medians = [statistics.median(figures[name]) for name in names]
-    bars = axes.barh(names, medians, color=["#c0c0c0"] * (len(names) - 1) + ["#2b6cb0"], height=0.6)
-    axes.bar_label(bars, [f" {number_text(median)}" for median in medians], padding=12)
-    for name in names:
+    colors = ["#2b6cb0" if name.startswith("SteadyGPT") else "#c0c0c0" for name in names]
+    axes.barh(names, medians, color=colors, height=0.6)
+    for name, median in zip(names, medians, strict=True):
+        beside = (max(figures[name]), name)
+        axes.annotate(number_text(median), beside, xytext=(8, 0), textcoords="offset points", va="center")
         axes.plot(figures[name], [name] * len(figures[name]), ".", color="black", markersize=3)
     axes.set(title=title, xlabel=unit, xlim=(0, max(medians) * 1.15))
     axes.spines[["top", "right"]].set_visible(False)
@@ -60,7 +90,7 @@ def plot(figures: dict[str, list[float]], unit: str, title: str, file: Path) -> 
 
 
 def median_text(found: Sequence[float], unit: str) -> str:
-    """Median and spread of one side's figures."""
+    """Format the median and the spread of one side."""
     spread = f"{number_text(min(found))} to {number_text(max(found))}"
     return f"median {number_text(statistics.median(found))} {unit} ({spread})"
 
@@ -69,10 +99,25 @@ def number_text(x: float) -> str:
     return f"{x:,.0f}" if x >= 1000 else f"{x:.3g}"
 
 
-def gemm_flops(device: torch.device, seconds: float = 1.0) -> float:
-    """FLOP/s of a bf16 matrix product, 2048^3 on a CPU and 8192^3 on a GPU: the most that training can hope for."""
+def flags(**options) -> list[str]:
+    """Return the options as --name=value."""
+    return [f"--{name}={value}" for name, value in options.items()]
+
+
+def load_module(file: Path) -> ModuleType:
+    """Import a file of another project, under a name that no module of ours has."""
+    spec = importlib.util.spec_from_file_location(f"{file.resolve().parent.name}.{file.stem}", file)
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)  # dataclasses look their module up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def gemm_flops(device: "torch.device", precision: str, seconds: float = 1.0) -> float:
+    """Measure the FLOP/s of a matrix product in bf16 or fp32, an upper limit for training: 2048^3, on a GPU 8192^3."""
+    import torch
+
     n = 8192 if device.type == "cuda" else 2048
-    a, b = torch.randn(2, n, n, device=device, dtype=torch.bfloat16)
+    a, b = torch.randn(2, n, n, device=device, dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[precision])
     times = []
     while sum(times) < seconds:
         synchronize(device)
@@ -83,23 +128,34 @@ def gemm_flops(device: torch.device, seconds: float = 1.0) -> float:
     return 2 * n**3 / statistics.median(times)
 
 
-def synchronize(device: torch.device) -> None:
+def synchronize(device: "torch.device") -> None:
     if device.type == "cuda":
+        import torch
+
         torch.cuda.synchronize(device)
 
 
 class HeldProgram:
-    """A training program that is stopped (SIGSTOP) but while it is measured, so that two can take turns.
+    """A training program that runs only while it is measured, so that several can alternate.
+
+    Between measurements it is stopped (SIGSTOP). Start it inside held_programs(), which ends it with the
+    benchmark.
 
     Args:
-        step_line: matches the line that it prints after each step.
+        step_line: matches the line that the program prints after each step.
     """
 
-    def __init__(self, command: Sequence[str], cwd: Path, step_line: str):
+    def __init__(self, command: Sequence[str | Path], cwd: Path, step_line: str):
         self.process = subprocess.Popen(
-            command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            command,
+            cwd=cwd,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
         )
-        self.lines: SimpleQueue[float | None] = SimpleQueue()
+        self.lines: SimpleQueue[float | None] = SimpleQueue()  # the time of each step line; None: the program ended
         self.output: list[str] = []
         Thread(target=self._read, args=(re.compile(step_line),), daemon=True).start()
 
@@ -117,10 +173,10 @@ class HeldProgram:
         return at
 
     def seconds_per_step(self, steps: int) -> float:
-        """Let it go on, and time `steps` steps after the one that it is in."""
+        """Continue the program, discard the step in progress and time the next `steps` steps."""
         self.process.send_signal(signal.SIGCONT)
         try:
-            while True:  # what it said before it was stopped
+            while True:  # discard lines printed before the program was stopped
                 self.lines.get_nowait()
         except Empty:
             pass
@@ -133,3 +189,37 @@ class HeldProgram:
     def end(self) -> None:
         self.process.kill()
         self.process.wait()
+
+
+@contextmanager
+def held_programs() -> Iterator[dict[str, HeldProgram]]:
+    """Yield a dict for held programs; end all of them on exit, also when a signal ends the benchmark."""
+    programs: dict[str, HeldProgram] = {}
+    with exit_on_signals():
+        try:
+            yield programs
+        finally:
+            for program in programs.values():
+                program.end()
+
+
+@contextmanager
+def exit_on_signals():
+    """Turn SIGTERM and SIGHUP into SystemExit inside, so that `finally` blocks end child processes."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    previous = [signal.signal(number, lambda received, _: sys.exit(128 + received)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, previous, strict=True):
+            signal.signal(number, handler)
+
+
+PR_SET_PDEATHSIG = 1
+LIBC = ctypes.CDLL(None)
+
+
+def die_with_parent() -> None:
+    """Get SIGKILL when the parent dies, even by SIGKILL (Linux only): a stopped process would stay in memory."""
+    if sys.platform == "linux":
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

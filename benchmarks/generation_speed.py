@@ -1,25 +1,24 @@
-"""Generated tokens per second beside nanoGPT's sample.py: GPT-2 124M with the same weights, one text, top-k sampling.
+"""Generation speed beside nanoGPT, in tokens per second: GPT-2 124M with the same weights, text and precision.
 
     git clone https://github.com/karpathy/nanoGPT
-    python benchmarks/generation_speed.py --nanogpt nanoGPT [--tokens 512]
+    python -m benchmarks.generation_speed --nanogpt nanoGPT [--tokens 512] [--precision bf16]
 
-sample.py calls generate() of nanoGPT's model.py, in fp32 on a CPU and in bf16 on a GPU; generate.py calls ours, in the
-precision that it would choose. Both start from one token, and their models are loaded already.
+Ours is the generate() behind generate.py, with a KV cache; theirs is the generate() behind sample.py, from nanoGPT's
+model.py. Both sample with top_k 200, start from one token and have their weights in memory. On a CPU sample.py
+generates in fp32 only; the bf16 side calls the same method under autocast.
 """
 
 import argparse
-import importlib.util
-import sys
 import time
+from functools import partial
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmarks.compare import in_turn, report, synchronize
-from model import GPT, GPTConfig, evaluating
-from steadygpt.device import autocast, choose_precision
+from benchmarks.compare import in_turn, load_module, report_precisions, synchronize
+from generate import generate
+from model import GPT, GPTConfig
+from steadygpt.device import autocast, choose_precision, evaluating
 from steadygpt.distributed import joined
 
 
@@ -27,11 +26,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--nanogpt", type=Path, required=True, help="a checkout of nanoGPT")
     parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument(
+        "--precision", nargs="+", default=["bf16", "fp32"], choices=("bf16", "fp32"), help="default: bf16 fp32"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    spec = importlib.util.spec_from_file_location("nanogpt_model", args.nanogpt / "model.py")
-    sys.modules[spec.name] = theirs = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(theirs)
+    theirs = load_module(args.nanogpt / "model.py")
     torch.manual_seed(0)
     with joined("auto") as ranks:
         ours = GPT(GPTConfig(vocab_size=50304, gelu="exact"))
@@ -41,25 +41,26 @@ def main() -> None:
             for name, tensor in ours.state_dict().items()
         })  # fmt: skip
         ours, nano = ours.to(ranks.device), nano.to(ranks.device)
-        precision = choose_precision("auto", ranks.device)
         start = torch.zeros(1, 1, dtype=torch.int64, device=ranks.device)
 
-        def tokens_per_second(generate, precision: str) -> float:
+        def tokens_per_second(sample, precision: str) -> float:
             synchronize(ranks.device)
             begun = time.perf_counter()
             with torch.no_grad(), autocast(ranks.device, precision):
-                generate(start, args.tokens, temperature=0.8, top_k=200)
+                sample(start, args.tokens, temperature=0.8, top_k=200)
             synchronize(ranks.device)
             return args.tokens / (time.perf_counter() - begun)
 
+        measured = {}
+        for precision in args.precision:
+            for name, sample in (("SteadyGPT", partial(generate, ours)), ("nanoGPT", nano.generate)):
+                measured[f"{name}, {precision}"] = partial(tokens_per_second, sample, precision)
         with evaluating(ours):
-            sides = {
-                "SteadyGPT": lambda: tokens_per_second(ours.generate, precision),
-                "nanoGPT": lambda: tokens_per_second(nano.generate, "fp32" if ranks.device.type == "cpu" else "bf16"),
-            }
-            figures = in_turn(sides, args.rounds, "tokens/s")
-    print(f"{args.tokens} tokens, GPT-2 124M, {ranks.device}; ours in {precision}")
-    report(figures, "tokens/s")
+            figures = in_turn(measured, args.rounds, "tokens/s")
+    print(f"{args.tokens} tokens, GPT-2 124M, {ranks.device}")
+    default = choose_precision("auto", ranks.device)
+    defaults = f"SteadyGPT, {default}", f"nanoGPT, {'fp32' if ranks.device.type == 'cpu' else 'bf16'}"
+    report_precisions(figures, "tokens/s", defaults)
 
 
 if __name__ == "__main__":

@@ -1,34 +1,31 @@
-"""HellaSwag examples per second beside build-nanogpt's loop, and on how many both predict the same: GPT-2 124M.
+"""HellaSwag speed beside build-nanogpt, in examples per second, and the share of equal predictions: GPT-2 124M.
 
     git clone https://github.com/karpathy/build-nanogpt
-    python benchmarks/hellaswag_speed.py --build_nanogpt build-nanogpt --hellaswag_file hellaswag_val.jsonl
+    python -m benchmarks.hellaswag_speed --build_nanogpt build-nanogpt --hellaswag_file hellaswag_val.jsonl
 
-Its own evaluate() runs on our weights, exported. It is told that our prediction is the right one: what it counts as
-right is what both predict. Needs transformers, requests, safetensors and tokenizers.
+build-nanogpt's evaluate() runs in fp32 on our weights, exported; ours scores in bf16 and repeats close calls in fp32.
+Our prediction is passed to evaluate() as the label, so the examples that it counts as correct are those on which both
+agree. Needs transformers, requests, safetensors and tokenizers.
 """
 
 import argparse
 import contextlib
 import dataclasses
-import importlib
 import io
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 import tiktoken
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch
 
-from benchmarks.compare import in_turn, report
+from benchmarks.compare import in_turn, load_module, report
 from convert_hf import write_folder
+from generate import load_model
 from hellaswag_eval import ending_losses, load_examples, tokenize
-from model import GPT, GPTConfig, evaluating
-from steadygpt.device import autocast, choose_precision
+from model import GPT, GPTConfig
+from steadygpt.device import autocast, choose_precision, evaluating
 from steadygpt.distributed import joined
 from steadygpt.tokenizer import get_tokenizer
 
@@ -38,20 +35,19 @@ def main() -> None:
     parser.add_argument("--build_nanogpt", type=Path, required=True, help="a checkout of build-nanogpt")
     parser.add_argument("--hellaswag_file", required=True)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--examples", type=int, default=200, help="in each round")
-    parser.add_argument("--precision", default="auto", help="ours (default: auto, as when training); theirs is fp32")
+    parser.add_argument("--examples", type=int, default=200, help="examples in each round")
+    parser.add_argument("--precision", default="auto", help="of our side (default: auto, as in training)")
     args = parser.parse_args()
-    sys.path.insert(0, str(args.build_nanogpt))
     examples, tokenizer = load_examples(args.hellaswag_file), get_tokenizer("gpt2")
-    tiktoken.get_encoding = get_tokenizer  # the same one, without a download
-    theirs = importlib.import_module("hellaswag")
+    tiktoken.get_encoding = get_tokenizer  # the same vocabulary, without a download
+    theirs = load_module(args.build_nanogpt / "hellaswag.py")
     torch.manual_seed(0)
     config = GPTConfig()
     checkpoint = {"model": GPT(config).state_dict(), "model_config": dataclasses.asdict(config), "tokenizer": "gpt2"}
     with tempfile.TemporaryDirectory() as temporary, joined("auto") as ranks:
         folder = Path(temporary) / "gpt2"
         write_folder(checkpoint, folder)
-        model = GPT.from_checkpoint(checkpoint).to(ranks.device)
+        model = load_model(checkpoint).to(ranks.device)
         agreed = [0, 0]
         chosen: list[dict] = []
 
@@ -72,7 +68,7 @@ def main() -> None:
             began: list[float] = []
 
             def iterate(_split):
-                began.append(time.perf_counter())  # the model is loaded
+                began.append(time.perf_counter())  # the model is loaded by now
                 yield from chosen
 
             theirs.iterate_examples = iterate
@@ -88,7 +84,7 @@ def main() -> None:
         with evaluating(model):
             figures = in_turn({"SteadyGPT": ours, "build-nanogpt": loop}, args.rounds, "examples/s")
     report(figures, "examples/s")
-    print(f"the same prediction on {agreed[0]:,} of {agreed[1]:,} examples ({agreed[0] / agreed[1]:.2%})")
+    print(f"equal predictions: {agreed[0]:,} of {agreed[1]:,} examples ({agreed[0] / agreed[1]:.2%})")
 
 
 if __name__ == "__main__":

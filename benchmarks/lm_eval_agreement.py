@@ -1,25 +1,22 @@
-"""HellaSwag by EleutherAI's lm-evaluation-harness on an exported checkpoint, beside our own scorer in both styles.
+"""HellaSwag scores of lm-evaluation-harness on an exported checkpoint, beside our scorer in both styles.
 
     pip install "lm-eval[hf]" safetensors tokenizers
-    python benchmarks/lm_eval_agreement.py checkpoints/latest.pt --hellaswag_file hellaswag_val.jsonl [--limit 500]
+    python -m benchmarks.lm_eval_agreement checkpoints/latest.pt --hellaswag_file hellaswag_val.jsonl [--limit 500]
 
-The harness's own task is used, on the same file: nothing is downloaded.
+EleutherAI's harness runs its own task on the same file, so nothing is downloaded.
 """
 
 import argparse
 import json
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch
 
 from convert_hf import write_folder
+from generate import load_model
 from hellaswag_eval import STYLES, evaluate, load_examples, tokenize
-from model import GPT
 from steadygpt.checkpoint import read_checkpoint
 from steadygpt.distributed import Ranks
 from steadygpt.tokenizer import get_tokenizer
@@ -35,7 +32,7 @@ training_split: null
 
 
 def scores_of_harness(folder: Path, examples: list[dict], device: str) -> dict[str, float]:
-    """acc and acc_norm of a Hugging Face folder, in fp32."""
+    """Return acc and acc_norm of a Hugging Face folder, in fp32."""
     import lm_eval
 
     asked = folder.parent / "hellaswag.jsonl"
@@ -59,12 +56,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--hellaswag_file", required=True)
-    parser.add_argument("--limit", type=int, default=None, help="only the first LIMIT examples")
+    parser.add_argument("--limit", type=int, default=None, help="score only the first LIMIT examples")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     checkpoint = read_checkpoint(args.checkpoint)
     examples = load_examples(args.hellaswag_file)[: args.limit]
-    ranks, model = Ranks(torch.device(args.device)), GPT.from_checkpoint(checkpoint).to(args.device)
+    ranks, model = Ranks(torch.device(args.device)), load_model(checkpoint).to(args.device)
     rows = []
     for style in STYLES:
         start = time.perf_counter()

@@ -1,23 +1,19 @@
-"""Loader tokens per second beside nanoGPT's get_batch, copying memory, and the share of a training step spent waiting.
+"""Loader tokens per second beside nanoGPT's get_batch and a memory copy, and the share of a step spent waiting.
 
     git clone https://github.com/karpathy/nanoGPT
-    python benchmarks/loader_speed.py --nanogpt nanoGPT
+    python -m benchmarks.loader_speed --nanogpt nanoGPT
 
-get_batch is the text of nanoGPT's own train.py, run on the same file of 100 M random tokens. "memcpy" copies as many
-int64 from random places of a large array: what a loader that did nothing else would take.
+get_batch is taken from nanoGPT's train.py and reads the same file of 100 M random tokens. "memcpy" copies as many int64
+from random places of a large array: the time of a loader that does nothing else.
 """
 
 import argparse
 import re
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch
 
 from benchmarks.compare import in_turn, report, synchronize
@@ -30,7 +26,7 @@ TOKENS = 100_000_000
 
 
 def nanogpt_get_batch(checkout: Path, data_dir: Path, rows: int, context: int, device: str):
-    """The function get_batch of nanoGPT's train.py, with the names it expects around it."""
+    """Compile get_batch from nanoGPT's train.py, with the global names that it reads."""
     text = (checkout / "train.py").read_text()
     body = re.search(r"^def get_batch\(split\):\n(?:[ \t]+.*\n|\n)+", text, re.MULTILINE)[0]
     around = {"os": __import__("os"), "np": np, "torch": torch, "data_dir": str(data_dir), "device": device}
@@ -49,12 +45,12 @@ def tokens_per_second(get, tokens: int, seconds: float, device: torch.device) ->
 
 
 def percent_waiting(loader: BatchLoader, model: GPT, micro_steps: int) -> float:
-    """Time within loader.next, while the model trains, in percent of all."""
+    """Train, and return the share of the time that is spent in loader.next, in percent."""
     start, waited_s = time.perf_counter(), 0.0
     for _ in range(micro_steps):
-        asked = time.perf_counter()
+        begun = time.perf_counter()
         inputs, targets = loader.next()
-        waited_s += time.perf_counter() - asked
+        waited_s += time.perf_counter() - begun
         with autocast(loader.device, choose_precision("auto", loader.device)):
             loss = model(inputs, targets)
         loss.backward()
@@ -66,11 +62,11 @@ def percent_waiting(loader: BatchLoader, model: GPT, micro_steps: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--nanogpt", type=Path, required=True, help="a checkout of nanoGPT")
-    parser.add_argument("--rows", type=int, default=12, help="a batch; 12 is nanoGPT's default")
+    parser.add_argument("--rows", type=int, default=12, help="rows in a batch (default: 12, as nanoGPT)")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--micro_steps", type=int, default=1, help="of training in each round, to see what they wait")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each side in each round")
+    parser.add_argument("--micro_steps", type=int, default=1, help="micro-steps in each round that measures waiting")
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each side in each round")
     args = parser.parse_args()
     B, T = args.rows, args.context
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,23 +1,19 @@
-"""What logging costs: the share of training time spent in RunLog, with TensorBoard and a line every step.
+"""Cost of logging: the share of training time spent in RunLog, with TensorBoard and a line every step.
 
-    python benchmarks/logging_cost.py [--rounds 5] [further flags of train.py]
+    python -m benchmarks.logging_cost [--rounds 5] [further flags of train.py]
 
-Trains the quickstart's model on random tokens; each round is a run of its own.
-Histograms every 250 steps, as by default.
+Trains the quickstart model on random tokens, once a round, with histograms every 250 steps (the default).
 """
 
 import argparse
 import contextlib
 import io
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train
 from steadygpt.runlog import RunLog
@@ -27,7 +23,7 @@ STEPS = 250
 
 
 def timed(method, spent: list[float]):
-    """`method`, adding the seconds of each call to `spent`."""
+    """Wrap a method so that each call adds its seconds to `spent`."""
 
     def call(*args, **kwargs):
         start = time.perf_counter()
@@ -40,16 +36,16 @@ def timed(method, spent: list[float]):
 
 
 def share_of_logging(folder: Path, flags: list[str]) -> float:
-    """Seconds in RunLog / seconds from the second step to the last, of one run."""
+    """Train once; return the seconds in RunLog / the seconds from the second step to the end."""
     spent: list[float] = []
     originals = {name: getattr(RunLog, name) for name in ("record", "histograms", "flush", "text")}
     for name, method in originals.items():
         setattr(RunLog, name, timed(method, spent))
     begun = []
 
-    def note_begin(*args):
+    def note_begin(*args, **kwargs):
         begun.append(time.perf_counter())
-        return original_step(*args)
+        return original_step(*args, **kwargs)
 
     original_step, train.train_step = train.train_step, note_begin
     try:

@@ -1,17 +1,18 @@
 """Peak memory of training: plain, with the loss in chunks, and with activation checkpointing as well.
 
-    python benchmarks/memory.py                                  # 8,192 tokens of context, 16 M parameters: any CPU
-    python benchmarks/memory.py --config small_32k               # a whole preset: a CUDA GPU, or patience
-    python benchmarks/memory.py --config small_32k --variants both --max_steps 1 --warmup_steps 0
+    python -m benchmarks.memory                                  # 8,192 tokens of context, 16 M parameters: any CPU
+    python -m benchmarks.memory --config small_32k               # a whole preset: a CUDA GPU, or a CPU and time
+    python -m benchmarks.memory --config small_32k --variants both --max_steps 1 --warmup_steps 0
 
-Each figure is one process of train.py making two steps of one row on random GPT-2 tokens (in the first step's backward
-Adam has no moments yet). On CUDA it is what PyTorch allocated at most, on a CPU the largest resident set, less that of
-a model of no size.
+Each figure is one process of train.py that makes two steps of one row of random GPT-2 tokens. (One step is not enough:
+Adam creates its moments at its end.) On CUDA the figure is PyTorch's peak allocation. On a CPU it is the largest
+resident set, minus that of a model of negligible size.
 """
 
 import argparse
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,26 +20,25 @@ from pathlib import Path
 
 import numpy as np
 
-REPO = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPO))
-
+from benchmarks.compare import REPO, flags
 from config import parse_args
 
-SMALL = "--num_layers 4 --num_heads 4 --embd_size 256 --context_length 8192 --rotary_pct 1".split()
-NOTHING = "--num_layers 1 --num_heads 1 --embd_size 2 --context_length 32 --total_batch_size 32".split()
-QUIET = "--mini_batch_size 1 --max_steps 2 --warmup_steps 1 --eval_freq 0 --hellaswag_freq 0 --sample_freq 0".split()
+SMALL = flags(num_layers=4, num_heads=4, embd_size=256, context_length=8192, rotary_pct=1)
+NOTHING = flags(num_layers=1, num_heads=1, embd_size=2, context_length=32, total_batch_size=32)
+QUIET = flags(mini_batch_size=1, max_steps=2, warmup_steps=1, eval_freq=0, hellaswag_freq=0, sample_freq=0)
+PLACES = flags(data_dir="data", checkpoint_dir="c", logdir="l", checkpoint_freq=0)
 VARIANTS = {
-    "plain": ["--loss_chunk_size", "0", "--activation_checkpointing", "off"],
-    "chunked": ["--loss_chunk_size", "1024", "--activation_checkpointing", "off"],
-    "both": ["--loss_chunk_size", "1024", "--activation_checkpointing"],
+    "plain": flags(loss_chunk_size=0, activation_checkpointing="off"),
+    "chunked": flags(loss_chunk_size=1024, activation_checkpointing="off"),
+    "both": flags(loss_chunk_size=1024, activation_checkpointing="on"),
 }
 
 
-def peak_gb(folder: Path, flags: list[str]) -> tuple[float, float, float]:
-    """Peak memory in GB, seconds of the second step, and the plan's estimate in GB."""
-    places = ["--data_dir", "data", "--checkpoint_dir", "c", "--logdir", "l", "--checkpoint_freq", "0"]
-    command = [sys.executable, str(REPO / "train.py"), *QUIET, *flags, *places]
-    subprocess.run(["rm", "-rf", "c", "l"], cwd=folder, check=True)
+def peak_gb(folder: Path, options: list[str]) -> tuple[float, float, float]:
+    """Train; return the peak memory in GB, the seconds of the last step and the plan's estimate in GB."""
+    command = [sys.executable, str(REPO / "train.py"), *QUIET, *options, *PLACES]
+    for left in ("c", "l"):
+        shutil.rmtree(folder / left, ignore_errors=True)
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stderr[-1000:]}")
@@ -49,7 +49,7 @@ def peak_gb(folder: Path, flags: list[str]) -> tuple[float, float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--config", default="", help="a preset (default: 4 layers, 256 wide, 8,192 tokens)")
+    parser.add_argument("--config", default="", help="preset to measure (default: 4 layers, 256 wide, 8,192 tokens)")
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS, help="default: all")
     args, further = parser.parse_known_args()
     shape = ["--config", args.config] if args.config else SMALL
@@ -63,8 +63,8 @@ def main() -> None:
         nothing, _, _ = peak_gb(folder, [*further, *NOTHING])
         print(f"{'variant':<10} {'peak GB':>8} {'plan says':>10} {'s a step':>9}")
         for variant in args.variants:
-            flags = [*shape, "--total_batch_size", str(context), *VARIANTS[variant], *further]
-            peak, seconds, estimate = peak_gb(folder, flags)
+            options = [*shape, *flags(total_batch_size=context), *VARIANTS[variant], *further]
+            peak, seconds, estimate = peak_gb(folder, options)
             print(f"{variant:<10} {peak - nothing:>8.2f} {estimate:>10.2f} {seconds:>9.1f}", flush=True)
 
 

@@ -1,9 +1,9 @@
-"""Preparing tokens per second: prepare_dataset.py with two workers beside one process of encode_ordinary.
+"""Preparing speed, in tokens per second: prepare_dataset.py with two workers beside one process of encode_ordinary.
 
-    python benchmarks/prepare_speed.py [--megabytes 200]
+    python -m benchmarks.prepare_speed [--megabytes 200]
 
-The text is the standard library of Python, as many times as it takes. Ours is the whole command: start, reading,
-tokenizing, checksums, shards on the disk. The other is a loop over the same documents in memory: tokenizing alone.
+The text is Python's standard library, repeated. Our side is the whole command: start-up, reading, tokenizing, checksums
+and writing the shards. The other side is a loop over the same documents in memory, which only tokenizes.
 """
 
 import argparse
@@ -15,15 +15,11 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from benchmarks.compare import REPO, in_turn, report
 from steadygpt.sources import find_files
 
 LOOP = """
-import sys, time
-sys.path.insert(0, {repo!r})
-import json, numpy as np
+import json, time, numpy as np
 from steadygpt.tokenizer import get_tokenizer
 tokenizer = get_tokenizer("gpt2")
 tokenizer.encode_ordinary("warm up")
@@ -58,8 +54,9 @@ def main() -> None:
             return json.loads((out / "manifest.json").read_text())["tokens"] / elapsed_s
 
         def loop() -> float:
-            program = LOOP.format(repo=str(REPO), file=str(folder / "text.jsonl"))
-            return float(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True).stdout)
+            program = LOOP.format(file=str(folder / "text.jsonl"))
+            command = [sys.executable, "-c", program]
+            return float(subprocess.run(command, cwd=REPO, check=True, capture_output=True).stdout)
 
         figures = in_turn({"SteadyGPT": ours, "encode_ordinary": loop}, args.rounds, "tokens/s")
     print(f"{written / 1e6:.0f} MB of Python's standard library, 2 workers")

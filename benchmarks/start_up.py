@@ -1,9 +1,9 @@
-"""Seconds from the command to the end of its first step, new and resumed, and to the last line of --help.
+"""Start-up time: seconds from the command to the end of the first step, new and resumed, and the time of --help.
 
-    python benchmarks/start_up.py [--before CHECKOUT] [--rounds 5]
+    python -m benchmarks.start_up [--before CHECKOUT] [--rounds 5]
 
-GPT-2 124M, a step of 64 tokens, 2**26 training tokens, files in the page cache. CHECKOUT is another state of this
-repository, to see what a change does.
+GPT-2 124M, steps of 64 tokens, 2**26 training tokens, all files in the page cache. CHECKOUT is another version of this
+repository to compare with.
 """
 
 import argparse
@@ -14,8 +14,6 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import numpy as np
 
 from benchmarks.compare import REPO, in_turn, report
@@ -24,7 +22,7 @@ STEP_LINE = re.compile(r"step +\d+/")
 
 
 def seconds(command: list[str], until: re.Pattern | None = None) -> float:
-    """Of a command, until it prints such a line (then it is killed) or until it ends."""
+    """Time a command until it prints a line that matches `until`, which ends it, or until it exits."""
     start = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     output = []
@@ -43,7 +41,7 @@ def seconds(command: list[str], until: re.Pattern | None = None) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--before", type=Path, help="another checkout of SteadyGPT, to compare with")
+    parser.add_argument("--before", type=Path, help="another checkout of SteadyGPT to compare with")
     parser.add_argument("--rounds", type=int, default=5)
     args, further = parser.parse_known_args()
     checkouts = {"now": REPO} | ({"before": args.before} if args.before else {})
@@ -61,7 +59,7 @@ def main() -> None:
             return [sys.executable, checkout / "train.py", *(f"--{n}={v}" for n, v in options.items()), *further]
 
         seconds(train(REPO, "saved", max_steps=11))
-        (folder / "saved" / "latest.pt").read_bytes()  # it was written past the page cache
+        (folder / "saved" / "latest.pt").read_bytes()  # into the page cache, which the save bypassed
         resumed = {"resume": "latest", "max_steps": 10**6}
         for what, command, until in (
             ("--help", lambda checkout: [sys.executable, checkout / "train.py", "--help"], None),
