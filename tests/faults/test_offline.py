@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import load, write_data
 from harness import Life, folders, refused, whole_life
-
-import evaluation
-from steadygpt.cli import UserError
+from injected import no_tokenizer
 
 prepare = {"program": "prepare_dataset", "tiny": ()}
 
@@ -66,15 +64,6 @@ def test_hellaswag(dying_network, ranks):
     assert text.count("warning: ") == 1 and "finished after 8 steps" in text
     assert "warning: no HellaSwag in this run: hf:Rowan/hellaswag: cannot be read, " in text
     assert "or give its file with --hellaswag_file" in text
-
-
-def no_tokenizer(which_rank: int, rank: int) -> None:
-    if rank == which_rank:
-
-        def gone(name: str):
-            raise UserError(f"the vocabulary of {name!r} could not be downloaded")
-
-        evaluation.get_tokenizer = gone
 
 
 @pytest.mark.parametrize("rank", [0, 1])
