@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import time
 from functools import partial
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -155,48 +154,6 @@ def test_the_kernel_sees_them_in_this_order(workdir):
         r".* fsync\(\d+<\S+/ckpt>",
         calls,
     ), trace
-
-
-def test_a_power_cut_at_any_of_these_calls_leaves_what_was_reported(short_run, record_property):
-    """On a disk that keeps of a file what was fsynced, and of names since the folder's last fsync any subset."""
-    saves: dict[int, list[list[str]]] = {}
-    for line in Path("calls.txt").read_text().splitlines():
-        save, *call = line.split()
-        if save != "0":
-            saves.setdefault(int(save), []).append(call)
-    names: dict[str, int] = {}  # what the disk surely knows: name -> the save whose bytes it has
-    pending, whole, reported, states = [], set(), 0, 0
-    for save, calls in saves.items():
-        for name, *files in calls:
-            if name == "write":
-                pending.append(("create", files[0], save))
-            elif name == "fsync" and files[0] != "ckpt":
-                whole.add(save)
-            elif name == "fsync":
-                names, pending, reported = after(names, pending), [], save
-            else:
-                pending.append((name, *files))
-            assert len(pending) < 16  # else a fsync of the folder is missing
-            for kept in product([False, True], repeat=len(pending)):
-                found = after(names, [call for call, keep in zip(pending, kept, strict=True) if keep])
-                steps = [save for name, save in found.items() if not name.startswith(".") and save in whole]
-                assert max(steps, default=0) >= reported, (save, name, files, kept)
-                states += 1
-    assert reported == len(saves) == 6 and states > 1000
-    record_property("states of the disk", f"{states:,}")
-
-
-def after(names: dict[str, int], calls) -> dict[str, int]:
-    """The names of a folder after some of the calls."""
-    names = dict(names)
-    for name, *files in calls:
-        if name == "create":
-            names[files[0]] = files[1]
-        elif files[0] in names:
-            content = names[files[0]] if name == "link" else names.pop(files[0])
-            if name != "unlink":
-                names[files[1]] = content
-    return names
 
 
 @pytest.mark.parametrize("call", range(len(CALLS) + 6))
