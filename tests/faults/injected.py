@@ -1,4 +1,4 @@
-"""Recorders and faults to pass to a Life: each is called in every rank's process, with the rank, before main()."""
+"""Recorders and faults to pass to a Run: each is called in every rank's process, with the rank, before main()."""
 
 import errno
 import hashlib
@@ -125,7 +125,7 @@ def rows_of_steps() -> dict[int, list[str]]:
     return {step: sorted(rows) for step, rows in found.items()}
 
 
-def hash_weights(rank: int) -> None:
+def record_weights(rank: int) -> None:
     """Append [step, rank, hash of the weights] to weights.jsonl after each completed step."""
 
     def record(step, model):
@@ -142,7 +142,7 @@ def weights_of_steps() -> dict[tuple[int, int], str]:
     return {(step, rank): digest for step, rank, digest in lines}
 
 
-def trace_saves(rank: int) -> None:
+def record_save_calls(rank: int) -> None:
     """Append one line to calls.txt for each system call that makes saves durable: save, call, file names."""
 
     def record(save: int, call: int, name: str, *files) -> None:
@@ -161,7 +161,7 @@ def _path(file) -> Path:
 # faults
 
 
-def die_at(save: int, call: int, rank: int) -> None:
+def kill_at(save: int, call: int, rank: int) -> None:
     """Replace one system call of a save by kill -9; a write is killed after half of its bytes."""
 
     def kill(now_save: int, now_call: int, name: str, *files) -> None:
@@ -173,7 +173,7 @@ def die_at(save: int, call: int, rank: int) -> None:
     around_save_calls(kill)
 
 
-def stop_after(step: int, rank: int, number: int = signal.SIGTERM) -> None:
+def signal_at(step: int, rank: int, number: int = signal.SIGTERM) -> None:
     """Send the process a signal at the start of a step: SIGTERM stops the run after `step` steps."""
     around_step(before=lambda now, stop: now == step and os.kill(os.getpid(), number))
 
@@ -246,7 +246,7 @@ def pause(moment: str, expire: bool, rank: int) -> None:
                     time.sleep(0.01)
 
     def paused_batch(step, batches):
-        here({3: "micro-step", 9: "epoch's last step"}.get(step))
+        here({3: "micro-step", 9: "last step of an epoch"}.get(step))
         return batches.next()
 
     def paused_save(*args):

@@ -3,15 +3,15 @@
 from itertools import product
 from pathlib import Path
 
-from harness import folders, whole_life
-from injected import trace_saves
+from harness import folders, run_to_end
+from injected import record_save_calls
 
 FLAGS = ("--max_steps", "12", "--checkpoint_freq", "2", "--keep_checkpoints", "2", "--steps_per_epoch", "4")
 
 
 def saves_of_a_run() -> dict[int, list[list[str]]]:
     """Return save -> its system calls, each as name and files."""
-    whole_life(*FLAGS, *folders("run"), faults=[trace_saves])
+    run_to_end(*FLAGS, *folders("run"), faults=[record_save_calls])
     saves = {}
     for line in Path("calls.txt").read_text().splitlines():
         save, *call = line.split()
