@@ -59,13 +59,17 @@ def test_preparing_survives_kills_at_random_instants(corpus, kills):
     }  # fmt: skip
     rng, number, shards_at_kill = random.Random(1), 0, []
     while len(shards_at_kill) < kills:
-        run = prepare(*flags, "--out", f"killed{number}")
-        time.sleep(rng.uniform(0.05, 0.35))
+        folder = Path(f"killed{number}")
+        run, new_shards = prepare(*flags, "--out", str(folder)), rng.randrange(4)
+        enough = len(list(folder.glob("*.npy"))) + new_shards
+        while run.is_alive() and len(list(folder.glob("*.npy"))) < enough:
+            time.sleep(0.001)
+        time.sleep(rng.uniform(0, 0.03 if new_shards else 0.25))
         if run.is_alive():
             run.kill()
-            shards_at_kill.append(len(list(Path(f"killed{number}").glob("*.npy"))))
+            shards_at_kill.append(len(list(folder.glob("*.npy"))))
         else:
-            assert shards(f"killed{number}") == shards("reference")
+            assert shards(str(folder)) == shards("reference")
             number += 1
     assert prepare(*flags, "--out", f"killed{number}").wait() == [0]
     assert shards(f"killed{number}") == shards("reference")
