@@ -78,7 +78,7 @@ def test_memory_file_descriptors_and_threads_stay_flat(workdir, steps, freq):
 
 
 def test_resume_from_an_older_checkpoint_survives_a_kill(workdir):
-    """The older checkpoint becomes latest.pt at once, so a later --resume latest matches the truncated logs."""
+    """Make the older checkpoint latest.pt at once, so that a later --resume latest matches the truncated logs."""
     flags = ("--max_steps", "20", "--checkpoint_freq", "5", "--dropout", "0.1")
     run_to_end(*flags, *folders("reference"))
     shutil.copytree("reference", "run", copy_function=os.link)

@@ -134,7 +134,7 @@ def test_foreign_files_are_refused_and_their_code_is_not_run(stopped_run):
 
 
 def test_a_checkpoint_of_format_1_is_read(stopped_run):
-    """Format 1 had a different data fingerprint and no recent losses."""
+    """Resume a checkpoint with the data fingerprint of format 1 and without recent losses."""
     folder = copy_of_stopped_run("older")
     saved = load(folder / "latest.pt")
     del saved["recent_losses"]

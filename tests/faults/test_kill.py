@@ -111,7 +111,7 @@ def short_run(tmp_path_factory):
 
 
 def test_a_save_makes_these_calls_in_this_order(short_run):
-    """The file is durable before it gets a name, and its names are durable before older files are deleted."""
+    """Make the file durable before it gets a name, and its names durable before older files are deleted."""
     calls = [line.partition(" ") for line in Path("calls.txt").read_text().splitlines()]
     # Temporary names are unlinked in case they exist; these calls usually change nothing.
     found = [call for save, _, call in calls if save == "4" and not re.fullmatch(r"unlink \..*\.tmp", call)]
@@ -128,7 +128,7 @@ def test_logs_are_durable_before_the_checkpoint(short_run):
 
 
 def test_strace_shows_the_calls_of_a_save_in_order(workdir):
-    """The kernel sees fsync of the file, link, rename and fsync of the folder."""
+    """Find fsync of the file, link, rename and fsync of the folder in the trace of the kernel."""
     if not shutil.which("strace"):
         pytest.skip("strace is not installed")
     watched = "trace=fsync,?rename,?renameat,?renameat2,?link,?linkat"

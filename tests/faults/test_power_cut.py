@@ -34,7 +34,7 @@ def names_after(names: dict[str, int], calls) -> dict[str, int]:
 
 
 def test_a_power_cut_loses_no_reported_save(workdir, record_property):
-    """A disk keeps a file that was fsynced, and any subset of the name changes since the folder's last fsync."""
+    """Simulate a disk that keeps fsynced files and any subset of the name changes since the folder's last fsync."""
     saves = saves_of_a_run()
     durable_names: dict[str, int] = {}
     pending, durable_files, reported, states = [], set(), 0, 0

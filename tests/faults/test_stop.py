@@ -114,7 +114,7 @@ def to_a_worker(run: LaunchedRun, number: int = signal.SIGUSR1) -> None:
     ],
 )
 def test_a_stop_of_torchrun_can_be_resumed(long_run, send, reason, request):
-    """The workers save and exit, whether torchrun forwards the signal or is killed by it."""
+    """Let the workers save and exit, whether torchrun forwards the signal or is killed by it."""
     name = request.node.callspec.id.replace(" ", "-")
     run = LaunchedRun(*LONG_STEP, *folders(name), processes=2)
     run.wait_for(r"^step 0/3")  # step 1, of 300 micro-steps, has begun
@@ -168,7 +168,7 @@ def test_a_lost_rank_ends_the_run_and_it_can_be_resumed(workdir, how, rank):
 
 @pytest.mark.storm
 def test_a_hanging_worker_of_torchrun_ends_the_run(long_run):
-    """torchrun sends SIGTERM and kills the stopped process 30 s later."""
+    """Wait for torchrun, which sends SIGTERM and kills the stopped process 30 s later."""
     run = LaunchedRun(*LONG_STEP, *folders("hangs"), "--timeout_minutes", "0.3", processes=2)
     run.wait_for(r"^step 0/3")
     to_a_worker(run, signal.SIGSTOP)
