@@ -240,8 +240,8 @@ def pause(moment: str, expire: bool, rank: int) -> None:
             paused.append(where)
             print(f"paused in {moment}", flush=True)
             stops[0].deadline = 0 if expire else math.inf
-            # Rank 0 saves, but the signal may go to another rank: a pause in a save therefore ends after 1 s.
-            for _ in range(100 if moment == "save" else 1000):
+            # Rank 0 saves, but the signal may go to another rank: a pause in a save therefore ends after 2 s.
+            for _ in range(200 if moment == "save" else 1000):
                 if not expire and not stops[0].asked:
                     time.sleep(0.01)
 
