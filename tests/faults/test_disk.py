@@ -163,8 +163,18 @@ def test_the_run_fails_if_its_last_save_fails(small_disk):
 
 def test_files_after_100_saves_with_keep_checkpoints_3(workdir):
     flags = ("--max_steps", "100", "--checkpoint_freq", "1", "--keep_checkpoints", "3", "--steps_per_epoch", "50")
-    run_to_end(*flags, "--eval_freq", "100", *folders("run"))
+    text = run_to_end(*flags, "--eval_freq", "100", *folders("run"))
     assert sorted(os.listdir("run/ckpt")) == [
-        ".lock", "best_model.pt", "epoch_00001.pt", "epoch_00002.pt", "latest.pt", "latest_backup.pt",
-        "rolling_step_000098.pt", "rolling_step_000099.pt", "rolling_step_000100.pt", "status.json",
+        ".lock", "best_model.pt", "epoch_00001.pt", "epoch_00002.pt", "evaluations.json", "latest.pt",
+        "latest_backup.pt", "rolling_step_000098.pt", "rolling_step_000099.pt", "rolling_step_000100.pt",
+        "status.json",
     ]  # fmt: skip
+    # Step 100 is written once and linked to all of its names.
+    assert len(re.findall(r"^saved step 100 as ", text, re.M)) == 1
+    assert re.search(r"^best_model\.pt is step 100 \(val loss \d+\.\d+\)", text, re.M)
+    assert Path("run/ckpt/best_model.pt").samefile("run/ckpt/rolling_step_000100.pt")
+
+
+def test_saves_by_the_clock_go_to_latest_and_its_backup_only(workdir):
+    run_to_end("--max_steps", "300", "--checkpoint_minutes", "0.0001", "--steps_per_epoch", "9999", *folders("run"))
+    assert sorted(os.listdir("run/ckpt")) == [".lock", "latest.pt", "latest_backup.pt", "status.json"]

@@ -17,19 +17,24 @@ FLAGS = ("--max_steps", "12", "--checkpoint_freq", "1", "--keep_checkpoints", "9
 
 
 def assert_finite(folder: str) -> None:
-    """Assert that all numbers in all checkpoints of the folder are finite."""
+    """Assert that all numbers in all checkpoints and in evaluations.json are finite."""
     for path in Path(folder, "ckpt").glob("*.pt"):
         saved = load(path)
         moments = [tensor for state in saved["optimizer"].get("state", {}).values() for tensor in state.values()]
         assert all(tensor.isfinite().all() for tensor in [*saved["model"].values(), *moments]), path
         numbers = (saved["loss"], saved["val_loss"], saved["best_val_loss"], *saved["recent_losses"])
         assert all(number is None or math.isfinite(number) for number in numbers), path
+    for path in Path(folder, "ckpt").glob("evaluations.json"):
+        assert not re.search("NaN|Infinity", path.read_text()), path
 
 
 def assert_update_skipped(folder: str, first: int, last: int) -> None:
-    """Assert that the state is the same after steps `first` and `last`, except for the position in the data."""
+    """Assert that the state is the same after steps `first` and `last`, except for the position in the data.
+
+    best_val_loss is not compared: the checkpoint of `first` is written before the evaluation of that step.
+    """
     before, after = (load(f"{folder}/ckpt/rolling_step_{step:06d}.pt") for step in (first, last))
-    assert_same_state(before, after | {key: before[key] for key in ("step", "rows_consumed")})
+    assert_same_state(before, after | {key: before[key] for key in ("step", "rows_consumed", "best_val_loss")})
     assert after["step"] - before["step"] == last - first
     assert after["rows_consumed"] - before["rows_consumed"] == 4 * (last - first)
 
