@@ -16,10 +16,12 @@ from pathlib import Path
 import torch
 
 from benchmarks.compare import in_turn, median_text, synchronize
+from config import TrainConfig
 from model import GPT, GPTConfig
 from steadygpt.checkpoint import capture_state
 from steadygpt.device import autocast, choose_precision
 from steadygpt.distributed import joined
+from steadygpt.optim import make_optimizer
 from steadygpt.saves import CheckpointWriter
 
 STEPS = 20
@@ -36,7 +38,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder) as temporary, joined("auto") as ranks:
         folder = Path(temporary)
         model = GPT(GPTConfig(context_length=256)).to(ranks.device)
-        optimizer = torch.optim.AdamW(model.optimizer_groups(0.1), lr=1e-4, fused=True)
+        optimizer = make_optimizer(model, TrainConfig(max_lr=1e-4))
         tokens = torch.randint(0, 50257, (args.rows, 257), device=ranks.device)
         precision = choose_precision("auto", ranks.device)
         writer = CheckpointWriter(folder, keep=1)

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Every fault of docs/RELIABILITY.md, also what takes minutes, on the CPU; writes the results into its table.
-# As root it also mounts a small disk to fill it. Further arguments go to pytest: scripts/fault_storm.sh -k kill
+# Run every test of docs/RELIABILITY.md on the CPU, including the slow ones, and write the results into its table.
+# The tests run one at a time, since many of them depend on timing. As root it also mounts a small disk and fills it.
+# Further arguments go to pytest: scripts/fault_storm.sh -k kill
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 

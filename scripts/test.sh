@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Style and tests, on the CPU, without a network; further arguments go to pytest (scripts/test.sh -k resume).
+# Style and tests, on the CPU and without a network, in parallel. Further arguments go to pytest:
+#   scripts/test.sh -k resume
+#   scripts/test.sh -n 0          one test at a time
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 
 scripts/setup.sh test
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-exec .venv/bin/python -m pytest -q --durations=10 "$@"
+exec .venv/bin/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal --durations=10 "$@"

@@ -1,4 +1,4 @@
-"""Tiny runs that tests share: shards of 257 ids, a model of a few thousand parameters, train.py as a user starts it."""
+"""Shared helpers: shards with 257 token ids, a model of a few thousand parameters, train.py as a user starts it."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch reads it: models this small only lose time on threads
+os.environ["OMP_NUM_THREADS"] = "1"  # set before torch reads it: threads only slow down models this small
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ TINY = (
 
 
 def write_data(folder: Path, num_tokens=(200, 700, 500), tokenizer="bytes", vocab_size=257, seed=0) -> Path:
-    """Shards as prepare_dataset.py writes them: the first is val. Tokens repeat: there is something to learn."""
+    """Write shards as prepare_dataset.py does, the first as val; their tokens repeat, so that a model can learn."""
     folder.mkdir(parents=True, exist_ok=True)
     random, entries = np.random.default_rng(seed), []
     for number, count in enumerate(num_tokens):
@@ -38,14 +38,14 @@ def write_data(folder: Path, num_tokens=(200, 700, 500), tokenizer="bytes", voca
 
 @pytest.fixture
 def workdir(tmp_path, monkeypatch) -> Path:
-    """An empty folder to work in, with data/ in it."""
+    """An empty working directory with data/ in it."""
     monkeypatch.chdir(tmp_path)
     write_data(tmp_path / "data")
     return tmp_path
 
 
 def command(*flags: str, processes: int = 1, tiny=TINY) -> list[str]:
-    """The command line that a user types."""
+    """Return the command line that a user types."""
     script = [str(REPO / "train.py"), *tiny, "--data_dir", "data", *flags]
     if processes == 1:
         return [sys.executable, *script]
@@ -57,20 +57,20 @@ def environment() -> dict[str, str]:
 
 
 def run(*flags: str, processes: int = 1, tiny=TINY) -> subprocess.CompletedProcess:
-    """Run it to its end."""
+    """Run the command until it ends."""
     return subprocess.run(
         command(*flags, processes=processes, tiny=tiny), capture_output=True, text=True, env=environment(), timeout=120
     )
 
 
 def run_here(*flags: str) -> int:
-    """The same in this process, where importing torch is paid for already."""
+    """Run train.main in this process, which has already imported torch; return the exit status."""
     import train
 
     return train.main([*TINY, "--data_dir", "data", *flags])
 
 
-# Models of transformers by class and what differs from its defaults; the last is the kind of configs/small_32k.toml.
+# Hugging Face models: class and changes to its default configuration. configs/small_32k.toml is like the last one.
 REFERENCES = {
     "gpt2": ("GPT2", {}),
     "gpt2 untied, exact GELU, narrow MLP": (
@@ -92,7 +92,7 @@ REFERENCES = {
 
 
 def reference_model(which: str, vocab_size=1000, context_length=64, num_layers=3, num_heads=4, embd_size=64):
-    """A model of transformers with random weights, on biases too: at the start of training they are zero."""
+    """Return a Hugging Face model with random weights and biases; a new model would have zero biases."""
     transformers = pytest.importorskip("transformers")
     kind, changes = REFERENCES[which]
     if kind == "GPT2":
@@ -115,7 +115,7 @@ def load(path) -> dict:
 
 
 def assert_same_state(one: dict, other: dict) -> None:
-    """Weights, optimizer state and position are equal bit by bit."""
+    """Assert that weights, optimizer state and position are bitwise equal."""
     for key in ("step", "rows_consumed", "best_val_loss"):
         assert one[key] == other[key], key
     assert one["model"].keys() == other["model"].keys()
@@ -128,7 +128,7 @@ def assert_same_state(one: dict, other: dict) -> None:
 
 
 def metrics(logdir, key: str) -> dict[int, float]:
-    """step -> value of one metric in a run's metrics.jsonl; fails on a step that is there twice."""
+    """Return step -> value of one metric in metrics.jsonl; fail if a step is logged twice."""
     found = {}
     for line in (Path(logdir) / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)

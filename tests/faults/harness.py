@@ -1,11 +1,12 @@
-"""Runs of train.py that tests kill, stop and disturb.
+"""Runs of train.py as real processes, to be killed, stopped and disturbed.
 
-A `Life` is one start of a run: real processes, one a rank, each with a fork of a server that has imported torch
-already, so that a start takes a tenth of a second. Tests that need torchrun itself start it (conftest.command).
+A `Run` starts one process per rank, each forked from a server that has already imported torch, so a start takes a
+tenth of a second. A `LaunchedRun` starts the command that a user types, including torchrun.
 """
 
 import contextlib
 import importlib
+import itertools
 import multiprocessing
 import os
 import re
@@ -21,18 +22,20 @@ from conftest import TINY, assert_same_state, command, environment, load, metric
 
 from steadygpt.cli import run_cli
 
+TIMEOUT_S = 240  # generous: a loaded machine must not fail a test
+PORT_NUMBERS = itertools.count(100 * os.getpid())  # parallel test sessions start at different ports
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     "pytest train prepare_dataset torch._dynamo torch.distributed.checkpoint.state_dict".split()
 )
 
 
-class Life:
-    """One start of train.py, or of another program, on `ranks` processes; leaves its output in `out`.
+class Run:
+    """One start of train.py, or of another program, on `ranks` processes; its output goes to the file `out`.
 
     Args:
-        tiny: flags that stand before the others.
-        faults: called in each rank before main(), with its rank.
+        tiny: flags placed before `flags`.
+        faults: called with the rank in each rank's process, before main().
     """
 
     def __init__(
@@ -61,33 +64,34 @@ class Life:
     def text(self) -> str:
         return self.out.read_text(errors="replace")
 
-    def wait_for(self, pattern: str, timeout_s: float = 60) -> str:
-        """Wait until a line with `pattern` is in the output; returns the output."""
+    def wait_for(self, pattern: str, timeout_s: float = TIMEOUT_S) -> str:
+        """Wait until the output contains `pattern`; return the output."""
         deadline = time.monotonic() + timeout_s
         while True:
-            alive = self.is_alive()  # before it is read: its last words count
+            alive = self.is_alive()  # asked before reading, so that the last lines of a dead process are read
             text = self.text()
             if re.search(pattern, text, re.MULTILINE):
                 return text
-            assert alive and time.monotonic() < deadline, f"no {pattern!r} in the output:\n{text}"
-            time.sleep(0.002)
+            assert alive, f"ended without {pattern!r} in the output:\n{text}"
+            assert time.monotonic() < deadline, f"no {pattern!r} in the output after {timeout_s} s:\n{text}"
+            time.sleep(0.005)
 
     def is_alive(self) -> bool:
         return any(process.is_alive() for process in self.ranks)
 
     def signal(self, number: int, *ranks: int) -> None:
-        """Send a signal to some ranks; to all, when none is named."""
+        """Send a signal to the given ranks, or to all ranks."""
         for rank in ranks or range(len(self.ranks)):
             if self.ranks[rank].is_alive():
                 os.kill(self.ranks[rank].pid, number)
 
     def kill(self) -> None:
-        """kill -9 of the whole group."""
+        """Kill all ranks with SIGKILL."""
         self.signal(signal.SIGKILL)
         self.wait()
 
-    def wait(self, timeout_s: float = 60) -> list[int]:
-        """Wait for the end of all ranks; returns their exit statuses."""
+    def wait(self, timeout_s: float = TIMEOUT_S) -> list[int]:
+        """Wait until all ranks have ended; return their exit statuses."""
         for process in self.ranks:
             process.join(timeout_s)
             if process.exitcode is None:
@@ -96,23 +100,11 @@ class Life:
         return [process.exitcode for process in self.ranks]
 
 
-def folders(name: str) -> tuple[str, ...]:
-    """The flags that put a run into a folder of its own."""
-    return "--checkpoint_dir", f"{name}/ckpt", "--logdir", f"{name}/logs"
-
-
-def assert_continued(name: str, *measured: str) -> None:
-    """The run in the folder `name` came, bit by bit, to what the uninterrupted one in "whole" came to."""
-    assert_same_state(load("whole/ckpt/latest.pt"), load(f"{name}/ckpt/latest.pt"))
-    for key in measured or ("loss", "grad_norm"):
-        assert metrics("whole/logs", key) == metrics(f"{name}/logs", key), key
-
-
-class Launched:
-    """One start of train.py, or of torchrun with it, as a user types it; otherwise like a Life."""
+class LaunchedRun:
+    """One start of `python train.py` or of torchrun, as a user types it, with the methods of a Run."""
 
     def __init__(self, *flags: str, processes: int = 1, tiny=TINY):
-        self.out = Path(f"out-{time.monotonic_ns()}.txt")
+        self.out = Path(f"out-{time.monotonic_ns()}.txt").resolve()
         with open(self.out, "w") as out:
             self.process = subprocess.Popen(
                 command(*flags, processes=processes, tiny=tiny),
@@ -120,21 +112,21 @@ class Launched:
                 stderr=subprocess.STDOUT,
                 env=environment() | {"LAUNCHED": str(self.out)},
                 start_new_session=True,
-                preexec_fn=_as_from_a_terminal,
+                preexec_fn=_restore_sighup,
             )
 
-    text, wait_for = Life.text, Life.wait_for
+    text, wait_for = Run.text, Run.wait_for
 
     def is_alive(self) -> bool:
         return self.process.poll() is None
 
     def workers(self) -> list[int]:
-        """The process ids of torchrun's workers."""
+        """Return the process ids of torchrun's workers."""
         children = subprocess.run(["ps", "--ppid", str(self.process.pid), "-o", "pid="], capture_output=True, text=True)
         return [int(pid) for pid in children.stdout.split()]
 
     def group(self) -> list[int]:
-        """The process ids of all that is alive of it; torchrun's workers are in sessions of their own."""
+        """Return the process ids of the run that are alive; torchrun starts its workers in separate sessions."""
         mark, found = f"LAUNCHED={self.out}".encode(), []
         for path in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
@@ -142,38 +134,52 @@ class Launched:
         return sorted(found)
 
     def kill(self) -> None:
-        """kill -9 of all of it, workers first: torchrun's death would be a SIGTERM to them."""
+        """Kill all processes with SIGKILL, workers first: when torchrun dies, they get a SIGTERM."""
         for pid in self.group()[::-1]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.wait()
         assert not self.group()
 
-    def wait(self, timeout_s: float = 120) -> list[int]:
+    def wait(self, timeout_s: float = TIMEOUT_S) -> list[int]:
         return [self.process.wait(timeout_s)]
 
 
-def whole_life(*flags: str, **options) -> str:
-    """Run to the end, which must be a good one; returns the output."""
-    life = Life(*flags, **options)
-    statuses = life.wait()
-    assert set(statuses) == {0}, f"{statuses}\n{life.text()}"
-    return life.text()
+def folders(name: str) -> tuple[str, ...]:
+    """Return the flags that put checkpoints and logs into the folder `name`."""
+    return "--checkpoint_dir", f"{name}/ckpt", "--logdir", f"{name}/logs"
 
 
-def refused(*flags: str, **options) -> str:
-    """Run what must end with status 2, before any step, and one line on stderr, which is returned."""
-    life = Life(*flags, **options)
-    assert set(life.wait()) == {2}, life.text()
-    errors = [line for line in life.text().splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and "Traceback" not in life.text() and "| loss" not in life.text(), life.text()
+def run_to_end(*flags: str, **options) -> str:
+    """Run until the end, with exit status 0 on all ranks; return the output."""
+    run = Run(*flags, **options)
+    statuses = run.wait()
+    assert set(statuses) == {0}, f"{statuses}\n{run.text()}"
+    return run.text()
+
+
+def refusal(*flags: str, **options) -> str:
+    """Run a command that must exit with status 2 and one error line before its first step; return that line."""
+    run = Run(*flags, **options)
+    assert set(run.wait()) == {2}, run.text()
+    errors = [line for line in run.text().splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, run.text()
+    assert "Traceback" not in run.text()
+    assert "| loss" not in run.text()
     return errors[0]
+
+
+def assert_equals_reference(name: str, *measured: str) -> None:
+    """Assert that the run in the folder `name` ended bitwise equal to the uninterrupted run in "reference"."""
+    assert_same_state(load("reference/ckpt/latest.pt"), load(f"{name}/ckpt/latest.pt"))
+    for key in measured or ("loss", "grad_norm"):
+        assert metrics("reference/logs", key) == metrics(f"{name}/logs", key), key
 
 
 def _rank(
     program: str, argv: list[str], environment: dict, cwd: str, out: Path, rank: int, faults: Sequence[Callable]
 ) -> None:
-    _as_from_a_terminal()
+    _restore_sighup()
     os.chdir(cwd)
     os.environ.update(environment)
     descriptor = os.open(out, os.O_WRONLY | os.O_APPEND)
@@ -186,11 +192,14 @@ def _rank(
     run_cli(importlib.import_module(program).main)
 
 
-def _as_from_a_terminal() -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # though the tests may have been started with nohup
+def _restore_sighup() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores SIGHUP, and child processes would inherit that
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a free port below the range from which the kernel assigns ports to other processes."""
+    while True:
+        port = 10_000 + next(PORT_NUMBERS) % 20_000
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

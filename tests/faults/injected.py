@@ -1,4 +1,4 @@
-"""What tests put into a Life: recorders and faults, each called in a rank, with its number, before main()."""
+"""Recorders and faults to pass to a Run: each is called in every rank's process, with the rank, before main()."""
 
 import errno
 import hashlib
@@ -10,196 +10,60 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
-import evaluation
 import torch
 
 import hellaswag_eval
 import train
+from steadygpt import tokenizer
+from steadygpt.cli import UserError
 from steadygpt.durable import UncachedFile
 
+# ---------------------------------------------------------------------------------------------------------------------
+# where recorders and faults hook into training
 
-def record_tokens(rank: int) -> None:
-    """Append to tokens.jsonl the step, the rank and its rows' hashes of each step that is computed to its end."""
+
+def around_step(
+    before: Callable | None = None, next_batch: Callable | None = None, after: Callable | None = None
+) -> None:
+    """Install callbacks around train.train_step; no other function here depends on its signature.
+
+    Args:
+        before: before(step, stop), called at the start of each step.
+        next_batch: next_batch(step, batches), called in place of batches.next().
+        after: after(step, model), called when a step is complete, but not when a stop interrupted it.
+    """
     train_step = train.train_step
 
-    def recording_step(trainer, loader, lr, state, stop):
-        rows, step = [], state.step
-
-        class Recording:
-            def next(self):
-                inputs, targets = loader.next()
-                for row in torch.cat([inputs, targets], dim=1):
-                    rows.append(hashlib.sha256(row.numpy().tobytes()).hexdigest()[:16])
-                return inputs, targets
-
-        result = train_step(trainer, Recording(), lr, state, stop)
-        if result is not None:
-            with open("tokens.jsonl", "a") as file:
-                file.write(json.dumps([step, rank, rows]) + "\n")
+    def wrapped_step(training, batches, lr, step, stop, recent_losses):
+        if before:
+            before(step, stop)
+        wrapped = SimpleNamespace(next=lambda: next_batch(step, batches)) if next_batch else batches
+        result = train_step(training, wrapped, lr, step, stop, recent_losses)  # raises Stopped when interrupted
+        if after:
+            after(step, training.model)
         return result
 
-    train.train_step = recording_step
+    train.train_step = wrapped_step
 
 
-def tokens_of_steps() -> dict[tuple[int, int], list[str]]:
-    """(step, rank) -> hashes of its rows; a step was trained on the same tokens however often it was computed."""
-    found = {}
-    for line in Path("tokens.jsonl").read_text().splitlines():
-        step, rank, rows = json.loads(line)
-        assert found.setdefault((step, rank), rows) == rows, f"step {step} has seen other tokens in another life"
-    return found
+def before_validation_batch(do: Callable[[], None]) -> None:
+    """Call do() before each validation batch. Only those are read while gradients are disabled."""
+    next_batch = train.BatchLoader.next
+
+    def wrapped_next(loader):
+        if not torch.is_grad_enabled():
+            do()
+        return next_batch(loader)
+
+    train.BatchLoader.next = wrapped_next
 
 
-def rows_of_steps() -> dict[int, list[str]]:
-    """Step -> hashes of the rows of all its ranks, sorted: whichever rank computed which."""
-    found = {}
-    for line in Path("tokens.jsonl").read_text().splitlines():
-        step, _, rows = json.loads(line)
-        found.setdefault(step, []).extend(rows)
-    return {step: sorted(rows) for step, rows in found.items()}
+def around_save_calls(do: Callable) -> None:
+    """Call do(save, call, name, *files) before each system call of the saving thread.
 
-
-def hash_weights(rank: int) -> None:
-    """Append to weights.jsonl the step, rank and hash of the weights after each step."""
-    train_step = train.train_step
-
-    def hashing_step(trainer, loader, lr, state, stop):
-        result = train_step(trainer, loader, lr, state, stop)
-        digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in trainer.model.parameters()))
-        with open("weights.jsonl", "a") as file:
-            file.write(json.dumps([state.step, rank, digest.hexdigest()]) + "\n")
-        return result
-
-    train.train_step = hashing_step
-
-
-def weights_of_steps() -> dict[tuple[int, int], str]:
-    """(step, rank) -> hash."""
-    lines = map(json.loads, Path("weights.jsonl").read_text().splitlines())
-    return {(step, rank): digest for step, rank, digest in lines}
-
-
-def bad_numbers(steps: Sequence, kind: str, which_rank: int, rank: int) -> None:
-    """Give one rank a loss or gradient that is no number in these steps ("validation" is one), or a large loss."""
-    train_step, forward, now = train.train_step, train.GPT.forward, [None]
-
-    def bad_step(trainer, loader, lr, state, stop):
-        now[0] = state.step
-        return train_step(trainer, loader, lr, state, stop)
-
-    def bad_forward(model, *args, **kwargs):
-        loss = forward(model, *args, **kwargs)
-        if rank != which_rank or (now[0] if model.training else "validation") not in steps:
-            return loss
-        if kind.endswith("gradient"):
-            loss.register_hook(lambda gradient: gradient * float(kind.split()[0]))
-            return loss
-        return {"nan loss": loss * math.nan, "inf loss": loss + math.inf, "large loss": loss * 3}[kind]
-
-    train.train_step, train.GPT.forward = bad_step, bad_forward
-
-
-def stop_after(steps: int, rank: int, number: int = signal.SIGTERM) -> None:
-    """Have a signal come when so many steps are made."""
-    train_step = train.train_step
-
-    def stopping_step(trainer, loader, lr, state, stop):
-        if state.step == steps:
-            os.kill(os.getpid(), number)
-        return train_step(trainer, loader, lr, state, stop)
-
-    train.train_step = stopping_step
-
-
-def fail_saves(first: int, count: int, rank: int) -> None:
-    """Let `count` saves fail from the `first` on (from 0), as on a full disk."""
-    save, number = torch.save, [0]
-
-    def failing_save(*args):
-        number[0] += 1
-        if first < number[0] <= first + count:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        save(*args)
-
-    torch.save = failing_save
-
-
-def raise_in_step(step: int, which_rank: int, rank: int) -> None:
-    """Let a rank fail in the middle of a step."""
-    train_step = train.train_step
-
-    def failing_step(trainer, loader, lr, state, stop):
-        if (state.step, rank) == (step, which_rank):
-            loader.next()
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        return train_step(trainer, loader, lr, state, stop)
-
-    train.train_step = failing_step
-
-
-def pause(moment: str, expire: bool, rank: int) -> None:
-    """Say "paused in MOMENT" and wait, once, until a signal has come; or let --max_hours be over."""
-    signals, paused, last_rank = [], [], int(os.environ.get("WORLD_SIZE", "1")) - 1
-    train_step, torch_save, score_batch = train.train_step, torch.save, hellaswag_eval.score_batch
-
-    def here(where: str) -> None:
-        if where == moment and not paused and rank == (0 if moment == "save" else last_rank):
-            paused.append(where)
-            print(f"paused in {moment}", flush=True)
-            signals[0].deadline = 0 if expire else math.inf
-            for _ in range(100 if moment == "save" else 1000):  # of a save another rank may be signalled
-                if not expire and not signals[0].asked:
-                    time.sleep(0.01)
-
-    class Loader(train.BatchLoader):
-        def next(self):
-            here("evaluation")
-            return super().next()
-
-    def paused_step(trainer, loader, lr, state, stop):
-        class Pausing:
-            def next(self):
-                here({3: "micro-step", 9: "epoch's last step"}.get(state.step))
-                return loader.next()
-
-        signals.append(stop)
-        return train_step(trainer, Pausing(), lr, state, stop)
-
-    def paused_save(*args):
-        here("save")
-        torch_save(*args)
-
-    hellaswag_eval.score_batch = lambda *args: (here("hellaswag"), score_batch(*args))[1]
-    evaluation.BatchLoader, train.train_step, torch.save = Loader, paused_step, paused_save
-
-
-def trace_saves(rank: int) -> None:
-    """Append to calls.txt, a line each, the calls by which saves become durable: save, name and files."""
-
-    def note(save: int, call: int, name: str, *files) -> None:
-        with open("calls.txt", "a") as file:
-            print(save, name, *(_path(file).name for file in files), file=file)
-
-    _before_each_call(note)
-
-
-def die_at(save: int, call: int, rank: int) -> None:
-    """kill -9 in place of one of those calls; where it is a write, when that is half done."""
-
-    def die(now_save: int, now_call: int, name: str, *files) -> None:
-        if (now_save, now_call) == (save, call):
-            if name == "write":
-                os.write(files[0].fileno(), files[0].buffer[: files[0].used // 2])
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    _before_each_call(die)
-
-
-def _before_each_call(do: Callable) -> None:
-    """Have do(save, call, name, *files) done before each call of the saving thread; saves count from 1, calls from 0.
-
-    And do(0, 0, "fsync", file) before each fsync of other threads.
+    Saves are numbered from 1, the calls of a save from 0. An fsync in another thread calls do(0, 0, "fsync", file).
     """
     save, call = 0, -1
 
@@ -217,9 +81,180 @@ def _before_each_call(do: Callable) -> None:
 
     for name in ("fsync", "link", "replace", "unlink"):
         setattr(os, name, intercepted(name, getattr(os, name)))
-    UncachedFile._drain = intercepted("write", UncachedFile._drain)  # once a save, of a model this small
+    UncachedFile._drain = intercepted("write", UncachedFile._drain)  # called once per save of a model this small
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# recorders
+
+
+def record_tokens(rank: int) -> None:
+    """Append [step, rank, hashes of the rank's rows] to tokens.jsonl after each completed step."""
+    hashes = []
+
+    def hash_rows(step, batches):
+        inputs, targets = batches.next()
+        for row in torch.cat([inputs, targets], dim=1):
+            hashes.append(hashlib.sha256(row.numpy().tobytes()).hexdigest()[:16])
+        return inputs, targets
+
+    def record(step, model):
+        with open("tokens.jsonl", "a") as file:
+            file.write(json.dumps([step, rank, hashes]) + "\n")
+
+    around_step(before=lambda step, stop: hashes.clear(), next_batch=hash_rows, after=record)
+
+
+def tokens_of_steps() -> dict[tuple[int, int], list[str]]:
+    """Return (step, rank) -> hashes of the rank's rows; a repeated step must have read the same rows."""
+    found = {}
+    for line in Path("tokens.jsonl").read_text().splitlines():
+        step, rank, rows = json.loads(line)
+        assert found.setdefault((step, rank), rows) == rows, f"step {step} was repeated on different tokens"
+    return found
+
+
+def rows_of_steps() -> dict[int, list[str]]:
+    """Return step -> sorted hashes of the rows of all ranks."""
+    found = {}
+    for line in Path("tokens.jsonl").read_text().splitlines():
+        step, _, rows = json.loads(line)
+        found.setdefault(step, []).extend(rows)
+    return {step: sorted(rows) for step, rows in found.items()}
+
+
+def record_weights(rank: int) -> None:
+    """Append [step, rank, hash of the weights] to weights.jsonl after each completed step."""
+
+    def record(step, model):
+        digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters()))
+        with open("weights.jsonl", "a") as file:
+            file.write(json.dumps([step, rank, digest.hexdigest()]) + "\n")
+
+    around_step(after=record)
+
+
+def weights_of_steps() -> dict[tuple[int, int], str]:
+    """Return (step, rank) -> hash of the weights after the step."""
+    lines = map(json.loads, Path("weights.jsonl").read_text().splitlines())
+    return {(step, rank): digest for step, rank, digest in lines}
+
+
+def record_save_calls(rank: int) -> None:
+    """Append one line to calls.txt for each system call that makes saves durable: save, call, file names."""
+
+    def record(save: int, call: int, name: str, *files) -> None:
+        with open("calls.txt", "a") as file:
+            print(save, name, *(_path(file).name for file in files), file=file)
+
+    around_save_calls(record)
 
 
 def _path(file) -> Path:
     number = file if isinstance(file, int) else getattr(file, "fileno", lambda: None)()
     return Path(file if number is None else os.readlink(f"/proc/self/fd/{number}"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# faults
+
+
+def kill_at(save: int, call: int, rank: int) -> None:
+    """Replace one system call of a save by kill -9; a write is killed after half of its bytes."""
+
+    def kill(now_save: int, now_call: int, name: str, *files) -> None:
+        if (now_save, now_call) == (save, call):
+            if name == "write":
+                os.write(files[0].fileno(), files[0].buffer[: files[0].used // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    around_save_calls(kill)
+
+
+def signal_at(step: int, rank: int, number: int = signal.SIGTERM) -> None:
+    """Send the process a signal at the start of a step: SIGTERM stops the run after `step` steps."""
+    around_step(before=lambda now, stop: now == step and os.kill(os.getpid(), number))
+
+
+def raise_in_step(step: int, which_rank: int, rank: int) -> None:
+    """Raise an exception on one rank in the middle of a step."""
+
+    def failing_batch(now, batches):
+        batch = batches.next()
+        if (now, rank) == (step, which_rank):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return batch
+
+    around_step(next_batch=failing_batch)
+
+
+def bad_numbers(steps: Sequence, kind: str, which_rank: int, rank: int) -> None:
+    """Make the loss or gradient of one rank NaN, infinite or large in some steps; "validation" counts as a step."""
+    forward, now = train.GPT.forward, []
+
+    def bad_forward(model, *args, **kwargs):
+        loss = forward(model, *args, **kwargs)
+        if rank != which_rank or (now[-1] if model.training else "validation") not in steps:
+            return loss
+        if kind.endswith("gradient"):
+            loss.register_hook(lambda gradient: gradient * float(kind.split()[0]))
+            return loss
+        return {"nan loss": loss * math.nan, "inf loss": loss + math.inf, "large loss": loss * 3}[kind]
+
+    around_step(before=lambda step, stop: now.append(step))
+    train.GPT.forward = bad_forward
+
+
+def fail_saves(first: int, count: int, rank: int) -> None:
+    """Make `count` consecutive saves fail as on a full disk, from save number `first` (counted from 0)."""
+    save, number = torch.save, [0]
+
+    def failing_save(*args):
+        number[0] += 1
+        if first < number[0] <= first + count:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save(*args)
+
+    torch.save = failing_save
+
+
+def no_tokenizer(which_rank: int, rank: int) -> None:
+    """Make the tokenizer of samples and HellaSwag unavailable on one rank."""
+
+    def fail(name: str):
+        raise UserError(f"the vocabulary of {name!r} could not be downloaded")
+
+    if rank == which_rank:
+        tokenizer.get_tokenizer = fail
+
+
+def pause(moment: str, expire: bool, rank: int) -> None:
+    """Print "paused in MOMENT" once and wait for a signal; with `expire`, let --max_hours pass instead."""
+    stops, paused, last_rank = [], [], int(os.environ.get("WORLD_SIZE", "1")) - 1
+    torch_save, score_batch = torch.save, hellaswag_eval.score_batch
+
+    def here(where: str | None) -> None:
+        if where == moment and not paused and rank == (0 if moment == "save" else last_rank):
+            paused.append(where)
+            print(f"paused in {moment}", flush=True)
+            stops[0].deadline = 0 if expire else math.inf
+            # Rank 0 saves, but the signal may go to another rank: a pause in a save therefore ends after 2 s.
+            for _ in range(200 if moment == "save" else 1000):
+                if not expire and not stops[0].asked:
+                    time.sleep(0.01)
+
+    def paused_batch(step, batches):
+        here({3: "micro-step", 9: "last step of an epoch"}.get(step))
+        return batches.next()
+
+    def paused_save(*args):
+        here("save")
+        torch_save(*args)
+
+    def paused_score(*args):
+        here("hellaswag")
+        return score_batch(*args)
+
+    around_step(before=lambda step, stop: stops.append(stop), next_batch=paused_batch)
+    before_validation_batch(lambda: here("evaluation"))
+    torch.save, hellaswag_eval.score_batch = paused_save, paused_score

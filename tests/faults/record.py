@@ -1,4 +1,4 @@
-"""A pytest plugin (-p record) that writes how a session's tests went into the table of docs/RELIABILITY.md."""
+"""A pytest plugin (-p record) that writes the results of a test session into the table of docs/RELIABILITY.md."""
 
 import collections
 import os
@@ -14,7 +14,7 @@ TEST = re.compile(r"`(test_\w+\.py::test_\w+)`")
 
 outcomes: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
 notes: dict[str, list[str]] = collections.defaultdict(list)
-begun_s = time.monotonic()
+started_s = time.monotonic()
 
 
 def pytest_runtest_logreport(report):
@@ -25,22 +25,26 @@ def pytest_runtest_logreport(report):
         notes[test] += [f"{value} {name}" for name, value in report.user_properties]
 
 
-def pytest_sessionfinish():
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workerinput"):
+        return  # a worker of pytest-xdist sees only its share of the reports; the controller sees all
     rows = TABLE.read_text().splitlines()
     complete = outcomes.keys() >= set(TEST.findall(TABLE.read_text()))
     for number, row in enumerate(rows):
         ran = [test for test in TEST.findall(row) if test in outcomes]
         if row.startswith("|") and ran:
-            total = sum((outcomes[test] for test in ran), collections.Counter())
-            result = ", ".join(f"{count} {outcome}" for outcome, count in sorted(total.items()))
             *cells, _, _ = row.split("|")
-            rows[number] = "|".join([*cells, f" {'; '.join([result, *(n for test in ran for n in notes[test])])} ", ""])
-        if row.startswith("Last run of all of it: ") and complete:
-            total = sum(outcomes.values(), collections.Counter())
-            result = ", ".join(f"{count} {outcome}" for outcome, count in sorted(total.items()))
+            results = [summary(outcomes[test] for test in ran), *(note for test in ran for note in notes[test])]
+            rows[number] = "|".join([*cells, f" {'; '.join(results)} ", ""])
+        if row.startswith("Last complete run: ") and complete:
             rows[number] = (
-                f"Last run of all of it: {time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, {platform.system()}, "
-                f"Python {platform.python_version()}, torch {torch.__version__}: {result} in "
-                f"{(time.monotonic() - begun_s) / 60:.0f} minutes."
+                f"Last complete run: {time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, {platform.system()}, "
+                f"Python {platform.python_version()}, torch {torch.__version__}: {summary(outcomes.values())} in "
+                f"{(time.monotonic() - started_s) / 60:.0f} minutes."
             )
     TABLE.write_text("\n".join(rows) + "\n")
+
+
+def summary(counters) -> str:
+    total = sum(counters, collections.Counter())
+    return ", ".join(f"{count} {outcome}" for outcome, count in sorted(total.items()))

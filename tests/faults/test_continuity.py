@@ -1,4 +1,4 @@
-"""Resumed on other numbers of ranks, compiled and not, for thousands of steps: the same tokens, weights and memory."""
+"""Resuming on other numbers of ranks, compiled and eager, and resource use over thousands of steps."""
 
 import contextlib
 import os
@@ -11,50 +11,52 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import load, metrics
-from harness import Life, assert_continued, folders, whole_life
-from injected import record_tokens, rows_of_steps, stop_after, tokens_of_steps
+from harness import Run, assert_equals_reference, folders, run_to_end
+from injected import record_tokens, rows_of_steps, signal_at, tokens_of_steps
 
 FLAGS = ("--max_steps", "30", "--total_batch_size", "128")
 
 
-def lives(name: str, *each: tuple[int, tuple[str, ...]]) -> None:
-    """A run in lives of 10 steps; each on a number of ranks, with flags of its own."""
-    for number, (ranks, flags) in enumerate(each, start=1):
-        faults = [record_tokens, partial(stop_after, 10 * number)]
-        whole_life(*FLAGS, *flags, *folders(name), "--resume", "auto", ranks=ranks, faults=faults)
+def run_in_parts(name: str, *parts: tuple[int, tuple[str, ...]]) -> None:
+    """Run in parts of 10 steps, each with its own number of ranks and flags."""
+    for number, (ranks, flags) in enumerate(parts, start=1):
+        faults = [record_tokens, partial(signal_at, 10 * number)]
+        run_to_end(*FLAGS, *flags, *folders(name), "--resume", "auto", ranks=ranks, faults=faults)
     assert load(f"{name}/ckpt/latest.pt")["step"] == 30
 
 
-def assert_close(name: str) -> None:
-    """Within 1e-6 of the uninterrupted run, on the same rows."""
-    whole, other = load("whole/ckpt/latest.pt")["model"], load(f"{name}/ckpt/latest.pt")["model"]
-    assert max((whole[key] - other[key]).abs().max().item() for key in whole) < 1e-6
-    one, another = metrics("whole/logs", "loss"), metrics(f"{name}/logs", "loss")
-    assert one.keys() == another.keys() and all(abs(one[step] - another[step]) < 1e-5 for step in one)
+def assert_close_to_reference(name: str) -> None:
+    """Assert that weights are within 1e-6 and losses within 1e-5 of the uninterrupted run."""
+    expected, found = load("reference/ckpt/latest.pt")["model"], load(f"{name}/ckpt/latest.pt")["model"]
+    assert max((expected[key] - found[key]).abs().max().item() for key in expected) < 1e-6
+    expected, found = metrics("reference/logs", "loss"), metrics(f"{name}/logs", "loss")
+    assert expected.keys() == found.keys()
+    assert all(abs(expected[step] - found[step]) < 1e-5 for step in expected)
 
 
-def test_on_1_2_and_1_ranks(workdir):
-    whole_life(*FLAGS, *folders("whole"), faults=[record_tokens])
+def test_resume_on_1_2_and_1_ranks(workdir):
+    run_to_end(*FLAGS, *folders("reference"), faults=[record_tokens])
     expected = rows_of_steps()
     os.unlink("tokens.jsonl")
-    lives("run", (1, ()), (2, ()), (1, ()))
-    assert rows_of_steps() == expected and len(expected) == 30
-    assert_close("run")
+    run_in_parts("run", (1, ()), (2, ()), (1, ()))
+    assert len(expected) == 30
+    assert rows_of_steps() == expected
+    assert_close_to_reference("run")
 
 
-def test_eager_compiled_and_eager_again(workdir):
-    whole_life(*FLAGS, *folders("whole"), faults=[record_tokens])
-    lives("run", (1, ()), (1, ("--compile", "on")), (1, ("--compile", "off")))
-    tokens_of_steps()  # each step's are the same in both runs
-    assert_close("run")
+def test_resume_eager_compiled_and_eager(workdir):
+    run_to_end(*FLAGS, *folders("reference"), faults=[record_tokens])
+    run_in_parts("run", (1, ()), (1, ("--compile", "on")), (1, ("--compile", "off")))
+    tokens_of_steps()  # checks that each step read the same tokens in both runs
+    assert_close_to_reference("run")
 
 
 @pytest.mark.parametrize(("steps", "freq"), [(800, 20), pytest.param(5000, 25, marks=pytest.mark.storm)])
-def test_memory_descriptors_and_threads_stay_flat(workdir, steps, freq):
-    """From a fifth of the run on; what the page cache holds of shards does not count."""
+def test_memory_file_descriptors_and_threads_stay_flat(workdir, steps, freq):
+    """Compare the two halves of the run after its first fifth; shards in the page cache are not counted."""
     flags = ("--max_steps", str(steps), "--checkpoint_freq", str(freq), "--total_batch_size", "32", "--log_freq", "100")
-    life = Life(*flags, "--eval_freq", str(4 * freq), "--use_tensorboard", *folders("run"))
-    pid = life.ranks[0].pid
+    run = Run(*flags, "--eval_freq", str(4 * freq), "--use_tensorboard", *folders("run"))
+    pid = run.ranks[0].pid
 
     def used() -> tuple[int, int, int]:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -62,24 +64,28 @@ def test_memory_descriptors_and_threads_stay_flat(workdir, steps, freq):
         return int(status["RssAnon"].split()[0]), len(os.listdir(f"/proc/{pid}/fd")), int(status["Threads"])
 
     samples = []
-    life.wait_for(rf"^saved step {steps // 5} as")
-    while life.is_alive() and f"saved step {steps - freq} as" not in life.text():
-        with contextlib.suppress(FileNotFoundError):  # it has just ended
+    run.wait_for(rf"^saved step {steps // 5} as")
+    while run.is_alive() and f"saved step {steps - freq} as" not in run.text():
+        with contextlib.suppress(FileNotFoundError):  # the process has just ended
             samples.append(used())
         time.sleep(0.02)
-    assert life.wait() == [0]
+    assert run.wait() == [0]
     early, late = (np.max(half, axis=0) for half in np.array_split(samples, 2))
-    assert len(samples) > 50 and late[0] < early[0] + 4 * 1024, f"{early[0]} KB, later {late[0]} KB"
-    assert late[1] <= early[1] + 1 and late[2] <= early[2] + 1, f"descriptors and threads {early[1:]}, later {late[1:]}"
+    assert len(samples) > 50
+    assert late[0] < early[0] + 4 * 1024, f"{early[0]} KB, later {late[0]} KB"
+    assert late[1] <= early[1] + 1, f"{early[1]} file descriptors, later {late[1]}"
+    assert late[2] <= early[2] + 1, f"{early[2]} threads, later {late[2]}"
 
 
-def test_going_back_is_not_undone_by_a_kill(workdir):
-    """From then on the older checkpoint is the latest one, as the logs say too."""
+def test_resume_from_an_older_checkpoint_survives_a_kill(workdir):
+    """Make the older checkpoint latest.pt at once, so that a later --resume latest matches the truncated logs."""
     flags = ("--max_steps", "20", "--checkpoint_freq", "5", "--dropout", "0.1")
-    whole_life(*flags, *folders("whole"))
-    shutil.copytree("whole", "run", copy_function=os.link)
-    back = ("--resume", "run/ckpt/rolling_step_000010.pt", "--logdir", "run/logs")
-    assert Life(*flags, *back, faults=[partial(stop_after, 12, number=signal.SIGKILL)]).wait() == [-signal.SIGKILL]
-    assert load("run/ckpt/latest_backup.pt")["step"] == 20  # nothing is lost
-    assert "resumed from run/ckpt/latest.pt at step 10" in whole_life(*flags, *folders("run"), "--resume", "latest")
-    assert_continued("run")
+    run_to_end(*flags, *folders("reference"))
+    shutil.copytree("reference", "run", copy_function=os.link)
+    older = ("--resume", "run/ckpt/rolling_step_000010.pt", "--logdir", "run/logs")
+    killed = Run(*flags, *older, faults=[partial(signal_at, 12, number=signal.SIGKILL)])
+    assert killed.wait() == [-signal.SIGKILL]
+    assert load("run/ckpt/latest_backup.pt")["step"] == 20  # the newer checkpoint is kept
+    text = run_to_end(*flags, *folders("run"), "--resume", "latest")
+    assert "resumed from run/ckpt/latest.pt at step 10" in text
+    assert_equals_reference("run")

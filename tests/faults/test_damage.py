@@ -1,4 +1,4 @@
-"""Damaged and foreign files: named with the reason, passed over in the documented order, never run, never touched."""
+"""Damaged and foreign checkpoint files: reported with the reason, skipped in order, never executed or modified."""
 
 import contextlib
 import os
@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import load, write_data
-from harness import assert_continued, folders, refused, whole_life
-from injected import stop_after
+from harness import assert_equals_reference, folders, refusal, run_to_end
+from injected import signal_at
 
 FLAGS = (
     "--max_steps 12 --checkpoint_freq 2 --keep_checkpoints 2 --steps_per_epoch 4 --total_batch_size 128 --dropout 0.1"
 ).split()
-# The files of a run that was stopped after 9 steps, in the order in which --resume latest tries them, and their steps.
+# The checkpoints of a run stopped after 9 steps, in the order in which --resume latest tries them, with their steps.
 ORDER = {
     "latest.pt": 9,
     "latest_backup.pt": 8,
@@ -26,33 +26,38 @@ ORDER = {
     "epoch_00002.pt": 8,
     "epoch_00001.pt": 4,
 }
-DAMAGE = ("one bit flipped", "truncated", "empty", "zero-filled")
+DAMAGE = {
+    "one bit flipped": lambda content: flip_bit(content, len(content) // 2),
+    "truncated": lambda content: content[: len(content) * 2 // 3],
+    "empty": lambda content: b"",
+    "zero-filled": lambda content: bytes(len(content)),
+}
+
+
+def flip_bit(content: bytes, at: int) -> bytes:
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
 
 
 def damage(path: Path, how: str) -> None:
-    """As a disk does it: the file's time stays."""
-    stat, whole = path.stat(), path.read_bytes()
-    flipped = bytearray(whole)
-    flipped[len(whole) // 2] ^= 1
-    path.write_bytes(
-        dict(zip(DAMAGE, (flipped, whole[: len(whole) * 2 // 3], b"", bytes(len(whole))), strict=True))[how]
-    )
+    """Damage a file as a disk does, without a new modification time."""
+    stat = path.stat()
+    path.write_bytes(DAMAGE[how](path.read_bytes()))
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
 @pytest.fixture(scope="module")
 def stopped_run(tmp_path_factory):
-    """A folder with data, the uninterrupted run in "whole" and one that was stopped at step 9 in "stopped"."""
+    """A folder with data, the uninterrupted run "reference" and the run "stopped", which was stopped at step 9."""
     folder = tmp_path_factory.mktemp("damage")
     write_data(folder / "data")
     with contextlib.chdir(folder):
-        whole_life(*FLAGS, *folders("whole"))
-        whole_life(*FLAGS, *folders("stopped"), faults=[partial(stop_after, 9)])
+        run_to_end(*FLAGS, *folders("reference"))
+        run_to_end(*FLAGS, *folders("stopped"), faults=[partial(signal_at, 9)])
         yield folder
 
 
-def copy_of_the_run(name: str) -> Path:
-    """A copy of the stopped run in which each name is a file of its own."""
+def copy_of_stopped_run(name: str) -> Path:
+    """Copy the stopped run without its hard links, so that each checkpoint can be damaged alone."""
     shutil.copytree("stopped", name)
     assert {path: load(f"{name}/ckpt/{path}")["step"] for path in ORDER} == ORDER
     return Path(name, "ckpt")
@@ -64,47 +69,49 @@ def content(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("how", DAMAGE)
 @pytest.mark.parametrize("count", range(1, len(ORDER)))
-def test_damaged_files_are_passed_over_in_order(stopped_run, how, count):
+def test_resume_skips_damaged_files_in_order(stopped_run, how, count):
     name = f"{how} {count}"
-    folder = copy_of_the_run(name)
+    folder = copy_of_stopped_run(name)
     damaged = list(ORDER)[:count]
     for file in damaged:
         damage(folder / file, how)
-    text = whole_life(*FLAGS, *folders(name), "--resume", "latest")
-    said = re.findall(r"^passed over (.*?): (damaged.*)$", text, re.M)
-    assert [file for file, _ in said] == [str(folder / file) for file in damaged]
-    heir = list(ORDER)[count]
-    assert f"resumed from {folder / heir} at step {ORDER[heir]}" in text
-    assert_continued(name)
+    text = run_to_end(*FLAGS, *folders(name), "--resume", "latest")
+    reported = re.findall(r"^passed over (.*?): (damaged.*)$", text, re.M)
+    assert [file for file, _ in reported] == [str(folder / file) for file in damaged]
+    next_file = list(ORDER)[count]
+    assert f"resumed from {folder / next_file} at step {ORDER[next_file]}" in text
+    assert_equals_reference(name)
 
 
 @pytest.mark.parametrize(
     ("how", "which", "ranks"),
     [*((how, which, 1) for how in DAMAGE for which in ("latest", "auto")), ("one bit flipped", "latest", 2)],
 )
-def test_with_none_left_it_stops_and_touches_nothing(stopped_run, how, which, ranks):
+def test_resume_is_refused_if_all_files_are_damaged(stopped_run, how, which, ranks):
     name = f"{how} {which} {ranks}"
-    folder = copy_of_the_run(name)
+    folder = copy_of_stopped_run(name)
     for file in folder.glob("*.pt"):
         damage(file, how)
-    before, logs = content(folder), content(Path(name, "logs"))
-    message = refused(*FLAGS, *folders(name), "--resume", which, ranks=ranks)
-    assert f"no checkpoint in {folder} is whole" in message and all(file in message for file in ORDER)
-    assert content(folder) == before and content(Path(name, "logs")) == logs
+    checkpoints, logs = content(folder), content(Path(name, "logs"))
+    message = refusal(*FLAGS, *folders(name), "--resume", which, ranks=ranks)
+    assert f"no checkpoint in {folder} is whole" in message
+    assert all(file in message for file in ORDER)
+    assert content(folder) == checkpoints
+    assert content(Path(name, "logs")) == logs
 
 
 class RunsCode:
     def __reduce__(self):
-        return open, ("it-ran", "w")
+        return open, ("code-was-run", "w")
 
 
-def test_what_is_no_checkpoint_is_refused_and_nothing_of_it_runs(stopped_run):
-    ours = load("stopped/ckpt/latest.pt")
+def test_foreign_files_are_refused_and_their_code_is_not_run(stopped_run):
+    checkpoint = load("stopped/ckpt/latest.pt")
     torch.save({"weights": torch.zeros(3)}, "foreign.pt")
-    torch.save(ours | {"format_version": 99}, "newer.pt")
-    torch.save(ours | {"scaler": RunsCode()}, "code.pt")
+    torch.save(checkpoint | {"format_version": 99}, "newer.pt")
+    torch.save(checkpoint | {"scaler": RunsCode()}, "code.pt")
     torch.save(RunsCode(), "zipped.pt")
-    torch.save(ours["model"], "weights.pt")
+    torch.save(checkpoint["model"], "weights.pt")
     torch.save(RunsCode(), "old-style.pt", _use_new_zipfile_serialization=False)
     Path("pickle.pt").write_bytes(pickle.dumps(RunsCode()))
     Path("folder.pt").mkdir()
@@ -119,17 +126,19 @@ def test_what_is_no_checkpoint_is_refused_and_nothing_of_it_runs(stopped_run):
         "folder.pt": "a folder; expected latest, auto, best or a checkpoint file",
         "missing.pt": "no such file",
     }.items():
-        message = refused("--resume", file, tiny=[])
-        assert file in message and words in message
-    assert not Path("it-ran").exists()
-    assert not Path("logs").exists()  # of no use to anyone
+        message = refusal("--resume", file, tiny=[])
+        assert file in message
+        assert words in message
+    assert not Path("code-was-run").exists()
+    assert not Path("logs").exists()  # a refused start leaves no files
 
 
 def test_a_checkpoint_of_format_1_is_read(stopped_run):
-    """Its data was recognized otherwise, and it kept no losses."""
-    folder = copy_of_the_run("older")
+    """Resume a checkpoint with the data fingerprint of format 1 and without recent losses."""
+    folder = copy_of_stopped_run("older")
     saved = load(folder / "latest.pt")
     del saved["recent_losses"]
     torch.save(saved | {"format_version": 1, "data_fingerprint": "0123abcd"}, folder / "latest.pt")
-    whole_life(*FLAGS, *folders("older"), "--resume")
-    assert load(folder / "latest.pt")["step"] == 12 and load(folder / "latest.pt")["format_version"] == 2
+    run_to_end(*FLAGS, *folders("older"), "--resume")
+    assert load(folder / "latest.pt")["step"] == 12
+    assert load(folder / "latest.pt")["format_version"] == 2

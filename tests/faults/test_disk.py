@@ -1,4 +1,4 @@
-"""A disk that is full, read-only or over quota costs saves, never the run or a checkpoint that was there."""
+"""A full, read-only or over-quota disk: saves fail, but the run continues and its older checkpoints stay intact."""
 
 import contextlib
 import json
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from conftest import assert_same_state, load
-from harness import Life, folders, refused, whole_life
-from injected import fail_saves, stop_after
+from harness import Run, folders, refusal, run_to_end
+from injected import fail_saves, signal_at
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from steadygpt.checkpoint import checkpoint_files, read_checkpoint
@@ -22,140 +22,159 @@ FLAGS = "--max_steps 4000 --checkpoint_freq 20 --keep_checkpoints 3 --steps_per_
 
 
 @pytest.fixture
-def disk(workdir):
-    """A disk of 3 MB, mounted as "run"; a checkpoint takes 0.2 MB."""
+def small_disk(workdir):
+    """A disk of 3 MB, mounted on the folder "run"; a checkpoint takes 0.2 MB."""
     Path("run").mkdir()
     mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", "run"], capture_output=True, text=True)
     if mount.returncode:
-        pytest.skip(f"mounting a small disk needs root: {mount.stderr.strip()}")
+        pytest.skip(f"mounting a small disk requires root: {mount.stderr.strip()}")
     yield Path("run")
     subprocess.run(["umount", "--lazy", "run"], check=True)
 
 
-def fill(life: Life | None) -> None:
+def fill_disk(run: Run | None = None) -> None:
     with open("run/filler", "wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(4096))
 
 
-def make_room(life: Life | None) -> None:
+def free_space(run: Run | None = None) -> None:
     Path("run/filler").unlink()
 
 
-def forbid(life: Life) -> None:
+def make_read_only(run: Run) -> None:
     if os.getuid():
         Path("run").chmod(0o555)
-    elif subprocess.run(["chattr", "+i", "run"], capture_output=True).returncode:  # root may write in spite of 555
+    elif subprocess.run(["chattr", "+i", "run"], capture_output=True).returncode:  # root may write to mode 555
         pytest.skip("this file system has no immutable folders")
 
 
-def allow(life: Life) -> None:
+def make_writable(run: Run) -> None:
     Path("run").chmod(0o755) if os.getuid() else subprocess.run(["chattr", "-i", "run"], check=True)
 
 
-def allow_files_of(size: int):
-    return lambda life: resource.prlimit(life.ranks[0].pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+def limit_file_size(size: int):
+    return lambda run: resource.prlimit(run.ranks[0].pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
+# What begins the trouble, what ends it, and the error in the warning.
 TROUBLE = {
-    "disk full": (fill, make_room, r"\[Errno 28\] No space left on device: 'run/.latest.pt.tmp'"),
-    "read-only": (forbid, allow, r"\[Errno 13?\] (Permission denied|Operation not permitted): 'run/.latest.pt.tmp'"),
+    "disk full": (fill_disk, free_space, r"\[Errno 28\] No space left on device: 'run/.latest.pt.tmp'"),
+    "read-only": (
+        make_read_only,
+        make_writable,
+        r"\[Errno 13?\] (Permission denied|Operation not permitted): 'run/.latest.pt.tmp'",
+    ),
     "quota": (
-        allow_files_of(100_000),
-        allow_files_of(resource.RLIM_INFINITY),
+        limit_file_size(100_000),
+        limit_file_size(resource.RLIM_INFINITY),
         r"\[Errno 27\] File too large: 'run/.latest.pt.tmp'",
     ),
 }
 
 
 @pytest.mark.parametrize("what", TROUBLE)
-def test_training_goes_on_and_saves_again_when_it_can(workdir, request, what):
+def test_training_continues_without_saves_until_they_work_again(workdir, request, what):
     if what == "disk full":
-        request.getfixturevalue("disk")
+        request.getfixturevalue("small_disk")
     begin, end, error = TROUBLE[what]
     flags = (*FLAGS, "--checkpoint_dir", "run", "--logdir", "logs")
-    life = Life(*flags)
-    life.wait_for("^saved step 60 as")
-    begin(life)
+    run = Run(*flags)
+    run.wait_for("^saved step 60 as")
+    begin(run)
     try:
-        text = life.wait_for(r"(was not saved[\s\S]*){3}")  # it goes on, and tries again
-        whole = [read_checkpoint(path)["step"] for path in checkpoint_files(Path("run"))]
+        text = run.wait_for(r"(was not saved[\s\S]*){3}")  # training continues, and each save is attempted
+        intact = [read_checkpoint(path)["step"] for path in checkpoint_files(Path("run"))]
     finally:
-        end(life)
+        end(run)
     warning = (
         rf"^warning: run/latest.pt: step \d+ was not saved: {error}; it takes 14\d,\d{{3}} bytes, [\d,]+ are free; "
     )
     assert re.search(warning + "older saves are whole$", text, re.M), text
-    assert whole[0] == max(whole) >= last_saved(text) and len(whole) == 5
-    seen = len(life.text())
-    life.wait_for(rf"(?s:\A.{{{seen}}}).*\n(?s:.*)^saved step")
-    life.signal(signal.SIGTERM)
-    assert life.wait() == [0]
+    assert len(intact) == 5
+    assert intact[0] == max(intact) >= last_saved(text)
+    length = len(run.text())
+    run.wait_for(rf"(?s:\A.{{{length}}}).*\n(?s:.*)^saved step")
+    run.signal(signal.SIGTERM)
+    assert run.wait() == [0]
     assert not list(Path("run").glob(".*.tmp"))
-    # The trouble left no trace in what was learned.
+    # An undisturbed run to the same step ends in the same state.
     stopped = load("run/latest.pt")["step"]
     assert stopped > last_saved(text)
-    whole_life(*FLAGS, *folders("whole"), "--max_hours", "0", faults=[partial(stop_after, stopped)])
-    assert_same_state(load("whole/ckpt/latest.pt"), load("run/latest.pt"))
+    run_to_end(*FLAGS, *folders("reference"), "--max_hours", "0", faults=[partial(signal_at, stopped)])
+    assert_same_state(load("reference/ckpt/latest.pt"), load("run/latest.pt"))
 
 
 def last_saved(text: str) -> int:
     return max(int(step) for step in re.findall(r"^saved step (\d+) as", text, re.M))
 
 
-def test_logs_on_a_full_disk_cost_records_and_not_the_run(disk):
+def test_logs_on_a_full_disk_lose_records_but_not_the_run(small_disk):
     flags = (*FLAGS, "--max_steps", "400", "--use_tensorboard", "--eval_freq", "50", "--checkpoint_dir", "run/ckpt")
-    life = Life(*flags, "--logdir", "run/logs", "--tensorboard_dir", "run/tb")
-    life.wait_for("^saved step 40 as")
-    fill(life)
-    life.wait_for("^step 150/")
-    make_room(life)
-    assert life.wait() == [0], life.text()
-    assert "warning: cannot write to metrics.jsonl: [Errno 28] No space left on device; training" in life.text()
+    run = Run(*flags, "--logdir", "run/logs", "--tensorboard_dir", "run/tb")
+    run.wait_for("^saved step 40 as")
+    fill_disk()
+    run.wait_for("^step 150/")
+    free_space()
+    assert run.wait() == [0], run.text()
+    assert "warning: cannot write to metrics.jsonl: [Errno 28] No space left on device; training" in run.text()
     assert load("run/ckpt/latest.pt")["step"] == 400
     steps = [json.loads(line)["step"] for line in Path("run/logs/metrics.jsonl").read_text().splitlines()]
-    assert steps[-1] == 400 and steps == sorted(steps)
+    assert steps[-1] == 400
+    assert steps == sorted(steps)
     (folder,) = Path("run/tb").iterdir()
     curve = [event.step for event in EventAccumulator(str(folder)).Reload().Scalars("loss/train")]
-    assert curve[-1] == 399 and 0 < 400 - len(curve) < 250  # from a save after the trouble on it continues
+    assert curve[-1] == 399
+    assert 0 < 400 - len(curve) < 250  # TensorBoard is opened again at the first save after the disk has space
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.storm)])
-@pytest.mark.parametrize("resume", [(), ("--resume",)])
-def test_a_start_on_a_full_disk_is_refused_in_one_line(disk, resume, ranks):
+@pytest.mark.parametrize("resume", [(), ("--resume",)], ids=["new run", "resume"])
+def test_a_start_on_a_full_disk_is_refused(small_disk, resume, ranks):
     flags = (*FLAGS, "--max_steps", "40", *folders("run"))
     if resume:
-        whole_life(*flags, ranks=ranks)
-    fill(None)
-    assert "No space left on device" in refused(*flags, *resume, "--max_steps", "60", ranks=ranks)
-    make_room(None)
-    whole_life(*flags, *resume, "--max_steps", "60", ranks=ranks)
+        run_to_end(*flags, ranks=ranks)
+    fill_disk()
+    assert "No space left on device" in refusal(*flags, *resume, "--max_steps", "60", ranks=ranks)
+    free_space()
+    run_to_end(*flags, *resume, "--max_steps", "60", ranks=ranks)
     assert load("run/ckpt/latest.pt")["step"] == 60
 
 
-def test_a_last_save_that_fails_is_tried_again(workdir):
+def test_a_failed_last_save_is_retried(workdir):
     flags = (*FLAGS, "--max_steps", "40", *folders("run"))
-    text = whole_life(*flags, faults=[partial(fail_saves, 1, 1)])
-    assert "step 40 was not saved" in text and text.index("saved step 40 as") < text.index("finished after 40 steps")
+    text = run_to_end(*flags, faults=[partial(fail_saves, 1, 1)])
+    assert "step 40 was not saved" in text
+    assert text.index("saved step 40 as") < text.index("finished after 40 steps")
 
 
-def test_a_last_save_that_fails_is_a_failed_run(disk):
+def test_the_run_fails_if_its_last_save_fails(small_disk):
     flags = (*FLAGS, "--max_steps", "300", "--checkpoint_dir", "run", "--logdir", "logs")
-    life = Life(*flags)
-    life.wait_for("^saved step 40 as")
-    fill(life)
-    assert life.wait() == [1]
-    assert "failed (the last save failed) after 300 steps" in life.text()
-    make_room(life)
+    run = Run(*flags)
+    run.wait_for("^saved step 40 as")
+    fill_disk()
+    assert run.wait() == [1]
+    assert "failed (the last save failed) after 300 steps" in run.text()
+    free_space()
     assert load("run/latest.pt")["step"] < 300
-    whole_life(*flags, "--resume")
+    run_to_end(*flags, "--resume")
     assert load("run/latest.pt")["step"] == 300
 
 
-def test_a_hundred_saves_with_keep_3_leave_exactly_these_files(workdir):
+def test_files_after_100_saves_with_keep_checkpoints_3(workdir):
     flags = ("--max_steps", "100", "--checkpoint_freq", "1", "--keep_checkpoints", "3", "--steps_per_epoch", "50")
-    whole_life(*flags, "--eval_freq", "100", *folders("run"))
+    text = run_to_end(*flags, "--eval_freq", "100", *folders("run"))
     assert sorted(os.listdir("run/ckpt")) == [
-        ".lock", "best_model.pt", "epoch_00001.pt", "epoch_00002.pt", "latest.pt", "latest_backup.pt",
-        "rolling_step_000098.pt", "rolling_step_000099.pt", "rolling_step_000100.pt", "status.json",
+        ".lock", "best_model.pt", "epoch_00001.pt", "epoch_00002.pt", "evaluations.json", "latest.pt",
+        "latest_backup.pt", "rolling_step_000098.pt", "rolling_step_000099.pt", "rolling_step_000100.pt",
+        "status.json",
     ]  # fmt: skip
+    # Step 100 is written once and linked to all of its names.
+    assert len(re.findall(r"^saved step 100 as ", text, re.M)) == 1
+    assert re.search(r"^best_model\.pt is step 100 \(val loss \d+\.\d+\)", text, re.M)
+    assert Path("run/ckpt/best_model.pt").samefile("run/ckpt/rolling_step_000100.pt")
+
+
+def test_saves_by_the_clock_go_to_latest_and_its_backup_only(workdir):
+    run_to_end("--max_steps", "300", "--checkpoint_minutes", "0.0001", "--steps_per_epoch", "9999", *folders("run"))
+    assert sorted(os.listdir("run/ckpt")) == [".lock", "latest.pt", "latest_backup.pt", "status.json"]

@@ -1,4 +1,4 @@
-"""2,000 mutated files of each kind: read, or refused with the documented error; never another exception or a crash."""
+"""2,000 mutated files for each reader: it reads them or raises a one-line UserError, never another exception."""
 
 import contextlib
 import io
@@ -17,17 +17,17 @@ from steadygpt.shards import check_shards, open_shard
 FILES = 2000
 
 
-def mutate(content: bytes, chance: random.Random, header: int | None = None) -> bytes:
-    """A few changes, four of five of them within the first `header` bytes."""
+def mutate(content: bytes, rng: random.Random, header: int | None = None) -> bytes:
+    """Make a few random changes, most of them within the first `header` bytes."""
     content = bytearray(content)
-    for _ in range(chance.choice([1, 1, 1, 2, 5])):
-        at = chance.randrange(1 + min(len(content), header if header and chance.random() < 0.8 else len(content)))
-        length = chance.choice([1, 2, 4, 8, 100, 5000])
-        match chance.choice("flip flip flip flip noise zeros digits cut insert truncate".split()):
+    for _ in range(rng.choice([1, 1, 1, 2, 5])):
+        at = rng.randrange(1 + min(len(content), header if header and rng.random() < 0.8 else len(content)))
+        length = rng.choice([1, 2, 4, 8, 100, 5000])
+        match rng.choice("flip flip flip flip noise zeros digits cut insert truncate".split()):
             case "flip":
-                content[at : at + 1] = bytes(byte ^ (1 << chance.randrange(8)) for byte in content[at : at + 1])
+                content[at : at + 1] = bytes(byte ^ (1 << rng.randrange(8)) for byte in content[at : at + 1])
             case "noise":
-                content[at : at + length] = chance.randbytes(length)
+                content[at : at + length] = rng.randbytes(length)
             case "zeros":
                 content[at : at + length] = bytes(length)
             case "digits":
@@ -61,19 +61,20 @@ SHARDS = {
 
 
 @pytest.mark.parametrize("name", SHARDS)
-def test_shards(tmp_path, name):
-    whole, header = SHARDS[name]
-    path, chance, read = tmp_path / name, random.Random(name), 0
+def test_mutated_shards_are_read_or_refused(tmp_path, name):
+    original, header = SHARDS[name]
+    path, rng, read = tmp_path / name, random.Random(name), 0
     for _ in range(FILES):
-        path.write_bytes(mutate(whole, chance, header))
+        path.write_bytes(mutate(original, rng, header))
         try:
             shard = open_shard(path)
             check_shards([shard], None, vocab_size=300)
             assert shard.num_tokens == len(shard.tokens())
             read += 1
         except UserError as error:
-            assert "\n" not in str(error) and name in str(error)
-    assert 0 < read < FILES  # some changes are within the tokens' range
+            assert "\n" not in str(error)
+            assert name in str(error)
+    assert 0 < read < FILES  # some mutations only change tokens, within the vocabulary
 
 
 @pytest.fixture(scope="module")
@@ -85,26 +86,27 @@ def checkpoint(tmp_path_factory) -> bytes:
         return Path("checkpoints/latest.pt").read_bytes()
 
 
-def rezipped(content: bytes, chance: random.Random) -> bytes:
-    """One record changed, with a checksum that fits: what torch.load gets to see."""
+def rezipped(content: bytes, rng: random.Random) -> bytes:
+    """Mutate one record and give it a valid checksum, so that torch.load reads the mutated record."""
     file = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(file, "w") as new:
         names = old.namelist()
-        victim = chance.choice([name for name in names if name.endswith("data.pkl")] * 5 + names)
+        victim = rng.choice([name for name in names if name.endswith("data.pkl")] * 5 + names)
         for name in names:
-            new.writestr(name, mutate(old.read(name), chance) if name == victim else old.read(name))
+            new.writestr(name, mutate(old.read(name), rng) if name == victim else old.read(name))
     return file.getvalue()
 
 
 @pytest.mark.parametrize(("change", "files"), [(mutate, 9 * FILES // 10), (rezipped, FILES // 10)])
-def test_checkpoints(tmp_path, checkpoint, change, files):
-    path, chance, read = tmp_path / "latest.pt", random.Random(1), 0
+def test_mutated_checkpoints_are_read_or_refused(tmp_path, checkpoint, change, files):
+    path, rng, read = tmp_path / "latest.pt", random.Random(1), 0
     for _ in range(files):
-        path.write_bytes(change(checkpoint, chance))
+        path.write_bytes(change(checkpoint, rng))
         try:
             assert read_checkpoint(path)["model"]
             read += 1
         except UserError as error:
-            assert "\n" not in str(error) and str(error).startswith(f"{path}: ")
-        assert len(list(checkpoint_table(tmp_path))) == 3  # which names it as damaged
+            assert "\n" not in str(error)
+            assert str(error).startswith(f"{path}: ")
+        assert len(list(checkpoint_table(tmp_path))) == 3  # header, this file and the summary
     assert 0 < read < files

@@ -1,4 +1,4 @@
-"""The network goes in the middle of a download: training goes on, or one line says what to do without a network."""
+"""A network that fails during a download: training continues, other commands stop with one line of advice."""
 
 import http.server
 import os
@@ -6,21 +6,19 @@ import threading
 from functools import partial
 from pathlib import Path
 
-import evaluation
 import pytest
 from conftest import load, write_data
-from harness import Life, folders, refused, whole_life
-
-from steadygpt.cli import UserError
+from harness import Run, folders, refusal, run_to_end
+from injected import no_tokenizer
 
 prepare = {"program": "prepare_dataset", "tiny": ()}
 
 
 @pytest.fixture
-def dying_network(workdir):
-    """The environment in which every download ends in its middle."""
+def failing_network(workdir):
+    """A fault for Run: every download breaks off after its first bytes."""
 
-    class Dying(http.server.BaseHTTPRequestHandler):
+    class BreaksOff(http.server.BaseHTTPRequestHandler):
         def do_HEAD(self):
             self.send_response(200)
             self.send_header("Content-Length", "100000")
@@ -37,7 +35,7 @@ def dying_network(workdir):
         def log_message(self, *_):
             pass
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Dying)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), BreaksOff)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}"
     caches = {name: str(workdir / "cache") for name in ("HF_HOME", "TIKTOKEN_CACHE_DIR", "XDG_CACHE_HOME")}
@@ -51,61 +49,55 @@ def set_environment(changes: dict, rank: int) -> None:
     os.environ.update(changes)
 
 
-def test_hellaswag_and_samples(dying_network):
+def test_training_continues_without_samples_and_hellaswag(failing_network):
     write_data(Path("data"), tokenizer="r50k_base", vocab_size=50257)
     flags = ("--hellaswag_freq", "4", "--sample_freq", "4", *folders("run"))
-    text = whole_life(*flags, faults=[dying_network])
-    assert text.count("warning: ") == 1 and "finished after 8 steps" in text
+    text = run_to_end(*flags, faults=[failing_network])
+    assert text.count("warning: ") == 1
     assert "warning: no samples and no HellaSwag in this run: the vocabulary of 'r50k_base' could not be downl" in text
+    assert "finished after 8 steps" in text
     assert load("run/ckpt/latest.pt")["step"] == 8
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_hellaswag(dying_network, ranks):
-    text = whole_life("--hellaswag_freq", "4", *folders("run"), ranks=ranks, faults=[dying_network])
-    assert text.count("warning: ") == 1 and "finished after 8 steps" in text
+def test_training_continues_without_hellaswag(failing_network, ranks):
+    text = run_to_end("--hellaswag_freq", "4", *folders("run"), ranks=ranks, faults=[failing_network])
+    assert text.count("warning: ") == 1
     assert "warning: no HellaSwag in this run: hf:Rowan/hellaswag: cannot be read, " in text
     assert "or give its file with --hellaswag_file" in text
-
-
-def no_tokenizer(which_rank: int, rank: int) -> None:
-    if rank == which_rank:
-
-        def gone(name: str):
-            raise UserError(f"the vocabulary of {name!r} could not be downloaded")
-
-        evaluation.get_tokenizer = gone
+    assert "finished after 8 steps" in text
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_tokenizer_that_one_rank_cannot_have(workdir, rank):
-    """As on another machine: the ranks agree to do without."""
-    flags = ("--sample_freq", "4", "--hellaswag_freq", "4", "--timeout_minutes", "0.2")
-    text = whole_life(*flags, *folders("run"), ranks=2, faults=[partial(no_tokenizer, rank)])
-    assert text.count("warning: no samples and no HellaSwag in this run: ") == 1 and "finished after 8 steps" in text
+def test_all_ranks_continue_if_one_has_no_tokenizer(workdir, rank):
+    flags = ("--sample_freq", "4", "--hellaswag_freq", "4", "--timeout_minutes", "1")
+    text = run_to_end(*flags, *folders("run"), ranks=2, faults=[partial(no_tokenizer, rank)])
+    assert text.count("warning: no samples and no HellaSwag in this run: ") == 1
+    assert "finished after 8 steps" in text
 
 
-def test_a_tokenizer(dying_network):
+def test_preparing_without_a_tokenizer_is_refused(failing_network):
     Path("text.txt").write_text("some text")
     flags = ("--source", "text.txt", "--tokenizer", "r50k_base")
-    message = refused(*flags, **prepare, faults=[dying_network])
-    assert "the vocabulary of 'r50k_base' could not be downloaded" in message and "use --tokenizer bytes" in message
+    message = refusal(*flags, **prepare, faults=[failing_network])
+    assert "the vocabulary of 'r50k_base' could not be downloaded" in message
+    assert "use --tokenizer bytes" in message
 
 
-def test_a_data_set_of_the_hub(dying_network):
-    message = refused("--source", "hf:some/corpus", "--tokenizer", "bytes", **prepare, faults=[dying_network])
-    assert (
-        "hf:some/corpus: cannot be read, " in message and "check the name and the network (files need none)" in message
-    )
+def test_preparing_a_dataset_of_the_hub_is_refused(failing_network):
+    message = refusal("--source", "hf:some/corpus", "--tokenizer", "bytes", **prepare, faults=[failing_network])
+    assert "hf:some/corpus: cannot be read, " in message
+    assert "check the name and the network (files need none)" in message
 
 
-def test_weights_of_the_hub(dying_network):
-    message = refused("--init_from", "gpt2", *folders("run"), faults=[dying_network])
-    assert "gpt2" in message and "network" in message
+def test_init_from_weights_of_the_hub_is_refused(failing_network):
+    message = refusal("--init_from", "gpt2", *folders("run"), faults=[failing_network])
+    assert "gpt2" in message
+    assert "network" in message
 
 
-def stream_that_ends(rows: int | None, rank: int) -> None:
-    """Let the Hub's stream of 20,000 documents break off after so many."""
+def stream_that_fails(rows: int | None, rank: int) -> None:
+    """Replace the Hub by a stream of 20,000 documents that breaks off after `rows` of them (None: never)."""
     import datasets
 
     import prepare_dataset
@@ -119,14 +111,15 @@ def stream_that_ends(rows: int | None, rank: int) -> None:
     prepare_dataset.load_hub = lambda *args, **kwargs: datasets.IterableDataset.from_generator(documents)
 
 
-def test_a_stream_of_the_hub_that_breaks_off_is_continued(workdir):
+def test_an_interrupted_stream_of_the_hub_is_resumed(workdir):
     flags = ("--source", "hf:some/corpus", "--tokenizer", "bytes", "--streaming", "--shard_size", "300000")
-    whole = Life(*flags, "--out", "whole", **prepare, faults=[partial(stream_that_ends, None)])
-    assert whole.wait() == [0], whole.text()
+    reference = Run(*flags, "--out", "reference", **prepare, faults=[partial(stream_that_fails, None)])
+    assert reference.wait() == [0], reference.text()
     for rows in (5000, 12000):
-        message = refused(*flags, "--out", "out", **prepare, faults=[partial(stream_that_ends, rows)])
-        assert "ConnectionError: ('Connection aborted.'" in message and "and run this again" in message
-    assert Life(*flags, "--out", "out", **prepare, faults=[partial(stream_that_ends, None)]).wait() == [0]
-    names = sorted(path.name for path in Path("whole").iterdir() if path.name != ".lock")
+        message = refusal(*flags, "--out", "out", **prepare, faults=[partial(stream_that_fails, rows)])
+        assert "ConnectionError: ('Connection aborted.'" in message
+        assert "and run this again" in message
+    assert Run(*flags, "--out", "out", **prepare, faults=[partial(stream_that_fails, None)]).wait() == [0]
+    names = sorted(path.name for path in Path("reference").iterdir() if path.name != ".lock")
     assert len(names) > 10
-    assert all(Path("whole", name).read_bytes() == Path("out", name).read_bytes() for name in names)
+    assert all(Path("reference", name).read_bytes() == Path("out", name).read_bytes() for name in names)

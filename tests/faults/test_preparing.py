@@ -1,4 +1,4 @@
-"""Preparing data: killed at any instant it comes to the same shards; what cannot be used is counted and named."""
+"""prepare_dataset.py killed at random instants, and input that it skips, counts and reports."""
 
 import gzip
 import json
@@ -10,26 +10,27 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import Life
+from harness import Run
 
 from steadygpt import sources
 from steadygpt.shards import read_manifest
 
-prepare = partial(Life, program="prepare_dataset", tiny=("--tokenizer", "bytes", "--num_workers", "2"))
+prepare = partial(Run, program="prepare_dataset", tiny=("--tokenizer", "bytes", "--num_workers", "2"))
 
 
-def prepared(folder: str) -> dict[str, bytes]:
+def shards(folder: str) -> dict[str, bytes]:
+    """Return name -> content of the shards and the manifest."""
     return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.name != ".lock"}
 
 
 @pytest.fixture
 def corpus(tmp_path, monkeypatch):
-    """4 MB with all that may be wrong in it, in the folder "corpus"."""
+    """4 MB of text with examples of unusable input, in the folder "corpus"."""
     monkeypatch.chdir(tmp_path)
     folder, words = tmp_path / "corpus", random.Random(0)
     folder.mkdir()
     rows = [json.dumps({"text": f"{n} {words.random()} " * words.randrange(60)}).encode() for n in range(3000)]
-    for at, line in {
+    for number, line in {
         5: b"{broken",
         900: b'{"text": ""}',
         901: b'{"text": null}',
@@ -37,7 +38,7 @@ def corpus(tmp_path, monkeypatch):
         1700: b"",
         1701: b'{"text": "\xff\xfe and \\ud800"}',
     }.items():
-        rows[at] = line
+        rows[number] = line
     (folder / "a.jsonl").write_bytes(b"\n".join(rows))
     (folder / "b.jsonl.gz").write_bytes(gzip.compress(b"\n".join(rows[::-1])))
     (folder / "c.txt").write_bytes(b"one long document " * 50_000 + b"\xff")
@@ -47,39 +48,44 @@ def corpus(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.storm)])
-def test_killed_at_random_instants(corpus, kills):
+def test_preparing_survives_kills_at_random_instants(corpus, kills):
     flags = ("--source", "corpus", "--shard_size", "50000", "--val_tokens", "60000")
-    assert prepare(*flags, "--out", "whole").wait() == [0]
-    manifest = read_manifest(Path("whole"))
+    assert prepare(*flags, "--out", "reference").wait() == [0]
+    manifest = read_manifest(Path("reference"))
     assert manifest["repaired"] == 3
     assert manifest["skipped"] == {
         "broken JSON": 2, "no text": manifest["skipped"]["no text"], "NoneType, not a string": 2,
         "no field 'text'": 2, "blank line": 2,
     }  # fmt: skip
-    instants, number, shards_at_kill = random.Random(1), 0, []
+    rng, number, shards_at_kill = random.Random(1), 0, []
     while len(shards_at_kill) < kills:
-        life = prepare(*flags, "--out", f"killed{number}")
-        time.sleep(instants.uniform(0.05, 0.35))
-        if life.is_alive():
-            life.kill()
-            shards_at_kill.append(len(list(Path(f"killed{number}").glob("*.npy"))))
+        folder = Path(f"killed{number}")
+        run, new_shards = prepare(*flags, "--out", str(folder)), rng.randrange(4)
+        enough = len(list(folder.glob("*.npy"))) + new_shards
+        while run.is_alive() and len(list(folder.glob("*.npy"))) < enough:
+            time.sleep(0.001)
+        time.sleep(rng.uniform(0, 0.03 if new_shards else 0.25))
+        if run.is_alive():
+            run.kill()
+            shards_at_kill.append(len(list(folder.glob("*.npy"))))
         else:
-            assert prepared(f"killed{number}") == prepared("whole")
+            assert shards(str(folder)) == shards("reference")
             number += 1
     assert prepare(*flags, "--out", f"killed{number}").wait() == [0]
-    assert prepared(f"killed{number}") == prepared("whole")
-    assert len(set(shards_at_kill)) > 5  # all over it
+    assert shards(f"killed{number}") == shards("reference")
+    assert len(set(shards_at_kill)) > 5  # the kills came at different stages
 
 
-def test_what_is_skipped_is_named(corpus):
-    life = prepare("--source", "corpus", "--out", "out")
-    assert life.wait() == [0]
-    assert "skipped corpus/a.jsonl:6: broken JSON" in life.text()
-    assert "skipped (broken JSON)" in life.text() and "skipped (NoneType, not a string)" in life.text()
+def test_skipped_input_is_counted_and_reported(corpus):
+    run = prepare("--source", "corpus", "--out", "out")
+    assert run.wait() == [0]
+    assert "skipped corpus/a.jsonl:6: broken JSON" in run.text()
+    assert "skipped (broken JSON)" in run.text()
+    assert "skipped (NoneType, not a string)" in run.text()
 
 
-def note_memory(rank: int) -> None:
-    """Write to memory.txt by how many bytes the process has grown at most."""
+def record_memory(rank: int) -> None:
+    """Write the peak growth of the process in bytes to memory.txt."""
     import prepare_dataset
 
     def peak() -> int:
@@ -87,50 +93,42 @@ def note_memory(rank: int) -> None:
 
     before, main = peak(), prepare_dataset.main
 
-    def noting_main():
+    def recording_main():
         status = main()
         Path("memory.txt").write_text(str(peak() - before))
         return status
 
-    prepare_dataset.main = noting_main
+    prepare_dataset.main = recording_main
 
 
 def memory_for(megabytes: int, kind: str) -> int:
-    """Peak growth in bytes for one line of text of so many megabytes."""
+    """Return the peak growth of the process in bytes for one line of `megabytes` MB."""
     path = Path(f"{megabytes}.{kind}")
     with open(path, "wb") as file:
         file.write(b'{"text": "first"}\n{"text": "' if kind == "jsonl" else b"")
         for _ in range(megabytes):
             file.write(b"word " * 200_000)
         file.write(b'"}\n{"text": "last"}\n' if kind == "jsonl" else b"")
-    life = prepare(
-        "--source",
-        str(path),
-        "--out",
-        f"out-{path}",
-        "--shard_size",
-        "1000000",
-        "--val_tokens",
-        "2",
-        faults=[note_memory],
-    )
-    assert life.wait(timeout_s=1200) == [0], life.text()
+    flags = ("--source", str(path), "--out", f"out-{path}", "--shard_size", "1000000", "--val_tokens", "2")
+    run = prepare(*flags, faults=[record_memory])
+    assert run.wait(timeout_s=1200) == [0], run.text()
     path.unlink()
     return int(Path("memory.txt").read_text())
 
 
 @pytest.mark.parametrize(("small", "large"), [(2, 16), pytest.param(16, 1000, marks=pytest.mark.storm)])
-def test_one_line_of_any_length_takes_the_same_memory(tmp_path, monkeypatch, small, large):
+def test_memory_does_not_grow_with_the_length_of_a_line(tmp_path, monkeypatch, small, large):
     monkeypatch.chdir(tmp_path)
     assert memory_for(large, "txt") < memory_for(small, "txt") + 150e6
 
 
 @pytest.mark.parametrize("large", [200, pytest.param(1000, marks=pytest.mark.storm)])
-def test_a_line_of_json_that_is_too_long_is_skipped_and_told(tmp_path, monkeypatch, large):
+def test_an_overlong_line_of_json_is_skipped_and_reported(tmp_path, monkeypatch, large):
     monkeypatch.chdir(tmp_path)
     assert memory_for(large, "jsonl") < 3 * sources.MAX_LINE_BYTES
     manifest = read_manifest(Path(f"out-{large}.jsonl"))
-    assert manifest["documents"] == 2 and manifest["skipped"] == {"a line of more than 64 MB": 1}
-    shards = sorted(Path(f"out-{large}.jsonl").glob("*.npy"), key=lambda path: path.stem[-6:])
-    ids = np.concatenate([np.load(path) for path in shards])
+    assert manifest["documents"] == 2
+    assert manifest["skipped"] == {"a line of more than 64 MB": 1}
+    paths = sorted(Path(f"out-{large}.jsonl").glob("*.npy"), key=lambda path: path.stem[-6:])
+    ids = np.concatenate([np.load(path) for path in paths])
     assert bytes(ids[ids < 256].astype(np.uint8)) == b"firstlast"

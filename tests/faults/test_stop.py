@@ -1,4 +1,4 @@
-"""Asked to stop, at whatever moment and by whatever means, a run saves once, on all ranks alike, and continues."""
+"""Stops by signal, by --max_hours and by the loss of a rank: one save of the same step on all ranks, then a resume."""
 
 import contextlib
 import json
@@ -12,61 +12,61 @@ from pathlib import Path
 
 import pytest
 from conftest import load, write_data
-from harness import Launched, Life, assert_continued, folders
+from harness import LaunchedRun, Run, assert_equals_reference, folders
 from injected import pause, raise_in_step, record_tokens, tokens_of_steps
 
 FLAGS = (
     "--total_batch_size 128 --max_steps 14 --checkpoint_freq 6 --eval_freq 6 --hellaswag_freq 6 "
     "--hellaswag_file hs.jsonl --dropout 0.1"
 ).split()
-# Moments of a run, and after how many steps it stops then. Beside a save it goes on, at most to the next one.
-MOMENTS = {"micro-step": [3], "evaluation": [6], "save": range(6, 11), "hellaswag": [6], "epoch's last step": [9]}
+# When the signal comes -> the steps after which the run may stop. Training continues during a save.
+MOMENTS = {"micro-step": [3], "evaluation": [6], "save": range(6, 11), "hellaswag": [6], "last step of an epoch": [9]}
 SIGNALS = ("SIGTERM", "SIGINT", "SIGINT twice", "SIGUSR1", "SIGHUP", "max_hours")
 
 
 @pytest.fixture(scope="module")
 def ranks(request, tmp_path_factory):
-    """A number of ranks; in the working folder are data and, in "whole", the uninterrupted run on as many."""
+    """The number of ranks; the working folder has data and, in "reference", the uninterrupted run on these ranks."""
     folder = tmp_path_factory.mktemp("stop")
     write_data(folder / "data")
     example = {"ctx": "A man", "endings": ["sits.", "flies away.", "is a.", "of."], "label": 0}
     (folder / "hs.jsonl").write_text(json.dumps(example) + "\n" + json.dumps(example | {"label": 3}) + "\n")
     with contextlib.chdir(folder):
-        assert (
-            Life(*FLAGS, *folders("whole"), ranks=request.param, faults=[record_tokens]).wait() == [0] * request.param
-        )
+        reference = Run(*FLAGS, *folders("reference"), ranks=request.param, faults=[record_tokens])
+        assert reference.wait() == [0] * request.param
         yield request.param
 
 
 def cases():
-    """Each signal in each moment, on 1 and on 2 ranks; but for some on both, that is for the storm."""
-    for ranks, (number, name), (turn, moment) in product((1, 2), enumerate(SIGNALS), enumerate(MOMENTS)):
-        fast = (number + ranks) % len(MOMENTS) == turn
+    """Yield each signal at each moment on 1 and 2 ranks; one moment per signal runs outside the fault storm."""
+    for ranks, (number, name), (index, moment) in product((1, 2), enumerate(SIGNALS), enumerate(MOMENTS)):
+        fast = (number + ranks) % len(MOMENTS) == index
         marks = () if fast else pytest.mark.storm
         yield pytest.param(ranks, name, moment, id=f"{name} in {moment}, {ranks} ranks", marks=marks)
 
 
 @pytest.mark.parametrize(("ranks", "name", "moment"), list(cases()), indirect=["ranks"])
-def test_a_stop(ranks, name, moment):
-    run = f"{name} in {moment}, {ranks}"
+def test_a_stop_saves_once_and_can_be_resumed(ranks, name, moment):
+    folder = f"{name} in {moment}, {ranks}"
     tokens_before = len(tokens_of_steps())
-    life = Life(*FLAGS, *folders(run), ranks=ranks, faults=[record_tokens, partial(pause, moment, name == "max_hours")])
-    life.wait_for(f"^paused in {moment}")
+    faults = [record_tokens, partial(pause, moment, name == "max_hours")]
+    run = Run(*FLAGS, *folders(folder), ranks=ranks, faults=faults)
+    run.wait_for(f"^paused in {moment}")
     for signal_name in name.split()[:1] * (2 if "twice" in name else 1):
         if signal_name.startswith("SIG"):
-            life.signal(getattr(signal, signal_name), ranks - 1)  # of two ranks the one that does not save
-    assert life.wait() == [0] * ranks, life.text()
-    status = json.loads(Path(run, "ckpt/status.json").read_text())
+            run.signal(getattr(signal, signal_name), ranks - 1)  # of two ranks, the one that does not save
+    assert run.wait() == [0] * ranks, run.text()
+    status = json.loads(Path(folder, "ckpt/status.json").read_text())
     step, reason = status["step"], name.split()[0]
     assert step in MOMENTS[moment]
     assert (status["status"], status["reason"]) == ("stopped", reason)
-    assert f"stopped ({reason}) after {step} steps" in life.text()
-    # Once; but for the best model, which is saved again with its val_loss.
-    assert len(re.findall(rf"^saved step {step} as (?!.*best_model)", life.text(), re.MULTILINE)) == 1
-    assert load(f"{run}/ckpt/latest.pt")["step"] == step
-    assert tokens_before == len(tokens_of_steps())  # no rank went on to a step that the other has not made
-    assert Life(*FLAGS, *folders(run), "--resume", "latest", ranks=ranks, faults=[record_tokens]).wait() == [0] * ranks
-    assert_continued(run, "loss", "grad_norm", "val_loss", "hellaswag_acc_norm")
+    assert f"stopped ({reason}) after {step} steps" in run.text()
+    assert len(re.findall(rf"^saved step {step} as ", run.text(), re.MULTILINE)) == 1
+    assert load(f"{folder}/ckpt/latest.pt")["step"] == step
+    assert tokens_before == len(tokens_of_steps())  # no rank made a step that the reference did not make
+    resumed = Run(*FLAGS, *folders(folder), "--resume", "latest", ranks=ranks, faults=[record_tokens])
+    assert resumed.wait() == [0] * ranks
+    assert_equals_reference(folder, "loss", "grad_norm", "val_loss", "hellaswag_acc_norm")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -77,11 +77,11 @@ LONG_STEP = ("--total_batch_size", str(16 * 2 * 600), "--max_steps", "3", "--war
 
 @pytest.fixture(scope="module")
 def long_run(tmp_path_factory):
-    """A folder with data and, in "whole", the uninterrupted run of LONG_STEP on 2 ranks."""
+    """A folder with data and, in "reference", the uninterrupted run of LONG_STEP on 2 ranks."""
     folder = tmp_path_factory.mktemp("long")
     write_data(folder / "data")
     with contextlib.chdir(folder):
-        assert Life(*LONG_STEP, *folders("whole"), ranks=2).wait() == [0, 0]
+        assert Run(*LONG_STEP, *folders("reference"), ranks=2).wait() == [0, 0]
         yield folder
 
 
@@ -89,14 +89,14 @@ def to_agent(name: str):
     return lambda run: run.process.send_signal(getattr(signal, name))
 
 
-def to_the_group_twice(run: Launched) -> None:
-    """A terminal's Ctrl-C reaches agent and workers, and the agent sends it on to the workers."""
+def to_the_group_twice(run: LaunchedRun) -> None:
+    """Press Ctrl-C twice: the terminal signals the agent and the workers, and the agent signals the workers again."""
     os.killpg(run.process.pid, signal.SIGINT)
     time.sleep(0.05)
     os.killpg(run.process.pid, signal.SIGINT)
 
 
-def to_a_worker(run: Launched, number: int = signal.SIGUSR1) -> None:
+def to_a_worker(run: LaunchedRun, number: int = signal.SIGUSR1) -> None:
     os.kill(run.workers()[-1], number)
 
 
@@ -112,11 +112,11 @@ def to_a_worker(run: Launched, number: int = signal.SIGUSR1) -> None:
         pytest.param(to_a_worker, "SIGUSR1", id="SIGUSR1 to a worker", marks=pytest.mark.storm),
     ],
 )
-def test_a_stop_of_torchrun(long_run, send, reason, request):
-    """torchrun hands signals on and dies of those that it does not know; its workers save and leave all the same."""
+def test_a_stop_of_torchrun_can_be_resumed(long_run, send, reason, request):
+    """Let the workers save and exit, whether torchrun forwards the signal or is killed by it."""
     name = request.node.callspec.id.replace(" ", "-")
-    run = Launched(*LONG_STEP, *folders(name), processes=2)
-    run.wait_for(r"^step 0/3")  # now it is within step 1, of 300 micro-steps
+    run = LaunchedRun(*LONG_STEP, *folders(name), processes=2)
+    run.wait_for(r"^step 0/3")  # step 1, of 300 micro-steps, has begun
     send(run)
     sent = time.monotonic()
     run.wait()
@@ -126,12 +126,12 @@ def test_a_stop_of_torchrun(long_run, send, reason, request):
     assert f"stopped ({reason}) after 1 steps" in run.text(), run.text()
     status = json.loads(Path(name, "ckpt/status.json").read_text())
     assert (status["status"], status["reason"], status["step"]) == ("stopped", reason, 1)
-    assert Life(*LONG_STEP, *folders(name), "--resume", "latest", ranks=2).wait() == [0, 0]
-    assert_continued(name)
+    assert Run(*LONG_STEP, *folders(name), "--resume", "latest", ranks=2).wait() == [0, 0]
+    assert_equals_reference(name)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# a rank that does not answer any more
+# a rank that was killed, failed or hangs
 
 SHORT = ("--max_steps", "40", "--checkpoint_freq", "4", "--dropout", "0.1")
 
@@ -146,31 +146,33 @@ SHORT = ("--max_steps", "40", "--checkpoint_freq", "4", "--dropout", "0.1")
         ),
     ],
 )
-def test_a_rank_that_is_gone_ends_the_run_and_it_can_be_resumed(workdir, how, rank):
-    assert Life(*SHORT, *folders("whole"), ranks=2).wait() == [0, 0]
+def test_a_lost_rank_ends_the_run_and_it_can_be_resumed(workdir, how, rank):
+    assert Run(*SHORT, *folders("reference"), ranks=2).wait() == [0, 0]
     faults = [partial(raise_in_step, 10, rank)] if how == "an exception" else [partial(pause, "micro-step", False)]
-    # The time-out also counts while the ranks meet.
-    life = Life(*SHORT, *folders("run"), "--timeout_minutes", "0.1", ranks=2, faults=faults)
+    # The time-out must also leave the ranks time to start, on a loaded machine.
+    run = Run(*SHORT, *folders("run"), "--timeout_minutes", "0.2", ranks=2, faults=faults)
     if how != "an exception":
-        life.wait_for("^paused in micro-step")
-        life.signal(signal.SIGKILL if how == "kill -9" else signal.SIGSTOP, rank)
-    other = life.ranks[1 - rank]
-    other.join(30)  # the time-out is 6 s
-    assert other.exitcode not in (None, 0), life.text()
-    life.signal(signal.SIGKILL)
-    life.wait()
-    assert "saved step 4 as" in life.text() or how != "an exception"
-    assert Life(*SHORT, *folders("run"), "--resume", "auto", ranks=2).wait() == [0, 0]
-    assert_continued("run")
+        run.wait_for("^paused in micro-step")
+        run.signal(signal.SIGKILL if how == "kill -9" else signal.SIGSTOP, rank)
+    other = run.ranks[1 - rank]
+    other.join(120)  # the time-out is 12 s
+    assert other.exitcode not in (None, 0), run.text()
+    run.signal(signal.SIGKILL)
+    run.wait()
+    if how == "an exception":
+        assert "saved step 4 as" in run.text()
+    assert Run(*SHORT, *folders("run"), "--resume", "auto", ranks=2).wait() == [0, 0]
+    assert_equals_reference("run")
 
 
 @pytest.mark.storm
-def test_a_worker_of_torchrun_that_hangs_ends_the_run_and_nothing_stays(long_run):
-    """torchrun waits 30 s after its SIGTERM before it kills the stopped process."""
-    run = Launched(*LONG_STEP, *folders("hangs"), "--timeout_minutes", "0.3", processes=2)
+def test_a_hanging_worker_of_torchrun_ends_the_run(long_run):
+    """Wait for torchrun, which sends SIGTERM and kills the stopped process 30 s later."""
+    run = LaunchedRun(*LONG_STEP, *folders("hangs"), "--timeout_minutes", "0.3", processes=2)
     run.wait_for(r"^step 0/3")
     to_a_worker(run, signal.SIGSTOP)
     (status,) = run.wait(timeout_s=18 + 30 + 30)
-    assert status != 0 and not run.group(), run.text()
-    assert Life(*LONG_STEP, *folders("hangs"), "--resume", "auto", ranks=2).wait() == [0, 0]
-    assert_continued("hangs")
+    assert status != 0, run.text()
+    assert not run.group()
+    assert Run(*LONG_STEP, *folders("hangs"), "--resume", "auto", ranks=2).wait() == [0, 0]
+    assert_equals_reference("hangs")
