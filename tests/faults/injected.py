@@ -221,11 +221,17 @@ def fail_saves(first: int, count: int, rank: int) -> None:
 def no_tokenizer(which_rank: int, rank: int) -> None:
     """Make the tokenizer of samples and HellaSwag unavailable on one rank."""
 
+    tokenizer_on_all = train.tokenizer_on_all
+
     def fail(name: str):
         raise UserError(f"the vocabulary of {name!r} could not be downloaded")
 
-    if rank == which_rank:
-        tokenizer.get_tokenizer = fail
+    def failing(*args):
+        if rank == which_rank:
+            tokenizer.get_tokenizer = fail
+        return tokenizer_on_all(*args)
+
+    train.tokenizer_on_all = failing
 
 
 def pause(moment: str, expire: bool, rank: int) -> None:

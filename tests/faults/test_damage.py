@@ -76,7 +76,7 @@ def test_resume_skips_damaged_files_in_order(stopped_run, how, count):
     for file in damaged:
         damage(folder / file, how)
     text = run_to_end(*FLAGS, *folders(name), "--resume", "latest")
-    reported = re.findall(r"^passed over (.*?): (damaged.*)$", text, re.M)
+    reported = re.findall(r"^skipped (.*?): (corrupt.*)$", text, re.M)
     assert [file for file, _ in reported] == [str(folder / file) for file in damaged]
     next_file = list(ORDER)[count]
     assert f"resumed from {folder / next_file} at step {ORDER[next_file]}" in text
@@ -94,7 +94,7 @@ def test_resume_is_refused_if_all_files_are_damaged(stopped_run, how, which, ran
         damage(file, how)
     checkpoints, logs = content(folder), content(Path(name, "logs"))
     message = refusal(*FLAGS, *folders(name), "--resume", which, ranks=ranks)
-    assert f"no checkpoint in {folder} is whole" in message
+    assert f"{folder}: all checkpoints are corrupt: " in message
     assert all(file in message for file in ORDER)
     assert content(folder) == checkpoints
     assert content(Path(name, "logs")) == logs

@@ -64,7 +64,7 @@ def test_max_bad_steps_stops_at_the_last_good_step(workdir, ranks):
     run = Run(*FLAGS, *folders("run"), "--max_bad_steps", "3", "--checkpoint_freq", "5", ranks=ranks, faults=[fault])
     assert run.wait() == [1] * ranks
     warning = (
-        r"^warning: stopping after 3 bad steps, at step 4 before them. Go on with (--resume latest .*?), or past these"
+        r"^warning: stopping after 3 bad steps, at step 4 before them. Resume with (--resume latest .*?), or skip these"
     )
     assert re.search(warning, run.text(), re.M)
     status = json.loads(Path("run/ckpt/status.json").read_text())
@@ -83,7 +83,7 @@ def test_the_commands_suggested_after_bad_steps_work(workdir, flags):
     fault = partial(bad_numbers, range(4, 100), "nan loss", 0)
     run = Run(*FLAGS, *flags, *folders("run"), faults=[fault])
     assert run.wait() == [1]
-    (advice,) = re.findall(r"Go on with (--resume latest .*?), or past these", run.text())
+    (advice,) = re.findall(r"Resume with (--resume latest .*?), or skip these", run.text())
     assert ("--precision fp32" in advice) == ("bf16" in flags)
     for number, suggestion in enumerate(advice.removeprefix("--resume latest ").split(" or ")):
         shutil.copytree("run", f"run{number}")

@@ -91,7 +91,7 @@ FLAGS = {
     "wrong type": (["--num_layers", "two"], "'two'"),
     "fraction for an integer": (["--max_steps", "1.5"], "'1.5'"),
     "NaN": (["--max_lr", "nan"], "--max_lr is nan; expected 0 or more"),
-    "heads do not divide the width": (["--num_heads", "3"], "--embd_size 16 is not divisible by --num_heads 3"),
+    "heads do not divide the width": (["--num_heads", "3"], "--num_heads is 3; expected a divisor of the width, 16"),
     "cpu_offload without fsdp": (["--cpu_offload"], "--cpu_offload needs --sharding fsdp"),
     "batch that cannot be split": (
         ["--total_batch_size", "80"],
@@ -131,9 +131,12 @@ RESUMED = {
     "different tokenizer": (["--tokenizer", "gpt2"], "'gpt2'"),
     "different batch size": (
         ["--total_batch_size", "128"],
-        "128, but the checkpoint was trained with 64; drop the flag, or go",
+        "128, but the checkpoint was trained with 64; drop the flag, or add --allow_changes",
     ),
-    "different learning rate": (["--max_lr", "2e-3"], "or go on with the new value by adding --allow_changes"),
+    "different learning rate": (
+        ["--max_lr", "2e-3"],
+        "drop the flag, or add --allow_changes to resume with the new value",
+    ),
     "warm-up longer than the run": (["--warmup_steps", "99", "--allow_changes"], "--warmup_steps 99 is not shorter"),
 }
 
