@@ -70,7 +70,7 @@ def test_max_bad_steps_stops_at_the_last_good_step(workdir, ranks):
     status = json.loads(Path("run/ckpt/status.json").read_text())
     assert status["status"] == "failed"
     assert status["step"] == 4
-    assert "3 steps running" in status["reason"]
+    assert "3 consecutive steps" in status["reason"]
     assert load("run/ckpt/latest.pt")["step"] == 4
     assert_finite("run")
     # Without the fault, a resume repeats the steps and equals the uninterrupted run.
