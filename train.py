@@ -12,7 +12,6 @@ the model and the optimizer, and all of it is in each checkpoint.
 
 import dataclasses
 import math
-import os
 import sys
 import time
 from collections import deque
@@ -34,14 +33,14 @@ from model import GPT, IGNORED_TARGET
 from steadygpt import checkpoint as checkpoints
 from steadygpt import distributed
 from steadygpt.cli import UserError, run_cli
-from steadygpt.device import autocast, choose_precision, evaluating, process_age_s, profiled, use_fp8
+from steadygpt.device import autocast, choose_precision, evaluating, process_age_s, profiled, set_up, use_fp8
 from steadygpt.distributed import Ranks, Stopped, StopSignal
 from steadygpt.optim import make_optimizer
 from steadygpt.plan import describe
 from steadygpt.runlog import duration_text, git_commit
 from steadygpt.saves import Saves
 from steadygpt.stability import SPIKE_WINDOW, Diverged, StepResult, loss_z
-from steadygpt.start import Start, find_start, open_outputs
+from steadygpt.start import Start, find_start, open_outputs, resume_in_its_folder
 from steadygpt.tokenizer import tokenizer_on_all
 
 SAMPLE_TOKENS = 100
@@ -125,11 +124,7 @@ def build_training(start: Start, data: Data, ranks: Ranks) -> Training:
     """Build the model and its optimizer, with the state or the weights that the run starts from."""
     config, checkpoint, loaded = start.config, start.checkpoint, start.checkpoint or start.weights
     precision = choose_precision(config.precision, ranks.device)
-    if ranks.device.type == "cuda":
-        torch.set_float32_matmul_precision("high")  # TF32
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+    set_up(ranks.device, config.deterministic)
     torch.manual_seed(config.seed)
     shape, lean = config.shape(data.vocab_size), (config.activation_checkpointing, config.loss_chunk_size)
     with ranks.device:
@@ -361,7 +356,11 @@ def train(run: Run, step_ended: Callable[[], None]) -> None:
             if last:
                 return run.read_results()
             lr = learning_rate(t.config, state.step, schedule.max_steps)
-            run.unread.append(train_step(t, batches, lr, state.step, run.stop, state.recent_losses))
+            try:
+                run.unread.append(train_step(t, batches, lr, state.step, run.stop, state.recent_losses))
+            except Stopped:
+                run.read_results()
+                raise
             epochs_before = int(schedule.epochs(state.rows_consumed))
             state.step += 1
             state.rows_consumed += schedule.rows_per_step
@@ -382,8 +381,15 @@ def run_to_end(run: Run) -> int:
     status, reason = "failed", "an error; see stderr"
     log.status("running", step=run.state.step)
     try:
-        with profiled(t.config.profile, trace, log.say) as step_ended:
-            status, reason = outcome(run, step_ended)
+        try:
+            with profiled(t.config.profile, trace, log.say) as step_ended:
+                train(run, step_ended)
+            status, reason = "finished", ""
+        except Stopped as stopped:
+            status, reason = "stopped", stopped.reason
+        except Diverged as diverged:
+            reason = f"{diverged.bad_steps} consecutive steps without a finite loss and gradient"
+            log.warn(diverged.advice(t.config, t.precision))
         saves.finish(run.state.step)
         if t.ranks.any(saves.failed):
             status, reason = "failed", "the last save failed"
@@ -393,20 +399,6 @@ def run_to_end(run: Run) -> int:
         why, took = reason and f" ({reason})", duration_text(run.elapsed_s())
         log.say(f"{status}{why} after {run.state.step:,} steps, {took}, in {t.config.checkpoint_dir}")
     return 0 if status != "failed" else 1
-
-
-def outcome(run: Run, step_ended: Callable[[], None]) -> tuple[str, str]:
-    """Train, and return how that ended: status and reason."""
-    try:
-        try:
-            train(run, step_ended)
-        except Stopped as stopped:
-            run.read_results()
-            return "stopped", stopped.reason
-        return "finished", ""
-    except Diverged as diverged:
-        run.log.warn(diverged.advice(run.training.config, run.training.precision))
-        return "failed", f"{diverged.bad_steps} consecutive steps without a finite loss and gradient"
 
 
 def launch(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, data: Data | None) -> int:
@@ -454,12 +446,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in checkpoints.checkpoint_table(Path(config.checkpoint_dir)):
             print(line, flush=True)
         return 0
-    if config.resume not in ("", "latest", "auto", "best"):
-        if not Path(config.resume).is_file():
-            found = "a folder" if Path(config.resume).is_dir() else "no such file"
-            raise UserError(f"--resume {config.resume}: {found}; expected latest, auto, best or a checkpoint file")
-        if "checkpoint_dir" not in given:
-            config = dataclasses.replace(config, checkpoint_dir=str(Path(config.resume).parent))
+    config = resume_in_its_folder(config, given)
     data = None
     if not config.resume and config.init_from == "scratch":  # else the model's shape is in a file
         data = open_data(config)

@@ -47,6 +47,15 @@ def choose_precision(wanted: str, device: torch.device) -> str:
     return "fp32"
 
 
+def set_up(device: torch.device, deterministic: bool) -> None:
+    """Allow TF32 on CUDA; make results repeatable bit by bit if `deterministic`."""
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
 def autocast(device: torch.device, precision: str):
     """Compute in bf16 or fp16 inside; weights stay fp32. With fp8 all but the fp8 products is computed in bf16."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}.get(precision)

@@ -57,6 +57,20 @@ class Start:
         return finished and self.step is not None and self.step >= max_steps
 
 
+def resume_in_its_folder(config: "TrainConfig", given: Mapping[str, str]) -> "TrainConfig":
+    """Return the configuration with the folder of a checkpoint file that --resume names, unless a folder is given.
+
+    Raises: UserError when there is no such file.
+    """
+    if config.resume in ("", "latest", "auto", "best"):
+        return config
+    file = Path(config.resume)
+    if not file.is_file():
+        found = "a folder" if file.is_dir() else "no such file"
+        raise UserError(f"--resume {file}: {found}; expected latest, auto, best or a checkpoint file")
+    return config if "checkpoint_dir" in given else dataclasses.replace(config, checkpoint_dir=str(file.parent))
+
+
 def find_start(
     config: "TrainConfig", given: Mapping[str, str], ranks: Ranks, held: ExitStack, read_weights: Callable[[str], dict]
 ) -> Start:
