@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model import GPTConfig
-from steadygpt.cli import UserError, check_options, option, options_of, read_flags
+from steadygpt.cli import UserError, check_options, kind_of, option, options_of, read_flags
 
 PRESETS = Path(__file__).resolve().parent / "configs"
 
@@ -243,7 +243,7 @@ def _read_toml(name: str, read_by: tuple[str, ...] = ()) -> dict:
         if key not in FIELDS:
             close = difflib.get_close_matches(key, FIELDS, n=1)
             raise UserError(f"{path}: unknown option {key!r}{f'; did you mean {close[0]}?' if close else ''}")
-        kind = FIELDS[key].type
+        kind = kind_of(FIELDS[key])
         if kind is float and type(value) is int:
             values[key] = float(value)
         elif type(value) is not kind:

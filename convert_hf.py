@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from generate import load_model
 from model import GPT, GPTConfig
 from steadygpt.checkpoint import FORMAT_VERSION, as_checkpoint, load_verified, open_checkpoint
-from steadygpt.cli import OptionError, UserError, option, parse_options, run_cli
+from steadygpt.cli import OptionError, UserError, kind_of, option, parse_options, run_cli
 from steadygpt.durable import fsync_folder, replace_file
 from steadygpt.sources import check_hub
 from steadygpt.tokenizer import END_OF_TEXT, get_tokenizer, hugging_face_tokenizer, vocab_size_of
@@ -186,9 +186,8 @@ def _read_folder(folder: Path, source: str, tokenizer: str) -> dict:
         raise UserError(f"{source}: model_type in config.json is {kind!r}; expected {' or '.join(FAMILIES)}")
     family = FAMILIES[kind]
     # transformers 5 merges what were separate fields before.
-    rope = stored.get("rope_parameters")
-    for newer, older in ROPE.items() if isinstance(rope, dict) else ():
-        stored[older] = rope.get(newer, stored.get(older))
+    if isinstance(rope := stored.get("rope_parameters"), dict):
+        stored |= {older: rope.get(newer, stored.get(older)) for newer, older in ROPE.items()}
     for name, expected in family.required.items():
         if stored.get(name) not in (None, expected):
             raise UserError(f"{source}: {name} in config.json is {stored[name]!r}; expected {expected!r}")
@@ -220,9 +219,9 @@ def _read_folder(folder: Path, source: str, tokenizer: str) -> dict:
 def _config(found: dict, names: dict[str, str], source: Path | str) -> GPTConfig:
     """Build the shape from its fields; `names` has the names that errors report, as in the source."""
     for f in dataclasses.fields(GPTConfig):
-        value = found.get(f.name, f.default)
-        if type(value) not in ((int, float) if f.type is float else (f.type,)):
-            expected = "true or false" if f.type is bool else f"{f.type.__name__}, such as {f.default}"
+        value, kind = found.get(f.name, f.default), kind_of(f)
+        if type(value) not in ((int, float) if kind is float else (kind,)):
+            expected = "true or false" if kind is bool else f"{kind.__name__}, such as {f.default}"
             raise UserError(f"{source}: {names[f.name]} is {value!r}; expected {expected}")
     config = GPTConfig(**found)
     try:
@@ -318,7 +317,7 @@ def _read_safetensors(folder: Path, source: str) -> dict[str, Tensor]:
         files = sorted(folder.glob("model-*.safetensors"))
     if not files:
         raise UserError(f"{source}: no model.safetensors; other formats are refused, because loading them can run code")
-    weights = {}
+    weights: dict[str, Tensor] = {}
     for file in files:
         try:
             weights |= load_file(file)
@@ -458,9 +457,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(ConvertOptions, argv, __doc__.partition("\n")[0])
     if options.source in ("latest", "best"):
         path, checkpoint = open_checkpoint(options.source, Path(options.checkpoint_dir))
-        checkpoint = with_tokenizer(checkpoint, options.tokenizer, path)
+        source, checkpoint = str(path), with_tokenizer(checkpoint, options.tokenizer, path)
     else:
-        path, checkpoint = options.source, read_weights(options.source, options.tokenizer)
+        source, checkpoint = options.source, read_weights(options.source, options.tokenizer)
     target, notes = Path(options.target), []
     if target.suffix == ".pt":
         if target.exists():
@@ -477,7 +476,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with torch.device("meta"):
         model = GPT(GPTConfig(**checkpoint["model_config"]), initialize=False)
     print(
-        f"{path} -> {target}: {model.num_parameters() / 1e6:,.2f} M parameters, context "
+        f"{source} -> {target}: {model.num_parameters() / 1e6:,.2f} M parameters, context "
         f"{model.config.context_length:,}, vocabulary {model.config.vocab_size:,} "
         f"({checkpoint['tokenizer'] or 'tokenizer unknown'}); {use}"
     )

@@ -145,7 +145,7 @@ def tokenize(examples: Sequence[dict], tokenizer, context_length: int, style: st
 def load(config: "TrainConfig", tokenizer: Any, ranks: Ranks, log: Any) -> list[Tree]:
     """Return the examples for a run in training, the same on every rank; none, with a warning, if unavailable."""
     try:
-        examples = ranks.on_main(lambda: load_examples(config.hellaswag_file))
+        examples = ranks.on_main(lambda: load_examples(config.hellaswag_file)) or []
     except UserError as error:
         log.warn(f"no HellaSwag in this run: {error}")
         return []

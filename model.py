@@ -283,8 +283,8 @@ class GPT(nn.Module):
         scored = targets != IGNORED_TARGET
         if reduction == "none":
             x, targets = x[scored], targets[scored]
-        losses = self._chunked_losses if 0 < self.loss_chunk_size < len(x) else self._losses
-        losses = losses(x, targets, "none" if reduction == "none" else "sum")
+        compute = self._chunked_losses if 0 < self.loss_chunk_size < len(x) else self._losses
+        losses = compute(x, targets, "none" if reduction == "none" else "sum")
         return losses / scored.sum() if reduction == "mean" else losses
 
     def _logits(self, x: Tensor) -> Tensor:
@@ -309,7 +309,7 @@ class GPT(nn.Module):
         Compiled into one graph with the rest, the logits of all chunks are in memory at once again (torch 2.13).
         """
         self._chunked_losses = torch.compiler.disable(self._chunked_losses)  # type: ignore[method-assign]
-        return torch.compile(self)
+        return torch.compile(self)  # type: ignore[return-value]  # a module; torch's stubs say a function
 
     def num_parameters(self) -> int:
         """Return the number of parameters: a tied head counts once, padding rows do not count."""

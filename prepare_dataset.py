@@ -20,22 +20,23 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import NamedTuple
 
 import numpy as np
 import tiktoken
 from tqdm import tqdm
 
 from steadygpt.cli import OptionError, UserError, option, parse_options, run_cli
+from steadygpt.device import usable_cores
 from steadygpt.durable import lock_folder, replace_file
 from steadygpt.shards import DEFAULT_FOLDER, MANIFEST, open_shard, token_dtype, write_shard
-from steadygpt.sources import READERS, STDLIB, Position, Row, file_rows, find_files, fingerprint, hub_rows, load_hub
+from steadygpt.sources import STDLIB, Position, Row, file_rows, find_files, fingerprint, hub_rows, load_hub, suffix_of
 from steadygpt.tokenizer import END_OF_TEXT, get_tokenizer
 
 FORMAT_VERSION = 1
@@ -59,8 +60,8 @@ class PrepareOptions:
         None, "tokens of val, taken from the start (default: a shard; of files at most bytes / 40)", at_most=2**31
     )
     num_workers: int | None = option(None, "threads that tokenize (default: one per core)", at_least=1, at_most=2**31)
-    out: str | None = option(None, f"folder for the shards (default: data/NAME; for fineweb-edu {DEFAULT_FOLDER})")
-    name: str | None = option(None, "prefix of the shards' file names (default: the last part of --source)")
+    out: str = option("", f"folder for the shards (default: data/NAME; for fineweb-edu {DEFAULT_FOLDER})")
+    name: str = option("", "prefix of the shards' file names (default: the last part of --source)")
     text_field: str = option("text", "JSON field or column that holds a document's text")
     streaming: bool = option(False, "read a Hub data set while it downloads")
 
@@ -83,7 +84,7 @@ Batch = list[Piece]
 _BEFORE_LAST_CUT = re.compile(r"(?s:.*)\S(?= )")
 
 
-def split_text(file: TextIO) -> Iterator[str]:
+def split_text(file: io.TextIOBase) -> Iterator[str]:
     """Cut a text into pieces of about PIECE_CHARS whose ids, concatenated, are the ids of the whole text.
 
     Cuts come before a space that follows a non-space, where pre-tokenizers such as GPT-2's always begin a new word. A
@@ -121,12 +122,12 @@ def read_pieces(rows: Iterable[Row], start: Position) -> Iterator[Piece]:
 
 def gather_batches(pieces: Iterable[Piece]) -> Iterator[Batch]:
     """Gather consecutive pieces into batches of BATCH_CHARS or a little more."""
-    batch, size = [], 0
+    batch, size = Batch(), 0
     for piece in pieces:
         # A later piece of a document begins a batch, because encoding it with the piece before would undo the cut.
         if size >= BATCH_CHARS or (batch and piece.at.piece > 0):
             yield batch
-            batch, size = [], 0
+            batch, size = Batch(), 0
         batch.append(piece)
         size += len(piece.text) + 64  # 64: skipped rows take memory too
     if batch:
@@ -148,7 +149,7 @@ def encode(tokenizer: tiktoken.Encoding, batch: Batch) -> np.ndarray:
 
 def encode_all(
     batches: Iterable[Batch], tokenizer: tiktoken.Encoding, num_workers: int
-) -> Iterator[tuple[Batch, np.ndarray]]:
+) -> Generator[tuple[Batch, np.ndarray]]:
     """Yield each batch with its ids (n,), in order; at most num_workers + RUN_AHEAD batches are in memory."""
     pending: deque[tuple[Batch, Future]] = deque()
     own = threading.local()
@@ -281,7 +282,7 @@ def _plural(count: int, noun: str) -> str:
 
 
 def parse_args(argv: Sequence[str] | None) -> PrepareOptions:
-    """Parse the command line; fill in name, folder and number of workers.
+    """Parse the command line; fill in name and folder.
 
     Raises: UserError.
     """
@@ -290,8 +291,7 @@ def parse_args(argv: Sequence[str] | None) -> PrepareOptions:
     if not re.fullmatch(r"[\w.-]+", name):
         raise OptionError("name", repr(name), "only letters, digits and . _ -")
     out = options.out or str(DEFAULT_FOLDER if options.source == "fineweb-edu" else Path("data", name))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return dataclasses.replace(options, name=name, out=out, num_workers=options.num_workers or cores)
+    return dataclasses.replace(options, name=name, out=out)
 
 
 def default_name(source: str) -> str:
@@ -300,12 +300,11 @@ def default_name(source: str) -> str:
         return "edufineweb"
     path = Path(source.split(":")[1]) if source.startswith("hf:") else Path(source)
     last = Path(*takewhile(lambda part: not glob.has_magic(part), path.parts)).resolve().name
-    suffix = next((suffix for suffix in READERS if last.lower().endswith(suffix)), "")
-    return re.sub(r"[^\w.-]+", "_", last.removesuffix(suffix)) or "corpus"
+    return re.sub(r"[^\w.-]+", "_", last.removesuffix(suffix_of(last))) or "corpus"
 
 
 def show_progress(
-    encoded: Iterable[tuple[Batch, np.ndarray]], bar: tqdm, names: Sequence[object], amount_before: Sequence[int]
+    encoded: Iterable[tuple[Batch, np.ndarray]], bar: tqdm, names: Sequence[str], amount_before: Sequence[int]
 ) -> Iterator[tuple[Batch, np.ndarray]]:
     """Pass batches on, show the share of the source that is done, and name the first skipped rows on stderr."""
     num_tokens, num_named = 0, 0
@@ -315,7 +314,7 @@ def show_progress(
         bar.set_postfix_str(f"{num_tokens / bar.format_dict['elapsed'] / 1e6:.1f} M tokens/s", refresh=False)
         bar.update(amount_before[batch[-1].at.file] + batch[-1].amount_read - bar.n)
         for piece in [piece for piece in batch if piece.skipped][: NAMED_SKIPS - num_named]:
-            name = str(names[piece.at.file]).removeprefix(f"{STDLIB}{os.sep}")
+            name = names[piece.at.file].removeprefix(f"{STDLIB}{os.sep}")
             bar.write(f"skipped {name}:{piece.at.row + 1}: {piece.skipped}", file=sys.stderr)
             num_named += 1
 
@@ -326,18 +325,19 @@ def prepare(options: PrepareOptions, source: str, files: Sequence[Path], manifes
     Raises: UserError; OSError when a shard cannot be written.
     """
     start = Position(*(manifest["next"][field] for field in Position._fields))
-    if files:
-        rows, names, unit = file_rows(files, options.text_field, start), files, "B"
-        *amount_before, total = accumulate((file.stat().st_size for file in files), initial=0)
-    else:
+    if not files:
         dataset = load_hub(source, streaming=options.streaming)
         rows = hub_rows(dataset, source, options.text_field, start)
         names, amount_before, total, unit = [source], [0], getattr(dataset, "num_rows", None), " documents"
+    else:
+        rows, names, unit = file_rows(files, options.text_field, start), [str(file) for file in files], "B"
+        *amount_before, total = accumulate((file.stat().st_size for file in files), initial=0)
     batches = gather_batches(read_pieces(rows, start))
+    num_workers = options.num_workers or usable_cores()
     interval_s = 0.1 if sys.stderr.isatty() else 60
     with (
         tqdm(desc="tokenizing", total=total, unit=unit, unit_scale=True, mininterval=interval_s) as bar,
-        closing(encode_all(batches, get_tokenizer(options.tokenizer), options.num_workers)) as encoded,
+        closing(encode_all(batches, get_tokenizer(options.tokenizer), num_workers)) as encoded,
     ):
         write_shards(show_progress(encoded, bar, names, amount_before), Path(options.out), manifest)
 
@@ -354,7 +354,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         limit = sum(file.stat().st_size for file in files) // 40 if files else options.shard_size
         options = dataclasses.replace(options, val_tokens=min(options.shard_size, limit))
     same = ("source", "name", "tokenizer", "shard_size", "val_tokens", "text_field")
-    identity = {"format_version": FORMAT_VERSION, "files": fingerprint(files) if files else None}
+    identity: dict = {"format_version": FORMAT_VERSION, "files": fingerprint(files) if files else None}
     identity |= {key: getattr(options, key) for key in same}
     manifest = load_manifest(out, identity)
     if manifest and manifest["complete"]:

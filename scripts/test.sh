@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Style and tests, on the CPU and without a network, in parallel. Further arguments go to pytest:
+# Style, types and tests, on the CPU and without a network, in parallel. Further arguments go to pytest:
 #   scripts/test.sh -k resume
 #   scripts/test.sh -n 0          one test at a time
 set -euo pipefail
@@ -8,4 +8,5 @@ cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 scripts/setup.sh test
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
+.venv/bin/mypy
 exec .venv/bin/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal --durations=10 "$@"

@@ -17,6 +17,7 @@ import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -132,6 +133,7 @@ def open_checkpoint(which: str, folder: Path) -> tuple[Path, dict]:
     if which == "auto":
         raise UserError("checkpoint is auto, which is for training; expected latest, best or a checkpoint file")
     path, checkpoint, skipped = find_checkpoint(which, folder)
+    assert path and checkpoint  # only "auto" finds none
     for line in skipped:
         print(f"warning: skipped {line}", file=sys.stderr)
     return path, checkpoint
@@ -166,7 +168,7 @@ def read_checkpoint(path: Path) -> dict:
     return as_checkpoint(load_verified(path), path)
 
 
-def load_verified(path: Path) -> object:
+def load_verified(path: Path) -> Any:
     """Return what torch.save wrote to a file, after verifying its checksums; no code in it is run.
 
     Raises: UserError that says what is wrong with the file.
@@ -193,7 +195,7 @@ def load_verified(path: Path) -> object:
         raise UserError(f"{path}: corrupt or cannot be read ({f'{error!r}'.splitlines()[0]})") from error
 
 
-def as_checkpoint(content: object, path: Path) -> dict:
+def as_checkpoint(content: Any, path: Path) -> dict:
     """Return the content of a file as a checkpoint of this version.
 
     Raises: UserError when it is not a checkpoint, or a newer one.
@@ -221,7 +223,7 @@ def find_checkpoint(which: str, folder: Path) -> tuple[Path | None, dict | None,
     if which not in ("latest", "auto"):
         path = folder / BEST if which == "best" else Path(which)
         return path, read_checkpoint(path), []
-    skipped = []
+    skipped: list[str] = []
     for path in checkpoint_files(folder):
         if path.name == BEST:
             continue

@@ -72,7 +72,7 @@ def check_options(options: Any) -> None:
         value, about = getattr(options, name), f.metadata
         if about["choices"] and value not in about["choices"]:
             raise OptionError(name, repr(value), f"one of {', '.join(about['choices'])}")
-        if value is None or _kind(f) not in (int, float):
+        if value is None or kind_of(f) not in (int, float):
             continue
         if not about["at_least"] <= value < math.inf:
             expected = "0 or more" if about["at_least"] == 0 else f"at least {about['at_least']}"
@@ -87,8 +87,8 @@ def check_options(options: Any) -> None:
         raise OptionError(name, f"{value:,}" if isinstance(value, int) else value, expected)
 
 
-def _kind(f: dataclasses.Field) -> type:
-    """The type of a field, without `| None`."""
+def kind_of(f: dataclasses.Field) -> type:
+    """Return the type of a field, without `| None`."""
     return f.type.__args__[0] if isinstance(f.type, types.UnionType) else f.type  # type: ignore[return-value]
 
 
@@ -133,7 +133,7 @@ def read_flags(
     )
     groups: dict[str, Any] = {}
     for name, f in options_of(options).items():
-        about, kind = f.metadata, _kind(f)
+        about, kind = f.metadata, kind_of(f)
         group = groups.setdefault(about["group"], cli.add_argument_group(about["group"]))
         shown = {True: "on", False: "off", "": None}.get(f.default, f.default) if kind in (bool, str) else f.default
         text = about["text"] + ("" if shown in (None, dataclasses.MISSING) else f" (default: {shown})")

@@ -147,8 +147,12 @@ def use_all_cores() -> None:
     wanted = os.environ.get("OMP_NUM_THREADS")
     # torchrun sets OMP_NUM_THREADS=1 by default when it starts several processes, so that value is not the user's.
     if wanted is None or (wanted == "1" and local_world_size > 1):
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // local_world_size))
+        torch.set_num_threads(max(1, usable_cores() // local_world_size))
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def keep_freed_memory() -> None:

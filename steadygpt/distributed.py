@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -86,7 +86,7 @@ def gradient_sync(forward: nn.Module, last: bool):
     """Average gradients over the ranks in the last micro-step only; a context for forward and backward."""
     if isinstance(forward, DistributedDataParallel):
         return nullcontext() if last else forward.no_sync()
-    bare = getattr(forward, "_orig_mod", forward)
+    bare: Any = getattr(forward, "_orig_mod", forward)
     if hasattr(bare, "set_requires_gradient_sync"):  # FSDP's
         bare.set_requires_gradient_sync(last)
     return nullcontext()

@@ -283,7 +283,7 @@ def _open_tensorboard(config: "TrainConfig", start_step: int | None = None):
     writer = SummaryWriter(str(Path(config.tensorboard_dir) / config.run_name), purge_step=start_step)
     options = {name: value for name, value in dataclasses.asdict(config).items() if value != ""}
     for summary in hparams(options, {"loss/val": None, "loss/train": None}):
-        writer.file_writer.add_summary(summary)
+        writer.file_writer.add_summary(summary)  # type: ignore[attr-defined]  # torch's stubs say None
     return writer
 
 
@@ -324,7 +324,7 @@ def _cut_back(path: Path, start_step: int, step_of: re.Pattern) -> None:
 
     def stays(line: str) -> bool:
         match = step_of.match(line)
-        return line.endswith("\n") and (match is None or int(match[match.lastindex]) < start_step)
+        return line.endswith("\n") and (match is None or int(match[match.lastindex or 0]) < start_step)
 
     kept = "".join(line for line in lines if stays(line))
     replace_file(path, lambda file: file.write(kept.encode()))

@@ -25,7 +25,7 @@ MANIFEST_KINDS = {"complete": bool, "tokenizer": str, "vocab_size": int, "shards
 SHARD_KINDS = {"file": str, "split": str, "tokens": int, "sha256": str}
 # llm.c and modded-nanogpt begin with 256 int32: magic number, version, token count. The magic implies the dtype.
 LLMC_HEADER_BYTES = 256 * 4
-LLMC_DTYPES = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
+LLMC_DTYPES: dict[int, np.dtype] = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
 
 
 @dataclass(frozen=True)

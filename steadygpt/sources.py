@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, TextIO
+from typing import BinaryIO, NamedTuple
 
 from steadygpt.cli import UserError
 
@@ -48,7 +48,7 @@ def find_files(source: str) -> list[Path]:
         raise UserError("--source is empty; expected a file, a folder, a glob, stdlib, fineweb-edu or hf:NAME[:CONFIG]")
     paths = [Path(source)] if Path(source).exists() else [Path(match) for match in glob.glob(source, recursive=True)]
     found = {file for path in paths for file in (_files_below(path) if path.is_dir() else [path])}
-    files = sorted(file for file in found if _reader(file))
+    files = sorted(file for file in found if suffix_of(file.name))
     kinds = " ".join(READERS)
     if not files:
         raise UserError(
@@ -80,11 +80,11 @@ def file_rows(files: Sequence[Path], text_field: str, start: Position) -> Iterat
     for index, path in islice(enumerate(files), start.file, None):
         first_row = start.row if index == start.file else 0
         with _naming(path), open(path, "rb") as raw:
-            for number, value in islice(enumerate(_reader(path)(raw, text_field)), first_row, None):
+            for number, value in islice(enumerate(READERS[suffix_of(path.name)](raw, text_field)), first_row, None):
                 yield Row(Position(index, number), value, raw.tell)
 
 
-def _text_values(raw: BinaryIO, text_field: str) -> Iterator[TextIO]:
+def _text_values(raw: BinaryIO, text_field: str) -> Iterator[object]:
     # Line endings are kept. Invalid UTF-8 becomes lone surrogates here and U+FFFD in read_pieces.
     yield io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline="")
 
@@ -123,8 +123,9 @@ READERS |= dict.fromkeys((".jsonl", ".jsonl.gz", ".json.gz"), _json_values)
 READERS |= {".parquet": _parquet_values}
 
 
-def _reader(path: Path) -> Callable[[BinaryIO, str], Iterator[object]] | None:
-    return next((reader for suffix, reader in READERS.items() if path.name.lower().endswith(suffix)), None)
+def suffix_of(name: str) -> str:
+    """Return the suffix in READERS that a file name ends with, "" if there is none."""
+    return next((suffix for suffix in READERS if name.lower().endswith(suffix)), "")
 
 
 def check_hub() -> bool:

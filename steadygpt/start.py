@@ -46,9 +46,10 @@ class Start:
 
     def settled(self, ranks: Ranks, tokenizer: str, vocab_size: int, warmup_steps: int) -> "Start":
         """Return this start with what the data and the length of the run decide, and with a name for the run."""
-        name = self.config.run_name or f"{time.strftime('gpt-%Y%m%d-%H%M%S')}-{os.getpid()}"
-        decided = {"tokenizer": tokenizer, "vocab_size": vocab_size, "warmup_steps": warmup_steps}
-        config = dataclasses.replace(self.config, run_name=ranks.broadcast(name), **decided)
+        name = ranks.broadcast(self.config.run_name or f"{time.strftime('gpt-%Y%m%d-%H%M%S')}-{os.getpid()}")
+        config = dataclasses.replace(
+            self.config, run_name=name, tokenizer=tokenizer, vocab_size=vocab_size, warmup_steps=warmup_steps
+        )
         return dataclasses.replace(self, config=config)
 
     def is_finished(self, max_steps: int, ranks: Ranks) -> bool:
@@ -101,6 +102,7 @@ def find_start(
     if config.init_from == "scratch":
         return Start(config, notes=notes)
     weights = share(ranks.on_main(lambda: read_weights(config.init_from)), ranks)
+    assert weights  # read_weights returns some, or raises
     config = initial_config(weights["model_config"], config, given)
     return Start(config, weights=weights, notes=(*notes, f"weights from {config.init_from}"))
 
@@ -165,5 +167,5 @@ def open_outputs(
     # The writer comes first: it makes the checkpoint to resume from latest.pt; then the log drops what came after it.
     writer = ranks.on_main(lambda: CheckpointWriter(folder, config.keep_checkpoints, config.mirror, start.path, step))
     log = ranks.on_main(lambda: held.enter_context(closing(RunLog(config, step, max_steps, ranks, flops_per_token))))
-    log, writer = log or Silent(), writer or Silent()
-    return log, Saves(config, ranks, capture, log, writer, step, evaluations), found
+    saves = Saves(config, ranks, capture, log or Silent(), writer or Silent(), step, evaluations)
+    return log or Silent(), saves, found

@@ -75,7 +75,7 @@ def hugging_face_tokenizer(encoding: tiktoken.Encoding):
     def text(token: bytes) -> str:
         return "".join(character[byte] for byte in token)
 
-    merges = [_last_merge(ranks, token) for token in sorted(ranks, key=ranks.get) if len(token) > 1]
+    merges = [_last_merge(ranks, token) for token in sorted(ranks, key=ranks.__getitem__) if len(token) > 1]
     tokenizer = Tokenizer(
         models.BPE(
             {text(token): rank for token, rank in ranks.items()},
@@ -93,7 +93,7 @@ def hugging_face_tokenizer(encoding: tiktoken.Encoding):
     tokenizer.decoder = decoders.ByteLevel()
     special = encoding._special_tokens
     tokenizer.add_special_tokens(
-        [AddedToken(t, special=True, normalized=False) for t in sorted(special, key=special.get)]
+        [AddedToken(t, special=True, normalized=False) for t in sorted(special, key=special.__getitem__)]
     )
     for token, rank in special.items():
         if tokenizer.token_to_id(token) != rank:
