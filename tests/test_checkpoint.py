@@ -62,7 +62,8 @@ def names(folder) -> list[str]:
 
 def test_a_save_is_one_file_under_all_its_names(writer, tmp_path):
     [(outcome, report)] = save(writer, 7, "rolling_step_000007.pt", "epoch_00001.pt", "best_model.pt")
-    assert outcome == "saved" and "saved step 7 as latest.pt, rolling_step_000007.pt, epoch_00001.pt" in report
+    assert outcome == "saved"
+    assert "saved step 7 as latest.pt, rolling_step_000007.pt, epoch_00001.pt" in report
     assert names(tmp_path) == ["best_model.pt", "epoch_00001.pt", "latest.pt", "rolling_step_000007.pt"]
     assert {os.stat(tmp_path / name).st_ino for name in names(tmp_path)} == {os.stat(tmp_path / "latest.pt").st_ino}
 
@@ -110,11 +111,15 @@ def test_a_full_disk_is_a_report_and_the_old_files_stay(writer, tmp_path, monkey
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         [(outcome, report)] = save(writer, 2)
-    assert outcome == "not saved" and report.startswith(f"{tmp_path / 'latest.pt'}: step 2 was not saved: ")
-    assert "No space left" in report and re.search(r"; it takes 4,000 bytes, [\d,]+ are free; older", report)
-    assert names(tmp_path) == ["latest.pt"] and (tmp_path / "latest.pt").read_bytes() == before
+    assert outcome == "not saved"
+    assert report.startswith(f"{tmp_path / 'latest.pt'}: step 2 was not saved: ")
+    assert "No space left" in report
+    assert re.search(r"; it takes 4,000 bytes, [\d,]+ are free; older", report)
+    assert names(tmp_path) == ["latest.pt"]
+    assert (tmp_path / "latest.pt").read_bytes() == before
     [(outcome, _)] = save(writer, 3)  # space again
-    assert outcome == "saved" and read_checkpoint(tmp_path / "latest.pt")["step"] == 3
+    assert outcome == "saved"
+    assert read_checkpoint(tmp_path / "latest.pt")["step"] == 3
 
 
 @pytest.mark.parametrize("error", [MemoryError(), OSError(errno.EIO, "Input/output error")])
@@ -125,7 +130,8 @@ def test_whatever_stops_a_save_is_a_report(writer, monkeypatch, error):
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", fail)
         [(outcome, report)] = save(writer, 1)
-    assert outcome == "not saved" and (str(error) or "MemoryError") in report
+    assert outcome == "not saved"
+    assert (str(error) or "MemoryError") in report
     [(outcome, _)] = save(writer, 2)
     assert outcome == "saved"
 
@@ -134,7 +140,9 @@ def test_a_folder_that_went_away_is_a_report(tmp_path):
     writer = CheckpointWriter(tmp_path / "gone", keep=3)
     (tmp_path / "gone").rmdir()
     [(outcome, report)] = save(writer, 1)
-    assert outcome == "not saved" and "No such file or directory" in report and str(tmp_path / "gone") in report
+    assert outcome == "not saved"
+    assert "No such file or directory" in report
+    assert str(tmp_path / "gone") in report
     writer.close()
 
 
@@ -168,7 +176,8 @@ def test_a_mirror_that_fails_is_told_and_the_save_stands(tmp_path):
     writer = CheckpointWriter(tmp_path / "here", keep=3, mirror=f"file://{tmp_path}/file")
     (saved, _), (mirrored, report) = save(writer, 1)
     writer.close()
-    assert (saved, mirrored) == ("saved", "failed") and "not mirrored to file://" in report
+    assert (saved, mirrored) == ("saved", "failed")
+    assert "not mirrored to file://" in report
     assert read_checkpoint(tmp_path / "here" / "latest.pt")["step"] == 1
 
 
@@ -225,7 +234,8 @@ def test_the_table_shows_each_tier_and_what_is_damaged(writer, tmp_path):
     assert list(rows) == [
         "latest.pt", "latest_backup.pt", "rolling_step_000050.pt", "rolling_step_000040.pt", "epoch_00005.pt",
     ]  # fmt: skip
-    assert rows["latest.pt"].split()[1:5] == ["50", "5.00", "3.2500", "-"] and rows["latest.pt"].endswith("intact")
+    assert rows["latest.pt"].split()[1:5] == ["50", "5.00", "3.2500", "-"]
+    assert rows["latest.pt"].endswith("intact")
     assert "corrupt" in rows["latest_backup.pt"]
     assert table[-1].startswith("5 names of 3 files")
 
@@ -251,7 +261,8 @@ def test_replace_file_leaves_the_old_content_when_writing_fails(tmp_path):
 
     with pytest.raises(RuntimeError):
         replace_file(path, fail)
-    assert path.read_text() == "old" and names(tmp_path) == ["file"]
+    assert path.read_text() == "old"
+    assert names(tmp_path) == ["file"]
     replace_file(path, lambda file: file.write(b"new"))
     assert path.read_text() == "new"
 

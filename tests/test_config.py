@@ -33,7 +33,9 @@ def test_the_defaults_train_gpt2_on_fineweb_edu():
     assert (config.num_layers, config.num_heads, config.embd_size, config.context_length) == (12, 12, 768, 1024)
     assert (config.total_batch_size, config.mini_batch_size, config.num_epochs) == (524288, 32, 5)
     assert (config.max_lr, config.min_lr, config.warmup_steps, config.weight_decay) == (1e-3, 1e-4, 715, 0.1)
-    assert config.data_dir == "data/edu_fineweb10B" and config.shuffle_rows and config.shuffle_shards
+    assert config.data_dir == "data/edu_fineweb10B"
+    assert config.shuffle_rows
+    assert config.shuffle_shards
 
 
 SHAPE = {f.name for f in dataclasses.fields(GPTConfig)} - {"vocab_size"}
@@ -90,7 +92,8 @@ def test_a_preset_may_stand_on_another(tmp_path):
     (tmp_path / "mine.toml").write_text('config = "gpt2-xl"\nnum_layers = 4\n')
     config, given_options = parse_args(["--config", str(tmp_path / "mine.toml"), "--num_heads", "5"])
     assert (config.num_layers, config.num_heads, config.embd_size) == (4, 5, 1600)
-    assert config.config.endswith("mine.toml") and "embd_size" in given_options
+    assert config.config.endswith("mine.toml")
+    assert "embd_size" in given_options
     (tmp_path / "mine.toml").write_text(f'config = "{tmp_path / "mine.toml"}"\n')
     assert "the file includes itself" in mistake("--config", str(tmp_path / "mine.toml"))
 
@@ -122,7 +125,8 @@ def test_every_switch_can_be_turned_off_in_every_spelling(name):
 
 
 def test_a_switch_that_is_off_by_default_is_turned_on_bare():
-    assert parse("--deterministic", "--seed", "3").deterministic and not parse("--seed", "3").deterministic
+    assert parse("--deterministic", "--seed", "3").deterministic
+    assert not parse("--seed", "3").deterministic
 
 
 def test_mixed_precision_says_the_same_as_precision():
@@ -147,9 +151,11 @@ def test_a_bare_resume_means_latest():
 
 def test_mistakes_are_named(tmp_path):
     assert mistake("--num_layer", "3") == "unknown argument '--num_layer'; did you mean --num_layers?"
-    assert "--seed" in mistake("--seed", "x") and "'x'" in mistake("--seed", "x")
+    assert "--seed" in mistake("--seed", "x")
+    assert "'x'" in mistake("--seed", "x")
     assert "on or off" in mistake("--bias", "maybe")
-    assert "fp33" in mistake("--precision", "fp33") and "bf16" in mistake("--precision", "fp33")
+    assert "fp33" in mistake("--precision", "fp33")
+    assert "bf16" in mistake("--precision", "fp33")
     assert "--num_heads is 12; expected a divisor of the width, 100" in mistake("--embd_size", "100")
     for value in ("nan", "inf", "-1"):
         assert f"--max_lr is {float(value)}; expected 0 or more" == mistake(f"--max_lr={value}")
@@ -174,7 +180,8 @@ def test_mistakes_are_named(tmp_path):
     }.items():
         (tmp_path / "bad.toml").write_text(text)
         message = mistake("--config", str(tmp_path / "bad.toml"))
-        assert "bad.toml" in message and all(word in message for word in words)
+        assert "bad.toml" in message
+        assert all(word in message for word in words)
 
 
 def test_suggestions_are_close_or_known_from_other_trainers():
@@ -214,7 +221,8 @@ def test_no_flag_is_a_prefix_of_one_of_torchruns():
     """torchrun would take it for its own and stop before the script starts."""
     theirs = [option for action in get_args_parser()._actions for option in action.option_strings]
     ours = [f"--{name}" for name in [*FIELDS, "mixed_precision"]]
-    assert "--nproc-per-node" in theirs and "--run-path" in theirs
+    assert "--nproc-per-node" in theirs
+    assert "--run-path" in theirs
     for flag in ours + [flag.replace("_", "-") for flag in ours]:
         assert not [option for option in theirs if option.startswith(flag)], flag
         launched = get_args_parser().parse_args(["--standalone", "train.py", flag, "x"])
@@ -228,7 +236,9 @@ def test_help_tells_every_option(capsys):
     listed = told[told.index("\nmodel:") :]  # below the usage
     assert re.findall(r"^  --(\w+)", listed, re.MULTILINE) == list(FIELDS)
     assert all(f.metadata["text"] for f in FIELDS.values())
-    assert "--total_batch_size INT" in listed and "(default: 524288)" in listed and "(default: on)" in listed
+    assert "--total_batch_size INT" in listed
+    assert "(default: 524288)" in listed
+    assert "(default: on)" in listed
     assert all(f"\n{f.metadata['group']}:" in told for f in FIELDS.values())
 
 
@@ -240,7 +250,8 @@ def test_a_resumed_run_takes_the_checkpoints_options():
     config, given_options = parse_args(["--resume", "--min_lr", "1e-5", "--allow_changes"])
     config, changes = resume_config(saved, config, given_options)
     assert (config.embd_size, config.max_lr, config.min_lr, config.resume) == (96, 5e-4, 1e-5, "latest")
-    assert config.checkpoint_dir == "checkpoints" and not config.dry_run  # of this start alone
+    assert config.checkpoint_dir == "checkpoints"
+    assert not config.dry_run  # of this start alone
     assert changes == ["min_lr: 0.0001 -> 1e-05"]
 
 

@@ -51,7 +51,8 @@ def texts(outputs):
 def test_each_text_begins_with_the_prompt(texts):
     out = texts("--prompt", "def ", "--num_seq", "3")
     parts = out.split("--- ")[1:]
-    assert len(parts) == 3 and all(part.split("\n", 1)[1].startswith("def ") for part in parts)
+    assert len(parts) == 3
+    assert all(part.split("\n", 1)[1].startswith("def ") for part in parts)
     assert len(set(part.split("\n", 1)[1] for part in parts)) == 3
 
 
@@ -90,7 +91,9 @@ def test_a_damaged_latest_is_passed_over_aloud(outputs, folder):
     whole, _ = outputs("latest")
     damage(folder / "latest.pt", "truncated")
     out, err = outputs("latest")
-    assert out == whole and err.startswith("warning: skipped") and "latest.pt: corrupt" in err
+    assert out == whole
+    assert err.startswith("warning: skipped")
+    assert "latest.pt: corrupt" in err
 
 
 @pytest.mark.parametrize(("flag", "words"), [
@@ -102,5 +105,8 @@ def test_impossible_values_are_told_in_one_line(folder, monkeypatch, capsys, fla
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(REPO / "generate.py"), run_name="__main__")
     out, err = capsys.readouterr()
-    assert ended.value.code == 2 and out == ""
-    assert err.startswith("error: ") and err.count("\n") == 1 and words in err
+    assert ended.value.code == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert words in err

@@ -107,7 +107,8 @@ def test_attention_in_blocks_drops_weights_and_never_scales_the_rest_wrongly():
     torch.manual_seed(0)
     q, k, v = torch.zeros(1, 1, 200, 4), torch.zeros(1, 1, 200, 4), torch.ones(1, 1, 200, 4)
     sums = attention_in_blocks(q, k, v, dropout=0.5)[0, 0, 100:, 0]  # of 100 to 200 equal weights, half of them doubled
-    assert sums.std() > 0.01 and abs(sums.mean() - 1) < 0.03
+    assert sums.std() > 0.01
+    assert abs(sums.mean() - 1) < 0.03
 
 
 def test_gpt2_has_124_million_parameters():
@@ -184,8 +185,10 @@ def test_padding_is_zero_and_learns_nothing(family):
     optimizer = make_optimizer(model, TrainConfig(max_lr=0.1))
     model(ids(2, 12), ids(2, 12, seed=1)).backward()
     optimizer.step()
-    assert not model.wte.weight[101:].any() and not model.lm_head.weight[101:].any()
-    assert model.wte.weight[:101].all() and model.lm_head.weight[:101].all()
+    assert not model.wte.weight[101:].any()
+    assert not model.lm_head.weight[101:].any()
+    assert model.wte.weight[:101].all()
+    assert model.lm_head.weight[:101].all()
 
 
 def test_dropout_is_for_training_only():
@@ -231,7 +234,8 @@ def test_a_cache_gives_the_last_tokens_logits_whatever_the_pieces(family):
     cache, everything = KVCache(model.config), model(tokens)
     for start, end in [(0, 7), (7, 8), (8, 9), (9, 10), (10, 11), (11, 12)]:
         logits = model(tokens[:, start:end], cache=cache)
-        assert logits.shape == (2, 1, 101) and cache.length == end
+        assert logits.shape == (2, 1, 101)
+        assert cache.length == end
         assert torch.allclose(logits, everything[:, end - 1 : end], atol=1e-4)
 
 
@@ -241,7 +245,8 @@ def test_a_token_sees_only_what_was_before_it(family):
     changed = tokens.clone()
     changed[0, 7] = (changed[0, 7] + 1) % 101
     before, after = model(tokens), model(changed)
-    assert torch.equal(before[:, :7], after[:, :7]) and not torch.allclose(before[:, 7:], after[:, 7:])
+    assert torch.equal(before[:, :7], after[:, :7])
+    assert not torch.allclose(before[:, 7:], after[:, 7:])
 
 
 def test_losses_one_by_one_are_those_of_the_targets_that_count():
@@ -250,7 +255,8 @@ def test_losses_one_by_one_are_those_of_the_targets_that_count():
     logits, counts = model(tokens), targets != IGNORED_TARGET
     expected = -logits.log_softmax(-1)[counts].gather(1, targets[counts][:, None])[:, 0]
     losses = model(tokens, targets, reduction="none")
-    assert losses.shape == (30,) and torch.allclose(losses, expected, atol=1e-5)
+    assert losses.shape == (30,)
+    assert torch.allclose(losses, expected, atol=1e-5)
     assert torch.allclose(model(tokens, targets, reduction="sum"), losses.sum(), atol=1e-4)
     assert torch.allclose(model(tokens, targets), losses.mean(), atol=1e-5)
 
@@ -330,7 +336,8 @@ def test_the_cache_changes_no_token_within_the_context_and_past_it(family, promp
     random = [torch.Generator().manual_seed(7) for _ in range(2)]
     cached = generate(model, prompt, 25, temperature, top_k=20, generator=random[0])
     plain = generate_plainly(model, prompt, 25, temperature=temperature, top_k=20, generator=random[1])
-    assert cached.shape == (3, prompt_length + 25) and torch.equal(cached, plain)
+    assert cached.shape == (3, prompt_length + 25)
+    assert torch.equal(cached, plain)
 
 
 def test_each_token_is_computed_once_until_the_context_is_full():
@@ -379,7 +386,8 @@ def test_generating_disturbs_neither_the_mode_nor_the_random_state():
     model.train()
     state = torch.get_rng_state()
     generate(model, ids(1, 1), 5, generator=torch.Generator().manual_seed(0))
-    assert model.training and torch.equal(torch.get_rng_state(), state)
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_generating_leaves_a_model_in_evaluation_there():
@@ -391,9 +399,11 @@ def test_generating_leaves_a_model_in_evaluation_there():
 def test_evaluating_takes_no_gradients_and_ends_well_on_an_error():
     model = small()
     with pytest.raises(ZeroDivisionError), evaluating(model):
-        assert not model.training and not model(ids(1, 4)).requires_grad
+        assert not model.training
+        assert not model(ids(1, 4)).requires_grad
         raise ZeroDivisionError
-    assert model.training and model(ids(1, 4)).requires_grad
+    assert model.training
+    assert model(ids(1, 4)).requires_grad
 
 
 def test_a_checkpoint_brings_its_model_back():

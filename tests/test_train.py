@@ -43,7 +43,8 @@ def read_until(process: subprocess.Popen, pattern: str) -> str:
 def test_it_learns_and_says_so(workdir, capsys):
     assert run_here("--max_steps", "60", "--max_lr", "1e-2", "--eval_freq", "30", *folders("a")) == 0
     losses, val_losses = metrics("logs-a", "loss"), metrics("logs-a", "val_loss")
-    assert list(losses) == list(range(60)) and list(val_losses) == [30, 60]
+    assert list(losses) == list(range(60))
+    assert list(val_losses) == [30, 60]
     assert losses[0] == pytest.approx(5.55, abs=0.1)  # ln 257: an untrained model knows nothing
     assert losses[59] < losses[0] - 1
     out = capsys.readouterr().out
@@ -87,7 +88,8 @@ def test_fsdp_computes_the_same_and_saves_the_same_kind_of_file(workdir, flags):
     sharded = run("--sharding", "fsdp", *flags, *folders("two"), processes=2)
     assert sharded.returncode == 0, sharded.stderr
     one, other = load("one/latest.pt"), load("two/latest.pt")
-    assert one.keys() == other.keys() and one["optimizer"]["state"].keys() == other["optimizer"]["state"].keys()
+    assert one.keys() == other.keys()
+    assert one["optimizer"]["state"].keys() == other["optimizer"]["state"].keys()
     assert all(torch.allclose(one["model"][name], other["model"][name], atol=1e-5) for name in one["model"])
     assert other["model"]["wte.weight"].data_ptr() == other["model"]["lm_head.weight"].data_ptr()  # tied: saved once
     alone = ("--sharding", "ddp", "--cpu_offload", "off", "--max_steps", "9")
@@ -108,7 +110,8 @@ def test_reduced_precision_follows_fp32(workdir, precision):
     assert run_here(*folders("a")) == 0
     assert run_here("--precision", precision, *folders("b")) == 0
     one, other = metrics("logs-a", "loss"), metrics("logs-b", "loss")
-    assert one != other and all(abs(one[step] - other[step]) < 0.05 for step in one)
+    assert one != other
+    assert all(abs(one[step] - other[step]) < 0.05 for step in one)
     assert bool(load("b/latest.pt")["scaler"]) == (precision == "fp16")
 
 
@@ -117,7 +120,8 @@ def test_the_loss_scaler_of_fp16_is_saved_and_restored(workdir):
     assert run_here(*flags, *folders("a")) == 0
     os.unlink("a/latest.pt")
     whole = load("a/rolling_step_000008.pt")
-    assert whole["scaler"]["_growth_tracker"] == 8 and whole["scaler"]["scale"] == 65536
+    assert whole["scaler"]["_growth_tracker"] == 8
+    assert whole["scaler"]["scale"] == 65536
     assert run_here(*flags, *folders("a"), "--resume", "a/rolling_step_000004.pt") == 0
     resumed = load("a/latest.pt")
     assert_same_state(whole, resumed)
@@ -144,7 +148,8 @@ def test_a_neox_model_on_two_processes_in_chunks_is_that_of_one(workdir):
         assert two.returncode == 0, two.stderr
         for key in ("loss", "val_loss", "grad_norm"):
             one, other = metrics("logs-one", key), metrics(f"logs-{sharding}", key)
-            assert one.keys() == other.keys() and all(abs(one[step] - other[step]) < 1e-5 for step in one), key
+            assert one.keys() == other.keys(), key
+            assert all(abs(one[step] - other[step]) < 1e-5 for step in one), key
         one, other = load("one/latest.pt")["model"], load(f"{sharding}/latest.pt")["model"]
         assert all(torch.allclose(tensor, other[name], atol=1e-5) for name, tensor in one.items())
         assert not torch.equal(other["wte.weight"], other["lm_head.weight"])  # two tensors, both saved
@@ -230,7 +235,8 @@ def test_resume_takes_its_options_from_the_checkpoint_and_tells_what_changed(wor
     assert run_here("--max_steps", "4", "--use_tensorboard", *folders("a")) == 0
     assert train.main(["--checkpoint_dir", "a", "--resume", "--max_steps", "6"]) == 0
     out = capsys.readouterr().out
-    assert "changed max_steps: 4 -> 6" in out and "resumed from a/latest.pt at step 4" in out
+    assert "changed max_steps: 4 -> 6" in out
+    assert "resumed from a/latest.pt at step 4" in out
     assert load("a/latest.pt")["step"] == 6
     assert load("a/latest.pt")["train_config"]["embd_size"] == 16
     assert list(metrics("logs-a", "loss")) == list(range(6))
@@ -347,7 +353,8 @@ def test_init_from_starts_from_the_weights_alone(workdir):
     flags = ("--max_lr", "0", "--min_lr", "0", "--weight_decay", "0", "--init_from", "a/latest.pt")
     assert run_here(*flags, *folders("b")) == 0
     first, second = load("a/latest.pt"), load("b/latest.pt")
-    assert second["step"] == 8 and all(torch.equal(first["model"][n], second["model"][n]) for n in first["model"])
+    assert second["step"] == 8
+    assert all(torch.equal(first["model"][n], second["model"][n]) for n in first["model"])
 
 
 def test_hellaswag_and_samples_without_their_data_are_a_warning(workdir, capsys):
@@ -384,9 +391,11 @@ def fails(*flags: str) -> str:
 
 def test_a_mistake_is_one_line_and_exit_status_2(workdir):
     failed = run("--data_dir", "nowhere")
-    assert failed.returncode == 2 and failed.stdout == ""
+    assert failed.returncode == 2
+    assert failed.stdout == ""
     assert len(failed.stderr.splitlines()) == 1
-    assert failed.stderr.startswith("error: no train shards in nowhere") and "prepare_dataset.py" in failed.stderr
+    assert failed.stderr.startswith("error: no train shards in nowhere")
+    assert "prepare_dataset.py" in failed.stderr
 
 
 def test_under_torchrun_a_mistake_is_said_once(workdir):
@@ -408,7 +417,8 @@ def test_other_data_on_resume_is_refused_and_moved_data_is_not(workdir):
     assert run_here(*folders("a")) == 0
     write_data(workdir / "other", seed=1)
     message = fails("--data_dir", "other", *folders("a"), "--resume", "latest", "--max_steps", "9")
-    assert "other" in message and "data" in message
+    assert "other" in message
+    assert "data" in message
     os.rename("data", "moved")
     assert run_here("--data_dir", "moved", *folders("a"), "--resume", "latest", "--max_steps", "9") == 0
 
