@@ -10,7 +10,7 @@ import torch
 from conftest import REPO
 
 from steadygpt import device
-from steadygpt.device import autocast, choose_precision
+from steadygpt.device import autocast, choose_precision, evaluating
 
 
 @pytest.mark.parametrize(("bf16_units", "chosen"), [(True, "bf16"), (False, "fp16")])
@@ -58,3 +58,13 @@ def test_products_are_in_the_precision_and_weights_in_fp32(precision, dtype):
     with autocast(torch.device("cpu"), precision):
         assert linear(torch.randn(2, 4)).dtype == dtype
     assert linear.weight.dtype == torch.float32
+
+
+def test_evaluating_takes_no_gradients_and_ends_well_on_an_error():
+    model = torch.nn.Linear(4, 4)
+    with pytest.raises(ZeroDivisionError), evaluating(model):
+        assert not model.training
+        assert not model(torch.randn(2, 4)).requires_grad
+        raise ZeroDivisionError
+    assert model.training
+    assert model(torch.randn(2, 4)).requires_grad

@@ -1,5 +1,7 @@
 """Text from any tier of checkpoint."""
 
+import dataclasses
+import math
 import runpy
 import sys
 
@@ -7,9 +9,124 @@ import pytest
 import torch
 from conftest import REPO
 from test_checkpoint import content, damage
+from test_model import both_families, ids, small
 
-import generate
+from generate import KVCache, generate, load_model, main, sample
 from model import GPT, GPTConfig
+from steadygpt.cli import UserError
+
+# ---------------------------------------------------------------------------------------------------------------------
+# KVCache, generate, sample, load_model
+
+
+@both_families
+def test_a_cache_gives_the_last_tokens_logits_whatever_the_pieces(family):
+    model, tokens = small(**family), ids(2, 12)
+    cache, everything = KVCache(model.config), model(tokens)
+    for start, end in [(0, 7), (7, 8), (8, 9), (9, 10), (10, 11), (11, 12)]:
+        logits = model(tokens[:, start:end], cache=cache)
+        assert logits.shape == (2, 1, 101)
+        assert cache.length == end
+        assert torch.allclose(logits, everything[:, end - 1 : end], atol=1e-4)
+
+
+@torch.no_grad()
+def generate_plainly(model: GPT, idx: torch.Tensor, count: int, **options) -> torch.Tensor:
+    """Everything computed anew for each token."""
+    model.eval()
+    for _ in range(count):
+        logits = model(idx[:, -model.config.context_length :])
+        idx = torch.cat([idx, sample(logits[:, -1], **options)], dim=1)
+    return idx
+
+
+@both_families
+@pytest.mark.parametrize("prompt_length", [1, 5, 12, 20])
+@pytest.mark.parametrize("temperature", [0, 0.9])
+def test_the_cache_changes_no_token_within_the_context_and_past_it(family, prompt_length, temperature):
+    model, prompt = small(**family), ids(3, prompt_length)
+    random = [torch.Generator().manual_seed(7) for _ in range(2)]
+    cached = generate(model, prompt, 25, temperature, top_k=20, generator=random[0])
+    plain = generate_plainly(model, prompt, 25, temperature=temperature, top_k=20, generator=random[1])
+    assert cached.shape == (3, prompt_length + 25)
+    assert torch.equal(cached, plain)
+
+
+def test_each_token_is_computed_once_until_the_context_is_full():
+    model, seen = small(), []
+    model.wte.register_forward_hook(lambda wte, arguments, output: seen.append(arguments[0].size(1)))
+    generate(model, ids(2, 5), 10)
+    assert seen == [5] + 7 * [1] + 2 * [12]
+
+
+def shares(count=40000, **options) -> list[float]:
+    """How often each of three tokens is drawn whose probabilities are 0.6, 0.3 and 0.1."""
+    logits = torch.tensor([0.6, 0.3, 0.1]).log().expand(count, 3).clone()
+    drawn = sample(
+        logits, **{"temperature": 1.0, "top_k": None, "generator": torch.Generator().manual_seed(0)} | options
+    )
+    return (drawn[:, 0].bincount(minlength=3) / count).tolist()
+
+
+def test_temperature_sharpens_and_flattens():
+    assert shares() == pytest.approx([0.6, 0.3, 0.1], abs=0.01)
+    assert shares(temperature=0.5) == pytest.approx([0.36 / 0.46, 0.09 / 0.46, 0.01 / 0.46], abs=0.01)
+    roots = [math.sqrt(p) for p in (0.6, 0.3, 0.1)]
+    assert shares(temperature=2.0) == pytest.approx([root / sum(roots) for root in roots], abs=0.01)
+
+
+def test_top_k_leaves_the_k_likeliest_as_likely_as_they_were():
+    assert shares(top_k=2) == pytest.approx([2 / 3, 1 / 3, 0], abs=0.01)
+    assert shares(top_k=0) == shares(top_k=3) == shares(top_k=50) == shares()  # more than there are: all
+
+
+def test_the_likeliest_token_is_that_of_temperature_0_and_of_top_k_1():
+    model = small()
+    assert torch.equal(generate(model, ids(2, 3), 8, temperature=0), generate(model, ids(2, 3), 8, top_k=1))
+
+
+@both_families
+def test_padding_is_never_sampled(family):
+    model = small(**family)
+    with torch.no_grad():
+        model.lm_head.weight[101:] = 100 * model.lm_head.weight[:27]  # very likely, if anybody could see it
+    assert generate(model, ids(8, 1), 11, temperature=5.0).max() < 101
+
+
+def test_generating_disturbs_neither_the_mode_nor_the_random_state():
+    model = small(dropout=0.1)
+    model.train()
+    state = torch.get_rng_state()
+    generate(model, ids(1, 1), 5, generator=torch.Generator().manual_seed(0))
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_generating_leaves_a_model_in_evaluation_there():
+    model = small().eval()
+    generate(model, ids(1, 1), 2)
+    assert not model.training
+
+
+def test_a_checkpoint_brings_its_model_back():
+    model = small()
+    checkpoint = {"model_config": dataclasses.asdict(model.config), "model": model.state_dict()}
+    assert torch.equal(load_model(checkpoint)(ids(1, 4)), model(ids(1, 4)))
+
+
+def test_a_checkpoint_whose_parts_do_not_fit_is_one_line():
+    model = small()
+    for checkpoint in (
+        {"model_config": dataclasses.asdict(model.config) | {"rotary": True}, "model": model.state_dict()},
+        {"model_config": dataclasses.asdict(model.config), "model": {}},
+    ):
+        with pytest.raises(UserError, match="not a model of this version") as raised:
+            load_model(checkpoint)
+        assert "\n" not in str(raised.value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the command
 
 
 @pytest.fixture
@@ -30,7 +147,7 @@ def outputs(folder, monkeypatch, capsys):
     def run(*argv: str) -> tuple[str, str]:
         options = ["--checkpoint_dir", str(folder), "--device", "cpu", "--max_tokens", "20"]
         monkeypatch.setattr(sys, "argv", ["generate.py", *options, *argv])
-        assert generate.main() == 0
+        assert main() == 0
         return capsys.readouterr()
 
     return run
