@@ -49,7 +49,7 @@ def names(folder) -> list[str]:
     return sorted(os.listdir(folder))
 
 
-def test_files_are_tried_in_the_documented_order(tmp_path):
+def test_files_are_listed_in_the_documented_order(tmp_path):
     for step in (1, 2, 3):
         write_checkpoint(tmp_path, step, f"rolling_step_{step:06d}.pt", f"epoch_{step:05d}.pt")
     write_checkpoint(tmp_path, 4, "latest.pt", "epoch_00004.pt", "best_model.pt")
@@ -61,7 +61,7 @@ def test_files_are_tried_in_the_documented_order(tmp_path):
     ]  # fmt: skip
 
 
-def test_the_table_shows_each_file_and_which_are_corrupt(tmp_path):
+def test_table_lists_each_file_and_marks_corrupt_ones(tmp_path):
     write_checkpoint(tmp_path, 40, "latest_backup.pt", "rolling_step_000040.pt")
     write_checkpoint(tmp_path, 50, "latest.pt", "rolling_step_000050.pt", "epoch_00005.pt")
     damage(tmp_path / "latest_backup.pt", "truncated")
@@ -77,7 +77,7 @@ def test_the_table_shows_each_file_and_which_are_corrupt(tmp_path):
     assert table[-1].startswith("5 names of 3 files")
 
 
-def test_an_empty_folder_says_where_to_look(tmp_path):
+def test_error_for_an_empty_folder_suggests_checkpoint_dir(tmp_path):
     with pytest.raises(UserError, match="--checkpoint_dir"):
         list(checkpoint_table(tmp_path))
     with pytest.raises(UserError, match="--checkpoint_dir"):

@@ -14,7 +14,7 @@ from steadygpt.cli import UserError
 from steadygpt.durable import UncachedFile, lock_folder, replace_file
 
 
-def test_replace_file_leaves_the_old_content_when_writing_fails(tmp_path):
+def test_replace_file_keeps_the_old_content_when_writing_fails(tmp_path):
     path = tmp_path / "file"
     path.write_text("old")
 
@@ -31,7 +31,7 @@ def test_replace_file_leaves_the_old_content_when_writing_fails(tmp_path):
 
 
 @given(st.lists(st.binary(max_size=20_000), max_size=5))
-def test_past_the_cache_the_same_bytes_are_written(chunks):
+def test_uncached_file_writes_the_same_bytes(chunks):
     for folder in filter(os.path.isdir, (tempfile.gettempdir(), "/dev/shm")):  # memory may have no O_DIRECT
         with tempfile.NamedTemporaryFile(dir=folder) as file:
             with UncachedFile(Path(file.name), buffer_size=4096) as uncached:
@@ -39,20 +39,20 @@ def test_past_the_cache_the_same_bytes_are_written(chunks):
             assert file.read() == b"".join(chunks)
 
 
-def test_a_file_system_that_takes_the_flag_but_not_the_write_is_written_through_the_cache(tmp_path):
+def test_uncached_file_falls_back_to_the_cache_when_a_direct_write_fails(tmp_path):
     with UncachedFile(tmp_path / "file", buffer_size=1000) as file:  # no whole pages
         file.write(bytes(1500))
         assert not file.direct
     assert (tmp_path / "file").read_bytes() == bytes(1500)
 
 
-def test_a_full_disk_while_writing_past_the_cache_is_an_oserror():
+def test_full_disk_during_an_uncached_write_is_an_oserror():
     with pytest.raises(OSError) as caught, UncachedFile(Path("/dev/full")) as file:
         torch.save({"weight": torch.zeros(2**23)}, file)
     assert caught.value.errno == errno.ENOSPC
 
 
-def test_a_lock_goes_with_its_file(tmp_path):
+def test_lock_is_released_when_its_file_is_closed(tmp_path):
     lock = lock_folder(tmp_path, "wait")
     with pytest.raises(UserError, match=f"in use by process {os.getpid()}; wait"):
         lock_folder(tmp_path, "wait")

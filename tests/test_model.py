@@ -46,7 +46,7 @@ def reference(request, tmp_path_factory):
     return load_model(read_weights(str(as_ours))), theirs
 
 
-def test_logits_are_those_of_the_reference(reference):
+def test_logits_match_transformers(reference):
     ours, theirs = reference
     tokens = torch.randint(0, 1000, (3, 64))
     with torch.no_grad():
@@ -54,7 +54,7 @@ def test_logits_are_those_of_the_reference(reference):
         assert torch.allclose(ours(tokens), theirs(tokens).logits, atol=1e-5)
 
 
-def test_loss_and_gradients_are_those_of_the_reference(reference, tmp_path):
+def test_loss_and_gradients_match_transformers(reference, tmp_path):
     ours, theirs = reference
     tokens = torch.randint(0, 1000, (3, 65))
     loss = ours(tokens[:, :-1], tokens[:, 1:])
@@ -72,7 +72,7 @@ def test_loss_and_gradients_are_those_of_the_reference(reference, tmp_path):
         assert torch.allclose(parameter.grad, gradients[name], atol=1e-5), name  # padding included: it learns nothing
 
 
-def test_a_rotation_is_by_the_distance_alone():
+def test_rotary_embeddings_depend_only_on_relative_position():
     """The product of a query and a key does not change when both move on."""
     config = dataclasses.replace(SMALL, rotary_pct=1.0)
     q, k = torch.randn(2, 1, 1, 1, 8)
@@ -91,7 +91,7 @@ def test_a_rotation_is_by_the_distance_alone():
 
 
 @pytest.mark.parametrize("num_tokens", [2, 127, 128, 129, 300])
-def test_attention_in_blocks_is_attention(num_tokens):
+def test_attention_in_blocks_equals_attention(num_tokens):
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 3, num_tokens, 8, requires_grad=True) for _ in range(3))
     whole = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -102,7 +102,7 @@ def test_attention_in_blocks_is_attention(num_tokens):
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(expected, found, strict=True))
 
 
-def test_attention_in_blocks_drops_weights_and_never_scales_the_rest_wrongly():
+def test_dropout_of_attention_in_blocks_keeps_the_mean():
     torch.manual_seed(0)
     q, k, v = torch.zeros(1, 1, 200, 4), torch.zeros(1, 1, 200, 4), torch.ones(1, 1, 200, 4)
     sums = attention_in_blocks(q, k, v, dropout=0.5)[0, 0, 100:, 0]  # of 100 to 200 equal weights, half of them doubled
@@ -119,20 +119,20 @@ def test_gpt2_has_124_million_parameters():
     assert model.flops_per_token() == 6 * (124_439_808 - 1024 * 768) + 12 * 12 * 768 * 1024
 
 
-def test_an_untied_embedding_is_looked_up_and_costs_nothing():
+def test_untied_embedding_adds_parameters_but_no_flops():
     with torch.device("meta"):
         tied, untied = (GPT(dataclasses.replace(SMALL, **NEOX | {"tied_head": tied})) for tied in (True, False))
     assert untied.num_parameters() == tied.num_parameters() + 101 * 16
     assert untied.flops_per_token() == tied.flops_per_token() == 6 * tied.num_parameters() + 12 * 3 * 16 * 12
 
 
-def test_an_untrained_model_knows_nothing():
+def test_initial_loss_is_that_of_a_uniform_prediction():
     torch.manual_seed(0)
     model = GPT(dataclasses.replace(SMALL, embd_size=64))
     assert model(ids(4, 12), ids(4, 12, seed=1)).item() == pytest.approx(math.log(101), abs=0.05)
 
 
-def test_residual_projections_start_smaller():
+def test_residual_projections_have_smaller_initial_weights():
     torch.manual_seed(0)
     model = GPT(dataclasses.replace(SMALL, embd_size=256))
     for block in model.h:
@@ -141,7 +141,7 @@ def test_residual_projections_start_smaller():
             assert projection.weight.std().item() == pytest.approx(0.02 / math.sqrt(6), rel=0.05)
 
 
-def test_biases_start_at_zero_and_norms_at_one():
+def test_initial_biases_are_zero_and_norm_weights_one():
     torch.manual_seed(0)
     vectors = {name: parameter for name, parameter in GPT(SMALL).named_parameters() if parameter.dim() == 1}
     assert len(vectors) == 3 * (4 + 4) + 2  # a block has two norms and four linear layers
@@ -149,7 +149,7 @@ def test_biases_start_at_zero_and_norms_at_one():
         assert (parameter == (0 if name.endswith("bias") else 1)).all(), name
 
 
-def test_matrices_and_embeddings_decay_and_nothing_else():
+def test_weight_decay_applies_only_to_matrices_and_embeddings():
     model = GPT(SMALL)
     decayed, others = make_optimizer(model, TrainConfig(weight_decay=0.1)).param_groups
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
@@ -159,7 +159,7 @@ def test_matrices_and_embeddings_decay_and_nothing_else():
     assert all(names[id(p)].endswith("bias") or ".ln_" in "." + names[id(p)] for p in others["params"])
 
 
-def test_adamw_takes_its_options():
+def test_adamw_uses_the_given_options():
     config = TrainConfig(max_lr=0.5, adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-6)
     group, _ = make_optimizer(GPT(SMALL), config).param_groups
     assert (group["lr"], group["betas"], group["eps"]) == (0.5, (0.8, 0.9), 1e-6)
@@ -174,12 +174,12 @@ def test_parameters_by_role_contain_each_parameter_once(family):
     assert len(roles["matrix"]) == 4 * SMALL.num_layers
 
 
-def test_without_bias_there_is_none():
+def test_bias_off_removes_all_biases():
     assert not [name for name, _ in small(bias=False).named_parameters() if name.endswith("bias")]
 
 
 @both_families
-def test_padding_is_zero_and_learns_nothing(family):
+def test_vocabulary_padding_stays_zero(family):
     model = GPT(dataclasses.replace(SMALL, **family))
     optimizer = make_optimizer(model, TrainConfig(max_lr=0.1))
     model(ids(2, 12), ids(2, 12, seed=1)).backward()
@@ -190,14 +190,14 @@ def test_padding_is_zero_and_learns_nothing(family):
     assert model.lm_head.weight[:101].all()
 
 
-def test_dropout_is_for_training_only():
+def test_dropout_is_active_only_in_training():
     model = small(dropout=0.5)
     with evaluating(model):
         assert torch.equal(model(ids(1, 12)), model(ids(1, 12)))
     assert not torch.equal(model(ids(1, 12)), model(ids(1, 12)))
 
 
-def test_dropout_is_where_gpt2_has_it():
+def test_dropout_is_in_the_same_places_as_in_gpt2():
     """Behind the embeddings, behind each residual projection, and on the attention weights."""
     model, seen = small(dropout=0.5, embd_size=64), []
     block = model.h[0]
@@ -216,19 +216,19 @@ def test_dropout_is_where_gpt2_has_it():
 # forward
 
 
-def test_the_loss_is_fp32_whatever_the_weights_are():
+def test_loss_is_fp32_for_bf16_weights():
     model = small().bfloat16()
     assert model(ids(2, 12)).dtype == torch.bfloat16
     assert all(model(ids(2, 12), ids(2, 12), how).dtype == torch.float32 for how in ("mean", "sum", "none"))
 
 
-def test_more_tokens_than_the_context_are_refused():
+def test_more_tokens_than_the_context_are_an_error():
     with pytest.raises(AssertionError, match="0 \\+ 13 tokens > 12"):
         small()(ids(1, 13))
 
 
 @both_families
-def test_a_token_sees_only_what_was_before_it(family):
+def test_attention_is_causal(family):
     model, tokens = small(**family), ids(1, 12)
     changed = tokens.clone()
     changed[0, 7] = (changed[0, 7] + 1) % 101
@@ -237,7 +237,7 @@ def test_a_token_sees_only_what_was_before_it(family):
     assert not torch.allclose(before[:, 7:], after[:, 7:])
 
 
-def test_losses_one_by_one_are_those_of_the_targets_that_count():
+def test_loss_reductions_ignore_ignored_targets():
     model, tokens, targets = small(), ids(3, 12), ids(3, 12, seed=1)
     targets[0, :5] = targets[2, 3] = IGNORED_TARGET
     logits, counts = model(tokens), targets != IGNORED_TARGET
@@ -250,7 +250,7 @@ def test_losses_one_by_one_are_those_of_the_targets_that_count():
 
 
 @both_families
-def test_activation_checkpointing_gives_the_same_gradients(family):
+def test_activation_checkpointing_computes_the_same_gradients(family):
     gradients = []
     for recompute in (False, True):
         model = small(dropout=0.2, **family)
@@ -263,7 +263,7 @@ def test_activation_checkpointing_gives_the_same_gradients(family):
 
 @both_families
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_the_loss_in_chunks_is_the_loss(family, reduction):
+def test_loss_in_chunks_equals_the_loss(family, reduction):
     """Also where the last chunk is smaller, and where one has no target that counts."""
     targets, found = ids(3, 12, seed=1), []
     targets[0, 3:] = IGNORED_TARGET
@@ -277,7 +277,7 @@ def test_the_loss_in_chunks_is_the_loss(family, reduction):
         assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(found[0], others, strict=True))
 
 
-def test_the_loss_in_chunks_never_has_all_logits(monkeypatch):
+def test_loss_in_chunks_computes_logits_chunk_by_chunk(monkeypatch):
     model, sizes = small(), []
     model.loss_chunk_size = 5
     model.lm_head.register_forward_hook(lambda _, __, logits: sizes.append(len(logits)))
@@ -285,7 +285,7 @@ def test_the_loss_in_chunks_never_has_all_logits(monkeypatch):
     assert sizes == [5, 5, 5, 5, 4, 4, 5, 5, 5, 5]  # the second time in backward, from the last on
 
 
-def test_activation_checkpointing_computes_each_block_twice_in_training_only():
+def test_activation_checkpointing_recomputes_blocks_only_in_training():
     model, calls = small(), []
     for block in model.h:
         block.ln_1.register_forward_pre_hook(lambda *_: calls.append(1))

@@ -29,7 +29,7 @@ def read_until(process: subprocess.Popen, pattern: str) -> str:
     raise AssertionError(f"no {pattern!r} in the output:\n{''.join(seen)}")
 
 
-def test_ctrl_c_through_a_pipe_whose_reader_is_gone_saves_all_the_same(workdir):
+def test_ctrl_c_saves_although_stdout_is_a_closed_pipe(workdir):
     """`train.py | tee log`, and a Ctrl-C that ends tee first."""
     flags = ("--max_steps", "1000000", *folders("a"))
     process = subprocess.Popen(command(*flags), stdout=subprocess.PIPE, text=True, env=environment())
@@ -43,7 +43,7 @@ def test_ctrl_c_through_a_pipe_whose_reader_is_gone_saves_all_the_same(workdir):
     assert load("a/latest.pt")["step"] == status["step"] > 3
 
 
-def test_stopped_before_the_first_step_ends_it_can_be_resumed_all_the_same(workdir):
+def test_run_stopped_before_its_first_step_can_be_resumed(workdir):
     assert run_here("--max_hours", "1e-9", *folders("a")) == 0
     assert load("a/latest.pt")["step"] == 0
     assert run_here("--max_hours", "0", *folders("a"), "--resume", "latest") == 0
@@ -51,7 +51,7 @@ def test_stopped_before_the_first_step_ends_it_can_be_resumed_all_the_same(workd
     assert_same_state(load("a/latest.pt"), load("b/latest.pt"))
 
 
-def test_stopped_within_the_last_evaluation_it_is_not_finished(workdir, monkeypatch):
+def test_run_stopped_during_its_last_evaluation_is_not_finished(workdir, monkeypatch):
     def stopped(training, val, stop):
         os.kill(os.getpid(), signal.SIGTERM)
         stop.check()
@@ -69,7 +69,7 @@ def test_stopped_within_the_last_evaluation_it_is_not_finished(workdir, monkeypa
 # saving
 
 
-def test_tiers_of_a_run(workdir):
+def test_run_leaves_checkpoints_of_every_tier(workdir):
     """56 rows an epoch... here 73: 4 rows a step, so epoch 1 ends within step 18."""
     assert run_here("--max_steps", "40", "--checkpoint_freq", "5", "--keep_checkpoints", "3", *folders("a")) == 0
     names = sorted(name for name in os.listdir("a") if name.endswith(".pt"))
@@ -86,7 +86,7 @@ def test_tiers_of_a_run(workdir):
     assert epoch["epoch"] == pytest.approx(76 / 74)
 
 
-def test_the_best_model_is_that_of_the_lowest_validation_loss(workdir):
+def test_best_model_has_the_lowest_validation_loss(workdir):
     flags = ("--max_steps", "30", "--max_lr", "1e-2", "--eval_freq", "5", "--checkpoint_freq", "10")
     assert run_here(*flags, *folders("a")) == 0
     val_losses = metrics("logs-a", "val_loss")
@@ -96,7 +96,7 @@ def test_the_best_model_is_that_of_the_lowest_validation_loss(workdir):
     assert best["val_loss"] == best["best_val_loss"] == val_losses[best_step]
 
 
-def test_saves_by_the_clock_go_to_latest_and_its_backup_only(workdir, monkeypatch, capsys):
+def test_timed_saves_write_only_latest_and_its_backup(workdir, monkeypatch, capsys):
     monkeypatch.setattr(saves, "PAUSE_SHARE", 1e9)  # however long a save pauses training
     assert run_here("--checkpoint_minutes", "1e-9", "--checkpoint_freq", "3", *folders("a")) == 0
     files = sorted(name for name in os.listdir("a") if name.endswith(".pt"))
@@ -107,7 +107,7 @@ def test_saves_by_the_clock_go_to_latest_and_its_backup_only(workdir, monkeypatc
     assert len(said) > 3  # those by the clock; one that is in flight may keep another from starting
 
 
-def test_a_checkpoint_says_which_commit_wrote_it(workdir, capsys):
+def test_checkpoint_contains_the_git_commit(workdir, capsys):
     assert run_here(*folders("a")) == 0
     commit = load("a/latest.pt")["git_commit"]
     assert re.fullmatch(r"[0-9a-f]{40}\+?", commit)
@@ -118,7 +118,7 @@ def test_a_checkpoint_says_which_commit_wrote_it(workdir, capsys):
 # resuming
 
 
-def test_resume_takes_its_options_from_the_checkpoint_and_tells_what_changed(workdir, capsys):
+def test_resume_takes_options_from_the_checkpoint_and_reports_changes(workdir, capsys):
     assert run_here("--max_steps", "4", "--use_tensorboard", *folders("a")) == 0
     assert train.main(["--checkpoint_dir", "a", "--resume", "--max_steps", "6"]) == 0
     out = capsys.readouterr().out
@@ -129,30 +129,30 @@ def test_resume_takes_its_options_from_the_checkpoint_and_tells_what_changed(wor
     assert list(metrics("logs-a", "loss")) == list(range(6))
 
 
-def test_limits_are_checked_against_the_checkpoints_values(workdir):
+def test_given_options_are_checked_against_those_of_the_checkpoint(workdir):
     assert run_here("--max_lr", "4e-3", "--min_lr", "1e-5", *folders("a")) == 0
     resume = ("--resume", "latest", "--allow_changes", *folders("a"))
     assert run_here("--max_steps", "9", "--min_lr", "2e-3", *resume) == 0
     assert "--min_lr 0.005 is above --max_lr 0.004" in fails("--min_lr", "5e-3", *resume)
 
 
-def test_a_changed_weight_decay_counts_from_the_resume_on(workdir):
+def test_changed_weight_decay_takes_effect_on_resume(workdir):
     assert run_here("--max_steps", "4", *folders("a")) == 0
     changed = ("--resume", "latest", "--allow_changes", "--weight_decay", "0.5")
     assert run_here("--max_steps", "5", *changed, *folders("a")) == 0
     assert [group["weight_decay"] for group in load("a/latest.pt")["optimizer"]["param_groups"]] == [0.5, 0]
 
 
-def test_a_resumed_run_keeps_its_warmup(workdir):
+def test_resumed_run_keeps_its_warmup(workdir):
     flags = [flag for flag in TINY if flag != "--warmup_steps"]
     flags.pop(flags.index("--max_steps") + 2)
     assert train.main([*flags, "--data_dir", "data", *folders("a")]) == 0
     assert load("a/latest.pt")["train_config"]["warmup_steps"] == 0  # a tenth of 8 steps
-    assert train.main(["--resume", "--max_steps", "90", *folders("a")]) == 0
+    assert train.main(["--resume", "--max_steps", "20", *folders("a")]) == 0
     assert load("a/latest.pt")["train_config"]["warmup_steps"] == 0
 
 
-def test_going_back_to_an_older_checkpoint_repeats_the_same_steps(workdir):
+def test_resume_from_an_older_checkpoint_repeats_the_same_steps(workdir):
     assert run_here("--checkpoint_freq", "2", *DROPOUT, *folders("a")) == 0
     first = load("a/latest.pt")
     losses = metrics("logs-a", "loss")
@@ -161,7 +161,7 @@ def test_going_back_to_an_older_checkpoint_repeats_the_same_steps(workdir):
     assert metrics("logs-a", "loss") == losses
 
 
-def test_a_finished_run_is_not_trained_further(workdir, capsys):
+def test_resume_of_a_finished_run_changes_nothing(workdir, capsys):
     assert run_here(*folders("a")) == 0
     before = os.stat("a/latest.pt").st_mtime_ns
     assert run_here(*folders("a"), "--resume", "auto") == 0
@@ -169,18 +169,18 @@ def test_a_finished_run_is_not_trained_further(workdir, capsys):
     assert os.stat("a/latest.pt").st_mtime_ns == before
 
 
-def test_resume_auto_starts_afresh_where_there_is_nothing(workdir):
+def test_resume_auto_starts_a_new_run_in_an_empty_folder(workdir):
     assert run_here(*folders("a"), "--resume", "auto") == 0
     assert load("a/latest.pt")["step"] == 8
 
 
-def test_a_failed_resume_leaves_no_trace(workdir):
+def test_failed_resume_creates_no_files(workdir):
     assert "no such file" in fails("--resume", "lates")
     assert "no checkpoints in" in fails("--checkpoint_dir", "none", "--resume", "latest")
     assert os.listdir() == ["data"]
 
 
-def test_cost_and_elapsed_time_are_wall_clock_over_all_starts(workdir):
+def test_cost_and_elapsed_time_add_up_over_resumes(workdir):
     assert run_here("--gpu_hour_cost", "3600", *folders("a")) == 0
     first = load("a/latest.pt")["elapsed_s"]
     assert metrics("logs-a", "cost")[0] == pytest.approx(first, abs=2)  # one device at 1 a second, since the start
@@ -192,7 +192,7 @@ def test_cost_and_elapsed_time_are_wall_clock_over_all_starts(workdir):
 # data and folders
 
 
-def test_a_new_run_does_not_write_over_another(workdir):
+def test_new_run_does_not_overwrite_another_run(workdir):
     assert run_here(*folders("a")) == 0
     before = os.stat("a/latest.pt").st_mtime_ns
     assert "already holds checkpoints" in fails(*folders("a"))
@@ -201,13 +201,13 @@ def test_a_new_run_does_not_write_over_another(workdir):
     assert os.stat("a/latest.pt").st_mtime_ns == before
 
 
-def test_checkpoints_and_logs_may_share_a_folder(workdir):
+def test_checkpoints_and_logs_can_share_a_folder(workdir):
     assert run_here("--checkpoint_dir", "a", "--logdir", "a") == 0
     assert run_here("--checkpoint_dir", "a", "--logdir", "a", "--resume", "--max_steps", "9") == 0
     assert len(metrics("a", "loss")) == 9
 
 
-def test_other_data_on_resume_is_refused_and_moved_data_is_not(workdir):
+def test_resume_accepts_moved_data_and_rejects_different_data(workdir):
     assert run_here(*folders("a")) == 0
     write_data(workdir / "other", seed=1)
     message = fails("--data_dir", "other", *folders("a"), "--resume", "latest", "--max_steps", "9")
@@ -217,7 +217,7 @@ def test_other_data_on_resume_is_refused_and_moved_data_is_not(workdir):
     assert run_here("--data_dir", "moved", *folders("a"), "--resume", "latest", "--max_steps", "9") == 0
 
 
-def test_the_manifest_is_read_once_per_start(workdir, monkeypatch):
+def test_manifest_is_read_once_per_start(workdir, monkeypatch):
     reads = []
     read = dataloader.read_manifest
     monkeypatch.setattr(dataloader, "read_manifest", lambda folder: (reads.append(folder), read(folder))[1])

@@ -63,7 +63,7 @@ def run_rank(flags: tuple[str, ...], folder: Path, group: dict[str, str]) -> Non
 # learning
 
 
-def test_it_learns_and_says_so(workdir, capsys):
+def test_the_loss_falls_and_each_step_is_printed(workdir, capsys):
     assert run_here("--max_steps", "60", "--max_lr", "1e-2", "--eval_freq", "30", *folders("a")) == 0
     losses, val_losses = metrics("logs-a", "loss"), metrics("logs-a", "val_loss")
     assert list(losses) == list(range(60))
@@ -80,13 +80,13 @@ def test_it_learns_and_says_so(workdir, capsys):
     assert json.loads(open("a/status.json").read())["status"] == "finished"
 
 
-def test_tokens_per_second_are_those_of_all_ranks_per_second(workdir):
+def test_tokens_per_second_follow_from_the_time_of_a_step(workdir):
     assert run_here(*folders("a")) == 0
     speeds, times_ms = metrics("logs-a", "tokens_per_second"), metrics("logs-a", "step_ms")
     assert all(speeds[step] == pytest.approx(64 / times_ms[step] * 1000) for step in speeds)
 
 
-def test_two_processes_compute_what_one_does_on_the_same_tokens(workdir):
+def test_two_processes_compute_the_same_as_one(workdir):
     flags = ("--eval_freq", "4", "--eval_tokens", "112", "--checkpoint_freq", "4")
     assert run_here(*flags, *folders("one")) == 0
     two = run(*flags, "--use_tensorboard", *folders("two"), processes=2)
@@ -105,7 +105,7 @@ def test_two_processes_compute_what_one_does_on_the_same_tokens(workdir):
 
 
 @pytest.mark.parametrize("flags", [(), ("--cpu_offload",)])
-def test_fsdp_computes_the_same_and_saves_the_same_kind_of_file(workdir, flags):
+def test_fsdp_computes_and_saves_the_same_as_one_process(workdir, flags):
     assert run_here(*folders("one")) == 0
     run_forked("--sharding", "fsdp", *flags, *folders("two"), processes=2)
     one, other = load("one/latest.pt"), load("two/latest.pt")
@@ -117,7 +117,7 @@ def test_fsdp_computes_the_same_and_saves_the_same_kind_of_file(workdir, flags):
     assert run_here(*alone, *folders("two"), "--resume", "latest") == 0
 
 
-def test_micro_steps_add_up_to_one_large_batch(workdir):
+def test_gradient_accumulation_equals_one_large_batch(workdir):
     assert run_here("--total_batch_size", "128", "--mini_batch_size", "1", *folders("a")) == 0
     assert run_here("--total_batch_size", "128", "--mini_batch_size", "8", *folders("b")) == 0
     one, other = metrics("logs-a", "loss"), metrics("logs-b", "loss")
@@ -125,7 +125,7 @@ def test_micro_steps_add_up_to_one_large_batch(workdir):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8"])
-def test_reduced_precision_follows_fp32(workdir, precision):
+def test_reduced_precision_stays_close_to_fp32(workdir, precision):
     if precision == "fp8":
         pytest.importorskip("torchao")
     assert run_here(*folders("a")) == 0
@@ -136,7 +136,7 @@ def test_reduced_precision_follows_fp32(workdir, precision):
     assert bool(load("b/latest.pt")["scaler"]) == (precision == "fp16")
 
 
-def test_the_loss_scaler_of_fp16_is_saved_and_restored(workdir):
+def test_fp16_loss_scaler_is_saved_and_restored(workdir):
     flags = ("--precision", "fp16", "--checkpoint_freq", "4")
     assert run_here(*flags, *folders("a")) == 0
     os.unlink("a/latest.pt")
@@ -149,7 +149,7 @@ def test_the_loss_scaler_of_fp16_is_saved_and_restored(workdir):
     assert resumed["scaler"] == whole["scaler"]
 
 
-def test_a_step_whose_scaled_gradients_overflow_is_skipped_and_the_scale_halved(workdir):
+def test_overflowing_fp16_gradients_skip_the_step_and_halve_the_scale(workdir):
     assert run_here("--precision", "fp16", *folders("a")) == 0
     before = load("a/latest.pt")
     torch.save(before | {"scaler": before["scaler"] | {"scale": 2.0**100}}, "a/latest.pt")
@@ -159,7 +159,7 @@ def test_a_step_whose_scaled_gradients_overflow_is_skipped_and_the_scale_halved(
     assert all(torch.equal(before["model"][name], after["model"][name]) for name in before["model"])
 
 
-def test_a_neox_model_on_two_processes_in_chunks_is_that_of_one(workdir):
+def test_long_context_options_on_two_processes_compute_the_same_as_one(workdir):
     """With everything that configs/small_32k.toml turns on."""
     flags = ("--rotary_pct", "0.5", "--parallel_residual", "--tied_head", "off", "--eval_freq", "8")
     assert run_here(*flags, *folders("one")) == 0
@@ -175,7 +175,7 @@ def test_a_neox_model_on_two_processes_in_chunks_is_that_of_one(workdir):
         assert not torch.equal(other["wte.weight"], other["lm_head.weight"])  # two tensors, both saved
 
 
-def test_compiled_training_is_the_same_and_leaves_no_trace_in_the_file(workdir):
+def test_compiled_training_computes_the_same_under_the_same_parameter_names(workdir):
     flags = ("--max_steps", "4", "--rotary_pct", "0.5", "--activation_checkpointing", "--loss_chunk_size", "12")
     assert run_here(*flags, *folders("a")) == 0
     assert run_here(*flags, "--compile", "on", *folders("b")) == 0
@@ -184,7 +184,7 @@ def test_compiled_training_is_the_same_and_leaves_no_trace_in_the_file(workdir):
     assert all(torch.allclose(one["model"][name], other["model"][name], atol=1e-5) for name in one["model"])
 
 
-def test_a_profile_is_a_trace_of_the_steps_asked_for(workdir, capsys):
+def test_profile_records_the_requested_steps(workdir, capsys):
     assert run_here("--profile", "2", "--run_name", "traced", *folders("a")) == 0
     path = workdir / "runs/traced/rank0.pt.trace.json.gz"
     assert f"trace in {path.relative_to(workdir)}" in capsys.readouterr().out
@@ -202,14 +202,14 @@ def test_a_profile_is_a_trace_of_the_steps_asked_for(workdir, capsys):
 # evaluation and initial weights
 
 
-def test_evaluation_and_samples_do_not_disturb_training(workdir):
+def test_evaluation_and_samples_do_not_change_training(workdir):
     assert run_here(*DROPOUT, *folders("plain")) == 0
     assert run_here(*DROPOUT, "--eval_freq", "2", "--sample_freq", "3", *folders("evaluated")) == 0
     plain, evaluated = load("plain/latest.pt"), load("evaluated/latest.pt")
     assert all(torch.equal(plain["model"][name], evaluated["model"][name]) for name in plain["model"])
 
 
-def test_results_that_arrive_one_step_late_change_nothing(workdir, monkeypatch):
+def test_reading_results_one_step_late_changes_nothing(workdir, monkeypatch):
     """On CUDA a result is read while the next step runs."""
     flags = ("--max_steps", "12", "--checkpoint_freq", "3", "--eval_freq", "4", *DROPOUT)
     assert run_here(*flags, *folders("a")) == 0
@@ -225,7 +225,7 @@ def test_results_that_arrive_one_step_late_change_nothing(workdir, monkeypatch):
         assert one["recent_losses"] == other["recent_losses"]
 
 
-def test_late_bad_steps_stop_the_run_at_the_step_before_them(workdir, monkeypatch):
+def test_bad_steps_read_late_stop_the_run_at_the_last_good_step(workdir, monkeypatch):
     build, step = train.build_training, train.train_step
 
     def bad_step(*args):
@@ -241,7 +241,7 @@ def test_late_bad_steps_stop_the_run_at_the_step_before_them(workdir, monkeypatc
     assert saved["bad_steps"] == 0
 
 
-def test_init_from_starts_from_the_weights_alone(workdir):
+def test_init_from_takes_only_the_weights(workdir):
     assert run_here(*folders("a")) == 0
     flags = ("--max_lr", "0", "--min_lr", "0", "--weight_decay", "0", "--init_from", "a/latest.pt")
     assert run_here(*flags, *folders("b")) == 0
@@ -250,7 +250,7 @@ def test_init_from_starts_from_the_weights_alone(workdir):
     assert all(torch.equal(first["model"][n], second["model"][n]) for n in first["model"])
 
 
-def test_hellaswag_and_samples_without_their_data_are_a_warning(workdir, capsys):
+def test_missing_tokenizer_or_hellaswag_file_is_a_warning(workdir, capsys):
     write_data(workdir / "data", tokenizer="no-such-tokenizer")
     flags = ("--hellaswag_freq", "4", "--sample_freq", "4", "--hellaswag_file", "missing.jsonl")
     assert run_here(*flags, *folders("a")) == 0
@@ -262,7 +262,7 @@ def test_hellaswag_and_samples_without_their_data_are_a_warning(workdir, capsys)
     assert captured.out.count("sample:") == 2
 
 
-def test_hellaswag_in_training(workdir):
+def test_hellaswag_runs_during_training(workdir):
     example = {"ctx": "A man", "endings": ["sits.", "flies away.", "is a.", "of."], "label": 0}
     (workdir / "hs.jsonl").write_text(json.dumps(example) + "\n" + json.dumps(example | {"label": 3}) + "\n")
     assert run_here("--hellaswag_freq", "4", "--hellaswag_file", "hs.jsonl", *folders("a")) == 0
@@ -282,7 +282,7 @@ def fails(*flags: str) -> str:
     return message
 
 
-def test_a_mistake_is_one_line_and_exit_status_2(workdir):
+def test_user_error_is_one_line_and_exit_status_2(workdir):
     failed = run("--data_dir", "nowhere")
     assert failed.returncode == 2
     assert failed.stdout == ""
@@ -291,7 +291,7 @@ def test_a_mistake_is_one_line_and_exit_status_2(workdir):
     assert "prepare_dataset.py" in failed.stderr
 
 
-def test_under_torchrun_a_mistake_is_said_once(workdir):
+def test_user_error_under_torchrun_is_printed_once(workdir):
     failed = run("--mini_batch_size", "3", processes=2)
     assert failed.returncode != 0
     assert len([line for line in failed.stderr.splitlines() if line.startswith("error: ")]) == 1
@@ -305,7 +305,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(workdir, capsys):
     assert sorted(os.listdir()) == ["data"]
 
 
-def test_shards_of_other_tools_train_without_a_manifest(workdir):
+def test_shards_of_other_tools_need_no_manifest(workdir):
     import numpy as np
 
     (workdir / "nano").mkdir()
@@ -325,20 +325,20 @@ def test_shards_of_other_tools_train_without_a_manifest(workdir):
     (("--warmup_steps", "99", "--max_steps", "100"), 99),
     (("--config", "quickstart"), 100), (("--config", "quickstart", "--max_steps", "50"), 5),
 ])  # fmt: skip
-def test_warmup_follows_the_length_of_the_run_unless_given(workdir, flags, warmup, capsys):
+def test_default_warmup_depends_on_the_length_of_the_run(workdir, flags, warmup, capsys):
     shape = ("--context_length", "16", "--num_heads", "4", "--embd_size", "16", "--num_layers", "1")
     batch = ("--total_batch_size", "64", "--mini_batch_size", "2", "--steps_per_epoch", "2000")
     assert train.main([*flags, *shape, *batch, "--data_dir", "data", "--dry_run"]) == 0
     assert f"; {warmup} steps of warm-up" in capsys.readouterr().out
 
 
-def test_a_given_warmup_longer_than_the_run_is_refused(workdir):
+def test_warmup_as_long_as_the_run_is_an_error(workdir):
     assert "--warmup_steps 8 is not shorter than the run of 8 steps; try --warmup_steps 0" in fails(
         "--warmup_steps", "8"
     )
 
 
-def test_a_step_counts_the_time_since_the_step_before_but_not_evaluations(workdir, monkeypatch):
+def test_step_time_includes_pauses_but_not_evaluation(workdir, monkeypatch):
     def slow(run, last, evaluate=train.evaluate):
         evaluate(run, last)
         if run.state.step in (2, 4):
