@@ -17,7 +17,7 @@ ENDINGS = {
 
 @pytest.mark.parametrize("under_torchrun", [False, True])
 @pytest.mark.parametrize("body, status, stderr", ENDINGS.values(), ids=ENDINGS)
-def test_a_command_ends_with_a_status_and_at_most_one_line(body, status, stderr, under_torchrun):
+def test_command_ends_with_its_exit_status_and_at_most_one_line(body, status, stderr, under_torchrun):
     program = f"from steadygpt.cli import UserError, run_cli\ndef main():\n print('said')\n {body}\nrun_cli(main)"
     ended = subprocess.run(
         [sys.executable, "-c", program],
@@ -26,7 +26,7 @@ def test_a_command_ends_with_a_status_and_at_most_one_line(body, status, stderr,
     assert (ended.returncode, ended.stdout, ended.stderr) == (status, "said\n", stderr)
 
 
-def test_a_rank_leaves_before_the_interpreter_is_taken_apart():
+def test_rank_exits_without_interpreter_shutdown():
     """FSDP leaves gloo's threads behind, and one that wants the GIL just then would end a finished run by SIGABRT."""
     program = "import atexit, os\nfrom steadygpt.cli import run_cli\natexit.register(os.abort)\nrun_cli(lambda: 0)"
     for environment, status in (({"RANK": "1"}, 0), ({}, -6)):

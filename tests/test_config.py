@@ -14,7 +14,6 @@ from config import ELSEWHERE, FIELDS, PRESETS, TrainConfig, parse_args
 from model import GPT, GPTConfig
 from steadygpt.cli import UserError
 from steadygpt.plan import estimate_memory
-from steadygpt.start import resume_config
 
 
 def parse(*argv: str) -> TrainConfig:
@@ -28,19 +27,21 @@ def mistake(*argv: str) -> str:
     return str(raised.value)
 
 
-def test_the_defaults_train_gpt2_on_fineweb_edu():
+def test_defaults_train_gpt2_on_fineweb_edu():
     config = parse()
     assert (config.num_layers, config.num_heads, config.embd_size, config.context_length) == (12, 12, 768, 1024)
     assert (config.total_batch_size, config.mini_batch_size, config.num_epochs) == (524288, 32, 5)
     assert (config.max_lr, config.min_lr, config.warmup_steps, config.weight_decay) == (1e-3, 1e-4, 715, 0.1)
-    assert config.data_dir == "data/edu_fineweb10B" and config.shuffle_rows and config.shuffle_shards
+    assert config.data_dir == "data/edu_fineweb10B"
+    assert config.shuffle_rows
+    assert config.shuffle_shards
 
 
 SHAPE = {f.name for f in dataclasses.fields(GPTConfig)} - {"vocab_size"}
 
 
 @pytest.mark.parametrize("preset", sorted(path.stem for path in PRESETS.glob("*.toml")))
-def test_presets_say_truly_what_they_are(preset):
+def test_parameters_and_memory_in_preset_comments_are_correct(preset):
     """Parameters and memory in the comments: with GPT-2's vocabulary, bf16 and torch.compile, as on a GPU."""
     config, text = parse("--config", preset), (PRESETS / f"{preset}.toml").read_text()
     config.check_together()
@@ -71,7 +72,7 @@ def test_presets_say_truly_what_they_are(preset):
         assert config.grad_accum_steps(processes)
 
 
-def test_presets_of_the_earlier_projects():
+def test_presets_match_the_earlier_projects():
     neox = parse("--config", "gpt-neox-1.2b")
     assert (neox.num_layers, neox.num_heads, neox.embd_size, neox.context_length) == (24, 16, 2048, 2048)
     assert (neox.rotary_pct, neox.rotary_base, neox.parallel_residual, neox.tied_head) == (0.25, 10000, True, False)
@@ -86,20 +87,21 @@ def test_presets_of_the_earlier_projects():
     assert (test.mini_batch_size, test.grad_accum_steps(1), test.precision, test.max_steps) == (2, 2, "bf16", 100)
 
 
-def test_a_preset_may_stand_on_another(tmp_path):
+def test_preset_can_include_another_preset(tmp_path):
     (tmp_path / "mine.toml").write_text('config = "gpt2-xl"\nnum_layers = 4\n')
     config, given_options = parse_args(["--config", str(tmp_path / "mine.toml"), "--num_heads", "5"])
     assert (config.num_layers, config.num_heads, config.embd_size) == (4, 5, 1600)
-    assert config.config.endswith("mine.toml") and "embd_size" in given_options
+    assert config.config.endswith("mine.toml")
+    assert "embd_size" in given_options
     (tmp_path / "mine.toml").write_text(f'config = "{tmp_path / "mine.toml"}"\n')
     assert "the file includes itself" in mistake("--config", str(tmp_path / "mine.toml"))
 
 
-def test_flags_are_written_with_dashes_or_underscores():
+def test_flags_accept_dashes_and_underscores():
     assert parse("--num-layers", "3", "--max-lr=2e-3") == parse("--num_layers=3", "--max_lr", "2e-3")
 
 
-def test_defaults_then_config_then_flags(tmp_path):
+def test_flags_override_the_preset_and_the_preset_overrides_defaults(tmp_path):
     (tmp_path / "mine.toml").write_text("num_layers = 4\nmax_lr = 1\nuse_tensorboard = true\n")
     config, given_options = parse_args(["--config", str(tmp_path / "mine.toml"), "--num_layers", "6"])
     assert (config.num_layers, config.max_lr, config.use_tensorboard, config.num_heads) == (6, 1.0, True, 12)
@@ -110,7 +112,7 @@ def test_defaults_then_config_then_flags(tmp_path):
     (["--bias"], True), (["--bias", "on"], True), (["--bias=off"], False), (["--bias", "false"], False), ([], True),
     (["--bias=Yes"], True), (["--bias=NO"], False), (["--bias", "1"], True), (["--bias", "0"], False),
 ])  # fmt: skip
-def test_switches(argv, value):
+def test_switch_accepts_common_spellings_of_on_and_off(argv, value):
     assert parse(*argv).bias is value
 
 
@@ -121,11 +123,12 @@ def test_every_switch_can_be_turned_off_in_every_spelling(name):
         assert getattr(parse("--resume", f"--{name}", argument), name) is False, argument
 
 
-def test_a_switch_that_is_off_by_default_is_turned_on_bare():
-    assert parse("--deterministic", "--seed", "3").deterministic and not parse("--seed", "3").deterministic
+def test_bare_switch_means_on():
+    assert parse("--deterministic", "--seed", "3").deterministic
+    assert not parse("--seed", "3").deterministic
 
 
-def test_mixed_precision_says_the_same_as_precision():
+def test_mixed_precision_is_an_alias_of_precision():
     assert [parse("--mixed-precision", word).precision for word in ("no", "fp16", "bf16")] == ["fp32", "fp16", "bf16"]
 
 
@@ -134,22 +137,24 @@ def test_values_keep_their_dashes():
     assert (config.checkpoint_dir, config.data_dir, config.sample_prompt) == ("a-b", "c-d", "--e-f=g-h")
 
 
-def test_an_empty_resume_is_a_mistake_and_not_a_new_run():
+def test_empty_resume_is_an_error():
     for argument in (["--resume", ""], ["--resume="]):
         with pytest.raises(UserError, match="--resume is empty"):
             parse(*argument)
 
 
-def test_a_bare_resume_means_latest():
+def test_bare_resume_means_latest():
     assert parse("--resume", "--seed", "3").resume == "latest"
     assert parse("--resume", "best").resume == "best"
 
 
-def test_mistakes_are_named(tmp_path):
+def test_errors_name_the_option_and_the_expected_value(tmp_path):
     assert mistake("--num_layer", "3") == "unknown argument '--num_layer'; did you mean --num_layers?"
-    assert "--seed" in mistake("--seed", "x") and "'x'" in mistake("--seed", "x")
+    assert "--seed" in mistake("--seed", "x")
+    assert "'x'" in mistake("--seed", "x")
     assert "on or off" in mistake("--bias", "maybe")
-    assert "fp33" in mistake("--precision", "fp33") and "bf16" in mistake("--precision", "fp33")
+    assert "fp33" in mistake("--precision", "fp33")
+    assert "bf16" in mistake("--precision", "fp33")
     assert "--num_heads is 12; expected a divisor of the width, 100" in mistake("--embd_size", "100")
     for value in ("nan", "inf", "-1"):
         assert f"--max_lr is {float(value)}; expected 0 or more" == mistake(f"--max_lr={value}")
@@ -174,10 +179,11 @@ def test_mistakes_are_named(tmp_path):
     }.items():
         (tmp_path / "bad.toml").write_text(text)
         message = mistake("--config", str(tmp_path / "bad.toml"))
-        assert "bad.toml" in message and all(word in message for word in words)
+        assert "bad.toml" in message
+        assert all(word in message for word in words)
 
 
-def test_suggestions_are_close_or_known_from_other_trainers():
+def test_unknown_flag_suggests_a_similar_or_equivalent_option():
     assert mistake("--save_steps", "5") == "unknown argument '--save_steps'; here it is --checkpoint_freq"
     assert mistake("--deepspeed", "x.json") == "unknown argument '--deepspeed'; here it is --sharding fsdp"
     assert mistake("--resume_from_checkpoint=a.pt").endswith("; here it is --resume")
@@ -186,144 +192,59 @@ def test_suggestions_are_close_or_known_from_other_trainers():
     assert mistake("--maxlr", "3").endswith("did you mean --max_lr?")
 
 
-def test_suggestions_name_options_that_exist():
+def test_suggested_options_exist():
     for name, suggestion in ELSEWHERE.items():
         assert name not in FIELDS
         assert re.findall(r"--(\w+)", suggestion)[0] in FIELDS
 
 
-def test_a_config_file_that_is_not_text_is_named(tmp_path):
+def test_binary_config_file_is_an_error(tmp_path):
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
     assert "binary.toml: not TOML" in mistake("--config", str(tmp_path / "binary.toml"))
 
 
-def test_a_frequency_of_0_turns_a_feature_off():
+def test_frequency_of_0_is_accepted():
     names = ["checkpoint_freq", "checkpoint_minutes", "eval_freq", "hellaswag_freq", "sample_freq", "max_hours"]
     config = parse(*(f"--{name}=0" for name in names))
     assert [getattr(config, name) for name in names] == [0] * 6
 
 
-def test_rotations_need_pairs_of_dimensions():
+def test_rotary_pct_must_give_an_even_number_of_dimensions():
     assert "3 of 64 dimensions a head; expected an even number" in mistake("--rotary_pct", "0.05")
     assert "0 of 64 dimensions a head; expected an even number" in mistake("--rotary_pct", "0.01")
     assert "--rotary_pct is 1.5" in mistake("--rotary_pct", "1.5")
     assert "--layer_norm_eps is 0.0; expected more than 0" in mistake("--layer_norm_eps", "0")
 
 
-def test_no_flag_is_a_prefix_of_one_of_torchruns():
+def test_no_flag_is_a_prefix_of_a_torchrun_flag():
     """torchrun would take it for its own and stop before the script starts."""
     theirs = [option for action in get_args_parser()._actions for option in action.option_strings]
     ours = [f"--{name}" for name in [*FIELDS, "mixed_precision"]]
-    assert "--nproc-per-node" in theirs and "--run-path" in theirs
+    assert "--nproc-per-node" in theirs
+    assert "--run-path" in theirs
     for flag in ours + [flag.replace("_", "-") for flag in ours]:
         assert not [option for option in theirs if option.startswith(flag)], flag
         launched = get_args_parser().parse_args(["--standalone", "train.py", flag, "x"])
         assert launched.training_script_args == [flag, "x"]
 
 
-def test_help_tells_every_option(capsys):
+def test_help_lists_every_option(capsys):
     with pytest.raises(SystemExit):
         parse_args(["--help"])
     told = capsys.readouterr().out
     listed = told[told.index("\nmodel:") :]  # below the usage
     assert re.findall(r"^  --(\w+)", listed, re.MULTILINE) == list(FIELDS)
     assert all(f.metadata["text"] for f in FIELDS.values())
-    assert "--total_batch_size INT" in listed and "(default: 524288)" in listed and "(default: on)" in listed
+    assert "--total_batch_size INT" in listed
+    assert "(default: 524288)" in listed
+    assert "(default: on)" in listed
     assert all(f"\n{f.metadata['group']}:" in told for f in FIELDS.values())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_resumed_run_takes_the_checkpoints_options():
-    saved = dataclasses.asdict(parse("--embd_size", "96", "--max_lr", "5e-4", "--checkpoint_dir", "there", "--dry_run"))
-    config, given_options = parse_args(["--resume", "--min_lr", "1e-5", "--allow_changes"])
-    config, changes = resume_config(saved, config, given_options)
-    assert (config.embd_size, config.max_lr, config.min_lr, config.resume) == (96, 5e-4, 1e-5, "latest")
-    assert config.checkpoint_dir == "checkpoints" and not config.dry_run  # of this start alone
-    assert changes == ["min_lr: 0.0001 -> 1e-05"]
-
-
-def test_what_a_checkpoint_is_cannot_be_contradicted():
-    saved = dataclasses.asdict(parse("--embd_size", "96"))
-    config, given_options = parse_args(["--resume", "--embd_size", "192"])
-    with pytest.raises(UserError, match="--embd_size is 192, but the checkpoint was trained with 96"):
-        resume_config(saved, config, given_options)
-    config, given_options = parse_args(["--resume", "--embd_size", "96"])
-    assert resume_config(saved, config, given_options)[1] == []
-
-
-@pytest.mark.parametrize(
-    "name",
-    "seed tokenizer shuffle_shards shuffle_rows num_layers num_heads embd_size context_length bias".split(),
-)
-def test_neither_the_model_nor_the_data_order_can_change(name):
-    mine = TrainConfig()
-    value = getattr(mine, name)
-    saved = {name: not value if type(value) is bool else 2 * value}
-    with pytest.raises(UserError, match=f"--{name} is {value!r}, but the checkpoint was trained with {saved[name]!r}"):
-        resume_config(saved, mine, {name: "flag"})
-    assert getattr(resume_config(saved, mine, {})[0], name) == saved[name]
-
-
-def test_all_else_can_change_and_is_told():
-    saved = dataclasses.asdict(TrainConfig()) | {"dropout": 0.1, "mini_batch_size": 8, "data_dir": "old"}
-    flags = ["--dropout=0.2", "--mini_batch_size=4", "--data_dir=new", "--max_lr=1e-3", "--allow_changes"]
-    config, given_options = parse_args(flags)
-    config, changes = resume_config(saved, config, given_options)
-    assert (config.dropout, config.mini_batch_size, config.data_dir) == (0.2, 4, "new")
-    assert changes == ["dropout: 0.1 -> 0.2", "data_dir: 'old' -> 'new'", "mini_batch_size: 8 -> 4"]
-
-
-def test_what_must_be_asked_for_on_resume_is_the_optimization():
-    asked = "dropout total_batch_size max_lr min_lr warmup_steps weight_decay adam_beta1 adam_beta2 adam_eps grad_clip"
-    assert [name for name, f in FIELDS.items() if f.metadata["on_resume"] == "ask"] == asked.split()
-
-
-@pytest.mark.parametrize("name", [name for name, f in FIELDS.items() if f.metadata["on_resume"] == "ask"])
-def test_what_decides_what_is_learned_changes_on_purpose_only(name):
-    mine = TrainConfig()
-    saved = {name: getattr(mine, name) / 2 or 0.5}
-    with pytest.raises(UserError, match=f"--{name} is .*trained with {saved[name]}; .*--allow_changes"):
-        resume_config(saved, mine, {name: "flag"})
-    assert getattr(resume_config(saved, mine, {})[0], name) == saved[name]
-    allowed = dataclasses.replace(mine, allow_changes=True)
-    _, [change] = resume_config(saved, allowed, {name: "flag"})
-    assert change == f"{name}: {saved[name]} -> {getattr(mine, name)}"
-
-
-def test_on_resume_a_presets_warmup_gives_way_to_the_checkpoints():
-    """The length of the run decided what it became, and the same command must be able to resume."""
-    config, given_options = parse_args(["--config", "quickstart", "--max_steps", "50", "--resume"])
-    saved = dataclasses.asdict(config) | {"warmup_steps": 5}
-    assert resume_config(saved, config, given_options) == (dataclasses.replace(config, warmup_steps=5), [])
-
-
-def test_what_belongs_to_one_start_is_not_taken_from_the_checkpoint():
-    saved = dataclasses.asdict(TrainConfig()) | {
-        "config": "quickstart", "dry_run": True, "checkpoint_dir": "there", "resume": "best", "list_checkpoints": True
-    }  # fmt: skip
-    assert resume_config(saved, TrainConfig(), {}) == (TrainConfig(), [])
-
-
-@pytest.mark.parametrize(("saved", "flags"), [
-    (["--min_lr=1e-6"], ["--max_lr=5e-5", "--allow_changes"]),
-    (["--sharding=fsdp"], ["--cpu_offload"]),
-])  # fmt: skip
-def test_flags_of_a_resumed_run_are_checked_together_with_the_checkpoints_options(saved, flags):
-    config, given_options = parse_args(["--resume", *flags])
-    resume_config(dataclasses.asdict(parse(*saved)), config, given_options)
-
-
-def test_options_that_a_checkpoint_does_not_know_keep_their_values():
-    config, given_options = parse_args(["--resume"])
-    assert resume_config({"no_longer_there": 1}, config, given_options)[0] == config
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def test_micro_steps():
+def test_grad_accum_steps_of_the_default_batch():
     assert [TrainConfig().grad_accum_steps(ranks) for ranks in (1, 2, 4, 8)] == [16, 8, 4, 2]
 
 
@@ -332,7 +253,7 @@ sizes = st.integers(1, 64)
 
 @given(sizes, sizes, sizes, st.integers(1, 20000))
 @settings(max_examples=200, deadline=None)
-def test_the_batch_sizes_that_an_error_offers_work(ranks, rows, context, total):
+def test_suggested_batch_sizes_work(ranks, rows, context, total):
     config = TrainConfig(total_batch_size=total, mini_batch_size=rows, context_length=context)
     try:
         assert config.grad_accum_steps(ranks) * ranks * rows * context == total

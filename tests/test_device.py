@@ -10,23 +10,23 @@ import torch
 from conftest import REPO
 
 from steadygpt import device
-from steadygpt.device import autocast, choose_precision
+from steadygpt.device import autocast, choose_precision, evaluating
 
 
 @pytest.mark.parametrize(("bf16_units", "chosen"), [(True, "bf16"), (False, "fp16")])
-def test_a_gpu_computes_in_bf16_where_it_has_units_for_it(bf16_units, chosen, monkeypatch):
+def test_gpu_uses_bf16_if_the_hardware_supports_it(bf16_units, chosen, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bf16_units)
     assert choose_precision("auto", torch.device("cuda")) == chosen
 
 
 @pytest.mark.parametrize(("flags", "chosen"), [("fma avx512_bf16 amx_tile", "bf16"), ("fma avx512f", "fp32")])
-def test_a_cpu_computes_in_bf16_where_it_has_units_for_it(flags, chosen, tmp_path, monkeypatch):
+def test_cpu_uses_bf16_if_the_hardware_supports_it(flags, chosen, tmp_path, monkeypatch):
     (tmp_path / "cpuinfo").write_text(f"flags : {flags}\n")
     monkeypatch.setattr(device, "Path", lambda _: tmp_path / "cpuinfo")
     assert choose_precision("auto", torch.device("cpu")) == chosen
 
 
-def test_other_devices_compute_in_fp32_and_what_is_asked_for_is_done(monkeypatch):
+def test_other_devices_use_fp32_unless_a_precision_is_given(monkeypatch):
     assert choose_precision("auto", torch.device("mps")) == "fp32"
     monkeypatch.setattr(device, "Path", lambda _: Path("/no such file"))
     assert choose_precision("auto", torch.device("cpu")) == "fp32"
@@ -38,12 +38,12 @@ def test_other_devices_compute_in_fp32_and_what_is_asked_for_is_done(monkeypatch
     ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 NVL", 835), ("NVIDIA H100 PCIe", 756), ("NVIDIA RTX A1000", None),
     ("NVIDIA A100-SXM4-80GB", 312),
 ])  # fmt: skip
-def test_peak_flops_match_whole_names(name, tflops, monkeypatch):
+def test_peak_flops_match_complete_device_names(name, tflops, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     assert device.peak_flops(torch.device("cuda")) == (tflops and tflops * 1e12)
 
 
-def test_process_age_counts_from_the_start_of_the_process():
+def test_process_age_includes_the_time_before_imports():
     program = "import time; time.sleep(0.5); from steadygpt.device import process_age_s; print(process_age_s())"
     started_s = time.monotonic()
     age_s = float(subprocess.run([sys.executable, "-c", program], cwd=REPO, capture_output=True, text=True).stdout)
@@ -53,8 +53,18 @@ def test_process_age_counts_from_the_start_of_the_process():
 @pytest.mark.parametrize(("precision", "dtype"), [
     ("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp8", torch.bfloat16),
 ])  # fmt: skip
-def test_products_are_in_the_precision_and_weights_in_fp32(precision, dtype):
+def test_autocast_computes_in_the_precision_and_keeps_weights_fp32(precision, dtype):
     linear = torch.nn.Linear(4, 4)
     with autocast(torch.device("cpu"), precision):
         assert linear(torch.randn(2, 4)).dtype == dtype
     assert linear.weight.dtype == torch.float32
+
+
+def test_evaluating_disables_gradients_and_restores_the_mode_after_an_error():
+    model = torch.nn.Linear(4, 4)
+    with pytest.raises(ZeroDivisionError), evaluating(model):
+        assert not model.training
+        assert not model(torch.randn(2, 4)).requires_grad
+        raise ZeroDivisionError
+    assert model.training
+    assert model(torch.randn(2, 4)).requires_grad

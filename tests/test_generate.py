@@ -1,5 +1,7 @@
 """Text from any tier of checkpoint."""
 
+import dataclasses
+import math
 import runpy
 import sys
 
@@ -7,9 +9,124 @@ import pytest
 import torch
 from conftest import REPO
 from test_checkpoint import content, damage
+from test_model import both_families, ids, small
 
-import generate
+from generate import KVCache, generate, load_model, main, sample
 from model import GPT, GPTConfig
+from steadygpt.cli import UserError
+
+# ---------------------------------------------------------------------------------------------------------------------
+# KVCache, generate, sample, load_model
+
+
+@both_families
+def test_cached_logits_equal_uncached_logits(family):
+    model, tokens = small(**family), ids(2, 12)
+    cache, everything = KVCache(model.config), model(tokens)
+    for start, end in [(0, 7), (7, 8), (8, 9), (9, 10), (10, 11), (11, 12)]:
+        logits = model(tokens[:, start:end], cache=cache)
+        assert logits.shape == (2, 1, 101)
+        assert cache.length == end
+        assert torch.allclose(logits, everything[:, end - 1 : end], atol=1e-4)
+
+
+@torch.no_grad()
+def generate_plainly(model: GPT, idx: torch.Tensor, count: int, **options) -> torch.Tensor:
+    """Everything computed anew for each token."""
+    model.eval()
+    for _ in range(count):
+        logits = model(idx[:, -model.config.context_length :])
+        idx = torch.cat([idx, sample(logits[:, -1], **options)], dim=1)
+    return idx
+
+
+@both_families
+@pytest.mark.parametrize("prompt_length", [1, 5, 12, 20])
+@pytest.mark.parametrize("temperature", [0, 0.9])
+def test_cache_does_not_change_generated_tokens(family, prompt_length, temperature):
+    model, prompt = small(**family), ids(3, prompt_length)
+    random = [torch.Generator().manual_seed(7) for _ in range(2)]
+    cached = generate(model, prompt, 25, temperature, top_k=20, generator=random[0])
+    plain = generate_plainly(model, prompt, 25, temperature=temperature, top_k=20, generator=random[1])
+    assert cached.shape == (3, prompt_length + 25)
+    assert torch.equal(cached, plain)
+
+
+def test_cache_computes_each_token_once_until_the_context_is_full():
+    model, seen = small(), []
+    model.wte.register_forward_hook(lambda wte, arguments, output: seen.append(arguments[0].size(1)))
+    generate(model, ids(2, 5), 10)
+    assert seen == [5] + 7 * [1] + 2 * [12]
+
+
+def shares(count=40000, **options) -> list[float]:
+    """How often each of three tokens is drawn whose probabilities are 0.6, 0.3 and 0.1."""
+    logits = torch.tensor([0.6, 0.3, 0.1]).log().expand(count, 3).clone()
+    drawn = sample(
+        logits, **{"temperature": 1.0, "top_k": None, "generator": torch.Generator().manual_seed(0)} | options
+    )
+    return (drawn[:, 0].bincount(minlength=3) / count).tolist()
+
+
+def test_temperature_scales_the_logits():
+    assert shares() == pytest.approx([0.6, 0.3, 0.1], abs=0.01)
+    assert shares(temperature=0.5) == pytest.approx([0.36 / 0.46, 0.09 / 0.46, 0.01 / 0.46], abs=0.01)
+    roots = [math.sqrt(p) for p in (0.6, 0.3, 0.1)]
+    assert shares(temperature=2.0) == pytest.approx([root / sum(roots) for root in roots], abs=0.01)
+
+
+def test_top_k_keeps_the_ratios_of_the_k_most_likely_tokens():
+    assert shares(top_k=2) == pytest.approx([2 / 3, 1 / 3, 0], abs=0.01)
+    assert shares(top_k=0) == shares(top_k=3) == shares(top_k=50) == shares()  # more than there are: all
+
+
+def test_temperature_0_equals_top_k_1():
+    model = small()
+    assert torch.equal(generate(model, ids(2, 3), 8, temperature=0), generate(model, ids(2, 3), 8, top_k=1))
+
+
+@both_families
+def test_vocabulary_padding_is_never_sampled(family):
+    model = small(**family)
+    with torch.no_grad():
+        model.lm_head.weight[101:] = 100 * model.lm_head.weight[:27]  # very likely, if anybody could see it
+    assert generate(model, ids(8, 1), 11, temperature=5.0).max() < 101
+
+
+def test_generate_keeps_training_mode_and_random_state():
+    model = small(dropout=0.1)
+    model.train()
+    state = torch.get_rng_state()
+    generate(model, ids(1, 1), 5, generator=torch.Generator().manual_seed(0))
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_generate_keeps_evaluation_mode():
+    model = small().eval()
+    generate(model, ids(1, 1), 2)
+    assert not model.training
+
+
+def test_load_model_restores_the_model():
+    model = small()
+    checkpoint = {"model_config": dataclasses.asdict(model.config), "model": model.state_dict()}
+    assert torch.equal(load_model(checkpoint)(ids(1, 4)), model(ids(1, 4)))
+
+
+def test_load_model_rejects_inconsistent_checkpoints():
+    model = small()
+    for checkpoint in (
+        {"model_config": dataclasses.asdict(model.config) | {"rotary": True}, "model": model.state_dict()},
+        {"model_config": dataclasses.asdict(model.config), "model": {}},
+    ):
+        with pytest.raises(UserError, match="not a model of this version") as raised:
+            load_model(checkpoint)
+        assert "\n" not in str(raised.value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the command
 
 
 @pytest.fixture
@@ -30,7 +147,7 @@ def outputs(folder, monkeypatch, capsys):
     def run(*argv: str) -> tuple[str, str]:
         options = ["--checkpoint_dir", str(folder), "--device", "cpu", "--max_tokens", "20"]
         monkeypatch.setattr(sys, "argv", ["generate.py", *options, *argv])
-        assert generate.main() == 0
+        assert main() == 0
         return capsys.readouterr()
 
     return run
@@ -48,26 +165,27 @@ def texts(outputs):
     return run
 
 
-def test_each_text_begins_with_the_prompt(texts):
+def test_each_text_starts_with_the_prompt(texts):
     out = texts("--prompt", "def ", "--num_seq", "3")
     parts = out.split("--- ")[1:]
-    assert len(parts) == 3 and all(part.split("\n", 1)[1].startswith("def ") for part in parts)
+    assert len(parts) == 3
+    assert all(part.split("\n", 1)[1].startswith("def ") for part in parts)
     assert len(set(part.split("\n", 1)[1] for part in parts)) == 3
 
 
-def test_the_same_seed_writes_the_same_text(texts):
+def test_same_seed_gives_the_same_text(texts):
     assert texts("--seed", "1") == texts("--seed", "1") != texts("--seed", "2")
 
 
-def test_temperature_0_needs_no_seed(texts):
+def test_seed_does_not_matter_at_temperature_0(texts):
     assert texts("--temperature", "0", "--seed", "1") == texts("--temperature", "0", "--seed", "2")
 
 
-def test_the_likeliest_of_one_is_that_of_temperature_0(texts):
+def test_top_k_1_gives_the_text_of_temperature_0(texts):
     assert texts("--top_k", "1") == texts("--temperature", "0") != texts("--top_k", "2")
 
 
-def test_a_text_ends_with_its_document_or_after_max_tokens(texts, folder):
+def test_text_ends_with_the_document_or_after_max_tokens(texts, folder):
     """A model that writes "aaaaa<|endoftext|><|endoftext|>...", from its positions alone."""
     model = GPT(GPTConfig(vocab_size=257, context_length=32, num_layers=1, num_heads=1, embd_size=8))
     for parameter in (model.wte.weight, model.wpe.weight, *model.h.parameters()):
@@ -81,26 +199,31 @@ def test_a_text_ends_with_its_document_or_after_max_tokens(texts, folder):
     assert texts("--temperature", "0", "--max_tokens", "3") == "aaa\n"
 
 
-def test_every_tier_will_do(texts, folder):
+def test_every_kind_of_checkpoint_can_be_used(texts, folder):
     one = texts()
     assert texts("best") == texts(str(folder / "rolling_step_000003.pt")) == one
 
 
-def test_a_damaged_latest_is_passed_over_aloud(outputs, folder):
+def test_corrupt_latest_is_skipped_with_a_warning(outputs, folder):
     whole, _ = outputs("latest")
     damage(folder / "latest.pt", "truncated")
     out, err = outputs("latest")
-    assert out == whole and err.startswith("warning: skipped") and "latest.pt: corrupt" in err
+    assert out == whole
+    assert err.startswith("warning: skipped")
+    assert "latest.pt: corrupt" in err
 
 
 @pytest.mark.parametrize(("flag", "words"), [
     (["--num_seq", "0"], "at least 1"), (["--max_tokens", "0"], "at least 1"), (["--temperature", "-1"], "0 or more"),
     (["--top_k", "-1"], "0 or more"), (["--device", "abacus"], "--device abacus"), (["none.pt"], "none.pt: no such"),
 ])  # fmt: skip
-def test_impossible_values_are_told_in_one_line(folder, monkeypatch, capsys, flag, words):
+def test_invalid_option_is_one_line_and_exit_status_2(folder, monkeypatch, capsys, flag, words):
     monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint_dir", str(folder), *flag])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(REPO / "generate.py"), run_name="__main__")
     out, err = capsys.readouterr()
-    assert ended.value.code == 2 and out == ""
-    assert err.startswith("error: ") and err.count("\n") == 1 and words in err
+    assert ended.value.code == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert words in err

@@ -25,7 +25,7 @@ def imports_of(module: str) -> set[str]:
     return found & {*ROOT, *PACKAGE}
 
 
-def test_importing_prints_nothing_starts_nothing_and_loads_no_extras():
+def test_imports_have_no_side_effects_and_load_no_optional_packages():
     script = f"""
 import importlib, sys
 for name in {ROOT + PACKAGE!r}: importlib.import_module(name)
@@ -38,11 +38,11 @@ assert not torch.distributed.is_initialized() and not torch.cuda.is_initialized(
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_the_package_never_imports_the_root():
+def test_package_does_not_import_root_modules():
     assert not {module: imports_of(module) & {*ROOT} for module in PACKAGE if imports_of(module) & {*ROOT}}
 
 
-def test_nothing_imports_train_and_no_two_modules_import_each_other():
+def test_no_module_imports_train_and_imports_have_no_cycles():
     tree = {module: imports_of(module) for module in ROOT + PACKAGE}
     assert not [module for module in tree if "train" in tree[module]]
 

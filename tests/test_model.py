@@ -10,10 +10,9 @@ from conftest import REFERENCES, reference_model
 
 from config import TrainConfig
 from convert_hf import read_weights
-from generate import KVCache, generate, load_model, sample
+from generate import load_model
 from model import GPT, IGNORED_TARGET, AttentionArgs, GPTConfig, rotary_angles, rotate
 from steadygpt.attention import attention_in_blocks
-from steadygpt.cli import UserError
 from steadygpt.device import evaluating
 from steadygpt.optim import make_optimizer
 
@@ -47,7 +46,7 @@ def reference(request, tmp_path_factory):
     return load_model(read_weights(str(as_ours))), theirs
 
 
-def test_logits_are_those_of_the_reference(reference):
+def test_logits_match_transformers(reference):
     ours, theirs = reference
     tokens = torch.randint(0, 1000, (3, 64))
     with torch.no_grad():
@@ -55,7 +54,7 @@ def test_logits_are_those_of_the_reference(reference):
         assert torch.allclose(ours(tokens), theirs(tokens).logits, atol=1e-5)
 
 
-def test_loss_and_gradients_are_those_of_the_reference(reference, tmp_path):
+def test_loss_and_gradients_match_transformers(reference, tmp_path):
     ours, theirs = reference
     tokens = torch.randint(0, 1000, (3, 65))
     loss = ours(tokens[:, :-1], tokens[:, 1:])
@@ -73,7 +72,7 @@ def test_loss_and_gradients_are_those_of_the_reference(reference, tmp_path):
         assert torch.allclose(parameter.grad, gradients[name], atol=1e-5), name  # padding included: it learns nothing
 
 
-def test_a_rotation_is_by_the_distance_alone():
+def test_rotary_embeddings_depend_only_on_relative_position():
     """The product of a query and a key does not change when both move on."""
     config = dataclasses.replace(SMALL, rotary_pct=1.0)
     q, k = torch.randn(2, 1, 1, 1, 8)
@@ -92,7 +91,7 @@ def test_a_rotation_is_by_the_distance_alone():
 
 
 @pytest.mark.parametrize("num_tokens", [2, 127, 128, 129, 300])
-def test_attention_in_blocks_is_attention(num_tokens):
+def test_attention_in_blocks_equals_attention(num_tokens):
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 3, num_tokens, 8, requires_grad=True) for _ in range(3))
     whole = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -103,11 +102,12 @@ def test_attention_in_blocks_is_attention(num_tokens):
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(expected, found, strict=True))
 
 
-def test_attention_in_blocks_drops_weights_and_never_scales_the_rest_wrongly():
+def test_dropout_of_attention_in_blocks_keeps_the_mean():
     torch.manual_seed(0)
     q, k, v = torch.zeros(1, 1, 200, 4), torch.zeros(1, 1, 200, 4), torch.ones(1, 1, 200, 4)
     sums = attention_in_blocks(q, k, v, dropout=0.5)[0, 0, 100:, 0]  # of 100 to 200 equal weights, half of them doubled
-    assert sums.std() > 0.01 and abs(sums.mean() - 1) < 0.03
+    assert sums.std() > 0.01
+    assert abs(sums.mean() - 1) < 0.03
 
 
 def test_gpt2_has_124_million_parameters():
@@ -119,20 +119,20 @@ def test_gpt2_has_124_million_parameters():
     assert model.flops_per_token() == 6 * (124_439_808 - 1024 * 768) + 12 * 12 * 768 * 1024
 
 
-def test_an_untied_embedding_is_looked_up_and_costs_nothing():
+def test_untied_embedding_adds_parameters_but_no_flops():
     with torch.device("meta"):
         tied, untied = (GPT(dataclasses.replace(SMALL, **NEOX | {"tied_head": tied})) for tied in (True, False))
     assert untied.num_parameters() == tied.num_parameters() + 101 * 16
     assert untied.flops_per_token() == tied.flops_per_token() == 6 * tied.num_parameters() + 12 * 3 * 16 * 12
 
 
-def test_an_untrained_model_knows_nothing():
+def test_initial_loss_is_that_of_a_uniform_prediction():
     torch.manual_seed(0)
     model = GPT(dataclasses.replace(SMALL, embd_size=64))
     assert model(ids(4, 12), ids(4, 12, seed=1)).item() == pytest.approx(math.log(101), abs=0.05)
 
 
-def test_residual_projections_start_smaller():
+def test_residual_projections_have_smaller_initial_weights():
     torch.manual_seed(0)
     model = GPT(dataclasses.replace(SMALL, embd_size=256))
     for block in model.h:
@@ -141,7 +141,7 @@ def test_residual_projections_start_smaller():
             assert projection.weight.std().item() == pytest.approx(0.02 / math.sqrt(6), rel=0.05)
 
 
-def test_biases_start_at_zero_and_norms_at_one():
+def test_initial_biases_are_zero_and_norm_weights_one():
     torch.manual_seed(0)
     vectors = {name: parameter for name, parameter in GPT(SMALL).named_parameters() if parameter.dim() == 1}
     assert len(vectors) == 3 * (4 + 4) + 2  # a block has two norms and four linear layers
@@ -149,7 +149,7 @@ def test_biases_start_at_zero_and_norms_at_one():
         assert (parameter == (0 if name.endswith("bias") else 1)).all(), name
 
 
-def test_matrices_and_embeddings_decay_and_nothing_else():
+def test_weight_decay_applies_only_to_matrices_and_embeddings():
     model = GPT(SMALL)
     decayed, others = make_optimizer(model, TrainConfig(weight_decay=0.1)).param_groups
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
@@ -159,7 +159,7 @@ def test_matrices_and_embeddings_decay_and_nothing_else():
     assert all(names[id(p)].endswith("bias") or ".ln_" in "." + names[id(p)] for p in others["params"])
 
 
-def test_adamw_takes_its_options():
+def test_adamw_uses_the_given_options():
     config = TrainConfig(max_lr=0.5, adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-6)
     group, _ = make_optimizer(GPT(SMALL), config).param_groups
     assert (group["lr"], group["betas"], group["eps"]) == (0.5, (0.8, 0.9), 1e-6)
@@ -174,28 +174,30 @@ def test_parameters_by_role_contain_each_parameter_once(family):
     assert len(roles["matrix"]) == 4 * SMALL.num_layers
 
 
-def test_without_bias_there_is_none():
+def test_bias_off_removes_all_biases():
     assert not [name for name, _ in small(bias=False).named_parameters() if name.endswith("bias")]
 
 
 @both_families
-def test_padding_is_zero_and_learns_nothing(family):
+def test_vocabulary_padding_stays_zero(family):
     model = GPT(dataclasses.replace(SMALL, **family))
     optimizer = make_optimizer(model, TrainConfig(max_lr=0.1))
     model(ids(2, 12), ids(2, 12, seed=1)).backward()
     optimizer.step()
-    assert not model.wte.weight[101:].any() and not model.lm_head.weight[101:].any()
-    assert model.wte.weight[:101].all() and model.lm_head.weight[:101].all()
+    assert not model.wte.weight[101:].any()
+    assert not model.lm_head.weight[101:].any()
+    assert model.wte.weight[:101].all()
+    assert model.lm_head.weight[:101].all()
 
 
-def test_dropout_is_for_training_only():
+def test_dropout_is_active_only_in_training():
     model = small(dropout=0.5)
     with evaluating(model):
         assert torch.equal(model(ids(1, 12)), model(ids(1, 12)))
     assert not torch.equal(model(ids(1, 12)), model(ids(1, 12)))
 
 
-def test_dropout_is_where_gpt2_has_it():
+def test_dropout_is_in_the_same_places_as_in_gpt2():
     """Behind the embeddings, behind each residual projection, and on the attention weights."""
     model, seen = small(dropout=0.5, embd_size=64), []
     block = model.h[0]
@@ -214,49 +216,41 @@ def test_dropout_is_where_gpt2_has_it():
 # forward
 
 
-def test_the_loss_is_fp32_whatever_the_weights_are():
+def test_loss_is_fp32_for_bf16_weights():
     model = small().bfloat16()
     assert model(ids(2, 12)).dtype == torch.bfloat16
     assert all(model(ids(2, 12), ids(2, 12), how).dtype == torch.float32 for how in ("mean", "sum", "none"))
 
 
-def test_more_tokens_than_the_context_are_refused():
+def test_more_tokens_than_the_context_are_an_error():
     with pytest.raises(AssertionError, match="0 \\+ 13 tokens > 12"):
         small()(ids(1, 13))
 
 
 @both_families
-def test_a_cache_gives_the_last_tokens_logits_whatever_the_pieces(family):
-    model, tokens = small(**family), ids(2, 12)
-    cache, everything = KVCache(model.config), model(tokens)
-    for start, end in [(0, 7), (7, 8), (8, 9), (9, 10), (10, 11), (11, 12)]:
-        logits = model(tokens[:, start:end], cache=cache)
-        assert logits.shape == (2, 1, 101) and cache.length == end
-        assert torch.allclose(logits, everything[:, end - 1 : end], atol=1e-4)
-
-
-@both_families
-def test_a_token_sees_only_what_was_before_it(family):
+def test_attention_is_causal(family):
     model, tokens = small(**family), ids(1, 12)
     changed = tokens.clone()
     changed[0, 7] = (changed[0, 7] + 1) % 101
     before, after = model(tokens), model(changed)
-    assert torch.equal(before[:, :7], after[:, :7]) and not torch.allclose(before[:, 7:], after[:, 7:])
+    assert torch.equal(before[:, :7], after[:, :7])
+    assert not torch.allclose(before[:, 7:], after[:, 7:])
 
 
-def test_losses_one_by_one_are_those_of_the_targets_that_count():
+def test_loss_reductions_ignore_ignored_targets():
     model, tokens, targets = small(), ids(3, 12), ids(3, 12, seed=1)
     targets[0, :5] = targets[2, 3] = IGNORED_TARGET
     logits, counts = model(tokens), targets != IGNORED_TARGET
     expected = -logits.log_softmax(-1)[counts].gather(1, targets[counts][:, None])[:, 0]
     losses = model(tokens, targets, reduction="none")
-    assert losses.shape == (30,) and torch.allclose(losses, expected, atol=1e-5)
+    assert losses.shape == (30,)
+    assert torch.allclose(losses, expected, atol=1e-5)
     assert torch.allclose(model(tokens, targets, reduction="sum"), losses.sum(), atol=1e-4)
     assert torch.allclose(model(tokens, targets), losses.mean(), atol=1e-5)
 
 
 @both_families
-def test_activation_checkpointing_gives_the_same_gradients(family):
+def test_activation_checkpointing_computes_the_same_gradients(family):
     gradients = []
     for recompute in (False, True):
         model = small(dropout=0.2, **family)
@@ -269,7 +263,7 @@ def test_activation_checkpointing_gives_the_same_gradients(family):
 
 @both_families
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_the_loss_in_chunks_is_the_loss(family, reduction):
+def test_loss_in_chunks_equals_the_loss(family, reduction):
     """Also where the last chunk is smaller, and where one has no target that counts."""
     targets, found = ids(3, 12, seed=1), []
     targets[0, 3:] = IGNORED_TARGET
@@ -283,7 +277,7 @@ def test_the_loss_in_chunks_is_the_loss(family, reduction):
         assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(found[0], others, strict=True))
 
 
-def test_the_loss_in_chunks_never_has_all_logits(monkeypatch):
+def test_loss_in_chunks_computes_logits_chunk_by_chunk(monkeypatch):
     model, sizes = small(), []
     model.loss_chunk_size = 5
     model.lm_head.register_forward_hook(lambda _, __, logits: sizes.append(len(logits)))
@@ -291,7 +285,7 @@ def test_the_loss_in_chunks_never_has_all_logits(monkeypatch):
     assert sizes == [5, 5, 5, 5, 4, 4, 5, 5, 5, 5]  # the second time in backward, from the last on
 
 
-def test_activation_checkpointing_computes_each_block_twice_in_training_only():
+def test_activation_checkpointing_recomputes_blocks_only_in_training():
     model, calls = small(), []
     for block in model.h:
         block.ln_1.register_forward_pre_hook(lambda *_: calls.append(1))
@@ -306,108 +300,3 @@ def test_activation_checkpointing_computes_each_block_twice_in_training_only():
     assert forwards() == 6
     model.eval()
     assert forwards() == 3
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# generation
-
-
-@torch.no_grad()
-def generate_plainly(model: GPT, idx: torch.Tensor, count: int, **options) -> torch.Tensor:
-    """Everything computed anew for each token."""
-    model.eval()
-    for _ in range(count):
-        logits = model(idx[:, -model.config.context_length :])
-        idx = torch.cat([idx, sample(logits[:, -1], **options)], dim=1)
-    return idx
-
-
-@both_families
-@pytest.mark.parametrize("prompt_length", [1, 5, 12, 20])
-@pytest.mark.parametrize("temperature", [0, 0.9])
-def test_the_cache_changes_no_token_within_the_context_and_past_it(family, prompt_length, temperature):
-    model, prompt = small(**family), ids(3, prompt_length)
-    random = [torch.Generator().manual_seed(7) for _ in range(2)]
-    cached = generate(model, prompt, 25, temperature, top_k=20, generator=random[0])
-    plain = generate_plainly(model, prompt, 25, temperature=temperature, top_k=20, generator=random[1])
-    assert cached.shape == (3, prompt_length + 25) and torch.equal(cached, plain)
-
-
-def test_each_token_is_computed_once_until_the_context_is_full():
-    model, seen = small(), []
-    model.wte.register_forward_hook(lambda wte, arguments, output: seen.append(arguments[0].size(1)))
-    generate(model, ids(2, 5), 10)
-    assert seen == [5] + 7 * [1] + 2 * [12]
-
-
-def shares(count=40000, **options) -> list[float]:
-    """How often each of three tokens is drawn whose probabilities are 0.6, 0.3 and 0.1."""
-    logits = torch.tensor([0.6, 0.3, 0.1]).log().expand(count, 3).clone()
-    drawn = sample(
-        logits, **{"temperature": 1.0, "top_k": None, "generator": torch.Generator().manual_seed(0)} | options
-    )
-    return (drawn[:, 0].bincount(minlength=3) / count).tolist()
-
-
-def test_temperature_sharpens_and_flattens():
-    assert shares() == pytest.approx([0.6, 0.3, 0.1], abs=0.01)
-    assert shares(temperature=0.5) == pytest.approx([0.36 / 0.46, 0.09 / 0.46, 0.01 / 0.46], abs=0.01)
-    roots = [math.sqrt(p) for p in (0.6, 0.3, 0.1)]
-    assert shares(temperature=2.0) == pytest.approx([root / sum(roots) for root in roots], abs=0.01)
-
-
-def test_top_k_leaves_the_k_likeliest_as_likely_as_they_were():
-    assert shares(top_k=2) == pytest.approx([2 / 3, 1 / 3, 0], abs=0.01)
-    assert shares(top_k=0) == shares(top_k=3) == shares(top_k=50) == shares()  # more than there are: all
-
-
-def test_the_likeliest_token_is_that_of_temperature_0_and_of_top_k_1():
-    model = small()
-    assert torch.equal(generate(model, ids(2, 3), 8, temperature=0), generate(model, ids(2, 3), 8, top_k=1))
-
-
-@both_families
-def test_padding_is_never_sampled(family):
-    model = small(**family)
-    with torch.no_grad():
-        model.lm_head.weight[101:] = 100 * model.lm_head.weight[:27]  # very likely, if anybody could see it
-    assert generate(model, ids(8, 1), 11, temperature=5.0).max() < 101
-
-
-def test_generating_disturbs_neither_the_mode_nor_the_random_state():
-    model = small(dropout=0.1)
-    model.train()
-    state = torch.get_rng_state()
-    generate(model, ids(1, 1), 5, generator=torch.Generator().manual_seed(0))
-    assert model.training and torch.equal(torch.get_rng_state(), state)
-
-
-def test_generating_leaves_a_model_in_evaluation_there():
-    model = small().eval()
-    generate(model, ids(1, 1), 2)
-    assert not model.training
-
-
-def test_evaluating_takes_no_gradients_and_ends_well_on_an_error():
-    model = small()
-    with pytest.raises(ZeroDivisionError), evaluating(model):
-        assert not model.training and not model(ids(1, 4)).requires_grad
-        raise ZeroDivisionError
-    assert model.training and model(ids(1, 4)).requires_grad
-
-
-def test_a_checkpoint_brings_its_model_back():
-    model = small()
-    checkpoint = {"model_config": dataclasses.asdict(model.config), "model": model.state_dict()}
-    assert torch.equal(load_model(checkpoint)(ids(1, 4)), model(ids(1, 4)))
-
-
-def test_a_checkpoint_whose_parts_do_not_fit_is_one_line():
-    model = small()
-    for checkpoint in (
-        {"model_config": dataclasses.asdict(model.config) | {"rotary": True}, "model": model.state_dict()},
-        {"model_config": dataclasses.asdict(model.config), "model": {}},
-    ):
-        with pytest.raises(UserError, match="not a model of this version") as raised:
-            load_model(checkpoint)
-        assert "\n" not in str(raised.value)

@@ -34,7 +34,7 @@ def write(log: RunLog, steps, value=1.0) -> None:
         log.record(step, f"step {step}/10 | loss {value}", loss=value, mfu=None)
 
 
-def test_metrics_are_one_json_object_a_line(tmp_path):
+def test_each_line_of_metrics_is_a_json_object(tmp_path):
     log = RunLog(config(tmp_path), None)
     log.record(3, "step 3/10 | loss 2.5", loss=2.5, mfu=None)
     log.close()
@@ -44,7 +44,7 @@ def test_metrics_are_one_json_object_a_line(tmp_path):
     assert (tmp_path / "logs" / "log.txt").read_text() == "run          tiny\nstep 3/10 | loss 2.5\n"
 
 
-def test_a_resumed_run_cuts_its_logs_back_and_continues_them(tmp_path):
+def test_resumed_run_removes_later_steps_from_its_logs(tmp_path):
     log = RunLog(config(tmp_path), None)
     log.say("the plan")
     write(log, range(6))
@@ -59,11 +59,12 @@ def test_a_resumed_run_cuts_its_logs_back_and_continues_them(tmp_path):
         (s, 2.0) for s in range(4, 8)
     ]
     text = (tmp_path / "logs" / "log.txt").read_text()
-    assert text.startswith("run          tiny\nthe plan\nstep 0/10") and "text itself" not in text
+    assert text.startswith("run          tiny\nthe plan\nstep 0/10")
+    assert "text itself" not in text
     assert [line.split()[1] for line in text.splitlines()[2:]] == [f"{step}/10" for step in range(8)]
 
 
-def test_a_new_run_moves_older_logs_aside(tmp_path):
+def test_new_run_renames_older_logs(tmp_path):
     for value in (1.0, 2.0):
         log = RunLog(config(tmp_path), None)
         write(log, [0], value)
@@ -73,7 +74,7 @@ def test_a_new_run_moves_older_logs_aside(tmp_path):
     assert json.loads((tmp_path / "logs" / "metrics.jsonl").read_text())["loss"] == 2.0
 
 
-def test_the_log_of_another_run_is_moved_aside_not_cut(tmp_path):
+def test_log_of_another_run_is_renamed_and_kept_whole(tmp_path):
     log = RunLog(dataclasses.replace(config(tmp_path), run_name="another"), None)
     write(log, range(6))
     log.close()
@@ -86,7 +87,7 @@ def test_the_log_of_another_run_is_moved_aside_not_cut(tmp_path):
     assert (record["step"], record["loss"]) == (4, 2.0)
 
 
-def test_nan_is_null_in_json(tmp_path):
+def test_nan_is_stored_as_null(tmp_path):
     log = RunLog(config(tmp_path), None)
     write(log, [0], value=float("nan"))
     log.close()
@@ -94,7 +95,7 @@ def test_nan_is_null_in_json(tmp_path):
     assert record["loss"] is None
 
 
-def test_a_full_disk_costs_records_and_not_the_run(tmp_path, monkeypatch, capsys):
+def test_full_disk_is_one_warning_and_loses_only_records(tmp_path, monkeypatch, capsys):
     log = RunLog(config(tmp_path), None)
 
     class Full:
@@ -124,7 +125,7 @@ def curves(tmp_path) -> dict[str, dict[int, float]]:
     return found, events.Tags()
 
 
-def test_tensorboard_curves_continue_after_a_resume_without_doubled_points(tmp_path):
+def test_tensorboard_curves_have_no_duplicate_steps_after_a_resume(tmp_path):
     log = RunLog(config(tmp_path, use_tensorboard=True), None)
     write(log, range(6), value=1.0)
     log.close()
@@ -163,7 +164,7 @@ class FakeWandb:
         self.calls.append("finished")
 
 
-def test_wandb_shows_what_is_measured_again_after_a_resume(tmp_path, monkeypatch):
+def test_wandb_shows_repeated_steps_after_a_resume(tmp_path, monkeypatch):
     wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     for start_step, steps in ((None, [4, 5]), (5, [5])):
@@ -175,7 +176,7 @@ def test_wandb_shows_what_is_measured_again_after_a_resume(tmp_path, monkeypatch
     assert wandb.calls == ["tiny", *values[:2], "finished", "tiny", values[2], "finished"]
 
 
-def test_wandb_that_does_not_start_is_one_line(tmp_path, monkeypatch):
+def test_wandb_that_fails_to_start_is_a_user_error(tmp_path, monkeypatch):
     def fail(**_):
         raise RuntimeError("api_key not configured (no-tty)\nTraceback of wandb")
 
@@ -203,7 +204,7 @@ def log(tmp_path):
     log.close()
 
 
-def test_speed_and_cost_of_a_step(log, tmp_path):
+def test_step_logs_speed_and_cost(log, tmp_path):
     log.step(result(3), step_s=0.5, elapsed_s=1800.0, epoch=0.25)
     (record,) = records(tmp_path)
     assert (record["tokens_per_second"], record["step_ms"]) == (2000, 500)
@@ -211,7 +212,7 @@ def test_speed_and_cost_of_a_step(log, tmp_path):
     assert (record["epoch"], record["lr"], record["loss"]) == (0.25, 1e-3, 2.5)
 
 
-def test_status_json_has_a_heartbeat(log, tmp_path, monkeypatch):
+def test_status_json_is_updated_regularly(log, tmp_path, monkeypatch):
     now_s = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
     log.status("running", step=0)
@@ -226,7 +227,7 @@ def test_status_json_has_a_heartbeat(log, tmp_path, monkeypatch):
     assert read_status(tmp_path)["status"] == "finished"
 
 
-def test_status_on_a_full_disk_is_a_warning(log, monkeypatch, capsys):
+def test_full_disk_while_writing_status_json_is_a_warning(log, monkeypatch, capsys):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -236,7 +237,7 @@ def test_status_on_a_full_disk_is_a_warning(log, monkeypatch, capsys):
     assert "cannot write to status.json: " in capsys.readouterr().err
 
 
-def test_the_line_in_progress_is_for_terminals_only(tmp_path, capsys):
+def test_progress_line_is_shown_only_on_a_terminal(tmp_path, capsys):
     log = RunLog(config(tmp_path), None)
     log.show("passing by")
     log.close()
@@ -247,5 +248,5 @@ def test_the_line_in_progress_is_for_terminals_only(tmp_path, capsys):
     ("seconds", "text"),
     [(0.4, "0 s"), (59, "59 s"), (185, "3 min 05 s"), (7620, "2 h 07 min"), (12 * 86400 + 3 * 3600, "12 d 03 h")],
 )
-def test_durations_read_as_people_say_them(seconds, text):
+def test_durations_are_rounded_to_readable_units(seconds, text):
     assert duration_text(seconds) == text

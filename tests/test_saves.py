@@ -1,16 +1,19 @@
 """When a run saves, under which names, and what evaluations.json says of it."""
 
+import errno
 import json
 import math
+import os
+import re
 import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
-from test_checkpoint import content, names
+from test_checkpoint import content, damage, names
 
 from steadygpt import saves
-from steadygpt.checkpoint import checkpoint_table, read_checkpoint, read_evaluations
+from steadygpt.checkpoint import checkpoint_files, checkpoint_table, read_checkpoint, read_evaluations
 from steadygpt.cli import UserError
 from steadygpt.distributed import Ranks, Silent
 from steadygpt.saves import CheckpointWriter, Saves, interval_text
@@ -67,7 +70,7 @@ def run(tmp_path, monkeypatch):
     run.saves.close()
 
 
-def test_tiers_of_a_step(run):
+def test_step_is_saved_under_the_names_of_its_tiers(run):
     assert run.at(0) == []
     assert run.at(9) == []
     assert run.at(10) == ["latest.pt", "rolling_step_000010.pt"]
@@ -77,7 +80,7 @@ def test_tiers_of_a_step(run):
     assert read_checkpoint(run.folder / "latest.pt")["step"] == 14
 
 
-def test_the_clock_saves_latest_only_once_a_minute(run):
+def test_timed_save_writes_only_latest_once_a_minute(run):
     assert run.at(1, seconds=59) == []
     assert run.at(2, seconds=1) == ["latest.pt"]
     assert run.at(3, seconds=59) == ["latest.pt"]
@@ -85,13 +88,13 @@ def test_the_clock_saves_latest_only_once_a_minute(run):
     assert run.captured == [2, 4]
 
 
-def test_a_save_of_any_kind_restarts_the_clock(run):
+def test_every_save_restarts_the_clock(run):
     run.at(10, seconds=59)
     run.at(11, seconds=59)
     assert run.captured == [10]
 
 
-def test_pauses_of_saves_stay_below_one_percent_of_the_time(run):
+def test_timed_saves_pause_training_for_at_most_one_percent(run):
     run.pause_s = 3.0
     run.at(10)
     assert run.saves.interval_s() == pytest.approx(300)
@@ -106,13 +109,13 @@ def test_pauses_of_saves_stay_below_one_percent_of_the_time(run):
     assert run.captured == [10, 20, 22]
 
 
-def test_checkpoint_minutes_0_turns_the_clock_off(run):
+def test_checkpoint_minutes_0_disables_timed_saves(run):
     run.saves.config.checkpoint_minutes = 0
     run.at(1, seconds=1e6)
     assert run.captured == []
 
 
-def test_the_clock_waits_for_the_save_in_flight(run, monkeypatch):
+def test_timed_save_waits_for_the_save_in_flight(run, monkeypatch):
     may_write, real = threading.Event(), torch.save
     monkeypatch.setattr(torch, "save", lambda *args: (may_write.wait(10), real(*args)))
     run.saves.save_if_due(10, None, last=False)
@@ -122,7 +125,7 @@ def test_the_clock_waits_for_the_save_in_flight(run, monkeypatch):
     may_write.set()
 
 
-def test_bytes_a_day():
+def test_interval_text_contains_bytes_per_day():
     assert interval_text(60, 1.49e9) == "latest.pt is saved at least every 1 min 00 s, 2.1 TB a day"
     assert interval_text(3600, 10e6) == "latest.pt is saved at least every 1 h 00 min, 0.2 GB a day"
 
@@ -131,7 +134,7 @@ def test_bytes_a_day():
 # evaluations
 
 
-def test_the_best_model_is_a_link_to_the_file_of_its_step(run):
+def test_best_model_is_a_link_to_the_save_of_its_step(run):
     run.at(10)
     run.saves.record(10, {"val_loss": 3.5}, best=True)
     run.saves.finish(10)
@@ -141,7 +144,7 @@ def test_the_best_model_is_a_link_to_the_file_of_its_step(run):
     assert read_evaluations(run.folder) == {10: {"val_loss": 3.5}}
 
 
-def test_a_best_step_without_a_file_is_captured_then(run):
+def test_best_step_that_was_not_saved_is_captured(run):
     run.at(10)
     run.step = 15
     run.saves.record(15, {"val_loss": 3.5}, best=True)
@@ -150,7 +153,7 @@ def test_a_best_step_without_a_file_is_captured_then(run):
     assert read_checkpoint(run.folder / "best_model.pt")["step"] == 15
 
 
-def test_the_best_of_an_earlier_step_stays_while_saves_go_on(run):
+def test_later_saves_keep_the_best_model(run):
     run.at(10)
     run.saves.record(10, {"val_loss": 3.5}, best=True)
     run.at(20)
@@ -160,7 +163,7 @@ def test_the_best_of_an_earlier_step_stays_while_saves_go_on(run):
     assert read_checkpoint(run.folder / "latest.pt")["step"] == 20
 
 
-def test_scores_of_a_step_are_kept_together_and_nan_is_null(run):
+def test_scores_of_a_step_are_merged_and_nan_is_stored_as_null(run):
     run.at(10)
     run.saves.record(10, {"val_loss": math.nan})
     run.saves.record(10, {"hellaswag_acc": 0.25, "hellaswag_acc_norm": 0.3})
@@ -169,7 +172,7 @@ def test_scores_of_a_step_are_kept_together_and_nan_is_null(run):
     assert stored == {"10": {"val_loss": None, "hellaswag_acc": 0.25, "hellaswag_acc_norm": 0.3}}
 
 
-def test_a_best_model_that_could_not_be_saved_is_a_warning_and_not_recorded(run, monkeypatch):
+def test_best_model_that_cannot_be_saved_is_a_warning_and_not_recorded(run, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
@@ -186,7 +189,7 @@ def test_a_best_model_that_could_not_be_saved_is_a_warning_and_not_recorded(run,
     assert names(run.folder) == ["latest.pt"]
 
 
-def test_a_resumed_run_knows_the_best_of_the_steps_before_it(tmp_path):
+def test_resumed_run_knows_the_best_validation_loss_of_earlier_steps(tmp_path):
     (tmp_path / "evaluations.json").write_text('{"10": {"val_loss": 3.5}, "20": {"val_loss": 3.1}}')
     known = read_evaluations(tmp_path, last_step=15)
     resumed = Saves(None, Ranks(torch.device("cpu")), dict, Silent(), Silent(), 15, known)
@@ -196,13 +199,13 @@ def test_a_resumed_run_knows_the_best_of_the_steps_before_it(tmp_path):
 
 
 @pytest.mark.parametrize("stored", ["", "[]", '{"ten": {}}', '{"10": 3.5}'])
-def test_corrupt_evaluations_are_one_line(tmp_path, stored):
+def test_corrupt_evaluations_are_a_user_error(tmp_path, stored):
     (tmp_path / "evaluations.json").write_text(stored)
     with pytest.raises(UserError, match=r"evaluations.json: cannot be read .* Remove it: only the choice of the best"):
         read_evaluations(tmp_path)
 
 
-def test_the_table_takes_validation_losses_from_the_evaluations(run):
+def test_table_takes_validation_losses_from_the_evaluations(run):
     run.at(10)
     run.saves.record(10, {"val_loss": 3.5}, best=True)
     run.at(13, ended_epoch=1)
@@ -212,7 +215,144 @@ def test_the_table_takes_validation_losses_from_the_evaluations(run):
     assert rows["latest.pt"][4] == "-"  # not validated
 
 
-def test_the_mirror_gets_each_file_once_and_copies_it_to_its_other_names(tmp_path, monkeypatch):
+# ---------------------------------------------------------------------------------------------------------------------
+# CheckpointWriter
+
+
+def save(writer: CheckpointWriter, step: int, *tiers: str) -> list[tuple[str, str]]:
+    writer.save(content(step), list(tiers))
+    writer.wait()
+    return list(writer.take_reports())
+
+
+@pytest.fixture
+def writer(tmp_path):
+    writer = CheckpointWriter(tmp_path, keep=3)
+    yield writer
+    writer.close()
+
+
+def test_save_is_one_file_with_several_names(writer, tmp_path):
+    [(outcome, report)] = save(writer, 7, "rolling_step_000007.pt", "epoch_00001.pt", "best_model.pt")
+    assert outcome == "saved"
+    assert "saved step 7 as latest.pt, rolling_step_000007.pt, epoch_00001.pt" in report
+    assert names(tmp_path) == ["best_model.pt", "epoch_00001.pt", "latest.pt", "rolling_step_000007.pt"]
+    assert {os.stat(tmp_path / name).st_ino for name in names(tmp_path)} == {os.stat(tmp_path / "latest.pt").st_ino}
+
+
+def test_without_hard_links_each_name_is_a_copy(writer, tmp_path, monkeypatch):
+    def no_links(*_):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", no_links)
+    save(writer, 1)
+    save(writer, 2, "rolling_step_000002.pt")
+    assert names(tmp_path) == ["latest.pt", "latest_backup.pt", "rolling_step_000002.pt"]
+    assert [read_checkpoint(tmp_path / name)["step"] for name in names(tmp_path)] == [2, 1, 2]
+
+
+def test_previous_save_becomes_the_backup(writer, tmp_path):
+    for step in (1, 2, 3):
+        save(writer, step)
+    assert read_checkpoint(tmp_path / "latest.pt")["step"] == 3
+    assert read_checkpoint(tmp_path / "latest_backup.pt")["step"] == 2
+
+
+def test_saving_a_step_twice_keeps_the_backup(writer, tmp_path):
+    for step in (1, 2, 2):
+        save(writer, step)
+    assert read_checkpoint(tmp_path / "latest_backup.pt")["step"] == 1
+
+
+def test_only_the_newest_rolling_checkpoints_are_kept(writer, tmp_path):
+    for step in (1, 2, 3, 4):
+        save(writer, step, f"rolling_step_{step:06d}.pt", f"epoch_{step:05d}.pt")
+        os.utime(tmp_path / "latest.pt", ns=(0, 10**18 + step * 10**9))
+    rolling = [f"rolling_step_{step:06d}.pt" for step in (2, 3, 4)]
+    epochs = [f"epoch_{step:05d}.pt" for step in (1, 2, 3, 4)]
+    assert names(tmp_path) == [*epochs, "latest.pt", "latest_backup.pt", *rolling]
+
+
+def test_rolling_checkpoints_are_deleted_by_age_not_by_step(writer, tmp_path):
+    for step in (10, 20, 30, 11, 12):
+        save(writer, step, f"rolling_step_{step:06d}.pt")
+        os.utime(tmp_path / "latest.pt", ns=(step, 10**18 + len(names(tmp_path)) * 10**9 + step % 10 * 10**9))
+    assert [file.name for file in checkpoint_files(tmp_path)[2:]] == [
+        "rolling_step_000012.pt", "rolling_step_000011.pt", "rolling_step_000030.pt",
+    ]  # fmt: skip
+
+
+def test_full_disk_is_reported_and_old_files_stay(writer, tmp_path, monkeypatch):
+    save(writer, 1)
+    before = (tmp_path / "latest.pt").read_bytes()
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        [(outcome, report)] = save(writer, 2)
+    assert outcome == "not saved"
+    assert report.startswith(f"{tmp_path / 'latest.pt'}: step 2 was not saved: ")
+    assert "No space left" in report
+    assert re.search(r"; it takes 4,000 bytes, [\d,]+ are free; older", report)
+    assert names(tmp_path) == ["latest.pt"]
+    assert (tmp_path / "latest.pt").read_bytes() == before
+    [(outcome, _)] = save(writer, 3)  # space again
+    assert outcome == "saved"
+    assert read_checkpoint(tmp_path / "latest.pt")["step"] == 3
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.EIO, "Input/output error")])
+def test_any_error_during_a_save_is_reported(writer, monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", fail)
+        [(outcome, report)] = save(writer, 1)
+    assert outcome == "not saved"
+    assert (str(error) or "MemoryError") in report
+    [(outcome, _)] = save(writer, 2)
+    assert outcome == "saved"
+
+
+def test_missing_folder_is_reported(tmp_path):
+    writer = CheckpointWriter(tmp_path / "gone", keep=3)
+    (tmp_path / "gone").rmdir()
+    [(outcome, report)] = save(writer, 1)
+    assert outcome == "not saved"
+    assert "No such file or directory" in report
+    assert str(tmp_path / "gone") in report
+    writer.close()
+
+
+def test_save_returns_before_the_file_is_written(writer, monkeypatch):
+    may_write = threading.Event()
+    real = torch.save
+    monkeypatch.setattr(torch, "save", lambda *args: (may_write.wait(10), real(*args)))
+    writer.save(content(1), [])
+    assert list(writer.take_reports()) == []  # it came back before anything was written
+    may_write.set()
+    writer.wait()
+    assert len(list(writer.take_reports())) == 1
+
+
+def test_temporary_files_of_a_killed_run_are_deleted(tmp_path):
+    (tmp_path / ".latest.pt.tmp").write_bytes(b"half")
+    CheckpointWriter(tmp_path, keep=3).close()
+    assert names(tmp_path) == []
+
+
+def test_mirror_receives_each_save(tmp_path):
+    writer = CheckpointWriter(tmp_path / "here", keep=3, mirror=f"file://{tmp_path}/there")
+    save(writer, 1, "rolling_step_000001.pt")
+    writer.close()
+    assert names(tmp_path / "there") == ["latest.pt", "rolling_step_000001.pt"]
+    assert read_checkpoint(tmp_path / "there" / "latest.pt")["step"] == 1
+
+
+def test_mirror_receives_each_file_once_and_copies_it_to_its_other_names(tmp_path, monkeypatch):
     uploads, real = [], saves.upload
     monkeypatch.setattr(saves, "upload", lambda file, url, names: (uploads.append(names), real(file, url, names)))
     writer = CheckpointWriter(tmp_path / "here", keep=3, mirror=f"file://{tmp_path}/there")
@@ -223,3 +363,47 @@ def test_the_mirror_gets_each_file_once_and_copies_it_to_its_other_names(tmp_pat
     assert uploads == [["latest.pt", "rolling_step_000001.pt"]]
     assert names(tmp_path / "there") == ["best_model.pt", "latest.pt", "rolling_step_000001.pt"]
     assert read_checkpoint(tmp_path / "there" / "best_model.pt")["step"] == 1
+
+
+def test_failed_mirror_is_reported_and_the_save_is_kept(tmp_path):
+    (tmp_path / "file").write_text("")
+    writer = CheckpointWriter(tmp_path / "here", keep=3, mirror=f"file://{tmp_path}/file")
+    (saved, _), (mirrored, report) = save(writer, 1)
+    writer.close()
+    assert (saved, mirrored) == ("saved", "failed")
+    assert "not mirrored to file://" in report
+    assert read_checkpoint(tmp_path / "here" / "latest.pt")["step"] == 1
+
+
+def test_checkpoint_the_run_resumes_from_becomes_latest(tmp_path):
+    def steps():
+        return {path.name: read_checkpoint(path)["step"] for path in checkpoint_files(tmp_path)[:2]}
+
+    writer = CheckpointWriter(tmp_path, keep=3)
+    for step in (1, 2, 3):
+        save(writer, step, f"rolling_step_{step:06d}.pt")
+    writer.close()
+    CheckpointWriter(tmp_path, keep=3, resumed_from=tmp_path / "latest.pt").close()
+    assert steps() == {"latest.pt": 3, "latest_backup.pt": 2}
+    CheckpointWriter(tmp_path, keep=3, resumed_from=tmp_path / "latest_backup.pt").close()
+    assert steps() == {"latest.pt": 2, "latest_backup.pt": 3}
+    CheckpointWriter(tmp_path, keep=3, resumed_from=tmp_path / "rolling_step_000001.pt").close()
+    assert steps() == {"latest.pt": 1, "latest_backup.pt": 2}
+    CheckpointWriter(tmp_path, keep=3, resumed_from=tmp_path / "rolling_step_000001.pt").close()  # it is already
+    assert steps() == {"latest.pt": 1, "latest_backup.pt": 2}
+    damage(tmp_path / "latest.pt", "one bit")
+    CheckpointWriter(tmp_path, keep=3, resumed_from=tmp_path / "latest_backup.pt").close()
+    assert steps() == {"latest.pt": 2, "latest_backup.pt": 2}
+    assert not [name for name in names(tmp_path) if name.endswith(".tmp")]
+
+
+def test_corrupt_latest_does_not_replace_the_backup(tmp_path):
+    writer = CheckpointWriter(tmp_path, keep=3)
+    save(writer, 1)
+    save(writer, 2)
+    writer.close()
+    damage(tmp_path / "latest.pt", "one bit")
+    writer = CheckpointWriter(tmp_path, keep=3)
+    save(writer, 3)
+    writer.close()
+    assert read_checkpoint(tmp_path / "latest_backup.pt")["step"] == 1

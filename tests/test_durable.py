@@ -1,0 +1,60 @@
+"""Atomic file writes and folder locks."""
+
+import errno
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from steadygpt.cli import UserError
+from steadygpt.durable import UncachedFile, lock_folder, replace_file
+
+
+def test_replace_file_keeps_the_old_content_when_writing_fails(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def fail(file):
+        file.write(b"half of the new")
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        replace_file(path, fail)
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["file"]
+    replace_file(path, lambda file: file.write(b"new"))
+    assert path.read_text() == "new"
+
+
+@given(st.lists(st.binary(max_size=20_000), max_size=5))
+def test_uncached_file_writes_the_same_bytes(chunks):
+    for folder in filter(os.path.isdir, (tempfile.gettempdir(), "/dev/shm")):  # memory may have no O_DIRECT
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            with UncachedFile(Path(file.name), buffer_size=4096) as uncached:
+                assert [uncached.write(chunk) for chunk in chunks] == [len(chunk) for chunk in chunks]
+            assert file.read() == b"".join(chunks)
+
+
+def test_uncached_file_falls_back_to_the_cache_when_a_direct_write_fails(tmp_path):
+    with UncachedFile(tmp_path / "file", buffer_size=1000) as file:  # no whole pages
+        file.write(bytes(1500))
+        assert not file.direct
+    assert (tmp_path / "file").read_bytes() == bytes(1500)
+
+
+def test_full_disk_during_an_uncached_write_is_an_oserror():
+    with pytest.raises(OSError) as caught, UncachedFile(Path("/dev/full")) as file:
+        torch.save({"weight": torch.zeros(2**23)}, file)
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_lock_is_released_when_its_file_is_closed(tmp_path):
+    lock = lock_folder(tmp_path, "wait")
+    with pytest.raises(UserError, match=f"in use by process {os.getpid()}; wait"):
+        lock_folder(tmp_path, "wait")
+    lock.close()
+    lock_folder(tmp_path, "wait").close()

@@ -1,0 +1,227 @@
+"""Stopping, saving and resuming a run, and the folders that it writes to."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+
+import pytest
+from conftest import TINY, assert_same_state, command, environment, load, metrics, run_here, write_data
+from test_train import DROPOUT, fails, folders
+
+import dataloader
+import train
+from steadygpt import saves
+
+# ---------------------------------------------------------------------------------------------------------------------
+# stopping
+
+
+def read_until(process: subprocess.Popen, pattern: str) -> str:
+    """Read a run's output up to a line with `pattern`; returns all of it."""
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if re.search(pattern, line):
+            return "".join(seen)
+    raise AssertionError(f"no {pattern!r} in the output:\n{''.join(seen)}")
+
+
+def test_ctrl_c_saves_although_stdout_is_a_closed_pipe(workdir):
+    """`train.py | tee log`, and a Ctrl-C that ends tee first."""
+    flags = ("--max_steps", "1000000", *folders("a"))
+    process = subprocess.Popen(command(*flags), stdout=subprocess.PIPE, text=True, env=environment())
+    read_until(process, "^step +3/")
+    process.stdout.close()
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 0
+    status = json.loads(open("a/status.json").read())
+    assert (status["status"], status["reason"]) == ("stopped", "SIGINT")
+    assert load("a/latest.pt")["step"] == status["step"] > 3
+
+
+def test_run_stopped_before_its_first_step_can_be_resumed(workdir):
+    assert run_here("--max_hours", "1e-9", *folders("a")) == 0
+    assert load("a/latest.pt")["step"] == 0
+    assert run_here("--max_hours", "0", *folders("a"), "--resume", "latest") == 0
+    assert run_here(*folders("b")) == 0
+    assert_same_state(load("a/latest.pt"), load("b/latest.pt"))
+
+
+def test_run_stopped_during_its_last_evaluation_is_not_finished(workdir, monkeypatch):
+    def stopped(training, val, stop):
+        os.kill(os.getpid(), signal.SIGTERM)
+        stop.check()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "validate", stopped)
+        assert run_here("--eval_freq", "8", *folders("a")) == 0
+    assert json.loads(open("a/status.json").read())["status"] == "stopped"
+    assert run_here("--eval_freq", "8", *folders("a"), "--resume", "latest") == 0
+    assert metrics("logs-a", "val_loss").keys() == {8}
+    assert load("a/best_model.pt")["step"] == 8
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# saving
+
+
+def test_run_leaves_checkpoints_of_every_tier(workdir):
+    """56 rows an epoch... here 73: 4 rows a step, so epoch 1 ends within step 18."""
+    assert run_here("--max_steps", "40", "--checkpoint_freq", "5", "--keep_checkpoints", "3", *folders("a")) == 0
+    names = sorted(name for name in os.listdir("a") if name.endswith(".pt"))
+    rows = 700 // 16 + 500 // 16
+    assert rows == 74
+    assert names == [
+        "epoch_00001.pt", "epoch_00002.pt", "latest.pt", "latest_backup.pt",
+        "rolling_step_000030.pt", "rolling_step_000035.pt", "rolling_step_000040.pt",
+    ]  # fmt: skip
+    assert os.stat("a/latest.pt").st_ino == os.stat("a/rolling_step_000040.pt").st_ino  # one write, two names
+    assert load("a/latest_backup.pt")["step"] == 37  # the save before: the end of epoch 2
+    epoch = load("a/epoch_00001.pt")
+    assert (epoch["step"], epoch["rows_consumed"]) == (19, 76)  # the first step after which all 74 rows were seen
+    assert epoch["epoch"] == pytest.approx(76 / 74)
+
+
+def test_best_model_has_the_lowest_validation_loss(workdir):
+    flags = ("--max_steps", "30", "--max_lr", "1e-2", "--eval_freq", "5", "--checkpoint_freq", "10")
+    assert run_here(*flags, *folders("a")) == 0
+    val_losses = metrics("logs-a", "val_loss")
+    best_step = min(val_losses, key=val_losses.get)
+    best = load("a/best_model.pt")
+    assert best["step"] == best_step
+    assert best["val_loss"] == best["best_val_loss"] == val_losses[best_step]
+
+
+def test_timed_saves_write_only_latest_and_its_backup(workdir, monkeypatch, capsys):
+    monkeypatch.setattr(saves, "PAUSE_SHARE", 1e9)  # however long a save pauses training
+    assert run_here("--checkpoint_minutes", "1e-9", "--checkpoint_freq", "3", *folders("a")) == 0
+    files = sorted(name for name in os.listdir("a") if name.endswith(".pt"))
+    assert files == ["latest.pt", "latest_backup.pt", "rolling_step_000003.pt", "rolling_step_000006.pt"]
+    said = re.findall(r"^saved step (\d+) as (.*) \(", capsys.readouterr().out, re.MULTILINE)
+    assert dict(said)["3"] == "latest.pt, rolling_step_000003.pt"
+    assert dict(said)["8"] == "latest.pt"
+    assert len(said) > 3  # those by the clock; one that is in flight may keep another from starting
+
+
+def test_checkpoint_contains_the_git_commit(workdir, capsys):
+    assert run_here(*folders("a")) == 0
+    commit = load("a/latest.pt")["git_commit"]
+    assert re.fullmatch(r"[0-9a-f]{40}\+?", commit)
+    assert f"version      commit {commit[:12]}" in open("logs-a/log.txt").read()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# resuming
+
+
+def test_resume_takes_options_from_the_checkpoint_and_reports_changes(workdir, capsys):
+    assert run_here("--max_steps", "4", "--use_tensorboard", *folders("a")) == 0
+    assert train.main(["--checkpoint_dir", "a", "--resume", "--max_steps", "6"]) == 0
+    out = capsys.readouterr().out
+    assert "changed max_steps: 4 -> 6" in out
+    assert "resumed from a/latest.pt at step 4" in out
+    assert load("a/latest.pt")["step"] == 6
+    assert load("a/latest.pt")["train_config"]["embd_size"] == 16
+    assert list(metrics("logs-a", "loss")) == list(range(6))
+
+
+def test_given_options_are_checked_against_those_of_the_checkpoint(workdir):
+    assert run_here("--max_lr", "4e-3", "--min_lr", "1e-5", *folders("a")) == 0
+    resume = ("--resume", "latest", "--allow_changes", *folders("a"))
+    assert run_here("--max_steps", "9", "--min_lr", "2e-3", *resume) == 0
+    assert "--min_lr 0.005 is above --max_lr 0.004" in fails("--min_lr", "5e-3", *resume)
+
+
+def test_changed_weight_decay_takes_effect_on_resume(workdir):
+    assert run_here("--max_steps", "4", *folders("a")) == 0
+    changed = ("--resume", "latest", "--allow_changes", "--weight_decay", "0.5")
+    assert run_here("--max_steps", "5", *changed, *folders("a")) == 0
+    assert [group["weight_decay"] for group in load("a/latest.pt")["optimizer"]["param_groups"]] == [0.5, 0]
+
+
+def test_resumed_run_keeps_its_warmup(workdir):
+    flags = [flag for flag in TINY if flag != "--warmup_steps"]
+    flags.pop(flags.index("--max_steps") + 2)
+    assert train.main([*flags, "--data_dir", "data", *folders("a")]) == 0
+    assert load("a/latest.pt")["train_config"]["warmup_steps"] == 0  # a tenth of 8 steps
+    assert train.main(["--resume", "--max_steps", "20", *folders("a")]) == 0
+    assert load("a/latest.pt")["train_config"]["warmup_steps"] == 0
+
+
+def test_resume_from_an_older_checkpoint_repeats_the_same_steps(workdir):
+    assert run_here("--checkpoint_freq", "2", *DROPOUT, *folders("a")) == 0
+    first = load("a/latest.pt")
+    losses = metrics("logs-a", "loss")
+    assert run_here("--logdir", "logs-a", "--resume", "a/rolling_step_000004.pt", *DROPOUT) == 0
+    assert_same_state(first, load("a/latest.pt"))
+    assert metrics("logs-a", "loss") == losses
+
+
+def test_resume_of_a_finished_run_changes_nothing(workdir, capsys):
+    assert run_here(*folders("a")) == 0
+    before = os.stat("a/latest.pt").st_mtime_ns
+    assert run_here(*folders("a"), "--resume", "auto") == 0
+    assert "is finished" in capsys.readouterr().out
+    assert os.stat("a/latest.pt").st_mtime_ns == before
+
+
+def test_resume_auto_starts_a_new_run_in_an_empty_folder(workdir):
+    assert run_here(*folders("a"), "--resume", "auto") == 0
+    assert load("a/latest.pt")["step"] == 8
+
+
+def test_failed_resume_creates_no_files(workdir):
+    assert "no such file" in fails("--resume", "lates")
+    assert "no checkpoints in" in fails("--checkpoint_dir", "none", "--resume", "latest")
+    assert os.listdir() == ["data"]
+
+
+def test_cost_and_elapsed_time_add_up_over_resumes(workdir):
+    assert run_here("--gpu_hour_cost", "3600", *folders("a")) == 0
+    first = load("a/latest.pt")["elapsed_s"]
+    assert metrics("logs-a", "cost")[0] == pytest.approx(first, abs=2)  # one device at 1 a second, since the start
+    assert run_here("--gpu_hour_cost", "3600", *folders("a"), "--resume", "--max_steps", "9") == 0
+    assert metrics("logs-a", "cost")[8] > 2 * first
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# data and folders
+
+
+def test_new_run_does_not_overwrite_another_run(workdir):
+    assert run_here(*folders("a")) == 0
+    before = os.stat("a/latest.pt").st_mtime_ns
+    assert "already holds checkpoints" in fails(*folders("a"))
+    assert run_here(*folders("b")) == 0
+    assert "already holds checkpoints" in fails(*folders("a"), "--resume", "b/latest.pt")
+    assert os.stat("a/latest.pt").st_mtime_ns == before
+
+
+def test_checkpoints_and_logs_can_share_a_folder(workdir):
+    assert run_here("--checkpoint_dir", "a", "--logdir", "a") == 0
+    assert run_here("--checkpoint_dir", "a", "--logdir", "a", "--resume", "--max_steps", "9") == 0
+    assert len(metrics("a", "loss")) == 9
+
+
+def test_resume_accepts_moved_data_and_rejects_different_data(workdir):
+    assert run_here(*folders("a")) == 0
+    write_data(workdir / "other", seed=1)
+    message = fails("--data_dir", "other", *folders("a"), "--resume", "latest", "--max_steps", "9")
+    assert "other" in message
+    assert "data" in message
+    os.rename("data", "moved")
+    assert run_here("--data_dir", "moved", *folders("a"), "--resume", "latest", "--max_steps", "9") == 0
+
+
+def test_manifest_is_read_once_per_start(workdir, monkeypatch):
+    reads = []
+    read = dataloader.read_manifest
+    monkeypatch.setattr(dataloader, "read_manifest", lambda folder: (reads.append(folder), read(folder))[1])
+    assert run_here("--eval_freq", "4", *folders("a")) == 0
+    assert len(reads) == 1
+    assert run_here("--eval_freq", "4", *folders("a"), "--resume", "--max_steps", "9") == 0
+    assert len(reads) == 2

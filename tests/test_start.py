@@ -1,0 +1,96 @@
+"""The configuration of a resumed run."""
+
+import dataclasses
+
+import pytest
+from test_config import parse
+
+from config import FIELDS, TrainConfig, parse_args
+from steadygpt.cli import UserError
+from steadygpt.start import resume_config
+
+
+def test_resume_takes_unset_options_from_the_checkpoint():
+    saved = dataclasses.asdict(parse("--embd_size", "96", "--max_lr", "5e-4", "--checkpoint_dir", "there", "--dry_run"))
+    config, given_options = parse_args(["--resume", "--min_lr", "1e-5", "--allow_changes"])
+    config, changes = resume_config(saved, config, given_options)
+    assert (config.embd_size, config.max_lr, config.min_lr, config.resume) == (96, 5e-4, 1e-5, "latest")
+    assert config.checkpoint_dir == "checkpoints"
+    assert not config.dry_run  # of this start alone
+    assert changes == ["min_lr: 0.0001 -> 1e-05"]
+
+
+def test_changed_model_shape_is_an_error():
+    saved = dataclasses.asdict(parse("--embd_size", "96"))
+    config, given_options = parse_args(["--resume", "--embd_size", "192"])
+    with pytest.raises(UserError, match="--embd_size is 192, but the checkpoint was trained with 96"):
+        resume_config(saved, config, given_options)
+    config, given_options = parse_args(["--resume", "--embd_size", "96"])
+    assert resume_config(saved, config, given_options)[1] == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    "seed tokenizer shuffle_shards shuffle_rows num_layers num_heads embd_size context_length bias".split(),
+)
+def test_model_and_data_order_cannot_change(name):
+    mine = TrainConfig()
+    value = getattr(mine, name)
+    saved = {name: not value if type(value) is bool else 2 * value}
+    with pytest.raises(UserError, match=f"--{name} is {value!r}, but the checkpoint was trained with {saved[name]!r}"):
+        resume_config(saved, mine, {name: "flag"})
+    assert getattr(resume_config(saved, mine, {})[0], name) == saved[name]
+
+
+def test_changed_options_are_reported():
+    saved = dataclasses.asdict(TrainConfig()) | {"dropout": 0.1, "mini_batch_size": 8, "data_dir": "old"}
+    flags = ["--dropout=0.2", "--mini_batch_size=4", "--data_dir=new", "--max_lr=1e-3", "--allow_changes"]
+    config, given_options = parse_args(flags)
+    config, changes = resume_config(saved, config, given_options)
+    assert (config.dropout, config.mini_batch_size, config.data_dir) == (0.2, 4, "new")
+    assert changes == ["dropout: 0.1 -> 0.2", "data_dir: 'old' -> 'new'", "mini_batch_size: 8 -> 4"]
+
+
+def test_optimization_options_change_only_with_allow_changes():
+    asked = "dropout total_batch_size max_lr min_lr warmup_steps weight_decay adam_beta1 adam_beta2 adam_eps grad_clip"
+    assert [name for name, f in FIELDS.items() if f.metadata["on_resume"] == "ask"] == asked.split()
+
+
+@pytest.mark.parametrize("name", [name for name, f in FIELDS.items() if f.metadata["on_resume"] == "ask"])
+def test_optimization_option_needs_allow_changes(name):
+    mine = TrainConfig()
+    saved = {name: getattr(mine, name) / 2 or 0.5}
+    with pytest.raises(UserError, match=f"--{name} is .*trained with {saved[name]}; .*--allow_changes"):
+        resume_config(saved, mine, {name: "flag"})
+    assert getattr(resume_config(saved, mine, {})[0], name) == saved[name]
+    allowed = dataclasses.replace(mine, allow_changes=True)
+    _, [change] = resume_config(saved, allowed, {name: "flag"})
+    assert change == f"{name}: {saved[name]} -> {getattr(mine, name)}"
+
+
+def test_warmup_of_the_checkpoint_overrides_that_of_a_preset():
+    """The length of the run decided what it became, and the same command must be able to resume."""
+    config, given_options = parse_args(["--config", "quickstart", "--max_steps", "50", "--resume"])
+    saved = dataclasses.asdict(config) | {"warmup_steps": 5}
+    assert resume_config(saved, config, given_options) == (dataclasses.replace(config, warmup_steps=5), [])
+
+
+def test_launch_options_are_not_taken_from_the_checkpoint():
+    saved = dataclasses.asdict(TrainConfig()) | {
+        "config": "quickstart", "dry_run": True, "checkpoint_dir": "there", "resume": "best", "list_checkpoints": True
+    }  # fmt: skip
+    assert resume_config(saved, TrainConfig(), {}) == (TrainConfig(), [])
+
+
+@pytest.mark.parametrize(("saved", "flags"), [
+    (["--min_lr=1e-6"], ["--max_lr=5e-5", "--allow_changes"]),
+    (["--sharding=fsdp"], ["--cpu_offload"]),
+])  # fmt: skip
+def test_flags_that_need_other_options_accept_them_from_the_checkpoint(saved, flags):
+    config, given_options = parse_args(["--resume", *flags])
+    resume_config(dataclasses.asdict(parse(*saved)), config, given_options)
+
+
+def test_options_missing_from_the_checkpoint_keep_their_defaults():
+    config, given_options = parse_args(["--resume"])
+    assert resume_config({"no_longer_there": 1}, config, given_options)[0] == config
