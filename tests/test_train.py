@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -350,17 +351,25 @@ def test_warmup_as_long_as_the_run_is_an_error(workdir):
 
 
 def test_step_time_includes_pauses_but_not_evaluation(workdir, monkeypatch):
-    def slow(run, last, evaluate=train.evaluate):
-        evaluate(run, last)
-        if run.state.step in (2, 4):
-            time.sleep(0.3)  # counts in the time of steps 2 and 4
+    clock = SimpleNamespace(now_s=0.0, perf_counter=lambda: clock.now_s, time=time.time)
 
-    def slow_validation(*args, validate=train.validate):
-        time.sleep(0.5)
+    def step_of_100_ms(*args, train_step=train.train_step):
+        clock.now_s += 0.1
+        return train_step(*args)
+
+    def validation_of_500_ms(*args, validate=train.validate):
+        clock.now_s += 0.5
         return validate(*args)
 
-    monkeypatch.setattr(train, "evaluate", slow)
-    monkeypatch.setattr(train, "validate", slow_validation)
-    assert run_here("--eval_freq", "6", *folders("a")) == 0
-    times_ms = metrics("logs-a", "step_ms")
-    assert [step for step in times_ms if step and times_ms[step] > 250] == [2, 4]
+    def pause_before_steps_2_and_4(run, last, evaluate=train.evaluate):
+        evaluate(run, last)
+        if run.state.step in (2, 4):
+            clock.now_s += 0.3
+
+    monkeypatch.setattr(train, "time", clock)
+    monkeypatch.setattr(train, "train_step", step_of_100_ms)
+    monkeypatch.setattr(train, "validate", validation_of_500_ms)
+    monkeypatch.setattr(train, "evaluate", pause_before_steps_2_and_4)
+    assert run_here("--eval_freq", "2", *folders("a")) == 0
+    expected_ms = {step: 400 if step in (2, 4) else 100 for step in range(8)}
+    assert metrics("logs-a", "step_ms") == pytest.approx(expected_ms)
