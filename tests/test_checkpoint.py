@@ -10,7 +10,7 @@ from steadygpt.cli import UserError
 
 
 def content(step: int, **more) -> dict:
-    """A checkpoint like those of train.py, with a tensor that tells its step."""
+    """Return a checkpoint like those of train.py, with weights equal to the step."""
     return {
         "format_version": FORMAT_VERSION,
         "step": step,

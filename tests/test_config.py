@@ -1,4 +1,4 @@
-"""One list of options: flags, TOML and checkpoints agree, and mistakes are named."""
+"""Options from flags and presets, and the errors they raise."""
 
 import dataclasses
 import re
@@ -20,7 +20,7 @@ def parse(*argv: str) -> TrainConfig:
     return parse_args(list(argv))[0]
 
 
-def mistake(*argv: str) -> str:
+def error_of(*argv: str) -> str:
     with pytest.raises(UserError) as raised:
         parse_args(list(argv))
     assert "\n" not in str(raised.value)
@@ -42,33 +42,33 @@ SHAPE = {f.name for f in dataclasses.fields(GPTConfig)} - {"vocab_size"}
 
 @pytest.mark.parametrize("preset", sorted(path.stem for path in PRESETS.glob("*.toml")))
 def test_parameters_and_memory_in_preset_comments_are_correct(preset):
-    """Parameters and memory in the comments: with GPT-2's vocabulary, bf16 and torch.compile, as on a GPU."""
+    """They assume GPT-2's vocabulary, bf16 and torch.compile, as on a GPU."""
     config, text = parse("--config", preset), (PRESETS / f"{preset}.toml").read_text()
     config.check_together()
-    said = re.search(
+    stated = re.search(
         r"^# ([\d,.]+) M parameters; ([\d.]+) GB of weights, gradients and Adam; about ([\d.]+) GB with (\d+) rows?: "
         r"(?:a GPU of (\d+) GB|anything)\.$",
         text,
         re.MULTILINE,
     )
-    vocabulary = {} if said[5] else {"vocab_size": 257}
+    vocabulary = {} if stated[5] else {"vocab_size": 257}
     with torch.device("meta"):
         model = GPT(GPTConfig(**{name: getattr(config, name) for name in SHAPE}, **vocabulary))
     memory = estimate_memory(config, model, "bf16", compiled=True, shards=1)
 
-    def as_said(number: float, text: str) -> str:
+    def rounded_like(number: float, text: str) -> str:
         return f"{number:,.{len(text.partition('.')[2])}f}"
 
-    assert as_said(model.num_parameters() / 1e6, said[1]) == said[1]
-    assert as_said(memory["weights, gradients and Adam"] / 1e9, said[2]) == said[2]
-    assert as_said(sum(memory.values()) / 1e9, said[3]) == said[3]
-    assert config.mini_batch_size == int(said[4])
-    assert said[5] is None or 1.1 * sum(memory.values()) / 1e9 < int(said[5])
-    size = f"a GPU of {said[5]} GB" if said[5] else "anything"
-    row = f"| `train.py --config {preset}` | {said[1]} M | {said[2]} GB | {said[3]} GB, {said[4]} row"
+    assert rounded_like(model.num_parameters() / 1e6, stated[1]) == stated[1]
+    assert rounded_like(memory["weights, gradients and Adam"] / 1e9, stated[2]) == stated[2]
+    assert rounded_like(sum(memory.values()) / 1e9, stated[3]) == stated[3]
+    assert config.mini_batch_size == int(stated[4])
+    assert stated[5] is None or 1.1 * sum(memory.values()) / 1e9 < int(stated[5])
+    size = f"a GPU of {stated[5]} GB" if stated[5] else "anything"
+    row = f"| `train.py --config {preset}` | {stated[1]} M | {stated[2]} GB | {stated[3]} GB, {stated[4]} row"
     table = (REPO / "docs/models.md").read_text()
     assert any(line.startswith(row) and line.endswith(f" | {size} |") for line in table.splitlines())
-    for processes in (1, 2, 4, 8) if said[5] else (1,):
+    for processes in (1, 2, 4, 8) if stated[5] else (1,):
         assert config.grad_accum_steps(processes)
 
 
@@ -94,7 +94,7 @@ def test_preset_can_include_another_preset(tmp_path):
     assert config.config.endswith("mine.toml")
     assert "embd_size" in given_options
     (tmp_path / "mine.toml").write_text(f'config = "{tmp_path / "mine.toml"}"\n')
-    assert "the file includes itself" in mistake("--config", str(tmp_path / "mine.toml"))
+    assert "the file includes itself" in error_of("--config", str(tmp_path / "mine.toml"))
 
 
 def test_flags_accept_dashes_and_underscores():
@@ -149,25 +149,25 @@ def test_bare_resume_means_latest():
 
 
 def test_errors_name_the_option_and_the_expected_value(tmp_path):
-    assert mistake("--num_layer", "3") == "unknown argument '--num_layer'; did you mean --num_layers?"
-    assert "--seed" in mistake("--seed", "x")
-    assert "'x'" in mistake("--seed", "x")
-    assert "on or off" in mistake("--bias", "maybe")
-    assert "fp33" in mistake("--precision", "fp33")
-    assert "bf16" in mistake("--precision", "fp33")
-    assert "--num_heads is 12; expected a divisor of the width, 100" in mistake("--embd_size", "100")
+    assert error_of("--num_layer", "3") == "unknown argument '--num_layer'; did you mean --num_layers?"
+    assert "--seed" in error_of("--seed", "x")
+    assert "'x'" in error_of("--seed", "x")
+    assert "on or off" in error_of("--bias", "maybe")
+    assert "fp33" in error_of("--precision", "fp33")
+    assert "bf16" in error_of("--precision", "fp33")
+    assert "--num_heads is 12; expected a divisor of the width, 100" in error_of("--embd_size", "100")
     for value in ("nan", "inf", "-1"):
-        assert f"--max_lr is {float(value)}; expected 0 or more" == mistake(f"--max_lr={value}")
-    assert "--min_lr 0.1 is above --max_lr 0.001" in mistake("--min_lr", "0.1")
-    assert "--dropout is 1.0; expected less than 1" in mistake("--dropout", "1")
-    assert "--max_steps and --num_epochs are both 0" in mistake("--num_epochs", "0")
-    assert "--cpu_offload needs --sharding fsdp" in mistake("--cpu_offload")
+        assert f"--max_lr is {float(value)}; expected 0 or more" == error_of(f"--max_lr={value}")
+    assert "--min_lr 0.1 is above --max_lr 0.001" in error_of("--min_lr", "0.1")
+    assert "--dropout is 1.0; expected less than 1" in error_of("--dropout", "1")
+    assert "--max_steps and --num_epochs are both 0" in error_of("--num_epochs", "0")
+    assert "--cpu_offload needs --sharding fsdp" in error_of("--cpu_offload")
     for flag in (
         "--num_layers", "--num_heads", "--embd_size", "--context_length", "--total_batch_size", "--mini_batch_size",
         "--keep_checkpoints", "--log_freq", "--eval_tokens",
     ):  # fmt: skip
-        assert f"{flag} is 0; expected at least 1" in mistake(flag, "0")
-    assert "test" in mistake("--config", "no-such-preset")
+        assert f"{flag} is 0; expected at least 1" in error_of(flag, "0")
+    assert "test" in error_of("--config", "no-such-preset")
     for text, words in {
         "num_layer = 4": ["num_layer", "num_layers"],
         "num_layers = 'four'": ["num_layers", "'four'", "int"],
@@ -178,18 +178,18 @@ def test_errors_name_the_option_and_the_expected_value(tmp_path):
         "num_layers = ": ["not TOML"],
     }.items():
         (tmp_path / "bad.toml").write_text(text)
-        message = mistake("--config", str(tmp_path / "bad.toml"))
+        message = error_of("--config", str(tmp_path / "bad.toml"))
         assert "bad.toml" in message
         assert all(word in message for word in words)
 
 
 def test_unknown_flag_suggests_a_similar_or_equivalent_option():
-    assert mistake("--save_steps", "5") == "unknown argument '--save_steps'; here it is --checkpoint_freq"
-    assert mistake("--deepspeed", "x.json") == "unknown argument '--deepspeed'; here it is --sharding fsdp"
-    assert mistake("--resume_from_checkpoint=a.pt").endswith("; here it is --resume")
-    assert mistake("--n-layer", "3").endswith("; here it is --num_layers")
-    assert mistake("--frobnicate", "3") == "unknown argument '--frobnicate'; see --help"
-    assert mistake("--maxlr", "3").endswith("did you mean --max_lr?")
+    assert error_of("--save_steps", "5") == "unknown argument '--save_steps'; here it is --checkpoint_freq"
+    assert error_of("--deepspeed", "x.json") == "unknown argument '--deepspeed'; here it is --sharding fsdp"
+    assert error_of("--resume_from_checkpoint=a.pt").endswith("; here it is --resume")
+    assert error_of("--n-layer", "3").endswith("; here it is --num_layers")
+    assert error_of("--frobnicate", "3") == "unknown argument '--frobnicate'; see --help"
+    assert error_of("--maxlr", "3").endswith("did you mean --max_lr?")
 
 
 def test_suggested_options_exist():
@@ -200,7 +200,7 @@ def test_suggested_options_exist():
 
 def test_binary_config_file_is_an_error(tmp_path):
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
-    assert "binary.toml: not TOML" in mistake("--config", str(tmp_path / "binary.toml"))
+    assert "binary.toml: not TOML" in error_of("--config", str(tmp_path / "binary.toml"))
 
 
 def test_frequency_of_0_is_accepted():
@@ -210,20 +210,20 @@ def test_frequency_of_0_is_accepted():
 
 
 def test_rotary_pct_must_give_an_even_number_of_dimensions():
-    assert "3 of 64 dimensions a head; expected an even number" in mistake("--rotary_pct", "0.05")
-    assert "0 of 64 dimensions a head; expected an even number" in mistake("--rotary_pct", "0.01")
-    assert "--rotary_pct is 1.5" in mistake("--rotary_pct", "1.5")
-    assert "--layer_norm_eps is 0.0; expected more than 0" in mistake("--layer_norm_eps", "0")
+    assert "3 of 64 dimensions a head; expected an even number" in error_of("--rotary_pct", "0.05")
+    assert "0 of 64 dimensions a head; expected an even number" in error_of("--rotary_pct", "0.01")
+    assert "--rotary_pct is 1.5" in error_of("--rotary_pct", "1.5")
+    assert "--layer_norm_eps is 0.0; expected more than 0" in error_of("--layer_norm_eps", "0")
 
 
 def test_no_flag_is_a_prefix_of_a_torchrun_flag():
-    """torchrun would take it for its own and stop before the script starts."""
-    theirs = [option for action in get_args_parser()._actions for option in action.option_strings]
-    ours = [f"--{name}" for name in [*FIELDS, "mixed_precision"]]
-    assert "--nproc-per-node" in theirs
-    assert "--run-path" in theirs
-    for flag in ours + [flag.replace("_", "-") for flag in ours]:
-        assert not [option for option in theirs if option.startswith(flag)], flag
+    """torchrun would read such a flag as an abbreviation of its own and fail before the script starts."""
+    torchrun_flags = [option for action in get_args_parser()._actions for option in action.option_strings]
+    our_flags = [f"--{name}" for name in [*FIELDS, "mixed_precision"]]
+    assert "--nproc-per-node" in torchrun_flags
+    assert "--run-path" in torchrun_flags
+    for flag in our_flags + [flag.replace("_", "-") for flag in our_flags]:
+        assert not [option for option in torchrun_flags if option.startswith(flag)], flag
         launched = get_args_parser().parse_args(["--standalone", "train.py", flag, "x"])
         assert launched.training_script_args == [flag, "x"]
 
@@ -231,14 +231,14 @@ def test_no_flag_is_a_prefix_of_a_torchrun_flag():
 def test_help_lists_every_option(capsys):
     with pytest.raises(SystemExit):
         parse_args(["--help"])
-    told = capsys.readouterr().out
-    listed = told[told.index("\nmodel:") :]  # below the usage
+    text = capsys.readouterr().out
+    listed = text[text.index("\nmodel:") :]  # below the usage
     assert re.findall(r"^  --(\w+)", listed, re.MULTILINE) == list(FIELDS)
     assert all(f.metadata["text"] for f in FIELDS.values())
     assert "--total_batch_size INT" in listed
     assert "(default: 524288)" in listed
     assert "(default: on)" in listed
-    assert all(f"\n{f.metadata['group']}:" in told for f in FIELDS.values())
+    assert all(f"\n{f.metadata['group']}:" in text for f in FIELDS.values())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -263,7 +263,8 @@ def test_suggested_batch_sizes_work(ranks, rows, context, total):
     (offered,) = re.findall(r"--total_batch_size ([\d,]+)(?: or ([\d,]+))? would work", message)
     offered = [int(size.replace(",", "")) for size in offered if size]
     unit = ranks * rows * context
-    assert offered == [size for size in (total // unit * unit, total // unit * unit + unit) if size]  # the nearest
+    nearest = [total // unit * unit, total // unit * unit + unit]
+    assert offered == [size for size in nearest if size]
     for size in offered:
         dataclasses.replace(config, total_batch_size=size).grad_accum_steps(ranks)
 

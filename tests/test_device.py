@@ -1,4 +1,4 @@
-"""Which precision a device computes in, and what is computed in it."""
+"""Precision, peak throughput, process age, and evaluation mode."""
 
 import subprocess
 import sys
@@ -47,7 +47,7 @@ def test_process_age_includes_the_time_before_imports():
     program = "import time; time.sleep(0.5); from steadygpt.device import process_age_s; print(process_age_s())"
     started_s = time.monotonic()
     age_s = float(subprocess.run([sys.executable, "-c", program], cwd=REPO, capture_output=True, text=True).stdout)
-    assert 0.5 <= age_s <= time.monotonic() - started_s + 0.02  # clock ticks are 10 ms
+    assert 0.5 <= age_s <= time.monotonic() - started_s + 0.02  # the kernel counts in ticks of 10 ms
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [

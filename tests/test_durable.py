@@ -32,7 +32,7 @@ def test_replace_file_keeps_the_old_content_when_writing_fails(tmp_path):
 
 @given(st.lists(st.binary(max_size=20_000), max_size=5))
 def test_uncached_file_writes_the_same_bytes(chunks):
-    for folder in filter(os.path.isdir, (tempfile.gettempdir(), "/dev/shm")):  # memory may have no O_DIRECT
+    for folder in filter(os.path.isdir, (tempfile.gettempdir(), "/dev/shm")):  # tmpfs may not support O_DIRECT
         with tempfile.NamedTemporaryFile(dir=folder) as file:
             with UncachedFile(Path(file.name), buffer_size=4096) as uncached:
                 assert [uncached.write(chunk) for chunk in chunks] == [len(chunk) for chunk in chunks]
@@ -40,7 +40,7 @@ def test_uncached_file_writes_the_same_bytes(chunks):
 
 
 def test_uncached_file_falls_back_to_the_cache_when_a_direct_write_fails(tmp_path):
-    with UncachedFile(tmp_path / "file", buffer_size=1000) as file:  # no whole pages
+    with UncachedFile(tmp_path / "file", buffer_size=1000) as file:  # not a multiple of the page size
         file.write(bytes(1500))
         assert not file.direct
     assert (tmp_path / "file").read_bytes() == bytes(1500)

@@ -1,4 +1,4 @@
-"""Text from any tier of checkpoint."""
+"""KV cache, sampling, loading a model, and the command generate.py."""
 
 import dataclasses
 import math
@@ -16,23 +16,23 @@ from model import GPT, GPTConfig
 from steadygpt.cli import UserError
 
 # ---------------------------------------------------------------------------------------------------------------------
-# KVCache, generate, sample, load_model
+# KV cache, sampling, loading
 
 
 @both_families
 def test_cached_logits_equal_uncached_logits(family):
     model, tokens = small(**family), ids(2, 12)
-    cache, everything = KVCache(model.config), model(tokens)
+    cache, uncached = KVCache(model.config), model(tokens)
     for start, end in [(0, 7), (7, 8), (8, 9), (9, 10), (10, 11), (11, 12)]:
         logits = model(tokens[:, start:end], cache=cache)
         assert logits.shape == (2, 1, 101)
         assert cache.length == end
-        assert torch.allclose(logits, everything[:, end - 1 : end], atol=1e-4)
+        assert torch.allclose(logits, uncached[:, end - 1 : end], atol=1e-4)
 
 
 @torch.no_grad()
-def generate_plainly(model: GPT, idx: torch.Tensor, count: int, **options) -> torch.Tensor:
-    """Everything computed anew for each token."""
+def generate_without_cache(model: GPT, idx: torch.Tensor, count: int, **options) -> torch.Tensor:
+    """Generate without a cache."""
     model.eval()
     for _ in range(count):
         logits = model(idx[:, -model.config.context_length :])
@@ -47,7 +47,7 @@ def test_cache_does_not_change_generated_tokens(family, prompt_length, temperatu
     model, prompt = small(**family), ids(3, prompt_length)
     random = [torch.Generator().manual_seed(7) for _ in range(2)]
     cached = generate(model, prompt, 25, temperature, top_k=20, generator=random[0])
-    plain = generate_plainly(model, prompt, 25, temperature=temperature, top_k=20, generator=random[1])
+    plain = generate_without_cache(model, prompt, 25, temperature=temperature, top_k=20, generator=random[1])
     assert cached.shape == (3, prompt_length + 25)
     assert torch.equal(cached, plain)
 
@@ -59,8 +59,8 @@ def test_cache_computes_each_token_once_until_the_context_is_full():
     assert seen == [5] + 7 * [1] + 2 * [12]
 
 
-def shares(count=40000, **options) -> list[float]:
-    """How often each of three tokens is drawn whose probabilities are 0.6, 0.3 and 0.1."""
+def frequencies(count=40000, **options) -> list[float]:
+    """Return how often each of three tokens with the probabilities 0.6, 0.3 and 0.1 is sampled."""
     logits = torch.tensor([0.6, 0.3, 0.1]).log().expand(count, 3).clone()
     drawn = sample(
         logits, **{"temperature": 1.0, "top_k": None, "generator": torch.Generator().manual_seed(0)} | options
@@ -69,15 +69,16 @@ def shares(count=40000, **options) -> list[float]:
 
 
 def test_temperature_scales_the_logits():
-    assert shares() == pytest.approx([0.6, 0.3, 0.1], abs=0.01)
-    assert shares(temperature=0.5) == pytest.approx([0.36 / 0.46, 0.09 / 0.46, 0.01 / 0.46], abs=0.01)
+    assert frequencies() == pytest.approx([0.6, 0.3, 0.1], abs=0.01)
+    assert frequencies(temperature=0.5) == pytest.approx([0.36 / 0.46, 0.09 / 0.46, 0.01 / 0.46], abs=0.01)
     roots = [math.sqrt(p) for p in (0.6, 0.3, 0.1)]
-    assert shares(temperature=2.0) == pytest.approx([root / sum(roots) for root in roots], abs=0.01)
+    assert frequencies(temperature=2.0) == pytest.approx([root / sum(roots) for root in roots], abs=0.01)
 
 
 def test_top_k_keeps_the_ratios_of_the_k_most_likely_tokens():
-    assert shares(top_k=2) == pytest.approx([2 / 3, 1 / 3, 0], abs=0.01)
-    assert shares(top_k=0) == shares(top_k=3) == shares(top_k=50) == shares()  # more than there are: all
+    assert frequencies(top_k=2) == pytest.approx([2 / 3, 1 / 3, 0], abs=0.01)
+    for all_tokens in (0, 3, 50):
+        assert frequencies(top_k=all_tokens) == frequencies()
 
 
 def test_temperature_0_equals_top_k_1():
@@ -89,7 +90,7 @@ def test_temperature_0_equals_top_k_1():
 def test_vocabulary_padding_is_never_sampled(family):
     model = small(**family)
     with torch.no_grad():
-        model.lm_head.weight[101:] = 100 * model.lm_head.weight[:27]  # very likely, if anybody could see it
+        model.lm_head.weight[101:] = 100 * model.lm_head.weight[:27]  # likely, if padding were not masked
     assert generate(model, ids(8, 1), 11, temperature=5.0).max() < 101
 
 
@@ -133,7 +134,7 @@ def test_load_model_rejects_inconsistent_checkpoints():
 def folder(tmp_path):
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=257, context_length=32, num_layers=1, num_heads=1, embd_size=8))
-    torch.nn.init.normal_(model.wte.weight[:128], std=1.0)  # ASCII: other bytes would all read alike
+    torch.nn.init.normal_(model.wte.weight[:128], std=1.0)  # ASCII, because all other bytes decode to one character
     checkpoint = content(3) | {"model": model.state_dict(), "model_config": vars(model.config), "tokenizer": "bytes"}
     for name in ("latest.pt", "latest_backup.pt", "best_model.pt", "rolling_step_000003.pt"):
         torch.save(checkpoint, tmp_path / name)
@@ -142,7 +143,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def outputs(folder, monkeypatch, capsys):
-    """Run the command; returns what it prints on stdout and on stderr."""
+    """Return a function that runs the command and returns its stdout and stderr."""
 
     def run(*argv: str) -> tuple[str, str]:
         options = ["--checkpoint_dir", str(folder), "--device", "cpu", "--max_tokens", "20"]
@@ -155,7 +156,7 @@ def outputs(folder, monkeypatch, capsys):
 
 @pytest.fixture
 def texts(outputs):
-    """Run the command, without a warning; returns what it prints."""
+    """Return a function that runs the command, expects no warning, and returns its stdout."""
 
     def run(*argv: str) -> str:
         out, err = outputs(*argv)
@@ -186,7 +187,7 @@ def test_top_k_1_gives_the_text_of_temperature_0(texts):
 
 
 def test_text_ends_with_the_document_or_after_max_tokens(texts, folder):
-    """A model that writes "aaaaa<|endoftext|><|endoftext|>...", from its positions alone."""
+    """This model generates "aaaaa<|endoftext|><|endoftext|>...", whatever the prompt."""
     model = GPT(GPTConfig(vocab_size=257, context_length=32, num_layers=1, num_heads=1, embd_size=8))
     for parameter in (model.wte.weight, model.wpe.weight, *model.h.parameters()):
         torch.nn.init.zeros_(parameter)
@@ -205,10 +206,10 @@ def test_every_kind_of_checkpoint_can_be_used(texts, folder):
 
 
 def test_corrupt_latest_is_skipped_with_a_warning(outputs, folder):
-    whole, _ = outputs("latest")
+    expected, _ = outputs("latest")
     damage(folder / "latest.pt", "truncated")
     out, err = outputs("latest")
-    assert out == whole
+    assert out == expected
     assert err.startswith("warning: skipped")
     assert "latest.pt: corrupt" in err
 

@@ -1,4 +1,4 @@
-"""Importing does nothing, and imports point one way: train.py -> its neighbours at the root -> steadygpt/."""
+"""Imports without side effects, in one direction: train.py -> the other modules at the root -> steadygpt/."""
 
 import ast
 import subprocess
@@ -11,7 +11,7 @@ PACKAGE = sorted(f"steadygpt.{path.stem}" for path in REPO.glob("steadygpt/[!_]*
 
 
 def imports_of(module: str) -> set[str]:
-    """The modules of this repository that a module imports, at any depth of its code; those for type checkers aside."""
+    """Return the modules of this repository that a module imports anywhere, except under TYPE_CHECKING."""
     tree, found = ast.parse((REPO / f"{module.replace('.', '/')}.py").read_text()), set()
     checks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
     ignored = {id(node) for check in checks for node in ast.walk(check)}

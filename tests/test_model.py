@@ -1,4 +1,4 @@
-"""GPT-2 and GPT-NeoX: equal to their references, padded where nobody sees it, cached without a difference."""
+"""GPT-2 and GPT-NeoX compared with transformers, initialization, optimizer groups, forward and loss."""
 
 import copy
 import dataclasses
@@ -22,7 +22,7 @@ both_families = pytest.mark.parametrize("family", [{}, NEOX], ids=["gpt2", "gpt_
 
 
 def small(seed=0, **changes) -> GPT:
-    """A small random model with larger weights than at the start of training, so that tokens matter."""
+    """Return a small model with large random weights, so that its output depends on the tokens."""
     torch.manual_seed(seed)
     model = GPT(dataclasses.replace(SMALL, **changes))
     for parameter in model.parameters():
@@ -35,45 +35,45 @@ def ids(rows: int, tokens: int, seed=0) -> torch.Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# equal to the reference
+# compared with transformers
 
 
 @pytest.fixture(scope="module", params=REFERENCES)
 def reference(request, tmp_path_factory):
-    """transformers' model, and ours from its weights; a vocabulary that ours pads."""
-    theirs, as_ours = reference_model(request.param), tmp_path_factory.mktemp("reference")
-    theirs.save_pretrained(as_ours)
-    return load_model(read_weights(str(as_ours))), theirs
+    """Our model and the model of transformers with the same weights; our model pads the vocabulary."""
+    hf_model, folder = reference_model(request.param), tmp_path_factory.mktemp("reference")
+    hf_model.save_pretrained(folder)
+    return load_model(read_weights(str(folder))), hf_model
 
 
 def test_logits_match_transformers(reference):
-    ours, theirs = reference
+    model, hf_model = reference
     tokens = torch.randint(0, 1000, (3, 64))
     with torch.no_grad():
-        assert ours(tokens).shape == (3, 64, 1000)
-        assert torch.allclose(ours(tokens), theirs(tokens).logits, atol=1e-5)
+        assert model(tokens).shape == (3, 64, 1000)
+        assert torch.allclose(model(tokens), hf_model(tokens).logits, atol=1e-5)
 
 
 def test_loss_and_gradients_match_transformers(reference, tmp_path):
-    ours, theirs = reference
+    model, hf_model = reference
     tokens = torch.randint(0, 1000, (3, 65))
-    loss = ours(tokens[:, :-1], tokens[:, 1:])
-    expected = torch.nn.functional.cross_entropy(theirs(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten())
+    loss = model(tokens[:, :-1], tokens[:, 1:])
+    expected = torch.nn.functional.cross_entropy(hf_model(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten())
     assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
     loss.backward()
     expected.backward()
-    their_gradients = copy.deepcopy(theirs)  # as if they were weights, to have them in our names
-    for gradient, parameter in zip(their_gradients.parameters(), theirs.parameters(), strict=True):
+    gradients_model = copy.deepcopy(hf_model)  # stored as weights, to convert them to our names
+    for gradient, parameter in zip(gradients_model.parameters(), hf_model.parameters(), strict=True):
         gradient.data = parameter.grad
-    their_gradients.save_pretrained(tmp_path)
+    gradients_model.save_pretrained(tmp_path)
     gradients = read_weights(str(tmp_path))["model"]
-    for name, parameter in ours.named_parameters():
+    for name, parameter in model.named_parameters():
         assert parameter.grad.abs().max() > 1e-4, name
-        assert torch.allclose(parameter.grad, gradients[name], atol=1e-5), name  # padding included: it learns nothing
+        assert torch.allclose(parameter.grad, gradients[name], atol=1e-5), name  # the gradient of the padding is zero
 
 
 def test_rotary_embeddings_depend_only_on_relative_position():
-    """The product of a query and a key does not change when both move on."""
+    """The product of a query and a key does not change when both positions are shifted."""
     config = dataclasses.replace(SMALL, rotary_pct=1.0)
     q, k = torch.randn(2, 1, 1, 1, 8)
 
@@ -87,7 +87,7 @@ def test_rotary_embeddings_depend_only_on_relative_position():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# shape and start
+# attention, parameters, initialization, optimizer
 
 
 @pytest.mark.parametrize("num_tokens", [2, 127, 128, 129, 300])
@@ -105,7 +105,7 @@ def test_attention_in_blocks_equals_attention(num_tokens):
 def test_dropout_of_attention_in_blocks_keeps_the_mean():
     torch.manual_seed(0)
     q, k, v = torch.zeros(1, 1, 200, 4), torch.zeros(1, 1, 200, 4), torch.ones(1, 1, 200, 4)
-    sums = attention_in_blocks(q, k, v, dropout=0.5)[0, 0, 100:, 0]  # of 100 to 200 equal weights, half of them doubled
+    sums = attention_in_blocks(q, k, v, dropout=0.5)[0, 0, 100:, 0]  # means of 100 to 200 ones
     assert sums.std() > 0.01
     assert abs(sums.mean() - 1) < 0.03
 
@@ -115,7 +115,7 @@ def test_gpt2_has_124_million_parameters():
         model = GPT(GPTConfig())
     assert model.num_parameters() == 124_439_808
     assert model.wte.weight.shape == (50304, 768)
-    # 6 FLOPs a parameter that multiplies, and 12 * layers * width * context for attention
+    # 6 FLOPs per parameter of a matrix product, and 12 * layers * width * context for attention
     assert model.flops_per_token() == 6 * (124_439_808 - 1024 * 768) + 12 * 12 * 768 * 1024
 
 
@@ -154,7 +154,7 @@ def test_weight_decay_applies_only_to_matrices_and_embeddings():
     decayed, others = make_optimizer(model, TrainConfig(weight_decay=0.1)).param_groups
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    assert len(decayed["params"]) + len(others["params"]) == len(names)  # each once, the tied head too
+    assert len(decayed["params"]) + len(others["params"]) == len(names)  # the tied head counts once
     assert {names[id(p)].split(".")[-2] for p in decayed["params"]} == {"wte", "wpe", "c_attn", "c_proj", "c_fc"}
     assert all(names[id(p)].endswith("bias") or ".ln_" in "." + names[id(p)] for p in others["params"])
 
@@ -198,7 +198,7 @@ def test_dropout_is_active_only_in_training():
 
 
 def test_dropout_is_in_the_same_places_as_in_gpt2():
-    """Behind the embeddings, behind each residual projection, and on the attention weights."""
+    """It follows the embeddings, each residual projection and the attention weights."""
     model, seen = small(dropout=0.5, embd_size=64), []
     block = model.h[0]
     block.register_forward_pre_hook(lambda block, arguments: seen.append(arguments[0]))
@@ -209,7 +209,7 @@ def test_dropout_is_in_the_same_places_as_in_gpt2():
         assert (dropped == 0).float().mean().item() == pytest.approx(0.5, abs=0.05)
     after, before = block.attn(x, AttentionArgs()), block.eval().attn(x, AttentionArgs())
     kept = after != 0
-    assert not torch.allclose(after[kept], 2 * before[kept], atol=1e-2)  # so the weights were dropped too
+    assert not torch.allclose(after[kept], 2 * before[kept], atol=1e-2)  # because attention weights were dropped too
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ def test_activation_checkpointing_computes_the_same_gradients(family):
 @both_families
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_loss_in_chunks_equals_the_loss(family, reduction):
-    """Also where the last chunk is smaller, and where one has no target that counts."""
+    """Some of these chunks are smaller than others, and some contain only ignored targets."""
     targets, found = ids(3, 12, seed=1), []
     targets[0, 3:] = IGNORED_TARGET
     for chunk_size in (0, 7, 1, 36, 100):
@@ -282,7 +282,7 @@ def test_loss_in_chunks_computes_logits_chunk_by_chunk(monkeypatch):
     model.loss_chunk_size = 5
     model.lm_head.register_forward_hook(lambda _, __, logits: sizes.append(len(logits)))
     model(ids(2, 12), ids(2, 12, seed=1)).backward()
-    assert sizes == [5, 5, 5, 5, 4, 4, 5, 5, 5, 5]  # the second time in backward, from the last on
+    assert sizes == [5, 5, 5, 5, 4, 4, 5, 5, 5, 5]  # forward, then recomputed in backward from last to first
 
 
 def test_activation_checkpointing_recomputes_blocks_only_in_training():

@@ -20,7 +20,7 @@ from steadygpt import saves
 
 
 def read_until(process: subprocess.Popen, pattern: str) -> str:
-    """Read a run's output up to a line with `pattern`; returns all of it."""
+    """Read the output of a run up to the first line that matches `pattern`; return all of it."""
     seen = []
     for line in process.stdout:
         seen.append(line)
@@ -30,7 +30,7 @@ def read_until(process: subprocess.Popen, pattern: str) -> str:
 
 
 def test_ctrl_c_saves_although_stdout_is_a_closed_pipe(workdir):
-    """`train.py | tee log`, and a Ctrl-C that ends tee first."""
+    """In `train.py | tee log`, Ctrl-C can end tee first."""
     flags = ("--max_steps", "1000000", *folders("a"))
     process = subprocess.Popen(command(*flags), stdout=subprocess.PIPE, text=True, env=environment())
     read_until(process, "^step +3/")
@@ -52,12 +52,12 @@ def test_run_stopped_before_its_first_step_can_be_resumed(workdir):
 
 
 def test_run_stopped_during_its_last_evaluation_is_not_finished(workdir, monkeypatch):
-    def stopped(training, val, stop):
+    def validate_during_sigterm(training, val, stop):
         os.kill(os.getpid(), signal.SIGTERM)
         stop.check()
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, "validate", stopped)
+        patch.setattr(train, "validate", validate_during_sigterm)
         assert run_here("--eval_freq", "8", *folders("a")) == 0
     assert json.loads(open("a/status.json").read())["status"] == "stopped"
     assert run_here("--eval_freq", "8", *folders("a"), "--resume", "latest") == 0
@@ -70,19 +70,18 @@ def test_run_stopped_during_its_last_evaluation_is_not_finished(workdir, monkeyp
 
 
 def test_run_leaves_checkpoints_of_every_tier(workdir):
-    """56 rows an epoch... here 73: 4 rows a step, so epoch 1 ends within step 18."""
+    """An epoch is 74 rows and a step is 4 rows, so epoch 1 ends in the 19th step."""
     assert run_here("--max_steps", "40", "--checkpoint_freq", "5", "--keep_checkpoints", "3", *folders("a")) == 0
     names = sorted(name for name in os.listdir("a") if name.endswith(".pt"))
-    rows = 700 // 16 + 500 // 16
-    assert rows == 74
+    assert 700 // 16 + 500 // 16 == 74
     assert names == [
         "epoch_00001.pt", "epoch_00002.pt", "latest.pt", "latest_backup.pt",
         "rolling_step_000030.pt", "rolling_step_000035.pt", "rolling_step_000040.pt",
     ]  # fmt: skip
-    assert os.stat("a/latest.pt").st_ino == os.stat("a/rolling_step_000040.pt").st_ino  # one write, two names
-    assert load("a/latest_backup.pt")["step"] == 37  # the save before: the end of epoch 2
+    assert os.stat("a/latest.pt").st_ino == os.stat("a/rolling_step_000040.pt").st_ino  # one file with two names
+    assert load("a/latest_backup.pt")["step"] == 37  # the previous save, at the end of epoch 2
     epoch = load("a/epoch_00001.pt")
-    assert (epoch["step"], epoch["rows_consumed"]) == (19, 76)  # the first step after which all 74 rows were seen
+    assert (epoch["step"], epoch["rows_consumed"]) == (19, 76)  # the first step after all 74 rows
     assert epoch["epoch"] == pytest.approx(76 / 74)
 
 
@@ -97,14 +96,14 @@ def test_best_model_has_the_lowest_validation_loss(workdir):
 
 
 def test_timed_saves_write_only_latest_and_its_backup(workdir, monkeypatch, capsys):
-    monkeypatch.setattr(saves, "PAUSE_SHARE", 1e9)  # however long a save pauses training
+    monkeypatch.setattr(saves, "PAUSE_SHARE", 1e9)  # the length of a pause does not delay the next save
     assert run_here("--checkpoint_minutes", "1e-9", "--checkpoint_freq", "3", *folders("a")) == 0
     files = sorted(name for name in os.listdir("a") if name.endswith(".pt"))
     assert files == ["latest.pt", "latest_backup.pt", "rolling_step_000003.pt", "rolling_step_000006.pt"]
-    said = re.findall(r"^saved step (\d+) as (.*) \(", capsys.readouterr().out, re.MULTILINE)
-    assert dict(said)["3"] == "latest.pt, rolling_step_000003.pt"
-    assert dict(said)["8"] == "latest.pt"
-    assert len(said) > 3  # those by the clock; one that is in flight may keep another from starting
+    saved = re.findall(r"^saved step (\d+) as (.*) \(", capsys.readouterr().out, re.MULTILINE)
+    assert dict(saved)["3"] == "latest.pt, rolling_step_000003.pt"
+    assert dict(saved)["8"] == "latest.pt"
+    assert len(saved) > 3  # includes timed saves; a save in flight delays the next one
 
 
 def test_checkpoint_contains_the_git_commit(workdir, capsys):
@@ -183,7 +182,7 @@ def test_failed_resume_creates_no_files(workdir):
 def test_cost_and_elapsed_time_add_up_over_resumes(workdir):
     assert run_here("--gpu_hour_cost", "3600", *folders("a")) == 0
     first = load("a/latest.pt")["elapsed_s"]
-    assert metrics("logs-a", "cost")[0] == pytest.approx(first, abs=2)  # one device at 1 a second, since the start
+    assert metrics("logs-a", "cost")[0] == pytest.approx(first, abs=2)  # one device at a cost of 1 per second
     assert run_here("--gpu_hour_cost", "3600", *folders("a"), "--resume", "--max_steps", "9") == 0
     assert metrics("logs-a", "cost")[8] > 2 * first
 

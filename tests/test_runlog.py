@@ -1,4 +1,4 @@
-"""The run log: each step once in every sink, also after an interruption."""
+"""The run log: log.txt, metrics.jsonl, TensorBoard, wandb and status.json."""
 
 import dataclasses
 import errno
@@ -51,7 +51,7 @@ def test_resumed_run_removes_later_steps_from_its_logs(tmp_path):
     log.text(4, "a line\nstep 1/10 of the text itself")
     log.close()
     with open(tmp_path / "logs" / "metrics.jsonl", "a") as file:
-        file.write('{"step": 6, "lo')  # what a kill in the middle of a write leaves
+        file.write('{"step": 6, "lo')  # an incomplete line, as a killed run leaves it
     log = RunLog(config(tmp_path), 4)
     write(log, range(4, 8), value=2.0)
     log.close()
@@ -81,8 +81,8 @@ def test_log_of_another_run_is_renamed_and_kept_whole(tmp_path):
     log = RunLog(config(tmp_path), 4)
     write(log, [4], value=2.0)
     log.close()
-    (theirs,) = (tmp_path / "logs").glob("metrics-until-*.jsonl")
-    assert len(theirs.read_text().splitlines()) == 6
+    (renamed,) = (tmp_path / "logs").glob("metrics-until-*.jsonl")
+    assert len(renamed.read_text().splitlines()) == 6
     (record,) = records(tmp_path)
     assert (record["step"], record["loss"]) == (4, 2.0)
 
@@ -120,7 +120,7 @@ def curves(tmp_path) -> dict[str, dict[int, float]]:
     found = {}
     for tag in events.Tags()["scalars"]:
         steps = [event.step for event in events.Scalars(tag)]
-        assert steps == sorted(set(steps)), f"{tag} has doubled points"
+        assert steps == sorted(set(steps)), f"{tag} has duplicate steps"
         found[tag] = {event.step: event.value for event in events.Scalars(tag)}
     return found, events.Tags()
 
@@ -145,7 +145,7 @@ def test_tensorboard_curves_have_no_duplicate_steps_after_a_resume(tmp_path):
 
 
 class FakeWandb:
-    """Records what is logged, and ignores steps that do not grow, as the real one does for `step=`."""
+    """A fake of the module wandb that records its calls."""
 
     def __init__(self):
         self.calls, self.metrics = [], {}
@@ -171,7 +171,7 @@ def test_wandb_shows_repeated_steps_after_a_resume(tmp_path, monkeypatch):
         log = RunLog(config(tmp_path, use_wandb=True), start_step)
         write(log, steps)
         log.close()
-    assert wandb.metrics == {"step": None, "*": "step"}  # the x axis is our step, which may go back
+    assert wandb.metrics == {"step": None, "*": "step"}  # the x axis is our step, which may decrease
     values = [{"step": step, "loss": 1.0} for step in (4, 5, 5)]
     assert wandb.calls == ["tiny", *values[:2], "finished", "tiny", values[2], "finished"]
 
@@ -208,7 +208,7 @@ def test_step_logs_speed_and_cost(log, tmp_path):
     log.step(result(3), step_s=0.5, elapsed_s=1800.0, epoch=0.25)
     (record,) = records(tmp_path)
     assert (record["tokens_per_second"], record["step_ms"]) == (2000, 500)
-    assert record["cost"] == pytest.approx(0.5 * 4 * 3.0)  # half an hour of four GPUs
+    assert record["cost"] == pytest.approx(0.5 * 4 * 3.0)  # half an hour on four GPUs
     assert (record["epoch"], record["lr"], record["loss"]) == (0.25, 1e-3, 2.5)
 
 
@@ -220,7 +220,8 @@ def test_status_json_is_updated_regularly(log, tmp_path, monkeypatch):
         now_s[0] += seconds
         log.step(result(step), step_s=0.5, elapsed_s=1.0, epoch=0.0)
     status = read_status(tmp_path)
-    assert (status["status"], status["step"], status["max_steps"]) == ("running", 3, 10)  # after step 2: 20 s later
+    # The last update came after step 2, which took 20 s.
+    assert (status["status"], status["step"], status["max_steps"]) == ("running", 3, 10)
     assert status["tokens_per_second"] == 2000
     assert time.strptime(status["updated_at"], "%Y-%m-%dT%H:%M:%S%z")
     log.status("finished", step=10)

@@ -1,4 +1,4 @@
-"""When a run saves, under which names, and what evaluations.json says of it."""
+"""When a run saves, under which names, evaluations.json, and the background writer."""
 
 import errno
 import json
@@ -34,7 +34,7 @@ class Log:
 
 
 class Clock:
-    """Stands in for the module time: only sleeping here moves it."""
+    """A fake of the module time; tests advance now_s."""
 
     def __init__(self):
         self.now_s = 1000.0
@@ -45,7 +45,7 @@ class Clock:
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Saves of a run at step `run.step`, with a clock that stands still."""
+    """A fake run with Saves and a fake clock; run.at(step) saves if a save is due and returns the files."""
     clock = Clock()
     monkeypatch.setattr(saves, "time", clock)
     config = SimpleNamespace(checkpoint_freq=10, checkpoint_minutes=1.0)
@@ -101,7 +101,7 @@ def test_timed_saves_pause_training_for_at_most_one_percent(run):
     assert run.log.said == [
         "a save paused training for 3.0 s, so latest.pt is saved at least every 5 min 00 s, 0.0 GB a day"
     ]
-    run.pause_s = 0.5  # the longest pause counts
+    run.pause_s = 0.5  # the interval follows the longest pause
     run.at(20)
     run.at(21, seconds=299)
     assert run.captured == [10, 20]
@@ -121,7 +121,7 @@ def test_timed_save_waits_for_the_save_in_flight(run, monkeypatch):
     run.saves.save_if_due(10, None, last=False)
     run.clock.now_s += 1000
     run.saves.save_if_due(11, None, last=False)
-    assert run.captured == [0]  # step 10's, taken before `run.step` was set
+    assert run.captured == [0]  # only the capture of step 10 (run.step is unset here)
     may_write.set()
 
 
@@ -184,8 +184,8 @@ def test_best_model_that_cannot_be_saved_is_a_warning_and_not_recorded(run, monk
     run.saves.report()
     assert "step 10 was not saved" in run.log.warned[0]
     assert "best_model.pt was not written: step 10 was not saved" in run.log.warned[1]
-    assert read_evaluations(run.folder) == {}  # so a resumed run validates and marks it again
-    run.saves.finish(10)  # there is room again
+    assert read_evaluations(run.folder) == {}  # so a resumed run validates this step again
+    run.saves.finish(10)  # there is space again
     assert names(run.folder) == ["latest.pt"]
 
 
@@ -195,7 +195,7 @@ def test_resumed_run_knows_the_best_validation_loss_of_earlier_steps(tmp_path):
     resumed = Saves(None, Ranks(torch.device("cpu")), dict, Silent(), Silent(), 15, known)
     assert resumed.best_val_loss(None) == 3.5
     assert resumed.best_val_loss(3.6) == 3.5
-    assert resumed.best_val_loss(3.4) == 3.4  # an older checkpoint that has its validation loss inside
+    assert resumed.best_val_loss(3.4) == 3.4  # older checkpoints contain their validation loss
 
 
 @pytest.mark.parametrize("stored", ["", "[]", '{"ten": {}}', '{"10": 3.5}'])
@@ -298,7 +298,7 @@ def test_full_disk_is_reported_and_old_files_stay(writer, tmp_path, monkeypatch)
     assert re.search(r"; it takes 4,000 bytes, [\d,]+ are free; older", report)
     assert names(tmp_path) == ["latest.pt"]
     assert (tmp_path / "latest.pt").read_bytes() == before
-    [(outcome, _)] = save(writer, 3)  # space again
+    [(outcome, _)] = save(writer, 3)  # there is space again
     assert outcome == "saved"
     assert read_checkpoint(tmp_path / "latest.pt")["step"] == 3
 
@@ -332,7 +332,7 @@ def test_save_returns_before_the_file_is_written(writer, monkeypatch):
     real = torch.save
     monkeypatch.setattr(torch, "save", lambda *args: (may_write.wait(10), real(*args)))
     writer.save(content(1), [])
-    assert list(writer.take_reports()) == []  # it came back before anything was written
+    assert list(writer.take_reports()) == []  # save() returned before the file was written
     may_write.set()
     writer.wait()
     assert len(list(writer.take_reports())) == 1
@@ -389,7 +389,7 @@ def test_checkpoint_the_run_resumes_from_becomes_latest(tmp_path):
     assert steps() == {"latest.pt": 2, "latest_backup.pt": 3}
     CheckpointWriter(tmp_path, keep=3, resumed_from=tmp_path / "rolling_step_000001.pt").close()
     assert steps() == {"latest.pt": 1, "latest_backup.pt": 2}
-    CheckpointWriter(tmp_path, keep=3, resumed_from=tmp_path / "rolling_step_000001.pt").close()  # it is already
+    CheckpointWriter(tmp_path, keep=3, resumed_from=tmp_path / "rolling_step_000001.pt").close()  # is latest.pt already
     assert steps() == {"latest.pt": 1, "latest_backup.pt": 2}
     damage(tmp_path / "latest.pt", "one bit")
     CheckpointWriter(tmp_path, keep=3, resumed_from=tmp_path / "latest_backup.pt").close()

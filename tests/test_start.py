@@ -1,4 +1,4 @@
-"""The configuration of a resumed run."""
+"""The options of a resumed run."""
 
 import dataclasses
 
@@ -15,8 +15,8 @@ def test_resume_takes_unset_options_from_the_checkpoint():
     config, given_options = parse_args(["--resume", "--min_lr", "1e-5", "--allow_changes"])
     config, changes = resume_config(saved, config, given_options)
     assert (config.embd_size, config.max_lr, config.min_lr, config.resume) == (96, 5e-4, 1e-5, "latest")
-    assert config.checkpoint_dir == "checkpoints"
-    assert not config.dry_run  # of this start alone
+    assert config.checkpoint_dir == "checkpoints"  # launch options are not taken from the checkpoint
+    assert not config.dry_run
     assert changes == ["min_lr: 0.0001 -> 1e-05"]
 
 
@@ -34,12 +34,12 @@ def test_changed_model_shape_is_an_error():
     "seed tokenizer shuffle_shards shuffle_rows num_layers num_heads embd_size context_length bias".split(),
 )
 def test_model_and_data_order_cannot_change(name):
-    mine = TrainConfig()
-    value = getattr(mine, name)
+    config = TrainConfig()
+    value = getattr(config, name)
     saved = {name: not value if type(value) is bool else 2 * value}
     with pytest.raises(UserError, match=f"--{name} is {value!r}, but the checkpoint was trained with {saved[name]!r}"):
-        resume_config(saved, mine, {name: "flag"})
-    assert getattr(resume_config(saved, mine, {})[0], name) == saved[name]
+        resume_config(saved, config, {name: "flag"})
+    assert getattr(resume_config(saved, config, {})[0], name) == saved[name]
 
 
 def test_changed_options_are_reported():
@@ -52,24 +52,24 @@ def test_changed_options_are_reported():
 
 
 def test_optimization_options_change_only_with_allow_changes():
-    asked = "dropout total_batch_size max_lr min_lr warmup_steps weight_decay adam_beta1 adam_beta2 adam_eps grad_clip"
-    assert [name for name, f in FIELDS.items() if f.metadata["on_resume"] == "ask"] == asked.split()
+    names = "dropout total_batch_size max_lr min_lr warmup_steps weight_decay adam_beta1 adam_beta2 adam_eps grad_clip"
+    assert [name for name, f in FIELDS.items() if f.metadata["on_resume"] == "ask"] == names.split()
 
 
 @pytest.mark.parametrize("name", [name for name, f in FIELDS.items() if f.metadata["on_resume"] == "ask"])
 def test_optimization_option_needs_allow_changes(name):
-    mine = TrainConfig()
-    saved = {name: getattr(mine, name) / 2 or 0.5}
+    config = TrainConfig()
+    saved = {name: getattr(config, name) / 2 or 0.5}
     with pytest.raises(UserError, match=f"--{name} is .*trained with {saved[name]}; .*--allow_changes"):
-        resume_config(saved, mine, {name: "flag"})
-    assert getattr(resume_config(saved, mine, {})[0], name) == saved[name]
-    allowed = dataclasses.replace(mine, allow_changes=True)
+        resume_config(saved, config, {name: "flag"})
+    assert getattr(resume_config(saved, config, {})[0], name) == saved[name]
+    allowed = dataclasses.replace(config, allow_changes=True)
     _, [change] = resume_config(saved, allowed, {name: "flag"})
-    assert change == f"{name}: {saved[name]} -> {getattr(mine, name)}"
+    assert change == f"{name}: {saved[name]} -> {getattr(config, name)}"
 
 
 def test_warmup_of_the_checkpoint_overrides_that_of_a_preset():
-    """The length of the run decided what it became, and the same command must be able to resume."""
+    """The warm-up was shortened to fit the run, and the command that started a run must also resume it."""
     config, given_options = parse_args(["--config", "quickstart", "--max_steps", "50", "--resume"])
     saved = dataclasses.asdict(config) | {"warmup_steps": 5}
     assert resume_config(saved, config, given_options) == (dataclasses.replace(config, warmup_steps=5), [])

@@ -1,4 +1,4 @@
-"""Runs as users start them: equal on any number of ranks, stopped and killed at any moment, resumed bit by bit."""
+"""Training runs: the same results on any number of ranks and with any memory option, evaluation, errors, schedule."""
 
 import dataclasses
 import gzip
@@ -11,7 +11,9 @@ import socket
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import assert_same_state, load, metrics, run, run_here, write_data
@@ -19,17 +21,18 @@ from conftest import assert_same_state, load, metrics, run, run_here, write_data
 import train
 from steadygpt.cli import UserError
 
-DROPOUT = ("--dropout", "0.1")  # its randomness must survive a resume too
+DROPOUT = ("--dropout", "0.1")  # makes training depend on the random state
 
 
 def folders(name: str) -> tuple[str, ...]:
+    """Return the flags that name the folders of a run."""
     return "--checkpoint_dir", name, "--logdir", f"logs-{name}"
 
 
 def run_forked(*flags: str, processes: int = 1) -> None:
     """Run train.py to its end in `processes` ranks, forked from a process that has imported torch already.
 
-    This takes a second instead of the ten that torchrun takes to import torch in each process.
+    Under torchrun, most of the time of such a short run goes into importing torch in each process.
     """
     forkserver = multiprocessing.get_context("forkserver")
     forkserver.set_forkserver_preload(
@@ -39,7 +42,9 @@ def run_forked(*flags: str, processes: int = 1) -> None:
         free.bind(("localhost", 0))
         group = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
     ranks = [
-        forkserver.Process(target=run_rank, args=(flags, Path.cwd(), group | {"RANK": rank, "LOCAL_RANK": rank}))
+        forkserver.Process(
+            target=run_rank, args=(flags, Path.cwd(), group | {"RANK": rank, "LOCAL_RANK": rank}), daemon=True
+        )
         for rank in map(str, range(processes))
     ]
     for process in ranks:
@@ -51,6 +56,7 @@ def run_forked(*flags: str, processes: int = 1) -> None:
 
 
 def run_rank(flags: tuple[str, ...], folder: Path, group: dict[str, str]) -> None:
+    """Run train.py as one rank of a process group; its output goes to a file."""
     os.chdir(folder)
     os.environ.update(group)
     output = os.open(f"rank{group['RANK']}.txt", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
@@ -60,7 +66,7 @@ def run_rank(flags: tuple[str, ...], folder: Path, group: dict[str, str]) -> Non
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# learning
+# training
 
 
 def test_the_loss_falls_and_each_step_is_printed(workdir, capsys):
@@ -68,7 +74,7 @@ def test_the_loss_falls_and_each_step_is_printed(workdir, capsys):
     losses, val_losses = metrics("logs-a", "loss"), metrics("logs-a", "val_loss")
     assert list(losses) == list(range(60))
     assert list(val_losses) == [30, 60]
-    assert losses[0] == pytest.approx(5.55, abs=0.1)  # ln 257: an untrained model knows nothing
+    assert losses[0] == pytest.approx(5.55, abs=0.1)  # ln 257, the loss of a uniform prediction
     assert losses[59] < losses[0] - 1
     out = capsys.readouterr().out
     line = next(line for line in out.splitlines() if line.startswith("step 59/60"))
@@ -95,7 +101,7 @@ def test_two_processes_compute_the_same_as_one(workdir):
         one, other = metrics("logs-one", key), metrics("logs-two", key)
         assert one.keys() == other.keys()
         assert all(abs(one[step] - other[step]) < 1e-5 for step in one), key
-    # ... and continued on the other number of processes, it trains on the tokens that are next.
+    # The run of two processes resumes on one process with the next tokens.
     os.unlink("two/latest.pt")
     assert run_here(*folders("two"), "--resume", "two/rolling_step_000004.pt") == 0
     one, other = load("one/latest.pt"), load("two/latest.pt")
@@ -112,9 +118,17 @@ def test_fsdp_computes_and_saves_the_same_as_one_process(workdir, flags):
     assert one.keys() == other.keys()
     assert one["optimizer"]["state"].keys() == other["optimizer"]["state"].keys()
     assert all(torch.allclose(one["model"][name], other["model"][name], atol=1e-5) for name in one["model"])
-    assert other["model"]["wte.weight"].data_ptr() == other["model"]["lm_head.weight"].data_ptr()  # tied: saved once
-    alone = ("--sharding", "ddp", "--cpu_offload", "off", "--max_steps", "9")
-    assert run_here(*alone, *folders("two"), "--resume", "latest") == 0
+    assert other["model"]["wte.weight"].data_ptr() == other["model"]["lm_head.weight"].data_ptr()  # tied, so saved once
+    one_process = ("--sharding", "ddp", "--cpu_offload", "off", "--max_steps", "9")
+    assert run_here(*one_process, *folders("two"), "--resume", "latest") == 0
+
+
+@pytest.mark.parametrize("flags", [(), ("--cpu_offload",)])
+def test_fsdp_on_one_process_computes_the_same(workdir, flags):
+    assert run_here(*DROPOUT, *folders("a")) == 0
+    run_forked("--sharding", "fsdp", *flags, *DROPOUT, *folders("b"))
+    assert metrics("logs-a", "loss") == metrics("logs-b", "loss")
+    assert_same_state(load("a/latest.pt"), load("b/latest.pt"))
 
 
 def test_gradient_accumulation_equals_one_large_batch(workdir):
@@ -140,13 +154,13 @@ def test_fp16_loss_scaler_is_saved_and_restored(workdir):
     flags = ("--precision", "fp16", "--checkpoint_freq", "4")
     assert run_here(*flags, *folders("a")) == 0
     os.unlink("a/latest.pt")
-    whole = load("a/rolling_step_000008.pt")
-    assert whole["scaler"]["_growth_tracker"] == 8
-    assert whole["scaler"]["scale"] == 65536
+    uninterrupted = load("a/rolling_step_000008.pt")
+    assert uninterrupted["scaler"]["_growth_tracker"] == 8
+    assert uninterrupted["scaler"]["scale"] == 65536
     assert run_here(*flags, *folders("a"), "--resume", "a/rolling_step_000004.pt") == 0
     resumed = load("a/latest.pt")
-    assert_same_state(whole, resumed)
-    assert resumed["scaler"] == whole["scaler"]
+    assert_same_state(uninterrupted, resumed)
+    assert resumed["scaler"] == uninterrupted["scaler"]
 
 
 def test_overflowing_fp16_gradients_skip_the_step_and_halve_the_scale(workdir):
@@ -160,19 +174,19 @@ def test_overflowing_fp16_gradients_skip_the_step_and_halve_the_scale(workdir):
 
 
 def test_long_context_options_on_two_processes_compute_the_same_as_one(workdir):
-    """With everything that configs/small_32k.toml turns on."""
+    """The options are those of configs/small_32k.toml."""
     flags = ("--rotary_pct", "0.5", "--parallel_residual", "--tied_head", "off", "--eval_freq", "8")
     assert run_here(*flags, *folders("one")) == 0
-    lean = ("--activation_checkpointing", "--loss_chunk_size", "12")
+    saving_memory = ("--activation_checkpointing", "--loss_chunk_size", "12")
     for sharding in ("ddp", "fsdp"):
-        run_forked(*flags, *lean, "--sharding", sharding, *folders(sharding), processes=2)
+        run_forked(*flags, *saving_memory, "--sharding", sharding, *folders(sharding), processes=2)
         for key in ("loss", "val_loss", "grad_norm"):
             one, other = metrics("logs-one", key), metrics(f"logs-{sharding}", key)
             assert one.keys() == other.keys(), key
             assert all(abs(one[step] - other[step]) < 1e-5 for step in one), key
         one, other = load("one/latest.pt")["model"], load(f"{sharding}/latest.pt")["model"]
         assert all(torch.allclose(tensor, other[name], atol=1e-5) for name, tensor in one.items())
-        assert not torch.equal(other["wte.weight"], other["lm_head.weight"])  # two tensors, both saved
+        assert not torch.equal(other["wte.weight"], other["lm_head.weight"])  # untied, so both are saved
 
 
 def test_compiled_training_computes_the_same_under_the_same_parameter_names(workdir):
@@ -191,7 +205,7 @@ def test_profile_records_the_requested_steps(workdir, capsys):
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     steps = {event["name"] for event in events if event.get("name", "").startswith("ProfilerStep#")}
     assert steps == {"ProfilerStep#3", "ProfilerStep#4"}
-    assert load("a/latest.pt")["train_config"]["profile"] == 2  # of that start alone:
+    assert load("a/latest.pt")["train_config"]["profile"] == 2
     assert run_here("--resume", "--max_steps", "12", *folders("a")) == 0
     assert "trace" not in capsys.readouterr().out
     assert run_here("--max_steps", "2", "--warmup_steps", "1", "--profile", "2", *folders("b")) == 0
@@ -210,7 +224,7 @@ def test_evaluation_and_samples_do_not_change_training(workdir):
 
 
 def test_reading_results_one_step_late_changes_nothing(workdir, monkeypatch):
-    """On CUDA a result is read while the next step runs."""
+    """On CUDA, the result of a step is read while the next step runs."""
     flags = ("--max_steps", "12", "--checkpoint_freq", "3", "--eval_freq", "4", *DROPOUT)
     assert run_here(*flags, *folders("a")) == 0
     build = train.build_training
@@ -258,7 +272,7 @@ def test_missing_tokenizer_or_hellaswag_file_is_a_warning(workdir, capsys):
     write_data(workdir / "data")
     assert run_here(*flags, *folders("b")) == 0
     captured = capsys.readouterr()
-    assert captured.err.count("warning: no HellaSwag in this run") == 1  # said once, not at each step
+    assert captured.err.count("warning: no HellaSwag in this run") == 1  # once, not at each step
     assert captured.out.count("sample:") == 2
 
 
@@ -267,14 +281,15 @@ def test_hellaswag_runs_during_training(workdir):
     (workdir / "hs.jsonl").write_text(json.dumps(example) + "\n" + json.dumps(example | {"label": 3}) + "\n")
     assert run_here("--hellaswag_freq", "4", "--hellaswag_file", "hs.jsonl", *folders("a")) == 0
     assert metrics("logs-a", "hellaswag_acc").keys() == metrics("logs-a", "hellaswag_acc_norm").keys() == {4, 8}
-    assert metrics("logs-a", "hellaswag_acc")[8] in (0, 0.5)  # it cannot be right about both
+    assert metrics("logs-a", "hellaswag_acc")[8] in (0, 0.5)  # both examples are equal, with different labels
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# one line, exit status 2, nothing lost
+# errors, dry runs, shards without a manifest
 
 
 def fails(*flags: str) -> str:
+    """Run train.py in this process; return the message of its UserError."""
     with pytest.raises(UserError) as raised:
         run_here(*flags)
     message = str(raised.value)
@@ -306,8 +321,6 @@ def test_dry_run_prints_the_plan_and_writes_nothing(workdir, capsys):
 
 
 def test_shards_of_other_tools_need_no_manifest(workdir):
-    import numpy as np
-
     (workdir / "nano").mkdir()
     for split in ("train", "val"):
         np.resize(np.arange(100, dtype=np.uint16), 400).tofile(workdir / "nano" / f"{split}.bin")
@@ -333,31 +346,30 @@ def test_default_warmup_depends_on_the_length_of_the_run(workdir, flags, warmup,
 
 
 def test_warmup_as_long_as_the_run_is_an_error(workdir):
-    assert "--warmup_steps 8 is not shorter than the run of 8 steps; try --warmup_steps 0" in fails(
-        "--warmup_steps", "8"
-    )
+    message = fails("--warmup_steps", "8")
+    assert "--warmup_steps 8 is not shorter than the run of 8 steps; try --warmup_steps 0" in message
 
 
 def test_step_time_includes_pauses_but_not_evaluation(workdir, monkeypatch):
-    def slow(run, last, evaluate=train.evaluate):
-        evaluate(run, last)
-        if run.state.step in (2, 4):
-            time.sleep(0.3)  # between steps: in the time of step 2, and of step 4
+    clock = SimpleNamespace(now_s=0.0, perf_counter=lambda: clock.now_s, time=time.time)
 
-    def slow_validation(*args, validate=train.validate):
-        time.sleep(0.5)
+    def step_of_100_ms(*args, train_step=train.train_step):
+        clock.now_s += 0.1
+        return train_step(*args)
+
+    def validation_of_500_ms(*args, validate=train.validate):
+        clock.now_s += 0.5
         return validate(*args)
 
-    monkeypatch.setattr(train, "evaluate", slow)
-    monkeypatch.setattr(train, "validate", slow_validation)
-    assert run_here("--eval_freq", "6", *folders("a")) == 0
-    times_ms = metrics("logs-a", "step_ms")
-    assert [step for step in times_ms if step and times_ms[step] > 250] == [2, 4]
+    def pause_before_steps_2_and_4(run, last, evaluate=train.evaluate):
+        evaluate(run, last)
+        if run.state.step in (2, 4):
+            clock.now_s += 0.3
 
-
-@pytest.mark.parametrize("flags", [(), ("--cpu_offload",)])
-def test_fsdp_on_one_process_computes_the_same(workdir, flags):
-    assert run_here(*DROPOUT, *folders("a")) == 0
-    run_forked("--sharding", "fsdp", *flags, *DROPOUT, *folders("b"))
-    assert metrics("logs-a", "loss") == metrics("logs-b", "loss")
-    assert_same_state(load("a/latest.pt"), load("b/latest.pt"))
+    monkeypatch.setattr(train, "time", clock)
+    monkeypatch.setattr(train, "train_step", step_of_100_ms)
+    monkeypatch.setattr(train, "validate", validation_of_500_ms)
+    monkeypatch.setattr(train, "evaluate", pause_before_steps_2_and_4)
+    assert run_here("--eval_freq", "2", *folders("a")) == 0
+    expected_ms = {step: 400 if step in (2, 4) else 100 for step in range(8)}
+    assert metrics("logs-a", "step_ms") == pytest.approx(expected_ms)
