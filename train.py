@@ -1,16 +1,15 @@
-"""Train a GPT that can be killed at any instant and loses nothing.
+"""Train a GPT. The run can be killed at any instant and resumes from its last checkpoint, at most a minute old.
 
-    python train.py --config quickstart                          # a laptop CPU, one GPU
+    python train.py --config quickstart                          # a laptop CPU or one GPU
     torchrun --nproc_per_node=4 train.py --use_tensorboard       # four GPUs
-    torchrun --nproc_per_node=4 train.py --resume latest         # continue, on any number of GPUs
+    torchrun --nproc_per_node=4 train.py --resume latest         # continue, perhaps on another number of GPUs
     python train.py --help                                       # every option
 
-A step is: total_batch_size tokens forward and backward in micro-steps, gradients averaged over the ranks, one AdamW
-update. What follows from (config, step) is never stored: learning rate, data order, dropout. The rest is TrainState,
-the model and the optimizer, and all of it is in each checkpoint.
+A step runs total_batch_size tokens forward and backward in micro-steps, averages the gradients over the ranks and
+makes one AdamW update. Learning rate, data order and dropout masks follow from the configuration and the position, so
+they are never stored. A checkpoint holds everything else: model, optimizer, loss scaler and TrainState.
 """
 
-import dataclasses
 import math
 import sys
 import time
@@ -37,10 +36,10 @@ from steadygpt.device import autocast, choose_precision, evaluating, process_age
 from steadygpt.distributed import Ranks, Stopped, StopSignal
 from steadygpt.optim import make_optimizer
 from steadygpt.plan import describe
-from steadygpt.runlog import duration_text, git_commit
+from steadygpt.runlog import duration_text
 from steadygpt.saves import Saves
 from steadygpt.stability import SPIKE_WINDOW, Diverged, StepResult, loss_z
-from steadygpt.start import Start, find_start, open_outputs, resume_in_its_folder
+from steadygpt.start import Start, find_start, folder_of_resumed_file, open_outputs
 from steadygpt.tokenizer import tokenizer_on_all
 
 SAMPLE_TOKENS = 100
@@ -51,26 +50,26 @@ SAMPLE_TOKENS = 100
 
 @dataclass(frozen=True)
 class Schedule:
-    """How many steps there are, and where epochs end."""
+    """The length of a run, in steps and epochs."""
 
     rows_per_step: int
     rows_per_epoch: int
-    steps_per_epoch: int  # 0: an epoch ends when every row has been seen
+    steps_per_epoch: int  # 0: an epoch is one pass over the data
     max_steps: int
     warmup_steps: int
 
     def epochs(self, rows: int) -> float:
-        """Return the epochs in the first `rows` rows."""
+        """Convert consumed rows to epochs."""
         return rows / (self.steps_per_epoch * self.rows_per_step or self.rows_per_epoch)
 
 
 def make_schedule(
     config: TrainConfig, data: Data, world_size: int, step: int = 0, rows: int = 0, strict_warmup: bool = True
 ) -> Schedule:
-    """Return the schedule of a run that is at `step` and has consumed `rows`, perhaps in steps of another size.
+    """Return the schedule of a run that is at `step` and has consumed `rows`; the batch size may have changed since.
 
     Args:
-        strict_warmup: False shortens the warm-up to a tenth of the run.
+        strict_warmup: False caps the warm-up at a tenth of the run.
 
     Raises: UserError when the batch cannot be split, the warm-up does not fit, or the run is already past its end.
     """
@@ -78,7 +77,7 @@ def make_schedule(
     config.grad_accum_steps(world_size)
     rows_per_step = config.total_batch_size // config.context_length
     max_steps = config.max_steps or config.num_epochs * config.steps_per_epoch
-    if not max_steps:  # as many as the remaining rows take
+    if not max_steps:  # enough for the remaining rows
         max_steps = step + max(0, math.ceil((config.num_epochs * data.train.rows_per_epoch - rows) / rows_per_step))
     if step > max_steps:
         raise UserError(f"the checkpoint is at step {step:,}, past the run's {max_steps:,}; give a larger --max_steps")
@@ -100,7 +99,7 @@ def learning_rate(config: TrainConfig, step: int, max_steps: int) -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# set-up
+# setup
 
 
 @dataclass(frozen=True)
@@ -114,14 +113,14 @@ class Training:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     precision: str
-    late: int = 0  # steps whose results may be unread: reading one at once would leave a GPU idle
+    late: int = 0  # steps whose results are read later, so that a GPU need not wait for the host
 
     def autocast(self):
         return autocast(self.ranks.device, self.precision)
 
 
 def build_training(start: Start, data: Data, ranks: Ranks) -> Training:
-    """Build the model and its optimizer, with the state or the weights that the run starts from."""
+    """Build the model and its optimizer, and load the checkpoint or the weights that the run starts from, if any."""
     config, checkpoint, loaded = start.config, start.checkpoint, start.checkpoint or start.weights
     precision = choose_precision(config.precision, ranks.device)
     set_up(ranks.device, config.deterministic)
@@ -154,13 +153,13 @@ def build_training(start: Start, data: Data, ranks: Ranks) -> Training:
 def train_step(
     training: Training, batches: BatchLoader, lr: float, step: int, stop: StopSignal, recent_losses: Sequence[float]
 ) -> StepResult:
-    """Make one optimizer step.
+    """Take one optimizer step; its update is skipped if loss or gradient are not finite.
 
-    Raises: Stopped, on all ranks together and with the weights unchanged.
+    Raises: Stopped on all ranks together; the weights are unchanged.
     """
     t, config, ranks = training, training.config, training.ranks
     micro_steps = config.grad_accum_steps(ranks.world_size)
-    # Dropout's randomness follows from (seed, step, rank), so a resumed step draws the same numbers again.
+    # Seeded by (seed, step, rank), so a resumed step repeats its dropout masks.
     torch.manual_seed(((config.seed * 1_000_003 + step) * 65_537 + ranks.rank) % 2**63)
     for group in t.optimizer.param_groups:
         group["lr"] = lr
@@ -176,50 +175,52 @@ def train_step(
         loss_sum += loss.detach()
     t.scaler.unscale_(t.optimizer)
     norm = nn.utils.clip_grad_norm_(t.model.parameters(), config.grad_clip or math.inf)
-    # Loss and norm are those of all ranks, so all ranks decide alike when one of them has a NaN or a spike.
-    loss, grad_norm = ranks.sum(loss_sum).item() / ranks.world_size, distributed.full_tensor(norm).item()
-    z = loss_z(recent_losses, loss)
+    # Loss and norm are global, so all ranks make the same decision when one of them has a NaN or a spike.
+    mean_loss = ranks.sum(loss_sum).item() / ranks.world_size
+    grad_norm = distributed.full_tensor(norm).item()
+    z = loss_z(recent_losses, mean_loss)
     spike = z is not None and 0 < config.spike_z < z
-    updated = math.isfinite(loss) and math.isfinite(grad_norm) and not (spike and config.skip_spikes)
+    updated = math.isfinite(mean_loss) and math.isfinite(grad_norm) and not (spike and config.skip_spikes)
     if updated:
         t.scaler.step(t.optimizer)
     else:
         t.optimizer.zero_grad(set_to_none=True)  # keeps NaN out of the histograms
     t.scaler.update()
     loss_scale = t.scaler.get_scale() if t.scaler.is_enabled() and not updated else None
-    return StepResult(step, lr, loss, grad_norm, z, spike, updated, loss_scale)
+    return StepResult(step, lr, mean_loss, grad_norm, z, spike, updated, loss_scale)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# evaluation: every rank calls these functions; the model's mode and training's randomness stay as they are
+# evaluation: every rank calls these functions; they restore the model's mode, and every step seeds its own randomness
 
 
 def validation_rows(config: TrainConfig, val: RowStream | None) -> int:
-    """Return the rows of each validation: those of the first eval_tokens, or all if there are fewer."""
+    """Return the number of rows of a validation: eval_tokens, or all rows if there are fewer."""
     return max(1, min(config.eval_tokens // config.context_length, val.rows_per_epoch)) if val else 0
 
 
 def validate(training: Training, val: RowStream, stop: StopSignal) -> float:
-    """Return the mean loss of the first eval_tokens of the val shards, the same on any number of ranks.
+    """Return the mean loss of the first eval_tokens of the val shards, independent of the number of ranks.
 
     Raises: Stopped.
     """
     config, ranks = training.config, training.ranks
-    rows, B = validation_rows(config, val), config.mini_batch_size
-    stride, losses = B * ranks.world_size, []
+    rows, B, losses = validation_rows(config, val), config.mini_batch_size, []
+    rows_at_once = B * ranks.world_size
     loader = BatchLoader(val, B, 0, ranks.rank, ranks.world_size, ranks.device)
     with closing(loader) as batches, evaluating(training.forward), training.autocast():
-        for first_row in range(ranks.rank * B, ranks.rank * B + rows + -rows % stride, stride):
+        for turn in range(math.ceil(rows / rows_at_once)):
             stop.check()
             inputs, targets = batches.next()
-            targets = targets.clone()  # the targets overlap the inputs
-            targets[max(0, rows - first_row) :] = IGNORED_TARGET  # all batches have one shape, so one graph
+            targets = targets.clone()  # inputs and targets are views of one buffer
+            first_row = turn * rows_at_once + ranks.rank * B
+            targets[max(0, rows - first_row) :] = IGNORED_TARGET  # masked, not cut: a new shape would compile anew
             losses.append(training.forward(inputs, targets, reduction="sum"))
     return ranks.sum(torch.stack(losses).cpu().double().sum()).item() / (rows * config.context_length)
 
 
 def evaluate(run: "Run", last: bool) -> None:
-    """Validate, run HellaSwag and sample a text, whichever is due.
+    """Run whichever of validation, HellaSwag and sampling is due.
 
     Raises: Stopped.
     """
@@ -249,7 +250,7 @@ def evaluate(run: "Run", last: bool) -> None:
         with t.autocast():
             texts = sample_texts(t.model, run.tokenizer, config.sample_prompt, SAMPLE_TOKENS, generator, top_k=50)
         run.log.text(state.step, texts[0])
-    run.clock_s = time.perf_counter()  # the speed of the next step does not include this
+    run.clock_s = time.perf_counter()  # the next step's time does not include this
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -258,39 +259,39 @@ def evaluate(run: "Run", last: bool) -> None:
 
 @dataclass
 class TrainState:
-    """All that changes during training, beside the model, the optimizer and the loss scaler."""
+    """Everything that changes during training, besides the model, the optimizer and the loss scaler."""
 
-    step: int = 0  # updates made
+    step: int = 0  # steps taken, skipped updates included
     rows_consumed: int = 0
     best_val_loss: float | None = None
     val_loss: float | None = None  # of the last validation
-    loss: float | None = None  # of the last step
-    elapsed_s: float = 0.0  # wall-clock of the starts before this one
-    recent_losses: list[float] = field(default_factory=list)  # the last SPIKE_WINDOW finite ones
-    bad_steps: int = 0  # consecutive ones, up to the last step
+    loss: float | None = None  # of the last step that was finite
+    elapsed_s: float = 0.0  # wall-clock of the earlier starts of this run
+    recent_losses: list[float] = field(default_factory=list)  # the last SPIKE_WINDOW finite losses
+    bad_steps: int = 0  # consecutive bad steps so far
 
 
 @dataclass
 class Run:
-    """A run in progress: what is trained, on what, how far it is, and where it reports."""
+    """A run in progress: model, data, progress and outputs."""
 
     training: Training
     data: Data
     schedule: Schedule
     state: TrainState
     stop: StopSignal
-    log: Any  # a RunLog; Silent on ranks other than 0
+    log: Any  # a RunLog on rank 0, a Silent object on the others
     saves: Saves
     fingerprint: dict | None  # of the shards, on rank 0
     tokenizer: Any  # None if there are no samples and no HellaSwag
     hellaswag: list[hellaswag_eval.Tree]
-    unread: deque[StepResult] = field(default_factory=deque)
+    unread: deque[StepResult] = field(default_factory=deque)  # of the last Training.late steps
     clock_s: float = 0.0  # when the last step or evaluation ended
 
     def read_results(self, late: int = 0) -> None:
-        """Log the results of all steps but the last `late`, and keep what decides about the next ones.
+        """Log the results of all steps but the last `late`, and update the state that depends on them.
 
-        Raises: Diverged, with the run back at the step before the bad ones, whose weights it still has.
+        Raises: Diverged after too many bad steps, with step and rows as before them; they never changed the weights.
         """
         state, rows_per_step = self.state, self.schedule.rows_per_step
         while len(self.unread) > late:
@@ -311,34 +312,12 @@ class Run:
                 raise Diverged(bad_steps, state.step)
 
     def elapsed_s(self) -> float:
-        """Return the seconds of wall-clock over all starts."""
+        """Return the wall-clock seconds of the run so far, over all starts."""
         return self.state.elapsed_s + process_age_s()
 
 
-def capture(run: Run) -> dict:
-    """Copy all that a checkpoint holds to host memory; complete on rank 0, but every rank takes part."""
-    run.read_results()
-    t, state = run.training, run.state
-    return {
-        "format_version": checkpoints.FORMAT_VERSION,
-        **dataclasses.asdict(state),
-        **checkpoints.capture_state(t.model, t.optimizer),
-        "elapsed_s": run.elapsed_s(),
-        "scaler": t.scaler.state_dict(),
-        "model_config": dataclasses.asdict(t.model.config),
-        "train_config": dataclasses.asdict(t.config),
-        "epoch": run.schedule.epochs(state.rows_consumed),
-        "world_size": t.ranks.world_size,
-        "data_fingerprint": run.fingerprint,
-        "tokenizer": run.data.tokenizer,
-        "torch_version": str(torch.__version__),
-        "git_commit": git_commit(),
-        "saved_at": time.time(),
-    }
-
-
 def train(run: Run, step_ended: Callable[[], None]) -> None:
-    """Save, evaluate and step until the last step.
+    """Save, evaluate and take steps, up to the last step.
 
     Raises: Stopped or Diverged, on all ranks together.
     """
@@ -349,8 +328,8 @@ def train(run: Run, step_ended: Callable[[], None]) -> None:
         ended_epoch = None
         while True:
             last = state.step >= schedule.max_steps
-            # Saves come before evaluations and overlap them. A run that is resumed from here evaluates here again,
-            # because the evaluation may not have been finished.
+            # The save comes first, so that writing it overlaps the evaluation. A run that is resumed from this save
+            # repeats the evaluation, because it may not have finished.
             run.saves.save_if_due(state.step, ended_epoch, last)
             evaluate(run, last)
             if last:
@@ -375,34 +354,34 @@ def train(run: Run, step_ended: Callable[[], None]) -> None:
 
 
 def run_to_end(run: Run) -> int:
-    """Train until the run finishes, stops or fails, save, and report how it ended; return the exit status."""
+    """Train until the run finishes, stops or diverges, save, and report how it ended; return the exit status."""
     t, log, saves = run.training, run.log, run.saves
     trace = Path(t.config.tensorboard_dir, t.config.run_name, f"rank{t.ranks.rank}.pt.trace.json.gz")
-    status, reason = "failed", "an error; see stderr"
+    status, reason = "failed", "error, see stderr"
     log.status("running", step=run.state.step)
     try:
         try:
             with profiled(t.config.profile, trace, log.say) as step_ended:
                 train(run, step_ended)
-            status, reason = "finished", ""
+            ended = "finished", ""
         except Stopped as stopped:
-            status, reason = "stopped", stopped.reason
+            ended = "stopped", stopped.reason
         except Diverged as diverged:
-            reason = f"{diverged.bad_steps} consecutive steps without a finite loss and gradient"
+            ended = "failed", f"{diverged.bad_steps} consecutive steps with a non-finite loss or gradient"
             log.warn(diverged.advice(t.config, t.precision))
         saves.finish(run.state.step)
-        if t.ranks.any(saves.failed):
-            status, reason = "failed", "the last save failed"
+        status, reason = ("failed", "the last save failed") if t.ranks.any(saves.failed) else ended
     finally:
         saves.close()
         log.status(status, reason, step=run.state.step)
-        why, took = reason and f" ({reason})", duration_text(run.elapsed_s())
-        log.say(f"{status}{why} after {run.state.step:,} steps, {took}, in {t.config.checkpoint_dir}")
+        why = f" ({reason})" if reason else ""
+        took = duration_text(run.elapsed_s())
+        log.say(f"{status}{why} after {run.state.step:,} steps and {took}; checkpoints in {t.config.checkpoint_dir}")
     return 0 if status != "failed" else 1
 
 
 def launch(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, data: Data | None) -> int:
-    """Train from scratch, weights or a checkpoint until the last step or a stop; return the exit status."""
+    """Plan a run that starts from scratch, weights or a checkpoint, build it and train; return the exit status."""
     with ExitStack() as held:
         start = find_start(config, given, ranks, held, read_weights)
         data = data or open_data(start.config)
@@ -419,22 +398,25 @@ def launch(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, data: Da
             sketch = GPT(shape, initialize=False)
         plan = [*describe(config, data, schedule, ranks, sketch, validation_rows(config, data.val)), *start.notes]
         finished = start.is_finished(schedule.max_steps, ranks)
+        if finished:
+            plan = [f"{config.checkpoint_dir}: this run is finished, at step {start.step}. Try a larger --max_steps."]
         if finished or config.dry_run:
-            over = f"this run is finished, at step {start.step}; a larger --max_steps continues it"
             if ranks.is_main:
-                print(f"{config.checkpoint_dir}: {over}" if finished else "\n".join(plan))
+                print(*plan, sep="\n")
             return 0
-        flops = sketch.flops_per_token()
-        log, saves, shards = open_outputs(
-            start, data, schedule.max_steps, flops, ranks, held, capture=lambda: capture(run)
-        )
+
+        def capture() -> dict:  # called once there is a run
+            return checkpoints.capture(run)
+
+        log, saves, shards = open_outputs(start, data, schedule.max_steps, sketch, ranks, held, capture)
         log.say("\n".join(plan))
         state = TrainState(**start.saved(TrainState))
         state.best_val_loss = saves.best_val_loss(state.best_val_loss)
         reads_text = config.sample_freq or config.hellaswag_freq
         tokenizer = tokenizer_on_all(data.tokenizer, ranks, log) if reads_text else None
         hellaswag = hellaswag_eval.load(config, tokenizer, ranks, log) if tokenizer and config.hellaswag_freq else []
-        training, stop = build_training(start, data, ranks), StopSignal(ranks, config.max_hours)
+        training = build_training(start, data, ranks)
+        stop = StopSignal(ranks, config.max_hours)
         run = Run(training, data, schedule, state, stop, log, saves, shards, tokenizer, hellaswag)
         return run_to_end(run)
 
@@ -446,9 +428,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in checkpoints.checkpoint_table(Path(config.checkpoint_dir)):
             print(line, flush=True)
         return 0
-    config = resume_in_its_folder(config, given)
+    config = folder_of_resumed_file(config, given)
     data = None
-    if not config.resume and config.init_from == "scratch":  # else the model's shape is in a file
+    if not config.resume and config.init_from == "scratch":  # report mistakes before waiting for other ranks
         data = open_data(config)
         strict_warmup = given.get("warmup_steps") == "flag"
         make_schedule(config, data, distributed.world_size_of_environment(), strict_warmup=strict_warmup)

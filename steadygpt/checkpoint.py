@@ -9,6 +9,7 @@ A file is torch.save of plain types and tensors, the same for any topology that 
 """
 
 import copy
+import dataclasses
 import json
 import math
 import pickle
@@ -17,14 +18,17 @@ import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from steadygpt.cli import UserError
 from steadygpt.distributed import Ranks
-from steadygpt.runlog import duration_text
+from steadygpt.runlog import duration_text, git_commit
+
+if TYPE_CHECKING:
+    from train import Run
 
 FORMAT_VERSION = 2
 LATEST, BACKUP, BEST = "latest.pt", "latest_backup.pt", "best_model.pt"
@@ -38,6 +42,28 @@ KINDS = {
 
 # ---------------------------------------------------------------------------------------------------------------------
 # a run's state <-> plain tensors
+
+
+def capture(run: "Run") -> dict:
+    """Copy the content of a checkpoint to host memory. All ranks call this; only rank 0 gets all of it."""
+    run.read_results()
+    t, state = run.training, run.state
+    return {
+        "format_version": FORMAT_VERSION,
+        **dataclasses.asdict(state),
+        **capture_state(t.model, t.optimizer),
+        "elapsed_s": run.elapsed_s(),
+        "scaler": t.scaler.state_dict(),
+        "model_config": dataclasses.asdict(t.model.config),
+        "train_config": dataclasses.asdict(t.config),
+        "epoch": run.schedule.epochs(state.rows_consumed),
+        "world_size": t.ranks.world_size,
+        "data_fingerprint": run.fingerprint,
+        "tokenizer": run.data.tokenizer,
+        "torch_version": str(torch.__version__),
+        "git_commit": git_commit(),
+        "saved_at": time.time(),
+    }
 
 
 def capture_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:

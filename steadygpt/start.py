@@ -20,6 +20,7 @@ from steadygpt.shards import fingerprint
 if TYPE_CHECKING:
     from config import TrainConfig
     from dataloader import Data
+    from model import GPT
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Start:
         return finished and self.step is not None and self.step >= max_steps
 
 
-def resume_in_its_folder(config: "TrainConfig", given: Mapping[str, str]) -> "TrainConfig":
+def folder_of_resumed_file(config: "TrainConfig", given: Mapping[str, str]) -> "TrainConfig":
     """Return the configuration with the folder of a checkpoint file that --resume names, unless a folder is given.
 
     Raises: UserError when there is no such file.
@@ -142,7 +143,7 @@ def open_outputs(
     start: Start,
     data: "Data",
     max_steps: int,
-    flops_per_token: float,
+    model: "GPT",
     ranks: Ranks,
     held: ExitStack,
     capture: Callable[[], dict],
@@ -150,6 +151,7 @@ def open_outputs(
     """Verify the data and open the folders of a run; `held` closes the log and releases the locks.
 
     Args:
+        model: of the run, perhaps on the meta device.
         capture: see Saves.
 
     Returns: the log, Silent on ranks other than 0; the saves; and the fingerprint of the shards, on rank 0.
@@ -162,10 +164,10 @@ def open_outputs(
     found = ranks.on_main(lambda: fingerprint(splits, data.manifest, data.vocab_size, known))
     if logdir.resolve() != folder.resolve():
         ranks.on_main(lambda: held.enter_context(lock_folder(logdir, "give this run another --logdir")))
-    step = start.step
+    step, flops = start.step, model.flops_per_token()
     evaluations = ranks.broadcast(ranks.on_main(lambda: read_evaluations(folder, step or 0)))
     # The writer comes first: it makes the checkpoint to resume from latest.pt; then the log drops what came after it.
     writer = ranks.on_main(lambda: CheckpointWriter(folder, config.keep_checkpoints, config.mirror, start.path, step))
-    log = ranks.on_main(lambda: held.enter_context(closing(RunLog(config, step, max_steps, ranks, flops_per_token))))
+    log = ranks.on_main(lambda: held.enter_context(closing(RunLog(config, step, max_steps, ranks, flops))))
     saves = Saves(config, ranks, capture, log or Silent(), writer or Silent(), step, evaluations)
     return log or Silent(), saves, found
