@@ -92,7 +92,7 @@ class GPTConfig:
 
 
 class AttentionArgs(NamedTuple):
-    """What every block's attention needs beside its input."""
+    """What the attention of every block needs besides its input."""
 
     rotary: tuple[Tensor, Tensor] | None = None  # from rotary_angles; None: learned positions
     cache: "KVCache | None" = None

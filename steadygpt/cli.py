@@ -19,7 +19,7 @@ class UserError(Exception):
 
 
 class OptionError(UserError):
-    """A value that an option does not take; `name` is the field's, so that other formats can report it as theirs."""
+    """A value that an option does not accept. `name` is that of the field; other formats report their own name."""
 
     def __init__(self, name: str, found: object, expected: str):
         super().__init__(f"--{name} is {found}; expected {expected}")
@@ -51,7 +51,7 @@ def option(
         bare: the value of the flag without one (`--resume`).
         positional: an argument without a flag; optional if it has a default.
         on_resume: of train.py: "never" changes, changes if asked ("ask": --allow_changes), changes "free"ly, or belongs
-            to one "launch", so the checkpoint's value is ignored.
+            to one "launch", so that the checkpoint's value is ignored.
     """
     bounds = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
     metadata = {"text": text, "group": group, "choices": choices, "bare": bare, "positional": positional, **bounds}

@@ -182,7 +182,7 @@ class RunLog:
     def _to_console(self, stream: IO[str], text: str, end: str = "\n") -> None:
         try:
             print(f"\r\x1b[K{text}" if self.live_line else text, end=end, file=stream, flush=True)
-        except OSError:  # the terminal was closed, or the reader of a pipe has exited; training goes on
+        except OSError:  # the terminal was closed, or the reader of a pipe has exited; training continues
             mute(stream)
         self.live_line = False
 
@@ -198,7 +198,7 @@ class RunLog:
         except OSError as error:
             if sink not in self.failed:
                 self.failed.add(sink)
-                self._to_console(sys.stderr, f"warning: cannot write to {sink}: {error}; training goes on")
+                self._to_console(sys.stderr, f"warning: cannot write to {sink}: {error}; training continues")
 
     @contextmanager
     def _writing_tensorboard(self):

@@ -222,7 +222,7 @@ class CheckpointWriter:
         try:
             self._write(checkpoint, tiers)
             size = (self.folder / LATEST).stat().st_size
-        except Exception as error:  # training goes on, and an exception in this thread would be lost
+        except Exception as error:  # training continues, and an exception in this thread would be lost
             text = f"{self.folder / LATEST}: step {step} was not saved: {str(error) or type(error).__name__}"
             with suppress(OSError):  # the folder is gone
                 free = shutil.disk_usage(self.folder).free
