@@ -144,8 +144,8 @@ class TrainConfig(GPTConfig):
         below = self.total_batch_size // micro_step * micro_step
         message = (
             f"--total_batch_size {self.total_batch_size:,} is not a multiple of --mini_batch_size "
-            f"{self.mini_batch_size} x --context_length {self.context_length} x {world_size} processes = "
-            f"{micro_step:,} tokens; --total_batch_size "
+            f"{self.mini_batch_size} x --context_length {self.context_length} x {world_size} "
+            f"process{'es' * (world_size > 1)} = {micro_step:,} tokens; --total_batch_size "
             f"{f'{below:,} or ' if below else ''}{below + micro_step:,} would work"
         )
         if not remainder and (fits := [b for b in range(self.mini_batch_size, 0, -1) if rows % (b * world_size) == 0]):
@@ -171,7 +171,9 @@ ELSEWHERE = {
     **dict.fromkeys(("n_layer", "num_hidden_layers", "depth"), "--num_layers"),
     **dict.fromkeys(("n_head", "num_attention_heads"), "--num_heads"),
     **dict.fromkeys(("n_embd", "hidden_size", "d_model"), "--embd_size"),
-    **dict.fromkeys(("dtype", "bf16", "fp16"), "--precision"),
+    "dtype": "--precision",
+    "bf16": "--precision bf16",
+    "fp16": "--precision fp16",
     **dict.fromkeys(("eval_interval", "eval_steps", "eval_every"), "--eval_freq"),
     **dict.fromkeys(("log_interval", "logging_steps"), "--log_freq"),
     **dict.fromkeys(("max_grad_norm", "clip_grad", "gradient_clipping"), "--grad_clip"),
@@ -183,7 +185,8 @@ ELSEWHERE = {
     **dict.fromkeys(("dataset", "data", "data_path", "train_file", "input_bin"), "--data_dir"),
     **dict.fromkeys(("model_name_or_path", "model"), "--init_from"),
     **dict.fromkeys(("wandb", "wandb_log"), "--use_wandb"),
-    **dict.fromkeys(("report_to", "tensorboard"), "--use_tensorboard"),
+    "report_to": "--use_tensorboard, --use_wandb or neither",
+    "tensorboard": "--use_tensorboard",
 }
 
 

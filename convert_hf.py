@@ -461,6 +461,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         source, checkpoint = options.source, read_weights(options.source, options.tokenizer)
     target, notes = Path(options.target), []
+    if target.suffix in (".safetensors", ".bin", ".pth", ".ckpt"):
+        raise UserError(f"{target}: expected the name of a new folder, or of a checkpoint file: NAME.pt")
     if target.suffix == ".pt":
         if target.exists():
             raise UserError(f"{target}: already exists; expected the name of a new file")

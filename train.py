@@ -214,9 +214,7 @@ def validate(training: Training, val: RowStream, stop: StopSignal) -> float:
             inputs, targets = batches.next()
             targets = targets.clone()  # inputs and targets are views of one buffer
             first_row = turn * rows_at_once + ranks.rank * B
-            targets[max(0, rows - first_row) :] = (
-                IGNORED_TARGET  # masked, not cut: a new shape would recompile
-            )
+            targets[max(0, rows - first_row) :] = IGNORED_TARGET  # masked, not cut: a new shape would recompile
             losses.append(training.forward(inputs, targets, reduction="sum"))
     return ranks.sum(torch.stack(losses).cpu().double().sum()).item() / (rows * config.context_length)
 

@@ -272,7 +272,11 @@ def checkpoint_table(folder: Path) -> Iterator[str]:
     row = "{:<26} {:>8} {:>7} {:>8} {:>8} {:>12} {:>12}  {}".format
     yield row("file", "step", "epoch", "loss", "val loss", "size", "age", "state")
     described: dict[int, tuple] = {}  # by inode, so that a file with several names is read once
-    evaluations = read_evaluations(folder)
+    try:
+        evaluations = read_evaluations(folder)
+    except UserError as error:
+        evaluations = {}
+        yield f"warning: {error}"
     for file in files:
         stat = file.stat()
         if stat.st_ino not in described:
@@ -311,5 +315,5 @@ def read_evaluations(folder: Path, last_step: float = math.inf) -> dict[int, dic
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: cannot be read ({error}). Remove it: only the choice of the best needs it") from error
+        raise UserError(f"{path}: corrupt, so its validation losses are ignored") from error
     return {step: scores for step, scores in found.items() if step <= last_step}

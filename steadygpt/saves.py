@@ -130,9 +130,13 @@ class Saves:
         self.longest_pause_s = max(self.longest_pause_s, self.saved_at_s - start_s)
         if self.config.checkpoint_minutes and self.interval_s() > interval_s:
             self.log.say(
-                f"a save paused training for {self.longest_pause_s:.1f} s, so "
+                f"a save paused training for {pause_text(self.longest_pause_s)}, so "
                 f"{interval_text(self.interval_s(), num_bytes(checkpoint))}"
             )
+
+
+def pause_text(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"
 
 
 def interval_text(interval_s: float, checkpoint_bytes: float) -> str:
@@ -173,7 +177,7 @@ class CheckpointWriter:
         folder.mkdir(parents=True, exist_ok=True)
         for stale in folder.glob(".*.tmp"):
             stale.unlink()  # left by a killed writer
-        if resumed_from is not None and resumed_from.name != LATEST:
+        if resumed_from is not None and resumed_from.resolve() != (folder / LATEST).resolve():
             self._adopt(resumed_from)
 
     def _adopt(self, path: Path) -> None:

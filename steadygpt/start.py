@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from steadygpt.checkpoint import check_folder, read_evaluations, read_on_main, share
+from steadygpt.checkpoint import BEST, check_folder, read_evaluations, read_on_main, share
 from steadygpt.cli import UserError, options_of
 from steadygpt.distributed import Ranks, Silent
 from steadygpt.durable import lock_folder
@@ -85,13 +85,13 @@ def find_start(
     Raises: UserError.
     """
     folder = Path(config.checkpoint_dir)
-    if config.resume not in ("", "auto") and not folder.is_dir():
+    if config.resume in ("latest", "best") and not folder.is_dir():
         raise UserError(f"no checkpoints in {folder}; name their folder with --checkpoint_dir")
     if not config.dry_run:
         advice = "wait for it to end, or give this run another --checkpoint_dir"
         ranks.on_main(lambda: held.enter_context(lock_folder(folder, advice)))
     path, skipped, checkpoint = read_on_main(config.resume, folder, ranks) if config.resume else (None, [], None)
-    if not config.dry_run:
+    if path or not config.dry_run:
         ranks.on_main(lambda: check_folder(folder, path))
     notes = tuple(f"skipped {line}" for line in skipped)
     if checkpoint:
@@ -165,9 +165,25 @@ def open_outputs(
     if logdir.resolve() != folder.resolve():
         ranks.on_main(lambda: held.enter_context(lock_folder(logdir, "give this run another --logdir")))
     step, flops = start.step, model.flops_per_token()
-    evaluations = ranks.broadcast(ranks.on_main(lambda: read_evaluations(folder, step or 0)))
     # The writer comes first: it makes the checkpoint to resume from latest.pt; then the log drops what came after it.
     writer = ranks.on_main(lambda: CheckpointWriter(folder, config.keep_checkpoints, config.mirror, start.path, step))
     log = ranks.on_main(lambda: held.enter_context(closing(RunLog(config, step, max_steps, ranks, flops))))
+    evaluations = ranks.broadcast(ranks.on_main(lambda: known_evaluations(folder, step or 0, log)))
     saves = Saves(config, ranks, capture, log or Silent(), writer or Silent(), step, evaluations)
     return log or Silent(), saves, found
+
+
+def known_evaluations(folder: Path, step: int, log: Any) -> dict[int, dict]:
+    """Return the evaluations up to the step where a run starts, and warn of a better model among later steps."""
+    try:
+        evaluations = read_evaluations(folder)
+    except UserError as error:
+        log.warn(str(error))
+        return {}
+    losses = {at: found["val_loss"] for at, found in evaluations.items() if found.get("val_loss") is not None}
+    if losses and (best := min(losses, key=losses.__getitem__)) > step:
+        log.warn(
+            f"{folder / BEST} is step {best} (val loss {losses[best]:.4f}), after step {step}. The best model from "
+            "here on will replace it; copy it if you want to keep it"
+        )
+    return {at: found for at, found in evaluations.items() if at <= step}

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 from conftest import TINY, assert_same_state, command, environment, load, metrics, run_here, write_data
@@ -224,3 +225,37 @@ def test_manifest_is_read_once_per_start(workdir, monkeypatch):
     assert len(reads) == 1
     assert run_here("--eval_freq", "4", *folders("a"), "--resume", "--max_steps", "9") == 0
     assert len(reads) == 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# resuming elsewhere, or from before the best model
+
+
+@pytest.mark.parametrize("name", ["latest.pt", "rolling_step_000004.pt"])
+def test_a_checkpoint_file_can_be_resumed_in_a_new_folder(workdir, name):
+    assert run_here("--checkpoint_freq", "4", *folders("a")) == 0
+    before = sorted(os.listdir("a"))
+    flags = ("--resume", f"a/{name}", "--checkpoint_freq", "4", "--max_steps", "12")
+    assert run_here(*flags, *folders("new")) == 0
+    assert load("new/latest.pt")["step"] == 12
+    assert sorted(os.listdir("a")) == before
+
+
+def test_resume_before_the_best_model_warns_that_it_will_be_replaced(workdir, capsys):
+    assert run_here("--eval_freq", "4", "--checkpoint_freq", "2", *folders("a")) == 0
+    best = load("a/best_model.pt")["step"]
+    assert run_here("--resume", "a/rolling_step_000002.pt", "--logdir", "logs-a") == 0
+    warning = rf"warning: a/best_model.pt is step {best} \(val loss \S+\), after step 2. "
+    assert re.search(warning, capsys.readouterr().err)
+
+
+def test_corrupt_evaluations_are_a_warning_and_written_anew(workdir, capsys):
+    assert run_here("--eval_freq", "4", *folders("a")) == 0
+    Path("a/evaluations.json").write_text('{"4": {"val_l')
+    assert train.main(["--list_checkpoints", "--checkpoint_dir", "a"]) == 0
+    out = capsys.readouterr().out
+    assert "warning: a/evaluations.json: corrupt" in out
+    assert "best_model.pt" in out
+    assert run_here("--resume", "--eval_freq", "4", "--max_steps", "12", *folders("a")) == 0
+    assert "warning: a/evaluations.json: corrupt" in capsys.readouterr().err
+    assert list(json.loads(Path("a/evaluations.json").read_text())) == ["8", "12"]

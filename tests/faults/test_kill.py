@@ -1,7 +1,6 @@
 """kill -9 at random instants and at every system call of a save: a resume loses no reported save and stays bitwise."""
 
 import contextlib
-import json
 import os
 import random
 import re
@@ -12,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import assert_same_state, load, write_data
+from conftest import write_data
 from harness import LaunchedRun, Run, assert_equals_reference, folders
 from injected import kill_at, record_save_calls, record_tokens, tokens_of_steps
 
@@ -170,37 +169,3 @@ def test_kill_at_each_call_of_a_save(short_run, call):
     assert Run(*SHORT, *folders(name), "--resume", "latest").wait() == [0]
     assert_equals_reference(name)
     assert sorted(os.listdir(f"{name}/ckpt")) == sorted(os.listdir("reference/ckpt"))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# while an evaluation is recorded
-
-EVALUATED = ("--max_steps", "12", "--checkpoint_freq", "4", "--eval_freq", "4", "--max_lr", "1e-2", "--dropout", "0.1")
-
-
-@pytest.fixture(scope="module")
-def evaluated_run(tmp_path_factory):
-    """A folder with data, the uninterrupted run of EVALUATED in "reference" and its system calls in calls.txt."""
-    folder = tmp_path_factory.mktemp("evaluated")
-    write_data(folder / "data")
-    with contextlib.chdir(folder):
-        assert Run(*EVALUATED, *folders("reference"), faults=[record_save_calls]).wait() == [0]
-        yield folder
-
-
-@pytest.mark.parametrize("call", [pytest.param(n, marks=() if n % 4 == 0 else pytest.mark.storm) for n in range(26)])
-def test_kill_while_an_evaluation_is_recorded(evaluated_run, call):
-    """Kill at each call of the save at step 8, of the link of best_model.pt and of the write of evaluations.json."""
-    calls = [line for line in Path("calls.txt").read_text().splitlines() if line.startswith("2 ")]
-    assert any("best_model.pt" in line for line in calls)
-    assert any("evaluations.json" in line for line in calls)
-    name = f"killed{call}"
-    run = Run(*EVALUATED, *folders(name), faults=[partial(kill_at, 2, call)])
-    if run.wait() == [0]:
-        assert call >= len(calls)
-        return
-    assert Run(*EVALUATED, *folders(name), "--resume", "latest").wait() == [0]
-    assert_equals_reference(name, "loss", "val_loss")
-    assert_same_state(load("reference/ckpt/best_model.pt"), load(f"{name}/ckpt/best_model.pt"))
-    reference, found = (json.loads(Path(run, "ckpt/evaluations.json").read_text()) for run in ("reference", name))
-    assert found == reference
