@@ -180,10 +180,11 @@ def known_evaluations(folder: Path, step: int, log: Any) -> dict[int, dict]:
     except UserError as error:
         log.warn(str(error))
         return {}
-    losses = {at: found["val_loss"] for at, found in evaluations.items() if found.get("val_loss") is not None}
-    if losses and (best := min(losses, key=losses.__getitem__)) > step:
+    losses = [(loss, at) for at, found in evaluations.items() if (loss := found.get("val_loss")) is not None]
+    val_loss, best = min(losses, default=(0.0, 0))
+    if best > step:
         log.warn(
-            f"{folder / BEST} is step {best} (val loss {losses[best]:.4f}), after step {step}. The best model from "
+            f"{folder / BEST} is step {best} (val loss {val_loss:.4f}), after step {step}. The best model from "
             "here on will replace it; copy it if you want to keep it"
         )
     return {at: found for at, found in evaluations.items() if at <= step}
