@@ -120,7 +120,8 @@ class Options(CheckpointOptions):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parse_options(Options, argv, "Sample text from a checkpoint.")
+    nanogpt = {"max_new_tokens": "--max_tokens", "num_samples": "--num_seq", "start": "--prompt"}
+    options = parse_options(Options, argv, "Sample text from a checkpoint.", nanogpt)
     with joined(options.device) as ranks:
         _, checkpoint = open_checkpoint(options.checkpoint, Path(options.checkpoint_dir))
         model = load_model(checkpoint).to(ranks.device)

@@ -108,12 +108,14 @@ class CheckpointOptions:
 # reading the command line
 
 
-def parse_options(options: type[Options], argv: Sequence[str] | None, description: str) -> Options:
+def parse_options(
+    options: type[Options], argv: Sequence[str] | None, description: str, elsewhere: Mapping[str, str] = {}
+) -> Options:
     """Return the options of a command line.
 
     Raises: UserError.
     """
-    parsed = options(**read_flags(options, sys.argv[1:] if argv is None else argv, description))
+    parsed = options(**read_flags(options, sys.argv[1:] if argv is None else argv, description, elsewhere=elsewhere))
     check_options(parsed)
     return parsed
 

@@ -228,3 +228,8 @@ def test_invalid_option_is_one_line_and_exit_status_2(folder, monkeypatch, capsy
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert words in err
+
+
+def test_nanogpts_names_of_flags_are_known():
+    with pytest.raises(UserError, match="unknown argument '--max_new_tokens'; here it is --max_tokens"):
+        main(["--max_new_tokens", "3"])
