@@ -11,7 +11,6 @@ A file is torch.save of plain types and tensors, the same for any topology that 
 import copy
 import dataclasses
 import json
-import math
 import pickle
 import sys
 import time
@@ -304,16 +303,15 @@ def _describe(file: Path, evaluations: dict[int, dict]) -> tuple[str, str, str, 
     return number("step", "d"), number("epoch", ".2f"), number("loss", ".4f"), number("val_loss", ".4f"), "intact"
 
 
-def read_evaluations(folder: Path, last_step: float = math.inf) -> dict[int, dict[str, float | None]]:
-    """Return evaluations.json up to last_step: step -> {"val_loss": ..., "hellaswag_acc": ...}.
+def read_evaluations(folder: Path) -> dict[int, dict[str, float | None]]:
+    """Return evaluations.json: step -> {"val_loss": ..., "hellaswag_acc": ...}.
 
     Raises: UserError when it cannot be read.
     """
     path = folder / EVALUATIONS
     try:
-        found = {int(step): dict(scores) for step, scores in json.loads(path.read_text()).items()}
+        return {int(step): dict(scores) for step, scores in json.loads(path.read_text()).items()}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: corrupt, so its validation losses are ignored") from error
-    return {step: scores for step, scores in found.items() if step <= last_step}

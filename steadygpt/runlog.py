@@ -90,7 +90,6 @@ class RunLog:
         self.heartbeat_at_s = -math.inf
         self.tensorboard = _open_tensorboard(config, start_step or 0) if config.use_tensorboard else None
         self.wandb = _open_wandb(config) if config.use_wandb else None
-        self.log_freq = config.log_freq
         self.live = sys.stdout.isatty()
         self.live_line = False
         self.second_step: tuple[int, float] | None = None  # of this start, and when it started

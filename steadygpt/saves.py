@@ -43,7 +43,7 @@ class Saves:
         capture: copies the state to host memory; returns the whole checkpoint on rank 0. All ranks call it together.
         log, writer: rank 0's RunLog and CheckpointWriter, Silent on the others.
         step: of the checkpoint that the run resumes from, if any.
-        evaluations: what read_evaluations returned for that step.
+        evaluations: those up to that step.
     """
 
     def __init__(

@@ -119,7 +119,7 @@ def resume_config(saved: dict, config: "TrainConfig", given: Mapping[str, str]) 
         new, on_resume = getattr(config, name), f.metadata["on_resume"]
         if on_resume == "launch":
             continue
-        # A preset's warm-up is a wish: the length of the run decided what it became.
+        # A preset's warm-up was capped by the length of the run, so the checkpoint's value is the one that applies.
         if name not in given or (name, given[name]) == ("warmup_steps", "preset"):
             taken[name] = saved[name]
         elif new != saved[name]:

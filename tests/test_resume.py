@@ -249,7 +249,7 @@ def test_resume_before_the_best_model_warns_that_it_will_be_replaced(workdir, ca
     assert re.search(warning, capsys.readouterr().err)
 
 
-def test_corrupt_evaluations_are_a_warning_and_written_anew(workdir, capsys):
+def test_corrupt_evaluations_are_a_warning_and_are_replaced(workdir, capsys):
     assert run_here("--eval_freq", "4", *folders("a")) == 0
     Path("a/evaluations.json").write_text('{"4": {"val_l')
     assert train.main(["--list_checkpoints", "--checkpoint_dir", "a"]) == 0

@@ -17,6 +17,7 @@ from steadygpt.checkpoint import checkpoint_files, checkpoint_table, read_checkp
 from steadygpt.cli import UserError
 from steadygpt.distributed import Ranks, Silent
 from steadygpt.saves import CheckpointWriter, Saves, interval_text
+from steadygpt.start import known_evaluations
 
 
 class Log:
@@ -191,7 +192,7 @@ def test_best_model_that_cannot_be_saved_is_a_warning_and_not_recorded(run, monk
 
 def test_resumed_run_knows_the_best_validation_loss_of_earlier_steps(tmp_path):
     (tmp_path / "evaluations.json").write_text('{"10": {"val_loss": 3.5}, "20": {"val_loss": 3.1}}')
-    known = read_evaluations(tmp_path, last_step=15)
+    known = known_evaluations(tmp_path, 15, Silent())
     resumed = Saves(None, Ranks(torch.device("cpu")), dict, Silent(), Silent(), 15, known)
     assert resumed.best_val_loss(None) == 3.5
     assert resumed.best_val_loss(3.6) == 3.5
