@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
@@ -26,10 +27,11 @@ from torch.nn import functional as F
 
 from generate import load_model
 from model import GPT, GPTConfig
+from steadygpt import hub
 from steadygpt.checkpoint import FORMAT_VERSION, as_checkpoint, load_verified, open_checkpoint
 from steadygpt.cli import OptionError, UserError, kind_of, option, parse_options, run_cli
 from steadygpt.durable import fsync_folder, replace_file
-from steadygpt.sources import check_hub
+from steadygpt.progress import ProgressBar
 from steadygpt.tokenizer import END_OF_TEXT, get_tokenizer, hugging_face_tokenizer, vocab_size_of
 
 NEEDS = "needs safetensors and tokenizers; pip install safetensors tokenizers"
@@ -117,12 +119,14 @@ FAMILIES = {
 # other formats -> a checkpoint
 
 
-def read_weights(source: str, tokenizer: str = "") -> dict:
+def read_weights(source: str, tokenizer: str = "", download: bool = True) -> dict:
     """Read weights as a checkpoint without optimizer; its "tokenizer" is "" if unknown.
 
     Args:
-        source: a checkpoint file (also nanoGPT's or build-nanogpt's), a Hugging Face folder, or a name on the Hub.
+        source: a checkpoint file (also nanoGPT's or build-nanogpt's), a Hugging Face folder, or NAME[@REVISION] on
+            the Hub.
         tokenizer: of these weights, if the source does not name it.
+        download: False leaves "model" empty if the source is on the Hub; "source" then names it with its commit.
 
     Raises: UserError with the field or the weight, what was found and what was expected.
     """
@@ -133,7 +137,10 @@ def read_weights(source: str, tokenizer: str = "") -> dict:
         return _read_folder(path, source, tokenizer)
     if path.suffix == ".pt" or path.is_file():
         return _read_file(path, tokenizer)
-    return _read_folder(_download(source), source, tokenizer)
+    folder, repo = _download(source, download)
+    if download or not repo.online:
+        return _read_folder(folder, source, tokenizer)
+    return _read_folder(folder, source, tokenizer, with_weights=False) | {"source": f"{repo.name}@{repo.commit}"}
 
 
 def _read_file(path: Path, tokenizer: str) -> dict:
@@ -174,7 +181,7 @@ def with_tokenizer(checkpoint: dict, tokenizer: str, path: Path) -> dict:
     return checkpoint | {"tokenizer": tokenizer}
 
 
-def _read_folder(folder: Path, source: str, tokenizer: str) -> dict:
+def _read_folder(folder: Path, source: str, tokenizer: str, with_weights: bool = True) -> dict:
     try:
         stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -202,7 +209,11 @@ def _read_folder(folder: Path, source: str, tokenizer: str) -> dict:
     own = stored.get("steadygpt")  # written by write_folder
     own = own if isinstance(own, dict) and own.get("vocab_size") == config.vocab_size else {}
     tokenizer = tokenizer or str(own.get("tokenizer", "")) or (_gpt2_if_it_fits(config) if kind == "gpt2" else "")
-
+    if not with_weights:
+        config = _without_padding(config, tokenizer, source)
+        if own.get("bias") is False:
+            config = dataclasses.replace(config, bias=False)
+        return _checkpoint(config, {}, tokenizer)
     weights = _read_safetensors(folder, source)
     base = family.names["wte."].split(".")[0]
     if not any(name.startswith(base) for name in weights):  # saved without the head, as gpt2 on the Hub
@@ -260,17 +271,23 @@ def _gpt2_if_it_fits(config: GPTConfig) -> str:
     return "gpt2" if config.vocab_size in (GPTConfig.vocab_size, GPTConfig().padded_vocab_size) else ""
 
 
+def _without_padding(config: GPTConfig, tokenizer: str, source: Path | str) -> GPTConfig:
+    """Return the shape with the vocabulary of the tokenizer, if that is known."""
+    if not tokenizer:
+        return config
+    rows, vocab_size = config.vocab_size, vocab_size_of(tokenizer)
+    if not vocab_size <= rows < vocab_size + 128:
+        raise UserError(
+            f"{source}: vocab_size is {rows:,}; expected the {vocab_size:,} of the tokenizer {tokenizer!r}, "
+            "or a few rows of padding more; name the right one with --tokenizer"
+        )
+    return dataclasses.replace(config, vocab_size=vocab_size)
+
+
 def _import(config: GPTConfig, weights: dict[str, Tensor], family: Family, tokenizer: str, source: Path | str) -> dict:
     """Convert weights with foreign names and layouts to a checkpoint."""
     rows = config.vocab_size  # of the stored tables, with their padding
-    if tokenizer:
-        vocab_size = vocab_size_of(tokenizer)
-        if not vocab_size <= rows < vocab_size + 128:
-            raise UserError(
-                f"{source}: vocab_size is {rows:,}; expected the {vocab_size:,} of the tokenizer {tokenizer!r}, "
-                "or a few rows of padding more; name the right one with --tokenizer"
-            )
-        config = dataclasses.replace(config, vocab_size=vocab_size)
+    config = _without_padding(config, tokenizer, source)
     weights = {name: tensor for name, tensor in weights.items() if not name.endswith(CONSTANTS)}
     model = {}
     for name, empty in _unpadded(config).items():
@@ -294,6 +311,11 @@ def _import(config: GPTConfig, weights: dict[str, Tensor], family: Family, token
             raise UserError(f"{source}: the weight {head} is not {table}; expected equal ones: the head is tied")
     if weights:
         raise UserError(f"{source}: the weight {min(weights)} is one too many; expected {len(model)} weights")
+    return _checkpoint(config, model, tokenizer)
+
+
+def _checkpoint(config: GPTConfig, model: dict[str, Tensor], tokenizer: str) -> dict:
+    """Return a checkpoint of weights only."""
     untrained = {"step": 0, "rows_consumed": 0, "optimizer": {}, "train_config": {}}
     return untrained | {
         "format_version": FORMAT_VERSION,
@@ -326,20 +348,26 @@ def _read_safetensors(folder: Path, source: str) -> dict[str, Tensor]:
     return weights
 
 
-def _download(name: str) -> Path:
-    """Download a model of the Hub and return its folder in the cache."""
-    online = check_hub()
-    from huggingface_hub import snapshot_download
-
+def _download(source: str, with_weights: bool) -> tuple[Path, hub.Repo]:
+    """Download config.json of a model of the Hub, and its weights, and return their folder in the cache."""
+    name, _, revision = source.partition("@")
     try:
-        patterns = ["config.json", "*.safetensors"]
-        return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=not online))
-    except Exception as error:  # the Hub's HTTP library raises its own types
-        reason = f"{error!r}".splitlines()[0] if online else "no network, and it was not downloaded before"
-        raise UserError(
-            f"{name}: no such file or folder, and the download from the Hugging Face Hub failed ({reason}); "
-            "expected a checkpoint file, a Hugging Face folder, or, with a network, a name such as gpt2"
-        ) from error
+        repo = hub.find_repo("model", name, revision)
+        folder = hub.fetch(repo, "config.json").parent
+        if not (with_weights and repo.online):
+            return folder, repo
+        # In one file or several; their index holds no further information.
+        paths = hub.list_files(repo)
+        wanted = [path for path in paths if path == "model.safetensors"]
+        wanted = wanted or [path for path in paths if fnmatch(path, "model-*.safetensors")]
+        missing = hub.with_sizes(repo, [path for path in wanted if not hub.cached_file(repo, path)])
+        total = sum(file.size for file in missing)
+        with ProgressBar(desc=source, total=total, unit="B", disable=not missing) as bar:
+            for file in missing:
+                hub.fetch(repo, file.path, progress=bar.show_from(bar.n))
+    except UserError as error:
+        raise UserError(f"{error}; there is no such file or folder either") from error
+    return folder, repo
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -399,8 +427,7 @@ def write_folder(checkpoint: dict, folder: Path) -> list[str]:
     if kind == "gpt2" and config.parallel_residual:
         raise UserError("parallel_residual is on with learned positions, but transformers has it with rotary ones only")
     family = FAMILIES[kind]
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder}: already exists; expected the name of a new folder")
+    check_new(folder)
 
     # The Hugging Face classes always have biases, so missing ones become zeros.
     weights = {}
@@ -453,19 +480,28 @@ def write_folder(checkpoint: dict, folder: Path) -> list[str]:
     return notes
 
 
+def check_new(target: Path) -> None:
+    """Check that nothing would be overwritten.
+
+    Raises: UserError.
+    """
+    is_empty_folder = target.is_dir() and not any(target.iterdir())
+    if target.exists() and (target.suffix == ".pt" or not is_empty_folder):
+        raise UserError(f"{target}: already exists; expected the name of a new file or folder")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(ConvertOptions, argv, __doc__.partition("\n")[0])
+    target, notes = Path(options.target), []
+    if target.suffix in (".safetensors", ".bin", ".pth", ".ckpt"):
+        raise UserError(f"{target}: expected the name of a new folder, or of a checkpoint file: NAME.pt")
+    check_new(target)
     if options.source in ("latest", "best"):
         path, checkpoint = open_checkpoint(options.source, Path(options.checkpoint_dir))
         source, checkpoint = str(path), with_tokenizer(checkpoint, options.tokenizer, path)
     else:
         source, checkpoint = options.source, read_weights(options.source, options.tokenizer)
-    target, notes = Path(options.target), []
-    if target.suffix in (".safetensors", ".bin", ".pth", ".ckpt"):
-        raise UserError(f"{target}: expected the name of a new folder, or of a checkpoint file: NAME.pt")
     if target.suffix == ".pt":
-        if target.exists():
-            raise UserError(f"{target}: already exists; expected the name of a new file")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             replace_file(target, lambda file: torch.save(checkpoint, file))

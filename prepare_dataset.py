@@ -4,25 +4,22 @@
     python prepare_dataset.py --source stdlib --tokenizer bytes    # nothing to download
     python prepare_dataset.py --source 'corpus/*.jsonl.gz' --text_field content --out data/corpus
 
-Source -> rows -> pieces -> batches -> ids -> shards. Each depends only on the source and a position in it, so the
-shards have the same bytes for any number of workers, and after a kill the same command continues.
+Source -> chunks -> batches -> ids -> shards. Each depends only on the source and a position in it, so the shards have
+the same bytes for any number of workers, and after a kill the same command continues.
 """
 
 import dataclasses
 import glob
-import io
 import json
 import os
 import re
 import shlex
 import shutil
 import sys
-import threading
 import time
-from collections import Counter, deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
 from pathlib import Path
@@ -30,21 +27,29 @@ from typing import NamedTuple
 
 import numpy as np
 import tiktoken
-from tqdm import tqdm
 
 from steadygpt.cli import OptionError, UserError, option, parse_options, run_cli
-from steadygpt.device import usable_cores
 from steadygpt.durable import lock_folder, replace_file
+from steadygpt.progress import ProgressBar
 from steadygpt.shards import DEFAULT_FOLDER, MANIFEST, open_shard, token_dtype, write_shard
-from steadygpt.sources import STDLIB, Position, Row, file_rows, find_files, fingerprint, hub_rows, load_hub, suffix_of
+from steadygpt.sources import (
+    FINEWEB_EDU,
+    STDLIB,
+    Chunk,
+    Position,
+    Source,
+    cut_document,
+    find_source,
+    read_documents,
+    suffix_of,
+)  # fmt: skip
 from steadygpt.tokenizer import END_OF_TEXT, get_tokenizer
+from steadygpt.workers import map_in_order, usable_cores
 
-FORMAT_VERSION = 1
-FINEWEB_EDU = "hf:HuggingFaceFW/fineweb-edu:sample-10BT"  # --source fineweb-edu
-BATCH_CHARS = 2**20  # characters in one call of the tokenizer
-# Longer documents are cut into pieces of up to twice this. tiktoken's regex fails on a million consecutive spaces.
-PIECE_CHARS = 400_000
-RUN_AHEAD = 32  # batches beyond one per worker, to keep the workers busy while a shard is written
+FORMAT_VERSION = 2
+BATCH_BYTES = 2**20  # what a worker gets at once, at least
+ENCODED_AT_ONCE = 500_000  # characters in one call of the tokenizer, about
+DOWNLOADS = ".download"  # in the folder of the shards
 NAMED_SKIPS = 5  # skipped rows that are named on stderr
 SMALL_TOKENS = 50_000_000  # below this, the proposed next command trains the quickstart's model
 
@@ -53,127 +58,109 @@ SMALL_TOKENS = 50_000_000  # below this, the proposed next command trains the qu
 class PrepareOptions:
     """The options of prepare_dataset.py."""
 
-    source: str = option("fineweb-edu", "fineweb-edu, stdlib, hf:NAME[:CONFIG], or a file, folder or glob")
+    source: str = option("fineweb-edu", "fineweb-edu, stdlib, hf:NAME[@REVISION][:CONFIG], or a file, folder or glob")
     tokenizer: str = option("gpt2", "gpt2, bytes, or any other tokenizer of tiktoken")
     shard_size: int = option(100_000_000, "tokens per shard", at_least=1, at_most=2**31)
     val_tokens: int | None = option(
         None, "tokens of val, taken from the start (default: a shard; of files at most bytes / 40)", at_most=2**31
     )
-    num_workers: int | None = option(None, "threads that tokenize (default: one per core)", at_least=1, at_most=2**31)
+    num_workers: int | None = option(
+        None, "processes that read and tokenize (default: one per core)", at_least=1, at_most=1024
+    )
     out: str = option("", f"folder for the shards (default: data/NAME; for fineweb-edu {DEFAULT_FOLDER})")
     name: str = option("", "prefix of the shards' file names (default: the last part of --source)")
     text_field: str = option("text", "JSON field or column that holds a document's text")
-    streaming: bool = option(False, "read a Hub data set while it downloads")
+    streaming: bool = option(False, "read a Hub data set in place, without its files on the disk")
+    keep_download: bool = option(
+        False,
+        "download a Hub data set into the Hub's cache and keep it there (default: each file is removed when "
+        "its tokens are in shards)",
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# rows -> pieces -> batches -> ids
+# chunks -> batches -> ids
+
+Batch = list[Chunk]
 
 
-class Piece(NamedTuple):
-    """A document, a part of a long one, or a skipped row."""
+class Encoded(NamedTuple):
+    """The ids of a batch."""
 
-    at: Position
-    amount_read: int  # how far the file is read, as in Row
-    text: str = ""
-    skipped: str = ""  # the reason
-    repaired: bool = False  # the first piece of its document in which U+FFFD replaces invalid Unicode
-
-
-Batch = list[Piece]
-_BEFORE_LAST_CUT = re.compile(r"(?s:.*)\S(?= )")
+    ids: np.ndarray  # (n,), of the shards' dtype
+    documents: int
+    repaired: int  # characters U+FFFD that replace invalid Unicode
+    skipped: list[tuple[Position, str]]  # rows and the reasons
 
 
-def split_text(file: io.TextIOBase) -> Iterator[str]:
-    """Cut a text into pieces of about PIECE_CHARS whose ids, concatenated, are the ids of the whole text.
+@dataclass(frozen=True)
+class Encoder:
+    """Reads the documents of a batch and encodes them, with <|endoftext|> before each and nowhere else."""
 
-    Cuts come before a space that follows a non-space, where pre-tokenizers such as GPT-2's always begin a new word. A
-    text without such a space is cut anywhere, and its ids may differ.
-    """
-    text = file.read(PIECE_CHARS)
-    while more := file.read(PIECE_CHARS):
-        text += more
-        match = _BEFORE_LAST_CUT.match(text)
-        cut = match.end() if match else len(text)
-        yield text[:cut]
-        text = text[cut:]
-    yield text
+    tokenizer: str
+    text_field: str
+    names: Sequence[str]  # of the source's files
 
+    def __call__(self, batch: Batch) -> Encoded:
+        """Encode a batch.
 
-def read_pieces(rows: Iterable[Row], start: Position) -> Iterator[Piece]:
-    """Cut rows into pieces, from `start` on."""
-    for at, value, amount_read in rows:
-        file = io.StringIO(value) if isinstance(value, str) else value
-        if not isinstance(file, io.TextIOBase):
-            reason = str(value) if isinstance(value, ValueError) else f"{type(value).__name__}, not a string"
-            yield Piece(at, amount_read(), skipped=reason)
-            continue
-        is_repaired = False
-        for number, text in enumerate(split_text(file)):
-            at = at._replace(piece=number)
-            # U+FFFD replaces lone surrogates, which stand for invalid UTF-8 or come from escapes in JSON.
-            clean = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            if number == 0 and len(text) < PIECE_CHARS and not text.strip():
-                yield Piece(at, amount_read(), skipped="no text")
-            elif at >= start:
-                yield Piece(at, amount_read(), clean, repaired=clean != text and not is_repaired)
-            is_repaired |= clean != text
-
-
-def gather_batches(pieces: Iterable[Piece]) -> Iterator[Batch]:
-    """Gather consecutive pieces into batches of BATCH_CHARS or a little more."""
-    batch, size = Batch(), 0
-    for piece in pieces:
-        # A later piece of a document begins a batch, because encoding it with the piece before would undo the cut.
-        if size >= BATCH_CHARS or (batch and piece.at.piece > 0):
-            yield batch
-            batch, size = Batch(), 0
-        batch.append(piece)
-        size += len(piece.text) + 64  # 64: skipped rows take memory too
-    if batch:
-        yield batch
+        Raises: UserError when a document cannot be read.
+        """
+        tokenizer = get_tokenizer(self.tokenizer)
+        ids, skipped, num_documents, repaired = [], [], 0, 0
+        pieces: list[tuple[str, bool]] = []
+        num_chars = 0
+        for chunk in batch:
+            for row, text, is_begin in read_documents(chunk, self.names[chunk.at.file], self.text_field):
+                if not isinstance(text, str):
+                    reason = str(text) if isinstance(text, ValueError) else f"{type(text).__name__}, not a string"
+                    skipped.append((chunk.at._replace(row=row), reason))
+                    continue
+                clean = repair(text)
+                repaired += clean.count("\ufffd") - text.count("\ufffd") if clean is not text else 0
+                num_documents += is_begin
+                for number, piece in enumerate(cut_document(clean)):
+                    # Not with the piece before it, because encoding both together would undo the cut.
+                    if pieces and (num_chars > ENCODED_AT_ONCE or not (is_begin and number == 0)):
+                        ids.append(encode(tokenizer, pieces))
+                        pieces, num_chars = [], 0
+                    pieces.append((piece, is_begin and number == 0))
+                    num_chars += len(piece)
+        ids.append(encode(tokenizer, pieces))
+        return Encoded(np.concatenate(ids).astype(token_dtype(tokenizer.n_vocab)), num_documents, repaired, skipped)
 
 
-def encode(tokenizer: tiktoken.Encoding, batch: Batch) -> np.ndarray:
-    """Encode a batch as (n,) uint32 ids, with <|endoftext|> before each document and nowhere else."""
-    pieces = [piece for piece in batch if not piece.skipped]
-    joined = "".join(END_OF_TEXT * (piece.at.piece == 0) + piece.text for piece in pieces)
-    if joined.count(END_OF_TEXT) == sum(piece.at.piece == 0 for piece in pieces):
-        # One long call releases the GIL for nearly all of its time, a call per document does not.
+def repair(text: str) -> str:
+    """Replace lone surrogates, which stand for invalid UTF-8 or come from escapes in JSON, by U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def encode(tokenizer: tiktoken.Encoding, pieces: Sequence[tuple[str, bool]]) -> np.ndarray:
+    """Encode texts as (n,) uint32 ids, with <|endoftext|> before each that begins a document."""
+    joined = "".join(END_OF_TEXT * is_begin + text for text, is_begin in pieces)
+    if joined.count(END_OF_TEXT) == sum(is_begin for _, is_begin in pieces):
         return tokenizer.encode_to_numpy(joined, allowed_special={END_OF_TEXT}, disallowed_special=())
     ids = []  # the text of a document contains <|endoftext|>
-    for piece in pieces:
-        ids += [tokenizer.eot_token] * (piece.at.piece == 0) + tokenizer.encode_ordinary(piece.text)
+    for text, is_begin in pieces:
+        ids += [tokenizer.eot_token] * is_begin + tokenizer.encode_ordinary(text)
     return np.array(ids, np.uint32)
 
 
-def encode_all(
-    batches: Iterable[Batch], tokenizer: tiktoken.Encoding, num_workers: int
-) -> Generator[tuple[Batch, np.ndarray]]:
-    """Yield each batch with its ids (n,), in order; at most num_workers + RUN_AHEAD batches are in memory."""
-    pending: deque[tuple[Batch, Future]] = deque()
-    own = threading.local()
-
-    def copy_tokenizer() -> None:
-        # Threads that share a tokenizer wait for its regex's scratch space, up to half of their time.
-        own.tokenizer = tiktoken.Encoding(
-            tokenizer.name,
-            pat_str=tokenizer._pat_str,
-            mergeable_ranks=tokenizer._mergeable_ranks,
-            special_tokens=tokenizer._special_tokens,
-        )
-
-    pool = ThreadPoolExecutor(num_workers, thread_name_prefix="encode", initializer=copy_tokenizer)
-    try:
-        for batch in batches:
-            pending.append((batch, pool.submit(lambda batch: encode(own.tokenizer, batch), batch)))
-            while pending and (len(pending) >= num_workers + RUN_AHEAD or pending[0][1].done()):
-                oldest, ids = pending.popleft()
-                yield oldest, ids.result()
-        for oldest, ids in pending:
-            yield oldest, ids.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+def gather_batches(chunks: Iterable[Chunk]) -> Iterator[Batch]:
+    """Gather consecutive chunks into batches of BATCH_BYTES or more."""
+    batch, num_bytes = Batch(), 0
+    for chunk in chunks:
+        batch.append(chunk)
+        num_bytes += chunk.num_bytes + 64  # 64: empty files take memory too
+        if num_bytes >= BATCH_BYTES:
+            yield batch
+            batch, num_bytes = Batch(), 0
+    if batch:
+        yield batch
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -190,6 +177,7 @@ def load_manifest(out: Path, identity: dict) -> dict | None:
         manifest = json.loads((out / MANIFEST).read_text())
         differ = [f"{k} {manifest[k]!r}, but now it is {new!r}" for k, new in identity.items() if manifest[k] != new]
         shards = {out / shard["file"]: shard["tokens"] for shard in manifest["shards"]}
+        is_old = manifest["format_version"] < FORMAT_VERSION and not manifest["complete"]
     except FileNotFoundError:
         if foreign := sorted(path.name for path in out.glob("*") if path.suffix in (".npy", ".bin")):
             raise UserError(f"{out}: holds {foreign[0]} but no {MANIFEST}; {advice}") from None
@@ -198,6 +186,8 @@ def load_manifest(out: Path, identity: dict) -> dict | None:
         raise UserError(f"{out / MANIFEST}: not a manifest ({error!r}); {advice}") from error
     if not shards:
         return None  # left by a command that failed early, for example with the wrong --text_field
+    if is_old:
+        raise UserError(f"{out}: begun by an earlier version of prepare_dataset.py; {advice}")
     if differ:
         raise UserError(f"{out}: prepared with {'; '.join(differ)}; {advice}")
     for path, num_tokens in shards.items():
@@ -226,17 +216,20 @@ def finish_shard(out: Path, manifest: dict, ids: np.ndarray) -> None:
     manifest["tokens"] += len(ids)
 
 
-def write_shards(encoded: Iterable[tuple[Batch, np.ndarray]], out: Path, manifest: dict) -> None:
+def write_shards(
+    encoded: Iterable[tuple[Batch, Encoded]], out: Path, manifest: dict, release: Callable[[int], object]
+) -> None:
     """Write the missing shards; after each, save in the manifest where the next one begins.
 
     Args:
         encoded: batches and their ids, from the batch at manifest["next"] on.
+        release: is told that all files before one are in shards.
 
     Raises: UserError when val leaves no tokens for train; OSError when a shard cannot be written.
     """
     buffer = np.empty(manifest["shard_size"], token_dtype(manifest["vocab_size"]))
     filled, taken = 0, manifest["next"]["skip_tokens"]
-    for batch, ids in encoded:
+    for batch, (ids, documents, repaired, skipped) in encoded:
         while taken < len(ids):
             _, size = next_shard(manifest)
             count = min(size - filled, len(ids) - taken)
@@ -246,11 +239,12 @@ def write_shards(encoded: Iterable[tuple[Batch, np.ndarray]], out: Path, manifes
                 finish_shard(out, manifest, buffer[:filled])
                 manifest["next"] = batch[0].at._asdict() | {"skip_tokens": taken}
                 save_manifest(out, manifest)
+                release(batch[0].at.file)
                 filled = 0
         # Counted after the save above, because a resumed run starts with this batch and counts it again.
-        manifest["documents"] += sum(piece.at.piece == 0 and not piece.skipped for piece in batch)
-        manifest["repaired"] += sum(piece.repaired for piece in batch)
-        manifest["skipped"] = Counter(manifest["skipped"]) + Counter(p.skipped for p in batch if p.skipped)
+        manifest["documents"] += documents
+        manifest["repaired"] += repaired
+        manifest["skipped"] = Counter(manifest["skipped"]) + Counter(reason for _, reason in skipped)
         taken = 0
     if (num_tokens := manifest["tokens"] + filled) <= manifest["val_tokens"]:
         for path in [*(out / shard["file"] for shard in manifest["shards"]), out / MANIFEST]:
@@ -268,9 +262,11 @@ def write_shards(encoded: Iterable[tuple[Batch, np.ndarray]], out: Path, manifes
 
 
 def _counts(manifest: dict) -> str:
-    notes = {"with invalid UTF-8 repaired": manifest["repaired"]}
-    notes |= {f"skipped ({reason})": count for reason, count in manifest["skipped"].items()}
-    return _plural(manifest["documents"], "document") + "".join(f", {n:,} {what}" for what, n in notes.items() if n)
+    notes = [_plural(manifest["documents"], "document")]
+    notes += [f"{count:,} skipped ({reason})" for reason, count in manifest["skipped"].items()]
+    if manifest["repaired"]:
+        notes.append(f"{_plural(manifest['repaired'], 'invalid character')} replaced")
+    return ", ".join(notes)
 
 
 def _plural(count: int, noun: str) -> str:
@@ -298,48 +294,94 @@ def default_name(source: str) -> str:
     """Return the last part of a source without wildcards and suffix."""
     if source == "fineweb-edu":
         return "edufineweb"
-    path = Path(source.split(":")[1]) if source.startswith("hf:") else Path(source)
+    path = Path(re.split("[:@]", source)[1]) if source.startswith("hf:") else Path(source)
     last = Path(*takewhile(lambda part: not glob.has_magic(part), path.parts)).resolve().name
     return re.sub(r"[^\w.-]+", "_", last.removesuffix(suffix_of(last))) or "corpus"
 
 
+def plan(source: Source, encoder: Encoder, manifest: dict, out: Path) -> None:
+    """Encode the first batch, print how many tokens and how much disk to expect, and check that the disk has it.
+
+    Raises: UserError when it has not, or when the first rows cannot be read or lack the text field.
+    """
+    first, itemsize = manifest["next"]["file"], token_dtype(manifest["vocab_size"]).itemsize
+    batch = next(gather_batches(source.chunks(encoder.text_field, Position(first), in_place=True)), [])
+    total = sum(source.sizes)
+    read = sum(source.sizes[first : batch[-1].at.file]) + batch[-1].end if batch else 0
+    if not (read and total):
+        return
+    per_byte = len(encoder(batch).ids) / read
+    needs = {out: int(max(0, per_byte * total - manifest["tokens"])) * itemsize}
+    of_shards = f"{_bytes(needs[out])} of shards in {out}"
+    for folder, size in source.needs(manifest["shard_size"] / max(per_byte, 1e-9)).items():
+        of_shards += f", up to {_bytes(size)} of downloads in {folder}"
+        needs[folder] = size
+    at = f" at commit {source.commit[:7]}" if source.commit else ""
+    print(
+        f"{source.name}{at}: {_plural(len(source.names), 'file')}, {_bytes(total)}, about "
+        f"{per_byte * total / 1e6:,.4g} M tokens\ndisk: about {of_shards}",
+        file=sys.stderr,
+    )
+    by_disk: dict[int, int] = Counter()
+    for folder, size in needs.items():
+        folder = existing(folder)
+        by_disk[folder.stat().st_dev] += size
+        free = shutil.disk_usage(folder).free
+        if by_disk[folder.stat().st_dev] > free:
+            smaller = "use --streaming, which needs no downloads, " if len(needs) > 1 else ""
+            raise UserError(
+                f"{folder}: {_bytes(free)} are free, {_bytes(by_disk[folder.stat().st_dev])} are needed ({of_shards}); "
+                f"free some, {smaller}or give another --out"
+            )
+
+
+def existing(path: Path) -> Path:
+    """Return a path or the first folder above it that exists."""
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+
+
+def _bytes(count: float) -> str:
+    """Return a number of bytes with three digits and a unit."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.3g} TB"
+
+
 def show_progress(
-    encoded: Iterable[tuple[Batch, np.ndarray]], bar: tqdm, names: Sequence[str], amount_before: Sequence[int]
-) -> Iterator[tuple[Batch, np.ndarray]]:
-    """Pass batches on, show the share of the source that is done, and name the first skipped rows on stderr."""
+    encoded: Iterable[tuple[Batch, Encoded]], bar: ProgressBar, source: Source
+) -> Iterator[tuple[Batch, Encoded]]:
+    """Pass batches on, show how much of the source is done, and name the first skipped rows on stderr."""
     num_tokens, num_named = 0, 0
-    for batch, ids in encoded:
-        yield batch, ids
-        num_tokens += len(ids)
+    *amount_before, _ = accumulate(source.sizes, initial=0)
+    for batch, found in encoded:
+        yield batch, found
+        num_tokens += len(found.ids)
         bar.set_postfix_str(f"{num_tokens / bar.format_dict['elapsed'] / 1e6:.1f} M tokens/s", refresh=False)
-        bar.update(amount_before[batch[-1].at.file] + batch[-1].amount_read - bar.n)
-        for piece in [piece for piece in batch if piece.skipped][: NAMED_SKIPS - num_named]:
-            name = names[piece.at.file].removeprefix(f"{STDLIB}{os.sep}")
-            bar.write(f"skipped {name}:{piece.at.row + 1}: {piece.skipped}", file=sys.stderr)
+        bar.update(amount_before[batch[-1].at.file] + batch[-1].end - bar.n)
+        for at, reason in found.skipped[: NAMED_SKIPS - num_named]:
+            name = source.names[at.file].removeprefix(f"{STDLIB}{os.sep}")
+            bar.write(f"skipped {name}:{at.row + 1}: {reason}", file=sys.stderr)
             num_named += 1
 
 
-def prepare(options: PrepareOptions, source: str, files: Sequence[Path], manifest: dict) -> None:
-    """Write the shards that `manifest` lacks, from files, or from the Hub if there are none.
+def prepare(source: Source, encoder: Encoder, manifest: dict, out: Path, num_workers: int) -> None:
+    """Write the shards that `manifest` lacks.
 
-    Raises: UserError; OSError when a shard cannot be written.
+    Raises: UserError; OSError when a shard or a download cannot be written.
     """
     start = Position(*(manifest["next"][field] for field in Position._fields))
-    if not files:
-        dataset = load_hub(source, streaming=options.streaming)
-        rows = hub_rows(dataset, source, options.text_field, start)
-        names, amount_before, total, unit = [source], [0], getattr(dataset, "num_rows", None), " documents"
-    else:
-        rows, names, unit = file_rows(files, options.text_field, start), [str(file) for file in files], "B"
-        *amount_before, total = accumulate((file.stat().st_size for file in files), initial=0)
-    batches = gather_batches(read_pieces(rows, start))
-    num_workers = options.num_workers or usable_cores()
-    interval_s = 0.1 if sys.stderr.isatty() else 60
-    with (
-        tqdm(desc="tokenizing", total=total, unit=unit, unit_scale=True, mininterval=interval_s) as bar,
-        closing(encode_all(batches, get_tokenizer(options.tokenizer), num_workers)) as encoded,
-    ):
-        write_shards(show_progress(encoded, bar, names, amount_before), Path(options.out), manifest)
+    before, total = sum(source.sizes[: start.file]), sum(source.sizes)
+    source.release(start.file)
+    batches = gather_batches(source.chunks(encoder.text_field, start))
+    with ExitStack() as bars:
+        if source.needs(0):
+            bar = bars.enter_context(ProgressBar(desc="downloading", total=total, initial=before, unit="B"))
+            source.progress = bar.show_from(0)
+        bar = ProgressBar(desc="tokenizing", total=total or None, initial=before, unit=source.unit)
+        encoded = bars.enter_context(closing(map_in_order(encoder, batches, num_workers)))
+        write_shards(show_progress(encoded, bars.enter_context(bar), source), out, manifest, source.release)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -348,39 +390,49 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises: UserError.
     """
     start_s, options = time.monotonic(), parse_args(argv)
-    out, source = Path(options.out), FINEWEB_EDU if options.source == "fineweb-edu" else options.source
-    files = [] if source.startswith("hf:") else find_files(source)
+    out, name = Path(options.out), FINEWEB_EDU if options.source == "fineweb-edu" else options.source
+    local = None if name.startswith("hf:") else find_source(name)
     if options.val_tokens is None:
-        limit = sum(file.stat().st_size for file in files) // 40 if files else options.shard_size
+        limit = sum(local.sizes) // 40 if local else options.shard_size
         options = dataclasses.replace(options, val_tokens=min(options.shard_size, limit))
     same = ("source", "name", "tokenizer", "shard_size", "val_tokens", "text_field")
-    identity: dict = {"format_version": FORMAT_VERSION, "files": fingerprint(files) if files else None}
-    identity |= {key: getattr(options, key) for key in same}
-    manifest = load_manifest(out, identity)
+    identity = {key: getattr(options, key) for key in same}
+    manifest = load_manifest(out, identity | ({"files": local.fingerprint()} if local else {}))
     if manifest and manifest["complete"]:
         print(f"{out}: already complete")
     else:
         vocab_size = get_tokenizer(options.tokenizer).n_vocab
-        dtype = token_dtype(vocab_size)
+        folder = None if options.keep_download else out / DOWNLOADS
+        source = local or find_source(name, manifest["commit"] if manifest else "", options.streaming, folder)
+        files = source.fingerprint()
+        if manifest and manifest["files"] != files:
+            raise UserError(
+                f"{out}: begun with {manifest['files']} of {name}, but now found {files}; restore the files, use a "
+                f"different --out, or empty {out}"
+            )
         manifest = manifest or (
-            identity
-            | {"complete": False, "vocab_size": vocab_size, "dtype": dtype.name}
+            {"format_version": FORMAT_VERSION} | identity | {"commit": source.commit, "files": files}
+            | {"complete": False, "vocab_size": vocab_size, "dtype": token_dtype(vocab_size).name}
             | {"documents": 0, "repaired": 0, "skipped": {}, "tokens": 0, "shards": []}
             | {"next": Position()._asdict() | {"skip_tokens": 0}}
-        )
+        )  # fmt: skip
+        encoder = Encoder(options.tokenizer, options.text_field, source.names)
+        plan(source, encoder, manifest, out)
         with lock_folder(out, "wait until it has finished, or use a different --out"):
             try:
                 save_manifest(out, manifest)  # before any shard, because shards without a manifest are refused
-                prepare(options, source, files, manifest)
+                prepare(source, encoder, manifest, out, options.num_workers or usable_cores())
             except OSError as error:
-                shard_bytes = options.shard_size * dtype.itemsize
+                where = Path(error.filename or out)
                 raise UserError(
-                    f"{error.filename or out}: {error.strerror or error}; {shutil.disk_usage(out).free:,} bytes are "
-                    f"free, a shard takes {shard_bytes:,}; fix it and run the same command again to continue"
+                    f"{where}: {error.strerror or error}; {shutil.disk_usage(existing(where)).free:,} bytes are free; "
+                    "fix it and run the same command again to continue"
                 ) from error
             except KeyboardInterrupt:
                 print("stopped; run the same command again to continue", file=sys.stderr)
                 raise
+            finally:
+                source.close(manifest["complete"])
     splits = Counter(shard["split"] for shard in manifest["shards"])
     flags = f"--data_dir {shlex.quote(str(out))}"
     if manifest["tokens"] < SMALL_TOKENS:

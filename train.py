@@ -405,6 +405,10 @@ def launch(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, data: Da
                 print(*plan, sep="\n")
             return 0
 
+        start = start.downloaded(ranks, read_weights)
+        if start.weights:
+            check_fits(start.weights, config.init_from, shape, data.tokenizer)
+
         def capture() -> dict:  # called once there is a run
             return checkpoints.capture(run)
 

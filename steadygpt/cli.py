@@ -6,6 +6,7 @@ import difflib
 import math
 import os
 import sys
+import threading
 import time
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -206,9 +207,9 @@ def run_cli(main: Callable[[], int | None]) -> None:
     except BrokenPipeError:  # `... | head` closed the pipe, so there is no reader for an error either
         mute(sys.stdout)
         status = 0
-    if "RANK" in os.environ:
-        # FSDP's caches keep gloo's threads alive after destroy_process_group. If one of them asks for the GIL while
-        # the interpreter shuts down, a finished run aborts (SIGABRT): exit without shutting the interpreter down.
+    if "RANK" in os.environ or threading.active_count() > 1:
+        # FSDP's caches keep gloo's threads alive after destroy_process_group, and a download may go on. If one of them
+        # asks for the GIL while the interpreter shuts down, it aborts (SIGABRT): exit without shutting it down.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from steadygpt.cli import UserError
+from steadygpt.workers import usable_cores
 
 IMPORTED_AT_S = time.monotonic()
 # Peak dense FLOP/s in bf16 (fp16 on a T4) by the GPU's whole name, which torch.cuda.get_device_name returns.
@@ -148,11 +149,6 @@ def use_all_cores() -> None:
     # torchrun sets OMP_NUM_THREADS=1 by default when it starts several processes, so that value is not the user's.
     if wanted is None or (wanted == "1" and local_world_size > 1):
         torch.set_num_threads(max(1, usable_cores() // local_world_size))
-
-
-def usable_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def keep_freed_memory() -> None:

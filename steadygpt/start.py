@@ -30,7 +30,7 @@ class Start:
     config: "TrainConfig"
     path: Path | None = None  # of the checkpoint
     checkpoint: dict | None = None  # tensors on rank 0 only
-    weights: dict | None = None  # a checkpoint of weights only, tensors on rank 0 only
+    weights: dict | None = None  # a checkpoint of weights only, tensors on rank 0 only, once downloaded
     notes: tuple[str, ...] = ()  # for the plan
 
     @property
@@ -53,6 +53,13 @@ class Start:
         )
         return dataclasses.replace(self, config=config)
 
+    def downloaded(self, ranks: Ranks, read_weights: Callable[[str], dict]) -> "Start":
+        """Return this start with the tensors of its weights, which find_start leaves on the Hub."""
+        if (weights := self.weights) is None:
+            return self
+        whole = ranks.on_main(lambda: weights if weights["model"] else read_weights(weights["source"]))
+        return dataclasses.replace(self, weights=share(whole, ranks))
+
     def is_finished(self, max_steps: int, ranks: Ranks) -> bool:
         """Return whether the checkpoint is the end of a finished run."""
         finished = ranks.broadcast(read_status(Path(self.config.checkpoint_dir)).get("status") == "finished")
@@ -74,13 +81,14 @@ def folder_of_resumed_file(config: "TrainConfig", given: Mapping[str, str]) -> "
 
 
 def find_start(
-    config: "TrainConfig", given: Mapping[str, str], ranks: Ranks, held: ExitStack, read_weights: Callable[[str], dict]
+    config: "TrainConfig", given: Mapping[str, str], ranks: Ranks, held: ExitStack, read_weights: Callable[..., dict]
 ) -> Start:
     """Lock the checkpoint folder until `held` closes, and find where the run starts.
 
     Args:
         given: the options that the command line or its preset gives.
-        read_weights: reads what --init_from names, as a checkpoint of weights only.
+        read_weights: reads what --init_from names, as a checkpoint of weights only; without tensors if it would have
+            to download them.
 
     Raises: UserError.
     """
@@ -102,7 +110,7 @@ def find_start(
         return Start(config, path, checkpoint, notes=notes)
     if config.init_from == "scratch":
         return Start(config, notes=notes)
-    weights = share(ranks.on_main(lambda: read_weights(config.init_from)), ranks)
+    weights = share(ranks.on_main(lambda: read_weights(config.init_from, download=False)), ranks)
     assert weights  # read_weights returns some, or raises
     config = initial_config(weights["model_config"], config, given)
     return Start(config, weights=weights, notes=(*notes, f"weights from {config.init_from}"))

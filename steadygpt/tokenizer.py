@@ -4,12 +4,14 @@ import importlib.util
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tiktoken
 
 from steadygpt.cli import UserError
-from steadygpt.distributed import Ranks
+
+if TYPE_CHECKING:
+    from steadygpt.distributed import Ranks
 
 END_OF_TEXT = "<|endoftext|>"  # begins every document
 
@@ -40,7 +42,7 @@ def get_tokenizer(name: str) -> tiktoken.Encoding:
     return encoding
 
 
-def tokenizer_on_all(name: str, ranks: Ranks, log: Any) -> tiktoken.Encoding | None:
+def tokenizer_on_all(name: str, ranks: "Ranks", log: Any) -> tiktoken.Encoding | None:
     """Return the tokenizer on every rank; None on every rank, with a warning, if one of them cannot get it."""
     tokenizer, error = None, UserError("another rank has no tokenizer")
     try:

@@ -4,9 +4,18 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
+from standin import StandIn
+
+HUB = StandIn()
+HUB_CACHE = tempfile.TemporaryDirectory(prefix="hub-cache-")
 os.environ["OMP_NUM_THREADS"] = "1"  # set before torch reads it: threads only slow down models this small
+# Set before huggingface_hub reads them.
+os.environ |= {"HF_ENDPOINT": HUB.address, "HF_HOME": HUB_CACHE.name, "HF_HUB_DISABLE_XET": "1"}
+os.environ.pop("HF_HUB_OFFLINE", None)
+os.environ.pop("HF_TOKEN", None)
 
 import numpy as np
 import pytest
@@ -42,6 +51,20 @@ def workdir(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     write_data(tmp_path / "data")
     return tmp_path
+
+
+@pytest.fixture
+def standin(monkeypatch, tmp_path) -> StandIn:
+    """The stand-in of the Hub, without repositories; and an empty cache."""
+    import huggingface_hub.constants
+
+    from steadygpt import hub
+
+    HUB.clear()
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hf/hub"))
+    monkeypatch.setattr(hub, "_answered", False)
+    return HUB
 
 
 def command(*flags: str, processes: int = 1, tiny=TINY) -> list[str]:

@@ -19,6 +19,7 @@ from convert_hf import check_fits, read_weights, write_folder
 from dataloader import RowStream
 from generate import load_model
 from model import GPT, GPTConfig
+from steadygpt import hub
 from steadygpt.checkpoint import find_checkpoint
 from steadygpt.cli import UserError
 from steadygpt.shards import find_shards
@@ -254,21 +255,21 @@ def test_other_rotations_and_missing_or_damaged_files_are_refused(tmp_path, monk
     assert "no model.safetensors" in mistake(tmp_path)
     (tmp_path / "config.json").write_text("{")
     assert "config.json cannot be read" in mistake(tmp_path)
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # no network
     assert "no such file or folder" in mistake("gpt2-huge")
 
 
 def test_a_downloaded_model_is_read_without_a_network(workdir, monkeypatch):
-    import huggingface_hub
+    import huggingface_hub.constants
 
-    snapshot = workdir / "models--gpt2/snapshots/abc"
+    snapshot = workdir / "models--gpt2/snapshots" / ("abcd" * 10)
     reference_model("gpt2", vocab_size=257, context_length=16, num_layers=2, num_heads=2, embd_size=16).save_pretrained(
         snapshot
     )
     (workdir / "models--gpt2/refs").mkdir()
-    (workdir / "models--gpt2/refs/main").write_text("abc")
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    (workdir / "models--gpt2/refs/main").write_text("abcd" * 10)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(workdir))
+    monkeypatch.setattr(hub, "FIRST_PATIENCE_S", 0.0)
     assert_same_weights(read_weights("gpt2"), read_weights(str(snapshot)))
     assert run_here("--init_from", "gpt2", "--max_steps", "3") == 0
 

@@ -2,41 +2,37 @@
 
 import gzip
 import hashlib
-import io
 import json
-import os
 import subprocess
 import sys
-from itertools import count, pairwise
 
 import numpy as np
 import pytest
-import requests
 import tiktoken
 from conftest import REPO
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import prepare_dataset
-from prepare_dataset import Piece, Position, encode, encode_all, split_text
-from steadygpt import sources, tokenizer
+from prepare_dataset import Encoder
+from steadygpt import sources
 from steadygpt.cli import UserError
 from steadygpt.shards import check_shards, find_shards, read_manifest
-from steadygpt.tokenizer import END_OF_TEXT, get_tokenizer
+from steadygpt.sources import Chunk, Position
+from steadygpt.tokenizer import END_OF_TEXT
 
 END = 256  # <|endoftext|> of the byte tokenizer
 TEXTS = ["one", "the second one", "third " * 30, "fourth\n", "5"] * 8
 
 
 def prepare(source, out="out", *more: str, tokens="bytes") -> dict:
-    """Run the command in this process and return the manifest."""
-    assert prepare_dataset.main(["--source", str(source), "--tokenizer", tokens, "--out", str(out), *more]) == 0
+    """Run the command in this process, where one worker needs no other, and return the manifest."""
+    options = ["--source", str(source), "--tokenizer", tokens, "--out", str(out)]
+    assert prepare_dataset.main([*options, *(() if "--num_workers" in more else ("--num_workers", "1")), *more]) == 0
     return read_manifest(prepare_dataset.Path(out))
 
 
 def refused(*argv: str, match: str) -> None:
     with pytest.raises(UserError, match=match) as raised:
-        prepare_dataset.main(["--tokenizer", "bytes", *argv])
+        prepare_dataset.main(["--tokenizer", "bytes", "--num_workers", "1", *argv])
     assert "\n" not in str(raised.value)
 
 
@@ -82,7 +78,8 @@ def test_the_loader_accepts_the_shards(jsonl):
 
 
 def test_shards_are_the_same_for_any_number_of_workers(jsonl, monkeypatch):
-    monkeypatch.setattr(prepare_dataset, "BATCH_CHARS", 200)  # many batches
+    monkeypatch.setattr(prepare_dataset, "BATCH_BYTES", 200)
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 100)
     for workers in "123":
         prepare("docs.jsonl", f"out{workers}", "--num_workers", workers, "--shard_size", "333", "--val_tokens", "10")
     assert files_of(jsonl / "out1") == files_of(jsonl / "out2") == files_of(jsonl / "out3")
@@ -118,34 +115,6 @@ def test_stdlib_is_pythons_library_without_packages_and_tests():
     assert not [file for file in files if {"site-packages", "test", "tests"} & set(file.parts[-3:])]
 
 
-def test_hub_data_sets_are_read_or_streamed(tmp_path, monkeypatch):
-    import datasets
-
-    monkeypatch.chdir(tmp_path)
-    asked = []
-
-    def load_dataset(*args, **options):
-        asked.append((args, options))
-        dataset = datasets.Dataset.from_dict({"text": TEXTS, "id": list(range(len(TEXTS)))})
-        return dataset.to_iterable_dataset() if options["streaming"] else dataset
-
-    monkeypatch.setattr(requests, "head", lambda *args, **options: None)  # the Hub responds
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    prepare("hf:some/corpus:part", "out", "--val_tokens", "7")
-    prepare("hf:some/corpus:part", "streamed", "--val_tokens", "7", "--streaming")
-    assert ids_of(tmp_path / "out") == ids_of(tmp_path / "streamed") == ids_expected(TEXTS)
-    assert asked[0] == (("some/corpus", "part"), {"split": "train", "streaming": False})
-    prepare_dataset.main(["--tokenizer", "bytes", "--val_tokens", "9", "--shard_size", "100"])
-    assert asked[-1][0] == ("HuggingFaceFW/fineweb-edu", "sample-10BT")
-    assert (tmp_path / "data/edu_fineweb10B/edufineweb_val_000000.npy").exists()
-
-    def unreachable(*args, **options):
-        raise ConnectionError("no network\nat all")
-
-    monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    refused("--source", "hf:some/other", "--out", "x", match="hf:some/other: cannot be read.*network")
-
-
 def test_end_of_text_in_a_document_is_encoded_as_text(tmp_path):
     (tmp_path / "a.txt").write_text(f"before {END_OF_TEXT} after")
     prepare(tmp_path / "a.txt", tmp_path / "out", "--val_tokens", "1")
@@ -164,22 +133,6 @@ def test_a_large_vocabulary_is_stored_as_uint32(tmp_path, monkeypatch):
     manifest = prepare(tmp_path / "a.txt", tmp_path / "out", "--val_tokens", "1", tokens="large")
     assert manifest["dtype"] == "uint32"
     assert ids_of(tmp_path / "out") == [69999, 60097, 60098, 60099]
-
-
-@pytest.mark.parametrize("name", ["bytes", "gpt2"])
-@given(st.text(st.sampled_from("ab1 \n\t.'é你"), max_size=200), st.integers(1, 20))
-@settings(max_examples=150, deadline=None)
-def test_pieces_of_a_document_have_the_ids_of_the_whole(name, text, length):
-    if name == "gpt2" and tokenizer._offline_gpt2_folder() is None:
-        pytest.skip("the extra with GPT-2's vocabulary is not installed")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare_dataset, "PIECE_CHARS", length)
-        pieces = list(split_text(io.StringIO(text, newline="")))
-    assert "".join(pieces) == text
-    encoding = get_tokenizer(name)
-    # A piece without the end of a word is cut anywhere, and its ids may differ.
-    if all(piece[-1:].strip() and after[:1] == " " for piece, after in pairwise(pieces)):
-        assert [i for piece in pieces for i in encoding.encode_ordinary(piece)] == encoding.encode_ordinary(text)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -242,7 +195,7 @@ def test_skipped_rows_are_counted_and_named(tmp_path, capsys):
 def test_invalid_utf8_is_repaired_and_counted(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"good \xff\xfe text")
     manifest = prepare(tmp_path / "a.txt", tmp_path / "out", "--val_tokens", "1")
-    assert manifest["repaired"] == 1
+    assert manifest["repaired"] == 2
     assert bytes(ids_of(tmp_path / "out")[1:]).decode() == "good \ufffd\ufffd text"
 
 
@@ -251,7 +204,7 @@ def test_mistakes_are_reported_in_one_line(jsonl):
     (jsonl / "empty.txt").write_bytes(b"")
     (jsonl / "broken.jsonl.gz").write_bytes(b"no gzip")
     for argv, match in [
-        (["--source", "nowhere"], "no such file; expected .txt"),
+        (["--source", "nowhere"], "no such file; expected a file, a folder, a glob, .*; files of .txt"),
         (["--source", "image.png"], "1 files of other kinds"),
         (
             ["--source", "docs.jsonl", "--text_field", "body"],
@@ -284,31 +237,17 @@ def test_a_full_disk_is_reported_with_path_and_bytes(jsonl):
     (jsonl / "out").mkdir()
     (jsonl / "out/.docs_val_000000.npy.tmp").symlink_to("/dev/full")
     message = (
-        r"^out/\.docs_val_000000\.npy\.tmp: No space left on device; [\d,]+ bytes are free, a shard takes 200,000,000; "
+        r"^out/\.docs_val_000000\.npy\.tmp: No space left on device; [\d,]+ bytes are free; "
         "fix it and run the same command again to continue$"
     )
     refused("--source", "docs.jsonl", "--out", "out", match=message)
     assert prepare("docs.jsonl")["complete"]
 
 
-def test_only_a_few_batches_are_in_memory_at_once():
-    begun = count()
-    batches = ([Piece(Position(next(begun)), 0, "some text")] for _ in range(10_000))
-    encoded = encode_all(batches, get_tokenizer("bytes"), num_workers=2)
-    for number in range(200):
-        batch, ids = next(encoded)
-        assert batch[0].at.file == number
-        assert ids.tolist() == ids_expected(["some text"])
-        ahead = next(begun) - number
-        begun = count(ahead + number)
-        assert ahead <= 2 + prepare_dataset.RUN_AHEAD + 1
-    encoded.close()
-
-
 def test_documents_of_a_batch_are_encoded_independently():
-    texts = ["a b", f"with {END_OF_TEXT}", " c"]
-    batch = [Piece(Position(row=n), 0, text) for n, text in enumerate(texts)]
-    assert encode(get_tokenizer("bytes"), batch).tolist() == ids_expected(texts)
+    texts = ["a b", f"with {END_OF_TEXT}", " c", "d"]
+    batch = [Chunk(Position(row=n), 0, 0, [text]) for n, text in enumerate(texts)]
+    assert Encoder("bytes", "text", ["name"])(batch).ids.tolist() == ids_expected(texts)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -316,8 +255,9 @@ def test_documents_of_a_batch_are_encoded_independently():
 
 
 def test_a_preparation_interrupted_after_each_shard_gives_the_same_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare_dataset, "BATCH_CHARS", 700)
-    monkeypatch.setattr(prepare_dataset, "PIECE_CHARS", 300)
+    monkeypatch.setattr(prepare_dataset, "BATCH_BYTES", 700)
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 500)
+    monkeypatch.setattr(sources, "PIECE_BYTES", 300)
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.jsonl").write_text(
         '{"text": "one"}\n{broken\n' + '{"text": "caf\\udce9"}\n{"text": 1}\n' * 20
@@ -345,24 +285,8 @@ def test_a_preparation_interrupted_after_each_shard_gives_the_same_bytes(tmp_pat
     assert len(seen) > 30
     assert files_of(tmp_path / "stopped") == files_of(tmp_path / "whole")
     manifest = json.loads((tmp_path / "whole" / "manifest.json").read_text())
-    assert (manifest["documents"], manifest["repaired"]) == (1 + 20 + 1 + 59, 21)
+    assert (manifest["documents"], manifest["repaired"]) == (1 + 20 + 1 + 59, 20 + 200)
     assert manifest["skipped"] == {"broken JSON": 1, "int, not a string": 20, "no text": 1}
-
-
-def test_without_a_network_the_hub_is_not_retried(tmp_path, monkeypatch):
-    import datasets
-
-    def no_network(*args, **options):
-        raise ConnectionError("no network")
-
-    def load_dataset(*args, **options):
-        assert os.environ["HF_HUB_OFFLINE"] == "1"
-        raise FileNotFoundError("no copy was downloaded before")
-
-    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    monkeypatch.setattr(requests, "head", no_network)
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    refused("--source", "hf:some/other", "--out", str(tmp_path), match="FileNotFoundError: no copy .* the network")
 
 
 def test_the_last_line_is_the_next_command(jsonl, capsys):

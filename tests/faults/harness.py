@@ -26,7 +26,7 @@ TIMEOUT_S = 240  # generous: a loaded machine must not fail a test
 PORT_NUMBERS = itertools.count(100 * os.getpid())  # parallel test sessions start at different ports
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
-    "pytest train prepare_dataset torch._dynamo torch.distributed.checkpoint.state_dict".split()
+    "pytest train prepare_dataset datasets torch._dynamo torch.distributed.checkpoint.state_dict".split()
 )
 
 

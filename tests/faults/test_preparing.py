@@ -52,7 +52,7 @@ def test_preparing_survives_kills_at_random_instants(corpus, kills):
     flags = ("--source", "corpus", "--shard_size", "50000", "--val_tokens", "60000")
     assert prepare(*flags, "--out", "reference").wait() == [0]
     manifest = read_manifest(Path("reference"))
-    assert manifest["repaired"] == 3
+    assert manifest["repaired"] == 7
     assert manifest["skipped"] == {
         "broken JSON": 2, "no text": manifest["skipped"]["no text"], "NoneType, not a string": 2,
         "no field 'text'": 2, "blank line": 2,

@@ -1,0 +1,39 @@
+"""Progress bars: a moving line on a terminal, a line a minute in a log file."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from tqdm import tqdm
+
+LOG_INTERVAL_S = 60.0
+LOG_FORMAT = "{desc}: {percentage:.0f}%, {n_fmt} of {total_fmt}, {elapsed} gone, {remaining} to go, {rate_fmt}{postfix}"
+
+
+class ProgressBar(tqdm):
+    """tqdm's bar on stderr."""
+
+    disable: bool
+
+    def __init__(self, *, total: float | None, **options: Any):
+        self.is_terminal = sys.stderr.isatty()
+        if not self.is_terminal:
+            options |= {"mininterval": LOG_INTERVAL_S, "bar_format": LOG_FORMAT if total else None}
+        # miniters: otherwise tqdm counts updates instead of looking at the clock, and is silent when they slow down.
+        super().__init__(total=total, unit_scale=True, miniters=1, dynamic_ncols=True, **options)
+
+    def show_from(self, base: float) -> Callable[[float], object]:
+        """Return a function that shows an amount beyond `base`."""
+        return lambda amount: self.update(base + amount - self.n)
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
+        if self.is_terminal:
+            super().display(msg, pos)
+        else:
+            print(self, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if not (self.is_terminal or self.disable):
+            self.display()
+            self.disable = True  # tqdm would clear a line of the terminal
+        super().close()

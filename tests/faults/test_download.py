@@ -1,0 +1,256 @@
+"""prepare_dataset.py with a data set of the Hub: killed, stopped, and with a Hub, a network or a disk that fails."""
+
+import contextlib
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+from conftest import HUB, REPO
+from harness import Run, refusal
+from standin import CORPUS, TEXTS, corpus
+from test_disk import fill_disk, free_space, small_disk  # noqa: F401 (a fixture)
+
+from steadygpt import hub
+from steadygpt.shards import read_manifest
+
+FLAGS = "--source hf:some/corpus:part --shard_size 90000 --val_tokens 90000".split()
+MODES = {"downloading": [], "streaming": ["--streaming"], "tokenizing": ["--keep_download"]}
+SLOW = 1_500_000  # bytes a second: the whole data set takes a second
+
+
+def begin(rank: int, cache: str = "hf", **constants: float) -> None:
+    """Use a cache in the current folder and small batches, and set constants of steadygpt.hub."""
+    import huggingface_hub.constants
+
+    import prepare_dataset
+
+    huggingface_hub.constants.HF_HUB_CACHE = os.path.abspath(cache)
+    prepare_dataset.BATCH_BYTES = 50_000
+    for name, value in constants.items():
+        setattr(hub, name, value)
+
+
+def prepare(*flags: str, workers: int = 2, **constants) -> Run:
+    options = ("--tokenizer", "bytes", "--num_workers", str(workers))
+    return Run(*FLAGS, *flags, program="prepare_dataset", tiny=options, faults=[partial(begin, **constants)])
+
+
+def shards(folder: str) -> dict[str, bytes]:
+    """Return name -> content of the shards and the manifest."""
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.name != ".lock"}
+
+
+def finish(*flags: str, **options) -> Run:
+    run = prepare(*flags, **options)
+    assert run.wait() == [0], run.text()
+    return run
+
+
+@pytest.fixture
+def reference(tmp_path, monkeypatch):
+    """The data set on the Hub, and its shards in the folder "reference"."""
+    monkeypatch.chdir(tmp_path)
+    HUB.clear()
+    HUB.put(CORPUS, corpus())
+    finish("--out", "reference")
+    assert len(shards("reference")) == 12
+    assert not Path("reference/.download").exists()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.storm)])
+def test_a_preparation_from_the_hub_survives_kills(mode, kills, reference):
+    """Kill at random instants while files are downloaded, streamed, or there."""
+    rng, number, stages = random.Random(kills), 0, set()
+    if mode == "tokenizing":
+        finish("--out", "filling-the-cache", "--keep_download")
+    else:
+        HUB.fail("GET .*parquet", times=-1, bytes_per_s=SLOW)
+    done = 0
+    while done < kills:
+        out = f"killed{number}"
+        run = prepare(*MODES[mode], "--out", out)
+        folder, new_shards = Path(out), rng.randrange(5)
+        enough = len(list(folder.glob("*.npy"))) + new_shards
+        while run.is_alive() and len(list(folder.glob("*.npy"))) < enough:
+            time.sleep(0.001)
+        time.sleep(rng.uniform(0, 0.1 if new_shards else 2.5))
+        if run.is_alive():
+            run.kill()
+            parts = sum(path.stat().st_size for path in folder.rglob("*.part"))
+            stages.add((len(list(folder.glob("*.npy"))), parts > 0))
+            done += 1
+        else:
+            assert run.wait() == [0], run.text()
+            assert shards(out) == shards("reference")
+            number += 1
+    HUB.faults.clear()
+    finish(*MODES[mode], "--out", out)
+    assert shards(out) == shards("reference")
+    assert len(stages) >= min(5, kills - 2)  # the kills came at different stages
+    assert no_workers_are_left()
+
+
+def no_workers_are_left() -> bool:
+    """Return whether all worker processes of killed runs have ended, within a few seconds."""
+    folder = os.getcwd()
+
+    def is_here(pid: str) -> bool:
+        with contextlib.suppress(OSError):
+            return os.readlink(f"/proc/{pid}/cwd") == folder and int(pid) != os.getpid()
+        return False
+
+    deadline = time.monotonic() + 20
+    while any(is_here(path.name) for path in Path("/proc").glob("[0-9]*")):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+@pytest.mark.parametrize("mode", ["downloading", "streaming"])
+def test_the_commit_moves_under_a_killed_preparation(mode, reference):
+    HUB.fail("GET .*parquet", times=-1, bytes_per_s=SLOW)
+    run = prepare(*MODES[mode], "--out", "out")
+    while run.is_alive() and len(list(Path("out").glob("*.npy"))) < 3:
+        time.sleep(0.001)
+    run.kill()
+    HUB.faults.clear()
+    old, new = HUB.heads[CORPUS], HUB.put(CORPUS, corpus([text.upper() for text in TEXTS]))
+    text = finish(*MODES[mode], "--out", "out").text()
+    assert f"now at commit {new[:7]}; this preparation goes on with {old[:7]}, as it was begun" in text
+    assert shards("out") == shards("reference")
+    finish(*MODES[mode], "--out", "new")
+    assert read_manifest(Path("new"))["commit"] == new
+    assert shards("new") != shards("reference")
+
+
+FAULTS = {
+    "resets": {"times": 5, "drop_after": 70_000},
+    "errors": {"times": 3, "status": 500},
+    "too many requests": {"times": 2, "status": 429, "headers": {"Retry-After": "1"}},
+    "stalls": {"times": 2, "stall_after": 70_000, "stall_s": 3},
+    "damage": {"times": 1, "damaged": True},
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("mode", ["downloading", "streaming"])
+def test_passing_faults_of_the_hub_cost_a_line_each(mode, fault, reference):
+    if (mode, fault) == ("streaming", "damage"):
+        pytest.skip("a part of a file has no checksum")
+    HUB.fail("GET .*1.parquet", **FAULTS[fault])
+    text = finish(*MODES[mode], "--out", "out", SILENCE_S=1).text()
+    assert 0 < text.count("; trying again in ") <= FAULTS[fault]["times"]
+    assert "Traceback" not in text
+    assert shards("out") == shards("reference")
+
+
+@pytest.mark.parametrize("mode", ["downloading", "streaming"])
+def test_a_hub_that_is_gone_is_waited_for_or_told(mode, reference):
+    """The clock is shortened: an hour is a second."""
+    times = {"PATIENCE_S": 2.0, "LONGEST_PAUSE_S": 0.2}
+    HUB.fail("GET .*[1-5].parquet", times=-1, drop_after=0)
+    message = refusal(
+        *FLAGS, *MODES[mode], "--out", "out", program="prepare_dataset",
+        tiny=("--tokenizer", "bytes", "--num_workers", "2"), faults=[partial(begin, **times)],
+    )  # fmt: skip
+    assert "no answer from the Hugging Face Hub (" in message
+    run = prepare(*MODES[mode], "--out", "out", **times)
+    run.wait_for("trying again")
+    time.sleep(1)
+    HUB.faults.clear()
+    assert run.wait() == [0], run.text()
+    assert shards("out") == shards("reference")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ctrl_c_ends_a_preparation_at_once(mode, reference):
+    if mode == "tokenizing":
+        finish("--out", "filling-the-cache", "--keep_download")
+    HUB.fail("GET .*parquet", times=-1, bytes_per_s=SLOW / 5)
+    run = prepare(*MODES[mode], "--out", "out")
+    run.wait_for("tokenizing: 0%")
+    start_s = time.monotonic()
+    run.signal(signal.SIGINT)
+    assert run.wait() == [130], run.text()
+    assert time.monotonic() - start_s < 5
+    assert "stopped; run the same command again to continue" in run.text()
+    assert "Traceback" not in run.text()
+    assert no_workers_are_left()
+    HUB.faults.clear()
+    finish(*MODES[mode], "--out", "out")
+    assert shards("out") == shards("reference")
+
+
+@pytest.mark.parametrize("mode", ["downloading", "streaming", "keeping"])
+def test_a_disk_that_fills_is_told_and_the_same_command_goes_on(mode, reference, small_disk):  # noqa: F811
+    """The disk fills while a file is downloaded, a shard is written, or the cache grows."""
+    flags = {"keeping": ["--keep_download"], **MODES}[mode]
+    place = {"out": "run/out", "cache": "hf"} if mode != "keeping" else {"out": "out", "cache": "run/hf"}
+    HUB.fail("GET .*parquet", times=-1, bytes_per_s=SLOW / 2)
+    run = prepare(*flags, "--out", place["out"], cache=place["cache"])
+    run.wait_for("tokenizing: 0%")
+    fill_disk()
+    assert run.wait() == [2], run.text()
+    (line,) = [line for line in run.text().splitlines() if line.startswith("error: ")]
+    what = {"downloading": r"part|npy\.tmp", "streaming": r"npy\.tmp", "keeping": r"part"}[mode]
+    assert any(f"{name}: No space left on device; " in line for name in what.replace("\\", "").split("|")), line
+    assert "bytes are free; fix it and run the same command again to continue" in line
+    free_space()
+    HUB.faults.clear()
+    finish(*flags, "--out", place["out"], cache=place["cache"])
+    assert shards(place["out"]) == shards("reference")
+
+
+@pytest.mark.parametrize("mode", ["downloading", "streaming"])
+def test_a_disk_that_is_too_small_is_told_before_the_download(mode, reference, small_disk):  # noqa: F811
+    Path("run/filler").write_bytes(bytes(1_700_000))
+    run = prepare(*MODES[mode], "--out", "run/out")
+    assert run.wait() == [2], run.text()
+    assert " are free, " in run.text()
+    assert not Path("run/out").exists()
+
+
+@pytest.mark.parametrize("times", [3, pytest.param(20, marks=pytest.mark.storm)])
+def test_a_wrong_text_field_ends_with_status_2_every_time(times, reference):
+    """As a user types it; threads that were alive at the exit used to abort it (status 134)."""
+    command = [sys.executable, str(REPO / "prepare_dataset.py"), *FLAGS, "--tokenizer", "bytes", "--text_field", "txt"]
+    for mode in ([], ["--streaming"]):
+        for _ in range(times):
+            done = subprocess.run([*command, *mode], capture_output=True, text=True)
+            assert done.returncode == 2, done.stderr
+            assert done.stderr.endswith("no field 'txt'; found id, text; name the text with --text_field\n")
+
+
+def record_memory(rank: int) -> None:
+    """Write the peak memory of the process in bytes to memory.txt."""
+    import prepare_dataset
+
+    main = prepare_dataset.main
+
+    def recording_main():
+        status = main()
+        Path("memory.txt").write_text(str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
+        return status
+
+    prepare_dataset.main = recording_main
+
+
+@pytest.mark.parametrize("mode", ["downloading", "streaming"])
+def test_memory_does_not_grow_with_the_data_set(mode, reference):
+    peaks = []
+    for factor in (1, 8):
+        HUB.put(CORPUS, corpus(TEXTS, factor))
+        options = ("--tokenizer", "bytes", "--num_workers", "2", "--out", f"out{factor}", *MODES[mode])
+        run = Run(*FLAGS, program="prepare_dataset", tiny=options, faults=[begin, record_memory])
+        assert run.wait() == [0], run.text()
+        peaks.append(int(Path("memory.txt").read_text()))
+    assert peaks[1] < peaks[0] + 20e6

@@ -1,0 +1,254 @@
+"""Tests of steadygpt/hub.py against a stand-in of the Hub that fails in every way."""
+
+import errno
+import io
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from steadygpt import hub
+from steadygpt.cli import UserError
+from steadygpt.hub import Repo, RepoFile, fetch, find_repo
+
+DATA = random.Random(0).randbytes(3_000_000)
+FILE = "data/train.parquet"
+
+
+@pytest.fixture
+def repo(standin, monkeypatch) -> Repo:
+    """A repository with DATA in one file, and a clock on which waiting takes no time."""
+    monkeypatch.setattr(hub, "sleep", lambda _: None)
+    return Repo("dataset", "some/corpus", standin.put("datasets/some/corpus", {FILE: DATA}))
+
+
+def retries(capsys) -> list[str]:
+    return [line for line in capsys.readouterr().err.splitlines() if "trying again" in line]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# downloads
+
+
+@pytest.mark.parametrize(
+    ("fault", "line"),
+    [
+        ({"drop_after": 1_000_000}, "ReadError"),
+        ({"status": 500}, "HTTP 500 Internal Server Error"),
+        ({"status": 429, "headers": {"Retry-After": "7"}}, "HTTP 429 Too Many Requests; trying again in 7 s"),
+        ({"stall_after": 1_000_000, "stall_s": 2}, "ReadTimeout"),
+        ({"damaged": True}, "damaged on the way"),
+    ],
+)
+def test_a_download_survives(fault, line, repo, standin, capsys, monkeypatch):
+    monkeypatch.setattr(hub, "SILENCE_S", 0.5)
+    standin.fail("GET .*train.parquet", **fault)
+    assert fetch(repo, FILE).read_bytes() == DATA
+    (told,) = retries(capsys)
+    assert told.startswith(f"hf:some/corpus/{FILE}: ")
+    assert line in told
+
+
+def test_an_interrupted_download_goes_on_where_it_was(repo, standin):
+    standin.fail("GET .*train.parquet", drop_after=1_000_000)
+    seen = []
+    fetch(repo, FILE, progress=seen.append)
+    assert standin.sent("GET") < len(DATA) + 200_000
+    assert seen == sorted(seen)
+    assert seen[-1] == len(DATA)
+
+
+def test_a_download_goes_on_after_a_kill(repo, standin):
+    class Killed(BaseException):
+        pass
+
+    def die(count: int) -> None:
+        if count > 1_000_000:
+            raise Killed
+
+    with pytest.raises(Killed):
+        fetch(repo, FILE, progress=die)
+    assert fetch(repo, FILE).read_bytes() == DATA
+    first, second = (line for line, _ in standin.log if line.startswith("GET"))
+    assert "bytes=0-" in first
+    assert int(second.split("bytes=")[1].split("-")[0]) > 900_000
+
+
+def test_a_damaged_rest_of_an_earlier_download_is_dropped(repo):
+    fetch(repo, FILE)
+    blob = fetch(repo, FILE).resolve()
+    blob.rename(f"{blob}.part")
+    with open(f"{blob}.part", "r+b") as file:
+        file.write(b"other")
+        file.truncate(2_000_000)
+    (Path(f"{blob}").parents[1] / "snapshots" / repo.commit / FILE).unlink()
+    assert fetch(repo, FILE).read_bytes() == DATA
+
+
+def test_a_hub_that_is_gone_for_ten_minutes_is_waited_for(repo, standin, capsys, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(hub, "monotonic", lambda: clock[0])
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+        if clock[0] > 600:
+            standin.faults.clear()
+
+    monkeypatch.setattr(hub, "sleep", sleep)
+    standin.fail("GET .*train.parquet", times=-1, status=503)
+    assert fetch(repo, FILE).read_bytes() == DATA
+    assert 600 < clock[0] < 700
+    assert 10 < len(retries(capsys)) < 20  # a line for each, about one a minute
+
+
+def test_without_hope_a_download_ends(repo, standin, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(hub, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(hub, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    standin.fail("GET .*train.parquet", times=-1, status=503)
+    with pytest.raises(UserError, match=r"no answer from the Hugging Face Hub .HTTP 503 Service Unavailable.; check"):
+        fetch(repo, FILE)
+    assert hub.PATIENCE_S <= clock[0] < hub.PATIENCE_S + 2 * hub.LONGEST_PAUSE_S
+
+
+def test_every_byte_that_arrives_restores_the_patience(repo, standin, capsys, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(hub, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(hub, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    monkeypatch.setattr(hub, "PATIENCE_S", 2.0)
+    standin.fail("GET .*train.parquet", times=20, drop_after=100_000)
+    assert fetch(repo, FILE).read_bytes() == DATA
+    assert {line.rpartition("again ")[2] for line in retries(capsys)} == {"in 1 s"}
+
+
+def test_a_full_disk_is_no_reason_to_try_again(repo, capsys, monkeypatch):
+    class Full(io.FileIO):
+        def write(self, data):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(hub, "open", lambda path, mode: Full(path, mode), raising=False)
+    with pytest.raises(OSError, match=r"No space left on device: .*blobs/.*part") as raised:
+        fetch(repo, FILE)
+    assert raised.value.errno == errno.ENOSPC
+    assert not retries(capsys)
+
+
+@pytest.mark.parametrize(
+    ("failure", "is_retried"),
+    [("CAS service error: connection reset", True), ("IO Error: No space left on device (os error 28)", False)],
+)
+def test_xet_is_used_where_it_is_offered_with_the_same_patience(failure, is_retried, repo, capsys, monkeypatch):
+    import huggingface_hub.constants
+
+    metadata = huggingface_hub.get_hf_file_metadata(
+        huggingface_hub.hf_hub_url("some/corpus", FILE, repo_type="dataset")
+    )
+    object.__setattr__(metadata, "xet_file_data", object())
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda *args, **kwargs: metadata)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", False)
+    monkeypatch.setattr(hub, "find_spec", lambda name: name == "hf_xet")
+    download, failures = huggingface_hub.hf_hub_download, [RuntimeError(failure)]
+
+    def by_xet(*args, **kwargs):
+        if failures:
+            raise failures.pop()
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+        return download(*args, **kwargs)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", by_xet)
+    if is_retried:
+        assert fetch(repo, FILE).read_bytes() == DATA
+        assert "connection reset; trying again in 1 s" in retries(capsys)[0]
+    else:
+        with pytest.raises(OSError, match=r"No space left on device"):
+            fetch(repo, FILE)
+
+
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(reads=st.lists(st.tuples(st.integers(0, len(DATA)), st.integers(0, 2_000_000)), max_size=8), seed=st.integers())
+def test_a_file_read_in_place_has_the_bytes_of_the_file(repo, standin, reads, seed):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hub, "READ_AHEAD", (50_000, 400_000))
+        standin.fail("GET .*train.parquet", times=random.Random(seed).randrange(3), drop_after=70_000)
+        file = io.BufferedReader(hub.RemoteFile(repo, RepoFile(FILE, len(DATA))), 1000)
+        for position, count in reads:
+            file.seek(position)
+            assert file.read(count) == DATA[position : position + count]
+        assert file.seek(-10, io.SEEK_END) == len(DATA) - 10
+        assert file.read() == DATA[-10:]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# names
+
+
+def test_a_name_stands_for_its_newest_commit_and_a_revision_for_its_own(repo, standin, capsys):
+    newer = standin.put("datasets/some/corpus", {FILE: b"newer"})
+    assert find_repo("dataset", "some/corpus").commit == newer
+    assert find_repo("dataset", "some/corpus", revision=repo.commit).commit == repo.commit
+    assert capsys.readouterr().err == ""
+    assert find_repo("dataset", "some/corpus", pinned=repo.commit).commit == repo.commit
+    assert f"now at commit {newer[:7]}; this preparation goes on with {repo.commit[:7]}" in capsys.readouterr().err
+
+
+def test_a_renamed_repository_is_told_in_one_line(repo, standin, capsys):
+    standin.renamed["datasets/corpus"] = "datasets/some/corpus"
+    assert find_repo("dataset", "corpus") == repo
+    assert capsys.readouterr().err == "hf:corpus: some/corpus on the Hugging Face Hub\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "revision", "message"),
+    [
+        (
+            "no/such",
+            "",
+            "hf:no/such: not found on the Hugging Face Hub; check the name, or if it is priv",
+        ),
+        ("some/corpus", "v9", "hf:some/corpus@v9: no such revision on the Hugging Face Hub"),
+        ("a b", "", "hf:a b: not a name on the Hugging Face Hub; expected NAME or OWNER/NAME"),
+    ],
+)
+def test_a_wrong_name_is_one_line_without_a_second_try(name, revision, message, repo, standin, capsys):
+    with pytest.raises(UserError) as raised:
+        find_repo("dataset", name, revision)
+    assert str(raised.value).startswith(message)
+    assert not retries(capsys)
+    assert len(standin.log) <= 1
+
+
+def test_a_gated_file_says_how_to_log_in(repo, standin):
+    standin.gated.add("datasets/some/corpus")
+    with pytest.raises(UserError, match=r"gated; accept its conditions .* run `hf auth login` or set HF_TOKEN"):
+        fetch(repo, FILE)
+
+
+def test_without_a_network_only_the_cache_is_used(repo, standin, capsys, monkeypatch):
+    monkeypatch.setattr(hub, "FIRST_PATIENCE_S", 0.0)
+    standin.fail("", times=-1, drop_after=0)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(UserError, match=r"no answer from the Hugging Face Hub .*check the network"):
+        find_repo("dataset", "some/corpus")
+    monkeypatch.undo()
+
+
+def test_offline_no_request_is_sent(repo, standin, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"not in the cache, and HF_HUB_OFFLINE is set"):
+        find_repo("dataset", "some/corpus")
+    assert not standin.log
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    fetch(repo, FILE)
+    refs = Path(fetch(repo, FILE)).parents[3] / "refs"
+    refs.mkdir()
+    (refs / "main").write_text(repo.commit)
+    standin.log.clear()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    found = find_repo("dataset", "some/corpus")
+    assert (found.commit, found.online) == (repo.commit, False)
+    assert fetch(found, FILE).read_bytes() == DATA
+    with pytest.raises(UserError, match=r"other.parquet is not in the cache"):
+        fetch(found, "other.parquet")
+    assert not standin.log

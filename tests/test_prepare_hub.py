@@ -1,0 +1,159 @@
+"""Tests of prepare_dataset.py with data sets of the Hub, against the stand-in."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from standin import CARD, CORPUS, TEXTS, corpus, parquet
+from test_prepare_dataset import files_of, ids_expected, ids_of, prepare, refused
+
+import prepare_dataset
+from steadygpt import hub, sources
+from steadygpt.cli import UserError
+
+OPTIONS = ("--shard_size", "90000", "--val_tokens", "90000")
+
+
+@pytest.fixture
+def some_corpus(standin, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prepare_dataset, "BATCH_BYTES", 50_000)
+    standin.put(CORPUS, corpus())
+    return standin
+
+
+def test_downloads_streams_and_a_full_cache_give_the_same_shards(some_corpus, tmp_path, monkeypatch):
+    seen = []
+    release = sources.HubSource.release
+
+    def looking(source, before):
+        seen.append(sum(path.lstat().st_size for path in Path("out/.download").rglob("*") if path.is_file()))
+        release(source, before)
+
+    monkeypatch.setattr(sources.HubSource, "release", looking)
+    manifest = prepare("hf:some/corpus:part", "out", *OPTIONS)
+    assert ids_of(tmp_path / "out") == ids_expected(TEXTS)
+    assert manifest["commit"] == some_corpus.heads[CORPUS]
+    assert not Path("out/.download").exists()
+    size = len(corpus()["part/0.parquet"])
+    assert 0 < max(seen) < 3.2 * size  # one behind, one being read, one ahead
+    assert not some_corpus.sent("GET .*other/0.parquet")
+    for out, more in (("streamed", ["--streaming"]), ("kept", ["--keep_download"])):
+        some_corpus.log.clear()
+        prepare("hf:some/corpus:part", out, *OPTIONS, *more)
+        assert files_of(tmp_path / out) == files_of(tmp_path / "out")
+    some_corpus.log.clear()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    prepare("hf:some/corpus:part", "offline", *OPTIONS)
+    assert files_of(tmp_path / "offline") == files_of(tmp_path / "out")
+    assert not some_corpus.log
+    prepare("hf:some/corpus:part", "again", *OPTIONS)  # what the user has kept is never removed
+    refused("--source", "hf:some/other", match="not in the cache, and HF_HUB_OFFLINE is set")
+
+
+def test_fineweb_edu_is_the_default(standin, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    card = CARD.replace("part/*", "sample/10BT/*").replace("part", "sample-10BT")
+    files = {"README.md": card.encode(), "sample/10BT/000_00000.parquet": parquet(TEXTS)}
+    standin.put("datasets/HuggingFaceFW/fineweb-edu", files)
+    assert prepare_dataset.main(["--tokenizer", "bytes", "--val_tokens", "9", "--num_workers", "1"]) == 0
+    assert (tmp_path / "data/edu_fineweb10B/edufineweb_val_000000.npy").exists()
+
+
+def interrupt_after(shards: int, monkeypatch) -> None:
+    """Press Ctrl-C when so many shards are written, once."""
+    write_shard, written = prepare_dataset.write_shard, []
+
+    def write_then_stop(path, ids):
+        written.append(path)
+        if len(written) == shards:
+            raise KeyboardInterrupt
+        return write_shard(path, ids)
+
+    monkeypatch.setattr(prepare_dataset, "write_shard", write_then_stop)
+
+
+def test_a_stream_goes_on_inside_the_file(some_corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, "READ_AHEAD", (1000, 4000))
+    prepare("hf:some/corpus:part", "whole", *OPTIONS, "--streaming")
+    of_whole = some_corpus.sent("GET .*parquet")
+    interrupt_after(11, monkeypatch)  # the last shard, which begins inside the last file
+    with pytest.raises(KeyboardInterrupt):
+        prepare("hf:some/corpus:part", "out", *OPTIONS, "--streaming")
+    some_corpus.log.clear()
+    prepare("hf:some/corpus:part", "out", *OPTIONS, "--streaming")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+    assert some_corpus.sent("GET .*parquet") < 0.25 * of_whole
+
+
+@pytest.mark.parametrize(
+    ("source", "more", "message"),
+    [
+        ("hf:", [], "--source hf:: no name; expected hf:NAME"),
+        (
+            "hf:some/corpus:part",
+            ["--text_field", "txt"],
+            "0.parquet: no field 'txt'; found id, text; name the text",
+        ),
+        ("hf:some/corpus:nothing", [], "hf:some/corpus:nothing: .*BuilderConfig 'nothing' not found"),
+        ("hf:some/tests", [], "hf:some/tests: no split 'train', found test"),
+        ("hf:some/gated", [], "gated; accept its conditions .* run `hf auth login` or set HF_TOKEN"),
+    ],
+)
+@pytest.mark.parametrize("streaming", [[], ["--streaming"]])
+def test_mistakes_are_told_before_any_large_download(source, more, message, streaming, some_corpus, monkeypatch):
+    monkeypatch.setattr(hub, "READ_AHEAD", (1000, 4000))
+    some_corpus.put("datasets/some/tests", {"data/test-0.parquet": parquet(TEXTS)})
+    some_corpus.put("datasets/some/gated", {"data/train-0.parquet": parquet(TEXTS)})
+    some_corpus.gated.add("datasets/some/gated")
+    refused("--source", source, "--out", "out", *more, *streaming, match=message)
+    assert some_corpus.sent("GET .*parquet") <= 2**16  # where a Parquet file says what it holds
+    assert not Path("out").exists()
+
+
+def test_formats_that_only_datasets_reads_are_streamed(standin, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = "".join(f'"{text}",{n}\n' for n, text in enumerate(TEXTS[:900]))
+    standin.put("datasets/some/csv", {"data/train.csv": f"text,number\n{rows}".encode()})
+    prepare("hf:some/csv", "whole", *OPTIONS)
+    assert ids_of(tmp_path / "whole") == ids_expected(TEXTS[:900])
+    interrupt_after(2, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        prepare("hf:some/csv", "out", *OPTIONS)
+    prepare("hf:some/csv", "out", *OPTIONS)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("more", [[], ["--streaming"]])
+def test_json_lines_of_the_hub_are_read(more, standin, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+    standin.put("datasets/some/lines", {"data/train.jsonl": lines.encode()})
+    prepare("hf:some/lines", "out", *OPTIONS, *more)
+    assert ids_of(tmp_path / "out") == ids_expected(TEXTS)
+
+
+@pytest.mark.parametrize("more", [[], ["--streaming"], ["--keep_download"]])
+def test_too_small_a_disk_is_told_before_anything_is_written(more, some_corpus, monkeypatch):
+    sizes = sum(len(data) for path, data in corpus().items() if path.startswith("part/"))
+    tokens = len(ids_expected(TEXTS))
+    needed = 2 * tokens + (0 if "--streaming" in more else sizes)
+    for free, is_enough in ((0.8 * needed, False), (1.2 * needed, True)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: type("Usage", (), {"free": int(free)}))
+        if is_enough:
+            prepare("hf:some/corpus:part", "out", *OPTIONS, *more)
+        else:
+            refused("--source", "hf:some/corpus:part", "--out", "out", *more, match="are free, .* are needed")
+            assert not Path("out").exists()
+
+
+def test_a_cache_without_all_files_cannot_finish_a_preparation(some_corpus, monkeypatch):
+    interrupt_after(2, monkeypatch)
+    monkeypatch.setattr(sources, "AHEAD", 0)
+    with pytest.raises(KeyboardInterrupt):
+        prepare("hf:some/corpus:part", "out", *OPTIONS, "--keep_download")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"out: begun with 6 files, .* but now found 2 files"):
+        prepare("hf:some/corpus:part", "out", *OPTIONS)

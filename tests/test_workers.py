@@ -1,0 +1,40 @@
+"""Tests of steadygpt/workers.py."""
+
+import operator
+import os
+import time
+from itertools import count
+
+import pytest
+
+from steadygpt.cli import UserError
+from steadygpt.workers import RUN_AHEAD, map_in_order
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_results_come_in_order(num_workers):
+    pairs = list(map_in_order(operator.neg, range(100), num_workers))
+    assert pairs == [(number, -number) for number in range(100)]
+
+
+def test_only_a_few_items_are_in_memory_at_once():
+    begun = count()
+    results = map_in_order(operator.neg, (next(begun) for _ in range(10_000)), num_workers=2)
+    for number in range(200):
+        assert next(results) == (number, -number)
+        ahead = next(begun) - number
+        begun = count(ahead + number)
+        assert ahead <= 2 + RUN_AHEAD + 1
+    results.close()
+
+
+def test_a_killed_worker_is_one_line():
+    with pytest.raises(UserError, match="one of the 2 workers was killed, perhaps for lack of memory"):
+        list(map_in_order(os._exit, [1], 2))
+
+
+def test_workers_work_at_the_same_time():
+    list(map_in_order(time.sleep, [0.0, 0.0], 2))
+    start_s = time.monotonic()
+    list(map_in_order(time.sleep, [1.5] * 4, 4))
+    assert time.monotonic() - start_s < 4 * 1.5
