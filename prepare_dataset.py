@@ -46,6 +46,11 @@ from steadygpt.sources import (
 from steadygpt.tokenizer import END_OF_TEXT, get_tokenizer
 from steadygpt.workers import map_in_order, usable_cores
 
+DESCRIPTION = (
+    "Write token shards from text of the Hugging Face Hub, files or Python's own library. The default, 10 B tokens of "
+    "FineWeb-Edu, downloads 27 GB and takes 24 GB of disk at its peak, 20 GB afterwards, 0.5 GB of memory and 0.14 GB "
+    "for each worker. After an interruption the same command continues."
+)
 FORMAT_VERSION = 2
 BATCH_BYTES = 2**20  # what a worker gets at once, at least
 ENCODED_AT_ONCE = 500_000  # characters in one call of the tokenizer, about
@@ -73,8 +78,7 @@ class PrepareOptions:
     streaming: bool = option(False, "read a Hub data set in place, without its files on the disk")
     keep_download: bool = option(
         False,
-        "download a Hub data set into the Hub's cache and keep it there (default: each file is removed when "
-        "its tokens are in shards)",
+        "keep a Hub data set in the Hub's cache, instead of removing each file when its tokens are in shards",
     )
 
 
@@ -282,7 +286,7 @@ def parse_args(argv: Sequence[str] | None) -> PrepareOptions:
 
     Raises: UserError.
     """
-    options = parse_options(PrepareOptions, argv, __doc__.partition("\n")[0])
+    options = parse_options(PrepareOptions, argv, DESCRIPTION)
     name = options.name or default_name(options.source)
     if not re.fullmatch(r"[\w.-]+", name):
         raise OptionError("name", repr(name), "only letters, digits and . _ -")

@@ -11,6 +11,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Mapping
+from http import HTTPStatus
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic, sleep
@@ -52,7 +53,7 @@ class RepoFile(NamedTuple):
 
 
 class NoAnswer(UserError):
-    """The Hub did not answer, for as long as it was worth waiting."""
+    """There was no answer for as long as it was worth waiting."""
 
 
 class Patience:
@@ -82,10 +83,7 @@ class Patience:
             if (asked_s := response.headers.get("Retry-After", "")).isdigit():
                 pause_s = max(pause_s, min(float(asked_s), PATIENCE_S))
         if monotonic() - self.since >= (PATIENCE_S if _answered else FIRST_PATIENCE_S):
-            raise NoAnswer(
-                f"{self.what}: no answer from the Hugging Face Hub ({_brief(cause)}); check the network and run this "
-                "again, or set HF_HUB_OFFLINE=1 to use only what was downloaded before"
-            ) from error
+            raise NoAnswer(f"{self.what}: no answer ({_brief(cause)}); check the network and run this again") from error
         tqdm.write(f"{self.what}: {_brief(cause)}; trying again in {pause_s:.0f} s", file=sys.stderr)
         sleep(pause_s)
         self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
@@ -109,11 +107,9 @@ def persistently(what: object, action: Callable[[Patience], Result]) -> Result:
 
 def _network_error(error: BaseException | None) -> BaseException | None:
     """Return the error, or what caused it, if it may pass: a lost connection, a server error, too many requests."""
-    from huggingface_hub.errors import OfflineModeIsEnabled
-
-    while error is not None and not isinstance(error, (UserError, OfflineModeIsEnabled)):
-        if (response := getattr(error, "response", None)) is not None:
-            return error if response.status_code in (408, 425, 429) or response.status_code >= 500 else None
+    while error is not None and not isinstance(error, UserError) and "OfflineModeIsEnabled" not in _kinds(error):
+        if status := _status(error):
+            return error if status in (408, 425, 429) or status >= 500 else None
         if _is_local(error):
             return None
         library = type(error).__module__.partition(".")[0]
@@ -125,37 +121,44 @@ def _network_error(error: BaseException | None) -> BaseException | None:
 
 def _is_local(error: BaseException) -> bool:
     """Return whether an error is this machine's, such as a full disk."""
-    is_network = isinstance(error, (ConnectionError, TimeoutError)) or getattr(error, "response", None) is not None
+    is_network = isinstance(error, (ConnectionError, TimeoutError)) or _status(error)
     return isinstance(error, OSError) and error.errno is not None and not is_network
 
 
 def _refusal(what: object, error: Exception) -> UserError:
     """Explain an error that will not pass."""
-    from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
-    from huggingface_hub.errors import RevisionNotFoundError as NoRevision
-
-    if isinstance(error, GatedRepoError) or "is a gated" in str(error):  # the latter is said by `datasets`
+    kinds = _kinds(error)
+    if "GatedRepoError" in kinds or "is a gated" in str(error):  # the latter is said by `datasets`
         return UserError(
             f"{what}: gated; accept its conditions on its page of the Hugging Face Hub, then run `hf auth login` or "
             "set HF_TOKEN to a token that may read it"
         )
-    if isinstance(error, NoRevision):
+    if "RevisionNotFoundError" in kinds:
         return UserError(f"{what}: no such revision on the Hugging Face Hub; check the part after @")
-    if isinstance(error, RepositoryNotFoundError):
+    if "RepositoryNotFoundError" in kinds or _status(error) in (401, 403):
         return UserError(
-            f"{what}: not found on the Hugging Face Hub; check the name, or if it is private, run `hf auth login` or "
-            "set HF_TOKEN"
+            f"{what}: not found on the Hugging Face Hub, or not yours to read; check the name, and if it is private, "
+            "run `hf auth login` or set HF_TOKEN"
         )
-    if isinstance(error, OfflineModeIsEnabled):
+    if "OfflineModeIsEnabled" in kinds:
         return UserError(f"{what}: not in the cache, and HF_HUB_OFFLINE is set; unset it, or download it first")
     return UserError(f"{what}: {_brief(error)}; check the name, and run this again")
 
 
+def _kinds(error: BaseException) -> set[str]:
+    """Return the names of an error's classes: importing those of huggingface_hub takes a second."""
+    return {kind.__name__ for kind in type(error).__mro__}
+
+
+def _status(error: BaseException) -> int:
+    """Return the HTTP status of an error, 0 if it has none."""
+    return getattr(getattr(error, "response", None), "status_code", 0)
+
+
 def _brief(error: BaseException) -> str:
     """Return an error in a few words."""
-    response = getattr(error, "response", None)
-    if response is not None:
-        return f"HTTP {response.status_code} {getattr(response, 'reason_phrase', '')}".rstrip()
+    if status := _status(error):
+        return f"HTTP {status} {HTTPStatus(status).phrase if status in set(HTTPStatus) else ''}".rstrip()
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {line[:200]}" if line else type(error).__name__
 

