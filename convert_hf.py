@@ -365,6 +365,8 @@ def _download(source: str, with_weights: bool) -> tuple[Path, hub.Repo]:
         with ProgressBar(desc=source, total=total, unit="B", disable=not missing) as bar:
             for file in missing:
                 hub.fetch(repo, file.path, progress=bar.show_from(bar.n))
+    except OSError as error:
+        raise UserError(f"{source}: {error}; fix it and run this again") from error
     except UserError as error:
         raise UserError(f"{error}; there is no such file or folder either") from error
     return folder, repo

@@ -24,11 +24,11 @@ from tqdm import tqdm
 
 from generate import load_model
 from model import GPT, IGNORED_TARGET
-from steadygpt import hub
 from steadygpt.checkpoint import open_checkpoint
 from steadygpt.cli import CheckpointOptions, UserError, option, parse_options, run_cli
 from steadygpt.device import autocast, choose_precision, evaluating
 from steadygpt.distributed import Ranks, joined
+from steadygpt.sources import read_split
 from steadygpt.tokenizer import get_tokenizer
 
 if TYPE_CHECKING:
@@ -90,8 +90,8 @@ def load_examples(file: str) -> list[dict]:
     """
     if not file:
         try:
-            rows = hub.read_split("Rowan/hellaswag", "validation")
-        except UserError as error:
+            rows = read_split("Rowan/hellaswag", "validation")
+        except (UserError, OSError) as error:
             raise UserError(f"{error}; or give its file with --hellaswag_file") from error
         return [row | {"label": int(row["label"])} for row in rows]
     try:

@@ -11,6 +11,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from http import HTTPStatus
 from importlib.util import find_spec
 from pathlib import Path
@@ -179,6 +180,7 @@ def find_repo(kind: str, name: str, revision: str = "", pinned: str = "") -> Rep
     from huggingface_hub.errors import HFValidationError
 
     utils.logging.set_verbosity_error()  # its page of text for each retry; ours is one line
+    utils.disable_progress_bars()
     utils.get_session().timeout = SILENCE_S  # of requests that set none
     what = Repo(kind, f"{name}{f'@{revision}' if revision else ''}", "")
     try:
@@ -211,8 +213,9 @@ def find_repo(kind: str, name: str, revision: str = "", pinned: str = "") -> Rep
         )
     if revision != commit and not pinned:  # as hf_hub_download does, so that the name is found in the cache
         refs = _cache_folder(repo) / "refs" / (revision or "main")
-        refs.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(refs, lambda file: file.write(commit.encode()), durable=False)
+        with suppress(OSError):  # a cache that cannot be written to may still be read
+            refs.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(refs, lambda file: file.write(commit.encode()), durable=False)
     return repo
 
 
@@ -228,6 +231,8 @@ def list_files(repo: Repo) -> list[str]:
 
 def data_files(repo: Repo, config: str, split: str) -> tuple[str, list[RepoFile]]:
     """Return the format of a data set, as `datasets` names it ("parquet", "json"), and the files of a split, in order.
+
+    The format is "" for files outside of the repository.
 
     Raises: UserError when there is no such configuration or split.
     """
@@ -254,6 +259,8 @@ def data_files(repo: Repo, config: str, split: str) -> tuple[str, list[RepoFile]
         found = ", ".join(map(str, files)) or "no files that `datasets` can read"
         raise UserError(f"{what}: no split {split!r}, found {found}; expected a data set that has it")
     base = f"@{repo.commit}/" if repo.online else f"{_snapshot(repo)}/"
+    if not all(base in path for path in files[split]):  # the card refers to other places
+        return "", [RepoFile(path, 0) for path in files[split]]
     return kind, with_sizes(repo, [path.split(base, 1)[1] for path in files[split]])
 
 
@@ -306,7 +313,6 @@ def fetch(repo: Repo, path: str, folder: Path | None = None, progress: Callable[
     Raises: UserError; OSError for errors of this machine, such as a full disk.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
 
     if cached := cached_file(repo, path):
         return cached
@@ -314,8 +320,6 @@ def fetch(repo: Repo, path: str, folder: Path | None = None, progress: Callable[
         return folder / path
     if not repo.online:
         raise UserError(f"{repo}: {path} is not in the cache, and there is no network; run this again with one")
-    if not are_progress_bars_disabled():
-        disable_progress_bars()
     url = hf_hub_url(repo.name, path, repo_type=repo.kind, revision=repo.commit)
 
     def attempt(patience: Patience) -> Path:
@@ -355,17 +359,19 @@ def _download(
                 return
             if (have := file.tell()) < size:
                 _receive(url, have, size, file, patience, lambda count: progress(have + count))
+            file.flush()
+            os.fsync(file.fileno())
+            if (found := file.tell()) < size:
+                raise ConnectionError(f"the connection ended after {found:,} of {size:,} bytes")
+            # The ETag of a large file is its SHA-256. The file may have been begun before the machine crashed.
+            if found > size or (len(etag) == 64 and _sha256(part) != etag):
+                file.truncate(0)
+                raise ConnectionError("damaged on the way")
+            os.replace(part, target)
     except OSError as error:
         if _is_local(error) and error.filename is None:  # as after a write
             error.filename = str(part)
         raise
-    if (found := part.stat().st_size) < size:
-        raise ConnectionError(f"the connection ended after {found:,} of {size:,} bytes")
-    # The ETag of a large file is its SHA-256. The file may have been begun before the machine crashed.
-    if found > size or (len(etag) == 64 and _sha256(part) != etag):
-        part.unlink()
-        raise ConnectionError("damaged on the way")
-    os.replace(part, target)
 
 
 def _receive(
@@ -445,18 +451,6 @@ class RemoteFile(io.RawIOBase):
 
     def seekable(self) -> bool:
         return True
-
-
-def read_split(name: str, split: str) -> list[dict]:
-    """Return the rows of a split of a small data set in Parquet, which is downloaded into the cache.
-
-    Raises: UserError.
-    """
-    import pyarrow.parquet as pq
-
-    repo = find_repo("dataset", name)
-    _, files = data_files(repo, "", split)
-    return [row for file in files for row in pq.read_table(fetch(repo, file.path)).to_pylist()]
 
 
 def stream(repo: Repo, config: str, split: str) -> Any:

@@ -1,5 +1,6 @@
 """Progress bars: a moving line on a terminal, a line a minute in a log file."""
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -19,8 +20,10 @@ class ProgressBar(tqdm):
         self.is_terminal = sys.stderr.isatty()
         if not self.is_terminal:
             options |= {"mininterval": LOG_INTERVAL_S, "bar_format": LOG_FORMAT if total else None}
+        elif not os.get_terminal_size(sys.stderr.fileno()).columns:  # a terminal without a size, as in some containers
+            options |= {"ncols": 80}
         # miniters: otherwise tqdm counts updates instead of looking at the clock, and is silent when they slow down.
-        super().__init__(total=total, unit_scale=True, miniters=1, dynamic_ncols=True, **options)
+        super().__init__(total=total, unit_scale=True, miniters=1, dynamic_ncols="ncols" not in options, **options)
 
     def show_from(self, base: float) -> Callable[[float], object]:
         """Return a function that shows an amount beyond `base`."""

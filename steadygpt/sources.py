@@ -209,6 +209,20 @@ def find_source(name: str, commit: str = "", streaming: bool = False, folder: Pa
     return StreamedSource(name, repo, config, files)
 
 
+def read_split(name: str, split: str) -> list[dict]:
+    """Return the rows of a split of a small data set of the Hub, whose Parquet files are kept in the cache.
+
+    Raises: UserError; OSError for errors of this machine, such as a full disk.
+    """
+    import pyarrow.parquet as pq
+
+    repo = hub.find_repo("dataset", name)
+    _, files = hub.data_files(repo, "", split)
+    paths = [hub.fetch(repo, file.path) for file in files]
+    with naming(str(repo)):
+        return [row for path in paths for row in pq.read_table(path).to_pylist()]
+
+
 def find_files(source: str) -> list[Path]:
     """Find the readable files of a path, a folder (recursive, without hidden files), a glob or "stdlib", sorted.
 

@@ -258,6 +258,57 @@ def test_other_rotations_and_missing_or_damaged_files_are_refused(tmp_path, monk
     assert "no such file or folder" in mistake("gpt2-huge")
 
 
+def on_the_hub(standin, folder, name="models/some/gpt", **changes) -> dict[str, bytes]:
+    """Put a small model on the stand-in of the Hub; return its files."""
+    shape = {"vocab_size": 257, "context_length": 16, "num_layers": 2, "num_heads": 2, "embd_size": 16} | changes
+    reference_model("gpt2", **shape).save_pretrained(folder)
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    standin.put(name, files | {"pytorch_model.bin": bytes(10**6), "onnx/model.safetensors": bytes(10**6)})
+    return files
+
+
+def test_weights_of_the_hub_are_downloaded_once_in_spite_of_failures(standin, tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, "sleep", lambda _: None)
+    files = on_the_hub(standin, tmp_path / "model")
+    standin.fail("GET .*model.safetensors", drop_after=2**16)
+    expected = read_weights(str(tmp_path / "model"))
+    for _ in range(2):
+        assert_same_weights(read_weights("some/gpt"), expected)
+    assert standin.sent("GET .*resolve") < sum(map(len, files.values())) + 2**16
+
+
+def test_a_revision_of_a_model_is_read(standin, tmp_path):
+    on_the_hub(standin, tmp_path / "old")
+    commit = standin.heads["models/some/gpt"]
+    on_the_hub(standin, tmp_path / "new", embd_size=32)
+    assert_same_weights(read_weights(f"some/gpt@{commit}"), read_weights(str(tmp_path / "old")))
+    assert read_weights("some/gpt")["model_config"]["embd_size"] == 32
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "message"),
+    [
+        ({"vocab_size": 300}, [], "vocab_size is 300, but the data has 257"),
+        ({}, ["--num_layers", "3"], "num_layers is 2, but this run has 3"),
+        ({}, ["--warmup_steps", "9"], "warmup_steps"),
+        ({}, ["--total_batch_size", "70"], "total_batch_size"),
+    ],
+)
+def test_checks_come_before_the_download_of_weights(changes, flags, message, standin, workdir):
+    on_the_hub(standin, workdir / "model", **changes)
+    with pytest.raises(UserError, match=message):
+        run_here("--init_from", "some/gpt", "--max_steps", "3", "--warmup_steps", "1", *flags)
+    assert not standin.sent("GET .*safetensors")
+
+
+def test_a_run_starts_from_weights_of_the_hub(standin, workdir):
+    on_the_hub(standin, workdir / "model")
+    run_here("--init_from", "some/gpt", "--max_steps", "3", "--warmup_steps", "1", "--dry_run")
+    assert not standin.sent("GET .*safetensors")
+    assert run_here("--init_from", "some/gpt", "--max_steps", "3", "--warmup_steps", "1") == 0
+    assert standin.sent("GET .*safetensors")
+
+
 def test_a_downloaded_model_is_read_without_a_network(workdir, monkeypatch):
     import huggingface_hub.constants
 

@@ -1,10 +1,13 @@
 """Tests of hellaswag_eval.py: its scores equal those of a plain loop over the endings."""
 
 import dataclasses
+import io
 import json
 from dataclasses import dataclass
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,6 +28,7 @@ from hellaswag_eval import (
     tokenize,
 )
 from model import GPT, GPTConfig
+from steadygpt import hub
 from steadygpt.cli import UserError
 from steadygpt.distributed import Ranks, Stopped
 from steadygpt.tokenizer import get_tokenizer
@@ -260,6 +264,25 @@ def test_a_file_that_is_not_text_is_rejected(tmp_path):
     for name in ("", "binary.jsonl"):
         with pytest.raises(UserError, match=r"--hellaswag_file .* cannot be read"):
             load_examples(str(tmp_path / name))
+
+
+def test_only_the_validation_split_comes_from_the_hub(standin, monkeypatch):
+    rows = {"ctx": ["one two"], "endings": [["a", "b", "c", "d"]], "label": ["2"]}
+    files = {}
+    for split in ("train", "validation", "test"):
+        file = io.BytesIO()
+        pyarrow.parquet.write_table(pyarrow.table(rows), file)
+        files[f"data/{split}-00000-of-00001.parquet"] = file.getvalue()
+    standin.put("datasets/Rowan/hellaswag", files)
+    monkeypatch.setattr(hub, "sleep", lambda _: None)
+    standin.fail("GET .*validation", times=2, status=500)
+    expected = [{"ctx": "one two", "endings": ["a", "b", "c", "d"], "label": 2}]
+    assert load_examples("") == expected
+    assert not standin.sent("GET .*(train|test)-")
+    standin.log.clear()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert load_examples("") == expected
+    assert not standin.log
 
 
 def test_labels_may_be_strings_as_on_the_hub(tmp_path):
