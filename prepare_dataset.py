@@ -172,7 +172,7 @@ def gather_batches(chunks: Iterable[Chunk]) -> Iterator[Batch]:
 
 
 def load_manifest(out: Path, identity: dict) -> dict | None:
-    """Read the manifest that an earlier run of the same preparation left; None for a folder without shards.
+    """Read the manifest that an earlier run of the same preparation left; None if there is nothing to continue.
 
     Raises: UserError when the folder holds any other shards.
     """
@@ -188,8 +188,8 @@ def load_manifest(out: Path, identity: dict) -> dict | None:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{out / MANIFEST}: not a manifest ({error!r}); {advice}") from error
-    if not shards:
-        return None  # left by a command that failed early, for example with the wrong --text_field
+    if not shards and (is_old or differ):
+        return None  # nothing would be lost
     if is_old:
         raise UserError(f"{out}: begun by an earlier version of prepare_dataset.py; {advice}")
     if differ:
@@ -414,6 +414,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{out}: begun with {manifest['files']} of {name}, but now found {files}; restore the files, use a "
                 f"different --out, or empty {out}"
             )
+        is_new = manifest is None
         manifest = manifest or (
             {"format_version": FORMAT_VERSION} | identity | {"commit": source.commit, "files": files}
             | {"complete": False, "vocab_size": vocab_size, "dtype": token_dtype(vocab_size).name}
@@ -424,6 +425,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan(source, encoder, manifest, out)
         with lock_folder(out, "wait until it has finished, or use a different --out"):
             try:
+                if is_new:
+                    shutil.rmtree(out / DOWNLOADS, ignore_errors=True)  # perhaps of another commit
                 save_manifest(out, manifest)  # before any shard, because shards without a manifest are refused
                 prepare(source, encoder, manifest, out, options.num_workers or usable_cores())
             except OSError as error:
