@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field
-from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
@@ -31,7 +30,6 @@ from steadygpt import hub
 from steadygpt.checkpoint import FORMAT_VERSION, as_checkpoint, load_verified, open_checkpoint
 from steadygpt.cli import OptionError, UserError, kind_of, option, parse_options, run_cli
 from steadygpt.durable import fsync_folder, replace_file
-from steadygpt.progress import ProgressBar
 from steadygpt.tokenizer import END_OF_TEXT, get_tokenizer, hugging_face_tokenizer, vocab_size_of
 
 NEEDS = "needs safetensors and tokenizers; pip install safetensors tokenizers"
@@ -137,7 +135,12 @@ def read_weights(source: str, tokenizer: str = "", download: bool = True) -> dic
         return _read_folder(path, source, tokenizer)
     if path.suffix == ".pt" or path.is_file():
         return _read_file(path, tokenizer)
-    folder, repo = _download(source, download)
+    try:
+        folder, repo = hub.fetch_model(source, download)
+    except OSError as error:
+        raise UserError(f"{source}: {error}; fix it and run this again") from error
+    except UserError as error:
+        raise UserError(f"{error}; there is no such file or folder either") from error
     if download or not repo.online:
         return _read_folder(folder, source, tokenizer)
     return _read_folder(folder, source, tokenizer, with_weights=False) | {"source": f"{repo.name}@{repo.commit}"}
@@ -346,30 +349,6 @@ def _read_safetensors(folder: Path, source: str) -> dict[str, Tensor]:
         except (OSError, SafetensorError) as error:
             raise UserError(f"{file}: cannot be read ({error})") from error
     return weights
-
-
-def _download(source: str, with_weights: bool) -> tuple[Path, hub.Repo]:
-    """Download config.json of a model of the Hub, and its weights, and return their folder in the cache."""
-    name, _, revision = source.partition("@")
-    try:
-        repo = hub.find_repo("model", name, revision)
-        folder = hub.fetch(repo, "config.json").parent
-        if not (with_weights and repo.online):
-            return folder, repo
-        # In one file or several; their index holds no further information.
-        paths = hub.list_files(repo)
-        wanted = [path for path in paths if path == "model.safetensors"]
-        wanted = wanted or [path for path in paths if fnmatch(path, "model-*.safetensors")]
-        missing = hub.with_sizes(repo, [path for path in wanted if not hub.cached_file(repo, path)])
-        total = sum(file.size for file in missing)
-        with ProgressBar(desc=source, total=total, unit="B", disable=not missing) as bar:
-            for file in missing:
-                hub.fetch(repo, file.path, progress=bar.show_from(bar.n))
-    except OSError as error:
-        raise UserError(f"{source}: {error}; fix it and run this again") from error
-    except UserError as error:
-        raise UserError(f"{error}; there is no such file or folder either") from error
-    return folder, repo
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from fnmatch import fnmatch
 from http import HTTPStatus
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +23,7 @@ from tqdm import tqdm
 
 from steadygpt.cli import UserError
 from steadygpt.durable import replace_file
+from steadygpt.progress import ProgressBar
 
 Result = TypeVar("Result")
 # How long requests are repeated without receiving anything: in a run with several ranks, the others wait 30 minutes.
@@ -219,16 +221,6 @@ def find_repo(kind: str, name: str, revision: str = "", pinned: str = "") -> Rep
     return repo
 
 
-def list_files(repo: Repo) -> list[str]:
-    """Return the paths of all files of a repository; without a network, of those in the cache."""
-    from huggingface_hub import HfApi
-
-    if not repo.online:
-        folder = _snapshot(repo)
-        return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
-    return persistently(repo, lambda _: HfApi().list_repo_files(repo.name, repo_type=repo.kind, revision=repo.commit))
-
-
 def data_files(repo: Repo, config: str, split: str) -> tuple[str, list[RepoFile]]:
     """Return the format of a data set, as `datasets` names it ("parquet", "json"), and the files of a split, in order.
 
@@ -344,6 +336,29 @@ def fetch(repo: Repo, path: str, folder: Path | None = None, progress: Callable[
     found = persistently(f"{repo}/{path}", attempt)
     progress(found.stat().st_size)
     return found
+
+
+def fetch_model(source: str, with_weights: bool) -> tuple[Path, Repo]:
+    """Download config.json of the model NAME[@REVISION] and its safetensors; return their folder in the cache.
+
+    Raises: as fetch.
+    """
+    from huggingface_hub import HfApi
+
+    name, _, revision = source.partition("@")
+    repo = find_repo("model", name, revision)
+    folder = fetch(repo, "config.json").parent
+    if not (with_weights and repo.online):
+        return folder, repo
+    paths = persistently(repo, lambda _: HfApi().list_repo_files(name, revision=repo.commit))
+    # In one file or several; their index holds no further information.
+    wanted = [path for path in paths if path == "model.safetensors"]
+    wanted = wanted or [path for path in paths if fnmatch(path, "model-*.safetensors")]
+    missing = with_sizes(repo, [path for path in wanted if not cached_file(repo, path)])
+    with ProgressBar(desc=source, total=sum(file.size for file in missing), unit="B", disable=not missing) as bar:
+        for file in missing:
+            fetch(repo, file.path, progress=bar.show_from(bar.n))
+    return folder, repo
 
 
 def _download(
