@@ -1,0 +1,51 @@
+"""Tests of steadygpt/progress.py: lines in a log file, a moving line on a terminal of any size."""
+
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+from conftest import REPO
+
+from steadygpt import progress
+from steadygpt.progress import ProgressBar
+
+PROGRAM = """
+from steadygpt.progress import ProgressBar
+with ProgressBar(desc="working", total=1000, unit="B") as bar:
+    for _ in range(10):
+        bar.update(100)
+"""
+
+
+def test_in_a_log_file_each_state_is_a_line(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "LOG_INTERVAL_S", 0.0)
+    with ProgressBar(desc="working", total=2e9, initial=1e9, unit="B") as bar:
+        bar.set_postfix_str("3.0 M tokens/s", refresh=False)
+        bar.update(5e8)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("working: 50%, 1.00G of 2.00G, 00:00 gone, ? to go")
+    assert lines[1].startswith("working: 75%, 1.50G of 2.00G, 00:00 gone, 00:00 to go, ")
+    assert lines[1].endswith("B/s, 3.0 M tokens/s")
+
+
+def test_in_a_log_file_lines_are_a_minute_apart(capsys):
+    with ProgressBar(desc="working", total=1000, unit="B") as bar:
+        for _ in range(1000):
+            bar.update()
+    assert len(capsys.readouterr().err.splitlines()) == 2  # the first and the last
+
+
+@pytest.mark.parametrize("columns", [0, 40, 100])
+def test_on_a_terminal_the_bar_fills_its_width(columns):
+    main_end, other_end = pty.openpty()
+    fcntl.ioctl(other_end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    subprocess.run([sys.executable, "-c", PROGRAM], stderr=other_end, cwd=REPO, check=True)
+    os.close(other_end)
+    states = os.read(main_end, 10**6).decode().replace("\n", "").split("\r")
+    assert "100%" in states[-2]
+    assert {len(state) for state in states if state} == {columns - 1 if columns else 80}
