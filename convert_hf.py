@@ -140,7 +140,8 @@ def read_weights(source: str, tokenizer: str = "", download: bool = True) -> dic
     except OSError as error:
         raise UserError(f"{source}: {error}; fix it and run this again") from error
     except UserError as error:
-        raise UserError(f"{error}; there is no such file or folder either") from error
+        is_unknown = isinstance(error, hub.NoAnswer) or "not found" in str(error)
+        raise UserError(f"{error}{'; there is no such file or folder either' * is_unknown}") from error
     if download or not repo.online:
         return _read_folder(folder, source, tokenizer)
     return _read_folder(folder, source, tokenizer, with_weights=False) | {"source": f"{repo.name}@{repo.commit}"}

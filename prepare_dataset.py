@@ -15,13 +15,14 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, takewhile
+from itertools import accumulate, chain, takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ import tiktoken
 
 from steadygpt.cli import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.durable import lock_folder, replace_file
-from steadygpt.progress import ProgressBar
+from steadygpt.progress import ProgressBar, say
 from steadygpt.shards import DEFAULT_FOLDER, MANIFEST, open_shard, token_dtype, write_shard
 from steadygpt.sources import (
     FINEWEB_EDU,
@@ -117,7 +118,8 @@ class Encoder:
         for chunk in batch:
             for row, text, is_begin in read_documents(chunk, self.names[chunk.at.file], self.text_field):
                 if not isinstance(text, str):
-                    reason = str(text) if isinstance(text, ValueError) else f"{type(text).__name__}, not a string"
+                    kind = "null" if text is None else type(text).__name__
+                    reason = str(text) if isinstance(text, ValueError) else f"{kind}, not a string"
                     skipped.append((chunk.at._replace(row=row), reason))
                     continue
                 clean = repair(text)
@@ -182,6 +184,8 @@ def load_manifest(out: Path, identity: dict) -> dict | None:
         differ = [f"{k} {manifest[k]!r}, but now it is {new!r}" for k, new in identity.items() if manifest[k] != new]
         shards = {out / shard["file"]: shard["tokens"] for shard in manifest["shards"]}
         is_old = manifest["format_version"] < FORMAT_VERSION and not manifest["complete"]
+        if not (is_old or manifest["complete"]):
+            _ = [manifest["next"][key] for key in (*Position._fields, "skip_tokens")], manifest["commit"]
     except FileNotFoundError:
         if foreign := sorted(path.name for path in out.glob("*") if path.suffix in (".npy", ".bin")):
             raise UserError(f"{out}: holds {foreign[0]} but no {MANIFEST}; {advice}") from None
@@ -249,7 +253,7 @@ def write_shards(
         manifest["documents"] += documents
         manifest["repaired"] += repaired
         manifest["skipped"] = Counter(manifest["skipped"]) + Counter(reason for _, reason in skipped)
-        taken = 0
+        taken = max(0, taken - len(ids))  # a resumed run may have smaller batches
     if (num_tokens := manifest["tokens"] + filled) <= manifest["val_tokens"]:
         for path in [*(out / shard["file"] for shard in manifest["shards"]), out / MANIFEST]:
             path.unlink()
@@ -314,29 +318,42 @@ def plan(source: Source, encoder: Encoder, manifest: dict, out: Path) -> None:
     read = sum(source.sizes[first : batch[-1].at.file]) + batch[-1].end if batch else 0
     if not (read and total):
         return
-    per_byte = len(encoder(batch).ids) / read
-    needs = {out: int(max(0, per_byte * total - manifest["tokens"])) * itemsize}
-    of_shards = f"{_bytes(needs[out])} of shards in {out}"
-    for folder, size in source.needs(manifest["shard_size"] / max(per_byte, 1e-9)).items():
-        of_shards += f", up to {_bytes(size)} of downloads in {folder}"
-        needs[folder] = size
+    found = encoder(batch)
+    reasons = {reason for _, reason in found.skipped if "not a string" in reason}
+    if reasons and not found.documents:
+        raise UserError(
+            f"{source.names[first]}: the field {encoder.text_field!r} holds no text ({', '.join(sorted(reasons))}); "
+            "name the text with --text_field"
+        )
+    per_byte = len(found.ids) / read
+    shards = {out: int(max(0, per_byte * total - manifest["tokens"])) * itemsize}
+    downloads = source.needs(first, manifest["shard_size"] / max(per_byte, 1e-9))
+    what = f"{_bytes(shards[out])} of shards in {out}"
+    what += "".join(f", up to {_bytes(size)} of downloads in {folder}" for folder, size in downloads.items())
     at = f" at commit {source.commit[:7]}" if source.commit else ""
     print(
         f"{source.name}{at}: {_plural(len(source.names), 'file')}, {_bytes(total)}, about "
-        f"{per_byte * total / 1e6:,.4g} M tokens\ndisk: about {of_shards}",
+        f"{float(f'{per_byte * total:.3g}'):,.0f} tokens\ndisk: about {what}",
         file=sys.stderr,
     )
-    by_disk: dict[int, int] = Counter()
-    for folder, size in needs.items():
-        folder = existing(folder)
-        by_disk[folder.stat().st_dev] += size
-        free = shutil.disk_usage(folder).free
-        if by_disk[folder.stat().st_dev] > free:
-            smaller = "use --streaming, which needs no downloads, " if len(needs) > 1 else ""
+    missing_without = [disk for disk, (free, needed) in disks(shards).items() if needed > free]
+    for disk, (free, needed) in disks(shards, downloads).items():
+        if needed > free:
+            or_stream = "" if missing_without or not downloads else "use --streaming, which needs no downloads, "
             raise UserError(
-                f"{folder}: {_bytes(free)} are free, {_bytes(by_disk[folder.stat().st_dev])} are needed ({of_shards}); "
-                f"free some, {smaller}or give another --out"
+                f"{disk}: {_bytes(free)} are free, {_bytes(needed)} are needed ({what}); free some, {or_stream}or give "
+                "another --out"
             )
+
+
+def disks(*needs: Mapping[Path, int]) -> dict[Path, tuple[int, int]]:
+    """Return, for an existing folder of each disk, the bytes that are free and the bytes that are needed."""
+    found: dict[int, tuple[Path, int]] = {}
+    for folder, size in chain.from_iterable(need.items() for need in needs):
+        disk = existing(folder).stat().st_dev
+        first, needed = found.get(disk, (existing(folder), 0))
+        found[disk] = first, needed + size
+    return {folder: (shutil.disk_usage(folder).free, needed) for folder, needed in found.values()}
 
 
 def existing(path: Path) -> Path:
@@ -366,7 +383,7 @@ def show_progress(
         bar.update(amount_before[batch[-1].at.file] + batch[-1].end - bar.n)
         for at, reason in found.skipped[: NAMED_SKIPS - num_named]:
             name = source.names[at.file].removeprefix(f"{STDLIB}{os.sep}")
-            bar.write(f"skipped {name}:{at.row + 1}: {reason}", file=sys.stderr)
+            say(f"skipped {name}:{at.row + 1}: {reason}")
             num_named += 1
 
 
@@ -380,12 +397,63 @@ def prepare(source: Source, encoder: Encoder, manifest: dict, out: Path, num_wor
     source.release(start.file)
     batches = gather_batches(source.chunks(encoder.text_field, start))
     with ExitStack() as bars:
-        if source.needs(0):
+        if source.needs(start.file, 0):
             bar = bars.enter_context(ProgressBar(desc="downloading", total=total, initial=before, unit="B"))
             source.progress = bar.show_from(0)
         bar = ProgressBar(desc="tokenizing", total=total or None, initial=before, unit=source.unit)
         encoded = bars.enter_context(closing(map_in_order(encoder, batches, num_workers)))
         write_shards(show_progress(encoded, bars.enter_context(bar), source), out, manifest, source.release)
+
+
+def complete(
+    options: PrepareOptions, name: str, local: Source | None, identity: dict, begun: dict | None, out: Path
+) -> dict:
+    """Begin or continue a preparation, and return its manifest when it is complete.
+
+    Args:
+        name: of the source; `local` is the source if it is on this machine.
+        begun: the manifest of an earlier run.
+
+    Raises: as prepare.
+    """
+    vocab_size = get_tokenizer(options.tokenizer).n_vocab
+    folder = None if options.keep_download else out / DOWNLOADS
+    source = local or find_source(name, begun["commit"] if begun else "", options.streaming, folder)
+    files = source.fingerprint()
+    if begun and begun["files"] != files:
+        raise UserError(
+            f"{out}: begun with {begun['files']} of {name}, but now found {files}; restore the files, use a "
+            f"different --out, or empty {out}"
+        )
+    manifest = begun or (
+        {"format_version": FORMAT_VERSION} | identity | {"commit": source.commit, "files": files}
+        | {"complete": False, "vocab_size": vocab_size, "dtype": token_dtype(vocab_size).name}
+        | {"documents": 0, "repaired": 0, "skipped": {}, "tokens": 0, "shards": []}
+        | {"next": Position()._asdict() | {"skip_tokens": 0}}
+    )  # fmt: skip
+    encoder = Encoder(options.tokenizer, options.text_field, source.names)
+    plan(source, encoder, manifest, out)
+    with lock_folder(out, "wait until it has finished, or use a different --out"), closing(source):
+        save_manifest(out, manifest)  # before any shard, because shards without a manifest are refused
+        prepare(source, encoder, manifest, out, options.num_workers or usable_cores())
+        shutil.rmtree(out / DOWNLOADS, ignore_errors=True)
+    return manifest
+
+
+@contextmanager
+def telling_how_to_continue(out: Path) -> Iterator[None]:
+    """Explain a full disk and the like, and Ctrl-C."""
+    try:
+        yield
+    except OSError as error:
+        where = Path(error.filename or out)
+        raise UserError(
+            f"{where}: {error.strerror or error}; {shutil.disk_usage(existing(where)).free:,} bytes are free; "
+            "fix it and run the same command again to continue"
+        ) from error
+    except KeyboardInterrupt:
+        print("stopped; run the same command again to continue", file=sys.stderr)
+        raise
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -405,41 +473,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if manifest and manifest["complete"]:
         print(f"{out}: already complete")
     else:
-        vocab_size = get_tokenizer(options.tokenizer).n_vocab
-        folder = None if options.keep_download else out / DOWNLOADS
-        source = local or find_source(name, manifest["commit"] if manifest else "", options.streaming, folder)
-        files = source.fingerprint()
-        if manifest and manifest["files"] != files:
-            raise UserError(
-                f"{out}: begun with {manifest['files']} of {name}, but now found {files}; restore the files, use a "
-                f"different --out, or empty {out}"
-            )
-        is_new = manifest is None
-        manifest = manifest or (
-            {"format_version": FORMAT_VERSION} | identity | {"commit": source.commit, "files": files}
-            | {"complete": False, "vocab_size": vocab_size, "dtype": token_dtype(vocab_size).name}
-            | {"documents": 0, "repaired": 0, "skipped": {}, "tokens": 0, "shards": []}
-            | {"next": Position()._asdict() | {"skip_tokens": 0}}
-        )  # fmt: skip
-        encoder = Encoder(options.tokenizer, options.text_field, source.names)
-        plan(source, encoder, manifest, out)
-        with lock_folder(out, "wait until it has finished, or use a different --out"):
-            try:
-                if is_new:
-                    shutil.rmtree(out / DOWNLOADS, ignore_errors=True)  # perhaps of another commit
-                save_manifest(out, manifest)  # before any shard, because shards without a manifest are refused
-                prepare(source, encoder, manifest, out, options.num_workers or usable_cores())
-            except OSError as error:
-                where = Path(error.filename or out)
-                raise UserError(
-                    f"{where}: {error.strerror or error}; {shutil.disk_usage(existing(where)).free:,} bytes are free; "
-                    "fix it and run the same command again to continue"
-                ) from error
-            except KeyboardInterrupt:
-                print("stopped; run the same command again to continue", file=sys.stderr)
-                raise
-            finally:
-                source.close(manifest["complete"])
+        with telling_how_to_continue(out):
+            manifest = complete(options, name, local, identity, manifest, out)
     splits = Counter(shard["split"] for shard in manifest["shards"])
     flags = f"--data_dir {shlex.quote(str(out))}"
     if manifest["tokens"] < SMALL_TOKENS:
@@ -454,4 +489,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends it as Ctrl-C does
     run_cli(main)

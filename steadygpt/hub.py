@@ -8,8 +8,10 @@ import errno
 import fcntl
 import hashlib
 import io
+import json
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from fnmatch import fnmatch
@@ -19,11 +21,9 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
-from tqdm import tqdm
-
 from steadygpt.cli import UserError
 from steadygpt.durable import replace_file
-from steadygpt.progress import ProgressBar
+from steadygpt.progress import ProgressBar, say
 
 Result = TypeVar("Result")
 # How long requests are repeated without receiving anything: in a run with several ranks, the others wait 30 minutes.
@@ -87,7 +87,7 @@ class Patience:
                 pause_s = max(pause_s, min(float(asked_s), PATIENCE_S))
         if monotonic() - self.since >= (PATIENCE_S if _answered else FIRST_PATIENCE_S):
             raise NoAnswer(f"{self.what}: no answer ({_brief(cause)}); check the network and run this again") from error
-        tqdm.write(f"{self.what}: {_brief(cause)}; trying again in {pause_s:.0f} s", file=sys.stderr)
+        say(f"{self.what}: {_brief(cause)}; trying again in {pause_s:.0f} s")
         sleep(pause_s)
         self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
 
@@ -110,7 +110,8 @@ def persistently(what: object, action: Callable[[Patience], Result]) -> Result:
 
 def _network_error(error: BaseException | None) -> BaseException | None:
     """Return the error, or what caused it, if it may pass: a lost connection, a server error, too many requests."""
-    while error is not None and not isinstance(error, UserError) and "OfflineModeIsEnabled" not in _kinds(error):
+    hopeless = {"UserError", "OfflineModeIsEnabled", "UnsupportedProtocol", "InvalidURL"}
+    while error is not None and not hopeless & _kinds(error):
         if status := _status(error):
             return error if status in (408, 425, 429) or status >= 500 else None
         if _is_local(error):
@@ -162,8 +163,8 @@ def _brief(error: BaseException) -> str:
     """Return an error in a few words."""
     if status := _status(error):
         return f"HTTP {status} {HTTPStatus(status).phrase if status in set(HTTPStatus) else ''}".rstrip()
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {line[:200]}" if line else type(error).__name__
+    line = textwrap.shorten(str(error), 120, placeholder=" ...")
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -241,6 +242,11 @@ def data_files(repo: Repo, config: str, split: str) -> tuple[str, list[RepoFile]
         return builder.name, builder.config.data_files or {}
 
     what = f"{repo}{f':{config}' if config else ''}"
+    # Of the cache, `datasets` would take the files that are there for all of them.
+    record = _cache_folder(repo) / "steadygpt" / f"{repo.commit}-{config or 'default'}-{split}.json"
+    if not repo.online and record.exists():
+        kind, found = json.loads(record.read_text())
+        return kind, [RepoFile(path, size) for path, size in found]
     try:
         kind, files = persistently(what, resolve)
     except UserError as error:
@@ -253,7 +259,14 @@ def data_files(repo: Repo, config: str, split: str) -> tuple[str, list[RepoFile]
     base = f"@{repo.commit}/" if repo.online else f"{_snapshot(repo)}/"
     if not all(base in path for path in files[split]):  # the card refers to other places
         return "", [RepoFile(path, 0) for path in files[split]]
-    return kind, with_sizes(repo, [path.split(base, 1)[1] for path in files[split]])
+    sized = with_sizes(repo, [path.split(base, 1)[1] for path in files[split]])
+    if repo.online:
+        with suppress(OSError):
+            record.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(record, lambda file: file.write(json.dumps([kind, sized]).encode()), durable=False)
+    else:
+        say(f"{what}: not listed in the cache, so only the {len(sized)} files in it are known")
+    return kind, sized
 
 
 def with_sizes(repo: Repo, paths: list[str]) -> list[RepoFile]:
@@ -345,7 +358,9 @@ def fetch_model(source: str, with_weights: bool) -> tuple[Path, Repo]:
     """
     from huggingface_hub import HfApi
 
-    name, _, revision = source.partition("@")
+    name, at, revision = source.partition("@")
+    if at and not revision:
+        raise UserError(f"{source}: no revision after @; expected NAME or NAME@REVISION")
     repo = find_repo("model", name, revision)
     folder = fetch(repo, "config.json").parent
     if not (with_weights and repo.online):
@@ -372,7 +387,7 @@ def _download(
             fcntl.flock(file, fcntl.LOCK_EX)  # another command may want the same file
             if target.exists():
                 return
-            if (have := file.tell()) < size:
+            if (have := file.seek(0, os.SEEK_END)) < size:
                 _receive(url, have, size, file, patience, lambda count: progress(have + count))
             file.flush()
             os.fsync(file.fileno())

@@ -11,6 +11,14 @@ LOG_INTERVAL_S = 60.0
 LOG_FORMAT = "{desc}: {percentage:.0f}%, {n_fmt} of {total_fmt}, {elapsed} gone, {remaining} to go, {rate_fmt}{postfix}"
 
 
+def say(text: str) -> None:
+    """Print a line on stderr, above the bars."""
+    if sys.stderr.isatty():
+        tqdm.write(text, file=sys.stderr)
+    else:
+        print(text, file=sys.stderr, flush=True)
+
+
 class ProgressBar(tqdm):
     """tqdm's bar on stderr."""
 
@@ -19,7 +27,7 @@ class ProgressBar(tqdm):
     def __init__(self, *, total: float | None, **options: Any):
         self.is_terminal = sys.stderr.isatty()
         if not self.is_terminal:
-            options |= {"mininterval": LOG_INTERVAL_S, "bar_format": LOG_FORMAT if total else None}
+            options |= {"bar_format": LOG_FORMAT if total else None}
         elif not os.get_terminal_size(sys.stderr.fileno()).columns:  # a terminal without a size, as in some containers
             options |= {"ncols": 80}
         # miniters: otherwise tqdm counts updates instead of looking at the clock, and is silent when they slow down.
@@ -32,8 +40,9 @@ class ProgressBar(tqdm):
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
         if self.is_terminal:
             super().display(msg, pos)
-        else:
+        elif self.n > self.initial:
             print(self, file=sys.stderr, flush=True)
+            self.mininterval = LOG_INTERVAL_S  # from the first line on, which comes with the first amount
 
     def close(self) -> None:
         if not (self.is_terminal or self.disable):

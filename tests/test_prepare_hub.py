@@ -2,9 +2,12 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from conftest import REPO
 from standin import CARD, CORPUS, TEXTS, corpus, parquet
 from test_prepare_dataset import files_of, ids_expected, ids_of, prepare, refused
 
@@ -91,7 +94,7 @@ def test_a_stream_goes_on_inside_the_file(some_corpus, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("source", "more", "message"),
     [
-        ("hf:", [], "--source hf:: no name; expected hf:NAME"),
+        ("hf:", [], "--source 'hf:' is incomplete; expected hf:NAME"),
         (
             "hf:some/corpus:part",
             ["--text_field", "txt"],
@@ -155,5 +158,60 @@ def test_a_cache_without_all_files_cannot_finish_a_preparation(some_corpus, monk
     with pytest.raises(KeyboardInterrupt):
         prepare("hf:some/corpus:part", "out", *OPTIONS, "--keep_download")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match=r"out: begun with 6 files, .* but now found 2 files"):
+    with pytest.raises(UserError, match=r"4 of 6 files are not in the cache; run this once with a network"):
         prepare("hf:some/corpus:part", "out", *OPTIONS)
+
+
+def test_a_default_run_of_one_large_row_group_goes_on_as_a_stream(standin, tmp_path, monkeypatch):
+    """The batches of a stream are smaller: what is skipped at the start spans several of them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prepare_dataset, "BATCH_BYTES", 50_000)
+    standin.put("datasets/some/large", {"data/train.parquet": parquet(TEXTS, row_group_size=3000)})
+    prepare("hf:some/large", "whole", *OPTIONS)
+    interrupt_after(8, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        prepare("hf:some/large", "out", *OPTIONS)
+    shutil.rmtree("out/.download")
+    prepare("hf:some/large", "out", *OPTIONS, "--streaming")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def test_another_data_set_in_a_folder_without_shards_reads_its_own_files(some_corpus, tmp_path, monkeypatch):
+    interrupt_after(1, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        prepare("hf:some/corpus:part", "out", *OPTIONS)
+    other = [text.upper() for text in TEXTS]
+    some_corpus.put("datasets/some/other", corpus(other))
+    prepare("hf:some/other:part", "out", *OPTIONS)
+    assert ids_of(tmp_path / "out") == ids_expected(other)
+
+
+def test_a_field_without_text_is_told_before_the_download(some_corpus):
+    numbers = {"data/train.parquet": parquet(list(range(3000)), "text")}
+    some_corpus.put("datasets/some/numbers", numbers)
+    refused(
+        "--source", "hf:some/numbers", "--out", "out", match="the field 'text' holds no text .int, not a string.; name"
+    )
+    assert not Path("out").exists()
+
+
+def test_two_preparations_keep_the_same_download_in_the_cache(some_corpus, tmp_path):
+    some_corpus.fail("GET .*parquet", times=-1, bytes_per_s=2e6)
+    flags = [
+        "--source",
+        "hf:some/corpus:part",
+        "--tokenizer",
+        "bytes",
+        "--num_workers",
+        "1",
+        *OPTIONS,
+        "--keep_download",
+    ]
+    program = [sys.executable, str(REPO / "prepare_dataset.py"), *flags]
+    runs = [subprocess.Popen([*program, "--out", out], stderr=subprocess.PIPE, text=True) for out in ("a", "b")]
+    for run in runs:
+        errors = run.communicate()[1]
+        assert run.returncode == 0, errors
+    some_corpus.faults.clear()
+    prepare("hf:some/corpus:part", "whole", *OPTIONS)
+    assert files_of(tmp_path / "a") == files_of(tmp_path / "b") == files_of(tmp_path / "whole")

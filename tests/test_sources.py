@@ -146,3 +146,10 @@ def test_a_million_spaces_are_cut(tmp_path):
     assert sum(sizes) == 2_000_000
     assert max(sizes) <= 2 * sources.PIECE_BYTES
     assert max(map(len, cut_document(" " * 2_000_000))) <= 2 * sources.PIECE_BYTES
+
+
+def test_invalid_utf8_in_parquet_is_read_as_in_other_files(tmp_path):
+    column = pyarrow.array([b"good", b"bad \xff", None]).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    found = documents(Source("files", [tmp_path / "a.parquet"]), Position())
+    assert [text for _, _, text in found] == ["good", "bad \udcff", "None"]

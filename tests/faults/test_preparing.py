@@ -54,7 +54,7 @@ def test_preparing_survives_kills_at_random_instants(corpus, kills):
     manifest = read_manifest(Path("reference"))
     assert manifest["repaired"] == 7
     assert manifest["skipped"] == {
-        "broken JSON": 2, "no text": manifest["skipped"]["no text"], "NoneType, not a string": 2,
+        "broken JSON": 2, "no text": manifest["skipped"]["no text"], "null, not a string": 2,
         "no field 'text'": 2, "blank line": 2,
     }  # fmt: skip
     rng, number, shards_at_kill = random.Random(1), 0, []
@@ -81,7 +81,7 @@ def test_skipped_input_is_counted_and_reported(corpus):
     assert run.wait() == [0]
     assert "skipped corpus/a.jsonl:6: broken JSON" in run.text()
     assert "skipped (broken JSON)" in run.text()
-    assert "skipped (NoneType, not a string)" in run.text()
+    assert "skipped (null, not a string)" in run.text()
 
 
 def record_memory(rank: int) -> None:
