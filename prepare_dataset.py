@@ -434,6 +434,9 @@ def complete(
     encoder = Encoder(options.tokenizer, options.text_field, source.names)
     plan(source, encoder, manifest, out)
     with lock_folder(out, "wait until it has finished, or use a different --out"), closing(source):
+        for folder in (out / DOWNLOADS).glob("*"):
+            if folder.name != source.commit:  # left by a preparation without a shard, which this one replaces
+                shutil.rmtree(folder)
         save_manifest(out, manifest)  # before any shard, because shards without a manifest are refused
         prepare(source, encoder, manifest, out, options.num_workers or usable_cores())
         shutil.rmtree(out / DOWNLOADS, ignore_errors=True)

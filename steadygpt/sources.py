@@ -125,8 +125,11 @@ class HubSource(Source):
         self.pool = ThreadPoolExecutor(1)
 
     def open(self, file: int, in_place: bool = False) -> BinaryIO:
-        if (self.in_place or in_place) and self.repo.online and not self._find(file):
-            return io.BufferedReader(hub.RemoteFile(self.repo, self.files[file]), 2**16)
+        if self.in_place or in_place:
+            if found := self._find(file):
+                return open(found, "rb")
+            if self.repo.online:
+                return io.BufferedReader(hub.RemoteFile(self.repo, self.files[file]), 2**16)
         for index in range(file, min(file + AHEAD + 1, len(self.files))):
             if index not in self.downloads:
                 self.downloads[index] = self.pool.submit(self._download, index)
