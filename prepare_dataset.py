@@ -43,7 +43,7 @@ from steadygpt.sources import (
     find_source,
     read_documents,
     suffix_of,
-)  # fmt: skip
+)
 from steadygpt.tokenizer import END_OF_TEXT, get_tokenizer
 from steadygpt.workers import map_in_order, usable_cores
 
@@ -104,7 +104,6 @@ class Encoder:
 
     tokenizer: str
     text_field: str
-    names: Sequence[str]  # of the source's files
 
     def __call__(self, batch: Batch) -> Encoded:
         """Encode a batch.
@@ -116,7 +115,7 @@ class Encoder:
         pieces: list[tuple[str, bool]] = []
         num_chars = 0
         for chunk in batch:
-            for row, text, is_begin in read_documents(chunk, self.names[chunk.at.file], self.text_field):
+            for row, text, is_begin in read_documents(chunk, self.text_field):
                 if not isinstance(text, str):
                     kind = "null" if text is None else type(text).__name__
                     reason = str(text) if isinstance(text, ValueError) else f"{kind}, not a string"
@@ -431,7 +430,7 @@ def complete(
         | {"documents": 0, "repaired": 0, "skipped": {}, "tokens": 0, "shards": []}
         | {"next": Position()._asdict() | {"skip_tokens": 0}}
     )  # fmt: skip
-    encoder = Encoder(options.tokenizer, options.text_field, source.names)
+    encoder = Encoder(options.tokenizer, options.text_field)
     plan(source, encoder, manifest, out)
     with lock_folder(out, "wait until it has finished, or use a different --out"), closing(source):
         for folder in (out / DOWNLOADS).glob("*"):

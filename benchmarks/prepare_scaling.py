@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     source = find_source(args.source)
-    encoder = Encoder("gpt2", "text", source.names)
+    encoder = Encoder("gpt2", "text")
     encoder(next(endless(source)))  # loads the tokenizer
     num_tokens = num_bytes = 0
     start_s = time.process_time()

@@ -59,6 +59,7 @@ class Chunk(NamedTuple):
     end: int  # how far the file is read after it, in bytes of the file (of other Hub data sets, in rows)
     num_bytes: int  # of its texts, approximately
     data: bytes | list | Rows  # of a text or lines; values; or where they are
+    name: str = ""  # of the file
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -92,8 +93,10 @@ class Source:
         """
         for index in range(start.file, len(self.names)):
             begin = start if index == start.file else Position(index)
-            with self.open(index, in_place) as file, naming(self.names[index]):
-                yield from CUTTERS[suffix_of(self.names[index])](file, text_field, begin, self.sizes[index])
+            name = self.names[index]
+            with self.open(index, in_place) as file, naming(name):
+                for chunk in CUTTERS[suffix_of(name)](file, text_field, begin, self.sizes[index]):
+                    yield chunk._replace(name=name)
 
     def release(self, before: int) -> None:
         """Files before this one are in shards."""
@@ -192,7 +195,7 @@ class StreamedSource(Source):
                 if text_field not in batch:
                     raise no_text_field(self.name, text_field, batch)
                 values = batch[text_field]
-                yield Chunk(Position(0, row), row + len(values), CHUNK_BYTES, values)
+                yield Chunk(Position(0, row), row + len(values), CHUNK_BYTES, values, self.name)
                 row += len(values)
 
 
@@ -395,24 +398,24 @@ class Document(NamedTuple):
     is_begin: bool = True
 
 
-def read_documents(chunk: Chunk, name: str, text_field: str) -> Iterator[Document]:
-    """Read the documents of a chunk of the file `name`.
+def read_documents(chunk: Chunk, text_field: str) -> Iterator[Document]:
+    """Read the documents of a chunk.
 
     Raises: UserError for a file that is damaged, or whose first line lacks the text field.
     """
-    with naming(name):
+    with naming(chunk.name):
         if isinstance(chunk.data, Rows):
             path, group, first, length = chunk.data
             values: Iterable[object] = islice(_column(_open_table(path), group, text_field, first), length)
         elif isinstance(chunk.data, list):
             values = chunk.data
-        elif CUTTERS[suffix_of(name)] is cut_text:
+        elif CUTTERS[suffix_of(chunk.name)] is cut_text:
             text = chunk.data.decode("utf-8-sig" if chunk.at.offset == 0 else "utf-8", "surrogateescape")
             is_empty = chunk.at.offset == 0 and len(chunk.data) < PIECE_BYTES and not text.strip()
             yield Document(0, ValueError("no text") if is_empty else text, chunk.at.offset == 0)
             return
         else:
-            values = _json_values(chunk, name, text_field)
+            values = _json_values(chunk, text_field)
         for row, value in enumerate(values, start=chunk.at.row):
             yield Document(row, ValueError("no text") if isinstance(value, str) and not value.strip() else value)
 
@@ -424,7 +427,7 @@ def _open_table(path: str) -> Any:
     return pq.ParquetFile(path)
 
 
-def _json_values(chunk: Chunk, name: str, text_field: str) -> Iterator[object]:
+def _json_values(chunk: Chunk, text_field: str) -> Iterator[object]:
     assert isinstance(chunk.data, bytes)
     for number, line in enumerate(io.BytesIO(chunk.data), start=chunk.at.row):
         try:
@@ -434,7 +437,7 @@ def _json_values(chunk: Chunk, name: str, text_field: str) -> Iterator[object]:
             continue
         fields = row if isinstance(row, dict) else {}
         if number == 0 and text_field not in fields:  # probably the wrong --text_field for the whole file
-            raise no_text_field(name, text_field, fields or [type(row).__name__])
+            raise no_text_field(chunk.name, text_field, fields or [type(row).__name__])
         yield fields.get(text_field, ValueError(f"no field {text_field!r}"))
 
 

@@ -247,7 +247,7 @@ def test_a_full_disk_is_reported_with_path_and_bytes(jsonl):
 def test_documents_of_a_batch_are_encoded_independently():
     texts = ["a b", f"with {END_OF_TEXT}", " c", "d"]
     batch = [Chunk(Position(row=n), 0, 0, [text]) for n, text in enumerate(texts)]
-    assert Encoder("bytes", "text", ["name"])(batch).ids.tolist() == ids_expected(texts)
+    assert Encoder("bytes", "text")(batch).ids.tolist() == ids_expected(texts)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

