@@ -328,7 +328,7 @@ def plan(source: Source, encoder: Encoder, manifest: dict, out: Path) -> None:
     shards = {out: int(max(0, per_byte * total - manifest["tokens"])) * itemsize}
     downloads = source.needs(first, manifest["shard_size"] / max(per_byte, 1e-9))
     what = f"{_bytes(shards[out])} of shards in {out}"
-    what += "".join(f", up to {_bytes(size)} of downloads in {folder}" for folder, size in downloads.items())
+    what += "".join(f", up to {_bytes(size)} of downloads in {folder}" for folder, size in downloads.items() if size)
     at = f" at commit {source.commit[:7]}" if source.commit else ""
     print(
         f"{source.name}{at}: {_plural(len(source.names), 'file')}, {_bytes(total)}, about "

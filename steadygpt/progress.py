@@ -27,7 +27,7 @@ class ProgressBar(tqdm):
     def __init__(self, *, total: float | None, **options: Any):
         self.is_terminal = sys.stderr.isatty()
         if not self.is_terminal:
-            options |= {"bar_format": LOG_FORMAT if total else None}
+            options |= {"bar_format": LOG_FORMAT if total else None, "smoothing": 0}  # 0: the rate is the average
         elif not os.get_terminal_size(sys.stderr.fileno()).columns:  # a terminal without a size, as in some containers
             options |= {"ncols": 80}
         # miniters: otherwise tqdm counts updates instead of looking at the clock, and is silent when they slow down.

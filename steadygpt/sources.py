@@ -172,7 +172,7 @@ class HubSource(Source):
         # A file stays until the last of its tokens is in a shard.
         there = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
         window = int(shard_bytes) + (AHEAD + 2) * max(missing)
-        return {self.folder: min(sum(missing), max(0, window - there))}
+        return {self.folder.parent: min(sum(missing), max(0, window - there))}
 
 
 class StreamedSource(Source):
