@@ -140,7 +140,7 @@ def read_weights(source: str, tokenizer: str = "", download: bool = True) -> dic
     except OSError as error:
         raise UserError(f"{source}: {error}; fix it and run this again") from error
     except UserError as error:
-        is_unknown = isinstance(error, hub.NoAnswer) or "not found" in str(error)
+        is_unknown = isinstance(error, (hub.NoAnswer, hub.NotFound))
         raise UserError(f"{error}{'; there is no such file or folder either' * is_unknown}") from error
     if download or not repo.online:
         return _read_folder(folder, source, tokenizer)

@@ -1,6 +1,6 @@
 """How many cores prepare_dataset.py keeps busy.
 
-    python -m benchmarks.prepare_scaling --source 'data/*.parquet' [--workers 2,16,64] [--seconds 20]
+    python -m benchmarks.prepare_scaling --source 'data/*.parquet' [--workers 2,16,64] [--seconds 10]
 
 All workers wait for the main process, which finds the chunks, collects the ids, writes the shards and hashes them. So
 the processor time of a worker for each token, divided by that of the main process, bounds the workers that are of use.
@@ -70,7 +70,6 @@ def measure(source: Source, work: Callable[[Batch], Encoded], num_workers: int, 
         "shard_size": SHARD_SIZE,
         "val_tokens": 0,
         "tokens": 0,
-        "shards": [],
     }
     manifest |= {"shards": [], "documents": 0, "repaired": 0, "skipped": {}, "next": {"skip_tokens": 0}}
     with tempfile.TemporaryDirectory() as folder:

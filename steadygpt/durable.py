@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import hashlib
 import io
 import mmap
 import os
@@ -115,6 +116,12 @@ def link_file(source: Path, target: Path) -> None:
             os.fsync(file.fileno())
     os.replace(temporary, target)
     temporary.unlink(missing_ok=True)  # still there if both names were already one file: rename() then does nothing
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file in hex."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fsync_folder(folder: Path) -> None:

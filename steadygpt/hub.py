@@ -1,12 +1,11 @@
 """The Hugging Face Hub: data sets and models at one commit, downloaded or read in place, through network failures.
 
-What huggingface_hub does not do is done here: a download that breaks off goes on where it was, also in a later run, and
-every request waits and tries again while there is hope.
+Beyond what huggingface_hub does, an interrupted download resumes from its partial file, also in a later run, and failed
+requests are retried with growing pauses.
 """
 
 import errno
 import fcntl
-import hashlib
 import io
 import json
 import os
@@ -22,7 +21,7 @@ from time import monotonic, sleep
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from steadygpt.cli import UserError
-from steadygpt.durable import replace_file
+from steadygpt.durable import replace_file, sha256_of
 from steadygpt.progress import ProgressBar, say
 
 Result = TypeVar("Result")
@@ -56,25 +55,29 @@ class RepoFile(NamedTuple):
 
 
 class NoAnswer(UserError):
-    """There was no answer for as long as it was worth waiting."""
+    """The network failed for longer than the retries last."""
+
+
+class NotFound(UserError):
+    """The Hub has no such repository, or this user may not read it."""
 
 
 class Patience:
-    """Decides after a failure whether to try again, waits, and prints one line for each retry."""
+    """The retries of one request: whether to retry, the pause, and one line for each retry."""
 
     def __init__(self, what: object):
         self.what, self.pause_s, self.since = what, 1.0, monotonic()
 
     def received(self) -> None:
-        """Data has arrived, so the patience is whole again."""
+        """Start counting again, because data has arrived."""
         global _answered
         _answered = True
         self.pause_s, self.since = 1.0, monotonic()
 
     def wait(self, error: Exception) -> None:
-        """Wait before the next try.
+        """Wait before the next retry.
 
-        Raises: UserError, or an OSError of this machine such as a full disk, when there is no use in trying again.
+        Raises: UserError, or an OSError of this machine such as a full disk, when a retry cannot help.
         """
         global _answered
         cause = _network_error(error)
@@ -93,9 +96,9 @@ class Patience:
 
 
 def persistently(what: object, action: Callable[[Patience], Result]) -> Result:
-    """Return action(), repeated while it fails because of the network.
+    """Return action(), retried while it fails because of the network.
 
-    Raises: UserError that names `what`, when there is no hope; an OSError of this machine, such as a full disk.
+    Raises: UserError that names `what`, when a retry cannot help; an OSError of this machine, such as a full disk.
     """
     patience = Patience(what)
     while True:
@@ -140,7 +143,7 @@ def _refusal(what: object, error: Exception) -> UserError:
     if "RevisionNotFoundError" in kinds:
         return UserError(f"{what}: no such revision on the Hugging Face Hub; check the part after @")
     if "RepositoryNotFoundError" in kinds or _status(error) in (401, 403):
-        return UserError(
+        return NotFound(
             f"{what}: not found on the Hugging Face Hub, or not yours to read; check the name, and if it is private, "
             "run `hf auth login` or set HF_TOKEN"
         )
@@ -300,12 +303,14 @@ def _snapshot(repo: Repo) -> Path:
 # files -> bytes
 
 
-def cached_file(repo: Repo, path: str) -> Path | None:
-    """Return where a file is in the Hub's cache; None if it was not downloaded."""
+def find_file(repo: Repo, path: str, folder: Path | None = None) -> Path | None:
+    """Return where a file is, in the Hub's cache or in `folder`; None if it was not downloaded."""
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(repo.name, path, revision=repo.commit, repo_type=repo.kind)
-    return Path(found) if isinstance(found, str) else None
+    if isinstance(found, str):
+        return Path(found)
+    return folder / path if folder and (folder / path).exists() else None
 
 
 def fetch(repo: Repo, path: str, folder: Path | None = None, progress: Callable[[int], object] = bool) -> Path:
@@ -319,10 +324,8 @@ def fetch(repo: Repo, path: str, folder: Path | None = None, progress: Callable[
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
 
-    if cached := cached_file(repo, path):
-        return cached
-    if folder and (folder / path).exists():
-        return folder / path
+    if found := find_file(repo, path, folder):
+        return found
     if not repo.online:
         raise UserError(f"{repo}: {path} is not in the cache, and there is no network; run this again with one")
     url = hf_hub_url(repo.name, path, repo_type=repo.kind, revision=repo.commit)
@@ -333,7 +336,7 @@ def fetch(repo: Repo, path: str, folder: Path | None = None, progress: Callable[
             raise ConnectionError("an answer without size and ETag")
         # In the cache, hf_hub_download finds the file among the blobs and links it to the commit.
         target = folder / path if folder else _cache_folder(repo) / "blobs" / metadata.etag
-        # Xet is faster. It cannot go on where an earlier attempt ended, but keeps chunks of it.
+        # Xet is faster, but does not resume from a partial file.
         if not (metadata.xet_file_data and not constants.HF_HUB_DISABLE_XET and find_spec("hf_xet")):
             _download(url, target, metadata.etag, metadata.size, patience, progress)
             if folder:
@@ -369,7 +372,7 @@ def fetch_model(source: str, with_weights: bool) -> tuple[Path, Repo]:
     # In one file or several; their index holds no further information.
     wanted = [path for path in paths if path == "model.safetensors"]
     wanted = wanted or [path for path in paths if fnmatch(path, "model-*.safetensors")]
-    missing = with_sizes(repo, [path for path in wanted if not cached_file(repo, path)])
+    missing = with_sizes(repo, [path for path in wanted if not find_file(repo, path)])
     with ProgressBar(desc=source, total=sum(file.size for file in missing), unit="B", disable=not missing) as bar:
         for file in missing:
             fetch(repo, file.path, progress=bar.show_from(bar.n))
@@ -394,7 +397,7 @@ def _download(
             if (found := file.tell()) < size:
                 raise ConnectionError(f"the connection ended after {found:,} of {size:,} bytes")
             # The ETag of a large file is its SHA-256. The file may have been begun before the machine crashed.
-            if found > size or (len(etag) == 64 and _sha256(part) != etag):
+            if found > size or (len(etag) == 64 and sha256_of(part) != etag):
                 file.truncate(0)
                 raise ConnectionError("damaged on the way")
             os.replace(part, target)
@@ -424,11 +427,6 @@ def _receive(
             progress(count)
             if count == end - start:
                 return
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class RemoteFile(io.RawIOBase):

@@ -1,6 +1,5 @@
 """Token shards: file formats, the manifest, and the checks before training."""
 
-import hashlib
 import json
 import os
 import re
@@ -16,7 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from steadygpt.cli import UserError
-from steadygpt.durable import replace_file
+from steadygpt.durable import replace_file, sha256_of
 
 DEFAULT_FOLDER = Path("data", "edu_fineweb10B")  # of train.py, and of prepare_dataset.py without --source
 MANIFEST = "manifest.json"
@@ -61,12 +60,7 @@ def write_shard(path: Path, tokens: np.ndarray) -> str:
         file.write(np.ascontiguousarray(tokens).data)
 
     replace_file(path, write)
-    return _sha256(path)
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return sha256_of(path)
 
 
 def open_shard(path: Path) -> Shard:
@@ -223,7 +217,7 @@ def check_shards(
         name_size_time = shard.path.name, stat.st_size, stat.st_mtime_ns
         if digest := unchanged.get(name_size_time):
             return [*name_size_time, digest]
-        digest = _sha256(shard.path)
+        digest = sha256_of(shard.path)
         if digest != digests.get(shard.path.name, digest):
             raise UserError(
                 f"{shard.path}: SHA-256 {digest[:12]}..., but {MANIFEST} says {digests[shard.path.name][:12]}...; "

@@ -78,9 +78,7 @@ class Source:
 
     def fingerprint(self) -> str:
         """Return a line that changes when files are added, removed or renamed, or change their size."""
-        root = os.path.commonpath([Path(name).parent for name in self.names])
-        sizes = [(os.path.relpath(name, root), size) for name, size in zip(self.names, self.sizes, strict=True)]
-        return f"{len(sizes)} files, sha256 {hashlib.sha256(json.dumps(sizes).encode()).hexdigest()[:16]}"
+        return fingerprint(list(zip(self.names, self.sizes, strict=True)))
 
     def open(self, file: int, in_place: bool = False) -> BinaryIO:
         """Open a file; `in_place` without waiting until all of it is on this machine."""
@@ -112,6 +110,13 @@ class Source:
         return {}
 
 
+def fingerprint(files: Sequence[tuple[str, int]]) -> str:
+    """Describe files, given as names and sizes in bytes, by their number and a hash."""
+    root = os.path.commonpath([Path(name).parent for name, _ in files])
+    sizes = [(os.path.relpath(name, root), size) for name, size in files]
+    return f"{len(sizes)} files, sha256 {hashlib.sha256(json.dumps(sizes).encode()).hexdigest()[:16]}"
+
+
 class HubSource(Source):
     """Files of a Hub data set, downloaded one ahead of the reader and removed behind it, or read in place.
 
@@ -139,8 +144,7 @@ class HubSource(Source):
         return open(self.downloads[file].result(), "rb")
 
     def _find(self, file: int) -> Path | None:
-        own = self.folder and self.folder / self.names[file]
-        return hub.cached_file(self.repo, self.names[file]) or (own if own and own.exists() else None)
+        return hub.find_file(self.repo, self.names[file], self.folder)
 
     def _download(self, file: int) -> Path:
         before = sum(self.sizes[:file])
@@ -182,10 +186,10 @@ class StreamedSource(Source):
 
     def __init__(self, name: str, repo: hub.Repo, config: str, files: Sequence[hub.RepoFile]):
         self.name, self.repo, self.config, self.commit = name, repo, config, repo.commit
-        self.hub_files, self.names, self.sizes = files, [name], [0]
+        self.files, self.names, self.sizes = files, [name], [0]
 
     def fingerprint(self) -> str:
-        return HubSource(self.name, self.repo, self.hub_files, None, True).fingerprint()
+        return fingerprint(self.files)
 
     def chunks(self, text_field: str, start: Position, in_place: bool = False) -> Iterator[Chunk]:
         with naming(self.name):

@@ -145,6 +145,12 @@ class LaunchedRun:
         return [self.process.wait(timeout_s)]
 
 
+def wait_for_files(run: Run, folder: Path, pattern: str, count: int) -> None:
+    """Wait until `count` files of the folder match, or the run has ended."""
+    while run.is_alive() and len(list(folder.glob(pattern))) < count:
+        time.sleep(0.001)
+
+
 def folders(name: str) -> tuple[str, ...]:
     """Return the flags that put checkpoints and logs into the folder `name`."""
     return "--checkpoint_dir", f"{name}/ckpt", "--logdir", f"{name}/logs"

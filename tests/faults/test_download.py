@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import HUB, REPO
-from harness import Run, refusal
+from harness import Run, refusal, wait_for_files
 from standin import CORPUS, TEXTS, corpus
 from test_disk import fill_disk, free_space, small_disk  # noqa: F401 (a fixture)
 
@@ -80,8 +80,7 @@ def test_a_preparation_from_the_hub_survives_kills(mode, kills, reference):
         run = prepare(*MODES[mode], "--out", out)
         folder, new_shards = Path(out), rng.randrange(5)
         enough = len(list(folder.glob("*.npy"))) + new_shards
-        while run.is_alive() and len(list(folder.glob("*.npy"))) < enough:
-            time.sleep(0.001)
+        wait_for_files(run, folder, "*.npy", enough)
         time.sleep(rng.uniform(0, 0.1 if new_shards else 2.5))
         if run.is_alive():
             run.kill()
@@ -126,8 +125,7 @@ def test_the_commit_moves_under_a_killed_preparation(mode, killed_at, reference)
         pytest.skip("there are no downloads")
     HUB.fail("GET .*parquet", times=-1, bytes_per_s=SLOW)
     run = prepare(*MODES[mode], "--out", "out")
-    while run.is_alive() and len(list(Path("out").glob(killed_at))) < (3 if killed_at == "*.npy" else 1):
-        time.sleep(0.001)
+    wait_for_files(run, Path("out"), killed_at, 3 if killed_at == "*.npy" else 1)
     run.kill()
     HUB.faults.clear()
     old, new = HUB.heads[CORPUS], HUB.put(CORPUS, corpus([text.upper() for text in TEXTS]))
@@ -204,8 +202,7 @@ def test_a_disk_that_fills_is_told_and_the_same_command_goes_on(mode, reference,
     place = {"out": "run/out", "cache": "hf"} if mode != "keeping" else {"out": "out", "cache": "run/hf"}
     HUB.fail("GET .*parquet", times=-1, bytes_per_s=SLOW / 2)
     run = prepare(*flags, "--out", place["out"], cache=place["cache"])
-    while run.is_alive() and not Path(place["out"], "manifest.json").exists():  # written after the check of the disk
-        time.sleep(0.001)
+    wait_for_files(run, Path(place["out"]), "manifest.json", 1)  # written after the check of the disk
     fill_disk()
     assert run.wait() == [2], run.text()
     (line,) = [line for line in run.text().splitlines() if line.startswith("error: ")]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import Run
+from harness import Run, wait_for_files
 
 from steadygpt import sources
 from steadygpt.shards import read_manifest
@@ -62,8 +62,7 @@ def test_preparing_survives_kills_at_random_instants(corpus, kills):
         folder = Path(f"killed{number}")
         run, new_shards = prepare(*flags, "--out", str(folder)), rng.randrange(4)
         enough = len(list(folder.glob("*.npy"))) + new_shards
-        while run.is_alive() and len(list(folder.glob("*.npy"))) < enough:
-            time.sleep(0.001)
+        wait_for_files(run, folder, "*.npy", enough)
         time.sleep(rng.uniform(0, 0.03 if new_shards else 0.25))
         if run.is_alive():
             run.kill()
