@@ -95,6 +95,8 @@ class TrainConfig(GPTConfig):
 
     sharding: str = option("ddp", "ddp: a replica on each rank; fsdp: parameters and optimizer sharded", "distributed",
                            choices=("ddp", "fsdp"))
+    shard_size: int = option(0, "with fsdp: ranks that share one copy of the state; each group of so many has its own; "
+                            "0: all ranks", "distributed")
     timeout_minutes: float = option(30.0, "end the run when a rank does not respond for this long", "distributed",
                                     above=0, on_resume="launch")
     cpu_offload: bool = option(False, "with fsdp: keep parameters and optimizer in host memory", "distributed")
@@ -121,8 +123,9 @@ class TrainConfig(GPTConfig):
             raise UserError("--max_steps and --num_epochs are both 0; give one of them")
         if self.skip_spikes and not self.spike_z:
             raise UserError("--skip_spikes needs a --spike_z above 0, which defines a spike")
-        if self.cpu_offload and self.sharding != "fsdp":
-            raise UserError("--cpu_offload needs --sharding fsdp")
+        for name in ("cpu_offload", "shard_size"):
+            if getattr(self, name) and self.sharding != "fsdp":
+                raise UserError(f"--{name} needs --sharding fsdp")
 
     def shape(self, vocab_size: int) -> GPTConfig:
         """Return the shape of the model, with the data's vocabulary."""
@@ -131,6 +134,17 @@ class TrainConfig(GPTConfig):
 
     def compiles(self, device_type: str) -> bool:
         return self.compile == "on" or (self.compile == "auto" and device_type == "cuda")
+
+    def shards(self, world_size: int) -> int:
+        """Return the number of ranks that share one copy of the weights and the optimizer state.
+
+        Raises: UserError when the ranks cannot be divided so.
+        """
+        if self.sharding != "fsdp":
+            return 1
+        if self.shard_size and world_size % self.shard_size:
+            raise UserError(f"--shard_size {self.shard_size} is not a divisor of the number of processes, {world_size}")
+        return self.shard_size or world_size
 
     def grad_accum_steps(self, world_size: int) -> int:
         """Return the number of micro-steps in a step.

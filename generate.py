@@ -14,7 +14,7 @@ from torch import Tensor
 from model import GPT, GPTConfig
 from steadygpt.checkpoint import open_checkpoint
 from steadygpt.cli import CheckpointOptions, UserError, option, parse_options, run_cli
-from steadygpt.device import autocast, choose_precision, evaluating
+from steadygpt.device import any_length, autocast, choose_precision, evaluating
 from steadygpt.distributed import joined
 from steadygpt.tokenizer import get_tokenizer
 
@@ -56,7 +56,7 @@ def generate(
         generator: on idx's device; the only source of randomness if given.
     """
     context, cache = model.config.context_length, KVCache(model.config, idx.size(1) + max_tokens)
-    with evaluating(model):
+    with evaluating(model), any_length():
         for _ in range(max_tokens):
             # Beyond the context every token has moved to another position, so the cache is no longer valid.
             fits = idx.size(1) <= context

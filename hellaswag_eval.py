@@ -26,7 +26,7 @@ from generate import load_model
 from model import GPT, IGNORED_TARGET
 from steadygpt.checkpoint import open_checkpoint
 from steadygpt.cli import CheckpointOptions, UserError, option, parse_options, run_cli
-from steadygpt.device import autocast, choose_precision, evaluating
+from steadygpt.device import any_length, autocast, choose_precision, evaluating
 from steadygpt.distributed import Ranks, joined
 from steadygpt.sources import read_split
 from steadygpt.tokenizer import get_tokenizer
@@ -231,7 +231,7 @@ def ending_losses(
         scored = [tree.example for tree in trees]
         losses[scored] = ranks.sum(found).numpy()[scored]
 
-    with evaluating(model):
+    with evaluating(model), any_length():
         score(trees, "HellaSwag")
         if torch.is_autocast_enabled(ranks.device.type):
             close = close_calls(trees, losses)

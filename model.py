@@ -173,17 +173,23 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each added to the residual stream."""
+    """Attention and MLP, each added to the residual stream; with `recompute`, computed again in backward."""
 
-    def __init__(self, config: GPTConfig, layer: int):
+    def __init__(self, config: GPTConfig, layer: int, recompute: bool = False):
         super().__init__()
-        self.parallel_residual = config.parallel_residual
+        self.parallel_residual, self.recompute = config.parallel_residual, recompute
         self.ln_1 = norm(config)
         self.attn = Attention(config, layer)
         self.ln_2 = norm(config)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, args: AttentionArgs) -> Tensor:
+        # Here, not around the block: under FSDP, torch.compile would run blocks eagerly otherwise (torch 2.13).
+        if self.recompute and self.training:
+            return checkpoint(self._compute, x, args, use_reentrant=False)
+        return self._compute(x, args)
+
+    def _compute(self, x: Tensor, args: AttentionArgs) -> Tensor:
         attended = x + self.attn(self.ln_1(x), args)
         return attended + self.mlp(self.ln_2(x if self.parallel_residual else attended))
 
@@ -196,7 +202,7 @@ class GPT(nn.Module):
     """The language model. Logits cover the true vocabulary: padding rows are never predicted or sampled.
 
     Args:
-        initialize: False leaves the weights undefined, for weights that are loaded next.
+        initialize: False leaves the weights undefined, for weights that are loaded or drawn next.
         activation_checkpointing: recompute each block in backward: less memory, a third more time.
         loss_chunk_size: tokens whose logits exist at once in training; 0: all.
     """
@@ -210,31 +216,33 @@ class GPT(nn.Module):
     ):
         super().__init__()
         self.config = config
-        self.activation_checkpointing = activation_checkpointing
         self.loss_chunk_size = loss_chunk_size
         self.wte = Embedding(config.padded_vocab_size, config.embd_size)
         self.wpe = None if config.rotary_dim else Embedding(config.context_length, config.embd_size)
-        self.h = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.h = nn.ModuleList(Block(config, layer, activation_checkpointing) for layer in range(config.num_layers))
         self.ln_f = norm(config)
         self.lm_head = Linear(config.embd_size, config.padded_vocab_size, bias=False)
         if config.tied_head:
             self.lm_head.weight = self.wte.weight
         if initialize:
-            self._init_weights()
+            with torch.no_grad():
+                for name, parameter in self.named_parameters():
+                    parameter.copy_(self.initial_weight(name))
 
-    def _init_weights(self) -> None:
-        # GPT-2 (Radford et al. 2019, section 2.3): N(0, 0.02), and residual projections scaled by 1/sqrt(N), where
-        # N = 2 * num_layers counts what is added to the residual stream.
-        for name, parameter in self.named_parameters():
-            if name.endswith("c_proj.weight"):
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * self.config.num_layers))
-            elif parameter.dim() >= 2:
-                nn.init.normal_(parameter, std=0.02)
-            elif name.endswith(".bias"):
-                nn.init.zeros_(parameter)  # LayerNorm's weights are already ones
-        with torch.no_grad():  # padding rows get no gradient, so they stay zero
-            self.wte.weight[self.config.vocab_size :] = 0
-            self.lm_head.weight[self.config.vocab_size :] = 0
+    def initial_weight(self, name: str) -> Tensor:
+        """Draw the initial value of a parameter in fp32, on the CPU, so that a seed gives the same model on any device.
+
+        GPT-2 (Radford et al. 2019, section 2.3): N(0, 0.02), and residual projections scaled by 1/sqrt(N), where
+        N = 2 * num_layers counts what is added to the residual stream.
+        """
+        weight = torch.empty(self.get_parameter(name).shape, device="cpu")
+        if weight.dim() < 2:
+            return weight.fill_(0 if name.endswith(".bias") else 1)
+        residual = name.endswith("c_proj.weight")
+        weight.normal_(std=0.02 / math.sqrt(2 * self.config.num_layers) if residual else 0.02)
+        if name in ("wte.weight", "lm_head.weight"):
+            weight[self.config.vocab_size :] = 0  # padding rows get no gradient, so they stay zero
+        return weight
 
     def forward(
         self,
@@ -270,10 +278,7 @@ class GPT(nn.Module):
             rotary = rotary_angles(self.config, positions)
         x, args = F.dropout(x, self.config.dropout, self.training), AttentionArgs(rotary, cache, mask)
         for block in self.h:
-            if self.activation_checkpointing and self.training:
-                x = checkpoint(block, x, args, use_reentrant=False)
-            else:
-                x = block(x, args)
+            x = block(x, args)
         if cache is not None:
             cache.length += T
             x = x[:, -1:]

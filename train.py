@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import hellaswag_eval
 from config import TrainConfig, parse_args
@@ -32,14 +33,24 @@ from model import GPT, IGNORED_TARGET
 from steadygpt import checkpoint as checkpoints
 from steadygpt import distributed
 from steadygpt.cli import UserError, run_cli
-from steadygpt.device import autocast, choose_precision, evaluating, process_age_s, profiled, set_up, use_fp8
+from steadygpt.device import (
+    autocast,
+    check_compiler,
+    choose_precision,
+    evaluating,
+    process_age_s,
+    profiled,
+    set_up,
+    use_fp8,
+)
 from steadygpt.distributed import Ranks, Stopped, StopSignal
-from steadygpt.optim import make_optimizer
+from steadygpt.optim import make_optimizer, skips_on_device, update_unless
 from steadygpt.plan import describe
 from steadygpt.runlog import duration_text
 from steadygpt.saves import Saves
-from steadygpt.stability import SPIKE_WINDOW, Diverged, StepResult, loss_z
+from steadygpt.stability import SPIKE_WINDOW, Diverged, Judge, Pending
 from steadygpt.start import Start, find_start, folder_of_resumed_file, open_outputs
+from steadygpt.state import HostCopy, fill, restore_optimizer
 from steadygpt.tokenizer import tokenizer_on_all
 
 SAMPLE_TOKENS = 100
@@ -75,6 +86,7 @@ def make_schedule(
     """
     config.check_together()
     config.grad_accum_steps(world_size)
+    config.shards(world_size)
     rows_per_step = config.total_batch_size // config.context_length
     max_steps = config.max_steps or config.num_epochs * config.steps_per_epoch
     if not max_steps:  # enough for the remaining rows
@@ -113,7 +125,9 @@ class Training:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     precision: str
-    late: int = 0  # steps whose results are read later, so that a GPU need not wait for the host
+    judge: Judge
+    host_copy: HostCopy
+    late: int  # steps whose results are read later, so that a GPU need not wait for the host
 
     def autocast(self):
         return autocast(self.ranks.device, self.precision)
@@ -121,39 +135,46 @@ class Training:
 
 def build_training(start: Start, data: Data, ranks: Ranks) -> Training:
     """Build the model and its optimizer, and load the checkpoint or the weights that the run starts from, if any."""
-    config, checkpoint, loaded = start.config, start.checkpoint, start.checkpoint or start.weights
-    precision = choose_precision(config.precision, ranks.device)
-    set_up(ranks.device, config.deterministic)
-    torch.manual_seed(config.seed)
-    shape, lean = config.shape(data.vocab_size), (config.activation_checkpointing, config.loss_chunk_size)
-    with ranks.device:
-        model = GPT(shape, loaded is None, *lean)
+    config, device = start.config, ranks.device
+    checkpoint, loaded = start.checkpoint, start.checkpoint or start.weights
+    precision = choose_precision(config.precision, device)
+    set_up(device, precision, config.deterministic)
+    fsdp = config.sharding == "fsdp"
+    with torch.device("meta") if fsdp else device:  # FSDP allocates only this rank's shards
+        shape, lean = config.shape(data.vocab_size), (config.activation_checkpointing, config.loss_chunk_size)
+        model = GPT(shape, False, *lean)
     if precision == "fp8":
-        use_fp8(model.h, ranks.device)
-    if config.sharding == "fsdp":
-        distributed.shard(model, model.h, ranks, config.cpu_offload)
-    optimizer = make_optimizer(model, config)
-    scaler = torch.amp.GradScaler(ranks.device.type, enabled=precision == "fp16")
+        use_fp8(model.h, device)
+    if fsdp:
+        shards = config.shards(ranks.world_size)
+        distributed.shard(model, model.h, ranks, shards, precision, config.cpu_offload)
     if loaded:
-        checkpoints.restore_weights(model, loaded["model"], ranks)
+        checkpoints.check_weights(loaded["model"], model, ranks)
+        fill(model, loaded["model"].__getitem__, ranks)
+    else:
+        torch.manual_seed(config.seed)
+        fill(model, model.initial_weight, ranks)
+    optimizer = make_optimizer(model, config)
+    scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
     if checkpoint:
-        checkpoints.restore_optimizer(model, optimizer, checkpoint["optimizer"], ranks)
+        restore_optimizer(model, optimizer, checkpoint["optimizer"], ranks)
         if checkpoint["scaler"]:
             scaler.load_state_dict(checkpoint["scaler"])
-    forward: nn.Module = model.compiled() if config.compiles(ranks.device.type) else model
-    if ranks.world_size > 1 and config.sharding == "ddp":
+    forward: nn.Module = model.compiled() if config.compiles(device.type) else model
+    if ranks.world_size > 1 and not fsdp:
         forward = distributed.replicate(forward, ranks)
-    return Training(config, ranks, model, forward, optimizer, scaler, precision)
+    state = TrainState(**start.saved(TrainState))
+    judge = Judge(config, device, state.recent_losses, state.bad_steps)
+    late = int(device.type == "cuda" and skips_on_device(optimizer, device))
+    return Training(config, ranks, model, forward, optimizer, scaler, precision, judge, HostCopy(device), late)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # step
 
 
-def train_step(
-    training: Training, batches: BatchLoader, lr: float, step: int, stop: StopSignal, recent_losses: Sequence[float]
-) -> StepResult:
-    """Take one optimizer step; its update is skipped if loss or gradient are not finite.
+def train_step(training: Training, batches: BatchLoader, lr: float, step: int, stop: StopSignal) -> Pending:
+    """Take one optimizer step; its update is skipped if loss or gradient are not finite. On CUDA nothing is waited for.
 
     Raises: Stopped on all ranks together; the weights are unchanged.
     """
@@ -163,7 +184,7 @@ def train_step(
     torch.manual_seed(((config.seed * 1_000_003 + step) * 65_537 + ranks.rank) % 2**63)
     for group in t.optimizer.param_groups:
         group["lr"] = lr
-    t.optimizer.zero_grad(set_to_none=True)
+    t.optimizer.zero_grad(set_to_none=not isinstance(t.forward, DistributedDataParallel))  # DDP: kept in its buckets
     loss_sum = torch.zeros((), device=ranks.device)
     for micro_step in range(micro_steps):
         stop.check()
@@ -175,19 +196,14 @@ def train_step(
         loss_sum += loss.detach()
     t.scaler.unscale_(t.optimizer)
     norm = nn.utils.clip_grad_norm_(t.model.parameters(), config.grad_clip or math.inf)
-    # Loss and norm are global, so all ranks make the same decision when one of them has a NaN or a spike.
-    mean_loss = ranks.sum(loss_sum).item() / ranks.world_size
-    grad_norm = distributed.full_tensor(norm).item()
-    z = loss_z(recent_losses, mean_loss)
-    spike = z is not None and 0 < config.spike_z < z
-    updated = math.isfinite(mean_loss) and math.isfinite(grad_norm) and not (spike and config.skip_spikes)
-    if updated:
-        t.scaler.step(t.optimizer)
-    else:
-        t.optimizer.zero_grad(set_to_none=True)  # keeps NaN out of the histograms
     t.scaler.update()
-    loss_scale = t.scaler.get_scale() if t.scaler.is_enabled() and not updated else None
-    return StepResult(step, lr, mean_loss, grad_norm, z, spike, updated, loss_scale)
+    loss_scale = t.scaler.scale(torch.ones((), device=ranks.device)) if t.scaler.is_enabled() else None
+    # Loss and norm are global, so all ranks make the same decision when one of them has a NaN or a spike.
+    mean_loss = ranks.sum(loss_sum) / ranks.world_size
+    skipped, numbers = t.judge(mean_loss, distributed.full_tensor(norm).to(ranks.device), loss_scale)
+    t.host_copy.wait_before_update()
+    update_unless(skipped, t.optimizer)
+    return Pending(step, lr, numbers, t.scaler.is_enabled())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -285,7 +301,7 @@ class Run:
     fingerprint: dict | None  # of the shards, on rank 0
     tokenizer: Any  # None if there are no samples and no HellaSwag
     hellaswag: list[hellaswag_eval.Tree]
-    unread: deque[StepResult] = field(default_factory=deque)  # of the last Training.late steps
+    unread: deque[Pending] = field(default_factory=deque)  # of the last Training.late steps
     clock_s: float = 0.0  # when the last step or evaluation ended
 
     def read_results(self, late: int = 0) -> None:
@@ -295,7 +311,8 @@ class Run:
         """
         state, rows_per_step = self.state, self.schedule.rows_per_step
         while len(self.unread) > late:
-            result, now_s = self.unread.popleft(), time.perf_counter()
+            result = self.unread.popleft().result()
+            now_s = time.perf_counter()
             rows = state.rows_consumed - (state.step - result.step - 1) * rows_per_step
             self.log.step(result, now_s - self.clock_s, self.elapsed_s(), self.schedule.epochs(rows))
             self.clock_s = now_s
@@ -330,13 +347,13 @@ def train(run: Run, step_ended: Callable[[], None]) -> None:
             last = state.step >= schedule.max_steps
             # The save comes first, so that writing it overlaps the evaluation. A run that is resumed from this save
             # repeats the evaluation, because it may not have finished.
-            run.saves.save_if_due(state.step, ended_epoch, last)
+            run.saves.save_if_due(state.step, ended_epoch, last, run.read_results)
             evaluate(run, last)
             if last:
                 return run.read_results()
             lr = learning_rate(t.config, state.step, schedule.max_steps)
             try:
-                run.unread.append(train_step(t, batches, lr, state.step, run.stop, state.recent_losses))
+                run.unread.append(train_step(t, batches, lr, state.step, run.stop))
             except Stopped:
                 run.read_results()
                 raise
@@ -394,6 +411,8 @@ def launch(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, data: Da
         )
         start = start.settled(ranks, data.tokenizer, data.vocab_size, schedule.warmup_steps)
         config = start.config
+        if config.compiles(ranks.device.type):
+            check_compiler(ranks.device)
         with torch.device("meta"):
             sketch = GPT(shape, initialize=False)
         plan = [*describe(config, data, schedule, ranks, sketch, validation_rows(config, data.val)), *start.notes]
@@ -409,7 +428,7 @@ def launch(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, data: Da
         if start.weights:
             check_fits(start.weights, config.init_from, shape, data.tokenizer)
 
-        def capture() -> dict:  # called once there is a run
+        def capture() -> checkpoints.Captured:  # called once there is a run
             return checkpoints.capture(run)
 
         log, saves, shards = open_outputs(start, data, schedule.max_steps, sketch, ranks, held, capture)

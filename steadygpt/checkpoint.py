@@ -1,4 +1,4 @@
-"""Checkpoint files: their names, a run's state <-> plain tensors, verification, choice, and the table.
+"""Checkpoint files: their names, content, verification, choice, and the table.
 
     latest.pt  latest_backup.pt     the last save, and the one before it
     rolling_step_XXXXXX.pt          the newest keep_checkpoints
@@ -8,7 +8,6 @@
 A file is torch.save of plain types and tensors, the same for any topology that it was trained on.
 """
 
-import copy
 import dataclasses
 import json
 import pickle
@@ -16,6 +15,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,17 +40,32 @@ KINDS = {
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
-# a run's state <-> plain tensors
+# content
 
 
-def capture(run: "Run") -> dict:
-    """Copy the content of a checkpoint to host memory. All ranks call this; only rank 0 gets all of it."""
-    run.read_results()
+@dataclass(frozen=True)
+class Captured:
+    """The content of a checkpoint, whole on rank 0."""
+
+    content: dict
+    copied: Any = None  # a CUDA event that ends the copy of its tensors, if they are still on their way
+
+    def wait(self) -> dict:
+        """Return the content once all of its tensors are in host memory."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.content
+
+
+def capture(run: "Run") -> Captured:
+    """Start to copy the content of a checkpoint to host memory, valid until the next capture. All ranks call this."""
     t, state = run.training, run.state
-    return {
+    assert not run.unread, "the results of all steps belong to the checkpoint"
+    tensors, copied = t.host_copy.start(t.model, t.optimizer, t.ranks)
+    content = {
         "format_version": FORMAT_VERSION,
         **dataclasses.asdict(state),
-        **capture_state(t.model, t.optimizer),
+        **tensors,
         "elapsed_s": run.elapsed_s(),
         "scaler": t.scaler.state_dict(),
         "model_config": dataclasses.asdict(t.model.config),
@@ -63,37 +78,15 @@ def capture(run: "Run") -> dict:
         "git_commit": git_commit(),
         "saved_at": time.time(),
     }
+    return Captured(content, copied)
 
 
-def capture_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-    """Copy weights and optimizer state to host memory: {"model": ..., "optimizer": ...} keyed by parameter name.
-
-    Every rank takes part, because FSDP gathers; the result is whole on rank 0 and empty on the others. `model` is the
-    bare module, not its DDP or torch.compile wrapper.
-    """
-    from torch.distributed.checkpoint import state_dict  # imported here: it takes half a second, also for --help
-
-    options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights, moments = state_dict.get_model_state_dict(model, options=options), {}
-    if optimizer.state:  # asking for the state before the first step would count as a step
-        moments = state_dict.get_optimizer_state_dict(model, optimizer, options=options)
-    if weights:  # FSDP gathers a tensor with two names, such as the tied head, twice
-        first_name: dict[int, str] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            weights[name] = weights[first_name.setdefault(id(parameter), name)]
-    state = {"model": weights, "optimizer": moments}
-    if next(model.parameters()).device.type == "cpu":
-        state = copy.deepcopy(state)  # on a CPU "offloading" copies nothing, so training would change the save
-    return state
-
-
-def restore_weights(model: nn.Module, weights: dict, ranks: Ranks) -> None:
-    """Load a checkpoint's "model" into the bare model; rank 0 sends the weights to the other ranks.
+def check_weights(weights: dict, model: nn.Module, ranks: Ranks) -> None:
+    """Check on rank 0 that a checkpoint's "model" fits.
 
     Raises: UserError on every rank when names or shapes differ from the model's.
     """
-    weights = weights if ranks.is_main else {}
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    expected = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
 
     def check() -> None:
         found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
@@ -101,32 +94,7 @@ def restore_weights(model: nn.Module, weights: dict, ranks: Ranks) -> None:
             if found.get(name) != expected.get(name):
                 raise UserError(f"the checkpoint's {name} is {found.get(name)}; this model's is {expected.get(name)}")
 
-    from torch.distributed.checkpoint.state_dict import set_model_state_dict
-
     ranks.on_main(check)
-    set_model_state_dict(model, weights, options=_load_options(ranks))
-
-
-def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, moments: dict, ranks: Ranks) -> None:
-    """Load a checkpoint's "optimizer", needed on rank 0 only; options such as weight decay keep their values."""
-    if not ranks.broadcast(bool(moments.get("state"))):
-        return  # saved before the first step
-    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
-
-    options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-    set_optimizer_state_dict(model, optimizer, moments if ranks.is_main else {}, options=_load_options(ranks))
-    if ranks.device.type == "cpu":  # the state is still mapped to the file; copying it page by page would be slow
-        for state in optimizer.state.values():
-            state.update({name: tensor.clone() for name, tensor in state.items()})
-    for group, own in zip(optimizer.param_groups, options, strict=True):
-        group.update(own)
-
-
-def _load_options(ranks: Ranks):
-    from torch.distributed.checkpoint.state_dict import StateDictOptions
-
-    # Weights and moments take two calls: set_state_dict with {} on the other ranks hangs (torch 2.13).
-    return StateDictOptions(full_state_dict=True, broadcast_from_rank0=ranks.world_size > 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,9 +1,12 @@
-"""Devices: precision, peak throughput, memory, threads, profiler."""
+"""Devices: choice, precision, peak throughput, memory, threads, profiler."""
 
 import ctypes
 import os
+import re
 import resource
+import shutil
 import sys
+import sysconfig
 import time
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext, suppress
@@ -11,6 +14,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from steadygpt.cli import UserError
 from steadygpt.workers import usable_cores
@@ -27,7 +31,69 @@ PEAK_FLOPS = {
     "NVIDIA L4": 121e12, "NVIDIA L40": 181e12, "NVIDIA L40S": 362e12,
     "NVIDIA A10": 125e12, "NVIDIA A10G": 70e12, "NVIDIA RTX A6000": 155e12,
     "NVIDIA GeForce RTX 4090": 165e12, "NVIDIA GeForce RTX 3090": 71e12, "Tesla T4": 65e12,
+    "NVIDIA GB10": 125e12,  # a quarter of its fp4
 }  # fmt: skip
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the device that --device names, of this process among those that torchrun has started.
+
+    Raises: UserError when the machine has no such device, not one for each local process, or a GPU that PyTorch cannot
+        use: a run on the CPU instead would take weeks.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if name == "auto":
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+        gpu = torch.cuda.is_available() or (Path("/dev/nvidia0").exists() and not hidden)
+        name = "cuda" if gpu else "cpu"
+    if name == "cuda":
+        if not torch.cuda.is_available():
+            raise UserError(f"PyTorch can use no GPU of this machine: {why_no_cuda()}; or train with --device cpu")
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"more processes on this machine than its {torch.cuda.device_count()} GPUs; "
+                f"start torchrun with --nproc_per_node={torch.cuda.device_count()}"
+            )
+        return torch.device("cuda", local_rank)
+    if name not in ("cpu", "mps") or (name == "mps" and not torch.backends.mps.is_available()):
+        raise UserError(f"--device {name}: not on this machine; expected auto, cpu, cuda or mps")
+    return torch.device(name)
+
+
+def why_no_cuda() -> str:
+    """Return why torch.cuda is not available, and what to install."""
+    if not DRIVER.exists():
+        return "no NVIDIA driver is loaded; install one"
+    found = re.search(r"(\d+)\.[\d.]+", DRIVER.read_text())
+    driver, series = (found[0], int(found[1])) if found else ("of unknown version", 0)
+    if not (cuda := torch.version.cuda):
+        return f"torch {torch.__version__} is built without CUDA; install the build for driver {driver} (pytorch.org)"
+    # The oldest driver series for all minor versions, from NVIDIA's table "CUDA Toolkit and Minimum Driver Versions".
+    needed = {"11": 450, "12": 525, "13": 580}.get(cuda.split(".")[0], 0)
+    if series < needed:
+        return (
+            f"found driver {driver}; torch {torch.__version__} for CUDA {cuda} expects {needed} or later: update the "
+            "driver, or install a build of torch for an older CUDA (pytorch.org)"
+        )
+    return f"driver {driver} with torch {torch.__version__} for CUDA {cuda}; see what nvidia-smi reports"
+
+
+def check_compiler(device: torch.device) -> None:
+    """Check that torch.compile finds what it calls, which it would otherwise miss minutes later.
+
+    Raises: UserError.
+    """
+    if device.type == "cuda":
+        compilers = os.environ.get("CC", "").split()[:1] or ["gcc", "clang"]
+    else:
+        compilers = os.environ.get("CXX", "").split()[:1] or ["clang++" if sys.platform == "darwin" else "g++"]
+    advice = "install it, or train without torch.compile, with --compile off"
+    if not any(map(shutil.which, compilers)):
+        raise UserError(f"torch.compile needs a compiler; found no {' or '.join(compilers)}: {advice}")
+    header = Path(sysconfig.get_config_var("INCLUDEPY"), "Python.h")
+    if not header.exists():
+        raise UserError(f"torch.compile needs Python's headers; found no {header} (package python3-dev): {advice}")
 
 
 def device_name(device: torch.device) -> str:
@@ -48,13 +114,15 @@ def choose_precision(wanted: str, device: torch.device) -> str:
     return "fp32"
 
 
-def set_up(device: torch.device, deterministic: bool) -> None:
-    """Allow TF32 on CUDA; make results repeatable bit by bit if `deterministic`."""
-    if device.type == "cuda":
+def set_up(device: torch.device, precision: str, deterministic: bool) -> None:
+    """Allow TF32 where the model computes in fp32; make results repeatable bit by bit if `deterministic`."""
+    if device.type == "cuda" and precision == "fp32":  # else HellaSwag's close calls would be scored in TF32 too
         torch.set_float32_matmul_precision("high")
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True)  # without warn_only, which leaves attention as it is
+        # Every tensor is written before it is read.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def autocast(device: torch.device, precision: str):
@@ -89,6 +157,12 @@ def evaluating(model: nn.Module):
             yield
     finally:
         model.train(was_training)
+
+
+def any_length():
+    """Avoid cuDNN's attention inside: it plans anew for each length, about 40 ms each (torch 2.13)."""
+    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(backends)
 
 
 @contextmanager

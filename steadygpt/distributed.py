@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from steadygpt.cli import UserError
-from steadygpt.device import keep_freed_memory, use_all_cores
+from steadygpt.device import choose_device, keep_freed_memory, use_all_cores
 
 Result = TypeVar("Result")
 
@@ -49,6 +49,17 @@ class Ranks:
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set on at least one rank."""
         return bool(self.max(flag))
+
+    def max_later(self, number: int) -> Callable[[], int]:
+        """Start to find the largest of the ranks' numbers; the returned function waits for it."""
+        tensor = torch.tensor(number)
+        work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, async_op=True)
+
+        def wait() -> int:
+            work.wait()
+            return int(tensor)
+
+        return wait
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum of the ranks' tensors, computed in place."""
@@ -93,8 +104,9 @@ def gradient_sync(forward: nn.Module, last: bool):
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Gather a tensor that FSDP shards over the ranks; return any other as it is."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    """Gather a tensor that FSDP shards over the ranks, also from host memory; return any other as it is."""
+    sharded: Any = tensor
+    return sharded.to(sharded.device_mesh.device_type).full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 class Silent:
@@ -113,7 +125,10 @@ class Stopped(Exception):
 
 
 class StopSignal:
-    """Collects reasons to stop, from signals and --max_hours, until the ranks agree on one."""
+    """Collects reasons to stop, from signals and --max_hours, until the ranks agree on one.
+
+    Several ranks agree in the background, from one check() to the next, so that no rank waits for another.
+    """
 
     REASONS = ("", "SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP", "max_hours")
 
@@ -121,6 +136,7 @@ class StopSignal:
         self.ranks = ranks
         self.deadline = time.monotonic() + max_hours * 3600 if max_hours else math.inf
         self.asked = 0
+        self.agreed: Callable[[], int] = lambda: 0
         for number, name in enumerate(self.REASONS[1:5], start=1):
             if name == "SIGHUP" and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
                 continue  # started with nohup: closing the terminal must not stop it
@@ -130,14 +146,16 @@ class StopSignal:
         self.asked = self.asked or number  # under torchrun a terminal's Ctrl-C arrives twice
 
     def check(self) -> None:
-        """Stop if any rank was asked to. Every rank must call it.
+        """Stop if any rank was asked to, with several ranks before the last call. Every rank must call it.
 
         Raises: Stopped, on all ranks together.
         """
         if time.monotonic() > self.deadline:
             self._ask(self.REASONS.index("max_hours"))
-        if number := self.ranks.max(self.asked):  # a signal during max() counts in the next call
+        if number := self.asked if self.ranks.world_size == 1 else self.agreed():
             raise Stopped(self.REASONS[number])
+        if self.ranks.world_size > 1:
+            self.agreed = self.ranks.max_later(self.asked)
 
 
 def world_size_of_environment() -> int:
@@ -156,7 +174,7 @@ def joined(device_name: str, timeout_minutes: float = 30):
     """
     world_size = world_size_of_environment()
     ranks = Ranks(
-        device=_choose_device(device_name),
+        device=choose_device(device_name),
         rank=int(os.environ.get("RANK", "0")),
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         world_size=world_size,
@@ -173,29 +191,10 @@ def joined(device_name: str, timeout_minutes: float = 30):
             device_id=ranks.device if cuda else None,
             timeout=timedelta(minutes=timeout_minutes),
         )
-    try:
-        yield ranks
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def _choose_device(name: str) -> torch.device:
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda":
-        if not torch.cuda.is_available():
-            raise UserError("--device cuda: this machine has no CUDA GPU that PyTorch can use; try --device cpu")
-        if local_rank >= torch.cuda.device_count():
-            raise UserError(
-                f"more processes on this machine than its {torch.cuda.device_count()} GPUs; "
-                f"start torchrun with --nproc_per_node={torch.cuda.device_count()}"
-            )
-        return torch.device("cuda", local_rank)
-    if name not in ("cpu", "mps") or (name == "mps" and not torch.backends.mps.is_available()):
-        raise UserError(f"--device {name}: not on this machine; expected auto, cpu, cuda or mps")
-    return torch.device(name)
+    yield ranks
+    # Not after an exception: with NCCL this waits for all ranks, so the error would not be printed before the time-out.
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def end_with_torchrun() -> None:
@@ -211,17 +210,35 @@ def end_with_torchrun() -> None:
         raise UserError("torchrun is gone; start it again")
 
 
-def shard(model: nn.Module, blocks: Iterable[nn.Module], ranks: Ranks, cpu_offload: bool) -> None:
-    """Shard parameters, gradients and optimizer state over the ranks, block by block, in place (FSDP2)."""
-    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+def shard(
+    model: nn.Module, blocks: Iterable[nn.Module], ranks: Ranks, shards: int, precision: str, cpu_offload: bool
+) -> None:
+    """Shard parameters, gradients and optimizer state over the ranks, block by block, in place (FSDP2).
+
+    Args:
+        model: on the meta device; its parameters are undefined afterwards.
+        shards: ranks that share one copy of the state. Each group of so many consecutive ranks has a copy of its own.
+        precision: with bf16, the blocks' parameters travel in bf16; gradients are summed in fp32.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     cuda = ranks.device.type == "cuda"
     if not dist.is_initialized():  # FSDP needs a process group also for one process
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if cpu_offload:
+        use_all_cores()  # for the optimizer
+    mesh = init_device_mesh(
+        ranks.device.type, (ranks.world_size // shards, shards), mesh_dim_names=("replicate", "shard")
+    )
+    mesh = mesh["shard"] if shards == ranks.world_size else mesh
     offload = CPUOffloadPolicy(pin_memory=cuda) if cpu_offload else OffloadPolicy()
+    half = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)  # the residual stays fp32
     for module in (*blocks, model):
-        fully_shard(module, offload_policy=offload)
+        policy = half if precision == "bf16" and module is not model else MixedPrecisionPolicy()
+        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    model.to_empty(device="cpu" if cpu_offload else ranks.device)
 
 
 def replicate(forward: nn.Module, ranks: Ranks) -> nn.Module:

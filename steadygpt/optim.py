@@ -9,6 +9,24 @@ if TYPE_CHECKING:
     from model import GPT
 
 
+def skips_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """Return whether an optimizer reads `found_inf` from the device's memory, as loss scaling wants it: fused ones."""
+    on_device = all(p.device.type == device.type for group in optimizer.param_groups for p in group["params"])
+    return on_device and getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def update_unless(skipped: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Make the optimizer's update unless `skipped`, a scalar on the device, is 1.0; then nothing changes.
+
+    Only an optimizer that cannot skip on the device has to wait for it.
+    """
+    if skips_on_device(optimizer, skipped.device):
+        optimizer.found_inf = skipped  # type: ignore[attr-defined]
+        optimizer.step()
+    elif not skipped.item():
+        optimizer.step()
+
+
 def make_optimizer(model: "GPT", config: "TrainConfig") -> torch.optim.Optimizer:
     """Return AdamW (Loshchilov and Hutter 2019) with weight decay on matrices and embeddings, not on vectors."""
     roles = model.parameters_by_role()

@@ -52,7 +52,7 @@ def describe(
     """Return the plan of a run, as lines. `model` is on the meta device; val_rows are those of each validation."""
     N, T, B = model.num_parameters(), config.context_length, config.mini_batch_size
     precision = choose_precision(config.precision, ranks.device)
-    shards = ranks.world_size if config.sharding == "fsdp" else 1
+    shards = config.shards(ranks.world_size)
     memory = estimate_memory(config, model, precision, config.compiles(ranks.device.type), shards)
     checkpoint = 12 * N
     folder = Path(config.checkpoint_dir)

@@ -229,6 +229,7 @@ class RunLog:
                         continue
                     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # FSDP: this rank's shard
                     values = local.flatten()[:: max(1, local.numel() // HISTOGRAM_VALUES)]
+                    values = values[values.isfinite()]  # a skipped step may leave NaN in the gradients
                     if values.numel():
                         tensorboard.add_histogram(f"{kind}/{name}", values.float(), step, bins=64)
 

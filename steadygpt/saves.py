@@ -21,6 +21,7 @@ from steadygpt.checkpoint import (
     EVALUATIONS,
     LATEST,
     ROLLING,
+    Captured,
     newest_first,
     read_checkpoint,
 )
@@ -40,7 +41,7 @@ class Saves:
     """Decides when a run saves and under which names. Every rank calls each method; only rank 0 writes.
 
     Args:
-        capture: copies the state to host memory; returns the whole checkpoint on rank 0. All ranks call it together.
+        capture: copies the state to host memory. All ranks call it together, with the results of all steps read.
         log, writer: rank 0's RunLog and CheckpointWriter, Silent on the others.
         step: of the checkpoint that the run resumes from, if any.
         evaluations: those up to that step.
@@ -50,7 +51,7 @@ class Saves:
         self,
         config: "TrainConfig",
         ranks: Ranks,
-        capture: Callable[[], dict],
+        capture: Callable[[], Captured],
         log: Any,
         writer: Any,
         step: int | None = None,
@@ -59,15 +60,16 @@ class Saves:
         self.config, self.ranks, self.capture, self.log, self.writer = config, ranks, capture, log, writer
         self.evaluations = evaluations or {}
         self.saved_step, self.saved_at_s = step, time.monotonic()
-        self.longest_pause_s = 0.0
+        self.longest_pause_s: float | None = None  # but for the first, which also allocates the host memory
         self.failed = False  # the newest save
 
-    def save_if_due(self, step: int, ended_epoch: int | None, last: bool) -> None:
+    def save_if_due(self, step: int, ended_epoch: int | None, last: bool, read_results: Callable[[], None]) -> None:
         """Start a save if one is due after `step` updates.
 
         Args:
             ended_epoch: the epoch that ended in the last step, if one did.
             last: whether this is the end of the run.
+            read_results: waits for the results of all steps; called only if a save is due.
         """
         self.report()
         freq, tiers = self.config.checkpoint_freq, []
@@ -77,6 +79,7 @@ class Saves:
             tiers.append(EPOCH.format(ended_epoch))
         by_the_clock = self.ranks.any(bool(step) and self._is_late())  # rank 0 decides: on the others it never is
         if (tiers or by_the_clock or last) and step != self.saved_step:
+            read_results()
             self._save(step, tiers)
 
     def record(self, step: int, scores: dict[str, float], best: bool = False) -> None:
@@ -114,7 +117,7 @@ class Saves:
 
     def interval_s(self) -> float:
         """Return the seconds between saves by the clock: longer where the pause of a save is more than 1 % of them."""
-        return max(60 * self.config.checkpoint_minutes, self.longest_pause_s / PAUSE_SHARE)
+        return max(60 * self.config.checkpoint_minutes, (self.longest_pause_s or 0) / PAUSE_SHARE)
 
     def _is_late(self) -> bool:
         late = time.monotonic() - self.saved_at_s >= self.interval_s()
@@ -122,16 +125,17 @@ class Saves:
 
     def _save(self, step: int, tiers: list[str]) -> None:
         start_s, interval_s = time.monotonic(), self.interval_s()
-        self.writer.wait()  # before the capture, so that two copies of the state are never in memory
-        checkpoint = self.capture()
+        self.writer.wait()  # before the capture, which reuses the memory that the writer reads
+        captured = self.capture()
         self.log.flush()  # a checkpoint must not be newer than the log of the steps that led to it
-        self.writer.save(checkpoint, tiers)
+        self.writer.save(captured, tiers)
         self.saved_step, self.saved_at_s = step, time.monotonic()
-        self.longest_pause_s = max(self.longest_pause_s, self.saved_at_s - start_s)
+        pause_s = self.saved_at_s - start_s
+        self.longest_pause_s = 0.0 if self.longest_pause_s is None else max(self.longest_pause_s, pause_s)
         if self.config.checkpoint_minutes and self.interval_s() > interval_s:
             self.log.say(
-                f"a save paused training for {pause_text(self.longest_pause_s)}, so "
-                f"{interval_text(self.interval_s(), num_bytes(checkpoint))}"
+                f"a save paused training for {pause_text(pause_s)}, so "
+                f"{interval_text(self.interval_s(), num_bytes(captured.content))}"
             )
 
 
@@ -191,13 +195,13 @@ class CheckpointWriter:
         os.replace(adopted, latest)
         fsync_folder(self.folder)
 
-    def save(self, checkpoint: dict, tiers: list[str]) -> None:
-        """Write `checkpoint` as latest.pt and under the file names in `tiers`; return before that is done.
+    def save(self, captured: Captured, tiers: list[str]) -> None:
+        """Write a checkpoint as latest.pt and under the file names in `tiers`; return before that is done.
 
         Waits for the job before it.
         """
         self.wait()
-        self.in_flight = self.pool.submit(self._save, checkpoint, tiers)
+        self.in_flight = self.pool.submit(self._save, captured, tiers)
 
     def record(self, evaluations: dict[int, dict], best: int | None) -> None:
         """Write evaluations.json behind the save in flight, after linking best_model.pt to the file of step `best`."""
@@ -221,10 +225,11 @@ class CheckpointWriter:
         """Wait for all jobs; take_reports still yields their outcomes."""
         self.pool.shutdown()
 
-    def _save(self, checkpoint: dict, tiers: list[str]) -> None:
-        step, names, start_s = checkpoint["step"], [LATEST, *tiers], time.monotonic()
+    def _save(self, captured: Captured, tiers: list[str]) -> None:
+        checkpoint, start_s = captured.content, time.monotonic()
+        step, names = checkpoint["step"], [LATEST, *tiers]
         try:
-            self._write(checkpoint, tiers)
+            self._write(captured.wait(), tiers)
             size = (self.folder / LATEST).stat().st_size
         except Exception as error:  # training continues, and an exception in this thread would be lost
             text = f"{self.folder / LATEST}: step {step} was not saved: {str(error) or type(error).__name__}"

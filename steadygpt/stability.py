@@ -1,4 +1,7 @@
-"""What a step measured, and steps whose update should be skipped: no finite loss or gradient, or a loss spike."""
+"""What a step measured, and steps whose update is skipped: no finite loss or gradient, or a loss spike.
+
+A GPU runs behind the host. It decides itself which updates it skips, and the host reads the results a step later.
+"""
 
 import math
 from collections.abc import Sequence
@@ -6,19 +9,79 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
 if TYPE_CHECKING:
     from config import TrainConfig
 
 SPIKE_WINDOW = 128  # losses that a spike is compared with
 
 
-def loss_z(recent: Sequence[float], loss: float) -> float | None:
-    """Return how many standard deviations a loss lies above the mean of the recent ones; None if these are too few."""
-    if len(recent) < SPIKE_WINDOW or not math.isfinite(loss):
-        return None
-    mean = fmean(recent)
-    deviation = math.dist(recent, [mean] * len(recent)) / math.sqrt(len(recent))
-    return (loss - mean) / max(deviation, 1e-6)
+class Judge:
+    """Decides on the device which updates are skipped.
+
+    Args:
+        recent_losses: the finite losses of the last steps, at most SPIKE_WINDOW.
+        bad_steps: consecutive ones so far.
+    """
+
+    def __init__(self, config: "TrainConfig", device: torch.device, recent_losses: Sequence[float], bad_steps: int):
+        self.max_bad_steps = config.max_bad_steps or math.inf
+        self.spike_z, self.skip_spikes = config.spike_z or math.inf, config.skip_spikes
+        self.recent = torch.full((SPIKE_WINDOW,), math.nan, device=device)  # NaN: not known yet
+        if recent_losses:
+            self.recent[-len(recent_losses) :] = torch.tensor(recent_losses)
+        self.bad_steps = torch.full((), float(bad_steps), device=device)
+
+    def __call__(self, loss: Tensor, grad_norm: Tensor, loss_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Judge a step by its loss and gradient norm, scalars that are the same on every rank.
+
+        Args:
+            loss_scale: of fp16, after this step's adjustment.
+
+        Returns: 1.0 if the update is skipped, else 0.0; and the numbers for StepResult, both on the device.
+        """
+        finite = loss.isfinite() & grad_norm.isfinite()
+        # An overflow in fp16 is not bad while a lower scale may help.
+        bad = ~finite if loss_scale is None else ~finite & ~(loss.isfinite() & (loss_scale >= 1))
+        z = (loss - self.recent.mean()) / self.recent.std(correction=0).clamp(min=1e-6)  # NaN until all are known
+        spike = z > self.spike_z
+        # The host may read about the last bad step late. Until then all updates are skipped, so that the weights stay
+        # those of the step before the bad ones.
+        halted = self.bad_steps >= self.max_bad_steps
+        skipped = halted | ~finite | (spike & self.skip_spikes)
+        self.bad_steps = torch.where(halted, self.bad_steps, (self.bad_steps + 1) * bad)
+        self.recent = torch.where(finite, torch.cat([self.recent[1:], loss[None]]), self.recent)
+        scale = loss if loss_scale is None else loss_scale
+        numbers = torch.stack([t.float() for t in (loss, grad_norm, z, spike, bad, ~skipped, scale)])
+        return skipped.float(), numbers
+
+
+class Pending:
+    """The numbers of a step on their way to the host."""
+
+    def __init__(self, step: int, lr: float, numbers: Tensor, fp16: bool):
+        self.step, self.lr, self.fp16 = step, lr, fp16
+        self.numbers = numbers.to("cpu", non_blocking=True)  # from CUDA into page-locked memory
+        self.copied = torch.cuda.current_stream().record_event() if numbers.device.type == "cuda" else None
+
+    def result(self) -> "StepResult":
+        """Wait for the numbers."""
+        if self.copied:
+            self.copied.synchronize()
+        loss, grad_norm, z, spike, bad, updated, scale = self.numbers.tolist()
+        return StepResult(
+            self.step,
+            self.lr,
+            loss,
+            grad_norm,
+            loss_z=z if math.isfinite(z) else None,
+            spike=bool(spike),
+            bad=bool(bad),
+            updated=bool(updated),
+            loss_scale=scale if self.fp16 and not updated else None,
+        )
 
 
 @dataclass(frozen=True)
@@ -31,17 +94,13 @@ class StepResult:
     grad_norm: float  # before clipping
     loss_z: float | None
     spike: bool  # loss_z is above --spike_z
+    bad: bool  # loss or gradient is not finite, and fp16 is not the reason
     updated: bool  # False: weights and optimizer are unchanged
     loss_scale: float | None = None  # of fp16, after a skipped update
 
     @property
     def finite(self) -> bool:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
-
-    @property
-    def bad(self) -> bool:
-        """Whether loss or gradient is not finite; an overflow in fp16 is not bad while a lower scale may help."""
-        return not self.finite and not (math.isfinite(self.loss) and self.loss_scale and self.loss_scale >= 1)
 
     def warning(self, recent: Sequence[float]) -> str:
         """Return what is wrong with the step, compared with the losses before it; "" if nothing is."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from steadygpt.checkpoint import BEST, check_folder, read_evaluations, read_on_main, share
+from steadygpt.checkpoint import BEST, Captured, check_folder, read_evaluations, read_on_main, share
 from steadygpt.cli import UserError, options_of
 from steadygpt.distributed import Ranks, Silent
 from steadygpt.durable import lock_folder
@@ -154,7 +154,7 @@ def open_outputs(
     model: "GPT",
     ranks: Ranks,
     held: ExitStack,
-    capture: Callable[[], dict],
+    capture: Callable[[], Captured],
 ) -> tuple[Any, Saves, dict | None]:
     """Verify the data and open the folders of a run; `held` closes the log and releases the locks.
 

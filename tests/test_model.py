@@ -254,7 +254,8 @@ def test_activation_checkpointing_computes_the_same_gradients(family):
     gradients = []
     for recompute in (False, True):
         model = small(dropout=0.2, **family)
-        model.activation_checkpointing = recompute
+        for block in model.h:
+            block.recompute = recompute
         torch.manual_seed(5)
         model(ids(2, 12), ids(2, 12, seed=1)).backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
@@ -296,7 +297,8 @@ def test_activation_checkpointing_recomputes_blocks_only_in_training():
         return len(calls)
 
     assert forwards() == 3
-    model.activation_checkpointing = True
+    for block in model.h:
+        block.recompute = True
     assert forwards() == 6
     model.eval()
     assert forwards() == 3

@@ -193,7 +193,7 @@ def test_wandb_that_fails_to_start_is_a_user_error(tmp_path, monkeypatch):
 
 
 def result(step: int) -> StepResult:
-    return StepResult(step, lr=1e-3, loss=2.5, grad_norm=0.5, loss_z=None, spike=False, updated=True)
+    return StepResult(step, lr=1e-3, loss=2.5, grad_norm=0.5, loss_z=None, spike=False, bad=False, updated=True)
 
 
 @pytest.fixture

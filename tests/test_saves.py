@@ -13,7 +13,7 @@ import torch
 from test_checkpoint import content, damage, names
 
 from steadygpt import saves
-from steadygpt.checkpoint import checkpoint_files, checkpoint_table, read_checkpoint, read_evaluations
+from steadygpt.checkpoint import Captured, checkpoint_files, checkpoint_table, read_checkpoint, read_evaluations
 from steadygpt.cli import UserError
 from steadygpt.distributed import Ranks, Silent
 from steadygpt.saves import CheckpointWriter, Saves, interval_text
@@ -55,14 +55,14 @@ def run(tmp_path, monkeypatch):
     def capture():
         clock.now_s += run.pause_s
         run.captured.append(run.step)
-        return content(run.step)
+        return Captured(content(run.step))
 
     run.writer = CheckpointWriter(tmp_path, keep=3)
     run.saves = Saves(config, Ranks(torch.device("cpu")), capture, run.log, run.writer)
 
     def at(step, seconds=0.0, ended_epoch=None, last=False):
         run.step, clock.now_s = step, clock.now_s + seconds
-        run.saves.save_if_due(step, ended_epoch, last)
+        run.saves.save_if_due(step, ended_epoch, last, bool)
         run.writer.wait()
         return names(tmp_path)
 
@@ -96,18 +96,21 @@ def test_every_save_restarts_the_clock(run):
 
 
 def test_timed_saves_pause_training_for_at_most_one_percent(run):
-    run.pause_s = 3.0
+    run.pause_s = 9.0
     run.at(10)
+    assert run.saves.interval_s() == 60  # the first pause does not count: it includes the allocation of host memory
+    run.pause_s = 3.0
+    run.at(20)
     assert run.saves.interval_s() == pytest.approx(300)
-    assert run.log.said == [
+    assert [line for line in run.log.said if "paused" in line] == [
         "a save paused training for 3.0 s, so latest.pt is saved at least every 5 min 00 s, 0.0 GB a day"
     ]
     run.pause_s = 0.5  # the interval follows the longest pause
-    run.at(20)
-    run.at(21, seconds=299)
-    assert run.captured == [10, 20]
-    run.at(22, seconds=1)
-    assert run.captured == [10, 20, 22]
+    run.at(30)
+    run.at(31, seconds=299)
+    assert run.captured == [10, 20, 30]
+    run.at(32, seconds=1)
+    assert run.captured == [10, 20, 30, 32]
 
 
 def test_checkpoint_minutes_0_disables_timed_saves(run):
@@ -119,9 +122,9 @@ def test_checkpoint_minutes_0_disables_timed_saves(run):
 def test_timed_save_waits_for_the_save_in_flight(run, monkeypatch):
     may_write, real = threading.Event(), torch.save
     monkeypatch.setattr(torch, "save", lambda *args: (may_write.wait(10), real(*args)))
-    run.saves.save_if_due(10, None, last=False)
+    run.saves.save_if_due(10, None, False, bool)
     run.clock.now_s += 1000
-    run.saves.save_if_due(11, None, last=False)
+    run.saves.save_if_due(11, None, False, bool)
     assert run.captured == [0]  # only the capture of step 10 (run.step is unset here)
     may_write.set()
 
@@ -221,7 +224,7 @@ def test_table_takes_validation_losses_from_the_evaluations(run):
 
 
 def save(writer: CheckpointWriter, step: int, *tiers: str) -> list[tuple[str, str]]:
-    writer.save(content(step), list(tiers))
+    writer.save(Captured(content(step)), list(tiers))
     writer.wait()
     return list(writer.take_reports())
 
@@ -332,7 +335,7 @@ def test_save_returns_before_the_file_is_written(writer, monkeypatch):
     may_write = threading.Event()
     real = torch.save
     monkeypatch.setattr(torch, "save", lambda *args: (may_write.wait(10), real(*args)))
-    writer.save(content(1), [])
+    writer.save(Captured(content(1)), [])
     assert list(writer.take_reports()) == []  # save() returned before the file was written
     may_write.set()
     writer.wait()
@@ -357,7 +360,7 @@ def test_mirror_receives_each_file_once_and_copies_it_to_its_other_names(tmp_pat
     uploads, real = [], saves.upload
     monkeypatch.setattr(saves, "upload", lambda file, url, names: (uploads.append(names), real(file, url, names)))
     writer = CheckpointWriter(tmp_path / "here", keep=3, mirror=f"file://{tmp_path}/there")
-    writer.save(content(1), ["rolling_step_000001.pt"])
+    writer.save(Captured(content(1)), ["rolling_step_000001.pt"])
     writer.record({1: {"val_loss": 3.5}}, best=1)
     writer.close()
     assert [text for outcome, text in writer.take_reports() if outcome == "failed"] == []

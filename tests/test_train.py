@@ -240,19 +240,25 @@ def test_reading_results_one_step_late_changes_nothing(workdir, monkeypatch):
 
 
 def test_bad_steps_read_late_stop_the_run_at_the_last_good_step(workdir, monkeypatch):
-    build, step = train.build_training, train.train_step
+    """Step 7 is good, and starts before the result of step 6 is read; it must not change the weights any more."""
+    build, step_of_run, now = train.build_training, train.train_step, {"step": 0}
 
-    def bad_step(*args):
-        result = step(*args)
-        return dataclasses.replace(result, loss=math.nan) if result.step >= 5 else result
+    def build_late(*args):
+        training = dataclasses.replace(build(*args), late=1)
+        training.model.register_forward_hook(lambda *_: _[-1] * math.nan if now["step"] in (5, 6) else None)
+        return training
 
-    monkeypatch.setattr(train, "build_training", lambda *args: dataclasses.replace(build(*args), late=1))
-    monkeypatch.setattr(train, "train_step", bad_step)
-    assert run_here("--max_steps", "12", "--max_bad_steps", "2", *folders("a")) == 1
-    saved = load("a/latest.pt")
-    assert saved["step"] == 5
-    assert saved["rows_consumed"] == 5 * 4
-    assert saved["bad_steps"] == 0
+    def step_taken(training, batches, lr, step, stop):
+        now["step"] = step
+        return step_of_run(training, batches, lr, step, stop)
+
+    monkeypatch.setattr(train, "build_training", build_late)
+    monkeypatch.setattr(train, "train_step", step_taken)
+    flags = ("--max_steps", "12", "--max_bad_steps", "2", "--checkpoint_freq", "5")
+    assert run_here(*flags, *folders("a")) == 1
+    assert now["step"] == 7
+    assert_same_state(load("a/rolling_step_000005.pt"), load("a/latest.pt"))
+    assert load("a/latest.pt")["bad_steps"] == 0
 
 
 def test_init_from_takes_only_the_weights(workdir):
