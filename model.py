@@ -131,8 +131,15 @@ class Embedding(nn.Embedding):
         pass
 
 
-def norm(config: GPTConfig) -> nn.Module:
-    return nn.LayerNorm(config.embd_size, config.layer_norm_eps, bias=config.bias)
+class LayerNorm(nn.LayerNorm):
+    """A LayerNorm that computes in its input's dtype; FSDP may gather its parameters in bf16."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__(config.embd_size, config.layer_norm_eps, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.weight.type_as(x), None if self.bias is None else self.bias.type_as(x)
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
 class Attention(nn.Module):
@@ -178,9 +185,9 @@ class Block(nn.Module):
     def __init__(self, config: GPTConfig, layer: int, recompute: bool = False):
         super().__init__()
         self.parallel_residual, self.recompute = config.parallel_residual, recompute
-        self.ln_1 = norm(config)
+        self.ln_1 = LayerNorm(config)
         self.attn = Attention(config, layer)
-        self.ln_2 = norm(config)
+        self.ln_2 = LayerNorm(config)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, args: AttentionArgs) -> Tensor:
@@ -220,7 +227,7 @@ class GPT(nn.Module):
         self.wte = Embedding(config.padded_vocab_size, config.embd_size)
         self.wpe = None if config.rotary_dim else Embedding(config.context_length, config.embd_size)
         self.h = nn.ModuleList(Block(config, layer, activation_checkpointing) for layer in range(config.num_layers))
-        self.ln_f = norm(config)
+        self.ln_f = LayerNorm(config)
         self.lm_head = Linear(config.embd_size, config.padded_vocab_size, bias=False)
         if config.tied_head:
             self.lm_head.weight = self.wte.weight

@@ -1,10 +1,13 @@
 """Shared helpers: shards with 257 token ids, a model of a few thousand parameters, train.py as a user starts it."""
 
 import json
+import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from standin import StandIn
@@ -91,6 +94,43 @@ def run_here(*flags: str) -> int:
     import train
 
     return train.main([*TINY, "--data_dir", "data", *flags])
+
+
+def in_ranks(processes: int, function: Callable, *args) -> None:
+    """Call function(*args) in each of `processes` ranks, and check that it returns 0 or None in all of them.
+
+    They are forked from a process that has imported torch already. The function is one of a module.
+    """
+    forkserver = multiprocessing.get_context("forkserver")
+    forkserver.set_forkserver_preload(
+        ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"]
+    )
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        group = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            forkserver.Process(
+                target=_rank,
+                args=(Path(folder, f"rank{rank}.txt"), group | {"RANK": rank, "LOCAL_RANK": rank}, function, args),
+                daemon=True,
+            )
+            for rank in map(str, range(processes))
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(120)
+        output = "".join(path.read_text() for path in sorted(Path(folder).iterdir()))
+        assert [process.exitcode for process in ranks] == [0] * processes, output
+
+
+def _rank(output: Path, group: dict[str, str], function: Callable, args: tuple) -> None:
+    os.environ.update(group)
+    file = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.exit(function(*args))
 
 
 # Hugging Face models: class and changes to its default configuration. configs/small_32k.toml is like the last one.

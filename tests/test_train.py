@@ -4,11 +4,8 @@ import dataclasses
 import gzip
 import json
 import math
-import multiprocessing
 import os
 import re
-import socket
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import assert_same_state, load, metrics, run, run_here, write_data
+from conftest import assert_same_state, in_ranks, load, metrics, run, run_here, write_data
 
 import train
 from steadygpt.cli import UserError
@@ -30,39 +27,13 @@ def folders(name: str) -> tuple[str, ...]:
 
 
 def run_forked(*flags: str, processes: int = 1) -> None:
-    """Run train.py to its end in `processes` ranks, forked from a process that has imported torch already.
-
-    Under torchrun, most of the time of such a short run goes into importing torch in each process.
-    """
-    forkserver = multiprocessing.get_context("forkserver")
-    forkserver.set_forkserver_preload(
-        ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"]
-    )
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        group = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
-    ranks = [
-        forkserver.Process(
-            target=run_rank, args=(flags, Path.cwd(), group | {"RANK": rank, "LOCAL_RANK": rank}), daemon=True
-        )
-        for rank in map(str, range(processes))
-    ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(120)
-    output = "".join(Path(f"rank{rank}.txt").read_text() for rank in range(processes))
-    assert [process.exitcode for process in ranks] == [0] * processes, output
+    """Run train.py to its end in `processes` ranks; under torchrun, such a short run mostly imports torch."""
+    in_ranks(processes, run_rank, flags, Path.cwd())
 
 
-def run_rank(flags: tuple[str, ...], folder: Path, group: dict[str, str]) -> None:
-    """Run train.py as one rank of a process group; its output goes to a file."""
+def run_rank(flags: tuple[str, ...], folder: Path) -> int:
     os.chdir(folder)
-    os.environ.update(group)
-    output = os.open(f"rank{group['RANK']}.txt", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    sys.exit(run_here(*flags))
+    return run_here(*flags)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

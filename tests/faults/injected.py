@@ -36,11 +36,11 @@ def around_step(
     """
     train_step = train.train_step
 
-    def wrapped_step(training, batches, lr, step, stop, recent_losses):
+    def wrapped_step(training, batches, lr, step, stop):
         if before:
             before(step, stop)
         wrapped = SimpleNamespace(next=lambda: next_batch(step, batches)) if next_batch else batches
-        result = train_step(training, wrapped, lr, step, stop, recent_losses)  # raises Stopped when interrupted
+        result = train_step(training, wrapped, lr, step, stop)  # raises Stopped when interrupted
         if after:
             after(step, training.model)
         return result

@@ -1,0 +1,177 @@
+"""Ranks: what they agree on, how they leave, and FSDP's shards."""
+
+import math
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import in_ranks
+from torch import nn
+
+from model import GPT, GPTConfig
+from steadygpt.distributed import Ranks, Stopped, StopSignal, joined, shard
+from steadygpt.optim import update_unless
+from steadygpt.state import HostCopy, fill
+from steadygpt.workers import usable_cores
+
+SMALL = GPTConfig(vocab_size=257, num_layers=4, num_heads=2, embd_size=16, context_length=16)
+
+
+def sharded(ranks: Ranks, shards: int, precision: str = "fp32", recompute: bool = False, offload: bool = False) -> GPT:
+    """Return SMALL with the initial weights of seed 0."""
+    with torch.device("meta"):
+        model = GPT(SMALL, False, recompute)
+    shard(model, model.h, ranks, shards, precision, offload)
+    torch.manual_seed(0)
+    fill(model, model.initial_weight, ranks)
+    return model
+
+
+def whole() -> GPT:
+    torch.manual_seed(0)
+    return GPT(SMALL)
+
+
+def batch(rank: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(0, 257, (2, 17), generator=torch.Generator().manual_seed(rank))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# leaving
+
+
+def test_an_exception_does_not_wait_for_the_other_ranks(monkeypatch):
+    """NCCL's destroy_process_group waits for all ranks, of which one may wait for this one."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: time.sleep(60))
+    started_s = time.monotonic()
+    with pytest.raises(torch.OutOfMemoryError), joined("cpu"):
+        raise torch.OutOfMemoryError("no memory")
+    assert time.monotonic() - started_s < 5
+
+
+def agree_to_stop() -> None:
+    with joined("cpu") as ranks:
+        stop = StopSignal(ranks, max_hours=0)
+        stop.check()
+        if ranks.rank == 1:
+            time.sleep(1)  # the other rank does not wait for this one
+            stop._ask(StopSignal.REASONS.index("SIGTERM"))
+        started_s = time.monotonic()
+        stop.check()
+        assert time.monotonic() - started_s < 0.9 or ranks.rank == 1
+        try:
+            stop.check()
+        except Stopped as stopped:
+            assert stopped.reason == "SIGTERM"
+        else:
+            raise AssertionError("the ranks did not stop")
+
+
+def test_ranks_agree_to_stop_by_the_check_after_the_next():
+    in_ranks(2, agree_to_stop)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# FSDP
+
+
+def compare_shards(shards: int, offload: bool) -> None:
+    with joined("cpu") as ranks:
+        model = sharded(ranks, shards, offload=offload)
+        assert len(model.h[0].mlp.c_fc.weight.to_local()) <= math.ceil(64 / shards)
+        content, _ = HostCopy(ranks.device).start(model, torch.optim.SGD(model.parameters()), ranks)
+        expected = whole().state_dict()
+        assert list(content["model"]) == (list(expected) if ranks.is_main else [])
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in content["model"].items())
+
+
+@pytest.mark.parametrize(
+    ("processes", "shards", "offload"), [(2, 2, False), (2, 2, True), (4, 2, False), (3, 3, False)]
+)
+def test_a_sharded_model_begins_with_the_weights_of_a_whole_one(processes, shards, offload):
+    in_ranks(processes, compare_shards, shards, offload)
+
+
+def compare_gathered_dtypes() -> None:
+    with joined("cpu") as ranks:
+        model, seen = sharded(ranks, 2, "bf16"), {}
+
+        def look(mlp, inputs, output) -> None:
+            seen.update(block=mlp.c_fc.weight.dtype, root=model.wte.weight.dtype)
+
+        model.h[1].mlp.register_forward_hook(look)
+        model.h[1].register_forward_hook(lambda *args: seen.update(residual=args[-1].dtype))
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(*batch())
+            expected = whole()(*batch())
+        loss.backward()
+        assert seen == {"block": torch.bfloat16, "root": torch.float32, "residual": torch.float32}
+        assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
+        assert abs(loss.item() - expected.item()) < 1e-3
+
+
+def test_blocks_are_gathered_in_bf16_and_the_residual_stays_fp32():
+    in_ranks(2, compare_gathered_dtypes)
+
+
+def count_compiled_blocks(recompute: bool) -> None:
+    with joined("cpu") as ranks:
+        model, attentions = sharded(ranks, 1, recompute=recompute), []
+
+        def backend(graph: torch.fx.GraphModule, inputs):
+            graphs = [module for module in graph.modules() if isinstance(module, torch.fx.GraphModule)]
+            code = "".join(module.code for module in graphs)
+            attentions.append(code.count("scaled_dot_product_attention"))
+            return graph
+
+        loss = torch.compile(model, backend=backend)(*batch())
+        assert attentions.count(1) == 1, attentions  # one graph of a block, which all blocks share
+        assert abs(loss.item() - whole()(*batch()).item()) < 1e-5
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_blocks_of_a_sharded_model_are_compiled(recompute):
+    in_ranks(1, count_compiled_blocks, recompute)
+
+
+def skip_an_update() -> None:
+    with joined("cpu") as ranks:
+        model = sharded(ranks, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        for skipped in (0.0, 1.0):
+            optimizer.zero_grad()
+            model(*batch(ranks.rank)).backward()
+            before = [parameter.to_local().clone() for parameter in model.parameters()]
+            update_unless(torch.tensor(skipped), optimizer)
+            same = [torch.equal(p.to_local(), old) for p, old in zip(model.parameters(), before, strict=True)]
+            assert all(same) if skipped else not any(same)
+            assert {state["step"].item() for state in optimizer.state.values()} == {1.0}
+
+
+def test_sharded_updates_can_be_skipped_on_the_device():
+    in_ranks(2, skip_an_update)
+
+
+def count_threads() -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    with joined("cpu") as ranks:
+        torch.set_num_threads(1)  # torchrun's default
+        sharded(ranks, 2, offload=True)
+        assert torch.get_num_threads() == max(1, usable_cores() // 2)
+
+
+def test_an_offloaded_optimizer_uses_all_cores():
+    in_ranks(2, count_threads)
+
+
+def test_an_optimizer_that_cannot_skip_on_the_device_waits_for_the_verdict():
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    for skipped, expected in ((1.0, 1.0), (0.0, 0.0)):
+        weight.grad = torch.ones(3)
+        update_unless(torch.tensor(skipped), optimizer)
+        assert weight.tolist() == [expected] * 3
