@@ -33,7 +33,7 @@ PEAK_FLOPS = {
     "NVIDIA GeForce RTX 4090": 165e12, "NVIDIA GeForce RTX 3090": 71e12, "Tesla T4": 65e12,
     "NVIDIA GB10": 125e12,  # a quarter of its fp4
 }  # fmt: skip
-DRIVER = Path("/proc/driver/nvidia/version")
+GPU, DRIVER = Path("/dev/nvidia0"), Path("/proc/driver/nvidia/version")  # on Linux
 
 
 def choose_device(name: str) -> torch.device:
@@ -45,7 +45,7 @@ def choose_device(name: str) -> torch.device:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if name == "auto":
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-        gpu = torch.cuda.is_available() or (Path("/dev/nvidia0").exists() and not hidden)
+        gpu = torch.cuda.is_available() or (GPU.exists() and not hidden)
         name = "cuda" if gpu else "cpu"
     if name == "cuda":
         if not torch.cuda.is_available():

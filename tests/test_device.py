@@ -1,5 +1,6 @@
-"""Precision, peak throughput, process age, and evaluation mode."""
+"""Choice of the device, precision, peak throughput, process age, and evaluation mode."""
 
+import os
 import subprocess
 import sys
 import time
@@ -9,8 +10,13 @@ import pytest
 import torch
 from conftest import REPO
 
+from generate import generate
+from hellaswag_eval import Tree, ending_losses
+from model import GPT, GPTConfig
 from steadygpt import device
+from steadygpt.cli import UserError
 from steadygpt.device import autocast, choose_precision, evaluating
+from steadygpt.distributed import Ranks
 
 
 @pytest.mark.parametrize(("bf16_units", "chosen"), [(True, "bf16"), (False, "fp16")])
@@ -68,3 +74,106 @@ def test_evaluating_disables_gradients_and_restores_the_mode_after_an_error():
         raise ZeroDivisionError
     assert model.training
     assert model(torch.randn(2, 4)).requires_grad
+
+
+def test_tf32_is_for_training_in_fp32_only(monkeypatch):
+    """In bf16 it would change HellaSwag's close calls, which are scored in fp32."""
+    chosen = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", chosen.append)
+    for precision in ("bf16", "fp32"):
+        device.set_up(torch.device("cuda"), precision, deterministic=False)
+    assert chosen == ["high"]
+
+
+def test_deterministic_chooses_deterministic_attention(monkeypatch):
+    """With warn_only, PyTorch keeps the kernels that are not deterministic."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    try:
+        device.set_up(torch.device("cpu"), "bf16", deterministic=True)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def gpu(tmp_path, monkeypatch):
+    """A machine with a GPU that torch 2.13 for CUDA 13.0 cannot use; returns a function that installs a driver."""
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(device, "GPU", tmp_path / "nvidia0")
+    monkeypatch.setattr(device, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(torch, "__version__", "2.13.0")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def install(version: str) -> None:
+        (tmp_path / "version").write_text(
+            f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {version}  Tue Feb 27 21:00:00 UTC 2024\nGCC version: 12.2\n"
+        )
+
+    return install
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_an_old_driver_is_an_error_and_not_a_run_on_the_cpu(name, gpu):
+    gpu("535.54.03")
+    with pytest.raises(UserError) as error:
+        device.choose_device(name)
+    assert str(error.value) == (
+        "PyTorch can use no GPU of this machine: found driver 535.54.03; torch 2.13.0 for CUDA 13.0 expects 580 or "
+        "later: update the driver, or install a build of torch for an older CUDA (pytorch.org); or train with "
+        "--device cpu"
+    )
+
+
+def test_a_gpu_that_cannot_be_used_is_an_error_with_the_reason(gpu, monkeypatch):
+    with pytest.raises(UserError, match="no NVIDIA driver is loaded"):
+        device.choose_device("auto")
+    gpu("580.159.04")
+    with pytest.raises(UserError, match=r"driver 580.159.04 with torch 2.13.0 for CUDA 13.0; see what nvidia-smi"):
+        device.choose_device("auto")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(UserError, match=r"built without CUDA; install the build for driver 580.159.04"):
+        device.choose_device("auto")
+
+
+def test_a_hidden_gpu_is_not_used(gpu, monkeypatch):
+    gpu("535.54.03")
+    assert device.choose_device("cpu").type == "cpu"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert device.choose_device("auto").type == "cpu"
+
+
+def test_a_missing_compiler_or_header_is_an_error_before_training(tmp_path, monkeypatch):
+    for variable in ("CC", "CXX"):
+        monkeypatch.delenv(variable, raising=False)
+    device.check_compiler(torch.device("cpu"))
+    device.check_compiler(torch.device("cuda"))
+    monkeypatch.setattr(device.sysconfig, "get_config_var", lambda _: str(tmp_path))
+    with pytest.raises(UserError, match=rf"found no {tmp_path}/Python.h .*--compile off"):
+        device.check_compiler(torch.device("cuda"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="found no gcc or clang: install it, or train without"):
+        device.check_compiler(torch.device("cuda"))
+    monkeypatch.setenv("CXX", "ccache g++")
+    with pytest.raises(UserError, match="found no ccache"):
+        device.check_compiler(torch.device("cpu"))
+
+
+def test_generation_and_hellaswag_avoid_attention_that_plans_each_length(monkeypatch):
+    model, tree = (
+        GPT(GPTConfig(vocab_size=257, num_layers=1, num_heads=2, embd_size=16)),
+        Tree([1, 2], [[3]] * 4, [1] * 4, 0, 0, 0),
+    )
+    allowed = []
+    model.register_forward_hook(lambda *_: allowed.append(torch.backends.cuda.cudnn_sdp_enabled()))
+    generate(model, torch.tensor([[1, 2]]), max_tokens=2)
+    ending_losses(model, [tree], Ranks(torch.device("cpu")))
+    assert allowed == [False] * 3
+    model(torch.tensor([[1, 2]]))
+    assert allowed[-1]  # training uses it

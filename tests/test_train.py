@@ -81,16 +81,28 @@ def test_two_processes_compute_the_same_as_one(workdir):
     assert all(abs(metrics("logs-one", "loss")[s] - metrics("logs-two", "loss")[s]) < 1e-5 for s in range(8))
 
 
-@pytest.mark.parametrize("flags", [(), ("--cpu_offload",)])
-def test_fsdp_computes_and_saves_the_same_as_one_process(workdir, flags):
-    assert run_here(*folders("one")) == 0
-    run_forked("--sharding", "fsdp", *flags, *folders("two"), processes=2)
+@pytest.mark.parametrize(
+    ("processes", "flags"),
+    [
+        (2, ()),
+        (2, ("--cpu_offload",)),
+        (4, ("--mini_batch_size", "1")),
+        pytest.param(4, ("--mini_batch_size", "1", "--shard_size", "2"), id="2 copies on 2 ranks each"),
+    ],
+)
+def test_fsdp_computes_and_saves_the_same_as_one_process(workdir, processes, flags):
+    assert run_here("--eval_freq", "4", *folders("one")) == 0
+    run_forked("--sharding", "fsdp", "--eval_freq", "4", *flags, *folders("two"), processes=processes)
+    for key in ("loss", "grad_norm", "val_loss"):
+        one, other = metrics("logs-one", key), metrics("logs-two", key)
+        assert one.keys() == other.keys()
+        assert all(abs(one[step] - other[step]) < 1e-5 for step in one), key
     one, other = load("one/latest.pt"), load("two/latest.pt")
     assert one.keys() == other.keys()
     assert one["optimizer"]["state"].keys() == other["optimizer"]["state"].keys()
     assert all(torch.allclose(one["model"][name], other["model"][name], atol=1e-5) for name in one["model"])
     assert other["model"]["wte.weight"].data_ptr() == other["model"]["lm_head.weight"].data_ptr()  # tied, so saved once
-    one_process = ("--sharding", "ddp", "--cpu_offload", "off", "--max_steps", "9")
+    one_process = ("--sharding", "ddp", "--cpu_offload", "off", "--shard_size", "0", "--max_steps", "9")
     assert run_here(*one_process, *folders("two"), "--resume", "latest") == 0
 
 

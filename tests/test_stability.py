@@ -1,0 +1,95 @@
+"""Which updates are skipped, decided on the device."""
+
+import math
+from statistics import fmean, pstdev
+
+import pytest
+import torch
+from conftest import TINY, write_data
+from hypothesis import given
+from hypothesis import strategies as st
+
+import train
+from config import TrainConfig, parse_args
+from dataloader import BatchLoader, open_data
+from steadygpt.distributed import Ranks, StopSignal
+from steadygpt.stability import SPIKE_WINDOW, Judge, Pending, StepResult
+from steadygpt.start import Start
+
+CPU = torch.device("cpu")
+
+
+def results(
+    losses: list[float], recent: list[float] | None = None, scales: list[float] | None = None, bad_steps=0, **config
+) -> list[StepResult]:
+    """Judge consecutive steps with these losses, and loss scales of fp16 if given."""
+    judge = Judge(TrainConfig(**config), CPU, recent or [], bad_steps)
+    found = []
+    for step, loss in enumerate(losses):
+        scale = torch.tensor(scales[step]) if scales else None
+        grad_norm = torch.tensor(math.inf if scales and scales[step] < 2**16 else 1.0)
+        skipped, numbers = judge(torch.tensor(loss), grad_norm, scale)
+        found.append(Pending(step, 1e-3, numbers, scale is not None).result())
+        assert found[-1].updated == (skipped.item() == 0)
+    return found
+
+
+@given(st.lists(st.floats(1, 10, width=32), min_size=SPIKE_WINDOW, max_size=SPIKE_WINDOW), st.floats(1, 10, width=32))
+def test_loss_z_counts_standard_deviations_above_the_mean(recent, loss):
+    expected = (loss - fmean(recent)) / max(pstdev(recent), 1e-6)
+    found = results([loss], recent)[0].loss_z
+    if pstdev(recent) > 1e-3:  # below that, fp32 rounds the difference away
+        assert found == pytest.approx(expected, rel=1e-2, abs=1e-2)
+
+
+def test_spikes_are_found_once_enough_losses_are_known():
+    steady = [2.0 + 0.1 * (i % 2) for i in range(SPIKE_WINDOW)]
+    assert [r.spike for r in results([9.0], steady[1:])] == [False]
+    assert [(r.spike, r.updated) for r in results([9.0], steady)] == [(True, True)]
+    assert [(r.spike, r.updated) for r in results([9.0], steady, skip_spikes=True)] == [(True, False)]
+    assert [r.spike for r in results([9.0], steady, spike_z=0.0)] == [False]
+    # The losses of the run itself count as well: the last of these is the first with enough before it.
+    found = results([*steady, 9.0])
+    assert [r.loss_z is None for r in found] == [True] * SPIKE_WINDOW + [False]
+
+
+def test_updates_without_a_finite_loss_are_skipped():
+    found = results([2.0, math.nan, math.inf, 2.0])
+    assert [(r.bad, r.updated) for r in found] == [(False, True), (True, False), (True, False), (False, True)]
+
+
+def test_after_max_bad_steps_every_update_is_skipped():
+    """The host may start another step before it reads that the last one was bad."""
+    found = results([math.nan, 2.0, math.nan, math.nan, 2.0, 2.0], max_bad_steps=2)
+    assert [r.updated for r in found] == [False, True, False, False, False, False]
+    assert [r.updated for r in results([math.nan, 2.0], max_bad_steps=2, bad_steps=1)] == [False, False]
+    assert [r.updated for r in results([math.nan] * 9 + [2.0], max_bad_steps=0)] == [False] * 9 + [True]
+
+
+def test_an_overflow_in_fp16_is_bad_when_no_lower_scale_is_left():
+    found = results([2.0] * 4, scales=[2.0**16, 2.0**15, 1.0, 0.5])
+    assert [(r.bad, r.updated) for r in found] == [(False, True), (False, False), (False, False), (True, False)]
+    assert [r.loss_scale for r in found] == [None, 2.0**15, 1.0, 0.5]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_step_never_waits_for_the_device(precision, tmp_path, monkeypatch):
+    """On CUDA, each of these calls waits until the GPU has finished everything before it."""
+    flags = [*TINY, "--data_dir", str(write_data(tmp_path / "data")), "--skip_spikes", "--precision", precision]
+    config = parse_args(flags)[0]
+    data, ranks = open_data(config), Ranks(CPU)
+    training = train.build_training(Start(config), data, ranks)
+    batches, stop = BatchLoader(data.train, config.mini_batch_size), StopSignal(ranks, 0)
+    train.train_step(training, batches, 1e-3, 0, stop)  # the optimizer's first step allocates its state
+    weights = [parameter.clone() for parameter in training.model.parameters()]
+
+    def waited(*args):
+        raise AssertionError("the step waits for the device")
+
+    with monkeypatch.context() as patched:
+        for name in ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "cpu"):
+            patched.setattr(torch.Tensor, name, waited)
+        pending = train.train_step(training, batches, 1e-3, 1, stop)
+    batches.close()
+    assert pending.result().updated
+    assert not any(torch.equal(old, new) for old, new in zip(weights, training.model.parameters(), strict=True))
