@@ -75,10 +75,10 @@ class HostCopy:
         Returns: {"model": ..., "optimizer": ...} keyed by parameter name, empty on ranks other than 0; and a CUDA event
             to be synchronized before it is read, None where the copy is complete already.
         """
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
         bare: Any = model
         if hasattr(bare, "reshard"):  # FSDP's root is still gathered after an evaluation
             bare.reshard()
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
         weights = {id(p): self._copy(name, "weight", p.detach(), ranks) for name, p in model.named_parameters()}
         state = {
             names[id(p)]: {

@@ -113,7 +113,7 @@ def gpu(tmp_path, monkeypatch):
 
     def install(version: str) -> None:
         (tmp_path / "version").write_text(
-            f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {version}  Tue Feb 27 21:00:00 UTC 2024\nGCC version: 12.2\n"
+            f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {version}  Tue Feb 27 21:00:00 2024\nGCC version: 12.2\n"
         )
 
     return install
