@@ -35,7 +35,7 @@ from steadygpt.cli import UserError, run_cli
 from steadygpt.device import autocast, choose_precision, evaluating, process_age_s, profiled, set_up, use_fp8
 from steadygpt.distributed import Ranks, Stopped, StopSignal
 from steadygpt.optim import make_optimizer
-from steadygpt.plan import describe
+from steadygpt.plan import describe, out_of_memory_explained
 from steadygpt.runlog import duration_text
 from steadygpt.saves import Saves
 from steadygpt.stability import SPIKE_WINDOW, Diverged, StepResult, loss_z
@@ -388,14 +388,15 @@ def launch(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, data: Da
         shape = start.config.shape(data.vocab_size)
         if start.weights:
             check_fits(start.weights, config.init_from, shape, data.tokenizer)
+        with torch.device("meta"):
+            sketch = GPT(shape, initialize=False)
         strict_warmup = start.checkpoint is not None or given.get("warmup_steps") == "flag"
         schedule = make_schedule(
             start.config, data, ranks.world_size, start.step or 0, start.rows_consumed, strict_warmup
         )
         start = start.settled(ranks, data.tokenizer, data.vocab_size, schedule.warmup_steps)
         config = start.config
-        with torch.device("meta"):
-            sketch = GPT(shape, initialize=False)
+        held.enter_context(out_of_memory_explained(config, sketch, ranks))
         plan = [*describe(config, data, schedule, ranks, sketch, validation_rows(config, data.val)), *start.notes]
         finished = start.is_finished(schedule.max_steps, ranks)
         if finished:
