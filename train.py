@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from steadygpt import distributed
 from steadygpt.cli import UserError, run_cli
 from steadygpt.device import autocast, choose_precision, evaluating, process_age_s, profiled, set_up, use_fp8
 from steadygpt.distributed import Ranks, Stopped, StopSignal
+from steadygpt.fit import with_fitting_rows
 from steadygpt.optim import make_optimizer
 from steadygpt.plan import describe, out_of_memory_explained
 from steadygpt.runlog import duration_text
@@ -390,6 +391,8 @@ def launch(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, data: Da
             check_fits(start.weights, config.init_from, shape, data.tokenizer)
         with torch.device("meta"):
             sketch = GPT(shape, initialize=False)
+        config, fitted = with_fitting_rows(start.config, sketch, ranks)
+        start = replace(start, config=config, notes=(*fitted, *start.notes))
         strict_warmup = start.checkpoint is not None or given.get("warmup_steps") == "flag"
         schedule = make_schedule(
             start.config, data, ranks.world_size, start.step or 0, start.rows_consumed, strict_warmup
