@@ -7,7 +7,7 @@
 Each figure is one start of train.py that makes two steps on random GPT-2 tokens. (One step is not enough: Adam creates
 its moments at its end.) On CUDA the figure is PyTorch's peak allocation. On a CPU it is the largest resident set of
 rank 0, minus that of a model of negligible size started in the same way. Freed memory returns to the system here, so
-that the figure is what is in use; a real run keeps it for new tensors (device.keep_freed_memory) and is larger.
+that the figure is what is in use; --keep_freed measures a real run, which keeps it (device.keep_freed_memory).
 --cpu_offload on a CPU keeps everything in the same memory, so there the plan's figure is the sum of its two lines,
 without the copy for checkpoints.
 """
@@ -43,11 +43,13 @@ VARIANTS = {
 }
 
 
-def peak_gb(folder: Path, options: list[str], ranks: int) -> tuple[float, float, float]:
+def peak_gb(folder: Path, options: list[str], ranks: int, keep_freed: bool) -> tuple[float, float, float]:
     """Train; return rank 0's peak memory in GB, the seconds of the last step and the plan's estimate in GB."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    command = [sys.executable, *torchrun, str(REPO / "benchmarks/memory.py"), "train", *QUIET, *options, *PLACES]
-    env = os.environ | {"PYTHONPATH": str(REPO), "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    script = [str(REPO / "train.py")] if keep_freed else [str(REPO / "benchmarks/memory.py"), "train"]
+    command = [sys.executable, *torchrun, *script, *QUIET, *options, *PLACES]
+    glibc = {} if keep_freed else dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), "65536")
+    env = os.environ | glibc | {"PYTHONPATH": str(REPO)}
     for left in ("c", "l"):
         shutil.rmtree(folder / left, ignore_errors=True)
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
@@ -74,6 +76,7 @@ def main() -> None:
     parser.add_argument("--precisions", nargs="+", default=["auto"])
     parser.add_argument("--rows", type=int, default=2, help="of a micro-step (default: 2)")
     parser.add_argument("--micro_steps", type=int, default=2, help="of a step (default: 2)")
+    parser.add_argument("--keep_freed", action="store_true", help="keep freed memory, as a real run does")
     args, further = parser.parse_known_args()
     shape = ["--config", args.config] if args.config else SMALL
     with tempfile.TemporaryDirectory() as name:
@@ -88,13 +91,15 @@ def main() -> None:
         for ranks, sharding in product(args.ranks, args.sharding):
             rows = ranks * args.rows * args.micro_steps
             common = [*further, *flags(sharding=sharding, mini_batch_size=args.rows)]
-            nothing, _, _ = peak_gb(folder, [*common, *NOTHING, *flags(total_batch_size=32 * rows)], ranks)
+            nothing, _, _ = peak_gb(
+                folder, [*common, *NOTHING, *flags(total_batch_size=32 * rows)], ranks, args.keep_freed
+            )
             for precision, variant in product(args.precisions, args.variants):
                 if variant == "offload" and sharding != "fsdp":
                     continue
                 options = [*shape, *common, *flags(total_batch_size=context * rows, precision=precision)]
                 options += VARIANTS[variant]
-                peak, seconds, plan = peak_gb(folder, options, ranks)
+                peak, seconds, plan = peak_gb(folder, options, ranks, args.keep_freed)
                 peak -= nothing
                 print(
                     f"| {ranks} | {sharding} | {precision} | {variant} | {peak:.2f} | {plan:.2f} | {plan / peak:.2f} | "

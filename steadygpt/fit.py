@@ -38,7 +38,11 @@ def with_fitting_rows(config: "TrainConfig", sketch: "GPT", ranks: Ranks) -> tup
     config.grad_accum_steps(world_size)
     candidates: list[int] = config.possible_rows(world_size)
     peaks: dict[int, int | None] = {}
-    guess = largest_fitting(config, sketch, device, world_size, FITS * total)
+
+    def estimate(rows: int) -> float:
+        return needed_bytes(dataclasses.replace(config, mini_batch_size=rows), sketch, device, world_size)
+
+    guess = largest_fitting(config, sketch, device, world_size, FITS[device.type] * total)
     rows = guess.mini_batch_size if guess else 0
     if device.type == "cuda" and config.sharding == "ddp":
 
@@ -48,20 +52,19 @@ def with_fitting_rows(config: "TrainConfig", sketch: "GPT", ranks: Ranks) -> tup
 
         free, _ = torch.cuda.mem_get_info(device)
         limit = PROBE_FITS * total - (total - free - torch.cuda.memory_reserved(device))  # others hold the rest
-        static = 16 * sketch.num_parameters()
-        rows = most_rows(candidates, rows or candidates[0], probe, int(limit), static)
+        static = 2 * estimate(1) - estimate(2)
+        rows = most_rows(candidates, rows or candidates[0], probe, limit, static)
     rows = -ranks.max(-rows)
-    config = dataclasses.replace(config, mini_batch_size=rows or candidates[0])
+    found = dataclasses.replace(config, mini_batch_size=rows or candidates[0])
     if not rows:
-        raise UserError(f"--mini_batch_size auto: {memory_advice(config, sketch, ranks)}")
+        raise UserError(f"--mini_batch_size auto: {memory_advice(found, sketch, ranks)}")
     measured = peaks.get(rows)  # or None, if this number is another rank's
-    peak = measured or needed_bytes(config, sketch, device, world_size)
-    how = "measured" if measured else "estimated"
-    return config, (f"mini_batch_size {rows}: {peak / 1e9:.1f} of {total / 1e9:.1f} GB ({how})",)
+    peak, how = measured or estimate(rows), "measured" if measured else "estimated"
+    return found, (f"mini_batch_size {rows}: {peak / 1e9:.1f} of {total / 1e9:.1f} GB ({how})",)
 
 
 def most_rows(
-    candidates: Sequence[int], first: int, probe: Callable[[int], int | None], limit: int, static: int
+    candidates: Sequence[int], first: int, probe: Callable[[int], int | None], limit: float, static: float
 ) -> int:
     """Return the largest candidate that needs at most `limit` bytes, or 0; start at `first`.
 

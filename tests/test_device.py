@@ -10,7 +10,7 @@ import torch
 from conftest import REPO
 
 from steadygpt import device
-from steadygpt.device import autocast, choose_precision, evaluating
+from steadygpt.device import autocast, choose_precision, evaluating, memory_bytes
 
 
 @pytest.mark.parametrize(("bf16_units", "chosen"), [(True, "bf16"), (False, "fp16")])
@@ -68,3 +68,15 @@ def test_evaluating_disables_gradients_and_restores_the_mode_after_an_error():
         raise ZeroDivisionError
     assert model.training
     assert model(torch.randn(2, 4)).requires_grad
+
+
+def test_memory_of_the_host_is_what_is_available_within_the_containers_limit(tmp_path, monkeypatch):
+    (tmp_path / "meminfo").write_text("MemTotal: 32 kB\nMemFree: 1 kB\nMemAvailable:   16 kB\n")
+    files = {("/proc/meminfo",): tmp_path / "meminfo", ("/sys/fs/cgroup", "memory.max"): tmp_path / "memory.max"}
+    monkeypatch.setattr(device, "Path", lambda *parts: files.get(parts, tmp_path / "none"))
+    cpu = torch.device("cpu")
+    for limit, expected in (("max\n", 16384), ("9000\n", 9000), ("99999\n", 16384)):
+        (tmp_path / "memory.max").write_text(limit)
+        assert memory_bytes(cpu) == expected
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert memory_bytes(cpu) == 4096

@@ -93,14 +93,14 @@ def needed(rows: int, world_size: int = 1, **changes) -> float:
 
 @pytest.mark.parametrize("rows", [1, 3, 12])
 def test_the_plan_decides_on_a_cpu(monkeypatch, rows):
-    monkeypatch.setattr(fit, "memory_bytes", lambda device: needed(rows) / FITS + 1)
+    monkeypatch.setattr(fit, "memory_bytes", lambda device: needed(rows) / FITS["cpu"] + 1)
     config, (line,) = fit.with_fitting_rows(CONFIG, SKETCH, Ranks(CPU))
     assert config == dataclasses.replace(CONFIG, mini_batch_size=rows)
     assert line == f"mini_batch_size {rows}: 0.0 of 0.0 GB (estimated)"
 
 
 def test_the_smallest_of_the_ranks_numbers_is_taken(monkeypatch):
-    monkeypatch.setattr(fit, "memory_bytes", lambda device: needed(6, 2) / FITS + 1)
+    monkeypatch.setattr(fit, "memory_bytes", lambda device: needed(6, 2) / FITS["cpu"] + 1)
     monkeypatch.setattr(Ranks, "max", lambda self, number: max(number, -2))  # the other rank has found 2
     config, (line,) = fit.with_fitting_rows(CONFIG, SKETCH, Ranks(CPU, world_size=2))
     assert config.mini_batch_size == 2
