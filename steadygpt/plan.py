@@ -54,8 +54,9 @@ def estimate_memory(
         host[STATIC] = memory.pop(STATIC)
     if fsdp:  # the root's stay gathered from forward to backward; of the blocks, one computes and the next one arrives
         memory["gathered weights"] = 4 * (N - in_blocks) + gathered * 2 * in_blocks / layers
-        if config.grad_accum_steps(world_size) > 1:  # only the last micro-step shards them
-            memory["unsharded gradients"] = 4 * N - (0 if config.cpu_offload else 4 * N / shards)
+        if config.grad_accum_steps(world_size) > 1:  # the last micro-step replaces them by shards, perhaps elsewhere
+            elsewhere = config.cpu_offload and device.type != "cpu"
+            memory["unsharded gradients"] = 4 * N - (0 if elsewhere else 4 * N / shards)
     if each == 2:  # autocast caches its copies of the weights, except in compiled code
         eager = (0 if compiled and not chunk else head) + (0 if compiled or (fsdp and gathered == 2) else in_blocks)
         memory["16-bit weights"] = 2 * eager
