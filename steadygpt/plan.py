@@ -128,13 +128,14 @@ def memory_advice(config: "TrainConfig", model: "GPT", ranks: Ranks, first_flag:
         return f"about {needed_bytes(config, model, ranks.device, ranks.world_size) / 1e9:.1f} GB"
 
     memory, rows = memory_bytes(ranks.device), config.mini_batch_size
-    found = what_would_fit(config, model, ranks.device, ranks.world_size, FITS[ranks.device.type] * memory)
+    limit = FITS[ranks.device.type] * memory
+    found = what_would_fit(config, model, ranks.device, ranks.world_size, limit)
     text = (
-        f"{rows} row{'s' * (rows > 1)} of {config.context_length:,} tokens need {gb(config)} (estimated), and "
-        f"{device_name(ranks.device)} has {memory / 1e9:.1f} GB. "
+        f"{f'{rows} rows' if rows > 1 else '1 row'} of {config.context_length:,} tokens: {gb(config)} (estimated); the "
+        f"limit is {limit / 1e9:.1f} of the {memory / 1e9:.1f} GB of {device_name(ranks.device)}. "
     )
     if not found:
-        return text + "No option makes this model fit; train a smaller one, or use more or larger GPUs."
+        return text + "No option makes this model fit; try a smaller one or a device with more memory."
     changed = {name: value for name in options_of(config) if (value := getattr(found, name)) != getattr(config, name)}
     flags = [f"--{name}" if value is True else f"--{name} {value}" for name, value in changed.items()]
     return f"{text}Try {' '.join([*first_flag.split(), *flags])} ({gb(found)})."

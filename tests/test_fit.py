@@ -106,7 +106,7 @@ def test_the_smallest_of_the_ranks_numbers_is_taken(monkeypatch):
     assert config.mini_batch_size == 2
     assert line.startswith("mini_batch_size 2: ")
     monkeypatch.setattr(Ranks, "max", lambda self, number: max(number, 0))  # or none
-    with pytest.raises(UserError, match="--mini_batch_size auto: 1 row of 16 tokens need"):
+    with pytest.raises(UserError, match="--mini_batch_size auto: 1 row of 16 tokens: about"):
         fit.with_fitting_rows(CONFIG, SKETCH, Ranks(CPU, world_size=2))
 
 
