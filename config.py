@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model import GPTConfig
-from steadygpt.cli import UserError, check_options, kind_of, option, options_of, read_flags
+from steadygpt.cli import UserError, Word, check_options, kind_of, option, options_of, read_flags
 
 PRESETS = Path(__file__).resolve().parent / "configs"
 
@@ -44,7 +44,8 @@ class TrainConfig(GPTConfig):
 
     total_batch_size: int = option(524288, "tokens a step, over all ranks and micro-steps", "optimization", at_least=1,
                                    on_resume="ask")
-    mini_batch_size: int = option(32, "rows a rank computes at once", "optimization", at_least=1)
+    mini_batch_size: int = option(32, "rows a rank computes at once; auto: as many as fit in its memory",
+                                  "optimization", at_least=1, words=("auto",))
     max_lr: float = option(1e-3, "peak learning rate, after the warm-up", "optimization", on_resume="ask")
     min_lr: float = option(1e-4, "learning rate at the last step of the cosine", "optimization", on_resume="ask")
     warmup_steps: int = option(715, "steps of linear warm-up; unless given as a flag, at most a tenth of the run",
@@ -146,24 +147,29 @@ class TrainConfig(GPTConfig):
             raise UserError(f"--shard_size {self.shard_size} is not a divisor of the number of processes, {world_size}")
         return self.shard_size or world_size
 
+    def possible_rows(self, world_size: int) -> list[int]:
+        """Return every mini_batch_size that splits the tokens of a step evenly, in ascending order."""
+        rows, remainder = divmod(self.total_batch_size, self.context_length * world_size)
+        return [] if remainder else [b for b in range(1, rows + 1) if rows % b == 0]
+
     def grad_accum_steps(self, world_size: int) -> int:
-        """Return the number of micro-steps in a step.
+        """Return the number of micro-steps in a step; 0 while mini_batch_size is still auto.
 
         Raises: UserError naming batch sizes that work, when the tokens of a step cannot be split evenly.
         """
-        rows, remainder = divmod(self.total_batch_size, self.context_length)
-        if not remainder and rows % (self.mini_batch_size * world_size) == 0:
-            return rows // (self.mini_batch_size * world_size)
-        micro_step = self.mini_batch_size * self.context_length * world_size
+        rows, remainder = divmod(self.total_batch_size, self.context_length * world_size)
+        if not remainder and rows and rows % (self.mini_batch_size or 1) == 0:
+            return rows // self.mini_batch_size if self.mini_batch_size else 0
+        B = self.mini_batch_size or 1  # auto: the smallest number
+        micro_step = B * self.context_length * world_size
         below = self.total_batch_size // micro_step * micro_step
         message = (
-            f"--total_batch_size {self.total_batch_size:,} is not a multiple of --mini_batch_size "
-            f"{self.mini_batch_size} x --context_length {self.context_length} x {world_size} "
-            f"process{'es' * (world_size > 1)} = {micro_step:,} tokens; --total_batch_size "
-            f"{f'{below:,} or ' if below else ''}{below + micro_step:,} would work"
+            f"--total_batch_size {self.total_batch_size:,} is not a multiple of --mini_batch_size {B} x "
+            f"--context_length {self.context_length} x {world_size} process{'es' * (world_size > 1)} = {micro_step:,} "
+            f"tokens; --total_batch_size {f'{below:,} or ' if below else ''}{below + micro_step:,} would work"
         )
-        if not remainder and (fits := [b for b in range(self.mini_batch_size, 0, -1) if rows % (b * world_size) == 0]):
-            message += f", or --mini_batch_size {fits[0]}"
+        if fits := [rows for rows in self.possible_rows(world_size) if rows < B]:
+            message += f", or --mini_batch_size {fits[-1]}"
         raise UserError(message)
 
 
@@ -263,6 +269,9 @@ def _read_toml(name: str, read_by: tuple[str, ...] = ()) -> dict:
         kind = kind_of(FIELDS[key])
         if kind is float and type(value) is int:
             values[key] = float(value)
+        elif value in FIELDS[key].metadata["words"]:
+            values[key] = Word(value)
         elif type(value) is not kind:
-            raise UserError(f"{path}: {key} is {value!r} ({type(value).__name__}); expected {kind.__name__}")
+            expected = " or ".join([kind.__name__, *FIELDS[key].metadata["words"]])
+            raise UserError(f"{path}: {key} is {value!r} ({type(value).__name__}); expected {expected}")
     return (_read_toml(values["config"], (*read_by, name)) if values.get("config") else {}) | values

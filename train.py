@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,9 @@ from steadygpt.device import (
     use_fp8,
 )
 from steadygpt.distributed import Ranks, Stopped, StopSignal
+from steadygpt.fit import with_fitting_rows
 from steadygpt.optim import make_optimizer, skips_on_device, update_unless
-from steadygpt.plan import describe
+from steadygpt.plan import describe, out_of_memory_explained
 from steadygpt.runlog import duration_text
 from steadygpt.saves import Saves
 from steadygpt.stability import SPIKE_WINDOW, Diverged, Judge, Pending
@@ -405,16 +406,19 @@ def launch(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, data: Da
         shape = start.config.shape(data.vocab_size)
         if start.weights:
             check_fits(start.weights, config.init_from, shape, data.tokenizer)
+        if start.config.compiles(ranks.device.type):
+            check_compiler(ranks.device)
+        with torch.device("meta"):
+            sketch = GPT(shape, initialize=False)
+        config, fitted = with_fitting_rows(start.config, sketch, ranks)
+        start = replace(start, config=config, notes=(*fitted, *start.notes))
         strict_warmup = start.checkpoint is not None or given.get("warmup_steps") == "flag"
         schedule = make_schedule(
             start.config, data, ranks.world_size, start.step or 0, start.rows_consumed, strict_warmup
         )
         start = start.settled(ranks, data.tokenizer, data.vocab_size, schedule.warmup_steps)
         config = start.config
-        if config.compiles(ranks.device.type):
-            check_compiler(ranks.device)
-        with torch.device("meta"):
-            sketch = GPT(shape, initialize=False)
+        held.enter_context(out_of_memory_explained(config, sketch, ranks))
         plan = [*describe(config, data, schedule, ranks, sketch, validation_rows(config, data.val)), *start.notes]
         finished = start.is_finished(schedule.max_steps, ranks)
         if finished:

@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import math
 import os
+import signal
 import sys
 import threading
 import time
@@ -37,6 +38,7 @@ def option(
     group: str = "arguments",
     *,
     choices: tuple = (),
+    words: tuple[str, ...] = (),
     at_least: float = 0,
     above: float = -math.inf,
     at_most: float = math.inf,
@@ -48,6 +50,7 @@ def option(
     """Declare an option as a dataclass field. Its type is the field's: int, float, str, bool or Path, perhaps `| None`.
 
     Args:
+        words: that stand for a number which is found later; see Word.
         at_least, above, at_most, below: bounds of numbers.
         bare: the value of the flag without one (`--resume`).
         positional: an argument without a flag; optional if it has a default.
@@ -56,7 +59,21 @@ def option(
     """
     bounds = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
     metadata = {"text": text, "group": group, "choices": choices, "bare": bare, "positional": positional, **bounds}
-    return dataclasses.field(default=default, metadata=metadata | {"on_resume": on_resume})
+    return dataclasses.field(default=default, metadata=metadata | {"words": words, "on_resume": on_resume})
+
+
+class Word(int):
+    """A word such as auto in place of a number; it counts as 0 until the number is found."""
+
+    word: str
+
+    def __new__(cls, word: str):
+        self = super().__new__(cls, 0)
+        self.word = word
+        return self
+
+    def __repr__(self) -> str:
+        return self.word
 
 
 def options_of(options: Any) -> dict[str, dataclasses.Field]:
@@ -73,7 +90,7 @@ def check_options(options: Any) -> None:
         value, about = getattr(options, name), f.metadata
         if about["choices"] and value not in about["choices"]:
             raise OptionError(name, repr(value), f"one of {', '.join(about['choices'])}")
-        if value is None or kind_of(f) not in (int, float):
+        if value is None or isinstance(value, Word) or kind_of(f) not in (int, float):
             continue
         if not about["at_least"] <= value < math.inf:
             expected = "0 or more" if about["at_least"] == 0 else f"at least {about['at_least']}"
@@ -85,6 +102,7 @@ def check_options(options: Any) -> None:
             expected = f"less than {about['below']:,}"
         else:
             continue
+        expected = " or ".join([expected, *about["words"]])
         raise OptionError(name, f"{value:,}" if isinstance(value, int) else value, expected)
 
 
@@ -145,12 +163,14 @@ def read_flags(
             group.add_argument(name, nargs=nargs, type=kind, help=text.replace("%", "%%"))
             continue
         bare = True if kind is bool else about["bare"]
+        typed = "on|off" if kind is bool else kind.__name__.upper()
+        number = _number_or_word(kind, about["words"]) if about["words"] else kind
         group.add_argument(
             f"--{name}",
-            type=_on_off if kind is bool else kind,
+            type=_on_off if kind is bool else number,
             nargs=None if bare is None else "?",
             const=bare,
-            metavar="|".join(about["choices"]) or ("on|off" if kind is bool else kind.__name__.upper()),
+            metavar="|".join(about["choices"] or [typed, *about["words"]]),
             help=text.replace("%", "%%"),
         )
         if kind is bool:
@@ -181,6 +201,14 @@ def _underscored(argument: str) -> str:
     return "--" + flag[2:].replace("-", "_") + equals + value if argument.startswith("--") else argument
 
 
+def _number_or_word(kind: type, words: tuple[str, ...]) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        return Word(text) if text in words else kind(text)
+
+    parse.__name__ = " or ".join([kind.__name__, *words])  # argparse prints it: invalid int or auto value
+    return parse
+
+
 def _on_off(text: str) -> bool:
     words = {"on": True, "true": True, "1": True, "yes": True, "off": False, "false": False, "0": False, "no": False}
     if text.lower() not in words:
@@ -200,8 +228,10 @@ def run_cli(main: Callable[[], int | None]) -> None:
         status = 2
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
-        else:
-            time.sleep(2)  # torchrun ends all ranks when the first one exits: let rank 0 print the error
+        else:  # torchrun ends all ranks when the first one exits, so that rank 0 prints an error of all ranks
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(2)
+            print(f"error: {error}", file=sys.stderr)  # rank 0 goes on: the error is this rank's alone
     except KeyboardInterrupt:
         status = 130
     except BrokenPipeError:  # `... | head` closed the pipe, so there is no reader for an error either

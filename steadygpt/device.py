@@ -207,6 +207,21 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if sys.platform == "linux" else 1)
 
 
+def memory_bytes(device: torch.device) -> int:
+    """Return the memory that this process can use: all of its GPU, or its share of what the host has available."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory()
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError):  # not Linux
+        host = int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]) * 1024
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # of a container: cgroup v2, v1
+        with suppress(OSError, ValueError):  # there is no such file, or "max"
+            host = min(host, int(Path("/sys/fs/cgroup", limit).read_text()))
+    return host // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def process_age_s() -> float:
     """Return the seconds since this process was started, on Linux; elsewhere since this module was imported."""
     try:

@@ -1,17 +1,27 @@
-"""What a run will do, before anything is built: data, steps, precision, memory, disk."""
+"""What a run will do, before anything is built: data, steps, precision, memory, disk; and what fits in memory."""
 
+import dataclasses
 import math
 import platform
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from steadygpt.device import choose_precision, device_name
+from steadygpt.attention import SHORT_ROW
+from steadygpt.checkpoint import LATEST
+from steadygpt.cli import UserError, options_of
+from steadygpt.device import choose_precision, device_name, memory_bytes
 from steadygpt.distributed import Ranks
 from steadygpt.runlog import git_commit
 from steadygpt.saves import interval_text
+
+STATIC = "weights, gradients and Adam"
+# The share of the memory up to which an estimate is taken to fit. On a CPU a process keeps freed memory in fragments
+# and holds up to 1.6 times the estimate (python -m benchmarks.memory --keep_freed).
+FITS = {"cuda": 0.9, "mps": 0.9, "cpu": 0.6}
 
 if TYPE_CHECKING:
     from config import TrainConfig
@@ -21,29 +31,126 @@ if TYPE_CHECKING:
 
 
 def estimate_memory(
-    config: "TrainConfig", model: "GPT", precision: str, compiled: bool, shards: int
-) -> dict[str, float]:
-    """Estimate the bytes that a rank needs, by use; benchmarks/memory.py compares them with measured peaks.
+    config: "TrainConfig", model: "GPT", device: torch.device, world_size: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Estimate the peak of the bytes that a rank needs on its device and in host memory, by use.
+
+    benchmarks/memory.py compares the estimate with measured peaks.
 
     Args:
         model: of the run, on the meta device.
-        shards: ranks that share weights and optimizer state; 1 under DDP.
     """
-    tokens, C, layers = config.mini_batch_size * config.context_length, config.embd_size, config.num_layers
-    each = 4 if precision == "fp32" else 2
-    # What a block keeps for backward, counted in model.py: the inputs of both LayerNorms in fp32; their outputs, q, k,
-    # v and attention's output twice; the MLP's hidden layer before and after GELU. (The attention matrix is never
-    # stored.) With recomputation: this for one block, and the fp32 inputs of all.
-    block = tokens * (8 * C + each * (7 * C + 2 * model.config.mlp_size))
-    blocks = layers * tokens * 4 * C + block if config.activation_checkpointing else layers * block
-    # Eager cross-entropy holds its fp32 output and two gradients at once; compiled, the logits and their gradient.
-    chunked = 0 < config.loss_chunk_size < tokens
-    logits = (config.loss_chunk_size if chunked else tokens) * model.config.vocab_size
-    return {
-        "weights, gradients and Adam": 16 * model.num_parameters() / shards,
-        "activations": blocks,
-        "logits": logits * (2 * each if compiled and not chunked else 12),
-    }
+    precision, compiled = choose_precision(config.precision, device), config.compiles(device.type)
+    C, layers, tokens = config.embd_size, config.num_layers, config.mini_batch_size * config.context_length
+    N, in_blocks = (sum(p.numel() for p in module.parameters()) for module in (model, model.h))
+    head = model.config.padded_vocab_size * C
+    chunk = config.loss_chunk_size if 0 < config.loss_chunk_size < tokens else 0
+    fsdp = config.sharding == "fsdp"
+    shards = config.shards(world_size)
+    each, gathered = 4 if precision == "fp32" else 2, 2 if precision == "bf16" else 4  # bytes of a number
+
+    memory, host = {STATIC: 16 * N / shards}, {}
+    if config.cpu_offload:
+        host[STATIC] = memory.pop(STATIC)
+    if fsdp:  # the root's stay gathered from forward to backward; of the blocks, one computes and the next one arrives
+        memory["gathered weights"] = 4 * (N - in_blocks) + gathered * 2 * in_blocks / layers
+        if config.grad_accum_steps(world_size) > 1:  # the last micro-step replaces them by shards, perhaps elsewhere
+            elsewhere = config.cpu_offload and device.type != "cpu"
+            memory["unsharded gradients"] = 4 * N - (0 if elsewhere else 4 * N / shards)
+    if each == 2:  # autocast caches its copies of the weights, except in compiled code
+        eager = (0 if compiled and not chunk else head) + (0 if compiled or (fsdp and gathered == 2) else in_blocks)
+        memory["16-bit weights"] = 2 * eager
+
+    # What a block keeps for backward, counted in model.py: the inputs of the LayerNorms in fp32; their outputs, q, k, v
+    # and attention's output; three times C more for rotated q and k; the MLP's hidden layer before and after GELU.
+    # Attention's matrix (B, num_heads, T, T) is only kept on a CPU, with dropout or in attention_in_blocks.
+    inputs = 4 * C * (1 if config.parallel_residual else 2)
+    block = tokens * (inputs + each * (6 * C + 2 * model.config.mlp_size + (3 * C if config.rotary_pct else 0)))
+    if device.type == "cpu" and (config.dropout or (each == 2 and config.context_length <= SHORT_ROW)):
+        block += tokens * config.num_heads * config.context_length * (12 if config.dropout else 4)
+    # Its backward adds gradients: of the residual stream in fp32, and of the hidden layer before and after GELU.
+    backward = tokens * (8 * C + each * 2 * model.config.mlp_size)
+    if config.activation_checkpointing:  # of all blocks only the inputs, and one block is recomputed
+        memory["activations"], backward = layers * tokens * 4 * C, block + backward
+    else:
+        memory["activations"] = layers * block
+    # Eager cross-entropy holds its fp32 output and two gradients at once; compiled, the logits and their gradient. With
+    # chunks, the head's gradient is there beside them: the sum so far; then also the chunk's and their sum.
+    logits = (chunk or tokens) * model.config.vocab_size * (2 * each if compiled and not chunk else 12)
+    logits = max(logits + each * head, 3 * each * head) if chunk else logits
+    memory["logits" if logits > backward else "a block's backward"] = max(logits, backward)  # one after the other
+    return {use: size for use, size in memory.items() if size}, host | {"copy for checkpoints": 12 * N}
+
+
+def needed_bytes(config: "TrainConfig", model: "GPT", device: torch.device, world_size: int) -> float:
+    """Return the sum of estimate_memory: on a GPU without the host's part, elsewhere with it."""
+    on_device, host = estimate_memory(config, model, device, world_size)
+    return sum(on_device.values()) + (0 if device.type == "cuda" else sum(host.values()))
+
+
+def largest_fitting(
+    config: "TrainConfig", model: "GPT", device: torch.device, world_size: int, limit: float
+) -> "TrainConfig | None":
+    """Return the configuration with as many rows as need at most `limit` bytes: up to mini_batch_size, or with auto
+    up to all rows of a step. None if one row needs more.
+    """
+    for rows in reversed(config.possible_rows(world_size)):
+        changed = dataclasses.replace(config, mini_batch_size=rows)
+        if rows <= (config.mini_batch_size or rows) and needed_bytes(changed, model, device, world_size) <= limit:
+            return changed
+    return None
+
+
+def what_would_fit(
+    config: "TrainConfig", model: "GPT", device: torch.device, world_size: int, limit: float
+) -> "TrainConfig | None":
+    """Return a configuration that needs less memory than `config` and at most `limit` bytes, or None.
+
+    Changes are added one by one: fewer rows, recomputed blocks, a loss in chunks, FSDP, weights in host memory.
+    """
+    # The estimate may be too low, so a configuration that needs as much as this one is no advice.
+    limit = min(limit, 0.99 * needed_bytes(config, model, device, world_size))
+    changes: list[dict[str, Any]] = [{}, {"activation_checkpointing": True}]
+    changes += [{"loss_chunk_size": config.loss_chunk_size or min(2048, config.context_length // 2)}]
+    changes += [{"sharding": "fsdp"}] if world_size > 1 else []
+    changes += [{"sharding": "fsdp", "cpu_offload": True}] if device.type == "cuda" else []
+    for change in changes:
+        config = dataclasses.replace(config, **change)
+        if found := largest_fitting(config, model, device, world_size, limit):
+            return found
+    return None
+
+
+def memory_advice(config: "TrainConfig", model: "GPT", ranks: Ranks, first_flag: str = "") -> str:
+    """Return what a run needs, what there is, and the flags that make it fit, as the end of an error message."""
+
+    def gb(config: "TrainConfig") -> str:
+        return f"about {needed_bytes(config, model, ranks.device, ranks.world_size) / 1e9:.1f} GB"
+
+    memory, rows = memory_bytes(ranks.device), config.mini_batch_size
+    limit = FITS[ranks.device.type] * memory
+    found = what_would_fit(config, model, ranks.device, ranks.world_size, limit)
+    text = (
+        f"{f'{rows} rows' if rows > 1 else '1 row'} of {config.context_length:,} tokens: {gb(config)} (estimated); the "
+        f"limit is {limit / 1e9:.1f} of the {memory / 1e9:.1f} GB of {device_name(ranks.device)}. "
+    )
+    if not found:
+        return text + "No option makes this model fit; try a smaller one or a device with more memory."
+    changed = {name: value for name in options_of(config) if (value := getattr(found, name)) != getattr(config, name)}
+    flags = [f"--{name}" if value is True else f"--{name} {value}" for name, value in changed.items()]
+    return f"{text}Try {' '.join([*first_flag.split(), *flags])} ({gb(found)})."
+
+
+@contextmanager
+def out_of_memory_explained(config: "TrainConfig", model: "GPT", ranks: Ranks):
+    """Raise a UserError with advice in place of torch.OutOfMemoryError. `model` is on the meta device."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        saved = Path(config.checkpoint_dir, LATEST).exists()
+        text = memory_advice(config, model, ranks, "--resume latest" * saved)
+        text += f" The checkpoints in {config.checkpoint_dir} are intact." * saved
+        raise UserError(f"out of memory on rank {ranks.rank}: {text}") from error
 
 
 def describe(
@@ -52,8 +159,7 @@ def describe(
     """Return the plan of a run, as lines. `model` is on the meta device; val_rows are those of each validation."""
     N, T, B = model.num_parameters(), config.context_length, config.mini_batch_size
     precision = choose_precision(config.precision, ranks.device)
-    shards = config.shards(ranks.world_size)
-    memory = estimate_memory(config, model, precision, config.compiles(ranks.device.type), shards)
+    memory, host = estimate_memory(config, model, ranks.device, ranks.world_size)
     checkpoint = 12 * N
     folder = Path(config.checkpoint_dir)
     free = shutil.disk_usage(next(p for p in (folder, *folder.absolute().parents) if p.exists())).free
@@ -74,11 +180,16 @@ def describe(
         f"{schedule.epochs(schedule.max_steps * schedule.rows_per_step):.2f} epochs; "
         f"{schedule.warmup_steps:,} steps of warm-up",
         f"device       {ranks.world_size} x {device_name(ranks.device)}, {precision}, {config.sharding}",
-        f"memory       about {sum(memory.values()) / 1e9:.2f} GB a rank: "
-        + ", ".join(f"{what} {size / 1e9:.2f}" for what, size in memory.items()),
+        f"memory       {_memory_text(memory, 'a rank')}",
+        f"host memory  {_memory_text(host, 'on rank 0')}",
         f"checkpoints  {checkpoint / 1e9:.2f} GB each, at most {files} in {folder}: {files * checkpoint / 1e9:.1f} GB; "
         f"{free / 1e9:.1f} GB free" + (" -- NOT ENOUGH" if files * checkpoint > free else ""),
     ]
     if config.checkpoint_minutes:
         lines.append(f"             {interval_text(60 * config.checkpoint_minutes, checkpoint)}")
     return lines
+
+
+def _memory_text(uses: dict[str, float], where: str) -> str:
+    parts = ", ".join(f"{what} {size / 1e9:.2f}" for what, size in uses.items())
+    return f"about {sum(uses.values()) / 1e9:.2f} GB {where}: {parts}"

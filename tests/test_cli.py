@@ -1,8 +1,10 @@
 """Exit statuses of commands."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from conftest import REPO
@@ -32,3 +34,22 @@ def test_rank_exits_without_interpreter_shutdown():
     for environment, status in (({"RANK": "1"}, 0), ({}, -6)):
         ended = subprocess.run([sys.executable, "-c", program], cwd=REPO, env=os.environ | environment)
         assert ended.returncode == status
+
+
+def test_an_error_of_one_rank_alone_is_printed_unless_torchrun_ends_the_rank_first():
+    program = (
+        "from steadygpt.cli import UserError, run_cli\ndef main():\n raise UserError('out of memory')\nrun_cli(main)"
+    )
+    command, rank_1 = [sys.executable, "-c", program], os.environ | {"RANK": "1"}
+    alone = subprocess.run(command, capture_output=True, text=True, cwd=REPO, env=rank_1)
+    assert (alone.returncode, alone.stderr) == (2, "error: out of memory\n")
+    ready = "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: None)\n"
+    ready += program.replace("raise", "print('ready', flush=True)\n raise")
+    ended = subprocess.Popen(
+        [*command[:2], ready], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=REPO, env=rank_1
+    )
+    assert ended.stdout.readline() == b"ready\n"
+    time.sleep(0.5)
+    ended.send_signal(signal.SIGTERM)
+    assert ended.communicate(timeout=10) == (b"", b"")
+    assert ended.returncode == -signal.SIGTERM

@@ -54,7 +54,8 @@ def test_parameters_and_memory_in_preset_comments_are_correct(preset):
     vocabulary = {} if stated[5] else {"vocab_size": 257}
     with torch.device("meta"):
         model = GPT(GPTConfig(**{name: getattr(config, name) for name in SHAPE}, **vocabulary))
-    memory = estimate_memory(config, model, "bf16", compiled=True, shards=1)
+    on_gpu = dataclasses.replace(config, precision="bf16")
+    memory, _ = estimate_memory(on_gpu, model, torch.device("cuda"), 1)
 
     def rounded_like(number: float, text: str) -> str:
         return f"{number:,.{len(text.partition('.')[2])}f}"
@@ -163,10 +164,12 @@ def test_errors_name_the_option_and_the_expected_value(tmp_path):
     assert "--max_steps and --num_epochs are both 0" in error_of("--num_epochs", "0")
     assert "--cpu_offload needs --sharding fsdp" in error_of("--cpu_offload")
     for flag in (
-        "--num_layers", "--num_heads", "--embd_size", "--context_length", "--total_batch_size", "--mini_batch_size",
+        "--num_layers", "--num_heads", "--embd_size", "--context_length", "--total_batch_size",
         "--keep_checkpoints", "--log_freq", "--eval_tokens",
     ):  # fmt: skip
         assert f"{flag} is 0; expected at least 1" in error_of(flag, "0")
+    assert error_of("--mini_batch_size", "0") == "--mini_batch_size is 0; expected at least 1 or auto"
+    assert "invalid int or auto value: 'all'" in error_of("--mini_batch_size", "all")
     assert "test" in error_of("--config", "no-such-preset")
     for text, words in {
         "num_layer = 4": ["num_layer", "num_layers"],
@@ -236,6 +239,7 @@ def test_help_lists_every_option(capsys):
     assert re.findall(r"^  --(\w+)", listed, re.MULTILINE) == list(FIELDS)
     assert all(f.metadata["text"] for f in FIELDS.values())
     assert "--total_batch_size INT" in listed
+    assert "--mini_batch_size INT|auto" in listed
     assert "(default: 524288)" in listed
     assert "(default: on)" in listed
     assert all(f"\n{f.metadata['group']}:" in text for f in FIELDS.values())

@@ -15,7 +15,7 @@ from hellaswag_eval import Tree, ending_losses
 from model import GPT, GPTConfig
 from steadygpt import device
 from steadygpt.cli import UserError
-from steadygpt.device import autocast, choose_precision, evaluating
+from steadygpt.device import autocast, choose_precision, evaluating, memory_bytes
 from steadygpt.distributed import Ranks
 
 
@@ -177,3 +177,15 @@ def test_generation_and_hellaswag_avoid_attention_that_plans_each_length(monkeyp
     assert allowed == [False] * 3
     model(torch.tensor([[1, 2]]))
     assert allowed[-1]  # training uses it
+
+
+def test_memory_of_the_host_is_what_is_available_within_the_containers_limit(tmp_path, monkeypatch):
+    (tmp_path / "meminfo").write_text("MemTotal: 32 kB\nMemFree: 1 kB\nMemAvailable:   16 kB\n")
+    files = {("/proc/meminfo",): tmp_path / "meminfo", ("/sys/fs/cgroup", "memory.max"): tmp_path / "memory.max"}
+    monkeypatch.setattr(device, "Path", lambda *parts: files.get(parts, tmp_path / "none"))
+    cpu = torch.device("cpu")
+    for limit, expected in (("max\n", 16384), ("9000\n", 9000), ("99999\n", 16384)):
+        (tmp_path / "memory.max").write_text(limit)
+        assert memory_bytes(cpu) == expected
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert memory_bytes(cpu) == 4096

@@ -1,0 +1,121 @@
+"""The memory that a run is expected to need, and what to change when it is too much."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from conftest import load, run_here
+
+import train
+from config import TrainConfig
+from model import GPT
+from steadygpt.cli import UserError
+from steadygpt.plan import STATIC, estimate_memory, needed_bytes, what_would_fit
+
+GPU = torch.device("cuda")
+CONFIG = TrainConfig(precision="bf16", compile="off", mini_batch_size=16)
+with torch.device("meta"):
+    MODEL = GPT(CONFIG.shape(50257))
+N = sum(p.numel() for p in MODEL.parameters())
+BLOCKS = sum(p.numel() for p in MODEL.h.parameters())
+UNSHARDED = "unsharded gradients"
+HEAD = MODEL.lm_head.weight.numel()
+
+
+def memory(world_size: int = 1, **changes) -> tuple[dict, dict]:
+    return estimate_memory(dataclasses.replace(CONFIG, **changes), MODEL, GPU, world_size)
+
+
+def test_ddp_keeps_everything_on_each_rank_and_gradients_once():
+    for world_size in (1, 4):
+        assert memory(world_size)[0][STATIC] == 16 * N
+    assert "gathered weights" not in memory(4)[0]
+
+
+def test_fsdp_shards_the_static_part_and_gathers_the_root_and_two_blocks():
+    device, _ = memory(4, sharding="fsdp")
+    assert device[STATIC] + device[UNSHARDED] == 12 * N / 4 + 4 * N  # the last micro-step replaces some by shards
+    assert device["gathered weights"] == 4 * (N - BLOCKS) + 2 * 2 * BLOCKS / 12
+    assert memory(4, sharding="fsdp", precision="fp32")[0]["gathered weights"] == 4 * (N - BLOCKS) + 4 * 2 * BLOCKS / 12
+
+
+def test_fsdp_with_one_micro_step_has_no_unsharded_gradients():
+    device, _ = memory(4, sharding="fsdp", total_batch_size=4 * 16 * 1024)
+    assert device[STATIC] == 16 * N / 4
+    assert UNSHARDED not in device
+
+
+def test_offload_moves_the_static_part_to_the_host():
+    device, host = memory(4, sharding="fsdp", cpu_offload=True)
+    assert STATIC not in device
+    assert device[UNSHARDED] == 4 * N
+    assert host == {STATIC: 16 * N / 4, "copy for checkpoints": 12 * N}
+    assert memory(4)[1] == {"copy for checkpoints": 12 * N}
+
+
+def test_autocast_copies_the_weights_only_in_eager_code():
+    assert memory()[0]["16-bit weights"] == 2 * (BLOCKS + HEAD)
+    assert memory(4, sharding="fsdp")[0]["16-bit weights"] == 2 * HEAD  # the blocks are gathered in bf16
+    assert "16-bit weights" not in memory(compile="on")[0]
+    assert "16-bit weights" not in memory(precision="fp32")[0]
+
+
+def test_logits_of_eager_compiled_and_chunked_losses():
+    tokens, V = 16 * 1024, 50257
+    assert memory()[0]["logits"] == 12 * tokens * V
+    assert memory(compile="on")[0]["logits"] == 4 * tokens * V
+    for compiled in ("off", "on"):  # the chunks are never compiled
+        assert memory(loss_chunk_size=2048, compile=compiled)[0]["logits"] == 12 * 2048 * V + 2 * HEAD
+
+
+def test_recomputed_blocks_keep_their_inputs():
+    device, _ = memory(activation_checkpointing=True, loss_chunk_size=128)
+    assert device["activations"] == 12 * 16 * 1024 * 768 * 4
+    assert "logits" not in device  # less than the backward of one block, which comes after
+
+
+def fits(gb: float, world_size: int = 1, device=GPU, **changes) -> dict | None:
+    """Return what has to change for a run to fit, or None."""
+    config = dataclasses.replace(CONFIG, **changes)
+    found = what_would_fit(config, MODEL, device, world_size, gb * 1e9)
+    if found is None:
+        return None
+    assert needed_bytes(found, MODEL, device, world_size) <= gb * 1e9
+    before = dataclasses.asdict(config)
+    return {name: value for name, value in dataclasses.asdict(found).items() if value != before[name]}
+
+
+def test_fewer_rows_come_first_and_offload_last():
+    assert fits(12) == {"mini_batch_size": 8}
+    assert fits(7) == {"mini_batch_size": 4}
+    assert fits(2.7, mini_batch_size=1) == {"activation_checkpointing": True, "loss_chunk_size": 512}
+    assert fits(100, mini_batch_size=1) == {"activation_checkpointing": True}  # the estimate was too low
+    assert fits(1.8, world_size=8)["sharding"] == "fsdp"
+    assert fits(1.4) == {"mini_batch_size": 4} | {
+        "activation_checkpointing": True, "loss_chunk_size": 512, "sharding": "fsdp", "cpu_offload": True
+    }  # fmt: skip
+    assert fits(0.1) is None
+
+
+def test_out_of_memory_is_one_line_with_flags_that_fit(workdir, monkeypatch):
+    step = train.train_step
+
+    def runs_out(training, batches, lr, number, *args):
+        if number == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return step(training, batches, lr, number, *args)
+
+    monkeypatch.setattr(train, "train_step", runs_out)
+    monkeypatch.setattr("steadygpt.plan.memory_bytes", lambda device: 1_000_000)
+    with pytest.raises(UserError) as raised:
+        run_here("--checkpoint_dir", "a", "--checkpoint_freq", "2")
+    assert str(raised.value) == (
+        "out of memory on rank 0: 2 rows of 16 tokens: about 0.0 GB (estimated); the limit is 0.0 of the 0.0 GB of cpu "
+        "(1 threads). "
+        "Try --resume latest --mini_batch_size 1 (about 0.0 GB). The checkpoints in a are intact."
+    )
+    assert load("a/latest.pt")["step"] == 4
+    assert json.loads(open("a/status.json").read())["status"] == "failed"
+    monkeypatch.setattr(train, "train_step", step)
+    assert run_here("--checkpoint_dir", "a", "--resume", "latest", "--mini_batch_size", "1") == 0
