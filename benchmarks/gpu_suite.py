@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -290,7 +290,7 @@ def run_part(part: str, deadline_s: float, args, report: Report, environment: di
         print(f"{begin}: {row_text(result)}; {deadline_s - time.monotonic():.0f} s left", flush=True)
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for gpu_suite.json, gpu_suite.md and the trace")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"default: {','.join(PARTS)}")
@@ -301,7 +301,7 @@ def main() -> int:
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--quick", action="store_true", help="tiny shapes: tries this command, measures nothing")
     parser.add_argument("--again", action="store_true", help="also run rows that have a figure already")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     start_s, parts = time.monotonic(), args.parts.split(",")
     if unknown := [part for part in parts if part not in PARTS]:
         parser.error(f"--parts {unknown[0]}: expected some of {','.join(PARTS)}")

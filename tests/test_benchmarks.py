@@ -1,5 +1,6 @@
-"""The tools of the benchmarks: held programs, ratios, instants of kills. Nothing is measured here."""
+"""The tools of the benchmarks: held programs, ratios, instants of kills, the suite. Nothing is measured here."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -9,7 +10,9 @@ from random import Random
 import pytest
 from conftest import REPO
 
-from benchmarks.compare import report_precisions
+from benchmarks import gpu_suite
+from benchmarks.compare import reason_of, report_precisions
+from benchmarks.gpu_suite import Row
 from benchmarks.kill_curve import kill_instants
 
 HOLDING = """
@@ -66,3 +69,127 @@ def test_the_run_outlasts_its_kills():
     instants = kill_instants(50, 500, Random(0))
     assert len(instants) == 50 and min(instants) >= 1 and sum(instants) < 500
     assert instants == kill_instants(50, 500, Random(0))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# gpu_suite: fake rows, then the real command
+
+MEASURES = "import json, sys; json.dump({'figures': {'speed': FIGURE}, 'notes': ['fake']}, open(sys.argv[1], 'w'))"
+FIGURE = "dict(median=1234.5, low=1200, high=1300, unit='tokens/s')"
+LEAVES_A_CHILD = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+open("CHILD", "w").write(str(child.pid))
+print("compiling", flush=True)
+time.sleep(600)
+"""
+
+
+def fake(key: str, program: str, limit_s: float = 20, **options) -> Row:
+    return Row(key, f"row {key}", ["-c", program.replace("FIGURE", FIGURE), "{json}"], limit_s, **options)
+
+
+@pytest.fixture
+def suite(monkeypatch, tmp_path):
+    """Run the suite on the CPU with fake rows; return the content of its JSON."""
+
+    def run(*rows: Row, flags=()) -> dict:
+        monkeypatch.setattr(gpu_suite, "ROWS", dict.fromkeys(gpu_suite.PARTS, lambda args, device: rows))
+        machine = {"device": "1 x NVIDIA H100", "driver": "580", "software": "torch", "quick": False, "kind": "cuda"}
+        monkeypatch.setattr(gpu_suite, "describe_machine", lambda *_: machine)
+        assert gpu_suite.main(["--out", str(tmp_path), "--parts", rows[0].key.split("/")[0], *flags]) == 0
+        return json.loads((tmp_path / "gpu_suite.json").read_text())
+
+    return run
+
+
+def test_a_row_that_fails_or_hangs_costs_only_itself(suite, tmp_path, capsys):
+    child = tmp_path / "child"
+    rows = suite(
+        fake("fast/first", MEASURES),
+        fake("fast/memory", "print('step 1'); raise MemoryError('CUDA out of memory')"),
+        fake("fast/hangs", LEAVES_A_CHILD.replace("CHILD", str(child)), limit_s=3),
+        fake("fast/killed", "import os; os.kill(os.getpid(), 9)"),
+        fake("fast/silent", "pass"),
+        fake("fast/needs", MEASURES, missing="--hellaswag_file is not given"),
+        fake("fast/long", MEASURES, limit_s=1000),
+        fake("fast/last", MEASURES),
+        flags=("--minutes", "2"),
+    )["rows"]
+    reasons = {key: row["reason"] for key, row in rows.items()}
+    assert reasons == {
+        "fast/first": "",
+        "fast/memory": "MemoryError: CUDA out of memory",
+        "fast/hangs": "did not end in 3 s; compiling",
+        "fast/killed": "killed by SIGKILL; no output",
+        "fast/silent": "no output",
+        "fast/needs": "--hellaswag_file is not given",
+        "fast/long": "no time left",
+        "fast/last": "",
+    }
+    assert not is_running(child.read_text())  # also a process in a session of its own
+    table = (tmp_path / "gpu_suite.md").read_text()
+    assert all(table.count(f"| {row['title']} |") == 1 for row in rows.values())
+    assert "| fast | row fast/first | 1,234 tokens/s (1,200 to 1,300); fake |" in table
+    assert "| fast | row fast/memory | failed: MemoryError: CUDA out of memory |" in table
+    assert "row fast/last: begins, at most 20 s" in capsys.readouterr().out
+
+
+def test_another_call_adds_rows_and_repeats_only_those_without_a_figure(suite, tmp_path):
+    first = suite(fake("fast/a", MEASURES), fake("fast/b", "raise ValueError('once')"))["rows"]
+    (tmp_path / "gpu_suite.md").unlink()
+    both = suite(fake("fits/c", MEASURES), fake("fast/a", "raise ValueError('again')"), fake("fast/b", MEASURES))[
+        "rows"
+    ]
+    assert list(both) == ["fast/a", "fast/b", "fits/c"]
+    assert both["fast/a"] == first["fast/a"]
+    assert [row["status"] for row in both.values()] == ["ok", "ok", "ok"]
+    assert "| right | all rows | not run: `--parts right` was not called |" in (tmp_path / "gpu_suite.md").read_text()
+
+
+def test_targets_are_compared_with_the_figures_of_their_rows(suite, tmp_path):
+    speed = MEASURES.replace("'speed'", "'SteadyGPT'").replace("FIGURE", FIGURE.replace("1234.5", "512345"))
+    cost = MEASURES.replace("'speed'", "'cost'").replace("FIGURE", FIGURE.replace("1234.5", "1.4"))
+    targets = suite(fake("fast/124m", speed), fake("fast/checkpoint", cost))["targets"]
+    found = {what: reached for what, _, reached in targets}
+    assert found["124 M on one H100, at least 500,000 tokens/s"] == "reached"
+    assert found["124 M on one H200, at least 550,000 tokens/s"] == "a different device"
+    assert found["a checkpoint costs at most one step"] == "missed"
+    assert found["generation, at least 5 x nanoGPT"] == "not measured"
+
+
+def test_a_stopped_suite_ends_its_row(tmp_path):
+    row = LEAVES_A_CHILD.replace("CHILD", str(tmp_path / "child"))
+    machine = {"device": "x", "driver": "x", "software": "x", "quick": True, "kind": "cpu"}
+    program = (
+        "from benchmarks import gpu_suite\n"
+        f"gpu_suite.ROWS['fast'] = lambda *_: [gpu_suite.Row('fast/a', 'a', ['-c', {row!r}], 60)]\n"
+        f"gpu_suite.describe_machine = lambda *_: {machine}\n"
+        f"gpu_suite.main(['--out', {str(tmp_path)!r}, '--parts', 'fast'])"
+    )
+    suite = subprocess.Popen([sys.executable, "-c", program], cwd=REPO, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    suite.terminate()
+    assert suite.wait(20) == 128 + signal.SIGTERM
+    assert not is_running((tmp_path / "child").read_text())
+    assert json.loads((tmp_path / "gpu_suite.json").read_text())["rows"]["fast/a"]["reason"] == "interrupted"
+
+
+def test_the_suite_records_and_summarizes_a_trace(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.gpu_suite", "--out", str(tmp_path), "--parts", "trace", "--quick"]
+    subprocess.run([*command, "--device", "cpu"], cwd=REPO, check=True, timeout=300)
+    row = json.loads((tmp_path / "gpu_suite.json").read_text())["rows"]["trace/124m"]
+    assert row["status"] == "ok", row
+    assert row["figures"]["step"]["median"] > 0
+    assert "aten::" in (tmp_path / "trace.txt").read_text()
+    assert (tmp_path / "trace.json.gz").stat().st_size > 10_000
+
+
+def test_the_reason_is_the_last_error_or_the_last_line():
+    out_of_memory = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 6.28 GiB."
+    assert reason_of(f"step 1\n{out_of_memory}\n[W1122 ProcessGroupNCCL.cpp] warning\n") == out_of_memory
+    assert reason_of("loading\nerror: --mini_batch_size auto: unknown\n") == "error: --mini_batch_size auto: unknown"
+    assert reason_of("\n") == "no output"

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import assert_same_state, load, metrics, run, run_here, write_data
+from conftest import assert_same_state, load, metrics, need_gpus, run, run_here, write_data
 
 import train
 from steadygpt.cli import UserError
@@ -34,6 +34,7 @@ def run_forked(*flags: str, processes: int = 1) -> None:
 
     Under torchrun, most of the time of such a short run goes into importing torch in each process.
     """
+    need_gpus(processes)
     forkserver = multiprocessing.get_context("forkserver")
     forkserver.set_forkserver_preload(
         ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"]
