@@ -78,7 +78,7 @@ def right_rows(args, device: str) -> Iterator[Row]:
     """Yield groups of tests; a hang costs one group."""
     pytest = ["-m", "pytest", "-q", "-p", "benchmarks.outcomes", "-p", "no:cacheprovider", "--device", device]
     if importlib.util.find_spec("xdist"):
-        pytest += ["-n", str(max(1, min(8, (os.cpu_count() or 2) // 2))), "--dist", "worksteal"]
+        pytest += ["-n", str(max(2, min(8, (os.cpu_count() or 2) // 2))), "--dist", "worksteal"]
     own = "tests/test_on_device.py"
     groups = [
         ("model", "the model's numbers beside the CPU's", [own, "-k", "test_model"], 150),
@@ -112,7 +112,7 @@ def fast_rows(args, device: str) -> Iterator[Row]:
     def row(name: str, title: str, limit_s: float, command: str, tiny: str = "", beside=alone, **options) -> Row:
         if args.quick:
             options |= {} if tiny else {"missing": "--quick leaves it out: another row runs the same code"}
-            limit_s, command = 60, tiny or command
+            limit_s, command, title = 60, tiny or command, f"{title} (tiny)"
         module, *arguments = command.split()
         command = ["-m", f"benchmarks.{module}", *arguments, *beside[0], "--json", "{json}"]
         return Row(f"fast/{name}", title, command, limit_s, note=beside[1], **options)
@@ -153,7 +153,7 @@ def fast_rows(args, device: str) -> Iterator[Row]:
         f"runs start_up --rounds 1 {tiny}",
     )  # fmt: skip
     yield row(
-        "loader", "loader, beside nanoGPT's get_batch", 90, "loader_speed --rows 64 --rounds 5 --micro_steps 8",
+        "loader", "loader, beside nanoGPT's get_batch", 90, "loader_speed --rows 32 --rounds 5 --micro_steps 8",
         "loader_speed --rows 2 --context 64 --rounds 1 --seconds 0.1", nanogpt,
     )  # fmt: skip
 
@@ -167,12 +167,14 @@ def fits_rows(args, device: str) -> Iterator[Row]:
                 continue
             command = f"-m benchmarks.runs memory --config {preset} --json {{json}}".split()
             name = f"fits/{preset}{'-auto' * bool(rows)}"
-            yield Row(name, f"peak memory of {preset}, {how}", [*command, *(["--rows", rows] if rows else [])], 120)
+            yield Row(name, f"peak memory of {preset}, {how}", [*command, *(["--rows", rows] if rows else [])], 180)
 
 
 def trace_rows(args, device: str) -> Iterator[Row]:
     command = ["-m", "benchmarks.runs", "trace", "--out", str(args.out.absolute()), "--json", "{json}"]
-    yield Row("trace/124m", "five steps of 124 M, 64 x 1,024 x 2", command + TINY * args.quick, 240)
+    yield Row(
+        "trace/124m", "five steps of 124 M, 64 x 1,024 x 2" + " (tiny)" * args.quick, command + TINY * args.quick, 240
+    )
 
 
 ROWS = {"right": right_rows, "fast": fast_rows, "fits": fits_rows, "trace": trace_rows}
@@ -188,6 +190,7 @@ def run_row(row: Row, limit_s: float, out: Path, environment: dict[str, str]) ->
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gpu_suite-") as temporary, open(log, "w") as opened:
         found = Path(temporary, "found.json")
+        found.touch()
         mark = {"TMPDIR": temporary, "GPU_SUITE_OUTCOMES": str(found)}
         process = subprocess.Popen(
             [sys.executable, "-u", *(part.replace("{json}", str(found)) for part in row.command)],
@@ -201,11 +204,8 @@ def run_row(row: Row, limit_s: float, out: Path, environment: dict[str, str]) ->
         finally:
             kill_all(process, f"TMPDIR={temporary}")
         result = {"seconds": round(time.monotonic() - start, 1), "notes": [row.note] if row.note else []}
-        if "pytest" in row.command:
-            result |= read_outcomes(found)
-        elif found.exists():
-            read = json.loads(found.read_text())
-            result |= read | {"notes": [*read["notes"], *result["notes"]]}
+        read = read_outcomes(found) if "pytest" in row.command else json.loads(found.read_text() or "{}")
+        result |= read | {"notes": [*read.get("notes", []), *result["notes"]]}
     said = reason_of(log.read_text(errors="replace"))
     if status is None:
         return result | {
@@ -232,16 +232,20 @@ def kill_all(process: subprocess.Popen, mark: str) -> None:
 
 def read_outcomes(file: Path) -> dict:
     """Return the tests of a pytest process, which may have been killed, from the lines of benchmarks.outcomes."""
-    lines = file.read_text().splitlines() if file.exists() else []
+    lines = file.read_text().splitlines()
     tests = {test["name"]: test for test in map(json.loads, lines)}  # the last line of a test counts
     if not tests:
         return {}
     kinds = [test["outcome"] for test in tests.values()]
-    figures = {kind: figure([kinds.count(kind)], kind) for kind in sorted({"passed", *kinds})}
-    bad = [test for test in tests.values() if test["outcome"] in ("failed", "did not end")]
-    bad.sort(key=lambda test: test["outcome"], reverse=True)
-    reason = "; ".join(f"{t['name'].partition('::')[2]} {t['outcome']} {t.get('reason', '')}".strip() for t in bad[:3])
-    return {"figures": figures, "tests": list(tests.values()), "reason": reason}
+    figures = {kind: figure([kinds.count(kind)], kind) for kind in dict.fromkeys(["passed", *kinds])}
+    skips = {f"skipped: {test['reason']}": None for test in tests.values() if test["outcome"] == "skipped"}
+    bad = [
+        f"{test['name'].partition('::')[2]} {test['outcome']} {test.get('reason', '')}".strip()
+        for test in tests.values() if test["outcome"] in ("failed", "did not end")
+    ]  # fmt: skip
+    reason = bad[0] + f", and {len(bad) - 1} more below" * (len(bad) > 1) if bad else ""
+    report = {"notes": list(skips), "reason": reason, "text": "\n".join(bad)}
+    return {"figures": figures, "tests": list(tests.values()), **report}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -250,9 +254,11 @@ def read_outcomes(file: Path) -> dict:
 
 def describe_machine(args, environment: dict[str, str]) -> dict:
     """Return device, driver and software, found in another process: this one must not hold GPU memory."""
-    asked = subprocess.run(
-        [sys.executable, "-c", FACTS], cwd=REPO, env=environment, capture_output=True, text=True, timeout=120
-    )
+    ask = [sys.executable, "-c", FACTS]
+    try:
+        asked = subprocess.run(ask, cwd=REPO, env=environment, capture_output=True, text=True, timeout=180)
+    except subprocess.TimeoutExpired:
+        sys.exit("error: torch did not find the device in 180 s; is the driver working? Try nvidia-smi")
     if asked.returncode:
         sys.exit(f"error: {reason_of(asked.stderr)}")
     facts = json.loads(asked.stdout.splitlines()[-1])
@@ -313,7 +319,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 parser.error(f"--{name} {path}: does not exist")
             setattr(args, name, path.absolute())
     args.out.mkdir(parents=True, exist_ok=True)
-    environment = os.environ | OFFLINE | ({"CUDA_VISIBLE_DEVICES": ""} if args.device == "cpu" else {})
+    # Rows share compiled kernels, although each has a temporary folder of its own.
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir(), "gpu_suite-compile-cache"))}
+    environment = cache | os.environ | OFFLINE | ({"CUDA_VISIBLE_DEVICES": ""} if args.device == "cpu" else {})
     with exit_on_signals(), contextlib.suppress(KeyboardInterrupt):  # the row in progress stays "interrupted"
         report = Report(args.out, describe_machine(args, environment))
         for part in parts:

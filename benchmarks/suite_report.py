@@ -88,7 +88,7 @@ def markdown(content: dict) -> str:
     lines += [f"| {' | '.join(cells)} |" for cells in target_rows(content)]
     for row in rows.values():
         if row.get("text"):
-            lines += ["", f"{row['title'].capitalize()}:", "", "```", row["text"].rstrip(), "```"]
+            lines += ["", f"{row['title'][0].upper()}{row['title'][1:]}:", "", "```", row["text"].rstrip(), "```"]
     return "\n".join(lines) + "\n"
 
 
@@ -102,7 +102,8 @@ class Report:
             self.content = json.loads(self.json.read_text())
             for key, value in machine.items():
                 if (found := self.content["machine"].get(key)) != value:
-                    sys.exit(f"error: {self.json}: figures of {key} {found}, but this is {value}. Try another --out.")
+                    problem = f"another machine; found {key} {found}, expected {value}"
+                    sys.exit(f"error: {self.json}: {problem}. Try another --out.")
 
     def add(self, key: str, title: str, result: dict) -> None:
         """Add or replace a row, and rewrite both files."""

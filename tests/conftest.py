@@ -47,6 +47,8 @@ def pytest_addoption(parser) -> None:
 def pytest_configure(config) -> None:
     device = config.getoption("--device")
     if device == "cuda":
+        # Forked processes can use CUDA only if this check has not initialized it in the process they come from.
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         if not torch.cuda.is_available():
             raise pytest.UsageError("--device cuda: this machine has no CUDA GPU that PyTorch can use")
         os.environ["NVIDIA_TF32_OVERRIDE"] = "0"  # products of fp32 numbers are exact enough to compare with a CPU's

@@ -1,5 +1,6 @@
 """The tools of the benchmarks: held programs, ratios, instants of kills, the suite. Nothing is measured here."""
 
+import gzip
 import json
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from benchmarks import gpu_suite
 from benchmarks.compare import reason_of, report_precisions
 from benchmarks.gpu_suite import Row
 from benchmarks.kill_curve import kill_instants
+from benchmarks.trace_summary import summarize
 
 HOLDING = """
 import signal, sys
@@ -135,6 +137,13 @@ def test_a_row_that_fails_or_hangs_costs_only_itself(suite, tmp_path, capsys):
     assert "row fast/last: begins, at most 20 s" in capsys.readouterr().out
 
 
+def test_a_part_ends_within_its_minutes(suite):
+    start_s = time.monotonic()
+    rows = suite(fake("fast/hangs", "import time; time.sleep(600)", limit_s=4), flags=("--minutes", "0.05"))["rows"]
+    assert rows["fast/hangs"]["reason"] == "did not end in 3 s; no output"
+    assert time.monotonic() - start_s < 10
+
+
 def test_another_call_adds_rows_and_repeats_only_those_without_a_figure(suite, tmp_path):
     first = suite(fake("fast/a", MEASURES), fake("fast/b", "raise ValueError('once')"))["rows"]
     (tmp_path / "gpu_suite.md").unlink()
@@ -193,3 +202,49 @@ def test_the_reason_is_the_last_error_or_the_last_line():
     assert reason_of(f"step 1\n{out_of_memory}\n[W1122 ProcessGroupNCCL.cpp] warning\n") == out_of_memory
     assert reason_of("loading\nerror: --mini_batch_size auto: unknown\n") == "error: --mini_batch_size auto: unknown"
     assert reason_of("\n") == "no output"
+
+
+def test_a_test_that_hangs_is_named(tmp_path):
+    lines = [
+        {"name": "tests/a.py::test_fast", "outcome": "did not end"},
+        {"name": "tests/a.py::test_fast", "outcome": "passed", "seconds": 0.1, "reason": ""},
+        {"name": "tests/a.py::test_nccl", "outcome": "did not end"},
+        {"name": "tests/a.py::test_bits", "outcome": "failed", "seconds": 2, "reason": "assert 1 == 2"},
+    ]
+    (tmp_path / "lines").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = gpu_suite.read_outcomes(tmp_path / "lines")
+    assert found["reason"] == "test_nccl did not end, and 1 more below"
+    assert found["text"] == "test_nccl did not end\ntest_bits failed assert 1 == 2"
+    assert {name: figure["median"] for name, figure in found["figures"].items()} == {
+        "passed": 1, "failed": 1, "did not end": 1,
+    }  # fmt: skip
+
+
+def event(cat: str, name: str, ts: float, dur: float, tid: int = 1) -> dict:
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": tid}
+
+
+def test_a_trace_of_a_gpu_is_summarized_by_kernels_and_gaps(tmp_path):
+    """Two steps of 1 ms: kernels of two streams overlap, then the GPU waits 300 us for the optimizer on the host."""
+    events = [{"ph": "M", "name": "process_name"}]
+    for start in (0, 1000):
+        events += [
+            event("user_annotation", f"ProfilerStep#{start}", start, 1000),
+            event("gpu_user_annotation", f"ProfilerStep#{start}", start, 900),
+            event("cuda_runtime", "cudaStreamSynchronize", start + 100, 400),
+            event("user_annotation", "Optimizer.step", start + 500, 350),
+            event("cpu_op", "aten::_fused_adamw_", start + 520, 270),
+            event("kernel", "gemm", start, 500, tid=7),
+            event("kernel", "copy", start + 300, 200, tid=9),
+            event("kernel", "adamw", start + 800, 200, tid=7),
+        ]
+    file = tmp_path / "trace.json.gz"
+    file.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+    figures, text = summarize(file)
+    assert figures["step"] == (1.0, "ms a step")
+    assert figures["host"][0] == pytest.approx(0.6)
+    assert figures["idle"][0] == pytest.approx(30)  # 600 of 2,000 us
+    lines = text.splitlines()
+    assert [line.split() for line in lines if line.endswith("gemm")] == [["1.0", "55.6%", "2", "gemm"]]
+    assert "300 us at" in lines[-1]
+    assert lines[-1].endswith("aten::_fused_adamw_ in Optimizer.step")
