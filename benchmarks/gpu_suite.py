@@ -30,6 +30,7 @@ from benchmarks.compare import REPO, die_with_parent, exit_on_signals, figure, f
 from benchmarks.suite_report import PARTS, Report, row_text
 
 MOST_MINUTES = 9.5
+LONGEST_KILL_S = 15  # for the driver to release the memory of killed processes
 OFFLINE = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
 TINY = flags(
     num_layers=2, num_heads=2, embd_size=64, context_length=64, mini_batch_size=2, total_batch_size=256,
@@ -188,7 +189,10 @@ def run_row(row: Row, limit_s: float, out: Path, environment: dict[str, str]) ->
     log = out / "logs" / f"{row.key.replace('/', '-')}.txt"
     log.parent.mkdir(exist_ok=True)
     start = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="gpu_suite-") as temporary, open(log, "w") as opened:
+    with (
+        tempfile.TemporaryDirectory(prefix="gpu_suite-", ignore_cleanup_errors=True) as temporary,
+        open(log, "w") as opened,
+    ):
         found = Path(temporary, "found.json")
         found.touch()
         mark = {"TMPDIR": temporary, "GPU_SUITE_OUTCOMES": str(found)}
@@ -207,32 +211,38 @@ def run_row(row: Row, limit_s: float, out: Path, environment: dict[str, str]) ->
         read = read_outcomes(found) if "pytest" in row.command else json.loads(found.read_text() or "{}")
         result |= read | {"notes": [*read.get("notes", []), *result["notes"]]}
     said = reason_of(log.read_text(errors="replace"))
+    if status == 0 and "figures" in result:
+        return result | {"status": "ok", "reason": ""}
+    reason = result.get("reason") or said
     if status is None:
-        return result | {
-            "status": "failed",
-            "reason": f"did not end in {limit_s:.0f} s; {result.get('reason') or said}",
-        }
-    if status < 0:
-        return result | {"status": "failed", "reason": f"killed by {signal.Signals(-status).name}; {said}"}
-    if status or "figures" not in result:
-        return result | {"status": "failed", "reason": result.get("reason") or said}
-    return result | {"status": "ok", "reason": ""}
+        reason = f"did not end in {limit_s:.0f} s; {reason}"
+    elif status < 0:
+        reason = f"killed by {signal.Signals(-status).name}; {reason}"
+    return result | {"status": "failed", "reason": reason}
 
 
 def kill_all(process: subprocess.Popen, mark: str) -> None:
-    """Kill the row's process group and, on Linux, every process that inherited its environment."""
+    """Kill the row's process group and, on Linux, all processes with its environment; wait until they are gone.
+
+    Until then they hold GPU memory, which the next row needs.
+    """
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if mark.encode() in path.read_bytes().split(b"\0"):
-                os.kill(int(path.parent.name), signal.SIGKILL)
+    deadline_s, left = time.monotonic() + LONGEST_KILL_S, True
+    while left and time.monotonic() < deadline_s:
+        left = False
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if mark.encode() in path.read_bytes().split(b"\0"):
+                    left = True
+                    os.kill(int(path.parent.name), signal.SIGKILL)
+        time.sleep(0.1 if left else 0)
 
 
 def read_outcomes(file: Path) -> dict:
     """Return the tests of a pytest process, which may have been killed, from the lines of benchmarks.outcomes."""
-    lines = file.read_text().splitlines()
+    lines = [line for line in file.read_text().splitlines() if line.endswith("}")]
     tests = {test["name"]: test for test in map(json.loads, lines)}  # the last line of a test counts
     if not tests:
         return {}
