@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib.util
+import json
 import re
 import signal
 import statistics
@@ -15,6 +16,8 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from types import ModuleType
 from typing import TYPE_CHECKING
+
+from steadygpt.durable import replace_file
 
 if TYPE_CHECKING:
     import torch
@@ -69,6 +72,32 @@ def ratio_text(figures: dict[str, list[float]], one: str, other: str) -> str:
     """Format the median and spread of the ratios of two sides within each round."""
     ratios = [a / b for a, b in zip(figures[one], figures[other], strict=True)]
     return f"{one} / {other}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+def figure(found: Sequence[float], unit: str) -> dict:
+    """Return the median, spread and unit of one figure, for write_json."""
+    return {"median": statistics.median(found), "low": min(found), "high": max(found), "unit": unit}
+
+
+def ratio(figures: dict[str, list[float]], one: str, other: str, unit: str) -> dict | None:
+    """Return the figure of the ratios of two sides within each round, None if a side was not measured."""
+    if one not in figures or other not in figures:
+        return None
+    return figure([a / b for a, b in zip(figures[one], figures[other], strict=True)], unit)
+
+
+def write_json(file: Path | None, figures: dict[str, dict | None], notes: Sequence[str] = (), text: str = "") -> None:
+    """Write what a benchmark found for benchmarks.gpu_suite; do nothing without a file.
+
+    Args:
+        figures: name -> median, low, high and unit, as figure() returns them; None is left out.
+        notes: sentences to show beside the figures.
+        text: a report to show below the table.
+    """
+    if file:
+        measured = {name: found for name, found in figures.items() if found}
+        content = json.dumps({"figures": measured, "notes": list(notes), "text": text}, indent=1)
+        replace_file(file, lambda out: out.write(content.encode()), durable=False)
 
 
 def plot(figures: dict[str, list[float]], unit: str, title: str, file: Path) -> None:
@@ -135,6 +164,21 @@ def synchronize(device: "torch.device") -> None:
         torch.cuda.synchronize(device)
 
 
+def reason_of(output: str) -> str:
+    """Return the line of a program's output that says why it failed: the last error, else the last line."""
+    lines = [line.strip() for line in output.replace("\r", "\n").splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"(error: |[\w.]*(Error|Exception|Interrupt|Exit)\b)", line)]
+    return (errors or lines or ["no output"])[-1][:300]
+
+
+class ProgramEnded(SystemExit):
+    """A held program has ended by itself; `reason` is one line."""
+
+    def __init__(self, command: Sequence, output: str):
+        super().__init__(f"{' '.join(map(str, command))} ended:\n{output}")
+        self.reason = reason_of(output)
+
+
 class HeldProgram:
     """A training program that runs only while it is measured, so that several can alternate.
 
@@ -169,18 +213,24 @@ class HeldProgram:
     def _next_line(self) -> float:
         at = self.lines.get()
         if at is None:
-            sys.exit(f"{' '.join(map(str, self.process.args))} ended:\n{''.join(self.output[-20:])}")
+            raise ProgramEnded(self.process.args, "".join(self.output[-20:]))
         return at
 
-    def seconds_per_step(self, steps: int) -> float:
-        """Continue the program, discard the step in progress and time the next `steps` steps."""
+    def seconds_per_step(self, steps: int, discarded: int = 1) -> float:
+        """Continue the program, discard the steps in progress and time the next `steps` steps.
+
+        Args:
+            discarded: 2 for a program on a GPU that prints a step while the next one is queued already. The GPU
+                completes its queue while the program is stopped, so the next step would look too short.
+        """
         self.process.send_signal(signal.SIGCONT)
         try:
             while True:  # discard lines printed before the program was stopped
                 self.lines.get_nowait()
         except Empty:
             pass
-        start = self._next_line()
+        for _ in range(discarded):
+            start = self._next_line()
         for _ in range(steps):
             end = self._next_line()
         self.process.send_signal(signal.SIGSTOP)

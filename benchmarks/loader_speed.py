@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.compare import in_turn, report, synchronize
+from benchmarks.compare import figure, in_turn, ratio, report, synchronize, write_json
 from dataloader import BatchLoader, RowStream
 from model import GPT, GPTConfig
 from steadygpt.device import autocast, choose_precision
@@ -61,12 +61,13 @@ def percent_waiting(loader: BatchLoader, model: GPT, micro_steps: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--nanogpt", type=Path, required=True, help="a checkout of nanoGPT")
+    parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT; without it, no get_batch")
     parser.add_argument("--rows", type=int, default=12, help="rows in a batch (default: 12, as nanoGPT)")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--micro_steps", type=int, default=1, help="micro-steps in each round that measures waiting")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each side in each round")
+    parser.add_argument("--json", type=Path, help="file for the result")
     args = parser.parse_args()
     B, T = args.rows, args.context
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -82,11 +83,10 @@ def main() -> None:
             for row, first in zip(copied, random.integers(0, len(wide) - T - 1, B).tolist(), strict=True):
                 row[:] = wide[first : first + T + 1]
 
-        sides = {
-            "SteadyGPT": loader.next,
-            "nanoGPT": nanogpt_get_batch(args.nanogpt, folder, B, T, device),
-            "memcpy": memcpy,
-        }
+        sides = {"SteadyGPT": loader.next}
+        if args.nanogpt:
+            sides["nanoGPT"] = nanogpt_get_batch(args.nanogpt, folder, B, T, device)
+        sides["memcpy"] = memcpy
         measured = {
             name: lambda get=get: tokens_per_second(get, B * T, args.seconds, loader.device)
             for name, get in sides.items()
@@ -99,6 +99,10 @@ def main() -> None:
     print(f"batches of {B} x {T} on {device}")
     report(figures, "tokens/s")
     report(waited, f"% of {args.micro_steps} micro-steps of a model of {model.num_parameters() / 1e6:.0f} M")
+    found = {name: figure(speeds, "tokens/s") for name, speeds in figures.items() if name != "memcpy"}
+    found["ratio"] = ratio(figures, "SteadyGPT", "nanoGPT", "x nanoGPT's get_batch")
+    found["waiting"] = figure(waited["waiting"], "% of a step spent waiting")
+    write_json(args.json, found, [f"batches of {B} x {T}"])
 
 
 if __name__ == "__main__":

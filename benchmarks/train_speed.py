@@ -5,6 +5,7 @@
     python -m benchmarks.train_speed --nanogpt nanoGPT --precision bf16    # two programs, half the memory
     python -m benchmarks.train_speed --nanogpt nanoGPT --shape 10m         # 6 layers, 384 wide, vocabulary of bytes
     python -m benchmarks.train_speed --shape 124m --activation_checkpointing     # ours alone, with flags of train.py
+    python -m benchmarks.train_speed --config small_32k --micro_steps 4          # ours alone, a preset of configs/
 
 Each side runs its own train.py on the same random tokens. The sides alternate: while one trains, the others are
 stopped, but stay in memory (124M: 3 to 5 GB each). All sides compile the model. A step is timed from one printed line
@@ -14,25 +15,61 @@ On a CPU nanoGPT trains in fp32 only. Its bf16 side is the same train.py with au
 """
 
 import argparse
+import os
 import pickle
 import sys
 import tempfile
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from benchmarks.compare import REPO, HeldProgram, flags, gemm_flops, held_programs, in_turn, plot, report_precisions
+from benchmarks.compare import (
+    REPO,
+    HeldProgram,
+    ProgramEnded,
+    figure,
+    flags,
+    gemm_flops,
+    held_programs,
+    in_turn,
+    plot,
+    ratio,
+    report_precisions,
+    write_json,
+)  # fmt: skip
+from config import parse_args
 from model import GPT, GPTConfig
 from steadygpt.device import choose_precision
 
-SHAPES = {"124m": (12, 12, 768, 50304), "10m": (6, 6, 384, 320)}  # layers, heads, width, vocabulary
-BATCHES = {  # rows, context, micro-steps
-    ("124m", "cpu"): (4, 256, 4),
-    ("10m", "cpu"): (16, 256, 4),
-    ("124m", "cuda"): (64, 1024, 8),
-    ("10m", "cuda"): (64, 256, 8),
+# layers, heads, width, vocabulary; "tiny" is for trying this command
+SHAPES = {"124m": (12, 12, 768, 50304), "10m": (6, 6, 384, 320), "tiny": (2, 2, 64, 320)}
+
+
+class Batch(NamedTuple):
+    """A step of rows x context x micro_steps tokens."""
+
+    rows: int
+    context: int
+    micro_steps: int
+
+    def __str__(self) -> str:
+        return f"{self.rows} x {self.context} tokens x {self.micro_steps}"
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.context * self.micro_steps
+
+
+BATCHES = {
+    ("124m", "cpu"): Batch(4, 256, 4),
+    ("10m", "cpu"): Batch(16, 256, 4),
+    ("tiny", "cpu"): Batch(2, 64, 2),
+    ("124m", "cuda"): Batch(64, 1024, 8),
+    ("10m", "cuda"): Batch(64, 256, 8),
+    ("tiny", "cuda"): Batch(64, 64, 2),
 }
 WARM_UP = 4  # steps
 
@@ -54,80 +91,120 @@ def write_tokens(folder: Path, vocab_size: int) -> None:
     (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": vocab_size}))
 
 
-def nanogpt(folder: Path, shape: str, device: str, precision: str, checkout: Path) -> HeldProgram:
+def nanogpt(
+    folder: Path, shape: str, batch: Batch, device: str, precision: str, checkout: Path, eager: bool
+) -> HeldProgram:
     """Start nanoGPT. Its own dtype option is ignored on a CPU."""
     layers, heads, width, _ = SHAPES[shape]
-    rows, context, micro_steps = BATCHES[shape, device]
     options = flags(
-        n_layer=layers, n_head=heads, n_embd=width, block_size=context, batch_size=rows,
-        gradient_accumulation_steps=micro_steps, dataset=folder, out_dir=folder / "nanogpt", device=device,
+        n_layer=layers, n_head=heads, n_embd=width, block_size=batch.context, batch_size=batch.rows,
+        gradient_accumulation_steps=batch.micro_steps, dataset=folder, out_dir=folder / "nanogpt", device=device,
         dtype={"bf16": "bfloat16", "fp32": "float32"}[precision], eval_iters=1, eval_interval=10**9, log_interval=1,
+        compile=not eager,
     )  # fmt: skip
     script = ["-c", NANOGPT_BF16_ON_CPU] if (device, precision) == ("cpu", "bf16") else ["train.py"]
     return HeldProgram([sys.executable, "-u", *script, *options], checkout, r"iter \d+: loss")
 
 
-def steadygpt(folder: Path, shape: str, device: str, precision: str, further: list[str]) -> HeldProgram:
-    """Start our train.py, with the architecture of nanoGPT."""
-    layers, heads, width, _ = SHAPES[shape]
-    rows, context, micro_steps = BATCHES[shape, device]
+def steadygpt(
+    folder: Path, shape: list[str], batch: Batch, device: str, precision: str, eager: bool, further: list[str]
+) -> HeldProgram:
+    """Start our train.py with the flags of a shape."""
     options = flags(
-        num_layers=layers, num_heads=heads, embd_size=width, context_length=context, bias="off", gelu="exact",
-        mini_batch_size=rows, total_batch_size=rows * context * micro_steps, device=device, precision=precision,
-        compile="on", tokenizer="gpt2" if shape == "124m" else "bytes", data_dir=folder,
-        logdir=folder / f"logs-{precision}", checkpoint_dir=folder / f"checkpoints-{precision}", max_steps=10**6,
-        warmup_steps=2000, eval_freq=0, hellaswag_freq=0, sample_freq=0, checkpoint_freq=0, checkpoint_minutes=0,
+        context_length=batch.context, mini_batch_size=batch.rows, total_batch_size=batch.tokens, device=device,
+        precision=precision, compile="off" if eager else "on", data_dir=folder, logdir=folder / f"logs-{precision}",
+        checkpoint_dir=folder / f"checkpoints-{precision}", max_steps=10**6, warmup_steps=2000, eval_freq=0,
+        hellaswag_freq=0, sample_freq=0, checkpoint_freq=0, checkpoint_minutes=0, log_freq=1,
     )  # fmt: skip
-    return HeldProgram([sys.executable, "train.py", *options, *further], REPO, r"step +\d+/")
+    return HeldProgram([sys.executable, "train.py", *shape, *options, *further], REPO, r"step +\d+/")
 
 
-def flops_per_token(shape: str, context: int) -> float:
-    layers, heads, width, vocab_size = SHAPES[shape]
-    config = GPTConfig(
-        vocab_size=vocab_size, context_length=context, num_layers=layers, num_heads=heads, embd_size=width, bias=False
-    )
+def flags_of_shape(name: str) -> list[str]:
+    """Return the flags of train.py that give the architecture of nanoGPT."""
+    layers, heads, width, vocab_size = SHAPES[name]
+    tokenizer = "gpt2" if vocab_size > 50257 else "bytes"
+    return flags(
+        num_layers=layers, num_heads=heads, embd_size=width, bias="off", gelu="exact", tokenizer=tokenizer
+    )  # fmt: skip
+
+
+def flops_per_token(shape: list[str], context: int, vocab_size: int) -> float:
+    """Return the FLOPs of forward and backward per token of the model that these flags of train.py describe."""
+    config, _ = parse_args([*shape, f"--context_length={context}"])
     with torch.device("meta"):
-        return GPT(config).flops_per_token()
+        return GPT(config.shape(vocab_size), initialize=False).flops_per_token()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT; without it, ours alone")
     parser.add_argument("--shape", default="124m", choices=SHAPES)
+    parser.add_argument("--config", help="a preset of ours in place of --shape; ours alone")
+    parser.add_argument("--rows", type=int, help="rows in a micro-step; a step keeps its tokens (default: by --shape)")
+    parser.add_argument("--micro_steps", type=int, help="in a step (default: by --shape)")
+    parser.add_argument("--eager", action="store_true", help="do not compile either side")
     parser.add_argument(
         "--precision", nargs="+", default=["bf16", "fp32"], choices=("bf16", "fp32"), help="default: bf16 fp32"
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=3, help="steps timed in each round")
     parser.add_argument("--plot", type=Path, help="file for a plot of the result (pip install matplotlib)")
+    parser.add_argument("--json", type=Path, help="file for the result of the first --precision")
     args, further = parser.parse_known_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows, context, micro_steps = BATCHES[args.shape, device.type]
-    tokens, flops = rows * context * micro_steps, flops_per_token(args.shape, context)
+    shape, vocab_size = flags_of_shape(args.shape), SHAPES[args.shape][-1]
+    batch = BATCHES[args.shape, device.type]
+    if args.config:
+        preset = parse_args([f"--config={args.config}"])[0]
+        shape, vocab_size = [f"--config={args.config}", "--tokenizer=gpt2"], GPTConfig().vocab_size
+        batch = Batch(preset.mini_batch_size, preset.context_length, 8)
+    rows = args.rows or batch.rows
+    batch = Batch(rows, batch.context, args.micro_steps or batch.rows * batch.micro_steps // rows)
+    what, flops, notes = args.config or args.shape, flops_per_token(shape, batch.context, vocab_size), []
+    if args.nanogpt:  # both stay in GPU memory, so neither may lose much of it to fragments
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    discarded = 2 if device.type == "cuda" else 1
     measured = {}
     with tempfile.TemporaryDirectory() as name, held_programs() as programs:
         folder = Path(name)
-        write_tokens(folder, SHAPES[args.shape][-1])
+        write_tokens(folder, vocab_size)
         for precision in args.precision:
-            common = (folder, args.shape, device.type, precision)
-            starts = {f"SteadyGPT, {precision}": partial(steadygpt, *common, further)}
-            if args.nanogpt:
-                starts[f"nanoGPT, {precision}"] = partial(nanogpt, *common, args.nanogpt)
+            common = batch, device.type, precision
+            starts = {f"SteadyGPT, {precision}": partial(steadygpt, folder, shape, *common, args.eager, further)}
+            if args.nanogpt and not args.config:
+                starts[f"nanoGPT, {precision}"] = partial(
+                    nanogpt, folder, args.shape, *common, args.nanogpt, args.eager
+                )
             for side, start in starts.items():
                 programs[side] = start()
-                programs[side].seconds_per_step(WARM_UP)  # before the next program starts and competes for the cores
-                measured[side] = lambda program=programs[side]: tokens / program.seconds_per_step(args.steps)
+                try:  # before the next program starts and competes for the cores
+                    programs[side].seconds_per_step(WARM_UP)
+                except ProgramEnded as ended:
+                    if side.startswith("SteadyGPT"):
+                        raise
+                    notes.append(f"{side} ended: {ended.reason}")
+                    print(f"{ended}\n{side} is not measured", flush=True)
+                    continue
+                measured[side] = lambda program=programs[side]: (
+                    batch.tokens / program.seconds_per_step(args.steps, discarded)
+                )
             measured[f"GEMM limit, {precision}"] = lambda precision=precision: gemm_flops(device, precision) / flops
         figures = in_turn(measured, args.rounds, "tokens/s")
-    print(f"{args.shape}: {rows} x {context} tokens x {micro_steps}, {flops / 1e9:.3f} GFLOP a token, {device}")
+    print(f"{what}: {batch}, {flops / 1e9:.3f} GFLOP a token, {device}")
     theirs = "bf16" if device.type == "cuda" else "fp32"
     defaults = f"SteadyGPT, {choose_precision('auto', device)}", f"nanoGPT, {theirs}"
     report_precisions(figures, "tokens/s", defaults)
+    ours, nano, limit = (f"{side}, {args.precision[0]}" for side in ("SteadyGPT", "nanoGPT", "GEMM limit"))
+    found = {
+        "SteadyGPT": figure(figures[ours], "tokens/s"),
+        "nanoGPT": figure(figures[nano], "tokens/s") if nano in figures else None,
+        "ratio": ratio(figures, ours, nano, "x nanoGPT"),
+        "share of a GEMM": ratio(figures, ours, limit, "of a GEMM"),
+        "GEMM": figure([found * flops / 1e12 for found in figures[limit]], "TFLOP/s in a GEMM"),
+    }
+    write_json(args.json, found, [f"{batch} a step, {args.precision[0]}", *notes])
     if args.plot:
-        title = (
-            f"Training {args.shape.upper()}, {rows} x {context} tokens x {micro_steps} a step, {device.type.upper()}"
-        )
-        plot(figures, "tokens/s", title, args.plot)
+        plot(figures, "tokens/s", f"Training {what.upper()}, {batch} a step, {device.type.upper()}", args.plot)
 
 
 if __name__ == "__main__":

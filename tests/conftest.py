@@ -27,11 +27,42 @@ import torch
 from steadygpt.shards import write_shard
 
 REPO = Path(__file__).resolve().parent.parent
-TINY = (
-    "--num_layers 2 --num_heads 2 --embd_size 16 --context_length 16 --total_batch_size 64 --mini_batch_size 2 "
-    "--max_steps 8 --warmup_steps 2 --precision fp32 --device cpu --checkpoint_freq 0 --checkpoint_minutes 0 "
-    "--eval_freq 0 --hellaswag_freq 0 --sample_freq 0"
-).split()
+DEVICE = "STEADYGPT_TEST_DEVICE"  # --device as an environment variable, for processes that import this file again
+
+
+def tiny_flags(device: str) -> list[str]:
+    """Return the flags of a model of a few thousand parameters; on a GPU its runs repeat bit by bit."""
+    flags = (
+        "--num_layers 2 --num_heads 2 --embd_size 16 --context_length 16 --total_batch_size 64 --mini_batch_size 2 "
+        f"--max_steps 8 --warmup_steps 2 --precision fp32 --device {device} --checkpoint_freq 0 --checkpoint_minutes 0 "
+        "--eval_freq 0 --hellaswag_freq 0 --sample_freq 0"
+    )
+    return [*flags.split(), *(["--deterministic", "--compile", "off"] if device == "cuda" else [])]
+
+
+TINY = tiny_flags(os.environ.get(DEVICE, "cpu"))
+
+
+def pytest_addoption(parser) -> None:
+    parser.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="device of the runs that tests start")
+
+
+def pytest_configure(config) -> None:
+    device = config.getoption("--device")
+    if device == "cuda":
+        # Forked processes can use CUDA only if this check has not initialized it in the process they come from.
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+        if not torch.cuda.is_available():
+            raise pytest.UsageError("--device cuda: this machine has no CUDA GPU that PyTorch can use")
+        os.environ["NVIDIA_TF32_OVERRIDE"] = "0"  # products of fp32 numbers are exact enough to compare with a CPU's
+    os.environ[DEVICE] = device
+    TINY[:] = tiny_flags(device)  # before the tests import it
+
+
+def need_gpus(count: int) -> None:
+    """Skip a test that needs more GPUs than there are; processes on a CPU can share it."""
+    if os.environ[DEVICE] == "cuda" and torch.cuda.device_count() < count:
+        pytest.skip(f"{count} ranks need {count} GPUs")
 
 
 def write_data(folder: Path, num_tokens=(200, 700, 500), tokenizer="bytes", vocab_size=257, seed=0) -> Path:
@@ -72,6 +103,7 @@ def standin(monkeypatch, tmp_path) -> StandIn:
 
 def command(*flags: str, processes: int = 1, tiny=TINY) -> list[str]:
     """Return the command line that a user types."""
+    need_gpus(processes)
     script = [str(REPO / "train.py"), *tiny, "--data_dir", "data", *flags]
     if processes == 1:
         return [sys.executable, *script]

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import assert_same_state, in_ranks, load, metrics, run, run_here, write_data
+from conftest import assert_same_state, in_ranks, load, metrics, need_gpus, run, run_here, write_data
 
 import train
 from steadygpt.cli import UserError
@@ -28,6 +28,7 @@ def folders(name: str) -> tuple[str, ...]:
 
 def run_forked(*flags: str, processes: int = 1) -> None:
     """Run train.py to its end in `processes` ranks; under torchrun, such a short run mostly imports torch."""
+    need_gpus(processes)
     in_ranks(processes, run_rank, flags, Path.cwd())
 
 

@@ -18,7 +18,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from conftest import TINY, assert_same_state, command, environment, load, metrics
+import torch.distributed as dist
+from conftest import TINY, assert_same_state, command, environment, load, metrics, need_gpus
 
 from steadygpt.cli import run_cli
 
@@ -36,6 +37,7 @@ class Run:
     Args:
         tiny: flags placed before `flags`.
         faults: called with the rank in each rank's process, before main().
+        one_gpu: all ranks use the first GPU; they communicate by gloo, because NCCL needs one GPU a rank.
     """
 
     def __init__(
@@ -45,7 +47,10 @@ class Run:
         faults: Sequence[Callable[[int], None]] = (),
         tiny: Sequence[str] = (*TINY, "--data_dir", "data"),
         program: str = "train",
+        one_gpu: bool = False,
     ):
+        need_gpus(1 if one_gpu else ranks)
+        faults = [*faults, share_gpu] if one_gpu else faults
         self.out = Path(f"out-{time.monotonic_ns()}.txt")
         self.out.touch()
         environments = [{}]
@@ -196,6 +201,17 @@ def _rank(
     for fault in faults:
         fault(rank)
     run_cli(importlib.import_module(program).main)
+
+
+def share_gpu(rank: int) -> None:
+    """Let all ranks of a Run use the first GPU, with gloo as the only backend."""
+    init_process_group = dist.init_process_group
+
+    def init_gloo(backend=None, device_id=None, **options) -> None:
+        init_process_group("gloo", **options)
+
+    os.environ["LOCAL_RANK"] = "0"
+    dist.init_process_group = init_gloo
 
 
 def _restore_sighup() -> None:

@@ -95,7 +95,7 @@ def record_tokens(rank: int) -> None:
     def hash_rows(step, batches):
         inputs, targets = batches.next()
         for row in torch.cat([inputs, targets], dim=1):
-            hashes.append(hashlib.sha256(row.numpy().tobytes()).hexdigest()[:16])
+            hashes.append(hashlib.sha256(row.cpu().numpy().tobytes()).hexdigest()[:16])
         return inputs, targets
 
     def record(step, model):
@@ -127,7 +127,7 @@ def record_weights(rank: int) -> None:
     """Append [step, rank, hash of the weights] to weights.jsonl after each completed step."""
 
     def record(step, model):
-        digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters()))
+        digest = hashlib.sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters()))
         with open("weights.jsonl", "a") as file:
             file.write(json.dumps([step, rank, digest.hexdigest()]) + "\n")
 

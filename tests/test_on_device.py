@@ -1,0 +1,290 @@
+"""Tests that have a meaning on each device: pytest --device cuda proves CUDA right, by default they run on the CPU.
+
+The reference is the same model in fp64 on the CPU, so the tests can also fail there.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import signal
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import DEVICE, load, metrics
+from harness import FORKS, Run, assert_equals_reference, folders, run_to_end
+from injected import bad_numbers
+from test_divergence import assert_finite, assert_update_skipped
+
+import hellaswag_eval
+from generate import KVCache, generate
+from model import GPT, GPTConfig
+from steadygpt import distributed
+from steadygpt.device import autocast, use_fp8
+from steadygpt.distributed import Ranks
+
+SHAPE = GPTConfig(vocab_size=257, context_length=32, num_layers=2, num_heads=2, embd_size=128)
+NEOX = {"rotary_pct": 0.25, "parallel_residual": True, "tied_head": False, "gelu": "exact"}
+both_families = pytest.mark.parametrize("family", [{}, NEOX], ids=["gpt2", "gpt_neox"])
+DROPOUT = ("--dropout", "0.1")
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device(os.environ[DEVICE])
+
+
+@pytest.fixture(autouse=True)
+def fp32_products():
+    """Multiply fp32 numbers without TF32, also after a test that allowed it."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def build(device: torch.device, **changes) -> GPT:
+    """Return a model with the same large weights on each device, so that its output depends on the tokens."""
+    torch.manual_seed(0)
+    model = GPT(dataclasses.replace(SHAPE, **changes))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    return model.to(device)
+
+
+def tokens(device: torch.device, rows: int = 3, length: int = 32, seed: int = 0) -> torch.Tensor:
+    numbers = torch.randint(0, SHAPE.vocab_size, (rows, length), generator=torch.Generator().manual_seed(seed))
+    return numbers.to(device)
+
+
+def gradients(model: torch.nn.Module, device: torch.device) -> list[torch.Tensor]:
+    """Return the loss and all gradients of one batch."""
+    loss = model(tokens(device), tokens(device, seed=1))
+    loss.backward()
+    return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the root mean square of the difference, relative to that of the expected values."""
+    found, expected = found.detach().double().cpu(), expected.detach().double().cpu()
+    return ((found - expected).square().mean().sqrt() / expected.square().mean().sqrt()).item()
+
+
+def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float) -> None:
+    errors = [error(one, other) for one, other in zip(found, expected, strict=True)]
+    assert max(errors) < tolerance, errors
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the model
+
+
+@both_families
+def test_model_in_fp32_has_the_logits_and_gradients_of_fp64_on_the_cpu(device, family):
+    model, reference = build(device, **family), build(torch.device("cpu"), **family).double()
+    assert_close([model(tokens(device))], [reference(tokens(torch.device("cpu")))], 1e-5)
+    assert_close(gradients(model, device), gradients(reference, torch.device("cpu")), 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("precision", "least", "most"), [("bf16", 1e-4, 3e-2), ("fp16", 1e-5, 4e-3), ("fp8", 1e-3, 0.2)]
+)
+def test_model_in_reduced_precision_stays_close_to_fp32(device, precision, least, most):
+    reference = build(device)
+    expected = gradients(reference, device)
+    model = build(device)
+    if precision == "fp8":
+        if device.type == "cpu":
+            pytest.skip("fp8 is emulated slowly on a CPU; tests/test_train.py does it")
+        pytest.importorskip("torchao", reason="torchao is not installed")
+        if torch.cuda.get_device_capability(device) < (8, 9):
+            pytest.skip("this GPU has no fp8")
+        use_fp8(model.h, device)
+    with autocast(device, precision):
+        found = gradients(model, device)
+    assert least < error(torch.cat([g.flatten() for g in found]), torch.cat([g.flatten() for g in expected])) < most
+
+
+@both_families
+def test_model_compiled_computes_the_same(device, family):
+    if device.type == "cpu":
+        pytest.skip("compiling for a CPU takes too long; tests/test_train.py does it")
+    expected = gradients(build(device, **family), device)
+    model = build(device, **family)
+    assert_close(gradients(model.compiled(), device), expected, 1e-4)
+
+
+@both_families
+@pytest.mark.parametrize("saving", [{"chunk": 20}, {"recompute": True}], ids=str)
+def test_model_that_saves_memory_computes_the_same_gradients(device, family, saving):
+    found = []
+    for chosen in ({}, saving):
+        model = build(device, dropout=0.2, **family)
+        model.loss_chunk_size = chosen.get("chunk", 0)
+        for block in model.h:
+            block.recompute = chosen.get("recompute", False)
+        torch.manual_seed(5)  # the same dropout masks
+        found.append(gradients(model, device))
+    assert_close(found[1], found[0], 1e-5)
+    model = build(device, dropout=0.2, **family)
+    torch.manual_seed(6)
+    assert error(gradients(model, device)[1], found[0][1]) > 1e-2  # other masks change the gradients
+
+
+@both_families
+def test_model_with_a_cache_or_a_mask_computes_the_same(device, family):
+    model, idx = build(device, **family), tokens(device, rows=2)
+    with torch.no_grad():
+        expected = model(idx)
+        cache = KVCache(model.config)
+        found = [model(idx[:, :20], cache=cache), *(model(idx[:, i : i + 1], cache=cache) for i in range(20, 32))]
+        assert_close(found, list(expected[:, 19:].split(1, dim=1)), 1e-5)
+        causal = torch.ones(32, 32, dtype=torch.bool, device=device).tril().expand(2, 1, 32, 32)
+        assert_close([model(idx, mask=causal)], [expected], 1e-5)
+        blind = causal.clone()
+        blind[:, :, 1:, 0] = False  # no token but the first sees the first
+        assert error(model(idx, mask=blind)[:, 1:], expected[:, 1:]) > 1e-2
+
+
+@both_families
+def test_model_generates_the_text_that_fp64_generates_on_the_cpu(device, family):
+    texts = []
+    for model, where in ((build(device, **family), device), (build(torch.device("cpu"), **family).double(), "cpu")):
+        texts.append(generate(model, tokens(where, length=4), 40, temperature=0).cpu())
+    assert torch.equal(*texts)
+    assert len(set(texts[0][0].tolist())) > 5
+
+
+def test_model_scores_hellaswag_like_fp64_on_the_cpu(device):
+    random = np.random.default_rng(0)
+    trees = []
+    for example in range(12):
+        endings = [random.integers(0, 257, random.integers(3, 8)).tolist() for _ in range(4)]
+        trees.append(hellaswag_eval.Tree(random.integers(0, 257, 8).tolist(), endings, [5, 6, 7, 8], 0, example, 0))
+    cpu = torch.device("cpu")
+    expected = hellaswag_eval.ending_losses(build(cpu).double(), trees, Ranks(cpu))
+    model = build(device)
+    assert np.abs(hellaswag_eval.ending_losses(model, trees, Ranks(device)) - expected).max() < 1e-3
+    with autocast(device, "bf16"):
+        found = hellaswag_eval.ending_losses(model, trees, Ranks(device))
+    assert (found.argmin(1) == expected.argmin(1)).all()  # close calls are scored again in fp32
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# whole runs
+
+
+def test_run_with_default_precision_and_compile_learns(workdir, device):
+    flags = ["--precision", "auto", "--max_steps", "30", "--max_lr", "1e-2"]
+    if device.type == "cuda":
+        flags += ["--compile", "auto", "--deterministic", "off"]
+    run_to_end(*flags, *folders("run"))
+    losses, memory_gb = metrics("run/logs", "loss"), metrics("run/logs", "memory_gb")
+    assert losses[29] < losses[0] - 0.5
+    assert all(0 < used < 200 for used in memory_gb.values())
+
+
+def test_run_that_is_killed_and_resumed_repeats_every_bit(workdir):
+    flags = ("--deterministic", *DROPOUT, "--max_steps", "100", "--checkpoint_freq", "10")
+    run_to_end(*flags, *folders("reference"))
+    run = Run(*flags, *folders("killed"))
+    run.wait_for(r"^saved step 20 as")
+    run.kill()
+    assert "finished" not in run.text()
+    run_to_end(*flags, *folders("killed"), "--resume", "latest")
+    assert_equals_reference("killed")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_run_that_is_stopped_saves_and_resumes(workdir, number):
+    flags = ("--max_steps", "100000", *DROPOUT)
+    run = Run(*flags, *folders("run"))
+    run.wait_for(r"^step +5/")
+    run.signal(number)
+    assert run.wait() == [0], run.text()
+    status = json.loads(Path("run/ckpt/status.json").read_text())
+    assert (status["status"], status["reason"]) == ("stopped", number.name)
+    step = load("run/ckpt/latest.pt")["step"]
+    assert step == status["step"] > 5
+    text = run_to_end(*folders("run"), "--resume", "latest", "--max_steps", str(step + 2), "--allow_changes")
+    assert f"resumed from run/ckpt/latest.pt at step {step}" in text
+    assert list(metrics("run/logs", "loss")) == list(range(step + 2))
+
+
+def test_run_skips_bad_steps_and_stops_before_too_many(workdir):
+    """Compare the weights and Adam's moments and step counts before and after step 3."""
+    flags = ("--max_steps", "12", "--checkpoint_freq", "1", "--keep_checkpoints", "99", *DROPOUT)
+    run = Run(
+        *flags,
+        *folders("run"),
+        "--max_bad_steps",
+        "3",
+        faults=[partial(bad_numbers, [3, *range(7, 12)], "nan gradient", 0)],
+    )
+    assert run.wait() == [1], run.text()
+    assert re.search(r"^warning: step 3: loss \S+, gradient norm \S+; its update was skipped", run.text(), re.M)
+    assert_update_skipped("run", 3, 4)
+    assert_finite("run")
+    assert load("run/ckpt/latest.pt")["step"] == 7
+    run_to_end("--max_steps", "12", *DROPOUT, *folders("run"), "--resume", "latest")
+
+
+def test_run_moves_between_the_device_and_the_cpu(workdir, device):
+    run_to_end(*folders("reference"))
+    for name, there, back in (("to the device", "cpu", device.type), ("to the CPU", device.type, "cpu")):
+        run_to_end(*folders(name), "--device", there, "--checkpoint_freq", "4")
+        Path(name, "ckpt/latest.pt").unlink()
+        run_to_end(*folders(name), "--device", back, "--resume", f"{name}/ckpt/rolling_step_000004.pt")
+        assert load(f"{name}/ckpt/latest.pt")["train_config"]["device"] == back
+        assert metrics(f"{name}/logs", "loss") == pytest.approx(metrics("reference/logs", "loss"), abs=1e-4)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# ranks
+
+
+@pytest.mark.parametrize("one_gpu", [False, True], ids=["own GPUs", "two ranks on one GPU"])
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+def test_ranks_compute_the_same_as_one_process(workdir, device, sharding, one_gpu):
+    """With one GPU, its own process group of one rank; NCCL needs a GPU for each rank, so two ranks use gloo."""
+    ranks = 2 if one_gpu else max(1, torch.cuda.device_count())
+    if device.type == "cpu":
+        if one_gpu:
+            pytest.skip("ranks on a CPU always share it")
+        ranks = 2
+    flags = ("--sharding", sharding, "--total_batch_size", str(2 * 16 * max(2, ranks)))
+    run_to_end(*flags, "--sharding", "ddp", *folders("one"))
+    run = Run(*flags, *folders("ranks"), ranks=ranks, one_gpu=one_gpu)
+    if set(run.wait()) != {0}:
+        lacks = re.search(r"^\w*Error\b.*(?:gloo|Gloo|[Bb]ackend|gather|scatter).*$", run.text(), re.MULTILINE)
+        if one_gpu and sharding == "fsdp" and lacks:
+            pytest.skip(f"gloo on a GPU: {lacks[0]}")
+        raise AssertionError(run.text())
+    for key in ("loss", "grad_norm"):
+        assert metrics("ranks/logs", key) == pytest.approx(metrics("one/logs", key), abs=2e-5), key
+
+
+def test_ranks_one_process_in_ddp_has_the_same_gradients(device):
+    """A process group of one rank, with NCCL on a GPU."""
+    process = FORKS.Process(target=replicate_alone, args=(device.type,))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
+
+
+def replicate_alone(device_type: str) -> None:
+    device = torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
+    torch.set_float32_matmul_precision("highest")
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    expected = gradients(build(device), device)
+    model = build(device)
+    forward = distributed.replicate(model, Ranks(device))
+    loss = forward(tokens(device), tokens(device, seed=1))
+    loss.backward()
+    assert_close([loss, *(parameter.grad for parameter in model.parameters())], expected, 1e-5)
+    dist.destroy_process_group()
