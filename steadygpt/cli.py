@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any, TypeVar
@@ -221,7 +222,9 @@ def _on_off(text: str) -> bool:
 
 
 def run_cli(main: Callable[[], int | None]) -> None:
-    """Run a command's `main()` and exit: with its status, 2 and one line for a `UserError`, 130 after Ctrl-C."""
+    """Run a command's `main()` and exit: with its status, 2 and one line for a `UserError`, 130 after Ctrl-C, 1 and a
+    traceback for other exceptions.
+    """
     try:
         status = main() or 0
     except UserError as error:
@@ -237,9 +240,13 @@ def run_cli(main: Callable[[], int | None]) -> None:
     except BrokenPipeError:  # `... | head` closed the pipe, so there is no reader for an error either
         mute(sys.stdout)
         status = 0
+    except Exception:
+        traceback.print_exc()
+        status = 1
     if "RANK" in os.environ or threading.active_count() > 1:
         # FSDP's caches keep gloo's threads alive after destroy_process_group, and a download may go on. If one of them
-        # asks for the GIL while the interpreter shuts down, it aborts (SIGABRT): exit without shutting it down.
+        # asks for the GIL while the interpreter shuts down, it aborts (SIGABRT). After an exception, shutting down NCCL
+        # may wait for the other ranks. So exit without shutting the interpreter down.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

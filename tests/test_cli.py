@@ -36,6 +36,22 @@ def test_rank_exits_without_interpreter_shutdown():
         assert ended.returncode == status
 
 
+def test_a_rank_that_raises_leaves_at_once():
+    """Shutting down NCCL could wait for the other ranks."""
+    program = "import atexit, time\nfrom steadygpt.cli import run_cli\natexit.register(time.sleep, 60)\n"
+    program += "run_cli(lambda: 1 / 0)"
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=REPO,
+        env=os.environ | {"RANK": "1"},
+        timeout=30,
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.endswith("ZeroDivisionError: division by zero\n")
+
+
 def test_an_error_of_one_rank_alone_is_printed_unless_torchrun_ends_the_rank_first():
     program = (
         "from steadygpt.cli import UserError, run_cli\ndef main():\n raise UserError('out of memory')\nrun_cli(main)"

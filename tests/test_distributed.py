@@ -3,16 +3,21 @@
 import math
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import in_ranks
+from conftest import TINY, in_ranks, write_data
 from torch import nn
 
+import train
+from config import parse_args
+from dataloader import BatchLoader, open_data
 from model import GPT, GPTConfig
 from steadygpt.distributed import Ranks, Stopped, StopSignal, joined, shard
 from steadygpt.optim import update_unless
+from steadygpt.start import Start
 from steadygpt.state import HostCopy, fill
 from steadygpt.workers import usable_cores
 
@@ -73,6 +78,34 @@ def agree_to_stop() -> None:
 
 def test_ranks_agree_to_stop_by_the_check_after_the_next():
     in_ranks(2, agree_to_stop)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# DDP
+
+
+def look_at_gradients(folder: str) -> None:
+    config = parse_args([*TINY, "--data_dir", folder, "--mini_batch_size", "1"])[0]
+    with joined("cpu") as ranks:
+        data, stop, found = open_data(config), StopSignal(ranks, 0), []
+        training = train.build_training(Start(config), data, ranks)
+        loader = BatchLoader(data.train, config.mini_batch_size, 0, ranks.rank, 2)
+
+        def next_batch():
+            gradients = [p.grad for p in training.model.parameters() if p.grad is not None]
+            found.append({gradient.untyped_storage().data_ptr() for gradient in gradients})
+            return loader.next()
+
+        for step in range(3):
+            train.train_step(training, SimpleNamespace(next=next_batch), 1e-3, step, stop)
+        loader.close()
+        buckets = found[2]  # two micro-steps a step: now the first synchronization is over
+        assert len(buckets) == 1 and found[3] == found[4] == found[5] == buckets
+
+
+def test_gradients_stay_in_the_buckets_of_ddp(tmp_path):
+    """Else they would take 4 bytes a parameter beside them."""
+    in_ranks(2, look_at_gradients, str(write_data(tmp_path / "data")))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
