@@ -5,7 +5,6 @@ import dataclasses
 import difflib
 import math
 import os
-import signal
 import sys
 import threading
 import time
@@ -19,6 +18,10 @@ Options = TypeVar("Options")
 
 class UserError(Exception):
     """A mistake in flags, configuration, data or checkpoint files; never a bug in SteadyGPT."""
+
+
+class RankError(UserError):
+    """A UserError that rank 0 does not have, so the rank itself prints it."""
 
 
 class OptionError(UserError):
@@ -229,12 +232,10 @@ def run_cli(main: Callable[[], int | None]) -> None:
         status = main() or 0
     except UserError as error:
         status = 2
-        if os.environ.get("RANK", "0") == "0":
+        if os.environ.get("RANK", "0") == "0" or isinstance(error, RankError):
             print(f"error: {error}", file=sys.stderr)
-        else:  # torchrun ends all ranks when the first one exits, so that rank 0 prints an error of all ranks
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(2)
-            print(f"error: {error}", file=sys.stderr)  # rank 0 goes on: the error is this rank's alone
+        else:
+            time.sleep(2)  # torchrun ends all ranks when the first one exits: let rank 0 print the error
     except KeyboardInterrupt:
         status = 130
     except BrokenPipeError:  # `... | head` closed the pipe, so there is no reader for an error either

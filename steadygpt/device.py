@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from steadygpt.cli import UserError
+from steadygpt.cli import RankError, UserError
 from steadygpt.workers import usable_cores
 
 IMPORTED_AT_S = time.monotonic()
@@ -51,7 +51,8 @@ def choose_device(name: str) -> torch.device:
         if not torch.cuda.is_available():
             raise UserError(f"PyTorch can use no GPU of this machine: {why_no_cuda()}; or train with --device cpu")
         if local_rank >= torch.cuda.device_count():
-            raise UserError(
+            first = local_rank == torch.cuda.device_count()  # one line is enough
+            raise (RankError if first else UserError)(
                 f"more processes on this machine than its {torch.cuda.device_count()} GPUs; "
                 f"start torchrun with --nproc_per_node={torch.cuda.device_count()}"
             )

@@ -12,7 +12,7 @@ import torch
 
 from steadygpt.attention import SHORT_ROW
 from steadygpt.checkpoint import LATEST
-from steadygpt.cli import UserError, options_of
+from steadygpt.cli import RankError, options_of
 from steadygpt.device import choose_precision, device_name, memory_bytes
 from steadygpt.distributed import Ranks
 from steadygpt.runlog import git_commit
@@ -143,14 +143,14 @@ def memory_advice(config: "TrainConfig", model: "GPT", ranks: Ranks, first_flag:
 
 @contextmanager
 def out_of_memory_explained(config: "TrainConfig", model: "GPT", ranks: Ranks):
-    """Raise a UserError with advice in place of torch.OutOfMemoryError. `model` is on the meta device."""
+    """Raise a RankError with advice in place of torch.OutOfMemoryError. `model` is on the meta device."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         saved = Path(config.checkpoint_dir, LATEST).exists()
         text = memory_advice(config, model, ranks, "--resume latest" * saved)
         text += f" The checkpoints in {config.checkpoint_dir} are intact." * saved
-        raise UserError(f"out of memory on rank {ranks.rank}: {text}") from error
+        raise RankError(f"out of memory on rank {ranks.rank}: {text}") from error
 
 
 def describe(

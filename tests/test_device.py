@@ -14,7 +14,7 @@ from generate import generate
 from hellaswag_eval import Tree, ending_losses
 from model import GPT, GPTConfig
 from steadygpt import device
-from steadygpt.cli import UserError
+from steadygpt.cli import RankError, UserError
 from steadygpt.device import autocast, choose_precision, evaluating, memory_bytes
 from steadygpt.distributed import Ranks
 
@@ -189,3 +189,14 @@ def test_memory_of_the_host_is_what_is_available_within_the_containers_limit(tmp
         assert memory_bytes(cpu) == expected
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert memory_bytes(cpu) == 4096
+
+
+def test_more_processes_than_gpus_are_reported_once(monkeypatch):
+    """Rank 0 waits for the other ranks and reports nothing."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for rank, kind in ((2, RankError), (3, UserError)):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        with pytest.raises(UserError, match="start torchrun with --nproc_per_node=2") as raised:
+            device.choose_device("auto")
+        assert type(raised.value) is kind
