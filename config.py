@@ -163,10 +163,11 @@ class TrainConfig(GPTConfig):
         B = self.mini_batch_size or 1  # auto: the smallest number
         micro_step = B * self.context_length * world_size
         below = self.total_batch_size // micro_step * micro_step
+        rows_flag = f"--mini_batch_size {B} x " if self.mini_batch_size else ""
         message = (
-            f"--total_batch_size {self.total_batch_size:,} is not a multiple of --mini_batch_size {B} x "
-            f"--context_length {self.context_length} x {world_size} process{'es' * (world_size > 1)} = {micro_step:,} "
-            f"tokens; --total_batch_size {f'{below:,} or ' if below else ''}{below + micro_step:,} would work"
+            f"--total_batch_size {self.total_batch_size:,} is not a multiple of {rows_flag}--context_length "
+            f"{self.context_length} x {world_size} process{'es' * (world_size > 1)} = {micro_step:,} tokens; "
+            f"--total_batch_size {f'{below:,} or ' if below else ''}{below + micro_step:,} would work"
         )
         if fits := [rows for rows in self.possible_rows(world_size) if rows < B]:
             message += f", or --mini_batch_size {fits[-1]}"

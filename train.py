@@ -139,7 +139,6 @@ def build_training(start: Start, data: Data, ranks: Ranks) -> Training:
     config, device = start.config, ranks.device
     checkpoint, loaded = start.checkpoint, start.checkpoint or start.weights
     precision = choose_precision(config.precision, device)
-    set_up(device, precision, config.deterministic)
     fsdp = config.sharding == "fsdp"
     with torch.device("meta") if fsdp else device:  # FSDP allocates only this rank's shards
         shape, lean = config.shape(data.vocab_size), (config.activation_checkpointing, config.loss_chunk_size)
@@ -408,6 +407,10 @@ def launch(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, data: Da
             check_fits(start.weights, config.init_from, shape, data.tokenizer)
         if start.config.compiles(ranks.device.type):
             check_compiler(ranks.device)
+        precision = choose_precision(start.config.precision, ranks.device)
+        if (ranks.device.type, precision, start.config.cpu_offload) == ("cuda", "fp16", True):
+            raise UserError("--cpu_offload: PyTorch cannot scale fp16 gradients in host memory; try --precision fp32")
+        set_up(ranks.device, precision, start.config.deterministic)  # before the first matrix product
         with torch.device("meta"):
             sketch = GPT(shape, initialize=False)
         config, fitted = with_fitting_rows(start.config, sketch, ranks)

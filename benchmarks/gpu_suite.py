@@ -168,7 +168,12 @@ def fits_rows(args, device: str) -> Iterator[Row]:
                 continue
             command = f"-m benchmarks.runs memory --config {preset} --json {{json}}".split()
             name = f"fits/{preset}{'-auto' * bool(rows)}"
-            yield Row(name, f"peak memory of {preset}, {how}", [*command, *(["--rows", rows] if rows else [])], 180)
+            yield Row(
+                name,
+                f"peak memory of {preset}, {how}",
+                [*command, *(["--rows", rows] if rows else [])],
+                300 if rows else 180,
+            )
 
 
 def trace_rows(args, device: str) -> Iterator[Row]:
@@ -339,6 +344,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             start_s = time.monotonic()
         print(f"{report.json}\n{report.markdown}")
         return 0
+    print(f"interrupted; the same command runs the rest. So far: {args.out / 'gpu_suite.md'}")
     return 128 + signal.SIGINT
 
 

@@ -74,10 +74,10 @@ def memory(args, device: str, further: list[str]):
         "reserved": figure([torch.cuda.max_memory_reserved() / 1e9], "GB reserved") if device == "cuda" else None,
         "plan": figure([float(re.search(r"^memory +about ([\d.]+) GB", log, re.MULTILINE)[1])], "GB by the plan"),
     }
-    steps = re.search(r"tokens = ([\d,]+ rows x [\d,]+ tokens) .* x (\d+) micro-steps", log)
-    notes = [f"{steps[1]} x {steps[2]} micro-steps"]
+    steps = re.search(r"tokens = ([\d,]+ rows x [\d,]+ tokens) .* x (\d+) micro-steps?;", log)
+    notes = [f"{steps[1]} x {steps[2]} micro-step{'s' * (steps[2] != '1')}"]
     if device == "cpu":
-        notes.append("resident set on a CPU, with Python and torch")
+        notes.append("the peak is the resident set, with Python and torch")
     return found, notes, ""
 
 

@@ -102,8 +102,9 @@ class Report:
             self.content = json.loads(self.json.read_text())
             for key, value in machine.items():
                 if (found := self.content["machine"].get(key)) != value:
-                    problem = f"another machine; found {key} {found}, expected {value}"
-                    sys.exit(f"error: {self.json}: {problem}. Try another --out.")
+                    sys.exit(
+                        f"error: {self.json} has figures with {key} {found}; here it is {value}. Try another --out."
+                    )
 
     def add(self, key: str, title: str, result: dict) -> None:
         """Add or replace a row, and rewrite both files."""

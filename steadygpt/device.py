@@ -33,7 +33,7 @@ PEAK_FLOPS = {
     "NVIDIA GeForce RTX 4090": 165e12, "NVIDIA GeForce RTX 3090": 71e12, "Tesla T4": 65e12,
     "NVIDIA GB10": 125e12,  # a quarter of its fp4
 }  # fmt: skip
-GPU, DRIVER = Path("/dev/nvidia0"), Path("/proc/driver/nvidia/version")  # on Linux
+DEVICES, DRIVER = Path("/dev"), Path("/proc/driver/nvidia/version")  # on Linux
 
 
 def choose_device(name: str) -> torch.device:
@@ -44,12 +44,12 @@ def choose_device(name: str) -> torch.device:
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if name == "auto":
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-        gpu = torch.cuda.is_available() or (GPU.exists() and not hidden)
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")  # the last is Slurm's
+        gpu = torch.cuda.is_available() or (any(DEVICES.glob("nvidia[0-9]*")) and not hidden)
         name = "cuda" if gpu else "cpu"
     if name == "cuda":
         if not torch.cuda.is_available():
-            raise UserError(f"PyTorch can use no GPU of this machine: {why_no_cuda()}; or train with --device cpu")
+            raise UserError(f"PyTorch cannot use a GPU here: {why_no_cuda()}, or train with --device cpu")
         if local_rank >= torch.cuda.device_count():
             first = local_rank == torch.cuda.device_count()  # one line is enough
             raise (RankError if first else UserError)(
@@ -65,19 +65,21 @@ def choose_device(name: str) -> torch.device:
 def why_no_cuda() -> str:
     """Return why torch.cuda is not available, and what to install."""
     if not DRIVER.exists():
-        return "no NVIDIA driver is loaded; install one"
+        return "no NVIDIA driver is loaded. Install one"
     found = re.search(r"(\d+)\.[\d.]+", DRIVER.read_text())
     driver, series = (found[0], int(found[1])) if found else ("of unknown version", 0)
     if not (cuda := torch.version.cuda):
-        return f"torch {torch.__version__} is built without CUDA; install the build for driver {driver} (pytorch.org)"
+        return f"torch {torch.__version__} is built without CUDA. Install the build for driver {driver} (pytorch.org)"
     # The oldest driver series for all minor versions, from NVIDIA's table "CUDA Toolkit and Minimum Driver Versions".
     needed = {"11": 450, "12": 525, "13": 580}.get(cuda.split(".")[0], 0)
     if series < needed:
         return (
-            f"found driver {driver}; torch {torch.__version__} for CUDA {cuda} expects {needed} or later: update the "
-            "driver, or install a build of torch for an older CUDA (pytorch.org)"
+            f"found driver {driver}; torch {torch.__version__} for CUDA {cuda} expects {needed} or later. Update the "
+            "driver, install a build of torch for an older CUDA (pytorch.org)"
         )
-    return f"driver {driver} with torch {torch.__version__} for CUDA {cuda}; see what nvidia-smi reports"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    shown = "" if visible is None else f", CUDA_VISIBLE_DEVICES={visible}"
+    return f"driver {driver} with torch {torch.__version__} for CUDA {cuda}{shown}. See what nvidia-smi reports"
 
 
 def check_compiler(device: torch.device) -> None:
@@ -206,6 +208,14 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if sys.platform == "linux" else 1)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether a GPU had too little memory; outside PyTorch's allocator this is an ordinary RuntimeError."""
+    words = ("out of memory", "ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    )
 
 
 def memory_bytes(device: torch.device) -> int:

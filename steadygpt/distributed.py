@@ -229,10 +229,8 @@ def shard(
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if cpu_offload:
         use_all_cores()  # for the optimizer
-    mesh = init_device_mesh(
-        ranks.device.type, (ranks.world_size // shards, shards), mesh_dim_names=("replicate", "shard")
-    )
-    mesh = mesh["shard"] if shards == ranks.world_size else mesh
+    shape = (shards,) if shards == ranks.world_size else (ranks.world_size // shards, shards)
+    mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     offload = CPUOffloadPolicy(pin_memory=cuda) if cpu_offload else OffloadPolicy()
     half = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)  # the residual stays fp32
     for module in (*blocks, model):
@@ -243,5 +241,7 @@ def shard(
 
 def replicate(forward: nn.Module, ranks: Ranks) -> nn.Module:
     """Return a module whose gradients are averaged over the ranks (DDP)."""
+    for parameter in forward.parameters():  # DDP moves gradients that exist into its buckets; new ones stay outside
+        parameter.grad = torch.zeros_like(parameter)
     devices = [ranks.device] if ranks.device.type == "cuda" else None
     return DistributedDataParallel(forward, device_ids=devices, gradient_as_bucket_view=True)

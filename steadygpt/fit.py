@@ -4,13 +4,12 @@ import dataclasses
 import gc
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
 
 from steadygpt.cli import UserError
-from steadygpt.device import autocast, choose_precision, memory_bytes, use_fp8
+from steadygpt.device import autocast, choose_precision, is_out_of_memory, memory_bytes, use_fp8
 from steadygpt.distributed import Ranks
 from steadygpt.plan import FITS, largest_fitting, memory_advice, needed_bytes
 
@@ -42,11 +41,14 @@ def with_fitting_rows(config: "TrainConfig", sketch: "GPT", ranks: Ranks) -> tup
     def estimate(rows: int) -> float:
         return needed_bytes(dataclasses.replace(config, mini_batch_size=rows), sketch, device, world_size)
 
-    guess = largest_fitting(config, sketch, device, world_size, FITS[device.type] * total)
+    limit = FITS[device.type] * total
+    guess = largest_fitting(config, sketch, device, world_size, limit)
     rows = guess.mini_batch_size if guess else 0
     if device.type == "cuda" and config.sharding == "ddp":
 
         def probe(rows: int) -> int | None:
+            if ranks.is_main:  # compiling takes up to some minutes
+                print(f"--mini_batch_size auto: trying {rows} rows", flush=True)
             peaks[rows] = peak_of_step(config, rows, device, sketch)
             return peaks[rows]
 
@@ -60,7 +62,10 @@ def with_fitting_rows(config: "TrainConfig", sketch: "GPT", ranks: Ranks) -> tup
         raise UserError(f"--mini_batch_size auto: {memory_advice(found, sketch, ranks)}")
     measured = peaks.get(rows)  # or None, if this number is another rank's
     peak, how = measured or estimate(rows), "measured" if measured else "estimated"
-    return found, (f"mini_batch_size {rows}: {peak / 1e9:.1f} of {total / 1e9:.1f} GB ({how})",)
+    return found, (
+        f"mini_batch_size auto: {rows} rows need {peak / 1e9:.2f} GB ({how}); the limit is {limit / 1e9:.2f} of "
+        f"{total / 1e9:.2f} GB",
+    )
 
 
 def most_rows(
@@ -94,9 +99,12 @@ def peak_of_step(config: "TrainConfig", rows: int, device: torch.device, sketch:
     """Return the peak of the reserved memory of a step on random tokens, or None if the GPU has too little."""
     peak = None
     torch.cuda.reset_peak_memory_stats(device)
-    with suppress(torch.OutOfMemoryError):
+    try:
         take_step(config, rows, device, sketch)
         peak = torch.cuda.max_memory_reserved(device)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
     if config.compiles(device.type):
         torch._dynamo.reset()  # or the next number of rows is compiled for any number of rows
     gc.collect()

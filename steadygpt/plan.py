@@ -13,12 +13,12 @@ import torch
 from steadygpt.attention import SHORT_ROW
 from steadygpt.checkpoint import LATEST
 from steadygpt.cli import RankError, options_of
-from steadygpt.device import choose_precision, device_name, memory_bytes
+from steadygpt.device import choose_precision, device_name, is_out_of_memory, memory_bytes
 from steadygpt.distributed import Ranks
 from steadygpt.runlog import git_commit
 from steadygpt.saves import interval_text
 
-STATIC = "weights, gradients and Adam"
+STATIC, COPY = "weights, gradients and Adam", "copy for checkpoints"
 # The share of the memory up to which an estimate is taken to fit. On a CPU a process keeps freed memory in fragments
 # and holds up to 1.6 times the estimate (python -m benchmarks.memory --keep_freed).
 FITS = {"cuda": 0.9, "mps": 0.9, "cpu": 0.6}
@@ -79,7 +79,10 @@ def estimate_memory(
     logits = (chunk or tokens) * model.config.vocab_size * (2 * each if compiled and not chunk else 12)
     logits = max(logits + each * head, 3 * each * head) if chunk else logits
     memory["logits" if logits > backward else "a block's backward"] = max(logits, backward)  # one after the other
-    return {use: size for use, size in memory.items() if size}, host | {"copy for checkpoints": 12 * N}
+    copy = 12 * N
+    if device.type == "cuda":  # page-locked memory, of which PyTorch rounds each tensor up to a power of two
+        copy = 3 * sum(2 ** (4 * p.numel() - 1).bit_length() for p in model.parameters())
+    return {use: size for use, size in memory.items() if size}, host | {COPY: copy}
 
 
 def needed_bytes(config: "TrainConfig", model: "GPT", device: torch.device, world_size: int) -> float:
@@ -143,10 +146,12 @@ def memory_advice(config: "TrainConfig", model: "GPT", ranks: Ranks, first_flag:
 
 @contextmanager
 def out_of_memory_explained(config: "TrainConfig", model: "GPT", ranks: Ranks):
-    """Raise a RankError with advice in place of torch.OutOfMemoryError. `model` is on the meta device."""
+    """Raise a RankError with advice in place of an error for lack of memory. `model` is on the meta device."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         saved = Path(config.checkpoint_dir, LATEST).exists()
         text = memory_advice(config, model, ranks, "--resume latest" * saved)
         text += f" The checkpoints in {config.checkpoint_dir} are intact." * saved
@@ -160,7 +165,7 @@ def describe(
     N, T, B = model.num_parameters(), config.context_length, config.mini_batch_size
     precision = choose_precision(config.precision, ranks.device)
     memory, host = estimate_memory(config, model, ranks.device, ranks.world_size)
-    checkpoint = 12 * N
+    micro_steps, checkpoint = config.grad_accum_steps(ranks.world_size), 12 * N
     folder = Path(config.checkpoint_dir)
     free = shutil.disk_usage(next(p for p in (folder, *folder.absolute().parents) if p.exists())).free
     files = config.keep_checkpoints + 3 + math.ceil(schedule.epochs(schedule.max_steps * schedule.rows_per_step))
@@ -175,13 +180,13 @@ def describe(
         f"{val_rows * T:,} validation tokens",
         f"steps        {schedule.max_steps:,} of {config.total_batch_size:,} tokens = {B} rows x {T:,} tokens x "
         f"{ranks.world_size} rank{'s' * (ranks.world_size > 1)} x "
-        f"{config.grad_accum_steps(ranks.world_size)} micro-steps; "
+        f"{micro_steps} micro-step{'s' * (micro_steps > 1)}; "
         f"{schedule.rows_per_epoch / schedule.rows_per_step:,.1f} steps an epoch, "
         f"{schedule.epochs(schedule.max_steps * schedule.rows_per_step):.2f} epochs; "
         f"{schedule.warmup_steps:,} steps of warm-up",
         f"device       {ranks.world_size} x {device_name(ranks.device)}, {precision}, {config.sharding}",
         f"memory       {_memory_text(memory, 'a rank')}",
-        f"host memory  {_memory_text(host, 'on rank 0')}",
+        f"host memory  {_memory_text(host, f'on rank 0, which alone has the {COPY}')}",
         f"checkpoints  {checkpoint / 1e9:.2f} GB each, at most {files} in {folder}: {files * checkpoint / 1e9:.1f} GB; "
         f"{free / 1e9:.1f} GB free" + (" -- NOT ENOUGH" if files * checkpoint > free else ""),
     ]

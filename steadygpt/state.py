@@ -47,7 +47,7 @@ def _send(whole: Tensor | None, target: Any, ranks: Ranks) -> None:
     if whole is None:
         whole = torch.empty(target.shape, dtype=target.dtype, device=ranks.device)
     elif ranks.world_size > 1:
-        whole = whole.to(ranks.device, target.dtype)
+        whole = whole.to(ranks.device, target.dtype).contiguous()  # a broadcast sends memory as it lies
     if ranks.world_size > 1:
         dist.broadcast(whole, src=0)
     if hasattr(target, "to_local"):

@@ -103,8 +103,8 @@ def test_deterministic_chooses_deterministic_attention(monkeypatch):
 @pytest.fixture
 def gpu(tmp_path, monkeypatch):
     """A machine with a GPU that torch 2.13 for CUDA 13.0 cannot use; returns a function that installs a driver."""
-    (tmp_path / "nvidia0").touch()
-    monkeypatch.setattr(device, "GPU", tmp_path / "nvidia0")
+    (tmp_path / "nvidia3").touch()  # a container may have this one only
+    monkeypatch.setattr(device, "DEVICES", tmp_path)
     monkeypatch.setattr(device, "DRIVER", tmp_path / "version")
     monkeypatch.setattr(torch, "__version__", "2.13.0")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -125,9 +125,8 @@ def test_an_old_driver_is_an_error_and_not_a_run_on_the_cpu(name, gpu):
     with pytest.raises(UserError) as error:
         device.choose_device(name)
     assert str(error.value) == (
-        "PyTorch can use no GPU of this machine: found driver 535.54.03; torch 2.13.0 for CUDA 13.0 expects 580 or "
-        "later: update the driver, or install a build of torch for an older CUDA (pytorch.org); or train with "
-        "--device cpu"
+        "PyTorch cannot use a GPU here: found driver 535.54.03; torch 2.13.0 for CUDA 13.0 expects 580 or later. "
+        "Update the driver, install a build of torch for an older CUDA (pytorch.org), or train with --device cpu"
     )
 
 
@@ -135,18 +134,20 @@ def test_a_gpu_that_cannot_be_used_is_an_error_with_the_reason(gpu, monkeypatch)
     with pytest.raises(UserError, match="no NVIDIA driver is loaded"):
         device.choose_device("auto")
     gpu("580.159.04")
-    with pytest.raises(UserError, match=r"driver 580.159.04 with torch 2.13.0 for CUDA 13.0; see what nvidia-smi"):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    with pytest.raises(UserError, match=r"driver 580.159.04 .* 13.0, CUDA_VISIBLE_DEVICES=7. See what nvidia-smi"):
         device.choose_device("auto")
     monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(UserError, match=r"built without CUDA; install the build for driver 580.159.04"):
+    with pytest.raises(UserError, match=r"built without CUDA. Install the build for driver 580.159.04"):
         device.choose_device("auto")
 
 
 def test_a_hidden_gpu_is_not_used(gpu, monkeypatch):
     gpu("535.54.03")
     assert device.choose_device("cpu").type == "cpu"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert device.choose_device("auto").type == "cpu"
+    for value in ("", "-1", "NoDevFiles"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+        assert device.choose_device("auto").type == "cpu"
 
 
 def test_a_missing_compiler_or_header_is_an_error_before_training(tmp_path, monkeypatch):

@@ -96,7 +96,7 @@ def test_the_plan_decides_on_a_cpu(monkeypatch, rows):
     monkeypatch.setattr(fit, "memory_bytes", lambda device: needed(rows) / FITS["cpu"] + 1)
     config, (line,) = fit.with_fitting_rows(CONFIG, SKETCH, Ranks(CPU))
     assert config == dataclasses.replace(CONFIG, mini_batch_size=rows)
-    assert line == f"mini_batch_size {rows}: 0.0 of 0.0 GB (estimated)"
+    assert line == f"mini_batch_size auto: {rows} rows need 0.00 GB (estimated); the limit is 0.00 of 0.00 GB"
 
 
 def test_the_smallest_of_the_ranks_numbers_is_taken(monkeypatch):
@@ -104,7 +104,7 @@ def test_the_smallest_of_the_ranks_numbers_is_taken(monkeypatch):
     monkeypatch.setattr(Ranks, "max", lambda self, number: max(number, -2))  # the other rank has found 2
     config, (line,) = fit.with_fitting_rows(CONFIG, SKETCH, Ranks(CPU, world_size=2))
     assert config.mini_batch_size == 2
-    assert line.startswith("mini_batch_size 2: ")
+    assert line.startswith("mini_batch_size auto: 2 rows need ")
     monkeypatch.setattr(Ranks, "max", lambda self, number: max(number, 0))  # or none
     with pytest.raises(UserError, match="--mini_batch_size auto: 1 row of 16 tokens: about"):
         fit.with_fitting_rows(CONFIG, SKETCH, Ranks(CPU, world_size=2))
@@ -125,7 +125,7 @@ def test_a_step_is_tried_out_on_a_gpu(monkeypatch, flags):
         take(dataclasses.replace(config, compile="off"), rows, CPU, sketch)
         steps.append(rows)
         if rows > 4:
-            raise torch.OutOfMemoryError
+            raise torch.OutOfMemoryError if rows > 6 else RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")
 
     monkeypatch.setattr(fit, "take_step", take_step)
     monkeypatch.setattr(fit, "memory_bytes", lambda device: 10_000_000)
@@ -140,7 +140,7 @@ def test_a_step_is_tried_out_on_a_gpu(monkeypatch, flags):
     assert config.mini_batch_size == 3
     assert steps[-1] == 3
     assert steps[0] == 12
-    assert line == "mini_batch_size 3: 0.0 of 0.0 GB (measured)"
+    assert line == "mini_batch_size auto: 3 rows need 0.01 GB (measured); the limit is 0.01 of 0.01 GB"
     assert len(steps) <= 4
 
 
@@ -152,7 +152,7 @@ def test_the_number_is_stored_and_a_resume_takes_it(workdir, monkeypatch, capsys
     auto = ("--mini_batch_size", "auto", "--checkpoint_dir", "a", "--logdir", "a")
     monkeypatch.setattr(fit, "memory_bytes", lambda device: 10**9)
     assert run_here(*auto) == 0
-    assert "mini_batch_size 4: 0.0 of 1.0 GB (estimated)\n" in capsys.readouterr().out
+    assert "mini_batch_size auto: 4 rows need 0.00 GB (estimated); the limit is 0.60 of 1.00 GB\n" in capsys.readouterr().out
     assert load("a/latest.pt")["train_config"]["mini_batch_size"] == 4
     assert type(load("a/latest.pt")["train_config"]["mini_batch_size"]) is int
     import train

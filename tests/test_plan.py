@@ -11,7 +11,7 @@ import train
 from config import TrainConfig
 from model import GPT
 from steadygpt.cli import UserError
-from steadygpt.plan import STATIC, estimate_memory, needed_bytes, what_would_fit
+from steadygpt.plan import COPY, STATIC, estimate_memory, needed_bytes, what_would_fit
 
 GPU = torch.device("cuda")
 CONFIG = TrainConfig(precision="bf16", compile="off", mini_batch_size=16)
@@ -50,8 +50,13 @@ def test_offload_moves_the_static_part_to_the_host():
     device, host = memory(4, sharding="fsdp", cpu_offload=True)
     assert STATIC not in device
     assert device[UNSHARDED] == 4 * N
-    assert host == {STATIC: 16 * N / 4, "copy for checkpoints": 12 * N}
-    assert memory(4)[1] == {"copy for checkpoints": 12 * N}
+    assert host[STATIC] == 16 * N / 4
+    assert list(memory(4)[1]) == [COPY]
+
+
+def test_the_copy_for_checkpoints_is_rounded_up_where_it_is_page_locked():
+    assert memory()[1][COPY] == pytest.approx(2.48e9, rel=0.01)
+    assert estimate_memory(CONFIG, MODEL, torch.device("cpu"), 1)[1][COPY] == 12 * N
 
 
 def test_autocast_copies_the_weights_only_in_eager_code():
