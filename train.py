@@ -33,16 +33,7 @@ from model import GPT, IGNORED_TARGET
 from steadygpt import checkpoint as checkpoints
 from steadygpt import distributed
 from steadygpt.cli import UserError, run_cli
-from steadygpt.device import (
-    autocast,
-    check_compiler,
-    choose_precision,
-    evaluating,
-    process_age_s,
-    profiled,
-    set_up,
-    use_fp8,
-)
+from steadygpt.device import autocast, choose_precision, evaluating, process_age_s, profiled, set_up, use_fp8
 from steadygpt.distributed import Ranks, Stopped, StopSignal
 from steadygpt.fit import with_fitting_rows
 from steadygpt.optim import make_optimizer, skips_on_device, update_unless
@@ -405,12 +396,7 @@ def launch(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, data: Da
         shape = start.config.shape(data.vocab_size)
         if start.weights:
             check_fits(start.weights, config.init_from, shape, data.tokenizer)
-        if start.config.compiles(ranks.device.type):
-            check_compiler(ranks.device)
-        precision = choose_precision(start.config.precision, ranks.device)
-        if (ranks.device.type, precision, start.config.cpu_offload) == ("cuda", "fp16", True):
-            raise UserError("--cpu_offload: PyTorch cannot scale fp16 gradients in host memory; try --precision fp32")
-        set_up(ranks.device, precision, start.config.deterministic)  # before the first matrix product
+        set_up(start.config, ranks.device)
         with torch.device("meta"):
             sketch = GPT(shape, initialize=False)
         config, fitted = with_fitting_rows(start.config, sketch, ranks)

@@ -18,11 +18,12 @@ import torch
 from benchmarks.compare import in_turn, median_text, synchronize
 from config import TrainConfig
 from model import GPT, GPTConfig
-from steadygpt.checkpoint import capture_state
+from steadygpt.checkpoint import Captured
 from steadygpt.device import autocast, choose_precision
 from steadygpt.distributed import joined
 from steadygpt.optim import make_optimizer
 from steadygpt.saves import CheckpointWriter
+from steadygpt.state import HostCopy
 
 STEPS = 20
 
@@ -41,7 +42,7 @@ def main() -> None:
         optimizer = make_optimizer(model, TrainConfig(max_lr=1e-4))
         tokens = torch.randint(0, 50257, (args.rows, 257), device=ranks.device)
         precision = choose_precision("auto", ranks.device)
-        writer = CheckpointWriter(folder, keep=1)
+        writer, host_copy = CheckpointWriter(folder, keep=1), HostCopy(ranks.device)
         returned: dict[str, list[float]] = {"SteadyGPT": [], "torch.save": []}
         durable: list[float] = []
 
@@ -50,6 +51,7 @@ def main() -> None:
             with autocast(ranks.device, precision):
                 loss = model(tokens[:, :-1], tokens[:, 1:])
             loss.backward()
+            host_copy.wait_before_update()
             optimizer.step()
 
         def seconds(name: str, save) -> float:
@@ -68,7 +70,9 @@ def main() -> None:
 
         def save_ours() -> None:
             start = time.perf_counter()
-            writer.save({"step": len(returned["SteadyGPT"]), **capture_state(model, optimizer)}, [])
+            writer.wait()  # as in training: the copy reuses the memory that the writer reads
+            tensors, copied = host_copy.start(model, optimizer, ranks)
+            writer.save(Captured({"step": len(returned["SteadyGPT"]), **tensors}, copied), [])
             writer.in_flight.add_done_callback(lambda _: durable.append(time.perf_counter() - start))
 
         def save_in_place() -> None:

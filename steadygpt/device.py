@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -18,6 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from steadygpt.cli import RankError, UserError
 from steadygpt.workers import usable_cores
+
+if TYPE_CHECKING:
+    from config import TrainConfig
 
 IMPORTED_AT_S = time.monotonic()
 # Peak dense FLOP/s in bf16 (fp16 on a T4) by the GPU's whole name, which torch.cuda.get_device_name returns.
@@ -117,11 +121,20 @@ def choose_precision(wanted: str, device: torch.device) -> str:
     return "fp32"
 
 
-def set_up(device: torch.device, precision: str, deterministic: bool) -> None:
-    """Allow TF32 where the model computes in fp32; make results repeatable bit by bit if `deterministic`."""
+def set_up(config: "TrainConfig", device: torch.device) -> None:
+    """Prepare a device for a run, before its first matrix product.
+
+    Raises: UserError when the run would fail later.
+    """
+    precision = choose_precision(config.precision, device)
+    if config.compiles(device.type):
+        check_compiler(device)
+    if config.cpu_offload and precision == "fp16" and device.type == "cuda":
+        # GradScaler copies the scale to the host without waiting, and reads it there at once (torch 2.13).
+        raise UserError("--cpu_offload: PyTorch cannot scale fp16 gradients in host memory; try --precision fp32")
     if device.type == "cuda" and precision == "fp32":  # else HellaSwag's close calls would be scored in TF32 too
         torch.set_float32_matmul_precision("high")
-    if deterministic:
+    if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)  # without warn_only, which leaves attention as it is
         # Every tensor is written before it is read.

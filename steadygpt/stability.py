@@ -63,8 +63,9 @@ class Pending:
 
     def __init__(self, step: int, lr: float, numbers: Tensor, fp16: bool):
         self.step, self.lr, self.fp16 = step, lr, fp16
-        self.numbers = numbers.to("cpu", non_blocking=True)  # from CUDA into page-locked memory
-        self.copied = torch.cuda.current_stream().record_event() if numbers.device.type == "cuda" else None
+        cuda = numbers.device.type == "cuda"
+        self.numbers = numbers.to("cpu", non_blocking=cuda)
+        self.copied = torch.cuda.current_stream().record_event() if cuda else None
 
     def result(self) -> "StepResult":
         """Wait for the numbers."""

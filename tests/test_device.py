@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import REPO
 
+from config import TrainConfig
 from generate import generate
 from hellaswag_eval import Tree, ending_losses
 from model import GPT, GPTConfig
@@ -81,7 +82,7 @@ def test_tf32_is_for_training_in_fp32_only(monkeypatch):
     chosen = []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", chosen.append)
     for precision in ("bf16", "fp32"):
-        device.set_up(torch.device("cuda"), precision, deterministic=False)
+        device.set_up(TrainConfig(precision=precision, compile="off"), torch.device("cuda"))
     assert chosen == ["high"]
 
 
@@ -91,13 +92,20 @@ def test_deterministic_chooses_deterministic_attention(monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     try:
-        device.set_up(torch.device("cpu"), "bf16", deterministic=True)
+        device.set_up(TrainConfig(deterministic=True), torch.device("cpu"))
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
         assert not torch.utils.deterministic.fill_uninitialized_memory
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_fp16_with_weights_in_host_memory_is_refused():
+    config = TrainConfig(precision="fp16", compile="off", sharding="fsdp", cpu_offload=True)
+    with pytest.raises(UserError, match=r"--cpu_offload: .* try --precision fp32"):
+        device.set_up(config, torch.device("cuda"))
+    device.set_up(config, torch.device("cpu"))
 
 
 @pytest.fixture

@@ -152,7 +152,10 @@ def test_the_number_is_stored_and_a_resume_takes_it(workdir, monkeypatch, capsys
     auto = ("--mini_batch_size", "auto", "--checkpoint_dir", "a", "--logdir", "a")
     monkeypatch.setattr(fit, "memory_bytes", lambda device: 10**9)
     assert run_here(*auto) == 0
-    assert "mini_batch_size auto: 4 rows need 0.00 GB (estimated); the limit is 0.60 of 1.00 GB\n" in capsys.readouterr().out
+    assert (
+        "mini_batch_size auto: 4 rows need 0.00 GB (estimated); the limit is 0.60 of 1.00 GB\n"
+        in capsys.readouterr().out
+    )
     assert load("a/latest.pt")["train_config"]["mini_batch_size"] == 4
     assert type(load("a/latest.pt")["train_config"]["mini_batch_size"]) is int
     import train
