@@ -1,6 +1,7 @@
 """The tools of the benchmarks: held programs, ratios, instants of kills, the suite. Nothing is measured here."""
 
 import gzip
+import importlib
 import json
 import signal
 import subprocess
@@ -16,6 +17,12 @@ from benchmarks.compare import reason_of, report_precisions
 from benchmarks.gpu_suite import Row
 from benchmarks.kill_curve import kill_instants
 from benchmarks.trace_summary import summarize
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (REPO / "benchmarks").glob("*.py")))
+def test_each_benchmark_can_be_imported(name):
+    importlib.import_module(f"benchmarks.{name}")
+
 
 HOLDING = """
 import signal, sys
