@@ -363,3 +363,16 @@ def test_step_time_includes_pauses_but_not_evaluation(workdir, monkeypatch):
     assert run_here("--eval_freq", "2", *folders("a")) == 0
     expected_ms = {step: 400 if step in (2, 4) else 100 for step in range(8)}
     assert metrics("logs-a", "step_ms") == pytest.approx(expected_ms)
+
+
+def test_with_fsdp_the_whole_model_is_never_in_memory(workdir, monkeypatch):
+    built = []
+
+    def shard(model, *args):
+        built.extend({parameter.device.type for parameter in model.parameters()})
+        raise UserError("seen")
+
+    monkeypatch.setattr(train.distributed, "shard", shard)
+    with pytest.raises(UserError, match="seen"):
+        run_here("--sharding", "fsdp", *folders("a"))
+    assert built == ["meta"]
