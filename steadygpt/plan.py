@@ -186,7 +186,7 @@ def describe(
         f"{schedule.warmup_steps:,} steps of warm-up",
         f"device       {ranks.world_size} x {device_name(ranks.device)}, {precision}, {config.sharding}",
         f"memory       {_memory_text(memory, 'a rank')}",
-        f"host memory  {_memory_text(host, f'on rank 0, which alone has the {COPY}')}",
+        f"host memory  {_memory_text(host, 'on rank 0')} (rank 0 only)",
         f"checkpoints  {checkpoint / 1e9:.2f} GB each, at most {files} in {folder}: {files * checkpoint / 1e9:.1f} GB; "
         f"{free / 1e9:.1f} GB free" + (" -- NOT ENOUGH" if files * checkpoint > free else ""),
     ]
