@@ -207,7 +207,7 @@ def ending_losses(
     """Compute the summed loss of each ending in nats, (examples, 4), on all ranks together.
 
     Under autocast, examples that its rounding may decide are scored again without it, so the choices are those of fp32
-    (except for layers in fp8).
+    (except for layers in fp8, and for FSDP in bf16, which rounds the weights).
 
     Args:
         check: is called before each batch, and may raise to end the evaluation.

@@ -123,6 +123,12 @@ class Linear(nn.Linear):
     def reset_parameters(self) -> None:
         pass
 
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == self.weight.dtype or torch.is_autocast_enabled(x.device.type):
+            return super().forward(x)
+        # FSDP has gathered the weights in bf16, for a computation in fp32.
+        return F.linear(x, self.weight.type_as(x), None if self.bias is None else self.bias.type_as(x))
+
 
 class Embedding(nn.Embedding):
     """An embedding that GPT initializes."""

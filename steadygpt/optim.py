@@ -10,9 +10,12 @@ if TYPE_CHECKING:
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Return whether an optimizer reads `found_inf` from the device's memory, as loss scaling wants it: fused ones."""
+    """Return whether an optimizer reads `found_inf` from the device's memory, as loss scaling wants it: fused ones.
+
+    Whether those for MPS do is not known.
+    """
     on_device = all(p.device.type == device.type for group in optimizer.param_groups for p in group["params"])
-    return on_device and getattr(optimizer, "_step_supports_amp_scaling", False)
+    return on_device and device.type != "mps" and getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def update_unless(skipped: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 import train
 from config import parse_args
 from dataloader import BatchLoader, open_data
+from hellaswag_eval import Tree, ending_losses
 from model import GPT, GPTConfig
 from steadygpt.distributed import Ranks, Stopped, StopSignal, joined, shard
 from steadygpt.optim import update_unless
@@ -151,6 +152,19 @@ def compare_gathered_dtypes() -> None:
 
 def test_blocks_are_gathered_in_bf16_and_the_residual_stays_fp32():
     in_ranks(2, compare_gathered_dtypes)
+
+
+def score_close_calls() -> None:
+    trees = [Tree([1, 2, 3], [[4, 5]] * 4, [1] * 4, 0, example, 0) for example in range(3)]  # four equal endings
+    with joined("cpu") as ranks:
+        with torch.autocast("cpu", torch.bfloat16):
+            found = ending_losses(sharded(ranks, 2, "bf16"), trees, ranks)
+        expected = ending_losses(whole(), trees, ranks)
+        assert abs(found - expected).max() < 1e-2
+
+
+def test_close_calls_of_hellaswag_are_scored_in_fp32_with_weights_gathered_in_bf16():
+    in_ranks(2, score_close_calls)
 
 
 def count_compiled_blocks(recompute: bool) -> None:
