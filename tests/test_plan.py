@@ -16,7 +16,7 @@ from steadygpt.plan import COPY, STATIC, estimate_memory, needed_bytes, what_wou
 GPU = torch.device("cuda")
 CONFIG = TrainConfig(precision="bf16", compile="off", mini_batch_size=16)
 with torch.device("meta"):
-    MODEL = GPT(CONFIG.shape(50257))
+    MODEL = GPT(CONFIG.shape(50257), initialize=False)
 N = sum(p.numel() for p in MODEL.parameters())
 BLOCKS = sum(p.numel() for p in MODEL.h.parameters())
 UNSHARDED = "unsharded gradients"
