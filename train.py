@@ -154,8 +154,8 @@ def build_training(start: Start, data: Data, ranks: Ranks) -> Training:
     forward: nn.Module = model.compiled() if config.compiles(device.type) else model
     if ranks.world_size > 1 and not fsdp:
         forward = distributed.replicate(forward, ranks)
-    state = TrainState(**start.saved(TrainState))
-    judge = Judge(config, device, state.recent_losses, state.bad_steps)
+    past = checkpoint or {"recent_losses": [], "bad_steps": 0}
+    judge = Judge(config, device, past["recent_losses"], past["bad_steps"])
     late = int(device.type == "cuda" and skips_on_device(optimizer, device))
     return Training(config, ranks, model, forward, optimizer, scaler, precision, judge, HostCopy(device), late)
 

@@ -223,12 +223,10 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if sys.platform == "linux" else 1)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether a GPU had too little memory; outside PyTorch's allocator this is an ordinary RuntimeError."""
-    words = ("out of memory", "ALLOC_FAILED")
-    return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
-    )
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Return whether a GPU had too little memory; outside PyTorch's allocator only the message says so."""
+    said = any(words in str(error) for words in ("out of memory", "ALLOC_FAILED"))
+    return said or isinstance(error, torch.OutOfMemoryError)
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -10,18 +10,19 @@ if TYPE_CHECKING:
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Return whether an optimizer reads `found_inf` from the device's memory, as loss scaling wants it: fused ones.
+    """Return whether an optimizer reads `found_inf` from the device's memory, as fused ones do for loss scaling.
 
-    Whether those for MPS do is not known.
+    It cannot when its parameters, all in one place, are in host memory. On MPS this was never tried.
     """
-    on_device = all(p.device.type == device.type for group in optimizer.param_groups for p in group["params"])
-    return on_device and device.type != "mps" and getattr(optimizer, "_step_supports_amp_scaling", False)
+    parameter = optimizer.param_groups[0]["params"][0]
+    on_device = parameter.device.type == device.type != "mps"
+    return on_device and getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def update_unless(skipped: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
     """Make the optimizer's update unless `skipped`, a scalar on the device, is 1.0; then nothing changes.
 
-    Only an optimizer that cannot skip on the device has to wait for it.
+    The host waits for `skipped` only if the optimizer cannot skip on the device.
     """
     if skips_on_device(optimizer, skipped.device):
         optimizer.found_inf = skipped  # type: ignore[attr-defined]

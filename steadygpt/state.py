@@ -78,6 +78,8 @@ class HostCopy:
         bare: Any = model
         if hasattr(bare, "reshard"):  # FSDP's root is still gathered after an evaluation
             bare.reshard()
+        if self.stream:
+            self.stream.wait_stream(torch.cuda.current_stream())  # for the last update
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         weights = {id(p): self._copy(name, "weight", p.detach(), ranks) for name, p in model.named_parameters()}
         state = {
@@ -87,7 +89,10 @@ class HostCopy:
             for p in _parameters(optimizer)
             if optimizer.state.get(p)
         }
-        copied = self.stream.record_event() if self.stream else None
+        copied = None
+        if self.stream:
+            self.stream.wait_stream(torch.cuda.current_stream())  # for the tensors that were gathered
+            copied = self.stream.record_event()
         if not ranks.is_main:
             return {"model": {}, "optimizer": {}}, None
         groups = [group | {"params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
@@ -101,20 +106,12 @@ class HostCopy:
         whole = full_tensor(tensor)
         if not ranks.is_main:
             return None
-        pinned = self.stream is not None
+        cuda = self.stream is not None
         if (name, kind) not in self.buffers:
-            self.buffers[name, kind] = torch.empty(whole.shape, dtype=whole.dtype, device="cpu", pin_memory=pinned)
-        buffer = self.buffers[name, kind]
-        if self.stream is None:
-            return buffer.copy_(whole)
-        stream, current = self.stream, torch.cuda.current_stream()
-        if whole is not tensor:  # gathered: on the current stream its memory is reused by the next gather
-            buffer.copy_(whole, non_blocking=True)
-            stream.wait_stream(current)
-            return buffer
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            return buffer.copy_(whole, non_blocking=True)
+            self.buffers[name, kind] = torch.empty(whole.shape, dtype=whole.dtype, device="cpu", pin_memory=cuda)
+        # A gathered tensor is copied on the current stream, so that the next gather can reuse its memory at once.
+        with torch.cuda.stream(self.stream if whole is tensor else None):  # None: the current stream
+            return self.buffers[name, kind].copy_(whole, non_blocking=cuda)
 
     def wait_before_update(self) -> None:
         """Let the device, not the host, wait for the copy in flight: updates change what it reads."""

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import DEVICE, load, metrics
-from harness import FORKS, Run, assert_equals_reference, folders, run_to_end
+from conftest import DEVICE, in_ranks, load, metrics
+from harness import Run, assert_equals_reference, folders, run_to_end
 from injected import bad_numbers
 from test_divergence import assert_finite, assert_update_skipped
 
@@ -270,10 +270,7 @@ def test_ranks_compute_the_same_as_one_process(workdir, device, sharding, one_gp
 
 def test_ranks_one_process_in_ddp_has_the_same_gradients(device):
     """A process group of one rank, with NCCL on a GPU."""
-    process = FORKS.Process(target=replicate_alone, args=(device.type,))
-    process.start()
-    process.join(120)
-    assert process.exitcode == 0
+    in_ranks(1, replicate_alone, device.type)
 
 
 def replicate_alone(device_type: str) -> None:
