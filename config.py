@@ -96,8 +96,8 @@ class TrainConfig(GPTConfig):
 
     sharding: str = option("ddp", "ddp: a replica on each rank; fsdp: parameters and optimizer sharded", "distributed",
                            choices=("ddp", "fsdp"))
-    shard_size: int = option(0, "with fsdp: ranks that share one copy of the state; each group of so many has its own; "
-                            "0: all ranks", "distributed")
+    shard_size: int = option(0, "with fsdp: shard within groups of this many ranks, each group with a whole copy; 0: "
+                            "across all ranks", "distributed")
     timeout_minutes: float = option(30.0, "end the run when a rank does not respond for this long", "distributed",
                                     above=0, on_resume="launch")
     cpu_offload: bool = option(False, "with fsdp: keep parameters and optimizer in host memory", "distributed")

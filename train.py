@@ -165,7 +165,7 @@ def build_training(start: Start, data: Data, ranks: Ranks) -> Training:
 
 
 def train_step(training: Training, batches: BatchLoader, lr: float, step: int, stop: StopSignal) -> Pending:
-    """Take one optimizer step; its update is skipped if loss or gradient are not finite. On CUDA nothing is waited for.
+    """Take one optimizer step; its update is skipped if loss or gradient is not finite. On CUDA the host never waits.
 
     Raises: Stopped on all ranks together; the weights are unchanged.
     """

@@ -176,7 +176,7 @@ def evaluating(model: nn.Module):
 
 
 def any_length():
-    """Avoid cuDNN's attention inside: it plans anew for each length, about 40 ms each (torch 2.13)."""
+    """Avoid cuDNN's attention inside: it spends time on a plan for each new length (torch 2.13)."""
     backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return sdpa_kernel(backends)
 

@@ -217,8 +217,8 @@ def shard(
 
     Args:
         model: on the meta device; its parameters are undefined afterwards.
-        shards: ranks that share one copy of the state. Each group of so many consecutive ranks has a copy of its own.
-        precision: with bf16, the blocks' parameters travel in bf16; gradients are summed in fp32.
+        shards: ranks that share one copy of the state. Each group of this many consecutive ranks holds a whole copy.
+        precision: with bf16, the blocks' parameters are gathered in bf16; gradients are summed in fp32.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard

@@ -76,8 +76,8 @@ def most_rows(
     Args:
         candidates: numbers of rows, ascending.
         probe: returns the peak in bytes of a step with that many rows, or None if the device has too little memory.
-        static: bytes of a peak that do not depend on the rows. The rest of a peak, a row, says which candidate to
-            probe next, and that larger ones need no probe.
+        static: bytes of a peak that do not depend on the rows. The rest of a peak, divided by its rows, says which
+            candidate to probe next, and that larger ones need no probe.
     """
     fits, fails, at = -1, len(candidates), candidates.index(first)  # places among the candidates
     while fits < at < fails:

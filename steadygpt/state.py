@@ -62,7 +62,7 @@ class HostCopy:
     """Copies weights and optimizer state to rank 0's host memory while the device continues.
 
     The host memory is kept: a copy is valid until the next one begins. On CUDA it is page-locked, and the copy runs on
-    a stream of its own, beside the next step up to its update, which has to wait_before_update().
+    a stream of its own, beside the next step. That step must call wait_before_update() before its update.
     """
 
     def __init__(self, device: torch.device):
