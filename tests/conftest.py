@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from standin import StandIn
+from stores import gcs, s3, store  # noqa: F401 (fixtures)
 
 HUB = StandIn()
 HUB_CACHE = tempfile.TemporaryDirectory(prefix="hub-cache-")

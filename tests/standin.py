@@ -38,7 +38,7 @@ class StandIn:
     """Answers as huggingface.co does, as far as huggingface_hub and datasets ask."""
 
     def __init__(self):
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("OfHub", (Handler,), {"hub": self}))
         self.server.daemon_threads = True
         self.server.handle_error = lambda *_: None  # the other side was killed
         self.address = f"http://127.0.0.1:{self.server.server_port}"
@@ -67,7 +67,7 @@ class StandIn:
         return sum(count for line, count in self.log if re.search(match, line))
 
 
-class _Handler(BaseHTTPRequestHandler):
+class Handler(BaseHTTPRequestHandler):
     hub: StandIn
     protocol_version = "HTTP/1.1"
 
@@ -161,12 +161,7 @@ class _Handler(BaseHTTPRequestHandler):
             for start in range(0, len(body) if self.command != "HEAD" else 0, 2**16):
                 block = body[start : start + 2**16]
                 if 0 <= fault.drop_after <= start:
-                    time.sleep(0.02)  # a reset overtakes what has not been read
-                    self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
-                    for part in (self.rfile, self.wfile, self.connection):
-                        part.close()
-                    self.wfile = io.BytesIO()  # what follows would be written here
-                    self.close_connection = True
+                    self.reset()
                     break
                 if 0 <= fault.stall_after <= start:
                     self.wfile.flush()
@@ -178,6 +173,14 @@ class _Handler(BaseHTTPRequestHandler):
         except OSError:  # the other side has gone
             self.close_connection = True
         self.log.append((self.line, sent))
+
+    def reset(self) -> None:
+        time.sleep(0.02)  # a reset overtakes what has not been read
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+        for part in (self.rfile, self.wfile, self.connection):
+            part.close()
+        self.wfile = io.BytesIO()  # what follows would be written here
+        self.close_connection = True
 
 
 # ---------------------------------------------------------------------------------------------------------------------
