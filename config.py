@@ -77,8 +77,14 @@ class TrainConfig(GPTConfig):
                                  "differ from the checkpoint's", "checkpoints", on_resume="launch")
     list_checkpoints: bool = option(False, "print a table of checkpoint_dir and exit", "checkpoints",
                                     on_resume="launch")
-    mirror: str = option("", "fsspec URL of a folder that gets a copy of each save (s3://..., file://...)",
-                         "checkpoints")
+    verbose: bool = option(False, "with --list_checkpoints: show what each checkpoint holds", "checkpoints",
+                           short="-v", on_resume="launch")
+    mirror: str = option("", "folder of an object store that gets a copy of the run: s3://BUCKET/RUN, gs://BUCKET/RUN, "
+                         "or another fsspec URL", "checkpoints")
+    mirror_keep: int = option(10, "newest rolling checkpoints that are kept in the mirror; 0: all", "checkpoints")
+    mirror_minutes: float = option(10.0, "minutes between uploads of saves by the clock", "checkpoints")
+    background_upload: bool = option(True, "upload to the mirror while training continues; off: each save waits for "
+                                     "its upload", "checkpoints")
 
     eval_freq: int = option(250, "steps between validations; 0: none", "evaluation")
     eval_tokens: int = option(10485760, "validation tokens, the same ones each time", "evaluation", at_least=1)

@@ -36,6 +36,7 @@ from steadygpt.cli import UserError, run_cli
 from steadygpt.device import autocast, choose_precision, evaluating, process_age_s, profiled, set_up, use_fp8
 from steadygpt.distributed import Ranks, Stopped, StopSignal
 from steadygpt.fit import with_fitting_rows
+from steadygpt.mirror import Mirror
 from steadygpt.optim import make_optimizer, skips_on_device, update_unless
 from steadygpt.plan import describe, out_of_memory_explained
 from steadygpt.runlog import duration_text
@@ -43,6 +44,7 @@ from steadygpt.saves import Saves
 from steadygpt.stability import SPIKE_WINDOW, Diverged, Judge, Pending
 from steadygpt.start import Start, find_start, folder_of_resumed_file, open_outputs
 from steadygpt.state import HostCopy, fill, restore_optimizer
+from steadygpt.table import checkpoint_table, mirror_table
 from steadygpt.tokenizer import tokenizer_on_all
 
 SAMPLE_TOKENS = 100
@@ -385,6 +387,7 @@ def run_to_end(run: Run) -> int:
         why = f" ({reason})" if reason else ""
         took = duration_text(run.elapsed_s())
         log.say(f"{status}{why} after {run.state.step:,} steps and {took}; checkpoints in {t.config.checkpoint_dir}")
+    saves.finish_uploads(run.stop)
     return 0 if status != "failed" else 1
 
 
@@ -441,7 +444,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     distributed.end_with_torchrun()
     config, given = parse_args(sys.argv[1:] if argv is None else argv)
     if config.list_checkpoints:
-        for line in checkpoints.checkpoint_table(Path(config.checkpoint_dir)):
+        folder = Path(config.checkpoint_dir)
+        table = mirror_table(Mirror(config.mirror)) if config.mirror else checkpoint_table(folder, config.verbose)
+        for line in table:
             print(line, flush=True)
         return 0
     config = folder_of_resumed_file(config, given)

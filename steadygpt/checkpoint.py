@@ -1,4 +1,4 @@
-"""Checkpoint files: their names, content, verification, choice, and the table.
+"""Checkpoint files: their names, content, verification and choice.
 
     latest.pt  latest_backup.pt     the last save, and the one before it
     rolling_step_XXXXXX.pt          the newest keep_checkpoints
@@ -14,7 +14,7 @@ import pickle
 import sys
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from torch import nn
 
 from steadygpt.cli import UserError
 from steadygpt.distributed import Ranks
-from steadygpt.runlog import duration_text, git_commit
+from steadygpt.runlog import git_commit
 
 if TYPE_CHECKING:
     from train import Run
@@ -132,13 +132,6 @@ def open_checkpoint(which: str, folder: Path) -> tuple[Path, dict]:
     return path, checkpoint
 
 
-def read_on_main(which: str, folder: Path, ranks: Ranks) -> tuple[Path | None, list[str], dict | None]:
-    """Call find_checkpoint on rank 0; return the path, the skipped files, and the shared content on every rank."""
-    path, checkpoint, skipped = ranks.on_main(lambda: find_checkpoint(which, folder)) or (None, None, [])
-    path, skipped = ranks.broadcast((path, skipped))
-    return path, skipped, share(checkpoint, ranks)
-
-
 def share(checkpoint: dict | None, ranks: Ranks) -> dict | None:
     """Return rank 0's checkpoint, on the other ranks with empty "model" and "optimizer"."""
     without_tensors = ranks.broadcast(checkpoint and checkpoint | {"model": {}, "optimizer": {}})
@@ -231,44 +224,9 @@ def find_checkpoint(which: str, folder: Path) -> tuple[Path | None, dict | None,
     raise UserError(f"no checkpoints in {folder}; name their folder with --checkpoint_dir")
 
 
-def checkpoint_table(folder: Path) -> Iterator[str]:
-    """Yield the lines of --list_checkpoints; every file is read completely to verify it."""
-    files = checkpoint_files(folder)
-    if not files:
-        raise UserError(f"no checkpoints in {folder}; name their folder with --checkpoint_dir")
-    row = "{:<26} {:>8} {:>7} {:>8} {:>8} {:>12} {:>12}  {}".format
-    yield row("file", "step", "epoch", "loss", "val loss", "size", "age", "state")
-    described: dict[int, tuple] = {}  # by inode, so that a file with several names is read once
-    try:
-        evaluations = read_evaluations(folder)
-    except UserError as error:
-        evaluations = {}
-        yield f"warning: {error}"
-    for file in files:
-        stat = file.stat()
-        if stat.st_ino not in described:
-            described[stat.st_ino] = _describe(file, evaluations)
-        *numbers, state = described[stat.st_ino]
-        yield row(
-            file.name, *numbers, f"{stat.st_size / 1e6:,.1f} MB", duration_text(time.time() - stat.st_mtime), state
-        )
-    yield f"{len(files)} names of {len(described)} files in {folder}"
-
-
-def _describe(file: Path, evaluations: dict[int, dict]) -> tuple[str, str, str, str, str]:
-    """Return step, epoch, loss, validation loss and state of a checkpoint file, as text."""
-    try:
-        checkpoint = read_checkpoint(file)
-    except UserError as error:
-        return "-", "-", "-", "-", str(error).removeprefix(f"{file}: ")
-
-    # A checkpoint is captured before the evaluation of its step.
-    checkpoint |= {"val_loss": evaluations.get(checkpoint["step"], {}).get("val_loss", checkpoint.get("val_loss"))}
-
-    def number(key: str, form: str) -> str:
-        return "-" if checkpoint.get(key) is None else format(checkpoint[key], form)
-
-    return number("step", "d"), number("epoch", ".2f"), number("loss", ".4f"), number("val_loss", ".4f"), "intact"
+def summary(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the table shows of a checkpoint."""
+    return {key: checkpoint.get(key) for key in ("step", "epoch", "loss", "val_loss")}
 
 
 def read_evaluations(folder: Path) -> dict[int, dict[str, float | None]]:

@@ -48,6 +48,7 @@ def option(
     at_most: float = math.inf,
     below: float = math.inf,
     bare: str | None = None,
+    short: str = "",
     positional: bool = False,
     on_resume: str = "free",
 ) -> Any:
@@ -57,13 +58,15 @@ def option(
         words: that stand for a number which is found later; see Word.
         at_least, above, at_most, below: bounds of numbers.
         bare: the value of the flag without one (`--resume`).
+        short: a second name of the flag, such as -v.
         positional: an argument without a flag; optional if it has a default.
         on_resume: of train.py: "never" changes, changes if asked ("ask": --allow_changes), changes "free"ly, or belongs
             to one "launch", so that the checkpoint's value is ignored.
     """
     bounds = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
-    metadata = {"text": text, "group": group, "choices": choices, "bare": bare, "positional": positional, **bounds}
-    return dataclasses.field(default=default, metadata=metadata | {"words": words, "on_resume": on_resume})
+    names = {"short": short, "positional": positional, "on_resume": on_resume}
+    metadata = {"text": text, "group": group, "choices": choices, "words": words, "bare": bare}
+    return dataclasses.field(default=default, metadata=metadata | names | bounds)
 
 
 class Word(int):
@@ -170,7 +173,8 @@ def read_flags(
         typed = "on|off" if kind is bool else kind.__name__.upper()
         number = _number_or_word(kind, about["words"]) if about["words"] else kind
         group.add_argument(
-            f"--{name}",
+            *filter(None, (about["short"], f"--{name}")),
+            dest=name,
             type=_on_off if kind is bool else number,
             nargs=None if bare is None else "?",
             const=bare,

@@ -1,35 +1,312 @@
-"""Copies of checkpoints in an object store, through fsspec."""
+"""The copy of a run in an object store: its layout, uploads, downloads and verification, through fsspec.
 
+    step_000250-20261122-063200-123456.pt     a checkpoint, uploaded once: its step, and when it was written (UTC)
+    latest.pt.json  rolling_step_000250.pt.json     a pointer for each of its names, uploaded after it
+    evaluations.json  logs/  tensorboard/     of the run, uploaded before the pointers
+    run.json                                  the name of the run
+
+Only files that a pointer names are checkpoints, so an incomplete upload is never taken for one.
+"""
+
+import json
+import os
+import shutil
+import time
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from steadygpt.checkpoint import BACKUP, BEST, EVALUATIONS, LATEST, read_checkpoint
 from steadygpt.cli import UserError
+from steadygpt.durable import fsync_folder, link_file
+from steadygpt.progress import ProgressBar
+from steadygpt.runlog import LOG, METRICS, move_aside
+
+if TYPE_CHECKING:
+    from config import TrainConfig
+
+RUN, POINTER = "run.json", ".pt.json"
+BLOCK_BYTES = 2**25  # of a download: what is requested again after a failure
 
 
-def open_mirror(url: str):
-    """Return the file system and the folder of a URL.
+@dataclass(frozen=True)
+class Pointer:
+    """The content of a pointer file: a checkpoint, and what the table shows of it."""
+
+    file: str
+    size: int  # in bytes
+    mtime_ns: int  # of the file on the machine that wrote it
+    step: int
+    epoch: float | None = None
+    loss: float | None = None
+    val_loss: float | None = None
+
+    @classmethod
+    def of(cls, path: Path, about: Mapping[str, Any]) -> "Pointer":
+        """Describe a checkpoint file; `about` has its step, epoch and losses."""
+        stat = path.stat()
+        seconds, ns = divmod(stat.st_mtime_ns, 10**9)
+        written = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(seconds))}-{ns // 1000:06d}"
+        return cls(f"step_{about['step']:06d}-{written}.pt", stat.st_size, stat.st_mtime_ns, **about)
+
+    @classmethod
+    def parse(cls, content: bytes) -> "Pointer":
+        """Raises: ValueError or TypeError for anything but a pointer."""
+        found = cls(**json.loads(content))
+        numbers = (found.size, found.mtime_ns, found.step)
+        if not isinstance(found.file, str) or not all(isinstance(number, int) for number in numbers):
+            raise TypeError(f"found {found}")
+        return found
+
+
+class Mirror:
+    """A folder of an object store. Methods raise what the store's fsspec back end raises, unless they say otherwise.
+
+    Args:
+        url: of the folder, for fsspec.
 
     Raises: UserError when fsspec does not know the URL, or its back end is not installed.
     """
-    import fsspec
 
-    try:
-        return fsspec.core.url_to_fs(url)
-    except (ValueError, ImportError) as error:
-        raise UserError(f"--mirror {url}: {error}; expected a URL that fsspec knows, its back end installed") from error
+    def __init__(self, url: str):
+        self.url = url.rstrip("/")
+        self.sent: dict[str, tuple[int, int]] = {}  # other files -> size and time of what was uploaded
+        self.connect()
+
+    def connect(self) -> None:
+        """Open the store with the credentials that are valid now."""
+        import fsspec
+
+        options = {"skip_instance_cache": True, "use_listings_cache": False}
+        try:
+            self.fs, self.folder = fsspec.core.url_to_fs(self.url, **options)
+        except (ValueError, ImportError) as error:
+            raise UserError(f"--mirror {self.url}: {error}; expected a URL such as s3://bucket/run") from error
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # reading
+
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes of each file at the top of the folder, by name; complete files only, in object stores."""
+        try:
+            found = self.fs.ls(self.folder, detail=True)
+        except FileNotFoundError:
+            return {}
+        return {Path(entry["name"]).name: entry["size"] for entry in found if entry["type"] == "file"}
+
+    def pointers(self) -> tuple[dict[str, Pointer], list[str]]:
+        """Return checkpoint name -> pointer, in the order in which they are tried; and a line for each bad pointer."""
+        names = [name for name in self.sizes() if name.endswith(POINTER)]
+        contents = self.fs.cat([self._path(name) for name in names]) if names else {}
+        found, bad = {}, []
+        for path, content in contents.items():
+            name = Path(path).name
+            try:
+                found[name.removesuffix(".json")] = Pointer.parse(content)
+            except (ValueError, TypeError) as error:
+                bad.append(f"{self.url}/{name}: not a pointer ({error})")
+        order = {LATEST: 3, BACKUP: 2, BEST: -1}
+
+        def turn(name: str) -> tuple:
+            return order.get(name, name.startswith("rolling")), found[name].mtime_ns
+
+        return {name: found[name] for name in sorted(found, key=turn, reverse=True)}, bad
+
+    def run_name(self) -> str:
+        """Return the name of the run that the folder belongs to; "" if none."""
+        try:
+            return str(json.loads(self.read(RUN))["run"])
+        except (FileNotFoundError, ValueError, KeyError, TypeError):  # missing, or its upload was interrupted
+            return ""
+
+    def find(self, folder: str) -> list[str]:
+        """Return the paths of all files below a folder."""
+        return list(self.fs.find(self._path(folder)))
+
+    def read(self, name: str) -> bytes:
+        return self.fs.cat_file(self._path(name))
+
+    def evaluations(self) -> dict[str, dict]:
+        """Return the content of evaluations.json, {} if there is none."""
+        try:
+            return json.loads(self.read(EVALUATIONS))
+        except (FileNotFoundError, ValueError):
+            return {}
+
+    def claim(self, run_name: str, resumes: bool) -> None:
+        """Reserve the folder for a run; this also finds out whether the store accepts files.
+
+        Raises: UserError when the folder holds checkpoints of another run.
+        """
+        owner = self.run_name()
+        if (owner != run_name or not resumes) and (there := self.pointers()[0]):
+            raise UserError(
+                f"--mirror {self.url} already holds checkpoints of the run {owner or '(unknown)'} "
+                f"({next(iter(there))} and {len(there) - 1} more); resume that run, or give this one another --mirror"
+            )
+        if owner != run_name:
+            self._make_folder()
+            self.fs.pipe_file(self._path(RUN), f"{json.dumps({'run': run_name})}\n".encode())
+
+    def download(self, pointer: Pointer, target: Path) -> None:
+        """Download a checkpoint, verify it, and put it at `target`, with the time of its first writing.
+
+        Raises: UserError when it is corrupt, or larger than the free space; `target` is unchanged.
+        """
+        free = shutil.disk_usage(target.parent).free
+        if free < pointer.size:
+            raise UserError(f"{target}: {pointer.size:,} bytes are needed, {free:,} are free; free some space")
+        temporary = target.with_name(f".{target.name}.tmp")
+        path = self._path(pointer.file)
+        try:
+            with open(temporary, "wb") as file, ProgressBar(desc=pointer.file, total=pointer.size, unit="B") as bar:
+                for start in range(0, pointer.size, BLOCK_BYTES):
+                    block = self.fs.cat_file(path, start=start, end=min(start + BLOCK_BYTES, pointer.size))
+                    file.write(block)
+                    bar.update(len(block))
+                file.flush()
+                os.fsync(file.fileno())
+            os.utime(temporary, ns=(pointer.mtime_ns, pointer.mtime_ns))  # decides which of several is the newest
+            try:
+                read_checkpoint(temporary)
+            except UserError as error:
+                raise UserError(str(error).replace(str(temporary), f"{self.url}/{pointer.file}")) from error
+            os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def verify(self, pointer: Pointer) -> str:
+        """Read a checkpoint and its checksums in the store; return intact, or what is wrong with it."""
+        try:
+            with self.fs.open(self._path(pointer.file), "rb") as file, zipfile.ZipFile(file) as archive:
+                bad = archive.testzip()
+        except FileNotFoundError:
+            return "missing"
+        except zipfile.BadZipFile:
+            return "corrupt or incomplete"
+        return f"corrupt (checksum of record {bad})" if bad else "intact"
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # writing
+
+    def upload(
+        self, path: Path, pointer: Pointer, names: Sequence[str], files: Mapping[str, Path], keep: int, callback: Any
+    ) -> bool:
+        """Upload a checkpoint unless it is there, then other files, then its pointers; then delete what is too old.
+
+        Args:
+            names: of the checkpoint; latest.pt's pointer is written last, after the one of its backup.
+            files: see upload_files.
+            keep: newest rolling checkpoints that are kept; 0: all.
+            callback: fsspec's, for progress.
+
+        Returns: whether the checkpoint was not there.
+        """
+        is_new = self.sizes().get(pointer.file) != pointer.size
+        if is_new:
+            self._make_folder()
+            self.fs.put_file(str(path), self._path(pointer.file), callback=callback)
+        self.upload_files(files)
+        there, bad = self.pointers()
+        new = dict.fromkeys(names, pointer)
+        if LATEST in names and LATEST in there and there[LATEST] != pointer:
+            new[BACKUP] = there[LATEST]
+        for name in sorted(new, key=lambda name: name == LATEST):
+            if there.get(name) != new[name]:
+                self._write_pointer(name, new[name])
+        if not bad:  # a pointer that cannot be read may name any file
+            self._delete_old(there | new, keep)
+        return is_new
+
+    def upload_files(self, files: Mapping[str, Path]) -> None:
+        """Upload files, given by their names in the store, if they have changed since they were uploaded last."""
+        for name, path in files.items():
+            if not path.exists():
+                continue
+            stat = path.stat()
+            if self.sent.get(name) != (stat.st_size, stat.st_mtime_ns):
+                self._make_folder(name)
+                self.fs.pipe_file(self._path(name), path.read_bytes())  # the file may grow, so its bytes are taken once
+                self.sent[name] = stat.st_size, stat.st_mtime_ns
+
+    def _write_pointer(self, name: str, pointer: Pointer) -> None:
+        self.fs.pipe_file(self._path(f"{name}.json"), f"{json.dumps(asdict(pointer))}\n".encode())
+
+    def _delete_old(self, there: dict[str, Pointer], keep: int) -> None:
+        rolling = sorted((name for name in there if name.startswith("rolling")), key=lambda name: there[name].mtime_ns)
+        for name in rolling[:-keep] if keep else []:
+            self.fs.rm_file(self._path(f"{name}.json"))  # first, so that no pointer names a deleted file
+            del there[name]
+        named = {pointer.file for pointer in there.values()}
+        for name in self.sizes():
+            if name.startswith("step_") and name not in named:
+                self.fs.rm_file(self._path(name))
+
+    def _path(self, name: str) -> str:
+        return f"{self.folder}/{name}"
+
+    def _make_folder(self, name: str = "") -> None:
+        if self.folder.startswith("/"):  # object stores have no folders, and makedirs might create a bucket
+            self.fs.makedirs(Path(self._path(name)).parent.as_posix() if name else self.folder, exist_ok=True)
 
 
-def upload(file: Path, url: str, names: list[str]) -> None:
-    """Upload a file once to the folder `url` under the first name; the store copies it to the other names."""
-    fs, folder = open_mirror(url)
-    fs.makedirs(folder, exist_ok=True)
-    fs.put_file(str(file), f"{folder}/{names[0]}.part")
-    fs.mv(f"{folder}/{names[0]}.part", f"{folder}/{names[0]}")
-    copy_name(url, names[0], names[1:])
+# ---------------------------------------------------------------------------------------------------------------------
+# a run and its mirror
 
 
-def copy_name(url: str, name: str, others: list[str]) -> None:
-    """Copy a file of the folder `url` to other names, each of which then exists completely or not at all."""
-    fs, folder = open_mirror(url)
-    for other in others:
-        fs.cp_file(f"{folder}/{name}", f"{folder}/{other}.part")
-        fs.mv(f"{folder}/{other}.part", f"{folder}/{other}")
+def files_of(config: "TrainConfig") -> dict[str, Path]:
+    """Return the files of a run besides its checkpoints, by their names in the mirror."""
+    logs = {f"logs/{name}": Path(config.logdir, name) for name in (LOG, METRICS)}
+    events = {f"tensorboard/{path.name}": path for path in _tensorboard(config).glob("events.*")}
+    return {EVALUATIONS: Path(config.checkpoint_dir, EVALUATIONS), **logs, **events}
+
+
+def _tensorboard(config: "TrainConfig") -> Path:
+    return Path(config.tensorboard_dir, config.run_name)
+
+
+def restore_checkpoint(mirror: Mirror, which: str, folder: Path, local: Path | None) -> tuple[Path | None, list[str]]:
+    """Download the newest intact checkpoint, if it is newer than the local one.
+
+    Args:
+        which: "best", or anything else for the newest.
+        folder: where it becomes latest.pt or best_model.pt.
+        local: the intact checkpoint that is already there, if any.
+
+    Returns: its path, or None; and a line for each checkpoint that was skipped.
+    """
+    newest_ns = local.stat().st_mtime_ns if local else 0
+    pointers, skipped = mirror.pointers()
+    for name, pointer in pointers.items():
+        if (name == BEST) != (which == "best") or pointer.mtime_ns <= newest_ns:
+            continue
+        target, downloaded = folder / (BEST if which == "best" else LATEST), folder / ".restored.pt.tmp"
+        try:
+            mirror.download(pointer, downloaded)
+        except FileNotFoundError:
+            skipped.append(f"{mirror.url}/{pointer.file}: missing, though {name}.json names it")
+        except UserError as error:
+            skipped.append(str(error))
+        else:
+            if local == target == folder / LATEST:
+                link_file(target, folder / BACKUP)
+            os.replace(downloaded, target)
+            fsync_folder(folder)
+            return target, skipped
+    return None, skipped
+
+
+def restore_files(mirror: Mirror, config: "TrainConfig") -> None:
+    """Download the logs, the TensorBoard files and the evaluations of a run; local logs are renamed before."""
+    folders = {"logs": Path(config.logdir), "tensorboard": _tensorboard(config)}
+    targets = {EVALUATIONS: Path(config.checkpoint_dir, EVALUATIONS)} if EVALUATIONS in mirror.sizes() else {}
+    for name, folder in folders.items():
+        targets |= {f"{name}/{Path(found).name}": folder / Path(found).name for found in mirror.find(name)}
+    contents = {target: mirror.read(name) for name, target in targets.items()}
+    folders["logs"].mkdir(parents=True, exist_ok=True)
+    move_aside(folders["logs"])
+    for target, content in contents.items():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(content)

@@ -77,9 +77,9 @@ class RunLog:
         logdir = Path(config.logdir)
         logdir.mkdir(parents=True, exist_ok=True)
         if start_step is None:
-            _move_aside(logdir)
+            move_aside(logdir)
         elif _run_of(logdir) != config.run_name:
-            _move_aside(logdir)  # the logs of a different run
+            move_aside(logdir)  # the logs of a different run
         else:
             _cut_back(logdir / METRICS, start_step, re.compile(r'\{"step": (\d+)'))
             _cut_back(logdir / LOG, start_step, re.compile(r"step +(\d+)/|\[(\d+)\] "))
@@ -330,7 +330,7 @@ def _cut_back(path: Path, start_step: int, step_of: re.Pattern) -> None:
     replace_file(path, lambda file: file.write(kept.encode()))
 
 
-def _move_aside(logdir: Path) -> None:
+def move_aside(logdir: Path) -> None:
     """Rename the logs of a different run, so that they are neither overwritten nor continued."""
     for path in (logdir / LOG, logdir / METRICS):
         if path.exists() and path.stat().st_size:

@@ -5,7 +5,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -24,12 +24,13 @@ from steadygpt.checkpoint import (
     Captured,
     newest_first,
     read_checkpoint,
+    summary,
 )
 from steadygpt.cli import UserError
-from steadygpt.distributed import Ranks
+from steadygpt.distributed import Ranks, StopSignal
 from steadygpt.durable import fsync_folder, link_file, replace_file, write_temporary
-from steadygpt.mirror import copy_name, open_mirror, upload
 from steadygpt.runlog import duration_text
+from steadygpt.uploads import Uploads
 
 if TYPE_CHECKING:
     from config import TrainConfig
@@ -108,6 +109,20 @@ class Saves:
         self.writer.close()
         self.report()
 
+    def finish_uploads(self, stop: StopSignal) -> None:
+        """Wait for the uploads to the mirror, until they make no progress or the user stops again. All ranks wait."""
+        self.writer.finish_uploads()
+        stop.asked = 0
+        start_s, told = time.monotonic(), False
+        while self.ranks.any(bool(self.writer.is_uploading())) and not self.ranks.any(bool(stop.asked)):
+            time.sleep(0.1)
+            if not told and time.monotonic() - start_s > 1:
+                told = True
+                self.log.say("waiting for the uploads; stop again to end this. All checkpoints are in the local folder")
+        self.report()
+        if left := self.writer.not_uploaded():
+            self.log.warn(f"not uploaded: {', '.join(left)}; scripts/upload_manager.py upload-all does that")
+
     def report(self) -> None:
         """Report the saves that ended in the background since the last call."""
         for outcome, text in self.writer.take_reports() or ():
@@ -129,6 +144,8 @@ class Saves:
         captured = self.capture()
         self.log.flush()  # a checkpoint must not be newer than the log of the steps that led to it
         self.writer.save(captured, tiers)
+        if not self.config.background_upload:
+            self.writer.wait()
         self.saved_step, self.saved_at_s = step, time.monotonic()
         pause_s = self.saved_at_s - start_s
         self.longest_pause_s = 0.0 if self.longest_pause_s is None else max(self.longest_pause_s, pause_s)
@@ -161,23 +178,27 @@ class CheckpointWriter:
 
     Args:
         keep: rolling checkpoints that are kept.
-        mirror: fsspec URL of a folder that gets a copy of each save, or "".
         resumed_from: the verified checkpoint in the folder that the run resumes from. It becomes latest.pt, so that a
             kill before the first save does not undo a choice to resume from an older one.
-        step: of that checkpoint.
+        latest: summary() of that checkpoint.
+        wait_for_uploads: a save ends when it is uploaded.
     """
 
     def __init__(
-        self, folder: Path, keep: int, mirror: str = "", resumed_from: Path | None = None, step: int | None = None
+        self,
+        folder: Path,
+        keep: int,
+        resumed_from: Path | None = None,
+        latest: Mapping[str, Any] | None = None,
+        wait_for_uploads: bool = False,
     ):
-        self.folder, self.keep, self.mirror = folder, keep, mirror
+        self.folder, self.keep, self.wait_for_uploads = folder, keep, wait_for_uploads
         self.latest_is_intact = resumed_from is not None  # a corrupt file never becomes the backup
-        self.latest_step = step  # that latest.pt holds, None if unknown
+        self.latest = latest or {"step": None}  # summary() of latest.pt
+        self.uploads: Uploads | None = None
         self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self.in_flight: Future | None = None
         self.reports: SimpleQueue[tuple[str, str]] = SimpleQueue()
-        if mirror:
-            open_mirror(mirror)
         folder.mkdir(parents=True, exist_ok=True)
         for stale in folder.glob(".*.tmp"):
             stale.unlink()  # left by a killed writer
@@ -222,8 +243,20 @@ class CheckpointWriter:
             yield self.reports.get()
 
     def close(self) -> None:
-        """Wait for all jobs; take_reports still yields their outcomes."""
+        """Wait for all jobs but uploads; take_reports still yields their outcomes."""
         self.pool.shutdown()
+
+    def finish_uploads(self) -> None:
+        """Upload the newest checkpoint and the logs, after close()."""
+        if self.uploads and self.latest_is_intact:
+            self.uploads.finish(self.folder / LATEST, self.latest, [LATEST])
+
+    def is_uploading(self) -> bool:
+        return self.uploads is not None and self.uploads.is_busy()
+
+    def not_uploaded(self) -> list[str]:
+        """Return what is left to upload."""
+        return self.uploads.left() if self.uploads else []
 
     def _save(self, captured: Captured, tiers: list[str]) -> None:
         checkpoint, start_s = captured.content, time.monotonic()
@@ -240,40 +273,45 @@ class CheckpointWriter:
             return
         took_s = time.monotonic() - start_s
         self.reports.put(("saved", f"saved step {step} as {', '.join(names)} ({size / 1e6:,.1f} MB in {took_s:.1f} s)"))
-        self._mirrored(f"step {step}", lambda: upload(self.folder / LATEST, self.mirror, names))
+        if self.uploads and (tiers or self.uploads.is_due()):
+            self._upload(names)
 
     def _write(self, checkpoint: dict, tiers: list[str]) -> None:
         latest = self.folder / LATEST
         temporary = write_temporary(latest, lambda file: torch.save(checkpoint, file), cached=False)
         for name in tiers:
             link_file(temporary, self.folder / name)
-        if self.latest_is_intact and checkpoint["step"] != self.latest_step:
+        if self.latest_is_intact and checkpoint["step"] != self.latest["step"]:
             link_file(latest, self.folder / BACKUP)
         os.replace(temporary, latest)
         fsync_folder(self.folder)  # only now is it durable, so only now may older files go
-        self.latest_is_intact, self.latest_step = True, checkpoint["step"]
+        self.latest_is_intact, self.latest = True, summary(checkpoint)
         for old in newest_first(self.folder, "rolling_step_*.pt")[self.keep :]:
             old.unlink(missing_ok=True)
 
     def _record(self, evaluations: dict[int, dict], best: int | None) -> None:
         try:
             if best is not None:
-                if self.latest_step != best:
+                if self.latest["step"] != best:
                     raise OSError(f"step {best} was not saved")
                 link_file(self.folder / LATEST, self.folder / BEST)
                 fsync_folder(self.folder)
                 val_loss = evaluations[best]["val_loss"]
                 self.reports.put(("done", f"{BEST} is step {best} (val loss {val_loss:.4f})"))
-                self._mirrored(BEST, lambda: copy_name(self.mirror, LATEST, [BEST]))
             # Last: a best model is linked again after a kill in between, because its validation is not recorded.
             content = json.dumps({str(step): found for step, found in evaluations.items()}, indent=1)
             replace_file(self.folder / EVALUATIONS, lambda file: file.write(f"{content}\n".encode()))
         except Exception as error:  # as in _save
             self.reports.put(("failed", f"{self.folder}: {EVALUATIONS} or {BEST} was not written: {error}"))
+            return
+        if self.uploads and best is not None:
+            self._upload([LATEST, BEST])
 
-    def _mirrored(self, what: str, copy: Callable[[], None]) -> None:
+    def _upload(self, names: list[str]) -> None:
+        assert self.uploads
         try:
-            if self.mirror:
-                copy()
-        except Exception as error:  # every fsspec back end has exceptions of its own
-            self.reports.put(("failed", f"{what} was saved, but not mirrored to {self.mirror}: {error}"))
+            self.uploads.add(self.folder / LATEST, self.latest, names)
+        except OSError as error:  # the link is a copy where the file system has no links, and the disk may be full
+            self.reports.put(("failed", f"step {self.latest['step']} is not uploaded: {error}"))
+        if self.wait_for_uploads:
+            self.uploads.wait()

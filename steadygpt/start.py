@@ -9,13 +9,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from steadygpt.checkpoint import BEST, Captured, check_folder, read_evaluations, read_on_main, share
+from steadygpt.checkpoint import (
+    BEST,
+    Captured,
+    check_folder,
+    find_checkpoint,
+    read_checkpoint,
+    read_evaluations,
+    share,
+    summary,
+)
 from steadygpt.cli import UserError, options_of
 from steadygpt.distributed import Ranks, Silent
 from steadygpt.durable import lock_folder
+from steadygpt.hub import NoAnswer, persistently
+from steadygpt.mirror import Mirror, files_of, restore_checkpoint, restore_files
 from steadygpt.runlog import RunLog, read_status
 from steadygpt.saves import CheckpointWriter, Saves
 from steadygpt.shards import fingerprint
+from steadygpt.uploads import Uploads
 
 if TYPE_CHECKING:
     from config import TrainConfig
@@ -30,6 +42,7 @@ class Start:
     config: "TrainConfig"
     path: Path | None = None  # of the checkpoint
     checkpoint: dict | None = None  # tensors on rank 0 only
+    restored: bool = False  # the checkpoint comes from the mirror
     weights: dict | None = None  # a checkpoint of weights only, tensors on rank 0 only, once downloaded
     notes: tuple[str, ...] = ()  # for the plan
 
@@ -93,12 +106,12 @@ def find_start(
     Raises: UserError.
     """
     folder = Path(config.checkpoint_dir)
-    if config.resume in ("latest", "best") and not folder.is_dir():
+    if config.resume in ("latest", "best") and not folder.is_dir() and not config.mirror:
         raise UserError(f"no checkpoints in {folder}; name their folder with --checkpoint_dir")
     if not config.dry_run:
         advice = "wait for it to end, or give this run another --checkpoint_dir"
         ranks.on_main(lambda: held.enter_context(lock_folder(folder, advice)))
-    path, skipped, checkpoint = read_on_main(config.resume, folder, ranks) if config.resume else (None, [], None)
+    restored, path, skipped, checkpoint = read_on_main(config, ranks) if config.resume else (False, None, [], None)
     if path or not config.dry_run:
         ranks.on_main(lambda: check_folder(folder, path))
     notes = tuple(f"skipped {line}" for line in skipped)
@@ -106,14 +119,56 @@ def find_start(
         if not checkpoint["train_config"]:
             raise UserError(f"{path}: converted weights, not a run to resume. Start from them with --init_from {path}")
         config, changes = resume_config(checkpoint["train_config"], config, given)
-        notes += (f"resumed from {path} at step {checkpoint['step']:,}", *(f"changed {line}" for line in changes))
-        return Start(config, path, checkpoint, notes=notes)
+        of_mirror = f" (restored from {config.mirror})" * restored
+        resumed = f"resumed from {path}{of_mirror} at step {checkpoint['step']:,}"
+        notes += (resumed, *(f"changed {line}" for line in changes))
+        return Start(config, path, checkpoint, restored, notes=notes)
     if config.init_from == "scratch":
         return Start(config, notes=notes)
     weights = share(ranks.on_main(lambda: read_weights(config.init_from, download=False)), ranks)
     assert weights  # read_weights returns some, or raises
     config = initial_config(weights["model_config"], config, given)
     return Start(config, weights=weights, notes=(*notes, f"weights from {config.init_from}"))
+
+
+def read_on_main(config: "TrainConfig", ranks: Ranks) -> tuple[bool, Path | None, list[str], dict | None]:
+    """Call find_newest on rank 0, and share the result; the other ranks get the checkpoint without tensors."""
+    restored, path, skipped, checkpoint = ranks.on_main(lambda: find_newest(config)) or (False, None, [], None)
+    restored, path, skipped = ranks.broadcast((restored, path, skipped))
+    return restored, path, skipped, share(checkpoint, ranks)
+
+
+def find_newest(config: "TrainConfig") -> tuple[bool, Path | None, list[str], dict | None]:
+    """Find the checkpoint that --resume asks for; download it if the mirror has a newer one than the folder.
+
+    Returns: whether it was downloaded, and as find_checkpoint.
+
+    Raises: UserError when there is none; only "auto" accepts that.
+    """
+    folder, problem = Path(config.checkpoint_dir), None
+    try:
+        path, checkpoint, skipped = find_checkpoint(config.resume, folder)
+    except UserError as error:
+        path, checkpoint, skipped, problem = None, None, [], error
+    url = config.mirror or (checkpoint["train_config"].get("mirror", "") if checkpoint else "")
+    if not url or config.resume not in ("latest", "auto", "best") or (config.dry_run and path):
+        if problem:
+            raise problem
+        return False, path, skipped, checkpoint
+    if config.dry_run:
+        raise UserError(f"{folder} has no intact checkpoint, and a dry run downloads none from {url}; drop --dry_run")
+    mirror = Mirror(url)
+    try:
+        restored, bad = persistently(url, lambda _: restore_checkpoint(mirror, config.resume, folder, path))
+    except NoAnswer as error:
+        if not path:
+            raise
+        return False, path, [*skipped, f"{url}, which may have a newer checkpoint: {error}"], checkpoint
+    if restored:
+        return True, restored, [*skipped, *bad], read_checkpoint(restored)
+    if problem and (bad or config.resume != "auto"):
+        raise UserError(f"{problem}; {'; '.join(bad) or f'--mirror {url} has none either'}")
+    return False, path, [*skipped, *bad], checkpoint
 
 
 def resume_config(saved: dict, config: "TrainConfig", given: Mapping[str, str]) -> tuple["TrainConfig", list[str]]:
@@ -174,11 +229,42 @@ def open_outputs(
         ranks.on_main(lambda: held.enter_context(lock_folder(logdir, "give this run another --logdir")))
     step, flops = start.step, model.flops_per_token()
     # The writer comes first: it makes the checkpoint to resume from latest.pt; then the log drops what came after it.
-    writer = ranks.on_main(lambda: CheckpointWriter(folder, config.keep_checkpoints, config.mirror, start.path, step))
+    writer = ranks.on_main(lambda: open_writer(start))
     log = ranks.on_main(lambda: held.enter_context(closing(RunLog(config, step, max_steps, ranks, flops))))
     evaluations = ranks.broadcast(ranks.on_main(lambda: known_evaluations(folder, step or 0, log)))
     saves = Saves(config, ranks, capture, log or Silent(), writer or Silent(), step, evaluations)
     return log or Silent(), saves, found
+
+
+def open_writer(start: Start) -> CheckpointWriter:
+    """Make the checkpoint to resume from latest.pt, reserve the mirror, and return the writer.
+
+    Raises: UserError when the mirror belongs to another run, or refuses files.
+    """
+    config, mirror = start.config, Mirror(start.config.mirror) if start.config.mirror else None
+    claimed = True
+
+    def claim() -> None:
+        assert mirror
+        mirror.claim(config.run_name, start.checkpoint is not None)
+
+    if mirror:
+        try:
+            persistently(mirror.url, lambda _: claim())
+        except NoAnswer:
+            claimed = False
+        if start.restored:
+            persistently(mirror.url, lambda _: restore_files(mirror, config))
+    latest = summary(start.checkpoint) if start.checkpoint else None
+    writer = CheckpointWriter(
+        Path(config.checkpoint_dir), config.keep_checkpoints, start.path, latest, not config.background_upload
+    )
+    if mirror:
+        writer.uploads = Uploads(
+            mirror, None if claimed else claim, config.mirror_keep, config.mirror_minutes, lambda: files_of(config),
+            lambda *outcome: writer.reports.put(outcome),
+        )  # fmt: skip
+    return writer
 
 
 def known_evaluations(folder: Path, step: int, log: Any) -> dict[int, dict]:

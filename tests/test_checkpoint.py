@@ -5,8 +5,9 @@ import os
 import pytest
 import torch
 
-from steadygpt.checkpoint import FORMAT_VERSION, checkpoint_files, checkpoint_table, find_checkpoint
+from steadygpt.checkpoint import FORMAT_VERSION, checkpoint_files, find_checkpoint
 from steadygpt.cli import UserError
+from steadygpt.table import checkpoint_table
 
 
 def content(step: int, **more) -> dict:

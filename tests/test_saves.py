@@ -13,11 +13,12 @@ import torch
 from test_checkpoint import content, damage, names
 
 from steadygpt import saves
-from steadygpt.checkpoint import Captured, checkpoint_files, checkpoint_table, read_checkpoint, read_evaluations
+from steadygpt.checkpoint import Captured, checkpoint_files, read_checkpoint, read_evaluations
 from steadygpt.cli import UserError
 from steadygpt.distributed import Ranks, Silent
 from steadygpt.saves import CheckpointWriter, Saves, interval_text
 from steadygpt.start import known_evaluations
+from steadygpt.table import checkpoint_table
 
 
 class Log:
@@ -346,37 +347,6 @@ def test_temporary_files_of_a_killed_run_are_deleted(tmp_path):
     (tmp_path / ".latest.pt.tmp").write_bytes(b"half")
     CheckpointWriter(tmp_path, keep=3).close()
     assert names(tmp_path) == []
-
-
-def test_mirror_receives_each_save(tmp_path):
-    writer = CheckpointWriter(tmp_path / "here", keep=3, mirror=f"file://{tmp_path}/there")
-    save(writer, 1, "rolling_step_000001.pt")
-    writer.close()
-    assert names(tmp_path / "there") == ["latest.pt", "rolling_step_000001.pt"]
-    assert read_checkpoint(tmp_path / "there" / "latest.pt")["step"] == 1
-
-
-def test_mirror_receives_each_file_once_and_copies_it_to_its_other_names(tmp_path, monkeypatch):
-    uploads, real = [], saves.upload
-    monkeypatch.setattr(saves, "upload", lambda file, url, names: (uploads.append(names), real(file, url, names)))
-    writer = CheckpointWriter(tmp_path / "here", keep=3, mirror=f"file://{tmp_path}/there")
-    writer.save(Captured(content(1)), ["rolling_step_000001.pt"])
-    writer.record({1: {"val_loss": 3.5}}, best=1)
-    writer.close()
-    assert [text for outcome, text in writer.take_reports() if outcome == "failed"] == []
-    assert uploads == [["latest.pt", "rolling_step_000001.pt"]]
-    assert names(tmp_path / "there") == ["best_model.pt", "latest.pt", "rolling_step_000001.pt"]
-    assert read_checkpoint(tmp_path / "there" / "best_model.pt")["step"] == 1
-
-
-def test_failed_mirror_is_reported_and_the_save_is_kept(tmp_path):
-    (tmp_path / "file").write_text("")
-    writer = CheckpointWriter(tmp_path / "here", keep=3, mirror=f"file://{tmp_path}/file")
-    (saved, _), (mirrored, report) = save(writer, 1)
-    writer.close()
-    assert (saved, mirrored) == ("saved", "failed")
-    assert "not mirrored to file://" in report
-    assert read_checkpoint(tmp_path / "here" / "latest.pt")["step"] == 1
 
 
 def test_checkpoint_the_run_resumes_from_becomes_latest(tmp_path):

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from conftest import run_here, write_data
 
-from steadygpt.checkpoint import checkpoint_table, read_checkpoint
+from steadygpt.checkpoint import read_checkpoint
 from steadygpt.cli import UserError
 from steadygpt.shards import check_shards, open_shard
+from steadygpt.table import checkpoint_table
 
 FILES = 2000
 

@@ -1,0 +1,163 @@
+"""Uploads to a mirror in the background, in the order of the saves."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from steadygpt.cli import UserError
+from steadygpt.durable import link_file
+from steadygpt.mirror import Mirror, Pointer
+
+WAITING = 2  # uploads behind the current one; each keeps a checkpoint on the disk
+LONGEST_PAUSE_S = 60.0  # between attempts
+GIVE_UP_S = 300.0  # without progress, after which nothing waits for an upload any more
+
+
+@dataclass
+class Upload:
+    """A checkpoint, or without one only the logs."""
+
+    pointer: Pointer | None = None
+    copy: Path | None = None  # a link that keeps the file when training replaces it
+    names: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return f"step {self.pointer.step:,}" if self.pointer else "the newest log"
+
+
+class Uploads:
+    """A queue and the thread that empties it. Failed uploads are tried again until they succeed.
+
+    Args:
+        claim: of the mirror, if that failed because of the network when the run started.
+        keep: newest rolling checkpoints that stay in the mirror; 0: all.
+        minutes: at least, between checkpoints that belong to no tier.
+        files: returns the other files of the run, by their names in the mirror.
+        report: is called with an outcome (done, failed) and a line of text.
+    """
+
+    def __init__(
+        self,
+        mirror: Mirror,
+        claim: Callable[[], object] | None,
+        keep: int,
+        minutes: float,
+        files: Callable[[], Mapping[str, Path]],
+        report: Callable[[str, str], object],
+    ):
+        self.mirror, self.claim, self.keep, self.files, self.report = mirror, claim, keep, files, report
+        self.interval_s, self.added_at_s, self.newest = 60 * minutes, -float("inf"), ""
+        self.waiting: deque[Upload] = deque()
+        self.current: Upload | None = None
+        self.changed = threading.Condition()
+        self.progress_at_s = time.monotonic()
+        self.is_refused = False
+        threading.Thread(target=self._work, name="uploads", daemon=True).start()
+
+    def is_due(self) -> bool:
+        """Return whether the last checkpoint was added long enough ago for one that belongs to no tier."""
+        return time.monotonic() - self.added_at_s >= self.interval_s
+
+    def add(self, path: Path, about: Mapping[str, Any], names: Sequence[str]) -> None:
+        """Upload a checkpoint under `names`, after those that were added before; return at once.
+
+        If too many are waiting, the oldest is dropped.
+        """
+        pointer = Pointer.of(path, about)
+        self.added_at_s, self.newest = time.monotonic(), pointer.file
+        with self.changed:
+            for upload in (self.current, *self.waiting):
+                if upload and upload.pointer == pointer:
+                    upload.names += [name for name in names if name not in upload.names]
+                    return
+            copy = path.with_name(f".{pointer.file}.tmp")
+            link_file(path, copy)
+            self._append(Upload(pointer, copy, list(names)))
+            if len(self.waiting) > WAITING:
+                self._drop(self.waiting.popleft())
+
+    def finish(self, path: Path, about: Mapping[str, Any], names: Sequence[str]) -> None:
+        """Upload the last checkpoint, unless it was added before, and the last lines of the logs."""
+        if Pointer.of(path, about).file != self.newest:
+            self.add(path, about, names)
+        with self.changed:
+            self._append(Upload())
+
+    def is_busy(self) -> bool:
+        """Return whether uploads are left, and have made progress within the last minutes."""
+        stuck = time.monotonic() - self.progress_at_s > GIVE_UP_S
+        return bool(self.current or self.waiting) and not (stuck or self.is_refused)
+
+    def wait(self) -> None:
+        """Wait while is_busy()."""
+        with self.changed:
+            while self.is_busy():
+                self.changed.wait(1)
+
+    def left(self) -> list[str]:
+        """Return what is not uploaded yet."""
+        with self.changed:
+            return [str(upload) for upload in (self.current, *self.waiting) if upload]
+
+    def _append(self, upload: Upload) -> None:
+        if not self.current and not self.waiting:
+            self.progress_at_s = time.monotonic()
+        self.waiting.append(upload)
+        self.changed.notify_all()
+
+    def _drop(self, upload: Upload) -> None:
+        assert upload.copy
+        upload.copy.unlink(missing_ok=True)
+        self.report("failed", f"{upload} is not uploaded to {self.mirror.url}: {WAITING} newer checkpoints are waiting")
+
+    def _work(self) -> None:
+        while not self.is_refused:
+            with self.changed:
+                self.changed.wait_for(lambda: self.waiting)
+                self.current = self.waiting.popleft()
+            self._send(self.current)
+            if self.current.copy:
+                self.current.copy.unlink(missing_ok=True)
+            with self.changed:
+                self.current = None
+                self.changed.notify_all()
+
+    def _send(self, upload: Upload) -> None:
+        import fsspec
+
+        url, pause_s, start_s, sent, is_new = self.mirror.url, 1.0, time.monotonic(), None, False
+        callback = fsspec.Callback(hooks={"time": lambda *_, **__: self._note_progress()})
+        while upload.names != sent:  # names may be added meanwhile
+            names = list(upload.names)
+            try:
+                if self.claim:
+                    self.claim()
+                    self.claim = None
+                if upload.pointer and upload.copy:
+                    files = self.files()
+                    is_new |= self.mirror.upload(upload.copy, upload.pointer, names, files, self.keep, callback)
+                else:
+                    self.mirror.upload_files(self.files())
+                sent = names
+                self._note_progress()
+            except UserError as error:
+                self.is_refused = True
+                self.report("failed", f"nothing is uploaded: {error}")
+                return
+            except Exception as error:  # every fsspec back end has exceptions of its own
+                if pause_s == 1:
+                    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                    self.report("failed", f"{upload} is not uploaded to {url} yet: {reason}; trying again and again")
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                self.mirror.connect()
+        if upload.pointer:
+            cost = f"{upload.pointer.size / 1e6:,.1f} MB in {time.monotonic() - start_s:.1f} s"
+            self.report("done", f"uploaded {upload} as {', '.join(sent)} to {url} ({cost if is_new else 'was there'})")
+
+    def _note_progress(self) -> None:
+        self.progress_at_s = time.monotonic()
