@@ -5,34 +5,22 @@ requests are retried with growing pauses.
 """
 
 import errno
-import fcntl
-import io
 import json
-import os
 import sys
-import textwrap
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from fnmatch import fnmatch
-from http import HTTPStatus
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from time import monotonic, sleep
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple
 
+from steadygpt import retry
 from steadygpt.cli import UserError
 from steadygpt.durable import replace_file, sha256_of
 from steadygpt.progress import ProgressBar, say
-
-Result = TypeVar("Result")
-# How long requests are repeated without receiving anything: in a run with several ranks, the others wait 30 minutes.
-PATIENCE_S = 25 * 60.0
-FIRST_PATIENCE_S = 6.0  # until the Hub has answered once; perhaps there is no network
-LONGEST_PAUSE_S = 60.0
-SILENCE_S = 20  # a connection without data for so long is given up
-READ_AHEAD = (2**20, 2**25)  # bytes requested by a reader that jumps, and at most by one that reads on
-
-_answered = False  # the Hub has answered a request of this process
+from steadygpt.remote import RemoteFile, download
+from steadygpt.retry import NoAnswer, Patience, Service, brief, kinds, status_of
 
 
 class Repo(NamedTuple):
@@ -54,120 +42,32 @@ class RepoFile(NamedTuple):
     size: int  # in bytes
 
 
-class NoAnswer(UserError):
-    """The network failed for longer than the retries last."""
-
-
 class NotFound(UserError):
     """The Hub has no such repository, or this user may not read it."""
 
 
-class Patience:
-    """The retries of one request: whether to retry, the pause, and one line for each retry."""
-
-    def __init__(self, what: object):
-        self.what, self.pause_s, self.since = what, 1.0, monotonic()
-
-    def received(self) -> None:
-        """Start counting again, because data has arrived."""
-        global _answered
-        _answered = True
-        self.pause_s, self.since = 1.0, monotonic()
-
-    def wait(self, error: Exception) -> None:
-        """Wait before the next retry.
-
-        Raises: UserError, or an OSError of this machine such as a full disk, when a retry cannot help.
-        """
-        global _answered
-        cause = _network_error(error)
-        if cause is None:
-            raise error if isinstance(error, UserError) or _is_local(error) else _refusal(self.what, error) from error
-        pause_s = self.pause_s
-        if (response := getattr(cause, "response", None)) is not None:
-            _answered = True
-            if (asked_s := response.headers.get("Retry-After", "")).isdigit():
-                pause_s = max(pause_s, min(float(asked_s), PATIENCE_S))
-        if monotonic() - self.since >= (PATIENCE_S if _answered else FIRST_PATIENCE_S):
-            raise NoAnswer(f"{self.what}: no answer ({_brief(cause)}); check the network and run this again") from error
-        say(f"{self.what}: {_brief(cause)}; trying again in {pause_s:.0f} s")
-        sleep(pause_s)
-        self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
-
-
-def persistently(what: object, action: Callable[[Patience], Result]) -> Result:
-    """Return action(), retried while it fails because of the network.
-
-    Raises: UserError that names `what`, when a retry cannot help; an OSError of this machine, such as a full disk.
-    """
-    patience = Patience(what)
-    while True:
-        try:
-            result = action(patience)
-        except Exception as error:  # each of the Hub's libraries raises its own types
-            patience.wait(error)
-        else:
-            patience.received()
-            return result
-
-
-def _network_error(error: BaseException | None) -> BaseException | None:
-    """Return the error, or what caused it, if it may pass: a lost connection, a server error, too many requests."""
-    hopeless = {"UserError", "OfflineModeIsEnabled", "UnsupportedProtocol", "InvalidURL"}
-    while error is not None and not hopeless & _kinds(error):
-        if status := _status(error):
-            return error if status in (408, 425, 429) or status >= 500 else None
-        if _is_local(error):
-            return None
-        library = type(error).__module__.partition(".")[0]
-        if isinstance(error, (ConnectionError, TimeoutError)) or library in ("httpx", "httpx2", "httpcore", "requests"):
-            return error
-        error = error.__cause__ or error.__context__
-    return None
-
-
-def _is_local(error: BaseException) -> bool:
-    """Return whether an error is this machine's, such as a full disk."""
-    is_network = isinstance(error, (ConnectionError, TimeoutError)) or _status(error)
-    return isinstance(error, OSError) and error.errno is not None and not is_network
-
-
 def _refusal(what: object, error: Exception) -> UserError:
     """Explain an error that will not pass."""
-    kinds = _kinds(error)
-    if "GatedRepoError" in kinds or "is a gated" in str(error):  # the latter is said by `datasets`
+    names = kinds(error)
+    if "GatedRepoError" in names or "is a gated" in str(error):  # the latter is said by `datasets`
         return UserError(
             f"{what}: gated; accept its conditions on its page of the Hugging Face Hub, then run `hf auth login` or "
             "set HF_TOKEN to a token that may read it"
         )
-    if "RevisionNotFoundError" in kinds:
+    if "RevisionNotFoundError" in names:
         return UserError(f"{what}: no such revision on the Hugging Face Hub; check the part after @")
-    if "RepositoryNotFoundError" in kinds or _status(error) in (401, 403):
+    if "RepositoryNotFoundError" in names or status_of(error) in (401, 403):
         return NotFound(
             f"{what}: not found on the Hugging Face Hub, or not yours to read; check the name, and if it is private, "
             "run `hf auth login` or set HF_TOKEN"
         )
-    if "OfflineModeIsEnabled" in kinds:
+    if "OfflineModeIsEnabled" in names:
         return UserError(f"{what}: not in the cache, and HF_HUB_OFFLINE is set; unset it, or download it first")
-    return UserError(f"{what}: {_brief(error)}; check the name, and run this again")
+    return UserError(f"{what}: {brief(error)}; check the name, and run this again")
 
 
-def _kinds(error: BaseException) -> set[str]:
-    """Return the names of an error's classes: importing those of huggingface_hub takes a second."""
-    return {kind.__name__ for kind in type(error).__mro__}
-
-
-def _status(error: BaseException) -> int:
-    """Return the HTTP status of an error, 0 if it has none."""
-    return getattr(getattr(error, "response", None), "status_code", 0)
-
-
-def _brief(error: BaseException) -> str:
-    """Return an error in a few words."""
-    if status := _status(error):
-        return f"HTTP {status} {HTTPStatus(status).phrase if status in set(HTTPStatus) else ''}".rstrip()
-    line = textwrap.shorten(str(error), 120, placeholder=" ...")
-    return f"{type(error).__name__}: {line}" if line else type(error).__name__
+HUB = Service(_refusal)
+persistently = HUB.persistently
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -187,7 +87,7 @@ def find_repo(kind: str, name: str, revision: str = "", pinned: str = "") -> Rep
 
     utils.logging.set_verbosity_error()  # its page of text for each retry; ours is one line
     utils.disable_progress_bars()
-    utils.get_session().timeout = SILENCE_S  # of requests that set none
+    utils.get_session().timeout = retry.SILENCE_S  # of requests that set none
     what = Repo(kind, f"{name}{f'@{revision}' if revision else ''}", "")
     try:
         cached = snapshot_download(name, repo_type=kind, revision=pinned or revision or None, local_files_only=True)
@@ -331,14 +231,15 @@ def fetch(repo: Repo, path: str, folder: Path | None = None, progress: Callable[
     url = hf_hub_url(repo.name, path, repo_type=repo.kind, revision=repo.commit)
 
     def attempt(patience: Patience) -> Path:
-        metadata = get_hf_file_metadata(url, timeout=SILENCE_S)
+        metadata = get_hf_file_metadata(url, timeout=retry.SILENCE_S)
         if metadata.etag is None or metadata.size is None:
             raise ConnectionError("an answer without size and ETag")
         # In the cache, hf_hub_download finds the file among the blobs and links it to the commit.
         target = folder / path if folder else _cache_folder(repo) / "blobs" / metadata.etag
         # Xet is faster, but does not resume from a partial file.
         if not (metadata.xet_file_data and not constants.HF_HUB_DISABLE_XET and find_spec("hf_xet")):
-            _download(url, target, metadata.etag, metadata.size, patience, progress)
+            is_whole = partial(_has_etag, metadata.etag)
+            download(partial(_receive, url), target, metadata.size, is_whole, patience, progress)
             if folder:
                 return target
         try:
@@ -379,42 +280,19 @@ def fetch_model(source: str, with_weights: bool) -> tuple[Path, Repo]:
     return folder, repo
 
 
-def _download(
-    url: str, target: Path, etag: str, size: int, patience: Patience, progress: Callable[[int], object]
-) -> None:
-    """Download a file of the Hub, from where an earlier attempt or run ended."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f"{target.name}.part")
-    try:
-        with open(part, "ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # another command may want the same file
-            if target.exists():
-                return
-            if (have := file.seek(0, os.SEEK_END)) < size:
-                _receive(url, have, size, file, patience, lambda count: progress(have + count))
-            file.flush()
-            os.fsync(file.fileno())
-            if (found := file.tell()) < size:
-                raise ConnectionError(f"the connection ended after {found:,} of {size:,} bytes")
-            # The ETag of a large file is its SHA-256. The file may have been begun before the machine crashed.
-            if found > size or (len(etag) == 64 and sha256_of(part) != etag):
-                file.truncate(0)
-                raise ConnectionError("damaged on the way")
-            os.replace(part, target)
-    except OSError as error:
-        if _is_local(error) and error.filename is None:  # as after a write
-            error.filename = str(part)
-        raise
+def _has_etag(etag: str, path: Path) -> bool:
+    """Return whether a file has the checksum in its ETag; of a small file, which has none there, True."""
+    return len(etag) != 64 or sha256_of(path) == etag
 
 
 def _receive(
     url: str, start: int, end: int, file: BinaryIO, patience: Patience, progress: Callable[[int], object] = bool
 ) -> None:
-    """Append the bytes [start, end) of a file of the Hub to `file`; after an error it holds what has arrived."""
+    """Append the bytes [start, end) of a file of the Hub to `file`, as remote.Receive."""
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
     headers = build_hf_headers() | {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
-    with get_session().stream("GET", url, headers=headers, timeout=SILENCE_S) as response:
+    with get_session().stream("GET", url, headers=headers, timeout=retry.SILENCE_S) as response:
         hf_raise_for_status(response)
         skip = 0 if response.status_code == 206 else start  # the server may send the whole file instead
         count = 0
@@ -429,56 +307,12 @@ def _receive(
                 return
 
 
-class RemoteFile(io.RawIOBase):
-    """A file of the Hub, read in place: a few requests for large blocks, each repeated until it succeeds."""
+def open_in_place(repo: Repo, file: RepoFile) -> RemoteFile:
+    """Open a file to read parts of it without a download."""
+    from huggingface_hub import hf_hub_url
 
-    def __init__(self, repo: Repo, file: RepoFile):
-        from huggingface_hub import hf_hub_url
-
-        self.name, self.size, self.position = f"{repo}/{file.path}", file.size, 0
-        self.url = hf_hub_url(repo.name, file.path, repo_type=repo.kind, revision=repo.commit)
-        self.block, self.block_start, self.ahead = b"", 0, READ_AHEAD[0]
-
-    def readinto(self, buffer: Any) -> int:
-        wanted = min(len(buffer), self.size - self.position)
-        if wanted <= 0:
-            return 0
-        at = self.position - self.block_start
-        if not 0 <= at < len(self.block):
-            at, self.block = 0, self._fetch(wanted)
-            self.block_start = self.position
-        part = self.block[at : at + wanted]
-        buffer[: len(part)] = part
-        self.position += len(part)
-        return len(part)
-
-    def _fetch(self, wanted: int) -> bytes:
-        """Return the bytes from the position on, at least `wanted`."""
-        reads_on = 0 <= self.position - self.block_start - len(self.block) < READ_AHEAD[0]
-        self.ahead = min(2 * self.ahead, READ_AHEAD[1]) if reads_on else READ_AHEAD[0]
-        start, end = self.position, min(self.position + max(wanted, self.ahead), self.size)
-        received = io.BytesIO()
-
-        def attempt(patience: Patience) -> None:
-            _receive(self.url, start + received.tell(), end, received, patience)
-            if received.tell() < end - start:
-                raise ConnectionError("the connection ended early")
-
-        persistently(self.name, attempt)
-        return received.getvalue()
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self.position = offset + (0, self.position, self.size)[whence]
-        return self.position
-
-    def tell(self) -> int:
-        return self.position
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
+    url = hf_hub_url(repo.name, file.path, repo_type=repo.kind, revision=repo.commit)
+    return RemoteFile(f"{repo}/{file.path}", file.size, partial(_receive, url), HUB)
 
 
 def stream(repo: Repo, config: str, split: str) -> Any:

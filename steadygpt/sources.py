@@ -137,7 +137,7 @@ class HubSource(Source):
             if found := self._find(file):
                 return open(found, "rb")
             if self.repo.online:
-                return io.BufferedReader(hub.RemoteFile(self.repo, self.files[file]), 2**16)
+                return io.BufferedReader(hub.open_in_place(self.repo, self.files[file]), 2**16)
         for index in range(file, min(file + AHEAD + 1, len(self.files))):
             if index not in self.downloads:
                 self.downloads[index] = self.pool.submit(self._download, index)

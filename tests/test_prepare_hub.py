@@ -12,7 +12,7 @@ from standin import CARD, CORPUS, TEXTS, corpus, parquet
 from test_prepare_dataset import files_of, ids_expected, ids_of, prepare, refused
 
 import prepare_dataset
-from steadygpt import hub, sources
+from steadygpt import remote, sources
 from steadygpt.cli import UserError
 
 OPTIONS = ("--shard_size", "90000", "--val_tokens", "90000")
@@ -79,7 +79,7 @@ def interrupt_after(shards: int, monkeypatch) -> None:
 
 
 def test_a_stream_goes_on_inside_the_file(some_corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(hub, "READ_AHEAD", (1000, 4000))
+    monkeypatch.setattr(remote, "READ_AHEAD", (1000, 4000))
     prepare("hf:some/corpus:part", "whole", *OPTIONS, "--streaming")
     of_whole = some_corpus.sent("GET .*parquet")
     interrupt_after(11, monkeypatch)  # the last shard, which begins inside the last file
@@ -107,7 +107,7 @@ def test_a_stream_goes_on_inside_the_file(some_corpus, tmp_path, monkeypatch):
 )
 @pytest.mark.parametrize("streaming", [[], ["--streaming"]])
 def test_mistakes_are_told_before_any_large_download(source, more, message, streaming, some_corpus, monkeypatch):
-    monkeypatch.setattr(hub, "READ_AHEAD", (1000, 4000))
+    monkeypatch.setattr(remote, "READ_AHEAD", (1000, 4000))
     some_corpus.put("datasets/some/tests", {"data/test-0.parquet": parquet(TEXTS)})
     some_corpus.put("datasets/some/gated", {"data/train-0.parquet": parquet(TEXTS)})
     some_corpus.gated.add("datasets/some/gated")

@@ -17,7 +17,7 @@ from harness import Run, refusal, wait_for_files
 from standin import CORPUS, TEXTS, corpus
 from test_disk import fill_disk, free_space, small_disk  # noqa: F401 (a fixture)
 
-from steadygpt import hub
+from steadygpt import retry
 from steadygpt.shards import read_manifest
 
 FLAGS = "--source hf:some/corpus:part --shard_size 90000 --val_tokens 90000".split()
@@ -26,7 +26,7 @@ SLOW = 1_500_000  # bytes a second: the whole data set takes a second
 
 
 def begin(rank: int, cache: str = "hf", **constants: float) -> None:
-    """Use a cache in the current folder and small batches, and set constants of steadygpt.hub."""
+    """Use a cache in the current folder and small batches, and set constants of steadygpt.retry."""
     import huggingface_hub.constants
 
     import prepare_dataset
@@ -35,7 +35,7 @@ def begin(rank: int, cache: str = "hf", **constants: float) -> None:
     huggingface_hub.constants.HF_HUB_CACHE = os.path.abspath(cache)
     prepare_dataset.BATCH_BYTES = 50_000
     for name, value in constants.items():
-        setattr(hub, name, value)
+        setattr(retry, name, value)
 
 
 def prepare(*flags: str, workers: int = 2, **constants) -> Run:

@@ -46,9 +46,9 @@ def failing_network(workdir):
 def set_environment(changes: dict, rank: int) -> None:
     from huggingface_hub import constants
 
-    from steadygpt import hub
+    from steadygpt import retry
 
-    hub.FIRST_PATIENCE_S = 0.5
+    retry.FIRST_PATIENCE_S = 0.5
     constants.ENDPOINT, constants.HF_HUB_CACHE = changes["HF_ENDPOINT"], f"{changes['HF_HOME']}/hub"
     for name in ("http_proxy", "https_proxy", "no_proxy", "HF_HUB_OFFLINE"):
         os.environ.pop(name, None)

@@ -1,0 +1,145 @@
+"""Retries of requests over a network, with growing pauses and one line for each."""
+
+import textwrap
+from collections.abc import Callable
+from http import HTTPStatus
+from time import monotonic, sleep
+from typing import Any, TypeVar
+
+from steadygpt.cli import UserError
+from steadygpt.progress import say
+
+Result = TypeVar("Result")
+# How long requests are repeated without receiving anything: in a run with several ranks, the others wait 30 minutes.
+PATIENCE_S = 25 * 60.0
+FIRST_PATIENCE_S = 6.0  # until the service has answered once; perhaps there is no network
+LONGEST_PAUSE_S = 60.0
+SILENCE_S = 20  # a connection without data for this long is closed
+
+# Errors are recognized by the names of their classes and libraries, because importing those takes a second.
+LIBRARIES = {"httpx", "httpx2", "httpcore", "requests", "aiohttp"}
+PASSING = {"ConnectionError", "TimeoutError", "gaierror", "HTTPClientError", "IncompleteReadError", "TransportError"}
+PASSING |= {"ChecksumError", "FlexibleChecksumError"}
+HOPELESS = {"UserError", "OfflineModeIsEnabled", "UnsupportedProtocol", "InvalidURL"}
+
+
+class NoAnswer(UserError):
+    """The network failed for longer than the retries last."""
+
+
+class Service:
+    """A service on the network, and whether it has answered this process yet.
+
+    Args:
+        explain: returns the UserError for a request, by its description, and an error that a retry cannot help.
+    """
+
+    def __init__(self, explain: Callable[[object, Exception], UserError]):
+        self.explain, self.answered = explain, False
+
+    def persistently(self, what: object, action: "Callable[[Patience], Result]") -> Result:
+        """Return action(), retried while it fails because of the network.
+
+        Raises: UserError that names `what`, when a retry cannot help; an OSError of this machine, such as a full disk.
+        """
+        patience = Patience(what, self)
+        while True:
+            try:
+                result = action(patience)
+            except Exception as error:  # each library raises its own types
+                patience.wait(error)
+            else:
+                patience.received()
+                return result
+
+
+class Patience:
+    """The retries of one request: whether to retry, the pause, and one line for each retry."""
+
+    def __init__(self, what: object, service: Service):
+        self.what, self.service, self.pause_s, self.since = what, service, 1.0, monotonic()
+
+    def received(self) -> None:
+        """Start counting again, because data has arrived."""
+        self.service.answered = True
+        self.pause_s, self.since = 1.0, monotonic()
+
+    def wait(self, error: Exception) -> None:
+        """Wait before the next retry.
+
+        Raises: UserError, or an OSError of this machine such as a full disk, when a retry cannot help.
+        """
+        cause = passing_cause(error)
+        if cause is None:
+            if isinstance(error, UserError) or is_local(error):
+                raise error
+            raise self.service.explain(self.what, error) from error
+        pause_s = self.pause_s
+        if status_of(cause):
+            self.service.answered = True
+            if (asked_s := _headers(cause).get("Retry-After", "")).isdigit():
+                pause_s = max(pause_s, min(float(asked_s), PATIENCE_S))
+        if monotonic() - self.since >= (PATIENCE_S if self.service.answered else FIRST_PATIENCE_S):
+            raise NoAnswer(f"{self.what}: no answer ({brief(cause)}); check the network and run this again") from error
+        say(f"{self.what}: {brief(cause)}; trying again in {pause_s:.0f} s")
+        sleep(pause_s)
+        self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
+
+
+def passing_cause(error: BaseException | None) -> BaseException | None:
+    """Return the error, or what caused it, if it may pass: a lost connection, a server error, too many requests."""
+    while error is not None and not HOPELESS & kinds(error):
+        if status := status_of(error):
+            return error if status in (408, 425, 429) or status >= 500 else None
+        if _is_passing(error):
+            return error
+        if is_local(error):
+            return None
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def is_local(error: BaseException) -> bool:
+    """Return whether an error is this machine's, such as a full disk."""
+    # s3fs raises an OSError with errno because of a status.
+    is_remote = _is_passing(error) or status_of(error) or (error.__cause__ and status_of(error.__cause__))
+    return isinstance(error, OSError) and error.errno is not None and not is_remote
+
+
+def _is_passing(error: BaseException) -> bool:
+    return bool(PASSING & kinds(error)) or type(error).__module__.partition(".")[0] in LIBRARIES
+
+
+def kinds(error: BaseException) -> set[str]:
+    """Return the names of an error's classes."""
+    return {kind.__name__ for kind in type(error).__mro__}
+
+
+def status_of(error: BaseException) -> int:
+    """Return the HTTP status of an error, 0 if it has none."""
+    response: Any = getattr(error, "response", None)
+    if isinstance(response, dict):  # botocore's
+        timed_out = response.get("Error", {}).get("Code") == "RequestTimeout"  # S3 sends it with status 400
+        return 408 if timed_out else response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    # httpx and requests; aiohttp; azure; gcsfs.
+    found: list[Any] = [
+        getattr(response, "status_code", None),
+        *(getattr(error, key, 0) for key in ("status", "status_code")),
+    ]
+    found += [error.code] if "HttpError" in kinds(error) else []  # type: ignore[attr-defined]
+    return next((int(status) for status in found if str(status).isdigit()), 0)
+
+
+def _headers(error: BaseException) -> Any:
+    response: Any = getattr(error, "response", None)
+    if isinstance(response, dict):
+        return {key.title(): value for key, value in response["ResponseMetadata"].get("HTTPHeaders", {}).items()}
+    return getattr(response or error, "headers", None) or {}
+
+
+def brief(error: BaseException) -> str:
+    """Return an error in a few words."""
+    if status := status_of(error):
+        return f"HTTP {status} {HTTPStatus(status).phrase if status in set(HTTPStatus) else ''}".rstrip()
+    line = textwrap.shorten(str(error), 120, placeholder=" ...")
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__
