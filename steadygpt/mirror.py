@@ -13,20 +13,23 @@ import os
 import shutil
 import time
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from steadygpt.checkpoint import BACKUP, BEST, EVALUATIONS, LATEST, read_checkpoint
 from steadygpt.cli import UserError
 from steadygpt.durable import fsync_folder, link_file
 from steadygpt.progress import ProgressBar
+from steadygpt.retry import NoAnswer, Service, brief
 from steadygpt.runlog import LOG, METRICS, move_aside
 
 if TYPE_CHECKING:
     from config import TrainConfig
 
+Result = TypeVar("Result")
 RUN, POINTER = "run.json", ".pt.json"
 BLOCK_BYTES = 2**25  # of a download: what is requested again after a failure
 
@@ -64,6 +67,8 @@ class Pointer:
 class Mirror:
     """A folder of an object store. Methods raise what the store's fsspec back end raises, unless they say otherwise.
 
+    patiently() repeats a request while the network fails, and raises UserErrors only; see Service.persistently.
+
     Args:
         url: of the folder, for fsspec.
 
@@ -73,13 +78,21 @@ class Mirror:
     def __init__(self, url: str):
         self.url = url.rstrip("/")
         self.sent: dict[str, tuple[int, int]] = {}  # other files -> size and time of what was uploaded
+        self.service = Service(self._refusal)
         self.connect()
+
+    def _refusal(self, what: object, error: Exception) -> UserError:
+        return UserError(f"--mirror {what}: {brief(error)}; check the name and the credentials")
+
+    def patiently(self, request: Callable[[], Result]) -> Result:
+        return self.service.persistently(self.url, lambda _: request())
 
     def connect(self) -> None:
         """Open the store with the credentials that are valid now."""
         import fsspec
 
         options = {"skip_instance_cache": True, "use_listings_cache": False}
+        self.there: dict[str, Pointer] | None = None  # the pointers, while uploading
         try:
             self.fs, self.folder = fsspec.core.url_to_fs(self.url, **options)
         except (ValueError, ImportError) as error:
@@ -96,17 +109,17 @@ class Mirror:
             return {}
         return {Path(entry["name"]).name: entry["size"] for entry in found if entry["type"] == "file"}
 
-    def pointers(self) -> tuple[dict[str, Pointer], list[str]]:
-        """Return checkpoint name -> pointer, in the order in which they are tried; and a line for each bad pointer."""
+    def pointers(self) -> tuple[dict[str, Pointer], dict[str, str]]:
+        """Return checkpoint name -> pointer, in the order in which they are tried; and -> a line for a bad pointer."""
         names = [name for name in self.sizes() if name.endswith(POINTER)]
         contents = self.fs.cat([self._path(name) for name in names]) if names else {}
-        found, bad = {}, []
+        found, bad = {}, {}
         for path, content in contents.items():
-            name = Path(path).name
+            name = Path(path).stem
             try:
-                found[name.removesuffix(".json")] = Pointer.parse(content)
+                found[name] = Pointer.parse(content)
             except (ValueError, TypeError) as error:
-                bad.append(f"{self.url}/{name}: not a pointer ({error})")
+                bad[name] = f"{self.url}/{name}.json: not a pointer ({error})"
         order = {LATEST: 3, BACKUP: 2, BEST: -1}
 
         def turn(name: str) -> tuple:
@@ -148,7 +161,7 @@ class Mirror:
             )
         if owner != run_name:
             self._make_folder()
-            self.fs.pipe_file(self._path(RUN), f"{json.dumps({'run': run_name})}\n".encode())
+            self._write(RUN, {"run": run_name})
 
     def download(self, pointer: Pointer, target: Path) -> None:
         """Download a checkpoint, verify it, and put it at `target`, with the time of its first writing.
@@ -163,7 +176,8 @@ class Mirror:
         try:
             with open(temporary, "wb") as file, ProgressBar(desc=pointer.file, total=pointer.size, unit="B") as bar:
                 for start in range(0, pointer.size, BLOCK_BYTES):
-                    block = self.fs.cat_file(path, start=start, end=min(start + BLOCK_BYTES, pointer.size))
+                    end = min(start + BLOCK_BYTES, pointer.size)
+                    block = self.patiently(partial(self.fs.cat_file, path, start=start, end=end))
                     file.write(block)
                     bar.update(len(block))
                 file.flush()
@@ -180,19 +194,27 @@ class Mirror:
     def verify(self, pointer: Pointer) -> str:
         """Read a checkpoint and its checksums in the store; return intact, or what is wrong with it."""
         try:
+            if (size := self.fs.size(self._path(pointer.file))) != pointer.size:
+                return f"incomplete ({size:,} of {pointer.size:,} bytes)"
             with self.fs.open(self._path(pointer.file), "rb") as file, zipfile.ZipFile(file) as archive:
                 bad = archive.testzip()
         except FileNotFoundError:
             return "missing"
         except zipfile.BadZipFile:
-            return "corrupt or incomplete"
+            return "corrupt"
         return f"corrupt (checksum of record {bad})" if bad else "intact"
 
     # -----------------------------------------------------------------------------------------------------------------
     # writing
 
     def upload(
-        self, path: Path, pointer: Pointer, names: Sequence[str], files: Mapping[str, Path], keep: int, callback: Any
+        self,
+        path: Path,
+        pointer: Pointer,
+        names: Sequence[str],
+        files: Mapping[str, Path],
+        keep: int,
+        progress: Callable[[int], object],
     ) -> bool:
         """Upload a checkpoint unless it is there, then other files, then its pointers; then delete what is too old.
 
@@ -200,24 +222,30 @@ class Mirror:
             names: of the checkpoint; latest.pt's pointer is written last, after the one of its backup.
             files: see upload_files.
             keep: newest rolling checkpoints that are kept; 0: all.
-            callback: fsspec's, for progress.
+            progress: is called with the number of bytes that are uploaded.
 
         Returns: whether the checkpoint was not there.
         """
-        is_new = self.sizes().get(pointer.file) != pointer.size
+        import fsspec
+
+        if self.there is None:
+            (self.there, self.bad), self.listed = self.pointers(), self.sizes()
+        is_new = self.listed.get(pointer.file) != pointer.size
         if is_new:
             self._make_folder()
+            callback = fsspec.Callback(hooks={"progress": lambda _, sent, **__: progress(sent)})
             self.fs.put_file(str(path), self._path(pointer.file), callback=callback)
+            self.listed[pointer.file] = pointer.size
         self.upload_files(files)
-        there, bad = self.pointers()
         new = dict.fromkeys(names, pointer)
-        if LATEST in names and LATEST in there and there[LATEST] != pointer:
-            new[BACKUP] = there[LATEST]
+        if LATEST in names and LATEST in self.there and self.there[LATEST] != pointer:
+            new[BACKUP] = self.there[LATEST]
         for name in sorted(new, key=lambda name: name == LATEST):
-            if there.get(name) != new[name]:
-                self._write_pointer(name, new[name])
-        if not bad:  # a pointer that cannot be read may name any file
-            self._delete_old(there | new, keep)
+            if self.there.get(name) != new[name]:
+                self._write(f"{name}.json", asdict(new[name]))
+                self.there[name] = new[name]
+                self.bad.pop(name, None)
+        self._delete_old(self.there, keep)
         return is_new
 
     def upload_files(self, files: Mapping[str, Path]) -> None:
@@ -231,8 +259,8 @@ class Mirror:
                 self.fs.pipe_file(self._path(name), path.read_bytes())  # the file may grow, so its bytes are taken once
                 self.sent[name] = stat.st_size, stat.st_mtime_ns
 
-    def _write_pointer(self, name: str, pointer: Pointer) -> None:
-        self.fs.pipe_file(self._path(f"{name}.json"), f"{json.dumps(asdict(pointer))}\n".encode())
+    def _write(self, name: str, content: dict) -> None:
+        self.fs.pipe_file(self._path(name), f"{json.dumps(content)}\n".encode())
 
     def _delete_old(self, there: dict[str, Pointer], keep: int) -> None:
         rolling = sorted((name for name in there if name.startswith("rolling")), key=lambda name: there[name].mtime_ns)
@@ -240,9 +268,11 @@ class Mirror:
             self.fs.rm_file(self._path(f"{name}.json"))  # first, so that no pointer names a deleted file
             del there[name]
         named = {pointer.file for pointer in there.values()}
-        for name in self.sizes():
-            if name.startswith("step_") and name not in named:
+        for name in list(self.listed):
+            # A pointer that cannot be read may name any file.
+            if name.startswith("step_") and name not in named and not self.bad:
                 self.fs.rm_file(self._path(name))
+                del self.listed[name]
 
     def _path(self, name: str) -> str:
         return f"{self.folder}/{name}"
@@ -277,16 +307,22 @@ def restore_checkpoint(mirror: Mirror, which: str, folder: Path, local: Path | N
 
     Returns: its path, or None; and a line for each checkpoint that was skipped.
     """
-    newest_ns = local.stat().st_mtime_ns if local else 0
-    pointers, skipped = mirror.pointers()
+    newest_ns, best = local.stat().st_mtime_ns if local else 0, which == "best"
+    pointers, bad = mirror.patiently(mirror.pointers)
+    skipped = list(bad.values())
+    newest = pointers.get(BEST if best else LATEST)
+    if newest and newest.mtime_ns <= newest_ns:
+        return None, []
     for name, pointer in pointers.items():
-        if (name == BEST) != (which == "best") or pointer.mtime_ns <= newest_ns:
+        if (name == BEST) != best or pointer.mtime_ns <= newest_ns:
             continue
-        target, downloaded = folder / (BEST if which == "best" else LATEST), folder / ".restored.pt.tmp"
+        target, downloaded = folder / (BEST if best else LATEST), folder / ".restored.pt.tmp"
         try:
             mirror.download(pointer, downloaded)
         except FileNotFoundError:
             skipped.append(f"{mirror.url}/{pointer.file}: missing, though {name}.json names it")
+        except NoAnswer:
+            raise
         except UserError as error:
             skipped.append(str(error))
         else:

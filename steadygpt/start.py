@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from steadygpt.checkpoint import (
     BEST,
+    LATEST,
     Captured,
     check_folder,
     find_checkpoint,
@@ -22,8 +23,8 @@ from steadygpt.checkpoint import (
 from steadygpt.cli import UserError, options_of
 from steadygpt.distributed import Ranks, Silent
 from steadygpt.durable import lock_folder
-from steadygpt.hub import NoAnswer, persistently
 from steadygpt.mirror import Mirror, files_of, restore_checkpoint, restore_files
+from steadygpt.retry import NoAnswer
 from steadygpt.runlog import RunLog, read_status
 from steadygpt.saves import CheckpointWriter, Saves
 from steadygpt.shards import fingerprint
@@ -159,7 +160,7 @@ def find_newest(config: "TrainConfig") -> tuple[bool, Path | None, list[str], di
         raise UserError(f"{folder} has no intact checkpoint, and a dry run downloads none from {url}; drop --dry_run")
     mirror = Mirror(url)
     try:
-        restored, bad = persistently(url, lambda _: restore_checkpoint(mirror, config.resume, folder, path))
+        restored, bad = restore_checkpoint(mirror, config.resume, folder, path)
     except NoAnswer as error:
         if not path:
             raise
@@ -250,20 +251,22 @@ def open_writer(start: Start) -> CheckpointWriter:
 
     if mirror:
         try:
-            persistently(mirror.url, lambda _: claim())
+            mirror.patiently(claim)
         except NoAnswer:
             claimed = False
         if start.restored:
-            persistently(mirror.url, lambda _: restore_files(mirror, config))
+            mirror.patiently(lambda: restore_files(mirror, config))
     latest = summary(start.checkpoint) if start.checkpoint else None
     writer = CheckpointWriter(
         Path(config.checkpoint_dir), config.keep_checkpoints, start.path, latest, not config.background_upload
     )
     if mirror:
-        writer.uploads = Uploads(
+        writer.uploads = uploads = Uploads(
             mirror, None if claimed else claim, config.mirror_keep, config.mirror_minutes, lambda: files_of(config),
             lambda *outcome: writer.reports.put(outcome),
         )  # fmt: skip
+    if mirror and latest:  # also after a choice to go back, which a kill before the first save must not undo
+        uploads.add(Path(config.checkpoint_dir, LATEST), latest, [LATEST])
     return writer
 
 

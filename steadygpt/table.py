@@ -79,7 +79,7 @@ def mirror_table(mirror: Mirror) -> Iterator[str]:
         state = "complete" if found == pointer.size else "missing" if found is None else f"incomplete: {found:,} bytes"
         about = {"step": pointer.step, "epoch": pointer.epoch, "loss": pointer.loss, "val_loss": val_loss}
         yield table_row(name, about, pointer.size, pointer.mtime_ns / 1e9, state)
-    yield from (f"warning: {line}" for line in bad)
+    yield from (f"warning: {line}" for line in bad.values())
     yield f"{len(pointers)} names of {len({pointer.file for pointer in pointers.values()})} files in {mirror.url}"
 
 
@@ -105,7 +105,7 @@ def details(file: Path) -> Iterator[str]:
         "tokenizer": checkpoint["tokenizer"],
         "options": ", ".join(f"{name} {value}" for name, value in checkpoint["train_config"].items() if value != ""),
         "optimizer": f"{', '.join({kind: 0 for state in moments for kind in state})} of {len(moments)} tensors",
-        "weights": f"{sum({t.data_ptr(): t.numel() for t in checkpoint['model'].values()}.values()):,} numbers, tied ones once",
+        "weights": f"{sum({t.data_ptr(): t.numel() for t in checkpoint['model'].values()}.values()):,} numbers",
     }
     yield str(file)
     for name, text in found.items():

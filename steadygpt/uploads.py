@@ -13,7 +13,7 @@ from steadygpt.durable import link_file
 from steadygpt.mirror import Mirror, Pointer
 
 WAITING = 2  # uploads behind the current one; each keeps a checkpoint on the disk
-LONGEST_PAUSE_S = 60.0  # between attempts
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # between attempts
 GIVE_UP_S = 300.0  # without progress, after which nothing waits for an upload any more
 
 
@@ -127,10 +127,7 @@ class Uploads:
                 self.changed.notify_all()
 
     def _send(self, upload: Upload) -> None:
-        import fsspec
-
-        url, pause_s, start_s, sent, is_new = self.mirror.url, 1.0, time.monotonic(), None, False
-        callback = fsspec.Callback(hooks={"time": lambda *_, **__: self._note_progress()})
+        url, pause_s, start_s, sent, is_new = self.mirror.url, 0.0, time.monotonic(), None, False
         while upload.names != sent:  # names may be added meanwhile
             names = list(upload.names)
             try:
@@ -139,7 +136,9 @@ class Uploads:
                     self.claim = None
                 if upload.pointer and upload.copy:
                     files = self.files()
-                    is_new |= self.mirror.upload(upload.copy, upload.pointer, names, files, self.keep, callback)
+                    is_new |= self.mirror.upload(
+                        upload.copy, upload.pointer, names, files, self.keep, self._note_progress
+                    )
                 else:
                     self.mirror.upload_files(self.files())
                 sent = names
@@ -149,15 +148,15 @@ class Uploads:
                 self.report("failed", f"nothing is uploaded: {error}")
                 return
             except Exception as error:  # every fsspec back end has exceptions of its own
-                if pause_s == 1:
+                if not pause_s:
                     reason = f"{type(error).__name__}: {error}".splitlines()[0]
                     self.report("failed", f"{upload} is not uploaded to {url} yet: {reason}; trying again and again")
+                pause_s = min(2 * pause_s or FIRST_PAUSE_S, LONGEST_PAUSE_S)
                 time.sleep(pause_s)
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 self.mirror.connect()
         if upload.pointer:
             cost = f"{upload.pointer.size / 1e6:,.1f} MB in {time.monotonic() - start_s:.1f} s"
             self.report("done", f"uploaded {upload} as {', '.join(sent)} to {url} ({cost if is_new else 'was there'})")
 
-    def _note_progress(self) -> None:
+    def _note_progress(self, sent: int = 0) -> None:
         self.progress_at_s = time.monotonic()

@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 import threading
+import time
 from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
 from urllib.parse import unquote
@@ -60,7 +61,10 @@ class Store:
         connection.close()
 
     def fail(self, match: str, **how) -> None:
-        """Let the next requests that match fail as a standin.Fault; drop_after=0 resets them before the server acts."""
+        """Let the next requests that match fail as a standin.Fault; drop_after=0 resets them before the server acts.
+
+        drop_after and bytes_per_s of an upload concern the body of the request.
+        """
         self.faults.append(Fault(match, **how))
 
     def sent(self, match: str = "") -> int:
@@ -71,14 +75,15 @@ class Store:
 class _Proxy(Handler):
     def do_GET(self):  # noqa: N802
         self.log = self.hub.log  # a late answer is not part of the next test's
-        body = self._body()
         self.line = f"{self.command} {unquote(self.path)} {self.headers.get('Range', '')}".rstrip()
         self.fault = next((f for f in self.hub.faults if f.times and re.search(f.match, self.line)), Fault(""))
         self.fault.times -= self.fault.times > 0
+        if self.fault.drop_after == 0 or (self.fault.drop_after > 0 and self.command != "GET"):
+            self.rfile.read(self.fault.drop_after)
+            return self.reset()
+        body = self._body()
         if self.fault.status:
             return self.answer(self.fault.status, b"", self.fault.headers)
-        if self.fault.drop_after == 0:
-            return self.reset()
         upstream = http.client.HTTPConnection("127.0.0.1", self.hub.port)
         upstream.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
         for key, value in self.headers.items():
@@ -98,13 +103,20 @@ class _Proxy(Handler):
 
     def _body(self) -> bytes:
         if "chunked" not in self.headers.get("Transfer-Encoding", ""):
-            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            return self._read(int(self.headers.get("Content-Length", 0)))
         body = b""
         while size := int(self.rfile.readline(), 16):
-            body += self.rfile.read(size)
+            body += self._read(size)
             self.rfile.readline()
         self.rfile.readline()
         return body
+
+    def _read(self, size: int) -> bytes:
+        data, rate = b"", self.fault.bytes_per_s
+        while rate and len(data) < size and (part := self.rfile.read(min(2**12, size - len(data)))):
+            data += part
+            time.sleep(len(part) / rate)
+        return data + self.rfile.read(size - len(data))
 
 
 @functools.cache

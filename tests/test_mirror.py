@@ -1,0 +1,406 @@
+"""Mirrors: what is uploaded and when, what stays there, and runs restored from one on an empty machine."""
+
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from conftest import REPO, assert_same_state, load, metrics, run_here
+from test_checkpoint import content, damage
+
+import train
+from steadygpt import uploads
+from steadygpt.checkpoint import Captured, read_checkpoint
+from steadygpt.cli import UserError
+from steadygpt.distributed import Stopped
+from steadygpt.mirror import Mirror, Pointer
+from steadygpt.saves import CheckpointWriter
+from steadygpt.uploads import Uploads
+
+sys.path.insert(0, str(REPO / "scripts"))
+import upload_manager
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Retry at once, and only in our code."""
+    monkeypatch.setattr(uploads, "FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(uploads, "LONGEST_PAUSE_S", 0.02)
+    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
+    monkeypatch.setattr("gcsfs.GCSFileSystem.retries", 1)
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+
+
+class Saver:
+    """A writer of a run that uploads to `url`."""
+
+    def __init__(self, folder: Path, url: str, keep=10, minutes=0.0, wait=False, files=dict):
+        self.folder, self.mirror = folder, Mirror(url)
+        self.writer = CheckpointWriter(folder, keep=10, wait_for_uploads=wait)
+        self.writer.uploads = Uploads(self.mirror, None, keep, minutes, files, lambda *r: self.writer.reports.put(r))
+
+    def save(self, step: int, *tiers: str) -> None:
+        self.writer.save(Captured(content(step)), list(tiers))
+        self.writer.wait()
+
+    def uploaded(self) -> dict[str, int]:
+        """Wait for the uploads; return checkpoint name -> step in the mirror."""
+        self.writer.uploads.wait()
+        return {name: pointer.step for name, pointer in self.mirror.pointers()[0].items()}
+
+    def reports(self) -> list[str]:
+        return [text for outcome, text in self.writer.take_reports() if outcome in ("done", "failed")]
+
+
+@pytest.fixture
+def saver(tmp_path):
+    return Saver(tmp_path / "here", f"file://{tmp_path}/there")
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def files(folder: Path, pattern: str = "step_*") -> list[str]:
+    return sorted(path.name for path in folder.glob(pattern))
+
+
+def test_checkpoint_is_uploaded_once_under_all_of_its_names(saver, tmp_path):
+    saver.save(1, "rolling_step_000001.pt", "epoch_00001.pt")
+    saver.writer.record({1: {"val_loss": 3.5}}, best=1)
+    saver.writer.close()
+    names = ["latest.pt", "rolling_step_000001.pt", "epoch_00001.pt", "best_model.pt"]
+    assert saver.uploaded() == dict.fromkeys(names, 1)
+    assert len(files(tmp_path / "there")) == 1
+    assert not list((tmp_path / "here").glob(".step*"))  # the links that kept the files
+
+
+def test_mirror_keeps_the_newest_rolling_checkpoints_and_only_files_that_have_a_name(tmp_path):
+    saver = Saver(tmp_path / "here", f"file://{tmp_path}/there", keep=2)
+    for step in range(1, 6):
+        saver.save(step, f"rolling_step_{step:06d}.pt")
+        saver.uploaded()
+    saver.save(6)
+    found = {"latest.pt": 6, "latest_backup.pt": 5, "rolling_step_000005.pt": 5, "rolling_step_000004.pt": 4}
+    assert saver.uploaded() == found
+    assert [name[:11] for name in files(tmp_path / "there")] == ["step_000004", "step_000005", "step_000006"]
+
+
+def test_saves_by_the_clock_are_uploaded_at_most_every_mirror_minutes(tmp_path, monkeypatch):
+    saver = Saver(tmp_path / "here", f"file://{tmp_path}/there", minutes=10)
+    saver.save(1)
+    saver.save(2)
+    assert saver.uploaded() == {"latest.pt": 1}
+    saver.save(3, "rolling_step_000003.pt")  # belongs to a tier
+    saver.save(4)
+    assert saver.uploaded()["latest.pt"] == 3
+    saver.writer.uploads.added_at_s -= 600
+    saver.save(5)
+    assert saver.uploaded()["latest.pt"] == 5
+    saver.save(6)
+    saver.writer.close()
+    saver.writer.finish_uploads()  # the end of the run
+    assert saver.uploaded()["latest.pt"] == 6
+
+
+def test_uploads_that_fall_behind_drop_the_oldest_waiting_one_and_hold_up_no_save(saver, monkeypatch):
+    may_upload, upload = threading.Event(), saver.mirror.upload
+    monkeypatch.setattr(saver.mirror, "upload", lambda *args: (may_upload.wait(20), upload(*args))[1])
+    saver.save(1, "rolling_step_000001.pt")
+    wait_for(lambda: not saver.writer.uploads.waiting)
+    for step in (2, 3, 4, 5):
+        saver.save(step, f"rolling_step_{step:06d}.pt")
+    assert read_checkpoint(saver.folder / "latest.pt")["step"] == 5
+    may_upload.set()
+    assert {step for step in saver.uploaded().values()} == {1, 4, 5}
+    dropped = [text for text in saver.reports() if "newer checkpoints are waiting" in text]
+    assert [text[:22] for text in dropped] == ["step 2 is not uploaded", "step 3 is not uploaded"]
+
+
+def test_upload_waits_in_the_save_if_asked_to(tmp_path, monkeypatch):
+    saver = Saver(tmp_path / "here", f"file://{tmp_path}/there", wait=True)
+    saver.save(1)
+    assert not saver.writer.uploads.current
+    assert saver.uploaded() == {"latest.pt": 1}
+
+
+def test_other_files_are_uploaded_when_they_have_changed(tmp_path):
+    log = tmp_path / "log.txt"
+    log.write_text("one\n")
+    saver = Saver(tmp_path / "here", "memory://there-logs", files=lambda: {"logs/log.txt": log})
+    sent, pipe_file = [], saver.mirror.fs.pipe_file
+    saver.mirror.fs.pipe_file = lambda path, data: (sent.append(path), pipe_file(path, data))
+    for step, text in ((1, "one\n"), (2, "one\n"), (3, "one\ntwo\n")):
+        log.write_text(text) if text != log.read_text() else None
+        saver.save(step)
+        saver.uploaded()
+    assert len([path for path in sent if path.endswith("log.txt")]) == 2
+    assert saver.mirror.read("logs/log.txt") == b"one\ntwo\n"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# faults of the store
+
+
+@pytest.mark.parametrize(
+    ("match", "fault"),
+    {
+        "the checkpoint refused": ("PUT .*/step_", {"status": 403}),
+        "the connection reset": ("PUT .*/step_", {"drop_after": 0}),
+        "cut off half-way": ("PUT .*/step_", {"drop_after": 1000}),
+        "server errors": ("(PUT|POST) ", {"status": 500}),
+        "slow down": ("(PUT|POST) ", {"status": 503}),
+        "a pointer refused": ("PUT .*latest.pt.json", {"status": 403}),
+    }.values(),
+)
+def test_failed_upload_is_repeated_until_it_succeeds(s3, tmp_path, match, fault):
+    saver = Saver(tmp_path / "here", f"{s3.url}/run")
+    saver.save(1, "rolling_step_000001.pt")
+    assert saver.uploaded() == {"latest.pt": 1, "rolling_step_000001.pt": 1}
+    s3.fail(match, times=2, **fault)
+    saver.save(2, "rolling_step_000002.pt")
+    assert saver.uploaded()["latest.pt"] == 2
+    assert all(saver.mirror.verify(pointer) == "intact" for pointer in saver.mirror.pointers()[0].values())
+    assert not any(fault.times for fault in s3.faults)
+    _, failed, done = saver.reports()
+    assert "step 2 is not uploaded to s3://" in failed
+    assert "uploaded step 2 as latest.pt, rolling_step_000002.pt" in done
+
+
+def test_credentials_that_expire_and_are_renewed(s3, tmp_path, monkeypatch):
+    saver = Saver(tmp_path / "here", f"{s3.url}/run")
+    s3.fail("Credential=expired|PUT|GET", times=-1, status=403)
+    saver.save(1)
+    wait_for(lambda: any("step 1 is not uploaded" in text for text in saver.reports()))
+    s3.faults.clear()
+    assert saver.uploaded() == {"latest.pt": 1}
+
+
+def test_pointer_of_latest_is_the_last_to_be_written(s3, tmp_path):
+    saver = Saver(tmp_path / "here", f"{s3.url}/run", files=lambda: {"evaluations.json": REPO / "LICENSE"})
+    for step in (1, 2):
+        saver.save(step, f"rolling_step_{step:06d}.pt")
+        saver.uploaded()
+    put = [line.split("/")[-1].split("?")[0] for line, _ in s3.log if line.startswith("PUT") and "step" in line]
+    written = [line.split("/run/")[1] for line, _ in s3.log if line.startswith("PUT ")]
+    second = written[next(i for i, name in enumerate(written) if name.startswith("step_000002")) :]
+    assert [name.split("-")[0].split("?")[0] for name in second] == [
+        "step_000002",
+        "rolling_step_000002.pt.json",
+        "latest_backup.pt.json",
+        "latest.pt.json",
+    ], put
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# runs
+
+
+FLAGS = ("--checkpoint_freq", "2", "--eval_freq", "4", "--dropout", "0.1", "--use_tensorboard")
+
+
+@pytest.fixture
+def machines(workdir, monkeypatch):
+    """A function that changes to an empty working folder with the data in it."""
+
+    def change_to(name: str) -> None:
+        folder = workdir / name
+        folder.mkdir(exist_ok=True)
+        if not (folder / "data").exists():
+            (folder / "data").symlink_to(workdir / "data")
+        monkeypatch.chdir(folder)
+
+    change_to("first")
+    return change_to
+
+
+def stopping_at(last: int):
+    step_of, stop = train.train_step, Stopped("SIGTERM")
+
+    def train_step(training, batches, lr, step, *args):
+        if step == last:
+            raise stop
+        return step_of(training, batches, lr, step, *args)
+
+    return train_step
+
+
+def test_lost_machine_loses_nothing(store, machines, capsys, monkeypatch):
+    url = f"{store.url}/run"
+    assert run_here(*FLAGS) == 0
+    machines("second")
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "train_step", stopping_at(6))
+        assert run_here(*FLAGS, "--mirror", url) == 0
+    machines("third")
+    capsys.readouterr()
+    assert run_here(*FLAGS, "--resume", "latest", "--mirror", url) == 0
+    assert f"resumed from checkpoints/latest.pt (restored from {url}) at step 6" in capsys.readouterr().out
+    assert_same_state(load("checkpoints/latest.pt"), load("../first/checkpoints/latest.pt"))
+    assert metrics("logs", "loss") == metrics("../first/logs", "loss")
+    assert metrics("logs", "val_loss") == metrics("../first/logs", "val_loss")
+    assert json.loads(Path("checkpoints/evaluations.json").read_text()).keys() == {"4", "8"}
+    assert len(list(Path("runs").glob("*/events.*"))) == 2  # of both machines
+
+
+def last_step(capsys) -> str:
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith("resumed from")][-1]
+
+
+def test_newer_one_of_folder_and_mirror_wins(machines, capsys, workdir):
+    url = f"file://{workdir}/there"
+    run_here(*FLAGS, "--mirror", url, "--max_steps", "4")
+    shutil.copytree(workdir / "first", workdir / "second", symlinks=True)
+    run_here("--resume", "--max_steps", "6")
+    machines("second")
+    run_here("--resume", "--max_steps", "8")
+    assert last_step(capsys).endswith("at step 6")
+    assert load("checkpoints/latest_backup.pt")["step"] == 6
+    shutil.rmtree(workdir / "there")
+    run_here("--resume", "--max_steps", "10")
+    resumed = last_step(capsys)
+    assert resumed.endswith("at step 8") and "restored" not in resumed
+    assert Mirror(url).pointers()[0]["latest.pt"].step == 10
+
+
+def test_going_back_to_an_older_checkpoint_holds_for_the_mirror_too(machines, capsys, workdir, monkeypatch):
+    url = f"file://{workdir}/there"
+    run_here(*FLAGS, "--mirror", url)
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(train, "train", lambda *_: sys.exit())  # it ends before the first save
+        run_here("--resume", "checkpoints/rolling_step_000004.pt")
+    wait_for(lambda: Mirror(url).pointers()[0]["latest.pt"].step == 4)
+    run_here("--resume", "latest")
+    assert last_step(capsys).endswith("at step 4")
+
+
+@pytest.mark.parametrize("how", ["missing", "truncated", "one bit"])
+def test_restore_skips_checkpoints_that_are_not_whole(machines, capsys, workdir, how):
+    url, there = f"file://{workdir}/there", workdir / "there"
+    run_here(*FLAGS, "--mirror", url)
+    latest = there / Mirror(url).pointers()[0]["latest.pt"].file
+    latest.unlink() if how == "missing" else damage(latest, how)
+    (there / "rolling_step_000006.pt.json").write_text('{"file"')
+    machines("second")
+    assert run_here("--resume", "latest", "--mirror", url) == 0
+    out = capsys.readouterr().out
+    assert "resumed from checkpoints/latest.pt (restored" in out and "at step 6" in out
+    assert f"skipped file://{there}/{latest.name}: " in out
+
+
+def test_mirror_of_another_run_is_refused(machines, workdir):
+    url = f"file://{workdir}/there"
+    run_here(*FLAGS, "--mirror", url, "--run_name", "theirs")
+    machines("second")
+    with pytest.raises(UserError, match="already holds checkpoints of the run theirs"):
+        run_here("--mirror", url)
+    run_here("--max_steps", "4")
+    with pytest.raises(UserError, match="already holds checkpoints of the run theirs"):
+        run_here("--resume", "checkpoints/latest.pt", "--mirror", url)
+
+
+def test_unreachable_mirror(machines, s3, capsys, monkeypatch):
+    monkeypatch.setattr("steadygpt.retry.FIRST_PATIENCE_S", 0.1)
+    url = f"{s3.url}/run"
+    run_here(*FLAGS, "--mirror", url, "--max_steps", "4")
+    address = os.environ["AWS_ENDPOINT_URL"]
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr(uploads, "GIVE_UP_S", 0.5)
+    capsys.readouterr()
+    assert run_here("--resume", "--max_steps", "6") == 0  # trains on, and says what is not uploaded
+    out, err = capsys.readouterr()
+    assert "which may have a newer checkpoint: " in out
+    assert "warning: not uploaded: step 4, step 6, the newest log; scripts/upload_manager.py upload-all" in err
+    machines("second")
+    for resume in ("latest", "auto"):  # auto starts no new run beside one that it cannot see
+        with pytest.raises(UserError, match="no answer"):
+            run_here("--resume", resume, "--mirror", url)
+    machines("first")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+    assert upload_manager.main(["upload-all", "--mirror", url]) == 0
+    assert Mirror(url).pointers()[0]["latest.pt"].step == 6
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    {
+        "unknown protocol": ("nowhere://bucket/run", "Protocol not known"),
+        "no bucket": ("s3://no-such-bucket/run", "s3://no-such-bucket/run"),
+        "not a folder": ("file:///dev/null/run", "/dev/null"),
+    }.values(),
+)
+def test_wrong_url_is_reported_before_training(machines, s3, url, message):
+    with pytest.raises(UserError, match=message):
+        run_here("--mirror", url)
+
+
+def test_auto_starts_a_new_run_if_the_mirror_is_empty_too(machines, workdir):
+    url = f"file://{workdir}/there"
+    with pytest.raises(UserError, match=r"no checkpoints in checkpoints; .* has none either"):
+        run_here("--resume", "latest", "--mirror", url)
+    assert run_here("--resume", "auto", "--mirror", url, "--max_steps", "4") == 0
+    assert Mirror(url).pointers()[0]["latest.pt"].step == 4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# commands
+
+
+def test_table_of_a_mirror(machines, s3, capsys):
+    run_here(*FLAGS, "--mirror", f"{s3.url}/run", "--no-background-upload")
+    capsys.readouterr()
+    assert run_here("--list_checkpoints", "--mirror", f"{s3.url}/run") == 0
+    remote = capsys.readouterr().out.splitlines()
+    run_here("--list_checkpoints")
+    local = capsys.readouterr().out.splitlines()
+    same = [(there.split()[:5], here.split()[:5]) for there, here in zip(remote[:-1], local[:-1], strict=True)]
+    assert len(same) == 8 and all(there == here for there, here in same)
+    assert remote[1].endswith("complete")
+
+
+def test_upload_manager(machines, store, capsys, workdir):
+    url = f"{store.url}/run"
+    run_here(*FLAGS)
+    assert upload_manager.main(["upload-all", "--mirror", url]) == 0
+    assert "latest.pt, rolling_step_000008.pt" in capsys.readouterr().out
+    assert upload_manager.main(["upload-all", "--mirror", url]) == 0
+    assert "already there" in capsys.readouterr().out
+    assert upload_manager.main(["list", "--mirror", url]) == 0
+    machines("second")
+    assert upload_manager.main(["download", "best", "--mirror", url]) == 0
+    assert Path("checkpoints/best_model.pt").read_bytes() == Path("../first/checkpoints/best_model.pt").read_bytes()
+    with pytest.raises(UserError, match="exists; rename it"):
+        upload_manager.main(["download", "best", "--mirror", url])
+    with pytest.raises(UserError, match="no epoch_00009"):
+        upload_manager.main(["download", "epoch_00009.pt", "--mirror", url])
+    assert upload_manager.main(["verify", "--mirror", url]) == 0
+    mirror = Mirror(url)
+    latest = mirror.pointers()[0]["latest.pt"].file
+    mirror.fs.pipe_file(f"{mirror.folder}/{latest}", b"half")
+    assert upload_manager.main(["verify", "--mirror", url]) == 1
+    assert f"{latest} (latest.pt, rolling_step_000008.pt): incomplete (4 of " in capsys.readouterr().out
+
+
+def test_upload_all_does_not_replace_a_newer_latest(machines, workdir):
+    url = f"file://{workdir}/there"
+    run_here(*FLAGS, "--mirror", url, "--max_steps", "4")
+    shutil.copytree(workdir / "first", workdir / "second", symlinks=True)
+    run_here("--resume", "--max_steps", "6")
+    machines("second")
+    upload_manager.main(["upload-all", "--mirror", url])
+    assert Mirror(url).pointers()[0]["latest.pt"].step == 6
+
+
+def test_pointer_that_is_damaged_is_no_pointer():
+    pointer = b'{"file": "step_000001-x.pt", "size": 5, "mtime_ns": 7, "step": 1}'
+    assert Pointer.parse(pointer).step == 1
+    for bad in (b"", pointer[:20], b"[]", b"{}", pointer.replace(b"5", b'"5"'), pointer.replace(b'"step"', b'"x"')):
+        with pytest.raises((ValueError, TypeError)):
+            Pointer.parse(bad)
