@@ -39,6 +39,7 @@ class Store:
         """Begin with an empty bucket, no faults and an empty log."""
         self.faults: list[Fault] = []
         self.log: list[tuple[str, int]] = []  # "METHOD path range", bytes of the answer's body
+        self.receiving = ""  # "METHOD path range" of a request whose body is on its way
         self.bucket = f"bucket-{os.getpid()}-{next(NUMBERS)}"
         self.url = f"{self.scheme}://{self.bucket}"
         path = f"/{self.bucket}" if self.scheme == "s3" else "/storage/v1/b?project=test"
@@ -81,7 +82,9 @@ class _Proxy(Handler):
         if self.fault.drop_after == 0 or (self.fault.drop_after > 0 and self.command != "GET"):
             self.rfile.read(self.fault.drop_after)
             return self.reset()
+        self.hub.receiving = self.line
         body = self._body()
+        self.hub.receiving = ""
         if self.fault.status:
             return self.answer(self.fault.status, b"", self.fault.headers)
         upstream = http.client.HTTPConnection("127.0.0.1", self.hub.port)
@@ -116,7 +119,10 @@ class _Proxy(Handler):
         while rate and len(data) < size and (part := self.rfile.read(min(2**12, size - len(data)))):
             data += part
             time.sleep(len(part) / rate)
-        return data + self.rfile.read(size - len(data))
+        data += self.rfile.read(size - len(data))
+        if len(data) < size:  # as with real stores, nothing of an incomplete request is kept
+            raise ConnectionError("the client is gone")
+        return data
 
 
 @functools.cache
