@@ -28,6 +28,24 @@ from steadygpt.state import HostCopy
 STEPS = 20
 
 
+def gpt2_step(rows: int, device: torch.device, host_copy: HostCopy):
+    """Return GPT-2 124M, its optimizer, and a function that takes a step on `rows` rows of 256 tokens."""
+    model = GPT(GPTConfig(context_length=256)).to(device)
+    optimizer = make_optimizer(model, TrainConfig(max_lr=1e-4))
+    tokens = torch.randint(0, 50257, (rows, 257), device=device)
+    precision = choose_precision("auto", device)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with autocast(device, precision):
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        host_copy.wait_before_update()
+        optimizer.step()
+
+    return model, optimizer, step
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", type=int, default=1, help="rows of 256 tokens in a step")
@@ -38,21 +56,11 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as temporary, joined("auto") as ranks:
         folder = Path(temporary)
-        model = GPT(GPTConfig(context_length=256)).to(ranks.device)
-        optimizer = make_optimizer(model, TrainConfig(max_lr=1e-4))
-        tokens = torch.randint(0, 50257, (args.rows, 257), device=ranks.device)
-        precision = choose_precision("auto", ranks.device)
-        writer, host_copy = CheckpointWriter(folder, keep=1), HostCopy(ranks.device)
+        host_copy = HostCopy(ranks.device)
+        model, optimizer, step = gpt2_step(args.rows, ranks.device, host_copy)
+        writer = CheckpointWriter(folder, keep=1)
         returned: dict[str, list[float]] = {"SteadyGPT": [], "torch.save": []}
         durable: list[float] = []
-
-        def step() -> None:
-            optimizer.zero_grad(set_to_none=True)
-            with autocast(ranks.device, precision):
-                loss = model(tokens[:, :-1], tokens[:, 1:])
-            loss.backward()
-            host_copy.wait_before_update()
-            optimizer.step()
 
         def seconds(name: str, save) -> float:
             """Time a save and the steps after it."""
