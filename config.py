@@ -30,7 +30,8 @@ class TrainConfig(GPTConfig):
     device: str = option("auto", "auto (CUDA if there is one), cpu, cuda, mps", "run")
     precision: str = option("auto", "auto: bf16 where the device computes in it, else fp32; --mixed_precision no, fp16 "
                             "and bf16 mean the same; fp8: products in the blocks, by torchao", "run",
-                            choices=("auto", "fp32", "bf16", "fp16", "fp8"))
+                            choices=("auto", "fp32", "bf16", "fp16", "fp8"), aliases=("mixed_precision",),
+                            spellings={"no": "fp32"})
     compile: str = option("auto", "torch.compile the model; auto: on CUDA", "run", choices=("auto", "on", "off"))
     deterministic: bool = option(False, "bitwise repeatable on CUDA too, slower", "run")
     profile: int = option(0, "steps to record, after 3 others, as a trace for Perfetto and TensorBoard; 0: none", "run",
@@ -72,7 +73,8 @@ class TrainConfig(GPTConfig):
                                        "of the time; 0: none", "checkpoints")
     keep_checkpoints: int = option(10, "newest rolling checkpoints that are kept", "checkpoints", at_least=1)
     resume: str = option("", "continue: latest, auto (latest, or a new run if there is none), best, or a file; bare "
-                         "--resume is latest", "checkpoints", bare="latest", on_resume="launch")
+                         "--resume is latest; also --resume_from_checkpoint", "checkpoints", bare="latest",
+                         aliases=("resume_from_checkpoint",), on_resume="launch")
     allow_changes: bool = option(False, "on resume: let batch size, learning rates, warm-up, optimizer and dropout "
                                  "differ from the checkpoint's", "checkpoints", on_resume="launch")
     list_checkpoints: bool = option(False, "print a table of checkpoint_dir and exit", "checkpoints",
@@ -181,7 +183,7 @@ ELSEWHERE = {
     **dict.fromkeys(("save_steps", "save_interval", "save_every"), "--checkpoint_freq"),
     **dict.fromkeys(("save_total_limit", "keep_last_n"), "--keep_checkpoints"),
     **dict.fromkeys(("output_dir", "out_dir", "save_dir"), "--checkpoint_dir"),
-    **dict.fromkeys(("resume_from_checkpoint", "resume_from", "load_checkpoint"), "--resume"),
+    **dict.fromkeys(("resume_from", "load_checkpoint"), "--resume"),
     **dict.fromkeys(("learning_rate", "lr"), "--max_lr"),
     **dict.fromkeys(("warmup_iters", "num_warmup_steps"), "--warmup_steps"),
     **dict.fromkeys(("max_iters", "max_train_steps", "num_iterations", "train_steps"), "--max_steps"),
@@ -222,7 +224,7 @@ def parse_args(argv: Sequence[str]) -> tuple[TrainConfig, dict[str, str]]:
     """
     flags = read_flags(
         TrainConfig,
-        _precision_of(argv),
+        argv,
         description="Train a GPT. Defaults < --config < flags. --flag_name and --flag-name are the same.",
         epilog="torchrun --nproc_per_node=4 train.py --use_tensorboard      (one process per GPU)",
         elsewhere=ELSEWHERE,
@@ -235,19 +237,6 @@ def parse_args(argv: Sequence[str]) -> tuple[TrainConfig, dict[str, str]]:
     if not config.resume:
         config.check_together()
     return config, dict.fromkeys(preset, "preset") | dict.fromkeys(flags, "flag")
-
-
-def _precision_of(argv: Sequence[str]) -> list[str]:
-    """Replace accelerate's --mixed_precision no|fp16|bf16 by --precision."""
-    found: list[str] = []
-    for argument in argv:
-        name, equals, value = argument.partition("=")
-        if name.replace("-", "_") == "__mixed_precision":
-            argument = f"--precision{equals}{value}"
-        if (argument == "no" and found[-1:] == ["--precision"]) or argument == "--precision=no":
-            argument = argument[:-2] + "fp32"
-        found.append(argument)
-    return found
 
 
 def _read_toml(name: str, read_by: tuple[str, ...] = ()) -> dict:

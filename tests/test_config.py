@@ -133,6 +133,12 @@ def test_mixed_precision_is_an_alias_of_precision():
     assert [parse("--mixed-precision", word).precision for word in ("no", "fp16", "bf16")] == ["fp32", "fp16", "bf16"]
 
 
+def test_resume_from_checkpoint_is_an_alias_of_resume():
+    for argument in ("--resume", "--resume_from_checkpoint", "--resume-from-checkpoint"):
+        assert parse(argument, "a/latest.pt").resume == parse(f"{argument}=a/latest.pt").resume == "a/latest.pt"
+        assert parse(argument, "latest") == parse(argument, "--seed", "1337") == parse("--resume")
+
+
 def test_values_keep_their_dashes():
     config = parse("--checkpoint-dir=a-b", "--data-dir", "c-d", "--sample-prompt=--e-f=g-h")
     assert (config.checkpoint_dir, config.data_dir, config.sample_prompt) == ("a-b", "c-d", "--e-f=g-h")
@@ -189,7 +195,7 @@ def test_errors_name_the_option_and_the_expected_value(tmp_path):
 def test_unknown_flag_suggests_a_similar_or_equivalent_option():
     assert error_of("--save_steps", "5") == "unknown argument '--save_steps'; here it is --checkpoint_freq"
     assert error_of("--deepspeed", "x.json") == "unknown argument '--deepspeed'; here it is --sharding fsdp"
-    assert error_of("--resume_from_checkpoint=a.pt").endswith("; here it is --resume")
+    assert error_of("--load_checkpoint=a.pt").endswith("; here it is --resume")
     assert error_of("--n-layer", "3").endswith("; here it is --num_layers")
     assert error_of("--frobnicate", "3") == "unknown argument '--frobnicate'; see --help"
     assert error_of("--maxlr", "3").endswith("did you mean --max_lr?")
@@ -222,7 +228,7 @@ def test_rotary_pct_must_give_an_even_number_of_dimensions():
 def test_no_flag_is_a_prefix_of_a_torchrun_flag():
     """torchrun would read such a flag as an abbreviation of its own and fail before the script starts."""
     torchrun_flags = [option for action in get_args_parser()._actions for option in action.option_strings]
-    our_flags = [f"--{name}" for name in [*FIELDS, "mixed_precision"]]
+    our_flags = [f"--{flag}" for name, f in FIELDS.items() for flag in (name, *f.metadata["aliases"])]
     assert "--nproc-per-node" in torchrun_flags
     assert "--run-path" in torchrun_flags
     for flag in our_flags + [flag.replace("_", "-") for flag in our_flags]:
