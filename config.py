@@ -45,6 +45,9 @@ class TrainConfig(GPTConfig):
 
     total_batch_size: int = option(524288, "tokens a step, over all ranks and micro-steps", "optimization", at_least=1,
                                    on_resume="ask")
+    micro_steps: int = option(0, "micro-steps of each rank in a step, in place of total_batch_size: the first start "
+                              "fixes the tokens of a step; 0: total_batch_size decides", "optimization",
+                              on_resume="never")
     mini_batch_size: int = option(32, "rows a rank computes at once; auto: as many as fit in its memory",
                                   "optimization", at_least=1, words=("auto",))
     max_lr: float = option(1e-3, "peak learning rate, after the warm-up", "optimization", on_resume="ask")
@@ -81,6 +84,8 @@ class TrainConfig(GPTConfig):
                                     on_resume="launch")
     mirror: str = option("", "fsspec URL of a folder that gets a copy of each save (s3://..., file://...)",
                          "checkpoints")
+    background_upload: bool = option(True, "upload to the mirror while training continues; off: each save waits for "
+                                     "its upload", "checkpoints")
 
     eval_freq: int = option(250, "steps between validations; 0: none", "evaluation")
     eval_tokens: int = option(10485760, "validation tokens, the same ones each time", "evaluation", at_least=1)
@@ -129,6 +134,21 @@ class TrainConfig(GPTConfig):
         for name in ("cpu_offload", "shard_size"):
             if getattr(self, name) and self.sharding != "fsdp":
                 raise UserError(f"--{name} needs --sharding fsdp")
+
+    def with_tokens_of_step(self, world_size: int) -> "TrainConfig":
+        """Return the configuration of a first start, with the total_batch_size that follows from micro_steps, if given.
+
+        Raises: UserError while mini_batch_size is auto.
+        """
+        if not self.micro_steps:
+            return self
+        if not self.mini_batch_size:
+            raise UserError(
+                f"--mini_batch_size auto keeps the tokens of a step, which --micro_steps {self.micro_steps} leaves open; "
+                "give --total_batch_size, or a number of rows"
+            )
+        tokens = self.mini_batch_size * self.context_length * world_size * self.micro_steps
+        return dataclasses.replace(self, total_batch_size=tokens)
 
     def shape(self, vocab_size: int) -> GPTConfig:
         """Return the shape of the model, with the data's vocabulary."""
@@ -189,7 +209,9 @@ ELSEWHERE = {
     **dict.fromkeys(("max_iters", "max_train_steps", "num_iterations", "train_steps"), "--max_steps"),
     **dict.fromkeys(("epochs", "num_train_epochs"), "--num_epochs"),
     **dict.fromkeys(("batch_size", "micro_batch_size", "per_device_train_batch_size"), "--mini_batch_size"),
-    **dict.fromkeys(("gradient_accumulation_steps", "grad_accum_steps"), "a larger --total_batch_size"),
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "grad_accum_steps"), "--micro_steps, counted on each GPU (nanoGPT counts all)"
+    ),
     **dict.fromkeys(("block_size", "seq_len", "sequence_length", "max_seq_length"), "--context_length"),
     **dict.fromkeys(("n_layer", "num_hidden_layers", "depth"), "--num_layers"),
     **dict.fromkeys(("n_head", "num_attention_heads"), "--num_heads"),
@@ -232,11 +254,19 @@ def parse_args(argv: Sequence[str]) -> tuple[TrainConfig, dict[str, str]]:
     )
     if not flags.get("resume", "latest"):  # an unset variable in a script must not start a new run
         raise UserError("--resume is empty; expected latest, auto, best or a checkpoint file")
-    preset = _read_toml(flags["config"]) if "config" in flags else {}
-    config = TrainConfig(**preset | flags)
+    options = _overridden(_read_toml(flags["config"]) if "config" in flags else {}, flags, "")
+    config = TrainConfig(**options)
     if not config.resume:
         config.check_together()
-    return config, dict.fromkeys(preset, "preset") | dict.fromkeys(flags, "flag")
+    return config, {name: "flag" if name in flags else "preset" for name in options}
+
+
+def _overridden(options: dict, by: dict, said: str) -> dict:
+    """Return options overridden `by` others, in which total_batch_size and micro_steps override each other."""
+    batch = {"total_batch_size", "micro_steps"}
+    if batch <= by.keys():
+        raise UserError(f"{said}--total_batch_size and --micro_steps both set the tokens of a step; give one of them")
+    return {name: value for name, value in options.items() if name not in batch or not batch & by.keys()} | by
 
 
 def _read_toml(name: str, read_by: tuple[str, ...] = ()) -> dict:
@@ -264,4 +294,6 @@ def _read_toml(name: str, read_by: tuple[str, ...] = ()) -> dict:
         elif type(value) is not kind:
             expected = " or ".join([kind.__name__, *FIELDS[key].metadata["words"]])
             raise UserError(f"{path}: {key} is {value!r} ({type(value).__name__}); expected {expected}")
-    return (_read_toml(values["config"], (*read_by, name)) if values.get("config") else {}) | values
+    return _overridden(
+        _read_toml(values["config"], (*read_by, name)) if values.get("config") else {}, values, f"{path}: "
+    )
