@@ -32,7 +32,8 @@ class TrainConfig(GPTConfig):
                             "and bf16 mean the same; fp8: products in the blocks, by torchao", "run",
                             choices=("auto", "fp32", "bf16", "fp16", "fp8"), aliases=("mixed_precision",),
                             spellings={"no": "fp32"})
-    compile: str = option("auto", "torch.compile the model; auto: on CUDA", "run", choices=("auto", "on", "off"))
+    compile: str = option("auto", "torch.compile the model; auto: on CUDA", "run", choices=("auto", "on", "off"),
+                          spellings={"True": "on", "False": "off"})
     deterministic: bool = option(False, "bitwise repeatable on CUDA too, slower", "run")
     profile: int = option(0, "steps to record, after 3 others, as a trace for Perfetto and TensorBoard; 0: none", "run",
                           on_resume="launch")
@@ -136,7 +137,7 @@ class TrainConfig(GPTConfig):
                 raise UserError(f"--{name} needs --sharding fsdp")
 
     def with_tokens_of_step(self, world_size: int) -> "TrainConfig":
-        """Return the configuration of a first start, with the total_batch_size that follows from micro_steps, if given.
+        """Return the configuration of a first start, in which micro_steps, if any, set total_batch_size.
 
         Raises: UserError while mini_batch_size is auto.
         """
@@ -144,8 +145,8 @@ class TrainConfig(GPTConfig):
             return self
         if not self.mini_batch_size:
             raise UserError(
-                f"--mini_batch_size auto keeps the tokens of a step, which --micro_steps {self.micro_steps} leaves open; "
-                "give --total_batch_size, or a number of rows"
+                f"--mini_batch_size auto needs the tokens of a step, which --micro_steps {self.micro_steps} derives "
+                "from the rows; give --total_batch_size instead, or a number of rows"
             )
         tokens = self.mini_batch_size * self.context_length * world_size * self.micro_steps
         return dataclasses.replace(self, total_batch_size=tokens)
@@ -206,13 +207,14 @@ ELSEWHERE = {
     **dict.fromkeys(("resume_from", "load_checkpoint"), "--resume"),
     **dict.fromkeys(("learning_rate", "lr"), "--max_lr"),
     **dict.fromkeys(("warmup_iters", "num_warmup_steps"), "--warmup_steps"),
-    **dict.fromkeys(("max_iters", "max_train_steps", "num_iterations", "train_steps"), "--max_steps"),
+    **dict.fromkeys(("max_iters", "lr_decay_iters", "max_train_steps", "num_iterations", "train_steps"), "--max_steps"),
     **dict.fromkeys(("epochs", "num_train_epochs"), "--num_epochs"),
     **dict.fromkeys(("batch_size", "micro_batch_size", "per_device_train_batch_size"), "--mini_batch_size"),
     **dict.fromkeys(
-        ("gradient_accumulation_steps", "grad_accum_steps"), "--micro_steps, counted on each GPU (nanoGPT counts all)"
+        ("gradient_accumulation_steps", "gradient_accumulation", "grad_accum_steps"),
+        "--micro_steps, counted on each GPU (nanoGPT counts those of all GPUs)",
     ),
-    **dict.fromkeys(("block_size", "seq_len", "sequence_length", "max_seq_length"), "--context_length"),
+    **dict.fromkeys(("block_size", "seq_len", "sequence_length", "max_seq_len", "max_seq_length"), "--context_length"),
     **dict.fromkeys(("n_layer", "num_hidden_layers", "depth"), "--num_layers"),
     **dict.fromkeys(("n_head", "num_attention_heads"), "--num_heads"),
     **dict.fromkeys(("n_embd", "hidden_size", "d_model"), "--embd_size"),
@@ -220,6 +222,8 @@ ELSEWHERE = {
     "bf16": "--precision bf16",
     "fp16": "--precision fp16",
     **dict.fromkeys(("eval_interval", "eval_steps", "eval_every"), "--eval_freq"),
+    "eval_iters": "--eval_tokens",
+    "no_compile": "--compile off",
     **dict.fromkeys(("log_interval", "logging_steps"), "--log_freq"),
     **dict.fromkeys(("max_grad_norm", "clip_grad", "gradient_clipping"), "--grad_clip"),
     **dict.fromkeys(("beta1", "adam_beta_1"), "--adam_beta1"),
@@ -227,7 +231,7 @@ ELSEWHERE = {
     **dict.fromkeys(("adam_epsilon", "epsilon", "eps"), "--adam_eps"),
     **dict.fromkeys(("deepspeed", "fsdp", "zero_stage"), "--sharding fsdp"),
     **dict.fromkeys(("gradient_checkpointing", "grad_checkpointing"), "--activation_checkpointing"),
-    **dict.fromkeys(("dataset", "data", "data_path", "train_file", "input_bin"), "--data_dir"),
+    **dict.fromkeys(("dataset", "data", "data_path", "train_file", "input_bin", "tokenized_dir"), "--data_dir"),
     **dict.fromkeys(("model_name_or_path", "model"), "--init_from"),
     **dict.fromkeys(("wandb", "wandb_log"), "--use_wandb"),
     "report_to": "--use_tensorboard, --use_wandb or neither",

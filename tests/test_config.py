@@ -137,6 +137,10 @@ def test_mixed_precision_is_an_alias_of_precision():
     assert [parse("--mixed-precision", word).precision for word in ("no", "fp16", "bf16")] == ["fp32", "fp16", "bf16"]
 
 
+def test_compile_accepts_true_and_false():
+    assert [parse(f"--compile={word}").compile for word in ("False", "True", "auto")] == ["off", "on", "auto"]
+
+
 def test_resume_from_checkpoint_is_an_alias_of_resume():
     for argument in ("--resume", "--resume_from_checkpoint", "--resume-from-checkpoint"):
         assert parse(argument, "a/latest.pt").resume == parse(f"{argument}=a/latest.pt").resume == "a/latest.pt"
