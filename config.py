@@ -258,18 +258,19 @@ def parse_args(argv: Sequence[str]) -> tuple[TrainConfig, dict[str, str]]:
     )
     if not flags.get("resume", "latest"):  # an unset variable in a script must not start a new run
         raise UserError("--resume is empty; expected latest, auto, best or a checkpoint file")
-    options = _overridden(_read_toml(flags["config"]) if "config" in flags else {}, flags, "")
+    preset = _read_toml(flags["config"]) if "config" in flags else {}
+    options = _overridden(preset, flags)
     config = TrainConfig(**options)
     if not config.resume:
         config.check_together()
     return config, {name: "flag" if name in flags else "preset" for name in options}
 
 
-def _overridden(options: dict, by: dict, said: str) -> dict:
-    """Return options overridden `by` others, in which total_batch_size and micro_steps override each other."""
+def _overridden(options: dict, by: dict, source: str = "") -> dict:
+    """Return options overridden `by` others; total_batch_size and micro_steps also override each other."""
     batch = {"total_batch_size", "micro_steps"}
     if batch <= by.keys():
-        raise UserError(f"{said}--total_batch_size and --micro_steps both set the tokens of a step; give one of them")
+        raise UserError(f"{source}--total_batch_size and --micro_steps both set the tokens of a step; give one of them")
     return {name: value for name, value in options.items() if name not in batch or not batch & by.keys()} | by
 
 
@@ -298,6 +299,5 @@ def _read_toml(name: str, read_by: tuple[str, ...] = ()) -> dict:
         elif type(value) is not kind:
             expected = " or ".join([kind.__name__, *FIELDS[key].metadata["words"]])
             raise UserError(f"{path}: {key} is {value!r} ({type(value).__name__}); expected {expected}")
-    return _overridden(
-        _read_toml(values["config"], (*read_by, name)) if values.get("config") else {}, values, f"{path}: "
-    )
+    preset = _read_toml(values["config"], (*read_by, name)) if values.get("config") else {}
+    return _overridden(preset, values, f"{path}: ")
