@@ -30,8 +30,10 @@ class TrainConfig(GPTConfig):
     device: str = option("auto", "auto (CUDA if there is one), cpu, cuda, mps", "run")
     precision: str = option("auto", "auto: bf16 where the device computes in it, else fp32; --mixed_precision no, fp16 "
                             "and bf16 mean the same; fp8: products in the blocks, by torchao", "run",
-                            choices=("auto", "fp32", "bf16", "fp16", "fp8"))
-    compile: str = option("auto", "torch.compile the model; auto: on CUDA", "run", choices=("auto", "on", "off"))
+                            choices=("auto", "fp32", "bf16", "fp16", "fp8"), aliases=("mixed_precision",),
+                            spellings={"no": "fp32"})
+    compile: str = option("auto", "torch.compile the model; auto: on CUDA", "run", choices=("auto", "on", "off"),
+                          spellings={"True": "on", "False": "off"})
     deterministic: bool = option(False, "bitwise repeatable on CUDA too, slower", "run")
     profile: int = option(0, "steps to record, after 3 others, as a trace for Perfetto and TensorBoard; 0: none", "run",
                           on_resume="launch")
@@ -44,6 +46,9 @@ class TrainConfig(GPTConfig):
 
     total_batch_size: int = option(524288, "tokens a step, over all ranks and micro-steps", "optimization", at_least=1,
                                    on_resume="ask")
+    micro_steps: int = option(0, "micro-steps of each rank in a step, in place of total_batch_size: the first start "
+                              "fixes the tokens of a step; 0: total_batch_size decides", "optimization",
+                              on_resume="never")
     mini_batch_size: int = option(32, "rows a rank computes at once; auto: as many as fit in its memory",
                                   "optimization", at_least=1, words=("auto",))
     max_lr: float = option(1e-3, "peak learning rate, after the warm-up", "optimization", on_resume="ask")
@@ -72,13 +77,14 @@ class TrainConfig(GPTConfig):
                                        "of the time; 0: none", "checkpoints")
     keep_checkpoints: int = option(10, "newest rolling checkpoints that are kept", "checkpoints", at_least=1)
     resume: str = option("", "continue: latest, auto (latest, or a new run if there is none), best, or a file; bare "
-                         "--resume is latest", "checkpoints", bare="latest", on_resume="launch")
+                         "--resume is latest; also --resume_from_checkpoint", "checkpoints", bare="latest",
+                         aliases=("resume_from_checkpoint",), on_resume="launch")
     allow_changes: bool = option(False, "on resume: let batch size, learning rates, warm-up, optimizer and dropout "
                                  "differ from the checkpoint's", "checkpoints", on_resume="launch")
     list_checkpoints: bool = option(False, "print a table of checkpoint_dir and exit", "checkpoints",
                                     on_resume="launch")
-    verbose: bool = option(False, "with --list_checkpoints: show what each checkpoint holds", "checkpoints",
-                           short="-v", on_resume="launch")
+    verbose: bool = option(False, "or -v; with --list_checkpoints: show what each checkpoint holds", "checkpoints",
+                           on_resume="launch", aliases=("v",))
     mirror: str = option("", "folder of an object store that gets a copy of the run: s3://BUCKET/RUN, gs://BUCKET/RUN, "
                          "or another fsspec URL", "checkpoints")
     mirror_keep: int = option(10, "newest rolling checkpoints that are kept in the mirror; 0: all", "checkpoints")
@@ -134,6 +140,21 @@ class TrainConfig(GPTConfig):
             if getattr(self, name) and self.sharding != "fsdp":
                 raise UserError(f"--{name} needs --sharding fsdp")
 
+    def with_tokens_of_step(self, world_size: int) -> "TrainConfig":
+        """Return the configuration of a first start, in which micro_steps, if any, set total_batch_size.
+
+        Raises: UserError while mini_batch_size is auto.
+        """
+        if not self.micro_steps:
+            return self
+        if not self.mini_batch_size:
+            raise UserError(
+                f"--mini_batch_size auto needs the tokens of a step, which --micro_steps {self.micro_steps} derives "
+                "from the rows; give --total_batch_size instead, or a number of rows"
+            )
+        tokens = self.mini_batch_size * self.context_length * world_size * self.micro_steps
+        return dataclasses.replace(self, total_batch_size=tokens)
+
     def shape(self, vocab_size: int) -> GPTConfig:
         """Return the shape of the model, with the data's vocabulary."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(GPTConfig)}
@@ -187,14 +208,17 @@ ELSEWHERE = {
     **dict.fromkeys(("save_steps", "save_interval", "save_every"), "--checkpoint_freq"),
     **dict.fromkeys(("save_total_limit", "keep_last_n"), "--keep_checkpoints"),
     **dict.fromkeys(("output_dir", "out_dir", "save_dir"), "--checkpoint_dir"),
-    **dict.fromkeys(("resume_from_checkpoint", "resume_from", "load_checkpoint"), "--resume"),
+    **dict.fromkeys(("resume_from", "load_checkpoint"), "--resume"),
     **dict.fromkeys(("learning_rate", "lr"), "--max_lr"),
     **dict.fromkeys(("warmup_iters", "num_warmup_steps"), "--warmup_steps"),
-    **dict.fromkeys(("max_iters", "max_train_steps", "num_iterations", "train_steps"), "--max_steps"),
+    **dict.fromkeys(("max_iters", "lr_decay_iters", "max_train_steps", "num_iterations", "train_steps"), "--max_steps"),
     **dict.fromkeys(("epochs", "num_train_epochs"), "--num_epochs"),
     **dict.fromkeys(("batch_size", "micro_batch_size", "per_device_train_batch_size"), "--mini_batch_size"),
-    **dict.fromkeys(("gradient_accumulation_steps", "grad_accum_steps"), "a larger --total_batch_size"),
-    **dict.fromkeys(("block_size", "seq_len", "sequence_length", "max_seq_length"), "--context_length"),
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "gradient_accumulation", "grad_accum_steps"),
+        "--micro_steps, counted on each GPU (nanoGPT counts those of all GPUs)",
+    ),
+    **dict.fromkeys(("block_size", "seq_len", "sequence_length", "max_seq_len", "max_seq_length"), "--context_length"),
     **dict.fromkeys(("n_layer", "num_hidden_layers", "depth"), "--num_layers"),
     **dict.fromkeys(("n_head", "num_attention_heads"), "--num_heads"),
     **dict.fromkeys(("n_embd", "hidden_size", "d_model"), "--embd_size"),
@@ -202,6 +226,8 @@ ELSEWHERE = {
     "bf16": "--precision bf16",
     "fp16": "--precision fp16",
     **dict.fromkeys(("eval_interval", "eval_steps", "eval_every"), "--eval_freq"),
+    "eval_iters": "--eval_tokens",
+    "no_compile": "--compile off",
     **dict.fromkeys(("log_interval", "logging_steps"), "--log_freq"),
     **dict.fromkeys(("max_grad_norm", "clip_grad", "gradient_clipping"), "--grad_clip"),
     **dict.fromkeys(("beta1", "adam_beta_1"), "--adam_beta1"),
@@ -209,7 +235,7 @@ ELSEWHERE = {
     **dict.fromkeys(("adam_epsilon", "epsilon", "eps"), "--adam_eps"),
     **dict.fromkeys(("deepspeed", "fsdp", "zero_stage"), "--sharding fsdp"),
     **dict.fromkeys(("gradient_checkpointing", "grad_checkpointing"), "--activation_checkpointing"),
-    **dict.fromkeys(("dataset", "data", "data_path", "train_file", "input_bin"), "--data_dir"),
+    **dict.fromkeys(("dataset", "data", "data_path", "train_file", "input_bin", "tokenized_dir"), "--data_dir"),
     **dict.fromkeys(("model_name_or_path", "model"), "--init_from"),
     **dict.fromkeys(("wandb", "wandb_log"), "--use_wandb"),
     "report_to": "--use_tensorboard, --use_wandb or neither",
@@ -228,7 +254,7 @@ def parse_args(argv: Sequence[str]) -> tuple[TrainConfig, dict[str, str]]:
     """
     flags = read_flags(
         TrainConfig,
-        _precision_of(argv),
+        argv,
         description="Train a GPT. Defaults < --config < flags. --flag_name and --flag-name are the same.",
         epilog="torchrun --nproc_per_node=4 train.py --use_tensorboard      (one process per GPU)",
         elsewhere=ELSEWHERE,
@@ -237,23 +263,19 @@ def parse_args(argv: Sequence[str]) -> tuple[TrainConfig, dict[str, str]]:
     if not flags.get("resume", "latest"):  # an unset variable in a script must not start a new run
         raise UserError("--resume is empty; expected latest, auto, best or a checkpoint file")
     preset = _read_toml(flags["config"]) if "config" in flags else {}
-    config = TrainConfig(**preset | flags)
+    options = _overridden(preset, flags)
+    config = TrainConfig(**options)
     if not config.resume:
         config.check_together()
-    return config, dict.fromkeys(preset, "preset") | dict.fromkeys(flags, "flag")
+    return config, {name: "flag" if name in flags else "preset" for name in options}
 
 
-def _precision_of(argv: Sequence[str]) -> list[str]:
-    """Replace accelerate's --mixed_precision no|fp16|bf16 by --precision."""
-    found: list[str] = []
-    for argument in argv:
-        name, equals, value = argument.partition("=")
-        if name.replace("-", "_") == "__mixed_precision":
-            argument = f"--precision{equals}{value}"
-        if (argument == "no" and found[-1:] == ["--precision"]) or argument == "--precision=no":
-            argument = argument[:-2] + "fp32"
-        found.append(argument)
-    return found
+def _overridden(options: dict, by: dict, source: str = "") -> dict:
+    """Return options overridden `by` others; total_batch_size and micro_steps also override each other."""
+    batch = {"total_batch_size", "micro_steps"}
+    if batch <= by.keys():
+        raise UserError(f"{source}--total_batch_size and --micro_steps both set the tokens of a step; give one of them")
+    return {name: value for name, value in options.items() if name not in batch or not batch & by.keys()} | by
 
 
 def _read_toml(name: str, read_by: tuple[str, ...] = ()) -> dict:
@@ -281,4 +303,5 @@ def _read_toml(name: str, read_by: tuple[str, ...] = ()) -> dict:
         elif type(value) is not kind:
             expected = " or ".join([kind.__name__, *FIELDS[key].metadata["words"]])
             raise UserError(f"{path}: {key} is {value!r} ({type(value).__name__}); expected {expected}")
-    return (_read_toml(values["config"], (*read_by, name)) if values.get("config") else {}) | values
+    preset = _read_toml(values["config"], (*read_by, name)) if values.get("config") else {}
+    return _overridden(preset, values, f"{path}: ")

@@ -395,6 +395,8 @@ def launch(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, data: Da
     """Plan a run that starts from scratch, weights or a checkpoint, build it and train; return the exit status."""
     with ExitStack() as held:
         start = find_start(config, given, ranks, held, read_weights)
+        if not start.checkpoint:
+            start = replace(start, config=start.config.with_tokens_of_step(ranks.world_size))
         data = data or open_data(start.config)
         shape = start.config.shape(data.vocab_size)
         if start.weights:
@@ -454,7 +456,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not config.resume and config.init_from == "scratch":  # report mistakes before waiting for other ranks
         data = open_data(config)
         strict_warmup = given.get("warmup_steps") == "flag"
-        make_schedule(config, data, distributed.world_size_of_environment(), strict_warmup=strict_warmup)
+        world_size = distributed.world_size_of_environment()
+        make_schedule(config.with_tokens_of_step(world_size), data, world_size, strict_warmup=strict_warmup)
     with distributed.joined(config.device, config.timeout_minutes) as ranks:
         return launch(config, given, ranks, data)
 

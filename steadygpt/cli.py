@@ -43,12 +43,13 @@ def option(
     *,
     choices: tuple = (),
     words: tuple[str, ...] = (),
+    aliases: tuple[str, ...] = (),
+    spellings: Mapping[str, str] = {},
     at_least: float = 0,
     above: float = -math.inf,
     at_most: float = math.inf,
     below: float = math.inf,
     bare: str | None = None,
-    short: str = "",
     positional: bool = False,
     on_resume: str = "free",
 ) -> Any:
@@ -56,17 +57,18 @@ def option(
 
     Args:
         words: that stand for a number which is found later; see Word.
+        aliases: other names of the flag, without dashes; one letter stands behind one dash.
+        spellings: other trainers' words for values of this option.
         at_least, above, at_most, below: bounds of numbers.
         bare: the value of the flag without one (`--resume`).
-        short: a second name of the flag, such as -v.
         positional: an argument without a flag; optional if it has a default.
         on_resume: of train.py: "never" changes, changes if asked ("ask": --allow_changes), changes "free"ly, or belongs
             to one "launch", so that the checkpoint's value is ignored.
     """
     bounds = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
-    names = {"short": short, "positional": positional, "on_resume": on_resume}
-    metadata = {"text": text, "group": group, "choices": choices, "words": words, "bare": bare}
-    return dataclasses.field(default=default, metadata=metadata | names | bounds)
+    metadata = {"text": text, "group": group, "choices": choices, "bare": bare, "positional": positional, **bounds}
+    names: dict[str, Any] = {"words": words, "aliases": aliases, "spellings": spellings}
+    return dataclasses.field(default=default, metadata=metadata | names | {"on_resume": on_resume})
 
 
 class Word(int):
@@ -171,16 +173,16 @@ def read_flags(
             continue
         bare = True if kind is bool else about["bare"]
         typed = "on|off" if kind is bool else kind.__name__.upper()
-        number = _number_or_word(kind, about["words"]) if about["words"] else kind
-        group.add_argument(
-            *filter(None, (about["short"], f"--{name}")),
-            dest=name,
-            type=_on_off if kind is bool else number,
-            nargs=None if bare is None else "?",
-            const=bare,
-            metavar="|".join(about["choices"] or [typed, *about["words"]]),
-            help=text.replace("%", "%%"),
-        )
+        for flag in (name, *about["aliases"]):
+            group.add_argument(
+                f"--{flag}" if len(flag) > 1 else f"-{flag}",
+                dest=name,
+                type=_on_off if kind is bool else _reader(kind, about["words"], about["spellings"]),
+                nargs=None if bare is None else "?",
+                const=bare,
+                metavar="|".join(about["choices"] or [typed, *about["words"]]),
+                help=text.replace("%", "%%") if flag == name else argparse.SUPPRESS,
+            )
         if kind is bool:
             group.add_argument(f"--no_{name}", dest=name, action="store_const", const=False, help=argparse.SUPPRESS)
     values, unknown = cli.parse_known_args([_underscored(argument) for argument in argv])
@@ -209,9 +211,9 @@ def _underscored(argument: str) -> str:
     return "--" + flag[2:].replace("-", "_") + equals + value if argument.startswith("--") else argument
 
 
-def _number_or_word(kind: type, words: tuple[str, ...]) -> Callable[[str], Any]:
+def _reader(kind: type, words: tuple[str, ...], spellings: Mapping[str, str]) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
-        return Word(text) if text in words else kind(text)
+        return Word(text) if text in words else kind(spellings.get(text, text))
 
     parse.__name__ = " or ".join([kind.__name__, *words])  # argparse prints it: invalid int or auto value
     return parse

@@ -257,8 +257,9 @@ def use_all_cores() -> None:
     """Divide the machine's cores among its processes, unless OMP_NUM_THREADS is set."""
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     wanted = os.environ.get("OMP_NUM_THREADS")
-    # torchrun sets OMP_NUM_THREADS=1 by default when it starts several processes, so that value is not the user's.
-    if wanted is None or (wanted == "1" and local_world_size > 1):
+    # torchrun sets OMP_NUM_THREADS=1 for several processes and accelerate for one, so that value is not the user's.
+    launched = local_world_size > 1 or "ACCELERATE_MIXED_PRECISION" in os.environ
+    if wanted is None or (wanted == "1" and launched):
         torch.set_num_threads(max(1, usable_cores() // local_world_size))
 
 

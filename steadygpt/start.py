@@ -183,8 +183,8 @@ def resume_config(saved: dict, config: "TrainConfig", given: Mapping[str, str]) 
         new, on_resume = getattr(config, name), f.metadata["on_resume"]
         if on_resume == "launch":
             continue
-        # A preset's warm-up was capped by the length of the run, so the checkpoint's value is the one that applies.
-        if name not in given or (name, given[name]) == ("warmup_steps", "preset"):
+        # The first start shortened a preset's warm-up and turned its micro-steps into tokens; these values apply.
+        if name not in given or (given[name] == "preset" and name in ("warmup_steps", "micro_steps")):
             taken[name] = saved[name]
         elif new != saved[name]:
             found = f"--{name} is {new!r}, but the checkpoint was trained with {saved[name]!r}; drop the flag, or"

@@ -70,7 +70,7 @@ def test_parameters_and_memory_in_preset_comments_are_correct(preset):
     table = (REPO / "docs/models.md").read_text()
     assert any(line.startswith(row) and line.endswith(f" | {size} |") for line in table.splitlines())
     for processes in (1, 2, 4, 8) if stated[5] else (1,):
-        assert config.grad_accum_steps(processes)
+        assert config.with_tokens_of_step(processes).grad_accum_steps(processes)
 
 
 def test_presets_match_the_earlier_projects():
@@ -79,10 +79,14 @@ def test_presets_match_the_earlier_projects():
     assert (neox.rotary_pct, neox.rotary_base, neox.parallel_residual, neox.tied_head) == (0.25, 10000, True, False)
     production = parse("--config", "production")
     assert {name: getattr(production, name) for name in SHAPE} == {name: getattr(neox, name) for name in SHAPE}
-    assert (production.mini_batch_size, production.grad_accum_steps(1)) == (4, 8)
-    assert (production.max_lr, production.checkpoint_freq, production.log_freq) == (2e-4, 500, 100)
+    assert (production.mini_batch_size, production.micro_steps, production.max_steps) == (4, 8, 10000)
+    assert (production.max_lr, production.weight_decay, production.grad_clip) == (2e-4, 0.1, 1.0)
+    assert (production.checkpoint_freq, production.log_freq) == (500, 100)
     gpt2_1b, long = parse("--config", "gpt2-1b"), parse("--config", "small_32k", "--resume")
     assert (gpt2_1b.embd_size, gpt2_1b.num_layers, gpt2_1b.num_heads, gpt2_1b.context_length) == (1536, 24, 24, 2048)
+    assert (gpt2_1b.total_batch_size, gpt2_1b.mini_batch_size) == (512 * 2048, 4)
+    assert (gpt2_1b.max_lr, gpt2_1b.warmup_steps, gpt2_1b.max_steps) == (3e-4, 2000, 100000)
+    assert (gpt2_1b.checkpoint_freq, gpt2_1b.keep_checkpoints) == (1000, 5)
     assert (long.embd_size, long.num_layers, long.context_length, long.resume) == (1024, 8, 32768, "latest")
     test = parse("--config", "test", "--mixed-precision", "bf16", "--max-steps", "100")
     assert (test.mini_batch_size, test.grad_accum_steps(1), test.precision, test.max_steps) == (2, 2, "bf16", 100)
@@ -131,6 +135,16 @@ def test_bare_switch_means_on():
 
 def test_mixed_precision_is_an_alias_of_precision():
     assert [parse("--mixed-precision", word).precision for word in ("no", "fp16", "bf16")] == ["fp32", "fp16", "bf16"]
+
+
+def test_compile_accepts_true_and_false():
+    assert [parse(f"--compile={word}").compile for word in ("False", "True", "auto")] == ["off", "on", "auto"]
+
+
+def test_resume_from_checkpoint_is_an_alias_of_resume():
+    for argument in ("--resume", "--resume_from_checkpoint", "--resume-from-checkpoint"):
+        assert parse(argument, "a/latest.pt").resume == parse(f"{argument}=a/latest.pt").resume == "a/latest.pt"
+        assert parse(argument, "latest") == parse(argument, "--seed", "1337") == parse("--resume")
 
 
 def test_values_keep_their_dashes():
@@ -189,7 +203,7 @@ def test_errors_name_the_option_and_the_expected_value(tmp_path):
 def test_unknown_flag_suggests_a_similar_or_equivalent_option():
     assert error_of("--save_steps", "5") == "unknown argument '--save_steps'; here it is --checkpoint_freq"
     assert error_of("--deepspeed", "x.json") == "unknown argument '--deepspeed'; here it is --sharding fsdp"
-    assert error_of("--resume_from_checkpoint=a.pt").endswith("; here it is --resume")
+    assert error_of("--load_checkpoint=a.pt").endswith("; here it is --resume")
     assert error_of("--n-layer", "3").endswith("; here it is --num_layers")
     assert error_of("--frobnicate", "3") == "unknown argument '--frobnicate'; see --help"
     assert error_of("--maxlr", "3").endswith("did you mean --max_lr?")
@@ -222,7 +236,7 @@ def test_rotary_pct_must_give_an_even_number_of_dimensions():
 def test_no_flag_is_a_prefix_of_a_torchrun_flag():
     """torchrun would read such a flag as an abbreviation of its own and fail before the script starts."""
     torchrun_flags = [option for action in get_args_parser()._actions for option in action.option_strings]
-    our_flags = [f"--{name}" for name in [*FIELDS, "mixed_precision"]]
+    our_flags = [f"--{flag}" for name, f in FIELDS.items() for flag in (name, *f.metadata["aliases"])]
     assert "--nproc-per-node" in torchrun_flags
     assert "--run-path" in torchrun_flags
     for flag in our_flags + [flag.replace("_", "-") for flag in our_flags]:
@@ -250,6 +264,31 @@ def test_help_lists_every_option(capsys):
 
 def test_grad_accum_steps_of_the_default_batch():
     assert [TrainConfig().grad_accum_steps(ranks) for ranks in (1, 2, 4, 8)] == [16, 8, 4, 2]
+
+
+def test_micro_steps_are_those_of_each_rank():
+    config = parse("--mini_batch_size", "4", "--context_length", "2048", "--micro_steps", "8")
+    tokens = [config.with_tokens_of_step(ranks).total_batch_size for ranks in (1, 2, 8)]
+    assert tokens == [65536, 131072, 524288]
+    assert [config.with_tokens_of_step(ranks).grad_accum_steps(ranks) for ranks in (1, 2, 8)] == [8, 8, 8]
+    assert TrainConfig().with_tokens_of_step(8) == TrainConfig()
+
+
+def test_total_batch_size_and_micro_steps_override_each_other(tmp_path):
+    production = parse("--config", "production", "--total_batch_size", "131072")
+    assert (production.micro_steps, production.total_batch_size) == (0, 131072)
+    config, given_options = parse_args(["--config", "quickstart", "--micro_steps", "2"])
+    assert config.with_tokens_of_step(1).total_batch_size == 2 * 8 * 128
+    assert "total_batch_size" not in given_options
+    (tmp_path / "mine.toml").write_text('config = "production"\ntotal_batch_size = 131072\n')
+    assert parse("--config", str(tmp_path / "mine.toml")).micro_steps == 0
+
+
+def test_total_batch_size_and_micro_steps_together_are_an_error(tmp_path):
+    message = "--total_batch_size and --micro_steps both set the tokens of a step; give one of them"
+    assert error_of("--total_batch_size", "65536", "--micro_steps", "8") == message
+    (tmp_path / "mine.toml").write_text("total_batch_size = 65536\nmicro_steps = 8\n")
+    assert error_of("--config", str(tmp_path / "mine.toml")) == f"{tmp_path / 'mine.toml'}: {message}"
 
 
 sizes = st.integers(1, 64)

@@ -9,12 +9,24 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import TINY, assert_same_state, command, environment, load, metrics, run_here, write_data
+from conftest import (
+    TINY,
+    assert_same_state,
+    command,
+    environment,
+    in_ranks,
+    load,
+    metrics,
+    need_gpus,
+    run_here,
+    write_data,
+)
 from test_train import DROPOUT, fails, folders
 
 import dataloader
 import train
 from steadygpt import saves
+from steadygpt.cli import UserError
 
 # ---------------------------------------------------------------------------------------------------------------------
 # stopping
@@ -150,6 +162,46 @@ def test_resumed_run_keeps_its_warmup(workdir):
     assert load("a/latest.pt")["train_config"]["warmup_steps"] == 0  # a tenth of 8 steps
     assert train.main(["--resume", "--max_steps", "20", *folders("a")]) == 0
     assert load("a/latest.pt")["train_config"]["warmup_steps"] == 0
+
+
+def with_micro_steps(*flags: str) -> list[str]:
+    """Return the flags of a tiny run with 3 micro-steps, as a preset gives them, in place of --total_batch_size."""
+    Path("mine.toml").write_text("micro_steps = 3\n")
+    at = TINY.index("--total_batch_size")
+    return [*TINY[:at], *TINY[at + 2 :], "--data_dir", "data", "--config", "mine.toml", *folders("a"), *flags]
+
+
+def main_in(folder: Path, argv: list[str]) -> int:
+    os.chdir(folder)
+    return train.main(argv)
+
+
+def test_micro_steps_of_the_first_start_fix_the_tokens_of_a_step(workdir):
+    need_gpus(2)
+    in_ranks(2, main_in, workdir, with_micro_steps("--max_steps", "4"))
+    first = load("a/latest.pt")
+    assert first["train_config"]["total_batch_size"] == 2 * 2 * 16 * 3  # ranks x rows x tokens x micro-steps
+    assert train.main(with_micro_steps("--resume", "--max_steps", "6")) == 0
+    assert train.main(with_micro_steps("--resume", "--max_steps", "7", "--mini_batch_size", "auto")) == 0
+    assert train.main(with_micro_steps("--resume", "--max_steps", "8", "--micro_steps", "3")) == 0
+    last = load("a/latest.pt")
+    assert last["train_config"]["total_batch_size"] == 192
+    assert (first["rows_consumed"], last["rows_consumed"]) == (4 * 12, 8 * 12)
+    with pytest.raises(UserError, match="--micro_steps is 2, but the checkpoint was trained with 3"):
+        train.main(with_micro_steps("--resume", "--micro_steps", "2"))
+
+
+def test_micro_steps_need_a_number_of_rows(workdir):
+    for flags in ([], ["--resume", "auto"]):
+        with pytest.raises(UserError, match="--mini_batch_size auto needs the tokens of a step, which --micro_steps 3"):
+            train.main(with_micro_steps("--mini_batch_size", "auto", *flags))
+
+
+def test_micro_steps_count_rows_as_long_as_those_of_the_initial_weights(workdir, capsys):
+    assert run_here(*folders("a")) == 0
+    flags = ("--init_from", "a/latest.pt", "--mini_batch_size", "2", "--micro_steps", "2", "--dry_run")
+    assert train.main(["--data_dir", "data", *flags]) == 0
+    assert " of 64 tokens = 2 rows x 16 tokens x 1 rank x 2 micro-steps;" in capsys.readouterr().out
 
 
 def test_resume_from_an_older_checkpoint_repeats_the_same_steps(workdir):

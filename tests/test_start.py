@@ -75,6 +75,13 @@ def test_warmup_of_the_checkpoint_overrides_that_of_a_preset():
     assert resume_config(saved, config, given_options) == (dataclasses.replace(config, warmup_steps=5), [])
 
 
+def test_tokens_of_the_checkpoint_override_the_micro_steps_of_a_preset():
+    config, given_options = parse_args(["--config", "production", "--resume"])
+    saved = dataclasses.asdict(config) | {"micro_steps": 0, "total_batch_size": 65536}
+    config, changes = resume_config(saved, config, given_options)
+    assert (config.micro_steps, config.total_batch_size, changes) == (0, 65536, [])
+
+
 def test_launch_options_are_not_taken_from_the_checkpoint():
     saved = dataclasses.asdict(TrainConfig()) | {
         "config": "quickstart", "dry_run": True, "checkpoint_dir": "there", "resume": "best", "list_checkpoints": True

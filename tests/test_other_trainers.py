@@ -1,0 +1,154 @@
+"""Commands as the users of other trainers type them; and those of docs/from-other-trainers.md."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import REPO, TINY, environment, load, need_gpus, write_data
+
+import config
+import generate
+import hellaswag_eval
+import prepare_dataset
+import train
+from steadygpt.cli import read_flags
+from steadygpt.device import usable_cores
+
+# ---------------------------------------------------------------------------------------------------------------------
+# exactly as typed
+
+
+def typed(command: str) -> int:
+    """Run the command `python train.py ...` in this process, which has already imported torch."""
+    python, script, *argv = shlex.split(command)
+    assert (python, script) == ("python", "train.py")
+    return train.main(argv)
+
+
+def test_the_test_preset_trains(workdir, capsys):
+    write_data(workdir / "data/stdlib", num_tokens=(2000, 70000))
+    assert typed("python train.py --config test --mixed-precision bf16 --max-steps 100 --no-background-upload") == 0
+    out = capsys.readouterr().out
+    assert ", bf16, ddp\n" in out
+    assert "finished after 100 steps" in out
+    assert load("checkpoints/latest.pt")["train_config"]["background_upload"] is False
+
+
+def test_the_production_preset_plans_a_run(workdir, capsys):
+    write_data(workdir / "data/edu_fineweb10B", (3000, 7000), tokenizer="gpt2", vocab_size=50257)
+    assert typed("python train.py --config production --mixed-precision bf16 --max-steps 20000 --dry_run") == 0
+    plan = capsys.readouterr().out
+    assert "model        1,414.46 M parameters: 24 layers, 16 heads, 2048 wide, context 2,048" in plan
+    assert "steps        20,000 of 65,536 tokens = 4 rows x 2,048 tokens x 1 rank x 8 micro-steps" in plan
+    assert ", bf16, ddp\n" in plan
+
+
+def test_a_long_context_run_resumes(workdir, monkeypatch, capsys):
+    """The preset is small_32k, with fewer and shorter rows and a narrower model."""
+    write_data(workdir / "data/edu_fineweb10B")
+    preset = (config.PRESETS / "small_32k.toml").read_text() + "total_batch_size = 64\nmax_steps = 2\nsample_freq = 0\n"
+    for name, value in {"num_layers": 1, "embd_size": 16, "context_length": 32}.items():
+        preset = re.sub(rf"^{name} = \d+$", f"{name} = {value}", preset, flags=re.MULTILINE)
+    (workdir / "small_32k.toml").write_text(preset)
+    monkeypatch.setattr(config, "PRESETS", workdir)
+    assert typed("python train.py --config small_32k --max_steps 1 --hellaswag_freq 0") == 0
+    assert typed("python train.py --config small_32k --resume --checkpoint_dir ./checkpoints") == 0
+    assert "resumed from checkpoints/latest.pt at step 1" in capsys.readouterr().out
+    assert load("checkpoints/latest.pt")["step"] == 2
+
+
+@pytest.mark.parametrize(("processes", "launcher"), [
+    (1, ["--num_processes", "1"]),
+    (2, ["--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]),
+])  # fmt: skip
+def test_accelerate_launches_a_run(workdir, processes, launcher):
+    pytest.importorskip("accelerate")
+    need_gpus(processes)
+    accelerate = [sys.executable, "-m", "accelerate.commands.launch", *launcher, "--mixed_precision", "no"]
+    script = [str(REPO / "train.py"), *TINY, "--data_dir", "data"]
+    alone = {name: value for name, value in environment().items() if name != "OMP_NUM_THREADS"}
+    ended = subprocess.run([*accelerate, *script], capture_output=True, text=True, env=alone, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert f"x {processes} rank{'s' * (processes > 1)} x" in ended.stdout
+    assert load("checkpoints/latest.pt")["world_size"] == processes
+    if processes == 1 and "--device cpu" in " ".join(TINY):
+        assert f"({usable_cores()} threads)" in ended.stdout  # though accelerate sets OMP_NUM_THREADS=1
+
+
+def test_accelerate_passes_every_flag_on():
+    """A flag that is the beginning of several flags of accelerate would end its command line."""
+    launch = pytest.importorskip("accelerate.commands.launch")
+    for name, f in config.FIELDS.items():
+        for flag in (name, *f.metadata["aliases"], name.replace("_", "-")):
+            launched = launch.launch_command_parser().parse_args(["train.py", f"--{flag}", "x"])
+            assert launched.training_script_args == [f"--{flag}", "x"]
+
+
+def test_setup_creates_the_environment_of_its_repository(tmp_path, monkeypatch):
+    """The interpreter is a stand-in that creates an environment with itself in it, and notes what pip is to install."""
+    (tmp_path / "repo").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    shutil.copytree(REPO / "scripts", tmp_path / "repo/scripts")
+    (tmp_path / "repo/setup.sh").symlink_to("scripts/setup.sh")
+    python = tmp_path / "python"
+    python.write_text(
+        '#!/bin/sh\ncase "$*" in\n'
+        '"-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;\n'
+        f'"-m pip "*) echo "$*" >> {tmp_path}/pip ;;\nesac\n'
+    )
+    python.chmod(0o755)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for _ in range(2):  # the second call finds it installed
+        subprocess.run(["../repo/setup.sh"], check=True, env=os.environ | {"PYTHON": str(python)})
+    assert (tmp_path / "repo/.venv/bin/python").is_file()
+    assert os.listdir() == []
+    (pip,) = (tmp_path / "pip").read_text().splitlines()
+    assert pip.endswith("-r scripts/requirements.txt")
+
+
+@pytest.mark.parametrize("name", ["list_checkpoints.sh", "resume_training.sh", "setup.sh", "start_tensorboard.sh"])
+def test_scripts_at_the_root_are_links(name):
+    assert (REPO / name).resolve() == REPO / "scripts" / name
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# docs/from-other-trainers.md
+
+PAGE = (REPO / "docs/from-other-trainers.md").read_text()
+RIGHT = [line.split(" | ")[1] for line in PAGE.splitlines() if line.startswith("| ")]
+COMMANDS = [
+    command
+    for command in re.findall(r"`([^`]+)`", "\n".join(RIGHT)) + re.findall(r"^    (\S.*)$", PAGE, re.MULTILINE)
+    if re.match(r"(python|torchrun|accelerate|\./)", command)
+]
+OTHERS = {
+    "generate.py": generate.Options,
+    "hellaswag_eval.py": hellaswag_eval.HellaSwagOptions,
+    "prepare_dataset.py": prepare_dataset.PrepareOptions,
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_of_the_page_is_accepted(command, tmp_path, monkeypatch):
+    for name, values in re.findall(r"```toml\n# (\S+\.toml)\n(.*?)```", PAGE, re.DOTALL):
+        (tmp_path / name).write_text(values)
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(command)
+    at = next(at for at, word in enumerate(words) if word.endswith((".py", ".sh")))
+    script, argv = words[at], words[at + 1 :]
+    assert (REPO / script).is_file()
+    if script == "train.py":
+        config.parse_args(argv)
+    elif script in OTHERS:
+        read_flags(OTHERS[script], argv, "")
+
+
+def test_page_has_commands_of_every_trainer():
+    sections = PAGE.split("\n## ")[2:]
+    assert len(sections) == 6
+    for section in sections:
+        assert [command for command in COMMANDS if command in section and "train.py" in command], section
