@@ -149,19 +149,24 @@ def read_run(path: Path, tokenizer: str = "", total_batch_size: int = 0) -> tupl
     names = {foreign_name(name, NANOGPT): name for name in _unpadded(shape)}
     shapes = {names[name]: tuple(t.shape) for name, t in content["model"].items() if name in names}
     run, options, lines = state_of_run(content, shapes, shape, path)
-    options |= {"total_batch_size": total_batch_size} if total_batch_size else {}
-    config = _config(TrainConfig, dataclasses.asdict(shape) | options, NANOGPT_OPTIONS, path)
-    missing = {
+    if total_batch_size:
+        options["total_batch_size"] = total_batch_size
+    known = dataclasses.asdict(shape) | options | {"tokenizer": tokenizer or "auto"}
+    config = _config(TrainConfig, known, NANOGPT_OPTIONS, path)
+    defaults = {
         name: getattr(config, name)
-        for name, f in options_of(TrainConfig).items()
-        if (f.metadata["on_resume"] == "ask" or name in ("max_steps", "data_dir")) and name not in {*options, "dropout"}
+        for name, f in sorted(options_of(TrainConfig).items())
+        if (f.metadata["on_resume"] == "ask" or name in ("max_steps", "data_dir")) and name not in known
     }
-    taken, defaults = (", ".join(f"{name} {value}" for name, value in part.items()) for part in (options, missing))
-    lines = [f"step {run['step']:,}, best val loss {run['best_val_loss']}; from the file: {taken}", *lines]
-    if missing:
-        lines.append(f"not in the file, so our defaults: {defaults}; change them at the first resume (--allow_changes)")
+    lines = [f"from the file: step {run['step']:,}, best_val_loss {run['best_val_loss']}, {_listed(options)}", *lines]
+    if defaults:
+        lines.append(f"not in the file, so defaults: {_listed(defaults)}; --resume changes them with --allow_changes")
     rows_consumed = run["step"] * config.total_batch_size // config.context_length
     return checkpoint | run | {"rows_consumed": rows_consumed, "train_config": dataclasses.asdict(config)}, lines
+
+
+def _listed(options: dict) -> str:
+    return ", ".join(f"{name} {value}" for name, value in options.items())
 
 
 def with_tokenizer(checkpoint: dict, tokenizer: str, path: Path) -> dict:
@@ -387,6 +392,14 @@ def write_folder(checkpoint: dict, folder: Path) -> list[str]:
     family = FAMILIES[kind]
     check_new(folder)
 
+    notes, tokenizer = [], None
+    try:
+        tokenizer = get_tokenizer(checkpoint["tokenizer"])
+        # A run that began elsewhere may have trained padding rows.
+        config = dataclasses.replace(config, vocab_size=min(config.vocab_size, tokenizer.n_vocab))
+    except UserError as error:
+        notes.append(f"no tokenizer in {folder}: {error}")
+
     # The Hugging Face classes always have biases, so missing ones become zeros.
     weights = {}
     for name, empty in _unpadded(dataclasses.replace(config, bias=True)).items():
@@ -394,11 +407,6 @@ def write_folder(checkpoint: dict, folder: Path) -> list[str]:
         tensor = tensor[: config.vocab_size] if name in TABLES else tensor
         weights[foreign_name(name, family)] = foreign_layout(name, tensor, config, family).contiguous()
 
-    notes, tokenizer = [], None
-    try:
-        tokenizer = get_tokenizer(checkpoint["tokenizer"])
-    except UserError as error:
-        notes.append(f"no tokenizer in {folder}: {error}")
     values = dataclasses.asdict(config) | {"intermediate_size": config.mlp_size}
     values["gelu"] = next(foreign for foreign, gelu in GELUS.items() if gelu == config.gelu)
     end_of_text = tokenizer.eot_token if tokenizer else None
