@@ -158,15 +158,12 @@ def read_run(path: Path, tokenizer: str = "", total_batch_size: int = 0) -> tupl
         for name, f in sorted(options_of(TrainConfig).items())
         if (f.metadata["on_resume"] == "ask" or name in ("max_steps", "data_dir")) and name not in known
     }
-    lines = [f"from the file: step {run['step']:,}, best_val_loss {run['best_val_loss']}, {_listed(options)}", *lines]
+    taken, unknown = (", ".join(f"{name} {value}" for name, value in part.items()) for part in (options, defaults))
+    lines = [f"taken over: step {run['step']:,}, best_val_loss {run['best_val_loss']}, {taken}", *lines]
     if defaults:
-        lines.append(f"not in the file, so defaults: {_listed(defaults)}; --resume changes them with --allow_changes")
+        lines.append(f"not in the file, so defaults: {unknown}; --resume changes them with --allow_changes")
     rows_consumed = run["step"] * config.total_batch_size // config.context_length
     return checkpoint | run | {"rows_consumed": rows_consumed, "train_config": dataclasses.asdict(config)}, lines
-
-
-def _listed(options: dict) -> str:
-    return ", ".join(f"{name} {value}" for name, value in options.items())
 
 
 def with_tokenizer(checkpoint: dict, tokenizer: str, path: Path) -> dict:

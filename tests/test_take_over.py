@@ -209,7 +209,7 @@ def test_the_run_evaluates_samples_and_exports_without_the_padding(workdir, caps
     trained = load("checkpoints/latest.pt")
     assert (trained["model_config"]["vocab_size"], trained["train_config"]["vocab_size"]) == (320, 320)
     write_folder(trained, Path("exported"))
-    assert read_weights("exported")["model_config"]["vocab_size"] == 257
+    assert json.loads(Path("exported/config.json").read_text())["vocab_size"] == 257
     fresh = ["--init_from", "checkpoints/latest.pt", "--checkpoint_dir", "b", "--logdir", "b", "--gelu", "exact"]
     assert run_here(*fresh, "--data_dir", "data/tiny") == 0  # keeps the padding, too
 
