@@ -455,22 +455,22 @@ def check_new(target: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(ConvertOptions, argv, __doc__.partition("\n")[0])
-    target, notes = Path(options.target), []
+    source, target = options.source, Path(options.target)
     lines: list[str] = []
+    notes: list[str] = []
     if target.suffix in (".safetensors", ".bin", ".pth", ".ckpt") or (options.resume and target.suffix != ".pt"):
         raise UserError(f"{target}: expected the name of a new folder, or of a checkpoint file: NAME.pt")
+    if options.total_batch_size and not options.resume:
+        raise UserError("--total_batch_size needs --resume, which takes over a run")
     check_new(target)
     if options.resume:
         check_folder(target.parent, None)
-        source, (checkpoint, lines) = (
-            options.source,
-            read_run(Path(options.source), options.tokenizer, options.total_batch_size),
-        )
-    elif options.source in ("latest", "best"):
-        path, checkpoint = open_checkpoint(options.source, Path(options.checkpoint_dir))
+        checkpoint, lines = read_run(Path(source), options.tokenizer, options.total_batch_size)
+    elif source in ("latest", "best"):
+        path, checkpoint = open_checkpoint(source, Path(options.checkpoint_dir))
         source, checkpoint = str(path), with_tokenizer(checkpoint, options.tokenizer, path)
     else:
-        source, checkpoint = options.source, read_weights(options.source, options.tokenizer)
+        checkpoint = read_weights(source, options.tokenizer)
     if target.suffix == ".pt":
         try:
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -126,7 +126,6 @@ NANOGPT_OPTIONS = {
     "grad_clip": "grad_clip",
     "mini_batch_size": "batch_size",
     "eval_freq": "eval_interval",
-    "seed": "seed",
 }
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -197,7 +196,7 @@ def _options_of_nanogpt(config: dict, step: int) -> tuple[dict[str, Any], list[s
 
 
 def _optimizer_by_name(
-    saved: Any, shapes: dict[str, tuple[int, ...]], config: "GPTConfig", source: object
+    saved: Any, shapes: dict[str, tuple[int, ...]], config: "GPTConfig", path: Path
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     """Return the state of nanoGPT's AdamW by our parameter names, and the optimizer's options.
 
@@ -217,21 +216,21 @@ def _optimizer_by_name(
         decays = [group["weight_decay"] for group in groups]
         if found != sizes or decays[1]:
             raise UserError(
-                f"{source}: the optimizer's groups have {found} parameters with weight decay {decays}; expected {sizes}"
+                f"{path}: the optimizer's groups have {found} parameters with weight decay {decays}; expected {sizes}"
                 ": matrices and embeddings with weight decay, then vectors without"
             )
         indices = [index for group in groups for index in group["params"]]
         state = {name: dict(saved["state"][index]) for name, index in zip(names, indices, strict=True)}
         (beta1, beta2), eps = groups[0]["betas"], groups[0]["eps"]
     except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise UserError(f"{source}: optimizer is not a state_dict of AdamW ({error!r})") from None
+        raise UserError(f"{path}: optimizer is not a state_dict of AdamW ({error!r})") from None
     for name, moments in state.items():
         expected = {"step": (), "exp_avg": shapes[name], "exp_avg_sq": shapes[name]}
         shapes_found = {kind: tuple(t.shape) if isinstance(t, Tensor) else t for kind, t in moments.items()}
         if shapes_found != expected:
-            raise UserError(f"{source}: the optimizer's state of {name} is {shapes_found}; expected {expected}")
+            raise UserError(f"{path}: the optimizer's state of {name} is {shapes_found}; expected {expected}")
         if not all(tensor.isfinite().all() for tensor in moments.values()):
-            raise UserError(f"{source}: the optimizer has NaN or infinite values for {name}; expected finite ones")
+            raise UserError(f"{path}: the optimizer has NaN or infinite values for {name}; expected finite ones")
         for kind in ("exp_avg", "exp_avg_sq"):
             moments[kind] = own_layout(name, moments[kind].float(), config, NANOGPT)
     return state, {"weight_decay": decays[0], "adam_beta1": beta1, "adam_beta2": beta2, "adam_eps": eps}

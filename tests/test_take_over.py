@@ -321,6 +321,8 @@ def test_other_mistakes_are_reported_with_the_field(state, workdir):
     assert "vocab_size is 320; expected the 50,257" in refused(file, "--tokenizer", "gpt2")
     assert "not a run of nanoGPT or build-nanogpt" in refused(checkpoint_of(SMALL))
     assert "expected the name of a new folder, or of a checkpoint file" in refused(file, target="exported")
+    with pytest.raises(UserError, match="--total_batch_size needs --resume"):
+        convert_hf.main(["out.pt", "weights.pt", "--total_batch_size", "64"])
     Path("checkpoints").mkdir()
     Path("checkpoints/rolling_step_000001.pt").touch()
     assert "checkpoints already holds checkpoints (rolling_step_000001.pt" in refused(file)
