@@ -1,43 +1,57 @@
-"""Conversion of weights from and to Hugging Face folders, and from nanoGPT's and build-nanogpt's checkpoints.
+"""Conversion of weights from and to Hugging Face folders, and of weights and whole runs from nanoGPT's checkpoints.
 
     python convert_hf.py latest exported                 # a folder for AutoModelForCausalLM.from_pretrained
     python convert_hf.py exported weights.pt             # and back
     python convert_hf.py gpt2-medium weights.pt          # from the Hugging Face Hub
-    python convert_hf.py out/ckpt.pt exported            # from nanoGPT or build-nanogpt
+    python convert_hf.py out/ckpt.pt exported            # from nanoGPT, build-nanogpt or gpt2-from-scratch
+    python convert_hf.py out/ckpt.pt checkpoints/latest.pt --resume     # with the optimizer: train.py --resume latest
 
-The conversion is exact: weights are renamed, transposed and reordered, but never rounded. A converted checkpoint holds
-only weights: generate.py, hellaswag_eval.py and train.py --init_from accept it, --resume does not.
+The conversion is exact: weights are renamed, transposed and reordered, but never rounded. Without --resume a converted
+checkpoint holds only weights: generate.py, hellaswag_eval.py and train.py --init_from accept it.
 """
 
 import contextlib
 import dataclasses
 import json
 import os
+import re
 import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from config import TrainConfig
 from generate import load_model
 from model import GPT, GPTConfig
 from steadygpt import hub
-from steadygpt.checkpoint import FORMAT_VERSION, as_checkpoint, load_verified, open_checkpoint
-from steadygpt.cli import OptionError, UserError, kind_of, option, parse_options, run_cli
+from steadygpt.checkpoint import FORMAT_VERSION, as_checkpoint, check_folder, load_verified, open_checkpoint
+from steadygpt.cli import OptionError, UserError, kind_of, option, options_of, parse_options, run_cli
 from steadygpt.durable import fsync_folder, replace_file
+from steadygpt.foreign import (
+    CONSTANTS,
+    FAMILIES,
+    GELUS,
+    NANOGPT,
+    NANOGPT_OPTIONS,
+    NANOGPT_SHAPE,
+    ROPE,
+    TABLES,
+    Family,
+    foreign_layout,
+    foreign_name,
+    own_layout,
+    state_of_run,
+)
 from steadygpt.tokenizer import END_OF_TEXT, get_tokenizer, hugging_face_tokenizer, vocab_size_of
 
+Shape = TypeVar("Shape", bound=GPTConfig)
 NEEDS = "needs safetensors and tokenizers; pip install safetensors tokenizers"
-GELUS = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_fast": "tanh", "gelu": "exact"}
-ROPE = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct", "rope_type": "rope_type"}
-# Constants of attention that older files store with the weights.
-CONSTANTS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
-TABLES = ("wte.weight", "lm_head.weight")  # one row per token of the vocabulary
 
 
 @dataclass(frozen=True)
@@ -48,70 +62,9 @@ class ConvertOptions:
     target: str = option(MISSING, "a new Hugging Face folder, or a new checkpoint file: NAME.pt", positional=True)
     checkpoint_dir: str = option("checkpoints", "folder that latest and best refer to")
     tokenizer: str = option("", "tokenizer of the weights, if the source does not name it")
+    resume: bool = option(False, "take over the run of a nanoGPT checkpoint: optimizer, position and options too")
+    total_batch_size: int = option(0, "with --resume: tokens a step (default: as in the file, or train.py's default)")
 
-
-@dataclass(frozen=True)
-class Family:
-    """Names and layouts of another model class, called foreign below, in terms of GPT and GPTConfig."""
-
-    names: dict[str, str]  # parts of GPT's weight names -> foreign ones
-    architecture: str = ""  # the Hugging Face class
-    fields: dict[str, tuple] = field(default_factory=dict)  # of GPTConfig -> (foreign field, its default)
-    required: dict[str, object] = field(default_factory=dict)  # foreign field -> its default, which GPT computes
-    transposed: bool = False  # linear layers are stored as (in, out)
-    by_head: bool = False  # c_attn holds q, k and v of one head after another; GPT's has the q of all heads first
-
-
-NANOGPT = Family(
-    names={"wte.": "transformer.wte.", "wpe.": "transformer.wpe.", "h.": "transformer.h.", "ln_f.": "transformer.ln_f."}
-)
-FAMILIES = {
-    "gpt2": Family(
-        architecture="GPT2LMHeadModel",
-        fields={
-            "vocab_size": ("vocab_size", 50257),
-            "context_length": ("n_positions", 1024),
-            "num_layers": ("n_layer", 12),
-            "num_heads": ("n_head", 12),
-            "embd_size": ("n_embd", 768),
-            "intermediate_size": ("n_inner", None),
-            "dropout": ("resid_pdrop", 0.1),
-            "layer_norm_eps": ("layer_norm_epsilon", 1e-5),
-            "gelu": ("activation_function", "gelu_new"),
-            "tied_head": ("tie_word_embeddings", True),
-        },
-        required={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
-        names=NANOGPT.names,
-        transposed=True,
-    ),
-    "gpt_neox": Family(
-        architecture="GPTNeoXForCausalLM",
-        fields={
-            "vocab_size": ("vocab_size", 50432),
-            "context_length": ("max_position_embeddings", 2048),
-            "num_layers": ("num_hidden_layers", 44),
-            "num_heads": ("num_attention_heads", 64),
-            "embd_size": ("hidden_size", 6144),
-            "intermediate_size": ("intermediate_size", 24576),
-            "dropout": ("hidden_dropout", 0.0),
-            "layer_norm_eps": ("layer_norm_eps", 1e-5),
-            "gelu": ("hidden_act", "gelu"),
-            "tied_head": ("tie_word_embeddings", False),
-            "rotary_pct": ("rotary_pct", 0.25),
-            "rotary_base": ("rotary_emb_base", 10000.0),
-            "parallel_residual": ("use_parallel_residual", True),
-        },
-        required={"attention_bias": True, "rope_scaling": None, "rope_type": "default"},
-        names={
-            "wte.": "gpt_neox.embed_in.", "h.": "gpt_neox.layers.",
-            "ln_f.": "gpt_neox.final_layer_norm.", "lm_head.": "embed_out.",
-            ".ln_1.": ".input_layernorm.", ".ln_2.": ".post_attention_layernorm.",
-            ".attn.c_attn.": ".attention.query_key_value.", ".attn.c_proj.": ".attention.dense.",
-            ".mlp.c_fc.": ".mlp.dense_h_to_4h.", ".mlp.c_proj.": ".mlp.dense_4h_to_h.",
-        },
-        by_head=True,
-    ),
-}  # fmt: skip
 
 # ---------------------------------------------------------------------------------------------------------------------
 # other formats -> a checkpoint
@@ -148,25 +101,69 @@ def read_weights(source: str, tokenizer: str = "", download: bool = True) -> dic
 
 
 def _read_file(path: Path, tokenizer: str) -> dict:
+    content, config = _open_file(path)
+    if config is None:
+        return with_tokenizer(as_checkpoint(content, path), tokenizer, path)
+    tokenizer, rows = tokenizer or _gpt2_if_it_fits(config), config.vocab_size
+    return _import(_without_padding(config, tokenizer, path), rows, content["model"], NANOGPT, tokenizer, path)
+
+
+def _open_file(path: Path) -> tuple[Any, GPTConfig | None]:
+    """Return what a checkpoint file holds, and the shape of the model if nanoGPT or build-nanogpt wrote the file."""
     # build-nanogpt pickles its GPTConfig; an empty class replaces it, so that no code of the file runs.
     stand_in = type("GPTConfig", (), {})
-    with torch.serialization.safe_globals([(stand_in, "__main__.GPTConfig")]):
+    modules = ("__main__", "model", "train_gpt2")
+    with torch.serialization.safe_globals([(stand_in, f"{module}.GPTConfig") for module in modules]):
         content = load_verified(path)
     shape = content.get("model_args", content.get("config")) if isinstance(content, dict) else None
     if isinstance(shape, dict) and "model_args" in content:
         found = {"gelu": "exact"} | shape  # nanoGPT
     elif isinstance(shape, stand_in):
-        found = {"gelu": "tanh"} | vars(shape)  # build-nanogpt
+        found = {"gelu": "tanh"} | vars(shape)  # build-nanogpt, and gpt2-from-scratch with our names
     else:
-        return with_tokenizer(as_checkpoint(content, path), tokenizer, path)
-    names = {"context_length": "block_size", "num_layers": "n_layer", "num_heads": "n_head", "embd_size": "n_embd"}
-    names = {f.name: names.get(f.name, f.name) for f in dataclasses.fields(GPTConfig)}
-    config = _config({name: found[foreign] for name, foreign in names.items() if foreign in found}, names, path)
+        return content, None
+    names = {ours: name for ours, name in NANOGPT_SHAPE.items() if ours not in found}
+    fields = {f.name: names.get(f.name, f.name) for f in dataclasses.fields(GPTConfig)}
+    config = _config(GPTConfig, {ours: found[name] for ours, name in fields.items() if name in found}, names, path)
     weights = content.get("model")
     if not isinstance(weights, dict) or not all(isinstance(tensor, Tensor) for tensor in weights.values()):
         raise UserError(f"{path}: model is not a dict of tensors; expected the weights of a GPT")
-    weights = {name.removeprefix("module.").removeprefix("_orig_mod."): tensor for name, tensor in weights.items()}
-    return _import(config, weights, NANOGPT, tokenizer or _gpt2_if_it_fits(config), path)
+    # torch.compile and DDP prepend their prefixes in the order in which they wrap the model.
+    weights = {re.sub(r"^((_orig_mod|module)\.)+", "", name): tensor for name, tensor in weights.items()}
+    return content | {"model": weights}, config
+
+
+def read_run(path: Path, tokenizer: str = "", total_batch_size: int = 0) -> tuple[dict, list[str]]:
+    """Read a run of nanoGPT, build-nanogpt or gpt2-from-scratch as a checkpoint to resume, and lines for the user.
+
+    The vocabulary keeps the padding rows of the table, because the softmax of these trainers includes them.
+
+    Raises: UserError with what is missing in the file or does not fit.
+    """
+    content, shape = _open_file(path)
+    if shape is None:
+        raise UserError(f"{path}: not a run of nanoGPT or build-nanogpt. Resume our own with train.py --resume {path}")
+    tokenizer = tokenizer or _gpt2_if_it_fits(shape)
+    _without_padding(shape, tokenizer, path)  # checks that the tokenizer fits
+    checkpoint = _import(shape, shape.vocab_size, content["model"], NANOGPT, tokenizer, path)
+    names = {foreign_name(name, NANOGPT): name for name in _unpadded(shape)}
+    shapes = {names[name]: tuple(t.shape) for name, t in content["model"].items() if name in names}
+    run, options, lines = state_of_run(content, shapes, shape, path)
+    if total_batch_size:
+        options["total_batch_size"] = total_batch_size
+    known = dataclasses.asdict(shape) | options | {"tokenizer": tokenizer or "auto"}
+    config = _config(TrainConfig, known, NANOGPT_OPTIONS, path)
+    defaults = {
+        name: getattr(config, name)
+        for name, f in sorted(options_of(TrainConfig).items())
+        if (f.metadata["on_resume"] == "ask" or name in ("max_steps", "data_dir")) and name not in known
+    }
+    taken, unknown = (", ".join(f"{name} {value}" for name, value in part.items()) for part in (options, defaults))
+    lines = [f"taken over: step {run['step']:,}, best_val_loss {run['best_val_loss']}, {taken}", *lines]
+    if defaults:
+        lines.append(f"not in the file, so defaults: {unknown}; --resume changes them with --allow_changes")
+    rows_consumed = run["step"] * config.total_batch_size // config.context_length
+    return checkpoint | run | {"rows_consumed": rows_consumed, "train_config": dataclasses.asdict(config)}, lines
 
 
 def with_tokenizer(checkpoint: dict, tokenizer: str, path: Path) -> dict:
@@ -207,14 +204,14 @@ def _read_folder(folder: Path, source: str, tokenizer: str, with_weights: bool =
     if str(found["gelu"]) not in GELUS:
         raise UserError(f"{source}: {names['gelu']} is {found['gelu']!r}; expected one of {', '.join(GELUS)}")
     found |= {"gelu": GELUS[found["gelu"]], "intermediate_size": found["intermediate_size"] or 0}
-    config = _config(found, names, source)
+    config = _config(GPTConfig, found, names, source)
     if config.intermediate_size == 4 * config.embd_size:
         config = dataclasses.replace(config, intermediate_size=0)
     own = stored.get("steadygpt")  # written by write_folder
     own = own if isinstance(own, dict) and own.get("vocab_size") == config.vocab_size else {}
     tokenizer = tokenizer or str(own.get("tokenizer", "")) or (_gpt2_if_it_fits(config) if kind == "gpt2" else "")
+    rows, config = config.vocab_size, _without_padding(config, tokenizer, source)
     if not with_weights:
-        config = _without_padding(config, tokenizer, source)
         if own.get("bias") is False:
             config = dataclasses.replace(config, bias=False)
         return _checkpoint(config, {}, tokenizer)
@@ -222,7 +219,7 @@ def _read_folder(folder: Path, source: str, tokenizer: str, with_weights: bool =
     base = family.names["wte."].split(".")[0]
     if not any(name.startswith(base) for name in weights):  # saved without the head, as gpt2 on the Hub
         weights = {name if name == "lm_head.weight" else f"{base}.{name}": weights[name] for name in weights}
-    checkpoint = _import(config, weights, family, tokenizer, source)
+    checkpoint = _import(config, rows, weights, family, tokenizer, source)
     biases = [name for name in checkpoint["model"] if name.endswith(".bias")]
     if own.get("bias") is False and not any(checkpoint["model"][name].any() for name in biases):
         checkpoint["model_config"]["bias"] = False  # write_folder added zeros
@@ -231,15 +228,15 @@ def _read_folder(folder: Path, source: str, tokenizer: str, with_weights: bool =
     return checkpoint
 
 
-def _config(found: dict, names: dict[str, str], source: Path | str) -> GPTConfig:
-    """Build the shape from its fields; `names` has the names that errors report, as in the source."""
-    for f in dataclasses.fields(GPTConfig):
-        value, kind = found.get(f.name, f.default), kind_of(f)
-        if type(value) not in ((int, float) if kind is float else (kind,)):
-            expected = "true or false" if kind is bool else f"{kind.__name__}, such as {f.default}"
-            raise UserError(f"{source}: {names[f.name]} is {value!r}; expected {expected}")
-    config = GPTConfig(**found)
+def _config(kind: type[Shape], found: dict, names: dict[str, str], source: Path | str) -> Shape:
+    """Build a configuration from its fields; `names` has the names that errors report, as in the source."""
+    for f in dataclasses.fields(kind):
+        value, expected = found.get(f.name, f.default), kind_of(f)
+        if type(value) not in ((int, float) if expected is float else (expected,)):
+            example = "true or false" if expected is bool else f"{expected.__name__}, such as {f.default}"
+            raise UserError(f"{source}: {names.get(f.name, f.name)} is {value!r}; expected {example}")
     try:
+        config = kind(**found)
         config.check_shape()
     except OptionError as error:
         name = names.get(error.name, error.name)
@@ -288,14 +285,18 @@ def _without_padding(config: GPTConfig, tokenizer: str, source: Path | str) -> G
     return dataclasses.replace(config, vocab_size=vocab_size)
 
 
-def _import(config: GPTConfig, weights: dict[str, Tensor], family: Family, tokenizer: str, source: Path | str) -> dict:
-    """Convert weights with foreign names and layouts to a checkpoint."""
-    rows = config.vocab_size  # of the stored tables, with their padding
-    config = _without_padding(config, tokenizer, source)
+def _import(
+    config: GPTConfig, rows: int, weights: dict[str, Tensor], family: Family, tokenizer: str, source: Path | str
+) -> dict:
+    """Convert weights with foreign names and layouts to a checkpoint.
+
+    Args:
+        rows: of the stored tables; those beyond config.vocab_size are padding.
+    """
     weights = {name: tensor for name, tensor in weights.items() if not name.endswith(CONSTANTS)}
     model = {}
     for name, empty in _unpadded(config).items():
-        foreign, expected = _foreign_name(name, family), tuple(_foreign_layout(name, empty, config, family).shape)
+        foreign, expected = foreign_name(name, family), tuple(foreign_layout(name, empty, config, family).shape)
         if name in TABLES:
             expected = (rows, config.embd_size)
         tensor = weights.pop(foreign, None)
@@ -306,10 +307,10 @@ def _import(config: GPTConfig, weights: dict[str, Tensor], family: Family, token
             raise UserError(f"{source}: the weight {foreign} has NaN or infinite values; expected finite ones")
         if name in TABLES:
             tensor = tensor[: config.vocab_size]
-        model[name] = _own_layout(name, tensor.float(), config, family)
+        model[name] = own_layout(name, tensor.float(), config, family)
     if config.tied_head:
         model["lm_head.weight"] = model["wte.weight"]
-        head, table = (_foreign_name(name, family) for name in ("lm_head.weight", "wte.weight"))
+        head, table = (foreign_name(name, family) for name in ("lm_head.weight", "wte.weight"))
         stored = weights.pop(head, model["wte.weight"])[: config.vocab_size].float()
         if not torch.equal(stored, model["wte.weight"][: config.vocab_size]):
             raise UserError(f"{source}: the weight {head} is not {table}; expected equal ones: the head is tied")
@@ -365,29 +366,6 @@ def _unpadded(config: GPTConfig) -> dict[str, Tensor]:
     return {name: tensor[: config.vocab_size] if name in TABLES else tensor for name, tensor in model.items()}
 
 
-def _foreign_name(name: str, family: Family) -> str:
-    for part, foreign in family.names.items():
-        if name.startswith(part) or (part.startswith(".") and part in name):
-            name = name.replace(part, foreign, 1)
-    return name
-
-
-def _foreign_layout(name: str, tensor: Tensor, config: GPTConfig, family: Family) -> Tensor:
-    if family.transposed and name.endswith("weight") and ".c_" in name:
-        return tensor.T
-    if family.by_head and ".c_attn." in name:  # (3, num_heads, head_dim, ...) -> (num_heads, 3, head_dim, ...)
-        return tensor.unflatten(0, (3, config.num_heads, -1)).transpose(0, 1).flatten(0, 2)
-    return tensor
-
-
-def _own_layout(name: str, tensor: Tensor, config: GPTConfig, family: Family) -> Tensor:
-    if family.by_head and ".c_attn." in name:  # (num_heads, 3, head_dim, ...) -> (3, num_heads, head_dim, ...)
-        return tensor.unflatten(0, (config.num_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
-    if name in TABLES:  # padding rows are zero, as in training
-        return F.pad(tensor, (0, 0, 0, config.padded_vocab_size - config.vocab_size))
-    return _foreign_layout(name, tensor, config, family).contiguous()
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # a checkpoint -> a Hugging Face folder
 
@@ -411,18 +389,21 @@ def write_folder(checkpoint: dict, folder: Path) -> list[str]:
     family = FAMILIES[kind]
     check_new(folder)
 
+    notes, tokenizer = [], None
+    try:
+        tokenizer = get_tokenizer(checkpoint["tokenizer"])
+        # A run that began elsewhere may have trained padding rows.
+        config = dataclasses.replace(config, vocab_size=min(config.vocab_size, tokenizer.n_vocab))
+    except UserError as error:
+        notes.append(f"no tokenizer in {folder}: {error}")
+
     # The Hugging Face classes always have biases, so missing ones become zeros.
     weights = {}
     for name, empty in _unpadded(dataclasses.replace(config, bias=True)).items():
         tensor = checkpoint["model"].get(name, torch.zeros(empty.shape))
         tensor = tensor[: config.vocab_size] if name in TABLES else tensor
-        weights[_foreign_name(name, family)] = _foreign_layout(name, tensor, config, family).contiguous()
+        weights[foreign_name(name, family)] = foreign_layout(name, tensor, config, family).contiguous()
 
-    notes, tokenizer = [], None
-    try:
-        tokenizer = get_tokenizer(checkpoint["tokenizer"])
-    except UserError as error:
-        notes.append(f"no tokenizer in {folder}: {error}")
     values = dataclasses.asdict(config) | {"intermediate_size": config.mlp_size}
     values["gelu"] = next(foreign for foreign, gelu in GELUS.items() if gelu == config.gelu)
     end_of_text = tokenizer.eot_token if tokenizer else None
@@ -474,27 +455,36 @@ def check_new(target: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(ConvertOptions, argv, __doc__.partition("\n")[0])
-    target, notes = Path(options.target), []
-    if target.suffix in (".safetensors", ".bin", ".pth", ".ckpt"):
+    source, target = options.source, Path(options.target)
+    lines: list[str] = []
+    notes: list[str] = []
+    if target.suffix in (".safetensors", ".bin", ".pth", ".ckpt") or (options.resume and target.suffix != ".pt"):
         raise UserError(f"{target}: expected the name of a new folder, or of a checkpoint file: NAME.pt")
+    if options.total_batch_size and not options.resume:
+        raise UserError("--total_batch_size needs --resume, which takes over a run")
     check_new(target)
-    if options.source in ("latest", "best"):
-        path, checkpoint = open_checkpoint(options.source, Path(options.checkpoint_dir))
+    if options.resume:
+        check_folder(target.parent, None)
+        checkpoint, lines = read_run(Path(source), options.tokenizer, options.total_batch_size)
+    elif source in ("latest", "best"):
+        path, checkpoint = open_checkpoint(source, Path(options.checkpoint_dir))
         source, checkpoint = str(path), with_tokenizer(checkpoint, options.tokenizer, path)
     else:
-        source, checkpoint = options.source, read_weights(options.source, options.tokenizer)
+        checkpoint = read_weights(source, options.tokenizer)
     if target.suffix == ".pt":
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             replace_file(target, lambda file: torch.save(checkpoint, file))
         except OSError as error:
             raise UserError(f"{target}: cannot be written ({error})") from error
-        use = f"python train.py --init_from {target}"
+        use = f"python train.py --{'resume' if options.resume else 'init_from'} {target}"
     else:
         notes = write_folder(checkpoint, target)
         use = f"AutoModelForCausalLM.from_pretrained({str(target)!r})"
     with torch.device("meta"):
         model = GPT(GPTConfig(**checkpoint["model_config"]), initialize=False)
+    for line in lines:
+        print(line)
     print(
         f"{source} -> {target}: {model.num_parameters() / 1e6:,.2f} M parameters, context "
         f"{model.config.context_length:,}, vocabulary {model.config.vocab_size:,} "

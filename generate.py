@@ -46,6 +46,7 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = None,
     generator: torch.Generator | None = None,
+    vocab_size: int | None = None,
 ) -> Tensor:
     """Continue each row of idx (B, T) int64 by max_tokens sampled ids; return (B, T + max_tokens) int64.
 
@@ -54,6 +55,7 @@ def generate(
     Args:
         temperature: 0 takes the most likely token.
         generator: on idx's device; the only source of randomness if given.
+        vocab_size: ids from here on are never sampled: padding rows that another trainer has trained.
     """
     context, cache = model.config.context_length, KVCache(model.config, idx.size(1) + max_tokens)
     with evaluating(model), any_length():
@@ -61,7 +63,7 @@ def generate(
             # Beyond the context every token has moved to another position, so the cache is no longer valid.
             fits = idx.size(1) <= context
             logits = model(idx[:, cache.length :], cache=cache) if fits else model(idx[:, -context:])
-            token = sample(logits[:, -1].float(), temperature, top_k, generator)
+            token = sample(logits[:, -1, :vocab_size].float(), temperature, top_k, generator)
             idx = torch.cat([idx, token], dim=1)
     return idx
 
@@ -88,7 +90,8 @@ def sample_texts(
     start = [tokenizer.eot_token, *tokenizer.encode_ordinary(prompt)]  # as every document of the data begins
     idx = torch.tensor([start] * count, device=generator.device)
     texts = []
-    for ids in generate(model, idx, max_tokens, generator=generator, **options)[:, 1:].tolist():
+    options |= {"generator": generator, "vocab_size": tokenizer.n_vocab}
+    for ids in generate(model, idx, max_tokens, **options)[:, 1:].tolist():
         end = ids.index(tokenizer.eot_token) if tokenizer.eot_token in ids else len(ids)
         texts.append(tokenizer.decode(ids[:end]))
     return texts

@@ -134,7 +134,7 @@ def build_training(start: Start, data: Data, ranks: Ranks) -> Training:
     precision = choose_precision(config.precision, device)
     fsdp = config.sharding == "fsdp"
     with torch.device("meta") if fsdp else device:  # FSDP allocates only this rank's shards
-        shape, lean = config.shape(data.vocab_size), (config.activation_checkpointing, config.loss_chunk_size)
+        shape, lean = config.shape(start.vocab_size(data)), (config.activation_checkpointing, config.loss_chunk_size)
         model = GPT(shape, False, *lean)
     if precision == "fp8":
         use_fp8(model.h, device)
@@ -398,7 +398,7 @@ def launch(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, data: Da
         if not start.checkpoint:
             start = replace(start, config=start.config.with_tokens_of_step(ranks.world_size))
         data = data or open_data(start.config)
-        shape = start.config.shape(data.vocab_size)
+        shape = start.config.shape(start.vocab_size(data))
         if start.weights:
             check_fits(start.weights, config.init_from, shape, data.tokenizer)
         set_up(start.config, ranks.device)
@@ -410,7 +410,7 @@ def launch(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, data: Da
         schedule = make_schedule(
             start.config, data, ranks.world_size, start.step or 0, start.rows_consumed, strict_warmup
         )
-        start = start.settled(ranks, data.tokenizer, data.vocab_size, schedule.warmup_steps)
+        start = start.settled(ranks, data.tokenizer, shape.vocab_size, schedule.warmup_steps)
         config = start.config
         held.enter_context(out_of_memory_explained(config, sketch, ranks))
         plan = [*describe(config, data, schedule, ranks, sketch, validation_rows(config, data.val)), *start.notes]

@@ -59,6 +59,13 @@ class Start:
         """Return what the checkpoint holds of a dataclass, by field name."""
         return {f.name: self.checkpoint[f.name] for f in dataclasses.fields(state)} if self.checkpoint else {}
 
+    def vocab_size(self, data: "Data") -> int:
+        """Return the model's vocabulary: the data's, or more if the loaded run has trained padding rows too."""
+        loaded = self.checkpoint or self.weights
+        if loaded is None or loaded["tokenizer"] != data.tokenizer:
+            return data.vocab_size
+        return max(data.vocab_size, loaded["model_config"]["vocab_size"])
+
     def settled(self, ranks: Ranks, tokenizer: str, vocab_size: int, warmup_steps: int) -> "Start":
         """Return this start with what the data and the length of the run decide, and with a name for the run."""
         name = ranks.broadcast(self.config.run_name or f"{time.strftime('gpt-%Y%m%d-%H%M%S')}-{os.getpid()}")

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import resource
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from model import GPT, GPTConfig
 from steadygpt import hub
 from steadygpt.checkpoint import find_checkpoint
 from steadygpt.cli import UserError
+from steadygpt.foreign import TABLES
 from steadygpt.shards import find_shards
 from steadygpt.tokenizer import END_OF_TEXT, get_tokenizer
 
@@ -36,7 +36,7 @@ def checkpoint_of(config: GPTConfig, tokenizer="bytes", seed=0) -> dict:
     torch.manual_seed(seed)
     model = GPT(config)
     for name, parameter in model.named_parameters():
-        rows = config.vocab_size if name in convert_hf.TABLES else len(parameter)
+        rows = config.vocab_size if name in TABLES else len(parameter)
         torch.nn.init.normal_(parameter.data[:rows], std=0.3)
     return {
         "format_version": 1,
@@ -351,64 +351,7 @@ def test_a_model_without_a_hugging_face_class_is_refused(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# nanoGPT, build-nanogpt
-
-
-def padded_state(checkpoint: dict, rows: int) -> dict:
-    """Return weights with nanoGPT's names, and a vocabulary padded with random rows."""
-    model = checkpoint["model"]
-    table = torch.randn(rows, model["wte.weight"].size(1))
-    vocab_size = checkpoint["model_config"]["vocab_size"]
-    table[:vocab_size] = model["wte.weight"][:vocab_size]
-    tables = {"transformer.wte.weight": table, "lm_head.weight": table}
-    return {f"transformer.{name}": t for name, t in model.items() if name not in convert_hf.TABLES} | tables
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_nanogpt_checkpoints_are_read_exactly(bias, tmp_path):
-    expected = checkpoint_of(dataclasses.replace(SMALL, vocab_size=50257, gelu="exact", bias=bias, dropout=0.2), "gpt2")
-    state = {f"_orig_mod.{name}": tensor for name, tensor in padded_state(expected, 50304).items()}
-    state["_orig_mod.transformer.h.0.attn.bias"] = torch.ones(1, 1, 12, 12)  # the mask, if without flash attention
-    shape = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12, "bias": bias, "vocab_size": 50304}
-    content = {"model": state, "optimizer": {}, "model_args": shape | {"dropout": 0.2}, "iter_num": 5}
-    content |= {"best_val_loss": torch.tensor(1.0), "config": {"dataset": "openwebtext"}}
-    torch.save(content, tmp_path / "ckpt.pt")
-    found = read_weights(str(tmp_path / "ckpt.pt"))
-    found["model_config"]["intermediate_size"] = 0
-    assert_same_weights(expected, found)
-
-
-def test_nanogpt_character_models_keep_their_vocabulary(tmp_path):
-    expected = checkpoint_of(dataclasses.replace(SMALL, vocab_size=65, gelu="exact"), "")
-    shape = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12, "bias": True, "vocab_size": 65, "dropout": 0.0}
-    torch.save({"model": padded_state(expected, 65), "model_args": shape}, tmp_path / "ckpt.pt")
-    assert_same_weights(expected, read_weights(str(tmp_path / "ckpt.pt")))
-    assert "vocab_size is 65" in mistake(tmp_path / "ckpt.pt", "bytes")
-
-
-def test_build_nanogpt_checkpoints_with_a_pickled_config_are_read_exactly(tmp_path, monkeypatch):
-    kind = type("GPTConfig", (), {"__module__": "__main__"})
-    monkeypatch.setattr(sys.modules["__main__"], "GPTConfig", kind, raising=False)
-    config = kind()
-    config.__dict__ |= {"block_size": 12, "vocab_size": 50304, "n_layer": 2, "n_head": 2, "n_embd": 16}
-    expected = checkpoint_of(dataclasses.replace(SMALL, vocab_size=50257), "gpt2")
-    state = {"model": padded_state(expected, 50304), "config": config, "step": 19072, "val_loss": 3.07}
-    torch.save(state, tmp_path / "model_19072.pt")
-    assert_same_weights(expected, read_weights(str(tmp_path / "model_19072.pt")))
-
-
-def test_mistakes_in_other_checkpoints_are_reported_with_the_field(tmp_path):
-    shape = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12, "vocab_size": 65}
-    for content, words in (
-        ({"model_args": shape | {"block_size": "12"}}, "block_size is '12'; expected int"),
-        ({"model_args": shape | {"n_head": 3}}, "n_head is 3; expected"),
-        ({"model_args": shape}, "model is not a dict of tensors"),
-        ({"model_args": shape, "model": {}}, "the weight transformer.wte.weight is missing; expected (65, 16)"),
-        ({"model_args": [1]}, "not a SteadyGPT checkpoint"),
-        ([1], "not a SteadyGPT checkpoint"),
-    ):
-        torch.save(content, tmp_path / "ckpt.pt")
-        assert words in mistake(tmp_path / "ckpt.pt")
+# our own checkpoints
 
 
 def test_tokenizer_fills_in_an_unknown_name_only(tmp_path):
