@@ -17,6 +17,7 @@ from steadygpt.device import choose_precision, device_name, is_out_of_memory, me
 from steadygpt.distributed import Ranks
 from steadygpt.runlog import git_commit
 from steadygpt.saves import interval_text
+from steadygpt.uploads import WAITING
 
 STATIC, COPY = "weights, gradients and Adam", "copy for checkpoints"
 # The share of the memory up to which an estimate is taken to fit. On a CPU a process keeps freed memory in fragments
@@ -169,6 +170,7 @@ def describe(
     folder = Path(config.checkpoint_dir)
     free = shutil.disk_usage(next(p for p in (folder, *folder.absolute().parents) if p.exists())).free
     files = config.keep_checkpoints + 3 + math.ceil(schedule.epochs(schedule.max_steps * schedule.rows_per_step))
+    files += (WAITING + 1) * bool(config.mirror)  # files that stay until they are uploaded
     commit = git_commit()
     lines = [
         f"version      {f'commit {commit[:12]}{commit[40:]}, ' * bool(commit)}torch {torch.__version__}, "

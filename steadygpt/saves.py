@@ -144,8 +144,6 @@ class Saves:
         captured = self.capture()
         self.log.flush()  # a checkpoint must not be newer than the log of the steps that led to it
         self.writer.save(captured, tiers)
-        if not self.config.background_upload:
-            self.writer.wait()
         self.saved_step, self.saved_at_s = step, time.monotonic()
         pause_s = self.saved_at_s - start_s
         self.longest_pause_s = 0.0 if self.longest_pause_s is None else max(self.longest_pause_s, pause_s)
@@ -219,10 +217,12 @@ class CheckpointWriter:
     def save(self, captured: Captured, tiers: list[str]) -> None:
         """Write a checkpoint as latest.pt and under the file names in `tiers`; return before that is done.
 
-        Waits for the job before it.
+        Waits for the job before it; with wait_for_uploads also for this one.
         """
         self.wait()
         self.in_flight = self.pool.submit(self._save, captured, tiers)
+        if self.uploads and self.wait_for_uploads:
+            self.wait()
 
     def record(self, evaluations: dict[int, dict], best: int | None) -> None:
         """Write evaluations.json behind the save in flight, after linking best_model.pt to the file of step `best`."""

@@ -236,7 +236,8 @@ def test_rotary_pct_must_give_an_even_number_of_dimensions():
 def test_no_flag_is_a_prefix_of_a_torchrun_flag():
     """torchrun would read such a flag as an abbreviation of its own and fail before the script starts."""
     torchrun_flags = [option for action in get_args_parser()._actions for option in action.option_strings]
-    our_flags = [f"--{flag}" for name, f in FIELDS.items() for flag in (name, *f.metadata["aliases"])]
+    names = [name for field, f in FIELDS.items() for name in (field, *f.metadata["aliases"])]
+    our_flags = [f"--{name}" if len(name) > 1 else f"-{name}" for name in names]
     assert "--nproc-per-node" in torchrun_flags
     assert "--run-path" in torchrun_flags
     for flag in our_flags + [flag.replace("_", "-") for flag in our_flags]:

@@ -11,6 +11,7 @@ import pytest
 from conftest import REPO, TINY, environment, load, need_gpus, write_data
 
 import config
+import convert_hf
 import generate
 import hellaswag_eval
 import prepare_dataset
@@ -127,6 +128,7 @@ COMMANDS = [
 ]
 OTHERS = {
     "generate.py": generate.Options,
+    "convert_hf.py": convert_hf.ConvertOptions,
     "hellaswag_eval.py": hellaswag_eval.HellaSwagOptions,
     "prepare_dataset.py": prepare_dataset.PrepareOptions,
 }
