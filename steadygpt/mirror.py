@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 RUN, POINTER = "run.json", ".pt.json"
+PARTS = 4  # of 50 MB, that are in memory and under way at once
 BLOCK_BYTES = 2**25  # of a download: what is requested again after a failure
 
 
@@ -234,7 +235,7 @@ class Mirror:
         if is_new:
             self._make_folder()
             callback = fsspec.Callback(hooks={"progress": lambda _, sent, **__: progress(sent)})
-            self.fs.put_file(str(path), self._path(pointer.file), callback=callback)
+            self.fs.put_file(str(path), self._path(pointer.file), callback=callback, max_concurrency=PARTS)
             self.listed[pointer.file] = pointer.size
         self.upload_files(files)
         new = dict.fromkeys(names, pointer)

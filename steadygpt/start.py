@@ -119,7 +119,9 @@ def find_start(
     if not config.dry_run:
         advice = "wait for it to end, or give this run another --checkpoint_dir"
         ranks.on_main(lambda: held.enter_context(lock_folder(folder, advice)))
-    restored, path, skipped, checkpoint = read_on_main(config, ranks) if config.resume else (False, None, [], None)
+    restored, path, skipped, checkpoint = (
+        read_on_main(config, given, ranks) if config.resume else (False, None, [], None)
+    )
     if path or not config.dry_run:
         ranks.on_main(lambda: check_folder(folder, path))
     notes = tuple(f"skipped {line}" for line in skipped)
@@ -139,14 +141,16 @@ def find_start(
     return Start(config, weights=weights, notes=(*notes, f"weights from {config.init_from}"))
 
 
-def read_on_main(config: "TrainConfig", ranks: Ranks) -> tuple[bool, Path | None, list[str], dict | None]:
+def read_on_main(
+    config: "TrainConfig", given: Mapping[str, str], ranks: Ranks
+) -> tuple[bool, Path | None, list[str], dict | None]:
     """Call find_newest on rank 0, and share the result; the other ranks get the checkpoint without tensors."""
-    restored, path, skipped, checkpoint = ranks.on_main(lambda: find_newest(config)) or (False, None, [], None)
+    restored, path, skipped, checkpoint = ranks.on_main(lambda: find_newest(config, given)) or (False, None, [], None)
     restored, path, skipped = ranks.broadcast((restored, path, skipped))
     return restored, path, skipped, share(checkpoint, ranks)
 
 
-def find_newest(config: "TrainConfig") -> tuple[bool, Path | None, list[str], dict | None]:
+def find_newest(config: "TrainConfig", given: Mapping[str, str]) -> tuple[bool, Path | None, list[str], dict | None]:
     """Find the checkpoint that --resume asks for; download it if the mirror has a newer one than the folder.
 
     Returns: whether it was downloaded, and as find_checkpoint.
@@ -158,7 +162,9 @@ def find_newest(config: "TrainConfig") -> tuple[bool, Path | None, list[str], di
         path, checkpoint, skipped = find_checkpoint(config.resume, folder)
     except UserError as error:
         path, checkpoint, skipped, problem = None, None, [], error
-    url = config.mirror or (checkpoint["train_config"].get("mirror", "") if checkpoint else "")
+    url = config.mirror
+    if checkpoint and "mirror" not in given:
+        url = checkpoint["train_config"].get("mirror", "")
     if not url or config.resume not in ("latest", "auto", "best") or (config.dry_run and path):
         if problem:
             raise problem

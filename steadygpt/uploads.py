@@ -14,7 +14,7 @@ from steadygpt.mirror import Mirror, Pointer
 
 WAITING = 2  # uploads behind the current one; each keeps a checkpoint on the disk
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # between attempts
-GIVE_UP_S = 300.0  # without progress, after which nothing waits for an upload any more
+GIVE_UP_S = 600.0  # without progress, after which nothing waits for an upload any more
 
 
 @dataclass
@@ -70,6 +70,8 @@ class Uploads:
         pointer = Pointer.of(path, about)
         self.added_at_s, self.newest = time.monotonic(), pointer.file
         with self.changed:
+            if self.is_refused:
+                return
             for upload in (self.current, *self.waiting):
                 if upload and upload.pointer == pointer:
                     upload.names += [name for name in names if name not in upload.names]
@@ -110,8 +112,7 @@ class Uploads:
         self.changed.notify_all()
 
     def _drop(self, upload: Upload) -> None:
-        assert upload.copy
-        upload.copy.unlink(missing_ok=True)
+        self._discard(upload)
         self.report("failed", f"{upload} is not uploaded to {self.mirror.url}: {WAITING} newer checkpoints are waiting")
 
     def _work(self) -> None:
@@ -120,43 +121,48 @@ class Uploads:
                 self.changed.wait_for(lambda: self.waiting)
                 self.current = self.waiting.popleft()
             self._send(self.current)
-            if self.current.copy:
-                self.current.copy.unlink(missing_ok=True)
-            with self.changed:
-                self.current = None
-                self.changed.notify_all()
+        for upload in (self.current, *self.waiting):
+            self._discard(upload)
 
     def _send(self, upload: Upload) -> None:
-        url, pause_s, start_s, sent, is_new = self.mirror.url, 0.0, time.monotonic(), None, False
-        while upload.names != sent:  # names may be added meanwhile
+        url, pause_s, start_s, is_new = self.mirror.url, 0.0, time.monotonic(), False
+        while self.current and not self.is_refused:
             names = list(upload.names)
             try:
+                if pause_s:
+                    self.mirror.connect()
                 if self.claim:
                     self.claim()
                     self.claim = None
+                files = self.files()
                 if upload.pointer and upload.copy:
-                    files = self.files()
-                    is_new |= self.mirror.upload(
-                        upload.copy, upload.pointer, names, files, self.keep, self._note_progress
-                    )
+                    progress = self._note_progress
+                    is_new |= self.mirror.upload(upload.copy, upload.pointer, names, files, self.keep, progress)
                 else:
-                    self.mirror.upload_files(self.files())
-                sent = names
-                self._note_progress()
+                    self.mirror.upload_files(files)
             except UserError as error:
                 self.is_refused = True
                 self.report("failed", f"nothing is uploaded: {error}")
-                return
             except Exception as error:  # every fsspec back end has exceptions of its own
                 if not pause_s:
                     reason = f"{type(error).__name__}: {error}".splitlines()[0]
-                    self.report("failed", f"{upload} is not uploaded to {url} yet: {reason}; trying again and again")
+                    self.report("failed", f"{upload} is not uploaded to {url} yet: {reason}; trying until it succeeds")
                 pause_s = min(2 * pause_s or FIRST_PAUSE_S, LONGEST_PAUSE_S)
                 time.sleep(pause_s)
-                self.mirror.connect()
-        if upload.pointer:
+            else:
+                self._note_progress()
+                with self.changed:
+                    if upload.names == names:  # names may have been added meanwhile
+                        self._discard(upload)
+                        self.current = None
+                        self.changed.notify_all()
+        if upload.pointer and not self.is_refused:
             cost = f"{upload.pointer.size / 1e6:,.1f} MB in {time.monotonic() - start_s:.1f} s"
-            self.report("done", f"uploaded {upload} as {', '.join(sent)} to {url} ({cost if is_new else 'was there'})")
+            self.report("done", f"uploaded {upload} as {', '.join(names)} to {url} ({cost if is_new else 'was there'})")
+
+    def _discard(self, upload: Upload | None) -> None:
+        if upload and upload.copy:
+            upload.copy.unlink(missing_ok=True)
 
     def _note_progress(self, sent: int = 0) -> None:
         self.progress_at_s = time.monotonic()
