@@ -146,6 +146,7 @@ def gcs(monkeypatch) -> Iterator[Store]:
     store = _gcs()
     store.new_bucket()
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", store.address)
+    monkeypatch.setenv("NO_GCE_CHECK", "true")
     yield store
     store.faults.clear()
 
