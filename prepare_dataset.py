@@ -73,7 +73,7 @@ class PrepareOptions:
         None, "tokens of val, taken from the start (default: a shard; of files at most bytes / 40)", at_most=2**31
     )
     num_workers: int | None = option(
-        None, "processes that read and tokenize (default: one per core)", at_least=1, at_most=1024
+        None, "processes that read and tokenize (default: one per core; 1 for token ids)", at_least=1, at_most=1024
     )
     out: str = option("", f"folder for the shards (default: data/NAME; for fineweb-edu {DEFAULT_FOLDER})")
     name: str = option("", "prefix of the shards' file names (default: the last part of --source)")
@@ -425,7 +425,8 @@ def complete(options: PrepareOptions, source: Source, identity: dict, begun: dic
             if folder != source.folder:  # left by a preparation without a shard, which this one replaces
                 shutil.rmtree(folder)
         save_manifest(out, manifest)  # before any shard, because shards without a manifest are refused
-        prepare(source, encoder, manifest, out, options.num_workers or usable_cores())
+        # Ids are checked as fast as a worker would receive them.
+        prepare(source, encoder, manifest, out, options.num_workers or (1 if source.holds_ids else usable_cores()))
         shutil.rmtree(out / DOWNLOADS, ignore_errors=True)
     return manifest
 
@@ -457,7 +458,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError("--keep_download is for data sets of the Hub; copy the files and name their folder as --source")
     folder = None if options.keep_download else out / DOWNLOADS
     find = partial(find_source, name, streaming=options.streaming, folder=folder, max_files=options.max_files)
-    known = None if name.startswith("hf:") else find()  # the Hub is asked after the manifest was read
+    with telling_how_to_continue(out):
+        known = None if name.startswith("hf:") else find()  # the Hub is asked after the manifest was read
     if options.val_tokens is None:
         limit = sum(known.sizes) // 40 if known else options.shard_size
         options = dataclasses.replace(options, val_tokens=min(options.shard_size, limit))

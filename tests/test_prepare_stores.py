@@ -12,11 +12,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import REPO, run_here
+from conftest import REPO, metrics, run_here
 from test_ids import npz
 from test_prepare_dataset import files_of, ids_expected, ids_of, prepare, refused
 from test_prepare_hub import interrupt_after
 
+import prepare_dataset
 from steadygpt import retry, sources, stores
 
 OPTIONS = ("--val_tokens", "7000", "--shard_size", "15000", "--name", "ids")
@@ -61,8 +62,8 @@ def test_a_bucket_gives_the_shards_of_local_files(bucket):
 
 def test_train_learns_from_a_bucket_of_ids(bucket):
     prepare(f"{bucket.url}/*.npz", "data", *OPTIONS)
-    assert run_here("--max_steps", "2", "--eval_freq", "2") == 0
-    assert json.loads(Path("checkpoints/status.json").read_text())["step"] == 2
+    assert run_here("--max_steps", "4", "--eval_freq", "4", "--logdir", "logs") == 0
+    assert metrics("logs", "val_loss").keys() == {4}
 
 
 def test_text_in_a_bucket_is_tokenized(store, tmp_path, monkeypatch):
@@ -84,28 +85,27 @@ def test_downloads_are_one_ahead_and_removed_behind(bucket, monkeypatch):
         release(source, before)
 
     monkeypatch.setattr(sources.RemoteSource, "release", looking)
+    monkeypatch.setattr(prepare_dataset, "BATCH_BYTES", 100_000)
     prepare(f"{bucket.url}/*.npz", "out", *OPTIONS)
     assert 0 < max(seen) <= 3  # one behind, one being read, one ahead
 
 
 @pytest.mark.parametrize("mode", [[], ["--streaming"]])
 def test_an_interrupted_preparation_continues(mode, bucket, monkeypatch):
-    interrupt_after(2, monkeypatch)
-    with pytest.raises(KeyboardInterrupt):
-        prepare(f"{bucket.url}/*.npz", "out", *OPTIONS, *mode)
-    interrupt_after(4, monkeypatch)
+    interrupt_after(4, monkeypatch)  # inside the third file
     with pytest.raises(KeyboardInterrupt):
         prepare(f"{bucket.url}/*.npz", "out", *OPTIONS, *mode)
     prepare(f"{bucket.url}/*.npz", "out", *OPTIONS, *mode)
     assert shards_of("out") == shards_of("local")
 
 
+# The libraries repeat some requests by themselves: aiohttp after a reset, gcsfs six times after any of these.
 FAULTS = {
-    "reset": ({"drop_after": 0}, "Disconnected|ConnectionClosed"),
-    "reset inside": ({"drop_after": 1}, "Incomplete|ClientPayload|ClientOSError|ResponseStreaming"),
-    "unavailable": ({"status": 503}, "HTTP 503 Service Unavailable"),
-    "slow down": ({"status": 429}, "HTTP 429 Too Many Requests"),
-    "stall": ({"stall_after": 0, "stall_s": 3}, "Timeout"),
+    "reset": ({"times": 20, "drop_after": 0}, "Disconnected|Connect"),
+    "reset inside": ({"times": 20, "drop_after": 1}, "Incomplete|ClientPayload|ClientOSError|Connect"),
+    "unavailable": ({"times": 7, "status": 503}, "HTTP 503 Service Unavailable"),
+    "slow down": ({"times": 7, "status": 429}, "HTTP 429 Too Many Requests"),
+    "stall": ({"times": 7, "stall_after": 0, "stall_s": 3}, "Timeout"),
 }
 
 
@@ -114,13 +114,11 @@ FAULTS = {
 def test_passing_faults_of_a_store_cost_a_line_each(mode, fault, bucket, capsys, monkeypatch):
     how, line = FAULTS[fault]
     if fault == "stall":
-        monkeypatch.setattr(retry, "SILENCE_S", 1)
-    times = 2 if bucket.scheme == "s3" else 1 if fault == "stall" else 7  # gcsfs retries six times by itself
-    bucket.fail(r"GET .*part3\.npz.* bytes", times=times, **how)
+        monkeypatch.setattr(retry, "SILENCE_S", 0.5)
+    bucket.fail(r"GET .*part3\.npz.* bytes", **how)
     prepare(f"{bucket.url}/*.npz", "out", *OPTIONS, *mode)
-    told = retries(capsys)
-    assert len(told) == {2: 2, 7: 1, 1: 0}[times]
-    assert all(re.match(rf"{bucket.url}/part3.npz: .*({line})", text) for text in told), told
+    told = [text for text in retries(capsys) if re.match(rf"{bucket.url}/part3.npz: .*({line})", text)]
+    assert 0 < len(told) <= how["times"]
     assert shards_of("out") == shards_of("local")
 
 
