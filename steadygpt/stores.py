@@ -47,7 +47,8 @@ class Store:
                 url, skip_instance_cache=True, use_listings_cache=False, **_options(self.package)
             )
         except ImportError as error:
-            raise UserError(f"{url}: needs a package; pip install {self.package or f'... ({error})'}") from error
+            advice = f"pip install {self.package}" if self.package else f"install it ({brief(error)})"
+            raise UserError(f"{url}: needs a package that is not installed; {advice}") from error
         except ValueError as error:
             raise UserError(
                 f"{url}: {brief(error)}; expected a URL that fsspec knows, such as s3://... or gs://..."
@@ -130,7 +131,7 @@ def _options(package: str) -> dict[str, Any]:
         from aiohttp import ClientTimeout
 
         timeout = ClientTimeout(total=None, sock_connect=retry.SILENCE_S, sock_read=retry.SILENCE_S)
-        return {"session_kwargs": {"timeout": timeout}}
+        return {"requests_timeout": timeout}
     return {}
 
 

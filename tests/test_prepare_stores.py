@@ -25,18 +25,26 @@ IDS = np.random.default_rng(0).integers(0, 257, 100_000)
 FILES = {f"part{number}.npz": npz(np.savez, ids=part) for number, part in enumerate(np.split(IDS, 5))}  # 160 kB each
 
 
+@pytest.fixture(scope="module")
+def local_shards(tmp_path_factory) -> dict[str, str]:
+    """The shards of the same files on this machine."""
+    folder = tmp_path_factory.mktemp("local")
+    (folder / "in").mkdir()
+    for name, data in FILES.items():
+        (folder / "in" / name).write_bytes(data)
+    prepare(folder / "in", str(folder / "out"), *OPTIONS)
+    return shards_of(folder / "out")
+
+
 @pytest.fixture
 def bucket(store, tmp_path, monkeypatch):
-    """A bucket with token ids, the shards of the same local files in "local", small requests and no pauses."""
+    """A bucket with token ids, small requests and no pauses."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(stores, "BLOCK_BYTES", 100_000)
     monkeypatch.setattr(retry, "sleep", lambda _: None)
     monkeypatch.setattr("gcsfs.retry.asyncio", SimpleNamespace(sleep=no_pause))
-    Path("in").mkdir()
     for name, data in FILES.items():
-        Path("in", name).write_bytes(data)
         store.put(name, data)
-    prepare("in", "local", *OPTIONS)
     return store
 
 
@@ -44,7 +52,7 @@ async def no_pause(seconds: float) -> None:
     pass
 
 
-def shards_of(folder: str) -> dict[str, str]:
+def shards_of(folder) -> dict[str, str]:
     return {name: digest for name, digest in files_of(Path(folder)).items() if name.endswith(".npy")}
 
 
@@ -52,11 +60,11 @@ def retries(capsys) -> list[str]:
     return [line for line in capsys.readouterr().err.splitlines() if "trying again" in line]
 
 
-def test_a_bucket_gives_the_shards_of_local_files(bucket):
-    assert ids_of(Path("local")) == IDS.tolist()
+def test_a_bucket_gives_the_shards_of_local_files(bucket, local_shards):
     prepare(f"{bucket.url}/*.npz", "downloaded", *OPTIONS)
     prepare(bucket.url, "streamed", *OPTIONS, "--streaming")
-    assert shards_of("downloaded") == shards_of("streamed") == shards_of("local")
+    assert shards_of("downloaded") == shards_of("streamed") == local_shards
+    assert ids_of(Path("streamed")) == IDS.tolist()
     assert not Path("downloaded/.download").exists()
 
 
@@ -91,12 +99,12 @@ def test_downloads_are_one_ahead_and_removed_behind(bucket, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", [[], ["--streaming"]])
-def test_an_interrupted_preparation_continues(mode, bucket, monkeypatch):
+def test_an_interrupted_preparation_continues(mode, bucket, local_shards, monkeypatch):
     interrupt_after(4, monkeypatch)  # inside the third file
     with pytest.raises(KeyboardInterrupt):
         prepare(f"{bucket.url}/*.npz", "out", *OPTIONS, *mode)
     prepare(f"{bucket.url}/*.npz", "out", *OPTIONS, *mode)
-    assert shards_of("out") == shards_of("local")
+    assert shards_of("out") == local_shards
 
 
 # The libraries repeat some requests by themselves: aiohttp after a reset, gcsfs six times after any of these.
@@ -109,9 +117,10 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("mode", [[], ["--streaming"]])
-def test_passing_faults_of_a_store_cost_a_line_each(mode, fault, bucket, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("fault", "mode"), [*((fault, []) for fault in FAULTS), ("unavailable", ["--streaming"])], ids=str
+)
+def test_passing_faults_of_a_store_cost_a_line_each(fault, mode, bucket, local_shards, capsys, monkeypatch):
     how, line = FAULTS[fault]
     if fault == "stall":
         monkeypatch.setattr(retry, "SILENCE_S", 0.5)
@@ -119,7 +128,7 @@ def test_passing_faults_of_a_store_cost_a_line_each(mode, fault, bucket, capsys,
     prepare(f"{bucket.url}/*.npz", "out", *OPTIONS, *mode)
     told = [text for text in retries(capsys) if re.match(rf"{bucket.url}/part3.npz: .*({line})", text)]
     assert 0 < len(told) <= how["times"]
-    assert shards_of("out") == shards_of("local")
+    assert shards_of("out") == local_shards
 
 
 def test_a_partial_download_resumes_from_its_partial_file(bucket):
@@ -139,7 +148,7 @@ def test_a_partial_download_resumes_from_its_partial_file(bucket):
     assert f"bytes=100000-{len(FILES['part0.npz']) - 1}" in line
 
 
-def test_a_file_that_changed_between_two_starts_is_found(bucket, monkeypatch):
+def test_a_file_that_changed_between_two_starts_is_found(bucket):
     with pytest.MonkeyPatch.context() as patch:
         interrupt_after(2, patch)
         with pytest.raises(KeyboardInterrupt):
@@ -176,14 +185,12 @@ def test_mistakes_are_reported_in_one_line(source, message, bucket):
     assert not Path("out").exists()
 
 
-@pytest.mark.parametrize("status", [401, 403])
-@pytest.mark.parametrize("match", ["GET", "GET .*part3.npz"])
+@pytest.mark.parametrize(("match", "status"), [("GET", 401), ("GET", 403), ("GET .*part3.npz", 403)])
 def test_denied_access_is_reported_at_once_with_what_to_do(match, status, bucket, capsys):
     bucket.fail(match, times=-1, status=status)
     log_in = {"s3": "set AWS_ACCESS_KEY_ID", "gs": "run `gcloud auth application-default login`"}[bucket.scheme]
-    for mode in ([], ["--streaming"]):
-        message = rf"^{bucket.url}/\S+: access denied .*; check the URL, or {log_in}"
-        refused("--source", f"{bucket.url}/*.npz", "--out", "out", *mode, match=message)
+    message = rf"^{bucket.url}/\S+: access denied .*; check the URL, or {log_in}"
+    refused("--source", f"{bucket.url}/*.npz", "--out", "out", match=message)
     assert not retries(capsys)
 
 
@@ -213,11 +220,14 @@ def test_a_missing_package_is_named(url, package, tmp_path):
     script = f"import sys; sys.modules['{package}'] = None; import prepare_dataset as p; p.run_cli(p.main)"
     flags = ["--source", url, "--tokenizer", "bytes"]
     done = subprocess.run([sys.executable, "-c", script, *flags], cwd=REPO, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (2, f"error: {url}: needs a package; pip install {package}\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"error: {url}: needs a package that is not installed; pip install {package}\n",
+    )
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_a_killed_command_continues_with_the_same_bytes(how, bucket):
+@pytest.mark.parametrize(("store", "how"), [("s3", signal.SIGTERM), ("gcs", signal.SIGKILL)], indirect=["store"])
+def test_a_killed_command_continues_with_the_same_bytes(how, bucket, local_shards):
     bucket.fail("GET .*npz.* bytes", times=-1, bytes_per_s=400_000)
     flags = ["--source", f"{bucket.url}/*.npz", "--tokenizer", "bytes", "--num_workers", "1", "--out", "out", *OPTIONS]
     command = [sys.executable, str(REPO / "prepare_dataset.py"), *flags]
@@ -232,4 +242,4 @@ def test_a_killed_command_continues_with_the_same_bytes(how, bucket):
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
-    assert shards_of("out") == shards_of("local")
+    assert shards_of("out") == local_shards
