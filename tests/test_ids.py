@@ -133,6 +133,13 @@ def test_unusable_files_are_reported_in_one_line(name, content, message, folder)
     refused("--source", name, "--out", "out", match=message)
 
 
+def test_damage_that_leaves_ids_in_the_vocabulary_is_found(folder):
+    whole = npz(np.savez, ids=IDS)
+    at = whole.index(IDS.tobytes()) + 8 * 1234
+    (folder / "a.npz").write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    refused("--source", "a.npz", "--out", "out", match="a.npz: cannot be read, BadZipFile: Bad CRC-32")
+
+
 def test_ids_need_the_name_of_their_tokenizer(folder):
     (folder / "a.npz").write_bytes(npz(ids=IDS))
     with pytest.raises(UserError, match=r"a.npz: holds token ids; name the tokenizer that wrote them with --tokenizer"):
