@@ -1,11 +1,12 @@
-"""Token shards and their manifest.json, from text of the Hugging Face Hub, files or Python's own library.
+"""Token shards and their manifest.json, from text or token ids of the Hugging Face Hub, object stores or files.
 
     python prepare_dataset.py                                      # FineWeb-Edu, 10 B tokens, GPT-2's vocabulary
     python prepare_dataset.py --source stdlib --tokenizer bytes    # nothing to download
     python prepare_dataset.py --source 'corpus/*.jsonl.gz' --text_field content --out data/corpus
+    python prepare_dataset.py --source 'gs://bucket/*.npz' --tokenizer gpt2        # token ids, or text, of a store
 
 Source -> chunks -> batches -> ids -> shards. Each depends only on the source and a position in it, so the shards have
-the same bytes for any number of workers, and after a kill the same command continues.
+the same bytes for any number of workers, and after a kill the same command continues. Token ids are only checked.
 """
 
 import dataclasses
@@ -19,38 +20,32 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, chain, takewhile
+from functools import partial
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import tiktoken
 
+from steadygpt.chunks import Chunk, Position, cut_document, read_documents, suffix_of
 from steadygpt.cli import OptionError, UserError, option, parse_options, run_cli
+from steadygpt.disk import bytes_text, disks, existing
 from steadygpt.durable import lock_folder, replace_file
+from steadygpt.ids import Ids, check_ids
 from steadygpt.progress import ProgressBar, say
 from steadygpt.shards import DEFAULT_FOLDER, MANIFEST, open_shard, token_dtype, write_shard
-from steadygpt.sources import (
-    FINEWEB_EDU,
-    STDLIB,
-    Chunk,
-    Position,
-    Source,
-    cut_document,
-    find_source,
-    read_documents,
-    suffix_of,
-)
-from steadygpt.tokenizer import END_OF_TEXT, get_tokenizer
+from steadygpt.sources import FINEWEB_EDU, STDLIB, Source, find_source
+from steadygpt.tokenizer import END_OF_TEXT, get_tokenizer, vocab_size_of
 from steadygpt.workers import map_in_order, usable_cores
 
 DESCRIPTION = (
-    "Write token shards from text of the Hugging Face Hub, files or Python's own library. The default, 10 B tokens of "
-    "FineWeb-Edu, downloads 27 GB and takes 24 GB of disk at its peak, 20 GB afterwards, 0.5 GB of memory and 0.14 GB "
-    "for each worker. After an interruption the same command continues."
+    "Write token shards from text or token ids of the Hugging Face Hub, object stores, files or Python's own library. "
+    "The default, 10 B tokens of FineWeb-Edu, downloads 27 GB and takes 24 GB of disk at its peak, 20 GB afterwards, "
+    "0.5 GB of memory and 0.14 GB for each worker. After an interruption the same command continues."
 )
 FORMAT_VERSION = 2
 BATCH_BYTES = 2**20  # what a worker gets at once, at least
@@ -64,19 +59,26 @@ SMALL_TOKENS = 50_000_000  # below this, the proposed next command trains the qu
 class PrepareOptions:
     """The options of prepare_dataset.py."""
 
-    source: str = option("fineweb-edu", "fineweb-edu, stdlib, hf:NAME[@REVISION][:CONFIG], or a file, folder or glob")
-    tokenizer: str = option("gpt2", "gpt2, bytes, or any other tokenizer of tiktoken")
+    source: str = option(
+        "fineweb-edu",
+        "fineweb-edu, stdlib, hf:NAME[@REVISION][:CONFIG], or a file, folder or glob, on this machine or in an object "
+        "store ('gs://bucket/*.npz'); .npz, .npy and .bin files hold token ids",
+    )
+    max_files: int | None = option(None, "take only so many files, the first by name (default: all)", at_least=1)
+    tokenizer: str = option(
+        "", "gpt2, bytes, or any other tokenizer of tiktoken (default: gpt2; token ids require the one that wrote them)"
+    )
     shard_size: int = option(100_000_000, "tokens per shard", at_least=1, at_most=2**31)
     val_tokens: int | None = option(
         None, "tokens of val, taken from the start (default: a shard; of files at most bytes / 40)", at_most=2**31
     )
     num_workers: int | None = option(
-        None, "processes that read and tokenize (default: one per core)", at_least=1, at_most=1024
+        None, "processes that read and tokenize (default: one per core; 1 for token ids)", at_least=1, at_most=1024
     )
     out: str = option("", f"folder for the shards (default: data/NAME; for fineweb-edu {DEFAULT_FOLDER})")
     name: str = option("", "prefix of the shards' file names (default: the last part of --source)")
-    text_field: str = option("text", "JSON field or column that holds a document's text")
-    streaming: bool = option(False, "read a Hub data set in place, without its files on the disk")
+    text_field: str = option("text", "JSON field or column that holds a document's text, or array of an .npz file")
+    streaming: bool = option(False, "read a Hub data set or an object store in place, without files on the disk")
     keep_download: bool = option(
         False,
         "keep a Hub data set in the Hub's cache, instead of removing each file when its tokens are in shards",
@@ -100,7 +102,10 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoder:
-    """Reads the documents of a batch and encodes them, with <|endoftext|> before each and nowhere else."""
+    """Reads the documents of a batch and encodes them, with <|endoftext|> before each and nowhere else.
+
+    Token ids are checked instead.
+    """
 
     tokenizer: str
     text_field: str
@@ -110,6 +115,11 @@ class Encoder:
 
         Raises: UserError when a document cannot be read.
         """
+        blocks = [(chunk, chunk.data) for chunk in batch if isinstance(chunk.data, Ids)]
+        if blocks:  # then all chunks are: a source holds text or ids
+            size = vocab_size_of(self.tokenizer)
+            checked = [check_ids(chunk.name, chunk.at.offset, data, size) for chunk, data in blocks]
+            return Encoded(np.concatenate(checked), 0, 0, [])
         tokenizer = get_tokenizer(self.tokenizer)
         ids, skipped, num_documents, repaired = [], [], 0, 0
         pieces: list[tuple[str, bool]] = []
@@ -257,7 +267,7 @@ def write_shards(
         for path in [*(out / shard["file"] for shard in manifest["shards"]), out / MANIFEST]:
             path.unlink()
         raise UserError(
-            f"{manifest['source']}: {num_tokens:,} tokens ({_counts(manifest)}), and --val_tokens "
+            f"{manifest['source']}: {_counts(manifest, num_tokens)}, and --val_tokens "
             f"{manifest['val_tokens']} leaves none for train; try "
             f"{f'--val_tokens {num_tokens // 10} or ' if num_tokens else ''}more text"
         )
@@ -268,12 +278,12 @@ def write_shards(
     save_manifest(out, manifest)
 
 
-def _counts(manifest: dict) -> str:
-    notes = [_plural(manifest["documents"], "document")]
+def _counts(manifest: dict, num_tokens: int) -> str:
+    notes = [_plural(manifest["documents"], "document")] if manifest["documents"] else []  # not known of token ids
     notes += [f"{count:,} skipped ({reason})" for reason, count in manifest["skipped"].items()]
     if manifest["repaired"]:
         notes.append(f"{_plural(manifest['repaired'], 'invalid character')} replaced")
-    return ", ".join(notes)
+    return ", ".join([*notes, f"{num_tokens:,} tokens"])
 
 
 def _plural(count: int, noun: str) -> str:
@@ -327,11 +337,13 @@ def plan(source: Source, encoder: Encoder, manifest: dict, out: Path) -> None:
     per_byte = len(found.ids) / read
     shards = {out: int(max(0, per_byte * total - manifest["tokens"])) * itemsize}
     downloads = source.needs(first, manifest["shard_size"] / max(per_byte, 1e-9))
-    what = f"{_bytes(shards[out])} of shards in {out}"
-    what += "".join(f", up to {_bytes(size)} of downloads in {folder}" for folder, size in downloads.items() if size)
+    what = f"{bytes_text(shards[out])} of shards in {out}"
+    what += "".join(
+        f", up to {bytes_text(size)} of downloads in {folder}" for folder, size in downloads.items() if size
+    )
     at = f" at commit {source.commit[:7]}" if source.commit else ""
     print(
-        f"{source.name}{at}: {_plural(len(source.names), 'file')}, {_bytes(total)}, about "
+        f"{source.name}{at}: {_plural(len(source.names), 'file')}, {bytes_text(total)}, about "
         f"{float(f'{per_byte * total:.3g}'):,.0f} tokens\ndisk: about {what}",
         file=sys.stderr,
     )
@@ -340,33 +352,9 @@ def plan(source: Source, encoder: Encoder, manifest: dict, out: Path) -> None:
         if needed > free:
             or_stream = "" if missing_without or not downloads else "use --streaming, which needs no downloads, "
             raise UserError(
-                f"{disk}: {_bytes(free)} are free, {_bytes(needed)} are needed ({what}); free some, {or_stream}or give "
-                "another --out"
+                f"{disk}: {bytes_text(free)} are free, {bytes_text(needed)} are needed ({what}); free some, "
+                f"{or_stream}or give another --out"
             )
-
-
-def disks(*needs: Mapping[Path, int]) -> dict[Path, tuple[int, int]]:
-    """Return, for an existing folder of each disk, the bytes that are free and the bytes that are needed."""
-    found: dict[int, tuple[Path, int]] = {}
-    for folder, size in chain.from_iterable(need.items() for need in needs):
-        disk = existing(folder).stat().st_dev
-        first, needed = found.get(disk, (existing(folder), 0))
-        found[disk] = first, needed + size
-    return {folder: (shutil.disk_usage(folder).free, needed) for folder, needed in found.values()}
-
-
-def existing(path: Path) -> Path:
-    """Return a path or the first folder above it that exists."""
-    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
-
-
-def _bytes(count: float) -> str:
-    """Return a number of bytes with three digits and a unit."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:,.3g} TB"
 
 
 def show_progress(
@@ -399,29 +387,29 @@ def prepare(source: Source, encoder: Encoder, manifest: dict, out: Path, num_wor
         if source.needs(start.file, 0):
             bar = bars.enter_context(ProgressBar(desc="downloading", total=total, initial=before, unit="B"))
             source.progress = bar.show_from(0)
-        bar = ProgressBar(desc="tokenizing", total=total or None, initial=before, unit=source.unit)
+        bar = ProgressBar(
+            desc="reading ids" if source.holds_ids else "tokenizing",
+            total=total or None,
+            initial=before,
+            unit=source.unit,
+        )
         encoded = bars.enter_context(closing(map_in_order(encoder, batches, num_workers)))
         write_shards(show_progress(encoded, bars.enter_context(bar), source), out, manifest, source.release)
 
 
-def complete(
-    options: PrepareOptions, name: str, local: Source | None, identity: dict, begun: dict | None, out: Path
-) -> dict:
+def complete(options: PrepareOptions, source: Source, identity: dict, begun: dict | None, out: Path) -> dict:
     """Begin or continue a preparation, and return its manifest when it is complete.
 
     Args:
-        name: of the source; `local` is the source if it is on this machine.
         begun: the manifest of an earlier run.
 
     Raises: as prepare.
     """
-    vocab_size = get_tokenizer(options.tokenizer).n_vocab
-    folder = None if options.keep_download else out / DOWNLOADS
-    source = local or find_source(name, begun["commit"] if begun else "", options.streaming, folder)
+    vocab_size = vocab_size_of(options.tokenizer) if source.holds_ids else get_tokenizer(options.tokenizer).n_vocab
     files = source.fingerprint()
     if begun and begun["files"] != files:
         raise UserError(
-            f"{out}: begun with {begun['files']} of {name}, but now found {files}; restore the files, use a "
+            f"{out}: begun with {begun['files']} of {source.name}, but now found {files}; restore the files, use a "
             f"different --out, or empty {out}"
         )
     manifest = begun or (
@@ -434,10 +422,11 @@ def complete(
     plan(source, encoder, manifest, out)
     with lock_folder(out, "wait until it has finished, or use a different --out"), closing(source):
         for folder in (out / DOWNLOADS).glob("*"):
-            if folder.name != source.commit:  # left by a preparation without a shard, which this one replaces
+            if folder != source.folder:  # left by a preparation without a shard, which this one replaces
                 shutil.rmtree(folder)
         save_manifest(out, manifest)  # before any shard, because shards without a manifest are refused
-        prepare(source, encoder, manifest, out, options.num_workers or usable_cores())
+        # Ids are checked as fast as a worker would receive them.
+        prepare(source, encoder, manifest, out, options.num_workers or (1 if source.holds_ids else usable_cores()))
         shutil.rmtree(out / DOWNLOADS, ignore_errors=True)
     return manifest
 
@@ -465,25 +454,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     start_s, options = time.monotonic(), parse_args(argv)
     out, name = Path(options.out), FINEWEB_EDU if options.source == "fineweb-edu" else options.source
-    local = None if name.startswith("hf:") else find_source(name)
+    if options.keep_download and "://" in name:
+        raise UserError("--keep_download is for data sets of the Hub; copy the files and name their folder as --source")
+    folder = None if options.keep_download else out / DOWNLOADS
+    find = partial(find_source, name, streaming=options.streaming, folder=folder, max_files=options.max_files)
+    with telling_how_to_continue(out):
+        known = None if name.startswith("hf:") else find()  # the Hub is asked after the manifest was read
     if options.val_tokens is None:
-        limit = sum(local.sizes) // 40 if local else options.shard_size
+        limit = sum(known.sizes) // 40 if known else options.shard_size
         options = dataclasses.replace(options, val_tokens=min(options.shard_size, limit))
+    if not options.tokenizer:
+        if known and known.holds_ids:
+            raise UserError(
+                f"{known.names[0]}: holds token ids; name the tokenizer that wrote them with --tokenizer, such as gpt2"
+            )
+        options = dataclasses.replace(options, tokenizer="gpt2")
     same = ("source", "name", "tokenizer", "shard_size", "val_tokens", "text_field")
     identity = {key: getattr(options, key) for key in same}
-    manifest = load_manifest(out, identity | ({"files": local.fingerprint()} if local else {}))
+    manifest = load_manifest(out, identity | ({"files": known.fingerprint()} if known else {}))
     if manifest and manifest["complete"]:
         print(f"{out}: already complete")
     else:
         with telling_how_to_continue(out):
-            manifest = complete(options, name, local, identity, manifest, out)
+            source = known or find(commit=manifest["commit"] if manifest else "")
+            manifest = complete(options, source, identity, manifest, out)
     splits = Counter(shard["split"] for shard in manifest["shards"])
     flags = f"--data_dir {shlex.quote(str(out))}"
     if manifest["tokens"] < SMALL_TOKENS:
         name = options.name
         flags = f"--config quickstart {flags} --checkpoint_dir checkpoints/{name} --logdir logs/{name}"
     print(
-        f"{_counts(manifest)}, {manifest['tokens']:,} tokens\n{_plural(splits['val'], 'val shard')} and "
+        f"{_counts(manifest, manifest['tokens'])}\n{_plural(splits['val'], 'val shard')} and "
         f"{_plural(splits['train'], 'train shard')} in {out} ({time.monotonic() - start_s:.1f} s)\n"
         f"next: python train.py {flags}"
     )

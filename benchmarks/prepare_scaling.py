@@ -25,7 +25,8 @@ import numpy as np
 import prepare_dataset
 from benchmarks.compare import in_turn, median_text
 from prepare_dataset import Batch, Encoded, Encoder, gather_batches
-from steadygpt.sources import Position, Source, find_source
+from steadygpt.chunks import Position
+from steadygpt.sources import Source, find_source
 from steadygpt.workers import map_in_order, usable_cores
 
 SHARD_SIZE = 100_000_000  # tokens, as by default

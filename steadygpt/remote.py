@@ -73,20 +73,20 @@ class RemoteFile(io.RawIOBase):
         wanted = min(len(buffer), self.size - self.position)
         if wanted <= 0:
             return 0
+        if not 0 <= self.position - self.block_start < len(self.block):
+            self._fetch(wanted)
         at = self.position - self.block_start
-        if not 0 <= at < len(self.block):
-            at, self.block = 0, self._fetch(wanted)
-            self.block_start = self.position
         part = self.block[at : at + wanted]
         buffer[: len(part)] = part
         self.position += len(part)
         return len(part)
 
-    def _fetch(self, wanted: int) -> bytes:
-        """Return the bytes from the position on, at least `wanted`."""
+    def _fetch(self, wanted: int) -> None:
+        """Receive the block with the bytes from the position on, at least `wanted`; of a small file, all of it."""
         reads_on = 0 <= self.position - self.block_start - len(self.block) < READ_AHEAD[0]
         self.ahead = min(2 * self.ahead, READ_AHEAD[1]) if reads_on else READ_AHEAD[0]
-        start, end = self.position, min(self.position + max(wanted, self.ahead), self.size)
+        start = self.position if self.size > READ_AHEAD[0] else 0
+        end = min(self.position + max(wanted, self.ahead), self.size)
         received = io.BytesIO()
 
         def attempt(patience: Patience) -> None:
@@ -95,7 +95,7 @@ class RemoteFile(io.RawIOBase):
                 raise ConnectionError("the connection ended early")
 
         self.service.persistently(self.name, attempt)
-        return received.getvalue()
+        self.block, self.block_start = received.getvalue(), start
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self.position = offset + (0, self.position, self.size)[whence]

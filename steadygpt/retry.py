@@ -121,13 +121,10 @@ def status_of(error: BaseException) -> int:
     if isinstance(response, dict):  # botocore's
         timed_out = response.get("Error", {}).get("Code") == "RequestTimeout"  # S3 sends it with status 400
         return 408 if timed_out else response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-    # httpx and requests; aiohttp; azure; gcsfs.
-    found: list[Any] = [
-        getattr(response, "status_code", None),
-        *(getattr(error, key, 0) for key in ("status", "status_code")),
-    ]
-    found += [error.code] if "HttpError" in kinds(error) else []  # type: ignore[attr-defined]
-    return next((int(status) for status in found if str(status).isdigit()), 0)
+    # Of httpx and requests; aiohttp; azure; gcsfs.
+    found = [getattr(response, "status_code", 0), *(getattr(error, key, 0) for key in ("status", "status_code"))]
+    found.append(getattr(error, "code", 0) if "HttpError" in kinds(error) else 0)
+    return next((int(status) for status in found if status and str(status).isdigit()), 0)
 
 
 def _headers(error: BaseException) -> Any:

@@ -83,14 +83,18 @@ def open_shard(path: Path) -> Shard:
     return shard
 
 
+def read_npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Read shape, Fortran order and dtype of a `.npy` file; the first value comes next.
+
+    Raises: many types, on arbitrary bytes.
+    """
+    read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    return read_header[np.lib.format.read_magic(file)](file)
+
+
 def _npy_shard(path: Path, file: IO[bytes]) -> Shard:
     try:
-        version = np.lib.format.read_magic(file)
-        read_header = {
-            (1, 0): np.lib.format.read_array_header_1_0,
-            (2, 0): np.lib.format.read_array_header_2_0,
-        }
-        shape, _, dtype = read_header[version](file)
+        shape, _, dtype = read_npy_header(file)
     except Exception as error:  # NumPy's parser raises many types on arbitrary bytes
         reason = f"{error!r}".splitlines()[0]
         raise UserError(f"{path}: not a .npy file ({reason}); prepare or copy it again") from error

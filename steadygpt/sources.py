@@ -1,75 +1,47 @@
-"""Sources of text: local files, Python's own library and data sets of the Hugging Face Hub, cut into chunks.
-
-Cutting is cheap and done by one process; reading the documents of a chunk is done by many.
-"""
+"""Sources of text and token ids: local files, Python's own library, object stores, data sets of the Hub."""
 
 import glob
-import gzip
 import hashlib
 import io
 import json
 import os
-import re
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from functools import lru_cache
-from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from steadygpt import hub
+from steadygpt.chunks import (
+    CHUNK_BYTES,
+    CUTTERS,
+    ROWS_AT_ONCE,
+    Chunk,
+    Position,
+    naming,
+    no_text_field,
+    suffix_of,
+)
 from steadygpt.cli import UserError
+from steadygpt.ids import ID_SUFFIXES
+from steadygpt.remote import RemoteFile
+from steadygpt.stores import Store, StoreFile
 
 FINEWEB_EDU = "hf:HuggingFaceFW/fineweb-edu:sample-10BT"  # --source fineweb-edu
 NOT_IN_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 STDLIB = Path(sysconfig.get_path("stdlib"))
-MAX_LINE_BYTES = 2**26  # of a line of JSON, which is in memory several times at once
-CHUNK_BYTES = 2**20  # of lines
-# Of a text; the pieces of a longer one have up to twice as many. tiktoken's regex fails on a million spaces in a row.
-PIECE_BYTES = 400_000
-TABLE_BYTES = 2**25  # of the texts in a chunk of Parquet, unless the file's row groups are smaller
-ROWS_AT_ONCE = 256  # rows of a table in memory as Python objects
 AHEAD = 1  # files that are downloaded while one is read
-
-
-class Position(NamedTuple):
-    """Where a chunk begins."""
-
-    file: int = 0
-    row: int = 0  # documents before it in the file, except in a text, which is one document
-    offset: int = 0  # bytes before it in the file, after decompression; 0 in tables
-
-
-class Rows(NamedTuple):
-    """Rows of a local Parquet file that are still to be read."""
-
-    path: str
-    group: int
-    first: int  # within the group
-    length: int
-
-
-class Chunk(NamedTuple):
-    """A part of a file."""
-
-    at: Position
-    end: int  # how far the file is read after it, in bytes of the file (of other Hub data sets, in rows)
-    num_bytes: int  # of its texts, approximately
-    data: bytes | list | Rows  # of a text or lines; values; or where they are
-    name: str = ""  # of the file
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# where files are
+EXPECTED = (
+    "a file, a folder, a glob, a URL such as s3://... or gs://..., stdlib, fineweb-edu or hf:NAME[@REVISION][:CONFIG]"
+)
 
 
 class Source:
-    """Local files. For other sources see HubSource and StreamedSource."""
+    """Local files, and what all sources have in common."""
 
     unit, commit = "B", ""
+    folder: Path | None = None  # for downloads
     progress: Callable[[int], object] = bool  # is called with the bytes that are on this machine
 
     def __init__(self, name: str, files: Sequence[Path]):
@@ -79,6 +51,11 @@ class Source:
     def fingerprint(self) -> str:
         """Return a line that changes when files are added, removed or renamed, or change their size."""
         return fingerprint(list(zip(self.names, self.sizes, strict=True)))
+
+    @property
+    def holds_ids(self) -> bool:
+        """Whether the files hold token ids instead of text."""
+        return suffix_of(self.names[0]) in ID_SUFFIXES
 
     def open(self, file: int, in_place: bool = False) -> BinaryIO:
         """Open a file; `in_place` without waiting until all of it is on this machine."""
@@ -110,73 +87,134 @@ class Source:
         return {}
 
 
-def fingerprint(files: Sequence[tuple[str, int]]) -> str:
-    """Describe files, given as names and sizes in bytes, by their number and a hash."""
-    root = os.path.commonpath([Path(name).parent for name, _ in files])
-    sizes = [(os.path.relpath(name, root), size) for name, size in files]
+def fingerprint(files: Sequence[tuple]) -> str:
+    """Describe files, given as names, sizes in bytes and perhaps versions, by their number and a hash."""
+    root = os.path.commonpath([Path(name).parent for name, *_ in files])
+    sizes = [(os.path.relpath(name, root), *rest) for name, *rest in files]
     return f"{len(sizes)} files, sha256 {hashlib.sha256(json.dumps(sizes).encode()).hexdigest()[:16]}"
 
 
-class HubSource(Source):
-    """Files of a Hub data set, downloaded one ahead of the reader and removed behind it, or read in place.
+class RemoteSource(Source):
+    """Files on a network, downloaded one ahead of the reader and removed behind it, or read in place.
 
     Args:
-        folder: for the downloads, below the name of the commit; None for the Hub's own cache, where they stay.
+        files: tuples that begin with name and size in bytes.
+        folder: for the downloads; None if they are kept elsewhere.
         in_place: reads the files by ranges, without any on the disk.
     """
 
-    def __init__(self, name: str, repo: hub.Repo, files: Sequence[hub.RepoFile], folder: Path | None, in_place: bool):
-        self.name, self.repo, self.files, self.commit = name, repo, files, repo.commit
-        self.names, self.sizes = [file.path for file in files], [file.size for file in files]
-        self.folder, self.in_place = folder and folder / repo.commit, in_place
+    def __init__(self, name: str, files: Sequence[Any], folder: Path | None, in_place: bool):
+        self.name, self.files, self.folder, self.in_place = name, files, folder, in_place
+        self.names, self.sizes = [file[0] for file in files], [file[1] for file in files]
         self.downloads: dict[int, Future[Path]] = {}
         self.pool = ThreadPoolExecutor(1)
 
+    def fingerprint(self) -> str:
+        return fingerprint(self.files)
+
+    def local_path(self, file: int) -> Path | None:
+        """Return where a file is downloaded to; None without a folder for downloads."""
+        return self.folder and self.folder / self.names[file]
+
+    def find(self, file: int) -> Path | None:
+        """Return where a file is on this machine; None if it was not downloaded."""
+        path = self.local_path(file)
+        return path if path and path.exists() else None
+
+    def fetch(self, file: int, progress: Callable[[int], object]) -> Path:
+        """Download a file unless it is there, and return where it is."""
+        raise NotImplementedError
+
+    def open_remote(self, file: int) -> RemoteFile | None:
+        """Open a file to read parts of it without a download; None if it must be downloaded."""
+        raise NotImplementedError
+
     def open(self, file: int, in_place: bool = False) -> BinaryIO:
         if self.in_place or in_place:
-            if found := self._find(file):
+            if found := self.find(file):
                 return open(found, "rb")
-            if self.repo.online:
-                return io.BufferedReader(hub.open_in_place(self.repo, self.files[file]), 2**16)
+            if remote := self.open_remote(file):
+                return io.BufferedReader(remote, 2**16)
         for index in range(file, min(file + AHEAD + 1, len(self.files))):
             if index not in self.downloads:
                 self.downloads[index] = self.pool.submit(self._download, index)
         return open(self.downloads[file].result(), "rb")
 
-    def _find(self, file: int) -> Path | None:
-        return hub.find_file(self.repo, self.names[file], self.folder)
-
     def _download(self, file: int) -> Path:
         before = sum(self.sizes[:file])
-        found = hub.fetch(self.repo, self.names[file], self.folder, lambda count: self.progress(before + count))
+        found = self.fetch(file, lambda count: self.progress(before + count))
         self.progress(before + self.sizes[file])
         return found
 
     def release(self, before: int) -> None:
-        for name in self.names[:before]:
-            if self.folder:
-                (self.folder / name).unlink(missing_ok=True)
+        for file in range(before):
+            if path := self.local_path(file):
+                path.unlink(missing_ok=True)
 
     def close(self) -> None:
         self.pool.shutdown(wait=False, cancel_futures=True)
 
+    def missing(self, first: int) -> list[int]:
+        """Return the sizes of the files from `first` on that are not on this machine."""
+        return [self.sizes[file] for file in range(first, len(self.files)) if not self.find(file)]
+
+    def needs(self, first: int, shard_bytes: float) -> dict[Path, int]:
+        if self.in_place or not self.folder or not (missing := self.missing(first)):
+            return {}
+        # A file stays until the last of its tokens is in a shard.
+        there = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
+        window = int(shard_bytes) + (AHEAD + 2) * max(missing)
+        return {self.folder.parent: min(sum(missing), max(0, window - there))}
+
+
+class StoreSource(RemoteSource):
+    """Files of an object store."""
+
+    def __init__(self, store: Store, files: Sequence[StoreFile], folder: Path | None, in_place: bool):
+        # Other versions of the files are downloaded into another folder.
+        super().__init__(store.url, files, folder and folder / fingerprint(files)[-16:], in_place)
+        self.store = store
+
+    def local_path(self, file: int) -> Path | None:
+        return self.folder and self.folder / f"{file:06d}_{Path(self.names[file]).name}"
+
+    def fetch(self, file: int, progress: Callable[[int], object]) -> Path:
+        path = self.local_path(file)
+        assert path
+        return self.store.fetch(self.files[file], path, progress)
+
+    def open_remote(self, file: int) -> RemoteFile:
+        return self.store.open_in_place(self.files[file])
+
+
+class HubSource(RemoteSource):
+    """Files of a Hub data set; without a folder for downloads they stay in the Hub's own cache."""
+
+    def __init__(self, name: str, repo: hub.Repo, files: Sequence[hub.RepoFile], folder: Path | None, in_place: bool):
+        super().__init__(name, files, folder and folder / repo.commit, in_place)
+        self.repo, self.commit = repo, repo.commit
+
+    def find(self, file: int) -> Path | None:
+        return hub.find_file(self.repo, self.names[file], self.folder)
+
+    def fetch(self, file: int, progress: Callable[[int], object]) -> Path:
+        return hub.fetch(self.repo, self.names[file], self.folder, progress)
+
+    def open_remote(self, file: int) -> RemoteFile | None:
+        return hub.open_in_place(self.repo, self.files[file]) if self.repo.online else None
+
     def needs(self, first: int, shard_bytes: float) -> dict[Path, int]:
         from huggingface_hub import constants
 
-        missing = [self.sizes[file] for file in range(first, len(self.files)) if not self._find(file)]
+        missing = self.missing(first)
         if missing and not self.repo.online:
             raise UserError(
                 f"{self.name}: {len(missing)} of {len(self.files)} files are not in the cache; run this once with a "
                 "network and without HF_HUB_OFFLINE"
             )
-        if self.in_place or not missing:
-            return {}
-        if not self.folder:
+        if missing and not (self.folder or self.in_place):
             return {Path(constants.HF_HUB_CACHE): sum(missing)}
-        # A file stays until the last of its tokens is in a shard.
-        there = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
-        window = int(shard_bytes) + (AHEAD + 2) * max(missing)
-        return {self.folder.parent: min(sum(missing), max(0, window - there))}
+        return super().needs(first, shard_bytes)
 
 
 class StreamedSource(Source):
@@ -203,18 +241,27 @@ class StreamedSource(Source):
                 row += len(values)
 
 
-def find_source(name: str, commit: str = "", streaming: bool = False, folder: Path | None = None) -> Source:
+def find_source(
+    name: str, commit: str = "", streaming: bool = False, folder: Path | None = None, max_files: int | None = None
+) -> Source:
     """Find the files of --source.
 
     Args:
         commit: of the Hub data set, if an earlier run has begun with it.
-        streaming: reads a Hub data set in place.
+        streaming: reads a Hub data set or an object store in place.
         folder: for downloads; None for the Hub's cache.
+        max_files: how many files to take, in their order; None for all.
 
-    Raises: UserError when there are none.
+    Raises: UserError when there are none, or they hold both text and token ids.
     """
+    if "://" in name:
+        store = Store(name)
+        urls = {file.url: file for file in store.files()}
+        # Without hidden files, as below a local folder.
+        chosen = choose(name, [url for url in urls if "/." not in url.removeprefix(name.partition("*")[0])])[:max_files]
+        return StoreSource(store, [urls[url] for url in chosen], folder, streaming)
     if not name.startswith("hf:"):
-        return Source(name, find_files(name))
+        return Source(name, find_files(name)[:max_files])
     spec, _, config = name.removeprefix("hf:").partition(":")
     repo_name, at, revision = spec.partition("@")
     if not repo_name or (at and not revision):
@@ -222,7 +269,9 @@ def find_source(name: str, commit: str = "", streaming: bool = False, folder: Pa
     repo = hub.find_repo("dataset", repo_name, revision, commit)
     kind, files = hub.data_files(repo, config, "train")
     if kind in ("parquet", "json") and all(suffix_of(file.path) for file in files):
-        return HubSource(name, repo, files, folder, streaming)
+        return HubSource(name, repo, files[:max_files], folder, streaming)
+    if max_files is not None:
+        raise UserError(f"{name}: --max_files needs Parquet or JSON Lines, found {kind or 'files elsewhere'}; omit it")
     return StreamedSource(name, repo, config, files)
 
 
@@ -245,227 +294,39 @@ def find_files(source: str) -> list[Path]:
 
     Raises: UserError when there are none.
     """
-    expected = "a file, a folder, a glob, stdlib, fineweb-edu or hf:NAME[@REVISION][:CONFIG]"
     if source == "stdlib":
         return [path for path in _files_below(STDLIB, NOT_IN_STDLIB) if path.suffix == ".py"]
     if not source:
-        raise UserError(f"--source is empty; expected {expected}")
+        raise UserError(f"--source is empty; expected {EXPECTED}")
     paths = [Path(source)] if Path(source).exists() else [Path(match) for match in glob.glob(source, recursive=True)]
     found = {file for path in paths for file in (_files_below(path) if path.is_dir() else [path])}
-    files = sorted(file for file in found if suffix_of(file.name))
-    kinds = " ".join(CUTTERS)
-    if not files:
+    return [Path(name) for name in choose(source, [str(path) for path in sorted(found)])]
+
+
+def choose(source: str, names: Sequence[str]) -> list[str]:
+    """Return the names of files that can be read.
+
+    Raises: UserError when there are none, or when some hold text and others token ids.
+    """
+    chosen = [name for name in names if suffix_of(name)]
+    readable = " ".join(CUTTERS)
+    if not chosen:
         raise UserError(
-            f"--source {source}: {f'{len(found)} files of other kinds' if found else 'no such file'}; expected "
-            f"{expected}; files of {kinds}"
+            f"--source {source}: {f'{len(names)} files of other kinds' if names else 'no such file'}; expected "
+            f"{EXPECTED}; files of {readable}"
         )
-    if len(files) < len(found):
-        print(f"{source}: skipped {len(found) - len(files)} files that are not {kinds}", file=sys.stderr)
-    return files
+    ids = [name for name in chosen if suffix_of(name) in ID_SUFFIXES]
+    if 0 < len(ids) < len(chosen):
+        text = next(name for name in chosen if suffix_of(name) not in ID_SUFFIXES)
+        raise UserError(
+            f"--source {source}: found text, such as {text}, and token ids, such as {ids[0]}; expected one of both; "
+            f"choose files with a glob such as '*{suffix_of(text)}'"
+        )
+    if len(chosen) < len(names):
+        print(f"{source}: skipped {len(names) - len(chosen)} files that are not {readable}", file=sys.stderr)
+    return chosen
 
 
 def _files_below(folder: Path, excluded: Iterable[str] = ()) -> list[Path]:
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     return [p for p in paths if not any(n in excluded or n.startswith(".") for n in p.relative_to(folder).parts)]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# files -> chunks, without looking at the documents
-
-# A space after an ASCII character or a byte of another one, except after Unicode's own spaces.
-_LAST_CUT = re.compile(
-    rb"(?s:.*)(?<=[!-~\x80-\xff])(?<!\xc2[\x85\xa0])(?<!\xe1\x9a\x80|\xe2\x80[\x80-\x8a\xa8\xa9\xaf]|\xe2\x81\x9f)"
-    rb"(?<!\xe3\x80\x80)(?= )"
-)
-
-
-def cut_text(file: BinaryIO, text_field: str, start: Position, size: int) -> Iterator[Chunk]:
-    """Cut a text into pieces whose ids, concatenated, are the ids of the whole text.
-
-    Cuts come before a space that follows a non-space, where pre-tokenizers such as GPT-2's always begin a new word. A
-    text without such a space is cut between any two characters, and its ids may differ.
-    """
-    file.seek(start.offset)
-    offset, text, is_end = start.offset, b"", False
-    while not is_end:
-        more = file.read(PIECE_BYTES)
-        text, is_end = text + more, len(more) < PIECE_BYTES
-        match = _LAST_CUT.match(text)
-        cut = len(text) if is_end else match.end() if match else len(text) - _unfinished(text)
-        if cut or offset == 0:
-            yield Chunk(Position(start.file, 0, offset), offset + cut, cut, text[:cut])
-        offset, text = offset + cut, text[cut:]
-
-
-def _unfinished(text: bytes) -> int:
-    """Return how many bytes at the end may be an incomplete character of UTF-8."""
-    return next((count for count, byte in enumerate(text[:-4:-1], start=1) if byte >= 0xC0), 0)
-
-
-def cut_lines(file: BinaryIO, text_field: str, start: Position, size: int) -> Iterator[Chunk]:
-    """Cut JSON Lines into chunks of whole lines."""
-    return _cut_lines(file, start, file.tell)
-
-
-def cut_gzip(file: BinaryIO, text_field: str, start: Position, size: int) -> Iterator[Chunk]:
-    """Cut compressed JSON Lines into chunks of whole lines."""
-    return _cut_lines(gzip.GzipFile(fileobj=file), start, file.tell)  # type: ignore[arg-type]
-
-
-def _cut_lines(lines: BinaryIO, start: Position, amount_read: Callable[[], int]) -> Iterator[Chunk]:
-    lines.seek(start.offset)
-    at = start
-    while data := lines.read(CHUNK_BYTES):
-        last, tail = data.rfind(b"\n") + 1, lines.readline(MAX_LINE_BYTES)
-        offset = at.offset + len(data) + len(tail)
-        is_too_long = len(data) - last + len(tail) >= MAX_LINE_BYTES
-        data = data[:last] if is_too_long else data + tail
-        row = at.row + data.count(b"\n") + (data[-1:] not in (b"\n", b""))
-        if data:
-            yield Chunk(at, amount_read(), len(data), data)
-        if is_too_long:
-            at, row = Position(start.file, row, at.offset + last), row + 1
-            while tail and not tail.endswith(b"\n"):
-                tail = lines.readline(CHUNK_BYTES)
-                offset += len(tail)
-            yield Chunk(at, amount_read(), 0, [ValueError(f"a line of more than {MAX_LINE_BYTES // 2**20} MB")])
-        at = Position(start.file, row, offset)
-
-
-def cut_table(file: BinaryIO, text_field: str, start: Position, size: int) -> Iterator[Chunk]:
-    """Cut a Parquet file into groups of rows, which the reader of the chunk reads if the file is on this machine."""
-    import pyarrow.parquet as pq
-
-    table = pq.ParquetFile(file)
-    if text_field not in table.schema_arrow.names:
-        raise no_text_field(file.name, text_field, table.schema_arrow.names)
-    end = 0
-    for group in range(table.num_row_groups):
-        metadata = table.metadata.row_group(group)
-        begin, end = end, end + metadata.num_rows
-        if end <= start.row:
-            continue
-        columns = (metadata.column(i) for i in range(metadata.num_columns))
-        text_bytes = sum(c.total_uncompressed_size for c in columns if c.path_in_schema.partition(".")[0] == text_field)
-
-        def chunk(row: int, count: int, data: Any, begin=begin, end=end, text_bytes=text_bytes) -> Chunk:
-            read = size * (row + count) // table.metadata.num_rows
-            return Chunk(Position(start.file, row), read, text_bytes * count // (end - begin), data)
-
-        row = max(begin, start.row)
-        if not Path(file.name).exists():  # it is on the Hub
-            values = _column(table, group, text_field, row - begin)
-            while part := list(islice(values, ROWS_AT_ONCE)):
-                yield chunk(row, len(part), part)
-                row += len(part)
-            continue
-        step = -(-metadata.num_rows // -(-text_bytes // TABLE_BYTES or 1))
-        for first in range(row, end, step):
-            count = min(step, end - first)
-            yield chunk(first, count, Rows(file.name, group, first - begin, count))
-
-
-def _column(table: Any, group: int, text_field: str, first: int) -> Iterator[object]:
-    """Read a column of a row group, from a row on."""
-    batches = table.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=[text_field], use_threads=False)
-    for batch in batches:
-        if first < len(batch):
-            yield from _values(batch.column(0)[first:])
-        first = max(0, first - len(batch))
-
-
-def _values(column: Any) -> list:
-    try:
-        return column.to_pylist()
-    except UnicodeDecodeError:  # its text is not UTF-8
-        return [value and value.decode("utf-8", "surrogateescape") for value in column.cast("binary").to_pylist()]
-
-
-CUTTERS = dict.fromkeys((".txt", ".md", ".py"), cut_text)
-CUTTERS |= {".jsonl": cut_lines, ".jsonl.gz": cut_gzip, ".json.gz": cut_gzip, ".parquet": cut_table}
-
-
-def suffix_of(name: str) -> str:
-    """Return the suffix in CUTTERS that a file name ends with, "" if there is none."""
-    return next((suffix for suffix in CUTTERS if name.lower().endswith(suffix)), "")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# chunks -> documents
-
-
-class Document(NamedTuple):
-    """A document, or a part of a long text."""
-
-    row: int
-    text: object  # str; a ValueError with the reason to skip the row; or data of the wrong type
-    is_begin: bool = True
-
-
-def read_documents(chunk: Chunk, text_field: str) -> Iterator[Document]:
-    """Read the documents of a chunk.
-
-    Raises: UserError for a file that is damaged, or whose first line lacks the text field.
-    """
-    with naming(chunk.name):
-        if isinstance(chunk.data, Rows):
-            path, group, first, length = chunk.data
-            values: Iterable[object] = islice(_column(_open_table(path), group, text_field, first), length)
-        elif isinstance(chunk.data, list):
-            values = chunk.data
-        elif CUTTERS[suffix_of(chunk.name)] is cut_text:
-            text = chunk.data.decode("utf-8-sig" if chunk.at.offset == 0 else "utf-8", "surrogateescape")
-            is_empty = chunk.at.offset == 0 and len(chunk.data) < PIECE_BYTES and not text.strip()
-            yield Document(0, ValueError("no text") if is_empty else text, chunk.at.offset == 0)
-            return
-        else:
-            values = _json_values(chunk, text_field)
-        for row, value in enumerate(values, start=chunk.at.row):
-            yield Document(row, ValueError("no text") if isinstance(value, str) and not value.strip() else value)
-
-
-@lru_cache(maxsize=1)
-def _open_table(path: str) -> Any:
-    import pyarrow.parquet as pq
-
-    return pq.ParquetFile(path)
-
-
-def _json_values(chunk: Chunk, text_field: str) -> Iterator[object]:
-    assert isinstance(chunk.data, bytes)
-    for number, line in enumerate(io.BytesIO(chunk.data), start=chunk.at.row):
-        try:
-            row = json.loads(line.decode("utf-8-sig", "surrogateescape"))
-        except (ValueError, RecursionError):
-            yield ValueError("broken JSON" if line.strip() else "blank line")
-            continue
-        fields = row if isinstance(row, dict) else {}
-        if number == 0 and text_field not in fields:  # probably the wrong --text_field for the whole file
-            raise no_text_field(chunk.name, text_field, fields or [type(row).__name__])
-        yield fields.get(text_field, ValueError(f"no field {text_field!r}"))
-
-
-def cut_document(text: str) -> Iterator[str]:
-    """Cut a long document as cut_text does."""
-    data = text.encode()
-    if len(data) <= 2 * PIECE_BYTES:
-        yield text
-        return
-    for chunk in cut_text(io.BytesIO(data), "", Position(), len(data)):
-        yield chunk.data.decode()  # type: ignore[union-attr]
-
-
-@contextmanager
-def naming(name: str) -> Iterator[None]:
-    """Name the file that cannot be read."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:  # gzip, pyarrow and datasets each raise their own types
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise UserError(f"{name}: cannot be read, {reason}; repair or remove it, and run this again") from error
-
-
-def no_text_field(where: str, text_field: str, found: Iterable[str]) -> UserError:
-    return UserError(f"{where}: no field {text_field!r}; found {', '.join(found)}; name the text with --text_field")

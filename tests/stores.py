@@ -164,6 +164,7 @@ def gcs(monkeypatch) -> Iterator[Store]:
     store = _gcs()
     store.new_bucket()
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", store.address)
+    monkeypatch.setenv("NO_GCE_CHECK", "true")
     yield store
     store.faults.clear()
 

@@ -13,10 +13,10 @@ from conftest import REPO
 
 import prepare_dataset
 from prepare_dataset import Encoder
-from steadygpt import sources
+from steadygpt import chunks, sources
+from steadygpt.chunks import Chunk, Position
 from steadygpt.cli import UserError
 from steadygpt.shards import check_shards, find_shards, read_manifest
-from steadygpt.sources import Chunk, Position
 from steadygpt.tokenizer import END_OF_TEXT
 
 END = 256  # <|endoftext|> of the byte tokenizer
@@ -79,7 +79,7 @@ def test_the_loader_accepts_the_shards(jsonl):
 
 def test_shards_are_the_same_for_any_number_of_workers(jsonl, monkeypatch):
     monkeypatch.setattr(prepare_dataset, "BATCH_BYTES", 200)
-    monkeypatch.setattr(sources, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 100)
     for workers in "123":
         prepare("docs.jsonl", f"out{workers}", "--num_workers", workers, "--shard_size", "333", "--val_tokens", "10")
     assert files_of(jsonl / "out1") == files_of(jsonl / "out2") == files_of(jsonl / "out3")
@@ -256,8 +256,8 @@ def test_documents_of_a_batch_are_encoded_independently():
 
 def test_a_preparation_interrupted_after_each_shard_gives_the_same_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare_dataset, "BATCH_BYTES", 700)
-    monkeypatch.setattr(sources, "CHUNK_BYTES", 500)
-    monkeypatch.setattr(sources, "PIECE_BYTES", 300)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 500)
+    monkeypatch.setattr(chunks, "PIECE_BYTES", 300)
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.jsonl").write_text(
         '{"text": "one"}\n{broken\n' + '{"text": "caf\\udce9"}\n{"text": 1}\n' * 20

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from harness import Run, wait_for_files
 
-from steadygpt import sources
+from steadygpt import chunks
 from steadygpt.shards import read_manifest
 
 prepare = partial(Run, program="prepare_dataset", tiny=("--tokenizer", "bytes", "--num_workers", "2"))
@@ -124,7 +124,7 @@ def test_memory_does_not_grow_with_the_length_of_a_line(tmp_path, monkeypatch, s
 @pytest.mark.parametrize("large", [200, pytest.param(1000, marks=pytest.mark.storm)])
 def test_an_overlong_line_of_json_is_skipped_and_reported(tmp_path, monkeypatch, large):
     monkeypatch.chdir(tmp_path)
-    assert memory_for(large, "jsonl") < 3 * sources.MAX_LINE_BYTES
+    assert memory_for(large, "jsonl") < 3 * chunks.MAX_LINE_BYTES
     manifest = read_manifest(Path(f"out-{large}.jsonl"))
     assert manifest["documents"] == 2
     assert manifest["skipped"] == {"a line of more than 64 MB": 1}

@@ -1,4 +1,4 @@
-"""Tests of steadygpt/sources.py: chunks that can be cut anywhere and read anywhere, with the documents of the whole."""
+"""Tests of steadygpt/chunks.py: chunks that can be cut anywhere and read anywhere, with the documents of the whole."""
 
 import gzip
 import json
@@ -11,9 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from steadygpt import sources, tokenizer
+from steadygpt import chunks, tokenizer
+from steadygpt.chunks import Position, cut_document, read_documents
 from steadygpt.cli import UserError
-from steadygpt.sources import Position, Source, cut_document, read_documents
+from steadygpt.sources import Source
 from steadygpt.tokenizer import get_tokenizer
 
 SMALL = {"CHUNK_BYTES": 60, "PIECE_BYTES": 40, "TABLE_BYTES": 100, "ROWS_AT_ONCE": 3, "MAX_LINE_BYTES": 200}
@@ -23,7 +24,7 @@ in_small_chunks = settings(deadline=None, max_examples=60, suppress_health_check
 def write(folder, kind: str, texts: list[str]) -> Source:
     """Write texts as files of a kind, and open them as a source."""
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
-    sources._open_table.cache_clear()  # other files had the same names
+    chunks._open_table.cache_clear()  # other files had the same names
     for file in folder.iterdir():
         file.unlink()
     for number, half in enumerate((texts[: len(texts) // 2], texts[len(texts) // 2 :])):
@@ -58,14 +59,14 @@ def documents(source: Source, start: Position) -> list[tuple[int, int, str]]:
 def test_chunks_hold_every_document_and_reading_can_begin_at_any_of_them(kind, tmp_path, texts):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in SMALL.items():
-            patch.setattr(sources, name, value)
+            patch.setattr(chunks, name, value)
         source = write(tmp_path, kind, texts)
         whole = documents(source, Position())
-        chunks = list(source.chunks("text", Position()))
-        ends = [sum(source.sizes[: chunk.at.file]) + chunk.end for chunk in chunks]
+        found = list(source.chunks("text", Position()))
+        ends = [sum(source.sizes[: chunk.at.file]) + chunk.end for chunk in found]
         assert ends == sorted(ends)
         assert ends[-1] == sum(source.sizes)
-        for chunk in chunks:
+        for chunk in found:
             rest = documents(source, chunk.at)
             if kind == "txt":  # begins within a text
                 at = len(whole) - len(rest)
@@ -89,7 +90,7 @@ def test_overlong_lines_are_skipped_and_keep_their_place(tmp_path, lengths, ends
     (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n" * ends_with_newline)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in SMALL.items():
-            patch.setattr(sources, name, value)
+            patch.setattr(chunks, name, value)
         source = Source("files", [tmp_path / "a.jsonl"])
         found = documents(source, Position())
         for chunk in source.chunks("text", Position()):
@@ -110,7 +111,7 @@ def test_pieces_of_a_document_have_the_ids_of_the_whole(name, text, length):
     if name == "gpt2" and tokenizer._offline_gpt2_folder() is None:
         pytest.skip("the extra with GPT-2's vocabulary is not installed")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "PIECE_BYTES", length)
+        patch.setattr(chunks, "PIECE_BYTES", length)
         pieces = list(cut_document(text))
     assert "".join(pieces) == text
     encoding = get_tokenizer(name)
@@ -144,8 +145,8 @@ def test_a_million_spaces_are_cut(tmp_path):
     (tmp_path / "a.txt").write_bytes(b" " * 2_000_000)
     sizes = [chunk.num_bytes for chunk in Source("files", [tmp_path / "a.txt"]).chunks("text", Position())]
     assert sum(sizes) == 2_000_000
-    assert max(sizes) <= 2 * sources.PIECE_BYTES
-    assert max(map(len, cut_document(" " * 2_000_000))) <= 2 * sources.PIECE_BYTES
+    assert max(sizes) <= 2 * chunks.PIECE_BYTES
+    assert max(map(len, cut_document(" " * 2_000_000))) <= 2 * chunks.PIECE_BYTES
 
 
 def test_invalid_utf8_in_parquet_is_read_as_in_other_files(tmp_path):

@@ -1,0 +1,139 @@
+"""Files in object stores and wherever else fsspec reads: listed, downloaded or read in place."""
+
+import glob
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, NamedTuple
+
+from steadygpt import retry
+from steadygpt.cli import UserError
+from steadygpt.remote import RemoteFile, download
+from steadygpt.retry import Patience, Service, brief, kinds, status_of
+
+BLOCK_BYTES = 2**23  # of one request
+PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
+LOG_IN = {
+    "s3fs": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+    "gcsfs": "run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS",
+}
+VERSIONS = ("generation", "ETag", "etag", "mtime", "LastModified", "last_modified", "created")
+DENIED = {"PermissionError", "NoCredentialsError", "PartialCredentialsError", "GoogleAuthError"}
+
+
+class StoreFile(NamedTuple):
+    """A file in a store."""
+
+    url: str
+    size: int  # in bytes
+    version: str  # changes with the content; "" if the store does not say
+
+
+class Store:
+    """The files that a URL such as s3://bucket/folder or gs://bucket/*.npz stands for.
+
+    Raises: UserError when fsspec does not know the URL, or the package for it is not installed.
+    """
+
+    def __init__(self, url: str):
+        import fsspec
+
+        protocol = url.partition("://")[0]
+        self.url, self.package, self.service = url, PACKAGES.get(protocol, ""), Service(self._refusal)
+        try:
+            # No cache: neither of old credentials nor of a listing.
+            self.fs, self.path = fsspec.core.url_to_fs(
+                url, skip_instance_cache=True, use_listings_cache=False, **_options(self.package)
+            )
+        except ImportError as error:
+            advice = f"pip install {self.package}" if self.package else f"install it ({brief(error)})"
+            raise UserError(f"{url}: needs a package that is not installed; {advice}") from error
+        except ValueError as error:
+            raise UserError(
+                f"{url}: {brief(error)}; expected a URL that fsspec knows, such as s3://... or gs://..."
+            ) from error
+        if self.package == "s3fs":
+            self.fs.retries = 1  # because persistently() retries, with a line
+        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # its traceback for each retry; ours is one line
+
+    def files(self) -> list[StoreFile]:
+        """List the file, the files below the folder, or those that match the glob, in the order of local files.
+
+        Raises: UserError when the store cannot be read; the list may be empty.
+        """
+
+        def ask(_: Patience) -> list[dict]:
+            find = self.fs.glob if glob.has_magic(self.path) else self.fs.find
+            found = find(self.path, detail=True).values()
+            return [info if info.get("size") is not None else self.fs.info(info["name"]) for info in found]
+
+        infos = [info for info in self.service.persistently(self.url, ask) if info["type"] == "file"]
+        files = [StoreFile(self.fs.unstrip_protocol(i["name"]), i["size"], _version(i)) for i in infos]
+        return sorted(files, key=lambda file: PurePosixPath(file.url))
+
+    def fetch(self, file: StoreFile, target: Path, progress: Callable[[int], object]) -> Path:
+        """Download a file unless it is there, and return where it is.
+
+        Raises: UserError; OSError for errors of this machine, such as a full disk.
+        """
+        if not target.exists():
+            receive = partial(self._receive, file)
+            self.service.persistently(
+                file.url, lambda patience: download(receive, target, file.size, Path.exists, patience, progress)
+            )
+        return target
+
+    def open_in_place(self, file: StoreFile) -> RemoteFile:
+        """Open a file to read parts of it without a download."""
+        return RemoteFile(file.url, file.size, partial(self._receive, file), self.service)
+
+    def _receive(
+        self,
+        of: StoreFile,
+        start: int,
+        end: int,
+        file: BinaryIO,
+        patience: Patience,
+        progress: Callable[[int], object] = bool,
+    ) -> None:
+        """Append the bytes [start, end) to `file`, as remote.Receive."""
+        for at in range(start, end, BLOCK_BYTES):
+            count = min(BLOCK_BYTES, end - at)
+            block = self.fs.cat_file(of.url, start=at, end=at + count)
+            if len(block) > count:
+                raise UserError(f"{of.url}: cannot be read in parts; download it, and name its folder with --source")
+            file.write(block)
+            patience.received()
+            progress(at + len(block) - start)
+            if len(block) < count:
+                raise ConnectionError("the connection ended early")
+        if _version(self.fs.info(of.url)) != of.version:
+            raise UserError(f"{of.url}: changed in the store while it was read; run this again")
+
+    def _refusal(self, what: object, error: Exception) -> UserError:
+        """Explain an error that will not pass."""
+        status = status_of(error) or (status_of(error.__cause__) if error.__cause__ else 0)
+        if status in (401, 403) or DENIED & kinds(error) or str(error).startswith("Forbidden"):
+            log_in = LOG_IN.get(self.package, "log in")
+            return UserError(f"{what}: access denied ({brief(error)}); check the URL, or {log_in}")
+        if isinstance(error, FileNotFoundError) or status == 404:
+            return UserError(f"{what}: no such bucket or file; check the URL")
+        return UserError(f"{what}: {brief(error)}; check the URL, and run this again")
+
+
+def _options(package: str) -> dict[str, Any]:
+    """Return the options of a file system that close silent connections."""
+    if package == "s3fs":
+        silence = {"connect_timeout": retry.SILENCE_S, "read_timeout": retry.SILENCE_S}
+        return {"config_kwargs": silence | {"retries": {"max_attempts": 0}}}
+    if package == "gcsfs":
+        from aiohttp import ClientTimeout
+
+        timeout = ClientTimeout(total=None, sock_connect=retry.SILENCE_S, sock_read=retry.SILENCE_S)
+        return {"requests_timeout": timeout}
+    return {}
+
+
+def _version(info: dict) -> str:
+    return str(next((info[key] for key in VERSIONS if info.get(key)), ""))

@@ -1,0 +1,165 @@
+"""Tests of steadygpt/ids.py: token ids of other programs become shards, checked and unchanged."""
+
+import io
+import tracemalloc
+
+import numpy as np
+import pytest
+from test_prepare_dataset import files_of, ids_of, prepare, refused
+
+import prepare_dataset
+from steadygpt import ids
+from steadygpt.cli import UserError
+
+IDS = np.random.default_rng(0).integers(0, 257, 5000)
+
+
+def npz(save=np.savez_compressed, **arrays: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    save(file, **arrays)
+    return file.getvalue()
+
+
+def npy(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+LLMC = np.array([20240520, 1, len(IDS)] + [0] * 253, "<i4").tobytes() + IDS.astype("<u2").tobytes()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The current folder; blocks of ids are small, so that each file has several."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ids, "BLOCK_BYTES", 800)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("one_array.npz", npz(arr_0=IDS)),
+        ("rows.npz", npz(tokens=IDS.reshape(50, 100).astype(np.int32))),
+        ("named.npz", npz(labels=IDS + 1, text=IDS)),  # --text_field is "text"
+        ("beside_masks.npz", npz(input_ids=IDS, loss_mask=np.zeros(3))),
+        ("build_nanogpt.npy", npy(IDS.astype(np.uint16))),
+        ("large_and_big_endian.npy", npy(IDS.astype(">u8"))),
+        ("nanogpt.bin", IDS.astype("<u2").tobytes()),
+        ("llmc.bin", LLMC),
+    ],
+)
+def test_every_format_gives_the_ids_it_holds(name, content, folder):
+    (folder / name).write_bytes(content)
+    manifest = prepare(name, "out", "--val_tokens", "700", "--shard_size", "1500")
+    assert ids_of(folder / "out") == IDS.tolist()
+    assert [shard["tokens"] for shard in manifest["shards"]] == [700, 1500, 1500, 1300]
+
+
+def test_a_large_vocabulary_implies_uint32_for_a_file_without_header(folder, monkeypatch):
+    monkeypatch.setattr(prepare_dataset, "vocab_size_of", lambda name: 200_000)
+    (folder / "a.bin").write_bytes((IDS + 100_000).astype("<u4").tobytes())
+    manifest = prepare("a.bin", "out", "--val_tokens", "700", tokens="large")
+    assert manifest["dtype"] == "uint32"
+    assert ids_of(folder / "out") == (IDS + 100_000).tolist()
+
+
+def test_padding_is_left_out(folder):
+    rows, mask = IDS.reshape(50, 100).copy(), np.ones((50, 100), np.int64)
+    rows[:, 80:], mask[:, 80:] = -100, 0
+    (folder / "a.npz").write_bytes(npz(input_ids=rows, attention_mask=mask))
+    prepare("a.npz", "out", "--val_tokens", "700")
+    assert ids_of(folder / "out") == IDS.reshape(50, 100)[:, :80].reshape(-1).tolist()
+
+
+def test_files_are_joined_by_name_and_max_files_takes_the_first(folder):
+    for number in (2, 0, 1):
+        (folder / f"part{number}.npz").write_bytes(npz(ids=IDS[number * 1000 : number * 1000 + 1000]))
+    prepare("*.npz", "all", "--val_tokens", "700")
+    assert ids_of(folder / "all") == IDS[:3000].tolist()
+    prepare("*.npz", "out", "--val_tokens", "700", "--max_files", "2")
+    assert ids_of(folder / "out") == IDS[:2000].tolist()
+
+
+def test_an_interrupted_preparation_continues_inside_a_file(folder, monkeypatch):
+    rows, mask = IDS.reshape(50, 100), np.arange(5000).reshape(50, 100) % 7 != 0
+    (folder / "a.npz").write_bytes(npz(input_ids=rows, attention_mask=mask))
+    monkeypatch.setattr(prepare_dataset, "BATCH_BYTES", 800)
+    options = ("--val_tokens", "700", "--shard_size", "333")
+    prepare("a.npz", "whole", *options)
+    write_shard, starts = prepare_dataset.write_shard, []
+
+    def write_two_then_stop(path, tokens):
+        starts.append(path)
+        if len(starts) % 3 == 0:
+            raise KeyboardInterrupt
+        return write_shard(path, tokens)
+
+    monkeypatch.setattr(prepare_dataset, "write_shard", write_two_then_stop)
+    for _ in range(20):
+        try:
+            prepare("a.npz", "out", *options)
+            break
+        except KeyboardInterrupt:
+            continue
+    assert len(starts) > 15
+    assert files_of(folder / "out") == files_of(folder / "whole")
+
+
+BAD = np.array([*range(200), 257, 3])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.npz", npz(ids=BAD), "a.npz: token 200 is 257, outside the vocabulary of 257; name the tokenizer"),
+        ("a.npz", npz(ids=BAD - 1 - 2 * BAD), "a.npz: token 0 is -1, outside the vocabulary"),
+        ("a.bin", BAD.astype("<u2").tobytes(), "a.bin: token 200 is 257, outside"),
+        ("a.bin", b"123", "a.bin: not a whole number of uint16 token ids"),
+        ("a.bin", LLMC[:-2], "a.bin: cannot be read, ValueError: its header says 5,000 tokens"),
+        ("a.npz", npz(ids=IDS / 2), r"a.npz: ids: holds float64 of shape \(5000,\); expected one row or rows of int"),
+        ("a.npz", npz(ids=IDS.reshape(5, 10, 100)), r"holds int64 of shape \(5, 10, 100\); expected one row or rows"),
+        ("a.npz", npz(ids=np.asfortranarray(IDS.reshape(5, 1000))), "in Fortran order"),
+        ("a.npz", npz(a=IDS, b=IDS), "a.npz: found a, b; expected one array of token ids, or its name as --text_field"),
+        ("a.npz", npz(ids=IDS, attention_mask=IDS[1:]), r"attention_mask has shape \(4999,\), expected \(5000,\)"),
+        ("a.npz", npz(ids=IDS)[:-100], "a.npz: cannot be read, BadZipFile"),
+        ("a.npy", npy(IDS)[:-100], "a.npy: cannot be read, ValueError: the file ends before its array"),
+        ("a.npy", b"no array", "a.npy: cannot be read, ValueError"),
+    ],
+)
+def test_unusable_files_are_reported_in_one_line(name, content, message, folder):
+    (folder / name).write_bytes(content)
+    refused("--source", name, "--out", "out", match=message)
+
+
+def test_damage_that_leaves_ids_in_the_vocabulary_is_found(folder):
+    whole = npz(np.savez, ids=IDS)
+    at = whole.index(IDS.tobytes()) + 8 * 1234
+    (folder / "a.npz").write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    refused("--source", "a.npz", "--out", "out", match="a.npz: cannot be read, BadZipFile: Bad CRC-32")
+
+
+def test_ids_need_the_name_of_their_tokenizer(folder):
+    (folder / "a.npz").write_bytes(npz(ids=IDS))
+    with pytest.raises(UserError, match=r"a.npz: holds token ids; name the tokenizer that wrote them with --tokenizer"):
+        prepare_dataset.main(["--source", "a.npz"])
+
+
+def test_text_and_ids_are_not_mixed(folder):
+    (folder / "a.npz").write_bytes(npz(ids=IDS))
+    (folder / "b.txt").write_text("text")
+    refused("--source", ".", match=r"found text, such as b.txt, and token ids, such as a.npz; expected one of both")
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_memory_does_not_grow_with_the_file(save, tmp_path):
+    path = tmp_path / "a.npz"
+    save(path, ids=np.zeros(20_000_000, np.int32))  # 80 MB
+    tracemalloc.start()
+    with open(path, "rb") as file:
+        count = sum(len(found.values) for *_, found in ids.read_ids(file, ".npz", "", 0, path.stat().st_size))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert count == 20_000_000
+    assert peak < 8 * ids.BLOCK_BYTES
