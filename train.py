@@ -392,7 +392,7 @@ def launch(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, data: Da
     """Plan a run that starts from scratch, weights or a checkpoint, build it and train; return the exit status."""
     with ExitStack() as held:
         start = find_start(config, given, ranks, held, read_weights)
-        data = data or open_data(start.config)
+        data = data or ranks.on_each(lambda: open_data(start.config))
         shape = start.config.shape(data.vocab_size)
         if start.weights:
             check_fits(start.weights, config.init_from, shape, data.tokenizer)
@@ -446,7 +446,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     config = folder_of_resumed_file(config, given)
     data = None
-    if not config.resume and config.init_from == "scratch":  # report mistakes before waiting for other ranks
+    # Report mistakes before waiting for other ranks, unless they are on other nodes, where they would wait in vain.
+    if not config.resume and config.init_from == "scratch" and distributed.is_on_one_node():
         data = open_data(config)
         strict_warmup = given.get("warmup_steps") == "flag"
         make_schedule(config, data, distributed.world_size_of_environment(), strict_warmup=strict_warmup)
