@@ -9,7 +9,7 @@
 set -euo pipefail
 : "${SLURM_JOB_ID:?is not set; submit this script with sbatch}"
 export HEAD NNODES=$SLURM_JOB_NUM_NODES RUN_ID=$SLURM_JOB_ID PORT=${PORT:-$((20000 + SLURM_JOB_ID % 10000))}
-HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+read -r HEAD < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 
 at_limit=
 trap 'at_limit=1' USR1  # Slurm signals this shell 120 s before the limit

@@ -256,7 +256,7 @@ def test_a_slurm_job_requeues_itself_if_it_was_stopped_at_its_limit(tmp_path, at
     }  # fmt: skip
     script = subprocess.Popen([REPO / "scripts/slurm.sh", "--seed", "7"], cwd=tmp_path, env=os.environ | variables)
     if at_limit:
-        while not (tmp_path / "calls").exists():
+        while script.poll() is None and not (tmp_path / "calls").exists():
             time.sleep(0.05)
         script.send_signal(signal.SIGUSR1)
     assert script.wait(30) == status

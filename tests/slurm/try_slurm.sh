@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Try scripts/slurm.sh on a real Slurm of two nodes, both on this machine. Run it as root in a container:
 #     apt-get install -y slurmctld slurmd slurm-client munge && tests/slurm/try_slurm.sh
-# The run is longer than the time limit of its job. It passes if the job was requeued, resumed and finished the run.
+# The job gets the signal that Slurm sends before the time limit. It must stop, requeue itself, resume and finish.
 set -euo pipefail
 repo=$(readlink -f "$(dirname "${BASH_SOURCE[0]}")/../..")
 PATH="$repo/.venv/bin:$PATH"
@@ -48,11 +48,13 @@ slurmd -N 127.0.0.1
 slurmd -N 127.0.0.2
 until sinfo --noheader | grep -q idle; do sleep 1; done
 
-# Slurm sends the signal between 30 and 90 s before the limit.
-job=$(sbatch --parsable --nodes=2 --time=2 --signal=B:USR1@30 --output=job.out scripts/slurm.sh \
-    --data_dir data --num_layers 2 --num_heads 2 --embd_size 16 --context_length 16 --total_batch_size 64 \
-    --mini_batch_size 2 --max_steps 1800 --eval_freq 0 --hellaswag_freq 0 --sample_freq 0 --device cpu)
-tail --pid=$$ -n +1 -F job.out 2>/dev/null | grep --line-buffered -v '^step' &
+job=$(sbatch --parsable --nodes=2 --output=job.out scripts/slurm.sh \
+    --data_dir data --num_layers 2 --num_heads 2 --embd_size 16 --context_length 16 --total_batch_size 1024 \
+    --mini_batch_size 2 --max_steps 300 --warmup_steps 10 --checkpoint_freq 10 --eval_freq 0 --hellaswag_freq 0 \
+    --sample_freq 0 --device cpu)
+tail --pid=$$ -n +1 -F job.out 2>/dev/null &
+until grep -q '^saved' job.out 2>/dev/null; do sleep 1; done
+scancel --signal=USR1 --batch "$job"  # what Slurm sends 120 s before the limit
 until scontrol show job "$job" | grep -Eq 'JobState=(COMPLETED|FAILED|TIMEOUT|CANCELLED|NODE_FAIL)'; do sleep 2; done
 scontrol show job "$job" | grep -E 'JobState|Restarts'
 cat checkpoints/status.json
