@@ -39,7 +39,7 @@ class Node(LaunchedRun):
             "NNODES": nnodes,
             "PORT": str(port),
             "NPROC": "1",
-            "RDZV_CONF": "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1",
+            "RDZV_CONF": "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=10",
             "PET_LOCAL_ADDR": address,
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "LAUNCHED": str(self.out),
@@ -74,7 +74,7 @@ def start_two(start_node, nnodes: str, *flags: str) -> tuple[Node, Node]:
     host.wait_for("^\\+ 'torchrun'")
     time.sleep(1)
     other = start_node("127.0.0.1", nnodes, *flags)
-    other.wait_for(r"^saved step 10 as")
+    other.wait_for(r"^saved step \d+ as")
     return host, other
 
 
