@@ -31,7 +31,7 @@ NodeName=127.0.0.[1-2] NodeHostname=$host NodeAddr=127.0.0.1 Port=[17001-17002] 
 PartitionName=main Nodes=ALL Default=YES State=UP
 EOF
 echo "CgroupPlugin=cgroup/v1" > cgroup.conf  # loaded at the start, but not used
-export SLURM_CONF=$folder/slurm.conf
+export SLURM_CONF=$folder/slurm.conf OMP_NUM_THREADS=1
 
 cleanup() {
     scancel --user=root || true
@@ -50,7 +50,7 @@ until sinfo --noheader | grep -q idle; do sleep 1; done
 
 job=$(sbatch --parsable --nodes=2 --output=job.out scripts/slurm.sh \
     --data_dir data --num_layers 2 --num_heads 2 --embd_size 16 --context_length 16 --total_batch_size 1024 \
-    --mini_batch_size 2 --max_steps 300 --warmup_steps 10 --checkpoint_freq 10 --eval_freq 0 --hellaswag_freq 0 \
+    --mini_batch_size 2 --max_steps 150 --warmup_steps 10 --checkpoint_freq 10 --eval_freq 0 --hellaswag_freq 0 \
     --sample_freq 0 --device cpu)
 tail --pid=$$ -n +1 -F job.out 2>/dev/null &
 until grep -q '^saved' job.out 2>/dev/null; do sleep 1; done
