@@ -397,7 +397,7 @@ def launch(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, data: Da
         start = find_start(config, given, ranks, held, read_weights)
         if not start.checkpoint:
             start = replace(start, config=start.config.with_tokens_of_step(ranks.world_size))
-        data = data or open_data(start.config)
+        data = data or ranks.on_each(lambda: open_data(start.config))
         shape = start.config.shape(start.vocab_size(data))
         if start.weights:
             check_fits(start.weights, config.init_from, shape, data.tokenizer)
@@ -453,7 +453,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     config = folder_of_resumed_file(config, given)
     data = None
-    if not config.resume and config.init_from == "scratch":  # report mistakes before waiting for other ranks
+    # Report mistakes before waiting for other ranks, unless they are on other nodes, where they would wait in vain.
+    if not config.resume and config.init_from == "scratch" and distributed.is_on_one_node():
         data = open_data(config)
         strict_warmup = given.get("warmup_steps") == "flag"
         world_size = distributed.world_size_of_environment()

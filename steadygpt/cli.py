@@ -21,7 +21,7 @@ class UserError(Exception):
 
 
 class RankError(UserError):
-    """A UserError that rank 0 does not have, so the rank itself prints it."""
+    """A UserError that local rank 0 does not have, so the rank itself prints it."""
 
 
 class OptionError(UserError):
@@ -238,10 +238,10 @@ def run_cli(main: Callable[[], int | None]) -> None:
         status = main() or 0
     except UserError as error:
         status = 2
-        if os.environ.get("RANK", "0") == "0" or isinstance(error, RankError):
+        if os.environ.get("LOCAL_RANK", "0") == "0" or isinstance(error, RankError):
             print(f"error: {error}", file=sys.stderr)
         else:
-            time.sleep(2)  # torchrun ends all ranks when the first one exits: let rank 0 print the error
+            time.sleep(2)  # torchrun ends all ranks when the first one exits: let local rank 0 print the error
     except KeyboardInterrupt:
         status = 130
     except BrokenPipeError:  # `... | head` closed the pipe, so there is no reader for an error either

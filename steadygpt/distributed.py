@@ -4,6 +4,7 @@ import ctypes
 import math
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -11,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -75,22 +76,37 @@ class Ranks:
         dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
         return values[0]
 
+    def gather(self, value: Result) -> list[Result]:
+        """Return the ranks' values (picklable), in the order of the ranks, on every rank."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+    def on_each(self, compute: Callable[[], Result]) -> Result:
+        """Call compute() on every rank and return this rank's result.
+
+        Raises: UserError on every rank when compute() raises one on any rank, or cannot read or write a file there.
+        """
+        result, error = None, ""
+        try:
+            result = compute()
+        except UserError as raised:
+            error = str(raised)
+        except OSError as raised:
+            error = f"{raised}; fix it, then start again"
+        if error and not self.is_main:
+            error = f"rank {self.rank} on {socket.gethostname()}: {error}"
+        if errors := list(filter(None, self.gather(error))):
+            raise UserError(errors[0])
+        return cast(Result, result)
+
     def on_main(self, compute: Callable[[], Result]) -> Result | None:
         """Call compute() on rank 0 and return its result there; the other ranks wait and get None.
 
-        Raises: UserError on every rank when compute() raises one, or cannot read or write a file.
+        Raises: UserError on every rank, like on_each().
         """
-        result, error = None, None
-        if self.is_main:
-            try:
-                result = compute()
-            except UserError as raised:
-                error = raised
-            except OSError as raised:
-                error = UserError(f"{raised}; fix it, then start again")
-        if error := self.broadcast(error):
-            raise error
-        return result
+        return self.on_each(lambda: compute() if self.is_main else None)
 
 
 def gradient_sync(forward: nn.Module, last: bool):
@@ -161,6 +177,11 @@ class StopSignal:
 def world_size_of_environment() -> int:
     """Return the number of processes that torchrun has started; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_on_one_node() -> bool:
+    """Return whether all processes that torchrun has started are on this machine."""
+    return os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
 
 
 @contextmanager

@@ -169,6 +169,36 @@ def find_shards(data_dir: Path, split: str, manifest: dict | None) -> list[Shard
     return shards
 
 
+def listing(splits: dict[str, list[Shard]], manifest: dict | None) -> dict[str, tuple[int, int, str]]:
+    """Return what tells shards apart without reading them: name -> bytes a token, tokens, SHA-256 in the manifest."""
+    digests = {entry["file"]: entry["sha256"] for entry in manifest["shards"]} if manifest else {}
+    return {
+        shard.path.name: (shard.dtype.itemsize, shard.num_tokens, digests.get(shard.path.name, ""))
+        for shards in splits.values()
+        for shard in shards
+    }
+
+
+def check_listing(splits: dict[str, list[Shard]], manifest: dict | None, expected: dict) -> None:
+    """Compare the shards of this machine with the listing() of rank 0.
+
+    Raises: UserError naming the first shard that differs.
+    """
+    found = listing(splits, manifest)
+    for name in sorted(found.keys() | expected.keys()):
+        if found.get(name) != expected.get(name):
+            here, there = (
+                "no such shard"
+                if entry is None
+                else f"{entry[1]:,} tokens of {entry[0]} bytes, SHA-256 {entry[2][:12] or 'unknown'}"
+                for entry in (found.get(name), expected.get(name))
+            )
+            raise UserError(
+                f"{splits['train'][0].path.parent / name}: differs from rank 0's; found {here}, expected {there}. "
+                "Every node needs the same shards: copy rank 0's folder"
+            )
+
+
 def fingerprint(
     splits: dict[str, list[Shard]], manifest: dict | None, vocab_size: int, known: dict[str, list]
 ) -> dict[str, list]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
@@ -14,6 +15,7 @@ from steadygpt.checkpoint import (
     LATEST,
     Captured,
     check_folder,
+    checkpoint_files,
     find_checkpoint,
     read_checkpoint,
     read_evaluations,
@@ -27,7 +29,7 @@ from steadygpt.mirror import Mirror, files_of, restore_checkpoint, restore_files
 from steadygpt.retry import NoAnswer
 from steadygpt.runlog import RunLog, read_status
 from steadygpt.saves import CheckpointWriter, Saves
-from steadygpt.shards import fingerprint
+from steadygpt.shards import check_listing, fingerprint, listing
 from steadygpt.uploads import Uploads
 
 if TYPE_CHECKING:
@@ -88,17 +90,39 @@ class Start:
 
 
 def folder_of_resumed_file(config: "TrainConfig", given: Mapping[str, str]) -> "TrainConfig":
-    """Return the configuration with the folder of a checkpoint file that --resume names, unless a folder is given.
-
-    Raises: UserError when there is no such file.
-    """
-    if config.resume in ("", "latest", "auto", "best"):
+    """Return the configuration with the folder of a checkpoint file that --resume names, unless a folder is given."""
+    if config.resume in ("", "latest", "auto", "best") or "checkpoint_dir" in given:
         return config
-    file = Path(config.resume)
-    if not file.is_file():
-        found = "a folder" if file.is_dir() else "no such file"
-        raise UserError(f"--resume {file}: {found}; expected latest, auto, best or a checkpoint file")
-    return config if "checkpoint_dir" in given else dataclasses.replace(config, checkpoint_dir=str(file.parent))
+    return dataclasses.replace(config, checkpoint_dir=str(Path(config.resume).parent))
+
+
+def check_resume(config: "TrainConfig", ranks: Ranks) -> None:
+    """Check on rank 0 that what --resume names exists, and on all ranks that no other machine has newer checkpoints.
+
+    A mirror has the newest checkpoints of all machines, so with --mirror there is nothing to compare.
+
+    Raises: UserError on every rank.
+    """
+    which, folder = config.resume, Path(config.checkpoint_dir)
+
+    def check() -> None:
+        if which in ("latest", "best") and not folder.is_dir() and not config.mirror:
+            raise UserError(f"no checkpoints in {folder}; name their folder with --checkpoint_dir")
+        if which not in ("latest", "auto", "best") and not Path(which).is_file():
+            found = "a folder" if Path(which).is_dir() else "no such file"
+            raise UserError(f"--resume {which}: {found}; expected latest, auto, best or a checkpoint file")
+
+    if which in ("latest", "auto") and not config.mirror:
+        newest_ns = max((file.stat().st_mtime_ns for file in checkpoint_files(folder)), default=0)
+        inode = folder.stat().st_ino if folder.is_dir() else 0  # the same on every machine that shares the folder
+        main, *others = ranks.gather((newest_ns, inode, f"{socket.gethostname()}:{folder.absolute()}"))
+        for other_ns, other_inode, place in others:
+            if other_ns > main[0] and other_inode != main[1]:
+                raise UserError(
+                    f"{place} has newer checkpoints than rank 0's {main[2]}, which --resume reads; start that machine "
+                    "as node 0, use a shared folder or --mirror, or move its checkpoints to rank 0's folder"
+                )
+    ranks.on_main(check)
 
 
 def find_start(
@@ -114,8 +138,8 @@ def find_start(
     Raises: UserError.
     """
     folder = Path(config.checkpoint_dir)
-    if config.resume in ("latest", "best") and not folder.is_dir() and not config.mirror:
-        raise UserError(f"no checkpoints in {folder}; name their folder with --checkpoint_dir")
+    if config.resume:
+        check_resume(config, ranks)
     if not config.dry_run:
         advice = "wait for it to end, or give this run another --checkpoint_dir"
         ranks.on_main(lambda: held.enter_context(lock_folder(folder, advice)))
@@ -238,6 +262,8 @@ def open_outputs(
     config, folder, logdir = start.config, Path(start.config.checkpoint_dir), Path(start.config.logdir)
     known = start.checkpoint["data_fingerprint"] if start.checkpoint else {}
     splits = {"train": data.train_shards, "val": data.val_shards}
+    names = ranks.broadcast(listing(splits, data.manifest))
+    ranks.on_each(lambda: check_listing(splits, data.manifest, names))
     found = ranks.on_main(lambda: fingerprint(splits, data.manifest, data.vocab_size, known))
     if logdir.resolve() != folder.resolve():
         ranks.on_main(lambda: held.enter_context(lock_folder(logdir, "give this run another --logdir")))

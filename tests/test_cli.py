@@ -51,9 +51,9 @@ def test_a_rank_that_raises_leaves_at_once():
 
 
 @pytest.mark.parametrize(("kind", "printed"), [("RankError", "error: no memory\n"), ("UserError", "")])
-def test_only_an_error_that_rank_0_lacks_is_printed_by_another_rank(kind, printed):
+def test_only_an_error_that_local_rank_0_lacks_is_printed_by_another_rank(kind, printed):
     program = f"from steadygpt import cli\ndef main():\n raise cli.{kind}('no memory')\ncli.run_cli(main)"
     ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=REPO, env=os.environ | {"RANK": "1"}
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=REPO, env=os.environ | {"LOCAL_RANK": "1"}
     )
     assert (ended.returncode, ended.stderr) == (2, printed)

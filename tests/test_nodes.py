@@ -1,0 +1,273 @@
+"""Several nodes: torchrun agents on two addresses of this machine, one worker each; and the scripts that start them."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import REPO, TINY, environment, in_ranks, load, metrics, run_here, write_data
+from harness import LaunchedRun, assert_equals_reference, folders, free_port, run_to_end
+
+import train
+from config import parse_args
+from dataloader import open_data
+from steadygpt import start
+from steadygpt.cli import UserError
+from steadygpt.distributed import joined
+from steadygpt.shards import check_listing, listing
+from steadygpt.start import check_resume
+
+linux = pytest.mark.skipif(
+    sys.platform != "linux", reason="other systems have no 127.0.0.2, and no parent-death signal"
+)
+LONG_STEPS = ("--total_batch_size", "1024", "--max_steps", "150", "--checkpoint_freq", "5")
+
+
+class Node(LaunchedRun):
+    """A machine that runs scripts/multinode.sh. The first one to start hosts the rendezvous; the lowest has rank 0."""
+
+    def __init__(self, address: str, nnodes: str, port: int, *flags: str):
+        self.out = Path(f"out-{time.monotonic_ns()}.txt").resolve()
+        variables = {
+            "HEAD": "127.0.0.1",
+            "NNODES": nnodes,
+            "PORT": str(port),
+            "NPROC": "1",
+            "RDZV_CONF": "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=10",
+            "PET_LOCAL_ADDR": address,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "LAUNCHED": str(self.out),
+        }
+        with open(self.out, "w") as out:
+            self.process = subprocess.Popen(
+                [REPO / "scripts/multinode.sh", *TINY, "--data_dir", "data", *folders("run"), *flags],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=environment() | variables,
+                start_new_session=True,
+            )
+
+
+@pytest.fixture
+def start_node(workdir):
+    """A function that starts a Node; the test ends without its processes."""
+    port, nodes = free_port(), []
+
+    def start_node(address: str, nnodes: str, *flags: str) -> Node:
+        nodes.append(Node(address, nnodes, port, *flags))
+        return nodes[-1]
+
+    yield start_node
+    for node in nodes:
+        node.kill()
+
+
+def start_two(start_node, nnodes: str, *flags: str) -> tuple[Node, Node]:
+    """Start two nodes, of which the first hosts the rendezvous and the second has rank 0; wait for their training."""
+    host = start_node("127.0.0.2", nnodes, *flags)
+    host.wait_for("^\\+ 'torchrun'")
+    time.sleep(1)
+    other = start_node("127.0.0.1", nnodes, *flags)
+    other.wait_for(r"^saved step \d+ as")
+    return host, other
+
+
+@linux
+def test_a_run_continues_when_a_lost_node_returns(start_node):
+    """The lost node had rank 0, wrote the checkpoints and held the lock of their folder."""
+    flags = ("--max_steps", "100", "--checkpoint_freq", "5", "--dropout", "0.1")
+    host, lost = start_two(start_node, "2", *flags)
+    lost.kill()
+    returned = start_node("127.0.0.1", "2", *flags)
+    assert "resumed from run/ckpt/latest.pt at step " in returned.wait_for("^finished after 100 steps")
+    assert (host.wait(), returned.wait()) == ([0], [0])
+    run_to_end(*flags, *folders("reference"), ranks=2)
+    assert_equals_reference("run")
+
+
+@linux
+@pytest.mark.storm
+def test_an_elastic_run_continues_on_the_nodes_that_are_there(start_node):
+    host, lost = start_two(start_node, "1:2", *LONG_STEPS)
+    lost.kill()
+    assert "device       1 x cpu" in host.wait_for(r"^step +\d+/150")
+    returned = start_node("127.0.0.1", "1:2", *LONG_STEPS)
+    assert "device       2 x cpu" in returned.wait_for("^finished after 150 steps")
+    assert "stopped (SIGTERM) after" in host.text()  # the agent stopped its rank, which saved, to start with two nodes
+    assert (host.wait(), returned.wait()) == ([0], [0])
+    run_to_end(*LONG_STEPS, *folders("reference"), ranks=2)
+    one, other = load("reference/ckpt/latest.pt"), load("run/ckpt/latest.pt")
+    assert one["rows_consumed"] == other["rows_consumed"]
+    assert all(torch.allclose(one["model"][name], other["model"][name], atol=1e-5) for name in one["model"])
+    assert metrics("reference/logs", "loss") == pytest.approx(metrics("run/logs", "loss"), abs=1e-5)
+
+
+@linux
+@pytest.mark.storm
+def test_all_nodes_end_with_the_host_of_the_rendezvous_and_the_same_commands_resume(start_node):
+    host, other = start_two(start_node, "2", *LONG_STEPS)
+    host.kill()
+    assert other.wait(60) == [1]
+    assert "RendezvousConnectionError" in other.text()
+    assert not other.group()
+    both = [start_node(address, "2", *LONG_STEPS) for address in ("127.0.0.1", "127.0.0.2")]
+    assert "resumed from" in both[0].wait_for("^finished after 150 steps")
+    assert [node.wait() for node in both] == [[0], [0]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# nodes with different folders: each rank is in a folder node0, node1
+
+
+def enter_node() -> None:
+    os.chdir(f"node{os.environ['RANK']}")
+
+
+def train_on_node(*flags: str) -> int:
+    enter_node()
+    return train.main([*TINY, "--data_dir", "../data", *flags])
+
+
+def refused(message: str, check) -> None:
+    """Check that the ranks raise one UserError with this message on every rank."""
+    with joined("cpu") as ranks, pytest.raises(UserError, match=message):
+        check(ranks)
+
+
+def refuse_to_resume(which: str, message: str) -> None:
+    os.chdir(f"node{1 - int(os.environ['RANK'])}")
+    refused(message, lambda ranks: check_resume(which, Path("checkpoints"), ranks))
+
+
+@pytest.fixture
+def nodes(workdir):
+    """Folders node0 and node1, and a checkpoint of step 4 in node0."""
+    for node in ("node1", "node0"):
+        Path(node).mkdir()
+    with contextlib.chdir("node0"):
+        assert run_here("--data_dir", "../data", "--max_steps", "4") == 0
+    return workdir
+
+
+@pytest.mark.parametrize("which", ["latest", "auto", "checkpoints/latest.pt"])
+def test_only_node_0_needs_the_checkpoints(nodes, which):
+    in_ranks(2, train_on_node, "--resume", which, "--max_steps", "6")
+    assert load("node0/checkpoints/latest.pt")["step"] == 6
+    assert os.listdir("node1") == []
+
+
+@pytest.mark.parametrize("which", ["latest", "auto"])
+@pytest.mark.parametrize("older", [False, True], ids=["no checkpoints on node 0", "older ones on node 0"])
+def test_newer_checkpoints_on_another_node_are_not_ignored(nodes, which, older):
+    if older:
+        shutil.copytree("node0", "node1", dirs_exist_ok=True)
+        for file in Path("node1/checkpoints").glob("*.pt"):
+            os.utime(file, (0, 0))
+    in_ranks(2, refuse_to_resume, which, "node0/checkpoints has newer checkpoints than rank 0's .*node1/checkpoints")
+
+
+def share_a_folder() -> None:
+    if os.environ["RANK"] == "0":
+        start.checkpoint_files = lambda folder: []  # like an NFS client that has yet to see the new files
+    with joined("cpu") as ranks:
+        check_resume("auto", Path("node0/checkpoints"), ranks)
+
+
+def test_a_shared_folder_is_not_another_nodes(nodes):
+    in_ranks(2, share_a_folder)
+
+
+def open_data_of_node(folder: str, message: str) -> None:
+    enter_node()
+    config = parse_args([*TINY, "--data_dir", folder])[0]
+    refused(message, lambda ranks: ranks.on_each(lambda: open_data(config)))
+
+
+def test_all_ranks_end_with_the_error_of_the_node_that_has_no_data(workdir):
+    write_data(workdir / "node0/data")
+    (workdir / "node1").mkdir()
+    in_ranks(2, open_data_of_node, "data", r"rank 1 on \S+: no train shards in data")
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        ({"num_tokens": (200, 700, 501)}, "found 501 tokens of 2 bytes.* expected 500 tokens of 2 bytes"),
+        ({"num_tokens": (200, 700)}, "tiny_train_000002.npy: differs .* found no such shard"),
+        ({"seed": 1}, "found 700 tokens of 2 bytes, SHA-256 .* expected 700 tokens of 2 bytes, SHA-256"),
+    ],
+)
+def test_shards_of_another_node_must_be_the_same(workdir, change, difference):
+    data = [open_data(parse_args([*TINY, "--data_dir", str(write_data(workdir / name, **options))])[0])
+            for name, options in (("node0", {}), ("node1", change))]  # fmt: skip
+    expected = listing({"train": data[0].train_shards}, data[0].manifest)
+    check_listing({"train": data[0].train_shards}, data[0].manifest, expected)
+    with pytest.raises(UserError, match=difference):
+        check_listing({"train": data[1].train_shards}, data[1].manifest, expected)
+
+
+def train_on_other_data() -> int:
+    enter_node()
+    try:
+        return train.main([*TINY, "--data_dir", "data"])
+    except UserError as error:
+        assert "rank 1 on" in str(error)
+        assert "tiny_train_000001.npy: differs from rank 0's" in str(error)
+        return 0
+    raise AssertionError("mixed data")
+
+
+def test_training_does_not_mix_the_data_of_two_nodes(workdir):
+    for seed in (0, 1):
+        write_data(workdir / f"node{seed}/data", seed=seed)
+    in_ranks(2, train_on_other_data)
+    assert not Path("node0/checkpoints/latest.pt").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Slurm: tests/slurm/try_slurm.sh tries the script on a real one
+
+STUBS = {
+    "srun": 'echo "srun $HEAD $NNODES $*" >> calls; [ "$WAITS" ] && until [ -e signalled ]; do sleep 0.1; done; '
+    "exit $STATUS",
+    "scancel": 'echo "scancel $*" >> calls; touch signalled',
+    "scontrol": 'if [ "$1" = show ]; then printf "node7\\nnode8\\n"; else echo "scontrol $*" >> calls; fi',
+}
+
+
+@pytest.mark.parametrize(
+    ("at_limit", "status", "requeued"),
+    [(True, 0, True), (True, 1, False), (False, 0, False), (False, 1, False)],
+    ids=["stopped at the limit", "failed at the limit", "finished", "failed"],
+)
+def test_a_slurm_job_requeues_itself_if_it_was_stopped_at_its_limit(tmp_path, at_limit, status, requeued):
+    for name, body in STUBS.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    variables = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "42", "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_NODELIST": "node[7-8]", "STATUS": str(status), "WAITS": "1" if at_limit else "",
+    }  # fmt: skip
+    script = subprocess.Popen([REPO / "scripts/slurm.sh", "--seed", "7"], cwd=tmp_path, env=os.environ | variables)
+    if at_limit:
+        while script.poll() is None and not (tmp_path / "calls").exists():
+            time.sleep(0.05)
+        script.send_signal(signal.SIGUSR1)
+    assert script.wait(30) == status
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls[0] == "srun node7 2 --kill-on-bad-exit=1 scripts/multinode.sh --seed 7"
+    assert calls[1:] == ["scancel --signal=USR1 42"] * at_limit + ["scontrol requeue 42"] * requeued
+
+
+def test_the_scripts_name_a_missing_variable():
+    without = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "HEAD", "NNODES"))}
+    for script, missing in (("multinode.sh", "HEAD: is not set"), ("slurm.sh", "SLURM_JOB_ID: is not set")):
+        ended = subprocess.run([REPO / "scripts" / script], capture_output=True, text=True, env=without)
+        assert ended.returncode != 0
+        assert missing in ended.stderr
