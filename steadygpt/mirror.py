@@ -15,7 +15,6 @@ import time
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,16 +22,17 @@ from steadygpt.checkpoint import BACKUP, BEST, EVALUATIONS, LATEST, read_checkpo
 from steadygpt.cli import UserError
 from steadygpt.durable import fsync_folder, link_file
 from steadygpt.progress import ProgressBar
-from steadygpt.retry import NoAnswer, Service, brief
+from steadygpt.retry import NoAnswer
 from steadygpt.runlog import LOG, METRICS, move_aside
+from steadygpt.stores import Store, StoreFile, version_of
 
 if TYPE_CHECKING:
     from config import TrainConfig
 
 Result = TypeVar("Result")
 RUN, POINTER = "run.json", ".pt.json"
-PARTS = 4  # of 50 MB, that are in memory and under way at once
-BLOCK_BYTES = 2**25  # of a download: what is requested again after a failure
+PARTS = 4  # of 50 MB each, in memory and under way at once
+RETRIES = 5  # of a part, before the whole upload is repeated
 
 
 @dataclass(frozen=True)
@@ -79,25 +79,17 @@ class Mirror:
     def __init__(self, url: str):
         self.url = url.rstrip("/")
         self.sent: dict[str, tuple[int, int]] = {}  # other files -> size and time of what was uploaded
-        self.service = Service(self._refusal)
         self.connect()
-
-    def _refusal(self, what: object, error: Exception) -> UserError:
-        return UserError(f"--mirror {what}: {brief(error)}; check the name and the credentials")
-
-    def patiently(self, request: Callable[[], Result]) -> Result:
-        return self.service.persistently(self.url, lambda _: request())
 
     def connect(self) -> None:
         """Open the store with the credentials that are valid now."""
-        import fsspec
-
-        options = {"skip_instance_cache": True, "use_listings_cache": False}
+        self.store = Store(self.url)
+        self.fs, self.folder = self.store.fs, self.store.path
+        self.fs.retries = RETRIES
         self.there: dict[str, Pointer] | None = None  # the pointers, while uploading
-        try:
-            self.fs, self.folder = fsspec.core.url_to_fs(self.url, **options)
-        except (ValueError, ImportError) as error:
-            raise UserError(f"--mirror {self.url}: {error}; expected a URL such as s3://bucket/run") from error
+
+    def patiently(self, request: Callable[[], Result]) -> Result:
+        return self.store.service.persistently(self.url, lambda _: request())
 
     # -----------------------------------------------------------------------------------------------------------------
     # reading
@@ -172,25 +164,19 @@ class Mirror:
         free = shutil.disk_usage(target.parent).free
         if free < pointer.size:
             raise UserError(f"{target}: {pointer.size:,} bytes are needed, {free:,} are free; free some space")
-        temporary = target.with_name(f".{target.name}.tmp")
-        path = self._path(pointer.file)
+        url, downloaded = f"{self.url}/{pointer.file}", target.with_name(f".{pointer.file}")
+        info = self.patiently(lambda: self.fs.info(self._path(pointer.file)))
+        if info["size"] != pointer.size:
+            raise UserError(f"{url}: incomplete ({info['size']:,} of {pointer.size:,} bytes)")
+        with ProgressBar(desc=pointer.file, total=pointer.size, unit="B") as bar:
+            self.store.fetch(StoreFile(url, pointer.size, version_of(info)), downloaded, bar.show_from(0))
+        os.utime(downloaded, ns=(pointer.mtime_ns, pointer.mtime_ns))  # decides which of several is the newest
         try:
-            with open(temporary, "wb") as file, ProgressBar(desc=pointer.file, total=pointer.size, unit="B") as bar:
-                for start in range(0, pointer.size, BLOCK_BYTES):
-                    end = min(start + BLOCK_BYTES, pointer.size)
-                    block = self.patiently(partial(self.fs.cat_file, path, start=start, end=end))
-                    file.write(block)
-                    bar.update(len(block))
-                file.flush()
-                os.fsync(file.fileno())
-            os.utime(temporary, ns=(pointer.mtime_ns, pointer.mtime_ns))  # decides which of several is the newest
-            try:
-                read_checkpoint(temporary)
-            except UserError as error:
-                raise UserError(str(error).replace(str(temporary), f"{self.url}/{pointer.file}")) from error
-            os.replace(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
+            read_checkpoint(downloaded)
+        except UserError as error:
+            downloaded.unlink()
+            raise UserError(str(error).replace(str(downloaded), url)) from error
+        os.replace(downloaded, target)
 
     def verify(self, pointer: Pointer) -> str:
         """Read a checkpoint and its checksums in the store; return intact, or what is wrong with it."""

@@ -69,7 +69,7 @@ class Store:
             return [info if info.get("size") is not None else self.fs.info(info["name"]) for info in found]
 
         infos = [info for info in self.service.persistently(self.url, ask) if info["type"] == "file"]
-        files = [StoreFile(self.fs.unstrip_protocol(i["name"]), i["size"], _version(i)) for i in infos]
+        files = [StoreFile(self.fs.unstrip_protocol(i["name"]), i["size"], version_of(i)) for i in infos]
         return sorted(files, key=lambda file: PurePosixPath(file.url))
 
     def fetch(self, file: StoreFile, target: Path, progress: Callable[[int], object]) -> Path:
@@ -108,7 +108,7 @@ class Store:
             progress(at + len(block) - start)
             if len(block) < count:
                 raise ConnectionError("the connection ended early")
-        if _version(self.fs.info(of.url)) != of.version:
+        if version_of(self.fs.info(of.url)) != of.version:
             raise UserError(f"{of.url}: changed in the store while it was read; run this again")
 
     def _refusal(self, what: object, error: Exception) -> UserError:
@@ -135,5 +135,6 @@ def _options(package: str) -> dict[str, Any]:
     return {}
 
 
-def _version(info: dict) -> str:
+def version_of(info: dict) -> str:
+    """Return what changes with the content of a file, from fsspec's description of it; "" if the store has nothing."""
     return str(next((info[key] for key in VERSIONS if info.get(key)), ""))
