@@ -142,7 +142,7 @@ def refused(message: str, check) -> None:
 
 def refuse_to_resume(which: str, message: str) -> None:
     os.chdir(f"node{1 - int(os.environ['RANK'])}")
-    refused(message, lambda ranks: check_resume(which, Path("checkpoints"), ranks))
+    refused(message, lambda ranks: check_resume(parse_args(["--resume", which])[0], ranks))
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ def share_a_folder() -> None:
     if os.environ["RANK"] == "0":
         start.checkpoint_files = lambda folder: []  # like an NFS client that has yet to see the new files
     with joined("cpu") as ranks:
-        check_resume("auto", Path("node0/checkpoints"), ranks)
+        check_resume(parse_args(["--resume", "auto", "--checkpoint_dir", "node0/checkpoints"])[0], ranks)
 
 
 def test_a_shared_folder_is_not_another_nodes(nodes):
