@@ -55,7 +55,7 @@ class Discard(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    do_POST = do_GET = do_PUT  # noqa: N815
+    do_POST = do_GET = do_DELETE = do_PUT  # noqa: N815
 
     def skip(self, size: int) -> None:
         while size > 0:
