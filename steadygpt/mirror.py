@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 RUN, POINTER = "run.json", ".pt.json"
 PARTS = 4  # of 50 MB each, in memory and under way at once
+SILENCE_S = 60  # a store may take this long to put the parts of a large file together
 RETRIES = 5  # of a part, before the whole upload is repeated
 
 
@@ -83,7 +84,7 @@ class Mirror:
 
     def connect(self) -> None:
         """Open the store with the credentials that are valid now."""
-        self.store = Store(self.url)
+        self.store = Store(self.url, SILENCE_S)
         self.fs, self.folder = self.store.fs, self.store.path
         self.fs.retries = RETRIES
         self.there: dict[str, Pointer] | None = None  # the pointers, while uploading
@@ -164,7 +165,7 @@ class Mirror:
         free = shutil.disk_usage(target.parent).free
         if free < pointer.size:
             raise UserError(f"{target}: {pointer.size:,} bytes are needed, {free:,} are free; free some space")
-        url, downloaded = f"{self.url}/{pointer.file}", target.with_name(f".{pointer.file}")
+        url, downloaded = f"{self.url}/{pointer.file}", target.with_name(f".{pointer.file}.tmp")
         info = self.patiently(lambda: self.fs.info(self._path(pointer.file)))
         if info["size"] != pointer.size:
             raise UserError(f"{url}: incomplete ({info['size']:,} of {pointer.size:,} bytes)")
@@ -303,7 +304,7 @@ def restore_checkpoint(mirror: Mirror, which: str, folder: Path, local: Path | N
     for name, pointer in pointers.items():
         if (name == BEST) != best or pointer.mtime_ns <= newest_ns:
             continue
-        target, downloaded = folder / (BEST if best else LATEST), folder / ".restored.pt.tmp"
+        target, downloaded = folder / (BEST if best else LATEST), folder / ".restored.tmp"
         try:
             mirror.download(pointer, downloaded)
         except FileNotFoundError:

@@ -198,8 +198,8 @@ class CheckpointWriter:
         self.in_flight: Future | None = None
         self.reports: SimpleQueue[tuple[str, str]] = SimpleQueue()
         folder.mkdir(parents=True, exist_ok=True)
-        for stale in folder.glob(".*.tmp"):
-            stale.unlink()  # left by a killed writer
+        for stale in (*folder.glob(".*.tmp"), *folder.glob(".*.tmp.part")):
+            stale.unlink()  # left by a killed writer or download
         if resumed_from is not None and resumed_from.resolve() != (folder / LATEST).resolve():
             self._adopt(resumed_from)
 

@@ -33,10 +33,13 @@ class StoreFile(NamedTuple):
 class Store:
     """The files that a URL such as s3://bucket/folder or gs://bucket/*.npz stands for.
 
+    Args:
+        silence_s: a connection without data for this long is closed; 0: after retry.SILENCE_S.
+
     Raises: UserError when fsspec does not know the URL, or the package for it is not installed.
     """
 
-    def __init__(self, url: str):
+    def __init__(self, url: str, silence_s: float = 0):
         import fsspec
 
         protocol = url.partition("://")[0]
@@ -44,7 +47,10 @@ class Store:
         try:
             # No cache: neither of old credentials nor of a listing.
             self.fs, self.path = fsspec.core.url_to_fs(
-                url, skip_instance_cache=True, use_listings_cache=False, **_options(self.package)
+                url,
+                skip_instance_cache=True,
+                use_listings_cache=False,
+                **_options(self.package, silence_s or retry.SILENCE_S),
             )
         except ImportError as error:
             advice = f"pip install {self.package}" if self.package else f"install it ({brief(error)})"
@@ -122,15 +128,15 @@ class Store:
         return UserError(f"{what}: {brief(error)}; check the URL, and run this again")
 
 
-def _options(package: str) -> dict[str, Any]:
+def _options(package: str, silence_s: float) -> dict[str, Any]:
     """Return the options of a file system that close silent connections."""
     if package == "s3fs":
-        silence = {"connect_timeout": retry.SILENCE_S, "read_timeout": retry.SILENCE_S}
+        silence = {"connect_timeout": silence_s, "read_timeout": silence_s}
         return {"config_kwargs": silence | {"retries": {"max_attempts": 0}}}
     if package == "gcsfs":
         from aiohttp import ClientTimeout
 
-        timeout = ClientTimeout(total=None, sock_connect=retry.SILENCE_S, sock_read=retry.SILENCE_S)
+        timeout = ClientTimeout(total=None, sock_connect=silence_s, sock_read=silence_s)
         return {"requests_timeout": timeout}
     return {}
 

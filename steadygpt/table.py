@@ -68,11 +68,11 @@ def _describe(file: Path, evaluations: dict[int, dict]) -> tuple[dict, str]:
 
 def mirror_table(mirror: Mirror) -> Iterator[str]:
     """Yield the lines of --list_checkpoints --mirror; files are compared with their sizes, but not read."""
-    pointers, bad = mirror.pointers()
+    pointers, bad = mirror.patiently(mirror.pointers)
     if not pointers:
         raise UserError(f"no checkpoints in {mirror.url}; expected the URL that --mirror had")
     yield TABLE_HEAD
-    sizes, evaluations = mirror.sizes(), mirror.evaluations()
+    sizes, evaluations = mirror.patiently(mirror.sizes), mirror.patiently(mirror.evaluations)
     for name, pointer in pointers.items():
         val_loss = evaluations.get(str(pointer.step), {}).get("val_loss", pointer.val_loss)
         found = sizes.get(pointer.file)
