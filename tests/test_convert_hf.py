@@ -18,7 +18,7 @@ from convert_hf import check_fits, read_weights, write_folder
 from dataloader import RowStream
 from generate import load_model
 from model import GPT, GPTConfig
-from steadygpt import hub
+from steadygpt import retry
 from steadygpt.checkpoint import find_checkpoint
 from steadygpt.cli import UserError
 from steadygpt.foreign import TABLES
@@ -268,7 +268,7 @@ def on_the_hub(standin, folder, name="models/some/gpt", **changes) -> dict[str, 
 
 
 def test_weights_of_the_hub_are_downloaded_once_in_spite_of_failures(standin, tmp_path, monkeypatch):
-    monkeypatch.setattr(hub, "sleep", lambda _: None)
+    monkeypatch.setattr(retry, "sleep", lambda _: None)
     files = on_the_hub(standin, tmp_path / "model")
     standin.fail("GET .*model.safetensors", drop_after=2**16)
     expected = read_weights(str(tmp_path / "model"))
@@ -320,7 +320,7 @@ def test_a_downloaded_model_is_read_without_a_network(workdir, monkeypatch):
     (workdir / "models--gpt2/refs/main").write_text("abcd" * 10)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(workdir))
-    monkeypatch.setattr(hub, "FIRST_PATIENCE_S", 0.0)
+    monkeypatch.setattr(retry, "FIRST_PATIENCE_S", 0.0)
     assert_same_weights(read_weights("gpt2"), read_weights(str(snapshot)))
     assert run_here("--init_from", "gpt2", "--max_steps", "3") == 0
 

@@ -28,7 +28,7 @@ from hellaswag_eval import (
     tokenize,
 )
 from model import GPT, GPTConfig
-from steadygpt import hub
+from steadygpt import retry
 from steadygpt.cli import UserError
 from steadygpt.distributed import Ranks, Stopped
 from steadygpt.tokenizer import get_tokenizer
@@ -274,7 +274,7 @@ def test_only_the_validation_split_comes_from_the_hub(standin, monkeypatch):
         pyarrow.parquet.write_table(pyarrow.table(rows), file)
         files[f"data/{split}-00000-of-00001.parquet"] = file.getvalue()
     standin.put("datasets/Rowan/hellaswag", files)
-    monkeypatch.setattr(hub, "sleep", lambda _: None)
+    monkeypatch.setattr(retry, "sleep", lambda _: None)
     standin.fail("GET .*validation", times=2, status=500)
     expected = [{"ctx": "one two", "endings": ["a", "b", "c", "d"], "label": 2}]
     assert load_examples("") == expected
