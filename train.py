@@ -437,7 +437,7 @@ def launch(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, data: Da
         tokenizer = tokenizer_on_all(data.tokenizer, ranks, log) if reads_text else None
         hellaswag = hellaswag_eval.load(config, tokenizer, ranks, log) if tokenizer and config.hellaswag_freq else []
         training = build_training(start, data, ranks)
-        stop = StopSignal(ranks, config.max_hours)
+        saves.stop = stop = StopSignal(ranks, config.max_hours)
         run = Run(training, data, schedule, state, stop, log, saves, shards, tokenizer, hellaswag)
         return run_to_end(run)
 

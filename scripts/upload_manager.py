@@ -51,6 +51,9 @@ def upload_all(mirror: Mirror, folder: Path) -> None:
     with lock_folder(folder, "it uploads its checkpoints itself"):
         there, _ = mirror.patiently(mirror.pointers)
         newest_ns = there[LATEST].mtime_ns if LATEST in there else 0
+        is_behind = newest_ns > max(
+            paths[0].stat().st_mtime_ns for paths in names.values()
+        )  # the run went on elsewhere
         for paths in sorted(names.values(), key=lambda paths: paths[0].stat().st_mtime_ns):
             try:
                 checkpoint = read_checkpoint(paths[0])
@@ -58,18 +61,20 @@ def upload_all(mirror: Mirror, folder: Path) -> None:
                 print(f"skipped {error}", flush=True)
                 continue
             pointer, tiers = Pointer.of(paths[0], summary(checkpoint)), [path.name for path in paths]
-            if pointer.mtime_ns < newest_ns:  # the run went on elsewhere
-                tiers = [name for name in tiers if name != LATEST]
-            is_new = _upload(mirror, paths[0], checkpoint["train_config"], pointer, tiers)
+            tiers = [name for name in tiers if name not in there or there[name].mtime_ns <= pointer.mtime_ns]
+            if not tiers:
+                print(f"the mirror has newer ones: {', '.join(path.name for path in paths)}", flush=True)
+                continue
+            is_new = _upload(mirror, paths[0], checkpoint["train_config"], pointer, tiers, not is_behind)
             print(f"{'uploaded' if is_new else 'already there'}: {', '.join(tiers)}", flush=True)
 
 
-def _upload(mirror: Mirror, path: Path, options: dict, pointer: Pointer, names: list[str]) -> bool:
-    """Upload a checkpoint of the run with these options, and the logs; return whether it was not there."""
+def _upload(mirror: Mirror, path: Path, options: dict, pointer: Pointer, names: list[str], with_logs: bool) -> bool:
+    """Upload a checkpoint of the run with these options, perhaps with logs; return whether it was not there."""
     config = SimpleNamespace(**{"run_name": "", "mirror_keep": 0} | options | {"checkpoint_dir": str(path.parent)})
     if not config.run_name:
         raise UserError(f"{path}: converted weights, not of a run")
-    files = files_of(config)
+    files = files_of(config) if with_logs else {}
     with ProgressBar(desc=path.name, total=pointer.size, unit="B") as bar:
 
         def upload() -> bool:
@@ -99,6 +104,8 @@ def download(mirror: Mirror, name: str, folder: Path) -> None:
 def verify(mirror: Mirror) -> int:
     """Read every checkpoint in the store, print its state, and return the exit status: 1 if one is not intact."""
     pointers, bad = mirror.patiently(mirror.pointers)
+    if not pointers and not bad:
+        raise UserError(f"no checkpoints in {mirror.url}; expected the URL that --mirror had")
     print(*bad.values(), sep="\n", end="\n" * bool(bad))
     files = {pointer.file: pointer for pointer in pointers.values()}
     with ProgressBar(desc="verifying", total=sum(pointer.size for pointer in files.values()), unit="B") as bar:

@@ -161,6 +161,11 @@ class StopSignal:
     def _ask(self, number: int) -> None:
         self.asked = self.asked or number  # under torchrun a terminal's Ctrl-C arrives twice
 
+    def again(self) -> bool:
+        """Return whether Ctrl-C or SIGTERM came since the last call. A scheduler may repeat its SIGUSR1."""
+        asked, self.asked = self.asked, 0
+        return self.REASONS[asked] in ("SIGINT", "SIGTERM")
+
     def check(self) -> None:
         """Stop if any rank was asked to, with several ranks before the last call. Every rank must call it.
 

@@ -14,15 +14,15 @@ import shutil
 import time
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from steadygpt.checkpoint import BACKUP, BEST, EVALUATIONS, LATEST, read_checkpoint
 from steadygpt.cli import UserError
-from steadygpt.durable import fsync_folder, link_file
+from steadygpt.durable import fsync_folder, link_file, replace_file
 from steadygpt.progress import ProgressBar
-from steadygpt.retry import NoAnswer
 from steadygpt.runlog import LOG, METRICS, move_aside
 from steadygpt.stores import Store, StoreFile, version_of
 
@@ -59,11 +59,16 @@ class Pointer:
     @classmethod
     def parse(cls, content: bytes) -> "Pointer":
         """Raises: ValueError or TypeError for anything but a pointer."""
-        found = cls(**json.loads(content))
+        stored = json.loads(content)
+        found = cls(**{f.name: stored[f.name] for f in fields(cls) if f.name in stored})  # later versions may have more
         numbers = (found.size, found.mtime_ns, found.step)
         if not isinstance(found.file, str) or not all(isinstance(number, int) for number in numbers):
             raise TypeError(f"found {found}")
         return found
+
+
+class Damaged(UserError):
+    """A checkpoint in the store is missing, incomplete or corrupt."""
 
 
 class Mirror:
@@ -78,7 +83,11 @@ class Mirror:
     """
 
     def __init__(self, url: str):
+        scheme, separator, rest = url.partition("://")
+        if ":" in scheme or not (rest.strip("/") if separator else url.startswith("/")) or set(url) & set("*?["):
+            raise UserError(f"--mirror {url!r}: expected a URL such as s3://bucket/run, or an absolute path")
         self.url = url.rstrip("/")
+        self.run = ""  # that this process has reserved the folder for
         self.sent: dict[str, tuple[int, int]] = {}  # other files -> size and time of what was uploaded
         self.connect()
 
@@ -87,6 +96,7 @@ class Mirror:
         self.store = Store(self.url, SILENCE_S)
         self.fs, self.folder = self.store.fs, self.store.path
         self.fs.retries = RETRIES
+        self.has_folders = self.folder.startswith("/")  # of object stores, paths begin with the bucket
         self.there: dict[str, Pointer] | None = None  # the pointers, while uploading
 
     def patiently(self, request: Callable[[], Result]) -> Result:
@@ -148,27 +158,33 @@ class Mirror:
         Raises: UserError when the folder holds checkpoints of another run.
         """
         owner = self.run_name()
-        if (owner != run_name or not resumes) and (there := self.pointers()[0]):
-            raise UserError(
-                f"--mirror {self.url} already holds checkpoints of the run {owner or '(unknown)'} "
-                f"({next(iter(there))} and {len(there) - 1} more); resume that run, or give this one another --mirror"
-            )
+        if owner != run_name or not resumes:
+            there, bad = self.pointers()
+            if names := [*there, *bad]:
+                raise UserError(
+                    f"--mirror {self.url} already holds checkpoints of the run {owner or '(unknown)'} ({names[0]} and "
+                    f"{len(names) - 1} more), not of {run_name}; resume that run, or give this one another --mirror"
+                )
         if owner != run_name:
             self._make_folder()
             self._write(RUN, {"run": run_name})
+        self.run = run_name
 
     def download(self, pointer: Pointer, target: Path) -> None:
         """Download a checkpoint, verify it, and put it at `target`, with the time of its first writing.
 
-        Raises: UserError when it is corrupt, or larger than the free space; `target` is unchanged.
+        Raises: Damaged when it is missing or corrupt; UserError when it is larger than the free space or the store
+            does not answer; `target` is unchanged.
         """
         free = shutil.disk_usage(target.parent).free
         if free < pointer.size:
             raise UserError(f"{target}: {pointer.size:,} bytes are needed, {free:,} are free; free some space")
         url, downloaded = f"{self.url}/{pointer.file}", target.with_name(f".{pointer.file}.tmp")
+        size = self.patiently(self.sizes).get(pointer.file)
+        if size != pointer.size:
+            found = "missing" if size is None else f"incomplete ({size:,} of {pointer.size:,} bytes)"
+            raise Damaged(f"{url}: {found}")
         info = self.patiently(lambda: self.fs.info(self._path(pointer.file)))
-        if info["size"] != pointer.size:
-            raise UserError(f"{url}: incomplete ({info['size']:,} of {pointer.size:,} bytes)")
         with ProgressBar(desc=pointer.file, total=pointer.size, unit="B") as bar:
             self.store.fetch(StoreFile(url, pointer.size, version_of(info)), downloaded, bar.show_from(0))
         os.utime(downloaded, ns=(pointer.mtime_ns, pointer.mtime_ns))  # decides which of several is the newest
@@ -176,7 +192,7 @@ class Mirror:
             read_checkpoint(downloaded)
         except UserError as error:
             downloaded.unlink()
-            raise UserError(str(error).replace(str(downloaded), url)) from error
+            raise Damaged(str(error).replace(str(downloaded), url)) from error
         os.replace(downloaded, target)
 
     def verify(self, pointer: Pointer) -> str:
@@ -224,6 +240,8 @@ class Mirror:
             callback = fsspec.Callback(hooks={"progress": lambda _, sent, **__: progress(sent)})
             self.fs.put_file(str(path), self._path(pointer.file), callback=callback, max_concurrency=PARTS)
             self.listed[pointer.file] = pointer.size
+        if self.run and (owner := self.run_name()) != self.run:  # both runs were started when it was empty
+            raise UserError(f"{self.url} belongs to the run {owner or '(unknown)'} now; give this run another --mirror")
         self.upload_files(files)
         new = dict.fromkeys(names, pointer)
         if LATEST in names and LATEST in self.there and self.there[LATEST] != pointer:
@@ -248,7 +266,12 @@ class Mirror:
                 self.sent[name] = stat.st_size, stat.st_mtime_ns
 
     def _write(self, name: str, content: dict) -> None:
-        self.fs.pipe_file(self._path(name), f"{json.dumps(content)}\n".encode())
+        path, data = self._path(name), f"{json.dumps(content)}\n".encode()
+        if not self.has_folders:
+            self.fs.pipe_file(path, data)  # which object stores do atomically
+        else:
+            self.fs.pipe_file(f"{path}.tmp", data)
+            self.fs.mv(f"{path}.tmp", path)
 
     def _delete_old(self, there: dict[str, Pointer], keep: int) -> None:
         rolling = sorted((name for name in there if name.startswith("rolling")), key=lambda name: there[name].mtime_ns)
@@ -266,7 +289,7 @@ class Mirror:
         return f"{self.folder}/{name}"
 
     def _make_folder(self, name: str = "") -> None:
-        if self.folder.startswith("/"):  # object stores have no folders, and makedirs might create a bucket
+        if self.has_folders:  # in an object store, makedirs might create a bucket
             self.fs.makedirs(Path(self._path(name)).parent.as_posix() if name else self.folder, exist_ok=True)
 
 
@@ -285,52 +308,66 @@ def _tensorboard(config: "TrainConfig") -> Path:
     return Path(config.tensorboard_dir, config.run_name)
 
 
-def restore_checkpoint(mirror: Mirror, which: str, folder: Path, local: Path | None) -> tuple[Path | None, list[str]]:
-    """Download the newest intact checkpoint, if it is newer than the local one.
+def newer_checkpoint(mirror: Mirror, which: str, folder: Path, local: Path | None) -> tuple[Path | None, list[str]]:
+    """Download the newest intact checkpoint to a temporary file, if it is newer than the local one.
 
     Args:
         which: "best", or anything else for the newest.
-        folder: where it becomes latest.pt or best_model.pt.
-        local: the intact checkpoint that is already there, if any.
+        local: the intact checkpoint that is already in the folder, if any.
 
-    Returns: its path, or None; and a line for each checkpoint that was skipped.
+    Returns: the temporary file, or None; and a line for each checkpoint that was skipped.
+
+    Raises: UserError when nothing is intact though there are pointers, or the store does not answer.
     """
     newest_ns, best = local.stat().st_mtime_ns if local else 0, which == "best"
     pointers, bad = mirror.patiently(mirror.pointers)
-    skipped = list(bad.values())
-    newest = pointers.get(BEST if best else LATEST)
-    if newest and newest.mtime_ns <= newest_ns:
+    pointers = {name: pointer for name, pointer in pointers.items() if (name == BEST) == best}
+    skipped, newest = list(bad.values()), pointers.get(BEST if best else LATEST)
+    if newest and newest.mtime_ns <= newest_ns:  # others may be newer, if the run was resumed from an older one
         return None, []
-    for name, pointer in pointers.items():
-        if (name == BEST) != best or pointer.mtime_ns <= newest_ns:
+    for name in sorted(pointers, key=lambda name: (name == LATEST, pointers[name].mtime_ns), reverse=True):
+        downloaded = folder / ".restored.tmp"
+        if pointers[name].mtime_ns <= newest_ns:
             continue
-        target, downloaded = folder / (BEST if best else LATEST), folder / ".restored.tmp"
         try:
-            mirror.download(pointer, downloaded)
-        except FileNotFoundError:
-            skipped.append(f"{mirror.url}/{pointer.file}: missing, though {name}.json names it")
-        except NoAnswer:
-            raise
-        except UserError as error:
+            mirror.download(pointers[name], downloaded)
+        except Damaged as error:
             skipped.append(str(error))
         else:
-            if local == target == folder / LATEST:
-                link_file(target, folder / BACKUP)
-            os.replace(downloaded, target)
-            fsync_folder(folder)
-            return target, skipped
-    return None, skipped
+            return downloaded, list(dict.fromkeys(skipped))
+    if skipped and not local:
+        raise UserError("; ".join(dict.fromkeys(skipped)))
+    return None, list(dict.fromkeys(skipped))
 
 
-def restore_files(mirror: Mirror, config: "TrainConfig") -> None:
-    """Download the logs, the TensorBoard files and the evaluations of a run; local logs are renamed before."""
+def put_in_place(downloaded: Path, which: str, folder: Path, local: Path | None) -> Path:
+    """Make a downloaded checkpoint latest.pt or best_model.pt; an intact latest.pt becomes the backup."""
+    target = folder / (BEST if which == "best" else LATEST)
+    if local == target == folder / LATEST:
+        link_file(target, folder / BACKUP)
+    os.replace(downloaded, target)
+    fsync_folder(folder)
+    return target
+
+
+def restore_files(mirror: Mirror, config: "TrainConfig", replace: bool) -> None:
+    """Download the logs, the TensorBoard files and the evaluations of a run.
+
+    Args:
+        replace: also those that are there; the logs are renamed before. Otherwise only what is missing.
+    """
     folders = {"logs": Path(config.logdir), "tensorboard": _tensorboard(config)}
     targets = {EVALUATIONS: Path(config.checkpoint_dir, EVALUATIONS)} if EVALUATIONS in mirror.sizes() else {}
     for name, folder in folders.items():
         targets |= {f"{name}/{Path(found).name}": folder / Path(found).name for found in mirror.find(name)}
-    contents = {target: mirror.read(name) for name, target in targets.items()}
-    folders["logs"].mkdir(parents=True, exist_ok=True)
-    move_aside(folders["logs"])
+    contents = {target: mirror.read(name) for name, target in targets.items() if replace or not target.exists()}
+    if replace:
+        folders["logs"].mkdir(parents=True, exist_ok=True)
+        move_aside(folders["logs"])
     for target, content in contents.items():
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(content)
+        replace_file(target, partial(_write_bytes, content))
+
+
+def _write_bytes(content: bytes, file: IO[bytes]) -> None:
+    file.write(content)

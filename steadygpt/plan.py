@@ -192,6 +192,8 @@ def describe(
         f"checkpoints  {checkpoint / 1e9:.2f} GB each, at most {files} in {folder}: {files * checkpoint / 1e9:.1f} GB; "
         f"{free / 1e9:.1f} GB free" + (" -- NOT ENOUGH" if files * checkpoint > free else ""),
     ]
+    if config.mirror:
+        lines.append(f"mirror       {config.mirror}")
     if config.checkpoint_minutes:
         lines.append(f"             {interval_text(60 * config.checkpoint_minutes, checkpoint)}")
     return lines

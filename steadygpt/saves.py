@@ -63,6 +63,7 @@ class Saves:
         self.saved_step, self.saved_at_s = step, time.monotonic()
         self.longest_pause_s: float | None = None  # but for the first, which also allocates the host memory
         self.failed = False  # the newest save
+        self.stop: StopSignal | None = None  # once training has begun
 
     def save_if_due(self, step: int, ended_epoch: int | None, last: bool, read_results: Callable[[], None]) -> None:
         """Start a save if one is due after `step` updates.
@@ -110,18 +111,23 @@ class Saves:
         self.report()
 
     def finish_uploads(self, stop: StopSignal) -> None:
-        """Wait for the uploads to the mirror, until they make no progress or the user stops again. All ranks wait."""
+        """Wait for the uploads to the mirror, until they make no progress or the user stops again."""
         self.writer.finish_uploads()
-        stop.asked = 0
-        start_s, told = time.monotonic(), False
-        while self.ranks.any(bool(self.writer.is_uploading())) and not self.ranks.any(bool(stop.asked)):
-            time.sleep(0.1)
-            if not told and time.monotonic() - start_s > 1:
-                told = True
-                self.log.say("waiting for the uploads; stop again to end this. All checkpoints are in the local folder")
-        self.report()
+        stop.again()  # forget the signal that has ended the run
+        self._wait_for_uploads(stop.again)
         if left := self.writer.not_uploaded():
             self.log.warn(f"not uploaded: {', '.join(left)}; scripts/upload_manager.py upload-all does that")
+
+    def _wait_for_uploads(self, is_stopped: Callable[[], bool]) -> None:
+        """Wait until nothing is left to upload, no upload makes progress, or is_stopped(). All ranks wait together."""
+        start_s, told = time.monotonic(), False
+        while self.ranks.any(bool(self.writer.is_uploading())) and not self.ranks.any(is_stopped()):
+            time.sleep(0.1)
+            self.report()
+            if not told and time.monotonic() - start_s > 1:
+                told = True
+                self.log.say("waiting for the uploads; Ctrl-C ends this. All checkpoints are in the local folder")
+        self.report()
 
     def report(self) -> None:
         """Report the saves that ended in the background since the last call."""
@@ -144,6 +150,9 @@ class Saves:
         captured = self.capture()
         self.log.flush()  # a checkpoint must not be newer than the log of the steps that led to it
         self.writer.save(captured, tiers)
+        if not self.config.background_upload and self.config.mirror:
+            self.writer.wait()
+            self._wait_for_uploads(lambda: self.stop is not None and bool(self.stop.asked))
         self.saved_step, self.saved_at_s = step, time.monotonic()
         pause_s = self.saved_at_s - start_s
         self.longest_pause_s = 0.0 if self.longest_pause_s is None else max(self.longest_pause_s, pause_s)
@@ -179,7 +188,6 @@ class CheckpointWriter:
         resumed_from: the verified checkpoint in the folder that the run resumes from. It becomes latest.pt, so that a
             kill before the first save does not undo a choice to resume from an older one.
         latest: summary() of that checkpoint.
-        wait_for_uploads: a save ends when it is uploaded.
     """
 
     def __init__(
@@ -188,9 +196,8 @@ class CheckpointWriter:
         keep: int,
         resumed_from: Path | None = None,
         latest: Mapping[str, Any] | None = None,
-        wait_for_uploads: bool = False,
     ):
-        self.folder, self.keep, self.wait_for_uploads = folder, keep, wait_for_uploads
+        self.folder, self.keep = folder, keep
         self.latest_is_intact = resumed_from is not None  # a corrupt file never becomes the backup
         self.latest = latest or {"step": None}  # summary() of latest.pt
         self.uploads: Uploads | None = None
@@ -208,6 +215,7 @@ class CheckpointWriter:
         if latest.exists() and latest.samefile(path):
             return
         link_file(path, adopted)  # first, because `path` may be the backup
+        os.utime(adopted)  # the choice is newer than any checkpoint in a mirror
         with suppress(UserError):
             read_checkpoint(latest)  # raises if latest.pt is corrupt
             link_file(latest, self.folder / BACKUP)
@@ -217,12 +225,10 @@ class CheckpointWriter:
     def save(self, captured: Captured, tiers: list[str]) -> None:
         """Write a checkpoint as latest.pt and under the file names in `tiers`; return before that is done.
 
-        Waits for the job before it; with wait_for_uploads also for this one.
+        Waits for the job before it.
         """
         self.wait()
         self.in_flight = self.pool.submit(self._save, captured, tiers)
-        if self.uploads and self.wait_for_uploads:
-            self.wait()
 
     def record(self, evaluations: dict[int, dict], best: int | None) -> None:
         """Write evaluations.json behind the save in flight, after linking best_model.pt to the file of step `best`."""
@@ -249,7 +255,9 @@ class CheckpointWriter:
     def finish_uploads(self) -> None:
         """Upload the newest checkpoint and the logs, after close()."""
         if self.uploads and self.latest_is_intact:
-            self.uploads.finish(self.folder / LATEST, self.latest, [LATEST])
+            if not self.uploads.has(self.folder / LATEST):
+                self._upload([LATEST])
+            self.uploads.add_logs()
 
     def is_uploading(self) -> bool:
         return self.uploads is not None and self.uploads.is_busy()
@@ -313,5 +321,3 @@ class CheckpointWriter:
             self.uploads.add(self.folder / LATEST, self.latest, names)
         except OSError as error:  # the link is a copy where the file system has no links, and the disk may be full
             self.reports.put(("failed", f"step {self.latest['step']} is not uploaded: {error}"))
-        if self.wait_for_uploads:
-            self.uploads.wait()

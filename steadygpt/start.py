@@ -25,7 +25,7 @@ from steadygpt.checkpoint import (
 from steadygpt.cli import UserError, options_of
 from steadygpt.distributed import Ranks, Silent
 from steadygpt.durable import lock_folder
-from steadygpt.mirror import Mirror, files_of, restore_checkpoint, restore_files
+from steadygpt.mirror import Mirror, files_of, newer_checkpoint, put_in_place, restore_files
 from steadygpt.retry import NoAnswer
 from steadygpt.runlog import RunLog, read_status
 from steadygpt.saves import CheckpointWriter, Saves
@@ -45,7 +45,6 @@ class Start:
     config: "TrainConfig"
     path: Path | None = None  # of the checkpoint
     checkpoint: dict | None = None  # tensors on rank 0 only
-    restored: bool = False  # the checkpoint comes from the mirror
     weights: dict | None = None  # a checkpoint of weights only, tensors on rank 0 only, once downloaded
     notes: tuple[str, ...] = ()  # for the plan
 
@@ -156,7 +155,10 @@ def find_start(
         of_mirror = f" (restored from {config.mirror})" * restored
         resumed = f"resumed from {path}{of_mirror} at step {checkpoint['step']:,}"
         notes += (resumed, *(f"changed {line}" for line in changes))
-        return Start(config, path, checkpoint, restored, notes=notes)
+        if config.mirror and "mirror" not in given and path and path.resolve().parent != folder.resolve():
+            notes += (f"without the mirror {config.mirror}, which belongs to the run in {path.parent}",)
+            config = dataclasses.replace(config, mirror="")
+        return Start(config, path, checkpoint, notes=notes)
     if config.init_from == "scratch":
         return Start(config, notes=notes)
     weights = share(ranks.on_main(lambda: read_weights(config.init_from, download=False)), ranks)
@@ -197,16 +199,24 @@ def find_newest(config: "TrainConfig", given: Mapping[str, str]) -> tuple[bool, 
         raise UserError(f"{folder} has no intact checkpoint, and a dry run downloads none from {url}; drop --dry_run")
     mirror = Mirror(url)
     try:
-        restored, bad = restore_checkpoint(mirror, config.resume, folder, path)
+        owner = mirror.patiently(mirror.run_name)
+        if checkpoint and owner and owner != (name := checkpoint["train_config"].get("run_name", owner)):
+            raise UserError(f"--mirror {url} belongs to the run {owner}, and {path} to {name}; give the right --mirror")
+        downloaded, damaged = newer_checkpoint(mirror, config.resume, folder, path)
+        if downloaded:
+            # First, so that a start which fails in between is repeated with all of it.
+            restored = read_checkpoint(downloaded)
+            files_go_to, _ = resume_config(restored["train_config"], config, given)
+            mirror.patiently(lambda: restore_files(mirror, files_go_to, replace=True))
+            path = put_in_place(downloaded, config.resume, folder, path)
+            return True, path, [*skipped, *damaged], read_checkpoint(path)
     except NoAnswer as error:
         if not path:
             raise
         return False, path, [*skipped, f"{url}, which may have a newer checkpoint: {error}"], checkpoint
-    if restored:
-        return True, restored, [*skipped, *bad], read_checkpoint(restored)
-    if problem and (bad or config.resume != "auto"):
-        raise UserError(f"{problem}; {'; '.join(bad) or f'--mirror {url} has none either'}")
-    return False, path, [*skipped, *bad], checkpoint
+    if problem and config.resume != "auto":
+        raise UserError(f"{problem}; --mirror {url} has none either")
+    return False, path, [*skipped, *damaged], checkpoint
 
 
 def resume_config(saved: dict, config: "TrainConfig", given: Mapping[str, str]) -> tuple["TrainConfig", list[str]]:
@@ -291,14 +301,12 @@ def open_writer(start: Start) -> CheckpointWriter:
     if mirror:
         try:
             mirror.patiently(claim)
+            if start.checkpoint:
+                mirror.patiently(lambda: restore_files(mirror, config, replace=False))
         except NoAnswer:
             claimed = False
-        if start.restored:
-            mirror.patiently(lambda: restore_files(mirror, config))
     latest = summary(start.checkpoint) if start.checkpoint else None
-    writer = CheckpointWriter(
-        Path(config.checkpoint_dir), config.keep_checkpoints, start.path, latest, not config.background_upload
-    )
+    writer = CheckpointWriter(Path(config.checkpoint_dir), config.keep_checkpoints, start.path, latest)
     if mirror:
         writer.uploads = uploads = Uploads(
             mirror, None if claimed else claim, config.mirror_keep, config.mirror_minutes, lambda: files_of(config),

@@ -100,7 +100,7 @@ def details(file: Path) -> Iterator[str]:
         "losses": ", ".join(
             f"{text} {checkpoint[key]:.4f}" for key, text in losses.items() if checkpoint.get(key) is not None
         ),
-        "written": f"{saved_at} by {checkpoint.get('world_size', '?')} ranks, torch "
+        "written": f"{saved_at} by rank 0 of {checkpoint.get('world_size', '?')}, torch "
         f"{checkpoint.get('torch_version', '?')}, commit {checkpoint.get('git_commit') or '?'}",
         "tokenizer": checkpoint["tokenizer"],
         "options": ", ".join(f"{name} {value}" for name, value in checkpoint["train_config"].items() if value != ""),

@@ -50,7 +50,7 @@ class Uploads:
         report: Callable[[str, str], object],
     ):
         self.mirror, self.claim, self.keep, self.files, self.report = mirror, claim, keep, files, report
-        self.interval_s, self.added_at_s, self.newest = 60 * minutes, -float("inf"), ""
+        self.interval_s, self.added_at_s, self.newest_ns = 60 * minutes, -float("inf"), 0
         self.waiting: deque[Upload] = deque()
         self.current: Upload | None = None
         self.changed = threading.Condition()
@@ -68,7 +68,6 @@ class Uploads:
         If too many are waiting, the oldest is dropped.
         """
         pointer = Pointer.of(path, about)
-        self.added_at_s, self.newest = time.monotonic(), pointer.file
         with self.changed:
             if self.is_refused:
                 return
@@ -79,26 +78,25 @@ class Uploads:
             copy = path.with_name(f".{pointer.file}.tmp")
             link_file(path, copy)
             self._append(Upload(pointer, copy, list(names)))
+            self.added_at_s, self.newest_ns = time.monotonic(), pointer.mtime_ns
             if len(self.waiting) > WAITING:
                 self._drop(self.waiting.popleft())
 
-    def finish(self, path: Path, about: Mapping[str, Any], names: Sequence[str]) -> None:
-        """Upload the last checkpoint, unless it was added before, and the last lines of the logs."""
-        if Pointer.of(path, about).file != self.newest:
-            self.add(path, about, names)
+    def has(self, path: Path) -> bool:
+        """Return whether this file was added last."""
+        return path.stat().st_mtime_ns == self.newest_ns
+
+    def add_logs(self) -> None:
+        """Upload the logs once more, behind everything else."""
         with self.changed:
-            self._append(Upload())
+            if not self.is_refused:
+                self._append(Upload())
 
     def is_busy(self) -> bool:
         """Return whether uploads are left, and have made progress within the last minutes."""
-        stuck = time.monotonic() - self.progress_at_s > GIVE_UP_S
-        return bool(self.current or self.waiting) and not (stuck or self.is_refused)
-
-    def wait(self) -> None:
-        """Wait while is_busy()."""
         with self.changed:
-            while self.is_busy():
-                self.changed.wait(1)
+            stuck = time.monotonic() - self.progress_at_s > GIVE_UP_S
+            return bool(self.current or self.waiting) and not (stuck or self.is_refused)
 
     def left(self) -> list[str]:
         """Return what is not uploaded yet."""

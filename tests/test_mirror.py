@@ -3,10 +3,12 @@
 import json
 import os
 import shutil
+import signal
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import REPO, assert_same_state, load, metrics, run_here
@@ -38,9 +40,9 @@ def quick(monkeypatch):
 class Saver:
     """A writer of a run that uploads to `url`."""
 
-    def __init__(self, folder: Path, url: str, keep=10, minutes=0.0, wait=False, files=dict):
+    def __init__(self, folder: Path, url: str, keep=10, minutes=0.0, files=dict):
         self.folder, self.mirror = folder, Mirror(url)
-        self.writer = CheckpointWriter(folder, keep=10, wait_for_uploads=wait)
+        self.writer = CheckpointWriter(folder, keep=10)
         self.writer.uploads = Uploads(self.mirror, None, keep, minutes, files, lambda *r: self.writer.reports.put(r))
 
     def save(self, step: int, *tiers: str) -> None:
@@ -49,7 +51,7 @@ class Saver:
 
     def uploaded(self) -> dict[str, int]:
         """Wait for the uploads; return checkpoint name -> step in the mirror."""
-        self.writer.uploads.wait()
+        wait_for(lambda: not self.writer.uploads.is_busy())
         return {name: pointer.step for name, pointer in self.mirror.pointers()[0].items()}
 
     def reports(self) -> list[str]:
@@ -122,13 +124,6 @@ def test_uploads_that_fall_behind_drop_the_oldest_waiting_one_and_hold_up_no_sav
     assert {step for step in saver.uploaded().values()} == {1, 4, 5}
     dropped = [text for text in saver.reports() if "newer checkpoints are waiting" in text]
     assert [text[:22] for text in dropped] == ["step 2 is not uploaded", "step 3 is not uploaded"]
-
-
-def test_upload_waits_in_the_save_if_asked_to(tmp_path, monkeypatch):
-    saver = Saver(tmp_path / "here", f"file://{tmp_path}/there", wait=True)
-    saver.save(1)
-    assert not saver.writer.uploads.current
-    assert saver.uploaded() == {"latest.pt": 1}
 
 
 def test_other_files_are_uploaded_when_they_have_changed(tmp_path):
@@ -281,6 +276,117 @@ def test_going_back_to_an_older_checkpoint_holds_for_the_mirror_too(machines, ca
     assert last_step(capsys).endswith("at step 4")
 
 
+def test_start_that_fails_after_a_restore_loses_no_logs(machines, workdir):
+    url = f"file://{workdir}/there"
+    run_here(*FLAGS, "--mirror", url, "--max_steps", "4")
+    whole = metrics("logs", "loss")
+    machines("second")
+    with pytest.raises(UserError, match="no train shards"):
+        run_here("--resume", "latest", "--mirror", url, "--data_dir", "nowhere")
+    run_here("--resume", "latest", "--mirror", url, "--max_steps", "6")
+    assert metrics("logs", "loss").items() >= whole.items()
+    assert json.loads(Mirror(url).read("evaluations.json")).keys() == {"4"}
+
+
+def test_resume_from_a_downloaded_checkpoint_brings_the_logs(machines, workdir):
+    url = f"file://{workdir}/there"
+    run_here(*FLAGS, "--mirror", url)
+    machines("second")
+    upload_manager.main(["download", "rolling_step_000004.pt", "--mirror", url])
+    run_here("--resume", "checkpoints/rolling_step_000004.pt", "--max_steps", "6")
+    assert metrics("logs", "loss").keys() == set(range(6))
+    assert b'"step": 0,' in Mirror(url).read("logs/metrics.jsonl")
+
+
+def test_mirror_of_another_run_does_not_replace_a_local_one(machines, workdir):
+    url = f"file://{workdir}/there"
+    run_here("--max_steps", "4", "--run_name", "mine")
+    machines("second")
+    run_here("--max_steps", "6", "--run_name", "theirs", "--mirror", url)
+    machines("first")
+    before = Path("checkpoints/latest.pt").read_bytes()
+    with pytest.raises(UserError, match=r"belongs to the run theirs, and .* to mine"):
+        run_here("--resume", "latest", "--mirror", url)
+    assert Path("checkpoints/latest.pt").read_bytes() == before
+
+
+def test_two_runs_that_start_on_one_empty_mirror_are_not_mixed(tmp_path):
+    savers = [Saver(tmp_path / name, f"file://{tmp_path}/there") for name in ("one", "two")]
+    for name, saver in zip(("one", "two"), savers, strict=True):
+        saver.mirror.claim(name, resumes=False)
+    for step, saver in enumerate(savers, start=1):
+        saver.save(step)
+        saver.uploaded()
+    assert savers[0].uploaded() == {"latest.pt": 2}
+    assert "belongs to the run two now" in savers[0].reports()[0]
+
+
+def test_fork_into_another_folder_leaves_the_mirror_alone(machines, workdir, capsys):
+    url = f"file://{workdir}/there"
+    run_here(*FLAGS, "--mirror", url)
+    run_here("--resume", "checkpoints/rolling_step_000004.pt", "--checkpoint_dir", "fork", "--logdir", "fork_logs")
+    assert f"without the mirror {url}" in capsys.readouterr().out
+    assert Mirror(url).pointers()[0]["rolling_step_000004.pt"].step == 4
+    assert b'"step": 7,' in Mirror(url).read("logs/metrics.jsonl")
+
+
+def test_choice_to_go_back_holds_if_the_mirror_did_not_hear_of_it(machines, workdir, capsys, monkeypatch):
+    url = f"file://{workdir}/there"
+    run_here(*FLAGS, "--mirror", url)
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(Uploads, "add", lambda *_: None)
+        patch.setattr(train, "train", lambda *_: sys.exit())
+        run_here("--resume", "checkpoints/rolling_step_000004.pt")
+    run_here("--resume", "latest")
+    assert last_step(capsys).endswith("resumed from checkpoints/latest.pt at step 4")
+
+
+def test_full_disk_while_restoring_does_not_fall_back_to_an_older_checkpoint(machines, workdir, monkeypatch):
+    url = f"file://{workdir}/there"
+    run_here(*FLAGS, "--mirror", url, "--max_steps", "4")
+    shutil.copytree(workdir / "first", workdir / "second", symlinks=True)
+    run_here("--resume", "--max_steps", "6")
+    machines("second")
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="bytes are needed, 5 are free"):
+        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5))
+        run_here("--resume", "latest")
+    assert read_checkpoint(Path("checkpoints/latest.pt"))["step"] == 4
+
+
+def test_auto_starts_no_new_run_on_pointers_that_it_cannot_read(machines, workdir):
+    url = f"file://{workdir}/there"
+    run_here(*FLAGS, "--mirror", url, "--max_steps", "4")
+    for pointer in (workdir / "there").glob("*.pt.json"):
+        pointer.write_text("{")
+    machines("second")
+    with pytest.raises(UserError, match="not a pointer"):
+        run_here("--resume", "auto", "--mirror", url)
+
+
+def test_without_the_pointer_of_latest_the_newest_checkpoint_is_restored(machines, workdir, capsys):
+    url = f"file://{workdir}/there"
+    run_here(*FLAGS, "--mirror", url, "--no-background-upload")
+    (workdir / "there/latest.pt.json").write_text("{")
+    machines("second")
+    run_here("--resume", "latest", "--mirror", url)
+    assert last_step(capsys).endswith("at step 8")
+
+
+def test_run_that_waits_for_its_uploads_can_be_stopped(machines, s3, monkeypatch, capsys):
+    monkeypatch.setattr("steadygpt.retry.FIRST_PATIENCE_S", 0.1)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    timer = threading.Timer(3, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    stopping = threading.Timer(6, os.kill, (os.getpid(), signal.SIGTERM))
+    stopping.start()
+    assert run_here(*FLAGS, "--mirror", f"{s3.url}/run", "--no-background-upload") == 0
+    stopping.cancel()
+    out, err = capsys.readouterr()
+    assert "stopped (SIGTERM) after 2 steps" in out
+    assert "waiting for the uploads" in out
+    assert "step 2 is not uploaded" in err
+
+
 @pytest.mark.parametrize("how", ["missing", "truncated", "one bit"])
 def test_restore_skips_checkpoints_that_are_not_whole(machines, capsys, workdir, how):
     url, there = f"file://{workdir}/there", workdir / "there"
@@ -331,6 +437,10 @@ def test_unreachable_mirror(machines, s3, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("url", "message"),
     {
+        "one slash": ("s3:/bucket/run", "expected a URL such as s3://bucket/run"),
+        "no name": ("s3://", "expected a URL such as s3://bucket/run"),
+        "relative path": ("mirror", "or an absolute path"),
+        "wildcard": ("s3://bucket/run[1]", "expected a URL such as s3://bucket/run"),
         "unknown protocol": ("nowhere://bucket/run", "Protocol not known"),
         "no bucket": ("s3://no-such-bucket/run", "s3://no-such-bucket/run"),
         "not a folder": ("file:///dev/null/run", "/dev/null"),
@@ -388,14 +498,17 @@ def test_upload_manager(machines, store, capsys, workdir):
     assert f"{latest} (latest.pt, rolling_step_000008.pt): incomplete (4 of " in capsys.readouterr().out
 
 
-def test_upload_all_does_not_replace_a_newer_latest(machines, workdir):
+def test_upload_all_does_not_replace_what_is_newer(machines, workdir):
     url = f"file://{workdir}/there"
     run_here(*FLAGS, "--mirror", url, "--max_steps", "4")
     shutil.copytree(workdir / "first", workdir / "second", symlinks=True)
     run_here("--resume", "--max_steps", "6")
+    there = {path.name: path.read_bytes() for path in (workdir / "there").glob("*.*")}
+    logs = (workdir / "there/logs/metrics.jsonl").read_bytes()
     machines("second")
     upload_manager.main(["upload-all", "--mirror", url])
-    assert Mirror(url).pointers()[0]["latest.pt"].step == 6
+    assert {path.name: path.read_bytes() for path in (workdir / "there").glob("*.*")} == there
+    assert (workdir / "there/logs/metrics.jsonl").read_bytes() == logs
 
 
 def test_pointer_that_is_damaged_is_no_pointer():

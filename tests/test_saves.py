@@ -50,7 +50,7 @@ def run(tmp_path, monkeypatch):
     """A fake run with Saves and a fake clock; run.at(step) saves if a save is due and returns the files."""
     clock = Clock()
     monkeypatch.setattr(saves, "time", clock)
-    config = SimpleNamespace(checkpoint_freq=10, checkpoint_minutes=1.0)
+    config = SimpleNamespace(checkpoint_freq=10, checkpoint_minutes=1.0, background_upload=True)
     run = SimpleNamespace(clock=clock, log=Log(), step=0, pause_s=0.0, folder=tmp_path, captured=[])
 
     def capture():
