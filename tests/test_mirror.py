@@ -144,17 +144,17 @@ def test_other_files_are_uploaded_when_they_have_changed(tmp_path):
 # faults of the store
 
 
-@pytest.mark.parametrize(
-    ("match", "fault"),
-    {
-        "the checkpoint refused": ("PUT .*/step_", {"status": 403}),
-        "the connection reset": ("PUT .*/step_", {"drop_after": 0}),
-        "cut off half-way": ("PUT .*/step_", {"drop_after": 1000}),
-        "server errors": ("(PUT|POST) ", {"status": 500}),
-        "slow down": ("(PUT|POST) ", {"status": 503}),
-        "a pointer refused": ("PUT .*latest.pt.json", {"status": 403}),
-    }.values(),
-)
+FAULTS = {
+    "the checkpoint refused": ("PUT .*/step_", {"status": 403}),
+    "the connection reset": ("PUT .*/step_", {"drop_after": 0}),
+    "cut off half-way": ("PUT .*/step_", {"drop_after": 1000}),
+    "server errors": ("(PUT|POST) ", {"status": 500}),
+    "slow down": ("(PUT|POST) ", {"status": 503}),
+    "a pointer refused": ("PUT .*latest.pt.json", {"status": 403}),
+}
+
+
+@pytest.mark.parametrize(("match", "fault"), FAULTS.values(), ids=FAULTS)
 def test_failed_upload_is_repeated_until_it_succeeds(s3, tmp_path, match, fault):
     saver = Saver(tmp_path / "here", f"{s3.url}/run")
     saver.save(1, "rolling_step_000001.pt")
@@ -434,18 +434,18 @@ def test_unreachable_mirror(machines, s3, capsys, monkeypatch):
     assert Mirror(url).pointers()[0]["latest.pt"].step == 6
 
 
-@pytest.mark.parametrize(
-    ("url", "message"),
-    {
-        "one slash": ("s3:/bucket/run", "expected a URL such as s3://bucket/run"),
-        "no name": ("s3://", "expected a URL such as s3://bucket/run"),
-        "relative path": ("mirror", "or an absolute path"),
-        "wildcard": ("s3://bucket/run[1]", "expected a URL such as s3://bucket/run"),
-        "unknown protocol": ("nowhere://bucket/run", "Protocol not known"),
-        "no bucket": ("s3://no-such-bucket/run", "s3://no-such-bucket/run"),
-        "not a folder": ("file:///dev/null/run", "/dev/null"),
-    }.values(),
-)
+WRONG_URLS = {
+    "one slash": ("s3:/bucket/run", "expected a URL such as s3://bucket/run"),
+    "no name": ("s3://", "expected a URL such as s3://bucket/run"),
+    "relative path": ("mirror", "or an absolute path"),
+    "wildcard": ("s3://bucket/run[1]", "expected a URL such as s3://bucket/run"),
+    "unknown protocol": ("nowhere://bucket/run", "Protocol not known"),
+    "no bucket": ("s3://no-such-bucket/run", "s3://no-such-bucket/run"),
+    "not a folder": ("file:///dev/null/run", "/dev/null"),
+}
+
+
+@pytest.mark.parametrize(("url", "message"), WRONG_URLS.values(), ids=WRONG_URLS)
 def test_wrong_url_is_reported_before_training(machines, s3, url, message):
     with pytest.raises(UserError, match=message):
         run_here("--mirror", url)

@@ -9,7 +9,7 @@ from record import TABLE, TEST
 HERE = Path(__file__).parent
 
 
-def tests_of(paths: Iterable[Path]) -> set[str]:
+def names_in(paths: Iterable[Path]) -> set[str]:
     return {
         f"{path.name}::{name}"
         for path in paths
@@ -20,4 +20,4 @@ def tests_of(paths: Iterable[Path]) -> set[str]:
 
 def test_the_table_names_every_test_of_this_folder_and_none_that_does_not_exist():
     named = set(TEST.findall(TABLE.read_text()))
-    assert tests_of(HERE.glob("test_*.py")) <= named <= tests_of(HERE.parent.rglob("test_*.py"))
+    assert names_in(HERE.glob("test_*.py")) <= named <= names_in(HERE.parent.rglob("test_*.py"))
