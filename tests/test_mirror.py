@@ -20,7 +20,7 @@ from steadygpt.checkpoint import Captured, read_checkpoint
 from steadygpt.cli import UserError
 from steadygpt.distributed import Stopped
 from steadygpt.mirror import Mirror, Pointer
-from steadygpt.saves import CheckpointWriter
+from steadygpt.saves import CheckpointWriter, Saves
 from steadygpt.uploads import Uploads
 
 sys.path.insert(0, str(REPO / "scripts"))
@@ -375,16 +375,19 @@ def test_without_the_pointer_of_latest_the_newest_checkpoint_is_restored(machine
 def test_run_that_waits_for_its_uploads_can_be_stopped(machines, s3, monkeypatch, capsys):
     monkeypatch.setattr("steadygpt.retry.FIRST_PATIENCE_S", 0.1)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    timer = threading.Timer(3, os.kill, (os.getpid(), signal.SIGTERM))
-    timer.start()
-    stopping = threading.Timer(6, os.kill, (os.getpid(), signal.SIGTERM))
-    stopping.start()
+    wait, waits = Saves._wait_for_uploads, []
+
+    def wait_and_stop(saves, is_stopped) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        waits.append(is_stopped)
+        wait(saves, is_stopped)
+
+    monkeypatch.setattr(Saves, "_wait_for_uploads", wait_and_stop)
     assert run_here(*FLAGS, "--mirror", f"{s3.url}/run", "--no-background-upload") == 0
-    stopping.cancel()
     out, err = capsys.readouterr()
     assert "stopped (SIGTERM) after 2 steps" in out
-    assert "waiting for the uploads" in out
-    assert "step 2 is not uploaded" in err
+    assert len(waits) == 2  # in the save and at the end; without a stop, each takes until GIVE_UP_S
+    assert "not uploaded: step 2" in err
 
 
 @pytest.mark.parametrize("how", ["missing", "truncated", "one bit"])
