@@ -51,9 +51,8 @@ def upload_all(mirror: Mirror, folder: Path) -> None:
     with lock_folder(folder, "it uploads its checkpoints itself"):
         there, _ = mirror.patiently(mirror.pointers)
         newest_ns = there[LATEST].mtime_ns if LATEST in there else 0
-        is_behind = newest_ns > max(
-            paths[0].stat().st_mtime_ns for paths in names.values()
-        )  # the run went on elsewhere
+        # The run continued on another machine, whose logs are longer.
+        is_behind = newest_ns > max(paths[0].stat().st_mtime_ns for paths in names.values())
         for paths in sorted(names.values(), key=lambda paths: paths[0].stat().st_mtime_ns):
             try:
                 checkpoint = read_checkpoint(paths[0])

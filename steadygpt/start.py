@@ -209,7 +209,7 @@ def find_newest(config: "TrainConfig", given: Mapping[str, str]) -> tuple[bool, 
             files_go_to, _ = resume_config(restored["train_config"], config, given)
             mirror.patiently(lambda: restore_files(mirror, files_go_to, replace=True))
             path = put_in_place(downloaded, config.resume, folder, path)
-            return True, path, [*skipped, *damaged], read_checkpoint(path)
+            return True, path, [*skipped, *damaged], restored
     except NoAnswer as error:
         if not path:
             raise

@@ -153,7 +153,6 @@ class Uploads:
                     if upload.names == names:  # names may have been added meanwhile
                         self._discard(upload)
                         self.current = None
-                        self.changed.notify_all()
         if upload.pointer and not self.is_refused:
             cost = f"{upload.pointer.size / 1e6:,.1f} MB in {time.monotonic() - start_s:.1f} s"
             self.report("done", f"uploaded {upload} as {', '.join(names)} to {url} ({cost if is_new else 'was there'})")

@@ -249,11 +249,17 @@ def last_step(capsys) -> str:
     return [line for line in capsys.readouterr().out.splitlines() if line.startswith("resumed from")][-1]
 
 
-def test_newer_one_of_folder_and_mirror_wins(machines, capsys, workdir):
+def continue_elsewhere(workdir: Path) -> str:
+    """Train to step 6 on the first machine, and leave it as it was at step 4 as the second; return the mirror."""
     url = f"file://{workdir}/there"
     run_here(*FLAGS, "--mirror", url, "--max_steps", "4")
     shutil.copytree(workdir / "first", workdir / "second", symlinks=True)
     run_here("--resume", "--max_steps", "6")
+    return url
+
+
+def test_newer_one_of_folder_and_mirror_wins(machines, capsys, workdir):
+    url = continue_elsewhere(workdir)
     machines("second")
     run_here("--resume", "--max_steps", "8")
     assert last_step(capsys).endswith("at step 6")
@@ -342,10 +348,7 @@ def test_choice_to_go_back_holds_if_the_mirror_did_not_hear_of_it(machines, work
 
 
 def test_full_disk_while_restoring_does_not_fall_back_to_an_older_checkpoint(machines, workdir, monkeypatch):
-    url = f"file://{workdir}/there"
-    run_here(*FLAGS, "--mirror", url, "--max_steps", "4")
-    shutil.copytree(workdir / "first", workdir / "second", symlinks=True)
-    run_here("--resume", "--max_steps", "6")
+    continue_elsewhere(workdir)
     machines("second")
     with monkeypatch.context() as patch, pytest.raises(UserError, match="bytes are needed, 5 are free"):
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5))
@@ -502,10 +505,7 @@ def test_upload_manager(machines, store, capsys, workdir):
 
 
 def test_upload_all_does_not_replace_what_is_newer(machines, workdir):
-    url = f"file://{workdir}/there"
-    run_here(*FLAGS, "--mirror", url, "--max_steps", "4")
-    shutil.copytree(workdir / "first", workdir / "second", symlinks=True)
-    run_here("--resume", "--max_steps", "6")
+    url = continue_elsewhere(workdir)
     there = {path.name: path.read_bytes() for path in (workdir / "there").glob("*.*")}
     logs = (workdir / "there/logs/metrics.jsonl").read_bytes()
     machines("second")
