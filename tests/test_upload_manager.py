@@ -1,0 +1,55 @@
+"""The commands that show, fill and check a mirror."""
+
+from pathlib import Path
+
+import pytest
+from conftest import run_here
+from test_mirror import FLAGS, continue_elsewhere, machines, quick, upload_manager  # noqa: F401 (two are fixtures)
+
+from steadygpt.cli import UserError
+from steadygpt.mirror import Mirror
+
+
+def test_table_of_a_mirror(machines, s3, capsys):  # noqa: F811
+    run_here(*FLAGS, "--mirror", f"{s3.url}/run", "--no-background-upload")
+    capsys.readouterr()
+    assert run_here("--list_checkpoints", "--mirror", f"{s3.url}/run") == 0
+    remote = capsys.readouterr().out.splitlines()
+    run_here("--list_checkpoints")
+    local = capsys.readouterr().out.splitlines()
+    same = [(there.split()[:5], here.split()[:5]) for there, here in zip(remote[:-1], local[:-1], strict=True)]
+    assert len(same) == 8 and all(there == here for there, here in same)
+    assert remote[1].endswith("complete")
+
+
+def test_upload_manager(machines, store, capsys, workdir):  # noqa: F811
+    url = f"{store.url}/run"
+    run_here(*FLAGS)
+    assert upload_manager.main(["upload-all", "--mirror", url]) == 0
+    assert "latest.pt, rolling_step_000008.pt" in capsys.readouterr().out
+    assert upload_manager.main(["upload-all", "--mirror", url]) == 0
+    assert "already there" in capsys.readouterr().out
+    assert upload_manager.main(["list", "--mirror", url]) == 0
+    machines("second")
+    assert upload_manager.main(["download", "best", "--mirror", url]) == 0
+    assert Path("checkpoints/best_model.pt").read_bytes() == Path("../first/checkpoints/best_model.pt").read_bytes()
+    with pytest.raises(UserError, match="exists; rename it"):
+        upload_manager.main(["download", "best", "--mirror", url])
+    with pytest.raises(UserError, match="no epoch_00009"):
+        upload_manager.main(["download", "epoch_00009.pt", "--mirror", url])
+    assert upload_manager.main(["verify", "--mirror", url]) == 0
+    mirror = Mirror(url)
+    latest = mirror.pointers()[0]["latest.pt"].file
+    mirror.fs.pipe_file(f"{mirror.folder}/{latest}", b"half")
+    assert upload_manager.main(["verify", "--mirror", url]) == 1
+    assert f"{latest} (latest.pt, rolling_step_000008.pt): incomplete (4 of " in capsys.readouterr().out
+
+
+def test_upload_all_does_not_replace_what_is_newer(machines, workdir):  # noqa: F811
+    url = continue_elsewhere(workdir)
+    there = {path.name: path.read_bytes() for path in (workdir / "there").glob("*.*")}
+    logs = (workdir / "there/logs/metrics.jsonl").read_bytes()
+    machines("second")
+    upload_manager.main(["upload-all", "--mirror", url])
+    assert {path.name: path.read_bytes() for path in (workdir / "there").glob("*.*")} == there
+    assert (workdir / "there/logs/metrics.jsonl").read_bytes() == logs
