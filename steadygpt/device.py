@@ -38,6 +38,7 @@ PEAK_FLOPS = {
     "NVIDIA GB10": 125e12,  # a quarter of its fp4
 }  # fmt: skip
 DEVICES, DRIVER = Path("/dev"), Path("/proc/driver/nvidia/version")  # on Linux
+CGROUP = Path("/sys/fs/cgroup")  # where a container finds its limits, on Linux
 
 
 def choose_device(name: str) -> torch.device:
@@ -238,10 +239,15 @@ def memory_bytes(device: torch.device) -> int:
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError):  # not Linux
         host = int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]) * 1024
-    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # of a container: cgroup v2, v1
+    return min(host, container_limit_bytes()) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def container_limit_bytes() -> int:
+    """Return how much memory this container may use; sys.maxsize without a limit."""
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroup v2, v1
         with suppress(OSError, ValueError):  # there is no such file, or "max"
-            host = min(host, int(Path("/sys/fs/cgroup", limit).read_text()))
-    return host // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            return int((CGROUP / limit).read_text())
+    return sys.maxsize
 
 
 def process_age_s() -> float:

@@ -190,8 +190,8 @@ def test_generation_and_hellaswag_avoid_attention_that_plans_each_length(monkeyp
 
 def test_memory_of_the_host_is_what_is_available_within_the_containers_limit(tmp_path, monkeypatch):
     (tmp_path / "meminfo").write_text("MemTotal: 32 kB\nMemFree: 1 kB\nMemAvailable:   16 kB\n")
-    files = {("/proc/meminfo",): tmp_path / "meminfo", ("/sys/fs/cgroup", "memory.max"): tmp_path / "memory.max"}
-    monkeypatch.setattr(device, "Path", lambda *parts: files.get(parts, tmp_path / "none"))
+    monkeypatch.setattr(device, "Path", {"/proc/meminfo": tmp_path / "meminfo"}.get)
+    monkeypatch.setattr(device, "CGROUP", tmp_path)
     cpu = torch.device("cpu")
     for limit, expected in (("max\n", 16384), ("9000\n", 9000), ("99999\n", 16384)):
         (tmp_path / "memory.max").write_text(limit)
