@@ -3,9 +3,11 @@
 import dataclasses
 import errno
 import json
+import math
 import os
 import re
 import sys
+import threading
 import time
 import types
 
@@ -226,6 +228,62 @@ def test_status_json_is_updated_regularly(log, tmp_path, monkeypatch):
     assert time.strptime(status["updated_at"], "%Y-%m-%dT%H:%M:%S%z")
     log.status("finished", step=10)
     assert read_status(tmp_path)["status"] == "finished"
+
+
+def test_status_json_says_what_a_monitor_needs(log, tmp_path):
+    log.status("running")
+    started = read_status(tmp_path)
+    assert (started["doing"], started["step"], started["pid"]) == ("starting", 0, os.getpid())
+    assert (started["ranks"], started["tokens_per_step"], started["run_name"]) == (4, 1000, "tiny")
+    assert started["logdir"] == str(tmp_path / "logs")
+    log.heartbeat_at_s = -math.inf
+    log.step(result(3), step_s=0.5, elapsed_s=1800.0, epoch=0.25)
+    status = read_status(tmp_path)
+    assert (status["doing"], status["step"], status["step_ms"], status["eta_s"]) == ("training", 4, 500, 3)
+    assert status["cost"] == pytest.approx(6.0)
+    assert status["cost_to_go"] == pytest.approx(3 / 3600 * 4 * 3)
+    assert "mfu" not in status  # unknown on a CPU
+    log.status("finished", summary=["time  1 s"], step=10)
+    assert (read_status(tmp_path)["step"], read_status(tmp_path)["summary"]) == (10, ["time  1 s"])
+
+
+def test_heartbeat_renews_status_json_at_most_every_ten_seconds(log, tmp_path, monkeypatch):
+    now_s = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    log.status("running")
+    written = []
+    for seconds in (5, 4, 1, 9, 1):
+        now_s[0] += seconds
+        log.note(seconds=now_s[0])
+        log.beat()
+        written.append(read_status(tmp_path).get("seconds"))
+    assert written == [None, None, 110.0, 110.0, 120.0]
+
+
+@pytest.mark.parametrize(("error", "status"), [(RuntimeError, "failed"), (KeyboardInterrupt, "stopped")])
+def test_run_that_ends_before_its_first_step_does_not_stay_running(tmp_path, error, status):
+    with pytest.raises(error), RunLog(config(tmp_path, checkpoint_dir=str(tmp_path)), None) as log:
+        log.status("running")
+        raise error
+    assert read_status(tmp_path)["status"] == status
+
+
+def test_records_of_other_threads_are_whole_lines_of_the_current_step(log, tmp_path):
+    log.note(step=7)
+
+    def record(metrics: dict) -> None:
+        for _ in range(200):
+            log.record_system(metrics)
+
+    threads = [threading.Thread(target=record, args=({"cpu_percent": float(n)},)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    write(log, range(200))
+    for thread in threads:
+        thread.join()
+    found = records(tmp_path)
+    assert len(found) == 5 * 200
+    assert {record["step"] for record in found if "cpu_percent" in record} == {7}
 
 
 def test_full_disk_while_writing_status_json_is_a_warning(log, monkeypatch, capsys):
