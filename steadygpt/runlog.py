@@ -327,6 +327,7 @@ class RunLog:
                 self.tensorboard = _open_tensorboard(self.config)
 
     def __enter__(self) -> "RunLog":
+        self._write_status(durable=True)  # starting: the model is not built yet
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
