@@ -17,6 +17,7 @@ HOT_CELSIUS = 85
 LABEL_WIDTH = 8  # of the values beside a chart
 GPU_WIDTH, MAX_GPU_ROWS = 58, 4  # GPUs stand in as many columns as there is room for, more if there are many GPUs
 MIN_CHART_ROWS = 5
+ROOMY_ROWS = 30  # of a terminal that has room for more empty lines
 
 
 def view(
@@ -31,30 +32,31 @@ def view(
     status, latest = snapshot["status"], snapshot["latest"]
     # What was measured at last says nothing about a run that has ended.
     machine = [*gpu_lines(latest, width), *host_lines(snapshot, latest)] if state.is_alive else host_lines(snapshot, {})
-    sections = [
-        heading(status, state, width),
-        [progress(status, state, width)],
-        grid(facts(snapshot, curves, state), width),
-        [],  # the chart
-        machine,
-        [Text(line) for line in status.get("summary", ())],
-        [Text.assemble(("warning ", "yellow"), line) for line in snapshot["warnings"]],
-        [Text(f"{snapshot['folder']}  {hint}".rstrip(), style="dim")],
-    ]
+    warnings = [Text.assemble(("warning ", "yellow"), line) for line in snapshot["warnings"]]
+    chart: list[Text] = []
+    blank = [Text()] if height >= ROOMY_ROWS else []
 
-    # Where the terminal is too small, the oldest warnings go first, then the chart.
-    def used() -> int:
-        return sum(len(section) + 1 for section in sections if section) - 1
+    def lines() -> list[Text]:
+        sections = [
+            [*heading(status, state, width), *blank, progress(status, state, width)],
+            grid(facts(snapshot, curves, state), width),
+            chart,
+            machine,
+            [Text(line) for line in status.get("summary", ())],
+            [*warnings, *(blank if warnings else []), Text(f"{snapshot['folder']}   {hint}".rstrip(), style="dim")],
+        ]
+        return [line for section in sections if section for line in (*section, Text())][:-1]
 
-    while sections[6] and used() + 1 + MIN_CHART_ROWS + 1 > height:
-        del sections[6][0]
-    rows = height - used() - 1
+    # Where there is little room, the newest warning comes before the chart, and the chart before older warnings.
+    while len(warnings) > 1 and len(lines()) + 1 + MIN_CHART_ROWS > height:
+        del warnings[0]
+    rows = height - len(lines()) - 1
     if rows >= MIN_CHART_ROWS and any(curves.values()):
-        sections[3] = chart_lines(curves, width, rows)
-    lines = [line for section in sections if section for line in [*section, Text()]][:-1]
-    for line in lines:
+        chart = chart_lines(curves, width, rows)
+    fitting = lines()[:height]
+    for line in fitting:
         line.truncate(width, overflow="ellipsis")
-    return lines[:height]
+    return fitting
 
 
 def heading(status: Mapping[str, Any], state: State, width: int) -> list[Text]:
@@ -174,7 +176,7 @@ def chart_lines(curves: Mapping[str, Curve], width: int, rows: int) -> list[Text
     lines, last = [title], len(chart.cells) - 1
     for number, cells in enumerate(chart.cells):
         value = chart.high + (chart.low - chart.high) * number / max(1, last)
-        is_labelled = number == last or (number % 4 == 0 and last - number >= 3)
+        is_labelled = number in (0, last) or (number % 4 == 0 and last - number >= 3)
         label = f"{value:{LABEL_WIDTH}.{decimals}f} ┤" if is_labelled else " " * LABEL_WIDTH + " │"
         line = Text.assemble((label, "dim"))
         for character, curve in cells:
