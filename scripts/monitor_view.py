@@ -1,7 +1,7 @@
 """The monitor's view of a snapshot: lines that fit into a terminal."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.text import Text
@@ -94,47 +94,45 @@ def bar(share: float, width: int, style: str = "cyan") -> Text:
 
 def facts(snapshot: Mapping[str, Any], curves: Mapping[str, Curve], state: State) -> list[list[tuple[str, Text]]]:
     """Return columns of (name, value): learning, speed, time and money, safety. What is unknown is not there."""
-    status, latest = snapshot["status"], snapshot["latest"]
-    known = {**latest, **status}
-    step, tokens = status.get("step"), status.get("tokens_per_step")
-    best = min((value for _, value in curves["val_loss"]), default=None)
+    status, measured = snapshot["status"], {**snapshot["status"], **snapshot["latest"]}
+    step, tokens_per_step = status.get("step"), status.get("tokens_per_step")
 
-    def fact(name: str, value: Any, form: str | Any) -> list[tuple[str, Text]]:
-        if value is None:
-            # A value that was not finite is null in metrics.jsonl.
-            return [(name, Text("NaN", style="red"))] if name in latest else []
-        return [(name, Text(form(value) if callable(form) else format(value, form)))]
+    def fact(name: str, value: float | None, form: Callable[[Any], str]) -> list[tuple[str, Text]]:
+        return [] if value is None else [(name, Text(form(value)))]
 
-    def ago(seconds: float) -> str:
-        return f"{duration_text(seconds)} ago"
+    def metric(name: str, key: str, form: Callable[[Any], str]) -> list[tuple[str, Text]]:
+        if key in measured and measured[key] is None:  # JSON has no NaN
+            return [(name, Text("NaN", style="red"))]
+        return fact(name, measured.get(key), form)
+
+    def age(name: str, seconds: float | None) -> tuple[str, Text]:
+        return name, Text("not yet" if seconds is None else f"{duration_text(seconds)} ago")
 
     return [
         [
-            *fact("loss", latest.get("loss"), ".4f"),
-            *fact("val loss", curves["val_loss"][-1][1] if curves["val_loss"] else None, ".4f"),
-            *fact("best", best, ".4f"),
-            *fact("HellaSwag", latest.get("hellaswag_acc_norm", latest.get("hellaswag_acc")), ".1%"),
-            *fact("grad norm", latest.get("grad_norm"), ".2f"),
+            *metric("loss", "loss", "{:.4f}".format),
+            *metric("val loss", "val_loss", "{:.4f}".format),
+            *fact("best", min((value for _, value in curves["val_loss"]), default=None), "{:.4f}".format),
+            *metric("HellaSwag", "hellaswag_acc_norm", "{:.1%}".format),
+            *metric("grad norm", "grad_norm", "{:.2f}".format),
         ],
         [
-            *fact("tokens/s", known.get("tokens_per_second"), ",.0f"),
-            *fact("step", known.get("step_ms"), lambda ms: f"{ms:,.0f} ms"),
-            *fact("MFU", known.get("mfu"), ".1%"),
-            *fact("tokens", step * tokens if step is not None and tokens else None, count_text),
-            *fact("lr", latest.get("lr"), ".2e"),
+            *metric("tokens/s", "tokens_per_second", "{:,.0f}".format),
+            *metric("step", "step_ms", "{:,.0f} ms".format),
+            *metric("MFU", "mfu", "{:.1%}".format),
+            *fact("tokens", step * tokens_per_step if step is not None and tokens_per_step else None, count_text),
+            *metric("lr", "lr", "{:.2e}".format),
         ],
         [
             *fact("elapsed", status.get("elapsed_s"), duration_text),
-            *fact("cost", known.get("cost"), ",.2f"),
-            *fact("to go", status.get("cost_to_go") if state.is_alive else None, ",.2f"),
+            *metric("cost", "cost", "{:,.2f}".format),
+            *fact("to go", status.get("cost_to_go") if state.is_alive else None, "{:,.2f}".format),
         ],
         [
-            *fact("saved", snapshot["saved_age_s"], ago),
-            *([("saved", Text("not yet"))] if snapshot["saved_age_s"] is None else []),
-            *fact("mirror", snapshot["mirrored_age_s"], ago),
-            *([("mirror", Text("not yet"))] if status.get("mirror") and snapshot["mirrored_age_s"] is None else []),
-            *fact("memory", latest.get("memory_gb"), lambda gb: f"{gb:,.1f} GB"),
-            *fact("epoch", latest.get("epoch"), ".2f"),
+            age("saved", snapshot["saved_age_s"]),
+            *([age("mirror", snapshot["mirrored_age_s"])] if status.get("mirror") else []),
+            *metric("memory", "memory_gb", "{:,.1f} GB".format),
+            *metric("epoch", "epoch", "{:.2f}".format),
         ],
     ]
 

@@ -59,8 +59,7 @@ def spans(points: Sequence[tuple[float, float]]) -> dict[int, tuple[float, float
 
     for (x, y), (next_x, next_y) in zip(points, points[1:] or points, strict=False):
         for column in range(round(x), round(next_x) + 1):
-            share = min(1.0, max(0.0, (column - x) / (next_x - x))) if next_x > x else 1.0
-            widen(column, y + share * (next_y - y))
-        widen(round(x), y)
-        widen(round(next_x), next_y)
+            for edge in (column - 0.5, column + 0.5):
+                share = min(1.0, max(0.0, (edge - x) / (next_x - x))) if next_x > x else 1.0
+                widen(column, y + share * (next_y - y))
     return found

@@ -42,7 +42,8 @@ def watch(run_folder: str, interval_s: float) -> Iterator[dict]:
     logs = None
     while True:
         now_s, before = time.time(), status
-        status = _parsed(_text(folder / "status.json")) or before
+        known = _parsed(_text(folder / "status.json")).items()
+        status = {key: value for key, value in known if value is not None} or before
         if not before:
             heartbeat_s = _seconds(status.get("updated_at")) or _modified_s(folder / "status.json") or 0.0
         elif status != before:
