@@ -40,7 +40,7 @@ from steadygpt.forecast import forecast, measure_step_s
 from steadygpt.mirror import Mirror
 from steadygpt.optim import make_optimizer, skips_on_device, update_unless
 from steadygpt.plan import describe, out_of_memory_explained
-from steadygpt.runlog import Printed, duration_text
+from steadygpt.runlog import Printed
 from steadygpt.saves import Saves
 from steadygpt.schedule import Schedule, make_schedule
 from steadygpt.stability import SPIKE_WINDOW, Diverged, Judge, Pending
@@ -49,6 +49,7 @@ from steadygpt.state import HostCopy, fill, restore_optimizer
 from steadygpt.summary import summarize
 from steadygpt.table import checkpoint_table, mirror_table
 from steadygpt.tokenizer import tokenizer_on_all
+from steadygpt.units import duration_text
 
 SAMPLE_TOKENS = 100
 

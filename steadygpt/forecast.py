@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from steadygpt.device import PEAK_FLOPS, peak_flops
 from steadygpt.distributed import Ranks
-from steadygpt.runlog import duration_text
+from steadygpt.units import duration_text
 
 if TYPE_CHECKING:
     from config import TrainConfig

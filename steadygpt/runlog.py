@@ -31,6 +31,7 @@ from steadygpt.distributed import Ranks
 from steadygpt.durable import fsync_folder, replace_file
 from steadygpt.stability import StepResult, Totals
 from steadygpt.system import SystemMetrics, gpu_uuids, missing
+from steadygpt.units import duration_text, timestamp
 
 if TYPE_CHECKING:
     from config import TrainConfig
@@ -451,20 +452,3 @@ def move_aside(logdir: Path) -> None:
             written = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
             path.rename(path.with_name(f"{path.stem}-until-{written}{path.suffix}"))
     fsync_folder(logdir)
-
-
-def timestamp() -> str:
-    """Return the present time as 2026-11-22T09:40:21+0000."""
-    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
-
-
-def duration_text(seconds: float) -> str:
-    """Return a duration as 42 s, 3 min 05 s, 2 h 07 min or 12 d 03 h."""
-    s = round(seconds)
-    if s < 60:
-        return f"{s} s"
-    if s < 3600:
-        return f"{s // 60} min {s % 60:02d} s"
-    if s < 86400:
-        return f"{s // 3600} h {s % 3600 // 60:02d} min"
-    return f"{s // 86400} d {s % 86400 // 3600:02d} h"

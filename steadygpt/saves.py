@@ -29,7 +29,7 @@ from steadygpt.checkpoint import (
 from steadygpt.cli import UserError
 from steadygpt.distributed import Ranks, StopSignal
 from steadygpt.durable import fsync_folder, link_file, replace_file, write_temporary
-from steadygpt.runlog import duration_text
+from steadygpt.units import duration_text
 from steadygpt.uploads import Uploads
 
 if TYPE_CHECKING:

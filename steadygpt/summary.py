@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING
 
 from steadygpt.device import peak_memory_bytes, process_age_s
-from steadygpt.runlog import duration_text
 from steadygpt.saves import pause_text
+from steadygpt.units import duration_text
 
 if TYPE_CHECKING:
     from train import Run

@@ -11,7 +11,7 @@ from typing import Any
 from steadygpt.checkpoint import checkpoint_files, read_checkpoint, read_evaluations, summary
 from steadygpt.cli import UserError
 from steadygpt.mirror import Mirror
-from steadygpt.runlog import duration_text
+from steadygpt.units import duration_text
 
 _ROW = "{:<26} {:>8} {:>7} {:>8} {:>8} {:>12} {:>12}  {}".format
 TABLE_HEAD = _ROW("file", "step", "epoch", "loss", "val loss", "size", "age", "state")

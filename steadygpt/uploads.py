@@ -11,7 +11,7 @@ from typing import Any
 from steadygpt.cli import UserError
 from steadygpt.durable import link_file
 from steadygpt.mirror import Mirror, Pointer
-from steadygpt.runlog import timestamp
+from steadygpt.units import timestamp
 
 WAITING = 2  # uploads behind the current one; each keeps a checkpoint on the disk
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # between attempts

@@ -17,8 +17,9 @@ import torch
 from config import TrainConfig
 from steadygpt.cli import UserError
 from steadygpt.distributed import Ranks
-from steadygpt.runlog import RunLog, duration_text, read_status
+from steadygpt.runlog import RunLog, read_status
 from steadygpt.stability import StepResult
+from steadygpt.units import duration_text
 
 
 def config(tmp_path, **options) -> TrainConfig:

@@ -1,0 +1,1 @@
+scripts/monitor_training.sh

@@ -1,0 +1,20 @@
+"""Times and durations in words; imports no PyTorch, so that the monitor starts at once."""
+
+import time
+
+
+def duration_text(seconds: float) -> str:
+    """Return a duration as 42 s, 3 min 05 s, 2 h 07 min or 12 d 03 h."""
+    s = round(seconds)
+    if s < 60:
+        return f"{s} s"
+    if s < 3600:
+        return f"{s // 60} min {s % 60:02d} s"
+    if s < 86400:
+        return f"{s // 3600} h {s % 3600 // 60:02d} min"
+    return f"{s // 86400} d {s % 86400 // 3600:02d} h"
+
+
+def timestamp() -> str:
+    """Return the present time as 2026-11-22T09:40:21+0000."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
