@@ -102,7 +102,7 @@ def check_gpus(torch: dict) -> Iterator[Line]:
     """Check GPUs, their driver, and whether PyTorch can compute on them."""
     if host.gpus_are_hidden():
         yield "note", "GPU", "hidden by CUDA_VISIBLE_DEVICES; training runs on the CPU"
-    elif host.has_gpu(host.DEVICES) or torch.get("gpus"):  # WSL has no device files
+    elif has_gpu(torch):
         yield from driver_lines()
         if not torch.get("gpus") and "error" not in torch:
             yield "FIX", "CUDA", host.why_no_cuda(torch["version"], torch["cuda"], host.DRIVER)
@@ -119,6 +119,10 @@ def check_gpus(torch: dict) -> Iterator[Line]:
         yield "ok", "GPU", "Apple's; train with --device mps"
     else:
         yield "note", "GPU", "none; training runs on the CPU"
+
+
+def has_gpu(torch: dict) -> bool:
+    return host.has_gpu(host.DEVICES) or bool(torch.get("gpus"))  # WSL has no device files
 
 
 def driver_lines() -> Iterator[Line]:
@@ -165,20 +169,23 @@ def check_nccl(torch: dict, shared_memory: Path = Path("/dev/shm")) -> Iterator[
 
 
 def check_compiler(torch: dict) -> Iterator[Line]:
-    on_gpu = host.has_gpu(host.DEVICES) or bool(torch.get("gpus"))
     try:
-        host.check_compiler("cuda" if on_gpu else "cpu")
+        host.check_compiler("cuda" if has_gpu(torch) else "cpu")
         yield "ok", "compiler", "there for torch.compile, with Python's headers"
     except UserError as error:
         # On a CPU, torch.compile is only used with --compile on.
-        yield "FIX" if on_gpu else "note", "compiler", str(error)
+        yield "FIX" if has_gpu(torch) else "note", "compiler", str(error)
 
 
-def check_memory() -> Iterator[Line]:
+def check_memory(torch: dict) -> Iterator[Line]:
     free = host.available_memory_bytes()
     what = f"{bytes_text(free)} available; a run of GPT-2 124M on a GPU copies {bytes_text(HOST_COPY)} for each save"
     if free < HOST_COPY:
-        yield "FIX", "RAM", f"{what}. End other programs, raise the container's limit, or train a smaller model"
+        yield (
+            "FIX" if has_gpu(torch) else "note",
+            "RAM",
+            f"{what}. End other programs, raise the container's limit, or train a smaller model",
+        )
     else:
         yield "ok", "RAM", what
 
@@ -280,7 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch, fixes = ask_torch(), 0
     lines = chain(
         [("ok", "Python", f"{platform.python_version()}, {sys.executable}")],  # setup.sh refuses one before 3.11
-        check_packages(stamps, torch), check_gpus(torch), check_nccl(torch), check_compiler(torch), check_memory(),
+        check_packages(stamps, torch), check_gpus(torch), check_nccl(torch), check_compiler(torch), check_memory(torch),
         check_files(), check_disks(FOLDERS),
     )  # fmt: skip
     for state, subject, text in lines:

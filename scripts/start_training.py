@@ -1,13 +1,11 @@
 #!/usr/bin/env python
-"""Ask what to train on what, print the command and its plan, run it, and watch it.
+"""Ask what to train on what, print the command and its plan, run it in the background, and show the monitor.
 
-./start_training.sh [--yes] [--no-monitor] [flags of train.py]
-
-Enter accepts the answer in brackets, --yes accepts all of them, and flags of train.py answer their own question.
-Training runs in the background, and the monitor in the foreground: leaving the monitor leaves training alone. With
---no-monitor training itself runs in the foreground. NPROC=2 sets the number of processes.
+Enter accepts the answer in brackets, and flags of train.py answer their own question. Leaving the monitor leaves
+training alone. NPROC=2 sets the number of processes.
 """
 
+import argparse
 import io
 import os
 import re
@@ -63,23 +61,22 @@ def choose(title: str, choices: Mapping[str, str], default: str) -> str:
 
 def unfinished_runs(folders: Collection[Path]) -> dict[str, str]:
     """Return the folders of runs that can be resumed, the last one that saved first, and how far each is."""
-    saved_s = {
-        folder: max((file.stat().st_mtime for file in checkpoint_files(folder)), default=0) for folder in folders
-    }
-    found = {}
-    for folder in sorted(filter(saved_s.get, folders), key=saved_s.__getitem__, reverse=True):
-        status = read_status(folder)
-        if status.get("status") == "finished":
+    found = []
+    for folder in folders:
+        status, files = read_status(folder), checkpoint_files(folder)
+        if not files or status.get("status") == "finished":
             continue
         try:
-            lock_folder(folder, "").close()
-        except UserError:
-            continue  # it is training now
-        ended = {"running": "killed"}.get(how := status.get("status", "no status.json"), how)
+            lock_folder(folder, f"watch it with ./monitor_training.sh {folder}").close()
+        except UserError as error:
+            print(error)
+            continue
         step = f"step {status['step']:,} of {status.get('max_steps', 0):,}, " if "step" in status else ""
-        saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(saved_s[folder]))
-        found[str(folder)] = f"{step}{ended}, last save {saved}"
-    return found
+        ended = status.get("status", "no status.json").replace("running", "killed")
+        saved_s = max(file.stat().st_mtime for file in files)
+        saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(saved_s))
+        found.append((saved_s, str(folder), f"{step}{ended}, last save {saved}"))
+    return {folder: about for _, folder, about in sorted(found, reverse=True)}
 
 
 def presets() -> dict[str, str]:
@@ -125,7 +122,7 @@ def flags_of_run(flags: list[str]) -> list[str]:
     if runs:
         run = choose("Resume an unfinished run, or start a new one?", runs | {"new": "a new run"}, next(iter(runs)))
         if run != "new":
-            return ["--resume", "latest", "--checkpoint_dir", run, *flags]
+            return ["--resume", "latest", *([] if "checkpoint_dir" in by_flag else ["--checkpoint_dir", run]), *flags]
     return flags_of_new_run(flags, by_flag)
 
 
@@ -226,12 +223,16 @@ def end(text: str, status: int) -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = sys.argv[1:] if argv is None else argv
-    own = {*arguments} & {"--yes", "--no-monitor", "--no_monitor", "--help", "-h"}
-    flags = [argument for argument in arguments if argument not in own]
-    if own & {"--help", "-h"}:
-        end(str(__doc__).strip(), 0)
-    if "--yes" in own:
+    parser = argparse.ArgumentParser(
+        "./start_training.sh",
+        usage="%(prog)s [--yes] [--no-monitor] [flags of train.py]",
+        description=__doc__,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--yes", action="store_true", help="accept every default")
+    parser.add_argument("--no-monitor", "--no_monitor", action="store_true", help="train in the foreground")
+    own, flags = parser.parse_known_args(argv)
+    if own.yes:
         sys.stdin = io.StringIO("\n" * 100)
     elif not sys.stdin.isatty():
         raise UserError("no terminal to ask questions on; add --yes to accept every default")
@@ -251,7 +252,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             end("nothing was started", 0)
     except (EOFError, KeyboardInterrupt):
         end("\nnothing was started", 130)
-    if own & {"--no-monitor", "--no_monitor"}:
+    if own.no_monitor:
         sys.stdout.flush()
         os.execvp(command[0], command)
     folder = Path(config.checkpoint_dir)

@@ -178,12 +178,13 @@ def test_no_compiler_is_a_fault_on_a_gpu_only(machine, monkeypatch):
     assert states(check.check_compiler(GPU)) == [("FIX", "compiler")]
 
 
-def test_too_little_memory(monkeypatch):
+def test_too_little_memory(machine, monkeypatch):
     monkeypatch.setattr(host, "available_memory_bytes", lambda: 2_000_000_000)
-    [(state, _, text)] = check.check_memory()
+    [(state, _, text)] = check.check_memory(GPU)
     assert state == "FIX" and text.startswith("2 GB available")
+    assert states(check.check_memory(CPU)) == [("note", "RAM")]
     monkeypatch.setattr(host, "available_memory_bytes", lambda: 4_000_000_000)
-    assert states(check.check_memory()) == [("ok", "RAM")]
+    assert states(check.check_memory(GPU)) == [("ok", "RAM")]
 
 
 def test_few_open_files_are_a_note(monkeypatch):

@@ -113,7 +113,11 @@ def test_unfinished_runs_are_offered_the_newest_first(typed, capsys):
     shown = capsys.readouterr().out
     assert re.search(r" 1  checkpoints        step 3,000 of 10,000, stopped, last save 20", shown)
     assert re.search(r" 2  checkpoints/older  step 3,000 of 10,000, killed, last save 1970", shown)
-    assert re.search(r" 3  new  ", shown)
+    assert re.search(r" 3  new  ", shown) and "checkpoints/done" not in shown
+    assert re.search(r"^checkpoints/now is in use by process \d+; watch it with", shown, re.MULTILINE)
+    typed("")
+    given = ["--checkpoint_dir", "checkpoints/older"]
+    assert start_training.flags_of_run(given) == ["--resume", "latest", *given]
 
 
 def test_a_stopped_run_is_resumed(typed, capsys):
