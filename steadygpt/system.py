@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from steadygpt.device import CGROUP, container_limit_bytes
 from steadygpt.disk import existing
+from steadygpt.host import CGROUP, container_limit_bytes
 from steadygpt.retry import brief
 
 FIRST_S = 2.0  # after which the first record follows at the latest

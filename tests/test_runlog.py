@@ -263,7 +263,7 @@ def test_heartbeat_renews_status_json_at_most_every_ten_seconds(log, tmp_path, m
 
 @pytest.mark.parametrize(("error", "status"), [(RuntimeError, "failed"), (KeyboardInterrupt, "stopped")])
 def test_run_that_ends_before_its_first_step_does_not_stay_running(tmp_path, error, status):
-    with pytest.raises(error), RunLog(config(tmp_path, checkpoint_dir=str(tmp_path)), None) as log:
+    with pytest.raises(error), RunLog(config(tmp_path, checkpoint_dir=str(tmp_path)), None):
         assert read_status(tmp_path)["doing"] == "starting"
         raise error
     assert read_status(tmp_path)["status"] == status

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from steadygpt import device, system
+from steadygpt import host, system
 from steadygpt.system import SystemMetrics, gpu_uuids, missing
 
 H100 = {"percent": 97, "memory": (40e9, 80e9), "celsius": 61, "watts": 512_345}
@@ -109,7 +109,7 @@ def test_the_host_is_measured_in_a_thread_of_its_own(run):
     assert found.keys() == HOST
     assert 0 <= found["cpu_percent"] <= 100
     assert found["ram_total_gb"] == pytest.approx(
-        min(psutil.virtual_memory().total, device.container_limit_bytes()) / 1e9
+        min(psutil.virtual_memory().total, host.container_limit_bytes()) / 1e9
     )
     assert 0 < found["ram_gb"] < found["ram_total_gb"]
     assert found["disk_free_gb"] == pytest.approx(psutil.disk_usage(".").free / 1e9, rel=0.05)
@@ -223,7 +223,7 @@ def test_in_a_container_the_ram_is_the_containers(run, monkeypatch, tmp_path, li
     (tmp_path / "memory").mkdir()
     (tmp_path / limit).write_text("400000000\n")
     (tmp_path / stat).write_text(content)
-    monkeypatch.setattr(device, "CGROUP", tmp_path)
+    monkeypatch.setattr(host, "CGROUP", tmp_path)
     monkeypatch.setattr(system, "CGROUP", tmp_path)
     found = run().wait(1)
     assert (found["ram_gb"], found["ram_total_gb"]) == (0.35, 0.4)
