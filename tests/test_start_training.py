@@ -132,6 +132,15 @@ def test_a_stopped_run_is_resumed(typed, capsys):
     assert load("checkpoints/tiny/latest.pt")["step"] == 10
 
 
+def test_output_of_a_resumed_run_goes_to_its_own_logs(typed, monkeypatch):
+    status = unfinished("checkpoints") / "status.json"
+    status.write_text('{"status": "stopped", "logdir": "/elsewhere/logs"}')
+    monkeypatch.setattr(subprocess, "run", lambda words, **_: subprocess.CompletedProcess(words, 0))
+    monkeypatch.setattr(start_training, "train_and_watch", lambda words, folder, console: str(console))
+    typed("", "")
+    assert start_training.main([]) == "/elsewhere/logs/console.txt"
+
+
 def test_a_new_run_needs_folders_without_another_run(typed, capsys):
     unfinished("checkpoints/test")
     Path("logs/test-2").mkdir(parents=True)
