@@ -205,7 +205,7 @@ def check_disks(folders: dict[str, int]) -> Iterator[Line]:
         kind, options = file_system(existing(Path(names[0])))
         place = f"{', '.join(names)}{f' ({kind})' * bool(kind)}"
         if refused := [name for name in names if not os.access(existing(Path(name)), os.W_OK | os.X_OK)]:
-            yield "FIX", "disk", f"{place}: {', '.join(refused)} is not writable; change its owner, mode or mount"
+            yield "FIX", "disk", f"{place}: no write access to {', '.join(refused)}; change its owner, mode or mount"
             continue
         yield from check_space(place, existing(Path(names[0])), sum(folders[name] for name in names))
         yield from check_locks(place, existing(Path(names[0])), kind, options)

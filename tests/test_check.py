@@ -277,7 +277,7 @@ def test_a_folder_of_another_user(machine, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "data")
     Path("data").mkdir()
     [(state, _, text)] = check.check_disks({"data": 0, "logs": 0})
-    assert state == "FIX" and text == "data, logs: data is not writable; change its owner, mode or mount"
+    assert state == "FIX" and text == "data, logs: no write access to data; change its owner, mode or mount"
 
 
 def test_sizes_are_those_of_the_default_run():
