@@ -135,12 +135,12 @@ def driver_lines() -> Iterator[Line]:
     except subprocess.TimeoutExpired:
         yield "FIX", "GPU", "nvidia-smi does not respond within 60 s; see dmesg, then restart the machine"
     else:
-        said = (done.stdout + done.stderr).strip().splitlines() or [f"status {done.returncode}"]
-        if done.returncode:
-            # After an update of the driver, the old one stays loaded.
-            yield "FIX", "GPU", f"nvidia-smi fails ({said[0]}); restart the machine, or install the driver again"
-        for number, gpu in enumerate(done.stdout.splitlines() if not done.returncode else []):
-            name, memory, driver = gpu.split(", ")
+        if done.returncode:  # for example after an update of the driver, whose old version stays loaded
+            said = (done.stdout + done.stderr).strip().partition("\n")[0]
+            yield "FIX", "GPU", f"nvidia-smi fails ({said}); restart the machine, or install the driver again"
+            return
+        for number, gpu in enumerate(done.stdout.splitlines()):
+            name, memory, driver = gpu.rsplit(", ", 2)
             yield "ok", f"GPU {number}", f"{name}, {memory}, driver {driver}"
 
 
@@ -179,15 +179,12 @@ def check_compiler(torch: dict) -> Iterator[Line]:
 
 def check_memory(torch: dict) -> Iterator[Line]:
     free = host.available_memory_bytes()
-    what = f"{bytes_text(free)} available; a run of GPT-2 124M on a GPU copies {bytes_text(HOST_COPY)} for each save"
+    text = f"{bytes_text(free)} available; a run of GPT-2 124M on a GPU copies {bytes_text(HOST_COPY)} for each save"
     if free < HOST_COPY:
-        yield (
-            "FIX" if has_gpu(torch) else "note",
-            "RAM",
-            f"{what}. End other programs, raise the container's limit, or train a smaller model",
-        )
+        advice = "end other programs, raise the container's limit, or train a smaller model"
+        yield "FIX" if has_gpu(torch) else "note", "RAM", f"{text}; {advice}"
     else:
-        yield "ok", "RAM", what
+        yield "ok", "RAM", text
 
 
 def check_files() -> Iterator[Line]:
@@ -199,13 +196,16 @@ def check_files() -> Iterator[Line]:
 def check_disks(folders: dict[str, int]) -> Iterator[Line]:
     """Check each disk that holds some of these folders, which need so many bytes."""
     disks: dict[int, list[str]] = {}
-    for folder in folders:
-        disks.setdefault(existing(Path(folder)).stat().st_dev, []).append(folder)
+    for folder in map(Path, folders):
+        if folder.is_symlink() and not folder.exists():
+            yield "FIX", "disk", f"{folder}: a link to {folder.readlink()}, which is missing; mount or create it"
+        else:
+            disks.setdefault(existing(folder).stat().st_dev, []).append(str(folder))
     for names in disks.values():
         kind, options = file_system(existing(Path(names[0])))
         place = f"{', '.join(names)}{f' ({kind})' * bool(kind)}"
         if refused := [name for name in names if not os.access(existing(Path(name)), os.W_OK | os.X_OK)]:
-            yield "FIX", "disk", f"{place}: no permission to write to {', '.join(refused)}; change its owner or mode"
+            yield "FIX", "disk", f"{place}: no write access to {', '.join(refused)}; change its owner, mode or mount"
             continue
         yield from check_space(place, existing(Path(names[0])), sum(folders[name] for name in names))
         yield from check_locks(place, existing(Path(names[0])), kind, options)
@@ -293,10 +293,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for state, subject, text in lines:
         print(f"{state:<4}  {subject:<10}  {text}", flush=True)
         fixes += state == "FIX"
-    print(
-        f"{fixes} to fix; then run ./setup.sh --check again" if fixes else "nothing to fix; next: ./start_training.sh"
-    )
-    return 1 if fixes else 0
+    if fixes:
+        print(f"{fixes} to fix; then run ./setup.sh --check again")
+        return 1
+    print("nothing to fix; next: ./start_training.sh")
+    return 0
 
 
 if __name__ == "__main__":

@@ -48,6 +48,11 @@ def confirm(question: str) -> bool:
     return ask(question, "Y", ("Y", "y", "yes", "N", "n", "no"), "y or n").startswith(("Y", "y"))
 
 
+def shown(path: str | Path) -> str:
+    """Return a path as short as the working directory allows."""
+    return os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else str(path)
+
+
 def choose(title: str, choices: Mapping[str, str], default: str) -> str:
     """Ask for one of `choices`, name -> description, by number or name."""
     numbers = {str(number): name for number, name in enumerate(choices, 1)}
@@ -153,18 +158,14 @@ def choose_data(default: str) -> str:
     """Return the folder of data to train on; prepare the smallest data if there is none."""
     if found := prepared_data(Path("data")):
         return choose("On which data?", found, default if default in found else next(iter(found)))
-    print("\nThere is no prepared data in data/. To prepare FineWeb-Edu 10B (24 GB of disk): python prepare_dataset.py")
+    prepare = [shown(sys.executable), shown(REPO / "prepare_dataset.py")]
+    print(f"\nThere is no prepared data in data/. To prepare FineWeb-Edu 10B (24 GB of disk): {shlex.join(prepare)}")
     if not confirm("Prepare the Python standard library now (seconds, no download)?"):
         end("nothing was started", 0)
     stdlib = ["--source", "stdlib", "--tokenizer", "bytes", "--out", "data/stdlib"]
-    if status := subprocess.run([sys.executable, REPO / "prepare_dataset.py", *stdlib]).returncode:
+    if status := subprocess.run([*prepare, *stdlib]).returncode:
         sys.exit(status)
     return "data/stdlib"
-
-
-def shown(path: str | Path) -> str:
-    """Return a path as short as the working directory allows."""
-    return os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else str(path)
 
 
 def command_of(config: TrainConfig, flags: list[str]) -> list[str]:
@@ -241,12 +242,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         config, given = parse_args(flags)
         command = command_of(config, flags)
         print(f"\n{shlex.join(command)}\n", flush=True)
-        asks_for_plan = "dry_run" in given
-        plan = subprocess.run([*command, *["--dry_run"][asks_for_plan:]], stderr=subprocess.PIPE, text=True)
+        dry_run = [] if "dry_run" in given else ["--dry_run"]
+        plan = subprocess.run([*command, *dry_run], stderr=subprocess.PIPE, text=True)
         if plan.returncode:  # of torchrun's many lines, ours
             errors = [line for line in plan.stderr.splitlines() if line.startswith("error: ")]
             print("\n".join(errors) or plan.stderr, file=sys.stderr)
-        if plan.returncode or asks_for_plan:
+        if plan.returncode or not dry_run:
             return plan.returncode
         if not confirm("\nStart?"):
             end("nothing was started", 0)

@@ -266,11 +266,18 @@ def test_each_disk_is_checked_once_and_named_with_its_file_system(machine, monke
     assert [text.partition(":")[0] for _, _, text in check.check_disks({"data": 0})] == ["data"] * 3
 
 
+def test_a_link_to_a_disk_that_is_not_mounted(machine):
+    Path("data").symlink_to("/mnt/none")
+    assert [*check.check_disks({"data": 0})] == [
+        ("FIX", "disk", "data: a link to /mnt/none, which is missing; mount or create it")
+    ]
+
+
 def test_a_folder_of_another_user(machine, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "data")
     Path("data").mkdir()
     [(state, _, text)] = check.check_disks({"data": 0, "logs": 0})
-    assert state == "FIX" and "no permission to write to data; change" in text
+    assert state == "FIX" and text == "data, logs: no write access to data; change its owner, mode or mount"
 
 
 def test_sizes_are_those_of_the_default_run():

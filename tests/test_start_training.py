@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import REPO, TINY, load, run_here, write_data
+from conftest import REPO, TINY, command, load, run_here, write_data
 
 sys.path.append(str(REPO / "scripts"))
 
@@ -80,13 +80,14 @@ def test_printed_command_is_the_one_that_runs(typed, monkeypatch, capsys):
     monkeypatch.setattr(
         subprocess, "run", lambda words, **_: planned.append(words) or subprocess.CompletedProcess(words, 0)
     )
-    monkeypatch.setattr(os, "execvp", lambda file, words: started.append(words))
-    monkeypatch.setattr(start_training, "train_and_watch", lambda *_: 0)
+    monkeypatch.setattr(start_training, "train_and_watch", lambda *arguments: started.append(arguments) or 0)
     typed("test", "", "my runs/first", "n", "")
-    start_training.main(["--no-monitor", "--run_name", "it's"])
-    assert f"\n{shlex.join(started[0])}\n" in capsys.readouterr().out
-    assert planned == [[*started[0], "--dry_run"]]
-    assert "--checkpoint_dir 'my runs/first' --logdir logs/first --no_use_tensorboard" in shlex.join(started[0])
+    assert start_training.main(["--run_name", "it's"]) == 0
+    [(words, folder, console)] = started
+    assert f"\n{shlex.join(words)}\n" in capsys.readouterr().out
+    assert planned == [[*words, "--dry_run"]]
+    assert "--checkpoint_dir 'my runs/first' --logdir logs/first --no_use_tensorboard" in shlex.join(words)
+    assert (folder, console) == (Path("my runs/first"), Path("logs/first/console.txt"))
 
 
 def test_presets_are_listed_from_the_smallest_to_the_largest():
@@ -131,6 +132,15 @@ def test_a_stopped_run_is_resumed(typed, capsys):
     assert load("checkpoints/tiny/latest.pt")["step"] == 10
 
 
+def test_output_of_a_resumed_run_goes_to_its_own_logs(typed, monkeypatch):
+    status = unfinished("checkpoints") / "status.json"
+    status.write_text('{"status": "stopped", "logdir": "/elsewhere/logs"}')
+    monkeypatch.setattr(subprocess, "run", lambda words, **_: subprocess.CompletedProcess(words, 0))
+    monkeypatch.setattr(start_training, "train_and_watch", lambda words, folder, console: str(console))
+    typed("", "")
+    assert start_training.main([]) == "/elsewhere/logs/console.txt"
+
+
 def test_a_new_run_needs_folders_without_another_run(typed, capsys):
     unfinished("checkpoints/test")
     Path("logs/test-2").mkdir(parents=True)
@@ -160,14 +170,14 @@ def test_without_data_the_standard_library_is_offered(typed, monkeypatch, capsys
     )
     typed("", "", "n")
     assert start_training.choose_data("data/edu_fineweb10B") == "data/stdlib"
-    assert prepared[0][1:] == [
-        REPO / "prepare_dataset.py", *"--source stdlib --tokenizer bytes --out data/stdlib".split()
-    ]  # fmt: skip
+    assert shlex.join(prepared[0][1:]) == (
+        f"{REPO / 'prepare_dataset.py'} --source stdlib --tokenizer bytes --out data/stdlib"
+    )
     for status in (1, 0):  # the preparation fails; it is not wanted
         with pytest.raises(SystemExit) as ended:
             start_training.choose_data("data/edu_fineweb10B")
         assert ended.value.code == status
-    assert "To prepare FineWeb-Edu 10B (24 GB of disk): python prepare_dataset.py" in capsys.readouterr().out
+    assert "To prepare FineWeb-Edu 10B (24 GB of disk): /" in capsys.readouterr().out
     assert len(prepared) == 2
 
 
@@ -210,20 +220,20 @@ def test_a_plan_that_fails_prints_the_error_and_starts_nothing(typed, capfd):
     assert not Path("checkpoints").exists()
 
 
-def test_training_runs_on_in_the_background_and_an_interrupt_stops_it(typed, monkeypatch, capsys):
+def test_training_runs_on_in_the_background_and_an_interrupt_stops_it(workdir, monkeypatch, capsys):
     monitor = Path("monitor.py")
     monitor.write_text("import sys; open('shown', 'w').write(sys.argv[1])")
     monkeypatch.setattr(start_training, "MONITOR", monitor)
-    typed()
-    assert start_training.main(["--yes", "--config", "test", *TINY, "--max_steps", "1000000"]) == 0
-    assert Path("shown").read_text() == "checkpoints/test"
+    words = command("--max_steps", "1000000")
+    assert start_training.train_and_watch(words, Path("checkpoints"), Path("logs/console.txt")) == 0
+    assert Path("shown").read_text() == "checkpoints"
     last = capsys.readouterr().out
-    process = int(re.search(r"Training runs on as process (\d+); its output: logs/test/console.txt", last)[1])
+    process = int(re.search(r"Training runs on as process (\d+); its output: logs/console.txt", last)[1])
     assert f"kill -INT {process}" in last and os.getsid(process) == process
     os.kill(process, signal.SIGINT)
     assert os.waitpid(process, 0)[1] == 0
-    assert json.loads(Path("checkpoints/test/status.json").read_text())["status"] == "stopped"
-    assert "stopped (SIGINT)" in Path("logs/test/console.txt").read_text()
+    assert json.loads(Path("checkpoints/status.json").read_text())["status"] == "stopped"
+    assert "stopped (SIGINT)" in Path("logs/console.txt").read_text()
 
 
 def test_training_that_dies_at_its_start_shows_its_last_lines_and_no_monitor(workdir, monkeypatch, capsys):
