@@ -5,7 +5,6 @@ measured, so the training loss and the validation loss of one step belong to the
 step s drops every record from s on, because it measures them again.
 """
 
-import dataclasses
 import json
 import math
 import os
@@ -22,7 +21,8 @@ from typing import IO, TYPE_CHECKING
 import torch
 from torch import nn
 
-from steadygpt.cli import UserError, mute
+from steadygpt.cli import mute, shown_options
+from steadygpt.curves import Curves
 from steadygpt.device import peak_flops, peak_memory_bytes
 from steadygpt.distributed import Ranks
 from steadygpt.durable import fsync_folder, replace_file
@@ -31,6 +31,7 @@ from steadygpt.stability import StepResult
 if TYPE_CHECKING:
     from config import TrainConfig
 
+WANDB = "Weights & Biases"
 LOG, METRICS, STATUS = "log.txt", "metrics.jsonl", "status.json"
 HEARTBEAT_S = 10.0  # between updates of status.json while training
 RUN = "run          "  # begins log.txt, before the run's name
@@ -89,13 +90,16 @@ class RunLog:
         self.ranks = ranks or Ranks(torch.device("cpu"))
         self.heartbeat_at_s = -math.inf
         self.tensorboard = _open_tensorboard(config, start_step or 0) if config.use_tensorboard else None
-        self.wandb = _open_wandb(config) if config.use_wandb else None
         self.live = sys.stdout.isatty()
         self.live_line = False
         self.second_step: tuple[int, float] | None = None  # of this start, and when it started
         self.failed: set[str] = set()  # sinks that could not be written to, each reported once
         if not self.log.tell():
             self.say(f"{RUN}{config.run_name}")
+        self.curves: Curves | None = None
+        if config.use_wandb:
+            self.curves = Curves(config, start_step, max_steps, logdir / LOG, logdir / METRICS, self.warn)
+            self.say(self.curves.note)
 
     def step(self, result: StepResult, step_s: float, elapsed_s: float, epoch: float) -> None:
         """Log a step every log_freq steps; in between only a terminal shows it.
@@ -153,12 +157,12 @@ class RunLog:
         measured = {name: value for name, value in metrics.items() if value is not None}
         # JSON has no NaN.
         plain = {name: value if math.isfinite(value) else None for name, value in measured.items()}
-        self._to_file(self.metrics, json.dumps({"step": step, "time": round(time.time(), 3), **plain}))
+        record = {"step": step, "time": round(time.time(), 3), **plain}
+        self._to_file(self.metrics, json.dumps(record))
         with self._writing_tensorboard() as tensorboard:
             for name, value in measured.items() if tensorboard else ():
                 tensorboard.add_scalar(TAGS.get(name, name), value, step)
-        if self.wandb:
-            self.wandb.log({"step": step, **measured})
+        self._to_curves(record)
 
     def say(self, line: str, step: int | None = None) -> None:
         """Write lines of text to the console and to log.txt, there after the step they belong to."""
@@ -189,6 +193,11 @@ class RunLog:
         with self._surviving(Path(file.name).name):
             print(text, file=file, flush=True)
 
+    def _to_curves(self, record: dict) -> None:
+        if self.curves:
+            with self._surviving(WANDB):
+                self.curves.log(record)
+
     @contextmanager
     def _surviving(self, sink: str):
         """Lose records on a full disk, not the run."""
@@ -217,8 +226,7 @@ class RunLog:
         with self._writing_tensorboard() as tensorboard:
             if tensorboard:
                 tensorboard.add_text("sample", f"```\n{text}\n```", step)
-        if self.wandb:
-            self.wandb.log({"step": step, "sample": text})
+        self._to_curves({"step": step, "time": time.time(), "sample": text})
 
     def histograms(self, step: int, model: nn.Module) -> None:
         """Log histograms of parameters and gradients to TensorBoard, of at most HISTOGRAM_VALUES values each."""
@@ -251,8 +259,9 @@ class RunLog:
             if sink:
                 with self._surviving("the logs"):
                     sink.close()
-        if self.wandb:
-            self.wandb.finish()
+        if self.curves:
+            with self._surviving(WANDB):
+                self.curves.close()
 
 
 def read_status(folder: Path) -> dict:
@@ -281,30 +290,10 @@ def _open_tensorboard(config: "TrainConfig", start_step: int | None = None):
 
     # purge_step hides what an interrupted run logged after its last checkpoint.
     writer = SummaryWriter(str(Path(config.tensorboard_dir) / config.run_name), purge_step=start_step)
-    options = {name: value for name, value in dataclasses.asdict(config).items() if value != ""}
+    options = {name: value for name, value in shown_options(config).items() if value != ""}
     for summary in hparams(options, {"loss/val": None, "loss/train": None}):
         writer.file_writer.add_summary(summary)  # type: ignore[attr-defined]  # torch's stubs say None
     return writer
-
-
-def _open_wandb(config: "TrainConfig"):
-    try:
-        import wandb
-    except ImportError:
-        raise UserError("--use_wandb: wandb is not installed; pip install wandb") from None
-    name = config.run_name
-    try:
-        run = wandb.init(project="steadygpt", name=name, id=name, resume="allow", config=dataclasses.asdict(config))
-    except Exception as error:  # wandb raises its own errors for logins, networks and names
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise UserError(
-            f"--use_wandb: wandb did not start ({reason}). Log in with 'wandb login', set WANDB_MODE=offline, or drop "
-            "the flag"
-        ) from error
-    # W&B's own step only grows, so it would ignore what is measured again after a resume: ours is the x axis.
-    run.define_metric("step")
-    run.define_metric("*", step_metric="step")
-    return run
 
 
 def _run_of(logdir: Path) -> str | None:
