@@ -25,17 +25,19 @@ import torch
 from torch import nn
 
 from steadygpt.alerts import Alerts
-from steadygpt.cli import UserError, mute, shown_options
+from steadygpt.cli import mute, shown_options
 from steadygpt.device import device_name, peak_flops, peak_memory_bytes
 from steadygpt.distributed import Ranks
 from steadygpt.durable import fsync_folder, replace_file
 from steadygpt.stability import StepResult, Totals
 from steadygpt.system import SystemMetrics, gpu_uuids, missing
 from steadygpt.units import duration_text, timestamp
+from steadygpt.wandb_sink import WandbSink
 
 if TYPE_CHECKING:
     from config import TrainConfig
 
+WANDB = "Weights & Biases"
 LOG, METRICS, STATUS = "log.txt", "metrics.jsonl", "status.json"
 HEARTBEAT_S = 10.0  # between updates of status.json while training
 RUN = "run          "  # begins log.txt, before the run's name
@@ -116,7 +118,6 @@ class RunLog:
         }
         self.heartbeat_at_s = -math.inf
         self.tensorboard = _open_tensorboard(config, start_step or 0) if config.use_tensorboard else None
-        self.wandb = _open_wandb(config) if config.use_wandb else None
         self.live = sys.stdout.isatty()
         self.live_line = False
         self.second_step: tuple[int, float] | None = None  # of this start, and when it started
@@ -125,6 +126,10 @@ class RunLog:
             self.say(f"{RUN}{config.run_name}")
         self.alerts = Alerts(config.alert_url, config.run_name, self.warn) if config.alert_url else None
         self.system: SystemMetrics | None = None
+        self.wandb: WandbSink | None = None
+        if config.use_wandb:
+            self.wandb = WandbSink(config, start_step, max_steps, logdir / LOG, logdir / METRICS, self.warn)
+            self.say(self.wandb.note)
 
     def step(self, result: StepResult, step_s: float, elapsed_s: float, epoch: float) -> None:
         """Log a step every log_freq steps; in between only a terminal shows it.
@@ -232,12 +237,12 @@ class RunLog:
         measured = {name: value for name, value in metrics.items() if value is not None}
         # JSON has no NaN.
         plain = {name: value if math.isfinite(value) else None for name, value in measured.items()}
-        self._to_file(self.metrics, json.dumps({"step": step, "time": round(time.time(), 3), **plain}))
+        record = {"step": step, "time": round(time.time(), 3), **plain}
+        self._to_file(self.metrics, json.dumps(record))
         with self._writing_tensorboard() as tensorboard:
             for name, value in measured.items() if tensorboard else ():
                 tensorboard.add_scalar(TAGS.get(name, f"{group}{name}"), value, step)
-        if self.wandb:
-            self.wandb.log({"step": step, **measured})
+        self._to_wandb(record)
 
     def say(self, line: str, step: int | None = None) -> None:
         """Write lines of text to the console and to log.txt, there after the step they belong to."""
@@ -271,6 +276,11 @@ class RunLog:
         with self.lock, self._surviving(Path(file.name).name):
             print(text, file=file, flush=True)
 
+    def _to_wandb(self, record: dict) -> None:
+        if self.wandb:
+            with self._surviving(WANDB):
+                self.wandb.log(record)
+
     @contextmanager
     def _surviving(self, sink: str):
         """Lose records on a full disk, not the run."""
@@ -299,8 +309,7 @@ class RunLog:
         with self._writing_tensorboard() as tensorboard:
             if tensorboard:
                 tensorboard.add_text("sample", f"```\n{text}\n```", step)
-        if self.wandb:
-            self.wandb.log({"step": step, "sample": text})
+        self._to_wandb({"step": step, "time": time.time(), "sample": text})
 
     def histograms(self, step: int, model: nn.Module) -> None:
         """Log histograms of parameters and gradients to TensorBoard, of at most HISTOGRAM_VALUES values each."""
@@ -348,7 +357,8 @@ class RunLog:
                 with self._surviving("the logs"):
                     sink.close()
         if self.wandb:
-            self.wandb.finish()
+            with self._surviving(WANDB):
+                self.wandb.close()
 
 
 class Printed:
@@ -400,26 +410,6 @@ def _open_tensorboard(config: "TrainConfig", start_step: int | None = None):
     for summary in hparams(options, {"loss/val": None, "loss/train": None}):
         writer.file_writer.add_summary(summary)  # type: ignore[attr-defined]  # torch's stubs say None
     return writer
-
-
-def _open_wandb(config: "TrainConfig"):
-    try:
-        import wandb
-    except ImportError:
-        raise UserError("--use_wandb: wandb is not installed; pip install wandb") from None
-    name = config.run_name
-    try:
-        run = wandb.init(project="steadygpt", name=name, id=name, resume="allow", config=shown_options(config))
-    except Exception as error:  # wandb raises its own errors for logins, networks and names
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise UserError(
-            f"--use_wandb: wandb did not start ({reason}). Log in with 'wandb login', set WANDB_MODE=offline, or drop "
-            "the flag"
-        ) from error
-    # W&B's own step only grows, so it would ignore what is measured again after a resume: ours is the x axis.
-    run.define_metric("step")
-    run.define_metric("*", step_metric="step")
-    return run
 
 
 def _run_of(logdir: Path) -> str | None:

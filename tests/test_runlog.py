@@ -1,4 +1,4 @@
-"""The run log: log.txt, metrics.jsonl, TensorBoard, wandb and status.json."""
+"""The run log: log.txt, metrics.jsonl, TensorBoard and status.json."""
 
 import dataclasses
 import errno
@@ -6,16 +6,13 @@ import json
 import math
 import os
 import re
-import sys
 import threading
 import time
-import types
 
 import pytest
 import torch
 
 from config import TrainConfig
-from steadygpt.cli import UserError
 from steadygpt.distributed import Ranks
 from steadygpt.runlog import RunLog, read_status
 from steadygpt.stability import StepResult
@@ -145,50 +142,6 @@ def test_tensorboard_curves_have_no_duplicate_steps_after_a_resume(tmp_path):
         f"{kind}/{p}" for kind in ("parameters", "parameters_grad") for p in ("weight", "bias")
     }
     assert any("sample" in tag for tag in tags["tensors"])
-
-
-class FakeWandb:
-    """A fake of the module wandb that records its calls."""
-
-    def __init__(self):
-        self.calls, self.metrics = [], {}
-
-    def init(self, **options):
-        self.calls.append(options["name"])
-        return self
-
-    def define_metric(self, name, step_metric=None):
-        self.metrics[name] = step_metric
-
-    def log(self, values):
-        self.calls.append(values)
-
-    def finish(self):
-        self.calls.append("finished")
-
-
-def test_wandb_shows_repeated_steps_after_a_resume(tmp_path, monkeypatch):
-    wandb = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    for start_step, steps in ((None, [4, 5]), (5, [5])):
-        log = RunLog(config(tmp_path, use_wandb=True), start_step)
-        write(log, steps)
-        log.close()
-    assert wandb.metrics == {"step": None, "*": "step"}  # the x axis is our step, which may decrease
-    values = [{"step": step, "loss": 1.0} for step in (4, 5, 5)]
-    assert wandb.calls == ["tiny", *values[:2], "finished", "tiny", values[2], "finished"]
-
-
-def test_wandb_that_fails_to_start_is_a_user_error(tmp_path, monkeypatch):
-    def fail(**_):
-        raise RuntimeError("api_key not configured (no-tty)\nTraceback of wandb")
-
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=fail))
-    with pytest.raises(UserError) as raised:
-        RunLog(config(tmp_path, use_wandb=True), None)
-    assert str(raised.value).startswith("--use_wandb: wandb did not start (RuntimeError: api_key not configured")
-    assert "WANDB_MODE=offline" in str(raised.value)
-    assert "\n" not in str(raised.value)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
