@@ -38,7 +38,7 @@ def view(
 
     def lines() -> list[Text]:
         sections = [
-            [*heading(status, state, width), *blank, progress(status, state, width)],
+            [*heading(status, state, width), *blank, progress(snapshot, state, width)],
             grid(facts(snapshot, curves, state), width),
             chart,
             machine,
@@ -55,6 +55,7 @@ def view(
         chart = chart_lines(curves, width, rows)
     fitting = lines()[:height]
     for line in fitting:
+        line.rstrip()
         line.truncate(width, overflow="ellipsis")
     return fitting
 
@@ -78,8 +79,11 @@ def apart(left: Text, right: Text, width: int) -> Text:
     return Text.assemble(left, " " * gap, right) if gap > 1 else left
 
 
-def progress(status: Mapping[str, Any], state: State, width: int) -> Text:
+def progress(snapshot: Mapping[str, Any], state: State, width: int) -> Text:
+    status = snapshot["status"]
     step, max_steps = status.get("step", 0), status.get("max_steps", 0)
+    if state.is_alive:  # the logs are newer than the heartbeat
+        step = max(step, snapshot["latest"].get("step", 0))
     share = min(1.0, step / max_steps) if max_steps else 0.0
     text = f"  {share:.1%}  {step:,} of {max_steps:,} steps"
     if state.is_alive and "eta_s" in status:
@@ -159,7 +163,6 @@ def grid(columns: Sequence[Sequence[tuple[str, Text]]], width: int) -> list[Text
             name, value = column[row] if row < len(column) else ("", Text())
             line.append(f"{name:<{name_width}} ", style="dim").append(value)
             line.append(" " * (value_width - value.cell_len + gap))
-        line.rstrip()
         lines.append(line)
     return lines
 

@@ -265,7 +265,7 @@ def test_view_shows_first_of_all_whether_the_run_is_alive(tmp_path):
     text = "\n".join(lines := shown(checkpoints, 120, 36))
     assert lines[0].startswith("● running  tiny") and "8 x NVIDIA H100 80GB HBM3" in lines[0]
     for part in (
-        "12.0%  120 of 1,000 steps  1 h 06 min to go", "loss      3.2500", "1,204,000", "MFU      52.0%", "24.10",
+        "12.0%  120 of 1,000 steps  1 h 06 min to go", "loss     3.2500", "1,204,000", "MFU      52.0%", "24.10",
         "GPU 7", "64/80 GB 88 °C 612 W", "RAM 120 of 512 GB", "warning the disk is nearly full", "mirror not yet",
     ):  # fmt: skip
         assert part in text
