@@ -178,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 feed.read()
                 snapshot, state = state_now(feed)
                 live.update(
-                    Group(*view(snapshot, feed.curves, state, *live.console.size, "q leaves; the run continues")),
+                    Group(*view(snapshot, feed.curves, state, *live.console.size, "q closes the monitor")),
                     refresh=True,
                 )
                 pressed = key(1.0)
