@@ -32,7 +32,7 @@ def view(
     status, latest = snapshot["status"], snapshot["latest"]
     # What was measured at last says nothing about a run that has ended.
     machine = [*gpu_lines(latest, width), *host_lines(snapshot, latest)] if state.is_alive else host_lines(snapshot, {})
-    warnings = [Text.assemble(("warning ", "yellow"), line) for line in snapshot["warnings"]]
+    warnings = [Text.assemble(("warning ", "yellow"), printable(line)) for line in snapshot["warnings"]]
     chart: list[Text] = []
     blank = [Text()] if height >= ROOMY_ROWS else []
 
@@ -42,7 +42,7 @@ def view(
             grid(facts(snapshot, curves, state), width),
             chart,
             machine,
-            [Text(line) for line in status.get("summary", ())],
+            [Text(printable(line)) for line in status.get("summary", ())],
             [*warnings, *(blank if warnings else []), Text(f"{snapshot['folder']}   {hint}".rstrip(), style="dim")],
         ]
         return [line for section in sections if section for line in (*section, Text())][:-1]
@@ -67,10 +67,15 @@ def heading(status: Mapping[str, Any], state: State, width: int) -> list[Text]:
     device = " x ".join(str(status[key]) for key in ("ranks", "device") if key in status)
     right = Text("  ".join(part for part in (device, status.get("host", "")) if part), style="dim")
     first = apart(left, right, width)
-    lines = [first, Text(state.why, style=colour if not state.is_well else "")]
+    lines = [first, Text(printable(state.why), style=colour if not state.is_well else "")]
     if state.command:
         lines.append(Text.assemble(("next: ", "dim"), state.command))
     return lines
+
+
+def printable(text: str) -> str:
+    """Return a text without control characters, which would move the terminal's cursor."""
+    return "".join(character if character.isprintable() else " " for character in text)
 
 
 def apart(left: Text, right: Text, width: int) -> Text:

@@ -230,7 +230,7 @@ GPUS = {
 }
 HOST = {"cpu_percent": 23.4, "ram_gb": 120.3, "ram_total_gb": 512.0}
 RUNS = {
-    "8 GPUs": ({}, [{**GPUS, **HOST}], ["a long warning " * 20] * 5),
+    "8 GPUs": ({}, [{**GPUS, **HOST}], ["a long\t\x1b[31m warning " * 20] * 5),
     "2 GPUs without memory counters": ({"ranks": 2}, [{"gpu0_percent": 5, "gpu1_watts": 30}], []),
     "NaN, a CPU": ({"device": "cpu"}, [{"loss": None, "grad_norm": None}], ["bad step"]),
     "ended": ({"status": "finished", "summary": ["a line of the summary " * 9] * 12}, [GPUS], ["a warning"]),
@@ -255,7 +255,7 @@ def test_view_fits_the_terminal(tmp_path, name, size):
     checkpoints = write_run(tmp_path, warnings=warnings, **changes)
     append(checkpoints, *({"step": 100, **record} for record in measured))
     lines = shown(checkpoints, *size)
-    assert len(lines) <= size[1]
+    assert len(lines) <= size[1] and all(line.isprintable() for line in lines)
     assert max(map(cell_len, lines)) <= size[0]
 
 
