@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from textwrap import wrap
 from typing import Any
 
 from rich.text import Text
@@ -17,6 +18,7 @@ HOT_CELSIUS = 85
 LABEL_WIDTH = 8  # of the values beside a chart
 GPU_WIDTH, MAX_GPU_ROWS = 58, 4  # GPUs stand in as many columns as there is room for, more if there are many GPUs
 MIN_CHART_ROWS = 5
+NEXT = "next: "
 ROOMY_ROWS = 30  # of a terminal that has room for more empty lines
 
 
@@ -68,8 +70,8 @@ def heading(status: Mapping[str, Any], state: State, width: int) -> list[Text]:
     right = Text("  ".join(part for part in (device, status.get("host", "")) if part), style="dim")
     first = apart(left, right, width)
     lines = [first, Text(printable(state.why), style=colour if not state.is_well else "")]
-    if state.command:
-        lines.append(Text.assemble(("next: ", "dim"), state.command))
+    for number, part in enumerate(wrap(state.command, width - len(NEXT), break_on_hyphens=False)):
+        lines.append(Text.assemble((NEXT if number == 0 else " " * len(NEXT), "dim"), part))
     return lines
 
 
@@ -85,15 +87,19 @@ def apart(left: Text, right: Text, width: int) -> Text:
 
 
 def progress(snapshot: Mapping[str, Any], state: State, width: int) -> Text:
-    status = snapshot["status"]
-    step, max_steps = status.get("step", 0), status.get("max_steps", 0)
-    if state.is_alive:  # the logs are newer than the heartbeat
-        step = max(step, snapshot["latest"].get("step", 0))
+    status, step = snapshot["status"], step_of(snapshot)
+    max_steps = status.get("max_steps", 0)
     share = min(1.0, step / max_steps) if max_steps else 0.0
     text = f"  {share:.1%}  {step:,} of {max_steps:,} steps"
     if state.is_alive and "eta_s" in status:
         text += f"  {duration_text(status['eta_s'])} to go"
     return Text.assemble(bar(share, max(5, width - len(text))), text)
+
+
+def step_of(snapshot: Mapping[str, Any]) -> int:
+    """Return the number of steps that the run has taken. Until it ends, its logs are newer than status.json."""
+    step = snapshot["status"].get("step", 0)
+    return max(step, snapshot["latest"].get("step", 0)) if snapshot["status"].get("status") == "running" else step
 
 
 def bar(share: float, width: int, style: str = "cyan") -> Text:
@@ -104,7 +110,7 @@ def bar(share: float, width: int, style: str = "cyan") -> Text:
 def facts(snapshot: Mapping[str, Any], curves: Mapping[str, Curve], state: State) -> list[list[tuple[str, Text]]]:
     """Return columns of (name, value): learning, speed, time and money, safety. What is unknown is not there."""
     status, measured = snapshot["status"], {**snapshot["status"], **snapshot["latest"]}
-    step, tokens_per_step = status.get("step"), status.get("tokens_per_step")
+    tokens_per_step = status.get("tokens_per_step")
 
     def fact(name: str, value: float | None, form: Callable[[Any], str]) -> list[tuple[str, Text]]:
         return [] if value is None else [(name, Text(form(value)))]
@@ -129,7 +135,7 @@ def facts(snapshot: Mapping[str, Any], curves: Mapping[str, Curve], state: State
             *metric("tokens/s", "tokens_per_second", "{:,.0f}".format),
             *metric("step", "step_ms", "{:,.0f} ms".format),
             *metric("MFU", "mfu", "{:.1%}".format),
-            *fact("tokens", step * tokens_per_step if step is not None and tokens_per_step else None, count_text),
+            *fact("tokens", step_of(snapshot) * tokens_per_step if tokens_per_step else None, count_text),
             *metric("lr", "lr", "{:.2e}".format),
         ],
         [
@@ -175,8 +181,8 @@ def grid(columns: Sequence[Sequence[tuple[str, Text]]], width: int) -> list[Text
 def chart_lines(curves: Mapping[str, Curve], width: int, rows: int) -> list[Text]:
     """Return a chart with a title and its steps below, `rows` lines in all."""
     title = Text(" " * (LABEL_WIDTH + 1))
-    for name, colour in zip(("loss", "validation loss"), CURVE_COLOURS, strict=True):
-        title.append(f"━━ {name}  ", style=colour)
+    for curve, name, colour in zip(curves.values(), ("loss", "validation loss"), CURVE_COLOURS, strict=True):
+        title.append(f"━━ {name}  " if curve else "", style=colour)
     chart = Chart(list(curves.values()), max(1, width - LABEL_WIDTH - 2), rows - 2)
     decimals = max(0, 2 - math.floor(math.log10(chart.high - chart.low)))
     lines, last = [title], len(chart.cells) - 1
@@ -185,8 +191,8 @@ def chart_lines(curves: Mapping[str, Curve], width: int, rows: int) -> list[Text
         is_labelled = number in (0, last) or (number % 4 == 0 and last - number >= 3)
         label = f"{value:{LABEL_WIDTH}.{decimals}f} ┤" if is_labelled else " " * LABEL_WIDTH + " │"
         line = Text.assemble((label, "dim"))
-        for character, curve in cells:
-            line.append(character, style=CURVE_COLOURS[curve])
+        for character, curve_number in cells:
+            line.append(character, style=CURVE_COLOURS[curve_number])
         lines.append(line)
     left, right = Text(f"{'':{LABEL_WIDTH}} step {chart.first:,}", style="dim"), Text(f"{chart.last:,}", style="dim")
     lines.append(apart(left, right, width))
