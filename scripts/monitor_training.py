@@ -120,7 +120,8 @@ class Feed:
                 self.curves[name] = watch.thin(points if arrived["reset"] else self.curves[name] + points)
         if not self.snapshot:
             raise UserError(self.problem)
-        if time.monotonic() - max(self.heard_s, self.started_s) > self.silence_s:
+        # The first snapshot may take long, because it has all of the logs.
+        if self.heard_s > self.started_s and time.monotonic() - self.heard_s > self.silence_s:
             self.close()  # _run() connects again
 
     def close(self) -> None:
@@ -177,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 feed.read()
                 snapshot, state = state_now(feed)
                 live.update(
-                    Group(*view(snapshot, feed.curves, state, *live.console.size, "q leaves; the run continues")),
+                    Group(*view(snapshot, feed.curves, state, *live.console.size, "q closes the monitor")),
                     refresh=True,
                 )
                 pressed = key(1.0)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from textwrap import wrap
 from typing import Any
 
 from rich.text import Text
@@ -17,6 +18,7 @@ HOT_CELSIUS = 85
 LABEL_WIDTH = 8  # of the values beside a chart
 GPU_WIDTH, MAX_GPU_ROWS = 58, 4  # GPUs stand in as many columns as there is room for, more if there are many GPUs
 MIN_CHART_ROWS = 5
+NEXT = "next: "
 ROOMY_ROWS = 30  # of a terminal that has room for more empty lines
 
 
@@ -32,17 +34,17 @@ def view(
     status, latest = snapshot["status"], snapshot["latest"]
     # What was measured at last says nothing about a run that has ended.
     machine = [*gpu_lines(latest, width), *host_lines(snapshot, latest)] if state.is_alive else host_lines(snapshot, {})
-    warnings = [Text.assemble(("warning ", "yellow"), line) for line in snapshot["warnings"]]
+    warnings = [Text.assemble(("warning ", "yellow"), printable(line)) for line in snapshot["warnings"]]
     chart: list[Text] = []
     blank = [Text()] if height >= ROOMY_ROWS else []
 
     def lines() -> list[Text]:
         sections = [
-            [*heading(status, state, width), *blank, progress(status, state, width)],
+            [*heading(status, state, width), *blank, progress(snapshot, state, width)],
             grid(facts(snapshot, curves, state), width),
             chart,
             machine,
-            [Text(line) for line in status.get("summary", ())],
+            [Text(printable(line)) for line in status.get("summary", ())],
             [*warnings, *(blank if warnings else []), Text(f"{snapshot['folder']}   {hint}".rstrip(), style="dim")],
         ]
         return [line for section in sections if section for line in (*section, Text())][:-1]
@@ -55,6 +57,7 @@ def view(
         chart = chart_lines(curves, width, rows)
     fitting = lines()[:height]
     for line in fitting:
+        line.rstrip()
         line.truncate(width, overflow="ellipsis")
     return fitting
 
@@ -66,10 +69,15 @@ def heading(status: Mapping[str, Any], state: State, width: int) -> list[Text]:
     device = " x ".join(str(status[key]) for key in ("ranks", "device") if key in status)
     right = Text("  ".join(part for part in (device, status.get("host", "")) if part), style="dim")
     first = apart(left, right, width)
-    lines = [first, Text(state.why, style=colour if not state.is_well else "")]
-    if state.command:
-        lines.append(Text.assemble(("next: ", "dim"), state.command))
+    lines = [first, Text(printable(state.why), style=colour if not state.is_well else "")]
+    for number, part in enumerate(wrap(state.command, width - len(NEXT), break_on_hyphens=False)):
+        lines.append(Text.assemble((NEXT if number == 0 else " " * len(NEXT), "dim"), part))
     return lines
+
+
+def printable(text: str) -> str:
+    """Return a text without control characters, which would move the terminal's cursor."""
+    return "".join(character if character.isprintable() else " " for character in text)
 
 
 def apart(left: Text, right: Text, width: int) -> Text:
@@ -78,13 +86,20 @@ def apart(left: Text, right: Text, width: int) -> Text:
     return Text.assemble(left, " " * gap, right) if gap > 1 else left
 
 
-def progress(status: Mapping[str, Any], state: State, width: int) -> Text:
-    step, max_steps = status.get("step", 0), status.get("max_steps", 0)
+def progress(snapshot: Mapping[str, Any], state: State, width: int) -> Text:
+    status, step = snapshot["status"], step_of(snapshot)
+    max_steps = status.get("max_steps", 0)
     share = min(1.0, step / max_steps) if max_steps else 0.0
     text = f"  {share:.1%}  {step:,} of {max_steps:,} steps"
     if state.is_alive and "eta_s" in status:
         text += f"  {duration_text(status['eta_s'])} to go"
     return Text.assemble(bar(share, max(5, width - len(text))), text)
+
+
+def step_of(snapshot: Mapping[str, Any]) -> int:
+    """Return the number of steps that the run has taken. Until it ends, its logs are newer than status.json."""
+    step = snapshot["status"].get("step", 0)
+    return max(step, snapshot["latest"].get("step", 0)) if snapshot["status"].get("status") == "running" else step
 
 
 def bar(share: float, width: int, style: str = "cyan") -> Text:
@@ -95,7 +110,7 @@ def bar(share: float, width: int, style: str = "cyan") -> Text:
 def facts(snapshot: Mapping[str, Any], curves: Mapping[str, Curve], state: State) -> list[list[tuple[str, Text]]]:
     """Return columns of (name, value): learning, speed, time and money, safety. What is unknown is not there."""
     status, measured = snapshot["status"], {**snapshot["status"], **snapshot["latest"]}
-    step, tokens_per_step = status.get("step"), status.get("tokens_per_step")
+    tokens_per_step = status.get("tokens_per_step")
 
     def fact(name: str, value: float | None, form: Callable[[Any], str]) -> list[tuple[str, Text]]:
         return [] if value is None else [(name, Text(form(value)))]
@@ -120,7 +135,7 @@ def facts(snapshot: Mapping[str, Any], curves: Mapping[str, Curve], state: State
             *metric("tokens/s", "tokens_per_second", "{:,.0f}".format),
             *metric("step", "step_ms", "{:,.0f} ms".format),
             *metric("MFU", "mfu", "{:.1%}".format),
-            *fact("tokens", step * tokens_per_step if step is not None and tokens_per_step else None, count_text),
+            *fact("tokens", step_of(snapshot) * tokens_per_step if tokens_per_step else None, count_text),
             *metric("lr", "lr", "{:.2e}".format),
         ],
         [
@@ -159,7 +174,6 @@ def grid(columns: Sequence[Sequence[tuple[str, Text]]], width: int) -> list[Text
             name, value = column[row] if row < len(column) else ("", Text())
             line.append(f"{name:<{name_width}} ", style="dim").append(value)
             line.append(" " * (value_width - value.cell_len + gap))
-        line.rstrip()
         lines.append(line)
     return lines
 
@@ -167,8 +181,8 @@ def grid(columns: Sequence[Sequence[tuple[str, Text]]], width: int) -> list[Text
 def chart_lines(curves: Mapping[str, Curve], width: int, rows: int) -> list[Text]:
     """Return a chart with a title and its steps below, `rows` lines in all."""
     title = Text(" " * (LABEL_WIDTH + 1))
-    for name, colour in zip(("loss", "validation loss"), CURVE_COLOURS, strict=True):
-        title.append(f"━━ {name}  ", style=colour)
+    for curve, name, colour in zip(curves.values(), ("loss", "validation loss"), CURVE_COLOURS, strict=True):
+        title.append(f"━━ {name}  " if curve else "", style=colour)
     chart = Chart(list(curves.values()), max(1, width - LABEL_WIDTH - 2), rows - 2)
     decimals = max(0, 2 - math.floor(math.log10(chart.high - chart.low)))
     lines, last = [title], len(chart.cells) - 1
@@ -177,8 +191,8 @@ def chart_lines(curves: Mapping[str, Curve], width: int, rows: int) -> list[Text
         is_labelled = number in (0, last) or (number % 4 == 0 and last - number >= 3)
         label = f"{value:{LABEL_WIDTH}.{decimals}f} ┤" if is_labelled else " " * LABEL_WIDTH + " │"
         line = Text.assemble((label, "dim"))
-        for character, curve in cells:
-            line.append(character, style=CURVE_COLOURS[curve])
+        for character, curve_number in cells:
+            line.append(character, style=CURVE_COLOURS[curve_number])
         lines.append(line)
     left, right = Text(f"{'':{LABEL_WIDTH}} step {chart.first:,}", style="dim"), Text(f"{chart.last:,}", style="dim")
     lines.append(apart(left, right, width))

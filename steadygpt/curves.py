@@ -46,7 +46,7 @@ def value_range(curves: Sequence[Curve]) -> tuple[float, float]:
     if not values:
         return 0.0, 1.0
     low, middle = min(values), median(values)
-    return low, max(min(max(values), middle + 6 * (middle - low)), low + 1e-3 * max(1.0, abs(low)))
+    return low, max(min(max(values), middle + 3 * (middle - low)), low + 1e-3 * max(1.0, abs(low)))
 
 
 def spans(points: Sequence[tuple[float, float]]) -> dict[int, tuple[float, float]]:

@@ -54,12 +54,12 @@ def state_of(snapshot: Mapping[str, Any]) -> State:
     if stat.startswith("T"):
         return State("suspended", f"process {pid} is stopped by a signal; no heartbeat for {age}", f"kill -CONT {pid}")
     if is_gone and age_s > FRESH_S:  # else it runs in a container, which has process numbers of its own
-        return State("killed", f"process {pid} is gone without a last word; last heartbeat {age} ago", resume)
+        return State("killed", f"process {pid} is gone, and status.json says running; last heartbeat {age} ago", resume)
     if age_s <= limit_s:
         if is_starting:
-            return State("starting", f"no step yet; the first one may compile for minutes; heartbeat {age} ago")
+            return State("starting", f"loading, or compiling the model, which may take minutes; heartbeat {age} ago")
         return State("running", f"{status.get('doing', 'training')}; heartbeat {age} ago")
     if process is None:
         unseen = "ps does not show" if is_here else f"it runs on {status['host']}, and {host} does not see"
         return State("silent", f"no heartbeat for {age}: hung or killed ({unseen} its process)")
-    return State("hung", f"process {pid} exists, but no heartbeat for {age}", f"kill -9 {pid}; {resume}")
+    return State("hung", f"process {pid} exists, but no heartbeat for {age}", f"kill -9 {pid}")

@@ -7,6 +7,7 @@ Nothing needs to be installed there, because the file imports only the standard 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import socket
@@ -41,27 +42,28 @@ def watch(run_folder: str, interval_s: float) -> Iterator[dict]:
     status: dict = {}
     logs = None
     while True:
-        now_s, before = time.time(), status
+        before = status
         known = _parsed(_text(folder / "status.json")).items()
         status = {key: value for key, value in known if value is not None} or before
         if not before:
-            heartbeat_s = _seconds(status.get("updated_at")) or _modified_s(folder / "status.json") or 0.0
+            heartbeat_s = _seconds(status.get("updated_at")) or (folder / "status.json").stat().st_mtime
         elif status != before:
-            heartbeat_s = now_s  # not the date in the file: a shared folder's writer may have a clock that differs
+            heartbeat_s = (
+                time.time()
+            )  # not the date in the file: a shared folder's writer may have a clock that differs
         logdir = find_logs(folder, status)
         if logs is None or logs.folder != logdir:
             logs = RunLogs(logdir)
-        latest = folder / "latest.pt"
-        saved_s, mirrored_s = _modified_s(latest), _seconds(status.get("mirrored_at"))
+        latest = _stat(folder / "latest.pt")
         yield {
             "folder": str(folder),
             "host": socket.gethostname(),
             "status": status,
-            "heartbeat_age_s": max(0.0, now_s - heartbeat_s),
-            "saved_age_s": saved_s and now_s - saved_s,
-            "mirrored_age_s": mirrored_s and now_s - mirrored_s,
+            "heartbeat_age_s": _age_s(heartbeat_s),
+            "saved_age_s": _age_s(latest and latest.st_mtime),
+            "mirrored_age_s": _age_s(_seconds(status.get("mirrored_at"))),
             "process": find_process(status.get("pid")),
-            "checkpoint_bytes": status.get("checkpoint_bytes") or (latest.stat().st_size if latest.exists() else None),
+            "checkpoint_bytes": status.get("checkpoint_bytes") or (latest and latest.st_size),
             "disk_free_bytes": shutil.disk_usage(folder).free,
             **logs.read(),
         }
@@ -112,7 +114,8 @@ class Tail:
 
     def rewind(self) -> bool:
         """Return whether the file is a different one than before or was cut back; lines() then begins at its start."""
-        inode, size = (self.path.stat().st_ino, self.path.stat().st_size) if self.path.exists() else (0, 0)
+        stat = _stat(self.path)
+        inode, size = (stat.st_ino, stat.st_size) if stat else (0, 0)
         is_new = inode != self.inode or size < self.offset
         if is_new:
             self.inode, self.offset = inode, 0
@@ -223,8 +226,16 @@ def _seconds(date: str | None) -> float | None:
         return None
 
 
-def _modified_s(path: Path) -> float | None:
-    return path.stat().st_mtime if path.exists() else None
+def _age_s(then_s: float | None) -> float | None:
+    return None if then_s is None else max(0.0, time.time() - then_s)
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    """Return what the file system knows of a file; None if there is none."""
+    try:
+        return path.stat()
+    except OSError:
+        return None
 
 
 def main() -> None:
