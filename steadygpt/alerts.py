@@ -58,7 +58,7 @@ class Alerts:
 
         Args:
             event: started, resumed, finished, stopped, failed, spike, bad steps, save failed or no disk. Of one event,
-                a message is sent every ten minutes; the next one tells how many were held back.
+                at most one message is sent in ten minutes; the next one says how many were held back.
             facts: further fields of the JSON, such as step.
         """
         with self.changed:
@@ -179,8 +179,8 @@ def check_url(url: str) -> None:
     try:
         parts = urlsplit(url)
         parts.port  # noqa: B018 (checks it)
-    except ValueError as error:
-        raise UserError(f"--alert_url: not a URL ({error}); {expected}") from None
+    except ValueError:  # its text repeats parts of the URL
+        raise UserError(f"--alert_url: not a URL; {expected}") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UserError(f"--alert_url: not the URL of a webhook; found scheme {parts.scheme!r}; {expected}")
     if not (url.isascii() and url.isprintable()) or " " in url:

@@ -266,7 +266,7 @@ def test_facts_that_are_no_json_do_not_end_the_thread(webhook, warnings):
         "ntfy.sh/secret",
         "ftp://ntfy.sh/secret",
         "https:///secret",
-        "https://ntfy.sh:port/secret",
+        "https://ntfy.sh:secret/topic",
         "https://ntfy.sh/sec ret",
         "https://ntfy.sh/secret\n",
         "https://ntfy.sh/sécret",

@@ -249,6 +249,25 @@ def test_after_close_nothing_is_recorded(run):
     assert len(started.records) == count
 
 
+def test_a_disk_that_hangs_does_not_hold_the_end_up(run, monkeypatch):
+    hangs, recovers = threading.Event(), threading.Event()
+
+    def hang(folder):
+        hangs.set()
+        assert recovers.wait(20)
+        return SimpleNamespace(free=0)
+
+    monkeypatch.setattr(system.shutil, "disk_usage", hang)
+    started = run()
+    assert hangs.wait(20)
+    start = time.monotonic()
+    started.metrics.close()
+    assert time.monotonic() - start < 2.0
+    recovers.set()
+    started.metrics.thread.join(20)
+    assert not started.records  # the log is closed by then
+
+
 def test_uuids_of_this_machines_ranks(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda rank: SimpleNamespace(uuid=f"uuid{rank}"))
