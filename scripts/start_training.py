@@ -180,13 +180,16 @@ def command_of(config: TrainConfig, flags: list[str]) -> list[str]:
 
 
 def train_and_watch(command: list[str], folder: Path, console: Path) -> int:
-    """Start training in a session of its own, show the monitor once training has begun, and return the exit status.
+    """Start training in a session of its own, show the monitor after its first step, and return the exit status.
 
     Until then, what training prints is shown here. Leaving with Ctrl-C, or leaving the monitor, leaves training alone.
     """
 
     def heartbeat_ns() -> int:
         return (folder / STATUS).stat().st_mtime_ns if (folder / STATUS).exists() else 0
+
+    def has_begun() -> bool:
+        return heartbeat_ns() != before and read_status(folder).get("doing") != "starting"
 
     def show_output() -> None:
         print(printed.read().decode(errors="replace"), end="", flush=True)
@@ -200,7 +203,7 @@ def train_and_watch(command: list[str], folder: Path, console: Path) -> int:
         )
     with open(console, "rb") as printed, suppress(KeyboardInterrupt):
         printed.seek(start)
-        while training.poll() is None and heartbeat_ns() == before:
+        while training.poll() is None and not has_begun():
             show_output()
             time.sleep(0.2)
         show_output()

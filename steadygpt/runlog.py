@@ -163,6 +163,8 @@ class RunLog:
             self.record(step, line, **measured, memory_gb=memory_gb, epoch=epoch)
         else:
             self.show(line)
+        if self.facts["doing"] == "starting":
+            self.heartbeat_at_s = -math.inf  # the first step is news
         self.note(doing="training", step=step + 1, loss=result.loss if result.finite else None)
         self.note(tokens_per_second=round(speed), step_ms=round(step_s * 1000, 1), mfu=mfu, eta_s=round(left_s))
         self.note(elapsed_s=round(elapsed_s), cost=cost, cost_to_go=self.cost(left_s))
