@@ -29,6 +29,7 @@ cat <<'END'
 == next
   source .venv/bin/activate
   ./start_tensorboard.sh                                              curves at http://localhost:6006
+  ./monitor_training.sh checkpoints/quickstart                        state, curves and speed in the terminal
   ./resume_training.sh --checkpoint_dir checkpoints/quickstart --max_steps 6000      train this model further
   python generate.py best --checkpoint_dir checkpoints/quickstart --prompt "import " --num_seq 3
 
