@@ -102,9 +102,9 @@ def step_of(snapshot: Mapping[str, Any]) -> int:
     return max(step, snapshot["latest"].get("step", 0)) if snapshot["status"].get("status") == "running" else step
 
 
-def bar(share: float, width: int, style: str = "cyan") -> Text:
+def bar(share: float, width: int) -> Text:
     done = round(share * width)
-    return Text.assemble(("━" * done, style), ("─" * (width - done), "dim"))
+    return Text.assemble(("━" * done, "cyan"), ("─" * (width - done), "dim"))
 
 
 def facts(snapshot: Mapping[str, Any], curves: Mapping[str, Curve], state: State) -> list[list[tuple[str, Text]]]:
@@ -165,8 +165,8 @@ def grid(columns: Sequence[Sequence[tuple[str, Text]]], width: int) -> list[Text
     """Return columns of (name, value) as lines."""
     columns = [column for column in columns if column]
     widths = [(max(len(name) for name, _ in column), max(value.cell_len for _, value in column)) for column in columns]
-    gap = max(1, (width - sum(name + 1 + value for name, value in widths)) // max(1, len(columns) - 1))
-    gap = min(gap, 12)
+    room = width - sum(name_width + 1 + value_width for name_width, value_width in widths)
+    gap = min(12, max(1, room // max(1, len(columns) - 1)))
     lines = []
     for row in range(max(map(len, columns), default=0)):
         line = Text()
@@ -223,7 +223,8 @@ def gpu_lines(latest: Mapping[str, Any], width: int) -> list[Text]:
             end.highlight_regex(r"\d+ °C", "yellow")
         name = f"GPU {number} "
         line = lines[number % rows].append("   " if number >= rows else "").append(name, style="dim")
-        line.append(bar((percent or 0) / 100, max(3, cell_width - len(name) - end.cell_len - 1)))
+        bar_width = max(3, cell_width - len(name) - end.cell_len - 1)
+        line.append(Text(" " * bar_width) if percent is None else bar(percent / 100, bar_width))
         line.append(" ").append(end)
     return lines
 
