@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model import GPTConfig
+from steadygpt.alerts import check_url
 from steadygpt.cli import UserError, Word, check_options, kind_of, option, options_of, read_flags
 
 PRESETS = Path(__file__).resolve().parent / "configs"
@@ -37,7 +38,9 @@ class TrainConfig(GPTConfig):
     deterministic: bool = option(False, "bitwise repeatable on CUDA too, slower", "run")
     profile: int = option(0, "steps to record, after 3 others, as a trace for Perfetto and TensorBoard; 0: none", "run",
                           on_resume="launch")
-    dry_run: bool = option(False, "print the plan (sizes, memory, steps, disk) and exit", "run", on_resume="launch")
+    dry_run: str = option("off", "print the plan (sizes, memory, steps, disk, time, cost) and exit; measure: time some "
+                          "micro-steps for it", "run", choices=("off", "plan", "measure"), bare="plan",
+                          spellings={"on": "plan", "True": "plan"}, on_resume="launch")
 
     data_dir: str = option("data/edu_fineweb10B", "folder of token shards", "data")
     tokenizer: str = option("auto", "auto: from the data's manifest, or gpt2 without one", "data", on_resume="never")
@@ -98,6 +101,8 @@ class TrainConfig(GPTConfig):
     hellaswag_file: str = option("", "hellaswag_val.jsonl (default: Rowan/hellaswag from the Hub)", "evaluation")
     sample_freq: int = option(250, "steps between text samples; 0: none", "evaluation")
     sample_prompt: str = option("", "text that samples continue (default: the start of a document)", "evaluation")
+    eval_only: bool = option(False, "print validation loss, HellaSwag and a sample of a checkpoint (--resume; default: "
+                             "latest) or of --init_from, and exit", "evaluation", on_resume="launch")
 
     use_tensorboard: bool = option(False, "write curves, histograms and samples to tensorboard_dir", "logging")
     tensorboard_dir: str = option("runs", "folder of TensorBoard runs", "logging")
@@ -105,6 +110,11 @@ class TrainConfig(GPTConfig):
     log_freq: int = option(1, "steps between log lines", "logging", at_least=1)
     use_wandb: bool = option(False, "log to Weights & Biases too (pip install wandb)", "logging")
     gpu_hour_cost: float = option(0.0, "price of one GPU hour; shows the run's cost so far; 0: no cost", "logging")
+    system_metrics_s: float = option(10.0, "seconds between measurements of GPUs, CPU, memory and disk; 0: none",
+                                     "logging")
+    alert_url: str = option("", "webhook of Slack, Discord or ntfy, or any URL that takes a JSON POST: started, "
+                            "finished, stopped, failed, loss spikes, failed saves", "logging", on_resume="launch",
+                            secret=True)
 
     sharding: str = option("ddp", "ddp: a replica on each rank; fsdp: parameters and optimizer sharded", "distributed",
                            choices=("ddp", "fsdp"))
@@ -121,6 +131,8 @@ class TrainConfig(GPTConfig):
     def __post_init__(self):
         """Raises: OptionError for a value out of bounds."""
         check_options(self)
+        if self.alert_url:
+            check_url(self.alert_url)
         if not self.init_from:
             raise UserError("--init_from is empty; expected scratch, a folder, a checkpoint file or gpt2")
 
@@ -136,9 +148,16 @@ class TrainConfig(GPTConfig):
             raise UserError("--max_steps and --num_epochs are both 0; give one of them")
         if self.skip_spikes and not self.spike_z:
             raise UserError("--skip_spikes needs a --spike_z above 0, which defines a spike")
+        if self.eval_only and not (self.eval_freq or self.hellaswag_freq or self.sample_freq):
+            raise UserError("--eval_only: --eval_freq, --hellaswag_freq and --sample_freq are all 0; set one to 1")
         for name in ("cpu_offload", "shard_size"):
             if getattr(self, name) and self.sharding != "fsdp":
                 raise UserError(f"--{name} needs --sharding fsdp")
+
+    @property
+    def trains(self) -> bool:
+        """Whether this is a run, which writes; a dry run and --eval_only only read."""
+        return self.dry_run == "off" and not self.eval_only
 
     def with_tokens_of_step(self, world_size: int) -> "TrainConfig":
         """Return the configuration of a first start, in which micro_steps, if any, set total_batch_size.
@@ -264,6 +283,8 @@ def parse_args(argv: Sequence[str]) -> tuple[TrainConfig, dict[str, str]]:
         raise UserError("--resume is empty; expected latest, auto, best or a checkpoint file")
     preset = _read_toml(flags["config"]) if "config" in flags else {}
     options = _overridden(preset, flags)
+    if options.get("eval_only") and options.get("init_from", "scratch") == "scratch":
+        options.setdefault("resume", "latest")
     config = TrainConfig(**options)
     if not config.resume:
         config.check_together()

@@ -1,9 +1,11 @@
 """Text from a trained model: KV cache, sampling, and a command.
 
 python generate.py --prompt "Hello, I'm a language model," --num_seq 4
+python generate.py --prompt_file prompt.txt                     # - reads standard input
 python generate.py checkpoints/best_model.pt --prompt "def " --max_tokens 200 --temperature 0.8 --top_k 50
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,6 +117,7 @@ class Options(CheckpointOptions):
     """What generate.py takes."""
 
     prompt: str = option("", "text to continue (default: the start of a document)")
+    prompt_file: str = option("", "continue all of this file, without its last line break; -: standard input")
     num_seq: int = option(1, "number of texts", at_least=1)
     max_tokens: int = option(200, "tokens to add to each", at_least=1)
     temperature: float = option(0.8, "0 takes the most likely token")
@@ -122,19 +125,43 @@ class Options(CheckpointOptions):
     seed: int = option(1337, "the same seed gives the same text")
 
 
+def read_prompt(path: str) -> str:
+    """Return the text of a file, or of standard input if the path is "-", without its last line break.
+
+    Raises: UserError when there is none.
+    """
+    try:
+        text = (sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()).decode()
+    except OSError as error:
+        raise UserError(
+            f"--prompt_file {path}: {error.strerror}; expected a text file, or - for standard input"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"--prompt_file {path}: not UTF-8 at byte {error.start:,}; convert it to UTF-8") from error
+    text = text.removesuffix("\n").removesuffix("\r")
+    if not text:
+        raise UserError(f"--prompt_file {path}: empty; expected text to continue")
+    return text
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    nanogpt = {"max_new_tokens": "--max_tokens", "num_samples": "--num_seq", "start": "--prompt"}
-    options = parse_options(Options, argv, "Sample text from a checkpoint.", nanogpt)
+    nanogpt = {"max_new_tokens": "--max_tokens", "num_samples": "--num_seq"}
+    elsewhere = nanogpt | {"start": "--prompt TEXT or --prompt_file FILE", "file": "--prompt_file"}
+    options = parse_options(Options, argv, "Sample text from a checkpoint.", elsewhere)
+    if options.prompt and options.prompt_file:
+        raise UserError("--prompt and --prompt_file both give the text to continue; give one of them")
+    prompt = read_prompt(options.prompt_file) if options.prompt_file else options.prompt
     with joined(options.device) as ranks:
         _, checkpoint = open_checkpoint(options.checkpoint, Path(options.checkpoint_dir))
         model = load_model(checkpoint).to(ranks.device)
         tokenizer = get_tokenizer(checkpoint["tokenizer"])
+        context, tokens = model.config.context_length, 1 + len(tokenizer.encode_ordinary(prompt))
+        if tokens > context:
+            print(f"warning: the prompt has {tokens:,} tokens; the model sees the last {context:,}", file=sys.stderr)
         generator = torch.Generator(ranks.device).manual_seed(options.seed)
         how = {"temperature": options.temperature, "top_k": options.top_k}
         with autocast(ranks.device, choose_precision(options.precision, ranks.device)):
-            texts = sample_texts(
-                model, tokenizer, options.prompt, options.max_tokens, generator, options.num_seq, **how
-            )
+            texts = sample_texts(model, tokenizer, prompt, options.max_tokens, generator, options.num_seq, **how)
         for number, text in enumerate(texts, start=1):
             if options.num_seq > 1:
                 print(f"--- {number} of {options.num_seq}")

@@ -32,68 +32,29 @@ from generate import sample_texts
 from model import GPT, IGNORED_TARGET
 from steadygpt import checkpoint as checkpoints
 from steadygpt import distributed
-from steadygpt.cli import UserError, run_cli
+from steadygpt.cli import run_cli
 from steadygpt.device import autocast, choose_precision, evaluating, process_age_s, profiled, set_up, use_fp8
-from steadygpt.distributed import Ranks, Stopped, StopSignal
+from steadygpt.distributed import Ranks, Silent, Stopped, StopSignal
 from steadygpt.fit import with_fitting_rows
+from steadygpt.forecast import forecast, measure_step_s
 from steadygpt.mirror import Mirror
 from steadygpt.optim import make_optimizer, skips_on_device, update_unless
 from steadygpt.plan import describe, out_of_memory_explained
-from steadygpt.runlog import duration_text
+from steadygpt.runlog import Printed
 from steadygpt.saves import Saves
+from steadygpt.schedule import Schedule, make_schedule
 from steadygpt.stability import SPIKE_WINDOW, Diverged, Judge, Pending
 from steadygpt.start import Start, find_start, folder_of_resumed_file, open_outputs
 from steadygpt.state import HostCopy, fill, restore_optimizer
+from steadygpt.summary import summarize
 from steadygpt.table import checkpoint_table, mirror_table
 from steadygpt.tokenizer import tokenizer_on_all
+from steadygpt.units import duration_text
 
 SAMPLE_TOKENS = 100
 
 # ---------------------------------------------------------------------------------------------------------------------
 # schedule
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The length of a run, in steps and epochs."""
-
-    rows_per_step: int
-    rows_per_epoch: int
-    steps_per_epoch: int  # 0: an epoch is one pass over the data
-    max_steps: int
-    warmup_steps: int
-
-    def epochs(self, rows: int) -> float:
-        """Convert consumed rows to epochs."""
-        return rows / (self.steps_per_epoch * self.rows_per_step or self.rows_per_epoch)
-
-
-def make_schedule(
-    config: TrainConfig, data: Data, world_size: int, step: int = 0, rows: int = 0, strict_warmup: bool = True
-) -> Schedule:
-    """Return the schedule of a run that is at `step` and has consumed `rows`; the batch size may have changed since.
-
-    Args:
-        strict_warmup: False caps the warm-up at a tenth of the run.
-
-    Raises: UserError when the batch cannot be split, the warm-up does not fit, or the run is already past its end.
-    """
-    config.check_together()
-    config.grad_accum_steps(world_size)
-    config.shards(world_size)
-    rows_per_step = config.total_batch_size // config.context_length
-    max_steps = config.max_steps or config.num_epochs * config.steps_per_epoch
-    if not max_steps:  # enough for the remaining rows
-        max_steps = step + max(0, math.ceil((config.num_epochs * data.train.rows_per_epoch - rows) / rows_per_step))
-    if step > max_steps:
-        raise UserError(f"the checkpoint is at step {step:,}, past the run's {max_steps:,}; give a larger --max_steps")
-    warmup_steps = config.warmup_steps if strict_warmup else min(config.warmup_steps, max_steps // 10)
-    if warmup_steps >= max(1, max_steps):
-        raise UserError(
-            f"--warmup_steps {warmup_steps} is not shorter than the run of {max_steps} steps; "
-            f"try --warmup_steps {max_steps // 10}"
-        )
-    return Schedule(rows_per_step, data.train.rows_per_epoch, config.steps_per_epoch, max_steps, warmup_steps)
 
 
 def learning_rate(config: TrainConfig, step: int, max_steps: int) -> float:
@@ -236,11 +197,12 @@ def evaluate(run: "Run", last: bool) -> None:
     t, state, config, ranks = run.training, run.state, run.training.config, run.training.ranks
 
     def due(freq: int) -> bool:
-        return freq > 0 and state.step > 0 and (last or state.step % freq == 0)
+        return freq > 0 and (last or (state.step > 0 and state.step % freq == 0))
 
     if not any(map(due, (config.eval_freq, config.hellaswag_freq, config.sample_freq))):
         return
     run.read_results()
+    run.log.note(doing="evaluating")
     if due(config.eval_freq) and run.data.val:
         val_loss = validate(t, run.data.val, run.stop)
         best = val_loss < (math.inf if state.best_val_loss is None else state.best_val_loss)  # False for NaN
@@ -310,7 +272,7 @@ class Run:
             self.log.step(result, now_s - self.clock_s, self.elapsed_s(), self.schedule.epochs(rows))
             self.clock_s = now_s
             if warning := result.warning(state.recent_losses):
-                self.log.warn(warning)
+                self.log.warn(warning, event="bad steps" if result.bad else "spike" if result.spike else "")
             state.bad_steps = state.bad_steps + 1 if result.bad else 0
             if result.finite:
                 state.loss = result.loss
@@ -363,83 +325,152 @@ def train(run: Run, step_ended: Callable[[], None]) -> None:
 # main
 
 
+@dataclass(frozen=True)
+class Plan:
+    """A run before it is built."""
+
+    start: Start
+    data: Data
+    schedule: Schedule
+    sketch: GPT  # on the meta device
+    ranks: Ranks
+
+    def describe(self) -> list[str]:
+        config, data = self.start.config, self.data
+        lines = describe(config, data, self.schedule, self.ranks, self.sketch, validation_rows(config, data.val))
+        return [*lines, *self.start.notes]
+
+    def forecast(self, step_s: float | None = None) -> list[str]:
+        config, val_rows = self.start.config, validation_rows(self.start.config, self.data.val)
+        return forecast(config, self.schedule, self.ranks, self.sketch, self.start.step or 0, val_rows, step_s)
+
+
+def make_plan(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, data: Data | None, held: ExitStack) -> Plan:
+    """Find where a run starts and what it will do. `held` keeps its folder locked, and explains a lack of memory.
+
+    Raises: UserError.
+    """
+    start = find_start(config, given, ranks, held, read_weights)
+    if not start.checkpoint:
+        start = replace(start, config=start.config.with_tokens_of_step(ranks.world_size))
+    data = data or ranks.on_each(lambda: open_data(start.config))
+    shape = start.config.shape(start.vocab_size(data))
+    if start.weights:
+        check_fits(start.weights, config.init_from, shape, data.tokenizer)
+    set_up(start.config, ranks.device)
+    with torch.device("meta"):
+        sketch = GPT(shape, initialize=False)
+    config, fitted = with_fitting_rows(start.config, sketch, ranks)
+    start = replace(start, config=config, notes=(*fitted, *start.notes))
+    strict_warmup = start.checkpoint is not None or given.get("warmup_steps") == "flag"
+    schedule = make_schedule(config, data, ranks.world_size, start.step or 0, start.rows_consumed, strict_warmup)
+    start = start.settled(ranks, data.tokenizer, shape.vocab_size, schedule.warmup_steps)
+    held.enter_context(out_of_memory_explained(start.config, sketch, ranks))
+    return Plan(start, data, schedule, sketch, ranks)
+
+
+def build_run(plan: Plan, held: ExitStack) -> Run:
+    """Build what a plan describes; `held` closes the files of a run that trains."""
+    start, data, schedule, ranks, config = plan.start, plan.data, plan.schedule, plan.ranks, plan.start.config
+    state = TrainState(**start.saved(TrainState))
+    log: Any = Printed() if ranks.is_main else Silent()
+    saves: Any = Silent()
+    shards = None
+
+    def capture() -> checkpoints.Captured:  # called once there is a run
+        return checkpoints.capture(run)
+
+    if config.trains:
+        log, saves, shards = open_outputs(start, data, schedule.max_steps, plan.sketch, ranks, held, capture)
+        log.say("\n".join(plan.describe()))
+        state.best_val_loss = saves.best_val_loss(state.best_val_loss)
+    else:  # without the optimizer's state
+        log.say(f"{start.path or config.init_from} at step {state.step:,}:")
+        start = replace(start, checkpoint=None, weights=start.checkpoint or start.weights)
+        state.best_val_loss = -math.inf  # only a run has a best model
+    reads_text = config.sample_freq or config.hellaswag_freq
+    tokenizer = tokenizer_on_all(data.tokenizer, ranks, log) if reads_text else None
+    hellaswag = hellaswag_eval.load(config, tokenizer, ranks, log) if tokenizer and config.hellaswag_freq else []
+    training = build_training(start, data, ranks)
+    saves.stop = stop = StopSignal(ranks, config.max_hours, log.beat)
+    run = Run(training, data, schedule, state, stop, log, saves, shards, tokenizer, hellaswag)
+    return run
+
+
+def measure(training: Training, data: Data) -> float:
+    """Return the seconds of a step of the run, from a few steps with fewer micro-steps."""
+    t, ranks, B, stop = training, training.ranks, training.config.mini_batch_size, StopSignal(training.ranks, 0)
+    with closing(BatchLoader(data.train, B, 0, ranks.rank, ranks.world_size, ranks.device)) as batches:
+
+        def seconds_of(micro_steps: int) -> float:
+            tokens = micro_steps * B * t.config.context_length * ranks.world_size
+            start_s = time.perf_counter()
+            shorter = replace(t, config=replace(t.config, total_batch_size=tokens))
+            train_step(shorter, batches, t.config.min_lr, 0, stop).result()
+            return time.perf_counter() - start_s
+
+        return measure_step_s(seconds_of, t.config.grad_accum_steps(ranks.world_size), ranks)
+
+
 def run_to_end(run: Run) -> int:
     """Train until the run finishes, stops or diverges, save, and report how it ended; return the exit status."""
     t, log, saves = run.training, run.log, run.saves
     trace = Path(t.config.tensorboard_dir, t.config.run_name, f"rank{t.ranks.rank}.pt.trace.json.gz")
     status, reason = "failed", "error, see stderr"
-    log.status("running", step=run.state.step)
+    log.status("running")
+    log.measure_system()
     try:
         try:
             with profiled(t.config.profile, trace, log.say) as step_ended:
                 train(run, step_ended)
-            ended = "finished", ""
+            ending = "finished", ""
         except Stopped as stopped:
-            ended = "stopped", stopped.reason
+            ending = "stopped", stopped.reason
         except Diverged as diverged:
-            ended = "failed", f"{diverged.bad_steps} consecutive steps with a non-finite loss or gradient"
+            ending = "failed", f"{diverged.bad_steps} consecutive steps with a non-finite loss or gradient"
             log.warn(diverged.advice(t.config, t.precision))
         saves.finish(run.state.step)
-        status, reason = ("failed", "the last save failed") if t.ranks.any(saves.failed) else ended
+        status, reason = ("failed", "the last save failed") if t.ranks.any(saves.failed) else ending
     finally:
         saves.close()
-        log.status(status, reason, step=run.state.step)
+        summary = summarize(run) if t.ranks.is_main else []
+        log.status(status, reason, summary, step=run.state.step)
         why = f" ({reason})" if reason else ""
         took = duration_text(run.elapsed_s())
-        log.say(f"{status}{why} after {run.state.step:,} steps and {took}; checkpoints in {t.config.checkpoint_dir}")
+        ended = f"{status}{why} after {run.state.step:,} steps and {took}; checkpoints in {t.config.checkpoint_dir}"
+        log.say("\n".join([ended, *summary]))
     saves.finish_uploads(run.stop)
     return 0 if status != "failed" else 1
 
 
 def launch(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, data: Data | None) -> int:
-    """Plan a run that starts from scratch, weights or a checkpoint, build it and train; return the exit status."""
+    """Train, or do what is asked instead: print the plan, measure a step, evaluate; return the exit status."""
     with ExitStack() as held:
-        start = find_start(config, given, ranks, held, read_weights)
-        if not start.checkpoint:
-            start = replace(start, config=start.config.with_tokens_of_step(ranks.world_size))
-        data = data or ranks.on_each(lambda: open_data(start.config))
-        shape = start.config.shape(start.vocab_size(data))
-        if start.weights:
-            check_fits(start.weights, config.init_from, shape, data.tokenizer)
-        set_up(start.config, ranks.device)
-        with torch.device("meta"):
-            sketch = GPT(shape, initialize=False)
-        config, fitted = with_fitting_rows(start.config, sketch, ranks)
-        start = replace(start, config=config, notes=(*fitted, *start.notes))
-        strict_warmup = start.checkpoint is not None or given.get("warmup_steps") == "flag"
-        schedule = make_schedule(
-            start.config, data, ranks.world_size, start.step or 0, start.rows_consumed, strict_warmup
-        )
-        start = start.settled(ranks, data.tokenizer, shape.vocab_size, schedule.warmup_steps)
-        config = start.config
-        held.enter_context(out_of_memory_explained(config, sketch, ranks))
-        plan = [*describe(config, data, schedule, ranks, sketch, validation_rows(config, data.val)), *start.notes]
-        finished = start.is_finished(schedule.max_steps, ranks)
-        if finished:
-            plan = [f"{config.checkpoint_dir}: this run is finished, at step {start.step}. Try a larger --max_steps."]
-        if finished or config.dry_run:
-            if ranks.is_main:
-                print(*plan, sep="\n")
+        plan = make_plan(config, given, ranks, data, held)
+        start, config, log = plan.start, plan.start.config, Printed() if ranks.is_main else Silent()
+        if not config.eval_only and start.is_finished(plan.schedule.max_steps, ranks):
+            log.say(f"{config.checkpoint_dir}: this run is finished, at step {start.step}. Try a larger --max_steps.")
             return 0
-
+        if config.dry_run == "plan":
+            log.say("\n".join([*plan.describe(), *plan.forecast()]))
+            return 0
         start = start.downloaded(ranks, read_weights)
         if start.weights:
-            check_fits(start.weights, config.init_from, shape, data.tokenizer)
-
-        def capture() -> checkpoints.Captured:  # called once there is a run
-            return checkpoints.capture(run)
-
-        log, saves, shards = open_outputs(start, data, schedule.max_steps, sketch, ranks, held, capture)
-        log.say("\n".join(plan))
-        state = TrainState(**start.saved(TrainState))
-        state.best_val_loss = saves.best_val_loss(state.best_val_loss)
-        reads_text = config.sample_freq or config.hellaswag_freq
-        tokenizer = tokenizer_on_all(data.tokenizer, ranks, log) if reads_text else None
-        hellaswag = hellaswag_eval.load(config, tokenizer, ranks, log) if tokenizer and config.hellaswag_freq else []
-        training = build_training(start, data, ranks)
-        saves.stop = stop = StopSignal(ranks, config.max_hours)
-        run = Run(training, data, schedule, state, stop, log, saves, shards, tokenizer, hellaswag)
-        return run_to_end(run)
+            check_fits(start.weights, config.init_from, plan.sketch.config, plan.data.tokenizer)
+        plan = replace(plan, start=start)
+        if config.dry_run == "measure":
+            log.say("\n".join([*plan.describe(), "measuring the time of a step ..."]))
+            step_s = measure(build_training(start, plan.data, ranks), plan.data)
+            log.say("\n".join(plan.forecast(step_s)))
+            return 0
+        run = build_run(plan, held)
+        if config.trains:
+            return run_to_end(run)
+        try:
+            evaluate(run, last=True)
+        except Stopped:
+            return 130
+        return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:

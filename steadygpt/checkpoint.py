@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from steadygpt.cli import UserError
+from steadygpt.cli import UserError, shown_options
 from steadygpt.distributed import Ranks
 from steadygpt.runlog import git_commit
 
@@ -69,7 +69,7 @@ def capture(run: "Run") -> Captured:
         "elapsed_s": run.elapsed_s(),
         "scaler": t.scaler.state_dict(),
         "model_config": dataclasses.asdict(t.model.config),
-        "train_config": dataclasses.asdict(t.config),
+        "train_config": shown_options(t.config),
         "epoch": run.schedule.epochs(state.rows_consumed),
         "world_size": t.ranks.world_size,
         "data_fingerprint": run.fingerprint,

@@ -51,6 +51,7 @@ def option(
     below: float = math.inf,
     bare: str | None = None,
     positional: bool = False,
+    secret: bool = False,
     on_resume: str = "free",
 ) -> Any:
     """Declare an option as a dataclass field. Its type is the field's: int, float, str, bool or Path, perhaps `| None`.
@@ -62,12 +63,13 @@ def option(
         at_least, above, at_most, below: bounds of numbers.
         bare: the value of the flag without one (`--resume`).
         positional: an argument without a flag; optional if it has a default.
+        secret: kept out of everything that a run writes.
         on_resume: of train.py: "never" changes, changes if asked ("ask": --allow_changes), changes "free"ly, or belongs
             to one "launch", so that the checkpoint's value is ignored.
     """
     bounds = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
     metadata = {"text": text, "group": group, "choices": choices, "bare": bare, "positional": positional, **bounds}
-    names: dict[str, Any] = {"words": words, "aliases": aliases, "spellings": spellings}
+    names: dict[str, Any] = {"words": words, "aliases": aliases, "spellings": spellings, "secret": secret}
     return dataclasses.field(default=default, metadata=metadata | names | {"on_resume": on_resume})
 
 
@@ -88,6 +90,11 @@ class Word(int):
 def options_of(options: Any) -> dict[str, dataclasses.Field]:
     """The options of a dataclass by name; fields without metadata are none."""
     return {f.name: f for f in dataclasses.fields(options) if f.metadata}
+
+
+def shown_options(options: Any) -> dict[str, Any]:
+    """Return the fields that a run may write, by name: all but the secret ones."""
+    return {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if not f.metadata.get("secret")}
 
 
 def check_options(options: Any) -> None:

@@ -2,11 +2,8 @@
 
 import ctypes
 import os
-import re
 import resource
-import shutil
 import sys
-import sysconfig
 import time
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext, suppress
@@ -18,6 +15,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from steadygpt.cli import RankError, UserError
+from steadygpt.host import DEVICES, DRIVER, available_memory_bytes, check_compiler, has_gpu, why_no_cuda
 from steadygpt.workers import usable_cores
 
 if TYPE_CHECKING:
@@ -37,7 +35,6 @@ PEAK_FLOPS = {
     "NVIDIA GeForce RTX 4090": 165e12, "NVIDIA GeForce RTX 3090": 71e12, "Tesla T4": 65e12,
     "NVIDIA GB10": 125e12,  # a quarter of its fp4
 }  # fmt: skip
-DEVICES, DRIVER = Path("/dev"), Path("/proc/driver/nvidia/version")  # on Linux
 
 
 def choose_device(name: str) -> torch.device:
@@ -48,12 +45,11 @@ def choose_device(name: str) -> torch.device:
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if name == "auto":
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")  # the last is Slurm's
-        gpu = torch.cuda.is_available() or (any(DEVICES.glob("nvidia[0-9]*")) and not hidden)
-        name = "cuda" if gpu else "cpu"
+        name = "cuda" if torch.cuda.is_available() or has_gpu(DEVICES) else "cpu"
     if name == "cuda":
         if not torch.cuda.is_available():
-            raise UserError(f"PyTorch cannot use a GPU here: {why_no_cuda()}, or train with --device cpu")
+            reason = why_no_cuda(torch.__version__, torch.version.cuda, DRIVER)
+            raise UserError(f"PyTorch cannot use a GPU here: {reason}, or train with --device cpu")
         if local_rank >= torch.cuda.device_count():
             first = local_rank == torch.cuda.device_count()  # one line is enough
             raise (RankError if first else UserError)(
@@ -64,43 +60,6 @@ def choose_device(name: str) -> torch.device:
     if name not in ("cpu", "mps") or (name == "mps" and not torch.backends.mps.is_available()):
         raise UserError(f"--device {name}: not on this machine; expected auto, cpu, cuda or mps")
     return torch.device(name)
-
-
-def why_no_cuda() -> str:
-    """Return why torch.cuda is not available, and what to install."""
-    if not DRIVER.exists():
-        return "no NVIDIA driver is loaded. Install one"
-    found = re.search(r"(\d+)\.[\d.]+", DRIVER.read_text())
-    driver, series = (found[0], int(found[1])) if found else ("of unknown version", 0)
-    if not (cuda := torch.version.cuda):
-        return f"torch {torch.__version__} is built without CUDA. Install the build for driver {driver} (pytorch.org)"
-    # The oldest driver series for all minor versions, from NVIDIA's table "CUDA Toolkit and Minimum Driver Versions".
-    needed = {"11": 450, "12": 525, "13": 580}.get(cuda.split(".")[0], 0)
-    if series < needed:
-        return (
-            f"found driver {driver}; torch {torch.__version__} for CUDA {cuda} expects {needed} or later. Update the "
-            "driver, install a build of torch for an older CUDA (pytorch.org)"
-        )
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    shown = "" if visible is None else f", CUDA_VISIBLE_DEVICES={visible}"
-    return f"driver {driver} with torch {torch.__version__} for CUDA {cuda}{shown}. See what nvidia-smi reports"
-
-
-def check_compiler(device: torch.device) -> None:
-    """Check that torch.compile finds what it calls, which it would otherwise miss minutes later.
-
-    Raises: UserError.
-    """
-    if device.type == "cuda":
-        compilers = os.environ.get("CC", "").split()[:1] or ["gcc", "clang"]
-    else:
-        compilers = os.environ.get("CXX", "").split()[:1] or ["clang++" if sys.platform == "darwin" else "g++"]
-    advice = "install it, or train without torch.compile, with --compile off"
-    if not any(map(shutil.which, compilers)):
-        raise UserError(f"torch.compile needs a compiler; found no {' or '.join(compilers)}: {advice}")
-    header = Path(sysconfig.get_config_var("INCLUDEPY"), "Python.h")
-    if not header.exists():
-        raise UserError(f"torch.compile needs Python's headers; found no {header} (package python3-dev): {advice}")
 
 
 def device_name(device: torch.device) -> str:
@@ -128,7 +87,7 @@ def set_up(config: "TrainConfig", device: torch.device) -> None:
     """
     precision = choose_precision(config.precision, device)
     if config.compiles(device.type):
-        check_compiler(device)
+        check_compiler(device.type)
     if config.cpu_offload and precision == "fp16" and device.type == "cuda":
         # GradScaler copies the scale to the host without waiting, and reads it there at once (torch 2.13).
         raise UserError("--cpu_offload: PyTorch cannot scale fp16 gradients in host memory; try --precision fp32")
@@ -235,13 +194,7 @@ def memory_bytes(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[1]
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
-    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with suppress(OSError):  # not Linux
-        host = int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]) * 1024
-    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # of a container: cgroup v2, v1
-        with suppress(OSError, ValueError):  # there is no such file, or "max"
-            host = min(host, int(Path("/sys/fs/cgroup", limit).read_text()))
-    return host // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return available_memory_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def process_age_s() -> float:

@@ -144,12 +144,15 @@ class StopSignal:
     """Collects reasons to stop, from signals and --max_hours, until the ranks agree on one.
 
     Several ranks agree in the background, from one check() to the next, so that no rank waits for another.
+
+    Args:
+        alive: is called by each check(), as a sign that the run makes progress.
     """
 
     REASONS = ("", "SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP", "max_hours")
 
-    def __init__(self, ranks: Ranks, max_hours: float):
-        self.ranks = ranks
+    def __init__(self, ranks: Ranks, max_hours: float, alive: Callable[[], object] = lambda: None):
+        self.ranks, self.alive = ranks, alive
         self.deadline = time.monotonic() + max_hours * 3600 if max_hours else math.inf
         self.asked = 0
         self.agreed: Callable[[], int] = lambda: 0
@@ -171,6 +174,7 @@ class StopSignal:
 
         Raises: Stopped, on all ranks together.
         """
+        self.alive()
         if time.monotonic() > self.deadline:
             self._ask(self.REASONS.index("max_hours"))
         if number := self.asked if self.ranks.world_size == 1 else self.agreed():

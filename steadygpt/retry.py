@@ -77,8 +77,7 @@ class Patience:
         pause_s = self.pause_s
         if status_of(cause):
             self.service.answered = True
-            if (asked_s := _headers(cause).get("Retry-After", "")).isdigit():
-                pause_s = max(pause_s, min(float(asked_s), PATIENCE_S))
+            pause_s = max(pause_s, min(asked_pause_s(cause), PATIENCE_S))
         if monotonic() - self.since >= (PATIENCE_S if self.service.answered else FIRST_PATIENCE_S):
             raise NoAnswer(f"{self.what}: no answer ({brief(cause)}); check the network and run this again") from error
         say(f"{self.what}: {brief(cause)}; trying again in {pause_s:.0f} s")
@@ -125,6 +124,12 @@ def status_of(error: BaseException) -> int:
     found = [getattr(response, "status_code", 0), *(getattr(error, key, 0) for key in ("status", "status_code"))]
     found.append(getattr(error, "code", 0) if "HttpError" in kinds(error) else 0)
     return next((int(status) for status in found if status and str(status).isdigit()), 0)
+
+
+def asked_pause_s(error: BaseException) -> float:
+    """Return the seconds after which a server asks for the next request, 0 if it does not ask."""
+    asked_s = _headers(error).get("Retry-After", "")
+    return float(asked_s) if asked_s.isdigit() else 0.0
 
 
 def _headers(error: BaseException) -> Any:

@@ -5,33 +5,39 @@ measured, so the training loss and the validation loss of one step belong to the
 step s drops every record from s on, because it measures them again.
 """
 
-import dataclasses
 import json
 import math
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from steadygpt.cli import UserError, mute
-from steadygpt.device import peak_flops, peak_memory_bytes
+from steadygpt.alerts import Alerts
+from steadygpt.cli import mute, shown_options
+from steadygpt.device import device_name, peak_flops, peak_memory_bytes
 from steadygpt.distributed import Ranks
 from steadygpt.durable import fsync_folder, replace_file
-from steadygpt.stability import StepResult
-from steadygpt.units import duration_text
+from steadygpt.stability import StepResult, Totals
+from steadygpt.system import SystemMetrics, gpu_uuids, missing
+from steadygpt.units import duration_text, timestamp
+from steadygpt.wandb_sink import WandbSink
 
 if TYPE_CHECKING:
     from config import TrainConfig
 
+WANDB = "Weights & Biases"
 LOG, METRICS, STATUS = "log.txt", "metrics.jsonl", "status.json"
 HEARTBEAT_S = 10.0  # between updates of status.json while training
 RUN = "run          "  # begins log.txt, before the run's name
@@ -56,13 +62,14 @@ TAGS = {
 
 
 class RunLog:
-    """Writes what a run measures to every sink.
+    """Writes what a run measures to every sink. Other threads may write too.
 
     Args:
         start_step: where a resumed run starts: records from there on are dropped. None for a new run: the logs of an
             older run are moved aside.
         max_steps: of the run.
         ranks, flops_per_token: for MFU and cost.
+        checkpoint_bytes: of one file, for status.json.
 
     Raises: OSError when it cannot write.
     """
@@ -74,6 +81,7 @@ class RunLog:
         max_steps: int = 0,
         ranks: Ranks | None = None,
         flops_per_token: float = 0.0,
+        checkpoint_bytes: int = 0,
     ):
         logdir = Path(config.logdir)
         logdir.mkdir(parents=True, exist_ok=True)
@@ -88,15 +96,40 @@ class RunLog:
         self.metrics = open(logdir / METRICS, "a", encoding="utf-8")  # noqa: SIM115
         self.config, self.max_steps, self.flops_per_token = config, max_steps, flops_per_token
         self.ranks = ranks or Ranks(torch.device("cpu"))
+        self.lock = threading.RLock()
+        self.totals = Totals()
+        self.resumed = start_step is not None
+        self.facts: dict[str, Any] = {  # of status.json
+            "status": "running",
+            "reason": "",
+            "doing": "starting",
+            "run_name": config.run_name,
+            "step": start_step or 0,
+            "max_steps": max_steps,
+            "tokens_per_step": config.total_batch_size,
+            "ranks": self.ranks.world_size,
+            "device": device_name(self.ranks.device),
+            "started_at": timestamp(),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "logdir": str(logdir.absolute()),
+            "checkpoint_bytes": checkpoint_bytes,
+            "mirror": config.mirror,
+        }
         self.heartbeat_at_s = -math.inf
         self.tensorboard = _open_tensorboard(config, start_step or 0) if config.use_tensorboard else None
-        self.wandb = _open_wandb(config) if config.use_wandb else None
         self.live = sys.stdout.isatty()
         self.live_line = False
         self.second_step: tuple[int, float] | None = None  # of this start, and when it started
         self.failed: set[str] = set()  # sinks that could not be written to, each reported once
         if not self.log.tell():
             self.say(f"{RUN}{config.run_name}")
+        self.alerts = Alerts(config.alert_url, config.run_name, self.warn) if config.alert_url else None
+        self.system: SystemMetrics | None = None
+        self.wandb: WandbSink | None = None
+        if config.use_wandb:
+            self.wandb = WandbSink(config, start_step, max_steps, logdir / LOG, logdir / METRICS, self.warn)
+            self.say(self.wandb.note)
 
     def step(self, result: StepResult, step_s: float, elapsed_s: float, epoch: float) -> None:
         """Log a step every log_freq steps; in between only a terminal shows it.
@@ -113,10 +146,9 @@ class RunLog:
             left_s = left * step_s
         else:
             left_s = left * (now_s - self.second_step[1]) / (step + 1 - self.second_step[0])
+        self.totals.add(result, step_s)
         speed = config.total_batch_size / step_s
-        peak = peak_flops(self.ranks.device)
-        mfu = speed * self.flops_per_token / (peak * self.ranks.world_size) if peak else None
-        cost = elapsed_s / 3600 * self.ranks.world_size * config.gpu_hour_cost if config.gpu_hour_cost else None
+        mfu, cost = self.mfu(speed), self.cost(elapsed_s)
         line = (
             f"step {step:>{len(str(self.max_steps))}}/{self.max_steps} | loss {result.loss:.4f} | lr {result.lr:.2e} | "
             f"grad norm {result.grad_norm:.2f} | {step_s * 1000:,.0f} ms | {speed:,.0f} tok/s | "
@@ -131,35 +163,86 @@ class RunLog:
             self.record(step, line, **measured, memory_gb=memory_gb, epoch=epoch)
         else:
             self.show(line)
-        if now_s - self.heartbeat_at_s >= HEARTBEAT_S:
-            self.heartbeat_at_s = now_s
-            self.status("running", step=step + 1, tokens_per_second=round(speed), durable=False)
+        self.note(doing="training", step=step + 1, loss=result.loss if result.finite else None)
+        self.note(tokens_per_second=round(speed), step_ms=round(step_s * 1000, 1), mfu=mfu, eta_s=round(left_s))
+        self.note(elapsed_s=round(elapsed_s), cost=cost, cost_to_go=self.cost(left_s))
+        self.beat()
+
+    def mfu(self, tokens_per_second: float) -> float | None:
+        """Return the share of the devices' peak FLOP/s that a speed needs (PaLM, Chowdhery et al. 2022, appendix B)."""
+        peak = peak_flops(self.ranks.device)
+        return tokens_per_second * self.flops_per_token / (peak * self.ranks.world_size) if peak else None
+
+    def cost(self, seconds: float) -> float | None:
+        """Return the cost of all GPUs for some time, or None without --gpu_hour_cost."""
+        return seconds / 3600 * self.ranks.world_size * self.config.gpu_hour_cost if self.config.gpu_hour_cost else None
 
     def evaluation(self, step: int, found: str, **scores: float) -> None:
         """Log the result of an evaluation after `step` updates, in words and numbers."""
         self.record(step, f"step {step}/{self.max_steps} | {found}", **scores)
 
-    def status(self, status: str, reason: str = "", durable: bool = True, **measured) -> None:
+    def status(self, status: str, reason: str = "", summary: Sequence[str] = (), **facts) -> None:
         """Write status.json: running, stopped, finished or failed; torchrun's exit status does not tell these apart."""
-        content = {"status": status, "reason": reason, "max_steps": self.max_steps, **measured}
-        content |= {"pid": os.getpid(), "updated_at": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-        text = json.dumps(content, indent=2)
+        self.note(status=status, reason=reason, **facts)
+        if status != "running":
+            self.note(summary=list(summary))
+        self._write_status(durable=True)
+        event = ("resumed" if self.resumed else "started") if status == "running" else status
+        found = f"at step {self.facts['step']:,} of {self.max_steps:,}{f' ({reason})' if reason else ''}"
+        self.alert(event, " | ".join([found, *summary]))
+
+    def note(self, **facts) -> None:
+        """Keep facts for status.json; None removes one."""
+        with self.lock:
+            self.facts = {name: value for name, value in (self.facts | facts).items() if value is not None}
+
+    def beat(self) -> None:
+        """Renew status.json if that is due, as a sign that the training thread makes progress."""
+        if time.monotonic() - self.heartbeat_at_s >= HEARTBEAT_S:
+            self._write_status(durable=False)
+
+    def _write_status(self, durable: bool) -> None:
+        self.heartbeat_at_s = time.monotonic()
+        text = json.dumps(self.facts | {"updated_at": timestamp()}, indent=2)
         with self._surviving(STATUS):
             path = Path(self.config.checkpoint_dir, STATUS)
             replace_file(path, lambda file: file.write(f"{text}\n".encode()), durable)
 
+    def alert(self, event: str, text: str) -> None:
+        """Send an event to --alert_url, if there is one."""
+        if self.alerts:
+            self.alerts.send(event, text, step=self.facts["step"], max_steps=self.max_steps)
+
+    def measure_system(self) -> None:
+        """Record what GPUs and host do, every --system_metrics_s from now on, in a thread of its own."""
+        if not self.config.system_metrics_s:
+            return
+        if lacking := missing(cuda=self.ranks.device.type == "cuda"):
+            self.say(f"system metrics need: pip install {' '.join(lacking)}")
+        folder, gpus = Path(self.config.checkpoint_dir), gpu_uuids(self.ranks.device)
+        self.system = SystemMetrics(self.config.system_metrics_s, folder, gpus, self.record_system, self.warn)
+
+    def record_system(self, metrics: Mapping[str, float]) -> None:
+        """Record the machine's load beside the current step."""
+        with self.lock:
+            self._record(self.facts["step"], metrics, "system/")
+
     def record(self, step: int, line: str, **metrics) -> None:
         """Write a line of text, and numbers to the sinks for numbers."""
-        self.say(line)
+        with self.lock:
+            self.say(line)
+            self._record(step, metrics)
+
+    def _record(self, step: int, metrics: Mapping[str, float | None], group: str = "") -> None:
         measured = {name: value for name, value in metrics.items() if value is not None}
         # JSON has no NaN.
         plain = {name: value if math.isfinite(value) else None for name, value in measured.items()}
-        self._to_file(self.metrics, json.dumps({"step": step, "time": round(time.time(), 3), **plain}))
+        record = {"step": step, "time": round(time.time(), 3), **plain}
+        self._to_file(self.metrics, json.dumps(record))
         with self._writing_tensorboard() as tensorboard:
             for name, value in measured.items() if tensorboard else ():
-                tensorboard.add_scalar(TAGS.get(name, name), value, step)
-        if self.wandb:
-            self.wandb.log({"step": step, **measured})
+                tensorboard.add_scalar(TAGS.get(name, f"{group}{name}"), value, step)
+        self._to_wandb(record)
 
     def say(self, line: str, step: int | None = None) -> None:
         """Write lines of text to the console and to log.txt, there after the step they belong to."""
@@ -174,21 +257,29 @@ class RunLog:
             self._to_console(sys.stdout, line[: width - 1], end="")
             self.live_line = True
 
-    def warn(self, line: str) -> None:
-        """Write a warning to stderr and log.txt."""
+    def warn(self, line: str, event: str = "") -> None:
+        """Write a warning to stderr and log.txt, and send it as an alert if it is an event."""
         self._to_console(sys.stderr, f"warning: {line}")
         self._to_file(self.log, f"warning: {line}")
+        if event:
+            self.alert(event, line)
 
     def _to_console(self, stream: IO[str], text: str, end: str = "\n") -> None:
-        try:
-            print(f"\r\x1b[K{text}" if self.live_line else text, end=end, file=stream, flush=True)
-        except OSError:  # the terminal was closed, or the reader of a pipe has exited; training continues
-            mute(stream)
-        self.live_line = False
+        with self.lock:
+            try:
+                print(f"\r\x1b[K{text}" if self.live_line else text, end=end, file=stream, flush=True)
+            except OSError:  # the terminal was closed, or the reader of a pipe has exited; training continues
+                mute(stream)
+            self.live_line = False
 
     def _to_file(self, file: IO[str], text: str) -> None:
-        with self._surviving(Path(file.name).name):
+        with self.lock, self._surviving(Path(file.name).name):
             print(text, file=file, flush=True)
+
+    def _to_wandb(self, record: dict) -> None:
+        if self.wandb:
+            with self._surviving(WANDB):
+                self.wandb.log(record)
 
     @contextmanager
     def _surviving(self, sink: str):
@@ -218,8 +309,7 @@ class RunLog:
         with self._writing_tensorboard() as tensorboard:
             if tensorboard:
                 tensorboard.add_text("sample", f"```\n{text}\n```", step)
-        if self.wandb:
-            self.wandb.log({"step": step, "sample": text})
+        self._to_wandb({"step": step, "time": time.time(), "sample": text})
 
     def histograms(self, step: int, model: nn.Module) -> None:
         """Log histograms of parameters and gradients to TensorBoard, of at most HISTOGRAM_VALUES values each."""
@@ -246,14 +336,48 @@ class RunLog:
             elif self.config.use_tensorboard:
                 self.tensorboard = _open_tensorboard(self.config)
 
+    def __enter__(self) -> "RunLog":
+        self._write_status(durable=True)  # starting: the model is not built yet
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self.facts["status"] == "running":  # the run has not begun
+            ended = "stopped" if kind is KeyboardInterrupt else "failed"
+            self.status(ended, "before the first step" if ended == "stopped" else "error, see stderr")
+        self.close()
+
     def close(self) -> None:
+        if self.system:
+            self.system.close()
+        if self.alerts:
+            self.alerts.close()
         self.flush()
         for sink in (self.log, self.metrics, self.tensorboard):
             if sink:
                 with self._surviving("the logs"):
                     sink.close()
         if self.wandb:
-            self.wandb.finish()
+            with self._surviving(WANDB):
+                self.wandb.close()
+
+
+class Printed:
+    """In place of a RunLog, for what is no run: prints, and writes no file."""
+
+    def say(self, line: str, step: int | None = None) -> None:
+        print(line, flush=True)
+
+    def warn(self, line: str, event: str = "") -> None:
+        print(f"warning: {line}", file=sys.stderr, flush=True)
+
+    def evaluation(self, step: int, found: str, **scores: float) -> None:
+        print(found, flush=True)
+
+    def text(self, step: int, text: str) -> None:
+        print(f"sample {json.dumps(text, ensure_ascii=False)}", flush=True)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
 
 
 def read_status(folder: Path) -> dict:
@@ -282,30 +406,10 @@ def _open_tensorboard(config: "TrainConfig", start_step: int | None = None):
 
     # purge_step hides what an interrupted run logged after its last checkpoint.
     writer = SummaryWriter(str(Path(config.tensorboard_dir) / config.run_name), purge_step=start_step)
-    options = {name: value for name, value in dataclasses.asdict(config).items() if value != ""}
+    options = {name: value for name, value in shown_options(config).items() if value != ""}
     for summary in hparams(options, {"loss/val": None, "loss/train": None}):
         writer.file_writer.add_summary(summary)  # type: ignore[attr-defined]  # torch's stubs say None
     return writer
-
-
-def _open_wandb(config: "TrainConfig"):
-    try:
-        import wandb
-    except ImportError:
-        raise UserError("--use_wandb: wandb is not installed; pip install wandb") from None
-    name = config.run_name
-    try:
-        run = wandb.init(project="steadygpt", name=name, id=name, resume="allow", config=dataclasses.asdict(config))
-    except Exception as error:  # wandb raises its own errors for logins, networks and names
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise UserError(
-            f"--use_wandb: wandb did not start ({reason}). Log in with 'wandb login', set WANDB_MODE=offline, or drop "
-            "the flag"
-        ) from error
-    # W&B's own step only grows, so it would ignore what is measured again after a resume: ours is the x axis.
-    run.define_metric("step")
-    run.define_metric("*", step_metric="step")
-    return run
 
 
 def _run_of(logdir: Path) -> str | None:

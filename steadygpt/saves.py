@@ -29,13 +29,14 @@ from steadygpt.checkpoint import (
 from steadygpt.cli import UserError
 from steadygpt.distributed import Ranks, StopSignal
 from steadygpt.durable import fsync_folder, link_file, replace_file, write_temporary
-from steadygpt.runlog import duration_text
+from steadygpt.units import duration_text
 from steadygpt.uploads import Uploads
 
 if TYPE_CHECKING:
     from config import TrainConfig
 
 PAUSE_SHARE = 0.01  # of the time, at most, that saves by the clock may pause training
+EVENTS = {"not saved": "save failed", "low disk": "no disk"}  # alerts by the outcome of a save
 
 
 class Saves:
@@ -63,6 +64,7 @@ class Saves:
         self.saved_step, self.saved_at_s = step, time.monotonic()
         self.longest_pause_s: float | None = None  # but for the first, which also allocates the host memory
         self.failed = False  # the newest save
+        self.count, self.paused_s = 0, 0.0  # of this start
         self.stop: StopSignal | None = None  # once training has begun
 
     def save_if_due(self, step: int, ended_epoch: int | None, last: bool, read_results: Callable[[], None]) -> None:
@@ -132,9 +134,10 @@ class Saves:
     def report(self) -> None:
         """Report the saves that ended in the background since the last call."""
         for outcome, text in self.writer.take_reports() or ():
-            self.log.say(text) if outcome in ("saved", "done") else self.log.warn(text)
+            self.log.say(text) if outcome in ("saved", "done") else self.log.warn(text, event=EVENTS.get(outcome, ""))
             if outcome in ("saved", "not saved"):
                 self.failed = outcome == "not saved"
+        self.log.note(**self.writer.mirrored() or {})
 
     def interval_s(self) -> float:
         """Return the seconds between saves by the clock: longer where the pause of a save is more than 1 % of them."""
@@ -155,6 +158,7 @@ class Saves:
             self._wait_for_uploads(lambda: self.stop is not None and bool(self.stop.asked))
         self.saved_step, self.saved_at_s = step, time.monotonic()
         pause_s = self.saved_at_s - start_s
+        self.count, self.paused_s = self.count + 1, self.paused_s + pause_s
         self.longest_pause_s = 0.0 if self.longest_pause_s is None else max(self.longest_pause_s, pause_s)
         if self.config.checkpoint_minutes and self.interval_s() > interval_s:
             self.log.say(
@@ -200,6 +204,7 @@ class CheckpointWriter:
         self.folder, self.keep = folder, keep
         self.latest_is_intact = resumed_from is not None  # a corrupt file never becomes the backup
         self.latest = latest or {"step": None}  # summary() of latest.pt
+        self.room: int | None = None  # checkpoints that fit on the disk, if hardly any
         self.uploads: Uploads | None = None
         self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self.in_flight: Future | None = None
@@ -244,7 +249,10 @@ class CheckpointWriter:
             self.in_flight.result()
 
     def take_reports(self) -> Iterator[tuple[str, str]]:
-        """Yield (outcome, text) of what ended since the last call; outcomes are saved, not saved, done and failed."""
+        """Yield (outcome, text) of what ended since the last call.
+
+        Outcomes are saved, not saved and low disk, and of everything else done and failed.
+        """
         while not self.reports.empty():
             yield self.reports.get()
 
@@ -266,6 +274,10 @@ class CheckpointWriter:
         """Return what is left to upload."""
         return self.uploads.left() if self.uploads else []
 
+    def mirrored(self) -> dict[str, Any]:
+        """Return what status.json says of the mirror."""
+        return self.uploads.newest if self.uploads else {}
+
     def _save(self, captured: Captured, tiers: list[str]) -> None:
         checkpoint, start_s = captured.content, time.monotonic()
         step, names = checkpoint["step"], [LATEST, *tiers]
@@ -281,8 +293,18 @@ class CheckpointWriter:
             return
         took_s = time.monotonic() - start_s
         self.reports.put(("saved", f"saved step {step} as {', '.join(names)} ({size / 1e6:,.1f} MB in {took_s:.1f} s)"))
+        self._check_room(size)
         if self.uploads and (tiers or self.uploads.is_due()):
             self._upload(names)
+
+    def _check_room(self, size: int) -> None:
+        """Report when the disk has room for fewer than two more checkpoints, before a save fails."""
+        free = shutil.disk_usage(self.folder).free
+        room = free // size if free < 2 * size else None
+        if room is not None and room != self.room:
+            text = f"{self.folder}: {free:,} bytes are free, room for {room} more checkpoint{'s' * (room != 1)}"
+            self.reports.put(("low disk", f"{text}; free some space, or saves will fail"))
+        self.room = room
 
     def _write(self, checkpoint: dict, tiers: list[str]) -> None:
         latest = self.folder / LATEST

@@ -119,6 +119,30 @@ class StepResult:
         return f"step {self.step}: {found}" + ("" if self.updated else "; its update was skipped")
 
 
+@dataclass
+class Totals:
+    """Sums over the steps of this start."""
+
+    steps: int = 0
+    seconds: float = 0.0  # without evaluations
+    first_s: float = 0.0  # of that, the first step, which compiles
+    not_finite: int = 0  # skipped because of the loss or a gradient
+    spikes: int = 0
+    skipped: int = 0  # updates, for any reason
+
+    def add(self, result: StepResult, step_s: float) -> None:
+        self.first_s = self.first_s if self.steps else step_s
+        self.steps += 1
+        self.seconds += step_s
+        self.not_finite += not result.finite
+        self.spikes += result.spike
+        self.skipped += not result.updated
+
+    def steps_per_second(self) -> float | None:
+        """Return the speed without the first step; None before the second."""
+        return (self.steps - 1) / (self.seconds - self.first_s) if self.steps > 1 else None
+
+
 class Diverged(Exception):
     """Too many consecutive bad steps; the run is back at the step before them, on all ranks together."""
 

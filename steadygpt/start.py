@@ -5,7 +5,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,13 +139,13 @@ def find_start(
     folder = Path(config.checkpoint_dir)
     if config.resume:
         check_resume(config, ranks)
-    if not config.dry_run:
+    if config.trains:
         advice = "wait for it to end, or give this run another --checkpoint_dir"
         ranks.on_main(lambda: held.enter_context(lock_folder(folder, advice)))
     restored, path, skipped, checkpoint = (
         read_on_main(config, given, ranks) if config.resume else (False, None, [], None)
     )
-    if path or not config.dry_run:
+    if path or config.trains:
         ranks.on_main(lambda: check_folder(folder, path))
     notes = tuple(f"skipped {line}" for line in skipped)
     if checkpoint:
@@ -191,12 +191,12 @@ def find_newest(config: "TrainConfig", given: Mapping[str, str]) -> tuple[bool, 
     url = config.mirror
     if checkpoint and "mirror" not in given:
         url = checkpoint["train_config"].get("mirror", "")
-    if not url or config.resume not in ("latest", "auto", "best") or (config.dry_run and path):
+    if not url or config.resume not in ("latest", "auto", "best") or (path and not config.trains):
         if problem:
             raise problem
         return False, path, skipped, checkpoint
-    if config.dry_run:
-        raise UserError(f"{folder} has no intact checkpoint, and a dry run downloads none from {url}; drop --dry_run")
+    if not config.trains:
+        raise UserError(f"{folder} has no intact checkpoint, and only a run downloads one from {url}")
     mirror = Mirror(url)
     try:
         owner = mirror.patiently(mirror.run_name)
@@ -280,7 +280,8 @@ def open_outputs(
     step, flops = start.step, model.flops_per_token()
     # The writer comes first: it makes the checkpoint to resume from latest.pt; then the log drops what came after it.
     writer = ranks.on_main(lambda: open_writer(start))
-    log = ranks.on_main(lambda: held.enter_context(closing(RunLog(config, step, max_steps, ranks, flops))))
+    saved_bytes = 12 * model.num_parameters()
+    log = ranks.on_main(lambda: held.enter_context(RunLog(config, step, max_steps, ranks, flops, saved_bytes)))
     evaluations = ranks.broadcast(ranks.on_main(lambda: known_evaluations(folder, step or 0, log)))
     saves = Saves(config, ranks, capture, log or Silent(), writer or Silent(), step, evaluations)
     return log or Silent(), saves, found

@@ -1,4 +1,6 @@
-"""Durations in words; imports nothing, so that the monitor starts at once."""
+"""Times and durations in words; imports no PyTorch, so that the monitor starts at once."""
+
+import time
 
 
 def duration_text(seconds: float) -> str:
@@ -11,3 +13,8 @@ def duration_text(seconds: float) -> str:
     if s < 86400:
         return f"{s // 3600} h {s % 3600 // 60:02d} min"
     return f"{s // 86400} d {s % 86400 // 3600:02d} h"
+
+
+def timestamp() -> str:
+    """Return the present time as 2026-11-22T09:40:21+0000."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")

@@ -11,6 +11,7 @@ from typing import Any
 from steadygpt.cli import UserError
 from steadygpt.durable import link_file
 from steadygpt.mirror import Mirror, Pointer
+from steadygpt.units import timestamp
 
 WAITING = 2  # uploads behind the current one; each keeps a checkpoint on the disk
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # between attempts
@@ -56,6 +57,7 @@ class Uploads:
         self.changed = threading.Condition()
         self.progress_at_s = time.monotonic()
         self.is_refused = False
+        self.newest: dict[str, Any] = {}  # checkpoint in the mirror, for status.json
         threading.Thread(target=self._work, name="uploads", daemon=True).start()
 
     def is_due(self) -> bool:
@@ -154,6 +156,7 @@ class Uploads:
                         self._discard(upload)
                         self.current = None
         if upload.pointer and not self.is_refused:
+            self.newest = {"mirrored_step": upload.pointer.step, "mirrored_at": timestamp()}
             cost = f"{upload.pointer.size / 1e6:,.1f} MB in {time.monotonic() - start_s:.1f} s"
             self.report("done", f"uploaded {upload} as {', '.join(names)} to {url} ({cost if is_new else 'was there'})")
 

@@ -19,6 +19,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # set before torch reads it: threads only s
 # Set before huggingface_hub reads them.
 os.environ |= {"HF_ENDPOINT": HUB.address, "HF_HOME": HUB_CACHE.name, "HF_HUB_DISABLE_XET": "1"}
 os.environ.pop("HF_HUB_OFFLINE", None)
+os.environ["WANDB_MODE"] = "offline"
 os.environ.pop("HF_TOKEN", None)
 
 import numpy as np

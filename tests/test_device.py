@@ -14,7 +14,7 @@ from config import TrainConfig
 from generate import generate
 from hellaswag_eval import Tree, ending_losses
 from model import GPT, GPTConfig
-from steadygpt import device
+from steadygpt import device, host
 from steadygpt.cli import RankError, UserError
 from steadygpt.device import autocast, choose_precision, evaluating, memory_bytes
 from steadygpt.distributed import Ranks
@@ -161,17 +161,17 @@ def test_a_hidden_gpu_is_not_used(gpu, monkeypatch):
 def test_a_missing_compiler_or_header_is_an_error_before_training(tmp_path, monkeypatch):
     for variable in ("CC", "CXX"):
         monkeypatch.delenv(variable, raising=False)
-    device.check_compiler(torch.device("cpu"))
-    device.check_compiler(torch.device("cuda"))
-    monkeypatch.setattr(device.sysconfig, "get_config_var", lambda _: str(tmp_path))
+    host.check_compiler("cpu")
+    host.check_compiler("cuda")
+    monkeypatch.setattr(host.sysconfig, "get_config_var", lambda _: str(tmp_path))
     with pytest.raises(UserError, match=rf"found no {tmp_path}/Python.h .*--compile off"):
-        device.check_compiler(torch.device("cuda"))
+        host.check_compiler("cuda")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="found no gcc or clang: install it, or train without"):
-        device.check_compiler(torch.device("cuda"))
+        host.check_compiler("cuda")
     monkeypatch.setenv("CXX", "ccache g++")
     with pytest.raises(UserError, match="found no ccache"):
-        device.check_compiler(torch.device("cpu"))
+        host.check_compiler("cpu")
 
 
 def test_generation_and_hellaswag_avoid_attention_that_plans_each_length(monkeypatch):
@@ -190,8 +190,8 @@ def test_generation_and_hellaswag_avoid_attention_that_plans_each_length(monkeyp
 
 def test_memory_of_the_host_is_what_is_available_within_the_containers_limit(tmp_path, monkeypatch):
     (tmp_path / "meminfo").write_text("MemTotal: 32 kB\nMemFree: 1 kB\nMemAvailable:   16 kB\n")
-    files = {("/proc/meminfo",): tmp_path / "meminfo", ("/sys/fs/cgroup", "memory.max"): tmp_path / "memory.max"}
-    monkeypatch.setattr(device, "Path", lambda *parts: files.get(parts, tmp_path / "none"))
+    monkeypatch.setattr(host, "Path", {"/proc/meminfo": tmp_path / "meminfo"}.get)
+    monkeypatch.setattr(host, "CGROUP", tmp_path)
     cpu = torch.device("cpu")
     for limit, expected in (("max\n", 16384), ("9000\n", 9000), ("99999\n", 16384)):
         (tmp_path / "memory.max").write_text(limit)

@@ -1,6 +1,7 @@
 """KV cache, sampling, loading a model, and the command generate.py."""
 
 import dataclasses
+import io
 import math
 import sys
 
@@ -172,6 +173,43 @@ def test_each_text_starts_with_the_prompt(texts):
     assert len(set(part.split("\n", 1)[1] for part in parts)) == 3
 
 
+@pytest.mark.parametrize("end", ["", "\n", "\r\n"])
+def test_prompt_file_is_one_prompt_without_its_last_line_break(texts, folder, end):
+    (folder / "prompt.txt").write_bytes(f"two\nlines{end}".encode())
+    assert texts("--prompt_file", str(folder / "prompt.txt")) == texts("--prompt", "two\nlines")
+
+
+def test_prompt_file_of_a_dash_is_standard_input(texts, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\n\n")))
+    assert texts("--prompt_file", "-") == texts("--prompt", "a\n")
+
+
+@pytest.mark.parametrize(("data", "words"), [
+    (None, "No such file or directory; expected a text file"), (b"", "empty"), (b"\n", "empty"),
+    (b"na\xefve", "not UTF-8 at byte 2"),
+])  # fmt: skip
+def test_unusable_prompt_file_is_one_line(folder, data, words):
+    path = folder / "prompt.txt"
+    if data is not None:
+        path.write_bytes(data)
+    with pytest.raises(UserError) as raised:
+        main(["--checkpoint_dir", str(folder), "--prompt_file", str(path)])
+    assert str(raised.value).startswith(f"--prompt_file {path}: {words}")
+    assert "\n" not in str(raised.value)
+
+
+def test_prompt_longer_than_the_context_is_a_warning(outputs):
+    assert outputs("--prompt", 31 * "a").err == ""
+    out, err = outputs("--prompt", 32 * "a")
+    assert out.startswith(32 * "a")
+    assert err == "warning: the prompt has 33 tokens; the model sees the last 32\n"
+
+
+def test_prompt_and_prompt_file_exclude_each_other():
+    with pytest.raises(UserError, match="give one of them"):
+        main(["--prompt", "a", "--prompt_file", "b"])
+
+
 def test_same_seed_gives_the_same_text(texts):
     assert texts("--seed", "1") == texts("--seed", "1") != texts("--seed", "2")
 
@@ -227,3 +265,5 @@ def test_invalid_option_is_one_line(folder, capsys, flag, words):
 def test_nanogpts_names_of_flags_are_known():
     with pytest.raises(UserError, match="unknown argument '--max_new_tokens'; here it is --max_tokens"):
         main(["--max_new_tokens", "3"])
+    with pytest.raises(UserError, match="here it is --prompt TEXT or --prompt_file FILE"):
+        main(["--start=FILE:a.txt"])

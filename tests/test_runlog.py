@@ -1,19 +1,18 @@
-"""The run log: log.txt, metrics.jsonl, TensorBoard, wandb and status.json."""
+"""The run log: log.txt, metrics.jsonl, TensorBoard and status.json."""
 
 import dataclasses
 import errno
 import json
+import math
 import os
 import re
-import sys
+import threading
 import time
-import types
 
 import pytest
 import torch
 
 from config import TrainConfig
-from steadygpt.cli import UserError
 from steadygpt.distributed import Ranks
 from steadygpt.runlog import RunLog, read_status
 from steadygpt.stability import StepResult
@@ -145,50 +144,6 @@ def test_tensorboard_curves_have_no_duplicate_steps_after_a_resume(tmp_path):
     assert any("sample" in tag for tag in tags["tensors"])
 
 
-class FakeWandb:
-    """A fake of the module wandb that records its calls."""
-
-    def __init__(self):
-        self.calls, self.metrics = [], {}
-
-    def init(self, **options):
-        self.calls.append(options["name"])
-        return self
-
-    def define_metric(self, name, step_metric=None):
-        self.metrics[name] = step_metric
-
-    def log(self, values):
-        self.calls.append(values)
-
-    def finish(self):
-        self.calls.append("finished")
-
-
-def test_wandb_shows_repeated_steps_after_a_resume(tmp_path, monkeypatch):
-    wandb = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    for start_step, steps in ((None, [4, 5]), (5, [5])):
-        log = RunLog(config(tmp_path, use_wandb=True), start_step)
-        write(log, steps)
-        log.close()
-    assert wandb.metrics == {"step": None, "*": "step"}  # the x axis is our step, which may decrease
-    values = [{"step": step, "loss": 1.0} for step in (4, 5, 5)]
-    assert wandb.calls == ["tiny", *values[:2], "finished", "tiny", values[2], "finished"]
-
-
-def test_wandb_that_fails_to_start_is_a_user_error(tmp_path, monkeypatch):
-    def fail(**_):
-        raise RuntimeError("api_key not configured (no-tty)\nTraceback of wandb")
-
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=fail))
-    with pytest.raises(UserError) as raised:
-        RunLog(config(tmp_path, use_wandb=True), None)
-    assert str(raised.value).startswith("--use_wandb: wandb did not start (RuntimeError: api_key not configured")
-    assert "WANDB_MODE=offline" in str(raised.value)
-    assert "\n" not in str(raised.value)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # steps and status
 
@@ -227,6 +182,62 @@ def test_status_json_is_updated_regularly(log, tmp_path, monkeypatch):
     assert time.strptime(status["updated_at"], "%Y-%m-%dT%H:%M:%S%z")
     log.status("finished", step=10)
     assert read_status(tmp_path)["status"] == "finished"
+
+
+def test_status_json_says_what_a_monitor_needs(log, tmp_path):
+    log.status("running")
+    started = read_status(tmp_path)
+    assert (started["doing"], started["step"], started["pid"]) == ("starting", 0, os.getpid())
+    assert (started["ranks"], started["tokens_per_step"], started["run_name"]) == (4, 1000, "tiny")
+    assert started["logdir"] == str(tmp_path / "logs")
+    log.heartbeat_at_s = -math.inf
+    log.step(result(3), step_s=0.5, elapsed_s=1800.0, epoch=0.25)
+    status = read_status(tmp_path)
+    assert (status["doing"], status["step"], status["step_ms"], status["eta_s"]) == ("training", 4, 500, 3)
+    assert status["cost"] == pytest.approx(6.0)
+    assert status["cost_to_go"] == pytest.approx(3 / 3600 * 4 * 3)
+    assert "mfu" not in status  # unknown on a CPU
+    log.status("finished", summary=["time  1 s"], step=10)
+    assert (read_status(tmp_path)["step"], read_status(tmp_path)["summary"]) == (10, ["time  1 s"])
+
+
+def test_heartbeat_renews_status_json_at_most_every_ten_seconds(log, tmp_path, monkeypatch):
+    now_s = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    log.status("running")
+    written = []
+    for seconds in (5, 4, 1, 9, 1):
+        now_s[0] += seconds
+        log.note(seconds=now_s[0])
+        log.beat()
+        written.append(read_status(tmp_path).get("seconds"))
+    assert written == [None, None, 110.0, 110.0, 120.0]
+
+
+@pytest.mark.parametrize(("error", "status"), [(RuntimeError, "failed"), (KeyboardInterrupt, "stopped")])
+def test_run_that_ends_before_its_first_step_does_not_stay_running(tmp_path, error, status):
+    with pytest.raises(error), RunLog(config(tmp_path, checkpoint_dir=str(tmp_path)), None):
+        assert read_status(tmp_path)["doing"] == "starting"
+        raise error
+    assert read_status(tmp_path)["status"] == status
+
+
+def test_records_of_other_threads_are_whole_lines_of_the_current_step(log, tmp_path):
+    log.note(step=7)
+
+    def record(metrics: dict) -> None:
+        for _ in range(200):
+            log.record_system(metrics)
+
+    threads = [threading.Thread(target=record, args=({"cpu_percent": float(n)},)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    write(log, range(200))
+    for thread in threads:
+        thread.join()
+    found = records(tmp_path)
+    assert len(found) == 5 * 200
+    assert {record["step"] for record in found if "cpu_percent" in record} == {7}
 
 
 def test_full_disk_while_writing_status_json_is_a_warning(log, monkeypatch, capsys):

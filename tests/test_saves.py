@@ -23,13 +23,17 @@ from steadygpt.table import checkpoint_table
 
 class Log:
     def __init__(self):
-        self.said, self.warned = [], []
+        self.said, self.warned, self.events = [], [], []
 
     def say(self, line):
         self.said.append(line)
 
-    def warn(self, line):
+    def warn(self, line, event=""):
         self.warned.append(line)
+        self.events.append(event)
+
+    def note(self, **facts):
+        pass
 
     def flush(self):
         pass
@@ -285,6 +289,27 @@ def test_rolling_checkpoints_are_deleted_by_age_not_by_step(writer, tmp_path):
     assert [file.name for file in checkpoint_files(tmp_path)[2:]] == [
         "rolling_step_000012.pt", "rolling_step_000011.pt", "rolling_step_000030.pt",
     ]  # fmt: skip
+
+
+def test_nearly_full_disk_is_an_alert_before_a_save_fails(run, monkeypatch):
+    free = iter([10**9, 0.0, 0.5, 1.5, 10**9, 0.9])  # in checkpoints
+    usage = lambda folder: SimpleNamespace(free=int(next(free) * (run.folder / "latest.pt").stat().st_size))  # noqa: E731
+    monkeypatch.setattr(saves.shutil, "disk_usage", usage)
+    for step in range(10, 70, 10):
+        run.at(step)
+    run.saves.report()
+    rooms = [re.search(r"room for (\d) more checkpoint", line)[1] for line in run.log.warned]
+    assert (rooms, run.log.events) == (["0", "1", "0"], ["no disk"] * 3)
+
+
+def test_failed_save_is_an_alert(run, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    run.at(10)
+    run.saves.report()
+    assert run.log.events == ["save failed"]
 
 
 def test_full_disk_is_reported_and_old_files_stay(writer, tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ def test_resume_takes_unset_options_from_the_checkpoint():
     config, changes = resume_config(saved, config, given_options)
     assert (config.embd_size, config.max_lr, config.min_lr, config.resume) == (96, 5e-4, 1e-5, "latest")
     assert config.checkpoint_dir == "checkpoints"  # launch options are not taken from the checkpoint
-    assert not config.dry_run
+    assert config.dry_run == "off"
     assert changes == ["min_lr: 0.0001 -> 1e-05"]
 
 

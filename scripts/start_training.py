@@ -1,0 +1,265 @@
+#!/usr/bin/env python
+"""Ask what to train on what, print the command and its plan, run it in the background, and show the monitor.
+
+Enter accepts the answer in brackets, and flags of train.py answer their own question. Leaving the monitor leaves
+training alone. NPROC=2 sets the number of processes.
+"""
+
+import argparse
+import io
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from config import PRESETS, TrainConfig, parse_args
+from steadygpt.checkpoint import checkpoint_files
+from steadygpt.cli import UserError, run_cli
+from steadygpt.durable import lock_folder
+from steadygpt.runlog import METRICS, STATUS, read_status
+from steadygpt.shards import MANIFEST, find_shards, read_manifest
+
+REPO = Path(__file__).resolve().parent.parent
+MONITOR = REPO / "scripts/monitor_training.py"
+GPUS = int(os.environ.get("GPUS", "0"))  # that scripts/nproc.sh has found
+
+
+def ask(question: str, default: str, accepted: Collection[str] = (), expected: str = "") -> str:
+    """Ask until the answer is one of those accepted, by default any."""
+    while True:
+        answer = input(f"{question} [{default}]: ").strip() or default
+        if not sys.stdin.isatty():
+            print(answer)
+        if answer in accepted or not accepted:
+            return answer
+        print(f"  found {answer!r}; expected {expected or ' or '.join(accepted)}")
+
+
+def confirm(question: str) -> bool:
+    return ask(question, "Y", ("Y", "y", "yes", "N", "n", "no"), "y or n").startswith(("Y", "y"))
+
+
+def shown(path: str | Path) -> str:
+    """Return a path as short as the working directory allows."""
+    return os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else str(path)
+
+
+def choose(title: str, choices: Mapping[str, str], default: str) -> str:
+    """Ask for one of `choices`, name -> description, by number or name."""
+    numbers = {str(number): name for number, name in enumerate(choices, 1)}
+    print(f"\n{title}")
+    for number, name in numbers.items():
+        print(f"  {number:>2}  {name:<{max(map(len, choices))}}  {choices[name]}")
+    expected = f"a number from 1 to {len(choices)}, or a name"
+    answer = ask("number or name", default, {*numbers, *choices}, expected)
+    return numbers.get(answer, answer)
+
+
+def unfinished_runs(folders: Collection[Path]) -> dict[str, str]:
+    """Return the folders of runs that can be resumed, the last one that saved first, and how far each is."""
+    found = []
+    for folder in folders:
+        status, files = read_status(folder), checkpoint_files(folder)
+        if not files or status.get("status") == "finished":
+            continue
+        try:
+            lock_folder(folder, f"watch it with ./monitor_training.sh {folder}").close()
+        except UserError as error:
+            print(error)
+            continue
+        step = f"step {status['step']:,} of {status.get('max_steps', 0):,}, " if "step" in status else ""
+        ended = status.get("status", "no status.json").replace("running", "killed")
+        saved_s = max(file.stat().st_mtime for file in files)
+        saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(saved_s))
+        found.append((saved_s, str(folder), f"{step}{ended}, last save {saved}"))
+    return {folder: about for _, folder, about in sorted(found, reverse=True)}
+
+
+def presets() -> dict[str, str]:
+    """Return the presets, the smallest first, with their size and what their first comment says."""
+    found = []
+    for path in PRESETS.glob("*.toml"):
+        first, *comment = (line[2:] for line in path.read_text().splitlines() if line.startswith("# "))
+        parameters = next(line for line in comment if " parameters;" in line).partition(" parameters;")[0]
+        context, purpose = parse_args(["--config", path.stem])[0].context_length, re.split(r"[.:](?: |$)", first)[0]
+        millions = float(parameters.removesuffix(" M").replace(",", ""))
+        found.append((millions, path.stem, f"{parameters:>9}, context {context:>6,}  {purpose}"))
+    return {name: about for _, name, about in sorted(found)}
+
+
+def prepared_data(root: Path) -> dict[str, str]:
+    """Return the folders of prepared data at and in `root`, with their tokens."""
+    found = {}
+    for folder in (root, *sorted(root.glob("*/"))):
+        try:
+            manifest = read_manifest(folder)
+            tokens = sum(shard.num_tokens for shard in find_shards(folder, "train", manifest))
+            found[str(folder)] = f"{tokens:,} training tokens ({manifest['tokenizer'] if manifest else 'no manifest'})"
+        except UserError as error:
+            if (folder / MANIFEST).exists():
+                print(f"skipped {error}")
+    return found
+
+
+def other_run(folder: str) -> str:
+    """Return the folder, of those that a run with these checkpoints writes to, that holds another run; or ""."""
+    logdir = Path("logs", Path(folder).name)
+    return folder if checkpoint_files(Path(folder)) else str(logdir) if (logdir / METRICS).exists() else ""
+
+
+def flags_of_run(flags: list[str]) -> list[str]:
+    """Return the flags of the run to resume or to start; those that are given come last."""
+    config, given = parse_args(flags)
+    by_flag = {name for name, source in given.items() if source == "flag"}
+    if "resume" in by_flag:
+        return flags
+    root = Path("checkpoints")
+    runs = unfinished_runs([Path(config.checkpoint_dir)] if "checkpoint_dir" in by_flag else [root, *root.glob("*/")])
+    if runs:
+        run = choose("Resume an unfinished run, or start a new one?", runs | {"new": "a new run"}, next(iter(runs)))
+        if run != "new":
+            return ["--resume", "latest", *([] if "checkpoint_dir" in by_flag else ["--checkpoint_dir", run]), *flags]
+    return flags_of_new_run(flags, by_flag)
+
+
+def flags_of_new_run(flags: list[str], by_flag: set[str]) -> list[str]:
+    answers = []
+    if not by_flag & {"config", "init_from"}:
+        answers += ["--config", choose("Which model?", presets(), "gpt2" if GPUS else "quickstart")]
+    config, _ = parse_args([*answers, *flags])
+    if "data_dir" not in by_flag:
+        answers += ["--data_dir", choose_data(config.data_dir)]
+    folder = config.checkpoint_dir
+    if "checkpoint_dir" not in by_flag:
+        name = Path(config.config or config.init_from).stem
+        names = (f"checkpoints/{name}{number and f'-{number}'}" for number in ("", *range(2, 10**6)))
+        default = next(folder for folder in names if not other_run(folder))
+        print()
+        while taken := other_run(folder := ask("Folder for checkpoints", default)):
+            print(f"  {taken} holds another run; expected a new name")
+        answers += ["--checkpoint_dir", folder]
+    if "logdir" not in by_flag:
+        answers += ["--logdir", f"logs/{Path(folder).name}"]
+    if "use_tensorboard" not in by_flag:
+        answers += ["--use_tensorboard" if confirm("TensorBoard curves?") else "--no_use_tensorboard"]
+    return answers + flags
+
+
+def choose_data(default: str) -> str:
+    """Return the folder of data to train on; prepare the smallest data if there is none."""
+    if found := prepared_data(Path("data")):
+        return choose("On which data?", found, default if default in found else next(iter(found)))
+    prepare = [shown(sys.executable), shown(REPO / "prepare_dataset.py")]
+    print(f"\nThere is no prepared data in data/. To prepare FineWeb-Edu 10B (24 GB of disk): {shlex.join(prepare)}")
+    if not confirm("Prepare the Python standard library now (seconds, no download)?"):
+        end("nothing was started", 0)
+    stdlib = ["--source", "stdlib", "--tokenizer", "bytes", "--out", "data/stdlib"]
+    if status := subprocess.run([*prepare, *stdlib]).returncode:
+        sys.exit(status)
+    return "data/stdlib"
+
+
+def command_of(config: TrainConfig, flags: list[str]) -> list[str]:
+    """Return the command line, with one process for each GPU, or one on the CPU."""
+    processes = os.environ.get("NPROC") or "1"
+    if GPUS > 1 and config.device in ("auto", "cuda") and not os.environ.get("NPROC"):
+        processes = ask(f"\n{GPUS} GPUs. Processes", str(GPUS), [str(number) for number in range(1, GPUS + 1)])
+    if processes in ("0", "1"):
+        return [shown(sys.executable), shown(REPO / "train.py"), *flags]
+    torchrun = shown(shutil.which("torchrun") or "torchrun")
+    return [torchrun, "--standalone", f"--nproc_per_node={processes}", shown(REPO / "train.py"), *flags]
+
+
+def train_and_watch(command: list[str], folder: Path, console: Path) -> int:
+    """Start training in a session of its own, show the monitor once training has begun, and return the exit status.
+
+    Until then, what training prints is shown here. Leaving with Ctrl-C, or leaving the monitor, leaves training alone.
+    """
+
+    def heartbeat_ns() -> int:
+        return (folder / STATUS).stat().st_mtime_ns if (folder / STATUS).exists() else 0
+
+    def show_output() -> None:
+        print(printed.read().decode(errors="replace"), end="", flush=True)
+
+    before = heartbeat_ns()
+    console.parent.mkdir(parents=True, exist_ok=True)
+    with open(console, "ab") as output:
+        start = output.tell()
+        training = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+    with open(console, "rb") as printed, suppress(KeyboardInterrupt):
+        printed.seek(start)
+        while training.poll() is None and heartbeat_ns() == before:
+            show_output()
+            time.sleep(0.2)
+        show_output()
+        if training.poll() is None:
+            monitor = subprocess.Popen([sys.executable, MONITOR, folder])
+            while monitor.poll() is None:
+                with suppress(KeyboardInterrupt):  # the terminal sends it to the monitor too
+                    monitor.wait()
+    if training.poll() is not None:
+        print(f"\ntraining has ended with status {training.returncode}; its output: {console}")
+        return training.returncode
+    print(f"\nTraining runs on as process {training.pid}; its output: {console}")
+    print(f"  watch it again   {shlex.join([shown(REPO / 'monitor_training.sh'), str(folder)])}")
+    print(f"  stop and save    kill -INT {training.pid}")
+    return 0
+
+
+def end(text: str, status: int) -> NoReturn:
+    print(text)
+    sys.exit(status)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        "./start_training.sh",
+        usage="%(prog)s [--yes] [--no-monitor] [flags of train.py]",
+        description=__doc__,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--yes", action="store_true", help="accept every default")
+    parser.add_argument("--no-monitor", "--no_monitor", action="store_true", help="train in the foreground")
+    own, flags = parser.parse_known_args(argv)
+    if own.yes:
+        sys.stdin = io.StringIO("\n" * 100)
+    elif not sys.stdin.isatty():
+        raise UserError("no terminal to ask questions on; add --yes to accept every default")
+    try:
+        flags = flags_of_run(flags)
+        config, given = parse_args(flags)
+        command = command_of(config, flags)
+        print(f"\n{shlex.join(command)}\n", flush=True)
+        dry_run = [] if "dry_run" in given else ["--dry_run"]
+        plan = subprocess.run([*command, *dry_run], stderr=subprocess.PIPE, text=True)
+        if plan.returncode:  # of torchrun's many lines, ours
+            errors = [line for line in plan.stderr.splitlines() if line.startswith("error: ")]
+            print("\n".join(errors) or plan.stderr, file=sys.stderr)
+        if plan.returncode or not dry_run:
+            return plan.returncode
+        if not confirm("\nStart?"):
+            end("nothing was started", 0)
+    except (EOFError, KeyboardInterrupt):
+        end("\nnothing was started", 130)
+    if own.no_monitor:
+        sys.stdout.flush()
+        os.execvp(command[0], command)
+    folder = Path(config.checkpoint_dir)
+    saved_logdir = read_status(folder).get("logdir") if config.resume else None
+    return train_and_watch(command, folder, Path(saved_logdir or config.logdir, "console.txt"))
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,91 @@
+"""How long a run will take and what it will cost, from measured steps or from the GPU's peak."""
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import TYPE_CHECKING
+
+from steadygpt.device import PEAK_FLOPS, peak_flops
+from steadygpt.distributed import Ranks
+from steadygpt.units import duration_text
+
+if TYPE_CHECKING:
+    from config import TrainConfig
+    from model import GPT
+    from train import Schedule
+
+SHARE_OF_PEAK = 0.4  # that a GPU is assumed to reach, where nothing is measured
+WELL_KNOWN = ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090")
+ROUNDS, ROUNDS_S = 5, 20.0
+HELLASWAG_TOKENS = 1_600_000  # with GPT-2's tokenizer
+TOKENS_PER_PARAMETER = 20
+
+
+def measure_step_s(seconds_of: Callable[[int], float], micro_steps: int, ranks: Ranks) -> float:
+    """Return the seconds of a step. Steps with one micro-step and with several tell what each micro-step takes.
+
+    Args:
+        seconds_of: takes a step with that many micro-steps, on all ranks together, and returns its seconds.
+        micro_steps: of a step of the run.
+    """
+    seconds_of(1)  # compiles, and allocates memory
+    first_s = ranks.broadcast(seconds_of(1))  # rank 0's clock decides, so that all ranks take the same steps
+    many = max(1 if micro_steps == 1 else 2, min(micro_steps, int(ROUNDS_S / ROUNDS / first_s)))
+    one_s, start_s = [first_s], time.perf_counter()
+    many_s: list[float] = []
+    while len(many_s) < ROUNDS and ranks.broadcast(not many_s or time.perf_counter() - start_s < ROUNDS_S):
+        if many > 1:
+            one_s.append(seconds_of(1))
+        many_s.append(seconds_of(many))
+    if many == micro_steps:
+        return median(many_s)
+    return median(many_s) + (micro_steps - many) * (median(many_s) - median(one_s)) / (many - 1)
+
+
+def forecast(
+    config: "TrainConfig", schedule: "Schedule", ranks: Ranks, model: "GPT", step: int, val_rows: int,
+    step_s: float | None = None,
+) -> list[str]:  # fmt: skip
+    """Return what a run will take, as lines of the plan.
+
+    Args:
+        model: of the run, perhaps on the meta device.
+        step: where the run starts.
+        val_rows: of each validation.
+        step_s: measured seconds of a step, if known.
+    """
+    steps, tokens = schedule.max_steps - step, schedule.max_steps * config.total_batch_size
+    lines = [
+        f"tokens       {tokens / 1e9:,.3f} B, {tokens / model.num_parameters():,.1f} per parameter; about "
+        f"{TOKENS_PER_PARAMETER} make the best use of compute (Hoffmann et al. 2022)"
+    ]
+    # A token of an evaluation passes forward only, a third of the work.
+    evaluated = val_rows * config.context_length / config.eval_freq if config.eval_freq else 0.0
+    evaluated += HELLASWAG_TOKENS / config.hellaswag_freq if config.hellaswag_freq else 0.0
+    evaluation = evaluated / 3 / config.total_batch_size
+    work = f"{steps:,} steps and {evaluation:.1%} for evaluations"
+    flops = model.flops_per_token() * config.total_batch_size * steps * (1 + evaluation)
+    peak = peak_flops(ranks.device)
+    if step_s is not None:
+        seconds = steps * step_s * (1 + evaluation)
+        how = f"at {config.total_batch_size / step_s:,.0f} tokens/s, measured here"
+    elif peak is not None:
+        seconds = flops / (SHARE_OF_PEAK * peak * ranks.world_size)
+        how = f"if the GPUs reach {SHARE_OF_PEAK:.0%} of their peak; --dry_run measure measures it"
+    else:
+        lines.append(f"time         {work}; unknown for this device, --dry_run measure measures it")
+        for name in WELL_KNOWN:
+            hours = flops / (SHARE_OF_PEAK * PEAK_FLOPS[name]) / 3600
+            cost = f", {hours * config.gpu_hour_cost:,.2f}" if config.gpu_hour_cost else ""
+            lines.append(
+                f"             one {name}: {duration_text(3600 * hours)}{cost}, at {SHARE_OF_PEAK:.0%} of its peak"
+            )
+        return lines
+    lines.append(f"time         {duration_text(seconds)}: {work}, {how}")
+    hours = seconds / 3600 * ranks.world_size
+    if config.gpu_hour_cost:
+        lines.append(
+            f"cost         {hours * config.gpu_hour_cost:,.2f}: {ranks.world_size} x {seconds / 3600:,.1f} h at "
+            f"{config.gpu_hour_cost:,.2f} an hour"
+        )
+    return lines

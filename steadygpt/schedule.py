@@ -1,0 +1,54 @@
+"""The length of a run in steps, rows and epochs."""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from steadygpt.cli import UserError
+
+if TYPE_CHECKING:
+    from config import TrainConfig
+    from dataloader import Data
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The length of a run."""
+
+    rows_per_step: int
+    rows_per_epoch: int
+    steps_per_epoch: int  # 0: an epoch is one pass over the data
+    max_steps: int
+    warmup_steps: int
+
+    def epochs(self, rows: int) -> float:
+        """Convert consumed rows to epochs."""
+        return rows / (self.steps_per_epoch * self.rows_per_step or self.rows_per_epoch)
+
+
+def make_schedule(
+    config: "TrainConfig", data: "Data", world_size: int, step: int = 0, rows: int = 0, strict_warmup: bool = True
+) -> Schedule:
+    """Return the schedule of a run that is at `step` and has consumed `rows`; the batch size may have changed since.
+
+    Args:
+        strict_warmup: False caps the warm-up at a tenth of the run.
+
+    Raises: UserError when the batch cannot be split, the warm-up does not fit, or the run is already past its end.
+    """
+    config.check_together()
+    config.grad_accum_steps(world_size)
+    config.shards(world_size)
+    rows_per_step = config.total_batch_size // config.context_length
+    max_steps = config.max_steps or config.num_epochs * config.steps_per_epoch
+    if not max_steps:  # enough for the remaining rows
+        max_steps = step + max(0, math.ceil((config.num_epochs * data.train.rows_per_epoch - rows) / rows_per_step))
+    if step > max_steps:
+        raise UserError(f"the checkpoint is at step {step:,}, past the run's {max_steps:,}; give a larger --max_steps")
+    warmup_steps = config.warmup_steps if strict_warmup else min(config.warmup_steps, max_steps // 10)
+    if warmup_steps >= max(1, max_steps):
+        raise UserError(
+            f"--warmup_steps {warmup_steps} is not shorter than the run of {max_steps} steps; "
+            f"try --warmup_steps {max_steps // 10}"
+        )
+    return Schedule(rows_per_step, data.train.rows_per_epoch, config.steps_per_epoch, max_steps, warmup_steps)

@@ -1,0 +1,53 @@
+"""--eval_only: the evaluations of a checkpoint, with the options of its run."""
+
+import json
+
+import pytest
+from conftest import metrics, run, run_here
+
+from steadygpt.cli import UserError
+from steadygpt.durable import lock_folder
+
+TRAINED = ("--eval_freq", "4", "--eval_tokens", "64", "--checkpoint_freq", "4")
+
+
+def test_eval_only_repeats_the_last_validation_and_writes_nothing(workdir, capsys):
+    run_here(*TRAINED)
+    losses = metrics("logs", "val_loss")
+    with lock_folder(workdir / "checkpoints", ""):  # by a run that is still training
+        before = {path: path.stat().st_mtime_ns for path in workdir.rglob("*")}
+        capsys.readouterr()
+        assert run_here("--eval_only", "--eval_freq", "4") == 0
+        assert capsys.readouterr().out == f"checkpoints/latest.pt at step 8:\nval loss {losses[8]:.4f}\n"
+        run_here("--eval_only", "--eval_freq", "4", "--resume", "checkpoints/rolling_step_000004.pt")
+        assert capsys.readouterr().out.endswith(f" at step 4:\nval loss {losses[4]:.4f}\n")
+        assert {path: path.stat().st_mtime_ns for path in workdir.rglob("*")} == before
+
+
+def test_eval_only_of_weights_prints_one_line_for_each_evaluation(workdir, capsys):
+    run_here(*TRAINED)
+    example = {"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 0}
+    (workdir / "hellaswag.jsonl").write_text(json.dumps(example) + "\n")
+    capsys.readouterr()
+    sampled = ("--sample_freq", "1", "--hellaswag_freq", "1", "--hellaswag_file", "hellaswag.jsonl")
+    run_here("--eval_only", "--init_from", "checkpoints/latest.pt", "--eval_freq", "1", *sampled)
+    title, val_loss, hellaswag, sample = capsys.readouterr().out.splitlines()
+    assert title == "checkpoints/latest.pt at step 0:"
+    assert float(val_loss.removeprefix("val loss ")) > 0
+    assert hellaswag.startswith("HellaSwag acc ")
+    assert isinstance(json.loads(sample.removeprefix("sample ")), str)
+
+
+def test_eval_only_is_the_same_on_two_ranks(workdir):
+    run_here(*TRAINED)
+    flags = ("--eval_only", "--eval_freq", "4")
+    alone, together = run(*flags), run(*flags, processes=2)
+    assert together.stdout == alone.stdout != ""
+
+
+def test_eval_only_without_evaluations_or_checkpoints_is_an_error(workdir):
+    with pytest.raises(UserError, match="no checkpoints in checkpoints"):
+        run_here("--eval_only")
+    run_here()
+    with pytest.raises(UserError, match="--eval_freq, --hellaswag_freq and --sample_freq are all 0; set one to 1"):
+        run_here("--eval_only")

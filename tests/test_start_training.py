@@ -1,0 +1,260 @@
+"""./start_training.sh: its questions, the command that follows from the answers, and training in the background."""
+
+import io
+import json
+import os
+import pty
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import REPO, TINY, command, load, run_here, write_data
+
+sys.path.append(str(REPO / "scripts"))
+
+import start_training
+
+from config import PRESETS, parse_args
+from steadygpt.cli import UserError
+from steadygpt.durable import lock_folder
+
+
+class Typed(io.StringIO):
+    """A terminal at which these lines are typed; then Ctrl-D."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def typed(workdir, monkeypatch):
+    """Return a function that types one answer a line. The machine has no GPU and data in data/."""
+    monkeypatch.setattr(start_training, "GPUS", 0)
+    monkeypatch.delenv("NPROC", raising=False)
+
+    def type_(*answers: str) -> None:
+        monkeypatch.setattr(sys, "stdin", Typed("".join(f"{answer}\n" for answer in answers)))
+
+    return type_
+
+
+def unfinished(folder: str, status="stopped") -> Path:
+    """Make a folder as a run that was stopped leaves it."""
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "latest.pt").touch()
+    (path / "status.json").write_text(json.dumps({"status": status, "step": 3000, "max_steps": 10000}))
+    return path
+
+
+def test_dialogue_in_a_terminal_ends_in_the_run_of_the_printed_command(workdir):
+    """A wrong answer, a preset by number, and Enter to all other questions."""
+    terminal, stdin = pty.openpty()
+    os.write(terminal, b"99\n2\n\n\n\n\n")
+    words = [REPO / "start_training.sh", "--no-monitor", *TINY]
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "NPROC": ""}
+    done = subprocess.run(words, stdin=stdin, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "found '99'; expected a number from 1 to 12, or a name" in done.stdout
+    (printed,) = re.findall(r"^\S*python\S* .*train\.py .*$", done.stdout, re.MULTILINE)
+    flags = shlex.split(printed)[2:]
+    assert flags[: len(flags) - len(TINY)] == (
+        "--config test --data_dir data --checkpoint_dir checkpoints/test --logdir logs/test --use_tensorboard".split()
+    )
+    before, after = done.stdout.split("Start?")
+    assert re.search(r"^steps +8 of 64 tokens", before, re.MULTILINE) and "finished after 8 steps" in after
+    saved = load("checkpoints/test/latest.pt")["train_config"]
+    config, given = parse_args(flags)
+    assert {name: saved[name] for name in given if name != "warmup_steps"} == {
+        name: getattr(config, name) for name in given if name != "warmup_steps"
+    }
+    assert Path("logs/test/metrics.jsonl").exists()
+
+
+def test_printed_command_is_the_one_that_runs(typed, monkeypatch, capsys):
+    planned, started = [], []
+    monkeypatch.setattr(
+        subprocess, "run", lambda words, **_: planned.append(words) or subprocess.CompletedProcess(words, 0)
+    )
+    monkeypatch.setattr(start_training, "train_and_watch", lambda *arguments: started.append(arguments) or 0)
+    typed("test", "", "my runs/first", "n", "")
+    assert start_training.main(["--run_name", "it's"]) == 0
+    [(words, folder, console)] = started
+    assert f"\n{shlex.join(words)}\n" in capsys.readouterr().out
+    assert planned == [[*words, "--dry_run"]]
+    assert "--checkpoint_dir 'my runs/first' --logdir logs/first --no_use_tensorboard" in shlex.join(words)
+    assert (folder, console) == (Path("my runs/first"), Path("logs/first/console.txt"))
+
+
+def test_presets_are_listed_from_the_smallest_to_the_largest():
+    found = start_training.presets()
+    assert found.keys() == {path.stem for path in PRESETS.glob("*.toml")}
+    assert [*found][2] == "gpt2" and [*found][-1] == "gpt2-xl"
+    assert found["gpt2"] == "  124.4 M, context  1,024  GPT-2 small"
+
+
+def test_flags_answer_their_questions(typed):
+    typed()
+    given = "--config test --data_dir data --checkpoint_dir c --use_tensorboard".split()
+    assert start_training.flags_of_run(given) == ["--logdir", "logs/c", *given]
+    assert start_training.flags_of_run(["--resume", "best"]) == ["--resume", "best"]
+
+
+def test_unfinished_runs_are_offered_the_newest_first(typed, capsys):
+    os.utime(unfinished("checkpoints/older", "running") / "latest.pt", (10**6, 10**6))
+    unfinished("checkpoints")
+    unfinished("checkpoints/done", "finished")
+    with lock_folder(unfinished("checkpoints/now", "running"), ""):
+        typed("2")
+        assert start_training.flags_of_run(["-v"]) == "--resume latest --checkpoint_dir checkpoints/older -v".split()
+    shown = capsys.readouterr().out
+    assert re.search(r" 1  checkpoints        step 3,000 of 10,000, stopped, last save 20", shown)
+    assert re.search(r" 2  checkpoints/older  step 3,000 of 10,000, killed, last save 1970", shown)
+    assert re.search(r" 3  new  ", shown) and "checkpoints/done" not in shown
+    assert re.search(r"^checkpoints/now is in use by process \d+; watch it with", shown, re.MULTILINE)
+    typed("")
+    given = ["--checkpoint_dir", "checkpoints/older"]
+    assert start_training.flags_of_run(given) == ["--resume", "latest", *given]
+
+
+def test_a_stopped_run_is_resumed(typed, capsys):
+    run_here("--checkpoint_dir", "checkpoints/tiny", "--logdir", "logs/tiny")
+    status = Path("checkpoints/tiny/status.json")
+    status.write_text(status.read_text().replace("finished", "stopped"))
+    words = [sys.executable, REPO / "scripts/start_training.py", "--yes", "--no-monitor", "--max_steps", "10"]
+    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "number or name [checkpoints/tiny]: checkpoints/tiny\n" in done.stdout  # the answer that --yes gives
+    assert load("checkpoints/tiny/latest.pt")["step"] == 10
+
+
+def test_output_of_a_resumed_run_goes_to_its_own_logs(typed, monkeypatch):
+    status = unfinished("checkpoints") / "status.json"
+    status.write_text('{"status": "stopped", "logdir": "/elsewhere/logs"}')
+    monkeypatch.setattr(subprocess, "run", lambda words, **_: subprocess.CompletedProcess(words, 0))
+    monkeypatch.setattr(start_training, "train_and_watch", lambda words, folder, console: str(console))
+    typed("", "")
+    assert start_training.main([]) == "/elsewhere/logs/console.txt"
+
+
+def test_a_new_run_needs_folders_without_another_run(typed, capsys):
+    unfinished("checkpoints/test")
+    Path("logs/test-2").mkdir(parents=True)
+    Path("logs/test-2/metrics.jsonl").touch()
+    typed("new", "", "checkpoints/test", "", "")
+    assert "checkpoints/test-3" in start_training.flags_of_run(["--config", "test"])
+    assert "checkpoints/test holds another run; expected a new name" in capsys.readouterr().out
+
+
+def test_data_is_found_with_its_tokens(typed, capsys):
+    write_data(Path("data/more"))
+    write_data(Path("data/interrupted"))
+    manifest = Path("data/interrupted/manifest.json")
+    manifest.write_text(manifest.read_text().replace("true", "false"))
+    typed("2")
+    assert start_training.choose_data("data/stdlib") == "data/more"
+    shown = capsys.readouterr().out
+    assert "  2  data/more  1,200 training tokens (bytes)" in shown
+    assert "skipped data/interrupted: its preparation was interrupted" in shown
+
+
+def test_without_data_the_standard_library_is_offered(typed, monkeypatch, capsys):
+    monkeypatch.chdir("data")
+    prepared = []
+    monkeypatch.setattr(
+        subprocess, "run", lambda words: prepared.append(words) or subprocess.CompletedProcess(words, len(prepared) - 1)
+    )
+    typed("", "", "n")
+    assert start_training.choose_data("data/edu_fineweb10B") == "data/stdlib"
+    assert shlex.join(prepared[0][1:]) == (
+        f"{REPO / 'prepare_dataset.py'} --source stdlib --tokenizer bytes --out data/stdlib"
+    )
+    for status in (1, 0):  # the preparation fails; it is not wanted
+        with pytest.raises(SystemExit) as ended:
+            start_training.choose_data("data/edu_fineweb10B")
+        assert ended.value.code == status
+    assert "To prepare FineWeb-Edu 10B (24 GB of disk): /" in capsys.readouterr().out
+    assert len(prepared) == 2
+
+
+def test_processes(typed, monkeypatch, capsys):
+    config, _ = parse_args([])
+    assert start_training.command_of(config, ["-v"])[1:] == [str(REPO / "train.py"), "-v"]
+    monkeypatch.setattr(start_training, "GPUS", 4)
+    typed("5", "", "1")
+    torchrun, *rest = start_training.command_of(config, [])
+    assert Path(torchrun).name == "torchrun"
+    assert rest == ["--standalone", "--nproc_per_node=4", str(REPO / "train.py")]
+    assert "found '5'; expected 1 or 2 or 3 or 4" in capsys.readouterr().out
+    assert Path(start_training.command_of(config, [])[0]) == Path(sys.executable)
+    assert len(start_training.command_of(parse_args(["--device", "cpu"])[0], [])) == 2  # not asked
+    monkeypatch.setenv("NPROC", "2")
+    assert "--nproc_per_node=2" in start_training.command_of(config, [])
+
+
+@pytest.mark.parametrize(("answers", "status"), [((), 130), (("test", "", "", "", "n"), 0)])
+def test_nothing_starts_after_ctrl_d_or_a_no(answers, status, typed, monkeypatch, capsys):
+    monkeypatch.setattr(subprocess, "run", lambda words, **_: subprocess.CompletedProcess(words, 0))
+    typed(*answers)
+    with pytest.raises(SystemExit) as ended:
+        start_training.main([])
+    assert ended.value.code == status
+    assert capsys.readouterr().out.endswith("nothing was started\n")
+    assert not Path("checkpoints").exists()
+
+
+def test_without_a_terminal_yes_is_required(workdir, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    with pytest.raises(UserError, match="no terminal to ask questions on; add --yes"):
+        start_training.main([])
+
+
+def test_a_plan_that_fails_prints_the_error_and_starts_nothing(typed, capfd):
+    typed("", "", "", "", "")
+    assert start_training.main(["--config", "test", "--mini_batch_size", "3"]) == 2
+    assert capfd.readouterr().err.startswith("error: --total_batch_size 512 is not a multiple of")
+    assert not Path("checkpoints").exists()
+
+
+def test_training_runs_on_in_the_background_and_an_interrupt_stops_it(workdir, monkeypatch, capsys):
+    monitor = Path("monitor.py")
+    monitor.write_text("import sys; open('shown', 'w').write(sys.argv[1])")
+    monkeypatch.setattr(start_training, "MONITOR", monitor)
+    words = command("--max_steps", "1000000")
+    assert start_training.train_and_watch(words, Path("checkpoints"), Path("logs/console.txt")) == 0
+    assert Path("shown").read_text() == "checkpoints"
+    last = capsys.readouterr().out
+    process = int(re.search(r"Training runs on as process (\d+); its output: logs/console.txt", last)[1])
+    assert f"kill -INT {process}" in last and os.getsid(process) == process
+    os.kill(process, signal.SIGINT)
+    assert os.waitpid(process, 0)[1] == 0
+    assert json.loads(Path("checkpoints/status.json").read_text())["status"] == "stopped"
+    assert "stopped (SIGINT)" in Path("logs/console.txt").read_text()
+
+
+def test_training_that_dies_at_its_start_shows_its_last_lines_and_no_monitor(workdir, monkeypatch, capsys):
+    monkeypatch.setattr(start_training, "MONITOR", workdir / "missing.py")
+    Path("console.txt").write_text("of an earlier start\n")
+    dies = [sys.executable, "-c", "print('step 0'); exit('error: no disk')"]
+    assert start_training.train_and_watch(dies, workdir, Path("console.txt")) == 1
+    shown = capsys.readouterr().out
+    assert "step 0" in shown and "error: no disk" in shown
+    assert "training has ended with status 1" in shown and "of an earlier start" not in shown
+
+
+def test_ctrl_c_in_the_monitor_ends_the_monitor_only(workdir, monkeypatch, capsys):
+    """The terminal sends it to this process and to the monitor."""
+    monitor = Path("monitor.py")
+    monitor.write_text(
+        "import os, signal, time\nos.kill(os.getppid(), signal.SIGINT)\ntime.sleep(0.5)\nopen('ended', 'w')"
+    )
+    monkeypatch.setattr(start_training, "MONITOR", monitor)
+    trains = [sys.executable, "-c", "import time; open('status.json', 'w'); time.sleep(60)"]
+    assert start_training.train_and_watch(trains, workdir, Path("console.txt")) == 0
+    assert Path("ended").exists()
+    os.kill(process := int(re.search(r"process (\d+)", capsys.readouterr().out)[1]), signal.SIGKILL)
+    os.waitpid(process, 0)

@@ -1,0 +1,231 @@
+"""Curves in Weights & Biases: files of the real package, written offline and read back, and a stand-in for a server."""
+
+import json
+import math
+import os
+import struct
+import sys
+import threading
+import time
+import types
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from conftest import run_here
+from harness import Run
+
+from config import TrainConfig
+from steadygpt import wandb_sink
+from steadygpt.cli import UserError
+from steadygpt.runlog import RunLog
+from steadygpt.wandb_sink import whole_rows
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the real package
+
+
+def records(folder: Path) -> dict[str, list]:
+    """Return the records of a finished run by their kind. W&B's process writes the last ones after finish()."""
+    deadline = time.monotonic() + 30
+    while "exit" not in (found := records_so_far(folder)):
+        assert time.monotonic() < deadline, f"{folder}: W&B has not written the end of the run"
+        time.sleep(0.05)
+    return found
+
+
+def records_so_far(folder: Path) -> dict[str, list]:
+    """Read a run-ID.wandb file: a LevelDB log of protocol buffers, after a header of 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (path,) = folder.glob("run-*.wandb")
+    data, at, part, found = path.read_bytes(), 7, b"", defaultdict(list)
+    while at + 7 <= len(data):
+        if (left := 2**15 - at % 2**15) < 7:  # too little for a header: the rest of this block is padding
+            at += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        part, at = part + data[at + 7 : at + 7 + length], at + 7 + length
+        if kind in (1, 4):  # all of a record, or its last part
+            record, part = Record.FromString(part), b""
+            which = record.WhichOneof("record_type")
+            found[which].append(getattr(record, which))
+    return found
+
+
+def rows_of(folder: Path) -> list[dict]:
+    """Return what W&B stored for each of its steps, in its order."""
+    rows = records(folder)["history"]
+    return [{item.key or item.nested_key[0]: json.loads(item.value_json) for item in row.item} for row in rows]
+
+
+def measured() -> dict[int, dict]:
+    """Return the rows that metrics.jsonl stands for."""
+    found = defaultdict(dict)
+    for line in Path("logs/metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        found[record["step"]] |= {name: value for name, value in record.items() if name not in ("step", "time")}
+    return found
+
+
+def curves_of(folder: Path) -> dict[int, dict]:
+    """Return W&B's rows by step, without texts and W&B's own columns; check that they ascend."""
+    rows = rows_of(folder)
+    steps = [row["_step"] for row in rows]
+    assert steps == sorted(set(steps))
+    return {row["_step"]: {k: v for k, v in row.items() if k[0] != "_" and k != "sample"} for row in rows}
+
+
+def test_each_step_is_one_row_with_all_that_was_measured(workdir):
+    pytest.importorskip("wandb")
+    assert run_here("--use_wandb", "--eval_freq", "4", "--sample_freq", "4", "--run_name", "mine") == 0
+    (folder,) = Path("logs/wandb").glob("offline-run-*")
+    found = curves_of(folder)
+    assert found == measured()
+    assert list(found) == list(range(9))
+    assert {"loss", "val_loss"} <= found[4].keys()
+    assert "sample" in rows_of(folder)[4]
+    assert abs(rows_of(folder)[0]["_timestamp"] - folder.stat().st_mtime) < 60
+    (run,) = records(folder)["run"]
+    assert run.display_name == "mine"
+    assert {option.key: option.value_json for option in run.config.update}["max_steps"] == "8"
+
+
+def with_its_own_service(rank: int) -> None:
+    """Start a process of W&B for this run; by default it would use that of the earlier tests."""
+    os.environ.pop("WANDB_SERVICE", None)
+
+
+def test_newest_folder_of_a_killed_and_resumed_run_holds_each_point_once(workdir):
+    pytest.importorskip("wandb")
+    flags = ("--use_wandb", "--eval_freq", "10", "--checkpoint_freq", "10")
+    killed = Run(*flags, "--max_steps", "100000", faults=[with_its_own_service])
+    killed.wait_for(r"^step +15/")
+    killed.kill()
+    assert run_here(*flags, "--max_steps", "60", "--resume") == 0
+    older, newest = sorted(Path("logs/wandb").glob("offline-run-*"), key=lambda folder: folder.stat().st_mtime)
+    assert Path("logs/wandb/latest-run").resolve() == newest.resolve()
+    assert older.name.split("-")[-1] == newest.name.split("-")[-1]  # one W&B run
+    assert curves_of(newest) == measured()
+    assert list(curves_of(newest)) == list(range(61))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# a stand-in
+
+
+class StandIn:
+    """The module wandb with a server: runs by id, each a list of (step, row)."""
+
+    def __init__(self):
+        self.runs, self.names, self.finished = defaultdict(list), {}, threading.Event()
+        self.Settings = lambda **_: None
+
+    def init(self, *, name, id, **options):
+        id = id or f"id{len(self.runs)}"
+        self.names[id], self.rows, self.offline = name, self.runs[id], options.get("mode") == "offline"
+        self.id, self.starting_step = id, self.rows[-1][0] + 1 if self.rows else 0
+        self.url, self.settings = f"https://wandb.example/{id}", types.SimpleNamespace(sync_dir=f"wandb/{id}")
+        return self
+
+    def log(self, row, step, commit):
+        self.rows.append((step, {name: value for name, value in row.items() if name[0] != "_"}))
+
+    def finish(self):
+        self.finished.set()
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", StandIn())
+    return sys.modules["wandb"]
+
+
+def write(tmp_path, start_step, steps, loss=1.0, resume="latest") -> None:
+    """Log some steps of a run of 10."""
+    options = {"run_name": "tiny", "logdir": str(tmp_path), "use_wandb": True}
+    log = RunLog(TrainConfig(**options, resume="" if start_step is None else resume), start_step, 10)
+    for step in steps:
+        log.record(step, f"step {step}/10", loss=loss)
+    log.close()
+
+
+def test_resumed_run_sends_what_the_server_lacks_and_nothing_twice(tmp_path, wandb):
+    write(tmp_path, None, range(6))
+    (rows,) = wandb.runs.values()
+    del rows[3:]  # the kill came before W&B had uploaded them
+    write(tmp_path, 5, range(5, 8), loss=2.0)
+    assert rows == [(step, {"loss": 1.0}) for step in range(5)] + [(step, {"loss": 2.0}) for step in range(5, 8)]
+    write(tmp_path, 6, range(6, 10), loss=3.0)
+    assert [step for step, _ in rows] == list(range(10))
+    assert rows[7:] == [(7, {"loss": 2.0}), (8, {"loss": 3.0}), (9, {"loss": 3.0})]
+    assert wandb.names == {"id0": "tiny"}
+
+
+def test_going_back_to_an_older_checkpoint_starts_a_run_with_the_history_before_it(tmp_path, wandb):
+    write(tmp_path, None, range(8))
+    write(tmp_path, 3, range(3, 5), loss=2.0, resume="checkpoints/rolling_step_000003.pt")
+    write(tmp_path, 5, range(5, 6), loss=2.0)
+    assert wandb.names == {"id0": "tiny", "id1": "tiny-from-3"}
+    assert [row["loss"] for _, row in wandb.runs["id0"]] == [1.0] * 8
+    assert [row["loss"] for _, row in wandb.runs["id1"]] == [1.0] * 3 + [2.0] * 3
+
+
+def test_runs_of_the_same_name_stay_apart(tmp_path, wandb):
+    for folder in ("one", "other"):
+        write(tmp_path / folder, None, range(2))
+    assert wandb.names == {"id0": "tiny", "id1": "tiny"}
+
+
+def test_a_process_of_wandb_that_dies_loses_curves_and_not_the_run(tmp_path, wandb, monkeypatch, capsys):
+    def dead(*_, **__):
+        raise ConnectionResetError("Connection lost")
+
+    monkeypatch.setattr(wandb, "log", dead)
+    write(tmp_path, None, range(10))
+    assert capsys.readouterr().err.count("cannot write to Weights & Biases: ConnectionResetError: Connection lost") == 1
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 10
+
+
+def test_a_process_of_wandb_that_hangs_does_not_hold_the_run_up(tmp_path, wandb, monkeypatch, capsys):
+    monkeypatch.setattr(wandb, "finish", threading.Event().wait)
+    monkeypatch.setattr(wandb_sink, "FINISH_S", 0.2)
+    write(tmp_path, None, range(3))
+    assert "not finished after 0 s; 'wandb sync wandb/id0' sends the rest" in capsys.readouterr().err
+    monkeypatch.setattr(wandb, "log", lambda *_, **__: threading.Event().wait())
+    monkeypatch.setattr(wandb_sink, "WAITING_ROWS", 2)
+    write(tmp_path / "other", None, range(9))
+    assert "cannot write to Weights & Biases: its process does not respond" in capsys.readouterr().err
+
+
+def test_wandb_that_fails_to_start_is_a_user_error_but_does_not_stop_a_resume(tmp_path, wandb, monkeypatch, capsys):
+    def fail(**options):
+        if options.get("mode") != "offline":
+            raise RuntimeError("api_key not configured (no-tty)\nTraceback of wandb")
+        return StandIn.init(wandb, **options)
+
+    monkeypatch.setattr(wandb, "init", fail)
+    with pytest.raises(UserError) as raised:
+        write(tmp_path, None, [])
+    assert str(raised.value).startswith("--use_wandb: wandb did not start (RuntimeError: api_key not configured")
+    assert "WANDB_MODE=offline" in str(raised.value)
+    assert "\n" not in str(raised.value)
+    write(tmp_path, 0, [0])
+    assert "(no-tty)); this start is recorded offline" in capsys.readouterr().err
+    assert wandb.runs == {"id0": [(0, {"loss": 1.0})]}
+
+
+def rows(*records: dict) -> list[tuple[int, dict]]:
+    return list(whole_rows([{"time": 9.0} | record for record in records], max_steps=3))
+
+
+def test_an_evaluation_waits_for_the_training_record_of_its_step():
+    found = rows({"step": 1, "loss": 1.0}, {"step": 2, "val_loss": 2.0}, {"step": 2, "loss": None})
+    assert found[0] == (1, {"_timestamp": 9.0, "loss": 1.0})
+    assert found[1][1]["val_loss"] == 2.0
+    assert math.isnan(found[1][1]["loss"])
+
+
+def test_an_evaluation_at_the_end_is_sent_if_no_resume_measures_it_again():
+    assert rows({"step": 2, "val_loss": 2.0}) == []
+    assert rows({"step": 3, "val_loss": 2.0}) == [(3, {"_timestamp": 9.0, "val_loss": 2.0})]

@@ -1,0 +1,60 @@
+"""What a real run tells while it trains: alerts, and the load of the machine."""
+
+import json
+
+import torch
+from conftest import run_here
+from test_alerts import SECRET, webhook  # noqa: F401 (a fixture)
+
+import train
+from steadygpt import system
+
+
+def test_run_sends_alerts_and_keeps_their_url_secret(workdir, webhook, capsys, monkeypatch):  # noqa: F811
+    clip, calls = torch.nn.utils.clip_grad_norm_, []
+
+    def nan_from_the_third_step(*arguments):
+        calls.append(clip(*arguments))
+        return torch.tensor(float("nan")) if len(calls) >= 3 else calls[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.nn.utils, "clip_grad_norm_", nan_from_the_third_step)
+        assert run_here("--alert_url", webhook.url, "--use_tensorboard") == 1
+    assert run_here("--alert_url", webhook.url, "--resume", "latest", "--use_tensorboard") == 0
+    events = [(message["event"], message["step"]) for message in webhook.accepted]
+    assert events == [("started", 0), ("bad steps", 3), ("failed", 2), ("resumed", 2), ("finished", 8)]
+    texts = [message["content"].partition("] ")[2] for message in webhook.accepted]
+    assert texts[1].startswith("bad steps: step 2: loss 5.")
+    assert texts[2].startswith("failed: at step 2 of 8 (5 consecutive steps with a non-finite loss or gradient)")
+    assert texts[4].startswith("finished: at step 8 of 8 | time ") and "skipped 0 updates" in texts[4]
+    written = b"".join(path.read_bytes() for path in workdir.rglob("*") if path.is_file())
+    out, err = capsys.readouterr()
+    assert SECRET not in out + err and SECRET.encode() not in written
+
+
+def test_webhook_that_is_down_does_not_disturb_the_run(workdir, webhook, capsys):  # noqa: F811
+    webhook.answers = [(404, {})] * 9
+    assert run_here("--alert_url", webhook.url) == 0
+    assert capsys.readouterr().err.count("alerts are not delivered to http://127.0.0.1:") == 1
+
+
+def test_load_of_the_machine_is_recorded_beside_the_step(workdir, monkeypatch):
+    monkeypatch.setattr(system, "FIRST_S", 0.01)
+    run_here("--system_metrics_s", "0.05", "--max_steps", "60", "--use_tensorboard")
+    records = [json.loads(line) for line in (workdir / "logs/metrics.jsonl").read_text().splitlines()]
+    loads = [record for record in records if "disk_free_gb" in record]
+    assert loads and all(0 <= record["step"] <= 60 and "loss" not in record for record in loads)
+    assert loads[-1].keys() >= {"cpu_percent", "ram_gb", "ram_total_gb"}
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (folder,) = (workdir / "runs").iterdir()
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    assert "system/cpu_percent" in events.Tags()["scalars"]
+
+
+def test_system_metrics_can_be_turned_off(workdir, monkeypatch):
+    monkeypatch.setattr(system, "FIRST_S", 0.01)
+    run_here("--system_metrics_s", "0", "--max_steps", "60")
+    assert "disk_free_gb" not in (workdir / "logs/metrics.jsonl").read_text()
