@@ -18,6 +18,7 @@ HOT_CELSIUS = 85
 LABEL_WIDTH = 8  # of the values beside a chart
 GPU_WIDTH, MAX_GPU_ROWS = 58, 4  # GPUs stand in as many columns as there is room for, more if there are many GPUs
 MIN_CHART_ROWS = 5
+MAX_WHY_ROWS = 3
 NEXT = "next: "
 ROOMY_ROWS = 30  # of a terminal that has room for more empty lines
 
@@ -68,8 +69,9 @@ def heading(status: Mapping[str, Any], state: State, width: int) -> list[Text]:
     left = Text.assemble((f"● {state.name}", f"bold {colour}"), "  ", (status.get("run_name", ""), "bold"))
     device = " x ".join(str(status[key]) for key in ("ranks", "device") if key in status)
     right = Text("  ".join(part for part in (device, status.get("host", "")) if part), style="dim")
-    first = apart(left, right, width)
-    lines = [first, Text(printable(state.why), style=colour if not state.is_well else "")]
+    colour_of_why = "" if state.is_well else colour
+    lines = [apart(left, right, width)]
+    lines += [Text(part, style=colour_of_why) for part in wrap(printable(state.why), width)[:MAX_WHY_ROWS]]
     for number, part in enumerate(wrap(state.command, width - len(NEXT), break_on_hyphens=False)):
         lines.append(Text.assemble((NEXT if number == 0 else " " * len(NEXT), "dim"), part))
     return lines
