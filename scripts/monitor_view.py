@@ -18,8 +18,8 @@ HOT_CELSIUS = 85
 LABEL_WIDTH = 8  # of the values beside a chart
 GPU_WIDTH, MAX_GPU_ROWS = 58, 4  # GPUs stand in as many columns as there is room for, more if there are many GPUs
 MIN_CHART_ROWS = 5
-MAX_WHY_ROWS = 3
-NEXT = "next: "
+MAX_WRAPPED_ROWS = 4
+WARNING = ("warning ", "yellow")
 ROOMY_ROWS = 30  # of a terminal that has room for more empty lines
 
 
@@ -35,7 +35,9 @@ def view(
     status, latest = snapshot["status"], snapshot["latest"]
     # What was measured at last says nothing about a run that has ended.
     machine = [*gpu_lines(latest, width), *host_lines(snapshot, latest)] if state.is_alive else host_lines(snapshot, {})
-    warnings = [Text.assemble(("warning ", "yellow"), printable(line)) for line in snapshot["warnings"]]
+    *older, newest = snapshot["warnings"] or [""]
+    older_warnings = [row for line in older for row in wrapped(line, width, WARNING, max_rows=1)]
+    newest_warning = wrapped(newest, width, WARNING, max_rows=1 if state.is_alive else MAX_WRAPPED_ROWS)
     chart: list[Text] = []
     blank = [Text()] if height >= ROOMY_ROWS else []
 
@@ -46,13 +48,18 @@ def view(
             chart,
             machine,
             [Text(printable(line)) for line in status.get("summary", ())],
-            [*warnings, *(blank if warnings else []), Text(f"{snapshot['folder']}   {hint}".rstrip(), style="dim")],
+            [
+                *older_warnings,
+                *newest_warning,
+                *(blank if newest else []),
+                Text(f"{snapshot['folder']}   {hint}".rstrip(), style="dim"),
+            ],
         ]
         return [line for section in sections if section for line in (*section, Text())][:-1]
 
     # Where there is little room, the newest warning comes before the chart, and the chart before older warnings.
-    while len(warnings) > 1 and len(lines()) + 1 + MIN_CHART_ROWS > height:
-        del warnings[0]
+    while older_warnings and len(lines()) + 1 + MIN_CHART_ROWS > height:
+        del older_warnings[0]
     rows = height - len(lines()) - 1
     if rows >= MIN_CHART_ROWS and any(curves.values()):
         chart = chart_lines(curves, width, rows)
@@ -69,12 +76,20 @@ def heading(status: Mapping[str, Any], state: State, width: int) -> list[Text]:
     left = Text.assemble((f"● {state.name}", f"bold {colour}"), "  ", (status.get("run_name", ""), "bold"))
     device = " x ".join(str(status[key]) for key in ("ranks", "device") if key in status)
     right = Text("  ".join(part for part in (device, status.get("host", "")) if part), style="dim")
-    colour_of_why = "" if state.is_well else colour
-    lines = [apart(left, right, width)]
-    lines += [Text(part, style=colour_of_why) for part in wrap(printable(state.why), width)[:MAX_WHY_ROWS]]
-    for number, part in enumerate(wrap(state.command, width - len(NEXT), break_on_hyphens=False)):
-        lines.append(Text.assemble((NEXT if number == 0 else " " * len(NEXT), "dim"), part))
-    return lines
+    return [
+        apart(left, right, width),
+        *wrapped(state.why, width, style="" if state.is_well else colour),
+        *wrapped(state.command, width, ("next: ", "dim")),
+    ]
+
+
+def wrapped(
+    text: str, width: int, name: tuple[str, str] = ("", ""), style: str = "", max_rows: int = MAX_WRAPPED_ROWS
+) -> list[Text]:
+    """Return a text as lines, none if it is empty. Its name and the name's style stand before the first one."""
+    margin = " " * len(name[0])
+    parts = wrap(printable(text), width - len(margin), max_lines=max_rows, placeholder=" …", break_on_hyphens=False)
+    return [Text.assemble((margin, "") if number else name, (part, style)) for number, part in enumerate(parts)]
 
 
 def printable(text: str) -> str:

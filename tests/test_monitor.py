@@ -277,6 +277,14 @@ def test_view_of_a_run_that_ended_has_its_summary_instead_of_the_load(tmp_path):
     assert "tokens  6.34 B" in text and "GPU 0" not in text and "to go" not in text and "free, room for" in text
 
 
+def test_advice_to_a_failed_run_is_not_cut_off(tmp_path):
+    advice = "stopping after 5 bad steps. " + "Resume with a smaller learning rate. " * 3 + "Or skip these tokens."
+    checkpoints = write_run(tmp_path, warnings=[advice])
+    assert "Or skip these tokens." not in " ".join("\n".join(shown(checkpoints, 80, 24)).split())
+    write_run(tmp_path, warnings=[advice], status="failed")
+    assert "Or skip these tokens." in " ".join("\n".join(shown(checkpoints, 80, 24)).split())
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # the command
 
