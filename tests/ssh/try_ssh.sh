@@ -33,7 +33,7 @@ stop_sshd() {  # with its connections
 }
 end() {
     stop_sshd 2>/dev/null || true
-    kill -9 "$run" 2>/dev/null || true
+    kill -9 "${run:-}" 2>/dev/null || true
 }
 trap end EXIT
 start_sshd
