@@ -172,15 +172,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             snapshot, state = state_now(feed)
             console.print(*view(snapshot, feed.curves, state, *console.size), sep="\n")
             return 0 if state.is_well else 1
-        with suppress(KeyboardInterrupt), keyboard() as key, Live(screen=True, auto_refresh=False) as live:
+        with (
+            suppress(KeyboardInterrupt),
+            keyboard() as key,
+            Live(screen=True, auto_refresh=False, console=console) as live,
+        ):
             pressed = b""
             while pressed not in (b"q", b"Q"):
                 feed.read()
                 snapshot, state = state_now(feed)
-                live.update(
-                    Group(*view(snapshot, feed.curves, state, *live.console.size, "q closes the monitor")),
-                    refresh=True,
-                )
+                lines = view(snapshot, feed.curves, state, *console.size, "q closes the monitor")
+                live.update(Group(*lines), refresh=True)
                 pressed = key(1.0)
     return 0
 

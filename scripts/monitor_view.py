@@ -18,7 +18,8 @@ HOT_CELSIUS = 85
 LABEL_WIDTH = 8  # of the values beside a chart
 GPU_WIDTH, MAX_GPU_ROWS = 58, 4  # GPUs stand in as many columns as there is room for, more if there are many GPUs
 MIN_CHART_ROWS = 5
-NEXT = "next: "
+MAX_WRAPPED_ROWS = 4
+WARNING = ("warning ", "yellow")
 ROOMY_ROWS = 30  # of a terminal that has room for more empty lines
 
 
@@ -34,7 +35,9 @@ def view(
     status, latest = snapshot["status"], snapshot["latest"]
     # What was measured at last says nothing about a run that has ended.
     machine = [*gpu_lines(latest, width), *host_lines(snapshot, latest)] if state.is_alive else host_lines(snapshot, {})
-    warnings = [Text.assemble(("warning ", "yellow"), printable(line)) for line in snapshot["warnings"]]
+    *older, newest = snapshot["warnings"] or [""]
+    older_warnings = [row for line in older for row in wrapped(line, width, WARNING, max_rows=1)]
+    newest_warning = wrapped(newest, width, WARNING, max_rows=1 if state.is_alive else MAX_WRAPPED_ROWS)
     chart: list[Text] = []
     blank = [Text()] if height >= ROOMY_ROWS else []
 
@@ -45,13 +48,18 @@ def view(
             chart,
             machine,
             [Text(printable(line)) for line in status.get("summary", ())],
-            [*warnings, *(blank if warnings else []), Text(f"{snapshot['folder']}   {hint}".rstrip(), style="dim")],
+            [
+                *older_warnings,
+                *newest_warning,
+                *(blank if newest else []),
+                Text(f"{snapshot['folder']}   {hint}".rstrip(), style="dim"),
+            ],
         ]
         return [line for section in sections if section for line in (*section, Text())][:-1]
 
     # Where there is little room, the newest warning comes before the chart, and the chart before older warnings.
-    while len(warnings) > 1 and len(lines()) + 1 + MIN_CHART_ROWS > height:
-        del warnings[0]
+    while older_warnings and len(lines()) + 1 + MIN_CHART_ROWS > height:
+        del older_warnings[0]
     rows = height - len(lines()) - 1
     if rows >= MIN_CHART_ROWS and any(curves.values()):
         chart = chart_lines(curves, width, rows)
@@ -68,11 +76,20 @@ def heading(status: Mapping[str, Any], state: State, width: int) -> list[Text]:
     left = Text.assemble((f"● {state.name}", f"bold {colour}"), "  ", (status.get("run_name", ""), "bold"))
     device = " x ".join(str(status[key]) for key in ("ranks", "device") if key in status)
     right = Text("  ".join(part for part in (device, status.get("host", "")) if part), style="dim")
-    first = apart(left, right, width)
-    lines = [first, Text(printable(state.why), style=colour if not state.is_well else "")]
-    for number, part in enumerate(wrap(state.command, width - len(NEXT), break_on_hyphens=False)):
-        lines.append(Text.assemble((NEXT if number == 0 else " " * len(NEXT), "dim"), part))
-    return lines
+    return [
+        apart(left, right, width),
+        *wrapped(state.why, width, style="" if state.is_well else colour),
+        *wrapped(state.command, width, ("next: ", "dim")),
+    ]
+
+
+def wrapped(
+    text: str, width: int, name: tuple[str, str] = ("", ""), style: str = "", max_rows: int = MAX_WRAPPED_ROWS
+) -> list[Text]:
+    """Return a text as lines, none if it is empty. Its name and the name's style stand before the first one."""
+    margin = " " * len(name[0])
+    parts = wrap(printable(text), width - len(margin), max_lines=max_rows, placeholder=" …", break_on_hyphens=False)
+    return [Text.assemble((margin, "") if number else name, (part, style)) for number, part in enumerate(parts)]
 
 
 def printable(text: str) -> str:
@@ -102,9 +119,9 @@ def step_of(snapshot: Mapping[str, Any]) -> int:
     return max(step, snapshot["latest"].get("step", 0)) if snapshot["status"].get("status") == "running" else step
 
 
-def bar(share: float, width: int, style: str = "cyan") -> Text:
+def bar(share: float, width: int) -> Text:
     done = round(share * width)
-    return Text.assemble(("━" * done, style), ("─" * (width - done), "dim"))
+    return Text.assemble(("━" * done, "cyan"), ("─" * (width - done), "dim"))
 
 
 def facts(snapshot: Mapping[str, Any], curves: Mapping[str, Curve], state: State) -> list[list[tuple[str, Text]]]:
@@ -165,8 +182,8 @@ def grid(columns: Sequence[Sequence[tuple[str, Text]]], width: int) -> list[Text
     """Return columns of (name, value) as lines."""
     columns = [column for column in columns if column]
     widths = [(max(len(name) for name, _ in column), max(value.cell_len for _, value in column)) for column in columns]
-    gap = max(1, (width - sum(name + 1 + value for name, value in widths)) // max(1, len(columns) - 1))
-    gap = min(gap, 12)
+    room = width - sum(name_width + 1 + value_width for name_width, value_width in widths)
+    gap = min(12, max(1, room // max(1, len(columns) - 1)))
     lines = []
     for row in range(max(map(len, columns), default=0)):
         line = Text()
@@ -223,7 +240,8 @@ def gpu_lines(latest: Mapping[str, Any], width: int) -> list[Text]:
             end.highlight_regex(r"\d+ °C", "yellow")
         name = f"GPU {number} "
         line = lines[number % rows].append("   " if number >= rows else "").append(name, style="dim")
-        line.append(bar((percent or 0) / 100, max(3, cell_width - len(name) - end.cell_len - 1)))
+        bar_width = max(3, cell_width - len(name) - end.cell_len - 1)
+        line.append(Text(" " * bar_width) if percent is None else bar(percent / 100, bar_width))
         line.append(" ").append(end)
     return lines
 

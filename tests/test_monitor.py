@@ -277,6 +277,14 @@ def test_view_of_a_run_that_ended_has_its_summary_instead_of_the_load(tmp_path):
     assert "tokens  6.34 B" in text and "GPU 0" not in text and "to go" not in text and "free, room for" in text
 
 
+def test_advice_to_a_failed_run_is_not_cut_off(tmp_path):
+    advice = "stopping after 5 bad steps. " + "Resume with a smaller learning rate. " * 3 + "Or skip these tokens."
+    checkpoints = write_run(tmp_path, warnings=[advice])
+    assert "Or skip these tokens." not in " ".join("\n".join(shown(checkpoints, 80, 24)).split())
+    write_run(tmp_path, warnings=[advice], status="failed")
+    assert "Or skip these tokens." in " ".join("\n".join(shown(checkpoints, 80, 24)).split())
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # the command
 
@@ -285,7 +293,7 @@ def test_view_of_a_run_that_ended_has_its_summary_instead_of_the_load(tmp_path):
 def ssh(tmp_path, monkeypatch) -> str:
     """A command in place of ssh: it ignores the host and runs the rest here."""
     script = tmp_path / "ssh"
-    script.write_text('echo "Welcome to $1"; shift; exec sh -c "$*"\n')
+    script.write_text('echo "Welcome to $1"; shift; eval "exec $*"\n')
     monkeypatch.setattr(monitor_training, "FIRST_PAUSE_S", 0.1)
     return f"sh {script}"
 
@@ -335,6 +343,16 @@ def test_lost_connection_is_shown_and_comes_back(tmp_path, ssh):
         wait_for(lambda: feed.read() or not feed.problem)
         assert monitor_training.state_now(feed)[1].name == "running"
         assert len(feed.curves["loss"]) == 100  # not doubled
+
+
+def test_silent_connection_is_replaced(tmp_path, ssh, monkeypatch):
+    monkeypatch.setattr(monitor_training, "SILENCE_S", 1.0)
+    options = monitor_training.MonitorOptions(f"host:{write_run(tmp_path)}", interval_s=0.1, ssh=ssh)
+    with closing(monitor_training.Feed(options)) as feed:
+        feed.read(wait=True)
+        feed.process.send_signal(signal.SIGSTOP)  # as a network that drops everything
+        wait_for(lambda: feed.read() or feed.problem)
+        wait_for(lambda: feed.read() or not feed.problem)
 
 
 def wait_for(condition) -> None:

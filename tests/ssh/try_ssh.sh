@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Try the monitor on a real run through a real sshd, which listens on a loopback port with keys made for it:
 #     tests/ssh/try_ssh.sh
-# The run is alive, suspended, stopped, finished and killed, and the connection is lost and comes back. Takes two minutes.
+# The run is alive, suspended, stopped, finished and killed, and the connection is lost and comes back. Takes two
+# minutes.
 set -euo pipefail
 repo=$(readlink -f "$(dirname "${BASH_SOURCE[0]}")/../..")
 sshd=$(PATH="$PATH:/usr/sbin" command -v sshd) || { echo "skipped: no sshd; apt-get install openssh-server"; exit 0; }
@@ -32,11 +33,12 @@ stop_sshd() {  # with its connections
 }
 end() {
     stop_sshd 2>/dev/null || true
-    kill -9 "$run" 2>/dev/null || true
+    kill -9 "${run:-}" 2>/dev/null || true
 }
 trap end EXIT
 start_sshd
-ssh="ssh -F none -p $port -i $folder/key -o IdentitiesOnly=yes -o StrictHostKeyChecking=accept-new -o UserKnownHostsFile=$folder/known_hosts"
+ssh="ssh -F none -p $port -i $folder/key -o IdentitiesOnly=yes"
+ssh+=" -o StrictHostKeyChecking=accept-new -o UserKnownHostsFile=$folder/known_hosts"
 monitor() { python "$repo/scripts/monitor_training.py" "$(id -un)@127.0.0.1:$folder/checkpoints" --ssh "$ssh" "$@"; }
 
 train() {
