@@ -145,8 +145,8 @@ def read_prompt(path: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    nanogpt = {"max_new_tokens": "--max_tokens", "num_samples": "--num_seq"}
-    elsewhere = nanogpt | {"start": "--prompt TEXT or --prompt_file FILE", "file": "--prompt_file"}
+    elsewhere = {"max_new_tokens": "--max_tokens", "num_samples": "--num_seq", "file": "--prompt_file"}
+    elsewhere |= {"start": "--prompt TEXT or --prompt_file FILE"}
     options = parse_options(Options, argv, "Sample text from a checkpoint.", elsewhere)
     if options.prompt and options.prompt_file:
         raise UserError("--prompt and --prompt_file both give the text to continue; give one of them")

@@ -37,7 +37,6 @@ from steadygpt.wandb_sink import WandbSink
 if TYPE_CHECKING:
     from config import TrainConfig
 
-WANDB = "Weights & Biases"
 LOG, METRICS, STATUS = "log.txt", "metrics.jsonl", "status.json"
 HEARTBEAT_S = 10.0  # between updates of status.json while training
 RUN = "run          "  # begins log.txt, before the run's name
@@ -244,7 +243,8 @@ class RunLog:
         with self._writing_tensorboard() as tensorboard:
             for name, value in measured.items() if tensorboard else ():
                 tensorboard.add_scalar(TAGS.get(name, f"{group}{name}"), value, step)
-        self._to_wandb(record)
+        if self.wandb:
+            self.wandb.log(record)
 
     def say(self, line: str, step: int | None = None) -> None:
         """Write lines of text to the console and to log.txt, there after the step they belong to."""
@@ -278,11 +278,6 @@ class RunLog:
         with self.lock, self._surviving(Path(file.name).name):
             print(text, file=file, flush=True)
 
-    def _to_wandb(self, record: dict) -> None:
-        if self.wandb:
-            with self._surviving(WANDB):
-                self.wandb.log(record)
-
     @contextmanager
     def _surviving(self, sink: str):
         """Lose records on a full disk, not the run."""
@@ -311,7 +306,8 @@ class RunLog:
         with self._writing_tensorboard() as tensorboard:
             if tensorboard:
                 tensorboard.add_text("sample", f"```\n{text}\n```", step)
-        self._to_wandb({"step": step, "time": time.time(), "sample": text})
+        if self.wandb:
+            self.wandb.log({"step": step, "time": time.time(), "sample": text})
 
     def histograms(self, step: int, model: nn.Module) -> None:
         """Log histograms of parameters and gradients to TensorBoard, of at most HISTOGRAM_VALUES values each."""
@@ -353,14 +349,13 @@ class RunLog:
             self.system.close()
         if self.alerts:
             self.alerts.close()
+        if self.wandb:
+            self.wandb.close()
         self.flush()
         for sink in (self.log, self.metrics, self.tensorboard):
             if sink:
                 with self._surviving("the logs"):
                     sink.close()
-        if self.wandb:
-            with self._surviving(WANDB):
-                self.wandb.close()
 
 
 class Printed:
