@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import difflib
+import itertools
 import math
 import os
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any, TypeVar
 
 Options = TypeVar("Options")
+ON_OFF = {"on": True, "true": True, "1": True, "yes": True, "off": False, "false": False, "0": False, "no": False}
 
 
 class UserError(Exception):
@@ -192,7 +194,14 @@ def read_flags(
             )
         if kind is bool:
             group.add_argument(f"--no_{name}", dest=name, action="store_const", const=False, help=argparse.SUPPRESS)
-    values, unknown = cli.parse_known_args([_underscored(argument) for argument in argv])
+    argv = [_underscored(argument) for argument in argv]
+    if any(f.metadata["positional"] for f in options_of(options).values()):
+        # A word behind a switch is an argument of the command, unless it says on or off: --once FOLDER.
+        switches = {f"--{name}" for name, f in options_of(options).items() if kind_of(f) is bool}
+        for i, (flag, word) in enumerate(itertools.pairwise(argv)):
+            if flag in switches and word.lower() not in ON_OFF:
+                argv[i] = f"{flag}=on"
+    values, unknown = cli.parse_known_args(argv)
     if unknown:
         raise UserError(f"unknown argument {unknown[0]!r}; {_suggestion(unknown[0], options, elsewhere)}")
     return vars(values)
@@ -227,10 +236,9 @@ def _reader(kind: type, words: tuple[str, ...], spellings: Mapping[str, str]) ->
 
 
 def _on_off(text: str) -> bool:
-    words = {"on": True, "true": True, "1": True, "yes": True, "off": False, "false": False, "0": False, "no": False}
-    if text.lower() not in words:
+    if text.lower() not in ON_OFF:
         raise argparse.ArgumentTypeError(f"is {text!r}; expected on or off")
-    return words[text.lower()]
+    return ON_OFF[text.lower()]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

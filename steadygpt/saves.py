@@ -101,7 +101,7 @@ class Saves:
 
     def finish(self, step: int) -> None:
         """Save the last step unless it is saved, and wait until it is durable; a failed save is tried again."""
-        self.writer.wait()
+        self._wait()
         self.report()
         if self.ranks.any(step != self.saved_step or self.failed):
             self._save(step, [])
@@ -109,6 +109,7 @@ class Saves:
 
     def close(self) -> None:
         """Wait for the save in flight and report how it ended."""
+        self._wait()
         self.writer.close()
         self.report()
 
@@ -119,6 +120,13 @@ class Saves:
         self._wait_for_uploads(stop.again)
         if left := self.writer.not_uploaded():
             self.log.warn(f"not uploaded: {', '.join(left)}; scripts/upload_manager.py upload-all does that")
+
+    def _wait(self) -> None:
+        """Wait until no save is in flight; a slow disk is no reason to take the run for dead."""
+        while self.writer.is_busy():
+            self.log.beat()
+            time.sleep(0.01)
+        self.writer.wait()
 
     def _wait_for_uploads(self, is_stopped: Callable[[], bool]) -> None:
         """Wait until nothing is left to upload, no upload makes progress, or is_stopped(). All ranks wait together."""
@@ -149,12 +157,12 @@ class Saves:
 
     def _save(self, step: int, tiers: list[str]) -> None:
         start_s, interval_s = time.monotonic(), self.interval_s()
-        self.writer.wait()  # before the capture, which reuses the memory that the writer reads
+        self._wait()  # before the capture, which reuses the memory that the writer reads
         captured = self.capture()
         self.log.flush()  # a checkpoint must not be newer than the log of the steps that led to it
         self.writer.save(captured, tiers)
         if not self.config.background_upload and self.config.mirror:
-            self.writer.wait()
+            self._wait()
             self._wait_for_uploads(lambda: self.stop is not None and bool(self.stop.asked))
         self.saved_step, self.saved_at_s = step, time.monotonic()
         pause_s = self.saved_at_s - start_s

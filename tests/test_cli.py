@@ -3,9 +3,12 @@
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import pytest
 from conftest import REPO
+
+from steadygpt.cli import option, parse_options
 
 ENDINGS = {
     "result": ("return 3", 3, ""),
@@ -24,6 +27,25 @@ def test_command_ends_with_its_exit_status_and_at_most_one_line(body, status, st
         capture_output=True, text=True, cwd=REPO, env=os.environ | ({"RANK": "0"} if under_torchrun else {}),
     )  # fmt: skip
     assert (ended.returncode, ended.stdout, ended.stderr) == (status, "printed\n", stderr)
+
+
+@dataclass(frozen=True)
+class Watch:
+    folder: str = option("here", "", positional=True)  # noqa: RUF009
+    once: bool = option(False, "")  # noqa: RUF009
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--once there", Watch("there", True)),
+        ("there --once", Watch("there", True)),
+        ("--once off there", Watch("there", False)),
+        ("--once", Watch(once=True)),
+    ],
+)
+def test_argument_behind_a_switch_is_not_its_value(words, expected):
+    assert parse_options(Watch, words.split(), "") == expected
 
 
 def test_rank_exits_without_interpreter_shutdown():

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +24,7 @@ from steadygpt.table import checkpoint_table
 
 class Log:
     def __init__(self):
-        self.said, self.warned, self.events = [], [], []
+        self.said, self.warned, self.events, self.beats = [], [], [], 0
 
     def say(self, line):
         self.said.append(line)
@@ -34,6 +35,9 @@ class Log:
 
     def note(self, **facts):
         pass
+
+    def beat(self):
+        self.beats += 1
 
     def flush(self):
         pass
@@ -47,6 +51,9 @@ class Clock:
 
     def monotonic(self):
         return self.now_s
+
+    def sleep(self, seconds):
+        time.sleep(seconds)
 
 
 @pytest.fixture
@@ -289,6 +296,16 @@ def test_rolling_checkpoints_are_deleted_by_age_not_by_step(writer, tmp_path):
     assert [file.name for file in checkpoint_files(tmp_path)[2:]] == [
         "rolling_step_000012.pt", "rolling_step_000011.pt", "rolling_step_000030.pt",
     ]  # fmt: skip
+
+
+def test_run_that_waits_for_a_slow_save_gives_signs_of_life(run, monkeypatch):
+    really_save = torch.save
+    monkeypatch.setattr(torch, "save", lambda *args: (time.sleep(0.3), really_save(*args)))
+    run.step = 10
+    run.saves.save_if_due(10, None, False, bool)
+    assert run.log.beats == 0
+    run.saves.finish(10)
+    assert run.log.beats > 5
 
 
 def test_nearly_full_disk_is_an_alert_before_a_save_fails(run, monkeypatch):
