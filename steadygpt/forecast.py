@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from statistics import median
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from steadygpt.device import PEAK_FLOPS, peak_flops
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 SHARE_OF_PEAK = 0.4  # that a GPU is assumed to reach, where nothing is measured
 WELL_KNOWN = ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090")
-ROUNDS, ROUNDS_S = 5, 20.0
+MEASURE_S, ROUNDS = 10.0, 3  # measured time; rounds of it, if a step is not too long
 HELLASWAG_TOKENS = 1_600_000  # with GPT-2's tokenizer
 TOKENS_PER_PARAMETER = 20
 
@@ -30,16 +30,16 @@ def measure_step_s(seconds_of: Callable[[int], float], micro_steps: int, ranks: 
     """
     seconds_of(1)  # compiles, and allocates memory
     first_s = ranks.broadcast(seconds_of(1))  # rank 0's clock decides, so that all ranks take the same steps
-    many = max(1 if micro_steps == 1 else 2, min(micro_steps, int(ROUNDS_S / ROUNDS / first_s)))
+    many = max(min(2, micro_steps), min(micro_steps, int(MEASURE_S / ROUNDS / first_s)))
     one_s, start_s = [first_s], time.perf_counter()
     many_s: list[float] = []
-    while len(many_s) < ROUNDS and ranks.broadcast(not many_s or time.perf_counter() - start_s < ROUNDS_S):
-        if many > 1:
+    while ranks.broadcast(not many_s or time.perf_counter() - start_s < MEASURE_S):
+        if many < micro_steps:
             one_s.append(seconds_of(1))
         many_s.append(seconds_of(many))
     if many == micro_steps:
-        return median(many_s)
-    return median(many_s) + (micro_steps - many) * (median(many_s) - median(one_s)) / (many - 1)
+        return fmean(many_s)
+    return fmean(many_s) + (micro_steps - many) * (fmean(many_s) - fmean(one_s)) / (many - 1)
 
 
 def forecast(

@@ -31,8 +31,8 @@ def test_command_ends_with_its_exit_status_and_at_most_one_line(body, status, st
 
 @dataclass(frozen=True)
 class Watch:
-    folder: str = option("here", "", positional=True)  # noqa: RUF009
-    once: bool = option(False, "")  # noqa: RUF009
+    folder: str = option("here", "", positional=True)
+    once: bool = option(False, "")
 
 
 @pytest.mark.parametrize(
