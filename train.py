@@ -40,6 +40,7 @@ from steadygpt.forecast import forecast, measure_step_s
 from steadygpt.mirror import Mirror
 from steadygpt.optim import make_optimizer, skips_on_device, update_unless
 from steadygpt.plan import describe, out_of_memory_explained
+from steadygpt.retry import brief
 from steadygpt.runlog import Printed
 from steadygpt.saves import Saves
 from steadygpt.schedule import Schedule, make_schedule
@@ -49,7 +50,6 @@ from steadygpt.state import HostCopy, fill, restore_optimizer
 from steadygpt.summary import summarize
 from steadygpt.table import checkpoint_table, mirror_table
 from steadygpt.tokenizer import tokenizer_on_all
-from steadygpt.units import duration_text
 
 SAMPLE_TOKENS = 100
 
@@ -392,7 +392,7 @@ def build_run(plan: Plan, held: ExitStack) -> Run:
     tokenizer = tokenizer_on_all(data.tokenizer, ranks, log) if reads_text else None
     hellaswag = hellaswag_eval.load(config, tokenizer, ranks, log) if tokenizer and config.hellaswag_freq else []
     training = build_training(start, data, ranks)
-    saves.stop = stop = StopSignal(ranks, config.max_hours, log.beat)
+    saves.stop = stop = StopSignal(ranks, config.max_hours if config.trains else 0, log.beat)
     run = Run(training, data, schedule, state, stop, log, saves, shards, tokenizer, hellaswag)
     return run
 
@@ -416,7 +416,7 @@ def run_to_end(run: Run) -> int:
     """Train until the run finishes, stops or diverges, save, and report how it ended; return the exit status."""
     t, log, saves = run.training, run.log, run.saves
     trace = Path(t.config.tensorboard_dir, t.config.run_name, f"rank{t.ranks.rank}.pt.trace.json.gz")
-    status, reason = "failed", "error, see stderr"
+    status, reason = "failed", "interrupted"
     log.status("running")
     log.measure_system()
     try:
@@ -431,14 +431,14 @@ def run_to_end(run: Run) -> int:
             log.warn(diverged.advice(t.config, t.precision))
         saves.finish(run.state.step)
         status, reason = ("failed", "the last save failed") if t.ranks.any(saves.failed) else ending
+    except Exception as error:
+        reason = brief(error)
+        raise
     finally:
         saves.close()
-        summary = summarize(run) if t.ranks.is_main else []
+        end, *summary = summarize(run, status, reason) if t.ranks.is_main else [""]
         log.status(status, reason, summary, step=run.state.step)
-        why = f" ({reason})" if reason else ""
-        took = duration_text(run.elapsed_s())
-        ended = f"{status}{why} after {run.state.step:,} steps and {took}; checkpoints in {t.config.checkpoint_dir}"
-        log.say("\n".join([ended, *summary]))
+        log.say("\n".join([end, *summary]))
     saves.finish_uploads(run.stop)
     return 0 if status != "failed" else 1
 
@@ -466,10 +466,7 @@ def launch(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, data: Da
         run = build_run(plan, held)
         if config.trains:
             return run_to_end(run)
-        try:
-            evaluate(run, last=True)
-        except Stopped:
-            return 130
+        evaluate(run, last=True)
         return 0
 
 
@@ -491,7 +488,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         world_size = distributed.world_size_of_environment()
         make_schedule(config.with_tokens_of_step(world_size), data, world_size, strict_warmup=strict_warmup)
     with distributed.joined(config.device, config.timeout_minutes) as ranks:
-        return launch(config, given, ranks, data)
+        try:
+            return launch(config, given, ranks, data)
+        except Stopped:  # in a measurement or an evaluation; a run has its own end
+            return 130
 
 
 if __name__ == "__main__":

@@ -171,7 +171,7 @@ def check_nccl(torch: dict, shared_memory: Path = Path("/dev/shm")) -> Iterator[
 def check_compiler(torch: dict) -> Iterator[Line]:
     try:
         host.check_compiler("cuda" if has_gpu(torch) else "cpu")
-        yield "ok", "compiler", "there for torch.compile, with Python's headers"
+        yield "ok", "compiler", "found, and Python's headers, for torch.compile"
     except UserError as error:
         # On a CPU, torch.compile is only used with --compile on.
         yield "FIX" if has_gpu(torch) else "note", "compiler", str(error)
@@ -179,7 +179,7 @@ def check_compiler(torch: dict) -> Iterator[Line]:
 
 def check_memory(torch: dict) -> Iterator[Line]:
     free = host.available_memory_bytes()
-    text = f"{bytes_text(free)} available; a run of GPT-2 124M on a GPU copies {bytes_text(HOST_COPY)} for each save"
+    text = f"{bytes_text(free)} available; saves of GPT-2 124M on a GPU keep a copy of {bytes_text(HOST_COPY)} there"
     if free < HOST_COPY:
         advice = "end other programs, raise the container's limit, or train a smaller model"
         yield "FIX" if has_gpu(torch) else "note", "RAM", f"{text}; {advice}"
@@ -214,7 +214,7 @@ def check_disks(folders: dict[str, int]) -> Iterator[Line]:
 def check_space(place: str, folder: Path, needed: int) -> Iterator[Line]:
     """Check the free bytes on the disk of a folder, and its speed."""
     free = shutil.disk_usage(folder).free
-    text = f"{place}: {bytes_text(free)} free, {free // CHECKPOINT} checkpoints of GPT-2 124M"
+    text = f"{place}: {bytes_text(free)} free, room for {free // CHECKPOINT} checkpoints of GPT-2 124M"
     if free < 3 * CHECKPOINT:  # latest.pt, latest_backup.pt and the next one
         yield "FIX", "disk", f"{text}; free some, or give another --checkpoint_dir and --data_dir"
     elif free < needed:
@@ -266,7 +266,7 @@ def check_locks(place: str, folder: Path, kind: str, options: str) -> Iterator[L
     elif any(word in options.split(",") for word in ("nolock", "local_lock=all", "local_lock=flock", "localflock")):
         yield "note", "locks", f"{place}: other machines do not see them; never start a run on two machines"
     else:
-        yield "ok", "locks", f"{place}: keep a second process out"
+        yield "ok", "locks", f"{place}: a lock keeps a second process out"
     if not links:
         yield "note", "hard links", f"{place}: none, so a checkpoint of several names is written once for each"
 

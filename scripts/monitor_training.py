@@ -88,7 +88,7 @@ class Feed:
                         start_new_session=not is_first,
                     )
                 except OSError as error:
-                    self.arrived.put(str(error))
+                    self.arrived.put(f"{self.command[0]}: cannot be started ({error.strerror})")
                     return
                 self.process = process
                 for line in process.stdout or ():
@@ -148,6 +148,9 @@ def keyboard() -> Iterator[Callable[[float], bytes]]:
     try:
         for fd in terminal:
             tty.setcbreak(fd)
+            mode = termios.tcgetattr(fd)
+            mode[3] &= ~termios.ISIG  # Ctrl-C is a key: an exception in the middle of drawing would spoil the terminal
+            termios.tcsetattr(fd, termios.TCSADRAIN, mode)
         yield lambda seconds: b"".join(os.read(fd, 1) for fd in select.select(terminal, [], [], seconds)[0])
     finally:
         for fd, attributes in zip(terminal, before, strict=True):
@@ -178,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             Live(screen=True, auto_refresh=False, console=console) as live,
         ):
             pressed = b""
-            while pressed not in (b"q", b"Q"):
+            while pressed not in (b"q", b"Q", b"\x03"):
                 feed.read()
                 snapshot, state = state_now(feed)
                 lines = view(snapshot, feed.curves, state, *console.size, "q closes the monitor")

@@ -63,7 +63,8 @@ def view(
     rows = height - len(lines()) - 1
     if rows >= MIN_CHART_ROWS and any(curves.values()):
         chart = chart_lines(curves, width, rows)
-    fitting = lines()[:height]
+    *above, last = lines()
+    fitting = [*above[: height - 1], last]
     for line in fitting:
         line.rstrip()
         line.truncate(width, overflow="ellipsis")

@@ -125,7 +125,8 @@ def flags_of_run(flags: list[str]) -> list[str]:
     root = Path("checkpoints")
     runs = unfinished_runs([Path(config.checkpoint_dir)] if "checkpoint_dir" in by_flag else [root, *root.glob("*/")])
     if runs:
-        run = choose("Resume an unfinished run, or start a new one?", runs | {"new": "a new run"}, next(iter(runs)))
+        default = "new" if by_flag & {"config", "init_from"} else next(iter(runs))
+        run = choose("Resume an unfinished run, or start a new one?", runs | {"new": "a new run"}, default)
         if run != "new":
             return ["--resume", "latest", *([] if "checkpoint_dir" in by_flag else ["--checkpoint_dir", run]), *flags]
     return flags_of_new_run(flags, by_flag)

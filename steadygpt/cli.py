@@ -99,6 +99,11 @@ def shown_options(options: Any) -> dict[str, Any]:
     return {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if not f.metadata.get("secret")}
 
 
+def secrets_of(options: Any) -> list[str]:
+    """Return the values of the secret options."""
+    return [str(getattr(options, name)) for name, f in options_of(options).items() if f.metadata["secret"]]
+
+
 def check_options(options: Any) -> None:
     """Compare each value with the choices and bounds of its option.
 

@@ -65,7 +65,8 @@ def choose_device(name: str) -> torch.device:
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{device.type} ({torch.get_num_threads()} threads)" if device.type == "cpu" else device.type
+    threads = torch.get_num_threads()
+    return f"cpu ({threads} thread{'s' * (threads != 1)})" if device.type == "cpu" else device.type
 
 
 def choose_precision(wanted: str, device: torch.device) -> str:

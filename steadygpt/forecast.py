@@ -1,5 +1,6 @@
 """How long a run will take and what it will cost, from measured steps or from the GPU's peak."""
 
+import math
 import time
 from collections.abc import Callable
 from statistics import fmean
@@ -56,13 +57,14 @@ def forecast(
     """
     steps, tokens = schedule.max_steps - step, schedule.max_steps * config.total_batch_size
     lines = [
-        f"tokens       {tokens / 1e9:,.3f} B, {tokens / model.num_parameters():,.1f} per parameter; about "
+        f"tokens       {tokens:,}, {tokens / model.num_parameters():,.1f} per parameter; about "
         f"{TOKENS_PER_PARAMETER} make the best use of compute (Hoffmann et al. 2022)"
     ]
     # A token of an evaluation passes forward only, a third of the work.
-    evaluated = val_rows * config.context_length / config.eval_freq if config.eval_freq else 0.0
-    evaluated += HELLASWAG_TOKENS / config.hellaswag_freq if config.hellaswag_freq else 0.0
-    evaluation = evaluated / 3 / config.total_batch_size
+    every = {config.eval_freq: val_rows * config.context_length}
+    every[config.hellaswag_freq] = every.get(config.hellaswag_freq, 0) + HELLASWAG_TOKENS
+    evaluated = sum(tokens * math.ceil(steps / freq) for freq, tokens in every.items() if freq)  # the last step too
+    evaluation = evaluated / 3 / (max(1, steps) * config.total_batch_size)
     work = f"{steps:,} steps and {evaluation:.1%} for evaluations"
     flops = model.flops_per_token() * config.total_batch_size * steps * (1 + evaluation)
     peak = peak_flops(ranks.device)
@@ -76,9 +78,10 @@ def forecast(
         lines.append(f"time         {work}; unknown for this device, --dry_run measure measures it")
         for name in WELL_KNOWN:
             hours = flops / (SHARE_OF_PEAK * PEAK_FLOPS[name]) / 3600
-            cost = f", {hours * config.gpu_hour_cost:,.2f}" if config.gpu_hour_cost else ""
+            cost = f", cost {hours * config.gpu_hour_cost:,.2f}" if config.gpu_hour_cost else ""
             lines.append(
-                f"             one {name}: {duration_text(3600 * hours)}{cost}, at {SHARE_OF_PEAK:.0%} of its peak"
+                f"             on one {name}, if the run fits: {duration_text(3600 * hours)}{cost}, at "
+                f"{SHARE_OF_PEAK:.0%} of its peak"
             )
         return lines
     lines.append(f"time         {duration_text(seconds)}: {work}, {how}")

@@ -37,10 +37,10 @@ def state_of(snapshot: Mapping[str, Any]) -> State:
     status, host, age_s = snapshot["status"], snapshot["host"], snapshot["heartbeat_age_s"]
     age, pid = duration_text(age_s), status.get("pid")
     where = "" if snapshot["folder"] == "checkpoints" else f" --checkpoint_dir {shlex.quote(snapshot['folder'])}"
-    resume = f"./resume_training.sh{where}"
+    resume = f"./resume_training.sh{where}" if snapshot["saved_age_s"] is not None else ""
     if (name := status.get("status")) != "running":
         why = status.get("reason") or {"finished": f"after {status.get('step', 0):,} steps"}.get(name, "")
-        return State(name or "unknown", why, f"python generate.py best{where}" if name == "finished" else resume)
+        return State(name or "unknown", why, f"python generate.py latest{where}" if name == "finished" else resume)
 
     is_here = status.get("host", host) == host
     process = snapshot["process"] if is_here else None

@@ -22,7 +22,7 @@ def say(text: str) -> None:
 class ProgressBar(tqdm):
     """tqdm's bar on stderr."""
 
-    is_terminal, disable = False, True  # until __init__() has run, which Ctrl-C may interrupt
+    is_terminal, disable, n, initial = False, True, 0, 0  # until __init__() has run, which Ctrl-C may interrupt
 
     def __init__(self, *, total: float | None, **options: Any):
         self.is_terminal = sys.stderr.isatty()

@@ -29,6 +29,7 @@ from steadygpt.cli import mute, shown_options
 from steadygpt.device import device_name, peak_flops, peak_memory_bytes
 from steadygpt.distributed import Ranks
 from steadygpt.durable import fsync_folder, replace_file
+from steadygpt.retry import brief
 from steadygpt.stability import StepResult, Totals
 from steadygpt.system import SystemMetrics, gpu_uuids, missing
 from steadygpt.units import duration_text, timestamp
@@ -165,8 +166,10 @@ class RunLog:
         if self.facts["doing"] == "starting":
             self.heartbeat_at_s = -math.inf  # the first step is news
         self.note(doing="training", step=step + 1, loss=result.loss if result.finite else None)
-        self.note(tokens_per_second=round(speed), step_ms=round(step_s * 1000, 1), mfu=mfu, eta_s=round(left_s))
-        self.note(elapsed_s=round(elapsed_s), cost=cost, cost_to_go=self.cost(left_s))
+        self.note(tokens_per_second=round(speed), step_ms=round(step_s * 1000, 1), mfu=mfu)
+        self.note(elapsed_s=round(elapsed_s), cost=cost)
+        if self.totals.steps > 1:  # the first one is not typical
+            self.note(eta_s=round(left_s), cost_to_go=self.cost(left_s))
         self.beat()
 
     def mfu(self, tokens_per_second: float) -> float | None:
@@ -206,8 +209,13 @@ class RunLog:
         self.heartbeat_at_s = time.monotonic()
         text = json.dumps(self.facts | {"updated_at": timestamp()}, indent=2)
         with self._surviving(STATUS):
-            path = Path(self.config.checkpoint_dir, STATUS)
-            replace_file(path, lambda file: file.write(f"{text}\n".encode()), durable)
+            path, content = Path(self.config.checkpoint_dir, STATUS), f"{text}\n".encode()
+            try:
+                replace_file(path, lambda file: file.write(content), durable)
+            except OSError:  # a full disk has no room for a second file
+                with open(path, "r+b") as file:
+                    file.write(content)
+                    file.truncate()
 
     def alert(self, event: str, text: str) -> None:
         """Send an event to --alert_url, if there is one."""
@@ -338,10 +346,12 @@ class RunLog:
         self._write_status(durable=True)  # starting: the model is not built yet
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if self.facts["status"] == "running":  # the run has not begun
-            ended = "stopped" if kind is KeyboardInterrupt else "failed"
-            self.status(ended, "before the first step" if ended == "stopped" else "error, see stderr")
+            if kind is KeyboardInterrupt:
+                self.status("stopped", "before the first step")
+            else:
+                self.status("failed", brief(error) if error else "before the first step")
         self.close()
 
     def close(self) -> None:

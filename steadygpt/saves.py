@@ -64,7 +64,7 @@ class Saves:
         self.saved_step, self.saved_at_s = step, time.monotonic()
         self.longest_pause_s: float | None = None  # but for the first, which also allocates the host memory
         self.failed = False  # the newest save
-        self.count, self.paused_s = 0, 0.0  # of this start
+        self.saved, self.failures, self.paused_s = 0, 0, 0.0  # of this start
         self.stop: StopSignal | None = None  # once training has begun
 
     def save_if_due(self, step: int, ended_epoch: int | None, last: bool, read_results: Callable[[], None]) -> None:
@@ -145,6 +145,7 @@ class Saves:
             self.log.say(text) if outcome in ("saved", "done") else self.log.warn(text, event=EVENTS.get(outcome, ""))
             if outcome in ("saved", "not saved"):
                 self.failed = outcome == "not saved"
+                self.saved, self.failures = self.saved + (not self.failed), self.failures + self.failed
         self.log.note(**self.writer.mirrored() or {})
 
     def interval_s(self) -> float:
@@ -166,7 +167,7 @@ class Saves:
             self._wait_for_uploads(lambda: self.stop is not None and bool(self.stop.asked))
         self.saved_step, self.saved_at_s = step, time.monotonic()
         pause_s = self.saved_at_s - start_s
-        self.count, self.paused_s = self.count + 1, self.paused_s + pause_s
+        self.paused_s += pause_s
         self.longest_pause_s = 0.0 if self.longest_pause_s is None else max(self.longest_pause_s, pause_s)
         if self.config.checkpoint_minutes and self.interval_s() > interval_s:
             self.log.say(

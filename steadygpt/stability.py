@@ -139,8 +139,10 @@ class Totals:
         self.skipped += not result.updated
 
     def steps_per_second(self) -> float | None:
-        """Return the speed without the first step; None before the second."""
-        return (self.steps - 1) / (self.seconds - self.first_s) if self.steps > 1 else None
+        """Return the speed, without the first step if there are more; None before it."""
+        if self.steps > 1:
+            return (self.steps - 1) / (self.seconds - self.first_s)
+        return 1 / self.seconds if self.steps else None
 
 
 class Diverged(Exception):

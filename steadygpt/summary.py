@@ -10,38 +10,46 @@ if TYPE_CHECKING:
     from train import Run
 
 
-def summarize(run: "Run") -> list[str]:
-    """Return the summary of a run that has ended, on rank 0."""
-    t, state, saves, totals = run.training, run.state, run.saves, run.log.totals
-    config = t.config
-    tokens, N = state.rows_consumed * config.context_length, t.model.num_parameters()
-    found = [f"{tokens:,}, {tokens / N:,.2f} per parameter"]
+def summarize(run: "Run", status: str, reason: str) -> list[str]:
+    """Return how a run has ended, and its summary, on rank 0."""
+    t, state, saves, totals, config = run.training, run.state, run.saves, run.log.totals, run.training.config
+    tokens, elapsed_s, start_s = state.rows_consumed * config.context_length, run.elapsed_s(), process_age_s()
+    lines = {"time": f"{seconds_text(elapsed_s)}; this start {seconds_text(start_s)}, "}
+    lines["time"] += f"of which {seconds_text(totals.seconds)} for {counted(totals.steps, 'step')}"
+    lines["tokens"] = f"{tokens:,}, {tokens / t.model.num_parameters():,.2f} per parameter"
     if speed := totals.steps_per_second():
-        found.append(f"{speed * config.total_batch_size:,.0f} tokens/s")
+        lines["speed"] = f"{speed * config.total_batch_size:,.0f} tokens/s in this start"
         if (mfu := run.log.mfu(speed * config.total_batch_size)) is not None:
-            found.append(f"mfu {mfu:.1%}")
-    losses = [f"training {state.loss:.4f}" if state.loss is not None else "training: none"]
+            lines["speed"] += f", mfu {mfu:.1%}"
+    lines["loss"] = "none" if state.loss is None else f"{state.loss:.4f}"
     if state.val_loss is not None:
-        losses.append(f"validation {state.val_loss:.4f}")
+        lines["loss"] += f", validation {state.val_loss:.4f}"
     if state.best_val_loss is not None:
         steps = [at for at, scores in saves.evaluations.items() if scores.get("val_loss") == state.best_val_loss]
-        losses.append(f"best validation {state.best_val_loss:.4f}{f' at step {steps[0]:,}' if steps else ''}")
-    skipped = [f"{totals.skipped:,} update{'s' * (totals.skipped != 1)}"]
-    if totals.skipped or totals.spikes:
-        skipped.append(f"{totals.not_finite:,} without a finite loss and gradient, {totals.spikes:,} loss spikes")
-    wall_s = process_age_s()
-    lines = {
-        "time": f"{duration_text(run.elapsed_s())}; of this start's {duration_text(wall_s)}, "
-        f"{duration_text(totals.seconds)} for {totals.steps:,} step{'s' * (totals.steps != 1)}",
-        "tokens": ", ".join(found),
-        "loss": ", ".join(losses),
-        "memory": f"peak {peak_memory_bytes(t.ranks.device) / 1e9:.2f} GB on rank 0",
-    }
-    if (cost := run.log.cost(run.elapsed_s())) is not None:
+        lines["loss"] += f", best {state.best_val_loss:.4f}{f' at step {steps[0]:,}' if steps else ''}"
+    lines["memory"] = f"peak {peak_memory_bytes(t.ranks.device) / 1e9:.2f} GB on rank 0 in this start"
+    if (cost := run.log.cost(elapsed_s)) is not None:
         lines["cost"] = f"{cost:,.2f}"
+    failed = f", {saves.failures:,} failed" if saves.failures else ""
     lines["saves"] = (
-        f"{saves.count:,} in this start, which paused training for {pause_text(saves.paused_s)}, "
-        f"{saves.paused_s / wall_s:.2%} of the time"
+        f"{saves.saved:,} in this start{failed}; they paused training for {pause_text(saves.paused_s)}, "
+        f"{saves.paused_s / start_s:.2%} of the time"
     )
-    lines["skipped"] = "; ".join(skipped)
-    return [f"{name:<13}{text}" for name, text in lines.items()]
+    lines["skipped"] = f"{counted(totals.skipped, 'update')} in this start"
+    if totals.skipped or totals.spikes:
+        lines["skipped"] += (
+            f"; {counted(totals.not_finite, 'step')} without a finite loss and gradient, "
+            f"{counted(totals.spikes, 'loss spike')}"
+        )
+    end = f"{status}{f' ({reason})' if reason else ''} after {counted(state.step, 'step')} and "
+    end += f"{duration_text(elapsed_s)}; checkpoints in {config.checkpoint_dir}"
+    return [end, *(f"{name:<13}{text}" for name, text in lines.items())]
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a duration, below a minute with a decimal."""
+    return f"{seconds:.1f} s" if seconds < 59.95 else duration_text(seconds)
+
+
+def counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' * (count != 1)}"

@@ -4,13 +4,14 @@ import itertools
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Literal
 
-from steadygpt.cli import UserError, shown_options
+from steadygpt.cli import UserError, secrets_of, shown_options
 
 if TYPE_CHECKING:
     from config import TrainConfig
@@ -117,6 +118,9 @@ def _start(config: "TrainConfig", name: str, run_id: str | None, warn: Callable[
         import wandb
     except ImportError:
         raise UserError("--use_wandb: wandb is not installed; pip install wandb") from None
+
+    for secret in filter(None, secrets_of(config)):  # wandb records the command line
+        sys.argv = [argument.replace(secret, "...") for argument in sys.argv]
 
     def start(run_id: str | None, mode: Literal["offline"] | None = None):
         return wandb.init(

@@ -48,9 +48,8 @@ def watch(run_folder: str, interval_s: float) -> Iterator[dict]:
         if not before:
             heartbeat_s = _seconds(status.get("updated_at")) or (folder / "status.json").stat().st_mtime
         elif status != before:
-            heartbeat_s = (
-                time.time()
-            )  # not the date in the file: a shared folder's writer may have a clock that differs
+            # Not the date in the file: the writer of a shared folder may have a clock that differs.
+            heartbeat_s = time.time()
         logdir = find_logs(folder, status)
         if logs is None or logs.folder != logdir:
             logs = RunLogs(logdir)

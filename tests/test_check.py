@@ -236,7 +236,7 @@ def test_file_systems_with_and_without_locks(tmp_path, monkeypatch):
     def lines(kind="nfs4", options="rw") -> list:
         return [*check.check_locks("data", tmp_path, kind, options)]
 
-    assert [*lines()] == [("ok", "locks", "data: keep a second process out")]
+    assert [*lines()] == [("ok", "locks", "data: a lock keeps a second process out")]
     assert states(lines(options="rw,local_lock=all")) == [("note", "locks")]  # other machines do not see them
 
     with monkeypatch.context() as patched:

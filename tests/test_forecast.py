@@ -46,7 +46,7 @@ def test_step_is_computed_from_shorter_steps(micro_steps, update_s, micro_step_s
 
 def test_measured_step_gives_time_and_cost():
     tokens, time, cost = forecast(CONFIG, SCHEDULE, CPU, MODEL, step=1000, val_rows=1024, step_s=3.6)
-    assert tokens.startswith("tokens       1.049 B, 8.4 per parameter; about 20 ")
+    assert tokens.startswith("tokens       1,048,576,000, 8.4 per parameter; about 20 ")
     # 1,000 steps of 3.6 s are an hour. A validation has 2 x 512 rows, so every 100 steps 2/3 of a step are added.
     assert time == "time         1 h 00 min: 1,000 steps and 0.7% for evaluations, at 145,636 tokens/s, measured here"
     assert cost == "cost         10.07: 4 x 1.0 h at 2.50 an hour"
@@ -63,10 +63,17 @@ def test_unmeasured_step_is_derived_from_the_peak_of_the_gpu(monkeypatch):
 def test_unknown_device_shows_well_known_gpus():
     _, unknown, *gpus = forecast(CONFIG, SCHEDULE, CPU, MODEL, step=0, val_rows=0)
     assert unknown.endswith("unknown for this device, --dry_run measure measures it")
-    assert [re.search(r"one (.*): \d+ \w+ \d+ \w+, [\d.]+, at 40%", gpu)[1] for gpu in gpus] == [*forecasts.WELL_KNOWN]
+    assert [
+        re.search(r"on one (.*), if the run fits: \d+ \w+ \d+ \w+, cost [\d.]+, at 40%", gpu)[1] for gpu in gpus
+    ] == [*forecasts.WELL_KNOWN]
 
 
-def test_dry_run_measures_real_steps_and_writes_nothing(workdir, capsys):
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(forecasts, "MEASURE_S", 0.1)
+
+
+def test_dry_run_measures_real_steps_and_writes_nothing(workdir, quick, capsys):
     assert run_here("--dry_run", "measure", "--max_steps", "1000", "--gpu_hour_cost", "1") == 0
     out = capsys.readouterr().out
     assert re.search(r"time         \d+ \w+.*: 1,000 steps and 0.0% for evaluations, at [\d,]+ tokens/s, measured", out)
@@ -74,7 +81,7 @@ def test_dry_run_measures_real_steps_and_writes_nothing(workdir, capsys):
     assert [path.name for path in workdir.iterdir()] == ["data"]
 
 
-def test_dry_run_of_a_resumed_run_counts_the_steps_that_are_left(workdir, capsys):
+def test_dry_run_of_a_resumed_run_counts_the_steps_that_are_left(workdir, quick, capsys):
     run_here("--max_steps", "3")
     before = sorted(workdir.rglob("*"))
     run_here("--resume", "latest", "--max_steps", "10", "--dry_run", "measure")

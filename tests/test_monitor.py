@@ -86,18 +86,26 @@ STATES = {
 def test_state(case):
     changes, age_s, process = STATES[case]
     status = {key: value for key, value in {**STATUS, **changes, "pid": 42}.items() if value is not None}
-    snapshot = {"status": status, "heartbeat_age_s": age_s, "process": process, "folder": "checkpoints"}
+    snapshot = {
+        "status": status,
+        "heartbeat_age_s": age_s,
+        "process": process,
+        "folder": "checkpoints",
+        "saved_age_s": 9,
+    }
     state = state_of({**snapshot, "host": STATUS["host"]})
     assert state.name == case.split(",")[0]
     assert state.is_well == (state.name in ("running", "starting", "stopped", "finished"))
 
 
 def test_state_names_the_reason_and_the_next_command():
-    snapshot = {"status": STATUS, "heartbeat_age_s": 99, "process": HERE, "folder": "my run", "host": STATUS["host"]}
+    snapshot = {"status": STATUS, "heartbeat_age_s": 99, "saved_age_s": 9, "process": HERE, "host": STATUS["host"]}
+    snapshot["folder"] = "my run"
     pid = os.getpid()
     assert state_of(snapshot) == ("hung", f"process {pid} exists, but no heartbeat for 1 min 39 s", f"kill -9 {pid}")
     stopped = {**snapshot, "status": {"status": "stopped", "reason": "SIGTERM"}}
     assert state_of(stopped) == ("stopped", "SIGTERM", "./resume_training.sh --checkpoint_dir 'my run'")
+    assert state_of({**stopped, "saved_age_s": None}).command == ""  # there is nothing to resume
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -301,7 +309,9 @@ def ssh(tmp_path, monkeypatch) -> str:
 def test_once_prints_the_view_and_tells_by_its_status_whether_the_run_is_well(tmp_path, capfd):
     assert monitor_training.main([str(write_run(tmp_path)), "--once"]) == 0
     assert "● running" in capfd.readouterr().out
-    assert monitor_training.main([str(write_run(tmp_path, status="failed", reason="disk full")), "--once"]) == 1
+    failed = write_run(tmp_path, status="failed", reason="disk full")
+    (failed / "latest.pt").touch()
+    assert monitor_training.main([str(failed), "--once"]) == 1
     assert "disk full\nnext: ./resume_training.sh" in capfd.readouterr().out
     gone = subprocess.Popen(["true"])
     gone.wait()
@@ -314,7 +324,7 @@ def test_mistakes_are_one_line(tmp_path, ssh, monkeypatch):
         monitor_training.main([str(tmp_path / "none")])
     with pytest.raises(UserError, match="no run"):
         monitor_training.main(["host:none", "--ssh", ssh])
-    with pytest.raises(UserError, match="No such file or directory: 'no-ssh'"):
+    with pytest.raises(UserError, match=r"no-ssh: cannot be started \(No such file or directory\)"):
         monitor_training.main(["host:none", "--ssh", "no-ssh"])
     monkeypatch.setitem(sys.modules, "rich.live", None)
     with pytest.raises(UserError, match="pip install rich"):

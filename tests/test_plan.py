@@ -117,7 +117,7 @@ def test_out_of_memory_is_one_line_with_flags_that_fit(workdir, monkeypatch):
         run_here("--checkpoint_dir", "a", "--checkpoint_freq", "2")
     assert str(raised.value) == (
         "out of memory on rank 0: 2 rows of 16 tokens: about 0.0 GB (estimated); the limit is 0.0 of the 0.0 GB of cpu "
-        "(1 threads). "
+        "(1 thread). "
         "Try --resume latest --mini_batch_size 1 (about 0.0 GB). The checkpoints in a are intact."
     )
     assert load("a/latest.pt")["step"] == 4

@@ -233,12 +233,14 @@ def test_wandb_that_fails_to_start_is_a_user_error_but_does_not_stop_a_resume(tm
     assert wandb.runs == {"id0": [(0, {"loss": 1.0})]}
 
 
-def test_secret_options_are_not_sent(tmp_path, wandb):
+def test_secret_options_are_not_sent(tmp_path, wandb, monkeypatch):
     @dataclass(frozen=True)
     class WithSecret(TrainConfig):
         webhook: str = option("", "where to post", secret=True)
 
+    monkeypatch.setattr(sys, "argv", ["train.py", "--webhook=https://hooks.example/token"])
     RunLog(WithSecret(webhook="https://hooks.example/token", logdir=str(tmp_path), use_wandb=True), None).close()
+    assert sys.argv == ["train.py", "--webhook=..."]  # wandb records it
     assert "hooks.example" not in str(wandb.config)
     assert wandb.config["max_lr"] == TrainConfig.max_lr
 

@@ -26,7 +26,7 @@ def test_run_sends_alerts_and_keeps_their_url_secret(workdir, webhook, capsys, m
     texts = [message["content"].partition("] ")[2] for message in webhook.accepted]
     assert texts[1].startswith("bad steps: step 2: loss 5.")
     assert texts[2].startswith("failed: at step 2 of 8 (5 consecutive steps with a non-finite loss or gradient)")
-    assert texts[4].startswith("finished: at step 8 of 8 | time ") and "skipped 0 updates" in texts[4]
+    assert texts[4].startswith("finished: at step 8 of 8 | time ") and "skipped 0 updates in this start" in texts[4]
     written = b"".join(path.read_bytes() for path in workdir.rglob("*") if path.is_file())
     out, err = capsys.readouterr()
     assert SECRET not in out + err and SECRET.encode() not in written
