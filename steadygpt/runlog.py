@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -27,7 +27,7 @@ from torch import nn
 from steadygpt.alerts import Alerts
 from steadygpt.cli import mute, shown_options
 from steadygpt.device import device_name, peak_flops, peak_memory_bytes
-from steadygpt.distributed import Ranks
+from steadygpt.distributed import Ranks, Silent
 from steadygpt.durable import fsync_folder, replace_file
 from steadygpt.retry import brief
 from steadygpt.stability import StepResult, Totals
@@ -368,7 +368,7 @@ class RunLog:
                     sink.close()
 
 
-class Printed:
+class Printed(Silent):
     """In place of a RunLog, for what is no run: prints, and writes no file."""
 
     def say(self, line: str, step: int | None = None) -> None:
@@ -382,9 +382,6 @@ class Printed:
 
     def text(self, step: int, text: str) -> None:
         print(f"sample {json.dumps(text, ensure_ascii=False)}", flush=True)
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args, **kwargs: None
 
 
 def read_status(folder: Path) -> dict:
