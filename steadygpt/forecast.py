@@ -61,9 +61,8 @@ def forecast(
         f"{TOKENS_PER_PARAMETER} make the best use of compute (Hoffmann et al. 2022)"
     ]
     # A token of an evaluation passes forward only, a third of the work.
-    every = {config.eval_freq: val_rows * config.context_length}
-    every[config.hellaswag_freq] = every.get(config.hellaswag_freq, 0) + HELLASWAG_TOKENS
-    evaluated = sum(tokens * math.ceil(steps / freq) for freq, tokens in every.items() if freq)  # the last step too
+    kinds = (config.eval_freq, val_rows * config.context_length), (config.hellaswag_freq, HELLASWAG_TOKENS)
+    evaluated = sum(size * math.ceil(steps / freq) for freq, size in kinds if freq)  # the last step too
     evaluation = evaluated / 3 / (max(1, steps) * config.total_batch_size)
     work = f"{steps:,} steps and {evaluation:.1%} for evaluations"
     flops = model.flops_per_token() * config.total_batch_size * steps * (1 + evaluation)

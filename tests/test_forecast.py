@@ -1,5 +1,6 @@
 """What a run will take: a step measured from shorter ones, hours, cost and tokens in the plan."""
 
+import dataclasses
 import re
 
 import pytest
@@ -50,6 +51,13 @@ def test_measured_step_gives_time_and_cost():
     # 1,000 steps of 3.6 s are an hour. A validation has 2 x 512 rows, so every 100 steps 2/3 of a step are added.
     assert time == "time         1 h 00 min: 1,000 steps and 0.7% for evaluations, at 145,636 tokens/s, measured here"
     assert cost == "cost         10.07: 4 x 1.0 h at 2.50 an hour"
+
+
+def test_evaluations_are_counted_up_to_the_last_step():
+    config = dataclasses.replace(CONFIG, eval_freq=1500, hellaswag_freq=2000)
+    _, time, _ = forecast(config, SCHEDULE, CPU, MODEL, step=0, val_rows=1024, step_s=1.0)
+    share = (2 * 1024 * 1024 + 1_600_000) / 3 / (2000 * 524288)  # two validations, one HellaSwag
+    assert f"2,000 steps and {share:.1%} for evaluations" in time
 
 
 def test_unmeasured_step_is_derived_from_the_peak_of_the_gpu(monkeypatch):
