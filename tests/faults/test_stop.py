@@ -68,7 +68,7 @@ def test_a_stop_saves_once_and_can_be_resumed(ranks, name, moment):
     first, last = MOMENTS[moment]
     assert first <= step <= last + (ranks - 1)
     assert (status["status"], status["reason"]) == ("stopped", reason)
-    assert f"stopped ({reason}) after {step} steps" in run.text()
+    assert f"stopped ({reason}) after {step} step" in run.text()
     assert len(re.findall(rf"^saved step {step} as ", run.text(), re.MULTILINE)) == 1
     assert load(f"{folder}/ckpt/latest.pt")["step"] == step
     assert tokens_before == len(tokens_of_steps())  # no rank made a step that the reference did not make
@@ -131,7 +131,7 @@ def test_a_stop_of_torchrun_can_be_resumed(long_run, send, reason, request):
     while run.group():
         assert time.monotonic() - sent < 10, f"orphans: {run.group()}"
         time.sleep(0.05)
-    assert f"stopped ({reason}) after 1 steps" in run.text(), run.text()
+    assert f"stopped ({reason}) after 1 step " in run.text(), run.text()
     status = json.loads(Path(name, "ckpt/status.json").read_text())
     assert (status["status"], status["reason"], status["step"]) == ("stopped", reason, 1)
     assert Run(*LONG_STEP, *folders(name), "--resume", "latest", ranks=2).wait() == [0, 0]
