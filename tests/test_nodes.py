@@ -79,6 +79,7 @@ def start_two(start_node, nnodes: str, *flags: str) -> tuple[Node, Node]:
 
 
 @linux
+@pytest.mark.storm
 def test_a_run_continues_when_a_lost_node_returns(start_node):
     """The lost node had rank 0, wrote the checkpoints and held the lock of their folder."""
     flags = ("--max_steps", "100", "--checkpoint_freq", "5", "--dropout", "0.1")
