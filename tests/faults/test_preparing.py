@@ -47,7 +47,7 @@ def corpus(tmp_path, monkeypatch):
     return folder
 
 
-@pytest.mark.parametrize("kills", [6, pytest.param(200, marks=pytest.mark.storm)])
+@pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.storm)])
 def test_preparing_survives_kills_at_random_instants(corpus, kills):
     flags = ("--source", "corpus", "--shard_size", "50000", "--val_tokens", "60000")
     assert prepare(*flags, "--out", "reference").wait() == [0]
