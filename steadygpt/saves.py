@@ -302,7 +302,8 @@ class CheckpointWriter:
             return
         took_s = time.monotonic() - start_s
         self.reports.put(("saved", f"saved step {step} as {', '.join(names)} ({size / 1e6:,.1f} MB in {took_s:.1f} s)"))
-        self._check_room(size)
+        with suppress(OSError):  # the folder is gone; the next save reports it
+            self._check_room(size)
         if self.uploads and (tiers or self.uploads.is_due()):
             self._upload(names)
 

@@ -319,6 +319,16 @@ def test_nearly_full_disk_is_an_alert_before_a_save_fails(run, monkeypatch):
     assert (rooms, run.log.events) == (["0", "1", "0"], ["no disk"] * 3)
 
 
+def test_folder_that_vanishes_after_a_save_does_not_end_the_run(run, monkeypatch):
+    def gone(folder):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(saves.shutil, "disk_usage", gone)
+    run.at(10)
+    run.saves.report()
+    assert "saved step 10" in run.log.said[0] and not run.log.warned
+
+
 def test_failed_save_is_an_alert(run, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
