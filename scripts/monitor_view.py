@@ -10,7 +10,7 @@ from rich.text import Text
 from steadygpt.curves import Chart, Curve
 from steadygpt.disk import bytes_text
 from steadygpt.liveness import State
-from steadygpt.units import duration_text
+from steadygpt.units import duration_text, scaled_text
 
 COLOURS = {"running": "green", "starting": "cyan", "finished": "green", "stopped": "yellow", "not reachable": "yellow"}
 CURVE_COLOURS = ("cyan", "magenta")
@@ -172,11 +172,7 @@ def facts(snapshot: Mapping[str, Any], curves: Mapping[str, Curve], state: State
 
 def count_text(count: float) -> str:
     """Return a count with three digits, such as 6.34 B."""
-    for unit in ("", " k", " M", " B"):
-        if count < 999.5:
-            return f"{count:.3g}{unit}"
-        count /= 1000
-    return f"{count:,.3g} T"
+    return scaled_text(count, ("", " k", " M", " B", " T"))
 
 
 def grid(columns: Sequence[Sequence[tuple[str, Text]]], width: int) -> list[Text]:

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 
+from steadygpt.units import scaled_text
+
 
 def disks(*needs: Mapping[Path, int]) -> dict[Path, tuple[int, int]]:
     """Return, for an existing folder of each disk, the bytes that are free and the bytes that are needed."""
@@ -23,8 +25,4 @@ def existing(path: Path) -> Path:
 
 def bytes_text(count: float) -> str:
     """Return a number of bytes with three digits and a unit."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:,.3g} TB"
+    return scaled_text(count, (" bytes", " kB", " MB", " GB", " TB"))

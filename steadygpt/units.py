@@ -1,6 +1,7 @@
 """Times and durations in words; imports no PyTorch, so that the monitor starts at once."""
 
 import time
+from collections.abc import Sequence
 
 
 def duration_text(seconds: float) -> str:
@@ -13,6 +14,16 @@ def duration_text(seconds: float) -> str:
     if s < 86400:
         return f"{s // 3600} h {s % 3600 // 60:02d} min"
     return f"{s // 86400} d {s % 86400 // 3600:02d} h"
+
+
+def scaled_text(count: float, units: Sequence[str]) -> str:
+    """Return a number with three digits and one of `units`, each of which is a thousand times the one before."""
+    *smaller, largest = units
+    for unit in smaller:
+        if count < 999.5:
+            return f"{count:.3g}{unit}"
+        count /= 1000
+    return f"{count:,.3g}{largest}"
 
 
 def timestamp() -> str:
