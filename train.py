@@ -393,7 +393,7 @@ def build_run(plan: Plan, held: ExitStack) -> Run:
     hellaswag = hellaswag_eval.load(config, tokenizer, ranks, log) if tokenizer and config.hellaswag_freq else []
     training = build_training(start, data, ranks)
     saves.stop = stop = StopSignal(ranks, config.max_hours if config.trains else 0, log.beat)
-    run = Run(training, data, schedule, state, stop, log, saves, shards, tokenizer, hellaswag)
+    run = Run(training, data, schedule, state, stop, log, saves, shards, tokenizer, hellaswag)  # capture() names it
     return run
 
 

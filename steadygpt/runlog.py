@@ -165,11 +165,19 @@ class RunLog:
             self.show(line)
         if self.facts["doing"] == "starting":
             self.heartbeat_at_s = -math.inf  # the first step is news
-        self.note(doing="training", step=step + 1, loss=result.loss if result.finite else None)
-        self.note(tokens_per_second=round(speed), step_ms=round(step_s * 1000, 1), mfu=mfu)
-        self.note(elapsed_s=round(elapsed_s), cost=cost)
-        if self.totals.steps > 1:  # the first one is not typical
-            self.note(eta_s=round(left_s), cost_to_go=self.cost(left_s))
+        is_typical = self.totals.steps > 1  # the first one compiles
+        self.note(
+            doing="training",
+            step=step + 1,
+            loss=result.loss if result.finite else None,
+            tokens_per_second=round(speed),
+            step_ms=round(step_s * 1000, 1),
+            mfu=mfu,
+            elapsed_s=round(elapsed_s),
+            cost=cost,
+            eta_s=round(left_s) if is_typical else None,
+            cost_to_go=self.cost(left_s) if is_typical else None,
+        )
         self.beat()
 
     def mfu(self, tokens_per_second: float) -> float | None:
