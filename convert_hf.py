@@ -34,9 +34,9 @@ from steadygpt.checkpoint import FORMAT_VERSION, as_checkpoint, check_folder, lo
 from steadygpt.cli import OptionError, UserError, kind_of, option, options_of, parse_options, run_cli
 from steadygpt.durable import fsync_folder, replace_file
 from steadygpt.foreign import (
+    ACTIVATIONS,
     CONSTANTS,
     FAMILIES,
-    GELUS,
     NANOGPT,
     NANOGPT_OPTIONS,
     NANOGPT_SHAPE,
@@ -117,9 +117,9 @@ def _open_file(path: Path) -> tuple[Any, GPTConfig | None]:
         content = load_verified(path)
     shape = content.get("model_args", content.get("config")) if isinstance(content, dict) else None
     if isinstance(shape, dict) and "model_args" in content:
-        found = {"gelu": "exact"} | shape  # nanoGPT
+        found = {"activation": "gelu"} | shape  # nanoGPT
     elif isinstance(shape, stand_in):
-        found = {"gelu": "tanh"} | vars(shape)  # build-nanogpt, and gpt2-from-scratch with our names
+        found = {"activation": "gelu_tanh"} | vars(shape)  # build-nanogpt, and gpt2-from-scratch with our names
     else:
         return content, None
     names = {ours: name for ours, name in NANOGPT_SHAPE.items() if ours not in found}
@@ -201,9 +201,11 @@ def _read_folder(folder: Path, source: str, tokenizer: str, with_weights: bool =
             raise UserError(f"{source}: {name} in config.json is {stored[name]!r}; expected {expected!r}")
     names = {name: foreign for name, (foreign, _) in family.fields.items()}
     found = {name: stored.get(foreign, default) for name, (foreign, default) in family.fields.items()}
-    if str(found["gelu"]) not in GELUS:
-        raise UserError(f"{source}: {names['gelu']} is {found['gelu']!r}; expected one of {', '.join(GELUS)}")
-    found |= {"gelu": GELUS[found["gelu"]], "intermediate_size": found["intermediate_size"] or 0}
+    if str(found["activation"]) not in ACTIVATIONS:
+        raise UserError(
+            f"{source}: {names['activation']} is {found['activation']!r}; expected one of {', '.join(ACTIVATIONS)}"
+        )
+    found |= {"activation": ACTIVATIONS[found["activation"]], "intermediate_size": found["intermediate_size"] or 0}
     config = _config(GPTConfig, found, names, source)
     if config.intermediate_size == 4 * config.embd_size:
         config = dataclasses.replace(config, intermediate_size=0)
@@ -405,7 +407,7 @@ def write_folder(checkpoint: dict, folder: Path) -> list[str]:
         weights[foreign_name(name, family)] = foreign_layout(name, tensor, config, family).contiguous()
 
     values = dataclasses.asdict(config) | {"intermediate_size": config.mlp_size}
-    values["gelu"] = next(foreign for foreign, gelu in GELUS.items() if gelu == config.gelu)
+    values["activation"] = next(foreign for foreign, ours in ACTIVATIONS.items() if ours == config.activation)
     end_of_text = tokenizer.eot_token if tokenizer else None
     own = {"bias": config.bias, "tokenizer": checkpoint["tokenizer"], "vocab_size": config.vocab_size}
     stored = {

@@ -22,7 +22,7 @@ from steadygpt.tokenizer import get_tokenizer
 
 
 class KVCache:
-    """Keys and values of the tokens a batch has seen, (num_layers, 2, B, num_heads, max_length, head_dim)."""
+    """Keys and values of the tokens a batch has seen, (num_layers, 2, B, kv_heads, max_length, head_size)."""
 
     def __init__(self, config: GPTConfig, max_length: int | None = None):
         self.num_layers = config.num_layers
@@ -31,7 +31,7 @@ class KVCache:
         self.kv: Tensor | None = None  # allocated by the first append, which knows batch, device and dtype
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add (B, num_heads, T, head_dim) keys and values of one layer; return all of that layer."""
+        """Add (B, kv_heads, T, head_size) keys and values of one layer; return all of that layer."""
         B, H, T, D = k.shape
         if self.kv is None:
             self.kv = k.new_empty(self.num_layers, 2, B, H, self.max_length, D)

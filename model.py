@@ -1,10 +1,11 @@
-"""GPT-2 and GPT-NeoX: one pre-LN block, learned or rotary positions, loss in chunks.
+"""GPT-2, GPT-NeoX, Llama, Qwen 3 and NanoChat: one pre-norm block whose parts are options, loss in chunks.
 
 Module names are GPT-2's own (wte wpe h ln_1 attn.c_attn ...), so weights map one to one.
 Shapes: B rows, T tokens, C = embd_size, V = vocab_size.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,6 +23,24 @@ if TYPE_CHECKING:
 IGNORED_TARGET = -1  # no loss is computed for this target
 
 
+def relu2(x: Tensor) -> Tensor:
+    """Compute ReLU squared (So et al. 2021)."""
+    x = F.relu(x)
+    return x * x  # not x.square(), which autocast computes in fp32
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """Compute SwiGLU (Shazeer 2020): the first half of the features, as SiLU, times the second half."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "gelu": F.gelu, "relu2": relu2, "swiglu": swiglu,
+}  # fmt: skip
+NORMS = ("layernorm", "rmsnorm", "rmsnorm_no_weight")
+
+
 def _shape(default, text: str, **bounds):
     return option(default, text, "model", **{"on_resume": "never"} | bounds)
 
@@ -36,19 +55,26 @@ class GPTConfig:
     # fmt: off
     vocab_size: int = 50257
     num_layers: int = _shape(12, "transformer blocks", at_least=1, at_most=2**12)
-    num_heads: int = _shape(12, "attention heads; a divisor of embd_size", at_least=1, at_most=2**24)
+    num_heads: int = _shape(12, "attention heads", at_least=1, at_most=2**24)
+    num_kv_heads: int = _shape(0, "heads of keys and values, shared by groups of attention heads; 0: num_heads",
+                               at_most=2**24)
+    head_dim: int = _shape(0, "dimensions a head; 0: embd_size / num_heads", at_most=2**24)
     embd_size: int = _shape(768, "width of the residual stream", at_least=1, at_most=2**24)
     context_length: int = _shape(1024, "tokens a row", at_least=1, at_most=2**24)
     intermediate_size: int = _shape(0, "width inside the MLP; 0: 4 * embd_size", at_most=2**24)
     bias: bool = _shape(True, "biases in linear layers and LayerNorms, as in GPT-2")
-    layer_norm_eps: float = _shape(1e-5, "added to the variance in LayerNorms", above=0)
-    gelu: str = _shape("tanh", "GELU: tanh approximation, as in GPT-2, or exact, as in nanoGPT and GPT-NeoX",
-                       choices=("tanh", "exact"))
+    norm: str = _shape("layernorm", "layernorm, as in GPT-2; rmsnorm, as in Llama; rmsnorm_no_weight, then also of the "
+                       "embedding, as in NanoChat", choices=NORMS)
+    norm_eps: float = _shape(1e-5, "added to the variance in norms", above=0)
+    qk_norm: bool = _shape(False, "RMSNorm of each head's queries and keys, as in Qwen 3 and NanoChat")
+    activation: str = _shape("gelu_tanh", "of the MLP: gelu_tanh, as in GPT-2; gelu, as in nanoGPT and GPT-NeoX; "
+                             "relu2, as in NanoChat; swiglu, as in Llama", choices=tuple(ACTIVATIONS))
     rotary_pct: float = _shape(0.0, "share of each head's dimensions with rotary positions, 0.25 in GPT-NeoX; "
                                "0: learned positions, as in GPT-2", at_most=1)
     rotary_base: float = _shape(10000.0, "base of the rotary wavelengths", above=0)
     parallel_residual: bool = _shape(False, "attention and MLP read the same input, as in GPT-NeoX")
     tied_head: bool = _shape(True, "the head shares the embedding table, as in GPT-2")
+    logit_softcap: float = _shape(0.0, "bound on logits c: c * tanh(logits / c), 15 in NanoChat; 0: none")
     dropout: float = _shape(0.0, "dropout probability", below=1, on_resume="ask")
     # fmt: on
 
@@ -60,12 +86,14 @@ class GPTConfig:
         check_options(self)
         if not 1 <= self.vocab_size <= 2**24:
             raise OptionError("vocab_size", f"{self.vocab_size:,}", f"1 to {2**24:,}")
-        if self.embd_size % self.num_heads:
+        if not self.head_dim and self.embd_size % self.num_heads:
             raise OptionError("num_heads", self.num_heads, f"a divisor of the width, {self.embd_size}")
+        if self.num_heads % self.kv_heads:
+            raise OptionError("num_kv_heads", self.num_kv_heads, f"a divisor of num_heads, {self.num_heads}")
         if self.rotary_pct and (self.rotary_dim % 2 or not self.rotary_dim):
             raise OptionError(
                 "rotary_pct",
-                f"{self.rotary_pct}, {self.rotary_dim} of {self.head_dim} dimensions a head",
+                f"{self.rotary_pct}, {self.rotary_dim} of {self.head_size} dimensions a head",
                 "an even number of dimensions: they rotate in pairs",
             )
 
@@ -75,16 +103,28 @@ class GPTConfig:
         return math.ceil(self.vocab_size / 64) * 64
 
     @property
-    def head_dim(self) -> int:
-        return self.embd_size // self.num_heads
+    def head_size(self) -> int:
+        return self.head_dim or self.embd_size // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_heads
 
     @property
     def rotary_dim(self) -> int:
-        return int(self.head_dim * self.rotary_pct)
+        return int(self.head_size * self.rotary_pct)
 
     @property
     def mlp_size(self) -> int:
         return self.intermediate_size or 4 * self.embd_size
+
+    def parts(self, name: str) -> tuple[int, ...]:
+        """Return the rows of each matrix that a linear layer of a block stacks in its weight, by the weight's name."""
+        if ".c_attn." in name:  # queries, keys, values
+            return tuple(self.head_size * heads for heads in (self.num_heads, self.kv_heads, self.kv_heads))
+        if ".c_fc." in name:
+            return (self.mlp_size,) * (2 if self.activation == "swiglu" else 1)
+        return (self.embd_size,)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -137,51 +177,63 @@ class Embedding(nn.Embedding):
         pass
 
 
-class LayerNorm(nn.LayerNorm):
-    """A LayerNorm that computes in its input's dtype; FSDP may gather its parameters in bf16."""
+class Norm(nn.Module):
+    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) of the last dimension, in the input's dtype."""
 
-    def __init__(self, config: GPTConfig):
-        super().__init__(config.embd_size, config.layer_norm_eps, bias=config.bias)
+    def __init__(self, config: GPTConfig, size: int, kind: str = ""):
+        super().__init__()
+        kind = kind or config.norm
+        self.size, self.eps, self.centered = size, config.norm_eps, kind == "layernorm"
+        self.weight = None if kind == "rmsnorm_no_weight" else nn.Parameter(torch.empty(size))
+        self.bias = nn.Parameter(torch.empty(size)) if self.centered and config.bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.weight.type_as(x), None if self.bias is None else self.bias.type_as(x)
-        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+        weight, bias = (None if p is None else p.type_as(x) for p in (self.weight, self.bias))  # FSDP: perhaps bf16
+        if self.centered:
+            return F.layer_norm(x, (self.size,), weight, bias, self.eps)
+        return F.rms_norm(x, (self.size,), weight, self.eps)
 
 
 class Attention(nn.Module):
-    """Causal multi-head self-attention."""
+    """Causal self-attention: multi-head, or grouped queries with fewer heads of keys and values."""
 
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
-        self.layer, self.num_heads, self.dropout = layer, config.num_heads, config.dropout
-        self.c_attn = Linear(config.embd_size, 3 * config.embd_size, bias=config.bias)
-        self.c_proj = Linear(config.embd_size, config.embd_size, bias=config.bias)
+        self.layer, self.head_size, self.dropout = layer, config.head_size, config.dropout
+        self.sizes = config.parts(".c_attn.")
+        self.c_attn = Linear(config.embd_size, sum(self.sizes), bias=config.bias)
+        self.c_proj = Linear(self.sizes[0], config.embd_size, bias=config.bias)
+        # Without weights, a norm before the rotation is the same as one after it.
+        kind = "rmsnorm_no_weight" if config.norm == "rmsnorm_no_weight" else "rmsnorm"
+        self.q_norm = Norm(config, config.head_size, kind) if config.qk_norm else nn.Identity()
+        self.k_norm = Norm(config, config.head_size, kind) if config.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, args: AttentionArgs) -> Tensor:
-        B, T, C = x.shape
-        qkv = self.c_attn(x).view(B, T, 3, self.num_heads, C // self.num_heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, num_heads, T, head_dim)
+        B, T, _ = x.shape
+        parts = self.c_attn(x).split(self.sizes, dim=-1)  # each part becomes (B, heads, T, head_size)
+        q, k, v = (part.view(B, T, -1, self.head_size).transpose(1, 2) for part in parts)
+        q, k = self.q_norm(q), self.k_norm(k)
         if args.rotary is not None:
             q, k = rotate(q, args.rotary), rotate(k, args.rotary)
         if args.cache is not None:  # T is the whole prompt, with nothing cached yet, or one token
             k, v = args.cache.append(self.layer, k, v)
         y = attention(q, k, v, args.mask, self.dropout if self.training else 0.0)
-        y = y.transpose(1, 2).reshape(B, T, C)
+        y = y.transpose(1, 2).reshape(B, T, -1)
         return F.dropout(self.c_proj(y), self.dropout, self.training)
 
 
 class MLP(nn.Module):
-    """Two linear layers with a GELU between them."""
+    """Two linear layers with an activation between them."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.dropout = config.dropout
-        self.approximate = {"tanh": "tanh", "exact": "none"}[config.gelu]
-        self.c_fc = Linear(config.embd_size, config.mlp_size, bias=config.bias)
+        self.activation = ACTIVATIONS[config.activation]
+        self.c_fc = Linear(config.embd_size, sum(config.parts(".c_fc.")), bias=config.bias)
         self.c_proj = Linear(config.mlp_size, config.embd_size, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.c_proj(F.gelu(self.c_fc(x), approximate=self.approximate))
+        x = self.c_proj(self.activation(self.c_fc(x)))
         return F.dropout(x, self.dropout, self.training)
 
 
@@ -191,9 +243,9 @@ class Block(nn.Module):
     def __init__(self, config: GPTConfig, layer: int, recompute: bool = False):
         super().__init__()
         self.parallel_residual, self.recompute = config.parallel_residual, recompute
-        self.ln_1 = LayerNorm(config)
+        self.ln_1 = Norm(config, config.embd_size)
         self.attn = Attention(config, layer)
-        self.ln_2 = LayerNorm(config)
+        self.ln_2 = Norm(config, config.embd_size)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, args: AttentionArgs) -> Tensor:
@@ -232,8 +284,9 @@ class GPT(nn.Module):
         self.loss_chunk_size = loss_chunk_size
         self.wte = Embedding(config.padded_vocab_size, config.embd_size)
         self.wpe = None if config.rotary_dim else Embedding(config.context_length, config.embd_size)
+        self.ln_0 = Norm(config, config.embd_size) if config.norm == "rmsnorm_no_weight" else nn.Identity()
         self.h = nn.ModuleList(Block(config, layer, activation_checkpointing) for layer in range(config.num_layers))
-        self.ln_f = LayerNorm(config)
+        self.ln_f = Norm(config, config.embd_size)
         self.lm_head = Linear(config.embd_size, config.padded_vocab_size, bias=False)
         if config.tied_head:
             self.lm_head.weight = self.wte.weight
@@ -289,7 +342,7 @@ class GPT(nn.Module):
             x = x + self.wpe(positions)
         else:
             rotary = rotary_angles(self.config, positions)
-        x, args = F.dropout(x, self.config.dropout, self.training), AttentionArgs(rotary, cache, mask)
+        x, args = F.dropout(self.ln_0(x), self.config.dropout, self.training), AttentionArgs(rotary, cache, mask)
         for block in self.h:
             x = block(x, args)
         if cache is not None:
@@ -306,7 +359,8 @@ class GPT(nn.Module):
         return losses / scored.sum() if reduction == "mean" else losses
 
     def _logits(self, x: Tensor) -> Tensor:
-        return self.lm_head(self.ln_f(x))[..., : self.config.vocab_size]
+        logits, cap = self.lm_head(self.ln_f(x))[..., : self.config.vocab_size], self.config.logit_softcap
+        return cap * torch.tanh(logits.float() / cap) if cap else logits
 
     def _losses(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
         """Return the cross-entropy of (N, C) and (N,)."""
@@ -341,7 +395,8 @@ class GPT(nn.Module):
             N -= self.wpe.weight.numel()
         if not self.config.tied_head:
             N -= self.config.vocab_size * self.config.embd_size
-        return 6 * N + 12 * self.config.num_layers * self.config.embd_size * self.config.context_length
+        width = self.config.num_heads * self.config.head_size
+        return 6 * N + 12 * self.config.num_layers * width * self.config.context_length
 
     def parameters_by_role(self) -> dict[str, list[nn.Parameter]]:
         """Return the parameters as "embedding", "matrix" (in the blocks), "head" (unless tied) and "vector"."""

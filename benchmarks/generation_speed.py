@@ -35,7 +35,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     with joined("auto") as ranks:
-        ours = GPT(GPTConfig(vocab_size=50304, gelu="exact", num_layers=args.layers))
+        ours = GPT(GPTConfig(vocab_size=50304, activation="gelu", num_layers=args.layers))
         samplers = {"SteadyGPT": partial(generate, ours)}
         if args.nanogpt:
             theirs = load_module(args.nanogpt / "model.py")

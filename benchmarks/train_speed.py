@@ -124,7 +124,7 @@ def flags_of_shape(name: str) -> list[str]:
     layers, heads, width, vocab_size = SHAPES[name]
     tokenizer = "gpt2" if vocab_size > 50257 else "bytes"
     return flags(
-        num_layers=layers, num_heads=heads, embd_size=width, bias="off", gelu="exact", tokenizer=tokenizer
+        num_layers=layers, num_heads=heads, embd_size=width, bias="off", activation="gelu", tokenizer=tokenizer
     )  # fmt: skip
 
 

@@ -8,15 +8,18 @@ SHORT_ROW = 512  # tokens; up to here attention_in_blocks is faster on a CPU
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0) -> Tensor:
-    """Compute softmax(q k^T / sqrt(head_dim)) v (Vaswani et al. 2017).
+    """Compute softmax(q k^T / sqrt(head_size)) v (Vaswani et al. 2017).
 
     Args:
-        q: (B, num_heads, T, head_dim) queries: a whole row, which is then causal, or one token, which sees all keys.
-        k, v: (B, num_heads, S, head_dim), S = T for a whole row.
+        q: (B, num_heads, T, head_size) queries: a whole row, which is then causal, or one token, which sees all keys.
+        k, v: (B, kv_heads, S, head_size), S = T for a whole row. Each head serves num_heads / kv_heads heads of q in a
+            row (Ainslie et al. 2023).
         mask: (B, 1, T, S) bool, which keys each query sees, in place of the causal mask.
         dropout: probability.
     """
-    T = q.size(2)
+    T, shared = q.size(2), q.size(1) // k.size(1)
+    if shared > 1:
+        k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
     if mask is not None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
     if q.device.type == "cpu" and q.dtype == torch.bfloat16 and 1 < T <= SHORT_ROW:

@@ -29,7 +29,7 @@ from steadygpt.runlog import git_commit
 if TYPE_CHECKING:
     from train import Run
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 LATEST, BACKUP, BEST = "latest.pt", "latest_backup.pt", "best_model.pt"
 ROLLING, EPOCH = "rolling_step_{:06d}.pt", "epoch_{:05d}.pt"
 EVALUATIONS = "evaluations.json"
@@ -194,8 +194,13 @@ def as_checkpoint(content: Any, path: Path) -> dict:
             f"{path}: format {content['format_version']}; expected at most {FORMAT_VERSION}: update SteadyGPT"
         )
     if content["format_version"] == 1:  # it identified its data in another way and kept no recent losses
-        content |= {"format_version": FORMAT_VERSION, "data_fingerprint": {}, "recent_losses": [], "bad_steps": 0}
-    return content
+        content |= {"data_fingerprint": {}, "recent_losses": [], "bad_steps": 0}
+    if content["format_version"] < 3:  # it named two fields of the shape for the only choice of that time
+        for options in (content["model_config"], content["train_config"]):
+            if "gelu" in options:
+                options["activation"] = {"tanh": "gelu_tanh", "exact": "gelu"}[options.pop("gelu")]
+                options["norm_eps"] = options.pop("layer_norm_eps")
+    return content | {"format_version": FORMAT_VERSION}
 
 
 def find_checkpoint(which: str, folder: Path) -> tuple[Path | None, dict | None, list[str]]:

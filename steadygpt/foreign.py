@@ -13,7 +13,9 @@ from steadygpt.cli import UserError
 if TYPE_CHECKING:
     from model import GPTConfig
 
-GELUS = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_fast": "tanh", "gelu": "exact"}
+ACTIVATIONS = {
+    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh"), "gelu": "gelu",
+}  # fmt: skip
 ROPE = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct", "rope_type": "rope_type"}
 # Constants of attention that older files store with the weights.
 CONSTANTS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
@@ -46,8 +48,8 @@ FAMILIES = {
             "embd_size": ("n_embd", 768),
             "intermediate_size": ("n_inner", None),
             "dropout": ("resid_pdrop", 0.1),
-            "layer_norm_eps": ("layer_norm_epsilon", 1e-5),
-            "gelu": ("activation_function", "gelu_new"),
+            "norm_eps": ("layer_norm_epsilon", 1e-5),
+            "activation": ("activation_function", "gelu_new"),
             "tied_head": ("tie_word_embeddings", True),
         },
         required={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
@@ -64,8 +66,8 @@ FAMILIES = {
             "embd_size": ("hidden_size", 6144),
             "intermediate_size": ("intermediate_size", 24576),
             "dropout": ("hidden_dropout", 0.0),
-            "layer_norm_eps": ("layer_norm_eps", 1e-5),
-            "gelu": ("hidden_act", "gelu"),
+            "norm_eps": ("layer_norm_eps", 1e-5),
+            "activation": ("hidden_act", "gelu"),
             "tied_head": ("tie_word_embeddings", False),
             "rotary_pct": ("rotary_pct", 0.25),
             "rotary_base": ("rotary_emb_base", 10000.0),

@@ -230,7 +230,7 @@ def test_rotary_pct_must_give_an_even_number_of_dimensions():
     assert "3 of 64 dimensions a head; expected an even number" in error_of("--rotary_pct", "0.05")
     assert "0 of 64 dimensions a head; expected an even number" in error_of("--rotary_pct", "0.01")
     assert "--rotary_pct is 1.5" in error_of("--rotary_pct", "1.5")
-    assert "--layer_norm_eps is 0.0; expected more than 0" in error_of("--layer_norm_eps", "0")
+    assert "--norm_eps is 0.0; expected more than 0" in error_of("--norm_eps", "0")
 
 
 def test_no_flag_is_a_prefix_of_a_torchrun_flag():

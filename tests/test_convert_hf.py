@@ -28,7 +28,7 @@ from steadygpt.tokenizer import END_OF_TEXT, get_tokenizer
 transformers = pytest.importorskip("transformers")
 
 SMALL = GPTConfig(vocab_size=257, context_length=12, num_layers=2, num_heads=2, embd_size=16)
-NEOX = {"rotary_pct": 0.5, "parallel_residual": True, "tied_head": False, "gelu": "exact"}
+NEOX = {"rotary_pct": 0.5, "parallel_residual": True, "tied_head": False, "activation": "gelu"}
 
 
 def checkpoint_of(config: GPTConfig, tokenizer="bytes", seed=0) -> dict:
@@ -86,8 +86,8 @@ def shapes(draw) -> GPTConfig:
         intermediate_size=draw(st.sampled_from([0, 10])),
         dropout=draw(st.sampled_from([0.0, 0.1])),
         bias=draw(st.booleans()),
-        layer_norm_eps=draw(st.sampled_from([1e-5, 1e-3])),
-        gelu=draw(st.sampled_from(["tanh", "exact"])),
+        norm_eps=draw(st.sampled_from([1e-5, 1e-3])),
+        activation=draw(st.sampled_from(["gelu_tanh", "gelu"])),
         rotary_pct=rotary_pct,
         rotary_base=draw(st.sampled_from([10000.0, 500000.0])) if rotary_pct else 10000.0,
         parallel_residual=draw(st.booleans()) if rotary_pct else False,
@@ -434,7 +434,7 @@ def test_fine_tuning_takes_the_shape_of_the_weights_and_may_crop_the_context(wor
     assert "weights from model" in capsys.readouterr().out
     _, tuned, _ = find_checkpoint("latest", Path("checkpoints"))
     assert (tuned["model_config"]["num_layers"], tuned["model_config"]["intermediate_size"]) == (1, 100)
-    assert (tuned["train_config"]["gelu"], tuned["train_config"]["context_length"]) == ("exact", 16)
+    assert (tuned["train_config"]["activation"], tuned["train_config"]["context_length"]) == ("gelu", 16)
     assert torch.equal(tuned["model"]["wpe.weight"], model.transformer.wpe.weight[:16])
     tokens = torch.randint(0, 257, (2, 16))
     with torch.no_grad():
@@ -444,7 +444,7 @@ def test_fine_tuning_takes_the_shape_of_the_weights_and_may_crop_the_context(wor
 @pytest.mark.parametrize(("changes", "message"), [
     ({"num_layers": 3}, "--init_from w.pt: num_layers is 2, but this run has 3"),
     ({"context_length": 13}, "context_length is 12, but this run has 13"),
-    ({"gelu": "exact"}, "gelu is tanh, but this run has exact"),
+    ({"activation": "gelu"}, "activation is gelu_tanh, but this run has gelu"),
     ({"intermediate_size": 32}, "intermediate_size is 64, but this run has 32"),
     ({"vocab_size": 50257}, "vocab_size is 257, but the data has 50257"),
     ({"tokenizer": "gpt2"}, "tokenizer is bytes, but the data has gpt2"),

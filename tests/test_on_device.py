@@ -28,7 +28,7 @@ from steadygpt.device import autocast, use_fp8
 from steadygpt.distributed import Ranks
 
 SHAPE = GPTConfig(vocab_size=257, context_length=32, num_layers=2, num_heads=2, embd_size=128)
-NEOX = {"rotary_pct": 0.25, "parallel_residual": True, "tied_head": False, "gelu": "exact"}
+NEOX = {"rotary_pct": 0.25, "parallel_residual": True, "tied_head": False, "activation": "gelu"}
 both_families = pytest.mark.parametrize("family", [{}, NEOX], ids=["gpt2", "gpt_neox"])
 DROPOUT = ("--dropout", "0.1")
 

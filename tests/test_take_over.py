@@ -210,7 +210,7 @@ def test_the_run_evaluates_samples_and_exports_without_the_padding(workdir, caps
     assert (trained["model_config"]["vocab_size"], trained["train_config"]["vocab_size"]) == (320, 320)
     write_folder(trained, Path("exported"))
     assert json.loads(Path("exported/config.json").read_text())["vocab_size"] == 257
-    fresh = ["--init_from", "checkpoints/latest.pt", "--checkpoint_dir", "b", "--logdir", "b", "--gelu", "exact"]
+    fresh = ["--init_from", "checkpoints/latest.pt", "--checkpoint_dir", "b", "--logdir", "b", "--activation", "gelu"]
     assert run_here(*fresh, "--data_dir", "data/tiny") == 0  # keeps the padding, too
 
 
@@ -242,7 +242,7 @@ def test_options_and_position_of_nanogpt_are_taken_over(state, workdir):
     assert (config.max_lr, config.min_lr, config.warmup_steps, config.max_steps) == (1e-2, 1e-3, 2, ENDED)
     assert (config.weight_decay, config.adam_beta1, config.adam_beta2, config.grad_clip) == (0.1, 0.9, 0.95, 0.5)
     assert (config.total_batch_size, config.mini_batch_size, config.eval_freq) == (40 * 12 * 16, 12, 2000)
-    assert (config.precision, config.tokenizer, config.gelu, config.bias) == ("bf16", "bytes", "exact", True)
+    assert (config.precision, config.tokenizer, config.activation, config.bias) == ("bf16", "bytes", "gelu", True)
     assert (checkpoint["step"], checkpoint["rows_consumed"]) == (SAVED, SAVED * 40 * 12)
     assert checkpoint["best_val_loss"] == 4.5
     assert len(lines) == 2  # what is in the file and, in a folder without data/tiny, what is not: data_dir
@@ -344,7 +344,9 @@ def padded_state(checkpoint: dict, rows: int) -> dict:
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_nanogpt_checkpoints_are_read_exactly(bias, tmp_path):
-    expected = checkpoint_of(dataclasses.replace(SMALL, vocab_size=50257, gelu="exact", bias=bias, dropout=0.2), "gpt2")
+    expected = checkpoint_of(
+        dataclasses.replace(SMALL, vocab_size=50257, activation="gelu", bias=bias, dropout=0.2), "gpt2"
+    )
     state = {f"_orig_mod.{name}": tensor for name, tensor in padded_state(expected, 50304).items()}
     state["_orig_mod.transformer.h.0.attn.bias"] = torch.ones(1, 1, 12, 12)  # the mask, if without flash attention
     shape = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12, "bias": bias, "vocab_size": 50304}
@@ -357,7 +359,7 @@ def test_nanogpt_checkpoints_are_read_exactly(bias, tmp_path):
 
 
 def test_nanogpt_character_models_keep_their_vocabulary(tmp_path):
-    expected = checkpoint_of(dataclasses.replace(SMALL, vocab_size=65, gelu="exact"), "")
+    expected = checkpoint_of(dataclasses.replace(SMALL, vocab_size=65, activation="gelu"), "")
     shape = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12, "bias": True, "vocab_size": 65, "dropout": 0.0}
     torch.save({"model": padded_state(expected, 65), "model_args": shape}, tmp_path / "ckpt.pt")
     assert_same_weights(expected, read_weights(str(tmp_path / "ckpt.pt")))
