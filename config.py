@@ -54,11 +54,22 @@ class TrainConfig(GPTConfig):
                               on_resume="never")
     mini_batch_size: int = option(32, "rows a rank computes at once; auto: as many as fit in its memory",
                                   "optimization", at_least=1, words=("auto",))
+    optimizer: str = option("adamw", "adamw, or muon for the matrices of the blocks and AdamW for the rest",
+                            "optimization", choices=("adamw", "muon"), on_resume="never")
     max_lr: float = option(1e-3, "peak learning rate, after the warm-up", "optimization", on_resume="ask")
-    min_lr: float = option(1e-4, "learning rate at the last step of the cosine", "optimization", on_resume="ask")
+    min_lr: float = option(1e-4, "learning rate at the end of the decay", "optimization", on_resume="ask")
+    schedule: str = option("cosine", "of the learning rate after the warm-up: cosine; wsd: stable, then a linear "
+                           "cool-down; constant", "optimization", choices=("cosine", "wsd", "constant"),
+                           on_resume="ask")
+    cooldown: float = option(0.4, "share of the steps that are wsd's cool-down", "optimization", at_most=1,
+                             on_resume="ask")
     warmup_steps: int = option(715, "steps of linear warm-up; unless given as a flag, at most a tenth of the run",
                                "optimization", on_resume="ask")
-    weight_decay: float = option(0.1, "AdamW's, on matrices and embeddings", "optimization", on_resume="ask")
+    muon_lr: float = option(0.02, "Muon's peak learning rate; it follows the same curve", "optimization", above=0,
+                            on_resume="ask")
+    muon_momentum: float = option(0.95, "Muon's decay of the mean of gradients", "optimization", below=1,
+                                  on_resume="ask")
+    weight_decay: float = option(0.1, "on matrices and embeddings", "optimization", on_resume="ask")
     adam_beta1: float = option(0.9, "AdamW's decay of the mean of gradients", "optimization", below=1, on_resume="ask")
     adam_beta2: float = option(0.95, "AdamW's decay of the mean of squared gradients", "optimization", below=1,
                                on_resume="ask")

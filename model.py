@@ -398,10 +398,10 @@ class GPT(nn.Module):
         width = self.config.num_heads * self.config.head_size
         return 6 * N + 12 * self.config.num_layers * width * self.config.context_length
 
-    def parameters_by_role(self) -> dict[str, list[nn.Parameter]]:
-        """Return the parameters as "embedding", "matrix" (in the blocks), "head" (unless tied) and "vector"."""
-        roles: dict[str, list[nn.Parameter]] = {"embedding": [], "matrix": [], "head": [], "vector": []}
+    def parameters_by_role(self) -> dict[str, dict[str, nn.Parameter]]:
+        """Return the parameters by name as "embedding", "matrix" (in the blocks), "head" (unless tied) and "vector"."""
+        roles: dict[str, dict[str, nn.Parameter]] = {"embedding": {}, "matrix": {}, "head": {}, "vector": {}}
         for name, parameter in self.named_parameters():
             table = {"wte": "embedding", "wpe": "embedding", "lm_head": "head"}.get(name.split(".")[0], "matrix")
-            roles[table if parameter.dim() >= 2 else "vector"].append(parameter)
+            roles[table if parameter.dim() >= 2 else "vector"][name] = parameter
         return roles

@@ -43,7 +43,7 @@ from steadygpt.plan import describe, out_of_memory_explained
 from steadygpt.retry import brief
 from steadygpt.runlog import Printed
 from steadygpt.saves import Saves
-from steadygpt.schedule import Schedule, make_schedule
+from steadygpt.schedule import Schedule, learning_rate, make_schedule
 from steadygpt.stability import SPIKE_WINDOW, Diverged, Judge, Pending
 from steadygpt.start import Start, find_start, folder_of_resumed_file, open_outputs
 from steadygpt.state import HostCopy, fill, restore_optimizer
@@ -52,18 +52,6 @@ from steadygpt.table import checkpoint_table, mirror_table
 from steadygpt.tokenizer import tokenizer_on_all
 
 SAMPLE_TOKENS = 100
-
-# ---------------------------------------------------------------------------------------------------------------------
-# schedule
-
-
-def learning_rate(config: TrainConfig, step: int, max_steps: int) -> float:
-    """Warm up linearly to max_lr, then follow half a cosine down to min_lr (Loshchilov and Hutter 2017)."""
-    if step < config.warmup_steps:
-        return config.max_lr * (step + 1) / config.warmup_steps
-    progress = min(1.0, (step - config.warmup_steps) / max(1, max_steps - config.warmup_steps))
-    return config.min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (config.max_lr - config.min_lr)
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # setup
@@ -108,7 +96,7 @@ def build_training(start: Start, data: Data, ranks: Ranks) -> Training:
     else:
         torch.manual_seed(config.seed)
         fill(model, model.initial_weight, ranks)
-    optimizer = make_optimizer(model, config)
+    optimizer = make_optimizer(model, config, precision, ranks)
     scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
     if checkpoint:
         restore_optimizer(model, optimizer, checkpoint["optimizer"], ranks)
@@ -137,7 +125,7 @@ def train_step(training: Training, batches: BatchLoader, lr: float, step: int, s
     # Seeded by (seed, step, rank), so a resumed step repeats its dropout masks.
     torch.manual_seed(((config.seed * 1_000_003 + step) * 65_537 + ranks.rank) % 2**63)
     for group in t.optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group["lr_ratio"]
     t.optimizer.zero_grad(set_to_none=not isinstance(t.forward, DistributedDataParallel))  # DDP: kept in its buckets
     loss_sum = torch.zeros((), device=ranks.device)
     for micro_step in range(micro_steps):

@@ -125,6 +125,20 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return sharded.to(sharded.device_mesh.device_type).full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
+def own_part(sharded: torch.Tensor, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return this rank's shard of the first tensor, and the same part of the second, which is whole on every rank.
+
+    Both tensors are returned as they are if the first is not sharded.
+    """
+    target: Any = sharded
+    if not hasattr(sharded, "to_local"):
+        return sharded, whole
+    from torch.distributed.tensor import distribute_tensor
+
+    part: Any = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+    return target.to_local(), part.to_local().to(target.to_local().device)
+
+
 class Silent:
     """A stand-in on ranks other than 0 for objects that print or write: it accepts every call and does nothing."""
 

@@ -1,12 +1,25 @@
 """Optimizers over a model's parameters by role."""
 
-from typing import TYPE_CHECKING
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from steadygpt.device import compute_dtype
+from steadygpt.distributed import Ranks, full_tensor, own_part
 
 if TYPE_CHECKING:
     from config import TrainConfig
     from model import GPT
+
+Stacked = list[tuple[nn.Parameter, tuple[int, ...]]]  # parameters and the rows of the matrices that each one stacks
+# Repeated five times, this odd polynomial takes all but the smallest singular values to 0.7..1.2 (Jordan et al. 2024).
+NEWTON_SCHULZ, ITERATIONS = (3.4445, -4.7750, 2.0315), 5
+AT_ONCE = 2**27  # numbers of the matrices that are whole on every rank at the same time
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
@@ -19,7 +32,7 @@ def skips_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> b
     return on_device and getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
-def update_unless(skipped: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+def update_unless(skipped: Tensor, optimizer: torch.optim.Optimizer) -> None:
     """Make the optimizer's update unless `skipped`, a scalar on the device, is 1.0; then nothing changes.
 
     The host waits for `skipped` only if the optimizer cannot skip on the device.
@@ -31,12 +44,120 @@ def update_unless(skipped: torch.Tensor, optimizer: torch.optim.Optimizer) -> No
         optimizer.step()
 
 
-def make_optimizer(model: "GPT", config: "TrainConfig") -> torch.optim.Optimizer:
-    """Return AdamW (Loshchilov and Hutter 2019) with weight decay on matrices and embeddings, not on vectors."""
+def make_optimizer(model: "GPT", config: "TrainConfig", precision: str, ranks: Ranks) -> torch.optim.Optimizer:
+    """Return AdamW (Loshchilov and Hutter 2019), or Muon for the matrices of the blocks and AdamW for the rest.
+
+    Matrices and tables have weight decay, vectors have none. The learning rate of a group is its "lr_ratio" times that
+    of the schedule.
+    """
     roles = model.parameters_by_role()
-    groups = [
-        {"params": roles["embedding"] + roles["matrix"] + roles["head"], "weight_decay": config.weight_decay},
-        {"params": roles["vector"], "weight_decay": 0.0},
+    params = {role: list(parameters.values()) for role, parameters in roles.items()}
+    groups: list[dict[str, Any]] = [
+        {"params": params["embedding"] + params["matrix"] + params["head"]},
+        {"params": params["vector"], "weight_decay": 0.0},
     ]
-    betas = (config.adam_beta1, config.adam_beta2)
-    return torch.optim.AdamW(groups, lr=config.max_lr, betas=betas, eps=config.adam_eps, fused=True)
+    betas = config.adam_beta1, config.adam_beta2
+    options: dict[str, Any] = {"lr": config.max_lr, "betas": betas, "eps": config.adam_eps, "fused": True}
+    options["weight_decay"] = config.weight_decay
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW([{"lr_ratio": 1.0} | group for group in groups], **options)
+    groups[0]["params"] = params["embedding"] + params["head"]
+    parts, lr_ratio = [model.config.parts(name) for name in roles["matrix"]], config.muon_lr / (config.max_lr or 1.0)
+    groups.append({"params": params["matrix"], "parts": parts, "lr_ratio": lr_ratio, "momentum": config.muon_momentum})
+    return Muon([{"lr_ratio": 1.0} | group for group in groups if group["params"]], ranks, precision, **options)
+
+
+class Muon(torch.optim.AdamW):
+    """Muon (Jordan et al. 2024) for the groups with "parts", and AdamW for the others.
+
+    After its weight decay, a matrix moves by lr * sqrt(max(1, rows / columns)) times the orthogonal matrix that is
+    nearest to its Nesterov momentum.
+
+    Args:
+        groups: with "parts", for each parameter the rows of the matrices that it stacks, and "momentum".
+        ranks: share the work. Under FSDP they gather matrices for it, at most AT_ONCE numbers at a time.
+        precision: of the run, in which matrices are orthogonalized.
+        options: of AdamW.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], ranks: Ranks, precision: str, **options: Any):
+        super().__init__(groups, **options)
+        self.ranks, self.dtype = ranks, compute_dtype(precision)
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        groups = self.param_groups
+        self.param_groups = [group for group in groups if "parts" not in group]
+        super().step()
+        self.param_groups = groups
+        for group in groups:
+            for stacked in chunks(list(zip(group["params"], group.get("parts", ()), strict=False))):
+                self._update(stacked, group["lr"], group["weight_decay"], group["momentum"])
+
+    def _update(self, stacked: Stacked, lr: float, weight_decay: float, momentum: float) -> None:
+        skipped, matrices = getattr(self, "found_inf", None), list[Tensor]()
+        for parameter, parts in stacked:
+            state = self.state[parameter]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+            average = state["momentum_buffer"].lerp(parameter.grad, 1 - momentum)
+            update = parameter.grad.lerp(average, momentum)  # type: ignore[union-attr]
+            if skipped is not None:  # the gradient may be NaN
+                average = torch.where(skipped > 0, state["momentum_buffer"], average)
+                update = torch.where(skipped > 0, 0.0, update)
+            state["momentum_buffer"].copy_(average)
+            matrices += full_tensor(update.to(self.dtype)).split(parts)
+        updates = iter(orthogonalized(matrices, self.ranks))
+        decay: Any = lr * weight_decay if skipped is None else lr * weight_decay * (1 - skipped)
+        for parameter, parts in stacked:
+            update = torch.cat([next(updates) * math.sqrt(max(1, rows / parameter.size(1))) for rows in parts])
+            own, update = own_part(parameter, update)
+            own.mul_(1 - decay).add_(update, alpha=-lr)
+
+
+def chunks(stacked: Stacked) -> Iterator[Stacked]:
+    """Cut a list of parameters into chunks of at most AT_ONCE numbers, or of one parameter."""
+    chunk: Stacked = []
+    for parameter, parts in stacked:
+        if chunk and sum(p.numel() for p, _ in chunk) + parameter.numel() > AT_ONCE:
+            yield chunk
+            chunk = []
+        chunk.append((parameter, parts))
+    if chunk:
+        yield chunk
+
+
+def orthogonalized(matrices: list[Tensor], ranks: Ranks) -> list[Tensor]:
+    """Return the nearest (semi-)orthogonal matrices, about; those of one shape, or its transpose, are one batch.
+
+    Each rank has all matrices, computes its share of each batch, and gets the results of the others.
+    """
+    results, batches = list(matrices), defaultdict[tuple[int, ...], list[int]](list)
+    for index, matrix in enumerate(matrices):
+        batches[tuple(sorted(matrix.shape))].append(index)
+    for shape, indices in batches.items():
+        share = math.ceil(len(indices) / ranks.world_size)
+        batch = matrices[0].new_zeros(share, *shape)
+        for place, index in zip(batch, indices[ranks.rank * share :], strict=False):
+            place.copy_(_wide(matrices[index]))
+        batch = newton_schulz(batch)
+        if ranks.world_size > 1:
+            own, batch = batch, batch.new_empty(ranks.world_size * share, *shape)
+            dist.all_gather_into_tensor(batch, own)
+        for index, result in zip(indices, batch, strict=False):
+            results[index] = result.view_as(matrices[index]) if matrices[index].shape == shape else result.mT
+    return results
+
+
+def _wide(matrix: Tensor) -> Tensor:
+    return matrix.mT if matrix.size(0) > matrix.size(1) else matrix
+
+
+def newton_schulz(x: Tensor) -> Tensor:
+    """Orthogonalize a batch of matrices (N, rows, columns), rows <= columns: singular values become about 1."""
+    a, b, c = NEWTON_SCHULZ
+    x = x / (torch.linalg.matrix_norm(x.float(), keepdim=True) + 1e-7).type_as(x)
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x

@@ -1,4 +1,4 @@
-"""The length of a run in steps, rows and epochs."""
+"""The length of a run in steps, rows and epochs, and its learning rate."""
 
 import math
 from dataclasses import dataclass
@@ -24,6 +24,26 @@ class Schedule:
     def epochs(self, rows: int) -> float:
         """Convert consumed rows to epochs."""
         return rows / (self.steps_per_epoch * self.rows_per_step or self.rows_per_epoch)
+
+
+def decay_start(config: "TrainConfig", max_steps: int) -> int:
+    """Return the step from which the learning rate falls."""
+    cooldown = round(config.cooldown * max_steps)
+    starts = {"cosine": config.warmup_steps, "wsd": max(config.warmup_steps, max_steps - cooldown)}
+    return starts.get(config.schedule, max_steps)
+
+
+def learning_rate(config: "TrainConfig", step: int, max_steps: int) -> float:
+    """Return the learning rate of a step: it rises linearly to max_lr, and falls to min_lr as `schedule` says.
+
+    cosine: along half a cosine (Loshchilov and Hutter 2017). wsd: stable, then along a line (Hu et al. 2024).
+    """
+    if step < config.warmup_steps:
+        return config.max_lr * (step + 1) / config.warmup_steps
+    start = decay_start(config, max_steps)
+    progress = min(1.0, max(0, step - start) / max(1, max_steps - start))
+    share = 1 - progress if config.schedule == "wsd" else 0.5 * (1 + math.cos(math.pi * progress))
+    return config.min_lr + share * (config.max_lr - config.min_lr)
 
 
 def make_schedule(

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from steadygpt.distributed import Ranks, full_tensor
+from steadygpt.distributed import Ranks, full_tensor, own_part
 
 
 def fill(model: nn.Module, weight: Callable[[str], Tensor], ranks: Ranks) -> None:
@@ -50,11 +50,7 @@ def _send(whole: Tensor | None, target: Any, ranks: Ranks) -> None:
         whole = whole.to(ranks.device, target.dtype).contiguous()  # a broadcast sends memory as it lies
     if ranks.world_size > 1:
         dist.broadcast(whole, src=0)
-    if hasattr(target, "to_local"):
-        from torch.distributed.tensor import distribute_tensor
-
-        whole = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None).to_local()
-        target = target.to_local()
+    target, whole = own_part(target, whole)
     target.copy_(whole)
 
 

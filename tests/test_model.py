@@ -14,8 +14,10 @@ from generate import load_model
 from model import GPT, IGNORED_TARGET, AttentionArgs, GPTConfig, rotary_angles, rotate
 from steadygpt.attention import attention_in_blocks
 from steadygpt.device import evaluating
+from steadygpt.distributed import Ranks
 from steadygpt.optim import make_optimizer
 
+ALONE = Ranks(torch.device("cpu"))
 SMALL = GPTConfig(vocab_size=101, context_length=12, num_layers=3, num_heads=2, embd_size=16)
 NEOX = {"rotary_pct": 0.25, "parallel_residual": True, "tied_head": False, "activation": "gelu"}
 both_families = pytest.mark.parametrize("family", [{}, NEOX], ids=["gpt2", "gpt_neox"])
@@ -151,7 +153,7 @@ def test_initial_biases_are_zero_and_norm_weights_one():
 
 def test_weight_decay_applies_only_to_matrices_and_embeddings():
     model = GPT(SMALL)
-    decayed, others = make_optimizer(model, TrainConfig(weight_decay=0.1)).param_groups
+    decayed, others = make_optimizer(model, TrainConfig(weight_decay=0.1), "fp32", ALONE).param_groups
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     assert len(decayed["params"]) + len(others["params"]) == len(names)  # the tied head counts once
@@ -161,7 +163,7 @@ def test_weight_decay_applies_only_to_matrices_and_embeddings():
 
 def test_adamw_uses_the_given_options():
     config = TrainConfig(max_lr=0.5, adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-6)
-    group, _ = make_optimizer(GPT(SMALL), config).param_groups
+    group, _ = make_optimizer(GPT(SMALL), config, "fp32", ALONE).param_groups
     assert (group["lr"], group["betas"], group["eps"]) == (0.5, (0.8, 0.9), 1e-6)
 
 
@@ -169,7 +171,7 @@ def test_adamw_uses_the_given_options():
 def test_parameters_by_role_contain_each_parameter_once(family):
     model = GPT(dataclasses.replace(SMALL, **family))
     roles = model.parameters_by_role()
-    assert sorted(id(p) for role in roles.values() for p in role) == sorted(id(p) for p in model.parameters())
+    assert sorted(id(p) for role in roles.values() for p in role.values()) == sorted(id(p) for p in model.parameters())
     assert [len(roles[role]) for role in ("embedding", "head")] == ([1, 1] if family else [2, 0])
     assert len(roles["matrix"]) == 4 * SMALL.num_layers
 
@@ -181,7 +183,7 @@ def test_bias_off_removes_all_biases():
 @both_families
 def test_vocabulary_padding_stays_zero(family):
     model = GPT(dataclasses.replace(SMALL, **family))
-    optimizer = make_optimizer(model, TrainConfig(max_lr=0.1))
+    optimizer = make_optimizer(model, TrainConfig(max_lr=0.1), "fp32", ALONE)
     model(ids(2, 12), ids(2, 12, seed=1)).backward()
     optimizer.step()
     assert not model.wte.weight[101:].any()

@@ -22,6 +22,7 @@ from generate import generate, sample_texts
 from model import GPT
 from steadygpt.cli import UserError
 from steadygpt.foreign import TABLES
+from steadygpt.schedule import learning_rate
 from steadygpt.shards import find_shards
 from steadygpt.tokenizer import get_tokenizer
 
@@ -265,7 +266,7 @@ def test_the_learning_rate_equals_nanogpts_after_the_warm_up(changes, words, sta
         expected = learning_rate_there(step, math.inf, there["warmup_iters"], there["lr_decay_iters"])
         if not there["decay_lr"]:
             expected = 1e-2
-        assert train.learning_rate(config, step, config.max_steps) == pytest.approx(expected, rel=1e-12)
+        assert learning_rate(config, step, config.max_steps) == pytest.approx(expected, rel=1e-12)
 
 
 def test_another_number_of_updates_than_steps_is_said(state, workdir):

@@ -1,0 +1,126 @@
+"""Muon: what it computes, which parameters it moves, and how ranks share its work."""
+
+import pytest
+import torch
+from conftest import in_ranks
+
+from config import TrainConfig
+from model import GPT, GPTConfig
+from steadygpt import optim
+from steadygpt.distributed import Ranks, joined
+from steadygpt.optim import Muon, make_optimizer, newton_schulz, orthogonalized
+
+ALONE = Ranks(torch.device("cpu"))
+SMALL = GPTConfig(
+    vocab_size=101, context_length=12, num_layers=2, num_heads=4, num_kv_heads=2, embd_size=16, activation="swiglu"
+)
+MUON = TrainConfig(optimizer="muon", weight_decay=0.1, max_lr=1e-2, muon_lr=0.02)
+
+
+def muon_of(model: torch.nn.Module, parts: list[tuple[int, ...]], precision: str = "fp32", **options) -> Muon:
+    group = {"params": list(model.parameters()), "parts": parts, "momentum": 0.95, "lr_ratio": 1.0}
+    return Muon([group], ALONE, precision, lr=0.1, weight_decay=0.1, fused=True, **options)
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (4, 32), (32, 4)])
+def test_newton_schulz_makes_all_singular_values_about_one(shape):
+    torch.manual_seed(0)
+    (matrix,) = orthogonalized([torch.randn(shape)], ALONE)
+    assert matrix.shape == shape
+    singular_values = torch.linalg.svdvals(matrix)
+    assert singular_values.min() > 0.6 and singular_values.max() < 1.25
+
+
+def test_newton_schulz_of_zeros_is_zero():
+    assert not newton_schulz(torch.zeros(2, 3, 4)).any()
+
+
+@pytest.mark.parametrize("shape", [(12, 12), (8, 24), (24, 8)])
+def test_the_update_of_one_matrix_is_that_of_pytorchs_muon(shape):
+    torch.manual_seed(0)
+    ours, theirs = torch.nn.Linear(*shape, bias=False), torch.nn.Linear(*shape, bias=False)
+    theirs.load_state_dict(ours.state_dict())
+    ours_optimizer = muon_of(ours, [ours.weight.shape[:1]], "bf16")
+    torch_optimizer = torch.optim.Muon(theirs.parameters(), lr=0.1, weight_decay=0.1)
+    for _ in range(3):
+        ours.weight.grad = theirs.weight.grad = torch.randn_like(ours.weight)
+        ours_optimizer.step()
+        torch_optimizer.step()
+    assert torch.allclose(ours.weight, theirs.weight, atol=0.02)  # both round to bf16
+    moments = ours_optimizer.state[ours.weight], torch_optimizer.state[theirs.weight]
+    assert torch.equal(*(state["momentum_buffer"] for state in moments))
+
+
+def test_stacked_matrices_are_orthogonalized_apart():
+    torch.manual_seed(0)
+    gradient, stacked = torch.randn(12, 6), torch.nn.Linear(6, 12, bias=False)
+    apart = [torch.nn.Linear(6, rows, bias=False) for rows in (6, 3, 3)]
+    for part, linear in zip(stacked.weight.split([6, 3, 3]), apart, strict=True):
+        linear.weight.data.copy_(part)
+    stacked.weight.grad = gradient
+    muon_of(stacked, [(6, 3, 3)]).step()
+    for grad, linear in zip(gradient.split([6, 3, 3]), apart, strict=True):
+        linear.weight.grad = grad
+        muon_of(linear, [linear.weight.shape[:1]]).step()
+    assert torch.allclose(stacked.weight, torch.cat([linear.weight for linear in apart]), atol=1e-6)
+
+
+def test_muon_moves_the_matrices_of_the_blocks_and_adamw_the_rest():
+    model = GPT(SMALL)
+    optimizer = make_optimizer(model, MUON, "fp32", ALONE)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    adamw, vectors, muon = ([names[id(p)] for p in group["params"]] for group in optimizer.param_groups)
+    assert adamw == ["wte.weight", "wpe.weight"]
+    assert sorted(adamw + vectors + muon) == sorted(names.values())
+    assert muon[:4] == [f"h.0.{name}.weight" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")]
+    assert optimizer.param_groups[2]["parts"][:4] == [(16, 8, 8), (16,), (64, 64), (16,)]
+    assert [group["lr_ratio"] for group in optimizer.param_groups] == [1.0, 1.0, 2.0]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0, 0.1]
+    model(torch.zeros(1, 3, dtype=torch.int64), torch.ones(1, 3, dtype=torch.int64)).backward()
+    optimizer.step()
+    kinds = {names[id(p)]: set(state) for p, state in optimizer.state.items()}
+    assert {tuple(sorted(kinds[name])) for name in muon} == {("momentum_buffer",)}
+    assert {tuple(sorted(kinds[name])) for name in adamw + vectors} == {("exp_avg", "exp_avg_sq", "step")}
+
+
+def test_a_skipped_update_changes_nothing():
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(4, 4, bias=False)
+    optimizer = muon_of(linear, [(4,)])
+    linear.weight.grad = torch.randn(4, 4)
+    optimizer.step()
+    weight, momentum = linear.weight.clone(), optimizer.state[linear.weight]["momentum_buffer"].clone()
+    linear.weight.grad = torch.full((4, 4), torch.nan)
+    optim.update_unless(torch.ones(()), optimizer)
+    assert torch.equal(linear.weight, weight)
+    assert torch.equal(optimizer.state[linear.weight]["momentum_buffer"], momentum)
+    linear.weight.grad = torch.randn(4, 4)
+    optim.update_unless(torch.zeros(()), optimizer)
+    assert not torch.equal(linear.weight, weight)
+
+
+def test_gathering_in_chunks_changes_nothing(monkeypatch):
+    def trained() -> GPT:
+        torch.manual_seed(0)
+        model = GPT(SMALL)
+        optimizer = make_optimizer(model, MUON, "fp32", ALONE)
+        model(torch.zeros(1, 3, dtype=torch.int64), torch.ones(1, 3, dtype=torch.int64)).backward()
+        optimizer.step()
+        return model
+
+    whole = trained()
+    monkeypatch.setattr(optim, "AT_ONCE", 1)
+    for parameter, other in zip(whole.parameters(), trained().parameters(), strict=True):
+        assert torch.allclose(parameter, other, atol=1e-6)
+
+
+def compare_with_one_rank() -> None:
+    torch.manual_seed(0)
+    matrices = [torch.randn(shape).bfloat16() for shape in [(4, 4), (4, 8), (4, 4), (8, 4), (4, 4)]]
+    with joined("cpu") as ranks:
+        for found, expected in zip(orthogonalized(matrices, ranks), orthogonalized(matrices, ALONE), strict=True):
+            assert torch.allclose(found, expected, atol=0.02)
+
+
+def test_ranks_share_the_matrices_and_all_get_all_results():
+    in_ranks(3, compare_with_one_rank)
