@@ -90,8 +90,9 @@ class TrainConfig(GPTConfig):
     checkpoint_minutes: float = option(1.0, "minutes between saves of latest.pt, more where saving would take over 1 % "
                                        "of the time; 0: none", "checkpoints")
     keep_checkpoints: int = option(10, "newest rolling checkpoints that are kept", "checkpoints", at_least=1)
-    resume: str = option("", "continue: latest, auto (latest, or a new run if there is none), best, or a file; bare "
-                         "--resume is latest; also --resume_from_checkpoint", "checkpoints", bare="latest",
+    resume: str = option("", "continue: latest, auto (latest, or a new run if there is none), best, stable (before "
+                         "wsd's cool-down, to train longer), or a file; bare --resume is latest; also "
+                         "--resume_from_checkpoint", "checkpoints", bare="latest",
                          aliases=("resume_from_checkpoint",), on_resume="launch")
     allow_changes: bool = option(False, "on resume: let batch size, learning rates, warm-up, optimizer and dropout "
                                  "differ from the checkpoint's", "checkpoints", on_resume="launch")
@@ -293,7 +294,7 @@ def parse_args(argv: Sequence[str]) -> tuple[TrainConfig, dict[str, str]]:
         prog="train.py",
     )
     if not flags.get("resume", "latest"):  # an unset variable in a script must not start a new run
-        raise UserError("--resume is empty; expected latest, auto, best or a checkpoint file")
+        raise UserError("--resume is empty; expected latest, auto, best, stable or a checkpoint file")
     preset = _read_toml(flags["config"]) if "config" in flags else {}
     options = _overridden(preset, flags)
     if options.get("eval_only") and options.get("init_from", "scratch") == "scratch":

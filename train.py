@@ -43,7 +43,7 @@ from steadygpt.plan import describe, out_of_memory_explained
 from steadygpt.retry import brief
 from steadygpt.runlog import Printed
 from steadygpt.saves import Saves
-from steadygpt.schedule import Schedule, learning_rate, make_schedule
+from steadygpt.schedule import Schedule, learning_rate, make_schedule, notes_of_decay
 from steadygpt.stability import SPIKE_WINDOW, Diverged, Judge, Pending
 from steadygpt.start import Start, find_start, folder_of_resumed_file, open_outputs
 from steadygpt.state import HostCopy, fill, restore_optimizer
@@ -285,12 +285,12 @@ def train(run: Run, step_ended: Callable[[], None]) -> None:
     first_row, B = state.rows_consumed, t.config.mini_batch_size
     run.clock_s = time.perf_counter()
     with closing(BatchLoader(run.data.train, B, first_row, ranks.rank, ranks.world_size, ranks.device)) as batches:
-        ended_epoch = None
+        milestones: list[str] = []
         while True:
             last = state.step >= schedule.max_steps
             # The save comes first, so that writing it overlaps the evaluation. A run that is resumed from this save
             # repeats the evaluation, because it may not have finished.
-            run.saves.save_if_due(state.step, ended_epoch, last, run.read_results)
+            run.saves.save_if_due(state.step, milestones, last, run.read_results)
             evaluate(run, last)
             if last:
                 return run.read_results()
@@ -304,7 +304,8 @@ def train(run: Run, step_ended: Callable[[], None]) -> None:
             state.step += 1
             state.rows_consumed += schedule.rows_per_step
             epochs = int(schedule.epochs(state.rows_consumed))
-            ended_epoch = epochs if epochs > epochs_before else None
+            milestones = [checkpoints.EPOCH.format(epochs)] * (epochs > epochs_before)
+            milestones += [checkpoints.STABLE] * (state.step == schedule.stable_steps)
             run.read_results(t.late)
             step_ended()
 
@@ -353,6 +354,7 @@ def make_plan(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, data:
     strict_warmup = start.checkpoint is not None or given.get("warmup_steps") == "flag"
     schedule = make_schedule(config, data, ranks.world_size, start.step or 0, start.rows_consumed, strict_warmup)
     start = start.settled(ranks, data.tokenizer, shape.vocab_size, schedule.warmup_steps)
+    start = replace(start, notes=(*start.notes, *notes_of_decay(start.config, schedule, start.checkpoint)))
     held.enter_context(out_of_memory_explained(start.config, sketch, ranks))
     return Plan(start, data, schedule, sketch, ranks)
 

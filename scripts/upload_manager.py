@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from steadygpt.checkpoint import BACKUP, BEST, LATEST, checkpoint_files, read_checkpoint, summary
+from steadygpt.checkpoint import BACKUP, LATEST, NAMED, checkpoint_files, read_checkpoint, summary
 from steadygpt.cli import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.durable import lock_folder
 from steadygpt.mirror import Mirror, Pointer, files_of
@@ -89,7 +89,7 @@ def download(mirror: Mirror, name: str, folder: Path) -> None:
     Raises: UserError when the mirror has none of that name, it is corrupt, or the file exists.
     """
     pointers, _ = mirror.patiently(mirror.pointers)
-    name = {"latest": LATEST, "best": BEST}.get(name, name)
+    name = {"latest": LATEST, **NAMED}.get(name, name)
     if name not in pointers:
         raise UserError(f"{mirror.url}: no {name}; expected one of {', '.join(pointers) or 'nothing: it is empty'}")
     target = folder / name

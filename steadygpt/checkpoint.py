@@ -3,6 +3,7 @@
     latest.pt  latest_backup.pt     the last save, and the one before it
     rolling_step_XXXXXX.pt          the newest keep_checkpoints
     epoch_XXXXX.pt                  the end of each epoch, all kept
+    stable.pt                       the last step before the cool-down of --schedule wsd
     best_model.pt                   the best validation loss so far
 
 A file is torch.save of plain types and tensors, the same for any topology that it was trained on.
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from train import Run
 
 FORMAT_VERSION = 3
-LATEST, BACKUP, BEST = "latest.pt", "latest_backup.pt", "best_model.pt"
+LATEST, BACKUP, BEST, STABLE = "latest.pt", "latest_backup.pt", "best_model.pt", "stable.pt"
+NAMED = {"best": BEST, "stable": STABLE}  # what commands take besides latest and files
 ROLLING, EPOCH = "rolling_step_{:06d}.pt", "epoch_{:05d}.pt"
 EVALUATIONS = "evaluations.json"
 KINDS = {
@@ -104,7 +106,7 @@ def check_weights(weights: dict, model: nn.Module, ranks: Ranks) -> None:
 def checkpoint_files(folder: Path) -> list[Path]:
     """Return all checkpoints of a folder in the order in which --resume latest tries them, then the best one."""
     rolling, epochs = newest_first(folder, "rolling_step_*.pt"), newest_first(folder, "epoch_*.pt")
-    files = [folder / LATEST, folder / BACKUP, *rolling, *epochs, folder / BEST]
+    files = [folder / LATEST, folder / BACKUP, *rolling, *epochs, folder / STABLE, folder / BEST]
     return [file for file in files if file.exists()]
 
 
@@ -204,7 +206,7 @@ def as_checkpoint(content: Any, path: Path) -> dict:
 
 
 def find_checkpoint(which: str, folder: Path) -> tuple[Path | None, dict | None, list[str]]:
-    """Find and verify the checkpoint that "latest", "auto", "best" or a file name refers to.
+    """Find and verify the checkpoint that "latest", "auto", a word of NAMED or a file name refers to.
 
     Returns:
         Its path and content (None, None for "auto" without any checkpoint), and a line for each skipped file.
@@ -212,7 +214,7 @@ def find_checkpoint(which: str, folder: Path) -> tuple[Path | None, dict | None,
     Raises: UserError when it does not exist or is corrupt, or all files are corrupt.
     """
     if which not in ("latest", "auto"):
-        path = folder / BEST if which == "best" else Path(which)
+        path = folder / NAMED[which] if which in NAMED else Path(which)
         return path, read_checkpoint(path), []
     skipped: list[str] = []
     for path in checkpoint_files(folder):

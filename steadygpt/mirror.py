@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
-from steadygpt.checkpoint import BACKUP, BEST, EVALUATIONS, LATEST, read_checkpoint
+from steadygpt.checkpoint import BACKUP, BEST, EVALUATIONS, LATEST, NAMED, read_checkpoint
 from steadygpt.cli import UserError
 from steadygpt.durable import fsync_folder, link_file, replace_file
 from steadygpt.progress import ProgressBar
@@ -312,17 +312,17 @@ def newer_checkpoint(mirror: Mirror, which: str, folder: Path, local: Path | Non
     """Download the newest intact checkpoint to a temporary file, if it is newer than the local one.
 
     Args:
-        which: "best", or anything else for the newest.
+        which: a word of NAMED, or anything else for the newest.
         local: the intact checkpoint that is already in the folder, if any.
 
     Returns: the temporary file, or None; and a line for each checkpoint that was skipped.
 
     Raises: UserError when nothing is intact though there are pointers, or the store does not answer.
     """
-    newest_ns, best = local.stat().st_mtime_ns if local else 0, which == "best"
+    newest_ns, named = local.stat().st_mtime_ns if local else 0, NAMED.get(which)
     pointers, bad = mirror.patiently(mirror.pointers)
-    pointers = {name: pointer for name, pointer in pointers.items() if (name == BEST) == best}
-    skipped, newest = list(bad.values()), pointers.get(BEST if best else LATEST)
+    pointers = {name: pointer for name, pointer in pointers.items() if (name == named if named else name != BEST)}
+    skipped, newest = list(bad.values()), pointers.get(named or LATEST)
     if newest and newest.mtime_ns <= newest_ns:  # others may be newer, if the run was resumed from an older one
         return None, []
     for name in sorted(pointers, key=lambda name: (name == LATEST, pointers[name].mtime_ns), reverse=True):
@@ -341,8 +341,11 @@ def newer_checkpoint(mirror: Mirror, which: str, folder: Path, local: Path | Non
 
 
 def put_in_place(downloaded: Path, which: str, folder: Path, local: Path | None) -> Path:
-    """Make a downloaded checkpoint latest.pt or best_model.pt; an intact latest.pt becomes the backup."""
-    target = folder / (BEST if which == "best" else LATEST)
+    """Make a downloaded checkpoint latest.pt, or the file that a word of NAMED means.
+
+    An intact latest.pt becomes the backup.
+    """
+    target = folder / NAMED.get(which, LATEST)
     if local == target == folder / LATEST:
         link_file(target, folder / BACKUP)
     os.replace(downloaded, target)

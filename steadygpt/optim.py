@@ -84,6 +84,9 @@ class Muon(torch.optim.AdamW):
         super().__init__(groups, **options)
         self.ranks, self.dtype = ranks, compute_dtype(precision)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        torch.optim.Optimizer.__setstate__(self, state)  # AdamW's reads the number of steps of every parameter
+
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         groups = self.param_groups

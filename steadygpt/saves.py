@@ -17,7 +17,6 @@ import torch
 from steadygpt.checkpoint import (
     BACKUP,
     BEST,
-    EPOCH,
     EVALUATIONS,
     LATEST,
     ROLLING,
@@ -67,20 +66,18 @@ class Saves:
         self.saved, self.failures, self.paused_s = 0, 0, 0.0  # of this start
         self.stop: StopSignal | None = None  # once training has begun
 
-    def save_if_due(self, step: int, ended_epoch: int | None, last: bool, read_results: Callable[[], None]) -> None:
+    def save_if_due(self, step: int, milestones: list[str], last: bool, read_results: Callable[[], None]) -> None:
         """Start a save if one is due after `step` updates.
 
         Args:
-            ended_epoch: the epoch that ended in the last step, if one did.
+            milestones: names of the checkpoints for what ended with the last step, such as an epoch.
             last: whether this is the end of the run.
             read_results: waits for the results of all steps; called only if a save is due.
         """
         self.report()
-        freq, tiers = self.config.checkpoint_freq, []
+        freq, tiers = self.config.checkpoint_freq, list(milestones)
         if freq and step and step % freq == 0:
             tiers.append(ROLLING.format(step))
-        if ended_epoch is not None:
-            tiers.append(EPOCH.format(ended_epoch))
         by_the_clock = self.ranks.any(bool(step) and self._is_late())  # rank 0 decides: on the others it never is
         if (tiers or by_the_clock or last) and step != self.saved_step:
             read_results()

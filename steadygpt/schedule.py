@@ -1,7 +1,7 @@
 """The length of a run in steps, rows and epochs, and its learning rate."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from steadygpt.cli import UserError
@@ -20,6 +20,7 @@ class Schedule:
     steps_per_epoch: int  # 0: an epoch is one pass over the data
     max_steps: int
     warmup_steps: int
+    stable_steps: int | None  # after which the cool-down begins, if there is one
 
     def epochs(self, rows: int) -> float:
         """Convert consumed rows to epochs."""
@@ -44,6 +45,24 @@ def learning_rate(config: "TrainConfig", step: int, max_steps: int) -> float:
     progress = min(1.0, max(0, step - start) / max(1, max_steps - start))
     share = 1 - progress if config.schedule == "wsd" else 0.5 * (1 + math.cos(math.pi * progress))
     return config.min_lr + share * (config.max_lr - config.min_lr)
+
+
+def notes_of_decay(config: "TrainConfig", schedule: Schedule, checkpoint: dict | None) -> list[str]:
+    """Return lines for the plan: where the cool-down begins, and a learning rate that had already decayed.
+
+    Args:
+        checkpoint: that the run resumes from, if any, on rank 0.
+    """
+    notes = []
+    if schedule.stable_steps is not None:
+        notes.append(f"stable.pt at step {schedule.stable_steps:,}: --resume stable --max_steps N trains longer")
+    groups = checkpoint["optimizer"].get("param_groups") if checkpoint else None
+    if checkpoint and groups and checkpoint["step"] >= config.warmup_steps:
+        before, now = groups[0]["lr"], learning_rate(config, checkpoint["step"], schedule.max_steps)
+        if now > 1.1 * before:
+            advice = "; --resume stable continues from before the decay" * (schedule.stable_steps is not None)
+            notes.append(f"the learning rate rises from {before:.2e} to {now:.2e}{advice}")
+    return notes
 
 
 def make_schedule(
@@ -71,4 +90,12 @@ def make_schedule(
             f"--warmup_steps {warmup_steps} is not shorter than the run of {max_steps} steps; "
             f"try --warmup_steps {max_steps // 10}"
         )
-    return Schedule(rows_per_step, data.train.rows_per_epoch, config.steps_per_epoch, max_steps, warmup_steps)
+    stable_steps = decay_start(replace(config, warmup_steps=warmup_steps), max_steps)
+    if config.resume == "stable" and step > stable_steps:
+        enough = math.ceil(step / (1 - config.cooldown)) if config.cooldown < 1 else 0
+        raise UserError(
+            f"--resume stable is at step {step:,}, but a run of {max_steps:,} steps cools down from step "
+            f"{stable_steps:,} on; give at least --max_steps {enough}"
+        )
+    rows_per_epoch, steps = data.train.rows_per_epoch, stable_steps if config.schedule == "wsd" else None
+    return Schedule(rows_per_step, rows_per_epoch, config.steps_per_epoch, max_steps, warmup_steps, steps)

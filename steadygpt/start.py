@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from steadygpt.checkpoint import (
     BEST,
     LATEST,
+    NAMED,
     Captured,
     check_folder,
     checkpoint_files,
@@ -90,7 +91,7 @@ class Start:
 
 def folder_of_resumed_file(config: "TrainConfig", given: Mapping[str, str]) -> "TrainConfig":
     """Return the configuration with the folder of a checkpoint file that --resume names, unless a folder is given."""
-    if config.resume in ("", "latest", "auto", "best") or "checkpoint_dir" in given:
+    if config.resume in ("", "latest", "auto", *NAMED) or "checkpoint_dir" in given:
         return config
     return dataclasses.replace(config, checkpoint_dir=str(Path(config.resume).parent))
 
@@ -105,11 +106,11 @@ def check_resume(config: "TrainConfig", ranks: Ranks) -> None:
     which, folder = config.resume, Path(config.checkpoint_dir)
 
     def check() -> None:
-        if which in ("latest", "best") and not folder.is_dir() and not config.mirror:
+        if which in ("latest", *NAMED) and not folder.is_dir() and not config.mirror:
             raise UserError(f"no checkpoints in {folder}; name their folder with --checkpoint_dir")
-        if which not in ("latest", "auto", "best") and not Path(which).is_file():
+        if which not in ("latest", "auto", *NAMED) and not Path(which).is_file():
             found = "a folder" if Path(which).is_dir() else "no such file"
-            raise UserError(f"--resume {which}: {found}; expected latest, auto, best or a checkpoint file")
+            raise UserError(f"--resume {which}: {found}; expected latest, auto, best, stable or a checkpoint file")
 
     if which in ("latest", "auto") and not config.mirror:
         newest_ns = max((file.stat().st_mtime_ns for file in checkpoint_files(folder)), default=0)
@@ -191,7 +192,7 @@ def find_newest(config: "TrainConfig", given: Mapping[str, str]) -> tuple[bool, 
     url = config.mirror
     if checkpoint and "mirror" not in given:
         url = checkpoint["train_config"].get("mirror", "")
-    if not url or config.resume not in ("latest", "auto", "best") or (path and not config.trains):
+    if not url or config.resume not in ("latest", "auto", *NAMED) or (path and not config.trains):
         if problem:
             raise problem
         return False, path, skipped, checkpoint

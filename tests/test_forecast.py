@@ -18,7 +18,7 @@ CONFIG = TrainConfig(mini_batch_size=16, eval_freq=100, hellaswag_freq=0, gpu_ho
 CPU = Ranks(torch.device("cpu"), world_size=4)
 with torch.device("meta"):
     MODEL = GPT(CONFIG.shape(50257), initialize=False)
-SCHEDULE = Schedule(512, 10**6, 0, max_steps=2000, warmup_steps=10)
+SCHEDULE = Schedule(512, 10**6, 0, max_steps=2000, warmup_steps=10, stable_steps=None)
 
 
 class Machine:

@@ -72,9 +72,9 @@ def run(tmp_path, monkeypatch):
     run.writer = CheckpointWriter(tmp_path, keep=3)
     run.saves = Saves(config, Ranks(torch.device("cpu")), capture, run.log, run.writer)
 
-    def at(step, seconds=0.0, ended_epoch=None, last=False):
+    def at(step, seconds=0.0, milestones=(), last=False):
         run.step, clock.now_s = step, clock.now_s + seconds
-        run.saves.save_if_due(step, ended_epoch, last, bool)
+        run.saves.save_if_due(step, list(milestones), last, bool)
         run.writer.wait()
         return names(tmp_path)
 
@@ -87,7 +87,7 @@ def test_step_is_saved_under_the_names_of_its_tiers(run):
     assert run.at(0) == []
     assert run.at(9) == []
     assert run.at(10) == ["latest.pt", "rolling_step_000010.pt"]
-    assert run.at(13, ended_epoch=2)[0] == "epoch_00002.pt"
+    assert run.at(13, milestones=["epoch_00002.pt"])[0] == "epoch_00002.pt"
     assert run.captured == [10, 13]
     run.at(14, last=True)
     assert read_checkpoint(run.folder / "latest.pt")["step"] == 14
@@ -134,9 +134,9 @@ def test_checkpoint_minutes_0_disables_timed_saves(run):
 def test_timed_save_waits_for_the_save_in_flight(run, monkeypatch):
     may_write, real = threading.Event(), torch.save
     monkeypatch.setattr(torch, "save", lambda *args: (may_write.wait(10), real(*args)))
-    run.saves.save_if_due(10, None, False, bool)
+    run.saves.save_if_due(10, [], False, bool)
     run.clock.now_s += 1000
-    run.saves.save_if_due(11, None, False, bool)
+    run.saves.save_if_due(11, [], False, bool)
     assert run.captured == [0]  # only the capture of step 10 (run.step is unset here)
     may_write.set()
 
@@ -224,7 +224,7 @@ def test_corrupt_evaluations_are_a_user_error(tmp_path, stored):
 def test_table_takes_validation_losses_from_the_evaluations(run):
     run.at(10)
     run.saves.record(10, {"val_loss": 3.5}, best=True)
-    run.at(13, ended_epoch=1)
+    run.at(13, milestones=["epoch_00001.pt"])
     run.saves.finish(13)
     rows = {line.split()[0]: line.split() for line in checkpoint_table(run.folder)}
     assert rows["best_model.pt"][1:5] == ["10", "1.00", "3.2500", "3.5000"]
@@ -302,7 +302,7 @@ def test_run_that_waits_for_a_slow_save_gives_signs_of_life(run, monkeypatch):
     really_save = torch.save
     monkeypatch.setattr(torch, "save", lambda *args: (time.sleep(0.3), really_save(*args)))
     run.step = 10
-    run.saves.save_if_due(10, None, False, bool)
+    run.saves.save_if_due(10, [], False, bool)
     assert run.log.beats == 0
     run.saves.finish(10)
     assert run.log.beats > 5

@@ -123,7 +123,7 @@ def test_foreign_files_are_refused_and_their_code_is_not_run(stopped_run):
         "zipped.pt": "holds more than tensors and plain types; it was not loaded",
         "old-style.pt": "not a checkpoint",
         "pickle.pt": "not a checkpoint",
-        "folder.pt": "a folder; expected latest, auto, best or a checkpoint file",
+        "folder.pt": "a folder; expected latest, auto, best, stable or a checkpoint file",
         "missing.pt": "no such file",
     }.items():
         message = refusal("--resume", file, tiny=[])

@@ -1,0 +1,136 @@
+"""The recipe of --config modern in runs: ranks, FSDP, resume, its schedule and stable.pt."""
+
+import os
+
+import pytest
+import torch
+from conftest import assert_same_state, load, metrics, run_here
+from test_train import fails, folders, run_forked
+
+from config import TrainConfig
+from steadygpt.schedule import decay_start, learning_rate
+
+MODERN = (
+    "--norm rmsnorm_no_weight --activation relu2 --qk_norm --rotary_pct 1 --bias off --tied_head off "
+    "--logit_softcap 15 --num_kv_heads 1 --optimizer muon --schedule wsd"
+).split()
+
+
+def run_modern(*flags: str) -> None:
+    assert run_here(*MODERN, *flags) == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# ranks and resume
+
+
+@pytest.mark.parametrize(
+    ("processes", "flags"),
+    [
+        (2, ()),
+        (3, ("--total_batch_size", "96")),
+        (2, ("--sharding", "fsdp")),
+        (2, ("--sharding", "fsdp", "--cpu_offload")),
+        pytest.param(
+            4, ("--sharding", "fsdp", "--mini_batch_size", "1", "--shard_size", "2"), id="2 copies on 2 ranks"
+        ),
+    ],
+)
+def test_several_ranks_compute_and_save_the_same_as_one(workdir, processes, flags):
+    one_process = ("--sharding", "ddp", "--cpu_offload", "off", "--shard_size", "0")
+    run_modern("--eval_freq", "4", *flags, *one_process, *folders("one"))
+    run_forked(*MODERN, "--eval_freq", "4", *flags, *folders("two"), processes=processes)
+    for key in ("loss", "grad_norm", "val_loss"):
+        one, other = metrics("logs-one", key), metrics("logs-two", key)
+        assert one.keys() == other.keys()
+        assert all(abs(one[step] - other[step]) < 1e-5 for step in one), key
+    one, other = load("one/latest.pt"), load("two/latest.pt")
+    assert all(torch.allclose(one["model"][name], other["model"][name], atol=1e-5) for name in one["model"])
+    for name, state in one["optimizer"]["state"].items():
+        for kind, tensor in state.items():
+            assert torch.allclose(tensor, other["optimizer"]["state"][name][kind], atol=1e-5), (name, kind)
+    assert run_here(*one_process, "--max_steps", "9", "--allow_changes", *folders("two"), "--resume", "latest") == 0
+
+
+@pytest.mark.parametrize("flags", [(), ("--precision", "bf16"), ("--activation", "swiglu")])
+def test_a_resumed_run_equals_one_without_a_break(workdir, flags):
+    run_modern(*flags, *folders("whole"))
+    run_modern(*flags, "--checkpoint_freq", "3", *folders("resumed"))
+    os.unlink("resumed/latest.pt")
+    assert run_here(*folders("resumed"), "--resume", "resumed/rolling_step_000003.pt") == 0
+    assert_same_state(load("whole/latest.pt"), load("resumed/latest.pt"))
+
+
+def test_fsdp_shards_are_resumed_on_another_number_of_ranks(workdir):
+    run_modern(*folders("one"))
+    run_forked(*MODERN, "--sharding", "fsdp", "--checkpoint_freq", "3", *folders("two"), processes=2)
+    middle = "two/rolling_step_000003.pt"
+    run_forked("--resume", middle, "--mini_batch_size", "1", *folders("two"), processes=4)
+    one, other = load("one/latest.pt"), load("two/latest.pt")
+    assert all(torch.allclose(one["model"][name], other["model"][name], atol=1e-5) for name in one["model"])
+
+
+def test_the_optimizer_of_a_run_never_changes(workdir):
+    run_modern(*folders("a"))
+    assert "--optimizer is 'adamw', but the checkpoint was trained with 'muon'" in fails(
+        "--resume", "latest", "--optimizer", "adamw", *folders("a")
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# schedule
+
+
+def rates(schedule: str, steps: int = 10, **options) -> list[float]:
+    config = TrainConfig(schedule=schedule, max_lr=1.0, min_lr=0.0, warmup_steps=2, **options)
+    return [round(learning_rate(config, step, steps), 3) for step in range(steps + 1)]
+
+
+def test_learning_rates_of_each_schedule():
+    assert rates("wsd") == [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0]
+    assert rates("constant") == [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]
+    assert rates("cosine") == [0.5, 1, 1, 0.962, 0.854, 0.691, 0.5, 0.309, 0.146, 0.038, 0]
+    assert rates("wsd", cooldown=0.0)[:10] == rates("constant")[:10]
+    assert rates("wsd", cooldown=1.0) == [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125, 0]
+
+
+def test_learning_rates_stay_at_the_minimum_after_the_end():
+    config = TrainConfig(schedule="wsd", max_lr=1.0, min_lr=0.1, warmup_steps=0)
+    assert learning_rate(config, 50, 10) == pytest.approx(0.1)
+    assert decay_start(config, 10) == 6
+
+
+def test_a_run_extended_from_stable_equals_a_longer_run(workdir, capsys):
+    run_modern("--max_steps", "8", "--cooldown", "0.5", *folders("a"))
+    assert load("a/stable.pt")["step"] == 4
+    run_modern("--max_steps", "12", "--cooldown", "0.5", *folders("long"))
+    assert run_here("--resume", "stable", "--max_steps", "12", *folders("a")) == 0
+    assert_same_state(load("long/latest.pt"), load("a/latest.pt"))
+    assert load("a/stable.pt")["step"] == 6
+    assert metrics("logs-a", "lr") == metrics("logs-long", "lr")
+
+
+def test_the_plan_says_where_the_cool_down_begins(workdir, capsys):
+    run_modern("--dry_run", "--max_steps", "10", "--cooldown", "0.5")
+    assert "stable.pt at step 5: --resume stable --max_steps N trains longer" in capsys.readouterr().out
+
+
+def test_resume_that_raises_a_cooled_down_learning_rate_says_so(workdir, capsys):
+    run_modern(*folders("a"))
+    assert run_here("--resume", "latest", "--max_steps", "20", *folders("a")) == 0
+    assert "the learning rate rises from" in capsys.readouterr().out
+    assert run_here("--resume", "stable", "--max_steps", "20", *folders("a")) == 0
+    assert "the learning rate rises from" not in capsys.readouterr().out
+
+
+def test_stable_cannot_be_extended_to_fewer_steps_than_it_has(workdir):
+    run_modern("--cooldown", "0.25", *folders("a"))
+    assert (
+        "--resume stable is at step 6, but a run of 7 steps cools down from step 5 on; give at least --max_steps 8"
+        in fails("--resume", "stable", "--max_steps", "7", *folders("a"))
+    )
+
+
+def test_a_schedule_without_a_cool_down_has_no_stable_checkpoint(workdir):
+    run_modern("--schedule", "cosine", *folders("a"))
+    assert "a/stable.pt: no such checkpoint" in fails("--resume", "stable", *folders("a"))
