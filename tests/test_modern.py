@@ -57,7 +57,7 @@ def test_a_resumed_run_equals_one_without_a_break(workdir, flags):
     run_modern(*flags, *folders("whole"))
     run_modern(*flags, "--checkpoint_freq", "3", *folders("resumed"))
     os.unlink("resumed/latest.pt")
-    assert run_here(*folders("resumed"), "--resume", "resumed/rolling_step_000003.pt") == 0
+    assert run_here(*flags, *folders("resumed"), "--resume", "resumed/rolling_step_000003.pt") == 0
     assert_same_state(load("whole/latest.pt"), load("resumed/latest.pt"))
 
 
