@@ -67,6 +67,12 @@ def make_optimizer(model: "GPT", config: "TrainConfig", precision: str, ranks: R
     return Muon([{"lr_ratio": 1.0} | group for group in groups if group["params"]], ranks, precision, **options)
 
 
+def checkpoint_bytes(model: "GPT", optimizer: str) -> int:
+    """Return the bytes of the weights and of the optimizer's state: two moments of AdamW or one of Muon, in fp32."""
+    numbers = {role: sum(p.numel() for p in found.values()) for role, found in model.parameters_by_role().items()}
+    return 12 * sum(numbers.values()) - 4 * numbers["matrix"] * (optimizer == "muon")
+
+
 class Muon(torch.optim.AdamW):
     """Muon (Jordan et al. 2024) for the groups with "parts", and AdamW for the others.
 

@@ -15,11 +15,12 @@ from steadygpt.checkpoint import LATEST
 from steadygpt.cli import RankError, options_of
 from steadygpt.device import choose_precision, device_name, is_out_of_memory, memory_bytes
 from steadygpt.distributed import Ranks
+from steadygpt.optim import checkpoint_bytes
 from steadygpt.runlog import git_commit
 from steadygpt.saves import interval_text
 from steadygpt.uploads import WAITING
 
-STATIC, COPY = "weights, gradients and Adam", "copy for checkpoints"
+STATIC, COPY = "weights, gradients and optimizer", "copy for checkpoints"
 # The share of the memory up to which an estimate is taken to fit. On a CPU a process keeps freed memory in fragments
 # and holds up to 1.6 times the estimate (python -m benchmarks.memory --keep_freed).
 FITS = {"cuda": 0.9, "mps": 0.9, "cpu": 0.6}
@@ -50,7 +51,8 @@ def estimate_memory(
     shards = config.shards(world_size)
     each, gathered = 4 if precision == "fp32" else 2, 2 if precision == "bf16" else 4  # bytes of a number
 
-    memory, host = {STATIC: 16 * N / shards}, {}
+    saved = checkpoint_bytes(model, config.optimizer)
+    memory, host = {STATIC: (saved + 4 * N) / shards}, {}
     if config.cpu_offload:
         host[STATIC] = memory.pop(STATIC)
     if fsdp:  # the root's stay gathered from forward to backward; of the blocks, one computes and the next one arrives
@@ -62,15 +64,18 @@ def estimate_memory(
         eager = (0 if compiled and not chunk else head) + (0 if compiled or (fsdp and gathered == 2) else in_blocks)
         memory["16-bit weights"] = 2 * eager
 
-    # What a block keeps for backward, counted in model.py: the inputs of the LayerNorms in fp32; their outputs, q, k, v
-    # and attention's output; three times C more for rotated q and k; the MLP's hidden layer before and after GELU.
+    # What a block keeps for backward, counted in model.py: the inputs of the norms in fp32; their outputs, q, k, v and
+    # attention's output; rotated, normed and repeated heads; the MLP's hidden layer before and after the activation.
     # Attention's matrix (B, num_heads, T, T) is only kept on a CPU, with dropout or in attention_in_blocks.
     inputs = 4 * C * (1 if config.parallel_residual else 2)
-    block = tokens * (inputs + each * (6 * C + 2 * model.config.mlp_size + (3 * C if config.rotary_pct else 0)))
+    queries, keys = (config.head_size * heads for heads in (config.num_heads, config.kv_heads))
+    heads = (queries + keys) * (2 + 1.5 * bool(config.rotary_pct)) + 2 * queries * (queries > keys)
+    hidden = model.config.mlp_size * (4 if config.activation == "swiglu" else 2)
+    block: float = tokens * (inputs + each * (2 * C + heads + hidden) + (each + 4) * (queries + keys) * config.qk_norm)
     if device.type == "cpu" and (config.dropout or (each == 2 and config.context_length <= SHORT_ROW)):
         block += tokens * config.num_heads * config.context_length * (12 if config.dropout else 4)
-    # Its backward adds gradients: of the residual stream in fp32, and of the hidden layer before and after GELU.
-    backward = tokens * (8 * C + each * 2 * model.config.mlp_size)
+    # Its backward adds gradients: of the residual stream in fp32, and of the hidden layer before and after activation.
+    backward: float = tokens * (8 * C + each * 2 * model.config.mlp_size)
     if config.activation_checkpointing:  # of all blocks only the inputs, and one block is recomputed
         memory["activations"], backward = layers * tokens * 4 * C, block + backward
     else:
@@ -78,9 +83,11 @@ def estimate_memory(
     # Eager cross-entropy holds its fp32 output and two gradients at once; compiled, the logits and their gradient. With
     # chunks, the head's gradient is there beside them: the sum so far; then also the chunk's and their sum.
     logits = (chunk or tokens) * model.config.vocab_size * (2 * each if compiled and not chunk else 12)
+    if config.logit_softcap and not compiled:
+        logits += 8 * (chunk or tokens) * model.config.vocab_size
     logits = max(logits + each * head, 3 * each * head) if chunk else logits
     memory["logits" if logits > backward else "a block's backward"] = max(logits, backward)  # one after the other
-    copy = 12 * N
+    copy = saved
     if device.type == "cuda":  # page-locked memory, of which PyTorch rounds each tensor up to a power of two
         copy = 3 * sum(2 ** (4 * p.numel() - 1).bit_length() for p in model.parameters())
     return {use: size for use, size in memory.items() if size}, host | {COPY: copy}
@@ -166,7 +173,7 @@ def describe(
     N, T, B = model.num_parameters(), config.context_length, config.mini_batch_size
     precision = choose_precision(config.precision, ranks.device)
     memory, host = estimate_memory(config, model, ranks.device, ranks.world_size)
-    micro_steps, checkpoint = config.grad_accum_steps(ranks.world_size), 12 * N
+    micro_steps, checkpoint = config.grad_accum_steps(ranks.world_size), checkpoint_bytes(model, config.optimizer)
     folder = Path(config.checkpoint_dir)
     free = shutil.disk_usage(next(p for p in (folder, *folder.absolute().parents) if p.exists())).free
     files = config.keep_checkpoints + 3 + math.ceil(schedule.epochs(schedule.max_steps * schedule.rows_per_step))

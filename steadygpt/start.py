@@ -27,6 +27,7 @@ from steadygpt.cli import UserError, options_of
 from steadygpt.distributed import Ranks, Silent
 from steadygpt.durable import lock_folder
 from steadygpt.mirror import Mirror, files_of, newer_checkpoint, put_in_place, restore_files
+from steadygpt.optim import checkpoint_bytes
 from steadygpt.retry import NoAnswer
 from steadygpt.runlog import RunLog, read_status
 from steadygpt.saves import CheckpointWriter, Saves
@@ -281,7 +282,7 @@ def open_outputs(
     step, flops = start.step, model.flops_per_token()
     # The writer comes first: it makes the checkpoint to resume from latest.pt; then the log drops what came after it.
     writer = ranks.on_main(lambda: open_writer(start))
-    saved_bytes = 12 * model.num_parameters()
+    saved_bytes = checkpoint_bytes(model, config.optimizer)
     log = ranks.on_main(lambda: held.enter_context(RunLog(config, step, max_steps, ranks, flops, saved_bytes)))
     evaluations = ranks.broadcast(ranks.on_main(lambda: known_evaluations(folder, step or 0, log)))
     saves = Saves(config, ranks, capture, log or Silent(), writer or Silent(), step, evaluations)

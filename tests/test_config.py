@@ -46,7 +46,8 @@ def test_parameters_and_memory_in_preset_comments_are_correct(preset):
     config, text = parse("--config", preset), (PRESETS / f"{preset}.toml").read_text()
     config.check_together()
     stated = re.search(
-        r"^# ([\d,.]+) M parameters; ([\d.]+) GB of weights, gradients and Adam; about ([\d.]+) GB with (\d+) rows?: "
+        r"^# ([\d,.]+) M parameters; ([\d.]+) GB of weights, gradients and optimizer; about ([\d.]+) GB with (\d+) "
+        r"rows?: "
         r"(?:a GPU of (\d+) GB|anything)\.$",
         text,
         re.MULTILINE,
@@ -61,7 +62,7 @@ def test_parameters_and_memory_in_preset_comments_are_correct(preset):
         return f"{number:,.{len(text.partition('.')[2])}f}"
 
     assert rounded_like(model.num_parameters() / 1e6, stated[1]) == stated[1]
-    assert rounded_like(memory["weights, gradients and Adam"] / 1e9, stated[2]) == stated[2]
+    assert rounded_like(memory["weights, gradients and optimizer"] / 1e9, stated[2]) == stated[2]
     assert rounded_like(sum(memory.values()) / 1e9, stated[3]) == stated[3]
     assert config.mini_batch_size == int(stated[4])
     assert stated[5] is None or 1.1 * sum(memory.values()) / 1e9 < int(stated[5])
