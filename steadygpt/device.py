@@ -102,14 +102,9 @@ def set_up(config: "TrainConfig", device: torch.device) -> None:
 
 
 def autocast(device: torch.device, precision: str):
-    """Compute in bf16 or fp16 inside; weights stay fp32."""
-    dtype = compute_dtype(precision)
-    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
-
-
-def compute_dtype(precision: str) -> torch.dtype:
-    """Return the dtype of matrix products; with fp8, of all others but those in the blocks."""
-    return {"fp32": torch.float32, "fp16": torch.float16}.get(precision, torch.bfloat16)
+    """Compute in bf16 or fp16 inside; weights stay fp32. With fp8 all but the fp8 products is computed in bf16."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}.get(precision)
+    return torch.autocast(device.type, dtype=dtype) if dtype else nullcontext()
 
 
 def use_fp8(blocks: nn.Module, device: torch.device) -> None:

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from steadygpt.device import compute_dtype
 from steadygpt.distributed import Ranks, full_tensor, own_part
 
 if TYPE_CHECKING:
@@ -82,13 +81,13 @@ class Muon(torch.optim.AdamW):
     Args:
         groups: with "parts", for each parameter the rows of the matrices that it stacks, and "momentum".
         ranks: share the work. Under FSDP they gather matrices for it, at most AT_ONCE numbers at a time.
-        precision: of the run, in which matrices are orthogonalized.
+        precision: of the run. With bf16 or fp8, matrices are orthogonalized in bf16, otherwise in fp32.
         options: of AdamW.
     """
 
     def __init__(self, groups: list[dict[str, Any]], ranks: Ranks, precision: str, **options: Any):
         super().__init__(groups, **options)
-        self.ranks, self.dtype = ranks, compute_dtype(precision)
+        self.ranks, self.dtype = ranks, torch.bfloat16 if precision in ("bf16", "fp8") else torch.float32
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         torch.optim.Optimizer.__setstate__(self, state)  # AdamW's reads the number of steps of every parameter
@@ -100,8 +99,9 @@ class Muon(torch.optim.AdamW):
         super().step()
         self.param_groups = groups
         for group in groups:
-            for stacked in chunks(list(zip(group["params"], group.get("parts", ()), strict=False))):
-                self._update(stacked, group["lr"], group["weight_decay"], group["momentum"])
+            if "parts" in group:
+                for stacked in chunks(list(zip(group["params"], group["parts"], strict=True))):
+                    self._update(stacked, group["lr"], group["weight_decay"], group["momentum"])
 
     def _update(self, stacked: Stacked, lr: float, weight_decay: float, momentum: float) -> None:
         skipped, matrices = getattr(self, "found_inf", None), list[Tensor]()
@@ -148,18 +148,14 @@ def orthogonalized(matrices: list[Tensor], ranks: Ranks) -> list[Tensor]:
         share = math.ceil(len(indices) / ranks.world_size)
         batch = matrices[0].new_zeros(share, *shape)
         for place, index in zip(batch, indices[ranks.rank * share :], strict=False):
-            place.copy_(_wide(matrices[index]))
+            place.copy_(matrices[index] if matrices[index].shape == shape else matrices[index].mT)
         batch = newton_schulz(batch)
         if ranks.world_size > 1:
             own, batch = batch, batch.new_empty(ranks.world_size * share, *shape)
             dist.all_gather_into_tensor(batch, own)
         for index, result in zip(indices, batch, strict=False):
-            results[index] = result.view_as(matrices[index]) if matrices[index].shape == shape else result.mT
+            results[index] = result if matrices[index].shape == shape else result.mT
     return results
-
-
-def _wide(matrix: Tensor) -> Tensor:
-    return matrix.mT if matrix.size(0) > matrix.size(1) else matrix
 
 
 def newton_schulz(x: Tensor) -> Tensor:
