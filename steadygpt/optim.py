@@ -92,13 +92,19 @@ class Muon(torch.optim.AdamW):
     def __setstate__(self, state: dict[str, Any]) -> None:
         torch.optim.Optimizer.__setstate__(self, state)  # AdamW's reads the number of steps of every parameter
 
-    @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
+        self.step_adamw()
+        self.step_muon()
+
+    def step_adamw(self) -> None:
         groups = self.param_groups
         self.param_groups = [group for group in groups if "parts" not in group]
         super().step()
         self.param_groups = groups
-        for group in groups:
+
+    @torch.no_grad()
+    def step_muon(self) -> None:
+        for group in self.param_groups:
             if "parts" in group:
                 for stacked in chunks(list(zip(group["params"], group["parts"], strict=True))):
                     self._update(stacked, group["lr"], group["weight_decay"], group["momentum"])
