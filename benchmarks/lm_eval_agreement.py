@@ -29,7 +29,6 @@ dataset_path: json
 dataset_name: null
 dataset_kwargs: {{data_files: {{validation: {file}}}}}
 training_split: null
-validation_split: validation
 test_split: null
 """
 
@@ -44,8 +43,7 @@ def run_harness(folder: Path, name: str, file: str, limit: int | None = None, de
     with tempfile.TemporaryDirectory() as tasks:
         asked, harness, group = Path(tasks, "rows.jsonl"), Path(lm_eval.__file__).parent, name.partition("_")[0]
         asked.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        text = TASK.format(harness=harness, group=group, name=name, file=asked)
-        Path(tasks, "task.yaml").write_text(text)
+        Path(tasks, "task.yaml").write_text(TASK.format(harness=harness, group=group, name=name, file=asked))
         found = lm_eval.simple_evaluate(
             model="hf",
             model_args={"pretrained": str(folder), "dtype": "float32"},
