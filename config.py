@@ -13,6 +13,7 @@ from pathlib import Path
 from model import GPTConfig
 from steadygpt.alerts import check_url
 from steadygpt.cli import UserError, Word, check_options, kind_of, option, options_of, read_flags
+from steadygpt.tasks import EXPECTED, parse_tasks
 
 PRESETS = Path(__file__).resolve().parent / "configs"
 
@@ -109,7 +110,8 @@ class TrainConfig(GPTConfig):
 
     eval_freq: int = option(250, "steps between validations; 0: none", "evaluation")
     eval_tokens: int = option(10485760, "validation tokens, the same ones each time", "evaluation", at_least=1)
-    hellaswag_freq: int = option(250, "steps between HellaSwag evaluations; 0: none", "evaluation")
+    eval_tasks: str = option("hellaswag", EXPECTED, "evaluation")
+    hellaswag_freq: int = option(250, "steps between evaluations of these tasks; 0: none", "evaluation")
     hellaswag_file: str = option("", "hellaswag_val.jsonl (default: Rowan/hellaswag from the Hub)", "evaluation")
     sample_freq: int = option(250, "steps between text samples; 0: none", "evaluation")
     sample_prompt: str = option("", "text that samples continue (default: the start of a document)", "evaluation")
@@ -158,6 +160,8 @@ class TrainConfig(GPTConfig):
             raise UserError(f"--min_lr {self.min_lr} is above --max_lr {self.max_lr}")
         if not self.max_steps and not self.num_epochs:
             raise UserError("--max_steps and --num_epochs are both 0; give one of them")
+        if parse_tasks(self.eval_tasks).keys() - {"hellaswag"} and not self.hellaswag_freq:
+            raise UserError(f"--eval_tasks {self.eval_tasks} needs a --hellaswag_freq above 0; or take hellaswag alone")
         if self.skip_spikes and not self.spike_z:
             raise UserError("--skip_spikes needs a --spike_z above 0, which defines a spike")
         if self.eval_only and not (self.eval_freq or self.hellaswag_freq or self.sample_freq):

@@ -1,19 +1,20 @@
-"""HellaSwag (Zellers et al. 2019): accuracy of choosing the right one of four endings.
+"""HellaSwag (Zellers et al. 2019) and other multiple-choice tasks: accuracy of choosing the right ending.
 
     python hellaswag_eval.py checkpoints/latest.pt --hellaswag_file hellaswag_val.jsonl
+    python hellaswag_eval.py latest --task arc_easy,arc_challenge,piqa=piqa_validation.jsonl
 
 An ending's tokens are scored after its context. acc chooses the ending with the lowest summed loss, acc_norm the one
-with the lowest loss per token, as in build-nanogpt and llm.c. There are 10,042 validation examples; chance is 0.25.
+with the lowest loss per token, as in build-nanogpt and llm.c. HellaSwag has 10,042 validation examples; chance is 0.25.
 
 --style lm_eval computes the numbers of EleutherAI's lm-evaluation-harness, which differs in these points: the context
 begins with the activity ("Canoeing: Two women ..."), and its last sentence with a capital; "[title]" becomes ". ", and
 other tags in brackets are removed; context and ending are tokenized together; acc_norm takes the loss per character.
+The other tasks (ARC, Clark et al. 2018; PIQA, Bisk et al. 2020) always follow the harness.
 """
 
-import json
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ from steadygpt.checkpoint import open_checkpoint
 from steadygpt.cli import CheckpointOptions, UserError, option, parse_options, run_cli
 from steadygpt.device import any_length, autocast, choose_precision, evaluating
 from steadygpt.distributed import Ranks, joined
-from steadygpt.sources import read_split
+from steadygpt.tasks import EXPECTED, STYLES, TASKS, Example, load_examples, parse_tasks
 from steadygpt.tokenizer import get_tokenizer
 
 if TYPE_CHECKING:
@@ -38,17 +39,16 @@ TOKENS_PER_BATCH = {"cpu": 2048, "gpu": 16384}  # padding included
 # Bound on autocast's error in a sum of n losses, in nats per sqrt(n). In bf16, models of 1 to 124 M parameters have an
 # rms error of 0.0045 to 0.0082.
 ROUNDING = 0.02
-ENDINGS = 4
-STYLES = ("build-nanogpt", "lm_eval")
 
 
 @dataclass(frozen=True)
 class HellaSwagOptions(CheckpointOptions):
     """The options of hellaswag_eval.py."""
 
-    hellaswag_file: str = option("", "hellaswag_val.jsonl (default: from the Hub)")
+    task: str = option("hellaswag", EXPECTED, aliases=("eval_tasks",))
+    hellaswag_file: str = option("", "short for --task hellaswag=FILE")
     limit: int | None = option(None, "number of examples, from the start (default: all)", at_least=1)
-    style: str = option(STYLES[0], "definition of acc and acc_norm", choices=STYLES)
+    style: str = option(STYLES[0], "definition of HellaSwag's acc and acc_norm", choices=STYLES)
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,11 @@ class Tree:
     first: int  # number of the first ending in the example
     example: int
     label: int
+
+    @property
+    def place(self) -> tuple[int, slice]:
+        """Where the endings stand in an array (examples, endings)."""
+        return self.example, slice(self.first, self.first + len(self.endings))
 
     @property
     def width(self) -> int:
@@ -77,94 +82,48 @@ class Scores:
     num_examples: int
 
     def __str__(self) -> str:
-        return f"HellaSwag acc {self.acc:.4f} acc_norm {self.acc_norm:.4f} ({self.num_examples:,} examples)"
+        return f"acc {self.acc:.4f} acc_norm {self.acc_norm:.4f} ({self.num_examples:,} examples)"
 
-    def metrics(self) -> dict[str, float]:
-        return {"hellaswag_acc": self.acc, "hellaswag_acc_norm": self.acc_norm}
-
-
-def load_examples(file: str) -> list[dict]:
-    """Load the validation examples, {"ctx": str, "endings": [str] * 4, "label": int, ...}, from .jsonl or the Hub.
-
-    Raises: UserError when they cannot be loaded, or a line is not an example.
-    """
-    if not file:
-        try:
-            rows = read_split("Rowan/hellaswag", "validation")
-        except (UserError, OSError) as error:
-            raise UserError(f"{error}; or give its file with --hellaswag_file") from error
-        return [row | {"label": int(row["label"])} for row in rows]
-    try:
-        lines = Path(file).read_text(encoding="utf-8").rstrip("\n").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--hellaswag_file {file}: cannot be read ({error})") from error
-    if lines == [""]:
-        raise UserError(f"{file}: empty; expected one JSON object per line")
-    examples = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            example = json.loads(line)
-            ctx, endings, label = example["ctx"], example["endings"], int(example["label"])
-            texts = [ctx, *endings] if isinstance(endings, list) else []
-            if len(texts) != 1 + ENDINGS or not all(isinstance(t, str) for t in texts) or not 0 <= label < ENDINGS:
-                raise ValueError(f"{len(endings)} endings, label {label}")
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{file}:{number}: not a HellaSwag example ({error!r}); expected ctx, endings, label"
-            ) from error
-        examples.append(example | {"label": label})
-    return examples
+    def metrics(self, task: str) -> dict[str, float]:
+        return {f"{task}_acc": self.acc, f"{task}_acc_norm": self.acc_norm}
 
 
-def tokenize(examples: Sequence[dict], tokenizer, context_length: int, style: str = STYLES[0]) -> list[Tree]:
-    """Tokenize each example as one tree; one too long for the context becomes a tree per ending, cut at the start.
-
-    Raises: UserError when an example lacks a field that the style needs.
-    """
+def tokenize(examples: Sequence[Example], tokenizer, context_length: int) -> list[Tree]:
+    """Tokenize each example as one tree; one too long for the context becomes a tree per ending, cut at the start."""
     encode, trees = tokenizer.encode_ordinary, []
-    for number, example in enumerate(examples):
+    for number, (text, texts, label, style) in enumerate(examples):
         # Endings are tokenized with a space before them, because GPT-2's words begin with one.
         if style == "lm_eval":
-            text, texts = lm_eval_texts(example)
             context = encode(text.rstrip())
             endings = [encode(f"{text} {ending}")[len(context) :] for ending in texts]
             lengths = [max(1, len(ending)) for ending in texts]
         else:
-            context, endings = encode(example["ctx"]), [encode(f" {ending}") for ending in example["endings"]]
+            context, endings = encode(text), [encode(f" {ending}") for ending in texts]
             lengths = [len(ending) for ending in endings]
         if context and len(context) + max(map(len, endings)) <= context_length + 1:
-            trees.append(Tree(context, endings, lengths, 0, number, example["label"]))
+            trees.append(Tree(context, endings, lengths, 0, number, label))
             continue
         for which, (ending, length) in enumerate(zip(endings, lengths, strict=True)):
             tokens = (context + ending)[-(context_length + 1) :]
             split = max(1, len(tokens) - len(ending))  # the first token cannot be scored
-            trees.append(Tree(tokens[:split], [tokens[split:]], [length], which, number, example["label"]))
+            trees.append(Tree(tokens[:split], [tokens[split:]], [length], which, number, label))
     return trees
 
 
-def load(config: "TrainConfig", tokenizer: Any, ranks: Ranks, log: Any) -> list[Tree]:
-    """Return the examples for a run in training, the same on every rank; none, with a warning, if unavailable."""
-    try:
-        examples = ranks.on_main(lambda: load_examples(config.hellaswag_file)) or []
-    except UserError as error:
-        log.warn(f"no HellaSwag in this run: {error}")
-        return []
-    return tokenize(ranks.broadcast(examples), tokenizer, config.context_length)
+def load(config: "TrainConfig", tokenizer: Any, ranks: Ranks, log: Any) -> dict[str, list[Tree]]:
+    """Return the trees of each task of a run in training, the same on every rank.
 
-
-def lm_eval_texts(example: dict) -> tuple[str, list[str]]:
-    """Return context and endings as in lm-evaluation-harness (task hellaswag, version 1).
-
-    Files without ctx_a and ctx_b have ctx instead, and their last sentence keeps its lower-case letter.
+    A task whose examples are unavailable is left out, with a warning.
     """
-
-    def clean(text: str) -> str:
-        return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
-
-    if "activity_label" not in example:
-        raise UserError("an example of HellaSwag has no activity_label, which --style lm_eval needs")
-    context = f"{example.get('ctx_a', example['ctx'])} {example.get('ctx_b', '').capitalize()}"
-    return clean(f"{example['activity_label']}: {context}"), [clean(ending) for ending in example["endings"]]
+    tasks = {}
+    for name, file in parse_tasks(config.eval_tasks, config.hellaswag_file).items():
+        try:
+            examples = ranks.on_main(partial(load_examples, name, file)) or []
+        except UserError as error:
+            log.warn(f"no {TASKS[name].title} in this run: {error}")
+            continue
+        tasks[name] = tokenize(ranks.broadcast(examples), tokenizer, config.context_length)
+    return tasks
 
 
 def make_batches(trees: Sequence[Tree], tokens_per_batch: int) -> list[list[Tree]]:
@@ -204,17 +163,18 @@ def score_batch(model: nn.Module, batch: Sequence[Tree], device: torch.device) -
 def ending_losses(
     model: GPT, trees: Sequence[Tree], ranks: Ranks, check: Callable[[], object] = bool, progress: bool = False
 ) -> np.ndarray:
-    """Compute the summed loss of each ending in nats, (examples, 4), on all ranks together.
+    """Compute the summed loss of each ending in nats, (examples, most endings), on all ranks together.
 
-    Under autocast, examples that its rounding may decide are scored again without it, so the choices are those of fp32
-    (except for layers in fp8, and for FSDP in bf16, which rounds the weights).
+    An ending that an example lacks has +inf. Under autocast, examples that its rounding may decide are scored again
+    without it, so the choices are those of fp32 (except for layers in fp8, and for FSDP in bf16, which rounds the
+    weights).
 
     Args:
         check: is called before each batch, and may raise to end the evaluation.
 
     Returns: the same array on every rank.
     """
-    losses = np.zeros((trees[-1].example + 1, ENDINGS))
+    losses = per_ending(trees, [[0.0] * len(tree.endings) for tree in trees], absent=np.inf)
 
     def score(trees: Sequence[Tree], what: str) -> None:
         """Set `losses` of these trees."""
@@ -227,12 +187,13 @@ def ending_losses(
             batch = batches[min(mine, len(batches) - 1)]
             for tree, sums in zip(batch, score_batch(model, batch, ranks.device), strict=True):
                 if mine < len(batches):
-                    found[tree.example, tree.first : tree.first + len(sums)] = torch.tensor(sums)
-        scored = [tree.example for tree in trees]
-        losses[scored] = ranks.sum(found).numpy()[scored]
+                    found[tree.place] = torch.tensor(sums)
+        summed = ranks.sum(found).numpy()
+        for tree in trees:
+            losses[tree.place] = summed[tree.place]
 
     with evaluating(model), any_length():
-        score(trees, "HellaSwag")
+        score(trees, "endings")
         if torch.is_autocast_enabled(ranks.device.type):
             close = close_calls(trees, losses)
             with torch.autocast(ranks.device.type, enabled=False):
@@ -251,11 +212,11 @@ def close_calls(trees: Sequence[Tree], losses: np.ndarray) -> np.ndarray:
     return close
 
 
-def per_ending(trees: Sequence[Tree], numbers: Sequence[Sequence[int]]) -> np.ndarray:
-    """Arrange each tree's numbers by example and ending, (examples, 4)."""
-    placed = np.ones((trees[-1].example + 1, ENDINGS))
+def per_ending(trees: Sequence[Tree], numbers: Sequence[Sequence[float]], absent: float = 1.0) -> np.ndarray:
+    """Arrange each tree's numbers by example and ending, (examples, most endings)."""
+    placed = np.full((trees[-1].example + 1, max(tree.first + len(tree.endings) for tree in trees)), absent)
     for tree, own in zip(trees, numbers, strict=True):
-        placed[tree.example, tree.first : tree.first + len(own)] = own
+        placed[tree.place] = own
     return placed
 
 
@@ -275,16 +236,20 @@ def evaluate(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parse_options(HellaSwagOptions, argv, "Evaluate a checkpoint on HellaSwag.")
+    options = parse_options(HellaSwagOptions, argv, "Evaluate a checkpoint on HellaSwag and other tasks.")
+    tasks = parse_tasks(options.task, options.hellaswag_file)
+    if options.hellaswag_file and "hellaswag" not in tasks:
+        raise UserError(f"--hellaswag_file: --task {options.task} does not include hellaswag; expected NAME=FILE there")
     with joined(options.device) as ranks:
         path, checkpoint = open_checkpoint(options.checkpoint, Path(options.checkpoint_dir))
-        model = load_model(checkpoint).to(ranks.device)
-        examples = load_examples(options.hellaswag_file)[: options.limit]
-        trees = tokenize(examples, get_tokenizer(checkpoint["tokenizer"]), model.config.context_length, options.style)
-        with autocast(ranks.device, choose_precision(options.precision, ranks.device)):
-            scores = evaluate(model, trees, ranks, progress=ranks.is_main)
-        if ranks.is_main:
-            print(f"{path} at step {checkpoint['step']:,}: {scores}")
+        model, tokenizer = load_model(checkpoint).to(ranks.device), get_tokenizer(checkpoint["tokenizer"])
+        for name, file in tasks.items():
+            examples = load_examples(name, file, options.style)[: options.limit]
+            trees = tokenize(examples, tokenizer, model.config.context_length)
+            with autocast(ranks.device, choose_precision(options.precision, ranks.device)):
+                scores = evaluate(model, trees, ranks, progress=ranks.is_main)
+            if ranks.is_main:
+                print(f"{path} at step {checkpoint['step']:,}: {TASKS[name].title} {scores}")
     return 0
 
 

@@ -178,7 +178,7 @@ def validate(training: Training, val: RowStream, stop: StopSignal) -> float:
 
 
 def evaluate(run: "Run", last: bool) -> None:
-    """Run whichever of validation, HellaSwag and sampling is due.
+    """Run whichever of validation, tasks and sampling is due.
 
     Raises: Stopped.
     """
@@ -199,11 +199,11 @@ def evaluate(run: "Run", last: bool) -> None:
         run.log.evaluation(state.step, f"val loss {val_loss:.4f}{' (best so far)' * best}", val_loss=val_loss)
         run.log.histograms(state.step, t.model)
         run.saves.record(state.step, {"val_loss": val_loss}, best)
-    if due(config.hellaswag_freq) and run.hellaswag:
+    for task, trees in run.tasks.items() if due(config.hellaswag_freq) else ():
         with t.autocast():
-            scores = hellaswag_eval.evaluate(t.model, run.hellaswag, ranks, run.stop.check)
-        run.log.evaluation(state.step, str(scores), **scores.metrics())
-        run.saves.record(state.step, scores.metrics())
+            scores = hellaswag_eval.evaluate(t.model, trees, ranks, run.stop.check)
+        run.log.evaluation(state.step, f"{hellaswag_eval.TASKS[task].title} {scores}", **scores.metrics(task))
+        run.saves.record(state.step, scores.metrics(task))
     if due(config.sample_freq) and run.tokenizer:
         generator = torch.Generator(ranks.device).manual_seed(config.seed + state.step)
         with t.autocast():
@@ -242,8 +242,8 @@ class Run:
     log: Any  # a RunLog on rank 0, a Silent object on the others
     saves: Saves
     fingerprint: dict | None  # of the shards, on rank 0
-    tokenizer: Any  # None if there are no samples and no HellaSwag
-    hellaswag: list[hellaswag_eval.Tree]
+    tokenizer: Any  # None if there are no samples and no tasks
+    tasks: dict[str, list[hellaswag_eval.Tree]]  # to score, by name
     unread: deque[Pending] = field(default_factory=deque)  # of the last Training.late steps
     clock_s: float = 0.0  # when the last step or evaluation ended
 
@@ -380,10 +380,10 @@ def build_run(plan: Plan, held: ExitStack) -> Run:
         state.best_val_loss = -math.inf  # only a run has a best model
     reads_text = config.sample_freq or config.hellaswag_freq
     tokenizer = tokenizer_on_all(data.tokenizer, ranks, log) if reads_text else None
-    hellaswag = hellaswag_eval.load(config, tokenizer, ranks, log) if tokenizer and config.hellaswag_freq else []
+    tasks = hellaswag_eval.load(config, tokenizer, ranks, log) if tokenizer and config.hellaswag_freq else {}
     training = build_training(start, data, ranks)
     saves.stop = stop = StopSignal(ranks, config.max_hours if config.trains else 0, log.beat)
-    run = Run(training, data, schedule, state, stop, log, saves, shards, tokenizer, hellaswag)  # capture() names it
+    run = Run(training, data, schedule, state, stop, log, saves, shards, tokenizer, tasks)  # capture() names it
     return run
 
 

@@ -26,11 +26,12 @@ import torch
 from benchmarks.compare import figure, in_turn, load_module, ratio, report, write_json
 from convert_hf import write_folder
 from generate import load_model
-from hellaswag_eval import ending_losses, load_examples, tokenize
+from hellaswag_eval import ending_losses, tokenize
 from model import GPT, GPTConfig
 from steadygpt.cli import UserError
 from steadygpt.device import autocast, choose_precision, evaluating
 from steadygpt.distributed import joined
+from steadygpt.tasks import Example, load_examples
 from steadygpt.tokenizer import get_tokenizer
 
 
@@ -53,7 +54,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12, help="fewer are for trying this command (default: 12)")
     parser.add_argument("--json", type=Path, help="file for the result")
     args = parser.parse_args()
-    examples, notes = load_examples(args.hellaswag_file), []
+    examples, notes = load_examples("hellaswag", args.hellaswag_file), []
     try:
         tokenizer = get_tokenizer("gpt2")
     except UserError as error:
@@ -70,7 +71,7 @@ def main() -> None:
             write_folder(checkpoint, folder)
         model = load_model(checkpoint).to(ranks.device)
         agreed = [0, 0]
-        chosen: list[dict] = []
+        chosen: list[Example] = []
         taken = 0
 
         def ours() -> float:
@@ -84,8 +85,8 @@ def main() -> None:
                 losses = ending_losses(model, trees, ranks)
             elapsed_s = time.perf_counter() - start
             lengths = np.array([tree.lengths for tree in trees])
-            for example, label in zip(chosen, (losses / lengths).argmin(1).tolist(), strict=True):
-                example["label"] = label
+            labels = (losses / lengths).argmin(1).tolist()
+            chosen[:] = [example._replace(label=label) for example, label in zip(chosen, labels, strict=True)]
             return len(chosen) / elapsed_s
 
         def loop() -> float:
@@ -93,7 +94,8 @@ def main() -> None:
 
             def iterate(_split):
                 began.append(time.perf_counter())  # the model is loaded by now
-                yield from chosen
+                for example in chosen:
+                    yield {"ctx": example.context, "endings": example.endings, "label": example.label}
 
             theirs.iterate_examples = iterate
             printed = io.StringIO()

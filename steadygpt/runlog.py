@@ -32,6 +32,7 @@ from steadygpt.durable import fsync_folder, replace_file
 from steadygpt.retry import brief
 from steadygpt.stability import StepResult, Totals
 from steadygpt.system import SystemMetrics, gpu_uuids, missing
+from steadygpt.tasks import TASKS
 from steadygpt.units import duration_text, timestamp
 from steadygpt.wandb_sink import WandbSink
 
@@ -54,8 +55,7 @@ TAGS = {
     "step_ms": "speed/step_ms",
     "mfu": "speed/mfu",
     "memory_gb": "memory/gb",
-    "hellaswag_acc": "hellaswag/acc",
-    "hellaswag_acc_norm": "hellaswag/acc_norm",
+    **{f"{task}_{metric}": f"{task}/{metric}" for task in TASKS for metric in ("acc", "acc_norm")},
     "cost": "run/cost",
     "epoch": "run/epoch",
 }

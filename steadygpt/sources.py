@@ -276,14 +276,15 @@ def find_source(
 
 
 def read_split(name: str, split: str) -> list[dict]:
-    """Return the rows of a split of a small data set of the Hub, whose Parquet files are kept in the cache.
+    """Return the rows of a split of a small data set of the Hub, NAME[:CONFIG], whose Parquet files stay in the cache.
 
     Raises: UserError; OSError for errors of this machine, such as a full disk.
     """
     import pyarrow.parquet as pq
 
-    repo = hub.find_repo("dataset", name)
-    _, files = hub.data_files(repo, "", split)
+    repo_name, _, config = name.partition(":")
+    repo = hub.find_repo("dataset", repo_name)
+    _, files = hub.data_files(repo, config, split)
     paths = [hub.fetch(repo, file.path) for file in files]
     with naming(str(repo)):
         return [row for path in paths for row in pq.read_table(path).to_pylist()]

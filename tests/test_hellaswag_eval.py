@@ -14,14 +14,11 @@ import torch.nn.functional as F
 
 import hellaswag_eval
 from hellaswag_eval import (
-    ENDINGS,
     ROUNDING,
     Tree,
     close_calls,
     ending_losses,
     evaluate,
-    lm_eval_texts,
-    load_examples,
     make_batches,
     per_ending,
     score_batch,
@@ -31,24 +28,22 @@ from model import GPT, GPTConfig
 from steadygpt import retry
 from steadygpt.cli import UserError
 from steadygpt.distributed import Ranks, Stopped
+from steadygpt.tasks import Example, lm_eval_hellaswag, load_examples
 from steadygpt.tokenizer import get_tokenizer
 
 CPU = Ranks(torch.device("cpu"))
 WORDS = "a man in the kitchen takes an egg and then he puts it down on a very long table".split()
 
 
-def examples(count=24, seed=0) -> list[dict]:
-    """Examples of random words and lengths."""
+def examples(count=24, seed=0) -> list[Example]:
+    """HellaSwag examples of random words and lengths."""
     random = torch.Generator().manual_seed(seed)
 
     def words(most: int) -> str:
         picked = torch.randint(0, len(WORDS), (int(torch.randint(1, most, (), generator=random)),), generator=random)
         return " ".join(WORDS[i] for i in picked)
 
-    return [
-        {"ctx": words(12), "endings": [words(9) for _ in range(ENDINGS)], "label": number % ENDINGS}
-        for number in range(count)
-    ]
+    return [Example(words(12), [words(9) for _ in range(4)], number % 4, "build-nanogpt") for number in range(count)]
 
 
 @pytest.fixture(scope="module")
@@ -60,32 +55,37 @@ def model() -> GPT:
     return model
 
 
-def trees_of(examples: list[dict], context_length=160):
+def row_of(example: Example) -> dict:
+    """The row of HellaSwag's file that holds an example."""
+    return {"ctx": example.context, "endings": example.endings, "label": example.label}
+
+
+def trees_of(examples: list[Example], context_length=160):
     return tokenize(examples, get_tokenizer("bytes"), context_length)
 
 
 @torch.no_grad()
-def plain_losses(model: GPT, example: dict) -> list[torch.Tensor]:
+def plain_losses(model: GPT, example: Example) -> list[torch.Tensor]:
     """Compute the losses of each ending's tokens by definition: one ending at a time, with all logits."""
     encode, found = get_tokenizer("bytes").encode_ordinary, []
-    for ending in example["endings"]:
-        context, completion = encode(example["ctx"]), encode(" " + ending)
+    for ending in example.endings:
+        context, completion = encode(example.context), encode(" " + ending)
         tokens = torch.tensor([context + completion])
         losses = F.cross_entropy(model(tokens)[0, :-1], tokens[0, 1:], reduction="none")
         found.append(losses[-len(completion) :])
     return found
 
 
-def plain_choices(model: GPT, example: dict) -> tuple[int, int]:
+def plain_choices(model: GPT, example: Example) -> tuple[int, int]:
     """Return the endings with the lowest sum and the lowest mean."""
     losses = plain_losses(model, example)
     sums, means = [part.sum().item() for part in losses], [part.mean().item() for part in losses]
     return sums.index(min(sums)), means.index(min(means))
 
 
-def plain_scores(model: GPT, examples: list[dict]) -> tuple[float, float]:
+def plain_scores(model: GPT, examples: list[Example]) -> tuple[float, float]:
     choices = [plain_choices(model, example) for example in examples]
-    labels = [example["label"] for example in examples]
+    labels = [example.label for example in examples]
     right = [sum(choice[kind] == label for choice, label in zip(choices, labels, strict=True)) for kind in (0, 1)]
     return right[0] / len(examples), right[1] / len(examples)
 
@@ -104,8 +104,8 @@ def test_scores_equal_those_of_a_plain_loop(model, tokens_per_batch, monkeypatch
 def test_choices_and_losses_equal_those_of_a_plain_loop(model, tokens_per_batch, monkeypatch):
     monkeypatch.setitem(hellaswag_eval.TOKENS_PER_BATCH, "cpu", tokens_per_batch)
     some = examples()
-    by_sum = [example | {"label": plain_choices(model, example)[0]} for example in some]
-    by_mean = [example | {"label": plain_choices(model, example)[1]} for example in some]
+    by_sum = [example._replace(label=plain_choices(model, example)[0]) for example in some]
+    by_mean = [example._replace(label=plain_choices(model, example)[1]) for example in some]
     assert evaluate(model, trees_of(by_sum), CPU).acc == 1
     assert evaluate(model, trees_of(by_mean), CPU).acc_norm == 1
     expected = [plain_losses(model, example) for example in some]
@@ -130,7 +130,7 @@ def test_close_calls_in_bf16_are_scored_again_in_fp32(model):
 
 def test_every_choice_that_rounding_can_change_is_a_close_call():
     random = np.random.default_rng(0)
-    tokens = random.integers(1, 40, (1000, ENDINGS))
+    tokens = random.integers(1, 40, (1000, 4))
     trees = [Tree([0], [[0] * n for n in row], (5 * row).tolist(), 0, i, 0) for i, row in enumerate(tokens)]
     exact = random.normal(3, 0.02, tokens.shape) * tokens
     rounded = exact + random.uniform(-1, 1, tokens.shape) * ROUNDING * np.sqrt(tokens)
@@ -144,34 +144,31 @@ def test_every_choice_that_rounding_can_change_is_a_close_call():
 def test_lm_eval_texts_equal_those_of_the_harness():
     """One example of each source: ActivityNet, WikiHow."""
     first = {"activity_label": "Canoeing", "ctx_a": "Two women [in a child] paddle.", "ctx_b": "the Child and a man"}
-    assert lm_eval_texts(first | {"ctx": "unused", "endings": ["are  then shown."]}) == (
-        "Canoeing: Two women paddle. The child and a man",
-        ["are then shown."],
+    assert lm_eval_hellaswag(first | {"ctx": "unused", "endings": ["are  then shown."], "label": "0"}) == Example(
+        "Canoeing: Two women paddle. The child and a man", ["are then shown."], 0, "lm_eval"
     )
     second = {"activity_label": "Health", "ctx_a": "[header] How to rest [title] Lie down. [step] Now", "ctx_b": ""}
-    assert lm_eval_texts(second | {"ctx": "unused", "endings": [" sleep. [substeps] Well."]}) == (
-        "Health: How to rest. Lie down. Now",
-        ["sleep. Well."],
-    )
-    without = {"activity_label": "High jump", "ctx": "A boy runs. the boy", "endings": ["runs."]}
-    assert lm_eval_texts(without) == ("High jump: A boy runs. the boy", ["runs."])
+    assert lm_eval_hellaswag(
+        second | {"ctx": "unused", "endings": [" sleep. [substeps] Well."], "label": 0}
+    ) == Example("Health: How to rest. Lie down. Now", ["sleep. Well."], 0, "lm_eval")
+    without = {"activity_label": "High jump", "ctx": "A boy runs. the boy", "endings": ["runs."], "label": 0}
+    assert lm_eval_hellaswag(without) == Example("High jump: A boy runs. the boy", ["runs."], 0, "lm_eval")
     with pytest.raises(UserError, match="no activity_label, which --style lm_eval needs"):
-        lm_eval_texts({"ctx": "A boy runs.", "endings": ["runs."]})
+        lm_eval_hellaswag({"ctx": "A boy runs.", "endings": ["runs."], "label": 0})
 
 
 def test_lm_eval_normalizes_by_characters(model):
     """The harness's texts, scored by a plain loop."""
-    some = [example | {"activity_label": "Cooking"} for example in examples()]
+    some = [lm_eval_hellaswag(row_of(example) | {"activity_label": "Cooking"}) for example in examples()]
     right = {"acc": 0, "acc_norm": 0, "by_token": 0}
     for example in some:
-        context, endings = lm_eval_texts(example)
-        losses = plain_losses(model, {"ctx": context, "endings": endings})
+        losses = plain_losses(model, example)
         sums = [part.sum().item() for part in losses]
-        by_character = [total / len(ending) for total, ending in zip(sums, endings, strict=True)]
+        by_character = [total / len(ending) for total, ending in zip(sums, example.endings, strict=True)]
         by_token = [part.mean().item() for part in losses]
         for name, values in zip(right, (sums, by_character, by_token), strict=True):
-            right[name] += values.index(min(values)) == example["label"]
-    scores = evaluate(model, tokenize(some, get_tokenizer("bytes"), 160, "lm_eval"), CPU)
+            right[name] += values.index(min(values)) == example.label
+    scores = evaluate(model, trees_of(some), CPU)
     assert (scores.acc, scores.acc_norm) == (right["acc"] / 24, right["acc_norm"] / 24)
     assert right["acc_norm"] != right["by_token"]  # otherwise the comparison above proves nothing
 
@@ -211,17 +208,16 @@ def test_batches_hold_each_tree_once_with_little_padding():
 
 
 def test_a_context_is_computed_once_for_its_four_endings():
-    (tree,) = trees_of([{"ctx": "abc", "endings": ["d", "ef", "g", "h"], "label": 0}])
+    (tree,) = trees_of([Example("abc", ["d", "ef", "g", "h"], 0)])
     assert tree.width == 2 + (1 + 1) * 3 + (2 + 1)  # "ab", then in each branch "c" and the ending without its last byte
 
 
 def test_examples_too_long_for_the_context_are_cut_at_the_start(model):
-    (tree, *_) = trees_of([{"ctx": "x" * 50, "endings": ["abc"] * 4, "label": 0}], context_length=8)
+    (tree, *_) = trees_of([Example("x" * 50, ["abc"] * 4, 0)], context_length=8)
     assert (bytes(tree.context), [bytes(ending) for ending in tree.endings]) == (b"xxxxx", [b" abc"])
-    (tree, *_) = trees_of([{"ctx": "x" * 50, "endings": ["abcdefghij"] * 4, "label": 0}], context_length=8)
+    (tree, *_) = trees_of([Example("x" * 50, ["abcdefghij"] * 4, 0)], context_length=8)
     assert (bytes(tree.context), [bytes(ending) for ending in tree.endings]) == (b"b", [b"cdefghij"])
-    short_and_long = {"ctx": "x" * 100, "endings": ["abc", "d" * 90, "ef", "g"], "label": 0}
-    trees = trees_of([short_and_long])
+    trees = trees_of([Example("x" * 100, ["abc", "d" * 90, "ef", "g"], 0)])
     assert [tree.first for tree in trees] == [0, 1, 2, 3]  # the cut contexts differ
     together, apart = score_batch(model, trees, CPU.device), [score_batch(model, [tree], CPU.device) for tree in trees]
     assert together == [pytest.approx(one[0], abs=1e-4) for one in apart]
@@ -240,8 +236,8 @@ def test_a_stop_ends_the_evaluation_and_leaves_the_model_in_training(model):
 def test_a_malformed_line_is_reported_with_its_number(tmp_path):
     path = tmp_path / "hs.jsonl"
     with pytest.raises(UserError, match=r"missing\.jsonl: cannot be read"):
-        load_examples(str(tmp_path / "missing.jsonl"))
-    good = json.dumps(examples(1)[0])
+        load_examples("hellaswag", str(tmp_path / "missing.jsonl"))
+    good = json.dumps(row_of(examples(1)[0]))
     for bad in (
         "{",
         '{"ctx": "a", "endings": ["b"], "label": 0}',
@@ -252,18 +248,18 @@ def test_a_malformed_line_is_reported_with_its_number(tmp_path):
         "[]",
     ):
         path.write_text(f"{good}\n{bad}\n")
-        with pytest.raises(UserError, match=r"hs\.jsonl:2: not a HellaSwag example"):
-            load_examples(str(path))
+        with pytest.raises(UserError, match=r"hs\.jsonl:2: not an example of HellaSwag"):
+            load_examples("hellaswag", str(path))
     path.write_text("")
     with pytest.raises(UserError, match="empty"):
-        load_examples(str(path))
+        load_examples("hellaswag", str(path))
 
 
 def test_a_file_that_is_not_text_is_rejected(tmp_path):
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe")
-    for name in ("", "binary.jsonl"):
-        with pytest.raises(UserError, match=r"--hellaswag_file .* cannot be read"):
-            load_examples(str(tmp_path / name))
+    for path in (tmp_path, tmp_path / "binary.jsonl"):
+        with pytest.raises(UserError, match=f"{path}: cannot be read"):
+            load_examples("hellaswag", str(path))
 
 
 def test_only_the_validation_split_comes_from_the_hub(standin, monkeypatch):
@@ -276,38 +272,38 @@ def test_only_the_validation_split_comes_from_the_hub(standin, monkeypatch):
     standin.put("datasets/Rowan/hellaswag", files)
     monkeypatch.setattr(retry, "sleep", lambda _: None)
     standin.fail("GET .*validation", times=2, status=500)
-    expected = [{"ctx": "one two", "endings": ["a", "b", "c", "d"], "label": 2}]
-    assert load_examples("") == expected
+    expected = [Example("one two", ["a", "b", "c", "d"], 2, "build-nanogpt")]
+    assert load_examples("hellaswag") == expected
     assert not standin.sent("GET .*(train|test)-")
     standin.log.clear()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert load_examples("") == expected
+    assert load_examples("hellaswag") == expected
     assert not standin.log
 
 
 def test_labels_may_be_strings_as_on_the_hub(tmp_path):
-    (tmp_path / "hs.jsonl").write_text(json.dumps(examples(1)[0] | {"label": "2", "ind": 24}) + "\n")
-    assert load_examples(str(tmp_path / "hs.jsonl")) == [examples(1)[0] | {"label": 2, "ind": 24}]
+    (tmp_path / "hs.jsonl").write_text(json.dumps(row_of(examples(1)[0]) | {"label": "2", "ind": 24}) + "\n")
+    assert load_examples("hellaswag", str(tmp_path / "hs.jsonl")) == [examples(1)[0]._replace(label=2)]
 
 
 @pytest.mark.parametrize("character", ["\u2028", "\x85"])
 def test_only_a_newline_ends_a_line(tmp_path, character):
-    example = {"ctx": f"one{character}line", "endings": ["a", "b", "c", "d"], "label": 0}
-    (tmp_path / "hs.jsonl").write_text(json.dumps(example, ensure_ascii=False) + "\n", encoding="utf-8")
-    assert load_examples(str(tmp_path / "hs.jsonl")) == [example]
+    example = Example(f"one{character}line", ["a", "b", "c", "d"], 0, "build-nanogpt")
+    (tmp_path / "hs.jsonl").write_text(json.dumps(row_of(example), ensure_ascii=False) + "\n", encoding="utf-8")
+    assert load_examples("hellaswag", str(tmp_path / "hs.jsonl")) == [example]
 
 
 @pytest.mark.parametrize("wrong", [{"ctx": None}, {"endings": [1, 2, 3, 4]}, {"endings": "abcd"}])
 def test_fields_of_the_wrong_type_are_reported_with_their_line(tmp_path, wrong):
-    (tmp_path / "hs.jsonl").write_text(json.dumps(examples(1)[0] | wrong) + "\n")
-    with pytest.raises(UserError, match=r"hs\.jsonl:1: not a HellaSwag example"):
-        load_examples(str(tmp_path / "hs.jsonl"))
+    (tmp_path / "hs.jsonl").write_text(json.dumps(row_of(examples(1)[0]) | wrong) + "\n")
+    with pytest.raises(UserError, match=r"hs\.jsonl:1: not an example of HellaSwag"):
+        load_examples("hellaswag", str(tmp_path / "hs.jsonl"))
 
 
 @pytest.fixture
 def command(model, tmp_path, capsys):
     """Run the command on a checkpoint in tmp_path; return its standard output and error."""
-    (tmp_path / "hs.jsonl").write_text("".join(json.dumps(example) + "\n" for example in examples()))
+    (tmp_path / "hs.jsonl").write_text("".join(json.dumps(row_of(example)) + "\n" for example in examples()))
     checkpoint = {"format_version": 1, "step": 7, "rows_consumed": 28, "optimizer": {}, "train_config": {}}
     checkpoint |= {"model": model.state_dict(), "model_config": vars(model.config), "tokenizer": "bytes"}
     for name in ("latest.pt", "latest_backup.pt"):
@@ -345,7 +341,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(command, tmp_path):
 
 @pytest.mark.parametrize(("argv", "message"), [
     (["none.pt"], "none.pt"),
-    (["--hellaswag_file", "none.jsonl"], "--hellaswag_file none.jsonl: cannot be read"),
+    (["--hellaswag_file", "none.jsonl"], "none.jsonl: cannot be read"),
     (["--limit", "0"], "--limit is 0; expected at least 1"),
     (["--style", "gpt3"], "--style is 'gpt3'; expected one of build-nanogpt, lm_eval"),
 ])  # fmt: skip

@@ -1,0 +1,245 @@
+"""Tests of the multiple-choice tasks other than HellaSwag: they are those of lm-evaluation-harness."""
+
+import io
+import json
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import metrics, run_here
+
+import hellaswag_eval
+from config import TrainConfig
+from convert_hf import write_folder
+from hellaswag_eval import close_calls, ending_losses, evaluate, tokenize
+from model import GPT, GPTConfig
+from steadygpt.cli import UserError
+from steadygpt.distributed import Ranks
+from steadygpt.tasks import TASKS, Example, load_examples, parse_tasks
+from steadygpt.tokenizer import get_tokenizer
+
+CPU = Ranks(torch.device("cpu"))
+
+# Rows with the columns of the Hub. ARC has 3 to 5 endings, with letters or digits as labels.
+ARC = [
+    {
+        "id": "Mercury_1",
+        "question": "Which one gives light?",
+        "choices": {"text": ["a lamp", "a stone", "the sea", "one of the trees"], "label": ["A", "B", "C", "D"]},
+        "answerKey": "A",
+    },
+    {
+        "id": "NYSEDREGENTS_2",
+        "question": "What is ice made of? ",
+        "choices": {"text": ["sand", "air and wood", "water"], "label": ["1", "2", "3"]},
+        "answerKey": "3",
+    },
+    {
+        "id": "Mercury_3",
+        "question": "Which animal flies?",
+        "choices": {"text": ["a dog", "a bird", "a fish", "a very old horse", "a cow"], "label": list("ABCDE")},
+        "answerKey": "B",
+    },
+]
+PIQA = [
+    {"goal": "How do I dry a towel?", "sol1": "Hang it in the sun.", "sol2": "Put it into water.", "label": 0},
+    {"goal": "To cut bread,", "sol1": "use a spoon", "sol2": "use a knife with teeth \u2014 a saw", "label": 1},
+    {"goal": "When boiling butter, ", "sol1": "Pour it", "sol2": "Pour it onto a plate", "label": 1},
+]
+ROWS = {"arc_easy": ARC, "arc_challenge": ARC[::-1], "piqa": PIQA}
+HELLASWAG = [{"activity_label": "Cooking", "ctx": "A man", "endings": ["sits.", "eats a.", "is", "of."], "label": "1"}]
+
+
+@pytest.fixture
+def files(tmp_path) -> dict[str, str]:
+    """Task -> .jsonl file."""
+    for name, rows in (ROWS | {"hellaswag": HELLASWAG}).items():
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (tmp_path / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    return {name: str(tmp_path / f"{name}.jsonl") for name in TASKS}
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> dict:
+    torch.manual_seed(0)
+    config = GPTConfig(vocab_size=257, context_length=58, num_layers=2, num_heads=2, embd_size=16)
+    model = GPT(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    state = {"format_version": 1, "step": 7, "rows_consumed": 28, "optimizer": {}, "train_config": {}}
+    return state | {"model": model.state_dict(), "model_config": vars(config), "tokenizer": "bytes"}
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint) -> GPT:
+    return hellaswag_eval.load_model(checkpoint)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_losses_and_scores_equal_those_of_the_harness(checkpoint, model, files, name, tmp_path):
+    pytest.importorskip("lm_eval", reason="pip install lm-eval")
+    from benchmarks.lm_eval_agreement import run_harness
+
+    write_folder(checkpoint, tmp_path / "exported")
+    theirs = run_harness(tmp_path / "exported", name, files[name])
+    examples = load_examples(name, files[name], "lm_eval")
+    trees = tokenize(examples, get_tokenizer("bytes"), model.config.context_length)
+    ours, scores = ending_losses(model, trees, CPU), evaluate(model, trees, CPU)
+    assert (scores.acc, scores.acc_norm) == (theirs["acc,none"], theirs["acc_norm,none"])
+    for sample in theirs["samples"]:
+        expected = [-log_likelihood for log_likelihood, _ in sample["filtered_resps"]]
+        assert ours[sample["doc_id"]][: len(expected)] == pytest.approx(expected, abs=1e-3)
+        assert np.isinf(ours[sample["doc_id"]][len(expected) :]).all()
+
+
+def test_examples_are_the_requests_of_the_harness(files):
+    """The texts are those that lm-evaluation-harness 0.4.13 sends to a model."""
+    assert load_examples("arc_challenge", files["arc_challenge"])[1] == Example(
+        "Question: What is ice made of? \nAnswer:", ["sand", "air and wood", "water"], 2, "lm_eval"
+    )
+    assert load_examples("piqa", files["piqa"])[1] == Example(
+        "Question: To cut bread,\nAnswer:", ["use a spoon", "use a knife with teeth \u2014 a saw"], 1, "lm_eval"
+    )
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_scores_equal_those_of_a_plain_loop_over_the_endings(model, files, name):
+    encode, chosen = get_tokenizer("bytes").encode_ordinary, {"acc": [], "acc_norm": []}
+    examples = load_examples(name, files[name])
+    for example in examples:
+        sums = []
+        for ending in example.endings:
+            tokens = torch.tensor(encode(f"{example.context} {ending}"))[-59:]  # one more than the model's context
+            losses = F.cross_entropy(model(tokens[None, :-1])[0], tokens[1:], reduction="none")
+            sums.append(losses[-len(encode(f" {ending}")) :].sum().item())
+        chosen["acc"].append(int(np.argmin(sums)))
+        chosen["acc_norm"].append(int(np.argmin([x / len(y) for x, y in zip(sums, example.endings, strict=True)])))
+    for metric, labels in chosen.items():
+        right = [example._replace(label=label) for example, label in zip(examples, labels, strict=True)]
+        scores = evaluate(model, tokenize(right, get_tokenizer("bytes"), model.config.context_length), CPU)
+        assert getattr(scores, metric) == 1
+    assert chosen["acc"] != chosen["acc_norm"]
+
+
+def test_absent_endings_are_never_chosen_and_no_close_calls(model, files):
+    trees = tokenize(load_examples("arc_easy", files["arc_easy"]), get_tokenizer("bytes"), model.config.context_length)
+    losses = ending_losses(model, trees, CPU)
+    assert np.isinf(losses).sum(1).tolist() == [1, 2, 0]
+    assert not close_calls(trees, losses).any()
+    best, second = losses[1].argsort()[:2]
+    losses[1, best] = losses[1, second]
+    assert close_calls(trees, losses).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(("name", "wrong", "expected"), [
+    ("arc_easy", {"answerKey": "E"}, r"'E' is not in list\W*; expected question, choices \(text, label\), answerKey"),
+    ("arc_easy", {"question": None}, "expected question, choices"),
+    ("arc_easy", {"choices": {"text": ["a"], "label": ["A"]}}, "1 endings, label 0"),
+    ("arc_easy", {"choices": ["a", "b"]}, "expected question, choices"),
+    ("piqa", {"label": -1}, r"2 endings, label -1\W*; expected goal, sol1, sol2, label"),  # as in the test split
+    ("piqa", {"sol2": 3}, "expected goal, sol1, sol2, label"),
+])  # fmt: skip
+def test_a_malformed_row_is_reported_with_its_line(tmp_path, name, wrong, expected):
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(ROWS[name][0])}\n{json.dumps(ROWS[name][0] | wrong)}\n")
+    with pytest.raises(UserError, match=rf"rows\.jsonl:2: not an example of {TASKS[name].title} \(.*{expected}"):
+        load_examples(name, str(tmp_path / "rows.jsonl"))
+
+
+def test_tasks_have_names_and_files():
+    assert parse_tasks("arc_easy, piqa=a/b.jsonl,hellaswag", "hs.jsonl") == {
+        "arc_easy": "", "piqa": "a/b.jsonl", "hellaswag": "hs.jsonl",
+    }  # fmt: skip
+    assert parse_tasks("hellaswag=one.jsonl", "other.jsonl") == {"hellaswag": "one.jsonl"}
+    for wrong in ("arc", "", "piqa,"):
+        with pytest.raises(
+            UserError, match=r"unknown task '(arc)?'; expected hellaswag, arc_easy, arc_challenge, piqa"
+        ):
+            parse_tasks(wrong)
+
+
+CARD = """---
+configs:
+- config_name: ARC-Challenge
+  data_files:
+  - {split: test, path: ARC-Challenge/test-*}
+- config_name: ARC-Easy
+  data_files:
+  - {split: train, path: ARC-Easy/train-*}
+  - {split: test, path: ARC-Easy/test-*}
+---
+"""
+
+
+def test_only_the_test_split_of_arc_easy_comes_from_the_hub(standin):
+    stored = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ARC), stored)
+    paths = ("ARC-Easy/test", "ARC-Easy/train", "ARC-Challenge/test")
+    parquet = {f"{path}-00000-of-00001.parquet": stored.getvalue() for path in paths}
+    standin.put("datasets/allenai/ai2_arc", {"README.md": CARD.encode(), **parquet})
+    assert load_examples("arc_easy")[2] == Example(
+        "Question: Which animal flies?\nAnswer:",
+        ["a dog", "a bird", "a fish", "a very old horse", "a cow"],
+        1,
+        "lm_eval",
+    )
+    assert standin.sent("GET .*ARC-Easy/test-")
+    assert not standin.sent("GET .*(ARC-Challenge/|ARC-Easy/train-)")
+
+
+def test_training_scores_the_tasks(workdir, files, capsys):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tasks = f"arc_easy={files['arc_easy']},piqa={files['piqa']},arc_challenge=missing.jsonl"
+    flags = ("--hellaswag_freq", "4", "--eval_tasks", tasks)
+    assert run_here(*flags, "--use_tensorboard", "--run_name", "tiny") == 0
+    captured = capsys.readouterr()
+    assert captured.err.count("warning: ") == captured.err.count("warning: no ARC-Challenge in this run: missing.jsonl")
+    assert captured.out.count("PIQA acc ") == captured.out.count("ARC-Easy acc ") == 2
+    assert "HellaSwag" not in captured.out + captured.err
+    stored = json.loads((workdir / "checkpoints/evaluations.json").read_text())
+    for name in ("arc_easy_acc", "arc_easy_acc_norm", "piqa_acc", "piqa_acc_norm"):
+        assert metrics("logs", name) == {step: stored[str(step)][name] for step in (4, 8)}
+    events = EventAccumulator("runs/tiny")
+    events.Reload()
+    assert {f"{task}/{kind}" for task in ("arc_easy", "piqa") for kind in ("acc", "acc_norm")} <= {
+        *events.scalars.Keys()
+    }
+    assert run_here("--eval_only", *flags) == 0
+    arc, piqa = capsys.readouterr().out.splitlines()[1:]
+    assert arc.endswith("(3 examples)")
+    assert arc.startswith(f"ARC-Easy acc {stored['8']['arc_easy_acc']:.4f} ")
+    assert piqa.startswith(f"PIQA acc {stored['8']['piqa_acc']:.4f} acc_norm {stored['8']['piqa_acc_norm']:.4f} ")
+
+
+def test_tasks_that_would_not_be_scored_are_an_error():
+    with pytest.raises(UserError, match="--eval_tasks piqa needs a --hellaswag_freq above 0"):
+        TrainConfig(eval_tasks="piqa", hellaswag_freq=0).check_together()
+    TrainConfig(hellaswag_freq=0).check_together()
+
+
+@pytest.fixture
+def command(checkpoint, tmp_path, capsys):
+    """Run hellaswag_eval.py on a checkpoint; return its standard output."""
+    torch.save(checkpoint, tmp_path / "latest.pt")
+
+    def run(*argv: str) -> str:
+        assert hellaswag_eval.main(["--checkpoint_dir", str(tmp_path), "--device", "cpu", *argv]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_the_command_scores_several_tasks(command, files):
+    tasks = ",".join(f"{name}={file}" for name, file in files.items())
+    lines = command("--task", tasks, "--style", "lm_eval", "--limit", "2").splitlines()
+    for line, (name, task) in zip(lines, TASKS.items(), strict=True):
+        assert f"latest.pt at step 7: {task.title} acc " in line
+        assert line.endswith(f"({min(2, len(ROWS.get(name, HELLASWAG)))} examples)")
+
+
+def test_a_file_of_a_task_that_is_not_scored_is_an_error(command, files):
+    with pytest.raises(UserError, match="--hellaswag_file: --task arc_easy does not include hellaswag"):
+        command("--task", "arc_easy", "--hellaswag_file", files["arc_easy"])
