@@ -5,7 +5,7 @@ import os
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, zip_longest
 from pathlib import Path
 
 import torch
@@ -128,25 +128,29 @@ def sweep_rows(bench: Bench) -> Iterator[tuple[str, ...]]:
         losses = {run: loss for run in group if (loss := bench.loss(run)) is not None}
         for run, loss in losses.items():
             best = "**" * (loss == min(losses.values()))
-            yield SIDES[side], run.settings().strip(), f"{best}{loss:.4f}{best}"
+            yield SIDES[side], run.settings().strip(), f"{best}{loss_text(loss)}{best}"
 
 
 def piece_rows(bench: Bench) -> Iterator[tuple[str, ...]]:
     """Yield the losses of both sides with each piece changed, and the difference to the side as it is."""
     runs = piece_runs(bench)
+    if not any(bench.loss(run) for run in runs):
+        return
     columns = [changed_losses(bench, [run for run in runs if run.side == side]) for side in ("modern", "gpt2")]
-    for row, name in enumerate(("none: the side as it is", *PIECES)):
-        cells = [column[row] if column else "" for column in columns]
-        if any(cells):
-            yield name, *cells
+    yield from zip_longest(("nothing changed", *PIECES), *columns, fillvalue=loss_text(None))
 
 
 def changed_losses(bench: Bench, runs: Sequence[Run]) -> list[str]:
+    """Format the losses of runs, each with its difference to the first one."""
     losses = [bench.loss(run) for run in runs]
-    return [
-        "" if loss is None else f"{loss:.4f}" + (f" ({loss - losses[0]:+.4f})" if number and losses[0] else "")
-        for number, loss in enumerate(losses)
-    ]
+    return [loss_text(loss, losses[0] if number else None) for number, loss in enumerate(losses)]
+
+
+def loss_text(loss: float | None, beside: float | None = None) -> str:
+    """Format the final loss of a run, and its difference to another one."""
+    if loss is None or loss == math.inf:
+        return "not finished" if loss is None else "diverged"
+    return f"{loss:.4f}" if beside in (None, math.inf) else f"{loss:.4f} ({loss - beside:+.4f})"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -120,9 +120,9 @@ class Bench:
         return self.out / self.name / re.sub(r"[ ,]+", "-", str(run))
 
     def losses(self, run: Run) -> dict[int, float]:
-        """Return step -> validation loss, inf where it was not finite."""
-        found = read_evaluations(self.folder(run))
-        return {step: math.inf if at["val_loss"] is None else at["val_loss"] for step, at in found.items()}
+        """Return step -> validation loss, inf where the run has diverged."""
+        found = {step: at["val_loss"] for step, at in read_evaluations(self.folder(run)).items()}
+        return {step: math.inf if loss is None or math.isnan(loss) else loss for step, loss in found.items()}
 
     def loss(self, run: Run) -> float | None:
         """Return the loss at the end of a run; None if it has not finished."""
@@ -245,7 +245,7 @@ class Data:
 
 
 DATA = {"stdlib": Data("bytes", 257), "packages": Data("gpt2", 50304)}
-HELD_OUT = 20  # of the packages, about one of so many is validation data
+HELD_OUT = 10  # of the packages, about one of so many is validation data
 
 
 def make_data(name: str, folder: Path) -> None:

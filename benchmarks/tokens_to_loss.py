@@ -46,7 +46,7 @@ from benchmarks.compare import (
     in_turn,
     reason_of,
 )
-from benchmarks.loss_report import draw, markdown
+from benchmarks.loss_report import draw, loss_text, markdown
 from benchmarks.loss_runs import (
     DATA,
     GROUPS,
@@ -64,6 +64,7 @@ from benchmarks.loss_runs import (
 from steadygpt.checkpoint import EVALUATIONS
 from steadygpt.cli import UserError, run_cli
 from steadygpt.durable import replace_file
+from steadygpt.runlog import read_status
 from steadygpt.units import duration_text
 
 ROUNDS = 7  # of the timing
@@ -76,19 +77,24 @@ def train(bench: Bench, run: Run, progress: Callable[[int, float], None]) -> Non
     Args:
         progress: is called with step and validation loss.
 
-    Raises: UserError when its options have changed since it began, or it fails.
+    Raises: UserError when its options have changed since it began, or it fails; a divergence is a result.
     """
     folder = bench.folder(run)
     folder.mkdir(parents=True, exist_ok=True)
     check_options(folder, recorded_options(bench.scale, run))
     if bench.loss(run) is not None:
         return
-    points = {}
-    with output_of(*command_of(bench, run, folder)) as lines:
-        for found in filter(None, map(POINT.match, lines)):
-            step, loss = int(found[1]), float(found[2])
-            points[step] = {"val_loss": loss}
-            progress(step, loss)
+    points: dict[int, dict[str, float | None]] = {}
+    try:
+        with output_of(*command_of(bench, run, folder)) as lines:
+            for found in filter(None, map(POINT.match, lines)):
+                step, loss = int(found[1]), float(found[2])
+                points[step] = {"val_loss": loss}
+                progress(step, loss)
+    except UserError:
+        if "non-finite" not in read_status(folder).get("reason", ""):
+            raise
+        write_json(folder / EVALUATIONS, points | {run.steps: {"val_loss": None}})
     if run.side == "nanogpt":
         points[run.steps] = {"val_loss": evaluate(bench, folder / "ckpt.pt")}
         write_json(folder / EVALUATIONS, points)
@@ -123,7 +129,6 @@ def output_of(command: Sequence[str], cwd: Path) -> Iterator[Iterator[str]]:
 
     Raises: UserError with the reason when it fails.
     """
-    last: deque[str] = deque(maxlen=20)
     process = subprocess.Popen(
         command,
         cwd=cwd,
@@ -133,14 +138,11 @@ def output_of(command: Sequence[str], cwd: Path) -> Iterator[Iterator[str]]:
         start_new_session=True,  # a terminal sends Ctrl-C to this process alone, which then stops the program
         preexec_fn=die_with_parent,
     )
-
-    def lines() -> Iterator[str]:
-        for line in process.stdout or ():
-            last.append(line)
-            yield line
-
+    assert process.stdout
+    last: deque[str] = deque(maxlen=20)
     try:
-        yield lines()
+        yield (last.append(line) or line for line in process.stdout)
+        last.extend(process.stdout)
     except BaseException:
         process.terminate()  # our train.py saves
         raise
@@ -176,7 +178,7 @@ def run_group(bench: Bench, group: str, runs: Sequence[Run]) -> int:
 
         try:
             train(bench, run, progress)
-            print(f"{title}: val loss {bench.loss(run):.4f} at the end", flush=True)
+            print(f"{title}: {loss_text(bench.loss(run))} at the end", flush=True)
         except UserError as error:
             print(f"{title}: {error}", file=sys.stderr, flush=True)
             failed += 1
@@ -209,7 +211,7 @@ def select(bench: Bench, group: str, patterns: Sequence[str]) -> list[Run]:
     return [run for run in runs if any(fnmatch(f"{group}/{run}", p if "/" in p else f"{p}/*") for p in patterns)]
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--scale", nargs="+", default=["1m"], choices=SCALES, help="default: 1m; 124m needs a GPU")
     parser.add_argument("--only", nargs="+", default=["*"], metavar="GROUP/RUN", help="patterns of what --list shows")
@@ -219,7 +221,7 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, nargs="?", const=REPO / "docs/recipe.png",
                         help="draw the curves (pip install matplotlib)")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="tiny runs: tries this command, measures nothing")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.plot and not importlib.util.find_spec("matplotlib"):
         raise UserError("--plot: matplotlib is missing. Try pip install matplotlib")
     if args.nanogpt and not (args.nanogpt / "train.py").exists():
@@ -227,16 +229,18 @@ def main() -> int:
     if "124m" in args.scale and not (torch.cuda.is_available() or args.quick or args.list):
         raise UserError("--scale 124m: found no CUDA GPU, expected one. Try --scale 10m")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in scripts/quickstart.sh
-    benches = [
-        Bench(name, TINY if args.quick else SCALES[name], args.out.absolute(), args.nanogpt and args.nanogpt.absolute())
-        for name in args.scale
-    ]
+    scales = (
+        {f"{name}-quick": TINY for name in args.scale} if args.quick else {name: SCALES[name] for name in args.scale}
+    )
+    nanogpt, times = args.nanogpt and args.nanogpt.absolute(), any(fnmatch("time", pattern) for pattern in args.only)
+    benches = [Bench(name, scale, args.out.absolute(), nanogpt) for name, scale in scales.items()]
+    if not times and not any(select(bench, group, args.only) for bench in benches for group in GROUPS):
+        raise UserError(f"--only {' '.join(args.only)}: found no such run, expected names that --list shows")
     if args.list:
         for bench in benches:
             for group in GROUPS:
                 for run in select(bench, group, args.only):
-                    loss = bench.loss(run)
-                    print(f"{bench.name} {group}/{run}: {'not finished' if loss is None else f'{loss:.4f}'}")
+                    print(f"{bench.name} {group}/{run}: {loss_text(bench.loss(run))}")
         return 0
     failed = 0
     with exit_on_signals():
@@ -244,9 +248,14 @@ def main() -> int:
             make_data(bench.scale.data, bench.data)
             for group in GROUPS:
                 runs = select(bench, group, args.only)
-                failed += run_group(bench, group, [run for run in runs if bench.nanogpt or run.side != "nanogpt"])
-            if any(fnmatch("time", pattern) for pattern in args.only):
+                failed += run_group(bench, group, [run for run in runs if nanogpt or run.side != "nanogpt"])
+            if times:
                 measure_time(bench)
+            for side in REFERENCES:
+                if bench.tuned(side) is None:
+                    print(
+                        f"{bench.name}: the sweep of {side} is incomplete, so its other runs are left out", flush=True
+                    )
     print("\n".join(map(markdown, benches)))
     if args.plot:
         draw(benches, args.plot)
