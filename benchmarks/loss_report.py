@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.compare import median_text, ratio_text
-from benchmarks.loss_runs import PIECES, REFERENCES, SIDES, Bench, Run, final_runs, piece_runs, sweep_runs
+from benchmarks.loss_runs import PIECES, REFERENCES, SEEDS, SIDES, Bench, Run, final_runs, piece_runs, sweep_runs
 from steadygpt.device import choose_precision
 
 COLORS = {"gpt2": "#9a9a9a", "nanogpt": "#e88b1a", "modern": "#1a4f8b"}
@@ -157,33 +157,26 @@ def loss_text(loss: float | None, beside: float | None = None) -> str:
 # the curves
 
 
-def draw(benches: Iterable[Bench], file: Path) -> None:
-    """Draw the losses of all final runs against tokens and, once measured, against time; one row for each scale."""
+def draw(benches: Sequence[Bench], file: Path) -> None:
+    """Draw the losses of all final runs, against tokens and against time if that was measured; a row for each scale."""
     from matplotlib import pyplot
 
-    benches = list(benches)
     pyplot.rcParams.update({"font.size": 12})
     figure, grid = pyplot.subplots(len(benches), 2, figsize=(12, 5 * len(benches)), layout="constrained", squeeze=False)
     for bench, (by_tokens, by_time) in zip(benches, grid, strict=True):
-        seconds, drawn = bench.seconds_per_step(), set()
-        for run in final_runs(bench):
-            if bench.loss(run) is None:
-                continue
+        seconds = bench.seconds_per_step()
+        for run in filter(bench.loss, final_runs(bench)):
+            # The first steps would flatten the rest of the curve.
             points = sorted((step, loss) for step, loss in bench.losses(run).items() if step >= bench.scale.steps / 20)
-            steps, losses = zip(*points, strict=True)
-            style = {
-                "color": COLORS[run.side],
-                "linewidth": 1.2,
-                "label": None if run.side in drawn else SIDES[run.side],
-            }
-            drawn.add(run.side)
-            by_tokens.plot([step * bench.scale.tokens / 1e6 for step in steps], losses, **style)
-            if run.side in seconds:
-                minutes = statistics.median(seconds[run.side]) / 60
-                by_time.plot([step * minutes for step in steps], losses, **style)
-        by_tokens.set(title=f"{bench.name} parameters", xlabel="million tokens", ylabel="validation loss")
-        by_time.set(title="on the same machine", xlabel="minutes of training", ylabel="validation loss")
+            first = (run.seed, run.steps) == (SEEDS[0], bench.scale.steps)
+            style = {"color": COLORS[run.side], "linewidth": 1.2, "label": SIDES[run.side] if first else None}
+            minutes = statistics.median(seconds.get(run.side, [math.nan])) / 60
+            for axes, of_a_step in ((by_tokens, bench.scale.tokens / 1e6), (by_time, minutes)):
+                axes.plot([step * of_a_step for step, _ in points], [loss for _, loss in points], **style)
+        by_tokens.set(title=f"{bench.name} parameters", xlabel="million tokens")
+        by_time.set(title="the same runs", xlabel="minutes of training")
         for axes in (by_tokens, by_time):
+            axes.set_ylabel("validation loss")
             axes.grid(alpha=0.25)
             axes.spines[["top", "right"]].set_visible(False)
             axes.legend(frameon=False)

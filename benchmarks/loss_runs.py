@@ -64,6 +64,7 @@ class Scale:
     piece_steps: int
     eval_tokens: int
     timed_steps: int  # in each round of the timing
+    tunes_recipe: bool = False  # other scales take its settings as they are
 
     @property
     def tokens(self) -> int:
@@ -72,11 +73,11 @@ class Scale:
 
 
 SCALES = {
-    "1m": Scale("stdlib", 4, 4, 128, 128, 8, 1, 3000, 1000, 131072, 40),
-    "10m": Scale("packages", 6, 6, 384, 256, 8, 4, 600, 200, 65536, 2),
+    "1m": Scale("stdlib", 4, 4, 128, 128, 8, 1, 3000, 1000, 131072, 40, True),
+    "10m": Scale("packages", 6, 6, 384, 256, 8, 4, 400, 150, 65536, 2),
     "124m": Scale("packages", 12, 12, 768, 1024, 16, 8, 800, 200, 1048576, 10),  # needs a GPU
 }
-TINY = Scale("stdlib", 1, 2, 16, 16, 2, 1, 20, 10, 64, 2)  # --quick
+TINY = Scale("stdlib", 1, 2, 16, 16, 2, 1, 20, 10, 64, 2, True)  # --quick
 POINTS = 20  # of a curve, at least
 WARM_UP = 30  # the references warm up during one of so many steps
 
@@ -140,10 +141,11 @@ class Bench:
 
 
 def sweep_runs(bench: Bench) -> list[Run]:
-    """Return one run for each value, the other settings as in the side."""
+    """Return one run for each value, with the other settings of its side."""
     return [
         Run(side, ((name, value),), bench.scale.steps)
-        for side, settings in SWEEP.items() for name, values in settings.items() for value in values
+        for side, settings in SWEEP.items() if side in REFERENCES or bench.scale.tunes_recipe
+        for name, values in settings.items() for value in values
     ]  # fmt: skip
 
 

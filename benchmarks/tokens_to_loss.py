@@ -138,11 +138,16 @@ def output_of(command: Sequence[str], cwd: Path) -> Iterator[Iterator[str]]:
         start_new_session=True,  # a terminal sends Ctrl-C to this process alone, which then stops the program
         preexec_fn=die_with_parent,
     )
-    assert process.stdout
     last: deque[str] = deque(maxlen=20)
+
+    def lines() -> Iterator[str]:
+        for line in process.stdout or ():
+            last.append(line)
+            yield line
+
     try:
-        yield (last.append(line) or line for line in process.stdout)
-        last.extend(process.stdout)
+        yield lines()
+        deque(lines())  # reads what the caller has not
     except BaseException:
         process.terminate()  # our train.py saves
         raise

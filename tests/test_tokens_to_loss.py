@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import loss_runs, tokens_to_loss
 from benchmarks.loss_report import loss_within, markdown, steps_to
-from benchmarks.loss_runs import GROUPS, SEEDS, Bench, Run, Scale, points_every
+from benchmarks.loss_runs import GROUPS, SCALES, SEEDS, Bench, Run, Scale, points_every
 from benchmarks.tokens_to_loss import check_options, output_of, train
 from steadygpt.cli import UserError
 
@@ -128,8 +128,17 @@ def test_the_references_are_trained_at_the_best_setting_of_their_sweep(bench):
     assert found == {(side, (setting,), seed) for side, setting in BEST.items() for seed in SEEDS}
 
 
+def test_the_recipe_is_tuned_at_one_scale_and_goes_to_the_others_unchanged(tmp_path):
+    swept = {
+        name: {run.side for run in GROUPS["sweep"](Bench(name, scale, tmp_path))} for name, scale in SCALES.items()
+    }
+    assert swept == {"1m": {*BEST, "modern"}, "10m": {*BEST}, "124m": {*BEST}}
+    finals = [run for scale in SCALES.values() for run in GROUPS["final"](Bench("", scale, tmp_path))]
+    assert {run.changes for run in finals if run.side == "modern"} == {()}
+
+
 def test_nanogpt_has_its_last_point_at_the_last_step():
-    assert [points_every(steps) for steps in (3000, 1000, 600, 100, 10, 21, 47)] == [150, 50, 30, 5, 1, 1, 47]
+    assert [points_every(steps) for steps in (3000, 1000, 400, 150, 10, 21, 47)] == [150, 50, 20, 10, 1, 1, 47]
 
 
 def test_reached_losses():
