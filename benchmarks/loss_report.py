@@ -21,7 +21,7 @@ def markdown(bench: Bench) -> str:
     """Return the section of a scale for docs/RECIPE.md."""
     pieces = f"Pieces, {bench.scale.piece_steps:,} steps, one seed:"
     tables = [
-        table("Three seeds:", ("", "final loss", *RECIPE_COLUMNS), final_rows(bench)),
+        table("Means, with the range over the seeds:", ("", "final loss", *RECIPE_COLUMNS), final_rows(bench)),
         table("Seconds a step:", ("", "seconds", "beside GPT-2"), time_rows(bench)),
         table("Learning rates, one seed:", ("", "setting", "final loss"), sweep_rows(bench)),
         table(pieces, ("", "the recipe without it", "GPT-2 with only it"), piece_rows(bench)),
@@ -52,7 +52,11 @@ def heading(bench: Bench) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 # the recipe beside the references
 
-RECIPE_COLUMNS = ("the recipe reaches it in, of the tokens", "of the time", "loss of the recipe in the same time")
+RECIPE_COLUMNS = (
+    "share of its tokens until the recipe reaches this loss",
+    "share of its time",
+    "loss of the recipe in the same time",
+)
 Points = list[tuple[int, float]]  # step, validation loss
 
 
@@ -84,13 +88,14 @@ def slowdown(bench: Bench, side: str) -> float:
 
 
 def final_rows(bench: Bench) -> Iterator[tuple[str, ...]]:
-    """Yield each reference and each length of the recipe; all figures are means, with their range over the seeds."""
+    """Yield the final losses of the references, with the recipe beside them, and of each length of the recipe."""
     points = recipe_points(bench)
     for (side, changes, steps), group in groupby(final_runs(bench), lambda run: (run.side, run.changes, run.steps)):
         losses = [loss for loss in map(bench.loss, group) if loss is not None]
         if not losses:
             continue
-        title = f"{SIDES[side]}{Run(side, changes, steps).settings()}, {steps:,} steps"
+        seeds = f"{len(losses)} seed{'s' * (len(losses) > 1)}"
+        title = f"{SIDES[side]}{Run(side, changes, steps).settings()}, {steps:,} steps, {seeds}"
         if side not in REFERENCES:
             yield title, spread(losses), "", "", ""
             continue
@@ -105,8 +110,8 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
     """Format the mean, and the range of several values."""
     if not values:
         return "not measured"
-    if not all(map(math.isfinite, values)):
-        return "not reached"
+    if missed := sum(value == math.inf for value in values):
+        return f"not reached by {missed} of {len(values)} seeds"
     mean, low, high = (f"{x:.{digits}f}" for x in (statistics.mean(values), min(values), max(values)))
     return f"{mean} ({low} to {high})" if len(values) > 1 else mean
 
@@ -148,8 +153,10 @@ def changed_losses(bench: Bench, runs: Sequence[Run]) -> list[str]:
 
 def loss_text(loss: float | None, beside: float | None = None) -> str:
     """Format the final loss of a run, and its difference to another one."""
-    if loss is None or loss == math.inf:
-        return "not finished" if loss is None else "diverged"
+    if loss is None:
+        return "not finished"
+    if loss == math.inf:
+        return "diverged"
     return f"{loss:.4f}" if beside in (None, math.inf) else f"{loss:.4f} ({loss - beside:+.4f})"
 
 

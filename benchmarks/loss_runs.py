@@ -79,7 +79,7 @@ SCALES = {
 }
 TINY = Scale("stdlib", 1, 2, 16, 16, 2, 1, 20, 10, 64, 2, True)  # --quick
 POINTS = 20  # of a curve, at least
-WARM_UP = 30  # the references warm up during one of so many steps
+WARM_UP = 30  # the warm-up of the references is 1 / WARM_UP of their steps
 
 Settings = tuple[tuple[str, object], ...]
 

@@ -81,7 +81,7 @@ def train(bench: Bench, run: Run, progress: Callable[[int, float], None]) -> Non
     """
     folder = bench.folder(run)
     folder.mkdir(parents=True, exist_ok=True)
-    check_options(folder, recorded_options(bench.scale, run))
+    check_unchanged(folder, recorded_options(bench.scale, run))
     if bench.loss(run) is not None:
         return
     points: dict[int, dict[str, float | None]] = {}
@@ -104,7 +104,7 @@ def train(bench: Bench, run: Run, progress: Callable[[int, float], None]) -> Non
         weights.unlink()
 
 
-def check_options(folder: Path, options: dict[str, object]) -> None:
+def check_unchanged(folder: Path, options: dict[str, object]) -> None:
     """Record the options of a run in its folder, or compare them with the record.
 
     Raises: UserError naming those that differ.
