@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import loss_runs, tokens_to_loss
 from benchmarks.loss_report import loss_within, markdown, spread, steps_to
-from benchmarks.loss_runs import GROUPS, SCALES, SEEDS, Bench, Run, Scale, points_every
+from benchmarks.loss_runs import GROUPS, SCALES, SEEDS, Bench, Run, Scale, points_every, recorded_options
 from benchmarks.tokens_to_loss import check_unchanged, output_of, train
 from steadygpt.cli import UserError
 
@@ -39,7 +39,7 @@ def finish_sweep(bench: Bench) -> None:
     """Leave the sweep of the references, with 2.0 for the BEST setting and 2.5 for the others."""
     for run in GROUPS["sweep"](bench):
         if run.side in BEST:
-            finish(bench, run, {100: 2.0 if run.changes == (BEST[run.side],) else 2.5})
+            finish(bench, run, {run.steps: 2.0 if run.changes == (BEST[run.side],) else 2.5})
 
 
 def test_a_finished_run_is_not_repeated_and_keeps_only_its_losses(bench, monkeypatch, capsys):
@@ -200,3 +200,11 @@ def test_mistakes_are_reported_before_any_run(arguments, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=f"^{arguments[0]} .*: .*expected"):
         tokens_to_loss.main(["--out", str(tmp_path), *arguments])
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+def test_train_py_knows_the_options_of_every_run(scale, tmp_path):
+    bench = Bench("full", scale, tmp_path)
+    finish_sweep(bench)
+    for run in [run for runs_of in GROUPS.values() for run in runs_of(bench) if run.side != "nanogpt"]:
+        assert recorded_options(scale, run)["max_steps"] == run.steps
