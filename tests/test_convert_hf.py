@@ -82,8 +82,9 @@ def test_import_and_export_of_a_hugging_face_model_are_exact(which, tmp_path):
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), back.parameters(), strict=True))
 
 
-def test_a_model_in_several_files_is_read(tmp_path):
-    model = reference_model("gpt_neox")
+@pytest.mark.parametrize("which", ["gpt_neox", "qwen3"])
+def test_a_model_in_several_files_is_read(which, tmp_path):
+    model = reference_model(which)
     model.save_pretrained(tmp_path / "whole")
     model.save_pretrained(tmp_path / "parts", max_shard_size="300KB")
     assert not (tmp_path / "parts/model.safetensors").exists()
@@ -414,7 +415,9 @@ def test_weights_that_do_not_fit_the_run_are_refused(changes, message):
         check_fits(checkpoint_of(SMALL), "w.pt", dataclasses.replace(SMALL, **changes), tokenizer)
 
 
-@pytest.mark.parametrize("changes", [{"context_length": 8}, {"intermediate_size": 64}, {"dropout": 0.1}])
+@pytest.mark.parametrize("changes", [
+    {"context_length": 8}, {"intermediate_size": 64}, {"num_kv_heads": 2}, {"head_dim": 8}, {"dropout": 0.1},
+])  # fmt: skip
 def test_weights_that_fit_the_run_are_accepted(changes):
     check_fits(checkpoint_of(SMALL), "w.pt", dataclasses.replace(SMALL, **changes), "bytes")
     check_fits(checkpoint_of(SMALL, tokenizer=""), "w.pt", SMALL, "any")

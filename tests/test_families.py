@@ -2,16 +2,20 @@
 
 import dataclasses
 import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import reference_model
+from conftest import REPO, metrics, reference_model, run_here
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from test_convert_hf import assert_same_weights, checkpoint_of, mistake
 
+import convert_hf
+from config import parse_args
 from convert_hf import read_weights, write_folder
 from generate import generate, load_model
 from model import GPTConfig
@@ -54,7 +58,10 @@ def gpt2_and_gpt_neox(draw) -> GPTConfig:
 def llama_qwen3_and_nanochat(draw) -> GPTConfig:
     kind, kv_heads, group = draw(st.sampled_from(list(SHAPES))), draw(st.integers(1, 3)), draw(st.integers(1, 3))
     width = draw(st.sampled_from([4, 8]))
-    changes = {"logit_softcap": draw(st.sampled_from([0.0, 2.0, 15.0]))} if kind == "nanochat" else {}
+    changes = {}
+    if kind == "nanochat":
+        changes |= {"logit_softcap": draw(st.sampled_from([0.0, 2.0, 15.0]))}
+        changes |= {"activation": draw(st.sampled_from(["relu2", "gelu", "gelu_tanh"]))}
     return GPTConfig(
         **SHAPES[kind]
         | changes
@@ -185,3 +192,59 @@ def test_models_without_a_class_of_transformers_are_refused_with_the_fields(chan
     assert words in str(raised.value)
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_of_the_hub_in_several_files_is_read_without_its_padding(standin, tmp_path):
+    reference_model("nanochat", vocab_size=320).save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    standin.put("models/some/nanochat", {path.name: path.read_bytes() for path in tmp_path.iterdir()})
+    checkpoint = read_weights("some/nanochat", "bytes")
+    assert_same_weights(checkpoint, read_weights(str(tmp_path), "bytes"))
+    assert checkpoint["model_config"]["vocab_size"] == 257
+    assert checkpoint["model"]["lm_head.weight"][256].any()
+    assert not checkpoint["model"]["lm_head.weight"][257:].any()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# docs/models.md
+
+DOCS = (REPO / "docs/models.md").read_text()
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_the_table_of_options_has_the_values_of_each_family(kind):
+    rows = [line.strip("|").split("|") for line in DOCS.splitlines() if line.startswith("| `--")]
+    cells = {row[0].strip(" `-"): row[1 + list(FAMILIES).index(kind)].strip() for row in rows}
+    values = {name: value for name, value in cells.items() if value not in ("", "any")}
+    config = parse_args([x for name, value in values.items() for x in (f"--{name}", value)])[0].shape(50257)
+    assert find_family(config) == kind
+    defaults = read_config({"model_type": kind}, "")[1]
+    assert all(getattr(config, name) == defaults[name] for name in values if name in defaults)
+    assert all(name in FAMILIES[kind].fields for name, value in cells.items() if value == "any")
+
+
+def test_the_command_for_a_llama_trains_one(workdir, capsys):
+    text = re.search(r"python train.py (--norm rmsnorm (?:.*\\\n)*.*)", DOCS)[1].replace("\\\n", "")
+    assert run_here(*text.split(), "--num_kv_heads", "1") == 0
+    assert convert_hf.main(["latest", "exported"]) == 0
+    exported = transformers.AutoModelForCausalLM.from_pretrained("exported")
+    assert type(exported).__name__ == "LlamaForCausalLM"
+    assert exported.config.intermediate_size == 2048
+
+
+def test_the_script_for_a_foreign_tokenizer_makes_data_to_tune_on(workdir, capsys):
+    write_folder(checkpoint_of(SMALL), workdir / "out")
+    transformers.AutoTokenizer.from_pretrained("out").save_pretrained("qwen")
+    shape = {"vocab_size": 300, "context_length": 16, "num_layers": 2, "num_heads": 2, "embd_size": 16}
+    reference_model("qwen3", **shape).save_pretrained("qwen")
+    for number in range(5):
+        Path("notes/more").mkdir(parents=True, exist_ok=True)
+        Path(f"notes/more/{number}.txt").write_text(f"Note {number}: " + "a b c " * 40)
+    script = re.search(r"```python\n(import json.*?)```", DOCS, re.DOTALL)[1].replace("Qwen/Qwen3-0.6B", "qwen")
+    exec(script, {})
+    assert run_here("--data_dir", "data/qwen", "--init_from", "qwen", "--eval_freq", "4", "--sample_freq", "4") == 0
+    assert "no samples and no HellaSwag in this run: unknown tokenizer 'qwen'" in capsys.readouterr().err
+    assert len(metrics("logs", "val_loss")) == 2
+    assert convert_hf.main(["latest", "tuned"]) == 0
+    assert "no tokenizer in tuned" in capsys.readouterr().err
+    assert type(transformers.AutoModelForCausalLM.from_pretrained("tuned")).__name__ == "Qwen3ForCausalLM"
