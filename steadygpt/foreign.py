@@ -16,7 +16,7 @@ from steadygpt.cli import UserError
 if TYPE_CHECKING:
     from model import GPTConfig
 
-# Of an MLP with one matrix before the activation, and of one with two, gate and up.
+# Activations of transformers -> ours, of an MLP with one matrix before the activation, and with two, gate and up.
 PLAIN = {
     **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh"), "gelu": "gelu", "relu2": "relu2",
 }  # fmt: skip
@@ -30,10 +30,10 @@ TABLES = ("wte.weight", "lm_head.weight")  # one row per token of the vocabulary
 class Family:
     """Another model class in terms of GPT and GPTConfig."""
 
-    names: dict[str, str | tuple[str, ...]]  # parts of GPT's weight names -> foreign ones; several: not stacked
+    names: dict[str, str | tuple[str, ...]]  # parts of GPT's weight names -> foreign ones, a tuple if GPT stacks them
     architecture: str = ""  # the Hugging Face class
     fields: dict[str, tuple] = field(default_factory=dict)  # of GPTConfig -> (foreign field, its default)
-    fixed: dict[str, Any] = field(default_factory=dict)  # other fields of GPTConfig -> value, if not the default
+    fixed: dict[str, Any] = field(default_factory=dict)  # other fields of GPTConfig -> value, unless its default
     required: dict[str, object] = field(default_factory=dict)  # foreign field -> its default, which GPT computes
     activations: dict[str, str] = field(default_factory=lambda: PLAIN)  # foreign -> GPTConfig's
     dropouts: tuple[str, ...] = ()  # foreign fields for dropout besides the one in `fields`
@@ -195,7 +195,7 @@ def read_config(stored: dict, source: str) -> tuple[str, dict[str, Any]]:
 
 
 def write_config(config: "GPTConfig", kind: str) -> dict[str, Any]:
-    """Return what config.json holds of a model's shape; the inverse of read_config."""
+    """Return what config.json has about the shape of a model of a family; the inverse of read_config."""
     family, values = FAMILIES[kind], resolved(config)
     values["activation"] = next(name for name, ours in family.activations.items() if ours == config.activation)
     values["logit_softcap"] = config.logit_softcap or None
@@ -226,7 +226,7 @@ def _unfit_fields(config: "GPTConfig", family: Family) -> list[str]:
     """Return the fields of a model's shape that a family does not have, each as "NAME is FOUND, expected EXPECTED"."""
     values, num_heads = resolved(config), config.num_heads
     allowed: dict[str, list] = {f.name: [f.default] for f in dataclasses.fields(config)}
-    # Without these fields, heads share the width, zeros replace missing biases, and nothing rotates.
+    # A family without these fields divides its width among the heads, and does not rotate. Missing biases become zeros.
     allowed |= {"num_kv_heads": [num_heads], "head_dim": [config.embd_size // num_heads], "bias": [True, False]}
     allowed |= {"rotary_base": [config.rotary_base]} | {name: [value] for name, value in family.fixed.items()}
     allowed = {name: some for name, some in allowed.items() if name not in family.fields}

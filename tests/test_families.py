@@ -57,7 +57,7 @@ def gpt2_and_gpt_neox(draw) -> GPTConfig:
 @st.composite
 def llama_qwen3_and_nanochat(draw) -> GPTConfig:
     kind, kv_heads, group = draw(st.sampled_from(list(SHAPES))), draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    width = draw(st.sampled_from([4, 8]))
+    head_dim, width = draw(st.sampled_from([0, 2, 6])), kv_heads * group * draw(st.sampled_from([4, 8]))
     changes = {}
     if kind == "nanochat":
         changes |= {"logit_softcap": draw(st.sampled_from([0.0, 2.0, 15.0]))}
@@ -71,8 +71,8 @@ def llama_qwen3_and_nanochat(draw) -> GPTConfig:
             "num_layers": draw(st.integers(1, 3)),
             "num_heads": kv_heads * group,
             "num_kv_heads": kv_heads,
-            "head_dim": draw(st.sampled_from([0, 2, 6])),
-            "embd_size": kv_heads * group * width,
+            "head_dim": head_dim,
+            "embd_size": width + (head_dim > 0 and kind != "llama"),  # heads need not divide it
             "intermediate_size": draw(st.sampled_from([0, 10])),
             "dropout": draw(st.sampled_from([0.0, 0.1])),
             "norm_eps": draw(st.sampled_from([1e-6, 1e-3])),
