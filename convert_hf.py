@@ -1,13 +1,15 @@
 """Conversion of weights from and to Hugging Face folders, and of weights and whole runs from nanoGPT's checkpoints.
 
+The families of steadygpt/foreign.py are known: GPT-2, GPT-NeoX, Llama, Qwen 3 and NanoChat.
+
     python convert_hf.py latest exported                 # a folder for AutoModelForCausalLM.from_pretrained
     python convert_hf.py exported weights.pt             # and back
     python convert_hf.py gpt2-medium weights.pt          # from the Hugging Face Hub
     python convert_hf.py out/ckpt.pt exported            # from nanoGPT, build-nanogpt or gpt2-from-scratch
     python convert_hf.py out/ckpt.pt checkpoints/latest.pt --resume     # with the optimizer: train.py --resume latest
 
-The conversion is exact: weights are renamed, transposed and reordered, but never rounded. Without --resume a converted
-checkpoint holds only weights: generate.py, hellaswag_eval.py and train.py --init_from accept it.
+The conversion is exact: weights are renamed, split, reordered or negated, but never rounded. Without --resume a
+converted checkpoint holds only weights: generate.py, hellaswag_eval.py and train.py --init_from accept it.
 """
 
 import contextlib

@@ -353,7 +353,7 @@ def test_the_command_exports_and_imports(workdir, capsys):
         run_here("--resume", "back.pt")
 
 
-@pytest.mark.parametrize("which", ["gpt2", "gpt_neox", "qwen3", "nanochat"])
+@pytest.mark.parametrize("which", ["gpt2", "gpt_neox", "llama", "qwen3", "nanochat"])
 def test_ten_steps_equal_a_plain_loop_over_transformers(which, workdir):
     """Data order, micro-steps, clipping, AdamW and weight decay of train.py, from a Hugging Face folder."""
     shape = {"vocab_size": 257, "context_length": 16, "num_layers": 2, "num_heads": 2, "embd_size": 16}
