@@ -1,13 +1,15 @@
 """Conversion of weights from and to Hugging Face folders, and of weights and whole runs from nanoGPT's checkpoints.
 
+The families of steadygpt/foreign.py are known: GPT-2, GPT-NeoX, Llama, Qwen 3 and NanoChat.
+
     python convert_hf.py latest exported                 # a folder for AutoModelForCausalLM.from_pretrained
     python convert_hf.py exported weights.pt             # and back
     python convert_hf.py gpt2-medium weights.pt          # from the Hugging Face Hub
     python convert_hf.py out/ckpt.pt exported            # from nanoGPT, build-nanogpt or gpt2-from-scratch
     python convert_hf.py out/ckpt.pt checkpoints/latest.pt --resume     # with the optimizer: train.py --resume latest
 
-The conversion is exact: weights are renamed, transposed and reordered, but never rounded. Without --resume a converted
-checkpoint holds only weights: generate.py, hellaswag_eval.py and train.py --init_from accept it.
+The conversion is exact: weights are renamed, split, reordered or negated, but never rounded. Without --resume a
+converted checkpoint holds only weights: generate.py, hellaswag_eval.py and train.py --init_from accept it.
 """
 
 import contextlib
@@ -34,19 +36,21 @@ from steadygpt.checkpoint import FORMAT_VERSION, as_checkpoint, check_folder, lo
 from steadygpt.cli import OptionError, UserError, kind_of, option, options_of, parse_options, run_cli
 from steadygpt.durable import fsync_folder, replace_file
 from steadygpt.foreign import (
-    ACTIVATIONS,
     CONSTANTS,
     FAMILIES,
     NANOGPT,
     NANOGPT_OPTIONS,
     NANOGPT_SHAPE,
-    ROPE,
     TABLES,
     Family,
-    foreign_layout,
-    foreign_name,
-    own_layout,
+    find_family,
+    foreign_names,
+    read_config,
+    resolved,
     state_of_run,
+    to_foreign,
+    to_own,
+    write_config,
 )
 from steadygpt.tokenizer import END_OF_TEXT, get_tokenizer, hugging_face_tokenizer, vocab_size_of
 
@@ -146,7 +150,7 @@ def read_run(path: Path, tokenizer: str = "", total_batch_size: int = 0) -> tupl
     tokenizer = tokenizer or _gpt2_if_it_fits(shape)
     _without_padding(shape, tokenizer, path)  # checks that the tokenizer fits
     checkpoint = _import(shape, shape.vocab_size, content["model"], NANOGPT, tokenizer, path)
-    names = {foreign_name(name, NANOGPT): name for name in _unpadded(shape)}
+    names = {foreign_names(name, NANOGPT)[0]: name for name in _unpadded(shape)}
     shapes = {names[name]: tuple(t.shape) for name, t in content["model"].items() if name in names}
     run, options, lines = state_of_run(content, shapes, shape, path)
     if total_batch_size:
@@ -189,26 +193,9 @@ def _read_folder(folder: Path, source: str, tokenizer: str, with_weights: bool =
         raise UserError(f"{source}: not a Hugging Face model: config.json cannot be read ({error})") from error
     if not isinstance(stored, dict):
         raise UserError(f"{source}: config.json is a {type(stored).__name__}; expected an object")
-    kind = stored.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        raise UserError(f"{source}: model_type in config.json is {kind!r}; expected {' or '.join(FAMILIES)}")
+    kind, found = read_config(stored, source)
     family = FAMILIES[kind]
-    # transformers 5 merges what were separate fields before.
-    if isinstance(rope := stored.get("rope_parameters"), dict):
-        stored |= {older: rope.get(newer, stored.get(older)) for newer, older in ROPE.items()}
-    for name, expected in family.required.items():
-        if stored.get(name) not in (None, expected):
-            raise UserError(f"{source}: {name} in config.json is {stored[name]!r}; expected {expected!r}")
-    names = {name: foreign for name, (foreign, _) in family.fields.items()}
-    found = {name: stored.get(foreign, default) for name, (foreign, default) in family.fields.items()}
-    if str(found["activation"]) not in ACTIVATIONS:
-        raise UserError(
-            f"{source}: {names['activation']} is {found['activation']!r}; expected one of {', '.join(ACTIVATIONS)}"
-        )
-    found |= {"activation": ACTIVATIONS[found["activation"]], "intermediate_size": found["intermediate_size"] or 0}
-    config = _config(GPTConfig, found, names, source)
-    if config.intermediate_size == 4 * config.embd_size:
-        config = dataclasses.replace(config, intermediate_size=0)
+    config = _config(GPTConfig, found, {name: foreign for name, (foreign, _) in family.fields.items()}, source)
     own = stored.get("steadygpt")  # written by write_folder
     own = own if isinstance(own, dict) and own.get("vocab_size") == config.vocab_size else {}
     tokenizer = tokenizer or str(own.get("tokenizer", "")) or (_gpt2_if_it_fits(config) if kind == "gpt2" else "")
@@ -218,7 +205,7 @@ def _read_folder(folder: Path, source: str, tokenizer: str, with_weights: bool =
             config = dataclasses.replace(config, bias=False)
         return _checkpoint(config, {}, tokenizer)
     weights = _read_safetensors(folder, source)
-    base = family.names["wte."].split(".")[0]
+    base = foreign_names("wte.weight", family)[0].partition(".")[0]
     if not any(name.startswith(base) for name in weights):  # saved without the head, as gpt2 on the Hub
         weights = {name if name == "lm_head.weight" else f"{base}.{name}": weights[name] for name in weights}
     checkpoint = _import(config, rows, weights, family, tokenizer, source)
@@ -256,13 +243,12 @@ def check_fits(initial: dict, source: str, config: GPTConfig, tokenizer: str) ->
     Raises: UserError with the field that differs.
     """
     weights = GPTConfig(**initial["model_config"])
-    for f in dataclasses.fields(GPTConfig):
-        name = "mlp_size" if f.name == "intermediate_size" else f.name
-        found, expected = getattr(weights, name), getattr(config, name)
-        longer = name == "context_length" and found >= expected
-        if name != "dropout" and found != expected and not longer:
+    of_run = resolved(config)
+    for name, found in resolved(weights).items():
+        longer = name == "context_length" and found >= of_run[name]
+        if name != "dropout" and found != of_run[name] and not longer:
             other = "the data has" if name == "vocab_size" else "this run has"
-            raise UserError(f"--init_from {source}: {f.name} is {found}, but {other} {expected}")
+            raise UserError(f"--init_from {source}: {name} is {found}, but {other} {of_run[name]}")
     if initial["tokenizer"] not in ("", tokenizer):
         raise UserError(f"--init_from {source}: tokenizer is {initial['tokenizer']}, but the data has {tokenizer}")
     if "wpe.weight" in initial["model"]:  # on rank 0, with learned positions
@@ -298,21 +284,20 @@ def _import(
     weights = {name: tensor for name, tensor in weights.items() if not name.endswith(CONSTANTS)}
     model = {}
     for name, empty in _unpadded(config).items():
-        foreign, expected = foreign_name(name, family), tuple(foreign_layout(name, empty, config, family).shape)
-        if name in TABLES:
-            expected = (rows, config.embd_size)
-        tensor = weights.pop(foreign, None)
-        if tensor is None or tuple(tensor.shape) != expected:
-            found = "missing" if tensor is None else tuple(tensor.shape)
-            raise UserError(f"{source}: the weight {foreign} is {found}; expected {expected}")
-        if not tensor.isfinite().all():
-            raise UserError(f"{source}: the weight {foreign} has NaN or infinite values; expected finite ones")
-        if name in TABLES:
-            tensor = tensor[: config.vocab_size]
-        model[name] = own_layout(name, tensor.float(), config, family)
+        parts = []
+        for foreign, like in to_foreign(name, empty, config, family).items():
+            expected = (rows, config.embd_size) if name in TABLES else tuple(like.shape)
+            tensor = weights.pop(foreign, None)
+            if tensor is None or tuple(tensor.shape) != expected:
+                found = "missing" if tensor is None else tuple(tensor.shape)
+                raise UserError(f"{source}: the weight {foreign} is {found}; expected {expected}")
+            if not tensor.isfinite().all():
+                raise UserError(f"{source}: the weight {foreign} has NaN or infinite values; expected finite ones")
+            parts.append(tensor[: config.vocab_size].float() if name in TABLES else tensor.float())
+        model[name] = to_own(name, parts, config, family)
     if config.tied_head:
         model["lm_head.weight"] = model["wte.weight"]
-        head, table = (foreign_name(name, family) for name in ("lm_head.weight", "wte.weight"))
+        head, table = (foreign_names(name, family)[0] for name in ("lm_head.weight", "wte.weight"))
         stored = weights.pop(head, model["wte.weight"])[: config.vocab_size].float()
         if not torch.equal(stored, model["wte.weight"][: config.vocab_size]):
             raise UserError(f"{source}: the weight {head} is not {table}; expected equal ones: the head is tied")
@@ -385,9 +370,7 @@ def write_folder(checkpoint: dict, folder: Path) -> list[str]:
     except ImportError:
         raise UserError(f"{folder}: {NEEDS}") from None
     config = load_model(checkpoint).config
-    kind = "gpt_neox" if config.rotary_dim else "gpt2"
-    if kind == "gpt2" and config.parallel_residual:
-        raise UserError("parallel_residual is on with learned positions, but transformers has it with rotary ones only")
+    kind = find_family(config)
     family = FAMILIES[kind]
     check_new(folder)
 
@@ -399,24 +382,18 @@ def write_folder(checkpoint: dict, folder: Path) -> list[str]:
     except UserError as error:
         notes.append(f"no tokenizer in {folder}: {error}")
 
-    # The Hugging Face classes always have biases, so missing ones become zeros.
-    weights = {}
-    for name, empty in _unpadded(dataclasses.replace(config, bias=True)).items():
+    has_biases = family.fixed.get("bias", True)  # a class that has biases always has them: missing ones become zeros
+    weights: dict[str, Tensor] = {}
+    for name, empty in _unpadded(dataclasses.replace(config, bias=has_biases)).items():
         tensor = checkpoint["model"].get(name, torch.zeros(empty.shape))
-        tensor = tensor[: config.vocab_size] if name in TABLES else tensor
-        weights[foreign_name(name, family)] = foreign_layout(name, tensor, config, family).contiguous()
+        weights |= to_foreign(name, tensor[: config.vocab_size] if name in TABLES else tensor, config, family)
 
-    values = dataclasses.asdict(config) | {"intermediate_size": config.mlp_size}
-    values["activation"] = next(foreign for foreign, ours in ACTIVATIONS.items() if ours == config.activation)
     end_of_text = tokenizer.eot_token if tokenizer else None
     own = {"bias": config.bias, "tokenizer": checkpoint["tokenizer"], "vocab_size": config.vocab_size}
-    stored = {
-        "architectures": [family.architecture],
-        "model_type": kind,
-        **{foreign: values[name] for name, (foreign, _) in family.fields.items()},
-        **dict.fromkeys(["embd_pdrop", "attn_pdrop"] if kind == "gpt2" else ["attention_dropout"], config.dropout),
+    stored = write_config(config, kind) | {
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
+        "pad_token_id": None,  # NanoChat's default is an id, whose embedding is then not trained
         "torch_dtype": "float32",
         "steadygpt": own,
     }

@@ -185,6 +185,15 @@ REFERENCES = {
             "hidden_act": "gelu_new",
         },
     ),
+    "llama": ("Llama", {"num_key_value_heads": 1}),
+    "llama tied, wide heads": ("Llama", {"tie_word_embeddings": True, "head_dim": 20, "rms_norm_eps": 1e-3}),
+    "qwen3": ("Qwen3", {"num_key_value_heads": 1, "head_dim": 24, "tie_word_embeddings": True}),
+    # Its default padding token is an id whose embedding is not trained.
+    "nanochat": ("NanoChat", {"num_key_value_heads": 1, "pad_token_id": None}),
+    "nanochat tied, without a soft-cap": (
+        "NanoChat",
+        {"tie_word_embeddings": True, "final_logit_softcapping": None, "pad_token_id": None},
+    ),
 }
 
 

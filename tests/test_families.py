@@ -1,0 +1,250 @@
+"""The families of steadygpt/foreign.py compared with the classes of transformers, and reports of what does not fit."""
+
+import dataclasses
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import REPO, metrics, reference_model, run_here
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from test_convert_hf import assert_same_weights, checkpoint_of, mistake
+
+import convert_hf
+from config import parse_args
+from convert_hf import read_weights, write_folder
+from generate import generate, load_model
+from model import GPTConfig
+from steadygpt.cli import UserError
+from steadygpt.foreign import FAMILIES, TABLES, find_family, read_config, resolved, to_foreign
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = GPTConfig(vocab_size=257, context_length=12, num_layers=2, num_heads=4, embd_size=16)
+MODERN = {"rotary_pct": 1.0, "bias": False, "tied_head": False, "norm_eps": 1e-6, "intermediate_size": 24}
+LLAMA = {**MODERN, "norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2}
+QWEN3 = {**LLAMA, "qk_norm": True, "head_dim": 6}
+NANOCHAT = {**MODERN, "norm": "rmsnorm_no_weight", "qk_norm": True, "activation": "relu2", "logit_softcap": 15.0}
+SHAPES = {"llama": LLAMA, "qwen3": QWEN3, "nanochat": NANOCHAT}
+
+
+@st.composite
+def gpt2_and_gpt_neox(draw) -> GPTConfig:
+    heads, head_dim = draw(st.sampled_from([(1, 8), (2, 4), (3, 8)]))
+    rotary_pct = draw(st.sampled_from([0.0, 0.5, 1.0]))
+    return GPTConfig(
+        vocab_size=257,
+        context_length=draw(st.integers(4, 20)),
+        num_layers=draw(st.integers(1, 3)),
+        num_heads=heads,
+        embd_size=heads * head_dim,
+        intermediate_size=draw(st.sampled_from([0, 10])),
+        dropout=draw(st.sampled_from([0.0, 0.1])),
+        bias=draw(st.booleans()),
+        norm_eps=draw(st.sampled_from([1e-5, 1e-3])),
+        activation=draw(st.sampled_from(["gelu_tanh", "gelu", "relu2"])),
+        rotary_pct=rotary_pct,
+        rotary_base=draw(st.sampled_from([10000.0, 500000.0])) if rotary_pct else 10000.0,
+        parallel_residual=draw(st.booleans()) if rotary_pct else False,
+        tied_head=draw(st.booleans()),
+    )
+
+
+@st.composite
+def llama_qwen3_and_nanochat(draw) -> GPTConfig:
+    kind, kv_heads, group = draw(st.sampled_from(list(SHAPES))), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    head_dim, width = draw(st.sampled_from([0, 2, 6])), kv_heads * group * draw(st.sampled_from([4, 8]))
+    changes = {}
+    if kind == "nanochat":
+        changes |= {"logit_softcap": draw(st.sampled_from([0.0, 2.0, 15.0]))}
+        changes |= {"activation": draw(st.sampled_from(["relu2", "gelu", "gelu_tanh"]))}
+    return GPTConfig(
+        **SHAPES[kind]
+        | changes
+        | {
+            "vocab_size": 257,
+            "context_length": draw(st.integers(4, 20)),
+            "num_layers": draw(st.integers(1, 3)),
+            "num_heads": kv_heads * group,
+            "num_kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "embd_size": width + (head_dim > 0 and kind != "llama"),  # heads need not divide it
+            "intermediate_size": draw(st.sampled_from([0, 10])),
+            "dropout": draw(st.sampled_from([0.0, 0.1])),
+            "norm_eps": draw(st.sampled_from([1e-6, 1e-3])),
+            "rotary_base": draw(st.sampled_from([10000.0, 500000.0])),
+            "tied_head": draw(st.booleans()),
+        }
+    )
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(config=gpt2_and_gpt_neox() | llama_qwen3_and_nanochat(), seed=st.integers(0, 2**32))
+def test_export_and_import_are_exact_and_transformers_computes_the_same(tmp_path, config, seed):
+    for folder in ("out", "theirs"):
+        shutil.rmtree(tmp_path / folder, ignore_errors=True)
+    checkpoint = checkpoint_of(config, seed=seed)
+    assert write_folder(checkpoint, tmp_path / "out") == []
+    assert_same_weights(checkpoint, read_weights(str(tmp_path / "out")))
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    exported.save_pretrained(tmp_path / "theirs")  # with the config.json of transformers
+    assert_same_weights(checkpoint, read_weights(str(tmp_path / "theirs")))
+    assert exported.config.vocab_size == 257  # without padding
+
+    model, tokens = load_model(checkpoint).eval(), torch.randint(0, 257, (2, config.context_length))
+    expected, found = exported(tokens).logits, model(tokens)
+    assert torch.allclose(expected, found, atol=1e-5)
+    targets = torch.randint(0, 257, tokens.shape)
+    torch.nn.functional.cross_entropy(expected.flatten(0, 1), targets.flatten()).backward()
+    model(tokens, targets).backward()
+    theirs = dict(exported.named_parameters()) | {
+        "embed_out.weight": exported.lm_head.weight
+    }  # GPT-NeoX's head in files
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad[:257] if name in TABLES else parameter.grad
+        for foreign, part in to_foreign(name, gradient, config, FAMILIES[find_family(config)]).items():
+            assert torch.allclose(theirs[foreign].grad, part, atol=1e-5), foreign
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_greedy_text_of_transformers_equals_ours_with_a_cache(kind, tmp_path):
+    checkpoint = checkpoint_of(dataclasses.replace(SMALL, **SHAPES[kind]), tokenizer="")  # no end of text stops it
+    write_folder(checkpoint, tmp_path / "out")
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(exported).__name__ == FAMILIES[kind].architecture
+    prompt = torch.randint(0, 257, (3, 4))
+    expected = exported.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False)
+    found = generate(load_model(checkpoint), prompt, 8, temperature=0)
+    assert found.unique().numel() > 5
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_fields_that_config_json_omits_have_the_defaults_of_transformers(kind):
+    configuration = transformers.AutoConfig.for_model(kind).to_dict()
+    expected, found = (
+        resolved(GPTConfig(**read_config(stored, "")[1])) for stored in (configuration, {"model_type": kind})
+    )
+    assert found == expected
+
+
+LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32, "rope_theta": 500000.0}
+
+
+@pytest.mark.parametrize(("which", "changes", "words"), [
+    ("llama", {"attention_bias": True}, "attention_bias in config.json is True; expected False"),
+    ("llama", {"mlp_bias": True}, "mlp_bias in config.json is True; expected False"),
+    ("llama", {"rope_parameters": LLAMA3_ROPE}, "rope_type in config.json is 'llama3'; expected 'default'"),
+    ("llama", {"rope_scaling": {"factor": 2.0}}, "rope_scaling in config.json is {'factor': 2.0}; expected None"),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; expected one of silu"),
+    ("llama", {"num_key_value_heads": 3}, "num_key_value_heads is 3; expected a divisor of num_heads, 4"),
+    ("llama", {"num_key_value_heads": 2}, "self_attn.k_proj.weight is (16, 64); expected (32, 64)"),
+    ("llama", {"intermediate_size": 99}, "mlp.gate_proj.weight is (256, 64); expected (99, 64)"),
+    ("llama", {"model_type": "qwen3", "head_dim": 16}, "self_attn.q_norm.weight is missing; expected (16,)"),
+    ("qwen3", {"use_sliding_window": True}, "use_sliding_window in config.json is True; expected False"),
+    ("qwen3", {"head_dim": 16}, "self_attn.q_proj.weight is (96, 64); expected (64, 64)"),
+    ("qwen3", {"model_type": "llama"}, "the weight model.layers.0.self_attn.k_norm.weight is one too many"),
+    ("nanochat", {"hidden_act": "silu"}, "hidden_act is 'silu'; expected one of gelu_new"),
+    ("nanochat", {"final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0; expected 0 or more"),
+])  # fmt: skip
+def test_folders_that_do_not_fit_are_reported_with_the_field(which, changes, words, tmp_path):
+    reference_model(which).save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(stored | changes))
+    assert words in mistake(tmp_path)
+
+
+def test_a_config_json_of_transformers_4_is_read(tmp_path):
+    reference_model("llama").save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    del stored["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(stored | {"rope_theta": 500000, "rope_scaling": None}))
+    assert read_weights(str(tmp_path))["model_config"]["rotary_base"] == 500000
+
+
+def test_a_missing_matrix_of_a_stack_is_reported(tmp_path):
+    reference_model("llama").save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors")
+    assert "model.layers.1.mlp.up_proj.weight is missing; expected (256, 64)" in mistake(tmp_path)
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"parallel_residual": True}, "GPT2LMHeadModel is the closest, but parallel_residual is True, expected False"),
+    ({"head_dim": 6}, "head_dim is 6, expected 4"),
+    ({"num_kv_heads": 2, "rotary_pct": 0.5}, "GPTNeoXForCausalLM is the closest, but num_kv_heads is 2, expected 4"),
+    ({"norm": "rmsnorm"}, "GPT2LMHeadModel is the closest, but norm is rmsnorm, expected layernorm"),
+    (LLAMA | {"bias": True}, "LlamaForCausalLM is the closest, but bias is True, expected False"),
+    (LLAMA | {"activation": "relu2"}, "activation is relu2, expected swiglu"),
+    (LLAMA | {"rotary_pct": 0.5}, "rotary_pct is 0.5, expected 1.0"),
+    (LLAMA | {"embd_size": 18, "head_dim": 4}, "num_heads is 4, expected a divisor of embd_size 18"),
+    (QWEN3 | {"logit_softcap": 15.0}, "Qwen3ForCausalLM is the closest, but logit_softcap is 15.0, expected 0.0"),
+    (NANOCHAT | {"qk_norm": False}, "NanoChatForCausalLM is the closest, but qk_norm is False, expected True"),
+])  # fmt: skip
+def test_models_without_a_class_of_transformers_are_refused_with_the_fields(changes, words, tmp_path):
+    with pytest.raises(UserError) as raised:
+        write_folder(checkpoint_of(dataclasses.replace(SMALL, **changes)), tmp_path / "out")
+    assert words in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_of_the_hub_in_several_files_is_read_without_its_padding(standin, tmp_path):
+    reference_model("nanochat", vocab_size=320).save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    standin.put("models/some/nanochat", {path.name: path.read_bytes() for path in tmp_path.iterdir()})
+    checkpoint = read_weights("some/nanochat", "bytes")
+    assert_same_weights(checkpoint, read_weights(str(tmp_path), "bytes"))
+    assert checkpoint["model_config"]["vocab_size"] == 257
+    assert checkpoint["model"]["lm_head.weight"][256].any()
+    assert not checkpoint["model"]["lm_head.weight"][257:].any()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# docs/models.md
+
+DOCS = (REPO / "docs/models.md").read_text()
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_the_table_of_options_has_the_values_of_each_family(kind):
+    rows = [line.strip("|").split("|") for line in DOCS.splitlines() if line.startswith("| `--")]
+    cells = {row[0].strip(" `-"): row[1 + list(FAMILIES).index(kind)].strip() for row in rows}
+    values = {name: value for name, value in cells.items() if value not in ("", "any")}
+    config = parse_args([x for name, value in values.items() for x in (f"--{name}", value)])[0].shape(50257)
+    assert find_family(config) == kind
+    defaults = read_config({"model_type": kind}, "")[1]
+    assert all(getattr(config, name) == defaults[name] for name in values if name in defaults)
+    assert all(name in FAMILIES[kind].fields for name, value in cells.items() if value == "any")
+
+
+def test_the_command_for_a_llama_trains_one(workdir, capsys):
+    text = re.search(r"python train.py (--norm rmsnorm (?:.*\\\n)*.*)", DOCS)[1].replace("\\\n", "")
+    assert run_here(*text.split(), "--num_kv_heads", "1") == 0
+    assert convert_hf.main(["latest", "exported"]) == 0
+    exported = transformers.AutoModelForCausalLM.from_pretrained("exported")
+    assert type(exported).__name__ == "LlamaForCausalLM"
+    assert exported.config.intermediate_size == 2048
+
+
+def test_the_script_for_a_foreign_tokenizer_makes_data_to_tune_on(workdir, capsys):
+    write_folder(checkpoint_of(SMALL), workdir / "out")
+    transformers.AutoTokenizer.from_pretrained("out").save_pretrained("qwen")
+    shape = {"vocab_size": 300, "context_length": 16, "num_layers": 2, "num_heads": 2, "embd_size": 16}
+    reference_model("qwen3", **shape).save_pretrained("qwen")
+    for number in range(5):
+        Path("notes/more").mkdir(parents=True, exist_ok=True)
+        Path(f"notes/more/{number}.txt").write_text(f"Note {number}: " + "a b c " * 40)
+    script = re.search(r"```python\n(import json.*?)```", DOCS, re.DOTALL)[1].replace("Qwen/Qwen3-0.6B", "qwen")
+    exec(script, {})
+    assert run_here("--data_dir", "data/qwen", "--init_from", "qwen", "--eval_freq", "4", "--sample_freq", "4") == 0
+    assert "no samples and no HellaSwag in this run: unknown tokenizer 'qwen'" in capsys.readouterr().err
+    assert len(metrics("logs", "val_loss")) == 2
+    assert convert_hf.main(["latest", "tuned"]) == 0
+    assert "no tokenizer in tuned" in capsys.readouterr().err
+    assert type(transformers.AutoModelForCausalLM.from_pretrained("tuned")).__name__ == "Qwen3ForCausalLM"
