@@ -34,6 +34,7 @@ SWEEP: dict[str, dict[str, tuple[float, ...]]] = {
     "nanogpt": {"learning_rate": (6e-4, 1e-3, 2e-3, 4e-3, 8e-3)},
     "modern": {"muon_lr": (0.005, 0.01, 0.02, 0.04), "max_lr": (2e-3, 4e-3, 8e-3, 16e-3)},
 }
+SWEPT_LENGTH = 0.3  # of the recipe's runs in the sweep, in steps of the references
 LENGTHS = (0.2, 0.3, 0.7, 1.0)  # of the recipe's runs, in steps of the references
 # What takes a piece away from the recipe, and what puts it into GPT-2.
 PIECES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
@@ -141,9 +142,9 @@ class Bench:
 
 
 def sweep_runs(bench: Bench) -> list[Run]:
-    """Return one run for each value, with the other settings of its side."""
+    """Return one run for each value, with the other settings of its side; short ones for the recipe."""
     return [
-        Run(side, ((name, value),), bench.scale.steps)
+        Run(side, ((name, value),), round((1 if side in REFERENCES else SWEPT_LENGTH) * bench.scale.steps))
         for side, settings in SWEEP.items() if side in REFERENCES or bench.scale.tunes_recipe
         for name, values in settings.items() for value in values
     ]  # fmt: skip
