@@ -127,9 +127,7 @@ def test_a_stopped_run_is_resumed(workdir, monkeypatch, capsys):
     run_here("--checkpoint_dir", "checkpoints/tiny", "--logdir", "logs/tiny")
     status = Path("checkpoints/tiny/status.json")
     status.write_text(status.read_text().replace("finished", "stopped"))
-    monkeypatch.setattr(
-        subprocess, "run", lambda words, **_: subprocess.CompletedProcess(words, train.main(words[2:]))
-    )
+    monkeypatch.setattr(subprocess, "run", lambda words, **_: subprocess.CompletedProcess(words, train.main(words[2:])))
     monkeypatch.setattr(os, "execvp", lambda _, words: sys.exit(train.main(words[2:])))
     monkeypatch.setattr(sys, "stdin", sys.stdin)  # --yes replaces it
     with pytest.raises(SystemExit) as ended:
