@@ -145,13 +145,13 @@ SHORT = ("--max_steps", "40", "--checkpoint_freq", "4", "--dropout", "0.1")
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
+def undisturbed(tmp_path_factory) -> Path:
     """A folder with data and, in "reference", the uninterrupted run of SHORT on 2 ranks."""
     folder = tmp_path_factory.mktemp("undisturbed")
     write_data(folder / "data")
     with contextlib.chdir(folder):
         assert Run(*SHORT, *folders("reference"), ranks=2).wait() == [0, 0]
-        yield folder
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,8 @@ def undisturbed(tmp_path_factory):
         ),
     ],
 )
-def test_a_lost_rank_ends_the_run_and_it_can_be_resumed(undisturbed, how, rank):
+def test_a_lost_rank_ends_the_run_and_it_can_be_resumed(undisturbed, monkeypatch, how, rank):
+    monkeypatch.chdir(undisturbed)
     name = f"{how} of {rank}"
     faults = [partial(raise_in_step, 10, rank)] if how == "an exception" else [partial(pause, "micro-step", False)]
     # The time-out must also leave the ranks time to start, on a loaded machine.
