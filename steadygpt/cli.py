@@ -264,6 +264,7 @@ def run_cli(main: Callable[[], int | None]) -> None:
             time.sleep(2)  # torchrun ends all ranks when the first one exits: let local rank 0 print the error
     except KeyboardInterrupt:
         status = 130
+        sys.unraisablehook = lambda _: None  # the destructors of objects that Ctrl-C left half-built may fail
     except BrokenPipeError:  # `... | head` closed the pipe, so there is no reader for an error either
         mute(sys.stdout)
         status = 0

@@ -1,5 +1,6 @@
 """Shared helpers: shards with 257 token ids, a model of a few thousand parameters, train.py as a user starts it."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -8,19 +9,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 
 from standin import StandIn
 from stores import gcs, s3, store  # noqa: F401 (fixtures)
 
 HUB = StandIn()
-HUB_CACHE = tempfile.TemporaryDirectory(prefix="hub-cache-")
 os.environ["OMP_NUM_THREADS"] = "1"  # set before torch reads it: threads only slow down models this small
-# Set before huggingface_hub reads them.
-os.environ |= {"HF_ENDPOINT": HUB.address, "HF_HOME": HUB_CACHE.name, "HF_HUB_DISABLE_XET": "1"}
-os.environ.pop("HF_HUB_OFFLINE", None)
-os.environ["WANDB_MODE"] = "offline"
-os.environ.pop("HF_TOKEN", None)
 
 import numpy as np
 import pytest
@@ -50,6 +46,13 @@ def pytest_addoption(parser) -> None:
 
 
 def pytest_configure(config) -> None:
+    cache = tempfile.TemporaryDirectory(prefix="hub-cache-")
+    config.add_cleanup(cache.cleanup)
+    # Set before huggingface_hub reads them.
+    os.environ |= {"HF_ENDPOINT": HUB.start(), "HF_HOME": cache.name, "HF_HUB_DISABLE_XET": "1"}
+    os.environ["WANDB_MODE"] = "offline"
+    for name in ("HF_HUB_OFFLINE", "HF_TOKEN"):
+        os.environ.pop(name, None)
     device = config.getoption("--device")
     if device == "cuda":
         # Forked processes can use CUDA only if this check has not initialized it in the process they come from.
@@ -130,31 +133,30 @@ def run_here(*flags: str) -> int:
     return train.main([*TINY, "--data_dir", "data", *flags])
 
 
-def in_ranks(processes: int, function: Callable, *args) -> None:
-    """Call function(*args) in each of `processes` ranks, and check that it returns 0 or None in all of them.
+def fork(function: Callable, *args) -> multiprocessing.process.BaseProcess:
+    """Start function(*args), of a module, in a process that begins with the imports of preloaded.py."""
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload(["preloaded"])
+    with contextlib.chdir(REPO / "tests"):  # Python 3.11 finds modules to preload only in the working directory
+        forkserver.ensure_running()
+    process = forks.Process(target=function, args=args)
+    process.start()
+    return process
 
-    They are forked from a process that has imported torch already. The function is one of a module.
-    """
-    forkserver = multiprocessing.get_context("forkserver")
-    forkserver.set_forkserver_preload(
-        ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"]
-    )
+
+def in_ranks(processes: int, function: Callable, *args) -> None:
+    """Call function(*args), of a module, in each of `processes` ranks; check that all of them return 0 or None."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         group = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            forkserver.Process(
-                target=_rank,
-                args=(Path(folder, f"rank{rank}.txt"), group | {"RANK": rank, "LOCAL_RANK": rank}, function, args),
-                daemon=True,
-            )
+            fork(_rank, Path(folder, f"rank{rank}.txt"), group | {"RANK": rank, "LOCAL_RANK": rank}, function, args)
             for rank in map(str, range(processes))
         ]
         for process in ranks:
-            process.start()
-        for process in ranks:
             process.join(120)
+            process.kill()
         output = "".join(path.read_text() for path in sorted(Path(folder).iterdir()))
         assert [process.exitcode for process in ranks] == [0] * processes, output
 

@@ -38,12 +38,15 @@ class StandIn:
     """Answers as huggingface.co does, as far as huggingface_hub and datasets ask."""
 
     def __init__(self):
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("OfHub", (Handler,), {"hub": self}))
-        self.server.daemon_threads = True
-        self.server.handle_error = lambda *_: None  # the other side was killed
-        self.address = f"http://127.0.0.1:{self.server.server_port}"
         self.clear()
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def start(self) -> str:
+        """Begin to answer, in a thread; return the address."""
+        server = ThreadingHTTPServer(("127.0.0.1", 0), type("OfHub", (Handler,), {"hub": self}))
+        server.daemon_threads = True
+        server.handle_error = lambda *_: None  # the other side was killed
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{server.server_port}"
 
     def clear(self) -> None:
         self.heads: dict[str, str] = {}  # "datasets/OWNER/NAME" -> commit

@@ -15,6 +15,11 @@ ENDINGS = {
     "no result": ("pass", 0, ""),
     "user error": ("raise UserError('wrong; expected right')", 2, "error: wrong; expected right\n"),
     "Ctrl-C": ("raise KeyboardInterrupt", 130, ""),
+    "Ctrl-C in a constructor": (
+        "class Half:\n  def __init__(self): raise KeyboardInterrupt\n  def __del__(self): self.missing\n Half()",
+        130,
+        "",
+    ),
 }
 
 

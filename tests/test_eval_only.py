@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from conftest import metrics, run, run_here
+from conftest import metrics, run_here
+from harness import run_to_end
 
 from steadygpt.cli import UserError
 from steadygpt.durable import lock_folder
@@ -38,11 +39,12 @@ def test_eval_only_of_weights_prints_one_line_for_each_evaluation(workdir, capsy
     assert isinstance(json.loads(sample.removeprefix("sample ")), str)
 
 
-def test_eval_only_is_the_same_on_two_ranks(workdir):
+def test_eval_only_is_the_same_on_two_ranks(workdir, capsys):
     run_here(*TRAINED)
+    capsys.readouterr()
     flags = ("--eval_only", "--eval_freq", "4")
-    alone, together = run(*flags), run(*flags, processes=2)
-    assert together.stdout == alone.stdout != ""
+    run_here(*flags)
+    assert run_to_end(*flags, ranks=2) == capsys.readouterr().out != ""
 
 
 def test_eval_only_without_evaluations_or_checkpoints_is_an_error(workdir):

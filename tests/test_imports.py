@@ -4,7 +4,7 @@ import ast
 import subprocess
 import sys
 
-from conftest import REPO
+from conftest import REPO, in_ranks
 
 ROOT = sorted(path.stem for path in REPO.glob("*.py"))
 PACKAGE = sorted(f"steadygpt.{path.stem}" for path in REPO.glob("steadygpt/[!_]*.py"))
@@ -53,3 +53,12 @@ def test_no_module_imports_train_and_imports_have_no_cycles():
 
     for module in tree:
         visit(module, ())
+
+
+def check_preloaded() -> None:
+    assert {"train", "prepare_dataset", "injected", "datasets"} <= {*sys.modules}
+
+
+def test_forked_ranks_begin_with_the_imports_of_preloaded():
+    """Python ignores what the server of forked processes fails to import."""
+    in_ranks(1, check_preloaded)

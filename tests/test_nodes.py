@@ -235,8 +235,9 @@ def test_training_does_not_mix_the_data_of_two_nodes(workdir):
 # Slurm: tests/slurm/try_slurm.sh tries the script on a real one
 
 STUBS = {
-    "srun": 'echo "srun $HEAD $NNODES $*" >> calls; [ "$WAITS" ] && until [ -e signalled ]; do sleep 0.1; done; '
+    "srun": 'echo "srun $HEAD $NNODES $*" >> calls; [ "$WAITS" ] && until [ -e signalled ]; do sleep; done; '
     "exit $STATUS",
+    "sleep": "exec /bin/sleep 0.05",  # the script looks for its steps every 2 s
     "scancel": 'echo "scancel $*" >> calls; touch signalled',
     "scontrol": 'if [ "$1" = show ]; then printf "node7\\nnode8\\n"; else echo "scontrol $*" >> calls; fi',
 }

@@ -18,6 +18,7 @@ sys.path.append(str(REPO / "scripts"))
 
 import start_training
 
+import train
 from config import PRESETS, parse_args
 from steadygpt.cli import UserError
 from steadygpt.durable import lock_folder
@@ -121,14 +122,19 @@ def test_unfinished_runs_are_offered_the_newest_first(typed, capsys):
     assert start_training.flags_of_run(given) == ["--resume", "latest", *given]
 
 
-def test_a_stopped_run_is_resumed(typed, capsys):
+def test_a_stopped_run_is_resumed(workdir, monkeypatch, capsys):
+    """The commands run in this process, which has already imported torch."""
     run_here("--checkpoint_dir", "checkpoints/tiny", "--logdir", "logs/tiny")
     status = Path("checkpoints/tiny/status.json")
     status.write_text(status.read_text().replace("finished", "stopped"))
-    words = [sys.executable, REPO / "scripts/start_training.py", "--yes", "--no-monitor", "--max_steps", "10"]
-    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "number or name [checkpoints/tiny]: checkpoints/tiny\n" in done.stdout  # the answer that --yes gives
+    monkeypatch.setattr(subprocess, "run", lambda words, **_: subprocess.CompletedProcess(words, train.main(words[2:])))
+    monkeypatch.setattr(os, "execvp", lambda _, words: sys.exit(train.main(words[2:])))
+    monkeypatch.setattr(sys, "stdin", sys.stdin)  # --yes replaces it
+    with pytest.raises(SystemExit) as ended:
+        start_training.main(["--yes", "--no-monitor", "--max_steps", "10"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert "number or name [checkpoints/tiny]: checkpoints/tiny\n" in shown  # the answer that --yes gives
     assert load("checkpoints/tiny/latest.pt")["step"] == 10
 
 

@@ -1,13 +1,12 @@
 """Runs of train.py as real processes, to be killed, stopped and disturbed.
 
-A `Run` starts one process per rank, each forked from a server that has already imported torch, so a start takes a
-tenth of a second. A `LaunchedRun` starts the command that a user types, including torchrun.
+A `Run` forks one process per rank from a server that has already imported torch, so a start takes a tenth of a second.
+A `LaunchedRun` starts the command that a user types, including torchrun.
 """
 
 import contextlib
 import importlib
 import itertools
-import multiprocessing
 import os
 import re
 import signal
@@ -19,16 +18,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
-from conftest import TINY, assert_same_state, command, environment, load, metrics, need_gpus
+from conftest import TINY, assert_same_state, command, environment, fork, load, metrics, need_gpus
 
 from steadygpt.cli import run_cli
 
 TIMEOUT_S = 240  # generous: a loaded machine must not fail a test
 PORT_NUMBERS = itertools.count(100 * os.getpid())  # parallel test sessions start at different ports
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    "pytest train prepare_dataset datasets torch._dynamo torch.distributed.checkpoint.state_dict".split()
-)
 
 
 class Run:
@@ -58,13 +53,9 @@ class Run:
             address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
             environments = [address | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(ranks)]
         self.ranks = [
-            FORKS.Process(
-                target=_rank, args=(program, [*tiny, *flags], environment, os.getcwd(), self.out, rank, faults)
-            )
+            fork(_rank, program, [*tiny, *flags], environment, os.getcwd(), self.out, rank, faults)
             for rank, environment in enumerate(environments)
         ]
-        for process in self.ranks:
-            process.start()
 
     def text(self) -> str:
         return self.out.read_text(errors="replace")

@@ -39,22 +39,24 @@ def assert_update_skipped(folder: str, first: int, last: int) -> None:
     assert after["rows_consumed"] - before["rows_consumed"] == 4 * (last - first)
 
 
-@pytest.mark.parametrize("kind", ["nan loss", "inf loss", "nan gradient", "inf gradient"])
+BAD = {2: "nan loss", 4: "inf loss", 6: "nan gradient", 9: "inf gradient"}
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_all_ranks_skip_a_bad_step(workdir, kind, ranks):
-    faults = [record_weights, partial(bad_numbers, [5], kind, ranks - 1)]
+def test_all_ranks_skip_a_bad_step(workdir, ranks):
+    faults = [record_weights, *(partial(bad_numbers, [step], kind, ranks - 1) for step, kind in BAD.items())]
     text = run_to_end(*FLAGS, *folders("run"), "--eval_freq", "1", "--use_tensorboard", ranks=ranks, faults=faults)
-    warnings = re.findall(r"^warning: step 5: loss \S+, gradient norm \S+; its update was skipped", text, re.M)
-    assert len(warnings) == 1
-    assert text.count("its update was skipped") == 1
-    assert_update_skipped("run", 5, 6)
+    warnings = re.findall(r"^warning: step (\d+): loss \S+, gradient norm \S+; its update was skipped", text, re.M)
+    assert [*map(int, warnings)] == [*BAD]
+    assert text.count("its update was skipped") == len(BAD)
     assert_finite("run")
     hashes = weights_of_steps()
     assert all(hashes[step, 0] == hashes[step, ranks - 1] for step in range(12))
-    assert hashes[4, 0] == hashes[5, 0]
-    assert len({hashes[step, 0] for step in range(12)}) == 11
-    loss, grad_norm = metrics("run/logs", "loss")[5], metrics("run/logs", "grad_norm")[5]
-    assert [value for value in (loss, grad_norm) if value is None]  # JSON has no NaN
+    assert len({hashes[step, 0] for step in range(12)}) == 12 - len(BAD)
+    for step in BAD:
+        assert_update_skipped("run", step, step + 1)
+        assert hashes[step - 1, 0] == hashes[step, 0]
+        assert None in (metrics("run/logs", "loss")[step], metrics("run/logs", "grad_norm")[step])  # JSON has no NaN
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -144,6 +144,16 @@ def test_a_stop_of_torchrun_can_be_resumed(long_run, send, reason, request):
 SHORT = ("--max_steps", "40", "--checkpoint_freq", "4", "--dropout", "0.1")
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Path:
+    """A folder with data and, in "reference", the uninterrupted run of SHORT on 2 ranks."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    write_data(folder / "data")
+    with contextlib.chdir(folder):
+        assert Run(*SHORT, *folders("reference"), ranks=2).wait() == [0, 0]
+    return folder
+
+
 @pytest.mark.parametrize(
     ("how", "rank"),
     [
@@ -154,23 +164,24 @@ SHORT = ("--max_steps", "40", "--checkpoint_freq", "4", "--dropout", "0.1")
         ),
     ],
 )
-def test_a_lost_rank_ends_the_run_and_it_can_be_resumed(workdir, how, rank):
-    assert Run(*SHORT, *folders("reference"), ranks=2).wait() == [0, 0]
+def test_a_lost_rank_ends_the_run_and_it_can_be_resumed(undisturbed, monkeypatch, how, rank):
+    monkeypatch.chdir(undisturbed)
+    name = f"{how} of {rank}"
     faults = [partial(raise_in_step, 10, rank)] if how == "an exception" else [partial(pause, "micro-step", False)]
     # The time-out must also leave the ranks time to start, on a loaded machine.
-    run = Run(*SHORT, *folders("run"), "--timeout_minutes", "0.2", ranks=2, faults=faults)
+    run = Run(*SHORT, *folders(name), "--timeout_minutes", "0.1", ranks=2, faults=faults)
     if how != "an exception":
         run.wait_for("^paused in micro-step")
         run.signal(signal.SIGKILL if how == "kill -9" else signal.SIGSTOP, rank)
     other = run.ranks[1 - rank]
-    other.join(120)  # the time-out is 12 s
+    other.join(120)  # the time-out is 6 s
     assert other.exitcode not in (None, 0), run.text()
     run.signal(signal.SIGKILL)
     run.wait()
     if how == "an exception":
         assert "saved step 4 as" in run.text()
-    assert Run(*SHORT, *folders("run"), "--resume", "auto", ranks=2).wait() == [0, 0]
-    assert_equals_reference("run")
+    assert Run(*SHORT, *folders(name), "--resume", "auto", ranks=2).wait() == [0, 0]
+    assert_equals_reference(name)
 
 
 @pytest.mark.storm
