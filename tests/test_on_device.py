@@ -21,15 +21,20 @@ from injected import bad_numbers
 from test_divergence import assert_finite, assert_update_skipped
 
 import hellaswag_eval
+from config import TrainConfig
 from generate import KVCache, generate
 from model import GPT, GPTConfig
 from steadygpt import distributed
 from steadygpt.device import autocast, use_fp8
 from steadygpt.distributed import Ranks
+from steadygpt.optim import make_optimizer, update_unless
 
 SHAPE = GPTConfig(vocab_size=257, context_length=32, num_layers=2, num_heads=2, embd_size=128)
 NEOX = {"rotary_pct": 0.25, "parallel_residual": True, "tied_head": False, "activation": "gelu"}
-both_families = pytest.mark.parametrize("family", [{}, NEOX], ids=["gpt2", "gpt_neox"])
+ROTARY = {"rotary_pct": 1.0, "qk_norm": True, "bias": False, "tied_head": False}
+NANOCHAT = ROTARY | {"norm": "rmsnorm_no_weight", "activation": "relu2", "logit_softcap": 15.0}
+QWEN3 = ROTARY | {"norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 1, "head_dim": 32}
+families = pytest.mark.parametrize("family", [{}, NEOX, NANOCHAT, QWEN3], ids=["gpt2", "gpt_neox", "nanochat", "qwen3"])
 DROPOUT = ("--dropout", "0.1")
 
 
@@ -83,20 +88,21 @@ def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor], tolera
 # the model
 
 
-@both_families
+@families
 def test_model_in_fp32_has_the_logits_and_gradients_of_fp64_on_the_cpu(device, family):
     model, reference = build(device, **family), build(torch.device("cpu"), **family).double()
     assert_close([model(tokens(device))], [reference(tokens(torch.device("cpu")))], 1e-5)
     assert_close(gradients(model, device), gradients(reference, torch.device("cpu")), 1e-4)
 
 
+@pytest.mark.parametrize("family", [{}, NANOCHAT], ids=["gpt2", "nanochat"])
 @pytest.mark.parametrize(
     ("precision", "least", "most"), [("bf16", 1e-4, 3e-2), ("fp16", 1e-5, 4e-3), ("fp8", 1e-3, 0.2)]
 )
-def test_model_in_reduced_precision_stays_close_to_fp32(device, precision, least, most):
-    reference = build(device)
+def test_model_in_reduced_precision_stays_close_to_fp32(device, family, precision, least, most):
+    reference = build(device, **family)
     expected = gradients(reference, device)
-    model = build(device)
+    model = build(device, **family)
     if precision == "fp8":
         if device.type == "cpu":
             pytest.skip("fp8 is emulated slowly on a CPU; tests/test_train.py does it")
@@ -109,7 +115,7 @@ def test_model_in_reduced_precision_stays_close_to_fp32(device, precision, least
     assert least < error(torch.cat([g.flatten() for g in found]), torch.cat([g.flatten() for g in expected])) < most
 
 
-@both_families
+@families
 def test_model_compiled_computes_the_same(device, family):
     if device.type == "cpu":
         pytest.skip("compiling for a CPU takes too long; tests/test_train.py does it")
@@ -118,7 +124,7 @@ def test_model_compiled_computes_the_same(device, family):
     assert_close(gradients(model.compiled(), device), expected, 1e-4)
 
 
-@both_families
+@families
 @pytest.mark.parametrize("saving", [{"chunk": 20}, {"recompute": True}], ids=str)
 def test_model_that_saves_memory_computes_the_same_gradients(device, family, saving):
     found = []
@@ -135,7 +141,7 @@ def test_model_that_saves_memory_computes_the_same_gradients(device, family, sav
     assert error(gradients(model, device)[1], found[0][1]) > 1e-2  # other masks change the gradients
 
 
-@both_families
+@families
 def test_model_with_a_cache_or_a_mask_computes_the_same(device, family):
     model, idx = build(device, **family), tokens(device, rows=2)
     with torch.no_grad():
@@ -150,7 +156,26 @@ def test_model_with_a_cache_or_a_mask_computes_the_same(device, family):
         assert error(model(idx, mask=blind)[:, 1:], expected[:, 1:]) > 1e-2
 
 
-@both_families
+def test_muon_computes_the_same_as_on_the_cpu_and_skips_bad_steps(device):
+    config, models = TrainConfig(optimizer="muon", max_lr=1e-2), []
+    for where in (device, torch.device("cpu")):
+        model = build(where, **NANOCHAT)
+        optimizer = make_optimizer(model, config, "fp32", Ranks(where))
+        for _ in range(3):
+            optimizer.zero_grad()
+            gradients(model, where)
+            update_unless(torch.zeros((), device=where), optimizer)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        for parameter in model.parameters():
+            parameter.grad.fill_(torch.nan)
+        update_unless(torch.ones((), device=where), optimizer)
+        assert all(map(torch.equal, before, model.parameters()))
+        models.append(model)
+    on_device, on_cpu = ([p.detach().cpu() for p in model.parameters()] for model in models)
+    assert_close(on_device, on_cpu, 1e-3)
+
+
+@families
 def test_model_generates_the_text_that_fp64_generates_on_the_cpu(device, family):
     texts = []
     for model, where in ((build(device, **family), device), (build(torch.device("cpu"), **family).double(), "cpu")):
