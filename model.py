@@ -61,7 +61,8 @@ class GPTConfig:
     head_dim: int = _shape(0, "dimensions a head; 0: embd_size / num_heads", at_most=2**24)
     embd_size: int = _shape(768, "width of the residual stream", at_least=1, at_most=2**24)
     context_length: int = _shape(1024, "tokens a row", at_least=1, at_most=2**24)
-    intermediate_size: int = _shape(0, "width inside the MLP; 0: 4 * embd_size", at_most=2**24)
+    intermediate_size: int = _shape(0, "width inside the MLP; 0: 4 * embd_size, or 8/3 of it with swiglu: as "
+                                    "many parameters", at_most=2**24)
     bias: bool = _shape(True, "biases in linear layers and LayerNorms, as in GPT-2")
     norm: str = _shape("layernorm", "layernorm, as in GPT-2; rmsnorm, as in Llama; rmsnorm_no_weight, then also of the "
                        "embedding, as in NanoChat", choices=NORMS)
@@ -116,6 +117,8 @@ class GPTConfig:
 
     @property
     def mlp_size(self) -> int:
+        if self.activation == "swiglu" and not self.intermediate_size:
+            return math.ceil(self.embd_size / 3) * 8
         return self.intermediate_size or 4 * self.embd_size
 
     def parts(self, name: str) -> tuple[int, ...]:

@@ -11,7 +11,18 @@ from pathlib import Path
 import torch
 
 from benchmarks.compare import median_text, ratio_text
-from benchmarks.loss_runs import PIECES, REFERENCES, SEEDS, SIDES, Bench, Run, final_runs, piece_runs, sweep_runs
+from benchmarks.loss_runs import (
+    ADDITIONS,
+    PIECES,
+    REFERENCES,
+    SEEDS,
+    SIDES,
+    Bench,
+    Run,
+    final_runs,
+    piece_runs,
+    sweep_runs,
+)
 from steadygpt.device import choose_precision
 
 COLORS = {"gpt2": "#9a9a9a", "nanogpt": "#e88b1a", "modern": "#1a4f8b"}
@@ -142,7 +153,8 @@ def piece_rows(bench: Bench) -> Iterator[tuple[str, ...]]:
     if not any(bench.loss(run) for run in runs):
         return
     columns = [changed_losses(bench, [run for run in runs if run.side == side]) for side in ("modern", "gpt2")]
-    yield from zip_longest(("nothing changed", *PIECES), *columns, fillvalue=loss_text(None))
+    names = ("nothing changed", *PIECES, *(f"{name}, added to both" for name in ADDITIONS))
+    yield from zip_longest(names, *columns, fillvalue=loss_text(None))
 
 
 def changed_losses(bench: Bench, runs: Sequence[Run]) -> list[str]:

@@ -36,17 +36,23 @@ SWEEP: dict[str, dict[str, tuple[float, ...]]] = {
 }
 SWEPT_LENGTH = 0.3  # of the recipe's runs in the sweep, in steps of the references
 LENGTHS = (0.2, 0.3, 0.7, 1.0)  # of the recipe's runs, in steps of the references
-# What takes a piece away from the recipe, and what puts it into GPT-2.
+# What takes a piece away from the recipe, and what puts it into GPT-2; then what the recipe does without.
 PIECES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
     "rotary positions": (("rotary_pct", 0), ("rotary_pct", 1)),
-    "RMSNorm": (("norm", "layernorm"), ("norm", "rmsnorm_no_weight")),
+    "RMSNorm": (("norm", "layernorm"), ("norm", "rmsnorm")),
     "QK-norm": (("qk_norm", "off"), ("qk_norm", "on")),
-    "ReLU^2": (("activation", "gelu_tanh"), ("activation", "relu2")),
+    "SwiGLU": (("activation", "gelu_tanh"), ("activation", "swiglu")),
     "untied head": (("tied_head", "on"), ("tied_head", "off")),
     "no biases": (("bias", "on"), ("bias", "off")),
-    "soft-cap of the logits": (("logit_softcap", 0), ("logit_softcap", 15)),
     "Muon": (("optimizer", "adamw"), ("optimizer", "muon")),
     "linear cool-down": (("schedule", "cosine"), ("schedule", "wsd")),
+    "no weight decay": (("weight_decay", 0.1), ("weight_decay", 0)),
+}
+ADDITIONS: dict[str, tuple[str, object]] = {
+    "ReLU^2": ("activation", "relu2"),
+    "norms without weights": ("norm", "rmsnorm_no_weight"),
+    "soft-cap of the logits": ("logit_softcap", 15),
+    "half as many heads of keys and values": ("num_kv_heads", 2),
 }
 
 
@@ -167,7 +173,7 @@ def piece_runs(bench: Bench) -> list[Run]:
     return [
         Run(side, base + change, bench.scale.piece_steps)
         for (side, base), index in zip(sides.items(), (0, 1), strict=True) if base is not None
-        for change in [(), *((piece[index],) for piece in PIECES.values())]
+        for change in [(), *((piece[index],) for piece in PIECES.values()), *((one,) for one in ADDITIONS.values())]
     ]  # fmt: skip
 
 
