@@ -39,6 +39,10 @@ def tiny_flags(device: str) -> list[str]:
 
 
 TINY = tiny_flags(os.environ.get(DEVICE, "cpu"))
+MODERN = (
+    "--norm rmsnorm --qk_norm --rotary_pct 1 --activation swiglu --bias off --tied_head off --num_kv_heads 1 "
+    "--optimizer muon --schedule wsd --min_lr 0"
+).split()  # the recipe of --config modern, with grouped heads
 
 
 def pytest_addoption(parser) -> None:

@@ -4,16 +4,11 @@ import os
 
 import pytest
 import torch
-from conftest import assert_same_state, load, metrics, run_here
+from conftest import MODERN, assert_same_state, load, metrics, run_here
 from test_train import fails, folders, run_forked
 
 from config import TrainConfig
 from steadygpt.schedule import decay_start, learning_rate
-
-MODERN = (
-    "--norm rmsnorm_no_weight --activation relu2 --qk_norm --rotary_pct 1 --bias off --tied_head off "
-    "--logit_softcap 15 --num_kv_heads 1 --optimizer muon --schedule wsd"
-).split()
 
 
 def run_modern(*flags: str) -> None:
@@ -52,7 +47,9 @@ def test_several_ranks_compute_and_save_the_same_as_one(workdir, processes, flag
     assert run_here(*one_process, "--max_steps", "9", "--allow_changes", *folders("two"), "--resume", "latest") == 0
 
 
-@pytest.mark.parametrize("flags", [(), ("--precision", "bf16"), ("--activation", "swiglu")])
+@pytest.mark.parametrize(
+    "flags", [(), ("--precision", "bf16"), ("--norm", "rmsnorm_no_weight", "--activation", "relu2")]
+)
 def test_a_resumed_run_equals_one_without_a_break(workdir, flags):
     run_modern(*flags, *folders("whole"))
     run_modern(*flags, "--checkpoint_freq", "3", *folders("resumed"))

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import write_data
+from conftest import MODERN, write_data
 from harness import LaunchedRun, Run, assert_equals_reference, folders
 from injected import kill_at, record_save_calls, record_tokens, tokens_of_steps
 
@@ -62,9 +62,12 @@ def kill_repeatedly(least: int, least_within_saves: int, start, seed: int) -> tu
     return kills, within_saves
 
 
+@pytest.mark.parametrize("recipe", [(), pytest.param(MODERN, marks=pytest.mark.storm)], ids=["gpt2", "modern"])
 @pytest.mark.parametrize(("least", "least_within_saves", "ranks"), [(35, 14, 1), (15, 6, 2)])
-def test_kill_at_random_instants(workdir, least, least_within_saves, ranks, record_property):
-    start = partial(Run, ranks=ranks, faults=[record_tokens])
+def test_kill_at_random_instants(workdir, least, least_within_saves, ranks, recipe, record_property):
+    def start(*flags: str) -> Run:
+        return Run(*flags, *recipe, ranks=ranks, faults=[record_tokens])
+
     assert start(*FLAGS, *folders("reference")).wait() == [0] * ranks
     kills, within_saves = kill_repeatedly(least, least_within_saves, start, seed=ranks)
     record_property(f"of {kills} kills on {ranks} rank{'s' * (ranks > 1)} were within a save", within_saves)

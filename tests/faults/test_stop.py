@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from conftest import load, write_data
+from conftest import MODERN, load, write_data
 from harness import LaunchedRun, Run, assert_equals_reference, folders
 from injected import pause, raise_in_step, record_tokens, tokens_of_steps
 
@@ -32,32 +32,40 @@ SIGNALS = ("SIGTERM", "SIGINT", "SIGINT twice", "SIGUSR1", "SIGHUP", "max_hours"
 
 
 @pytest.fixture(scope="module")
-def ranks(request, tmp_path_factory):
-    """The number of ranks; the working folder has data and, in "reference", the uninterrupted run on these ranks."""
+def setting(request, tmp_path_factory):
+    """A number of ranks and a recipe; the working folder has data and, in "reference", their uninterrupted run."""
+    count, recipe = request.param
     folder = tmp_path_factory.mktemp("stop")
     write_data(folder / "data")
     example = {"ctx": "A man", "endings": ["sits.", "flies away.", "is a.", "of."], "label": 0}
     (folder / "hs.jsonl").write_text(json.dumps(example) + "\n" + json.dumps(example | {"label": 3}) + "\n")
     with contextlib.chdir(folder):
-        reference = Run(*FLAGS, *folders("reference"), ranks=request.param, faults=[record_tokens])
-        assert reference.wait() == [0] * request.param
-        yield request.param
+        reference = Run(*FLAGS, *recipe, *folders("reference"), ranks=count, faults=[record_tokens])
+        assert reference.wait() == [0] * count
+        yield count, recipe
 
 
 def cases():
-    """Yield each signal at each moment on 1 and 2 ranks; one moment per signal runs outside the fault storm."""
+    """Yield each signal at each moment on 1 and 2 ranks; one moment per signal runs outside the fault storm.
+
+    With the recipe of --config modern, one moment per signal runs in the storm.
+    """
     for ranks, (number, name), (index, moment) in product((1, 2), enumerate(SIGNALS), enumerate(MOMENTS)):
         fast = (number + ranks) % len(MOMENTS) == index
         marks = () if fast else pytest.mark.storm
-        yield pytest.param(ranks, name, moment, id=f"{name} in {moment}, {ranks} ranks", marks=marks)
+        yield pytest.param((ranks, ()), name, moment, id=f"{name} in {moment}, {ranks} ranks", marks=marks)
+        if fast:
+            case = f"{name} in {moment}, {ranks} ranks, modern"
+            yield pytest.param((ranks, tuple(MODERN)), name, moment, id=case, marks=pytest.mark.storm)
 
 
-@pytest.mark.parametrize(("ranks", "name", "moment"), list(cases()), indirect=["ranks"])
-def test_a_stop_saves_once_and_can_be_resumed(ranks, name, moment):
+@pytest.mark.parametrize(("setting", "name", "moment"), list(cases()), indirect=["setting"])
+def test_a_stop_saves_once_and_can_be_resumed(setting, name, moment):
+    ranks, recipe = setting
     folder = f"{name} in {moment}, {ranks}"
     tokens_before = len(tokens_of_steps())
     faults = [record_tokens, partial(pause, moment, name == "max_hours")]
-    run = Run(*FLAGS, *folders(folder), ranks=ranks, faults=faults)
+    run = Run(*FLAGS, *recipe, *folders(folder), ranks=ranks, faults=faults)
     run.wait_for(f"^paused in {moment}")
     for signal_name in name.split()[:1] * (2 if "twice" in name else 1):
         if signal_name.startswith("SIG"):
