@@ -21,8 +21,9 @@ if ! grep -q '"status": "finished"' checkpoints/quickstart/status.json; then
 fi
 echo; echo "== 3/4  checkpoints"
 ./list_checkpoints.sh --checkpoint_dir checkpoints/quickstart
-echo; echo "== 4/4  text from the model after 'def '"
-$python generate.py best --checkpoint_dir checkpoints/quickstart --prompt "def " --max_tokens 300
+echo; echo "== 4/4  what the model writes after the first lines of a class"
+$python generate.py best --checkpoint_dir checkpoints/quickstart --max_tokens 400 --temperature 0.7 \
+    --prompt $'class Queue:\n    """A queue."""\n\n    def __init__(self'
 
 cat <<'END'
 
@@ -30,7 +31,7 @@ cat <<'END'
   source .venv/bin/activate
   ./start_tensorboard.sh                                              curves at http://localhost:6006
   ./monitor_training.sh checkpoints/quickstart                        state, curves and speed in the terminal
-  ./resume_training.sh --checkpoint_dir checkpoints/quickstart --max_steps 6000      train this model further
+  ./resume_training.sh --resume stable --checkpoint_dir checkpoints/quickstart --max_steps 2400      train it longer
   python generate.py best --checkpoint_dir checkpoints/quickstart --prompt "import " --num_seq 3
 
   your own text
