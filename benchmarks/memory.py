@@ -56,6 +56,7 @@ def peak_gb(folder: Path, options: list[str], ranks: int, keep_freed: bool) -> t
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stderr[-1000:]}")
     records = [json.loads(line) for line in (folder / "l" / "metrics.jsonl").read_text().splitlines()]
+    records = [record for record in records if "memory_gb" in record]  # of steps, not of the machine
     estimate = float(re.search(r"^memory +about ([\d.]+) GB", done.stdout, re.MULTILINE)[1])
     in_host = re.search(r"^host memory .* gradients and optimizer ([\d.]+)", done.stdout, re.MULTILINE)
     return records[-1]["memory_gb"], records[-1]["step_ms"] / 1000, estimate + (float(in_host[1]) if in_host else 0)
