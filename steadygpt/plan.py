@@ -84,7 +84,7 @@ def estimate_memory(
     # chunks, the head's gradient is there beside them: the sum so far; then also the chunk's and their sum.
     logits = (chunk or tokens) * model.config.vocab_size * (2 * each if compiled and not chunk else 12)
     if config.logit_softcap and not compiled:
-        logits += 8 * (chunk or tokens) * model.config.vocab_size
+        logits += 4 * (chunk or tokens) * model.config.vocab_size
     logits = max(logits + each * head, 3 * each * head) if chunk else logits
     memory["logits" if logits > backward else "a block's backward"] = max(logits, backward)  # one after the other
     copy = saved
