@@ -280,7 +280,7 @@ def test_total_batch_size_and_micro_steps_override_each_other(tmp_path):
     production = parse("--config", "production", "--total_batch_size", "131072")
     assert (production.micro_steps, production.total_batch_size) == (0, 131072)
     config, given_options = parse_args(["--config", "quickstart", "--micro_steps", "2"])
-    assert config.with_tokens_of_step(1).total_batch_size == 2 * 8 * 128
+    assert config.with_tokens_of_step(1).total_batch_size == 2 * 8 * 256
     assert "total_batch_size" not in given_options
     (tmp_path / "mine.toml").write_text('config = "production"\ntotal_batch_size = 131072\n')
     assert parse("--config", str(tmp_path / "mine.toml")).micro_steps == 0
