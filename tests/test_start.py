@@ -52,20 +52,24 @@ def test_changed_options_are_reported():
 
 
 def test_optimization_options_change_only_with_allow_changes():
-    names = "dropout total_batch_size max_lr min_lr warmup_steps weight_decay adam_beta1 adam_beta2 adam_eps grad_clip"
+    names = (
+        "dropout total_batch_size max_lr min_lr schedule cooldown warmup_steps muon_lr muon_momentum weight_decay "
+        "adam_beta1 adam_beta2 adam_eps grad_clip"
+    )
     assert [name for name, f in FIELDS.items() if f.metadata["on_resume"] == "ask"] == names.split()
 
 
 @pytest.mark.parametrize("name", [name for name, f in FIELDS.items() if f.metadata["on_resume"] == "ask"])
 def test_optimization_option_needs_allow_changes(name):
     config = TrainConfig()
-    saved = {name: getattr(config, name) / 2 or 0.5}
-    with pytest.raises(UserError, match=f"--{name} is .*trained with {saved[name]}; .*--allow_changes"):
+    value = getattr(config, name)
+    saved = {name: "constant" if name == "schedule" else value / 2 or 0.5}
+    with pytest.raises(UserError, match=f"--{name} is .*trained with {saved[name]!r}; .*--allow_changes"):
         resume_config(saved, config, {name: "flag"})
     assert getattr(resume_config(saved, config, {})[0], name) == saved[name]
     allowed = dataclasses.replace(config, allow_changes=True)
     _, [change] = resume_config(saved, allowed, {name: "flag"})
-    assert change == f"{name}: {saved[name]} -> {getattr(config, name)}"
+    assert change == f"{name}: {saved[name]!r} -> {value!r}"
 
 
 def test_warmup_of_the_checkpoint_overrides_that_of_a_preset():
