@@ -55,6 +55,7 @@ from steadygpt.foreign import (
 from steadygpt.tokenizer import END_OF_TEXT, get_tokenizer, hugging_face_tokenizer, vocab_size_of
 
 Shape = TypeVar("Shape", bound=GPTConfig)
+UNUSED = ("schedule", "cooldown", "muon_lr", "muon_momentum")  # by AdamW and the cosine, which all these trainers have
 NEEDS = "needs safetensors and tokenizers; pip install safetensors tokenizers"
 
 
@@ -160,7 +161,7 @@ def read_run(path: Path, tokenizer: str = "", total_batch_size: int = 0) -> tupl
     defaults = {
         name: getattr(config, name)
         for name, f in sorted(options_of(TrainConfig).items())
-        if (f.metadata["on_resume"] == "ask" or name in ("max_steps", "data_dir")) and name not in known
+        if (f.metadata["on_resume"] == "ask" or name in ("max_steps", "data_dir")) and name not in {*known, *UNUSED}
     }
     taken, unknown = (", ".join(f"{name} {value}" for name, value in part.items()) for part in (options, defaults))
     lines = [f"taken over: step {run['step']:,}, best_val_loss {run['best_val_loss']}, {taken}", *lines]

@@ -73,7 +73,7 @@ def test_muon_moves_the_matrices_of_the_blocks_and_adamw_the_rest():
     assert adamw == ["wte.weight", "wpe.weight"]
     assert sorted(adamw + vectors + muon) == sorted(names.values())
     assert muon[:4] == [f"h.0.{name}.weight" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")]
-    assert optimizer.param_groups[2]["parts"][:4] == [(16, 8, 8), (16,), (64, 64), (16,)]
+    assert optimizer.param_groups[2]["parts"][:4] == [(16, 8, 8), (16,), (48, 48), (16,)]
     assert [group["lr_ratio"] for group in optimizer.param_groups] == [1.0, 1.0, 2.0]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0, 0.1]
     model(torch.zeros(1, 3, dtype=torch.int64), torch.ones(1, 3, dtype=torch.int64)).backward()

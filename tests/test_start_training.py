@@ -55,12 +55,12 @@ def unfinished(folder: str, status="stopped") -> Path:
 def test_dialogue_in_a_terminal_ends_in_the_run_of_the_printed_command(workdir):
     """A wrong answer, a preset by number, and Enter to all other questions."""
     terminal, stdin = pty.openpty()
-    os.write(terminal, b"99\n2\n\n\n\n\n")
+    os.write(terminal, b"99\n1\n\n\n\n\n")
     words = [REPO / "start_training.sh", "--no-monitor", *TINY]
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "NPROC": ""}
     done = subprocess.run(words, stdin=stdin, capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "found '99'; expected a number from 1 to 12, or a name" in done.stdout
+    assert "found '99'; expected a number from 1 to 13, or a name" in done.stdout
     (printed,) = re.findall(r"^\S*python\S* .*train\.py .*$", done.stdout, re.MULTILINE)
     flags = shlex.split(printed)[2:]
     assert flags[: len(flags) - len(TINY)] == (
