@@ -71,7 +71,8 @@ class Scale:
     piece_steps: int
     eval_tokens: int
     timed_steps: int  # in each round of the timing
-    tunes_recipe: bool = False  # other scales take its settings as they are
+    tuned: tuple[str, ...] = ("gpt2",)  # sides with a sweep. Others: nanoGPT, one seed, as GPT-2; the recipe as it is
+    compiled: bool = True
 
     @property
     def tokens(self) -> int:
@@ -80,11 +81,11 @@ class Scale:
 
 
 SCALES = {
-    "1m": Scale("stdlib", 4, 4, 128, 128, 8, 1, 3000, 1000, 131072, 40, True),
+    "1m": Scale("stdlib", 4, 4, 128, 128, 8, 1, 3000, 1000, 131072, 40, tuple(SIDES), compiled=False),
     "10m": Scale("packages", 6, 6, 384, 256, 8, 4, 400, 150, 65536, 2),
     "124m": Scale("packages", 12, 12, 768, 1024, 16, 8, 800, 200, 1048576, 10),  # needs a GPU
 }
-TINY = Scale("stdlib", 1, 2, 16, 16, 2, 1, 20, 10, 64, 2, True)  # --quick
+TINY = Scale("stdlib", 1, 2, 16, 16, 2, 1, 20, 10, 64, 2, tuple(SIDES), compiled=False)  # --quick
 POINTS = 20  # of a curve, at least
 WARM_UP = 30  # the warm-up of the references is 1 / WARM_UP of their steps
 
@@ -137,7 +138,12 @@ class Bench:
         return self.losses(run).get(run.steps)
 
     def tuned(self, side: str) -> Settings | None:
-        """Return the settings with the lowest loss in the sweep of a reference; None while the sweep is incomplete."""
+        """Return the settings with the lowest loss in the sweep of a reference; None while the sweep is incomplete.
+
+        Where nanoGPT has no sweep, it takes the learning rate of our GPT-2, which is the same model.
+        """
+        if side == "nanogpt" and side not in self.scale.tuned:
+            return tuple(("learning_rate", rate) for _, rate in self.tuned("gpt2") or ()) or None
         losses = {run.changes: self.loss(run) for run in sweep_runs(self) if run.side == side}
         finished = {changes: loss for changes, loss in losses.items() if loss is not None}
         return min(finished, key=finished.__getitem__) if len(finished) == len(losses) else None
@@ -151,7 +157,7 @@ def sweep_runs(bench: Bench) -> list[Run]:
     """Return one run for each value, with the other settings of its side; short ones for the recipe."""
     return [
         Run(side, ((name, value),), round((1 if side in REFERENCES else SWEPT_LENGTH) * bench.scale.steps))
-        for side, settings in SWEEP.items() if side in REFERENCES or bench.scale.tunes_recipe
+        for side, settings in SWEEP.items() if side in bench.scale.tuned
         for name, values in settings.items() for value in values
     ]  # fmt: skip
 
@@ -161,7 +167,8 @@ def final_runs(bench: Bench) -> list[Run]:
     tuned = {side: bench.tuned(side) for side in REFERENCES}
     references = [
         Run(side, changes, bench.scale.steps, seed)
-        for (side, changes), seed in product(tuned.items(), SEEDS) if changes is not None
+        for side, changes in tuned.items() if changes is not None
+        for seed in (SEEDS if side in bench.scale.tuned else SEEDS[:1])
     ]  # fmt: skip
     lengths = [round(share * bench.scale.steps) for share in LENGTHS]
     return references + [Run("modern", (), steps, seed) for steps, seed in product(lengths, SEEDS)]
@@ -200,14 +207,15 @@ def options_of(scale: Scale, run: Run) -> list[str]:
             n_layer=scale.layers, n_head=scale.heads, n_embd=scale.width, block_size=scale.context,
             batch_size=scale.rows, gradient_accumulation_steps=scale.micro_steps, max_iters=run.steps,
             lr_decay_iters=run.steps, warmup_iters=warm_up, min_lr=changes["learning_rate"] / 10, **changes,
-            eval_interval=every, eval_iters=50, device="cuda" if cuda else "cpu", compile=cuda,
+            eval_interval=every, eval_iters=50, device="cuda" if cuda else "cpu", compile=scale.compiled,
         )  # fmt: skip
     if run.side == "gpt2":  # the recipe has its own
         changes = {"warmup_steps": warm_up, "min_lr": changes["max_lr"] / 10} | changes
     return flags(
         config=run.side, num_layers=scale.layers, num_heads=scale.heads, embd_size=scale.width,
         context_length=scale.context, mini_batch_size=scale.rows, total_batch_size=scale.tokens, max_steps=run.steps,
-        seed=run.seed, eval_freq=every, eval_tokens=scale.eval_tokens, hellaswag_freq=0, sample_freq=0, **changes,
+        seed=run.seed, compile="on" if scale.compiled else "off",
+        eval_freq=every, eval_tokens=scale.eval_tokens, hellaswag_freq=0, sample_freq=0, **changes,
     )  # fmt: skip
 
 

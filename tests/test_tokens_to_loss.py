@@ -1,5 +1,6 @@
 """The benchmark of the tokens until a loss: which runs it makes, what interrupts and repeats them, its tables."""
 
+import dataclasses
 import json
 import pickle
 import sys
@@ -13,8 +14,8 @@ from benchmarks.loss_runs import GROUPS, SCALES, SEEDS, Bench, Run, Scale, point
 from benchmarks.tokens_to_loss import check_unchanged, output_of, train
 from steadygpt.cli import UserError
 
-SHORT = Scale("stdlib", 1, 2, 16, 16, 2, 1, 100, 10, 64, 2)
 BEST = {"gpt2": ("max_lr", 2e-3), "nanogpt": ("learning_rate", 4e-3)}
+SHORT = Scale("stdlib", 1, 2, 16, 16, 2, 1, 100, 10, 64, 2, tuple(BEST))
 
 
 @pytest.fixture
@@ -132,9 +133,16 @@ def test_the_recipe_is_tuned_at_one_scale_and_goes_to_the_others_unchanged(tmp_p
     swept = {
         name: {run.side for run in GROUPS["sweep"](Bench(name, scale, tmp_path))} for name, scale in SCALES.items()
     }
-    assert swept == {"1m": {*BEST, "modern"}, "10m": {*BEST}, "124m": {*BEST}}
+    assert swept == {"1m": {*BEST, "modern"}, "10m": {"gpt2"}, "124m": {"gpt2"}}
     finals = [run for scale in SCALES.values() for run in GROUPS["final"](Bench("", scale, tmp_path))]
     assert {run.changes for run in finals if run.side == "modern"} == {()}
+
+
+def test_nanogpt_without_a_sweep_takes_the_learning_rate_of_our_gpt2(bench):
+    bench = dataclasses.replace(bench, scale=dataclasses.replace(SHORT, tuned=("gpt2",)))
+    finish_sweep(bench)
+    [run] = [run for run in GROUPS["final"](bench) if run.side == "nanogpt"]
+    assert (run.changes, run.seed) == ((("learning_rate", BEST["gpt2"][1]),), SEEDS[0])
 
 
 def test_nanogpt_has_its_last_point_at_the_last_step():
