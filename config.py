@@ -95,8 +95,8 @@ class TrainConfig(GPTConfig):
                          "wsd's cool-down, to train longer), or a file; bare --resume is latest; also "
                          "--resume_from_checkpoint", "checkpoints", bare="latest",
                          aliases=("resume_from_checkpoint",), on_resume="launch")
-    allow_changes: bool = option(False, "on resume: let batch size, learning rates, warm-up, optimizer and dropout "
-                                 "differ from the checkpoint's", "checkpoints", on_resume="launch")
+    allow_changes: bool = option(False, "on resume: let batch size, learning rates, schedule, dropout and the constants "
+                                 "of the optimizer differ from the checkpoint's", "checkpoints", on_resume="launch")
     list_checkpoints: bool = option(False, "print a table of checkpoint_dir and exit", "checkpoints",
                                     on_resume="launch")
     verbose: bool = option(False, "or -v; with --list_checkpoints: show what each checkpoint holds", "checkpoints",
@@ -164,6 +164,8 @@ class TrainConfig(GPTConfig):
             raise UserError(f"--eval_tasks {self.eval_tasks} needs a --hellaswag_freq above 0; or take hellaswag alone")
         if self.skip_spikes and not self.spike_z:
             raise UserError("--skip_spikes needs a --spike_z above 0, which defines a spike")
+        if self.optimizer == "muon" and not self.max_lr:
+            raise UserError("--optimizer muon needs a --max_lr above 0: Muon's learning rate follows the same curve")
         if self.eval_only and not (self.eval_freq or self.hellaswag_freq or self.sample_freq):
             raise UserError("--eval_only: --eval_freq, --hellaswag_freq and --sample_freq are all 0; set one to 1")
         if self.eval_only and self.dry_run != "off":

@@ -32,7 +32,7 @@ from config import TrainConfig
 from generate import load_model
 from model import GPT, GPTConfig
 from steadygpt import hub
-from steadygpt.checkpoint import FORMAT_VERSION, as_checkpoint, check_folder, load_verified, open_checkpoint
+from steadygpt.checkpoint import FORMAT_VERSION, NAMED, as_checkpoint, check_folder, load_verified, open_checkpoint
 from steadygpt.cli import OptionError, UserError, kind_of, option, options_of, parse_options, run_cli
 from steadygpt.durable import fsync_folder, replace_file
 from steadygpt.foreign import (
@@ -63,7 +63,9 @@ NEEDS = "needs safetensors and tokenizers; pip install safetensors tokenizers"
 class ConvertOptions:
     """The options of convert_hf.py."""
 
-    source: str = option(MISSING, "latest, best, a file (also nanoGPT's), a folder, or a Hub name", positional=True)
+    source: str = option(
+        MISSING, "latest, best, stable, a file (also nanoGPT's), a folder, or a Hub name", positional=True
+    )
     target: str = option(MISSING, "a new Hugging Face folder, or a new checkpoint file: NAME.pt", positional=True)
     checkpoint_dir: str = option("checkpoints", "folder that latest and best refer to")
     tokenizer: str = option("", "tokenizer of the weights, if the source does not name it")
@@ -446,7 +448,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.resume:
         check_folder(target.parent, None)
         checkpoint, lines = read_run(Path(source), options.tokenizer, options.total_batch_size)
-    elif source in ("latest", "best"):
+    elif source in ("latest", *NAMED):
         path, checkpoint = open_checkpoint(source, Path(options.checkpoint_dir))
         source, checkpoint = str(path), with_tokenizer(checkpoint, options.tokenizer, path)
     else:

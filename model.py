@@ -58,8 +58,8 @@ class GPTConfig:
     num_heads: int = _shape(12, "attention heads", at_least=1, at_most=2**24)
     num_kv_heads: int = _shape(0, "heads of keys and values, shared by groups of attention heads; 0: num_heads",
                                at_most=2**24)
-    head_dim: int = _shape(0, "dimensions a head; 0: embd_size / num_heads", at_most=2**24)
     embd_size: int = _shape(768, "width of the residual stream", at_least=1, at_most=2**24)
+    head_dim: int = _shape(0, "dimensions a head; 0: embd_size / num_heads", at_most=2**24)
     context_length: int = _shape(1024, "tokens a row", at_least=1, at_most=2**24)
     intermediate_size: int = _shape(0, "width inside the MLP; 0: 4 * embd_size, or 8/3 of it with swiglu: as "
                                     "many parameters", at_most=2**24)
@@ -118,16 +118,24 @@ class GPTConfig:
     @property
     def mlp_size(self) -> int:
         if self.activation == "swiglu" and not self.intermediate_size:
-            return math.ceil(self.embd_size / 3) * 8
+            return math.ceil(self.embd_size / 3) * 8  # a multiple of 8
         return self.intermediate_size or 4 * self.embd_size
 
+    @property
+    def attention_parts(self) -> tuple[int, ...]:
+        """Rows of the matrices of queries, keys and values, which c_attn stacks."""
+        return tuple(self.head_size * heads for heads in (self.num_heads, self.kv_heads, self.kv_heads))
+
+    @property
+    def mlp_parts(self) -> tuple[int, ...]:
+        """Rows of the matrices that c_fc stacks: with SwiGLU the gate's, then the other one's."""
+        return (self.mlp_size,) * (2 if self.activation == "swiglu" else 1)
+
     def parts(self, name: str) -> tuple[int, ...]:
-        """Return the rows of each matrix that a linear layer of a block stacks in its weight, by the weight's name."""
-        if ".c_attn." in name:  # queries, keys, values
-            return tuple(self.head_size * heads for heads in (self.num_heads, self.kv_heads, self.kv_heads))
-        if ".c_fc." in name:
-            return (self.mlp_size,) * (2 if self.activation == "swiglu" else 1)
-        return (self.embd_size,)
+        """Return the rows of the matrices that a weight of a block stacks, by its name."""
+        if ".c_attn." in name:
+            return self.attention_parts
+        return self.mlp_parts if ".c_fc." in name else (self.embd_size,)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -183,16 +191,15 @@ class Embedding(nn.Embedding):
 class Norm(nn.Module):
     """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) of the last dimension, in the input's dtype."""
 
-    def __init__(self, config: GPTConfig, size: int, kind: str = ""):
+    def __init__(self, config: GPTConfig, size: int, is_layernorm: bool):
         super().__init__()
-        kind = kind or config.norm
-        self.size, self.eps, self.centered = size, config.norm_eps, kind == "layernorm"
-        self.weight = None if kind == "rmsnorm_no_weight" else nn.Parameter(torch.empty(size))
-        self.bias = nn.Parameter(torch.empty(size)) if self.centered and config.bias else None
+        self.size, self.eps, self.is_layernorm = size, config.norm_eps, is_layernorm
+        self.weight = None if config.norm == "rmsnorm_no_weight" else nn.Parameter(torch.empty(size))
+        self.bias = nn.Parameter(torch.empty(size)) if is_layernorm and config.bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = (None if p is None else p.type_as(x) for p in (self.weight, self.bias))  # FSDP: perhaps bf16
-        if self.centered:
+        if self.is_layernorm:
             return F.layer_norm(x, (self.size,), weight, bias, self.eps)
         return F.rms_norm(x, (self.size,), weight, self.eps)
 
@@ -203,18 +210,17 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
         self.layer, self.head_size, self.dropout = layer, config.head_size, config.dropout
-        self.sizes = config.parts(".c_attn.")
-        self.c_attn = Linear(config.embd_size, sum(self.sizes), bias=config.bias)
-        self.c_proj = Linear(self.sizes[0], config.embd_size, bias=config.bias)
-        # Without weights, a norm before the rotation is the same as one after it.
-        kind = "rmsnorm_no_weight" if config.norm == "rmsnorm_no_weight" else "rmsnorm"
-        self.q_norm = Norm(config, config.head_size, kind) if config.qk_norm else nn.Identity()
-        self.k_norm = Norm(config, config.head_size, kind) if config.qk_norm else nn.Identity()
+        self.parts = config.attention_parts
+        self.c_attn = Linear(config.embd_size, sum(self.parts), bias=config.bias)
+        self.c_proj = Linear(self.parts[0], config.embd_size, bias=config.bias)
+        # An RMSNorm also beside LayerNorms. Without weights, one before the rotation is the same as one after it.
+        self.q_norm = Norm(config, config.head_size, is_layernorm=False) if config.qk_norm else nn.Identity()
+        self.k_norm = Norm(config, config.head_size, is_layernorm=False) if config.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, args: AttentionArgs) -> Tensor:
         B, T, _ = x.shape
-        parts = self.c_attn(x).split(self.sizes, dim=-1)  # each part becomes (B, heads, T, head_size)
-        q, k, v = (part.view(B, T, -1, self.head_size).transpose(1, 2) for part in parts)
+        qkv = self.c_attn(x).split(self.parts, dim=-1)  # each becomes (B, heads, T, head_size)
+        q, k, v = (part.view(B, T, -1, self.head_size).transpose(1, 2) for part in qkv)
         q, k = self.q_norm(q), self.k_norm(k)
         if args.rotary is not None:
             q, k = rotate(q, args.rotary), rotate(k, args.rotary)
@@ -232,7 +238,7 @@ class MLP(nn.Module):
         super().__init__()
         self.dropout = config.dropout
         self.activation = ACTIVATIONS[config.activation]
-        self.c_fc = Linear(config.embd_size, sum(config.parts(".c_fc.")), bias=config.bias)
+        self.c_fc = Linear(config.embd_size, sum(config.mlp_parts), bias=config.bias)
         self.c_proj = Linear(config.mlp_size, config.embd_size, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -246,9 +252,9 @@ class Block(nn.Module):
     def __init__(self, config: GPTConfig, layer: int, recompute: bool = False):
         super().__init__()
         self.parallel_residual, self.recompute = config.parallel_residual, recompute
-        self.ln_1 = Norm(config, config.embd_size)
+        self.ln_1 = Norm(config, config.embd_size, config.norm == "layernorm")
         self.attn = Attention(config, layer)
-        self.ln_2 = Norm(config, config.embd_size)
+        self.ln_2 = Norm(config, config.embd_size, config.norm == "layernorm")
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, args: AttentionArgs) -> Tensor:
@@ -287,9 +293,10 @@ class GPT(nn.Module):
         self.loss_chunk_size = loss_chunk_size
         self.wte = Embedding(config.padded_vocab_size, config.embd_size)
         self.wpe = None if config.rotary_dim else Embedding(config.context_length, config.embd_size)
-        self.ln_0 = Norm(config, config.embd_size) if config.norm == "rmsnorm_no_weight" else nn.Identity()
+        # NanoChat's norm of the embedding; it has no weights.
+        self.ln_0 = Norm(config, config.embd_size, False) if config.norm == "rmsnorm_no_weight" else nn.Identity()
         self.h = nn.ModuleList(Block(config, layer, activation_checkpointing) for layer in range(config.num_layers))
-        self.ln_f = Norm(config, config.embd_size)
+        self.ln_f = Norm(config, config.embd_size, config.norm == "layernorm")
         self.lm_head = Linear(config.embd_size, config.padded_vocab_size, bias=False)
         if config.tied_head:
             self.lm_head.weight = self.wte.weight
@@ -362,7 +369,8 @@ class GPT(nn.Module):
         return losses / scored.sum() if reduction == "mean" else losses
 
     def _logits(self, x: Tensor) -> Tensor:
-        logits, cap = self.lm_head(self.ln_f(x))[..., : self.config.vocab_size], self.config.logit_softcap
+        logits = self.lm_head(self.ln_f(x))[..., : self.config.vocab_size]
+        cap = self.config.logit_softcap
         return cap * torch.tanh(logits.float() / cap) if cap else logits
 
     def _losses(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:

@@ -32,7 +32,9 @@ class ManagerOptions:
         MISSING, "upload-all, list, download or verify", choices=("upload-all", "list", "download", "verify"),
         positional=True,
     )  # fmt: skip
-    name: str = option("latest", "of the checkpoint to download: latest, best or a name in the list", positional=True)
+    name: str = option(
+        "latest", "of the checkpoint to download: latest, best, stable or a name in the list", positional=True
+    )
     mirror: str = option("", "folder of the object store")
     checkpoint_dir: str = option("checkpoints", "local folder")
 

@@ -138,7 +138,7 @@ def kind_of(f: dataclasses.Field) -> type:
 class CheckpointOptions:
     """What the commands that use a trained model have in common."""
 
-    checkpoint: str = option("latest", "latest, best or a file", positional=True)
+    checkpoint: str = option("latest", "latest, best, stable or a file", positional=True)
     checkpoint_dir: str = option("checkpoints", "folder that latest and best refer to")
     device: str = option("auto", "auto, cpu, cuda or mps")
     precision: str = option(

@@ -180,6 +180,10 @@ def read_config(stored: dict, source: str) -> tuple[str, dict[str, Any]]:
         raise UserError(f"{source}: model_type in config.json is {kind!r}; expected one of {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
     if isinstance(rope := stored.get("rope_parameters"), dict):
+        if any(isinstance(value, dict) for value in rope.values()):
+            raise UserError(
+                f"{source}: rope_parameters in config.json differ by layer; expected one set for all layers"
+            )
         stored = stored | rope | {older: rope[newer] for newer, older in ROPE.items() if newer in rope}
     for name, expected in family.required.items():
         if stored.get(name) not in (None, expected):
@@ -230,7 +234,7 @@ def _unfit_fields(config: "GPTConfig", family: Family) -> list[str]:
     allowed |= {"num_kv_heads": [num_heads], "head_dim": [config.embd_size // num_heads], "bias": [True, False]}
     allowed |= {"rotary_base": [config.rotary_base]} | {name: [value] for name, value in family.fixed.items()}
     allowed = {name: some for name, some in allowed.items() if name not in family.fields}
-    allowed["activation"] = list(family.activations.values())
+    allowed["activation"] = list(dict.fromkeys(family.activations.values()))
     unfit = [
         f"{name} is {values[name]}, expected {' or '.join(map(str, some))}"
         for name, some in allowed.items()

@@ -61,9 +61,9 @@ def make_optimizer(model: "GPT", config: "TrainConfig", precision: str, ranks: R
     if config.optimizer == "adamw":
         return torch.optim.AdamW([{"lr_ratio": 1.0} | group for group in groups], **options)
     groups[0]["params"] = params["embedding"] + params["head"]
-    parts, lr_ratio = [model.config.parts(name) for name in roles["matrix"]], config.muon_lr / (config.max_lr or 1.0)
+    parts, lr_ratio = [model.config.parts(name) for name in roles["matrix"]], config.muon_lr / config.max_lr
     groups.append({"params": params["matrix"], "parts": parts, "lr_ratio": lr_ratio, "momentum": config.muon_momentum})
-    return Muon([{"lr_ratio": 1.0} | group for group in groups if group["params"]], ranks, precision, **options)
+    return Muon([{"lr_ratio": 1.0} | group for group in groups], ranks, precision, **options)
 
 
 def checkpoint_bytes(model: "GPT", optimizer: str) -> int:

@@ -75,9 +75,9 @@ class Saves:
             read_results: waits for the results of all steps; called only if a save is due.
         """
         self.report()
-        freq, tiers = self.config.checkpoint_freq, list(milestones)
-        if freq and step and step % freq == 0:
-            tiers.append(ROLLING.format(step))
+        freq = self.config.checkpoint_freq
+        tiers = [ROLLING.format(step)] if freq and step and step % freq == 0 else []
+        tiers += milestones
         by_the_clock = self.ranks.any(bool(step) and self._is_late())  # rank 0 decides: on the others it never is
         if (tiers or by_the_clock or last) and step != self.saved_step:
             read_results()

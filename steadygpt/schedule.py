@@ -53,14 +53,15 @@ def notes_of_decay(config: "TrainConfig", schedule: Schedule, checkpoint: dict |
     Args:
         checkpoint: that the run resumes from, if any, on rank 0.
     """
-    notes = []
-    if schedule.stable_steps is not None:
+    notes, step = [], checkpoint["step"] if checkpoint else 0
+    if (schedule.stable_steps or 0) > step:
         notes.append(f"stable.pt at step {schedule.stable_steps:,}: --resume stable --max_steps N trains longer")
     groups = checkpoint["optimizer"].get("param_groups") if checkpoint else None
-    if checkpoint and groups and checkpoint["step"] >= config.warmup_steps:
-        before, now = groups[0]["lr"], learning_rate(config, checkpoint["step"], schedule.max_steps)
+    if checkpoint and groups and step >= config.warmup_steps:
+        before, now = groups[0]["lr"], learning_rate(config, step, schedule.max_steps)
         if now > 1.1 * before:
-            advice = "; --resume stable continues from before the decay" * (schedule.stable_steps is not None)
+            had_cooldown = checkpoint["train_config"].get("schedule") == "wsd"
+            advice = "; --resume stable continues from before the decay" * had_cooldown
             notes.append(f"the learning rate rises from {before:.2e} to {now:.2e}{advice}")
     return notes
 
@@ -90,12 +91,13 @@ def make_schedule(
             f"--warmup_steps {warmup_steps} is not shorter than the run of {max_steps} steps; "
             f"try --warmup_steps {max_steps // 10}"
         )
-    stable_steps = decay_start(replace(config, warmup_steps=warmup_steps), max_steps)
-    if config.resume == "stable" and step > stable_steps:
-        enough = math.ceil(step / (1 - config.cooldown)) if config.cooldown < 1 else 0
-        raise UserError(
-            f"--resume stable is at step {step:,}, but a run of {max_steps:,} steps cools down from step "
-            f"{stable_steps:,} on; give at least --max_steps {enough}"
-        )
-    rows_per_epoch, steps = data.train.rows_per_epoch, stable_steps if config.schedule == "wsd" else None
-    return Schedule(rows_per_step, rows_per_epoch, config.steps_per_epoch, max_steps, warmup_steps, steps)
+    stable_steps = None
+    if config.schedule == "wsd":
+        stable_steps = decay_start(replace(config, warmup_steps=warmup_steps), max_steps)
+        if config.resume == "stable" and step > stable_steps and config.cooldown < 1:
+            raise UserError(
+                f"--resume stable is at step {step:,}, but a run of {max_steps:,} steps cools down from step "
+                f"{stable_steps:,} on; give at least --max_steps {math.ceil(step / (1 - config.cooldown))}"
+            )
+    rows_per_epoch = data.train.rows_per_epoch
+    return Schedule(rows_per_step, rows_per_epoch, config.steps_per_epoch, max_steps, warmup_steps, stable_steps)

@@ -115,7 +115,7 @@ def _rows(name: str, file: str) -> Sequence[Any]:
         try:
             return read_split(TASKS[name].dataset, TASKS[name].split)
         except (UserError, OSError) as error:
-            raise UserError(f"{error}; or give its file: --eval_tasks {name}=FILE") from error
+            raise UserError(f"{error}; or give its file: {name}=FILE") from error
     try:
         lines = Path(file).read_text(encoding="utf-8").rstrip("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:

@@ -115,7 +115,8 @@ def test_the_plan_says_where_the_cool_down_begins(workdir, capsys):
 def test_resume_that_raises_a_cooled_down_learning_rate_says_so(workdir, capsys):
     run_modern(*folders("a"))
     assert run_here("--resume", "latest", "--max_steps", "20", *folders("a")) == 0
-    assert "the learning rate rises from" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "the learning rate rises from" in said and "; --resume stable continues" in said
     assert run_here("--resume", "stable", "--max_steps", "20", *folders("a")) == 0
     assert "the learning rate rises from" not in capsys.readouterr().out
 
@@ -126,6 +127,19 @@ def test_stable_cannot_be_extended_to_fewer_steps_than_it_has(workdir):
         "--resume stable is at step 6, but a run of 7 steps cools down from step 5 on; give at least --max_steps 8"
         in fails("--resume", "stable", "--max_steps", "7", *folders("a"))
     )
+
+
+def test_a_plan_names_stable_only_where_the_run_will_write_it(workdir, capsys):
+    run_modern("--schedule", "cosine", "--checkpoint_freq", "6", *folders("a"))
+    later = ("--resume", "a/rolling_step_000006.pt", "--schedule", "wsd", "--allow_changes", "--dry_run")
+    capsys.readouterr()
+    assert run_here(*later, *folders("a")) == 0
+    said = capsys.readouterr().out
+    assert "the learning rate rises from" in said and "stable" not in said
+
+
+def test_muon_needs_a_learning_rate(workdir):
+    assert "--optimizer muon needs a --max_lr above 0" in fails(*MODERN, "--max_lr", "0")
 
 
 def test_a_schedule_without_a_cool_down_has_no_stable_checkpoint(workdir):

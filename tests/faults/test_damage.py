@@ -118,7 +118,7 @@ def test_foreign_files_are_refused_and_their_code_is_not_run(stopped_run):
     for file, words in {
         "foreign.pt": "not a SteadyGPT checkpoint (expected format_version, int)",
         "weights.pt": "not a SteadyGPT checkpoint",
-        "newer.pt": "format 99; expected at most 2: update SteadyGPT",
+        "newer.pt": "format 99; expected at most 3: update SteadyGPT",
         "code.pt": "holds more than tensors and plain types; it was not loaded",
         "zipped.pt": "holds more than tensors and plain types; it was not loaded",
         "old-style.pt": "not a checkpoint",
@@ -141,4 +141,4 @@ def test_a_checkpoint_of_format_1_is_read(stopped_run):
     torch.save(saved | {"format_version": 1, "data_fingerprint": "0123abcd"}, folder / "latest.pt")
     run_to_end(*FLAGS, *folders("older"), "--resume")
     assert load(folder / "latest.pt")["step"] == 12
-    assert load(folder / "latest.pt")["format_version"] == 2
+    assert load(folder / "latest.pt")["format_version"] == 3
