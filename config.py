@@ -95,7 +95,7 @@ class TrainConfig(GPTConfig):
                          "wsd's cool-down, to train longer), or a file; bare --resume is latest; also "
                          "--resume_from_checkpoint", "checkpoints", bare="latest",
                          aliases=("resume_from_checkpoint",), on_resume="launch")
-    allow_changes: bool = option(False, "on resume: let batch size, learning rates, schedule, dropout and the constants "
+    allow_changes: bool = option(False, "on resume: let batch size, learning rates, schedule, dropout and constants "
                                  "of the optimizer differ from the checkpoint's", "checkpoints", on_resume="launch")
     list_checkpoints: bool = option(False, "print a table of checkpoint_dir and exit", "checkpoints",
                                     on_resume="launch")
