@@ -70,7 +70,7 @@ def test_training_continues_without_hellaswag(failing_network, ranks):
     text = run_to_end("--hellaswag_freq", "4", *folders("run"), ranks=ranks, faults=[failing_network])
     assert text.count("warning: ") == 1
     assert "warning: no HellaSwag in this run: hf:Rowan/hellaswag: no answer (" in text
-    assert "or give its file: --eval_tasks hellaswag=FILE" in text
+    assert "or give its file: hellaswag=FILE" in text
     assert "finished after 8 steps" in text
 
 
