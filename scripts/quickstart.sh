@@ -31,7 +31,7 @@ cat <<'END'
   source .venv/bin/activate
   ./start_tensorboard.sh                                              curves at http://localhost:6006
   ./monitor_training.sh checkpoints/quickstart                        state, curves and speed in the terminal
-  ./resume_training.sh --resume stable --checkpoint_dir checkpoints/quickstart --max_steps 2400      train it longer
+  ./resume_training.sh --resume stable --checkpoint_dir checkpoints/quickstart --max_steps 2000      train it longer
   python generate.py best --checkpoint_dir checkpoints/quickstart --prompt "import " --num_seq 3
 
   your own text
