@@ -197,7 +197,7 @@ def as_checkpoint(content: Any, path: Path) -> dict:
         )
     if content["format_version"] == 1:  # it identified its data in another way and kept no recent losses
         content |= {"data_fingerprint": {}, "recent_losses": [], "bad_steps": 0}
-    if content["format_version"] < 3:  # it named two fields of the shape for the only choice of that time
+    if content["format_version"] < 3:  # it had only GELU and LayerNorm, and named these fields after them
         for options in (content["model_config"], content["train_config"]):
             if "gelu" in options:
                 options["activation"] = {"tanh": "gelu_tanh", "exact": "gelu"}[options.pop("gelu")]

@@ -51,19 +51,19 @@ def make_optimizer(model: "GPT", config: "TrainConfig", precision: str, ranks: R
     """
     roles = model.parameters_by_role()
     params = {role: list(parameters.values()) for role, parameters in roles.items()}
+    muon = config.optimizer == "muon"
     groups: list[dict[str, Any]] = [
-        {"params": params["embedding"] + params["matrix"] + params["head"]},
-        {"params": params["vector"], "weight_decay": 0.0},
+        {"params": params["embedding"] + ([] if muon else params["matrix"]) + params["head"], "lr_ratio": 1.0},
+        {"params": params["vector"], "lr_ratio": 1.0, "weight_decay": 0.0},
     ]
     betas = config.adam_beta1, config.adam_beta2
     options: dict[str, Any] = {"lr": config.max_lr, "betas": betas, "eps": config.adam_eps, "fused": True}
     options["weight_decay"] = config.weight_decay
-    if config.optimizer == "adamw":
-        return torch.optim.AdamW([{"lr_ratio": 1.0} | group for group in groups], **options)
-    groups[0]["params"] = params["embedding"] + params["head"]
+    if not muon:
+        return torch.optim.AdamW(groups, **options)
     parts, lr_ratio = [model.config.parts(name) for name in roles["matrix"]], config.muon_lr / config.max_lr
     groups.append({"params": params["matrix"], "parts": parts, "lr_ratio": lr_ratio, "momentum": config.muon_momentum})
-    return Muon([{"lr_ratio": 1.0} | group for group in groups], ranks, precision, **options)
+    return Muon(groups, ranks, precision, **options)
 
 
 def checkpoint_bytes(model: "GPT", optimizer: str) -> int:
@@ -97,6 +97,7 @@ class Muon(torch.optim.AdamW):
         self.step_muon()
 
     def step_adamw(self) -> None:
+        """Update the groups without "parts"."""
         groups = self.param_groups
         self.param_groups = [group for group in groups if "parts" not in group]
         super().step()
@@ -104,6 +105,7 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step_muon(self) -> None:
+        """Update the groups with "parts"."""
         for group in self.param_groups:
             if "parts" in group:
                 for stacked in chunks(list(zip(group["params"], group["parts"], strict=True))):
@@ -111,15 +113,16 @@ class Muon(torch.optim.AdamW):
 
     def _update(self, stacked: Stacked, lr: float, weight_decay: float, momentum: float) -> None:
         skipped, matrices = getattr(self, "found_inf", None), list[Tensor]()
+        skips = None if skipped is None else skipped > 0
         for parameter, parts in stacked:
             state = self.state[parameter]
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
             average = state["momentum_buffer"].lerp(parameter.grad, 1 - momentum)
             update = parameter.grad.lerp(average, momentum)  # type: ignore[union-attr]
-            if skipped is not None:  # the gradient may be NaN
-                average = torch.where(skipped > 0, state["momentum_buffer"], average)
-                update = torch.where(skipped > 0, 0.0, update)
+            if skips is not None:  # the gradient may be NaN
+                average = torch.where(skips, state["momentum_buffer"], average)
+                update = torch.where(skips, 0.0, update)
             state["momentum_buffer"].copy_(average)
             matrices += full_tensor(update.to(self.dtype)).split(parts)
         updates = iter(orthogonalized(matrices, self.ranks))
@@ -133,19 +136,22 @@ class Muon(torch.optim.AdamW):
 def chunks(stacked: Stacked) -> Iterator[Stacked]:
     """Cut a list of parameters into chunks of at most AT_ONCE numbers, or of one parameter."""
     chunk: Stacked = []
+    size = 0
     for parameter, parts in stacked:
-        if chunk and sum(p.numel() for p, _ in chunk) + parameter.numel() > AT_ONCE:
+        size += parameter.numel()
+        if chunk and size > AT_ONCE:
             yield chunk
-            chunk = []
+            chunk, size = [], parameter.numel()
         chunk.append((parameter, parts))
     if chunk:
         yield chunk
 
 
 def orthogonalized(matrices: list[Tensor], ranks: Ranks) -> list[Tensor]:
-    """Return the nearest (semi-)orthogonal matrices, about; those of one shape, or its transpose, are one batch.
+    """Return the nearest (semi-)orthogonal matrices, approximately.
 
-    Each rank has all matrices, computes its share of each batch, and gets the results of the others.
+    Matrices of one shape, or its transpose, are one batch. Every rank has all matrices, computes its share of each
+    batch, and receives the results of the other ranks.
     """
     results, batches = list(matrices), defaultdict[tuple[int, ...], list[int]](list)
     for index, matrix in enumerate(matrices):
