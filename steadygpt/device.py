@@ -112,7 +112,7 @@ def use_fp8(blocks: nn.Module, device: torch.device) -> None:
 
     On a CPU the rounding is emulated, which is slow and only good for trying it.
 
-    Raises: UserError when torchao is missing or the GPU has no fp8.
+    Raises: UserError when torchao is missing, the GPU has no fp8, or a width does not suit it.
     """
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -120,6 +120,13 @@ def use_fp8(blocks: nn.Module, device: torch.device) -> None:
         raise UserError("--precision fp8 needs torchao; pip install torchao==0.18.0") from None
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise UserError(f"--precision fp8: {torch.cuda.get_device_name(device)} has no fp8 units; use bf16 or fp16")
+    for linear in blocks.modules():
+        if isinstance(linear, nn.Linear) and any(size % 16 for size in linear.weight.shape):
+            rows, columns = linear.weight.shape
+            raise UserError(
+                f"--precision fp8: a matrix of the blocks is {rows} x {columns}; expected multiples of 16. "
+                "Change --embd_size or --intermediate_size, or use bf16"
+            )
     convert_to_float8_training(blocks, config=Float8LinearConfig(emulate=device.type != "cuda"))
 
 

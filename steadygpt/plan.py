@@ -179,6 +179,7 @@ def describe(
     files = config.keep_checkpoints + 3 + math.ceil(schedule.epochs(schedule.max_steps * schedule.rows_per_step))
     files += (WAITING + 1) * bool(config.mirror)  # files that stay until they are uploaded
     commit = git_commit()
+    emulated = ", emulated slowly" * (precision == "fp8" and ranks.device.type != "cuda")
     lines = [
         f"version      {f'commit {commit[:12]}{commit[40:]}, ' * bool(commit)}torch {torch.__version__}, "
         f"Python {platform.python_version()}",
@@ -193,7 +194,7 @@ def describe(
         f"{schedule.rows_per_epoch / schedule.rows_per_step:,.1f} steps an epoch, "
         f"{schedule.epochs(schedule.max_steps * schedule.rows_per_step):.2f} epochs; "
         f"{schedule.warmup_steps:,} steps of warm-up",
-        f"device       {ranks.world_size} x {device_name(ranks.device)}, {precision}, {config.sharding}",
+        f"device       {ranks.world_size} x {device_name(ranks.device)}, {precision}{emulated}, {config.sharding}",
         f"memory       {_memory_text(memory, 'a rank')}",
         f"host memory  {_memory_text(host, 'on rank 0')} (rank 0 only)",
         f"checkpoints  {checkpoint / 1e9:.2f} GB each, at most {files} in {folder}: {files * checkpoint / 1e9:.1f} GB; "

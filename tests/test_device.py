@@ -16,7 +16,7 @@ from hellaswag_eval import Tree, ending_losses
 from model import GPT, GPTConfig
 from steadygpt import device, host
 from steadygpt.cli import RankError, UserError
-from steadygpt.device import autocast, choose_precision, evaluating, memory_bytes
+from steadygpt.device import autocast, choose_precision, evaluating, memory_bytes, use_fp8
 from steadygpt.distributed import Ranks
 
 
@@ -209,3 +209,9 @@ def test_more_processes_than_gpus_are_reported_once(monkeypatch):
         with pytest.raises(UserError, match="start torchrun with --nproc_per_node=2") as raised:
             device.choose_device("auto")
         assert type(raised.value) is kind
+
+
+def test_fp8_is_refused_for_widths_that_its_units_cannot_multiply():
+    pytest.importorskip("torchao")
+    with pytest.raises(UserError, match="a matrix of the blocks is 24 x 16; expected multiples of 16"):
+        use_fp8(torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Linear(16, 24)), torch.device("cpu"))

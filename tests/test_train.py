@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import assert_same_state, in_ranks, load, metrics, need_gpus, run, run_here, write_data
+from conftest import MODERN, assert_same_state, in_ranks, load, metrics, need_gpus, run, run_here, write_data
 
 import train
 from steadygpt.cli import UserError
@@ -121,12 +121,13 @@ def test_gradient_accumulation_equals_one_large_batch(workdir):
     assert all(abs(one[step] - other[step]) < 1e-5 for step in one)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8"])
-def test_reduced_precision_stays_close_to_fp32(workdir, precision):
+@pytest.mark.parametrize(("precision", "recipe"), [("bf16", []), ("fp16", []), ("fp8", []), ("fp8", MODERN)])
+def test_reduced_precision_stays_close_to_fp32(workdir, capsys, precision, recipe):
     if precision == "fp8":
         pytest.importorskip("torchao")
-    assert run_here(*folders("a")) == 0
-    assert run_here("--precision", precision, *folders("b")) == 0
+    assert run_here(*recipe, *folders("a")) == 0
+    assert run_here(*recipe, "--precision", precision, *folders("b")) == 0
+    assert ("fp8, emulated slowly" in capsys.readouterr().out) == (precision == "fp8")
     one, other = metrics("logs-a", "loss"), metrics("logs-b", "loss")
     assert one != other
     assert all(abs(one[step] - other[step]) < 0.05 for step in one)
