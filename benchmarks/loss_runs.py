@@ -32,7 +32,7 @@ SEEDS = (1337, 1338, 1339)  # nanoGPT's own is 1337
 SWEEP: dict[str, dict[str, tuple[float, ...]]] = {
     "gpt2": {"max_lr": (1e-3, 2e-3, 4e-3, 8e-3)},
     "nanogpt": {"learning_rate": (6e-4, 1e-3, 2e-3, 4e-3, 8e-3)},
-    "modern": {"muon_lr": (0.005, 0.01, 0.02, 0.04), "max_lr": (2e-3, 4e-3, 8e-3, 16e-3)},
+    "modern": {"muon_lr": (0.0025, 0.005, 0.01, 0.02), "max_lr": (2e-3, 4e-3, 8e-3, 16e-3)},
 }
 SWEPT_LENGTH = 0.3  # of the recipe's runs in the sweep, in steps of the references
 LENGTHS = (0.2, 0.3, 0.7, 1.0)  # of the recipe's runs, in steps of the references
@@ -87,7 +87,7 @@ SCALES = {
 }
 TINY = Scale("stdlib", 1, 2, 16, 16, 2, 1, 20, 10, 64, 2, tuple(SIDES), compiled=False)  # --quick
 POINTS = 20  # of a curve, at least
-WARM_UP = 30  # the warm-up of the references is 1 / WARM_UP of their steps
+WARM_UP = 30  # the warm-up is 1 / WARM_UP of the steps
 
 Settings = tuple[tuple[str, object], ...]
 
@@ -209,12 +209,12 @@ def options_of(scale: Scale, run: Run) -> list[str]:
             lr_decay_iters=run.steps, warmup_iters=warm_up, min_lr=changes["learning_rate"] / 10, **changes,
             eval_interval=every, eval_iters=50, device="cuda" if cuda else "cpu", compile=scale.compiled,
         )  # fmt: skip
-    if run.side == "gpt2":  # the recipe has its own
-        changes = {"warmup_steps": warm_up, "min_lr": changes["max_lr"] / 10} | changes
+    if run.side == "gpt2":
+        changes = {"min_lr": changes["max_lr"] / 10} | changes
     return flags(
         config=run.side, num_layers=scale.layers, num_heads=scale.heads, embd_size=scale.width,
         context_length=scale.context, mini_batch_size=scale.rows, total_batch_size=scale.tokens, max_steps=run.steps,
-        seed=run.seed, compile="on" if scale.compiled else "off",
+        warmup_steps=warm_up, seed=run.seed, compile="on" if scale.compiled else "off",
         eval_freq=every, eval_tokens=scale.eval_tokens, hellaswag_freq=0, sample_freq=0, **changes,
     )  # fmt: skip
 
