@@ -66,7 +66,7 @@ class TrainConfig(GPTConfig):
                              on_resume="ask")
     warmup_steps: int = option(715, "steps of linear warm-up; unless given as a flag, at most a tenth of the run",
                                "optimization", on_resume="ask")
-    muon_lr: float = option(0.02, "Muon's peak learning rate; it follows the same curve", "optimization", above=0,
+    muon_lr: float = option(0.01, "Muon's peak learning rate; it follows the same curve", "optimization", above=0,
                             on_resume="ask")
     muon_momentum: float = option(0.95, "Muon's decay of the mean of gradients", "optimization", below=1,
                                   on_resume="ask")

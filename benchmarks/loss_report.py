@@ -13,16 +13,21 @@ import torch
 from benchmarks.compare import median_text, ratio_text
 from benchmarks.loss_runs import (
     ADDITIONS,
+    DATA,
     PIECES,
     REFERENCES,
     SEEDS,
     SIDES,
     Bench,
     Run,
+    Scale,
     final_runs,
+    options_of,
     piece_runs,
     sweep_runs,
 )
+from config import parse_args
+from model import GPT
 from steadygpt.device import choose_precision
 
 COLORS = {"gpt2": "#9a9a9a", "nanogpt": "#e88b1a", "modern": "#1a4f8b"}
@@ -54,10 +59,19 @@ def heading(bench: Bench) -> str:
     theirs = "bf16" if cuda else "fp32"
     return (
         f"### {bench.name}: {s.layers} layers, {s.heads} heads, {s.width} wide, context {s.context}\n\n"
+        f"{size_text(s, 'gpt2')}; {size_text(s, 'modern')}. "
         f"Steps of {s.tokens:,} tokens, {s.steps:,} steps for the references. Text: {s.data}, {train:,} tokens; "
         f"validation on {min(s.eval_tokens, val):,} held-out tokens. {machine}, torch {torch.__version__}, ours in "
         f"{choose_precision('auto', device)}, nanoGPT in {theirs}; {time.strftime('%Y-%m-%d')}."
     )
+
+
+def size_text(scale: Scale, side: str) -> str:
+    config, _ = parse_args(options_of(scale, Run(side, (("max_lr", 1e-3),), steps=100)))
+    with torch.device("meta"):
+        model = GPT(config.shape(DATA[scale.data].vocab_size), initialize=False)
+    blocks = sum(parameter.numel() for parameter in model.h.parameters())
+    return f"{SIDES[side]}: {model.num_parameters() / 1e6:.2f} M parameters, {blocks / 1e6:.2f} M of them in the blocks"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -107,6 +121,9 @@ def final_rows(bench: Bench) -> Iterator[tuple[str, ...]]:
             continue
         seeds = f"{len(losses)} seed{'s' * (len(losses) > 1)}"
         title = f"{SIDES[side]}{Run(side, changes, steps).settings()}, {steps:,} steps, {seeds}"
+        if diverged := losses.count(math.inf):
+            yield title, f"diverged: {diverged} of {seeds}", "", "", ""
+            continue
         if side not in REFERENCES:
             yield title, spread(losses), "", "", ""
             continue
@@ -144,7 +161,7 @@ def sweep_rows(bench: Bench) -> Iterator[tuple[str, ...]]:
         losses = {run: loss for run in group if (loss := bench.loss(run)) is not None}
         for run, loss in losses.items():
             best = "**" * (loss == min(losses.values()))
-            yield SIDES[side], run.settings().strip(), f"{best}{loss_text(loss)}{best}"
+            yield SIDES[side], run.settings().strip() or "as it is", f"{best}{loss_text(loss)}{best}"
 
 
 def piece_rows(bench: Bench) -> Iterator[tuple[str, ...]]:
@@ -192,7 +209,7 @@ def draw(benches: Sequence[Bench], file: Path) -> None:
             minutes = statistics.median(seconds.get(run.side, [math.nan])) / 60
             for axes, of_a_step in ((by_tokens, bench.scale.tokens / 1e6), (by_time, minutes)):
                 axes.plot([step * of_a_step for step, _ in points], [loss for _, loss in points], **style)
-        by_tokens.set(title=f"{bench.name} parameters", xlabel="million tokens")
+        by_tokens.set(title=f"{bench.scale.layers} layers, {bench.scale.width} wide", xlabel="million tokens")
         by_time.set(title="the same runs", xlabel="minutes of training")
         for axes in (by_tokens, by_time):
             axes.set_ylabel("validation loss")

@@ -29,30 +29,36 @@ from steadygpt.durable import replace_file
 SIDES = {"gpt2": "GPT-2", "nanogpt": "nanoGPT", "modern": "the recipe"}
 REFERENCES = ("gpt2", "nanogpt")
 SEEDS = (1337, 1338, 1339)  # nanoGPT's own is 1337
-SWEEP: dict[str, dict[str, tuple[float, ...]]] = {
-    "gpt2": {"max_lr": (1e-3, 2e-3, 4e-3, 8e-3)},
-    "nanogpt": {"learning_rate": (6e-4, 1e-3, 2e-3, 4e-3, 8e-3)},
-    "modern": {"muon_lr": (0.0025, 0.005, 0.01, 0.02), "max_lr": (2e-3, 4e-3, 8e-3, 16e-3)},
+Settings = tuple[tuple[str, object], ...]
+
+
+def each(name: str, *values: float) -> list[Settings]:
+    return [((name, value),) for value in values]
+
+
+SWEEP: dict[str, list[Settings]] = {
+    "gpt2": each("max_lr", 1e-3, 2e-3, 4e-3, 8e-3),
+    "nanogpt": each("learning_rate", 6e-4, 1e-3, 2e-3, 4e-3, 8e-3),
+    "modern": [(), *each("muon_lr", 0.0025, 0.005, 0.02), *each("max_lr", 2e-3, 8e-3, 16e-3)],
 }
 SWEPT_LENGTH = 0.3  # of the recipe's runs in the sweep, in steps of the references
 LENGTHS = (0.2, 0.3, 0.7, 1.0)  # of the recipe's runs, in steps of the references
-# What takes a piece away from the recipe, and what puts it into GPT-2; then what the recipe does without.
-PIECES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
-    "rotary positions": (("rotary_pct", 0), ("rotary_pct", 1)),
-    "RMSNorm": (("norm", "layernorm"), ("norm", "rmsnorm")),
-    "QK-norm": (("qk_norm", "off"), ("qk_norm", "on")),
-    "SwiGLU": (("activation", "gelu_tanh"), ("activation", "swiglu")),
-    "untied head": (("tied_head", "on"), ("tied_head", "off")),
-    "no biases": (("bias", "on"), ("bias", "off")),
-    "Muon": (("optimizer", "adamw"), ("optimizer", "muon")),
-    "linear cool-down": (("schedule", "cosine"), ("schedule", "wsd")),
-    "no weight decay": (("weight_decay", 0.1), ("weight_decay", 0)),
+# What takes a piece away from the recipe, and what puts it into GPT-2.
+PIECES: dict[str, tuple[Settings, Settings]] = {
+    "rotary positions": ((("rotary_pct", 0),), (("rotary_pct", 1),)),
+    "RMSNorm": ((("norm", "layernorm"),), (("norm", "rmsnorm"),)),
+    "QK-norm": ((("qk_norm", "off"),), (("qk_norm", "on"),)),
+    "SwiGLU": ((("activation", "gelu_tanh"),), (("activation", "swiglu"),)),
+    "untied head": ((("tied_head", "on"),), (("tied_head", "off"),)),
+    "no biases": ((("bias", "on"),), (("bias", "off"),)),
+    "Muon": ((("optimizer", "adamw"),), (("optimizer", "muon"),)),
+    "linear cool-down to 0": ((("schedule", "cosine"),), (("schedule", "wsd"), ("min_lr", 0))),
+    "no weight decay": ((("weight_decay", 0.1),), (("weight_decay", 0),)),
 }
-ADDITIONS: dict[str, tuple[str, object]] = {
-    "ReLU^2": ("activation", "relu2"),
-    "norms without weights": ("norm", "rmsnorm_no_weight"),
-    "soft-cap of the logits": ("logit_softcap", 15),
-    "half as many heads of keys and values": ("num_kv_heads", 2),
+ADDITIONS: dict[str, Settings] = {  # what the recipe does without
+    "ReLU^2": (("activation", "relu2"),),
+    "norms without weights": (("norm", "rmsnorm_no_weight"),),
+    "soft-cap of the logits": (("logit_softcap", 15),),
 }
 
 
@@ -71,7 +77,7 @@ class Scale:
     piece_steps: int
     eval_tokens: int
     timed_steps: int  # in each round of the timing
-    tuned: tuple[str, ...] = ("gpt2",)  # sides with a sweep. Others: nanoGPT, one seed, as GPT-2; the recipe as it is
+    tuned: tuple[str, ...] = ("gpt2",)  # sides with a sweep; elsewhere nanoGPT has one seed and GPT-2's learning rate
     compiled: bool = True
 
     @property
@@ -88,8 +94,6 @@ SCALES = {
 TINY = Scale("stdlib", 1, 2, 16, 16, 2, 1, 20, 10, 64, 2, tuple(SIDES), compiled=False)  # --quick
 POINTS = 20  # of a curve, at least
 WARM_UP = 30  # the warm-up is 1 / WARM_UP of the steps
-
-Settings = tuple[tuple[str, object], ...]
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,7 @@ class Bench:
     def tuned(self, side: str) -> Settings | None:
         """Return the settings with the lowest loss in the sweep of a reference; None while the sweep is incomplete.
 
-        Where nanoGPT has no sweep, it takes the learning rate of our GPT-2, which is the same model.
+        Where nanoGPT has no sweep, it takes the learning rate of our GPT-2, which differs in biases and GELU only.
         """
         if side == "nanogpt" and side not in self.scale.tuned:
             return tuple(("learning_rate", rate) for _, rate in self.tuned("gpt2") or ()) or None
@@ -156,9 +160,9 @@ class Bench:
 def sweep_runs(bench: Bench) -> list[Run]:
     """Return one run for each value, with the other settings of its side; short ones for the recipe."""
     return [
-        Run(side, ((name, value),), round((1 if side in REFERENCES else SWEPT_LENGTH) * bench.scale.steps))
-        for side, settings in SWEEP.items() if side in bench.scale.tuned
-        for name, values in settings.items() for value in values
+        Run(side, changes, round((1 if side in REFERENCES else SWEPT_LENGTH) * bench.scale.steps))
+        for side in SIDES if side in bench.scale.tuned
+        for changes in SWEEP[side]
     ]  # fmt: skip
 
 
@@ -180,7 +184,7 @@ def piece_runs(bench: Bench) -> list[Run]:
     return [
         Run(side, base + change, bench.scale.piece_steps)
         for (side, base), index in zip(sides.items(), (0, 1), strict=True) if base is not None
-        for change in [(), *((piece[index],) for piece in PIECES.values()), *((one,) for one in ADDITIONS.values())]
+        for change in [(), *(piece[index] for piece in PIECES.values()), *ADDITIONS.values()]
     ]  # fmt: skip
 
 
@@ -255,13 +259,14 @@ def recorded_options(scale: Scale, run: Run) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Data:
-    """A tokenizer, and the number of rows that nanoGPT gives its embedding table for it."""
+    """A tokenizer, its vocabulary, and the number of rows that nanoGPT gives its embedding table for it."""
 
     tokenizer: str
+    vocab_size: int
     rows: int
 
 
-DATA = {"stdlib": Data("bytes", 257), "packages": Data("gpt2", 50304)}
+DATA = {"stdlib": Data("bytes", 257, 257), "packages": Data("gpt2", 50257, 50304)}
 HELD_OUT = 10  # of the packages, about one of so many is validation data
 
 

@@ -22,6 +22,7 @@ removed. An interrupted run of ours resumes. One of nanoGPT starts again, becaus
 import argparse
 import importlib.util
 import json
+import math
 import os
 import re
 import subprocess
@@ -84,20 +85,21 @@ def train(bench: Bench, run: Run, progress: Callable[[int, float], None]) -> Non
     check_unchanged(folder, recorded_options(bench.scale, run))
     if bench.loss(run) is not None:
         return
-    points: dict[int, dict[str, float | None]] = {}
+    points: dict[int, float] = {}
     try:
         with output_of(*command_of(bench, run, folder)) as lines:
             for found in filter(None, map(POINT.match, lines)):
                 step, loss = int(found[1]), float(found[2])
-                points[step] = {"val_loss": loss}
+                points[step] = loss
                 progress(step, loss)
     except UserError:
         if "non-finite" not in read_status(folder).get("reason", ""):
             raise
-        write_json(folder / EVALUATIONS, points | {run.steps: {"val_loss": None}})
+        write_points(folder, points | {run.steps: math.nan})
     if run.side == "nanogpt":
-        points[run.steps] = {"val_loss": evaluate(bench, folder / "ckpt.pt")}
-        write_json(folder / EVALUATIONS, points)
+        if not math.isnan(points[run.steps]):
+            points[run.steps] = evaluate(bench, folder / "ckpt.pt")
+        write_points(folder, points)
     if bench.loss(run) is None:
         raise UserError(f"{folder}: stopped before step {run.steps}. Run the same command again")
     for weights in folder.glob("*.pt"):
@@ -117,6 +119,10 @@ def check_unchanged(folder: Path, options: dict[str, object]) -> None:
         now = ", ".join(str(options.get(name, "default")) for name in differ)
         raise UserError(f"{folder}: trained with {changes}; expected {now}. Delete the folder to train again")
     write_json(record, options)
+
+
+def write_points(folder: Path, points: dict[int, float]) -> None:
+    write_json(folder / EVALUATIONS, {step: {"val_loss": loss} for step, loss in points.items()})
 
 
 def write_json(file: Path, content: object) -> None:
@@ -165,8 +171,8 @@ def evaluate(bench: Bench, checkpoint: Path) -> float:
         total_batch_size=scale.tokens, eval_tokens=scale.eval_tokens, eval_freq=1, hellaswag_freq=0, sample_freq=0,
     )  # fmt: skip
     with output_of([sys.executable, "train.py", "--eval_only", *options], REPO) as lines:
-        (loss,) = (float(line.split()[-1]) for line in lines if line.startswith("val loss"))
-    return loss
+        losses = [float(line.split()[-1]) for line in lines if line.startswith("val loss")]
+    return losses[0]  # there is one, or the evaluation failed
 
 
 def run_group(bench: Bench, group: str, runs: Sequence[Run]) -> int:
@@ -201,8 +207,7 @@ def measure_time(bench: Bench) -> None:
     measured: dict[str, Callable[[], float]] = {}
     with tempfile.TemporaryDirectory() as name, held_programs() as programs:
         for side in SIDES if bench.nanogpt else [side for side in SIDES if side != "nanogpt"]:
-            (setting, values), *_ = SWEEP[side].items()  # a learning rate does not change the time
-            run = Run(side, ((setting, values[0]),) if side in REFERENCES else (), steps=10**6)
+            run = Run(side, SWEEP[side][0], steps=10**6)  # a learning rate does not change the time
             command, cwd = command_of(bench, run, Path(name, side), **quiet[side])
             programs[side] = HeldProgram(command, cwd, r"step +\d+/|iter \d+:")
             programs[side].seconds_per_step(bench.scale.timed_steps)  # before the next one competes for the cores

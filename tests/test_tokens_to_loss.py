@@ -85,23 +85,27 @@ def test_the_reason_of_a_failure_is_one_line(tmp_path):
         assert "step 1\n" in lines
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_run_of_nanogpt_ends_with_our_loss(bench, seed, monkeypatch):
-    """The stand-in prints its seed as the loss; nanoGPT has no option for it."""
+def with_nanogpt(bench: Bench, losses: str) -> Bench:
+    """Add a stand-in for nanoGPT, whose losses are an expression of `step` and of its seed."""
     checkout = bench.out / "nanoGPT"
     checkout.mkdir()
     (checkout / "train.py").write_text(
         "import sys\n"
         "from pathlib import Path\n"
         "manual_seed = float\n"
+        "seed = manual_seed(1337 + 0)\n"
         "for step in (0, 50, 100):\n"
-        "    print(f'step {step}: train loss 9.0, val loss {manual_seed(1337 + 0)}')\n"
+        f"    print(f'step {{step}}: train loss 9.0, val loss', {losses})\n"
         "(out,) = (arg[10:] for arg in sys.argv if arg.startswith('--out_dir='))\n"
         "Path(out, 'ckpt.pt').touch()\n"
     )
-    evaluated = []
+    return dataclasses.replace(bench, nanogpt=checkout)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_run_of_nanogpt_ends_with_our_loss(bench, seed, monkeypatch):
+    bench, evaluated = with_nanogpt(bench, "seed"), []  # nanoGPT has no option for it
     monkeypatch.setattr(tokens_to_loss, "evaluate", lambda _, checkpoint: evaluated.append(checkpoint) or 1.5)
-    bench = Bench(bench.name, bench.scale, bench.out, checkout)
     run, seen = Run("nanogpt", (("learning_rate", 1e-3),), 100, seed), []
     train(bench, run, lambda *point: seen.append(point))
     assert seen == [(50, seed), (100, seed)]
@@ -120,6 +124,20 @@ def test_a_divergence_is_a_result(bench, monkeypatch):
     train(bench, run, lambda *_: None)
     assert bench.losses(run) == {5: 7.5, 100: float("inf")}
     assert "| GPT-2 | max_lr 0.008 | **diverged** |" in markdown(bench)
+
+
+def test_a_divergence_of_nanogpt_is_a_result(bench):
+    bench = with_nanogpt(bench, "2.5 if step < 100 else float('nan')")
+    run = Run("nanogpt", (("learning_rate", 1),), 100)
+    train(bench, run, lambda *_: None)
+    assert bench.losses(run) == {50: 2.5, 100: float("inf")}
+
+
+def test_nothing_is_compared_with_a_reference_that_diverged(bench):
+    finish_sweep(bench)
+    for run in GROUPS["final"](bench):
+        finish(bench, run, {10: 2.1, run.steps: None if (run.side, run.seed) == ("gpt2", SEEDS[1]) else 2.0})
+    assert "| GPT-2 max_lr 0.002, 100 steps, 3 seeds | diverged: 1 of 3 seeds |  |  |  |" in markdown(bench)
 
 
 def test_the_references_are_trained_at_the_best_setting_of_their_sweep(bench):
