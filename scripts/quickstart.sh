@@ -3,6 +3,12 @@
 # cores. Downloads only the Python packages. Run it again at any time: it continues from the last checkpoint, or says
 # that the run is finished. Flags are passed to train.py.
 set -euo pipefail
+for flag in "$@"; do
+    case $flag in --config* | --checkpoint?dir* | --dry?run* | --eval?only*)
+        echo "error: quickstart.sh takes no ${flag%%=*}: it trains the preset quickstart in checkpoints/quickstart; give it to train.py" >&2
+        exit 2
+    esac
+done
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 
 # By default, threads that wait for each other spin. Beside other programs, this makes training several times slower.
@@ -14,7 +20,11 @@ python=.venv/bin/python
 echo; echo "== 1/4  data: the Python standard library, as bytes"
 $python prepare_dataset.py --source stdlib --tokenizer bytes --out data/stdlib
 echo; echo "== 2/4  training (Ctrl-C stops and saves; run this script again to continue)"
-$python train.py --config quickstart --resume auto "$@"
+start=(--config quickstart --resume auto)
+if [ -e checkpoints/quickstart/latest.pt ]; then  # its options may have changed since: it may have been trained longer
+    start=(--resume latest --checkpoint_dir checkpoints/quickstart)
+fi
+$python train.py "${start[@]}" "$@"
 if ! grep -q '"status": "finished"' checkpoints/quickstart/status.json; then
     echo; echo "stopped and saved; ./scripts/quickstart.sh continues from here"
     exit 0
@@ -31,7 +41,7 @@ cat <<'END'
   source .venv/bin/activate
   ./start_tensorboard.sh                                              curves at http://localhost:6006
   ./monitor_training.sh checkpoints/quickstart                        state, curves and speed in the terminal
-  ./resume_training.sh --resume stable --checkpoint_dir checkpoints/quickstart --max_steps 2000      train it longer
+  NPROC=1 ./resume_training.sh --resume stable --checkpoint_dir checkpoints/quickstart --max_steps 2000  train it longer
   python generate.py best --checkpoint_dir checkpoints/quickstart --prompt "import " --num_seq 3
 
   your own text

@@ -89,7 +89,11 @@ def estimate_memory(
     memory["logits" if logits > backward else "a block's backward"] = max(logits, backward)  # one after the other
     copy = saved
     if device.type == "cuda":  # page-locked memory, of which PyTorch rounds each tensor up to a power of two
-        copy = 3 * sum(2 ** (4 * p.numel() - 1).bit_length() for p in model.parameters())
+        copies = {"matrix": 2} if config.optimizer == "muon" else {}  # of weights and of the optimizer's state
+        copy = sum(
+            copies.get(role, 3) * 2 ** (4 * p.numel() - 1).bit_length()
+            for role, parameters in model.parameters_by_role().items() for p in parameters.values()
+        )  # fmt: skip
     return {use: size for use, size in memory.items() if size}, host | {COPY: copy}
 
 

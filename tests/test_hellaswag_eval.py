@@ -153,8 +153,13 @@ def test_lm_eval_texts_equal_those_of_the_harness():
     ) == Example("Health: How to rest. Lie down. Now", ["sleep. Well."], 0, "lm_eval")
     without = {"activity_label": "High jump", "ctx": "A boy runs. the boy", "endings": ["runs."], "label": 0}
     assert lm_eval_hellaswag(without) == Example("High jump: A boy runs. the boy", ["runs."], 0, "lm_eval")
-    with pytest.raises(UserError, match="no activity_label, which --style lm_eval needs"):
-        lm_eval_hellaswag({"ctx": "A boy runs.", "endings": ["runs."], "label": 0})
+
+
+def test_an_example_without_its_activity_is_refused_with_its_place(tmp_path):
+    (tmp_path / "old.jsonl").write_text(json.dumps({"ctx": "A boy runs.", "endings": ["On.", "Off."], "label": 0}))
+    assert load_examples("hellaswag", str(tmp_path / "old.jsonl"))
+    with pytest.raises(UserError, match=r"old\.jsonl:1: not an example of HellaSwag \(KeyError\('activity_label'\)\)"):
+        load_examples("hellaswag", str(tmp_path / "old.jsonl"), "lm_eval")
 
 
 def test_lm_eval_normalizes_by_characters(model):

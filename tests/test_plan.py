@@ -57,6 +57,8 @@ def test_offload_moves_the_static_part_to_the_host():
 def test_the_copy_for_checkpoints_is_rounded_up_where_it_is_page_locked():
     assert memory()[1][COPY] == pytest.approx(2.48e9, rel=0.01)
     assert estimate_memory(CONFIG, MODEL, torch.device("cpu"), 1)[1][COPY] == 12 * N
+    matrices = 4 * 12 * (2**21 + 2**20 + 2 * 2**22)  # of 12 blocks: 3 x 768 x 768, 768 x 768, 2 of 4 x 768 x 768
+    assert memory()[1][COPY] - memory(optimizer="muon")[1][COPY] == matrices  # Muon has one moment of them, not two
 
 
 def test_autocast_copies_the_weights_only_in_eager_code():
