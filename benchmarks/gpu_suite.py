@@ -147,6 +147,11 @@ def fast_rows(args, device: str) -> Iterator[Row]:
         ([*build_nanogpt[0], "--hellaswag_file", str(file)], build_nanogpt[1]),
         missing="" if file else "--hellaswag_file is not given",
     )  # fmt: skip
+    modern = "train_speed --config modern --micro_steps 4 --rounds 3 --steps 2 --precision"
+    yield row("modern", "162 M, preset modern", 200, f"{modern} bf16")
+    yield row("modern_fp8", "162 M, preset modern in fp8, beside a GEMM in bf16", 200, f"{modern} fp8")
+    yield row("muon", "Muon, the blocks of 124 M", 200, "optimizer_cost --shape 124m --tokens 524288",
+              "optimizer_cost --shape 1m --tokens 4096 --rounds 1 --compile off")  # fmt: skip
     yield row("10m", "10 M, 64 x 256, beside nanoGPT", 160, f"{train} --shape 10m", beside=nanogpt)
     yield row("small_32k", "152 M, preset small_32k", 200, f"{train} --config small_32k --micro_steps 2")
     yield row(

@@ -10,10 +10,11 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
-from benchmarks.compare import in_turn, median_text, synchronize
+from benchmarks.compare import figure, in_turn, median_text, synchronize, write_json
 from config import parse_args
 from model import GPT, GPTConfig
 from steadygpt.device import autocast, choose_precision
@@ -30,6 +31,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16384, help="of a step")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--compile", choices=("on", "off"), default="on")
+    parser.add_argument("--json", type=Path, help="file for the result")
     args = parser.parse_args()
     layers, heads, width = SHAPES[args.shape]
     shape = ["--num_layers", layers, "--num_heads", heads, "--embd_size", width, "--context_length", CONTEXT]
@@ -68,10 +70,13 @@ def main() -> None:
         found = in_turn(sides, args.rounds, "s")
     shares = [muon / (rest + adamw + muon) for rest, adamw, muon in zip(*found.values(), strict=True)]
     N = sum(p.numel() for p in model.h.parameters()) / 1e6
-    print(f"{N:,.1f} M parameters in blocks, {micro_steps * ROWS * CONTEXT:,} tokens a step, {precision}, {device}")
+    setting = f"{N:,.1f} M parameters in blocks, {micro_steps * ROWS * CONTEXT:,} tokens a step, {precision}, {device}"
+    print(setting)
     for name, figures in found.items():
         print(f"{name}: {median_text(figures, 's')}")
     print(f"Muon's share of a step: {statistics.median(shares):.1%} ({min(shares):.1%} to {max(shares):.1%})")
+    percent = figure([100 * share for share in shares], "% of a step")
+    write_json(args.json, {"Muon": percent, "update": figure([1e3 * s for s in found["Muon"]], "ms")}, [setting])
 
 
 if __name__ == "__main__":

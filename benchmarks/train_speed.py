@@ -144,13 +144,15 @@ def main() -> None:
     parser.add_argument("--micro_steps", type=int, help="in a step (default: by --shape)")
     parser.add_argument("--eager", action="store_true", help="do not compile either side")
     parser.add_argument(
-        "--precision", nargs="+", default=["bf16", "fp32"], choices=("bf16", "fp32"), help="default: bf16 fp32"
+        "--precision", nargs="+", default=["bf16", "fp32"], choices=("bf16", "fp32", "fp8"), help="default: bf16 fp32"
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=3, help="steps timed in each round")
     parser.add_argument("--plot", type=Path, help="file for a plot of the result (pip install matplotlib)")
     parser.add_argument("--json", type=Path, help="file for the result of the first --precision")
     args, further = parser.parse_known_args()
+    if args.nanogpt and "fp8" in args.precision:
+        parser.error("--precision fp8: nanoGPT has none; expected no --nanogpt")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape, vocab_size = flags_of_shape(args.shape), SHAPES[args.shape][-1]
     batch = BATCHES[args.shape, device.type]
