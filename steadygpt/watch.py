@@ -196,7 +196,9 @@ def find_process(pid: int | None) -> dict | None:
     age_s = 0
     for number in clock.split(":"):
         age_s = 60 * age_s + int(number)
-    return {"stat": stat, "age_s": 86400 * int(days or 0) + age_s}
+    age_s += 86400 * int(days or 0)
+    # Linux's ps rounds the start up and may find an age of -1 s, in unsigned numbers.
+    return {"stat": stat, "age_s": age_s if age_s < 2**32 else 0}
 
 
 def _text(path: Path, size: int = -1) -> str:

@@ -194,6 +194,15 @@ def test_age_of_a_process():
     assert watch.find_process(process.pid) == {}
 
 
+@pytest.mark.parametrize(("etime", "age_s"), [
+    ("00:07", 7), ("02:00:01", 7201), ("3-00:00:00", 259200), ("441077234-10:25:20", 0),
+])  # fmt: skip
+def test_age_that_ps_prints(monkeypatch, etime, age_s):
+    found = subprocess.CompletedProcess([], 0, f"S    {etime}\n", "")
+    monkeypatch.setattr(watch.subprocess, "run", lambda *_, **__: found)
+    assert watch.find_process(1) == {"stat": "S", "age_s": age_s}
+
+
 def test_long_curves_are_thinned_and_keep_their_spikes():
     curve: list = []
     for start in range(0, 100_000, 1000):
