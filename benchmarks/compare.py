@@ -142,7 +142,10 @@ def load_module(file: Path) -> ModuleType:
 
 
 def gemm_flops(device: "torch.device", precision: str, seconds: float = 1.0) -> float:
-    """Measure the FLOP/s of a matrix product (2048^3, on a GPU 8192^3), a limit for training; for fp8 that of bf16."""
+    """Measure the FLOP/s of a matrix product, an upper limit for training: 2048^3, on a GPU 8192^3.
+
+    For fp8 it is measured in bf16.
+    """
     import torch
 
     n = 8192 if device.type == "cuda" else 2048

@@ -87,13 +87,7 @@ def estimate_memory(
         logits += 4 * (chunk or tokens) * model.config.vocab_size
     logits = max(logits + each * head, 3 * each * head) if chunk else logits
     memory["logits" if logits > backward else "a block's backward"] = max(logits, backward)  # one after the other
-    copy = saved
-    if device.type == "cuda":  # page-locked memory, of which PyTorch rounds each tensor up to a power of two
-        copies = {"matrix": 2} if config.optimizer == "muon" else {}  # of weights and of the optimizer's state
-        copy = sum(
-            copies.get(role, 3) * 2 ** (4 * p.numel() - 1).bit_length()
-            for role, parameters in model.parameters_by_role().items() for p in parameters.values()
-        )  # fmt: skip
+    copy = checkpoint_bytes(model, config.optimizer, page_locked=device.type == "cuda")
     return {use: size for use, size in memory.items() if size}, host | {COPY: copy}
 
 
