@@ -22,6 +22,8 @@ from steadygpt.durable import replace_file
 if TYPE_CHECKING:
     import torch
 
+    from model import GPT
+
 REPO = Path(__file__).resolve().parent.parent
 
 
@@ -139,6 +141,18 @@ def load_module(file: Path) -> ModuleType:
     sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)  # dataclasses look their module up there
     spec.loader.exec_module(module)
     return module
+
+
+def described_model(options: Sequence[str], vocab_size: int) -> "GPT":
+    """Return the model, on the meta device, that these flags of train.py describe."""
+    import torch
+
+    from config import parse_args
+    from model import GPT
+
+    config, _ = parse_args(options)
+    with torch.device("meta"):
+        return GPT(config.shape(vocab_size), initialize=False)
 
 
 def gemm_flops(device: "torch.device", precision: str, seconds: float = 1.0) -> float:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.compare import median_text, ratio_text
+from benchmarks.compare import described_model, median_text, ratio_text
 from benchmarks.loss_runs import (
     ADDITIONS,
     DATA,
@@ -18,6 +18,7 @@ from benchmarks.loss_runs import (
     REFERENCES,
     SEEDS,
     SIDES,
+    SWEEP,
     Bench,
     Run,
     Scale,
@@ -26,8 +27,6 @@ from benchmarks.loss_runs import (
     piece_runs,
     sweep_runs,
 )
-from config import parse_args
-from model import GPT
 from steadygpt.device import choose_precision
 
 COLORS = {"gpt2": "#9a9a9a", "nanogpt": "#e88b1a", "modern": "#1a4f8b"}
@@ -67,9 +66,7 @@ def heading(bench: Bench) -> str:
 
 
 def size_text(scale: Scale, side: str) -> str:
-    config, _ = parse_args(options_of(scale, Run(side, (("max_lr", 1e-3),), steps=100)))
-    with torch.device("meta"):
-        model = GPT(config.shape(DATA[scale.data].vocab_size), initialize=False)
+    model = described_model(options_of(scale, Run(side, SWEEP[side][0], steps=100)), DATA[scale.data].vocab_size)
     blocks = sum(parameter.numel() for parameter in model.h.parameters())
     return f"{SIDES[side]}: {model.num_parameters() / 1e6:.2f} M parameters, {blocks / 1e6:.2f} M of them in the blocks"
 
@@ -78,8 +75,8 @@ def size_text(scale: Scale, side: str) -> str:
 # the recipe beside the references
 
 RECIPE_COLUMNS = (
-    "share of its tokens until the recipe reaches this loss",
-    "share of its time",
+    "the recipe reaches it with this share of the tokens",
+    "of the time",
     "loss of the recipe in the same time",
 )
 Points = list[tuple[int, float]]  # step, validation loss

@@ -30,6 +30,7 @@ from benchmarks.compare import (
     REPO,
     HeldProgram,
     ProgramEnded,
+    described_model,
     figure,
     flags,
     gemm_flops,
@@ -41,7 +42,7 @@ from benchmarks.compare import (
     write_json,
 )  # fmt: skip
 from config import parse_args
-from model import GPT, GPTConfig
+from model import GPTConfig
 from steadygpt.device import choose_precision
 
 # layers, heads, width, vocabulary; "tiny" is for trying this command
@@ -128,13 +129,6 @@ def flags_of_shape(name: str) -> list[str]:
     )  # fmt: skip
 
 
-def flops_per_token(shape: list[str], context: int, vocab_size: int) -> float:
-    """Return the FLOPs of forward and backward per token of the model that these flags of train.py describe."""
-    config, _ = parse_args([*shape, f"--context_length={context}"])
-    with torch.device("meta"):
-        return GPT(config.shape(vocab_size), initialize=False).flops_per_token()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT; without it, ours alone")
@@ -162,7 +156,8 @@ def main() -> None:
         batch = Batch(preset.mini_batch_size, preset.context_length, 8)
     rows = args.rows or batch.rows
     batch = Batch(rows, batch.context, args.micro_steps or batch.rows * batch.micro_steps // rows)
-    what, flops, notes = args.config or args.shape, flops_per_token(shape, batch.context, vocab_size), []
+    model = described_model([*shape, f"--context_length={batch.context}"], vocab_size)
+    what, flops, notes = args.config or args.shape, model.flops_per_token(), []
     if args.nanogpt:  # both stay in GPU memory, so neither may lose much of it to fragments
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     discarded = 2 if device.type == "cuda" else 1
