@@ -55,7 +55,7 @@ from steadygpt.foreign import (
 from steadygpt.tokenizer import END_OF_TEXT, get_tokenizer, hugging_face_tokenizer, vocab_size_of
 
 Shape = TypeVar("Shape", bound=GPTConfig)
-UNUSED = ("schedule", "cooldown", "muon_lr", "muon_momentum")  # by AdamW and the cosine, which all these trainers have
+UNUSED = ("schedule", "cooldown", "muon_lr", "muon_momentum")  # with AdamW and a cosine, as these trainers have
 NEEDS = "needs safetensors and tokenizers; pip install safetensors tokenizers"
 
 

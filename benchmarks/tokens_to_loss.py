@@ -11,9 +11,9 @@ final    three seeds: GPT-2 and nanoGPT at the best learning rate of their sweep
 pieces   short runs of one seed: the recipe without each of its pieces, and GPT-2 with only that piece
 time     seconds a step of the sides, which alternate; this group alone needs a machine without other work
 
-All sides train on the same files, with as many heads, rows and steps of warm-up (1/30 of the run). The references keep
-their weight decay and clipping; only their learning rates are tuned. The final losses are those of our evaluation, on
-the same held-out rows. nanoGPT is its own train.py, in its own precision. It has no option for the seed, so for the
+All sides train on the same files, with the same heads and rows, and warm up for 1/30 of their steps. The references
+keep their weight decay and clipping; only their learning rates are tuned. The final losses are those of our evaluation,
+on the same held-out rows. nanoGPT is its own train.py, in its own precision. It has no option for the seed, so for the
 second and third seed that number is replaced in its source. The points of its curve before the last one are its own
 estimates.
 

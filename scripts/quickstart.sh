@@ -5,7 +5,7 @@
 set -euo pipefail
 for flag in "$@"; do
     case $flag in --config* | --checkpoint?dir* | --dry?run* | --eval?only*)
-        echo "error: quickstart.sh takes no ${flag%%=*}: it trains the preset quickstart in checkpoints/quickstart; give it to train.py" >&2
+        echo "error: ${flag%%=*}: quickstart.sh does not take it. Give it to train.py" >&2
         exit 2
     esac
 done
@@ -21,7 +21,7 @@ echo; echo "== 1/4  data: the Python standard library, as bytes"
 $python prepare_dataset.py --source stdlib --tokenizer bytes --out data/stdlib
 echo; echo "== 2/4  training (Ctrl-C stops and saves; run this script again to continue)"
 start=(--config quickstart --resume auto)
-if [ -e checkpoints/quickstart/latest.pt ]; then  # its options may have changed since: it may have been trained longer
+if [ -e checkpoints/quickstart/latest.pt ]; then  # keep the options of the run, which may have been extended
     start=(--resume latest --checkpoint_dir checkpoints/quickstart)
 fi
 $python train.py "${start[@]}" "$@"

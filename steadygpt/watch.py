@@ -197,7 +197,7 @@ def find_process(pid: int | None) -> dict | None:
     for number in clock.split(":"):
         age_s = 60 * age_s + int(number)
     age_s += 86400 * int(days or 0)
-    # Linux's ps rounds the start up and may find an age of -1 s, in unsigned numbers.
+    # On Linux, ps may compute an age of -1 s for a process that has just started, and prints it as unsigned.
     return {"stat": stat, "age_s": age_s if age_s < 2**32 else 0}
 
 
