@@ -142,15 +142,15 @@ class Bench:
         return self.losses(run).get(run.steps)
 
     def tuned(self, side: str) -> Settings | None:
-        """Return the settings with the lowest loss in the sweep of a reference; None while the sweep is incomplete.
+        """Return the settings with the lowest loss in the sweep of a reference; None before the next ones are finished.
 
         Where nanoGPT has no sweep, it takes the learning rate of our GPT-2, which differs in biases and GELU only.
         """
         if side == "nanogpt" and side not in self.scale.tuned:
             return tuple(("learning_rate", rate) for _, rate in self.tuned("gpt2") or ()) or None
-        losses = {run.changes: self.loss(run) for run in sweep_runs(self) if run.side == side}
-        finished = {changes: loss for changes, loss in losses.items() if loss is not None}
-        return min(finished, key=finished.__getitem__) if len(finished) == len(losses) else None
+        losses = [self.loss(run) for run in sweep_runs(self) if run.side == side]
+        best = min(range(len(losses)), key=lambda i: math.inf if losses[i] is None else losses[i])
+        return None if None in losses[max(best - 1, 0) : best + 2] else SWEEP[side][best]
 
     def seconds_per_step(self) -> dict[str, list[float]]:
         """Return side -> seconds a step in each round of the timing, {} before it."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import pickle
 import sys
 
@@ -145,6 +146,21 @@ def test_the_references_are_trained_at_the_best_setting_of_their_sweep(bench):
     finish_sweep(bench)
     found = {(run.side, run.changes, run.seed) for run in GROUPS["final"](bench) if run.side != "modern"}
     assert found == {(side, (setting,), seed) for side, setting in BEST.items() for seed in SEEDS}
+
+
+@pytest.mark.parametrize(
+    ("losses", "best"),
+    [
+        ([2.5, 2.0, 2.5, None], 1), ([2.0, 2.5, None, None], 0), ([None, 2.5, 2.0, math.inf], 2),
+        ([2.5, 2.0, None, None], None), ([None, 2.0, 2.5, None], None), ([None] * 4, None),
+    ],
+)  # fmt: skip
+def test_the_best_setting_of_a_sweep_is_known_once_the_next_ones_are_worse(bench, losses, best):
+    runs = [run for run in GROUPS["sweep"](bench) if run.side == "gpt2"]
+    for run, loss in zip(runs, losses, strict=True):
+        if loss is not None:
+            finish(bench, run, {run.steps: loss if loss < math.inf else None})
+    assert bench.tuned("gpt2") == (None if best is None else runs[best].changes)
 
 
 def test_the_recipe_is_tuned_at_one_scale_and_goes_to_the_others_unchanged(tmp_path):
