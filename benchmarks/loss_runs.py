@@ -167,7 +167,7 @@ def sweep_runs(bench: Bench) -> list[Run]:
 
 
 def final_runs(bench: Bench) -> list[Run]:
-    """Return the references as their sweeps tuned them, once these are complete, and the recipe in each length."""
+    """Return the references at the best settings of their sweeps, once known, and the recipe in each length."""
     tuned = {side: bench.tuned(side) for side in REFERENCES}
     references = [
         Run(side, changes, bench.scale.steps, seed)
@@ -179,7 +179,7 @@ def final_runs(bench: Bench) -> list[Run]:
 
 
 def piece_runs(bench: Bench) -> list[Run]:
-    """Return both sides as they are and with each of their changes; GPT-2 once its sweep is complete."""
+    """Return both sides as they are and with each of their changes; GPT-2 once its best setting is known."""
     sides = {"modern": (), "gpt2": bench.tuned("gpt2")}
     return [
         Run(side, base + change, bench.scale.piece_steps)
