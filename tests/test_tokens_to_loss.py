@@ -151,8 +151,8 @@ def test_the_references_are_trained_at_the_best_setting_of_their_sweep(bench):
 @pytest.mark.parametrize(
     ("losses", "best"),
     [
-        ([2.5, 2.0, 2.5, None], 1), ([2.0, 2.5, None, None], 0), ([None, 2.5, 2.0, math.inf], 2),
-        ([2.5, 2.0, None, None], None), ([None, 2.0, 2.5, None], None), ([None] * 4, None),
+        ([2.5, 2.0, 2.5, None, None], 1), ([2.0, 2.5, None, None, None], 0), ([None, None, 2.5, 2.0, math.inf], 3),
+        ([2.5, 2.0, None, None, None], None), ([None, 2.0, 2.5, None, None], None), ([None] * 5, None),
     ],
 )  # fmt: skip
 def test_the_best_setting_of_a_sweep_is_known_once_the_next_ones_are_worse(bench, losses, best):
