@@ -37,7 +37,7 @@ def each(name: str, *values: float) -> list[Settings]:
 
 
 SWEEP: dict[str, list[Settings]] = {
-    "gpt2": each("max_lr", 5e-4, 1e-3, 2e-3, 4e-3, 8e-3),
+    "gpt2": each("max_lr", 2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3),
     "nanogpt": each("learning_rate", 6e-4, 1e-3, 2e-3, 4e-3, 8e-3),
     "modern": [(), *each("muon_lr", 0.0025, 0.005, 0.02), *each("max_lr", 2e-3, 8e-3, 16e-3)],
 }

@@ -151,13 +151,13 @@ def test_the_references_are_trained_at_the_best_setting_of_their_sweep(bench):
 @pytest.mark.parametrize(
     ("losses", "best"),
     [
-        ([2.5, 2.0, 2.5, None, None], 1), ([2.0, 2.5, None, None, None], 0), ([None, None, 2.5, 2.0, math.inf], 3),
-        ([2.5, 2.0, None, None, None], None), ([None, 2.0, 2.5, None, None], None), ([None] * 5, None),
+        ([2.5, 2.0, 2.5], 1), ([2.0, 2.5], 0), ([None, None, 2.5, 2.0, math.inf], 3),
+        ([2.5, 2.0], None), ([None, 2.0, 2.5], None), ([], None),
     ],
 )  # fmt: skip
 def test_the_best_setting_of_a_sweep_is_known_once_the_next_ones_are_worse(bench, losses, best):
     runs = [run for run in GROUPS["sweep"](bench) if run.side == "gpt2"]
-    for run, loss in zip(runs, losses, strict=True):
+    for run, loss in zip(runs, losses, strict=False):
         if loss is not None:
             finish(bench, run, {run.steps: loss if loss < math.inf else None})
     assert bench.tuned("gpt2") == (None if best is None else runs[best].changes)
