@@ -235,10 +235,11 @@ def test_training_does_not_mix_the_data_of_two_nodes(workdir):
 # Slurm: tests/slurm/try_slurm.sh tries the script on a real one
 
 STUBS = {
-    "srun": 'echo "srun $HEAD $NNODES $*" >> calls; [ "$WAITS" ] && until [ -e signalled ]; do sleep; done; '
-    "exit $STATUS",
+    "srun": 'echo $$ > step; echo "srun $HEAD $NNODES $*" >> calls; '
+    '[ "$WAITS" ] && until [ -e signalled ]; do sleep; done; exit $STATUS',
     "sleep": "exec /bin/sleep 0.05",  # the script looks for its steps every 2 s
-    "scancel": 'echo "scancel $*" >> calls; touch signalled',
+    # It waits for the end of the step, which is otherwise signalled again at the script's next look.
+    "scancel": 'echo "scancel $*" >> calls; touch signalled; while kill -0 "$(cat step)"; do sleep; done 2>/dev/null',
     "scontrol": 'if [ "$1" = show ]; then printf "node7\\nnode8\\n"; else echo "scontrol $*" >> calls; fi',
 }
 
@@ -262,8 +263,7 @@ def test_a_slurm_job_requeues_itself_if_it_was_stopped_at_its_limit(tmp_path, at
             time.sleep(0.05)
         script.send_signal(signal.SIGUSR1)
     assert script.wait(30) == status
-    # A step that has not ended at the next look is signalled again.
-    calls = list(dict.fromkeys((tmp_path / "calls").read_text().splitlines()))
+    calls = (tmp_path / "calls").read_text().splitlines()
     assert calls[0] == "srun node7 2 --kill-on-bad-exit=1 scripts/multinode.sh --seed 7"
     assert calls[1:] == ["scancel --signal=USR1 42"] * at_limit + ["scontrol requeue 42"] * requeued
 
