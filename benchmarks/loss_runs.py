@@ -142,7 +142,7 @@ class Bench:
         return self.losses(run).get(run.steps)
 
     def tuned(self, side: str) -> Settings | None:
-        """Return the settings with the lowest loss in the sweep of a reference; None before the next ones are finished.
+        """Return the settings with the lowest loss in the sweep of a reference; None while one beside it is unfinished.
 
         Where nanoGPT has no sweep, it takes the learning rate of our GPT-2, which differs in biases and GELU only.
         """
