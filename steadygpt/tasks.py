@@ -31,8 +31,13 @@ class Task(NamedTuple):
     read: Callable[[dict], Example]  # of a row
 
 
+def label_of(row: dict) -> int:
+    """Return the index of the right ending: a number, or a string of digits as on the Hub."""
+    return int(str(row["label"]))
+
+
 def hellaswag(row: dict) -> Example:
-    return Example(row["ctx"], row["endings"], int(row["label"]), "build-nanogpt")
+    return Example(row["ctx"], row["endings"], label_of(row), "build-nanogpt")
 
 
 def lm_eval_hellaswag(row: dict) -> Example:
@@ -46,7 +51,7 @@ def lm_eval_hellaswag(row: dict) -> Example:
 
     context = f"{row.get('ctx_a', row['ctx'])} {row.get('ctx_b', '').capitalize()}"
     endings = [clean(ending) for ending in row["endings"]]
-    return Example(clean(f"{row['activity_label']}: {context}"), endings, int(row["label"]))
+    return Example(clean(f"{row['activity_label']}: {context}"), endings, label_of(row))
 
 
 def arc(row: dict) -> Example:
@@ -55,7 +60,7 @@ def arc(row: dict) -> Example:
 
 
 def piqa(row: dict) -> Example:
-    return Example("Question: " + row["goal"] + "\nAnswer:", [row["sol1"], row["sol2"]], int(row["label"]))
+    return Example("Question: " + row["goal"] + "\nAnswer:", [row["sol1"], row["sol2"]], label_of(row))
 
 
 ARC = "test", "question, choices (text, label), answerKey", arc
@@ -115,7 +120,7 @@ def _rows(name: str, file: str) -> Sequence[Any]:
         except (UserError, OSError) as error:
             raise UserError(f"{error}; or give its file: {name}=FILE") from error
     try:
-        lines = Path(file).read_text(encoding="utf-8").rstrip("\n").split("\n")
+        lines = Path(file).read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: cannot be read ({error}); expected one JSON object per line") from error
     if lines == [""]:

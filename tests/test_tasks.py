@@ -140,12 +140,18 @@ def test_absent_endings_are_never_chosen_and_no_close_calls(model, files):
     ("arc_easy", {"choices": {"text": ["a"], "label": ["A"]}}, "1 endings, label 0"),
     ("arc_easy", {"choices": ["a", "b"]}, "expected question, choices"),
     ("piqa", {"label": -1}, r"2 endings, label -1\W*; expected goal, sol1, sol2, label"),  # as in the test split
+    ("piqa", {"label": 0.7}, "'0.7'.*expected goal, sol1, sol2, label"),
     ("piqa", {"sol2": 3}, "expected goal, sol1, sol2, label"),
 ])  # fmt: skip
 def test_a_malformed_row_is_reported_with_its_line(tmp_path, name, wrong, expected):
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps(ROWS[name][0])}\n{json.dumps(ROWS[name][0] | wrong)}\n")
     with pytest.raises(UserError, match=rf"rows\.jsonl:2: not an example of {TASKS[name].title} \(.*{expected}"):
         load_examples(name, str(tmp_path / "rows.jsonl"))
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS["piqa"][0]), encoding="utf-8-sig")
+    assert len(load_examples("piqa", str(tmp_path / "rows.jsonl"))) == 1
 
 
 def test_tasks_have_names_and_files():
