@@ -16,7 +16,6 @@ from benchmarks.loss_runs import (
     DATA,
     PIECES,
     REFERENCES,
-    SEEDS,
     SIDES,
     SWEEP,
     Bench,
@@ -198,11 +197,13 @@ def draw(benches: Sequence[Bench], file: Path) -> None:
     figure, grid = pyplot.subplots(len(benches), 2, figsize=(12, 5 * len(benches)), layout="constrained", squeeze=False)
     for bench, (by_tokens, by_time) in zip(benches, grid, strict=True):
         seconds = bench.seconds_per_step()
-        for run in filter(bench.loss, final_runs(bench)):
+        runs = list(filter(bench.loss, final_runs(bench)))
+        labelled = {run.side: run for run in reversed(runs)}  # the first one of each side
+        for run in runs:
             # The first steps would flatten the rest of the curve.
             points = sorted((step, loss) for step, loss in bench.losses(run).items() if step >= bench.scale.steps / 20)
-            first = (run.seed, run.steps) == (SEEDS[0], bench.scale.steps)
-            style = {"color": COLORS[run.side], "linewidth": 1.2, "label": SIDES[run.side] if first else None}
+            label = SIDES[run.side] if run is labelled[run.side] else None
+            style = {"color": COLORS[run.side], "linewidth": 1.2, "label": label}
             minutes = statistics.median(seconds.get(run.side, [math.nan])) / 60
             for axes, of_a_step in ((by_tokens, bench.scale.tokens / 1e6), (by_time, minutes)):
                 axes.plot([step * of_a_step for step, _ in points], [loss for _, loss in points], **style)
