@@ -18,6 +18,7 @@ from benchmarks.loss_runs import (
     REFERENCES,
     SIDES,
     SWEEP,
+    SWEPT_LENGTH,
     Bench,
     Run,
     Scale,
@@ -34,10 +35,13 @@ COLORS = {"gpt2": "#9a9a9a", "nanogpt": "#e88b1a", "modern": "#1a4f8b"}
 def markdown(bench: Bench) -> str:
     """Return the section of a scale for docs/RECIPE.md."""
     pieces = f"Pieces, {bench.scale.piece_steps:,} steps, one seed:"
+    rates = f"Learning rates, one seed; {bench.scale.steps:,} steps for the references"
+    if "modern" in bench.scale.tuned:
+        rates += f" and {round(SWEPT_LENGTH * bench.scale.steps):,} for the recipe"
     tables = [
         table("Means, with the range over the seeds:", ("", "final loss", *RECIPE_COLUMNS), final_rows(bench)),
         table("Seconds a step:", ("", "seconds", "beside GPT-2"), time_rows(bench)),
-        table("Learning rates, one seed:", ("", "setting", "final loss"), sweep_rows(bench)),
+        table(f"{rates}:", ("", "setting", "final loss"), sweep_rows(bench)),
         table(pieces, ("", "the recipe without it", "GPT-2 with only it"), piece_rows(bench)),
     ]
     return "\n\n".join([heading(bench), *filter(None, tables)]) + "\n"
@@ -54,13 +58,13 @@ def heading(bench: Bench) -> str:
     device = torch.device("cuda" if cuda else "cpu")
     machine = torch.cuda.get_device_name() if cuda else f"{os.cpu_count()} CPU cores"
     train, val = ((bench.data / f"{split}.bin").stat().st_size // 2 for split in ("train", "val"))
-    theirs = "bf16" if cuda else "fp32"
+    theirs, compiled = "bf16" if cuda else "fp32", "compiled" if s.compiled else "not compiled"
     return (
         f"### {bench.name}: {s.layers} layers, {s.heads} heads, {s.width} wide, context {s.context}\n\n"
         f"{size_text(s, 'gpt2')}; {size_text(s, 'modern')}. "
         f"Steps of {s.tokens:,} tokens, {s.steps:,} steps for the references. Text: {s.data}, {train:,} tokens; "
         f"validation on {min(s.eval_tokens, val):,} held-out tokens. {machine}, torch {torch.__version__}, ours in "
-        f"{choose_precision('auto', device)}, nanoGPT in {theirs}; {time.strftime('%Y-%m-%d')}."
+        f"{choose_precision('auto', device)}, nanoGPT in {theirs}, {compiled}; {time.strftime('%Y-%m-%d')}."
     )
 
 

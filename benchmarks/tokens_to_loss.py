@@ -2,7 +2,7 @@
 
     git clone https://github.com/karpathy/nanoGPT
     python -m benchmarks.tokens_to_loss --nanogpt nanoGPT                         # 1 M parameters: hours on two cores
-    python -m benchmarks.tokens_to_loss --nanogpt nanoGPT --scale 1m 10m --plot   # and docs/recipe.png
+    python -m benchmarks.tokens_to_loss --nanogpt nanoGPT --plot                  # and docs/recipe.png
     python -m benchmarks.tokens_to_loss --list                                    # all runs and their losses
     python -m benchmarks.tokens_to_loss --only 'sweep/gpt2*' 'pieces/*' time      # some of them
 
