@@ -18,7 +18,6 @@ from benchmarks.loss_runs import (
     REFERENCES,
     SIDES,
     SWEEP,
-    SWEPT_LENGTH,
     Bench,
     Run,
     Scale,
@@ -35,13 +34,12 @@ COLORS = {"gpt2": "#9a9a9a", "nanogpt": "#e88b1a", "modern": "#1a4f8b"}
 def markdown(bench: Bench) -> str:
     """Return the section of a scale for docs/RECIPE.md."""
     pieces = f"Pieces, {bench.scale.piece_steps:,} steps, one seed:"
-    rates = f"Learning rates, one seed; {bench.scale.steps:,} steps for the references"
-    if "modern" in bench.scale.tuned:
-        rates += f" and {round(SWEPT_LENGTH * bench.scale.steps):,} for the recipe"
+    lengths = {SIDES[run.side]: f"{run.steps:,}" for run in sweep_runs(bench)}
+    rates = f"Learning rates, one seed; steps: {', '.join(map(' '.join, lengths.items()))}:"
     tables = [
         table("Means, with the range over the seeds:", ("", "final loss", *RECIPE_COLUMNS), final_rows(bench)),
         table("Seconds a step:", ("", "seconds", "beside GPT-2"), time_rows(bench)),
-        table(f"{rates}:", ("", "setting", "final loss"), sweep_rows(bench)),
+        table(rates, ("", "setting", "final loss"), sweep_rows(bench)),
         table(pieces, ("", "the recipe without it", "GPT-2 with only it"), piece_rows(bench)),
     ]
     return "\n\n".join([heading(bench), *filter(None, tables)]) + "\n"
@@ -201,13 +199,11 @@ def draw(benches: Sequence[Bench], file: Path) -> None:
     figure, grid = pyplot.subplots(len(benches), 2, figsize=(12, 5 * len(benches)), layout="constrained", squeeze=False)
     for bench, (by_tokens, by_time) in zip(benches, grid, strict=True):
         seconds = bench.seconds_per_step()
-        runs = list(filter(bench.loss, final_runs(bench)))
-        labelled = {run.side: run for run in reversed(runs)}  # the first one of each side
-        for run in runs:
+        labels = dict(SIDES)  # each is taken by the first run of its side
+        for run in filter(bench.loss, final_runs(bench)):
             # The first steps would flatten the rest of the curve.
             points = sorted((step, loss) for step, loss in bench.losses(run).items() if step >= bench.scale.steps / 20)
-            label = SIDES[run.side] if run is labelled[run.side] else None
-            style = {"color": COLORS[run.side], "linewidth": 1.2, "label": label}
+            style = {"color": COLORS[run.side], "linewidth": 1.2, "label": labels.pop(run.side, None)}
             minutes = statistics.median(seconds.get(run.side, [math.nan])) / 60
             for axes, of_a_step in ((by_tokens, bench.scale.tokens / 1e6), (by_time, minutes)):
                 axes.plot([step * of_a_step for step, _ in points], [loss for _, loss in points], **style)

@@ -265,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 measure_time(bench)
             for side in REFERENCES:
                 if bench.tuned(side) is None:
-                    print(f"{bench.name}: the sweep of {side} is not far enough, so its other runs are left out")
+                    print(f"{bench.name}: skipped runs that need the best setting of {side}; finish its sweep first")
     print("\n".join(map(markdown, benches)))
     if args.plot:
         draw(benches, args.plot)

@@ -238,7 +238,7 @@ STUBS = {
     "srun": 'echo $$ > step; echo "srun $HEAD $NNODES $*" >> calls; '
     '[ "$WAITS" ] && until [ -e signalled ]; do sleep; done; exit $STATUS',
     "sleep": "exec /bin/sleep 0.05",  # the script looks for its steps every 2 s
-    # It waits for the end of the step, which is otherwise signalled again at the script's next look.
+    # scancel returns when the step has ended. Otherwise the script would find the step and signal it again.
     "scancel": 'echo "scancel $*" >> calls; touch signalled; while kill -0 "$(cat step)"; do sleep; done 2>/dev/null',
     "scontrol": 'if [ "$1" = show ]; then printf "node7\\nnode8\\n"; else echo "scontrol $*" >> calls; fi',
 }
