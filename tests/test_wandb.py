@@ -97,10 +97,24 @@ def with_its_own_service(rank: int) -> None:
     os.environ.pop("WANDB_SERVICE", None)
 
 
+def held_after_20_steps(rank: int) -> None:
+    """Keep this run from passing the end of the one that resumes it, however late the kill comes."""
+    import train
+
+    compute = train.train_step
+
+    def held(*args):
+        if args[3] == 20:
+            time.sleep(60)
+        return compute(*args)
+
+    train.train_step = held
+
+
 def test_newest_folder_of_a_killed_and_resumed_run_holds_each_point_once(workdir):
     pytest.importorskip("wandb")
     flags = ("--use_wandb", "--eval_freq", "10", "--checkpoint_freq", "10")
-    killed = Run(*flags, "--max_steps", "100000", faults=[with_its_own_service])
+    killed = Run(*flags, "--max_steps", "100000", faults=[with_its_own_service, held_after_20_steps])
     killed.wait_for(r"^step +15/")
     killed.kill()
     assert run_here(*flags, "--max_steps", "60", "--resume") == 0
