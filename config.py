@@ -30,8 +30,9 @@ class TrainConfig(GPTConfig):
     run_name: str = option("", "name of the run in TensorBoard and W&B (default: from the start time)", "run")
     seed: int = option(1337, "of weights, data order and dropout", "run", below=2**63, on_resume="never")
     device: str = option("auto", "auto (CUDA if there is one), cpu, cuda, mps", "run")
-    precision: str = option("auto", "auto: bf16 where the device computes in it, else fp32; --mixed_precision no, fp16 "
-                            "and bf16 mean the same; fp8: products in the blocks, by torchao", "run",
+    precision: str = option("auto", "auto: on a GPU bf16 where it has it, else fp16; on a CPU the faster of bf16 and "
+                            "fp32, measured at the first start; --mixed_precision no, fp16 and bf16 mean the same; "
+                            "fp8: products in the blocks, by torchao", "run",
                             choices=("auto", "fp32", "bf16", "fp16", "fp8"), aliases=("mixed_precision",),
                             spellings={"no": "fp32"})
     compile: str = option("auto", "torch.compile the model; auto: on CUDA", "run", choices=("auto", "on", "off"),

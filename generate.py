@@ -160,7 +160,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"warning: the prompt has {tokens:,} tokens; the model sees the last {context:,}", file=sys.stderr)
         generator = torch.Generator(ranks.device).manual_seed(options.seed)
         how = {"temperature": options.temperature, "top_k": options.top_k}
-        with autocast(ranks.device, choose_precision(options.precision, ranks.device)):
+        precision, _ = choose_precision(options.precision, ranks.device, model.config, options.num_seq)
+        with autocast(ranks.device, precision):
             texts = sample_texts(model, tokenizer, prompt, options.max_tokens, generator, options.num_seq, **how)
         for number, text in enumerate(texts, start=1):
             if options.num_seq > 1:

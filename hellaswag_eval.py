@@ -243,10 +243,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     with joined(options.device) as ranks:
         path, checkpoint = open_checkpoint(options.checkpoint, Path(options.checkpoint_dir))
         model, tokenizer = load_model(checkpoint).to(ranks.device), get_tokenizer(checkpoint["tokenizer"])
+        choice = choose_precision(options.precision, ranks.device, model.config, model.config.context_length)
+        precision, _ = ranks.broadcast(choice)
         for name, file in tasks.items():
             examples = load_examples(name, file, options.style)[: options.limit]
             trees = tokenize(examples, tokenizer, model.config.context_length)
-            with autocast(ranks.device, choose_precision(options.precision, ranks.device)):
+            with autocast(ranks.device, precision):
                 scores = evaluate(model, trees, ranks, progress=ranks.is_main)
             if ranks.is_main:
                 print(f"{path} at step {checkpoint['step']:,}: {TASKS[name].title} {scores}")

@@ -33,7 +33,7 @@ from model import GPT, IGNORED_TARGET
 from steadygpt import checkpoint as checkpoints
 from steadygpt import distributed
 from steadygpt.cli import run_cli
-from steadygpt.device import autocast, choose_precision, evaluating, process_age_s, profiled, set_up, use_fp8
+from steadygpt.device import autocast, evaluating, process_age_s, profiled, set_up, use_fp8
 from steadygpt.distributed import Ranks, Silent, Stopped, StopSignal
 from steadygpt.fit import with_fitting_rows
 from steadygpt.forecast import forecast, measure_step_s
@@ -67,37 +67,35 @@ class Training:
     forward: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
-    precision: str
     judge: Judge
     host_copy: HostCopy
     late: int  # steps whose results are read later, so that a GPU need not wait for the host
 
     def autocast(self):
-        return autocast(self.ranks.device, self.precision)
+        return autocast(self.ranks.device, self.config.precision)
 
 
 def build_training(start: Start, data: Data, ranks: Ranks) -> Training:
     """Build the model and its optimizer, and load the checkpoint or the weights that the run starts from, if any."""
     config, device = start.config, ranks.device
     checkpoint, loaded = start.checkpoint, start.checkpoint or start.weights
-    precision = choose_precision(config.precision, device)
     fsdp = config.sharding == "fsdp"
     with torch.device("meta") if fsdp else device:  # FSDP allocates only this rank's shards
         shape, lean = config.shape(start.vocab_size(data)), (config.activation_checkpointing, config.loss_chunk_size)
         model = GPT(shape, False, *lean)
-    if precision == "fp8":
+    if config.precision == "fp8":
         use_fp8(model.h, device)
     if fsdp:
         shards = config.shards(ranks.world_size)
-        distributed.shard(model, model.h, ranks, shards, precision, config.cpu_offload)
+        distributed.shard(model, model.h, ranks, shards, config.precision, config.cpu_offload)
     if loaded:
         checkpoints.check_weights(loaded["model"], model, ranks)
         fill(model, loaded["model"].__getitem__, ranks)
     else:
         torch.manual_seed(config.seed)
         fill(model, model.initial_weight, ranks)
-    optimizer = make_optimizer(model, config, precision, ranks)
-    scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+    optimizer = make_optimizer(model, config, config.precision, ranks)
+    scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     if checkpoint:
         restore_optimizer(model, optimizer, checkpoint["optimizer"], ranks)
         if checkpoint["scaler"]:
@@ -108,7 +106,7 @@ def build_training(start: Start, data: Data, ranks: Ranks) -> Training:
     past = checkpoint or {"recent_losses": [], "bad_steps": 0}
     judge = Judge(config, device, past["recent_losses"], past["bad_steps"])
     late = int(device.type == "cuda" and skips_on_device(optimizer, device))
-    return Training(config, ranks, model, forward, optimizer, scaler, precision, judge, HostCopy(device), late)
+    return Training(config, ranks, model, forward, optimizer, scaler, judge, HostCopy(device), late)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -346,6 +344,7 @@ def make_plan(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, data:
     shape = start.config.shape(start.vocab_size(data))
     if start.weights:
         check_fits(start.weights, config.init_from, shape, data.tokenizer)
+    start = start.with_even_rows(given, ranks.world_size).with_precision(shape, ranks)
     set_up(start.config, ranks.device)
     with torch.device("meta"):
         sketch = GPT(shape, initialize=False)
@@ -418,7 +417,7 @@ def run_to_end(run: Run) -> int:
             ending = "stopped", stopped.reason
         except Diverged as diverged:
             ending = "failed", f"{diverged.bad_steps} consecutive steps with a non-finite loss or gradient"
-            log.warn(diverged.advice(t.config, t.precision))
+            log.warn(diverged.advice(t.config))
         saves.finish(run.state.step)
         status, reason = ("failed", "the last save failed") if t.ranks.any(saves.failed) else ending
     except Exception as error:

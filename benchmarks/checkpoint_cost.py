@@ -19,7 +19,7 @@ from benchmarks.compare import in_turn, median_text, synchronize
 from config import TrainConfig
 from model import GPT, GPTConfig
 from steadygpt.checkpoint import Captured
-from steadygpt.device import autocast, choose_precision
+from steadygpt.device import autocast, native_precision
 from steadygpt.distributed import Ranks, joined
 from steadygpt.optim import make_optimizer
 from steadygpt.saves import CheckpointWriter
@@ -33,7 +33,7 @@ def gpt2_step(rows: int, device: torch.device, host_copy: HostCopy):
     model = GPT(GPTConfig(context_length=256)).to(device)
     optimizer = make_optimizer(model, TrainConfig(max_lr=1e-4), "fp32", Ranks(device))
     tokens = torch.randint(0, 50257, (rows, 257), device=device)
-    precision = choose_precision("auto", device)
+    precision = native_precision(device)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)

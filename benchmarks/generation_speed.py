@@ -65,7 +65,7 @@ def main() -> None:
                 measure()  # the first call chooses kernels and allocates memory
             figures = in_turn(measured, args.rounds, "tokens/s")
     print(f"{args.tokens} tokens, GPT-2 124M, {ranks.device}")
-    default = choose_precision("auto", ranks.device)
+    default = choose_precision("auto", ranks.device, ours.config, 1)[0]
     defaults = f"SteadyGPT, {default}", f"nanoGPT, {'fp32' if ranks.device.type == 'cpu' else 'bf16'}"
     report_precisions(figures, "tokens/s", defaults)
     found = {name: figure(figures[f"{name}, {args.precision[0]}"], "tokens/s") for name in samplers}

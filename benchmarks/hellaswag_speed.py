@@ -70,6 +70,7 @@ def main() -> None:
         if theirs:
             write_folder(checkpoint, folder)
         model = load_model(checkpoint).to(ranks.device)
+        precision, _ = choose_precision(args.precision, ranks.device, model.config, model.config.context_length)
         agreed = [0, 0]
         chosen: list[Example] = []
         taken = 0
@@ -81,7 +82,7 @@ def main() -> None:
             torch.set_float32_matmul_precision("highest")  # evaluate() of the other side allows TF32
             start = time.perf_counter()
             trees = tokenize(chosen, tokenizer, config.context_length)
-            with autocast(ranks.device, choose_precision(args.precision, ranks.device)):
+            with autocast(ranks.device, precision):
                 losses = ending_losses(model, trees, ranks)
             elapsed_s = time.perf_counter() - start
             lengths = np.array([tree.lengths for tree in trees])

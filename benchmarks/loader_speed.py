@@ -19,7 +19,7 @@ import torch
 from benchmarks.compare import figure, in_turn, ratio, report, synchronize, write_json
 from dataloader import BatchLoader, RowStream
 from model import GPT, GPTConfig
-from steadygpt.device import autocast, choose_precision
+from steadygpt.device import autocast, native_precision
 from steadygpt.shards import open_shard
 
 TOKENS = 100_000_000
@@ -51,7 +51,7 @@ def percent_waiting(loader: BatchLoader, model: GPT, micro_steps: int) -> float:
         begun = time.perf_counter()
         inputs, targets = loader.next()
         waited_s += time.perf_counter() - begun
-        with autocast(loader.device, choose_precision("auto", loader.device)):
+        with autocast(loader.device, native_precision(loader.device)):
             loss = model(inputs, targets)
         loss.backward()
         model.zero_grad()

@@ -26,7 +26,7 @@ from benchmarks.loss_runs import (
     piece_runs,
     sweep_runs,
 )
-from steadygpt.device import choose_precision
+from steadygpt.device import native_precision
 
 COLORS = {"gpt2": "#9a9a9a", "nanogpt": "#e88b1a", "modern": "#1a4f8b"}
 
@@ -62,7 +62,7 @@ def heading(bench: Bench) -> str:
         f"{size_text(s, 'gpt2')}; {size_text(s, 'modern')}. "
         f"Steps of {s.tokens:,} tokens, {s.steps:,} steps for the references. Text: {s.data}, {train:,} tokens; "
         f"validation on {min(s.eval_tokens, val):,} held-out tokens. {machine}, torch {torch.__version__}, ours in "
-        f"{choose_precision('auto', device)}, nanoGPT in {theirs}, {compiled}; {time.strftime('%Y-%m-%d')}."
+        f"{native_precision(device)}, nanoGPT in {theirs}, {compiled}; {time.strftime('%Y-%m-%d')}."
     )
 
 

@@ -21,6 +21,7 @@ from benchmarks.compare import REPO, flags
 from config import FIELDS, parse_args
 from steadygpt.checkpoint import read_evaluations
 from steadygpt.cli import UserError
+from steadygpt.device import native_precision
 from steadygpt.durable import replace_file
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -236,8 +237,10 @@ def command_of(bench: Bench, run: Run, folder: Path, **further) -> tuple[list[st
         program = ["train.py"] if run.seed == SEEDS[0] else ["-c", NANOGPT_SEED.replace("SEED", str(run.seed))]
         own = {"dataset": bench.data, "out_dir": folder, "log_interval": 100}
         return [sys.executable, "-u", *program, *options, *flags(**own | further)], bench.nanogpt
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     own = {
-        "data_dir": bench.data, "tokenizer": DATA[bench.scale.data].tokenizer, "checkpoint_dir": folder,
+        "precision": native_precision(device), "data_dir": bench.data, "checkpoint_dir": folder,
+        "tokenizer": DATA[bench.scale.data].tokenizer,
         "logdir": folder / "logs", "checkpoint_freq": 0, "keep_checkpoints": 1, "log_freq": 100, "resume": "auto",
     }  # fmt: skip
     return [sys.executable, "train.py", *options, *flags(**own | further)], REPO

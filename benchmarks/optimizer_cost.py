@@ -17,7 +17,7 @@ import torch
 from benchmarks.compare import figure, in_turn, median_text, synchronize, write_json
 from config import parse_args
 from model import GPT, GPTConfig
-from steadygpt.device import autocast, choose_precision
+from steadygpt.device import autocast, native_precision
 from steadygpt.distributed import joined
 from steadygpt.optim import Muon, make_optimizer
 
@@ -38,7 +38,7 @@ def main() -> None:
     config, _ = parse_args(["--config", "modern", *map(str, shape)])
     with joined("auto") as ranks:
         device = ranks.device
-        precision = choose_precision("auto", device)
+        precision = native_precision(device)
         model = GPT(config.shape(GPTConfig.vocab_size)).to(device)
         forward = model.compiled() if args.compile == "on" else model
         optimizer = make_optimizer(model, config, precision, ranks)

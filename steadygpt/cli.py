@@ -142,7 +142,9 @@ class CheckpointOptions:
     checkpoint_dir: str = option("checkpoints", "folder that latest and best refer to")
     device: str = option("auto", "auto, cpu, cuda or mps")
     precision: str = option(
-        "auto", "auto: bf16 where the device computes in it", choices=("auto", "fp32", "bf16", "fp16")
+        "auto",
+        "auto: on a GPU bf16 where it has it, else fp16; on a CPU the faster of bf16 and fp32",
+        choices=("auto", "fp32", "bf16", "fp16"),
     )
 
 

@@ -1,6 +1,7 @@
 """Devices: choice, precision, peak throughput, memory, threads, profiler."""
 
 import ctypes
+import math
 import os
 import resource
 import sys
@@ -20,7 +21,10 @@ from steadygpt.workers import usable_cores
 
 if TYPE_CHECKING:
     from config import TrainConfig
+    from model import GPTConfig
 
+MIN_SPEEDUP = 1.2  # of bf16 on a CPU: casts take a part of what products gain, and fp32 rounds less
+PRODUCT_FLOP, PRODUCTS_S = 2e9, 0.15  # at most of a measured product; of all of them
 IMPORTED_AT_S = time.monotonic()
 # Peak dense FLOP/s in bf16 (fp16 on a T4) by the GPU's whole name, which torch.cuda.get_device_name returns.
 # Source: NVIDIA's data sheets; half of the figures that these give "with sparsity".
@@ -35,6 +39,8 @@ PEAK_FLOPS = {
     "NVIDIA GeForce RTX 4090": 165e12, "NVIDIA GeForce RTX 3090": 71e12, "Tesla T4": 65e12,
     "NVIDIA GB10": 125e12,  # a quarter of its fp4
 }  # fmt: skip
+RATES = {"fp32": 0.5, "fp16": 1.0, "bf16": 1.0, "fp8": 2.0}  # of products, in units of bf16's; fp32 as TF32 (set_up)
+WITHOUT_TF32 = {"Tesla T4": 8.1e12}  # their fp32, from the same source
 
 
 def choose_device(name: str) -> torch.device:
@@ -69,10 +75,8 @@ def device_name(device: torch.device) -> str:
     return f"cpu ({threads} thread{'s' * (threads != 1)})" if device.type == "cpu" else device.type
 
 
-def choose_precision(wanted: str, device: torch.device) -> str:
-    """Resolve "auto" to fp32, bf16 or fp16: what the device computes natively."""
-    if wanted != "auto":
-        return wanted
+def native_precision(device: torch.device) -> str:
+    """Return fp32, bf16 or fp16: the lowest precision that the device has instructions for, fp8 aside."""
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     cpu_flags = Path("/proc/cpuinfo")
@@ -81,12 +85,54 @@ def choose_precision(wanted: str, device: torch.device) -> str:
     return "fp32"
 
 
+def choose_precision(wanted: str, device: torch.device, shape: "GPTConfig", tokens: int) -> tuple[str, str]:
+    """Resolve "auto": on a GPU to bf16 or fp16, on a CPU to bf16 if it multiplies MIN_SPEEDUP times as fast as fp32.
+
+    The instructions of a CPU do not tell its speed: without AMX, bf16 may be slower than fp32.
+
+    Args:
+        shape: of the model.
+        tokens: in a forward pass.
+
+    Returns: the precision; and a line with both rates if they were measured, else "".
+    """
+    native = native_precision(device)
+    if wanted != "auto" or device.type != "cpu" or native == "fp32":
+        return (native if wanted == "auto" else wanted), ""
+    rows, width = min(tokens, 1024), shape.embd_size
+    hidden = min(shape.mlp_size, max(1, round(PRODUCT_FLOP / (2 * rows * width))))
+    fp32, bf16 = product_rates(rows, width, hidden)
+    chosen = "bf16" if bf16 >= MIN_SPEEDUP * fp32 else "fp32"
+    return chosen, (
+        f"precision auto: {chosen}; a product of {rows:,} x {width:,} x {hidden:,} reaches {fp32 / 1e9:,.0f} GFLOP/s "
+        f"in fp32 and {bf16 / 1e9:,.0f} in bf16"
+    )
+
+
+def product_rates(rows: int, width: int, hidden: int) -> tuple[float, float]:
+    """Measure the FLOP/s of a linear layer on the CPU in fp32 and bf16, in turn; the best of several products each."""
+    sides = [
+        (torch.ones(rows, width, dtype=dtype), torch.ones(hidden, width, dtype=dtype))
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    best_s, start_s = [math.inf, math.inf], time.perf_counter()
+    rounds = 0
+    while rounds < 2 or time.perf_counter() - start_s < PRODUCTS_S:
+        for side, (x, weight) in enumerate(sides):
+            before_s = time.perf_counter()
+            nn.functional.linear(x, weight)
+            best_s[side] = min(best_s[side], time.perf_counter() - before_s)
+        rounds += 1
+    fp32, bf16 = (2 * rows * width * hidden / seconds for seconds in best_s)
+    return fp32, bf16
+
+
 def set_up(config: "TrainConfig", device: torch.device) -> None:
-    """Prepare a device for a run, before its first matrix product.
+    """Prepare a device for a run whose precision is chosen, before its first matrix product.
 
     Raises: UserError when the run would fail later.
     """
-    precision = choose_precision(config.precision, device)
+    precision = config.precision
     if config.compiles(device.type):
         check_compiler(device.type)
     if config.cpu_offload and precision == "fp16" and device.type == "cuda":
@@ -181,6 +227,12 @@ def profiled(steps: int, path: Path, tell: Callable[[str], None]):
 def peak_flops(device: torch.device) -> float | None:
     """Return the device's peak dense FLOP/s in bf16, or None if it is not in PEAK_FLOPS."""
     return PEAK_FLOPS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def product_rate(gpu: str, precision: str) -> float:
+    """Return the peak rate of products on a GPU of PEAK_FLOPS, as a multiple of its peak in bf16."""
+    fp32_only = precision == "fp32" and gpu in WITHOUT_TF32
+    return WITHOUT_TF32[gpu] / PEAK_FLOPS[gpu] if fp32_only else RATES[precision]
 
 
 def peak_memory_bytes(device: torch.device) -> int:

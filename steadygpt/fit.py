@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from steadygpt.cli import UserError
-from steadygpt.device import autocast, choose_precision, is_out_of_memory, memory_bytes, use_fp8
+from steadygpt.device import autocast, is_out_of_memory, memory_bytes, use_fp8
 from steadygpt.distributed import Ranks
 from steadygpt.plan import FITS, largest_fitting, memory_advice, needed_bytes
 
@@ -115,18 +115,17 @@ def peak_of_step(config: "TrainConfig", rows: int, device: torch.device, sketch:
 
 def take_step(config: "TrainConfig", rows: int, device: torch.device, sketch: "GPT") -> None:
     """Compute gradients of random tokens beside tensors as large as AdamW's moments and the previous gradients."""
-    precision = choose_precision(config.precision, device)
     with device:
         model = type(sketch)(sketch.config, False, config.activation_checkpointing, config.loss_chunk_size)
         tokens = torch.randint(model.config.vocab_size, (rows, config.context_length))
-    if precision == "fp8":
+    if config.precision == "fp8":
         use_fp8(model.h, device)
     parameters = list(model.parameters())
     moments = [torch.empty_like(parameter) for parameter in parameters * 2]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     forward = model.compiled() if config.compiles(device.type) else model
-    with autocast(device, precision):
+    with autocast(device, config.precision):
         loss = forward(tokens, tokens)
     loss.backward()
     del moments

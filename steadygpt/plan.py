@@ -13,7 +13,7 @@ import torch
 from steadygpt.attention import SHORT_ROW
 from steadygpt.checkpoint import LATEST
 from steadygpt.cli import RankError, options_of
-from steadygpt.device import choose_precision, device_name, is_out_of_memory, memory_bytes
+from steadygpt.device import device_name, is_out_of_memory, memory_bytes
 from steadygpt.distributed import Ranks
 from steadygpt.optim import checkpoint_bytes
 from steadygpt.runlog import git_commit
@@ -42,7 +42,7 @@ def estimate_memory(
     Args:
         model: of the run, on the meta device.
     """
-    precision, compiled = choose_precision(config.precision, device), config.compiles(device.type)
+    precision, compiled = config.precision, config.compiles(device.type)
     C, layers, tokens = config.embd_size, config.num_layers, config.mini_batch_size * config.context_length
     N, in_blocks = (sum(p.numel() for p in module.parameters()) for module in (model, model.h))
     head = model.config.padded_vocab_size * C
@@ -169,7 +169,6 @@ def describe(
 ) -> list[str]:
     """Return the plan of a run, as lines. `model` is on the meta device; val_rows are those of each validation."""
     N, T, B = model.num_parameters(), config.context_length, config.mini_batch_size
-    precision = choose_precision(config.precision, ranks.device)
     memory, host = estimate_memory(config, model, ranks.device, ranks.world_size)
     micro_steps, checkpoint = config.grad_accum_steps(ranks.world_size), checkpoint_bytes(model, config.optimizer)
     folder = Path(config.checkpoint_dir)
@@ -177,7 +176,7 @@ def describe(
     files = config.keep_checkpoints + 3 + math.ceil(schedule.epochs(schedule.max_steps * schedule.rows_per_step))
     files += (WAITING + 1) * bool(config.mirror)  # files that stay until they are uploaded
     commit = git_commit()
-    emulated = ", emulated slowly" * (precision == "fp8" and ranks.device.type != "cuda")
+    emulated = ", emulated slowly" * (config.precision == "fp8" and ranks.device.type != "cuda")
     lines = [
         f"version      {f'commit {commit[:12]}{commit[40:]}, ' * bool(commit)}torch {torch.__version__}, "
         f"Python {platform.python_version()}",
@@ -189,10 +188,11 @@ def describe(
         f"steps        {schedule.max_steps:,} of {config.total_batch_size:,} tokens = {B} rows x {T:,} tokens x "
         f"{ranks.world_size} rank{'s' * (ranks.world_size > 1)} x "
         f"{micro_steps} micro-step{'s' * (micro_steps > 1)}; "
-        f"{schedule.rows_per_epoch / schedule.rows_per_step:,.1f} steps an epoch, "
-        f"{schedule.epochs(schedule.max_steps * schedule.rows_per_step):.2f} epochs; "
-        f"{schedule.warmup_steps:,} steps of warm-up",
-        f"device       {ranks.world_size} x {device_name(ranks.device)}, {precision}{emulated}, {config.sharding}",
+        + (f"{schedule.rows_per_epoch / rows_per_step:,.1f} steps an epoch, " if data.train_shards else "")
+        + (f"{run_epochs:,.2f} epochs; " if run_epochs else "")
+        + f"{schedule.warmup_steps:,} steps of warm-up",
+        f"device       {ranks.world_size} x {device_name(ranks.device)}, {config.precision}{emulated}, "
+        f"{config.sharding}",
         f"memory       {_memory_text(memory, 'a rank')}",
         f"host memory  {_memory_text(host, 'on rank 0')} (rank 0 only)",
         f"checkpoints  {checkpoint / 1e9:.2f} GB each, at most {files} in {folder}: {files * checkpoint / 1e9:.1f} GB; "

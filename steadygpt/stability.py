@@ -152,13 +152,13 @@ class Diverged(Exception):
         super().__init__(f"{bad_steps} bad steps after step {step}")
         self.bad_steps, self.step = bad_steps, step
 
-    def advice(self, config: "TrainConfig", precision: str) -> str:
+    def advice(self, config: "TrainConfig") -> str:
         """Return how to continue, with flags that can be copied."""
         max_lr = config.max_lr / 2
         lower = f"--allow_changes --max_lr {max_lr:g} --min_lr {min(config.min_lr, max_lr):g}"
         return (
             f"stopping after {self.bad_steps} bad steps, at step {self.step} before them. Resume with --resume latest "
-            f"{lower}{' or --precision fp32' * (precision != 'fp32')}, or skip these tokens with a larger "
+            f"{lower}{' or --precision fp32' * (config.precision != 'fp32')}, or skip these tokens with a larger "
             "--max_bad_steps. If that fails at once, the weights were damaged earlier: try --resume best, or an older "
             "file of ./list_checkpoints.sh"
         )

@@ -23,7 +23,8 @@ from steadygpt.checkpoint import (
     share,
     summary,
 )
-from steadygpt.cli import UserError, options_of
+from steadygpt.cli import UserError, options_of, shown_options
+from steadygpt.device import choose_precision, native_precision
 from steadygpt.distributed import Ranks, Silent
 from steadygpt.durable import lock_folder
 from steadygpt.mirror import Mirror, files_of, newer_checkpoint, put_in_place, restore_files
@@ -37,7 +38,9 @@ from steadygpt.uploads import Uploads
 if TYPE_CHECKING:
     from config import TrainConfig
     from dataloader import Data
-    from model import GPT
+    from model import GPT, GPTConfig
+
+STAMP, STAMP_PATTERN = "%Y%m%d-%H%M%S", r"\d{8}-\d{6}"  # of time, in names of runs
 
 
 @dataclass(frozen=True)
@@ -69,13 +72,69 @@ class Start:
             return data.vocab_size
         return max(data.vocab_size, loaded["model_config"]["vocab_size"])
 
-    def settled(self, ranks: Ranks, tokenizer: str, vocab_size: int, warmup_steps: int) -> "Start":
-        """Return this start with what the data and the length of the run decide, and with a name for the run."""
-        name = ranks.broadcast(self.config.run_name or f"{time.strftime('gpt-%Y%m%d-%H%M%S')}-{os.getpid()}")
-        config = dataclasses.replace(
-            self.config, run_name=name, tokenizer=tokenizer, vocab_size=vocab_size, warmup_steps=warmup_steps
-        )
-        return dataclasses.replace(self, config=config)
+    @property
+    def is_fork(self) -> bool:
+        """Whether the checkpoint is another run's: it stays in its folder, and this run writes to a different one."""
+        return self.path is not None and self.path.resolve().parent != Path(self.config.checkpoint_dir).resolve()
+
+    def named(self, given: Mapping[str, str], ranks: Ranks, held: ExitStack) -> "Start":
+        """Return this start with the name of its run, and a line if that is not the name one would expect.
+
+        A run that is resumed in its folder keeps its name. A fork is named RUN-from-STEP and has logs of its own. A new
+        name that has a TensorBoard folder already gets a time stamp, because TensorBoard would hide the older points.
+        """
+        saved = self.checkpoint["train_config"].get("run_name", "") if self.checkpoint else ""
+        wanted, folder = self.config.run_name, Path(self.config.tensorboard_dir)
+        if self.is_fork and wanted == saved:
+            wanted = f"{saved or 'run'}-from-{self.step}"
+        elif saved and wanted == saved:
+            return self
+        wanted = wanted or f"{time.strftime(f'gpt-{STAMP}')}-{os.getpid()}"
+        reserves = self.config.trains and self.config.use_tensorboard
+        name = ranks.broadcast(ranks.on_main(lambda: unused_name(wanted, folder, held if reserves else None)))
+        assert name
+        named = self._with(run_name=name)
+        if self.is_fork:
+            if "logdir" not in given:
+                named = named._with(logdir=str(Path(self.config.logdir, name)))
+            line = f"run_name {name}: a fork of {saved or self.path}; its logs are in {named.config.logdir}"
+            return named._noting(line)
+        if name != wanted:
+            return named._noting(f"run_name {name}: {folder / wanted} belongs to an older run")
+        return named
+
+    def _noting(self, line: str) -> "Start":
+        return dataclasses.replace(self, notes=(*self.notes, line))
+
+    def _with(self, **options: Any) -> "Start":
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, **options))
+
+    def settled(self, tokenizer: str, vocab_size: int, warmup_steps: int) -> "Start":
+        """Return this start with what the data and the length of the run decide."""
+        return self._with(tokenizer=tokenizer, vocab_size=vocab_size, warmup_steps=warmup_steps)
+
+    def with_precision(self, shape: "GPTConfig", ranks: Ranks) -> "Start":
+        """Return this start with the precision that rank 0 chooses in place of auto; the checkpoint stores it.
+
+        Checkpoints of earlier versions store auto, and what their runs have computed in follows from the hardware.
+        """
+        config = self.config
+        if self.checkpoint and config.precision == "auto":
+            return self._with(precision=ranks.broadcast(native_precision(ranks.device)))
+        tokens = (config.mini_batch_size or 1) * config.context_length
+        precision, line = ranks.broadcast(choose_precision(config.precision, ranks.device, shape, tokens))
+        chosen = self._with(precision=precision)
+        return chosen._noting(line) if line else chosen
+
+    def with_even_rows(self, given: Mapping[str, str], world_size: int) -> "Start":
+        """Return this start with a mini_batch_size that splits the tokens of a step evenly, if there is one."""
+        before, config = self.config.mini_batch_size, self.config.with_even_rows(given, world_size)
+        if config.mini_batch_size == before:
+            return self
+        rows = config.total_batch_size // config.context_length // world_size
+        ranks = f"each of {world_size} ranks" if world_size > 1 else "1 rank"
+        line = f"mini_batch_size {before} -> {config.mini_batch_size}: a step has {rows:,} rows on {ranks}"
+        return dataclasses.replace(self, config=config)._noting(line)
 
     def downloaded(self, ranks: Ranks, read_weights: Callable[[str], dict]) -> "Start":
         """Return this start with the tensors of its weights, which find_start leaves on the Hub."""
@@ -232,8 +291,11 @@ def resume_config(saved: dict, config: "TrainConfig", given: Mapping[str, str]) 
         new, on_resume = getattr(config, name), f.metadata["on_resume"]
         if on_resume == "launch":
             continue
-        # The first start shortened a preset's warm-up and turned its micro-steps into tokens; these values apply.
-        if name not in given or (given[name] == "preset" and name in ("warmup_steps", "micro_steps")):
+        # The first start shortened a preset's warm-up and turned its micro-steps into tokens; these values apply. It
+        # also chose the precision, and perhaps lengthened the name that a flag repeats.
+        settled = given.get(name) == "preset" and name in ("warmup_steps", "micro_steps")
+        settled |= (name, new) == ("precision", "auto") or (name == "run_name" and is_name_from(new, saved[name]))
+        if name not in given or settled:
             taken[name] = saved[name]
         elif new != saved[name]:
             found = f"--{name} is {new!r}, but the checkpoint was trained with {saved[name]!r}; drop the flag, or"

@@ -16,28 +16,65 @@ from hellaswag_eval import Tree, ending_losses
 from model import GPT, GPTConfig
 from steadygpt import device, host
 from steadygpt.cli import RankError, UserError
-from steadygpt.device import autocast, choose_precision, evaluating, memory_bytes, use_fp8
+from steadygpt.device import autocast, choose_precision, evaluating, memory_bytes, product_rates, use_fp8
 from steadygpt.distributed import Ranks
+
+SHAPE = GPTConfig(embd_size=64)
 
 
 @pytest.mark.parametrize(("bf16_units", "chosen"), [(True, "bf16"), (False, "fp16")])
 def test_gpu_uses_bf16_if_the_hardware_supports_it(bf16_units, chosen, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bf16_units)
-    assert choose_precision("auto", torch.device("cuda")) == chosen
+    assert choose_precision("auto", torch.device("cuda"), SHAPE, 16) == (chosen, "")
 
 
-@pytest.mark.parametrize(("flags", "chosen"), [("fma avx512_bf16 amx_tile", "bf16"), ("fma avx512f", "fp32")])
-def test_cpu_uses_bf16_if_the_hardware_supports_it(flags, chosen, tmp_path, monkeypatch):
-    (tmp_path / "cpuinfo").write_text(f"flags : {flags}\n")
+@pytest.fixture
+def has_bf16(tmp_path, monkeypatch):
+    """A CPU with instructions for bf16."""
+    (tmp_path / "cpuinfo").write_text("flags : fma avx512_bf16\n")
     monkeypatch.setattr(device, "Path", lambda _: tmp_path / "cpuinfo")
-    assert choose_precision("auto", torch.device("cpu")) == chosen
 
 
-def test_other_devices_use_fp32_unless_a_precision_is_given(monkeypatch):
-    assert choose_precision("auto", torch.device("mps")) == "fp32"
+@pytest.mark.parametrize(("gflops", "chosen"), [(238, "fp32"), (285, "fp32"), (286, "bf16"), (430, "bf16")])
+def test_cpu_uses_bf16_if_its_products_are_a_fifth_faster(gflops, chosen, has_bf16, monkeypatch):
+    monkeypatch.setattr(device, "product_rates", lambda *_: (238e9, gflops * 1e9))
+    precision, line = choose_precision("auto", torch.device("cpu"), SHAPE, tokens=16)
+    assert precision == chosen
+    assert line == (
+        f"precision auto: {chosen}; a product of 16 x 64 x 256 reaches 238 GFLOP/s in fp32 and {gflops} in bf16"
+    )
+
+
+def test_cpu_without_bf16_instructions_is_not_measured(tmp_path, monkeypatch):
+    (tmp_path / "cpuinfo").write_text("flags : fma avx512f\n")
+    monkeypatch.setattr(device, "Path", lambda _: tmp_path / "cpuinfo")
+    monkeypatch.delattr(device, "product_rates")
+    assert choose_precision("auto", torch.device("cpu"), SHAPE, 16) == ("fp32", "")
+    assert choose_precision("auto", torch.device("mps"), SHAPE, 16) == ("fp32", "")
     monkeypatch.setattr(device, "Path", lambda _: Path("/no such file"))
-    assert choose_precision("auto", torch.device("cpu")) == "fp32"
-    assert choose_precision("fp16", torch.device("cpu")) == "fp16"
+    assert choose_precision("auto", torch.device("cpu"), SHAPE, 16) == ("fp32", "")
+    assert choose_precision("fp16", torch.device("cpu"), SHAPE, 16) == ("fp16", "")
+
+
+def test_measured_products_have_the_models_width_and_a_bounded_size(has_bf16, monkeypatch):
+    measured = []
+    monkeypatch.setattr(device, "product_rates", lambda *shape: measured.append(shape) or (1e9, 1e9))
+    for width, tokens in ((64, 16), (768, 65536), (2048, 8192)):
+        choose_precision("auto", torch.device("cpu"), GPTConfig(embd_size=width), tokens)
+    assert measured == [(16, 64, 256), (1024, 768, 1272), (1024, 2048, 477)]
+
+
+def test_rates_are_those_of_the_best_of_several_products(monkeypatch):
+    # In turn: fp32 5 s, bf16 4 s, then fp32 2 s, bf16 8 s. The calls between two products look at the time left.
+    times = [0.0, 0.0, 5.0, 0.0, 4.0, 0.0, 2.0, 0.0, 8.0, 100.0]
+    monkeypatch.setattr(device.time, "perf_counter", lambda: times.pop(0))
+    assert product_rates(10, 20, 30) == (2 * 10 * 20 * 30 / 2.0, 2 * 10 * 20 * 30 / 4.0)
+
+
+def test_real_products_are_measured_in_a_fraction_of_a_second():
+    start_s = time.monotonic()
+    assert min(product_rates(64, 64, 256)) > 0
+    assert time.monotonic() - start_s < 2  # 0.15 s on an idle machine
 
 
 @pytest.mark.parametrize(("name", "tflops"), [

@@ -191,6 +191,72 @@ def test_micro_steps_of_the_first_start_fix_the_tokens_of_a_step(workdir):
         train.main(with_micro_steps("--resume", "--micro_steps", "2"))
 
 
+def flags_with_rows(count: int, *flags: str) -> list[str]:
+    """Return the flags of a tiny run whose steps have 4 rows, `count` at once, as a preset gives them."""
+    Path("mine.toml").write_text(f"mini_batch_size = {count}\n")
+    at = TINY.index("--mini_batch_size")
+    return [*TINY[:at], *TINY[at + 2 :], "--data_dir", "data", "--config", "mine.toml", *flags]
+
+
+def test_more_ranks_compute_fewer_rows_at_once(workdir):
+    """4 rows at once split the 4 rows of a step on 1 rank but not on 2."""
+    need_gpus(2)
+    assert train.main(flags_with_rows(4, "--max_steps", "4", *folders("a"))) == 0
+    in_ranks(2, main_in, workdir, flags_with_rows(4, "--resume", "--max_steps", "6", *folders("a")))
+    in_ranks(2, main_in, workdir, flags_with_rows(4, *folders("b")))
+    for log in ("logs-a/log.txt", "logs-b/log.txt"):
+        lines = Path(log).read_text().splitlines()
+        assert "mini_batch_size 4 -> 2: a step has 2 rows on each of 2 ranks" in lines
+        assert not [line for line in lines if line.startswith("changed mini_batch_size")]
+    assert load("a/latest.pt")["train_config"]["mini_batch_size"] == 2
+    assert load("a/latest.pt")["rows_consumed"] == 6 * 4
+    at = TINY.index("--mini_batch_size")
+    assert train.main([*TINY[:at], *TINY[at + 2 :], "--resume", *folders("a")]) == 0  # on 1 rank again
+    assert load("a/latest.pt")["train_config"]["mini_batch_size"] == 4
+
+
+def test_rows_that_a_flag_gives_are_not_changed(workdir):
+    given = flags_with_rows(4, "--mini_batch_size", "3", *folders("a"))
+    with pytest.raises(UserError, match=r"is not a multiple of --mini_batch_size 3 x .*, or --mini_batch_size 2"):
+        train.main(given)
+    with pytest.raises(UserError, match="is not a multiple of --mini_batch_size 3"):
+        train.main(flags_with_rows(3, "--deterministic", *folders("a")))
+    assert not Path("a").exists()
+
+
+def test_measured_precision_is_kept_by_a_resume(workdir, monkeypatch, capsys):
+    monkeypatch.setattr(device, "native_precision", lambda device: "bf16")
+    monkeypatch.setattr(device, "product_rates", lambda *_: (1e9, 2e9))
+    assert run_here("--precision", "auto", "--max_steps", "3", *folders("a")) == 0
+    assert re.search(r"^precision auto: bf16; .* 1 GFLOP/s in fp32 and 2 in bf16$", capsys.readouterr().out, re.M)
+    monkeypatch.setattr(device, "product_rates", lambda *_: (2e9, 1e9))
+    assert run_here("--precision", "auto", "--resume", "latest", *folders("a")) == 0
+    out = capsys.readouterr().out
+    assert ", bf16, ddp\n" in out
+    assert "changed precision" not in out
+    assert load("a/latest.pt")["train_config"]["precision"] == "bf16"
+
+
+def test_checkpoint_of_a_version_that_stored_auto_keeps_the_precision_of_the_hardware(workdir, monkeypatch, capsys):
+    assert run_here("--max_steps", "3", *folders("a")) == 0
+    checkpoint = load("a/latest.pt")
+    checkpoint["train_config"]["precision"] = "auto"
+    torch.save(checkpoint, "a/latest.pt")
+    monkeypatch.setattr(start, "native_precision", lambda device: "bf16")
+    monkeypatch.delattr(start, "choose_precision")
+    assert train.main(["--checkpoint_dir", "a", "--resume", "--max_steps", "6"]) == 0
+    assert ", bf16, ddp\n" in capsys.readouterr().out
+    assert load("a/latest.pt")["train_config"]["precision"] == "bf16"
+
+
+def test_option_of_a_preset_that_contradicts_the_checkpoint_is_named_with_the_preset(workdir):
+    run_here("--max_steps", "3", *folders("a"))
+    Path("other.toml").write_text("seed = 5\n")
+    assert fails("--resume", "latest", "--config", "other.toml", *folders("a")).startswith(
+        "--seed is 5 (from --config other.toml), but the checkpoint was trained with 1337; drop --config, or "
+    )
+
+
 def test_micro_steps_need_a_number_of_rows(workdir):
     for flags in ([], ["--resume", "auto"]):
         with pytest.raises(UserError, match="--mini_batch_size auto needs the tokens of a step, which --micro_steps 3"):

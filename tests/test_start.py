@@ -86,6 +86,17 @@ def test_tokens_of_the_checkpoint_override_the_micro_steps_of_a_preset():
     assert (config.micro_steps, config.total_batch_size, changes) == (0, 65536, [])
 
 
+def test_precision_of_the_checkpoint_overrides_auto():
+    """The first start has measured it, and a resume must not depend on another measurement."""
+    saved = dataclasses.asdict(parse("--precision", "bf16"))
+    config, given_options = parse_args(["--resume", "--precision", "auto"])
+    config, changes = resume_config(saved, config, given_options)
+    assert (config.precision, changes) == ("bf16", [])
+    config, given_options = parse_args(["--resume", "--precision", "fp32"])
+    config, changes = resume_config(saved, config, given_options)
+    assert (config.precision, changes) == ("fp32", ["precision: 'bf16' -> 'fp32'"])
+
+
 def test_launch_options_are_not_taken_from_the_checkpoint():
     saved = dataclasses.asdict(TrainConfig()) | {
         "config": "quickstart", "dry_run": True, "checkpoint_dir": "there", "resume": "best", "list_checkpoints": True
