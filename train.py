@@ -352,7 +352,7 @@ def make_plan(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, data:
     start = replace(start, config=config, notes=(*fitted, *start.notes))
     strict_warmup = start.checkpoint is not None or given.get("warmup_steps") == "flag"
     schedule = make_schedule(config, data, ranks.world_size, start.step or 0, start.rows_consumed, strict_warmup)
-    start = start.settled(ranks, data.tokenizer, shape.vocab_size, schedule.warmup_steps)
+    start = start.settled(data.tokenizer, shape.vocab_size, schedule.warmup_steps).named(given, ranks, held)
     start = replace(start, notes=(*start.notes, *notes_of_decay(start.config, schedule, start.checkpoint)))
     held.enter_context(out_of_memory_explained(start.config, sketch, ranks))
     return Plan(start, data, schedule, sketch, ranks)

@@ -2,13 +2,16 @@
 
 import dataclasses
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from steadygpt.checkpoint import (
     BEST,
@@ -26,7 +29,7 @@ from steadygpt.checkpoint import (
 from steadygpt.cli import UserError, options_of, shown_options
 from steadygpt.device import choose_precision, native_precision
 from steadygpt.distributed import Ranks, Silent
-from steadygpt.durable import lock_folder
+from steadygpt.durable import lock_folder, replace_file
 from steadygpt.mirror import Mirror, files_of, newer_checkpoint, put_in_place, restore_files
 from steadygpt.optim import checkpoint_bytes
 from steadygpt.retry import NoAnswer
@@ -149,6 +152,36 @@ class Start:
         return finished and self.step is not None and self.step >= max_steps
 
 
+def unused_name(wanted: str, folder: Path, held: ExitStack | None) -> str:
+    """Return `wanted`, with a time stamp if it is in the folder already.
+
+    Args:
+        held: reserves the name by a folder of its own, which goes when `held` closes, unless it has files by then.
+    """
+    name = wanted
+    while True:
+        try:
+            if held:
+                (folder / name).mkdir(parents=True)
+                held.callback(remove_if_empty, folder / name)
+            elif (folder / name).exists():
+                raise FileExistsError
+            return name
+        except FileExistsError:
+            time.sleep(0.1 * (name != wanted))  # two runs within a second
+            name = f"{wanted}-{time.strftime(STAMP)}"
+
+
+def is_name_from(wanted: str, name: str) -> bool:
+    """Return whether a run that wanted one name got the other."""
+    return bool(re.fullmatch(rf"{re.escape(wanted)}(-from-\d+)?(-{STAMP_PATTERN})?", name))
+
+
+def remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
+
+
 def folder_of_resumed_file(config: "TrainConfig", given: Mapping[str, str]) -> "TrainConfig":
     """Return the configuration with the folder of a checkpoint file that --resume names, unless a folder is given."""
     if config.resume in ("", "latest", "auto", *NAMED) or "checkpoint_dir" in given:
@@ -216,10 +249,11 @@ def find_start(
         of_mirror = f" (restored from {config.mirror})" * restored
         resumed = f"resumed from {path}{of_mirror} at step {checkpoint['step']:,}"
         notes += (resumed, *(f"changed {line}" for line in changes))
-        if config.mirror and "mirror" not in given and path and path.resolve().parent != folder.resolve():
+        start = Start(config, path, checkpoint, notes=notes)
+        if start.is_fork and config.mirror and "mirror" not in given and path:
             notes += (f"without the mirror {config.mirror}, which belongs to the run in {path.parent}",)
-            config = dataclasses.replace(config, mirror="")
-        return Start(config, path, checkpoint, notes=notes)
+            start = Start(dataclasses.replace(config, mirror=""), path, checkpoint, notes=notes)
+        return start
     if config.init_from == "scratch":
         return Start(config, notes=notes)
     weights = share(ranks.on_main(lambda: read_weights(config.init_from, download=False)), ranks)
@@ -287,6 +321,7 @@ def resume_config(saved: dict, config: "TrainConfig", given: Mapping[str, str]) 
     """
     taken, changes, options = {}, [], options_of(config)
     saved = {name: f.default for name, f in options.items()} | saved  # older versions had fewer options
+    saved["mini_batch_size"] = saved.get("wanted_rows") or saved["mini_batch_size"]
     for name, f in options.items():
         new, on_resume = getattr(config, name), f.metadata["on_resume"]
         if on_resume == "launch":
@@ -298,7 +333,8 @@ def resume_config(saved: dict, config: "TrainConfig", given: Mapping[str, str]) 
         if name not in given or settled:
             taken[name] = saved[name]
         elif new != saved[name]:
-            found = f"--{name} is {new!r}, but the checkpoint was trained with {saved[name]!r}; drop the flag, or"
+            dropped = "the flag" if given[name] == "flag" else "--config"
+            found = f"--{name} is {new!r}, but the checkpoint was trained with {saved[name]!r}; drop {dropped}, or"
             if on_resume == "never":
                 raise UserError(f"{found} start another run in another --checkpoint_dir")
             if on_resume == "ask" and not config.allow_changes:
@@ -370,12 +406,16 @@ def open_writer(start: Start) -> CheckpointWriter:
                 mirror.patiently(lambda: restore_files(mirror, config, replace=False))
         except NoAnswer:
             claimed = False
-    latest = summary(start.checkpoint) if start.checkpoint else None
-    writer = CheckpointWriter(Path(config.checkpoint_dir), config.keep_checkpoints, start.path, latest)
+    path, latest = start.path, summary(start.checkpoint) if start.checkpoint else None
+    if start.checkpoint and start.is_fork:
+        # A copy that has this run's name and options, not a link: the file belongs to the other run.
+        path, content = Path(config.checkpoint_dir, LATEST), start.checkpoint | {"train_config": shown_options(config)}
+        replace_file(path, lambda file: torch.save(content, file))
+    writer = CheckpointWriter(Path(config.checkpoint_dir), config.keep_checkpoints, path, latest, config.keep_epochs)
     if mirror:
         writer.uploads = uploads = Uploads(
             mirror, None if claimed else claim, config.mirror_keep, config.mirror_minutes, lambda: files_of(config),
-            lambda *outcome: writer.reports.put(outcome),
+            lambda *outcome: writer.reports.put(outcome), config.keep_epochs,
         )  # fmt: skip
     if mirror and latest:  # also after a choice to go back, which a kill before the first save must not undo
         uploads.add(Path(config.checkpoint_dir, LATEST), latest, [LATEST])

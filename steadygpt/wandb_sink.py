@@ -48,7 +48,7 @@ class WandbSink:
     ):
         known = [] if start_step is None else _earlier_starts(log)
         name = known[-1][1] if known else config.run_name
-        if start_step is not None and Path(config.resume).stem not in ("latest", "auto"):
+        if known and Path(config.resume).stem not in ("latest", "auto"):
             # Back to an older checkpoint: the steps after it, which W&B may have, belong to the abandoned run.
             name, known = f"{config.run_name}-from-{start_step}", []
         # W&B chooses the id of a new run, so runs of the same name stay apart.

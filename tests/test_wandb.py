@@ -190,6 +190,11 @@ def test_going_back_to_an_older_checkpoint_starts_a_run_with_the_history_before_
     assert [row["loss"] for _, row in wandb.runs["id1"]] == [1.0] * 3 + [2.0] * 3
 
 
+def test_fork_into_other_folders_has_its_own_name_already(tmp_path, wandb):
+    write(tmp_path, 3, range(3, 5), resume="elsewhere/rolling_step_000003.pt")
+    assert wandb.names == {"id0": "tiny"}  # the run_name of the fork
+
+
 def test_offline_starts_hold_the_whole_run_apart_from_the_one_online(tmp_path, wandb):
     write(tmp_path, None, range(4))
     wandb.mode = "offline"
