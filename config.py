@@ -142,6 +142,7 @@ class TrainConfig(GPTConfig):
     loss_chunk_size: int = option(0, "tokens whose logits exist at once, recomputed in backward: less memory for long "
                                   "contexts; 0: all", "distributed")
     # fmt: on
+    wanted_rows: int = 0  # mini_batch_size before with_even_rows() reduced it, for a resume on other ranks; else 0
 
     def __post_init__(self):
         """Raises: OptionError for a value out of bounds."""
@@ -218,6 +219,20 @@ class TrainConfig(GPTConfig):
         """Return every mini_batch_size that splits the tokens of a step evenly, in ascending order."""
         rows, remainder = divmod(self.total_batch_size, self.context_length * world_size)
         return [] if remainder else [b for b in range(1, rows + 1) if rows % b == 0]
+
+    def with_even_rows(self, given: Mapping[str, str], world_size: int) -> "TrainConfig":
+        """Return the configuration with the largest mini_batch_size, up to its own, that splits a step evenly.
+
+        It stays as it is if a flag gave it, or if the order of sums must not change (deterministic); an uneven one is
+        then an error of grad_accum_steps.
+        """
+        if given.get("mini_batch_size") == "flag" or self.deterministic:
+            return self
+        wanted = self.mini_batch_size
+        fits = [rows for rows in self.possible_rows(world_size) if rows <= wanted]  # none while auto
+        if not fits or fits[-1] == wanted:
+            return self
+        return dataclasses.replace(self, mini_batch_size=fits[-1], wanted_rows=wanted)
 
     def grad_accum_steps(self, world_size: int) -> int:
         """Return the number of micro-steps in a step; 0 while mini_batch_size is still auto.

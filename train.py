@@ -470,17 +470,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     config = folder_of_resumed_file(config, given)
     data = None
-    # Report mistakes before waiting for other ranks, unless they are on other nodes, where they would wait in vain.
-    if not config.resume and config.init_from == "scratch" and distributed.is_on_one_node():
-        data = open_data(config)
-        strict_warmup = given.get("warmup_steps") == "flag"
-        world_size = distributed.world_size_of_environment()
-        make_schedule(config.with_tokens_of_step(world_size), data, world_size, strict_warmup=strict_warmup)
-    with distributed.joined(config.device, config.timeout_minutes) as ranks:
-        try:
-            return launch(config, given, ranks, data)
-        except Stopped:  # in a measurement or an evaluation; a run has its own end
-            return 130
+    with preset_named(vars(config), given):
+        # Report mistakes before waiting for other ranks, unless they are on other nodes, where they would wait in vain.
+        if not config.resume and config.init_from == "scratch" and distributed.is_on_one_node():
+            data = open_data(config)
+            strict_warmup = given.get("warmup_steps") == "flag"
+            world_size = distributed.world_size_of_environment()
+            first = config.with_tokens_of_step(world_size).with_even_rows(given, world_size)
+            make_schedule(first, data, world_size, strict_warmup=strict_warmup)
+        with distributed.joined(config.device, config.timeout_minutes) as ranks:
+            try:
+                return launch(config, given, ranks, data)
+            except Stopped:  # in a measurement or an evaluation; a run has its own end
+                return 130
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import (
     TINY,
     assert_same_state,
@@ -25,7 +26,7 @@ from test_train import DROPOUT, fails, folders
 
 import dataloader
 import train
-from steadygpt import saves
+from steadygpt import device, saves, start
 from steadygpt.cli import UserError
 
 # ---------------------------------------------------------------------------------------------------------------------
