@@ -92,6 +92,7 @@ class TrainConfig(GPTConfig):
     checkpoint_minutes: float = option(1.0, "minutes between saves of latest.pt, more where saving would take over 1 % "
                                        "of the time; 0: none", "checkpoints")
     keep_checkpoints: int = option(10, "newest rolling checkpoints that are kept", "checkpoints", at_least=1)
+    keep_epochs: int = option(0, "newest checkpoints of epochs that are kept; 0: all", "checkpoints")
     resume: str = option("", "continue: latest, auto (latest, or a new run if there is none), best, stable (before "
                          "wsd's cool-down, to train longer), or a file; bare --resume is latest; also "
                          "--resume_from_checkpoint", "checkpoints", bare="latest",

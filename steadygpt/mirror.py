@@ -219,13 +219,14 @@ class Mirror:
         files: Mapping[str, Path],
         keep: int,
         progress: Callable[[int], object],
+        keep_epochs: int = 0,
     ) -> bool:
         """Upload a checkpoint unless it is there, then other files, then its pointers; then delete what is too old.
 
         Args:
             names: of the checkpoint; latest.pt's pointer is written last, after the one of its backup.
             files: see upload_files.
-            keep: newest rolling checkpoints that are kept; 0: all.
+            keep, keep_epochs: newest rolling checkpoints and checkpoints of epochs that are kept; 0: all.
             progress: is called with the number of bytes that are uploaded.
 
         Returns: whether the checkpoint was not there.
@@ -251,7 +252,7 @@ class Mirror:
                 self._write(f"{name}.json", asdict(new[name]))
                 self.there[name] = new[name]
                 self.bad.pop(name, None)
-        self._delete_old(self.there, keep)
+        self._delete_old(self.there, {"rolling": keep, "epoch": keep_epochs})
         return is_new
 
     def upload_files(self, files: Mapping[str, Path]) -> None:
@@ -273,11 +274,12 @@ class Mirror:
             self.fs.pipe_file(f"{path}.tmp", data)
             self.fs.mv(f"{path}.tmp", path)
 
-    def _delete_old(self, there: dict[str, Pointer], keep: int) -> None:
-        rolling = sorted((name for name in there if name.startswith("rolling")), key=lambda name: there[name].mtime_ns)
-        for name in rolling[:-keep] if keep else []:
-            self.fs.rm_file(self._path(f"{name}.json"))  # first, so that no pointer names a deleted file
-            del there[name]
+    def _delete_old(self, there: dict[str, Pointer], kept: Mapping[str, int]) -> None:
+        for tier, count in kept.items():
+            names = sorted((name for name in there if name.startswith(tier)), key=lambda name: there[name].mtime_ns)
+            for name in names[:-count] if count else []:
+                self.fs.rm_file(self._path(f"{name}.json"))  # first, so that no pointer names a deleted file
+                del there[name]
         named = {pointer.file for pointer in there.values()}
         for name in list(self.listed):
             # A pointer that cannot be read may name any file.

@@ -173,8 +173,11 @@ def describe(
     micro_steps, checkpoint = config.grad_accum_steps(ranks.world_size), checkpoint_bytes(model, config.optimizer)
     folder = Path(config.checkpoint_dir)
     free = shutil.disk_usage(next(p for p in (folder, *folder.absolute().parents) if p.exists())).free
-    files = config.keep_checkpoints + 3 + math.ceil(schedule.epochs(schedule.max_steps * schedule.rows_per_step))
-    files += (WAITING + 1) * bool(config.mirror)  # files that stay until they are uploaded
+    run_epochs, rows_per_step = schedule.epochs(schedule.max_steps * schedule.rows_per_step), schedule.rows_per_step
+    epochs = math.ceil(run_epochs)
+    others = config.keep_checkpoints + 3 + (WAITING + 1) * bool(config.mirror)  # these stay until they are uploaded
+    files = others + min(epochs or config.keep_epochs, config.keep_epochs or epochs)
+    more = "" if epochs or config.keep_epochs else " and one for each epoch, whose length is not known,"
     commit = git_commit()
     emulated = ", emulated slowly" * (config.precision == "fp8" and ranks.device.type != "cuda")
     lines = [
@@ -195,14 +198,35 @@ def describe(
         f"{config.sharding}",
         f"memory       {_memory_text(memory, 'a rank')}",
         f"host memory  {_memory_text(host, 'on rank 0')} (rank 0 only)",
-        f"checkpoints  {checkpoint / 1e9:.2f} GB each, at most {files} in {folder}: {files * checkpoint / 1e9:.1f} GB; "
-        f"{free / 1e9:.1f} GB free" + (" -- NOT ENOUGH" if files * checkpoint > free else ""),
+        f"checkpoints  {checkpoint / 1e9:.2f} GB each, at most {files:,}{more} in {folder}: "
+        f"{files * checkpoint / 1e9:,.1f} GB; {free / 1e9:,.1f} GB free"
+        + (f" -- NOT ENOUGH; {_keep_fewer(free / checkpoint, others, epochs)}" if files * checkpoint > free else ""),
     ]
     if config.mirror:
         lines.append(f"mirror       {config.mirror}")
     if config.checkpoint_minutes:
         lines.append(f"             {interval_text(60 * config.checkpoint_minutes, checkpoint)}")
     return lines
+
+
+def _data_text(config: "TrainConfig", data: "Data") -> str:
+    count = len(data.train_shards)
+    if not count:
+        return f"no shards in {config.data_dir} yet; planned with the vocabulary of --tokenizer {data.tokenizer}"
+    tokens = sum(shard.num_tokens for shard in data.train_shards)
+    return f"{tokens:,} training tokens in {count} shard{'s' * (count > 1)} of {config.data_dir}"
+
+
+def _keep_fewer(room: float, others: int, epochs: int) -> str:
+    """Return the flag that lets the checkpoints fit on the disk.
+
+    Args:
+        room: checkpoints that fit.
+        others: those that are not of epochs.
+    """
+    if (fits := int(0.9 * room) - others) > 0:  # other files grow too
+        return f"--keep_epochs {fits} keeps the newest of {epochs:,} epochs"
+    return "try a smaller --keep_checkpoints and --keep_epochs 1, or another --checkpoint_dir"
 
 
 def _memory_text(uses: dict[str, float], where: str) -> str:

@@ -194,7 +194,7 @@ class CheckpointWriter:
     """Writes in the background, one job at a time; used on rank 0 only.
 
     Args:
-        keep: rolling checkpoints that are kept.
+        keep, keep_epochs: newest rolling checkpoints and checkpoints of epochs that are kept; 0 epochs: all.
         resumed_from: the verified checkpoint in the folder that the run resumes from. It becomes latest.pt, so that a
             kill before the first save does not undo a choice to resume from an older one.
         latest: summary() of that checkpoint.
@@ -206,8 +206,9 @@ class CheckpointWriter:
         keep: int,
         resumed_from: Path | None = None,
         latest: Mapping[str, Any] | None = None,
+        keep_epochs: int = 0,
     ):
-        self.folder, self.keep = folder, keep
+        self.folder, self.keep, self.keep_epochs = folder, keep, keep_epochs
         self.latest_is_intact = resumed_from is not None  # a corrupt file never becomes the backup
         self.latest = latest or {"step": None}  # summary() of latest.pt
         self.room: int | None = None  # checkpoints that fit on the disk, if hardly any
@@ -323,7 +324,8 @@ class CheckpointWriter:
         os.replace(temporary, latest)
         fsync_folder(self.folder)  # only now is it durable, so only now may older files go
         self.latest_is_intact, self.latest = True, summary(checkpoint)
-        for old in newest_first(self.folder, "rolling_step_*.pt")[self.keep :]:
+        epochs = newest_first(self.folder, "epoch_*.pt")[self.keep_epochs :] if self.keep_epochs else []
+        for old in (*newest_first(self.folder, "rolling_step_*.pt")[self.keep :], *epochs):
             old.unlink(missing_ok=True)
 
     def _record(self, evaluations: dict[int, dict], best: int | None) -> None:

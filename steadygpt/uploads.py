@@ -35,7 +35,7 @@ class Uploads:
 
     Args:
         claim: of the mirror, if that failed because of the network when the run started.
-        keep: newest rolling checkpoints that stay in the mirror; 0: all.
+        keep, keep_epochs: newest rolling checkpoints and checkpoints of epochs that stay in the mirror; 0: all.
         minutes: at least, between checkpoints that belong to no tier.
         files: returns the other files of the run, by their names in the mirror.
         report: is called with an outcome (done, failed) and a line of text.
@@ -49,8 +49,10 @@ class Uploads:
         minutes: float,
         files: Callable[[], Mapping[str, Path]],
         report: Callable[[str, str], object],
+        keep_epochs: int = 0,
     ):
-        self.mirror, self.claim, self.keep, self.files, self.report = mirror, claim, keep, files, report
+        self.mirror, self.claim, self.files, self.report = mirror, claim, files, report
+        self.keep, self.keep_epochs = keep, keep_epochs
         self.interval_s, self.added_at_s, self.newest_ns = 60 * minutes, -float("inf"), 0
         self.waiting: deque[Upload] = deque()
         self.current: Upload | None = None
@@ -137,7 +139,9 @@ class Uploads:
                 files = self.files()
                 if upload.pointer and upload.copy:
                     progress = self._note_progress
-                    is_new |= self.mirror.upload(upload.copy, upload.pointer, names, files, self.keep, progress)
+                    is_new |= self.mirror.upload(
+                        upload.copy, upload.pointer, names, files, self.keep, progress, self.keep_epochs
+                    )
                 else:
                     self.mirror.upload_files(files)
             except UserError as error:

@@ -40,10 +40,12 @@ def quick(monkeypatch):
 class Saver:
     """A writer of a run that uploads to `url`."""
 
-    def __init__(self, folder: Path, url: str, keep=10, minutes=0.0, files=dict):
+    def __init__(self, folder: Path, url: str, keep=10, minutes=0.0, files=dict, keep_epochs=0):
         self.folder, self.mirror = folder, Mirror(url)
         self.writer = CheckpointWriter(folder, keep=10)
-        self.writer.uploads = Uploads(self.mirror, None, keep, minutes, files, lambda *r: self.writer.reports.put(r))
+        self.writer.uploads = Uploads(
+            self.mirror, None, keep, minutes, files, lambda *r: self.writer.reports.put(r), keep_epochs
+        )
 
     def save(self, step: int, *tiers: str) -> None:
         self.writer.save(Captured(content(step)), list(tiers))
@@ -93,6 +95,16 @@ def test_mirror_keeps_the_newest_rolling_checkpoints_and_only_files_that_have_a_
     found = {"latest.pt": 6, "latest_backup.pt": 5, "rolling_step_000005.pt": 5, "rolling_step_000004.pt": 4}
     assert saver.uploaded() == found
     assert [name[:11] for name in files(tmp_path / "there")] == ["step_000004", "step_000005", "step_000006"]
+
+
+def test_mirror_keeps_the_newest_epochs_on_request(tmp_path):
+    saver = Saver(tmp_path / "here", f"file://{tmp_path}/there", keep_epochs=2)
+    for step in range(1, 5):
+        saver.save(step, f"epoch_{step:05d}.pt")
+        saver.uploaded()
+    found = {"latest.pt": 4, "latest_backup.pt": 3, "epoch_00004.pt": 4, "epoch_00003.pt": 3}
+    assert saver.uploaded() == found
+    assert [name[:11] for name in files(tmp_path / "there")] == ["step_000003", "step_000004"]
 
 
 def test_saves_by_the_clock_are_uploaded_at_most_every_mirror_minutes(tmp_path, monkeypatch):

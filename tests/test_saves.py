@@ -289,6 +289,15 @@ def test_only_the_newest_rolling_checkpoints_are_kept(writer, tmp_path):
     assert names(tmp_path) == [*epochs, "latest.pt", "latest_backup.pt", *rolling]
 
 
+def test_only_the_newest_epochs_are_kept_on_request(tmp_path):
+    writer = CheckpointWriter(tmp_path, keep=3, keep_epochs=2)
+    for step in (1, 2, 3, 4):
+        save(writer, step, f"epoch_{step:05d}.pt")
+        os.utime(tmp_path / "latest.pt", ns=(0, 10**18 + step * 10**9))
+    writer.close()
+    assert names(tmp_path) == ["epoch_00003.pt", "epoch_00004.pt", "latest.pt", "latest_backup.pt"]
+
+
 def test_rolling_checkpoints_are_deleted_by_age_not_by_step(writer, tmp_path):
     for step in (10, 20, 30, 11, 12):
         save(writer, step, f"rolling_step_{step:06d}.pt")
