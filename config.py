@@ -78,7 +78,7 @@ class TrainConfig(GPTConfig):
     adam_eps: float = option(1e-8, "AdamW's addend to the denominator", "optimization", above=0, on_resume="ask")
     grad_clip: float = option(1.0, "largest gradient norm; 0: no clipping", "optimization", on_resume="ask")
     num_epochs: int = option(5, "passes over the data", "optimization")
-    steps_per_epoch: int = option(0, "0: from the shards (19073 for FineWeb-Edu 10B)", "optimization")
+    steps_per_epoch: int = option(0, "0: from the shards (18795 for FineWeb-Edu 10B)", "optimization")
     max_steps: int = option(0, "steps of the run; 0: num_epochs * steps_per_epoch", "optimization")
     max_bad_steps: int = option(5, "stop after this many consecutive steps without a finite loss and gradient; their "
                                 "updates are skipped; 0: never", "optimization")
@@ -181,6 +181,12 @@ class TrainConfig(GPTConfig):
     def trains(self) -> bool:
         """Whether this is a run, which writes; a dry run and --eval_only only read."""
         return self.dry_run == "off" and not self.eval_only
+
+    @property
+    def plans_without_data(self) -> bool:
+        """Whether a dry run of a new run says how many steps it has, so that its plan needs no shards."""
+        known = self.max_steps or self.num_epochs * self.steps_per_epoch
+        return self.dry_run == "plan" and not self.resume and known > 0
 
     def with_tokens_of_step(self, world_size: int) -> "TrainConfig":
         """Return the configuration of a first start, in which micro_steps, if any, set total_batch_size.

@@ -16,7 +16,7 @@ import torch
 
 from config import TrainConfig
 from steadygpt.cli import UserError
-from steadygpt.shards import MANIFEST, Shard, find_shards, read_manifest
+from steadygpt.shards import MANIFEST, Shard, find_shards, read_manifest, shard_files
 from steadygpt.tokenizer import vocab_size_of
 
 READ_TOKENS = 2**18  # tokens that the thread reads at a time
@@ -65,7 +65,8 @@ class RowStream:
     """The endless stream of rows.
 
     Args:
-        shards: shards with fewer than context_length + 1 tokens have no row and are skipped.
+        shards: shards with fewer than context_length + 1 tokens have no row and are skipped. Without any shard, of data
+            that is not prepared yet, the stream has no rows.
         seed: of both shuffles; the order of the shards is drawn for each epoch, that of the rows for each shard too.
 
     Raises: UserError when no shard has a whole row.
@@ -85,7 +86,7 @@ class RowStream:
         self.tokens = [shard.tokens().view(np.ndarray) for shard in shards if shard.num_tokens > context_length]
         self.num_rows = np.array([(len(tokens) - 1) // context_length for tokens in self.tokens], np.int64)
         self.rows_per_epoch = int(self.num_rows.sum())
-        if not self.rows_per_epoch:
+        if shards and not self.rows_per_epoch:
             raise UserError(
                 f"{shards[0].path.parent}: no shard has {context_length + 1:,} tokens, one row of --context_length "
                 f"{context_length:,} and its last target; the longest has {max(s.num_tokens for s in shards):,}"
@@ -202,15 +203,24 @@ class Data:
 
 
 def open_data(config: TrainConfig) -> Data:
-    """Find the shards of a run and map them into memory.
+    """Find the shards of a run and map them into memory. A plan of a known number of steps does without them.
 
     Raises: UserError for missing or contradictory data.
     """
     folder = Path(config.data_dir)
     manifest = read_manifest(folder)
-    train = find_shards(folder, "train", manifest)
-    val = find_shards(folder, "val", manifest) if config.eval_freq else []
     name = config.tokenizer
+    if config.plans_without_data and manifest is None and not shard_files(folder, "train"):
+        name = "gpt2" if name == "auto" else name
+        stream = RowStream([], config.context_length)
+        return Data([], [], stream, stream if config.eval_freq else None, None, name, vocab_size_of(name))
+    try:
+        train = find_shards(folder, "train", manifest)
+    except UserError as error:
+        if config.dry_run == "off" or config.resume:
+            raise
+        raise UserError(f"{error}. A plain --dry_run with --max_steps N needs no data") from error
+    val = find_shards(folder, "val", manifest) if config.eval_freq else []
     if manifest and name not in ("auto", manifest["tokenizer"]):
         raise UserError(
             f"--tokenizer is {name!r}; {folder} was prepared with {manifest['tokenizer']!r}, so drop the flag"

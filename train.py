@@ -152,7 +152,8 @@ def train_step(training: Training, batches: BatchLoader, lr: float, step: int, s
 
 def validation_rows(config: TrainConfig, val: RowStream | None) -> int:
     """Return the number of rows of a validation: eval_tokens, or all rows if there are fewer."""
-    return max(1, min(config.eval_tokens // config.context_length, val.rows_per_epoch)) if val else 0
+    wanted = max(1, config.eval_tokens // config.context_length)
+    return min(wanted, val.rows_per_epoch or wanted) if val else 0
 
 
 def validate(training: Training, val: RowStream, stop: StopSignal) -> float:

@@ -185,9 +185,7 @@ def describe(
         f"Python {platform.python_version()}",
         f"model        {N / 1e6:,.2f} M parameters: {config.num_layers} layers, {config.num_heads} heads, "
         f"{config.embd_size} wide, context {T:,}, vocabulary {data.vocab_size:,} ({data.tokenizer})",
-        f"data         {sum(shard.num_tokens for shard in data.train_shards):,} training tokens in "
-        f"{len(data.train_shards)} shard{'s' * (len(data.train_shards) > 1)} of {config.data_dir}; "
-        f"{val_rows * T:,} validation tokens",
+        f"data         {_data_text(config, data)}; {val_rows * T:,} validation tokens",
         f"steps        {schedule.max_steps:,} of {config.total_batch_size:,} tokens = {B} rows x {T:,} tokens x "
         f"{ranks.world_size} rank{'s' * (ranks.world_size > 1)} x "
         f"{micro_steps} micro-step{'s' * (micro_steps > 1)}; "

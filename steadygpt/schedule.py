@@ -16,15 +16,15 @@ class Schedule:
     """The length of a run."""
 
     rows_per_step: int
-    rows_per_epoch: int
+    rows_per_epoch: int  # 0: the data is not prepared yet
     steps_per_epoch: int  # 0: an epoch is one pass over the data
     max_steps: int
     warmup_steps: int
     stable_steps: int | None  # after which the cool-down begins, if there is one
 
     def epochs(self, rows: int) -> float:
-        """Convert consumed rows to epochs."""
-        return rows / (self.steps_per_epoch * self.rows_per_step or self.rows_per_epoch)
+        """Convert consumed rows to epochs; 0 if their length is not known."""
+        return rows / (self.steps_per_epoch * self.rows_per_step or self.rows_per_epoch or math.inf)
 
 
 def decay_start(config: "TrainConfig", max_steps: int) -> int:

@@ -139,13 +139,18 @@ def read_manifest(data_dir: Path) -> dict | None:
     return manifest
 
 
+def shard_files(data_dir: Path, split: str) -> list[Path]:
+    """Return the files of a folder whose names are those of shards of "train" or "val", sorted by name."""
+    files = sorted(data_dir.glob("*")) if data_dir.is_dir() else []
+    return [f for f in files if f.suffix in (".npy", ".bin") and split in re.split(r"[_.-]", f.name)]
+
+
 def find_shards(data_dir: Path, split: str, manifest: dict | None) -> list[Shard]:
     """Find the shards of "train" or "val" in a folder, sorted by name; with a manifest, only those it lists.
 
     Raises: UserError when there are none, one is damaged, or they differ from the manifest.
     """
-    files = sorted(data_dir.glob("*")) if data_dir.is_dir() else []
-    files = [f for f in files if f.suffix in (".npy", ".bin") and split in re.split(r"[_.-]", f.name)]
+    files = shard_files(data_dir, split)
     if manifest is not None:
         listed = {entry["file"]: entry["tokens"] for entry in manifest["shards"] if entry["split"] == split}
         if missing := sorted(listed.keys() - {f.name for f in files}):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from config import TrainConfig
 from model import GPT
 from steadygpt.cli import UserError
 from steadygpt.plan import COPY, STATIC, estimate_memory, needed_bytes, what_would_fit
+from steadygpt.saves import num_bytes
 
 GPU = torch.device("cuda")
 CONFIG = TrainConfig(precision="bf16", compile="off", mini_batch_size=16)
@@ -103,6 +105,55 @@ def test_fewer_rows_come_first_and_offload_last():
         "activation_checkpointing": True, "loss_chunk_size": 512, "sharding": "fsdp", "cpu_offload": True
     }  # fmt: skip
     assert fits(0.1) is None
+
+
+def test_plan_of_a_known_number_of_steps_needs_no_data(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert train.main(["--config", "gpt2-1b", "--precision", "bf16", "--dry_run"]) == 0
+    plan = capsys.readouterr().out
+    assert (
+        "data         no shards in data/edu_fineweb10B yet; planned with the vocabulary of --tokenizer gpt2; "
+        "10,485,760 validation tokens\n"
+    ) in plan
+    assert "vocabulary 50,257 (gpt2)\n" in plan
+    assert "at most 8 and one for each epoch, whose length is not known, in checkpoints: 73.0 GB; " in plan
+    assert "x 1 rank x 128 micro-steps; 2,000 steps of warm-up\n" in plan
+    assert "time         100,000 steps and 1.5% for evaluations; " in plan
+    assert list(tmp_path.iterdir()) == []
+    assert run_here("--dry_run", "--data_dir", "nowhere", "--tokenizer", "bytes") == 0
+    assert "planned with the vocabulary of --tokenizer bytes; 0 validation tokens" in capsys.readouterr().out
+    shape = ("--max_steps", "0", "--num_epochs", "2", "--steps_per_epoch", "40")
+    assert run_here("--dry_run", "--data_dir", "nowhere", "--tokenizer", "bytes", *shape) == 0
+    assert "steps        80 of " in (plan := capsys.readouterr().out) and "; 2.00 epochs; " in plan
+
+
+@pytest.mark.parametrize("flags", [
+    ("--dry_run", "--max_steps", "0"), ("--dry_run", "measure"), ("--dry_run", "--resume", "auto"), (),
+])  # fmt: skip
+def test_other_commands_need_data(tmp_path, monkeypatch, flags):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="no train shards in data"):
+        run_here(*flags)
+
+
+@pytest.mark.parametrize(("files", "advice"), [
+    (40, "--keep_epochs 23 keeps the newest of 541 epochs"),  # beside 13 others; a tenth of the disk is left
+    (16, "--keep_epochs 1 keeps the newest of 541 epochs"),
+    (13, "try a smaller --keep_checkpoints and --keep_epochs 1, or another --checkpoint_dir"),
+])  # fmt: skip
+def test_plan_of_checkpoints_that_do_not_fit_on_the_disk_names_the_flag(workdir, monkeypatch, capsys, files, advice):
+    run_here("--checkpoint_dir", "a")
+    size = num_bytes(load("a/latest.pt"))
+    monkeypatch.setattr("steadygpt.plan.shutil.disk_usage", lambda _: SimpleNamespace(free=size * (files + 0.5)))
+    capsys.readouterr()
+    run_here("--max_steps", "10000", "--dry_run")
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("checkpoints ")]
+    assert "each, at most 554 in checkpoints" in line
+    assert line.endswith(f" -- NOT ENOUGH; {advice}")
+    run_here("--max_steps", "10000", "--dry_run", "--keep_epochs", "1")
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("checkpoints ")]
+    assert "each, at most 14 in checkpoints" in line
+    assert ("NOT ENOUGH" in line) == (files < 14)
 
 
 def test_out_of_memory_is_one_line_with_flags_that_fit(workdir, monkeypatch):
