@@ -6,7 +6,7 @@ from collections.abc import Callable
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from steadygpt.device import PEAK_FLOPS, peak_flops
+from steadygpt.device import PEAK_FLOPS, device_name, peak_flops, product_rate
 from steadygpt.distributed import Ranks
 from steadygpt.units import duration_text
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 SHARE_OF_PEAK = 0.4  # that a GPU is assumed to reach, where nothing is measured
 WELL_KNOWN = ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090")
+WITHOUT_FP8 = ("NVIDIA A100-SXM4-80GB",)  # of these
 MEASURE_S, ROUNDS = 10.0, 3  # measured time; rounds of it, if a step is not too long
 HELLASWAG_TOKENS = 1_600_000  # with GPT-2's tokenizer
 TOKENS_PER_PARAMETER = 20
@@ -43,9 +44,28 @@ def measure_step_s(seconds_of: Callable[[int], float], micro_steps: int, ranks: 
     return fmean(many_s) + (micro_steps - many) * (fmean(many_s) - fmean(one_s)) / (many - 1)
 
 
+def work_per_token(config: "TrainConfig", model: "GPT", gpu: str, precision: str) -> tuple[float, float]:
+    """Return the FLOPs of a token in training and in evaluation, each in units of the time of one in bf16.
+
+    Recomputed parts count again. fp8 applies to the matrices of the blocks; attention and the head stay in bf16.
+
+    Args:
+        gpu: its name, as in PEAK_FLOPS.
+    """
+    everything, head = model.flops_per_token(), 6 * model.config.vocab_size * model.config.embd_size
+    matrices = 6 * sum(p.numel() for p in model.parameters_by_role()["matrix"].values())
+    rate = product_rate(gpu, precision)
+    rest_rate = 1.0 if precision == "fp8" else rate
+    blocks = matrices / rate + (everything - head - matrices) / rest_rate
+    work = blocks + head / rest_rate
+    chunked = 0 < config.loss_chunk_size < config.mini_batch_size * config.context_length
+    recomputed = blocks * config.activation_checkpointing + head / rest_rate * chunked
+    return work + recomputed / 3, work / 3  # a forward pass is a third of the work
+
+
 def forecast(
     config: "TrainConfig", schedule: "Schedule", ranks: Ranks, model: "GPT", step: int, val_rows: int,
-    step_s: float | None = None,
+    step_s: float | None = None, precision_elsewhere: str = "bf16",
 ) -> list[str]:  # fmt: skip
     """Return what a run will take, as lines of the plan.
 
@@ -54,33 +74,39 @@ def forecast(
         step: where the run starts.
         val_rows: of each validation.
         step_s: measured seconds of a step, if known.
+        precision_elsewhere: on the GPUs that are listed if nothing is known of this device.
     """
     steps, tokens = schedule.max_steps - step, schedule.max_steps * config.total_batch_size
     lines = [
         f"tokens       {tokens:,}, {tokens / model.num_parameters():,.1f} per parameter; about "
         f"{TOKENS_PER_PARAMETER} make the best use of compute (Hoffmann et al. 2022)"
     ]
-    # A token of an evaluation passes forward only, a third of the work.
     kinds = (config.eval_freq, val_rows * config.context_length), (config.hellaswag_freq, HELLASWAG_TOKENS)
     evaluated = sum(size * math.ceil(steps / freq) for freq, size in kinds if freq)  # the last step too
-    evaluation = evaluated / 3 / (max(1, steps) * config.total_batch_size)
+    trained, peak = steps * config.total_batch_size, peak_flops(ranks.device)
+    precision = config.precision if peak else "bf16"
+    in_step, in_evaluation = work_per_token(config, model, device_name(ranks.device), precision)
+    evaluation = evaluated * in_evaluation / (in_step * max(1, trained))
     work = f"{steps:,} steps and {evaluation:.1%} for evaluations"
-    flops = model.flops_per_token() * config.total_batch_size * steps * (1 + evaluation)
-    peak = peak_flops(ranks.device)
     if step_s is not None:
         seconds = steps * step_s * (1 + evaluation)
         how = f"at {config.total_batch_size / step_s:,.0f} tokens/s, measured here"
     elif peak is not None:
-        seconds = flops / (SHARE_OF_PEAK * peak * ranks.world_size)
-        how = f"if the GPUs reach {SHARE_OF_PEAK:.0%} of their peak; --dry_run measure measures it"
+        seconds = trained * in_step * (1 + evaluation) / (SHARE_OF_PEAK * peak * ranks.world_size)
+        how = f"if the GPUs reach {SHARE_OF_PEAK:.0%} of their peak in {precision}; --dry_run measure measures it"
     else:
         lines.append(f"time         {work}; unknown for this device, --dry_run measure measures it")
         for name in WELL_KNOWN:
+            if precision_elsewhere == "fp8" and name in WITHOUT_FP8:
+                lines.append(f"             on one {name}: it has no fp8")
+                continue
+            in_step, in_evaluation = work_per_token(config, model, name, precision_elsewhere)
+            flops = trained * in_step + evaluated * in_evaluation
             hours = flops / (SHARE_OF_PEAK * PEAK_FLOPS[name]) / 3600
             cost = f", cost {hours * config.gpu_hour_cost:,.2f}" if config.gpu_hour_cost else ""
             lines.append(
-                f"             on one {name}, if the run fits: {duration_text(3600 * hours)}{cost}, at "
-                f"{SHARE_OF_PEAK:.0%} of its peak"
+                f"             on one {name} in {precision_elsewhere}, if the run fits: "
+                f"{duration_text(3600 * hours)}{cost}, at {SHARE_OF_PEAK:.0%} of its peak"
             )
         return lines
     lines.append(f"time         {duration_text(seconds)}: {work}, {how}")

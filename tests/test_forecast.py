@@ -11,10 +11,10 @@ from config import TrainConfig
 from model import GPT
 from steadygpt import forecast as forecasts
 from steadygpt.distributed import Ranks
-from steadygpt.forecast import forecast, measure_step_s
+from steadygpt.forecast import forecast, measure_step_s, work_per_token
 from steadygpt.schedule import Schedule
 
-CONFIG = TrainConfig(mini_batch_size=16, eval_freq=100, hellaswag_freq=0, gpu_hour_cost=2.5)
+CONFIG = TrainConfig(precision="bf16", mini_batch_size=16, eval_freq=100, hellaswag_freq=0, gpu_hour_cost=2.5)
 CPU = Ranks(torch.device("cpu"), world_size=4)
 with torch.device("meta"):
     MODEL = GPT(CONFIG.shape(50257), initialize=False)
@@ -65,15 +65,81 @@ def test_unmeasured_step_is_derived_from_the_peak_of_the_gpu(monkeypatch):
     _, time, _ = forecast(CONFIG, SCHEDULE, CPU, MODEL, step=0, val_rows=0)
     seconds = 2000 * 524288 * MODEL.flops_per_token() / (0.4 * 100e12 * 4)
     assert time.startswith(f"time         {seconds // 3600:.0f} h ")
-    assert time.endswith("if the GPUs reach 40% of their peak; --dry_run measure measures it")
+    assert time.endswith("if the GPUs reach 40% of their peak in bf16; --dry_run measure measures it")
+
+
+H100, T4 = "NVIDIA H100 80GB HBM3", "Tesla T4"
+HEAD = 6 * 50257 * 768
+MATRICES = 6 * 12 * 12 * 768 * 768  # of 12 blocks
+EVERYTHING = MODEL.flops_per_token()
+
+
+@pytest.mark.parametrize(("gpu", "precision", "times"), [
+    (H100, "bf16", 1.0),
+    (H100, "fp16", 1.0),
+    (H100, "fp32", 2.0),  # as TF32
+    (T4, "fp16", 1.0),
+    (T4, "fp32", 65 / 8.1),  # it has no TF32
+    (H100, "fp8", (EVERYTHING - MATRICES / 2) / EVERYTHING),  # twice as fast, but not attention and the head
+])  # fmt: skip
+def test_work_of_a_token_by_precision(gpu, precision, times):
+    training, evaluation = work_per_token(CONFIG, MODEL, gpu, precision)
+    assert training / EVERYTHING == pytest.approx(times)
+    assert evaluation == pytest.approx(training / 3)
+
+
+@pytest.mark.parametrize(("changes", "recomputed"), [
+    ({"activation_checkpointing": True}, (EVERYTHING - HEAD) / 3),  # the blocks' forward pass
+    ({"loss_chunk_size": 1024}, HEAD / 3),
+    ({"loss_chunk_size": 16 * 1024}, 0),  # all tokens of a micro-step at once
+    ({"activation_checkpointing": True, "loss_chunk_size": 1024}, EVERYTHING / 3),
+])  # fmt: skip
+def test_recomputed_work_is_counted_in_training_but_not_in_evaluation(changes, recomputed):
+    training, evaluation = work_per_token(dataclasses.replace(CONFIG, **changes), MODEL, H100, "bf16")
+    assert training == pytest.approx(EVERYTHING + recomputed)
+    assert evaluation == pytest.approx(EVERYTHING / 3)
+    slow, _ = work_per_token(dataclasses.replace(CONFIG, **changes), MODEL, H100, "fp32")
+    assert slow == pytest.approx(2 * training)
+
+
+def test_forecast_of_fp32_is_twice_that_of_bf16_and_recomputation_adds_its_share(monkeypatch):
+    monkeypatch.setattr(forecasts, "peak_flops", lambda device: 100e12)
+
+    def hours(**changes) -> float:
+        config = dataclasses.replace(CONFIG, eval_freq=0, **changes)
+        cost = forecast(config, SCHEDULE, CPU, MODEL, step=0, val_rows=0)[-1]
+        return float(re.search(r"x ([\d,.]+) h", cost)[1].replace(",", ""))
+
+    assert hours(precision="fp32") == pytest.approx(2 * hours(), rel=0.05)
+    blocks = (EVERYTHING - HEAD) / EVERYTHING
+    assert hours(activation_checkpointing=True) == pytest.approx((1 + blocks / 3) * hours(), rel=0.05)
 
 
 def test_unknown_device_shows_well_known_gpus():
     _, unknown, *gpus = forecast(CONFIG, SCHEDULE, CPU, MODEL, step=0, val_rows=0)
     assert unknown.endswith("unknown for this device, --dry_run measure measures it")
     assert [
-        re.search(r"on one (.*), if the run fits: \d+ \w+ \d+ \w+, cost [\d.]+, at 40%", gpu)[1] for gpu in gpus
+        re.search(r"on one (.*) in bf16, if the run fits: \d+ \w+ \d+ \w+, cost [\d.]+, at 40%", gpu)[1] for gpu in gpus
     ] == [*forecasts.WELL_KNOWN]
+
+
+def test_well_known_gpus_compute_in_the_given_precision_if_they_can():
+    def gpus(precision: str) -> list[str]:
+        lines = forecast(CONFIG, SCHEDULE, CPU, MODEL, step=0, val_rows=0, precision_elsewhere=precision)
+        return [match[1] for line in lines if (match := re.search(rf"on one (.*) in {precision}, ", line))]
+
+    assert gpus("fp32") == [*forecasts.WELL_KNOWN]
+    assert gpus("fp8") == ["NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090"]
+    fp8 = forecast(CONFIG, SCHEDULE, CPU, MODEL, step=0, val_rows=0, precision_elsewhere="fp8")
+    assert "             on one NVIDIA A100-SXM4-80GB: it has no fp8" in fp8
+
+
+def test_plan_of_a_cpu_forecasts_bf16_on_gpus_unless_a_precision_is_given(workdir, monkeypatch, capsys):
+    monkeypatch.setattr("steadygpt.start.choose_precision", lambda *_: ("fp32", ""))
+    run_here("--dry_run", "--precision", "auto")
+    assert " in bf16, if the run fits" in capsys.readouterr().out
+    run_here("--dry_run", "--precision", "fp32")
+    assert " in fp32, if the run fits" in capsys.readouterr().out
 
 
 @pytest.fixture
