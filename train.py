@@ -374,6 +374,8 @@ def build_run(plan: Plan, held: ExitStack) -> Run:
         return checkpoints.capture(run)
 
     if config.trains:
+        if ranks.is_main:  # whose log says how the run has ended, also before its first step
+            StopSignal.interrupt()
         log, saves, shards = open_outputs(start, data, schedule.max_steps, plan.sketch, ranks, held, capture)
         log.say("\n".join(plan.describe()))
         state.best_val_loss = saves.best_val_loss(state.best_val_loss)

@@ -6,6 +6,7 @@ import difflib
 import itertools
 import math
 import os
+import signal
 import sys
 import threading
 import time
@@ -24,6 +25,14 @@ class UserError(Exception):
 
 class RankError(UserError):
     """A UserError that local rank 0 does not have, so the rank itself prints it."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal that ends a run before its first step; `number` is the signal's, the text its name."""
+
+    def __init__(self, number: int):
+        super().__init__(signal.Signals(number).name)
+        self.number = number
 
 
 class OptionError(UserError):
@@ -253,8 +262,8 @@ def _on_off(text: str) -> bool:
 
 
 def run_cli(main: Callable[[], int | None]) -> None:
-    """Run a command's `main()` and exit: with its status, 2 and one line for a `UserError`, 130 after Ctrl-C, 1 and a
-    traceback for other exceptions.
+    """Run a command's `main()` and exit: with its status, 2 and one line for a `UserError`, 128 + the number of the
+    signal that interrupts it (Ctrl-C: 130), 1 and a traceback for other exceptions.
     """
     try:
         status = main() or 0
@@ -264,8 +273,8 @@ def run_cli(main: Callable[[], int | None]) -> None:
             print(f"error: {error}", file=sys.stderr)
         else:
             time.sleep(2)  # torchrun ends all ranks when the first one exits: let local rank 0 print the error
-    except KeyboardInterrupt:
-        status = 130
+    except KeyboardInterrupt as interrupt:
+        status = 128 + (interrupt.number if isinstance(interrupt, Interrupted) else signal.SIGINT)
         sys.unraisablehook = lambda _: None  # the destructors of objects that Ctrl-C left half-built may fail
     except BrokenPipeError:  # `... | head` closed the pipe, so there is no reader for an error either
         mute(sys.stdout)

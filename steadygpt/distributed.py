@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from steadygpt.cli import UserError
+from steadygpt.cli import Interrupted, UserError
 from steadygpt.device import choose_device, keep_freed_memory, use_all_cores
 
 Result = TypeVar("Result")
@@ -163,17 +163,27 @@ class StopSignal:
         alive: is called by each check(), as a sign that the run makes progress.
     """
 
-    REASONS = ("", "SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP", "max_hours")
+    SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
+    REASONS = ("", *SIGNALS, "max_hours")
 
     def __init__(self, ranks: Ranks, max_hours: float, alive: Callable[[], object] = lambda: None):
         self.ranks, self.alive = ranks, alive
         self.deadline = time.monotonic() + max_hours * 3600 if max_hours else math.inf
         self.asked = 0
         self.agreed: Callable[[], int] = lambda: 0
-        for number, name in enumerate(self.REASONS[1:5], start=1):
-            if name == "SIGHUP" and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-                continue  # started with nohup: closing the terminal must not stop it
-            signal.signal(getattr(signal, name), lambda *_, number=number: self._ask(number))
+        for number, name in enumerate(self.SIGNALS, start=1):
+            handle(name, lambda *_, number=number: self._ask(number))
+
+    @classmethod
+    def interrupt(cls) -> None:
+        """Let the same signals raise Interrupted until there is a StopSignal; a second one ends the process at once."""
+
+        def interrupt(number: int, _: object) -> None:
+            signal.signal(number, signal.SIG_DFL)
+            raise Interrupted(number)
+
+        for name in cls.SIGNALS[1:]:  # SIGINT already raises a KeyboardInterrupt
+            handle(name, interrupt)
 
     def _ask(self, number: int) -> None:
         self.asked = self.asked or number  # under torchrun a terminal's Ctrl-C arrives twice
@@ -195,6 +205,13 @@ class StopSignal:
             raise Stopped(self.REASONS[number])
         if self.ranks.world_size > 1:
             self.agreed = self.ranks.max_later(self.asked)
+
+
+def handle(name: str, handler: Callable[..., object]) -> None:
+    """Set the handler of a signal, but leave SIGHUP ignored: with nohup, closing the terminal must not stop a run."""
+    number = signal.Signals[name]
+    if name != "SIGHUP" or signal.getsignal(number) is not signal.SIG_IGN:
+        signal.signal(number, handler)
 
 
 def world_size_of_environment() -> int:

@@ -197,7 +197,7 @@ class RunLog:
         """Write status.json: running, stopped, finished or failed; torchrun's exit status does not tell these apart."""
         self.note(status=status, reason=reason, **facts)
         if status != "running":
-            self.note(summary=list(summary))
+            self.note(summary=list(summary), doing=None)
         self._write_status(durable=True)
         event = ("resumed" if self.resumed else "started") if status == "running" else status
         found = f"at step {self.facts['step']:,} of {self.max_steps:,}{f' ({reason})' if reason else ''}"
@@ -356,8 +356,10 @@ class RunLog:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if self.facts["status"] == "running":  # the run has not begun
-            if kind is KeyboardInterrupt:
-                self.status("stopped", "before the first step")
+            if isinstance(error, KeyboardInterrupt):
+                reason = f"{str(error) or 'SIGINT'} before the first step"
+                self.status("stopped", reason)
+                self.say(f"stopped ({reason}); nothing is saved")
             else:
                 self.status("failed", brief(error) if error else "before the first step")
         self.close()

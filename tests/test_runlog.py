@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import signal
 import threading
 import time
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from config import TrainConfig
+from steadygpt.cli import Interrupted
 from steadygpt.distributed import Ranks
 from steadygpt.runlog import RunLog, read_status
 from steadygpt.stability import StepResult
@@ -217,12 +219,16 @@ def test_heartbeat_renews_status_json_at_most_every_ten_seconds(log, tmp_path, m
     assert written == [None, None, 110.0, 110.0, 120.0]
 
 
-@pytest.mark.parametrize(("error", "status"), [(RuntimeError, "failed"), (KeyboardInterrupt, "stopped")])
-def test_run_that_ends_before_its_first_step_does_not_stay_running(tmp_path, error, status):
-    with pytest.raises(error), RunLog(config(tmp_path, checkpoint_dir=str(tmp_path)), None):
+@pytest.mark.parametrize(("error", "status", "reason"), [
+    (RuntimeError, "failed", "RuntimeError"),
+    (KeyboardInterrupt, "stopped", "SIGINT before the first step"),
+    (Interrupted(signal.SIGTERM), "stopped", "SIGTERM before the first step"),
+])  # fmt: skip
+def test_run_that_ends_before_its_first_step_does_not_stay_running(tmp_path, error, status, reason):
+    with pytest.raises((RuntimeError, KeyboardInterrupt)), RunLog(config(tmp_path, checkpoint_dir=str(tmp_path)), None):
         assert read_status(tmp_path)["doing"] == "starting"
         raise error
-    assert read_status(tmp_path)["status"] == status
+    assert (read_status(tmp_path)["status"], read_status(tmp_path)["reason"]) == (status, reason)
 
 
 def test_records_of_other_threads_are_whole_lines_of_the_current_step(log, tmp_path):

@@ -234,6 +234,18 @@ def no_tokenizer(which_rank: int, rank: int) -> None:
     train.tokenizer_on_all = failing
 
 
+def pause_before_training(rank: int) -> None:
+    """Print "building" before the model is built, and wait for a signal."""
+    build_training = train.build_training
+
+    def paused_build(*args):
+        print("building", flush=True)
+        time.sleep(60)
+        return build_training(*args)
+
+    train.build_training = paused_build
+
+
 def pause(moment: str, expire: bool, rank: int) -> None:
     """Print "paused in MOMENT" once and wait for a signal; with `expire`, let --max_hours pass instead."""
     stops, paused, last_rank = [], [], int(os.environ.get("WORLD_SIZE", "1")) - 1

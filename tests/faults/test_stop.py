@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import MODERN, load, write_data
 from harness import LaunchedRun, Run, assert_equals_reference, folders
-from injected import pause, raise_in_step, record_tokens, tokens_of_steps
+from injected import pause, pause_before_training, raise_in_step, record_tokens, tokens_of_steps
 
 FLAGS = (
     "--total_batch_size 128 --max_steps 14 --checkpoint_freq 6 --eval_freq 6 --hellaswag_freq 6 "
@@ -83,6 +83,22 @@ def test_a_stop_saves_once_and_can_be_resumed(setting, name, moment):
     resumed = Run(*FLAGS, *folders(folder), "--resume", "latest", ranks=ranks, faults=[record_tokens])
     assert resumed.wait() == [0] * ranks
     assert_equals_reference(folder, "loss", "grad_norm", "val_loss", "hellaswag_acc_norm")
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
+def test_a_signal_before_the_first_step_ends_the_run_as_stopped(workdir, name):
+    number, folder = getattr(signal, name), f"{name} before training"
+    run = Run(*folders(folder), faults=[pause_before_training])
+    run.wait_for("^building")
+    run.signal(number)
+    assert run.wait() == [128 + number], run.text()
+    status = json.loads(Path(folder, "ckpt/status.json").read_text())
+    assert status["status"] == "stopped"
+    assert status["reason"] == f"{name} before the first step"
+    assert f"stopped ({name} before the first step); nothing is saved" in run.text()
+    assert "doing" not in status
+    run = Run(*folders(folder))  # there is no checkpoint, so the same command starts
+    assert run.wait() == [0], run.text()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
