@@ -31,7 +31,7 @@ from steadygpt.distributed import Ranks, Silent
 from steadygpt.durable import fsync_folder, replace_file
 from steadygpt.retry import brief
 from steadygpt.stability import StepResult, Totals
-from steadygpt.system import SystemMetrics, gpu_uuids, missing
+from steadygpt.system import Load, SystemMetrics, gpu_uuids, missing
 from steadygpt.tasks import TASKS
 from steadygpt.units import duration_text, timestamp
 from steadygpt.wandb_sink import WandbSink
@@ -52,6 +52,7 @@ TAGS = {
     "grad_norm": "train/grad_norm",
     "loss_z": "train/loss_z",
     "tokens_per_second": "speed/tokens_per_second",
+    "steps_per_second": "speed/steps_per_second",
     "step_ms": "speed/step_ms",
     "mfu": "speed/mfu",
     "memory_gb": "memory/gb",
@@ -107,6 +108,7 @@ class RunLog:
             "step": start_step or 0,
             "max_steps": max_steps,
             "tokens_per_step": config.total_batch_size,
+            "precision": config.precision,
             "ranks": self.ranks.world_size,
             "device": device_name(self.ranks.device),
             "started_at": timestamp(),
@@ -126,6 +128,7 @@ class RunLog:
             self.say(f"{RUN}{config.run_name}")
         self.alerts = Alerts(config.alert_url, config.run_name, self.warn) if config.alert_url else None
         self.system: SystemMetrics | None = None
+        self.load = Load()
         self.wandb: WandbSink | None = None
         if config.use_wandb:
             self.wandb = WandbSink(config, start_step, max_steps, logdir / LOG, logdir / METRICS, self.warn)
@@ -157,7 +160,8 @@ class RunLog:
             + f"{(step + 1) / self.max_steps:.1%} | ETA {duration_text(left_s)}"
         )
         measured = {"loss": result.loss, "lr": result.lr, "grad_norm": result.grad_norm, "loss_z": result.loss_z}
-        measured |= {"step_ms": step_s * 1000, "tokens_per_second": speed, "mfu": mfu, "cost": cost}
+        measured |= {"step_ms": step_s * 1000, "steps_per_second": 1 / step_s, "tokens_per_second": speed}
+        measured |= {"mfu": mfu, "cost": cost}
         if step % config.log_freq == 0 or not left:
             memory_gb = peak_memory_bytes(self.ranks.device) / 1e9
             self.record(step, line, **measured, memory_gb=memory_gb, epoch=epoch)
@@ -171,6 +175,7 @@ class RunLog:
             step=step + 1,
             loss=result.loss if result.finite else None,
             tokens_per_second=round(speed),
+            steps_per_second=round(1 / step_s, 3),
             step_ms=round(step_s * 1000, 1),
             mfu=mfu,
             elapsed_s=round(elapsed_s),
@@ -240,9 +245,11 @@ class RunLog:
         self.system = SystemMetrics(self.config.system_metrics_s, folder, gpus, self.record_system, self.warn)
 
     def record_system(self, metrics: Mapping[str, float]) -> None:
-        """Record the machine's load beside the current step."""
+        """Record the machine's load beside the current step, and its mean in this start for status.json."""
         with self.lock:
             self._record(self.facts["step"], metrics, "system/")
+            self.load.add(metrics)
+            self.note(mean_load={name: round(value, 2) for name, value in self.load.means().items()})
 
     def record(self, step: int, line: str, **metrics) -> None:
         """Write a line of text, and numbers to the sinks for numbers."""

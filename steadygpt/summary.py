@@ -1,5 +1,6 @@
 """What a run has achieved and what it took, in a few lines at its end."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from steadygpt.device import peak_memory_bytes, process_age_s
@@ -18,7 +19,10 @@ def summarize(run: "Run", status: str, reason: str) -> list[str]:
     lines["time"] += f"of which {seconds_text(totals.seconds)} for {counted(totals.steps, 'step')}"
     lines["tokens"] = f"{tokens:,}, {tokens / t.model.num_parameters():,.2f} per parameter"
     if speed := totals.steps_per_second():
-        lines["speed"] = f"{speed * config.total_batch_size:,.0f} tokens/s in this start"
+        lines["speed"] = (
+            f"{speed * config.total_batch_size:,.0f} tokens/s in this start: {speed:.3g} steps/s of "
+            f"{config.total_batch_size:,} tokens, {config.precision}"
+        )
         if (mfu := run.log.mfu(speed * config.total_batch_size)) is not None:
             lines["speed"] += f", mfu {mfu:.1%}"
     lines["loss"] = "none" if state.loss is None else f"{state.loss:.4f}"
@@ -28,6 +32,8 @@ def summarize(run: "Run", status: str, reason: str) -> list[str]:
         steps = [at for at, scores in saves.evaluations.items() if scores.get("val_loss") == state.best_val_loss]
         lines["loss"] += f", best {state.best_val_loss:.4f}{f' at step {steps[0]:,}' if steps else ''}"
     lines["memory"] = f"peak {peak_memory_bytes(t.ranks.device) / 1e9:.2f} GB on rank 0 in this start"
+    if load := load_text(run.log.load.means()):
+        lines["load"] = f"{load}, on average in this start"
     if (cost := run.log.cost(elapsed_s)) is not None:
         lines["cost"] = f"{cost:,.2f}"
     failed = f", {saves.failures:,} failed" if saves.failures else ""
@@ -44,6 +50,13 @@ def summarize(run: "Run", status: str, reason: str) -> list[str]:
     end = f"{status}{f' ({reason})' if reason else ''} after {counted(state.step, 'step')} and "
     end += f"{duration_text(elapsed_s)}; checkpoints in {config.checkpoint_dir}"
     return [end, *(f"{name:<13}{text}" for name, text in lines.items())]
+
+
+def load_text(means: Mapping[str, float]) -> str:
+    """Return the load of CPU, host memory and GPUs as far as it was measured."""
+    forms = {"cpu_percent": "CPU {:.0f}%", "ram_gb": "RAM {:.1f} GB"}
+    forms |= {"gpu_percent": "GPU {:.0f}%", "gpu_memory_gb": "GPU memory {:.1f} GB"}
+    return ", ".join(form.format(means[name]) for name, form in forms.items() if name in means)
 
 
 def seconds_text(seconds: float) -> str:

@@ -4,9 +4,11 @@ Needs psutil for CPU and RAM, and nvidia-ml-py for GPUs. Without them the rest i
 """
 
 import os
+import re
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
@@ -18,6 +20,7 @@ from steadygpt.disk import existing
 from steadygpt.host import CGROUP, container_limit_bytes
 from steadygpt.retry import brief
 
+LOAD = ("cpu_percent", "ram_gb", "gpu_percent", "gpu_memory_gb")
 FIRST_S = 2.0  # after which the first record follows at the latest
 
 Metrics = dict[str, float]
@@ -95,6 +98,25 @@ class SystemMetrics:
         if not self.reported & {problem, reason}:
             self.warn(f"{problem}: {reason}; training continues")
         self.reported |= {problem, reason}
+
+
+class Load:
+    """Means over time of what SystemMetrics records: the load of the CPU and the GPUs, and the memory in use."""
+
+    def __init__(self) -> None:
+        self.sums: defaultdict[str, float] = defaultdict(float)
+        self.counts: Counter[str] = Counter()
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Count a record of SystemMetrics."""
+        for name, value in metrics.items():
+            if (kind := re.sub(r"^gpu\d+", "gpu", name)) in LOAD:
+                self.sums[kind] += value
+                self.counts[kind] += 1
+
+    def means(self) -> dict[str, float]:
+        """Return the means of LOAD as far as it was measured; those of GPUs are for one GPU."""
+        return {name: self.sums[name] / count for name, count in self.counts.items()}
 
 
 def missing(cuda: bool) -> list[str]:

@@ -165,7 +165,7 @@ def log(tmp_path):
 def test_step_logs_speed_and_cost(log, tmp_path):
     log.step(result(3), step_s=0.5, elapsed_s=1800.0, epoch=0.25)
     (record,) = records(tmp_path)
-    assert (record["tokens_per_second"], record["step_ms"]) == (2000, 500)
+    assert (record["tokens_per_second"], record["steps_per_second"], record["step_ms"]) == (2000, 2, 500)
     assert record["cost"] == pytest.approx(0.5 * 4 * 3.0)  # half an hour on four GPUs
     assert (record["epoch"], record["lr"], record["loss"]) == (0.25, 1e-3, 2.5)
 
@@ -199,6 +199,7 @@ def test_status_json_says_what_a_monitor_needs(log, tmp_path):
     log.step(result(3), step_s=0.5, elapsed_s=1800.0, epoch=0.25)
     status = read_status(tmp_path)
     assert (status["doing"], status["step"], status["step_ms"]) == ("training", 4, 500)
+    assert (status["steps_per_second"], status["precision"]) == (2, "auto")  # the word is chosen before a real run
     assert status["cost"] == pytest.approx(6.0)
     assert status["eta_s"] < 60 and status["cost_to_go"] < 1
     assert "mfu" not in status  # unknown on a CPU

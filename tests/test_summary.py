@@ -21,7 +21,7 @@ def test_summary_is_shown_logged_and_in_status_json(workdir, capsys):
     assert list(found) == ["time", "tokens", "speed", "loss", "memory", "cost", "saves", "skipped"]
     assert re.fullmatch(r".* s; this start .* s, of which \d+\.\d s for 8 steps", found["time"])
     assert re.fullmatch(r"512, 0\.\d\d per parameter", found["tokens"])
-    assert re.fullmatch(r"[\d,]+ tokens/s in this start", found["speed"])
+    assert re.fullmatch(r"[\d,]+ tokens/s in this start: [\d.]+ steps/s of 64 tokens, fp32", found["speed"])
     best = min(losses, key=losses.get)
     assert found["loss"] == (
         f"{metrics('logs', 'loss')[7]:.4f}, validation {losses[8]:.4f}, best {losses[best]:.4f} at step {best}"
@@ -32,6 +32,38 @@ def test_summary_is_shown_logged_and_in_status_json(workdir, capsys):
     assert found["skipped"] == "0 updates in this start"
     for text in (capsys.readouterr().out, (workdir / "logs/log.txt").read_text()):
         assert text.endswith("\n".join(read_status(workdir / "checkpoints")["summary"]) + "\n")
+
+
+def test_summary_has_the_mean_load_where_it_is_measured(workdir, monkeypatch):
+    step = train.train_step
+
+    def loaded(training, batches, lr, number, stop):
+        gpus = {"gpu0_percent": 90, "gpu0_memory_gb": 60, "gpu0_watts": 700, "gpu1_percent": 100, "gpu1_memory_gb": 61}
+        host = {"cpu_percent": 10 * number, "ram_gb": 5.04, "disk_free_gb": 9}
+        logs[-1].record_system(host | (gpus if number == 2 else {}))
+        return step(training, batches, lr, number, stop)
+
+    logs, open_outputs = [], train.open_outputs
+
+    def opened(*args):
+        found = open_outputs(*args)
+        logs.append(found[0])
+        return found
+
+    monkeypatch.setattr(train, "open_outputs", opened)
+    monkeypatch.setattr(train, "train_step", loaded)
+    run_here("--max_steps", "5", "--system_metrics_s", "0")
+    status = read_status(workdir / "checkpoints")
+    assert status["mean_load"] == {"cpu_percent": 20, "ram_gb": 5.04, "gpu_percent": 95, "gpu_memory_gb": 60.5}
+    assert summary(workdir)["load"] == "CPU 20%, RAM 5.0 GB, GPU 95%, GPU memory 60.5 GB, on average in this start"
+
+
+@pytest.mark.parametrize("end", ["finished", "stopped"])
+def test_status_of_a_run_that_has_ended_does_not_say_what_it_does(workdir, end):
+    run_here("--eval_freq", "8", *(("--max_hours", "1e-9") if end == "stopped" else ()))
+    status = read_status(workdir / "checkpoints")
+    assert status["status"] == end
+    assert "doing" not in status
 
 
 def test_summary_counts_what_was_skipped(workdir, monkeypatch):
