@@ -5,10 +5,13 @@ Defaults < --config NAME|FILE.toml < flags. On resume the checkpoint's values st
 
 import dataclasses
 import difflib
+import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from model import GPTConfig
 from steadygpt.alerts import check_url
@@ -307,6 +310,25 @@ ELSEWHERE = {
     **dict.fromkeys(("wandb", "wandb_log"), "--use_wandb"),
     "report_to": "--use_tensorboard, --use_wandb or neither",
     "tensorboard": "--use_tensorboard",
+    "warmup_ratio": "--warmup_steps, in steps; by default the warm-up is at most a tenth of the run",
+    "max_files": "--max_files of prepare_dataset.py. A run reads all shards of --data_dir; --max_steps ends it earlier",
+    # What has no equivalent; drop it.
+    **dict.fromkeys(
+        ("num_workers", "dataloader_num_workers"),
+        "one thread reads batches ahead from memory-mapped shards, so there are no workers; drop the flag",
+    ),
+    **dict.fromkeys(
+        ("persistent_workers", "dataloader_persistent_workers"),
+        "batches are read by one thread that lives as long as the run; drop the flag",
+    ),
+    **dict.fromkeys(
+        ("prefetch_factor", "dataloader_prefetch_factor"),
+        "batches are always read ahead; drop the flag",
+    ),
+    **dict.fromkeys(
+        ("pin_memory", "dataloader_pin_memory"), "batches for a GPU are always in pinned memory; drop the flag"
+    ),
+    "checkpoint_compression": "checkpoints are not compressed, because fp32 weights hardly shrink; drop the flag",
 }
 
 
@@ -333,10 +355,33 @@ def parse_args(argv: Sequence[str]) -> tuple[TrainConfig, dict[str, str]]:
     options = _overridden(preset, flags)
     if options.get("eval_only") and options.get("init_from", "scratch") == "scratch":
         options.setdefault("resume", "latest")
-    config = TrainConfig(**options)
-    if not config.resume:
-        config.check_together()
-    return config, {name: "flag" if name in flags else "preset" for name in options}
+    given = {name: "flag" if name in flags else "preset" for name in options}
+    with preset_named(options, given):
+        config = TrainConfig(**options)
+        if not config.resume:
+            config.check_together()
+    return config, given
+
+
+@contextmanager
+def preset_named(options: Mapping[str, Any], given: Mapping[str, str]) -> Iterator[None]:
+    """Add to a UserError that a value it states comes from --config, so that it is not sought among the flags.
+
+    Args:
+        options: values by name.
+    """
+    try:
+        yield
+    except UserError as error:
+        stated = []
+        for name in (name for name, source in given.items() if source == "preset"):
+            value = options[name]
+            forms = {str(value), repr(value), f"{value:,}" if isinstance(value, int | float) else str(value)}
+            stated.append(rf"(?<!\w){name}(?:,| is)? (?:{'|'.join(map(re.escape, forms))})(?!\w|[.,]\d)")
+        if found := re.search("|".join(stated), str(error)) if stated else None:
+            head, tail = str(error)[: found.end()], str(error)[found.end() :]
+            error.args = (f"{head} (from --config {options['config']}){tail}",)
+        raise
 
 
 def _overridden(options: dict, by: dict, source: str = "") -> dict:

@@ -88,7 +88,7 @@ class GPTConfig:
         if not 1 <= self.vocab_size <= 2**24:
             raise OptionError("vocab_size", f"{self.vocab_size:,}", f"1 to {2**24:,}")
         if not self.head_dim and self.embd_size % self.num_heads:
-            raise OptionError("num_heads", self.num_heads, f"a divisor of the width, {self.embd_size}")
+            raise OptionError("num_heads", self.num_heads, f"a divisor of embd_size, {self.embd_size}")
         if self.num_heads % self.kv_heads:
             raise OptionError("num_kv_heads", self.num_kv_heads, f"a divisor of num_heads, {self.num_heads}")
         if self.rotary_pct and (self.rotary_dim % 2 or not self.rotary_dim):

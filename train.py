@@ -6,7 +6,7 @@
     python train.py --help                                       # every option
 
 A step runs total_batch_size tokens forward and backward in micro-steps, averages the gradients over the ranks and
-makes one AdamW update. Learning rate, data order and dropout masks follow from the configuration and the position, so
+makes one update. Learning rate, data order and dropout masks follow from the configuration and the position, so
 they are never stored. A checkpoint holds everything else: model, optimizer, loss scaler and TrainState.
 """
 
@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hellaswag_eval
-from config import TrainConfig, parse_args
+from config import TrainConfig, parse_args, preset_named
 from convert_hf import check_fits, read_weights
 from dataloader import BatchLoader, Data, RowStream, open_data
 from generate import sample_texts

@@ -179,7 +179,7 @@ def read_flags(
     """Return the values that a command line gives, by field name. --flag_name and --flag-name are the same.
 
     Args:
-        elsewhere: names that other programs use for our flags, to suggest ours.
+        elsewhere: names that other programs use -> our flag, or a sentence about what has none here.
 
     Raises: UserError for a flag that does not exist or a value of the wrong type.
     """
@@ -226,7 +226,8 @@ def read_flags(
 def _suggestion(unknown: str, options: type, elsewhere: Mapping[str, str]) -> str:
     name = unknown.partition("=")[0].removeprefix("--")
     if name in elsewhere:
-        return f"here it is {elsewhere[name]}"
+        ours = elsewhere[name]
+        return f"here it is {ours}" if ours.startswith("--") else ours
     # 0.85: a typing mistake, or a letter more or less; below that names are alike by chance.
     close = difflib.get_close_matches(name, [n for n in options_of(options)], n=1, cutoff=0.85)
     return f"did you mean --{close[0]}?" if close and unknown.startswith("--") else "see --help"

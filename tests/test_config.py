@@ -1,6 +1,7 @@
 """Options from flags and presets, and the errors they raise."""
 
 import dataclasses
+import math
 import re
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.run import get_args_parser
 
+import prepare_dataset
 from config import ELSEWHERE, FIELDS, PRESETS, TrainConfig, parse_args
 from model import GPT, GPTConfig
 from steadygpt.cli import UserError
@@ -82,7 +84,7 @@ def test_presets_match_the_earlier_projects():
     assert {name: getattr(production, name) for name in SHAPE} == {name: getattr(neox, name) for name in SHAPE}
     assert (production.mini_batch_size, production.micro_steps, production.max_steps) == (4, 8, 10000)
     assert (production.max_lr, production.weight_decay, production.grad_clip) == (2e-4, 0.1, 1.0)
-    assert (production.checkpoint_freq, production.log_freq) == (500, 100)
+    assert (production.checkpoint_freq, production.log_freq, production.warmup_steps) == (500, 100, 10)
     gpt2_1b, long = parse("--config", "gpt2-1b"), parse("--config", "small_32k", "--resume")
     assert (gpt2_1b.embd_size, gpt2_1b.num_layers, gpt2_1b.num_heads, gpt2_1b.context_length) == (1536, 24, 24, 2048)
     assert (gpt2_1b.total_batch_size, gpt2_1b.mini_batch_size) == (512 * 2048, 4)
@@ -171,7 +173,7 @@ def test_errors_name_the_option_and_the_expected_value(tmp_path):
     assert "on or off" in error_of("--bias", "maybe")
     assert "fp33" in error_of("--precision", "fp33")
     assert "bf16" in error_of("--precision", "fp33")
-    assert "--num_heads is 12; expected a divisor of the width, 100" in error_of("--embd_size", "100")
+    assert "--num_heads is 12; expected a divisor of embd_size, 100" in error_of("--embd_size", "100")
     for value in ("nan", "inf", "-1"):
         assert f"--max_lr is {float(value)}; expected 0 or more" == error_of(f"--max_lr={value}")
     assert "--min_lr 0.1 is above --max_lr 0.001" in error_of("--min_lr", "0.1")
@@ -211,9 +213,76 @@ def test_unknown_flag_suggests_a_similar_or_equivalent_option():
 
 
 def test_suggested_options_exist():
+    options = {*FIELDS, *(f.name for f in dataclasses.fields(prepare_dataset.PrepareOptions))}
     for name, suggestion in ELSEWHERE.items():
         assert name not in FIELDS
-        assert re.findall(r"--(\w+)", suggestion)[0] in FIELDS
+        assert {*re.findall(r"--(\w+)", suggestion)} <= options
+
+
+@pytest.mark.parametrize(("flag", "said"), {
+    "num_workers": "one thread reads batches ahead from memory-mapped shards, so there are no workers; drop the flag",
+    "dataloader_num_workers": "one thread reads batches ahead from memory-mapped shards, so there are no workers; drop "
+    "the flag",
+    "pin_memory": "batches for a GPU are always in pinned memory; drop the flag",
+    "prefetch_factor": "batches are always read ahead; drop the flag",
+    "persistent_workers": "batches are read by one thread that lives as long as the run; drop the flag",
+    "max_files": "here it is --max_files of prepare_dataset.py. A run reads all shards of --data_dir; --max_steps ends "
+    "it earlier",
+    "warmup_ratio": "here it is --warmup_steps, in steps; by default the warm-up is at most a tenth of the run",
+    "checkpoint_compression": "checkpoints are not compressed, because fp32 weights hardly shrink; drop the flag",
+}.items())  # fmt: skip
+def test_flag_without_an_equivalent_gets_a_phrase(flag, said):
+    assert error_of(f"--{flag}", "4") == f"unknown argument '--{flag}'; {said}"
+
+
+@pytest.mark.parametrize(("preset", "flags", "said"), [
+    ("small_32k", ("--num_heads", "7"), "--num_heads is 7; expected a divisor of embd_size, 1024 (from --config "),
+    ("small_32k", ("--max_lr", "1e-5"), "--min_lr 6e-05 (from --config small_32k) is above --max_lr 1e-05"),
+    ("small_32k", ("--min_lr", "1"), "--min_lr 1.0 is above --max_lr 0.0006 (from --config small_32k)"),
+])  # fmt: skip
+def test_refusal_names_the_preset_that_a_value_comes_from(preset, flags, said):
+    assert error_of("--config", preset, *flags).startswith(said)
+
+
+def test_refusal_of_a_value_out_of_bounds_names_the_file(tmp_path):
+    (tmp_path / "my.toml").write_text("max_lr = -1.0\nkeep_checkpoints = 0\n")
+    assert error_of("--config", str(tmp_path / "my.toml")).startswith(
+        f"--max_lr is -1.0 (from --config {tmp_path}/my.toml); expected"
+    )
+    assert error_of("--config", str(tmp_path / "my.toml"), "--max_lr", "-2") == "--max_lr is -2.0; expected 0 or more"
+
+
+@pytest.mark.parametrize(("world_size", "rows"), [(1, 32), (16, 32), (32, 16), (64, 8), (512, 1)])
+def test_rows_become_the_largest_divisor_that_splits_a_step(world_size, rows):
+    """The defaults have steps of 512 rows, 32 at once."""
+    config = TrainConfig().with_even_rows({}, world_size)
+    assert config.mini_batch_size == rows
+    assert config.grad_accum_steps(world_size) * rows * world_size == 512
+
+
+@pytest.mark.parametrize(("config", "sources", "world_size"), [
+    (TrainConfig(), {"mini_batch_size": "flag"}, 32),
+    (TrainConfig(deterministic=True), {}, 32),
+    (TrainConfig(), {}, 3),  # no number of rows splits the step
+])  # fmt: skip
+def test_rows_that_must_not_change_or_cannot_fit_are_an_error(config, sources, world_size):
+    config = config.with_even_rows(sources, world_size)
+    assert config.mini_batch_size == 32
+    with pytest.raises(UserError, match="--total_batch_size 524,288 is not a multiple of --mini_batch_size 32 x "):
+        config.grad_accum_steps(world_size)
+
+
+def test_rows_of_a_preset_may_change():
+    config, sources = parse_args(["--config", "gpt2-1b"])  # 512 rows, 4 at once
+    assert config.with_even_rows(sources, 128).mini_batch_size == 4
+    assert config.with_even_rows(sources, 256).mini_batch_size == 2
+
+
+def test_help_has_the_steps_of_an_epoch_of_fineweb_edu():
+    tokens, context, shard = 9_853_989_344, 1024, 10**8  # docs/data.md says where the number of tokens comes from
+    rows = tokens // shard * ((shard - 1) // context) + (tokens % shard - 1) // context
+    steps = math.ceil(rows * context / TrainConfig().total_batch_size)
+    assert f"({steps} for FineWeb-Edu 10B)" in FIELDS["steps_per_epoch"].metadata["text"]
 
 
 def test_binary_config_file_is_an_error(tmp_path):

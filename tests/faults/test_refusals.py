@@ -91,7 +91,7 @@ FLAGS = {
     "wrong type": (["--num_layers", "two"], "'two'"),
     "fraction for an integer": (["--max_steps", "1.5"], "'1.5'"),
     "NaN": (["--max_lr", "nan"], "--max_lr is nan; expected 0 or more"),
-    "heads do not divide the width": (["--num_heads", "3"], "--num_heads is 3; expected a divisor of the width, 16"),
+    "heads do not divide the width": (["--num_heads", "3"], "--num_heads is 3; expected a divisor of embd_size, 16"),
     "cpu_offload without fsdp": (["--cpu_offload"], "--cpu_offload needs --sharding fsdp"),
     "batch that cannot be split": (
         ["--total_batch_size", "80"],
