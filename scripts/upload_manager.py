@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Upload, list, download and verify the checkpoints of a mirror, the URL that train.py --mirror has.
 
-scripts/upload_manager.py upload-all --mirror s3://bucket/run       # what a run could not upload before it ended
+scripts/upload_manager.py upload-all                                # what the run in checkpoints could not upload
 scripts/upload_manager.py list --mirror s3://bucket/run
 scripts/upload_manager.py download best --mirror s3://bucket/run
 scripts/upload_manager.py verify --mirror s3://bucket/run           # reads every checkpoint in the store
@@ -21,6 +21,7 @@ from steadygpt.cli import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.durable import lock_folder
 from steadygpt.mirror import Mirror, Pointer, files_of
 from steadygpt.progress import ProgressBar
+from steadygpt.runlog import STATUS, read_status
 from steadygpt.table import mirror_table
 
 
@@ -35,7 +36,7 @@ class ManagerOptions:
     name: str = option(
         "latest", "of the checkpoint to download: latest, best, stable or a name in the list", positional=True
     )
-    mirror: str = option("", "folder of the object store")
+    mirror: str = option("", "folder of the object store (default: that of the run in checkpoint_dir)")
     checkpoint_dir: str = option("checkpoints", "local folder")
 
 
@@ -72,7 +73,8 @@ def upload_all(mirror: Mirror, folder: Path) -> None:
 
 def _upload(mirror: Mirror, path: Path, options: dict, pointer: Pointer, names: list[str], with_logs: bool) -> bool:
     """Upload a checkpoint of the run with these options, perhaps with logs; return whether it was not there."""
-    config = SimpleNamespace(**{"run_name": "", "mirror_keep": 0} | options | {"checkpoint_dir": str(path.parent)})
+    unknown = {"run_name": "", "mirror_keep": 0, "keep_epochs": 0}
+    config = SimpleNamespace(**unknown | options | {"checkpoint_dir": str(path.parent)})
     if not config.run_name:
         raise UserError(f"{path}: converted weights, not of a run")
     files = files_of(config) if with_logs else {}
@@ -80,7 +82,7 @@ def _upload(mirror: Mirror, path: Path, options: dict, pointer: Pointer, names: 
 
         def upload() -> bool:
             mirror.claim(config.run_name, resumes=True)
-            return mirror.upload(path, pointer, names, files, config.mirror_keep, bar.show_from(0))
+            return mirror.upload(path, pointer, names, files, config.mirror_keep, bar.show_from(0), config.keep_epochs)
 
         return mirror.patiently(upload)
 
@@ -121,9 +123,12 @@ def verify(mirror: Mirror) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(ManagerOptions, argv, __doc__.splitlines()[0])
-    if not options.mirror:
-        raise OptionError("mirror", "missing", "the URL that train.py --mirror has, such as s3://bucket/run")
-    mirror, folder = Mirror(options.mirror), Path(options.checkpoint_dir)
+    folder = Path(options.checkpoint_dir)
+    url = options.mirror or read_status(folder).get("mirror")
+    if not url:
+        found = f"missing, and {folder / STATUS} names none"
+        raise OptionError("mirror", found, "the URL that train.py --mirror has, such as s3://bucket/run")
+    mirror = Mirror(url)
     if options.action == "verify":
         return verify(mirror)
     if options.action == "list":

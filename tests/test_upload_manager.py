@@ -1,5 +1,6 @@
 """The commands that show, fill and check a mirror."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,19 @@ def test_upload_manager(machines, store, capsys, workdir):  # noqa: F811
     mirror.fs.pipe_file(f"{mirror.folder}/{latest}", b"half")
     assert upload_manager.main(["verify", "--mirror", url]) == 1
     assert f"{latest} (latest.pt, rolling_step_000008.pt): incomplete (4 of " in capsys.readouterr().out
+
+
+def test_upload_all_finds_the_mirror_of_the_run(workdir, capsys):
+    run_here(*FLAGS, "--mirror", f"file://{workdir}/there", "--no-background-upload")
+    shutil.rmtree("there")
+    assert upload_manager.main(["upload-all"]) == 0
+    assert "latest.pt, rolling_step_000008.pt" in capsys.readouterr().out
+    assert upload_manager.main(["verify", "--checkpoint_dir", "checkpoints"]) == 0
+
+
+def test_a_mirror_that_nothing_names_is_an_error(workdir):
+    with pytest.raises(UserError, match=r"--mirror is missing, and checkpoints/status\.json names none"):
+        upload_manager.main(["list"])
 
 
 def test_upload_all_does_not_replace_what_is_newer(machines, workdir):  # noqa: F811
