@@ -10,12 +10,13 @@ import time
 from random import Random
 
 import pytest
+import torch
 from conftest import REPO
 
-from benchmarks import gpu_suite
+from benchmarks import gpu_suite, kill_curve
 from benchmarks.compare import reason_of, report_precisions
 from benchmarks.gpu_suite import Row
-from benchmarks.kill_curve import kill_instants
+from benchmarks.kill_curve import Kill, kill_instants
 from benchmarks.trace_summary import summarize
 
 
@@ -70,8 +71,23 @@ def test_ratios_compare_equal_precision_and_the_defaults(capsys):
         "SteadyGPT, bf16 / nanoGPT, bf16: 1.75 (1.50 to 2.00)",
         "SteadyGPT, fp32 / nanoGPT, fp32: 1.50 (1.50 to 1.50)",
         "SteadyGPT, fp32 / GEMM limit, fp32: 0.75 (0.75 to 0.75)",
-        "as they ship: SteadyGPT, bf16 / nanoGPT, fp32: 3.50 (3.00 to 4.00)",
+        "by default: SteadyGPT, bf16 / nanoGPT, fp32: 3.50 (3.00 to 4.00)",
     ]
+
+
+def test_killed_runs_are_compared_also_without_matplotlib(monkeypatch, capsys):
+    """Its command in README must work after README's set-up. Here no run is started."""
+    for name, found in {
+        "undisturbed": None, "killed": [Kill(3, 1, True)], "losses": {0: 2.5, 1: 2.0}, "weights": {"w": torch.ones(2)}
+    }.items():  # fmt: skip
+        monkeypatch.setattr(kill_curve, name, lambda *_, found=found: found)
+    monkeypatch.setattr(kill_curve.subprocess, "run", lambda *_, **__: None)
+    monkeypatch.setattr(kill_curve.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(sys, "argv", ["kill_curve", "--kills", "1", "--steps", "2"])
+    kill_curve.main()
+    out = capsys.readouterr().out
+    assert out.startswith("there will be no picture: matplotlib is missing; pip install matplotlib\n")
+    assert "largest difference of the losses of 2 steps: 0\n" in out
 
 
 def test_the_run_outlasts_its_kills():

