@@ -57,8 +57,8 @@ def report(figures: dict[str, list[float]], unit: str, pairs: Sequence[tuple[str
         print(ratio_text(figures, one, other))
 
 
-def report_precisions(figures: dict[str, list[float]], unit: str, defaults: tuple[str, str]) -> None:
-    """Print sides named "NAME, PRECISION": ratios for equal precision, and for the two sides as they ship.
+def report_precisions(figures: dict[str, list[float]], unit: str, defaults: tuple[str, str] = ("", "")) -> None:
+    """Print sides named "NAME, PRECISION": ratios for equal precision, and for the defaults if they differ.
 
     Args:
         defaults: the two sides in the precision that each chooses on this device.
@@ -67,7 +67,7 @@ def report_precisions(figures: dict[str, list[float]], unit: str, defaults: tupl
     ours = [name for name in figures if name.startswith("SteadyGPT")]
     report(figures, unit, [(a, b) for a in ours for b in figures if a != b and precisions[a] == precisions[b]])
     if {*defaults} <= {*figures} and precisions[defaults[0]] != precisions[defaults[1]]:
-        print(f"as they ship: {ratio_text(figures, *defaults)}")
+        print(f"by default: {ratio_text(figures, *defaults)}")
 
 
 def ratio_text(figures: dict[str, list[float]], one: str, other: str) -> str:

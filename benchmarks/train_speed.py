@@ -3,6 +3,7 @@
     git clone https://github.com/karpathy/nanoGPT
     python -m benchmarks.train_speed --nanogpt nanoGPT                     # GPT-2 124M in bf16 and fp32: four programs
     python -m benchmarks.train_speed --nanogpt nanoGPT --precision bf16    # two programs, half the memory
+    python -m benchmarks.train_speed --nanogpt nanoGPT --precision default # each side as a user starts it
     python -m benchmarks.train_speed --nanogpt nanoGPT --shape 10m         # 6 layers, 384 wide, vocabulary of bytes
     python -m benchmarks.train_speed --shape 124m --activation_checkpointing     # ours alone, with flags of train.py
     python -m benchmarks.train_speed --config small_32k --micro_steps 4          # ours alone, a preset of configs/
@@ -10,6 +11,9 @@
 Each side runs its own train.py on the same random tokens. The sides alternate: while one trains, the others are
 stopped, but stay in memory (124M: 3 to 5 GB each). All sides compile the model. A step is timed from one printed line
 to the next, so its whole cost is included.
+
+With --precision default each side chooses its precision and whether it compiles. On a CPU nanoGPT compiles and computes
+in fp32; SteadyGPT does not compile, and takes the faster precision.
 
 On a CPU nanoGPT trains in fp32 only. Its bf16 side is the same train.py with autocast in place of the null context.
 """
@@ -43,7 +47,6 @@ from benchmarks.compare import (
 )  # fmt: skip
 from config import parse_args
 from model import GPTConfig
-from steadygpt.device import choose_precision
 
 # layers, heads, width, vocabulary; "tiny" is for trying this command
 SHAPES = {"124m": (12, 12, 768, 50304), "10m": (6, 6, 384, 320), "tiny": (2, 2, 64, 320)}
@@ -100,9 +103,10 @@ def nanogpt(
     options = flags(
         n_layer=layers, n_head=heads, n_embd=width, block_size=batch.context, batch_size=batch.rows,
         gradient_accumulation_steps=batch.micro_steps, dataset=folder, out_dir=folder / "nanogpt", device=device,
-        dtype={"bf16": "bfloat16", "fp32": "float32"}[precision], eval_iters=1, eval_interval=10**9, log_interval=1,
-        compile=not eager,
+        eval_iters=1, eval_interval=10**9, log_interval=1,
     )  # fmt: skip
+    if precision != "default":
+        options += flags(dtype={"bf16": "bfloat16", "fp32": "float32"}[precision], compile=not eager)
     script = ["-c", NANOGPT_BF16_ON_CPU] if (device, precision) == ("cpu", "bf16") else ["train.py"]
     return HeldProgram([sys.executable, "-u", *script, *options], checkout, r"iter \d+: loss")
 
@@ -113,10 +117,12 @@ def steadygpt(
     """Start our train.py with the flags of a shape."""
     options = flags(
         context_length=batch.context, mini_batch_size=batch.rows, total_batch_size=batch.tokens, device=device,
-        precision=precision, compile="off" if eager else "on", data_dir=folder, logdir=folder / f"logs-{precision}",
+        data_dir=folder, logdir=folder / f"logs-{precision}",
         checkpoint_dir=folder / f"checkpoints-{precision}", max_steps=10**6, warmup_steps=2000, eval_freq=0,
         hellaswag_freq=0, sample_freq=0, checkpoint_freq=0, checkpoint_minutes=0, log_freq=1,
     )  # fmt: skip
+    if precision != "default":
+        options += flags(precision=precision, compile="off" if eager else "on")
     return HeldProgram([sys.executable, "train.py", *shape, *options, *further], REPO, r"step +\d+/")
 
 
@@ -138,8 +144,9 @@ def main() -> None:
     parser.add_argument("--micro_steps", type=int, help="in a step (default: by --shape)")
     parser.add_argument("--eager", action="store_true", help="do not compile either side")
     parser.add_argument(
-        "--precision", nargs="+", default=["bf16", "fp32"], choices=("bf16", "fp32", "fp8"), help="default: bf16 fp32"
-    )
+        "--precision", nargs="+", default=["bf16", "fp32"], choices=("bf16", "fp32", "fp8", "default"),
+        help="default: bf16 fp32; the word default leaves precision and compilation to each side",
+    )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=3, help="steps timed in each round")
     parser.add_argument("--plot", type=Path, help="file for a plot of the result (pip install matplotlib)")
@@ -185,20 +192,21 @@ def main() -> None:
                 measured[side] = lambda program=programs[side]: (
                     batch.tokens / program.seconds_per_step(args.steps, discarded)
                 )
+            if precision == "default":
+                continue
             measured[f"GEMM limit, {precision}"] = lambda precision=precision: gemm_flops(device, precision) / flops
         figures = in_turn(measured, args.rounds, "tokens/s")
     print(f"{what}: {batch}, {flops / 1e9:.3f} GFLOP a token, {device}")
-    theirs = "bf16" if device.type == "cuda" else "fp32"
-    defaults = f"SteadyGPT, {choose_precision('auto', device)}", f"nanoGPT, {theirs}"
-    report_precisions(figures, "tokens/s", defaults)
+    report_precisions(figures, "tokens/s")
     ours, nano, limit = (f"{side}, {args.precision[0]}" for side in ("SteadyGPT", "nanoGPT", "GEMM limit"))
     found = {
         "SteadyGPT": figure(figures[ours], "tokens/s"),
         "nanoGPT": figure(figures[nano], "tokens/s") if nano in figures else None,
         "ratio": ratio(figures, ours, nano, "x nanoGPT"),
         "share of a GEMM": ratio(figures, ours, limit, "of a GEMM"),
-        "GEMM": figure([found * flops / 1e12 for found in figures[limit]], "TFLOP/s in a GEMM"),
     }
+    if limit in figures:
+        found["GEMM"] = figure([found * flops / 1e12 for found in figures[limit]], "TFLOP/s in a GEMM")
     write_json(args.json, found, [f"{batch} a step, {args.precision[0]}", *notes])
     if args.plot:
         plot(figures, "tokens/s", f"Training {what.upper()}, {batch} a step, {device.type.upper()}", args.plot)
