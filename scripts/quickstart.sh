@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Prepare data, train a small GPT that writes Python, list its checkpoints and sample text: about 5 minutes on two CPU
+# Prepare data, train a small GPT that writes Python, list its checkpoints and sample text: 3 to 8 minutes on two CPU
 # cores. Downloads only the Python packages. Run it again at any time: it continues from the last checkpoint, or says
 # that the run is finished. Flags are passed to train.py.
 set -euo pipefail

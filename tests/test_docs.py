@@ -1,0 +1,58 @@
+"""Statements of the documentation that the code or another page contradicts easily."""
+
+import re
+from collections import Counter
+
+import pytest
+from conftest import REPO
+
+import train
+from steadygpt.checkpoint import FORMAT_VERSION
+
+
+def text(page: str) -> str:
+    return (REPO / page).read_text()
+
+
+def test_checkpoint_format_is_the_one_that_is_written():
+    assert f"| `format_version` | {FORMAT_VERSION};" in text("docs/checkpoints.md")
+
+
+def test_a_step_is_not_said_to_be_adamws():
+    assert "AdamW update" not in train.__doc__  # it may be Muon's
+
+
+def ratios(page: str) -> list[str]:
+    """Return the ratios to nanoGPT in the tables of training and generation."""
+    rows = re.findall(r"^\|.*\b(?:bf16|fp32)\b.*\|$", text(page), re.MULTILINE)
+    cells = [row.split("|")[-2].strip() for row in rows]
+    return [cell for cell in cells if re.match(r"(equal: )?\d", cell)]
+
+
+@pytest.mark.parametrize(("page", "count"), [("README.md", 6), ("docs/speed.md", 11)])
+def test_ratios_have_their_range_and_are_those_of_the_results(page, count):
+    results = text("benchmarks/RESULTS.md")
+    found = ratios(page)
+    assert len(found) == count
+    for ratio in found:
+        median, low, high = map(float, re.fullmatch(r"(?:equal: )?([\d.]+) \(([\d.]+) to ([\d.]+)\)", ratio).groups())
+        assert f"| {median:.2f} ({low:.2f} to {high:.2f}) |" in results
+        assert ratio.startswith("equal: ") == (low <= 1 <= high), ratio
+
+
+@pytest.mark.parametrize("page", ["docs/mirror.md", "docs/data.md"])
+def test_credentials_of_google_are_named(page):
+    assert "`GOOGLE_APPLICATION_CREDENTIALS`" in text(page)
+
+
+def counts(results: str) -> Counter:
+    """Return outcome -> number of tests, as a text such as "3 passed, 1 skipped" says."""
+    return Counter({outcome: int(count) for count, outcome in re.findall(r"(\d+) (passed|skipped|failed)", results)})
+
+
+def test_the_header_of_the_fault_storm_is_the_sum_of_its_rows():
+    lines = text("docs/RELIABILITY.md").splitlines()
+    [header] = [line for line in lines if line.startswith("Last complete run: ")]
+    rows = [line.split("|")[-2] for line in lines if line.startswith("|") and ".py::" in line]
+    totals: Counter = sum(map(counts, rows), Counter())
+    assert counts(header) == totals
