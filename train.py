@@ -94,7 +94,7 @@ def build_training(start: Start, data: Data, ranks: Ranks) -> Training:
     else:
         torch.manual_seed(config.seed)
         fill(model, model.initial_weight, ranks)
-    optimizer = make_optimizer(model, config, config.precision, ranks)
+    optimizer = make_optimizer(model, config, ranks)
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     if checkpoint:
         restore_optimizer(model, optimizer, checkpoint["optimizer"], ranks)

@@ -31,7 +31,7 @@ STEPS = 20
 def gpt2_step(rows: int, device: torch.device, host_copy: HostCopy):
     """Return GPT-2 124M, its optimizer, and a function that takes a step on `rows` rows of 256 tokens."""
     model = GPT(GPTConfig(context_length=256)).to(device)
-    optimizer = make_optimizer(model, TrainConfig(max_lr=1e-4), "fp32", Ranks(device))
+    optimizer = make_optimizer(model, TrainConfig(max_lr=1e-4), Ranks(device))
     tokens = torch.randint(0, 50257, (rows, 257), device=device)
     precision = native_precision(device)
 

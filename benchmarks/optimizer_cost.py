@@ -10,6 +10,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -41,7 +42,7 @@ def main() -> None:
         precision = native_precision(device)
         model = GPT(config.shape(GPTConfig.vocab_size)).to(device)
         forward = model.compiled() if args.compile == "on" else model
-        optimizer = make_optimizer(model, config, precision, ranks)
+        optimizer = make_optimizer(model, replace(config, precision=precision), ranks)
         assert isinstance(optimizer, Muon)
         tokens = torch.randint(0, GPTConfig.vocab_size, (ROWS, CONTEXT + 1), device=device)
         micro_steps = max(1, args.tokens // (ROWS * CONTEXT))

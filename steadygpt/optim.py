@@ -43,7 +43,7 @@ def update_unless(skipped: Tensor, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
-def make_optimizer(model: "GPT", config: "TrainConfig", precision: str, ranks: Ranks) -> torch.optim.Optimizer:
+def make_optimizer(model: "GPT", config: "TrainConfig", ranks: Ranks) -> torch.optim.Optimizer:
     """Return AdamW (Loshchilov and Hutter 2019), or Muon for the matrices of the blocks and AdamW for the rest.
 
     Matrices and tables have weight decay, vectors have none. The learning rate of a group is its "lr_ratio" times that
@@ -63,7 +63,7 @@ def make_optimizer(model: "GPT", config: "TrainConfig", precision: str, ranks: R
         return torch.optim.AdamW(groups, **options)
     parts, lr_ratio = [model.config.parts(name) for name in roles["matrix"]], config.muon_lr / config.max_lr
     groups.append({"params": params["matrix"], "parts": parts, "lr_ratio": lr_ratio, "momentum": config.muon_momentum})
-    return Muon(groups, ranks, precision, **options)
+    return Muon(groups, ranks, config.precision, **options)
 
 
 def checkpoint_bytes(model: "GPT", optimizer: str, page_locked: bool = False) -> int:

@@ -153,7 +153,7 @@ def test_initial_biases_are_zero_and_norm_weights_one():
 
 def test_weight_decay_applies_only_to_matrices_and_embeddings():
     model = GPT(SMALL)
-    decayed, others = make_optimizer(model, TrainConfig(weight_decay=0.1), "fp32", ALONE).param_groups
+    decayed, others = make_optimizer(model, TrainConfig(weight_decay=0.1), ALONE).param_groups
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     assert len(decayed["params"]) + len(others["params"]) == len(names)  # the tied head counts once
@@ -163,7 +163,7 @@ def test_weight_decay_applies_only_to_matrices_and_embeddings():
 
 def test_adamw_uses_the_given_options():
     config = TrainConfig(max_lr=0.5, adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-6)
-    group, _ = make_optimizer(GPT(SMALL), config, "fp32", ALONE).param_groups
+    group, _ = make_optimizer(GPT(SMALL), config, ALONE).param_groups
     assert (group["lr"], group["betas"], group["eps"]) == (0.5, (0.8, 0.9), 1e-6)
 
 
@@ -183,7 +183,7 @@ def test_bias_off_removes_all_biases():
 @both_families
 def test_vocabulary_padding_stays_zero(family):
     model = GPT(dataclasses.replace(SMALL, **family))
-    optimizer = make_optimizer(model, TrainConfig(max_lr=0.1), "fp32", ALONE)
+    optimizer = make_optimizer(model, TrainConfig(max_lr=0.1), ALONE)
     model(ids(2, 12), ids(2, 12, seed=1)).backward()
     optimizer.step()
     assert not model.wte.weight[101:].any()

@@ -157,10 +157,10 @@ def test_model_with_a_cache_or_a_mask_computes_the_same(device, family):
 
 
 def test_muon_computes_the_same_as_on_the_cpu_and_skips_bad_steps(device):
-    config, models = TrainConfig(optimizer="muon", max_lr=1e-2), []
+    config, models = TrainConfig(precision="fp32", optimizer="muon", max_lr=1e-2), []
     for where in (device, torch.device("cpu")):
         model = build(where, **NANOCHAT)
-        optimizer = make_optimizer(model, config, "fp32", Ranks(where))
+        optimizer = make_optimizer(model, config, Ranks(where))
         for _ in range(3):
             optimizer.zero_grad()
             gradients(model, where)

@@ -14,7 +14,7 @@ ALONE = Ranks(torch.device("cpu"))
 SMALL = GPTConfig(
     vocab_size=101, context_length=12, num_layers=2, num_heads=4, num_kv_heads=2, embd_size=16, activation="swiglu"
 )
-MUON = TrainConfig(optimizer="muon", weight_decay=0.1, max_lr=1e-2, muon_lr=0.02)
+MUON = TrainConfig(precision="fp32", optimizer="muon", weight_decay=0.1, max_lr=1e-2, muon_lr=0.02)
 
 
 def muon_of(model: torch.nn.Module, parts: list[tuple[int, ...]], precision: str = "fp32", **options) -> Muon:
@@ -67,7 +67,7 @@ def test_stacked_matrices_are_orthogonalized_apart():
 
 def test_muon_moves_the_matrices_of_the_blocks_and_adamw_the_rest():
     model = GPT(SMALL)
-    optimizer = make_optimizer(model, MUON, "fp32", ALONE)
+    optimizer = make_optimizer(model, MUON, ALONE)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     adamw, vectors, muon = ([names[id(p)] for p in group["params"]] for group in optimizer.param_groups)
     assert adamw == ["wte.weight", "wpe.weight"]
@@ -103,7 +103,7 @@ def test_gathering_in_chunks_changes_nothing(monkeypatch):
     def trained() -> GPT:
         torch.manual_seed(0)
         model = GPT(SMALL)
-        optimizer = make_optimizer(model, MUON, "fp32", ALONE)
+        optimizer = make_optimizer(model, MUON, ALONE)
         model(torch.zeros(1, 3, dtype=torch.int64), torch.ones(1, 3, dtype=torch.int64)).backward()
         optimizer.step()
         return model
