@@ -73,8 +73,8 @@ def upload_all(mirror: Mirror, folder: Path) -> None:
 
 def _upload(mirror: Mirror, path: Path, options: dict, pointer: Pointer, names: list[str], with_logs: bool) -> bool:
     """Upload a checkpoint of the run with these options, perhaps with logs; return whether it was not there."""
-    unknown = {"run_name": "", "mirror_keep": 0, "keep_epochs": 0}
-    config = SimpleNamespace(**unknown | options | {"checkpoint_dir": str(path.parent)})
+    defaults = {"run_name": "", "mirror_keep": 0, "keep_epochs": 0}  # older checkpoints have fewer options
+    config = SimpleNamespace(**defaults | options | {"checkpoint_dir": str(path.parent)})
     if not config.run_name:
         raise UserError(f"{path}: converted weights, not of a run")
     files = files_of(config) if with_logs else {}

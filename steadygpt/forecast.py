@@ -45,7 +45,7 @@ def measure_step_s(seconds_of: Callable[[int], float], micro_steps: int, ranks: 
 
 
 def work_per_token(config: "TrainConfig", model: "GPT", gpu: str, precision: str) -> tuple[float, float]:
-    """Return the FLOPs of a token in training and in evaluation, each in units of the time of one in bf16.
+    """Return the work of a token in training and in evaluation, as the number of bf16 FLOPs that take as long.
 
     Recomputed parts count again. fp8 applies to the matrices of the blocks; attention and the head stay in bf16.
 

@@ -25,6 +25,7 @@ from steadygpt.durable import fsync_folder, link_file, replace_file
 from steadygpt.progress import ProgressBar
 from steadygpt.runlog import LOG, METRICS, move_aside
 from steadygpt.stores import Store, StoreFile, version_of
+from steadygpt.units import STAMP
 
 if TYPE_CHECKING:
     from config import TrainConfig
@@ -53,7 +54,7 @@ class Pointer:
         """Describe a checkpoint file; `about` has its step, epoch and losses."""
         stat = path.stat()
         seconds, ns = divmod(stat.st_mtime_ns, 10**9)
-        written = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(seconds))}-{ns // 1000:06d}"
+        written = f"{time.strftime(STAMP, time.gmtime(seconds))}-{ns // 1000:06d}"
         return cls(f"step_{about['step']:06d}-{written}.pt", stat.st_size, stat.st_mtime_ns, **about)
 
     @classmethod

@@ -176,7 +176,7 @@ def describe(
     run_epochs, rows_per_step = schedule.epochs(schedule.max_steps * schedule.rows_per_step), schedule.rows_per_step
     epochs = math.ceil(run_epochs)
     others = config.keep_checkpoints + 3 + (WAITING + 1) * bool(config.mirror)  # these stay until they are uploaded
-    files = others + min(epochs or config.keep_epochs, config.keep_epochs or epochs)
+    files = others + min(filter(None, (epochs, config.keep_epochs)), default=0)  # 0: not known, or all
     more = "" if epochs or config.keep_epochs else " and one for each epoch, whose length is not known,"
     commit = git_commit()
     emulated = ", emulated slowly" * (config.precision == "fp8" and ranks.device.type != "cuda")

@@ -33,7 +33,7 @@ from steadygpt.retry import brief
 from steadygpt.stability import StepResult, Totals
 from steadygpt.system import Load, SystemMetrics, gpu_uuids, missing
 from steadygpt.tasks import TASKS
-from steadygpt.units import duration_text, timestamp
+from steadygpt.units import STAMP, duration_text, timestamp
 from steadygpt.wandb_sink import WandbSink
 
 if TYPE_CHECKING:
@@ -460,6 +460,6 @@ def move_aside(logdir: Path) -> None:
     """Rename the logs of a different run, so that they are neither overwritten nor continued."""
     for path in (logdir / LOG, logdir / METRICS):
         if path.exists() and path.stat().st_size:
-            written = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
+            written = time.strftime(STAMP, time.localtime(path.stat().st_mtime))
             path.rename(path.with_name(f"{path.stem}-until-{written}{path.suffix}"))
     fsync_folder(logdir)

@@ -36,6 +36,7 @@ from steadygpt.retry import NoAnswer
 from steadygpt.runlog import RunLog, read_status
 from steadygpt.saves import CheckpointWriter, Saves
 from steadygpt.shards import check_listing, fingerprint, listing
+from steadygpt.units import STAMP
 from steadygpt.uploads import Uploads
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from dataloader import Data
     from model import GPT, GPTConfig
 
-STAMP, STAMP_PATTERN = "%Y%m%d-%H%M%S", r"\d{8}-\d{6}"  # of time, in names of runs
+STAMP_PATTERN = r"\d{8}-\d{6}"  # matches a time that STAMP has formatted
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 import time
 from collections.abc import Sequence
 
+STAMP = "%Y%m%d-%H%M%S"  # a time in names of files and runs, for strftime
+
 
 def duration_text(seconds: float) -> str:
     """Return a duration as 42 s, 3 min 05 s, 2 h 07 min or 12 d 03 h."""
