@@ -24,11 +24,12 @@ from torch import nn
 from tqdm import tqdm
 
 from generate import load_model
-from model import GPT, IGNORED_TARGET
+from model import GPT
 from steadygpt.checkpoint import open_checkpoint
 from steadygpt.cli import CheckpointOptions, UserError, option, parse_options, run_cli
 from steadygpt.device import any_length, autocast, choose_precision, evaluating
 from steadygpt.distributed import Ranks, joined
+from steadygpt.loss import IGNORED_TARGET
 from steadygpt.tasks import EXPECTED, STYLES, TASKS, Example, load_examples, parse_tasks
 from steadygpt.tokenizer import get_tokenizer
 

@@ -16,11 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from steadygpt.attention import attention
 from steadygpt.cli import OptionError, check_options, option
+from steadygpt.loss import IGNORED_TARGET, token_losses
 
 if TYPE_CHECKING:
     from generate import KVCache
-
-IGNORED_TARGET = -1  # no loss is computed for this target
 
 
 def relu2(x: Tensor) -> Tensor:
@@ -273,7 +272,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The language model. Logits cover the true vocabulary: padding rows are never predicted or sampled.
+    """The language model. The padding of the vocabulary is never predicted: its logits are -inf.
 
     Args:
         initialize: False leaves the weights undefined, for weights that are loaded or drawn next.
@@ -341,7 +340,8 @@ class GPT(nn.Module):
             mask: (B, 1, T, T) bool, which tokens (columns) each token (row) sees. Default: itself and those before it.
 
         Returns:
-            (B, T, V) logits, (B, 1, V) with a cache, or the fp32 loss.
+            (B, T, padded_vocab_size) logits, -inf in the padding, with a cache of the last token only; or the fp32
+            loss.
         """
         T, start = idx.size(1), cache.length if cache is not None else 0
         if positions is None:
@@ -359,39 +359,43 @@ class GPT(nn.Module):
             cache.length += T
             x = x[:, -1:]
         if targets is None:
-            return self._logits(x)
+            columns = torch.arange(self.config.padded_vocab_size, device=x.device)
+            return torch.where(columns < self.config.vocab_size, self._logits(x), -torch.inf)
         x, targets = x.flatten(0, 1), targets.flatten()  # (B * T, C), (B * T,)
         scored = targets != IGNORED_TARGET
         if reduction == "none":
             x, targets = x[scored], targets[scored]
-        compute = self._chunked_losses if 0 < self.loss_chunk_size < len(x) else self._losses
-        losses = compute(x, targets, "none" if reduction == "none" else "sum")
-        return losses / scored.sum() if reduction == "mean" else losses
+        losses = (self._chunked_losses if 0 < self.loss_chunk_size < len(x) else self._losses)(x, targets)
+        if reduction == "none":
+            return losses
+        return losses.sum() / scored.sum() if reduction == "mean" else losses.sum()
 
     def _logits(self, x: Tensor) -> Tensor:
-        logits = self.lm_head(self.ln_f(x))[..., : self.config.vocab_size]
+        """Return the logits (..., padded_vocab_size) of (..., C), before those of the padding are masked."""
+        logits = self.lm_head(self.ln_f(x))
         cap = self.config.logit_softcap
         return cap * torch.tanh(logits.float() / cap) if cap else logits
 
-    def _losses(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
-        """Return the cross-entropy of (N, C) and (N,)."""
-        logits = self._logits(x).float()
-        return F.cross_entropy(logits, targets, ignore_index=IGNORED_TARGET, reduction=reduction)
+    def _losses(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Return the cross-entropy of each token, (N,), from (N, C) and (N,)."""
+        return token_losses(self._logits(x), targets, self.config.vocab_size)
 
-    def _chunked_losses(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
-        """Return the same, with the logits of loss_chunk_size tokens at a time, recomputed in backward."""
+    @torch.compiler.disable
+    def _chunked_losses(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Return the same, with the logits of loss_chunk_size tokens at a time, recomputed in backward.
+
+        Compiled into one graph with the rest, the logits of all chunks would be in memory at once (torch 2.13).
+        """
         parts = [
-            checkpoint(self._losses, *chunk, reduction, use_reentrant=False, preserve_rng_state=False)
+            checkpoint(self._losses, *chunk, use_reentrant=False, preserve_rng_state=False)
             for chunk in zip(x.split(self.loss_chunk_size), targets.split(self.loss_chunk_size), strict=True)
         ]
-        return torch.cat(parts) if reduction == "none" else torch.stack(parts).sum()
+        return torch.cat(parts)
 
     def compiled(self) -> nn.Module:
-        """Return this model through torch.compile, without the loss in chunks.
-
-        Compiled into one graph with the rest, the logits of all chunks are in memory at once again (torch 2.13).
-        """
-        self._chunked_losses = torch.compiler.disable(self._chunked_losses)  # type: ignore[method-assign]
+        """Return this model through torch.compile; the loss in chunks is compiled on its own."""
+        if self.loss_chunk_size:
+            self._losses = torch.compile(self._losses, dynamic=False)  # type: ignore[method-assign]
         return torch.compile(self)  # type: ignore[return-value]  # a module; torch's stubs say a function
 
     def num_parameters(self) -> int:

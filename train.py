@@ -29,7 +29,7 @@ from config import TrainConfig, parse_args, preset_named
 from convert_hf import check_fits, read_weights
 from dataloader import BatchLoader, Data, RowStream, open_data
 from generate import sample_texts
-from model import GPT, IGNORED_TARGET
+from model import GPT
 from steadygpt import checkpoint as checkpoints
 from steadygpt import distributed
 from steadygpt.cli import run_cli
@@ -37,6 +37,7 @@ from steadygpt.device import autocast, evaluating, process_age_s, profiled, set_
 from steadygpt.distributed import Ranks, Silent, Stopped, StopSignal
 from steadygpt.fit import with_fitting_rows
 from steadygpt.forecast import forecast, measure_step_s
+from steadygpt.loss import IGNORED_TARGET
 from steadygpt.mirror import Mirror
 from steadygpt.optim import make_optimizer, skips_on_device, update_unless
 from steadygpt.plan import describe, out_of_memory_explained

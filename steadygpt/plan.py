@@ -61,7 +61,7 @@ def estimate_memory(
             elsewhere = config.cpu_offload and device.type != "cpu"
             memory["unsharded gradients"] = 4 * N - (0 if elsewhere else 4 * N / shards)
     if each == 2:  # autocast caches its copies of the weights, except in compiled code
-        eager = (0 if compiled and not chunk else head) + (0 if compiled or (fsdp and gathered == 2) else in_blocks)
+        eager = 0 if compiled else head + (0 if fsdp and gathered == 2 else in_blocks)
         memory["16-bit weights"] = 2 * eager
 
     # What a block keeps for backward, counted in model.py: the inputs of the norms in fp32; their outputs, q, k, v and
@@ -80,12 +80,13 @@ def estimate_memory(
         memory["activations"], backward = layers * tokens * 4 * C, block + backward
     else:
         memory["activations"] = layers * block
-    # Eager cross-entropy holds its fp32 output and two gradients at once; compiled, the logits and their gradient. With
+    # The loss holds the logits and their gradient, in eager mode also the gradient in fp32 before it is rounded. With
     # chunks, the head's gradient is there beside them: the sum so far; then also the chunk's and their sum.
-    logits = (chunk or tokens) * model.config.vocab_size * (2 * each if compiled and not chunk else 12)
+    logits = (chunk or tokens) * model.config.padded_vocab_size * (2 * each if compiled else 8)
     if config.logit_softcap and not compiled:
-        logits += 4 * (chunk or tokens) * model.config.vocab_size
-    logits = max(logits + each * head, 3 * each * head) if chunk else logits
+        logits += 4 * (chunk or tokens) * model.config.padded_vocab_size
+    of_head = 4 if compiled else each  # bytes of a number: autocast's copy of the head is outside of compiled code
+    logits = max(logits + of_head * head, 3 * of_head * head) if chunk else logits
     memory["logits" if logits > backward else "a block's backward"] = max(logits, backward)  # one after the other
     copy = checkpoint_bytes(model, config.optimizer, page_locked=device.type == "cuda")
     return {use: size for use, size in memory.items() if size}, host | {COPY: copy}

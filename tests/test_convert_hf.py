@@ -50,8 +50,10 @@ def checkpoint_of(config: GPTConfig, tokenizer="bytes", seed=0) -> dict:
 
 
 def logits_of(checkpoint: dict, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the logits without the padding of the vocabulary."""
     with torch.no_grad():
-        return load_model(checkpoint).eval()(tokens)
+        model = load_model(checkpoint).eval()
+        return model(tokens)[..., : model.config.vocab_size]
 
 
 def assert_same_weights(one: dict, other: dict) -> None:

@@ -96,7 +96,7 @@ def test_export_and_import_are_exact_and_transformers_computes_the_same(tmp_path
     assert exported.config.vocab_size == 257  # without padding
 
     model, tokens = load_model(checkpoint).eval(), torch.randint(0, 257, (2, config.context_length))
-    expected, found = exported(tokens).logits, model(tokens)
+    expected, found = exported(tokens).logits, model(tokens)[..., :257]
     assert torch.allclose(expected, found, atol=1e-5)
     targets = torch.randint(0, 257, tokens.shape)
     torch.nn.functional.cross_entropy(expected.flatten(0, 1), targets.flatten()).backward()

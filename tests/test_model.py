@@ -15,6 +15,7 @@ from model import GPT, IGNORED_TARGET, AttentionArgs, GPTConfig, rotary_angles, 
 from steadygpt.attention import attention_in_blocks
 from steadygpt.device import evaluating
 from steadygpt.distributed import Ranks
+from steadygpt.loss import IGNORED_TARGET
 from steadygpt.optim import make_optimizer
 
 ALONE = Ranks(torch.device("cpu"))
@@ -52,8 +53,10 @@ def test_logits_match_transformers(reference):
     model, hf_model = reference
     tokens = torch.randint(0, 1000, (3, 64))
     with torch.no_grad():
-        assert model(tokens).shape == (3, 64, 1000)
-        assert torch.allclose(model(tokens), hf_model(tokens).logits, atol=1e-5)
+        logits = model(tokens)
+        assert logits.shape == (3, 64, 1024)
+        assert torch.allclose(logits[..., :1000], hf_model(tokens).logits, atol=1e-5)
+        assert (logits[..., 1000:] == -torch.inf).all()  # the padding of the vocabulary
 
 
 def test_loss_and_gradients_match_transformers(reference, tmp_path):
