@@ -144,23 +144,24 @@ class GPTConfig:
 class AttentionArgs(NamedTuple):
     """What the attention of every block needs besides its input."""
 
-    rotary: tuple[Tensor, Tensor] | None = None  # from rotary_angles; None: learned positions
+    rotary: Tensor | None = None  # rows of rotary_table; None: learned positions
     cache: "KVCache | None" = None
     mask: Tensor | None = None  # (B, 1, T, T) bool
 
 
-def rotary_angles(config: GPTConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine of the rotations at positions (..., T), each (..., 1, T, rotary_dim / 2) fp32.
+def rotary_table(config: GPTConfig) -> Tensor:
+    """Return cosine and sine of each position's rotations, (2, context_length, 1, rotary_dim / 2) fp32 on the CPU.
 
     Su et al. 2021, section 3.2.2.
     """
-    exponents = torch.arange(0, config.rotary_dim, 2, device=positions.device).float() / config.rotary_dim
-    angles = (positions[..., None] / config.rotary_base**exponents).unsqueeze(-3)  # the same in each head
-    return angles.cos(), angles.sin()
+    exponents = torch.arange(0, config.rotary_dim, 2, device="cpu").float() / config.rotary_dim
+    positions = torch.arange(config.context_length, device="cpu")
+    angles = (positions[:, None] / config.rotary_base**exponents).unsqueeze(-2)  # the same in each head
+    return torch.stack([angles.cos(), angles.sin()])
 
 
-def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the pairs (x[i], x[i + rotary_dim / 2]) of (B, num_heads, T, head_dim); other dimensions stay."""
+def rotate(x: Tensor, rotary: Tensor) -> Tensor:
+    """Rotate the pairs (x[i], x[i + rotary_dim / 2]) of (B, T, num_heads, head_dim); other dimensions stay."""
     cos, sin = rotary
     half = cos.size(-1)
     first, second, rest = x.split([half, half, x.size(-1) - 2 * half], dim=-1)
@@ -293,6 +294,8 @@ class GPT(nn.Module):
         self.wte = Embedding(config.padded_vocab_size, config.embd_size)
         self.wpe = None if config.rotary_dim else Embedding(config.context_length, config.embd_size)
         # NanoChat's norm of the embedding; it has no weights.
+        self.register_buffer("rotary", None, persistent=False)
+        self.fill_rotary(torch.get_default_device())
         self.ln_0 = Norm(config, config.embd_size, False) if config.norm == "rmsnorm_no_weight" else nn.Identity()
         self.h = nn.ModuleList(Block(config, layer, activation_checkpointing) for layer in range(config.num_layers))
         self.ln_f = Norm(config, config.embd_size, config.norm == "layernorm")
@@ -320,6 +323,10 @@ class GPT(nn.Module):
         return weight
 
     def forward(
+    def fill_rotary(self, device: torch.device) -> None:
+        """Compute the table of rotations here, because compiled code would compute it again in every layer."""
+        self.rotary = rotary_table(self.config).to(device) if self.config.rotary_dim else None
+
         self,
         idx: Tensor,
         targets: Tensor | None = None,
@@ -347,11 +354,10 @@ class GPT(nn.Module):
         if positions is None:
             assert start + T <= self.config.context_length, f"{start} + {T} tokens > {self.config.context_length}"
             positions = torch.arange(start, start + T, device=idx.device)
-        x, rotary = self.wte(idx), None  # (B, T, C)
+        x = self.wte(idx)  # (B, T, C)
         if self.wpe is not None:
             x = x + self.wpe(positions)
-        else:
-            rotary = rotary_angles(self.config, positions)
+        rotary = None if self.rotary is None else self.rotary[:, positions]  # (2, T or B, T, 1, rotary_dim / 2)
         x, args = F.dropout(self.ln_0(x), self.config.dropout, self.training), AttentionArgs(rotary, cache, mask)
         for block in self.h:
             x = block(x, args)

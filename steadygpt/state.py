@@ -6,7 +6,7 @@ whole, so a checkpoint does not depend on how it was trained.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,15 +14,19 @@ from torch import Tensor, nn
 
 from steadygpt.distributed import Ranks, full_tensor, own_part
 
+if TYPE_CHECKING:
+    from model import GPT
 
-def fill(model: nn.Module, weight: Callable[[str], Tensor], ranks: Ranks) -> None:
-    """Set the parameters of the bare model on every rank, one at a time.
+
+def fill(model: "GPT", weight: Callable[[str], Tensor], ranks: Ranks) -> None:
+    """Set the parameters of the bare model on every rank, one at a time, and its rotary table.
 
     Args:
         weight: returns a parameter by name, on rank 0's host; it is called in the order of named_parameters().
     """
     for name, parameter in model.named_parameters():
         _send(weight(name) if ranks.is_main else None, parameter.detach(), ranks)
+    model.fill_rotary(ranks.device)
 
 
 def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict, ranks: Ranks) -> None:

@@ -11,7 +11,7 @@ from conftest import REFERENCES, reference_model
 from config import TrainConfig
 from convert_hf import read_weights
 from generate import load_model
-from model import GPT, IGNORED_TARGET, AttentionArgs, GPTConfig, rotary_angles, rotate
+from model import GPT, AttentionArgs, GPTConfig, rotary_table, rotate
 from steadygpt.attention import attention_in_blocks
 from steadygpt.device import evaluating
 from steadygpt.distributed import Ranks
@@ -79,12 +79,11 @@ def test_loss_and_gradients_match_transformers(reference, tmp_path):
 
 def test_rotary_embeddings_depend_only_on_relative_position():
     """The product of a query and a key does not change when both positions are shifted."""
-    config = dataclasses.replace(SMALL, rotary_pct=1.0)
+    table = rotary_table(dataclasses.replace(SMALL, rotary_pct=1.0, context_length=1000))
     q, k = torch.randn(2, 1, 1, 1, 8)
 
     def product(query_at: int, key_at: int) -> float:
-        angles = [rotary_angles(config, torch.tensor([position])) for position in (query_at, key_at)]
-        return (rotate(q, angles[0]) * rotate(k, angles[1])).sum().item()
+        return (rotate(q, table[:, [query_at]]) * rotate(k, table[:, [key_at]])).sum().item()
 
     assert product(3, 1) == pytest.approx(product(903, 901), abs=1e-4)
     assert product(3, 1) != pytest.approx(product(3, 2), abs=1e-2)
