@@ -201,7 +201,7 @@ class Norm(nn.Module):
         weight, bias = (None if p is None else p.type_as(x) for p in (self.weight, self.bias))  # FSDP: perhaps bf16
         if self.is_layernorm:
             return F.layer_norm(x, (self.size,), weight, bias, self.eps)
-        return F.rms_norm(x, (self.size,), weight, self.eps)
+        return F.rms_norm(x, (self.size,), weight, self.eps).type_as(x)  # in fp32 under autocast (torch 2.13)
 
 
 class Attention(nn.Module):
@@ -219,11 +219,12 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, args: AttentionArgs) -> Tensor:
         B, T, _ = x.shape
-        qkv = self.c_attn(x).split(self.parts, dim=-1)  # each becomes (B, heads, T, head_size)
-        q, k, v = (part.view(B, T, -1, self.head_size).transpose(1, 2) for part in qkv)
+        qkv = self.c_attn(x).split(self.parts, dim=-1)
+        q, k, v = (part.view(B, T, -1, self.head_size) for part in qkv)  # (B, T, heads, head_size)
         q, k = self.q_norm(q), self.k_norm(k)
         if args.rotary is not None:
             q, k = rotate(q, args.rotary), rotate(k, args.rotary)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, heads, T, head_size)
         if args.cache is not None:  # T is the whole prompt, with nothing cached yet, or one token
             k, v = args.cache.append(self.layer, k, v)
         y = attention(q, k, v, args.mask, self.dropout if self.training else 0.0)
@@ -293,9 +294,9 @@ class GPT(nn.Module):
         self.loss_chunk_size = loss_chunk_size
         self.wte = Embedding(config.padded_vocab_size, config.embd_size)
         self.wpe = None if config.rotary_dim else Embedding(config.context_length, config.embd_size)
-        # NanoChat's norm of the embedding; it has no weights.
         self.register_buffer("rotary", None, persistent=False)
         self.fill_rotary(torch.get_default_device())
+        # NanoChat's norm of the embedding; it has no weights.
         self.ln_0 = Norm(config, config.embd_size, False) if config.norm == "rmsnorm_no_weight" else nn.Identity()
         self.h = nn.ModuleList(Block(config, layer, activation_checkpointing) for layer in range(config.num_layers))
         self.ln_f = Norm(config, config.embd_size, config.norm == "layernorm")
@@ -322,11 +323,11 @@ class GPT(nn.Module):
             weight[self.config.vocab_size :] = 0  # padding rows get no gradient, so they stay zero
         return weight
 
-    def forward(
     def fill_rotary(self, device: torch.device) -> None:
         """Compute the table of rotations here, because compiled code would compute it again in every layer."""
         self.rotary = rotary_table(self.config).to(device) if self.config.rotary_dim else None
 
+    def forward(
         self,
         idx: Tensor,
         targets: Tensor | None = None,

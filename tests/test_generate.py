@@ -29,6 +29,18 @@ def test_cached_logits_equal_uncached_logits(family):
         assert torch.allclose(logits, uncached[:, end - 1 : end], atol=1e-4)
 
 
+@pytest.mark.parametrize("norm", ["rmsnorm", "rmsnorm_no_weight"])
+def test_cache_has_the_dtype_of_autocast(norm, monkeypatch):
+    """On a GPU, autocast computes rms_norm in fp32 from torch 2.13 on; an fp32 cache would be cast for each token."""
+    rms_norm = torch.nn.functional.rms_norm
+    monkeypatch.setattr(torch.nn.functional, "rms_norm", lambda *args: rms_norm(*args).float())
+    model = small(norm=norm, qk_norm=True, rotary_pct=1.0)
+    cache = KVCache(model.config)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(ids(2, 12), cache=cache)
+    assert cache.kv.dtype == torch.bfloat16
+
+
 @torch.no_grad()
 def generate_without_cache(model: GPT, idx: torch.Tensor, count: int, **options) -> torch.Tensor:
     """Generate without a cache."""
