@@ -275,6 +275,17 @@ def use_all_cores() -> None:
     if wanted is None or (wanted == "1" and launched):
         torch.set_num_threads(max(1, usable_cores() // local_world_size))
 
+def use_expandable_segments() -> None:
+    """Let PyTorch's allocator grow its segments of GPU memory, unless the user has set it up otherwise.
+
+    With segments of fixed size, an evaluation, whose tensors have other sizes than a step's, leaves fragments: a run
+    that fits at first runs out of memory later. The allocator reads the variable when the first tensor is allocated.
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch 2.9 reads the older name only
+    if not any(name in os.environ for name in names):
+        os.environ |= dict.fromkeys(names, "expandable_segments:True")
+
+
 
 def keep_freed_memory() -> None:
     """Keep the memory of freed tensors for new ones; by default glibc returns large blocks to the system at once.

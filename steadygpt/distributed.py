@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from steadygpt.cli import Interrupted, UserError
-from steadygpt.device import choose_device, keep_freed_memory, use_all_cores
+from steadygpt.device import choose_device, keep_freed_memory, use_all_cores, use_expandable_segments
 
 Result = TypeVar("Result")
 
@@ -241,6 +241,7 @@ def joined(device_name: str, timeout_minutes: float = 30):
         world_size=world_size,
     )
     if ranks.device.type == "cuda":
+        use_expandable_segments()
         torch.cuda.set_device(ranks.device)
     else:
         use_all_cores()
