@@ -3,8 +3,13 @@
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend
 
 SHORT_ROW = 512  # tokens; up to here attention_in_blocks is faster on a CPU
+KERNELS = {
+    SDPBackend.CUDNN_ATTENTION: "cuDNN", SDPBackend.FLASH_ATTENTION: "FlashAttention",
+    SDPBackend.EFFICIENT_ATTENTION: "memory-efficient attention", SDPBackend.MATH: "separate products (slow)",
+}  # fmt: skip
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0) -> Tensor:
@@ -22,9 +27,33 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropo
         k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
     if mask is not None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
-    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and 1 < T <= SHORT_ROW:
+    if is_short_on_cpu(q):
         return attention_in_blocks(q, k, v, dropout)
     return F.scaled_dot_product_attention(q, k, v, is_causal=T > 1, dropout_p=dropout)
+
+
+def is_short_on_cpu(q: Tensor) -> bool:
+    """Return whether attention_in_blocks computes attention of these queries."""
+    return q.device.type == "cpu" and q.dtype == torch.bfloat16 and 1 < q.size(2) <= SHORT_ROW
+
+
+def kernel_name(num_heads: int, tokens: int, head_size: int, device: torch.device, dtype: torch.dtype) -> str:
+    """Return which kernel computes attention in training; "" on devices where PyTorch does not say.
+
+    PyTorch chooses by GPU and by the version of cuDNN. A system's older cuDNN may hide the one that PyTorch brings;
+    then PyTorch takes FlashAttention 2 without a warning.
+    """
+    if device.type not in ("cpu", "cuda"):
+        return ""
+    q = torch.empty(1, num_heads, tokens, head_size, dtype=dtype, device=device, requires_grad=True)
+    if is_short_on_cpu(q):
+        return "blocks of queries"
+    name = KERNELS[SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=tokens > 1))]
+    number = torch.backends.cudnn.version() if device.type == "cuda" else None
+    if not number:
+        return name
+    version = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+    return f"cuDNN {version}" if name == "cuDNN" else f"{name} (cuDNN is {version})"
 
 
 def attention_in_blocks(q: Tensor, k: Tensor, v: Tensor, dropout: float, block: int = 128) -> Tensor:

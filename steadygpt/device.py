@@ -40,6 +40,7 @@ PEAK_FLOPS = {
     "NVIDIA GB10": 125e12,  # a quarter of its fp4
 }  # fmt: skip
 RATES = {"fp32": 0.5, "fp16": 1.0, "bf16": 1.0, "fp8": 2.0}  # of products, in units of bf16's; fp32 as TF32 (set_up)
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}  # dtype of products by precision
 WITHOUT_TF32 = {"Tesla T4": 8.1e12}  # their fp32, from the same source
 
 
@@ -149,8 +150,7 @@ def set_up(config: "TrainConfig", device: torch.device) -> None:
 
 def autocast(device: torch.device, precision: str):
     """Compute in bf16 or fp16 inside; weights stay fp32. With fp8 all but the fp8 products is computed in bf16."""
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}.get(precision)
-    return torch.autocast(device.type, dtype=dtype) if dtype else nullcontext()
+    return torch.autocast(device.type, dtype=AUTOCAST[precision]) if precision in AUTOCAST else nullcontext()
 
 
 def use_fp8(blocks: nn.Module, device: torch.device, tokens: int) -> None:
@@ -275,15 +275,6 @@ def process_age_s() -> float:
         return time.monotonic() - IMPORTED_AT_S
 
 
-def use_all_cores() -> None:
-    """Divide the machine's cores among its processes, unless OMP_NUM_THREADS is set."""
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    wanted = os.environ.get("OMP_NUM_THREADS")
-    # torchrun sets OMP_NUM_THREADS=1 for several processes and accelerate for one, so that value is not the user's.
-    launched = local_world_size > 1 or "ACCELERATE_MIXED_PRECISION" in os.environ
-    if wanted is None or (wanted == "1" and launched):
-        torch.set_num_threads(max(1, usable_cores() // local_world_size))
-
 def use_expandable_segments() -> None:
     """Let PyTorch's allocator grow its segments of GPU memory, unless the user has set it up otherwise.
 
@@ -294,6 +285,15 @@ def use_expandable_segments() -> None:
     if not any(name in os.environ for name in names):
         os.environ |= dict.fromkeys(names, "expandable_segments:True")
 
+
+def use_all_cores() -> None:
+    """Divide the machine's cores among its processes, unless OMP_NUM_THREADS is set."""
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    wanted = os.environ.get("OMP_NUM_THREADS")
+    # torchrun sets OMP_NUM_THREADS=1 for several processes and accelerate for one, so that value is not the user's.
+    launched = local_world_size > 1 or "ACCELERATE_MIXED_PRECISION" in os.environ
+    if wanted is None or (wanted == "1" and launched):
+        torch.set_num_threads(max(1, usable_cores() // local_world_size))
 
 
 def keep_freed_memory() -> None:

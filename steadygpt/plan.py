@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from steadygpt.attention import SHORT_ROW
+from steadygpt.attention import SHORT_ROW, kernel_name
 from steadygpt.checkpoint import LATEST
 from steadygpt.cli import RankError, options_of
-from steadygpt.device import device_name, is_out_of_memory, memory_bytes
+from steadygpt.device import AUTOCAST, device_name, is_out_of_memory, memory_bytes
 from steadygpt.distributed import Ranks
 from steadygpt.optim import checkpoint_bytes
 from steadygpt.runlog import git_commit
@@ -181,6 +181,8 @@ def describe(
     more = "" if epochs or config.keep_epochs else " and one for each epoch, whose length is not known,"
     commit = git_commit()
     emulated = ", emulated slowly" * (config.precision == "fp8" and ranks.device.type != "cuda")
+    dtype = AUTOCAST.get(config.precision, torch.float32)
+    kernel = kernel_name(config.num_heads, T, model.config.head_size, ranks.device, dtype)
     lines = [
         f"version      {f'commit {commit[:12]}{commit[40:]}, ' * bool(commit)}torch {torch.__version__}, "
         f"Python {platform.python_version()}",
@@ -194,7 +196,7 @@ def describe(
         + (f"{run_epochs:,.2f} epochs; " if run_epochs else "")
         + f"{schedule.warmup_steps:,} steps of warm-up",
         f"device       {ranks.world_size} x {device_name(ranks.device)}, {config.precision}{emulated}, "
-        f"{config.sharding}",
+        f"{config.sharding}{f', attention by {kernel}' * bool(kernel)}",
         f"memory       {_memory_text(memory, 'a rank')}",
         f"host memory  {_memory_text(host, 'on rank 0')} (rank 0 only)",
         f"checkpoints  {checkpoint / 1e9:.2f} GB each, at most {files:,}{more} in {folder}: "

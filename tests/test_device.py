@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import REPO
+from torch.nn.attention import SDPBackend
 
 from config import TrainConfig
 from generate import generate
 from hellaswag_eval import Tree, ending_losses
 from model import GPT, GPTConfig
 from steadygpt import device, host
+from steadygpt.attention import kernel_name
 from steadygpt.cli import RankError, UserError
 from steadygpt.device import autocast, choose_precision, evaluating, memory_bytes, product_rates, use_fp8
 from steadygpt.distributed import Ranks
@@ -251,4 +253,48 @@ def test_more_processes_than_gpus_are_reported_once(monkeypatch):
 def test_fp8_is_refused_for_widths_that_its_units_cannot_multiply():
     pytest.importorskip("torchao")
     with pytest.raises(UserError, match="a matrix of the blocks is 24 x 16; expected multiples of 16"):
-        use_fp8(torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Linear(16, 24)), torch.device("cpu"))
+        use_fp8(torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Linear(16, 24)), torch.device("cpu"), tokens=16)
+
+
+def test_fp8_is_refused_for_numbers_of_tokens_that_its_units_cannot_multiply():
+    """On a CPU the products are emulated, which hides that they sum over tokens in the backward pass."""
+    pytest.importorskip("torchao")
+    gradient, x = (torch.empty(size, 16, device="meta", dtype=torch.float8_e4m3fn) for size in (1000, 1000))
+    scale = torch.ones((), device="meta")
+    with pytest.raises(RuntimeError, match="divisible by 16"):  # the gradient of a weight
+        torch._scaled_mm(gradient.t().contiguous(), x.t().contiguous().t(), scale, scale)
+    with pytest.raises(UserError, match="is 1,000 tokens; expected a multiple of 16"):
+        use_fp8(torch.nn.Sequential(torch.nn.Linear(16, 16)), torch.device("cpu"), tokens=1000)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what PyTorch chooses on a GPU
+
+
+def test_segments_of_gpu_memory_may_grow_unless_the_user_decides(monkeypatch):
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    for own in (None, *names):
+        monkeypatch.setattr(os, "environ", {own: "backend:cudaMallocAsync"} if own else {})
+        device.use_expandable_segments()
+        expected = {own: "backend:cudaMallocAsync"} if own else dict.fromkeys(names, "expandable_segments:True")
+        assert os.environ == expected
+
+
+@pytest.mark.parametrize(("backend", "version", "expected"), [
+    (SDPBackend.CUDNN_ATTENTION, 91900, "cuDNN 9.19.0"),
+    (SDPBackend.FLASH_ATTENTION, 91002, "FlashAttention (cuDNN is 9.10.2)"),
+    (SDPBackend.MATH, None, "separate products (slow)"),
+])  # fmt: skip
+def test_kernel_of_attention_is_the_one_that_pytorch_chooses(backend, version, expected, monkeypatch):
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, device, **options: empty(*size, **options))
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, is_causal: backend.value * is_causal)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    assert kernel_name(12, 1024, 64, torch.device("cuda"), torch.bfloat16) == expected
+
+
+def test_kernel_of_attention_on_a_cpu_depends_on_the_row():
+    cpu = torch.device("cpu")
+    assert kernel_name(2, 512, 8, cpu, torch.bfloat16) == "blocks of queries"
+    assert kernel_name(2, 513, 8, cpu, torch.bfloat16) == kernel_name(2, 512, 8, cpu, torch.float32) == "FlashAttention"
+    assert kernel_name(2, 512, 8, torch.device("mps"), torch.float32) == ""
