@@ -18,6 +18,7 @@ from benchmarks.compare import reason_of, report_precisions
 from benchmarks.gpu_suite import Row
 from benchmarks.kill_curve import Kill, kill_instants
 from benchmarks.trace_summary import summarize
+from steadygpt.runlog import git_commit
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (REPO / "benchmarks").glob("*.py")))
@@ -160,6 +161,14 @@ def test_a_row_that_fails_or_hangs_costs_only_itself(suite, tmp_path, capsys):
     assert "row fast/last: begins, at most 20 s" in capsys.readouterr().out
 
 
+def test_git_is_not_needed(suite, tmp_path, monkeypatch):
+    """GPU images often lack it."""
+    monkeypatch.setattr(gpu_suite, "git_commit", git_commit.__wrapped__)  # without its cache
+    monkeypatch.setenv("PATH", str(tmp_path))
+    row = suite(fake("fast/a", MEASURES))["rows"]["fast/a"]
+    assert (row["status"], row["commit"]) == ("ok", "unknown")
+
+
 def test_a_part_ends_within_its_minutes(suite):
     start_s = time.monotonic()
     rows = suite(fake("fast/hangs", "import time; time.sleep(600)", limit_s=4), flags=("--minutes", "0.05"))["rows"]
@@ -187,7 +196,7 @@ def test_targets_are_compared_with_the_figures_of_their_rows(suite, tmp_path):
     assert found["124 M on one H100, at least 500,000 tokens/s"] == "reached"
     assert found["124 M on one H200, at least 550,000 tokens/s"] == "a different device"
     assert found["a checkpoint costs at most one step"] == "missed"
-    assert found["generation, at least 5 x nanoGPT"] == "not measured"
+    assert found["generation, at least 0.9 x nanoGPT"] == "not measured"
 
 
 def test_a_stopped_suite_ends_its_row(tmp_path):
