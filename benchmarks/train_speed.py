@@ -7,6 +7,7 @@
     python -m benchmarks.train_speed --nanogpt nanoGPT --shape 10m         # 6 layers, 384 wide, vocabulary of bytes
     python -m benchmarks.train_speed --shape 124m --activation_checkpointing     # ours alone, with flags of train.py
     python -m benchmarks.train_speed --config small_32k --micro_steps 4          # ours alone, a preset of configs/
+    python -m benchmarks.train_speed --beside ../before                    # beside another checkout of ours
 
 Each side runs its own train.py on the same random tokens. The sides alternate: while one trains, the others are
 stopped, but stay in memory (124M: 3 to 5 GB each). All sides compile the model. A step is timed from one printed line
@@ -112,18 +113,25 @@ def nanogpt(
 
 
 def steadygpt(
-    folder: Path, shape: list[str], batch: Batch, device: str, precision: str, eager: bool, further: list[str]
+    folder: Path,
+    shape: list[str],
+    batch: Batch,
+    device: str,
+    precision: str,
+    eager: bool,
+    further: list[str],
+    checkout: Path = REPO,
 ) -> HeldProgram:
     """Start our train.py with the flags of a shape."""
+    outputs = Path(tempfile.mkdtemp(dir=folder))
     options = flags(
         context_length=batch.context, mini_batch_size=batch.rows, total_batch_size=batch.tokens, device=device,
-        data_dir=folder, logdir=folder / f"logs-{precision}",
-        checkpoint_dir=folder / f"checkpoints-{precision}", max_steps=10**6, warmup_steps=2000, eval_freq=0,
-        hellaswag_freq=0, sample_freq=0, checkpoint_freq=0, checkpoint_minutes=0, log_freq=1,
+        data_dir=folder, logdir=outputs / "logs", checkpoint_dir=outputs / "checkpoints",
+        max_steps=10**6, warmup_steps=2000, eval_freq=0, hellaswag_freq=0, sample_freq=0, checkpoint_freq=0, checkpoint_minutes=0, log_freq=1,
     )  # fmt: skip
     if precision != "default":
         options += flags(precision=precision, compile="off" if eager else "on")
-    return HeldProgram([sys.executable, "train.py", *shape, *options, *further], REPO, r"step +\d+/")
+    return HeldProgram([sys.executable, "train.py", *shape, *options, *further], checkout, r"step +\d+/")
 
 
 def flags_of_shape(name: str) -> list[str]:
@@ -138,6 +146,7 @@ def flags_of_shape(name: str) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT; without it, ours alone")
+    parser.add_argument("--beside", type=Path, help="another checkout of SteadyGPT, such as the commit before")
     parser.add_argument("--shape", default="124m", choices=SHAPES)
     parser.add_argument("--config", help="a preset of ours in place of --shape; ours alone")
     parser.add_argument("--rows", type=int, help="rows in a micro-step; a step keeps its tokens (default: by --shape)")
@@ -174,7 +183,10 @@ def main() -> None:
         write_tokens(folder, vocab_size)
         for precision in args.precision:
             common = batch, device.type, precision
-            starts = {f"SteadyGPT, {precision}": partial(steadygpt, folder, shape, *common, args.eager, further)}
+            start = partial(steadygpt, folder, shape, *common, args.eager, further)
+            starts = {f"SteadyGPT, {precision}": start}
+            if args.beside:
+                starts[f"{args.beside.name}, {precision}"] = partial(start, checkout=args.beside.absolute())
             if args.nanogpt and not args.config:
                 starts[f"nanoGPT, {precision}"] = partial(
                     nanogpt, folder, args.shape, *common, args.nanogpt, args.eager
