@@ -126,8 +126,9 @@ def steadygpt(
     outputs = Path(tempfile.mkdtemp(dir=folder))
     options = flags(
         context_length=batch.context, mini_batch_size=batch.rows, total_batch_size=batch.tokens, device=device,
-        data_dir=folder, logdir=outputs / "logs", checkpoint_dir=outputs / "checkpoints",
-        max_steps=10**6, warmup_steps=2000, eval_freq=0, hellaswag_freq=0, sample_freq=0, checkpoint_freq=0, checkpoint_minutes=0, log_freq=1,
+        data_dir=folder, logdir=outputs / "logs", checkpoint_dir=outputs / "checkpoints", max_steps=10**6,
+        warmup_steps=2000, eval_freq=0, hellaswag_freq=0, sample_freq=0, checkpoint_freq=0, checkpoint_minutes=0,
+        log_freq=1,
     )  # fmt: skip
     if precision != "default":
         options += flags(precision=precision, compile="off" if eager else "on")
