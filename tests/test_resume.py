@@ -233,7 +233,7 @@ def test_measured_precision_is_kept_by_a_resume(workdir, monkeypatch, capsys):
     monkeypatch.setattr(device, "product_rates", lambda *_: (2e9, 1e9))
     assert run_here("--precision", "auto", "--resume", "latest", *folders("a")) == 0
     out = capsys.readouterr().out
-    assert ", bf16, ddp\n" in out
+    assert ", bf16, ddp, attention by " in out
     assert "changed precision" not in out
     assert load("a/latest.pt")["train_config"]["precision"] == "bf16"
 
@@ -246,7 +246,7 @@ def test_checkpoint_of_a_version_that_stored_auto_keeps_the_precision_of_the_har
     monkeypatch.setattr(start, "native_precision", lambda device: "bf16")
     monkeypatch.delattr(start, "choose_precision")
     assert train.main(["--checkpoint_dir", "a", "--resume", "--max_steps", "6"]) == 0
-    assert ", bf16, ddp\n" in capsys.readouterr().out
+    assert ", bf16, ddp, attention by " in capsys.readouterr().out
     assert load("a/latest.pt")["train_config"]["precision"] == "bf16"
 
 
