@@ -1,5 +1,6 @@
-"""Cross-entropy of logits whose last columns pad the vocabulary, with a gradient that needs little memory."""
+"""Cross-entropy of logits whose last columns pad the vocabulary, whose gradient needs little memory."""
 
+import math
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 IGNORED_TARGET = -1  # no loss is computed for this target
+LOG2_E = math.log2(math.e)
 
 
 def token_losses(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
@@ -25,10 +27,10 @@ def token_losses(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
 
 
 class _TokenLosses(torch.autograd.Function):
-    """Keeps the logits as they are and one number per token for backward, in place of softmax(x) in fp32.
+    """Keeps the logits as they are and two numbers per token for backward, in place of softmax(x) in fp32.
 
-    Padding is overwritten rather than cut off, which would copy the logits in eager mode. In compiled code it would
-    leave rows of odd length, whose numbers are loaded one by one.
+    Padding is overwritten rather than cut off, which would leave rows of odd length: compiled code would load their
+    numbers one by one.
     """
 
     @staticmethod
@@ -36,23 +38,22 @@ class _TokenLosses(torch.autograd.Function):
         x = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
         x[:, vocab_size:] = -torch.inf
         scored = targets != IGNORED_TARGET
-        largest = x.amax(-1, keepdim=True)
-        at_target = x.sub_(largest).gather(1, (targets * scored)[:, None])
-        log_sum = x.exp_().sum(-1, keepdim=True).log()  # (N, 1)
-        losses = torch.where(scored, (log_sum - at_target)[:, 0], 0)
-        ctx.save_for_backward(logits, targets, largest, log_sum, losses)
+        at_target = torch.arange(len(x), device=x.device), targets * scored
+        losses = -x.log_softmax(-1)[at_target]
+        ctx.save_for_backward(logits, targets, losses, x[at_target] + losses)
         ctx.vocab_size = vocab_size
-        return losses
+        return torch.where(scored, losses, 0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        logits, targets, largest, log_sum, losses = ctx.saved_tensors
+        logits, targets, losses, log_sum = ctx.saved_tensors
         scored = targets != IGNORED_TARGET
-        weight = (gradient * scored)[:, None]
-        x = logits.to(log_sum.dtype, copy=True).sub_(largest).sub_(log_sum).exp_().mul_(weight).to(logits.dtype)
+        weights = gradient * scored
+        x = logits.to(log_sum.dtype, copy=True).sub_(log_sum[:, None])
+        x = x.mul_(LOG2_E).exp2_()  # exp_() takes three times as long on a CPU (torch 2.13)
+        x = x.mul_(weights[:, None]).to(logits.dtype)
         x[:, ctx.vocab_size :] = 0
-        # softmax - 1 at the target, which is expm1(-loss) without cancellation.
-        at_target = torch.expm1(-losses) * weight[:, 0]
-        x[torch.arange(len(x), device=x.device), targets * scored] = at_target.to(x.dtype)
+        # softmax - 1 at the target, without cancellation. Set last, so that compiled code stores no gradient in fp32.
+        x[torch.arange(len(x), device=x.device), targets * scored] = (torch.expm1(-losses) * weights).to(x.dtype)
         return x, None, None

@@ -61,8 +61,7 @@ def estimate_memory(
             elsewhere = config.cpu_offload and device.type != "cpu"
             memory["unsharded gradients"] = 4 * N - (0 if elsewhere else 4 * N / shards)
     if each == 2:  # autocast caches its copies of the weights, except in compiled code
-        eager = 0 if compiled else head + (0 if fsdp and gathered == 2 else in_blocks)
-        memory["16-bit weights"] = 2 * eager
+        memory["16-bit weights"] = 0 if compiled else 2 * (head + (0 if fsdp and gathered == 2 else in_blocks))
 
     # What a block keeps for backward, counted in model.py: the inputs of the norms in fp32; their outputs, q, k, v and
     # attention's output; rotated, normed and repeated heads; the MLP's hidden layer before and after the activation.
@@ -80,11 +79,11 @@ def estimate_memory(
         memory["activations"], backward = layers * tokens * 4 * C, block + backward
     else:
         memory["activations"] = layers * block
-    # The loss holds the logits and their gradient, in eager mode also the gradient in fp32 before it is rounded. With
-    # chunks, the head's gradient is there beside them: the sum so far; then also the chunk's and their sum.
-    logits = (chunk or tokens) * model.config.padded_vocab_size * (2 * each if compiled else 8)
-    if config.logit_softcap and not compiled:
-        logits += 4 * (chunk or tokens) * model.config.padded_vocab_size
+    # The loss holds the logits and their gradient; in eager mode the logits, a copy in fp32 and its log_softmax, with a
+    # soft-cap also tanh in fp32. With chunks, the head's gradient is there beside them: the sum so far; then also the
+    # chunk's and their sum.
+    eager = 4 + 12 if config.logit_softcap else each + 8
+    logits = (chunk or tokens) * model.config.padded_vocab_size * (2 * each if compiled else eager)
     of_head = 4 if compiled else each  # bytes of a number: autocast's copy of the head is outside of compiled code
     logits = max(logits + of_head * head, 3 * of_head * head) if chunk else logits
     memory["logits" if logits > backward else "a block's backward"] = max(logits, backward)  # one after the other
