@@ -228,7 +228,11 @@ class TrainConfig(GPTConfig):
     def possible_rows(self, world_size: int) -> list[int]:
         """Return every mini_batch_size that splits the tokens of a step evenly, in ascending order."""
         rows, remainder = divmod(self.total_batch_size, self.context_length * world_size)
-        return [] if remainder else [b for b in range(1, rows + 1) if rows % b == 0]
+        return [] if remainder else [b for b in range(1, rows + 1) if rows % b == 0 and self.suits_fp8(b)]
+
+    def suits_fp8(self, rows: int) -> bool:
+        """Whether fp8, if chosen, can compute rows: gradients of weights are sums over their tokens, 16 at a time."""
+        return self.precision != "fp8" or rows * self.context_length % 16 == 0
 
     def with_even_rows(self, given: Mapping[str, str], world_size: int) -> "TrainConfig":
         """Return the configuration with the largest mini_batch_size, up to its own, that splits a step evenly.
@@ -250,6 +254,11 @@ class TrainConfig(GPTConfig):
         Raises: UserError naming batch sizes that work, when the tokens of a step cannot be split evenly.
         """
         rows, remainder = divmod(self.total_batch_size, self.context_length * world_size)
+        if self.mini_batch_size and not self.suits_fp8(self.mini_batch_size):
+            raise UserError(
+                f"--precision fp8: --mini_batch_size {self.mini_batch_size} x --context_length {self.context_length} "
+                f"is {self.mini_batch_size * self.context_length:,} tokens; expected a multiple of 16"
+            )
         if not remainder and rows and rows % (self.mini_batch_size or 1) == 0:
             return rows // self.mini_batch_size if self.mini_batch_size else 0
         B = self.mini_batch_size or 1  # auto: the smallest number

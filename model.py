@@ -149,13 +149,13 @@ class AttentionArgs(NamedTuple):
     mask: Tensor | None = None  # (B, 1, T, T) bool
 
 
-def rotary_table(config: GPTConfig) -> Tensor:
-    """Return cosine and sine of each position's rotations, (2, context_length, 1, rotary_dim / 2) fp32 on the CPU.
+def rotary_table(config: GPTConfig, device: torch.device) -> Tensor:
+    """Return cosine and sine of each position's rotations, (2, context_length, 1, rotary_dim / 2) fp32.
 
     Su et al. 2021, section 3.2.2.
     """
-    exponents = torch.arange(0, config.rotary_dim, 2, device="cpu").float() / config.rotary_dim
-    positions = torch.arange(config.context_length, device="cpu")
+    exponents = torch.arange(0, config.rotary_dim, 2, device=device).float() / config.rotary_dim
+    positions = torch.arange(config.context_length, device=device)
     angles = (positions[:, None] / config.rotary_base**exponents).unsqueeze(-2)  # the same in each head
     return torch.stack([angles.cos(), angles.sin()])
 
@@ -292,6 +292,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.loss_chunk_size = loss_chunk_size
+        self.losses_of_full_chunk = self._losses
         self.wte = Embedding(config.padded_vocab_size, config.embd_size)
         self.wpe = None if config.rotary_dim else Embedding(config.context_length, config.embd_size)
         self.register_buffer("rotary", None, persistent=False)
@@ -325,7 +326,7 @@ class GPT(nn.Module):
 
     def fill_rotary(self, device: torch.device) -> None:
         """Compute the table of rotations here, because compiled code would compute it again in every layer."""
-        self.rotary = rotary_table(self.config).to(device) if self.config.rotary_dim else None
+        self.rotary = rotary_table(self.config, device) if self.config.rotary_dim else None
 
     def forward(
         self,
@@ -366,8 +367,9 @@ class GPT(nn.Module):
             cache.length += T
             x = x[:, -1:]
         if targets is None:
-            columns = torch.arange(self.config.padded_vocab_size, device=x.device)
-            return torch.where(columns < self.config.vocab_size, self._logits(x), -torch.inf)
+            logits = self._logits(x)
+            logits[..., self.config.vocab_size :] = -torch.inf
+            return logits
         x, targets = x.flatten(0, 1), targets.flatten()  # (B * T, C), (B * T,)
         scored = targets != IGNORED_TARGET
         if reduction == "none":
@@ -393,16 +395,15 @@ class GPT(nn.Module):
 
         Compiled into one graph with the rest, the logits of all chunks would be in memory at once (torch 2.13).
         """
-        parts = [
-            checkpoint(self._losses, *chunk, use_reentrant=False, preserve_rng_state=False)
-            for chunk in zip(x.split(self.loss_chunk_size), targets.split(self.loss_chunk_size), strict=True)
-        ]
+        parts = []
+        for chunk in zip(x.split(self.loss_chunk_size), targets.split(self.loss_chunk_size), strict=True):
+            compute = self.losses_of_full_chunk if len(chunk[0]) == self.loss_chunk_size else self._losses
+            parts.append(checkpoint(compute, *chunk, use_reentrant=False, preserve_rng_state=False))
         return torch.cat(parts)
 
     def compiled(self) -> nn.Module:
-        """Return this model through torch.compile; the loss in chunks is compiled on its own."""
-        if self.loss_chunk_size:
-            self._losses = torch.compile(self._losses, dynamic=False)  # type: ignore[method-assign]
+        """Return this model through torch.compile; full chunks of the loss, which have one shape, on their own."""
+        self.losses_of_full_chunk = torch.compile(self._losses)
         return torch.compile(self)  # type: ignore[return-value]  # a module; torch's stubs say a function
 
     def num_parameters(self) -> int:

@@ -85,7 +85,7 @@ def build_training(start: Start, data: Data, ranks: Ranks) -> Training:
         shape, lean = config.shape(start.vocab_size(data)), (config.activation_checkpointing, config.loss_chunk_size)
         model = GPT(shape, False, *lean)
     if config.precision == "fp8":
-        use_fp8(model.h, device, config.mini_batch_size * config.context_length)
+        use_fp8(model.h, device)
     if fsdp:
         shards = config.shards(ranks.world_size)
         distributed.shard(model, model.h, ranks, shards, config.precision, config.cpu_offload)

@@ -297,7 +297,8 @@ def describe_machine(args, environment: dict[str, str]) -> dict:
 
 def run_part(part: str, deadline_s: float, args, report: Report, environment: dict[str, str]) -> None:
     rows = list(ROWS[part](args, report.content["machine"]["kind"]))
-    stamp = {"date": time.strftime("%Y-%m-%d"), "commit": git_commit()[:12] or "unknown"}
+    commit = git_commit()
+    stamp = {"date": time.strftime("%Y-%m-%d"), "commit": f"{commit[:12]}{commit[40:]}" or "unknown"}
     for number, row in enumerate(rows, start=1):
         left_s = deadline_s - time.monotonic()
         begin = f"[{part} {number}/{len(rows)}] {row.title}"

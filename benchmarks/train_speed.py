@@ -187,7 +187,7 @@ def main() -> None:
             start = partial(steadygpt, folder, shape, *common, args.eager, further)
             starts = {f"SteadyGPT, {precision}": start}
             if args.beside:
-                starts[f"{args.beside.name}, {precision}"] = partial(start, checkout=args.beside.absolute())
+                starts[f"beside, {precision}"] = partial(start, checkout=args.beside.absolute())
             if args.nanogpt and not args.config:
                 starts[f"nanoGPT, {precision}"] = partial(
                     nanogpt, folder, args.shape, *common, args.nanogpt, args.eager

@@ -7,8 +7,8 @@ from torch.nn.attention import SDPBackend
 
 SHORT_ROW = 512  # tokens; up to here attention_in_blocks is faster on a CPU
 KERNELS = {
-    SDPBackend.CUDNN_ATTENTION: "cuDNN", SDPBackend.FLASH_ATTENTION: "FlashAttention",
-    SDPBackend.EFFICIENT_ATTENTION: "memory-efficient attention", SDPBackend.MATH: "separate products (slow)",
+    SDPBackend.FLASH_ATTENTION: "FlashAttention", SDPBackend.EFFICIENT_ATTENTION: "memory-efficient attention",
+    SDPBackend.MATH: "separate products (slow)",
 }  # fmt: skip
 
 
@@ -37,23 +37,23 @@ def is_short_on_cpu(q: Tensor) -> bool:
     return q.device.type == "cpu" and q.dtype == torch.bfloat16 and 1 < q.size(2) <= SHORT_ROW
 
 
-def kernel_name(num_heads: int, tokens: int, head_size: int, device: torch.device, dtype: torch.dtype) -> str:
-    """Return which kernel computes attention in training; "" on devices where PyTorch does not say.
+def kernel_name(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, dropout: float) -> str:
+    """Return which kernel computes attention in training, for queries of this shape; "" where PyTorch does not say.
 
     PyTorch chooses by GPU and by the version of cuDNN. A system's older cuDNN may hide the one that PyTorch brings;
     then PyTorch takes FlashAttention 2 without a warning.
     """
     if device.type not in ("cpu", "cuda"):
         return ""
-    q = torch.empty(1, num_heads, tokens, head_size, dtype=dtype, device=device, requires_grad=True)
+    q = torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
     if is_short_on_cpu(q):
         return "blocks of queries"
-    name = KERNELS[SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=tokens > 1))]
+    backend = SDPBackend(torch._fused_sdp_choice(q, q, q, dropout_p=dropout, is_causal=q.size(2) > 1))
     number = torch.backends.cudnn.version() if device.type == "cuda" else None
-    if not number:
-        return name
-    version = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
-    return f"cuDNN {version}" if name == "cuDNN" else f"{name} (cuDNN is {version})"
+    version = f"{number // 10000}.{number // 100 % 100}.{number % 100}" if number else ""
+    if backend == SDPBackend.CUDNN_ATTENTION:
+        return f"cuDNN {version}"
+    return KERNELS.get(backend, "") + f" (cuDNN {version} not used)" * bool(version)
 
 
 def attention_in_blocks(q: Tensor, k: Tensor, v: Tensor, dropout: float, block: int = 128) -> Tensor:

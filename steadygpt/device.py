@@ -153,16 +153,12 @@ def autocast(device: torch.device, precision: str):
     return torch.autocast(device.type, dtype=AUTOCAST[precision]) if precision in AUTOCAST else nullcontext()
 
 
-def use_fp8(blocks: nn.Module, device: torch.device, tokens: int) -> None:
+def use_fp8(blocks: nn.Module, device: torch.device) -> None:
     """Let the blocks' linear layers multiply in fp8 with one scale per tensor; their weights stay fp32.
 
     On a CPU the rounding is emulated, which is slow and only good for trying it.
 
-    Args:
-        tokens: in a micro-step of a rank. The gradient of a weight is a sum over them, so their number must suit the
-            fp8 units as a width must.
-
-    Raises: UserError when torchao is missing, the GPU has no fp8, or a width or the number of tokens does not suit it.
+    Raises: UserError when torchao is missing, the GPU has no fp8, or a width does not suit it.
     """
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -177,11 +173,6 @@ def use_fp8(blocks: nn.Module, device: torch.device, tokens: int) -> None:
                 f"--precision fp8: a matrix of the blocks is {rows} x {columns}; expected multiples of 16. "
                 "Change --embd_size or --intermediate_size, or use bf16"
             )
-    if tokens % 16:
-        raise UserError(
-            f"--precision fp8: --mini_batch_size x --context_length is {tokens:,} tokens; expected a multiple of 16. "
-            "Change one of them, or use bf16"
-        )
     convert_to_float8_training(blocks, config=Float8LinearConfig(emulate=device.type != "cuda"))
 
 

@@ -308,5 +308,6 @@ def replicate(forward: nn.Module, ranks: Ranks) -> nn.Module:
     devices = [ranks.device] if ranks.device.type == "cuda" else None
     # torch.compile cuts its graphs at the buckets: 124 M into 5, or into 14 with buckets of 25 MB, the default.
     replica = DistributedDataParallel(forward, device_ids=devices, bucket_cap_mb=100, gradient_as_bucket_view=True)
-    replica.broadcast_buffers = False  # the rotary table is the same on every rank; torch 2.13 renames the argument
+    # The rotary table is the same on every rank. An attribute, because torch 2.13 warns of the argument's name.
+    replica.broadcast_buffers = False
     return replica

@@ -119,7 +119,7 @@ def take_step(config: "TrainConfig", rows: int, device: torch.device, sketch: "G
         model = type(sketch)(sketch.config, False, config.activation_checkpointing, config.loss_chunk_size)
         tokens = torch.randint(model.config.vocab_size, (rows, config.context_length))
     if config.precision == "fp8":
-        use_fp8(model.h, device, tokens.numel())
+        use_fp8(model.h, device)
     parameters = list(model.parameters())
     moments = [torch.empty_like(parameter) for parameter in parameters * 2]
     for parameter in parameters:

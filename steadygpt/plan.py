@@ -79,10 +79,10 @@ def estimate_memory(
         memory["activations"], backward = layers * tokens * 4 * C, block + backward
     else:
         memory["activations"] = layers * block
-    # The loss holds the logits and their gradient; in eager mode the logits, a copy in fp32 and its log_softmax, with a
-    # soft-cap also tanh in fp32. With chunks, the head's gradient is there beside them: the sum so far; then also the
+    # The loss holds the logits and their gradient; in eager mode also the gradient in fp32 before it is rounded, with a
+    # soft-cap tanh in fp32. With chunks, the head's gradient is there beside them: the sum so far; then also the
     # chunk's and their sum.
-    eager = 4 + 12 if config.logit_softcap else each + 8
+    eager = 12 if config.logit_softcap else 8
     logits = (chunk or tokens) * model.config.padded_vocab_size * (2 * each if compiled else eager)
     of_head = 4 if compiled else each  # bytes of a number: autocast's copy of the head is outside of compiled code
     logits = max(logits + of_head * head, 3 * of_head * head) if chunk else logits
@@ -181,7 +181,7 @@ def describe(
     commit = git_commit()
     emulated = ", emulated slowly" * (config.precision == "fp8" and ranks.device.type != "cuda")
     dtype = AUTOCAST.get(config.precision, torch.float32)
-    kernel = kernel_name(config.num_heads, T, model.config.head_size, ranks.device, dtype)
+    kernel = kernel_name((1, config.num_heads, T, model.config.head_size), dtype, ranks.device, config.dropout)
     lines = [
         f"version      {f'commit {commit[:12]}{commit[40:]}, ' * bool(commit)}torch {torch.__version__}, "
         f"Python {platform.python_version()}",

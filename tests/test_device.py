@@ -253,18 +253,19 @@ def test_more_processes_than_gpus_are_reported_once(monkeypatch):
 def test_fp8_is_refused_for_widths_that_its_units_cannot_multiply():
     pytest.importorskip("torchao")
     with pytest.raises(UserError, match="a matrix of the blocks is 24 x 16; expected multiples of 16"):
-        use_fp8(torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Linear(16, 24)), torch.device("cpu"), tokens=16)
+        use_fp8(torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Linear(16, 24)), torch.device("cpu"))
 
 
 def test_fp8_is_refused_for_numbers_of_tokens_that_its_units_cannot_multiply():
     """On a CPU the products are emulated, which hides that they sum over tokens in the backward pass."""
-    pytest.importorskip("torchao")
-    gradient, x = (torch.empty(size, 16, device="meta", dtype=torch.float8_e4m3fn) for size in (1000, 1000))
+    gradient, x = (torch.empty(1000, 16, device="meta", dtype=torch.float8_e4m3fn) for _ in range(2))
     scale = torch.ones((), device="meta")
     with pytest.raises(RuntimeError, match="divisible by 16"):  # the gradient of a weight
         torch._scaled_mm(gradient.t().contiguous(), x.t().contiguous().t(), scale, scale)
-    with pytest.raises(UserError, match="is 1,000 tokens; expected a multiple of 16"):
-        use_fp8(torch.nn.Sequential(torch.nn.Linear(16, 16)), torch.device("cpu"), tokens=1000)
+    config = TrainConfig(precision="fp8", mini_batch_size=5, context_length=200, total_batch_size=16_000)
+    with pytest.raises(UserError, match="5 x --context_length 200 is 1,000 tokens; expected a multiple of 16"):
+        config.grad_accum_steps(1)
+    assert config.possible_rows(1) == [2, 4, 8, 10, 16, 20, 40, 80]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -282,19 +283,21 @@ def test_segments_of_gpu_memory_may_grow_unless_the_user_decides(monkeypatch):
 
 @pytest.mark.parametrize(("backend", "version", "expected"), [
     (SDPBackend.CUDNN_ATTENTION, 91900, "cuDNN 9.19.0"),
-    (SDPBackend.FLASH_ATTENTION, 91002, "FlashAttention (cuDNN is 9.10.2)"),
+    (SDPBackend.FLASH_ATTENTION, 91002, "FlashAttention (cuDNN 9.10.2 not used)"),
     (SDPBackend.MATH, None, "separate products (slow)"),
 ])  # fmt: skip
 def test_kernel_of_attention_is_the_one_that_pytorch_chooses(backend, version, expected, monkeypatch):
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, device, **options: empty(*size, **options))
-    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, is_causal: backend.value * is_causal)
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, dropout_p, is_causal: backend.value * is_causal)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
-    assert kernel_name(12, 1024, 64, torch.device("cuda"), torch.bfloat16) == expected
+    assert kernel_name((1, 12, 1024, 64), torch.bfloat16, torch.device("cuda"), 0.0) == expected
 
 
-def test_kernel_of_attention_on_a_cpu_depends_on_the_row():
-    cpu = torch.device("cpu")
-    assert kernel_name(2, 512, 8, cpu, torch.bfloat16) == "blocks of queries"
-    assert kernel_name(2, 513, 8, cpu, torch.bfloat16) == kernel_name(2, 512, 8, cpu, torch.float32) == "FlashAttention"
-    assert kernel_name(2, 512, 8, torch.device("mps"), torch.float32) == ""
+@pytest.mark.parametrize(("tokens", "dtype", "dropout", "expected"), [
+    (512, torch.bfloat16, 0.0, "blocks of queries"), (513, torch.bfloat16, 0.0, "FlashAttention"),
+    (512, torch.float32, 0.0, "FlashAttention"), (512, torch.float32, 0.1, "separate products (slow)"),
+])  # fmt: skip
+def test_kernel_of_attention_on_a_cpu(tokens, dtype, dropout, expected):
+    assert kernel_name((1, 2, tokens, 8), dtype, torch.device("cpu"), dropout) == expected
+    assert kernel_name((1, 2, tokens, 8), dtype, torch.device("mps"), dropout) == ""

@@ -114,7 +114,7 @@ def test_model_in_reduced_precision_stays_close_to_fp32(device, family, precisio
         pytest.importorskip("torchao", reason="torchao is not installed")
         if torch.cuda.get_device_capability(device) < (8, 9):
             pytest.skip("this GPU has no fp8")
-        use_fp8(model.h, device, tokens(device).numel())
+        use_fp8(model.h, device)
     with autocast(device, precision):
         found = gradients(model, device)
     assert least < error(torch.cat([g.flatten() for g in found]), torch.cat([g.flatten() for g in expected])) < most
