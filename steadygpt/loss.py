@@ -29,6 +29,8 @@ def token_losses(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
 class _TokenLosses(torch.autograd.Function):
     """Keeps the logits as they are and three numbers per token for backward, in place of softmax(x) in fp32.
 
+    Backward repeats the arithmetic of forward, so the rounding of the shift cancels.
+
     Padding is overwritten rather than cut off, which would leave rows of odd length: compiled code would load their
     numbers one by one.
     """
@@ -38,21 +40,23 @@ class _TokenLosses(torch.autograd.Function):
         x = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
         x[:, vocab_size:] = -torch.inf
         scored = targets != IGNORED_TARGET
-        largest = x.amax(-1, keepdim=True)
-        at_target = x.sub_(largest).gather(1, (targets * scored)[:, None])
-        total = x.mul_(LOG2_E).exp2_().sum(-1, keepdim=True)  # of exp(x - largest), (N, 1)
-        losses = torch.where(scored, (total.log() - at_target)[:, 0], 0)
-        ctx.save_for_backward(logits, targets, largest, total, losses)
+        shift = -LOG2_E * x.amax(-1, keepdim=True)
+        x = torch.add(shift, x, alpha=LOG2_E, out=x)  # log2 of exp(x - largest), in one pass
+        at_target = x.gather(1, (targets * scored)[:, None])
+        total = x.exp2_().sum(-1, keepdim=True)  # of exp(x - largest), (N, 1)
+        losses = torch.where(scored, (total.log2() - at_target)[:, 0] / LOG2_E, 0)
+        ctx.save_for_backward(logits, targets, shift, total, losses)
         ctx.vocab_size = vocab_size
         return losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        logits, targets, largest, total, losses = ctx.saved_tensors
+        logits, targets, shift, total, losses = ctx.saved_tensors
         scored = targets != IGNORED_TARGET
         weights = torch.where(scored, gradient, 0)
-        x = logits.to(total.dtype, copy=True).sub_(largest).mul_(LOG2_E).exp2_()
+        x = logits.to(total.dtype, copy=True)
+        x = torch.add(shift, x, alpha=LOG2_E, out=x).exp2_()
         x = x.mul_(weights[:, None] / total).to(logits.dtype)
         x[:, ctx.vocab_size :] = 0
         # softmax - 1 at the target, without cancellation. Set last, so that compiled code stores no gradient in fp32.
