@@ -1,4 +1,4 @@
-"""Cross-entropy of logits whose last columns pad the vocabulary, whose gradient needs little memory."""
+"""Cross-entropy of logits that are padded to a larger vocabulary, with little memory for its gradient."""
 
 import math
 from typing import Any
