@@ -1,4 +1,4 @@
-"""Conversion of weights from and to Hugging Face folders, and of weights and whole runs from nanoGPT's checkpoints.
+"""Conversion of weights from and to Hugging Face folders, and from nanoGPT's checkpoints.
 
 The families of steadygpt/foreign.py are known: GPT-2, GPT-NeoX, Llama, Qwen 3 and NanoChat.
 
@@ -6,10 +6,9 @@ The families of steadygpt/foreign.py are known: GPT-2, GPT-NeoX, Llama, Qwen 3 a
     python convert_hf.py exported weights.pt             # and back
     python convert_hf.py gpt2-medium weights.pt          # from the Hugging Face Hub
     python convert_hf.py out/ckpt.pt exported            # from nanoGPT, build-nanogpt or gpt2-from-scratch
-    python convert_hf.py out/ckpt.pt checkpoints/latest.pt --resume     # with the optimizer: train.py --resume latest
 
-The conversion is exact: weights are renamed, split, reordered or negated, but never rounded. Without --resume a
-converted checkpoint holds only weights: generate.py, hellaswag_eval.py and train.py --init_from accept it.
+The conversion is exact: weights are renamed, split, reordered or negated, but never rounded. A converted checkpoint
+holds only weights: generate.py, hellaswag_eval.py and train.py --init_from accept it.
 """
 
 import contextlib
@@ -23,23 +22,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from config import TrainConfig
 from generate import load_model
 from model import GPT, GPTConfig
 from steadygpt import hub
-from steadygpt.checkpoint import FORMAT_VERSION, NAMED, as_checkpoint, check_folder, load_verified, open_checkpoint
-from steadygpt.cli import OptionError, UserError, kind_of, option, options_of, parse_options, run_cli
+from steadygpt.checkpoint import FORMAT_VERSION, NAMED, as_checkpoint, load_verified, open_checkpoint
+from steadygpt.cli import OptionError, UserError, kind_of, option, parse_options, run_cli
 from steadygpt.durable import fsync_folder, replace_file
 from steadygpt.foreign import (
     CONSTANTS,
     FAMILIES,
     NANOGPT,
-    NANOGPT_OPTIONS,
     NANOGPT_SHAPE,
     TABLES,
     Family,
@@ -47,15 +43,12 @@ from steadygpt.foreign import (
     foreign_names,
     read_config,
     resolved,
-    state_of_run,
     to_foreign,
     to_own,
     write_config,
 )
 from steadygpt.tokenizer import END_OF_TEXT, get_tokenizer, hugging_face_tokenizer, vocab_size_of
 
-Shape = TypeVar("Shape", bound=GPTConfig)
-UNUSED = ("schedule", "cooldown", "muon_lr", "muon_momentum")  # with AdamW and a cosine, as these trainers have
 NEEDS = "needs safetensors and tokenizers; pip install safetensors tokenizers"
 
 
@@ -69,8 +62,6 @@ class ConvertOptions:
     target: str = option(MISSING, "a new Hugging Face folder, or a new checkpoint file: NAME.pt", positional=True)
     checkpoint_dir: str = option("checkpoints", "folder that latest and best refer to")
     tokenizer: str = option("", "tokenizer of the weights, if the source does not name it")
-    resume: bool = option(False, "take over the run of a nanoGPT checkpoint: optimizer, position and options too")
-    total_batch_size: int = option(0, "with --resume: tokens a step (default: as in the file, or train.py's default)")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -108,15 +99,6 @@ def read_weights(source: str, tokenizer: str = "", download: bool = True) -> dic
 
 
 def _read_file(path: Path, tokenizer: str) -> dict:
-    content, config = _open_file(path)
-    if config is None:
-        return with_tokenizer(as_checkpoint(content, path), tokenizer, path)
-    tokenizer, rows = tokenizer or _gpt2_if_it_fits(config), config.vocab_size
-    return _import(_without_padding(config, tokenizer, path), rows, content["model"], NANOGPT, tokenizer, path)
-
-
-def _open_file(path: Path) -> tuple[Any, GPTConfig | None]:
-    """Return what a checkpoint file holds, and the shape of the model if nanoGPT or build-nanogpt wrote the file."""
     # build-nanogpt pickles its GPTConfig; an empty class replaces it, so that no code of the file runs.
     stand_in = type("GPTConfig", (), {})
     modules = ("__main__", "model", "train_gpt2")
@@ -128,49 +110,18 @@ def _open_file(path: Path) -> tuple[Any, GPTConfig | None]:
     elif isinstance(shape, stand_in):
         found = {"activation": "gelu_tanh"} | vars(shape)  # build-nanogpt, and gpt2-from-scratch with our names
     else:
-        return content, None
-    names = {ours: name for ours, name in NANOGPT_SHAPE.items() if ours not in found}
+        return with_tokenizer(as_checkpoint(content, path), tokenizer, path)
+    names = {ours: theirs for ours, theirs in NANOGPT_SHAPE.items() if ours not in found}
     fields = {f.name: names.get(f.name, f.name) for f in dataclasses.fields(GPTConfig)}
-    config = _config(GPTConfig, {ours: found[name] for ours, name in fields.items() if name in found}, names, path)
+    config = _config({ours: found[name] for ours, name in fields.items() if name in found}, names, path)
     weights = content.get("model")
     if not isinstance(weights, dict) or not all(isinstance(tensor, Tensor) for tensor in weights.values()):
         raise UserError(f"{path}: model is not a dict of tensors; expected the weights of a GPT")
     # torch.compile and DDP prepend their prefixes in the order in which they wrap the model.
     weights = {re.sub(r"^((_orig_mod|module)\.)+", "", name): tensor for name, tensor in weights.items()}
-    return content | {"model": weights}, config
-
-
-def read_run(path: Path, tokenizer: str = "", total_batch_size: int = 0) -> tuple[dict, list[str]]:
-    """Read a run of nanoGPT, build-nanogpt or gpt2-from-scratch as a checkpoint to resume, and lines for the user.
-
-    The vocabulary keeps the padding rows of the table, because the softmax of these trainers includes them.
-
-    Raises: UserError with what is missing in the file or does not fit.
-    """
-    content, shape = _open_file(path)
-    if shape is None:
-        raise UserError(f"{path}: not a run of nanoGPT or build-nanogpt. Resume our own with train.py --resume {path}")
-    tokenizer = tokenizer or _gpt2_if_it_fits(shape)
-    _without_padding(shape, tokenizer, path)  # checks that the tokenizer fits
-    checkpoint = _import(shape, shape.vocab_size, content["model"], NANOGPT, tokenizer, path)
-    names = {foreign_names(name, NANOGPT)[0]: name for name in _unpadded(shape)}
-    shapes = {names[name]: tuple(t.shape) for name, t in content["model"].items() if name in names}
-    run, options, lines = state_of_run(content, shapes, shape, path)
-    if total_batch_size:
-        options["total_batch_size"] = total_batch_size
-    known = dataclasses.asdict(shape) | options | {"tokenizer": tokenizer or "auto"}
-    config = _config(TrainConfig, known, NANOGPT_OPTIONS, path)
-    defaults = {
-        name: getattr(config, name)
-        for name, f in sorted(options_of(TrainConfig).items())
-        if (f.metadata["on_resume"] == "ask" or name in ("max_steps", "data_dir")) and name not in {*known, *UNUSED}
-    }
-    taken, unknown = (", ".join(f"{name} {value}" for name, value in part.items()) for part in (options, defaults))
-    lines = [f"taken over: step {run['step']:,}, best_val_loss {run['best_val_loss']}, {taken}", *lines]
-    if defaults:
-        lines.append(f"not in the file, so defaults: {unknown}; --resume changes them with --allow_changes")
-    rows_consumed = run["step"] * config.total_batch_size // config.context_length
-    return checkpoint | run | {"rows_consumed": rows_consumed, "train_config": dataclasses.asdict(config)}, lines
+    tokenizer, rows = tokenizer or _gpt2_if_it_fits(config), config.vocab_size
+    config = _without_padding(config, tokenizer, path)
+    return _checkpoint(config, _import(config, rows, weights, NANOGPT, path), tokenizer)
 
 
 def with_tokenizer(checkpoint: dict, tokenizer: str, path: Path) -> dict:
@@ -198,37 +149,28 @@ def _read_folder(folder: Path, source: str, tokenizer: str, with_weights: bool =
         raise UserError(f"{source}: config.json is a {type(stored).__name__}; expected an object")
     kind, found = read_config(stored, source)
     family = FAMILIES[kind]
-    config = _config(GPTConfig, found, {name: foreign for name, (foreign, _) in family.fields.items()}, source)
+    config = _config(found, {name: foreign for name, (foreign, _) in family.fields.items()}, source)
     own = stored.get("steadygpt")  # written by write_folder
     own = own if isinstance(own, dict) and own.get("vocab_size") == config.vocab_size else {}
     tokenizer = tokenizer or str(own.get("tokenizer", "")) or (_gpt2_if_it_fits(config) if kind == "gpt2" else "")
     rows, config = config.vocab_size, _without_padding(config, tokenizer, source)
-    if not with_weights:
-        if own.get("bias") is False:
-            config = dataclasses.replace(config, bias=False)
-        return _checkpoint(config, {}, tokenizer)
-    weights = _read_safetensors(folder, source)
-    base = foreign_names("wte.weight", family)[0].partition(".")[0]
-    if not any(name.startswith(base) for name in weights):  # saved without the head, as gpt2 on the Hub
-        weights = {name if name == "lm_head.weight" else f"{base}.{name}": weights[name] for name in weights}
-    checkpoint = _import(config, rows, weights, family, tokenizer, source)
-    biases = [name for name in checkpoint["model"] if name.endswith(".bias")]
-    if own.get("bias") is False and not any(checkpoint["model"][name].any() for name in biases):
-        checkpoint["model_config"]["bias"] = False  # write_folder added zeros
-        for name in biases:
-            del checkpoint["model"][name]
-    return checkpoint
+    model = _import(config, rows, _read_safetensors(folder, source, family), family, source) if with_weights else {}
+    biases = [name for name in model if name.endswith(".bias")]
+    if own.get("bias") is False and not any(model[name].any() for name in biases):  # write_folder added zeros
+        config = dataclasses.replace(config, bias=False)
+        model = {name: tensor for name, tensor in model.items() if name not in biases}
+    return _checkpoint(config, model, tokenizer)
 
 
-def _config(kind: type[Shape], found: dict, names: dict[str, str], source: Path | str) -> Shape:
-    """Build a configuration from its fields; `names` has the names that errors report, as in the source."""
-    for f in dataclasses.fields(kind):
+def _config(found: dict, names: dict[str, str], source: Path | str) -> GPTConfig:
+    """Build a model's shape from its fields; `names` has the names that errors report, as in the source."""
+    for f in dataclasses.fields(GPTConfig):
         value, expected = found.get(f.name, f.default), kind_of(f)
         if type(value) not in ((int, float) if expected is float else (expected,)):
             example = "true or false" if expected is bool else f"{expected.__name__}, such as {f.default}"
             raise UserError(f"{source}: {names.get(f.name, f.name)} is {value!r}; expected {example}")
     try:
-        config = kind(**found)
+        config = GPTConfig(**found)
         config.check_shape()
     except OptionError as error:
         name = names.get(error.name, error.name)
@@ -277,15 +219,15 @@ def _without_padding(config: GPTConfig, tokenizer: str, source: Path | str) -> G
 
 
 def _import(
-    config: GPTConfig, rows: int, weights: dict[str, Tensor], family: Family, tokenizer: str, source: Path | str
-) -> dict:
-    """Convert weights with foreign names and layouts to a checkpoint.
+    config: GPTConfig, rows: int, weights: dict[str, Tensor], family: Family, source: Path | str
+) -> dict[str, Tensor]:
+    """Convert weights from foreign names and layouts to GPT's.
 
     Args:
         rows: of the stored tables; those beyond config.vocab_size are padding.
     """
     weights = {name: tensor for name, tensor in weights.items() if not name.endswith(CONSTANTS)}
-    model = {}
+    model: dict[str, Tensor] = {}
     for name, empty in _unpadded(config).items():
         parts = []
         for foreign, like in to_foreign(name, empty, config, family).items():
@@ -306,7 +248,7 @@ def _import(
             raise UserError(f"{source}: the weight {head} is not {table}; expected equal ones: the head is tied")
     if weights:
         raise UserError(f"{source}: the weight {min(weights)} is one too many; expected {len(model)} weights")
-    return _checkpoint(config, model, tokenizer)
+    return model
 
 
 def _checkpoint(config: GPTConfig, model: dict[str, Tensor], tokenizer: str) -> dict:
@@ -322,7 +264,7 @@ def _checkpoint(config: GPTConfig, model: dict[str, Tensor], tokenizer: str) -> 
     }
 
 
-def _read_safetensors(folder: Path, source: str) -> dict[str, Tensor]:
+def _read_safetensors(folder: Path, source: str, family: Family) -> dict[str, Tensor]:
     try:
         from safetensors import SafetensorError
         from safetensors.torch import load_file
@@ -340,6 +282,9 @@ def _read_safetensors(folder: Path, source: str) -> dict[str, Tensor]:
             weights |= load_file(file)
         except (OSError, SafetensorError) as error:
             raise UserError(f"{file}: cannot be read ({error})") from error
+    base = foreign_names("wte.weight", family)[0].partition(".")[0]
+    if not any(name.startswith(base) for name in weights):  # saved without the head, as gpt2 on the Hub
+        weights = {name if name == "lm_head.weight" else f"{base}.{name}": weights[name] for name in weights}
     return weights
 
 
@@ -380,7 +325,7 @@ def write_folder(checkpoint: dict, folder: Path) -> list[str]:
     notes, tokenizer = [], None
     try:
         tokenizer = get_tokenizer(checkpoint["tokenizer"])
-        # A run that began elsewhere may have trained padding rows.
+        # A run that an earlier version took over from nanoGPT has trained padding rows.
         config = dataclasses.replace(config, vocab_size=min(config.vocab_size, tokenizer.n_vocab))
     except UserError as error:
         notes.append(f"no tokenizer in {folder}: {error}")
@@ -438,17 +383,11 @@ def check_new(target: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(ConvertOptions, argv, __doc__.partition("\n")[0])
     source, target = options.source, Path(options.target)
-    lines: list[str] = []
     notes: list[str] = []
-    if target.suffix in (".safetensors", ".bin", ".pth", ".ckpt") or (options.resume and target.suffix != ".pt"):
+    if target.suffix in (".safetensors", ".bin", ".pth", ".ckpt"):
         raise UserError(f"{target}: expected the name of a new folder, or of a checkpoint file: NAME.pt")
-    if options.total_batch_size and not options.resume:
-        raise UserError("--total_batch_size needs --resume, which takes over a run")
     check_new(target)
-    if options.resume:
-        check_folder(target.parent, None)
-        checkpoint, lines = read_run(Path(source), options.tokenizer, options.total_batch_size)
-    elif source in ("latest", *NAMED):
+    if source in ("latest", *NAMED):
         path, checkpoint = open_checkpoint(source, Path(options.checkpoint_dir))
         source, checkpoint = str(path), with_tokenizer(checkpoint, options.tokenizer, path)
     else:
@@ -459,14 +398,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             replace_file(target, lambda file: torch.save(checkpoint, file))
         except OSError as error:
             raise UserError(f"{target}: cannot be written ({error})") from error
-        use = f"python train.py --{'resume' if options.resume else 'init_from'} {target}"
+        use = f"python train.py --init_from {target}"
     else:
         notes = write_folder(checkpoint, target)
         use = f"AutoModelForCausalLM.from_pretrained({str(target)!r})"
     with torch.device("meta"):
         model = GPT(GPTConfig(**checkpoint["model_config"]), initialize=False)
-    for line in lines:
-        print(line)
     print(
         f"{source} -> {target}: {model.num_parameters() / 1e6:,.2f} M parameters, context "
         f"{model.config.context_length:,}, vocabulary {model.config.vocab_size:,} "

@@ -57,7 +57,7 @@ def generate(
     Args:
         temperature: 0 takes the most likely token.
         generator: on idx's device; the only source of randomness if given.
-        vocab_size: ids from here on are never sampled: padding rows that another trainer has trained.
+        vocab_size: ids from here on are never sampled: the tokenizer cannot decode them.
     """
     context, cache = model.config.context_length, KVCache(model.config, idx.size(1) + max_tokens)
     with evaluating(model), any_length():

@@ -3,11 +3,12 @@
 import dataclasses
 import json
 import resource
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import REFERENCES, TINY, metrics, reference_model, run_here
+from conftest import REFERENCES, TINY, load, metrics, reference_model, run_here
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -309,6 +310,88 @@ def test_a_failed_export_leaves_no_files(tmp_path, file_bytes, what):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# nanoGPT and its descendants
+
+
+NANOGPT = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12}
+
+
+def padded_state(checkpoint: dict, rows: int) -> dict:
+    """Return weights with nanoGPT's names, and a vocabulary padded with random rows."""
+    model = checkpoint["model"]
+    table = torch.randn(rows, model["wte.weight"].size(1))
+    vocab_size = checkpoint["model_config"]["vocab_size"]
+    table[:vocab_size] = model["wte.weight"][:vocab_size]
+    tables = {"transformer.wte.weight": table, "lm_head.weight": table}
+    return {f"transformer.{name}": t for name, t in model.items() if name not in TABLES} | tables
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_nanogpt_checkpoints_are_read_exactly(bias, tmp_path):
+    expected = checkpoint_of(
+        dataclasses.replace(SMALL, vocab_size=50257, activation="gelu", bias=bias, dropout=0.2), "gpt2"
+    )
+    state = {f"_orig_mod.{name}": tensor for name, tensor in padded_state(expected, 50304).items()}
+    state["_orig_mod.transformer.h.0.attn.bias"] = torch.ones(1, 1, 12, 12)  # the mask, if without flash attention
+    shape = NANOGPT | {"bias": bias, "vocab_size": 50304, "dropout": 0.2}
+    content = {"model": state, "optimizer": {}, "model_args": shape, "iter_num": 5, "best_val_loss": torch.tensor(1.0)}
+    torch.save(content | {"config": {"dataset": "openwebtext"}}, tmp_path / "ckpt.pt")
+    found = read_weights(str(tmp_path / "ckpt.pt"))
+    found["model_config"]["intermediate_size"] = 0
+    assert_same_weights(expected, found)
+
+
+def test_nanogpt_character_models_keep_their_vocabulary(tmp_path):
+    expected = checkpoint_of(dataclasses.replace(SMALL, vocab_size=65, activation="gelu"), "")
+    shape = NANOGPT | {"bias": True, "vocab_size": 65, "dropout": 0.0}
+    torch.save({"model": padded_state(expected, 65), "model_args": shape}, tmp_path / "ckpt.pt")
+    assert_same_weights(expected, read_weights(str(tmp_path / "ckpt.pt")))
+    assert "vocab_size is 65" in mistake(tmp_path / "ckpt.pt", "bytes")
+
+
+@pytest.mark.parametrize(("names", "prefix"), [
+    (NANOGPT, ""),
+    (NANOGPT, "module._orig_mod."),
+    ({"num_layers": 2, "num_heads": 2, "embd_size": 16, "context_length": 12}, "_orig_mod.module."),
+], ids=["build-nanogpt", "compiled under DDP", "gpt2-from-scratch"])  # fmt: skip
+def test_checkpoints_with_a_pickled_config_are_read_exactly(names, prefix, tmp_path, monkeypatch):
+    kind = type("GPTConfig", (), {"__module__": "__main__"})
+    monkeypatch.setattr(sys.modules["__main__"], "GPTConfig", kind, raising=False)
+    config = kind()
+    config.__dict__ |= names | {"vocab_size": 50304}
+    expected = checkpoint_of(dataclasses.replace(SMALL, vocab_size=50257), "gpt2")
+    weights = {prefix + name: tensor for name, tensor in padded_state(expected, 50304).items()}
+    torch.save({"model": weights, "config": config, "step": 19072, "val_loss": 3.07}, tmp_path / "model_19072.pt")
+    assert_same_weights(expected, read_weights(str(tmp_path / "model_19072.pt")))
+
+
+def test_mistakes_in_other_checkpoints_are_reported_with_the_field(tmp_path):
+    shape = NANOGPT | {"vocab_size": 65}
+    for content, words in (
+        ({"model_args": shape | {"block_size": "12"}}, "block_size is '12'; expected int"),
+        ({"model_args": shape | {"n_head": 3}}, "n_head is 3; expected"),
+        ({"model_args": shape}, "model is not a dict of tensors"),
+        ({"model_args": shape, "model": {}}, "the weight transformer.wte.weight is missing; expected (65, 16)"),
+        ({"model_args": [1]}, "not a SteadyGPT checkpoint"),
+        ([1], "not a SteadyGPT checkpoint"),
+    ):
+        torch.save(content, tmp_path / "ckpt.pt")
+        assert words in mistake(tmp_path / "ckpt.pt")
+
+
+def test_a_run_keeps_trained_padding_rows_and_its_export_omits_them(workdir):
+    """As runs have them that an earlier version took over from nanoGPT with their optimizer."""
+    weights = checkpoint_of(dataclasses.replace(SMALL, context_length=16, vocab_size=320))
+    torch.save(weights, "weights.pt")
+    assert run_here("--init_from", "weights.pt", "--max_steps", "4", "--sample_freq", "2") == 0
+    assert run_here("--resume", "--max_steps", "8") == 0
+    trained = load("checkpoints/latest.pt")
+    assert trained["model_config"]["vocab_size"] == 320
+    write_folder(trained, workdir / "exported")
+    assert json.loads(Path("exported/config.json").read_text())["vocab_size"] == 257
 
 
 # ---------------------------------------------------------------------------------------------------------------------

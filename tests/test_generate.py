@@ -10,9 +10,10 @@ import torch
 from test_checkpoint import content, damage
 from test_model import both_families, ids, small
 
-from generate import KVCache, generate, load_model, main, sample
+from generate import KVCache, generate, load_model, main, sample, sample_texts
 from model import GPT, GPTConfig
 from steadygpt.cli import UserError
+from steadygpt.tokenizer import get_tokenizer
 
 # ---------------------------------------------------------------------------------------------------------------------
 # KV cache, sampling, loading
@@ -135,6 +136,16 @@ def test_load_model_rejects_inconsistent_checkpoints():
         with pytest.raises(UserError, match="not a model of this version") as raised:
             load_model(checkpoint)
         assert "\n" not in str(raised.value)
+
+
+def test_ids_without_text_are_never_sampled():
+    model = GPT(GPTConfig(vocab_size=320, context_length=12, num_layers=1, num_heads=2, embd_size=16))
+    with torch.no_grad():
+        model.lm_head.weight[257:] = 100 * model.lm_head.weight[:63]
+    prompt, generator = torch.zeros(4, 1, dtype=torch.int64), torch.Generator().manual_seed(0)
+    assert generate(model, prompt, 8, generator=generator).max() >= 257
+    assert generate(model, prompt, 8, generator=generator, vocab_size=257).max() < 257
+    assert len(sample_texts(model, get_tokenizer("bytes"), "", 8, generator, count=4)) == 4
 
 
 # ---------------------------------------------------------------------------------------------------------------------
