@@ -5,9 +5,11 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import in_ranks
 from test_distributed import batch, sharded
 from test_model import SMALL, ids, small
+from torch._dynamo.backends.registry import lookup_backend
 
 from model import GPT
 from steadygpt.device import evaluating
@@ -36,14 +38,13 @@ def test_rotations_are_looked_up_in_compiled_code():
     assert not any(f"{function}(" in code for function in ("cos", "sin", "pow"))
 
 
-@pytest.mark.parametrize("chunk_size", [8, 10], ids=["even chunks", "a shorter last chunk"])
-def test_loss_in_chunks_is_compiled_chunk_by_chunk(monkeypatch, chunk_size):
+def test_loss_in_chunks_is_compiled_chunk_by_chunk(monkeypatch):
     graphs: list[str] = []
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=partial(recorded, graphs)))
     gradients, tokens, targets = [], ids(2, 12), ids(2, 12, seed=1)
     for compiled in (False, True):
         model = small(**ROTARY)
-        model.loss_chunk_size = chunk_size
+        model.loss_chunk_size = 10  # of 24 tokens: two full chunks, and a shorter one that is not compiled
         (model.compiled() if compiled else model)(tokens, targets).backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert all(torch.allclose(*pair, atol=1e-6) for pair in zip(*gradients, strict=True))
@@ -65,41 +66,45 @@ def test_tasks_with_many_numbers_of_targets_compile_no_more_graphs(monkeypatch):
     assert len(graphs) <= 1
 
 
-def train_in_compiled_chunks() -> None:
+def compile_shards(recompute: bool) -> None:
+    graphs: list[str] = []
+    found = []
+
+    def backend(graph: torch.fx.GraphModule, inputs):
+        return lookup_backend("aot_eager")(recorded(graphs, graph, inputs), inputs)
+
+    torch.compile = partial(torch.compile, backend=backend)
     with joined("cpu") as ranks:
-        losses = []
         for compiled in (False, True):
-            model = sharded(ranks, 2)
+            model = sharded(ranks, 1, recompute=recompute)
             model.loss_chunk_size = 8
             loss = (model.compiled() if compiled else model)(*batch(ranks.rank))
             loss.backward()
-            losses.append(
-                (loss.item(), *(parameter.grad.full_tensor().norm().item() for parameter in model.parameters()))
-            )
-        assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+            norms = (parameter.grad.full_tensor().norm().item() for parameter in model.parameters())
+            found.append([loss.item(), *norms])
+        assert found[1] == pytest.approx(found[0], rel=1e-5)
+        attentions = [code.count("scaled_dot_product_attention") for code in graphs]
+        assert attentions.count(1) == 1, attentions  # one graph of a block, which all blocks share
 
 
-def compile_without_a_compiler() -> None:
-    torch.compile = partial(torch.compile, backend="aot_eager")
-    train_in_compiled_chunks()
-
-
-def test_sharded_models_compile_the_loss_in_chunks():
-    in_ranks(2, compile_without_a_compiler)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_sharded_models_compile_their_blocks_and_the_loss_in_chunks(recompute):
+    in_ranks(1, compile_shards, recompute)
 
 
 def count_graphs_under_ddp() -> None:
     graphs: list[str] = []
     with joined("cpu") as ranks:
-        shape = dataclasses.replace(SMALL, num_layers=6, num_heads=12, embd_size=768)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        shape = dataclasses.replace(SMALL, num_layers=3, embd_size=1024)
         model = GPT(shape, initialize=False)
         for parameter in model.parameters():
             torch.nn.init.zeros_(parameter)
         forward = replicate(torch.compile(model, backend=partial(recorded, graphs)), ranks)
         forward(ids(1, 12), ids(1, 12, seed=1))
-        assert len(graphs) == 3, len(graphs)  # of 170 MB of gradients; 7 with buckets of 25 MB, the default
+        assert len(graphs) == 3, len(graphs)  # of 150 MB of gradients; 6 with buckets of 25 MB, the default
 
 
 def test_ddp_cuts_compiled_models_into_few_graphs():
     """Every cut stores the residual stream in fp32."""
-    in_ranks(2, count_graphs_under_ddp)
+    in_ranks(1, count_graphs_under_ddp)

@@ -167,26 +167,6 @@ def test_close_calls_of_hellaswag_are_scored_in_fp32_with_weights_gathered_in_bf
     in_ranks(2, score_close_calls)
 
 
-def count_compiled_blocks(recompute: bool) -> None:
-    with joined("cpu") as ranks:
-        model, attentions = sharded(ranks, 1, recompute=recompute), []
-
-        def backend(graph: torch.fx.GraphModule, inputs):
-            graphs = [module for module in graph.modules() if isinstance(module, torch.fx.GraphModule)]
-            code = "".join(module.code for module in graphs)
-            attentions.append(code.count("scaled_dot_product_attention"))
-            return graph
-
-        loss = torch.compile(model, backend=backend)(*batch())
-        assert attentions.count(1) == 1, attentions  # one graph of a block, which all blocks share
-        assert abs(loss.item() - whole()(*batch()).item()) < 1e-5
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_blocks_of_a_sharded_model_are_compiled(recompute):
-    in_ranks(1, count_compiled_blocks, recompute)
-
-
 def skip_an_update() -> None:
     with joined("cpu") as ranks:
         model = sharded(ranks, 2)
