@@ -76,8 +76,6 @@ def read_weights(source: str, tokenizer: str = "", download: bool = True) -> dic
             the Hub.
         tokenizer: of these weights, if the source does not name it.
         download: False leaves "model" empty if the source is on the Hub; "source" then names it with its commit.
-
-    Raises: UserError with the field or the weight, what was found and what was expected.
     """
     if not source:
         raise UserError("no source; expected a checkpoint file, a Hugging Face folder, or a name such as gpt2")
@@ -125,10 +123,7 @@ def _read_file(path: Path, tokenizer: str) -> dict:
 
 
 def with_tokenizer(checkpoint: dict, tokenizer: str, path: Path) -> dict:
-    """Return the checkpoint with the name of its tokenizer filled in.
-
-    Raises: UserError when it names a different tokenizer, or its vocabulary has another size.
-    """
+    """Return the checkpoint with the name of its tokenizer filled in."""
     if not tokenizer or checkpoint["tokenizer"] == tokenizer:
         return checkpoint
     found, expected = vocab_size_of(tokenizer), checkpoint["model_config"]["vocab_size"]
@@ -184,8 +179,6 @@ def check_fits(initial: dict, source: str, config: GPTConfig, tokenizer: str) ->
     Args:
         initial: a checkpoint, as from read_weights.
         config, tokenizer: of the run and its data.
-
-    Raises: UserError with the field that differs.
     """
     weights = GPTConfig(**initial["model_config"])
     of_run = resolved(config)
@@ -309,8 +302,6 @@ def write_folder(checkpoint: dict, folder: Path) -> list[str]:
     """Write a checkpoint atomically as a folder that transformers loads.
 
     Returns: warnings for the user.
-
-    Raises: UserError when the folder is not empty, or no Hugging Face class matches the model.
     """
     try:
         from safetensors import SafetensorError
@@ -371,10 +362,7 @@ def write_folder(checkpoint: dict, folder: Path) -> list[str]:
 
 
 def check_new(target: Path) -> None:
-    """Check that nothing would be overwritten.
-
-    Raises: UserError.
-    """
+    """Check that nothing would be overwritten."""
     is_empty_folder = target.is_dir() and not any(target.iterdir())
     if target.exists() and (target.suffix == ".pt" or not is_empty_folder):
         raise UserError(f"{target}: already exists; expected the name of a new file or folder")

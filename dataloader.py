@@ -68,8 +68,6 @@ class RowStream:
         shards: shards with fewer than context_length + 1 tokens have no row and are skipped. Without any shard, of data
             that is not prepared yet, the stream has no rows.
         seed: of both shuffles; the order of the shards is drawn for each epoch, that of the rows for each shard too.
-
-    Raises: UserError when no shard has a whole row.
     """
 
     def __init__(
@@ -203,10 +201,7 @@ class Data:
 
 
 def open_data(config: TrainConfig) -> Data:
-    """Find the shards of a run and map them into memory. A plan of a known number of steps does without them.
-
-    Raises: UserError for missing or contradictory data.
-    """
+    """Find the shards of a run and map them into memory. A plan of a known number of steps does without them."""
     folder = Path(config.data_dir)
     manifest = read_manifest(folder)
     name = config.tokenizer

@@ -100,10 +100,7 @@ def sample_texts(
 
 
 def load_model(checkpoint: dict) -> GPT:
-    """Return the model of a SteadyGPT checkpoint, on the CPU.
-
-    Raises: UserError when the checkpoint's weights and shape do not match.
-    """
+    """Return the model of a SteadyGPT checkpoint, on the CPU."""
     try:
         model = GPT(GPTConfig(**checkpoint["model_config"]), initialize=False)
         model.load_state_dict(checkpoint["model"])
@@ -126,10 +123,7 @@ class Options(CheckpointOptions):
 
 
 def read_prompt(path: str) -> str:
-    """Return the text of a file, or of standard input if the path is "-", without its last line break.
-
-    Raises: UserError when there is none.
-    """
+    """Return the text of a file, or of standard input if the path is "-", without its last line break."""
     try:
         text = (sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()).decode()
     except OSError as error:

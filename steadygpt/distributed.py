@@ -230,8 +230,6 @@ def joined(device_name: str, timeout_minutes: float = 30):
 
     CPU tensors travel by gloo, CUDA tensors by NCCL. If a rank does not respond for `timeout_minutes`, the run ends.
     The others also wait while rank 0 reads all shards or a large checkpoint.
-
-    Raises: UserError when the machine has no such device, or not one for each local process.
     """
     world_size = world_size_of_environment()
     ranks = Ranks(
@@ -260,10 +258,7 @@ def joined(device_name: str, timeout_minutes: float = 30):
 
 
 def end_with_torchrun() -> None:
-    """Receive SIGTERM when torchrun's agent dies, even by SIGKILL, which leaves its workers running (Linux only).
-
-    Raises: UserError when the agent is dead already.
-    """
+    """Receive SIGTERM when torchrun's agent dies, even by SIGKILL, which leaves its workers running (Linux only)."""
     if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
         return
     pr_set_pdeathsig = 1

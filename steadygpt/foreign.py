@@ -171,10 +171,7 @@ def resolved(config: "GPTConfig") -> dict[str, Any]:
 
 
 def read_config(stored: dict, source: str) -> tuple[str, dict[str, Any]]:
-    """Return the model_type of a config.json, and its fields of GPTConfig.
-
-    Raises: UserError for a model that GPT does not compute.
-    """
+    """Return the model_type of a config.json, and its fields of GPTConfig."""
     kind = stored.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise UserError(f"{source}: model_type in config.json is {kind!r}; expected one of {', '.join(FAMILIES)}")

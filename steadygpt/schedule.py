@@ -73,8 +73,6 @@ def make_schedule(
 
     Args:
         strict_warmup: False caps the warm-up at a tenth of the run.
-
-    Raises: UserError when the batch cannot be split, the warm-up does not fit, or the run is already past its end.
     """
     config.check_together()
     config.grad_accum_steps(world_size)

@@ -118,10 +118,7 @@ def _bin_shard(path: Path, file: IO[bytes], size: int) -> Shard:
 
 
 def read_manifest(data_dir: Path) -> dict | None:
-    """Read what prepare_dataset.py recorded about its shards; None for shards written by other tools.
-
-    Raises: UserError when the manifest cannot be read, or the preparation is unfinished.
-    """
+    """Read what prepare_dataset.py recorded about its shards; None for shards written by other tools."""
     path = data_dir / MANIFEST
     if not path.exists():
         return None
@@ -185,10 +182,7 @@ def listing(splits: dict[str, list[Shard]], manifest: dict | None) -> dict[str, 
 
 
 def check_listing(splits: dict[str, list[Shard]], manifest: dict | None, expected: dict) -> None:
-    """Compare the shards of this machine with the listing() of rank 0.
-
-    Raises: UserError naming the first shard that differs.
-    """
+    """Compare the shards of this machine with the listing() of rank 0."""
     found = listing(splits, manifest)
     for name in sorted(found.keys() | expected.keys()):
         if found.get(name) != expected.get(name):
@@ -214,8 +208,6 @@ def fingerprint(
         known: the checkpoint's fingerprint; empty for a new run.
 
     Returns: split -> the entries of check_shards; a split without shards keeps those of `known`.
-
-    Raises: UserError when the data is damaged, or differs from the checkpoint's.
     """
     entries = dict(known)
     for split, shards in splits.items():
@@ -245,8 +237,6 @@ def check_shards(
         known: entries that an earlier call returned; a file with the same name, size and time is not read again.
 
     Returns: an entry for each shard, [file name, bytes, modification time (ns), SHA-256 in hex].
-
-    Raises: UserError naming the first bad file and, for a bad token, its position.
     """
     digests = {entry["file"]: entry["sha256"] for entry in manifest["shards"]} if manifest else {}
     unchanged = {tuple(name_size_time): digest for *name_size_time, digest in known}

@@ -74,10 +74,7 @@ EXPECTED = f"{', '.join(TASKS)}, or several with commas; from the Hub, or NAME=F
 
 
 def parse_tasks(tasks: str, hellaswag_file: str = "") -> dict[str, str]:
-    """Return name -> file, "" for the Hub, of tasks such as "hellaswag,arc_easy=FILE".
-
-    Raises: UserError for an unknown task.
-    """
+    """Return name -> file, "" for the Hub, of tasks such as "hellaswag,arc_easy=FILE"."""
     files = {}
     for task in tasks.split(","):
         name, _, file = task.strip().partition("=")

@@ -65,10 +65,7 @@ def vocab_size_of(name: str) -> int:
 
 
 def hugging_face_tokenizer(encoding: tiktoken.Encoding):
-    """Convert a tokenizer to a tokenizers.Tokenizer, for Hugging Face folders.
-
-    Raises: UserError when the result cannot have the same ids.
-    """
+    """Convert a tokenizer to a tokenizers.Tokenizer, for Hugging Face folders."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     ranks = encoding._mergeable_ranks
