@@ -2,6 +2,7 @@
 
 import io
 import json
+from pathlib import Path
 
 import numpy as np
 import pyarrow
@@ -78,11 +79,43 @@ def model(checkpoint) -> GPT:
     return hellaswag_eval.load_model(checkpoint)
 
 
+# A task of the harness on rows of ours, so that nothing is downloaded.
+HARNESS_TASK = """
+include: {harness}/tasks/{group}/{name}.yaml
+task: {name}_file
+dataset_path: json
+dataset_name: null
+dataset_kwargs: {{data_files: {{validation: {file}}}}}
+training_split: null
+test_split: null
+"""
+
+
+def run_harness(folder: Path, name: str, file: str) -> dict:
+    """Score a Hugging Face folder in fp32 on a task's file; return {"acc,none": ..., "samples": [...], ...}."""
+    import lm_eval
+
+    rows = [json.loads(line) for line in Path(file).read_text(encoding="utf-8").rstrip("\n").split("\n")]
+    if name == "hellaswag":
+        rows = [{"ctx_a": row["ctx"], "ctx_b": ""} | row for row in rows]
+    asked, harness = folder / "rows.jsonl", Path(lm_eval.__file__).parent
+    asked.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = HARNESS_TASK.format(harness=harness, group=name.partition("_")[0], name=name, file=asked)
+    (folder / "task.yaml").write_text(task)
+    found = lm_eval.simple_evaluate(
+        model="hf",
+        model_args={"pretrained": str(folder), "dtype": "float32"},
+        tasks=[f"{name}_file"],
+        task_manager=lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=False),
+        device="cpu",
+        batch_size=16,
+    )
+    return found["results"][f"{name}_file"] | {"samples": found["samples"][f"{name}_file"]}
+
+
 @pytest.mark.parametrize("name", TASKS)
 def test_losses_and_scores_equal_those_of_the_harness(checkpoint, model, files, name, tmp_path):
     pytest.importorskip("lm_eval", reason="pip install lm-eval")
-    from benchmarks.lm_eval_agreement import run_harness
-
     write_folder(checkpoint, tmp_path / "exported")
     theirs = run_harness(tmp_path / "exported", name, files[name])
     examples = load_examples(name, files[name], "lm_eval")
