@@ -1,21 +1,22 @@
-"""Cost of a checkpoint: the extra time of 20 steps after a save, beside a blocking torch.save in place.
+"""Cost of a checkpoint: the extra time of the steps after a save, beside a blocking torch.save in place.
 
-    python -m benchmarks.checkpoint_cost [--rows 1] [--rounds 5]
+    python -m benchmarks.checkpoint_cost                                                    # 20 steps of 1 x 256 tokens
+    python -m benchmarks.checkpoint_cost --rows 16 --context 1024 --micro_steps 32 --steps 5                  # on a GPU
 
-GPT-2 124M with AdamW: 1.5 GB a checkpoint. Ours copies the state, then writes it durably in the background while
-training continues; its cost is the copy and the time that the writer takes from the steps. The other side is torch.save
-to the same file each time, as nanoGPT does.
+GPT-2 124M with AdamW, not compiled: 1.5 GB a checkpoint. Ours copies the state, then writes it durably in the
+background while training continues; its cost is the copy and the time that the writer takes from the steps. The other
+side is torch.save to the same file each time, as nanoGPT does.
 """
 
-import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from benchmarks.compare import in_turn, median_text, synchronize
+from benchmarks.compare import benchmark_parser, compare, median_text, summary, synchronize, write_json
 from config import TrainConfig
 from model import GPT, GPTConfig
 from steadygpt.checkpoint import Captured
@@ -25,52 +26,52 @@ from steadygpt.optim import make_optimizer
 from steadygpt.saves import CheckpointWriter
 from steadygpt.state import HostCopy
 
-STEPS = 20
 
+class Training:
+    """GPT-2 124M, its optimizer and steps on the same random tokens."""
 
-def gpt2_step(rows: int, device: torch.device, host_copy: HostCopy):
-    """Return GPT-2 124M, its optimizer, and a function that takes a step on `rows` rows of 256 tokens."""
-    model = GPT(GPTConfig(context_length=256)).to(device)
-    optimizer = make_optimizer(model, TrainConfig(max_lr=1e-4), Ranks(device))
-    tokens = torch.randint(0, 50257, (rows, 257), device=device)
-    precision = native_precision(device)
+    def __init__(self, rows: int, context: int, micro_steps: int, layers: int, device: torch.device):
+        self.model = GPT(GPTConfig(context_length=context, num_layers=layers)).to(device)
+        self.optimizer = make_optimizer(self.model, TrainConfig(max_lr=1e-4), Ranks(device))
+        self.host_copy = HostCopy(device)
+        self.tokens = torch.randint(0, 50257, (rows, context + 1), device=device)
+        self.micro_steps, self.device = micro_steps, device
 
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        with autocast(device, precision):
-            loss = model(tokens[:, :-1], tokens[:, 1:])
-        loss.backward()
-        host_copy.wait_before_update()
-        optimizer.step()
-
-    return model, optimizer, step
+    def step(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        for _ in range(self.micro_steps):
+            with autocast(self.device, native_precision(self.device)):
+                loss = self.model(self.tokens[:, :-1], self.tokens[:, 1:])
+            loss.backward()
+        self.host_copy.wait_before_update()
+        self.optimizer.step()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rows", type=int, default=1, help="rows of 256 tokens in a step")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--folder", type=Path, default=None, help="a folder on the disk to measure (default: a temporary folder)"
-    )
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--rows", type=int, default=1, help="rows of a micro-step (default: 1)")
+    parser.add_argument("--context", type=int, default=256, help="tokens of a row (default: 256)")
+    parser.add_argument("--micro_steps", type=int, default=1, help="of a step (default: 1)")
+    parser.add_argument("--steps", type=int, default=20, help="timed with each save (default: 20)")
+    parser.add_argument("--layers", type=int, default=12, help="fewer are for trying this command (default: 12)")
+    parser.add_argument("--folder", type=Path, help="a folder on the disk to measure (default: a temporary folder)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as temporary, joined("auto") as ranks:
         folder = Path(temporary)
-        host_copy = HostCopy(ranks.device)
-        model, optimizer, step = gpt2_step(args.rows, ranks.device, host_copy)
+        training = Training(args.rows, args.context, args.micro_steps, args.layers, ranks.device)
         writer = CheckpointWriter(folder, keep=1)
-        returned: dict[str, list[float]] = {"SteadyGPT": [], "torch.save": []}
+        paused: dict[str, list[float]] = {"SteadyGPT": [], "torch.save": []}
         durable: list[float] = []
 
-        def seconds(name: str, save) -> float:
+        def seconds(name: str, save: Callable[[], None] | None) -> float:
             """Time a save and the steps after it."""
             synchronize(ranks.device)
             start = time.perf_counter()
             if save:
                 save()
-                returned[name].append(time.perf_counter() - start)
-            for _ in range(STEPS):
-                step()
+                paused[name].append(time.perf_counter() - start)
+            for _ in range(args.steps):
+                training.step()
             synchronize(ranks.device)
             elapsed_s = time.perf_counter() - start
             writer.wait()
@@ -79,30 +80,35 @@ def main() -> None:
         def save_ours() -> None:
             start = time.perf_counter()
             writer.wait()  # as in training: the copy reuses the memory that the writer reads
-            tensors, copied = host_copy.start(model, optimizer, ranks)
-            writer.save(Captured({"step": len(returned["SteadyGPT"]), **tensors}, copied), [])
+            tensors, copied = training.host_copy.start(training.model, training.optimizer, ranks)
+            writer.save(Captured({"step": len(paused["SteadyGPT"]), **tensors}, copied), [])
             writer.in_flight.add_done_callback(lambda _: durable.append(time.perf_counter() - start))
 
         def save_in_place() -> None:
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "ckpt.pt")
+            content = {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}
+            torch.save(content, folder / "ckpt.pt")
 
-        for warm_up in (step, step, save_ours, writer.wait, save_in_place):
+        for warm_up in (training.step, training.step, save_ours, writer.wait, save_in_place):
             warm_up()
         sides = {"no save": None, "SteadyGPT": save_ours, "torch.save": save_in_place}
         timed = {name: lambda name=name, save=save: seconds(name, save) for name, save in sides.items()}
-        figures = in_turn(timed, args.rounds, f"s for {STEPS} steps")
+        figures = compare(timed, f"s for {args.steps} steps", args)
         size = (folder / "latest.pt").stat().st_size
-    extra = {
-        name: [after - plain for after, plain in zip(figures[name], figures["no save"], strict=True)]
-        for name in returned
-    }
-    print(f"{size / 1e9:.2f} GB, steps of {statistics.median(figures['no save']) / STEPS:.2f} s, {ranks.device}")
+    plain = figures["no save"]
+    step_s = statistics.median(plain) / args.steps
+    print(f"{size / 1e9:.2f} GB, steps of {step_s:.2f} s, {ranks.device}")
     print(f"durable after: {median_text(durable[1:], 's')}")
-    for what, measured in (("extra wall-clock", extra), ("until the call returns", returned)):
+    extra = {name: [with_s - without_s for with_s, without_s in zip(figures[name], plain, strict=True)]
+             for name in paused}  # fmt: skip
+    for what, measured in (("extra time", extra), ("until the call returns", paused)):
         for name, found in measured.items():
             print(f"{what}, {name}: {median_text(found, 's')}")
+        # The medians are divided, because the extra time of a single round can be below zero.
         share = statistics.median(measured["SteadyGPT"]) / statistics.median(measured["torch.save"])
         print(f"{what}, SteadyGPT / torch.save: {share:.0%}")
+    steps = [extra_s / step_s for extra_s in extra["SteadyGPT"]]
+    found = {"extra time": summary(steps, "steps per checkpoint"), "pause": summary(paused["SteadyGPT"], "s")}
+    write_json(args.json, found)
 
 
 if __name__ == "__main__":

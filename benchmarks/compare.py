@@ -1,7 +1,7 @@
-"""Tools of the benchmarks: alternating measurements, medians and spreads, plots, held programs."""
+"""Skeleton of the benchmarks: sides measured in turn, medians, ratios, --json and --plot; held programs."""
 
+import argparse
 import ctypes
-import importlib.util
 import json
 import re
 import signal
@@ -14,28 +14,39 @@ from contextlib import contextmanager
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
-from types import ModuleType
-from typing import TYPE_CHECKING
 
-from steadygpt.durable import replace_file
-
-if TYPE_CHECKING:
-    import torch
-
-    from model import GPT
+import torch
 
 REPO = Path(__file__).resolve().parent.parent
+Figures = dict[str, list[float]]  # side -> one figure per round
+
+# ---------------------------------------------------------------------------------------------------------------------
+# measuring
 
 
-def in_turn(sides: dict[str, Callable[[], float]], rounds: int, unit: str) -> dict[str, list[float]]:
+def benchmark_parser(doc: str, rounds: int = 5) -> argparse.ArgumentParser:
+    """Return a parser with the options that all benchmarks share."""
+    parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=rounds, help=f"default: {rounds}")
+    parser.add_argument("--json", type=Path, help="file that gets the medians, ranges and ratios")
+    parser.add_argument("--plot", type=Path, help="file for a plot of the medians (pip install matplotlib)")
+    return parser
+
+
+def compare(sides: dict[str, Callable[[], float]], unit: str, args: argparse.Namespace) -> Figures:
+    """Measure all sides in turn, as the shared options say, and report them."""
+    figures = in_turn(sides, args.rounds, unit)
+    report(figures, unit, args)
+    return figures
+
+
+def in_turn(sides: dict[str, Callable[[], float]], rounds: int, unit: str) -> Figures:
     """Measure all sides once a round, A B B A A B ..., and print the figures of each round and the time left.
 
     The order alternates because the place matters: of two sides that train 124M on a CPU, the second was 6 to 12 %
     faster, whichever it was.
-
-    Returns: one figure a round for each side.
     """
-    figures: dict[str, list[float]] = {name: [] for name in sides}
+    figures: Figures = {name: [] for name in sides}
     start = time.perf_counter()
     for number in range(1, rounds + 1):
         for name in list(sides) if number % 2 else reversed(sides):
@@ -46,67 +57,76 @@ def in_turn(sides: dict[str, Callable[[], float]], rounds: int, unit: str) -> di
     return figures
 
 
-def report(figures: dict[str, list[float]], unit: str, pairs: Sequence[tuple[str, str]] | None = None) -> None:
-    """Print the median and spread of each side and of the ratios within each round.
+# ---------------------------------------------------------------------------------------------------------------------
+# reporting
+
+
+def report(
+    figures: Figures, unit: str, args: argparse.Namespace, pairs: Sequence[tuple[str, str]] | None = None
+) -> None:
+    """Print the median and range of each side and of the ratios within each round; write --json and --plot.
 
     Args:
         pairs: the sides to divide, first by second; default: the first side by each other side.
     """
+    first, *others = figures
+    pairs = [(first, other) for other in others] if pairs is None else pairs
     width = max(map(len, figures))
     for name, found in figures.items():
         print(f"{name:<{width}}  {median_text(found, unit)}")
-    first, *others = figures
-    for one, other in pairs if pairs is not None else [(first, name) for name in others]:
-        print(ratio_text(figures, one, other))
+    for one, other in pairs:
+        print(f"{one} / {other}: {ratio_text(figures, one, other)}")
+    found = {name: summary(values, unit) for name, values in figures.items()}
+    write_json(args.json, found | {f"{a} / {b}": summary(ratios(figures, a, b), "") for a, b in pairs})
+    if args.plot:
+        plot(figures, unit, args.plot)
 
 
-def report_precisions(figures: dict[str, list[float]], unit: str, defaults: tuple[str, str] = ("", "")) -> None:
-    """Print sides named "NAME, PRECISION": ratios for equal precision, and for the defaults if they differ.
+def pairs_of_equal_precision(figures: Figures) -> list[tuple[str, str]]:
+    """Pair our sides, named "SteadyGPT, PRECISION", with the other sides of that precision.
 
-    Args:
-        defaults: the two sides in the precision that each chooses on this device.
+    Our bf16 is also paired with nanoGPT's fp32, because nanoGPT computes in fp32 on a CPU.
     """
-    precisions = {name: name.split(", ")[1] for name in figures}
-    ours = [name for name in figures if name.startswith("SteadyGPT")]
-    report(figures, unit, [(a, b) for a in ours for b in figures if a != b and precisions[a] == precisions[b]])
-    if {*defaults} <= {*figures} and precisions[defaults[0]] != precisions[defaults[1]]:
-        print(f"by default: {ratio_text(figures, *defaults)}")
+    ours = [name for name in figures if name.startswith("SteadyGPT, ")]
+    pairs = [(a, b) for a in ours for b in figures if a != b and a.split(", ")[1] == b.split(", ")[1]]
+    on_a_cpu = ("SteadyGPT, bf16", "nanoGPT, fp32")
+    return pairs + [on_a_cpu] * (figures.keys() >= {*on_a_cpu})
 
 
-def ratio_text(figures: dict[str, list[float]], one: str, other: str) -> str:
-    """Format the median and spread of the ratios of two sides within each round."""
-    ratios = [a / b for a, b in zip(figures[one], figures[other], strict=True)]
-    return f"{one} / {other}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+def ratios(figures: Figures, one: str, other: str) -> list[float]:
+    """Return the ratio of two sides within each round."""
+    return [a / b for a, b in zip(figures[one], figures[other], strict=True)]
 
 
-def figure(found: Sequence[float], unit: str) -> dict:
-    """Return the median, spread and unit of one figure, for write_json."""
+def ratio_text(figures: Figures, one: str, other: str) -> str:
+    """Format the median and range of the ratios of two sides."""
+    found = ratios(figures, one, other)
+    return f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
+
+
+def summary(found: Sequence[float], unit: str) -> dict:
     return {"median": statistics.median(found), "low": min(found), "high": max(found), "unit": unit}
 
 
-def ratio(figures: dict[str, list[float]], one: str, other: str, unit: str) -> dict | None:
-    """Return the figure of the ratios of two sides within each round, None if a side was not measured."""
-    if one not in figures or other not in figures:
-        return None
-    return figure([a / b for a, b in zip(figures[one], figures[other], strict=True)], unit)
-
-
-def write_json(file: Path | None, figures: dict[str, dict | None], notes: Sequence[str] = (), text: str = "") -> None:
-    """Write what a benchmark found for benchmarks.gpu_suite; do nothing without a file.
-
-    Args:
-        figures: name -> median, low, high and unit, as figure() returns them; None is left out.
-        notes: sentences to show beside the figures.
-        text: a report to show below the table.
-    """
+def write_json(file: Path | None, found: dict[str, dict]) -> None:
+    """Add figures to the file of --json, if there is one: name -> median, low, high and unit."""
     if file:
-        measured = {name: found for name, found in figures.items() if found}
-        content = json.dumps({"figures": measured, "notes": list(notes), "text": text}, indent=1)
-        replace_file(file, lambda out: out.write(content.encode()), durable=False)
+        earlier = json.loads(file.read_text() or "{}") if file.exists() else {}
+        file.write_text(json.dumps(earlier | found, indent=1))
 
 
-def plot(figures: dict[str, list[float]], unit: str, title: str, file: Path) -> None:
-    """Draw the medians as bars, ours in blue, with a dot for each round. Needs matplotlib."""
+def median_text(found: Sequence[float], unit: str) -> str:
+    """Format the median and the range of one side."""
+    spread = f"{number_text(min(found))} to {number_text(max(found))}"
+    return f"median {number_text(statistics.median(found))} {unit} ({spread})"
+
+
+def number_text(x: float) -> str:
+    return f"{x:,.0f}" if x >= 1000 else f"{x:.3g}"
+
+
+def plot(figures: Figures, unit: str, file: Path) -> None:
+    """Draw the medians as bars, ours in blue, with a dot for each round."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 0.6 * len(figures) + 1.2), layout="constrained")
@@ -118,19 +138,13 @@ def plot(figures: dict[str, list[float]], unit: str, title: str, file: Path) -> 
         beside = (max(figures[name]), name)
         axes.annotate(number_text(median), beside, xytext=(8, 0), textcoords="offset points", va="center")
         axes.plot(figures[name], [name] * len(figures[name]), ".", color="black", markersize=3)
-    axes.set(title=title, xlabel=unit, xlim=(0, max(medians) * 1.15))
+    axes.set(xlabel=unit, xlim=(0, max(medians) * 1.15))
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(file, dpi=120)
 
 
-def median_text(found: Sequence[float], unit: str) -> str:
-    """Format the median and the spread of one side."""
-    spread = f"{number_text(min(found))} to {number_text(max(found))}"
-    return f"median {number_text(statistics.median(found))} {unit} ({spread})"
-
-
-def number_text(x: float) -> str:
-    return f"{x:,.0f}" if x >= 1000 else f"{x:.3g}"
+# ---------------------------------------------------------------------------------------------------------------------
+# programs
 
 
 def flags(**options) -> list[str]:
@@ -138,49 +152,8 @@ def flags(**options) -> list[str]:
     return [f"--{name}={value}" for name, value in options.items()]
 
 
-def load_module(file: Path) -> ModuleType:
-    """Import a file of another project, under a name that no module of ours has."""
-    spec = importlib.util.spec_from_file_location(f"{file.resolve().parent.name}.{file.stem}", file)
-    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)  # dataclasses look their module up there
-    spec.loader.exec_module(module)
-    return module
-
-
-def described_model(options: Sequence[str], vocab_size: int) -> "GPT":
-    """Return the model, on the meta device, that these flags of train.py describe."""
-    import torch
-
-    from config import parse_args
-    from model import GPT
-
-    config, _ = parse_args(options)
-    with torch.device("meta"):
-        return GPT(config.shape(vocab_size), initialize=False)
-
-
-def gemm_flops(device: "torch.device", precision: str, seconds: float = 1.0) -> float:
-    """Measure the FLOP/s of a matrix product, an upper limit for training: 2048^3, on a GPU 8192^3.
-
-    For fp8 it is measured in bf16.
-    """
-    import torch
-
-    n = 8192 if device.type == "cuda" else 2048
-    a, b = torch.randn(2, n, n, device=device, dtype=torch.float32 if precision == "fp32" else torch.bfloat16)
-    times = []
-    while sum(times) < seconds:
-        synchronize(device)
-        start = time.perf_counter()
-        a @ b
-        synchronize(device)
-        times.append(time.perf_counter() - start)
-    return 2 * n**3 / statistics.median(times)
-
-
-def synchronize(device: "torch.device") -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
-        import torch
-
         torch.cuda.synchronize(device)
 
 

@@ -8,37 +8,45 @@ model.py. Both sample with top_k 200, start from one token and have their weight
 generates in fp32 only; the bf16 side calls the same method under autocast.
 """
 
-import argparse
+import importlib.util
+import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
-from benchmarks.compare import figure, in_turn, load_module, ratio, report_precisions, synchronize, write_json
+from benchmarks.compare import benchmark_parser, in_turn, pairs_of_equal_precision, report, synchronize
 from generate import generate
 from model import GPT, GPTConfig
-from steadygpt.device import autocast, choose_precision, evaluating
+from steadygpt.device import autocast, evaluating
 from steadygpt.distributed import joined
 
 
+def nanogpt_model(file: Path) -> ModuleType:
+    """Import nanoGPT's model.py, under a name that no module of ours has."""
+    spec = importlib.util.spec_from_file_location("nanogpt_model", file)
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)  # dataclasses look their module up there
+    spec.loader.exec_module(module)
+    return module
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT; without it, ours alone")
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument(
         "--precision", nargs="+", default=["bf16", "fp32"], choices=("bf16", "fp32"), help="default: bf16 fp32"
     )
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=12, help="fewer are for trying this command (default: 12)")
-    parser.add_argument("--json", type=Path, help="file for the result of the first --precision")
     args = parser.parse_args()
     torch.manual_seed(0)
     with joined("auto") as ranks:
         ours = GPT(GPTConfig(vocab_size=50304, activation="gelu", num_layers=args.layers))
         samplers = {"SteadyGPT": partial(generate, ours)}
         if args.nanogpt:
-            theirs = load_module(args.nanogpt / "model.py")
+            theirs = nanogpt_model(args.nanogpt / "model.py")
             nano = theirs.GPT(theirs.GPTConfig(n_layer=args.layers)).eval()
             nano.load_state_dict({
                 name if name == "lm_head.weight" else f"transformer.{name}": tensor
@@ -65,13 +73,7 @@ def main() -> None:
                 measure()  # the first call chooses kernels and allocates memory
             figures = in_turn(measured, args.rounds, "tokens/s")
     print(f"{args.tokens} tokens, GPT-2 124M, {ranks.device}")
-    default = choose_precision("auto", ranks.device, ours.config, 1)[0]
-    defaults = f"SteadyGPT, {default}", f"nanoGPT, {'fp32' if ranks.device.type == 'cpu' else 'bf16'}"
-    report_precisions(figures, "tokens/s", defaults)
-    found = {name: figure(figures[f"{name}, {args.precision[0]}"], "tokens/s") for name in samplers}
-    sides = (f"{name}, {args.precision[0]}" for name in ("SteadyGPT", "nanoGPT"))
-    found["ratio"] = ratio(figures, *sides, "x nanoGPT")
-    write_json(args.json, found, [f"{args.tokens} tokens, one text, {args.precision[0]}"])
+    report(figures, "tokens/s", args, pairs_of_equal_precision(figures))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ get_batch is taken from nanoGPT's train.py and reads the same file of 100 M rand
 from random places of a large array: the time of a loader that does nothing else.
 """
 
-import argparse
 import re
 import tempfile
 import time
@@ -16,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.compare import figure, in_turn, ratio, report, synchronize, write_json
+from benchmarks.compare import benchmark_parser, compare, synchronize
 from dataloader import BatchLoader, RowStream
 from model import GPT, GPTConfig
 from steadygpt.device import autocast, native_precision
@@ -60,14 +59,12 @@ def percent_waiting(loader: BatchLoader, model: GPT, micro_steps: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = benchmark_parser(__doc__, rounds=7)
     parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT; without it, no get_batch")
     parser.add_argument("--rows", type=int, default=12, help="rows in a batch (default: 12, as nanoGPT)")
     parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--micro_steps", type=int, default=1, help="micro-steps in each round that measures waiting")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each side in each round")
-    parser.add_argument("--json", type=Path, help="file for the result")
     args = parser.parse_args()
     B, T = args.rows, args.context
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -91,18 +88,13 @@ def main() -> None:
             name: lambda get=get: tokens_per_second(get, B * T, args.seconds, loader.device)
             for name, get in sides.items()
         }
-        figures = in_turn(measured, args.rounds, "tokens/s")
+        print(f"batches of {B} x {T} on {device}")
+        compare(measured, "tokens/s", args)
         model = GPT(GPTConfig(context_length=T, num_layers=6, num_heads=6, embd_size=384)).to(device)
-        waiting = {"waiting": lambda: percent_waiting(loader, model, args.micro_steps)}
-        waited = in_turn(waiting, args.rounds, "% of a step")
+        print(f"a model of {model.num_parameters() / 1e6:.0f} M parameters, {args.micro_steps} micro-steps:")
+        args.plot = None  # it is of the speeds
+        compare({"waiting": lambda: percent_waiting(loader, model, args.micro_steps)}, "% of a step", args)
         loader.close()
-    print(f"batches of {B} x {T} on {device}")
-    report(figures, "tokens/s")
-    report(waited, f"% of {args.micro_steps} micro-steps of a model of {model.num_parameters() / 1e6:.0f} M")
-    found = {name: figure(speeds, "tokens/s") for name, speeds in figures.items() if name != "memcpy"}
-    found["ratio"] = ratio(figures, "SteadyGPT", "nanoGPT", "x nanoGPT's get_batch")
-    found["waiting"] = figure(waited["waiting"], "% of a step spent waiting")
-    write_json(args.json, found, [f"batches of {B} x {T}"])
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.compare import described_model, median_text, ratio_text
+from benchmarks.compare import median_text, ratio_text
 from benchmarks.loss_runs import (
     ADDITIONS,
     DATA,
@@ -26,6 +26,7 @@ from benchmarks.loss_runs import (
     piece_runs,
     sweep_runs,
 )
+from benchmarks.train_speed import described_model
 from steadygpt.device import native_precision
 
 COLORS = {"gpt2": "#9a9a9a", "nanogpt": "#e88b1a", "modern": "#1a4f8b"}
@@ -149,7 +150,7 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
 def time_rows(bench: Bench) -> Iterator[tuple[str, ...]]:
     seconds = bench.seconds_per_step()
     for side, found in seconds.items():
-        beside = ratio_text(seconds, side, "gpt2").partition(": ")[2] if side != "gpt2" else ""
+        beside = ratio_text(seconds, side, "gpt2") if side != "gpt2" else ""
         yield SIDES[side], median_text(found, "s"), beside
 
 

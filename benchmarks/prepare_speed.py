@@ -6,7 +6,6 @@ The text is Python's standard library, repeated. Our side is the whole command: 
 and writing the shards. The other side is a loop over the same documents in memory, which only tokenizes.
 """
 
-import argparse
 import itertools
 import json
 import subprocess
@@ -15,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.compare import REPO, in_turn, report
+from benchmarks.compare import REPO, benchmark_parser, compare
 from steadygpt.sources import find_files
 
 LOOP = """
@@ -31,9 +30,8 @@ print(count / (time.perf_counter() - start))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--megabytes", type=int, default=200, help="of text")
-    parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in find_files("stdlib")]
     with tempfile.TemporaryDirectory() as temporary:
@@ -58,9 +56,8 @@ def main() -> None:
             command = [sys.executable, "-c", program]
             return float(subprocess.run(command, cwd=REPO, check=True, capture_output=True).stdout)
 
-        figures = in_turn({"SteadyGPT": ours, "encode_ordinary": loop}, args.rounds, "tokens/s")
-    print(f"{written / 1e6:.0f} MB of Python's standard library, 2 workers")
-    report(figures, "tokens/s")
+        print(f"{written / 1e6:.0f} MB of Python's standard library, 2 workers")
+        compare({"SteadyGPT": ours, "encode_ordinary": loop}, "tokens/s", args)
 
 
 if __name__ == "__main__":

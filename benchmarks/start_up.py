@@ -1,30 +1,33 @@
 """Start-up time: seconds from the command to the end of the first step, new and resumed, and the time of --help.
 
-    python -m benchmarks.start_up [--before CHECKOUT] [--rounds 5]
+    python -m benchmarks.start_up [--before CHECKOUT] [--cold] [--rounds 5] [further flags of train.py]
 
 GPT-2 124M, steps of 64 tokens, 2**26 training tokens, all files in the page cache. CHECKOUT is another version of this
-repository to compare with.
+repository to compare with. With --cold each start has an empty compile cache.
 """
 
-import argparse
+import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.compare import REPO, in_turn, report
+from benchmarks.compare import REPO, benchmark_parser, flags, in_turn, report
 
 STEP_LINE = re.compile(r"step +\d+/")
 
 
-def seconds(command: list[str], until: re.Pattern | None = None) -> float:
+def seconds(command: list[str], until: re.Pattern | None = None, cold: bool = False) -> float:
     """Time a command until it prints a line that matches `until`, which ends it, or until it exits."""
+    cache = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    environment = os.environ | ({"TORCHINDUCTOR_CACHE_DIR": cache.name} if cold else {})
     start = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     output = []
     try:
         for line in process.stdout:
@@ -37,12 +40,13 @@ def seconds(command: list[str], until: re.Pattern | None = None) -> float:
     finally:
         process.kill()
         process.wait()
+        cache.cleanup()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--before", type=Path, help="another checkout of SteadyGPT to compare with")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cold", action="store_true", help="start with an empty compile cache")
     args, further = parser.parse_known_args()
     checkouts = {"now": REPO} | ({"before": args.before} if args.before else {})
     with tempfile.TemporaryDirectory() as temporary:
@@ -51,27 +55,26 @@ def main() -> None:
         random.integers(0, 50257, 2**26, np.uint16).tofile(folder / "train.bin")
 
         def train(checkout: Path, checkpoints: str, **options) -> list[str]:
-            options = {
-                "data_dir": folder, "checkpoint_dir": folder / checkpoints, "logdir": folder / "logs",
-                "mini_batch_size": 1, "context_length": 64, "total_batch_size": 64, "warmup_steps": 10,
-                "eval_freq": 0, "hellaswag_freq": 0, "sample_freq": 0, **options,
-            }  # fmt: skip
-            return [sys.executable, checkout / "train.py", *(f"--{n}={v}" for n, v in options.items()), *further]
+            options = {"max_steps": 10**6, **options}
+            return [sys.executable, str(checkout / "train.py"), *further, *flags(
+                data_dir=folder, checkpoint_dir=folder / checkpoints, logdir=folder / "logs", mini_batch_size=1,
+                context_length=64, total_batch_size=64, warmup_steps=10, eval_freq=0, hellaswag_freq=0, sample_freq=0,
+                **options,
+            )]  # fmt: skip
 
         seconds(train(REPO, "saved", max_steps=11))
         (folder / "saved" / "latest.pt").read_bytes()  # into the page cache, which the save bypassed
-        resumed = {"resume": "latest", "max_steps": 10**6}
-        for what, command, until in (
-            ("--help", lambda checkout: [sys.executable, checkout / "train.py", "--help"], None),
-            ("first step", lambda checkout: train(checkout, "new", max_steps=10**6), STEP_LINE),
-            ("first step after --resume", lambda checkout: train(checkout, "saved", **resumed), STEP_LINE),
-        ):
-            print(f"{what}:")
-            sides = {
-                name: lambda path=path, command=command, until=until: seconds([*map(str, command(path))], until)
-                for name, path in checkouts.items()
-            }
-            report(in_turn(sides, args.rounds, "s"), "s")
+        sides = {}
+        for name, checkout in checkouts.items():
+            for what, command, until in (
+                ("--help", [sys.executable, str(checkout / "train.py"), "--help"], None),
+                ("first step", train(checkout, "new"), STEP_LINE),
+                ("first step after --resume", train(checkout, "saved", resume="latest"), STEP_LINE),
+            ):
+                sides[f"{what}, {name}"] = partial(seconds, command, until, args.cold)
+        figures = in_turn(sides, args.rounds, "s")
+    now = [side for side in sides if side.endswith(", now")] if args.before else []
+    report(figures, "s", args, [(side, side.replace(", now", ", before")) for side in now])
 
 
 if __name__ == "__main__":

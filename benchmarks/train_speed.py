@@ -19,11 +19,13 @@ in fp32; SteadyGPT does not compile, and takes the faster precision.
 On a CPU nanoGPT trains in fp32 only. Its bf16 side is the same train.py with autocast in place of the null context.
 """
 
-import argparse
 import os
 import pickle
+import statistics
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -35,19 +37,16 @@ from benchmarks.compare import (
     REPO,
     HeldProgram,
     ProgramEnded,
-    described_model,
-    figure,
+    benchmark_parser,
     flags,
-    gemm_flops,
     held_programs,
     in_turn,
-    plot,
-    ratio,
-    report_precisions,
-    write_json,
-)  # fmt: skip
+    pairs_of_equal_precision,
+    report,
+    synchronize,
+)
 from config import parse_args
-from model import GPTConfig
+from model import GPT, GPTConfig
 
 # layers, heads, width, vocabulary; "tiny" is for trying this command
 SHAPES = {"124m": (12, 12, 768, 50304), "10m": (6, 6, 384, 320), "tiny": (2, 2, 64, 320)}
@@ -144,8 +143,32 @@ def flags_of_shape(name: str) -> list[str]:
     )  # fmt: skip
 
 
+def described_model(options: Sequence[str], vocab_size: int) -> GPT:
+    """Return the model, on the meta device, that these flags of train.py describe."""
+    config, _ = parse_args(options)
+    with torch.device("meta"):
+        return GPT(config.shape(vocab_size), initialize=False)
+
+
+def gemm_flops(device: torch.device, precision: str, seconds: float = 1.0) -> float:
+    """Measure the FLOP/s of a matrix product, an upper limit for training: 2048^3, on a GPU 8192^3.
+
+    For fp8 it is measured in bf16.
+    """
+    n = 8192 if device.type == "cuda" else 2048
+    a, b = torch.randn(2, n, n, device=device, dtype=torch.float32 if precision == "fp32" else torch.bfloat16)
+    times: list[float] = []
+    while sum(times) < seconds:
+        synchronize(device)
+        start = time.perf_counter()
+        a @ b
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    return 2 * n**3 / statistics.median(times)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = benchmark_parser(__doc__, rounds=7)
     parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT; without it, ours alone")
     parser.add_argument("--beside", type=Path, help="another checkout of SteadyGPT, such as the commit before")
     parser.add_argument("--shape", default="124m", choices=SHAPES)
@@ -157,10 +180,7 @@ def main() -> None:
         "--precision", nargs="+", default=["bf16", "fp32"], choices=("bf16", "fp32", "fp8", "default"),
         help="default: bf16 fp32; the word default leaves precision and compilation to each side",
     )  # fmt: skip
-    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=3, help="steps timed in each round")
-    parser.add_argument("--plot", type=Path, help="file for a plot of the result (pip install matplotlib)")
-    parser.add_argument("--json", type=Path, help="file for the result of the first --precision")
     args, further = parser.parse_known_args()
     if args.nanogpt and "fp8" in args.precision:
         parser.error("--precision fp8: nanoGPT has none; expected no --nanogpt")
@@ -174,7 +194,7 @@ def main() -> None:
     rows = args.rows or batch.rows
     batch = Batch(rows, batch.context, args.micro_steps or batch.rows * batch.micro_steps // rows)
     model = described_model([*shape, f"--context_length={batch.context}"], vocab_size)
-    what, flops, notes = args.config or args.shape, model.flops_per_token(), []
+    flops = model.flops_per_token()
     if args.nanogpt:  # both stay in GPU memory, so neither may lose much of it to fragments
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     discarded = 2 if device.type == "cuda" else 1
@@ -199,7 +219,6 @@ def main() -> None:
                 except ProgramEnded as ended:
                     if side.startswith("SteadyGPT"):
                         raise
-                    notes.append(f"{side} ended: {ended.reason}")
                     print(f"{ended}\n{side} is not measured", flush=True)
                     continue
                 measured[side] = lambda program=programs[side]: (
@@ -209,20 +228,8 @@ def main() -> None:
                 continue
             measured[f"GEMM limit, {precision}"] = lambda precision=precision: gemm_flops(device, precision) / flops
         figures = in_turn(measured, args.rounds, "tokens/s")
-    print(f"{what}: {batch}, {flops / 1e9:.3f} GFLOP a token, {device}")
-    report_precisions(figures, "tokens/s")
-    ours, nano, limit = (f"{side}, {args.precision[0]}" for side in ("SteadyGPT", "nanoGPT", "GEMM limit"))
-    found = {
-        "SteadyGPT": figure(figures[ours], "tokens/s"),
-        "nanoGPT": figure(figures[nano], "tokens/s") if nano in figures else None,
-        "ratio": ratio(figures, ours, nano, "x nanoGPT"),
-        "share of a GEMM": ratio(figures, ours, limit, "of a GEMM"),
-    }
-    if limit in figures:
-        found["GEMM"] = figure([found * flops / 1e12 for found in figures[limit]], "TFLOP/s in a GEMM")
-    write_json(args.json, found, [f"{batch} a step, {args.precision[0]}", *notes])
-    if args.plot:
-        plot(figures, "tokens/s", f"Training {what.upper()}, {batch} a step, {device.type.upper()}", args.plot)
+    print(f"{args.config or args.shape}: {batch}, {flops / 1e9:.3f} GFLOP a token, {device}")
+    report(figures, "tokens/s", args, pairs_of_equal_precision(figures))
 
 
 if __name__ == "__main__":

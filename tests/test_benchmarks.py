@@ -1,8 +1,9 @@
 """The tools of the benchmarks: held programs, ratios, instants of kills, the suite. Nothing is measured here."""
 
-import gzip
+import argparse
 import importlib
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,11 +15,9 @@ import torch
 from conftest import REPO
 
 from benchmarks import gpu_suite, kill_curve
-from benchmarks.compare import reason_of, report_precisions
+from benchmarks.compare import pairs_of_equal_precision, reason_of, report
 from benchmarks.gpu_suite import Row
 from benchmarks.kill_curve import Kill, kill_instants
-from benchmarks.trace_summary import summarize
-from steadygpt.runlog import git_commit
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (REPO / "benchmarks").glob("*.py")))
@@ -64,22 +63,34 @@ def test_a_held_program_dies_with_its_benchmark(number):
     assert not is_running(held)
 
 
-def test_ratios_compare_equal_precision_and_the_defaults(capsys):
+def test_ratios_compare_equal_precision_and_the_defaults_on_a_cpu(capsys, tmp_path):
     figures = {"SteadyGPT, bf16": [8.0, 6.0], "nanoGPT, bf16": [4.0, 4.0]}
     figures |= {"SteadyGPT, fp32": [3.0, 3.0], "nanoGPT, fp32": [2.0, 2.0], "GEMM limit, fp32": [4.0, 4.0]}
-    report_precisions(figures, "tokens/s", ("SteadyGPT, bf16", "nanoGPT, fp32"))
+    args = argparse.Namespace(json=tmp_path / "found.json", plot=None)
+    report(figures, "tokens/s", args, pairs_of_equal_precision(figures))
     assert [line for line in capsys.readouterr().out.splitlines() if " / " in line] == [
         "SteadyGPT, bf16 / nanoGPT, bf16: 1.75 (1.50 to 2.00)",
         "SteadyGPT, fp32 / nanoGPT, fp32: 1.50 (1.50 to 1.50)",
         "SteadyGPT, fp32 / GEMM limit, fp32: 0.75 (0.75 to 0.75)",
-        "by default: SteadyGPT, bf16 / nanoGPT, fp32: 3.50 (3.00 to 4.00)",
+        "SteadyGPT, bf16 / nanoGPT, fp32: 3.50 (3.00 to 4.00)",
     ]
+    report({"waiting": [1.0, 2.0, 6.0]}, "%", args)  # is added
+    found = json.loads(args.json.read_text())
+    assert found["SteadyGPT, bf16 / nanoGPT, bf16"] == {"median": 1.75, "low": 1.5, "high": 2.0, "unit": ""}
+    assert found["waiting"] == {"median": 2.0, "low": 1.0, "high": 6.0, "unit": "%"}
+
+
+def test_the_reason_is_the_last_error_or_the_last_line():
+    out_of_memory = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 6.28 GiB."
+    assert reason_of(f"step 1\n{out_of_memory}\n[W1122 ProcessGroupNCCL.cpp] warning\n") == out_of_memory
+    assert reason_of("loading\nerror: --mini_batch_size auto: unknown\n") == "error: --mini_batch_size auto: unknown"
+    assert reason_of("\n") == "no output"
 
 
 def test_killed_runs_are_compared_also_without_matplotlib(monkeypatch, capsys):
     """Its command in README must work after README's set-up. Here no run is started."""
     for name, found in {
-        "undisturbed": None, "killed": [Kill(3, 1, True)], "losses": {0: 2.5, 1: 2.0}, "weights": {"w": torch.ones(2)}
+        "live": Kill(3, 1, True), "losses": {0: 2.5, 1: 2.0}, "weights": {"w": torch.ones(2)}
     }.items():  # fmt: skip
         monkeypatch.setattr(kill_curve, name, lambda *_, found=found: found)
     monkeypatch.setattr(kill_curve.subprocess, "run", lambda *_, **__: None)
@@ -100,8 +111,9 @@ def test_the_run_outlasts_its_kills():
 # ---------------------------------------------------------------------------------------------------------------------
 # gpu_suite: fake rows, then the real command
 
-MEASURES = "import json, sys; json.dump({'figures': {'speed': FIGURE}, 'notes': ['fake']}, open(sys.argv[1], 'w'))"
-FIGURE = "dict(median=1234.5, low=1200, high=1300, unit='tokens/s')"
+MEASURES = "import json, sys; json.dump({'speed': FIGURE}, open(sys.argv[1], 'w'))".replace(
+    "FIGURE", "dict(median=1234.5, low=1200, high=1300, unit='tokens/s')"
+)
 LEAVES_A_CHILD = """
 import os, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
@@ -111,102 +123,61 @@ time.sleep(600)
 """
 
 
-def fake(key: str, program: str, limit_s: float = 20, **options) -> Row:
-    return Row(key, f"row {key}", ["-c", program.replace("FIGURE", FIGURE), "{json}"], limit_s, **options)
+def fake(name: str, program: str, limit_s: float = 20) -> Row:
+    command = shlex.join(["-c", program.replace("{", "{{").replace("}", "}}"), "{json}"])
+    return Row("fast", name, limit_s, command, target="fast enough")
 
 
-@pytest.fixture
-def suite(monkeypatch, tmp_path):
-    """Run the suite on the CPU with fake rows; return the content of its JSON."""
-
-    def run(*rows: Row, flags=()) -> dict:
-        monkeypatch.setattr(gpu_suite, "ROWS", dict.fromkeys(gpu_suite.PARTS, lambda args, device: rows))
-        machine = {"device": "1 x NVIDIA H100", "driver": "580", "software": "torch", "quick": False, "kind": "cuda"}
-        monkeypatch.setattr(gpu_suite, "describe_machine", lambda *_: machine)
-        assert gpu_suite.main(["--out", str(tmp_path), "--parts", rows[0].key.split("/")[0], *flags]) == 0
-        return json.loads((tmp_path / "gpu_suite.json").read_text())
-
-    return run
+def run_suite(monkeypatch, tmp_path, rows: list[Row], *further: str) -> dict:
+    """Run the suite with fake rows; return name -> text."""
+    monkeypatch.setattr(gpu_suite, "ROWS", rows)
+    gpu_suite.main(["--out", str(tmp_path), *further])
+    return {row["name"]: row["text"] for row in json.loads((tmp_path / "gpu_suite.json").read_text())["rows"].values()}
 
 
-def test_a_row_that_fails_or_hangs_costs_only_itself(suite, tmp_path, capsys):
+def test_a_row_that_fails_or_hangs_costs_only_itself(monkeypatch, tmp_path):
     child = tmp_path / "child"
-    rows = suite(
-        fake("fast/first", MEASURES),
-        fake("fast/memory", "print('step 1'); raise MemoryError('CUDA out of memory')"),
-        fake("fast/hangs", LEAVES_A_CHILD.replace("CHILD", str(child)), limit_s=3),
-        fake("fast/killed", "import os; os.kill(os.getpid(), 9)"),
-        fake("fast/silent", "pass"),
-        fake("fast/needs", MEASURES, missing="--hellaswag_file is not given"),
-        fake("fast/long", MEASURES, limit_s=1000),
-        fake("fast/last", MEASURES),
-        flags=("--minutes", "2"),
-    )["rows"]
-    reasons = {key: row["reason"] for key, row in rows.items()}
-    assert reasons == {
-        "fast/first": "",
-        "fast/memory": "MemoryError: CUDA out of memory",
-        "fast/hangs": "did not end in 3 s; compiling",
-        "fast/killed": "killed by SIGKILL; no output",
-        "fast/silent": "no output",
-        "fast/needs": "--hellaswag_file is not given",
-        "fast/long": "no time left",
-        "fast/last": "",
+    rows = [
+        fake("first", MEASURES),
+        fake("memory", "print('step 1'); raise MemoryError('CUDA out of memory')"),
+        fake("hangs", LEAVES_A_CHILD.replace("CHILD", str(child)), limit_s=3),
+        fake("killed", "import os; os.kill(os.getpid(), 9)"),
+        fake("tests", "print('=== 3 passed in 2 s ===')"),
+        fake("long", MEASURES, limit_s=1000),
+    ]
+    assert run_suite(monkeypatch, tmp_path, rows, "--minutes", "2") == {
+        "first": "speed 1,234 tokens/s (1,200 to 1,300)",
+        "memory": "failed: MemoryError: CUDA out of memory",
+        "hangs": "failed: did not end in 3 s; compiling",
+        "killed": "failed: killed by SIGKILL; no output",
+        "tests": "3 passed in 2 s",
+        "long": "no time left",
     }
     assert not is_running(child.read_text())  # also a process in a session of its own
-    table = (tmp_path / "gpu_suite.md").read_text()
-    assert all(table.count(f"| {row['title']} |") == 1 for row in rows.values())
-    assert "| fast | row fast/first | 1,234 tokens/s (1,200 to 1,300); fake |" in table
-    assert "| fast | row fast/memory | failed: MemoryError: CUDA out of memory |" in table
-    assert "row fast/last: begins, at most 20 s" in capsys.readouterr().out
+    assert (
+        "| fast | first | speed 1,234 tokens/s (1,200 to 1,300) | fast enough |"
+        in (tmp_path / "gpu_suite.md").read_text()
+    )
 
 
-def test_git_is_not_needed(suite, tmp_path, monkeypatch):
-    """GPU images often lack it."""
-    monkeypatch.setattr(gpu_suite, "git_commit", git_commit.__wrapped__)  # without its cache
-    monkeypatch.setenv("PATH", str(tmp_path))
-    row = suite(fake("fast/a", MEASURES))["rows"]["fast/a"]
-    assert (row["status"], row["commit"]) == ("ok", "unknown")
-
-
-def test_a_part_ends_within_its_minutes(suite):
-    start_s = time.monotonic()
-    rows = suite(fake("fast/hangs", "import time; time.sleep(600)", limit_s=4), flags=("--minutes", "0.05"))["rows"]
-    assert rows["fast/hangs"]["reason"] == "did not end in 3 s; no output"
-    assert time.monotonic() - start_s < 10
-
-
-def test_another_call_adds_rows_and_repeats_only_those_without_a_figure(suite, tmp_path):
-    first = suite(fake("fast/a", MEASURES), fake("fast/b", "raise ValueError('once')"))["rows"]
-    (tmp_path / "gpu_suite.md").unlink()
-    both = suite(fake("fits/c", MEASURES), fake("fast/a", "raise ValueError('again')"), fake("fast/b", MEASURES))[
-        "rows"
-    ]
-    assert list(both) == ["fast/a", "fast/b", "fits/c"]
-    assert both["fast/a"] == first["fast/a"]
-    assert [row["status"] for row in both.values()] == ["ok", "ok", "ok"]
-    assert "| right | all rows | not run: `--parts right` was not called |" in (tmp_path / "gpu_suite.md").read_text()
-
-
-def test_targets_are_compared_with_the_figures_of_their_rows(suite, tmp_path):
-    speed = MEASURES.replace("'speed'", "'SteadyGPT'").replace("FIGURE", FIGURE.replace("1234.5", "512345"))
-    cost = MEASURES.replace("'speed'", "'cost'").replace("FIGURE", FIGURE.replace("1234.5", "1.4"))
-    targets = suite(fake("fast/124m", speed), fake("fast/checkpoint", cost))["targets"]
-    found = {what: reached for what, _, reached in targets}
-    assert found["124 M on one H100, at least 500,000 tokens/s"] == "reached"
-    assert found["124 M on one H200, at least 550,000 tokens/s"] == "a different device"
-    assert found["a checkpoint costs at most one step"] == "missed"
-    assert found["generation, at least 0.9 x nanoGPT"] == "not measured"
+def test_another_call_runs_only_what_has_no_result(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))  # GPU images often lack git
+    monkeypatch.setattr(gpu_suite, "git_commit", gpu_suite.git_commit.__wrapped__)  # without its cache
+    first = run_suite(monkeypatch, tmp_path, [fake("a", MEASURES), fake("b", "raise ValueError('once')")])
+    assert first["b"] == "failed: ValueError: once"
+    rows = [fake("a", "raise ValueError('again')"), fake("b", MEASURES)]
+    assert run_suite(monkeypatch, tmp_path, rows) == {"a": first["a"], "b": first["a"]}
+    with pytest.raises(SystemExit, match="has figures with quick False"):
+        run_suite(monkeypatch, tmp_path, rows, "--quick")
 
 
 def test_a_stopped_suite_ends_its_row(tmp_path):
-    row = LEAVES_A_CHILD.replace("CHILD", str(tmp_path / "child"))
-    machine = {"device": "x", "driver": "x", "software": "x", "quick": True, "kind": "cpu"}
+    row = fake("a", LEAVES_A_CHILD.replace("CHILD", str(tmp_path / "child")), 60)
     program = (
         "from benchmarks import gpu_suite\n"
-        f"gpu_suite.ROWS['fast'] = lambda *_: [gpu_suite.Row('fast/a', 'a', ['-c', {row!r}], 60)]\n"
-        f"gpu_suite.describe_machine = lambda *_: {machine}\n"
-        f"gpu_suite.main(['--out', {str(tmp_path)!r}, '--parts', 'fast'])"
+        "from benchmarks.gpu_suite import Row\n"
+        f"gpu_suite.ROWS = [{row!r}]\n"
+        f"gpu_suite.main(['--out', {str(tmp_path)!r}])"
     )
     suite = subprocess.Popen([sys.executable, "-c", program], cwd=REPO, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
@@ -216,67 +187,11 @@ def test_a_stopped_suite_ends_its_row(tmp_path):
     suite.terminate()
     assert suite.wait(20) == 128 + signal.SIGTERM
     assert not is_running((tmp_path / "child").read_text())
-    assert json.loads((tmp_path / "gpu_suite.json").read_text())["rows"]["fast/a"]["reason"] == "interrupted"
 
 
-def test_the_suite_records_and_summarizes_a_trace(tmp_path):
-    command = [sys.executable, "-m", "benchmarks.gpu_suite", "--out", str(tmp_path), "--parts", "trace", "--quick"]
-    subprocess.run([*command, "--device", "cpu"], cwd=REPO, check=True, timeout=300)
-    row = json.loads((tmp_path / "gpu_suite.json").read_text())["rows"]["trace/124m"]
-    assert row["status"] == "ok", row
-    assert row["figures"]["step"]["median"] > 0
-    assert "aten::" in (tmp_path / "trace.txt").read_text()
-    assert (tmp_path / "trace.json.gz").stat().st_size > 10_000
-
-
-def test_the_reason_is_the_last_error_or_the_last_line():
-    out_of_memory = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 6.28 GiB."
-    assert reason_of(f"step 1\n{out_of_memory}\n[W1122 ProcessGroupNCCL.cpp] warning\n") == out_of_memory
-    assert reason_of("loading\nerror: --mini_batch_size auto: unknown\n") == "error: --mini_batch_size auto: unknown"
-    assert reason_of("\n") == "no output"
-
-
-def test_a_test_that_hangs_is_named(tmp_path):
-    lines = [
-        {"name": "tests/a.py::test_fast", "outcome": "did not end"},
-        {"name": "tests/a.py::test_fast", "outcome": "passed", "seconds": 0.1, "reason": ""},
-        {"name": "tests/a.py::test_nccl", "outcome": "did not end"},
-        {"name": "tests/a.py::test_bits", "outcome": "failed", "seconds": 2, "reason": "assert 1 == 2"},
-    ]
-    (tmp_path / "lines").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = gpu_suite.read_outcomes(tmp_path / "lines")
-    assert found["reason"] == "test_nccl did not end, and 1 more below"
-    assert found["text"] == "test_nccl did not end\ntest_bits failed assert 1 == 2"
-    assert {name: figure["median"] for name, figure in found["figures"].items()} == {
-        "passed": 1, "failed": 1, "did not end": 1,
-    }  # fmt: skip
-
-
-def event(cat: str, name: str, ts: float, dur: float, tid: int = 1) -> dict:
-    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": tid}
-
-
-def test_a_trace_of_a_gpu_is_summarized_by_kernels_and_gaps(tmp_path):
-    """Two steps of 1 ms: kernels of two streams overlap, then the GPU waits 300 us for the optimizer on the host."""
-    events = [{"ph": "M", "name": "process_name"}]
-    for start in (0, 1000):
-        events += [
-            event("user_annotation", f"ProfilerStep#{start}", start, 1000),
-            event("gpu_user_annotation", f"ProfilerStep#{start}", start, 900),
-            event("cuda_runtime", "cudaStreamSynchronize", start + 100, 400),
-            event("user_annotation", "Optimizer.step", start + 500, 350),
-            event("cpu_op", "aten::_fused_adamw_", start + 520, 270),
-            event("kernel", "gemm", start, 500, tid=7),
-            event("kernel", "copy", start + 300, 200, tid=9),
-            event("kernel", "adamw", start + 800, 200, tid=7),
-        ]
-    file = tmp_path / "trace.json.gz"
-    file.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
-    figures, text = summarize(file)
-    assert figures["step"] == (1.0, "ms a step")
-    assert figures["host"][0] == pytest.approx(0.6)
-    assert figures["idle"][0] == pytest.approx(30)  # 600 of 2,000 us
-    lines = text.splitlines()
-    assert [line.split() for line in lines if line.endswith("gemm")] == [["1.0", "55.6%", "2", "gemm"]]
-    assert "300 us at" in lines[-1]
-    assert lines[-1].endswith("aten::_fused_adamw_ in Optimizer.step")
+def test_the_suite_records_a_trace(tmp_path):
+    gpu_suite.main(["--out", str(tmp_path), "--parts", "trace", "--quick"])
+    rows = json.loads((tmp_path / "gpu_suite.json").read_text())["rows"]
+    assert rows["trace, five steps of 124 M"]["ok"], rows
+    [trace] = tmp_path.glob("trace/*.pt.trace.json.gz")
+    assert trace.stat().st_size > 10_000
