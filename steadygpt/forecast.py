@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SHARE_OF_PEAK = 0.4  # that a GPU is assumed to reach, where nothing is measured
 WELL_KNOWN = ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090")
-WITHOUT_FP8 = ("NVIDIA A100-SXM4-80GB",)  # of these
+WITH_FP8 = ("NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090")
 MEASURE_S, ROUNDS = 10.0, 3  # measured time; rounds of it, if a step is not too long
 HELLASWAG_TOKENS = 1_600_000  # with GPT-2's tokenizer
 TOKENS_PER_PARAMETER = 20
@@ -77,43 +77,44 @@ def forecast(
         precision_elsewhere: on the GPUs that are listed if nothing is known of this device.
     """
     steps, tokens = schedule.max_steps - step, schedule.max_steps * config.total_batch_size
+    kinds = (config.eval_freq, val_rows * config.context_length), (config.hellaswag_freq, HELLASWAG_TOKENS)
+    evaluated = sum(size * math.ceil(steps / freq) for freq, size in kinds if freq)  # the last step too
+    trained, name, peak = steps * config.total_batch_size, device_name(ranks.device), peak_flops(ranks.device)
+
+    def seconds_on(gpu: str, precision: str, flops: float) -> float:
+        in_training, in_evaluation = work_per_token(config, model, gpu, precision)
+        return (trained * in_training + evaluated * in_evaluation) / (SHARE_OF_PEAK * flops)
+
+    in_training, in_evaluation = work_per_token(config, model, name, config.precision if peak else "bf16")
+    evaluation = evaluated * in_evaluation / (in_training * max(1, trained))
+    work = f"{steps:,} steps and {evaluation:.1%} for evaluations"
     lines = [
         f"tokens       {tokens:,}, {tokens / model.num_parameters():,.1f} per parameter; about "
         f"{TOKENS_PER_PARAMETER} make the best use of compute (Hoffmann et al. 2022)"
     ]
-    kinds = (config.eval_freq, val_rows * config.context_length), (config.hellaswag_freq, HELLASWAG_TOKENS)
-    evaluated = sum(size * math.ceil(steps / freq) for freq, size in kinds if freq)  # the last step too
-    trained, peak = steps * config.total_batch_size, peak_flops(ranks.device)
-    precision = config.precision if peak else "bf16"
-    in_step, in_evaluation = work_per_token(config, model, device_name(ranks.device), precision)
-    evaluation = evaluated * in_evaluation / (in_step * max(1, trained))
-    work = f"{steps:,} steps and {evaluation:.1%} for evaluations"
     if step_s is not None:
         seconds = steps * step_s * (1 + evaluation)
         how = f"at {config.total_batch_size / step_s:,.0f} tokens/s, measured here"
     elif peak is not None:
-        seconds = trained * in_step * (1 + evaluation) / (SHARE_OF_PEAK * peak * ranks.world_size)
-        how = f"if the GPUs reach {SHARE_OF_PEAK:.0%} of their peak in {precision}; --dry_run measure measures it"
+        seconds = seconds_on(name, config.precision, peak) / ranks.world_size
+        how = (
+            f"if the GPUs reach {SHARE_OF_PEAK:.0%} of their peak in {config.precision}; --dry_run measure measures it"
+        )
     else:
         lines.append(f"time         {work}; unknown for this device, --dry_run measure measures it")
-        for name in WELL_KNOWN:
-            if precision_elsewhere == "fp8" and name in WITHOUT_FP8:
-                lines.append(f"             on one {name}: it has no fp8")
-                continue
-            in_step, in_evaluation = work_per_token(config, model, name, precision_elsewhere)
-            flops = trained * in_step + evaluated * in_evaluation
-            hours = flops / (SHARE_OF_PEAK * PEAK_FLOPS[name]) / 3600
-            cost = f", cost {hours * config.gpu_hour_cost:,.2f}" if config.gpu_hour_cost else ""
+        for gpu in WITH_FP8 if precision_elsewhere == "fp8" else WELL_KNOWN:
+            seconds = seconds_on(gpu, precision_elsewhere, PEAK_FLOPS[gpu])
+            cost = f", cost {seconds / 3600 * config.gpu_hour_cost:,.2f}" if config.gpu_hour_cost else ""
             lines.append(
-                f"             on one {name} in {precision_elsewhere}, if the run fits: "
-                f"{duration_text(3600 * hours)}{cost}, at {SHARE_OF_PEAK:.0%} of its peak"
+                f"             on one {gpu} in {precision_elsewhere}, if the run fits: {duration_text(seconds)}{cost}, "
+                f"at {SHARE_OF_PEAK:.0%} of its peak"
             )
         return lines
     lines.append(f"time         {duration_text(seconds)}: {work}, {how}")
-    hours = seconds / 3600 * ranks.world_size
     if config.gpu_hour_cost:
+        hours = seconds / 3600
         lines.append(
-            f"cost         {hours * config.gpu_hour_cost:,.2f}: {ranks.world_size} x {seconds / 3600:,.1f} h at "
-            f"{config.gpu_hour_cost:,.2f} an hour"
+            f"cost         {ranks.world_size * hours * config.gpu_hour_cost:,.2f}: {ranks.world_size} x {hours:,.1f} h "
+            f"at {config.gpu_hour_cost:,.2f} an hour"
         )
     return lines

@@ -14,6 +14,7 @@ from steadygpt.attention import SHORT_ROW, kernel_name
 from steadygpt.checkpoint import LATEST
 from steadygpt.cli import RankError, options_of
 from steadygpt.device import AUTOCAST, device_name, is_out_of_memory, memory_bytes
+from steadygpt.disk import existing
 from steadygpt.distributed import Ranks
 from steadygpt.optim import checkpoint_bytes
 from steadygpt.runlog import git_commit
@@ -42,53 +43,68 @@ def estimate_memory(
     Args:
         model: of the run, on the meta device.
     """
-    precision, compiled = config.precision, config.compiles(device.type)
-    C, layers, tokens = config.embd_size, config.num_layers, config.mini_batch_size * config.context_length
-    N, in_blocks = (sum(p.numel() for p in module.parameters()) for module in (model, model.h))
-    head = model.config.padded_vocab_size * C
-    chunk = config.loss_chunk_size if 0 < config.loss_chunk_size < tokens else 0
-    fsdp = config.sharding == "fsdp"
-    shards = config.shards(world_size)
-    each, gathered = 4 if precision == "fp32" else 2, 2 if precision == "bf16" else 4  # bytes of a number
-
-    saved = checkpoint_bytes(model, config.optimizer)
-    memory, host = {STATIC: (saved + 4 * N) / shards}, {}
+    memory, host = static(config, model, device, world_size), {}
     if config.cpu_offload:
         host[STATIC] = memory.pop(STATIC)
-    if fsdp:  # the root's stay gathered from forward to backward; of the blocks, one computes and the next one arrives
-        memory["gathered weights"] = 4 * (N - in_blocks) + gathered * 2 * in_blocks / layers
+    memory["activations"], backward = activations(config, model, device)
+    of_logits = logits(config, model, device)  # which are gone when the backward pass reaches the blocks
+    memory["logits" if of_logits > backward else "a block's backward"] = max(of_logits, backward)
+    host[COPY] = checkpoint_bytes(model, config.optimizer, page_locked=device.type == "cuda")
+    return memory, host
+
+
+def static(config: "TrainConfig", model: "GPT", device: torch.device, world_size: int) -> dict[str, float]:
+    """Return the bytes of what has the size of weights, by use; they do not depend on the rows."""
+    N, in_blocks = (sum(p.numel() for p in module.parameters()) for module in (model, model.h))
+    fsdp, shards, bf16 = config.sharding == "fsdp", config.shards(world_size), config.precision == "bf16"
+    uses = {STATIC: (checkpoint_bytes(model, config.optimizer) + 4 * N) / shards}
+    if fsdp:  # root parameters stay gathered; two blocks at a time (current, prefetched)
+        uses["gathered weights"] = 4 * (N - in_blocks) + (2 if bf16 else 4) * 2 * in_blocks / config.num_layers
         if config.grad_accum_steps(world_size) > 1:  # the last micro-step replaces them by shards, perhaps elsewhere
             elsewhere = config.cpu_offload and device.type != "cpu"
-            memory["unsharded gradients"] = 4 * N - (0 if elsewhere else 4 * N / shards)
-    if each == 2:  # autocast caches its copies of the weights, except in compiled code
-        memory["16-bit weights"] = 0 if compiled else 2 * (head + (0 if fsdp and gathered == 2 else in_blocks))
+            uses["unsharded gradients"] = 4 * N - (0 if elsewhere else 4 * N / shards)
+    if config.precision != "fp32" and not config.compiles(device.type):  # in eager code, autocast caches its copies
+        head = model.config.padded_vocab_size * config.embd_size
+        uses["16-bit weights"] = 2 * (head + (0 if fsdp and bf16 else in_blocks))
+    return uses
 
-    # What a block keeps for backward, counted in model.py: the inputs of the norms in fp32; their outputs, q, k, v and
-    # attention's output; rotated, normed and repeated heads; the MLP's hidden layer before and after the activation.
-    # Attention's matrix (B, num_heads, T, T) is only kept on a CPU, with dropout or in attention_in_blocks.
+
+def activations(config: "TrainConfig", model: "GPT", device: torch.device) -> tuple[float, float]:
+    """Return the bytes that the blocks keep for backward, and those that the backward pass of a block adds.
+
+    They are counted in model.py: the inputs of the norms in fp32; their outputs, q, k, v and attention's output;
+    rotated, normed and repeated heads; the MLP's hidden layer before and after the activation.
+    """
+    C, tokens, mlp = config.embd_size, config.mini_batch_size * config.context_length, model.config.mlp_size
+    each = 4 if config.precision == "fp32" else 2  # bytes of a number
     inputs = 4 * C * (1 if config.parallel_residual else 2)
     queries, keys = (config.head_size * heads for heads in (config.num_heads, config.kv_heads))
     heads = (queries + keys) * (2 + 1.5 * bool(config.rotary_pct)) + 2 * queries * (queries > keys)
-    hidden = model.config.mlp_size * (4 if config.activation == "swiglu" else 2)
+    hidden = mlp * (4 if config.activation == "swiglu" else 2)
     block: float = tokens * (inputs + each * (2 * C + heads + hidden) + (each + 4) * (queries + keys) * config.qk_norm)
+    # Attention's matrix (B, num_heads, T, T) is only kept on a CPU, with dropout or in attention_in_blocks.
     if device.type == "cpu" and (config.dropout or (each == 2 and config.context_length <= SHORT_ROW)):
         block += tokens * config.num_heads * config.context_length * (12 if config.dropout else 4)
-    # Its backward adds gradients: of the residual stream in fp32, and of the hidden layer before and after activation.
-    backward: float = tokens * (8 * C + each * 2 * model.config.mlp_size)
+    # Gradients of the residual stream in fp32, and of the hidden layer before and after the activation.
+    backward: float = tokens * (8 * C + each * 2 * mlp)
     if config.activation_checkpointing:  # of all blocks only the inputs, and one block is recomputed
-        memory["activations"], backward = layers * tokens * 4 * C, block + backward
-    else:
-        memory["activations"] = layers * block
-    # The loss holds the logits and their gradient; in eager mode also the gradient in fp32 before it is rounded, with a
-    # soft-cap tanh in fp32. With chunks, the head's gradient is there beside them: the sum so far; then also the
-    # chunk's and their sum.
-    eager = 12 if config.logit_softcap else 8
-    logits = (chunk or tokens) * model.config.padded_vocab_size * (2 * each if compiled else eager)
-    of_head = 4 if compiled else each  # bytes of a number: autocast's copy of the head is outside of compiled code
-    logits = max(logits + of_head * head, 3 * of_head * head) if chunk else logits
-    memory["logits" if logits > backward else "a block's backward"] = max(logits, backward)  # one after the other
-    copy = checkpoint_bytes(model, config.optimizer, page_locked=device.type == "cuda")
-    return {use: size for use, size in memory.items() if size}, host | {COPY: copy}
+        return config.num_layers * tokens * 4 * C, block + backward
+    return config.num_layers * block, backward
+
+
+def logits(config: "TrainConfig", model: "GPT", device: torch.device) -> float:
+    """Return the bytes of the logits and their gradient.
+
+    In eager mode also of the gradient in fp32 before it is rounded; a soft cap computes tanh in fp32. With chunks, the
+    head's gradient exists too: the sum so far; then also the chunk's and the new sum.
+    """
+    P, tokens = model.config.padded_vocab_size, config.mini_batch_size * config.context_length
+    each, compiled = 4 if config.precision == "fp32" else 2, config.compiles(device.type)
+    of_logit = 2 * each if compiled else 12 if config.logit_softcap else 8
+    if not 0 < config.loss_chunk_size < tokens:
+        return tokens * P * of_logit
+    head = P * config.embd_size * (4 if compiled else each)  # compiled, autocast's copy of the head is outside
+    return max(config.loss_chunk_size * P * of_logit + head, 3 * head)
 
 
 def needed_bytes(config: "TrainConfig", model: "GPT", device: torch.device, world_size: int) -> float:
@@ -119,10 +135,13 @@ def what_would_fit(
     """
     # The estimate may be too low, so a configuration that needs as much as this one is no advice.
     limit = min(limit, 0.99 * needed_bytes(config, model, device, world_size))
-    changes: list[dict[str, Any]] = [{}, {"activation_checkpointing": True}]
-    changes += [{"loss_chunk_size": config.loss_chunk_size or min(2048, config.context_length // 2)}]
-    changes += [{"sharding": "fsdp"}] if world_size > 1 else []
-    changes += [{"sharding": "fsdp", "cpu_offload": True}] if device.type == "cuda" else []
+    changes: list[dict[str, Any]] = [
+        {},
+        {"activation_checkpointing": True},
+        {"loss_chunk_size": config.loss_chunk_size or min(2048, config.context_length // 2)},
+        {"sharding": "fsdp"} if world_size > 1 else {},
+        {"sharding": "fsdp", "cpu_offload": True} if device.type == "cuda" else {},
+    ]
     for change in changes:
         config = dataclasses.replace(config, **change)
         if found := largest_fitting(config, model, device, world_size, limit):
@@ -172,7 +191,7 @@ def describe(
     memory, host = estimate_memory(config, model, ranks.device, ranks.world_size)
     micro_steps, checkpoint = config.grad_accum_steps(ranks.world_size), checkpoint_bytes(model, config.optimizer)
     folder = Path(config.checkpoint_dir)
-    free = shutil.disk_usage(next(p for p in (folder, *folder.absolute().parents) if p.exists())).free
+    free = shutil.disk_usage(existing(folder)).free
     run_epochs, rows_per_step = schedule.epochs(schedule.max_steps * schedule.rows_per_step), schedule.rows_per_step
     epochs = math.ceil(run_epochs)
     others = config.keep_checkpoints + 3 + (WAITING + 1) * bool(config.mirror)  # these stay until they are uploaded

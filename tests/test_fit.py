@@ -1,13 +1,12 @@
-"""--mini_batch_size auto: the search, the step that is tried out, and the number in the checkpoint."""
+"""--mini_batch_size auto: the estimate, the steps that are tried out, and the number in the checkpoint."""
 
 import dataclasses
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import load, run_here
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from config import TrainConfig, parse_args
 from model import GPT
@@ -23,67 +22,6 @@ CONFIG = parse_args(
 )[0]  # 12 rows: 1, 2, 3, 4, 6 or 12 at once
 with torch.device("meta"):
     SKETCH = GPT(CONFIG.shape(257))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# the search
-
-
-def search(candidates: list[int], first: int, peak_of, limit: int, static: int, capacity: int):
-    """Return the number found and those that were probed; above `capacity` bytes the device is out of memory."""
-    probed = []
-
-    def probe(rows: int) -> int | None:
-        probed.append(rows)
-        return peak_of(rows) if peak_of(rows) <= capacity else None
-
-    return fit.most_rows(candidates, first, probe, limit, static), probed
-
-
-def test_a_good_guess_takes_one_probe_and_a_bad_one_two_or_three():
-    powers = [1, 2, 4, 8, 16, 32, 64]
-    gb = {"limit": 75, "static": 2, "capacity": 80}
-    assert search(powers, 32, lambda rows: 2 + 2 * rows, **gb) == (32, [32])
-    assert search(powers, 4, lambda rows: 2 + 2 * rows, **gb) == (32, [4, 32])
-    assert search(powers, 64, lambda rows: 2 + 2 * rows, **gb) == (32, [64, 32])
-    assert search(powers, 32, lambda rows: 3 + 2 * rows**1.1, **gb) == (
-        16,
-        [32, 16],
-    )  # fits on the GPU, but above the limit
-    assert search(powers, 1, lambda rows: 100, **gb) == (0, [1])
-
-
-divisors = st.integers(1, 5000).map(lambda n: [b for b in range(1, n + 1) if n % b == 0])
-
-
-@given(divisors, st.data(), st.integers(0, 1000), st.integers(1, 500), st.integers(0, 10**6), st.integers(0, 1000))
-@settings(max_examples=300, deadline=None)
-def test_the_search_finds_the_largest_that_fits(candidates, data, static, bytes_a_row, limit, reserve):
-    first = data.draw(st.sampled_from(candidates))
-
-    def peak(rows: int) -> int:
-        return static + bytes_a_row * rows
-
-    found, probed = search(candidates, first, peak, limit, static, limit + reserve)
-    assert found == max((rows for rows in candidates if peak(rows) <= limit), default=0)
-    assert len(set(probed)) == len(probed)
-    assert not found or found in probed
-
-
-@given(divisors, st.data(), st.integers(0, 1000), st.integers(0, 10**4))
-@settings(max_examples=300, deadline=None)
-def test_the_search_ends_with_a_probed_number_for_any_growing_peaks(candidates, data, static, limit):
-    first = data.draw(st.sampled_from(candidates))
-    peaks = sorted(data.draw(st.lists(st.integers(0, 10**4), min_size=len(candidates), max_size=len(candidates))))
-    peak_of = dict(zip(candidates, peaks, strict=True)).__getitem__
-    found, probed = search(candidates, first, peak_of, limit, static, limit + 100)
-    assert len(set(probed)) == len(probed)
-    assert found == max((rows for rows in probed if peak_of(rows) <= limit), default=0)
-    assert found or peak_of(candidates[0]) > limit
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# from the plan, and on a GPU
 
 
 def needed(rows: int, world_size: int = 1, **changes) -> float:
@@ -116,36 +54,35 @@ def test_no_number_fits_or_splits_a_step():
 
 
 @pytest.mark.parametrize("flags", [{}, {"activation_checkpointing": True, "loss_chunk_size": 8}, {"compile": "on"}])
-def test_a_step_is_tried_out_on_a_gpu(monkeypatch, flags):
-    """The GPU is this CPU; its allocator pretends that it has room for 3 rows."""
-    steps = []
-    gpu = SimpleNamespace(type="cuda")
+@pytest.mark.parametrize(("room", "tried"), [(12, [12]), (4, [12, 6, 3]), (0, [12, 6, 3, 1])])
+def test_a_step_is_tried_out_on_a_gpu_and_halved_after_a_lack_of_memory(monkeypatch, flags, room, tried):
+    """The GPU is this CPU, with room for so many rows."""
+    steps, fractions = [], []
 
     def take_step(config, rows, device, sketch, take=fit.take_step):
         take(dataclasses.replace(config, compile="off"), rows, CPU, sketch)
         steps.append(rows)
-        if rows > 4:
+        if rows > room:
             raise torch.OutOfMemoryError if rows > 6 else RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")
 
     monkeypatch.setattr(fit, "take_step", take_step)
     monkeypatch.setattr(fit, "memory_bytes", lambda device: 10_000_000)
-    for name, value in {
-        "mem_get_info": (9_500_000, 10_000_000), "memory_reserved": 100_000, "empty_cache": None,
-        "reset_peak_memory_stats": None,
-    }.items():  # fmt: skip
-        monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: steps[-1] * 2_500_000)
-    config, (line,) = fit.with_fitting_rows(dataclasses.replace(CONFIG, **flags), SKETCH, Ranks(gpu))
-    # 94 % of 10 MB, less 0.4 MB that others hold, is 9 MB: enough for 3 rows
-    assert config.mini_batch_size == 3
-    assert steps[-1] == 3
-    assert steps[0] == 12
-    assert line == "mini_batch_size auto: 3 rows need 0.01 GB (measured); the limit is 0.01 of 0.01 GB"
-    assert len(steps) <= 4
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# runs
+    monkeypatch.setattr("steadygpt.plan.memory_bytes", lambda device: 10_000_000)
+    monkeypatch.setattr("steadygpt.plan.device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _: fractions.append(share))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    gpu, config = Ranks(SimpleNamespace(type="cuda")), dataclasses.replace(CONFIG, **flags)
+    if room:
+        found, (line,) = fit.with_fitting_rows(config, SKETCH, gpu)
+        assert found.mini_batch_size == tried[-1]
+        assert re.fullmatch(
+            rf"mini_batch_size auto: {tried[-1]} rows need .* GB \(estimated, and tried out\); .*", line
+        )
+    else:
+        with pytest.raises(UserError, match="--mini_batch_size auto: 1 row of 16 tokens: about"):
+            fit.with_fitting_rows(config, SKETCH, gpu)
+    assert steps == tried
+    assert fractions == [0.9, 1.0] * len(tried)
 
 
 def test_the_number_is_stored_and_a_resume_takes_it(workdir, monkeypatch, capsys):
