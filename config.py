@@ -4,18 +4,16 @@ Defaults < --config NAME|FILE.toml < flags. On resume the checkpoint's values st
 """
 
 import dataclasses
-import difflib
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from model import GPTConfig
 from steadygpt.alerts import check_url
-from steadygpt.cli import UserError, Word, check_options, kind_of, option, options_of, read_flags
+from steadygpt.cli import UserError, check_options, option, options_of, read_flags
 from steadygpt.tasks import EXPECTED, parse_tasks
 
 PRESETS = Path(__file__).resolve().parent / "configs"
@@ -57,8 +55,8 @@ class TrainConfig(GPTConfig):
     micro_steps: int = option(0, "micro-steps of each rank in a step, in place of total_batch_size: the first start "
                               "fixes the tokens of a step; 0: total_batch_size decides", "optimization",
                               on_resume="never")
-    mini_batch_size: int = option(32, "rows a rank computes at once; auto: as many as fit in its memory",
-                                  "optimization", at_least=1, words=("auto",))
+    mini_batch_size: int = option(32, "rows a rank computes at once; 0 or auto: as many as fit in its memory",
+                                  "optimization", spellings={"auto": "0"})
     optimizer: str = option("adamw", "adamw, or muon for the matrices of the blocks and AdamW for the rest",
                             "optimization", choices=("adamw", "muon"), on_resume="never")
     max_lr: float = option(1e-3, "peak learning rate, after the warm-up", "optimization", on_resume="ask")
@@ -279,65 +277,55 @@ FIELDS = options_of(TrainConfig)
 
 # What other trainers call our options (nanoGPT, build-nanogpt, transformers, accelerate, DeepSpeed).
 ELSEWHERE = {
-    **dict.fromkeys(("save_steps", "save_interval", "save_every"), "--checkpoint_freq"),
-    **dict.fromkeys(("save_total_limit", "keep_last_n"), "--keep_checkpoints"),
-    **dict.fromkeys(("output_dir", "out_dir", "save_dir"), "--checkpoint_dir"),
-    **dict.fromkeys(("resume_from", "load_checkpoint"), "--resume"),
-    **dict.fromkeys(("learning_rate", "lr"), "--max_lr"),
-    "gelu": "--activation gelu_tanh (before: tanh) or gelu (before: exact)",
-    **dict.fromkeys(("layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps"), "--norm_eps"),
-    **dict.fromkeys(("num_key_value_heads", "n_kv_heads", "n_kv_head"), "--num_kv_heads"),
-    **dict.fromkeys(("hidden_act", "activation_function"), "--activation"),
-    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler"), "--schedule"),
-    **dict.fromkeys(("warmup_iters", "num_warmup_steps"), "--warmup_steps"),
-    **dict.fromkeys(("max_iters", "lr_decay_iters", "max_train_steps", "num_iterations", "train_steps"), "--max_steps"),
-    **dict.fromkeys(("epochs", "num_train_epochs"), "--num_epochs"),
-    **dict.fromkeys(("batch_size", "micro_batch_size", "per_device_train_batch_size"), "--mini_batch_size"),
-    **dict.fromkeys(
-        ("gradient_accumulation_steps", "gradient_accumulation", "grad_accum_steps"),
-        "--micro_steps, counted on each GPU (nanoGPT counts those of all GPUs)",
-    ),
-    **dict.fromkeys(("block_size", "seq_len", "sequence_length", "max_seq_len", "max_seq_length"), "--context_length"),
-    **dict.fromkeys(("n_layer", "num_hidden_layers", "depth"), "--num_layers"),
-    **dict.fromkeys(("n_head", "num_attention_heads"), "--num_heads"),
-    **dict.fromkeys(("n_embd", "hidden_size", "d_model"), "--embd_size"),
-    "dtype": "--precision",
-    "bf16": "--precision bf16",
-    "fp16": "--precision fp16",
-    **dict.fromkeys(("eval_interval", "eval_steps", "eval_every"), "--eval_freq"),
-    "eval_iters": "--eval_tokens",
-    "no_compile": "--compile off",
-    **dict.fromkeys(("log_interval", "logging_steps"), "--log_freq"),
-    **dict.fromkeys(("max_grad_norm", "clip_grad", "gradient_clipping"), "--grad_clip"),
-    **dict.fromkeys(("beta1", "adam_beta_1"), "--adam_beta1"),
-    **dict.fromkeys(("beta2", "adam_beta_2"), "--adam_beta2"),
-    **dict.fromkeys(("adam_epsilon", "epsilon", "eps"), "--adam_eps"),
-    **dict.fromkeys(("deepspeed", "fsdp", "zero_stage"), "--sharding fsdp"),
-    **dict.fromkeys(("gradient_checkpointing", "grad_checkpointing"), "--activation_checkpointing"),
-    **dict.fromkeys(("dataset", "data", "data_path", "train_file", "input_bin", "tokenized_dir"), "--data_dir"),
-    **dict.fromkeys(("model_name_or_path", "model"), "--init_from"),
-    **dict.fromkeys(("wandb", "wandb_log"), "--use_wandb"),
-    "report_to": "--use_tensorboard, --use_wandb or neither",
-    "tensorboard": "--use_tensorboard",
-    "warmup_ratio": "--warmup_steps, in steps; by default the warm-up is at most a tenth of the run",
-    "max_files": "--max_files of prepare_dataset.py. A run reads all shards of --data_dir; --max_steps ends it earlier",
-    # What has no equivalent; drop it.
-    **dict.fromkeys(
-        ("num_workers", "dataloader_num_workers"),
-        "one thread reads batches ahead from memory-mapped shards, so there are no workers; drop the flag",
-    ),
-    **dict.fromkeys(
-        ("persistent_workers", "dataloader_persistent_workers"),
-        "batches are read by one thread that lives as long as the run; drop the flag",
-    ),
-    **dict.fromkeys(
-        ("prefetch_factor", "dataloader_prefetch_factor"),
-        "batches are always read ahead; drop the flag",
-    ),
-    **dict.fromkeys(
-        ("pin_memory", "dataloader_pin_memory"), "batches for a GPU are always in pinned memory; drop the flag"
-    ),
-    "checkpoint_compression": "checkpoints are not compressed, because fp32 weights hardly shrink; drop the flag",
+    name: ours
+    for ours, names in {
+        "--checkpoint_freq": "save_steps save_interval save_every",
+        "--keep_checkpoints": "save_total_limit keep_last_n",
+        "--checkpoint_dir": "output_dir out_dir save_dir",
+        "--resume": "resume_from load_checkpoint",
+        "--max_lr": "learning_rate lr",
+        "--activation": "hidden_act activation_function",
+        "--activation gelu_tanh (before: tanh) or gelu (before: exact)": "gelu",
+        "--norm_eps": "layer_norm_eps layer_norm_epsilon rms_norm_eps",
+        "--num_kv_heads": "num_key_value_heads n_kv_heads n_kv_head",
+        "--schedule": "lr_scheduler_type lr_scheduler",
+        "--warmup_steps": "warmup_iters num_warmup_steps",
+        "--warmup_steps, in steps; by default the warm-up is at most a tenth of the run": "warmup_ratio",
+        "--max_steps": "max_iters lr_decay_iters max_train_steps num_iterations train_steps",
+        "--num_epochs": "epochs num_train_epochs",
+        "--mini_batch_size": "batch_size micro_batch_size per_device_train_batch_size",
+        "--micro_steps, counted on each GPU (nanoGPT counts those of all GPUs)": "gradient_accumulation_steps "
+        "gradient_accumulation grad_accum_steps",
+        "--context_length": "block_size seq_len sequence_length max_seq_len max_seq_length",
+        "--num_layers": "n_layer num_hidden_layers depth",
+        "--num_heads": "n_head num_attention_heads",
+        "--embd_size": "n_embd hidden_size d_model",
+        "--precision": "dtype",
+        "--precision bf16": "bf16",
+        "--precision fp16": "fp16",
+        "--eval_freq": "eval_interval eval_steps eval_every",
+        "--eval_tokens": "eval_iters",
+        "--compile off": "no_compile",
+        "--log_freq": "log_interval logging_steps",
+        "--grad_clip": "max_grad_norm clip_grad gradient_clipping",
+        "--adam_beta1": "beta1 adam_beta_1",
+        "--adam_beta2": "beta2 adam_beta_2",
+        "--adam_eps": "adam_epsilon epsilon eps",
+        "--sharding fsdp": "deepspeed fsdp zero_stage",
+        "--activation_checkpointing": "gradient_checkpointing grad_checkpointing",
+        "--data_dir": "dataset data data_path train_file input_bin tokenized_dir",
+        "--init_from": "model_name_or_path model",
+        "--use_wandb": "wandb wandb_log",
+        "--use_tensorboard": "tensorboard",
+        "--use_tensorboard, --use_wandb or neither": "report_to",
+        "--max_files of prepare_dataset.py; a run reads all shards of --data_dir, up to --max_steps": "max_files",
+        # What has no equivalent.
+        "batches are read ahead by one thread, for a GPU into pinned memory; drop the flag": "num_workers "
+        "dataloader_num_workers persistent_workers dataloader_persistent_workers prefetch_factor "
+        "dataloader_prefetch_factor pin_memory dataloader_pin_memory",
+        "checkpoints are not compressed, because fp32 weights hardly shrink; drop the flag": "checkpoint_compression",
+    }.items()
+    for name in names.split()
 }
 
 
@@ -365,7 +353,7 @@ def parse_args(argv: Sequence[str]) -> tuple[TrainConfig, dict[str, str]]:
     if options.get("eval_only") and options.get("init_from", "scratch") == "scratch":
         options.setdefault("resume", "latest")
     given = {name: "flag" if name in flags else "preset" for name in options}
-    with preset_named(options, given):
+    with preset_named(flags.get("config", ""), given):
         config = TrainConfig(**options)
         if not config.resume:
             config.check_together()
@@ -373,23 +361,14 @@ def parse_args(argv: Sequence[str]) -> tuple[TrainConfig, dict[str, str]]:
 
 
 @contextmanager
-def preset_named(options: Mapping[str, Any], given: Mapping[str, str]) -> Iterator[None]:
-    """Add to a UserError that a value it states comes from --config, so that it is not sought among the flags.
-
-    Args:
-        options: values by name.
-    """
+def preset_named(preset: str, given: Mapping[str, str]) -> Iterator[None]:
+    """Add to a UserError which of the options that it names come from --config, so not from the command line."""
     try:
         yield
     except UserError as error:
-        stated = []
-        for name in (name for name, source in given.items() if source == "preset"):
-            value = options[name]
-            forms = {str(value), repr(value), f"{value:,}" if isinstance(value, int | float) else str(value)}
-            stated.append(rf"(?<!\w){name}(?:,| is)? (?:{'|'.join(map(re.escape, forms))})(?!\w|[.,]\d)")
-        if found := re.search("|".join(stated), str(error)) if stated else None:
-            head, tail = str(error)[: found.end()], str(error)[found.end() :]
-            error.args = (f"{head} (from --config {options['config']}){tail}",)
+        named = {word.removeprefix("--") for word in re.findall(r"--\w+|\w+_\w+", str(error))}
+        if stated := [f"--{name}" for name, source in given.items() if source == "preset" and name in named]:
+            error.args = (f"{error} (--config {preset} sets {', '.join(stated)})",)
         raise
 
 
@@ -411,20 +390,12 @@ def _read_toml(name: str, read_by: tuple[str, ...] = ()) -> dict:
         presets = ", ".join(sorted(p.stem for p in PRESETS.glob("*.toml")))
         raise UserError(f"{said}: there is no {path}; expected a .toml file or one of: {presets}")
     try:
-        values = tomllib.loads(path.read_text())
+        written = tomllib.loads(path.read_text())
+        written.pop("description", "")  # for ./start_training.sh
+        values = read_flags(TrainConfig, [f"--{name}={value}" for name, value in written.items()], elsewhere=ELSEWHERE)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not TOML: {error}") from error
-    for key, value in values.items():
-        if key not in FIELDS:
-            close = difflib.get_close_matches(key, FIELDS, n=1)
-            raise UserError(f"{path}: unknown option {key!r}{f'; did you mean {close[0]}?' if close else ''}")
-        kind = kind_of(FIELDS[key])
-        if kind is float and type(value) is int:
-            values[key] = float(value)
-        elif value in FIELDS[key].metadata["words"]:
-            values[key] = Word(value)
-        elif type(value) is not kind:
-            expected = " or ".join([kind.__name__, *FIELDS[key].metadata["words"]])
-            raise UserError(f"{path}: {key} is {value!r} ({type(value).__name__}); expected {expected}")
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
     preset = _read_toml(values["config"], (*read_by, name)) if values.get("config") else {}
     return _overridden(preset, values, f"{path}: ")

@@ -477,7 +477,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     config = folder_of_resumed_file(config, given)
     data = None
-    with preset_named(vars(config), given):
+    with preset_named(config.config, given):
         # Report mistakes before waiting for other ranks, unless they are on other nodes, where they would wait in vain.
         if not config.resume and config.init_from == "scratch" and distributed.is_on_one_node():
             data = open_data(config)

@@ -53,7 +53,6 @@ def option(
     group: str = "arguments",
     *,
     choices: tuple = (),
-    words: tuple[str, ...] = (),
     aliases: tuple[str, ...] = (),
     spellings: Mapping[str, str] = {},
     at_least: float = 0,
@@ -68,9 +67,8 @@ def option(
     """Declare an option as a dataclass field. Its type is the field's: int, float, str, bool or Path, perhaps `| None`.
 
     Args:
-        words: that stand for a number which is found later; see Word.
         aliases: other names of the flag, without dashes; one letter stands behind one dash.
-        spellings: other trainers' words for values of this option.
+        spellings: other words for values of this option, such as other trainers'.
         at_least, above, at_most, below: bounds of numbers.
         bare: the value of the flag without one (`--resume`).
         positional: an argument without a flag; optional if it has a default.
@@ -78,24 +76,12 @@ def option(
         on_resume: of train.py: "never" changes, changes if asked ("ask": --allow_changes), changes "free"ly, or belongs
             to one "launch", so that the checkpoint's value is ignored.
     """
-    bounds = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
-    metadata = {"text": text, "group": group, "choices": choices, "bare": bare, "positional": positional, **bounds}
-    names: dict[str, Any] = {"words": words, "aliases": aliases, "spellings": spellings, "secret": secret}
-    return dataclasses.field(default=default, metadata=metadata | names | {"on_resume": on_resume})
-
-
-class Word(int):
-    """A word such as auto in place of a number; it counts as 0 until the number is found."""
-
-    word: str
-
-    def __new__(cls, word: str):
-        self = super().__new__(cls, 0)
-        self.word = word
-        return self
-
-    def __repr__(self) -> str:
-        return self.word
+    metadata = {
+        "text": text, "group": group, "choices": choices, "aliases": aliases, "spellings": spellings, "bare": bare,
+        "at_least": at_least, "above": above, "at_most": at_most, "below": below,
+        "positional": positional, "secret": secret, "on_resume": on_resume,
+    }  # fmt: skip
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def options_of(options: Any) -> dict[str, dataclasses.Field]:
@@ -122,7 +108,7 @@ def check_options(options: Any) -> None:
         value, about = getattr(options, name), f.metadata
         if about["choices"] and value not in about["choices"]:
             raise OptionError(name, repr(value), f"one of {', '.join(about['choices'])}")
-        if value is None or isinstance(value, Word) or kind_of(f) not in (int, float):
+        if value is None or kind_of(f) not in (int, float):
             continue
         if not about["at_least"] <= value < math.inf:
             expected = "0 or more" if about["at_least"] == 0 else f"at least {about['at_least']}"
@@ -134,7 +120,6 @@ def check_options(options: Any) -> None:
             expected = f"less than {about['below']:,}"
         else:
             continue
-        expected = " or ".join([expected, *about["words"]])
         raise OptionError(name, f"{value:,}" if isinstance(value, int) else value, expected)
 
 
@@ -174,7 +159,12 @@ def parse_options(
 
 
 def read_flags(
-    options: type, argv: Sequence[str], description: str, epilog: str = "", elsewhere: Mapping[str, str] = {}, **parser
+    options: type,
+    argv: Sequence[str],
+    description: str = "",
+    epilog: str = "",
+    elsewhere: Mapping[str, str] = {},
+    **parser,
 ) -> dict[str, Any]:
     """Return the values that a command line gives, by field name. --flag_name and --flag-name are the same.
 
@@ -202,10 +192,10 @@ def read_flags(
             group.add_argument(
                 f"--{flag}" if len(flag) > 1 else f"-{flag}",
                 dest=name,
-                type=_on_off if kind is bool else _reader(kind, about["words"], about["spellings"]),
+                type=_on_off if kind is bool else _reader(kind, about["spellings"]),
                 nargs=None if bare is None else "?",
                 const=bare,
-                metavar="|".join(about["choices"] or [typed, *about["words"]]),
+                metavar="|".join(about["choices"]) or typed,
                 help=text.replace("%", "%%") if flag == name else argparse.SUPPRESS,
             )
         if kind is bool:
@@ -244,11 +234,11 @@ def _underscored(argument: str) -> str:
     return "--" + flag[2:].replace("-", "_") + equals + value if argument.startswith("--") else argument
 
 
-def _reader(kind: type, words: tuple[str, ...], spellings: Mapping[str, str]) -> Callable[[str], Any]:
+def _reader(kind: type, spellings: Mapping[str, str]) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
-        return Word(text) if text in words else kind(spellings.get(text, text))
+        return kind(spellings.get(text, text))
 
-    parse.__name__ = " or ".join([kind.__name__, *words])  # argparse prints it: invalid int or auto value
+    parse.__name__ = kind.__name__  # argparse prints it: invalid int value
     return parse
 
 

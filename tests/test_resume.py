@@ -253,8 +253,9 @@ def test_checkpoint_of_a_version_that_stored_auto_keeps_the_precision_of_the_har
 def test_option_of_a_preset_that_contradicts_the_checkpoint_is_named_with_the_preset(workdir):
     run_here("--max_steps", "3", *folders("a"))
     Path("other.toml").write_text("seed = 5\n")
-    assert fails("--resume", "latest", "--config", "other.toml", *folders("a")).startswith(
-        "--seed is 5 (from --config other.toml), but the checkpoint was trained with 1337; drop --config, or "
+    assert fails("--resume", "latest", "--config", "other.toml", *folders("a")) == (
+        "--seed is 5, but the checkpoint was trained with 1337; drop --config, or start another run in another "
+        "--checkpoint_dir (--config other.toml sets --seed)"
     )
 
 

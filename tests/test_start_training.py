@@ -222,7 +222,7 @@ def test_without_a_terminal_yes_is_required(workdir, monkeypatch):
 def test_a_plan_that_fails_prints_the_error_and_starts_nothing(typed, capfd):
     typed("", "", "", "", "")
     assert start_training.main(["--config", "test", "--mini_batch_size", "3"]) == 2
-    assert capfd.readouterr().err.startswith("error: --total_batch_size 512 (from --config test) is not a")
+    assert capfd.readouterr().err.startswith("error: --total_batch_size 512 is not a multiple of ")
     assert not Path("checkpoints").exists()
 
 
