@@ -2,18 +2,18 @@
 """Ask what to train on what, print the command and its plan, run it in the background, and show the monitor.
 
 Enter accepts the answer in brackets, and flags of train.py answer their own question. Leaving the monitor leaves
-training alone. NPROC=2 sets the number of processes.
+training alone. There is a process for each GPU; NPROC=2 sets their number.
 """
 
 import argparse
 import io
 import os
-import re
 import shlex
 import shutil
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -85,15 +85,14 @@ def unfinished_runs(folders: Collection[Path]) -> dict[str, str]:
 
 
 def presets() -> dict[str, str]:
-    """Return the presets, the smallest first, with their size and what their first comment says."""
-    found = []
-    for path in PRESETS.glob("*.toml"):
-        first, *comment = (line[2:] for line in path.read_text().splitlines() if line.startswith("# "))
-        parameters = next(line for line in comment if " parameters;" in line).partition(" parameters;")[0]
-        context, purpose = parse_args(["--config", path.stem])[0].context_length, re.split(r"[.:](?: |$)", first)[0]
-        millions = float(parameters.removesuffix(" M").replace(",", ""))
-        found.append((millions, path.stem, f"{parameters:>9}, context {context:>6,}  {purpose}"))
-    return {name: about for _, name, about in sorted(found)}
+    """Return the presets and their descriptions, the smallest model first."""
+
+    def size(path: Path) -> tuple[int, str]:
+        config, _ = parse_args(["--config", path.stem])
+        return config.num_layers * config.embd_size**2, path.stem
+
+    found = sorted(PRESETS.glob("*.toml"), key=size)
+    return {path.stem: tomllib.loads(path.read_text())["description"] for path in found}
 
 
 def prepared_data(root: Path) -> dict[str, str]:
@@ -128,31 +127,29 @@ def flags_of_run(flags: list[str]) -> list[str]:
         default = "new" if by_flag & {"config", "init_from"} else next(iter(runs))
         run = choose("Resume an unfinished run, or start a new one?", runs | {"new": "a new run"}, default)
         if run != "new":
-            return ["--resume", "latest", *([] if "checkpoint_dir" in by_flag else ["--checkpoint_dir", run]), *flags]
-    return flags_of_new_run(flags, by_flag)
-
-
-def flags_of_new_run(flags: list[str], by_flag: set[str]) -> list[str]:
-    answers = []
+            return ["--resume=latest", f"--checkpoint_dir={run}", *flags]
+    model = []
     if not by_flag & {"config", "init_from"}:
-        answers += ["--config", choose("Which model?", presets(), "gpt2" if GPUS else "quickstart")]
-    config, _ = parse_args([*answers, *flags])
+        model = ["--config", choose("Which model?", presets(), "gpt2" if GPUS else "quickstart")]
+    config, _ = parse_args([*model, *flags])
+    answers = {}
     if "data_dir" not in by_flag:
-        answers += ["--data_dir", choose_data(config.data_dir)]
-    folder = config.checkpoint_dir
+        answers["data_dir"] = choose_data(config.data_dir)
     if "checkpoint_dir" not in by_flag:
-        name = Path(config.config or config.init_from).stem
-        names = (f"checkpoints/{name}{number and f'-{number}'}" for number in ("", *range(2, 10**6)))
-        default = next(folder for folder in names if not other_run(folder))
-        print()
-        while taken := other_run(folder := ask("Folder for checkpoints", default)):
-            print(f"  {taken} holds another run; expected a new name")
-        answers += ["--checkpoint_dir", folder]
-    if "logdir" not in by_flag:
-        answers += ["--logdir", f"logs/{Path(folder).name}"]
-    if "use_tensorboard" not in by_flag:
-        answers += ["--use_tensorboard" if confirm("TensorBoard curves?") else "--no_use_tensorboard"]
-    return answers + flags
+        answers["checkpoint_dir"] = choose_folder(Path(config.config or config.init_from).stem)
+    folder = Path(answers.get("checkpoint_dir", config.checkpoint_dir))
+    answers |= {"logdir": f"logs/{folder.name}", "use_tensorboard": "on"}
+    return [*model, *(f"--{name}={answer}" for name, answer in answers.items() if name not in by_flag), *flags]
+
+
+def choose_folder(name: str) -> str:
+    """Ask for a folder of checkpoints that no other run has written to."""
+    names = (f"checkpoints/{name}{number and f'-{number}'}" for number in ("", *range(2, 10**6)))
+    default = next(folder for folder in names if not other_run(folder))
+    print()
+    while taken := other_run(folder := ask("Folder for checkpoints", default)):
+        print(f"  {taken} holds another run; expected a new name")
+    return folder
 
 
 def choose_data(default: str) -> str:
@@ -171,10 +168,9 @@ def choose_data(default: str) -> str:
 
 def command_of(config: TrainConfig, flags: list[str]) -> list[str]:
     """Return the command line, with one process for each GPU, or one on the CPU."""
-    processes = os.environ.get("NPROC") or "1"
-    if GPUS > 1 and config.device in ("auto", "cuda") and not os.environ.get("NPROC"):
-        processes = ask(f"\n{GPUS} GPUs. Processes", str(GPUS), [str(number) for number in range(1, GPUS + 1)])
-    if processes in ("0", "1"):
+    gpus = GPUS if config.device in ("auto", "cuda") else 0
+    processes = int(os.environ.get("NPROC") or gpus)
+    if processes <= 1:
         return [shown(sys.executable), shown(REPO / "train.py"), *flags]
     torchrun = shown(shutil.which("torchrun") or "torchrun")
     return [torchrun, "--standalone", f"--nproc_per_node={processes}", shown(REPO / "train.py"), *flags]
@@ -189,8 +185,8 @@ def train_and_watch(command: list[str], folder: Path, console: Path) -> int:
     def heartbeat_ns() -> int:
         return (folder / STATUS).stat().st_mtime_ns if (folder / STATUS).exists() else 0
 
-    def has_begun() -> bool:
-        return heartbeat_ns() != before and read_status(folder).get("doing") != "starting"
+    def is_starting() -> bool:
+        return heartbeat_ns() == before or read_status(folder).get("doing") == "starting"
 
     def show_output() -> None:
         print(printed.read().decode(errors="replace"), end="", flush=True)
@@ -204,7 +200,7 @@ def train_and_watch(command: list[str], folder: Path, console: Path) -> int:
         )
     with open(console, "rb") as printed, suppress(KeyboardInterrupt):
         printed.seek(start)
-        while training.poll() is None and not has_begun():
+        while training.poll() is None and is_starting():
             show_output()
             time.sleep(0.2)
         show_output()

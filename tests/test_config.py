@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+import tomllib
 
 import pytest
 import torch
@@ -43,15 +44,14 @@ SHAPE = {f.name for f in dataclasses.fields(GPTConfig)} - {"vocab_size"}
 
 
 @pytest.mark.parametrize("preset", sorted(path.stem for path in PRESETS.glob("*.toml")))
-def test_parameters_and_memory_in_preset_comments_are_correct(preset):
+def test_parameters_and_memory_of_presets_are_correct(preset):
     """They assume GPT-2's vocabulary, bf16 and torch.compile, as on a GPU."""
-    config, text = parse("--config", preset), (PRESETS / f"{preset}.toml").read_text()
+    config, table = parse("--config", preset), (REPO / "docs/models.md").read_text()
     config.check_together()
     stated = re.search(
-        r"^# ([\d,.]+) M parameters; ([\d.]+) GB of weights, gradients and optimizer; about ([\d.]+) GB with (\d+) "
-        r"rows?: "
-        r"(?:a GPU of (\d+) GB|anything)\.$",
-        text,
+        rf"^\| `train\.py --config {preset}` \| ([\d,.]+) M \| ([\d.]+) GB \| ([\d.]+) GB, (\d+) rows? \| "
+        r"(?:a GPU of (\d+) GB|anything) \|$",
+        table,
         re.MULTILINE,
     )
     vocabulary = {} if stated[5] else {"vocab_size": 257}
@@ -68,10 +68,9 @@ def test_parameters_and_memory_in_preset_comments_are_correct(preset):
     assert rounded_like(sum(memory.values()) / 1e9, stated[3]) == stated[3]
     assert config.mini_batch_size == int(stated[4])
     assert stated[5] is None or 1.1 * sum(memory.values()) / 1e9 < int(stated[5])
-    size = f"a GPU of {stated[5]} GB" if stated[5] else "anything"
-    row = f"| `train.py --config {preset}` | {stated[1]} M | {stated[2]} GB | {stated[3]} GB, {stated[4]} row"
-    table = (REPO / "docs/models.md").read_text()
-    assert any(line.startswith(row) and line.endswith(f" | {size} |") for line in table.splitlines())
+    description = tomllib.loads((PRESETS / f"{preset}.toml").read_text())["description"]
+    assert f": {stated[1]} M parameters, context {config.context_length:,}, " in description
+    assert stated[5] is None or description.endswith(f" a GPU of {stated[5]} GB")
     for processes in (1, 2, 4, 8) if stated[5] else (1,):
         assert config.with_tokens_of_step(processes).grad_accum_steps(processes)
 
@@ -222,7 +221,8 @@ def test_suggested_options_exist():
 @pytest.mark.parametrize(("flags", "said"), {
     "num_workers persistent_workers dataloader_prefetch_factor pin_memory":
     "batches are read ahead by one thread, for a GPU into pinned memory; drop the flag",
-    "max_files": "here it is --max_files of prepare_dataset.py; a run reads all shards of --data_dir, up to --max_steps",
+    "max_files":
+    "here it is --max_files of prepare_dataset.py; a run reads all shards of --data_dir, up to --max_steps",
     "warmup_ratio": "here it is --warmup_steps, in steps; by default the warm-up is at most a tenth of the run",
     "checkpoint_compression": "checkpoints are not compressed, because fp32 weights hardly shrink; drop the flag",
 }.items())  # fmt: skip
