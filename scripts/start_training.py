@@ -17,14 +17,12 @@ import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import PRESETS, TrainConfig, parse_args
 from steadygpt.checkpoint import checkpoint_files
 from steadygpt.cli import UserError, run_cli
-from steadygpt.durable import lock_folder
 from steadygpt.runlog import METRICS, STATUS, read_status
 from steadygpt.shards import MANIFEST, find_shards, read_manifest
 
@@ -64,26 +62,6 @@ def choose(title: str, choices: Mapping[str, str], default: str) -> str:
     return numbers.get(answer, answer)
 
 
-def unfinished_runs(folders: Collection[Path]) -> dict[str, str]:
-    """Return the folders of runs that can be resumed, the last one that saved first, and how far each is."""
-    found = []
-    for folder in folders:
-        status, files = read_status(folder), checkpoint_files(folder)
-        if not files or status.get("status") == "finished":
-            continue
-        try:
-            lock_folder(folder, f"watch it with ./monitor_training.sh {folder}").close()
-        except UserError as error:
-            print(error)
-            continue
-        step = f"step {status['step']:,} of {status.get('max_steps', 0):,}, " if "step" in status else ""
-        ended = status.get("status", "no status.json").replace("running", "killed")
-        saved_s = max(file.stat().st_mtime for file in files)
-        saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(saved_s))
-        found.append((saved_s, str(folder), f"{step}{ended}, last save {saved}"))
-    return {folder: about for _, folder, about in sorted(found, reverse=True)}
-
-
 def presets() -> dict[str, str]:
     """Return the presets and their descriptions, the smallest model first."""
 
@@ -116,18 +94,11 @@ def other_run(folder: str) -> str:
 
 
 def flags_of_run(flags: list[str]) -> list[str]:
-    """Return the flags of the run to resume or to start; those that are given come last."""
-    config, given = parse_args(flags)
+    """Return the flags of the run; those that are given come last."""
+    _, given = parse_args(flags)
     by_flag = {name for name, source in given.items() if source == "flag"}
     if "resume" in by_flag:
         return flags
-    root = Path("checkpoints")
-    runs = unfinished_runs([Path(config.checkpoint_dir)] if "checkpoint_dir" in by_flag else [root, *root.glob("*/")])
-    if runs:
-        default = "new" if by_flag & {"config", "init_from"} else next(iter(runs))
-        run = choose("Resume an unfinished run, or start a new one?", runs | {"new": "a new run"}, default)
-        if run != "new":
-            return ["--resume=latest", f"--checkpoint_dir={run}", *flags]
     model = []
     if not by_flag & {"config", "init_from"}:
         model = ["--config", choose("Which model?", presets(), "gpt2" if GPUS else "quickstart")]
@@ -148,7 +119,7 @@ def choose_folder(name: str) -> str:
     default = next(folder for folder in names if not other_run(folder))
     print()
     while taken := other_run(folder := ask("Folder for checkpoints", default)):
-        print(f"  {taken} holds another run; expected a new name")
+        print(f"  {taken} holds another run; expected a new name, or resume that run with ./resume_training.sh")
     return folder
 
 
@@ -159,7 +130,7 @@ def choose_data(default: str) -> str:
     prepare = [shown(sys.executable), shown(REPO / "prepare_dataset.py")]
     print(f"\nThere is no prepared data in data/. To prepare FineWeb-Edu 10B (24 GB of disk): {shlex.join(prepare)}")
     if not confirm("Prepare the Python standard library now (seconds, no download)?"):
-        end("nothing was started", 0)
+        sys.exit("nothing was started")
     stdlib = ["--source", "stdlib", "--tokenizer", "bytes", "--out", "data/stdlib"]
     if status := subprocess.run([*prepare, *stdlib]).returncode:
         sys.exit(status)
@@ -218,11 +189,6 @@ def train_and_watch(command: list[str], folder: Path, console: Path) -> int:
     return 0
 
 
-def end(text: str, status: int) -> NoReturn:
-    print(text)
-    sys.exit(status)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "./start_training.sh",
@@ -250,9 +216,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if plan.returncode or not dry_run:
             return plan.returncode
         if not confirm("\nStart?"):
-            end("nothing was started", 0)
-    except (EOFError, KeyboardInterrupt):
-        end("\nnothing was started", 130)
+            sys.exit("nothing was started")
+    except EOFError:  # Ctrl-D
+        sys.exit("\nnothing was started")
     if own.no_monitor:
         sys.stdout.flush()
         os.execvp(command[0], command)
