@@ -12,16 +12,17 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from config import TrainConfig
 from steadygpt.checkpoint import BACKUP, LATEST, NAMED, checkpoint_files, read_checkpoint, summary
 from steadygpt.cli import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.durable import lock_folder
-from steadygpt.mirror import Mirror, Pointer, files_of
+from steadygpt.mirror import Entry, Mirror
 from steadygpt.progress import ProgressBar
 from steadygpt.runlog import STATUS, read_status
+from steadygpt.start import resume_config
 from steadygpt.table import mirror_table
 
 
@@ -40,51 +41,43 @@ class ManagerOptions:
     checkpoint_dir: str = option("checkpoints", "local folder")
 
 
-def upload_all(mirror: Mirror, folder: Path) -> None:
+def upload_all(url: str, folder: Path) -> None:
     """Upload the intact checkpoints of a folder that the mirror lacks, the oldest first, and the logs of the run.
 
-    Raises: UserError when there are none, a run is using the folder, or the mirror belongs to another run.
+    Raises: UserError when there are none, a run is using the folder, the mirror belongs to another run, or it has newer
+        checkpoints.
     """
-    names: dict[int, list[Path]] = {}  # by inode
+    files: dict[int, list[Path]] = {}  # by inode
     for path in checkpoint_files(folder):
         if path.name != BACKUP:  # the mirror makes its own
-            names.setdefault(path.stat().st_ino, []).append(path)
-    if not names:
+            files.setdefault(path.stat().st_ino, []).append(path)
+    if not files:
         raise UserError(f"no checkpoints in {folder}; name their folder with --checkpoint_dir")
+    oldest_first = sorted(files.values(), key=lambda paths: paths[0].stat().st_mtime_ns)
+    mirror = Mirror(url, resumes=True)
     with lock_folder(folder, "it uploads its checkpoints itself"):
-        there, _ = mirror.patiently(mirror.pointers)
-        newest_ns = there[LATEST].mtime_ns if LATEST in there else 0
-        # The run continued on another machine, whose logs are longer.
-        is_behind = newest_ns > max(paths[0].stat().st_mtime_ns for paths in names.values())
-        for paths in sorted(names.values(), key=lambda paths: paths[0].stat().st_mtime_ns):
+        there = mirror.patiently(mirror.index).checkpoints
+        if LATEST in there and there[LATEST].mtime_ns > oldest_first[-1][0].stat().st_mtime_ns:
+            raise UserError(f"{url} has a newer checkpoint than {folder}, of step {there[LATEST].step:,}; resume that")
+        for paths in oldest_first:
             try:
                 checkpoint = read_checkpoint(paths[0])
             except UserError as error:
                 print(f"skipped {error}", flush=True)
                 continue
-            pointer, tiers = Pointer.of(paths[0], summary(checkpoint)), [path.name for path in paths]
-            tiers = [name for name in tiers if name not in there or there[name].mtime_ns <= pointer.mtime_ns]
-            if not tiers:
+            config = TrainConfig(checkpoint_dir=str(folder))
+            config, _ = resume_config(checkpoint["train_config"], config, {"checkpoint_dir": "flag"})
+            if not config.run_name:
+                raise UserError(f"{paths[0]}: converted weights, not of a run")
+            entry, mirror.run = Entry.of(paths[0], summary(checkpoint)), config.run_name
+            names = [path.name for path in paths]
+            names = [name for name in names if name not in there or there[name].mtime_ns <= entry.mtime_ns]
+            if not names:
                 print(f"the mirror has newer ones: {', '.join(path.name for path in paths)}", flush=True)
                 continue
-            is_new = _upload(mirror, paths[0], checkpoint["train_config"], pointer, tiers, not is_behind)
-            print(f"{'uploaded' if is_new else 'already there'}: {', '.join(tiers)}", flush=True)
-
-
-def _upload(mirror: Mirror, path: Path, options: dict, pointer: Pointer, names: list[str], with_logs: bool) -> bool:
-    """Upload a checkpoint of the run with these options, perhaps with logs; return whether it was not there."""
-    defaults = {"run_name": "", "mirror_keep": 0, "keep_epochs": 0}  # older checkpoints have fewer options
-    config = SimpleNamespace(**defaults | options | {"checkpoint_dir": str(path.parent)})
-    if not config.run_name:
-        raise UserError(f"{path}: converted weights, not of a run")
-    files = files_of(config) if with_logs else {}
-    with ProgressBar(desc=path.name, total=pointer.size, unit="B") as bar:
-
-        def upload() -> bool:
-            mirror.claim(config.run_name, resumes=True)
-            return mirror.upload(path, pointer, names, files, config.mirror_keep, bar.show_from(0), config.keep_epochs)
-
-        return mirror.patiently(upload)
+            with ProgressBar(desc=paths[0].name, total=entry.size, unit="B") as bar:
+                is_new = mirror.patiently(partial(mirror.upload, paths[0], entry, names, config, bar.show_from(0)))
+            print(f"{'uploaded' if is_new else 'already there'}: {', '.join(names)}", flush=True)
 
 
 def download(mirror: Mirror, name: str, folder: Path) -> None:
@@ -92,33 +85,31 @@ def download(mirror: Mirror, name: str, folder: Path) -> None:
 
     Raises: UserError when the mirror has none of that name, it is corrupt, or the file exists.
     """
-    pointers, _ = mirror.patiently(mirror.pointers)
+    there = mirror.patiently(mirror.index).checkpoints
     name = {"latest": LATEST, **NAMED}.get(name, name)
-    if name not in pointers:
-        raise UserError(f"{mirror.url}: no {name}; expected one of {', '.join(pointers) or 'nothing: it is empty'}")
+    if name not in there:
+        raise UserError(f"{mirror.url}: no {name}; expected one of {', '.join(there) or 'nothing: it is empty'}")
     target = folder / name
     if target.exists():
         raise UserError(f"{target} exists; rename it, or give another --checkpoint_dir")
     folder.mkdir(parents=True, exist_ok=True)
-    mirror.download(pointers[name], target)
-    print(f"{target}: step {pointers[name].step:,}, verified")
+    mirror.download(there[name], target)
+    print(f"{target}: step {there[name].step:,}, verified")
 
 
 def verify(mirror: Mirror) -> int:
     """Read every checkpoint in the store, print its state, and return the exit status: 1 if one is not intact."""
-    pointers, bad = mirror.patiently(mirror.pointers)
-    if not pointers and not bad:
+    there, states = mirror.patiently(mirror.index).checkpoints, set()
+    if not there:
         raise UserError(f"no checkpoints in {mirror.url}; expected the URL that --mirror had")
-    print(*bad.values(), sep="\n", end="\n" * bool(bad))
-    files = {pointer.file: pointer for pointer in pointers.values()}
-    with ProgressBar(desc="verifying", total=sum(pointer.size for pointer in files.values()), unit="B") as bar:
-        for file, pointer in files.items():
-            state = mirror.patiently(partial(mirror.verify, pointer))
-            names = ", ".join(name for name, found in pointers.items() if found == pointer)
-            bar.update(pointer.size)
-            print(f"{file} ({names}): {state}", flush=True)
-            bad |= {file: state} if state != "intact" else {}
-    return int(bool(bad))
+    entries = set(there.values())
+    with ProgressBar(desc="verifying", total=sum(entry.size for entry in entries), unit="B") as bar:
+        for entry in sorted(entries, key=lambda entry: entry.mtime_ns):
+            states.add(state := mirror.patiently(partial(mirror.verify, entry)))
+            names = ", ".join(name for name, found in there.items() if found == entry)
+            bar.update(entry.size)
+            print(f"{entry.file} ({names}): {state}", flush=True)
+    return int(states != {"intact"})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -128,16 +119,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not url:
         found = f"missing, and {folder / STATUS} names none"
         raise OptionError("mirror", found, "the URL that train.py --mirror has, such as s3://bucket/run")
-    mirror = Mirror(url)
     if options.action == "verify":
-        return verify(mirror)
+        return verify(Mirror(url))
     if options.action == "list":
-        for line in mirror_table(mirror):
-            print(line)
+        print(*mirror_table(Mirror(url)), sep="\n")
     elif options.action == "download":
-        download(mirror, options.name, folder)
+        download(Mirror(url), options.name, folder)
     else:
-        upload_all(mirror, folder)
+        upload_all(url, folder)
     return 0
 
 

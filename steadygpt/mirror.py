@@ -1,11 +1,10 @@
 """The copy of a run in an object store: its layout, uploads, downloads and verification, through fsspec.
 
     step_000250-20261122-063200-123456.pt     a checkpoint, uploaded once: its step, and when it was written (UTC)
-    latest.pt.json  rolling_step_000250.pt.json     a pointer for each of its names, uploaded after it
-    evaluations.json  logs/  tensorboard/     of the run, uploaded before the pointers
-    run.json                                  the name of the run
+    evaluations.json  logs/  tensorboard/     of the run
+    index.json                                the name of the run, and the checkpoint that each name stands for
 
-Only files that a pointer names are checkpoints, so an incomplete upload is never taken for one.
+The index is written last. Only the files in it are checkpoints, so an incomplete upload is never taken for one.
 """
 
 import json
@@ -13,11 +12,11 @@ import os
 import shutil
 import time
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from operator import methodcaller
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from steadygpt.checkpoint import BACKUP, BEST, EVALUATIONS, LATEST, NAMED, read_checkpoint
 from steadygpt.cli import UserError
@@ -31,15 +30,16 @@ if TYPE_CHECKING:
     from config import TrainConfig
 
 Result = TypeVar("Result")
-RUN, POINTER = "run.json", ".pt.json"
+INDEX = "index.json"
+OLD_RUN, OLD_POINTER = "run.json", ".pt.json"  # what mirrors had in place of an index
 PARTS = 4  # of 50 MB each, in memory and under way at once
 SILENCE_S = 60  # a store may take this long to put the parts of a large file together
 RETRIES = 5  # of a part, before the whole upload is repeated
 
 
 @dataclass(frozen=True)
-class Pointer:
-    """The content of a pointer file: a checkpoint, and what the table shows of it."""
+class Entry:
+    """What the index says of a checkpoint."""
 
     file: str
     size: int  # in bytes
@@ -50,22 +50,29 @@ class Pointer:
     val_loss: float | None = None
 
     @classmethod
-    def of(cls, path: Path, about: Mapping[str, Any]) -> "Pointer":
+    def of(cls, path: Path, about: Mapping[str, Any]) -> "Entry":
         """Describe a checkpoint file; `about` has its step, epoch and losses."""
         stat = path.stat()
         seconds, ns = divmod(stat.st_mtime_ns, 10**9)
         written = f"{time.strftime(STAMP, time.gmtime(seconds))}-{ns // 1000:06d}"
         return cls(f"step_{about['step']:06d}-{written}.pt", stat.st_size, stat.st_mtime_ns, **about)
 
+
+@dataclass(frozen=True)
+class Index:
+    """The content of index.json."""
+
+    run: str  # the name; "" for an empty folder
+    checkpoints: dict[str, Entry]  # by name, in the order in which they are tried
+
     @classmethod
-    def parse(cls, content: bytes) -> "Pointer":
-        """Raises: ValueError or TypeError for anything but a pointer."""
-        stored = json.loads(content)
-        found = cls(**{f.name: stored[f.name] for f in fields(cls) if f.name in stored})  # later versions may have more
-        numbers = (found.size, found.mtime_ns, found.step)
-        if not isinstance(found.file, str) or not all(isinstance(number, int) for number in numbers):
-            raise TypeError(f"found {found}")
-        return found
+    def of(cls, run: str, checkpoints: Mapping[str, Entry]) -> "Index":
+        order = {LATEST: 3, BACKUP: 2, BEST: -1}
+
+        def turn(name: str) -> tuple:
+            return order.get(name, name.startswith("rolling")), checkpoints[name].mtime_ns
+
+        return cls(run, {name: checkpoints[name] for name in sorted(checkpoints, key=turn, reverse=True)})
 
 
 class Damaged(UserError):
@@ -79,16 +86,18 @@ class Mirror:
 
     Args:
         url: of the folder, for fsspec.
+        run: the name of the run that uploads.
+        resumes: whether that run may find its checkpoints there.
 
     Raises: UserError when fsspec does not know the URL, or its back end is not installed.
     """
 
-    def __init__(self, url: str):
+    def __init__(self, url: str, run: str = "", resumes: bool = False):
         scheme, separator, rest = url.partition("://")
         if ":" in scheme or not (rest.strip("/") if separator else url.startswith("/")) or set(url) & set("*?["):
             raise UserError(f"--mirror {url!r}: expected a URL such as s3://bucket/run, or an absolute path")
-        self.url = url.rstrip("/")
-        self.run = ""  # that this process has reserved the folder for
+        self.url, self.run, self.resumes = url.rstrip("/"), run, resumes
+        self.is_claimed = False
         self.sent: dict[str, tuple[int, int]] = {}  # other files -> size and time of what was uploaded
         self.connect()
 
@@ -98,7 +107,6 @@ class Mirror:
         self.fs, self.folder = self.store.fs, self.store.path
         self.fs.retries = RETRIES
         self.has_folders = self.folder.startswith("/")  # of object stores, paths begin with the bucket
-        self.there: dict[str, Pointer] | None = None  # the pointers, while uploading
 
     def patiently(self, request: Callable[[], Result]) -> Result:
         return self.store.service.persistently(self.url, lambda _: request())
@@ -107,41 +115,33 @@ class Mirror:
     # reading
 
     def sizes(self) -> dict[str, int]:
-        """Return the bytes of each file at the top of the folder, by name; complete files only, in object stores."""
+        """Return the bytes of each file, by its name in the folder; complete files only, in object stores."""
+        found = self.fs.find(self.folder, detail=True)
+        return {path.removeprefix(f"{self.folder}/"): info["size"] for path, info in found.items()}
+
+    def index(self) -> Index:
+        """Read the index; it is empty if there is none.
+
+        Raises: UserError when it is corrupt.
+        """
         try:
-            found = self.fs.ls(self.folder, detail=True)
+            stored = json.loads(self.read(INDEX))
+            entries = {name: Entry(**entry) for name, entry in stored["checkpoints"].items()}
+            return Index.of(stored["run"], entries)
         except FileNotFoundError:
-            return {}
-        return {Path(entry["name"]).name: entry["size"] for entry in found if entry["type"] == "file"}
+            return self._index_of_pointers()
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise UserError(
+                f"{self.url}/{INDEX}: not the index of a mirror ({error!r}); its checkpoints are the files step_*.pt: "
+                "download one, resume from it with --resume FILE, and give the run another --mirror"
+            ) from error
 
-    def pointers(self) -> tuple[dict[str, Pointer], dict[str, str]]:
-        """Return checkpoint name -> pointer, in the order in which they are tried; and -> a line for a bad pointer."""
-        names = [name for name in self.sizes() if name.endswith(POINTER)]
-        contents = self.fs.cat([self._path(name) for name in names]) if names else {}
-        found, bad = {}, {}
-        for path, content in contents.items():
-            name = Path(path).stem
-            try:
-                found[name] = Pointer.parse(content)
-            except (ValueError, TypeError) as error:
-                bad[name] = f"{self.url}/{name}.json: not a pointer ({error})"
-        order = {LATEST: 3, BACKUP: 2, BEST: -1}
-
-        def turn(name: str) -> tuple:
-            return order.get(name, name.startswith("rolling")), found[name].mtime_ns
-
-        return {name: found[name] for name in sorted(found, key=turn, reverse=True)}, bad
-
-    def run_name(self) -> str:
-        """Return the name of the run that the folder belongs to; "" if none."""
-        try:
-            return str(json.loads(self.read(RUN))["run"])
-        except (FileNotFoundError, ValueError, KeyError, TypeError):  # missing, or its upload was interrupted
-            return ""
-
-    def find(self, folder: str) -> list[str]:
-        """Return the paths of all files below a folder."""
-        return list(self.fs.find(self._path(folder)))
+    def _index_of_pointers(self) -> Index:
+        """Read what earlier versions wrote: the name of the run, and a pointer to a checkpoint for each name."""
+        names = [name for name in self.sizes() if name == OLD_RUN or name.endswith(OLD_POINTER)]
+        found = {name: json.loads(self.read(name)) for name in names}
+        run = found.pop(OLD_RUN, {"run": ""})["run"]
+        return Index.of(run, {name.removesuffix(".json"): Entry(**pointer) for name, pointer in found.items()})
 
     def read(self, name: str) -> bytes:
         return self.fs.cat_file(self._path(name))
@@ -153,42 +153,24 @@ class Mirror:
         except (FileNotFoundError, ValueError):
             return {}
 
-    def claim(self, run_name: str, resumes: bool) -> None:
-        """Reserve the folder for a run; this also finds out whether the store accepts files.
-
-        Raises: UserError when the folder holds checkpoints of another run.
-        """
-        owner = self.run_name()
-        if owner != run_name or not resumes:
-            there, bad = self.pointers()
-            if names := [*there, *bad]:
-                raise UserError(
-                    f"--mirror {self.url} already holds checkpoints of the run {owner or '(unknown)'} ({names[0]} and "
-                    f"{len(names) - 1} more), not of {run_name}; resume that run, or give this one another --mirror"
-                )
-        if owner != run_name:
-            self._make_folder()
-            self._write(RUN, {"run": run_name})
-        self.run = run_name
-
-    def download(self, pointer: Pointer, target: Path) -> None:
+    def download(self, entry: Entry, target: Path) -> None:
         """Download a checkpoint, verify it, and put it at `target`, with the time of its first writing.
 
         Raises: Damaged when it is missing or corrupt; UserError when it is larger than the free space or the store
             does not answer; `target` is unchanged.
         """
         free = shutil.disk_usage(target.parent).free
-        if free < pointer.size:
-            raise UserError(f"{target}: {pointer.size:,} bytes are needed, {free:,} are free; free some space")
-        url, downloaded = f"{self.url}/{pointer.file}", target.with_name(f".{pointer.file}.tmp")
-        size = self.patiently(self.sizes).get(pointer.file)
-        if size != pointer.size:
-            found = "missing" if size is None else f"incomplete ({size:,} of {pointer.size:,} bytes)"
+        if free < entry.size:
+            raise UserError(f"{target}: {entry.size:,} bytes are needed, {free:,} are free; free some space")
+        url, downloaded = f"{self.url}/{entry.file}", target.with_name(f".{entry.file}.tmp")
+        size = self.patiently(self.sizes).get(entry.file)
+        if size != entry.size:
+            found = "missing" if size is None else f"incomplete ({size:,} of {entry.size:,} bytes)"
             raise Damaged(f"{url}: {found}")
-        info = self.patiently(lambda: self.fs.info(self._path(pointer.file)))
-        with ProgressBar(desc=pointer.file, total=pointer.size, unit="B") as bar:
-            self.store.fetch(StoreFile(url, pointer.size, version_of(info)), downloaded, bar.show_from(0))
-        os.utime(downloaded, ns=(pointer.mtime_ns, pointer.mtime_ns))  # decides which of several is the newest
+        info = self.patiently(lambda: self.fs.info(self._path(entry.file)))
+        with ProgressBar(desc=entry.file, total=entry.size, unit="B") as bar:
+            self.store.fetch(StoreFile(url, entry.size, version_of(info)), downloaded, bar.show_from(0))
+        os.utime(downloaded, ns=(entry.mtime_ns, entry.mtime_ns))  # decides which of several is the newest
         try:
             read_checkpoint(downloaded)
         except UserError as error:
@@ -196,12 +178,12 @@ class Mirror:
             raise Damaged(str(error).replace(str(downloaded), url)) from error
         os.replace(downloaded, target)
 
-    def verify(self, pointer: Pointer) -> str:
+    def verify(self, entry: Entry) -> str:
         """Read a checkpoint and its checksums in the store; return intact, or what is wrong with it."""
         try:
-            if (size := self.fs.size(self._path(pointer.file))) != pointer.size:
-                return f"incomplete ({size:,} of {pointer.size:,} bytes)"
-            with self.fs.open(self._path(pointer.file), "rb") as file, zipfile.ZipFile(file) as archive:
+            if (size := self.fs.size(self._path(entry.file))) != entry.size:
+                return f"incomplete ({size:,} of {entry.size:,} bytes)"
+            with self.fs.open(self._path(entry.file), "rb") as file, zipfile.ZipFile(file) as archive:
                 bad = archive.testzip()
         except FileNotFoundError:
             return "missing"
@@ -212,51 +194,68 @@ class Mirror:
     # -----------------------------------------------------------------------------------------------------------------
     # writing
 
+    def claim(self) -> None:
+        """Reserve the folder for the run; this also finds out whether the store accepts files.
+
+        Raises: UserError when the folder holds checkpoints of another run.
+        """
+        index = self.index()
+        if index.checkpoints and not (self.resumes and index.run == self.run):
+            name, *others = index.checkpoints
+            raise UserError(
+                f"--mirror {self.url} already holds checkpoints of the run {index.run} ({name} and {len(others)} "
+                f"more), not of {self.run}; resume that run, or give this one another --mirror"
+            )
+        if index.run != self.run:
+            self._write(Index(self.run, {}))
+        self.is_claimed = True
+
     def upload(
-        self,
-        path: Path,
-        pointer: Pointer,
-        names: Sequence[str],
-        files: Mapping[str, Path],
-        keep: int,
-        progress: Callable[[int], object],
-        keep_epochs: int = 0,
+        self, path: Path, entry: Entry, names: Iterable[str], config: "TrainConfig", progress: Callable[[int], object]
     ) -> bool:
-        """Upload a checkpoint unless it is there, then other files, then its pointers; then delete what is too old.
+        """Upload a checkpoint unless it is there, the other files of the run, and the index; delete what is too old.
 
         Args:
-            names: of the checkpoint; latest.pt's pointer is written last, after the one of its backup.
-            files: see upload_files.
-            keep, keep_epochs: newest rolling checkpoints and checkpoints of epochs that are kept; 0: all.
+            names: of the checkpoint; the checkpoint that was latest.pt becomes its backup.
             progress: is called with the number of bytes that are uploaded.
 
         Returns: whether the checkpoint was not there.
-        """
-        import fsspec
 
-        if self.there is None:
-            (self.there, self.bad), self.listed = self.pointers(), self.sizes()
-        is_new = self.listed.get(pointer.file) != pointer.size
+        Raises: UserError when the folder belongs to another run.
+        """
+        if not self.is_claimed:
+            self.claim()
+        sizes = self.sizes()
+        is_new = sizes.get(entry.file) != entry.size
         if is_new:
-            self._make_folder()
-            callback = fsspec.Callback(hooks={"progress": lambda _, sent, **__: progress(sent)})
-            self.fs.put_file(str(path), self._path(pointer.file), callback=callback, max_concurrency=PARTS)
-            self.listed[pointer.file] = pointer.size
-        if self.run and (owner := self.run_name()) != self.run:  # both runs were started when it was empty
-            raise UserError(f"{self.url} belongs to the run {owner or '(unknown)'} now; give this run another --mirror")
-        self.upload_files(files)
-        new = dict.fromkeys(names, pointer)
-        if LATEST in names and LATEST in self.there and self.there[LATEST] != pointer:
-            new[BACKUP] = self.there[LATEST]
-        for name in sorted(new, key=lambda name: name == LATEST):
-            if self.there.get(name) != new[name]:
-                self._write(f"{name}.json", asdict(new[name]))
-                self.there[name] = new[name]
-                self.bad.pop(name, None)
-        self._delete_old(self.there, {"rolling": keep, "epoch": keep_epochs})
+            self._upload_checkpoint(path, entry, progress)
+        index = self.index()
+        if index.run != self.run:  # both runs were started when it was empty
+            raise UserError(f"{self.url} belongs to the run {index.run} now; give this run another --mirror")
+        self._upload_changed(files_of(config))
+        there = dict(index.checkpoints)
+        if LATEST in names and LATEST in there and there[LATEST] != entry:
+            there[BACKUP] = there[LATEST]
+        there |= dict.fromkeys(names, entry)
+        for tier, count in {"rolling": config.mirror_keep, "epoch": config.keep_epochs}.items():
+            oldest_first = sorted((name for name in there if name.startswith(tier)), key=lambda n: there[n].mtime_ns)
+            for name in oldest_first[:-count] if count else []:
+                del there[name]
+        self._write(Index.of(self.run, there))
+        kept = {entry.file for entry in there.values()}
+        for name in sizes:
+            if (name.startswith("step_") and name not in kept) or name == OLD_RUN or name.endswith(OLD_POINTER):
+                self.fs.rm_file(self._path(name))
         return is_new
 
-    def upload_files(self, files: Mapping[str, Path]) -> None:
+    def _upload_checkpoint(self, path: Path, entry: Entry, progress: Callable[[int], object]) -> None:
+        import fsspec
+
+        callback = fsspec.Callback(hooks={"progress": lambda _, sent, **__: progress(sent)})
+        self._make_folder(entry.file)
+        self.fs.put_file(str(path), self._path(entry.file), callback=callback, max_concurrency=PARTS)
+
+    def _upload_changed(self, files: Mapping[str, Path]) -> None:
         """Upload files, given by their names in the store, if they have changed since they were uploaded last."""
         for name, path in files.items():
             if not path.exists():
@@ -267,33 +266,21 @@ class Mirror:
                 self.fs.pipe_file(self._path(name), path.read_bytes())  # the file may grow, so its bytes are taken once
                 self.sent[name] = stat.st_size, stat.st_mtime_ns
 
-    def _write(self, name: str, content: dict) -> None:
-        path, data = self._path(name), f"{json.dumps(content)}\n".encode()
+    def _write(self, index: Index) -> None:
+        path, data = self._path(INDEX), f"{json.dumps(asdict(index), indent=1)}\n".encode()
+        self._make_folder(INDEX)
         if not self.has_folders:
             self.fs.pipe_file(path, data)  # which object stores do atomically
         else:
             self.fs.pipe_file(f"{path}.tmp", data)
             self.fs.mv(f"{path}.tmp", path)
 
-    def _delete_old(self, there: dict[str, Pointer], kept: Mapping[str, int]) -> None:
-        for tier, count in kept.items():
-            names = sorted((name for name in there if name.startswith(tier)), key=lambda name: there[name].mtime_ns)
-            for name in names[:-count] if count else []:
-                self.fs.rm_file(self._path(f"{name}.json"))  # first, so that no pointer names a deleted file
-                del there[name]
-        named = {pointer.file for pointer in there.values()}
-        for name in list(self.listed):
-            # A pointer that cannot be read may name any file.
-            if name.startswith("step_") and name not in named and not self.bad:
-                self.fs.rm_file(self._path(name))
-                del self.listed[name]
-
     def _path(self, name: str) -> str:
         return f"{self.folder}/{name}"
 
-    def _make_folder(self, name: str = "") -> None:
+    def _make_folder(self, name: str) -> None:
         if self.has_folders:  # in an object store, makedirs might create a bucket
-            self.fs.makedirs(Path(self._path(name)).parent.as_posix() if name else self.folder, exist_ok=True)
+            self.fs.makedirs(Path(self._path(name)).parent.as_posix(), exist_ok=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -311,7 +298,9 @@ def _tensorboard(config: "TrainConfig") -> Path:
     return Path(config.tensorboard_dir, config.run_name)
 
 
-def newer_checkpoint(mirror: Mirror, which: str, folder: Path, local: Path | None) -> tuple[Path | None, list[str]]:
+def newer_checkpoint(
+    mirror: Mirror, index: Index, which: str, folder: Path, local: Path | None
+) -> tuple[Path | None, list[str]]:
     """Download the newest intact checkpoint to a temporary file, if it is newer than the local one.
 
     Args:
@@ -320,27 +309,25 @@ def newer_checkpoint(mirror: Mirror, which: str, folder: Path, local: Path | Non
 
     Returns: the temporary file, or None; and a line for each checkpoint that was skipped.
 
-    Raises: UserError when nothing is intact though there are pointers, or the store does not answer.
+    Raises: UserError when nothing is intact though the index names checkpoints, or the store does not answer.
     """
     newest_ns, named = local.stat().st_mtime_ns if local else 0, NAMED.get(which)
-    pointers, bad = mirror.patiently(mirror.pointers)
-    pointers = {name: pointer for name, pointer in pointers.items() if (name == named if named else name != BEST)}
-    skipped, newest = list(bad.values()), pointers.get(named or LATEST)
-    if newest and newest.mtime_ns <= newest_ns:  # others may be newer, if the run was resumed from an older one
-        return None, []
-    for name in sorted(pointers, key=lambda name: (name == LATEST, pointers[name].mtime_ns), reverse=True):
+    wanted = {name: entry for name, entry in index.checkpoints.items() if (name == named if named else name != BEST)}
+    if (first := wanted.get(named or LATEST)) and first.mtime_ns <= newest_ns:
+        return None, []  # others may be newer, if the run was resumed from an older one
+    newer = {entry for entry in wanted.values() if entry.mtime_ns > newest_ns}
+    skipped: list[str] = []
+    for entry in sorted(newer, key=lambda entry: (entry == first, entry.mtime_ns), reverse=True):
         downloaded = folder / ".restored.tmp"
-        if pointers[name].mtime_ns <= newest_ns:
-            continue
         try:
-            mirror.download(pointers[name], downloaded)
+            mirror.download(entry, downloaded)
         except Damaged as error:
             skipped.append(str(error))
         else:
-            return downloaded, list(dict.fromkeys(skipped))
+            return downloaded, skipped
     if skipped and not local:
-        raise UserError("; ".join(dict.fromkeys(skipped)))
-    return None, list(dict.fromkeys(skipped))
+        raise UserError("; ".join(skipped))
+    return None, skipped
 
 
 def put_in_place(downloaded: Path, which: str, folder: Path, local: Path | None) -> Path:
@@ -362,18 +349,16 @@ def restore_files(mirror: Mirror, config: "TrainConfig", replace: bool) -> None:
     Args:
         replace: also those that are there; the logs are renamed before. Otherwise only what is missing.
     """
-    folders = {"logs": Path(config.logdir), "tensorboard": _tensorboard(config)}
-    targets = {EVALUATIONS: Path(config.checkpoint_dir, EVALUATIONS)} if EVALUATIONS in mirror.sizes() else {}
-    for name, folder in folders.items():
-        targets |= {f"{name}/{Path(found).name}": folder / Path(found).name for found in mirror.find(name)}
+    folders = {"": Path(config.checkpoint_dir), "logs": Path(config.logdir), "tensorboard": _tensorboard(config)}
+    targets = {}
+    for name in mirror.sizes():
+        folder, _, file = name.rpartition("/")
+        if name == EVALUATIONS or folder in ("logs", "tensorboard"):
+            targets[name] = folders[folder] / file
     contents = {target: mirror.read(name) for name, target in targets.items() if replace or not target.exists()}
     if replace:
         folders["logs"].mkdir(parents=True, exist_ok=True)
         move_aside(folders["logs"])
     for target, content in contents.items():
         target.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(target, partial(_write_bytes, content))
-
-
-def _write_bytes(content: bytes, file: IO[bytes]) -> None:
-    file.write(content)
+        replace_file(target, methodcaller("write", content))

@@ -270,9 +270,7 @@ class CheckpointWriter:
     def finish_uploads(self) -> None:
         """Upload the newest checkpoint and the logs, after close()."""
         if self.uploads and self.latest_is_intact:
-            if not self.uploads.has(self.folder / LATEST):
-                self._upload([LATEST])
-            self.uploads.add_logs()
+            self._upload([LATEST])
 
     def is_uploading(self) -> bool:
         return self.uploads is not None and self.uploads.is_busy()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ from steadygpt.cli import UserError, options_of, shown_options
 from steadygpt.device import choose_precision, native_precision
 from steadygpt.distributed import Ranks, Silent
 from steadygpt.durable import lock_folder, replace_file
-from steadygpt.mirror import Mirror, files_of, newer_checkpoint, put_in_place, restore_files
+from steadygpt.mirror import Mirror, newer_checkpoint, put_in_place, restore_files
 from steadygpt.optim import checkpoint_bytes
 from steadygpt.retry import NoAnswer
 from steadygpt.runlog import RunLog, read_status
@@ -295,10 +296,12 @@ def find_newest(config: "TrainConfig", given: Mapping[str, str]) -> tuple[bool, 
         raise UserError(f"{folder} has no intact checkpoint, and only a run downloads one from {url}")
     mirror = Mirror(url)
     try:
-        owner = mirror.patiently(mirror.run_name)
-        if checkpoint and owner and owner != (name := checkpoint["train_config"].get("run_name", owner)):
-            raise UserError(f"--mirror {url} belongs to the run {owner}, and {path} to {name}; give the right --mirror")
-        downloaded, damaged = newer_checkpoint(mirror, config.resume, folder, path)
+        index = mirror.patiently(mirror.index)
+        if checkpoint and index.run and index.run != (name := checkpoint["train_config"].get("run_name", index.run)):
+            raise UserError(
+                f"--mirror {url} belongs to the run {index.run}, and {path} to {name}; give the right --mirror"
+            )
+        downloaded, damaged = newer_checkpoint(mirror, index, config.resume, folder, path)
         if downloaded:
             # First, so that a start which fails in between is repeated with all of it.
             restored = read_checkpoint(downloaded)
@@ -393,20 +396,13 @@ def open_writer(start: Start) -> CheckpointWriter:
 
     Raises: UserError when the mirror belongs to another run, or refuses files.
     """
-    config, mirror = start.config, Mirror(start.config.mirror) if start.config.mirror else None
-    claimed = True
-
-    def claim() -> None:
-        assert mirror
-        mirror.claim(config.run_name, start.checkpoint is not None)
-
-    if mirror:
-        try:
-            mirror.patiently(claim)
-            if start.checkpoint:
-                mirror.patiently(lambda: restore_files(mirror, config, replace=False))
-        except NoAnswer:
-            claimed = False
+    config, resumes, mirror = start.config, start.checkpoint is not None, None
+    if config.mirror:
+        mirror = Mirror(config.mirror, config.run_name, resumes)
+        with suppress(NoAnswer):  # the first upload claims it then
+            mirror.patiently(mirror.claim)
+            if resumes:
+                mirror.patiently(partial(restore_files, mirror, config, replace=False))
     path, latest = start.path, summary(start.checkpoint) if start.checkpoint else None
     if start.checkpoint and start.is_fork:
         # A copy that has this run's name and options, not a link: the file belongs to the other run.
@@ -414,12 +410,9 @@ def open_writer(start: Start) -> CheckpointWriter:
         replace_file(path, lambda file: torch.save(content, file))
     writer = CheckpointWriter(Path(config.checkpoint_dir), config.keep_checkpoints, path, latest, config.keep_epochs)
     if mirror:
-        writer.uploads = uploads = Uploads(
-            mirror, None if claimed else claim, config.mirror_keep, config.mirror_minutes, lambda: files_of(config),
-            lambda *outcome: writer.reports.put(outcome), config.keep_epochs,
-        )  # fmt: skip
-    if mirror and latest:  # also after a choice to go back, which a kill before the first save must not undo
-        uploads.add(Path(config.checkpoint_dir, LATEST), latest, [LATEST])
+        writer.uploads = Uploads(mirror, config, lambda *outcome: writer.reports.put(outcome))
+    if writer.uploads and latest:  # also after a choice to go back, which a kill before the first save must not undo
+        writer.uploads.add(Path(config.checkpoint_dir, LATEST), latest, [LATEST])
     return writer
 
 

@@ -4,6 +4,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -68,19 +69,17 @@ def _describe(file: Path, evaluations: dict[int, dict]) -> tuple[dict, str]:
 
 def mirror_table(mirror: Mirror) -> Iterator[str]:
     """Yield the lines of --list_checkpoints --mirror; files are compared with their sizes, but not read."""
-    pointers, bad = mirror.patiently(mirror.pointers)
-    if not pointers:
+    there = mirror.patiently(mirror.index).checkpoints
+    if not there:
         raise UserError(f"no checkpoints in {mirror.url}; expected the URL that --mirror had")
     yield TABLE_HEAD
     sizes, evaluations = mirror.patiently(mirror.sizes), mirror.patiently(mirror.evaluations)
-    for name, pointer in pointers.items():
-        val_loss = evaluations.get(str(pointer.step), {}).get("val_loss", pointer.val_loss)
-        found = sizes.get(pointer.file)
-        state = "complete" if found == pointer.size else "missing" if found is None else f"incomplete: {found:,} bytes"
-        about = {"step": pointer.step, "epoch": pointer.epoch, "loss": pointer.loss, "val_loss": val_loss}
-        yield table_row(name, about, pointer.size, pointer.mtime_ns / 1e9, state)
-    yield from (f"warning: {line}" for line in bad.values())
-    yield f"{len(pointers)} names of {len({pointer.file for pointer in pointers.values()})} files in {mirror.url}"
+    for name, entry in there.items():
+        found = sizes.get(entry.file)
+        state = "complete" if found == entry.size else "missing" if found is None else f"incomplete: {found:,} bytes"
+        about = asdict(entry) | evaluations.get(str(entry.step), {})
+        yield table_row(name, about, entry.size, entry.mtime_ns / 1e9, state)
+    yield f"{len(there)} names of {len(set(there.values()))} files in {mirror.url}"
 
 
 def details(file: Path) -> Iterator[str]:

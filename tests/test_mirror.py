@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -19,7 +20,7 @@ from steadygpt import uploads
 from steadygpt.checkpoint import Captured, read_checkpoint
 from steadygpt.cli import UserError
 from steadygpt.distributed import Stopped
-from steadygpt.mirror import Mirror, Pointer
+from steadygpt.mirror import Mirror
 from steadygpt.saves import CheckpointWriter, Saves
 from steadygpt.uploads import Uploads
 
@@ -40,12 +41,12 @@ def quick(monkeypatch):
 class Saver:
     """A writer of a run that uploads to `url`."""
 
-    def __init__(self, folder: Path, url: str, keep=10, minutes=0.0, files=dict, keep_epochs=0):
-        self.folder, self.mirror = folder, Mirror(url)
+    def __init__(self, folder: Path, url: str, run="run", **options):
+        self.folder, self.mirror = folder, Mirror(url, run)
+        defaults = {"mirror_keep": 10, "keep_epochs": 0, "mirror_minutes": 0.0, "run_name": run, "tensorboard_dir": ""}
+        self.config = SimpleNamespace(**defaults | {"checkpoint_dir": folder, "logdir": folder / "logs"} | options)
         self.writer = CheckpointWriter(folder, keep=10)
-        self.writer.uploads = Uploads(
-            self.mirror, None, keep, minutes, files, lambda *r: self.writer.reports.put(r), keep_epochs
-        )
+        self.writer.uploads = Uploads(self.mirror, self.config, lambda *r: self.writer.reports.put(r))
 
     def save(self, step: int, *tiers: str) -> None:
         self.writer.save(Captured(content(step)), list(tiers))
@@ -54,10 +55,15 @@ class Saver:
     def uploaded(self) -> dict[str, int]:
         """Wait for the uploads; return checkpoint name -> step in the mirror."""
         wait_for(lambda: not self.writer.uploads.is_busy())
-        return {name: pointer.step for name, pointer in self.mirror.pointers()[0].items()}
+        return steps(self.mirror)
 
     def reports(self) -> list[str]:
         return [text for outcome, text in self.writer.take_reports() if outcome in ("done", "failed")]
+
+
+def steps(mirror: Mirror) -> dict[str, int]:
+    """Return checkpoint name -> step in the mirror."""
+    return {name: entry.step for name, entry in mirror.index().checkpoints.items()}
 
 
 @pytest.fixture
@@ -87,7 +93,7 @@ def test_checkpoint_is_uploaded_once_under_all_of_its_names(saver, tmp_path):
 
 
 def test_mirror_keeps_the_newest_rolling_checkpoints_and_only_files_that_have_a_name(tmp_path):
-    saver = Saver(tmp_path / "here", f"file://{tmp_path}/there", keep=2)
+    saver = Saver(tmp_path / "here", f"file://{tmp_path}/there", mirror_keep=2)
     for step in range(1, 6):
         saver.save(step, f"rolling_step_{step:06d}.pt")
         saver.uploaded()
@@ -108,7 +114,7 @@ def test_mirror_keeps_the_newest_epochs_on_request(tmp_path):
 
 
 def test_saves_by_the_clock_are_uploaded_at_most_every_mirror_minutes(tmp_path, monkeypatch):
-    saver = Saver(tmp_path / "here", f"file://{tmp_path}/there", minutes=10)
+    saver = Saver(tmp_path / "here", f"file://{tmp_path}/there", mirror_minutes=10)
     saver.save(1)
     saver.save(2)
     assert saver.uploaded() == {"latest.pt": 1}
@@ -139,13 +145,12 @@ def test_uploads_that_fall_behind_drop_the_oldest_waiting_one_and_hold_up_no_sav
 
 
 def test_other_files_are_uploaded_when_they_have_changed(tmp_path):
+    saver = Saver(tmp_path / "here", "memory://there-logs", logdir=tmp_path)
     log = tmp_path / "log.txt"
-    log.write_text("one\n")
-    saver = Saver(tmp_path / "here", "memory://there-logs", files=lambda: {"logs/log.txt": log})
     sent, pipe_file = [], saver.mirror.fs.pipe_file
     saver.mirror.fs.pipe_file = lambda path, data: (sent.append(path), pipe_file(path, data))
     for step, text in ((1, "one\n"), (2, "one\n"), (3, "one\ntwo\n")):
-        log.write_text(text) if text != log.read_text() else None
+        log.write_text(text) if step != 2 else None
         saver.save(step)
         saver.uploaded()
     assert len([path for path in sent if path.endswith("log.txt")]) == 2
@@ -162,7 +167,7 @@ FAULTS = {
     "cut off half-way": ("PUT .*/step_", {"drop_after": 1000}),
     "server errors": ("(PUT|POST) ", {"status": 500}),
     "slow down": ("(PUT|POST) ", {"status": 503}),
-    "a pointer refused": ("PUT .*latest.pt.json", {"status": 403}),
+    "the index refused": ("PUT .*index.json", {"status": 403}),
 }
 
 
@@ -174,7 +179,7 @@ def test_failed_upload_is_repeated_until_it_succeeds(s3, tmp_path, match, fault)
     s3.fail(match, times=2, **fault)
     saver.save(2, "rolling_step_000002.pt")
     assert saver.uploaded()["latest.pt"] == 2
-    assert all(saver.mirror.verify(pointer) == "intact" for pointer in saver.mirror.pointers()[0].values())
+    assert all(saver.mirror.verify(entry) == "intact" for entry in saver.mirror.index().checkpoints.values())
     assert not any(fault.times for fault in s3.faults)
     _, failed, done = saver.reports()
     assert "step 2 is not uploaded to s3://" in failed
@@ -190,20 +195,32 @@ def test_credentials_that_expire_and_are_renewed(s3, tmp_path, monkeypatch):
     assert saver.uploaded() == {"latest.pt": 1}
 
 
-def test_pointer_of_latest_is_the_last_to_be_written(s3, tmp_path):
-    saver = Saver(tmp_path / "here", f"{s3.url}/run", files=lambda: {"evaluations.json": REPO / "LICENSE"})
+def test_index_is_written_after_what_it_names(s3, tmp_path):
+    saver = Saver(tmp_path / "here", f"{s3.url}/run", checkpoint_dir=tmp_path)
+    (tmp_path / "evaluations.json").write_text("{}")
     for step in (1, 2):
         saver.save(step, f"rolling_step_{step:06d}.pt")
         saver.uploaded()
-    put = [line.split("/")[-1].split("?")[0] for line, _ in s3.log if line.startswith("PUT") and "step" in line]
     written = [line.split("/run/")[1] for line, _ in s3.log if line.startswith("PUT ")]
-    second = written[next(i for i, name in enumerate(written) if name.startswith("step_000002")) :]
-    assert [name.split("-")[0].split("?")[0] for name in second] == [
-        "step_000002",
-        "rolling_step_000002.pt.json",
-        "latest_backup.pt.json",
-        "latest.pt.json",
-    ], put
+    kinds = [re.split("[-? ]", name)[0] for name in written]
+    assert kinds == ["index.json", "step_000001", "evaluations.json", "index.json", "step_000002", "index.json"]
+
+
+def test_mirror_of_an_earlier_version_gets_an_index(saver, tmp_path):
+    saver.save(1, "rolling_step_000001.pt")
+    saver.uploaded()
+    there = tmp_path / "there"
+    index = json.loads((there / "index.json").read_text())
+    (there / "index.json").unlink()
+    (there / "run.json").write_text(json.dumps({"run": index["run"]}))
+    for name, entry in index["checkpoints"].items():
+        (there / f"{name}.json").write_text(json.dumps(entry))
+    with pytest.raises(UserError, match="already holds checkpoints of the run run"):
+        Mirror(f"file://{there}", "other", resumes=True).claim()
+    Mirror(f"file://{there}", "run", resumes=True).claim()
+    saver.save(2)
+    assert saver.uploaded() == {"latest.pt": 2, "latest_backup.pt": 1, "rolling_step_000001.pt": 1}
+    assert files(there, "*.json") == ["index.json"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -280,7 +297,7 @@ def test_newer_one_of_folder_and_mirror_wins(machines, capsys, workdir):
     run_here("--resume", "--max_steps", "10")
     resumed = last_step(capsys)
     assert resumed.endswith("at step 8") and "restored" not in resumed
-    assert Mirror(url).pointers()[0]["latest.pt"].step == 10
+    assert steps(Mirror(url))["latest.pt"] == 10
 
 
 def test_going_back_to_an_older_checkpoint_holds_for_the_mirror_too(machines, capsys, workdir, monkeypatch):
@@ -289,7 +306,7 @@ def test_going_back_to_an_older_checkpoint_holds_for_the_mirror_too(machines, ca
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr(train, "train", lambda *_: sys.exit())  # it ends before the first save
         run_here("--resume", "checkpoints/rolling_step_000004.pt")
-    wait_for(lambda: Mirror(url).pointers()[0]["latest.pt"].step == 4)
+    wait_for(lambda: steps(Mirror(url))["latest.pt"] == 4)
     run_here("--resume", "latest")
     assert last_step(capsys).endswith("at step 4")
 
@@ -329,9 +346,9 @@ def test_mirror_of_another_run_does_not_replace_a_local_one(machines, workdir):
 
 
 def test_two_runs_that_start_on_one_empty_mirror_are_not_mixed(tmp_path):
-    savers = [Saver(tmp_path / name, f"file://{tmp_path}/there") for name in ("one", "two")]
-    for name, saver in zip(("one", "two"), savers, strict=True):
-        saver.mirror.claim(name, resumes=False)
+    savers = [Saver(tmp_path / name, f"file://{tmp_path}/there", run=name) for name in ("one", "two")]
+    for saver in savers:
+        saver.mirror.claim()
     for step, saver in enumerate(savers, start=1):
         saver.save(step)
         saver.uploaded()
@@ -344,7 +361,7 @@ def test_fork_into_another_folder_leaves_the_mirror_alone(machines, workdir, cap
     run_here(*FLAGS, "--mirror", url)
     run_here("--resume", "checkpoints/rolling_step_000004.pt", "--checkpoint_dir", "fork", "--logdir", "fork_logs")
     assert f"without the mirror {url}" in capsys.readouterr().out
-    assert Mirror(url).pointers()[0]["rolling_step_000004.pt"].step == 4
+    assert steps(Mirror(url))["rolling_step_000004.pt"] == 4
     assert b'"step": 7,' in Mirror(url).read("logs/metrics.jsonl")
 
 
@@ -368,23 +385,15 @@ def test_full_disk_while_restoring_does_not_fall_back_to_an_older_checkpoint(mac
     assert read_checkpoint(Path("checkpoints/latest.pt"))["step"] == 4
 
 
-def test_auto_starts_no_new_run_on_pointers_that_it_cannot_read(machines, workdir):
+@pytest.mark.parametrize("damaged", ["", '{"run": "x"', "[]", "{}", '{"run": "x", "checkpoints": {"latest.pt": {}}}'])
+def test_an_index_that_cannot_be_read_is_an_error(machines, workdir, damaged):
     url = f"file://{workdir}/there"
-    run_here(*FLAGS, "--mirror", url, "--max_steps", "4")
-    for pointer in (workdir / "there").glob("*.pt.json"):
-        pointer.write_text("{")
-    machines("second")
-    with pytest.raises(UserError, match="not a pointer"):
-        run_here("--resume", "auto", "--mirror", url)
-
-
-def test_without_the_pointer_of_latest_the_newest_checkpoint_is_restored(machines, workdir, capsys):
-    url = f"file://{workdir}/there"
-    run_here(*FLAGS, "--mirror", url, "--no-background-upload")
-    (workdir / "there/latest.pt.json").write_text("{")
-    machines("second")
-    run_here("--resume", "latest", "--mirror", url)
-    assert last_step(capsys).endswith("at step 8")
+    (workdir / "there").mkdir()
+    (workdir / "there/index.json").write_text(damaged)
+    for flags in (("--resume", "auto"), ()):  # no new run beside checkpoints that it cannot see
+        with pytest.raises(UserError, match=r"index.json: not the index of a mirror .* step_\*.pt"):
+            run_here("--mirror", url, *flags)
+    assert (workdir / "there/index.json").read_text() == damaged
 
 
 def test_run_that_waits_for_its_uploads_can_be_stopped(machines, s3, monkeypatch, capsys):
@@ -409,9 +418,8 @@ def test_run_that_waits_for_its_uploads_can_be_stopped(machines, s3, monkeypatch
 def test_restore_skips_checkpoints_that_are_not_whole(machines, capsys, workdir, how):
     url, there = f"file://{workdir}/there", workdir / "there"
     run_here(*FLAGS, "--mirror", url)
-    latest = there / Mirror(url).pointers()[0]["latest.pt"].file
+    latest = there / Mirror(url).index().checkpoints["latest.pt"].file
     latest.unlink() if how == "missing" else damage(latest, how)
-    (there / "rolling_step_000006.pt.json").write_text('{"file"')
     machines("second")
     assert run_here("--resume", "latest", "--mirror", url) == 0
     out = capsys.readouterr().out
@@ -441,7 +449,7 @@ def test_unreachable_mirror(machines, s3, capsys, monkeypatch):
     assert run_here("--resume", "--max_steps", "6") == 0  # trains on, and says what is not uploaded
     out, err = capsys.readouterr()
     assert "which may have a newer checkpoint: " in out
-    assert "warning: not uploaded: step 4, step 6, the newest log; scripts/upload_manager.py upload-all" in err
+    assert "warning: not uploaded: step 4, step 6; scripts/upload_manager.py upload-all" in err
     machines("second")
     for resume in ("latest", "auto"):  # auto starts no new run beside one that it cannot see
         with pytest.raises(UserError, match="no answer"):
@@ -449,7 +457,7 @@ def test_unreachable_mirror(machines, s3, capsys, monkeypatch):
     machines("first")
     monkeypatch.setenv("AWS_ENDPOINT_URL", address)
     assert upload_manager.main(["upload-all", "--mirror", url]) == 0
-    assert Mirror(url).pointers()[0]["latest.pt"].step == 6
+    assert steps(Mirror(url))["latest.pt"] == 6
 
 
 WRONG_URLS = {
@@ -474,12 +482,4 @@ def test_auto_starts_a_new_run_if_the_mirror_is_empty_too(machines, workdir):
     with pytest.raises(UserError, match=r"no checkpoints in checkpoints; .* has none either"):
         run_here("--resume", "latest", "--mirror", url)
     assert run_here("--resume", "auto", "--mirror", url, "--max_steps", "4") == 0
-    assert Mirror(url).pointers()[0]["latest.pt"].step == 4
-
-
-def test_pointer_that_is_damaged_is_no_pointer():
-    pointer = b'{"file": "step_000001-x.pt", "size": 5, "mtime_ns": 7, "step": 1}'
-    assert Pointer.parse(pointer).step == 1
-    for bad in (b"", pointer[:20], b"[]", b"{}", pointer.replace(b"5", b'"5"'), pointer.replace(b'"step"', b'"x"')):
-        with pytest.raises((ValueError, TypeError)):
-            Pointer.parse(bad)
+    assert steps(Mirror(url))["latest.pt"] == 4

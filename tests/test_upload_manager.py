@@ -25,9 +25,9 @@ def test_table_of_a_mirror(machines, s3, capsys):  # noqa: F811
 
 def test_upload_manager(machines, store, capsys, workdir):  # noqa: F811
     url = f"{store.url}/run"
-    run_here(*FLAGS)
+    run_here(*FLAGS, "--max_steps", "4")
     assert upload_manager.main(["upload-all", "--mirror", url]) == 0
-    assert "latest.pt, rolling_step_000008.pt" in capsys.readouterr().out
+    assert "latest.pt, rolling_step_000004.pt, best_model.pt" in capsys.readouterr().out
     assert upload_manager.main(["upload-all", "--mirror", url]) == 0
     assert "already there" in capsys.readouterr().out
     assert upload_manager.main(["list", "--mirror", url]) == 0
@@ -40,10 +40,10 @@ def test_upload_manager(machines, store, capsys, workdir):  # noqa: F811
         upload_manager.main(["download", "epoch_00009.pt", "--mirror", url])
     assert upload_manager.main(["verify", "--mirror", url]) == 0
     mirror = Mirror(url)
-    latest = mirror.pointers()[0]["latest.pt"].file
+    latest = mirror.index().checkpoints["latest.pt"].file
     mirror.fs.pipe_file(f"{mirror.folder}/{latest}", b"half")
     assert upload_manager.main(["verify", "--mirror", url]) == 1
-    assert f"{latest} (latest.pt, rolling_step_000008.pt): incomplete (4 of " in capsys.readouterr().out
+    assert f"{latest} (latest.pt, rolling_step_000004.pt, best_model.pt): incomplete (4 of " in capsys.readouterr().out
 
 
 def test_upload_all_finds_the_mirror_of_the_run(workdir, capsys):
@@ -64,6 +64,7 @@ def test_upload_all_does_not_replace_what_is_newer(machines, workdir):  # noqa: 
     there = {path.name: path.read_bytes() for path in (workdir / "there").glob("*.*")}
     logs = (workdir / "there/logs/metrics.jsonl").read_bytes()
     machines("second")
-    upload_manager.main(["upload-all", "--mirror", url])
+    with pytest.raises(UserError, match="has a newer checkpoint than checkpoints, of step 6"):
+        upload_manager.main(["upload-all", "--mirror", url])
     assert {path.name: path.read_bytes() for path in (workdir / "there").glob("*.*")} == there
     assert (workdir / "there/logs/metrics.jsonl").read_bytes() == logs
