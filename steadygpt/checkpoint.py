@@ -127,11 +127,11 @@ def open_checkpoint(which: str, folder: Path) -> tuple[Path, dict]:
     """Return the checkpoint that a command asks for: "latest", "best" or a file. Skipped files are named on stderr."""
     if which == "auto":
         raise UserError("checkpoint is auto, which is for training; expected latest, best, stable or a checkpoint file")
-    path, checkpoint, skipped = find_checkpoint(which, folder)
-    assert path and checkpoint  # only "auto" finds none
-    for line in skipped:
+    found = find_checkpoint(which, folder)
+    assert found.path and found.checkpoint  # only "auto" finds none
+    for line in found.skipped:
         print(f"warning: skipped {line}", file=sys.stderr)
-    return path, checkpoint
+    return found.path, found.checkpoint
 
 
 def share(checkpoint: dict | None, ranks: Ranks) -> dict | None:
@@ -184,50 +184,50 @@ def load_verified(path: Path) -> Any:
 
 
 def as_checkpoint(content: Any, path: Path) -> dict:
-    """Return the content of a file as a checkpoint of this version.
+    """Return the content of a file, which must be a checkpoint of this format.
 
-    Raises: UserError when it is not a checkpoint, or a newer one.
+    Raises: UserError when it is not a checkpoint, or one of another format.
     """
     for key, kind in KINDS.items():
         if not isinstance(content, dict) or not isinstance(content.get(key), kind):
             raise UserError(f"{path}: not a SteadyGPT checkpoint (expected {key}, {kind.__name__})")
-    if content["format_version"] > FORMAT_VERSION:
-        raise UserError(
-            f"{path}: format {content['format_version']}; expected at most {FORMAT_VERSION}: update SteadyGPT"
-        )
-    if content["format_version"] == 1:  # it identified its data in another way and kept no recent losses
-        content |= {"data_fingerprint": {}, "recent_losses": [], "bad_steps": 0}
-    if content["format_version"] < 3:  # it had only GELU and LayerNorm, and named these fields after them
-        for options in (content["model_config"], content["train_config"]):
-            if "gelu" in options:
-                options["activation"] = {"tanh": "gelu_tanh", "exact": "gelu"}[options.pop("gelu")]
-                options["norm_eps"] = options.pop("layer_norm_eps")
-    return content | {"format_version": FORMAT_VERSION}
+    if (found := content["format_version"]) != FORMAT_VERSION:
+        advice = "update SteadyGPT" if found > FORMAT_VERSION else "use the commit that wrote it, its git_commit"
+        raise UserError(f"{path}: format {found}; expected {FORMAT_VERSION}: {advice}")
+    return content
 
 
-def find_checkpoint(which: str, folder: Path) -> tuple[Path | None, dict | None, list[str]]:
+@dataclass(frozen=True)
+class Found:
+    """The checkpoint that --resume or a command asks for."""
+
+    path: Path | None = None  # None: there is none
+    checkpoint: dict | None = None
+    skipped: tuple[str, ...] = ()  # a line for each file that is corrupt
+    restored: bool = False  # from the mirror
+
+
+def find_checkpoint(which: str, folder: Path) -> Found:
     """Find and verify the checkpoint that "latest", "auto", a word of NAMED or a file name refers to.
 
-    Returns:
-        Its path and content (None, None for "auto" without any checkpoint), and a line for each skipped file.
-
-    Raises: UserError when it does not exist or is corrupt, or all files are corrupt.
+    Raises: UserError when it does not exist or is corrupt, or all files are corrupt; only "auto" accepts that there is
+        none.
     """
     if which not in ("latest", "auto"):
         path = folder / NAMED[which] if which in NAMED else Path(which)
-        return path, read_checkpoint(path), []
+        return Found(path, read_checkpoint(path))
     skipped: list[str] = []
     for path in checkpoint_files(folder):
         if path.name == BEST:
             continue
         try:
-            return path, read_checkpoint(path), skipped
+            return Found(path, read_checkpoint(path), tuple(skipped))
         except UserError as error:
             skipped.append(str(error))
     if skipped:
         raise UserError(f"{folder}: all checkpoints are corrupt: {'; '.join(skipped)}; nothing was changed")
     if which == "auto":
-        return None, None, []
+        return Found()
     raise UserError(f"no checkpoints in {folder}; name their folder with --checkpoint_dir")
 
 

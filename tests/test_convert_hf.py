@@ -39,7 +39,7 @@ def checkpoint_of(config: GPTConfig, tokenizer="bytes", seed=0) -> dict:
         rows = config.vocab_size if name in TABLES else len(parameter)
         torch.nn.init.normal_(parameter.data[:rows], std=0.3)
     return {
-        "format_version": 1,
+        "format_version": 3,
         "step": 0,
         "rows_consumed": 0,
         "model": model.state_dict(),
@@ -430,7 +430,7 @@ def test_the_command_exports_and_imports(workdir, capsys):
     out = capsys.readouterr().out
     assert "exported -> back.pt" in out
     assert "vocabulary 257 (bytes)" in out
-    trained, back = find_checkpoint("latest", Path("checkpoints"))[1], read_weights("back.pt")
+    trained, back = find_checkpoint("latest", Path("checkpoints")).checkpoint, read_weights("back.pt")
     assert_same_weights(trained, back)
     with pytest.raises(UserError, match=r"back\.pt: already exists"):
         convert_hf.main(["exported", "back.pt"])
@@ -476,7 +476,7 @@ def test_fine_tuning_takes_the_shape_of_the_weights_and_may_crop_the_context(wor
     fixed = ["--max_lr", "0", "--min_lr", "0", "--data_dir", "data", "--init_from", "model"]
     assert train.main([*flags, *fixed]) == 0
     assert "weights from model" in capsys.readouterr().out
-    _, tuned, _ = find_checkpoint("latest", Path("checkpoints"))
+    tuned = find_checkpoint("latest", Path("checkpoints")).checkpoint
     assert (tuned["model_config"]["num_layers"], tuned["model_config"]["intermediate_size"]) == (1, 100)
     assert (tuned["train_config"]["activation"], tuned["train_config"]["context_length"]) == ("gelu", 16)
     assert torch.equal(tuned["model"]["wpe.weight"], model.transformer.wpe.weight[:16])

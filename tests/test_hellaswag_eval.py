@@ -309,7 +309,7 @@ def test_fields_of_the_wrong_type_are_reported_with_their_line(tmp_path, wrong):
 def command(model, tmp_path, capsys):
     """Run the command on a checkpoint in tmp_path; return its standard output and error."""
     (tmp_path / "hs.jsonl").write_text("".join(json.dumps(row_of(example)) + "\n" for example in examples()))
-    checkpoint = {"format_version": 1, "step": 7, "rows_consumed": 28, "optimizer": {}, "train_config": {}}
+    checkpoint = {"format_version": 3, "step": 7, "rows_consumed": 28, "optimizer": {}, "train_config": {}}
     checkpoint |= {"model": model.state_dict(), "model_config": vars(model.config), "tokenizer": "bytes"}
     for name in ("latest.pt", "latest_backup.pt"):
         torch.save(checkpoint, tmp_path / name)

@@ -70,7 +70,7 @@ def checkpoint() -> dict:
     model = GPT(config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    state = {"format_version": 1, "step": 7, "rows_consumed": 28, "optimizer": {}, "train_config": {}}
+    state = {"format_version": 3, "step": 7, "rows_consumed": 28, "optimizer": {}, "train_config": {}}
     return state | {"model": model.state_dict(), "model_config": vars(config), "tokenizer": "bytes"}
 
 

@@ -109,6 +109,7 @@ def test_foreign_files_are_refused_and_their_code_is_not_run(stopped_run):
     checkpoint = load("stopped/ckpt/latest.pt")
     torch.save({"weights": torch.zeros(3)}, "foreign.pt")
     torch.save(checkpoint | {"format_version": 99}, "newer.pt")
+    torch.save(checkpoint | {"format_version": 2}, "older.pt")
     torch.save(checkpoint | {"scaler": RunsCode()}, "code.pt")
     torch.save(RunsCode(), "zipped.pt")
     torch.save(checkpoint["model"], "weights.pt")
@@ -118,7 +119,8 @@ def test_foreign_files_are_refused_and_their_code_is_not_run(stopped_run):
     for file, words in {
         "foreign.pt": "not a SteadyGPT checkpoint (expected format_version, int)",
         "weights.pt": "not a SteadyGPT checkpoint",
-        "newer.pt": "format 99; expected at most 3: update SteadyGPT",
+        "newer.pt": "format 99; expected 3: update SteadyGPT",
+        "older.pt": "format 2; expected 3: use the commit that wrote it, its git_commit",
         "code.pt": "holds more than tensors and plain types; it was not loaded",
         "zipped.pt": "holds more than tensors and plain types; it was not loaded",
         "old-style.pt": "not a checkpoint",
@@ -131,14 +133,3 @@ def test_foreign_files_are_refused_and_their_code_is_not_run(stopped_run):
         assert words in message
     assert not Path("code-was-run").exists()
     assert not Path("logs").exists()  # a refused start leaves no files
-
-
-def test_a_checkpoint_of_format_1_is_read(stopped_run):
-    """Resume a checkpoint with the data fingerprint of format 1 and without recent losses."""
-    folder = copy_of_stopped_run("older")
-    saved = load(folder / "latest.pt")
-    del saved["recent_losses"]
-    torch.save(saved | {"format_version": 1, "data_fingerprint": "0123abcd"}, folder / "latest.pt")
-    run_to_end(*FLAGS, *folders("older"), "--resume")
-    assert load(folder / "latest.pt")["step"] == 12
-    assert load(folder / "latest.pt")["format_version"] == 3

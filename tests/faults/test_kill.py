@@ -51,7 +51,7 @@ def kill_repeatedly(least: int, least_within_saves: int, start, seed: int) -> tu
             assert int(resumed[1]) >= reported, f"step {reported} was reported as saved, but is lost"
         reported = max(reported, last_reported(text))
         if reported >= 0:
-            assert find_checkpoint("latest", Path(name, "ckpt"))[1]["step"] >= reported
+            assert find_checkpoint("latest", Path(name, "ckpt")).checkpoint["step"] >= reported
         within_saves += save_in_progress(name, since_ns)
         if "finished after" in text:
             assert_equals_reference(name)
@@ -168,7 +168,7 @@ def test_kill_at_each_call_of_a_save(short_run, call):
         return
     reported = last_reported(run.text())
     assert reported >= 4
-    assert find_checkpoint("latest", Path(name, "ckpt"))[1]["step"] >= reported
+    assert find_checkpoint("latest", Path(name, "ckpt")).checkpoint["step"] >= reported
     assert Run(*SHORT, *folders(name), "--resume", "latest").wait() == [0]
     assert_equals_reference(name)
     assert sorted(os.listdir(f"{name}/ckpt")) == sorted(os.listdir("reference/ckpt"))
