@@ -33,9 +33,8 @@ from model import GPT
 from steadygpt import checkpoint as checkpoints
 from steadygpt import distributed
 from steadygpt.cli import run_cli
-from steadygpt.device import autocast, evaluating, process_age_s, profiled, set_up, use_fp8
+from steadygpt.device import autocast, evaluating, process_age_s, profiled, use_fp8
 from steadygpt.distributed import Ranks, Silent, Stopped, StopSignal
-from steadygpt.fit import with_fitting_rows
 from steadygpt.forecast import forecast, measure_step_s
 from steadygpt.loss import IGNORED_TARGET
 from steadygpt.mirror import Mirror
@@ -44,9 +43,9 @@ from steadygpt.plan import describe, out_of_memory_explained
 from steadygpt.retry import brief
 from steadygpt.runlog import Printed
 from steadygpt.saves import Saves
-from steadygpt.schedule import Schedule, learning_rate, make_schedule, notes_of_decay
+from steadygpt.schedule import Schedule, learning_rate, make_schedule
 from steadygpt.stability import SPIKE_WINDOW, Diverged, Judge, Pending
-from steadygpt.start import Start, find_start, folder_of_resumed_file, open_outputs
+from steadygpt.start import Start, find_start, folder_of_resumed_file, open_outputs, settled
 from steadygpt.state import HostCopy, fill, restore_optimizer
 from steadygpt.summary import summarize
 from steadygpt.table import checkpoint_table, mirror_table
@@ -343,22 +342,13 @@ def make_plan(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, data:
     """
     precision_elsewhere = config.precision if "precision" in given and config.precision != "auto" else "bf16"
     start = find_start(config, given, ranks, held, read_weights)
-    if not start.checkpoint:
-        start = replace(start, config=start.config.with_tokens_of_step(ranks.world_size))
     data = data or ranks.on_each(lambda: open_data(start.config))
     shape = start.config.shape(start.vocab_size(data))
     if start.weights:
         check_fits(start.weights, config.init_from, shape, data.tokenizer)
-    start = start.with_even_rows(given, ranks.world_size).with_precision(shape, ranks)
-    set_up(start.config, ranks.device)
     with torch.device("meta"):
         sketch = GPT(shape, initialize=False)
-    config, fitted = with_fitting_rows(start.config, sketch, ranks)
-    start = replace(start, config=config, notes=(*fitted, *start.notes))
-    strict_warmup = start.checkpoint is not None or given.get("warmup_steps") == "flag"
-    schedule = make_schedule(config, data, ranks.world_size, start.step or 0, start.rows_consumed, strict_warmup)
-    start = start.settled(data.tokenizer, shape.vocab_size, schedule.warmup_steps).named(given, ranks, held)
-    start = replace(start, notes=(*start.notes, *notes_of_decay(start.config, schedule, start.checkpoint)))
+    start, schedule = settled(start, given, data, sketch, ranks, held)
     held.enter_context(out_of_memory_explained(start.config, sketch, ranks))
     return Plan(start, data, schedule, sketch, ranks, precision_elsewhere)
 

@@ -19,6 +19,7 @@ from steadygpt.checkpoint import (
     LATEST,
     NAMED,
     Captured,
+    Found,
     check_folder,
     checkpoint_files,
     find_checkpoint,
@@ -28,14 +29,16 @@ from steadygpt.checkpoint import (
     summary,
 )
 from steadygpt.cli import UserError, options_of, shown_options
-from steadygpt.device import choose_precision, native_precision
+from steadygpt.device import choose_precision, set_up
 from steadygpt.distributed import Ranks, Silent
 from steadygpt.durable import lock_folder, replace_file
+from steadygpt.fit import with_fitting_rows
 from steadygpt.mirror import Mirror, newer_checkpoint, put_in_place, restore_files
 from steadygpt.optim import checkpoint_bytes
 from steadygpt.retry import NoAnswer
 from steadygpt.runlog import RunLog, read_status
 from steadygpt.saves import CheckpointWriter, Saves
+from steadygpt.schedule import Schedule, make_schedule, notes_of_decay
 from steadygpt.shards import check_listing, fingerprint, listing
 from steadygpt.units import STAMP
 from steadygpt.uploads import Uploads
@@ -43,7 +46,7 @@ from steadygpt.uploads import Uploads
 if TYPE_CHECKING:
     from config import TrainConfig
     from dataloader import Data
-    from model import GPT, GPTConfig
+    from model import GPT
 
 STAMP_PATTERN = r"\d{8}-\d{6}"  # matches a time that STAMP has formatted
 
@@ -82,65 +85,6 @@ class Start:
         """Whether the checkpoint is another run's: it stays in its folder, and this run writes to a different one."""
         return self.path is not None and self.path.resolve().parent != Path(self.config.checkpoint_dir).resolve()
 
-    def named(self, given: Mapping[str, str], ranks: Ranks, held: ExitStack) -> "Start":
-        """Return this start with the name of its run, and a line if that is not the name one would expect.
-
-        A run that is resumed in its folder keeps its name. A fork is named RUN-from-STEP and has logs of its own. A new
-        name that has a TensorBoard folder already gets a time stamp, because TensorBoard would hide the older points.
-        """
-        saved = self.checkpoint["train_config"].get("run_name", "") if self.checkpoint else ""
-        wanted, folder = self.config.run_name, Path(self.config.tensorboard_dir)
-        if self.is_fork and wanted == saved:
-            wanted = f"{saved or 'run'}-from-{self.step}"
-        elif saved and wanted == saved:
-            return self
-        wanted = wanted or f"{time.strftime(f'gpt-{STAMP}')}-{os.getpid()}"
-        reserves = self.config.trains and self.config.use_tensorboard
-        name = ranks.broadcast(ranks.on_main(lambda: unused_name(wanted, folder, held if reserves else None)))
-        assert name
-        named = self._with(run_name=name)
-        if self.is_fork:
-            if "logdir" not in given:
-                named = named._with(logdir=str(Path(self.config.logdir, name)))
-            line = f"run_name {name}: a fork of {saved or self.path}; its logs are in {named.config.logdir}"
-            return named._noting(line)
-        if name != wanted:
-            return named._noting(f"run_name {name}: {folder / wanted} belongs to an older run")
-        return named
-
-    def _noting(self, line: str) -> "Start":
-        return dataclasses.replace(self, notes=(*self.notes, line))
-
-    def _with(self, **options: Any) -> "Start":
-        return dataclasses.replace(self, config=dataclasses.replace(self.config, **options))
-
-    def settled(self, tokenizer: str, vocab_size: int, warmup_steps: int) -> "Start":
-        """Return this start with what the data and the length of the run decide."""
-        return self._with(tokenizer=tokenizer, vocab_size=vocab_size, warmup_steps=warmup_steps)
-
-    def with_precision(self, shape: "GPTConfig", ranks: Ranks) -> "Start":
-        """Return this start with the precision that rank 0 chooses in place of auto; the checkpoint stores it.
-
-        Checkpoints of earlier versions store auto, and what their runs have computed in follows from the hardware.
-        """
-        config = self.config
-        if self.checkpoint and config.precision == "auto":
-            return self._with(precision=ranks.broadcast(native_precision(ranks.device)))
-        tokens = (config.mini_batch_size or 1) * config.context_length
-        precision, line = ranks.broadcast(choose_precision(config.precision, ranks.device, shape, tokens))
-        chosen = self._with(precision=precision)
-        return chosen._noting(line) if line else chosen
-
-    def with_even_rows(self, given: Mapping[str, str], world_size: int) -> "Start":
-        """Return this start with a mini_batch_size that splits the tokens of a step evenly, if there is one."""
-        before, config = self.config.mini_batch_size, self.config.with_even_rows(given, world_size)
-        if config.mini_batch_size == before:
-            return self
-        rows = config.total_batch_size // config.context_length // world_size
-        ranks = f"each of {world_size} ranks" if world_size > 1 else "1 rank"
-        line = f"mini_batch_size {before} -> {config.mini_batch_size}: a step has {rows:,} rows on {ranks}"
-        return dataclasses.replace(self, config=config)._noting(line)
-
     def downloaded(self, ranks: Ranks, read_weights: Callable[[str], dict]) -> "Start":
         """Return this start with the tensors of its weights, which find_start leaves on the Hub."""
         if (weights := self.weights) is None:
@@ -152,6 +96,65 @@ class Start:
         """Return whether the checkpoint is the end of a finished run."""
         finished = ranks.broadcast(read_status(Path(self.config.checkpoint_dir)).get("status") == "finished")
         return finished and self.step is not None and self.step >= max_steps
+
+
+def settled(
+    start: Start, given: Mapping[str, str], data: "Data", sketch: "GPT", ranks: Ranks, held: ExitStack
+) -> tuple[Start, Schedule]:
+    """Decide every option that the data, the machine or the length of the run decides; the checkpoint stores them.
+
+    Args:
+        given: see find_start.
+        sketch: the model of the run, on the meta device.
+        held: reserves the name of the run until it closes.
+
+    Returns: the start with the settled configuration and a line for each surprising choice; and the schedule.
+    """
+    config, notes, world_size = start.config, list(start.notes), ranks.world_size
+    if not start.checkpoint:
+        config = config.with_tokens_of_step(world_size)
+    wanted_rows, config = config.mini_batch_size, config.with_even_rows(given, world_size)
+    if config.mini_batch_size != wanted_rows:
+        rows = config.total_batch_size // config.context_length // world_size
+        each = f"each of {world_size} ranks" if world_size > 1 else "1 rank"
+        notes.append(f"mini_batch_size {wanted_rows} -> {config.mini_batch_size}: a step has {rows:,} rows on {each}")
+    tokens = (config.mini_batch_size or 1) * config.context_length
+    precision, rates = ranks.broadcast(choose_precision(config.precision, ranks.device, sketch.config, tokens))
+    config = dataclasses.replace(config, precision=precision)
+    set_up(config, ranks.device)
+    config, fitted = with_fitting_rows(config, sketch, ranks)
+    strict_warmup = start.checkpoint is not None or given.get("warmup_steps") == "flag"
+    schedule = make_schedule(config, data, world_size, start.step or 0, start.rows_consumed, strict_warmup)
+    name, logdir, reason = name_of_run(start, given, ranks, held)
+    config = dataclasses.replace(
+        config, tokenizer=data.tokenizer, vocab_size=sketch.config.vocab_size, warmup_steps=schedule.warmup_steps,
+        run_name=name, logdir=logdir,
+    )  # fmt: skip
+    lines = [*fitted, *notes, rates, reason, *notes_of_decay(config, schedule, start.checkpoint)]
+    return dataclasses.replace(start, config=config, notes=tuple(filter(None, lines))), schedule
+
+
+def name_of_run(start: Start, given: Mapping[str, str], ranks: Ranks, held: ExitStack) -> tuple[str, str, str]:
+    """Return the name of a run, the folder of its logs, and a line if that is not the name one would expect.
+
+    A run that is resumed in its folder keeps its name. A fork is named RUN-from-STEP and has logs of its own. A new
+    name that has a TensorBoard folder already gets a time stamp, because TensorBoard would hide the older points.
+    """
+    config = start.config
+    saved = start.checkpoint["train_config"].get("run_name", "") if start.checkpoint else ""
+    wanted, folder, logdir = config.run_name, Path(config.tensorboard_dir), config.logdir
+    if start.is_fork and wanted == saved:
+        wanted = f"{saved or 'run'}-from-{start.step}"
+    elif saved and wanted == saved:
+        return saved, logdir, ""
+    wanted = wanted or time.strftime(f"gpt-{STAMP}-{os.getpid()}")
+    reserves = config.trains and config.use_tensorboard
+    name = ranks.broadcast(ranks.on_main(lambda: unused_name(wanted, folder, held if reserves else None)))
+    assert name
+    if start.is_fork:
+        logdir = logdir if "logdir" in given else str(Path(logdir, name))
+        return name, logdir, f"run_name {name}: a fork of {saved or start.path}; its logs are in {logdir}"
+    return name, logdir, f"run_name {name}: {folder / wanted} belongs to an older run" if name != wanted else ""
 
 
 def unused_name(wanted: str, folder: Path, held: ExitStack | None) -> str:
@@ -238,23 +241,22 @@ def find_start(
     if config.trains:
         advice = "wait for it to end, or give this run another --checkpoint_dir"
         ranks.on_main(lambda: held.enter_context(lock_folder(folder, advice)))
-    restored, path, skipped, checkpoint = (
-        read_on_main(config, given, ranks) if config.resume else (False, None, [], None)
-    )
+    found = read_on_main(config, given, ranks) if config.resume else Found()
+    path, checkpoint = found.path, found.checkpoint
     if path or config.trains:
         ranks.on_main(lambda: check_folder(folder, path))
-    notes = tuple(f"skipped {line}" for line in skipped)
+    notes = tuple(f"skipped {line}" for line in found.skipped)
     if checkpoint:
         if not checkpoint["train_config"]:
             raise UserError(f"{path}: converted weights, not a run to resume. Start from them with --init_from {path}")
         config, changes = resume_config(checkpoint["train_config"], config, given)
-        of_mirror = f" (restored from {config.mirror})" * restored
+        of_mirror = f" (restored from {config.mirror})" * found.restored
         resumed = f"resumed from {path}{of_mirror} at step {checkpoint['step']:,}"
-        notes += (resumed, *(f"changed {line}" for line in changes))
-        start = Start(config, path, checkpoint, notes=notes)
+        start = Start(config, path, checkpoint, notes=(*notes, resumed, *(f"changed {line}" for line in changes)))
         if start.is_fork and config.mirror and "mirror" not in given and path:
-            notes += (f"without the mirror {config.mirror}, which belongs to the run in {path.parent}",)
-            start = Start(dataclasses.replace(config, mirror=""), path, checkpoint, notes=notes)
+            line = f"without the mirror {config.mirror}, which belongs to the run in {path.parent}"
+            config = dataclasses.replace(config, mirror="")
+            start = dataclasses.replace(start, config=config, notes=(*start.notes, line))
         return start
     if config.init_from == "scratch":
         return Start(config, notes=notes)
@@ -264,58 +266,55 @@ def find_start(
     return Start(config, weights=weights, notes=(*notes, f"weights from {config.init_from}"))
 
 
-def read_on_main(
-    config: "TrainConfig", given: Mapping[str, str], ranks: Ranks
-) -> tuple[bool, Path | None, list[str], dict | None]:
+def read_on_main(config: "TrainConfig", given: Mapping[str, str], ranks: Ranks) -> Found:
     """Call find_newest on rank 0, and share the result; the other ranks get the checkpoint without tensors."""
-    restored, path, skipped, checkpoint = ranks.on_main(lambda: find_newest(config, given)) or (False, None, [], None)
-    restored, path, skipped = ranks.broadcast((restored, path, skipped))
-    return restored, path, skipped, share(checkpoint, ranks)
+    found = ranks.on_main(lambda: find_newest(config, given)) or Found()
+    without = ranks.broadcast(dataclasses.replace(found, checkpoint=None))
+    return dataclasses.replace(without, checkpoint=share(found.checkpoint, ranks))
 
 
-def find_newest(config: "TrainConfig", given: Mapping[str, str]) -> tuple[bool, Path | None, list[str], dict | None]:
+def find_newest(config: "TrainConfig", given: Mapping[str, str]) -> Found:
     """Find the checkpoint that --resume asks for; download it if the mirror has a newer one than the folder.
-
-    Returns: whether it was downloaded, and as find_checkpoint.
 
     Raises: UserError when there is none; only "auto" accepts that.
     """
-    folder, problem = Path(config.checkpoint_dir), None
+    folder, found, problem = Path(config.checkpoint_dir), Found(), None
     try:
-        path, checkpoint, skipped = find_checkpoint(config.resume, folder)
+        found = find_checkpoint(config.resume, folder)
     except UserError as error:
-        path, checkpoint, skipped, problem = None, None, [], error
-    url = config.mirror
-    if checkpoint and "mirror" not in given:
-        url = checkpoint["train_config"].get("mirror", "")
-    if not url or config.resume not in ("latest", "auto", *NAMED) or (path and not config.trains):
+        problem = error
+    saved = found.checkpoint["train_config"] if found.checkpoint else {}
+    url = saved.get("mirror", "") if saved and "mirror" not in given else config.mirror
+    if not url or config.resume not in ("latest", "auto", *NAMED) or (found.path and not config.trains):
         if problem:
             raise problem
-        return False, path, skipped, checkpoint
+        return found
     if not config.trains:
         raise UserError(f"{folder} has no intact checkpoint, and only a run downloads one from {url}")
     mirror = Mirror(url)
     try:
         index = mirror.patiently(mirror.index)
-        if checkpoint and index.run and index.run != (name := checkpoint["train_config"].get("run_name", index.run)):
+        name = saved.get("run_name", index.run)
+        if index.run and index.run != name:
             raise UserError(
-                f"--mirror {url} belongs to the run {index.run}, and {path} to {name}; give the right --mirror"
+                f"--mirror {url} belongs to the run {index.run}, and {found.path} to {name}; give the right --mirror"
             )
-        downloaded, damaged = newer_checkpoint(mirror, index, config.resume, folder, path)
+        downloaded, damaged = newer_checkpoint(mirror, index, config.resume, folder, found.path)
+        skipped = (*found.skipped, *damaged)
         if downloaded:
             # First, so that a start which fails in between is repeated with all of it.
             restored = read_checkpoint(downloaded)
             files_go_to, _ = resume_config(restored["train_config"], config, given)
             mirror.patiently(lambda: restore_files(mirror, files_go_to, replace=True))
-            path = put_in_place(downloaded, config.resume, folder, path)
-            return True, path, [*skipped, *damaged], restored
+            path = put_in_place(downloaded, config.resume, folder, found.path)
+            return Found(path, restored, skipped, restored=True)
     except NoAnswer as error:
-        if not path:
+        if not found.path:
             raise
-        return False, path, [*skipped, f"{url}, which may have a newer checkpoint: {error}"], checkpoint
+        skipped = (*found.skipped, f"{url}, which may have a newer checkpoint: {error}")
     if problem and config.resume != "auto":
         raise UserError(f"{problem}; --mirror {url} has none either")
-    return False, path, [*skipped, *damaged], checkpoint
+    return dataclasses.replace(found, skipped=skipped)
 
 
 def resume_config(saved: dict, config: "TrainConfig", given: Mapping[str, str]) -> tuple["TrainConfig", list[str]]:

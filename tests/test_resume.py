@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import (
     TINY,
     assert_same_state,
@@ -26,7 +25,7 @@ from test_train import DROPOUT, fails, folders
 
 import dataloader
 import train
-from steadygpt import device, saves, start
+from steadygpt import device, saves
 from steadygpt.cli import UserError
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -235,18 +234,6 @@ def test_measured_precision_is_kept_by_a_resume(workdir, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert ", bf16, ddp, attention by " in out
     assert "changed precision" not in out
-    assert load("a/latest.pt")["train_config"]["precision"] == "bf16"
-
-
-def test_checkpoint_of_a_version_that_stored_auto_keeps_the_precision_of_the_hardware(workdir, monkeypatch, capsys):
-    assert run_here("--max_steps", "3", *folders("a")) == 0
-    checkpoint = load("a/latest.pt")
-    checkpoint["train_config"]["precision"] = "auto"
-    torch.save(checkpoint, "a/latest.pt")
-    monkeypatch.setattr(start, "native_precision", lambda device: "bf16")
-    monkeypatch.delattr(start, "choose_precision")
-    assert train.main(["--checkpoint_dir", "a", "--resume", "--max_steps", "6"]) == 0
-    assert ", bf16, ddp, attention by " in capsys.readouterr().out
     assert load("a/latest.pt")["train_config"]["precision"] == "bf16"
 
 
