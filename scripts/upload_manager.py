@@ -42,11 +42,7 @@ class ManagerOptions:
 
 
 def upload_all(url: str, folder: Path) -> None:
-    """Upload the intact checkpoints of a folder that the mirror lacks, the oldest first, and the logs of the run.
-
-    Raises: UserError when there are none, a run is using the folder, the mirror belongs to another run, or it has newer
-        checkpoints.
-    """
+    """Upload the intact checkpoints of a folder that the mirror lacks, the oldest first, and the logs of the run."""
     files: dict[int, list[Path]] = {}  # by inode
     for path in checkpoint_files(folder):
         if path.name != BACKUP:  # the mirror makes its own
@@ -81,10 +77,7 @@ def upload_all(url: str, folder: Path) -> None:
 
 
 def download(mirror: Mirror, name: str, folder: Path) -> None:
-    """Download a checkpoint and verify it.
-
-    Raises: UserError when the mirror has none of that name, it is corrupt, or the file exists.
-    """
+    """Download a checkpoint and verify it."""
     there = mirror.patiently(mirror.index).checkpoints
     name = {"latest": LATEST, **NAMED}.get(name, name)
     if name not in there:

@@ -111,10 +111,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 
 def check_folder(folder: Path, resumed_from: Path | None) -> None:
-    """Check that a run may write its checkpoints into a folder.
-
-    Raises: UserError when that would mix them with those of another run.
-    """
+    """Check that a run may write its checkpoints into a folder."""
     there = checkpoint_files(folder)
     if there and (resumed_from is None or resumed_from.resolve().parent != folder.resolve()):
         raise UserError(
@@ -184,10 +181,7 @@ def load_verified(path: Path) -> Any:
 
 
 def as_checkpoint(content: Any, path: Path) -> dict:
-    """Return the content of a file, which must be a checkpoint of this format.
-
-    Raises: UserError when it is not a checkpoint, or one of another format.
-    """
+    """Return the content of a file, which must be a checkpoint of this format."""
     for key, kind in KINDS.items():
         if not isinstance(content, dict) or not isinstance(content.get(key), kind):
             raise UserError(f"{path}: not a SteadyGPT checkpoint (expected {key}, {kind.__name__})")

@@ -129,10 +129,7 @@ def product_rates(rows: int, width: int, hidden: int) -> tuple[float, float]:
 
 
 def set_up(config: "TrainConfig", device: torch.device) -> None:
-    """Prepare a device for a run whose precision is chosen, before its first matrix product.
-
-    Raises: UserError when the run would fail later.
-    """
+    """Prepare a device for a run whose precision is chosen, before its first matrix product."""
     precision = config.precision
     if config.compiles(device.type):
         check_compiler(device.type)
@@ -157,8 +154,6 @@ def use_fp8(blocks: nn.Module, device: torch.device) -> None:
     """Let the blocks' linear layers multiply in fp8 with one scale per tensor; their weights stay fp32.
 
     On a CPU the rounding is emulated, which is slow and only good for trying it.
-
-    Raises: UserError when torchao is missing, the GPU has no fp8, or a width does not suit it.
     """
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training

@@ -88,8 +88,6 @@ class Mirror:
         url: of the folder, for fsspec.
         run: the name of the run that uploads.
         resumes: whether that run may find its checkpoints there.
-
-    Raises: UserError when fsspec does not know the URL, or its back end is not installed.
     """
 
     def __init__(self, url: str, run: str = "", resumes: bool = False):
@@ -120,10 +118,7 @@ class Mirror:
         return {path.removeprefix(f"{self.folder}/"): info["size"] for path, info in found.items()}
 
     def index(self) -> Index:
-        """Read the index; it is empty if there is none.
-
-        Raises: UserError when it is corrupt.
-        """
+        """Read the index; it is empty if there is none."""
         try:
             stored = json.loads(self.read(INDEX))
             entries = {name: Entry(**entry) for name, entry in stored["checkpoints"].items()}
@@ -195,10 +190,7 @@ class Mirror:
     # writing
 
     def claim(self) -> None:
-        """Reserve the folder for the run; this also finds out whether the store accepts files.
-
-        Raises: UserError when the folder holds checkpoints of another run.
-        """
+        """Reserve the folder for the run; this also finds out whether the store accepts files."""
         index = self.index()
         if index.checkpoints and not (self.resumes and index.run == self.run):
             name, *others = index.checkpoints

@@ -71,8 +71,6 @@ class RunLog:
         max_steps: of the run.
         ranks, flops_per_token: for MFU and cost.
         checkpoint_bytes: of one file, for status.json.
-
-    Raises: OSError when it cannot write.
     """
 
     def __init__(

@@ -232,8 +232,6 @@ def find_start(
         given: the options that the command line or its preset gives.
         read_weights: reads what --init_from names, as a checkpoint of weights only; without tensors if it would have
             to download them.
-
-    Raises: UserError.
     """
     folder = Path(config.checkpoint_dir)
     if config.resume:
@@ -318,10 +316,7 @@ def find_newest(config: "TrainConfig", given: Mapping[str, str]) -> Found:
 
 
 def resume_config(saved: dict, config: "TrainConfig", given: Mapping[str, str]) -> tuple["TrainConfig", list[str]]:
-    """Return the configuration of a resumed run, and a line for each value that differs from the checkpoint's.
-
-    Raises: UserError when a given option contradicts the checkpoint.
-    """
+    """Return the configuration of a resumed run, and a line for each value that differs from the checkpoint's."""
     taken, changes, options = {}, [], options_of(config)
     saved = {name: f.default for name, f in options.items()} | saved  # older versions had fewer options
     saved["mini_batch_size"] = saved.get("wanted_rows") or saved["mini_batch_size"]
@@ -369,8 +364,6 @@ def open_outputs(
         capture: see Saves.
 
     Returns: the log, Silent on ranks other than 0; the saves; and the fingerprint of the shards, on rank 0.
-
-    Raises: UserError when the data is corrupt or different, or a folder cannot be written to.
     """
     config, folder, logdir = start.config, Path(start.config.checkpoint_dir), Path(start.config.logdir)
     known = start.checkpoint["data_fingerprint"] if start.checkpoint else {}
@@ -391,10 +384,7 @@ def open_outputs(
 
 
 def open_writer(start: Start) -> CheckpointWriter:
-    """Make the checkpoint to resume from latest.pt, reserve the mirror, and return the writer.
-
-    Raises: UserError when the mirror belongs to another run, or refuses files.
-    """
+    """Make the checkpoint to resume from latest.pt, reserve the mirror, and return the writer."""
     config, resumes, mirror = start.config, start.checkpoint is not None, None
     if config.mirror:
         mirror = Mirror(config.mirror, config.run_name, resumes)
