@@ -1,258 +1,194 @@
-"""The monitor's view of a snapshot: lines that fit into a terminal."""
+"""The monitor's view of a snapshot, for a terminal."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from textwrap import wrap
-from typing import Any
+import re
+from collections import defaultdict
+from collections.abc import Mapping
 
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
+from rich.table import Column, Table
 from rich.text import Text
 
-from steadygpt.curves import Chart, Curve
+from steadygpt.curves import Chart
 from steadygpt.disk import bytes_text
-from steadygpt.liveness import State
+from steadygpt.liveness import State, state_of
 from steadygpt.units import duration_text, scaled_text
+from steadygpt.watch import MAX_WARNINGS, Snapshot
 
-COLOURS = {"running": "green", "starting": "cyan", "finished": "green", "stopped": "yellow", "not reachable": "yellow"}
+COLOURS = {"running": "green", "starting": "cyan", "finished": "green", "stopped": "yellow"}
 CURVE_COLOURS = ("cyan", "magenta")
 HOT_CELSIUS = 85
+GPU_FORMS = {
+    "percent": "{:4.0f}%",
+    "memory_gb": "{:4.0f} of",
+    "memory_total_gb": "{:4.0f} GB",
+    "celsius": "{:4.0f} °C",
+    "watts": "{:5.0f} W",
+}
+COUNT_UNITS = ("", " k", " M", " B", " T")
 LABEL_WIDTH = 8  # of the values beside a chart
-GPU_WIDTH, MAX_GPU_ROWS = 58, 4  # GPUs stand in as many columns as there is room for, more if there are many GPUs
 MIN_CHART_ROWS = 5
-MAX_WRAPPED_ROWS = 4
+ROOMY_ROWS = 30  # of a terminal that has room for older warnings
 WARNING = ("warning ", "yellow")
-ROOMY_ROWS = 30  # of a terminal that has room for more empty lines
 
 
-def view(
-    snapshot: Mapping[str, Any], curves: Mapping[str, Curve], state: State, width: int, height: int, hint: str = ""
-) -> list[Text]:
-    """Return the view as at most `height` lines of at most `width` characters.
-
-    Args:
-        curves: points (step, value) of loss and val_loss.
-        hint: for the last line.
-    """
-    status, latest = snapshot["status"], snapshot["latest"]
-    # What was measured at last says nothing about a run that has ended.
-    machine = [*gpu_lines(latest, width), *host_lines(snapshot, latest)] if state.is_alive else host_lines(snapshot, {})
-    *older, newest = snapshot["warnings"] or [""]
-    older_warnings = [row for line in older for row in wrapped(line, width, WARNING, max_rows=1)]
-    newest_warning = wrapped(newest, width, WARNING, max_rows=1 if state.is_alive else MAX_WRAPPED_ROWS)
-    chart: list[Text] = []
-    blank = [Text()] if height >= ROOMY_ROWS else []
-
-    def lines() -> list[Text]:
-        sections = [
-            [*heading(status, state, width), *blank, progress(snapshot, state, width)],
-            grid(facts(snapshot, curves, state), width),
-            chart,
-            machine,
-            [Text(printable(line)) for line in status.get("summary", ())],
-            [
-                *older_warnings,
-                *newest_warning,
-                *(blank if newest else []),
-                Text(f"{snapshot['folder']}   {hint}".rstrip(), style="dim"),
-            ],
-        ]
-        return [line for section in sections if section for line in (*section, Text())][:-1]
-
-    # Where there is little room, the newest warning comes before the chart, and the chart before older warnings.
-    while older_warnings and len(lines()) + 1 + MIN_CHART_ROWS > height:
-        del older_warnings[0]
-    rows = height - len(lines()) - 1
-    if rows >= MIN_CHART_ROWS and any(curves.values()):
-        chart = chart_lines(curves, width, rows)
-    *above, last = lines()
-    fitting = [*above[: height - 1], last]
-    for line in fitting:
-        line.rstrip()
-        line.truncate(width, overflow="ellipsis")
-    return fitting
+def view(snapshot: Snapshot, console: Console, hint: str = "") -> Group:
+    """Return the view with a chart as high as the console has room for, and with `hint` in its last line."""
+    state = state_of(snapshot)
+    above: list[RenderableType] = [heading(snapshot, state), facts(snapshot, state)]
+    # The last measurements say nothing about a run that has ended.
+    below: list[RenderableType] = [machine(snapshot, snapshot.latest if state.is_alive else {})]
+    if warnings := snapshot.warnings[-MAX_WARNINGS if console.height >= ROOMY_ROWS else -1 :]:
+        *older, newest = warnings
+        # After the end the newest one is advice, so it may take several lines.
+        newest_line = line_of(WARNING, newest, no_wrap=state.is_alive)
+        below.append(Group(*(line_of(WARNING, line) for line in older), newest_line))
+    below.append(
+        Group(*map(line_of, snapshot.status.get("summary", ())), line_of((f"{snapshot.folder}   {hint}", "dim")))
+    )
+    rows = console.height - len(console.render_lines(spaced(*above, *below))) - 1
+    if rows >= MIN_CHART_ROWS and any(snapshot.curves.values()):
+        above.append(chart(snapshot, console.width, rows))
+    return spaced(*above, *below)
 
 
-def heading(status: Mapping[str, Any], state: State, width: int) -> list[Text]:
-    """Return the lines that come first: whether the run is alive, which run it is, and what to do."""
-    colour = COLOURS.get(state.name, "red")
-    left = Text.assemble((f"● {state.name}", f"bold {colour}"), "  ", (status.get("run_name", ""), "bold"))
-    device = " x ".join(str(status[key]) for key in ("ranks", "device") if key in status)
-    right = Text("  ".join(part for part in (device, status.get("host", "")) if part), style="dim")
-    return [
-        apart(left, right, width),
-        *wrapped(state.why, width, style="" if state.is_well else colour),
-        *wrapped(state.command, width, ("next: ", "dim")),
+def spaced(*sections: RenderableType) -> Group:
+    """Return sections with an empty line between them."""
+    first, *further = sections
+    return Group(first, *(Padding(section, (1, 0, 0, 0)) for section in further))
+
+
+def line_of(*parts: str | tuple[str, str], no_wrap: bool = True) -> Text:
+    """Return texts, some with a style, as one line without control characters, which would move the cursor."""
+    line = Text.assemble(*parts, no_wrap=no_wrap, overflow="ellipsis")
+    line.plain = "".join(character if character.isprintable() else " " for character in line.plain)
+    return line
+
+
+def apart(left: RenderableType, right: Text) -> Table:
+    """Return a line with one part at its left and one at its right end."""
+    line = Table.grid(Column(ratio=1, no_wrap=True), Column(no_wrap=True), expand=True, padding=(0, 2))
+    line.add_row(left, right)
+    return line
+
+
+def heading(snapshot: Snapshot, state: State) -> Group:
+    """Return the lines that come first: whether the run is alive, which run it is, what to do, and its progress."""
+    status, colour = snapshot.status, COLOURS.get(state.name, "red")
+    name = line_of((f"● {state.name}", f"bold {colour}"), "  ", (status.get("run_name", ""), "bold"))
+    device = f"{status.get('ranks', 1)} x {status.get('device', 'unknown')}  {status.get('host', '')}"
+    lines: list[RenderableType] = [
+        apart(name, line_of((device, "dim"))),
+        line_of((state.why, "" if state.is_well else colour), no_wrap=False),
     ]
-
-
-def wrapped(
-    text: str, width: int, name: tuple[str, str] = ("", ""), style: str = "", max_rows: int = MAX_WRAPPED_ROWS
-) -> list[Text]:
-    """Return a text as lines, none if it is empty. Its name and the name's style stand before the first one."""
-    margin = " " * len(name[0])
-    parts = wrap(printable(text), width - len(margin), max_lines=max_rows, placeholder=" …", break_on_hyphens=False)
-    return [Text.assemble((margin, "") if number else name, (part, style)) for number, part in enumerate(parts)]
-
-
-def printable(text: str) -> str:
-    """Return a text without control characters, which would move the terminal's cursor."""
-    return "".join(character if character.isprintable() else " " for character in text)
-
-
-def apart(left: Text, right: Text, width: int) -> Text:
-    """Return a line with one text at its left and one at its right end, which goes where there is no room."""
-    gap = width - left.cell_len - right.cell_len
-    return Text.assemble(left, " " * gap, right) if gap > 1 else left
-
-
-def progress(snapshot: Mapping[str, Any], state: State, width: int) -> Text:
-    status, step = snapshot["status"], step_of(snapshot)
-    max_steps = status.get("max_steps", 0)
-    share = min(1.0, step / max_steps) if max_steps else 0.0
-    text = f"  {share:.1%}  {step:,} of {max_steps:,} steps"
+    if state.command:
+        lines.append(line_of(("next: ", "dim"), state.command, no_wrap=False))
+    step, max_steps = step_of(snapshot), max(1, status.get("max_steps", 1))
+    done = f"{step / max_steps:.1%}  {step:,} of {max_steps:,} steps"
     if state.is_alive and "eta_s" in status:
-        text += f"  {duration_text(status['eta_s'])} to go"
-    return Text.assemble(bar(share, max(5, width - len(text))), text)
+        done += f"  {duration_text(status['eta_s'])} to go"
+    return Group(*lines, apart(ProgressBar(max_steps, step), line_of(done)))
 
 
-def step_of(snapshot: Mapping[str, Any]) -> int:
+def step_of(snapshot: Snapshot) -> int:
     """Return the number of steps that the run has taken. Until it ends, its logs are newer than status.json."""
-    step = snapshot["status"].get("step", 0)
-    return max(step, snapshot["latest"].get("step", 0)) if snapshot["status"].get("status") == "running" else step
+    step = snapshot.status.get("step", 0)
+    return max(step, snapshot.latest.get("step", 0)) if snapshot.status.get("status") == "running" else step
 
 
-def bar(share: float, width: int) -> Text:
-    done = round(share * width)
-    return Text.assemble(("━" * done, "cyan"), ("─" * (width - done), "dim"))
+def facts(snapshot: Snapshot, state: State) -> Columns:
+    """Return columns of names and values: learning, speed, time and money, safety. What is unknown is not there."""
+    status = snapshot.status
+    latest = {name: math.nan if value is None else value for name, value in snapshot.latest.items()}  # JSON has no NaN
+    measured, tokens_per_step = status | latest, status.get("tokens_per_step")
+    validations = [value for _, value in snapshot.curves["val_loss"]]
 
+    def metric(key: str, form: str) -> str | None:
+        return form.format(measured[key]) if key in measured else None
 
-def facts(snapshot: Mapping[str, Any], curves: Mapping[str, Curve], state: State) -> list[list[tuple[str, Text]]]:
-    """Return columns of (name, value): learning, speed, time and money, safety. What is unknown is not there."""
-    status, measured = snapshot["status"], {**snapshot["status"], **snapshot["latest"]}
-    tokens_per_step = status.get("tokens_per_step")
+    def ago(seconds: float | None) -> str:
+        return "not yet" if seconds is None else f"{duration_text(seconds)} ago"
 
-    def fact(name: str, value: float | None, form: Callable[[Any], str]) -> list[tuple[str, Text]]:
-        return [] if value is None else [(name, Text(form(value)))]
-
-    def metric(name: str, key: str, form: Callable[[Any], str]) -> list[tuple[str, Text]]:
-        if key in measured and measured[key] is None:  # JSON has no NaN
-            return [(name, Text("NaN", style="red"))]
-        return fact(name, measured.get(key), form)
-
-    def age(name: str, seconds: float | None) -> tuple[str, Text]:
-        return name, Text("not yet" if seconds is None else f"{duration_text(seconds)} ago")
-
-    return [
-        [
-            *metric("loss", "loss", "{:.4f}".format),
-            *metric("val loss", "val_loss", "{:.4f}".format),
-            *fact("best", min((value for _, value in curves["val_loss"]), default=None), "{:.4f}".format),
-            *metric("HellaSwag", "hellaswag_acc_norm", "{:.1%}".format),
-            *metric("grad norm", "grad_norm", "{:.2f}".format),
-        ],
-        [
-            *metric("tokens/s", "tokens_per_second", "{:,.0f}".format),
-            *metric("step", "step_ms", "{:,.0f} ms".format),
-            *metric("MFU", "mfu", "{:.1%}".format),
-            *fact("tokens", step_of(snapshot) * tokens_per_step if tokens_per_step else None, count_text),
-            *metric("lr", "lr", "{:.2e}".format),
-        ],
-        [
-            *fact("elapsed", status.get("elapsed_s"), duration_text),
-            *metric("cost", "cost", "{:,.2f}".format),
-            *fact("to go", status.get("cost_to_go") if state.is_alive else None, "{:,.2f}".format),
-        ],
-        [
-            age("saved", snapshot["saved_age_s"]),
-            *([age("mirror", snapshot["mirrored_age_s"])] if status.get("mirror") else []),
-            *metric("memory", "memory_gb", "{:,.1f} GB".format),
-            *metric("epoch", "epoch", "{:.2f}".format),
-        ],
+    columns: list[dict[str, str | None]] = [
+        {
+            "loss": metric("loss", "{:.4f}"),
+            "val loss": metric("val_loss", "{:.4f}"),
+            "best": f"{min(validations):.4f}" if validations else None,
+            "HellaSwag": metric("hellaswag_acc_norm", "{:.1%}"),
+            "grad norm": metric("grad_norm", "{:.2f}"),
+        },
+        {
+            "tokens/s": metric("tokens_per_second", "{:,.0f}"),
+            "step": metric("step_ms", "{:,.0f} ms"),
+            "MFU": metric("mfu", "{:.1%}"),
+            "tokens": scaled_text(step_of(snapshot) * tokens_per_step, COUNT_UNITS) if tokens_per_step else None,
+            "lr": metric("lr", "{:.2e}"),
+        },
+        {
+            "elapsed": duration_text(status["elapsed_s"]) if "elapsed_s" in status else None,
+            "cost": metric("cost", "{:,.2f}"),
+            "to go": metric("cost_to_go", "{:,.2f}") if state.is_alive else None,
+        },
+        {
+            "saved": ago(snapshot.saved_age_s),
+            "mirror": ago(snapshot.mirrored_age_s) if status.get("mirror") else None,
+            "memory": metric("memory_gb", "{:,.1f} GB"),
+            "epoch": metric("epoch", "{:.2f}"),
+        },
     ]
+    return Columns([grid(column) for column in columns if any(column.values())], expand=True, padding=(0, 2))
 
 
-def count_text(count: float) -> str:
-    """Return a count with three digits, such as 6.34 B."""
-    return scaled_text(count, ("", " k", " M", " B", " T"))
+def grid(values: Mapping[str, str | None]) -> Table:
+    """Return names with their values, as far as they are known."""
+    table = Table.grid(Column(style="dim", no_wrap=True), Column(no_wrap=True), padding=(0, 1))
+    for name, value in values.items():
+        if value is not None:
+            table.add_row(name, Text(value, "red" if value.startswith("nan") else ""))
+    return table
 
 
-def grid(columns: Sequence[Sequence[tuple[str, Text]]], width: int) -> list[Text]:
-    """Return columns of (name, value) as lines."""
-    columns = [column for column in columns if column]
-    widths = [(max(len(name) for name, _ in column), max(value.cell_len for _, value in column)) for column in columns]
-    room = width - sum(name_width + 1 + value_width for name_width, value_width in widths)
-    gap = min(12, max(1, room // max(1, len(columns) - 1)))
-    lines = []
-    for row in range(max(map(len, columns), default=0)):
-        line = Text()
-        for column, (name_width, value_width) in zip(columns, widths, strict=True):
-            name, value = column[row] if row < len(column) else ("", Text())
-            line.append(f"{name:<{name_width}} ", style="dim").append(value)
-            line.append(" " * (value_width - value.cell_len + gap))
-        lines.append(line)
-    return lines
-
-
-def chart_lines(curves: Mapping[str, Curve], width: int, rows: int) -> list[Text]:
+def chart(snapshot: Snapshot, width: int, rows: int) -> Group:
     """Return a chart with a title and its steps below, `rows` lines in all."""
+    curves = list(snapshot.curves.values())
     title = Text(" " * (LABEL_WIDTH + 1))
-    for curve, name, colour in zip(curves.values(), ("loss", "validation loss"), CURVE_COLOURS, strict=True):
+    for curve, name, colour in zip(curves, ("loss", "validation loss"), CURVE_COLOURS, strict=True):
         title.append(f"━━ {name}  " if curve else "", style=colour)
-    chart = Chart(list(curves.values()), max(1, width - LABEL_WIDTH - 2), rows - 2)
-    decimals = max(0, 2 - math.floor(math.log10(chart.high - chart.low)))
-    lines, last = [title], len(chart.cells) - 1
-    for number, cells in enumerate(chart.cells):
-        value = chart.high + (chart.low - chart.high) * number / max(1, last)
+    drawn = Chart(curves, max(1, width - LABEL_WIDTH - 2), rows - 2)
+    decimals = max(0, 2 - math.floor(math.log10(drawn.high - drawn.low)))
+    lines, last = [title], len(drawn.cells) - 1
+    for number, cells in enumerate(drawn.cells):
+        value = drawn.high + (drawn.low - drawn.high) * number / max(1, last)
         is_labelled = number in (0, last) or (number % 4 == 0 and last - number >= 3)
         label = f"{value:{LABEL_WIDTH}.{decimals}f} ┤" if is_labelled else " " * LABEL_WIDTH + " │"
-        line = Text.assemble((label, "dim"))
-        for character, curve_number in cells:
-            line.append(character, style=CURVE_COLOURS[curve_number])
+        points = ((character, CURVE_COLOURS[curve]) for character, curve in cells)
+        lines.append(Text.assemble((label, "dim"), *points))
+    steps = apart(line_of((f"{'':{LABEL_WIDTH}} step {drawn.first:,}", "dim")), line_of((f"{drawn.last:,}", "dim")))
+    return Group(*lines, steps)
+
+
+def machine(snapshot: Snapshot, latest: Mapping[str, float]) -> Group:
+    """Return the load of the GPUs and of the host, as far as they were measured, and the space for checkpoints."""
+    gpus: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    for name, value in latest.items():
+        if match := re.fullmatch(r"gpu(\d+)_(\w+)", name):
+            gpus[match[1]][match[2]] = value
+    lines = []
+    for number, gpu in gpus.items():
+        line = Text(no_wrap=True).append(f"GPU {number}", "dim")
+        for kind, form in GPU_FORMS.items():
+            is_hot = kind == "celsius" and gpu.get(kind, 0) >= HOT_CELSIUS
+            line.append(form.format(gpu[kind]) if kind in gpu else "", "yellow" if is_hot else None)
         lines.append(line)
-    left, right = Text(f"{'':{LABEL_WIDTH}} step {chart.first:,}", style="dim"), Text(f"{chart.last:,}", style="dim")
-    lines.append(apart(left, right, width))
-    return lines
-
-
-def gpu_lines(latest: Mapping[str, Any], width: int) -> list[Text]:
-    """Return the load, memory, temperature and power of each GPU, as far as they were measured."""
-    kinds = ("percent", "memory_gb", "memory_total_gb", "celsius", "watts")
-    gpus: list[list[float | None]] = []
-    while any(f"gpu{len(gpus)}_{kind}" in latest for kind in kinds):
-        gpus.append([latest.get(f"gpu{len(gpus)}_{kind}") for kind in kinds])
-    if not gpus:
-        return []
-    rows = min(MAX_GPU_ROWS, math.ceil(len(gpus) / max(1, width // GPU_WIDTH)))
-    columns = math.ceil(len(gpus) / rows)
-    cell_width = (width - 3 * (columns - 1)) // columns
-    lines = [Text() for _ in range(rows)]
-    for number, (percent, memory, total, celsius, watts) in enumerate(gpus):
-        texts = [
-            "" if percent is None else f"{percent:.0f}%",
-            "" if memory is None else f"{memory:.0f}/{total:.0f} GB" if total else f"{memory:.0f} GB",
-            "" if celsius is None else f"{celsius:.0f} °C",
-            "" if watts is None else f"{watts:.0f} W",
-        ]
-        end = Text(" ").join(Text(f"{text:>{size}}") for text, size in zip(texts, (4, 9, 5, 5), strict=True))
-        if celsius is not None and celsius >= HOT_CELSIUS:
-            end.highlight_regex(r"\d+ °C", "yellow")
-        name = f"GPU {number} "
-        line = lines[number % rows].append("   " if number >= rows else "").append(name, style="dim")
-        bar_width = max(3, cell_width - len(name) - end.cell_len - 1)
-        line.append(Text(" " * bar_width) if percent is None else bar(percent / 100, bar_width))
-        line.append(" ").append(end)
-    return lines
-
-
-def host_lines(snapshot: Mapping[str, Any], latest: Mapping[str, Any]) -> list[Text]:
-    """Return the line about the host's processor and memory, and about the disk of the checkpoints."""
-    parts = []
-    if latest.get("cpu_percent") is not None:
-        parts.append(Text.assemble(("CPU ", "dim"), f"{latest['cpu_percent']:.0f}%"))
-    if latest.get("ram_gb") is not None:
-        total = f" of {latest['ram_total_gb']:.0f}" if latest.get("ram_total_gb") else ""
-        parts.append(Text.assemble(("RAM ", "dim"), f"{latest['ram_gb']:.0f}{total} GB"))
-    free, size = snapshot["disk_free_bytes"], snapshot["checkpoint_bytes"]
-    room = int(free // size) if size else None
-    text = f"{bytes_text(free)} free" + (f", room for {room:,} checkpoints" if room is not None else "")
-    parts.append(Text.assemble(("disk ", "dim"), (text, "red" if room is not None and room < 3 else "")))
-    return [Text("   ").join(parts)]
+    host = line_of()
+    if "cpu_percent" in latest:
+        host.append("CPU ", "dim").append(f"{latest['cpu_percent']:.0f}%   ")
+    if "ram_gb" in latest:
+        host.append("RAM ", "dim").append(f"{latest['ram_gb']:.0f} of {latest['ram_total_gb']:.0f} GB   ")
+    free, size = snapshot.disk_free_bytes, snapshot.checkpoint_bytes
+    room = f", room for {free // size:,.0f} checkpoints" if size else ""
+    host.append("disk ", "dim").append(f"{bytes_text(free)} free{room}", "red" if size and free < 3 * size else None)
+    return Group(Columns(lines, column_first=True, padding=(0, 2)), host)

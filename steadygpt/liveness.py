@@ -1,10 +1,10 @@
 """Whether a run is alive: the state that follows from a snapshot of watch.py."""
 
 import shlex
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from steadygpt.units import duration_text
+from steadygpt.watch import Snapshot
 
 FRESH_S = 15.0  # a run renews its heartbeat at least every 10 s
 SILENT_S = 60.0  # without a heartbeat for this long, or SILENT_STEPS steps, a run hangs
@@ -28,38 +28,32 @@ class State(NamedTuple):
         return self.is_alive or self.name in ("stopped", "finished")
 
 
-def state_of(snapshot: Mapping[str, Any]) -> State:
+def state_of(snapshot: Snapshot) -> State:
     """Return the state of a run.
 
-    A run says itself how it ended, unless it was killed. Otherwise its process decides, if it is on the machine where
-    the snapshot was taken, and the age of the heartbeat.
+    A run says itself how it ended, unless it was killed. Otherwise its process decides, if it is on this machine, and
+    the age of the heartbeat.
     """
-    status, host, age_s = snapshot["status"], snapshot["host"], snapshot["heartbeat_age_s"]
+    status, process, age_s = snapshot.status, snapshot.process, snapshot.heartbeat_age_s
     age, pid = duration_text(age_s), status.get("pid")
-    where = "" if snapshot["folder"] == "checkpoints" else f" --checkpoint_dir {shlex.quote(snapshot['folder'])}"
-    resume = f"./resume_training.sh{where}" if snapshot["saved_age_s"] is not None else ""
-    if (name := status.get("status")) != "running":
-        why = status.get("reason") or {"finished": f"after {status.get('step', 0):,} steps"}.get(name, "")
-        return State(name or "unknown", why, f"python generate.py latest{where}" if name == "finished" else resume)
+    folder = shlex.quote(str(snapshot.folder))
+    where = "" if folder == "checkpoints" else f" --checkpoint_dir {folder}"
+    resume = f"./resume_training.sh{where}" if snapshot.saved_age_s is not None else ""
+    if (name := status.get("status", "unknown")) == "finished":
+        return State(name, f"after {status['step']:,} steps", f"python generate.py latest{where}")
+    if name != "running":
+        return State(name, status.get("reason", ""), resume)
 
-    is_here = status.get("host", host) == host
-    process = snapshot["process"] if is_here else None
-    stat = process.get("stat", "Z") if process is not None else ""  # Z: dead, but its parent has not noticed
-    # A process that is younger than the heartbeat is a different one with the same pid.
-    is_gone = stat.startswith("Z") or (process is not None and process["age_s"] < age_s - 3)
-    is_starting = status.get("doing", "" if "tokens_per_second" in status else "starting") == "starting"
-    step_s = status.get("step_ms", 0) / 1000
-    limit_s = STARTING_S if is_starting else max(SILENT_S, SILENT_STEPS * step_s)
-
-    if stat.startswith("T"):
+    doing = status.get("doing", "starting")
+    limit_s = STARTING_S if doing == "starting" else max(SILENT_S, SILENT_STEPS * status.get("step_ms", 0) / 1000)
+    if process == "suspended":
         return State("suspended", f"process {pid} is stopped by a signal; no heartbeat for {age}", f"kill -CONT {pid}")
-    if is_gone and age_s > FRESH_S:  # else it runs in a container, which has process numbers of its own
+    if process == "gone" and age_s > FRESH_S:  # else it runs in a container, which has process numbers of its own
         return State("killed", f"process {pid} is gone, and status.json says running; last heartbeat {age} ago", resume)
     if age_s <= limit_s:
-        if is_starting:
+        if doing == "starting":
             return State("starting", f"loading, or compiling the model, which may take minutes; heartbeat {age} ago")
-        return State("running", f"{status.get('doing', 'training')}; heartbeat {age} ago")
-    if process is None:
-        unseen = "ps does not show" if is_here else f"it runs on {status['host']}, and {host} does not see"
-        return State("silent", f"no heartbeat for {age}: hung or killed ({unseen} its process)")
+        return State("running", f"{doing}; heartbeat {age} ago")
+    if process == "elsewhere":
+        return State("silent", f"no heartbeat for {age}: hung or killed on {status['host']}, unseen from here")
     return State("hung", f"process {pid} exists, but no heartbeat for {age}", f"kill -9 {pid}")
