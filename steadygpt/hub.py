@@ -1,25 +1,19 @@
-"""The Hugging Face Hub: data sets and models at one commit, downloaded or read in place, through network failures.
+"""The Hugging Face Hub: data sets and models at one commit, downloaded or read in place, through network failures."""
 
-Beyond what huggingface_hub does, an interrupted download resumes from its partial file, also in a later run, and failed
-requests are retried with growing pauses.
-"""
-
-import errno
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from fnmatch import fnmatch
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from steadygpt import retry
 from steadygpt.cli import UserError
-from steadygpt.durable import replace_file, sha256_of
+from steadygpt.durable import replace_file
 from steadygpt.progress import ProgressBar, say
-from steadygpt.remote import RemoteFile, download
+from steadygpt.remote import RemoteFile
 from steadygpt.retry import NoAnswer, Patience, Service, brief, kinds, status_of
 
 
@@ -34,12 +28,17 @@ class Repo(NamedTuple):
     def __str__(self) -> str:
         return f"{'hf:' * (self.kind == 'dataset')}{self.name}"
 
+    @property
+    def cache(self) -> Path:
+        """The repository's folder in the Hub's cache, whose layout is documented."""
+        from huggingface_hub import constants
 
-class RepoFile(NamedTuple):
-    """A file of a repository."""
+        return Path(constants.HF_HUB_CACHE, f"{self.kind}s--{self.name.replace('/', '--')}")
 
-    path: str
-    size: int  # in bytes
+    @property
+    def snapshot(self) -> Path:
+        """The folder of the commit's files in the cache. Here are files, or links to the blobs of other programs."""
+        return self.cache / "snapshots" / self.commit
 
 
 class NotFound(UserError):
@@ -117,15 +116,15 @@ def find_repo(kind: str, name: str, revision: str = "", pinned: str = "") -> Rep
             f"{what}: now at commit {commit[:7]}; this preparation goes on with {pinned[:7]}, as it was begun",
             file=sys.stderr,
         )
-    if revision != commit and not pinned:  # as hf_hub_download does, so that the name is found in the cache
-        refs = _cache_folder(repo) / "refs" / (revision or "main")
+    if revision != commit and not pinned:  # so that the name is found in the cache, also by other programs
+        refs = repo.cache / "refs" / (revision or "main")
         with suppress(OSError):  # a cache that cannot be written to may still be read
             refs.parent.mkdir(parents=True, exist_ok=True)
             replace_file(refs, lambda file: file.write(commit.encode()), durable=False)
     return repo
 
 
-def data_files(repo: Repo, config: str, split: str) -> tuple[str, list[RepoFile]]:
+def data_files(repo: Repo, config: str, split: str) -> tuple[str, list[RemoteFile]]:
     """Return the format of a data set, as `datasets` names it ("parquet", "json"), and the files of a split, in order.
 
     The format is "" for files outside of the repository.
@@ -138,121 +137,85 @@ def data_files(repo: Repo, config: str, split: str) -> tuple[str, list[RepoFile]
     datasets.logging.set_verbosity_error()
 
     def resolve(_: Patience) -> tuple[str, Mapping]:
-        if repo.online:
-            builder = datasets.load_dataset_builder(repo.name, config or None, revision=repo.commit)
-        else:
-            builder = datasets.load_dataset_builder(str(_snapshot(repo)), config or None)
+        place, revision = (repo.name, repo.commit) if repo.online else (str(repo.snapshot), None)
+        builder = datasets.load_dataset_builder(place, config or None, revision=revision)
         return builder.name, builder.config.data_files or {}
 
     what = f"{repo}{f':{config}' if config else ''}"
     # Of the cache, `datasets` would take the files that are there for all of them.
-    record = _cache_folder(repo) / "steadygpt" / f"{repo.commit}-{config or 'default'}-{split}.json"
+    record = repo.cache / "steadygpt" / f"{repo.commit}-{config or 'default'}-{split}.json"
     if not repo.online and record.exists():
         kind, found = json.loads(record.read_text())
-        return kind, [RepoFile(path, size) for path, size in found]
+        return kind, [_remote_file(repo, path, size) for path, size in found]
     try:
-        kind, files = persistently(what, resolve)
+        kind, splits = persistently(what, resolve)
     except UserError as error:
         if repo.online:
             raise
         raise UserError(f"{what}: its files are not in the cache, and there is no network") from error
-    if split not in files:
-        found = ", ".join(map(str, files)) or "no files that `datasets` can read"
-        raise UserError(f"{what}: no split {split!r}, found {found}; expected a data set that has it")
-    base = f"@{repo.commit}/" if repo.online else f"{_snapshot(repo)}/"
-    if not all(base in path for path in files[split]):  # the card refers to other places
-        return "", [RepoFile(path, 0) for path in files[split]]
-    sized = with_sizes(repo, [path.split(base, 1)[1] for path in files[split]])
-    if repo.online:
-        with suppress(OSError):
-            record.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(record, lambda file: file.write(json.dumps([kind, sized]).encode()), durable=False)
-    else:
-        say(f"{what}: not listed in the cache, so only the {len(sized)} files in it are known")
-    return kind, sized
+    if split not in splits:
+        names = ", ".join(map(str, splits)) or "no files that `datasets` can read"
+        raise UserError(f"{what}: no split {split!r}, found {names}; expected a data set that has it")
+    base = f"@{repo.commit}/" if repo.online else f"{repo.snapshot}/"
+    if not all(base in path for path in splits[split]):  # the card refers to other places
+        return "", [_remote_file(repo, path, 0) for path in splits[split]]
+    paths = [path.split(base, 1)[1] for path in splits[split]]
+    if not repo.online:
+        say(f"{what}: not listed in the cache, so only the {len(paths)} files in it are known")
+        return kind, [_remote_file(repo, path, (repo.snapshot / path).stat().st_size) for path in paths]
+    files = files_at(repo, paths)
+    content = json.dumps([kind, [(file.path, file.size) for file in files]]).encode()
+    with suppress(OSError):  # a cache that cannot be written to may still be read
+        record.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(record, lambda file: file.write(content), durable=False)
+    return kind, files
 
 
-def with_sizes(repo: Repo, paths: list[str]) -> list[RepoFile]:
-    """Return files with their sizes, in the order of `paths`."""
+def files_at(repo: Repo, paths: list[str]) -> list[RemoteFile]:
+    """Ask for the sizes and checksums of files, and return the files in the order of `paths`."""
     from huggingface_hub import HfApi
 
-    if not repo.online:
-        return [RepoFile(path, (_snapshot(repo) / path).stat().st_size) for path in paths]
-    sizes: dict[str, int] = {}
+    found: dict[str, RemoteFile] = {}
     for first in range(0, len(paths), 500):
 
         def ask(_: Patience, part: list[str] = paths[first : first + 500]) -> list:
             return HfApi().get_paths_info(repo.name, part, repo_type=repo.kind, revision=repo.commit)
 
-        sizes |= {file.path: file.size for file in persistently(repo, ask)}
-    return [RepoFile(path, sizes[path]) for path in paths]
+        for info in persistently(repo, ask):
+            found[info.path] = _remote_file(repo, info.path, info.size, info.lfs.sha256 if info.lfs else "")
+    if absent := [path for path in paths if path not in found]:
+        raise UserError(f"{repo}: has no file {absent[0]}; check the name, and run this again")
+    return [found[path] for path in paths]
 
 
-def _cache_folder(repo: Repo) -> Path:
-    """Return the folder of a repository in the Hub's cache, whose layout is documented."""
-    from huggingface_hub import constants
+def _remote_file(repo: Repo, path: str, size: int, sha256: str = "") -> RemoteFile:
+    from huggingface_hub import hf_hub_url
 
-    return Path(constants.HF_HUB_CACHE, f"{repo.kind}s--{repo.name.replace('/', '--')}")
-
-
-def _snapshot(repo: Repo) -> Path:
-    return _cache_folder(repo) / "snapshots" / repo.commit
+    url = hf_hub_url(repo.name, path, repo_type=repo.kind, revision=repo.commit)
+    return RemoteFile(f"{repo}/{path}", path, size, HUB, partial(_request, url), sha256=sha256)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# files -> bytes
+def _request(url: str, start: int, end: int) -> Iterator[bytes]:
+    """Request the bytes [start, end) of a file."""
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+    headers = build_hf_headers() | {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
+    with get_session().stream("GET", url, headers=headers, timeout=retry.SILENCE_S) as response:
+        hf_raise_for_status(response)
+        yield from response.iter_bytes()
 
 
-def find_file(repo: Repo, path: str, folder: Path | None = None) -> Path | None:
-    """Return where a file is, in the Hub's cache or in `folder`; None if it was not downloaded."""
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(repo.name, path, revision=repo.commit, repo_type=repo.kind)
-    if isinstance(found, str):
-        return Path(found)
-    return folder / path if folder and (folder / path).exists() else None
-
-
-def fetch(repo: Repo, path: str, folder: Path | None = None, progress: Callable[[int], object] = bool) -> Path:
-    """Download a file unless it is there, and return where it is.
-
-    Args:
-        folder: for the file, under its path in the repository; None for the Hub's cache.
-        progress: is called with the number of bytes that are there.
+def fetch(repo: Repo, path: str) -> Path:
+    """Download a file to the Hub's cache unless it is there, and return where it is.
 
     Raises: UserError; OSError for errors of this machine, such as a full disk.
     """
-    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
-
-    if found := find_file(repo, path, folder):
-        return found
-    if not repo.online:
+    target = repo.snapshot / path
+    if not (target.exists() or repo.online):
         raise UserError(f"{repo}: {path} is not in the cache, and there is no network; run this again with one")
-    url = hf_hub_url(repo.name, path, repo_type=repo.kind, revision=repo.commit)
-
-    def attempt(patience: Patience) -> Path:
-        metadata = get_hf_file_metadata(url, timeout=retry.SILENCE_S)
-        if metadata.etag is None or metadata.size is None:
-            raise ConnectionError("an answer without size and ETag")
-        # In the cache, hf_hub_download finds the file among the blobs and links it to the commit.
-        target = folder / path if folder else _cache_folder(repo) / "blobs" / metadata.etag
-        # Xet is faster, but does not resume from a partial file.
-        if not (metadata.xet_file_data and not constants.HF_HUB_DISABLE_XET and find_spec("hf_xet")):
-            is_whole = partial(_has_etag, metadata.etag)
-            download(partial(_receive, url), target, metadata.size, is_whole, patience, progress)
-            if folder:
-                return target
-        try:
-            found = hf_hub_download(repo.name, path, repo_type=repo.kind, revision=repo.commit, local_dir=folder)
-        except RuntimeError as error:  # hf_xet's only type
-            if "No space left" in str(error) or "os error 28" in str(error):
-                raise OSError(errno.ENOSPC, "No space left on device", str(target)) from error
-            raise ConnectionError(str(error)) from error
-        return Path(found)
-
-    found = persistently(f"{repo}/{path}", attempt)
-    progress(found.stat().st_size)
-    return found
+    if not target.exists():
+        files_at(repo, [path])[0].download(target)
+    return target
 
 
 def fetch_model(source: str, with_weights: bool) -> tuple[Path, Repo]:
@@ -273,52 +236,17 @@ def fetch_model(source: str, with_weights: bool) -> tuple[Path, Repo]:
     # In one file or several; their index holds no further information.
     wanted = [path for path in paths if path == "model.safetensors"]
     wanted = wanted or [path for path in paths if fnmatch(path, "model-*.safetensors")]
-    missing = with_sizes(repo, [path for path in wanted if not find_file(repo, path)])
+    missing = files_at(repo, [path for path in wanted if not (folder / path).exists()])
     with ProgressBar(desc=source, total=sum(file.size for file in missing), unit="B", disable=not missing) as bar:
         for file in missing:
-            fetch(repo, file.path, progress=bar.show_from(bar.n))
+            file.download(folder / file.path, bar.show_from(bar.n))
     return folder, repo
-
-
-def _has_etag(etag: str, path: Path) -> bool:
-    """Return whether a file has the checksum in its ETag; of a small file, which has none there, True."""
-    return len(etag) != 64 or sha256_of(path) == etag
-
-
-def _receive(
-    url: str, start: int, end: int, file: BinaryIO, patience: Patience, progress: Callable[[int], object] = bool
-) -> None:
-    """Append the bytes [start, end) of a file of the Hub to `file`, as remote.Receive."""
-    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
-
-    headers = build_hf_headers() | {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
-    with get_session().stream("GET", url, headers=headers, timeout=retry.SILENCE_S) as response:
-        hf_raise_for_status(response)
-        skip = 0 if response.status_code == 206 else start  # the server may send the whole file instead
-        count = 0
-        for block in response.iter_bytes():
-            block, skip = block[skip:], max(0, skip - len(block))
-            block = block[: end - start - count]
-            file.write(block)
-            count += len(block)
-            patience.received()
-            progress(count)
-            if count == end - start:
-                return
-
-
-def open_in_place(repo: Repo, file: RepoFile) -> RemoteFile:
-    """Open a file to read parts of it without a download."""
-    from huggingface_hub import hf_hub_url
-
-    url = hf_hub_url(repo.name, file.path, repo_type=repo.kind, revision=repo.commit)
-    return RemoteFile(f"{repo}/{file.path}", file.size, partial(_receive, url), HUB)
 
 
 def stream(repo: Repo, config: str, split: str) -> Any:
     """Return a split of a data set in any format that `datasets` reads, as an IterableDataset."""
     from datasets import load_dataset
 
-    name, revision = (repo.name, repo.commit) if repo.online else (str(_snapshot(repo)), None)
+    name, revision = (repo.name, repo.commit) if repo.online else (str(repo.snapshot), None)
     options: dict = {"split": split, "revision": revision, "streaming": True}
     return persistently(repo, lambda _: load_dataset(name, config or None, **options))

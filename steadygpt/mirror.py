@@ -23,7 +23,7 @@ from steadygpt.cli import UserError
 from steadygpt.durable import fsync_folder, link_file, replace_file
 from steadygpt.progress import ProgressBar
 from steadygpt.runlog import LOG, METRICS, move_aside
-from steadygpt.stores import Store, StoreFile, version_of
+from steadygpt.stores import Store, version_of
 from steadygpt.units import STAMP
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class Mirror:
             raise Damaged(f"{url}: {found}")
         info = self.patiently(lambda: self.fs.info(self._path(entry.file)))
         with ProgressBar(desc=entry.file, total=entry.size, unit="B") as bar:
-            self.store.fetch(StoreFile(url, entry.size, version_of(info)), downloaded, bar.show_from(0))
+            self.store.file(url, entry.size, version_of(info)).download(downloaded, bar.show_from(0))
         os.utime(downloaded, ns=(entry.mtime_ns, entry.mtime_ns))  # decides which of several is the newest
         try:
             read_checkpoint(downloaded)

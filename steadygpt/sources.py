@@ -2,7 +2,6 @@
 
 import glob
 import hashlib
-import io
 import json
 import os
 import sys
@@ -10,7 +9,7 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from steadygpt import hub
 from steadygpt.chunks import (
@@ -26,7 +25,7 @@ from steadygpt.chunks import (
 from steadygpt.cli import UserError
 from steadygpt.ids import ID_SUFFIXES
 from steadygpt.remote import RemoteFile
-from steadygpt.stores import Store, StoreFile
+from steadygpt.stores import Store
 
 FINEWEB_EDU = "hf:HuggingFaceFW/fineweb-edu:sample-10BT"  # --source fineweb-edu
 NOT_IN_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -98,43 +97,33 @@ class RemoteSource(Source):
     """Files on a network, downloaded one ahead of the reader and removed behind it, or read in place.
 
     Args:
-        files: tuples that begin with name and size in bytes.
-        folder: for the downloads; None if they are kept elsewhere.
+        places: where the files are on this machine, or will be.
+        folder: for the downloads that are removed; None if all are kept.
         in_place: reads the files by ranges, without any on the disk.
+        commit: of a Hub data set.
     """
 
-    def __init__(self, name: str, files: Sequence[Any], folder: Path | None, in_place: bool):
-        self.name, self.files, self.folder, self.in_place = name, files, folder, in_place
-        self.names, self.sizes = [file[0] for file in files], [file[1] for file in files]
+    def __init__(
+        self,
+        name: str,
+        files: Sequence[RemoteFile],
+        places: Sequence[Path],
+        folder: Path | None,
+        in_place: bool,
+        commit: str = "",
+    ):
+        self.name, self.files, self.paths, self.commit = name, files, places, commit
+        self.names, self.sizes = [file.path for file in files], [file.size for file in files]
+        self.folder, self.in_place = folder, in_place
         self.downloads: dict[int, Future[Path]] = {}
         self.pool = ThreadPoolExecutor(1)
 
     def fingerprint(self) -> str:
-        return fingerprint(self.files)
-
-    def local_path(self, file: int) -> Path | None:
-        """Return where a file is downloaded to; None without a folder for downloads."""
-        return self.folder and self.folder / self.names[file]
-
-    def find(self, file: int) -> Path | None:
-        """Return where a file is on this machine; None if it was not downloaded."""
-        path = self.local_path(file)
-        return path if path and path.exists() else None
-
-    def fetch(self, file: int, progress: Callable[[int], object]) -> Path:
-        """Download a file unless it is there, and return where it is."""
-        raise NotImplementedError
-
-    def open_remote(self, file: int) -> RemoteFile | None:
-        """Open a file to read parts of it without a download; None if it must be downloaded."""
-        raise NotImplementedError
+        return fingerprint_of(self.files)
 
     def open(self, file: int, in_place: bool = False) -> BinaryIO:
-        if self.in_place or in_place:
-            if found := self.find(file):
-                return open(found, "rb")
-            if remote := self.open_remote(file):
-                return io.BufferedReader(remote, 2**16)
+        if (self.in_place or in_place) and not self.paths[file].exists():
+            return self.files[file].open()
         for index in range(file, min(file + AHEAD + 1, len(self.files))):
             if index not in self.downloads:
                 self.downloads[index] = self.pool.submit(self._download, index)
@@ -142,79 +131,31 @@ class RemoteSource(Source):
 
     def _download(self, file: int) -> Path:
         before = sum(self.sizes[:file])
-        found = self.fetch(file, lambda count: self.progress(before + count))
-        self.progress(before + self.sizes[file])
-        return found
+        return self.files[file].download(self.paths[file], lambda count: self.progress(before + count))
 
     def release(self, before: int) -> None:
-        for file in range(before):
-            if path := self.local_path(file):
+        for path in self.paths[:before]:
+            if self.folder and path.is_relative_to(self.folder):
                 path.unlink(missing_ok=True)
 
     def close(self) -> None:
         self.pool.shutdown(wait=False, cancel_futures=True)
 
-    def missing(self, first: int) -> list[int]:
-        """Return the sizes of the files from `first` on that are not on this machine."""
-        return [self.sizes[file] for file in range(first, len(self.files)) if not self.find(file)]
-
     def needs(self, first: int, shard_bytes: float) -> dict[Path, int]:
-        if self.in_place or not self.folder or not (missing := self.missing(first)):
+        missing = [file for file in range(first, len(self.files)) if not self.paths[file].exists()]
+        if self.in_place or not missing:
             return {}
+        total = sum(self.sizes[file] for file in missing)
+        if not self.folder:
+            return {self.paths[missing[0]]: total}
         # A file stays until the last of its tokens is in a shard.
         there = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
-        window = int(shard_bytes) + (AHEAD + 2) * max(missing)
-        return {self.folder.parent: min(sum(missing), max(0, window - there))}
+        window = int(shard_bytes) + (AHEAD + 2) * max(self.sizes[file] for file in missing)
+        return {self.folder.parent: min(total, max(0, window - there))}
 
 
-class StoreSource(RemoteSource):
-    """Files of an object store."""
-
-    def __init__(self, store: Store, files: Sequence[StoreFile], folder: Path | None, in_place: bool):
-        # Other versions of the files are downloaded into another folder.
-        super().__init__(store.url, files, folder and folder / fingerprint(files)[-16:], in_place)
-        self.store = store
-
-    def local_path(self, file: int) -> Path | None:
-        return self.folder and self.folder / f"{file:06d}_{Path(self.names[file]).name}"
-
-    def fetch(self, file: int, progress: Callable[[int], object]) -> Path:
-        path = self.local_path(file)
-        assert path
-        return self.store.fetch(self.files[file], path, progress)
-
-    def open_remote(self, file: int) -> RemoteFile:
-        return self.store.open_in_place(self.files[file])
-
-
-class HubSource(RemoteSource):
-    """Files of a Hub data set; without a folder for downloads they stay in the Hub's own cache."""
-
-    def __init__(self, name: str, repo: hub.Repo, files: Sequence[hub.RepoFile], folder: Path | None, in_place: bool):
-        super().__init__(name, files, folder and folder / repo.commit, in_place)
-        self.repo, self.commit = repo, repo.commit
-
-    def find(self, file: int) -> Path | None:
-        return hub.find_file(self.repo, self.names[file], self.folder)
-
-    def fetch(self, file: int, progress: Callable[[int], object]) -> Path:
-        return hub.fetch(self.repo, self.names[file], self.folder, progress)
-
-    def open_remote(self, file: int) -> RemoteFile | None:
-        return hub.open_in_place(self.repo, self.files[file]) if self.repo.online else None
-
-    def needs(self, first: int, shard_bytes: float) -> dict[Path, int]:
-        from huggingface_hub import constants
-
-        missing = self.missing(first)
-        if missing and not self.repo.online:
-            raise UserError(
-                f"{self.name}: {len(missing)} of {len(self.files)} files are not in the cache; run this once with a "
-                "network and without HF_HUB_OFFLINE"
-            )
-        if missing and not (self.folder or self.in_place):
-            return {Path(constants.HF_HUB_CACHE): sum(missing)}
-        return super().needs(first, shard_bytes)
+def fingerprint_of(files: Sequence[RemoteFile]) -> str:
+    return fingerprint([(f.path, f.size) if f.version is None else (f.path, f.size, f.version) for f in files])
 
 
 class StreamedSource(Source):
@@ -222,12 +163,12 @@ class StreamedSource(Source):
 
     unit = " documents"
 
-    def __init__(self, name: str, repo: hub.Repo, config: str, files: Sequence[hub.RepoFile]):
+    def __init__(self, name: str, repo: hub.Repo, config: str, files: Sequence[RemoteFile]):
         self.name, self.repo, self.config, self.commit = name, repo, config, repo.commit
         self.files, self.names, self.sizes = files, [name], [0]
 
     def fingerprint(self) -> str:
-        return fingerprint(self.files)
+        return fingerprint_of(self.files)
 
     def chunks(self, text_field: str, start: Position, in_place: bool = False) -> Iterator[Chunk]:
         with naming(self.name):
@@ -255,11 +196,7 @@ def find_source(
     Raises: UserError when there are none, or they hold both text and token ids.
     """
     if "://" in name:
-        store = Store(name)
-        urls = {file.url: file for file in store.files()}
-        # Without hidden files, as below a local folder.
-        chosen = choose(name, [url for url in urls if "/." not in url.removeprefix(name.partition("*")[0])])[:max_files]
-        return StoreSource(store, [urls[url] for url in chosen], folder, streaming)
+        return _store_source(name, streaming, folder, max_files)
     if not name.startswith("hf:"):
         return Source(name, find_files(name)[:max_files])
     spec, _, config = name.removeprefix("hf:").partition(":")
@@ -269,10 +206,38 @@ def find_source(
     repo = hub.find_repo("dataset", repo_name, revision, commit)
     kind, files = hub.data_files(repo, config, "train")
     if kind in ("parquet", "json") and all(suffix_of(file.path) for file in files):
-        return HubSource(name, repo, files[:max_files], folder, streaming)
+        return _hub_source(name, repo, files[:max_files], streaming, folder)
     if max_files is not None:
         raise UserError(f"{name}: --max_files needs Parquet or JSON Lines, found {kind or 'files elsewhere'}; omit it")
     return StreamedSource(name, repo, config, files)
+
+
+def _store_source(url: str, streaming: bool, folder: Path | None, max_files: int | None) -> RemoteSource:
+    found = {file.path: file for file in Store(url).files()}
+    # Without hidden files, as below a local folder.
+    visible = [path for path in found if "/." not in path.removeprefix(url.partition("*")[0])]
+    files = [found[path] for path in choose(url, visible)[:max_files]]
+    assert folder  # --keep_download is refused
+    folder /= fingerprint_of(files)[-16:]  # other versions of the files are downloaded into another folder
+    places = [folder / f"{number:06d}_{Path(file.path).name}" for number, file in enumerate(files)]
+    return RemoteSource(url, files, places, folder, streaming)
+
+
+def _hub_source(
+    name: str, repo: hub.Repo, files: Sequence[RemoteFile], streaming: bool, folder: Path | None
+) -> RemoteSource:
+    folder = folder and folder / repo.commit
+    cached = [repo.snapshot / file.path for file in files]
+    missing = sum(not path.exists() for path in cached)
+    if missing and not repo.online:
+        raise UserError(
+            f"{name}: {missing} of {len(files)} files are not in the cache; run this once with a network and without "
+            "HF_HUB_OFFLINE"
+        )
+    places = [
+        path if not folder or path.exists() else folder / file.path for path, file in zip(cached, files, strict=True)
+    ]
+    return RemoteSource(name, files, places, folder, streaming, repo.commit)
 
 
 def read_split(name: str, split: str) -> list[dict]:

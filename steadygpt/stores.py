@@ -2,14 +2,14 @@
 
 import glob
 import logging
-from collections.abc import Callable
+from collections.abc import Iterator
 from functools import partial
-from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, NamedTuple
+from pathlib import PurePosixPath
+from typing import Any
 
 from steadygpt import retry
 from steadygpt.cli import UserError
-from steadygpt.remote import RemoteFile, download
+from steadygpt.remote import RemoteFile
 from steadygpt.retry import Patience, Service, brief, kinds, status_of
 
 BLOCK_BYTES = 2**23  # of one request
@@ -20,14 +20,6 @@ LOG_IN = {
 }
 VERSIONS = ("generation", "ETag", "etag", "mtime", "LastModified", "last_modified", "created")
 DENIED = {"PermissionError", "NoCredentialsError", "PartialCredentialsError", "GoogleAuthError"}
-
-
-class StoreFile(NamedTuple):
-    """A file in a store."""
-
-    url: str
-    size: int  # in bytes
-    version: str  # changes with the content; "" if the store does not say
 
 
 class Store:
@@ -63,7 +55,7 @@ class Store:
             self.fs.retries = 1  # because persistently() retries, with a line
         logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # its traceback for each retry; ours is one line
 
-    def files(self) -> list[StoreFile]:
+    def files(self) -> list[RemoteFile]:
         """List the file, the files below the folder, or those that match the glob, in the order of local files.
 
         Raises: UserError when the store cannot be read; the list may be empty.
@@ -75,47 +67,23 @@ class Store:
             return [info if info.get("size") is not None else self.fs.info(info["name"]) for info in found]
 
         infos = [info for info in self.service.persistently(self.url, ask) if info["type"] == "file"]
-        files = [StoreFile(self.fs.unstrip_protocol(i["name"]), i["size"], version_of(i)) for i in infos]
-        return sorted(files, key=lambda file: PurePosixPath(file.url))
+        files = [self.file(self.fs.unstrip_protocol(i["name"]), i["size"], version_of(i)) for i in infos]
+        return sorted(files, key=lambda file: PurePosixPath(file.path))
 
-    def fetch(self, file: StoreFile, target: Path, progress: Callable[[int], object]) -> Path:
-        """Download a file unless it is there, and return where it is.
+    def file(self, url: str, size: int, version: str) -> RemoteFile:
+        """Return a file of the store; `version` is "" if the store has none."""
+        return RemoteFile(url, url, size, self.service, partial(self._request, url, version), version)
 
-        Raises: UserError; OSError for errors of this machine, such as a full disk.
-        """
-        if not target.exists():
-            receive = partial(self._receive, file)
-            self.service.persistently(
-                file.url, lambda patience: download(receive, target, file.size, Path.exists, patience, progress)
-            )
-        return target
-
-    def open_in_place(self, file: StoreFile) -> RemoteFile:
-        """Open a file to read parts of it without a download."""
-        return RemoteFile(file.url, file.size, partial(self._receive, file), self.service)
-
-    def _receive(
-        self,
-        of: StoreFile,
-        start: int,
-        end: int,
-        file: BinaryIO,
-        patience: Patience,
-        progress: Callable[[int], object] = bool,
-    ) -> None:
-        """Append the bytes [start, end) to `file`, as remote.Receive."""
+    def _request(self, url: str, version: str, start: int, end: int) -> Iterator[bytes]:
+        """Request the bytes [start, end) of a file, and check that it has not changed."""
         for at in range(start, end, BLOCK_BYTES):
-            count = min(BLOCK_BYTES, end - at)
-            block = self.fs.cat_file(of.url, start=at, end=at + count)
-            if len(block) > count:
-                raise UserError(f"{of.url}: cannot be read in parts; download it, and name its folder with --source")
-            file.write(block)
-            patience.received()
-            progress(at + len(block) - start)
-            if len(block) < count:
-                raise ConnectionError("the connection ended early")
-        if version_of(self.fs.info(of.url)) != of.version:
-            raise UserError(f"{of.url}: changed in the store while it was read; run this again")
+            stop = min(at + BLOCK_BYTES, end)
+            block = self.fs.cat_file(url, start=at, end=stop)
+            if len(block) > stop - at:
+                raise UserError(f"{url}: cannot be read in parts; download it, and name its folder with --source")
+            yield block
+        if version_of(self.fs.info(url)) != version:
+            raise UserError(f"{url}: changed in the store while it was read; run this again")
 
     def _refusal(self, what: object, error: Exception) -> UserError:
         """Explain an error that will not pass."""

@@ -114,7 +114,7 @@ class Handler(BaseHTTPRequestHandler):
         if files is None:
             return None
         entries = [
-            {"type": "file", "path": path, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+            {"type": "file", "path": path, "size": len(data), "oid": hashlib.sha1(data).hexdigest()} | lfs(path, data)
             for path, data in sorted(files.items())
         ]
         if what == "paths-info":
@@ -184,6 +184,13 @@ class Handler(BaseHTTPRequestHandler):
             part.close()
         self.wfile = io.BytesIO()  # what follows would be written here
         self.close_connection = True
+
+
+def lfs(path: str, data: bytes) -> dict:
+    """Return what the Hub adds about large files."""
+    if not path.endswith((".parquet", ".safetensors")):
+        return {}
+    return {"lfs": {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

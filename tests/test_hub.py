@@ -3,7 +3,6 @@
 import errno
 import io
 import random
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 
 from steadygpt import hub, remote, retry
 from steadygpt.cli import UserError
-from steadygpt.hub import Repo, RepoFile, fetch, find_repo
+from steadygpt.hub import Repo, fetch, find_repo
 
 DATA = random.Random(0).randbytes(3_000_000)
 FILE = "data/train.parquet"
@@ -53,8 +52,8 @@ def test_a_download_survives(fault, line, repo, standin, capsys, monkeypatch):
 
 def test_an_interrupted_download_goes_on_where_it_was(repo, standin):
     standin.fail("GET .*train.parquet", drop_after=1_000_000)
-    seen = []
-    fetch(repo, FILE, progress=seen.append)
+    seen: list[int] = []
+    hub.files_at(repo, [FILE])[0].download(repo.snapshot / FILE, seen.append)
     assert standin.sent("GET") < len(DATA) + 200_000
     assert seen == sorted(seen)
     assert seen[-1] == len(DATA)
@@ -69,7 +68,7 @@ def test_a_download_goes_on_after_a_kill(repo, standin):
             raise Killed
 
     with pytest.raises(Killed):
-        fetch(repo, FILE, progress=die)
+        hub.files_at(repo, [FILE])[0].download(repo.snapshot / FILE, die)
     assert fetch(repo, FILE).read_bytes() == DATA
     first, second = (line for line, _ in standin.log if line.startswith("GET"))
     assert "bytes=0-" in first
@@ -77,13 +76,9 @@ def test_a_download_goes_on_after_a_kill(repo, standin):
 
 
 def test_a_damaged_rest_of_an_earlier_download_is_dropped(repo):
-    fetch(repo, FILE)
-    blob = fetch(repo, FILE).resolve()
-    blob.rename(f"{blob}.part")
-    with open(f"{blob}.part", "r+b") as file:
-        file.write(b"other")
-        file.truncate(2_000_000)
-    (Path(f"{blob}").parents[1] / "snapshots" / repo.commit / FILE).unlink()
+    part = repo.snapshot / f"{FILE}.part"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(b"other" + DATA[5:2_000_000])
     assert fetch(repo, FILE).read_bytes() == DATA
 
 
@@ -129,50 +124,19 @@ def test_a_full_disk_is_no_reason_to_try_again(repo, capsys, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(remote, "open", lambda path, mode: Full(path, mode), raising=False)
-    with pytest.raises(OSError, match=r"No space left on device: .*blobs/.*part") as raised:
+    with pytest.raises(OSError, match=r"No space left on device: .*snapshots/.*part") as raised:
         fetch(repo, FILE)
     assert raised.value.errno == errno.ENOSPC
     assert not retries(capsys)
-
-
-@pytest.mark.parametrize(
-    ("failure", "is_retried"),
-    [("CAS service error: connection reset", True), ("IO Error: No space left on device (os error 28)", False)],
-)
-def test_xet_is_used_where_it_is_offered_with_the_same_patience(failure, is_retried, repo, capsys, monkeypatch):
-    import huggingface_hub.constants
-
-    metadata = huggingface_hub.get_hf_file_metadata(
-        huggingface_hub.hf_hub_url("some/corpus", FILE, repo_type="dataset")
-    )
-    object.__setattr__(metadata, "xet_file_data", object())
-    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda *args, **kwargs: metadata)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", False)
-    monkeypatch.setattr(hub, "find_spec", lambda name: name == "hf_xet")
-    download, failures = huggingface_hub.hf_hub_download, [RuntimeError(failure)]
-
-    def by_xet(*args, **kwargs):
-        if failures:
-            raise failures.pop()
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
-        return download(*args, **kwargs)
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", by_xet)
-    if is_retried:
-        assert fetch(repo, FILE).read_bytes() == DATA
-        assert "connection reset; trying again in 1 s" in retries(capsys)[0]
-    else:
-        with pytest.raises(OSError, match=r"No space left on device"):
-            fetch(repo, FILE)
 
 
 @settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(reads=st.lists(st.tuples(st.integers(0, len(DATA)), st.integers(0, 2_000_000)), max_size=8), seed=st.integers())
 def test_a_file_read_in_place_has_the_bytes_of_the_file(repo, standin, reads, seed):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(remote, "READ_AHEAD", (50_000, 400_000))
+        patch.setattr(remote, "READ_AHEAD", 50_000)
         standin.fail("GET .*train.parquet", times=random.Random(seed).randrange(3), drop_after=70_000)
-        file = io.BufferedReader(hub.open_in_place(repo, RepoFile(FILE, len(DATA))), 1000)
+        file = hub.files_at(repo, [FILE])[0].open()
         for position, count in reads:
             file.seek(position)
             assert file.read(count) == DATA[position : position + count]
@@ -241,9 +205,8 @@ def test_offline_no_request_is_sent(repo, standin, monkeypatch):
     assert not standin.log
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     fetch(repo, FILE)
-    refs = Path(fetch(repo, FILE)).parents[3] / "refs"
-    refs.mkdir()
-    (refs / "main").write_text(repo.commit)
+    (repo.cache / "refs").mkdir()
+    (repo.cache / "refs/main").write_text(repo.commit)
     standin.log.clear()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     found = find_repo("dataset", "some/corpus")

@@ -28,13 +28,13 @@ def some_corpus(standin, tmp_path, monkeypatch):
 
 def test_downloads_streams_and_a_full_cache_give_the_same_shards(some_corpus, tmp_path, monkeypatch):
     seen = []
-    release = sources.HubSource.release
+    release = sources.RemoteSource.release
 
     def looking(source, before):
         seen.append(sum(path.lstat().st_size for path in Path("out/.download").rglob("*") if path.is_file()))
         release(source, before)
 
-    monkeypatch.setattr(sources.HubSource, "release", looking)
+    monkeypatch.setattr(sources.RemoteSource, "release", looking)
     manifest = prepare("hf:some/corpus:part", "out", *OPTIONS)
     assert ids_of(tmp_path / "out") == ids_expected(TEXTS)
     assert manifest["commit"] == some_corpus.heads[CORPUS]
@@ -79,7 +79,7 @@ def interrupt_after(shards: int, monkeypatch) -> None:
 
 
 def test_a_stream_goes_on_inside_the_file(some_corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(remote, "READ_AHEAD", (1000, 4000))
+    monkeypatch.setattr(remote, "READ_AHEAD", 1000)
     prepare("hf:some/corpus:part", "whole", *OPTIONS, "--streaming")
     of_whole = some_corpus.sent("GET .*parquet")
     interrupt_after(11, monkeypatch)  # the last shard, which begins inside the last file
@@ -107,7 +107,7 @@ def test_a_stream_goes_on_inside_the_file(some_corpus, tmp_path, monkeypatch):
 )
 @pytest.mark.parametrize("streaming", [[], ["--streaming"]])
 def test_mistakes_are_told_before_any_large_download(source, more, message, streaming, some_corpus, monkeypatch):
-    monkeypatch.setattr(remote, "READ_AHEAD", (1000, 4000))
+    monkeypatch.setattr(remote, "READ_AHEAD", 1000)
     some_corpus.put("datasets/some/tests", {"data/test-0.parquet": parquet(TEXTS)})
     some_corpus.put("datasets/some/gated", {"data/train-0.parquet": parquet(TEXTS)})
     some_corpus.gated.add("datasets/some/gated")

@@ -132,7 +132,7 @@ def test_passing_faults_of_a_store_cost_a_line_each(fault, mode, bucket, local_s
 
 
 def test_a_partial_download_resumes_from_its_partial_file(bucket):
-    source = sources.find_source(f"{bucket.url}/part0.npz", folder=Path("downloads"))
+    (file,) = stores.Store(f"{bucket.url}/part0.npz").files()
 
     class Killed(BaseException):
         pass
@@ -141,9 +141,9 @@ def test_a_partial_download_resumes_from_its_partial_file(bucket):
         raise Killed
 
     with pytest.raises(Killed):
-        source.fetch(0, die)
+        file.download(Path("part0.npz"), die)
     bucket.log.clear()
-    assert source.fetch(0, bool).read_bytes() == FILES["part0.npz"]
+    assert file.download(Path("part0.npz")).read_bytes() == FILES["part0.npz"]
     (line,) = [line for line, _ in bucket.log if "bytes=" in line]
     assert f"bytes=100000-{len(FILES['part0.npz']) - 1}" in line
 
