@@ -24,12 +24,6 @@ from steadygpt.distributed import Ranks
 SHAPE = GPTConfig(embd_size=64)
 
 
-@pytest.mark.parametrize(("bf16_units", "chosen"), [(True, "bf16"), (False, "fp16")])
-def test_gpu_uses_bf16_if_the_hardware_supports_it(bf16_units, chosen, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bf16_units)
-    assert choose_precision("auto", torch.device("cuda"), SHAPE, 16) == (chosen, "")
-
-
 @pytest.fixture
 def has_bf16(tmp_path, monkeypatch):
     """A CPU with instructions for bf16."""
@@ -47,7 +41,7 @@ def test_cpu_uses_bf16_if_its_products_are_a_fifth_faster(gflops, chosen, has_bf
     )
 
 
-def test_cpu_without_bf16_instructions_is_not_measured(tmp_path, monkeypatch):
+def test_only_a_cpu_with_bf16_instructions_is_measured(tmp_path, monkeypatch):
     (tmp_path / "cpuinfo").write_text("flags : fma avx512f\n")
     monkeypatch.setattr(device, "Path", lambda _: tmp_path / "cpuinfo")
     monkeypatch.delattr(device, "product_rates")
@@ -56,6 +50,9 @@ def test_cpu_without_bf16_instructions_is_not_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(device, "Path", lambda _: Path("/no such file"))
     assert choose_precision("auto", torch.device("cpu"), SHAPE, 16) == ("fp32", "")
     assert choose_precision("fp16", torch.device("cpu"), SHAPE, 16) == ("fp16", "")
+    for bf16_units, chosen in ((True, "bf16"), (False, "fp16")):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, found=bf16_units: found)
+        assert choose_precision("auto", torch.device("cuda"), SHAPE, 16) == (chosen, "")
 
 
 def test_measured_products_have_the_models_width_and_a_bounded_size(has_bf16, monkeypatch):
@@ -70,19 +67,11 @@ def test_rates_are_those_of_the_best_of_several_products(monkeypatch):
     # In turn: fp32 5 s, bf16 4 s, then fp32 2 s, bf16 8 s. The calls between two products look at the time left.
     times = [0.0, 0.0, 5.0, 0.0, 4.0, 0.0, 2.0, 0.0, 8.0, 100.0]
     monkeypatch.setattr(device.time, "perf_counter", lambda: times.pop(0))
-    assert product_rates(10, 20, 30) == (2 * 10 * 20 * 30 / 2.0, 2 * 10 * 20 * 30 / 4.0)
-
-
-def test_real_products_are_measured_in_a_fraction_of_a_second():
-    start_s = time.monotonic()
-    assert min(product_rates(64, 64, 256)) > 0
-    assert time.monotonic() - start_s < 2  # 0.15 s on an idle machine
+    assert product_rates(10, 20, 30) == (2 * 10 * 20 * 30 / 2.0, 2 * 10 * 20 * 30 / 4.0)  # of real products
 
 
 @pytest.mark.parametrize(("name", "tflops"), [
-    ("NVIDIA L4", 121), ("NVIDIA L40", 181), ("NVIDIA L40S", 362), ("NVIDIA A10", 125), ("NVIDIA A10G", 70),
-    ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 NVL", 835), ("NVIDIA H100 PCIe", 756), ("NVIDIA RTX A1000", None),
-    ("NVIDIA A100-SXM4-80GB", 312),
+    ("NVIDIA L4", 121), ("NVIDIA L40S", 362), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA RTX A1000", None),
 ])  # fmt: skip
 def test_peak_flops_match_complete_device_names(name, tflops, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)

@@ -92,25 +92,15 @@ def test_checkpoint_is_uploaded_once_under_all_of_its_names(saver, tmp_path):
     assert not list((tmp_path / "here").glob(".step*"))  # the links that kept the files
 
 
-def test_mirror_keeps_the_newest_rolling_checkpoints_and_only_files_that_have_a_name(tmp_path):
-    saver = Saver(tmp_path / "here", f"file://{tmp_path}/there", mirror_keep=2)
+def test_mirror_keeps_the_newest_of_each_tier_and_only_files_that_have_a_name(tmp_path):
+    saver = Saver(tmp_path / "here", f"file://{tmp_path}/there", mirror_keep=2, keep_epochs=1)
     for step in range(1, 6):
-        saver.save(step, f"rolling_step_{step:06d}.pt")
+        saver.save(step, f"rolling_step_{step:06d}.pt", f"epoch_{step:05d}.pt")
         saver.uploaded()
     saver.save(6)
-    found = {"latest.pt": 6, "latest_backup.pt": 5, "rolling_step_000005.pt": 5, "rolling_step_000004.pt": 4}
-    assert saver.uploaded() == found
+    rolling = {"rolling_step_000005.pt": 5, "rolling_step_000004.pt": 4}
+    assert saver.uploaded() == {"latest.pt": 6, "latest_backup.pt": 5, **rolling, "epoch_00005.pt": 5}
     assert [name[:11] for name in files(tmp_path / "there")] == ["step_000004", "step_000005", "step_000006"]
-
-
-def test_mirror_keeps_the_newest_epochs_on_request(tmp_path):
-    saver = Saver(tmp_path / "here", f"file://{tmp_path}/there", keep_epochs=2)
-    for step in range(1, 5):
-        saver.save(step, f"epoch_{step:05d}.pt")
-        saver.uploaded()
-    found = {"latest.pt": 4, "latest_backup.pt": 3, "epoch_00004.pt": 4, "epoch_00003.pt": 3}
-    assert saver.uploaded() == found
-    assert [name[:11] for name in files(tmp_path / "there")] == ["step_000003", "step_000004"]
 
 
 def test_saves_by_the_clock_are_uploaded_at_most_every_mirror_minutes(tmp_path, monkeypatch):
@@ -300,15 +290,19 @@ def test_newer_one_of_folder_and_mirror_wins(machines, capsys, workdir):
     assert steps(Mirror(url))["latest.pt"] == 10
 
 
-def test_going_back_to_an_older_checkpoint_holds_for_the_mirror_too(machines, capsys, workdir, monkeypatch):
+@pytest.mark.parametrize("is_heard", [True, False])
+def test_going_back_to_an_older_checkpoint_holds_for_the_mirror_too(machines, capsys, workdir, monkeypatch, is_heard):
     url = f"file://{workdir}/there"
     run_here(*FLAGS, "--mirror", url)
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr(train, "train", lambda *_: sys.exit())  # it ends before the first save
+        if not is_heard:
+            patch.setattr(Uploads, "add", lambda *_: None)
         run_here("--resume", "checkpoints/rolling_step_000004.pt")
-    wait_for(lambda: steps(Mirror(url))["latest.pt"] == 4)
+    if is_heard:
+        wait_for(lambda: steps(Mirror(url))["latest.pt"] == 4)
     run_here("--resume", "latest")
-    assert last_step(capsys).endswith("at step 4")
+    assert last_step(capsys).endswith("resumed from checkpoints/latest.pt at step 4")
 
 
 def test_start_that_fails_after_a_restore_loses_no_logs(machines, workdir):
@@ -333,18 +327,6 @@ def test_resume_from_a_downloaded_checkpoint_brings_the_logs(machines, workdir):
     assert b'"step": 0,' in Mirror(url).read("logs/metrics.jsonl")
 
 
-def test_mirror_of_another_run_does_not_replace_a_local_one(machines, workdir):
-    url = f"file://{workdir}/there"
-    run_here("--max_steps", "4", "--run_name", "mine")
-    machines("second")
-    run_here("--max_steps", "6", "--run_name", "theirs", "--mirror", url)
-    machines("first")
-    before = Path("checkpoints/latest.pt").read_bytes()
-    with pytest.raises(UserError, match=r"belongs to the run theirs, and .* to mine"):
-        run_here("--resume", "latest", "--mirror", url)
-    assert Path("checkpoints/latest.pt").read_bytes() == before
-
-
 def test_two_runs_that_start_on_one_empty_mirror_are_not_mixed(tmp_path):
     savers = [Saver(tmp_path / name, f"file://{tmp_path}/there", run=name) for name in ("one", "two")]
     for saver in savers:
@@ -363,17 +345,6 @@ def test_fork_into_another_folder_leaves_the_mirror_alone(machines, workdir, cap
     assert f"without the mirror {url}" in capsys.readouterr().out
     assert steps(Mirror(url))["rolling_step_000004.pt"] == 4
     assert b'"step": 7,' in Mirror(url).read("logs/metrics.jsonl")
-
-
-def test_choice_to_go_back_holds_if_the_mirror_did_not_hear_of_it(machines, workdir, capsys, monkeypatch):
-    url = f"file://{workdir}/there"
-    run_here(*FLAGS, "--mirror", url)
-    with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(Uploads, "add", lambda *_: None)
-        patch.setattr(train, "train", lambda *_: sys.exit())
-        run_here("--resume", "checkpoints/rolling_step_000004.pt")
-    run_here("--resume", "latest")
-    assert last_step(capsys).endswith("resumed from checkpoints/latest.pt at step 4")
 
 
 def test_full_disk_while_restoring_does_not_fall_back_to_an_older_checkpoint(machines, workdir, monkeypatch):
@@ -429,13 +400,17 @@ def test_restore_skips_checkpoints_that_are_not_whole(machines, capsys, workdir,
 
 def test_mirror_of_another_run_is_refused(machines, workdir):
     url = f"file://{workdir}/there"
-    run_here(*FLAGS, "--mirror", url, "--run_name", "theirs")
+    run_here("--max_steps", "4", "--mirror", url, "--run_name", "theirs")
     machines("second")
     with pytest.raises(UserError, match="already holds checkpoints of the run theirs"):
         run_here("--mirror", url)
-    run_here("--max_steps", "4")
+    run_here("--max_steps", "4", "--run_name", "mine")
     with pytest.raises(UserError, match="already holds checkpoints of the run theirs"):
         run_here("--resume", "checkpoints/latest.pt", "--mirror", url)
+    before = Path("checkpoints/latest.pt").read_bytes()
+    with pytest.raises(UserError, match=r"belongs to the run theirs, and .* to mine"):
+        run_here("--resume", "latest", "--mirror", url)
+    assert Path("checkpoints/latest.pt").read_bytes() == before
 
 
 def test_unreachable_mirror(machines, s3, capsys, monkeypatch):

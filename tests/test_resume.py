@@ -235,6 +235,8 @@ def test_measured_precision_is_kept_by_a_resume(workdir, monkeypatch, capsys):
     assert ", bf16, ddp, attention by " in out
     assert "changed precision" not in out
     assert load("a/latest.pt")["train_config"]["precision"] == "bf16"
+    assert run_here("--precision", "fp32", "--resume", "latest", "--max_steps", "9", *folders("a")) == 0
+    assert "changed precision: 'bf16' -> 'fp32'" in capsys.readouterr().out
 
 
 def test_option_of_a_preset_that_contradicts_the_checkpoint_is_named_with_the_preset(workdir):

@@ -36,14 +36,16 @@ def write(log: RunLog, steps, value=1.0) -> None:
         log.record(step, f"step {step}/10 | loss {value}", loss=value, mfu=None)
 
 
-def test_each_line_of_metrics_is_a_json_object(tmp_path):
+def test_each_line_of_metrics_is_a_json_object(tmp_path, capsys):
     log = RunLog(config(tmp_path), None)
-    log.record(3, "step 3/10 | loss 2.5", loss=2.5, mfu=None)
+    log.record(3, "step 3/10 | loss 2.5", loss=2.5, mfu=None, grad_norm=math.nan)
+    log.show("passing by")  # on a terminal only
     log.close()
     line = (tmp_path / "logs" / "metrics.jsonl").read_text()
-    assert re.fullmatch(r'\{"step": 3, "time": \d+\.\d+, "loss": 2\.5\}\n', line)
+    assert re.fullmatch(r'\{"step": 3, "time": \d+\.\d+, "loss": 2\.5, "grad_norm": null\}\n', line)
     assert abs(json.loads(line)["time"] - time.time()) < 60
     assert (tmp_path / "logs" / "log.txt").read_text() == "run          tiny\nstep 3/10 | loss 2.5\n"
+    assert "passing by" not in capsys.readouterr().out
 
 
 def test_resumed_run_removes_later_steps_from_its_logs(tmp_path):
@@ -66,35 +68,19 @@ def test_resumed_run_removes_later_steps_from_its_logs(tmp_path):
     assert [line.split()[1] for line in text.splitlines()[2:]] == [f"{step}/10" for step in range(8)]
 
 
-def test_new_run_renames_older_logs(tmp_path):
-    for value in (1.0, 2.0):
-        log = RunLog(config(tmp_path), None)
-        write(log, [0], value)
-        log.close()
-    kept = [name for name in os.listdir(tmp_path / "logs") if "-until-" in name]
-    assert len(kept) == 2
-    assert json.loads((tmp_path / "logs" / "metrics.jsonl").read_text())["loss"] == 2.0
-
-
-def test_log_of_another_run_is_renamed_and_kept_whole(tmp_path):
-    log = RunLog(dataclasses.replace(config(tmp_path), run_name="another"), None)
+@pytest.mark.parametrize(("older", "start_step"), [("tiny", None), ("another", 4)], ids=["new run", "another run"])
+def test_logs_of_a_different_run_are_renamed_and_kept_whole(tmp_path, older, start_step):
+    log = RunLog(dataclasses.replace(config(tmp_path), run_name=older), None)
     write(log, range(6))
     log.close()
-    log = RunLog(config(tmp_path), 4)
+    log = RunLog(config(tmp_path), start_step)
     write(log, [4], value=2.0)
     log.close()
+    assert len([name for name in os.listdir(tmp_path / "logs") if "-until-" in name]) == 2
     (renamed,) = (tmp_path / "logs").glob("metrics-until-*.jsonl")
     assert len(renamed.read_text().splitlines()) == 6
     (record,) = records(tmp_path)
     assert (record["step"], record["loss"]) == (4, 2.0)
-
-
-def test_nan_is_stored_as_null(tmp_path):
-    log = RunLog(config(tmp_path), None)
-    write(log, [0], value=float("nan"))
-    log.close()
-    (record,) = records(tmp_path)
-    assert record["loss"] is None
 
 
 def test_full_disk_is_one_warning_and_loses_only_records(tmp_path, monkeypatch, capsys):
@@ -162,14 +148,6 @@ def log(tmp_path):
     log.close()
 
 
-def test_step_logs_speed_and_cost(log, tmp_path):
-    log.step(result(3), step_s=0.5, elapsed_s=1800.0, epoch=0.25)
-    (record,) = records(tmp_path)
-    assert (record["tokens_per_second"], record["steps_per_second"], record["step_ms"]) == (2000, 2, 500)
-    assert record["cost"] == pytest.approx(0.5 * 4 * 3.0)  # half an hour on four GPUs
-    assert (record["epoch"], record["lr"], record["loss"]) == (0.25, 1e-3, 2.5)
-
-
 def test_status_json_is_updated_regularly(log, tmp_path, monkeypatch):
     now_s = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
@@ -186,7 +164,7 @@ def test_status_json_is_updated_regularly(log, tmp_path, monkeypatch):
     assert read_status(tmp_path)["status"] == "finished"
 
 
-def test_status_json_says_what_a_monitor_needs(log, tmp_path):
+def test_records_and_status_json_have_speed_and_cost(log, tmp_path):
     log.status("running")
     started = read_status(tmp_path)
     assert (started["doing"], started["step"], started["pid"]) == ("starting", 0, os.getpid())
@@ -197,6 +175,10 @@ def test_status_json_says_what_a_monitor_needs(log, tmp_path):
     assert "eta_s" not in read_status(tmp_path)  # the first step compiles
     log.heartbeat_at_s = -math.inf
     log.step(result(3), step_s=0.5, elapsed_s=1800.0, epoch=0.25)
+    *_, record = records(tmp_path)
+    assert (record["tokens_per_second"], record["steps_per_second"], record["step_ms"]) == (2000, 2, 500)
+    assert (record["epoch"], record["lr"], record["loss"]) == (0.25, 1e-3, 2.5)
+    assert record["cost"] == pytest.approx(0.5 * 4 * 3.0)  # half an hour on four GPUs
     status = read_status(tmp_path)
     assert (status["doing"], status["step"], status["step_ms"]) == ("training", 4, 500)
     assert (status["steps_per_second"], status["precision"]) == (2, "auto")  # the word is chosen before a real run
@@ -250,16 +232,6 @@ def test_records_of_other_threads_are_whole_lines_of_the_current_step(log, tmp_p
     assert {record["step"] for record in found if "cpu_percent" in record} == {7}
 
 
-def test_full_disk_while_writing_status_json_is_a_warning(log, monkeypatch, capsys):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", full)
-        log.status("running", step=0)
-    assert "cannot write to status.json: " in capsys.readouterr().err
-
-
 def test_status_json_on_a_full_disk_is_overwritten_in_place(log, tmp_path, monkeypatch, capsys):
     log.status("running")
 
@@ -269,15 +241,11 @@ def test_status_json_on_a_full_disk_is_overwritten_in_place(log, tmp_path, monke
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)
         log.status("failed", "no space")
-    assert (read_status(tmp_path)["status"], read_status(tmp_path)["reason"]) == ("failed", "no space")
-    assert not capsys.readouterr().err
-
-
-def test_progress_line_is_shown_only_on_a_terminal(tmp_path, capsys):
-    log = RunLog(config(tmp_path), None)
-    log.show("passing by")
-    log.close()
-    assert "passing by" not in capsys.readouterr().out
+        assert (read_status(tmp_path)["status"], read_status(tmp_path)["reason"]) == ("failed", "no space")
+        assert not capsys.readouterr().err
+        (tmp_path / "status.json").unlink()
+        log.status("failed", "no space")
+    assert "cannot write to status.json: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -98,13 +98,9 @@ def test_timed_save_writes_only_latest_once_a_minute(run):
     assert run.at(2, seconds=1) == ["latest.pt"]
     assert run.at(3, seconds=59) == ["latest.pt"]
     assert run.at(4, seconds=1) == ["latest.pt", "latest_backup.pt"]
-    assert run.captured == [2, 4]
-
-
-def test_every_save_restarts_the_clock(run):
-    run.at(10, seconds=59)
+    run.at(10, seconds=59)  # restarts the clock
     run.at(11, seconds=59)
-    assert run.captured == [10]
+    assert run.captured == [2, 4, 10]
 
 
 def test_timed_saves_pause_training_for_at_most_one_percent(run):
@@ -169,16 +165,6 @@ def test_best_step_that_was_not_saved_is_captured(run):
     assert read_checkpoint(run.folder / "best_model.pt")["step"] == 15
 
 
-def test_later_saves_keep_the_best_model(run):
-    run.at(10)
-    run.saves.record(10, {"val_loss": 3.5}, best=True)
-    run.at(20)
-    run.saves.record(20, {"val_loss": 3.6})
-    run.saves.finish(20)
-    assert read_checkpoint(run.folder / "best_model.pt")["step"] == 10
-    assert read_checkpoint(run.folder / "latest.pt")["step"] == 20
-
-
 def test_scores_of_a_step_are_merged_and_nan_is_stored_as_null(run):
     run.at(10)
     run.saves.record(10, {"val_loss": math.nan})
@@ -199,6 +185,7 @@ def test_best_model_that_cannot_be_saved_is_a_warning_and_not_recorded(run, monk
         run.saves.writer.pool.submit(lambda: None).result()
     run.saves.report()
     assert "step 10 was not saved" in run.log.warned[0]
+    assert run.log.events[0] == "save failed"
     assert "best_model.pt was not written: step 10 was not saved" in run.log.warned[1]
     assert read_evaluations(run.folder) == {}  # so a resumed run validates this step again
     run.saves.finish(10)  # there is space again
@@ -225,6 +212,7 @@ def test_table_takes_validation_losses_from_the_evaluations(run):
     run.at(10)
     run.saves.record(10, {"val_loss": 3.5}, best=True)
     run.at(13, milestones=["epoch_00001.pt"])
+    run.saves.record(13, {"hellaswag_acc": 0.25})
     run.saves.finish(13)
     rows = {line.split()[0]: line.split() for line in checkpoint_table(run.folder)}
     assert rows["best_model.pt"][1:5] == ["10", "1.00", "3.2500", "3.5000"]
@@ -267,35 +255,22 @@ def test_without_hard_links_each_name_is_a_copy(writer, tmp_path, monkeypatch):
     assert [read_checkpoint(tmp_path / name)["step"] for name in names(tmp_path)] == [2, 1, 2]
 
 
-def test_previous_save_becomes_the_backup(writer, tmp_path):
-    for step in (1, 2, 3):
+def test_previous_step_that_was_saved_becomes_the_backup(writer, tmp_path):
+    for step in (1, 2, 3, 3):
         save(writer, step)
     assert read_checkpoint(tmp_path / "latest.pt")["step"] == 3
     assert read_checkpoint(tmp_path / "latest_backup.pt")["step"] == 2
 
 
-def test_saving_a_step_twice_keeps_the_backup(writer, tmp_path):
-    for step in (1, 2, 2):
-        save(writer, step)
-    assert read_checkpoint(tmp_path / "latest_backup.pt")["step"] == 1
-
-
-def test_only_the_newest_rolling_checkpoints_are_kept(writer, tmp_path):
+@pytest.mark.parametrize(("keep_epochs", "epochs"), [(0, (1, 2, 3, 4)), (2, (3, 4))])
+def test_only_the_newest_rolling_checkpoints_and_epochs_are_kept(tmp_path, keep_epochs, epochs):
+    writer = CheckpointWriter(tmp_path, keep=3, keep_epochs=keep_epochs)
     for step in (1, 2, 3, 4):
         save(writer, step, f"rolling_step_{step:06d}.pt", f"epoch_{step:05d}.pt")
         os.utime(tmp_path / "latest.pt", ns=(0, 10**18 + step * 10**9))
-    rolling = [f"rolling_step_{step:06d}.pt" for step in (2, 3, 4)]
-    epochs = [f"epoch_{step:05d}.pt" for step in (1, 2, 3, 4)]
-    assert names(tmp_path) == [*epochs, "latest.pt", "latest_backup.pt", *rolling]
-
-
-def test_only_the_newest_epochs_are_kept_on_request(tmp_path):
-    writer = CheckpointWriter(tmp_path, keep=3, keep_epochs=2)
-    for step in (1, 2, 3, 4):
-        save(writer, step, f"epoch_{step:05d}.pt")
-        os.utime(tmp_path / "latest.pt", ns=(0, 10**18 + step * 10**9))
     writer.close()
-    assert names(tmp_path) == ["epoch_00003.pt", "epoch_00004.pt", "latest.pt", "latest_backup.pt"]
+    rolling = [f"rolling_step_{step:06d}.pt" for step in (2, 3, 4)]
+    assert names(tmp_path) == [*(f"epoch_{step:05d}.pt" for step in epochs), "latest.pt", "latest_backup.pt", *rolling]
 
 
 def test_rolling_checkpoints_are_deleted_by_age_not_by_step(writer, tmp_path):
@@ -338,49 +313,34 @@ def test_folder_that_vanishes_after_a_save_does_not_end_the_run(run, monkeypatch
     assert "saved step 10" in run.log.said[0] and not run.log.warned
 
 
-def test_failed_save_is_an_alert(run, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(torch, "save", full)
-    run.at(10)
-    run.saves.report()
-    assert run.log.events == ["save failed"]
+FAILURES = {
+    "full disk": (os, "fsync", OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+    "broken disk": (torch, "save", OSError(errno.EIO, "Input/output error"), "Input/output error"),
+    "no memory": (torch, "save", MemoryError(), "MemoryError"),
+}
 
 
-def test_full_disk_is_reported_and_old_files_stay(writer, tmp_path, monkeypatch):
-    save(writer, 1)
-    before = (tmp_path / "latest.pt").read_bytes()
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        [(outcome, report)] = save(writer, 2)
-    assert outcome == "not saved"
-    assert report.startswith(f"{tmp_path / 'latest.pt'}: step 2 was not saved: ")
-    assert "No space left" in report
-    assert re.search(r"; it takes 4,000 bytes, [\d,]+ are free; older", report)
-    assert names(tmp_path) == ["latest.pt"]
-    assert (tmp_path / "latest.pt").read_bytes() == before
-    [(outcome, _)] = save(writer, 3)  # there is space again
-    assert outcome == "saved"
-    assert read_checkpoint(tmp_path / "latest.pt")["step"] == 3
-
-
-@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.EIO, "Input/output error")])
-def test_any_error_during_a_save_is_reported(writer, monkeypatch, error):
+@pytest.mark.parametrize(("module", "function", "error", "reason"), FAILURES.values(), ids=FAILURES)
+def test_any_error_during_a_save_is_reported_and_old_files_stay(
+    writer, tmp_path, monkeypatch, module, function, error, reason
+):
     def fail(*_):
         raise error
 
+    save(writer, 1)
+    before = (tmp_path / "latest.pt").read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "save", fail)
-        [(outcome, report)] = save(writer, 1)
+        patch.setattr(module, function, fail)
+        [(outcome, report)] = save(writer, 2)
     assert outcome == "not saved"
-    assert (str(error) or "MemoryError") in report
-    [(outcome, _)] = save(writer, 2)
+    assert report.startswith(f"{tmp_path / 'latest.pt'}: step 2 was not saved: ")
+    assert reason in report
+    assert re.search(r"; it takes 4,000 bytes, [\d,]+ are free; older", report)
+    assert names(tmp_path) == ["latest.pt"]
+    assert (tmp_path / "latest.pt").read_bytes() == before
+    [(outcome, _)] = save(writer, 3)  # the cause has passed
     assert outcome == "saved"
+    assert read_checkpoint(tmp_path / "latest.pt")["step"] == 3
 
 
 def test_missing_folder_is_reported(tmp_path):

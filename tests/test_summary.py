@@ -58,26 +58,27 @@ def test_summary_has_the_mean_load_where_it_is_measured(workdir, monkeypatch):
     assert summary(workdir)["load"] == "CPU 20%, RAM 5.0 GB, GPU 95%, GPU memory 60.5 GB, on average in this start"
 
 
-@pytest.mark.parametrize("end", ["finished", "stopped"])
-def test_status_of_a_run_that_has_ended_does_not_say_what_it_does(workdir, end):
-    run_here("--eval_freq", "8", *(("--max_hours", "1e-9") if end == "stopped" else ()))
-    status = read_status(workdir / "checkpoints")
-    assert status["status"] == end
-    assert "doing" not in status
-
-
-def test_summary_counts_what_was_skipped(workdir, monkeypatch):
-    clip, calls = torch.nn.utils.clip_grad_norm_, []
+def test_summary_counts_skipped_updates_and_failed_saves(workdir, monkeypatch):
+    clip, save, clipped, saved = torch.nn.utils.clip_grad_norm_, torch.save, [], []
 
     def sometimes_nan(*arguments):
-        calls.append(clip(*arguments))
-        return torch.tensor(float("nan")) if len(calls) in (3, 6) else calls[-1]
+        clipped.append(clip(*arguments))
+        return torch.tensor(float("nan")) if len(clipped) in (3, 6) else clipped[-1]
+
+    def full_at_first(*arguments):
+        saved.append(arguments)
+        if len(saved) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(*arguments)
 
     monkeypatch.setattr(train.nn.utils, "clip_grad_norm_", sometimes_nan)
-    run_here()
+    monkeypatch.setattr(torch, "save", full_at_first)
+    run_here("--checkpoint_freq", "4")
+    assert summary(workdir)["saves"].startswith("1 in this start, 1 failed; ")
     assert summary(workdir)["skipped"] == (
         "2 updates in this start; 2 steps without a finite loss and gradient, 0 loss spikes"
     )
+    assert "doing" not in read_status(workdir / "checkpoints")  # the run has ended
 
 
 def test_summary_of_a_resumed_run_has_its_whole_time_and_the_steps_of_this_start(workdir):
@@ -85,20 +86,6 @@ def test_summary_of_a_resumed_run_has_its_whole_time_and_the_steps_of_this_start
     run_here("--resume", "latest", "--max_steps", "8")
     assert summary(workdir)["time"].endswith(" for 5 steps")
     assert summary(workdir)["tokens"].startswith("512, ")
-
-
-def test_summary_counts_failed_saves(workdir, monkeypatch):
-    save, calls = torch.save, []
-
-    def sometimes_full(*arguments):
-        calls.append(arguments)
-        if len(calls) == 1:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        save(*arguments)
-
-    monkeypatch.setattr(torch, "save", sometimes_full)
-    run_here("--checkpoint_freq", "4")
-    assert summary(workdir)["saves"].startswith("1 in this start, 1 failed; ")
 
 
 def test_exception_is_the_reason_of_a_failed_run(workdir, monkeypatch):
