@@ -96,6 +96,9 @@ def test_run_leaves_checkpoints_of_every_tier(workdir):
     epoch = load("a/epoch_00001.pt")
     assert (epoch["step"], epoch["rows_consumed"]) == (19, 76)  # the first step after all 74 rows
     assert epoch["epoch"] == pytest.approx(76 / 74)
+    commit = epoch["git_commit"]
+    assert re.fullmatch(r"[0-9a-f]{40}\+?", commit)
+    assert f"version      commit {commit[:12]}" in open("logs-a/log.txt").read()
 
 
 def test_best_model_has_the_lowest_validation_loss(workdir):
@@ -117,13 +120,6 @@ def test_timed_saves_write_only_latest_and_its_backup(workdir, monkeypatch, caps
     assert dict(saved)["3"] == "latest.pt, rolling_step_000003.pt"
     assert dict(saved)["8"] == "latest.pt"
     assert len(saved) > 3  # includes timed saves; a save in flight delays the next one
-
-
-def test_checkpoint_contains_the_git_commit(workdir, capsys):
-    assert run_here(*folders("a")) == 0
-    commit = load("a/latest.pt")["git_commit"]
-    assert re.fullmatch(r"[0-9a-f]{40}\+?", commit)
-    assert f"version      commit {commit[:12]}" in open("logs-a/log.txt").read()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -270,17 +266,13 @@ def test_resume_from_an_older_checkpoint_repeats_the_same_steps(workdir):
     assert metrics("logs-a", "loss") == losses
 
 
-def test_resume_of_a_finished_run_changes_nothing(workdir, capsys):
-    assert run_here(*folders("a")) == 0
+def test_resume_auto_starts_a_new_run_in_an_empty_folder_and_leaves_a_finished_one_alone(workdir, capsys):
+    assert run_here(*folders("a"), "--resume", "auto") == 0
+    assert load("a/latest.pt")["step"] == 8
     before = os.stat("a/latest.pt").st_mtime_ns
     assert run_here(*folders("a"), "--resume", "auto") == 0
     assert "is finished" in capsys.readouterr().out
     assert os.stat("a/latest.pt").st_mtime_ns == before
-
-
-def test_resume_auto_starts_a_new_run_in_an_empty_folder(workdir):
-    assert run_here(*folders("a"), "--resume", "auto") == 0
-    assert load("a/latest.pt")["step"] == 8
 
 
 def test_failed_resume_creates_no_files(workdir):
@@ -337,17 +329,7 @@ def test_manifest_is_read_once_per_start(workdir, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# resuming elsewhere, or from before the best model
-
-
-@pytest.mark.parametrize("name", ["latest.pt", "rolling_step_000004.pt"])
-def test_a_checkpoint_file_can_be_resumed_in_a_new_folder(workdir, name):
-    assert run_here("--checkpoint_freq", "4", *folders("a")) == 0
-    before = sorted(os.listdir("a"))
-    flags = ("--resume", f"a/{name}", "--checkpoint_freq", "4", "--max_steps", "12")
-    assert run_here(*flags, *folders("new")) == 0
-    assert load("new/latest.pt")["step"] == 12
-    assert sorted(os.listdir("a")) == before
+# resuming from before the best model
 
 
 def test_resume_before_the_best_model_warns_that_it_will_be_replaced(workdir, capsys):

@@ -92,9 +92,12 @@ def test_fork_without_a_folder_for_logs_leaves_those_of_its_run_alone(workdir):
 
 def test_fork_with_the_flag_of_its_run_or_another_name(workdir):
     run_here("--run_name", "a", "--checkpoint_freq", "4", *folders("one"))
+    before = sorted(path.name for path in Path("one").iterdir())
     run_here("--resume", "one/rolling_step_000004.pt", "--run_name", "a", *folders("two"))
-    run_here("--resume", "one/rolling_step_000004.pt", "--run_name", "b", *folders("three"))
+    run_here("--resume", "one/latest.pt", "--run_name", "b", "--max_steps", "12", *folders("three"))
     assert (names_in("two"), names_in("three")) == ({"a-from-4"}, {"b"})
+    assert load("three/latest.pt")["step"] == 12
+    assert sorted(path.name for path in Path("one").iterdir()) == before
 
 
 def test_fork_that_is_killed_before_its_first_save_keeps_its_name_and_its_options(workdir, monkeypatch):
