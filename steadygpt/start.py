@@ -239,8 +239,10 @@ def find_start(
     if config.trains:
         advice = "wait for it to end, or give this run another --checkpoint_dir"
         ranks.on_main(lambda: held.enter_context(lock_folder(folder, advice)))
-    found = read_on_main(config, given, ranks) if config.resume else Found()
-    path, checkpoint = found.path, found.checkpoint
+    found = (ranks.on_main(lambda: find_newest(config, given)) if config.resume else None) or Found()
+    checkpoint = share(found.checkpoint, ranks)
+    found = ranks.broadcast(dataclasses.replace(found, checkpoint=None))
+    path = found.path
     if path or config.trains:
         ranks.on_main(lambda: check_folder(folder, path))
     notes = tuple(f"skipped {line}" for line in found.skipped)
@@ -262,13 +264,6 @@ def find_start(
     assert weights  # read_weights returns some, or raises
     config = initial_config(weights["model_config"], config, given)
     return Start(config, weights=weights, notes=(*notes, f"weights from {config.init_from}"))
-
-
-def read_on_main(config: "TrainConfig", given: Mapping[str, str], ranks: Ranks) -> Found:
-    """Call find_newest on rank 0, and share the result; the other ranks get the checkpoint without tensors."""
-    found = ranks.on_main(lambda: find_newest(config, given)) or Found()
-    without = ranks.broadcast(dataclasses.replace(found, checkpoint=None))
-    return dataclasses.replace(without, checkpoint=share(found.checkpoint, ranks))
 
 
 def find_newest(config: "TrainConfig", given: Mapping[str, str]) -> Found:
