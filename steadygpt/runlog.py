@@ -129,7 +129,7 @@ class RunLog:
         self.load = Load()
         self.wandb: WandbSink | None = None
         if config.use_wandb:
-            self.wandb = WandbSink(config, start_step, max_steps, logdir / LOG, logdir / METRICS, self.warn)
+            self.wandb = WandbSink(config, start_step, logdir / LOG, self.warn)
             self.say(self.wandb.note)
 
     def step(self, result: StepResult, step_s: float, elapsed_s: float, epoch: float) -> None:
@@ -265,7 +265,7 @@ class RunLog:
             for name, value in measured.items() if tensorboard else ():
                 tensorboard.add_scalar(TAGS.get(name, f"{group}{name}"), value, step)
         if self.wandb:
-            self.wandb.log(record)
+            self.wandb.log(step, measured)
 
     def say(self, line: str, step: int | None = None) -> None:
         """Write lines of text to the console and to log.txt, there after the step they belong to."""
@@ -328,7 +328,7 @@ class RunLog:
             if tensorboard:
                 tensorboard.add_text("sample", f"```\n{text}\n```", step)
         if self.wandb:
-            self.wandb.log({"step": step, "time": time.time(), "sample": text})
+            self.wandb.log(step, {"sample": text})
 
     def histograms(self, step: int, model: nn.Module) -> None:
         """Log histograms of parameters and gradients to TensorBoard, of at most HISTOGRAM_VALUES values each."""

@@ -1,11 +1,8 @@
 """Weights & Biases: the records of a run as curves."""
 
-import itertools
-import json
-import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -16,7 +13,7 @@ from steadygpt.cli import UserError, secrets_of, shown_options
 if TYPE_CHECKING:
     from config import TrainConfig
 
-RUN_LINE = re.compile(r"wandb +(.+), id (\S+), (.+)")  # in log.txt: name, id and URL or folder of a W&B run
+RUN_LINE = re.compile(r"^wandb +(.+), id (\S+), http", re.MULTILINE)  # in log.txt: name and id of an online W&B run
 WAITING_ROWS = 10_000  # more than that, and W&B is not responding
 FINISH_S = 60.0  # for W&B to take the last rows
 
@@ -24,95 +21,66 @@ FINISH_S = 60.0  # for W&B to take the last rows
 class WandbSink:
     """Sends the records of a run to Weights & Biases, with our step as W&B's.
 
-    W&B takes each step once, in ascending order. A resumed run first sends the records of metrics.jsonl that W&B does
-    not have yet. An offline start cannot know what W&B has, so it is a W&B run of its own that holds everything.
+    W&B takes steps in ascending order only, so a resumed run skips those that W&B has already. A run that goes back to
+    an older checkpoint continues as a new W&B run, and so does each offline start, which cannot know what W&B has.
 
-    A thread sends them, because a W&B process that hangs blocks its caller.
+    A thread sends the records, because a W&B process that hangs blocks its caller.
 
     Args:
         start_step: where a resumed run starts; None for a new run.
-        log, metrics: log.txt and metrics.jsonl, without what a resumed run measures again.
+        log: log.txt, which names the W&B runs so far.
         warn: prints a warning.
 
     Raises: UserError when W&B does not start. A resumed run that cannot reach it records offline.
     """
 
-    def __init__(
-        self,
-        config: "TrainConfig",
-        start_step: int | None,
-        max_steps: int,
-        log: Path,
-        metrics: Path,
-        warn: Callable[[str], None],
-    ):
-        known = [] if start_step is None else _earlier_starts(log)
-        name = known[-1][1] if known else config.run_name
-        if known and Path(config.resume).stem not in ("latest", "auto"):
-            # Back to an older checkpoint: the steps after it, which W&B may have, belong to the abandoned run.
-            name, known = f"{config.run_name}-from-{start_step}", []
+    def __init__(self, config: "TrainConfig", start_step: int | None, log: Path, warn: Callable[[str], object]):
+        text = "" if start_step is None else log.read_text(encoding="utf-8", errors="replace")
         # W&B chooses the id of a new run, so runs of the same name stay apart.
-        run_id = next((match[2] for match in known[::-1] if match[1] == name and match[3].startswith("http")), None)
+        name, run_id = next(iter(RUN_LINE.findall(text)[::-1]), (config.run_name, None))
+        if run_id and Path(config.resume).stem not in ("latest", "auto"):
+            name, run_id = f"{config.run_name}-from-{start_step}", None
         self.run = _start(config, name, run_id, warn if start_step is not None else None)
         place = self.run.settings.sync_dir if self.run.offline else self.run.url
         self.note = f"wandb        {name}, id {self.run.id}, {place}"
-        self.max_steps, self.warn = max_steps, warn
-        self.problem, self.warned = "", False
-        self.records: SimpleQueue[dict | None] = SimpleQueue()
-        past = () if start_step is None else _records_before(start_step, metrics)
-        self.thread = Thread(target=self._send, args=(past,), daemon=True)
+        self.warn = warn
+        self.problem = ""
+        self.rows: SimpleQueue[tuple[int, Mapping[str, Any]] | None] = SimpleQueue()
+        self.thread = Thread(target=self._send, daemon=True)
         self.thread.start()
 
-    def log(self, record: dict) -> None:
-        """Send a record of metrics.jsonl, or one with a text; do nothing once W&B has failed."""
-        if self.records.qsize() > WAITING_ROWS:
-            self.problem = "its process does not respond"
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Send numbers and texts of a step; do nothing once W&B has failed."""
+        if self.rows.qsize() > WAITING_ROWS:
+            self._give_up("its process does not respond; training continues")
         if not self.problem:
-            self.records.put(record)
-        elif not self.warned:
-            self.warned = True
-            self.warn(f"Weights & Biases gets no more curves: {self.problem}; training continues")
+            self.rows.put((step, values))
 
     def close(self) -> None:
         """Wait until W&B has taken everything, but not longer than FINISH_S."""
-        self.records.put(None)
+        self.rows.put(None)
         self.thread.join(0 if self.problem else FINISH_S)
-        if self.problem and not self.warned:
-            self.warn(f"Weights & Biases lacks the last curves: {self.problem}")
-        elif self.thread.is_alive() and not self.problem:
-            place = self.run.settings.sync_dir
-            self.warn(f"Weights & Biases has not taken everything within {FINISH_S:.0f} s; the rest is in {place}")
+        if self.thread.is_alive():
+            self._give_up(f"it has not taken all within {FINISH_S:.0f} s; the rest is in {self.run.settings.sync_dir}")
 
-    def _send(self, past: Iterable[dict]) -> None:
+    def _give_up(self, problem: str) -> None:
+        if not self.problem:
+            self.problem = problem
+            self.warn(f"Weights & Biases gets no more curves: {problem}")
+
+    def _send(self) -> None:
+        first = newest = self.run.starting_step
         try:
-            for step, row in whole_rows(itertools.chain(past, iter(self.records.get, None)), self.max_steps):
-                if step >= self.run.starting_step:
-                    self.run.log(row, step=step, commit=True)
+            for step, values in iter(self.rows.get, None):
+                if step >= first:
+                    newest = max(newest, step)
+                    self.run.log(dict(values), step=newest)  # W&B merges what belongs to the same step
             self.run.finish()
         except Exception as error:  # a full disk, a killed process, and whatever else wandb raises
-            self.problem = f"{type(error).__name__}: {error}"
+            self._give_up(f"{type(error).__name__}: {error}; training continues")
 
 
-def whole_rows(records: Iterable[dict], max_steps: int) -> Iterator[tuple[int, dict]]:
-    """Merge the records of each step into one row, and yield (step, row) in ascending order.
-
-    Evaluations come before the training record of their step. If that is missing at the end, a resumed run measures
-    them again, so the last row is dropped unless the run is complete.
-    """
-    step, row = -1, dict[str, Any]()
-    for record in records:
-        if record["step"] > step and row:
-            yield step, row
-            row = {}
-        step = max(step, record["step"])
-        row |= {name: math.nan if value is None else value for name, value in record.items()}
-        row["_timestamp"] = row.pop("time")
-        del row["step"]
-    if "loss" in row or (row and step >= max_steps):
-        yield step, row
-
-
-def _start(config: "TrainConfig", name: str, run_id: str | None, warn: Callable[[str], None] | None):
+def _start(config: "TrainConfig", name: str, run_id: str | None, warn: Callable[[str], object] | None):
     """Return a W&B run. If W&B cannot be reached, it is an offline run, with a warning, or an error without `warn`."""
     try:
         import wandb
@@ -144,18 +112,3 @@ def _start(config: "TrainConfig", name: str, run_id: str | None, warn: Callable[
             ) from error
         warn(f"{reason}; this start is recorded offline")
         return start(None, "offline")
-
-
-def _earlier_starts(log: Path) -> list[re.Match]:
-    """Return what log.txt says of the W&B runs so far, oldest first."""
-    with open(log, encoding="utf-8", errors="replace") as file:
-        return [match for line in file if (match := RUN_LINE.match(line))]
-
-
-def _records_before(start_step: int, metrics: Path) -> Iterator[dict]:
-    """Read the records that metrics.jsonl has before those of this start, which follow them."""
-    with open(metrics, encoding="utf-8") as file:
-        for line in file:
-            if not line.endswith("\n") or (record := json.loads(line))["step"] >= start_step:
-                return
-            yield record

@@ -1,7 +1,6 @@
 """Curves in Weights & Biases: files of the real package, written offline and read back, and a stand-in for a server."""
 
 import json
-import math
 import os
 import struct
 import sys
@@ -20,7 +19,6 @@ from config import TrainConfig
 from steadygpt import wandb_sink
 from steadygpt.cli import UserError, option
 from steadygpt.runlog import RunLog
-from steadygpt.wandb_sink import whole_rows
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the real package
@@ -92,15 +90,11 @@ def test_each_step_is_one_row_with_all_that_was_measured(workdir):
     assert {option.key: option.value_json for option in run.config.update}["max_steps"] == "8"
 
 
-def with_its_own_service(rank: int) -> None:
-    """Start a process of W&B for this run; by default it would use that of the earlier tests."""
-    os.environ.pop("WANDB_SERVICE", None)
-
-
 def held_after_20_steps(rank: int) -> None:
     """Keep this run from passing the end of the one that resumes it, however late the kill comes."""
     import train
 
+    os.environ.pop("WANDB_SERVICE", None)  # the process of W&B of the earlier tests
     compute = train.train_step
 
     def held(*args):
@@ -111,18 +105,17 @@ def held_after_20_steps(rank: int) -> None:
     train.train_step = held
 
 
-def test_newest_folder_of_a_killed_and_resumed_run_holds_each_point_once(workdir):
+def test_a_killed_run_and_the_one_that_resumes_it_are_offline_runs_of_their_own(workdir):
     pytest.importorskip("wandb")
     flags = ("--use_wandb", "--eval_freq", "10", "--checkpoint_freq", "10")
-    killed = Run(*flags, "--max_steps", "100000", faults=[with_its_own_service, held_after_20_steps])
+    killed = Run(*flags, "--max_steps", "100000", faults=[held_after_20_steps])
     killed.wait_for(r"^step +15/")
     killed.kill()
     assert run_here(*flags, "--max_steps", "60", "--resume") == 0
     older, newest = sorted(Path("logs/wandb").glob("offline-run-*"), key=lambda folder: folder.stat().st_mtime)
-    assert Path("logs/wandb/latest-run").resolve() == newest.resolve()
-    assert older.name.split("-")[-1] != newest.name.split("-")[-1]  # apart in W&B if both are synced
-    assert curves_of(newest) == measured()
-    assert list(curves_of(newest)) == list(range(61))
+    assert older.name.split("-")[-1] != newest.name.split("-")[-1]
+    found = curves_of(newest)
+    assert found == {step: row for step, row in measured().items() if step >= min(found)} and max(found) == 60
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -147,8 +140,8 @@ class StandIn:
         self.url, self.settings = f"https://wandb.example/{id}", types.SimpleNamespace(sync_dir=f"wandb/{id}")
         return self
 
-    def log(self, row, step, commit):
-        self.rows.append((step, {name: value for name, value in row.items() if name[0] != "_"}))
+    def log(self, row, step):
+        self.rows.append((step, row))
 
     def finish(self):
         self.finished.set()
@@ -169,25 +162,21 @@ def write(tmp_path, start_step, steps, loss=1.0, resume="latest") -> None:
     log.close()
 
 
-def test_resumed_run_sends_what_the_server_lacks_and_nothing_twice(tmp_path, wandb):
+def test_resumed_run_continues_where_the_server_is_and_sends_nothing_twice(tmp_path, wandb):
     write(tmp_path, None, range(6))
-    (rows,) = wandb.runs.values()
-    del rows[3:]  # the kill came before W&B had uploaded them
     write(tmp_path, 5, range(5, 8), loss=2.0)
-    assert rows == [(step, {"loss": 1.0}) for step in range(5)] + [(step, {"loss": 2.0}) for step in range(5, 8)]
-    write(tmp_path, 6, range(6, 10), loss=3.0)
-    assert [step for step, _ in rows] == list(range(10))
-    assert rows[7:] == [(7, {"loss": 2.0}), (8, {"loss": 3.0}), (9, {"loss": 3.0})]
+    (rows,) = wandb.runs.values()
+    assert rows == [(step, {"loss": 1.0}) for step in range(6)] + [(step, {"loss": 2.0}) for step in (6, 7)]
     assert wandb.names == {"id0": "tiny"}
 
 
-def test_going_back_to_an_older_checkpoint_starts_a_run_with_the_history_before_it(tmp_path, wandb):
+def test_going_back_to_an_older_checkpoint_starts_a_new_run(tmp_path, wandb):
     write(tmp_path, None, range(8))
     write(tmp_path, 3, range(3, 5), loss=2.0, resume="checkpoints/rolling_step_000003.pt")
     write(tmp_path, 5, range(5, 6), loss=2.0)
     assert wandb.names == {"id0": "tiny", "id1": "tiny-from-3"}
-    assert [row["loss"] for _, row in wandb.runs["id0"]] == [1.0] * 8
-    assert [row["loss"] for _, row in wandb.runs["id1"]] == [1.0] * 3 + [2.0] * 3
+    assert [step for step, _ in wandb.runs["id0"]] == list(range(8))
+    assert wandb.runs["id1"] == [(step, {"loss": 2.0}) for step in range(3, 6)]
 
 
 def test_fork_into_other_folders_has_its_own_name_already(tmp_path, wandb):
@@ -195,7 +184,7 @@ def test_fork_into_other_folders_has_its_own_name_already(tmp_path, wandb):
     assert wandb.names == {"id0": "tiny"}  # the run_name of the fork
 
 
-def test_offline_starts_hold_the_whole_run_apart_from_the_one_online(tmp_path, wandb):
+def test_offline_starts_stay_apart_from_the_run_online(tmp_path, wandb):
     write(tmp_path, None, range(4))
     wandb.mode = "offline"
     write(tmp_path, 2, range(2, 6))
@@ -203,7 +192,7 @@ def test_offline_starts_hold_the_whole_run_apart_from_the_one_online(tmp_path, w
     wandb.mode = "online"
     write(tmp_path, 8, range(8, 10))
     assert {id: [step for step, _ in rows] for id, rows in wandb.runs.items()} == {
-        "id0": list(range(10)), "id1": list(range(6)), "id2": list(range(8))
+        "id0": [0, 1, 2, 3, 8, 9], "id1": [2, 3, 4, 5], "id2": [6, 7]
     }  # fmt: skip
 
 
@@ -228,7 +217,7 @@ def test_a_process_of_wandb_that_hangs_does_not_hold_the_run_up(tmp_path, wandb,
     monkeypatch.setattr(wandb, "finish", threading.Event().wait)
     monkeypatch.setattr(wandb_sink, "FINISH_S", 0.2)
     write(tmp_path, None, range(3))
-    assert "has not taken everything within 0 s; the rest is in wandb/id0" in capsys.readouterr().err
+    assert "has not taken all within 0 s; the rest is in wandb/id0" in capsys.readouterr().err
     monkeypatch.setattr(wandb, "log", lambda *_, **__: threading.Event().wait())
     monkeypatch.setattr(wandb_sink, "WAITING_ROWS", 2)
     write(tmp_path / "other", None, range(9))
@@ -262,19 +251,3 @@ def test_secret_options_are_not_sent(tmp_path, wandb, monkeypatch):
     assert sys.argv == ["train.py", "--webhook=..."]  # wandb records it
     assert "hooks.example" not in str(wandb.config)
     assert wandb.config["max_lr"] == TrainConfig.max_lr
-
-
-def rows(*records: dict) -> list[tuple[int, dict]]:
-    return list(whole_rows([{"time": 9.0} | record for record in records], max_steps=3))
-
-
-def test_an_evaluation_waits_for_the_training_record_of_its_step():
-    found = rows({"step": 1, "loss": 1.0}, {"step": 2, "val_loss": 2.0}, {"step": 2, "loss": None})
-    assert found[0] == (1, {"_timestamp": 9.0, "loss": 1.0})
-    assert found[1][1]["val_loss"] == 2.0
-    assert math.isnan(found[1][1]["loss"])
-
-
-def test_an_evaluation_at_the_end_is_sent_if_no_resume_measures_it_again():
-    assert rows({"step": 2, "val_loss": 2.0}) == []
-    assert rows({"step": 3, "val_loss": 2.0}) == [(3, {"_timestamp": 9.0, "val_loss": 2.0})]
