@@ -31,7 +31,7 @@ from steadygpt.distributed import Ranks, Silent
 from steadygpt.durable import fsync_folder, replace_file
 from steadygpt.retry import brief
 from steadygpt.stability import StepResult, Totals
-from steadygpt.system import Load, SystemMetrics, gpu_uuids, missing
+from steadygpt.system import Load, SystemMetrics, gpu_count
 from steadygpt.tasks import TASKS
 from steadygpt.units import STAMP, duration_text, timestamp
 from steadygpt.wandb_sink import WandbSink
@@ -235,12 +235,9 @@ class RunLog:
 
     def measure_system(self) -> None:
         """Record what GPUs and host do, every --system_metrics_s from now on, in a thread of its own."""
-        if not self.config.system_metrics_s:
-            return
-        if lacking := missing(cuda=self.ranks.device.type == "cuda"):
-            self.say(f"system metrics need: pip install {' '.join(lacking)}")
-        folder, gpus = Path(self.config.checkpoint_dir), gpu_uuids(self.ranks.device)
-        self.system = SystemMetrics(self.config.system_metrics_s, folder, gpus, self.record_system, self.warn)
+        if seconds := self.config.system_metrics_s:
+            folder, gpus = Path(self.config.checkpoint_dir), gpu_count(self.ranks.device)
+            self.system = SystemMetrics(seconds, folder, gpus, self.record_system, self.warn)
 
     def record_system(self, metrics: Mapping[str, float]) -> None:
         """Record the machine's load beside the current step, and its mean in this start for status.json."""

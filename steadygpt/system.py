@@ -8,10 +8,8 @@ import re
 import shutil
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -23,8 +21,14 @@ from steadygpt.retry import brief
 LOAD = ("cpu_percent", "ram_gb", "gpu_percent", "gpu_memory_gb")
 FIRST_S = 2.0  # after which the first record follows at the latest
 
-Metrics = dict[str, float]
-Reader = Callable[[], Metrics]
+# Of the GPU of a local rank. torch.cuda.mem_get_info() would create a context on each of the other ranks' GPUs.
+GPU_METRICS: dict[str, Callable[[int], float]] = {
+    "percent": torch.cuda.utilization,
+    "memory_gb": lambda gpu: torch.cuda.device_memory_used(gpu) / 1e9,
+    "memory_total_gb": lambda gpu: torch.cuda.get_device_properties(gpu).total_memory / 1e9,
+    "celsius": torch.cuda.temperature,
+    "watts": lambda gpu: torch.cuda.power_draw(gpu) / 1000,
+}
 
 
 class SystemMetrics:
@@ -32,22 +36,30 @@ class SystemMetrics:
 
     Args:
         folder: of the disk whose free space is measured; it need not exist.
-        gpus: UUIDs, as gpu_uuids() returns them.
+        gpus: number of GPUs, as gpu_count() returns it.
         record: is called in the thread with the metrics by name: cpu_percent (0 to 100, of all cores), ram_gb,
             ram_total_gb, disk_free_gb, and for each GPU gpu0_percent, gpu0_memory_gb, gpu0_memory_total_gb,
             gpu0_celsius and gpu0_watts. What the machine cannot measure is absent.
-        warn: is called in the thread with one line for each thing that cannot be measured any more.
+        warn: is called in the thread with one line for each error.
     """
 
     def __init__(
         self,
         interval_s: float,
         folder: Path,
-        gpus: Sequence[str],
-        record: Callable[[Metrics], object],
+        gpus: int,
+        record: Callable[[dict[str, float]], object],
         warn: Callable[[str], object],
     ):
-        self.interval_s, self.folder, self.gpus, self.record, self.warn = interval_s, folder, gpus, record, warn
+        self.interval_s, self.record, self.warn = interval_s, record, warn
+        self.readers: dict[str, Callable[[], float]] = {
+            "disk_free_gb": lambda: shutil.disk_usage(existing(folder)).free / 1e9,
+            "cpu_percent": _cpu_percent,
+            "ram_gb": lambda: _ram_bytes()[0] / 1e9,
+            "ram_total_gb": lambda: _ram_bytes()[1] / 1e9,
+        }
+        for gpu in range(gpus):
+            self.readers |= {f"gpu{gpu}_{name}": partial(read, gpu) for name, read in GPU_METRICS.items()}
         self.reported: set[str] = set()
         self.closing = threading.Event()
         self.thread = threading.Thread(target=self._work, name="system metrics", daemon=True)
@@ -59,16 +71,11 @@ class SystemMetrics:
         self.thread.join(1.0)
 
     def _work(self) -> None:
-        readers = self._readers()
+        self._measure()  # the first load of the CPU only starts the clock
         pause_s = min(self.interval_s, FIRST_S)
         while not self.closing.wait(pause_s):
             pause_s = self.interval_s
-            metrics: Metrics = {}
-            for what, read in readers:
-                try:
-                    metrics |= read()
-                except Exception as error:  # a GPU that is lost, a driver that is reloaded, a /proc that is denied
-                    self._report(f"cannot measure {what}", error)
+            metrics = self._measure()
             if self.closing.is_set():
                 return
             try:
@@ -76,28 +83,21 @@ class SystemMetrics:
             except Exception as error:  # nothing that happens here may end the measuring, or the run
                 self._report("cannot record the load of the machine", error)
 
-    def _readers(self) -> list[tuple[str, Reader]]:
-        readers: list[tuple[str, Reader]] = [("the disk", self._disk)]
-        sources: dict[str, Callable[[], list[Reader]]] = {"CPU and RAM": _host_readers}
-        sources |= {f"GPU {n}": partial(_gpu_readers, n, uuid) for n, uuid in enumerate(self.gpus)}
-        for what, find in sources.items():
+    def _measure(self) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for name, read in self.readers.items():
             try:
-                readers += [(what, read) for read in find()]
-            except ImportError:  # missing() names the package
-                continue
-            except Exception as error:
-                self._report(f"cannot measure {what}", error)
-        return readers
-
-    def _disk(self) -> Metrics:
-        return {"disk_free_gb": shutil.disk_usage(existing(self.folder)).free / 1e9}
+                metrics[name] = read()
+            except Exception as error:  # a GPU that is lost, a driver that is reloaded, a /proc that is denied
+                self._report(f"cannot measure {name}", error)
+        return metrics
 
     def _report(self, problem: str, error: Exception) -> None:
-        """Warn once about each problem, and once about an error that all GPUs have."""
-        reason = brief(error)
-        if not self.reported & {problem, reason}:
-            self.warn(f"{problem}: {reason}; training continues")
-        self.reported |= {problem, reason}
+        """Warn once about each error, also if several metrics have it."""
+        remedy = "; pip install psutil nvidia-ml-py" if isinstance(error, ImportError) else ""
+        if (reason := brief(error)) not in self.reported:
+            self.reported.add(reason)
+            self.warn(f"{problem}: {reason}{remedy}; training continues")
 
 
 class Load:
@@ -119,75 +119,26 @@ class Load:
         return {name: self.sums[name] / count for name, count in self.counts.items()}
 
 
-def missing(cuda: bool) -> list[str]:
-    """Return the packages to install for all metrics, with GPUs or without."""
-    wanted = {"psutil": "psutil"} | ({"pynvml": "nvidia-ml-py"} if cuda else {})
-    return [package for module, package in wanted.items() if find_spec(module) is None]
+def gpu_count(device: torch.device) -> int:
+    """Return the number of GPUs that this machine's ranks use; none on other devices."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min(ranks, torch.cuda.device_count()) if device.type == "cuda" else 0
 
 
-def gpu_uuids(device: torch.device) -> list[str]:
-    """Return the UUIDs of the GPUs that this machine's ranks use, by local rank; none on other devices.
-
-    Asking for the properties of another rank's GPU creates no context there: PyTorch itself asks for those of all
-    visible GPUs when it initializes CUDA (torch.cuda._check_capability).
-    """
-    if device.type != "cuda":
-        return []
-    count = min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count())
-    return [str(torch.cuda.get_device_properties(local_rank).uuid) for local_rank in range(count)]
-
-
-def _host_readers() -> list[Reader]:
+def _cpu_percent() -> float:
     import psutil
 
-    psutil.cpu_percent()  # the first call only starts the clock
-    return [lambda: {"cpu_percent": psutil.cpu_percent()}, _ram]
+    return psutil.cpu_percent()  # since the last call
 
 
-def _ram() -> Metrics:
+def _ram_bytes() -> tuple[int, int]:
     """Return the used and the total memory, of the container if that has a limit: psutil reports the host's."""
     import psutil
 
     host = psutil.virtual_memory()
-    used, total = host.total - host.available, host.total
-    if (limit := container_limit_bytes()) < total:
-        used, total = _container_used_bytes(), limit
-    return {"ram_gb": used / 1e9, "ram_total_gb": total / 1e9}
-
-
-def _container_used_bytes() -> int:
-    """Return the memory of the container's processes, without the cache of files, which the kernel can drop."""
+    if (limit := container_limit_bytes()) >= host.total:
+        return host.total - host.available, host.total
     path = next(path for path in (CGROUP / "memory.stat", CGROUP / "memory/memory.stat") if path.exists())
-    counts = dict(line.split() for line in path.read_text().splitlines())
-    return int(counts["anon" if "anon" in counts else "rss"]) + int(counts["shmem"])  # cgroup v2, v1
-
-
-def _gpu_readers(number: int, uuid: str) -> list[Reader]:
-    """Return a reader for each counter that a GPU has: a GB10 has no memory of its own, a MIG instance no power.
-
-    Raises: NVMLError when the driver is missing or does not know the GPU; ImportError.
-    """
-    import pynvml
-
-    pynvml.nvmlInit()
-    try:
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")  # PyTorch leaves out the prefix
-    except pynvml.NVMLError:
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
-
-    def memory() -> Metrics:
-        found = pynvml.nvmlDeviceGetMemoryInfo(handle)
-        return {f"gpu{number}_memory_gb": found.used / 1e9, f"gpu{number}_memory_total_gb": found.total / 1e9}
-
-    counters: list[Reader] = [
-        lambda: {f"gpu{number}_percent": pynvml.nvmlDeviceGetUtilizationRates(handle).gpu},
-        memory,
-        lambda: {f"gpu{number}_celsius": pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)},
-        lambda: {f"gpu{number}_watts": pynvml.nvmlDeviceGetPowerUsage(handle) / 1000},
-    ]
-    readers = []
-    for read in counters:
-        with suppress(pynvml.NVMLError):
-            read()
-            readers.append(read)
-    return readers
+    counts = {name: int(value) for name, value in map(str.split, path.read_text().splitlines())}
+    # Without the cache of files, which the kernel can drop: cgroup v2 calls the rest anon, v1 rss.
+    return counts.get("anon", counts.get("rss", 0)) + counts["shmem"], limit
