@@ -162,7 +162,7 @@ def chart(snapshot: Snapshot, width: int, rows: int) -> Group:
     lines, last = [title], len(drawn.cells) - 1
     for number, cells in enumerate(drawn.cells):
         value = drawn.high + (drawn.low - drawn.high) * number / max(1, last)
-        is_labelled = number in (0, last) or (number % 4 == 0 and last - number >= 3)
+        is_labelled = number % 4 == 0 or number == last
         label = f"{value:{LABEL_WIDTH}.{decimals}f} ┤" if is_labelled else " " * LABEL_WIDTH + " │"
         points = ((character, CURVE_COLOURS[curve]) for character, curve in cells)
         lines.append(Text.assemble((label, "dim"), *points))

@@ -60,16 +60,15 @@ def watch(run_folder: str) -> Iterator[Snapshot]:
         if metrics.path.parent != logdir:
             metrics = Metrics(logdir / "metrics.jsonl")
         metrics.read()
-        latest = saved.stat() if saved.exists() else None
         is_here = status.get("host", socket.gethostname()) == socket.gethostname()
         yield Snapshot(
             folder=folder,
             status=status,
             process=process_state(status.get("pid"), heartbeat_s) if is_here else "elsewhere",
             heartbeat_age_s=max(0.0, time.time() - heartbeat_s),
-            saved_age_s=age_s(latest and latest.st_mtime),
+            saved_age_s=age_s(saved.stat().st_mtime if saved.exists() else None),
             mirrored_age_s=age_s(unix_s(status.get("mirrored_at"))),
-            checkpoint_bytes=status.get("checkpoint_bytes") or (latest and latest.st_size),
+            checkpoint_bytes=status.get("checkpoint_bytes"),
             disk_free_bytes=shutil.disk_usage(folder).free,
             latest=metrics.latest,
             curves=metrics.curves,

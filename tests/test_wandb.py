@@ -179,11 +179,6 @@ def test_going_back_to_an_older_checkpoint_starts_a_new_run(tmp_path, wandb):
     assert wandb.runs["id1"] == [(step, {"loss": 2.0}) for step in range(3, 6)]
 
 
-def test_fork_into_other_folders_has_its_own_name_already(tmp_path, wandb):
-    write(tmp_path, 3, range(3, 5), resume="elsewhere/rolling_step_000003.pt")
-    assert wandb.names == {"id0": "tiny"}  # the run_name of the fork
-
-
 def test_offline_starts_stay_apart_from_the_run_online(tmp_path, wandb):
     write(tmp_path, None, range(4))
     wandb.mode = "offline"
@@ -196,10 +191,11 @@ def test_offline_starts_stay_apart_from_the_run_online(tmp_path, wandb):
     }  # fmt: skip
 
 
-def test_runs_of_the_same_name_stay_apart(tmp_path, wandb):
+def test_runs_of_the_same_name_and_forks_into_other_folders_are_runs_of_their_own(tmp_path, wandb):
     for folder in ("one", "other"):
         write(tmp_path / folder, None, range(2))
-    assert wandb.names == {"id0": "tiny", "id1": "tiny"}
+    write(tmp_path / "fork", 3, range(3, 5), resume="elsewhere/rolling_step_000003.pt")  # --run_name names it
+    assert wandb.names == {"id0": "tiny", "id1": "tiny", "id2": "tiny"}
 
 
 def test_a_process_of_wandb_that_dies_loses_curves_and_not_the_run(tmp_path, wandb, monkeypatch, capsys):
