@@ -100,12 +100,6 @@ def test_preset_can_include_another_preset(tmp_path):
     assert (config.num_layers, config.num_heads, config.embd_size) == (4, 5, 1600)
     assert config.config.endswith("mine.toml")
     assert "embd_size" in given_options
-    (tmp_path / "mine.toml").write_text(f'config = "{tmp_path / "mine.toml"}"\n')
-    assert "the file includes itself" in error_of("--config", str(tmp_path / "mine.toml"))
-
-
-def test_flags_accept_dashes_and_underscores():
-    assert parse("--num-layers", "3", "--max-lr=2e-3") == parse("--num_layers=3", "--max_lr", "2e-3")
 
 
 def test_flags_override_the_preset_and_the_preset_overrides_defaults(tmp_path):
@@ -115,12 +109,21 @@ def test_flags_override_the_preset_and_the_preset_overrides_defaults(tmp_path):
     assert given_options == {"config": "flag", "num_layers": "flag", "max_lr": "preset", "use_tensorboard": "preset"}
 
 
-@pytest.mark.parametrize(("argv", "value"), [
-    (["--bias"], True), (["--bias", "on"], True), (["--bias=off"], False), (["--bias", "false"], False), ([], True),
-    (["--bias=Yes"], True), (["--bias=NO"], False), (["--bias", "1"], True), (["--bias", "0"], False),
+@pytest.mark.parametrize(("words", "name", "value"), [
+    ("--num-layers 3", "num_layers", 3), ("--max-lr=2e-3", "max_lr", 2e-3), ("--bias=Yes", "bias", True),
+    ("--bias", "bias", True), ("--bias --seed 3", "bias", True), ("--mini_batch_size auto", "mini_batch_size", 0),
+    ("--bias=off", "bias", False), ("--bias false", "bias", False), ("--bias=NO", "bias", False), ("", "bias", True),
+    ("--mixed-precision no", "precision", "fp32"), ("--mixed_precision=fp16", "precision", "fp16"),
+    ("--compile=False", "compile", "off"), ("--compile True", "compile", "on"), ("--compile auto", "compile", "auto"),
+    ("--resume", "resume", "latest"), ("--resume --seed 3", "resume", "latest"), ("--resume best", "resume", "best"),
+    ("--resume_from_checkpoint a.pt", "resume", "a.pt"), ("--resume-from-checkpoint=a.pt", "resume", "a.pt"),
+    ("--checkpoint-dir=a-b", "checkpoint_dir", "a-b"), ("--data-dir c-d", "data_dir", "c-d"),
+    ("--sample-prompt=--e-f=g-h", "sample_prompt", "--e-f=g-h"),
+    *((f"--{name}=0", name, 0) for name in (
+        "checkpoint_freq", "checkpoint_minutes", "eval_freq", "hellaswag_freq", "sample_freq", "max_hours")),
 ])  # fmt: skip
-def test_switch_accepts_common_spellings_of_on_and_off(argv, value):
-    assert parse(*argv).bias is value
+def test_spellings_of_flags_and_values(words, name, value):
+    assert getattr(parse(*words.split()), name) == value
 
 
 @pytest.mark.parametrize("name", [name for name, f in FIELDS.items() if f.type is bool])
@@ -130,85 +133,62 @@ def test_every_switch_can_be_turned_off_in_every_spelling(name):
         assert getattr(parse("--resume", f"--{name}", argument), name) is False, argument
 
 
-def test_bare_switch_means_on():
-    assert parse("--deterministic", "--seed", "3").deterministic
-    assert not parse("--seed", "3").deterministic
+@pytest.mark.parametrize(("words", "said"), [
+    ("--num_layer 3", "unknown argument '--num_layer'; did you mean --num_layers?"),
+    ("--maxlr 3", "did you mean --max_lr?"),
+    ("--save_steps 5", "unknown argument '--save_steps'; here it is --checkpoint_freq"),
+    ("--deepspeed x.json", "; here it is --sharding fsdp"),
+    ("--load_checkpoint=a.pt", "; here it is --resume"),
+    ("--n-layer 3", "; here it is --num_layers"),
+    ("--num_workers 4", "; batches are read ahead by one thread, for a GPU into pinned memory; drop the flag"),
+    ("--frobnicate 3", "unknown argument '--frobnicate'; see --help"),
+    ("--seed x", "argument --seed: invalid int value: 'x'"),
+    ("--mini_batch_size all", "invalid int value: 'all'"),
+    ("--bias maybe", "is 'maybe'; expected on or off"),
+    ("--precision fp33", "--precision is 'fp33'; expected one of auto, fp32, bf16, fp16, fp8"),
+    ("--resume=", "--resume is empty; expected latest, auto, best, stable or a checkpoint file"),
+    ("--embd_size 100", "--num_heads is 12; expected a divisor of embd_size, 100"),
+    ("--rotary_pct 0.05", "3 of 64 dimensions a head; expected an even number"),
+    ("--rotary_pct 0.01", "0 of 64 dimensions a head; expected an even number"),
+    ("--rotary_pct 1.5", "--rotary_pct is 1.5; expected at most 1"),
+    ("--norm_eps 0", "--norm_eps is 0.0; expected more than 0"),
+    ("--dropout 1", "--dropout is 1.0; expected less than 1"),
+    ("--min_lr 0.1", "--min_lr 0.1 is above --max_lr 0.001"),
+    ("--num_epochs 0", "--max_steps and --num_epochs are both 0"),
+    ("--cpu_offload", "--cpu_offload needs --sharding fsdp"),
+    ("--config no-such-preset", "expected a .toml file or one of: gpt-neox-1.2b, gpt2, "),
+    *((f"--max_lr={value}", f"--max_lr is {float(value)}; expected 0 or more") for value in ("nan", "inf", "-1")),
+    *((f"--{name} 0", f"--{name} is 0; expected at least 1") for name in (
+        "num_layers", "num_heads", "embd_size", "context_length", "total_batch_size", "keep_checkpoints", "log_freq",
+        "eval_tokens")),
+    # With a preset, the options that it sets.
+    ("--config small_32k --num_heads 7", "expected a divisor of embd_size, 1024 (--config small_32k sets --embd_size)"),
+    ("--config small_32k --max_lr 1e-5", "--max_lr 1e-05 (--config small_32k sets --min_lr)"),
+    ("--config small_32k --min_lr 1", "--min_lr 1.0 is above --max_lr 0.0006 (--config small_32k sets --max_lr)"),
+])  # fmt: skip
+def test_refusals_name_the_option_and_what_is_expected(words, said):
+    assert said in error_of(*words.split())
+    assert "--config" in words or "--config" not in error_of(*words.split())
 
 
-def test_mixed_precision_is_an_alias_of_precision():
-    assert [parse("--mixed-precision", word).precision for word in ("no", "fp16", "bf16")] == ["fp32", "fp16", "bf16"]
-
-
-def test_compile_accepts_true_and_false():
-    assert [parse(f"--compile={word}").compile for word in ("False", "True", "auto")] == ["off", "on", "auto"]
-
-
-def test_resume_from_checkpoint_is_an_alias_of_resume():
-    for argument in ("--resume", "--resume_from_checkpoint", "--resume-from-checkpoint"):
-        assert parse(argument, "a/latest.pt").resume == parse(f"{argument}=a/latest.pt").resume == "a/latest.pt"
-        assert parse(argument, "latest") == parse(argument, "--seed", "1337") == parse("--resume")
-
-
-def test_values_keep_their_dashes():
-    config = parse("--checkpoint-dir=a-b", "--data-dir", "c-d", "--sample-prompt=--e-f=g-h")
-    assert (config.checkpoint_dir, config.data_dir, config.sample_prompt) == ("a-b", "c-d", "--e-f=g-h")
-
-
-def test_empty_resume_is_an_error():
-    for argument in (["--resume", ""], ["--resume="]):
-        with pytest.raises(UserError, match="--resume is empty"):
-            parse(*argument)
-
-
-def test_bare_resume_means_latest():
-    assert parse("--resume", "--seed", "3").resume == "latest"
-    assert parse("--resume", "best").resume == "best"
-
-
-def test_errors_name_the_option_and_the_expected_value(tmp_path):
-    assert error_of("--num_layer", "3") == "unknown argument '--num_layer'; did you mean --num_layers?"
-    assert "--seed" in error_of("--seed", "x")
-    assert "'x'" in error_of("--seed", "x")
-    assert "on or off" in error_of("--bias", "maybe")
-    assert "fp33" in error_of("--precision", "fp33")
-    assert "bf16" in error_of("--precision", "fp33")
-    assert "--num_heads is 12; expected a divisor of embd_size, 100" in error_of("--embd_size", "100")
-    for value in ("nan", "inf", "-1"):
-        assert f"--max_lr is {float(value)}; expected 0 or more" == error_of(f"--max_lr={value}")
-    assert "--min_lr 0.1 is above --max_lr 0.001" in error_of("--min_lr", "0.1")
-    assert "--dropout is 1.0; expected less than 1" in error_of("--dropout", "1")
-    assert "--max_steps and --num_epochs are both 0" in error_of("--num_epochs", "0")
-    assert "--cpu_offload needs --sharding fsdp" in error_of("--cpu_offload")
-    for flag in (
-        "--num_layers", "--num_heads", "--embd_size", "--context_length", "--total_batch_size",
-        "--keep_checkpoints", "--log_freq", "--eval_tokens",
-    ):  # fmt: skip
-        assert f"{flag} is 0; expected at least 1" in error_of(flag, "0")
-    assert "invalid int value: 'all'" in error_of("--mini_batch_size", "all")
-    assert "test" in error_of("--config", "no-such-preset")
-    for text, words in {
-        "num_layer = 4": ["num_layer", "num_layers"],
-        "num_layers = 'four'": ["num_layers", "'four'", "int"],
-        "bias = 2": ["bias", "expected on or off"],
-        "n_layer = 4": ["n_layer", "here it is --num_layers"],
-        "num_layers = true": ["num_layers", "True", "int"],
-        "num_layers = 2.5": ["num_layers", "2.5", "int"],
-        "config = 'another'": ["config = 'another'", "there is no", "gpt2-xl"],
-        "num_layers = ": ["not TOML"],
-    }.items():
-        (tmp_path / "bad.toml").write_text(text)
-        message = error_of("--config", str(tmp_path / "bad.toml"))
-        assert "bad.toml" in message
-        assert all(word in message for word in words)
-
-
-def test_unknown_flag_suggests_a_similar_or_equivalent_option():
-    assert error_of("--save_steps", "5") == "unknown argument '--save_steps'; here it is --checkpoint_freq"
-    assert error_of("--deepspeed", "x.json") == "unknown argument '--deepspeed'; here it is --sharding fsdp"
-    assert error_of("--load_checkpoint=a.pt").endswith("; here it is --resume")
-    assert error_of("--n-layer", "3").endswith("; here it is --num_layers")
-    assert error_of("--frobnicate", "3") == "unknown argument '--frobnicate'; see --help"
-    assert error_of("--maxlr", "3").endswith("did you mean --max_lr?")
+@pytest.mark.parametrize(("text", "said"), [
+    (b"num_layer = 4", "unknown argument '--num_layer=4'; did you mean --num_layers?"),
+    (b"n_layer = 4", "here it is --num_layers"),
+    (b"num_layers = 'four'", "argument --num_layers: invalid int value: 'four'"),
+    (b"num_layers = true", "argument --num_layers: invalid int value: 'True'"),
+    (b"num_layers = 2.5", "argument --num_layers: invalid int value: '2.5'"),
+    (b"bias = 2", "argument --bias: is '2'; expected on or off"),
+    (b"config = 'another'", "config = 'another': there is no "),
+    (b"config = 'bad.toml'", "config = 'bad.toml': the file includes itself"),
+    (b"num_layers = ", "bad.toml: not TOML: "),
+    (b"\xff\xfe", "bad.toml: not TOML: "),
+    (b"total_batch_size = 65536\nmicro_steps = 8", "bad.toml: --total_batch_size and --micro_steps both set the "),
+])  # fmt: skip
+def test_refusals_of_a_file_name_it(text, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.toml").write_bytes(text)
+    message = error_of("--config", "bad.toml")
+    assert message.startswith("bad.toml: ") and said in message
 
 
 def test_suggested_options_exist():
@@ -216,30 +196,6 @@ def test_suggested_options_exist():
     for name, suggestion in ELSEWHERE.items():
         assert name not in FIELDS
         assert {*re.findall(r"--(\w+)", suggestion)} <= options
-
-
-@pytest.mark.parametrize(("flags", "said"), {
-    "num_workers persistent_workers dataloader_prefetch_factor pin_memory":
-    "batches are read ahead by one thread, for a GPU into pinned memory; drop the flag",
-    "max_files":
-    "here it is --max_files of prepare_dataset.py; a run reads all shards of --data_dir, up to --max_steps",
-    "warmup_ratio": "here it is --warmup_steps, in steps; by default the warm-up is at most a tenth of the run",
-    "checkpoint_compression": "checkpoints are not compressed, because fp32 weights hardly shrink; drop the flag",
-}.items())  # fmt: skip
-def test_flag_without_an_equivalent_gets_a_phrase(flags, said):
-    for flag in flags.split():
-        assert error_of(f"--{flag}", "4") == f"unknown argument '--{flag}'; {said}"
-
-
-@pytest.mark.parametrize(("flags", "said"), [
-    (("--num_heads", "7"),
-     "--num_heads is 7; expected a divisor of embd_size, 1024 (--config small_32k sets --embd_size)"),
-    (("--max_lr", "1e-5"), "--min_lr 6e-05 is above --max_lr 1e-05 (--config small_32k sets --min_lr)"),
-    (("--min_lr", "1"), "--min_lr 1.0 is above --max_lr 0.0006 (--config small_32k sets --max_lr)"),
-    (("--dropout", "1"), "--dropout is 1.0; expected less than 1"),
-])  # fmt: skip
-def test_refusal_names_the_options_that_come_from_the_preset(flags, said):
-    assert error_of("--config", "small_32k", *flags) == said
 
 
 @pytest.mark.parametrize(("world_size", "rows"), [(1, 32), (16, 32), (32, 16), (64, 8), (512, 1)])
@@ -273,24 +229,6 @@ def test_help_has_the_steps_of_an_epoch_of_fineweb_edu():
     rows = tokens // shard * ((shard - 1) // context) + (tokens % shard - 1) // context
     steps = math.ceil(rows * context / TrainConfig().total_batch_size)
     assert f"({steps} for FineWeb-Edu 10B)" in FIELDS["steps_per_epoch"].metadata["text"]
-
-
-def test_binary_config_file_is_an_error(tmp_path):
-    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
-    assert "binary.toml: not TOML" in error_of("--config", str(tmp_path / "binary.toml"))
-
-
-def test_frequency_of_0_is_accepted():
-    names = ["checkpoint_freq", "checkpoint_minutes", "eval_freq", "hellaswag_freq", "sample_freq", "max_hours"]
-    config = parse(*(f"--{name}=0" for name in names))
-    assert [getattr(config, name) for name in names] == [0] * 6
-
-
-def test_rotary_pct_must_give_an_even_number_of_dimensions():
-    assert "3 of 64 dimensions a head; expected an even number" in error_of("--rotary_pct", "0.05")
-    assert "0 of 64 dimensions a head; expected an even number" in error_of("--rotary_pct", "0.01")
-    assert "--rotary_pct is 1.5" in error_of("--rotary_pct", "1.5")
-    assert "--norm_eps is 0.0; expected more than 0" in error_of("--norm_eps", "0")
 
 
 def test_no_flag_is_a_prefix_of_a_torchrun_flag():
@@ -344,11 +282,9 @@ def test_total_batch_size_and_micro_steps_override_each_other(tmp_path):
     assert parse("--config", str(tmp_path / "mine.toml")).micro_steps == 0
 
 
-def test_total_batch_size_and_micro_steps_together_are_an_error(tmp_path):
+def test_total_batch_size_and_micro_steps_together_are_an_error():
     message = "--total_batch_size and --micro_steps both set the tokens of a step; give one of them"
     assert error_of("--total_batch_size", "65536", "--micro_steps", "8") == message
-    (tmp_path / "mine.toml").write_text("total_batch_size = 65536\nmicro_steps = 8\n")
-    assert error_of("--config", str(tmp_path / "mine.toml")) == f"{tmp_path / 'mine.toml'}: {message}"
 
 
 sizes = st.integers(1, 64)
