@@ -115,21 +115,14 @@ def test_forecast_of_fp32_is_twice_that_of_bf16_and_recomputation_adds_its_share
     assert hours(activation_checkpointing=True) == pytest.approx((1 + blocks / 3) * hours(), rel=0.05)
 
 
-def test_unknown_device_shows_well_known_gpus():
-    _, unknown, *gpus = forecast(CONFIG, SCHEDULE, CPU, MODEL, step=0, val_rows=0)
+@pytest.mark.parametrize(("precision", "names"), [
+    ("bf16", forecasts.WELL_KNOWN), ("fp32", forecasts.WELL_KNOWN), ("fp8", forecasts.WITH_FP8),
+])  # fmt: skip
+def test_unknown_device_shows_well_known_gpus_that_have_the_precision(precision, names):
+    _, unknown, *gpus = forecast(CONFIG, SCHEDULE, CPU, MODEL, step=0, val_rows=0, precision_elsewhere=precision)
     assert unknown.endswith("unknown for this device, --dry_run measure measures it")
-    assert [
-        re.search(r"on one (.*) in bf16, if the run fits: \d+ \w+ \d+ \w+, cost [\d.]+, at 40%", gpu)[1] for gpu in gpus
-    ] == [*forecasts.WELL_KNOWN]
-
-
-def test_well_known_gpus_compute_in_the_given_precision_if_they_can():
-    def gpus(precision: str) -> list[str]:
-        lines = forecast(CONFIG, SCHEDULE, CPU, MODEL, step=0, val_rows=0, precision_elsewhere=precision)
-        return [match[1] for line in lines if (match := re.search(rf"on one (.*) in {precision}, ", line))]
-
-    assert gpus("fp32") == [*forecasts.WELL_KNOWN]
-    assert gpus("fp8") == [*forecasts.WITH_FP8]
+    line = rf"on one (.*) in {precision}, if the run fits: \d+ \w+ \d+ \w+, cost [\d.]+, at 40%"
+    assert [re.search(line, gpu)[1] for gpu in gpus] == [*names]
 
 
 def test_plan_of_a_cpu_forecasts_bf16_on_gpus_unless_a_precision_is_given(workdir, monkeypatch, capsys):
@@ -140,22 +133,16 @@ def test_plan_of_a_cpu_forecasts_bf16_on_gpus_unless_a_precision_is_given(workdi
     assert " in fp32, if the run fits" in capsys.readouterr().out
 
 
-@pytest.fixture
-def quick(monkeypatch):
+def test_dry_run_measures_the_steps_that_are_left_and_writes_nothing(workdir, monkeypatch, capsys):
     monkeypatch.setattr(forecasts, "MEASURE_S", 0.1)
-
-
-def test_dry_run_measures_real_steps_and_writes_nothing(workdir, quick, capsys):
-    assert run_here("--dry_run", "measure", "--max_steps", "1000", "--gpu_hour_cost", "1") == 0
-    out = capsys.readouterr().out
-    assert re.search(r"time         \d+ \w+.*: 1,000 steps and 0.0% for evaluations, at [\d,]+ tokens/s, measured", out)
-    assert "\ncost         " in out
-    assert [path.name for path in workdir.iterdir()] == ["data"]
-
-
-def test_dry_run_of_a_resumed_run_counts_the_steps_that_are_left(workdir, quick, capsys):
     run_here("--max_steps", "3")
     before = sorted(workdir.rglob("*"))
-    run_here("--resume", "latest", "--max_steps", "10", "--dry_run", "measure")
-    assert ": 7 steps and " in capsys.readouterr().out
+    measured = ("--max_steps", "1000", "--dry_run", "measure", "--gpu_hour_cost", "1")
+    for steps, flags in ((1000, ("--checkpoint_dir", "new")), (997, ("--resume", "latest"))):
+        assert run_here(*flags, *measured) == 0
+        out = capsys.readouterr().out
+        assert re.search(
+            rf"time         \d+ .*: {steps:,} steps and 0.0% for evaluations, at [\d,]+ tokens/s, measured", out
+        )
+        assert "\ncost         " in out
     assert sorted(workdir.rglob("*")) == before

@@ -21,67 +21,44 @@ with torch.device("meta"):
     MODEL = GPT(CONFIG.shape(50257), initialize=False)
 N = sum(p.numel() for p in MODEL.parameters())
 BLOCKS = sum(p.numel() for p in MODEL.h.parameters())
-UNSHARDED = "unsharded gradients"
-HEAD = MODEL.lm_head.weight.numel()
+UNSHARDED, GATHERED, CASTS = "unsharded gradients", "gathered weights", "16-bit weights"
+HEAD, TOKENS = MODEL.lm_head.weight.numel(), 16 * 1024
 
 
 def memory(world_size: int = 1, **changes) -> tuple[dict, dict]:
     return estimate_memory(dataclasses.replace(CONFIG, **changes), MODEL, GPU, world_size)
 
 
-def test_ddp_keeps_everything_on_each_rank_and_gradients_once():
-    for world_size in (1, 4):
-        assert memory(world_size)[0][STATIC] == 16 * N
-    assert "gathered weights" not in memory(4)[0]
+@pytest.mark.parametrize(("world_size", "changes", "expected"), [
+    (1, {}, {STATIC: 16 * N, GATHERED: None}),
+    (4, {}, {STATIC: 16 * N, GATHERED: None}),
+    # The root and two blocks are gathered; the last micro-step replaces some gradients by shards.
+    (4, {"sharding": "fsdp"},
+     {STATIC: 4 * N, UNSHARDED: 3 * N, GATHERED: 4 * (N - BLOCKS) + 2 * 2 * BLOCKS / 12, CASTS: 2 * HEAD}),
+    (4, {"sharding": "fsdp", "precision": "fp32"}, {GATHERED: 4 * (N - BLOCKS) + 4 * 2 * BLOCKS / 12, CASTS: None}),
+    (4, {"sharding": "fsdp", "total_batch_size": 4 * 16 * 1024}, {STATIC: 4 * N, UNSHARDED: None}),  # one micro-step
+    (4, {"sharding": "fsdp", "cpu_offload": True}, {STATIC: None, UNSHARDED: 4 * N}),
+    (1, {"precision": "fp32"}, {CASTS: None}),
+    (1, {"compile": "on"}, {CASTS: None, "logits": 4 * TOKENS * 50304}),
+    (1, {"precision": "bf16"}, {CASTS: 2 * (BLOCKS + HEAD), "logits": 8 * TOKENS * 50304}),
+    (1, {"loss_chunk_size": 2048}, {"logits": 8 * 2048 * 50304 + 2 * HEAD}),
+    (1, {"loss_chunk_size": 4096, "compile": "on"}, {"logits": 4 * 4096 * 50304 + 4 * HEAD}),
+    # The blocks keep their inputs, and the backward pass of one block needs more than the logits.
+    (1, {"activation_checkpointing": True, "loss_chunk_size": 128},
+     {"activations": 12 * TOKENS * 768 * 4, "logits": None}),
+])  # fmt: skip
+def test_memory_of_the_device(world_size, changes, expected):
+    device, _ = memory(world_size, **changes)
+    assert {use: device.get(use) for use in expected} == expected
 
 
-def test_fsdp_shards_the_static_part_and_gathers_the_root_and_two_blocks():
-    device, _ = memory(4, sharding="fsdp")
-    assert device[STATIC] + device[UNSHARDED] == 12 * N / 4 + 4 * N  # the last micro-step replaces some by shards
-    assert device["gathered weights"] == 4 * (N - BLOCKS) + 2 * 2 * BLOCKS / 12
-    assert memory(4, sharding="fsdp", precision="fp32")[0]["gathered weights"] == 4 * (N - BLOCKS) + 4 * 2 * BLOCKS / 12
-
-
-def test_fsdp_with_one_micro_step_has_no_unsharded_gradients():
-    device, _ = memory(4, sharding="fsdp", total_batch_size=4 * 16 * 1024)
-    assert device[STATIC] == 16 * N / 4
-    assert UNSHARDED not in device
-
-
-def test_offload_moves_the_static_part_to_the_host():
-    device, host = memory(4, sharding="fsdp", cpu_offload=True)
-    assert STATIC not in device
-    assert device[UNSHARDED] == 4 * N
-    assert host[STATIC] == 16 * N / 4
+def test_memory_of_the_host():
+    assert memory(4, sharding="fsdp", cpu_offload=True)[1][STATIC] == 16 * N / 4
     assert list(memory(4)[1]) == [COPY]
-
-
-def test_the_copy_for_checkpoints_is_rounded_up_where_it_is_page_locked():
-    assert memory()[1][COPY] == pytest.approx(2.48e9, rel=0.01)
+    assert memory()[1][COPY] == pytest.approx(2.48e9, rel=0.01)  # page-locked: rounded up
     assert estimate_memory(CONFIG, MODEL, torch.device("cpu"), 1)[1][COPY] == 12 * N
     matrices = 4 * 12 * (2**21 + 2**20 + 2 * 2**22)  # of 12 blocks: 3 x 768 x 768, 768 x 768, 2 of 4 x 768 x 768
     assert memory()[1][COPY] - memory(optimizer="muon")[1][COPY] == matrices  # Muon has one moment of them, not two
-
-
-def test_autocast_copies_the_weights_only_in_eager_code():
-    assert memory()[0]["16-bit weights"] == 2 * (BLOCKS + HEAD)
-    assert memory(4, sharding="fsdp")[0]["16-bit weights"] == 2 * HEAD  # the blocks are gathered in bf16
-    assert "16-bit weights" not in memory(compile="on")[0]
-    assert "16-bit weights" not in memory(precision="fp32")[0]
-
-
-def test_logits_of_eager_compiled_and_chunked_losses():
-    tokens, P = 16 * 1024, 50304
-    assert memory()[0]["logits"] == 8 * tokens * P
-    assert memory(compile="on")[0]["logits"] == 4 * tokens * P
-    assert memory(loss_chunk_size=2048)[0]["logits"] == 8 * 2048 * P + 2 * HEAD
-    assert memory(loss_chunk_size=4096, compile="on")[0]["logits"] == 4 * 4096 * P + 4 * HEAD
-
-
-def test_recomputed_blocks_keep_their_inputs():
-    device, _ = memory(activation_checkpointing=True, loss_chunk_size=128)
-    assert device["activations"] == 12 * 16 * 1024 * 768 * 4
-    assert "logits" not in device  # less than the backward of one block, which comes after
 
 
 def fits(gb: float, world_size: int = 1, device=GPU, **changes) -> dict | None:
