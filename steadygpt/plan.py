@@ -190,14 +190,8 @@ def describe(
     N, T, B = model.num_parameters(), config.context_length, config.mini_batch_size
     memory, host = estimate_memory(config, model, ranks.device, ranks.world_size)
     micro_steps, checkpoint = config.grad_accum_steps(ranks.world_size), checkpoint_bytes(model, config.optimizer)
-    folder = Path(config.checkpoint_dir)
-    free = shutil.disk_usage(existing(folder)).free
-    run_epochs, rows_per_step = schedule.epochs(schedule.max_steps * schedule.rows_per_step), schedule.rows_per_step
-    epochs = math.ceil(run_epochs)
-    others = config.keep_checkpoints + 3 + (WAITING + 1) * bool(config.mirror)  # these stay until they are uploaded
-    files = others + min(filter(None, (epochs, config.keep_epochs)), default=0)  # 0: not known, or all
-    more = "" if epochs or config.keep_epochs else " and one for each epoch, whose length is not known,"
-    commit = git_commit()
+    rows_per_step, commit = schedule.rows_per_step, git_commit()
+    epochs = schedule.epochs(schedule.max_steps * rows_per_step)
     emulated = ", emulated slowly" * (config.precision == "fp8" and ranks.device.type != "cuda")
     dtype = AUTOCAST.get(config.precision, torch.float32)
     kernel = kernel_name((1, config.num_heads, T, model.config.head_size), dtype, ranks.device, config.dropout)
@@ -211,15 +205,13 @@ def describe(
         f"{ranks.world_size} rank{'s' * (ranks.world_size > 1)} x "
         f"{micro_steps} micro-step{'s' * (micro_steps > 1)}; "
         + (f"{schedule.rows_per_epoch / rows_per_step:,.1f} steps an epoch, " if data.train_shards else "")
-        + (f"{run_epochs:,.2f} epochs; " if run_epochs else "")
+        + (f"{epochs:,.2f} epochs; " if epochs else "")
         + f"{schedule.warmup_steps:,} steps of warm-up",
         f"device       {ranks.world_size} x {device_name(ranks.device)}, {config.precision}{emulated}, "
         f"{config.sharding}{f', attention by {kernel}' * bool(kernel)}",
         f"memory       {_memory_text(memory, 'a rank')}",
         f"host memory  {_memory_text(host, 'on rank 0')} (rank 0 only)",
-        f"checkpoints  {checkpoint / 1e9:.2f} GB each, at most {files:,}{more} in {folder}: "
-        f"{files * checkpoint / 1e9:,.1f} GB; {free / 1e9:,.1f} GB free"
-        + (f" -- NOT ENOUGH; {_keep_fewer(free / checkpoint, others, epochs)}" if files * checkpoint > free else ""),
+        f"checkpoints  {_checkpoints_text(config, checkpoint, math.ceil(epochs))}",
     ]
     if config.mirror:
         lines.append(f"mirror       {config.mirror}")
@@ -236,16 +228,25 @@ def _data_text(config: "TrainConfig", data: "Data") -> str:
     return f"{tokens:,} training tokens in {count} shard{'s' * (count > 1)} of {config.data_dir}"
 
 
-def _keep_fewer(room: float, others: int, epochs: int) -> str:
-    """Return the flag that lets the checkpoints fit on the disk.
+def _checkpoints_text(config: "TrainConfig", size: int, epochs: int) -> str:
+    """Return what the checkpoints of a run take, and the flag that lets them fit on the disk.
 
     Args:
-        room: checkpoints that fit.
-        others: those that are not of epochs.
+        size: bytes of a checkpoint.
+        epochs: of the run; 0: not known.
     """
-    if (fits := int(0.9 * room) - others) > 0:  # other files grow too
-        return f"--keep_epochs {fits} keeps the newest of {epochs:,} epochs"
-    return "try a smaller --keep_checkpoints and --keep_epochs 1, or another --checkpoint_dir"
+    folder = Path(config.checkpoint_dir)
+    free = shutil.disk_usage(existing(folder)).free
+    others = config.keep_checkpoints + 3 + (WAITING + 1) * bool(config.mirror)  # these stay until they are uploaded
+    files = others + min(filter(None, (epochs, config.keep_epochs)), default=0)
+    more = "" if epochs or config.keep_epochs else " and one for each epoch, whose length is not known,"
+    text = f"{size / 1e9:.2f} GB each, at most {files:,}{more} in {folder}: {files * size / 1e9:,.1f} GB; "
+    text += f"{free / 1e9:,.1f} GB free"
+    if files * size <= free:
+        return text
+    if (fits := int(0.9 * free / size) - others) > 0:  # other files grow too
+        return f"{text} -- NOT ENOUGH; --keep_epochs {fits} keeps the newest of {epochs:,} epochs"
+    return f"{text} -- NOT ENOUGH; try a smaller --keep_checkpoints and --keep_epochs 1, or another --checkpoint_dir"
 
 
 def _memory_text(uses: dict[str, float], where: str) -> str:
