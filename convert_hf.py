@@ -11,7 +11,6 @@ The conversion is exact: weights are renamed, split, reordered or negated, but n
 holds only weights: generate.py, hellaswag_eval.py and train.py --init_from accept it.
 """
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -351,8 +350,6 @@ def write_folder(checkpoint: dict, folder: Path) -> list[str]:
         for file in temporary.iterdir():
             with open(file, "rb") as written:
                 os.fsync(written.fileno())
-        with contextlib.suppress(FileNotFoundError):
-            folder.rmdir()  # an empty one, see above
         temporary.rename(folder)
         fsync_folder(folder.absolute().parent)
     except (OSError, SafetensorError) as error:
@@ -363,8 +360,7 @@ def write_folder(checkpoint: dict, folder: Path) -> list[str]:
 
 def check_new(target: Path) -> None:
     """Check that nothing would be overwritten."""
-    is_empty_folder = target.is_dir() and not any(target.iterdir())
-    if target.exists() and (target.suffix == ".pt" or not is_empty_folder):
+    if target.exists():
         raise UserError(f"{target}: already exists; expected the name of a new file or folder")
 
 

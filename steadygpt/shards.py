@@ -171,27 +171,23 @@ def find_shards(data_dir: Path, split: str, manifest: dict | None) -> list[Shard
     return shards
 
 
-def listing(splits: dict[str, list[Shard]], manifest: dict | None) -> dict[str, tuple[int, int, str]]:
-    """Return what tells shards apart without reading them: name -> bytes a token, tokens, SHA-256 in the manifest."""
+def listing(splits: dict[str, list[Shard]], manifest: dict | None) -> dict[str, str]:
+    """Return what tells shards apart without reading them, in words, by file name."""
     digests = {entry["file"]: entry["sha256"] for entry in manifest["shards"]} if manifest else {}
     return {
-        shard.path.name: (shard.dtype.itemsize, shard.num_tokens, digests.get(shard.path.name, ""))
+        shard.path.name: f"{shard.num_tokens:,} tokens of {shard.dtype.itemsize} bytes, "
+        f"SHA-256 {digests.get(shard.path.name, 'unknown')}"
         for shards in splits.values()
         for shard in shards
     }
 
 
-def check_listing(splits: dict[str, list[Shard]], manifest: dict | None, expected: dict) -> None:
+def check_listing(splits: dict[str, list[Shard]], manifest: dict | None, expected: dict[str, str]) -> None:
     """Compare the shards of this machine with the listing() of rank 0."""
     found = listing(splits, manifest)
     for name in sorted(found.keys() | expected.keys()):
-        if found.get(name) != expected.get(name):
-            here, there = (
-                "no such shard"
-                if entry is None
-                else f"{entry[1]:,} tokens of {entry[0]} bytes, SHA-256 {entry[2][:12] or 'unknown'}"
-                for entry in (found.get(name), expected.get(name))
-            )
+        here, there = (shards.get(name, "no such shard") for shards in (found, expected))
+        if here != there:
             raise UserError(
                 f"{splits['train'][0].path.parent / name}: differs from rank 0's; found {here}, expected {there}. "
                 "Every node needs the same shards: copy rank 0's folder"
