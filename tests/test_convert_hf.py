@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REFERENCES, TINY, load, metrics, reference_model, run_here
+from conftest import TINY, load, metrics, reference_model, run_here
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -75,25 +75,6 @@ def mistake(source, *arguments) -> str:
 # Hugging Face
 
 
-@pytest.mark.parametrize("which", REFERENCES)
-def test_import_and_export_of_a_hugging_face_model_are_exact(which, tmp_path):
-    model = reference_model(which)
-    model.save_pretrained(tmp_path / "model")
-    write_folder(read_weights(str(tmp_path / "model")), tmp_path / "back")
-    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
-    assert type(back) is type(model)
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), back.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("which", ["gpt_neox", "qwen3"])
-def test_a_model_in_several_files_is_read(which, tmp_path):
-    model = reference_model(which)
-    model.save_pretrained(tmp_path / "whole")
-    model.save_pretrained(tmp_path / "parts", max_shard_size="300KB")
-    assert not (tmp_path / "parts/model.safetensors").exists()
-    assert_same_weights(read_weights(str(tmp_path / "whole")), read_weights(str(tmp_path / "parts")))
-
-
 def test_a_model_saved_without_the_head_is_read(tmp_path):
     """As gpt2 on the Hub: without "transformer." in the names, but with the causal mask."""
     reference_model("gpt2").save_pretrained(tmp_path)
@@ -149,38 +130,6 @@ def test_an_unknown_tokenizer_is_left_out_with_a_warning(tmp_path):
     assert not (tmp_path / "out/tokenizer.json").exists()
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"model_type": "mistral"}, ["model_type", "'mistral'", "gpt2, gpt_neox, llama, qwen3, nanochat"]),
-    ({"activation_function": "relu"}, ["activation_function", "'relu'", "gelu_new"]),
-    ({"activation_function": ["gelu"]}, ["activation_function", "['gelu']", "gelu_new"]),
-    ({"n_layer": "three"}, ["n_layer", "'three'", "int"]),
-    ({"n_layer": 0}, ["n_layer is 0", "at least 1"]),
-    ({"n_layer": 10**30}, ["n_layer is 1,000", "at most 4,096"]),
-    ({"n_embd": 10**30}, ["n_embd is 1,000", "at most 16,777,216"]),
-    ({"vocab_size": 10**30}, ["vocab_size is 1,000", "16,777,216"]),
-    ({"vocab_size": 999}, ["transformer.wte.weight", "(1000, 64)", "(999, 64)"]),
-    ({"layer_norm_epsilon": 0.0}, ["layer_norm_epsilon is 0.0", "more than 0"]),
-    ({"layer_norm_epsilon": float("inf")}, ["layer_norm_epsilon is inf"]),
-    ({"model_type": ["gpt2"]}, ["model_type", "['gpt2']", "gpt2, gpt_neox"]),
-    ({"n_embd": None}, ["n_embd is None", "int"]),
-    ({"n_head": 2.0}, ["n_head is 2.0", "int"]),
-    ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings is 'yes'", "true or false"]),
-    ({"layer_norm_epsilon": "1e-5"}, ["layer_norm_epsilon is '1e-5'", "float"]),
-    ({"n_embd": 62}, ["n_head is 4", "62"]),
-    ({"n_embd": 32}, ["transformer.wte.weight", "(1000, 64)", "(1000, 32)"]),
-    ({"n_layer": 2}, ["transformer.h.2.", "one too many"]),
-    ({"n_layer": 4}, ["transformer.h.3.", "missing", "(64,)"]),
-    ({"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx", "True", "False"]),
-])  # fmt: skip
-def test_mistakes_in_a_folder_are_reported_with_the_field(changes, words, tmp_path):
-    reference_model("gpt2").save_pretrained(tmp_path)
-    stored = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(stored | changes))
-    message = mistake(tmp_path)
-    assert message.startswith(f"{tmp_path}: ")
-    assert all(word in message for word in words), message
-
-
 def test_weights_that_contradict_config_json_are_refused(tmp_path):
     model = reference_model("gpt2")
     model.save_pretrained(tmp_path)
@@ -194,35 +143,26 @@ def test_weights_that_contradict_config_json_are_refused(tmp_path):
     weights["transformer.h.1.ln_1.bias"][3] = torch.nan
     save_file(weights, tmp_path / "model.safetensors")
     assert "transformer.h.1.ln_1.bias has NaN" in mistake(tmp_path)
-    for text, word in (("[]", "config.json is a list"), ("[" * 100_000, "config.json cannot be read")):
-        (tmp_path / "config.json").write_text(text)
-        assert word in mistake(tmp_path)
     own = {"steadygpt": {"tokenizer": ["bytes"], "vocab_size": 1000}}
     (tmp_path / "config.json").write_text(json.dumps(json.loads(stored) | own))
     assert "unknown tokenizer" in mistake(tmp_path)
-    assert "no source" in mistake("")
 
 
-def test_other_rotations_and_missing_or_damaged_files_are_refused(tmp_path, monkeypatch):
+def test_missing_or_damaged_files_are_refused(tmp_path):
     reference_model("gpt_neox").save_pretrained(tmp_path)
-    stored = json.loads((tmp_path / "config.json").read_text())
-    rope = stored["rope_parameters"]
-    (tmp_path / "config.json").write_text(
-        json.dumps(stored | {"rope_parameters": rope | {"rope_type": "linear", "factor": 2}})
-    )
-    assert "rope_type in config.json is 'linear'; expected 'default'" in mistake(tmp_path)
-    (tmp_path / "config.json").write_text(
-        json.dumps(stored | {"rope_parameters": rope | {"partial_rotary_factor": 0.2}})
-    )
-    assert "rotary_pct is 0.2" in mistake(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(stored))
     (tmp_path / "model.safetensors").write_bytes(b"\0" * 100)
     assert "model.safetensors: cannot be read" in mistake(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     assert "no model.safetensors" in mistake(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    assert "config.json cannot be read" in mistake(tmp_path)
+    for text, words in (
+        ("{", "config.json cannot be read"),
+        ("[" * 100_000, "config.json cannot be read"),
+        ("[]", "config.json is a list"),
+    ):
+        (tmp_path / "config.json").write_text(text)
+        assert words in mistake(tmp_path)
     assert "no such file or folder" in mistake("gpt2-huge")
+    assert "no source" in mistake("")
 
 
 def on_the_hub(standin, folder, name="models/some/gpt", **changes) -> dict[str, bytes]:

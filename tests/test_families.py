@@ -132,10 +132,34 @@ def test_fields_that_config_json_omits_have_the_defaults_of_transformers(kind):
     assert found == expected
 
 
+NEOX_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32, "rope_theta": 500000.0}
 
 
 @pytest.mark.parametrize(("which", "changes", "words"), [
+    ("gpt2", {"model_type": "mistral"}, "is 'mistral'; expected one of gpt2, gpt_neox, llama, qwen3, nanochat"),
+    ("gpt2", {"model_type": ["gpt2"]}, "model_type in config.json is ['gpt2']; expected one of gpt2, gpt_neox"),
+    ("gpt2", {"activation_function": "relu"}, "activation_function is 'relu'; expected one of gelu_new"),
+    ("gpt2", {"activation_function": ["gelu"]}, "activation_function is ['gelu']; expected one of gelu_new"),
+    ("gpt2", {"n_layer": "three"}, "n_layer is 'three'; expected int"),
+    ("gpt2", {"n_layer": 0}, "n_layer is 0; expected at least 1"),
+    ("gpt2", {"n_layer": 10**30}, "expected at most 4,096"),
+    ("gpt2", {"n_layer": 2}, "the weight transformer.h.2."),
+    ("gpt2", {"n_layer": 4}, "missing; expected (64,)"),
+    ("gpt2", {"n_embd": 10**30}, "expected at most 16,777,216"),
+    ("gpt2", {"n_embd": None}, "n_embd is None; expected int"),
+    ("gpt2", {"n_embd": 62}, "n_head is 4; expected"),
+    ("gpt2", {"n_embd": 32}, "transformer.wte.weight is (1000, 64); expected (1000, 32)"),
+    ("gpt2", {"n_head": 2.0}, "n_head is 2.0; expected int"),
+    ("gpt2", {"vocab_size": 10**30}, "vocab_size is 1,000"),
+    ("gpt2", {"vocab_size": 999}, "transformer.wte.weight is (1000, 64); expected (999, 64)"),
+    ("gpt2", {"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; expected true or false"),
+    ("gpt2", {"layer_norm_epsilon": 0.0}, "layer_norm_epsilon is 0.0; expected more than 0"),
+    ("gpt2", {"layer_norm_epsilon": float("inf")}, "layer_norm_epsilon is inf"),
+    ("gpt2", {"layer_norm_epsilon": "1e-5"}, "layer_norm_epsilon is '1e-5'; expected float"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx in config.json is True"),
+    ("gpt_neox", {"rope_parameters": NEOX_ROPE | {"rope_type": "linear"}}, "is 'linear'; expected 'default'"),
+    ("gpt_neox", {"rope_parameters": NEOX_ROPE | {"partial_rotary_factor": 0.2}}, "rotary_pct is 0.2"),
     ("llama", {"attention_bias": True}, "attention_bias in config.json is True; expected False"),
     ("llama", {"mlp_bias": True}, "mlp_bias in config.json is True; expected False"),
     ("llama", {"rope_parameters": LLAMA3_ROPE}, "rope_type in config.json is 'llama3'; expected 'default'"),
@@ -155,7 +179,9 @@ def test_folders_that_do_not_fit_are_reported_with_the_field(which, changes, wor
     reference_model(which).save_pretrained(tmp_path)
     stored = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(stored | changes))
-    assert words in mistake(tmp_path)
+    message = mistake(tmp_path)
+    assert message.startswith(f"{tmp_path}: ")
+    assert words in message
 
 
 def test_a_config_json_of_transformers_4_is_read(tmp_path):

@@ -90,20 +90,14 @@ def plain_scores(model: GPT, examples: list[Example]) -> tuple[float, float]:
     return right[0] / len(examples), right[1] / len(examples)
 
 
-@pytest.mark.parametrize("tokens_per_batch", [200, 1000, 100000])
-def test_scores_equal_those_of_a_plain_loop(model, tokens_per_batch, monkeypatch):
+@pytest.mark.parametrize("tokens_per_batch", [200, 100000])
+def test_scores_choices_and_losses_equal_those_of_a_plain_loop(model, tokens_per_batch, monkeypatch):
     monkeypatch.setitem(hellaswag_eval.TOKENS_PER_BATCH, "cpu", tokens_per_batch)
     some = examples()
     scores = evaluate(model, trees_of(some), CPU)
     assert (scores.acc, scores.acc_norm) == plain_scores(model, some)
     assert scores.acc != scores.acc_norm
     assert scores.num_examples == 24
-
-
-@pytest.mark.parametrize("tokens_per_batch", [200, 100000])
-def test_choices_and_losses_equal_those_of_a_plain_loop(model, tokens_per_batch, monkeypatch):
-    monkeypatch.setitem(hellaswag_eval.TOKENS_PER_BATCH, "cpu", tokens_per_batch)
-    some = examples()
     by_sum = [example._replace(label=plain_choices(model, example)[0]) for example in some]
     by_mean = [example._replace(label=plain_choices(model, example)[1]) for example in some]
     assert evaluate(model, trees_of(by_sum), CPU).acc == 1
@@ -153,13 +147,6 @@ def test_lm_eval_texts_equal_those_of_the_harness():
     ) == Example("Health: How to rest. Lie down. Now", ["sleep. Well."], 0, "lm_eval")
     without = {"activity_label": "High jump", "ctx": "A boy runs. the boy", "endings": ["runs."], "label": 0}
     assert lm_eval_hellaswag(without) == Example("High jump: A boy runs. the boy", ["runs."], 0, "lm_eval")
-
-
-def test_an_example_without_its_activity_is_refused_with_its_place(tmp_path):
-    (tmp_path / "old.jsonl").write_text(json.dumps({"ctx": "A boy runs.", "endings": ["On.", "Off."], "label": 0}))
-    assert load_examples("hellaswag", str(tmp_path / "old.jsonl"))
-    with pytest.raises(UserError, match=r"old\.jsonl:1: not an example of HellaSwag \(KeyError\('activity_label'\)\)"):
-        load_examples("hellaswag", str(tmp_path / "old.jsonl"), "lm_eval")
 
 
 def test_lm_eval_normalizes_by_characters(model):
@@ -238,35 +225,6 @@ def test_a_stop_ends_the_evaluation_and_leaves_the_model_in_training(model):
     assert model.training
 
 
-def test_a_malformed_line_is_reported_with_its_number(tmp_path):
-    path = tmp_path / "hs.jsonl"
-    with pytest.raises(UserError, match=r"missing\.jsonl: cannot be read"):
-        load_examples("hellaswag", str(tmp_path / "missing.jsonl"))
-    good = json.dumps(row_of(examples(1)[0]))
-    for bad in (
-        "{",
-        '{"ctx": "a", "endings": ["b"], "label": 0}',
-        '{"ctx": "a"}',
-        good.replace('"label": 0', '"label": 9'),
-        good.replace('"label": 0', '"label": -1'),
-        good.replace('"label": 0', '"label": ""'),  # as in the test split
-        "[]",
-    ):
-        path.write_text(f"{good}\n{bad}\n")
-        with pytest.raises(UserError, match=r"hs\.jsonl:2: not an example of HellaSwag"):
-            load_examples("hellaswag", str(path))
-    path.write_text("")
-    with pytest.raises(UserError, match="empty"):
-        load_examples("hellaswag", str(path))
-
-
-def test_a_file_that_is_not_text_is_rejected(tmp_path):
-    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe")
-    for path in (tmp_path, tmp_path / "binary.jsonl"):
-        with pytest.raises(UserError, match=f"{path}: cannot be read"):
-            load_examples("hellaswag", str(path))
-
-
 def test_only_the_validation_split_comes_from_the_hub(standin, monkeypatch):
     rows = {"ctx": ["one two"], "endings": [["a", "b", "c", "d"]], "label": ["2"]}
     files = {}
@@ -284,25 +242,6 @@ def test_only_the_validation_split_comes_from_the_hub(standin, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert load_examples("hellaswag") == expected
     assert not standin.log
-
-
-def test_labels_may_be_strings_as_on_the_hub(tmp_path):
-    (tmp_path / "hs.jsonl").write_text(json.dumps(row_of(examples(1)[0]) | {"label": "2", "ind": 24}) + "\n")
-    assert load_examples("hellaswag", str(tmp_path / "hs.jsonl")) == [examples(1)[0]._replace(label=2)]
-
-
-@pytest.mark.parametrize("character", ["\u2028", "\x85"])
-def test_only_a_newline_ends_a_line(tmp_path, character):
-    example = Example(f"one{character}line", ["a", "b", "c", "d"], 0, "build-nanogpt")
-    (tmp_path / "hs.jsonl").write_text(json.dumps(row_of(example), ensure_ascii=False) + "\n", encoding="utf-8")
-    assert load_examples("hellaswag", str(tmp_path / "hs.jsonl")) == [example]
-
-
-@pytest.mark.parametrize("wrong", [{"ctx": None}, {"endings": [1, 2, 3, 4]}, {"endings": "abcd"}])
-def test_fields_of_the_wrong_type_are_reported_with_their_line(tmp_path, wrong):
-    (tmp_path / "hs.jsonl").write_text(json.dumps(row_of(examples(1)[0]) | wrong) + "\n")
-    with pytest.raises(UserError, match=r"hs\.jsonl:1: not an example of HellaSwag"):
-        load_examples("hellaswag", str(tmp_path / "hs.jsonl"))
 
 
 @pytest.fixture

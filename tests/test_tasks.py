@@ -52,12 +52,13 @@ PIQA = [
 ]
 ROWS = {"arc_easy": ARC, "arc_challenge": ARC[::-1], "piqa": PIQA}
 HELLASWAG = [{"activity_label": "Cooking", "ctx": "A man", "endings": ["sits.", "eats a.", "is", "of."], "label": "1"}]
+ALL_ROWS = ROWS | {"hellaswag": HELLASWAG}
 
 
 @pytest.fixture
 def files(tmp_path) -> dict[str, str]:
     """Task -> .jsonl file."""
-    for name, rows in (ROWS | {"hellaswag": HELLASWAG}).items():
+    for name, rows in ALL_ROWS.items():
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         (tmp_path / f"{name}.jsonl").write_text(text, encoding="utf-8")
     return {name: str(tmp_path / f"{name}.jsonl") for name in TASKS}
@@ -175,16 +176,45 @@ def test_absent_endings_are_never_chosen_and_no_close_calls(model, files):
     ("piqa", {"label": -1}, r"2 endings, label -1\W*; expected goal, sol1, sol2, label"),  # as in the test split
     ("piqa", {"label": 0.7}, "'0.7'.*expected goal, sol1, sol2, label"),
     ("piqa", {"sol2": 3}, "expected goal, sol1, sol2, label"),
+    ("hellaswag", {"ctx": None}, "expected ctx, endings, label"),
+    ("hellaswag", {"endings": [1, 2, 3, 4]}, "expected ctx, endings, label"),
+    ("hellaswag", {"endings": "abcd"}, "expected ctx, endings, label"),
+    ("hellaswag", {"label": 9}, "4 endings, label 9"),
+    ("hellaswag", {"label": ""}, "expected ctx, endings, label"),  # as in the test split
+    ("hellaswag", "{", "expected ctx, endings, label"),
+    ("hellaswag", "[]", "expected ctx, endings, label"),
 ])  # fmt: skip
 def test_a_malformed_row_is_reported_with_its_line(tmp_path, name, wrong, expected):
-    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(ROWS[name][0])}\n{json.dumps(ROWS[name][0] | wrong)}\n")
+    (row, *_), path = ALL_ROWS[name], tmp_path / "rows.jsonl"
+    path.write_text(f"{json.dumps(row)}\n{wrong if isinstance(wrong, str) else json.dumps(row | wrong)}\n")
     with pytest.raises(UserError, match=rf"rows\.jsonl:2: not an example of {TASKS[name].title} \(.*{expected}"):
-        load_examples(name, str(tmp_path / "rows.jsonl"))
+        load_examples(name, str(path))
 
 
-def test_a_byte_order_mark_is_skipped(tmp_path):
-    (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS["piqa"][0]), encoding="utf-8-sig")
-    assert len(load_examples("piqa", str(tmp_path / "rows.jsonl"))) == 1
+def test_an_example_without_its_activity_has_no_style_of_lm_eval(tmp_path):
+    row = {name: value for name, value in HELLASWAG[0].items() if name != "activity_label"}
+    (tmp_path / "old.jsonl").write_text(json.dumps(row))
+    assert load_examples("hellaswag", str(tmp_path / "old.jsonl"))
+    with pytest.raises(UserError, match=r"old\.jsonl:1: not an example of HellaSwag \(KeyError\('activity_label'\)\)"):
+        load_examples("hellaswag", str(tmp_path / "old.jsonl"), "lm_eval")
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    (None, "cannot be read"), (b"", "empty; expected one JSON object per line"), (b"\xff\xfe", "cannot be read"),
+])  # fmt: skip
+def test_an_unreadable_file_is_reported(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "rows.jsonl").write_bytes(content)
+    with pytest.raises(UserError, match=rf"rows\.jsonl: {message}"):
+        load_examples("hellaswag", str(tmp_path / "rows.jsonl"))
+
+
+@pytest.mark.parametrize("character", ["\u2028", "\x85"])
+def test_only_a_newline_ends_a_line_and_a_byte_order_mark_is_skipped(tmp_path, character):
+    row = HELLASWAG[0] | {"ctx": f"one{character}line"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8-sig")
+    expected = Example(row["ctx"], row["endings"], 1, "build-nanogpt")
+    assert load_examples("hellaswag", str(tmp_path / "rows.jsonl")) == [expected]
 
 
 def test_tasks_have_names_and_files():
