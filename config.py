@@ -70,6 +70,8 @@ class TrainConfig(GPTConfig):
                                "optimization", on_resume="ask")
     muon_lr: float = option(0.01, "Muon's peak learning rate; it follows the same curve", "optimization", above=0,
                             on_resume="ask")
+    muon_momentum: float = option(0.95, "Muon's decay of the mean of gradients", "optimization", below=1,
+                                  on_resume="ask")
     weight_decay: float = option(0.1, "on matrices and embeddings", "optimization", on_resume="ask")
     adam_beta1: float = option(0.9, "AdamW's decay of the mean of gradients", "optimization", below=1, on_resume="ask")
     adam_beta2: float = option(0.95, "AdamW's decay of the mean of squared gradients", "optimization", below=1,

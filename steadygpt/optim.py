@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 Stacked = list[tuple[nn.Parameter, tuple[int, ...]]]  # parameters and the rows of the matrices that each one stacks
 # Repeated five times, this odd polynomial takes all but the smallest singular values to 0.7..1.2 (Jordan et al. 2024).
 NEWTON_SCHULZ, ITERATIONS = (3.4445, -4.7750, 2.0315), 5
-MUON_MOMENTUM = 0.95  # decay of the mean of gradients
 AT_ONCE = 2**27  # numbers of the matrices that are whole on every rank at the same time
 
 
@@ -63,7 +62,7 @@ def make_optimizer(model: "GPT", config: "TrainConfig", ranks: Ranks) -> torch.o
     if not muon:
         return torch.optim.AdamW(groups, **options)
     parts, lr_ratio = [model.config.parts(name) for name in roles["matrix"]], config.muon_lr / config.max_lr
-    groups.append({"params": params["matrix"], "parts": parts, "lr_ratio": lr_ratio, "momentum": MUON_MOMENTUM})
+    groups.append({"params": params["matrix"], "parts": parts, "lr_ratio": lr_ratio, "momentum": config.muon_momentum})
     return Muon(groups, ranks, config.precision, **options)
 
 

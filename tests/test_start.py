@@ -51,7 +51,7 @@ def test_changed_options_are_reported():
 
 def test_optimization_options_change_only_with_allow_changes():
     names = (
-        "dropout total_batch_size max_lr min_lr schedule cooldown warmup_steps muon_lr weight_decay "
+        "dropout total_batch_size max_lr min_lr schedule cooldown warmup_steps muon_lr muon_momentum weight_decay "
         "adam_beta1 adam_beta2 adam_eps grad_clip"
     )
     assert [name for name, f in FIELDS.items() if f.metadata["on_resume"] == "ask"] == names.split()
