@@ -1,42 +1,47 @@
-"""Tokens and time until a loss: the recipe (--config modern) beside GPT-2 and nanoGPT. The figures of docs/RECIPE.md.
+"""Tokens and time until a loss: the recipe (--config modern) beside GPT-2 and nanoGPT.
 
     git clone https://github.com/karpathy/nanoGPT
     python -m benchmarks.tokens_to_loss --nanogpt nanoGPT                         # 1 M parameters: hours on two cores
-    python -m benchmarks.tokens_to_loss --nanogpt nanoGPT --plot                  # and docs/recipe.png
+    python -m benchmarks.tokens_to_loss --nanogpt nanoGPT --plot docs/recipe.png
     python -m benchmarks.tokens_to_loss --list                                    # all runs and their losses
-    python -m benchmarks.tokens_to_loss --only 'sweep/gpt2*' 'pieces/*' time      # some of them
+    python -m benchmarks.tokens_to_loss --only 'sweep/gpt2*' time                 # some of them
+    python -m benchmarks.tokens_to_loss --only 'sweep/modern*' --change qk_norm=off activation=relu2
 
-sweep    several learning rates for each side; one seed
-final    three seeds: GPT-2 and nanoGPT at the best learning rate of their sweeps, the recipe in several lengths
-pieces   short runs of one seed: the recipe without each of its pieces, and GPT-2 with only that piece
-time     seconds a step of the sides, which alternate; this group alone needs a machine without other work
+sweep    several learning rates for each side; one seed. --change adds runs of the recipe with an option changed
+final    GPT-2 with three seeds and nanoGPT with its own, at the best learning rate of their sweeps; the recipe in
+         several lengths, with three seeds
+time     seconds per step of the sides, which alternate; it alone needs a machine without other work
 
 All sides train on the same files, with the same heads and rows, and warm up for 1/30 of their steps. The references
 keep their weight decay and clipping; only their learning rates are tuned. The final losses are those of our evaluation,
-on the same held-out rows. nanoGPT is its own train.py, in its own precision. It has no option for the seed, so for the
-second and third seed that number is replaced in its source. The points of its curve before the last one are its own
-estimates.
+on the same held-out rows. nanoGPT is its own train.py, in its own precision; the points of its curve before the last
+one are its own estimates.
 
-The same command continues after an interruption. A finished run is not repeated; its losses are kept, its weights are
+The same command continues after an interruption. A finished run is not repeated: its losses are kept, its weights are
 removed. An interrupted run of ours resumes. One of nanoGPT starts again, because its resume repeats the first batches.
+The name of a run's folder ends in a hash of its options, so a run whose options have changed is trained again.
 """
 
 import argparse
-import importlib.util
 import json
 import math
-import os
+import pickle
 import re
+import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import partial
+from itertools import groupby, product
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from benchmarks.compare import (
@@ -47,228 +52,453 @@ from benchmarks.compare import (
     flags,
     held_programs,
     in_turn,
+    median_text,
+    ratio_text,
+    ratios,
     reason_of,
 )
-from benchmarks.loss_report import draw, loss_text, markdown
-from benchmarks.loss_runs import (
-    DATA,
-    GROUPS,
-    REFERENCES,
-    SCALES,
-    SIDES,
-    SWEEP,
-    TINY,
-    Bench,
-    Run,
-    command_of,
-    make_data,
-    recorded_options,
-)
-from steadygpt.checkpoint import EVALUATIONS
+from config import FIELDS, parse_args
 from steadygpt.cli import UserError, run_cli
-from steadygpt.durable import replace_file
-from steadygpt.runlog import read_status
+from steadygpt.device import native_precision
 from steadygpt.units import duration_text
 
+# ---------------------------------------------------------------------------------------------------------------------
+# the experiments, as data
+
+SIDES = {"gpt2": "GPT-2", "nanogpt": "nanoGPT", "modern": "the recipe"}
+COLORS = {"gpt2": "#9a9a9a", "nanogpt": "#e88b1a", "modern": "#1a4f8b"}
+SEEDS = (1337, 1338, 1339)  # nanoGPT's own is 1337
+Settings = tuple[tuple[str, object], ...]  # options that differ from those of the side
+SWEEP: dict[str, list[Settings]] = {
+    "gpt2": [(("max_lr", rate),) for rate in (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3)],
+    "nanogpt": [(("learning_rate", rate),) for rate in (6e-4, 1e-3, 2e-3, 4e-3, 8e-3)],
+    "modern": [(), *((("muon_lr", rate),) for rate in (0.0025, 0.005, 0.02)),
+               *((("max_lr", rate),) for rate in (2e-3, 8e-3, 16e-3))],
+}  # fmt: skip
+SWEPT_LENGTH = 0.3  # of the recipe's runs in the sweep, in steps of the references
+LENGTHS = (0.2, 0.3, 0.7, 1.0)  # of the recipe's final runs, in steps of the references
+POINTS = 20  # of a curve, at least
+WARM_UP = 30  # the warm-up is 1 / WARM_UP of the steps
 ROUNDS = 7  # of the timing
-POINT = re.compile(r"step ([1-9]\d*)(?:/\d+ \||: train loss \S+,) val loss (\S+)")  # ours and nanoGPT's
 
 
-def train(bench: Bench, run: Run, progress: Callable[[int, float], None]) -> None:
+@dataclass(frozen=True)
+class Scale:
+    """A shape, which gives all sides the same blocks, its tokenizer, and the length of its runs."""
+
+    tokenizer: str  # bytes for Python's library, gpt2 for the sources of all installed packages
+    layers: int
+    heads: int
+    width: int
+    context: int
+    rows: int  # in a micro-step
+    micro_steps: int
+    steps: int  # of the references
+    eval_tokens: int
+    timed_steps: int  # in each round of the timing
+    compiled: bool = True
+
+
+SCALES = {
+    "1m": Scale("bytes", 4, 4, 128, 128, 8, 1, 3000, 131072, 40, compiled=False),
+    "10m": Scale("gpt2", 6, 6, 384, 256, 8, 4, 400, 65536, 2),
+    "124m": Scale("gpt2", 12, 12, 768, 1024, 16, 8, 800, 1048576, 10),  # needs a GPU
+    "tiny": Scale("bytes", 1, 2, 16, 16, 2, 1, 20, 64, 2, compiled=False),  # tries this command
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run."""
+
+    group: str
+    side: str
+    changes: Settings
+    steps: int
+    seed: int = SEEDS[0]
+
+    def __str__(self) -> str:
+        return f"{self.group}/{self.side}{self.settings()}, {self.steps} steps, seed {self.seed}"
+
+    def settings(self) -> str:
+        return "".join(f" {name} {value}" for name, value in self.changes)
+
+
+@dataclass(frozen=True)
+class Study:
+    """The runs of a scale: their commands, folders and losses."""
+
+    name: str
+    out: Path
+    nanogpt: Path | None
+    changes: Settings = ()  # options of the recipe to try, one by one
+
+    @property
+    def scale(self) -> Scale:
+        return SCALES[self.name]
+
+    @property
+    def data(self) -> Path:
+        return self.out / "data" / self.scale.tokenizer
+
+    @property
+    def time_file(self) -> Path:
+        return self.out / self.name / "time.json"
+
+    def sides(self) -> list[str]:
+        return [side for side in SIDES if side != "nanogpt" or self.nanogpt]
+
+    def sweep(self) -> list[Run]:
+        """Return one run for each setting; short ones for the recipe."""
+        lengths = {side: round((SWEPT_LENGTH if side == "modern" else 1) * self.scale.steps) for side in SIDES}
+        runs = [Run("sweep", side, changes, lengths[side]) for side in self.sides() for changes in SWEEP[side]]
+        return runs + [Run("sweep", "modern", (change,), lengths["modern"]) for change in self.changes]
+
+    def finals(self) -> list[Run]:
+        """Return the references at the best settings of their sweeps, once known, and the recipe in each length."""
+        seeds = {"gpt2": SEEDS, "nanogpt": SEEDS[:1]}  # nanoGPT has no option for it
+        tuned = {side: self.tuned(side) for side in self.sides() if side != "modern"}
+        references = [
+            Run("final", side, changes, self.scale.steps, seed)
+            for side, changes in tuned.items() if changes is not None
+            for seed in seeds[side]
+        ]  # fmt: skip
+        lengths = [round(share * self.scale.steps) for share in LENGTHS]
+        return references + [Run("final", "modern", (), steps, seed) for steps, seed in product(lengths, SEEDS)]
+
+    def tuned(self, side: str) -> Settings | None:
+        """Return the settings with the lowest loss in a sweep; None while one beside it is unfinished."""
+        losses = [self.loss(run) for run in self.sweep() if run.side == side]
+        best = min(range(len(losses)), key=lambda i: math.inf if losses[i] is None else losses[i])
+        return None if None in losses[max(best - 1, 0) : best + 2] else SWEEP[side][best]
+
+    def options(self, run: Run) -> dict[str, object]:
+        """Return the options of train.py, ours or nanoGPT's, that decide the losses of a run."""
+        scale, changes, warm_up = self.scale, dict(run.changes), run.steps // WARM_UP
+        # A divisor of the steps, because nanoGPT has its last point only at one.
+        every = next(n for n in range(max(1, run.steps // POINTS), run.steps + 1) if run.steps % n == 0)
+        if run.side == "nanogpt":
+            return {
+                "n_layer": scale.layers, "n_head": scale.heads, "n_embd": scale.width, "block_size": scale.context,
+                "batch_size": scale.rows, "gradient_accumulation_steps": scale.micro_steps, "max_iters": run.steps,
+                "lr_decay_iters": run.steps, "warmup_iters": warm_up, "min_lr": changes["learning_rate"] / 10,
+                "eval_interval": every, "eval_iters": 50, "device": "cuda" if torch.cuda.is_available() else "cpu",
+                "compile": scale.compiled, **changes,
+            }  # fmt: skip
+        if run.side == "gpt2":
+            changes = {"min_lr": changes["max_lr"] / 10, **changes}
+        return {
+            "config": run.side, "num_layers": scale.layers, "num_heads": scale.heads, "embd_size": scale.width,
+            "context_length": scale.context, "mini_batch_size": scale.rows, "max_steps": run.steps,
+            "total_batch_size": scale.rows * scale.context * scale.micro_steps, "warmup_steps": warm_up,
+            "seed": run.seed, "compile": "on" if scale.compiled else "off", "eval_freq": every,
+            "eval_tokens": scale.eval_tokens, "hellaswag_freq": 0, "sample_freq": 0, **changes,
+        }  # fmt: skip
+
+    def command(self, run: Run, folder: Path, **further) -> tuple[list[str], Path]:
+        """Return the command of a run with the given folder and further options, and where to start it."""
+        if run.side == "nanogpt":
+            own = {"dataset": self.data, "out_dir": folder, "log_interval": 100, **further}
+            return [sys.executable, "-u", "train.py", *flags(**self.options(run), **own)], self.nanogpt
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        own = {
+            "precision": native_precision(device), "data_dir": self.data, "tokenizer": self.scale.tokenizer,
+            "checkpoint_dir": folder, "logdir": folder / "logs", "checkpoint_freq": 0, "keep_checkpoints": 1,
+            "log_freq": 100, "resume": "auto", **further,
+        }  # fmt: skip
+        return [sys.executable, "train.py", *flags(**self.options(run), **own)], REPO
+
+    def folder(self, run: Run) -> Path:
+        """Return the folder of a run, whose name ends in a hash of the options, those of a preset included."""
+        options = self.options(run)
+        if run.side != "nanogpt":
+            config = parse_args(flags(**options))[0]
+            groups = ("model", "optimization", "evaluation")
+            names = ["seed", *(name for name, field in FIELDS.items() if field.metadata["group"] in groups)]
+            options = {n: getattr(config, n) for n in names if getattr(config, n) != FIELDS[n].default}
+        name = re.sub(r"[ ,]+", "-", str(run).partition("/")[2])
+        return self.out / self.name / f"{name}-{zlib.crc32(json.dumps(options, sort_keys=True).encode()):08x}"
+
+    def losses(self, run: Run) -> dict[int, float]:
+        """Return step -> validation loss, inf where the run has diverged."""
+        file = self.folder(run) / "evaluations.json"
+        found = json.loads(file.read_text()) if file.exists() else {}
+        losses = {int(step): scores["val_loss"] for step, scores in found.items()}
+        return {step: math.inf if loss is None or math.isnan(loss) else loss for step, loss in losses.items()}
+
+    def loss(self, run: Run) -> float | None:
+        """Return the loss at the end of a run; None if it has not finished."""
+        return self.losses(run).get(run.steps)
+
+    def seconds(self) -> dict[str, list[float]]:
+        """Return side -> seconds per step in each round of the timing, {} before it."""
+        return json.loads(self.time_file.read_text()) if self.time_file.exists() else {}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# training
+
+
+def make_data(study: Study) -> None:
+    """Write train.bin and val.bin, which both projects read, and nanoGPT's note of the vocabulary, if missing."""
+    folder, tokenizer = study.data, study.scale.tokenizer
+    if (folder / "meta.pkl").exists():
+        return
+    source = "stdlib" if tokenizer == "bytes" else f"{sysconfig.get_path('purelib')}/**/*.py"
+    prepare = ["prepare_dataset.py", *flags(source=source, tokenizer=tokenizer, out=folder / "shards", name="data")]
+    if subprocess.run([sys.executable, *prepare], cwd=REPO, stdout=subprocess.DEVNULL).returncode:
+        raise UserError(f"{folder}: prepare_dataset.py failed; see above")
+    for split in ("train", "val"):
+        shards = sorted((folder / "shards").glob(f"*_{split}_*.npy"))
+        np.concatenate([np.load(shard) for shard in shards]).astype(np.uint16).tofile(folder / f"{split}.bin")
+    (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 257 if tokenizer == "bytes" else 50304}))
+
+
+def train(study: Study, run: Run) -> None:
     """Train a run to its end unless it has finished, and remove its weights.
 
-    Args:
-        progress: is called with step and validation loss.
-
-    Raises: UserError when its options have changed since it began, or it fails; a divergence is a result.
+    Raises: UserError when it fails; a divergence is a result.
     """
-    folder = bench.folder(run)
-    folder.mkdir(parents=True, exist_ok=True)
-    check_unchanged(folder, recorded_options(bench.scale, run))
-    if bench.loss(run) is not None:
+    if study.loss(run) is not None:
         return
-    points: dict[int, float] = {}
+    folder = study.folder(run)
+    folder.mkdir(parents=True, exist_ok=True)
+    said, points = "", {}
     try:
-        with output_of(*command_of(bench, run, folder)) as lines:
-            for found in filter(None, map(POINT.match, lines)):
-                step, loss = int(found[1]), float(found[2])
-                points[step] = loss
-                progress(step, loss)
+        said = output_of(*study.command(run, folder), folder / "out.txt")
     except UserError:
-        if "non-finite" not in read_status(folder).get("reason", ""):
+        status = folder / "status.json"
+        if not status.exists() or "non-finite" not in json.loads(status.read_text()).get("reason", ""):
             raise
-        write_points(folder, points | {run.steps: math.nan})
+        points = study.losses(run) | {run.steps: math.nan}
     if run.side == "nanogpt":
+        points = {int(step): float(loss) for step, loss in re.findall(r"^step (\d+): .*val loss (\S+)", said, re.M)}
+        del points[0]
         if not math.isnan(points[run.steps]):
-            points[run.steps] = evaluate(bench, folder / "ckpt.pt")
-        write_points(folder, points)
-    if bench.loss(run) is None:
+            points[run.steps] = evaluate(study, folder)
+    if points:
+        found = {step: {"val_loss": loss} for step, loss in points.items()}
+        (folder / "evaluations.json").write_text(json.dumps(found, indent=1))
+    if study.loss(run) is None:
         raise UserError(f"{folder}: stopped before step {run.steps}. Run the same command again")
     for weights in folder.glob("*.pt"):
         weights.unlink()
 
 
-def check_unchanged(folder: Path, options: dict[str, object]) -> None:
-    """Record the options of a run in its folder, or compare them with the record.
-
-    Raises: UserError naming those that differ.
-    """
-    record = folder / "options.json"
-    began = json.loads(record.read_text()) if record.exists() else options
-    differ = [name for name in sorted({*began, *options}) if began.get(name) != options.get(name)]
-    if differ:
-        changes = ", ".join(f"{name} {began.get(name, 'default')}" for name in differ)
-        now = ", ".join(str(options.get(name, "default")) for name in differ)
-        raise UserError(f"{folder}: trained with {changes}; expected {now}. Delete the folder to train again")
-    write_json(record, options)
+def evaluate(study: Study, folder: Path) -> float:
+    """Return our validation loss of nanoGPT's weights, whose shape and options come from the file."""
+    scale = study.scale
+    options = flags(
+        init_from=folder / "ckpt.pt", data_dir=study.data, tokenizer=scale.tokenizer, mini_batch_size=scale.rows,
+        total_batch_size=scale.rows * scale.context, eval_tokens=scale.eval_tokens, eval_freq=1, hellaswag_freq=0,
+        sample_freq=0,
+    )  # fmt: skip
+    said = output_of([sys.executable, "train.py", "--eval_only", *options], REPO, folder / "evaluated.txt")
+    return float(re.findall(r"^val loss.* (\S+)$", said, re.MULTILINE)[0])
 
 
-def write_points(folder: Path, points: dict[int, float]) -> None:
-    write_json(folder / EVALUATIONS, {step: {"val_loss": loss} for step, loss in points.items()})
-
-
-def write_json(file: Path, content: object) -> None:
-    replace_file(file, lambda out: out.write(json.dumps(content, indent=1).encode()))
-
-
-@contextmanager
-def output_of(command: Sequence[str], cwd: Path) -> Iterator[Iterator[str]]:
-    """Start a program and yield the lines of its output; stop it when the caller is interrupted.
+def output_of(command: Sequence[str], cwd: Path, file: Path) -> str:
+    """Run a program with its output in a file, and return that; stop the program when the caller is interrupted.
 
     Raises: UserError with the reason when it fails.
     """
-    process = subprocess.Popen(
-        command,
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,  # a terminal sends Ctrl-C to this process alone, which then stops the program
-        preexec_fn=die_with_parent,
-    )
-    last: deque[str] = deque(maxlen=20)
-
-    def lines() -> Iterator[str]:
-        for line in process.stdout or ():
-            last.append(line)
-            yield line
-
+    with open(file, "w") as output:
+        process = subprocess.Popen(
+            command, cwd=cwd, stdout=output, stderr=subprocess.STDOUT, preexec_fn=die_with_parent,
+            start_new_session=True,  # a terminal sends Ctrl-C to this process alone, which then stops the program
+        )  # fmt: skip
     try:
-        yield lines()
-        deque(lines())  # reads what the caller has not
-    except BaseException:
-        process.terminate()  # our train.py saves
-        raise
+        failed = process.wait()
     finally:
+        process.terminate()  # our train.py saves
         process.wait()
-    if process.returncode:
-        raise UserError(f"the run failed: {reason_of(''.join(last))}")
+    said = file.read_text(errors="replace")
+    if failed:
+        raise UserError(f"{file}: the run failed: {reason_of(said)}")
+    return said
 
 
-def evaluate(bench: Bench, checkpoint: Path) -> float:
-    """Return our validation loss of nanoGPT's weights, whose shape and options come from the file."""
-    scale = bench.scale
-    options = flags(
-        init_from=checkpoint, data_dir=bench.data, tokenizer=DATA[scale.data].tokenizer, mini_batch_size=scale.rows,
-        total_batch_size=scale.tokens, eval_tokens=scale.eval_tokens, eval_freq=1, hellaswag_freq=0, sample_freq=0,
-    )  # fmt: skip
-    with output_of([sys.executable, "train.py", "--eval_only", *options], REPO) as lines:
-        losses = [float(line.split()[-1]) for line in lines if line.startswith("val loss")]
-    return losses[0]  # there is one, or the evaluation failed
-
-
-def run_group(bench: Bench, group: str, runs: Sequence[Run]) -> int:
+def train_all(study: Study, runs: Sequence[Run]) -> int:
     """Train those runs that have not finished; return how many failed."""
-    begun = {run: max(bench.losses(run), default=0) for run in runs}
-    todo, done, failed, start_s = sum(run.steps - begun[run] for run in runs), 0, 0, time.monotonic()
+    runs = [run for run in runs if study.loss(run) is None]
+    failed, done, start_s = 0, 0, time.monotonic()
     for number, run in enumerate(runs, start=1):
-        title = f"{bench.name} {group} [{number}/{len(runs)}] {run}"
-
-        def progress(step: int, loss: float, title=title, before=done - begun[run]) -> None:
-            steps = before + step
-            left_s = (time.monotonic() - start_s) / max(1, steps) * (todo - steps)
-            print(f"{title}: step {step}, val loss {loss:.4f}; {duration_text(left_s)} left in {group}", flush=True)
-
+        print(f"{study.name} [{number}/{len(runs)}] {run}: ", end="", flush=True)
         try:
-            train(bench, run, progress)
-            print(f"{title}: {loss_text(bench.loss(run))} at the end", flush=True)
+            train(study, run)
+            print(loss_text(study.loss(run)), end="")
         except UserError as error:
-            print(f"{title}: {error}", file=sys.stderr, flush=True)
+            print(error, end="")
             failed += 1
-        done += run.steps - begun[run]
+        done += run.steps
+        left_s = (time.monotonic() - start_s) / done * (sum(run.steps for run in runs) - done)
+        print(f"; {duration_text(left_s)} left in {run.group}", flush=True)
     return failed
 
 
-def measure_time(bench: Bench) -> None:
-    """Write the seconds a step of all sides in each round to time.json, unless it is there."""
-    if bench.time_file.exists():
+def measure_time(study: Study) -> None:
+    """Write the seconds per step of all sides in each round to time.json, unless it is there."""
+    if study.time_file.exists():
         return
-    discarded = 2 if torch.cuda.is_available() else 1
-    quiet: dict[str, dict] = {side: {"eval_freq": 0, "checkpoint_minutes": 0, "log_freq": 1} for side in SIDES}
-    quiet["nanogpt"] = {"eval_interval": 10**9, "eval_iters": 1, "log_interval": 1}
-    measured: dict[str, Callable[[], float]] = {}
+    steps, discarded = study.scale.timed_steps, 2 if torch.cuda.is_available() else 1
+    ours = {"eval_freq": 0, "checkpoint_minutes": 0, "log_freq": 1}
+    theirs = {"eval_interval": 10**9, "eval_iters": 1, "log_interval": 1}
     with tempfile.TemporaryDirectory() as name, held_programs() as programs:
-        for side in SIDES if bench.nanogpt else [side for side in SIDES if side != "nanogpt"]:
-            run = Run(side, SWEEP[side][0], steps=10**6)  # a learning rate does not change the time
-            command, cwd = command_of(bench, run, Path(name, side), **quiet[side])
+        for side in study.sides():
+            run = Run("time", side, SWEEP[side][0], steps=10**6)  # a learning rate does not change the time
+            command, cwd = study.command(run, Path(name, side), **(theirs if side == "nanogpt" else ours))
             programs[side] = HeldProgram(command, cwd, r"step +\d+/|iter \d+:")
-            programs[side].seconds_per_step(bench.scale.timed_steps)  # before the next one competes for the cores
-            measured[side] = lambda held=programs[side]: held.seconds_per_step(bench.scale.timed_steps, discarded)
-        write_json(bench.time_file, in_turn(measured, ROUNDS, "s a step"))
+            programs[side].seconds_per_step(steps)  # before the next one competes for the cores
+        measured = {side: partial(held.seconds_per_step, steps, discarded) for side, held in programs.items()}
+        study.time_file.write_text(json.dumps(in_turn(measured, ROUNDS, "s per step")))
 
 
-def select(bench: Bench, group: str, patterns: Sequence[str]) -> list[Run]:
-    """Return the runs of a group whose "GROUP/RUN" matches a pattern; a pattern without a slash is a group."""
-    runs = GROUPS[group](bench)
-    return [run for run in runs if any(fnmatch(f"{group}/{run}", p if "/" in p else f"{p}/*") for p in patterns)]
+# ---------------------------------------------------------------------------------------------------------------------
+# the report, from what the runs have left; missing runs are left out
+
+
+def markdown(study: Study) -> str:
+    """Return the tables of a scale."""
+    scale, seconds = study.scale, study.seconds()
+    tables = {
+        f"Steps of {scale.rows * scale.context * scale.micro_steps:,} tokens; means, with the range over the seeds:": [
+            ("", "final loss", "the recipe reaches it with this share of the tokens", "of the time"),
+            *final_rows(study),
+        ],
+        "Seconds per step:": [
+            ("", "seconds", "beside GPT-2"),
+            *((SIDES[side], median_text(found, "s"), ratio_text(seconds, side, "gpt2"))
+              for side, found in seconds.items()),
+        ],
+        "Learning rates, one seed:": [("", "setting", "steps", "final loss"), *sweep_rows(study)],
+    }  # fmt: skip
+    shape = f"{scale.layers} layers, {scale.heads} heads, {scale.width} wide, context {scale.context}"
+    lines = [f"### {study.name}: {shape}"]
+    for title, (head, *rows) in tables.items():
+        lines += ["", title, "", f"| {' | '.join(head)} |", "|---" * len(head) + "|"] if rows else []
+        lines += [f"| {' | '.join(cells)} |" for cells in rows]
+    return "\n".join(lines) + "\n"
+
+
+def final_rows(study: Study) -> Iterator[tuple[str, ...]]:
+    """Yield the final losses of the references, with the recipe beside them, and of each length of the recipe."""
+    seconds = study.seconds()
+    recipe: dict[int, list[tuple[int, float]]] = {seed: [] for seed in SEEDS}  # (step, loss) of its runs of all lengths
+    for run in study.finals():
+        if run.side == "modern" and study.loss(run) is not None:
+            recipe[run.seed] += study.losses(run).items()
+    for (side, changes, steps), runs in groupby(study.finals(), lambda run: (run.side, run.changes, run.steps)):
+        losses = [loss for loss in map(study.loss, runs) if loss is not None]
+        title = f"{SIDES[side]}{Run('', side, changes, steps).settings()}, {steps:,} steps, seeds: {len(losses)}"
+        if side == "modern" or math.inf in losses:
+            if losses:
+                yield title, spread(losses), "", ""
+        elif losses:
+            mean = statistics.mean(losses)
+            shares = [steps_to(points, mean) / steps for points in recipe.values() if points]
+            slower = statistics.median(ratios(seconds, "modern", side)) if side in seconds else None
+            times = [share * slower for share in shares] if slower else []
+            yield title, spread(losses), spread(shares, 2), spread(times, 2)
+
+
+def steps_to(points: Sequence[tuple[int, float]], loss: float) -> float:
+    """Return the fewest steps after which the loss was at most this; inf if it never was."""
+    return min((step for step, found in points if found <= loss), default=math.inf)
+
+
+def sweep_rows(study: Study) -> Iterator[tuple[str, ...]]:
+    """Yield the losses of the sweep, the lowest one of each side in bold."""
+    for side, group in groupby(study.sweep(), lambda run: run.side):
+        losses = {run: loss for run in group if (loss := study.loss(run)) is not None}
+        for run, loss in losses.items():
+            best = "**" * (loss == min(losses.values()))
+            yield SIDES[side], run.settings().strip() or "as it is", f"{run.steps:,}", f"{best}{loss_text(loss)}{best}"
+
+
+def spread(values: Sequence[float], digits: int = 3) -> str:
+    """Format the mean and the range of several values; inf is a loss that diverged or was not reached."""
+    if not values:
+        return "not measured"
+    if missed := sum(value == math.inf for value in values):
+        return f"not reached by {missed} of {len(values)} seeds"
+    mean, low, high = (f"{x:.{digits}f}" for x in (statistics.mean(values), min(values), max(values)))
+    return f"{mean} ({low} to {high})" if len(values) > 1 else mean
+
+
+def loss_text(loss: float | None) -> str:
+    if loss is None:
+        return "not finished"
+    return "diverged" if loss == math.inf else f"{loss:.4f}"
+
+
+def draw(studies: Sequence[Study], file: Path) -> None:
+    """Draw the losses of all final runs, against tokens and against time if that was measured; a row for each scale."""
+    from matplotlib import pyplot
+
+    pyplot.rcParams.update({"font.size": 12})
+    figure, grid = pyplot.subplots(len(studies), 2, figsize=(12, 5 * len(studies)), layout="constrained", squeeze=False)
+    for study, row in zip(studies, grid, strict=True):
+        scale, seconds, labels = study.scale, study.seconds(), dict(SIDES)  # the first run of a side takes its label
+        for run in filter(study.loss, study.finals()):
+            # The first steps would flatten the rest of the curve.
+            points = sorted((step, loss) for step, loss in study.losses(run).items() if step >= scale.steps / 20)
+            style = {"color": COLORS[run.side], "linewidth": 1.2, "label": labels.pop(run.side, None)}
+            million_tokens = scale.rows * scale.context * scale.micro_steps / 1e6
+            minutes = statistics.median(seconds.get(run.side, [math.nan])) / 60
+            for axes, per_step in zip(row, (million_tokens, minutes), strict=True):
+                axes.plot([step * per_step for step, _ in points], [loss for _, loss in points], **style)
+        row[0].set(title=f"{scale.layers} layers, {scale.width} wide", xlabel="million tokens")
+        row[1].set(title="the same runs", xlabel="minutes of training")
+        for axes in row:
+            axes.set_ylabel("validation loss")
+            axes.grid(alpha=0.25)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.legend(frameon=False)
+    figure.savefig(file, dpi=100)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# main
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--scale", nargs="+", default=["1m"], choices=SCALES, help="default: 1m; 124m needs a GPU")
     parser.add_argument("--only", nargs="+", default=["*"], metavar="GROUP/RUN", help="patterns of what --list shows")
+    parser.add_argument("--change", nargs="+", default=[], metavar="NAME=VALUE", help="options of the recipe to try")
     parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT; without it, ours alone")
     parser.add_argument("--out", type=Path, default=REPO / "benchmarks/out/tokens_to_loss", help="folder for the runs")
     parser.add_argument("--list", action="store_true", help="print the runs and their losses, and train nothing")
-    parser.add_argument("--plot", type=Path, nargs="?", const=REPO / "docs/recipe.png",
-                        help="draw the curves (pip install matplotlib)")  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="tiny runs: tries this command, measures nothing")
+    parser.add_argument("--plot", type=Path, help="file for the curves (pip install matplotlib)")
     args = parser.parse_args(argv)
-    if args.plot and not importlib.util.find_spec("matplotlib"):
-        raise UserError("--plot: matplotlib is missing. Try pip install matplotlib")
     if args.nanogpt and not (args.nanogpt / "train.py").exists():
         raise UserError(f"--nanogpt {args.nanogpt}: found no train.py, expected a checkout of nanoGPT")
-    if "124m" in args.scale and not (torch.cuda.is_available() or args.quick or args.list):
-        raise UserError("--scale 124m: found no CUDA GPU, expected one. Try --scale 10m")
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in scripts/quickstart.sh
-    scales = (
-        {f"{name}-quick": TINY for name in args.scale} if args.quick else {name: SCALES[name] for name in args.scale}
-    )
-    nanogpt, times = args.nanogpt and args.nanogpt.absolute(), any(fnmatch("time", pattern) for pattern in args.only)
-    benches = [Bench(name, scale, args.out.absolute(), nanogpt) for name, scale in scales.items()]
-    if not times and not any(select(bench, group, args.only) for bench in benches for group in GROUPS):
+    nanogpt = args.nanogpt and args.nanogpt.absolute()
+    changes = tuple((name, value) for name, _, value in (change.partition("=") for change in args.change))
+    studies = [Study(name, args.out.absolute(), nanogpt, changes) for name in args.scale]
+
+    def chosen(runs: Sequence[Run]) -> list[Run]:
+        return [run for run in runs if any(fnmatch(str(run), pattern) for pattern in args.only)]
+
+    timed = any(fnmatch("time", pattern) for pattern in args.only)
+    if not timed and not any(chosen(study.sweep() + study.finals()) for study in studies):
         raise UserError(f"--only {' '.join(args.only)}: found no such run, expected names that --list shows")
     if args.list:
-        for bench in benches:
-            for group in GROUPS:
-                for run in select(bench, group, args.only):
-                    print(f"{bench.name} {group}/{run}: {loss_text(bench.loss(run))}")
+        for study in studies:
+            for run in chosen(study.sweep() + study.finals()):
+                print(f"{study.name} {run}: {loss_text(study.loss(run))}")
         return 0
     failed = 0
     with exit_on_signals():
-        for bench in benches:
-            make_data(bench.scale.data, bench.data)
-            for group in GROUPS:
-                runs = select(bench, group, args.only)
-                failed += run_group(bench, group, [run for run in runs if nanogpt or run.side != "nanogpt"])
-            if times:
-                measure_time(bench)
-            for side in REFERENCES:
-                if bench.tuned(side) is None:
-                    print(f"{bench.name}: skipped runs that need the best setting of {side}; finish its sweep first")
-    print("\n".join(map(markdown, benches)))
+        for study in studies:
+            make_data(study)
+            failed += train_all(study, chosen(study.sweep()))
+            failed += train_all(study, chosen(study.finals()))  # whose settings the sweep has found
+            if timed:
+                measure_time(study)
+    print("\n".join(map(markdown, studies)))
     if args.plot:
-        draw(benches, args.plot)
+        draw(studies, args.plot)
     return 1 if failed else 0
 
 
