@@ -165,11 +165,7 @@ def reason_of(output: str) -> str:
 
 
 class ProgramEnded(SystemExit):
-    """A held program has ended by itself; `reason` is one line."""
-
-    def __init__(self, command: Sequence, output: str):
-        super().__init__(f"{' '.join(map(str, command))} ended:\n{output}")
-        self.reason = reason_of(output)
+    """A held program has ended by itself."""
 
 
 class HeldProgram:
@@ -184,14 +180,9 @@ class HeldProgram:
 
     def __init__(self, command: Sequence[str | Path], cwd: Path, step_line: str):
         self.process = subprocess.Popen(
-            command,
-            cwd=cwd,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
+            command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
             preexec_fn=die_with_parent,
-        )
+        )  # fmt: skip
         self.lines: SimpleQueue[float | None] = SimpleQueue()  # the time of each step line; None: the program ended
         self.output: list[str] = []
         Thread(target=self._read, args=(re.compile(step_line),), daemon=True).start()
@@ -206,7 +197,7 @@ class HeldProgram:
     def _next_line(self) -> float:
         at = self.lines.get()
         if at is None:
-            raise ProgramEnded(self.process.args, "".join(self.output[-20:]))
+            raise ProgramEnded(f"{' '.join(map(str, self.process.args))} ended:\n{''.join(self.output[-20:])}")
         return at
 
     def seconds_per_step(self, steps: int, discarded: int = 1) -> float:

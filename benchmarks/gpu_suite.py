@@ -41,7 +41,7 @@ LONGEST_KILL_S = 15  # for the driver to release the memory of killed processes
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table: a command of Python, and the same with tiny shapes; without these --quick omits the row."""
+    """One row of the table: a command of Python. --quick appends the flags of `quick`, and omits a row without them."""
 
     part: str
     name: str
@@ -53,18 +53,14 @@ class Row:
 
 PYTEST = "-m pytest -v -p no:cacheprovider -n 8 --dist worksteal --device {device} tests/"
 TRAIN = "-m benchmarks.train_speed --json {json} --precision bf16 --rounds 3 --steps 2"
-TINY_TRAIN = "-m benchmarks.train_speed --json {json} --precision fp32 --eager --rounds 1 --steps 1"
-GENERATE = "-m benchmarks.generation_speed --json {json}"
-CHECKPOINT = "-m benchmarks.checkpoint_cost --json {json}"
-LOADER = "-m benchmarks.loader_speed --json {json}"
-START_UP = "-m benchmarks.start_up --json {json}"
-MEMORY = "-m benchmarks.memory --json {json} --variants as_it_is --config"
+TINY_TRAIN = "--precision fp32 --eager --rounds 1 --steps 1"
+TINY = "--num_layers 2 --num_heads 2 --embd_size 64 --precision fp32 --compile off"
 TRACE = (
     "train.py --data_dir {out}/data --tokenizer gpt2 --checkpoint_dir {tmp}/c --logdir {tmp}/l --log_freq 1 "
     "--tensorboard_dir {out} --run_name trace --profile 5 --max_steps 10 --warmup_steps 2 --eval_freq 0 "
-    "--hellaswag_freq 0 --sample_freq 0 --checkpoint_freq 0"
+    "--hellaswag_freq 0 --sample_freq 0 --checkpoint_freq 0 --mini_batch_size 64 --total_batch_size 131072"
 )
-TINY = "--num_layers 2 --num_heads 2 --embd_size 64 --precision fp32 --compile off"
+PRESETS = sorted(path.stem for path in (REPO / "configs").glob("*.toml"))
 # The most important row of a part comes first: a short visit may have no time for the others.
 ROWS = [
     Row("right", "the model beside the CPU's", 150, f"{PYTEST}test_on_device.py -k test_model"),
@@ -79,25 +75,26 @@ ROWS = [
     Row("fast", "124 M, 32 x 1,024, beside nanoGPT", 300, f"{TRAIN} --rows 32 {{nanogpt}}", "", "1.2 x nanoGPT"),
     Row("fast", "1.4 B, gpt-neox-1.2b", 200, f"{TRAIN} --config gpt-neox-1.2b --micro_steps 4",
         f"{TINY_TRAIN} --config test --micro_steps 1", "0.50 of a GEMM"),
-    Row("fast", "a checkpoint of 124 M", 240, f"{CHECKPOINT} --rows 16 --context 1024 --micro_steps 32 --steps 5",
-        f"{CHECKPOINT} --rounds 1 --layers 1 --steps 1", "at most one step per checkpoint"),
-    Row("fast", "generation, 124 M", 120, f"{GENERATE} --precision bf16 --rounds 3 {{nanogpt}}",
-        f"{GENERATE} --precision fp32 --rounds 1 --layers 1 --tokens 4 {{nanogpt}}", "0.9 x nanoGPT"),
+    Row("fast", "a checkpoint of 124 M", 240,
+        "-m benchmarks.checkpoint_cost --json {json} --rows 16 --context 1024 --micro_steps 32 --steps 5",
+        "--rows 1 --context 64 --micro_steps 1 --rounds 1 --layers 1 --steps 1", "at most one step per checkpoint"),
+    Row("fast", "generation, 124 M", 120,
+        "-m benchmarks.generation_speed --json {json} --precision bf16 --rounds 3 {nanogpt}",
+        "--precision fp32 --rounds 1 --layers 1 --tokens 4", "0.9 x nanoGPT"),
     Row("fast", "162 M, modern", 200, f"{TRAIN} --config modern --micro_steps 4"),
     Row("fast", "162 M, modern in fp8", 200, f"{TRAIN} --config modern --micro_steps 4 --precision fp8"),
     Row("fast", "10 M, 64 x 256", 160, f"{TRAIN} --shape 10m {{nanogpt}}"),
     Row("fast", "152 M, small_32k", 200, f"{TRAIN} --config small_32k --micro_steps 2"),
-    Row("fast", "start-up of 124 M", 240, f"{START_UP} --rounds 2", f"{START_UP} --rounds 1 {TINY}"),
-    Row("fast", "start-up, empty compile cache", 240, f"{START_UP} --rounds 2 --cold"),
-    Row("fast", "loader", 90, f"{LOADER} --rows 32 --rounds 5 --micro_steps 8 {{nanogpt}}",
-        f"{LOADER} --rows 2 --context 64 --rounds 1 --seconds 0.1 {{nanogpt}}"),
-    *[Row("fits", f"{preset}, {rows}", 300, f"{MEMORY} {preset} {flag}", f"{MEMORY} {preset} {flag}" * quick)
-      for preset, quick in {
-          "gpt2": 0, "gpt-neox-1.2b": 0, "small_32k": 0, "gpt2-medium": 0, "gpt2-large": 0, "gpt2-1b": 0,
-          "medium_32k": 0, "large_32k": 0, "modern": 0, "test": 1, "quickstart": 1, "gpt2-xl": 0,
-      }.items() for rows, flag in (("its rows", ""), ("--mini_batch_size auto", "--rows auto"))],
-    Row("trace", "five steps of 124 M", 240, f"{TRACE} --mini_batch_size 64 --total_batch_size 131072",
-        f"{TRACE} {TINY} --mini_batch_size 1 --total_batch_size 1024"),
+    Row("fast", "start-up of 124 M", 240, "-m benchmarks.start_up --json {json} --rounds 2", f"--rounds 1 {TINY}"),
+    Row("fast", "start-up, empty compile cache", 240, "-m benchmarks.start_up --json {json} --rounds 2 --cold"),
+    Row("fast", "loader", 90,
+        "-m benchmarks.loader_speed --json {json} --rows 32 --rounds 5 --micro_steps 8 {nanogpt}",
+        "--rows 2 --context 64 --rounds 1 --micro_steps 1 --seconds 0.1"),
+    *[Row("fits", f"{preset}, {rows} rows", 300,
+          f"-m benchmarks.memory --json {{json}} --variants as_it_is --config {preset} --rows {rows}",
+          "--micro_steps 1" * (preset in ("test", "quickstart")))
+      for preset in PRESETS for rows in ("preset", "auto")],
+    Row("trace", "five steps of 124 M", 240, TRACE, f"{TINY} --mini_batch_size 1 --total_batch_size 1024"),
 ]  # fmt: skip
 
 
@@ -110,7 +107,7 @@ def run_row(row: Row, args: argparse.Namespace, limit_s: float) -> dict:
         places = {"json": found, "tmp": tmp, "out": args.out, "device": args.device}
         words = [
             word.format(**places)
-            for part in shlex.split(row.quick if args.quick else row.command)
+            for part in shlex.split(row.command + f" {row.quick}" * args.quick)
             for word in (args.nanogpt if part == "{nanogpt}" else [part])
         ]
         # Rows share compiled kernels, although each has a temporary folder of its own.

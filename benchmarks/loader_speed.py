@@ -1,10 +1,9 @@
-"""Loader tokens per second beside nanoGPT's get_batch and a memory copy, and the share of a step spent waiting.
+"""Loader tokens per second beside nanoGPT's get_batch, and the share of a step spent waiting.
 
     git clone https://github.com/karpathy/nanoGPT
     python -m benchmarks.loader_speed --nanogpt nanoGPT
 
-get_batch is taken from nanoGPT's train.py and reads the same file of 100 M random tokens. "memcpy" copies as many int64
-from random places of a large array: the time of a loader that does nothing else.
+get_batch is taken from nanoGPT's train.py and reads the same file of 100 M random tokens.
 """
 
 import re
@@ -73,17 +72,9 @@ def main() -> None:
         random.integers(0, 50257, TOKENS).astype(np.uint16).tofile(folder / "train.bin")
         stream = RowStream([open_shard(folder / "train.bin")], T, 0, shuffle_shards=True, shuffle_rows=True)
         loader = BatchLoader(stream, B, device=device)
-        wide = random.integers(0, 50257, TOKENS // 2)
-        copied = np.empty((B, T + 1), np.int64)
-
-        def memcpy() -> None:
-            for row, first in zip(copied, random.integers(0, len(wide) - T - 1, B).tolist(), strict=True):
-                row[:] = wide[first : first + T + 1]
-
         sides = {"SteadyGPT": loader.next}
         if args.nanogpt:
             sides["nanoGPT"] = nanogpt_get_batch(args.nanogpt, folder, B, T, device)
-        sides["memcpy"] = memcpy
         measured = {
             name: lambda get=get: tokens_per_second(get, B * T, args.seconds, loader.device)
             for name, get in sides.items()

@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=[1])
     parser.add_argument("--sharding", nargs="+", default=["ddp"], choices=("ddp", "fsdp"))
     parser.add_argument("--precisions", nargs="+", default=["auto"])
-    parser.add_argument("--rows", help="of a micro-step, or auto (default: the preset's; without a preset 2)")
+    parser.add_argument("--rows", default="preset", help="of a micro-step: a number, auto, or preset (default)")
     parser.add_argument("--micro_steps", type=int, default=2, help="of a step, unless rows are auto (default: 2)")
     parser.add_argument("--keep_freed", action="store_true", help="keep freed memory, as a real run does")
     parser.add_argument("--json", type=Path, help="file that gets the figures")
@@ -90,7 +90,7 @@ def main() -> None:
     preset, _ = parse_args([*shape, *further])
     byte_level = "stdlib" in preset.data_dir
     further += flags(tokenizer="bytes" if byte_level else "gpt2")
-    rows = args.rows or preset.mini_batch_size
+    rows = preset.mini_batch_size if args.rows == "preset" else args.rows
     micro_step, micro_steps = (preset.mini_batch_size, 16) if rows == "auto" else (int(rows), args.micro_steps)
     found = {}
     with tempfile.TemporaryDirectory() as name:

@@ -23,8 +23,10 @@ The name of a run's folder ends in a hash of its options, so a run whose options
 """
 
 import argparse
+import importlib.util
 import json
 import math
+import os
 import pickle
 import re
 import statistics
@@ -473,6 +475,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.nanogpt and not (args.nanogpt / "train.py").exists():
         raise UserError(f"--nanogpt {args.nanogpt}: found no train.py, expected a checkout of nanoGPT")
+    if args.plot and not importlib.util.find_spec("matplotlib"):
+        raise UserError("--plot: matplotlib is missing. Try pip install matplotlib")
+    if "124m" in args.scale and not (torch.cuda.is_available() or args.list):
+        raise UserError("--scale 124m: found no CUDA GPU, expected one. Try --scale 10m")
     nanogpt = args.nanogpt and args.nanogpt.absolute()
     changes = tuple((name, value) for name, _, value in (change.partition("=") for change in args.change))
     studies = [Study(name, args.out.absolute(), nanogpt, changes) for name in args.scale]
@@ -488,6 +494,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for run in chosen(study.sweep() + study.finals()):
                 print(f"{study.name} {run}: {loss_text(study.loss(run))}")
         return 0
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in scripts/quickstart.sh
     failed = 0
     with exit_on_signals():
         for study in studies:

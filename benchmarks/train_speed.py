@@ -25,7 +25,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -95,33 +94,20 @@ def write_tokens(folder: Path, vocab_size: int) -> None:
     (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": vocab_size}))
 
 
-def nanogpt(
-    folder: Path, shape: str, batch: Batch, device: str, precision: str, checkout: Path, eager: bool
-) -> HeldProgram:
-    """Start nanoGPT. Its own dtype option is ignored on a CPU."""
+def nanogpt(checkout: Path, folder: Path, shape: str, batch: Batch, device: str, how: list[str]) -> HeldProgram:
+    """Start nanoGPT, whose own dtype option is ignored on a CPU."""
     layers, heads, width, _ = SHAPES[shape]
     options = flags(
         n_layer=layers, n_head=heads, n_embd=width, block_size=batch.context, batch_size=batch.rows,
         gradient_accumulation_steps=batch.micro_steps, dataset=folder, out_dir=folder / "nanogpt", device=device,
         eval_iters=1, eval_interval=10**9, log_interval=1,
     )  # fmt: skip
-    if precision != "default":
-        options += flags(dtype={"bf16": "bfloat16", "fp32": "float32"}[precision], compile=not eager)
-    script = ["-c", NANOGPT_BF16_ON_CPU] if (device, precision) == ("cpu", "bf16") else ["train.py"]
-    return HeldProgram([sys.executable, "-u", *script, *options], checkout, r"iter \d+: loss")
+    script = ["-c", NANOGPT_BF16_ON_CPU] if device == "cpu" and "--dtype=bfloat16" in how else ["train.py"]
+    return HeldProgram([sys.executable, "-u", *script, *options, *how], checkout, r"iter \d+: loss")
 
 
-def steadygpt(
-    folder: Path,
-    shape: list[str],
-    batch: Batch,
-    device: str,
-    precision: str,
-    eager: bool,
-    further: list[str],
-    checkout: Path = REPO,
-) -> HeldProgram:
-    """Start our train.py with the flags of a shape."""
+def steadygpt(checkout: Path, folder: Path, shape: list[str], batch: Batch, device: str, how: list[str]) -> HeldProgram:
+    """Start our train.py."""
     outputs = Path(tempfile.mkdtemp(dir=folder))
     options = flags(
         context_length=batch.context, mini_batch_size=batch.rows, total_batch_size=batch.tokens, device=device,
@@ -129,9 +115,7 @@ def steadygpt(
         warmup_steps=2000, eval_freq=0, hellaswag_freq=0, sample_freq=0, checkpoint_freq=0, checkpoint_minutes=0,
         log_freq=1,
     )  # fmt: skip
-    if precision != "default":
-        options += flags(precision=precision, compile="off" if eager else "on")
-    return HeldProgram([sys.executable, "train.py", *shape, *options, *further], checkout, r"step +\d+/")
+    return HeldProgram([sys.executable, "train.py", *shape, *options, *how], checkout, r"step +\d+/")
 
 
 def flags_of_shape(name: str) -> list[str]:
@@ -141,13 +125,6 @@ def flags_of_shape(name: str) -> list[str]:
     return flags(
         num_layers=layers, num_heads=heads, embd_size=width, bias="off", activation="gelu", tokenizer=tokenizer
     )  # fmt: skip
-
-
-def described_model(options: Sequence[str], vocab_size: int) -> GPT:
-    """Return the model, on the meta device, that these flags of train.py describe."""
-    config, _ = parse_args(options)
-    with torch.device("meta"):
-        return GPT(config.shape(vocab_size), initialize=False)
 
 
 def gemm_flops(device: torch.device, precision: str, seconds: float = 1.0) -> float:
@@ -193,8 +170,9 @@ def main() -> None:
         batch = Batch(preset.mini_batch_size, preset.context_length, 8)
     rows = args.rows or batch.rows
     batch = Batch(rows, batch.context, args.micro_steps or batch.rows * batch.micro_steps // rows)
-    model = described_model([*shape, f"--context_length={batch.context}"], vocab_size)
-    flops = model.flops_per_token()
+    config, _ = parse_args([*shape, f"--context_length={batch.context}"])
+    with torch.device("meta"):
+        flops = GPT(config.shape(vocab_size), initialize=False).flops_per_token()
     if args.nanogpt:  # both stay in GPU memory, so neither may lose much of it to fragments
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     discarded = 2 if device.type == "cuda" else 1
@@ -203,30 +181,29 @@ def main() -> None:
         folder = Path(name)
         write_tokens(folder, vocab_size)
         for precision in args.precision:
-            common = batch, device.type, precision
-            start = partial(steadygpt, folder, shape, *common, args.eager, further)
-            starts = {f"SteadyGPT, {precision}": start}
+            ours, theirs = list(further), []
+            if precision != "default":
+                ours += flags(precision=precision, compile="off" if args.eager else "on")
+                theirs += flags(dtype="bfloat16" if precision == "bf16" else "float32", compile=not args.eager)
+                measured[f"GEMM limit, {precision}"] = lambda p=precision: gemm_flops(device, p) / flops
+            starts = {"SteadyGPT": partial(steadygpt, REPO, folder, shape, batch, device.type, ours)}
             if args.beside:
-                starts[f"beside, {precision}"] = partial(start, checkout=args.beside.absolute())
+                checkout = args.beside.absolute()
+                starts["beside"] = partial(steadygpt, checkout, folder, shape, batch, device.type, ours)
             if args.nanogpt and not args.config:
-                starts[f"nanoGPT, {precision}"] = partial(
-                    nanogpt, folder, args.shape, *common, args.nanogpt, args.eager
-                )
-            for side, start in starts.items():
+                starts["nanoGPT"] = partial(nanogpt, args.nanogpt, folder, args.shape, batch, device.type, theirs)
+            for project, start in starts.items():
+                side = f"{project}, {precision}"
                 programs[side] = start()
                 try:  # before the next program starts and competes for the cores
                     programs[side].seconds_per_step(WARM_UP)
                 except ProgramEnded as ended:
-                    if side.startswith("SteadyGPT"):
+                    if project == "SteadyGPT":
                         raise
                     print(f"{ended}\n{side} is not measured", flush=True)
                     continue
-                measured[side] = lambda program=programs[side]: (
-                    batch.tokens / program.seconds_per_step(args.steps, discarded)
-                )
-            if precision == "default":
-                continue
-            measured[f"GEMM limit, {precision}"] = lambda precision=precision: gemm_flops(device, precision) / flops
+                held = programs[side]
+                measured[side] = lambda held=held: batch.tokens / held.seconds_per_step(args.steps, discarded)
         figures = in_turn(measured, args.rounds, "tokens/s")
     print(f"{args.config or args.shape}: {batch}, {flops / 1e9:.3f} GFLOP a token, {device}")
     report(figures, "tokens/s", args, pairs_of_equal_precision(figures))

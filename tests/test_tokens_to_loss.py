@@ -143,8 +143,9 @@ def test_the_recipe_beside_the_references(study):
     assert spread([0.2, math.inf, 0.3]) == "not reached by 1 of 3 seeds"
 
 
-@pytest.mark.parametrize("arguments", [["--only", "sweep/gpt3*"], ["--nanogpt", "/nowhere"]])
-def test_mistakes_are_reported_before_any_run(arguments, tmp_path):
+@pytest.mark.parametrize("arguments", [["--only", "sweep/gpt3*"], ["--nanogpt", "/nowhere"], ["--scale", "124m"]])
+def test_mistakes_are_reported_before_any_run(arguments, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokens_to_loss.torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match=f"^{arguments[0]} .*: .*expected"):
         tokens_to_loss.main(["--out", str(tmp_path), *arguments])
     assert not list(tmp_path.iterdir())
