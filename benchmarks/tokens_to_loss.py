@@ -201,14 +201,14 @@ class Study:
         """Return the command of a run with the given folder and further options, and where to start it."""
         if run.side == "nanogpt":
             own = {"dataset": self.data, "out_dir": folder, "log_interval": 100, **further}
-            return [sys.executable, "-u", "train.py", *flags(**self.options(run), **own)], self.nanogpt
+            return [sys.executable, "-u", "train.py", *flags(**(self.options(run) | own))], self.nanogpt
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         own = {
             "precision": native_precision(device), "data_dir": self.data, "tokenizer": self.scale.tokenizer,
             "checkpoint_dir": folder, "logdir": folder / "logs", "checkpoint_freq": 0, "keep_checkpoints": 1,
             "log_freq": 100, "resume": "auto", **further,
         }  # fmt: skip
-        return [sys.executable, "train.py", *flags(**self.options(run), **own)], REPO
+        return [sys.executable, "train.py", *flags(**(self.options(run) | own))], REPO
 
     def folder(self, run: Run) -> Path:
         """Return the folder of a run, whose name ends in a hash of the options, those of a preset included."""

@@ -160,3 +160,12 @@ def test_train_py_knows_the_options_of_every_run(scale, tmp_path):
     assert {run.side for run in runs} == set(tokens_to_loss.SIDES)
     shared = 3  # one run of each side is in the sweep and among the final ones
     assert len({study.folder(run) for run in runs}) == len(runs) - shared
+
+
+@pytest.mark.parametrize("side", tokens_to_loss.SIDES)
+def test_further_options_of_a_command_replace_those_of_the_run(side, study):
+    changed = {"eval_interval": 7} if side == "nanogpt" else {"eval_freq": 7}
+    run = Run("time", side, tokens_to_loss.SWEEP[side][0], 20)
+    command, _ = study.command(run, study.folder(run), **changed)
+    [option] = [word for word in command if word.startswith(("--eval_freq", "--eval_interval"))]
+    assert option.endswith("=7")
