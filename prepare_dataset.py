@@ -22,11 +22,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, takewhile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tiktoken
@@ -182,112 +182,134 @@ def gather_batches(chunks: Iterable[Chunk]) -> Iterator[Batch]:
 # ids -> shards
 
 
-def load_manifest(out: Path, identity: dict) -> dict | None:
-    """Read the manifest that an earlier run of the same preparation left; None if there is nothing to continue.
+@dataclass
+class Manifest:
+    """What manifest.json says: what is prepared, the shards so far, and where an unfinished preparation continues."""
 
-    Raises: UserError when the folder holds any other shards.
-    """
-    advice = f"use a different --out, or empty {out}"
-    try:
-        manifest = json.loads((out / MANIFEST).read_text())
-        differ = [f"{k} {manifest[k]!r}, but now it is {new!r}" for k, new in identity.items() if manifest[k] != new]
-        shards = {out / shard["file"]: shard["tokens"] for shard in manifest["shards"]}
-        is_old = manifest["format_version"] < FORMAT_VERSION and not manifest["complete"]
-        if not (is_old or manifest["complete"]):
-            _ = [manifest["next"][key] for key in (*Position._fields, "skip_tokens")], manifest["commit"]
-    except FileNotFoundError:
-        if foreign := sorted(path.name for path in out.glob("*") if path.suffix in (".npy", ".bin")):
-            raise UserError(f"{out}: holds {foreign[0]} but no {MANIFEST}; {advice}") from None
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{out / MANIFEST}: not a manifest ({error!r}); {advice}") from error
-    if not shards and (is_old or differ):
-        return None  # nothing would be lost
-    if is_old:
-        raise UserError(f"{out}: begun by an earlier version of prepare_dataset.py; {advice}")
-    if differ:
-        raise UserError(f"{out}: prepared with {'; '.join(differ)}; {advice}")
-    for path, num_tokens in shards.items():
-        if not path.exists() or open_shard(path).num_tokens != num_tokens:
-            raise UserError(f"{path}: missing or damaged, though {MANIFEST} lists it; empty {out} and prepare it again")
-    return manifest
+    format_version: int
+    source: str
+    name: str
+    tokenizer: str
+    shard_size: int
+    val_tokens: int
+    text_field: str
+    commit: str  # of a data set of the Hub
+    files: str  # the source's fingerprint
+    complete: bool
+    vocab_size: int
+    dtype: str
+    documents: int = 0
+    repaired: int = 0
+    skipped: dict[str, int] = field(default_factory=dict)  # reason -> rows
+    tokens: int = 0
+    shards: list[dict[str, Any]] = field(default_factory=list)
+    next: dict[str, int] = field(default_factory=lambda: Position()._asdict() | {"skip_tokens": 0})  # unless complete
 
+    @staticmethod
+    def load(out: Path, same: dict[str, object]) -> "Manifest | None":
+        """Read the manifest that an earlier run of the same preparation left; None if there is nothing to continue.
 
-def save_manifest(out: Path, manifest: dict) -> None:
-    """Replace the manifest atomically."""
-    replace_file(out / MANIFEST, lambda file: file.write(f"{json.dumps(manifest, indent=2)}\n".encode()))
+        Args:
+            same: fields that must have these values.
 
+        Raises: UserError when the folder holds any other shards.
+        """
+        advice = f"use a different --out, or empty {out}"
+        try:
+            manifest = Manifest(**json.loads((out / MANIFEST).read_text()))
+            _ = [manifest.next[key] for key in (*Position._fields, "skip_tokens")]
+            shards = {out / shard["file"]: shard["tokens"] for shard in manifest.shards}
+        except FileNotFoundError:
+            if foreign := sorted(path.name for path in out.glob("*") if path.suffix in (".npy", ".bin")):
+                raise UserError(f"{out}: holds {foreign[0]} but no {MANIFEST}; {advice}") from None
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{out / MANIFEST}: not a manifest ({error!r}); {advice}") from error
+        found = {key: getattr(manifest, key) for key in same}
+        differ = [f"{key} {found[key]!r}, but now it is {now!r}" for key, now in same.items() if found[key] != now]
+        if differ and not shards:
+            return None  # nothing would be lost
+        if differ:
+            raise UserError(f"{out}: prepared with {'; '.join(differ)}; {advice}")
+        for path, num_tokens in shards.items():
+            if not path.exists() or open_shard(path).num_tokens != num_tokens:
+                raise UserError(
+                    f"{path}: missing or damaged, though {MANIFEST} lists it; empty {out} and prepare it again"
+                )
+        return manifest
 
-def next_shard(manifest: dict) -> tuple[str, int]:
-    """Return the split and the size in tokens of the next shard; val comes first."""
-    val_left = manifest["val_tokens"] - manifest["tokens"]
-    return ("val", min(val_left, manifest["shard_size"])) if val_left > 0 else ("train", manifest["shard_size"])
+    def save(self, out: Path) -> None:
+        """Replace the manifest atomically."""
+        content = {key: value for key, value in vars(self).items() if key != "next" or not self.complete}
+        replace_file(out / MANIFEST, lambda file: file.write(f"{json.dumps(content, indent=2)}\n".encode()))
 
+    def next_shard(self) -> tuple[str, int]:
+        """Return the split and the size in tokens of the next shard; val comes first."""
+        val_left = self.val_tokens - self.tokens
+        return ("val", min(val_left, self.shard_size)) if val_left > 0 else ("train", self.shard_size)
 
-def finish_shard(out: Path, manifest: dict, ids: np.ndarray) -> None:
-    """Write ids (n,) as the next shard and add it to the manifest."""
-    split, _ = next_shard(manifest)
-    name = f"{manifest['name']}_{split}_{len(manifest['shards']):06d}.npy"
-    digest = write_shard(out / name, ids)
-    manifest["shards"].append({"file": name, "split": split, "tokens": len(ids), "sha256": digest})
-    manifest["tokens"] += len(ids)
+    def write_shard(self, out: Path, ids: np.ndarray) -> None:
+        """Write ids (n,) as the next shard and add it to the manifest."""
+        split, _ = self.next_shard()
+        name = f"{self.name}_{split}_{len(self.shards):06d}.npy"
+        digest = write_shard(out / name, ids)
+        self.shards.append({"file": name, "split": split, "tokens": len(ids), "sha256": digest})
+        self.tokens += len(ids)
 
-
-def write_shards(
-    encoded: Iterable[tuple[Batch, Encoded]], out: Path, manifest: dict, release: Callable[[int], object]
-) -> None:
-    """Write the missing shards; after each, save in the manifest where the next one begins.
-
-    Args:
-        encoded: batches and their ids, from the batch at manifest["next"] on.
-        release: is told that all files before one are in shards.
-
-    Raises: UserError when val leaves no tokens for train; OSError when a shard cannot be written.
-    """
-    buffer = np.empty(manifest["shard_size"], token_dtype(manifest["vocab_size"]))
-    filled, taken = 0, manifest["next"]["skip_tokens"]
-    for batch, (ids, documents, repaired, skipped) in encoded:
-        while taken < len(ids):
-            _, size = next_shard(manifest)
-            count = min(size - filled, len(ids) - taken)
-            buffer[filled : filled + count] = ids[taken : taken + count]
-            filled, taken = filled + count, taken + count
-            if filled == size:
-                finish_shard(out, manifest, buffer[:filled])
-                manifest["next"] = batch[0].at._asdict() | {"skip_tokens": taken}
-                save_manifest(out, manifest)
-                release(batch[0].at.file)
-                filled = 0
-        # Counted after the save above, because a resumed run starts with this batch and counts it again.
-        manifest["documents"] += documents
-        manifest["repaired"] += repaired
-        manifest["skipped"] = Counter(manifest["skipped"]) + Counter(reason for _, reason in skipped)
-        taken = max(0, taken - len(ids))  # a resumed run may have smaller batches
-    if (num_tokens := manifest["tokens"] + filled) <= manifest["val_tokens"]:
-        for path in [*(out / shard["file"] for shard in manifest["shards"]), out / MANIFEST]:
-            path.unlink()
-        raise UserError(
-            f"{manifest['source']}: {_counts(manifest, num_tokens)}, and --val_tokens "
-            f"{manifest['val_tokens']} leaves none for train; try "
-            f"{f'--val_tokens {num_tokens // 10} or ' if num_tokens else ''}more text"
-        )
-    if filled:
-        finish_shard(out, manifest, buffer[:filled])
-    del manifest["next"]
-    manifest["complete"] = True
-    save_manifest(out, manifest)
-
-
-def _counts(manifest: dict, num_tokens: int) -> str:
-    notes = [_plural(manifest["documents"], "document")] if manifest["documents"] else []  # not known of token ids
-    notes += [f"{count:,} skipped ({reason})" for reason, count in manifest["skipped"].items()]
-    if manifest["repaired"]:
-        notes.append(f"{_plural(manifest['repaired'], 'invalid character')} replaced")
-    return ", ".join([*notes, f"{num_tokens:,} tokens"])
+    def counts(self, num_tokens: int) -> str:
+        """Describe what was read."""
+        notes = [_plural(self.documents, "document")] if self.documents else []  # not known of token ids
+        notes += [f"{count:,} skipped ({reason})" for reason, count in self.skipped.items()]
+        if self.repaired:
+            notes.append(f"{_plural(self.repaired, 'invalid character')} replaced")
+        return ", ".join([*notes, f"{num_tokens:,} tokens"])
 
 
 def _plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def write_shards(
+    encoded: Iterable[tuple[Batch, Encoded]], out: Path, manifest: Manifest, release: Callable[[int], object]
+) -> None:
+    """Write the missing shards; after each, save in the manifest where the next one begins.
+
+    Args:
+        encoded: batches and their ids, from the batch at manifest.next on.
+        release: is told that all files before one are in shards.
+
+    Raises: UserError when val leaves no tokens for train; OSError when a shard cannot be written.
+    """
+    buffer = np.empty(manifest.shard_size, manifest.dtype)
+    filled, taken = 0, manifest.next["skip_tokens"]
+    for batch, (ids, documents, repaired, skipped) in encoded:
+        while taken < len(ids):
+            _, size = manifest.next_shard()
+            count = min(size - filled, len(ids) - taken)
+            buffer[filled : filled + count] = ids[taken : taken + count]
+            filled, taken = filled + count, taken + count
+            if filled == size:
+                manifest.write_shard(out, buffer[:filled])
+                manifest.next = batch[0].at._asdict() | {"skip_tokens": taken}
+                manifest.save(out)
+                release(batch[0].at.file)
+                filled = 0
+        # Counted after the save above, because a resumed run starts with this batch and counts it again.
+        manifest.documents += documents
+        manifest.repaired += repaired
+        manifest.skipped = Counter(manifest.skipped) + Counter(reason for _, reason in skipped)
+        taken = max(0, taken - len(ids))  # a resumed run may have smaller batches
+    if (num_tokens := manifest.tokens + filled) <= manifest.val_tokens:
+        for path in [*(out / shard["file"] for shard in manifest.shards), out / MANIFEST]:
+            path.unlink()
+        raise UserError(
+            f"{manifest.source}: {manifest.counts(num_tokens)}, and --val_tokens {manifest.val_tokens} leaves none for "
+            f"train; try {f'--val_tokens {num_tokens // 10} or ' if num_tokens else ''}more text"
+        )
+    if filled:
+        manifest.write_shard(out, buffer[:filled])
+    manifest.complete = True
+    manifest.save(out)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -316,14 +338,13 @@ def default_name(source: str) -> str:
     return re.sub(r"[^\w.-]+", "_", last.removesuffix(suffix_of(last))) or "corpus"
 
 
-def plan(source: Source, encoder: Encoder, manifest: dict, out: Path) -> None:
+def forecast(source: Source, encoder: Encoder, manifest: Manifest, out: Path) -> None:
     """Encode the first batch, print how many tokens and how much disk to expect, and check that the disk has it.
 
     Raises: UserError when it has not, or when the first rows cannot be read or lack the text field.
     """
-    first, itemsize = manifest["next"]["file"], token_dtype(manifest["vocab_size"]).itemsize
+    first, total = manifest.next["file"], sum(source.sizes)
     batch = next(gather_batches(source.chunks(encoder.text_field, Position(first), in_place=True)), [])
-    total = sum(source.sizes)
     read = sum(source.sizes[first : batch[-1].at.file]) + batch[-1].end if batch else 0
     if not (read and total):
         return
@@ -334,23 +355,20 @@ def plan(source: Source, encoder: Encoder, manifest: dict, out: Path) -> None:
             f"{source.names[first]}: the field {encoder.text_field!r} holds no text ({', '.join(sorted(reasons))}); "
             "name the text with --text_field"
         )
-    per_byte = len(found.ids) / read
-    shards = {out: int(max(0, per_byte * total - manifest["tokens"])) * itemsize}
-    downloads = source.needs(first, manifest["shard_size"] / max(per_byte, 1e-9))
+    tokens = len(found.ids) / read * total
+    shards = {out: int(max(0, tokens - manifest.tokens)) * np.dtype(manifest.dtype).itemsize}
+    downloads = source.needs(first, manifest.shard_size * total / max(tokens, 1))
     what = f"{bytes_text(shards[out])} of shards in {out}"
-    what += "".join(
-        f", up to {bytes_text(size)} of downloads in {folder}" for folder, size in downloads.items() if size
-    )
+    what += "".join(f", up to {bytes_text(size)} of downloads in {place}" for place, size in downloads.items() if size)
     at = f" at commit {source.commit[:7]}" if source.commit else ""
     print(
         f"{source.name}{at}: {_plural(len(source.names), 'file')}, {bytes_text(total)}, about "
-        f"{float(f'{per_byte * total:.3g}'):,.0f} tokens\ndisk: about {what}",
+        f"{float(f'{tokens:.3g}'):,.0f} tokens\ndisk: about {what}",
         file=sys.stderr,
     )
-    missing_without = [disk for disk, (free, needed) in disks(shards).items() if needed > free]
+    or_stream = "use --streaming, which needs no downloads, " if downloads else ""
     for disk, (free, needed) in disks(shards, downloads).items():
         if needed > free:
-            or_stream = "" if missing_without or not downloads else "use --streaming, which needs no downloads, "
             raise UserError(
                 f"{disk}: {bytes_text(free)} are free, {bytes_text(needed)} are needed ({what}); free some, "
                 f"{or_stream}or give another --out"
@@ -374,12 +392,12 @@ def show_progress(
             num_named += 1
 
 
-def prepare(source: Source, encoder: Encoder, manifest: dict, out: Path, num_workers: int) -> None:
+def prepare(source: Source, encoder: Encoder, manifest: Manifest, out: Path, num_workers: int) -> None:
     """Write the shards that `manifest` lacks.
 
     Raises: UserError; OSError when a shard or a download cannot be written.
     """
-    start = Position(*(manifest["next"][field] for field in Position._fields))
+    start = Position(*(manifest.next[key] for key in Position._fields))
     before, total = sum(source.sizes[: start.file]), sum(source.sizes)
     source.release(start.file)
     batches = gather_batches(source.chunks(encoder.text_field, start))
@@ -397,34 +415,38 @@ def prepare(source: Source, encoder: Encoder, manifest: dict, out: Path, num_wor
         write_shards(show_progress(encoded, bars.enter_context(bar), source), out, manifest, source.release)
 
 
-def complete(options: PrepareOptions, source: Source, identity: dict, begun: dict | None, out: Path) -> dict:
+def complete(options: PrepareOptions, source: Source, same: dict, begun: Manifest | None, out: Path) -> Manifest:
     """Begin or continue a preparation, and return its manifest when it is complete.
 
     Args:
+        same: the manifest's fields that come from the options.
         begun: the manifest of an earlier run.
 
     Raises: as prepare.
     """
     vocab_size = vocab_size_of(options.tokenizer) if source.holds_ids else get_tokenizer(options.tokenizer).n_vocab
     files = source.fingerprint()
-    if begun and begun["files"] != files:
+    if begun and begun.files != files:
         raise UserError(
-            f"{out}: begun with {begun['files']} of {source.name}, but now found {files}; restore the files, use a "
+            f"{out}: begun with {begun.files} of {source.name}, but now found {files}; restore the files, use a "
             f"different --out, or empty {out}"
         )
-    manifest = begun or (
-        {"format_version": FORMAT_VERSION} | identity | {"commit": source.commit, "files": files}
-        | {"complete": False, "vocab_size": vocab_size, "dtype": token_dtype(vocab_size).name}
-        | {"documents": 0, "repaired": 0, "skipped": {}, "tokens": 0, "shards": []}
-        | {"next": Position()._asdict() | {"skip_tokens": 0}}
-    )  # fmt: skip
+    manifest = begun or Manifest(
+        FORMAT_VERSION,
+        **same,
+        commit=source.commit,
+        files=files,
+        complete=False,
+        vocab_size=vocab_size,
+        dtype=token_dtype(vocab_size).name,
+    )
     encoder = Encoder(options.tokenizer, options.text_field)
-    plan(source, encoder, manifest, out)
+    forecast(source, encoder, manifest, out)
     with lock_folder(out, "wait until it has finished, or use a different --out"), closing(source):
         for folder in (out / DOWNLOADS).glob("*"):
             if folder != source.folder:  # left by a preparation without a shard, which this one replaces
                 shutil.rmtree(folder)
-        save_manifest(out, manifest)  # before any shard, because shards without a manifest are refused
+        manifest.save(out)  # before any shard, because shards without a manifest are refused
         # Ids are checked as fast as a worker would receive them.
         prepare(source, encoder, manifest, out, options.num_workers or (1 if source.holds_ids else usable_cores()))
         shutil.rmtree(out / DOWNLOADS, ignore_errors=True)
@@ -469,22 +491,22 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{known.names[0]}: holds token ids; name the tokenizer that wrote them with --tokenizer, such as gpt2"
             )
         options = dataclasses.replace(options, tokenizer="gpt2")
-    same = ("source", "name", "tokenizer", "shard_size", "val_tokens", "text_field")
-    identity = {key: getattr(options, key) for key in same}
-    manifest = load_manifest(out, identity | ({"files": known.fingerprint()} if known else {}))
-    if manifest and manifest["complete"]:
+    fields = ("source", "name", "tokenizer", "shard_size", "val_tokens", "text_field")
+    same = {key: getattr(options, key) for key in fields}
+    manifest = Manifest.load(out, same | ({"files": known.fingerprint()} if known else {}))
+    if manifest and manifest.complete:
         print(f"{out}: already complete")
     else:
         with telling_how_to_continue(out):
-            source = known or find(commit=manifest["commit"] if manifest else "")
-            manifest = complete(options, source, identity, manifest, out)
-    splits = Counter(shard["split"] for shard in manifest["shards"])
+            source = known or find(commit=manifest.commit if manifest else "")
+            manifest = complete(options, source, same, manifest, out)
+    splits = Counter(shard["split"] for shard in manifest.shards)
     flags = f"--data_dir {shlex.quote(str(out))}"
-    if manifest["tokens"] < SMALL_TOKENS:
+    if manifest.tokens < SMALL_TOKENS:
         name = options.name
         flags = f"--config quickstart {flags} --checkpoint_dir checkpoints/{name} --logdir logs/{name}"
     print(
-        f"{_counts(manifest, manifest['tokens'])}\n{_plural(splits['val'], 'val shard')} and "
+        f"{manifest.counts(manifest.tokens)}\n{_plural(splits['val'], 'val shard')} and "
         f"{_plural(splits['train'], 'train shard')} in {out} ({time.monotonic() - start_s:.1f} s)\n"
         f"next: python train.py {flags}"
     )
