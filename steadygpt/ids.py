@@ -7,7 +7,7 @@ from typing import IO, BinaryIO, NamedTuple
 import numpy as np
 
 from steadygpt.cli import UserError
-from steadygpt.shards import LLMC_DTYPES, LLMC_HEADER_BYTES, read_npy_header, token_dtype
+from steadygpt.shards import Header, read_header, token_dtype
 
 ID_SUFFIXES = (".npz", ".npy", ".bin")
 MASK = "attention_mask"  # an array beside the ids, 0 where they are padding
@@ -56,7 +56,7 @@ def read_ids(file: BinaryIO, suffix: str, name: str, offset: int, size: int) -> 
     if suffix == ".npz":
         ids, mask = _open_npz(file, name)
     else:
-        ids, mask = _open_npy(file, file.name) if suffix == ".npy" else _open_bin(file, size), None
+        ids, mask = _open(file, suffix, file.name, size), None
     ids.seek(offset)
     if mask:
         mask.seek(offset // ids.dtype.itemsize * mask.dtype.itemsize)
@@ -78,33 +78,30 @@ def _open_npz(file: BinaryIO, name: str) -> tuple[_Array, _Array | None]:
     if len(others) != 1:
         found = ", ".join(arrays) or "no arrays"
         raise UserError(f"{file.name}: found {found}; expected one array of token ids, or its name as --text_field")
-    ids = _open_npy(archive.open(arrays[others[0]]), f"{file.name}: {others[0]}")
+    ids = _open(archive.open(arrays[others[0]]), ".npy", f"{file.name}: {others[0]}")
     if MASK not in arrays or others[0] == MASK:
         return ids, None
-    mask = _open_npy(archive.open(arrays[MASK]), f"{file.name}: {MASK}")
+    mask = _open(archive.open(arrays[MASK]), ".npy", f"{file.name}: {MASK}")
     if mask.shape != ids.shape:
         raise UserError(f"{file.name}: {MASK} has shape {mask.shape}, expected {ids.shape}, that of {others[0]}")
     return ids, mask
 
 
-def _open_npy(stream: IO[bytes], name: str) -> _Array:
-    shape, is_fortran, dtype = read_npy_header(stream)
-    if dtype.kind not in "iub" or len(shape) not in (1, 2) or (is_fortran and len(shape) == 2):
-        order = " in Fortran order" * is_fortran
-        raise UserError(f"{name}: holds {dtype} of shape {shape}{order}; expected one row or rows of integer token ids")
-    return _Array(stream, shape, dtype)
-
-
-def _open_bin(file: BinaryIO, size: int) -> _Array:
-    magic, _, num_tokens = np.frombuffer(file.read(12).ljust(12, b"\0"), "<i4").tolist()
-    if dtype := LLMC_DTYPES.get(magic):
-        file.seek(LLMC_HEADER_BYTES)
-        ids = _Array(file, (num_tokens,), dtype)
-        if LLMC_HEADER_BYTES + ids.num_bytes != size:
-            raise ValueError(f"its header says {num_tokens:,} tokens, but it has {size:,} bytes")
-        return ids
-    file.seek(0)
-    return _Array(file, (size,), np.dtype("V1"))  # nanoGPT's: only ids
+def _open(stream: IO[bytes], suffix: str, name: str, size: int = 0) -> _Array:
+    """Open an array; `size` is that of a `.bin` file."""
+    header = read_header(stream, suffix)
+    if header is None:  # nanoGPT's: only ids
+        stream.seek(0)
+        header = Header((size,), False, np.dtype("V1"))
+    ids = _Array(stream, header.shape, header.dtype)
+    if suffix == ".bin" and stream.tell() + ids.num_bytes != size:
+        raise ValueError(f"its header says {ids.shape[0]:,} tokens, but it has {size:,} bytes")
+    if ids.dtype.kind not in "iubV" or len(ids.shape) not in (1, 2) or (header.is_fortran and len(ids.shape) == 2):
+        order = " in Fortran order" * header.is_fortran
+        raise UserError(
+            f"{name}: holds {ids.dtype} of shape {ids.shape}{order}; expected one row or rows of integer token ids"
+        )
+    return ids
 
 
 def check_ids(name: str, offset: int, ids: Ids, vocab_size: int) -> np.ndarray:

@@ -27,6 +27,11 @@ class RemoteFile:
     version: str | None = None  # changes with the content in a store
     sha256: str = ""  # of the content in hex, where it is known
 
+    @property
+    def identity(self) -> tuple:
+        """What changes when the file is renamed or replaced; a data set of the Hub is at one commit."""
+        return (self.path, self.size) if self.version is None else (self.path, self.size, self.version)
+
     def download(self, target: Path, progress: Callable[[int], object] = bool) -> Path:
         """Download the file to `target` unless it is there, and return `target`.
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -25,6 +25,14 @@ SHARD_KINDS = {"file": str, "split": str, "tokens": int, "sha256": str}
 # llm.c and modded-nanogpt begin with 256 int32: magic number, version, token count. The magic implies the dtype.
 LLMC_HEADER_BYTES = 256 * 4
 LLMC_DTYPES: dict[int, np.dtype] = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
+
+
+class Header(NamedTuple):
+    """What the header of a file of token ids says."""
+
+    shape: tuple[int, ...]
+    is_fortran: bool
+    dtype: np.dtype
 
 
 @dataclass(frozen=True)
@@ -71,50 +79,53 @@ def open_shard(path: Path) -> Shard:
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            shard = _npy_shard(path, file) if path.suffix == ".npy" else _bin_shard(path, file, size)
+            header, offset = read_header(file, path.suffix), file.tell()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); expected a token shard") from error
-    expected = shard.offset + shard.num_tokens * shard.dtype.itemsize
-    if size != expected or shard.num_tokens < 0:
-        raise UserError(
-            f"{path}: {size:,} bytes, but its header says {shard.num_tokens:,} tokens ({expected:,} bytes); "
-            "the file is damaged, prepare or copy it again"
-        )
-    return shard
-
-
-def read_npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Read shape, Fortran order and dtype of a `.npy` file; the first value comes next.
-
-    Raises: many types, on arbitrary bytes.
-    """
-    read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-    return read_header[np.lib.format.read_magic(file)](file)
-
-
-def _npy_shard(path: Path, file: IO[bytes]) -> Shard:
-    try:
-        shape, _, dtype = read_npy_header(file)
     except Exception as error:  # NumPy's parser raises many types on arbitrary bytes
         reason = f"{error!r}".splitlines()[0]
         raise UserError(f"{path}: not a .npy file ({reason}); prepare or copy it again") from error
+    if header is None:
+        header, offset = _nanogpt_header(path, size), 0
+    shape, _, dtype = header
     if len(shape) != 1 or dtype.kind not in "ui" or dtype.itemsize not in (2, 4):
         raise UserError(f"{path}: holds {dtype} of shape {shape}; expected one row of uint16 or uint32 token ids")
-    return Shard(path, dtype, file.tell(), shape[0])
+    expected = offset + shape[0] * dtype.itemsize
+    if size != expected or shape[0] < 0:
+        raise UserError(
+            f"{path}: {size:,} bytes, but its header says {shape[0]:,} tokens ({expected:,} bytes); "
+            "the file is damaged, prepare or copy it again"
+        )
+    return Shard(path, dtype, offset, shape[0])
 
 
-def _bin_shard(path: Path, file: IO[bytes], size: int) -> Shard:
-    magic, _, num_tokens = np.frombuffer(file.read(12).ljust(12, b"\0"), "<i4").tolist()
-    if magic in LLMC_DTYPES:
-        return Shard(path, LLMC_DTYPES[magic], LLMC_HEADER_BYTES, num_tokens)
+def read_header(file: IO[bytes], suffix: str) -> Header | None:
+    """Read the header of a `.npy` file, or of llm.c's `.bin`; the first value comes next.
+
+    Returns: None for a `.bin` without llm.c's header.
+
+    Raises: many types, on arbitrary bytes.
+    """
+    if suffix == ".npy":
+        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        return Header(*read[np.lib.format.read_magic(file)](file))
+    header = file.read(LLMC_HEADER_BYTES)
+    if len(header) < LLMC_HEADER_BYTES:
+        return None
+    magic, _, num_tokens = np.frombuffer(header[:12], "<i4").tolist()
+    return Header((num_tokens,), False, LLMC_DTYPES[magic]) if magic in LLMC_DTYPES else None
+
+
+def _nanogpt_header(path: Path, size: int) -> Header:
+    """Return what nanoGPT's uint16 tokens imply, which have no header."""
     if path.name not in ("train.bin", "val.bin"):
         raise UserError(
-            f"{path}: begins with {magic}; expected llm.c's magic number {' or '.join(map(str, LLMC_DTYPES))}, or "
-            "nanoGPT's file names train.bin and val.bin"
+            f"{path}: no header of llm.c; expected its magic number {' or '.join(map(str, LLMC_DTYPES))}, or nanoGPT's "
+            "file names train.bin and val.bin"
         )
-    if size % 2:  # nanoGPT writes uint16 tokens without a header
+    if size % 2:
         raise UserError(f"{path}: {size} bytes is not a whole number of uint16 tokens; copy it again")
-    return Shard(path, np.dtype("<u2"), 0, size // 2)
+    return Header((size // 2,), False, np.dtype("<u2"))
 
 
 def read_manifest(data_dir: Path) -> dict | None:

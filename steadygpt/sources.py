@@ -46,10 +46,11 @@ class Source:
     def __init__(self, name: str, files: Sequence[Path]):
         self.name, self.paths = name, files
         self.names, self.sizes = [str(file) for file in files], [file.stat().st_size for file in files]
+        self.identities: list[tuple] = list(zip(self.names, self.sizes, strict=True))
 
     def fingerprint(self) -> str:
-        """Return a line that changes when files are added, removed or renamed, or change their size."""
-        return fingerprint(list(zip(self.names, self.sizes, strict=True)))
+        """Return a line that changes when files are added, removed or renamed, or change."""
+        return fingerprint(self.identities)
 
     @property
     def holds_ids(self) -> bool:
@@ -114,12 +115,10 @@ class RemoteSource(Source):
     ):
         self.name, self.files, self.paths, self.commit = name, files, places, commit
         self.names, self.sizes = [file.path for file in files], [file.size for file in files]
+        self.identities = [file.identity for file in files]
         self.folder, self.in_place = folder, in_place
         self.downloads: dict[int, Future[Path]] = {}
         self.pool = ThreadPoolExecutor(1)
-
-    def fingerprint(self) -> str:
-        return fingerprint_of(self.files)
 
     def open(self, file: int, in_place: bool = False) -> BinaryIO:
         if (self.in_place or in_place) and not self.paths[file].exists():
@@ -147,15 +146,11 @@ class RemoteSource(Source):
             return {}
         total = sum(self.sizes[file] for file in missing)
         if not self.folder:
-            return {self.paths[missing[0]]: total}
+            return {self.paths[missing[0]].parent: total}
         # A file stays until the last of its tokens is in a shard.
         there = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
         window = int(shard_bytes) + (AHEAD + 2) * max(self.sizes[file] for file in missing)
         return {self.folder.parent: min(total, max(0, window - there))}
-
-
-def fingerprint_of(files: Sequence[RemoteFile]) -> str:
-    return fingerprint([(f.path, f.size) if f.version is None else (f.path, f.size, f.version) for f in files])
 
 
 class StreamedSource(Source):
@@ -165,10 +160,7 @@ class StreamedSource(Source):
 
     def __init__(self, name: str, repo: hub.Repo, config: str, files: Sequence[RemoteFile]):
         self.name, self.repo, self.config, self.commit = name, repo, config, repo.commit
-        self.files, self.names, self.sizes = files, [name], [0]
-
-    def fingerprint(self) -> str:
-        return fingerprint_of(self.files)
+        self.names, self.sizes, self.identities = [name], [0], [file.identity for file in files]
 
     def chunks(self, text_field: str, start: Position, in_place: bool = False) -> Iterator[Chunk]:
         with naming(self.name):
@@ -218,7 +210,9 @@ def _store_source(url: str, streaming: bool, folder: Path | None, max_files: int
     visible = [path for path in found if "/." not in path.removeprefix(url.partition("*")[0])]
     files = [found[path] for path in choose(url, visible)[:max_files]]
     assert folder  # --keep_download is refused
-    folder /= fingerprint_of(files)[-16:]  # other versions of the files are downloaded into another folder
+    folder /= fingerprint([file.identity for file in files])[
+        -16:
+    ]  # other versions of the files are downloaded into another folder
     places = [folder / f"{number:06d}_{Path(file.path).name}" for number, file in enumerate(files)]
     return RemoteSource(url, files, places, folder, streaming)
 

@@ -50,7 +50,7 @@ SHARDS = {
     "invalid manifest": (lambda: Path("data/manifest.json").write_text("{"), "not a manifest"),
     "different vocabulary": (lambda: manifest(tokenizer="gpt2"), "vocab_size is 257, but the tokenizer 'gpt2' has"),
     "odd size": (lambda: without_manifest("train.bin", bytes(999)), "999 bytes is not a whole number of uint16"),
-    "wrong magic number": (lambda: without_manifest("a_train_0.bin", llmc(5, 1, 100)), "begins with 5; expected llm.c"),
+    "wrong magic number": (lambda: without_manifest("a_train_0.bin", llmc(5, 1, 100)), "no header of llm.c; expected"),
     "wrong token count": (lambda: without_manifest("a_train_0.bin", llmc(20240520, 1, 101)), "header says 101 tokens"),
     "negative token count": (lambda: without_manifest("a_train_0.bin", llmc(20240520, 1, -1)), "header says -1 tokens"),
     "wrong dtype": (lambda: without_manifest("a_train_0.npy", npy(np.zeros(100))), "holds float64 of shape (100,)"),
