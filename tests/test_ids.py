@@ -5,7 +5,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from test_prepare_dataset import files_of, ids_of, prepare, refused
+from test_prepare_dataset import files_of, ids_of, prepare, prepare_interrupted, refused
 
 import prepare_dataset
 from steadygpt import ids
@@ -88,22 +88,7 @@ def test_an_interrupted_preparation_continues_inside_a_file(folder, monkeypatch)
     monkeypatch.setattr(prepare_dataset, "BATCH_BYTES", 800)
     options = ("--val_tokens", "700", "--shard_size", "333")
     prepare("a.npz", "whole", *options)
-    write_shard, starts = prepare_dataset.write_shard, []
-
-    def write_two_then_stop(path, tokens):
-        starts.append(path)
-        if len(starts) % 3 == 0:
-            raise KeyboardInterrupt
-        return write_shard(path, tokens)
-
-    monkeypatch.setattr(prepare_dataset, "write_shard", write_two_then_stop)
-    for _ in range(20):
-        try:
-            prepare("a.npz", "out", *options)
-            break
-        except KeyboardInterrupt:
-            continue
-    assert len(starts) > 15
+    assert prepare_interrupted("a.npz", "out", *options) > 12
     assert files_of(folder / "out") == files_of(folder / "whole")
 
 

@@ -5,6 +5,7 @@ import hashlib
 import json
 import subprocess
 import sys
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -28,6 +29,25 @@ def prepare(source, out="out", *more: str, tokens="bytes") -> dict:
     options = ["--source", str(source), "--tokenizer", tokens, "--out", str(out)]
     assert prepare_dataset.main([*options, *(() if "--num_workers" in more else ("--num_workers", "1")), *more]) == 0
     return read_manifest(prepare_dataset.Path(out))
+
+
+def prepare_interrupted(source, out, *options: str) -> int:
+    """Press Ctrl-C after each shard, when it is written but not in the manifest; return how often."""
+    write_shard, seen = prepare_dataset.write_shard, set()
+
+    def write_then_stop(path, ids):
+        digest = write_shard(path, ids)
+        if path.name not in seen:
+            seen.add(path.name)
+            raise KeyboardInterrupt
+        return digest
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare_dataset, "write_shard", write_then_stop)
+        while True:
+            with suppress(KeyboardInterrupt):
+                prepare(source, out, *options)
+                return len(seen)
 
 
 def refused(*argv: str, match: str) -> None:
@@ -151,21 +171,9 @@ def test_shards_of_a_different_preparation_are_refused_and_kept(jsonl):
     prepare("docs.jsonl")
     before = files_of(jsonl / "out")
     same = ("--source", "docs.jsonl", "--out", "out")
-    refused(
-        *same,
-        "--shard_size",
-        "100",
-        match="out: prepared with shard_size 100000000, but now it is 100; use a different --out",
-    )
-    refused(
-        "--source",
-        "docs.jsonl",
-        "--out",
-        "out",
-        "--text_field",
-        "body",
-        match="text_field 'text', but now it is 'body'",
-    )
+    changed = "out: prepared with shard_size 100000000, but now it is 100; use a different --out"
+    refused(*same, "--shard_size", "100", match=changed)
+    refused(*same, "--text_field", "body", match="text_field 'text', but now it is 'body'")
     with open("docs.jsonl", "a") as file:
         file.write('{"text": "more"}\n')
     refused(*same, match="prepared with files")
@@ -267,22 +275,7 @@ def test_a_preparation_interrupted_after_each_shard_gives_the_same_bytes(tmp_pat
     options = ("--shard_size", "397", "--val_tokens", "500")
     prepare(tmp_path / "in", tmp_path / "whole", *options)
 
-    def write_then_stop(path, ids):
-        digest = write_shard(path, ids)
-        if path.name not in seen:
-            seen.add(path.name)
-            raise KeyboardInterrupt  # the shard is written, but not in the manifest
-        return digest
-
-    seen, write_shard = set(), prepare_dataset.write_shard
-    monkeypatch.setattr(prepare_dataset, "write_shard", write_then_stop)
-    for _ in range(100):
-        try:
-            prepare(tmp_path / "in", tmp_path / "stopped", *options)
-            break
-        except KeyboardInterrupt:
-            continue
-    assert len(seen) > 30
+    assert prepare_interrupted(tmp_path / "in", tmp_path / "stopped", *options) > 30
     assert files_of(tmp_path / "stopped") == files_of(tmp_path / "whole")
     manifest = json.loads((tmp_path / "whole" / "manifest.json").read_text())
     assert (manifest["documents"], manifest["repaired"]) == (1 + 20 + 1 + 59, 20 + 200)
