@@ -14,7 +14,7 @@ from steadygpt.cli import UserError
 from steadygpt.durable import replace_file
 from steadygpt.progress import ProgressBar, say
 from steadygpt.remote import RemoteFile
-from steadygpt.retry import NoAnswer, Patience, Service, brief, kinds, status_of
+from steadygpt.retry import NoAnswer, Service, brief, kinds, status_of
 
 
 class Repo(NamedTuple):
@@ -100,7 +100,7 @@ def find_repo(kind: str, name: str, revision: str = "", pinned: str = "") -> Rep
             raise UserError(f"{what}: not in the cache, and HF_HUB_OFFLINE is set; unset it, or download it first")
         return in_cache
     try:
-        info = persistently(what, lambda _: HfApi().repo_info(name, repo_type=kind, revision=revision or None))
+        info = persistently(what, lambda: HfApi().repo_info(name, repo_type=kind, revision=revision or None))
     except NoAnswer:
         if not in_cache or pinned:  # a begun preparation needs the rest of the files
             raise
@@ -136,7 +136,7 @@ def data_files(repo: Repo, config: str, split: str) -> tuple[str, list[RemoteFil
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
 
-    def resolve(_: Patience) -> tuple[str, Mapping]:
+    def resolve() -> tuple[str, Mapping]:
         place, revision = (repo.name, repo.commit) if repo.online else (str(repo.snapshot), None)
         builder = datasets.load_dataset_builder(place, config or None, revision=revision)
         return builder.name, builder.config.data_files or {}
@@ -178,7 +178,7 @@ def files_at(repo: Repo, paths: list[str]) -> list[RemoteFile]:
     found: dict[str, RemoteFile] = {}
     for first in range(0, len(paths), 500):
 
-        def ask(_: Patience, part: list[str] = paths[first : first + 500]) -> list:
+        def ask(part: list[str] = paths[first : first + 500]) -> list:
             return HfApi().get_paths_info(repo.name, part, repo_type=repo.kind, revision=repo.commit)
 
         for info in persistently(repo, ask):
@@ -232,7 +232,7 @@ def fetch_model(source: str, with_weights: bool) -> tuple[Path, Repo]:
     folder = fetch(repo, "config.json").parent
     if not (with_weights and repo.online):
         return folder, repo
-    paths = persistently(repo, lambda _: HfApi().list_repo_files(name, revision=repo.commit))
+    paths = persistently(repo, lambda: HfApi().list_repo_files(name, revision=repo.commit))
     # In one file or several; their index holds no further information.
     wanted = [path for path in paths if path == "model.safetensors"]
     wanted = wanted or [path for path in paths if fnmatch(path, "model-*.safetensors")]
@@ -249,4 +249,4 @@ def stream(repo: Repo, config: str, split: str) -> Any:
 
     name, revision = (repo.name, repo.commit) if repo.online else (str(repo.snapshot), None)
     options: dict = {"split": split, "revision": revision, "streaming": True}
-    return persistently(repo, lambda _: load_dataset(name, config or None, **options))
+    return persistently(repo, lambda: load_dataset(name, config or None, **options))

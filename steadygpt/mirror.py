@@ -107,7 +107,7 @@ class Mirror:
         self.has_folders = self.folder.startswith("/")  # of object stores, paths begin with the bucket
 
     def patiently(self, request: Callable[[], Result]) -> Result:
-        return self.store.service.persistently(self.url, lambda _: request())
+        return self.store.service.persistently(self.url, request)
 
     # -----------------------------------------------------------------------------------------------------------------
     # reading

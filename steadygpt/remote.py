@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 from steadygpt.cli import UserError
 from steadygpt.durable import sha256_of
-from steadygpt.retry import Patience, Service, is_local
+from steadygpt.retry import Service, is_local
 
 READ_AHEAD = 2**22  # bytes that are requested beyond those that a reader wants
 
@@ -44,11 +44,11 @@ class RemoteFile:
         Raises: UserError; OSError for errors of this machine, such as a full disk.
         """
         if not target.exists():
-            self.service.persistently(self.name, lambda patience: self._download(target, progress, patience))
+            self.service.persistently(self.name, lambda: self._download(target, progress))
         progress(self.size)
         return target
 
-    def _download(self, target: Path, progress: Callable[[int], object], patience: Patience) -> None:
+    def _download(self, target: Path, progress: Callable[[int], object]) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(f"{target.name}.part")
         try:
@@ -59,7 +59,7 @@ class RemoteFile:
                 start = file.seek(0, os.SEEK_END)
                 for block in self.blocks(start, self.size) if start < self.size else ():
                     file.write(block)
-                    patience.received()
+                    self.service.received()
                     progress(file.tell())
                 file.flush()
                 os.fsync(file.fileno())
@@ -82,10 +82,10 @@ class RemoteFile:
         """
         received = bytearray()
 
-        def attempt(patience: Patience) -> None:
+        def attempt() -> None:
             for block in self.blocks(start + len(received), end):
                 received.extend(block)
-                patience.received()
+                self.service.received()
             if len(received) < end - start:
                 raise ConnectionError("the connection ended early")
 

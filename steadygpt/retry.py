@@ -28,61 +28,46 @@ class NoAnswer(UserError):
 
 
 class Service:
-    """A service on the network, and whether it has answered this process yet.
+    """A service on the network, whether it has answered this process yet, and when data last arrived.
 
     Args:
         explain: returns the UserError for a request, by its description, and an error that a retry cannot help.
     """
 
     def __init__(self, explain: Callable[[object, Exception], UserError]):
-        self.explain, self.answered = explain, False
+        self.explain, self.answered, self.received_at = explain, False, 0.0
 
-    def persistently(self, what: object, action: "Callable[[Patience], Result]") -> Result:
-        """Return action(), retried while it fails because of the network.
+    def received(self) -> None:
+        """Note that data has arrived: the pauses begin again, and the time until the retries end."""
+        self.answered, self.received_at = True, monotonic()
+
+    def persistently(self, what: object, action: Callable[[], Result]) -> Result:
+        """Return action(), retried while it fails because of the network, with growing pauses and a line for each.
 
         Raises: UserError that names `what`, when a retry cannot help; an OSError of this machine, such as a full disk.
         """
-        patience = Patience(what, self)
+        pause_s, since = 1.0, monotonic()
         while True:
             try:
-                result = action(patience)
-            except Exception as error:  # each library raises its own types
-                patience.wait(error)
-            else:
-                patience.received()
+                result = action()
+                self.received()
                 return result
-
-
-class Patience:
-    """The retries of one request: whether to retry, the pause, and one line for each retry."""
-
-    def __init__(self, what: object, service: Service):
-        self.what, self.service, self.pause_s, self.since = what, service, 1.0, monotonic()
-
-    def received(self) -> None:
-        """Start counting again, because data has arrived."""
-        self.service.answered = True
-        self.pause_s, self.since = 1.0, monotonic()
-
-    def wait(self, error: Exception) -> None:
-        """Wait before the next retry.
-
-        Raises: UserError, or an OSError of this machine such as a full disk, when a retry cannot help.
-        """
-        cause = passing_cause(error)
-        if cause is None:
-            if isinstance(error, UserError) or is_local(error):
-                raise error
-            raise self.service.explain(self.what, error) from error
-        pause_s = self.pause_s
-        if status_of(cause):
-            self.service.answered = True
-            pause_s = max(pause_s, min(asked_pause_s(cause), PATIENCE_S))
-        if monotonic() - self.since >= (PATIENCE_S if self.service.answered else FIRST_PATIENCE_S):
-            raise NoAnswer(f"{self.what}: no answer ({brief(cause)}); check the network and run this again") from error
-        say(f"{self.what}: {brief(cause)}; trying again in {pause_s:.0f} s")
-        sleep(pause_s)
-        self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
+            except Exception as error:  # each library raises its own types
+                cause = passing_cause(error)
+                if cause is None:
+                    if isinstance(error, UserError) or is_local(error):
+                        raise
+                    raise self.explain(what, error) from error
+                if self.received_at > since:
+                    pause_s, since = 1.0, self.received_at
+                self.answered |= status_of(cause) != 0
+                if monotonic() - since >= (PATIENCE_S if self.answered else FIRST_PATIENCE_S):
+                    advice = "check the network and run this again"
+                    raise NoAnswer(f"{what}: no answer ({brief(cause)}); {advice}") from error
+                wait_s = max(pause_s, min(asked_pause_s(cause), PATIENCE_S))
+                say(f"{what}: {brief(cause)}; trying again in {wait_s:.0f} s")
+                sleep(wait_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 def passing_cause(error: BaseException | None) -> BaseException | None:

@@ -10,7 +10,7 @@ from typing import Any
 from steadygpt import retry
 from steadygpt.cli import UserError
 from steadygpt.remote import RemoteFile
-from steadygpt.retry import Patience, Service, brief, kinds, status_of
+from steadygpt.retry import Service, brief, kinds, status_of
 
 BLOCK_BYTES = 2**23  # of one request
 PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
@@ -61,7 +61,7 @@ class Store:
         Raises: UserError when the store cannot be read; the list may be empty.
         """
 
-        def ask(_: Patience) -> list[dict]:
+        def ask() -> list[dict]:
             find = self.fs.glob if glob.has_magic(self.path) else self.fs.find
             found = find(self.path, detail=True).values()
             return [info if info.get("size") is not None else self.fs.info(info["name"]) for info in found]

