@@ -2,12 +2,9 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import REPO
 from standin import CARD, CORPUS, TEXTS, corpus, parquet
 from test_prepare_dataset import files_of, ids_expected, ids_of, prepare, refused
 
@@ -182,16 +179,3 @@ def test_another_data_set_in_a_folder_without_shards_reads_its_own_files(some_co
     some_corpus.put("datasets/some/other", corpus(other))
     prepare("hf:some/other:part", "out", *OPTIONS)
     assert ids_of(tmp_path / "out") == ids_expected(other)
-
-
-def test_two_preparations_keep_the_same_download_in_the_cache(some_corpus, tmp_path):
-    some_corpus.fail("GET .*parquet", times=-1, bytes_per_s=2e6)
-    flags = ["--source", "hf:some/corpus:part", "--tokenizer", "bytes", "--num_workers", "1", "--keep_download"]
-    program = [sys.executable, str(REPO / "prepare_dataset.py"), *flags, *OPTIONS]
-    runs = [subprocess.Popen([*program, "--out", out], stderr=subprocess.PIPE, text=True) for out in ("a", "b")]
-    for run in runs:
-        errors = run.communicate()[1]
-        assert run.returncode == 0, errors
-    some_corpus.faults.clear()
-    prepare("hf:some/corpus:part", "whole", *OPTIONS)
-    assert files_of(tmp_path / "a") == files_of(tmp_path / "b") == files_of(tmp_path / "whole")

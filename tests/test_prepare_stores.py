@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import REPO, metrics, run_here
+from test_hub import retries
 from test_ids import npz
 from test_prepare_dataset import files_of, ids_expected, ids_of, prepare, refused
 from test_prepare_hub import interrupt_after
@@ -54,10 +55,6 @@ async def no_pause(seconds: float) -> None:
 
 def shards_of(folder) -> dict[str, str]:
     return {name: digest for name, digest in files_of(Path(folder)).items() if name.endswith(".npy")}
-
-
-def retries(capsys) -> list[str]:
-    return [line for line in capsys.readouterr().err.splitlines() if "trying again" in line]
 
 
 def test_a_bucket_gives_the_shards_of_local_files(bucket, local_shards):
@@ -129,23 +126,6 @@ def test_passing_faults_of_a_store_cost_a_line_each(fault, mode, bucket, local_s
     told = [text for text in retries(capsys) if re.match(rf"{bucket.url}/part3.npz: .*({line})", text)]
     assert 0 < len(told) <= how["times"]
     assert shards_of("out") == local_shards
-
-
-def test_a_partial_download_resumes_from_its_partial_file(bucket):
-    (file,) = stores.Store(f"{bucket.url}/part0.npz").files()
-
-    class Killed(BaseException):
-        pass
-
-    def die(count: int) -> None:
-        raise Killed
-
-    with pytest.raises(Killed):
-        file.download(Path("part0.npz"), die)
-    bucket.log.clear()
-    assert file.download(Path("part0.npz")).read_bytes() == FILES["part0.npz"]
-    (line,) = [line for line, _ in bucket.log if "bytes=" in line]
-    assert f"bytes=100000-{len(FILES['part0.npz']) - 1}" in line
 
 
 def test_a_file_that_changed_between_two_starts_is_found(bucket):

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from conftest import HUB, REPO
 from harness import Run, refusal, wait_for_files
 from standin import CORPUS, TEXTS, corpus
 from test_disk import fill_disk, free_space, small_disk  # noqa: F401 (a fixture)
+from test_preparing import record_memory, shards
 
 from steadygpt import retry
 from steadygpt.shards import read_manifest
@@ -41,11 +41,6 @@ def begin(rank: int, cache: str = "hf", **constants: float) -> None:
 def prepare(*flags: str, workers: int = 2, **constants) -> Run:
     options = ("--tokenizer", "bytes", "--num_workers", str(workers))
     return Run(*FLAGS, *flags, program="prepare_dataset", tiny=options, faults=[partial(begin, **constants)])
-
-
-def shards(folder: str) -> dict[str, bytes]:
-    """Return name -> content of the shards and the manifest."""
-    return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.name != ".lock"}
 
 
 def finish(*flags: str, **options) -> Run:
@@ -244,20 +239,6 @@ def test_a_wrong_text_field_ends_with_status_2_every_time(times, reference):
             done = subprocess.run([*command, *mode], capture_output=True, text=True)
             assert done.returncode == 2, done.stderr
             assert done.stderr.endswith("no field 'txt'; found id, text; name the text with --text_field\n")
-
-
-def record_memory(rank: int) -> None:
-    """Write the peak memory of the process in bytes to memory.txt."""
-    import prepare_dataset
-
-    main = prepare_dataset.main
-
-    def recording_main():
-        status = main()
-        Path("memory.txt").write_text(str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
-        return status
-
-    prepare_dataset.main = recording_main
 
 
 @pytest.mark.parametrize("mode", ["downloading", "streaming"])
