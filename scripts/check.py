@@ -38,12 +38,13 @@ ASK_TORCH = """
 import json, torch
 found = {"version": torch.__version__, "cuda": torch.version.cuda, "gpus": [], "problem": ""}
 found["mps"] = torch.backends.mps.is_available()
-for gpu in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-    found["gpus"].append(torch.cuda.get_device_name(gpu))
-    try:
+try:
+    torch.cuda.init()
+    for gpu in range(torch.cuda.device_count()):
+        found["gpus"].append(torch.cuda.get_device_name(gpu))
         torch.ones(64, 64, device=gpu).mm(torch.ones(64, 64, device=gpu)).sum().item()
-    except RuntimeError as error:
-        found["problem"] = f"GPU {gpu}: {str(error).splitlines()[0]}"
+except (AssertionError, RuntimeError) as error:
+    found["problem"] = str(error).splitlines()[0]
 print(json.dumps(found))
 """
 
@@ -82,16 +83,15 @@ def check_packages(torch: dict, stamps: Sequence[Path]) -> Line:
 
 def check_gpu(torch: dict) -> Line:
     """Check that PyTorch can compute on the machine's GPUs."""
-    if gpus := torch.get("gpus"):
-        if torch["problem"]:
-            return "FIX", "GPU", f"{torch['problem']}. Install a build of torch for this GPU (pytorch.org)"
-        return "ok", "GPU", f"{len(gpus)} x {gpus[0]}; torch for CUDA {torch['cuda']} computes"
+    gpus = torch.get("gpus")
     if host.gpus_are_hidden():
         return "note", "GPU", "hidden by CUDA_VISIBLE_DEVICES; training runs on the CPU"
-    if host.has_gpu(host.DEVICES):
+    if gpus or host.has_gpu(host.DEVICES):
         if "error" in torch:
             return "note", "GPU", "found; install PyTorch first"
-        return "FIX", "GPU", host.why_no_cuda(torch["version"], torch["cuda"], host.DRIVER)
+        if problem := torch["problem"]:
+            return "FIX", "GPU", f"{problem}. Update the driver, or install a build of torch for it (pytorch.org)"
+        return "ok", "GPU", f"{len(gpus)} x {gpus[0]}; torch for CUDA {torch['cuda']} computes"
     if host.DRIVER.exists():
         return "FIX", "GPU", "a driver without /dev/nvidia0; start the container with its GPUs: docker run --gpus all"
     if torch.get("mps"):

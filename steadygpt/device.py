@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from steadygpt.cli import RankError, UserError
-from steadygpt.host import DEVICES, DRIVER, available_memory_bytes, check_compiler, has_gpu, why_no_cuda
+from steadygpt.host import DEVICES, available_memory_bytes, check_compiler, has_gpu
 from steadygpt.workers import usable_cores
 
 if TYPE_CHECKING:
@@ -55,8 +55,12 @@ def choose_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() or has_gpu(DEVICES) else "cpu"
     if name == "cuda":
         if not torch.cuda.is_available():
-            reason = why_no_cuda(torch.__version__, torch.version.cuda, DRIVER)
-            raise UserError(f"PyTorch cannot use a GPU here: {reason}, or train with --device cpu")
+            try:
+                torch.cuda.init()  # says why
+            except (AssertionError, RuntimeError) as error:
+                raise UserError(
+                    f"PyTorch cannot use a GPU here: {str(error).splitlines()[0]}; or train with --device cpu"
+                ) from None
         if local_rank >= torch.cuda.device_count():
             first = local_rank == torch.cuda.device_count()  # one line is enough
             raise (RankError if first else UserError)(

@@ -1,7 +1,6 @@
 """What the machine has, found without PyTorch: GPUs and their driver, compiler, memory."""
 
 import os
-import re
 import shutil
 import sys
 import sysconfig
@@ -14,37 +13,13 @@ DEVICES, DRIVER = Path("/dev"), Path("/proc/driver/nvidia/version")  # on Linux
 CGROUP = Path("/sys/fs/cgroup")  # where a container finds its limits, on Linux
 
 
-def has_gpu(devices: Path = DEVICES) -> bool:
+def has_gpu(devices: Path) -> bool:
     """Return whether this process has an NVIDIA GPU, usable or not."""
     return any(devices.glob("nvidia[0-9]*")) and not gpus_are_hidden()
 
 
 def gpus_are_hidden() -> bool:
     return os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")  # the last is Slurm's
-
-
-def why_no_cuda(torch_version: str, cuda: str | None, driver_file: Path = DRIVER) -> str:
-    """Return why torch.cuda is not available, and what to install.
-
-    Args:
-        cuda: the version that PyTorch is built for, None for a build without CUDA.
-    """
-    if not driver_file.exists():
-        return "no NVIDIA driver is loaded. Install one"
-    found = re.search(r"(\d+)\.[\d.]+", driver_file.read_text())
-    driver, series = (found[0], int(found[1])) if found else ("of unknown version", 0)
-    if not cuda:
-        return f"torch {torch_version} is built without CUDA. Install the build for driver {driver} (pytorch.org)"
-    # The oldest driver series for all minor versions, from NVIDIA's table "CUDA Toolkit and Minimum Driver Versions".
-    needed = {"11": 450, "12": 525, "13": 580}.get(cuda.split(".")[0], 0)
-    if series < needed:
-        return (
-            f"found driver {driver}; torch {torch_version} for CUDA {cuda} expects {needed} or later. Update the "
-            "driver, install a build of torch for an older CUDA (pytorch.org)"
-        )
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    shown = "" if visible is None else f", CUDA_VISIBLE_DEVICES={visible}"
-    return f"driver {driver} with torch {torch_version} for CUDA {cuda}{shown}. See what nvidia-smi reports"
 
 
 def check_compiler(device_type: str) -> None:

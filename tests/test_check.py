@@ -39,8 +39,7 @@ def machine(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def insert_gpu(driver="580.159.04") -> None:
-    host.DRIVER.write_text(f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Tue Feb 27\n")
+def insert_gpu() -> None:
     host.DEVICES.mkdir()
     (host.DEVICES / "nvidia0").touch()
 
@@ -97,28 +96,26 @@ def test_no_pytorch_and_a_broken_one_are_lines(machine, monkeypatch):
     assert check.check_gpu(broken) == ("note", "GPU", "found; install PyTorch first")
 
 
-def test_pytorch_answers():
-    found = check.ask_torch()
-    assert (found["version"], len(found["gpus"])) == (torch.__version__, torch.cuda.device_count())
+UNUSABLE = CPU | {"problem": "Torch not compiled with CUDA enabled"}
 
 
-@pytest.mark.parametrize(("driver", "torch", "line"), [
-    ("", CPU, "note: none with a driver; training runs on the CPU"),
-    ("", CPU | {"mps": True}, "ok: Apple's"),
-    ("580.159.04", GPU, "ok: 1 x NVIDIA H100; torch for CUDA 13.0 computes"),
-    ("535.54.03", CPU, "FIX: found driver 535.54.03; torch 2.13.0 for CUDA 13.0 expects 580 or later. Update"),
-    ("580.159.04", CPU | {"cuda": None}, "FIX: torch 2.13.0 is built without CUDA. Install the build for driver 580"),
-    ("580.159.04", GPU | {"problem": "GPU 0: no kernel"}, "FIX: GPU 0: no kernel. Install a build of torch for this"),
+@pytest.mark.parametrize(("has_gpu", "torch", "line"), [
+    (False, UNUSABLE, "note: none with a driver; training runs on the CPU"),
+    (False, UNUSABLE | {"mps": True}, "ok: Apple's"),
+    (False, GPU, "ok: 1 x NVIDIA H100; torch for CUDA 13.0 computes"),  # WSL
+    (True, GPU, "ok: 1 x NVIDIA H100; torch for CUDA 13.0 computes"),
+    (True, UNUSABLE, "FIX: Torch not compiled with CUDA enabled. Update the driver, or install a build of torch for"),
+    (True, GPU | {"problem": "no kernel image"}, "FIX: no kernel image. Update the driver, or install"),
 ])  # fmt: skip
-def test_gpu(driver, torch, line, machine):
-    if driver:
-        insert_gpu(driver)
+def test_gpu(has_gpu, torch, line, machine):
+    if has_gpu:
+        insert_gpu()
     state, _, text = check.check_gpu(torch)
     assert f"{state}: {text}".startswith(line)
 
 
 def test_a_gpu_that_is_hidden_or_outside_the_container(machine, monkeypatch):
-    host.DRIVER.write_text("of the host, which a container sees")
+    host.DRIVER.touch()
     state, _, text = check.check_gpu(CPU)
     assert state == "FIX" and text.endswith("docker run --gpus all")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

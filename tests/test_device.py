@@ -138,48 +138,24 @@ def test_fp16_with_weights_in_host_memory_is_refused():
 
 @pytest.fixture
 def gpu(tmp_path, monkeypatch):
-    """A machine with a GPU that torch 2.13 for CUDA 13.0 cannot use; returns a function that installs a driver."""
+    """A machine with a GPU that PyTorch cannot use."""
     (tmp_path / "nvidia3").touch()  # a container may have this one only
     monkeypatch.setattr(device, "DEVICES", tmp_path)
-    monkeypatch.setattr(device, "DRIVER", tmp_path / "version")
-    monkeypatch.setattr(torch, "__version__", "2.13.0")
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
-    def install(version: str) -> None:
-        (tmp_path / "version").write_text(
-            f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {version}  Tue Feb 27 21:00:00 2024\nGCC version: 12.2\n"
-        )
-
-    return install
-
 
 @pytest.mark.parametrize("name", ["auto", "cuda"])
-def test_an_old_driver_is_an_error_and_not_a_run_on_the_cpu(name, gpu):
-    gpu("535.54.03")
-    with pytest.raises(UserError) as error:
+def test_a_gpu_that_cannot_be_used_is_an_error_and_not_a_run_on_the_cpu(name, gpu, monkeypatch):
+    def init():
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020)")
+
+    monkeypatch.setattr(torch.cuda, "init", init)
+    with pytest.raises(UserError, match=r"PyTorch cannot use a GPU here: .*12020\); or train with --device cpu"):
         device.choose_device(name)
-    assert str(error.value) == (
-        "PyTorch cannot use a GPU here: found driver 535.54.03; torch 2.13.0 for CUDA 13.0 expects 580 or later. "
-        "Update the driver, install a build of torch for an older CUDA (pytorch.org), or train with --device cpu"
-    )
-
-
-def test_a_gpu_that_cannot_be_used_is_an_error_with_the_reason(gpu, monkeypatch):
-    with pytest.raises(UserError, match="no NVIDIA driver is loaded"):
-        device.choose_device("auto")
-    gpu("580.159.04")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    with pytest.raises(UserError, match=r"driver 580.159.04 .* 13.0, CUDA_VISIBLE_DEVICES=7. See what nvidia-smi"):
-        device.choose_device("auto")
-    monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(UserError, match=r"built without CUDA. Install the build for driver 580.159.04"):
-        device.choose_device("auto")
 
 
 def test_a_hidden_gpu_is_not_used(gpu, monkeypatch):
-    gpu("535.54.03")
     assert device.choose_device("cpu").type == "cpu"
     for value in ("", "-1", "NoDevFiles"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
