@@ -115,7 +115,6 @@ class TrainConfig(GPTConfig):
     eval_tokens: int = option(10485760, "validation tokens, the same ones each time", "evaluation", at_least=1)
     eval_tasks: str = option("hellaswag", EXPECTED, "evaluation")
     hellaswag_freq: int = option(250, "steps between evaluations of these tasks; 0: none", "evaluation")
-    hellaswag_file: str = option("", "hellaswag_val.jsonl (default: Rowan/hellaswag from the Hub)", "evaluation")
     sample_freq: int = option(250, "steps between text samples; 0: none", "evaluation")
     sample_prompt: str = option("", "text that samples continue (default: the start of a document)", "evaluation")
     eval_only: bool = option(False, "print validation loss, HellaSwag and a sample of a checkpoint (--resume; default: "
@@ -316,6 +315,7 @@ ELSEWHERE = {
         "--data_dir": "dataset data data_path train_file input_bin tokenized_dir",
         "--init_from": "model_name_or_path model",
         "--use_wandb": "wandb wandb_log",
+        "--eval_tasks hellaswag=FILE": "hellaswag_file",
         "--use_tensorboard": "tensorboard",
         "--use_tensorboard, --use_wandb or neither": "report_to",
         "--max_files of prepare_dataset.py; a run reads all shards of --data_dir, up to --max_steps": "max_files",

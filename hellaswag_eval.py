@@ -1,6 +1,6 @@
 """HellaSwag (Zellers et al. 2019) and other multiple-choice tasks: accuracy of choosing the right ending.
 
-    python hellaswag_eval.py checkpoints/latest.pt --hellaswag_file hellaswag_val.jsonl
+    python hellaswag_eval.py checkpoints/latest.pt --task hellaswag=hellaswag_val.jsonl
     python hellaswag_eval.py latest --task arc_easy,arc_challenge,piqa=piqa_validation.jsonl
 
 An ending's tokens are scored after its context. acc chooses the ending with the lowest summed loss, acc_norm the one
@@ -47,7 +47,6 @@ class HellaSwagOptions(CheckpointOptions):
     """The options of hellaswag_eval.py."""
 
     task: str = option("hellaswag", EXPECTED, aliases=("eval_tasks",))
-    hellaswag_file: str = option("", "short for --task hellaswag=FILE")
     limit: int | None = option(None, "number of examples, from the start (default: all)", at_least=1)
     style: str = option(STYLES[0], "definition of HellaSwag's acc and acc_norm", choices=STYLES)
 
@@ -117,7 +116,7 @@ def load(config: "TrainConfig", tokenizer: Any, ranks: Ranks, log: Any) -> dict[
     A task whose examples are unavailable is left out, with a warning.
     """
     tasks = {}
-    for name, file in parse_tasks(config.eval_tasks, config.hellaswag_file).items():
+    for name, file in parse_tasks(config.eval_tasks).items():
         try:
             examples = ranks.on_main(partial(load_examples, name, file)) or []
         except UserError as error:
@@ -237,10 +236,9 @@ def evaluate(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parse_options(HellaSwagOptions, argv, "Evaluate a checkpoint on HellaSwag and other tasks.")
-    tasks = parse_tasks(options.task, options.hellaswag_file)
-    if options.hellaswag_file and "hellaswag" not in tasks:
-        raise UserError(f"--hellaswag_file: --task {options.task} does not include hellaswag; expected NAME=FILE there")
+    elsewhere = {"hellaswag_file": "--task hellaswag=FILE"}
+    options = parse_options(HellaSwagOptions, argv, "Evaluate a checkpoint on HellaSwag and other tasks.", elsewhere)
+    tasks = parse_tasks(options.task)
     with joined(options.device) as ranks:
         path, checkpoint = open_checkpoint(options.checkpoint, Path(options.checkpoint_dir))
         model, tokenizer = load_model(checkpoint).to(ranks.device), get_tokenizer(checkpoint["tokenizer"])

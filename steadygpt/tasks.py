@@ -73,14 +73,14 @@ TASKS = {
 EXPECTED = f"{', '.join(TASKS)}, or several with commas; from the Hub, or NAME=FILE"
 
 
-def parse_tasks(tasks: str, hellaswag_file: str = "") -> dict[str, str]:
+def parse_tasks(tasks: str) -> dict[str, str]:
     """Return name -> file, "" for the Hub, of tasks such as "hellaswag,arc_easy=FILE"."""
     files = {}
     for task in tasks.split(","):
         name, _, file = task.strip().partition("=")
         if name not in TASKS:
             raise UserError(f"unknown task {name!r}; expected {EXPECTED}")
-        files[name] = file or (hellaswag_file if name == "hellaswag" else "")
+        files[name] = file
     return files
 
 

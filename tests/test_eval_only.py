@@ -30,7 +30,7 @@ def test_eval_only_of_weights_prints_one_line_for_each_evaluation(workdir, capsy
     example = {"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 0}
     (workdir / "hellaswag.jsonl").write_text(json.dumps(example) + "\n")
     capsys.readouterr()
-    sampled = ("--sample_freq", "1", "--hellaswag_freq", "1", "--hellaswag_file", "hellaswag.jsonl")
+    sampled = ("--sample_freq", "1", "--hellaswag_freq", "1", "--eval_tasks", "hellaswag=hellaswag.jsonl")
     run_here("--eval_only", "--init_from", "checkpoints/latest.pt", "--eval_freq", "1", *sampled)
     title, val_loss, hellaswag, sample = capsys.readouterr().out.splitlines()
     assert title == "checkpoints/latest.pt at step 0:"

@@ -254,7 +254,7 @@ def command(model, tmp_path, capsys):
         torch.save(checkpoint, tmp_path / name)
 
     def run(*argv: str) -> tuple[str, str]:
-        options = ["--checkpoint_dir", str(tmp_path), "--hellaswag_file", str(tmp_path / "hs.jsonl"), "--device", "cpu"]
+        options = ["--checkpoint_dir", str(tmp_path), "--task", f"hellaswag={tmp_path / 'hs.jsonl'}", "--device", "cpu"]
         assert hellaswag_eval.main([*options, "--precision", "fp32", *argv]) == 0
         return capsys.readouterr()
 
@@ -285,7 +285,8 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(command, tmp_path):
 
 @pytest.mark.parametrize(("argv", "message"), [
     (["none.pt"], "none.pt"),
-    (["--hellaswag_file", "none.jsonl"], "none.jsonl: cannot be read"),
+    (["--task", "hellaswag=none.jsonl"], "none.jsonl: cannot be read"),
+    (["--hellaswag_file", "none.jsonl"], "unknown argument '--hellaswag_file'; here it is --task hellaswag=FILE"),
     (["--limit", "0"], "--limit is 0; expected at least 1"),
     (["--style", "gpt3"], "--style is 'gpt3'; expected one of build-nanogpt, lm_eval"),
 ])  # fmt: skip

@@ -257,7 +257,7 @@ def test_init_from_takes_only_the_weights(workdir):
 
 def test_missing_tokenizer_or_hellaswag_file_is_a_warning(workdir, capsys):
     write_data(workdir / "data", tokenizer="no-such-tokenizer")
-    flags = ("--hellaswag_freq", "4", "--sample_freq", "4", "--hellaswag_file", "missing.jsonl")
+    flags = ("--hellaswag_freq", "4", "--sample_freq", "4", "--eval_tasks", "hellaswag=missing.jsonl")
     assert run_here(*flags, *folders("a")) == 0
     assert capsys.readouterr().err.count("warning: ") == 1
     write_data(workdir / "data")
@@ -270,7 +270,7 @@ def test_missing_tokenizer_or_hellaswag_file_is_a_warning(workdir, capsys):
 def test_hellaswag_runs_during_training(workdir):
     example = {"ctx": "A man", "endings": ["sits.", "flies away.", "is a.", "of."], "label": 0}
     (workdir / "hs.jsonl").write_text(json.dumps(example) + "\n" + json.dumps(example | {"label": 3}) + "\n")
-    assert run_here("--hellaswag_freq", "4", "--hellaswag_file", "hs.jsonl", *folders("a")) == 0
+    assert run_here("--hellaswag_freq", "4", "--eval_tasks", "hellaswag=hs.jsonl", *folders("a")) == 0
     assert metrics("logs-a", "hellaswag_acc").keys() == metrics("logs-a", "hellaswag_acc_norm").keys() == {4, 8}
     assert metrics("logs-a", "hellaswag_acc")[8] in (0, 0.5)  # both examples are equal, with different labels
 
