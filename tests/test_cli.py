@@ -10,6 +10,14 @@ from conftest import REPO
 
 from steadygpt.cli import option, parse_options
 
+
+def run(program: str, **environment: str) -> tuple[int, str, str]:
+    """Run a program that has run_cli and the errors; return its exit status and what it printed."""
+    words = [sys.executable, "-c", f"from steadygpt.cli import *\n{program}"]
+    ended = subprocess.run(words, capture_output=True, text=True, cwd=REPO, env=os.environ | environment, timeout=30)
+    return ended.returncode, ended.stdout, ended.stderr
+
+
 ENDINGS = {
     "result": ("return 3", 3, ""),
     "no result": ("pass", 0, ""),
@@ -23,15 +31,11 @@ ENDINGS = {
 }
 
 
-@pytest.mark.parametrize("under_torchrun", [False, True])
+@pytest.mark.parametrize("environment", [{}, {"RANK": "0"}])
 @pytest.mark.parametrize("body, status, stderr", ENDINGS.values(), ids=ENDINGS)
-def test_command_ends_with_its_exit_status_and_at_most_one_line(body, status, stderr, under_torchrun):
-    program = f"from steadygpt.cli import UserError, run_cli\ndef main():\n print('printed')\n {body}\nrun_cli(main)"
-    ended = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True, text=True, cwd=REPO, env=os.environ | ({"RANK": "0"} if under_torchrun else {}),
-    )  # fmt: skip
-    assert (ended.returncode, ended.stdout, ended.stderr) == (status, "printed\n", stderr)
+def test_command_ends_with_its_exit_status_and_at_most_one_line(body, status, stderr, environment):
+    program = f"def main():\n print('printed')\n {body}\nrun_cli(main)"
+    assert run(program, **environment) == (status, "printed\n", stderr)
 
 
 @dataclass(frozen=True)
@@ -55,32 +59,20 @@ def test_argument_behind_a_switch_is_not_its_value(words, expected):
 
 def test_rank_exits_without_interpreter_shutdown():
     """Gloo threads outlive FSDP; one that takes the GIL during shutdown would end a finished run with SIGABRT."""
-    program = "import atexit, os\nfrom steadygpt.cli import run_cli\natexit.register(os.abort)\nrun_cli(lambda: 0)"
-    for environment, status in (({"RANK": "1"}, 0), ({}, -6)):
-        ended = subprocess.run([sys.executable, "-c", program], cwd=REPO, env=os.environ | environment)
-        assert ended.returncode == status
+    program = "import atexit\natexit.register(os.abort)\nrun_cli(lambda: 0)"
+    assert run(program)[0] == -6
+    assert run(program, RANK="1")[0] == 0
 
 
 def test_a_rank_that_raises_leaves_at_once():
     """Shutting down NCCL could wait for the other ranks."""
-    program = "import atexit, time\nfrom steadygpt.cli import run_cli\natexit.register(time.sleep, 60)\n"
-    program += "run_cli(lambda: 1 / 0)"
-    ended = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        cwd=REPO,
-        env=os.environ | {"RANK": "1"},
-        timeout=30,
-    )
-    assert ended.returncode == 1
-    assert ended.stderr.endswith("ZeroDivisionError: division by zero\n")
+    program = "import atexit\natexit.register(time.sleep, 60)\nrun_cli(lambda: 1 / 0)"
+    status, _, stderr = run(program, RANK="1")
+    assert status == 1
+    assert stderr.endswith("ZeroDivisionError: division by zero\n")
 
 
 @pytest.mark.parametrize(("kind", "printed"), [("RankError", "error: no memory\n"), ("UserError", "")])
 def test_only_an_error_that_local_rank_0_lacks_is_printed_by_another_rank(kind, printed):
-    program = f"from steadygpt import cli\ndef main():\n raise cli.{kind}('no memory')\ncli.run_cli(main)"
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=REPO, env=os.environ | {"LOCAL_RANK": "1"}
-    )
-    assert (ended.returncode, ended.stderr) == (2, printed)
+    program = f"def main():\n raise {kind}('no memory')\nrun_cli(main)"
+    assert run(program, LOCAL_RANK="1") == (2, "", printed)
