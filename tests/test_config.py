@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 import tomllib
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,16 +29,6 @@ def error_of(*argv: str) -> str:
         parse_args(list(argv))
     assert "\n" not in str(raised.value)
     return str(raised.value)
-
-
-def test_defaults_train_gpt2_on_fineweb_edu():
-    config = parse()
-    assert (config.num_layers, config.num_heads, config.embd_size, config.context_length) == (12, 12, 768, 1024)
-    assert (config.total_batch_size, config.mini_batch_size, config.num_epochs) == (524288, 32, 5)
-    assert (config.max_lr, config.min_lr, config.warmup_steps, config.weight_decay) == (1e-3, 1e-4, 715, 0.1)
-    assert config.data_dir == "data/edu_fineweb10B"
-    assert config.shuffle_rows
-    assert config.shuffle_shards
 
 
 SHAPE = {f.name for f in dataclasses.fields(GPTConfig)} - {"vocab_size"}
@@ -94,19 +85,14 @@ def test_presets_match_the_earlier_projects():
     assert (test.mini_batch_size, test.grad_accum_steps(1), test.precision, test.max_steps) == (2, 2, "bf16", 100)
 
 
-def test_preset_can_include_another_preset(tmp_path):
-    (tmp_path / "mine.toml").write_text('config = "gpt2-xl"\nnum_layers = 4\n')
-    config, given_options = parse_args(["--config", str(tmp_path / "mine.toml"), "--num_heads", "5"])
-    assert (config.num_layers, config.num_heads, config.embd_size) == (4, 5, 1600)
-    assert config.config.endswith("mine.toml")
-    assert "embd_size" in given_options
-
-
-def test_flags_override_the_preset_and_the_preset_overrides_defaults(tmp_path):
-    (tmp_path / "mine.toml").write_text("num_layers = 4\nmax_lr = 1\nuse_tensorboard = true\n")
-    config, given_options = parse_args(["--config", str(tmp_path / "mine.toml"), "--num_layers", "6"])
-    assert (config.num_layers, config.max_lr, config.use_tensorboard, config.num_heads) == (6, 1.0, True, 12)
-    assert given_options == {"config": "flag", "num_layers": "flag", "max_lr": "preset", "use_tensorboard": "preset"}
+def test_flags_override_the_preset_and_presets_what_they_include(tmp_path):
+    mine = str(tmp_path / "mine.toml")
+    Path(mine).write_text('config = "gpt2-xl"\nnum_layers = 4\nmax_lr = 1\nuse_tensorboard = true\n')
+    config, given_options = parse_args(["--config", mine, "--num_layers", "6"])
+    assert (config.num_layers, config.max_lr, config.use_tensorboard, config.embd_size) == (6, 1.0, True, 1600)
+    assert (config.config, given_options["num_layers"]) == (mine, "flag")
+    assert {given_options[name] for name in ("max_lr", "use_tensorboard", "embd_size")} == {"preset"}
+    assert "dropout" not in given_options
 
 
 @pytest.mark.parametrize(("words", "name", "value"), [
@@ -156,6 +142,7 @@ def test_every_switch_can_be_turned_off_in_every_spelling(name):
     ("--min_lr 0.1", "--min_lr 0.1 is above --max_lr 0.001"),
     ("--num_epochs 0", "--max_steps and --num_epochs are both 0"),
     ("--cpu_offload", "--cpu_offload needs --sharding fsdp"),
+    ("--total_batch_size 65536 --micro_steps 8", "--total_batch_size and --micro_steps both set the tokens of a step"),
     ("--config no-such-preset", "expected a .toml file or one of: gpt-neox-1.2b, gpt2, "),
     *((f"--max_lr={value}", f"--max_lr is {float(value)}; expected 0 or more") for value in ("nan", "inf", "-1")),
     *((f"--{name} 0", f"--{name} is 0; expected at least 1") for name in (
@@ -201,7 +188,7 @@ def test_suggested_options_exist():
 @pytest.mark.parametrize(("world_size", "rows"), [(1, 32), (16, 32), (32, 16), (64, 8), (512, 1)])
 def test_rows_become_the_largest_divisor_that_splits_a_step(world_size, rows):
     """The defaults have steps of 512 rows, 32 at once."""
-    config = TrainConfig().with_even_rows({}, world_size)
+    config = TrainConfig().with_even_rows({"mini_batch_size": "preset"}, world_size)
     assert config.mini_batch_size == rows
     assert config.grad_accum_steps(world_size) * rows * world_size == 512
 
@@ -216,12 +203,6 @@ def test_rows_that_must_not_change_or_cannot_fit_are_an_error(config, sources, w
     assert config.mini_batch_size == 32
     with pytest.raises(UserError, match="--total_batch_size 524,288 is not a multiple of --mini_batch_size 32 x "):
         config.grad_accum_steps(world_size)
-
-
-def test_rows_of_a_preset_may_change():
-    config, sources = parse_args(["--config", "gpt2-1b"])  # 512 rows, 4 at once
-    assert config.with_even_rows(sources, 128).mini_batch_size == 4
-    assert config.with_even_rows(sources, 256).mini_batch_size == 2
 
 
 def test_help_has_the_steps_of_an_epoch_of_fineweb_edu():
@@ -260,10 +241,6 @@ def test_help_lists_every_option(capsys):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_grad_accum_steps_of_the_default_batch():
-    assert [TrainConfig().grad_accum_steps(ranks) for ranks in (1, 2, 4, 8)] == [16, 8, 4, 2]
-
-
 def test_micro_steps_are_those_of_each_rank():
     config = parse("--mini_batch_size", "4", "--context_length", "2048", "--micro_steps", "8")
     tokens = [config.with_tokens_of_step(ranks).total_batch_size for ranks in (1, 2, 8)]
@@ -280,11 +257,6 @@ def test_total_batch_size_and_micro_steps_override_each_other(tmp_path):
     assert "total_batch_size" not in given_options
     (tmp_path / "mine.toml").write_text('config = "production"\ntotal_batch_size = 131072\n')
     assert parse("--config", str(tmp_path / "mine.toml")).micro_steps == 0
-
-
-def test_total_batch_size_and_micro_steps_together_are_an_error():
-    message = "--total_batch_size and --micro_steps both set the tokens of a step; give one of them"
-    assert error_of("--total_batch_size", "65536", "--micro_steps", "8") == message
 
 
 sizes = st.integers(1, 64)

@@ -102,10 +102,3 @@ def test_the_number_is_stored_and_a_resume_takes_it(workdir, monkeypatch, capsys
     assert load("a/latest.pt")["train_config"]["mini_batch_size"] == 4
     with pytest.raises(UserError, match="--total_batch_size 63 is not a multiple of"):
         run_here(*auto, "--total_batch_size", "63")
-
-
-def test_auto_is_another_word_for_0(tmp_path):
-    (tmp_path / "mine.toml").write_text('mini_batch_size = "auto"\n')
-    for flags in (["--config", str(tmp_path / "mine.toml")], ["--mini_batch_size", "auto"], ["--mini_batch_size=0"]):
-        config = parse_args(flags)[0]
-        assert config.mini_batch_size == config.grad_accum_steps(1) == 0
