@@ -142,13 +142,12 @@ def test_no_compiler_and_too_little_memory_are_faults_on_a_gpu_only(machine, mon
 
 @pytest.mark.parametrize(("free_gb", "speed", "expected"), [
     (4, 1e9, ["FIX disk"]),
-    (30, 1e9, ["note disk", "ok disk speed", "ok locks"]),
     (100, 1e9, ["ok disk", "ok disk speed", "ok locks"]),
     (100, 3e7, ["ok disk", "note disk speed", "ok locks"]),
 ])  # fmt: skip
 def test_disk(free_gb, speed, expected, tmp_path, monkeypatch):
     monkeypatch.setattr(check, "write_speed", lambda folder: speed)
-    lines = [*check.check_disk(tmp_path, free_gb * 10**9, sum(check.NEEDED.values()))]
+    lines = [*check.check_disk(tmp_path, free_gb * 10**9)]
     assert [f"{state} {subject}" for state, subject, _ in lines] == expected
     assert speed < 1e9 or free_gb < 5 or lines[1][2] == f"{tmp_path}: 1 GB/s; a checkpoint of GPT-2 124M takes 1.5 s"
     assert not [*tmp_path.iterdir()]
@@ -167,7 +166,7 @@ def test_a_disk_that_refuses_files_or_locks(module, name, said, tmp_path, monkey
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
     monkeypatch.setattr(module, name, refuse)
-    *_, (state, _, text) = check.check_disk(tmp_path, 10**12, 0)
+    *_, (state, _, text) = check.check_disk(tmp_path, 10**12)
     assert state == "FIX" and said in text
     assert not [*tmp_path.iterdir()]
 
@@ -175,7 +174,5 @@ def test_a_disk_that_refuses_files_or_locks(module, name, said, tmp_path, monkey
 def test_sizes_are_those_of_the_default_run():
     with torch.device("meta"):
         model = GPT(TrainConfig().shape(50257), initialize=False)
-    config = TrainConfig()
     assert model.num_parameters() * 12 == check.CHECKPOINT
-    assert estimate_memory(config, model, torch.device("cuda"), 1)[1][COPY] == check.HOST_COPY
-    assert config.keep_checkpoints + 3 + config.num_epochs == check.KEPT  # as steadygpt/plan.py
+    assert estimate_memory(TrainConfig(), model, torch.device("cuda"), 1)[1][COPY] == check.HOST_COPY
