@@ -23,7 +23,6 @@ in_small_chunks = settings(deadline=None, max_examples=60, suppress_health_check
 
 def write(folder, kind: str, texts: list[str]) -> Source:
     """Write texts as files of a kind, and open them as a source."""
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
     chunks._open_table.cache_clear()  # other files had the same names
     for file in folder.iterdir():
         file.unlink()

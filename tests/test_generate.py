@@ -80,22 +80,12 @@ def frequencies(count=40000, **options) -> list[float]:
     return (drawn[:, 0].bincount(minlength=3) / count).tolist()
 
 
-def test_temperature_scales_the_logits():
-    assert frequencies() == pytest.approx([0.6, 0.3, 0.1], abs=0.01)
+def test_temperature_scales_the_logits_and_top_k_keeps_their_ratios():
+    assert frequencies() == frequencies(top_k=0) == frequencies(top_k=50) == pytest.approx([0.6, 0.3, 0.1], abs=0.01)
     assert frequencies(temperature=0.5) == pytest.approx([0.36 / 0.46, 0.09 / 0.46, 0.01 / 0.46], abs=0.01)
     roots = [math.sqrt(p) for p in (0.6, 0.3, 0.1)]
     assert frequencies(temperature=2.0) == pytest.approx([root / sum(roots) for root in roots], abs=0.01)
-
-
-def test_top_k_keeps_the_ratios_of_the_k_most_likely_tokens():
     assert frequencies(top_k=2) == pytest.approx([2 / 3, 1 / 3, 0], abs=0.01)
-    for all_tokens in (0, 3, 50):
-        assert frequencies(top_k=all_tokens) == frequencies()
-
-
-def test_temperature_0_equals_top_k_1():
-    model = small()
-    assert torch.equal(generate(model, ids(2, 3), 8, temperature=0), generate(model, ids(2, 3), 8, top_k=1))
 
 
 @both_families
@@ -106,25 +96,12 @@ def test_vocabulary_padding_is_never_sampled(family):
     assert generate(model, ids(8, 1), 11, temperature=5.0).max() < 101
 
 
-def test_generate_keeps_training_mode_and_random_state():
-    model = small(dropout=0.1)
-    model.train()
-    state = torch.get_rng_state()
+@pytest.mark.parametrize("training", [True, False])
+def test_generate_keeps_the_mode_and_the_random_state(training):
+    model, state = small(dropout=0.1).train(training), torch.get_rng_state()
     generate(model, ids(1, 1), 5, generator=torch.Generator().manual_seed(0))
-    assert model.training
+    assert model.training == training
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_generate_keeps_evaluation_mode():
-    model = small().eval()
-    generate(model, ids(1, 1), 2)
-    assert not model.training
-
-
-def test_load_model_restores_the_model():
-    model = small()
-    checkpoint = {"model_config": dataclasses.asdict(model.config), "model": model.state_dict()}
-    assert torch.equal(load_model(checkpoint)(ids(1, 4)), model(ids(1, 4)))
 
 
 def test_load_model_rejects_inconsistent_checkpoints():
@@ -197,14 +174,11 @@ def test_each_text_starts_with_the_prompt(texts):
 
 
 @pytest.mark.parametrize("end", ["", "\n", "\r\n"])
-def test_prompt_file_is_one_prompt_without_its_last_line_break(texts, folder, end):
+def test_prompt_file_is_one_prompt_without_its_last_line_break(texts, folder, end, monkeypatch):
     (folder / "prompt.txt").write_bytes(f"two\nlines{end}".encode())
-    assert texts("--prompt_file", str(folder / "prompt.txt")) == texts("--prompt", "two\nlines")
-
-
-def test_prompt_file_of_a_dash_is_standard_input(texts, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\n\n")))
-    assert texts("--prompt_file", "-") == texts("--prompt", "a\n")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(f"two\nlines{end}".encode())))
+    prompt = texts("--prompt", "two\nlines")
+    assert texts("--prompt_file", str(folder / "prompt.txt")) == texts("--prompt_file", "-") == prompt
 
 
 @pytest.mark.parametrize(("data", "words"), [
@@ -228,21 +202,10 @@ def test_prompt_longer_than_the_context_is_a_warning(outputs):
     assert err == "warning: the prompt has 33 tokens; the model sees the last 32\n"
 
 
-def test_prompt_and_prompt_file_exclude_each_other():
-    with pytest.raises(UserError, match="give one of them"):
-        main(["--prompt", "a", "--prompt_file", "b"])
-
-
-def test_same_seed_gives_the_same_text(texts):
+def test_the_seed_decides_the_text_except_at_temperature_0(texts):
     assert texts("--seed", "1") == texts("--seed", "1") != texts("--seed", "2")
-
-
-def test_seed_does_not_matter_at_temperature_0(texts):
-    assert texts("--temperature", "0", "--seed", "1") == texts("--temperature", "0", "--seed", "2")
-
-
-def test_top_k_1_gives_the_text_of_temperature_0(texts):
-    assert texts("--top_k", "1") == texts("--temperature", "0") != texts("--top_k", "2")
+    greedy = texts("--temperature", "0", "--seed", "1")
+    assert greedy == texts("--temperature", "0", "--seed", "2") == texts("--top_k", "1") != texts("--top_k", "2")
 
 
 def test_text_ends_with_the_document_or_after_max_tokens(texts, folder):
@@ -276,6 +239,9 @@ def test_corrupt_latest_is_skipped_with_a_warning(outputs, folder):
 @pytest.mark.parametrize(("flag", "words"), [
     (["--num_seq", "0"], "at least 1"), (["--max_tokens", "0"], "at least 1"), (["--temperature", "-1"], "0 or more"),
     (["--top_k", "-1"], "0 or more"), (["--device", "abacus"], "--device abacus"), (["none.pt"], "none.pt: no such"),
+    (["--prompt", "a", "--prompt_file", "b"], "give one of them"),
+    (["--max_new_tokens", "3"], "unknown argument '--max_new_tokens'; here it is --max_tokens"),  # nanoGPT's
+    (["--start=FILE:a.txt"], "here it is --prompt TEXT or --prompt_file FILE"),
 ])  # fmt: skip
 def test_invalid_option_is_one_line(folder, capsys, flag, words):
     with pytest.raises(UserError) as raised:
@@ -283,10 +249,3 @@ def test_invalid_option_is_one_line(folder, capsys, flag, words):
     assert capsys.readouterr() == ("", "")
     assert words in str(raised.value)
     assert "\n" not in str(raised.value)
-
-
-def test_nanogpts_names_of_flags_are_known():
-    with pytest.raises(UserError, match="unknown argument '--max_new_tokens'; here it is --max_tokens"):
-        main(["--max_new_tokens", "3"])
-    with pytest.raises(UserError, match="here it is --prompt TEXT or --prompt_file FILE"):
-        main(["--start=FILE:a.txt"])

@@ -261,26 +261,12 @@ def command(model, tmp_path, capsys):
     return run
 
 
-def test_the_command_scores_a_checkpoint(command, model, tmp_path):
-    acc, acc_norm = plain_scores(model, examples())
-    expected = f"latest.pt at step 7: HellaSwag acc {acc:.4f} acc_norm {acc_norm:.4f} (24 examples)\n"
-    for argv in ([], ["latest"], [str(tmp_path / "latest.pt")]):
-        out, err = command(*argv)
-        assert out.endswith(expected)
-        assert "warning" not in err
-
-
-def test_limit_scores_the_first_examples_only(command, model):
-    acc, acc_norm = plain_scores(model, examples()[:5])
-    out, _ = command("--limit", "5")
-    assert out.endswith(f"HellaSwag acc {acc:.4f} acc_norm {acc_norm:.4f} (5 examples)\n")
-
-
-def test_a_damaged_checkpoint_is_skipped_with_a_warning(command, tmp_path):
-    (tmp_path / "latest.pt").write_bytes((tmp_path / "latest.pt").read_bytes()[:-100])
-    out, err = command()
-    assert "latest_backup.pt at step 7" in out
-    assert f"{tmp_path / 'latest.pt'}: " in err
+@pytest.mark.parametrize(("argv", "count"), [([], 24), (["latest"], 24), (["--limit", "5"], 5)])
+def test_the_command_scores_a_checkpoint(command, model, argv, count):
+    acc, acc_norm = plain_scores(model, examples()[:count])
+    out, err = command(*argv)
+    assert out.endswith(f"latest.pt at step 7: HellaSwag acc {acc:.4f} acc_norm {acc_norm:.4f} ({count} examples)\n")
+    assert "warning" not in err
 
 
 @pytest.mark.parametrize(("argv", "message"), [
