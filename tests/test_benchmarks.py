@@ -18,6 +18,7 @@ from benchmarks import gpu_suite, kill_curve
 from benchmarks.compare import pairs_of_equal_precision, reason_of, report
 from benchmarks.gpu_suite import Row
 from benchmarks.kill_curve import Kill, kill_instants
+from config import parse_args
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (REPO / "benchmarks").glob("*.py")))
@@ -109,7 +110,7 @@ def test_the_run_outlasts_its_kills():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# gpu_suite: fake rows, then the real command
+# gpu_suite: fake rows
 
 MEASURES = "import json, sys; json.dump({'speed': FIGURE}, open(sys.argv[1], 'w'))".replace(
     "FIGURE", "dict(median=1234.5, low=1200, high=1300, unit='tokens/s')"
@@ -189,9 +190,10 @@ def test_a_stopped_suite_ends_its_row(tmp_path):
     assert not is_running((tmp_path / "child").read_text())
 
 
-def test_the_suite_records_a_trace(tmp_path):
-    gpu_suite.main(["--out", str(tmp_path), "--parts", "trace", "--quick"])
-    rows = json.loads((tmp_path / "gpu_suite.json").read_text())["rows"]
-    assert rows["trace, five steps of 124 M"]["ok"], rows
-    [trace] = tmp_path.glob("trace/*.pt.trace.json.gz")
-    assert trace.stat().st_size > 10_000
+@pytest.mark.parametrize("quick", [False, True])
+def test_the_command_of_the_trace_is_one_of_train(quick):
+    """That such a run writes its trace is tested in test_train.py."""
+    [row] = [row for row in gpu_suite.ROWS if row.part == "trace"]
+    script, *flags = shlex.split(row.command + f" {row.quick}" * quick)
+    assert script == "train.py"
+    assert parse_args(flags)[0].profile == 5
