@@ -1,6 +1,5 @@
 """Damaged and foreign checkpoint files: reported with the reason, skipped in order, never executed or modified."""
 
-import contextlib
 import os
 import pickle
 import re
@@ -10,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import load, write_data
-from harness import assert_equals_reference, folders, refusal, run_to_end
+from conftest import load
+from harness import assert_equals_reference, folders, reference_run, refusal, run_to_end
 from injected import signal_at
 
 FLAGS = (
@@ -48,10 +47,7 @@ def damage(path: Path, how: str) -> None:
 @pytest.fixture(scope="module")
 def stopped_run(tmp_path_factory):
     """A folder with data, the uninterrupted run "reference" and the run "stopped", which was stopped at step 9."""
-    folder = tmp_path_factory.mktemp("damage")
-    write_data(folder / "data")
-    with contextlib.chdir(folder):
-        run_to_end(*FLAGS, *folders("reference"))
+    with reference_run(tmp_path_factory, *FLAGS) as folder:
         run_to_end(*FLAGS, *folders("stopped"), faults=[partial(signal_at, 9)])
         yield folder
 

@@ -1,13 +1,12 @@
 """kill -9 while an evaluation is recorded: best_model.pt and evaluations.json end as in an uninterrupted run."""
 
-import contextlib
 import json
 from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import assert_same_state, load, write_data
-from harness import Run, assert_equals_reference, folders
+from conftest import assert_same_state, load
+from harness import Run, assert_equals_reference, folders, reference_run
 from injected import kill_at, record_save_calls
 
 EVALUATED = ("--max_steps", "12", "--checkpoint_freq", "4", "--eval_freq", "4", "--max_lr", "1e-2", "--dropout", "0.1")
@@ -16,10 +15,7 @@ EVALUATED = ("--max_steps", "12", "--checkpoint_freq", "4", "--eval_freq", "4", 
 @pytest.fixture(scope="module")
 def evaluated_run(tmp_path_factory):
     """A folder with data, the uninterrupted run of EVALUATED in "reference" and its system calls in calls.txt."""
-    folder = tmp_path_factory.mktemp("evaluated")
-    write_data(folder / "data")
-    with contextlib.chdir(folder):
-        assert Run(*EVALUATED, *folders("reference"), faults=[record_save_calls]).wait() == [0]
+    with reference_run(tmp_path_factory, *EVALUATED, faults=[record_save_calls]) as folder:
         yield folder
 
 

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import MODERN, write_data
-from harness import LaunchedRun, Run, assert_equals_reference, folders
+from conftest import MODERN
+from harness import LaunchedRun, Run, assert_equals_reference, folders, reference_run
 from injected import kill_at, record_save_calls, record_tokens, tokens_of_steps
 
 from steadygpt.checkpoint import find_checkpoint
@@ -106,10 +106,7 @@ CALLS = [
 @pytest.fixture(scope="module")
 def short_run(tmp_path_factory):
     """A folder with data, the uninterrupted run of SHORT in "reference" and its system calls in calls.txt."""
-    folder = tmp_path_factory.mktemp("short")
-    write_data(folder / "data")
-    with contextlib.chdir(folder):
-        assert Run(*SHORT, *folders("reference"), faults=[record_save_calls]).wait() == [0]
+    with reference_run(tmp_path_factory, *SHORT, faults=[record_save_calls]) as folder:
         yield folder
 
 

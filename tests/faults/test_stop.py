@@ -1,6 +1,5 @@
 """Stops by signal, by --max_hours and by the loss of a rank: one save of the same step on all ranks, then a resume."""
 
-import contextlib
 import json
 import os
 import re
@@ -11,13 +10,12 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from conftest import MODERN, load, write_data
-from harness import LaunchedRun, Run, assert_equals_reference, folders
+from conftest import MODERN, load
+from harness import LaunchedRun, Run, assert_equals_reference, folders, reference_run
 from injected import pause, pause_before_training, raise_in_step, record_tokens, tokens_of_steps
 
 FLAGS = (
-    "--total_batch_size 128 --max_steps 14 --checkpoint_freq 6 --eval_freq 6 --hellaswag_freq 6 "
-    "--eval_tasks hellaswag=hs.jsonl --dropout 0.1"
+    "--total_batch_size 128 --max_steps 14 --checkpoint_freq 6 --eval_freq 6 --hellaswag_freq 6 --dropout 0.1"
 ).split()
 # When the signal comes -> the first and the last step after which one rank may stop. Training continues during a save.
 # Two ranks agree one micro-step later, of which a step has two.
@@ -33,16 +31,14 @@ SIGNALS = ("SIGTERM", "SIGINT", "SIGINT twice", "SIGUSR1", "SIGHUP", "max_hours"
 
 @pytest.fixture(scope="module")
 def setting(request, tmp_path_factory):
-    """A number of ranks and a recipe; the working folder has data and, in "reference", their uninterrupted run."""
+    """A number of ranks and the flags of a recipe; the working folder has their uninterrupted run in "reference"."""
     count, recipe = request.param
-    folder = tmp_path_factory.mktemp("stop")
-    write_data(folder / "data")
+    examples = tmp_path_factory.mktemp("examples") / "hs.jsonl"
     example = {"ctx": "A man", "endings": ["sits.", "flies away.", "is a.", "of."], "label": 0}
-    (folder / "hs.jsonl").write_text(json.dumps(example) + "\n" + json.dumps(example | {"label": 3}) + "\n")
-    with contextlib.chdir(folder):
-        reference = Run(*FLAGS, *recipe, *folders("reference"), ranks=count, faults=[record_tokens])
-        assert reference.wait() == [0] * count
-        yield count, recipe
+    examples.write_text(json.dumps(example) + "\n" + json.dumps(example | {"label": 3}) + "\n")
+    flags = (*recipe, "--eval_tasks", f"hellaswag={examples}")
+    with reference_run(tmp_path_factory, *FLAGS, *flags, ranks=count, faults=[record_tokens]):
+        yield count, flags
 
 
 def cases():
@@ -80,7 +76,7 @@ def test_a_stop_saves_once_and_can_be_resumed(setting, name, moment):
     assert len(re.findall(rf"^saved step {step} as ", run.text(), re.MULTILINE)) == 1
     assert load(f"{folder}/ckpt/latest.pt")["step"] == step
     assert tokens_before == len(tokens_of_steps())  # no rank made a step that the reference did not make
-    resumed = Run(*FLAGS, *folders(folder), "--resume", "latest", ranks=ranks, faults=[record_tokens])
+    resumed = Run(*FLAGS, *recipe, *folders(folder), "--resume", "latest", ranks=ranks, faults=[record_tokens])
     assert resumed.wait() == [0] * ranks
     assert_equals_reference(folder, "loss", "grad_norm", "val_loss", "hellaswag_acc_norm")
 
@@ -110,10 +106,7 @@ LONG_STEP = ("--total_batch_size", str(16 * 2 * 600), "--max_steps", "3", "--war
 @pytest.fixture(scope="module")
 def long_run(tmp_path_factory):
     """A folder with data and, in "reference", the uninterrupted run of LONG_STEP on 2 ranks."""
-    folder = tmp_path_factory.mktemp("long")
-    write_data(folder / "data")
-    with contextlib.chdir(folder):
-        assert Run(*LONG_STEP, *folders("reference"), ranks=2).wait() == [0, 0]
+    with reference_run(tmp_path_factory, *LONG_STEP, ranks=2) as folder:
         yield folder
 
 
@@ -171,10 +164,8 @@ SHORT = ("--max_steps", "40", "--checkpoint_freq", "4", "--dropout", "0.1")
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> Path:
     """A folder with data and, in "reference", the uninterrupted run of SHORT on 2 ranks."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    write_data(folder / "data")
-    with contextlib.chdir(folder):
-        assert Run(*SHORT, *folders("reference"), ranks=2).wait() == [0, 0]
+    with reference_run(tmp_path_factory, *SHORT, ranks=2) as folder:
+        pass  # the fixtures above keep their working folder
     return folder
 
 
