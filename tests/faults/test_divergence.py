@@ -101,17 +101,13 @@ def test_bad_steps_are_counted_across_resumes(workdir):
     assert run.text().count("its update was skipped") == 2
 
 
-def test_bad_steps_that_are_not_consecutive_do_not_stop_the_run(workdir):
-    fault = partial(bad_numbers, [2, 3, 5, 6, 8, 9], "nan loss", 0)
-    text = run_to_end(*FLAGS, *folders("run"), "--max_bad_steps", "3", faults=[fault])
-    assert text.count("its update was skipped") == 6
+@pytest.mark.parametrize(("limit", "steps"), [("3", [2, 3, 5, 6, 8, 9]), ("0", range(12))])
+def test_bad_steps_within_the_limit_do_not_stop_the_run(workdir, limit, steps):
+    """Only consecutive bad steps count, and --max_bad_steps 0 permits any number."""
+    fault = partial(bad_numbers, steps, "nan loss", 0)
+    text = run_to_end(*FLAGS, *folders("run"), "--max_bad_steps", limit, faults=[fault])
+    assert text.count("its update was skipped") == len(steps)
     assert "finished after 12 steps" in text
-
-
-def test_max_bad_steps_0_never_stops_the_run(workdir):
-    fault = partial(bad_numbers, range(100), "nan loss", 0)
-    text = run_to_end(*FLAGS, *folders("run"), "--max_bad_steps", "0", faults=[fault])
-    assert text.count("its update was skipped") == 12
     assert_finite("run")
 
 
@@ -149,11 +145,6 @@ def test_a_loss_spike_is_reported_and_optionally_skipped(workdir, skip):
     assert_equals_reference("run", "loss", "loss_z")
 
 
-def test_spike_z_0_turns_spike_detection_off(workdir):
-    fault = partial(bad_numbers, [135], "large loss", 0)
-    assert "standard deviations" not in run_to_end(*LONG, *folders("run"), "--spike_z", "0", faults=[fault])
-
-
 def test_fp16_overflow_lowers_the_loss_scale_and_is_not_a_bad_step(workdir):
     flags = (*FLAGS, "--precision", "fp16", *folders("run"))
     assert Run(*flags).wait() == [0]
@@ -162,3 +153,6 @@ def test_fp16_overflow_lowers_the_loss_scale_and_is_not_a_bad_step(workdir):
     text = run_to_end(*flags, "--resume", "--max_steps", "30", "--max_bad_steps", "2")
     assert text.count("gradients too large for fp16, loss scale now ") == 18
     assert "finished after 30 steps" in text
+    skipped = load("run/ckpt/latest.pt")
+    assert skipped["scaler"]["scale"] == 2.0**82
+    assert all(torch.equal(tensor, skipped["model"][name]) for name, tensor in saved["model"].items())

@@ -67,8 +67,10 @@ def test_training_continues_without_samples_and_hellaswag(failing_network):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_training_continues_without_hellaswag(failing_network, ranks):
-    text = run_to_end("--hellaswag_freq", "4", *folders("run"), ranks=ranks, faults=[failing_network])
-    assert text.count("warning: ") == 1
+    flags = ("--hellaswag_freq", "4", "--sample_freq", "4", *folders("run"))
+    text = run_to_end(*flags, ranks=ranks, faults=[failing_network])
+    assert text.count("warning: ") == 1  # not at each step
+    assert text.count("sample:") == 2
     assert "warning: no HellaSwag in this run: hf:Rowan/hellaswag: no answer (" in text
     assert "or give its file: hellaswag=FILE" in text
     assert "finished after 8 steps" in text

@@ -138,6 +138,10 @@ RESUMED = {
         "drop the flag, or add --allow_changes to resume with the new value",
     ),
     "warm-up longer than the run": (["--warmup_steps", "99", "--allow_changes"], "--warmup_steps 99 is not shorter"),
+    "end before the checkpoint": (
+        ["--max_steps", "5"],
+        "the checkpoint is at step 8, past the run's 5; give a larger --max_steps",
+    ),
 }
 
 
@@ -169,12 +173,6 @@ def test_an_epoch_has_all_rows_after_a_change_of_batch_size(workdir):
     text = run_to_end(*folders("run"), "--resume", "--total_batch_size", "128", "--allow_changes", tiny=())
     assert "finished after 15 steps" in text
     assert load("run/ckpt/latest.pt")["rows_consumed"] == 80
-
-
-def test_max_steps_before_the_checkpoint_is_refused(workdir):
-    run_to_end(*folders("run"))
-    message = refusal(*folders("run"), "--resume", "--max_steps", "5")
-    assert "the checkpoint is at step 8, past the run's 5; give a larger --max_steps" in message
 
 
 def test_a_second_trainer_in_the_same_folder_is_refused(workdir):
