@@ -6,6 +6,7 @@ import math
 import sys
 
 import pytest
+from conftest import REPO
 
 from benchmarks import tokens_to_loss
 from benchmarks.tokens_to_loss import SCALES, SEEDS, Run, Study, markdown, output_of, spread, train
@@ -35,6 +36,11 @@ def finish_sweep(study: Study) -> None:
 
 
 def test_a_finished_run_is_not_repeated_and_keeps_only_its_losses(tmp_path, monkeypatch, capsys):
+    def flags(**options) -> list[str]:  # a smaller data set than Python's library
+        return write_flags(**options | ({"source": f"{REPO}/steadygpt/*.py"} if "source" in options else {}))
+
+    write_flags = tokens_to_loss.flags
+    monkeypatch.setattr(tokens_to_loss, "flags", flags)
     once = ["--scale", "tiny", "--out", str(tmp_path), "--only", "sweep/gpt2 max_lr 0.008*"]
     assert tokens_to_loss.main(once) == 0
     [folder] = (tmp_path / "tiny").iterdir()
