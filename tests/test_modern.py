@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 from conftest import MODERN, assert_same_state, load, metrics, run_here
-from test_train import fails, folders, run_forked
+from test_train import assert_close, fails, folders, run_forked
 
 from config import TrainConfig
 from steadygpt.schedule import decay_start, learning_rate
@@ -28,15 +28,11 @@ def test_several_ranks_compute_and_save_the_same_as_one(workdir, processes, flag
     one_process = ("--sharding", "ddp", "--cpu_offload", "off", "--shard_size", "0")
     run_modern("--eval_freq", "4", *flags, *one_process, *folders("one"))
     run_forked(*MODERN, "--eval_freq", "4", *flags, *folders("two"), processes=processes)
-    for key in ("loss", "grad_norm", "val_loss"):
-        one, other = metrics("logs-one", key), metrics("logs-two", key)
-        assert one.keys() == other.keys()
-        assert all(abs(one[step] - other[step]) < 1e-5 for step in one), key
-    one, other = load("one/latest.pt"), load("two/latest.pt")
-    assert all(torch.allclose(one["model"][name], other["model"][name], atol=1e-5) for name in one["model"])
-    for name, state in one["optimizer"]["state"].items():
+    assert_close("one", "two")
+    expected, found = (load(f"{name}/latest.pt")["optimizer"]["state"] for name in ("one", "two"))
+    for name, state in expected.items():
         for kind, tensor in state.items():
-            assert torch.allclose(tensor, other["optimizer"]["state"][name][kind], atol=1e-5), (name, kind)
+            assert torch.allclose(tensor, found[name][kind], atol=1e-5), (name, kind)
     assert run_here(*one_process, "--max_steps", "9", "--allow_changes", *folders("two"), "--resume", "latest") == 0
 
 
@@ -56,8 +52,7 @@ def test_fsdp_shards_are_resumed_on_another_number_of_ranks(workdir):
     run_forked(*MODERN, "--sharding", "fsdp", "--checkpoint_freq", "3", *folders("two"), processes=2)
     middle = "two/rolling_step_000003.pt"
     run_forked("--resume", middle, "--mini_batch_size", "1", *folders("two"), processes=4)
-    one, other = load("one/latest.pt"), load("two/latest.pt")
-    assert all(torch.allclose(one["model"][name], other["model"][name], atol=1e-5) for name in one["model"])
+    assert_close("one", "two")
 
 
 def test_the_optimizer_of_a_run_never_changes(workdir):

@@ -21,11 +21,11 @@ from conftest import (
     run_here,
     write_data,
 )
-from test_train import DROPOUT, fails, folders
+from test_train import fails, folders
 
 import dataloader
 import train
-from steadygpt import device, saves
+from steadygpt import device
 from steadygpt.cli import UserError
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -109,17 +109,6 @@ def test_best_model_has_the_lowest_validation_loss(workdir):
     best = load("a/best_model.pt")
     assert best["step"] == best_step
     assert best["val_loss"] == best["best_val_loss"] == val_losses[best_step]
-
-
-def test_timed_saves_write_only_latest_and_its_backup(workdir, monkeypatch, capsys):
-    monkeypatch.setattr(saves, "PAUSE_SHARE", 1e9)  # the length of a pause does not delay the next save
-    assert run_here("--checkpoint_minutes", "1e-9", "--checkpoint_freq", "3", *folders("a")) == 0
-    files = sorted(name for name in os.listdir("a") if name.endswith(".pt"))
-    assert files == ["latest.pt", "latest_backup.pt", "rolling_step_000003.pt", "rolling_step_000006.pt"]
-    saved = re.findall(r"^saved step (\d+) as (.*) \(", capsys.readouterr().out, re.MULTILINE)
-    assert dict(saved)["3"] == "latest.pt, rolling_step_000003.pt"
-    assert dict(saved)["8"] == "latest.pt"
-    assert len(saved) > 3  # includes timed saves; a save in flight delays the next one
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -257,15 +246,6 @@ def test_micro_steps_count_rows_as_long_as_those_of_the_initial_weights(workdir,
     assert " of 64 tokens = 2 rows x 16 tokens x 1 rank x 2 micro-steps;" in capsys.readouterr().out
 
 
-def test_resume_from_an_older_checkpoint_repeats_the_same_steps(workdir):
-    assert run_here("--checkpoint_freq", "2", *DROPOUT, *folders("a")) == 0
-    first = load("a/latest.pt")
-    losses = metrics("logs-a", "loss")
-    assert run_here("--logdir", "logs-a", "--resume", "a/rolling_step_000004.pt", *DROPOUT) == 0
-    assert_same_state(first, load("a/latest.pt"))
-    assert metrics("logs-a", "loss") == losses
-
-
 def test_resume_auto_starts_a_new_run_in_an_empty_folder_and_leaves_a_finished_one_alone(workdir, capsys):
     assert run_here(*folders("a"), "--resume", "auto") == 0
     assert load("a/latest.pt")["step"] == 8
@@ -273,12 +253,6 @@ def test_resume_auto_starts_a_new_run_in_an_empty_folder_and_leaves_a_finished_o
     assert run_here(*folders("a"), "--resume", "auto") == 0
     assert "is finished" in capsys.readouterr().out
     assert os.stat("a/latest.pt").st_mtime_ns == before
-
-
-def test_failed_resume_creates_no_files(workdir):
-    assert "no such file" in fails("--resume", "lates")
-    assert "no checkpoints in" in fails("--checkpoint_dir", "none", "--resume", "latest")
-    assert os.listdir() == ["data"]
 
 
 def test_cost_and_elapsed_time_add_up_over_resumes(workdir):

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import MODERN, assert_same_state, in_ranks, load, metrics, need_gpus, run, run_here, write_data
+from conftest import MODERN, assert_same_state, in_ranks, load, metrics, need_gpus, run, run_here
 
 import train
 from steadygpt.cli import UserError
@@ -37,6 +37,15 @@ def run_rank(flags: tuple[str, ...], folder: Path) -> int:
     return run_here(*flags)
 
 
+def assert_close(one: str, other: str) -> None:
+    """Assert that two runs have the same curves and the same last weights, up to rounding."""
+    for key in ("loss", "grad_norm", "val_loss"):
+        assert metrics(f"logs-{other}", key) == pytest.approx(metrics(f"logs-{one}", key), abs=1e-5), key
+    expected, found = load(f"{one}/latest.pt")["model"], load(f"{other}/latest.pt")["model"]
+    assert found.keys() == expected.keys()
+    assert all(torch.allclose(tensor, found[name], atol=1e-5) for name, tensor in expected.items())
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # training
 
@@ -58,33 +67,21 @@ def test_the_loss_falls_and_each_step_is_printed(workdir, capsys):
     assert json.loads(open("a/status.json").read())["status"] == "finished"
 
 
-def test_tokens_per_second_follow_from_the_time_of_a_step(workdir):
-    assert run_here(*folders("a")) == 0
-    speeds, times_ms = metrics("logs-a", "tokens_per_second"), metrics("logs-a", "step_ms")
-    assert all(speeds[step] == pytest.approx(64 / times_ms[step] * 1000) for step in speeds)
-
-
 def test_two_processes_compute_the_same_as_one(workdir):
     flags = ("--eval_freq", "4", "--eval_tokens", "112", "--checkpoint_freq", "4")
     assert run_here(*flags, *folders("one")) == 0
     run_forked(*flags, "--use_tensorboard", *folders("two"), processes=2)
-    for key in ("loss", "val_loss", "grad_norm"):
-        one, other = metrics("logs-one", key), metrics("logs-two", key)
-        assert one.keys() == other.keys()
-        assert all(abs(one[step] - other[step]) < 1e-5 for step in one), key
+    assert_close("one", "two")
     # The run of two processes resumes on one process with the next tokens.
     os.unlink("two/latest.pt")
-    assert run_here(*folders("two"), "--resume", "two/rolling_step_000004.pt") == 0
-    one, other = load("one/latest.pt"), load("two/latest.pt")
-    assert one["rows_consumed"] == other["rows_consumed"]
-    assert all(torch.allclose(one["model"][name], other["model"][name], atol=1e-5) for name in one["model"])
-    assert all(abs(metrics("logs-one", "loss")[s] - metrics("logs-two", "loss")[s]) < 1e-5 for s in range(8))
+    assert run_here(*flags, *folders("two"), "--resume", "two/rolling_step_000004.pt") == 0
+    assert_close("one", "two")
+    assert load("one/latest.pt")["rows_consumed"] == load("two/latest.pt")["rows_consumed"]
 
 
 @pytest.mark.parametrize(
     ("processes", "flags"),
     [
-        (2, ()),
         (2, ("--cpu_offload",)),
         (4, ("--mini_batch_size", "1")),
         pytest.param(4, ("--mini_batch_size", "1", "--shard_size", "2"), id="2 copies on 2 ranks each"),
@@ -93,14 +90,10 @@ def test_two_processes_compute_the_same_as_one(workdir):
 def test_fsdp_computes_and_saves_the_same_as_one_process(workdir, processes, flags):
     assert run_here("--eval_freq", "4", *folders("one")) == 0
     run_forked("--sharding", "fsdp", "--eval_freq", "4", *flags, *folders("two"), processes=processes)
-    for key in ("loss", "grad_norm", "val_loss"):
-        one, other = metrics("logs-one", key), metrics("logs-two", key)
-        assert one.keys() == other.keys()
-        assert all(abs(one[step] - other[step]) < 1e-5 for step in one), key
+    assert_close("one", "two")
     one, other = load("one/latest.pt"), load("two/latest.pt")
     assert one.keys() == other.keys()
     assert one["optimizer"]["state"].keys() == other["optimizer"]["state"].keys()
-    assert all(torch.allclose(one["model"][name], other["model"][name], atol=1e-5) for name in one["model"])
     assert other["model"]["wte.weight"].data_ptr() == other["model"]["lm_head.weight"].data_ptr()  # tied, so saved once
     one_process = ("--sharding", "ddp", "--cpu_offload", "off", "--shard_size", "0", "--max_steps", "9")
     assert run_here(*one_process, *folders("two"), "--resume", "latest") == 0
@@ -117,8 +110,7 @@ def test_fsdp_on_one_process_computes_the_same(workdir, flags):
 def test_gradient_accumulation_equals_one_large_batch(workdir):
     assert run_here("--total_batch_size", "128", "--mini_batch_size", "1", *folders("a")) == 0
     assert run_here("--total_batch_size", "128", "--mini_batch_size", "8", *folders("b")) == 0
-    one, other = metrics("logs-a", "loss"), metrics("logs-b", "loss")
-    assert all(abs(one[step] - other[step]) < 1e-5 for step in one)
+    assert_close("a", "b")
 
 
 @pytest.mark.parametrize(("precision", "recipe"), [("bf16", []), ("fp16", []), ("fp8", []), ("fp8", MODERN)])
@@ -147,16 +139,6 @@ def test_fp16_loss_scaler_is_saved_and_restored(workdir):
     assert resumed["scaler"] == uninterrupted["scaler"]
 
 
-def test_overflowing_fp16_gradients_skip_the_step_and_halve_the_scale(workdir):
-    assert run_here("--precision", "fp16", *folders("a")) == 0
-    before = load("a/latest.pt")
-    torch.save(before | {"scaler": before["scaler"] | {"scale": 2.0**100}}, "a/latest.pt")
-    assert run_here("--precision", "fp16", "--max_steps", "9", *folders("a"), "--resume") == 0
-    after = load("a/latest.pt")
-    assert (after["step"], after["scaler"]["scale"]) == (9, 2.0**99)
-    assert all(torch.equal(before["model"][name], after["model"][name]) for name in before["model"])
-
-
 def test_long_context_options_on_two_processes_compute_the_same_as_one(workdir):
     """The options are those of configs/small_32k.toml."""
     flags = ("--rotary_pct", "0.5", "--parallel_residual", "--tied_head", "off", "--eval_freq", "8")
@@ -164,23 +146,9 @@ def test_long_context_options_on_two_processes_compute_the_same_as_one(workdir):
     saving_memory = ("--activation_checkpointing", "--loss_chunk_size", "12")
     for sharding in ("ddp", "fsdp"):
         run_forked(*flags, *saving_memory, "--sharding", sharding, *folders(sharding), processes=2)
-        for key in ("loss", "val_loss", "grad_norm"):
-            one, other = metrics("logs-one", key), metrics(f"logs-{sharding}", key)
-            assert one.keys() == other.keys(), key
-            assert all(abs(one[step] - other[step]) < 1e-5 for step in one), key
-        one, other = load("one/latest.pt")["model"], load(f"{sharding}/latest.pt")["model"]
-        assert all(torch.allclose(tensor, other[name], atol=1e-5) for name, tensor in one.items())
-        assert not torch.equal(other["wte.weight"], other["lm_head.weight"])  # untied, so both are saved
-
-
-def test_compiled_training_computes_the_same_under_the_same_parameter_names(workdir):
-    flags = ("--max_steps", "4", "--num_layers", "1", "--rotary_pct", "0.5")
-    flags += ("--activation_checkpointing", "--loss_chunk_size", "12")
-    assert run_here(*flags, *folders("a")) == 0
-    assert run_here(*flags, "--compile", "on", *folders("b")) == 0
-    one, other = load("a/latest.pt"), load("b/latest.pt")
-    assert one["model"].keys() == other["model"].keys()
-    assert all(torch.allclose(one["model"][name], other["model"][name], atol=1e-5) for name in one["model"])
+        assert_close("one", sharding)
+        saved = load(f"{sharding}/latest.pt")["model"]
+        assert not torch.equal(saved["wte.weight"], saved["lm_head.weight"])  # untied, so both are saved
 
 
 def test_profile_records_the_requested_steps(workdir, capsys):
@@ -255,18 +223,6 @@ def test_init_from_takes_only_the_weights(workdir):
     assert all(torch.equal(first["model"][n], second["model"][n]) for n in first["model"])
 
 
-def test_missing_tokenizer_or_hellaswag_file_is_a_warning(workdir, capsys):
-    write_data(workdir / "data", tokenizer="no-such-tokenizer")
-    flags = ("--hellaswag_freq", "4", "--sample_freq", "4", "--eval_tasks", "hellaswag=missing.jsonl")
-    assert run_here(*flags, *folders("a")) == 0
-    assert capsys.readouterr().err.count("warning: ") == 1
-    write_data(workdir / "data")
-    assert run_here(*flags, *folders("b")) == 0
-    captured = capsys.readouterr()
-    assert captured.err.count("warning: no HellaSwag in this run") == 1  # once, not at each step
-    assert captured.out.count("sample:") == 2
-
-
 def test_hellaswag_runs_during_training(workdir):
     example = {"ctx": "A man", "endings": ["sits.", "flies away.", "is a.", "of."], "label": 0}
     (workdir / "hs.jsonl").write_text(json.dumps(example) + "\n" + json.dumps(example | {"label": 3}) + "\n")
@@ -334,11 +290,6 @@ def test_default_warmup_depends_on_the_length_of_the_run(workdir, flags, warmup,
     batch = ("--total_batch_size", "64", "--mini_batch_size", "2", "--steps_per_epoch", "2000")
     assert train.main([*flags, *shape, *batch, "--data_dir", "data", "--dry_run"]) == 0
     assert f"; {warmup} steps of warm-up" in capsys.readouterr().out
-
-
-def test_warmup_as_long_as_the_run_is_an_error(workdir):
-    message = fails("--warmup_steps", "8")
-    assert "--warmup_steps 8 is not shorter than the run of 8 steps; try --warmup_steps 0" in message
 
 
 def test_step_time_includes_pauses_but_not_evaluation(workdir, monkeypatch):
