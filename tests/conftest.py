@@ -239,6 +239,18 @@ def assert_same_state(one: dict, other: dict) -> None:
             assert torch.equal(tensor, other["optimizer"]["state"][name][kind]), (name, kind)
 
 
+def scalars(folder) -> dict[str, dict[int, float]]:
+    """Return tag -> step -> value of the curves in a folder of TensorBoard; fail if steps are repeated or unordered."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events, found = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload(), {}
+    for tag in events.Tags()["scalars"]:
+        found[tag] = {event.step: event.value for event in events.Scalars(tag)}
+        if not tag.startswith("system/"):  # the machine is measured at any time, also twice in a step
+            assert [event.step for event in events.Scalars(tag)] == sorted(found[tag]), tag
+    return found
+
+
 def metrics(logdir, key: str) -> dict[int, float]:
     """Return step -> value of one metric in metrics.jsonl; fail if a step is logged twice."""
     found = {}

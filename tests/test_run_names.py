@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from conftest import load, metrics, run_here
+from conftest import load, metrics, run_here, scalars
 from test_train import folders
 
 import train
@@ -18,10 +18,7 @@ TB = ("--use_tensorboard",)
 
 def steps_of(name: str) -> list[int]:
     """Return the steps of a run that TensorBoard shows."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(f"runs/{name}", size_guidance={"scalars": 0}).Reload()
-    return [event.step for event in events.Scalars("loss/train")]
+    return [*scalars(f"runs/{name}")["loss/train"]]
 
 
 def runs() -> list[str]:

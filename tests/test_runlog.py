@@ -12,6 +12,8 @@ import time
 
 import pytest
 import torch
+from conftest import scalars
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from config import TrainConfig
 from steadygpt.cli import Interrupted
@@ -100,19 +102,6 @@ def test_full_disk_is_one_warning_and_loses_only_records(tmp_path, monkeypatch, 
     assert len((tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()) == 3
 
 
-def curves(tmp_path) -> dict[str, dict[int, float]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(tmp_path / "runs" / "tiny"), size_guidance={"scalars": 0})
-    events.Reload()
-    found = {}
-    for tag in events.Tags()["scalars"]:
-        steps = [event.step for event in events.Scalars(tag)]
-        assert steps == sorted(set(steps)), f"{tag} has duplicate steps"
-        found[tag] = {event.step: event.value for event in events.Scalars(tag)}
-    return found, events.Tags()
-
-
 def test_tensorboard_curves_have_no_duplicate_steps_after_a_resume(tmp_path):
     log = RunLog(config(tmp_path, use_tensorboard=True), None)
     write(log, range(6), value=1.0)
@@ -124,8 +113,9 @@ def test_tensorboard_curves_have_no_duplicate_steps_after_a_resume(tmp_path):
     log.histograms(8, model)
     log.text(8, "words")
     log.close()
-    scalars, tags = curves(tmp_path)
-    assert scalars["loss/train"] == {s: 1.0 if s < 4 else 2.0 for s in range(8)}
+    folder = tmp_path / "runs" / "tiny"
+    assert scalars(folder)["loss/train"] == {s: 1.0 if s < 4 else 2.0 for s in range(8)}
+    tags = EventAccumulator(str(folder)).Reload().Tags()
     assert set(tags["histograms"]) == {
         f"{kind}/{p}" for kind in ("parameters", "parameters_grad") for p in ("weight", "bias")
     }
