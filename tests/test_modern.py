@@ -52,7 +52,8 @@ def test_fsdp_shards_are_resumed_on_another_number_of_ranks(workdir):
     run_forked(*MODERN, "--sharding", "fsdp", "--checkpoint_freq", "3", *folders("two"), processes=2)
     middle = "two/rolling_step_000003.pt"
     run_forked("--resume", middle, "--mini_batch_size", "1", *folders("two"), processes=4)
-    assert_close("one", "two")
+    one, other = load("one/latest.pt"), load("two/latest.pt")
+    assert all(torch.allclose(one["model"][name], other["model"][name], atol=1e-5) for name in one["model"])
 
 
 def test_the_optimizer_of_a_run_never_changes(workdir):

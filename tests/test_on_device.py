@@ -123,7 +123,7 @@ def test_model_in_reduced_precision_stays_close_to_fp32(device, family, precisio
 @families
 def test_model_compiled_computes_the_same(device, family):
     if device.type == "cpu":
-        pytest.skip("compiling for a CPU takes too long; faults/test_continuity.py does it")
+        pytest.skip("compiling for a CPU takes too long; tests/test_train.py does it")
     expected = gradients(build(device, **family), device)
     model = build(device, **family)
     assert_close(gradients(model.compiled(), device), expected, 1e-4)

@@ -45,8 +45,7 @@ def test_resume_on_1_2_and_1_ranks(workdir):
 
 
 def test_resume_eager_compiled_and_eager(workdir):
-    small = ("--num_layers", "1", "--rotary_pct", "0.5")  # one layer compiles sooner
-    small += ("--activation_checkpointing", "--loss_chunk_size", "12")
+    small = ("--num_layers", "1")  # which compiles sooner
     run_to_end(*FLAGS, *small, *folders("reference"), faults=[record_tokens])
     run_in_parts("run", (1, small), (1, (*small, "--compile", "on")), (1, (*small, "--compile", "off")))
     tokens_of_steps()  # checks that each step read the same tokens in both runs
