@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import REPO, TINY, environment, load, write_data
+from conftest import REPO, TINY, environment, load, need_gpus, write_data
 
 import config
 import convert_hf
@@ -62,17 +62,21 @@ def test_a_long_context_run_resumes(workdir, monkeypatch, capsys):
     assert load("checkpoints/latest.pt")["step"] == 2
 
 
-def test_accelerate_launches_a_run(workdir):
-    """With several processes, accelerate calls torchrun."""
+@pytest.mark.parametrize(("processes", "launcher"), [
+    (1, ["--num_processes", "1"]),
+    (2, ["--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]),
+])  # fmt: skip
+def test_accelerate_launches_a_run(workdir, processes, launcher):
     pytest.importorskip("accelerate")
-    launch = "-m accelerate.commands.launch --num_processes 1 --mixed_precision no"
+    need_gpus(processes)
+    accelerate = [sys.executable, "-m", "accelerate.commands.launch", *launcher, "--mixed_precision", "no"]
     script = [str(REPO / "train.py"), *TINY, "--data_dir", "data"]
     alone = {name: value for name, value in environment().items() if name != "OMP_NUM_THREADS"}
-    command = [sys.executable, *launch.split(), *script]
-    ended = subprocess.run(command, capture_output=True, text=True, env=alone, timeout=120)
+    ended = subprocess.run([*accelerate, *script], capture_output=True, text=True, env=alone, timeout=120)
     assert ended.returncode == 0, ended.stderr
-    assert load("checkpoints/latest.pt")["world_size"] == 1
-    if "--device cpu" in " ".join(TINY):
+    assert f"x {processes} rank{'s' * (processes > 1)} x" in ended.stdout
+    assert load("checkpoints/latest.pt")["world_size"] == processes
+    if processes == 1 and "--device cpu" in " ".join(TINY):
         assert f"({usable_cores()} threads)" in ended.stdout  # though accelerate sets OMP_NUM_THREADS=1
 
 
