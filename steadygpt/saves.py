@@ -26,10 +26,9 @@ from steadygpt.checkpoint import (
     summary,
 )
 from steadygpt.cli import UserError
-from steadygpt.distributed import Ranks, StopSignal
+from steadygpt.distributed import Ranks, Silent, StopSignal
 from steadygpt.durable import fsync_folder, link_file, replace_file, write_temporary
 from steadygpt.units import duration_text
-from steadygpt.uploads import Uploads
 
 if TYPE_CHECKING:
     from config import TrainConfig
@@ -59,6 +58,7 @@ class Saves:
         evaluations: dict[int, dict] | None = None,
     ):
         self.config, self.ranks, self.capture, self.log, self.writer = config, ranks, capture, log, writer
+        self.uploads = writer.uploads if ranks.is_main else Silent()
         self.evaluations = evaluations or {}
         self.saved_step, self.saved_at_s = step, time.monotonic()
         self.longest_pause_s: float | None = None  # but for the first, which also allocates the host memory
@@ -112,10 +112,10 @@ class Saves:
 
     def finish_uploads(self, stop: StopSignal) -> None:
         """Wait for the uploads to the mirror, until they make no progress or the user stops again."""
-        self.writer.finish_uploads()
+        self.writer.upload([LATEST])
         stop.again()  # forget the signal that has ended the run
         self._wait_for_uploads(stop.again)
-        if left := self.writer.not_uploaded():
+        if left := self.uploads.left():
             self.log.warn(f"not uploaded: {', '.join(left)}; scripts/upload_manager.py upload-all does that")
 
     def _wait(self) -> None:
@@ -128,7 +128,7 @@ class Saves:
     def _wait_for_uploads(self, is_stopped: Callable[[], bool]) -> None:
         """Wait until nothing is left to upload, no upload makes progress, or is_stopped(). All ranks wait together."""
         start_s, told = time.monotonic(), False
-        while self.ranks.any(bool(self.writer.is_uploading())) and not self.ranks.any(is_stopped()):
+        while self.ranks.any(bool(self.uploads.is_busy())) and not self.ranks.any(is_stopped()):
             time.sleep(0.1)
             self.report()
             if not told and time.monotonic() - start_s > 1:
@@ -143,7 +143,7 @@ class Saves:
             if outcome in ("saved", "not saved"):
                 self.failed = outcome == "not saved"
                 self.saved, self.failures = self.saved + (not self.failed), self.failures + self.failed
-        self.log.note(**self.writer.mirrored() or {})
+        self.log.note(**self.uploads.mirrored() or {})
 
     def interval_s(self) -> float:
         """Return the seconds between saves by the clock: longer where the pause of a save is more than 1 % of them."""
@@ -212,7 +212,7 @@ class CheckpointWriter:
         self.latest_is_intact = resumed_from is not None  # a corrupt file never becomes the backup
         self.latest = latest or {"step": None}  # summary() of latest.pt
         self.room: int | None = None  # checkpoints that fit on the disk, if hardly any
-        self.uploads: Uploads | None = None
+        self.uploads: Any = Silent()  # or Uploads
         self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self.in_flight: Future | None = None
         self.reports: SimpleQueue[tuple[str, str]] = SimpleQueue()
@@ -267,21 +267,14 @@ class CheckpointWriter:
         """Wait for all jobs but uploads; take_reports still yields their outcomes."""
         self.pool.shutdown()
 
-    def finish_uploads(self) -> None:
-        """Upload the newest checkpoint and the logs, after close()."""
-        if self.uploads and self.latest_is_intact:
-            self._upload([LATEST])
-
-    def is_uploading(self) -> bool:
-        return self.uploads is not None and self.uploads.is_busy()
-
-    def not_uploaded(self) -> list[str]:
-        """Return what is left to upload."""
-        return self.uploads.left() if self.uploads else []
-
-    def mirrored(self) -> dict[str, Any]:
-        """Return what status.json says of the mirror."""
-        return self.uploads.newest if self.uploads else {}
+    def upload(self, names: list[str]) -> None:
+        """Add latest.pt, under some names, and the logs to the uploads."""
+        if not self.latest_is_intact:
+            return
+        try:
+            self.uploads.add(self.folder / LATEST, self.latest, names)
+        except OSError as error:  # the link is a copy where the file system has no links, and the disk may be full
+            self.reports.put(("failed", f"step {self.latest['step']} is not uploaded: {error}"))
 
     def _save(self, captured: Captured, tiers: list[str]) -> None:
         checkpoint, start_s = captured.content, time.monotonic()
@@ -300,8 +293,8 @@ class CheckpointWriter:
         self.reports.put(("saved", f"saved step {step} as {', '.join(names)} ({size / 1e6:,.1f} MB in {took_s:.1f} s)"))
         with suppress(OSError):  # the folder is gone; the next save reports it
             self._check_room(size)
-        if self.uploads and (tiers or self.uploads.is_due()):
-            self._upload(names)
+        if tiers or self.uploads.is_due():
+            self.upload(names)
 
     def _check_room(self, size: int) -> None:
         """Report when the disk has room for fewer than two more checkpoints, before a save fails."""
@@ -341,12 +334,5 @@ class CheckpointWriter:
         except Exception as error:  # as in _save
             self.reports.put(("failed", f"{self.folder}: {EVALUATIONS} or {BEST} was not written: {error}"))
             return
-        if self.uploads and best is not None:
-            self._upload([LATEST, BEST])
-
-    def _upload(self, names: list[str]) -> None:
-        assert self.uploads
-        try:
-            self.uploads.add(self.folder / LATEST, self.latest, names)
-        except OSError as error:  # the link is a copy where the file system has no links, and the disk may be full
-            self.reports.put(("failed", f"step {self.latest['step']} is not uploaded: {error}"))
+        if best is not None:
+            self.upload([LATEST, BEST])

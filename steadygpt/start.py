@@ -398,8 +398,8 @@ def open_writer(start: Start) -> CheckpointWriter:
     writer = CheckpointWriter(Path(config.checkpoint_dir), config.keep_checkpoints, path, latest, config.keep_epochs)
     if mirror:
         writer.uploads = Uploads(mirror, config, lambda *outcome: writer.reports.put(outcome))
-    if writer.uploads and latest:  # also after a choice to go back, which a kill before the first save must not undo
-        writer.uploads.add(Path(config.checkpoint_dir, LATEST), latest, [LATEST])
+    if latest:  # also after a choice to go back, which a kill before the first save must not undo
+        writer.upload([LATEST])
     return writer
 
 

@@ -27,7 +27,7 @@ class Upload:
 
     entry: Entry
     copy: Path  # a link that keeps the file when training replaces it
-    names: list[str]
+    names: dict[str, None]  # an ordered set
 
     def __str__(self) -> str:
         return f"step {self.entry.step:,}"
@@ -43,13 +43,12 @@ class Uploads:
 
     def __init__(self, mirror: Mirror, config: "TrainConfig", report: Callable[[str, str], object]):
         self.mirror, self.config, self.report = mirror, config, report
-        self.added_at_s = -math.inf
-        self.waiting: dict[str, Upload] = {}  # by file, the oldest first
-        self.current: Upload | None = None
+        self.added, self.added_at_s = 0, -math.inf
+        self.queue: list[Upload] = []  # the first one is under way
         self.changed = threading.Condition()
         self.progress_at_s = time.monotonic()
         self.is_refused = False
-        self.newest: dict[str, Any] = {}  # checkpoint in the mirror, for status.json
+        self.newest: dict[str, Any] = {}  # checkpoint in the mirror
         threading.Thread(target=self._work, name="uploads", daemon=True).start()
 
     def is_due(self) -> bool:
@@ -65,54 +64,53 @@ class Uploads:
         with self.changed:
             if self.is_refused:
                 return
-            if not self.current and not self.waiting:
+            for upload in self.queue[1:]:
+                if upload.entry.file == entry.file:
+                    upload.names |= dict.fromkeys(names)
+                    return
+            if not self.queue:
                 self._note_progress()
-            if upload := self.waiting.get(entry.file):
-                upload.names += [name for name in names if name not in upload.names]
-            else:
-                copy = path.with_name(f".{entry.file}.tmp")
-                link_file(path, copy)
-                self.waiting[entry.file] = Upload(entry, copy, list(names))
-                self.added_at_s = time.monotonic()
-            if len(self.waiting) > WAITING:
-                self._drop(next(iter(self.waiting)))
+            self.added += 1
+            copy = path.with_name(f".{entry.file}.{self.added}.tmp")
+            link_file(path, copy)
+            self.queue.append(Upload(entry, copy, dict.fromkeys(names)))
+            self.added_at_s = time.monotonic()
+            if len(self.queue) > 1 + WAITING:
+                dropped = self.queue.pop(1)
+                dropped.copy.unlink(missing_ok=True)
+                why = f"{WAITING} newer checkpoints are waiting"
+                self.report("failed", f"{dropped} is not uploaded to {self.mirror.url}: {why}")
             self.changed.notify_all()
 
     def is_busy(self) -> bool:
         """Return whether uploads are left, and have made progress within the last minutes."""
-        with self.changed:
-            stuck = time.monotonic() - self.progress_at_s > GIVE_UP_S
-            return bool(self.current or self.waiting) and not (stuck or self.is_refused)
+        stuck = time.monotonic() - self.progress_at_s > GIVE_UP_S
+        return bool(self.queue) and not (stuck or self.is_refused)
 
     def left(self) -> list[str]:
         """Return what is not uploaded yet."""
         with self.changed:
-            return list(dict.fromkeys(str(upload) for upload in (self.current, *self.waiting.values()) if upload))
+            return list(dict.fromkeys(map(str, self.queue)))
 
-    def _drop(self, file: str) -> None:
-        upload = self.waiting.pop(file)
-        if not self.current or self.current.entry != upload.entry:
-            upload.copy.unlink(missing_ok=True)
-        self.report("failed", f"{upload} is not uploaded to {self.mirror.url}: {WAITING} newer checkpoints are waiting")
+    def mirrored(self) -> dict[str, Any]:
+        """Return what status.json says of the mirror."""
+        return self.newest
 
     def _work(self) -> None:
         while not self.is_refused:
             with self.changed:
-                self.changed.wait_for(lambda: self.waiting)
-                self.current = self.waiting.pop(next(iter(self.waiting)))
+                self.changed.wait_for(lambda: self.queue)
             try:
-                self._send(self.current)
+                self._send(self.queue[0])
             except UserError as error:
                 self.report("failed", f"nothing is uploaded: {error}")
                 with self.changed:
                     self.is_refused = True
-                    for upload in (self.current, *self.waiting.values()):
+                    for upload in self.queue:
                         upload.copy.unlink(missing_ok=True)
             else:
                 with self.changed:
-                    if self.current.entry.file not in self.waiting:  # under more names
-                        self.current.copy.unlink(missing_ok=True)
-                    self.current = None
+                    self.queue.pop(0).copy.unlink(missing_ok=True)
 
     def _send(self, upload: Upload) -> None:
         """Upload a checkpoint, however many attempts that takes.
