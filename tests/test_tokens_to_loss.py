@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import signal
 import sys
 
 import pytest
@@ -63,7 +64,16 @@ def test_a_run_whose_options_have_changed_is_trained_again(study, monkeypatch):
     assert study.loss(run) is None
 
 
-def test_an_interruption_lets_the_run_save(tmp_path, monkeypatch):
+@pytest.fixture
+def ctrl_c():
+    """Let SIGINT raise KeyboardInterrupt, whatever an earlier test or the shell has made of it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_an_interruption_lets_the_run_save(tmp_path):
     saves = (
         "import os, signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(open('saved', 'w').close()))\n"
