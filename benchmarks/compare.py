@@ -43,8 +43,8 @@ def compare(sides: dict[str, Callable[[], float]], unit: str, args: argparse.Nam
 def in_turn(sides: dict[str, Callable[[], float]], rounds: int, unit: str) -> Figures:
     """Measure all sides once a round, A B B A A B ..., and print the figures of each round and the time left.
 
-    The order alternates because the place matters: of two sides that train 124M on a CPU, the second was 6 to 12 %
-    faster, whichever it was.
+    The order alternates, because a side may gain from its place: in two noisy measurements of 124M on a CPU, the second
+    side was 6 and 12 % faster, whichever it was.
     """
     figures: Figures = {name: [] for name in sides}
     start = time.perf_counter()
