@@ -23,8 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from config import PRESETS, TrainConfig, parse_args
 from steadygpt.checkpoint import checkpoint_files
 from steadygpt.cli import UserError, run_cli
-from steadygpt.runlog import METRICS, STATUS, read_status
+from steadygpt.runlog import METRICS
 from steadygpt.shards import MANIFEST, find_shards, read_manifest
+from steadygpt.status import STATUS, read_status
 
 REPO = Path(__file__).resolve().parent.parent
 MONITOR = REPO / "scripts/monitor_training.py"

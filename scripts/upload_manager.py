@@ -21,8 +21,8 @@ from steadygpt.cli import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.durable import lock_folder
 from steadygpt.mirror import Entry, Mirror
 from steadygpt.progress import ProgressBar
-from steadygpt.runlog import STATUS, read_status
 from steadygpt.start import resume_config
+from steadygpt.status import STATUS, read_status
 from steadygpt.table import mirror_table
 
 

@@ -12,11 +12,13 @@ A file is torch.save of plain types and tensors, the same for any topology that 
 import dataclasses
 import json
 import pickle
+import subprocess
 import sys
 import time
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +26,8 @@ import torch
 from torch import nn
 
 from steadygpt.cli import UserError, shown_options
+from steadygpt.device import process_age_s
 from steadygpt.distributed import Ranks
-from steadygpt.runlog import git_commit
 
 if TYPE_CHECKING:
     from train import Run
@@ -45,6 +47,29 @@ KINDS = {
 # content
 
 
+@dataclass
+class TrainState:
+    """Everything that changes during training, besides the model, the optimizer and the loss scaler."""
+
+    step: int = 0  # steps taken, skipped updates included
+    rows_consumed: int = 0
+    best_val_loss: float | None = None
+    val_loss: float | None = None  # of the last validation
+    loss: float | None = None  # of the last step that was finite
+    elapsed_s: float = 0.0  # wall-clock of the earlier starts of this run
+    recent_losses: list[float] = field(default_factory=list)  # the last SPIKE_WINDOW finite losses
+    bad_steps: int = 0  # consecutive bad steps so far
+
+    @classmethod
+    def of(cls, checkpoint: Mapping[str, Any] | None) -> "TrainState":
+        """Return the state that a checkpoint holds; without one, that of a new run."""
+        return cls(**{f.name: checkpoint[f.name] for f in dataclasses.fields(cls)}) if checkpoint else cls()
+
+    def total_s(self) -> float:
+        """Return the wall-clock seconds of the run so far, over all starts."""
+        return self.elapsed_s + process_age_s()
+
+
 @dataclass(frozen=True)
 class Captured:
     """The content of a checkpoint, whole on rank 0."""
@@ -61,19 +86,18 @@ class Captured:
 
 def capture(run: "Run") -> Captured:
     """Start to copy the content of a checkpoint to host memory, valid until the next capture. All ranks call this."""
-    t, state = run.training, run.state
-    assert not run.unread, "the results of all steps belong to the checkpoint"
-    tensors, copied = t.host_copy.start(t.model, t.optimizer, t.ranks)
+    state = run.state
+    tensors, copied = run.host_copy.start(run.model, run.optimizer, run.ranks)
     content = {
         "format_version": FORMAT_VERSION,
         **dataclasses.asdict(state),
         **tensors,
-        "elapsed_s": run.elapsed_s(),
-        "scaler": t.scaler.state_dict(),
-        "model_config": dataclasses.asdict(t.model.config),
-        "train_config": shown_options(t.config),
+        "elapsed_s": state.total_s(),
+        "scaler": run.scaler.state_dict(),
+        "model_config": dataclasses.asdict(run.model.config),
+        "train_config": shown_options(run.config),
         "epoch": run.schedule.epochs(state.rows_consumed),
-        "world_size": t.ranks.world_size,
+        "world_size": run.ranks.world_size,
         "data_fingerprint": run.fingerprint,
         "tokenizer": run.data.tokenizer,
         "torch_version": str(torch.__version__),
@@ -81,6 +105,18 @@ def capture(run: "Run") -> Captured:
         "saved_at": time.time(),
     }
     return Captured(content, copied)
+
+
+@cache
+def git_commit() -> str:
+    """Return the commit of this checkout, with "+" if files have changed since; "" outside a checkout."""
+    git = ["git", "-C", str(Path(__file__).resolve().parent)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD"], capture_output=True).returncode
+        return commit + "+" * bool(changed)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 def check_weights(weights: dict, model: nn.Module, ranks: Ranks) -> None:
@@ -129,12 +165,6 @@ def open_checkpoint(which: str, folder: Path) -> tuple[Path, dict]:
     for line in found.skipped:
         print(f"warning: skipped {line}", file=sys.stderr)
     return found.path, found.checkpoint
-
-
-def share(checkpoint: dict | None, ranks: Ranks) -> dict | None:
-    """Return rank 0's checkpoint, on the other ranks with empty "model" and "optimizer"."""
-    without_tensors = ranks.broadcast(checkpoint and checkpoint | {"model": {}, "optimizer": {}})
-    return checkpoint or without_tensors
 
 
 def newest_first(folder: Path, pattern: str) -> list[Path]:

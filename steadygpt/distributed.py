@@ -139,13 +139,6 @@ def own_part(sharded: torch.Tensor, whole: torch.Tensor) -> tuple[torch.Tensor, 
     return target.to_local(), part.to_local().to(target.to_local().device)
 
 
-class Silent:
-    """A stand-in on ranks other than 0 for objects that print or write: it accepts every call and does nothing."""
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args, **kwargs: None
-
-
 class Stopped(Exception):
     """The ranks have agreed to stop before the last step; `reason` is a signal's name or "max_hours"."""
 
@@ -171,12 +164,15 @@ class StopSignal:
         self.deadline = time.monotonic() + max_hours * 3600 if max_hours else math.inf
         self.asked = 0
         self.agreed: Callable[[], int] = lambda: 0
+
+    def listen(self) -> None:
+        """Collect signals from now on."""
         for number, name in enumerate(self.SIGNALS, start=1):
             handle(name, lambda *_, number=number: self._ask(number))
 
     @classmethod
     def interrupt(cls) -> None:
-        """Let the same signals raise Interrupted until there is a StopSignal; a second one ends the process at once."""
+        """Let the same signals raise Interrupted until listen(); a second one ends the process at once."""
 
         def interrupt(number: int, _: object) -> None:
             signal.signal(number, signal.SIG_DFL)

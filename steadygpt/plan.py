@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from steadygpt.attention import SHORT_ROW, kernel_name
-from steadygpt.checkpoint import LATEST
+from steadygpt.checkpoint import LATEST, git_commit
 from steadygpt.cli import RankError, options_of
 from steadygpt.device import AUTOCAST, device_name, is_out_of_memory, memory_bytes
 from steadygpt.disk import existing
 from steadygpt.distributed import Ranks
 from steadygpt.optim import checkpoint_bytes
-from steadygpt.runlog import git_commit
 from steadygpt.saves import interval_text
 from steadygpt.uploads import WAITING
 

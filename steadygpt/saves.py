@@ -1,15 +1,15 @@
 """When a run saves, and a writer that makes saves durable in the background."""
 
+import concurrent.futures
 import json
 import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,145 +23,77 @@ from steadygpt.checkpoint import (
     Captured,
     newest_first,
     read_checkpoint,
+    read_evaluations,
     summary,
 )
 from steadygpt.cli import UserError
-from steadygpt.distributed import Ranks, Silent, StopSignal
+from steadygpt.distributed import Ranks, StopSignal
 from steadygpt.durable import fsync_folder, link_file, replace_file, write_temporary
+from steadygpt.runlog import RunLog
 from steadygpt.units import duration_text
+from steadygpt.uploads import Uploads
 
 if TYPE_CHECKING:
     from config import TrainConfig
 
 PAUSE_SHARE = 0.01  # of the time, at most, that saves by the clock may pause training
-EVENTS = {"not saved": "save failed", "low disk": "no disk"}  # alerts by the outcome of a save
 
 
 class Saves:
-    """Decides when a run saves and under which names. Every rank calls each method; only rank 0 writes.
+    """Decides when a run saves, and waits for saves and uploads. Every rank calls each method; only rank 0 writes.
 
     Args:
-        capture: copies the state to host memory. All ranks call it together, with the results of all steps read.
-        log, writer: rank 0's RunLog and CheckpointWriter, Silent on the others.
+        writer: of rank 0 in a run; None on the other ranks, and where nothing is written.
         step: of the checkpoint that the run resumes from, if any.
-        evaluations: those up to that step.
     """
 
     def __init__(
         self,
         config: "TrainConfig",
         ranks: Ranks,
-        capture: Callable[[], Captured],
-        log: Any,
-        writer: Any,
+        log: RunLog,
+        stop: StopSignal,
+        writer: "CheckpointWriter | None",
         step: int | None = None,
-        evaluations: dict[int, dict] | None = None,
     ):
-        self.config, self.ranks, self.capture, self.log, self.writer = config, ranks, capture, log, writer
-        self.uploads = writer.uploads if ranks.is_main else Silent()
-        self.evaluations = evaluations or {}
+        self.config, self.ranks, self.log, self.stop, self.writer = config, ranks, log, stop, writer
         self.saved_step, self.saved_at_s = step, time.monotonic()
         self.longest_pause_s: float | None = None  # but for the first, which also allocates the host memory
-        self.failed = False  # the newest save
-        self.saved, self.failures, self.paused_s = 0, 0, 0.0  # of this start
-        self.stop: StopSignal | None = None  # once training has begun
+        self.paused_s = 0.0  # in this start
 
-    def save_if_due(self, step: int, milestones: list[str], last: bool, read_results: Callable[[], None]) -> None:
-        """Start a save if one is due after `step` updates.
+    def is_due(self, step: int, milestones: list[str], last: bool) -> bool:
+        """Return whether a save is due after `step` updates.
 
         Args:
             milestones: names of the checkpoints for what ended with the last step, such as an epoch.
             last: whether this is the end of the run.
-            read_results: waits for the results of all steps; called only if a save is due.
         """
-        self.report()
+        by_the_clock = self.ranks.any(step > 0 and self._is_late())  # rank 0 decides: on the others it never is
+        return bool(self._tiers(step) or milestones or by_the_clock or last) and step != self.saved_step
+
+    def _tiers(self, step: int) -> list[str]:
         freq = self.config.checkpoint_freq
-        tiers = [ROLLING.format(step)] if freq and step and step % freq == 0 else []
-        tiers += milestones
-        by_the_clock = self.ranks.any(bool(step) and self._is_late())  # rank 0 decides: on the others it never is
-        if (tiers or by_the_clock or last) and step != self.saved_step:
-            read_results()
-            self._save(step, tiers)
+        return [ROLLING.format(step)] if freq and step and step % freq == 0 else []
 
-    def record(self, step: int, scores: dict[str, float], best: bool = False) -> None:
-        """Keep what an evaluation found in evaluations.json, and mark the model of this step as the best if it is."""
-        known = self.evaluations.setdefault(step, {})
-        known |= {name: value if math.isfinite(value) else None for name, value in scores.items()}  # JSON has no NaN
-        if best and self.saved_step != step:
-            self._save(step, [])
-        self.writer.record({step: dict(found) for step, found in self.evaluations.items()}, step if best else None)
-
-    def best_val_loss(self, saved: float | None) -> float | None:
-        """Return the lowest of the validation losses in evaluations.json and the one that a checkpoint has saved."""
-        losses = [saved, *(found.get("val_loss") for found in self.evaluations.values())]
-        return min((loss for loss in losses if loss is not None), default=None)
-
-    def finish(self, step: int) -> None:
-        """Save the last step unless it is saved, and wait until it is durable; a failed save is tried again."""
-        self._wait()
-        self.report()
-        if self.ranks.any(step != self.saved_step or self.failed):
-            self._save(step, [])
-        self.close()
-
-    def close(self) -> None:
-        """Wait for the save in flight and report how it ended."""
-        self._wait()
-        self.writer.close()
-        self.report()
-
-    def finish_uploads(self, stop: StopSignal) -> None:
-        """Wait for the uploads to the mirror, until they make no progress or the user stops again."""
-        self.writer.upload([LATEST])
-        stop.again()  # forget the signal that has ended the run
-        self._wait_for_uploads(stop.again)
-        if left := self.uploads.left():
-            self.log.warn(f"not uploaded: {', '.join(left)}; scripts/upload_manager.py upload-all does that")
-
-    def _wait(self) -> None:
-        """Wait until no save is in flight; a slow disk is no reason to take the run for dead."""
-        while self.writer.is_busy():
-            self.log.beat()
-            time.sleep(0.01)
-        self.writer.wait()
-
-    def _wait_for_uploads(self, is_stopped: Callable[[], bool]) -> None:
-        """Wait until nothing is left to upload, no upload makes progress, or is_stopped(). All ranks wait together."""
-        start_s, told = time.monotonic(), False
-        while self.ranks.any(bool(self.uploads.is_busy())) and not self.ranks.any(is_stopped()):
-            time.sleep(0.1)
-            self.report()
-            if not told and time.monotonic() - start_s > 1:
-                told = True
-                self.log.say("waiting for the uploads; Ctrl-C ends this. All checkpoints are in the local folder")
-        self.report()
-
-    def report(self) -> None:
-        """Report the saves that ended in the background since the last call."""
-        for outcome, text in self.writer.take_reports() or ():
-            self.log.say(text) if outcome in ("saved", "done") else self.log.warn(text, event=EVENTS.get(outcome, ""))
-            if outcome in ("saved", "not saved"):
-                self.failed = outcome == "not saved"
-                self.saved, self.failures = self.saved + (not self.failed), self.failures + self.failed
-        self.log.note(**self.uploads.mirrored() or {})
+    def _is_late(self) -> bool:
+        late = time.monotonic() - self.saved_at_s >= self.interval_s()
+        return self.writer is not None and self.config.checkpoint_minutes > 0 and late and not self.writer.is_busy()
 
     def interval_s(self) -> float:
         """Return the seconds between saves by the clock: longer where the pause of a save is more than 1 % of them."""
         return max(60 * self.config.checkpoint_minutes, (self.longest_pause_s or 0) / PAUSE_SHARE)
 
-    def _is_late(self) -> bool:
-        late = time.monotonic() - self.saved_at_s >= self.interval_s()
-        return self.ranks.is_main and self.config.checkpoint_minutes > 0 and late and not self.writer.is_busy()
-
-    def _save(self, step: int, tiers: list[str]) -> None:
+    def save(self, step: int, capture: Callable[[], Captured], milestones: list[str]) -> None:
+        """Save the state of the run after `step` updates; return once it is copied to host memory."""
         start_s, interval_s = time.monotonic(), self.interval_s()
-        self._wait()  # before the capture, which reuses the memory that the writer reads
-        captured = self.capture()
+        self.wait()  # the capture reuses the memory that the writer reads
+        captured = capture()
         self.log.flush()  # a checkpoint must not be newer than the log of the steps that led to it
-        self.writer.save(captured, tiers)
-        if not self.config.background_upload and self.config.mirror:
-            self._wait()
-            self._wait_for_uploads(lambda: self.stop is not None and bool(self.stop.asked))
+        if self.writer:
+            self.writer.save(captured, [*self._tiers(step), *milestones])
+        if not self.config.background_upload:
+            self.wait()
+            self._wait_for_uploads(lambda: bool(self.stop.asked))
         self.saved_step, self.saved_at_s = step, time.monotonic()
         pause_s = self.saved_at_s - start_s
         self.paused_s += pause_s
@@ -171,6 +103,53 @@ class Saves:
                 f"a save paused training for {pause_text(pause_s)}, so "
                 f"{interval_text(self.interval_s(), num_bytes(captured.content))}"
             )
+
+    def record(self, step: int, scores: dict[str, float], best: bool = False) -> None:
+        """Keep what an evaluation found in evaluations.json, and the model of this saved step as the best if it is."""
+        if self.writer:
+            self.writer.record(step, scores, best)
+
+    def best_val_loss(self, saved: float | None) -> float | None:
+        """Return the lowest of the known validation losses and the one that a checkpoint has saved."""
+        known = self.writer.evaluations.values() if self.writer else ()
+        losses = [saved, *(scores.get("val_loss") for scores in known)]
+        return self.ranks.broadcast(min((loss for loss in losses if loss is not None), default=None))
+
+    def is_saved(self, step: int) -> bool:
+        """Wait for the save in flight, and return whether `step` is durable."""
+        self.wait()
+        return not self.ranks.any(step != self.saved_step or (self.writer is not None and self.writer.failed))
+
+    def wait(self) -> None:
+        """Wait until no save is in flight; a slow disk is no reason to take the run for dead."""
+        while self.writer and not self.writer.wait(timeout_s=1):
+            self.log.beat()
+
+    def close(self) -> None:
+        """Wait for the save in flight and what is written behind it."""
+        self.wait()
+        if self.writer:
+            self.writer.close()
+
+    def finish_uploads(self) -> None:
+        """Wait for the uploads to the mirror, until they make no progress or the user stops again."""
+        if self.writer:
+            self.writer.upload([LATEST])
+        self.stop.again()  # forget the signal that has ended the run
+        self._wait_for_uploads(self.stop.again)
+        uploads = self.writer and self.writer.uploads
+        if uploads and (left := uploads.left()):
+            self.log.warn(f"not uploaded: {', '.join(left)}; scripts/upload_manager.py upload-all does that")
+
+    def _wait_for_uploads(self, is_stopped: Callable[[], bool]) -> None:
+        """Wait until nothing is left to upload, no upload makes progress, or is_stopped(). All ranks wait together."""
+        uploads = self.writer and self.writer.uploads
+        start_s, told = time.monotonic(), False
+        while self.ranks.any(uploads is not None and uploads.is_busy()) and not self.ranks.any(is_stopped()):
+            time.sleep(0.1)
+            if not told and time.monotonic() - start_s > 1:
+                told = True
+                self.log.say("waiting for the uploads; Ctrl-C ends this. All checkpoints are in the local folder")
 
 
 def pause_text(seconds: float) -> str:
@@ -190,49 +169,77 @@ def num_bytes(checkpoint: dict) -> int:
     return sum({t.data_ptr(): t.nbytes for t in [*checkpoint["model"].values(), *moments]}.values())
 
 
-class CheckpointWriter:
-    """Writes in the background, one job at a time; used on rank 0 only.
+def clean_folder(folder: Path, resumed_from: Path | None) -> None:
+    """Prepare a checkpoint folder for a run: remove what killed writers left, and make a checkpoint latest.pt.
 
     Args:
-        keep, keep_epochs: newest rolling checkpoints and checkpoints of epochs that are kept; 0 epochs: all.
         resumed_from: the verified checkpoint in the folder that the run resumes from. It becomes latest.pt, so that a
             kill before the first save does not undo a choice to resume from an older one.
-        latest: summary() of that checkpoint.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for stale in (*folder.glob(".*.tmp"), *folder.glob(".*.tmp.part")):
+        stale.unlink()  # left by a killed writer or download
+    latest, adopted = folder / LATEST, folder / ".adopted.tmp"
+    if resumed_from is None or (latest.exists() and latest.samefile(resumed_from)):
+        return
+    link_file(resumed_from, adopted)  # first, because it may be the backup
+    os.utime(adopted)  # the choice is newer than any checkpoint in a mirror
+    with suppress(UserError):
+        read_checkpoint(latest)  # raises if latest.pt is corrupt
+        link_file(latest, folder / BACKUP)
+    os.replace(adopted, latest)
+    fsync_folder(folder)
+
+
+def known_evaluations(folder: Path, step: int, log: RunLog) -> dict[int, dict[str, float | None]]:
+    """Return the evaluations up to the step where a run starts, and warn of a better model among later steps."""
+    try:
+        evaluations = read_evaluations(folder)
+    except UserError as error:
+        log.warn(str(error))
+        return {}
+    losses = [(loss, at) for at, found in evaluations.items() if (loss := found.get("val_loss")) is not None]
+    val_loss, best = min(losses, default=(0.0, 0))
+    if best > step:
+        log.warn(
+            f"{folder / BEST} is step {best} (val loss {val_loss:.4f}), after step {step}. The best model from here on "
+            "will replace it; copy it if you want to keep it"
+        )
+    return {at: found for at, found in evaluations.items() if at <= step}
+
+
+class CheckpointWriter:
+    """Writes in the background, one job at a time, and reports to the log how each ended; used on rank 0 only.
+
+    Args:
+        folder: which clean_folder() has prepared.
+        keep, keep_epochs: newest rolling checkpoints and checkpoints of epochs that are kept; 0 epochs: all.
+        latest: summary() of the verified latest.pt that the run resumes from, if any.
     """
 
     def __init__(
         self,
         folder: Path,
+        log: RunLog,
         keep: int,
-        resumed_from: Path | None = None,
-        latest: Mapping[str, Any] | None = None,
         keep_epochs: int = 0,
+        latest: Mapping[str, Any] | None = None,
+        uploads: Uploads | None = None,
     ):
-        self.folder, self.keep, self.keep_epochs = folder, keep, keep_epochs
-        self.latest_is_intact = resumed_from is not None  # a corrupt file never becomes the backup
-        self.latest = latest or {"step": None}  # summary() of latest.pt
+        self.folder, self.log, self.keep, self.keep_epochs = folder, log, keep, keep_epochs
+        self.latest = latest  # of the file there; None: there is none, or it is corrupt and never becomes the backup
+        self.uploads = uploads
+        self.evaluations = known_evaluations(folder, latest["step"] if latest else 0, log)
         self.room: int | None = None  # checkpoints that fit on the disk, if hardly any
-        self.uploads: Any = Silent()  # or Uploads
         self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self.in_flight: Future | None = None
-        self.reports: SimpleQueue[tuple[str, str]] = SimpleQueue()
-        folder.mkdir(parents=True, exist_ok=True)
-        for stale in (*folder.glob(".*.tmp"), *folder.glob(".*.tmp.part")):
-            stale.unlink()  # left by a killed writer or download
-        if resumed_from is not None and resumed_from.resolve() != (folder / LATEST).resolve():
-            self._adopt(resumed_from)
+        self.saved = self.failures = 0  # saves of this start
+        self.failed = False  # the newest save
 
-    def _adopt(self, path: Path) -> None:
-        latest, adopted = self.folder / LATEST, self.folder / ".adopted.tmp"
-        if latest.exists() and latest.samefile(path):
-            return
-        link_file(path, adopted)  # first, because `path` may be the backup
-        os.utime(adopted)  # the choice is newer than any checkpoint in a mirror
-        with suppress(UserError):
-            read_checkpoint(latest)  # raises if latest.pt is corrupt
-            link_file(latest, self.folder / BACKUP)
-        os.replace(adopted, latest)
-        fsync_folder(self.folder)
+    def best_val_loss(self, saved: float | None) -> float | None:
+        """Return the lowest of the known validation losses and the one that a checkpoint has saved."""
+        losses = [saved, *(found.get("val_loss") for found in self.evaluations.values())]
+        return min((loss for loss in losses if loss is not None), default=None)
 
     def save(self, captured: Captured, tiers: list[str]) -> None:
         """Write a checkpoint as latest.pt and under the file names in `tiers`; return before that is done.
@@ -242,39 +249,33 @@ class CheckpointWriter:
         self.wait()
         self.in_flight = self.pool.submit(self._save, captured, tiers)
 
-    def record(self, evaluations: dict[int, dict], best: int | None) -> None:
-        """Write evaluations.json behind the save in flight, after linking best_model.pt to the file of step `best`."""
-        self.pool.submit(self._record, evaluations, best)
+    def record(self, step: int, scores: dict[str, float], best: bool) -> None:
+        """Write evaluations.json behind the save in flight, after linking best_model.pt to that save if it is best."""
+        known = self.evaluations.setdefault(step, {})
+        known |= {name: value if math.isfinite(value) else None for name, value in scores.items()}  # JSON has no NaN
+        content = json.dumps({str(at): found for at, found in self.evaluations.items()}, indent=1)
+        self.pool.submit(self._record, content, step if best else None)
 
     def is_busy(self) -> bool:
         """Return whether a save is in flight."""
         return self.in_flight is not None and not self.in_flight.done()
 
-    def wait(self) -> None:
-        """Wait until no save is in flight."""
-        if self.in_flight is not None:
-            self.in_flight.result()
-
-    def take_reports(self) -> Iterator[tuple[str, str]]:
-        """Yield (outcome, text) of what ended since the last call.
-
-        Outcomes are saved, not saved and low disk, and of everything else done and failed.
-        """
-        while not self.reports.empty():
-            yield self.reports.get()
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until no save is in flight, and return whether that is so."""
+        return not concurrent.futures.wait([self.in_flight], timeout_s).not_done if self.in_flight else True
 
     def close(self) -> None:
-        """Wait for all jobs but uploads; take_reports still yields their outcomes."""
+        """Wait for all jobs but uploads."""
         self.pool.shutdown()
 
     def upload(self, names: list[str]) -> None:
         """Add latest.pt, under some names, and the logs to the uploads."""
-        if not self.latest_is_intact:
+        if not (self.uploads and self.latest):
             return
         try:
             self.uploads.add(self.folder / LATEST, self.latest, names)
         except OSError as error:  # the link is a copy where the file system has no links, and the disk may be full
-            self.reports.put(("failed", f"step {self.latest['step']} is not uploaded: {error}"))
+            self.log.warn(f"step {self.latest['step']} is not uploaded: {error}")
 
     def _save(self, captured: Captured, tiers: list[str]) -> None:
         checkpoint, start_s = captured.content, time.monotonic()
@@ -283,17 +284,19 @@ class CheckpointWriter:
             self._write(captured.wait(), tiers)
             size = (self.folder / LATEST).stat().st_size
         except Exception as error:  # training continues, and an exception in this thread would be lost
+            self.failed, self.failures = True, self.failures + 1
             text = f"{self.folder / LATEST}: step {step} was not saved: {str(error) or type(error).__name__}"
             with suppress(OSError):  # the folder is gone
                 free = shutil.disk_usage(self.folder).free
                 text += f"; it takes {num_bytes(checkpoint):,} bytes, {free:,} are free; older saves are intact"
-            self.reports.put(("not saved", text))
+            self.log.warn(text, event="save failed")
             return
+        self.failed, self.saved = False, self.saved + 1
         took_s = time.monotonic() - start_s
-        self.reports.put(("saved", f"saved step {step} as {', '.join(names)} ({size / 1e6:,.1f} MB in {took_s:.1f} s)"))
+        self.log.say(f"saved step {step} as {', '.join(names)} ({size / 1e6:,.1f} MB in {took_s:.1f} s)")
         with suppress(OSError):  # the folder is gone; the next save reports it
             self._check_room(size)
-        if tiers or self.uploads.is_due():
+        if tiers or (self.uploads and self.uploads.is_due()):
             self.upload(names)
 
     def _check_room(self, size: int) -> None:
@@ -302,7 +305,7 @@ class CheckpointWriter:
         room = free // size if free < 2 * size else None
         if room is not None and room != self.room:
             text = f"{self.folder}: {free:,} bytes are free, room for {room} more checkpoint{'s' * (room != 1)}"
-            self.reports.put(("low disk", f"{text}; free some space, or saves will fail"))
+            self.log.warn(f"{text}; free some space, or saves will fail", event="no disk")
         self.room = room
 
     def _write(self, checkpoint: dict, tiers: list[str]) -> None:
@@ -310,29 +313,27 @@ class CheckpointWriter:
         temporary = write_temporary(latest, lambda file: torch.save(checkpoint, file), cached=False)
         for name in tiers:
             link_file(temporary, self.folder / name)
-        if self.latest_is_intact and checkpoint["step"] != self.latest["step"]:
+        if self.latest and checkpoint["step"] != self.latest["step"]:
             link_file(latest, self.folder / BACKUP)
         os.replace(temporary, latest)
         fsync_folder(self.folder)  # only now is it durable, so only now may older files go
-        self.latest_is_intact, self.latest = True, summary(checkpoint)
+        self.latest = summary(checkpoint)
         epochs = newest_first(self.folder, "epoch_*.pt")[self.keep_epochs :] if self.keep_epochs else []
         for old in (*newest_first(self.folder, "rolling_step_*.pt")[self.keep :], *epochs):
             old.unlink(missing_ok=True)
 
-    def _record(self, evaluations: dict[int, dict], best: int | None) -> None:
+    def _record(self, content: str, best: int | None) -> None:
         try:
             if best is not None:
-                if self.latest["step"] != best:
+                if not self.latest or self.latest["step"] != best:
                     raise OSError(f"step {best} was not saved")
                 link_file(self.folder / LATEST, self.folder / BEST)
                 fsync_folder(self.folder)
-                val_loss = evaluations[best]["val_loss"]
-                self.reports.put(("done", f"{BEST} is step {best} (val loss {val_loss:.4f})"))
+                self.log.say(f"{BEST} is step {best} (val loss {json.loads(content)[str(best)]['val_loss']:.4f})")
             # Last: a best model is linked again after a kill in between, because its validation is not recorded.
-            content = json.dumps({str(step): found for step, found in evaluations.items()}, indent=1)
             replace_file(self.folder / EVALUATIONS, lambda file: file.write(f"{content}\n".encode()))
         except Exception as error:  # as in _save
-            self.reports.put(("failed", f"{self.folder}: {EVALUATIONS} or {BEST} was not written: {error}"))
+            self.log.warn(f"{self.folder}: {EVALUATIONS} or {BEST} was not written: {error}")
             return
         if best is not None:
             self.upload([LATEST, BEST])

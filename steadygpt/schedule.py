@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from steadygpt.checkpoint import EPOCH, STABLE
 from steadygpt.cli import UserError
 
 if TYPE_CHECKING:
@@ -25,6 +26,16 @@ class Schedule:
     def epochs(self, rows: int) -> float:
         """Convert consumed rows to epochs; 0 if their length is not known."""
         return rows / (self.steps_per_epoch * self.rows_per_step or self.rows_per_epoch or math.inf)
+
+    def milestones(self, step: int, rows: int) -> list[str]:
+        """Return the names of the checkpoints for what ends with a step: an epoch, the stable learning rate.
+
+        Args:
+            rows: consumed after `step` updates.
+        """
+        epochs = int(self.epochs(rows))
+        names = [EPOCH.format(epochs)] if epochs > int(self.epochs(rows - self.rows_per_step)) else []
+        return [*names, STABLE] if step == self.stable_steps else names
 
 
 def decay_start(config: "TrainConfig", max_steps: int) -> int:

@@ -4,6 +4,8 @@ A GPU runs behind the host. It decides itself which updates it skips, and the ho
 """
 
 import math
+import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -12,8 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from steadygpt.checkpoint import TrainState
+
 if TYPE_CHECKING:
     from config import TrainConfig
+    from steadygpt.runlog import RunLog
+    from steadygpt.schedule import Schedule
 
 SPIKE_WINDOW = 128  # losses that a spike is compared with
 
@@ -61,8 +67,8 @@ class Judge:
 class Pending:
     """The numbers of a step on their way to the host."""
 
-    def __init__(self, step: int, lr: float, numbers: Tensor, fp16: bool):
-        self.step, self.lr, self.fp16 = step, lr, fp16
+    def __init__(self, step: int, rows: int, lr: float, numbers: Tensor, fp16: bool):
+        self.step, self.rows, self.lr, self.fp16 = step, rows, lr, fp16
         cuda = numbers.device.type == "cuda"
         self.numbers = numbers.to("cpu", non_blocking=cuda)
         self.copied = torch.cuda.current_stream().record_event() if cuda else None
@@ -74,6 +80,7 @@ class Pending:
         loss, grad_norm, z, spike, bad, updated, scale = self.numbers.tolist()
         return StepResult(
             self.step,
+            self.rows,
             self.lr,
             loss,
             grad_norm,
@@ -90,6 +97,7 @@ class StepResult:
     """What a step measured and whether it was learned from, the same on every rank."""
 
     step: int  # updates before this one
+    rows: int  # consumed after it
     lr: float
     loss: float  # mean over all tokens, before the update
     grad_norm: float  # before clipping
@@ -143,6 +151,55 @@ class Totals:
         if self.steps > 1:
             return (self.steps - 1) / (self.seconds - self.first_s)
         return 1 / self.seconds if self.steps else None
+
+
+class Results:
+    """Reads what steps measured, logs it, and updates the state that follows from it.
+
+    Args:
+        state: of the loop.
+        late: steps whose results are read later, so that a GPU need not wait for the host.
+    """
+
+    def __init__(self, state: TrainState, schedule: "Schedule", log: "RunLog", max_bad_steps: int, late: int):
+        self.state, self.schedule, self.log, self.max_bad_steps, self.late = state, schedule, log, max_bad_steps, late
+        self.waiting: deque[Pending] = deque()
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Leave the time until now, such as an evaluation's, out of the next step's."""
+        self.clock_s = time.perf_counter()
+
+    def add(self, pending: Pending) -> None:
+        """Take the results of a step, and read all but the last `late`; raises as flush() does."""
+        self.waiting.append(pending)
+        while len(self.waiting) > self.late:
+            self._read(self.waiting.popleft().result())
+
+    def flush(self) -> None:
+        """Read all results.
+
+        Raises: Diverged after too many bad steps, with step and rows as before them; they never changed the weights.
+        """
+        while self.waiting:
+            self._read(self.waiting.popleft().result())
+
+    def _read(self, result: StepResult) -> None:
+        state, now_s = self.state, time.perf_counter()
+        self.log.step(result, now_s - self.clock_s, state.total_s(), self.schedule.epochs(result.rows))
+        self.clock_s = now_s
+        if warning := result.warning(state.recent_losses):
+            self.log.warn(warning, event="bad steps" if result.bad else "spike" if result.spike else "")
+        state.bad_steps = state.bad_steps + 1 if result.bad else 0
+        if result.finite:
+            state.loss = result.loss
+            state.recent_losses = [*state.recent_losses, result.loss][-SPIKE_WINDOW:]
+        if state.bad_steps >= self.max_bad_steps > 0:
+            bad_steps, state.bad_steps = state.bad_steps, 0
+            state.step = result.step + 1 - bad_steps
+            state.rows_consumed = result.rows - bad_steps * self.schedule.rows_per_step
+            self.waiting.clear()
+            raise Diverged(bad_steps, state.step)
 
 
 class Diverged(Exception):

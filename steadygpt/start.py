@@ -1,4 +1,4 @@
-"""Where a run starts, from nothing, weights or a checkpoint; and the files that it writes to."""
+"""Where a run starts: from nothing, weights or a checkpoint, and with which configuration."""
 
 import dataclasses
 import os
@@ -8,40 +8,27 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from steadygpt.checkpoint import (
-    BEST,
-    LATEST,
     NAMED,
-    Captured,
     Found,
     check_folder,
     checkpoint_files,
     find_checkpoint,
     read_checkpoint,
-    read_evaluations,
-    share,
-    summary,
 )
-from steadygpt.cli import UserError, options_of, shown_options
+from steadygpt.cli import UserError, options_of
 from steadygpt.device import choose_precision, set_up
-from steadygpt.distributed import Ranks, Silent
-from steadygpt.durable import lock_folder, replace_file
+from steadygpt.distributed import Ranks
+from steadygpt.durable import lock_folder
 from steadygpt.fit import with_fitting_rows
 from steadygpt.mirror import Mirror, newer_checkpoint, put_in_place, restore_files
-from steadygpt.optim import checkpoint_bytes
 from steadygpt.retry import NoAnswer
-from steadygpt.runlog import RunLog, read_status
-from steadygpt.saves import CheckpointWriter, Saves
 from steadygpt.schedule import Schedule, make_schedule, notes_of_decay
-from steadygpt.shards import check_listing, fingerprint, listing
+from steadygpt.status import read_status
 from steadygpt.units import STAMP
-from steadygpt.uploads import Uploads
 
 if TYPE_CHECKING:
     from config import TrainConfig
@@ -69,10 +56,6 @@ class Start:
     def rows_consumed(self) -> int:
         return self.checkpoint["rows_consumed"] if self.checkpoint else 0
 
-    def saved(self, state: type) -> dict[str, Any]:
-        """Return what the checkpoint holds of a dataclass, by field name."""
-        return {f.name: self.checkpoint[f.name] for f in dataclasses.fields(state)} if self.checkpoint else {}
-
     def vocab_size(self, data: "Data") -> int:
         """Return the model's vocabulary: the data's, or more if the loaded run has trained padding rows too."""
         loaded = self.checkpoint or self.weights
@@ -89,8 +72,12 @@ class Start:
         """Return this start with the tensors of its weights, which find_start leaves on the Hub."""
         if (weights := self.weights) is None:
             return self
-        whole = ranks.on_main(lambda: weights if weights["model"] else read_weights(weights["source"]))
-        return dataclasses.replace(self, weights=share(whole, ranks))
+
+        def download() -> Start:
+            whole = weights if weights["model"] else read_weights(weights["source"])
+            return dataclasses.replace(self, weights=whole)
+
+        return shared(ranks.on_main(download), ranks)
 
     def is_finished(self, max_steps: int, ranks: Ranks) -> bool:
         """Return whether the checkpoint is the end of a finished run."""
@@ -194,33 +181,20 @@ def folder_of_resumed_file(config: "TrainConfig", given: Mapping[str, str]) -> "
     return dataclasses.replace(config, checkpoint_dir=str(Path(config.resume).parent))
 
 
-def check_resume(config: "TrainConfig", ranks: Ranks) -> None:
-    """Check on rank 0 that what --resume names exists, and on all ranks that no other machine has newer checkpoints.
-
-    A mirror has the newest checkpoints of all machines, so with --mirror there is nothing to compare.
+def check_other_machines(folder: Path, ranks: Ranks) -> None:
+    """Check that no other machine has newer checkpoints than rank 0, which resumes from its own.
 
     Raises: UserError on every rank.
     """
-    which, folder = config.resume, Path(config.checkpoint_dir)
-
-    def check() -> None:
-        if which in ("latest", *NAMED) and not folder.is_dir() and not config.mirror:
-            raise UserError(f"no checkpoints in {folder}; name their folder with --checkpoint_dir")
-        if which not in ("latest", "auto", *NAMED) and not Path(which).is_file():
-            found = "a folder" if Path(which).is_dir() else "no such file"
-            raise UserError(f"--resume {which}: {found}; expected latest, auto, best, stable or a checkpoint file")
-
-    if which in ("latest", "auto") and not config.mirror:
-        newest_ns = max((file.stat().st_mtime_ns for file in checkpoint_files(folder)), default=0)
-        inode = folder.stat().st_ino if folder.is_dir() else 0  # the same on every machine that shares the folder
-        main, *others = ranks.gather((newest_ns, inode, f"{socket.gethostname()}:{folder.absolute()}"))
-        for other_ns, other_inode, place in others:
-            if other_ns > main[0] and other_inode != main[1]:
-                raise UserError(
-                    f"{place} has newer checkpoints than rank 0's {main[2]}, which --resume reads; start that machine "
-                    "as node 0, use a shared folder or --mirror, or move its checkpoints to rank 0's folder"
-                )
-    ranks.on_main(check)
+    newest_ns = max((file.stat().st_mtime_ns for file in checkpoint_files(folder)), default=0)
+    inode = folder.stat().st_ino if folder.is_dir() else 0  # the same on every machine that shares the folder
+    main, *others = ranks.gather((newest_ns, inode, f"{socket.gethostname()}:{folder.absolute()}"))
+    for other_ns, other_inode, place in others:
+        if other_ns > main[0] and other_inode != main[1]:
+            raise UserError(
+                f"{place} has newer checkpoints than rank 0's {main[2]}, which --resume reads; start that machine as "
+                "node 0, use a shared folder or --mirror, or move its checkpoints to rank 0's folder"
+            )
 
 
 def find_start(
@@ -233,35 +207,58 @@ def find_start(
         read_weights: reads what --init_from names, as a checkpoint of weights only; without tensors if it would have
             to download them.
     """
-    folder = Path(config.checkpoint_dir)
-    if config.resume:
-        check_resume(config, ranks)
+    if config.resume in ("latest", "auto") and not config.mirror:  # a mirror has the newest of all machines
+        check_other_machines(Path(config.checkpoint_dir), ranks)
+    return shared(ranks.on_main(lambda: _find_start(config, given, held, read_weights)), ranks)
+
+
+def shared(start: Start | None, ranks: Ranks) -> Start:
+    """Return rank 0's start; on the other ranks its checkpoint or weights lack "model" and "optimizer"."""
+
+    def light(loaded: dict | None) -> dict | None:
+        return loaded and loaded | {"model": {}, "optimizer": {}}
+
+    sent = start and dataclasses.replace(start, checkpoint=light(start.checkpoint), weights=light(start.weights))
+    received = ranks.broadcast(sent)
+    found = start or received
+    assert found
+    return found
+
+
+def _find_start(
+    config: "TrainConfig", given: Mapping[str, str], held: ExitStack, read_weights: Callable[..., dict]
+) -> Start:
+    which, folder, found = config.resume, Path(config.checkpoint_dir), Found()
+    if which in ("latest", *NAMED) and not folder.is_dir() and not config.mirror:
+        raise UserError(f"no checkpoints in {folder}; name their folder with --checkpoint_dir")
+    if which not in ("", "latest", "auto", *NAMED) and not Path(which).is_file():
+        there = "a folder" if Path(which).is_dir() else "no such file"
+        raise UserError(f"--resume {which}: {there}; expected latest, auto, best, stable or a checkpoint file")
     if config.trains:
-        advice = "wait for it to end, or give this run another --checkpoint_dir"
-        ranks.on_main(lambda: held.enter_context(lock_folder(folder, advice)))
-    found = (ranks.on_main(lambda: find_newest(config, given)) if config.resume else None) or Found()
-    checkpoint = share(found.checkpoint, ranks)
-    found = ranks.broadcast(dataclasses.replace(found, checkpoint=None))
-    path = found.path
-    if path or config.trains:
-        ranks.on_main(lambda: check_folder(folder, path))
-    notes = tuple(f"skipped {line}" for line in found.skipped)
-    if checkpoint:
-        if not checkpoint["train_config"]:
-            raise UserError(f"{path}: converted weights, not a run to resume. Start from them with --init_from {path}")
-        config, changes = resume_config(checkpoint["train_config"], config, given)
+        held.enter_context(lock_folder(folder, "wait for it to end, or give this run another --checkpoint_dir"))
+    if which:
+        found = find_newest(config, given)
+    if found.path or config.trains:
+        check_folder(folder, found.path)
+    notes = [f"skipped {line}" for line in found.skipped]
+    if found.path and found.checkpoint:
+        saved = found.checkpoint["train_config"]
+        if not saved:
+            raise UserError(
+                f"{found.path}: converted weights, not a run to resume. Start from them with --init_from {found.path}"
+            )
+        config, changes = resume_config(saved, config, given)
         of_mirror = f" (restored from {config.mirror})" * found.restored
-        resumed = f"resumed from {path}{of_mirror} at step {checkpoint['step']:,}"
-        start = Start(config, path, checkpoint, notes=(*notes, resumed, *(f"changed {line}" for line in changes)))
-        if start.is_fork and config.mirror and "mirror" not in given and path:
-            line = f"without the mirror {config.mirror}, which belongs to the run in {path.parent}"
+        notes.append(f"resumed from {found.path}{of_mirror} at step {found.checkpoint['step']:,}")
+        notes += [f"changed {line}" for line in changes]
+        start = Start(config, found.path, found.checkpoint)
+        if start.is_fork and config.mirror and "mirror" not in given:
+            notes.append(f"without the mirror {config.mirror}, which belongs to the run in {found.path.parent}")
             config = dataclasses.replace(config, mirror="")
-            start = dataclasses.replace(start, config=config, notes=(*start.notes, line))
-        return start
+        return dataclasses.replace(start, config=config, notes=tuple(notes))
     if config.init_from == "scratch":
-        return Start(config, notes=notes)
-    weights = share(ranks.on_main(lambda: read_weights(config.init_from, download=False)), ranks)
-    assert weights  # read_weights returns some, or raises
+        return Start(config, notes=tuple(notes))
+    weights = read_weights(config.init_from, download=False)
     config = initial_config(weights["model_config"], config, given)
     return Start(config, weights=weights, notes=(*notes, f"weights from {config.init_from}"))
 
@@ -344,77 +341,3 @@ def initial_config(shape: dict, config: "TrainConfig", given: Mapping[str, str])
     options = options_of(config)
     taken = {name: value for name, value in shape.items() if name in options and name not in {*given, "dropout"}}
     return dataclasses.replace(config, **taken)
-
-
-def open_outputs(
-    start: Start,
-    data: "Data",
-    max_steps: int,
-    model: "GPT",
-    ranks: Ranks,
-    held: ExitStack,
-    capture: Callable[[], Captured],
-) -> tuple[Any, Saves, dict | None]:
-    """Verify the data and open the folders of a run; `held` closes the log and releases the locks.
-
-    Args:
-        model: of the run, perhaps on the meta device.
-        capture: see Saves.
-
-    Returns: the log, Silent on ranks other than 0; the saves; and the fingerprint of the shards, on rank 0.
-    """
-    config, folder, logdir = start.config, Path(start.config.checkpoint_dir), Path(start.config.logdir)
-    known = start.checkpoint["data_fingerprint"] if start.checkpoint else {}
-    splits = {"train": data.train_shards, "val": data.val_shards}
-    names = ranks.broadcast(listing(splits, data.manifest))
-    ranks.on_each(lambda: check_listing(splits, data.manifest, names))
-    found = ranks.on_main(lambda: fingerprint(splits, data.manifest, data.vocab_size, known))
-    if logdir.resolve() != folder.resolve():
-        ranks.on_main(lambda: held.enter_context(lock_folder(logdir, "give this run another --logdir")))
-    step, flops = start.step, model.flops_per_token()
-    # The writer comes first: it makes the checkpoint to resume from latest.pt; then the log drops what came after it.
-    writer = ranks.on_main(lambda: open_writer(start))
-    saved_bytes = checkpoint_bytes(model, config.optimizer)
-    log = ranks.on_main(lambda: held.enter_context(RunLog(config, step, max_steps, ranks, flops, saved_bytes)))
-    evaluations = ranks.broadcast(ranks.on_main(lambda: known_evaluations(folder, step or 0, log)))
-    saves = Saves(config, ranks, capture, log or Silent(), writer or Silent(), step, evaluations)
-    return log or Silent(), saves, found
-
-
-def open_writer(start: Start) -> CheckpointWriter:
-    """Make the checkpoint to resume from latest.pt, reserve the mirror, and return the writer."""
-    config, resumes, mirror = start.config, start.checkpoint is not None, None
-    if config.mirror:
-        mirror = Mirror(config.mirror, config.run_name, resumes)
-        with suppress(NoAnswer):  # the first upload claims it then
-            mirror.patiently(mirror.claim)
-            if resumes:
-                mirror.patiently(partial(restore_files, mirror, config, replace=False))
-    path, latest = start.path, summary(start.checkpoint) if start.checkpoint else None
-    if start.checkpoint and start.is_fork:
-        # A copy that has this run's name and options, not a link: the file belongs to the other run.
-        path, content = Path(config.checkpoint_dir, LATEST), start.checkpoint | {"train_config": shown_options(config)}
-        replace_file(path, lambda file: torch.save(content, file))
-    writer = CheckpointWriter(Path(config.checkpoint_dir), config.keep_checkpoints, path, latest, config.keep_epochs)
-    if mirror:
-        writer.uploads = Uploads(mirror, config, lambda *outcome: writer.reports.put(outcome))
-    if latest:  # also after a choice to go back, which a kill before the first save must not undo
-        writer.upload([LATEST])
-    return writer
-
-
-def known_evaluations(folder: Path, step: int, log: Any) -> dict[int, dict]:
-    """Return the evaluations up to the step where a run starts, and warn of a better model among later steps."""
-    try:
-        evaluations = read_evaluations(folder)
-    except UserError as error:
-        log.warn(str(error))
-        return {}
-    losses = [(loss, at) for at, found in evaluations.items() if (loss := found.get("val_loss")) is not None]
-    val_loss, best = min(losses, default=(0.0, 0))
-    if best > step:
-        log.warn(
-            f"{folder / BEST} is step {best} (val loss {val_loss:.4f}), after step {step}. The best model from "
-            "here on will replace it; copy it if you want to keep it"
-        )
-    return {at: found for at, found in evaluations.items() if at <= step}

@@ -12,12 +12,14 @@ if TYPE_CHECKING:
 
 
 def summarize(run: "Run", status: str, reason: str) -> list[str]:
-    """Return how a run has ended, and its summary, on rank 0."""
-    t, state, saves, totals, config = run.training, run.state, run.saves, run.log.totals, run.training.config
-    tokens, elapsed_s, start_s = state.rows_consumed * config.context_length, run.elapsed_s(), process_age_s()
+    """Return how a run has ended, and on rank 0 its summary."""
+    if (writer := run.saves.writer) is None:
+        return [""]
+    config, state, saves, totals = run.config, run.state, run.saves, run.log.totals
+    tokens, elapsed_s, start_s = state.rows_consumed * config.context_length, state.total_s(), process_age_s()
     lines = {"time": f"{seconds_text(elapsed_s)}; this start {seconds_text(start_s)}, "}
     lines["time"] += f"of which {seconds_text(totals.seconds)} for {counted(totals.steps, 'step')}"
-    lines["tokens"] = f"{tokens:,}, {tokens / t.model.num_parameters():,.2f} per parameter"
+    lines["tokens"] = f"{tokens:,}, {tokens / run.model.num_parameters():,.2f} per parameter"
     if speed := totals.steps_per_second():
         lines["speed"] = (
             f"{speed * config.total_batch_size:,.0f} tokens/s in this start: {speed:.3g} steps/s of "
@@ -29,16 +31,16 @@ def summarize(run: "Run", status: str, reason: str) -> list[str]:
     if state.val_loss is not None:
         lines["loss"] += f", validation {state.val_loss:.4f}"
     if state.best_val_loss is not None:
-        steps = [at for at, scores in saves.evaluations.items() if scores.get("val_loss") == state.best_val_loss]
+        steps = [at for at, scores in writer.evaluations.items() if scores.get("val_loss") == state.best_val_loss]
         lines["loss"] += f", best {state.best_val_loss:.4f}{f' at step {steps[0]:,}' if steps else ''}"
-    lines["memory"] = f"peak {peak_memory_bytes(t.ranks.device) / 1e9:.2f} GB on rank 0 in this start"
+    lines["memory"] = f"peak {peak_memory_bytes(run.ranks.device) / 1e9:.2f} GB on rank 0 in this start"
     if load := load_text(run.log.load.means()):
         lines["load"] = f"{load}, on average in this start"
     if (cost := run.log.cost(elapsed_s)) is not None:
         lines["cost"] = f"{cost:,.2f}"
-    failed = f", {saves.failures:,} failed" if saves.failures else ""
+    failed = f", {writer.failures:,} failed" if writer.failures else ""
     lines["saves"] = (
-        f"{saves.saved:,} in this start{failed}; they paused training for {pause_text(saves.paused_s)}, "
+        f"{writer.saved:,} in this start{failed}; they paused training for {pause_text(saves.paused_s)}, "
         f"{saves.paused_s / start_s:.2%} of the time"
     )
     lines["skipped"] = f"{counted(totals.skipped, 'update')} in this start"

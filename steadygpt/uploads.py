@@ -3,7 +3,7 @@
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from steadygpt.cli import UserError
 from steadygpt.durable import link_file
 from steadygpt.mirror import Entry, Mirror
+from steadygpt.runlog import RunLog
 from steadygpt.units import timestamp
 
 if TYPE_CHECKING:
@@ -38,17 +39,16 @@ class Uploads:
 
     Args:
         config: of the run.
-        report: is called with an outcome (done, failed) and a line of text.
+        log: of the run, where the thread reports what it did.
     """
 
-    def __init__(self, mirror: Mirror, config: "TrainConfig", report: Callable[[str, str], object]):
-        self.mirror, self.config, self.report = mirror, config, report
+    def __init__(self, mirror: Mirror, config: "TrainConfig", log: RunLog):
+        self.mirror, self.config, self.log = mirror, config, log
         self.added, self.added_at_s = 0, -math.inf
         self.queue: list[Upload] = []  # the first one is under way
         self.changed = threading.Condition()
         self.progress_at_s = time.monotonic()
         self.is_refused = False
-        self.newest: dict[str, Any] = {}  # checkpoint in the mirror
         threading.Thread(target=self._work, name="uploads", daemon=True).start()
 
     def is_due(self) -> bool:
@@ -79,7 +79,7 @@ class Uploads:
                 dropped = self.queue.pop(1)
                 dropped.copy.unlink(missing_ok=True)
                 why = f"{WAITING} newer checkpoints are waiting"
-                self.report("failed", f"{dropped} is not uploaded to {self.mirror.url}: {why}")
+                self.log.warn(f"{dropped} is not uploaded to {self.mirror.url}: {why}")
             self.changed.notify_all()
 
     def is_busy(self) -> bool:
@@ -92,10 +92,6 @@ class Uploads:
         with self.changed:
             return list(dict.fromkeys(map(str, self.queue)))
 
-    def mirrored(self) -> dict[str, Any]:
-        """Return what status.json says of the mirror."""
-        return self.newest
-
     def _work(self) -> None:
         while not self.is_refused:
             with self.changed:
@@ -103,7 +99,7 @@ class Uploads:
             try:
                 self._send(self.queue[0])
             except UserError as error:
-                self.report("failed", f"nothing is uploaded: {error}")
+                self.log.warn(f"nothing is uploaded: {error}")
                 with self.changed:
                     self.is_refused = True
                     for upload in self.queue:
@@ -131,14 +127,14 @@ class Uploads:
             except Exception as error:  # every fsspec back end has exceptions of its own
                 if not pause_s:
                     reason = f"{type(error).__name__}: {error}".splitlines()[0]
-                    self.report("failed", f"{upload} is not uploaded to {url} yet: {reason}; trying until it succeeds")
+                    self.log.warn(f"{upload} is not uploaded to {url} yet: {reason}; trying until it succeeds")
                 pause_s = min(2 * pause_s or FIRST_PAUSE_S, LONGEST_PAUSE_S)
                 time.sleep(pause_s)
         self._note_progress()
-        self.newest = {"mirrored_step": upload.entry.step, "mirrored_at": timestamp()}
+        self.log.note(mirrored_step=upload.entry.step, mirrored_at=timestamp())
         if is_new or pause_s:  # otherwise the checkpoint got another name, or the logs were uploaded
             cost = f"{upload.entry.size / 1e6:,.1f} MB in {time.monotonic() - start_s:.1f} s"
-            self.report("done", f"uploaded {upload} as {', '.join(upload.names)} to {url} ({cost})")
+            self.log.say(f"uploaded {upload} as {', '.join(upload.names)} to {url} ({cost})")
 
     def _note_progress(self) -> None:
         self.progress_at_s = time.monotonic()

@@ -18,8 +18,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from config import TrainConfig
 from steadygpt.cli import Interrupted
 from steadygpt.distributed import Ranks
-from steadygpt.runlog import RunLog, read_status
+from steadygpt.runlog import RunLog
 from steadygpt.stability import StepResult
+from steadygpt.status import read_status
 from steadygpt.units import duration_text
 
 

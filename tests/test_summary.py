@@ -8,7 +8,7 @@ import torch
 from conftest import metrics, run_here
 
 import train
-from steadygpt.runlog import read_status
+from steadygpt.status import read_status
 
 
 def summary(workdir) -> dict[str, str]:

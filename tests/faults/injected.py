@@ -36,13 +36,14 @@ def around_step(
     """
     train_step = train.train_step
 
-    def wrapped_step(training, batches, lr, step, stop):
+    def wrapped_step(run, batches):
+        step = run.state.step
         if before:
-            before(step, stop)
+            before(step, run.stop)
         wrapped = SimpleNamespace(next=lambda: next_batch(step, batches)) if next_batch else batches
-        result = train_step(training, wrapped, lr, step, stop)  # raises Stopped when interrupted
+        result = train_step(run, wrapped)  # raises Stopped when interrupted
         if after:
-            after(step, training.model)
+            after(step, run.model)
         return result
 
     train.train_step = wrapped_step
@@ -236,14 +237,14 @@ def no_tokenizer(which_rank: int, rank: int) -> None:
 
 def pause_before_training(rank: int) -> None:
     """Print "building" before the model is built, and wait for a signal."""
-    build_training = train.build_training
+    build_model = train.build_model
 
     def paused_build(*args):
         print("building", flush=True)
         time.sleep(60)
-        return build_training(*args)
+        return build_model(*args)
 
-    train.build_training = paused_build
+    train.build_model = paused_build
 
 
 def pause(moment: str, expire: bool, rank: int) -> None:
