@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import tiktoken
 
 from steadygpt.chunks import Chunk, Position, cut_document, read_documents, suffix_of
 from steadygpt.cli import OptionError, UserError, option, parse_options, run_cli
@@ -39,7 +38,7 @@ from steadygpt.ids import Ids, check_ids
 from steadygpt.progress import ProgressBar, say
 from steadygpt.shards import DEFAULT_FOLDER, MANIFEST, open_shard, token_dtype, write_shard
 from steadygpt.sources import FINEWEB_EDU, STDLIB, Source, find_source
-from steadygpt.tokenizer import END_OF_TEXT, get_tokenizer, vocab_size_of
+from steadygpt.tokenizer import get_tokenizer, vocab_size_of
 from steadygpt.workers import map_in_order, usable_cores
 
 DESCRIPTION = (
@@ -49,7 +48,6 @@ DESCRIPTION = (
 )
 FORMAT_VERSION = 2
 BATCH_BYTES = 2**20  # what a worker gets at once, at least
-ENCODED_AT_ONCE = 500_000  # characters in one call of the tokenizer, about
 DOWNLOADS = ".download"  # in the folder of the shards
 NAMED_SKIPS = 5  # skipped rows that are named on stderr
 SMALL_TOKENS = 50_000_000  # below this, the proposed next command trains the quickstart's model
@@ -100,49 +98,33 @@ class Encoded(NamedTuple):
     skipped: list[tuple[Position, str]]  # rows and the reasons
 
 
-@dataclass(frozen=True)
-class Encoder:
-    """Reads the documents of a batch and encodes them, with <|endoftext|> before each and nowhere else.
+def encode(batch: Batch, tokenizer: str, text_field: str) -> Encoded:
+    """Encode the documents of a batch, with <|endoftext|> before each and nowhere else. Token ids are checked instead.
 
-    Token ids are checked instead.
+    Raises: UserError when a document cannot be read.
     """
-
-    tokenizer: str
-    text_field: str
-
-    def __call__(self, batch: Batch) -> Encoded:
-        """Encode a batch.
-
-        Raises: UserError when a document cannot be read.
-        """
-        blocks = [(chunk, chunk.data) for chunk in batch if isinstance(chunk.data, Ids)]
-        if blocks:  # then all chunks are: a source holds text or ids
-            size = vocab_size_of(self.tokenizer)
-            checked = [check_ids(chunk.name, chunk.at.offset, data, size) for chunk, data in blocks]
-            return Encoded(np.concatenate(checked), 0, 0, [])
-        tokenizer = get_tokenizer(self.tokenizer)
-        ids, skipped, num_documents, repaired = [], [], 0, 0
-        pieces: list[tuple[str, bool]] = []
-        num_chars = 0
-        for chunk in batch:
-            for row, text, is_begin in read_documents(chunk, self.text_field):
-                if not isinstance(text, str):
-                    kind = "null" if text is None else type(text).__name__
-                    reason = str(text) if isinstance(text, ValueError) else f"{kind}, not a string"
-                    skipped.append((chunk.at._replace(row=row), reason))
-                    continue
-                clean = repair(text)
-                repaired += clean.count("\ufffd") - text.count("\ufffd") if clean is not text else 0
-                num_documents += is_begin
-                for number, piece in enumerate(cut_document(clean)):
-                    # Not with the piece before it, because encoding both together would undo the cut.
-                    if pieces and (num_chars > ENCODED_AT_ONCE or not (is_begin and number == 0)):
-                        ids.append(encode(tokenizer, pieces))
-                        pieces, num_chars = [], 0
-                    pieces.append((piece, is_begin and number == 0))
-                    num_chars += len(piece)
-        ids.append(encode(tokenizer, pieces))
-        return Encoded(np.concatenate(ids).astype(token_dtype(tokenizer.n_vocab)), num_documents, repaired, skipped)
+    blocks = [(chunk, chunk.data) for chunk in batch if isinstance(chunk.data, Ids)]
+    if blocks:  # then all chunks are: a source holds text or ids
+        size = vocab_size_of(tokenizer)
+        checked = [check_ids(chunk.name, chunk.at.offset, data, size) for chunk, data in blocks]
+        return Encoded(np.concatenate(checked), 0, 0, [])
+    encoding = get_tokenizer(tokenizer)
+    end_of_text = np.array([encoding.eot_token], np.uint32)
+    ids, skipped, documents, repaired = [end_of_text[:0]], [], 0, 0
+    for chunk in batch:
+        for row, text, is_begin in read_documents(chunk, text_field):
+            if not isinstance(text, str):
+                kind = "null" if text is None else type(text).__name__
+                reason = str(text) if isinstance(text, ValueError) else f"{kind}, not a string"
+                skipped.append((chunk.at._replace(row=row), reason))
+                continue
+            clean = repair(text)
+            repaired += clean.count("\ufffd") - text.count("\ufffd") if clean is not text else 0
+            documents += is_begin
+            ids += [end_of_text] * is_begin
+            # Without special tokens, so that <|endoftext|> in a document is text.
+            ids += [encoding.encode_to_numpy(piece, disallowed_special=()) for piece in cut_document(clean)]
+    return Encoded(np.concatenate(ids).astype(token_dtype(encoding.n_vocab)), documents, repaired, skipped)
 
 
 def repair(text: str) -> str:
@@ -152,17 +134,6 @@ def repair(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
-
-
-def encode(tokenizer: tiktoken.Encoding, pieces: Sequence[tuple[str, bool]]) -> np.ndarray:
-    """Encode texts as (n,) uint32 ids, with <|endoftext|> before each that begins a document."""
-    joined = "".join(END_OF_TEXT * is_begin + text for text, is_begin in pieces)
-    if joined.count(END_OF_TEXT) == sum(is_begin for _, is_begin in pieces):
-        return tokenizer.encode_to_numpy(joined, allowed_special={END_OF_TEXT}, disallowed_special=())
-    ids = []  # the text of a document contains <|endoftext|>
-    for text, is_begin in pieces:
-        ids += [tokenizer.eot_token] * is_begin + tokenizer.encode_ordinary(text)
-    return np.array(ids, np.uint32)
 
 
 def gather_batches(chunks: Iterable[Chunk]) -> Iterator[Batch]:
@@ -338,21 +309,21 @@ def default_name(source: str) -> str:
     return re.sub(r"[^\w.-]+", "_", last.removesuffix(suffix_of(last))) or "corpus"
 
 
-def forecast(source: Source, encoder: Encoder, manifest: Manifest, out: Path) -> None:
+def forecast(source: Source, manifest: Manifest, out: Path) -> None:
     """Encode the first batch, print how many tokens and how much disk to expect, and check that the disk has it.
 
     Raises: UserError when it has not, or when the first rows cannot be read or lack the text field.
     """
     first, total = manifest.next["file"], sum(source.sizes)
-    batch = next(gather_batches(source.chunks(encoder.text_field, Position(first), in_place=True)), [])
+    batch = next(gather_batches(source.chunks(manifest.text_field, Position(first), in_place=True)), [])
     read = sum(source.sizes[first : batch[-1].at.file]) + batch[-1].end if batch else 0
     if not (read and total):
         return
-    found = encoder(batch)
+    found = encode(batch, manifest.tokenizer, manifest.text_field)
     reasons = {reason for _, reason in found.skipped if "not a string" in reason}
     if reasons and not found.documents:
         raise UserError(
-            f"{source.names[first]}: the field {encoder.text_field!r} holds no text ({', '.join(sorted(reasons))}); "
+            f"{source.names[first]}: the field {manifest.text_field!r} holds no text ({', '.join(sorted(reasons))}); "
             "name the text with --text_field"
         )
     tokens = len(found.ids) / read * total
@@ -392,7 +363,7 @@ def show_progress(
             num_named += 1
 
 
-def prepare(source: Source, encoder: Encoder, manifest: Manifest, out: Path, num_workers: int) -> None:
+def prepare(source: Source, manifest: Manifest, out: Path, num_workers: int) -> None:
     """Write the shards that `manifest` lacks.
 
     Raises: UserError; OSError when a shard or a download cannot be written.
@@ -400,7 +371,8 @@ def prepare(source: Source, encoder: Encoder, manifest: Manifest, out: Path, num
     start = Position(*(manifest.next[key] for key in Position._fields))
     before, total = sum(source.sizes[: start.file]), sum(source.sizes)
     source.release(start.file)
-    batches = gather_batches(source.chunks(encoder.text_field, start))
+    batches = gather_batches(source.chunks(manifest.text_field, start))
+    work = partial(encode, tokenizer=manifest.tokenizer, text_field=manifest.text_field)
     with ExitStack() as bars:
         if source.needs(start.file, 0):
             bar = bars.enter_context(ProgressBar(desc="downloading", total=total, initial=before, unit="B"))
@@ -411,7 +383,7 @@ def prepare(source: Source, encoder: Encoder, manifest: Manifest, out: Path, num
             initial=before,
             unit=source.unit,
         )
-        encoded = bars.enter_context(closing(map_in_order(encoder, batches, num_workers)))
+        encoded = bars.enter_context(closing(map_in_order(work, batches, num_workers)))
         write_shards(show_progress(encoded, bars.enter_context(bar), source), out, manifest, source.release)
 
 
@@ -440,15 +412,14 @@ def complete(options: PrepareOptions, source: Source, same: dict, begun: Manifes
         vocab_size=vocab_size,
         dtype=token_dtype(vocab_size).name,
     )
-    encoder = Encoder(options.tokenizer, options.text_field)
-    forecast(source, encoder, manifest, out)
+    forecast(source, manifest, out)
     with lock_folder(out, "wait until it has finished, or use a different --out"), closing(source):
         for folder in (out / DOWNLOADS).glob("*"):
             if folder != source.folder:  # left by a preparation without a shard, which this one replaces
                 shutil.rmtree(folder)
         manifest.save(out)  # before any shard, because shards without a manifest are refused
         # Ids are checked as fast as a worker would receive them.
-        prepare(source, encoder, manifest, out, options.num_workers or (1 if source.holds_ids else usable_cores()))
+        prepare(source, manifest, out, options.num_workers or (1 if source.holds_ids else usable_cores()))
         shutil.rmtree(out / DOWNLOADS, ignore_errors=True)
     return manifest
 

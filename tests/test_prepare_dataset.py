@@ -13,7 +13,6 @@ import tiktoken
 from conftest import REPO
 
 import prepare_dataset
-from prepare_dataset import Encoder
 from steadygpt import chunks, sources
 from steadygpt.chunks import Chunk, Position
 from steadygpt.cli import UserError
@@ -255,7 +254,7 @@ def test_a_full_disk_is_reported_with_path_and_bytes(jsonl):
 def test_documents_of_a_batch_are_encoded_independently():
     texts = ["a b", f"with {END_OF_TEXT}", " c", "d"]
     batch = [Chunk(Position(row=n), 0, 0, [text]) for n, text in enumerate(texts)]
-    assert Encoder("bytes", "text")(batch).ids.tolist() == ids_expected(texts)
+    assert prepare_dataset.encode(batch, "bytes", "text").ids.tolist() == ids_expected(texts)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
