@@ -17,7 +17,6 @@ from typing import Any, BinaryIO, NamedTuple
 from steadygpt.cli import UserError
 from steadygpt.ids import ID_SUFFIXES, Ids, read_ids
 
-MAX_LINE_BYTES = 2**26  # of a line of JSON, which is in memory several times at once
 CHUNK_BYTES = 2**20  # of lines
 # Of a text; the pieces of a longer one have up to twice as many. tiktoken's regex fails on a million spaces in a row.
 PIECE_BYTES = 400_000
@@ -99,20 +98,9 @@ def _cut_lines(lines: BinaryIO, start: Position, amount_read: Callable[[], int])
     lines.seek(start.offset)
     at = start
     while data := lines.read(CHUNK_BYTES):
-        last, tail = data.rfind(b"\n") + 1, lines.readline(MAX_LINE_BYTES)
-        offset = at.offset + len(data) + len(tail)
-        is_too_long = len(data) - last + len(tail) >= MAX_LINE_BYTES
-        data = data[:last] if is_too_long else data + tail
-        row = at.row + data.count(b"\n") + (data[-1:] not in (b"\n", b""))
-        if data:
-            yield Chunk(at, amount_read(), len(data), data)
-        if is_too_long:
-            at, row = Position(start.file, row, at.offset + last), row + 1
-            while tail and not tail.endswith(b"\n"):
-                tail = lines.readline(CHUNK_BYTES)
-                offset += len(tail)
-            yield Chunk(at, amount_read(), 0, [ValueError(f"a line of more than {MAX_LINE_BYTES // 2**20} MB")])
-        at = Position(start.file, row, offset)
+        data += lines.readline()
+        yield Chunk(at, amount_read(), len(data), data)
+        at = Position(at.file, at.row + data.count(b"\n"), at.offset + len(data))
 
 
 def cut_table(file: BinaryIO, text_field: str, start: Position, size: int) -> Iterator[Chunk]:

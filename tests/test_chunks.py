@@ -17,7 +17,7 @@ from steadygpt.cli import UserError
 from steadygpt.sources import Source
 from steadygpt.tokenizer import get_tokenizer
 
-SMALL = {"CHUNK_BYTES": 60, "PIECE_BYTES": 40, "TABLE_BYTES": 100, "ROWS_AT_ONCE": 3, "MAX_LINE_BYTES": 200}
+SMALL = {"CHUNK_BYTES": 60, "PIECE_BYTES": 40, "TABLE_BYTES": 100, "ROWS_AT_ONCE": 3}
 in_small_chunks = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -80,27 +80,6 @@ def test_chunks_hold_every_document_and_reading_can_begin_at_any_of_them(kind, t
         assert all(a[2] == b or not b.strip() for a, b in zip(whole, texts, strict=True)) or "ValueError" in str(texts)
     else:
         assert [text for _, _, text in whole] == texts
-
-
-@given(st.lists(st.integers(0, 500), min_size=1, max_size=30), st.booleans())
-@in_small_chunks
-def test_overlong_lines_are_skipped_and_keep_their_place(tmp_path, lengths, ends_with_newline):
-    lines = [json.dumps({"text": "x" * (length + 1)}) for length in lengths]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n" * ends_with_newline)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in SMALL.items():
-            patch.setattr(chunks, name, value)
-        source = Source("files", [tmp_path / "a.jsonl"])
-        found = documents(source, Position())
-        for chunk in source.chunks("text", Position()):
-            assert documents(source, chunk.at) == [document for document in found if document[1] >= chunk.at.row]
-    assert [row for _, row, _ in found] == list(range(len(lengths)))
-    for (_, _, text), line, length in zip(found, lines, lengths, strict=True):
-        if "a line of more than" in text:
-            assert len(line) + 1 >= SMALL["MAX_LINE_BYTES"]  # with its newline
-        else:
-            assert text == "x" * (length + 1)
-            assert len(line) < SMALL["MAX_LINE_BYTES"]
 
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])

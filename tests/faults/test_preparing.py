@@ -8,11 +8,9 @@ import time
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 from harness import Run, wait_for_files
 
-from steadygpt import chunks
 from steadygpt.shards import read_manifest
 
 prepare = partial(Run, program="prepare_dataset", tiny=("--tokenizer", "bytes", "--num_workers", "2"))
@@ -100,14 +98,12 @@ def record_memory(rank: int) -> None:
     prepare_dataset.main = recording_main
 
 
-def memory_for(megabytes: int, kind: str) -> int:
+def memory_for(megabytes: int) -> int:
     """Return the peak growth of the process in bytes for one line of `megabytes` MB."""
-    path = Path(f"{megabytes}.{kind}")
+    path = Path(f"{megabytes}.txt")
     with open(path, "wb") as file:
-        file.write(b'{"text": "first"}\n{"text": "' if kind == "jsonl" else b"")
         for _ in range(megabytes):
             file.write(b"word " * 200_000)
-        file.write(b'"}\n{"text": "last"}\n' if kind == "jsonl" else b"")
     flags = ("--source", str(path), "--out", f"out-{path}", "--shard_size", "1000000", "--val_tokens", "2")
     run = prepare(*flags, faults=[record_memory])
     assert run.wait(timeout_s=1200) == [0], run.text()
@@ -118,16 +114,4 @@ def memory_for(megabytes: int, kind: str) -> int:
 @pytest.mark.parametrize(("small", "large"), [(2, 16), pytest.param(16, 1000, marks=pytest.mark.storm)])
 def test_memory_does_not_grow_with_the_length_of_a_line(tmp_path, monkeypatch, small, large):
     monkeypatch.chdir(tmp_path)
-    assert memory_for(large, "txt") < memory_for(small, "txt") + 150e6
-
-
-@pytest.mark.parametrize("large", [200, pytest.param(1000, marks=pytest.mark.storm)])
-def test_an_overlong_line_of_json_is_skipped_and_reported(tmp_path, monkeypatch, large):
-    monkeypatch.chdir(tmp_path)
-    assert memory_for(large, "jsonl") < 3 * chunks.MAX_LINE_BYTES
-    manifest = read_manifest(Path(f"out-{large}.jsonl"))
-    assert manifest["documents"] == 2
-    assert manifest["skipped"] == {"a line of more than 64 MB": 1}
-    paths = sorted(Path(f"out-{large}.jsonl").glob("*.npy"), key=lambda path: path.stem[-6:])
-    ids = np.concatenate([np.load(path) for path in paths])
-    assert bytes(ids[ids < 256].astype(np.uint8)) == b"firstlast"
+    assert memory_for(large) < memory_for(small) + 150e6
