@@ -34,7 +34,7 @@ from steadygpt.chunks import Chunk, Position, cut_document, read_documents, suff
 from steadygpt.cli import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.disk import bytes_text, disks, existing
 from steadygpt.durable import lock_folder, replace_file
-from steadygpt.ids import Ids, check_ids
+from steadygpt.ids import check_ids
 from steadygpt.progress import ProgressBar, say
 from steadygpt.shards import DEFAULT_FOLDER, MANIFEST, open_shard, token_dtype, write_shard
 from steadygpt.sources import FINEWEB_EDU, STDLIB, Source, find_source
@@ -103,11 +103,10 @@ def encode(batch: Batch, tokenizer: str, text_field: str) -> Encoded:
 
     Raises: UserError when a document cannot be read.
     """
-    blocks = [(chunk, chunk.data) for chunk in batch if isinstance(chunk.data, Ids)]
+    blocks = [(chunk.name, chunk.data) for chunk in batch if isinstance(chunk.data, np.ndarray)]
     if blocks:  # then all chunks are: a source holds text or ids
         size = vocab_size_of(tokenizer)
-        checked = [check_ids(chunk.name, chunk.at.offset, data, size) for chunk, data in blocks]
-        return Encoded(np.concatenate(checked), 0, 0, [])
+        return Encoded(np.concatenate([check_ids(name, ids, size) for name, ids in blocks]), 0, 0, [])
     encoding = get_tokenizer(tokenizer)
     end_of_text = np.array([encoding.eot_token], np.uint32)
     ids, skipped, documents, repaired = [end_of_text[:0]], [], 0, 0

@@ -14,8 +14,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+import numpy as np
+
 from steadygpt.cli import UserError
-from steadygpt.ids import ID_SUFFIXES, Ids, read_ids
+from steadygpt.ids import ID_SUFFIXES, read_ids
 
 CHUNK_BYTES = 2**20  # of lines
 # Of a text; the pieces of a longer one have up to twice as many. tiktoken's regex fails on a million spaces in a row.
@@ -47,7 +49,7 @@ class Chunk(NamedTuple):
     at: Position
     end: int  # how far the file is read after it, in bytes of the file (of other Hub data sets, in rows)
     num_bytes: int  # of its texts or ids, approximately
-    data: bytes | list | Rows | Ids  # of a text or lines; values; or where they are
+    data: bytes | list | Rows | np.ndarray  # of a text or lines; values; where they are; token ids
     name: str = ""  # of the file
 
 

@@ -14,13 +14,6 @@ MASK = "attention_mask"  # an array beside the ids, 0 where they are padding
 BLOCK_BYTES = 2**20  # of ids in memory at once; a multiple of each dtype's size
 
 
-class Ids(NamedTuple):
-    """A block of an array of token ids."""
-
-    values: np.ndarray | bytes  # (n,) integers; bytes if the tokenizer implies their dtype
-    mask: np.ndarray | None = None  # (n,) bool, False where the ids are padding
-
-
 class _Array(NamedTuple):
     stream: IO[bytes]  # at the first value
     shape: tuple[int, ...]
@@ -36,20 +29,20 @@ class _Array(NamedTuple):
             raise ValueError("the file ends before its array")
         return np.frombuffer(block, self.dtype)
 
-    def seek(self, offset: int) -> None:
-        self.stream.seek(offset, 1)
 
-
-def read_ids(file: BinaryIO, suffix: str, name: str, offset: int, size: int) -> Iterator[tuple[int, int, float, Ids]]:
+def read_ids(
+    file: BinaryIO, suffix: str, name: str, offset: int, size: int
+) -> Iterator[tuple[int, int, float, np.ndarray]]:
     """Read the ids of a file in blocks of BLOCK_BYTES, from a byte of their array on.
 
-    Rows of a 2-D array are read one after the other.
+    Rows of a 2-D array are read one after the other. Padding is left out.
 
     Args:
         name: of the array in an `.npz` file that has several.
         size: of the file, in bytes.
 
-    Returns: of each block where it begins and how many bytes it has, the fraction of the array that is read, its ids.
+    Returns: of each block where it begins and how many bytes it has, the fraction of the array that is read, its ids
+        (n,); single bytes of void dtype if the vocabulary implies the dtype.
 
     Raises: UserError when the file holds no array of ids; ValueError when it is damaged.
     """
@@ -57,14 +50,13 @@ def read_ids(file: BinaryIO, suffix: str, name: str, offset: int, size: int) -> 
         ids, mask = _open_npz(file, name)
     else:
         ids, mask = _open(file, suffix, file.name, size), None
-    ids.seek(offset)
-    if mask:
-        mask.seek(offset // ids.dtype.itemsize * mask.dtype.itemsize)
+    for array in filter(None, (ids, mask)):
+        array.stream.seek(offset // ids.dtype.itemsize * array.dtype.itemsize, 1)
     while (count := min(BLOCK_BYTES, ids.num_bytes - offset)) > 0:
         values = ids.read(count)
-        keep = mask.read(len(values) * mask.dtype.itemsize) != 0 if mask else None
-        no_dtype = ids.dtype.kind == "V"
-        yield offset, count, (offset + count) / ids.num_bytes, Ids(values.tobytes() if no_dtype else values, keep)
+        if mask:
+            values = values[mask.read(len(values) * mask.dtype.itemsize) != 0]
+        yield offset, count, (offset + count) / ids.num_bytes, values
         offset += count
 
 
@@ -94,8 +86,6 @@ def _open(stream: IO[bytes], suffix: str, name: str, size: int = 0) -> _Array:
         stream.seek(0)
         header = Header((size,), False, np.dtype("V1"))
     ids = _Array(stream, header.shape, header.dtype)
-    if suffix == ".bin" and stream.tell() + ids.num_bytes != size:
-        raise ValueError(f"its header says {ids.shape[0]:,} tokens, but it has {size:,} bytes")
     if ids.dtype.kind not in "iubV" or len(ids.shape) not in (1, 2) or (header.is_fortran and len(ids.shape) == 2):
         order = " in Fortran order" * header.is_fortran
         raise UserError(
@@ -104,27 +94,20 @@ def _open(stream: IO[bytes], suffix: str, name: str, size: int = 0) -> _Array:
     return ids
 
 
-def check_ids(name: str, offset: int, ids: Ids, vocab_size: int) -> np.ndarray:
-    """Return the ids of a block without padding, in the dtype of shards.
-
-    Args:
-        offset: where the block begins in its array, in bytes.
+def check_ids(name: str, ids: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Return the ids of a block in the dtype of shards.
 
     Raises: UserError that names the first id outside the vocabulary.
     """
-    values, mask = ids
     dtype = token_dtype(vocab_size)
-    if isinstance(values, bytes):
-        if len(values) % dtype.itemsize:
+    if ids.dtype.kind == "V":
+        if len(ids) % dtype.itemsize:
             raise UserError(f"{name}: not a whole number of {dtype.name} token ids; copy it again, or see --tokenizer")
-        values = np.frombuffer(values, dtype)
-    is_bad = (values < 0) | (values >= vocab_size)
-    if mask is not None:
-        is_bad &= mask
+        ids = ids.view(dtype)
+    is_bad = (ids < 0) | (ids >= vocab_size)
     if is_bad.any():
-        at = int(is_bad.argmax())
         raise UserError(
-            f"{name}: token {offset // values.itemsize + at:,} is {values[at]}, outside the vocabulary of "
-            f"{vocab_size:,}; name the tokenizer that wrote it with --tokenizer"
+            f"{name}: holds token id {ids[is_bad][0]}, outside the vocabulary of {vocab_size:,}; name the tokenizer "
+            "that wrote it with --tokenizer"
         )
-    return (values if mask is None else values[mask]).astype(dtype)
+    return ids.astype(dtype)
