@@ -199,6 +199,8 @@ def _request(url: str, start: int, end: int) -> Iterator[bytes]:
     """Request the bytes [start, end) of a file."""
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
+    if start >= end:  # such a range would be answered with the whole file
+        return
     headers = build_hf_headers() | {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
     with get_session().stream("GET", url, headers=headers, timeout=retry.SILENCE_S) as response:
         hf_raise_for_status(response)

@@ -10,7 +10,8 @@ from typing import BinaryIO
 
 from steadygpt.cli import UserError
 from steadygpt.durable import sha256_of
-from steadygpt.retry import Service, is_local
+from steadygpt.progress import say
+from steadygpt.retry import Service
 
 READ_AHEAD = 2**22  # bytes that are requested beyond those that a reader wants
 
@@ -32,6 +33,28 @@ class RemoteFile:
         """What changes when the file is renamed or replaced; a data set of the Hub is at one commit."""
         return (self.path, self.size) if self.version is None else (self.path, self.size, self.version)
 
+    def read(self, start: int, end: int) -> Iterator[bytes]:
+        """Yield the bytes [start, end) in blocks; after a lost connection, request the rest.
+
+        Raises: UserError.
+        """
+        blocks: Iterator[bytes] | None = None
+
+        def receive() -> bytes:
+            nonlocal blocks
+            begun, blocks = blocks or self.blocks(start, end), None  # after an error, blocks are requested anew
+            block = next(begun, b"")
+            if not block and start < end:
+                raise ConnectionError(f"the connection ended {end - start:,} bytes early")
+            blocks = begun
+            return block
+
+        while block := self.service.persistently(self.name, receive):
+            start += len(block)
+            if start > end:
+                raise UserError(f"{self.name}: cannot be read in parts; download it, and name its folder with --source")
+            yield block
+
     def download(self, target: Path, progress: Callable[[int], object] = bool) -> Path:
         """Download the file to `target` unless it is there, and return `target`.
 
@@ -44,55 +67,31 @@ class RemoteFile:
         Raises: UserError; OSError for errors of this machine, such as a full disk.
         """
         if not target.exists():
-            self.service.persistently(self.name, lambda: self._download(target, progress))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            part = target.with_name(f"{target.name}.part")
+            try:
+                self._download(target, part, progress)
+            except OSError as error:
+                error.filename = error.filename or str(part)  # writes name no file
+                raise
         progress(self.size)
         return target
 
-    def _download(self, target: Path, progress: Callable[[int], object]) -> None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.with_name(f"{target.name}.part")
-        try:
-            with open(part, "ab") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)  # another command may want the same file
-                if target.exists():
-                    return
-                start = file.seek(0, os.SEEK_END)
-                for block in self.blocks(start, self.size) if start < self.size else ():
+    def _download(self, target: Path, part: Path, progress: Callable[[int], object]) -> None:
+        with open(part, "ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # another command may want the same file
+            while not target.exists():
+                for block in self.read(file.seek(0, os.SEEK_END), self.size):
                     file.write(block)
-                    self.service.received()
                     progress(file.tell())
                 file.flush()
                 os.fsync(file.fileno())
-                if (found := file.tell()) < self.size:
-                    raise ConnectionError(f"the connection ended after {found:,} of {self.size:,} bytes")
                 # The partial file may have been begun before the machine crashed.
-                if found > self.size or (self.sha256 and sha256_of(part) != self.sha256):
+                if file.tell() == self.size and (not self.sha256 or sha256_of(part) == self.sha256):
+                    os.replace(part, target)
+                else:
+                    say(f"{self.name}: damaged on the way; downloading it again")
                     file.truncate(0)
-                    raise ConnectionError("damaged on the way")
-                os.replace(part, target)
-        except OSError as error:
-            if is_local(error) and error.filename is None:  # as after a write
-                error.filename = str(part)
-            raise
-
-    def read(self, start: int, end: int) -> bytes:
-        """Read the bytes [start, end).
-
-        Raises: UserError.
-        """
-        received = bytearray()
-
-        def attempt() -> None:
-            for block in self.blocks(start + len(received), end):
-                received.extend(block)
-                self.service.received()
-            if len(received) < end - start:
-                raise ConnectionError("the connection ended early")
-
-        self.service.persistently(self.name, attempt)
-        if len(received) > end - start:
-            raise UserError(f"{self.name}: cannot be read in parts; run this again without --streaming")
-        return bytes(received)
 
     def open(self) -> BinaryIO:
         """Open the file to read parts of it without a download."""
@@ -100,7 +99,7 @@ class RemoteFile:
 
         class InPlace(AbstractBufferedFile):
             def _fetch_range(file, start: int, end: int) -> bytes:  # noqa: N805
-                return self.read(start, end)
+                return b"".join(self.read(start, end))
 
         file = InPlace(None, self.path, block_size=READ_AHEAD, size=self.size)
         file.name = self.name

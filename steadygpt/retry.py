@@ -10,7 +10,7 @@ from steadygpt.cli import UserError
 from steadygpt.progress import say
 
 Result = TypeVar("Result")
-# How long requests are repeated without receiving anything: in a run with several ranks, the others wait 30 minutes.
+# How long a request is repeated without an answer: in a run with several ranks, the others wait 30 minutes.
 PATIENCE_S = 25 * 60.0
 FIRST_PATIENCE_S = 6.0  # until the service has answered once; perhaps there is no network
 LONGEST_PAUSE_S = 60.0
@@ -28,18 +28,14 @@ class NoAnswer(UserError):
 
 
 class Service:
-    """A service on the network, whether it has answered this process yet, and when data last arrived.
+    """A service on the network, and whether it has answered this process yet.
 
     Args:
         explain: returns the UserError for a request, by its description, and an error that a retry cannot help.
     """
 
     def __init__(self, explain: Callable[[object, Exception], UserError]):
-        self.explain, self.answered, self.received_at = explain, False, 0.0
-
-    def received(self) -> None:
-        """Note that data has arrived: the pauses begin again, and the time until the retries end."""
-        self.answered, self.received_at = True, monotonic()
+        self.explain, self.answered = explain, False
 
     def persistently(self, what: object, action: Callable[[], Result]) -> Result:
         """Return action(), retried while it fails because of the network, with growing pauses and a line for each.
@@ -50,7 +46,7 @@ class Service:
         while True:
             try:
                 result = action()
-                self.received()
+                self.answered = True
                 return result
             except Exception as error:  # each library raises its own types
                 cause = passing_cause(error)
@@ -58,8 +54,6 @@ class Service:
                     if isinstance(error, UserError) or is_local(error):
                         raise
                     raise self.explain(what, error) from error
-                if self.received_at > since:
-                    pause_s, since = 1.0, self.received_at
                 self.answered |= status_of(cause) != 0
                 if monotonic() - since >= (PATIENCE_S if self.answered else FIRST_PATIENCE_S):
                     advice = "check the network and run this again"
@@ -113,15 +107,13 @@ def status_of(error: BaseException) -> int:
 
 def asked_pause_s(error: BaseException) -> float:
     """Return the seconds after which a server asks for the next request, 0 if it does not ask."""
-    asked_s = _headers(error).get("Retry-After", "")
-    return float(asked_s) if asked_s.isdigit() else 0.0
-
-
-def _headers(error: BaseException) -> Any:
     response: Any = getattr(error, "response", None)
     if isinstance(response, dict):
-        return {key.title(): value for key, value in response["ResponseMetadata"].get("HTTPHeaders", {}).items()}
-    return getattr(response or error, "headers", None) or {}
+        headers = {key.title(): value for key, value in response["ResponseMetadata"].get("HTTPHeaders", {}).items()}
+    else:
+        headers = getattr(response or error, "headers", None) or {}
+    asked_s = headers.get("Retry-After", "")
+    return float(asked_s) if asked_s.isdigit() else 0.0
 
 
 def brief(error: BaseException) -> str:
