@@ -86,22 +86,16 @@ def _unfinished(text: bytes) -> int:
     return next((count for count, byte in enumerate(text[:-4:-1], start=1) if byte >= 0xC0), 0)
 
 
-def cut_lines(file: BinaryIO, text_field: str, start: Position, size: int) -> Iterator[Chunk]:
+def cut_lines(
+    file: BinaryIO, text_field: str, start: Position, size: int, is_compressed: bool = False
+) -> Iterator[Chunk]:
     """Cut JSON Lines into chunks of whole lines."""
-    return _cut_lines(file, start, file.tell)
-
-
-def cut_gzip(file: BinaryIO, text_field: str, start: Position, size: int) -> Iterator[Chunk]:
-    """Cut compressed JSON Lines into chunks of whole lines."""
-    return _cut_lines(gzip.GzipFile(fileobj=file), start, file.tell)  # type: ignore[arg-type]
-
-
-def _cut_lines(lines: BinaryIO, start: Position, amount_read: Callable[[], int]) -> Iterator[Chunk]:
+    lines: Any = gzip.GzipFile(fileobj=file) if is_compressed else file
     lines.seek(start.offset)
     at = start
     while data := lines.read(CHUNK_BYTES):
         data += lines.readline()
-        yield Chunk(at, amount_read(), len(data), data)
+        yield Chunk(at, file.tell(), len(data), data)
         at = Position(at.file, at.row + data.count(b"\n"), at.offset + len(data))
 
 
@@ -109,7 +103,7 @@ def cut_table(file: BinaryIO, text_field: str, start: Position, size: int) -> It
     """Cut a Parquet file into groups of rows, which the reader of the chunk reads if the file is on this machine."""
     import pyarrow.parquet as pq
 
-    table = pq.ParquetFile(file)
+    table, is_here = pq.ParquetFile(file), Path(file.name).exists()
     if text_field not in table.schema_arrow.names:
         raise no_text_field(file.name, text_field, table.schema_arrow.names)
     end = 0
@@ -120,22 +114,14 @@ def cut_table(file: BinaryIO, text_field: str, start: Position, size: int) -> It
             continue
         columns = (metadata.column(i) for i in range(metadata.num_columns))
         text_bytes = sum(c.total_uncompressed_size for c in columns if c.path_in_schema.partition(".")[0] == text_field)
-
-        def chunk(row: int, count: int, data: Any, begin=begin, end=end, text_bytes=text_bytes) -> Chunk:
-            read = size * (row + count) // table.metadata.num_rows
-            return Chunk(Position(start.file, row), read, text_bytes * count // (end - begin), data)
-
         row = max(begin, start.row)
-        if not Path(file.name).exists():  # it is on the Hub
-            values = _column(table, group, text_field, row - begin)
-            while part := list(islice(values, ROWS_AT_ONCE)):
-                yield chunk(row, len(part), part)
-                row += len(part)
-            continue
-        step = -(-metadata.num_rows // -(-text_bytes // TABLE_BYTES or 1))
+        values = _column(table, group, text_field, row - begin)
+        step = -(-metadata.num_rows // -(-text_bytes // TABLE_BYTES or 1)) if is_here else ROWS_AT_ONCE
         for first in range(row, end, step):
             count = min(step, end - first)
-            yield chunk(first, count, Rows(file.name, group, first - begin, count))
+            data = Rows(file.name, group, first - begin, count) if is_here else list(islice(values, count))
+            read = size * (first + count) // table.metadata.num_rows
+            yield Chunk(Position(start.file, first), read, text_bytes * count // metadata.num_rows, data)
 
 
 def _column(table: Any, group: int, text_field: str, first: int) -> Iterator[object]:
@@ -162,7 +148,8 @@ def cut_ids(file: BinaryIO, text_field: str, start: Position, size: int, suffix:
 
 CUTTERS: dict[str, Callable[[BinaryIO, str, Position, int], Iterator[Chunk]]]
 CUTTERS = dict.fromkeys((".txt", ".md", ".py"), cut_text)
-CUTTERS |= {".jsonl": cut_lines, ".jsonl.gz": cut_gzip, ".json.gz": cut_gzip, ".parquet": cut_table}
+CUTTERS |= {".jsonl": cut_lines, ".parquet": cut_table}
+CUTTERS |= dict.fromkeys((".jsonl.gz", ".json.gz"), partial(cut_lines, is_compressed=True))
 CUTTERS |= {suffix: partial(cut_ids, suffix=suffix) for suffix in ID_SUFFIXES}
 
 
