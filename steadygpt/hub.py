@@ -1,6 +1,5 @@
 """The Hugging Face Hub: data sets and models at one commit, downloaded or read in place, through network failures."""
 
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 from steadygpt import retry
 from steadygpt.cli import UserError
 from steadygpt.durable import replace_file
-from steadygpt.progress import ProgressBar, say
+from steadygpt.progress import ProgressBar
 from steadygpt.remote import RemoteFile
 from steadygpt.retry import NoAnswer, Service, brief, kinds, status_of
 
@@ -95,9 +94,7 @@ def find_repo(kind: str, name: str, revision: str = "", pinned: str = "") -> Rep
         raise UserError(f"{what}: not a name on the Hugging Face Hub; expected NAME or OWNER/NAME") from error
     except OSError:
         in_cache = None
-    if constants.HF_HUB_OFFLINE:
-        if not in_cache:
-            raise UserError(f"{what}: not in the cache, and HF_HUB_OFFLINE is set; unset it, or download it first")
+    if constants.HF_HUB_OFFLINE and in_cache:
         return in_cache
     try:
         info = persistently(what, lambda: HfApi().repo_info(name, repo_type=kind, revision=revision or None))
@@ -127,7 +124,7 @@ def find_repo(kind: str, name: str, revision: str = "", pinned: str = "") -> Rep
 def data_files(repo: Repo, config: str, split: str) -> tuple[str, list[RemoteFile]]:
     """Return the format of a data set, as `datasets` names it ("parquet", "json"), and the files of a split, in order.
 
-    The format is "" for files outside of the repository.
+    The format is "" for files outside of the repository. Without a network, only the files in the cache are known.
 
     Raises: UserError when there is no such configuration or split.
     """
@@ -142,11 +139,6 @@ def data_files(repo: Repo, config: str, split: str) -> tuple[str, list[RemoteFil
         return builder.name, builder.config.data_files or {}
 
     what = f"{repo}{f':{config}' if config else ''}"
-    # Of the cache, `datasets` would take the files that are there for all of them.
-    record = repo.cache / "steadygpt" / f"{repo.commit}-{config or 'default'}-{split}.json"
-    if not repo.online and record.exists():
-        kind, found = json.loads(record.read_text())
-        return kind, [_remote_file(repo, path, size) for path, size in found]
     try:
         kind, splits = persistently(what, resolve)
     except UserError as error:
@@ -160,15 +152,9 @@ def data_files(repo: Repo, config: str, split: str) -> tuple[str, list[RemoteFil
     if not all(base in path for path in splits[split]):  # the card refers to other places
         return "", [_remote_file(repo, path, 0) for path in splits[split]]
     paths = [path.split(base, 1)[1] for path in splits[split]]
-    if not repo.online:
-        say(f"{what}: not listed in the cache, so only the {len(paths)} files in it are known")
-        return kind, [_remote_file(repo, path, (repo.snapshot / path).stat().st_size) for path in paths]
-    files = files_at(repo, paths)
-    content = json.dumps([kind, [(file.path, file.size) for file in files]]).encode()
-    with suppress(OSError):  # a cache that cannot be written to may still be read
-        record.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(record, lambda file: file.write(content), durable=False)
-    return kind, files
+    if repo.online:
+        return kind, files_at(repo, paths)
+    return kind, [_remote_file(repo, path, (repo.snapshot / path).stat().st_size) for path in paths]
 
 
 def files_at(repo: Repo, paths: list[str]) -> list[RemoteFile]:

@@ -24,6 +24,7 @@ from steadygpt.chunks import (
 )
 from steadygpt.cli import UserError
 from steadygpt.ids import ID_SUFFIXES
+from steadygpt.progress import say
 from steadygpt.remote import RemoteFile
 from steadygpt.stores import Store
 
@@ -37,16 +38,35 @@ EXPECTED = (
 
 
 class Source:
-    """Local files, and what all sources have in common."""
+    """Files, downloaded one ahead of the reader and removed behind it where they are on a network, or read in place.
 
-    unit, commit = "B", ""
-    folder: Path | None = None  # for downloads
-    progress: Callable[[int], object] = bool  # is called with the bytes that are on this machine
+    Args:
+        paths: where the files are on this machine, or will be.
+        remote: the files on the network.
+        folder: for the downloads that are removed; None if all are kept.
+        in_place: reads the files by ranges, without any on the disk.
+        commit: of a Hub data set.
+    """
 
-    def __init__(self, name: str, files: Sequence[Path]):
-        self.name, self.paths = name, files
-        self.names, self.sizes = [str(file) for file in files], [file.stat().st_size for file in files]
-        self.identities: list[tuple] = list(zip(self.names, self.sizes, strict=True))
+    unit = "B"
+
+    def __init__(
+        self,
+        name: str,
+        paths: Sequence[Path],
+        remote: Sequence[RemoteFile] = (),
+        folder: Path | None = None,
+        in_place: bool = False,
+        commit: str = "",
+    ):
+        self.name, self.paths, self.remote, self.commit = name, paths, remote, commit
+        self.names = [file.path for file in remote] or [str(path) for path in paths]
+        self.sizes = [file.size for file in remote] or [path.stat().st_size for path in paths]
+        self.identities = [file.identity for file in remote] or list(zip(self.names, self.sizes, strict=True))
+        self.folder, self.in_place = folder, in_place
+        self.progress: Callable[[int], object] = bool  # is called with the bytes that are on this machine
+        self.downloads: dict[int, Future[Path]] = {}
+        self.pool = ThreadPoolExecutor(1)
 
     def fingerprint(self) -> str:
         """Return a line that changes when files are added, removed or renamed, or change."""
@@ -59,7 +79,17 @@ class Source:
 
     def open(self, file: int, in_place: bool = False) -> BinaryIO:
         """Open a file; `in_place` without waiting until all of it is on this machine."""
-        return open(self.paths[file], "rb")
+        if self.remote and not (in_place or self.in_place):
+            for index in range(file, min(file + AHEAD + 1, len(self.remote))):
+                if index not in self.downloads:
+                    self.downloads[index] = self.pool.submit(self._download, index)
+            self.downloads[file].result()
+        is_elsewhere = self.remote and not self.paths[file].exists()
+        return self.remote[file].open() if is_elsewhere else open(self.paths[file], "rb")
+
+    def _download(self, file: int) -> Path:
+        before = sum(self.sizes[:file])
+        return self.remote[file].download(self.paths[file], lambda count: self.progress(before + count))
 
     def chunks(self, text_field: str, start: Position, in_place: bool = False) -> Iterator[Chunk]:
         """Cut the files into chunks, from `start` on.
@@ -74,75 +104,21 @@ class Source:
                     yield chunk._replace(name=name)
 
     def release(self, before: int) -> None:
-        """Files before this one are in shards."""
-
-    def close(self) -> None:
-        """Nothing more will be read."""
-
-    def needs(self, first: int, shard_bytes: float) -> dict[Path, int]:
-        """Return folder -> bytes of disk for downloads from file `first` on; `shard_bytes` of it make one shard.
-
-        Raises: UserError when files cannot be downloaded.
-        """
-        return {}
-
-
-def fingerprint(files: Sequence[tuple]) -> str:
-    """Describe files, given as names, sizes in bytes and perhaps versions, by their number and a hash."""
-    root = os.path.commonpath([Path(name).parent for name, *_ in files])
-    sizes = [(os.path.relpath(name, root), *rest) for name, *rest in files]
-    return f"{len(sizes)} files, sha256 {hashlib.sha256(json.dumps(sizes).encode()).hexdigest()[:16]}"
-
-
-class RemoteSource(Source):
-    """Files on a network, downloaded one ahead of the reader and removed behind it, or read in place.
-
-    Args:
-        places: where the files are on this machine, or will be.
-        folder: for the downloads that are removed; None if all are kept.
-        in_place: reads the files by ranges, without any on the disk.
-        commit: of a Hub data set.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        files: Sequence[RemoteFile],
-        places: Sequence[Path],
-        folder: Path | None,
-        in_place: bool,
-        commit: str = "",
-    ):
-        self.name, self.files, self.paths, self.commit = name, files, places, commit
-        self.names, self.sizes = [file.path for file in files], [file.size for file in files]
-        self.identities = [file.identity for file in files]
-        self.folder, self.in_place = folder, in_place
-        self.downloads: dict[int, Future[Path]] = {}
-        self.pool = ThreadPoolExecutor(1)
-
-    def open(self, file: int, in_place: bool = False) -> BinaryIO:
-        if (self.in_place or in_place) and not self.paths[file].exists():
-            return self.files[file].open()
-        for index in range(file, min(file + AHEAD + 1, len(self.files))):
-            if index not in self.downloads:
-                self.downloads[index] = self.pool.submit(self._download, index)
-        return open(self.downloads[file].result(), "rb")
-
-    def _download(self, file: int) -> Path:
-        before = sum(self.sizes[:file])
-        return self.files[file].download(self.paths[file], lambda count: self.progress(before + count))
-
-    def release(self, before: int) -> None:
+        """Remove the downloads of the files before this one, whose tokens are in shards."""
         for path in self.paths[:before]:
             if self.folder and path.is_relative_to(self.folder):
                 path.unlink(missing_ok=True)
 
     def close(self) -> None:
+        """End the downloads; nothing more will be read."""
         self.pool.shutdown(wait=False, cancel_futures=True)
 
     def needs(self, first: int, shard_bytes: float) -> dict[Path, int]:
-        missing = [file for file in range(first, len(self.files)) if not self.paths[file].exists()]
-        if self.in_place or not missing:
+        """Return folder -> bytes of disk for downloads from file `first` on; `shard_bytes` of it make one shard."""
+        if self.in_place or not self.remote:
+            return {}
+        missing = [file for file in range(first, len(self.paths)) if not self.paths[file].exists()]
+        if not missing:
             return {}
         total = sum(self.sizes[file] for file in missing)
         if not self.folder:
@@ -153,13 +129,21 @@ class RemoteSource(Source):
         return {self.folder.parent: min(total, max(0, window - there))}
 
 
+def fingerprint(files: Sequence[tuple]) -> str:
+    """Describe files, given as names, sizes in bytes and perhaps versions, by their number and a hash."""
+    root = os.path.commonpath([Path(name).parent for name, *_ in files])
+    sizes = [(os.path.relpath(name, root), *rest) for name, *rest in files]
+    return f"{len(sizes)} files, sha256 {hashlib.sha256(json.dumps(sizes).encode()).hexdigest()[:16]}"
+
+
 class StreamedSource(Source):
     """A Hub data set in a format that only `datasets` reads: a stream of rows."""
 
     unit = " documents"
 
     def __init__(self, name: str, repo: hub.Repo, config: str, files: Sequence[RemoteFile]):
-        self.name, self.repo, self.config, self.commit = name, repo, config, repo.commit
+        super().__init__(name, [], commit=repo.commit)
+        self.repo, self.config = repo, config
         self.names, self.sizes, self.identities = [name], [0], [file.identity for file in files]
 
     def chunks(self, text_field: str, start: Position, in_place: bool = False) -> Iterator[Chunk]:
@@ -185,7 +169,7 @@ def find_source(
         folder: for downloads; None for the Hub's cache.
         max_files: how many files to take, in their order; None for all.
 
-    Raises: UserError when there are none, or they hold both text and token ids.
+    Raises: UserError when there are none, they hold both text and token ids, or a store's are to be kept.
     """
     if "://" in name:
         return _store_source(name, streaming, folder, max_files)
@@ -204,34 +188,27 @@ def find_source(
     return StreamedSource(name, repo, config, files)
 
 
-def _store_source(url: str, streaming: bool, folder: Path | None, max_files: int | None) -> RemoteSource:
+def _store_source(url: str, streaming: bool, folder: Path | None, max_files: int | None) -> Source:
+    if not folder:
+        raise UserError("--keep_download is for data sets of the Hub; copy the files and name their folder as --source")
     found = {file.path: file for file in Store(url).files()}
     # Without hidden files, as below a local folder.
     visible = [path for path in found if "/." not in path.removeprefix(url.partition("*")[0])]
     files = [found[path] for path in choose(url, visible)[:max_files]]
-    assert folder  # --keep_download is refused
-    folder /= fingerprint([file.identity for file in files])[
-        -16:
-    ]  # other versions of the files are downloaded into another folder
+    folder /= fingerprint([file.identity for file in files])[-16:]  # other versions of the files get another folder
     places = [folder / f"{number:06d}_{Path(file.path).name}" for number, file in enumerate(files)]
-    return RemoteSource(url, files, places, folder, streaming)
+    return Source(url, places, files, folder, streaming)
 
 
-def _hub_source(
-    name: str, repo: hub.Repo, files: Sequence[RemoteFile], streaming: bool, folder: Path | None
-) -> RemoteSource:
+def _hub_source(name: str, repo: hub.Repo, files: Sequence[RemoteFile], streaming: bool, folder: Path | None) -> Source:
+    if not repo.online:
+        say(f"{name}: no network, so only the {len(files)} files in the cache are known")
     folder = folder and folder / repo.commit
     cached = [repo.snapshot / file.path for file in files]
-    missing = sum(not path.exists() for path in cached)
-    if missing and not repo.online:
-        raise UserError(
-            f"{name}: {missing} of {len(files)} files are not in the cache; run this once with a network and without "
-            "HF_HUB_OFFLINE"
-        )
     places = [
         path if not folder or path.exists() else folder / file.path for path, file in zip(cached, files, strict=True)
     ]
-    return RemoteSource(name, files, places, folder, streaming, repo.commit)
+    return Source(name, places, files, folder, streaming, repo.commit)
 
 
 def read_split(name: str, split: str) -> list[dict]:
