@@ -21,7 +21,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, takewhile
@@ -152,11 +152,11 @@ def gather_batches(chunks: Iterable[Chunk]) -> Iterator[Batch]:
 # ids -> shards
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Manifest:
     """What manifest.json says: what is prepared, the shards so far, and where an unfinished preparation continues."""
 
-    format_version: int
+    format_version: int = FORMAT_VERSION
     source: str
     name: str
     tokenizer: str
@@ -165,7 +165,7 @@ class Manifest:
     text_field: str
     commit: str  # of a data set of the Hub
     files: str  # the source's fingerprint
-    complete: bool
+    complete: bool = False
     vocab_size: int
     dtype: str
     documents: int = 0
@@ -176,11 +176,28 @@ class Manifest:
     next: dict[str, int] = field(default_factory=lambda: Position()._asdict() | {"skip_tokens": 0})  # unless complete
 
     @staticmethod
-    def load(out: Path, same: dict[str, object]) -> "Manifest | None":
-        """Read the manifest that an earlier run of the same preparation left; None if there is nothing to continue.
+    def begin(options: PrepareOptions, source: Source) -> "Manifest":
+        """Return the manifest of a new preparation; options that are not given depend on the source."""
+        if source.holds_ids and not options.tokenizer:
+            raise UserError(
+                f"{source.names[0]}: holds token ids; name the tokenizer that wrote them with --tokenizer, such as gpt2"
+            )
+        tokenizer, val_tokens = options.tokenizer or "gpt2", options.val_tokens
+        if val_tokens is None:
+            limit = options.shard_size if source.commit else sum(source.sizes) // 40
+            val_tokens = min(options.shard_size, limit)
+        vocab_size = vocab_size_of(tokenizer) if source.holds_ids else get_tokenizer(tokenizer).n_vocab
+        asked = {key: getattr(options, key) for key in ("source", "name", "shard_size", "text_field")}
+        found: dict[str, Any] = {
+            "commit": source.commit,
+            "files": source.fingerprint(),
+            "dtype": token_dtype(vocab_size).name,
+        }
+        return Manifest(**asked, **found, tokenizer=tokenizer, val_tokens=val_tokens, vocab_size=vocab_size)
 
-        Args:
-            same: fields that must have these values.
+    @staticmethod
+    def load(out: Path, options: PrepareOptions) -> "Manifest | None":
+        """Read the manifest that an earlier run of the same preparation left; None if there is no shard to keep.
 
         Raises: UserError when the folder holds any other shards.
         """
@@ -195,10 +212,13 @@ class Manifest:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{out / MANIFEST}: not a manifest ({error!r}); {advice}") from error
-        found = {key: getattr(manifest, key) for key in same}
-        differ = [f"{key} {found[key]!r}, but now it is {now!r}" for key, now in same.items() if found[key] != now]
-        if differ and not shards:
-            return None  # nothing would be lost
+        if not shards:
+            return None
+        differ = [
+            f"{key} {getattr(manifest, key)!r}, but now it is {now!r}"
+            for key, now in vars(options).items()
+            if hasattr(manifest, key) and now not in (None, "", getattr(manifest, key))
+        ]
         if differ:
             raise UserError(f"{out}: prepared with {'; '.join(differ)}; {advice}")
         for path, num_tokens in shards.items():
@@ -362,81 +382,58 @@ def show_progress(
             num_named += 1
 
 
-def prepare(source: Source, manifest: Manifest, out: Path, num_workers: int) -> None:
+def write_missing(source: Source, manifest: Manifest, out: Path, num_workers: int | None) -> None:
     """Write the shards that `manifest` lacks.
 
     Raises: UserError; OSError when a shard or a download cannot be written.
     """
     start = Position(*(manifest.next[key] for key in Position._fields))
     before, total = sum(source.sizes[: start.file]), sum(source.sizes)
-    source.release(start.file)
-    batches = gather_batches(source.chunks(manifest.text_field, start))
-    work = partial(encode, tokenizer=manifest.tokenizer, text_field=manifest.text_field)
-    with ExitStack() as bars:
-        if source.needs(start.file, 0):
-            bar = bars.enter_context(ProgressBar(desc="downloading", total=total, initial=before, unit="B"))
-            source.progress = bar.show_from(0)
-        bar = ProgressBar(
-            desc="reading ids" if source.holds_ids else "tokenizing",
-            total=total or None,
-            initial=before,
-            unit=source.unit,
-        )
-        encoded = bars.enter_context(closing(map_in_order(work, batches, num_workers)))
-        write_shards(show_progress(encoded, bars.enter_context(bar), source), out, manifest, source.release)
-
-
-def complete(options: PrepareOptions, source: Source, same: dict, begun: Manifest | None, out: Path) -> Manifest:
-    """Begin or continue a preparation, and return its manifest when it is complete.
-
-    Args:
-        same: the manifest's fields that come from the options.
-        begun: the manifest of an earlier run.
-
-    Raises: as prepare.
-    """
-    vocab_size = vocab_size_of(options.tokenizer) if source.holds_ids else get_tokenizer(options.tokenizer).n_vocab
-    files = source.fingerprint()
-    if begun and begun.files != files:
-        raise UserError(
-            f"{out}: begun with {begun.files} of {source.name}, but now found {files}; restore the files, use a "
-            f"different --out, or empty {out}"
-        )
-    manifest = begun or Manifest(
-        FORMAT_VERSION,
-        **same,
-        commit=source.commit,
-        files=files,
-        complete=False,
-        vocab_size=vocab_size,
-        dtype=token_dtype(vocab_size).name,
-    )
-    forecast(source, manifest, out)
-    with lock_folder(out, "wait until it has finished, or use a different --out"), closing(source):
+    with ExitStack() as stack:
+        stack.enter_context(lock_folder(out, "wait until it has finished, or use a different --out"))
         for folder in (out / DOWNLOADS).glob("*"):
             if folder != source.folder:  # left by a preparation without a shard, which this one replaces
                 shutil.rmtree(folder)
         manifest.save(out)  # before any shard, because shards without a manifest are refused
+        stack.enter_context(closing(source))
+        source.release(start.file)
+        if source.needs(start.file, 0):
+            bar = stack.enter_context(ProgressBar(desc="downloading", total=total, initial=before, unit="B"))
+            source.progress = bar.show_from(0)
+        desc = "reading ids" if source.holds_ids else "tokenizing"
+        bar = ProgressBar(desc=desc, total=total or None, initial=before, unit=source.unit)
+        work = partial(encode, tokenizer=manifest.tokenizer, text_field=manifest.text_field)
+        batches = gather_batches(source.chunks(manifest.text_field, start))
         # Ids are checked as fast as a worker would receive them.
-        prepare(source, manifest, out, options.num_workers or (1 if source.holds_ids else usable_cores()))
+        workers = num_workers or (1 if source.holds_ids else usable_cores())
+        encoded = stack.enter_context(closing(map_in_order(work, batches, workers)))
+        write_shards(show_progress(encoded, stack.enter_context(bar), source), out, manifest, source.release)
         shutil.rmtree(out / DOWNLOADS, ignore_errors=True)
+
+
+def prepare(options: PrepareOptions, out: Path) -> Manifest:
+    """Begin or continue a preparation, and return its manifest when it is complete.
+
+    Raises: as write_missing.
+    """
+    name = FINEWEB_EDU if options.source == "fineweb-edu" else options.source
+    manifest = Manifest.load(out, options)
+    if not (manifest and manifest.complete and name.startswith("hf:")):  # the Hub is not asked without need
+        folder = None if options.keep_download else out / DOWNLOADS
+        commit = manifest.commit if manifest else ""
+        source = find_source(name, commit, options.streaming, folder, options.max_files)
+        if manifest and manifest.files != source.fingerprint():
+            raise UserError(
+                f"{out}: prepared with {manifest.files} of {source.name}, but now found {source.fingerprint()}; "
+                f"restore the files, use a different --out, or empty {out}"
+            )
+        manifest = manifest or Manifest.begin(options, source)
+        if not manifest.complete:
+            forecast(source, manifest, out)
+            write_missing(source, manifest, out, options.num_workers)
+            return manifest
+    print(f"{out}: already complete")
     return manifest
-
-
-@contextmanager
-def telling_how_to_continue(out: Path) -> Iterator[None]:
-    """Explain a full disk and the like, and Ctrl-C."""
-    try:
-        yield
-    except OSError as error:
-        where = Path(error.filename or out)
-        raise UserError(
-            f"{where}: {error.strerror or error}; {shutil.disk_usage(existing(where)).free:,} bytes are free; "
-            "fix it and run the same command again to continue"
-        ) from error
-    except KeyboardInterrupt:
-        print("stopped; run the same command again to continue", file=sys.stderr)
-        raise
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -445,31 +442,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises: UserError.
     """
     start_s, options = time.monotonic(), parse_args(argv)
-    out, name = Path(options.out), FINEWEB_EDU if options.source == "fineweb-edu" else options.source
-    if options.keep_download and "://" in name:
-        raise UserError("--keep_download is for data sets of the Hub; copy the files and name their folder as --source")
-    folder = None if options.keep_download else out / DOWNLOADS
-    find = partial(find_source, name, streaming=options.streaming, folder=folder, max_files=options.max_files)
-    with telling_how_to_continue(out):
-        known = None if name.startswith("hf:") else find()  # the Hub is asked after the manifest was read
-    if options.val_tokens is None:
-        limit = sum(known.sizes) // 40 if known else options.shard_size
-        options = dataclasses.replace(options, val_tokens=min(options.shard_size, limit))
-    if not options.tokenizer:
-        if known and known.holds_ids:
-            raise UserError(
-                f"{known.names[0]}: holds token ids; name the tokenizer that wrote them with --tokenizer, such as gpt2"
-            )
-        options = dataclasses.replace(options, tokenizer="gpt2")
-    fields = ("source", "name", "tokenizer", "shard_size", "val_tokens", "text_field")
-    same = {key: getattr(options, key) for key in fields}
-    manifest = Manifest.load(out, same | ({"files": known.fingerprint()} if known else {}))
-    if manifest and manifest.complete:
-        print(f"{out}: already complete")
-    else:
-        with telling_how_to_continue(out):
-            source = known or find(commit=manifest.commit if manifest else "")
-            manifest = complete(options, source, same, manifest, out)
+    out = Path(options.out)
+    try:
+        manifest = prepare(options, out)
+    except OSError as error:  # a full disk and the like
+        where = Path(error.filename or out)
+        raise UserError(
+            f"{where}: {error.strerror or error}; {shutil.disk_usage(existing(where)).free:,} bytes are free; "
+            "fix it and run the same command again to continue"
+        ) from error
+    except KeyboardInterrupt:
+        print("stopped; run the same command again to continue", file=sys.stderr)
+        raise
     splits = Counter(shard["split"] for shard in manifest.shards)
     flags = f"--data_dir {shlex.quote(str(out))}"
     if manifest.tokens < SMALL_TOKENS:

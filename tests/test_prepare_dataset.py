@@ -175,7 +175,7 @@ def test_shards_of_a_different_preparation_are_refused_and_kept(jsonl):
     refused(*same, "--text_field", "body", match="text_field 'text', but now it is 'body'")
     with open("docs.jsonl", "a") as file:
         file.write('{"text": "more"}\n')
-    refused(*same, match="prepared with files")
+    refused(*same, match=r"prepared with 1 files, .* of docs\.jsonl, but now found 1 files")
     assert files_of(jsonl / "out") == before
     (jsonl / "foreign").mkdir()
     np.save("foreign/x_train_000000.npy", np.zeros(3, np.uint16))

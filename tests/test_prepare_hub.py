@@ -25,13 +25,13 @@ def some_corpus(standin, tmp_path, monkeypatch):
 
 def test_downloads_streams_and_a_full_cache_give_the_same_shards(some_corpus, tmp_path, monkeypatch):
     seen = []
-    release = sources.RemoteSource.release
+    release = sources.Source.release
 
     def looking(source, before):
         seen.append(sum(path.lstat().st_size for path in Path("out/.download").rglob("*") if path.is_file()))
         release(source, before)
 
-    monkeypatch.setattr(sources.RemoteSource, "release", looking)
+    monkeypatch.setattr(sources.Source, "release", looking)
     manifest = prepare("hf:some/corpus:part", "out", *OPTIONS)
     assert ids_of(tmp_path / "out") == ids_expected(TEXTS)
     assert manifest["commit"] == some_corpus.heads[CORPUS]
@@ -147,14 +147,16 @@ def test_too_small_a_disk_is_told_before_anything_is_written(more, some_corpus, 
             assert not Path("out").exists()
 
 
-def test_a_cache_without_all_files_cannot_finish_a_preparation(some_corpus, monkeypatch):
+def test_a_cache_without_all_files_cannot_finish_a_preparation(some_corpus, monkeypatch, capsys):
     interrupt_after(2, monkeypatch)
     monkeypatch.setattr(sources, "AHEAD", 0)
     with pytest.raises(KeyboardInterrupt):
         prepare("hf:some/corpus:part", "out", *OPTIONS, "--keep_download")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match=r"4 of 6 files are not in the cache; run this once with a network"):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"out: prepared with 6 files, .* but now found 2 files"):
         prepare("hf:some/corpus:part", "out", *OPTIONS)
+    assert "no network, so only the 2 files in the cache are known" in capsys.readouterr().err
 
 
 def test_a_default_run_of_one_large_row_group_goes_on_as_a_stream(standin, tmp_path, monkeypatch):

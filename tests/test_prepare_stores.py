@@ -83,13 +83,13 @@ def test_text_in_a_bucket_is_tokenized(store, tmp_path, monkeypatch):
 
 def test_downloads_are_one_ahead_and_removed_behind(bucket, monkeypatch):
     seen = []
-    release = sources.RemoteSource.release
+    release = sources.Source.release
 
     def looking(source, before):
         seen.append(len(list(Path("out/.download").rglob("*.npz"))))
         release(source, before)
 
-    monkeypatch.setattr(sources.RemoteSource, "release", looking)
+    monkeypatch.setattr(sources.Source, "release", looking)
     monkeypatch.setattr(prepare_dataset, "BATCH_BYTES", 100_000)
     prepare(f"{bucket.url}/*.npz", "out", *OPTIONS)
     assert 0 < max(seen) <= 3  # one behind, one being read, one ahead
@@ -134,7 +134,14 @@ def test_a_file_that_changed_between_two_starts_is_found(bucket):
         with pytest.raises(KeyboardInterrupt):
             prepare(f"{bucket.url}/*.npz", "out", *OPTIONS)
     bucket.put("part1.npz", npz(np.savez, ids=IDS[:20_000]))  # of the same size
-    refused("--source", f"{bucket.url}/*.npz", "--out", "out", *OPTIONS, match="out: prepared with files")
+    refused(
+        "--source",
+        f"{bucket.url}/*.npz",
+        "--out",
+        "out",
+        *OPTIONS,
+        match="out: prepared with 5 files, .* but now found 5 files",
+    )
 
 
 @pytest.mark.parametrize("mode", [[], ["--streaming"]])
