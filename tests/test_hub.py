@@ -45,7 +45,8 @@ class Killed(BaseException):
     pass
 
 
-def test_a_download_resumes_from_its_partial_file_after_a_reset_and_a_kill(repo, standin):
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_download_resumes_from_its_partial_file_after_a_reset_and_a_kill(is_damaged, repo, standin, capsys):
     (file,), seen = hub.files_at(repo, [FILE]), []
 
     def die(count: int) -> None:
@@ -56,19 +57,18 @@ def test_a_download_resumes_from_its_partial_file_after_a_reset_and_a_kill(repo,
     standin.fail("GET .*train.parquet", drop_after=1_000_000)
     with pytest.raises(Killed):
         file.download(repo.snapshot / FILE, die)
+    if is_damaged:  # as by a crash of the machine
+        with open(repo.snapshot / f"{FILE}.part", "r+b") as part:
+            part.write(b"other")
     assert file.download(repo.snapshot / FILE, seen.append).read_bytes() == DATA
+    assert capsys.readouterr().err.count("damaged on the way; downloading it again") == is_damaged
+    if is_damaged:
+        return
     starts = sorted(int(line.split("bytes=")[1].split("-")[0]) for line, _ in standin.log if FILE in line)
     assert starts[0] == 0 < starts[1] < 1_500_000  # the stand-in sends whole blocks
     assert starts[2:] == [next(count for count in seen if count > 2_000_000)]
     assert seen == sorted(seen)
     assert seen[-1] == len(DATA)
-
-
-def test_a_damaged_rest_of_an_earlier_download_is_dropped(repo):
-    part = repo.snapshot / f"{FILE}.part"
-    part.parent.mkdir(parents=True)
-    part.write_bytes(b"other" + DATA[5:2_000_000])
-    assert fetch(repo, FILE).read_bytes() == DATA
 
 
 def test_two_commands_download_the_same_file_one_after_the_other(repo, standin, monkeypatch):
@@ -79,7 +79,7 @@ def test_two_commands_download_the_same_file_one_after_the_other(repo, standin, 
             assert path.read_bytes() == DATA
 
 
-def test_a_hub_that_is_gone_for_ten_minutes_is_waited_for(repo, standin, clock, capsys):
+def test_a_hub_that_is_gone_is_waited_for_for_25_minutes(repo, standin, clock, capsys):
     standin.fail("GET .*train.parquet", status=429, headers={"Retry-After": "7"})
     standin.fail("GET .*train.parquet", times=13, status=503)
     assert fetch(repo, FILE).read_bytes() == DATA
@@ -87,13 +87,12 @@ def test_a_hub_that_is_gone_for_ten_minutes_is_waited_for(repo, standin, clock, 
     first, *others = retries(capsys)
     assert first == f"hf:some/corpus/{FILE}: HTTP 429 Too Many Requests; trying again in 7 s"
     assert len(others) == 13  # about one a minute
-
-
-def test_without_hope_a_download_ends(repo, standin, clock):
     standin.fail("GET .*train.parquet", times=-1, status=503)
+    (repo.snapshot / FILE).unlink()
+    start_s = clock[0]
     with pytest.raises(UserError, match=r"no answer .HTTP 503 Service Unavailable.; check"):
         fetch(repo, FILE)
-    assert retry.PATIENCE_S <= clock[0] < retry.PATIENCE_S + 2 * retry.LONGEST_PAUSE_S
+    assert retry.PATIENCE_S <= clock[0] - start_s < retry.PATIENCE_S + 2 * retry.LONGEST_PAUSE_S
 
 
 def test_every_byte_that_arrives_restores_the_patience(repo, standin, clock, capsys, monkeypatch):
@@ -151,38 +150,21 @@ def test_a_renamed_repository_is_told_in_one_line(repo, standin, capsys):
 @pytest.mark.parametrize(
     ("name", "revision", "message"),
     [
-        (
-            "no/such",
-            "",
-            "hf:no/such: not found on the Hugging Face Hub, or not yours to read; check the",
-        ),
+        ("no/such", "", "hf:no/such: not found on the Hugging Face Hub, or not yours to read; check the"),
         ("some/corpus", "v9", "hf:some/corpus@v9: no such revision on the Hugging Face Hub"),
         ("a b", "", "hf:a b: not a name on the Hugging Face Hub; expected NAME or OWNER/NAME"),
     ],
 )
 def test_a_wrong_name_is_one_line_without_a_second_try(name, revision, message, repo, standin, capsys):
-    with pytest.raises(UserError) as raised:
+    with pytest.raises(UserError, match=f"^{message}"):
         find_repo("dataset", name, revision)
-    assert str(raised.value).startswith(message)
     assert not retries(capsys)
     assert len(standin.log) <= 1
 
 
-def test_a_gated_file_says_how_to_log_in(repo, standin):
-    standin.gated.add("datasets/some/corpus")
-    with pytest.raises(UserError, match=r"gated; accept its conditions .* run `hf auth login` or set HF_TOKEN"):
-        fetch(repo, FILE)
-
-
 def test_offline_no_request_is_sent(repo, standin, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match=r"not in the cache, and HF_HUB_OFFLINE is set"):
-        find_repo("dataset", "some/corpus")
-    assert not standin.log
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    find_repo("dataset", "some/corpus")
     fetch(repo, FILE)
-    (repo.cache / "refs").mkdir()
-    (repo.cache / "refs/main").write_text(repo.commit)
     standin.log.clear()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     found = find_repo("dataset", "some/corpus")
@@ -190,4 +172,6 @@ def test_offline_no_request_is_sent(repo, standin, monkeypatch):
     assert fetch(found, FILE).read_bytes() == DATA
     with pytest.raises(UserError, match=r"other.parquet is not in the cache"):
         fetch(found, "other.parquet")
+    with pytest.raises(UserError, match=r"not in the cache, and HF_HUB_OFFLINE is set"):
+        find_repo("dataset", "some/other")
     assert not standin.log

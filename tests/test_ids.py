@@ -125,14 +125,10 @@ def test_damage_that_leaves_ids_in_the_vocabulary_is_found(folder):
     refused("--source", "a.npz", "--out", "out", match="a.npz: cannot be read, BadZipFile: Bad CRC-32")
 
 
-def test_ids_need_the_name_of_their_tokenizer(folder):
+def test_ids_need_their_tokenizer_and_are_not_mixed_with_text(folder):
     (folder / "a.npz").write_bytes(npz(ids=IDS))
     with pytest.raises(UserError, match=r"a.npz: holds token ids; name the tokenizer that wrote them with --tokenizer"):
         prepare_dataset.main(["--source", "a.npz"])
-
-
-def test_text_and_ids_are_not_mixed(folder):
-    (folder / "a.npz").write_bytes(npz(ids=IDS))
     (folder / "b.txt").write_text("text")
     refused("--source", ".", match=r"found text, such as b.txt, and token ids, such as a.npz; expected one of both")
 

@@ -1,6 +1,5 @@
 """Tests of prepare_dataset.py with data sets of the Hub, against the stand-in."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -53,15 +52,6 @@ def test_downloads_streams_and_a_full_cache_give_the_same_shards(some_corpus, tm
     refused("--source", "hf:some/other", match="not in the cache, and HF_HUB_OFFLINE is set")
 
 
-def test_fineweb_edu_is_the_default(standin, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    card = CARD.replace("part/*", "sample/10BT/*").replace("part", "sample-10BT")
-    files = {"README.md": card.encode(), "sample/10BT/000_00000.parquet": parquet(TEXTS)}
-    standin.put("datasets/HuggingFaceFW/fineweb-edu", files)
-    assert prepare_dataset.main(["--tokenizer", "bytes", "--val_tokens", "9", "--num_workers", "1"]) == 0
-    assert (tmp_path / "data/edu_fineweb10B/edufineweb_val_000000.npy").exists()
-
-
 def interrupt_after(shards: int, monkeypatch) -> None:
     """Press Ctrl-C when so many shards are written, once."""
     write_shard, written = prepare_dataset.write_shard, []
@@ -111,28 +101,6 @@ def test_mistakes_are_told_before_any_large_download(source, more, message, stre
     assert not Path("out").exists()
 
 
-def test_formats_that_only_datasets_reads_are_streamed(standin, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    rows = "".join(f'"{text}",{n}\n' for n, text in enumerate(TEXTS[:900]))
-    standin.put("datasets/some/csv", {"data/train.csv": f"text,number\n{rows}".encode()})
-    prepare("hf:some/csv", "whole", *OPTIONS)
-    assert ids_of(tmp_path / "whole") == ids_expected(TEXTS[:900])
-    interrupt_after(2, monkeypatch)
-    with pytest.raises(KeyboardInterrupt):
-        prepare("hf:some/csv", "out", *OPTIONS)
-    prepare("hf:some/csv", "out", *OPTIONS)
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
-
-
-@pytest.mark.parametrize("more", [[], ["--streaming"]])
-def test_json_lines_of_the_hub_are_read(more, standin, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
-    standin.put("datasets/some/lines", {"data/train.jsonl": lines.encode()})
-    prepare("hf:some/lines", "out", *OPTIONS, *more)
-    assert ids_of(tmp_path / "out") == ids_expected(TEXTS)
-
-
 @pytest.mark.parametrize("more", [[], ["--streaming"], ["--keep_download"]])
 def test_too_small_a_disk_is_told_before_anything_is_written(more, some_corpus, monkeypatch):
     sizes = sum(len(data) for path, data in corpus().items() if path.startswith("part/"))
@@ -173,11 +141,37 @@ def test_a_default_run_of_one_large_row_group_goes_on_as_a_stream(standin, tmp_p
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
-def test_another_data_set_in_a_folder_without_shards_reads_its_own_files(some_corpus, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "line", "more"),
+    [
+        ("train.csv", '"{}",1\n', []),
+        ("train.jsonl", '{{"text": "{}"}}\n', []),
+        ("train.jsonl", '{{"text": "{}"}}\n', ["--streaming"]),
+    ],
+)
+def test_other_formats_of_the_hub_are_read(name, line, more, standin, tmp_path, monkeypatch):
+    """`datasets` streams CSV."""
+    monkeypatch.chdir(tmp_path)
+    rows = "".join(line.format(text) for text in TEXTS[:900])
+    standin.put(
+        "datasets/some/rows", {f"data/{name}": f"{'text,number' * name.endswith('csv')}\n{rows}".lstrip().encode()}
+    )
+    prepare("hf:some/rows", "whole", *OPTIONS, *more)
+    assert ids_of(tmp_path / "whole") == ids_expected(TEXTS[:900])
+    interrupt_after(2, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        prepare("hf:some/rows", "out", *OPTIONS, *more)
+    prepare("hf:some/rows", "out", *OPTIONS, *more)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def test_fineweb_edu_is_the_default_and_replaces_a_preparation_without_shards(some_corpus, tmp_path, monkeypatch):
+    card = CARD.replace("part/*", "sample/10BT/*").replace("part", "sample-10BT")
+    files = {"README.md": card.encode(), "sample/10BT/000_00000.parquet": parquet(TEXTS)}
+    some_corpus.put("datasets/HuggingFaceFW/fineweb-edu", files)
     interrupt_after(1, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
-        prepare("hf:some/corpus:part", "out", *OPTIONS)
-    other = [text.upper() for text in TEXTS]
-    some_corpus.put("datasets/some/other", corpus(other))
-    prepare("hf:some/other:part", "out", *OPTIONS)
-    assert ids_of(tmp_path / "out") == ids_expected(other)
+        prepare("hf:some/corpus:part", "data/edu_fineweb10B", *OPTIONS)
+    assert prepare_dataset.main(["--tokenizer", "bytes", "--val_tokens", "9", "--num_workers", "1"]) == 0
+    assert (tmp_path / "data/edu_fineweb10B/edufineweb_val_000000.npy").exists()
+    assert ids_of(tmp_path / "data/edu_fineweb10B") == ids_expected(TEXTS)

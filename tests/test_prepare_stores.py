@@ -1,9 +1,7 @@
 """Tests of prepare_dataset.py with files in object stores, and of its behaviour when a store fails."""
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -12,14 +10,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import REPO, metrics, run_here
+from conftest import REPO
 from test_hub import retries
 from test_ids import npz
 from test_prepare_dataset import files_of, ids_expected, ids_of, prepare, refused
 from test_prepare_hub import interrupt_after
 
-import prepare_dataset
-from steadygpt import retry, sources, stores
+from steadygpt import retry, stores
 
 OPTIONS = ("--val_tokens", "7000", "--shard_size", "15000", "--name", "ids")
 IDS = np.random.default_rng(0).integers(0, 257, 100_000)
@@ -65,12 +62,6 @@ def test_a_bucket_gives_the_shards_of_local_files(bucket, local_shards):
     assert not Path("downloaded/.download").exists()
 
 
-def test_train_learns_from_a_bucket_of_ids(bucket):
-    prepare(f"{bucket.url}/*.npz", "data", *OPTIONS)
-    assert run_here("--max_steps", "4", "--eval_freq", "4", "--logdir", "logs") == 0
-    assert metrics("logs", "val_loss").keys() == {4}
-
-
 def test_text_in_a_bucket_is_tokenized(store, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     texts = ["first", "second", "third"]
@@ -79,20 +70,6 @@ def test_text_in_a_bucket_is_tokenized(store, tmp_path, monkeypatch):
     store.put("text/image.png", b"image")
     prepare(f"{store.url}/text", "out", "--val_tokens", "3")
     assert ids_of(tmp_path / "out") == ids_expected(texts)
-
-
-def test_downloads_are_one_ahead_and_removed_behind(bucket, monkeypatch):
-    seen = []
-    release = sources.Source.release
-
-    def looking(source, before):
-        seen.append(len(list(Path("out/.download").rglob("*.npz"))))
-        release(source, before)
-
-    monkeypatch.setattr(sources.Source, "release", looking)
-    monkeypatch.setattr(prepare_dataset, "BATCH_BYTES", 100_000)
-    prepare(f"{bucket.url}/*.npz", "out", *OPTIONS)
-    assert 0 < max(seen) <= 3  # one behind, one being read, one ahead
 
 
 @pytest.mark.parametrize("mode", [[], ["--streaming"]])
@@ -159,24 +136,35 @@ def test_a_file_that_changes_while_it_is_read_is_found(mode, bucket, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("source", "message"),
+    ("source", "more", "message"),
     [
-        ("{url}/*.npy", r"--source .*/\*.npy: no such file; expected a file, a folder, a glob, a URL"),
-        ("{url}x/*.npz", r"x/\*.npz: no such"),
-        ("{url}x", "x: no such"),
-        ("nothing://x/y", "nothing://x/y: .*expected a URL that fsspec knows"),
+        ("{url}/*.npy", [], r"--source .*/\*.npy: no such file; expected a file, a folder, a glob, a URL"),
+        ("{url}x/*.npz", [], r"x/\*.npz: no such"),
+        ("{url}x", [], "x: no such"),
+        ("nothing://x/y", [], "nothing://x/y: .*expected a URL that fsspec knows"),
+        ("{url}", ["--keep_download"], "--keep_download is for data sets of the Hub; copy the files"),
     ],
 )
-def test_mistakes_are_reported_in_one_line(source, message, bucket):
-    refused("--source", source.format(url=bucket.url), "--out", "out", match=message)
+def test_mistakes_are_reported_in_one_line(source, more, message, bucket):
+    refused("--source", source.format(url=bucket.url), "--out", "out", *more, match=message)
     assert not Path("out").exists()
 
 
-@pytest.mark.parametrize(("match", "status"), [("GET", 401), ("GET", 403), ("GET .*part3.npz", 403)])
-def test_denied_access_is_reported_at_once_with_what_to_do(match, status, bucket, capsys):
-    bucket.fail(match, times=-1, status=status)
-    log_in = {"s3": "set AWS_ACCESS_KEY_ID", "gs": "run `gcloud auth application-default login`"}[bucket.scheme]
-    message = rf"^{bucket.url}/\S+: access denied .*; check the URL, or {log_in}"
+LOG_IN = {"s3": "set AWS_ACCESS_KEY_ID", "gs": "run `gcloud auth application-default login`"}
+
+
+@pytest.mark.parametrize(
+    ("match", "how", "message"),
+    [
+        ("GET", {"status": 401}, r"/\S+: access denied .*; check the URL, or {log_in}"),
+        ("GET .*part3.npz", {"status": 403}, r"/\S+: access denied .*; check the URL, or {log_in}"),
+        ("", {"drop_after": 0}, r"/\*.npz: no answer \(.*; check the network"),
+    ],
+)
+def test_a_store_that_refuses_or_never_answers_is_reported_at_once(match, how, message, bucket, monkeypatch, capsys):
+    monkeypatch.setattr(retry, "FIRST_PATIENCE_S", 0.0)
+    bucket.fail(match, times=-1, **how)
+    message = f"^{bucket.url}{message.format(log_in=LOG_IN[bucket.scheme])}"
     refused("--source", f"{bucket.url}/*.npz", "--out", "out", match=message)
     assert not retries(capsys)
 
@@ -185,21 +173,9 @@ def test_without_credentials_s3_is_reported(s3, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "nothing")
-    monkeypatch.setenv("AWS_CONFIG_FILE", "nothing")
-    message = r"access denied \(NoCredentialsError: .*; check the URL, or set AWS_ACCESS_KEY_ID"
-    refused("--source", s3.url, match=message)
-
-
-def test_a_store_that_never_answers_is_reported_soon(bucket, monkeypatch):
-    monkeypatch.setattr(retry, "FIRST_PATIENCE_S", 0.0)
-    bucket.fail("", times=-1, drop_after=0)
-    refused("--source", bucket.url, "--out", "out", match=rf"^{bucket.url}: no answer \(.*; check the network")
-
-
-def test_keep_download_is_refused(bucket):
-    message = "--keep_download is for data sets of the Hub; copy the files"
-    refused("--source", bucket.url, "--keep_download", match=message)
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, "nothing")
+    refused("--source", s3.url, match=rf"access denied \(NoCredentialsError: .*; check the URL, or {LOG_IN['s3']}")
 
 
 @pytest.mark.parametrize(("url", "package"), [("s3://a/b", "s3fs"), ("gs://a/b", "gcsfs")])
@@ -213,20 +189,17 @@ def test_a_missing_package_is_named(url, package, tmp_path):
     )
 
 
-@pytest.mark.parametrize(("store", "how"), [("s3", signal.SIGTERM), ("gcs", signal.SIGKILL)], indirect=["store"])
-def test_a_killed_command_continues_with_the_same_bytes(how, bucket, local_shards):
-    bucket.fail("GET .*npz.* bytes", times=-1, bytes_per_s=400_000)
+@pytest.mark.parametrize("store", ["s3"], indirect=True)
+def test_sigterm_ends_a_download_and_the_same_command_continues(bucket, local_shards):
     flags = ["--source", f"{bucket.url}/*.npz", "--tokenizer", "bytes", "--num_workers", "1", "--out", "out", *OPTIONS]
     command = [sys.executable, str(REPO / "prepare_dataset.py"), *flags]
+    bucket.fail("GET .*npz.* bytes", times=-1, bytes_per_s=400_000)
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     while not list(Path("out").rglob("*.npz*")) and process.poll() is None:
         time.sleep(0.01)
-    process.send_signal(how)
+    process.terminate()
     errors = process.communicate(timeout=20)[1]
-    assert process.returncode == (130 if how == signal.SIGTERM else -how), errors
-    assert how == signal.SIGKILL or errors.endswith("stopped; run the same command again to continue\n")
+    assert (process.returncode, errors.splitlines()[-1]) == (130, "stopped; run the same command again to continue")
     bucket.faults.clear()
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ)
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
+    assert subprocess.run(command, stderr=subprocess.DEVNULL).returncode == 0
     assert shards_of("out") == local_shards
