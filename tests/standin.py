@@ -34,35 +34,23 @@ class Fault:
     damaged: bool = False  # the body has other bytes
 
 
-class StandIn:
-    """Answers as huggingface.co does, as far as huggingface_hub and datasets ask."""
+class Server:
+    """A server on loopback with faults and a log."""
 
-    def __init__(self):
-        self.clear()
-
-    def start(self) -> str:
+    def serve(self, handler: type) -> str:
         """Begin to answer, in a thread; return the address."""
-        server = ThreadingHTTPServer(("127.0.0.1", 0), type("OfHub", (Handler,), {"hub": self}))
+        server = ThreadingHTTPServer(("127.0.0.1", 0), type("OfServer", (handler,), {"hub": self}))
         server.daemon_threads = True
         server.handle_error = lambda *_: None  # the other side was killed
         threading.Thread(target=server.serve_forever, daemon=True).start()
         return f"http://127.0.0.1:{server.server_port}"
 
-    def clear(self) -> None:
-        self.heads: dict[str, str] = {}  # "datasets/OWNER/NAME" -> commit
-        self.commits: dict[tuple[str, str], dict[str, bytes]] = {}
-        self.gated: set[str] = set()
-        self.renamed: dict[str, str] = {}
+    def forget(self) -> None:
         self.faults: list[Fault] = []
-        self.log: list[tuple[str, int]] = []  # "METHOD path range", bytes of the body
-
-    def put(self, name: str, files: dict[str, bytes]) -> str:
-        """Commit a repository, such as "datasets/some/corpus"; return the commit. Older commits stay."""
-        commit = hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
-        self.heads[name], self.commits[name, commit] = commit, files
-        return commit
+        self.log: list[tuple[str, int]] = []  # "METHOD path range", bytes of the answer's body
 
     def fail(self, match: str, **how) -> None:
+        """Let the next requests that match fail as a Fault."""
         self.faults.append(Fault(match, **how))
 
     def sent(self, match: str = "") -> int:
@@ -70,22 +58,41 @@ class StandIn:
         return sum(count for line, count in self.log if re.search(match, line))
 
 
+class StandIn(Server):
+    """Answers as huggingface.co does, as far as huggingface_hub and datasets ask."""
+
+    def __init__(self):
+        self.clear()
+
+    def start(self) -> str:
+        return self.serve(Handler)
+
+    def clear(self) -> None:
+        self.forget()
+        self.heads: dict[str, str] = {}  # "datasets/OWNER/NAME" -> commit
+        self.commits: dict[tuple[str, str], dict[str, bytes]] = {}
+        self.gated: set[str] = set()
+        self.renamed: dict[str, str] = {}
+
+    def put(self, name: str, files: dict[str, bytes]) -> str:
+        """Commit a repository, such as "datasets/some/corpus"; return the commit. Older commits stay."""
+        commit = hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
+        self.heads[name], self.commits[name, commit] = commit, files
+        return commit
+
+
 class Handler(BaseHTTPRequestHandler):
-    hub: StandIn
+    hub: Server
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_):
         pass
 
     def do_GET(self):
-        length = int(self.headers.get("Content-Length", 0))
-        self.log = self.hub.log  # a late answer is not part of the next test's
-        self.posted = self.rfile.read(length)
         url = urlsplit(self.path)
         self.query, path = parse_qs(url.query), unquote(url.path)
-        self.line = f"{self.command} {path} {self.headers.get('Range', '')}".rstrip()
-        self.fault = next((f for f in self.hub.faults if f.times and re.search(f.match, self.line)), Fault(""))
-        self.fault.times -= self.fault.times > 0
+        self.note(path)
+        self.posted = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if self.fault.status:
             self.answer(self.fault.status, b"", self.fault.headers)
         elif found := re.fullmatch(r"/api/((?:datasets|models)/.+?)(?:/(revision|tree|paths-info)/(.+))?", path):
@@ -96,6 +103,13 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(404, b"")
 
     do_HEAD = do_POST = do_GET  # noqa: N815
+
+    def note(self, path: str) -> None:
+        """Note the request, and the fault that it meets."""
+        self.log = self.hub.log  # a late answer is not part of the next test's
+        self.line = f"{self.command} {path} {self.headers.get('Range', '')}".rstrip()
+        self.fault = next((f for f in self.hub.faults if f.times and re.search(f.match, self.line)), Fault(""))
+        self.fault.times -= self.fault.times > 0
 
     def files(self, name: str, revision: str) -> tuple[str, dict[str, bytes] | None]:
         commit = self.hub.heads.get(name, "") if revision in ("", "main") else revision

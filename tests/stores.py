@@ -4,22 +4,22 @@ import functools
 import http.client
 import itertools
 import os
-import re
-import threading
 import time
 from collections.abc import Iterator
-from http.server import ThreadingHTTPServer
 from urllib.parse import unquote
 
 import pytest
-from standin import Fault, Handler
+from standin import Handler, Server
 
 NUMBERS = itertools.count()
 HOP_BY_HOP = {"connection", "content-length", "transfer-encoding", "date", "server"}
 
 
-class Store:
+class Store(Server):
     """A server of objects behind a proxy; `url` is a new, empty bucket of it.
+
+    drop_after=0 of a fault resets a request before the server acts. drop_after and bytes_per_s of an upload concern the
+    body of the request.
 
     Args:
         port: of the server.
@@ -28,17 +28,12 @@ class Store:
 
     def __init__(self, port: int, scheme: str):
         self.port, self.scheme = port, scheme
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Proxy", (_Proxy,), {"hub": self}))
-        self.server.daemon_threads = True
-        self.server.handle_error = lambda *_: None  # the other side was killed
-        self.address = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.address = self.serve(_Proxy)
         self.new_bucket()
 
     def new_bucket(self) -> None:
         """Begin with an empty bucket, no faults and an empty log."""
-        self.faults: list[Fault] = []
-        self.log: list[tuple[str, int]] = []  # "METHOD path range", bytes of the answer's body
+        self.forget()
         self.receiving = ""  # "METHOD path range" of a request whose body is on its way
         self.bucket = f"bucket-{os.getpid()}-{next(NUMBERS)}"
         self.url = f"{self.scheme}://{self.bucket}"
@@ -61,24 +56,10 @@ class Store:
         assert response.status == 200, response.read()
         connection.close()
 
-    def fail(self, match: str, **how) -> None:
-        """Let the next requests that match fail as a standin.Fault; drop_after=0 resets them before the server acts.
-
-        drop_after and bytes_per_s of an upload concern the body of the request.
-        """
-        self.faults.append(Fault(match, **how))
-
-    def sent(self, match: str = "") -> int:
-        """Return the bytes that were sent in answer to matching requests."""
-        return sum(count for line, count in self.log if re.search(match, line))
-
 
 class _Proxy(Handler):
     def do_GET(self):  # noqa: N802
-        self.log = self.hub.log  # a late answer is not part of the next test's
-        self.line = f"{self.command} {unquote(self.path)} {self.headers.get('Range', '')}".rstrip()
-        self.fault = next((f for f in self.hub.faults if f.times and re.search(f.match, self.line)), Fault(""))
-        self.fault.times -= self.fault.times > 0
+        self.note(unquote(self.path))
         if self.fault.drop_after == 0 or (self.fault.drop_after > 0 and self.command != "GET"):
             self.rfile.read(self.fault.drop_after)
             return self.reset()
