@@ -9,17 +9,14 @@ from pathlib import Path
 
 from steadygpt.cli import UserError
 
-DEVICES, DRIVER = Path("/dev"), Path("/proc/driver/nvidia/version")  # on Linux
+DEVICES = Path("/dev")  # on Linux
 CGROUP = Path("/sys/fs/cgroup")  # where a container finds its limits, on Linux
 
 
 def has_gpu(devices: Path) -> bool:
     """Return whether this process has an NVIDIA GPU, usable or not."""
-    return any(devices.glob("nvidia[0-9]*")) and not gpus_are_hidden()
-
-
-def gpus_are_hidden() -> bool:
-    return os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")  # the last is Slurm's
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")  # the last is Slurm's
+    return any(devices.glob("nvidia[0-9]*")) and not is_hidden
 
 
 def check_compiler(device_type: str) -> None:

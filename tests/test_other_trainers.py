@@ -90,7 +90,7 @@ def test_accelerate_passes_every_flag_on():
 
 
 def test_setup_creates_the_environment_of_its_repository(tmp_path, monkeypatch):
-    """The interpreter is a stand-in that creates an environment with itself in it, and notes what pip is to install."""
+    """The interpreter is a stand-in that creates an environment with itself in it, and notes its other arguments."""
     (tmp_path / "repo").mkdir()
     (tmp_path / "elsewhere").mkdir()
     shutil.copytree(REPO / "scripts", tmp_path / "repo/scripts")
@@ -99,16 +99,30 @@ def test_setup_creates_the_environment_of_its_repository(tmp_path, monkeypatch):
     python.write_text(
         '#!/bin/sh\ncase "$*" in\n'
         '"-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;\n'
-        f'"-m pip "*) echo "$*" >> {tmp_path}/pip ;;\nesac\n'
+        f'"-c "*) ;;\n*) echo "$*" >> {tmp_path}/noted ;;\nesac\n'
     )
     python.chmod(0o755)
     monkeypatch.chdir(tmp_path / "elsewhere")
-    for _ in range(2):  # the second call finds it installed
-        subprocess.run(["../repo/setup.sh"], check=True, env=os.environ | {"PYTHON": str(python)})
-    assert (tmp_path / "repo/.venv/bin/python").is_file()
+    # --check installs nothing, and the second call of setup.sh finds it installed.
+    for words in (["--check", "--config", "test"], [], []):
+        subprocess.run(["../repo/setup.sh", *words], check=True, env=os.environ | {"PYTHON": str(python)})
+        assert (tmp_path / "repo/.venv/bin/python").is_file() == (words == [])
     assert os.listdir() == []
-    (pip,) = (tmp_path / "pip").read_text().splitlines()
-    assert pip.endswith("-r scripts/requirements.txt")
+    planned, installed = (tmp_path / "noted").read_text().splitlines()
+    assert planned == "train.py --dry_run --steps_per_epoch 18795 --config test"
+    assert installed.startswith("-m pip install ") and installed.endswith("-r scripts/requirements.txt")
+
+
+def test_check_names_what_is_missing(tmp_path):
+    shutil.copytree(REPO / "scripts", tmp_path / "scripts")
+    missing = {"old": "found no Python 3.11 or later", "bare": "PyTorch cannot be imported; run ./setup.sh"}
+    for name, said in missing.items():
+        python = tmp_path / name
+        python.write_text(f'#!/bin/sh\ncase "$*" in *version_info*) exit {int(name == "old")} ;; *) exit 1 ;; esac\n')
+        python.chmod(0o755)
+        words, env = [tmp_path / "scripts/setup.sh", "--check"], os.environ | {"PYTHON": str(python)}
+        done = subprocess.run(words, capture_output=True, text=True, env=env)
+        assert (done.returncode, done.stderr.startswith(f"error: {said}")) == (2, True)
 
 
 @pytest.mark.parametrize("name", ["list_checkpoints.sh", "resume_training.sh", "setup.sh", "start_tensorboard.sh"])
