@@ -55,8 +55,8 @@ class TrainConfig(GPTConfig):
     micro_steps: int = option(0, "micro-steps of each rank in a step, in place of total_batch_size: the first start "
                               "fixes the tokens of a step; 0: total_batch_size decides", "optimization",
                               on_resume="never")
-    mini_batch_size: int = option(32, "rows a rank computes at once; 0 or auto: as many as fit in its memory",
-                                  "optimization", spellings={"auto": "0"})
+    mini_batch_size: int = option(32, "rows a rank computes at once, or fewer if they do not split a step evenly; 0 or "
+                                  "auto: as many as fit in its memory", "optimization", spellings={"auto": "0"})
     optimizer: str = option("adamw", "adamw, or muon for the matrices of the blocks and AdamW for the rest",
                             "optimization", choices=("adamw", "muon"), on_resume="never")
     max_lr: float = option(1e-3, "peak learning rate, after the warm-up", "optimization", on_resume="ask")
@@ -223,53 +223,42 @@ class TrainConfig(GPTConfig):
         return self.shard_size or world_size
 
     def possible_rows(self, world_size: int) -> list[int]:
-        """Return every mini_batch_size that splits the tokens of a step evenly, in ascending order."""
-        rows, remainder = divmod(self.total_batch_size, self.context_length * world_size)
-        return [] if remainder else [b for b in range(1, rows + 1) if rows % b == 0 and self.suits_fp8(b)]
+        """Return every mini_batch_size that splits the tokens of a step evenly, in ascending order.
 
-    def suits_fp8(self, rows: int) -> bool:
-        """Whether fp8, if chosen, can compute rows: gradients of weights are sums over their tokens, 16 at a time."""
-        return self.precision != "fp8" or rows * self.context_length % 16 == 0
+        Raises: UserError naming sizes of a step that work, when there is none.
+        """
+        row = self.context_length * world_size
+        rows, remainder = divmod(self.total_batch_size, row)
+        if remainder or not rows:
+            raise UserError(
+                f"--total_batch_size {self.total_batch_size:,} is not a multiple of --context_length "
+                f"{self.context_length} x {world_size} process{'es' * (world_size > 1)} = {row:,} tokens; "
+                f"--total_batch_size {f'{rows * row:,} or ' if rows else ''}{(rows + 1) * row:,} would work"
+            )
+        # With fp8, gradients of weights are sums over the tokens of a micro-step, 16 at a time.
+        multiple = 16 if self.precision == "fp8" else 1
+        return [B for B in range(1, rows + 1) if rows % B == 0 and B * self.context_length % multiple == 0]
 
-    def with_even_rows(self, given: Mapping[str, str], world_size: int) -> "TrainConfig":
+    def with_even_rows(self, world_size: int) -> "TrainConfig":
         """Return the configuration with the largest mini_batch_size, up to its own, that splits a step evenly.
 
-        It stays as it is if a flag gave it, or if the order of sums must not change (deterministic); an uneven one is
-        then an error of grad_accum_steps.
+        Raises: UserError when there is none.
         """
-        if given.get("mini_batch_size") == "flag" or self.deterministic:
+        wanted = self.mini_batch_size  # 0: auto
+        possible = self.possible_rows(world_size)
+        rows = max((size for size in possible if not wanted or size <= wanted), default=0)
+        if not rows:
+            raise UserError(
+                f"--precision fp8: --mini_batch_size {wanted or 'auto'} x --context_length {self.context_length}; "
+                "expected rows that split a step into micro-steps of a multiple of 16 tokens"
+            )
+        if not wanted or rows == wanted:
             return self
-        wanted = self.mini_batch_size
-        fits = [rows for rows in self.possible_rows(world_size) if rows <= wanted]  # none while auto
-        if not fits or fits[-1] == wanted:
-            return self
-        return dataclasses.replace(self, mini_batch_size=fits[-1], wanted_rows=wanted)
+        return dataclasses.replace(self, mini_batch_size=rows, wanted_rows=wanted)
 
     def grad_accum_steps(self, world_size: int) -> int:
-        """Return the number of micro-steps in a step; 0 while mini_batch_size is still auto.
-
-        Raises: UserError naming batch sizes that work, when the tokens of a step cannot be split evenly.
-        """
-        rows, remainder = divmod(self.total_batch_size, self.context_length * world_size)
-        if self.mini_batch_size and not self.suits_fp8(self.mini_batch_size):
-            raise UserError(
-                f"--precision fp8: --mini_batch_size {self.mini_batch_size} x --context_length {self.context_length} "
-                f"is {self.mini_batch_size * self.context_length:,} tokens; expected a multiple of 16"
-            )
-        if not remainder and rows and rows % (self.mini_batch_size or 1) == 0:
-            return rows // self.mini_batch_size if self.mini_batch_size else 0
-        B = self.mini_batch_size or 1  # auto: the smallest number
-        micro_step = B * self.context_length * world_size
-        below = self.total_batch_size // micro_step * micro_step
-        rows_flag = f"--mini_batch_size {B} x " if self.mini_batch_size else ""
-        message = (
-            f"--total_batch_size {self.total_batch_size:,} is not a multiple of {rows_flag}--context_length "
-            f"{self.context_length} x {world_size} process{'es' * (world_size > 1)} = {micro_step:,} tokens; "
-            f"--total_batch_size {f'{below:,} or ' if below else ''}{below + micro_step:,} would work"
-        )
-        if fits := [rows for rows in self.possible_rows(world_size) if rows < B]:
-            message += f", or --mini_batch_size {fits[-1]}"
-        raise UserError(message)
+        """Return the number of micro-steps in a step."""
+        return self.total_batch_size // (self.mini_batch_size * self.context_length * world_size)
 
 
 FIELDS = options_of(TrainConfig)

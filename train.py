@@ -425,7 +425,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             data = open_data(config)
             strict_warmup = given.get("warmup_steps") == "flag"
             world_size = distributed.world_size_of_environment()
-            first = config.with_tokens_of_step(world_size).with_even_rows(given, world_size)
+            first = config.with_tokens_of_step(world_size).with_even_rows(world_size)
             make_schedule(first, data, world_size, strict_warmup=strict_warmup)
         with distributed.joined(config.device, config.timeout_minutes) as ranks:
             try:

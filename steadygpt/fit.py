@@ -30,7 +30,6 @@ def with_fitting_rows(config: "TrainConfig", sketch: "GPT", ranks: Ranks) -> tup
     if config.mini_batch_size:
         return config, ()
     device, world_size, memory = ranks.device, ranks.world_size, memory_bytes(ranks.device)
-    config.grad_accum_steps(world_size)
     possible = config.possible_rows(world_size)
     smallest = min(possible, default=1)
     limit, tries = FITS[device.type] * memory, device.type == "cuda" and config.sharding == "ddp"

@@ -86,7 +86,6 @@ def make_schedule(
         strict_warmup: False caps the warm-up at a tenth of the run.
     """
     config.check_together()
-    config.grad_accum_steps(world_size)
     config.shards(world_size)
     rows_per_step = config.total_batch_size // config.context_length
     max_steps = config.max_steps or config.num_epochs * config.steps_per_epoch

@@ -100,7 +100,7 @@ def settled(
     config, notes, world_size = start.config, list(start.notes), ranks.world_size
     if not start.checkpoint:
         config = config.with_tokens_of_step(world_size)
-    wanted_rows, config = config.mini_batch_size, config.with_even_rows(given, world_size)
+    wanted_rows, config = config.mini_batch_size, config.with_even_rows(world_size)
     if config.mini_batch_size != wanted_rows:
         rows = config.total_batch_size // config.context_length // world_size
         each = f"each of {world_size} ranks" if world_size > 1 else "1 rank"

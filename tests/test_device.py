@@ -228,9 +228,12 @@ def test_fp8_is_refused_for_numbers_of_tokens_that_its_units_cannot_multiply():
     with pytest.raises(RuntimeError, match="divisible by 16"):  # the gradient of a weight
         torch._scaled_mm(gradient.t().contiguous(), x.t().contiguous().t(), scale, scale)
     config = TrainConfig(precision="fp8", mini_batch_size=5, context_length=200, total_batch_size=16_000)
-    with pytest.raises(UserError, match="5 x --context_length 200 is 1,000 tokens; expected a multiple of 16"):
-        config.grad_accum_steps(1)
     assert config.possible_rows(1) == [2, 4, 8, 10, 16, 20, 40, 80]
+    assert config.with_even_rows(1).mini_batch_size == 4
+    for rows, total in ((1, 16_000), (5, 200)):
+        unfit = TrainConfig(precision="fp8", mini_batch_size=rows, context_length=200, total_batch_size=total)
+        with pytest.raises(UserError, match="expected rows that split a step into micro-steps of a multiple of 16"):
+            unfit.with_even_rows(1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

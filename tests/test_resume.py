@@ -200,15 +200,6 @@ def test_more_ranks_compute_fewer_rows_at_once(workdir):
     assert load("a/latest.pt")["train_config"]["mini_batch_size"] == 4
 
 
-def test_rows_that_a_flag_gives_are_not_changed(workdir):
-    given = flags_with_rows(4, "--mini_batch_size", "3", *folders("a"))
-    with pytest.raises(UserError, match=r"is not a multiple of --mini_batch_size 3 x .*, or --mini_batch_size 2"):
-        train.main(given)
-    with pytest.raises(UserError, match="is not a multiple of --mini_batch_size 3"):
-        train.main(flags_with_rows(3, "--deterministic", *folders("a")))
-    assert not Path("a").exists()
-
-
 def test_measured_precision_is_kept_by_a_resume(workdir, monkeypatch, capsys):
     monkeypatch.setattr(device, "native_precision", lambda device: "bf16")
     monkeypatch.setattr(device, "product_rates", lambda *_: (1e9, 2e9))

@@ -264,7 +264,7 @@ def test_user_error_is_one_line_and_exit_status_2(workdir):
 
 
 def test_user_error_under_torchrun_is_printed_once(workdir):
-    failed = run("--mini_batch_size", "3", processes=2)
+    failed = run("--total_batch_size", "72", processes=2)
     assert failed.returncode != 0
     assert len([line for line in failed.stderr.splitlines() if line.startswith("error: ")]) == 1
 

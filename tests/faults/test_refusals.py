@@ -93,10 +93,7 @@ FLAGS = {
     "NaN": (["--max_lr", "nan"], "--max_lr is nan; expected 0 or more"),
     "heads do not divide the width": (["--num_heads", "3"], "--num_heads is 3; expected a divisor of embd_size, 16"),
     "cpu_offload without fsdp": (["--cpu_offload"], "--cpu_offload needs --sharding fsdp"),
-    "batch that cannot be split": (
-        ["--total_batch_size", "80"],
-        "--total_batch_size 64 or 96 would work, or --mini_batch_size 1",
-    ),
+    "batch that cannot be split": (["--total_batch_size", "72"], "--total_batch_size 64 or 80 would work"),
     "warm-up longer than the run": (["--warmup_steps", "8"], "--warmup_steps 8 is not shorter than the run of 8 steps"),
     "unknown device": (["--device", "tpu"], "--device tpu: not on this machine"),
     "unknown preset": (["--config", "gpt5"], "expected a .toml file or one of: "),
