@@ -389,11 +389,10 @@ class GPT(nn.Module):
         """Return the cross-entropy of each token, (N,), from (N, C) and (N,)."""
         return token_losses(self._logits(x), targets, self.config.vocab_size)
 
-    @torch.compiler.disable
     def _chunked_losses(self, x: Tensor, targets: Tensor) -> Tensor:
         """Return the same, with the logits of loss_chunk_size tokens at a time, recomputed in backward.
 
-        Compiled into one graph with the rest, the logits of all chunks would be in memory at once (torch 2.13).
+        compiled() leaves it out: in one graph, the logits of all chunks would be in memory at once (torch 2.13).
         """
         parts = []
         for chunk in zip(x.split(self.loss_chunk_size), targets.split(self.loss_chunk_size), strict=True):
@@ -404,6 +403,8 @@ class GPT(nn.Module):
     def compiled(self) -> nn.Module:
         """Return this model through torch.compile; full chunks of the loss, which have one shape, on their own."""
         self.losses_of_full_chunk = torch.compile(self._losses)
+        # Not as a decorator, which would import the compiler, two seconds of each command.
+        self._chunked_losses = torch.compiler.disable(self._chunked_losses)  # type: ignore[method-assign]
         return torch.compile(self)  # type: ignore[return-value]  # a module; torch's stubs say a function
 
     def num_parameters(self) -> int:
