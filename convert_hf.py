@@ -23,6 +23,8 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from generate import load_model
@@ -47,8 +49,6 @@ from steadygpt.foreign import (
     write_config,
 )
 from steadygpt.tokenizer import END_OF_TEXT, get_tokenizer, hugging_face_tokenizer, vocab_size_of
-
-NEEDS = "needs safetensors and tokenizers; pip install safetensors tokenizers"
 
 
 @dataclass(frozen=True)
@@ -116,22 +116,16 @@ def _read_file(path: Path, tokenizer: str) -> dict:
         raise UserError(f"{path}: model is not a dict of tensors; expected the weights of a GPT")
     # torch.compile and DDP prepend their prefixes in the order in which they wrap the model.
     weights = {re.sub(r"^((_orig_mod|module)\.)+", "", name): tensor for name, tensor in weights.items()}
-    tokenizer, rows = tokenizer or _gpt2_if_it_fits(config), config.vocab_size
-    config = _without_padding(config, tokenizer, path)
-    return _checkpoint(config, _import(config, rows, weights, NANOGPT, path), tokenizer)
+    return _converted(config, weights, NANOGPT, tokenizer or _gpt2_if_it_fits(config), path)
 
 
 def with_tokenizer(checkpoint: dict, tokenizer: str, path: Path) -> dict:
     """Return the checkpoint with the name of its tokenizer filled in."""
-    if not tokenizer or checkpoint["tokenizer"] == tokenizer:
-        return checkpoint
-    found, expected = vocab_size_of(tokenizer), checkpoint["model_config"]["vocab_size"]
-    if checkpoint["tokenizer"] or found != expected:
-        known = checkpoint["tokenizer"] or "unknown"
-        raise UserError(
-            f"--tokenizer {tokenizer} has {found:,} ids; {path} has {expected:,}, its tokenizer is {known}; drop it"
-        )
-    return checkpoint | {"tokenizer": tokenizer}
+    known = checkpoint["tokenizer"] or tokenizer
+    if tokenizer not in ("", known):
+        raise UserError(f"{path}: its tokenizer is {known}; drop --tokenizer {tokenizer}")
+    _without_padding(GPTConfig(**checkpoint["model_config"]), tokenizer, path)  # checks it
+    return checkpoint | {"tokenizer": known}
 
 
 def _read_folder(folder: Path, source: str, tokenizer: str, with_weights: bool = True) -> dict:
@@ -147,13 +141,12 @@ def _read_folder(folder: Path, source: str, tokenizer: str, with_weights: bool =
     own = stored.get("steadygpt")  # written by write_folder
     own = own if isinstance(own, dict) and own.get("vocab_size") == config.vocab_size else {}
     tokenizer = tokenizer or str(own.get("tokenizer", "")) or (_gpt2_if_it_fits(config) if kind == "gpt2" else "")
-    rows, config = config.vocab_size, _without_padding(config, tokenizer, source)
-    model = _import(config, rows, _read_safetensors(folder, source, family), family, source) if with_weights else {}
-    biases = [name for name in model if name.endswith(".bias")]
-    if own.get("bias") is False and not any(model[name].any() for name in biases):  # write_folder added zeros
+    weights = _read_safetensors(folder, source, family) if with_weights else {}
+    biases = {name for name in weights if name.endswith(".bias") and not name.endswith(CONSTANTS)}
+    if own.get("bias") is False and not any(weights[name].any() for name in biases):  # write_folder added zeros
         config = dataclasses.replace(config, bias=False)
-        model = {name: tensor for name, tensor in model.items() if name not in biases}
-    return _checkpoint(config, model, tokenizer)
+        weights = {name: tensor for name, tensor in weights.items() if name not in biases}
+    return _converted(config, weights if with_weights else None, family, tokenizer, source)
 
 
 def _config(found: dict, names: dict[str, str], source: Path | str) -> GPTConfig:
@@ -210,6 +203,22 @@ def _without_padding(config: GPTConfig, tokenizer: str, source: Path | str) -> G
     return dataclasses.replace(config, vocab_size=vocab_size)
 
 
+def _converted(
+    config: GPTConfig, weights: dict[str, Tensor] | None, family: Family, tokenizer: str, source: Path | str
+) -> dict:
+    """Return a checkpoint of weights only; without weights its "model" is empty."""
+    rows, config = config.vocab_size, _without_padding(config, tokenizer, source)
+    untrained = {"step": 0, "rows_consumed": 0, "optimizer": {}, "train_config": {}}
+    return untrained | {
+        "format_version": FORMAT_VERSION,
+        "model": {} if weights is None else _import(config, rows, weights, family, source),
+        "model_config": dataclasses.asdict(config),
+        "tokenizer": tokenizer,
+        "torch_version": str(torch.__version__),
+        "saved_at": time.time(),
+    }
+
+
 def _import(
     config: GPTConfig, rows: int, weights: dict[str, Tensor], family: Family, source: Path | str
 ) -> dict[str, Tensor]:
@@ -243,25 +252,7 @@ def _import(
     return model
 
 
-def _checkpoint(config: GPTConfig, model: dict[str, Tensor], tokenizer: str) -> dict:
-    """Return a checkpoint of weights only."""
-    untrained = {"step": 0, "rows_consumed": 0, "optimizer": {}, "train_config": {}}
-    return untrained | {
-        "format_version": FORMAT_VERSION,
-        "model": model,
-        "model_config": dataclasses.asdict(config),
-        "tokenizer": tokenizer,
-        "torch_version": str(torch.__version__),
-        "saved_at": time.time(),
-    }
-
-
 def _read_safetensors(folder: Path, source: str, family: Family) -> dict[str, Tensor]:
-    try:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-    except ImportError:
-        raise UserError(f"{source}: {NEEDS}") from None
     # Large models have several files; their index holds no further information.
     files = [folder / "model.safetensors"]
     if not files[0].is_file():
@@ -302,15 +293,9 @@ def write_folder(checkpoint: dict, folder: Path) -> list[str]:
 
     Returns: warnings for the user.
     """
-    try:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-    except ImportError:
-        raise UserError(f"{folder}: {NEEDS}") from None
     config = load_model(checkpoint).config
     kind = find_family(config)
     family = FAMILIES[kind]
-    check_new(folder)
 
     notes, tokenizer = [], None
     try:
@@ -358,19 +343,14 @@ def write_folder(checkpoint: dict, folder: Path) -> list[str]:
     return notes
 
 
-def check_new(target: Path) -> None:
-    """Check that nothing would be overwritten."""
-    if target.exists():
-        raise UserError(f"{target}: already exists; expected the name of a new file or folder")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(ConvertOptions, argv, __doc__.partition("\n")[0])
     source, target = options.source, Path(options.target)
     notes: list[str] = []
     if target.suffix in (".safetensors", ".bin", ".pth", ".ckpt"):
         raise UserError(f"{target}: expected the name of a new folder, or of a checkpoint file: NAME.pt")
-    check_new(target)
+    if target.exists():
+        raise UserError(f"{target}: already exists; expected the name of a new file or folder")
     if source in ("latest", *NAMED):
         path, checkpoint = open_checkpoint(source, Path(options.checkpoint_dir))
         source, checkpoint = str(path), with_tokenizer(checkpoint, options.tokenizer, path)
@@ -386,12 +366,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         notes = write_folder(checkpoint, target)
         use = f"AutoModelForCausalLM.from_pretrained({str(target)!r})"
-    with torch.device("meta"):
-        model = GPT(GPTConfig(**checkpoint["model_config"]), initialize=False)
+    config = GPTConfig(**checkpoint["model_config"])
+    parameters = sum(tensor.numel() for tensor in _unpadded(config).values())
     print(
-        f"{source} -> {target}: {model.num_parameters() / 1e6:,.2f} M parameters, context "
-        f"{model.config.context_length:,}, vocabulary {model.config.vocab_size:,} "
-        f"({checkpoint['tokenizer'] or 'tokenizer unknown'}); {use}"
+        f"{source} -> {target}: {parameters / 1e6:,.2f} M parameters, context {config.context_length:,}, vocabulary "
+        f"{config.vocab_size:,} ({checkpoint['tokenizer'] or 'tokenizer unknown'}); {use}"
     )
     for note in notes:
         print(f"warning: {note}", file=sys.stderr)
