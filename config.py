@@ -262,7 +262,10 @@ class TrainConfig(GPTConfig):
 
 
 FIELDS = options_of(TrainConfig)
-
+ABOUT = (
+    "Train a GPT, with one process for each GPU: torchrun --nproc_per_node=4 train.py --use_tensorboard. "
+    "Defaults < --config < flags. --flag_name and --flag-name are the same."
+)
 # What other trainers call our options (nanoGPT, build-nanogpt, transformers, accelerate, DeepSpeed).
 ELSEWHERE = {
     name: ours
@@ -327,14 +330,7 @@ def parse_args(argv: Sequence[str]) -> tuple[TrainConfig, dict[str, str]]:
 
     Raises: UserError for a flag, key or value that does not exist or fit.
     """
-    flags = read_flags(
-        TrainConfig,
-        argv,
-        description="Train a GPT. Defaults < --config < flags. --flag_name and --flag-name are the same.",
-        epilog="torchrun --nproc_per_node=4 train.py --use_tensorboard      (one process per GPU)",
-        elsewhere=ELSEWHERE,
-        prog="train.py",
-    )
+    flags = read_flags(TrainConfig, argv, ABOUT, ELSEWHERE)
     if not flags.get("resume", "latest"):  # an unset variable in a script must not start a new run
         raise UserError("--resume is empty; expected latest, auto, best, stable or a checkpoint file")
     preset = _read_toml(flags["config"]) if "config" in flags else {}
@@ -361,30 +357,30 @@ def preset_named(preset: str, given: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
-def _overridden(options: dict, by: dict, source: str = "") -> dict:
+def _overridden(options: dict, by: dict) -> dict:
     """Return options overridden `by` others; total_batch_size and micro_steps also override each other."""
     batch = {"total_batch_size", "micro_steps"}
     if batch <= by.keys():
-        raise UserError(f"{source}--total_batch_size and --micro_steps both set the tokens of a step; give one of them")
+        raise UserError("--total_batch_size and --micro_steps both set the tokens of a step; give one of them")
     return {name: value for name, value in options.items() if name not in batch or not batch & by.keys()} | by
 
 
 def _read_toml(name: str, read_by: tuple[str, ...] = ()) -> dict:
     """Return the options of a preset or TOML file, on top of those of the preset that its own `config` names."""
-    said = f"{read_by[-1]}: config = {name!r}" if read_by else f"--config {name}"
-    if name in read_by:
-        raise UserError(f"{said}: the file includes itself")
     path = Path(name) if name.endswith(".toml") else PRESETS / f"{name}.toml"
     if not path.is_file():
         presets = ", ".join(sorted(p.stem for p in PRESETS.glob("*.toml")))
-        raise UserError(f"{said}: there is no {path}; expected a .toml file or one of: {presets}")
+        raise UserError(f"--config {name}: there is no {path}; expected a .toml file or one of: {presets}")
     try:
+        if name in read_by:
+            raise UserError("the file includes itself")
         written = tomllib.loads(path.read_text())
         written.pop("description", "")  # for ./start_training.sh
-        values = read_flags(TrainConfig, [f"--{name}={value}" for name, value in written.items()], elsewhere=ELSEWHERE)
+        argv = [f"--{option}={value}" for option, value in written.items()]
+        values = read_flags(TrainConfig, argv, ABOUT, ELSEWHERE)
+        preset = _read_toml(values["config"], (*read_by, name)) if values.get("config") else {}
+        return _overridden(preset, values)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not TOML: {error}") from error
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    preset = _read_toml(values["config"], (*read_by, name)) if values.get("config") else {}
-    return _overridden(preset, values, f"{path}: ")

@@ -13,6 +13,7 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import IO, Any, TypeVar
 
 Options = TypeVar("Options")
@@ -159,12 +160,7 @@ def parse_options(
 
 
 def read_flags(
-    options: type,
-    argv: Sequence[str],
-    description: str = "",
-    epilog: str = "",
-    elsewhere: Mapping[str, str] = {},
-    **parser,
+    options: type, argv: Sequence[str], description: str = "", elsewhere: Mapping[str, str] = {}
 ) -> dict[str, Any]:
     """Return the values that a command line gives, by field name. --flag_name and --flag-name are the same.
 
@@ -173,18 +169,31 @@ def read_flags(
 
     Raises: UserError for a flag that does not exist or a value of the wrong type.
     """
-    cli = _Parser(
-        description=description, epilog=epilog, argument_default=argparse.SUPPRESS, allow_abbrev=False, **parser
-    )
+    argv = [_underscored(argument) for argument in argv]
+    if any(f.metadata["positional"] for f in options_of(options).values()):
+        # A word behind a switch is an argument of the command, unless it says on or off: --once FOLDER.
+        switches = {f"--{name}" for name, f in options_of(options).items() if kind_of(f) is bool}
+        for i, (flag, word) in enumerate(itertools.pairwise(argv)):
+            if flag in switches and word.lower() not in ON_OFF:
+                argv[i] = f"{flag}=on"
+    values, unknown = _parser(options, description).parse_known_args(argv)
+    if unknown:
+        raise UserError(f"unknown argument {unknown[0]!r}; {_suggestion(unknown[0], options, elsewhere)}")
+    return vars(values)
+
+
+@cache  # a preset is read as flags too, and so is the preset that it names
+def _parser(options: type, description: str) -> argparse.ArgumentParser:
+    cli = _Parser(description=description, argument_default=argparse.SUPPRESS, allow_abbrev=False)
     groups: dict[str, Any] = {}
     for name, f in options_of(options).items():
         about, kind = f.metadata, kind_of(f)
         group = groups.setdefault(about["group"], cli.add_argument_group(about["group"]))
         shown = {True: "on", False: "off", "": None}.get(f.default, f.default) if kind in (bool, str) else f.default
         text = about["text"] + ("" if shown in (None, dataclasses.MISSING) else f" (default: {shown})")
+        text = text.replace("%", "%%")
         if about["positional"]:
-            nargs = None if f.default is dataclasses.MISSING else "?"
-            group.add_argument(name, nargs=nargs, type=kind, help=text.replace("%", "%%"))
+            group.add_argument(name, nargs=None if f.default is dataclasses.MISSING else "?", type=kind, help=text)
             continue
         bare = True if kind is bool else about["bare"]
         typed = "on|off" if kind is bool else kind.__name__.upper()
@@ -196,21 +205,11 @@ def read_flags(
                 nargs=None if bare is None else "?",
                 const=bare,
                 metavar="|".join(about["choices"]) or typed,
-                help=text.replace("%", "%%") if flag == name else argparse.SUPPRESS,
+                help=text if flag == name else argparse.SUPPRESS,
             )
         if kind is bool:
             group.add_argument(f"--no_{name}", dest=name, action="store_const", const=False, help=argparse.SUPPRESS)
-    argv = [_underscored(argument) for argument in argv]
-    if any(f.metadata["positional"] for f in options_of(options).values()):
-        # A word behind a switch is an argument of the command, unless it says on or off: --once FOLDER.
-        switches = {f"--{name}" for name, f in options_of(options).items() if kind_of(f) is bool}
-        for i, (flag, word) in enumerate(itertools.pairwise(argv)):
-            if flag in switches and word.lower() not in ON_OFF:
-                argv[i] = f"{flag}=on"
-    values, unknown = cli.parse_known_args(argv)
-    if unknown:
-        raise UserError(f"unknown argument {unknown[0]!r}; {_suggestion(unknown[0], options, elsewhere)}")
-    return vars(values)
+    return cli
 
 
 def _suggestion(unknown: str, options: type, elsewhere: Mapping[str, str]) -> str:
