@@ -66,25 +66,6 @@ def test_parameters_and_memory_of_presets_are_correct(preset):
         assert config.with_tokens_of_step(processes).grad_accum_steps(processes)
 
 
-def test_presets_match_the_earlier_projects():
-    neox = parse("--config", "gpt-neox-1.2b")
-    assert (neox.num_layers, neox.num_heads, neox.embd_size, neox.context_length) == (24, 16, 2048, 2048)
-    assert (neox.rotary_pct, neox.rotary_base, neox.parallel_residual, neox.tied_head) == (0.25, 10000, True, False)
-    production = parse("--config", "production")
-    assert {name: getattr(production, name) for name in SHAPE} == {name: getattr(neox, name) for name in SHAPE}
-    assert (production.mini_batch_size, production.micro_steps, production.max_steps) == (4, 8, 10000)
-    assert (production.max_lr, production.weight_decay, production.grad_clip) == (2e-4, 0.1, 1.0)
-    assert (production.checkpoint_freq, production.log_freq, production.warmup_steps) == (500, 100, 10)
-    gpt2_1b, long = parse("--config", "gpt2-1b"), parse("--config", "small_32k", "--resume")
-    assert (gpt2_1b.embd_size, gpt2_1b.num_layers, gpt2_1b.num_heads, gpt2_1b.context_length) == (1536, 24, 24, 2048)
-    assert (gpt2_1b.total_batch_size, gpt2_1b.mini_batch_size) == (512 * 2048, 4)
-    assert (gpt2_1b.max_lr, gpt2_1b.warmup_steps, gpt2_1b.max_steps) == (3e-4, 2000, 100000)
-    assert (gpt2_1b.checkpoint_freq, gpt2_1b.keep_checkpoints) == (1000, 5)
-    assert (long.embd_size, long.num_layers, long.context_length, long.resume) == (1024, 8, 32768, "latest")
-    test = parse("--config", "test", "--mixed-precision", "bf16", "--max-steps", "100")
-    assert (test.mini_batch_size, test.grad_accum_steps(1), test.precision, test.max_steps) == (2, 2, "bf16", 100)
-
-
 def test_flags_override_the_preset_and_presets_what_they_include(tmp_path):
     mine = str(tmp_path / "mine.toml")
     Path(mine).write_text('config = "gpt2-xl"\nnum_layers = 4\nmax_lr = 1\nuse_tensorboard = true\n')

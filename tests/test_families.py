@@ -32,54 +32,39 @@ NANOCHAT = {**MODERN, "norm": "rmsnorm_no_weight", "qk_norm": True, "activation"
 SHAPES = {"llama": LLAMA, "qwen3": QWEN3, "nanochat": NANOCHAT}
 
 
+SIZES = {
+    "context_length": st.integers(4, 20),
+    "num_layers": st.integers(1, 3),
+    "intermediate_size": st.sampled_from([0, 10]),
+    "dropout": st.sampled_from([0.0, 0.1]),
+    "norm_eps": st.sampled_from([1e-6, 1e-3]),
+    "tied_head": st.booleans(),
+}
+BASES = st.sampled_from([10000.0, 500000.0])
+
+
 @st.composite
 def gpt2_and_gpt_neox(draw) -> GPTConfig:
     heads, head_dim = draw(st.sampled_from([(1, 8), (2, 4), (3, 8)]))
-    rotary_pct = draw(st.sampled_from([0.0, 0.5, 1.0]))
-    return GPTConfig(
-        vocab_size=257,
-        context_length=draw(st.integers(4, 20)),
-        num_layers=draw(st.integers(1, 3)),
-        num_heads=heads,
-        embd_size=heads * head_dim,
-        intermediate_size=draw(st.sampled_from([0, 10])),
-        dropout=draw(st.sampled_from([0.0, 0.1])),
-        bias=draw(st.booleans()),
-        norm_eps=draw(st.sampled_from([1e-5, 1e-3])),
-        activation=draw(st.sampled_from(["gelu_tanh", "gelu", "relu2"])),
-        rotary_pct=rotary_pct,
-        rotary_base=draw(st.sampled_from([10000.0, 500000.0])) if rotary_pct else 10000.0,
-        parallel_residual=draw(st.booleans()) if rotary_pct else False,
-        tied_head=draw(st.booleans()),
-    )
+    activation = draw(st.sampled_from(["gelu_tanh", "gelu", "relu2"]))
+    shape = {"vocab_size": 257, "num_heads": heads, "embd_size": heads * head_dim, "activation": activation}
+    shape |= {name: draw(values) for name, values in SIZES.items()} | {"bias": draw(st.booleans())}
+    if rotary_pct := draw(st.sampled_from([0.0, 0.5, 1.0])):
+        shape |= {"rotary_base": draw(BASES), "parallel_residual": draw(st.booleans())}
+    return GPTConfig(**shape, rotary_pct=rotary_pct)
 
 
 @st.composite
 def llama_qwen3_and_nanochat(draw) -> GPTConfig:
     kind, kv_heads, group = draw(st.sampled_from(list(SHAPES))), draw(st.integers(1, 3)), draw(st.integers(1, 3))
     head_dim, width = draw(st.sampled_from([0, 2, 6])), kv_heads * group * draw(st.sampled_from([4, 8]))
-    changes = {}
+    width += head_dim > 0 and kind != "llama"  # heads need not divide it
+    shape = SHAPES[kind] | {name: draw(values) for name, values in SIZES.items()} | {"rotary_base": draw(BASES)}
+    shape |= {"num_heads": kv_heads * group, "num_kv_heads": kv_heads, "head_dim": head_dim, "embd_size": width}
     if kind == "nanochat":
-        changes |= {"logit_softcap": draw(st.sampled_from([0.0, 2.0, 15.0]))}
-        changes |= {"activation": draw(st.sampled_from(["relu2", "gelu", "gelu_tanh"]))}
-    return GPTConfig(
-        **SHAPES[kind]
-        | changes
-        | {
-            "vocab_size": 257,
-            "context_length": draw(st.integers(4, 20)),
-            "num_layers": draw(st.integers(1, 3)),
-            "num_heads": kv_heads * group,
-            "num_kv_heads": kv_heads,
-            "head_dim": head_dim,
-            "embd_size": width + (head_dim > 0 and kind != "llama"),  # heads need not divide it
-            "intermediate_size": draw(st.sampled_from([0, 10])),
-            "dropout": draw(st.sampled_from([0.0, 0.1])),
-            "norm_eps": draw(st.sampled_from([1e-6, 1e-3])),
-            "rotary_base": draw(st.sampled_from([10000.0, 500000.0])),
-            "tied_head": draw(st.booleans()),
-        }
-    )
+        shape["logit_softcap"] = draw(st.sampled_from([0.0, 2.0, 15.0]))
+        shape["activation"] = draw(st.sampled_from(["relu2", "gelu", "gelu_tanh"]))
+    return GPTConfig(vocab_size=257, **shape)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -138,12 +123,8 @@ LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embe
 
 @pytest.mark.parametrize(("which", "changes", "words"), [
     ("gpt2", {"model_type": "mistral"}, "is 'mistral'; expected one of gpt2, gpt_neox, llama, qwen3, nanochat"),
-    ("gpt2", {"model_type": ["gpt2"]}, "model_type in config.json is ['gpt2']; expected one of gpt2, gpt_neox"),
-    ("gpt2", {"activation_function": "relu"}, "activation_function is 'relu'; expected one of gelu_new"),
     ("gpt2", {"activation_function": ["gelu"]}, "activation_function is ['gelu']; expected one of gelu_new"),
-    ("gpt2", {"n_layer": "three"}, "n_layer is 'three'; expected int"),
     ("gpt2", {"n_layer": 0}, "n_layer is 0; expected at least 1"),
-    ("gpt2", {"n_layer": 10**30}, "expected at most 4,096"),
     ("gpt2", {"n_layer": 2}, "the weight transformer.h.2."),
     ("gpt2", {"n_layer": 4}, "missing; expected (64,)"),
     ("gpt2", {"n_embd": 10**30}, "expected at most 16,777,216"),
@@ -154,23 +135,18 @@ LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embe
     ("gpt2", {"vocab_size": 10**30}, "vocab_size is 1,000"),
     ("gpt2", {"vocab_size": 999}, "transformer.wte.weight is (1000, 64); expected (999, 64)"),
     ("gpt2", {"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; expected true or false"),
-    ("gpt2", {"layer_norm_epsilon": 0.0}, "layer_norm_epsilon is 0.0; expected more than 0"),
     ("gpt2", {"layer_norm_epsilon": float("inf")}, "layer_norm_epsilon is inf"),
-    ("gpt2", {"layer_norm_epsilon": "1e-5"}, "layer_norm_epsilon is '1e-5'; expected float"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx in config.json is True"),
     ("gpt_neox", {"rope_parameters": NEOX_ROPE | {"rope_type": "linear"}}, "is 'linear'; expected 'default'"),
     ("gpt_neox", {"rope_parameters": NEOX_ROPE | {"partial_rotary_factor": 0.2}}, "rotary_pct is 0.2"),
     ("llama", {"attention_bias": True}, "attention_bias in config.json is True; expected False"),
-    ("llama", {"mlp_bias": True}, "mlp_bias in config.json is True; expected False"),
     ("llama", {"rope_parameters": LLAMA3_ROPE}, "rope_type in config.json is 'llama3'; expected 'default'"),
     ("llama", {"rope_scaling": {"factor": 2.0}}, "rope_scaling in config.json is {'factor': 2.0}; expected None"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; expected one of silu"),
     ("llama", {"num_key_value_heads": 3}, "num_key_value_heads is 3; expected a divisor of num_heads, 4"),
     ("llama", {"num_key_value_heads": 2}, "self_attn.k_proj.weight is (16, 64); expected (32, 64)"),
-    ("llama", {"intermediate_size": 99}, "mlp.gate_proj.weight is (256, 64); expected (99, 64)"),
     ("llama", {"model_type": "qwen3", "head_dim": 16}, "self_attn.q_norm.weight is missing; expected (16,)"),
     ("qwen3", {"use_sliding_window": True}, "use_sliding_window in config.json is True; expected False"),
-    ("qwen3", {"head_dim": 16}, "self_attn.q_proj.weight is (96, 64); expected (64, 64)"),
     ("qwen3", {"model_type": "llama"}, "the weight model.layers.0.self_attn.k_norm.weight is one too many"),
     ("nanochat", {"hidden_act": "silu"}, "hidden_act is 'silu'; expected one of gelu_new"),
     ("nanochat", {"final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0; expected 0 or more"),
@@ -184,18 +160,12 @@ def test_folders_that_do_not_fit_are_reported_with_the_field(which, changes, wor
     assert words in message
 
 
-def test_a_config_json_of_transformers_4_is_read(tmp_path):
+def test_a_config_json_of_transformers_4_is_read_and_a_missing_matrix_of_a_stack_reported(tmp_path):
     reference_model("llama").save_pretrained(tmp_path)
-    stored = json.loads((tmp_path / "config.json").read_text())
-    del stored["rope_parameters"]
+    stored, weights = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
+    del stored["rope_parameters"], weights["model.layers.1.mlp.up_proj.weight"]
     (tmp_path / "config.json").write_text(json.dumps(stored | {"rope_theta": 500000, "rope_scaling": None}))
     assert read_weights(str(tmp_path))["model_config"]["rotary_base"] == 500000
-
-
-def test_a_missing_matrix_of_a_stack_is_reported(tmp_path):
-    reference_model("llama").save_pretrained(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, tmp_path / "model.safetensors")
     assert "model.layers.1.mlp.up_proj.weight is missing; expected (256, 64)" in mistake(tmp_path)
 
@@ -207,7 +177,6 @@ def test_a_missing_matrix_of_a_stack_is_reported(tmp_path):
     ({"norm": "rmsnorm"}, "GPT2LMHeadModel is the closest, but norm is rmsnorm, expected layernorm"),
     (LLAMA | {"bias": True}, "LlamaForCausalLM is the closest, but bias is True, expected False"),
     (LLAMA | {"activation": "relu2"}, "activation is relu2, expected swiglu"),
-    (LLAMA | {"rotary_pct": 0.5}, "rotary_pct is 0.5, expected 1.0"),
     (LLAMA | {"embd_size": 18, "head_dim": 4}, "num_heads is 4, expected a divisor of embd_size 18"),
     (QWEN3 | {"logit_softcap": 15.0}, "Qwen3ForCausalLM is the closest, but logit_softcap is 15.0, expected 0.0"),
     (NANOCHAT | {"qk_norm": False}, "NanoChatForCausalLM is the closest, but qk_norm is False, expected True"),
