@@ -25,7 +25,7 @@ from steadygpt.checkpoint import checkpoint_files
 from steadygpt.cli import UserError, run_cli
 from steadygpt.runlog import METRICS
 from steadygpt.shards import MANIFEST, find_shards, read_manifest
-from steadygpt.status import STATUS, read_status
+from steadygpt.status import read_status
 
 REPO = Path(__file__).resolve().parent.parent
 MONITOR = REPO / "scripts/monitor_training.py"
@@ -154,16 +154,13 @@ def train_and_watch(command: list[str], folder: Path, console: Path) -> int:
     Until then, what training prints is shown here. Leaving with Ctrl-C, or leaving the monitor, leaves training alone.
     """
 
-    def heartbeat_ns() -> int:
-        return (folder / STATUS).stat().st_mtime_ns if (folder / STATUS).exists() else 0
-
     def is_starting() -> bool:
-        return heartbeat_ns() == before or read_status(folder).get("doing") == "starting"
+        status = read_status(folder)
+        return status.get("status") != "running" or status.get("doing") == "starting"
 
     def show_output() -> None:
         print(printed.read().decode(errors="replace"), end="", flush=True)
 
-    before = heartbeat_ns()
     console.parent.mkdir(parents=True, exist_ok=True)
     with open(console, "ab") as output:
         start = output.tell()
@@ -193,12 +190,11 @@ def train_and_watch(command: list[str], folder: Path, console: Path) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "./start_training.sh",
-        usage="%(prog)s [--yes] [--no-monitor] [flags of train.py]",
+        usage="%(prog)s [--yes] [flags of train.py]",
         description=__doc__,
         allow_abbrev=False,
     )
     parser.add_argument("--yes", action="store_true", help="accept every default")
-    parser.add_argument("--no-monitor", "--no_monitor", action="store_true", help="train in the foreground")
     own, flags = parser.parse_known_args(argv)
     if own.yes:
         sys.stdin = io.StringIO("\n" * 100)
@@ -220,9 +216,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.exit("nothing was started")
     except EOFError:  # Ctrl-D
         sys.exit("\nnothing was started")
-    if own.no_monitor:
-        sys.stdout.flush()
-        os.execvp(command[0], command)
     folder = Path(config.checkpoint_dir)
     saved_logdir = read_status(folder).get("logdir") if config.resume else None
     return train_and_watch(command, folder, Path(saved_logdir or config.logdir, "console.txt"))

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Ask what to train on what, print the command and its plan, run it, and watch it:
-#     ./start_training.sh [--yes] [--no-monitor] [flags of train.py]
+#     ./start_training.sh [--yes] [flags of train.py]
 # Enter accepts the answer in brackets, --yes accepts all. NPROC=2 sets the number of processes.
 set -euo pipefail
 . "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/nproc.sh"

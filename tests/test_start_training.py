@@ -29,16 +29,29 @@ class Typed(io.StringIO):
         return True
 
 
+class Session:
+    """A machine without a GPU, with data in data/. Commands are noted, and return `status`; training is noted too."""
+
+    status, stderr = 0, ""
+
+    def __init__(self, monkeypatch):
+        self.monkeypatch, self.ran, self.started = monkeypatch, [], []
+        monkeypatch.setattr(start_training, "GPUS", 0)
+        monkeypatch.delenv("NPROC", raising=False)
+        monkeypatch.setattr(subprocess, "run", self.run)
+        monkeypatch.setattr(start_training, "train_and_watch", lambda *arguments: self.started.append(arguments) or 0)
+
+    def run(self, words, **_):
+        self.ran.append(words)
+        return subprocess.CompletedProcess(words, self.status, stderr=self.stderr)
+
+    def type(self, *answers: str) -> None:
+        self.monkeypatch.setattr(sys, "stdin", Typed("".join(f"{answer}\n" for answer in answers)))
+
+
 @pytest.fixture
-def typed(workdir, monkeypatch):
-    """Return a function that types one answer a line. The machine has no GPU and data in data/."""
-    monkeypatch.setattr(start_training, "GPUS", 0)
-    monkeypatch.delenv("NPROC", raising=False)
-
-    def type_(*answers: str) -> None:
-        monkeypatch.setattr(sys, "stdin", Typed("".join(f"{answer}\n" for answer in answers)))
-
-    return type_
+def session(workdir, monkeypatch) -> Session:
+    return Session(monkeypatch)
 
 
 def test_dialogue_in_a_terminal_ends_in_the_plan_of_the_printed_command(workdir):
@@ -56,17 +69,12 @@ def test_dialogue_in_a_terminal_ends_in_the_plan_of_the_printed_command(workdir)
     assert re.search(r"^steps +8 of 64 tokens", done.stdout, re.MULTILINE)
 
 
-def test_printed_command_is_the_one_that_runs(typed, monkeypatch, capsys):
-    planned, started = [], []
-    monkeypatch.setattr(
-        subprocess, "run", lambda words, **_: planned.append(words) or subprocess.CompletedProcess(words, 0)
-    )
-    monkeypatch.setattr(start_training, "train_and_watch", lambda *arguments: started.append(arguments) or 0)
-    typed("test", "", "my runs/first", "")
+def test_printed_command_is_the_one_that_runs(session, capsys):
+    session.type("test", "", "my runs/first", "")
     assert start_training.main(["--run_name", "it's"]) == 0
-    [(words, folder, console)] = started
+    [(words, folder, console)] = session.started
     assert f"\n{shlex.join(words)}\n" in capsys.readouterr().out
-    assert planned == [[*words, "--dry_run"]]
+    assert session.ran == [[*words, "--dry_run"]]
     assert "'--checkpoint_dir=my runs/first' --logdir=logs/first --use_tensorboard=on" in shlex.join(words)
     assert (folder, console) == (Path("my runs/first"), Path("logs/first/console.txt"))
 
@@ -78,76 +86,69 @@ def test_presets_are_listed_from_the_smallest_to_the_largest():
     assert found["gpt2"] == "GPT-2 small: 124.4 M parameters, context 1,024, a GPU of 24 GB"
 
 
-def test_flags_answer_their_questions(typed):
-    typed()
+def test_flags_answer_their_questions(session):
+    session.type()
     given = "--config test --data_dir data --checkpoint_dir c --no_use_tensorboard".split()
     assert start_training.flags_of_run(given) == ["--logdir=logs/c", *given]
     assert start_training.flags_of_run(["--resume", "best"]) == ["--resume", "best"]
 
 
-def test_a_resumed_run_asks_nothing_and_its_output_goes_to_its_own_logs(typed, monkeypatch):
+def test_a_resumed_run_asks_nothing_and_its_output_goes_to_its_own_logs(session):
     Path("checkpoints").mkdir()
     Path("checkpoints/status.json").write_text('{"status": "stopped", "logdir": "/elsewhere/logs"}')
-    monkeypatch.setattr(subprocess, "run", lambda words, **_: subprocess.CompletedProcess(words, 0))
-    monkeypatch.setattr(start_training, "train_and_watch", lambda words, folder, console: str(console))
-    typed("")
-    assert start_training.main(["--resume"]) == "/elsewhere/logs/console.txt"
+    session.type("")
+    assert start_training.main(["--resume"]) == 0
+    assert session.started[0][2] == Path("/elsewhere/logs/console.txt")
 
 
-def test_yes_accepts_every_default_and_trains_in_the_foreground(typed, monkeypatch, capsys):
-    started = []
-    monkeypatch.setattr(subprocess, "run", lambda words, **_: subprocess.CompletedProcess(words, 0))
-    monkeypatch.setattr(os, "execvp", lambda _, words: started.append(words) or sys.exit(0))
-    typed()
-    with pytest.raises(SystemExit):
-        start_training.main(["--yes", "--no-monitor"])
+def test_yes_accepts_every_default(session, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    with pytest.raises(UserError, match="no terminal to ask questions on; add --yes"):
+        start_training.main([])
+    assert start_training.main(["--yes"]) == 0
     assert "Folder for checkpoints [checkpoints/quickstart]: checkpoints/quickstart\n" in capsys.readouterr().out
-    [words] = started
+    [(words, _, _)] = session.started
     assert "--config quickstart --data_dir=data --checkpoint_dir=checkpoints/quickstart" in shlex.join(words)
 
 
-def test_a_new_run_needs_folders_without_another_run(typed, capsys):
+def test_a_new_run_needs_folders_without_another_run(session, capsys):
     Path("checkpoints/test").mkdir(parents=True)
     Path("checkpoints/test/latest.pt").touch()
     Path("logs/test-2").mkdir(parents=True)
     Path("logs/test-2/metrics.jsonl").touch()
-    typed("", "checkpoints/test", "")
+    session.type("", "checkpoints/test", "")
     assert "--checkpoint_dir=checkpoints/test-3" in start_training.flags_of_run(["--config", "test"])
     assert "checkpoints/test holds another run; expected a new name" in capsys.readouterr().out
 
 
-def test_data_is_found_with_its_tokens(typed, capsys):
+def test_data_is_found_with_its_tokens(session, capsys):
     write_data(Path("data/more"))
     write_data(Path("data/interrupted"))
     manifest = Path("data/interrupted/manifest.json")
     manifest.write_text(manifest.read_text().replace("true", "false"))
-    typed("2")
+    session.type("2")
     assert start_training.choose_data("data/stdlib") == "data/more"
     shown = capsys.readouterr().out
     assert "  2  data/more  1,200 training tokens (bytes)" in shown
     assert "skipped data/interrupted: its preparation was interrupted" in shown
 
 
-def test_without_data_the_standard_library_is_offered(typed, monkeypatch, capsys):
+def test_without_data_the_standard_library_is_offered(session, monkeypatch, capsys):
     monkeypatch.chdir("data")
-    prepared = []
-    monkeypatch.setattr(
-        subprocess, "run", lambda words: prepared.append(words) or subprocess.CompletedProcess(words, len(prepared) - 1)
-    )
-    typed("", "", "n")
+    session.type("", "", "n")
     assert start_training.choose_data("data/edu_fineweb10B") == "data/stdlib"
-    assert shlex.join(prepared[0][1:]) == (
-        f"{REPO / 'prepare_dataset.py'} --source stdlib --tokenizer bytes --out data/stdlib"
-    )
+    prepare = f"{REPO / 'prepare_dataset.py'} --source stdlib --tokenizer bytes --out data/stdlib"
+    assert shlex.join(session.ran[0][1:]) == prepare
+    session.status = 1
     for status in (1, "nothing was started"):  # the preparation fails; it is not wanted
         with pytest.raises(SystemExit) as ended:
             start_training.choose_data("data/edu_fineweb10B")
         assert ended.value.code == status
     assert "To prepare FineWeb-Edu 10B (24 GB of disk): /" in capsys.readouterr().out
-    assert len(prepared) == 2
+    assert len(session.ran) == 2
 
 
-def test_processes(typed, monkeypatch):
+def test_processes(session, monkeypatch):
     config, _ = parse_args([])
     assert start_training.command_of(config, ["-v"]) == [sys.executable, str(REPO / "train.py"), "-v"]
     monkeypatch.setattr(start_training, "GPUS", 4)
@@ -162,27 +163,19 @@ def test_processes(typed, monkeypatch):
 
 
 @pytest.mark.parametrize("answers", [(), ("test", "", "", "n")])
-def test_nothing_starts_after_ctrl_d_or_a_no(answers, typed, monkeypatch):
-    monkeypatch.setattr(subprocess, "run", lambda words, **_: subprocess.CompletedProcess(words, 0))
-    typed(*answers)
+def test_nothing_starts_after_ctrl_d_or_a_no(answers, session):
+    session.type(*answers)
     with pytest.raises(SystemExit, match="nothing was started"):
         start_training.main([])
-    assert not Path("checkpoints").exists()
+    assert not session.started
 
 
-def test_without_a_terminal_yes_is_required(workdir, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO())
-    with pytest.raises(UserError, match="no terminal to ask questions on; add --yes"):
-        start_training.main([])
-
-
-def test_a_plan_that_fails_prints_the_error_and_starts_nothing(typed, monkeypatch, capsys):
-    said = "W1123 torchrun: a warning\nerror: 3 rows; expected 2\nTraceback of torchrun\n"
-    monkeypatch.setattr(subprocess, "run", lambda words, **_: subprocess.CompletedProcess(words, 2, stderr=said))
-    typed("", "", "", "")
+def test_a_plan_that_fails_prints_the_error_and_starts_nothing(session, capsys):
+    session.status, session.stderr = 2, "W1123 torchrun: a warning\nerror: 3 rows; expected 2\nTraceback of torchrun\n"
+    session.type("", "", "", "")
     assert start_training.main(["--config", "test"]) == 2
     assert capsys.readouterr().err == "error: 3 rows; expected 2\n"
-    assert not Path("checkpoints").exists()
+    assert not session.started
 
 
 def test_training_runs_on_in_the_background_and_an_interrupt_stops_it(workdir, monkeypatch, capsys):
@@ -218,7 +211,8 @@ def test_ctrl_c_in_the_monitor_ends_the_monitor_only(workdir, monkeypatch, capsy
         "import os, signal, time\nos.kill(os.getppid(), signal.SIGINT)\ntime.sleep(0.5)\nopen('ended', 'w')"
     )
     monkeypatch.setattr(start_training, "MONITOR", monitor)
-    trains = [sys.executable, "-c", "import time; open('status.json', 'w'); time.sleep(60)"]
+    runs = """import time; open('status.json', 'w').write('{"status": "running"}'); time.sleep(60)"""
+    trains = [sys.executable, "-c", runs]
     assert start_training.train_and_watch(trains, workdir, Path("console.txt")) == 0
     assert Path("ended").exists()
     os.kill(process := int(re.search(r"process (\d+)", capsys.readouterr().out)[1]), signal.SIGKILL)
