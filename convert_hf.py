@@ -300,8 +300,6 @@ def write_folder(checkpoint: dict, folder: Path) -> list[str]:
     notes, tokenizer = [], None
     try:
         tokenizer = get_tokenizer(checkpoint["tokenizer"])
-        # A run that an earlier version took over from nanoGPT has trained padding rows.
-        config = dataclasses.replace(config, vocab_size=min(config.vocab_size, tokenizer.n_vocab))
     except UserError as error:
         notes.append(f"no tokenizer in {folder}: {error}")
 

@@ -357,7 +357,7 @@ def make_plan(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, data:
     precision_elsewhere = config.precision if "precision" in given and config.precision != "auto" else "bf16"
     start = find_start(config, given, ranks, held, read_weights)
     data = data or ranks.on_each(lambda: open_data(start.config))
-    shape = start.config.shape(start.vocab_size(data))
+    shape = start.config.shape(data.vocab_size)
     if start.weights:
         check_fits(start.weights, config.init_from, shape, data.tokenizer)
     with torch.device("meta"):

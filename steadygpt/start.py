@@ -56,13 +56,6 @@ class Start:
     def rows_consumed(self) -> int:
         return self.checkpoint["rows_consumed"] if self.checkpoint else 0
 
-    def vocab_size(self, data: "Data") -> int:
-        """Return the model's vocabulary: the data's, or more if the loaded run has trained padding rows too."""
-        loaded = self.checkpoint or self.weights
-        if loaded is None or loaded["tokenizer"] != data.tokenizer:
-            return data.vocab_size
-        return max(data.vocab_size, loaded["model_config"]["vocab_size"])
-
     @property
     def is_fork(self) -> bool:
         """Whether the checkpoint is another run's: it stays in its folder, and this run writes to a different one."""

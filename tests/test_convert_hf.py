@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, load, metrics, reference_model, run_here
+from conftest import TINY, metrics, reference_model, run_here
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -294,18 +294,6 @@ def test_mistakes_in_other_checkpoints_are_reported_with_the_field(tmp_path):
     ):
         torch.save(content, tmp_path / "ckpt.pt")
         assert words in mistake(tmp_path / "ckpt.pt")
-
-
-def test_a_run_keeps_trained_padding_rows_and_its_export_omits_them(workdir):
-    """As runs have them that an earlier version took over from nanoGPT with their optimizer."""
-    weights = checkpoint_of(dataclasses.replace(SMALL, context_length=16, vocab_size=320))
-    torch.save(weights, "weights.pt")
-    assert run_here("--init_from", "weights.pt", "--max_steps", "4", "--sample_freq", "2") == 0
-    assert run_here("--resume", "--max_steps", "8") == 0
-    trained = load("checkpoints/latest.pt")
-    assert trained["model_config"]["vocab_size"] == 320
-    write_folder(trained, workdir / "exported")
-    assert json.loads(Path("exported/config.json").read_text())["vocab_size"] == 257
 
 
 # ---------------------------------------------------------------------------------------------------------------------
