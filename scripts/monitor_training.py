@@ -20,7 +20,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from monitor_view import view
+from rich.console import Console, ConsoleDimensions
+from rich.live import Live
+
 from steadygpt.cli import UserError, option, parse_options, run_cli
+from steadygpt.liveness import state_of
+from steadygpt.watch import watch
 
 COLUMNS, LINES = 100, 40  # of a view that is not printed on a terminal
 
@@ -50,15 +56,6 @@ def keyboard() -> Iterator[Callable[[float], bytes]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(MonitorOptions, argv, __doc__.splitlines()[0])
-    try:
-        from monitor_view import view
-        from rich.console import Console, ConsoleDimensions
-        from rich.live import Live
-
-        from steadygpt.liveness import state_of
-        from steadygpt.watch import watch
-    except ImportError:
-        raise UserError("rich or psutil is not installed; pip install rich psutil") from None
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # restores the terminal
     console = Console(highlight=False)
     try:

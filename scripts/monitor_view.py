@@ -188,7 +188,7 @@ def machine(snapshot: Snapshot, latest: Mapping[str, float]) -> Group:
         host.append("CPU ", "dim").append(f"{latest['cpu_percent']:.0f}%   ")
     if "ram_gb" in latest:
         host.append("RAM ", "dim").append(f"{latest['ram_gb']:.0f} of {latest['ram_total_gb']:.0f} GB   ")
-    free, size = snapshot.disk_free_bytes, snapshot.checkpoint_bytes
+    free, size = snapshot.disk_free_bytes, snapshot.status.get("checkpoint_bytes")
     room = f", room for {free // size:,.0f} checkpoints" if size else ""
     host.append("disk ", "dim").append(f"{bytes_text(free)} free{room}", "red" if size and free < 3 * size else None)
     return Group(Columns(lines, column_first=True, padding=(0, 2)), host)

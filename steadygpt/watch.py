@@ -33,7 +33,6 @@ class Snapshot:
     heartbeat_age_s: float  # since status.json was renewed
     saved_age_s: float | None  # since the last save; None: there was none
     mirrored_age_s: float | None  # since the last upload
-    checkpoint_bytes: int | None
     disk_free_bytes: int  # on the disk of the checkpoints
     latest: dict[str, Any]  # the last value of each metric
     curves: dict[str, Curve]  # loss and val_loss
@@ -68,7 +67,6 @@ def watch(run_folder: str) -> Iterator[Snapshot]:
             heartbeat_age_s=max(0.0, time.time() - heartbeat_s),
             saved_age_s=age_s(saved.stat().st_mtime if saved.exists() else None),
             mirrored_age_s=age_s(unix_s(status.get("mirrored_at"))),
-            checkpoint_bytes=status.get("checkpoint_bytes"),
             disk_free_bytes=shutil.disk_usage(folder).free,
             latest=metrics.latest,
             curves=metrics.curves,

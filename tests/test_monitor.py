@@ -86,7 +86,7 @@ def snapshot_of(
     changes=(), process="exists", age_s=1.0, folder="checkpoints", saved_age_s: float | None = 9
 ) -> Snapshot:
     status = {**STATUS, "pid": 42, **dict(changes)}
-    return Snapshot(Path(folder), status, process, age_s, saved_age_s, None, None, 0, {}, {}, [])
+    return Snapshot(Path(folder), status, process, age_s, saved_age_s, None, 0, {}, {}, [])
 
 
 @pytest.mark.parametrize("case", STATES)
@@ -185,7 +185,11 @@ def test_heartbeat_does_not_need_equal_clocks(tmp_path):
     assert next(snapshots).heartbeat_age_s < 1
 
 
-def test_logs_of_a_run_that_was_moved(tmp_path):
+def test_runs_that_were_moved_and_the_newest_of_several(tmp_path):
+    for name, seconds in (("a", 100), ("b", 300), ("c", 200)):
+        os.utime(write_run(tmp_path / name) / "status.json", (seconds, seconds))
+        (tmp_path / name / "checkpoints").rename(tmp_path / f"checkpoints-{name}")
+    assert look(tmp_path).folder == tmp_path / "checkpoints-b"
     write_run(tmp_path / "old")
     (tmp_path / "old").rename(tmp_path / "new")
     assert len(look(tmp_path / "new/checkpoints").curves["loss"]) == 100
@@ -193,21 +197,14 @@ def test_logs_of_a_run_that_was_moved(tmp_path):
     assert look(tmp_path / "new/checkpoints").curves["loss"] == []
 
 
-def test_newest_run_in_subfolders(tmp_path):
-    for name, seconds in (("a", 100), ("b", 300), ("c", 200)):
-        os.utime(write_run(tmp_path / name) / "status.json", (seconds, seconds))
-        (tmp_path / name / "checkpoints").rename(tmp_path / f"checkpoints-{name}")
-    assert look(tmp_path).folder == tmp_path / "checkpoints-b"
-
-
 def test_long_curves_are_thinned_and_keep_their_spikes(tmp_path):
     checkpoints = write_run(tmp_path)
-    losses = [3 + random.random() for _ in range(20_000)]
-    losses[7500] = 9
+    losses = [3 + random.random() for _ in range(5000)]
+    losses[1500] = 9
     append(checkpoints, *({"step": 100 + step, "loss": loss} for step, loss in enumerate(losses)))
     curve = look(checkpoints).curves["loss"]
     assert watch.MAX_POINTS / 2 <= len(curve) <= 2 * watch.MAX_POINTS
-    assert (7600, 9) in curve and curve[0][0] < 100 and curve[-1][0] > 20_000
+    assert (1600, 9) in curve and curve[0][0] < 100 and curve[-1][0] > 5000
     assert curve == sorted(curve)
 
 
@@ -247,7 +244,7 @@ def shown(checkpoints: Path, width: int, height: int) -> list[str]:
     return console.file.getvalue().splitlines()
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 36), (200, 60)])
+@pytest.mark.parametrize("size", [(80, 24), (200, 60)])
 @pytest.mark.parametrize("name", RUNS)
 def test_view_fits_the_terminal(tmp_path, name, size):
     changes, measured, warnings = RUNS[name]
@@ -273,19 +270,16 @@ def test_view_shows_first_of_all_whether_the_run_is_alive(tmp_path):
     assert any("\u2801" <= character <= "\u28ff" for character in text)  # the curves
 
 
-def test_view_of_a_run_that_ended_has_its_summary_instead_of_the_load(tmp_path):
-    checkpoints = write_run(tmp_path, status="finished", summary=["tokens  6.34 B"])
-    append(checkpoints, {"step": 120, **GPUS, **HOST})
-    text = "\n".join(shown(checkpoints, 120, 36))
-    assert "tokens  6.34 B" in text and "GPU 0" not in text and "to go" not in text and "free, room for" in text
-
-
-def test_advice_to_a_failed_run_is_not_cut_off(tmp_path):
+def test_view_of_a_run_that_ended_has_its_summary_and_advice_instead_of_the_load(tmp_path):
     advice = "stopping after 5 bad steps. " + "Resume with a smaller learning rate. " * 3 + "Or skip these tokens."
     checkpoints = write_run(tmp_path, warnings=[advice])
-    assert "Or skip these tokens." not in " ".join("\n".join(shown(checkpoints, 80, 24)).split())
-    write_run(tmp_path, warnings=[advice], status="failed")
-    assert "Or skip these tokens." in " ".join("\n".join(shown(checkpoints, 80, 24)).split())
+    append(checkpoints, {"step": 120, **GPUS, **HOST})
+    for status in ("running", "failed"):
+        write_run(tmp_path, warnings=[advice], status=status, summary=["tokens  6.34 B"])
+        text = " ".join("\n".join(shown(checkpoints, 80, 36)).split())
+        ended = status == "failed"
+        assert ("GPU 0" in text, "to go" in text, "Or skip these tokens." in text) == (not ended, not ended, ended)
+        assert "tokens 6.34 B" in text and "free, room for" in text
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -301,12 +295,9 @@ def test_once_prints_the_view_and_tells_by_its_status_whether_the_run_is_well(tm
     assert "next: ./resume_training.sh" in capsys.readouterr().out
 
 
-def test_mistakes_are_one_line(tmp_path, monkeypatch):
+def test_a_folder_without_a_run_is_one_line(tmp_path):
     with pytest.raises(UserError, match=r"none: no run; found no status.json .* Try the --checkpoint_dir of a run\.$"):
         monitor_training.main([str(tmp_path / "none")])
-    monkeypatch.setitem(sys.modules, "rich.live", None)
-    with pytest.raises(UserError, match="pip install rich psutil"):
-        monitor_training.main([str(write_run(tmp_path))])
 
 
 @pytest.mark.parametrize(("leave", "status"), [("q", 0), ("\x03", 0), (signal.SIGTERM, 143)])

@@ -48,20 +48,6 @@ def test_the_production_preset_plans_a_run(workdir, capsys):
     assert ", bf16, ddp, attention by " in plan
 
 
-def test_a_long_context_run_resumes(workdir, monkeypatch, capsys):
-    """The preset is small_32k, with fewer and shorter rows and a narrower model."""
-    write_data(workdir / "data/edu_fineweb10B")
-    preset = (config.PRESETS / "small_32k.toml").read_text() + "total_batch_size = 64\nmax_steps = 2\nsample_freq = 0\n"
-    for name, value in {"num_layers": 1, "embd_size": 16, "context_length": 32}.items():
-        preset = re.sub(rf"^{name} = \d+$", f"{name} = {value}", preset, flags=re.MULTILINE)
-    (workdir / "small_32k.toml").write_text(preset)
-    monkeypatch.setattr(config, "PRESETS", workdir)
-    assert typed("python train.py --config small_32k --max_steps 1 --hellaswag_freq 0") == 0
-    assert typed("python train.py --config small_32k --resume --checkpoint_dir ./checkpoints") == 0
-    assert "resumed from checkpoints/latest.pt at step 1" in capsys.readouterr().out
-    assert load("checkpoints/latest.pt")["step"] == 2
-
-
 @pytest.mark.parametrize(("processes", "launcher"), [
     (1, ["--num_processes", "1"]),
     (2, ["--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]),

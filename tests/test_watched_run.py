@@ -47,9 +47,3 @@ def test_load_of_the_machine_is_recorded_beside_the_step(workdir, monkeypatch):
     assert loads[-1].keys() >= {"cpu_percent", "ram_gb", "ram_total_gb"}
     (folder,) = (workdir / "runs").iterdir()
     assert "system/cpu_percent" in scalars(folder)
-
-
-def test_system_metrics_can_be_turned_off(workdir, monkeypatch):
-    monkeypatch.setattr(system, "FIRST_S", 0.01)
-    run_here("--system_metrics_s", "0", "--max_steps", "60")
-    assert "disk_free_gb" not in (workdir / "logs/metrics.jsonl").read_text()
