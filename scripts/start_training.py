@@ -21,9 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import PRESETS, TrainConfig, parse_args
-from steadygpt.checkpoint import checkpoint_files
 from steadygpt.cli import UserError, run_cli
-from steadygpt.runlog import METRICS
 from steadygpt.shards import MANIFEST, find_shards, read_manifest
 from steadygpt.status import read_status
 
@@ -88,12 +86,6 @@ def prepared_data(root: Path) -> dict[str, str]:
     return found
 
 
-def other_run(folder: str) -> str:
-    """Return the folder, of those that a run with these checkpoints writes to, that holds another run; or ""."""
-    logdir = Path("logs", Path(folder).name)
-    return folder if checkpoint_files(Path(folder)) else str(logdir) if (logdir / METRICS).exists() else ""
-
-
 def flags_of_run(flags: list[str]) -> list[str]:
     """Return the flags of the run; those that are given come last."""
     _, given = parse_args(flags)
@@ -108,20 +100,19 @@ def flags_of_run(flags: list[str]) -> list[str]:
     if "data_dir" not in by_flag:
         answers["data_dir"] = choose_data(config.data_dir)
     if "checkpoint_dir" not in by_flag:
-        answers["checkpoint_dir"] = choose_folder(Path(config.config or config.init_from).stem)
+        answers["checkpoint_dir"] = unused_folder(Path(config.config or config.init_from).stem)
     folder = Path(answers.get("checkpoint_dir", config.checkpoint_dir))
     answers |= {"logdir": f"logs/{folder.name}", "use_tensorboard": "on"}
     return [*model, *(f"--{name}={answer}" for name, answer in answers.items() if name not in by_flag), *flags]
 
 
-def choose_folder(name: str) -> str:
-    """Ask for a folder of checkpoints that no other run has written to."""
-    names = (f"checkpoints/{name}{number and f'-{number}'}" for number in ("", *range(2, 10**6)))
-    default = next(folder for folder in names if not other_run(folder))
-    print()
-    while taken := other_run(folder := ask("Folder for checkpoints", default)):
-        print(f"  {taken} holds another run; expected a new name, or resume that run with ./resume_training.sh")
-    return folder
+def unused_folder(name: str) -> str:
+    """Return a folder for checkpoints that does not exist, and neither do logs of its name."""
+    number, new = 1, name
+    while Path("checkpoints", new).exists() or Path("logs", new).exists():
+        number += 1
+        new = f"{name}-{number}"
+    return f"checkpoints/{new}"
 
 
 def choose_data(default: str) -> str:

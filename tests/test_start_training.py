@@ -57,7 +57,7 @@ def session(workdir, monkeypatch) -> Session:
 def test_dialogue_in_a_terminal_ends_in_the_plan_of_the_printed_command(workdir):
     """A wrong answer, a preset by number, and Enter to all other questions."""
     terminal, stdin = pty.openpty()
-    os.write(terminal, b"99\n1\n\n\n")
+    os.write(terminal, b"99\n1\n\n")
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "NPROC": ""}
     words, flags = [REPO / "start_training.sh"], [*TINY, "--dry_run"]
     done = subprocess.run([*words, *flags], stdin=stdin, capture_output=True, text=True, env=environment, timeout=120)
@@ -70,12 +70,12 @@ def test_dialogue_in_a_terminal_ends_in_the_plan_of_the_printed_command(workdir)
 
 
 def test_printed_command_is_the_one_that_runs(session, capsys):
-    session.type("test", "", "my runs/first", "")
-    assert start_training.main(["--run_name", "it's"]) == 0
+    session.type("test", "", "")
+    assert start_training.main(["--run_name", "it's", "--checkpoint_dir", "my runs/first"]) == 0
     [(words, folder, console)] = session.started
     assert f"\n{shlex.join(words)}\n" in capsys.readouterr().out
     assert session.ran == [[*words, "--dry_run"]]
-    assert "'--checkpoint_dir=my runs/first' --logdir=logs/first --use_tensorboard=on" in shlex.join(words)
+    assert "--logdir=logs/first --use_tensorboard=on --run_name" in shlex.join(words)
     assert (folder, console) == (Path("my runs/first"), Path("logs/first/console.txt"))
 
 
@@ -106,19 +106,16 @@ def test_yes_accepts_every_default(session, capsys, monkeypatch):
     with pytest.raises(UserError, match="no terminal to ask questions on; add --yes"):
         start_training.main([])
     assert start_training.main(["--yes"]) == 0
-    assert "Folder for checkpoints [checkpoints/quickstart]: checkpoints/quickstart\n" in capsys.readouterr().out
+    assert "number or name [quickstart]: quickstart\n" in capsys.readouterr().out
     [(words, _, _)] = session.started
     assert "--config quickstart --data_dir=data --checkpoint_dir=checkpoints/quickstart" in shlex.join(words)
 
 
-def test_a_new_run_needs_folders_without_another_run(session, capsys):
+def test_a_new_run_gets_folders_without_another_run(session):
     Path("checkpoints/test").mkdir(parents=True)
-    Path("checkpoints/test/latest.pt").touch()
     Path("logs/test-2").mkdir(parents=True)
-    Path("logs/test-2/metrics.jsonl").touch()
-    session.type("", "checkpoints/test", "")
+    session.type("")
     assert "--checkpoint_dir=checkpoints/test-3" in start_training.flags_of_run(["--config", "test"])
-    assert "checkpoints/test holds another run; expected a new name" in capsys.readouterr().out
 
 
 def test_data_is_found_with_its_tokens(session, capsys):
@@ -162,7 +159,7 @@ def test_processes(session, monkeypatch):
     assert len(start_training.command_of(config, [])) == 2
 
 
-@pytest.mark.parametrize("answers", [(), ("test", "", "", "n")])
+@pytest.mark.parametrize("answers", [(), ("test", "", "n")])
 def test_nothing_starts_after_ctrl_d_or_a_no(answers, session):
     session.type(*answers)
     with pytest.raises(SystemExit, match="nothing was started"):
@@ -172,7 +169,7 @@ def test_nothing_starts_after_ctrl_d_or_a_no(answers, session):
 
 def test_a_plan_that_fails_prints_the_error_and_starts_nothing(session, capsys):
     session.status, session.stderr = 2, "W1123 torchrun: a warning\nerror: 3 rows; expected 2\nTraceback of torchrun\n"
-    session.type("", "", "", "")
+    session.type("", "")
     assert start_training.main(["--config", "test"]) == 2
     assert capsys.readouterr().err == "error: 3 rows; expected 2\n"
     assert not session.started
