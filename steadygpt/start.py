@@ -23,8 +23,8 @@ from steadygpt.cli import UserError, options_of
 from steadygpt.device import choose_precision, set_up
 from steadygpt.distributed import Ranks
 from steadygpt.durable import lock_folder
-from steadygpt.fit import with_fitting_rows
 from steadygpt.mirror import Mirror, newer_checkpoint, put_in_place, restore_files
+from steadygpt.plan import with_fitting_rows
 from steadygpt.retry import NoAnswer
 from steadygpt.schedule import Schedule, make_schedule, notes_of_decay
 from steadygpt.status import read_status
@@ -110,7 +110,7 @@ def settled(
         config, tokenizer=data.tokenizer, vocab_size=sketch.config.vocab_size, warmup_steps=schedule.warmup_steps,
         run_name=name, logdir=logdir,
     )  # fmt: skip
-    lines = [*fitted, *notes, rates, reason, *notes_of_decay(config, schedule, start.checkpoint)]
+    lines = [fitted, *notes, rates, reason, *notes_of_decay(config, schedule, start.checkpoint)]
     return dataclasses.replace(start, config=config, notes=tuple(filter(None, lines))), schedule
 
 

@@ -17,6 +17,7 @@ import prepare_dataset
 from config import ELSEWHERE, FIELDS, PRESETS, TrainConfig, parse_args
 from model import GPT, GPTConfig
 from steadygpt.cli import UserError
+from steadygpt.distributed import Ranks
 from steadygpt.plan import estimate_memory
 
 
@@ -49,7 +50,7 @@ def test_parameters_and_memory_of_presets_are_correct(preset):
     with torch.device("meta"):
         model = GPT(GPTConfig(**{name: getattr(config, name) for name in SHAPE}, **vocabulary), initialize=False)
     on_gpu = dataclasses.replace(config, precision="bf16")
-    memory, _ = estimate_memory(on_gpu, model, torch.device("cuda"), 1)
+    memory, _ = estimate_memory(on_gpu, model, Ranks(torch.device("cuda")))
 
     def rounded_like(number: float, text: str) -> str:
         return f"{number:,.{len(text.partition('.')[2])}f}"

@@ -1,7 +1,8 @@
-"""The memory that a run is expected to need, and what to change when it is too much."""
+"""The plan: the memory that a run is expected to need, what to change when it is too much, --mini_batch_size auto."""
 
 import dataclasses
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -9,13 +10,15 @@ import torch
 from conftest import load, run_here
 
 import train
-from config import TrainConfig
+from config import TrainConfig, parse_args
 from model import GPT
+from steadygpt import plan
 from steadygpt.cli import UserError
-from steadygpt.plan import COPY, STATIC, estimate_memory, needed_bytes, what_would_fit
+from steadygpt.distributed import Ranks
+from steadygpt.plan import COPY, FITS, STATIC, estimate_memory, needed_bytes, what_would_fit, with_fitting_rows
 from steadygpt.saves import num_bytes
 
-GPU = torch.device("cuda")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 CONFIG = TrainConfig(precision="bf16", compile="off", mini_batch_size=16)
 with torch.device("meta"):
     MODEL = GPT(CONFIG.shape(50257), initialize=False)
@@ -26,7 +29,7 @@ HEAD, TOKENS = MODEL.lm_head.weight.numel(), 16 * 1024
 
 
 def memory(world_size: int = 1, **changes) -> tuple[dict, dict]:
-    return estimate_memory(dataclasses.replace(CONFIG, **changes), MODEL, GPU, world_size)
+    return estimate_memory(dataclasses.replace(CONFIG, **changes), MODEL, Ranks(GPU, world_size=world_size))
 
 
 @pytest.mark.parametrize(("world_size", "changes", "expected"), [
@@ -56,18 +59,18 @@ def test_memory_of_the_host():
     assert memory(4, sharding="fsdp", cpu_offload=True)[1][STATIC] == 16 * N / 4
     assert list(memory(4)[1]) == [COPY]
     assert memory()[1][COPY] == pytest.approx(2.48e9, rel=0.01)  # page-locked: rounded up
-    assert estimate_memory(CONFIG, MODEL, torch.device("cpu"), 1)[1][COPY] == 12 * N
+    assert estimate_memory(CONFIG, MODEL, Ranks(CPU))[1][COPY] == 12 * N
     matrices = 4 * 12 * (2**21 + 2**20 + 2 * 2**22)  # of 12 blocks: 3 x 768 x 768, 768 x 768, 2 of 4 x 768 x 768
     assert memory()[1][COPY] - memory(optimizer="muon")[1][COPY] == matrices  # Muon has one moment of them, not two
 
 
-def fits(gb: float, world_size: int = 1, device=GPU, **changes) -> dict | None:
+def fits(gb: float, world_size: int = 1, **changes) -> dict | None:
     """Return what has to change for a run to fit, or None."""
-    config = dataclasses.replace(CONFIG, **changes)
-    found = what_would_fit(config, MODEL, device, world_size, gb * 1e9)
+    config, ranks = dataclasses.replace(CONFIG, **changes), Ranks(GPU, world_size=world_size)
+    found = what_would_fit(config, MODEL, ranks, gb * 1e9)
     if found is None:
         return None
-    assert needed_bytes(found, MODEL, device, world_size) <= gb * 1e9
+    assert needed_bytes(found, MODEL, ranks) <= gb * 1e9
     before = dataclasses.asdict(config)
     return {name: value for name, value in dataclasses.asdict(found).items() if value != before[name]}
 
@@ -113,24 +116,18 @@ def test_other_commands_need_data(tmp_path, monkeypatch, flags):
         run_here(*flags)
 
 
-@pytest.mark.parametrize(("files", "advice"), [
-    (40, "--keep_epochs 23 keeps the newest of 541 epochs"),  # beside 13 others; a tenth of the disk is left
-    (16, "--keep_epochs 1 keeps the newest of 541 epochs"),
-    (13, "try a smaller --keep_checkpoints and --keep_epochs 1, or another --checkpoint_dir"),
-])  # fmt: skip
-def test_plan_of_checkpoints_that_do_not_fit_on_the_disk_names_the_flag(workdir, monkeypatch, capsys, files, advice):
+@pytest.mark.parametrize(("flags", "files"), [((), 554), (("--keep_epochs", "1"), 14)])
+def test_plan_says_whether_the_checkpoints_fit_on_the_disk(workdir, monkeypatch, capsys, flags, files):
+    """541 epochs, or the newest, beside 13 others."""
     run_here("--checkpoint_dir", "a")
     size = num_bytes(load("a/latest.pt"))
-    monkeypatch.setattr("steadygpt.plan.shutil.disk_usage", lambda _: SimpleNamespace(free=size * (files + 0.5)))
-    capsys.readouterr()
-    run_here("--max_steps", "10000", "--dry_run")
-    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("checkpoints ")]
-    assert "each, at most 554 in checkpoints" in line
-    assert line.endswith(f" -- NOT ENOUGH; {advice}")
-    run_here("--max_steps", "10000", "--dry_run", "--keep_epochs", "1")
-    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("checkpoints ")]
-    assert "each, at most 14 in checkpoints" in line
-    assert ("NOT ENOUGH" in line) == (files < 14)
+    for free, fits in ((files - 0.5, False), (files + 0.5, True)):
+        monkeypatch.setattr("steadygpt.plan.shutil.disk_usage", lambda _, free=free: SimpleNamespace(free=size * free))
+        capsys.readouterr()
+        run_here("--max_steps", "10000", "--dry_run", *flags)
+        [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("checkpoints ")]
+        assert f"each, at most {files} in checkpoints" in line
+        assert (" -- NOT ENOUGH; try a small --keep_epochs" in line) != fits
 
 
 def test_out_of_memory_is_one_line_with_flags_that_fit(workdir, monkeypatch):
@@ -154,3 +151,86 @@ def test_out_of_memory_is_one_line_with_flags_that_fit(workdir, monkeypatch):
     assert json.loads(open("a/status.json").read())["status"] == "failed"
     monkeypatch.setattr(train, "train_step", step)
     assert run_here("--checkpoint_dir", "a", "--resume", "latest", "--mini_batch_size", "1") == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# --mini_batch_size auto
+
+AUTO = parse_args(
+    "--mini_batch_size auto --total_batch_size 192 --context_length 16 --num_layers 2 --num_heads 2 --embd_size 16 "
+    "--precision fp32".split()
+)[0]  # 12 rows: 1, 2, 3, 4, 6 or 12 at once
+with torch.device("meta"):
+    SKETCH = GPT(AUTO.shape(257), initialize=False)
+
+
+def needed(rows: int, world_size: int = 1) -> float:
+    return needed_bytes(dataclasses.replace(AUTO, mini_batch_size=rows), SKETCH, Ranks(CPU, world_size=world_size))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 12])
+def test_the_estimate_decides_on_a_cpu(monkeypatch, rows):
+    monkeypatch.setattr(plan, "memory_bytes", lambda device: needed(rows) / FITS["cpu"] + 1)
+    config, line = with_fitting_rows(AUTO, SKETCH, Ranks(CPU))
+    assert config == dataclasses.replace(AUTO, mini_batch_size=rows)
+    assert line == f"mini_batch_size auto: {rows} rows need 0.00 GB (estimated); the limit is 0.00 of 0.00 GB"
+
+
+def test_the_smallest_of_the_ranks_numbers_is_taken(monkeypatch):
+    monkeypatch.setattr(plan, "memory_bytes", lambda device: needed(6, 2) / FITS["cpu"] + 1)
+    monkeypatch.setattr(Ranks, "max", lambda self, number: max(number, -2))  # the other rank has found 2
+    assert with_fitting_rows(AUTO, SKETCH, Ranks(CPU, world_size=2))[0].mini_batch_size == 2
+    monkeypatch.setattr(Ranks, "max", lambda self, number: max(number, 0))  # or none
+    with pytest.raises(UserError, match="--mini_batch_size auto: 1 row of 16 tokens: about"):
+        with_fitting_rows(AUTO, SKETCH, Ranks(CPU, world_size=2))
+
+
+def test_no_number_fits_or_splits_a_step():
+    with pytest.raises(UserError, match=r"192 is not a multiple of .* 5 processes = 80 tokens.* 160 or 240 would work"):
+        with_fitting_rows(AUTO, SKETCH, Ranks(CPU, world_size=5))
+
+
+@pytest.mark.parametrize("flags", [{}, {"activation_checkpointing": True, "loss_chunk_size": 8}, {"compile": "on"}])
+@pytest.mark.parametrize(("room", "tried"), [(12, [12]), (4, [12, 6, 3]), (0, [12, 6, 3, 1])])
+def test_a_step_is_tried_out_on_a_gpu_and_halved_after_a_lack_of_memory(monkeypatch, flags, room, tried):
+    """The GPU is this CPU, with room for so many rows."""
+    steps, fractions = [], []
+
+    def take_step(config, rows, device, sketch, take=plan.take_step):
+        take(dataclasses.replace(config, compile="off"), rows, CPU, sketch)
+        steps.append(rows)
+        if rows > room:
+            raise torch.OutOfMemoryError if rows > 6 else RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")
+
+    monkeypatch.setattr(plan, "take_step", take_step)
+    monkeypatch.setattr(plan, "memory_bytes", lambda device: 10_000_000)
+    monkeypatch.setattr(plan, "device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _: fractions.append(share))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    gpu, config = Ranks(SimpleNamespace(type="cuda")), dataclasses.replace(AUTO, **flags)
+    if room:
+        found, line = with_fitting_rows(config, SKETCH, gpu)
+        assert found.mini_batch_size == tried[-1]
+        assert re.fullmatch(
+            rf"mini_batch_size auto: {tried[-1]} rows need .* GB \(estimated, and tried out\); .*", line
+        )
+    else:
+        with pytest.raises(UserError, match="--mini_batch_size auto: 1 row of 16 tokens: about"):
+            with_fitting_rows(config, SKETCH, gpu)
+    assert steps == tried
+    assert fractions == [0.9, 1.0] * len(tried)
+
+
+def test_the_number_is_stored_and_a_resume_takes_it(workdir, monkeypatch, capsys):
+    auto = ("--mini_batch_size", "auto", "--checkpoint_dir", "a", "--logdir", "a")
+    monkeypatch.setattr(plan, "memory_bytes", lambda device: 10**9)
+    assert run_here(*auto) == 0
+    said = capsys.readouterr().out
+    assert "mini_batch_size auto: 4 rows need 0.00 GB (estimated); the limit is 0.60 of 1.00 GB\n" in said
+    assert load("a/latest.pt")["train_config"]["mini_batch_size"] == 4
+    resume = ("--data_dir", "data", "--device", "cpu", "--resume", "--checkpoint_dir", "a", "--logdir", "a")
+    assert train.main([*resume, "--max_steps", "9"]) == 0
+    assert "mini_batch_size" not in capsys.readouterr().out
+    assert load("a/latest.pt")["train_config"]["mini_batch_size"] == 4
+    with pytest.raises(UserError, match="--total_batch_size 63 is not a multiple of"):
+        run_here(*auto, "--total_batch_size", "63")
