@@ -39,9 +39,7 @@ PEAK_FLOPS = {
     "NVIDIA GeForce RTX 4090": 165e12, "NVIDIA GeForce RTX 3090": 71e12, "Tesla T4": 65e12,
     "NVIDIA GB10": 125e12,  # a quarter of its fp4
 }  # fmt: skip
-RATES = {"fp32": 0.5, "fp16": 1.0, "bf16": 1.0, "fp8": 2.0}  # of products, in units of bf16's; fp32 as TF32 (set_up)
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}  # dtype of products by precision
-WITHOUT_TF32 = {"Tesla T4": 8.1e12}  # their fp32, from the same source
 
 
 def choose_device(name: str) -> torch.device:
@@ -226,12 +224,6 @@ def profiled(steps: int, path: Path, tell: Callable[[str], None]):
 def peak_flops(device: torch.device) -> float | None:
     """Return the device's peak dense FLOP/s in bf16, or None if it is not in PEAK_FLOPS."""
     return PEAK_FLOPS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-
-
-def product_rate(gpu: str, precision: str) -> float:
-    """Return the peak rate of products on a GPU of PEAK_FLOPS, as a multiple of its peak in bf16."""
-    fp32_only = precision == "fp32" and gpu in WITHOUT_TF32
-    return WITHOUT_TF32[gpu] / PEAK_FLOPS[gpu] if fp32_only else RATES[precision]
 
 
 def peak_memory_bytes(device: torch.device) -> int:

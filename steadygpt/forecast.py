@@ -6,7 +6,7 @@ from collections.abc import Callable
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from steadygpt.device import PEAK_FLOPS, device_name, peak_flops, product_rate
+from steadygpt.device import PEAK_FLOPS, device_name
 from steadygpt.distributed import Ranks
 from steadygpt.units import duration_text
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 SHARE_OF_PEAK = 0.4  # that a GPU is assumed to reach, where nothing is measured
 WELL_KNOWN = ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090")
-WITH_FP8 = ("NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090")
+RATES = {"fp32": 0.5, "fp16": 1.0, "bf16": 1.0, "fp8": 2.0}  # of products, in units of bf16's; fp32 as TF32 (set_up)
+WITHOUT_TF32 = {"Tesla T4": 8.1 / 65}  # their rate in fp32, from the source of PEAK_FLOPS
 MEASURE_S, ROUNDS = 10.0, 3  # measured time; rounds of it, if a step is not too long
 HELLASWAG_TOKENS = 1_600_000  # with GPT-2's tokenizer
 TOKENS_PER_PARAMETER = 20
@@ -39,9 +40,7 @@ def measure_step_s(seconds_of: Callable[[int], float], micro_steps: int, ranks: 
         if many < micro_steps:
             one_s.append(seconds_of(1))
         many_s.append(seconds_of(many))
-    if many == micro_steps:
-        return fmean(many_s)
-    return fmean(many_s) + (micro_steps - many) * (fmean(many_s) - fmean(one_s)) / (many - 1)
+    return fmean(many_s) + (micro_steps - many) * (fmean(many_s) - fmean(one_s)) / max(1, many - 1)
 
 
 def work_per_token(config: "TrainConfig", model: "GPT", gpu: str, precision: str) -> tuple[float, float]:
@@ -49,12 +48,10 @@ def work_per_token(config: "TrainConfig", model: "GPT", gpu: str, precision: str
 
     Recomputed parts count again. fp8 applies to the matrices of the blocks; attention and the head stay in bf16.
 
-    Args:
-        gpu: its name, as in PEAK_FLOPS.
     """
     everything, head = model.flops_per_token(), 6 * model.config.vocab_size * model.config.embd_size
     matrices = 6 * sum(p.numel() for p in model.parameters_by_role()["matrix"].values())
-    rate = product_rate(gpu, precision)
+    rate = WITHOUT_TF32.get(gpu, RATES["fp32"]) if precision == "fp32" else RATES[precision]
     rest_rate = 1.0 if precision == "fp8" else rate
     blocks = matrices / rate + (everything - head - matrices) / rest_rate
     work = blocks + head / rest_rate
@@ -65,7 +62,7 @@ def work_per_token(config: "TrainConfig", model: "GPT", gpu: str, precision: str
 
 def forecast(
     config: "TrainConfig", schedule: "Schedule", ranks: Ranks, model: "GPT", step: int, val_rows: int,
-    step_s: float | None = None, precision_elsewhere: str = "bf16",
+    step_s: float | None = None,
 ) -> list[str]:  # fmt: skip
     """Return what a run will take, as lines of the plan.
 
@@ -74,47 +71,42 @@ def forecast(
         step: where the run starts.
         val_rows: of each validation.
         step_s: measured seconds of a step, if known.
-        precision_elsewhere: on the GPUs that are listed if nothing is known of this device.
     """
     steps, tokens = schedule.max_steps - step, schedule.max_steps * config.total_batch_size
     kinds = (config.eval_freq, val_rows * config.context_length), (config.hellaswag_freq, HELLASWAG_TOKENS)
     evaluated = sum(size * math.ceil(steps / freq) for freq, size in kinds if freq)  # the last step too
-    trained, name, peak = steps * config.total_batch_size, device_name(ranks.device), peak_flops(ranks.device)
+    trained, name, price = steps * config.total_batch_size, device_name(ranks.device), config.gpu_hour_cost
 
-    def seconds_on(gpu: str, precision: str, flops: float) -> float:
+    def seconds_on(gpu: str, precision: str) -> float:
         in_training, in_evaluation = work_per_token(config, model, gpu, precision)
-        return (trained * in_training + evaluated * in_evaluation) / (SHARE_OF_PEAK * flops)
+        return (trained * in_training + evaluated * in_evaluation) / (SHARE_OF_PEAK * PEAK_FLOPS[gpu])
 
-    in_training, in_evaluation = work_per_token(config, model, name, config.precision if peak else "bf16")
+    in_training, in_evaluation = work_per_token(config, model, name, config.precision)
     evaluation = evaluated * in_evaluation / (in_training * max(1, trained))
     work = f"{steps:,} steps and {evaluation:.1%} for evaluations"
     lines = [
         f"tokens       {tokens:,}, {tokens / model.num_parameters():,.1f} per parameter; about "
         f"{TOKENS_PER_PARAMETER} make the best use of compute (Hoffmann et al. 2022)"
     ]
+    if step_s is None and name not in PEAK_FLOPS:
+        lines.append(f"time         {work}; unknown for this device, --dry_run measure measures it")
+        for gpu in WELL_KNOWN:
+            seconds = seconds_on(gpu, "bf16")
+            lines.append(
+                f"             on one {gpu} in bf16, if the run fits: {duration_text(seconds)}"
+                f"{f', cost {seconds / 3600 * price:,.2f}' * bool(price)}, at {SHARE_OF_PEAK:.0%} of its peak"
+            )
+        return lines
     if step_s is not None:
         seconds = steps * step_s * (1 + evaluation)
         how = f"at {config.total_batch_size / step_s:,.0f} tokens/s, measured here"
-    elif peak is not None:
-        seconds = seconds_on(name, config.precision, peak) / ranks.world_size
-        how = (
-            f"if the GPUs reach {SHARE_OF_PEAK:.0%} of their peak in {config.precision}; --dry_run measure measures it"
-        )
     else:
-        lines.append(f"time         {work}; unknown for this device, --dry_run measure measures it")
-        for gpu in WITH_FP8 if precision_elsewhere == "fp8" else WELL_KNOWN:
-            seconds = seconds_on(gpu, precision_elsewhere, PEAK_FLOPS[gpu])
-            cost = f", cost {seconds / 3600 * config.gpu_hour_cost:,.2f}" if config.gpu_hour_cost else ""
-            lines.append(
-                f"             on one {gpu} in {precision_elsewhere}, if the run fits: {duration_text(seconds)}{cost}, "
-                f"at {SHARE_OF_PEAK:.0%} of its peak"
-            )
-        return lines
+        seconds = seconds_on(name, config.precision) / ranks.world_size
+        how = f"if the GPUs reach {SHARE_OF_PEAK:.0%} of their peak in {config.precision}; "
+        how += "--dry_run measure measures it"
     lines.append(f"time         {duration_text(seconds)}: {work}, {how}")
-    if config.gpu_hour_cost:
+    if price:
         hours = seconds / 3600
-        lines.append(
-            f"cost         {ranks.world_size * hours * config.gpu_hour_cost:,.2f}: {ranks.world_size} x {hours:,.1f} h "
-            f"at {config.gpu_hour_cost:,.2f} an hour"
-        )
+        cost = f"{ranks.world_size * hours * price:,.2f}"
+        lines.append(f"cost         {cost}: {ranks.world_size} x {hours:,.1f} h at {price:,.2f} an hour")
     return lines
