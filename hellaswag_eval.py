@@ -58,14 +58,8 @@ class Tree:
     context: list[int]  # token ids, at least one
     endings: list[list[int]]  # token ids, all of them scored
     lengths: list[int]  # acc_norm divides the ending's loss by this
-    first: int  # number of the first ending in the example
     example: int
     label: int
-
-    @property
-    def place(self) -> tuple[int, slice]:
-        """Where the endings stand in an array (examples, endings)."""
-        return self.example, slice(self.first, self.first + len(self.endings))
 
     @property
     def width(self) -> int:
@@ -89,7 +83,7 @@ class Scores:
 
 
 def tokenize(examples: Sequence[Example], tokenizer, context_length: int) -> list[Tree]:
-    """Tokenize each example as one tree; one too long for the context becomes a tree per ending, cut at the start."""
+    """Tokenize each example as one tree; a context that is too long beside its longest ending is cut at the start."""
     encode, trees = tokenizer.encode_ordinary, []
     for number, (text, texts, label, style) in enumerate(examples):
         # Endings are tokenized with a space before them, because GPT-2's words begin with one.
@@ -100,13 +94,10 @@ def tokenize(examples: Sequence[Example], tokenizer, context_length: int) -> lis
         else:
             context, endings = encode(text), [encode(f" {ending}") for ending in texts]
             lengths = [len(ending) for ending in endings]
-        if context and len(context) + max(map(len, endings)) <= context_length + 1:
-            trees.append(Tree(context, endings, lengths, 0, number, label))
-            continue
-        for which, (ending, length) in enumerate(zip(endings, lengths, strict=True)):
-            tokens = (context + ending)[-(context_length + 1) :]
-            split = max(1, len(tokens) - len(ending))  # the first token cannot be scored
-            trees.append(Tree(tokens[:split], [tokens[split:]], [length], which, number, label))
+        context = context or [tokenizer.eot_token]  # as every document of the data begins
+        endings = [ending[-context_length:] for ending in endings]
+        context = context[-(context_length + 1 - max(map(len, endings))) :]
+        trees.append(Tree(context, endings, lengths, number, label))
     return trees
 
 
@@ -174,7 +165,7 @@ def ending_losses(
 
     Returns: the same array on every rank.
     """
-    losses = per_ending(trees, [[0.0] * len(tree.endings) for tree in trees], absent=np.inf)
+    losses = per_ending([[0.0] * len(tree.endings) for tree in trees], absent=np.inf)
 
     def score(trees: Sequence[Tree], what: str) -> None:
         """Set `losses` of these trees."""
@@ -187,10 +178,10 @@ def ending_losses(
             batch = batches[min(mine, len(batches) - 1)]
             for tree, sums in zip(batch, score_batch(model, batch, ranks.device), strict=True):
                 if mine < len(batches):
-                    found[tree.place] = torch.tensor(sums)
+                    found[tree.example, : len(sums)] = torch.tensor(sums)
         summed = ranks.sum(found).numpy()
         for tree in trees:
-            losses[tree.place] = summed[tree.place]
+            losses[tree.example, : len(tree.endings)] = summed[tree.example, : len(tree.endings)]
 
     with evaluating(model), any_length():
         score(trees, "endings")
@@ -203,21 +194,18 @@ def ending_losses(
 
 def close_calls(trees: Sequence[Tree], losses: np.ndarray) -> np.ndarray:
     """Find the examples in which rounding may decide the best ending, by sum or by length; (examples,) bool."""
-    tokens = per_ending(trees, [[len(ending) for ending in tree.endings] for tree in trees])
-    errors = ROUNDING * np.sqrt(tokens)
+    errors = ROUNDING * np.sqrt(per_ending([[len(ending) for ending in tree.endings] for tree in trees]))
     close = np.zeros(len(losses), bool)
-    for length in (1, per_ending(trees, [tree.lengths for tree in trees])):
+    for length in (1, per_ending([tree.lengths for tree in trees])):
         bound = ((losses + errors) / length).min(1, keepdims=True)  # the best ending is at most this
         close |= ((losses - errors) / length < bound).sum(1) > 1
     return close
 
 
-def per_ending(trees: Sequence[Tree], numbers: Sequence[Sequence[float]], absent: float = 1.0) -> np.ndarray:
-    """Arrange each tree's numbers by example and ending, (examples, most endings)."""
-    placed = np.full((trees[-1].example + 1, max(tree.first + len(tree.endings) for tree in trees)), absent)
-    for tree, own in zip(trees, numbers, strict=True):
-        placed[tree.place] = own
-    return placed
+def per_ending(numbers: Sequence[Sequence[float]], absent: float = 1.0) -> np.ndarray:
+    """Arrange the numbers of each example's endings in an array, (examples, most endings)."""
+    most = max(map(len, numbers))
+    return np.array([[*of_example, *[absent] * (most - len(of_example))] for of_example in numbers])
 
 
 def evaluate(
@@ -225,13 +213,11 @@ def evaluate(
 ) -> Scores:
     """Compute the scores of the trees' examples; arguments as in ending_losses."""
     losses = ending_losses(model, trees, ranks, check, progress)
-    lengths, labels = per_ending(trees, [tree.lengths for tree in trees]), np.zeros(len(losses), int)
-    for tree in trees:
-        labels[tree.example] = tree.label
+    labels = np.array([tree.label for tree in trees])
     return Scores(
         acc=float((losses.argmin(1) == labels).mean()),
-        acc_norm=float(((losses / lengths).argmin(1) == labels).mean()),
-        num_examples=len(losses),
+        acc_norm=float(((losses / per_ending([tree.lengths for tree in trees])).argmin(1) == labels).mean()),
+        num_examples=len(trees),
     )
 
 

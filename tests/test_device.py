@@ -181,7 +181,7 @@ def test_a_missing_compiler_or_header_is_an_error_before_training(tmp_path, monk
 def test_generation_and_hellaswag_avoid_attention_that_plans_each_length(monkeypatch):
     model, tree = (
         GPT(GPTConfig(vocab_size=257, num_layers=1, num_heads=2, embd_size=16)),
-        Tree([1, 2], [[3]] * 4, [1] * 4, 0, 0, 0),
+        Tree([1, 2], [[3]] * 4, [1] * 4, 0, 0),
     )
     allowed = []
     model.register_forward_hook(lambda *_: allowed.append(torch.backends.cuda.cudnn_sdp_enabled()))

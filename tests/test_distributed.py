@@ -155,7 +155,7 @@ def test_blocks_are_gathered_in_bf16_and_the_residual_stays_fp32():
 
 
 def score_close_calls() -> None:
-    trees = [Tree([1, 2, 3], [[4, 5]] * 4, [1] * 4, 0, example, 0) for example in range(3)]  # four equal endings
+    trees = [Tree([1, 2, 3], [[4, 5]] * 4, [1] * 4, example, 0) for example in range(3)]  # four equal endings
     with joined("cpu") as ranks:
         with torch.autocast("cpu", torch.bfloat16):
             found = ending_losses(sharded(ranks, 2, "bf16"), trees, ranks)

@@ -13,17 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import hellaswag_eval
-from hellaswag_eval import (
-    ROUNDING,
-    Tree,
-    close_calls,
-    ending_losses,
-    evaluate,
-    make_batches,
-    per_ending,
-    score_batch,
-    tokenize,
-)
+from hellaswag_eval import ROUNDING, Tree, close_calls, ending_losses, evaluate, make_batches, per_ending, tokenize
 from model import GPT, GPTConfig
 from steadygpt import retry
 from steadygpt.cli import UserError
@@ -76,18 +66,30 @@ def plain_losses(model: GPT, example: Example) -> list[torch.Tensor]:
     return found
 
 
-def plain_choices(model: GPT, example: Example) -> tuple[int, int]:
-    """Return the endings with the lowest sum and the lowest mean."""
-    losses = plain_losses(model, example)
-    sums, means = [part.sum().item() for part in losses], [part.mean().item() for part in losses]
-    return sums.index(min(sums)), means.index(min(means))
+def plain_choices(model: GPT, examples: list[Example], by) -> list[int]:
+    """Return the ending of each example for which by(its losses, its text) is lowest."""
+    choices = []
+    for example in examples:
+        values = [by(losses, text) for losses, text in zip(plain_losses(model, example), example.endings, strict=True)]
+        choices.append(values.index(min(values)))
+    return choices
 
 
-def plain_scores(model: GPT, examples: list[Example]) -> tuple[float, float]:
-    choices = [plain_choices(model, example) for example in examples]
-    labels = [example.label for example in examples]
-    right = [sum(choice[kind] == label for choice, label in zip(choices, labels, strict=True)) for kind in (0, 1)]
-    return right[0] / len(examples), right[1] / len(examples)
+def by_sum(losses: torch.Tensor, text: str) -> float:
+    return losses.sum().item()
+
+
+def by_mean(losses: torch.Tensor, text: str) -> float:
+    return losses.mean().item()
+
+
+def by_character(losses: torch.Tensor, text: str) -> float:
+    return losses.sum().item() / len(text)
+
+
+def plain_score(model: GPT, examples: list[Example], by) -> float:
+    choices = plain_choices(model, examples, by)
+    return sum(choice == example.label for choice, example in zip(choices, examples, strict=True)) / len(examples)
 
 
 @pytest.mark.parametrize("tokens_per_batch", [200, 100000])
@@ -95,18 +97,16 @@ def test_scores_choices_and_losses_equal_those_of_a_plain_loop(model, tokens_per
     monkeypatch.setitem(hellaswag_eval.TOKENS_PER_BATCH, "cpu", tokens_per_batch)
     some = examples()
     scores = evaluate(model, trees_of(some), CPU)
-    assert (scores.acc, scores.acc_norm) == plain_scores(model, some)
+    assert (scores.acc, scores.acc_norm) == (plain_score(model, some, by_sum), plain_score(model, some, by_mean))
     assert scores.acc != scores.acc_norm
     assert scores.num_examples == 24
-    by_sum = [example._replace(label=plain_choices(model, example)[0]) for example in some]
-    by_mean = [example._replace(label=plain_choices(model, example)[1]) for example in some]
-    assert evaluate(model, trees_of(by_sum), CPU).acc == 1
-    assert evaluate(model, trees_of(by_mean), CPU).acc_norm == 1
-    expected = [plain_losses(model, example) for example in some]
-    for batch in make_batches(trees_of(some), tokens_per_batch):
-        for tree, losses in zip(batch, score_batch(model, batch, CPU.device), strict=True):
-            assert losses == pytest.approx([part.sum().item() for part in expected[tree.example]], abs=1e-4)
-            assert [len(ending) for ending in tree.endings] == [len(part) for part in expected[tree.example]]
+    for by, kind in ((by_sum, "acc"), (by_mean, "acc_norm")):
+        choices = plain_choices(model, some, by)
+        right = [example._replace(label=choice) for example, choice in zip(some, choices, strict=True)]
+        assert getattr(evaluate(model, trees_of(right), CPU), kind) == 1
+    for losses, example in zip(ending_losses(model, trees_of(some), CPU), some, strict=True):
+        expected = [part.sum().item() for part in plain_losses(model, example)]
+        assert losses.tolist() == pytest.approx(expected, abs=1e-4)
 
 
 def test_close_calls_in_bf16_are_scored_again_in_fp32(model):
@@ -117,7 +117,7 @@ def test_close_calls_in_bf16_are_scored_again_in_fp32(model):
     again = close_calls(trees, exact)
     assert 0 < again.sum() < 150
     assert (found[~again] != exact[~again]).any()
-    lengths = per_ending(trees, [tree.lengths for tree in trees])
+    lengths = per_ending([tree.lengths for tree in trees])
     for by in (1, lengths):
         assert ((found / by).argmin(1) == (exact / by).argmin(1)).all()
 
@@ -125,7 +125,7 @@ def test_close_calls_in_bf16_are_scored_again_in_fp32(model):
 def test_every_choice_that_rounding_can_change_is_a_close_call():
     random = np.random.default_rng(0)
     tokens = random.integers(1, 40, (1000, 4))
-    trees = [Tree([0], [[0] * n for n in row], (5 * row).tolist(), 0, i, 0) for i, row in enumerate(tokens)]
+    trees = [Tree([0], [[0] * n for n in row], (5 * row).tolist(), i, 0) for i, row in enumerate(tokens)]
     exact = random.normal(3, 0.02, tokens.shape) * tokens
     rounded = exact + random.uniform(-1, 1, tokens.shape) * ROUNDING * np.sqrt(tokens)
     close = close_calls(trees, rounded)
@@ -152,17 +152,9 @@ def test_lm_eval_texts_equal_those_of_the_harness():
 def test_lm_eval_normalizes_by_characters(model):
     """The harness's texts, scored by a plain loop."""
     some = [lm_eval_hellaswag(row_of(example) | {"activity_label": "Cooking"}) for example in examples()]
-    right = {"acc": 0, "acc_norm": 0, "by_token": 0}
-    for example in some:
-        losses = plain_losses(model, example)
-        sums = [part.sum().item() for part in losses]
-        by_character = [total / len(ending) for total, ending in zip(sums, example.endings, strict=True)]
-        by_token = [part.mean().item() for part in losses]
-        for name, values in zip(right, (sums, by_character, by_token), strict=True):
-            right[name] += values.index(min(values)) == example.label
     scores = evaluate(model, trees_of(some), CPU)
-    assert (scores.acc, scores.acc_norm) == (right["acc"] / 24, right["acc_norm"] / 24)
-    assert right["acc_norm"] != right["by_token"]  # otherwise the comparison above proves nothing
+    assert (scores.acc, scores.acc_norm) == (plain_score(model, some, by_sum), plain_score(model, some, by_character))
+    assert scores.acc_norm != plain_score(model, some, by_mean)  # otherwise the comparison above proves nothing
 
 
 def test_evaluation_turns_dropout_off_and_training_mode_on_again(model):
@@ -204,15 +196,21 @@ def test_a_context_is_computed_once_for_its_four_endings():
     assert tree.width == 2 + (1 + 1) * 3 + (2 + 1)  # "ab", then in each branch "c" and the ending without its last byte
 
 
-def test_examples_too_long_for_the_context_are_cut_at_the_start(model):
-    (tree, *_) = trees_of([Example("x" * 50, ["abc"] * 4, 0)], context_length=8)
-    assert (bytes(tree.context), [bytes(ending) for ending in tree.endings]) == (b"xxxxx", [b" abc"])
-    (tree, *_) = trees_of([Example("x" * 50, ["abcdefghij"] * 4, 0)], context_length=8)
-    assert (bytes(tree.context), [bytes(ending) for ending in tree.endings]) == (b"b", [b"cdefghij"])
-    trees = trees_of([Example("x" * 100, ["abc", "d" * 90, "ef", "g"], 0)])
-    assert [tree.first for tree in trees] == [0, 1, 2, 3]  # the cut contexts differ
-    together, apart = score_batch(model, trees, CPU.device), [score_batch(model, [tree], CPU.device) for tree in trees]
-    assert together == [pytest.approx(one[0], abs=1e-4) for one in apart]
+@pytest.mark.parametrize(("context", "endings", "cut_context", "cut_endings"), [
+    ("x" * 50, ["abc"] * 4, b"xxxxx", [b" abc"] * 4),
+    ("x" * 50, ["abc", "a"], b"xxxxx", [b" abc", b" a"]),  # the same context beside each ending
+    ("x" * 50, ["abcdefghij", "a"], b"x", [b"cdefghij", b" a"]),
+    ("x" * 5, ["abc"], b"xxxxx", [b" abc"]),
+])  # fmt: skip
+def test_a_context_too_long_beside_its_longest_ending_is_cut_at_the_start(context, endings, cut_context, cut_endings):
+    (tree,) = trees_of([Example(context, endings, 0)], context_length=8)
+    assert (bytes(tree.context), [bytes(ending) for ending in tree.endings]) == (cut_context, cut_endings)
+
+
+def test_endings_without_a_context_begin_a_document(model):
+    trees = trees_of([Example("", ["abc", "d"], 0)])
+    assert trees[0].context == [get_tokenizer("bytes").eot_token]
+    assert np.isfinite(ending_losses(model, trees, CPU)).all()
 
 
 def test_a_stop_ends_the_evaluation_and_leaves_the_model_in_training(model):
@@ -263,7 +261,7 @@ def command(model, tmp_path, capsys):
 
 @pytest.mark.parametrize(("argv", "count"), [([], 24), (["latest"], 24), (["--limit", "5"], 5)])
 def test_the_command_scores_a_checkpoint(command, model, argv, count):
-    acc, acc_norm = plain_scores(model, examples()[:count])
+    acc, acc_norm = (plain_score(model, examples()[:count], by) for by in (by_sum, by_mean))
     out, err = command(*argv)
     assert out.endswith(f"latest.pt at step 7: HellaSwag acc {acc:.4f} acc_norm {acc_norm:.4f} ({count} examples)\n")
     assert "warning" not in err

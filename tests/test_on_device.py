@@ -194,7 +194,7 @@ def test_model_scores_hellaswag_like_fp64_on_the_cpu(device):
     trees = []
     for example in range(12):
         endings = [random.integers(0, 257, random.integers(3, 8)).tolist() for _ in range(4)]
-        trees.append(hellaswag_eval.Tree(random.integers(0, 257, 8).tolist(), endings, [5, 6, 7, 8], 0, example, 0))
+        trees.append(hellaswag_eval.Tree(random.integers(0, 257, 8).tolist(), endings, [5, 6, 7, 8], example, 0))
     cpu = torch.device("cpu")
     expected = hellaswag_eval.ending_losses(build(cpu).double(), trees, Ranks(cpu))
     model = build(device)
