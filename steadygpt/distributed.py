@@ -40,19 +40,18 @@ class Ranks:
         return self.rank == 0
 
     def max(self, number: int) -> int:
-        """Return the largest of the ranks' numbers. It travels in a CPU tensor, so no GPU has to synchronize."""
-        if self.world_size == 1:
-            return number
-        tensor = torch.tensor(number)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        return int(tensor)
+        """Return the largest of the ranks' numbers."""
+        return self.max_later(number)() if self.world_size > 1 else number
 
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set on at least one rank."""
         return bool(self.max(flag))
 
     def max_later(self, number: int) -> Callable[[], int]:
-        """Start to find the largest of the ranks' numbers; the returned function waits for it."""
+        """Start to find the largest of the ranks' numbers; the returned function waits for it.
+
+        They travel in CPU tensors, so no GPU has to synchronize.
+        """
         tensor = torch.tensor(number)
         work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, async_op=True)
 

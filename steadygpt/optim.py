@@ -2,7 +2,6 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 Stacked = list[tuple[nn.Parameter, tuple[int, ...]]]  # parameters and the rows of the matrices that each one stacks
 # Repeated five times, this odd polynomial takes all but the smallest singular values to 0.7..1.2 (Jordan et al. 2024).
 NEWTON_SCHULZ, ITERATIONS = (3.4445, -4.7750, 2.0315), 5
-AT_ONCE = 2**27  # numbers of the matrices that are whole on every rank at the same time
+AT_ONCE = 2**27  # numbers of the matrices that are whole on every rank at the same time, unless one matrix has more
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
@@ -116,8 +115,10 @@ class Muon(torch.optim.AdamW):
         """Update the groups with "parts"."""
         for group in self.param_groups:
             if "parts" in group:
-                for stacked in chunks(list(zip(group["params"], group["parts"], strict=True))):
-                    self._update(stacked, group["lr"], group["weight_decay"], group["momentum"])
+                stacked = list(zip(group["params"], group["parts"], strict=True))
+                count = max(1, AT_ONCE // max(parameter.numel() for parameter in group["params"]))
+                for i in range(0, len(stacked), count):
+                    self._update(stacked[i : i + count], group["lr"], group["weight_decay"], group["momentum"])
 
     def _update(self, stacked: Stacked, lr: float, weight_decay: float, momentum: float) -> None:
         skipped, matrices = getattr(self, "found_inf", None), list[Tensor]()
@@ -139,20 +140,6 @@ class Muon(torch.optim.AdamW):
             update = torch.cat([next(updates) * math.sqrt(max(1, rows / parameter.size(1))) for rows in parts])
             own, update = own_part(parameter, update)
             own.mul_(1 - decay).add_(update, alpha=-lr)
-
-
-def chunks(stacked: Stacked) -> Iterator[Stacked]:
-    """Cut a list of parameters into chunks of at most AT_ONCE numbers, or of one parameter."""
-    chunk: Stacked = []
-    size = 0
-    for parameter, parts in stacked:
-        size += parameter.numel()
-        if chunk and size > AT_ONCE:
-            yield chunk
-            chunk, size = [], parameter.numel()
-        chunk.append((parameter, parts))
-    if chunk:
-        yield chunk
 
 
 def orthogonalized(matrices: list[Tensor], ranks: Ranks) -> list[Tensor]:
