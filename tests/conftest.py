@@ -96,6 +96,37 @@ def workdir(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
+def write_examples(folder: Path) -> None:
+    """Write two questions of HellaSwag to hs.jsonl, equal but for their answers, so that at most one is right."""
+    example = {"ctx": "A man", "endings": ["sits.", "flies away.", "is a.", "of."], "label": 0}
+    (folder / "hs.jsonl").write_text(f"{json.dumps(example)}\n{json.dumps(example | {'label': 3})}\n")
+
+
+REFERENCES_MADE: dict[str, Path] = {}
+
+
+@pytest.fixture
+def reference(tmp_path_factory, monkeypatch) -> Callable[..., Path]:
+    """reference(*flags, **options) enters a folder with data, hs.jsonl and an uninterrupted run in "reference".
+
+    Tests that ask for the same run share the folder.
+    """
+    from harness import folders, run_to_end
+
+    def enter(*flags: str, **options) -> Path:
+        if (key := repr((flags, options))) not in REFERENCES_MADE:
+            folder = tmp_path_factory.mktemp("runs")
+            write_data(folder / "data")
+            write_examples(folder)
+            monkeypatch.chdir(folder)
+            run_to_end(*flags, *folders("reference"), **options)
+            REFERENCES_MADE[key] = folder
+        monkeypatch.chdir(REFERENCES_MADE[key])
+        return REFERENCES_MADE[key]
+
+    return enter
+
+
 @pytest.fixture
 def standin(monkeypatch, tmp_path) -> StandIn:
     """The stand-in of the Hub, without repositories; and an empty cache."""

@@ -2,9 +2,12 @@
 
 import re
 from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 from conftest import REPO
+from record import TEST
 
 from steadygpt.checkpoint import FORMAT_VERSION
 
@@ -46,3 +49,13 @@ def test_the_header_of_the_fault_storm_is_the_sum_of_its_rows():
     rows = [line.split("|")[-2] for line in lines if line.startswith("|") and ".py::" in line]
     totals: Counter = sum(map(counts, rows), Counter())
     assert counts(header) == totals
+
+
+def names_in(paths: Iterable[Path]) -> set[str]:
+    names = ((path, name) for path in paths for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE))
+    return {f"{path.name}::{name}" for path, name in names}
+
+
+def test_the_table_of_faults_names_every_test_of_the_folder_and_none_that_does_not_exist():
+    tests, named = REPO / "tests", set(TEST.findall(text("docs/RELIABILITY.md")))
+    assert names_in(tests.glob("faults/test_*.py")) <= named <= names_in(tests.rglob("test_*.py"))

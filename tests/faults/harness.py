@@ -14,11 +14,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
-from conftest import TINY, assert_same_state, command, environment, fork, load, metrics, need_gpus, write_data
+from conftest import TINY, assert_same_state, command, environment, fork, load, metrics, need_gpus
 
 from steadygpt.cli import run_cli
 
@@ -161,16 +161,6 @@ def run_to_end(*flags: str, **options) -> str:
     statuses = run.wait()
     assert set(statuses) == {0}, f"{statuses}\n{run.text()}"
     return run.text()
-
-
-@contextlib.contextmanager
-def reference_run(tmp_path_factory, *flags: str, **options) -> Iterator[Path]:
-    """Work in a new folder with data and an uninterrupted run in "reference"."""
-    folder = tmp_path_factory.mktemp("runs")
-    write_data(folder / "data")
-    with contextlib.chdir(folder):
-        run_to_end(*flags, *folders("reference"), **options)
-        yield folder
 
 
 def refusal(*flags: str, **options) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import MODERN, assert_same_state, load
-from harness import LaunchedRun, Run, assert_equals_reference, folders, reference_run
+from harness import LaunchedRun, Run, assert_equals_reference, folders
 from injected import kill_at, record_save_calls, record_tokens, tokens_of_steps
 
 from steadygpt.checkpoint import find_checkpoint
@@ -112,11 +112,10 @@ CALLS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def short_run(tmp_path_factory):
-    """A folder with data, the uninterrupted run of SHORT in "reference" and its system calls in calls.txt."""
-    with reference_run(tmp_path_factory, *SHORT, faults=[record_save_calls]) as folder:
-        yield folder
+@pytest.fixture
+def short_run(reference):
+    """The uninterrupted run of SHORT in "reference" and its system calls in calls.txt."""
+    return reference(*SHORT, faults=[record_save_calls])
 
 
 def calls_of_saves() -> dict[int, list[list[str]]]:

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 from conftest import MODERN, load
-from harness import LaunchedRun, Run, assert_equals_reference, folders, reference_run
+from harness import LaunchedRun, Run, assert_equals_reference, folders
 from injected import pause, pause_before_training, raise_in_step, record_tokens, tokens_of_steps
 
 FLAGS = (
-    "--total_batch_size 128 --max_steps 14 --checkpoint_freq 6 --eval_freq 6 --hellaswag_freq 6 --dropout 0.1"
+    "--total_batch_size 128 --max_steps 14 --checkpoint_freq 6 --eval_freq 6 --hellaswag_freq 6 --dropout 0.1 "
+    "--eval_tasks hellaswag=hs.jsonl"
 ).split()
 # When the signal comes -> the first and the last step after which one rank may stop. Training continues during a save.
 # Two ranks agree one micro-step later, of which a step has two.
@@ -29,18 +30,6 @@ MOMENTS = {
 SIGNALS = ("SIGTERM", "SIGINT", "SIGINT twice", "SIGUSR1", "SIGHUP", "max_hours")
 
 
-@pytest.fixture(scope="module")
-def setting(request, tmp_path_factory):
-    """A number of ranks and the flags of a recipe; the working folder has their uninterrupted run in "reference"."""
-    count, recipe = request.param
-    examples = tmp_path_factory.mktemp("examples") / "hs.jsonl"
-    example = {"ctx": "A man", "endings": ["sits.", "flies away.", "is a.", "of."], "label": 0}
-    examples.write_text(json.dumps(example) + "\n" + json.dumps(example | {"label": 3}) + "\n")
-    flags = (*recipe, "--eval_tasks", f"hellaswag={examples}")
-    with reference_run(tmp_path_factory, *FLAGS, *flags, ranks=count, faults=[record_tokens]):
-        yield count, flags
-
-
 def cases():
     """Yield each signal at each moment on 1 and 2 ranks; one moment per signal runs outside the fault storm.
 
@@ -49,15 +38,15 @@ def cases():
     for ranks, (number, name), (index, moment) in product((1, 2), enumerate(SIGNALS), enumerate(MOMENTS)):
         fast = (number + ranks) % len(MOMENTS) == index
         marks = () if fast else pytest.mark.storm
-        yield pytest.param((ranks, ()), name, moment, id=f"{name} in {moment}, {ranks} ranks", marks=marks)
+        yield pytest.param(ranks, (), name, moment, id=f"{name} in {moment}, {ranks} ranks", marks=marks)
         if fast:
             case = f"{name} in {moment}, {ranks} ranks, modern"
-            yield pytest.param((ranks, tuple(MODERN)), name, moment, id=case, marks=pytest.mark.storm)
+            yield pytest.param(ranks, MODERN, name, moment, id=case, marks=pytest.mark.storm)
 
 
-@pytest.mark.parametrize(("setting", "name", "moment"), list(cases()), indirect=["setting"])
-def test_a_stop_saves_once_and_can_be_resumed(setting, name, moment):
-    ranks, recipe = setting
+@pytest.mark.parametrize(("ranks", "recipe", "name", "moment"), list(cases()))
+def test_a_stop_saves_once_and_can_be_resumed(reference, ranks, recipe, name, moment):
+    reference(*FLAGS, *recipe, ranks=ranks, faults=[record_tokens])
     folder = f"{name} in {moment}, {ranks}"
     tokens_before = len(tokens_of_steps())
     faults = [record_tokens, partial(pause, moment, name == "max_hours")]
@@ -81,7 +70,9 @@ def test_a_stop_saves_once_and_can_be_resumed(setting, name, moment):
     assert_equals_reference(folder, "loss", "grad_norm", "val_loss", "hellaswag_acc_norm")
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
+@pytest.mark.parametrize(
+    "name", ["SIGTERM", "SIGINT", *(pytest.param(name, marks=pytest.mark.storm) for name in ("SIGUSR1", "SIGHUP"))]
+)
 def test_a_signal_before_the_first_step_ends_the_run_as_stopped(workdir, name):
     number, folder = getattr(signal, name), f"{name} before training"
     run = Run(*folders(folder), faults=[pause_before_training])
@@ -100,14 +91,15 @@ def test_a_signal_before_the_first_step_ends_the_run_as_stopped(workdir, name):
 # ---------------------------------------------------------------------------------------------------------------------
 # torchrun
 
-LONG_STEP = ("--total_batch_size", str(16 * 2 * 600), "--max_steps", "3", "--warmup_steps", "1", "--dropout", "0.1")
+LONG_STEP = ("--total_batch_size", str(16 * 2 * 400), "--max_steps", "3", "--warmup_steps", "1", "--dropout", "0.1")
 
 
-@pytest.fixture(scope="module")
-def long_run(tmp_path_factory):
-    """A folder with data and, in "reference", the uninterrupted run of LONG_STEP on 2 ranks."""
-    with reference_run(tmp_path_factory, *LONG_STEP, ranks=2) as folder:
-        yield folder
+def wait_for_group(run: LaunchedRun) -> None:
+    """Wait until all processes of the run have ended; the kernel takes a moment after a SIGKILL."""
+    end_s = time.monotonic() + 10
+    while run.group():
+        assert time.monotonic() < end_s, f"orphans: {run.group()}"
+        time.sleep(0.05)
 
 
 def to_agent(name: str):
@@ -137,17 +129,15 @@ def to_a_worker(run: LaunchedRun, number: int = signal.SIGUSR1) -> None:
         pytest.param(to_a_worker, "SIGUSR1", id="SIGUSR1 to a worker", marks=pytest.mark.storm),
     ],
 )
-def test_a_stop_of_torchrun_can_be_resumed(long_run, send, reason, request):
+def test_a_stop_of_torchrun_can_be_resumed(reference, send, reason, request):
     """Let the workers save and exit, whether torchrun forwards the signal or is killed by it."""
+    reference(*LONG_STEP, ranks=2)
     name = request.node.callspec.id.replace(" ", "-")
     run = LaunchedRun(*LONG_STEP, *folders(name), processes=2)
-    run.wait_for(r"^step 0/3")  # step 1, of 300 micro-steps, has begun
+    run.wait_for(r"^step 0/3")  # step 1, of 200 micro-steps, has begun
     send(run)
-    sent = time.monotonic()
     run.wait()
-    while run.group():
-        assert time.monotonic() - sent < 10, f"orphans: {run.group()}"
-        time.sleep(0.05)
+    wait_for_group(run)
     assert f"stopped ({reason}) after 1 step " in run.text(), run.text()
     status = json.loads(Path(name, "ckpt/status.json").read_text())
     assert (status["status"], status["reason"], status["step"]) == ("stopped", reason, 1)
@@ -158,55 +148,43 @@ def test_a_stop_of_torchrun_can_be_resumed(long_run, send, reason, request):
 # ---------------------------------------------------------------------------------------------------------------------
 # a rank that was killed, failed or hangs
 
-SHORT = ("--max_steps", "40", "--checkpoint_freq", "4", "--dropout", "0.1")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> Path:
-    """A folder with data and, in "reference", the uninterrupted run of SHORT on 2 ranks."""
-    with reference_run(tmp_path_factory, *SHORT, ranks=2) as folder:
-        pass  # the fixtures above keep their working folder
-    return folder
-
 
 @pytest.mark.parametrize(
     ("how", "rank"),
     [
-        *(("kill -9", 1), ("an exception", 0), ("SIGSTOP", 1)),
-        *(
-            pytest.param(*case, marks=pytest.mark.storm)
-            for case in (("kill -9", 0), ("an exception", 1), ("SIGSTOP", 0))
-        ),
+        pytest.param(how, rank, marks=() if rank == fast else pytest.mark.storm)
+        for how, fast in (("kill -9", 1), ("an exception", 0), ("SIGSTOP", 1))
+        for rank in (0, 1)
     ],
 )
-def test_a_lost_rank_ends_the_run_and_it_can_be_resumed(undisturbed, monkeypatch, how, rank):
-    monkeypatch.chdir(undisturbed)
-    name = f"{how} of {rank}"
-    faults = [partial(raise_in_step, 10, rank)] if how == "an exception" else [partial(pause, "micro-step", False)]
+def test_a_lost_rank_ends_the_run_and_it_can_be_resumed(reference, how, rank):
+    reference(*FLAGS, ranks=2, faults=[record_tokens])
+    name, moment = f"{how} of {rank}", "last step of an epoch"  # step 9; step 6 has been saved
+    faults = [partial(raise_in_step, 9, rank)] if how == "an exception" else [partial(pause, moment, False)]
     # The time-out must also leave the ranks time to start, on a loaded machine.
-    run = Run(*SHORT, *folders(name), "--timeout_minutes", "0.1", ranks=2, faults=faults)
+    run = Run(*FLAGS, *folders(name), "--timeout_minutes", "0.1", ranks=2, faults=faults)
     if how != "an exception":
-        run.wait_for("^paused in micro-step")
+        run.wait_for(f"^paused in {moment}")
         run.signal(signal.SIGKILL if how == "kill -9" else signal.SIGSTOP, rank)
     other = run.ranks[1 - rank]
     other.join(120)  # the time-out is 6 s
     assert other.exitcode not in (None, 0), run.text()
     run.signal(signal.SIGKILL)
     run.wait()
-    if how == "an exception":
-        assert "saved step 4 as" in run.text()
-    assert Run(*SHORT, *folders(name), "--resume", "auto", ranks=2).wait() == [0, 0]
+    assert "saved step 6 as" in run.text()
+    assert Run(*FLAGS, *folders(name), "--resume", "auto", ranks=2).wait() == [0, 0]
     assert_equals_reference(name)
 
 
 @pytest.mark.storm
-def test_a_hanging_worker_of_torchrun_ends_the_run(long_run):
+def test_a_hanging_worker_of_torchrun_ends_the_run(reference):
     """Wait for torchrun, which sends SIGTERM and kills the stopped process 30 s later."""
+    reference(*LONG_STEP, ranks=2)
     run = LaunchedRun(*LONG_STEP, *folders("hangs"), "--timeout_minutes", "0.3", processes=2)
     run.wait_for(r"^step 0/3")
     to_a_worker(run, signal.SIGSTOP)
     (status,) = run.wait(timeout_s=18 + 30 + 30)
     assert status != 0, run.text()
-    assert not run.group()
+    wait_for_group(run)
     assert Run(*LONG_STEP, *folders("hangs"), "--resume", "auto", ranks=2).wait() == [0, 0]
     assert_equals_reference("hangs")
