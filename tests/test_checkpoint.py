@@ -1,12 +1,10 @@
-"""The files of a checkpoint folder: their order, and the table that verifies them."""
+"""The table of a checkpoint folder, which verifies its files."""
 
 import os
 
-import pytest
 import torch
 
-from steadygpt.checkpoint import FORMAT_VERSION, Found, checkpoint_files, find_checkpoint
-from steadygpt.cli import UserError
+from steadygpt.checkpoint import FORMAT_VERSION
 from steadygpt.table import checkpoint_table
 
 
@@ -50,37 +48,23 @@ def names(folder) -> list[str]:
     return sorted(os.listdir(folder))
 
 
-def test_files_are_listed_in_the_documented_order(tmp_path):
-    for step in (1, 2, 3):
-        write_checkpoint(tmp_path, step, f"rolling_step_{step:06d}.pt", f"epoch_{step:05d}.pt")
-    write_checkpoint(tmp_path, 4, "latest.pt", "epoch_00004.pt", "best_model.pt")
-    os.link(tmp_path / "rolling_step_000003.pt", tmp_path / "latest_backup.pt")
-    assert [file.name for file in checkpoint_files(tmp_path)] == [
+def test_table_lists_each_file_in_the_documented_order_and_marks_corrupt_ones(tmp_path):
+    for step in (10, 20, 30):
+        write_checkpoint(tmp_path, step, f"rolling_step_{step:06d}.pt", f"epoch_{step // 10:05d}.pt")
+    write_checkpoint(tmp_path, 40, "latest.pt", "epoch_00004.pt", "best_model.pt")
+    os.link(tmp_path / "rolling_step_000030.pt", tmp_path / "latest_backup.pt")
+    damage(tmp_path / "latest_backup.pt", "truncated")
+    (tmp_path / "evaluations.json").write_text('{"20": {"val_loss": 3.5}, "40": {"hellaswag_acc": 0.25}}')
+    head, *lines, last = checkpoint_table(tmp_path)
+    assert head.split() == ["file", "step", "epoch", "loss", "val", "loss", "size", "age", "state"]
+    rows = {line.split()[0]: line for line in lines}
+    assert list(rows) == [
         "latest.pt", "latest_backup.pt",
-        "rolling_step_000003.pt", "rolling_step_000002.pt", "rolling_step_000001.pt",
+        "rolling_step_000030.pt", "rolling_step_000020.pt", "rolling_step_000010.pt",
         "epoch_00004.pt", "epoch_00003.pt", "epoch_00002.pt", "epoch_00001.pt", "best_model.pt",
     ]  # fmt: skip
-
-
-def test_table_lists_each_file_and_marks_corrupt_ones(tmp_path):
-    write_checkpoint(tmp_path, 40, "latest_backup.pt", "rolling_step_000040.pt")
-    write_checkpoint(tmp_path, 50, "latest.pt", "rolling_step_000050.pt", "epoch_00005.pt")
-    damage(tmp_path / "latest_backup.pt", "truncated")
-    table = list(checkpoint_table(tmp_path))
-    assert table[0].split() == ["file", "step", "epoch", "loss", "val", "loss", "size", "age", "state"]
-    rows = {line.split()[0]: line for line in table[1:-1]}
-    assert list(rows) == [
-        "latest.pt", "latest_backup.pt", "rolling_step_000050.pt", "rolling_step_000040.pt", "epoch_00005.pt",
-    ]  # fmt: skip
-    assert rows["latest.pt"].split()[1:5] == ["50", "5.00", "3.2500", "-"]
+    assert rows["latest.pt"].split()[1:5] == ["40", "4.00", "3.2500", "-"]
+    assert rows["epoch_00002.pt"].split()[1:5] == ["20", "2.00", "3.2500", "3.5000"]
     assert rows["latest.pt"].endswith("intact")
     assert "corrupt" in rows["latest_backup.pt"]
-    assert table[-1].startswith("5 names of 3 files")
-
-
-def test_error_for_an_empty_folder_suggests_checkpoint_dir(tmp_path):
-    with pytest.raises(UserError, match="--checkpoint_dir"):
-        list(checkpoint_table(tmp_path))
-    with pytest.raises(UserError, match="--checkpoint_dir"):
-        find_checkpoint("latest", tmp_path)
-    assert find_checkpoint("auto", tmp_path) == Found()
+    assert last.startswith("10 names of 5 files")

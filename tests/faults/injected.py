@@ -1,7 +1,7 @@
 """Recorders and faults to pass to a Run: each is called in every rank's process, with the rank, before main()."""
 
-import errno
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -206,14 +206,13 @@ def bad_numbers(steps: Sequence, kind: str, which_rank: int, rank: int) -> None:
     train.GPT.forward = bad_forward
 
 
-def fail_saves(first: int, count: int, rank: int) -> None:
-    """Make `count` consecutive saves fail as on a full disk, from save number `first` (counted from 0)."""
-    save, number = torch.save, [0]
+def fail_save(number: int, error: Exception, rank: int) -> None:
+    """Make one save fail, counted from 0."""
+    save, numbers = torch.save, itertools.count()
 
     def failing_save(*args):
-        number[0] += 1
-        if first < number[0] <= first + count:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if next(numbers) == number:
+            raise error
         save(*args)
 
     torch.save = failing_save

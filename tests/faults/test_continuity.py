@@ -45,7 +45,8 @@ def test_resume_on_1_2_and_1_ranks(workdir):
 
 
 def test_resume_eager_compiled_and_eager(workdir):
-    small = ("--num_layers", "1")  # which compiles sooner
+    small = ("--num_layers", "1", "--rotary_pct", "0.5")  # one layer compiles sooner
+    small += ("--activation_checkpointing", "--loss_chunk_size", "12")
     run_to_end(*FLAGS, *small, *folders("reference"), faults=[record_tokens])
     run_in_parts("run", (1, small), (1, (*small, "--compile", "on")), (1, (*small, "--compile", "off")))
     tokens_of_steps()  # checks that each step read the same tokens in both runs
@@ -78,15 +79,21 @@ def test_memory_file_descriptors_and_threads_stay_flat(workdir, steps, freq):
     assert late[2] <= early[2] + 1, f"{early[2]} threads, later {late[2]}"
 
 
-def test_resume_from_an_older_checkpoint_survives_a_kill(workdir):
+@pytest.mark.parametrize(
+    ("file", "step", "damaged"), [("rolling_step_000010.pt", 10, False), ("latest_backup.pt", 19, True)]
+)
+def test_resume_from_an_older_checkpoint_survives_a_kill(reference, file, step, damaged):
     """Make the older checkpoint latest.pt at once, so that a later --resume latest matches the truncated logs."""
-    flags = ("--max_steps", "20", "--checkpoint_freq", "5", "--dropout", "0.1")
-    run_to_end(*flags, *folders("reference"))
-    shutil.copytree("reference", "run", copy_function=os.link)
-    older = ("--resume", "run/ckpt/rolling_step_000010.pt", "--logdir", "run/logs")
-    killed = Run(*flags, *older, faults=[partial(signal_at, 12, number=signal.SIGKILL)])
+    flags, name = ("--max_steps", "20", "--checkpoint_freq", "5", "--dropout", "0.1"), f"from {step}"
+    reference(*flags)
+    shutil.copytree("reference", name)
+    if damaged:
+        os.truncate(f"{name}/ckpt/latest.pt", 1000)
+    older = ("--resume", f"{name}/ckpt/{file}", "--logdir", f"{name}/logs")
+    killed = Run(*flags, *older, faults=[partial(signal_at, step, number=signal.SIGKILL)])
     assert killed.wait() == [-signal.SIGKILL]
-    assert load("run/ckpt/latest_backup.pt")["step"] == 20  # the newer checkpoint is kept
-    text = run_to_end(*flags, *folders("run"), "--resume", "latest")
-    assert "resumed from run/ckpt/latest.pt at step 10" in text
-    assert_equals_reference("run")
+    # The newer checkpoint is kept if it is intact; a corrupt one never becomes the backup.
+    assert load(f"{name}/ckpt/latest_backup.pt")["step"] == (19 if damaged else 20)
+    text = run_to_end(*flags, *folders(name), "--resume", "latest")
+    assert f"resumed from {name}/ckpt/latest.pt at step {step}" in text
+    assert_equals_reference(name)

@@ -1,6 +1,7 @@
 """A full, read-only or over-quota disk: saves fail, but the run continues and its older checkpoints stay intact."""
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 from conftest import assert_same_state, load, scalars
 from harness import Run, folders, refusal, run_to_end
-from injected import fail_saves, signal_at
+from injected import fail_save, signal_at
 
 from steadygpt.checkpoint import checkpoint_files, read_checkpoint
 
@@ -140,11 +141,17 @@ def test_a_start_on_a_full_disk_is_refused(small_disk, resume, ranks):
     assert load("run/ckpt/latest.pt")["step"] == 60
 
 
-def test_a_failed_last_save_is_retried(workdir):
-    flags = (*FLAGS, "--max_steps", "40", *folders("run"))
-    text = run_to_end(*flags, faults=[partial(fail_saves, 1, 1)])
-    assert "step 40 was not saved" in text
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), MemoryError()], ids=["disk", "memory"])
+def test_a_failed_last_save_is_retried(workdir, error):
+    """A resume validates step 40 again, because its save had failed when its validation was to be recorded."""
+    flags = (*FLAGS, "--max_steps", "40", "--eval_freq", "40", *folders("run"))
+    text = run_to_end(*flags, faults=[partial(fail_save, 1, error)])
+    assert re.search("step 40 was not saved: (.*Input/output error.*|MemoryError); it takes", text)
+    assert "evaluations.json or best_model.pt was not written: step 40 was not saved" in text
     assert text.index("saved step 40 as") < text.index("finished after 40 steps")
+    assert not Path("run/ckpt/evaluations.json").exists()
+    run_to_end(*flags, "--resume", "--max_steps", "44")
+    assert list(json.loads(Path("run/ckpt/evaluations.json").read_text())) == ["40", "44"]
 
 
 def test_the_run_fails_if_its_last_save_fails(small_disk):
@@ -161,10 +168,11 @@ def test_the_run_fails_if_its_last_save_fails(small_disk):
 
 
 def test_files_after_100_saves_with_keep_checkpoints_3(workdir):
-    flags = ("--max_steps", "100", "--checkpoint_freq", "1", "--keep_checkpoints", "3", "--steps_per_epoch", "50")
+    """An epoch is 74 rows and a step is 4 rows, so epoch 5 ends in the 93rd step."""
+    flags = ("--max_steps", "100", "--checkpoint_freq", "1", "--keep_checkpoints", "3", "--keep_epochs", "2")
     text = run_to_end(*flags, "--eval_freq", "100", *folders("run"))
     assert sorted(os.listdir("run/ckpt")) == [
-        ".lock", "best_model.pt", "epoch_00001.pt", "epoch_00002.pt", "evaluations.json", "latest.pt",
+        ".lock", "best_model.pt", "epoch_00004.pt", "epoch_00005.pt", "evaluations.json", "latest.pt",
         "latest_backup.pt", "rolling_step_000098.pt", "rolling_step_000099.pt", "rolling_step_000100.pt",
         "status.json",
     ]  # fmt: skip
@@ -172,6 +180,13 @@ def test_files_after_100_saves_with_keep_checkpoints_3(workdir):
     assert len(re.findall(r"^saved step 100 as ", text, re.M)) == 1
     assert re.search(r"^best_model\.pt is step 100 \(val loss \d+\.\d+\)", text, re.M)
     assert Path("run/ckpt/best_model.pt").samefile("run/ckpt/rolling_step_000100.pt")
+    assert load("run/ckpt/latest_backup.pt")["step"] == 99
+    assert 700 // 16 + 500 // 16 == 74
+    epoch = load("run/ckpt/epoch_00005.pt")
+    assert (epoch["step"], epoch["rows_consumed"]) == (93, 372)  # the first step after 370 rows
+    assert epoch["epoch"] == pytest.approx(372 / 74)
+    assert re.fullmatch(r"[0-9a-f]{40}\+?", commit := epoch["git_commit"])
+    assert f"version      commit {commit[:12]}" in Path("run/logs/log.txt").read_text()
 
 
 def test_saves_by_the_clock_go_to_latest_and_its_backup_only(workdir):
