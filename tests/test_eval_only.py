@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import metrics, run_here
+from conftest import metrics, run_here, write_examples
 from harness import run_to_end
 
 from steadygpt.cli import UserError
@@ -12,7 +12,7 @@ from steadygpt.durable import lock_folder
 TRAINED = ("--eval_freq", "4", "--eval_tokens", "64", "--checkpoint_freq", "4")
 
 
-def test_eval_only_repeats_the_last_validation_and_writes_nothing(workdir, capsys):
+def test_eval_only_repeats_validations_on_any_number_of_ranks_and_writes_nothing(workdir, capsys):
     run_here(*TRAINED)
     losses = metrics("logs", "val_loss")
     with lock_folder(workdir / "checkpoints", ""):  # by a run that is still training
@@ -23,28 +23,20 @@ def test_eval_only_repeats_the_last_validation_and_writes_nothing(workdir, capsy
         run_here("--eval_only", "--eval_freq", "4", "--resume", "checkpoints/rolling_step_000004.pt")
         assert capsys.readouterr().out.endswith(f" at step 4:\nval loss {losses[4]:.4f}\n")
         assert {path: path.stat().st_mtime_ns for path in workdir.rglob("*")} == before
+    assert run_to_end("--eval_only", "--eval_freq", "4", ranks=2).endswith(f" at step 8:\nval loss {losses[8]:.4f}\n")
 
 
 def test_eval_only_of_weights_prints_one_line_for_each_evaluation(workdir, capsys):
     run_here(*TRAINED)
-    example = {"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 0}
-    (workdir / "hellaswag.jsonl").write_text(json.dumps(example) + "\n")
+    write_examples(workdir)
     capsys.readouterr()
-    sampled = ("--sample_freq", "1", "--hellaswag_freq", "1", "--eval_tasks", "hellaswag=hellaswag.jsonl")
+    sampled = ("--sample_freq", "1", "--hellaswag_freq", "1", "--eval_tasks", "hellaswag=hs.jsonl")
     run_here("--eval_only", "--init_from", "checkpoints/latest.pt", "--eval_freq", "1", *sampled)
     title, val_loss, hellaswag, sample = capsys.readouterr().out.splitlines()
     assert title == "checkpoints/latest.pt at step 0:"
     assert float(val_loss.removeprefix("val loss ")) > 0
     assert hellaswag.startswith("HellaSwag acc ")
     assert isinstance(json.loads(sample.removeprefix("sample ")), str)
-
-
-def test_eval_only_is_the_same_on_two_ranks(workdir, capsys):
-    run_here(*TRAINED)
-    capsys.readouterr()
-    flags = ("--eval_only", "--eval_freq", "4")
-    run_here(*flags)
-    assert run_to_end(*flags, ranks=2) == capsys.readouterr().out != ""
 
 
 def test_eval_only_without_evaluations_or_checkpoints_is_an_error(workdir):

@@ -53,11 +53,6 @@ def test_spikes_are_found_once_enough_losses_are_known():
     assert [r.loss_z is None for r in found] == [True] * SPIKE_WINDOW + [False]
 
 
-def test_updates_without_a_finite_loss_are_skipped():
-    found = results([2.0, math.nan, math.inf, 2.0])
-    assert [(r.bad, r.updated) for r in found] == [(False, True), (True, False), (True, False), (False, True)]
-
-
 def test_after_max_bad_steps_every_update_is_skipped():
     """The host may start another step before it reads that the last one was bad."""
     found = results([math.nan, 2.0, math.nan, math.nan, 2.0, 2.0], max_bad_steps=2)

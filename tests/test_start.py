@@ -10,14 +10,6 @@ from steadygpt.cli import UserError
 from steadygpt.start import resume_config
 
 
-def test_resume_takes_unset_options_from_the_checkpoint():
-    saved = dataclasses.asdict(parse("--embd_size", "96", "--max_lr", "5e-4", "--checkpoint_dir", "there", "--dry_run"))
-    config, given_options = parse_args(["--resume", "--min_lr", "1e-5", "--allow_changes"])
-    config, changes = resume_config(saved, config, given_options)
-    assert (config.embd_size, config.max_lr, config.min_lr, config.resume) == (96, 5e-4, 1e-5, "latest")
-    assert changes == ["min_lr: 0.0001 -> 1e-05"]
-
-
 @pytest.mark.parametrize(
     "name",
     "seed tokenizer shuffle_shards shuffle_rows num_layers num_heads embd_size context_length bias".split(),
@@ -33,19 +25,12 @@ def test_model_and_data_order_cannot_change(name):
 
 def test_changed_options_are_reported():
     saved = dataclasses.asdict(TrainConfig()) | {"dropout": 0.1, "mini_batch_size": 8, "data_dir": "old"}
+    saved |= {"embd_size": 96, "checkpoint_dir": "there", "dry_run": "plan"}
     flags = ["--dropout=0.2", "--mini_batch_size=4", "--data_dir=new", "--max_lr=1e-3", "--allow_changes"]
     config, given_options = parse_args(flags)
     config, changes = resume_config(saved, config, given_options)
-    assert (config.dropout, config.mini_batch_size, config.data_dir) == (0.2, 4, "new")
+    assert (config.dropout, config.mini_batch_size, config.data_dir, config.embd_size) == (0.2, 4, "new", 96)
     assert changes == ["dropout: 0.1 -> 0.2", "data_dir: 'old' -> 'new'", "mini_batch_size: 8 -> 4"]
-
-
-def test_optimization_options_change_only_with_allow_changes():
-    names = (
-        "dropout total_batch_size max_lr min_lr schedule cooldown warmup_steps muon_lr muon_momentum weight_decay "
-        "adam_beta1 adam_beta2 adam_eps grad_clip"
-    )
-    assert [name for name, f in FIELDS.items() if f.metadata["on_resume"] == "ask"] == names.split()
 
 
 @pytest.mark.parametrize("name", [name for name, f in FIELDS.items() if f.metadata["on_resume"] == "ask"])

@@ -67,11 +67,3 @@ def test_a_restored_run_continues_as_the_first_one():
     step(model, optimizer)
     step(other, other_optimizer)
     assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))
-
-
-def test_a_copy_before_the_first_step_has_no_optimizer_state():
-    model, optimizer = model_and_optimizer(0)
-    content, _ = HostCopy(RANKS.device).start(model, optimizer, RANKS)
-    assert content["optimizer"] == {}
-    restore_optimizer(model, optimizer, content["optimizer"], RANKS)
-    assert not optimizer.state

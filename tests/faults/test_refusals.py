@@ -9,6 +9,7 @@ import pytest
 from conftest import load
 from harness import Run, folders, refusal, run_to_end
 from injected import signal_at
+from test_train import fails
 
 from steadygpt.shards import read_manifest, write_shard
 
@@ -68,7 +69,7 @@ SHARDS = {
 def test_bad_shards_are_refused(workdir, what):
     damage, words = SHARDS[what]
     damage()
-    assert words in refusal(*folders("run"), "--eval_freq", "100")
+    assert words in fails(*folders("run"), "--eval_freq", "100")
     assert not list(Path().glob("run/ckpt/*.pt"))
     assert not Path("run/logs/metrics.jsonl").exists()
 
@@ -89,30 +90,22 @@ def test_shards_changed_since_the_checkpoint_are_refused(workdir, split, ranks):
 FLAGS = {
     "unknown flag": (["--num_layer", "3"], "unknown argument '--num_layer'; did you mean --num_layers?"),
     "wrong type": (["--num_layers", "two"], "'two'"),
-    "fraction for an integer": (["--max_steps", "1.5"], "'1.5'"),
-    "NaN": (["--max_lr", "nan"], "--max_lr is nan; expected 0 or more"),
-    "heads do not divide the width": (["--num_heads", "3"], "--num_heads is 3; expected a divisor of embd_size, 16"),
+    "not TOML": (["--config", "a.toml"], "a.toml: not TOML"),
     "cpu_offload without fsdp": (["--cpu_offload"], "--cpu_offload needs --sharding fsdp"),
     "batch that cannot be split": (["--total_batch_size", "72"], "--total_batch_size 64 or 80 would work"),
+    "skip_spikes without spike_z": (["--skip_spikes", "--spike_z", "0"], "--skip_spikes needs a --spike_z above 0"),
     "warm-up longer than the run": (["--warmup_steps", "8"], "--warmup_steps 8 is not shorter than the run of 8 steps"),
     "unknown device": (["--device", "tpu"], "--device tpu: not on this machine"),
-    "unknown preset": (["--config", "gpt5"], "expected a .toml file or one of: "),
-    "unknown key in TOML": (["--config", "a.toml"], "argument '--num_layer=2'; did you mean --num_layers?"),
-    "wrong type in TOML": (["--config", "b.toml"], "b.toml: argument --num_layers: invalid int value: 'two'"),
-    "not TOML": (["--config", "c.toml"], "c.toml: not TOML"),
     "weights of another shape": (["--init_from", "reference/ckpt/latest.pt", "--embd_size", "32"], "embd_size is 16"),
-    "skip_spikes without spike_z": (["--skip_spikes", "--spike_z", "0"], "--skip_spikes needs a --spike_z above 0"),
     "nothing to resume": (["--resume"], "no checkpoints in checkpoints"),
-    "empty resume": (["--resume="], "--resume is empty"),
     "resume from a missing file": (["--resume", "lates"], "--resume lates: no such file"),
+    "nothing to list": (["--list_checkpoints"], "no checkpoints in checkpoints; name their folder with"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", FLAGS)
 def test_bad_flags_are_refused(workdir, what):
-    Path("a.toml").write_text("num_layer = 2")
-    Path("b.toml").write_text("num_layers = 'two'")
-    Path("c.toml").write_text("num_layers 2")
+    Path("a.toml").write_text("num_layers 2")
     if what == "weights of another shape":
         run_to_end(*folders("reference"))
     before = {*Path().rglob("*")}
@@ -143,12 +136,12 @@ RESUMED = {
 
 
 @pytest.mark.parametrize("what", RESUMED)
-def test_changes_on_resume_are_refused(workdir, what):
-    run_to_end(*folders("run"))
-    before = content(Path("run"))
+def test_changes_on_resume_are_refused(reference, what):
+    reference()
+    before = content(Path("reference"))
     argv, words = RESUMED[what]
-    assert words in refusal(*folders("run"), "--resume", "--max_steps", "12", *argv)
-    assert content(Path("run")) == before
+    assert words in fails(*folders("reference"), "--resume", "--max_steps", "12", *argv)
+    assert content(Path("reference")) == before
 
 
 def content(folder: Path) -> dict[Path, bytes]:
