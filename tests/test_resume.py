@@ -24,7 +24,6 @@ from conftest import (
 )
 from test_train import fails, folders
 
-import dataloader
 import train
 from steadygpt import device
 from steadygpt.cli import UserError
@@ -246,16 +245,6 @@ def test_resume_accepts_moved_data_and_rejects_different_data(workdir):
     assert "data" in message
     os.rename("data", "moved")
     assert run_here("--data_dir", "moved", *folders("a"), "--resume", "latest", "--max_steps", "9") == 0
-
-
-def test_manifest_is_read_once_per_start(workdir, monkeypatch):
-    reads = []
-    read = dataloader.read_manifest
-    monkeypatch.setattr(dataloader, "read_manifest", lambda folder: (reads.append(folder), read(folder))[1])
-    assert run_here("--eval_freq", "4", *folders("a")) == 0
-    assert len(reads) == 1
-    assert run_here("--eval_freq", "4", *folders("a"), "--resume", "--max_steps", "9") == 0
-    assert len(reads) == 2
 
 
 # ---------------------------------------------------------------------------------------------------------------------

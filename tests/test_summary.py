@@ -8,6 +8,7 @@ import torch
 from conftest import metrics, run_here
 
 import train
+from steadygpt.runlog import RunLog
 from steadygpt.status import read_status
 
 
@@ -35,24 +36,14 @@ def test_summary_is_shown_logged_and_in_status_json(workdir, capsys):
 
 
 def test_summary_has_the_mean_load_where_it_is_measured(workdir, monkeypatch):
-    step = train.train_step
-
-    def loaded(training, batches, lr, number, stop):
+    def measure_five_times(log):
         gpus = {"gpu0_percent": 90, "gpu0_memory_gb": 60, "gpu0_watts": 700, "gpu1_percent": 100, "gpu1_memory_gb": 61}
-        host = {"cpu_percent": 10 * number, "ram_gb": 5.04, "disk_free_gb": 9}
-        logs[-1].record_system(host | (gpus if number == 2 else {}))
-        return step(training, batches, lr, number, stop)
+        for number in range(5):
+            host = {"cpu_percent": 10 * number, "ram_gb": 5.04, "disk_free_gb": 9}
+            log.record_system(host | (gpus if number == 2 else {}))
 
-    logs, open_outputs = [], train.open_outputs
-
-    def opened(*args):
-        found = open_outputs(*args)
-        logs.append(found[0])
-        return found
-
-    monkeypatch.setattr(train, "open_outputs", opened)
-    monkeypatch.setattr(train, "train_step", loaded)
-    run_here("--max_steps", "5", "--system_metrics_s", "0")
+    monkeypatch.setattr(RunLog, "measure_system", measure_five_times)
+    run_here("--max_steps", "5")
     status = read_status(workdir / "checkpoints")
     assert status["mean_load"] == {"cpu_percent": 20, "ram_gb": 5.04, "gpu_percent": 95, "gpu_memory_gb": 60.5}
     assert summary(workdir)["load"] == "CPU 20%, RAM 5.0 GB, GPU 95%, GPU memory 60.5 GB, on average in this start"

@@ -53,7 +53,7 @@ def test_resume_eager_compiled_and_eager(workdir):
     assert_close_to_reference("run")
 
 
-@pytest.mark.parametrize(("steps", "freq"), [(800, 20), pytest.param(5000, 25, marks=pytest.mark.storm)])
+@pytest.mark.parametrize(("steps", "freq"), [(400, 10), pytest.param(5000, 25, marks=pytest.mark.storm)])
 def test_memory_file_descriptors_and_threads_stay_flat(workdir, steps, freq):
     """Compare the two halves of the run after its first fifth; shards in the page cache are not counted."""
     flags = ("--max_steps", str(steps), "--checkpoint_freq", str(freq), "--total_batch_size", "32", "--log_freq", "100")
