@@ -65,17 +65,20 @@ def test_run_that_is_renamed_on_resume_gets_a_folder_of_its_own(workdir):
 def test_fork_is_named_after_its_run_and_its_step(workdir, capsys):
     run_here(*TB, "--run_name", "a", "--checkpoint_freq", "4", *folders("one"))
     original = Path("one/rolling_step_000004.pt")
-    before = original.read_bytes(), original.stat().st_mtime_ns
+    before = original.read_bytes(), original.stat().st_mtime_ns, sorted(Path("one").iterdir())
     capsys.readouterr()
     run_here("--resume", str(original), *folders("two"))
     assert (steps_of("a"), steps_of("a-from-4")) == ([*range(8)], [4, 5, 6, 7])
     assert names_in("two") == {"a-from-4"}
     assert names_in("one") == {"a"}
     assert "run_name a-from-4: a fork of a; its logs are in logs-two" in capsys.readouterr().out.splitlines()
-    assert (original.read_bytes(), original.stat().st_mtime_ns) == before
-    run_here("--resume", str(original), *folders("three"))
+    assert (original.read_bytes(), original.stat().st_mtime_ns, sorted(Path("one").iterdir())) == before
+    run_here("--resume", str(original), "--run_name", "a", *folders("three"))  # with the flag of its run
     assert re.fullmatch(f"a-from-4{STAMP}", runs()[-1])  # the second fork from there
     assert steps_of("a-from-4") == [4, 5, 6, 7]
+    run_here("--resume", "one/latest.pt", "--run_name", "b", "--max_steps", "12", *folders("four"))
+    assert names_in("four") == {"b"}
+    assert load("four/latest.pt")["step"] == 12
 
 
 def test_fork_without_a_folder_for_logs_leaves_those_of_its_run_alone(workdir):
@@ -85,16 +88,6 @@ def test_fork_without_a_folder_for_logs_leaves_those_of_its_run_alone(workdir):
     run_here("--resume", "latest", "--checkpoint_dir", "two")
     assert {path.name: path.read_bytes() for path in Path("logs-one").iterdir() if path.is_file()} == before
     assert metrics("logs-one/a-from-4", "loss").keys() == {4, 5, 6, 7}
-
-
-def test_fork_with_the_flag_of_its_run_or_another_name(workdir):
-    run_here("--run_name", "a", "--checkpoint_freq", "4", *folders("one"))
-    before = sorted(path.name for path in Path("one").iterdir())
-    run_here("--resume", "one/rolling_step_000004.pt", "--run_name", "a", *folders("two"))
-    run_here("--resume", "one/latest.pt", "--run_name", "b", "--max_steps", "12", *folders("three"))
-    assert (names_in("two"), names_in("three")) == ({"a-from-4"}, {"b"})
-    assert load("three/latest.pt")["step"] == 12
-    assert sorted(path.name for path in Path("one").iterdir()) == before
 
 
 def test_fork_that_is_killed_before_its_first_save_keeps_its_name_and_its_options(workdir, monkeypatch):

@@ -135,13 +135,17 @@ class LaunchedRun:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.wait()
-        deadline = time.monotonic() + TIMEOUT_S
-        while left := self.group():  # a killed worker of torchrun ends some time after the signal
-            assert time.monotonic() < deadline, left
-            time.sleep(0.01)
+        self.wait_for_group()
 
     def wait(self, timeout_s: float = TIMEOUT_S) -> list[int]:
         return [self.process.wait(timeout_s)]
+
+    def wait_for_group(self, timeout_s: float = TIMEOUT_S) -> None:
+        """Wait until all processes have ended: a killed worker of torchrun ends some time after the signal."""
+        deadline = time.monotonic() + timeout_s
+        while left := self.group():
+            assert time.monotonic() < deadline, f"orphans: {left}"
+            time.sleep(0.01)
 
 
 def wait_for_files(run: Run, folder: Path, pattern: str, count: int) -> None:

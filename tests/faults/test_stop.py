@@ -94,14 +94,6 @@ def test_a_signal_before_the_first_step_ends_the_run_as_stopped(workdir, name):
 LONG_STEP = ("--total_batch_size", str(16 * 2 * 400), "--max_steps", "3", "--warmup_steps", "1", "--dropout", "0.1")
 
 
-def wait_for_group(run: LaunchedRun) -> None:
-    """Wait until all processes of the run have ended; the kernel takes a moment after a SIGKILL."""
-    end_s = time.monotonic() + 10
-    while run.group():
-        assert time.monotonic() < end_s, f"orphans: {run.group()}"
-        time.sleep(0.05)
-
-
 def to_agent(name: str):
     return lambda run: run.process.send_signal(getattr(signal, name))
 
@@ -137,7 +129,7 @@ def test_a_stop_of_torchrun_can_be_resumed(reference, send, reason, request):
     run.wait_for(r"^step 0/3")  # step 1, of 200 micro-steps, has begun
     send(run)
     run.wait()
-    wait_for_group(run)
+    run.wait_for_group(timeout_s=10)
     assert f"stopped ({reason}) after 1 step " in run.text(), run.text()
     status = json.loads(Path(name, "ckpt/status.json").read_text())
     assert (status["status"], status["reason"], status["step"]) == ("stopped", reason, 1)
@@ -185,6 +177,6 @@ def test_a_hanging_worker_of_torchrun_ends_the_run(reference):
     to_a_worker(run, signal.SIGSTOP)
     (status,) = run.wait(timeout_s=18 + 30 + 30)
     assert status != 0, run.text()
-    wait_for_group(run)
+    run.wait_for_group(timeout_s=10)
     assert Run(*LONG_STEP, *folders("hangs"), "--resume", "auto", ranks=2).wait() == [0, 0]
     assert_equals_reference("hangs")
