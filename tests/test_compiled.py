@@ -1,19 +1,15 @@
 """What torch.compile makes of the model. A backend records the graphs and runs them as they are."""
 
-import dataclasses
 from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import in_ranks
 from test_distributed import batch, sharded
-from test_model import SMALL, ids, small
-from torch._dynamo.backends.registry import lookup_backend
+from test_model import ids, small
 
-from model import GPT
 from steadygpt.device import evaluating
-from steadygpt.distributed import joined, replicate
+from steadygpt.distributed import joined
 from steadygpt.loss import IGNORED_TARGET
 
 ROTARY = {"rotary_pct": 1.0, "qk_norm": True}
@@ -66,45 +62,25 @@ def test_tasks_with_many_numbers_of_targets_compile_no_more_graphs(monkeypatch):
     assert len(graphs) <= 1
 
 
-def compile_shards(recompute: bool) -> None:
+def compile_shards() -> None:
     graphs: list[str] = []
-    found = []
-
-    def backend(graph: torch.fx.GraphModule, inputs):
-        return lookup_backend("aot_eager")(recorded(graphs, graph, inputs), inputs)
-
-    torch.compile = partial(torch.compile, backend=backend)
+    torch.compile = partial(torch.compile, backend=partial(recorded, graphs))
     with joined("cpu") as ranks:
-        for compiled in (False, True):
-            model = sharded(ranks, 1, recompute=recompute)
-            model.loss_chunk_size = 8
-            loss = (model.compiled() if compiled else model)(*batch(ranks.rank))
-            loss.backward()
-            norms = (parameter.grad.full_tensor().norm().item() for parameter in model.parameters())
-            found.append([loss.item(), *norms])
-        assert found[1] == pytest.approx(found[0], rel=1e-5)
-        attentions = [code.count("scaled_dot_product_attention") for code in graphs]
-        assert attentions.count(1) == 1, attentions  # one graph of a block, which all blocks share
+        for recompute in (False, True):
+            found = []
+            for compiled in (False, True):
+                model = sharded(ranks, 1, recompute=recompute)
+                model.loss_chunk_size = 8
+                loss = (model.compiled() if compiled else model)(*batch(ranks.rank))
+                loss.backward()
+                norms = (parameter.grad.full_tensor().norm().item() for parameter in model.parameters())
+                found.append([loss.item(), *norms])
+            assert found[1] == pytest.approx(found[0], rel=1e-5)
+            attentions = [code.count("scaled_dot_product_attention") for code in graphs]
+            assert attentions.count(1) == 1, attentions  # one graph of a block, which all blocks share
+            graphs.clear()
+            torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_sharded_models_compile_their_blocks_and_the_loss_in_chunks(recompute):
-    in_ranks(1, compile_shards, recompute)
-
-
-def count_graphs_under_ddp() -> None:
-    graphs: list[str] = []
-    with joined("cpu") as ranks:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        shape = dataclasses.replace(SMALL, num_layers=3, embd_size=1024)
-        model = GPT(shape, initialize=False)
-        for parameter in model.parameters():
-            torch.nn.init.zeros_(parameter)
-        forward = replicate(torch.compile(model, backend=partial(recorded, graphs)), ranks)
-        forward(ids(1, 12), ids(1, 12, seed=1))
-        assert len(graphs) == 3, len(graphs)  # of 150 MB of gradients; 6 with buckets of 25 MB, the default
-
-
-def test_ddp_cuts_compiled_models_into_few_graphs():
-    """Every cut stores the residual stream in fp32."""
-    in_ranks(1, count_graphs_under_ddp)
+def test_sharded_models_compile_their_blocks_and_the_loss_in_chunks():
+    in_ranks(1, compile_shards)

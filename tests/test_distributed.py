@@ -104,6 +104,7 @@ def look_at_gradients(folder: str) -> None:
         assert [len(storages) for storages in found] == [1] * 8
         assert found[0] == found[1]
         assert found[4] == found[5] == found[6] == found[7]
+        assert training.forward.bucket_bytes_cap == 100 * 2**20  # torch.compile cuts its graphs at the buckets
 
 
 def test_gradients_stay_in_the_buckets_of_ddp(tmp_path):
