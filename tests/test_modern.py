@@ -56,13 +56,6 @@ def test_fsdp_shards_are_resumed_on_another_number_of_ranks(workdir):
     assert all(torch.allclose(one["model"][name], other["model"][name], atol=1e-5) for name in one["model"])
 
 
-def test_the_optimizer_of_a_run_never_changes(workdir):
-    run_modern(*folders("a"))
-    assert "--optimizer is 'adamw', but the checkpoint was trained with 'muon'" in fails(
-        "--resume", "latest", "--optimizer", "adamw", *folders("a")
-    )
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # schedule
 
@@ -78,11 +71,8 @@ def test_learning_rates_of_each_schedule():
     assert rates("cosine") == [0.5, 1, 1, 0.962, 0.854, 0.691, 0.5, 0.309, 0.146, 0.038, 0]
     assert rates("wsd", cooldown=0.0)[:10] == rates("constant")[:10]
     assert rates("wsd", cooldown=1.0) == [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125, 0]
-
-
-def test_learning_rates_stay_at_the_minimum_after_the_end():
     config = TrainConfig(schedule="wsd", max_lr=1.0, min_lr=0.1, warmup_steps=0)
-    assert learning_rate(config, 50, 10) == pytest.approx(0.1)
+    assert learning_rate(config, 50, 10) == pytest.approx(0.1)  # after the end
     assert decay_start(config, 10) == 6
 
 
@@ -96,13 +86,17 @@ def test_a_run_extended_from_stable_equals_a_longer_run(workdir, capsys):
     assert metrics("logs-a", "lr") == metrics("logs-long", "lr")
 
 
-def test_the_plan_says_where_the_cool_down_begins(workdir, capsys):
-    run_modern("--dry_run", "--max_steps", "10", "--cooldown", "0.5")
+def test_a_cooled_down_run_is_continued_from_stable_or_with_a_note(workdir, capsys):
+    run_modern("--dry_run")
     assert "stable.pt at step 5: --resume stable --max_steps N trains longer" in capsys.readouterr().out
-
-
-def test_resume_that_raises_a_cooled_down_learning_rate_says_so(workdir, capsys):
     run_modern(*folders("a"))
+    assert "--optimizer is 'adamw', but the checkpoint was trained with 'muon'" in fails(
+        "--resume", "latest", "--optimizer", "adamw", *folders("a")
+    )
+    assert (
+        "--resume stable is at step 5, but a run of 6 steps cools down from step 4 on; give at least --max_steps 9"
+        in fails("--resume", "stable", "--max_steps", "6", *folders("a"))
+    )
     assert run_here("--resume", "latest", "--max_steps", "20", *folders("a")) == 0
     said = capsys.readouterr().out
     assert "the learning rate rises from" in said and "; --resume stable continues" in said
@@ -110,27 +104,15 @@ def test_resume_that_raises_a_cooled_down_learning_rate_says_so(workdir, capsys)
     assert "the learning rate rises from" not in capsys.readouterr().out
 
 
-def test_stable_cannot_be_extended_to_fewer_steps_than_it_has(workdir):
-    run_modern("--cooldown", "0.25", *folders("a"))
-    assert (
-        "--resume stable is at step 6, but a run of 7 steps cools down from step 5 on; give at least --max_steps 8"
-        in fails("--resume", "stable", "--max_steps", "7", *folders("a"))
-    )
-
-
-def test_a_plan_names_stable_only_where_the_run_will_write_it(workdir, capsys):
+def test_a_schedule_without_a_cool_down_has_no_stable_checkpoint(workdir, capsys):
     run_modern("--schedule", "cosine", "--checkpoint_freq", "6", *folders("a"))
+    assert "a/stable.pt: no such checkpoint" in fails("--resume", "stable", *folders("a"))
     later = ("--resume", "a/rolling_step_000006.pt", "--schedule", "wsd", "--allow_changes", "--dry_run")
     capsys.readouterr()
-    assert run_here(*later, *folders("a")) == 0
+    assert run_here(*later, *folders("a")) == 0  # wsd's stable part would have ended before step 6
     said = capsys.readouterr().out
     assert "the learning rate rises from" in said and "stable" not in said
 
 
 def test_muon_needs_a_learning_rate(workdir):
     assert "--optimizer muon needs a --max_lr above 0" in fails(*MODERN, "--max_lr", "0")
-
-
-def test_a_schedule_without_a_cool_down_has_no_stable_checkpoint(workdir):
-    run_modern("--schedule", "cosine", *folders("a"))
-    assert "a/stable.pt: no such checkpoint" in fails("--resume", "stable", *folders("a"))
