@@ -15,7 +15,7 @@ import torch
 from conftest import REPO
 
 from benchmarks import gpu_suite, kill_curve
-from benchmarks.compare import pairs_of_equal_precision, reason_of, report
+from benchmarks.compare import pairs_of_equal_precision, report
 from benchmarks.gpu_suite import Row
 from benchmarks.kill_curve import Kill, kill_instants
 from config import parse_args
@@ -44,14 +44,8 @@ def is_running(pid: str) -> bool:
     return not state.startswith("Z") and bool(state)
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGTERM,
-        signal.SIGHUP,
-        pytest.param(signal.SIGKILL, marks=pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")),
-    ],
-)
+@pytest.mark.skipif(sys.platform != "linux", reason="SIGKILL needs prctl")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_held_program_dies_with_its_benchmark(number):
     benchmark = subprocess.Popen([sys.executable, "-c", HOLDING], cwd=REPO, stdout=subprocess.PIPE, text=True)
     held = benchmark.stdout.readline().strip()
@@ -81,13 +75,6 @@ def test_ratios_compare_equal_precision_and_the_defaults_on_a_cpu(capsys, tmp_pa
     assert found["waiting"] == {"median": 2.0, "low": 1.0, "high": 6.0, "unit": "%"}
 
 
-def test_the_reason_is_the_last_error_or_the_last_line():
-    out_of_memory = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 6.28 GiB."
-    assert reason_of(f"step 1\n{out_of_memory}\n[W1122 ProcessGroupNCCL.cpp] warning\n") == out_of_memory
-    assert reason_of("loading\nerror: --mini_batch_size auto: unknown\n") == "error: --mini_batch_size auto: unknown"
-    assert reason_of("\n") == "no output"
-
-
 def test_killed_runs_are_compared_also_without_matplotlib(monkeypatch, capsys):
     """Its command in README must work after README's set-up. Here no run is started."""
     for name, found in {
@@ -101,12 +88,7 @@ def test_killed_runs_are_compared_also_without_matplotlib(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert out.startswith("there will be no picture: matplotlib is missing; pip install matplotlib\n")
     assert "largest difference of the losses of 2 steps: 0\n" in out
-
-
-def test_the_run_outlasts_its_kills():
-    instants = kill_instants(50, 500, Random(0))
-    assert len(instants) == 50 and min(instants) >= 1 and sum(instants) < 500
-    assert instants == kill_instants(50, 500, Random(0))
+    assert sum(kill_instants(50, 500, Random(0))) < 500  # the run outlasts its kills
 
 
 # ---------------------------------------------------------------------------------------------------------------------
