@@ -40,8 +40,9 @@ class Machine:
         return seconds
 
 
-@pytest.mark.parametrize("micro_steps", [1, 2, 5, 64])
-@pytest.mark.parametrize(("update_s", "micro_step_s"), [(0.2, 0.5), (0.01, 0.02), (3.0, 30.0)])
+@pytest.mark.parametrize(("micro_steps", "update_s", "micro_step_s"), [
+    (1, 0.2, 0.5), (2, 0.01, 0.02), (5, 0.2, 0.5), (64, 0.01, 0.02), (64, 3.0, 30.0)
+])  # fmt: skip
 def test_step_is_computed_from_shorter_steps(micro_steps, update_s, micro_step_s, monkeypatch):
     machine = Machine(update_s, micro_step_s, monkeypatch)
     expected_s = update_s + micro_steps * micro_step_s

@@ -117,43 +117,31 @@ def test_untied_embedding_adds_parameters_but_no_flops():
     assert untied.flops_per_token() == tied.flops_per_token() == 6 * tied.num_parameters() + 12 * 3 * 16 * 12
 
 
-def test_initial_loss_is_that_of_a_uniform_prediction():
-    torch.manual_seed(0)
-    model = GPT(dataclasses.replace(SMALL, embd_size=64))
-    assert model(ids(4, 12), ids(4, 12, seed=1)).item() == pytest.approx(math.log(101), abs=0.05)
-
-
-def test_residual_projections_have_smaller_initial_weights():
+def test_initial_weights_and_loss():
     torch.manual_seed(0)
     model = GPT(dataclasses.replace(SMALL, embd_size=256))
+    assert model(ids(4, 12), ids(4, 12, seed=1)).item() == pytest.approx(math.log(101), abs=0.1)  # of a uniform guess
     for block in model.h:
         assert block.attn.c_attn.weight.std().item() == pytest.approx(0.02, rel=0.05)
         for projection in (block.attn.c_proj, block.mlp.c_proj):
             assert projection.weight.std().item() == pytest.approx(0.02 / math.sqrt(6), rel=0.05)
-
-
-def test_initial_biases_are_zero_and_norm_weights_one():
-    torch.manual_seed(0)
-    vectors = {name: parameter for name, parameter in GPT(SMALL).named_parameters() if parameter.dim() == 1}
+    vectors = {name: parameter for name, parameter in model.named_parameters() if parameter.dim() == 1}
     assert len(vectors) == 3 * (4 + 4) + 2  # a block has two norms and four linear layers
     for name, parameter in vectors.items():
         assert (parameter == (0 if name.endswith("bias") else 1)).all(), name
 
 
-def test_weight_decay_applies_only_to_matrices_and_embeddings():
+def test_adamw_has_the_given_options_and_decays_only_matrices_and_embeddings():
     model = GPT(SMALL)
-    decayed, others = make_optimizer(model, TrainConfig(weight_decay=0.1), ALONE).param_groups
-    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    config = TrainConfig(weight_decay=0.1, max_lr=0.5, adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-6)
+    decayed, others = make_optimizer(model, config, ALONE).param_groups
+    for group, weight_decay in ((decayed, 0.1), (others, 0.0)):
+        found = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+        assert found == {"lr": 0.5, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": weight_decay}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     assert len(decayed["params"]) + len(others["params"]) == len(names)  # the tied head counts once
     assert {names[id(p)].split(".")[-2] for p in decayed["params"]} == {"wte", "wpe", "c_attn", "c_proj", "c_fc"}
     assert all(names[id(p)].endswith("bias") or ".ln_" in "." + names[id(p)] for p in others["params"])
-
-
-def test_adamw_uses_the_given_options():
-    config = TrainConfig(max_lr=0.5, adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-6)
-    group, _ = make_optimizer(GPT(SMALL), config, ALONE).param_groups
-    assert (group["lr"], group["betas"], group["eps"]) == (0.5, (0.8, 0.9), 1e-6)
 
 
 @both_families
@@ -171,10 +159,8 @@ def test_vocabulary_padding_stays_zero(family):
     optimizer = make_optimizer(model, TrainConfig(max_lr=0.1), ALONE)
     model(ids(2, 12), ids(2, 12, seed=1)).backward()
     optimizer.step()
-    assert not model.wte.weight[101:].any()
-    assert not model.lm_head.weight[101:].any()
-    assert model.wte.weight[:101].all()
-    assert model.lm_head.weight[:101].all()
+    for weight in (model.wte.weight, model.lm_head.weight):
+        assert weight[:101].all() and not weight[101:].any()
 
 
 def test_dropout_is_active_only_in_training():
