@@ -105,11 +105,8 @@ def test_a_divergence_is_a_result_and_another_failure_is_not(study, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("losses", "best"),
-    [
-        ([2.5, 2.0, 2.5], 1), ([None, None, 2.5, 2.0, math.inf], 3), ([2.5, 2.0], None), ([], None),
-    ],
-)  # fmt: skip
+    ("losses", "best"), [([2.5, 2.0, 2.5], 1), ([None, None, 2.5, 2.0, math.inf], 3), ([2.5, 2.0], None), ([], None)]
+)
 def test_the_best_setting_of_a_sweep_is_known_once_the_next_ones_are_worse(study, losses, best):
     runs = [run for run in study.sweep() if run.side == "gpt2"]
     for run, loss in zip(runs, losses, strict=False):
