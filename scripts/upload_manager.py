@@ -8,6 +8,7 @@ scripts/upload_manager.py verify --mirror s3://bucket/run           # reads ever
 """
 
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 from functools import partial
@@ -16,14 +17,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import TrainConfig
-from steadygpt.checkpoint import BACKUP, LATEST, NAMED, checkpoint_files, read_checkpoint, summary
+from steadygpt.checkpoint import LATEST, NAMED, find_checkpoint
 from steadygpt.cli import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.durable import lock_folder
-from steadygpt.mirror import Entry, Mirror
+from steadygpt.mirror import Mirror
 from steadygpt.progress import ProgressBar
 from steadygpt.start import resume_config
 from steadygpt.status import STATUS, read_status
 from steadygpt.table import mirror_table
+from steadygpt.uploads import Uploads
 
 
 @dataclass(frozen=True)
@@ -42,38 +44,25 @@ class ManagerOptions:
 
 
 def upload_all(url: str, folder: Path) -> None:
-    """Upload the intact checkpoints of a folder that the mirror lacks, the oldest first, and the logs of the run."""
-    files: dict[int, list[Path]] = {}  # by inode
-    for path in checkpoint_files(folder):
-        if path.name != BACKUP:  # the mirror makes its own
-            files.setdefault(path.stat().st_ino, []).append(path)
-    if not files:
-        raise UserError(f"no checkpoints in {folder}; name their folder with --checkpoint_dir")
-    oldest_first = sorted(files.values(), key=lambda paths: paths[0].stat().st_mtime_ns)
-    mirror = Mirror(url, resumes=True)
+    """Upload what the mirror lacks of the intact checkpoints of a folder, and the logs of the run."""
     with lock_folder(folder, "it uploads its checkpoints itself"):
-        there = mirror.patiently(mirror.index).checkpoints
-        if LATEST in there and there[LATEST].mtime_ns > oldest_first[-1][0].stat().st_mtime_ns:
-            raise UserError(f"{url} has a newer checkpoint than {folder}, of step {there[LATEST].step:,}; resume that")
-        for paths in oldest_first:
-            try:
-                checkpoint = read_checkpoint(paths[0])
-            except UserError as error:
-                print(f"skipped {error}", flush=True)
-                continue
-            config = TrainConfig(checkpoint_dir=str(folder))
-            config, _ = resume_config(checkpoint["train_config"], config, {"checkpoint_dir": "flag"})
-            if not config.run_name:
-                raise UserError(f"{paths[0]}: converted weights, not of a run")
-            entry, mirror.run = Entry.of(paths[0], summary(checkpoint)), config.run_name
-            names = [path.name for path in paths]
-            names = [name for name in names if name not in there or there[name].mtime_ns <= entry.mtime_ns]
-            if not names:
-                print(f"the mirror has newer ones: {', '.join(path.name for path in paths)}", flush=True)
-                continue
-            with ProgressBar(desc=paths[0].name, total=entry.size, unit="B") as bar:
-                is_new = mirror.patiently(partial(mirror.upload, paths[0], entry, names, config, bar.show_from(0)))
-            print(f"{'uploaded' if is_new else 'already there'}: {', '.join(names)}", flush=True)
+        newest = find_checkpoint("latest", folder)
+        assert newest.path and newest.checkpoint  # only "auto" finds none
+        if not newest.checkpoint["train_config"]:
+            raise UserError(f"{newest.path}: converted weights, not of a run")
+        config = TrainConfig(checkpoint_dir=str(folder))
+        config, _ = resume_config(newest.checkpoint["train_config"], config, {"checkpoint_dir": "flag"})
+        mirror = Mirror(url, config.run_name, resumes=True)
+        there = mirror.patiently(mirror.claim).checkpoints.get(LATEST)
+        if there and there.mtime_ns > newest.path.stat().st_mtime_ns:
+            raise UserError(f"{url} has a newer checkpoint than {folder}, of step {there.step:,}; resume that")
+        uploads = Uploads(mirror, config, lambda outcome, text: print(text, flush=True))
+        uploads.start(is_last=True)
+        while uploads.is_busy():
+            time.sleep(0.1)
+        if left := uploads.left():
+            raise UserError(f"not uploaded: {left}; run this again")
+    print(f"{url} has the checkpoints of {folder}")
 
 
 def download(mirror: Mirror, name: str, folder: Path) -> None:

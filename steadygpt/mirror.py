@@ -13,17 +13,18 @@ import shutil
 import time
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from steadygpt.checkpoint import BACKUP, BEST, EVALUATIONS, LATEST, NAMED, read_checkpoint
+from steadygpt.checkpoint import BACKUP, BEST, EVALUATIONS, LATEST, NAMED, checkpoint_files, read_checkpoint
 from steadygpt.cli import UserError
 from steadygpt.durable import fsync_folder, link_file, replace_file
 from steadygpt.progress import ProgressBar
 from steadygpt.runlog import LOG, METRICS, move_aside
-from steadygpt.stores import Store, version_of
+from steadygpt.stores import Store
 from steadygpt.units import STAMP
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 INDEX = "index.json"
-OLD_RUN, OLD_POINTER = "run.json", ".pt.json"  # what mirrors had in place of an index
 PARTS = 4  # of 50 MB each, in memory and under way at once
 SILENCE_S = 60  # a store may take this long to put the parts of a large file together
 RETRIES = 5  # of a part, before the whole upload is repeated
@@ -65,15 +65,6 @@ class Index:
     run: str  # the name; "" for an empty folder
     checkpoints: dict[str, Entry]  # by name, in the order in which they are tried
 
-    @classmethod
-    def of(cls, run: str, checkpoints: Mapping[str, Entry]) -> "Index":
-        order = {LATEST: 3, BACKUP: 2, BEST: -1}
-
-        def turn(name: str) -> tuple:
-            return order.get(name, name.startswith("rolling")), checkpoints[name].mtime_ns
-
-        return cls(run, {name: checkpoints[name] for name in sorted(checkpoints, key=turn, reverse=True)})
-
 
 class Damaged(UserError):
     """A checkpoint in the store is missing, incomplete or corrupt."""
@@ -87,7 +78,7 @@ class Mirror:
     Args:
         url: of the folder, for fsspec.
         run: the name of the run that uploads.
-        resumes: whether that run may find its checkpoints there.
+        resumes: whether that run may find its checkpoints there before it has claimed the folder.
     """
 
     def __init__(self, url: str, run: str = "", resumes: bool = False):
@@ -95,7 +86,6 @@ class Mirror:
         if ":" in scheme or not (rest.strip("/") if separator else url.startswith("/")) or set(url) & set("*?["):
             raise UserError(f"--mirror {url!r}: expected a URL such as s3://bucket/run, or an absolute path")
         self.url, self.run, self.resumes = url.rstrip("/"), run, resumes
-        self.is_claimed = False
         self.sent: dict[str, tuple[int, int]] = {}  # other files -> size and time of what was uploaded
         self.connect()
 
@@ -121,22 +111,17 @@ class Mirror:
         """Read the index; it is empty if there is none."""
         try:
             stored = json.loads(self.read(INDEX))
-            entries = {name: Entry(**entry) for name, entry in stored["checkpoints"].items()}
-            return Index.of(stored["run"], entries)
+            return Index(stored["run"], {name: Entry(**entry) for name, entry in stored["checkpoints"].items()})
         except FileNotFoundError:
-            return self._index_of_pointers()
+            if not any(name.startswith("step_") for name in self.sizes()):
+                return Index("", {})
+            problem = "missing"
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise UserError(
-                f"{self.url}/{INDEX}: not the index of a mirror ({error!r}); its checkpoints are the files step_*.pt: "
-                "download one, resume from it with --resume FILE, and give the run another --mirror"
-            ) from error
-
-    def _index_of_pointers(self) -> Index:
-        """Read what earlier versions wrote: the name of the run, and a pointer to a checkpoint for each name."""
-        names = [name for name in self.sizes() if name == OLD_RUN or name.endswith(OLD_POINTER)]
-        found = {name: json.loads(self.read(name)) for name in names}
-        run = found.pop(OLD_RUN, {"run": ""})["run"]
-        return Index.of(run, {name.removesuffix(".json"): Entry(**pointer) for name, pointer in found.items()})
+            problem = f"not the index of a mirror ({error!r})"
+        raise UserError(
+            f"{self.url}/{INDEX}: {problem}; the checkpoints there are the files step_*.pt: download one, resume from "
+            "it with --resume FILE, and give the run another --mirror"
+        )
 
     def read(self, name: str) -> bytes:
         return self.fs.cat_file(self._path(name))
@@ -158,13 +143,13 @@ class Mirror:
         if free < entry.size:
             raise UserError(f"{target}: {entry.size:,} bytes are needed, {free:,} are free; free some space")
         url, downloaded = f"{self.url}/{entry.file}", target.with_name(f".{entry.file}.tmp")
-        size = self.patiently(self.sizes).get(entry.file)
-        if size != entry.size:
-            found = "missing" if size is None else f"incomplete ({size:,} of {entry.size:,} bytes)"
+        files = {file.path: file for file in self.store.files()}
+        file = files.get(self.fs.unstrip_protocol(self._path(entry.file)))
+        if file is None or file.size != entry.size:
+            found = f"incomplete ({file.size:,} of {entry.size:,} bytes)" if file else "missing"
             raise Damaged(f"{url}: {found}")
-        info = self.patiently(lambda: self.fs.info(self._path(entry.file)))
         with ProgressBar(desc=entry.file, total=entry.size, unit="B") as bar:
-            self.store.file(url, entry.size, version_of(info)).download(downloaded, bar.show_from(0))
+            file.download(downloaded, bar.show_from(0))
         os.utime(downloaded, ns=(entry.mtime_ns, entry.mtime_ns))  # decides which of several is the newest
         try:
             read_checkpoint(downloaded)
@@ -189,8 +174,11 @@ class Mirror:
     # -----------------------------------------------------------------------------------------------------------------
     # writing
 
-    def claim(self) -> None:
-        """Reserve the folder for the run; this also finds out whether the store accepts files."""
+    def claim(self) -> Index:
+        """Reserve the folder for the run, unless that is done, and return the index.
+
+        Raises: UserError when the folder has checkpoints of a different run.
+        """
         index = self.index()
         if index.checkpoints and not (self.resumes and index.run == self.run):
             name, *others = index.checkpoints
@@ -198,69 +186,60 @@ class Mirror:
                 f"--mirror {self.url} already holds checkpoints of the run {index.run} ({name} and {len(others)} "
                 f"more), not of {self.run}; resume that run, or give this one another --mirror"
             )
+        for folder in ("logs", "tensorboard") if self.has_folders else ():  # elsewhere it might create a bucket
+            self.fs.makedirs(self._path(folder), exist_ok=True)
         if index.run != self.run:
             self._write(Index(self.run, {}))
-        self.is_claimed = True
+        self.resumes = True
+        return index
 
     def upload(
         self, path: Path, entry: Entry, names: Iterable[str], config: "TrainConfig", progress: Callable[[int], object]
-    ) -> bool:
+    ) -> None:
         """Upload a checkpoint unless it is there, the other files of the run, and the index; delete what is too old.
 
         Args:
-            names: of the checkpoint; the checkpoint that was latest.pt becomes its backup.
+            names: of the checkpoint. The newest one is also latest.pt; the one that was becomes its backup.
             progress: is called with the number of bytes that are uploaded.
-
-        Returns: whether the checkpoint was not there.
 
         Raises: UserError when the folder belongs to another run.
         """
-        if not self.is_claimed:
-            self.claim()
-        sizes = self.sizes()
-        is_new = sizes.get(entry.file) != entry.size
-        if is_new:
-            self._upload_checkpoint(path, entry, progress)
-        index = self.index()
-        if index.run != self.run:  # both runs were started when it was empty
-            raise UserError(f"{self.url} belongs to the run {index.run} now; give this run another --mirror")
-        self._upload_changed(files_of(config))
-        there = dict(index.checkpoints)
-        if LATEST in names and LATEST in there and there[LATEST] != entry:
-            there[BACKUP] = there[LATEST]
-        there |= dict.fromkeys(names, entry)
-        for tier, count in {"rolling": config.mirror_keep, "epoch": config.keep_epochs}.items():
-            oldest_first = sorted((name for name in there if name.startswith(tier)), key=lambda n: there[n].mtime_ns)
-            for name in oldest_first[:-count] if count else []:
-                del there[name]
-        self._write(Index.of(self.run, there))
-        kept = {entry.file for entry in there.values()}
-        for name in sizes:
-            if (name.startswith("step_") and name not in kept) or name == OLD_RUN or name.endswith(OLD_POINTER):
-                self.fs.rm_file(self._path(name))
-        return is_new
-
-    def _upload_checkpoint(self, path: Path, entry: Entry, progress: Callable[[int], object]) -> None:
         import fsspec
 
-        callback = fsspec.Callback(hooks={"progress": lambda _, sent, **__: progress(sent)})
-        self._make_folder(entry.file)
-        self.fs.put_file(str(path), self._path(entry.file), callback=callback, max_concurrency=PARTS)
+        sizes = self.sizes()
+        if sizes.get(entry.file) != entry.size:
+            callback = fsspec.Callback(hooks={"progress": lambda _, sent, **__: progress(sent)})
+            self.fs.put_file(str(path), self._path(entry.file), callback=callback, max_concurrency=PARTS)
+        there = dict(self.claim().checkpoints)  # again: another run may have claimed it meanwhile
+        self.upload_files(config)
+        latest = there.get(LATEST)
+        if latest is None or latest.mtime_ns < entry.mtime_ns:
+            there |= {LATEST: entry} | ({BACKUP: latest} if latest else {})
+        there |= dict.fromkeys(names, entry)
+        written_ns = {name: entry.mtime_ns for name, entry in there.items()}
+        order = {LATEST: 3, BACKUP: 2, BEST: -1}
+        kept = sorted(
+            there.keys() - too_old(written_ns, config),
+            key=lambda name: (order.get(name, name.startswith("rolling")), written_ns[name], name),
+            reverse=True,
+        )
+        self._write(Index(self.run, {name: there[name] for name in kept}))
+        for name in sizes.keys() - {there[name].file for name in kept}:
+            if name.startswith("step_"):
+                self.fs.rm_file(self._path(name))
 
-    def _upload_changed(self, files: Mapping[str, Path]) -> None:
-        """Upload files, given by their names in the store, if they have changed since they were uploaded last."""
-        for name, path in files.items():
+    def upload_files(self, config: "TrainConfig") -> None:
+        """Upload the logs and the evaluations of the run, those that have changed since they were uploaded last."""
+        for name, path in files_of(config).items():
             if not path.exists():
                 continue
             stat = path.stat()
             if self.sent.get(name) != (stat.st_size, stat.st_mtime_ns):
-                self._make_folder(name)
                 self.fs.pipe_file(self._path(name), path.read_bytes())  # the file may grow, so its bytes are taken once
                 self.sent[name] = stat.st_size, stat.st_mtime_ns
 
     def _write(self, index: Index) -> None:
         path, data = self._path(INDEX), f"{json.dumps(asdict(index), indent=1)}\n".encode()
-        self._make_folder(INDEX)
         if not self.has_folders:
             self.fs.pipe_file(path, data)  # which object stores do atomically
         else:
@@ -270,13 +249,37 @@ class Mirror:
     def _path(self, name: str) -> str:
         return f"{self.folder}/{name}"
 
-    def _make_folder(self, name: str) -> None:
-        if self.has_folders:  # in an object store, makedirs might create a bucket
-            self.fs.makedirs(Path(self._path(name)).parent.as_posix(), exist_ok=True)
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # a run and its mirror
+
+
+def missing(there: Mapping[str, int], config: "TrainConfig") -> dict[int, list[Path]]:
+    """Return the checkpoints of a run that its mirror lacks: the names of each file by its time (ns), newest first.
+
+    Args:
+        there: the times of the checkpoints in the mirror, by name.
+    """
+    newer: dict[str, int] = {}
+    for path in checkpoint_files(folder := Path(config.checkpoint_dir)):
+        with suppress(FileNotFoundError):  # training has deleted it meanwhile
+            if path.name != BACKUP and (mtime_ns := path.stat().st_mtime_ns) > there.get(path.name, 0):
+                newer[path.name] = mtime_ns
+    dropped = too_old({**there, **newer}, config)
+    files: dict[int, list[Path]] = {}
+    for name in sorted(newer, key=newer.__getitem__, reverse=True):
+        if name not in dropped:
+            files.setdefault(newer[name], []).append(folder / name)
+    return files
+
+
+def too_old(written_ns: Mapping[str, int], config: "TrainConfig") -> set[str]:
+    """Return the names that are not among the newest of their tier, of which the mirror keeps a number."""
+    names: set[str] = set()
+    for tier, count in {"rolling": config.mirror_keep, "epoch": config.keep_epochs}.items():
+        oldest_first = sorted((name for name in written_ns if name.startswith(tier)), key=written_ns.__getitem__)
+        names.update(oldest_first[:-count] if count else ())
+    return names
 
 
 def files_of(config: "TrainConfig") -> dict[str, Path]:
@@ -303,13 +306,11 @@ def newer_checkpoint(
 
     Raises: UserError when nothing is intact though the index names checkpoints, or the store does not answer.
     """
-    newest_ns, named = local.stat().st_mtime_ns if local else 0, NAMED.get(which)
-    wanted = {name: entry for name, entry in index.checkpoints.items() if (name == named if named else name != BEST)}
-    if (first := wanted.get(named or LATEST)) and first.mtime_ns <= newest_ns:
-        return None, []  # others may be newer, if the run was resumed from an older one
-    newer = {entry for entry in wanted.values() if entry.mtime_ns > newest_ns}
-    skipped: list[str] = []
-    for entry in sorted(newer, key=lambda entry: (entry == first, entry.mtime_ns), reverse=True):
+    newest_ns, named, skipped = local.stat().st_mtime_ns if local else 0, NAMED.get(which), []
+    wanted = {entry: None for name, entry in index.checkpoints.items() if (name == named if named else name != BEST)}
+    for entry in wanted:
+        if entry.mtime_ns <= newest_ns:  # others may be newer, if the run was resumed from an older one
+            return None, skipped
         downloaded = folder / ".restored.tmp"
         try:
             mirror.download(entry, downloaded)

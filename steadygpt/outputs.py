@@ -65,7 +65,8 @@ def _open_on_main(start: Start, log: RunLog, checkpoint_bytes: int, held: ExitSt
     held.enter_context(log)
     latest, uploads = summary(start.checkpoint) if start.checkpoint else None, mirror and Uploads(mirror, config, log)
     writer = CheckpointWriter(folder, log, config.keep_checkpoints, config.keep_epochs, latest, uploads)
-    writer.upload([LATEST])  # also a choice to go back, which a kill before the first save must not undo
+    if latest and uploads:
+        uploads.start()  # also a choice to go back, which a kill before the first save must not undo
     return writer
 
 

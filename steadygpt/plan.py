@@ -19,7 +19,6 @@ from steadygpt.disk import existing
 from steadygpt.distributed import Ranks
 from steadygpt.optim import checkpoint_bytes
 from steadygpt.saves import interval_text
-from steadygpt.uploads import WAITING
 
 STATIC, COPY = "weights, gradients and optimizer", "copy for checkpoints"
 # The share of the memory up to which an estimate is taken to fit. On a CPU a process keeps freed memory in fragments
@@ -290,8 +289,8 @@ def _checkpoints_text(config: "TrainConfig", size: int, epochs: int) -> str:
     """
     folder = Path(config.checkpoint_dir)
     free = shutil.disk_usage(existing(folder)).free
-    files = config.keep_checkpoints + 3 + min(filter(None, (epochs, config.keep_epochs)), default=0)
-    files += (WAITING + 1) * bool(config.mirror)  # these stay until they are uploaded
+    others = config.keep_checkpoints + 3 + bool(config.mirror)  # one stays until it is uploaded
+    files = others + min(filter(None, (epochs, config.keep_epochs)), default=0)
     more = "" if epochs or config.keep_epochs else " and one for each epoch, whose length is not known,"
     text = f"{size / 1e9:.2f} GB each, at most {files:,}{more} in {folder}: {files * size / 1e9:,.1f} GB; "
     text += f"{free / 1e9:,.1f} GB free"

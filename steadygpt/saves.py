@@ -133,13 +133,13 @@ class Saves:
 
     def finish_uploads(self) -> None:
         """Wait for the uploads to the mirror, until they make no progress or the user stops again."""
-        if self.writer:
-            self.writer.upload([LATEST])
+        uploads = self.writer and self.writer.uploads
+        if uploads:
+            uploads.start(is_last=True)
         self.stop.again()  # forget the signal that has ended the run
         self._wait_for_uploads(self.stop.again)
-        uploads = self.writer and self.writer.uploads
         if uploads and (left := uploads.left()):
-            self.log.warn(f"not uploaded: {', '.join(left)}; scripts/upload_manager.py upload-all does that")
+            self.log.warn(f"not uploaded: {left}; scripts/upload_manager.py upload-all does that")
 
     def _wait_for_uploads(self, is_stopped: Callable[[], bool]) -> None:
         """Wait until nothing is left to upload, no upload makes progress, or is_stopped(). All ranks wait together."""
@@ -268,15 +268,6 @@ class CheckpointWriter:
         """Wait for all jobs but uploads."""
         self.pool.shutdown()
 
-    def upload(self, names: list[str]) -> None:
-        """Add latest.pt, under some names, and the logs to the uploads."""
-        if not (self.uploads and self.latest):
-            return
-        try:
-            self.uploads.add(self.folder / LATEST, self.latest, names)
-        except OSError as error:  # the link is a copy where the file system has no links, and the disk may be full
-            self.log.warn(f"step {self.latest['step']} is not uploaded: {error}")
-
     def _save(self, captured: Captured, tiers: list[str]) -> None:
         checkpoint, start_s = captured.content, time.monotonic()
         step, names = checkpoint["step"], [LATEST, *tiers]
@@ -296,8 +287,8 @@ class CheckpointWriter:
         self.log.say(f"saved step {step} as {', '.join(names)} ({size / 1e6:,.1f} MB in {took_s:.1f} s)")
         with suppress(OSError):  # the folder is gone; the next save reports it
             self._check_room(size)
-        if tiers or (self.uploads and self.uploads.is_due()):
-            self.upload(names)
+        if self.uploads:
+            self.uploads.start()
 
     def _check_room(self, size: int) -> None:
         """Report when the disk has room for fewer than two more checkpoints, before a save fails."""
@@ -335,5 +326,5 @@ class CheckpointWriter:
         except Exception as error:  # as in _save
             self.log.warn(f"{self.folder}: {EVALUATIONS} or {BEST} was not written: {error}")
             return
-        if best is not None:
-            self.upload([LATEST, BEST])
+        if best is not None and self.uploads:
+            self.uploads.start()

@@ -27,9 +27,9 @@ def test_upload_manager(machines, store, capsys, workdir):  # noqa: F811
     url = f"{store.url}/run"
     run_here(*FLAGS, "--max_steps", "4")
     assert upload_manager.main(["upload-all", "--mirror", url]) == 0
-    assert "latest.pt, rolling_step_000004.pt, best_model.pt" in capsys.readouterr().out
+    assert "uploaded step 4 as latest.pt, rolling_step_000004.pt, best_model.pt" in capsys.readouterr().out
     assert upload_manager.main(["upload-all", "--mirror", url]) == 0
-    assert "already there" in capsys.readouterr().out
+    assert capsys.readouterr().out == f"{url} has the checkpoints of checkpoints\n"
     assert upload_manager.main(["list", "--mirror", url]) == 0
     machines("second")
     assert upload_manager.main(["download", "best", "--mirror", url]) == 0
