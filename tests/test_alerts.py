@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from steadygpt import alerts
-from steadygpt.alerts import Alerts, check_url, masked, one_line
+from steadygpt.alerts import Alerts, check_url
 from steadygpt.cli import UserError
 
 SECRET = "/services/T0/B0/secret"
@@ -114,7 +114,7 @@ def test_the_message_is_what_slack_discord_and_ntfy_document(webhook, sender):
     # ntfy: a template that takes `content`, of at most 4,096 bytes.
     assert headers["X-Template"] == "yes" and headers["X-Message"] == "{{.content}}"
     assert len(message["content"].encode()) <= 4096
-    assert message["content"].isprintable()
+    assert "@everyone \ufffd[31mValueError" in message["content"] and message["content"].isprintable()
 
 
 def test_a_slow_server_does_not_hold_the_run_up(webhook, sender, warnings):
@@ -126,7 +126,7 @@ def test_a_slow_server_does_not_hold_the_run_up(webhook, sender, warnings):
     start = time.monotonic()
     sender.close(wait_s=0.3)
     assert time.monotonic() - start < 0.6
-    assert warnings == [f"not all alerts were delivered to {masked(webhook.url)}: no answer yet"]
+    assert warnings == [f"not all alerts were delivered to 127.0.0.1:{webhook.server_port}: no answer yet"]
 
 
 @pytest.mark.parametrize("status", [408, 429, 503])
@@ -150,7 +150,7 @@ def test_a_refusal_or_a_redirect_is_not_retried_and_reported_once(webhook, sende
     sender.close()
     assert [method for _, method, *_ in webhook.requests] == ["POST"] * 3
     assert len(warnings) == 1 and f"HTTP {status}" in warnings[0] and "training continues" in warnings[0]
-    assert texts(webhook) == ["finished: now (2 earlier alerts were lost)"]
+    assert texts(webhook) == ["finished: now"]
 
 
 def test_each_outage_is_reported_once_and_without_the_secret(monkeypatch, warnings):
@@ -160,7 +160,7 @@ def test_each_outage_is_reported_once_and_without_the_secret(monkeypatch, warnin
         sender = Alerts(f"http://127.0.0.1:{free.getsockname()[1]}{SECRET}", "gpt2", warnings.append)
         for event in ("started", "spike", "finished"):
             sender.send(event, "now")
-        wait_for(lambda: sender.lost == 3)
+        wait_for(lambda: warnings)
         start = time.monotonic()
         sender.send("stopped", "now")
         sender.close(wait_s=0.1)
@@ -181,22 +181,7 @@ def test_closing_cuts_a_long_pause_short(monkeypatch, webhook, sender, warnings)
     assert len(webhook.accepted) == 1
 
 
-def test_messages_that_wait_are_limited_and_the_others_counted(monkeypatch, webhook, sender, warnings):
-    monkeypatch.setattr(alerts, "WAITING", 3)
-    webhook.delay_s = 0.3
-    sender.send("first", "is being sent")
-    wait_for(lambda: webhook.requests)
-    webhook.delay_s = 0.0
-    for number in range(5):
-        sender.send(f"event{number}", "now")
-    sender.close()
-    assert texts(webhook) == [
-        "first: is being sent", "event0: now (2 earlier alerts were lost)", "event1: now", "event2: now"
-    ]  # fmt: skip
-    assert not warnings
-
-
-def test_a_repeated_event_is_held_back_and_counted(monkeypatch, webhook, sender):
+def test_an_event_is_not_repeated_at_once(monkeypatch, webhook, sender):
     monkeypatch.setattr(alerts, "REPEAT_S", 0.3)
     for step in range(13):
         sender.send("spike", f"loss 9 at step {step}")
@@ -204,11 +189,7 @@ def test_a_repeated_event_is_held_back_and_counted(monkeypatch, webhook, sender)
     time.sleep(0.4)
     sender.send("spike", "loss 9 at step 99")
     sender.close()
-    assert texts(webhook) == [
-        "spike: loss 9 at step 0",
-        "save failed: the disk is full",
-        "spike: loss 9 at step 99 (and 12 more since the last message)",
-    ]
+    assert texts(webhook) == ["spike: loss 9 at step 0", "save failed: the disk is full", "spike: loss 9 at step 99"]
 
 
 @pytest.mark.parametrize("url", [
@@ -222,19 +203,9 @@ def test_a_url_that_is_no_webhook_is_refused_without_repeating_it(url):
     assert "secret" not in str(raised.value) and "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(("url", "server"), [
-    ("https://hooks.slack.com/services/T0/B0/secret", "https://hooks.slack.com"),
-    ("http://[::1]:8080/", "http://[::1]:8080"),
-    ("http://localhost:8080/topic?auth=secret", "http://localhost:8080"),
-])  # fmt: skip
-def test_the_url_of_a_webhook_is_accepted_and_only_its_server_shown(url, server):
-    check_url(url)
-    assert masked(url) == server
-
-
-def test_text_of_an_exception_becomes_one_printable_line():
-    assert one_line("CUDA error:\n  \x1b[2Jout of memory\t!") == "CUDA error: \ufffd[2Jout of memory !"
-    assert len(one_line("x" * 5000)) == alerts.LONGEST_TEXT
+def test_the_url_of_a_webhook_is_accepted():
+    for url in ("https://hooks.slack.com/services/T0/B0/x", "http://[::1]:8080/", "http://localhost:80/topic?auth=x"):
+        check_url(url)
 
 
 def test_a_proxy_of_the_environment_is_used(monkeypatch, webhook, warnings):

@@ -35,7 +35,7 @@ def test_run_sends_alerts_and_keeps_their_url_secret(workdir, webhook, capsys, m
 def test_webhook_that_is_down_does_not_disturb_the_run(workdir, webhook, capsys):  # noqa: F811
     webhook.answers = [(404, {})] * 9
     assert run_here("--alert_url", webhook.url) == 0
-    assert capsys.readouterr().err.count("alerts are not delivered to http://127.0.0.1:") == 1
+    assert capsys.readouterr().err.count("alerts are not delivered to 127.0.0.1:") == 1
 
 
 def test_load_of_the_machine_is_recorded_beside_the_step(workdir, monkeypatch):
