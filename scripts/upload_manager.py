@@ -1,17 +1,15 @@
 #!/usr/bin/env python
-"""Upload, list, download and verify the checkpoints of a mirror, the URL that train.py --mirror has.
+"""Upload, list and download the checkpoints of a mirror, the URL that train.py --mirror has.
 
 scripts/upload_manager.py upload-all                                # what the run in checkpoints could not upload
 scripts/upload_manager.py list --mirror s3://bucket/run
 scripts/upload_manager.py download best --mirror s3://bucket/run
-scripts/upload_manager.py verify --mirror s3://bucket/run           # reads every checkpoint in the store
 """
 
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -21,7 +19,6 @@ from steadygpt.checkpoint import LATEST, NAMED, find_checkpoint
 from steadygpt.cli import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.durable import lock_folder
 from steadygpt.mirror import Mirror
-from steadygpt.progress import ProgressBar
 from steadygpt.start import resume_config
 from steadygpt.status import STATUS, read_status
 from steadygpt.table import mirror_table
@@ -32,10 +29,7 @@ from steadygpt.uploads import Uploads
 class ManagerOptions:
     """The options of upload_manager.py."""
 
-    action: str = option(
-        MISSING, "upload-all, list, download or verify", choices=("upload-all", "list", "download", "verify"),
-        positional=True,
-    )  # fmt: skip
+    action: str = option(MISSING, "what to do", choices=("upload-all", "list", "download"), positional=True)
     name: str = option(
         "latest", "of the checkpoint to download: latest, best, stable or a name in the list", positional=True
     )
@@ -79,21 +73,6 @@ def download(mirror: Mirror, name: str, folder: Path) -> None:
     print(f"{target}: step {there[name].step:,}, verified")
 
 
-def verify(mirror: Mirror) -> int:
-    """Read every checkpoint in the store, print its state, and return the exit status: 1 if one is not intact."""
-    there, states = mirror.patiently(mirror.index).checkpoints, set()
-    if not there:
-        raise UserError(f"no checkpoints in {mirror.url}; expected the URL that --mirror had")
-    entries = set(there.values())
-    with ProgressBar(desc="verifying", total=sum(entry.size for entry in entries), unit="B") as bar:
-        for entry in sorted(entries, key=lambda entry: entry.mtime_ns):
-            states.add(state := mirror.patiently(partial(mirror.verify, entry)))
-            names = ", ".join(name for name, found in there.items() if found == entry)
-            bar.update(entry.size)
-            print(f"{entry.file} ({names}): {state}", flush=True)
-    return int(states != {"intact"})
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(ManagerOptions, argv, __doc__.splitlines()[0])
     folder = Path(options.checkpoint_dir)
@@ -101,8 +80,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not url:
         found = f"missing, and {folder / STATUS} names none"
         raise OptionError("mirror", found, "the URL that train.py --mirror has, such as s3://bucket/run")
-    if options.action == "verify":
-        return verify(Mirror(url))
     if options.action == "list":
         print(*mirror_table(Mirror(url)), sep="\n")
     elif options.action == "download":

@@ -1,4 +1,4 @@
-"""The copy of a run in an object store: its layout, uploads, downloads and verification, through fsspec.
+"""The copy of a run in an object store: its layout, uploads and downloads, through fsspec.
 
     step_000250-20261122-063200-123456.pt     a checkpoint, uploaded once: its step, and when it was written (UTC)
     evaluations.json  logs/  tensorboard/     of the run
@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import time
-import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from steadygpt.checkpoint import BACKUP, BEST, EVALUATIONS, LATEST, NAMED, checkpoint_files, read_checkpoint
 from steadygpt.cli import UserError
-from steadygpt.durable import fsync_folder, link_file, replace_file
+from steadygpt.durable import replace_file
 from steadygpt.progress import ProgressBar
 from steadygpt.runlog import LOG, METRICS, move_aside
 from steadygpt.stores import Store
@@ -157,19 +156,6 @@ class Mirror:
             downloaded.unlink()
             raise Damaged(str(error).replace(str(downloaded), url)) from error
         os.replace(downloaded, target)
-
-    def verify(self, entry: Entry) -> str:
-        """Read a checkpoint and its checksums in the store; return intact, or what is wrong with it."""
-        try:
-            if (size := self.fs.size(self._path(entry.file))) != entry.size:
-                return f"incomplete ({size:,} of {entry.size:,} bytes)"
-            with self.fs.open(self._path(entry.file), "rb") as file, zipfile.ZipFile(file) as archive:
-                bad = archive.testzip()
-        except FileNotFoundError:
-            return "missing"
-        except zipfile.BadZipFile:
-            return "corrupt"
-        return f"corrupt (checksum of record {bad})" if bad else "intact"
 
     # -----------------------------------------------------------------------------------------------------------------
     # writing
@@ -321,19 +307,6 @@ def newer_checkpoint(
     if skipped and not local:
         raise UserError("; ".join(skipped))
     return None, skipped
-
-
-def put_in_place(downloaded: Path, which: str, folder: Path, local: Path | None) -> Path:
-    """Make a downloaded checkpoint latest.pt, or the file that a word of NAMED means.
-
-    An intact latest.pt becomes the backup.
-    """
-    target = folder / NAMED.get(which, LATEST)
-    if local == target == folder / LATEST:
-        link_file(target, folder / BACKUP)
-    os.replace(downloaded, target)
-    fsync_folder(folder)
-    return target
 
 
 def restore_files(mirror: Mirror, config: "TrainConfig", replace: bool) -> None:

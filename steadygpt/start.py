@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from steadygpt.checkpoint import (
+    BACKUP,
+    LATEST,
     NAMED,
     Found,
     check_folder,
@@ -22,8 +24,8 @@ from steadygpt.checkpoint import (
 from steadygpt.cli import UserError, options_of
 from steadygpt.device import choose_precision, set_up
 from steadygpt.distributed import Ranks
-from steadygpt.durable import lock_folder
-from steadygpt.mirror import Mirror, newer_checkpoint, put_in_place, restore_files
+from steadygpt.durable import fsync_folder, link_file, lock_folder
+from steadygpt.mirror import Mirror, newer_checkpoint, restore_files
 from steadygpt.plan import with_fitting_rows
 from steadygpt.retry import NoAnswer
 from steadygpt.schedule import Schedule, make_schedule, notes_of_decay
@@ -289,7 +291,11 @@ def find_newest(config: "TrainConfig", given: Mapping[str, str]) -> Found:
             restored = read_checkpoint(downloaded)
             files_go_to, _ = resume_config(restored["train_config"], config, given)
             mirror.patiently(lambda: restore_files(mirror, files_go_to, replace=True))
-            path = put_in_place(downloaded, config.resume, folder, found.path)
+            path = folder / NAMED.get(config.resume, LATEST)
+            if found.path == path == folder / LATEST:
+                link_file(path, folder / BACKUP)
+            os.replace(downloaded, path)
+            fsync_folder(folder)
             return Found(path, restored, skipped, restored=True)
     except NoAnswer as error:
         if not found.path:

@@ -65,6 +65,12 @@ def steps(mirror: Mirror) -> dict[str, int]:
     return {name: entry.step for name, entry in mirror.index().checkpoints.items()}
 
 
+def check_checkpoints(mirror: Mirror, folder: Path) -> None:
+    """Download all checkpoints, which verifies them."""
+    for entry in set(mirror.index().checkpoints.values()):
+        mirror.download(entry, folder / "downloaded.pt")
+
+
 @pytest.fixture
 def saver(tmp_path):
     return Saver(tmp_path / "here", f"file://{tmp_path}/there")
@@ -191,7 +197,7 @@ def test_failed_upload_is_repeated_until_it_succeeds(s3, tmp_path, match, fault)
     s3.fail(match, times=2, **fault)
     saver.save(2, "rolling_step_000002.pt")
     assert saver.uploaded()["latest.pt"] == 2
-    assert all(saver.mirror.verify(entry) == "intact" for entry in saver.mirror.index().checkpoints.values())
+    check_checkpoints(saver.mirror, tmp_path)
     assert not any(fault.times for fault in s3.faults)
     _, failed, done = saver.reports()
     assert failed.startswith("uploads to s3://") and failed.endswith("; trying until they succeed")
