@@ -292,7 +292,8 @@ def newer_checkpoint(
 
     Raises: UserError when nothing is intact though the index names checkpoints, or the store does not answer.
     """
-    newest_ns, named, skipped = local.stat().st_mtime_ns if local else 0, NAMED.get(which), []
+    newest_ns, named = local.stat().st_mtime_ns if local else 0, NAMED.get(which)
+    skipped: list[str] = []
     wanted = {entry: None for name, entry in index.checkpoints.items() if (name == named if named else name != BEST)}
     for entry in wanted:
         if entry.mtime_ns <= newest_ns:  # others may be newer, if the run was resumed from an older one

@@ -87,7 +87,8 @@ class Uploads:
                     self.start()  # there may be more
                 pause_s = 0.0
             except UserError as error:
-                return self.log.warn(f"nothing is uploaded: {error}")
+                self.log.warn(f"nothing is uploaded: {error}")
+                return
             except Exception as error:  # every fsspec back end has exceptions of its own
                 if not pause_s:
                     problem = f"uploads to {self.mirror.url} fail: {brief(error)}"

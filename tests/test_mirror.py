@@ -161,19 +161,6 @@ def test_file_that_the_mirror_has_lost_is_uploaded_again(saver, tmp_path):
     assert len(files(tmp_path / "there")) == 2
 
 
-def test_other_files_are_uploaded_when_they_have_changed(tmp_path):
-    saver = Saver(tmp_path / "here", "memory://there-logs", logdir=tmp_path)
-    log = tmp_path / "log.txt"
-    sent, pipe_file = [], saver.mirror.fs.pipe_file
-    saver.mirror.fs.pipe_file = lambda path, data: (sent.append(path), pipe_file(path, data))
-    for step, text in ((1, "one\n"), (2, "one\n"), (3, "one\ntwo\n")):
-        log.write_text(text) if step != 2 else None
-        saver.save(step)
-        saver.uploaded()
-    assert len([path for path in sent if path.endswith("log.txt")]) == 2
-    assert saver.mirror.read("logs/log.txt") == b"one\ntwo\n"
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # faults of the store
 
@@ -204,23 +191,30 @@ def test_failed_upload_is_repeated_until_it_succeeds(s3, tmp_path, match, fault)
     assert "uploaded step 2 as latest.pt, rolling_step_000002.pt" in done
 
 
-def test_index_is_written_after_what_it_names(s3, tmp_path):
+def test_index_is_written_after_what_it_names_and_files_when_they_have_changed(s3, tmp_path):
     saver = Saver(tmp_path / "here", f"{s3.url}/run")
     (tmp_path / "here/evaluations.json").write_text("{}")
-    for step in (1, 2):
+    for step in (1, 2, 3):
+        if step == 3:
+            (tmp_path / "here/evaluations.json").write_text("{ }")
         saver.save(step, f"rolling_step_{step:06d}.pt")
         saver.uploaded()
     written = [line.split("/run/")[1] for line, _ in s3.log if line.startswith("PUT ")]
     kinds = [re.split("[-? ]", name)[0] for name in written]
-    assert kinds == ["index.json", "step_000001", "evaluations.json", "index.json", "step_000002", "index.json"]
+    expected = "index.json step_000001 evaluations.json index.json step_000002 index.json step_000003 evaluations.json"
+    assert kinds == [*expected.split(), "index.json"]
+    assert saver.mirror.read("evaluations.json") == b"{ }"
 
 
-def test_mirror_that_has_lost_its_index_is_an_error(saver, tmp_path):
+@pytest.mark.parametrize("damaged", [None, "", "[]", "{}", '{"run": "x", "checkpoints": {"latest.pt": {}}}'])
+def test_index_that_is_lost_or_cannot_be_read_is_an_error(saver, tmp_path, damaged):
     saver.save(1)
     saver.uploaded()
-    (tmp_path / "there/index.json").unlink()
-    with pytest.raises(UserError, match=r"index.json: missing; the checkpoints there are the files step_\*.pt"):
+    index = tmp_path / "there/index.json"
+    index.unlink() if damaged is None else index.write_text(damaged)
+    with pytest.raises(UserError, match=r"index.json: (missing|not the index of a mirror).* step_\*.pt"):
         Mirror(saver.mirror.url, "run", resumes=True).claim()
+    assert index.exists() == (damaged is not None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -327,9 +321,15 @@ def test_start_that_fails_after_a_restore_loses_no_logs(machines, workdir):
     assert json.loads(Mirror(url).read("evaluations.json")).keys() == {"4"}
 
 
-def test_resume_from_a_downloaded_checkpoint_brings_the_logs(machines, workdir):
+def test_fork_leaves_the_mirror_alone_and_resume_from_a_downloaded_checkpoint_brings_the_logs(
+    machines, workdir, capsys
+):
     url = f"file://{workdir}/there"
     run_here(*FLAGS, "--mirror", url)
+    run_here("--resume", "checkpoints/rolling_step_000004.pt", "--checkpoint_dir", "fork", "--logdir", "fork_logs")
+    assert f"without the mirror {url}" in capsys.readouterr().out
+    assert steps(Mirror(url))["rolling_step_000004.pt"] == 4
+    assert b'"step": 7,' in Mirror(url).read("logs/metrics.jsonl")
     machines("second")
     upload_manager.main(["download", "rolling_step_000004.pt", "--mirror", url])
     run_here("--resume", "checkpoints/rolling_step_000004.pt", "--max_steps", "6")
@@ -348,15 +348,6 @@ def test_two_runs_that_start_on_one_empty_mirror_are_not_mixed(tmp_path):
     assert "already holds checkpoints of the run one" in savers[1].reports()[0]
 
 
-def test_fork_into_another_folder_leaves_the_mirror_alone(machines, workdir, capsys):
-    url = f"file://{workdir}/there"
-    run_here(*FLAGS, "--mirror", url)
-    run_here("--resume", "checkpoints/rolling_step_000004.pt", "--checkpoint_dir", "fork", "--logdir", "fork_logs")
-    assert f"without the mirror {url}" in capsys.readouterr().out
-    assert steps(Mirror(url))["rolling_step_000004.pt"] == 4
-    assert b'"step": 7,' in Mirror(url).read("logs/metrics.jsonl")
-
-
 def test_full_disk_while_restoring_does_not_fall_back_to_an_older_checkpoint(machines, workdir, monkeypatch):
     continue_elsewhere(workdir)
     machines("second")
@@ -364,17 +355,6 @@ def test_full_disk_while_restoring_does_not_fall_back_to_an_older_checkpoint(mac
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5))
         run_here("--resume", "latest")
     assert read_checkpoint(Path("checkpoints/latest.pt"))["step"] == 4
-
-
-@pytest.mark.parametrize("damaged", ["", '{"run": "x"', "[]", "{}", '{"run": "x", "checkpoints": {"latest.pt": {}}}'])
-def test_an_index_that_cannot_be_read_is_an_error(machines, workdir, damaged):
-    url = f"file://{workdir}/there"
-    (workdir / "there").mkdir()
-    (workdir / "there/index.json").write_text(damaged)
-    for flags in (("--resume", "auto"), ()):  # no new run beside checkpoints that it cannot see
-        with pytest.raises(UserError, match=r"index.json: not the index of a mirror .* step_\*.pt"):
-            run_here("--mirror", url, *flags)
-    assert (workdir / "there/index.json").read_text() == damaged
 
 
 def test_run_that_waits_for_its_uploads_can_be_stopped(machines, s3, monkeypatch, capsys):
@@ -408,9 +388,12 @@ def test_restore_skips_checkpoints_that_are_not_whole(machines, capsys, workdir,
     assert f"skipped file://{there}/{latest.name}: " in out
 
 
-def test_mirror_of_another_run_is_refused(machines, workdir):
+def test_auto_starts_a_new_run_on_an_empty_mirror_and_another_run_is_refused_there(machines, workdir):
     url = f"file://{workdir}/there"
-    run_here("--max_steps", "4", "--mirror", url, "--run_name", "theirs")
+    with pytest.raises(UserError, match=r"no checkpoints in checkpoints; .* has none either"):
+        run_here("--resume", "latest", "--mirror", url)
+    assert run_here("--resume", "auto", "--mirror", url, "--max_steps", "4", "--run_name", "theirs") == 0
+    assert steps(Mirror(url))["latest.pt"] == 4
     machines("second")
     with pytest.raises(UserError, match="already holds checkpoints of the run theirs"):
         run_here("--mirror", url)
@@ -460,11 +443,3 @@ WRONG_URLS = {
 def test_wrong_url_is_reported_before_training(machines, s3, url, message):
     with pytest.raises(UserError, match=message):
         run_here("--mirror", url)
-
-
-def test_auto_starts_a_new_run_if_the_mirror_is_empty_too(machines, workdir):
-    url = f"file://{workdir}/there"
-    with pytest.raises(UserError, match=r"no checkpoints in checkpoints; .* has none either"):
-        run_here("--resume", "latest", "--mirror", url)
-    assert run_here("--resume", "auto", "--mirror", url, "--max_steps", "4") == 0
-    assert steps(Mirror(url))["latest.pt"] == 4

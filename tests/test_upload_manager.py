@@ -11,18 +11,6 @@ from steadygpt.cli import UserError
 from steadygpt.mirror import Mirror
 
 
-def test_table_of_a_mirror(machines, s3, capsys):  # noqa: F811
-    run_here(*FLAGS, "--mirror", f"{s3.url}/run", "--no-background-upload")
-    capsys.readouterr()
-    assert run_here("--list_checkpoints", "--mirror", f"{s3.url}/run") == 0
-    remote = capsys.readouterr().out.splitlines()
-    run_here("--list_checkpoints")
-    local = capsys.readouterr().out.splitlines()
-    same = [(there.split()[:5], here.split()[:5]) for there, here in zip(remote[:-1], local[:-1], strict=True)]
-    assert len(same) == 8 and all(there == here for there, here in same)
-    assert remote[1].endswith("complete")
-
-
 def test_upload_manager(machines, store, capsys, workdir):  # noqa: F811
     url = f"{store.url}/run"
     run_here(*FLAGS, "--max_steps", "4")
@@ -45,12 +33,21 @@ def test_upload_manager(machines, store, capsys, workdir):  # noqa: F811
     assert capsys.readouterr().out.count("incomplete: 4 bytes") == 3
 
 
-def test_upload_all_finds_the_mirror_of_the_run(workdir, capsys):
-    run_here(*FLAGS, "--mirror", f"file://{workdir}/there", "--no-background-upload")
+def test_table_of_a_mirror_and_upload_all_to_the_one_of_the_run(workdir, capsys):
+    url = f"file://{workdir}/there"
+    run_here(*FLAGS, "--mirror", url, "--no-background-upload")
+    tables = []
+    for flags in ((), ("--mirror", url)):
+        capsys.readouterr()
+        assert run_here("--list_checkpoints", *flags) == 0
+        tables.append(capsys.readouterr().out.splitlines())
+    same = [(here.split()[:5], there.split()[:5]) for here, there in zip(tables[0][:-1], tables[1][:-1], strict=True)]
+    assert len(same) == 8 and all(here == there for here, there in same)
+    assert tables[1][1].endswith("complete")
     shutil.rmtree("there")
     assert upload_manager.main(["upload-all"]) == 0
     assert "latest.pt, rolling_step_000008.pt" in capsys.readouterr().out
-    assert upload_manager.main(["list", "--checkpoint_dir", "checkpoints"]) == 0
+    assert upload_manager.main(["list"]) == 0
 
 
 def test_a_mirror_that_nothing_names_is_an_error(workdir):
