@@ -129,7 +129,7 @@ def test_a_slow_server_does_not_hold_the_run_up(webhook, sender, warnings):
     assert warnings == [f"not all alerts were delivered to 127.0.0.1:{webhook.server_port}: no answer yet"]
 
 
-@pytest.mark.parametrize("status", [408, 429, 503])
+@pytest.mark.parametrize("status", [429, 503])
 def test_an_answer_that_may_change_is_retried_and_each_outage_reported(webhook, sender, warnings, status):
     webhook.answers = [(status, {}), (status, {"Retry-After": "1"}), (200, {}), (status, {})]
     for event in ("started", "finished"):
@@ -141,7 +141,7 @@ def test_an_answer_that_may_change_is_retried_and_each_outage_reported(webhook, 
     sender.close()
 
 
-@pytest.mark.parametrize("status", [301, 308, 403, 404])
+@pytest.mark.parametrize("status", [301, 404])
 def test_a_refusal_or_a_redirect_is_not_retried_and_reported_once(webhook, sender, warnings, status):
     webhook.answers = [(status, {"Location": "https://ntfy.example/secret"})] * 2
     for event in ("started", "spike", "finished"):
@@ -170,15 +170,16 @@ def test_each_outage_is_reported_once_and_without_the_secret(monkeypatch, warnin
     assert "secret" not in "".join(warnings)
 
 
-def test_closing_cuts_a_long_pause_short(monkeypatch, webhook, sender, warnings):
+def test_closing_cuts_a_long_pause_short_for_a_last_attempt(monkeypatch, webhook, sender, warnings):
     monkeypatch.setattr(alerts, "FIRST_PAUSE_S", 60.0)
-    webhook.answers = [(500, {})]
-    sender.send("finished", "now")
+    webhook.answers = [(500, {}), (500, {})]
+    for event in ("spike", "finished"):
+        sender.send(event, "now")
     wait_for(lambda: warnings)  # now it pauses
     start = time.monotonic()
     sender.close()
     assert time.monotonic() - start < 1.0
-    assert len(webhook.accepted) == 1
+    assert texts(webhook) == ["finished: now"]
 
 
 def test_an_event_is_not_repeated_at_once(monkeypatch, webhook, sender):

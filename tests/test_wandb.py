@@ -170,11 +170,12 @@ def test_resumed_run_continues_where_the_server_is_and_sends_nothing_twice(tmp_p
     assert wandb.names == {"id0": "tiny"}
 
 
-def test_going_back_to_an_older_checkpoint_starts_a_new_run(tmp_path, wandb):
+def test_going_back_to_an_older_checkpoint_and_a_fork_start_a_new_run(tmp_path, wandb):
     write(tmp_path, None, range(8))
     write(tmp_path, 3, range(3, 5), loss=2.0, resume="checkpoints/rolling_step_000003.pt")
     write(tmp_path, 5, range(5, 6), loss=2.0)
-    assert wandb.names == {"id0": "tiny", "id1": "tiny-from-3"}
+    write(tmp_path / "fork", 3, range(3, 5), resume="elsewhere/rolling_step_000003.pt")  # --run_name names it
+    assert wandb.names == {"id0": "tiny", "id1": "tiny-from-3", "id2": "tiny"}
     assert [step for step, _ in wandb.runs["id0"]] == list(range(8))
     assert wandb.runs["id1"] == [(step, {"loss": 2.0}) for step in range(3, 6)]
 
@@ -191,29 +192,16 @@ def test_offline_starts_stay_apart_from_the_run_online(tmp_path, wandb):
     }  # fmt: skip
 
 
-def test_runs_of_the_same_name_and_forks_into_other_folders_are_runs_of_their_own(tmp_path, wandb):
-    for folder in ("one", "other"):
-        write(tmp_path / folder, None, range(2))
-    write(tmp_path / "fork", 3, range(3, 5), resume="elsewhere/rolling_step_000003.pt")  # --run_name names it
-    assert wandb.names == {"id0": "tiny", "id1": "tiny", "id2": "tiny"}
-
-
-def test_a_process_of_wandb_that_dies_loses_curves_and_not_the_run(tmp_path, wandb, monkeypatch, capsys):
-    def dead(*_, **__):
-        raise ConnectionResetError("Connection lost")
-
-    monkeypatch.setattr(wandb, "log", dead)
-    write(tmp_path, None, range(10))
-    assert capsys.readouterr().err.count("warning: Weights & Biases") == 1
-    assert "ConnectionResetError: Connection lost" in (tmp_path / "log.txt").read_text()
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 10
-
-
-def test_a_process_of_wandb_that_hangs_does_not_hold_the_run_up(tmp_path, wandb, monkeypatch, capsys):
+def test_a_process_of_wandb_that_dies_or_hangs_loses_curves_and_not_the_run(tmp_path, wandb, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        patch.setattr(wandb, "log", lambda: None)  # raises a TypeError, as a process that dies raises its errors
+        write(tmp_path / "dead", None, range(10))
+    assert capsys.readouterr().err.count("warning: Weights & Biases gets no more curves: TypeError") == 1
+    assert len((tmp_path / "dead/metrics.jsonl").read_text().splitlines()) == 10
     monkeypatch.setattr(wandb, "finish", threading.Event().wait)
     monkeypatch.setattr(wandb_sink, "FINISH_S", 0.2)
     write(tmp_path, None, range(3))
-    assert "has not taken all within 0 s; the rest is in wandb/id0" in capsys.readouterr().err
+    assert "has not taken all within 0 s; the rest is in wandb/id1" in capsys.readouterr().err
     monkeypatch.setattr(wandb, "log", lambda *_, **__: threading.Event().wait())
     monkeypatch.setattr(wandb_sink, "WAITING_ROWS", 2)
     write(tmp_path / "other", None, range(9))
