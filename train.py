@@ -336,6 +336,7 @@ class Plan:
     schedule: Schedule
     sketch: GPT  # on the meta device
     ranks: Ranks
+    precision_elsewhere: str  # that the forecast assumes for well-known GPUs
 
     def describe(self) -> list[str]:
         config, data = self.start.config, self.data
@@ -344,7 +345,8 @@ class Plan:
 
     def forecast(self, step_s: float | None = None) -> list[str]:
         config, val_rows = self.start.config, validation_rows(self.start.config, self.data.val)
-        return forecast(config, self.schedule, self.ranks, self.sketch, self.start.step or 0, val_rows, step_s)
+        step, elsewhere = self.start.step or 0, self.precision_elsewhere
+        return forecast(config, self.schedule, self.ranks, self.sketch, step, val_rows, step_s, elsewhere)
 
 
 def make_plan(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, data: Data | None, held: ExitStack) -> Plan:
@@ -352,6 +354,7 @@ def make_plan(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, data:
 
     Raises: UserError.
     """
+    precision_elsewhere = config.precision if "precision" in given and config.precision != "auto" else "bf16"
     start = find_start(config, given, ranks, held, read_weights)
     data = data or ranks.on_each(lambda: open_data(start.config))
     shape = start.config.shape(data.vocab_size)
@@ -361,7 +364,7 @@ def make_plan(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, data:
         sketch = GPT(shape, initialize=False)
     start, schedule = settled(start, given, data, sketch, ranks, held)
     held.enter_context(out_of_memory_explained(start.config, sketch, ranks))
-    return Plan(start, data, schedule, sketch, ranks)
+    return Plan(start, data, schedule, sketch, ranks, precision_elsewhere)
 
 
 def measure(run: Run) -> float:

@@ -23,6 +23,7 @@ from steadygpt.checkpoint import Captured
 from steadygpt.device import autocast, native_precision
 from steadygpt.distributed import Ranks, joined
 from steadygpt.optim import make_optimizer
+from steadygpt.runlog import RunLog
 from steadygpt.saves import CheckpointWriter
 from steadygpt.state import HostCopy
 
@@ -59,7 +60,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder) as temporary, joined("auto") as ranks:
         folder = Path(temporary)
         training = Training(args.rows, args.context, args.micro_steps, args.layers, ranks.device)
-        writer = CheckpointWriter(folder, keep=1)
+        writer = CheckpointWriter(folder, RunLog(TrainConfig(), Ranks(ranks.device, rank=1)), keep=1)  # which is silent
         paused: dict[str, list[float]] = {"SteadyGPT": [], "torch.save": []}
         durable: list[float] = []
 

@@ -12,13 +12,17 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import TrainConfig
 from steadygpt.checkpoint import LATEST, NAMED, find_checkpoint
 from steadygpt.cli import OptionError, UserError, option, parse_options, run_cli
+from steadygpt.distributed import Ranks
 from steadygpt.durable import lock_folder
 from steadygpt.mirror import Mirror
+from steadygpt.runlog import RunLog
 from steadygpt.start import resume_config
 from steadygpt.status import STATUS, read_status
 from steadygpt.table import mirror_table
@@ -50,7 +54,7 @@ def upload_all(url: str, folder: Path) -> None:
         there = mirror.patiently(mirror.claim).checkpoints.get(LATEST)
         if there and there.mtime_ns > newest.path.stat().st_mtime_ns:
             raise UserError(f"{url} has a newer checkpoint than {folder}, of step {there.step:,}; resume that")
-        uploads = Uploads(mirror, config, lambda outcome, text: print(text, flush=True))
+        uploads = Uploads(mirror, config, RunLog(config, Ranks(torch.device("cpu"))))
         uploads.start(is_last=True)
         while uploads.is_busy():
             time.sleep(0.1)

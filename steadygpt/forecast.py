@@ -19,6 +19,7 @@ SHARE_OF_PEAK = 0.4  # that a GPU is assumed to reach, where nothing is measured
 WELL_KNOWN = ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090")
 RATES = {"fp32": 0.5, "fp16": 1.0, "bf16": 1.0, "fp8": 2.0}  # of products, in units of bf16's; fp32 as TF32 (set_up)
 WITHOUT_TF32 = {"Tesla T4": 8.1 / 65}  # their rate in fp32, from the source of PEAK_FLOPS
+WITH_FP8 = ("NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090")
 MEASURE_S, ROUNDS = 10.0, 3  # measured time; rounds of it, if a step is not too long
 HELLASWAG_TOKENS = 1_600_000  # with GPT-2's tokenizer
 TOKENS_PER_PARAMETER = 20
@@ -62,7 +63,7 @@ def work_per_token(config: "TrainConfig", model: "GPT", gpu: str, precision: str
 
 def forecast(
     config: "TrainConfig", schedule: "Schedule", ranks: Ranks, model: "GPT", step: int, val_rows: int,
-    step_s: float | None = None,
+    step_s: float | None = None, precision_elsewhere: str = "bf16",
 ) -> list[str]:  # fmt: skip
     """Return what a run will take, as lines of the plan.
 
@@ -71,6 +72,7 @@ def forecast(
         step: where the run starts.
         val_rows: of each validation.
         step_s: measured seconds of a step, if known.
+        precision_elsewhere: on the GPUs that are listed if nothing is known of this device.
     """
     steps, tokens = schedule.max_steps - step, schedule.max_steps * config.total_batch_size
     kinds = (config.eval_freq, val_rows * config.context_length), (config.hellaswag_freq, HELLASWAG_TOKENS)
@@ -90,10 +92,10 @@ def forecast(
     ]
     if step_s is None and name not in PEAK_FLOPS:
         lines.append(f"time         {work}; unknown for this device, --dry_run measure measures it")
-        for gpu in WELL_KNOWN:
-            seconds = seconds_on(gpu, "bf16")
+        for gpu in WITH_FP8 if precision_elsewhere == "fp8" else WELL_KNOWN:
+            seconds = seconds_on(gpu, precision_elsewhere)
             lines.append(
-                f"             on one {gpu} in bf16, if the run fits: {duration_text(seconds)}"
+                f"             on one {gpu} in {precision_elsewhere}, if the run fits: {duration_text(seconds)}"
                 f"{f', cost {seconds / 3600 * price:,.2f}' * bool(price)}, at {SHARE_OF_PEAK:.0%} of its peak"
             )
         return lines

@@ -63,7 +63,8 @@ def _open_on_main(start: Start, log: RunLog, checkpoint_bytes: int, held: ExitSt
         clean_folder(folder, start.path)
     log.open(start.step, checkpoint_bytes)  # drops what came after the step of latest.pt
     held.enter_context(log)
-    latest, uploads = summary(start.checkpoint) if start.checkpoint else None, mirror and Uploads(mirror, config, log)
+    latest = summary(start.checkpoint) if start.checkpoint else None
+    uploads = Uploads(mirror, config, log) if mirror else None
     writer = CheckpointWriter(folder, log, config.keep_checkpoints, config.keep_epochs, latest, uploads)
     if latest and uploads:
         uploads.start()  # also a choice to go back, which a kill before the first save must not undo

@@ -282,9 +282,10 @@ def describe(
 
 
 def _checkpoints_text(config: "TrainConfig", size: int, epochs: int) -> str:
-    """Return what the checkpoints of a run take, each `size` bytes, and whether they fit on the disk.
+    """Return what the checkpoints of a run take, and the flag that lets them fit on the disk.
 
     Args:
+        size: bytes of a checkpoint.
         epochs: of the run; 0: not known.
     """
     folder = Path(config.checkpoint_dir)
@@ -294,6 +295,8 @@ def _checkpoints_text(config: "TrainConfig", size: int, epochs: int) -> str:
     more = "" if epochs or config.keep_epochs else " and one for each epoch, whose length is not known,"
     text = f"{size / 1e9:.2f} GB each, at most {files:,}{more} in {folder}: {files * size / 1e9:,.1f} GB; "
     text += f"{free / 1e9:,.1f} GB free"
-    if files * size > free:
-        text += " -- NOT ENOUGH; try a small --keep_epochs, a smaller --keep_checkpoints or another --checkpoint_dir"
-    return text
+    if files * size <= free:
+        return text
+    if (fits := int(0.9 * free / size) - others) > 0:  # other files grow too
+        return f"{text} -- NOT ENOUGH; --keep_epochs {fits} keeps the newest of {epochs:,} epochs"
+    return f"{text} -- NOT ENOUGH; try a smaller --keep_checkpoints and --keep_epochs 1, or another --checkpoint_dir"

@@ -311,9 +311,9 @@ class RunLog:
 
     def flush(self) -> None:
         """Make everything written so far durable."""
-        for file in filter(None, (self.text_file, *self.sinks)):
-            with self._surviving(file):
-                file.flush()
+        for sink in [self.text_file, *self.sinks] if self.text_file else []:
+            with self._surviving(sink):
+                sink.flush()
 
     def __enter__(self) -> "RunLog":
         self._write_status(durable=True)  # starting: the model is not built yet
@@ -330,12 +330,14 @@ class RunLog:
         self.close()
 
     def close(self) -> None:
-        for thread in filter(None, (self.system, self.alerts)):
-            thread.close()
+        if self.system:
+            self.system.close()
+        if self.alerts:
+            self.alerts.close()
         self.flush()
-        for file in filter(None, (*self.sinks, self.text_file)):
-            with self._surviving(file):
-                file.close()
+        for sink in [*self.sinks, self.text_file] if self.text_file else []:
+            with self._surviving(sink):
+                sink.close()
         self.text_file, self.sinks = None, []
 
 

@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -83,7 +83,7 @@ class Saves:
         """Return the seconds between saves by the clock: longer where the pause of a save is more than 1 % of them."""
         return max(60 * self.config.checkpoint_minutes, (self.longest_pause_s or 0) / PAUSE_SHARE)
 
-    def save(self, step: int, capture: Callable[[], Captured], milestones: list[str]) -> None:
+    def save(self, step: int, capture: Callable[[], Captured], milestones: Sequence[str]) -> None:
         """Save the state of the run after `step` updates; return once it is copied to host memory."""
         start_s, interval_s = time.monotonic(), self.interval_s()
         self.wait()  # the capture reuses the memory that the writer reads
@@ -231,6 +231,7 @@ class CheckpointWriter:
         self.uploads = uploads
         self.evaluations = known_evaluations(folder, latest["step"] if latest else 0, log)
         self.room: int | None = None  # checkpoints that fit on the disk, if hardly any
+        self.unlinked: tuple[str, int] | None = None  # arguments of _record() for the best model, until it is linked
         self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self.in_flight: Future | None = None
         self.saved = self.failures = 0  # saves of this start
@@ -287,6 +288,8 @@ class CheckpointWriter:
         self.log.say(f"saved step {step} as {', '.join(names)} ({size / 1e6:,.1f} MB in {took_s:.1f} s)")
         with suppress(OSError):  # the folder is gone; the next save reports it
             self._check_room(size)
+        if self.unlinked and self.unlinked[1] == step:  # its first save failed
+            self._record(*self.unlinked)
         if self.uploads:
             self.uploads.start()
 
@@ -316,10 +319,12 @@ class CheckpointWriter:
     def _record(self, content: str, best: int | None) -> None:
         try:
             if best is not None:
+                self.unlinked = content, best
                 if not self.latest or self.latest["step"] != best:
                     raise OSError(f"step {best} was not saved")
                 link_file(self.folder / LATEST, self.folder / BEST)
                 fsync_folder(self.folder)
+                self.unlinked = None
                 self.log.say(f"{BEST} is step {best} (val loss {json.loads(content)[str(best)]['val_loss']:.4f})")
             # Last: a best model is linked again after a kill in between, because its validation is not recorded.
             replace_file(self.folder / EVALUATIONS, lambda file: file.write(f"{content}\n".encode()))

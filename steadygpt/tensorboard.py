@@ -54,7 +54,7 @@ class TensorBoard:
         self.writer: SummaryWriter | None = SummaryWriter(str(folder), purge_step=start_step)
         options = {name: value for name, value in shown_options(self.config).items() if value != ""}
         for summary in hparams(options, {"loss/val": None, "loss/train": None}):
-            self.writer.file_writer.add_summary(summary)  # type: ignore[union-attr]  # torch's stubs say None
+            self.writer.file_writer.add_summary(summary)  # type: ignore[attr-defined]  # torch's stubs say None
 
     @contextmanager
     def _writing(self):

@@ -56,6 +56,13 @@ class WandbSink:
         if not self.problem:
             self.rows.put((step, values))
 
+    def text(self, step: int, text: str) -> None:
+        """Send a sample of text."""
+        self.log(step, {"sample": text})
+
+    def flush(self) -> None:
+        """Leave sending to the thread."""
+
     def close(self) -> None:
         """Wait until W&B has taken everything, but not longer than FINISH_S."""
         self.rows.put(None)

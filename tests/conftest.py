@@ -22,6 +22,8 @@ import numpy as np
 import pytest
 import torch
 
+from steadygpt.distributed import Ranks
+from steadygpt.runlog import RunLog
 from steadygpt.shards import write_shard
 
 REPO = Path(__file__).resolve().parent.parent
@@ -166,6 +168,24 @@ def run_here(*flags: str) -> int:
     import train
 
     return train.main([*TINY, "--data_dir", "data", *flags])
+
+
+def open_log(config, start_step: int | None, max_steps: int = 0, ranks: Ranks | None = None) -> RunLog:
+    """Open the log of a run on rank 0."""
+    log = RunLog(config, ranks or Ranks(torch.device("cpu")), max_steps)
+    log.open(start_step)
+    return log
+
+
+def built(*flags: str, ranks: Ranks):
+    """Return a train.Run that writes nothing, as for --dry_run measure."""
+    import train
+    from config import parse_args
+
+    config, given = parse_args([*TINY, *flags, "--dry_run", "measure"])
+    with contextlib.ExitStack() as held:
+        plan = train.make_plan(config, given, ranks, None, held)
+        return train.build_run(plan, RunLog(config, ranks), held)
 
 
 def fork(function: Callable, *args) -> multiprocessing.process.BaseProcess:

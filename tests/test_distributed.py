@@ -8,17 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import TINY, in_ranks, write_data
+from conftest import built, in_ranks, write_data
 from torch import nn
 
 import train
-from config import parse_args
-from dataloader import BatchLoader, open_data
 from hellaswag_eval import Tree, ending_losses
 from model import GPT, GPTConfig
 from steadygpt.distributed import Ranks, Stopped, StopSignal, joined, shard
 from steadygpt.optim import update_unless
-from steadygpt.start import Start
 from steadygpt.state import HostCopy, fill
 from steadygpt.workers import usable_cores
 
@@ -86,25 +83,23 @@ def test_ranks_agree_to_stop_by_the_check_after_the_next():
 
 
 def look_at_gradients(folder: str) -> None:
-    config = parse_args([*TINY, "--data_dir", folder, "--mini_batch_size", "1"])[0]
     with joined("cpu") as ranks:
-        data, stop, found = open_data(config), StopSignal(ranks, 0), []
-        training = train.build_training(Start(config), data, ranks)
-        loader = BatchLoader(data.train, config.mini_batch_size, 0, ranks.rank, 2)
+        run, found = built("--data_dir", folder, "--mini_batch_size", "1", ranks=ranks), []
+        loader = run.batches(run.data.train)
 
         def next_batch():
-            gradients = [p.grad for p in training.model.parameters() if p.grad is not None]
+            gradients = [p.grad for p in run.model.parameters() if p.grad is not None]
             found.append({gradient.untyped_storage().data_ptr() for gradient in gradients})
             return loader.next()
 
-        for step in range(4):
-            train.train_step(training, SimpleNamespace(next=next_batch), 1e-3, step, stop)
+        for _ in range(4):
+            train.train_step(run, SimpleNamespace(next=next_batch))
         loader.close()
         # One bucket, already in the first micro-step; DDP arranges it anew in the second step.
         assert [len(storages) for storages in found] == [1] * 8
         assert found[0] == found[1]
         assert found[4] == found[5] == found[6] == found[7]
-        assert training.forward.bucket_bytes_cap == 100 * 2**20  # torch.compile cuts its graphs at the buckets
+        assert run.forward.bucket_bytes_cap == 100 * 2**20  # torch.compile cuts its graphs at the buckets
 
 
 def test_gradients_stay_in_the_buckets_of_ddp(tmp_path):

@@ -104,16 +104,22 @@ def test_recomputed_work_is_counted_in_training_but_not_in_evaluation(changes, r
     assert slow == pytest.approx(2 * training)
 
 
-def test_an_unknown_device_shows_what_well_known_gpus_take_in_bf16():
-    config = dataclasses.replace(CONFIG, precision="fp32")
-    _, unknown, *gpus = forecast(config, SCHEDULE, CPU, MODEL, step=0, val_rows=0)
+@pytest.mark.parametrize(("precision", "names"), [
+    ("bf16", forecasts.WELL_KNOWN), ("fp32", forecasts.WELL_KNOWN), ("fp8", forecasts.WITH_FP8),
+])  # fmt: skip
+def test_unknown_device_shows_well_known_gpus_that_have_the_precision(precision, names):
+    _, unknown, *gpus = forecast(CONFIG, SCHEDULE, CPU, MODEL, step=0, val_rows=0, precision_elsewhere=precision)
     assert unknown.endswith("unknown for this device, --dry_run measure measures it")
-    hours = 2000 * 524288 * EVERYTHING / (0.4 * 989e12) / 3600
-    assert gpus[0].startswith(
-        f"             on one {H100} in bf16, if the run fits: {duration_text(3600 * hours)}, cost "
-    )
-    assert f"cost {2.5 * hours:.2f}, at 40%" in gpus[0]
-    assert len(gpus) == 3
+    line = rf"on one (.*) in {precision}, if the run fits: \d+ \w+ \d+ \w+, cost [\d.]+, at 40%"
+    assert [re.search(line, gpu)[1] for gpu in gpus] == [*names]
+
+
+def test_plan_of_a_cpu_forecasts_bf16_on_gpus_unless_a_precision_is_given(workdir, monkeypatch, capsys):
+    monkeypatch.setattr("steadygpt.start.choose_precision", lambda *_: ("fp32", ""))
+    run_here("--dry_run", "--precision", "auto")
+    assert " in bf16, if the run fits" in capsys.readouterr().out
+    run_here("--dry_run", "--precision", "fp32")
+    assert " in fp32, if the run fits" in capsys.readouterr().out
 
 
 def test_dry_run_measures_the_steps_that_are_left_and_writes_nothing(workdir, monkeypatch, capsys):

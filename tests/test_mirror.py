@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from conftest import REPO, assert_same_state, load, metrics, run_here
@@ -44,8 +45,9 @@ class Saver:
         self.folder, self.mirror = folder, Mirror(url, run)
         defaults = {"mirror_keep": 10, "keep_epochs": 0, "mirror_minutes": 0.0, "run_name": run, "tensorboard_dir": ""}
         self.config = SimpleNamespace(**defaults | {"checkpoint_dir": folder, "logdir": folder / "logs"} | options)
-        self.writer = CheckpointWriter(folder, keep=4)
-        self.writer.uploads = Uploads(self.mirror, self.config, lambda *r: self.writer.reports.put(r))
+        self.log = Mock()
+        uploads = Uploads(self.mirror, self.config, self.log)
+        self.writer = CheckpointWriter(folder, self.log, keep=4, uploads=uploads)
 
     def save(self, step: int, *tiers: str) -> None:
         self.writer.save(Captured(content(step)), list(tiers))
@@ -57,7 +59,10 @@ class Saver:
         return steps(self.mirror)
 
     def reports(self) -> list[str]:
-        return [text for outcome, text in self.writer.take_reports() if outcome in ("uploaded", "failed")]
+        """Return what was said since the last call, saves aside."""
+        lines = [call.args[0] for call in self.log.mock_calls if call.args]
+        self.log.reset_mock()
+        return [line for line in lines if not line.startswith("saved ")]
 
 
 def steps(mirror: Mirror) -> dict[str, int]:
@@ -242,10 +247,10 @@ def machines(workdir, monkeypatch):
 def stopping_at(last: int):
     step_of, stop = train.train_step, Stopped("SIGTERM")
 
-    def train_step(training, batches, lr, step, *args):
-        if step == last:
+    def train_step(run, batches):
+        if run.state.step == last:
             raise stop
-        return step_of(training, batches, lr, step, *args)
+        return step_of(run, batches)
 
     return train_step
 

@@ -116,27 +116,32 @@ def test_other_commands_need_data(tmp_path, monkeypatch, flags):
         run_here(*flags)
 
 
-@pytest.mark.parametrize(("flags", "files"), [((), 554), (("--keep_epochs", "1"), 14)])
-def test_plan_says_whether_the_checkpoints_fit_on_the_disk(workdir, monkeypatch, capsys, flags, files):
-    """541 epochs, or the newest, beside 13 others."""
+@pytest.mark.parametrize(("files", "advice"), [
+    (40, "--keep_epochs 23 keeps the newest of 541 epochs"),  # beside 13 others; a tenth of the disk is left
+    (13, "try a smaller --keep_checkpoints and --keep_epochs 1, or another --checkpoint_dir"),
+])  # fmt: skip
+def test_plan_of_checkpoints_that_do_not_fit_on_the_disk_names_the_flag(workdir, monkeypatch, capsys, files, advice):
     run_here("--checkpoint_dir", "a")
     size = num_bytes(load("a/latest.pt"))
-    for free, fits in ((files - 0.5, False), (files + 0.5, True)):
-        monkeypatch.setattr("steadygpt.plan.shutil.disk_usage", lambda _, free=free: SimpleNamespace(free=size * free))
-        capsys.readouterr()
-        run_here("--max_steps", "10000", "--dry_run", *flags)
-        [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("checkpoints ")]
-        assert f"each, at most {files} in checkpoints" in line
-        assert (" -- NOT ENOUGH; try a small --keep_epochs" in line) != fits
+    monkeypatch.setattr("steadygpt.plan.shutil.disk_usage", lambda _: SimpleNamespace(free=size * (files + 0.5)))
+    capsys.readouterr()
+    run_here("--max_steps", "10000", "--dry_run")
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("checkpoints ")]
+    assert "each, at most 554 in checkpoints" in line
+    assert line.endswith(f" -- NOT ENOUGH; {advice}")
+    run_here("--max_steps", "10000", "--dry_run", "--keep_epochs", "1")
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("checkpoints ")]
+    assert "each, at most 14 in checkpoints" in line
+    assert ("NOT ENOUGH" in line) == (files < 14)
 
 
 def test_out_of_memory_is_one_line_with_flags_that_fit(workdir, monkeypatch):
     step = train.train_step
 
-    def runs_out(training, batches, lr, number, *args):
-        if number == 4:
+    def runs_out(run, batches):
+        if run.state.step == 4:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return step(training, batches, lr, number, *args)
+        return step(run, batches)
 
     monkeypatch.setattr(train, "train_step", runs_out)
     monkeypatch.setattr("steadygpt.plan.memory_bytes", lambda device: 1_000_000)

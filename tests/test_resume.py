@@ -55,9 +55,9 @@ def test_run_stopped_before_its_first_step_can_be_resumed(workdir):
 
 
 def test_run_stopped_during_its_last_evaluation_is_not_finished(workdir, monkeypatch):
-    def validate_during_sigterm(training, val, stop):
+    def validate_during_sigterm(run, val):
         os.kill(os.getpid(), signal.SIGTERM)
-        stop.check()
+        run.stop.check()
 
     with monkeypatch.context() as patch:
         patch.setattr(train, "validate", validate_during_sigterm)

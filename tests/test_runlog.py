@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from conftest import scalars
+from conftest import open_log, scalars
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from config import TrainConfig
@@ -38,7 +38,7 @@ def write(log: RunLog, steps, value=1.0) -> None:
 
 
 def test_each_line_of_metrics_is_a_json_object(tmp_path, capsys):
-    log = RunLog(config(tmp_path), None)
+    log = open_log(config(tmp_path), None)
     log.record(3, "step 3/10 | loss 2.5", loss=2.5, mfu=None, grad_norm=math.nan)
     log.show("passing by")  # on a terminal only
     log.close()
@@ -50,14 +50,14 @@ def test_each_line_of_metrics_is_a_json_object(tmp_path, capsys):
 
 
 def test_resumed_run_removes_later_steps_from_its_logs(tmp_path):
-    log = RunLog(config(tmp_path), None)
+    log = open_log(config(tmp_path), None)
     log.say("the plan")
     write(log, range(6))
     log.text(4, "a line\nstep 1/10 of the text itself")
     log.close()
     with open(tmp_path / "logs" / "metrics.jsonl", "a") as file:
         file.write('{"step": 6, "lo')  # an incomplete line, as a killed run leaves it
-    log = RunLog(config(tmp_path), 4)
+    log = open_log(config(tmp_path), 4)
     write(log, range(4, 8), value=2.0)
     log.close()
     assert [(r["step"], r["loss"]) for r in records(tmp_path)] == [(s, 1.0) for s in range(4)] + [
@@ -71,10 +71,10 @@ def test_resumed_run_removes_later_steps_from_its_logs(tmp_path):
 
 @pytest.mark.parametrize(("older", "start_step"), [("tiny", None), ("another", 4)], ids=["new run", "another run"])
 def test_logs_of_a_different_run_are_renamed_and_kept_whole(tmp_path, older, start_step):
-    log = RunLog(dataclasses.replace(config(tmp_path), run_name=older), None)
+    log = open_log(dataclasses.replace(config(tmp_path), run_name=older), None)
     write(log, range(6))
     log.close()
-    log = RunLog(config(tmp_path), start_step)
+    log = open_log(config(tmp_path), start_step)
     write(log, [4], value=2.0)
     log.close()
     assert len([name for name in os.listdir(tmp_path / "logs") if "-until-" in name]) == 2
@@ -85,7 +85,7 @@ def test_logs_of_a_different_run_are_renamed_and_kept_whole(tmp_path, older, sta
 
 
 def test_full_disk_is_one_warning_and_loses_only_records(tmp_path, monkeypatch, capsys):
-    log = RunLog(config(tmp_path), None)
+    log = open_log(config(tmp_path), None)
 
     class Full:
         name = "log.txt"
@@ -102,10 +102,10 @@ def test_full_disk_is_one_warning_and_loses_only_records(tmp_path, monkeypatch, 
 
 
 def test_tensorboard_curves_have_no_duplicate_steps_after_a_resume(tmp_path):
-    log = RunLog(config(tmp_path, use_tensorboard=True), None)
+    log = open_log(config(tmp_path, use_tensorboard=True), None)
     write(log, range(6), value=1.0)
     log.close()
-    log = RunLog(config(tmp_path, use_tensorboard=True), 4)
+    log = open_log(config(tmp_path, use_tensorboard=True), 4)
     write(log, range(4, 8), value=2.0)
     model = torch.nn.Linear(200, 200)
     model(torch.ones(200)).sum().backward()
@@ -126,13 +126,13 @@ def test_tensorboard_curves_have_no_duplicate_steps_after_a_resume(tmp_path):
 
 
 def result(step: int) -> StepResult:
-    return StepResult(step, lr=1e-3, loss=2.5, grad_norm=0.5, loss_z=None, spike=False, bad=False, updated=True)
+    return StepResult(step, rows=0, lr=1e-3, loss=2.5, grad_norm=0.5, loss_z=None, spike=False, bad=False, updated=True)
 
 
 @pytest.fixture
 def log(tmp_path):
     options = {"checkpoint_dir": str(tmp_path), "total_batch_size": 1000, "gpu_hour_cost": 3.0}
-    log = RunLog(config(tmp_path, **options), None, max_steps=10, ranks=Ranks(torch.device("cpu"), world_size=4))
+    log = open_log(config(tmp_path, **options), None, max_steps=10, ranks=Ranks(torch.device("cpu"), world_size=4))
     yield log
     log.close()
 

@@ -47,16 +47,20 @@ def run(tmp_path, monkeypatch):
         run.captured.append(run.step)
         return Captured(content(run.step))
 
-    writer = CheckpointWriter(tmp_path, keep=3)
-    run.saves = Saves(config, Ranks(torch.device("cpu")), capture, run.log, writer)
+    writer = CheckpointWriter(tmp_path, run.log, keep=3)
+    run.saves = Saves(config, Ranks(torch.device("cpu")), run.log, Mock(), writer)
+
+    def save_if_due():
+        if run.saves.is_due(run.step, [], False):
+            run.saves.save(run.step, capture, [])
 
     def at(step, seconds=0.0):
         run.step, clock.now_s = step, clock.now_s + seconds
-        run.saves.save_if_due(step, [], False, bool)
+        run.save_if_due()
         writer.wait()
         return names(tmp_path)
 
-    run.at = at
+    run.at, run.save_if_due = at, save_if_due
     yield run
     run.saves.close()
 
@@ -92,15 +96,14 @@ def test_timed_saves_pause_training_for_at_most_one_percent(run):
 def test_timed_save_does_not_wait_for_a_slow_save_but_the_last_one_does_with_signs_of_life(run, monkeypatch):
     may_write, real = threading.Event(), torch.save
     monkeypatch.setattr(torch, "save", lambda *args: (may_write.wait(10), real(*args)))
-    run.step = 10
-    run.saves.save_if_due(10, [], False, bool)
-    run.clock.now_s += 1000
-    run.saves.save_if_due(11, [], False, bool)
+    for run.step in (10, 11):
+        run.save_if_due()
+        run.clock.now_s += 1000
     assert run.captured == [10]
     run.log.beat.assert_not_called()
-    threading.Timer(0.3, may_write.set).start()
-    run.saves.finish(10)
-    assert run.log.beat.call_count > 5
+    threading.Timer(1.5, may_write.set).start()
+    assert run.saves.is_saved(10)
+    run.log.beat.assert_called()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -5,16 +5,14 @@ from statistics import fmean, pstdev
 
 import pytest
 import torch
-from conftest import TINY, write_data
+from conftest import built, write_data
 from hypothesis import given
 from hypothesis import strategies as st
 
 import train
-from config import TrainConfig, parse_args
-from dataloader import BatchLoader, open_data
-from steadygpt.distributed import Ranks, StopSignal
+from config import TrainConfig
+from steadygpt.distributed import Ranks
 from steadygpt.stability import SPIKE_WINDOW, Judge, Pending, StepResult
-from steadygpt.start import Start
 
 CPU = torch.device("cpu")
 
@@ -29,7 +27,7 @@ def results(
         scale = torch.tensor(scales[step]) if scales else None
         grad_norm = torch.tensor(math.inf if scales and scales[step] < 2**16 else 1.0)
         skipped, numbers = judge(torch.tensor(loss), grad_norm, scale)
-        found.append(Pending(step, 1e-3, numbers, scale is not None).result())
+        found.append(Pending(step, 0, 1e-3, numbers, scale is not None).result())
         assert found[-1].updated == (skipped.item() == 0)
     return found
 
@@ -70,13 +68,11 @@ def test_an_overflow_in_fp16_is_bad_when_no_lower_scale_is_left():
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_step_never_waits_for_the_device(precision, tmp_path, monkeypatch):
     """On CUDA, each of these calls waits until the GPU has finished everything before it."""
-    flags = [*TINY, "--data_dir", str(write_data(tmp_path / "data")), "--skip_spikes", "--precision", precision]
-    config = parse_args(flags)[0]
-    data, ranks = open_data(config), Ranks(CPU)
-    training = train.build_training(Start(config), data, ranks)
-    batches, stop = BatchLoader(data.train, config.mini_batch_size), StopSignal(ranks, 0)
-    train.train_step(training, batches, 1e-3, 0, stop)  # the optimizer's first step allocates its state
-    weights = [parameter.clone() for parameter in training.model.parameters()]
+    data = str(write_data(tmp_path / "data"))
+    run = built("--data_dir", data, "--skip_spikes", "--precision", precision, ranks=Ranks(CPU))
+    batches = run.batches(run.data.train)
+    train.train_step(run, batches)  # the optimizer's first step allocates its state
+    weights = [parameter.clone() for parameter in run.model.parameters()]
 
     def waited(*args):
         raise AssertionError("the step waits for the device")
@@ -84,7 +80,7 @@ def test_a_step_never_waits_for_the_device(precision, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         for name in ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "cpu"):
             patched.setattr(torch.Tensor, name, waited)
-        pending = train.train_step(training, batches, 1e-3, 1, stop)
+        pending = train.train_step(run, batches)
     batches.close()
     assert pending.result().updated
-    assert not any(torch.equal(old, new) for old, new in zip(weights, training.model.parameters(), strict=True))
+    assert not any(torch.equal(old, new) for old, new in zip(weights, run.model.parameters(), strict=True))

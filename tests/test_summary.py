@@ -79,7 +79,7 @@ def test_summary_of_a_resumed_run_has_its_whole_time_and_the_steps_of_this_start
     assert summary(workdir)["tokens"].startswith("512, ")
 
 
-@pytest.mark.parametrize(("module", "function"), [(train.nn.utils, "clip_grad_norm_"), (train, "build_training")])
+@pytest.mark.parametrize(("module", "function"), [(train.nn.utils, "clip_grad_norm_"), (train, "build_model")])
 def test_exception_is_the_reason_of_a_failed_run(workdir, monkeypatch, module, function):
     def fail(*_):
         raise RuntimeError("CUDA error: an illegal memory access\nCompile with ...")

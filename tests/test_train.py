@@ -1,6 +1,5 @@
 """Training runs: the same results on any number of ranks and with any memory option, evaluation, errors, schedule."""
 
-import dataclasses
 import gzip
 import json
 import math
@@ -177,12 +176,15 @@ def test_evaluation_and_samples_do_not_change_training(workdir):
     assert all(torch.equal(plain["model"][name], evaluated["model"][name]) for name in plain["model"])
 
 
+def read_late(monkeypatch) -> None:
+    """Read the results of a step while the next one runs, as on CUDA."""
+    monkeypatch.setattr(train, "Results", lambda *args, real=train.Results: real(*args[:-1], 1))
+
+
 def test_reading_results_one_step_late_changes_nothing(workdir, monkeypatch):
-    """On CUDA, the result of a step is read while the next step runs."""
     flags = ("--max_steps", "12", "--checkpoint_freq", "3", "--eval_freq", "4", *DROPOUT)
     assert run_here(*flags, *folders("a")) == 0
-    build = train.build_training
-    monkeypatch.setattr(train, "build_training", lambda *args: dataclasses.replace(build(*args), late=1))
+    read_late(monkeypatch)
     assert run_here(*flags, *folders("b")) == 0
     for key in ("loss", "grad_norm", "val_loss", "lr", "epoch"):
         assert metrics("logs-a", key) == metrics("logs-b", key), key
@@ -195,18 +197,19 @@ def test_reading_results_one_step_late_changes_nothing(workdir, monkeypatch):
 
 def test_bad_steps_read_late_stop_the_run_at_the_last_good_step(workdir, monkeypatch):
     """Step 7 is good, and starts before the result of step 6 is read; it must not change the weights any more."""
-    build, step_of_run, now = train.build_training, train.train_step, {"step": 0}
+    build, step_of_run, now = train.build_model, train.train_step, {"step": 0}
 
-    def build_late(*args):
-        training = dataclasses.replace(build(*args), late=1)
-        training.model.register_forward_hook(lambda *_: _[-1] * math.nan if now["step"] in (5, 6) else None)
-        return training
+    def build_bad(*args):
+        model, optimizer = build(*args)
+        model.register_forward_hook(lambda *_: _[-1] * math.nan if now["step"] in (5, 6) else None)
+        return model, optimizer
 
-    def step_taken(training, batches, lr, step, stop):
-        now["step"] = step
-        return step_of_run(training, batches, lr, step, stop)
+    def step_taken(run, batches):
+        now["step"] = run.state.step
+        return step_of_run(run, batches)
 
-    monkeypatch.setattr(train, "build_training", build_late)
+    read_late(monkeypatch)
+    monkeypatch.setattr(train, "build_model", build_bad)
     monkeypatch.setattr(train, "train_step", step_taken)
     flags = ("--max_steps", "12", "--max_bad_steps", "2", "--checkpoint_freq", "5")
     assert run_here(*flags, *folders("a")) == 1

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import run_here
+from conftest import open_log, run_here
 from harness import Run
 
 from config import TrainConfig
 from steadygpt import wandb_sink
 from steadygpt.cli import UserError, option
-from steadygpt.runlog import RunLog
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the real package
@@ -98,7 +97,7 @@ def held_after_20_steps(rank: int) -> None:
     compute = train.train_step
 
     def held(*args):
-        if args[3] == 20:
+        if args[0].state.step == 20:
             time.sleep(60)
         return compute(*args)
 
@@ -156,7 +155,7 @@ def wandb(monkeypatch):
 def write(tmp_path, start_step, steps, loss=1.0, resume="latest") -> None:
     """Log some steps of a run of 10."""
     options = {"run_name": "tiny", "logdir": str(tmp_path), "use_wandb": True}
-    log = RunLog(TrainConfig(**options, resume="" if start_step is None else resume), start_step, 10)
+    log = open_log(TrainConfig(**options, resume="" if start_step is None else resume), start_step, 10)
     for step in steps:
         log.record(step, f"step {step}/10", loss=loss)
     log.close()
@@ -231,7 +230,7 @@ def test_secret_options_are_not_sent(tmp_path, wandb, monkeypatch):
         webhook: str = option("", "where to post", secret=True)
 
     monkeypatch.setattr(sys, "argv", ["train.py", "--webhook=https://hooks.example/token"])
-    RunLog(WithSecret(webhook="https://hooks.example/token", logdir=str(tmp_path), use_wandb=True), None).close()
+    open_log(WithSecret(webhook="https://hooks.example/token", logdir=str(tmp_path), use_wandb=True), None).close()
     assert sys.argv == ["train.py", "--webhook=..."]  # wandb records it
     assert "hooks.example" not in str(wandb.config)
     assert wandb.config["max_lr"] == TrainConfig.max_lr
