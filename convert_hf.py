@@ -23,8 +23,6 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from generate import load_model
@@ -49,6 +47,8 @@ from steadygpt.foreign import (
     write_config,
 )
 from steadygpt.tokenizer import END_OF_TEXT, get_tokenizer, hugging_face_tokenizer, vocab_size_of
+
+NEEDS = "needs safetensors and tokenizers; pip install safetensors tokenizers"
 
 
 @dataclass(frozen=True)
@@ -253,6 +253,11 @@ def _import(
 
 
 def _read_safetensors(folder: Path, source: str, family: Family) -> dict[str, Tensor]:
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+    except ImportError:
+        raise UserError(f"{source}: {NEEDS}") from None
     # Large models have several files; their index holds no further information.
     files = [folder / "model.safetensors"]
     if not files[0].is_file():
@@ -293,6 +298,11 @@ def write_folder(checkpoint: dict, folder: Path) -> list[str]:
 
     Returns: warnings for the user.
     """
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+    except ImportError:
+        raise UserError(f"{folder}: {NEEDS}") from None
     config = load_model(checkpoint).config
     kind = find_family(config)
     family = FAMILIES[kind]

@@ -96,6 +96,14 @@ def test_half_precision_weights_become_fp32(tmp_path):
     assert torch.equal(weights["wte.weight"][:1000], model.gpt_neox.embed_in.weight.float())
 
 
+def test_without_safetensors_the_error_names_the_packages(tmp_path, monkeypatch):
+    write_folder(checkpoint_of(SMALL), tmp_path / "a")
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    for use in (lambda: read_weights(str(tmp_path / "a")), lambda: write_folder(checkpoint_of(SMALL), tmp_path / "b")):
+        with pytest.raises(UserError, match="needs safetensors and tokenizers; pip install"):
+            use()
+
+
 def test_zero_biases_of_an_export_are_removed_but_trained_ones_kept(tmp_path):
     write_folder(checkpoint_of(dataclasses.replace(SMALL, bias=False)), tmp_path / "a")
     assert not read_weights(str(tmp_path / "a"))["model_config"]["bias"]
