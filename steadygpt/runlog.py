@@ -181,10 +181,14 @@ class RunLog:
 
     def evaluation(self, step: int, found: str, **scores: float) -> None:
         """Log the result of an evaluation after `step` updates, in words and numbers."""
-        self.record(step, f"step {step}/{self.max_steps} | {found}", **scores)
+        place = f"step {step}/{self.max_steps} | " if self.is_open else ""
+        self.record(step, f"{place}{found}", **scores)
 
     def text(self, step: int, text: str) -> None:
         """Log a sample of text that the model of this step has written."""
+        if not self.is_open:
+            self.say(f"sample {json.dumps(text, ensure_ascii=False)}")
+            return
         text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)  # no terminal escape codes
         self.say(f"step {step}/{self.max_steps} | sample:")
         self.say(text, step)

@@ -46,6 +46,7 @@ class Saver:
         defaults = {"mirror_keep": 10, "keep_epochs": 0, "mirror_minutes": 0.0, "run_name": run, "tensorboard_dir": ""}
         self.config = SimpleNamespace(**defaults | {"checkpoint_dir": folder, "logdir": folder / "logs"} | options)
         self.log = Mock()
+        folder.mkdir(exist_ok=True)
         uploads = Uploads(self.mirror, self.config, self.log)
         self.writer = CheckpointWriter(folder, self.log, keep=4, uploads=uploads)
 
@@ -94,7 +95,7 @@ def files(folder: Path, pattern: str = "step_*") -> list[str]:
 
 def test_checkpoint_is_uploaded_once_under_all_of_its_names(saver, tmp_path):
     saver.save(1, "rolling_step_000001.pt", "epoch_00001.pt")
-    saver.writer.record({1: {"val_loss": 3.5}}, best=1)
+    saver.writer.record(1, {"val_loss": 3.5}, best=True)
     saver.writer.close()
     names = ["latest.pt", "rolling_step_000001.pt", "epoch_00001.pt", "best_model.pt"]
     assert saver.uploaded() == dict.fromkeys(names, 1)
@@ -417,9 +418,10 @@ def test_unreachable_mirror(machines, s3, capsys, monkeypatch):
     run_here(*FLAGS, "--mirror", url, "--max_steps", "4")
     address = os.environ["AWS_ENDPOINT_URL"]
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    monkeypatch.setattr(uploads, "GIVE_UP_S", 0.5)
     capsys.readouterr()
-    assert run_here("--resume", "--max_steps", "6") == 0  # trains on, and says what is not uploaded
+    with monkeypatch.context() as patch:
+        patch.setattr(uploads, "GIVE_UP_S", 0.5)
+        assert run_here("--resume", "--max_steps", "6") == 0  # trains on, and says what is not uploaded
     out, err = capsys.readouterr()
     assert "which may have a newer checkpoint: " in out
     assert re.search("warning: not uploaded: latest.pt and . more; scripts/upload_manager.py upload-all", err)

@@ -21,7 +21,7 @@ from steadygpt import start
 from steadygpt.cli import UserError
 from steadygpt.distributed import joined
 from steadygpt.shards import check_listing, listing
-from steadygpt.start import check_resume
+from steadygpt.start import check_other_machines, find_start
 
 linux = pytest.mark.skipif(
     sys.platform != "linux", reason="other systems have no 127.0.0.2, and no parent-death signal"
@@ -143,7 +143,8 @@ def refused(message: str, check) -> None:
 
 def refuse_to_resume(which: str, message: str) -> None:
     os.chdir(f"node{1 - int(os.environ['RANK'])}")
-    refused(message, lambda ranks: check_resume(parse_args(["--resume", which])[0], ranks))
+    config, held = parse_args(["--resume", which])[0], contextlib.ExitStack()
+    refused(message, lambda ranks: find_start(config, {}, ranks, held, None))
 
 
 @pytest.fixture
@@ -177,7 +178,7 @@ def share_a_folder() -> None:
     if os.environ["RANK"] == "0":
         start.checkpoint_files = lambda folder: []  # like an NFS client that has yet to see the new files
     with joined("cpu") as ranks:
-        check_resume(parse_args(["--resume", "auto", "--checkpoint_dir", "node0/checkpoints"])[0], ranks)
+        check_other_machines(Path("node0/checkpoints"), ranks)
 
 
 def test_a_shared_folder_is_not_another_nodes(nodes):

@@ -87,15 +87,12 @@ def test_logs_of_a_different_run_are_renamed_and_kept_whole(tmp_path, older, sta
 def test_full_disk_is_one_warning_and_loses_only_records(tmp_path, monkeypatch, capsys):
     log = open_log(config(tmp_path), None)
 
-    class Full:
-        name = "log.txt"
+    def full(text):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-        def write(self, text):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    real, log.log = log.log, Full()
-    write(log, range(3))
-    log.log = real
+    with monkeypatch.context() as patch:
+        patch.setattr(log.text_file, "write", full)
+        write(log, range(3))
     log.close()
     assert capsys.readouterr().err.count("cannot write to log.txt: ") == 1
     assert len((tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()) == 3
