@@ -17,7 +17,7 @@ from model import GPT, GPTConfig
 from steadygpt.checkpoint import open_checkpoint
 from steadygpt.cli import CheckpointOptions, UserError, option, parse_options, run_cli
 from steadygpt.device import any_length, autocast, choose_precision, evaluating
-from steadygpt.distributed import joined
+from steadygpt.ranks import joined
 from steadygpt.tokenizer import get_tokenizer
 
 

@@ -28,8 +28,8 @@ from model import GPT
 from steadygpt.checkpoint import open_checkpoint
 from steadygpt.cli import CheckpointOptions, UserError, option, parse_options, run_cli
 from steadygpt.device import any_length, autocast, choose_precision, evaluating
-from steadygpt.distributed import Ranks, joined
 from steadygpt.loss import IGNORED_TARGET
+from steadygpt.ranks import Ranks, joined
 from steadygpt.tasks import EXPECTED, STYLES, TASKS, Example, load_examples, parse_tasks
 from steadygpt.tokenizer import get_tokenizer
 

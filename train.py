@@ -30,17 +30,25 @@ from dataloader import BatchLoader, Data, RowStream, open_data
 from generate import sample_texts
 from model import GPT, GPTConfig
 from steadygpt import checkpoint as checkpoints
-from steadygpt import distributed
+from steadygpt import parallel
 from steadygpt.checkpoint import TrainState
 from steadygpt.cli import run_cli
 from steadygpt.device import autocast, evaluating, profiled, use_fp8
-from steadygpt.distributed import Ranks, Stopped, StopSignal
 from steadygpt.forecast import forecast, measure_step_s
 from steadygpt.loss import IGNORED_TARGET
 from steadygpt.mirror import Mirror
 from steadygpt.optim import checkpoint_bytes, make_optimizer, skips_on_device, update_unless
 from steadygpt.outputs import open_outputs, verified
 from steadygpt.plan import describe, out_of_memory_explained
+from steadygpt.ranks import (
+    Ranks,
+    Stopped,
+    StopSignal,
+    end_with_torchrun,
+    is_on_one_node,
+    joined,
+    world_size_of_environment,
+)
 from steadygpt.retry import brief
 from steadygpt.runlog import RunLog
 from steadygpt.saves import Saves
@@ -101,7 +109,7 @@ def build_model(start: Start, shape: GPTConfig, ranks: Ranks) -> tuple[GPT, torc
         use_fp8(model.h, device)
     if fsdp:
         shards = config.shards(ranks.world_size)
-        distributed.shard(model, model.h, ranks, shards, config.precision, config.cpu_offload)
+        parallel.shard(model, model.h, ranks, shards, config.precision, config.cpu_offload)
     if loaded:
         checkpoints.check_weights(loaded["model"], model, ranks)
         fill(model, loaded["model"].__getitem__, ranks)
@@ -136,7 +144,7 @@ def build_run(plan: "Plan", log: RunLog, held: ExitStack) -> Run:
         scaler.load_state_dict(start.checkpoint["scaler"])
     forward: nn.Module = model.compiled() if config.compiles(device.type) else model
     if ranks.world_size > 1 and config.sharding == "ddp":
-        forward = distributed.replicate(forward, ranks)
+        forward = parallel.replicate(forward, ranks)
     judge = Judge(config, device, state.recent_losses, state.bad_steps)
     late = int(device.type == "cuda" and skips_on_device(optimizer, device))
     results = Results(state, schedule, log, config.max_bad_steps, late)
@@ -169,7 +177,7 @@ def train_step(run: Run, batches: BatchLoader) -> Pending:
     for micro_step in range(micro_steps):
         run.stop.check()
         inputs, targets = batches.next()
-        with distributed.gradient_sync(run.forward, last=micro_step == micro_steps - 1):
+        with parallel.gradient_sync(run.forward, last=micro_step == micro_steps - 1):
             with run.autocast():
                 loss = run.forward(inputs, targets) / micro_steps
             run.scaler.scale(loss).backward()
@@ -180,7 +188,7 @@ def train_step(run: Run, batches: BatchLoader) -> Pending:
     loss_scale = run.scaler.scale(torch.ones((), device=ranks.device)) if run.scaler.is_enabled() else None
     # Loss and norm are global, so all ranks make the same decision when one of them has a NaN or a spike.
     mean_loss = ranks.sum(loss_sum) / ranks.world_size
-    skipped, numbers = run.judge(mean_loss, distributed.full_tensor(norm).to(ranks.device), loss_scale)
+    skipped, numbers = run.judge(mean_loss, parallel.full_tensor(norm).to(ranks.device), loss_scale)
     run.host_copy.wait_before_update()
     update_unless(skipped, run.optimizer)
     rows = run.state.rows_consumed + run.schedule.rows_per_step
@@ -409,7 +417,7 @@ def launch(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, data: Da
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    distributed.end_with_torchrun()
+    end_with_torchrun()
     config, given = parse_args(sys.argv[1:] if argv is None else argv)
     if config.list_checkpoints:
         folder = Path(config.checkpoint_dir)
@@ -421,13 +429,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     data = None
     with preset_named(config.config, given):
         # Report mistakes before waiting for other ranks, unless they are on other nodes, where they would wait in vain.
-        if not config.resume and config.init_from == "scratch" and distributed.is_on_one_node():
+        if not config.resume and config.init_from == "scratch" and is_on_one_node():
             data = open_data(config)
             strict_warmup = given.get("warmup_steps") == "flag"
-            world_size = distributed.world_size_of_environment()
+            world_size = world_size_of_environment()
             first = config.with_tokens_of_step(world_size).with_even_rows(world_size)
             make_schedule(first, data, world_size, strict_warmup=strict_warmup)
-        with distributed.joined(config.device, config.timeout_minutes) as ranks:
+        with joined(config.device, config.timeout_minutes) as ranks:
             try:
                 return launch(config, given, ranks, data)
             except Stopped:  # in a measurement or an evaluation; a run has its own end

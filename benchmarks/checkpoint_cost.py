@@ -21,8 +21,8 @@ from config import TrainConfig
 from model import GPT, GPTConfig
 from steadygpt.checkpoint import Captured
 from steadygpt.device import autocast, native_precision
-from steadygpt.distributed import Ranks, joined
 from steadygpt.optim import make_optimizer
+from steadygpt.ranks import Ranks, joined
 from steadygpt.runlog import RunLog
 from steadygpt.saves import CheckpointWriter
 from steadygpt.state import HostCopy

@@ -21,7 +21,7 @@ from benchmarks.compare import benchmark_parser, in_turn, pairs_of_equal_precisi
 from generate import generate
 from model import GPT, GPTConfig
 from steadygpt.device import autocast, evaluating
-from steadygpt.distributed import joined
+from steadygpt.ranks import joined
 
 
 def nanogpt_model(file: Path) -> ModuleType:

@@ -31,7 +31,7 @@ from benchmarks.compare import REPO, flags, summary, write_json
 from benchmarks.train_speed import write_tokens
 from config import parse_args
 from model import GPTConfig
-from steadygpt import distributed
+from steadygpt import ranks as machine
 from steadygpt.cli import run_cli
 
 SMALL = flags(num_layers=4, num_heads=8, embd_size=512, context_length=520, mini_batch_size=2)
@@ -70,7 +70,7 @@ def train_once(folder: Path, options: list[str], ranks: int, keep_freed: bool) -
 
 def train_rank() -> int:
     """Run train.py, with freed memory returned to the system."""
-    distributed.keep_freed_memory = lambda: None
+    machine.keep_freed_memory = lambda: None
     return train.main(sys.argv[2:])
 
 

@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from config import TrainConfig
 from steadygpt.checkpoint import LATEST, NAMED, find_checkpoint
 from steadygpt.cli import OptionError, UserError, option, parse_options, run_cli
-from steadygpt.distributed import Ranks
 from steadygpt.durable import lock_folder
 from steadygpt.mirror import Mirror
+from steadygpt.ranks import Ranks
 from steadygpt.runlog import RunLog
 from steadygpt.start import resume_config
 from steadygpt.status import STATUS, read_status

@@ -27,7 +27,7 @@ from torch import nn
 
 from steadygpt.cli import UserError, shown_options
 from steadygpt.device import process_age_s
-from steadygpt.distributed import Ranks
+from steadygpt.ranks import Ranks
 
 if TYPE_CHECKING:
     from train import Run

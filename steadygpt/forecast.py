@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from steadygpt.device import PEAK_FLOPS, device_name
-from steadygpt.distributed import Ranks
+from steadygpt.ranks import Ranks
 from steadygpt.units import duration_text
 
 if TYPE_CHECKING:

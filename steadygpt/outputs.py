@@ -9,9 +9,9 @@ import torch
 
 from steadygpt.checkpoint import LATEST, summary
 from steadygpt.cli import shown_options
-from steadygpt.distributed import Ranks, StopSignal
 from steadygpt.durable import lock_folder, replace_file
 from steadygpt.mirror import Mirror, restore_files
+from steadygpt.ranks import Ranks, StopSignal
 from steadygpt.retry import NoAnswer
 from steadygpt.runlog import RunLog
 from steadygpt.saves import CheckpointWriter, Saves, clean_folder

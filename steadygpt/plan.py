@@ -16,8 +16,8 @@ from steadygpt.checkpoint import LATEST, git_commit
 from steadygpt.cli import RankError, UserError, options_of
 from steadygpt.device import AUTOCAST, autocast, device_name, is_out_of_memory, memory_bytes, use_fp8
 from steadygpt.disk import existing
-from steadygpt.distributed import Ranks
 from steadygpt.optim import checkpoint_bytes
+from steadygpt.ranks import Ranks
 from steadygpt.saves import interval_text
 
 STATIC, COPY = "weights, gradients and optimizer", "copy for checkpoints"

@@ -24,8 +24,8 @@ from torch import nn
 from steadygpt.alerts import Alerts
 from steadygpt.cli import mute
 from steadygpt.device import device_name, peak_flops, peak_memory_bytes
-from steadygpt.distributed import Ranks
 from steadygpt.durable import fsync_folder, replace_file
+from steadygpt.ranks import Ranks
 from steadygpt.retry import brief
 from steadygpt.stability import StepResult, Totals
 from steadygpt.status import STATUS, write_status

@@ -27,8 +27,8 @@ from steadygpt.checkpoint import (
     summary,
 )
 from steadygpt.cli import UserError
-from steadygpt.distributed import Ranks, StopSignal
 from steadygpt.durable import fsync_folder, link_file, replace_file, write_temporary
+from steadygpt.ranks import Ranks, StopSignal
 from steadygpt.runlog import RunLog
 from steadygpt.units import duration_text
 from steadygpt.uploads import Uploads

@@ -23,10 +23,10 @@ from steadygpt.checkpoint import (
 )
 from steadygpt.cli import UserError, options_of
 from steadygpt.device import choose_precision, set_up
-from steadygpt.distributed import Ranks
 from steadygpt.durable import fsync_folder, link_file, lock_folder
 from steadygpt.mirror import Mirror, newer_checkpoint, restore_files
 from steadygpt.plan import with_fitting_rows
+from steadygpt.ranks import Ranks
 from steadygpt.retry import NoAnswer
 from steadygpt.schedule import Schedule, make_schedule, notes_of_decay
 from steadygpt.status import read_status

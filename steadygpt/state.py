@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from steadygpt.distributed import Ranks, full_tensor, own_part
+from steadygpt.parallel import full_tensor, own_part
+from steadygpt.ranks import Ranks
 
 if TYPE_CHECKING:
     from model import GPT

@@ -12,7 +12,7 @@ from steadygpt.cli import UserError
 from steadygpt.retry import NoAnswer, Service, brief
 
 if TYPE_CHECKING:
-    from steadygpt.distributed import Ranks
+    from steadygpt.ranks import Ranks
 
 END_OF_TEXT = "<|endoftext|>"  # begins every document
 

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 
-from steadygpt.distributed import Ranks
+from steadygpt.ranks import Ranks
 from steadygpt.runlog import RunLog
 from steadygpt.shards import write_shard
 

@@ -9,8 +9,8 @@ from test_distributed import batch, sharded
 from test_model import ids, small
 
 from steadygpt.device import evaluating
-from steadygpt.distributed import joined
 from steadygpt.loss import IGNORED_TARGET
+from steadygpt.ranks import joined
 
 ROTARY = {"rotary_pct": 1.0, "qk_norm": True}
 

@@ -17,8 +17,8 @@ import prepare_dataset
 from config import ELSEWHERE, FIELDS, PRESETS, TrainConfig, parse_args
 from model import GPT, GPTConfig
 from steadygpt.cli import UserError
-from steadygpt.distributed import Ranks
 from steadygpt.plan import estimate_memory
+from steadygpt.ranks import Ranks
 
 
 def parse(*argv: str) -> TrainConfig:

@@ -18,7 +18,7 @@ from steadygpt import device, host
 from steadygpt.attention import kernel_name
 from steadygpt.cli import RankError, UserError
 from steadygpt.device import autocast, choose_precision, evaluating, memory_bytes, product_rates, use_fp8
-from steadygpt.distributed import Ranks
+from steadygpt.ranks import Ranks
 
 SHAPE = GPTConfig(embd_size=64)
 

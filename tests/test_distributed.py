@@ -14,8 +14,9 @@ from torch import nn
 import train
 from hellaswag_eval import Tree, ending_losses
 from model import GPT, GPTConfig
-from steadygpt.distributed import Ranks, Stopped, StopSignal, joined, shard
 from steadygpt.optim import update_unless
+from steadygpt.parallel import shard
+from steadygpt.ranks import Ranks, Stopped, StopSignal, joined
 from steadygpt.state import HostCopy, fill
 from steadygpt.workers import usable_cores
 

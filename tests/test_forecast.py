@@ -10,8 +10,8 @@ from conftest import run_here
 from config import TrainConfig
 from model import GPT
 from steadygpt import forecast as forecasts
-from steadygpt.distributed import Ranks
 from steadygpt.forecast import forecast, measure_step_s, work_per_token
+from steadygpt.ranks import Ranks
 from steadygpt.schedule import Schedule
 from steadygpt.units import duration_text
 

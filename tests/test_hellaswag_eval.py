@@ -17,7 +17,7 @@ from hellaswag_eval import ROUNDING, Tree, close_calls, ending_losses, evaluate,
 from model import GPT, GPTConfig
 from steadygpt import retry
 from steadygpt.cli import UserError
-from steadygpt.distributed import Ranks, Stopped
+from steadygpt.ranks import Ranks, Stopped
 from steadygpt.tasks import Example, lm_eval_hellaswag, load_examples
 from steadygpt.tokenizer import get_tokenizer
 

@@ -20,8 +20,8 @@ import train
 from steadygpt import uploads
 from steadygpt.checkpoint import Captured, read_checkpoint
 from steadygpt.cli import UserError
-from steadygpt.distributed import Stopped
 from steadygpt.mirror import Mirror
+from steadygpt.ranks import Stopped
 from steadygpt.saves import CheckpointWriter, Saves
 from steadygpt.uploads import Uploads
 

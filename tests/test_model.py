@@ -14,9 +14,9 @@ from generate import load_model
 from model import GPT, AttentionArgs, GPTConfig
 from steadygpt.attention import attention_in_blocks
 from steadygpt.device import evaluating
-from steadygpt.distributed import Ranks
 from steadygpt.loss import IGNORED_TARGET
 from steadygpt.optim import make_optimizer
+from steadygpt.ranks import Ranks
 
 ALONE = Ranks(torch.device("cpu"))
 SMALL = GPTConfig(vocab_size=101, context_length=12, num_layers=3, num_heads=2, embd_size=16)

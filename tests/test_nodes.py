@@ -19,7 +19,7 @@ from config import parse_args
 from dataloader import open_data
 from steadygpt import start
 from steadygpt.cli import UserError
-from steadygpt.distributed import joined
+from steadygpt.ranks import joined
 from steadygpt.shards import check_listing, listing
 from steadygpt.start import check_other_machines, find_start
 

@@ -24,10 +24,10 @@ import hellaswag_eval
 from config import TrainConfig
 from generate import KVCache, generate
 from model import GPT, GPTConfig
-from steadygpt import distributed
+from steadygpt import parallel
 from steadygpt.device import autocast, use_fp8
-from steadygpt.distributed import Ranks
 from steadygpt.optim import make_optimizer, update_unless
+from steadygpt.ranks import Ranks
 
 SHAPE = GPTConfig(vocab_size=257, context_length=32, num_layers=2, num_heads=2, embd_size=128)
 NEOX = {"rotary_pct": 0.25, "parallel_residual": True, "tied_head": False, "activation": "gelu"}
@@ -305,7 +305,7 @@ def replicate_alone(device_type: str) -> None:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     expected = gradients(build(device), device)
     model = build(device)
-    forward = distributed.replicate(model, Ranks(device))
+    forward = parallel.replicate(model, Ranks(device))
     loss = forward(tokens(device), tokens(device, seed=1))
     loss.backward()
     assert_close([loss, *(parameter.grad for parameter in model.parameters())], expected, 1e-5)

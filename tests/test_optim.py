@@ -7,8 +7,8 @@ from conftest import in_ranks
 from config import TrainConfig
 from model import GPT, GPTConfig
 from steadygpt import optim
-from steadygpt.distributed import Ranks, joined
 from steadygpt.optim import Muon, make_optimizer, newton_schulz, orthogonalized
+from steadygpt.ranks import Ranks, joined
 
 ALONE = Ranks(torch.device("cpu"))
 SMALL = GPTConfig(

@@ -14,8 +14,8 @@ from config import TrainConfig, parse_args
 from model import GPT
 from steadygpt import plan
 from steadygpt.cli import UserError
-from steadygpt.distributed import Ranks
 from steadygpt.plan import COPY, FITS, STATIC, estimate_memory, needed_bytes, what_would_fit, with_fitting_rows
+from steadygpt.ranks import Ranks
 from steadygpt.saves import num_bytes
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

@@ -15,7 +15,7 @@ from conftest import open_log, scalars
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from config import TrainConfig
-from steadygpt.distributed import Ranks
+from steadygpt.ranks import Ranks
 from steadygpt.runlog import RunLog
 from steadygpt.stability import StepResult
 from steadygpt.status import read_status

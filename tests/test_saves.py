@@ -17,7 +17,7 @@ from test_checkpoint import content, names
 
 from steadygpt import saves
 from steadygpt.checkpoint import Captured
-from steadygpt.distributed import Ranks
+from steadygpt.ranks import Ranks
 from steadygpt.runlog import RunLog
 from steadygpt.saves import CheckpointWriter, Saves
 

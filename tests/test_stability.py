@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import train
 from config import TrainConfig
-from steadygpt.distributed import Ranks
+from steadygpt.ranks import Ranks
 from steadygpt.stability import SPIKE_WINDOW, Judge, Pending, StepResult
 
 CPU = torch.device("cpu")

@@ -3,7 +3,7 @@
 import torch
 
 from model import GPT, GPTConfig
-from steadygpt.distributed import Ranks
+from steadygpt.ranks import Ranks
 from steadygpt.state import HostCopy, fill, restore_optimizer
 
 RANKS = Ranks(torch.device("cpu"))

@@ -18,7 +18,7 @@ from convert_hf import write_folder
 from hellaswag_eval import close_calls, ending_losses, evaluate, tokenize
 from model import GPT, GPTConfig
 from steadygpt.cli import UserError
-from steadygpt.distributed import Ranks
+from steadygpt.ranks import Ranks
 from steadygpt.tasks import TASKS, Example, load_examples, parse_tasks
 from steadygpt.tokenizer import get_tokenizer
 

@@ -296,7 +296,7 @@ def test_with_fsdp_the_whole_model_is_never_in_memory(workdir, monkeypatch):
         built.extend({parameter.device.type for parameter in model.parameters()})
         raise UserError("seen")
 
-    monkeypatch.setattr(train.distributed, "shard", shard)
+    monkeypatch.setattr(train.parallel, "shard", shard)
     with pytest.raises(UserError, match="seen"):
         run_here("--sharding", "fsdp", *folders("a"))
     assert built == ["meta"]
