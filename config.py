@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model import GPTConfig
-from steadygpt.alerts import check_url
 from steadygpt.cli import UserError, check_options, option, options_of, read_flags
 from steadygpt.tasks import EXPECTED, parse_tasks
 
+WEBHOOK = re.compile(r"https?://([\w.-]+|\[[\da-f:]+\])(:\d+)?(/[!-~]*)?", re.ASCII | re.IGNORECASE)
 PRESETS = Path(__file__).resolve().parent / "configs"
 
 
@@ -148,8 +148,11 @@ class TrainConfig(GPTConfig):
     def __post_init__(self):
         """Raises: OptionError for a value out of bounds."""
         check_options(self)
-        if self.alert_url:
-            check_url(self.alert_url)
+        if self.alert_url and not WEBHOOK.fullmatch(self.alert_url):  # whose error does not repeat it: it is a secret
+            raise UserError(
+                "--alert_url: not the URL of a webhook; expected http:// or https://, a server and a path, without a "
+                "user name (ntfy takes ?auth=... instead). Copy the URL of the webhook again"
+            )
         if not self.init_from:
             raise UserError("--init_from is empty; expected scratch, a folder, a checkpoint file or gpt2")
 

@@ -228,7 +228,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with joined(options.device) as ranks:
         path, checkpoint = open_checkpoint(options.checkpoint, Path(options.checkpoint_dir))
         model, tokenizer = load_model(checkpoint).to(ranks.device), get_tokenizer(checkpoint["tokenizer"])
-        choice = choose_precision(options.precision, ranks.device, model.config, model.config.context_length)
+        sizes = model.config.context_length, model.config.embd_size, model.config.mlp_size
+        choice = choose_precision(options.precision, ranks.device, *sizes)
         precision, _ = ranks.broadcast(choice)
         for name, file in tasks.items():
             examples = load_examples(name, file, options.style)[: options.limit]

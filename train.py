@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,9 @@ from convert_hf import check_fits, read_weights
 from dataloader import BatchLoader, Data, RowStream, open_data
 from generate import sample_texts
 from model import GPT, GPTConfig
-from steadygpt import checkpoint as checkpoints
 from steadygpt import parallel
-from steadygpt.checkpoint import TrainState
-from steadygpt.cli import run_cli
+from steadygpt.checkpoint import FORMAT_VERSION, Captured, TrainState, check_weights, git_commit
+from steadygpt.cli import run_cli, shown_options
 from steadygpt.device import autocast, evaluating, profiled, use_fp8
 from steadygpt.forecast import forecast, measure_step_s
 from steadygpt.loss import IGNORED_TARGET
@@ -111,7 +110,7 @@ def build_model(start: Start, shape: GPTConfig, ranks: Ranks) -> tuple[GPT, torc
         shards = config.shards(ranks.world_size)
         parallel.shard(model, model.h, ranks, shards, config.precision, config.cpu_offload)
     if loaded:
-        checkpoints.check_weights(loaded["model"], model, ranks)
+        check_weights(loaded["model"], model, ranks)
         fill(model, loaded["model"].__getitem__, ranks)
     else:
         torch.manual_seed(config.seed)
@@ -147,7 +146,7 @@ def build_run(plan: "Plan", log: RunLog, held: ExitStack) -> Run:
         forward = parallel.replicate(forward, ranks)
     judge = Judge(config, device, state.recent_losses, state.bad_steps)
     late = int(device.type == "cuda" and skips_on_device(optimizer, device))
-    results = Results(state, schedule, log, config.max_bad_steps, late)
+    results = Results(config, ranks, schedule, state, log, plan.sketch.flops_per_token(), late)
     stop.listen()
     return Run(
         config, ranks, data, schedule, model, forward, optimizer, scaler, state, judge, HostCopy(device), results,
@@ -296,7 +295,29 @@ def train(run: Run, step_ended: Callable[[], None]) -> None:
 def save(run: Run, milestones: Sequence[str] = ()) -> None:
     """Start to save the state of the run; a checkpoint belongs to the results of all of its steps."""
     run.results.flush()
-    run.saves.save(run.state.step, lambda: checkpoints.capture(run), milestones)
+    run.saves.save(run.state.step, lambda: capture(run), milestones)
+
+
+def capture(run: Run) -> Captured:
+    """Start to copy the content of a checkpoint to host memory, valid until the next capture. All ranks call this."""
+    tensors, copied = run.host_copy.start(run.model, run.optimizer, run.ranks)
+    content = {
+        "format_version": FORMAT_VERSION,
+        **asdict(run.state),
+        **tensors,
+        "elapsed_s": run.state.total_s(),
+        "scaler": run.scaler.state_dict(),
+        "model_config": asdict(run.model.config),
+        "train_config": shown_options(run.config),
+        "epoch": run.schedule.epochs(run.state.rows_consumed),
+        "world_size": run.ranks.world_size,
+        "data_fingerprint": run.fingerprint,
+        "tokenizer": run.data.tokenizer,
+        "torch_version": str(torch.__version__),
+        "git_commit": git_commit(),
+        "saved_at": time.time(),
+    }
+    return Captured(content, copied)
 
 
 def run_to_end(run: Run) -> int:
@@ -324,7 +345,7 @@ def run_to_end(run: Run) -> int:
         raise
     finally:
         saves.close()
-        end, *summary = summarize(run, status, reason)
+        end, *summary = summarize(run.results, saves, run.model.num_parameters(), status, reason)
         log.status(status, reason, summary, step=run.state.step)
         log.say("\n".join([end, *summary]))
     saves.finish_uploads()
@@ -394,7 +415,7 @@ def launch(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, data: Da
     with ExitStack() as held:
         plan = make_plan(config, given, ranks, data, held)
         start, config, max_steps = plan.start, plan.start.config, plan.schedule.max_steps
-        log = RunLog(config, ranks, max_steps, plan.sketch.flops_per_token())
+        log = RunLog(config, ranks, max_steps)
         if not config.eval_only and start.is_finished(max_steps, ranks):
             log.say(f"{config.checkpoint_dir}: this run is finished, at step {start.step}. Try a larger --max_steps.")
             return 0

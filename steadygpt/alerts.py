@@ -3,7 +3,6 @@
 import html
 import json
 import math
-import re
 import socket
 import threading
 import urllib.request
@@ -12,10 +11,8 @@ from queue import SimpleQueue
 from time import monotonic
 from urllib.parse import urlsplit
 
-from steadygpt.cli import UserError
 from steadygpt.retry import LONGEST_PAUSE_S, SILENCE_S, asked_pause_s, brief, passing_cause
 
-WEBHOOK = re.compile(r"https?://([\w.-]+|\[[\da-f:]+\])(:\d+)?(/[!-~]*)?", re.ASCII | re.IGNORECASE)
 REPEAT_S = 600.0  # between two messages about the same event
 FIRST_PAUSE_S = 1.0  # between attempts
 GIVE_UP_S = 180.0  # after the first attempt of a message
@@ -33,7 +30,7 @@ class Alerts:
     """A queue of messages and the thread that sends them. No failure of a message reaches the run.
 
     Args:
-        url: of the webhook, which check_url() accepts. It is a secret: only its server may be shown.
+        url: of the webhook, as TrainConfig checks it. It is a secret: only its server may be shown.
         run: the run's name.
         warn: is called in the thread with one line for each outage.
     """
@@ -108,15 +105,3 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
     def redirect_request(self, *_):
         return None
-
-
-def check_url(url: str) -> None:
-    """Check the URL of --alert_url.
-
-    Raises: UserError, which does not repeat the URL.
-    """
-    if not WEBHOOK.fullmatch(url):
-        raise UserError(
-            "--alert_url: not the URL of a webhook; expected http:// or https://, a server and a path, without a user "
-            "name (ntfy takes ?auth=... instead). Copy the URL of the webhook again"
-        )

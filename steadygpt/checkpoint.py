@@ -14,23 +14,19 @@ import json
 import pickle
 import subprocess
 import sys
-import time
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from steadygpt.cli import UserError, shown_options
+from steadygpt.cli import UserError
 from steadygpt.device import process_age_s
 from steadygpt.ranks import Ranks
-
-if TYPE_CHECKING:
-    from train import Run
 
 FORMAT_VERSION = 3
 LATEST, BACKUP, BEST, STABLE = "latest.pt", "latest_backup.pt", "best_model.pt", "stable.pt"
@@ -82,29 +78,6 @@ class Captured:
         if self.copied is not None:
             self.copied.synchronize()
         return self.content
-
-
-def capture(run: "Run") -> Captured:
-    """Start to copy the content of a checkpoint to host memory, valid until the next capture. All ranks call this."""
-    state = run.state
-    tensors, copied = run.host_copy.start(run.model, run.optimizer, run.ranks)
-    content = {
-        "format_version": FORMAT_VERSION,
-        **dataclasses.asdict(state),
-        **tensors,
-        "elapsed_s": state.total_s(),
-        "scaler": run.scaler.state_dict(),
-        "model_config": dataclasses.asdict(run.model.config),
-        "train_config": shown_options(run.config),
-        "epoch": run.schedule.epochs(state.rows_consumed),
-        "world_size": run.ranks.world_size,
-        "data_fingerprint": run.fingerprint,
-        "tokenizer": run.data.tokenizer,
-        "torch_version": str(torch.__version__),
-        "git_commit": git_commit(),
-        "saved_at": time.time(),
-    }
-    return Captured(content, copied)
 
 
 @cache

@@ -9,19 +9,14 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from steadygpt.cli import RankError, UserError
-from steadygpt.host import DEVICES, available_memory_bytes, check_compiler, has_gpu
+from steadygpt.host import DEVICES, available_memory_bytes, has_gpu
 from steadygpt.workers import usable_cores
-
-if TYPE_CHECKING:
-    from config import TrainConfig
-    from model import GPTConfig
 
 MIN_SPEEDUP = 1.2  # of bf16 on a CPU: casts take a part of what products gain, and fp32 rounds less
 PRODUCT_FLOP, PRODUCTS_S = 2e9, 0.15  # at most of a measured product; of all of them
@@ -88,22 +83,22 @@ def native_precision(device: torch.device) -> str:
     return "fp32"
 
 
-def choose_precision(wanted: str, device: torch.device, shape: "GPTConfig", tokens: int) -> tuple[str, str]:
+def choose_precision(wanted: str, device: torch.device, tokens: int, width: int, hidden: int) -> tuple[str, str]:
     """Resolve "auto": on a GPU to bf16 or fp16, on a CPU to bf16 if it multiplies MIN_SPEEDUP times as fast as fp32.
 
     The instructions of a CPU do not tell its speed: without AMX, bf16 may be slower than fp32.
 
     Args:
-        shape: of the model.
         tokens: in a forward pass.
+        width, hidden: of the model's residual stream and of its MLP.
 
     Returns: the precision; and a line with both rates if they were measured, else "".
     """
     native = native_precision(device)
     if wanted != "auto" or device.type != "cpu" or native == "fp32":
         return (native if wanted == "auto" else wanted), ""
-    rows, width = min(tokens, 1024), shape.embd_size
-    hidden = min(shape.mlp_size, max(1, round(PRODUCT_FLOP / (2 * rows * width))))
+    rows = min(tokens, 1024)
+    hidden = min(hidden, max(1, round(PRODUCT_FLOP / (2 * rows * width))))
     fp32, bf16 = product_rates(rows, width, hidden)
     chosen = "bf16" if bf16 >= MIN_SPEEDUP * fp32 else "fp32"
     return chosen, (
@@ -128,23 +123,6 @@ def product_rates(rows: int, width: int, hidden: int) -> tuple[float, float]:
         rounds += 1
     fp32, bf16 = (2 * rows * width * hidden / seconds for seconds in best_s)
     return fp32, bf16
-
-
-def set_up(config: "TrainConfig", device: torch.device) -> None:
-    """Prepare a device for a run whose precision is chosen, before its first matrix product."""
-    precision = config.precision
-    if config.compiles(device.type):
-        check_compiler(device.type)
-    if config.cpu_offload and precision == "fp16" and device.type == "cuda":
-        # GradScaler copies the scale to the host without waiting, and reads it there at once (torch 2.13).
-        raise UserError("--cpu_offload: PyTorch cannot scale fp16 gradients in host memory; try --precision fp32")
-    if device.type == "cuda" and precision == "fp32":  # else HellaSwag's close calls would be scored in TF32 too
-        torch.set_float32_matmul_precision("high")
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)  # without warn_only, which leaves attention as it is
-        # Every tensor is written before it is read.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def autocast(device: torch.device, precision: str):

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from steadygpt.device import PEAK_FLOPS, device_name
 from steadygpt.ranks import Ranks
+from steadygpt.schedule import Schedule
 from steadygpt.units import duration_text
 
 if TYPE_CHECKING:
     from config import TrainConfig
     from model import GPT
-    from train import Schedule
 
 SHARE_OF_PEAK = 0.4  # that a GPU is assumed to reach, where nothing is measured
 WELL_KNOWN = ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090")
@@ -62,7 +62,7 @@ def work_per_token(config: "TrainConfig", model: "GPT", gpu: str, precision: str
 
 
 def forecast(
-    config: "TrainConfig", schedule: "Schedule", ranks: Ranks, model: "GPT", step: int, val_rows: int,
+    config: "TrainConfig", schedule: Schedule, ranks: Ranks, model: "GPT", step: int, val_rows: int,
     step_s: float | None = None, precision_elsewhere: str = "bf16",
 ) -> list[str]:  # fmt: skip
     """Return what a run will take, as lines of the plan.

@@ -19,6 +19,7 @@ from steadygpt.disk import existing
 from steadygpt.optim import checkpoint_bytes
 from steadygpt.ranks import Ranks
 from steadygpt.saves import interval_text
+from steadygpt.schedule import Schedule
 
 STATIC, COPY = "weights, gradients and optimizer", "copy for checkpoints"
 # The share of the memory up to which an estimate is taken to fit. On a CPU a process keeps freed memory in fragments
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from config import TrainConfig
     from dataloader import Data
     from model import GPT
-    from train import Schedule
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def take_step(config: "TrainConfig", rows: int, device: torch.device, sketch: "G
 
 
 def describe(
-    config: "TrainConfig", data: "Data", schedule: "Schedule", ranks: Ranks, model: "GPT", val_rows: int
+    config: "TrainConfig", data: "Data", schedule: Schedule, ranks: Ranks, model: "GPT", val_rows: int
 ) -> list[str]:
     """Return the plan of a run, as lines. `model` is on the meta device; val_rows are those of each validation."""
     T, world_size, micro_steps = config.context_length, ranks.world_size, config.grad_accum_steps(ranks.world_size)

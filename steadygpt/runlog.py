@@ -23,15 +23,14 @@ from torch import nn
 
 from steadygpt.alerts import Alerts
 from steadygpt.cli import mute
-from steadygpt.device import device_name, peak_flops, peak_memory_bytes
+from steadygpt.device import device_name
 from steadygpt.durable import fsync_folder, replace_file
 from steadygpt.ranks import Ranks
 from steadygpt.retry import brief
-from steadygpt.stability import StepResult, Totals
 from steadygpt.status import STATUS, write_status
 from steadygpt.system import Load, SystemMetrics, gpu_count
 from steadygpt.tensorboard import TensorBoard
-from steadygpt.units import STAMP, duration_text, timestamp
+from steadygpt.units import STAMP, timestamp
 from steadygpt.wandb_sink import WandbSink
 
 if TYPE_CHECKING:
@@ -49,16 +48,14 @@ class RunLog:
 
     Args:
         max_steps: of the run.
-        flops_per_token: for MFU.
     """
 
-    def __init__(self, config: "TrainConfig", ranks: Ranks, max_steps: int = 0, flops_per_token: float = 0.0):
-        self.config, self.ranks, self.max_steps, self.flops_per_token = config, ranks, max_steps, flops_per_token
+    def __init__(self, config: "TrainConfig", ranks: Ranks, max_steps: int = 0):
+        self.config, self.ranks, self.max_steps = config, ranks, max_steps
         self.lock = threading.RLock()
         self.live_line = False  # the terminal's last line is one that show() rewrites
         self.failed: set[str] = set()  # sinks that could not be written to, each reported once
-        self.totals, self.load = Totals(), Load()
-        self.second_step: tuple[int, float] | None = None  # of this start, and when it started
+        self.load = Load()
         self.is_resumed = False
         self.facts: dict[str, Any] = {  # of status.json
             "status": "running",
@@ -118,66 +115,6 @@ class RunLog:
 
     # -----------------------------------------------------------------------------------------------------------------
     # what a run measures
-
-    def step(self, result: StepResult, step_s: float, elapsed_s: float, epoch: float) -> None:
-        """Log a step every log_freq steps; in between only a terminal shows it.
-
-        Args:
-            step_s: seconds since the step before ended, without evaluations.
-            elapsed_s: seconds of wall-clock over all starts of the run.
-            epoch: after the step.
-        """
-        config, step, now_s = self.config, result.step, time.monotonic()
-        left = self.max_steps - step - 1
-        if self.second_step is None:  # the first step compiles and warms up, so its speed is not typical
-            self.second_step = step + 1, now_s
-            left_s = left * step_s
-        else:
-            left_s = left * (now_s - self.second_step[1]) / (step + 1 - self.second_step[0])
-        self.totals.add(result, step_s)
-        speed = config.total_batch_size / step_s
-        mfu, cost = self.mfu(speed), self.cost(elapsed_s)
-        line = (
-            f"step {step:>{len(str(self.max_steps))}}/{self.max_steps} | loss {result.loss:.4f} | lr {result.lr:.2e} | "
-            f"grad norm {result.grad_norm:.2f} | {step_s * 1000:,.0f} ms | {speed:,.0f} tok/s | "
-            + (f"mfu {mfu:.1%} | " if mfu is not None else "")
-            + (f"cost {cost:,.2f} | " if cost is not None else "")
-            + f"{(step + 1) / self.max_steps:.1%} | ETA {duration_text(left_s)}"
-        )
-        measured = {"loss": result.loss, "lr": result.lr, "grad_norm": result.grad_norm, "loss_z": result.loss_z}
-        measured |= {"step_ms": step_s * 1000, "steps_per_second": 1 / step_s, "tokens_per_second": speed}
-        measured |= {"mfu": mfu, "cost": cost}
-        if step % config.log_freq == 0 or not left:
-            memory_gb = peak_memory_bytes(self.ranks.device) / 1e9
-            self.record(step, line, **measured, memory_gb=memory_gb, epoch=epoch)
-        else:
-            self.show(line)
-        if self.facts.get("doing") == "starting":
-            self.heartbeat_at_s = -math.inf  # the first step is news
-        is_typical = self.totals.steps > 1  # the first one compiles
-        self.note(
-            doing="training",
-            step=step + 1,
-            loss=result.loss if result.finite else None,
-            tokens_per_second=round(speed),
-            steps_per_second=round(1 / step_s, 3),
-            step_ms=round(step_s * 1000, 1),
-            mfu=mfu,
-            elapsed_s=round(elapsed_s),
-            cost=cost,
-            eta_s=round(left_s) if is_typical else None,
-            cost_to_go=self.cost(left_s) if is_typical else None,
-        )
-        self.beat()
-
-    def mfu(self, tokens_per_second: float) -> float | None:
-        """Return the share of the devices' peak FLOP/s that a speed needs (PaLM, Chowdhery et al. 2022, appendix B)."""
-        peak = peak_flops(self.ranks.device)
-        return tokens_per_second * self.flops_per_token / (peak * self.ranks.world_size) if peak else None
-
-    def cost(self, seconds: float) -> float | None:
-        """Return the cost of all GPUs for some time, or None without --gpu_hour_cost."""
-        return seconds / 3600 * self.ranks.world_size * self.config.gpu_hour_cost if self.config.gpu_hour_cost else None
 
     def evaluation(self, step: int, found: str, **scores: float) -> None:
         """Log the result of an evaluation after `step` updates, in words and numbers."""
@@ -245,9 +182,9 @@ class RunLog:
         with self.lock:
             self.facts = {name: value for name, value in (self.facts | facts).items() if value is not None}
 
-    def beat(self) -> None:
-        """Renew status.json if that is due, as a sign that the training thread makes progress."""
-        if time.monotonic() - self.heartbeat_at_s >= HEARTBEAT_S:
+    def beat(self, is_news: bool = False) -> None:
+        """Renew status.json if that is due, as a sign that the training thread makes progress, or if there is news."""
+        if is_news or time.monotonic() - self.heartbeat_at_s >= HEARTBEAT_S:
             self._write_status(durable=False)
 
     def _write_status(self, durable: bool) -> None:

@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 
 from steadygpt.checkpoint import TrainState
+from steadygpt.device import peak_flops, peak_memory_bytes
+from steadygpt.ranks import Ranks
+from steadygpt.runlog import RunLog
+from steadygpt.schedule import Schedule
+from steadygpt.units import duration_text
 
 if TYPE_CHECKING:
     from config import TrainConfig
-    from steadygpt.runlog import RunLog
-    from steadygpt.schedule import Schedule
 
 SPIKE_WINDOW = 128  # losses that a spike is compared with
 
@@ -158,12 +161,25 @@ class Results:
 
     Args:
         state: of the loop.
+        flops_per_token: for MFU.
         late: steps whose results are read later, so that a GPU need not wait for the host.
     """
 
-    def __init__(self, state: TrainState, schedule: "Schedule", log: "RunLog", max_bad_steps: int, late: int):
-        self.state, self.schedule, self.log, self.max_bad_steps, self.late = state, schedule, log, max_bad_steps, late
+    def __init__(
+        self,
+        config: "TrainConfig",
+        ranks: Ranks,
+        schedule: Schedule,
+        state: TrainState,
+        log: RunLog,
+        flops_per_token: float,
+        late: int,
+    ):
+        self.config, self.ranks, self.schedule, self.state, self.log = config, ranks, schedule, state, log
+        self.flops_per_token, self.late = flops_per_token, late
         self.waiting: deque[Pending] = deque()
+        self.totals = Totals()
+        self.second_step: tuple[int, float] | None = None  # of this start, and when it started
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -186,7 +202,7 @@ class Results:
 
     def _read(self, result: StepResult) -> None:
         state, now_s = self.state, time.perf_counter()
-        self.log.step(result, now_s - self.clock_s, state.total_s(), self.schedule.epochs(result.rows))
+        self._log(result, now_s - self.clock_s)
         self.clock_s = now_s
         if warning := result.warning(state.recent_losses):
             self.log.warn(warning, event="bad steps" if result.bad else "spike" if result.spike else "")
@@ -194,12 +210,74 @@ class Results:
         if result.finite:
             state.loss = result.loss
             state.recent_losses = [*state.recent_losses, result.loss][-SPIKE_WINDOW:]
-        if state.bad_steps >= self.max_bad_steps > 0:
+        if state.bad_steps >= self.config.max_bad_steps > 0:
             bad_steps, state.bad_steps = state.bad_steps, 0
             state.step = result.step + 1 - bad_steps
             state.rows_consumed = result.rows - bad_steps * self.schedule.rows_per_step
             self.waiting.clear()
             raise Diverged(bad_steps, state.step)
+
+    def _log(self, result: StepResult, step_s: float) -> None:
+        """Log a step every log_freq steps; in between only a terminal shows it."""
+        config, step, max_steps, now_s = self.config, result.step, self.schedule.max_steps, time.monotonic()
+        left = max_steps - step - 1
+        if self.second_step is None:  # the first step compiles and warms up, so its speed is not typical
+            self.second_step = step + 1, now_s
+            left_s = left * step_s
+        else:
+            left_s = left * (now_s - self.second_step[1]) / (step + 1 - self.second_step[0])
+        self.totals.add(result, step_s)
+        speed, elapsed_s = config.total_batch_size / step_s, self.state.total_s()
+        mfu, cost = self.mfu(speed), self.cost(elapsed_s)
+        line = (
+            f"step {step:>{len(str(max_steps))}}/{max_steps} | loss {result.loss:.4f} | lr {result.lr:.2e} | "
+            f"grad norm {result.grad_norm:.2f} | {step_s * 1000:,.0f} ms | {speed:,.0f} tok/s | "
+            + (f"mfu {mfu:.1%} | " if mfu is not None else "")
+            + (f"cost {cost:,.2f} | " if cost is not None else "")
+            + f"{(step + 1) / max_steps:.1%} | ETA {duration_text(left_s)}"
+        )
+        if step % config.log_freq == 0 or not left:
+            self.log.record(
+                step,
+                line,
+                loss=result.loss,
+                lr=result.lr,
+                grad_norm=result.grad_norm,
+                loss_z=result.loss_z,
+                step_ms=step_s * 1000,
+                steps_per_second=1 / step_s,
+                tokens_per_second=speed,
+                mfu=mfu,
+                cost=cost,
+                memory_gb=peak_memory_bytes(self.ranks.device) / 1e9,
+                epoch=self.schedule.epochs(result.rows),
+            )
+        else:
+            self.log.show(line)
+        is_first = self.totals.steps == 1  # which compiles
+        self.log.note(
+            doing="training",
+            step=step + 1,
+            loss=result.loss if result.finite else None,
+            tokens_per_second=round(speed),
+            steps_per_second=round(1 / step_s, 3),
+            step_ms=round(step_s * 1000, 1),
+            mfu=mfu,
+            elapsed_s=round(elapsed_s),
+            cost=cost,
+            eta_s=None if is_first else round(left_s),
+            cost_to_go=None if is_first else self.cost(left_s),
+        )
+        self.log.beat(is_news=is_first)
+
+    def mfu(self, tokens_per_second: float) -> float | None:
+        """Return the share of the devices' peak FLOP/s that a speed needs (PaLM, Chowdhery et al. 2022, appendix B)."""
+        peak = peak_flops(self.ranks.device)
+        return tokens_per_second * self.flops_per_token / (peak * self.ranks.world_size) if peak else None
+
+    def cost(self, seconds: float) -> float | None:
+        """Return the cost of all GPUs for some time, or None without --gpu_hour_cost."""
+        return seconds / 3600 * self.ranks.world_size * self.config.gpu_hour_cost if self.config.gpu_hour_cost else None
 
 
 class Diverged(Exception):

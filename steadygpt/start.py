@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from steadygpt.checkpoint import (
     BACKUP,
     LATEST,
@@ -22,8 +24,9 @@ from steadygpt.checkpoint import (
     read_checkpoint,
 )
 from steadygpt.cli import UserError, options_of
-from steadygpt.device import choose_precision, set_up
+from steadygpt.device import choose_precision
 from steadygpt.durable import fsync_folder, link_file, lock_folder
+from steadygpt.host import check_compiler
 from steadygpt.mirror import Mirror, newer_checkpoint, restore_files
 from steadygpt.plan import with_fitting_rows
 from steadygpt.ranks import Ranks
@@ -101,7 +104,8 @@ def settled(
         each = f"each of {world_size} ranks" if world_size > 1 else "1 rank"
         notes.append(f"mini_batch_size {wanted_rows} -> {config.mini_batch_size}: a step has {rows:,} rows on {each}")
     tokens = (config.mini_batch_size or 1) * config.context_length
-    precision, rates = ranks.broadcast(choose_precision(config.precision, ranks.device, sketch.config, tokens))
+    sizes = tokens, config.embd_size, sketch.config.mlp_size
+    precision, rates = ranks.broadcast(choose_precision(config.precision, ranks.device, *sizes))
     config = dataclasses.replace(config, precision=precision)
     set_up(config, ranks.device)
     config, fitted = with_fitting_rows(config, sketch, ranks)
@@ -114,6 +118,23 @@ def settled(
     )  # fmt: skip
     lines = [fitted, *notes, rates, reason, *notes_of_decay(config, schedule, start.checkpoint)]
     return dataclasses.replace(start, config=config, notes=tuple(filter(None, lines))), schedule
+
+
+def set_up(config: "TrainConfig", device: torch.device) -> None:
+    """Prepare a device for a run whose precision is chosen, before its first matrix product."""
+    precision = config.precision
+    if config.compiles(device.type):
+        check_compiler(device.type)
+    if config.cpu_offload and precision == "fp16" and device.type == "cuda":
+        # GradScaler copies the scale to the host without waiting, and reads it there at once (torch 2.13).
+        raise UserError("--cpu_offload: PyTorch cannot scale fp16 gradients in host memory; try --precision fp32")
+    if device.type == "cuda" and precision == "fp32":  # else HellaSwag's close calls would be scored in TF32 too
+        torch.set_float32_matmul_precision("high")
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)  # without warn_only, which leaves attention as it is
+        # Every tensor is written before it is read.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def name_of_run(start: Start, given: Mapping[str, str], ranks: Ranks, held: ExitStack) -> tuple[str, str, str]:

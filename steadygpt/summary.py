@@ -1,31 +1,32 @@
 """What a run has achieved and what it took, in a few lines at its end."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from steadygpt.device import peak_memory_bytes, process_age_s
-from steadygpt.saves import pause_text
+from steadygpt.saves import Saves, pause_text
+from steadygpt.stability import Results
 from steadygpt.units import duration_text
 
-if TYPE_CHECKING:
-    from train import Run
 
+def summarize(results: Results, saves: Saves, parameters: int, status: str, reason: str) -> list[str]:
+    """Return how a run has ended, and on rank 0 its summary.
 
-def summarize(run: "Run", status: str, reason: str) -> list[str]:
-    """Return how a run has ended, and on rank 0 its summary."""
-    if (writer := run.saves.writer) is None:
+    Args:
+        parameters: of the model.
+    """
+    if (writer := saves.writer) is None:
         return [""]
-    config, state, saves, totals = run.config, run.state, run.saves, run.log.totals
+    config, state, totals = results.config, results.state, results.totals
     tokens, elapsed_s, start_s = state.rows_consumed * config.context_length, state.total_s(), process_age_s()
     lines = {"time": f"{seconds_text(elapsed_s)}; this start {seconds_text(start_s)}, "}
     lines["time"] += f"of which {seconds_text(totals.seconds)} for {counted(totals.steps, 'step')}"
-    lines["tokens"] = f"{tokens:,}, {tokens / run.model.num_parameters():,.2f} per parameter"
+    lines["tokens"] = f"{tokens:,}, {tokens / parameters:,.2f} per parameter"
     if speed := totals.steps_per_second():
         lines["speed"] = (
             f"{speed * config.total_batch_size:,.0f} tokens/s in this start: {speed:.3g} steps/s of "
             f"{config.total_batch_size:,} tokens, {config.precision}"
         )
-        if (mfu := run.log.mfu(speed * config.total_batch_size)) is not None:
+        if (mfu := results.mfu(speed * config.total_batch_size)) is not None:
             lines["speed"] += f", mfu {mfu:.1%}"
     lines["loss"] = "none" if state.loss is None else f"{state.loss:.4f}"
     if state.val_loss is not None:
@@ -33,10 +34,10 @@ def summarize(run: "Run", status: str, reason: str) -> list[str]:
     if state.best_val_loss is not None:
         steps = [at for at, scores in writer.evaluations.items() if scores.get("val_loss") == state.best_val_loss]
         lines["loss"] += f", best {state.best_val_loss:.4f}{f' at step {steps[0]:,}' if steps else ''}"
-    lines["memory"] = f"peak {peak_memory_bytes(run.ranks.device) / 1e9:.2f} GB on rank 0 in this start"
-    if load := load_text(run.log.load.means()):
+    lines["memory"] = f"peak {peak_memory_bytes(results.ranks.device) / 1e9:.2f} GB on rank 0 in this start"
+    if load := load_text(results.log.load.means()):
         lines["load"] = f"{load}, on average in this start"
-    if (cost := run.log.cost(elapsed_s)) is not None:
+    if (cost := results.cost(elapsed_s)) is not None:
         lines["cost"] = f"{cost:,.2f}"
     failed = f", {writer.failures:,} failed" if writer.failures else ""
     lines["saves"] = (

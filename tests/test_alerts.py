@@ -8,8 +8,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from config import TrainConfig
 from steadygpt import alerts
-from steadygpt.alerts import Alerts, check_url
+from steadygpt.alerts import Alerts
 from steadygpt.cli import UserError
 
 SECRET = "/services/T0/B0/secret"
@@ -200,13 +201,13 @@ def test_an_event_is_not_repeated_at_once(monkeypatch, webhook, sender):
 ])  # fmt: skip
 def test_a_url_that_is_no_webhook_is_refused_without_repeating_it(url):
     with pytest.raises(UserError, match=r"^--alert_url: ") as raised:
-        check_url(url)
+        TrainConfig(alert_url=url)
     assert "secret" not in str(raised.value) and "\n" not in str(raised.value)
 
 
 def test_the_url_of_a_webhook_is_accepted():
     for url in ("https://hooks.slack.com/services/T0/B0/x", "http://[::1]:8080/", "http://localhost:80/topic?auth=x"):
-        check_url(url)
+        TrainConfig(alert_url=url)
 
 
 def test_a_proxy_of_the_environment_is_used(monkeypatch, webhook, warnings):

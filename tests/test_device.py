@@ -14,13 +14,13 @@ from config import TrainConfig
 from generate import generate
 from hellaswag_eval import Tree, ending_losses
 from model import GPT, GPTConfig
-from steadygpt import device, host
+from steadygpt import device, host, start
 from steadygpt.attention import kernel_name
 from steadygpt.cli import RankError, UserError
 from steadygpt.device import autocast, choose_precision, evaluating, memory_bytes, product_rates, use_fp8
 from steadygpt.ranks import Ranks
 
-SHAPE = GPTConfig(embd_size=64)
+SIZES = 16, 64, 256  # tokens, width and hidden layer
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def cpu(tmp_path, monkeypatch):
 def test_cpu_uses_bf16_if_its_products_are_a_fifth_faster(gflops, chosen, cpu, monkeypatch):
     cpu("fma avx512_bf16")
     monkeypatch.setattr(device, "product_rates", lambda *_: (238e9, gflops * 1e9))
-    precision, line = choose_precision("auto", torch.device("cpu"), SHAPE, tokens=16)
+    precision, line = choose_precision("auto", torch.device("cpu"), *SIZES)
     assert precision == chosen
     assert line == (
         f"precision auto: {chosen}; a product of 16 x 64 x 256 reaches 238 GFLOP/s in fp32 and {gflops} in bf16"
@@ -42,7 +42,7 @@ def test_cpu_uses_bf16_if_its_products_are_a_fifth_faster(gflops, chosen, cpu, m
     measured = []
     monkeypatch.setattr(device, "product_rates", lambda *shape: measured.append(shape) or (1e9, 1e9))
     for width, tokens in ((768, 65536), (2048, 8192)):  # products of the model's width and a bounded size
-        choose_precision("auto", torch.device("cpu"), GPTConfig(embd_size=width), tokens)
+        choose_precision("auto", torch.device("cpu"), tokens, width, 4 * width)
     assert measured == [(1024, 768, 1272), (1024, 2048, 477)]
 
 
@@ -54,10 +54,10 @@ def test_only_a_cpu_with_bf16_instructions_is_measured(cpu, monkeypatch):
     ):  # fmt: skip
         if flags:
             cpu(flags)
-        assert choose_precision(wanted, torch.device(kind), SHAPE, 16) == (chosen, "")
+        assert choose_precision(wanted, torch.device(kind), *SIZES) == (chosen, "")
     for bf16_units, chosen in ((True, "bf16"), (False, "fp16")):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, found=bf16_units: found)
-        assert choose_precision("auto", torch.device("cuda"), SHAPE, 16) == (chosen, "")
+        assert choose_precision("auto", torch.device("cuda"), *SIZES) == (chosen, "")
 
 
 def test_rates_are_those_of_the_best_of_several_products(monkeypatch):
@@ -105,7 +105,7 @@ def test_tf32_is_for_training_in_fp32_only(monkeypatch):
     chosen = []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", chosen.append)
     for precision in ("bf16", "fp32"):
-        device.set_up(TrainConfig(precision=precision, compile="off"), torch.device("cuda"))
+        start.set_up(TrainConfig(precision=precision, compile="off"), torch.device("cuda"))
     assert chosen == ["high"]
 
 
@@ -115,7 +115,7 @@ def test_deterministic_chooses_deterministic_attention(monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     try:
-        device.set_up(TrainConfig(deterministic=True), torch.device("cpu"))
+        start.set_up(TrainConfig(deterministic=True), torch.device("cpu"))
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
         assert not torch.utils.deterministic.fill_uninitialized_memory
@@ -127,8 +127,8 @@ def test_deterministic_chooses_deterministic_attention(monkeypatch):
 def test_fp16_with_weights_in_host_memory_is_refused():
     config = TrainConfig(precision="fp16", compile="off", sharding="fsdp", cpu_offload=True)
     with pytest.raises(UserError, match=r"--cpu_offload: .* try --precision fp32"):
-        device.set_up(config, torch.device("cuda"))
-    device.set_up(config, torch.device("cpu"))
+        start.set_up(config, torch.device("cuda"))
+    start.set_up(config, torch.device("cpu"))
 
 
 def test_a_gpu_that_cannot_be_used_is_an_error_unless_it_is_hidden(tmp_path, monkeypatch):

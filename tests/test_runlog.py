@@ -8,6 +8,7 @@ import os
 import re
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +16,11 @@ from conftest import open_log, scalars
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from config import TrainConfig
+from steadygpt.checkpoint import TrainState
 from steadygpt.ranks import Ranks
 from steadygpt.runlog import RunLog
-from steadygpt.stability import StepResult
+from steadygpt.schedule import Schedule
+from steadygpt.stability import Results, StepResult
 from steadygpt.status import read_status
 from steadygpt.units import duration_text
 
@@ -122,10 +125,6 @@ def test_tensorboard_curves_have_no_duplicate_steps_after_a_resume(tmp_path):
 # steps and status
 
 
-def result(step: int) -> StepResult:
-    return StepResult(step, rows=0, lr=1e-3, loss=2.5, grad_norm=0.5, loss_z=None, spike=False, bad=False, updated=True)
-
-
 @pytest.fixture
 def log(tmp_path):
     options = {"checkpoint_dir": str(tmp_path), "total_batch_size": 1000, "gpu_hour_cost": 3.0}
@@ -134,18 +133,37 @@ def log(tmp_path):
     log.close()
 
 
-def test_records_and_status_json_have_speed_and_cost(log, tmp_path):
+@pytest.fixture
+def finish_step(log, monkeypatch):
+    """Return a function that takes the results of a step that took some seconds."""
+    clock = SimpleNamespace(now_s=0.0, perf_counter=lambda: clock.now_s, monotonic=lambda: clock.now_s)
+    monkeypatch.setattr("steadygpt.stability.time", clock)
+    monkeypatch.setattr(TrainState, "total_s", lambda _: 1800.0)
+    schedule = Schedule(4, 32, steps_per_epoch=0, max_steps=10, warmup_steps=0, stable_steps=None)
+    results = Results(log.config, log.ranks, schedule, TrainState(), log, flops_per_token=1.0, late=0)
+
+    def finish(step: int, seconds: float) -> None:
+        clock.now_s += seconds
+        result = StepResult(
+            step, rows=8, lr=1e-3, loss=2.5, grad_norm=0.5, loss_z=None, spike=False, bad=False, updated=True
+        )
+        results.add(SimpleNamespace(result=lambda: result))
+
+    return finish
+
+
+def test_records_and_status_json_have_speed_and_cost(log, finish_step, tmp_path):
     log.status("running")
     started = read_status(tmp_path)
     assert (started["doing"], started["step"], started["pid"]) == ("starting", 0, os.getpid())
     assert (started["ranks"], started["tokens_per_step"], started["run_name"]) == (4, 1000, "tiny")
     assert time.strptime(started["updated_at"], "%Y-%m-%dT%H:%M:%S%z")
     assert started["logdir"] == str(tmp_path / "logs")
-    log.heartbeat_at_s = -math.inf
-    log.step(result(2), step_s=9.5, elapsed_s=1799.5, epoch=0.25)
+    finish_step(2, seconds=9.5)
+    assert read_status(tmp_path)["step"] == 3  # the first step is news
     assert "eta_s" not in read_status(tmp_path)  # the first step compiles
     log.heartbeat_at_s = -math.inf
-    log.step(result(3), step_s=0.5, elapsed_s=1800.0, epoch=0.25)
+    finish_step(3, seconds=0.5)
     *_, record = records(tmp_path)
     assert (record["tokens_per_second"], record["steps_per_second"], record["step_ms"]) == (2000, 2, 500)
     assert (record["epoch"], record["lr"], record["loss"]) == (0.25, 1e-3, 2.5)
@@ -154,7 +172,7 @@ def test_records_and_status_json_have_speed_and_cost(log, tmp_path):
     assert (status["doing"], status["step"], status["step_ms"]) == ("training", 4, 500)
     assert (status["steps_per_second"], status["precision"]) == (2, "auto")  # the word is chosen before a real run
     assert status["cost"] == pytest.approx(6.0)
-    assert status["eta_s"] < 60 and status["cost_to_go"] < 1
+    assert (status["eta_s"], status["cost_to_go"]) == (3, pytest.approx(6 * 0.5 / 3600 * 4 * 3.0))
     assert "mfu" not in status  # unknown on a CPU
     log.status("finished", summary=["time  1 s"], step=10)
     assert (read_status(tmp_path)["step"], read_status(tmp_path)["summary"]) == (10, ["time  1 s"])
