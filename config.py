@@ -4,6 +4,7 @@ Defaults < --config NAME|FILE.toml < flags. On resume the checkpoint's values st
 """
 
 import dataclasses
+import math
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,12 +12,112 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from model import GPTConfig
-from steadygpt.cli import UserError, check_options, option, options_of, read_flags
+from steadygpt.cli import OptionError, UserError, check_options, option, options_of, read_flags
 from steadygpt.tasks import EXPECTED, parse_tasks
 
 WEBHOOK = re.compile(r"https?://([\w.-]+|\[[\da-f:]+\])(:\d+)?(/[!-~]*)?", re.ASCII | re.IGNORECASE)
 PRESETS = Path(__file__).resolve().parent / "configs"
+
+
+ACTIVATIONS = ("gelu_tanh", "gelu", "relu2", "swiglu")
+NORMS = ("layernorm", "rmsnorm", "rmsnorm_no_weight")
+
+
+def _shape(default, text: str, **bounds):
+    return option(default, text, "model", **{"on_resume": "never"} | bounds)
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a model. The defaults are GPT-2 124M; configs/gpt-neox-1.2b.toml has GPT-NeoX's values.
+
+    All fields but vocab_size, which comes from the data, are options of train.py.
+    """
+
+    # fmt: off
+    vocab_size: int = 50257
+    num_layers: int = _shape(12, "transformer blocks", at_least=1, at_most=2**12)
+    num_heads: int = _shape(12, "attention heads", at_least=1, at_most=2**24)
+    num_kv_heads: int = _shape(0, "heads of keys and values, shared by groups of attention heads; 0: num_heads",
+                               at_most=2**24)
+    embd_size: int = _shape(768, "width of the residual stream", at_least=1, at_most=2**24)
+    head_dim: int = _shape(0, "dimensions a head; 0: embd_size / num_heads", at_most=2**24)
+    context_length: int = _shape(1024, "tokens a row", at_least=1, at_most=2**24)
+    intermediate_size: int = _shape(0, "width inside the MLP; 0: 4 * embd_size, or 8/3 of it with swiglu: as "
+                                    "many parameters", at_most=2**24)
+    bias: bool = _shape(True, "biases in linear layers and LayerNorms, as in GPT-2")
+    norm: str = _shape("layernorm", "layernorm, as in GPT-2; rmsnorm, as in Llama; rmsnorm_no_weight, then also of the "
+                       "embedding, as in NanoChat", choices=NORMS)
+    norm_eps: float = _shape(1e-5, "added to the variance in norms", above=0)
+    qk_norm: bool = _shape(False, "RMSNorm of each head's queries and keys, as in Qwen 3 and NanoChat")
+    activation: str = _shape("gelu_tanh", "of the MLP: gelu_tanh, as in GPT-2; gelu, as in nanoGPT and GPT-NeoX; "
+                             "relu2, as in NanoChat; swiglu, as in Llama", choices=ACTIVATIONS)
+    rotary_pct: float = _shape(0.0, "share of each head's dimensions with rotary positions, 0.25 in GPT-NeoX; "
+                               "0: learned positions, as in GPT-2", at_most=1)
+    rotary_base: float = _shape(10000.0, "base of the rotary wavelengths", above=0)
+    parallel_residual: bool = _shape(False, "attention and MLP read the same input, as in GPT-NeoX")
+    tied_head: bool = _shape(True, "the head shares the embedding table, as in GPT-2")
+    logit_softcap: float = _shape(0.0, "bound on logits c: c * tanh(logits / c), 15 in NanoChat; 0: none")
+    dropout: float = _shape(0.0, "dropout probability", below=1, on_resume="ask")
+    # fmt: on
+
+    def check_shape(self) -> None:
+        """Check the fields and whether they fit each other.
+
+        Raises: OptionError.
+        """
+        check_options(self)
+        if not 1 <= self.vocab_size <= 2**24:
+            raise OptionError("vocab_size", f"{self.vocab_size:,}", f"1 to {2**24:,}")
+        if not self.head_dim and self.embd_size % self.num_heads:
+            raise OptionError("num_heads", self.num_heads, f"a divisor of embd_size, {self.embd_size}")
+        if self.num_heads % self.kv_heads:
+            raise OptionError("num_kv_heads", self.num_kv_heads, f"a divisor of num_heads, {self.num_heads}")
+        if self.rotary_pct and (self.rotary_dim % 2 or not self.rotary_dim):
+            raise OptionError(
+                "rotary_pct",
+                f"{self.rotary_pct}, {self.rotary_dim} of {self.head_size} dimensions a head",
+                "an even number of dimensions: they rotate in pairs",
+            )
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding table: matrix products are fastest at multiples of 64."""
+        return math.ceil(self.vocab_size / 64) * 64
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.embd_size // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def rotary_dim(self) -> int:
+        return int(self.head_size * self.rotary_pct)
+
+    @property
+    def mlp_size(self) -> int:
+        if self.activation == "swiglu" and not self.intermediate_size:
+            return math.ceil(self.embd_size / 3) * 8  # a multiple of 8
+        return self.intermediate_size or 4 * self.embd_size
+
+    @property
+    def attention_parts(self) -> tuple[int, ...]:
+        """Rows of the matrices of queries, keys and values, which c_attn stacks."""
+        return tuple(self.head_size * heads for heads in (self.num_heads, self.kv_heads, self.kv_heads))
+
+    @property
+    def mlp_parts(self) -> tuple[int, ...]:
+        """Rows of the matrices that c_fc stacks: with SwiGLU the gate's, then the other one's."""
+        return (self.mlp_size,) * (2 if self.activation == "swiglu" else 1)
+
+    def parts(self, name: str) -> tuple[int, ...]:
+        """Return the rows of the matrices that a weight of a block stacks, by its name."""
+        if ".c_attn." in name:
+            return self.attention_parts
+        return self.mlp_parts if ".c_fc." in name else (self.embd_size,)
 
 
 @dataclass(frozen=True)

@@ -13,32 +13,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from model import GPT, GPTConfig
+from config import GPTConfig
+from model import GPT, KVCache
 from steadygpt.checkpoint import open_checkpoint
 from steadygpt.cli import CheckpointOptions, UserError, option, parse_options, run_cli
 from steadygpt.device import any_length, autocast, choose_precision, evaluating
 from steadygpt.ranks import joined
 from steadygpt.tokenizer import get_tokenizer
-
-
-class KVCache:
-    """Keys and values of the tokens a batch has seen, (num_layers, 2, B, kv_heads, max_length, head_size)."""
-
-    def __init__(self, config: GPTConfig, max_length: int | None = None):
-        self.num_layers = config.num_layers
-        self.max_length = min(max_length or config.context_length, config.context_length)
-        self.length = 0
-        self.kv: Tensor | None = None  # allocated by the first append, which knows batch, device and dtype
-
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add (B, kv_heads, T, head_size) keys and values of one layer; return all of that layer."""
-        B, H, T, D = k.shape
-        if self.kv is None:
-            self.kv = k.new_empty(self.num_layers, 2, B, H, self.max_length, D)
-        end = self.length + T
-        self.kv[layer, 0, :, :, self.length : end] = k
-        self.kv[layer, 1, :, :, self.length : end] = v
-        return self.kv[layer, 0, :, :, :end], self.kv[layer, 1, :, :, :end]
 
 
 def generate(

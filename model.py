@@ -6,20 +6,16 @@ Shapes: B rows, T tokens, C = embd_size, V = vocab_size.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from config import GPTConfig
 from steadygpt.attention import attention
-from steadygpt.cli import OptionError, check_options, option
 from steadygpt.loss import IGNORED_TARGET, token_losses
-
-if TYPE_CHECKING:
-    from generate import KVCache
 
 
 def relu2(x: Tensor) -> Tensor:
@@ -37,115 +33,37 @@ def swiglu(x: Tensor) -> Tensor:
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "gelu": F.gelu, "relu2": relu2, "swiglu": swiglu,
 }  # fmt: skip
-NORMS = ("layernorm", "rmsnorm", "rmsnorm_no_weight")
-
-
-def _shape(default, text: str, **bounds):
-    return option(default, text, "model", **{"on_resume": "never"} | bounds)
-
-
-@dataclass(frozen=True)
-class GPTConfig:
-    """The shape of a model. The defaults are GPT-2 124M; configs/gpt-neox-1.2b.toml has GPT-NeoX's values.
-
-    All fields but vocab_size, which comes from the data, are options of train.py.
-    """
-
-    # fmt: off
-    vocab_size: int = 50257
-    num_layers: int = _shape(12, "transformer blocks", at_least=1, at_most=2**12)
-    num_heads: int = _shape(12, "attention heads", at_least=1, at_most=2**24)
-    num_kv_heads: int = _shape(0, "heads of keys and values, shared by groups of attention heads; 0: num_heads",
-                               at_most=2**24)
-    embd_size: int = _shape(768, "width of the residual stream", at_least=1, at_most=2**24)
-    head_dim: int = _shape(0, "dimensions a head; 0: embd_size / num_heads", at_most=2**24)
-    context_length: int = _shape(1024, "tokens a row", at_least=1, at_most=2**24)
-    intermediate_size: int = _shape(0, "width inside the MLP; 0: 4 * embd_size, or 8/3 of it with swiglu: as "
-                                    "many parameters", at_most=2**24)
-    bias: bool = _shape(True, "biases in linear layers and LayerNorms, as in GPT-2")
-    norm: str = _shape("layernorm", "layernorm, as in GPT-2; rmsnorm, as in Llama; rmsnorm_no_weight, then also of the "
-                       "embedding, as in NanoChat", choices=NORMS)
-    norm_eps: float = _shape(1e-5, "added to the variance in norms", above=0)
-    qk_norm: bool = _shape(False, "RMSNorm of each head's queries and keys, as in Qwen 3 and NanoChat")
-    activation: str = _shape("gelu_tanh", "of the MLP: gelu_tanh, as in GPT-2; gelu, as in nanoGPT and GPT-NeoX; "
-                             "relu2, as in NanoChat; swiglu, as in Llama", choices=tuple(ACTIVATIONS))
-    rotary_pct: float = _shape(0.0, "share of each head's dimensions with rotary positions, 0.25 in GPT-NeoX; "
-                               "0: learned positions, as in GPT-2", at_most=1)
-    rotary_base: float = _shape(10000.0, "base of the rotary wavelengths", above=0)
-    parallel_residual: bool = _shape(False, "attention and MLP read the same input, as in GPT-NeoX")
-    tied_head: bool = _shape(True, "the head shares the embedding table, as in GPT-2")
-    logit_softcap: float = _shape(0.0, "bound on logits c: c * tanh(logits / c), 15 in NanoChat; 0: none")
-    dropout: float = _shape(0.0, "dropout probability", below=1, on_resume="ask")
-    # fmt: on
-
-    def check_shape(self) -> None:
-        """Check the fields and whether they fit each other.
-
-        Raises: OptionError.
-        """
-        check_options(self)
-        if not 1 <= self.vocab_size <= 2**24:
-            raise OptionError("vocab_size", f"{self.vocab_size:,}", f"1 to {2**24:,}")
-        if not self.head_dim and self.embd_size % self.num_heads:
-            raise OptionError("num_heads", self.num_heads, f"a divisor of embd_size, {self.embd_size}")
-        if self.num_heads % self.kv_heads:
-            raise OptionError("num_kv_heads", self.num_kv_heads, f"a divisor of num_heads, {self.num_heads}")
-        if self.rotary_pct and (self.rotary_dim % 2 or not self.rotary_dim):
-            raise OptionError(
-                "rotary_pct",
-                f"{self.rotary_pct}, {self.rotary_dim} of {self.head_size} dimensions a head",
-                "an even number of dimensions: they rotate in pairs",
-            )
-
-    @property
-    def padded_vocab_size(self) -> int:
-        """Rows of the embedding table: matrix products are fastest at multiples of 64."""
-        return math.ceil(self.vocab_size / 64) * 64
-
-    @property
-    def head_size(self) -> int:
-        return self.head_dim or self.embd_size // self.num_heads
-
-    @property
-    def kv_heads(self) -> int:
-        return self.num_kv_heads or self.num_heads
-
-    @property
-    def rotary_dim(self) -> int:
-        return int(self.head_size * self.rotary_pct)
-
-    @property
-    def mlp_size(self) -> int:
-        if self.activation == "swiglu" and not self.intermediate_size:
-            return math.ceil(self.embd_size / 3) * 8  # a multiple of 8
-        return self.intermediate_size or 4 * self.embd_size
-
-    @property
-    def attention_parts(self) -> tuple[int, ...]:
-        """Rows of the matrices of queries, keys and values, which c_attn stacks."""
-        return tuple(self.head_size * heads for heads in (self.num_heads, self.kv_heads, self.kv_heads))
-
-    @property
-    def mlp_parts(self) -> tuple[int, ...]:
-        """Rows of the matrices that c_fc stacks: with SwiGLU the gate's, then the other one's."""
-        return (self.mlp_size,) * (2 if self.activation == "swiglu" else 1)
-
-    def parts(self, name: str) -> tuple[int, ...]:
-        """Return the rows of the matrices that a weight of a block stacks, by its name."""
-        if ".c_attn." in name:
-            return self.attention_parts
-        return self.mlp_parts if ".c_fc." in name else (self.embd_size,)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # blocks
 
 
+class KVCache:
+    """Keys and values of the tokens a batch has seen, (num_layers, 2, B, kv_heads, max_length, head_size)."""
+
+    def __init__(self, config: GPTConfig, max_length: int | None = None):
+        self.num_layers = config.num_layers
+        self.max_length = min(max_length or config.context_length, config.context_length)
+        self.length = 0
+        self.kv: Tensor | None = None  # allocated by the first append, which knows batch, device and dtype
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add (B, kv_heads, T, head_size) keys and values of one layer; return all of that layer."""
+        B, H, T, D = k.shape
+        if self.kv is None:
+            self.kv = k.new_empty(self.num_layers, 2, B, H, self.max_length, D)
+        end = self.length + T
+        self.kv[layer, 0, :, :, self.length : end] = k
+        self.kv[layer, 1, :, :, self.length : end] = v
+        return self.kv[layer, 0, :, :, :end], self.kv[layer, 1, :, :, :end]
+
+
 class AttentionArgs(NamedTuple):
     """What the attention of every block needs besides its input."""
 
     rotary: Tensor | None = None  # rows of rotary_table; None: learned positions
-    cache: "KVCache | None" = None
+    cache: KVCache | None = None
     mask: Tensor | None = None  # (B, 1, T, T) bool
 
 
@@ -333,7 +251,7 @@ class GPT(nn.Module):
         idx: Tensor,
         targets: Tensor | None = None,
         reduction: str = "mean",
-        cache: "KVCache | None" = None,
+        cache: KVCache | None = None,
         positions: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
