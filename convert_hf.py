@@ -27,11 +27,10 @@ from torch import Tensor
 
 from generate import load_model
 from model import GPT, GPTConfig
-from steadygpt import hub
-from steadygpt.checkpoint import FORMAT_VERSION, NAMED, as_checkpoint, load_verified, open_checkpoint
-from steadygpt.cli import OptionError, UserError, kind_of, option, parse_options, run_cli
-from steadygpt.durable import fsync_folder, replace_file
-from steadygpt.foreign import (
+from steadygpt.base.durable import fsync_folder, replace_file
+from steadygpt.base.options import OptionError, UserError, kind_of, option, parse_options, run_cli
+from steadygpt.checkpoint.files import FORMAT_VERSION, NAMED, as_checkpoint, load_verified, open_checkpoint
+from steadygpt.convert.families import (
     CONSTANTS,
     FAMILIES,
     NANOGPT,
@@ -46,7 +45,8 @@ from steadygpt.foreign import (
     to_own,
     write_config,
 )
-from steadygpt.tokenizer import END_OF_TEXT, get_tokenizer, hugging_face_tokenizer, vocab_size_of
+from steadygpt.data import hub
+from steadygpt.data.tokenizer import END_OF_TEXT, get_tokenizer, hugging_face_tokenizer, vocab_size_of
 
 NEEDS = "needs safetensors and tokenizers; pip install safetensors tokenizers"
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from config import TrainConfig
-from steadygpt.cli import UserError
-from steadygpt.shards import MANIFEST, Shard, find_shards, read_manifest, shard_files
-from steadygpt.tokenizer import vocab_size_of
+from steadygpt.base.options import UserError
+from steadygpt.config import TrainConfig
+from steadygpt.data.shards import MANIFEST, Shard, find_shards, read_manifest, shard_files
+from steadygpt.data.tokenizer import vocab_size_of
 
 READ_TOKENS = 2**18  # tokens that the thread reads at a time
 BLOCK_ROWS = 4096  # rows located at a time: one row alone costs nearly as much

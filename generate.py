@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from config import GPTConfig
 from model import GPT, KVCache
-from steadygpt.checkpoint import open_checkpoint
-from steadygpt.cli import CheckpointOptions, UserError, option, parse_options, run_cli
-from steadygpt.device import any_length, autocast, choose_precision, evaluating
-from steadygpt.ranks import joined
-from steadygpt.tokenizer import get_tokenizer
+from steadygpt.base.options import CheckpointOptions, UserError, option, parse_options, run_cli
+from steadygpt.checkpoint.files import open_checkpoint
+from steadygpt.config import GPTConfig
+from steadygpt.data.tokenizer import get_tokenizer
+from steadygpt.machine.device import any_length, autocast, choose_precision, evaluating
+from steadygpt.machine.ranks import joined
 
 
 def generate(

@@ -25,16 +25,17 @@ from tqdm import tqdm
 
 from generate import load_model
 from model import GPT
-from steadygpt.checkpoint import open_checkpoint
-from steadygpt.cli import CheckpointOptions, UserError, option, parse_options, run_cli
-from steadygpt.device import any_length, autocast, choose_precision, evaluating
-from steadygpt.loss import IGNORED_TARGET
-from steadygpt.ranks import Ranks, joined
-from steadygpt.tasks import EXPECTED, STYLES, TASKS, Example, load_examples, parse_tasks
-from steadygpt.tokenizer import get_tokenizer
+from steadygpt.base.options import CheckpointOptions, UserError, option, parse_options, run_cli
+from steadygpt.checkpoint.files import open_checkpoint
+from steadygpt.config import EXPECTED, parse_tasks
+from steadygpt.data.tasks import STYLES, TASKS, Example, load_examples
+from steadygpt.data.tokenizer import get_tokenizer
+from steadygpt.machine.device import any_length, autocast, choose_precision, evaluating
+from steadygpt.machine.loss import IGNORED_TARGET
+from steadygpt.machine.ranks import Ranks, joined
 
 if TYPE_CHECKING:
-    from config import TrainConfig
+    from steadygpt.config import TrainConfig
 
 TOKENS_PER_BATCH = {"cpu": 2048, "gpu": 16384}  # padding included
 # Bound on autocast's error in a sum of n losses, in nats per sqrt(n). In bf16, models of 1 to 124 M parameters have an

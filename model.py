@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from config import GPTConfig
-from steadygpt.attention import attention
-from steadygpt.loss import IGNORED_TARGET, token_losses
+from steadygpt.config import GPTConfig
+from steadygpt.machine.attention import attention
+from steadygpt.machine.loss import IGNORED_TARGET, token_losses
 
 
 def relu2(x: Tensor) -> Tensor:

@@ -30,16 +30,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from steadygpt.chunks import Chunk, Position, cut_document, read_documents, suffix_of
-from steadygpt.cli import OptionError, UserError, option, parse_options, run_cli
-from steadygpt.disk import bytes_text, disks, existing
-from steadygpt.durable import lock_folder, replace_file
-from steadygpt.ids import check_ids
-from steadygpt.progress import ProgressBar, say
-from steadygpt.shards import DEFAULT_FOLDER, MANIFEST, open_shard, token_dtype, write_shard
-from steadygpt.sources import FINEWEB_EDU, STDLIB, Source, find_source
-from steadygpt.tokenizer import get_tokenizer, vocab_size_of
-from steadygpt.workers import map_in_order, usable_cores
+from steadygpt.base.disk import bytes_text, disks, existing
+from steadygpt.base.durable import lock_folder, replace_file
+from steadygpt.base.options import OptionError, UserError, option, parse_options, run_cli
+from steadygpt.base.progress import ProgressBar, say
+from steadygpt.data.documents import Chunk, Position, cut_document, read_documents, suffix_of
+from steadygpt.data.ids import check_ids
+from steadygpt.data.shards import DEFAULT_FOLDER, MANIFEST, open_shard, token_dtype, write_shard
+from steadygpt.data.sources import FINEWEB_EDU, STDLIB, Source, find_source
+from steadygpt.data.tokenizer import get_tokenizer, vocab_size_of
+from steadygpt.data.workers import map_in_order
+from steadygpt.machine.host import usable_cores
 
 DESCRIPTION = (
     "Write token shards from text or token ids of the Hugging Face Hub, object stores, files or Python's own library. "

@@ -24,22 +24,25 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hellaswag_eval
-from config import TrainConfig, parse_args, preset_named
 from convert_hf import check_fits, read_weights
 from dataloader import BatchLoader, Data, RowStream, open_data
 from generate import sample_texts
 from model import GPT, GPTConfig
-from steadygpt import parallel
-from steadygpt.checkpoint import FORMAT_VERSION, Captured, TrainState, check_weights, git_commit
-from steadygpt.cli import run_cli, shown_options
-from steadygpt.device import autocast, evaluating, profiled, use_fp8
-from steadygpt.forecast import forecast, measure_step_s
-from steadygpt.loss import IGNORED_TARGET
-from steadygpt.mirror import Mirror
-from steadygpt.optim import checkpoint_bytes, make_optimizer, skips_on_device, update_unless
-from steadygpt.outputs import open_outputs, verified
-from steadygpt.plan import describe, out_of_memory_explained
-from steadygpt.ranks import (
+from optim import checkpoint_bytes, make_optimizer, skips_on_device, update_unless
+from steadygpt.base.options import run_cli, shown_options
+from steadygpt.base.retry import brief
+from steadygpt.checkpoint.files import FORMAT_VERSION, Captured, TrainState, check_weights, git_commit
+from steadygpt.checkpoint.host_copy import HostCopy, fill, restore_optimizer
+from steadygpt.checkpoint.mirror import Mirror
+from steadygpt.checkpoint.saves import Saves
+from steadygpt.checkpoint.table import checkpoint_table, mirror_table
+from steadygpt.config import TrainConfig, parse_args, preset_named
+from steadygpt.data.tokenizer import tokenizer_on_all
+from steadygpt.log.runlog import RunLog
+from steadygpt.machine import parallel
+from steadygpt.machine.device import autocast, evaluating, profiled, use_fp8
+from steadygpt.machine.loss import IGNORED_TARGET
+from steadygpt.machine.ranks import (
     Ranks,
     Stopped,
     StopSignal,
@@ -48,16 +51,13 @@ from steadygpt.ranks import (
     joined,
     world_size_of_environment,
 )
-from steadygpt.retry import brief
-from steadygpt.runlog import RunLog
-from steadygpt.saves import Saves
-from steadygpt.schedule import Schedule, learning_rate, make_schedule
-from steadygpt.stability import Diverged, Judge, Pending, Results
-from steadygpt.start import Start, find_start, folder_of_resumed_file, settled
-from steadygpt.state import HostCopy, fill, restore_optimizer
-from steadygpt.summary import summarize
-from steadygpt.table import checkpoint_table, mirror_table
-from steadygpt.tokenizer import tokenizer_on_all
+from steadygpt.run.forecast import forecast, measure_step_s
+from steadygpt.run.outputs import open_outputs, verified
+from steadygpt.run.plan import describe, out_of_memory_explained
+from steadygpt.run.results import Diverged, Judge, Pending, Results
+from steadygpt.run.schedule import Schedule, learning_rate, make_schedule
+from steadygpt.run.start import Start, find_start, folder_of_resumed_file, settled
+from steadygpt.run.summary import summarize
 
 SAMPLE_TOKENS = 100
 

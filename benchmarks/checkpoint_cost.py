@@ -17,15 +17,15 @@ from pathlib import Path
 import torch
 
 from benchmarks.compare import benchmark_parser, compare, median_text, summary, synchronize, write_json
-from config import TrainConfig
 from model import GPT, GPTConfig
-from steadygpt.checkpoint import Captured
-from steadygpt.device import autocast, native_precision
-from steadygpt.optim import make_optimizer
-from steadygpt.ranks import Ranks, joined
-from steadygpt.runlog import RunLog
-from steadygpt.saves import CheckpointWriter
-from steadygpt.state import HostCopy
+from optim import make_optimizer
+from steadygpt.checkpoint.files import Captured
+from steadygpt.checkpoint.host_copy import HostCopy
+from steadygpt.checkpoint.saves import CheckpointWriter
+from steadygpt.config import TrainConfig
+from steadygpt.log.runlog import RunLog
+from steadygpt.machine.device import autocast, native_precision
+from steadygpt.machine.ranks import Ranks, joined
 
 
 class Training:

@@ -20,8 +20,8 @@ import torch
 from benchmarks.compare import benchmark_parser, in_turn, pairs_of_equal_precision, report, synchronize
 from generate import generate
 from model import GPT, GPTConfig
-from steadygpt.device import autocast, evaluating
-from steadygpt.ranks import joined
+from steadygpt.machine.device import autocast, evaluating
+from steadygpt.machine.ranks import joined
 
 
 def nanogpt_model(file: Path) -> ModuleType:

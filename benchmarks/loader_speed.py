@@ -17,8 +17,8 @@ import torch
 from benchmarks.compare import benchmark_parser, compare, synchronize
 from dataloader import BatchLoader, RowStream
 from model import GPT, GPTConfig
-from steadygpt.device import autocast, native_precision
-from steadygpt.shards import open_shard
+from steadygpt.data.shards import open_shard
+from steadygpt.machine.device import autocast, native_precision
 
 TOKENS = 100_000_000
 

@@ -29,10 +29,10 @@ import torch
 import train
 from benchmarks.compare import REPO, flags, summary, write_json
 from benchmarks.train_speed import write_tokens
-from config import parse_args
 from model import GPTConfig
-from steadygpt import ranks as machine
-from steadygpt.cli import run_cli
+from steadygpt.base.options import run_cli
+from steadygpt.config import parse_args
+from steadygpt.machine import ranks as machine
 
 SMALL = flags(num_layers=4, num_heads=8, embd_size=512, context_length=520, mini_batch_size=2)
 NOTHING = flags(num_layers=1, num_heads=1, embd_size=2, context_length=32)

@@ -15,11 +15,11 @@ import time
 from pathlib import Path
 
 from benchmarks.compare import REPO, benchmark_parser, compare
-from steadygpt.sources import find_files
+from steadygpt.data.sources import find_files
 
 LOOP = """
 import json, time, numpy as np
-from steadygpt.tokenizer import get_tokenizer
+from steadygpt.data.tokenizer import get_tokenizer
 tokenizer = get_tokenizer("gpt2")
 tokenizer.encode_ordinary("warm up")
 documents = [json.loads(line)["text"] for line in open({file!r}, encoding="utf-8")]

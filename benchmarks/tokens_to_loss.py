@@ -59,10 +59,10 @@ from benchmarks.compare import (
     ratios,
     reason_of,
 )
-from config import FIELDS, parse_args
-from steadygpt.cli import UserError, run_cli
-from steadygpt.device import native_precision
-from steadygpt.units import duration_text
+from steadygpt.base.options import UserError, run_cli
+from steadygpt.base.text import duration_text
+from steadygpt.config import FIELDS, parse_args
+from steadygpt.machine.device import native_precision
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the experiments, as data

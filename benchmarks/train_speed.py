@@ -44,8 +44,8 @@ from benchmarks.compare import (
     report,
     synchronize,
 )
-from config import parse_args
 from model import GPT, GPTConfig
+from steadygpt.config import parse_args
 
 # layers, heads, width, vocabulary; "tiny" is for trying this command
 SHAPES = {"124m": (12, 12, 768, 50304), "10m": (6, 6, 384, 320), "tiny": (2, 2, 64, 320)}

@@ -20,13 +20,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from monitor_view import view
 from rich.console import Console, ConsoleDimensions
 from rich.live import Live
 
-from steadygpt.cli import UserError, option, parse_options, run_cli
-from steadygpt.liveness import state_of
-from steadygpt.watch import watch
+from steadygpt.base.options import UserError, option, parse_options, run_cli
+from steadygpt.monitor.liveness import state_of
+from steadygpt.monitor.snapshot import watch
+from steadygpt.monitor.view import view
 
 COLUMNS, LINES = 100, 40  # of a view that is not printed on a terminal
 

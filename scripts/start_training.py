@@ -20,10 +20,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config import PRESETS, TrainConfig, parse_args
-from steadygpt.cli import UserError, run_cli
-from steadygpt.shards import MANIFEST, find_shards, read_manifest
-from steadygpt.status import read_status
+from steadygpt.base.options import UserError, run_cli
+from steadygpt.config import PRESETS, TrainConfig, parse_args
+from steadygpt.data.shards import MANIFEST, find_shards, read_manifest
+from steadygpt.log.status import read_status
 
 REPO = Path(__file__).resolve().parent.parent
 MONITOR = REPO / "scripts/monitor_training.py"

@@ -16,17 +16,17 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config import TrainConfig
-from steadygpt.checkpoint import LATEST, NAMED, find_checkpoint
-from steadygpt.cli import OptionError, UserError, option, parse_options, run_cli
-from steadygpt.durable import lock_folder
-from steadygpt.mirror import Mirror
-from steadygpt.ranks import Ranks
-from steadygpt.runlog import RunLog
-from steadygpt.start import resume_config
-from steadygpt.status import STATUS, read_status
-from steadygpt.table import mirror_table
-from steadygpt.uploads import Uploads
+from steadygpt.base.durable import lock_folder
+from steadygpt.base.options import OptionError, UserError, option, parse_options, run_cli
+from steadygpt.checkpoint.files import LATEST, NAMED, find_checkpoint
+from steadygpt.checkpoint.mirror import Mirror
+from steadygpt.checkpoint.table import mirror_table
+from steadygpt.checkpoint.uploads import Uploads
+from steadygpt.config import TrainConfig
+from steadygpt.log.runlog import RunLog
+from steadygpt.log.status import STATUS, read_status
+from steadygpt.machine.ranks import Ranks
+from steadygpt.run.start import resume_config
 
 
 @dataclass(frozen=True)

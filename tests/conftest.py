@@ -22,9 +22,9 @@ import numpy as np
 import pytest
 import torch
 
-from steadygpt.ranks import Ranks
-from steadygpt.runlog import RunLog
-from steadygpt.shards import write_shard
+from steadygpt.data.shards import write_shard
+from steadygpt.log.runlog import RunLog
+from steadygpt.machine.ranks import Ranks
 
 REPO = Path(__file__).resolve().parent.parent
 DEVICE = "STEADYGPT_TEST_DEVICE"  # --device as an environment variable, for processes that import this file again
@@ -134,7 +134,7 @@ def standin(monkeypatch, tmp_path) -> StandIn:
     """The stand-in of the Hub, without repositories; and an empty cache."""
     import huggingface_hub.constants
 
-    from steadygpt import hub
+    from steadygpt.data import hub
 
     HUB.clear()
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
@@ -180,7 +180,7 @@ def open_log(config, start_step: int | None, max_steps: int = 0, ranks: Ranks | 
 def built(*flags: str, ranks: Ranks):
     """Return a train.Run that writes nothing, as for --dry_run measure."""
     import train
-    from config import parse_args
+    from steadygpt.config import parse_args
 
     config, given = parse_args([*TINY, *flags, "--dry_run", "measure"])
     with contextlib.ExitStack() as held:

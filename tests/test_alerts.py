@@ -8,10 +8,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from config import TrainConfig
-from steadygpt import alerts
-from steadygpt.alerts import Alerts
-from steadygpt.cli import UserError
+from steadygpt.base.options import UserError
+from steadygpt.config import TrainConfig
+from steadygpt.log import alerts
+from steadygpt.log.alerts import Alerts
 
 SECRET = "/services/T0/B0/secret"
 

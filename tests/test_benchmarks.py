@@ -18,7 +18,7 @@ from benchmarks import gpu_suite, kill_curve
 from benchmarks.compare import pairs_of_equal_precision, report
 from benchmarks.gpu_suite import Row
 from benchmarks.kill_curve import Kill, kill_instants
-from config import parse_args
+from steadygpt.config import parse_args
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (REPO / "benchmarks").glob("*.py")))

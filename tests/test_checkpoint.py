@@ -4,8 +4,8 @@ import os
 
 import torch
 
-from steadygpt.checkpoint import FORMAT_VERSION
-from steadygpt.table import checkpoint_table
+from steadygpt.checkpoint.files import FORMAT_VERSION
+from steadygpt.checkpoint.table import checkpoint_table
 
 
 def content(step: int, **more) -> dict:

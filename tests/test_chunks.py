@@ -11,11 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from steadygpt import chunks, tokenizer
-from steadygpt.chunks import Position, cut_document, read_documents
-from steadygpt.cli import UserError
-from steadygpt.sources import Source
-from steadygpt.tokenizer import get_tokenizer
+from steadygpt.base.options import UserError
+from steadygpt.data import documents as chunks
+from steadygpt.data import tokenizer
+from steadygpt.data.documents import Position, cut_document, read_documents
+from steadygpt.data.sources import Source
+from steadygpt.data.tokenizer import get_tokenizer
 
 SMALL = {"CHUNK_BYTES": 60, "PIECE_BYTES": 40, "TABLE_BYTES": 100, "ROWS_AT_ONCE": 3}
 in_small_chunks = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])

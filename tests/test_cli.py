@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import pytest
 from conftest import REPO
 
-from steadygpt.cli import option, parse_options
+from steadygpt.base.options import option, parse_options
 
 
 def run(program: str, **environment: str) -> tuple[int, str, str]:
     """Run a program that has run_cli and the errors; return its exit status and what it printed."""
-    words = [sys.executable, "-c", f"from steadygpt.cli import *\n{program}"]
+    words = [sys.executable, "-c", f"from steadygpt.base.options import *\n{program}"]
     ended = subprocess.run(words, capture_output=True, text=True, cwd=REPO, env=os.environ | environment, timeout=30)
     return ended.returncode, ended.stdout, ended.stderr
 

@@ -8,9 +8,9 @@ from conftest import in_ranks
 from test_distributed import batch, sharded
 from test_model import ids, small
 
-from steadygpt.device import evaluating
-from steadygpt.loss import IGNORED_TARGET
-from steadygpt.ranks import joined
+from steadygpt.machine.device import evaluating
+from steadygpt.machine.loss import IGNORED_TARGET
+from steadygpt.machine.ranks import joined
 
 ROTARY = {"rotary_pct": 1.0, "qk_norm": True}
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch.distributed.run import get_args_parser
 
 import prepare_dataset
-from config import ELSEWHERE, FIELDS, PRESETS, TrainConfig, parse_args
 from model import GPT, GPTConfig
-from steadygpt.cli import UserError
-from steadygpt.plan import estimate_memory
-from steadygpt.ranks import Ranks
+from steadygpt.base.options import UserError
+from steadygpt.config import ELSEWHERE, FIELDS, PRESETS, TrainConfig, parse_args
+from steadygpt.machine.ranks import Ranks
+from steadygpt.run.plan import estimate_memory
 
 
 def parse(*argv: str) -> TrainConfig:

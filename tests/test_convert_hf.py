@@ -19,12 +19,12 @@ from convert_hf import check_fits, read_weights, write_folder
 from dataloader import RowStream
 from generate import load_model
 from model import GPT, GPTConfig
-from steadygpt import retry
-from steadygpt.checkpoint import find_checkpoint
-from steadygpt.cli import UserError
-from steadygpt.foreign import TABLES, resolved
-from steadygpt.shards import find_shards
-from steadygpt.tokenizer import END_OF_TEXT, get_tokenizer
+from steadygpt.base import retry
+from steadygpt.base.options import UserError
+from steadygpt.checkpoint.files import find_checkpoint
+from steadygpt.convert.families import TABLES, resolved
+from steadygpt.data.shards import find_shards
+from steadygpt.data.tokenizer import END_OF_TEXT, get_tokenizer
 
 transformers = pytest.importorskip("transformers")
 

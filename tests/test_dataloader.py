@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dataloader
-from config import TrainConfig
 from dataloader import BatchLoader, RowStream, _key, open_data, permute
-from steadygpt.cli import UserError
-from steadygpt.shards import (
+from steadygpt.base.options import UserError
+from steadygpt.config import TrainConfig
+from steadygpt.data.shards import (
     Shard,
     check_shards,
     find_shards,

@@ -10,15 +10,16 @@ import torch
 from conftest import REPO
 from torch.nn.attention import SDPBackend
 
-from config import TrainConfig
 from generate import generate
 from hellaswag_eval import Tree, ending_losses
 from model import GPT, GPTConfig
-from steadygpt import device, host, start
-from steadygpt.attention import kernel_name
-from steadygpt.cli import RankError, UserError
-from steadygpt.device import autocast, choose_precision, evaluating, memory_bytes, product_rates, use_fp8
-from steadygpt.ranks import Ranks
+from steadygpt.base.options import RankError, UserError
+from steadygpt.config import TrainConfig
+from steadygpt.machine import device, host
+from steadygpt.machine.attention import kernel_name
+from steadygpt.machine.device import autocast, choose_precision, evaluating, memory_bytes, product_rates, use_fp8
+from steadygpt.machine.ranks import Ranks
+from steadygpt.run import start
 
 SIZES = 16, 64, 256  # tokens, width and hidden layer
 
@@ -74,7 +75,7 @@ def test_peak_flops_match_complete_device_names(name, tflops, monkeypatch):
 
 
 def test_process_age_includes_the_time_before_imports():
-    program = "import time; time.sleep(0.5); from steadygpt.device import process_age_s; print(process_age_s())"
+    program = "import time; time.sleep(0.5); from steadygpt.machine.device import process_age_s; print(process_age_s())"
     started_s = time.monotonic()
     age_s = float(subprocess.run([sys.executable, "-c", program], cwd=REPO, capture_output=True, text=True).stdout)
     assert 0.5 <= age_s <= time.monotonic() - started_s + 0.02  # the kernel counts in ticks of 10 ms

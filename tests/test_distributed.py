@@ -14,11 +14,11 @@ from torch import nn
 import train
 from hellaswag_eval import Tree, ending_losses
 from model import GPT, GPTConfig
-from steadygpt.optim import update_unless
-from steadygpt.parallel import shard
-from steadygpt.ranks import Ranks, Stopped, StopSignal, joined
-from steadygpt.state import HostCopy, fill
-from steadygpt.workers import usable_cores
+from optim import update_unless
+from steadygpt.checkpoint.host_copy import HostCopy, fill
+from steadygpt.machine.host import usable_cores
+from steadygpt.machine.parallel import shard
+from steadygpt.machine.ranks import Ranks, Stopped, StopSignal, joined
 
 SMALL = GPTConfig(vocab_size=257, num_layers=4, num_heads=2, embd_size=16, context_length=16)
 

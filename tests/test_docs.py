@@ -9,7 +9,7 @@ import pytest
 from conftest import REPO
 from record import TEST
 
-from steadygpt.checkpoint import FORMAT_VERSION
+from steadygpt.checkpoint.files import FORMAT_VERSION
 
 
 def text(page: str) -> str:

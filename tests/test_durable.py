@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steadygpt.cli import UserError
-from steadygpt.durable import UncachedFile, lock_folder, replace_file
+from steadygpt.base.durable import UncachedFile, lock_folder, replace_file
+from steadygpt.base.options import UserError
 
 
 def test_replace_file_keeps_the_old_content_when_writing_fails(tmp_path):

@@ -6,8 +6,8 @@ import pytest
 from conftest import metrics, run_here, write_examples
 from harness import run_to_end
 
-from steadygpt.cli import UserError
-from steadygpt.durable import lock_folder
+from steadygpt.base.durable import lock_folder
+from steadygpt.base.options import UserError
 
 TRAINED = ("--eval_freq", "4", "--eval_tokens", "64", "--checkpoint_freq", "4")
 

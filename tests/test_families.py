@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from test_convert_hf import assert_same_weights, checkpoint_of, mistake
 
 import convert_hf
-from config import parse_args
 from convert_hf import read_weights, write_folder
 from generate import generate, load_model
 from model import GPTConfig
-from steadygpt.cli import UserError
-from steadygpt.foreign import FAMILIES, TABLES, find_family, read_config, resolved, to_foreign
+from steadygpt.base.options import UserError
+from steadygpt.config import parse_args
+from steadygpt.convert.families import FAMILIES, TABLES, find_family, read_config, resolved, to_foreign
 
 transformers = pytest.importorskip("transformers")
 

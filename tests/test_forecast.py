@@ -7,13 +7,13 @@ import pytest
 import torch
 from conftest import run_here
 
-from config import TrainConfig
 from model import GPT
-from steadygpt import forecast as forecasts
-from steadygpt.forecast import forecast, measure_step_s, work_per_token
-from steadygpt.ranks import Ranks
-from steadygpt.schedule import Schedule
-from steadygpt.units import duration_text
+from steadygpt.base.text import duration_text
+from steadygpt.config import TrainConfig
+from steadygpt.machine.ranks import Ranks
+from steadygpt.run import forecast as forecasts
+from steadygpt.run.forecast import forecast, measure_step_s, work_per_token
+from steadygpt.run.schedule import Schedule
 
 CONFIG = TrainConfig(precision="bf16", mini_batch_size=16, eval_freq=100, hellaswag_freq=0, gpu_hour_cost=2.5)
 CPU = Ranks(torch.device("cpu"), world_size=4)
@@ -115,7 +115,7 @@ def test_unknown_device_shows_well_known_gpus_that_have_the_precision(precision,
 
 
 def test_plan_of_a_cpu_forecasts_bf16_on_gpus_unless_a_precision_is_given(workdir, monkeypatch, capsys):
-    monkeypatch.setattr("steadygpt.start.choose_precision", lambda *_: ("fp32", ""))
+    monkeypatch.setattr("steadygpt.run.start.choose_precision", lambda *_: ("fp32", ""))
     run_here("--dry_run", "--precision", "auto")
     assert " in bf16, if the run fits" in capsys.readouterr().out
     run_here("--dry_run", "--precision", "fp32")

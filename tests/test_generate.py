@@ -12,9 +12,9 @@ from test_model import both_families, ids, small
 
 from generate import KVCache, generate, load_model, main, sample, sample_texts
 from model import GPT, GPTConfig
-from steadygpt.cli import UserError
-from steadygpt.device import evaluating
-from steadygpt.tokenizer import get_tokenizer
+from steadygpt.base.options import UserError
+from steadygpt.data.tokenizer import get_tokenizer
+from steadygpt.machine.device import evaluating
 
 # ---------------------------------------------------------------------------------------------------------------------
 # KV cache, sampling, loading

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 import hellaswag_eval
 from hellaswag_eval import ROUNDING, Tree, close_calls, ending_losses, evaluate, make_batches, per_ending, tokenize
 from model import GPT, GPTConfig
-from steadygpt import retry
-from steadygpt.cli import UserError
-from steadygpt.ranks import Ranks, Stopped
-from steadygpt.tasks import Example, lm_eval_hellaswag, load_examples
-from steadygpt.tokenizer import get_tokenizer
+from steadygpt.base import retry
+from steadygpt.base.options import UserError
+from steadygpt.data.tasks import Example, lm_eval_hellaswag, load_examples
+from steadygpt.data.tokenizer import get_tokenizer
+from steadygpt.machine.ranks import Ranks, Stopped
 
 CPU = Ranks(torch.device("cpu"))
 WORDS = "a man in the kitchen takes an egg and then he puts it down on a very long table".split()

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from steadygpt import hub, remote, retry
-from steadygpt.cli import UserError
-from steadygpt.hub import Repo, fetch, find_repo
+from steadygpt.base import retry
+from steadygpt.base.options import UserError
+from steadygpt.data import hub, remote
+from steadygpt.data.hub import Repo, fetch, find_repo
 
 DATA = random.Random(0).randbytes(3_000_000)
 FILE = "data/train.parquet"

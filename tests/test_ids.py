@@ -8,8 +8,8 @@ import pytest
 from test_prepare_dataset import files_of, ids_of, prepare, prepare_interrupted, refused
 
 import prepare_dataset
-from steadygpt import ids
-from steadygpt.cli import UserError
+from steadygpt.base.options import UserError
+from steadygpt.data import ids
 
 IDS = np.random.default_rng(0).integers(0, 257, 5000)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from steadygpt.loss import IGNORED_TARGET, token_losses
+from steadygpt.machine.loss import IGNORED_TARGET, token_losses
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 

@@ -17,13 +17,12 @@ from conftest import REPO, assert_same_state, load, metrics, run_here
 from test_checkpoint import content, damage
 
 import train
-from steadygpt import uploads
-from steadygpt.checkpoint import Captured, read_checkpoint
-from steadygpt.cli import UserError
-from steadygpt.mirror import Mirror
-from steadygpt.ranks import Stopped
-from steadygpt.saves import CheckpointWriter, Saves
-from steadygpt.uploads import Uploads
+from steadygpt.base.options import UserError
+from steadygpt.checkpoint.files import Captured, read_checkpoint, uploads
+from steadygpt.checkpoint.mirror import Mirror
+from steadygpt.checkpoint.saves import CheckpointWriter, Saves
+from steadygpt.checkpoint.uploads import Uploads
+from steadygpt.machine.ranks import Stopped
 
 sys.path.insert(0, str(REPO / "scripts"))
 import upload_manager
@@ -364,7 +363,7 @@ def test_full_disk_while_restoring_does_not_fall_back_to_an_older_checkpoint(mac
 
 
 def test_run_that_waits_for_its_uploads_can_be_stopped(machines, s3, monkeypatch, capsys):
-    monkeypatch.setattr("steadygpt.retry.FIRST_PATIENCE_S", 0.1)
+    monkeypatch.setattr("steadygpt.base.retry.FIRST_PATIENCE_S", 0.1)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     wait, waits = Saves._wait_for_uploads, []
 
@@ -413,7 +412,7 @@ def test_auto_starts_a_new_run_on_an_empty_mirror_and_another_run_is_refused_the
 
 
 def test_unreachable_mirror(machines, s3, capsys, monkeypatch):
-    monkeypatch.setattr("steadygpt.retry.FIRST_PATIENCE_S", 0.1)
+    monkeypatch.setattr("steadygpt.base.retry.FIRST_PATIENCE_S", 0.1)
     url = f"{s3.url}/run"
     run_here(*FLAGS, "--mirror", url, "--max_steps", "4")
     address = os.environ["AWS_ENDPOINT_URL"]

@@ -8,15 +8,15 @@ import pytest
 import torch
 from conftest import REFERENCES, reference_model
 
-from config import TrainConfig
 from convert_hf import read_weights
 from generate import load_model
 from model import GPT, AttentionArgs, GPTConfig
-from steadygpt.attention import attention_in_blocks
-from steadygpt.device import evaluating
-from steadygpt.loss import IGNORED_TARGET
-from steadygpt.optim import make_optimizer
-from steadygpt.ranks import Ranks
+from optim import make_optimizer
+from steadygpt.config import TrainConfig
+from steadygpt.machine.attention import attention_in_blocks
+from steadygpt.machine.device import evaluating
+from steadygpt.machine.loss import IGNORED_TARGET
+from steadygpt.machine.ranks import Ranks
 
 ALONE = Ranks(torch.device("cpu"))
 SMALL = GPTConfig(vocab_size=101, context_length=12, num_layers=3, num_heads=2, embd_size=16)

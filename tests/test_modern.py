@@ -7,8 +7,8 @@ import torch
 from conftest import MODERN, assert_same_state, load, metrics, run_here
 from test_train import assert_close, fails, folders, run_forked
 
-from config import TrainConfig
-from steadygpt.schedule import decay_start, learning_rate
+from steadygpt.config import TrainConfig
+from steadygpt.run.schedule import decay_start, learning_rate
 
 
 def run_modern(*flags: str) -> None:

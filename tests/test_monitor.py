@@ -18,15 +18,16 @@ from conftest import REPO
 from rich.cells import cell_len
 from rich.console import Console
 
-from steadygpt import watch
-from steadygpt.cli import UserError
-from steadygpt.curves import Chart
-from steadygpt.liveness import state_of
-from steadygpt.watch import Snapshot, process_state
+from steadygpt.base.options import UserError
+from steadygpt.monitor import snapshot as watch
+from steadygpt.monitor.chart import Chart
+from steadygpt.monitor.liveness import state_of
+from steadygpt.monitor.snapshot import Snapshot, process_state
 
 sys.path.insert(0, str(REPO / "scripts"))
 import monitor_training
-from monitor_view import view
+
+from steadygpt.monitor.view import view
 
 STATUS = {
     "status": "running", "reason": "", "doing": "training", "run_name": "tiny", "step": 120, "max_steps": 1000,

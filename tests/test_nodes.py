@@ -15,13 +15,13 @@ from conftest import REPO, TINY, environment, in_ranks, load, metrics, run_here,
 from harness import LaunchedRun, assert_equals_reference, folders, free_port, run_to_end
 
 import train
-from config import parse_args
 from dataloader import open_data
-from steadygpt import start
-from steadygpt.cli import UserError
-from steadygpt.ranks import joined
-from steadygpt.shards import check_listing, listing
-from steadygpt.start import check_other_machines, find_start
+from steadygpt.base.options import UserError
+from steadygpt.config import parse_args
+from steadygpt.data.shards import check_listing, listing
+from steadygpt.machine.ranks import joined
+from steadygpt.run import start
+from steadygpt.run.start import check_other_machines, find_start
 
 linux = pytest.mark.skipif(
     sys.platform != "linux", reason="other systems have no 127.0.0.2, and no parent-death signal"

@@ -21,13 +21,13 @@ from injected import bad_numbers
 from test_divergence import assert_finite, assert_update_skipped
 
 import hellaswag_eval
-from config import TrainConfig
 from generate import KVCache, generate
 from model import GPT, GPTConfig
-from steadygpt import parallel
-from steadygpt.device import autocast, use_fp8
-from steadygpt.optim import make_optimizer, update_unless
-from steadygpt.ranks import Ranks
+from optim import make_optimizer, update_unless
+from steadygpt.config import TrainConfig
+from steadygpt.machine import parallel
+from steadygpt.machine.device import autocast, use_fp8
+from steadygpt.machine.ranks import Ranks
 
 SHAPE = GPTConfig(vocab_size=257, context_length=32, num_layers=2, num_heads=2, embd_size=128)
 NEOX = {"rotary_pct": 0.25, "parallel_residual": True, "tied_head": False, "activation": "gelu"}

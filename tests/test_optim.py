@@ -4,11 +4,11 @@ import pytest
 import torch
 from conftest import in_ranks
 
-from config import TrainConfig
+import optim
 from model import GPT, GPTConfig
-from steadygpt import optim
-from steadygpt.optim import Muon, make_optimizer, newton_schulz, orthogonalized
-from steadygpt.ranks import Ranks, joined
+from optim import Muon, make_optimizer, newton_schulz, orthogonalized
+from steadygpt.config import TrainConfig
+from steadygpt.machine.ranks import Ranks, joined
 
 ALONE = Ranks(torch.device("cpu"))
 SMALL = GPTConfig(

@@ -7,17 +7,17 @@ import shutil
 import subprocess
 import sys
 
+import config
 import pytest
 from conftest import REPO, TINY, environment, load, need_gpus, write_data
 
-import config
 import convert_hf
 import generate
 import hellaswag_eval
 import prepare_dataset
 import train
-from steadygpt.cli import read_flags
-from steadygpt.device import usable_cores
+from steadygpt.base.options import read_flags
+from steadygpt.machine.host import usable_cores
 
 # ---------------------------------------------------------------------------------------------------------------------
 # exactly as typed

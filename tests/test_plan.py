@@ -10,13 +10,13 @@ import torch
 from conftest import load, run_here
 
 import train
-from config import TrainConfig, parse_args
 from model import GPT
-from steadygpt import plan
-from steadygpt.cli import UserError
-from steadygpt.plan import COPY, FITS, STATIC, estimate_memory, needed_bytes, what_would_fit, with_fitting_rows
-from steadygpt.ranks import Ranks
-from steadygpt.saves import num_bytes
+from steadygpt.base.options import UserError
+from steadygpt.checkpoint.saves import num_bytes
+from steadygpt.config import TrainConfig, parse_args
+from steadygpt.machine.ranks import Ranks
+from steadygpt.run import plan
+from steadygpt.run.plan import COPY, FITS, STATIC, estimate_memory, needed_bytes, what_would_fit, with_fitting_rows
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 CONFIG = TrainConfig(precision="bf16", compile="off", mini_batch_size=16)
@@ -123,7 +123,7 @@ def test_other_commands_need_data(tmp_path, monkeypatch, flags):
 def test_plan_of_checkpoints_that_do_not_fit_on_the_disk_names_the_flag(workdir, monkeypatch, capsys, files, advice):
     run_here("--checkpoint_dir", "a")
     size = num_bytes(load("a/latest.pt"))
-    monkeypatch.setattr("steadygpt.plan.shutil.disk_usage", lambda _: SimpleNamespace(free=size * (files + 0.5)))
+    monkeypatch.setattr("steadygpt.run.plan.shutil.disk_usage", lambda _: SimpleNamespace(free=size * (files + 0.5)))
     capsys.readouterr()
     run_here("--max_steps", "10000", "--dry_run")
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("checkpoints ")]
@@ -144,7 +144,7 @@ def test_out_of_memory_is_one_line_with_flags_that_fit(workdir, monkeypatch):
         return step(run, batches)
 
     monkeypatch.setattr(train, "train_step", runs_out)
-    monkeypatch.setattr("steadygpt.plan.memory_bytes", lambda device: 1_000_000)
+    monkeypatch.setattr("steadygpt.run.plan.memory_bytes", lambda device: 1_000_000)
     with pytest.raises(UserError) as raised:
         run_here("--checkpoint_dir", "a", "--checkpoint_freq", "2")
     assert str(raised.value) == (

@@ -10,11 +10,12 @@ import pytest
 import tiktoken
 
 import prepare_dataset
-from steadygpt import chunks, sources
-from steadygpt.chunks import Chunk, Position
-from steadygpt.cli import UserError
-from steadygpt.shards import check_shards, find_shards, read_manifest
-from steadygpt.tokenizer import END_OF_TEXT
+from steadygpt.base.options import UserError
+from steadygpt.data import documents as chunks
+from steadygpt.data import sources
+from steadygpt.data.documents import Chunk, Position
+from steadygpt.data.shards import check_shards, find_shards, read_manifest
+from steadygpt.data.tokenizer import END_OF_TEXT
 
 END = 256  # <|endoftext|> of the byte tokenizer
 TEXTS = ["one", "the second one", "third " * 30, "fourth\n", "5"] * 8

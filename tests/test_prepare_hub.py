@@ -8,8 +8,8 @@ from standin import CARD, CORPUS, TEXTS, corpus, parquet
 from test_prepare_dataset import files_of, ids_expected, ids_of, prepare, refused
 
 import prepare_dataset
-from steadygpt import remote, sources
-from steadygpt.cli import UserError
+from steadygpt.base.options import UserError
+from steadygpt.data import remote, sources
 
 OPTIONS = ("--shard_size", "90000", "--val_tokens", "90000")
 

@@ -16,7 +16,8 @@ from test_ids import npz
 from test_prepare_dataset import files_of, ids_expected, ids_of, prepare, refused
 from test_prepare_hub import interrupt_after
 
-from steadygpt import retry, stores
+from steadygpt.base import retry
+from steadygpt.data import stores
 
 OPTIONS = ("--val_tokens", "7000", "--shard_size", "15000", "--name", "ids")
 IDS = np.random.default_rng(0).integers(0, 257, 100_000)

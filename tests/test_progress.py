@@ -12,11 +12,11 @@ import time
 import pytest
 from conftest import REPO
 
-from steadygpt import progress
-from steadygpt.progress import ProgressBar
+from steadygpt.base import progress
+from steadygpt.base.progress import ProgressBar
 
 PROGRAM = """
-from steadygpt.progress import ProgressBar
+from steadygpt.base.progress import ProgressBar
 with ProgressBar(desc="working", total=1000, unit="B") as bar:
     for _ in range(10):
         bar.update(100)

@@ -25,8 +25,8 @@ from conftest import (
 from test_train import fails, folders
 
 import train
-from steadygpt import device
-from steadygpt.cli import UserError
+from steadygpt.base.options import UserError
+from steadygpt.machine import device
 
 # ---------------------------------------------------------------------------------------------------------------------
 # stopping

@@ -8,8 +8,8 @@ import gcsfs.retry
 import google.auth.exceptions
 import pytest
 
-from steadygpt.cli import UserError
-from steadygpt.retry import brief, is_local, passing_cause, status_of
+from steadygpt.base.options import UserError
+from steadygpt.base.retry import brief, is_local, passing_cause, status_of
 
 
 def s3_error(status: int, code: str = "") -> Exception:

@@ -9,8 +9,8 @@ from conftest import load, metrics, run_here, scalars
 from test_train import folders
 
 import train
-from steadygpt.start import unused_name
-from steadygpt.status import read_status
+from steadygpt.log.status import read_status
+from steadygpt.run.start import unused_name
 
 STAMP = r"-\d{8}-\d{6}"
 TB = ("--use_tensorboard",)

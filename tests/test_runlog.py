@@ -15,14 +15,14 @@ import torch
 from conftest import open_log, scalars
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from config import TrainConfig
-from steadygpt.checkpoint import TrainState
-from steadygpt.ranks import Ranks
-from steadygpt.runlog import RunLog
-from steadygpt.schedule import Schedule
-from steadygpt.stability import Results, StepResult
-from steadygpt.status import read_status
-from steadygpt.units import duration_text
+from steadygpt.base.text import duration_text
+from steadygpt.checkpoint.files import TrainState
+from steadygpt.config import TrainConfig
+from steadygpt.log.runlog import RunLog
+from steadygpt.log.status import read_status
+from steadygpt.machine.ranks import Ranks
+from steadygpt.run.results import Results, StepResult
+from steadygpt.run.schedule import Schedule
 
 
 def config(tmp_path, **options) -> TrainConfig:
@@ -137,7 +137,7 @@ def log(tmp_path):
 def finish_step(log, monkeypatch):
     """Return a function that takes the results of a step that took some seconds."""
     clock = SimpleNamespace(now_s=0.0, perf_counter=lambda: clock.now_s, monotonic=lambda: clock.now_s)
-    monkeypatch.setattr("steadygpt.stability.time", clock)
+    monkeypatch.setattr("steadygpt.run.results.time", clock)
     monkeypatch.setattr(TrainState, "total_s", lambda _: 1800.0)
     schedule = Schedule(4, 32, steps_per_epoch=0, max_steps=10, warmup_steps=0, stable_steps=None)
     results = Results(log.config, log.ranks, schedule, TrainState(), log, flops_per_token=1.0, late=0)

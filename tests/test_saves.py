@@ -15,11 +15,10 @@ import torch
 from conftest import load, run_here
 from test_checkpoint import content, names
 
-from steadygpt import saves
-from steadygpt.checkpoint import Captured
-from steadygpt.ranks import Ranks
-from steadygpt.runlog import RunLog
-from steadygpt.saves import CheckpointWriter, Saves
+from steadygpt.checkpoint.files import Captured, saves
+from steadygpt.checkpoint.saves import CheckpointWriter, Saves
+from steadygpt.log.runlog import RunLog
+from steadygpt.machine.ranks import Ranks
 
 
 class Clock:

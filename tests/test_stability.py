@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import train
-from config import TrainConfig
-from steadygpt.ranks import Ranks
-from steadygpt.stability import SPIKE_WINDOW, Judge, Pending, StepResult
+from steadygpt.config import TrainConfig
+from steadygpt.machine.ranks import Ranks
+from steadygpt.run.results import SPIKE_WINDOW, Judge, Pending, StepResult
 
 CPU = torch.device("cpu")
 

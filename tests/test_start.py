@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 from test_config import parse
 
-from config import FIELDS, TrainConfig, parse_args
-from steadygpt.cli import UserError
-from steadygpt.start import resume_config
+from steadygpt.base.options import UserError
+from steadygpt.config import FIELDS, TrainConfig, parse_args
+from steadygpt.run.start import resume_config
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ sys.path.append(str(REPO / "scripts"))
 
 import start_training
 
-from config import PRESETS, parse_args
-from steadygpt.cli import UserError
+from steadygpt.base.options import UserError
+from steadygpt.config import PRESETS, parse_args
 
 
 class Typed(io.StringIO):

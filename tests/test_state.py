@@ -3,8 +3,8 @@
 import torch
 
 from model import GPT, GPTConfig
-from steadygpt.ranks import Ranks
-from steadygpt.state import HostCopy, fill, restore_optimizer
+from steadygpt.checkpoint.host_copy import HostCopy, fill, restore_optimizer
+from steadygpt.machine.ranks import Ranks
 
 RANKS = Ranks(torch.device("cpu"))
 SMALL = GPTConfig(vocab_size=257, num_layers=1, num_heads=2, embd_size=16, context_length=16)

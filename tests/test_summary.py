@@ -8,8 +8,8 @@ import torch
 from conftest import metrics, run_here
 
 import train
-from steadygpt.runlog import RunLog
-from steadygpt.status import read_status
+from steadygpt.log.runlog import RunLog
+from steadygpt.log.status import read_status
 
 
 def summary(workdir) -> dict[str, str]:

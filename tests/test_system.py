@@ -10,8 +10,9 @@ import psutil
 import pytest
 import torch
 
-from steadygpt import host, system
-from steadygpt.system import SystemMetrics, gpu_count
+from steadygpt.log import system
+from steadygpt.log.system import SystemMetrics, gpu_count
+from steadygpt.machine import host
 
 HOST = {"cpu_percent", "ram_gb", "ram_total_gb", "disk_free_gb"}
 

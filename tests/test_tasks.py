@@ -13,14 +13,14 @@ import torch.nn.functional as F
 from conftest import metrics, run_here, scalars
 
 import hellaswag_eval
-from config import TrainConfig
 from convert_hf import write_folder
 from hellaswag_eval import close_calls, ending_losses, evaluate, tokenize
 from model import GPT, GPTConfig
-from steadygpt.cli import UserError
-from steadygpt.ranks import Ranks
-from steadygpt.tasks import TASKS, Example, load_examples, parse_tasks
-from steadygpt.tokenizer import get_tokenizer
+from steadygpt.base.options import UserError
+from steadygpt.config import TrainConfig, parse_tasks
+from steadygpt.data.tasks import TASKS, Example, load_examples
+from steadygpt.data.tokenizer import get_tokenizer
+from steadygpt.machine.ranks import Ranks
 
 CPU = Ranks(torch.device("cpu"))
 

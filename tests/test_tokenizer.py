@@ -5,9 +5,9 @@ import tiktoken
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steadygpt import tokenizer
-from steadygpt.cli import UserError
-from steadygpt.tokenizer import END_OF_TEXT, get_tokenizer
+from steadygpt.base.options import UserError
+from steadygpt.data import tokenizer
+from steadygpt.data.tokenizer import END_OF_TEXT, get_tokenizer
 
 
 def need_gpt2() -> None:

@@ -10,7 +10,7 @@ from conftest import REPO
 
 from benchmarks import tokens_to_loss
 from benchmarks.tokens_to_loss import SCALES, SEEDS, Run, Study, markdown, output_of, spread, train
-from steadygpt.cli import UserError
+from steadygpt.base.options import UserError
 
 BEST = {"gpt2": ("max_lr", 2e-3), "nanogpt": ("learning_rate", 4e-3)}
 

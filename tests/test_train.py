@@ -14,7 +14,7 @@ import torch
 from conftest import MODERN, assert_same_state, in_ranks, load, metrics, need_gpus, run, run_here, write_examples
 
 import train
-from steadygpt.cli import UserError
+from steadygpt.base.options import UserError
 
 DROPOUT = ("--dropout", "0.1")  # makes training depend on the random state
 

@@ -7,8 +7,8 @@ import pytest
 from conftest import run_here
 from test_mirror import FLAGS, continue_elsewhere, machines, quick, upload_manager  # noqa: F401 (two are fixtures)
 
-from steadygpt.cli import UserError
-from steadygpt.mirror import Mirror
+from steadygpt.base.options import UserError
+from steadygpt.checkpoint.mirror import Mirror
 
 
 def test_upload_manager(machines, store, capsys, workdir):  # noqa: F811

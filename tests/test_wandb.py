@@ -15,9 +15,9 @@ import pytest
 from conftest import open_log, run_here
 from harness import Run
 
-from config import TrainConfig
-from steadygpt import wandb_sink
-from steadygpt.cli import UserError, option
+from steadygpt.base.options import UserError, option
+from steadygpt.config import TrainConfig
+from steadygpt.log import wandb_sink
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the real package

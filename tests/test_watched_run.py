@@ -7,7 +7,7 @@ from conftest import run_here, scalars
 from test_alerts import SECRET, webhook  # noqa: F401 (a fixture)
 
 import train
-from steadygpt import system
+from steadygpt.log import system
 
 
 def test_run_sends_alerts_and_keeps_their_url_secret(workdir, webhook, capsys, monkeypatch):  # noqa: F811

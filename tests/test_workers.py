@@ -7,8 +7,8 @@ from itertools import count
 
 import pytest
 
-from steadygpt.cli import UserError
-from steadygpt.workers import RUN_AHEAD, map_in_order
+from steadygpt.base.options import UserError
+from steadygpt.data.workers import RUN_AHEAD, map_in_order
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])

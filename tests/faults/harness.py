@@ -20,7 +20,7 @@ from pathlib import Path
 import torch.distributed as dist
 from conftest import TINY, assert_same_state, command, environment, fork, load, metrics, need_gpus
 
-from steadygpt.cli import run_cli
+from steadygpt.base.options import run_cli
 
 TIMEOUT_S = 240  # generous: a loaded machine must not fail a test
 PORT_NUMBERS = itertools.count(100 * os.getpid())  # parallel test sessions start at different ports

@@ -16,9 +16,9 @@ import torch
 
 import hellaswag_eval
 import train
-from steadygpt import tokenizer
-from steadygpt.cli import UserError
-from steadygpt.durable import UncachedFile
+from steadygpt.base.durable import UncachedFile
+from steadygpt.base.options import UserError
+from steadygpt.data import tokenizer
 
 # ---------------------------------------------------------------------------------------------------------------------
 # where recorders and faults hook into training

@@ -16,7 +16,7 @@ from conftest import assert_same_state, load, scalars
 from harness import Run, folders, refusal, run_to_end
 from injected import fail_save, signal_at
 
-from steadygpt.checkpoint import checkpoint_files, read_checkpoint
+from steadygpt.checkpoint.files import checkpoint_files, read_checkpoint
 
 FLAGS = "--max_steps 4000 --checkpoint_freq 20 --keep_checkpoints 3 --steps_per_epoch 9999 --dropout 0.1".split()
 

@@ -17,8 +17,8 @@ from standin import CORPUS, TEXTS, corpus
 from test_disk import fill_disk, free_space, small_disk  # noqa: F401 (a fixture)
 from test_preparing import record_memory, shards
 
-from steadygpt import retry
-from steadygpt.shards import read_manifest
+from steadygpt.base import retry
+from steadygpt.data.shards import read_manifest
 
 FLAGS = "--source hf:some/corpus:part --shard_size 90000 --val_tokens 90000".split()
 MODES = {"downloading": [], "streaming": ["--streaming"], "tokenizing": ["--keep_download"]}

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from conftest import run_here, write_data
 
-from steadygpt.checkpoint import read_checkpoint
-from steadygpt.cli import UserError
-from steadygpt.shards import check_shards, open_shard
-from steadygpt.table import checkpoint_table
+from steadygpt.base.options import UserError
+from steadygpt.checkpoint.files import read_checkpoint
+from steadygpt.checkpoint.table import checkpoint_table
+from steadygpt.data.shards import check_shards, open_shard
 
 FILES = 2000
 

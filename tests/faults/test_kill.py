@@ -15,7 +15,7 @@ from conftest import MODERN, assert_same_state, load
 from harness import LaunchedRun, Run, assert_equals_reference, folders
 from injected import kill_at, record_save_calls, record_tokens, tokens_of_steps
 
-from steadygpt.checkpoint import find_checkpoint
+from steadygpt.checkpoint.files import find_checkpoint
 
 FLAGS = ("--max_steps", "100", "--checkpoint_freq", "1", "--keep_checkpoints", "3", "--dropout", "0.1")
 

@@ -46,7 +46,7 @@ def failing_network(workdir):
 def set_environment(changes: dict, rank: int) -> None:
     from huggingface_hub import constants
 
-    from steadygpt import retry
+    from steadygpt.base import retry
 
     retry.FIRST_PATIENCE_S = 0.5
     constants.ENDPOINT, constants.HF_HUB_CACHE = changes["HF_ENDPOINT"], f"{changes['HF_HOME']}/hub"

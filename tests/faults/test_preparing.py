@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from harness import Run, wait_for_files
 
-from steadygpt.shards import read_manifest
+from steadygpt.data.shards import read_manifest
 
 prepare = partial(Run, program="prepare_dataset", tiny=("--tokenizer", "bytes", "--num_workers", "2"))
 

@@ -11,7 +11,7 @@ from harness import Run, folders, refusal, run_to_end
 from injected import signal_at
 from test_train import fails
 
-from steadygpt.shards import read_manifest, write_shard
+from steadygpt.data.shards import read_manifest, write_shard
 
 SHARD = Path("data/tiny_train_000001.npy")
 

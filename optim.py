@@ -1,0 +1,176 @@
+"""Optimizers over a model's parameters by role."""
+
+import math
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from steadygpt.machine.parallel import full_tensor, own_part
+from steadygpt.machine.ranks import Ranks
+
+if TYPE_CHECKING:
+    from model import GPT
+    from steadygpt.config import TrainConfig
+
+Stacked = list[tuple[nn.Parameter, tuple[int, ...]]]  # parameters and the rows of the matrices that each one stacks
+# Repeated five times, this odd polynomial takes all but the smallest singular values to 0.7..1.2 (Jordan et al. 2024).
+NEWTON_SCHULZ, ITERATIONS = (3.4445, -4.7750, 2.0315), 5
+AT_ONCE = 2**27  # numbers of the matrices that are whole on every rank at the same time, unless one matrix has more
+
+
+def skips_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """Return whether an optimizer reads `found_inf` from the device's memory, as fused ones do for loss scaling.
+
+    It cannot when its parameters, all in one place, are in host memory. On MPS this was never tried.
+    """
+    parameter = optimizer.param_groups[0]["params"][0]
+    on_device = parameter.device.type == device.type != "mps"
+    return on_device and getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def update_unless(skipped: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Make the optimizer's update unless `skipped`, a scalar on the device, is 1.0; then nothing changes.
+
+    The host waits for `skipped` only if the optimizer cannot skip on the device.
+    """
+    if skips_on_device(optimizer, skipped.device):
+        optimizer.found_inf = skipped  # type: ignore[attr-defined]
+        optimizer.step()
+    elif not skipped.item():
+        optimizer.step()
+
+
+def make_optimizer(model: "GPT", config: "TrainConfig", ranks: Ranks) -> torch.optim.Optimizer:
+    """Return AdamW (Loshchilov and Hutter 2019), or Muon for the matrices of the blocks and AdamW for the rest.
+
+    Matrices and tables have weight decay, vectors have none. The learning rate of a group is its "lr_ratio" times that
+    of the schedule.
+    """
+    roles = model.parameters_by_role()
+    params = {role: list(parameters.values()) for role, parameters in roles.items()}
+    muon = config.optimizer == "muon"
+    groups: list[dict[str, Any]] = [
+        {"params": params["embedding"] + ([] if muon else params["matrix"]) + params["head"], "lr_ratio": 1.0},
+        {"params": params["vector"], "lr_ratio": 1.0, "weight_decay": 0.0},
+    ]
+    betas = config.adam_beta1, config.adam_beta2
+    options: dict[str, Any] = {"lr": config.max_lr, "betas": betas, "eps": config.adam_eps, "fused": True}
+    options["weight_decay"] = config.weight_decay
+    if not muon:
+        return torch.optim.AdamW(groups, **options)
+    parts, lr_ratio = [model.config.parts(name) for name in roles["matrix"]], config.muon_lr / config.max_lr
+    groups.append({"params": params["matrix"], "parts": parts, "lr_ratio": lr_ratio, "momentum": config.muon_momentum})
+    return Muon(groups, ranks, config.precision, **options)
+
+
+def checkpoint_bytes(model: "GPT", optimizer: str, page_locked: bool = False) -> int:
+    """Return the bytes of the weights and of the optimizer's state: two moments of AdamW or one of Muon, in fp32.
+
+    Args:
+        page_locked: count memory in which PyTorch rounds each tensor up to a power of two.
+    """
+    total = 0
+    for role, parameters in model.parameters_by_role().items():
+        sizes = [4 * parameter.numel() for parameter in parameters.values()]
+        tensors = 2 if (role, optimizer) == ("matrix", "muon") else 3
+        total += tensors * sum(2 ** (size - 1).bit_length() if page_locked else size for size in sizes)
+    return total
+
+
+class Muon(torch.optim.AdamW):
+    """Muon (Jordan et al. 2024) for the groups with "parts", and AdamW for the others.
+
+    After its weight decay, a matrix moves by lr * sqrt(max(1, rows / columns)) times the orthogonal matrix that is
+    nearest to its Nesterov momentum.
+
+    Args:
+        groups: with "parts", for each parameter the rows of the matrices that it stacks, and "momentum".
+        ranks: share the work. Under FSDP they gather matrices for it, at most AT_ONCE numbers at a time.
+        precision: of the run. With bf16 or fp8, matrices are orthogonalized in bf16, otherwise in fp32.
+        options: of AdamW.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], ranks: Ranks, precision: str, **options: Any):
+        super().__init__(groups, **options)
+        self.ranks, self.dtype = ranks, torch.bfloat16 if precision in ("bf16", "fp8") else torch.float32
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        torch.optim.Optimizer.__setstate__(self, state)  # AdamW's reads the number of steps of every parameter
+
+    def step(self) -> None:  # type: ignore[override]
+        self.step_adamw()
+        self.step_muon()
+
+    def step_adamw(self) -> None:
+        """Update the groups without "parts"."""
+        groups = self.param_groups
+        self.param_groups = [group for group in groups if "parts" not in group]
+        super().step()
+        self.param_groups = groups
+
+    @torch.no_grad()
+    def step_muon(self) -> None:
+        """Update the groups with "parts"."""
+        for group in self.param_groups:
+            if "parts" in group:
+                stacked = list(zip(group["params"], group["parts"], strict=True))
+                count = max(1, AT_ONCE // max(parameter.numel() for parameter in group["params"]))
+                for i in range(0, len(stacked), count):
+                    self._update(stacked[i : i + count], group["lr"], group["weight_decay"], group["momentum"])
+
+    def _update(self, stacked: Stacked, lr: float, weight_decay: float, momentum: float) -> None:
+        skipped, matrices = getattr(self, "found_inf", None), list[Tensor]()
+        skips = None if skipped is None else skipped > 0
+        for parameter, parts in stacked:
+            state = self.state[parameter]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+            average = state["momentum_buffer"].lerp(parameter.grad, 1 - momentum)
+            update = parameter.grad.lerp(average, momentum)  # type: ignore[union-attr]
+            if skips is not None:  # the gradient may be NaN
+                average = torch.where(skips, state["momentum_buffer"], average)
+                update = torch.where(skips, 0.0, update)
+            state["momentum_buffer"].copy_(average)
+            matrices += full_tensor(update.to(self.dtype)).split(parts)
+        updates = iter(orthogonalized(matrices, self.ranks))
+        decay: Any = lr * weight_decay if skipped is None else lr * weight_decay * (1 - skipped)
+        for parameter, parts in stacked:
+            update = torch.cat([next(updates) * math.sqrt(max(1, rows / parameter.size(1))) for rows in parts])
+            own, update = own_part(parameter, update)
+            own.mul_(1 - decay).add_(update, alpha=-lr)
+
+
+def orthogonalized(matrices: list[Tensor], ranks: Ranks) -> list[Tensor]:
+    """Return the nearest (semi-)orthogonal matrices, approximately.
+
+    Matrices of one shape, or its transpose, are one batch. Every rank has all matrices, computes its share of each
+    batch, and receives the results of the other ranks.
+    """
+    results, batches = list(matrices), defaultdict[tuple[int, ...], list[int]](list)
+    for index, matrix in enumerate(matrices):
+        batches[tuple(sorted(matrix.shape))].append(index)
+    for shape, indices in batches.items():
+        share = math.ceil(len(indices) / ranks.world_size)
+        batch = matrices[0].new_zeros(share, *shape)
+        for place, index in zip(batch, indices[ranks.rank * share :], strict=False):
+            place.copy_(matrices[index] if matrices[index].shape == shape else matrices[index].mT)
+        batch = newton_schulz(batch)
+        if ranks.world_size > 1:
+            own, batch = batch, batch.new_empty(ranks.world_size * share, *shape)
+            dist.all_gather_into_tensor(batch, own)
+        for index, result in zip(indices, batch, strict=False):
+            results[index] = result if matrices[index].shape == shape else result.mT
+    return results
+
+
+def newton_schulz(x: Tensor) -> Tensor:
+    """Orthogonalize a batch of matrices (N, rows, columns), rows <= columns: singular values become about 1."""
+    a, b, c = NEWTON_SCHULZ
+    x = x / (torch.linalg.matrix_norm(x.float(), keepdim=True) + 1e-7).type_as(x)
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x

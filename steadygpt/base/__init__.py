@@ -1,0 +1,1 @@
+"""Options, durable files, retries, progress: knows nothing of training."""

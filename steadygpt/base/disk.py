@@ -1,0 +1,28 @@
+"""Free space on disks."""
+
+import shutil
+from collections.abc import Mapping
+from itertools import chain
+from pathlib import Path
+
+from steadygpt.base.text import scaled_text
+
+
+def disks(*needs: Mapping[Path, int]) -> dict[Path, tuple[int, int]]:
+    """Return, for an existing folder of each disk, the bytes that are free and the bytes that are needed."""
+    found: dict[int, tuple[Path, int]] = {}
+    for folder, size in chain.from_iterable(need.items() for need in needs):
+        disk = existing(folder).stat().st_dev
+        first, needed = found.get(disk, (existing(folder), 0))
+        found[disk] = first, needed + size
+    return {folder: (shutil.disk_usage(folder).free, needed) for folder, needed in found.values()}
+
+
+def existing(path: Path) -> Path:
+    """Return a path or the first folder above it that exists."""
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+
+
+def bytes_text(count: float) -> str:
+    """Return a number of bytes with three digits and a unit."""
+    return scaled_text(count, (" bytes", " kB", " MB", " GB", " TB"))

@@ -1,0 +1,124 @@
+"""Retries of requests over a network, with growing pauses and one line for each."""
+
+import textwrap
+from collections.abc import Callable
+from http import HTTPStatus
+from time import monotonic, sleep
+from typing import Any, TypeVar
+
+from steadygpt.base.options import UserError
+from steadygpt.base.progress import say
+
+Result = TypeVar("Result")
+# How long a request is repeated without an answer: in a run with several ranks, the others wait 30 minutes.
+PATIENCE_S = 25 * 60.0
+FIRST_PATIENCE_S = 6.0  # until the service has answered once; perhaps there is no network
+LONGEST_PAUSE_S = 60.0
+SILENCE_S = 20  # a connection without data for this long is closed
+
+# Errors are recognized by the names of their classes and libraries, because importing those takes a second.
+LIBRARIES = {"httpx", "httpx2", "httpcore", "requests", "aiohttp"}
+PASSING = {"ConnectionError", "TimeoutError", "gaierror", "HTTPClientError", "IncompleteReadError", "TransportError"}
+PASSING |= {"ChecksumError", "FlexibleChecksumError"}
+HOPELESS = {"UserError", "OfflineModeIsEnabled", "UnsupportedProtocol", "InvalidURL"}
+
+
+class NoAnswer(UserError):
+    """The network failed for longer than the retries last."""
+
+
+class Service:
+    """A service on the network, and whether it has answered this process yet.
+
+    Args:
+        explain: returns the UserError for a request, by its description, and an error that a retry cannot help.
+    """
+
+    def __init__(self, explain: Callable[[object, Exception], UserError]):
+        self.explain, self.answered = explain, False
+
+    def persistently(self, what: object, action: Callable[[], Result]) -> Result:
+        """Return action(), retried while it fails because of the network, with growing pauses and a line for each.
+
+        Raises: UserError that names `what`, when a retry cannot help; an OSError of this machine, such as a full disk.
+        """
+        pause_s, since = 1.0, monotonic()
+        while True:
+            try:
+                result = action()
+                self.answered = True
+                return result
+            except Exception as error:  # each library raises its own types
+                cause = passing_cause(error)
+                if cause is None:
+                    if isinstance(error, UserError) or is_local(error):
+                        raise
+                    raise self.explain(what, error) from error
+                self.answered |= status_of(cause) != 0
+                if monotonic() - since >= (PATIENCE_S if self.answered else FIRST_PATIENCE_S):
+                    advice = "check the network and run this again"
+                    raise NoAnswer(f"{what}: no answer ({brief(cause)}); {advice}") from error
+                wait_s = max(pause_s, min(asked_pause_s(cause), PATIENCE_S))
+                say(f"{what}: {brief(cause)}; trying again in {wait_s:.0f} s")
+                sleep(wait_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def passing_cause(error: BaseException | None) -> BaseException | None:
+    """Return the error, or what caused it, if it may pass: a lost connection, a server error, too many requests."""
+    while error is not None and not HOPELESS & kinds(error):
+        if status := status_of(error):
+            return error if status in (408, 425, 429) or status >= 500 else None
+        if _is_passing(error):
+            return error
+        if is_local(error):
+            return None
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def is_local(error: BaseException) -> bool:
+    """Return whether an error is this machine's, such as a full disk."""
+    # s3fs raises an OSError with errno because of a status.
+    is_remote = _is_passing(error) or status_of(error) or (error.__cause__ and status_of(error.__cause__))
+    return isinstance(error, OSError) and error.errno is not None and not is_remote
+
+
+def _is_passing(error: BaseException) -> bool:
+    return bool(PASSING & kinds(error)) or type(error).__module__.partition(".")[0] in LIBRARIES
+
+
+def kinds(error: BaseException) -> set[str]:
+    """Return the names of an error's classes."""
+    return {kind.__name__ for kind in type(error).__mro__}
+
+
+def status_of(error: BaseException) -> int:
+    """Return the HTTP status of an error, 0 if it has none."""
+    response: Any = getattr(error, "response", None)
+    if isinstance(response, dict):  # botocore's
+        timed_out = response.get("Error", {}).get("Code") == "RequestTimeout"  # S3 sends it with status 400
+        return 408 if timed_out else response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    # Of httpx and requests; aiohttp; azure; gcsfs.
+    found = [getattr(response, "status_code", 0), *(getattr(error, key, 0) for key in ("status", "status_code"))]
+    found.append(getattr(error, "code", 0) if "HttpError" in kinds(error) else 0)
+    return next((int(status) for status in found if status and str(status).isdigit()), 0)
+
+
+def asked_pause_s(error: BaseException) -> float:
+    """Return the seconds after which a server asks for the next request, 0 if it does not ask."""
+    response: Any = getattr(error, "response", None)
+    if isinstance(response, dict):
+        headers = {key.title(): value for key, value in response["ResponseMetadata"].get("HTTPHeaders", {}).items()}
+    else:
+        headers = getattr(response or error, "headers", None) or {}
+    asked_s = headers.get("Retry-After", "")
+    return float(asked_s) if asked_s.isdigit() else 0.0
+
+
+def brief(error: BaseException) -> str:
+    """Return an error in a few words."""
+    if status := status_of(error):
+        return f"HTTP {status} {HTTPStatus(status).phrase if status in set(HTTPStatus) else ''}".rstrip()
+    line = textwrap.shorten(str(error), 120, placeholder=" ...")
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__

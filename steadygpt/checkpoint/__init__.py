@@ -1,0 +1,1 @@
+"""Checkpoints: content, saves in the background, the mirror."""

@@ -1,0 +1,247 @@
+"""Checkpoint files: their names, content, verification and choice.
+
+    latest.pt  latest_backup.pt     the last save, and the one before it
+    rolling_step_XXXXXX.pt          the newest keep_checkpoints
+    epoch_XXXXX.pt                  the end of each epoch, all kept
+    stable.pt                       the last step before the cool-down of --schedule wsd
+    best_model.pt                   the best validation loss so far
+
+A file is torch.save of plain types and tensors, the same for any topology that it was trained on.
+"""
+
+import dataclasses
+import json
+import pickle
+import subprocess
+import sys
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from steadygpt.base.options import UserError
+from steadygpt.machine.device import process_age_s
+from steadygpt.machine.ranks import Ranks
+
+FORMAT_VERSION = 3
+LATEST, BACKUP, BEST, STABLE = "latest.pt", "latest_backup.pt", "best_model.pt", "stable.pt"
+NAMED = {"best": BEST, "stable": STABLE}  # what commands take besides latest and files
+ROLLING, EPOCH = "rolling_step_{:06d}.pt", "epoch_{:05d}.pt"
+EVALUATIONS = "evaluations.json"
+KINDS = {
+    **dict.fromkeys(("format_version", "step", "rows_consumed"), int),
+    **dict.fromkeys(("model", "optimizer", "model_config", "train_config"), dict),
+    "tokenizer": str,
+}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# content
+
+
+@dataclass
+class TrainState:
+    """Everything that changes during training, besides the model, the optimizer and the loss scaler."""
+
+    step: int = 0  # steps taken, skipped updates included
+    rows_consumed: int = 0
+    best_val_loss: float | None = None
+    val_loss: float | None = None  # of the last validation
+    loss: float | None = None  # of the last step that was finite
+    elapsed_s: float = 0.0  # wall-clock of the earlier starts of this run
+    recent_losses: list[float] = field(default_factory=list)  # the last SPIKE_WINDOW finite losses
+    bad_steps: int = 0  # consecutive bad steps so far
+
+    @classmethod
+    def of(cls, checkpoint: Mapping[str, Any] | None) -> "TrainState":
+        """Return the state that a checkpoint holds; without one, that of a new run."""
+        return cls(**{f.name: checkpoint[f.name] for f in dataclasses.fields(cls)}) if checkpoint else cls()
+
+    def total_s(self) -> float:
+        """Return the wall-clock seconds of the run so far, over all starts."""
+        return self.elapsed_s + process_age_s()
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The content of a checkpoint, whole on rank 0."""
+
+    content: dict
+    copied: Any = None  # a CUDA event that ends the copy of its tensors, if they are still on their way
+
+    def wait(self) -> dict:
+        """Return the content once all of its tensors are in host memory."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.content
+
+
+@cache
+def git_commit() -> str:
+    """Return the commit of this checkout, with "+" if files have changed since; "" outside a checkout."""
+    git = ["git", "-C", str(Path(__file__).resolve().parent)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD"], capture_output=True).returncode
+        return commit + "+" * bool(changed)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def check_weights(weights: dict, model: nn.Module, ranks: Ranks) -> None:
+    """Check on rank 0 that a checkpoint's "model" fits.
+
+    Raises: UserError on every rank when names or shapes differ from the model's.
+    """
+    expected = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+
+    def check() -> None:
+        found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        for name in sorted(found.keys() | expected.keys()):
+            if found.get(name) != expected.get(name):
+                raise UserError(f"the checkpoint's {name} is {found.get(name)}; this model's is {expected.get(name)}")
+
+    ranks.on_main(check)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# reading
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """Return all checkpoints of a folder in the order in which --resume latest tries them, then the best one."""
+    rolling, epochs = newest_first(folder, "rolling_step_*.pt"), newest_first(folder, "epoch_*.pt")
+    files = [folder / LATEST, folder / BACKUP, *rolling, *epochs, folder / STABLE, folder / BEST]
+    return [file for file in files if file.exists()]
+
+
+def check_folder(folder: Path, resumed_from: Path | None) -> None:
+    """Check that a run may write its checkpoints into a folder."""
+    there = checkpoint_files(folder)
+    if there and (resumed_from is None or resumed_from.resolve().parent != folder.resolve()):
+        raise UserError(
+            f"{folder} already holds checkpoints ({there[0].name} and {len(there) - 1} more); continue them with "
+            "--resume latest, or give this run another --checkpoint_dir"
+        )
+
+
+def open_checkpoint(which: str, folder: Path) -> tuple[Path, dict]:
+    """Return the checkpoint that a command asks for: "latest", "best" or a file. Skipped files are named on stderr."""
+    if which == "auto":
+        raise UserError("checkpoint is auto, which is for training; expected latest, best, stable or a checkpoint file")
+    found = find_checkpoint(which, folder)
+    assert found.path and found.checkpoint  # only "auto" finds none
+    for line in found.skipped:
+        print(f"warning: skipped {line}", file=sys.stderr)
+    return found.path, found.checkpoint
+
+
+def newest_first(folder: Path, pattern: str) -> list[Path]:
+    # By time, not by step: after a resume from an older checkpoint, higher steps can be in older files.
+    def written(file: Path) -> tuple[int, str]:
+        return (file.stat().st_mtime_ns if file.exists() else 0), file.name
+
+    return sorted(folder.glob(pattern), key=written, reverse=True)
+
+
+def read_checkpoint(path: Path) -> dict:
+    """Verify a checkpoint file and map it into memory; its tensors are on the CPU and are read when used.
+
+    Raises: UserError that says what is wrong with the file.
+    """
+    return as_checkpoint(load_verified(path), path)
+
+
+def load_verified(path: Path) -> Any:
+    """Return what torch.save wrote to a file, after verifying its checksums; no code in it is run.
+
+    Raises: UserError that says what is wrong with the file.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if bad := archive.testzip():  # torch.load does not verify the checksums
+                raise UserError(f"{path}: corrupt (checksum of record {bad})")
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such checkpoint") from None
+    except IsADirectoryError:
+        raise UserError(f"{path}: a folder; expected a checkpoint file") from None
+    except zipfile.BadZipFile:
+        size = path.stat().st_size
+        raise UserError(
+            f"{path}: corrupt or not a checkpoint ({size:,} bytes, not a complete torch.save file)"
+        ) from None
+    except pickle.UnpicklingError:
+        raise UserError(f"{path}: holds more than tensors and plain types; it was not loaded") from None
+    except UserError:
+        raise
+    except Exception as error:  # on arbitrary bytes a parser may raise anything, and the next file may be intact
+        raise UserError(f"{path}: corrupt or cannot be read ({f'{error!r}'.splitlines()[0]})") from error
+
+
+def as_checkpoint(content: Any, path: Path) -> dict:
+    """Return the content of a file, which must be a checkpoint of this format."""
+    for key, kind in KINDS.items():
+        if not isinstance(content, dict) or not isinstance(content.get(key), kind):
+            raise UserError(f"{path}: not a SteadyGPT checkpoint (expected {key}, {kind.__name__})")
+    if (found := content["format_version"]) != FORMAT_VERSION:
+        advice = "update SteadyGPT" if found > FORMAT_VERSION else "use the commit that wrote it, its git_commit"
+        raise UserError(f"{path}: format {found}; expected {FORMAT_VERSION}: {advice}")
+    return content
+
+
+@dataclass(frozen=True)
+class Found:
+    """The checkpoint that --resume or a command asks for."""
+
+    path: Path | None = None  # None: there is none
+    checkpoint: dict | None = None
+    skipped: tuple[str, ...] = ()  # a line for each file that is corrupt
+    restored: bool = False  # from the mirror
+
+
+def find_checkpoint(which: str, folder: Path) -> Found:
+    """Find and verify the checkpoint that "latest", "auto", a word of NAMED or a file name refers to.
+
+    Raises: UserError when it does not exist or is corrupt, or all files are corrupt; only "auto" accepts that there is
+        none.
+    """
+    if which not in ("latest", "auto"):
+        path = folder / NAMED[which] if which in NAMED else Path(which)
+        return Found(path, read_checkpoint(path))
+    skipped: list[str] = []
+    for path in checkpoint_files(folder):
+        if path.name == BEST:
+            continue
+        try:
+            return Found(path, read_checkpoint(path), tuple(skipped))
+        except UserError as error:
+            skipped.append(str(error))
+    if skipped:
+        raise UserError(f"{folder}: all checkpoints are corrupt: {'; '.join(skipped)}; nothing was changed")
+    if which == "auto":
+        return Found()
+    raise UserError(f"no checkpoints in {folder}; name their folder with --checkpoint_dir")
+
+
+def summary(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the table shows of a checkpoint."""
+    return {key: checkpoint.get(key) for key in ("step", "epoch", "loss", "val_loss")}
+
+
+def read_evaluations(folder: Path) -> dict[int, dict[str, float | None]]:
+    """Return evaluations.json: step -> {"val_loss": ..., "hellaswag_acc": ...}.
+
+    Raises: UserError when it cannot be read.
+    """
+    path = folder / EVALUATIONS
+    try:
+        return {int(step): dict(scores) for step, scores in json.loads(path.read_text()).items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: corrupt, so its validation losses are ignored") from error

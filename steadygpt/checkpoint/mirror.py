@@ -1,0 +1,331 @@
+"""The copy of a run in an object store: its layout, uploads and downloads, through fsspec.
+
+    step_000250-20261122-063200-123456.pt     a checkpoint, uploaded once: its step, and when it was written (UTC)
+    evaluations.json  logs/  tensorboard/     of the run
+    index.json                                the name of the run, and the checkpoint that each name stands for
+
+The index is written last. Only the files in it are checkpoints, so an incomplete upload is never taken for one.
+"""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from operator import methodcaller
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from steadygpt.base.durable import replace_file
+from steadygpt.base.options import UserError
+from steadygpt.base.progress import ProgressBar
+from steadygpt.base.text import STAMP
+from steadygpt.checkpoint.files import BACKUP, BEST, EVALUATIONS, LATEST, NAMED, checkpoint_files, read_checkpoint
+from steadygpt.data.stores import Store
+from steadygpt.log.runlog import LOG, METRICS, move_aside
+
+if TYPE_CHECKING:
+    from steadygpt.config import TrainConfig
+
+Result = TypeVar("Result")
+INDEX = "index.json"
+PARTS = 4  # of 50 MB each, in memory and under way at once
+SILENCE_S = 60  # a store may take this long to put the parts of a large file together
+RETRIES = 5  # of a part, before the whole upload is repeated
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What the index says of a checkpoint."""
+
+    file: str
+    size: int  # in bytes
+    mtime_ns: int  # of the file on the machine that wrote it
+    step: int
+    epoch: float | None = None
+    loss: float | None = None
+    val_loss: float | None = None
+
+    @classmethod
+    def of(cls, path: Path, about: Mapping[str, Any]) -> "Entry":
+        """Describe a checkpoint file; `about` has its step, epoch and losses."""
+        stat = path.stat()
+        seconds, ns = divmod(stat.st_mtime_ns, 10**9)
+        written = f"{time.strftime(STAMP, time.gmtime(seconds))}-{ns // 1000:06d}"
+        return cls(f"step_{about['step']:06d}-{written}.pt", stat.st_size, stat.st_mtime_ns, **about)
+
+
+@dataclass(frozen=True)
+class Index:
+    """The content of index.json."""
+
+    run: str  # the name; "" for an empty folder
+    checkpoints: dict[str, Entry]  # by name, in the order in which they are tried
+
+
+class Damaged(UserError):
+    """A checkpoint in the store is missing, incomplete or corrupt."""
+
+
+class Mirror:
+    """A folder of an object store. Methods raise what the store's fsspec back end raises, unless they say otherwise.
+
+    patiently() repeats a request while the network fails, and raises UserErrors only; see Service.persistently.
+
+    Args:
+        url: of the folder, for fsspec.
+        run: the name of the run that uploads.
+        resumes: whether that run may find its checkpoints there before it has claimed the folder.
+    """
+
+    def __init__(self, url: str, run: str = "", resumes: bool = False):
+        scheme, separator, rest = url.partition("://")
+        if ":" in scheme or not (rest.strip("/") if separator else url.startswith("/")) or set(url) & set("*?["):
+            raise UserError(f"--mirror {url!r}: expected a URL such as s3://bucket/run, or an absolute path")
+        self.url, self.run, self.resumes = url.rstrip("/"), run, resumes
+        self.sent: dict[str, tuple[int, int]] = {}  # other files -> size and time of what was uploaded
+        self.connect()
+
+    def connect(self) -> None:
+        """Open the store with the credentials that are valid now."""
+        self.store = Store(self.url, SILENCE_S)
+        self.fs, self.folder = self.store.fs, self.store.path
+        self.fs.retries = RETRIES
+        self.has_folders = self.folder.startswith("/")  # of object stores, paths begin with the bucket
+
+    def patiently(self, request: Callable[[], Result]) -> Result:
+        return self.store.service.persistently(self.url, request)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # reading
+
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes of each file, by its name in the folder; complete files only, in object stores."""
+        found = self.fs.find(self.folder, detail=True)
+        return {path.removeprefix(f"{self.folder}/"): info["size"] for path, info in found.items()}
+
+    def index(self) -> Index:
+        """Read the index; it is empty if there is none."""
+        try:
+            stored = json.loads(self.read(INDEX))
+            return Index(stored["run"], {name: Entry(**entry) for name, entry in stored["checkpoints"].items()})
+        except FileNotFoundError:
+            if not any(name.startswith("step_") for name in self.sizes()):
+                return Index("", {})
+            problem = "missing"
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            problem = f"not the index of a mirror ({error!r})"
+        raise UserError(
+            f"{self.url}/{INDEX}: {problem}; the checkpoints there are the files step_*.pt: download one, resume from "
+            "it with --resume FILE, and give the run another --mirror"
+        )
+
+    def read(self, name: str) -> bytes:
+        return self.fs.cat_file(self._path(name))
+
+    def evaluations(self) -> dict[str, dict]:
+        """Return the content of evaluations.json, {} if there is none."""
+        try:
+            return json.loads(self.read(EVALUATIONS))
+        except (FileNotFoundError, ValueError):
+            return {}
+
+    def download(self, entry: Entry, target: Path) -> None:
+        """Download a checkpoint, verify it, and put it at `target`, with the time of its first writing.
+
+        Raises: Damaged when it is missing or corrupt; UserError when it is larger than the free space or the store
+            does not answer; `target` is unchanged.
+        """
+        free = shutil.disk_usage(target.parent).free
+        if free < entry.size:
+            raise UserError(f"{target}: {entry.size:,} bytes are needed, {free:,} are free; free some space")
+        url, downloaded = f"{self.url}/{entry.file}", target.with_name(f".{entry.file}.tmp")
+        files = {file.path: file for file in self.store.files()}
+        file = files.get(self.fs.unstrip_protocol(self._path(entry.file)))
+        if file is None or file.size != entry.size:
+            found = f"incomplete ({file.size:,} of {entry.size:,} bytes)" if file else "missing"
+            raise Damaged(f"{url}: {found}")
+        with ProgressBar(desc=entry.file, total=entry.size, unit="B") as bar:
+            file.download(downloaded, bar.show_from(0))
+        os.utime(downloaded, ns=(entry.mtime_ns, entry.mtime_ns))  # decides which of several is the newest
+        try:
+            read_checkpoint(downloaded)
+        except UserError as error:
+            downloaded.unlink()
+            raise Damaged(str(error).replace(str(downloaded), url)) from error
+        os.replace(downloaded, target)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # writing
+
+    def claim(self) -> Index:
+        """Reserve the folder for the run, unless that is done, and return the index.
+
+        Raises: UserError when the folder has checkpoints of a different run.
+        """
+        index = self.index()
+        if index.checkpoints and not (self.resumes and index.run == self.run):
+            name, *others = index.checkpoints
+            raise UserError(
+                f"--mirror {self.url} already holds checkpoints of the run {index.run} ({name} and {len(others)} "
+                f"more), not of {self.run}; resume that run, or give this one another --mirror"
+            )
+        for folder in ("logs", "tensorboard") if self.has_folders else ():  # elsewhere it might create a bucket
+            self.fs.makedirs(self._path(folder), exist_ok=True)
+        if index.run != self.run:
+            self._write(Index(self.run, {}))
+        self.resumes = True
+        return index
+
+    def upload(
+        self, path: Path, entry: Entry, names: Iterable[str], config: "TrainConfig", progress: Callable[[int], object]
+    ) -> None:
+        """Upload a checkpoint unless it is there, the other files of the run, and the index; delete what is too old.
+
+        Args:
+            names: of the checkpoint. The newest one is also latest.pt; the one that was becomes its backup.
+            progress: is called with the number of bytes that are uploaded.
+
+        Raises: UserError when the folder belongs to another run.
+        """
+        import fsspec
+
+        sizes = self.sizes()
+        if sizes.get(entry.file) != entry.size:
+            callback = fsspec.Callback(hooks={"progress": lambda _, sent, **__: progress(sent)})
+            self.fs.put_file(str(path), self._path(entry.file), callback=callback, max_concurrency=PARTS)
+        there = dict(self.claim().checkpoints)  # again: another run may have claimed it meanwhile
+        self.upload_files(config)
+        latest = there.get(LATEST)
+        if latest is None or latest.mtime_ns < entry.mtime_ns:
+            there |= {LATEST: entry} | ({BACKUP: latest} if latest else {})
+        there |= dict.fromkeys(names, entry)
+        written_ns = {name: entry.mtime_ns for name, entry in there.items()}
+        order = {LATEST: 3, BACKUP: 2, BEST: -1}
+        kept = sorted(
+            there.keys() - too_old(written_ns, config),
+            key=lambda name: (order.get(name, name.startswith("rolling")), written_ns[name], name),
+            reverse=True,
+        )
+        self._write(Index(self.run, {name: there[name] for name in kept}))
+        for name in sizes.keys() - {there[name].file for name in kept}:
+            if name.startswith("step_"):
+                self.fs.rm_file(self._path(name))
+
+    def upload_files(self, config: "TrainConfig") -> None:
+        """Upload the logs and the evaluations of the run, those that have changed since they were uploaded last."""
+        for name, path in files_of(config).items():
+            if not path.exists():
+                continue
+            stat = path.stat()
+            if self.sent.get(name) != (stat.st_size, stat.st_mtime_ns):
+                self.fs.pipe_file(self._path(name), path.read_bytes())  # the file may grow, so its bytes are taken once
+                self.sent[name] = stat.st_size, stat.st_mtime_ns
+
+    def _write(self, index: Index) -> None:
+        path, data = self._path(INDEX), f"{json.dumps(asdict(index), indent=1)}\n".encode()
+        if not self.has_folders:
+            self.fs.pipe_file(path, data)  # which object stores do atomically
+        else:
+            self.fs.pipe_file(f"{path}.tmp", data)
+            self.fs.mv(f"{path}.tmp", path)
+
+    def _path(self, name: str) -> str:
+        return f"{self.folder}/{name}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# a run and its mirror
+
+
+def missing(there: Mapping[str, int], config: "TrainConfig") -> dict[int, list[Path]]:
+    """Return the checkpoints of a run that its mirror lacks: the names of each file by its time (ns), newest first.
+
+    Args:
+        there: the times of the checkpoints in the mirror, by name.
+    """
+    newer: dict[str, int] = {}
+    for path in checkpoint_files(folder := Path(config.checkpoint_dir)):
+        with suppress(FileNotFoundError):  # training has deleted it meanwhile
+            if path.name != BACKUP and (mtime_ns := path.stat().st_mtime_ns) > there.get(path.name, 0):
+                newer[path.name] = mtime_ns
+    dropped = too_old({**there, **newer}, config)
+    files: dict[int, list[Path]] = {}
+    for name in sorted(newer, key=newer.__getitem__, reverse=True):
+        if name not in dropped:
+            files.setdefault(newer[name], []).append(folder / name)
+    return files
+
+
+def too_old(written_ns: Mapping[str, int], config: "TrainConfig") -> set[str]:
+    """Return the names that are not among the newest of their tier, of which the mirror keeps a number."""
+    names: set[str] = set()
+    for tier, count in {"rolling": config.mirror_keep, "epoch": config.keep_epochs}.items():
+        oldest_first = sorted((name for name in written_ns if name.startswith(tier)), key=written_ns.__getitem__)
+        names.update(oldest_first[:-count] if count else ())
+    return names
+
+
+def files_of(config: "TrainConfig") -> dict[str, Path]:
+    """Return the files of a run besides its checkpoints, by their names in the mirror."""
+    logs = {f"logs/{name}": Path(config.logdir, name) for name in (LOG, METRICS)}
+    events = {f"tensorboard/{path.name}": path for path in _tensorboard(config).glob("events.*")}
+    return {EVALUATIONS: Path(config.checkpoint_dir, EVALUATIONS), **logs, **events}
+
+
+def _tensorboard(config: "TrainConfig") -> Path:
+    return Path(config.tensorboard_dir, config.run_name)
+
+
+def newer_checkpoint(
+    mirror: Mirror, index: Index, which: str, folder: Path, local: Path | None
+) -> tuple[Path | None, list[str]]:
+    """Download the newest intact checkpoint to a temporary file, if it is newer than the local one.
+
+    Args:
+        which: a word of NAMED, or anything else for the newest.
+        local: the intact checkpoint that is already in the folder, if any.
+
+    Returns: the temporary file, or None; and a line for each checkpoint that was skipped.
+
+    Raises: UserError when nothing is intact though the index names checkpoints, or the store does not answer.
+    """
+    newest_ns, named = local.stat().st_mtime_ns if local else 0, NAMED.get(which)
+    skipped: list[str] = []
+    wanted = {entry: None for name, entry in index.checkpoints.items() if (name == named if named else name != BEST)}
+    for entry in wanted:
+        if entry.mtime_ns <= newest_ns:  # others may be newer, if the run was resumed from an older one
+            return None, skipped
+        downloaded = folder / ".restored.tmp"
+        try:
+            mirror.download(entry, downloaded)
+        except Damaged as error:
+            skipped.append(str(error))
+        else:
+            return downloaded, skipped
+    if skipped and not local:
+        raise UserError("; ".join(skipped))
+    return None, skipped
+
+
+def restore_files(mirror: Mirror, config: "TrainConfig", replace: bool) -> None:
+    """Download the logs, the TensorBoard files and the evaluations of a run.
+
+    Args:
+        replace: also those that are there; the logs are renamed before. Otherwise only what is missing.
+    """
+    folders = {"": Path(config.checkpoint_dir), "logs": Path(config.logdir), "tensorboard": _tensorboard(config)}
+    targets = {}
+    for name in mirror.sizes():
+        folder, _, file = name.rpartition("/")
+        if name == EVALUATIONS or folder in ("logs", "tensorboard"):
+            targets[name] = folders[folder] / file
+    contents = {target: mirror.read(name) for name, target in targets.items() if replace or not target.exists()}
+    if replace:
+        folders["logs"].mkdir(parents=True, exist_ok=True)
+        move_aside(folders["logs"])
+    for target, content in contents.items():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(target, methodcaller("write", content))

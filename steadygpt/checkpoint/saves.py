@@ -1,0 +1,335 @@
+"""When a run saves, and a writer that makes saves durable in the background."""
+
+import concurrent.futures
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from steadygpt.base.durable import fsync_folder, link_file, replace_file, write_temporary
+from steadygpt.base.options import UserError
+from steadygpt.base.text import duration_text
+from steadygpt.checkpoint.files import (
+    BACKUP,
+    BEST,
+    EVALUATIONS,
+    LATEST,
+    ROLLING,
+    Captured,
+    newest_first,
+    read_checkpoint,
+    read_evaluations,
+    summary,
+)
+from steadygpt.checkpoint.uploads import Uploads
+from steadygpt.log.runlog import RunLog
+from steadygpt.machine.ranks import Ranks, StopSignal
+
+if TYPE_CHECKING:
+    from steadygpt.config import TrainConfig
+
+PAUSE_SHARE = 0.01  # of the time, at most, that saves by the clock may pause training
+
+
+class Saves:
+    """Decides when a run saves, and waits for saves and uploads. Every rank calls each method; only rank 0 writes.
+
+    Args:
+        writer: of rank 0 in a run; None on the other ranks, and where nothing is written.
+        step: of the checkpoint that the run resumes from, if any.
+    """
+
+    def __init__(
+        self,
+        config: "TrainConfig",
+        ranks: Ranks,
+        log: RunLog,
+        stop: StopSignal,
+        writer: "CheckpointWriter | None",
+        step: int | None = None,
+    ):
+        self.config, self.ranks, self.log, self.stop, self.writer = config, ranks, log, stop, writer
+        self.saved_step, self.saved_at_s = step, time.monotonic()
+        self.longest_pause_s: float | None = None  # but for the first, which also allocates the host memory
+        self.paused_s = 0.0  # in this start
+
+    def is_due(self, step: int, milestones: list[str], last: bool) -> bool:
+        """Return whether a save is due after `step` updates.
+
+        Args:
+            milestones: names of the checkpoints for what ended with the last step, such as an epoch.
+            last: whether this is the end of the run.
+        """
+        by_the_clock = self.ranks.any(step > 0 and self._is_late())  # rank 0 decides: on the others it never is
+        return bool(self._tiers(step) or milestones or by_the_clock or last) and step != self.saved_step
+
+    def _tiers(self, step: int) -> list[str]:
+        freq = self.config.checkpoint_freq
+        return [ROLLING.format(step)] if freq and step and step % freq == 0 else []
+
+    def _is_late(self) -> bool:
+        late = time.monotonic() - self.saved_at_s >= self.interval_s()
+        return self.writer is not None and self.config.checkpoint_minutes > 0 and late and not self.writer.is_busy()
+
+    def interval_s(self) -> float:
+        """Return the seconds between saves by the clock: longer where the pause of a save is more than 1 % of them."""
+        return max(60 * self.config.checkpoint_minutes, (self.longest_pause_s or 0) / PAUSE_SHARE)
+
+    def save(self, step: int, capture: Callable[[], Captured], milestones: Sequence[str]) -> None:
+        """Save the state of the run after `step` updates; return once it is copied to host memory."""
+        start_s, interval_s = time.monotonic(), self.interval_s()
+        self.wait()  # the capture reuses the memory that the writer reads
+        captured = capture()
+        self.log.flush()  # a checkpoint must not be newer than the log of the steps that led to it
+        if self.writer:
+            self.writer.save(captured, [*self._tiers(step), *milestones])
+        if not self.config.background_upload:
+            self.wait()
+            self._wait_for_uploads(lambda: bool(self.stop.asked))
+        self.saved_step, self.saved_at_s = step, time.monotonic()
+        pause_s = self.saved_at_s - start_s
+        self.paused_s += pause_s
+        self.longest_pause_s = 0.0 if self.longest_pause_s is None else max(self.longest_pause_s, pause_s)
+        if self.config.checkpoint_minutes and self.interval_s() > interval_s:
+            self.log.say(
+                f"a save paused training for {pause_text(pause_s)}, so "
+                f"{interval_text(self.interval_s(), num_bytes(captured.content))}"
+            )
+
+    def record(self, step: int, scores: dict[str, float], best: bool = False) -> None:
+        """Keep what an evaluation found in evaluations.json, and the model of this saved step as the best if it is."""
+        if self.writer:
+            self.writer.record(step, scores, best)
+
+    def best_val_loss(self, saved: float | None) -> float | None:
+        """Return the lowest of the known validation losses and the one that a checkpoint has saved."""
+        known = self.writer.evaluations.values() if self.writer else ()
+        losses = [saved, *(scores.get("val_loss") for scores in known)]
+        return self.ranks.broadcast(min((loss for loss in losses if loss is not None), default=None))
+
+    def is_saved(self, step: int) -> bool:
+        """Wait for the save in flight, and return whether `step` is durable."""
+        self.wait()
+        return not self.ranks.any(step != self.saved_step or (self.writer is not None and self.writer.failed))
+
+    def wait(self) -> None:
+        """Wait until no save is in flight; a slow disk is no reason to take the run for dead."""
+        while self.writer and not self.writer.wait(timeout_s=1):
+            self.log.beat()
+
+    def close(self) -> None:
+        """Wait for the save in flight and what is written behind it."""
+        self.wait()
+        if self.writer:
+            self.writer.close()
+
+    def finish_uploads(self) -> None:
+        """Wait for the uploads to the mirror, until they make no progress or the user stops again."""
+        uploads = self.writer and self.writer.uploads
+        if uploads:
+            uploads.start(is_last=True)
+        self.stop.again()  # forget the signal that has ended the run
+        self._wait_for_uploads(self.stop.again)
+        if uploads and (left := uploads.left()):
+            self.log.warn(f"not uploaded: {left}; scripts/upload_manager.py upload-all does that")
+
+    def _wait_for_uploads(self, is_stopped: Callable[[], bool]) -> None:
+        """Wait until nothing is left to upload, no upload makes progress, or is_stopped(). All ranks wait together."""
+        uploads = self.writer and self.writer.uploads
+        start_s, told = time.monotonic(), False
+        while self.ranks.any(uploads is not None and uploads.is_busy()) and not self.ranks.any(is_stopped()):
+            time.sleep(0.1)
+            if not told and time.monotonic() - start_s > 1:
+                told = True
+                self.log.say("waiting for the uploads; Ctrl-C ends this. All checkpoints are in the local folder")
+
+
+def pause_text(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"
+
+
+def interval_text(interval_s: float, checkpoint_bytes: float) -> str:
+    """Return how often latest.pt is saved by the clock, and how much is written that way."""
+    per_day = checkpoint_bytes * 86400 / interval_s
+    unit, size = ("TB", 1e12) if per_day >= 1e12 else ("GB", 1e9)
+    return f"{LATEST} is saved at least every {duration_text(interval_s)}, {per_day / size:,.1f} {unit} a day"
+
+
+def num_bytes(checkpoint: dict) -> int:
+    """Return the bytes of a checkpoint's tensors; tied ones count once."""
+    moments = [tensor for state in checkpoint["optimizer"].get("state", {}).values() for tensor in state.values()]
+    return sum({t.data_ptr(): t.nbytes for t in [*checkpoint["model"].values(), *moments]}.values())
+
+
+def clean_folder(folder: Path, resumed_from: Path | None) -> None:
+    """Prepare a checkpoint folder for a run: remove what killed writers left, and make a checkpoint latest.pt.
+
+    Args:
+        resumed_from: the verified checkpoint in the folder that the run resumes from. It becomes latest.pt, so that a
+            kill before the first save does not undo a choice to resume from an older one.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for stale in (*folder.glob(".*.tmp"), *folder.glob(".*.tmp.part")):
+        stale.unlink()  # left by a killed writer or download
+    latest, adopted = folder / LATEST, folder / ".adopted.tmp"
+    if resumed_from is None or (latest.exists() and latest.samefile(resumed_from)):
+        return
+    link_file(resumed_from, adopted)  # first, because it may be the backup
+    os.utime(adopted)  # the choice is newer than any checkpoint in a mirror
+    with suppress(UserError):
+        read_checkpoint(latest)  # raises if latest.pt is corrupt
+        link_file(latest, folder / BACKUP)
+    os.replace(adopted, latest)
+    fsync_folder(folder)
+
+
+def known_evaluations(folder: Path, step: int, log: RunLog) -> dict[int, dict[str, float | None]]:
+    """Return the evaluations up to the step where a run starts, and warn of a better model among later steps."""
+    try:
+        evaluations = read_evaluations(folder)
+    except UserError as error:
+        log.warn(str(error))
+        return {}
+    losses = [(loss, at) for at, found in evaluations.items() if (loss := found.get("val_loss")) is not None]
+    val_loss, best = min(losses, default=(0.0, 0))
+    if best > step:
+        log.warn(
+            f"{folder / BEST} is step {best} (val loss {val_loss:.4f}), after step {step}. The best model from here on "
+            "will replace it; copy it if you want to keep it"
+        )
+    return {at: found for at, found in evaluations.items() if at <= step}
+
+
+class CheckpointWriter:
+    """Writes in the background, one job at a time, and reports to the log how each ended; used on rank 0 only.
+
+    Args:
+        folder: which clean_folder() has prepared.
+        keep, keep_epochs: newest rolling checkpoints and checkpoints of epochs that are kept; 0 epochs: all.
+        latest: summary() of the verified latest.pt that the run resumes from, if any.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        log: RunLog,
+        keep: int,
+        keep_epochs: int = 0,
+        latest: Mapping[str, Any] | None = None,
+        uploads: Uploads | None = None,
+    ):
+        self.folder, self.log, self.keep, self.keep_epochs = folder, log, keep, keep_epochs
+        self.latest = latest  # of the file there; None: there is none, or it is corrupt and never becomes the backup
+        self.uploads = uploads
+        self.evaluations = known_evaluations(folder, latest["step"] if latest else 0, log)
+        self.room: int | None = None  # checkpoints that fit on the disk, if hardly any
+        self.unlinked: tuple[str, int] | None = None  # arguments of _record() for the best model, until it is linked
+        self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self.in_flight: Future | None = None
+        self.saved = self.failures = 0  # saves of this start
+        self.failed = False  # the newest save
+
+    def best_val_loss(self, saved: float | None) -> float | None:
+        """Return the lowest of the known validation losses and the one that a checkpoint has saved."""
+        losses = [saved, *(found.get("val_loss") for found in self.evaluations.values())]
+        return min((loss for loss in losses if loss is not None), default=None)
+
+    def save(self, captured: Captured, tiers: list[str]) -> None:
+        """Write a checkpoint as latest.pt and under the file names in `tiers`; return before that is done.
+
+        Waits for the job before it.
+        """
+        self.wait()
+        self.in_flight = self.pool.submit(self._save, captured, tiers)
+
+    def record(self, step: int, scores: dict[str, float], best: bool) -> None:
+        """Write evaluations.json behind the save in flight, after linking best_model.pt to that save if it is best."""
+        known = self.evaluations.setdefault(step, {})
+        known |= {name: value if math.isfinite(value) else None for name, value in scores.items()}  # JSON has no NaN
+        content = json.dumps({str(at): found for at, found in self.evaluations.items()}, indent=1)
+        self.pool.submit(self._record, content, step if best else None)
+
+    def is_busy(self) -> bool:
+        """Return whether a save is in flight."""
+        return self.in_flight is not None and not self.in_flight.done()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until no save is in flight, and return whether that is so."""
+        return not concurrent.futures.wait([self.in_flight], timeout_s).not_done if self.in_flight else True
+
+    def close(self) -> None:
+        """Wait for all jobs but uploads."""
+        self.pool.shutdown()
+
+    def _save(self, captured: Captured, tiers: list[str]) -> None:
+        checkpoint, start_s = captured.content, time.monotonic()
+        step, names = checkpoint["step"], [LATEST, *tiers]
+        try:
+            self._write(captured.wait(), tiers)
+            size = (self.folder / LATEST).stat().st_size
+        except Exception as error:  # training continues, and an exception in this thread would be lost
+            self.failed, self.failures = True, self.failures + 1
+            text = f"{self.folder / LATEST}: step {step} was not saved: {str(error) or type(error).__name__}"
+            with suppress(OSError):  # the folder is gone
+                free = shutil.disk_usage(self.folder).free
+                text += f"; it takes {num_bytes(checkpoint):,} bytes, {free:,} are free; older saves are intact"
+            self.log.warn(text, event="save failed")
+            return
+        self.failed, self.saved = False, self.saved + 1
+        took_s = time.monotonic() - start_s
+        self.log.say(f"saved step {step} as {', '.join(names)} ({size / 1e6:,.1f} MB in {took_s:.1f} s)")
+        with suppress(OSError):  # the folder is gone; the next save reports it
+            self._check_room(size)
+        if self.unlinked and self.unlinked[1] == step:  # its first save failed
+            self._record(*self.unlinked)
+        if self.uploads:
+            self.uploads.start()
+
+    def _check_room(self, size: int) -> None:
+        """Report when the disk has room for fewer than two more checkpoints, before a save fails."""
+        free = shutil.disk_usage(self.folder).free
+        room = free // size if free < 2 * size else None
+        if room is not None and room != self.room:
+            text = f"{self.folder}: {free:,} bytes are free, room for {room} more checkpoint{'s' * (room != 1)}"
+            self.log.warn(f"{text}; free some space, or saves will fail", event="no disk")
+        self.room = room
+
+    def _write(self, checkpoint: dict, tiers: list[str]) -> None:
+        latest = self.folder / LATEST
+        temporary = write_temporary(latest, lambda file: torch.save(checkpoint, file), cached=False)
+        for name in tiers:
+            link_file(temporary, self.folder / name)
+        if self.latest and checkpoint["step"] != self.latest["step"]:
+            link_file(latest, self.folder / BACKUP)
+        os.replace(temporary, latest)
+        fsync_folder(self.folder)  # only now is it durable, so only now may older files go
+        self.latest = summary(checkpoint)
+        epochs = newest_first(self.folder, "epoch_*.pt")[self.keep_epochs :] if self.keep_epochs else []
+        for old in (*newest_first(self.folder, "rolling_step_*.pt")[self.keep :], *epochs):
+            old.unlink(missing_ok=True)
+
+    def _record(self, content: str, best: int | None) -> None:
+        try:
+            if best is not None:
+                self.unlinked = content, best
+                if not self.latest or self.latest["step"] != best:
+                    raise OSError(f"step {best} was not saved")
+                link_file(self.folder / LATEST, self.folder / BEST)
+                fsync_folder(self.folder)
+                self.unlinked = None
+                self.log.say(f"{BEST} is step {best} (val loss {json.loads(content)[str(best)]['val_loss']:.4f})")
+            # Last: a best model is linked again after a kill in between, because its validation is not recorded.
+            replace_file(self.folder / EVALUATIONS, lambda file: file.write(f"{content}\n".encode()))
+        except Exception as error:  # as in _save
+            self.log.warn(f"{self.folder}: {EVALUATIONS} or {BEST} was not written: {error}")
+            return
+        if best is not None and self.uploads:
+            self.uploads.start()

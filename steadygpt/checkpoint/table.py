@@ -1,0 +1,112 @@
+"""Tables of checkpoints, in a folder and in a mirror; and what a checkpoint holds."""
+
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+from steadygpt.base.options import UserError
+from steadygpt.base.text import duration_text
+from steadygpt.checkpoint.files import checkpoint_files, read_checkpoint, read_evaluations, summary
+from steadygpt.checkpoint.mirror import Mirror
+
+_ROW = "{:<26} {:>8} {:>7} {:>8} {:>8} {:>12} {:>12}  {}".format
+TABLE_HEAD = _ROW("file", "step", "epoch", "loss", "val loss", "size", "age", "state")
+
+
+def table_row(name: str, about: Mapping[str, Any], size: int, written_s: float, state: str) -> str:
+    """Return a line of the table; `about` has step, epoch, loss and val_loss, and lacks what is unknown."""
+
+    def number(key: str, form: str) -> str:
+        return "-" if about.get(key) is None else format(about[key], form)
+
+    numbers = number("step", "d"), number("epoch", ".2f"), number("loss", ".4f"), number("val_loss", ".4f")
+    return _ROW(name, *numbers, f"{size / 1e6:,.1f} MB", duration_text(time.time() - written_s), state)
+
+
+def checkpoint_table(folder: Path, verbose: bool = False) -> Iterator[str]:
+    """Yield the lines of --list_checkpoints; every file is read completely to verify it.
+
+    Args:
+        verbose: append what each file holds.
+    """
+    files = checkpoint_files(folder)
+    if not files:
+        raise UserError(f"no checkpoints in {folder}; name their folder with --checkpoint_dir")
+    yield TABLE_HEAD
+    described: dict[int, tuple[dict, str]] = {}  # by inode, so that a file with several names is read once
+    try:
+        evaluations = read_evaluations(folder)
+    except UserError as error:
+        evaluations = {}
+        yield f"warning: {error}"
+    for file in files:
+        stat = file.stat()
+        if stat.st_ino not in described:
+            described[stat.st_ino] = _describe(file, evaluations)
+        about, state = described[stat.st_ino]
+        yield table_row(file.name, about, stat.st_size, stat.st_mtime, state)
+    yield f"{len(files)} names of {len(described)} files in {folder}"
+    intact = [file for file in files if described.pop(file.stat().st_ino, ({}, ""))[1] == "intact"] if verbose else []
+    for file in intact:  # one for each file, under its first name
+        yield ""
+        yield from details(file)
+
+
+def _describe(file: Path, evaluations: dict[int, dict]) -> tuple[dict, str]:
+    """Return summary() and the state of a checkpoint file."""
+    try:
+        about = summary(read_checkpoint(file))
+    except UserError as error:
+        return {}, str(error).removeprefix(f"{file}: ")
+    # A checkpoint is captured before the evaluation of its step.
+    return about | {"val_loss": evaluations.get(about["step"], {}).get("val_loss", about["val_loss"])}, "intact"
+
+
+def mirror_table(mirror: Mirror) -> Iterator[str]:
+    """Yield the lines of --list_checkpoints --mirror; files are compared with their sizes, but not read."""
+    there = mirror.patiently(mirror.index).checkpoints
+    if not there:
+        raise UserError(f"no checkpoints in {mirror.url}; expected the URL that --mirror had")
+    yield TABLE_HEAD
+    sizes, evaluations = mirror.patiently(mirror.sizes), mirror.patiently(mirror.evaluations)
+    for name, entry in there.items():
+        found = sizes.get(entry.file)
+        state = "complete" if found == entry.size else "missing" if found is None else f"incomplete: {found:,} bytes"
+        about = asdict(entry) | evaluations.get(str(entry.step), {})
+        yield table_row(name, about, entry.size, entry.mtime_ns / 1e9, state)
+    yield f"{len(there)} names of {len(set(there.values()))} files in {mirror.url}"
+
+
+def details(file: Path) -> Iterator[str]:
+    """Yield lines about what a checkpoint holds: progress, losses, origin, options, and the shapes of its tensors."""
+    checkpoint = read_checkpoint(file)
+    moments = checkpoint["optimizer"].get("state", {}).values()
+    tokens = checkpoint["rows_consumed"] * checkpoint["model_config"]["context_length"]
+    saved_at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(checkpoint.get("saved_at", file.stat().st_mtime)))
+    losses = {"loss": "training", "val_loss": "last validation before", "best_val_loss": "best validation before"}
+    alike = Counter(
+        f"{re.sub(r'^h[.][0-9]+', 'h.*', name)} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        for name, tensor in checkpoint["model"].items()
+    )
+    found = {
+        "progress": f"step {checkpoint['step']:,}, epoch {checkpoint.get('epoch') or 0:.2f}, {tokens:,} tokens seen, "
+        f"{duration_text(checkpoint.get('elapsed_s') or 0)} of training",
+        "losses": ", ".join(
+            f"{text} {checkpoint[key]:.4f}" for key, text in losses.items() if checkpoint.get(key) is not None
+        ),
+        "written": f"{saved_at} by rank 0 of {checkpoint.get('world_size', '?')}, torch "
+        f"{checkpoint.get('torch_version', '?')}, commit {checkpoint.get('git_commit') or '?'}",
+        "tokenizer": checkpoint["tokenizer"],
+        "options": ", ".join(f"{name} {value}" for name, value in checkpoint["train_config"].items() if value != ""),
+        "optimizer": f"{', '.join({kind: 0 for state in moments for kind in state})} of {len(moments)} tensors",
+        "weights": f"{sum({t.data_ptr(): t.numel() for t in checkpoint['model'].values()}.values()):,} numbers",
+    }
+    yield str(file)
+    for name, text in found.items():
+        yield from wrap(f"{name:<10} {text}", 118, initial_indent="  ", subsequent_indent=" " * 13)
+    yield from (f"{count:>11} x {text}" for text, count in alike.items())

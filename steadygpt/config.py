@@ -1,0 +1,502 @@
+"""Every option of train.py, once: flags, help, TOML keys and a checkpoint's train_config all come from TrainConfig.
+
+Defaults < --config NAME|FILE.toml < flags. On resume the checkpoint's values stand between defaults and --config.
+"""
+
+import dataclasses
+import math
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from steadygpt.base.options import OptionError, UserError, check_options, option, options_of, read_flags
+
+WEBHOOK = re.compile(r"https?://([\w.-]+|\[[\da-f:]+\])(:\d+)?(/[!-~]*)?", re.ASCII | re.IGNORECASE)
+PRESETS = Path(__file__).resolve().parent.parent / "configs"
+
+
+TASKS = ("hellaswag", "arc_easy", "arc_challenge", "piqa")
+EXPECTED = f"{', '.join(TASKS)}, or several with commas; from the Hub, or NAME=FILE"
+ACTIVATIONS = ("gelu_tanh", "gelu", "relu2", "swiglu")
+NORMS = ("layernorm", "rmsnorm", "rmsnorm_no_weight")
+
+
+def _shape(default, text: str, **bounds):
+    return option(default, text, "model", **{"on_resume": "never"} | bounds)
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a model. The defaults are GPT-2 124M; configs/gpt-neox-1.2b.toml has GPT-NeoX's values.
+
+    All fields but vocab_size, which comes from the data, are options of train.py.
+    """
+
+    # fmt: off
+    vocab_size: int = 50257
+    num_layers: int = _shape(12, "transformer blocks", at_least=1, at_most=2**12)
+    num_heads: int = _shape(12, "attention heads", at_least=1, at_most=2**24)
+    num_kv_heads: int = _shape(0, "heads of keys and values, shared by groups of attention heads; 0: num_heads",
+                               at_most=2**24)
+    embd_size: int = _shape(768, "width of the residual stream", at_least=1, at_most=2**24)
+    head_dim: int = _shape(0, "dimensions a head; 0: embd_size / num_heads", at_most=2**24)
+    context_length: int = _shape(1024, "tokens a row", at_least=1, at_most=2**24)
+    intermediate_size: int = _shape(0, "width inside the MLP; 0: 4 * embd_size, or 8/3 of it with swiglu: as "
+                                    "many parameters", at_most=2**24)
+    bias: bool = _shape(True, "biases in linear layers and LayerNorms, as in GPT-2")
+    norm: str = _shape("layernorm", "layernorm, as in GPT-2; rmsnorm, as in Llama; rmsnorm_no_weight, then also of the "
+                       "embedding, as in NanoChat", choices=NORMS)
+    norm_eps: float = _shape(1e-5, "added to the variance in norms", above=0)
+    qk_norm: bool = _shape(False, "RMSNorm of each head's queries and keys, as in Qwen 3 and NanoChat")
+    activation: str = _shape("gelu_tanh", "of the MLP: gelu_tanh, as in GPT-2; gelu, as in nanoGPT and GPT-NeoX; "
+                             "relu2, as in NanoChat; swiglu, as in Llama", choices=ACTIVATIONS)
+    rotary_pct: float = _shape(0.0, "share of each head's dimensions with rotary positions, 0.25 in GPT-NeoX; "
+                               "0: learned positions, as in GPT-2", at_most=1)
+    rotary_base: float = _shape(10000.0, "base of the rotary wavelengths", above=0)
+    parallel_residual: bool = _shape(False, "attention and MLP read the same input, as in GPT-NeoX")
+    tied_head: bool = _shape(True, "the head shares the embedding table, as in GPT-2")
+    logit_softcap: float = _shape(0.0, "bound on logits c: c * tanh(logits / c), 15 in NanoChat; 0: none")
+    dropout: float = _shape(0.0, "dropout probability", below=1, on_resume="ask")
+    # fmt: on
+
+    def check_shape(self) -> None:
+        """Check the fields and whether they fit each other.
+
+        Raises: OptionError.
+        """
+        check_options(self)
+        if not 1 <= self.vocab_size <= 2**24:
+            raise OptionError("vocab_size", f"{self.vocab_size:,}", f"1 to {2**24:,}")
+        if not self.head_dim and self.embd_size % self.num_heads:
+            raise OptionError("num_heads", self.num_heads, f"a divisor of embd_size, {self.embd_size}")
+        if self.num_heads % self.kv_heads:
+            raise OptionError("num_kv_heads", self.num_kv_heads, f"a divisor of num_heads, {self.num_heads}")
+        if self.rotary_pct and (self.rotary_dim % 2 or not self.rotary_dim):
+            raise OptionError(
+                "rotary_pct",
+                f"{self.rotary_pct}, {self.rotary_dim} of {self.head_size} dimensions a head",
+                "an even number of dimensions: they rotate in pairs",
+            )
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding table: matrix products are fastest at multiples of 64."""
+        return math.ceil(self.vocab_size / 64) * 64
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.embd_size // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def rotary_dim(self) -> int:
+        return int(self.head_size * self.rotary_pct)
+
+    @property
+    def mlp_size(self) -> int:
+        if self.activation == "swiglu" and not self.intermediate_size:
+            return math.ceil(self.embd_size / 3) * 8  # a multiple of 8
+        return self.intermediate_size or 4 * self.embd_size
+
+    @property
+    def attention_parts(self) -> tuple[int, ...]:
+        """Rows of the matrices of queries, keys and values, which c_attn stacks."""
+        return tuple(self.head_size * heads for heads in (self.num_heads, self.kv_heads, self.kv_heads))
+
+    @property
+    def mlp_parts(self) -> tuple[int, ...]:
+        """Rows of the matrices that c_fc stacks: with SwiGLU the gate's, then the other one's."""
+        return (self.mlp_size,) * (2 if self.activation == "swiglu" else 1)
+
+    def parts(self, name: str) -> tuple[int, ...]:
+        """Return the rows of the matrices that a weight of a block stacks, by its name."""
+        if ".c_attn." in name:
+            return self.attention_parts
+        return self.mlp_parts if ".c_fc." in name else (self.embd_size,)
+
+
+@dataclass(frozen=True)
+class TrainConfig(GPTConfig):
+    """A model's shape and how to train it. The defaults train GPT-2 124M on FineWeb-Edu 10B."""
+
+    # fmt: off
+    init_from: str = option("scratch", "scratch, or weights to start from: gpt2, gpt2-medium, gpt2-large, gpt2-xl, a "
+                            "Hugging Face folder, a checkpoint file (also nanoGPT's)", "model", on_resume="never")
+
+    config: str = option("", "preset in configs/ or TOML file to start from", "run", on_resume="launch")
+    run_name: str = option("", "name of the run in TensorBoard and W&B (default: from the start time)", "run")
+    seed: int = option(1337, "of weights, data order and dropout", "run", below=2**63, on_resume="never")
+    device: str = option("auto", "auto (CUDA if there is one), cpu, cuda, mps", "run")
+    precision: str = option("auto", "auto: on a GPU bf16 where it has it, else fp16; on a CPU the faster of bf16 and "
+                            "fp32, measured at the first start; --mixed_precision no, fp16 and bf16 mean the same; "
+                            "fp8: products in the blocks, by torchao", "run",
+                            choices=("auto", "fp32", "bf16", "fp16", "fp8"), aliases=("mixed_precision",),
+                            spellings={"no": "fp32"})
+    compile: str = option("auto", "torch.compile the model; auto: on CUDA", "run", choices=("auto", "on", "off"),
+                          spellings={"True": "on", "False": "off"})
+    deterministic: bool = option(False, "bitwise repeatable on CUDA too, slower", "run")
+    profile: int = option(0, "steps to record, after 3 others, as a trace for Perfetto and TensorBoard; 0: none", "run",
+                          on_resume="launch")
+    dry_run: str = option("off", "print the plan (sizes, memory, steps, disk, time, cost) and exit; measure: time some "
+                          "micro-steps for it", "run", choices=("off", "plan", "measure"), bare="plan",
+                          spellings={"on": "plan", "True": "plan"}, on_resume="launch")
+
+    data_dir: str = option("data/edu_fineweb10B", "folder of token shards", "data")
+    tokenizer: str = option("auto", "auto: from the data's manifest, or gpt2 without one", "data", on_resume="never")
+    shuffle_shards: bool = option(True, "a new order of the shards each epoch", "data", on_resume="never")
+    shuffle_rows: bool = option(True, "a new order of each shard's rows each epoch", "data", on_resume="never")
+
+    total_batch_size: int = option(524288, "tokens a step, over all ranks and micro-steps", "optimization", at_least=1,
+                                   on_resume="ask")
+    micro_steps: int = option(0, "micro-steps of each rank in a step, in place of total_batch_size: the first start "
+                              "fixes the tokens of a step; 0: total_batch_size decides", "optimization",
+                              on_resume="never")
+    mini_batch_size: int = option(32, "rows a rank computes at once, or fewer if they do not split a step evenly; 0 or "
+                                  "auto: as many as fit in its memory", "optimization", spellings={"auto": "0"})
+    optimizer: str = option("adamw", "adamw, or muon for the matrices of the blocks and AdamW for the rest",
+                            "optimization", choices=("adamw", "muon"), on_resume="never")
+    max_lr: float = option(1e-3, "peak learning rate, after the warm-up", "optimization", on_resume="ask")
+    min_lr: float = option(1e-4, "learning rate at the end of the decay", "optimization", on_resume="ask")
+    schedule: str = option("cosine", "of the learning rate after the warm-up: cosine; wsd: stable, then a linear "
+                           "cool-down; constant", "optimization", choices=("cosine", "wsd", "constant"),
+                           on_resume="ask")
+    cooldown: float = option(0.4, "share of the steps that are wsd's cool-down", "optimization", at_most=1,
+                             on_resume="ask")
+    warmup_steps: int = option(715, "steps of linear warm-up; unless given as a flag, at most a tenth of the run",
+                               "optimization", on_resume="ask")
+    muon_lr: float = option(0.01, "Muon's peak learning rate; it follows the same curve", "optimization", above=0,
+                            on_resume="ask")
+    muon_momentum: float = option(0.95, "Muon's decay of the mean of gradients", "optimization", below=1,
+                                  on_resume="ask")
+    weight_decay: float = option(0.1, "on matrices and embeddings", "optimization", on_resume="ask")
+    adam_beta1: float = option(0.9, "AdamW's decay of the mean of gradients", "optimization", below=1, on_resume="ask")
+    adam_beta2: float = option(0.95, "AdamW's decay of the mean of squared gradients", "optimization", below=1,
+                               on_resume="ask")
+    adam_eps: float = option(1e-8, "AdamW's addend to the denominator", "optimization", above=0, on_resume="ask")
+    grad_clip: float = option(1.0, "largest gradient norm; 0: no clipping", "optimization", on_resume="ask")
+    num_epochs: int = option(5, "passes over the data", "optimization")
+    steps_per_epoch: int = option(0, "0: from the shards (18795 for FineWeb-Edu 10B)", "optimization")
+    max_steps: int = option(0, "steps of the run; 0: num_epochs * steps_per_epoch", "optimization")
+    max_bad_steps: int = option(5, "stop after this many consecutive steps without a finite loss and gradient; their "
+                                "updates are skipped; 0: never", "optimization")
+    spike_z: float = option(6.0, "warn of a loss this many standard deviations above the last 128; 0: never",
+                            "optimization")
+    skip_spikes: bool = option(False, "and skip its update", "optimization")
+    max_hours: float = option(0.0, "stop and save after this long in this start; 0: never", "optimization")
+
+    checkpoint_dir: str = option("checkpoints", "folder of this run's checkpoints", "checkpoints", on_resume="launch")
+    checkpoint_freq: int = option(250, "steps between rolling checkpoints; 0: none", "checkpoints")
+    checkpoint_minutes: float = option(1.0, "minutes between saves of latest.pt, more where saving would take over 1 % "
+                                       "of the time; 0: none", "checkpoints")
+    keep_checkpoints: int = option(10, "newest rolling checkpoints that are kept", "checkpoints", at_least=1)
+    keep_epochs: int = option(0, "newest checkpoints of epochs that are kept; 0: all", "checkpoints")
+    resume: str = option("", "continue: latest, auto (latest, or a new run if there is none), best, stable (before "
+                         "wsd's cool-down, to train longer), or a file; bare --resume is latest; also "
+                         "--resume_from_checkpoint", "checkpoints", bare="latest",
+                         aliases=("resume_from_checkpoint",), on_resume="launch")
+    allow_changes: bool = option(False, "on resume: let batch size, learning rates, schedule, dropout and constants "
+                                 "of the optimizer differ from the checkpoint's", "checkpoints", on_resume="launch")
+    list_checkpoints: bool = option(False, "print a table of checkpoint_dir and exit", "checkpoints",
+                                    on_resume="launch")
+    verbose: bool = option(False, "or -v; with --list_checkpoints: show what each checkpoint holds", "checkpoints",
+                           on_resume="launch", aliases=("v",))
+    mirror: str = option("", "folder of an object store that gets a copy of the run: s3://BUCKET/RUN, gs://BUCKET/RUN, "
+                         "or another fsspec URL", "checkpoints")
+    mirror_keep: int = option(10, "newest rolling checkpoints that are kept in the mirror; 0: all", "checkpoints")
+    mirror_minutes: float = option(10.0, "minutes between uploads of saves by the clock", "checkpoints")
+    background_upload: bool = option(True, "upload to the mirror while training continues; off: each save waits for "
+                                     "its upload", "checkpoints")
+
+    eval_freq: int = option(250, "steps between validations; 0: none", "evaluation")
+    eval_tokens: int = option(10485760, "validation tokens, the same ones each time", "evaluation", at_least=1)
+    eval_tasks: str = option("hellaswag", EXPECTED, "evaluation")
+    hellaswag_freq: int = option(250, "steps between evaluations of these tasks; 0: none", "evaluation")
+    sample_freq: int = option(250, "steps between text samples; 0: none", "evaluation")
+    sample_prompt: str = option("", "text that samples continue (default: the start of a document)", "evaluation")
+    eval_only: bool = option(False, "print validation loss, HellaSwag and a sample of a checkpoint (--resume; default: "
+                             "latest) or of --init_from, and exit", "evaluation", on_resume="launch")
+
+    use_tensorboard: bool = option(False, "write curves, histograms and samples to tensorboard_dir", "logging")
+    tensorboard_dir: str = option("runs", "folder of TensorBoard runs", "logging")
+    logdir: str = option("logs", "folder of log.txt and metrics.jsonl", "logging")
+    log_freq: int = option(1, "steps between log lines", "logging", at_least=1)
+    use_wandb: bool = option(False, "log to Weights & Biases too (pip install wandb)", "logging")
+    gpu_hour_cost: float = option(0.0, "price of one GPU hour; shows the run's cost so far; 0: no cost", "logging")
+    system_metrics_s: float = option(10.0, "seconds between measurements of GPUs, CPU, memory and disk; 0: none",
+                                     "logging")
+    alert_url: str = option("", "webhook of Slack, Discord or ntfy, or any URL that takes a JSON POST: started, "
+                            "finished, stopped, failed, loss spikes, failed saves", "logging", on_resume="launch",
+                            secret=True)
+
+    sharding: str = option("ddp", "ddp: a replica on each rank; fsdp: parameters and optimizer sharded", "distributed",
+                           choices=("ddp", "fsdp"))
+    shard_size: int = option(0, "with fsdp: shard within groups of this many ranks, each group with a whole copy; 0: "
+                            "across all ranks", "distributed")
+    timeout_minutes: float = option(30.0, "end the run when a rank does not respond for this long", "distributed",
+                                    above=0, on_resume="launch")
+    cpu_offload: bool = option(False, "with fsdp: keep parameters and optimizer in host memory", "distributed")
+    activation_checkpointing: bool = option(False, "recompute blocks in backward: less memory, slower", "distributed")
+    loss_chunk_size: int = option(0, "tokens whose logits exist at once, recomputed in backward: less memory for long "
+                                  "contexts; 0: all", "distributed")
+    # fmt: on
+    wanted_rows: int = 0  # mini_batch_size before with_even_rows() reduced it, for a resume on other ranks; else 0
+
+    def __post_init__(self):
+        """Raises: OptionError for a value out of bounds."""
+        check_options(self)
+        if self.alert_url and not WEBHOOK.fullmatch(self.alert_url):  # whose error does not repeat it: it is a secret
+            raise UserError(
+                "--alert_url: not the URL of a webhook; expected http:// or https://, a server and a path, without a "
+                "user name (ntfy takes ?auth=... instead). Copy the URL of the webhook again"
+            )
+        if not self.init_from:
+            raise UserError("--init_from is empty; expected scratch, a folder, a checkpoint file or gpt2")
+
+    def check_together(self) -> None:
+        """Check options against each other; on resume, once the checkpoint's values are among them.
+
+        Raises: UserError.
+        """
+        self.check_shape()
+        if self.min_lr > self.max_lr:
+            raise UserError(f"--min_lr {self.min_lr} is above --max_lr {self.max_lr}")
+        if not self.max_steps and not self.num_epochs:
+            raise UserError("--max_steps and --num_epochs are both 0; give one of them")
+        if parse_tasks(self.eval_tasks).keys() - {"hellaswag"} and not self.hellaswag_freq:
+            raise UserError(f"--eval_tasks {self.eval_tasks} needs a --hellaswag_freq above 0; or take hellaswag alone")
+        if self.skip_spikes and not self.spike_z:
+            raise UserError("--skip_spikes needs a --spike_z above 0, which defines a spike")
+        if self.optimizer == "muon" and not self.max_lr:
+            raise UserError("--optimizer muon needs a --max_lr above 0: Muon's learning rate follows the same curve")
+        if self.eval_only and not (self.eval_freq or self.hellaswag_freq or self.sample_freq):
+            raise UserError("--eval_only: --eval_freq, --hellaswag_freq and --sample_freq are all 0; set one to 1")
+        if self.eval_only and self.dry_run != "off":
+            raise UserError("--eval_only and --dry_run exclude each other; give one of them")
+        for name in ("cpu_offload", "shard_size"):
+            if getattr(self, name) and self.sharding != "fsdp":
+                raise UserError(f"--{name} needs --sharding fsdp")
+
+    @property
+    def trains(self) -> bool:
+        """Whether this is a run, which writes; a dry run and --eval_only only read."""
+        return self.dry_run == "off" and not self.eval_only
+
+    @property
+    def plans_without_data(self) -> bool:
+        """Whether a dry run of a new run says how many steps it has, so that its plan needs no shards."""
+        known = self.max_steps or self.num_epochs * self.steps_per_epoch
+        return self.dry_run == "plan" and not self.resume and known > 0
+
+    def with_tokens_of_step(self, world_size: int) -> "TrainConfig":
+        """Return the configuration of a first start, in which micro_steps, if any, set total_batch_size.
+
+        Raises: UserError while mini_batch_size is auto.
+        """
+        if not self.micro_steps:
+            return self
+        if not self.mini_batch_size:
+            raise UserError(
+                f"--mini_batch_size auto needs the tokens of a step, which --micro_steps {self.micro_steps} derives "
+                "from the rows; give --total_batch_size instead, or a number of rows"
+            )
+        tokens = self.mini_batch_size * self.context_length * world_size * self.micro_steps
+        return dataclasses.replace(self, total_batch_size=tokens)
+
+    def shape(self, vocab_size: int) -> GPTConfig:
+        """Return the shape of the model, with the data's vocabulary."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(GPTConfig)}
+        return GPTConfig(**fields | {"vocab_size": vocab_size})
+
+    def compiles(self, device_type: str) -> bool:
+        return self.compile == "on" or (self.compile == "auto" and device_type == "cuda")
+
+    def shards(self, world_size: int) -> int:
+        """Return the number of ranks that share one copy of the weights and the optimizer state.
+
+        Raises: UserError when the ranks cannot be divided so.
+        """
+        if self.sharding != "fsdp":
+            return 1
+        if self.shard_size and world_size % self.shard_size:
+            raise UserError(f"--shard_size {self.shard_size} is not a divisor of the number of processes, {world_size}")
+        return self.shard_size or world_size
+
+    def possible_rows(self, world_size: int) -> list[int]:
+        """Return every mini_batch_size that splits the tokens of a step evenly, in ascending order.
+
+        Raises: UserError naming sizes of a step that work, when there is none.
+        """
+        row = self.context_length * world_size
+        rows, remainder = divmod(self.total_batch_size, row)
+        if remainder or not rows:
+            raise UserError(
+                f"--total_batch_size {self.total_batch_size:,} is not a multiple of --context_length "
+                f"{self.context_length} x {world_size} process{'es' * (world_size > 1)} = {row:,} tokens; "
+                f"--total_batch_size {f'{rows * row:,} or ' if rows else ''}{(rows + 1) * row:,} would work"
+            )
+        # With fp8, gradients of weights are sums over the tokens of a micro-step, 16 at a time.
+        multiple = 16 if self.precision == "fp8" else 1
+        return [B for B in range(1, rows + 1) if rows % B == 0 and B * self.context_length % multiple == 0]
+
+    def with_even_rows(self, world_size: int) -> "TrainConfig":
+        """Return the configuration with the largest mini_batch_size, up to its own, that splits a step evenly.
+
+        Raises: UserError when there is none.
+        """
+        wanted = self.mini_batch_size  # 0: auto
+        possible = self.possible_rows(world_size)
+        rows = max((size for size in possible if not wanted or size <= wanted), default=0)
+        if not rows:
+            raise UserError(
+                f"--precision fp8: --mini_batch_size {wanted or 'auto'} x --context_length {self.context_length}; "
+                "expected rows that split a step into micro-steps of a multiple of 16 tokens"
+            )
+        if not wanted or rows == wanted:
+            return self
+        return dataclasses.replace(self, mini_batch_size=rows, wanted_rows=wanted)
+
+    def grad_accum_steps(self, world_size: int) -> int:
+        """Return the number of micro-steps in a step."""
+        return self.total_batch_size // (self.mini_batch_size * self.context_length * world_size)
+
+
+def parse_tasks(tasks: str) -> dict[str, str]:
+    """Return name -> file, "" for the Hub, of tasks such as "hellaswag,arc_easy=FILE"."""
+    files = {}
+    for task in tasks.split(","):
+        name, _, file = task.strip().partition("=")
+        if name not in TASKS:
+            raise UserError(f"unknown task {name!r}; expected {EXPECTED}")
+        files[name] = file
+    return files
+
+
+FIELDS = options_of(TrainConfig)
+ABOUT = (
+    "Train a GPT, with one process for each GPU: torchrun --nproc_per_node=4 train.py --use_tensorboard. "
+    "Defaults < --config < flags. --flag_name and --flag-name are the same."
+)
+# What other trainers call our options (nanoGPT, build-nanogpt, transformers, accelerate, DeepSpeed).
+ELSEWHERE = {
+    name: ours
+    for ours, names in {
+        "--checkpoint_freq": "save_steps save_interval save_every",
+        "--keep_checkpoints": "save_total_limit keep_last_n",
+        "--checkpoint_dir": "output_dir out_dir save_dir",
+        "--resume": "resume_from load_checkpoint",
+        "--max_lr": "learning_rate lr",
+        "--activation": "hidden_act activation_function",
+        "--activation gelu_tanh (before: tanh) or gelu (before: exact)": "gelu",
+        "--norm_eps": "layer_norm_eps layer_norm_epsilon rms_norm_eps",
+        "--num_kv_heads": "num_key_value_heads n_kv_heads n_kv_head",
+        "--schedule": "lr_scheduler_type lr_scheduler",
+        "--warmup_steps": "warmup_iters num_warmup_steps",
+        "--warmup_steps, in steps; by default the warm-up is at most a tenth of the run": "warmup_ratio",
+        "--max_steps": "max_iters lr_decay_iters max_train_steps num_iterations train_steps",
+        "--num_epochs": "epochs num_train_epochs",
+        "--mini_batch_size": "batch_size micro_batch_size per_device_train_batch_size",
+        "--micro_steps, counted on each GPU (nanoGPT counts those of all GPUs)": "gradient_accumulation_steps "
+        "gradient_accumulation grad_accum_steps",
+        "--context_length": "block_size seq_len sequence_length max_seq_len max_seq_length",
+        "--num_layers": "n_layer num_hidden_layers depth",
+        "--num_heads": "n_head num_attention_heads",
+        "--embd_size": "n_embd hidden_size d_model",
+        "--precision": "dtype",
+        "--precision bf16": "bf16",
+        "--precision fp16": "fp16",
+        "--eval_freq": "eval_interval eval_steps eval_every",
+        "--eval_tokens": "eval_iters",
+        "--compile off": "no_compile",
+        "--log_freq": "log_interval logging_steps",
+        "--grad_clip": "max_grad_norm clip_grad gradient_clipping",
+        "--adam_beta1": "beta1 adam_beta_1",
+        "--adam_beta2": "beta2 adam_beta_2",
+        "--adam_eps": "adam_epsilon epsilon eps",
+        "--sharding fsdp": "deepspeed fsdp zero_stage",
+        "--activation_checkpointing": "gradient_checkpointing grad_checkpointing",
+        "--data_dir": "dataset data data_path train_file input_bin tokenized_dir",
+        "--init_from": "model_name_or_path model",
+        "--use_wandb": "wandb wandb_log",
+        "--eval_tasks hellaswag=FILE": "hellaswag_file",
+        "--use_tensorboard": "tensorboard",
+        "--use_tensorboard, --use_wandb or neither": "report_to",
+        "--max_files of prepare_dataset.py; a run reads all shards of --data_dir, up to --max_steps": "max_files",
+        # What has no equivalent.
+        "batches are read ahead by one thread, for a GPU into pinned memory; drop the flag": "num_workers "
+        "dataloader_num_workers persistent_workers dataloader_persistent_workers prefetch_factor "
+        "dataloader_prefetch_factor pin_memory dataloader_pin_memory",
+        "checkpoints are not compressed, because fp32 weights hardly shrink; drop the flag": "checkpoint_compression",
+    }.items()
+    for name in names.split()
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# where values come from
+
+
+def parse_args(argv: Sequence[str]) -> tuple[TrainConfig, dict[str, str]]:
+    """Return the configuration of a command line, and the options that were given: name -> "flag" or "preset".
+
+    Raises: UserError for a flag, key or value that does not exist or fit.
+    """
+    flags = read_flags(TrainConfig, argv, ABOUT, ELSEWHERE)
+    if not flags.get("resume", "latest"):  # an unset variable in a script must not start a new run
+        raise UserError("--resume is empty; expected latest, auto, best, stable or a checkpoint file")
+    preset = _read_toml(flags["config"]) if "config" in flags else {}
+    options = _overridden(preset, flags)
+    if options.get("eval_only") and options.get("init_from", "scratch") == "scratch":
+        options.setdefault("resume", "latest")
+    given = {name: "flag" if name in flags else "preset" for name in options}
+    with preset_named(flags.get("config", ""), given):
+        config = TrainConfig(**options)
+        if not config.resume:
+            config.check_together()
+    return config, given
+
+
+@contextmanager
+def preset_named(preset: str, given: Mapping[str, str]) -> Iterator[None]:
+    """Add to a UserError which of the options that it names come from --config, so not from the command line."""
+    try:
+        yield
+    except UserError as error:
+        named = {word.removeprefix("--") for word in re.findall(r"--\w+|\w+_\w+", str(error))}
+        if stated := [f"--{name}" for name, source in given.items() if source == "preset" and name in named]:
+            error.args = (f"{error} (--config {preset} sets {', '.join(stated)})",)
+        raise
+
+
+def _overridden(options: dict, by: dict) -> dict:
+    """Return options overridden `by` others; total_batch_size and micro_steps also override each other."""
+    batch = {"total_batch_size", "micro_steps"}
+    if batch <= by.keys():
+        raise UserError("--total_batch_size and --micro_steps both set the tokens of a step; give one of them")
+    return {name: value for name, value in options.items() if name not in batch or not batch & by.keys()} | by
+
+
+def _read_toml(name: str, read_by: tuple[str, ...] = ()) -> dict:
+    """Return the options of a preset or TOML file, on top of those of the preset that its own `config` names."""
+    path = Path(name) if name.endswith(".toml") else PRESETS / f"{name}.toml"
+    if not path.is_file():
+        presets = ", ".join(sorted(p.stem for p in PRESETS.glob("*.toml")))
+        raise UserError(f"--config {name}: there is no {path}; expected a .toml file or one of: {presets}")
+    try:
+        if name in read_by:
+            raise UserError("the file includes itself")
+        written = tomllib.loads(path.read_text())
+        written.pop("description", "")  # for ./start_training.sh
+        argv = [f"--{option}={value}" for option, value in written.items()]
+        values = read_flags(TrainConfig, argv, ABOUT, ELSEWHERE)
+        preset = _read_toml(values["config"], (*read_by, name)) if values.get("config") else {}
+        return _overridden(preset, values)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not TOML: {error}") from error
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None

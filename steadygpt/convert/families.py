@@ -1,0 +1,287 @@
+"""Models of other projects, called foreign here, in terms of ours: shapes, names and layouts of weights."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from steadygpt.base.options import UserError
+
+if TYPE_CHECKING:
+    from model import GPTConfig
+
+# Activations of transformers -> ours, of an MLP with one matrix before the activation, and with two, gate and up.
+PLAIN = {
+    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh"), "gelu": "gelu", "relu2": "relu2",
+}  # fmt: skip
+GATED = {"silu": "swiglu"}
+# Constants of attention that older files store with the weights.
+CONSTANTS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
+TABLES = ("wte.weight", "lm_head.weight")  # one row per token of the vocabulary
+
+
+@dataclass(frozen=True)
+class Family:
+    """Another model class in terms of GPT and GPTConfig."""
+
+    names: dict[str, str | tuple[str, ...]]  # parts of GPT's weight names -> foreign ones, a tuple if GPT stacks them
+    architecture: str = ""  # the Hugging Face class
+    fields: dict[str, tuple] = field(default_factory=dict)  # of GPTConfig -> (foreign field, its default)
+    fixed: dict[str, Any] = field(default_factory=dict)  # other fields of GPTConfig -> value, unless its default
+    required: dict[str, object] = field(default_factory=dict)  # foreign field -> its default, which GPT computes
+    activations: dict[str, str] = field(default_factory=lambda: PLAIN)  # foreign -> GPTConfig's
+    dropouts: tuple[str, ...] = ()  # foreign fields for dropout besides the one in `fields`
+    any_heads: bool = False  # num_heads need not divide embd_size
+    transposed: bool = False  # linear layers are stored as (in, out)
+    by_head: bool = False  # c_attn holds q, k and v of one head after another; GPT's has the q of all heads first
+    rotates_back: bool = False  # rotary positions rotate by the opposite angle
+
+
+NANOGPT = Family(
+    names={"wte.": "transformer.wte.", "wpe.": "transformer.wpe.", "h.": "transformer.h.", "ln_f.": "transformer.ln_f."}
+)
+# Fields of GPTConfig -> nanoGPT's.
+NANOGPT_SHAPE = {"context_length": "block_size", "num_layers": "n_layer", "num_heads": "n_head", "embd_size": "n_embd"}
+GPT2 = Family(
+    architecture="GPT2LMHeadModel",
+    fields={
+        "vocab_size": ("vocab_size", 50257),
+        "context_length": ("n_positions", 1024),
+        "num_layers": ("n_layer", 12),
+        "num_heads": ("n_head", 12),
+        "embd_size": ("n_embd", 768),
+        "intermediate_size": ("n_inner", None),
+        "dropout": ("resid_pdrop", 0.1),
+        "norm_eps": ("layer_norm_epsilon", 1e-5),
+        "activation": ("activation_function", "gelu_new"),
+        "tied_head": ("tie_word_embeddings", True),
+    },
+    required={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+    names=NANOGPT.names,
+    dropouts=("embd_pdrop", "attn_pdrop"),
+    transposed=True,
+)
+GPT_NEOX = Family(
+    architecture="GPTNeoXForCausalLM",
+    fields={
+        "vocab_size": ("vocab_size", 50432),
+        "context_length": ("max_position_embeddings", 2048),
+        "num_layers": ("num_hidden_layers", 44),
+        "num_heads": ("num_attention_heads", 64),
+        "embd_size": ("hidden_size", 6144),
+        "intermediate_size": ("intermediate_size", 24576),
+        "dropout": ("hidden_dropout", 0.0),
+        "norm_eps": ("layer_norm_eps", 1e-5),
+        "activation": ("hidden_act", "gelu"),
+        "tied_head": ("tie_word_embeddings", False),
+        "rotary_pct": ("rotary_pct", 0.25),
+        "rotary_base": ("rotary_emb_base", 10000.0),
+        "parallel_residual": ("use_parallel_residual", True),
+    },
+    required={"attention_bias": True, "rope_scaling": None, "rope_type": "default"},
+    names={
+        "wte.": "gpt_neox.embed_in.", "h.": "gpt_neox.layers.",
+        "ln_f.": "gpt_neox.final_layer_norm.", "lm_head.": "embed_out.",
+        ".ln_1.": ".input_layernorm.", ".ln_2.": ".post_attention_layernorm.",
+        ".attn.c_attn.": ".attention.query_key_value.", ".attn.c_proj.": ".attention.dense.",
+        ".mlp.c_fc.": ".mlp.dense_h_to_4h.", ".mlp.c_proj.": ".mlp.dense_4h_to_h.",
+    },
+    dropouts=("attention_dropout",),
+    by_head=True,
+)  # fmt: skip
+LLAMA = Family(
+    architecture="LlamaForCausalLM",
+    fields={
+        "vocab_size": ("vocab_size", 32000),
+        "context_length": ("max_position_embeddings", 2048),
+        "num_layers": ("num_hidden_layers", 32),
+        "num_heads": ("num_attention_heads", 32),
+        "num_kv_heads": ("num_key_value_heads", None),
+        "head_dim": ("head_dim", None),
+        "embd_size": ("hidden_size", 4096),
+        "intermediate_size": ("intermediate_size", 11008),
+        "dropout": ("attention_dropout", 0.0),
+        "norm_eps": ("rms_norm_eps", 1e-6),
+        "activation": ("hidden_act", "silu"),
+        "tied_head": ("tie_word_embeddings", False),
+        "rotary_base": ("rope_theta", 10000.0),
+    },
+    fixed={"norm": "rmsnorm", "rotary_pct": 1.0, "bias": False},
+    required={"attention_bias": False, "mlp_bias": False, "rope_scaling": None, "rope_type": "default"},
+    names={
+        "wte.": "model.embed_tokens.", "h.": "model.layers.", "ln_f.": "model.norm.",
+        ".ln_1.": ".input_layernorm.", ".ln_2.": ".post_attention_layernorm.",
+        ".attn.c_attn.": (".self_attn.q_proj.", ".self_attn.k_proj.", ".self_attn.v_proj."),
+        ".attn.c_proj.": ".self_attn.o_proj.",
+        ".mlp.c_fc.": (".mlp.gate_proj.", ".mlp.up_proj."), ".mlp.c_proj.": ".mlp.down_proj.",
+    },
+    activations=GATED,
+)  # fmt: skip
+QWEN3 = replace(
+    LLAMA,
+    architecture="Qwen3ForCausalLM",
+    fields=LLAMA.fields | {
+        "vocab_size": ("vocab_size", 151936),
+        "context_length": ("max_position_embeddings", 32768),
+        "num_kv_heads": ("num_key_value_heads", 32),
+        "head_dim": ("head_dim", 128),
+        "intermediate_size": ("intermediate_size", 22016),
+    },
+    fixed=LLAMA.fixed | {"qk_norm": True},
+    required=LLAMA.required | {"use_sliding_window": False},
+    names=LLAMA.names | {".attn.q_norm.": ".self_attn.q_norm.", ".attn.k_norm.": ".self_attn.k_norm."},
+    any_heads=True,
+)  # fmt: skip
+NANOCHAT = replace(
+    LLAMA,
+    architecture="NanoChatForCausalLM",
+    fields=LLAMA.fields | {
+        "vocab_size": ("vocab_size", 50304),
+        "num_layers": ("num_hidden_layers", 12),
+        "num_heads": ("num_attention_heads", 6),
+        "embd_size": ("hidden_size", 768),
+        "intermediate_size": ("intermediate_size", 8192),
+        "activation": ("hidden_act", "relu2"),
+        "logit_softcap": ("final_logit_softcapping", 15.0),
+    },
+    fixed=LLAMA.fixed | {"norm": "rmsnorm_no_weight", "qk_norm": True},
+    names=LLAMA.names | {".mlp.c_fc.": ".mlp.fc1.", ".mlp.c_proj.": ".mlp.fc2."},
+    activations=PLAIN,
+    any_heads=True,
+    rotates_back=True,
+)  # fmt: skip
+FAMILIES = {"gpt2": GPT2, "gpt_neox": GPT_NEOX, "llama": LLAMA, "qwen3": QWEN3, "nanochat": NANOCHAT}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# config.json
+
+# transformers 5 stores these older fields in "rope_parameters", under other names.
+ROPE = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+ABSENT = ("intermediate_size", "num_kv_heads", "head_dim", "logit_softcap")  # fields that are 0 for null
+
+
+def resolved(config: "GPTConfig") -> dict[str, Any]:
+    """Return the fields of a model's shape, with the values that 0 stands for."""
+    sizes = {"intermediate_size": config.mlp_size, "num_kv_heads": config.kv_heads, "head_dim": config.head_size}
+    return dataclasses.asdict(config) | sizes
+
+
+def read_config(stored: dict, source: str) -> tuple[str, dict[str, Any]]:
+    """Return the model_type of a config.json, and its fields of GPTConfig."""
+    kind = stored.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise UserError(f"{source}: model_type in config.json is {kind!r}; expected one of {', '.join(FAMILIES)}")
+    family = FAMILIES[kind]
+    if isinstance(rope := stored.get("rope_parameters"), dict):
+        if any(isinstance(value, dict) for value in rope.values()):
+            raise UserError(
+                f"{source}: rope_parameters in config.json differ by layer; expected one set for all layers"
+            )
+        stored = stored | rope | {older: rope[newer] for newer, older in ROPE.items() if newer in rope}
+    for name, expected in family.required.items():
+        if stored.get(name) not in (None, expected):
+            raise UserError(f"{source}: {name} in config.json is {stored[name]!r}; expected {expected!r}")
+    found = {name: stored.get(foreign, default) for name, (foreign, default) in family.fields.items()}
+    if str(found["activation"]) not in family.activations:
+        raise UserError(
+            f"{source}: {family.fields['activation'][0]} is {found['activation']!r}; expected one of "
+            f"{', '.join(family.activations)}"
+        )
+    found = {name: 0 if value is None and name in ABSENT else value for name, value in found.items()}
+    return kind, family.fixed | found | {"activation": family.activations[found["activation"]]}
+
+
+def write_config(config: "GPTConfig", kind: str) -> dict[str, Any]:
+    """Return what config.json has about the shape of a model of a family; the inverse of read_config."""
+    family, values = FAMILIES[kind], resolved(config)
+    values["activation"] = next(name for name, ours in family.activations.items() if ours == config.activation)
+    values["logit_softcap"] = config.logit_softcap or None
+    return {
+        "architectures": [family.architecture],
+        "model_type": kind,
+        **{foreign: values[name] for name, (foreign, _) in family.fields.items()},
+        **dict.fromkeys(family.dropouts, config.dropout),
+    }
+
+
+def find_family(config: "GPTConfig") -> str:
+    """Return the model_type of a class of transformers that computes the same as GPT.
+
+    Raises: UserError with the fields that the closest class lacks.
+    """
+    unfit = {kind: _unfit_fields(config, family) for kind, family in FAMILIES.items()}
+    kind = min(unfit, key=lambda kind: len(unfit[kind]))
+    if unfit[kind]:
+        raise UserError(
+            f"no class of transformers computes this model; {FAMILIES[kind].architecture} is the closest, but "
+            f"{', '.join(unfit[kind])}. generate.py and hellaswag_eval.py read the checkpoint itself"
+        )
+    return kind
+
+
+def _unfit_fields(config: "GPTConfig", family: Family) -> list[str]:
+    """Return the fields of a model's shape that a family does not have, each as "NAME is FOUND, expected EXPECTED"."""
+    values, num_heads = resolved(config), config.num_heads
+    allowed: dict[str, list] = {f.name: [f.default] for f in dataclasses.fields(config)}
+    # A family without these fields divides its width among the heads, and does not rotate. Missing biases become zeros.
+    allowed |= {"num_kv_heads": [num_heads], "head_dim": [config.embd_size // num_heads], "bias": [True, False]}
+    allowed |= {"rotary_base": [config.rotary_base]} | {name: [value] for name, value in family.fixed.items()}
+    allowed = {name: some for name, some in allowed.items() if name not in family.fields}
+    allowed["activation"] = list(dict.fromkeys(family.activations.values()))
+    unfit = [
+        f"{name} is {values[name]}, expected {' or '.join(map(str, some))}"
+        for name, some in allowed.items()
+        if values[name] not in some
+    ]
+    if "rotary_pct" in family.fields and not config.rotary_pct:
+        unfit.append("rotary_pct is 0.0, expected more")
+    if config.embd_size % num_heads and not family.any_heads:
+        unfit.append(f"num_heads is {num_heads}, expected a divisor of embd_size {config.embd_size}")
+    return unfit
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# names and layouts of weights
+
+
+def foreign_names(name: str, family: Family) -> tuple[str, ...]:
+    """Return the foreign name of a weight, or the names of the matrices that GPT stacks in it."""
+    names: tuple[str, ...] = (name,)
+    for part, foreign in family.names.items():
+        if name.startswith(part) or (part.startswith(".") and part in name):
+            several = foreign if isinstance(foreign, tuple) else (foreign,)
+            names = tuple(old.replace(part, new, 1) for old in names for new in several)
+    return names
+
+
+def to_foreign(name: str, tensor: Tensor, config: "GPTConfig", family: Family) -> dict[str, Tensor]:
+    """Return a weight as the foreign weights that hold the same, by name."""
+    names, tensor = foreign_names(name, family), _other_layout(name, tensor, config, family, (3, config.num_heads))
+    parts = tensor.split(config.parts(name)) if len(names) > 1 else (tensor,)
+    return {foreign: part.contiguous() for foreign, part in zip(names, parts, strict=True)}
+
+
+def to_own(name: str, parts: Sequence[Tensor], config: "GPTConfig", family: Family) -> Tensor:
+    """Return the weight of GPT that holds the same as foreign weights, in the order of foreign_names."""
+    tensor = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+    if name in TABLES:  # padding rows are zero, as in training
+        tensor = F.pad(tensor, (0, 0, 0, config.padded_vocab_size - config.vocab_size))
+    return _other_layout(name, tensor, config, family, (config.num_heads, 3)).contiguous()
+
+
+def _other_layout(name: str, tensor: Tensor, config: "GPTConfig", family: Family, by_head: tuple[int, int]) -> Tensor:
+    """Convert a weight between the layouts of GPT and a family; `by_head` is (3, num_heads) for a weight of GPT."""
+    if family.transposed and name.endswith("weight") and ".c_" in name:
+        tensor = tensor.T
+    if family.by_head and ".c_attn." in name:  # (3, num_heads, head_dim, ...) <-> (num_heads, 3, head_dim, ...)
+        tensor = tensor.unflatten(0, (*by_head, -1)).transpose(0, 1).flatten(0, 2)
+    if family.rotates_back and ".c_attn." in name:  # negates the second half of each query and key
+        queries, keys, _ = config.parts(name)
+        signs = tensor.new_ones(len(tensor), 1)
+        signs[: queries + keys].view(-1, 2, config.head_size // 2)[:, 1] = -1
+        tensor = tensor * signs
+    return tensor

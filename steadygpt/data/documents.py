@@ -1,0 +1,240 @@
+"""Files cut into chunks, and chunks into documents.
+
+Cutting is cheap and done by one process; reading the documents of a chunk is done by many.
+"""
+
+import gzip
+import io
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from steadygpt.base.options import UserError
+from steadygpt.data.ids import ID_SUFFIXES, read_ids
+
+CHUNK_BYTES = 2**20  # of lines
+# Of a text; the pieces of a longer one have up to twice as many. tiktoken's regex fails on a million spaces in a row.
+PIECE_BYTES = 400_000
+TABLE_BYTES = 2**25  # of the texts in a chunk of Parquet, unless the file's row groups are smaller
+ROWS_AT_ONCE = 256  # rows of a table in memory as Python objects
+
+
+class Position(NamedTuple):
+    """Where a chunk begins."""
+
+    file: int = 0
+    row: int = 0  # documents before it in the file, except in a text, which is one document
+    offset: int = 0  # bytes before it in the file or array of ids, after decompression; 0 in tables
+
+
+class Rows(NamedTuple):
+    """Rows of a local Parquet file that are still to be read."""
+
+    path: str
+    group: int
+    first: int  # within the group
+    length: int
+
+
+class Chunk(NamedTuple):
+    """A part of a file."""
+
+    at: Position
+    end: int  # how far the file is read after it, in bytes of the file (of other Hub data sets, in rows)
+    num_bytes: int  # of its texts or ids, approximately
+    data: bytes | list | Rows | np.ndarray  # of a text or lines; values; where they are; token ids
+    name: str = ""  # of the file
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# files -> chunks, without looking at the documents
+
+# A space after an ASCII character or a byte of another one, except after Unicode's own spaces.
+_LAST_CUT = re.compile(
+    rb"(?s:.*)(?<=[!-~\x80-\xff])(?<!\xc2[\x85\xa0])(?<!\xe1\x9a\x80|\xe2\x80[\x80-\x8a\xa8\xa9\xaf]|\xe2\x81\x9f)"
+    rb"(?<!\xe3\x80\x80)(?= )"
+)
+
+
+def cut_text(file: BinaryIO, text_field: str, start: Position, size: int) -> Iterator[Chunk]:
+    """Cut a text into pieces whose ids, concatenated, are the ids of the whole text.
+
+    Cuts come before a space that follows a non-space, where pre-tokenizers such as GPT-2's always begin a new word. A
+    text without such a space is cut between any two characters, and its ids may differ.
+    """
+    file.seek(start.offset)
+    offset, text, is_end = start.offset, b"", False
+    while not is_end:
+        more = file.read(PIECE_BYTES)
+        text, is_end = text + more, len(more) < PIECE_BYTES
+        match = _LAST_CUT.match(text)
+        cut = len(text) if is_end else match.end() if match else len(text) - _unfinished(text)
+        if cut or offset == 0:
+            yield Chunk(Position(start.file, 0, offset), offset + cut, cut, text[:cut])
+        offset, text = offset + cut, text[cut:]
+
+
+def _unfinished(text: bytes) -> int:
+    """Return how many bytes at the end may be an incomplete character of UTF-8."""
+    return next((count for count, byte in enumerate(text[:-4:-1], start=1) if byte >= 0xC0), 0)
+
+
+def cut_lines(
+    file: BinaryIO, text_field: str, start: Position, size: int, is_compressed: bool = False
+) -> Iterator[Chunk]:
+    """Cut JSON Lines into chunks of whole lines."""
+    lines: Any = gzip.GzipFile(fileobj=file) if is_compressed else file
+    lines.seek(start.offset)
+    at = start
+    while data := lines.read(CHUNK_BYTES):
+        data += lines.readline()
+        yield Chunk(at, file.tell(), len(data), data)
+        at = Position(at.file, at.row + data.count(b"\n"), at.offset + len(data))
+
+
+def cut_table(file: BinaryIO, text_field: str, start: Position, size: int) -> Iterator[Chunk]:
+    """Cut a Parquet file into groups of rows, which the reader of the chunk reads if the file is on this machine."""
+    import pyarrow.parquet as pq
+
+    table, is_here = pq.ParquetFile(file), Path(file.name).exists()
+    if text_field not in table.schema_arrow.names:
+        raise no_text_field(file.name, text_field, table.schema_arrow.names)
+    end = 0
+    for group in range(table.num_row_groups):
+        metadata = table.metadata.row_group(group)
+        begin, end = end, end + metadata.num_rows
+        if end <= start.row:
+            continue
+        columns = (metadata.column(i) for i in range(metadata.num_columns))
+        text_bytes = sum(c.total_uncompressed_size for c in columns if c.path_in_schema.partition(".")[0] == text_field)
+        row = max(begin, start.row)
+        values = _column(table, group, text_field, row - begin)
+        step = -(-metadata.num_rows // -(-text_bytes // TABLE_BYTES or 1)) if is_here else ROWS_AT_ONCE
+        for first in range(row, end, step):
+            count = min(step, end - first)
+            data = Rows(file.name, group, first - begin, count) if is_here else list(islice(values, count))
+            read = size * (first + count) // table.metadata.num_rows
+            yield Chunk(Position(start.file, first), read, text_bytes * count // metadata.num_rows, data)
+
+
+def _column(table: Any, group: int, text_field: str, first: int) -> Iterator[object]:
+    """Read a column of a row group, from a row on."""
+    batches = table.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=[text_field], use_threads=False)
+    for batch in batches:
+        if first < len(batch):
+            yield from _values(batch.column(0)[first:])
+        first = max(0, first - len(batch))
+
+
+def _values(column: Any) -> list:
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:  # its text is not UTF-8
+        return [value and value.decode("utf-8", "surrogateescape") for value in column.cast("binary").to_pylist()]
+
+
+def cut_ids(file: BinaryIO, text_field: str, start: Position, size: int, suffix: str) -> Iterator[Chunk]:
+    """Cut an array of token ids into blocks."""
+    for offset, num_bytes, done, ids in read_ids(file, suffix, text_field, start.offset, size):
+        yield Chunk(Position(start.file, 0, offset), int(size * done), num_bytes, ids)
+
+
+CUTTERS: dict[str, Callable[[BinaryIO, str, Position, int], Iterator[Chunk]]]
+CUTTERS = dict.fromkeys((".txt", ".md", ".py"), cut_text)
+CUTTERS |= {".jsonl": cut_lines, ".parquet": cut_table}
+CUTTERS |= dict.fromkeys((".jsonl.gz", ".json.gz"), partial(cut_lines, is_compressed=True))
+CUTTERS |= {suffix: partial(cut_ids, suffix=suffix) for suffix in ID_SUFFIXES}
+
+
+def suffix_of(name: str) -> str:
+    """Return the suffix in CUTTERS that a file name ends with, "" if there is none."""
+    return next((suffix for suffix in CUTTERS if name.lower().endswith(suffix)), "")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# chunks -> documents
+
+
+class Document(NamedTuple):
+    """A document, or a part of a long text."""
+
+    row: int
+    text: object  # str; a ValueError with the reason to skip the row; or data of the wrong type
+    is_begin: bool = True
+
+
+def read_documents(chunk: Chunk, text_field: str) -> Iterator[Document]:
+    """Read the documents of a chunk.
+
+    Raises: UserError for a file that is damaged, or whose first line lacks the text field.
+    """
+    with naming(chunk.name):
+        if isinstance(chunk.data, Rows):
+            path, group, first, length = chunk.data
+            values: Iterable[object] = islice(_column(_open_table(path), group, text_field, first), length)
+        elif isinstance(chunk.data, list):
+            values = chunk.data
+        elif CUTTERS[suffix_of(chunk.name)] is cut_text:
+            assert isinstance(chunk.data, bytes)
+            text = chunk.data.decode("utf-8-sig" if chunk.at.offset == 0 else "utf-8", "surrogateescape")
+            is_empty = chunk.at.offset == 0 and len(chunk.data) < PIECE_BYTES and not text.strip()
+            yield Document(0, ValueError("no text") if is_empty else text, chunk.at.offset == 0)
+            return
+        else:
+            values = _json_values(chunk, text_field)
+        for row, value in enumerate(values, start=chunk.at.row):
+            yield Document(row, ValueError("no text") if isinstance(value, str) and not value.strip() else value)
+
+
+@lru_cache(maxsize=1)
+def _open_table(path: str) -> Any:
+    import pyarrow.parquet as pq
+
+    return pq.ParquetFile(path)
+
+
+def _json_values(chunk: Chunk, text_field: str) -> Iterator[object]:
+    assert isinstance(chunk.data, bytes)
+    for number, line in enumerate(io.BytesIO(chunk.data), start=chunk.at.row):
+        try:
+            row = json.loads(line.decode("utf-8-sig", "surrogateescape"))
+        except (ValueError, RecursionError):
+            yield ValueError("broken JSON" if line.strip() else "blank line")
+            continue
+        fields = row if isinstance(row, dict) else {}
+        if number == 0 and text_field not in fields:  # probably the wrong --text_field for the whole file
+            raise no_text_field(chunk.name, text_field, fields or [type(row).__name__])
+        yield fields.get(text_field, ValueError(f"no field {text_field!r}"))
+
+
+def cut_document(text: str) -> Iterator[str]:
+    """Cut a long document as cut_text does."""
+    data = text.encode()
+    if len(data) <= 2 * PIECE_BYTES:
+        yield text
+        return
+    for chunk in cut_text(io.BytesIO(data), "", Position(), len(data)):
+        yield chunk.data.decode()  # type: ignore[union-attr]
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Name the file that cannot be read."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # gzip, pyarrow and datasets each raise their own types
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserError(f"{name}: cannot be read, {reason}; repair or remove it, and run this again") from error
+
+
+def no_text_field(where: str, text_field: str, found: Iterable[str]) -> UserError:
+    return UserError(f"{where}: no field {text_field!r}; found {', '.join(found)}; name the text with --text_field")

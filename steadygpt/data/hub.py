@@ -1,0 +1,240 @@
+"""The Hugging Face Hub: data sets and models at one commit, downloaded or read in place, through network failures."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from steadygpt.base import retry
+from steadygpt.base.durable import replace_file
+from steadygpt.base.options import UserError
+from steadygpt.base.progress import ProgressBar
+from steadygpt.base.retry import NoAnswer, Service, brief, kinds, status_of
+from steadygpt.data.remote import RemoteFile
+
+
+class Repo(NamedTuple):
+    """A repository at a commit."""
+
+    kind: str  # "dataset" or "model"
+    name: str
+    commit: str
+    online: bool = True  # False: only what is in the cache can be read
+
+    def __str__(self) -> str:
+        return f"{'hf:' * (self.kind == 'dataset')}{self.name}"
+
+    @property
+    def cache(self) -> Path:
+        """The repository's folder in the Hub's cache, whose layout is documented."""
+        from huggingface_hub import constants
+
+        return Path(constants.HF_HUB_CACHE, f"{self.kind}s--{self.name.replace('/', '--')}")
+
+    @property
+    def snapshot(self) -> Path:
+        """The folder of the commit's files in the cache. Here are files, or links to the blobs of other programs."""
+        return self.cache / "snapshots" / self.commit
+
+
+class NotFound(UserError):
+    """The Hub has no such repository, or this user may not read it."""
+
+
+def _refusal(what: object, error: Exception) -> UserError:
+    """Explain an error that will not pass."""
+    names = kinds(error)
+    if "GatedRepoError" in names or "is a gated" in str(error):  # the latter is said by `datasets`
+        return UserError(
+            f"{what}: gated; accept its conditions on its page of the Hugging Face Hub, then run `hf auth login` or "
+            "set HF_TOKEN to a token that may read it"
+        )
+    if "RevisionNotFoundError" in names:
+        return UserError(f"{what}: no such revision on the Hugging Face Hub; check the part after @")
+    if "RepositoryNotFoundError" in names or status_of(error) in (401, 403):
+        return NotFound(
+            f"{what}: not found on the Hugging Face Hub, or not yours to read; check the name, and if it is private, "
+            "run `hf auth login` or set HF_TOKEN"
+        )
+    if "OfflineModeIsEnabled" in names:
+        return UserError(f"{what}: not in the cache, and HF_HUB_OFFLINE is set; unset it, or download it first")
+    return UserError(f"{what}: {brief(error)}; check the name, and run this again")
+
+
+HUB = Service(_refusal)
+persistently = HUB.persistently
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# names -> repositories and their files
+
+
+def find_repo(kind: str, name: str, revision: str = "", pinned: str = "") -> Repo:
+    """Find the commit that a name on the Hub stands for; without a network, the one that is in the cache.
+
+    Args:
+        pinned: the commit to use, whatever the name stands for by now. If that is another one, a line says so.
+
+    Raises: UserError when there is no such repository.
+    """
+    from huggingface_hub import HfApi, constants, snapshot_download, utils
+    from huggingface_hub.errors import HFValidationError
+
+    utils.logging.set_verbosity_error()  # its page of text for each retry; ours is one line
+    utils.disable_progress_bars()
+    utils.get_session().timeout = retry.SILENCE_S  # of requests that set none
+    what = Repo(kind, f"{name}{f'@{revision}' if revision else ''}", "")
+    try:
+        cached = snapshot_download(name, repo_type=kind, revision=pinned or revision or None, local_files_only=True)
+        in_cache = Repo(kind, name, Path(cached).name, online=False)
+    except HFValidationError as error:
+        raise UserError(f"{what}: not a name on the Hugging Face Hub; expected NAME or OWNER/NAME") from error
+    except OSError:
+        in_cache = None
+    if constants.HF_HUB_OFFLINE and in_cache:
+        return in_cache
+    try:
+        info = persistently(what, lambda: HfApi().repo_info(name, repo_type=kind, revision=revision or None))
+    except NoAnswer:
+        if not in_cache or pinned:  # a begun preparation needs the rest of the files
+            raise
+        print(f"{what}: no answer; using commit {in_cache.commit[:7]}, which is in the cache", file=sys.stderr)
+        return in_cache
+    commit = str(info.sha)
+    # Models keep the name given, as in the caches of other programs: gpt2, not openai-community/gpt2.
+    repo = Repo(kind, info.id if kind == "dataset" else name, pinned or commit)
+    if info.id != name and revision != commit:
+        print(f"{what}: {info.id} on the Hugging Face Hub", file=sys.stderr)
+    if pinned and commit != pinned:
+        print(
+            f"{what}: now at commit {commit[:7]}; this preparation goes on with {pinned[:7]}, as it was begun",
+            file=sys.stderr,
+        )
+    if revision != commit and not pinned:  # so that the name is found in the cache, also by other programs
+        refs = repo.cache / "refs" / (revision or "main")
+        with suppress(OSError):  # a cache that cannot be written to may still be read
+            refs.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(refs, lambda file: file.write(commit.encode()), durable=False)
+    return repo
+
+
+def data_files(repo: Repo, config: str, split: str) -> tuple[str, list[RemoteFile]]:
+    """Return the format of a data set, as `datasets` names it ("parquet", "json"), and the files of a split, in order.
+
+    The format is "" for files outside of the repository. Without a network, only the files in the cache are known.
+
+    Raises: UserError when there is no such configuration or split.
+    """
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity_error()
+
+    def resolve() -> tuple[str, Mapping]:
+        place, revision = (repo.name, repo.commit) if repo.online else (str(repo.snapshot), None)
+        builder = datasets.load_dataset_builder(place, config or None, revision=revision)
+        return builder.name, builder.config.data_files or {}
+
+    what = f"{repo}{f':{config}' if config else ''}"
+    try:
+        kind, splits = persistently(what, resolve)
+    except UserError as error:
+        if repo.online:
+            raise
+        raise UserError(f"{what}: its files are not in the cache, and there is no network") from error
+    if split not in splits:
+        names = ", ".join(map(str, splits)) or "no files that `datasets` can read"
+        raise UserError(f"{what}: no split {split!r}, found {names}; expected a data set that has it")
+    base = f"@{repo.commit}/" if repo.online else f"{repo.snapshot}/"
+    if not all(base in path for path in splits[split]):  # the card refers to other places
+        return "", [_remote_file(repo, path, 0) for path in splits[split]]
+    paths = [path.split(base, 1)[1] for path in splits[split]]
+    if repo.online:
+        return kind, files_at(repo, paths)
+    return kind, [_remote_file(repo, path, (repo.snapshot / path).stat().st_size) for path in paths]
+
+
+def files_at(repo: Repo, paths: list[str]) -> list[RemoteFile]:
+    """Ask for the sizes and checksums of files, and return the files in the order of `paths`."""
+    from huggingface_hub import HfApi
+
+    found: dict[str, RemoteFile] = {}
+    for first in range(0, len(paths), 500):
+
+        def ask(part: list[str] = paths[first : first + 500]) -> list:
+            return HfApi().get_paths_info(repo.name, part, repo_type=repo.kind, revision=repo.commit)
+
+        for info in persistently(repo, ask):
+            found[info.path] = _remote_file(repo, info.path, info.size, info.lfs.sha256 if info.lfs else "")
+    if absent := [path for path in paths if path not in found]:
+        raise UserError(f"{repo}: has no file {absent[0]}; check the name, and run this again")
+    return [found[path] for path in paths]
+
+
+def _remote_file(repo: Repo, path: str, size: int, sha256: str = "") -> RemoteFile:
+    from huggingface_hub import hf_hub_url
+
+    url = hf_hub_url(repo.name, path, repo_type=repo.kind, revision=repo.commit)
+    return RemoteFile(f"{repo}/{path}", path, size, HUB, partial(_request, url), sha256=sha256)
+
+
+def _request(url: str, start: int, end: int) -> Iterator[bytes]:
+    """Request the bytes [start, end) of a file."""
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+    if start >= end:  # such a range would be answered with the whole file
+        return
+    headers = build_hf_headers() | {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
+    with get_session().stream("GET", url, headers=headers, timeout=retry.SILENCE_S) as response:
+        hf_raise_for_status(response)
+        yield from response.iter_bytes()
+
+
+def fetch(repo: Repo, path: str) -> Path:
+    """Download a file to the Hub's cache unless it is there, and return where it is.
+
+    Raises: UserError; OSError for errors of this machine, such as a full disk.
+    """
+    target = repo.snapshot / path
+    if not (target.exists() or repo.online):
+        raise UserError(f"{repo}: {path} is not in the cache, and there is no network; run this again with one")
+    if not target.exists():
+        files_at(repo, [path])[0].download(target)
+    return target
+
+
+def fetch_model(source: str, with_weights: bool) -> tuple[Path, Repo]:
+    """Download config.json of the model NAME[@REVISION] and its safetensors; return their folder in the cache.
+
+    Raises: as fetch.
+    """
+    from huggingface_hub import HfApi
+
+    name, at, revision = source.partition("@")
+    if at and not revision:
+        raise UserError(f"{source}: no revision after @; expected NAME or NAME@REVISION")
+    repo = find_repo("model", name, revision)
+    folder = fetch(repo, "config.json").parent
+    if not (with_weights and repo.online):
+        return folder, repo
+    paths = persistently(repo, lambda: HfApi().list_repo_files(name, revision=repo.commit))
+    # In one file or several; their index holds no further information.
+    wanted = [path for path in paths if path == "model.safetensors"]
+    wanted = wanted or [path for path in paths if fnmatch(path, "model-*.safetensors")]
+    missing = files_at(repo, [path for path in wanted if not (folder / path).exists()])
+    with ProgressBar(desc=source, total=sum(file.size for file in missing), unit="B", disable=not missing) as bar:
+        for file in missing:
+            file.download(folder / file.path, bar.show_from(bar.n))
+    return folder, repo
+
+
+def stream(repo: Repo, config: str, split: str) -> Any:
+    """Return a split of a data set in any format that `datasets` reads, as an IterableDataset."""
+    from datasets import load_dataset
+
+    name, revision = (repo.name, repo.commit) if repo.online else (str(repo.snapshot), None)
+    options: dict = {"split": split, "revision": revision, "streaming": True}
+    return persistently(repo, lambda: load_dataset(name, config or None, **options))

@@ -1,0 +1,279 @@
+"""Token shards: file formats, the manifest, and the checks before training."""
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from steadygpt.base.durable import replace_file, sha256_of
+from steadygpt.base.options import UserError
+
+DEFAULT_FOLDER = Path("data", "edu_fineweb10B")  # of train.py, and of prepare_dataset.py without --source
+MANIFEST = "manifest.json"
+# The manifest's keys that training reads.
+MANIFEST_KINDS = {"complete": bool, "tokenizer": str, "vocab_size": int, "shards": list}
+SHARD_KINDS = {"file": str, "split": str, "tokens": int, "sha256": str}
+# llm.c and modded-nanogpt begin with 256 int32: magic number, version, token count. The magic implies the dtype.
+LLMC_HEADER_BYTES = 256 * 4
+LLMC_DTYPES: dict[int, np.dtype] = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
+
+
+class Header(NamedTuple):
+    """What the header of a file of token ids says."""
+
+    shape: tuple[int, ...]
+    is_fortran: bool
+    dtype: np.dtype
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of token ids."""
+
+    path: Path
+    dtype: np.dtype
+    offset: int  # bytes before the first token
+    num_tokens: int
+
+    def tokens(self) -> np.ndarray:
+        """Map the ids into memory, (num_tokens,)."""
+        if not self.num_tokens:
+            return np.empty(0, self.dtype)  # mmap refuses an empty range
+        return np.memmap(self.path, self.dtype, mode="r", offset=self.offset, shape=(self.num_tokens,))
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """Return the smallest dtype of shards that holds each id of the vocabulary."""
+    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+
+
+def write_shard(path: Path, tokens: np.ndarray) -> str:
+    """Write ids (n,) as `.npy`, atomically, and return the file's SHA-256 in hex.
+
+    Raises: OSError with errno and path, for example on a full disk.
+    """
+
+    def write(file: IO[bytes]) -> None:
+        # The bytes of np.save, whose tofile() reports a full disk as an OSError without errno.
+        np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(tokens))
+        file.write(np.ascontiguousarray(tokens).data)
+
+    replace_file(path, write)
+    return sha256_of(path)
+
+
+def open_shard(path: Path) -> Shard:
+    """Find the tokens in a `.npy` file, a llm.c `.bin` file or a nanoGPT `.bin` file.
+
+    Raises: UserError when the file is truncated, or not a shard.
+    """
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            header, offset = read_header(file, path.suffix), file.tell()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); expected a token shard") from error
+    except Exception as error:  # NumPy's parser raises many types on arbitrary bytes
+        reason = f"{error!r}".splitlines()[0]
+        raise UserError(f"{path}: not a .npy file ({reason}); prepare or copy it again") from error
+    if header is None:
+        header, offset = _nanogpt_header(path, size), 0
+    shape, _, dtype = header
+    if len(shape) != 1 or dtype.kind not in "ui" or dtype.itemsize not in (2, 4):
+        raise UserError(f"{path}: holds {dtype} of shape {shape}; expected one row of uint16 or uint32 token ids")
+    expected = offset + shape[0] * dtype.itemsize
+    if size != expected or shape[0] < 0:
+        raise UserError(
+            f"{path}: {size:,} bytes, but its header says {shape[0]:,} tokens ({expected:,} bytes); "
+            "the file is damaged, prepare or copy it again"
+        )
+    return Shard(path, dtype, offset, shape[0])
+
+
+def read_header(file: IO[bytes], suffix: str) -> Header | None:
+    """Read the header of a `.npy` file, or of llm.c's `.bin`; the first value comes next.
+
+    Returns: None for a `.bin` without llm.c's header.
+
+    Raises: many types, on arbitrary bytes.
+    """
+    if suffix == ".npy":
+        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        return Header(*read[np.lib.format.read_magic(file)](file))
+    header = file.read(LLMC_HEADER_BYTES)
+    if len(header) < LLMC_HEADER_BYTES:
+        return None
+    magic, _, num_tokens = np.frombuffer(header[:12], "<i4").tolist()
+    return Header((num_tokens,), False, LLMC_DTYPES[magic]) if magic in LLMC_DTYPES else None
+
+
+def _nanogpt_header(path: Path, size: int) -> Header:
+    """Return what nanoGPT's uint16 tokens imply, which have no header."""
+    if path.name not in ("train.bin", "val.bin"):
+        raise UserError(
+            f"{path}: no header of llm.c; expected its magic number {' or '.join(map(str, LLMC_DTYPES))}, or nanoGPT's "
+            "file names train.bin and val.bin"
+        )
+    if size % 2:
+        raise UserError(f"{path}: {size} bytes is not a whole number of uint16 tokens; copy it again")
+    return Header((size // 2,), False, np.dtype("<u2"))
+
+
+def read_manifest(data_dir: Path) -> dict | None:
+    """Read what prepare_dataset.py recorded about its shards; None for shards written by other tools."""
+    path = data_dir / MANIFEST
+    if not path.exists():
+        return None
+    try:
+        manifest = json.loads(path.read_text())
+        complete = manifest["complete"]
+        for entry, kinds in ((manifest, MANIFEST_KINDS), *((shard, SHARD_KINDS) for shard in manifest["shards"])):
+            for key, kind in kinds.items():
+                if not isinstance(entry[key], kind):
+                    raise TypeError(f"{key} is {entry[key]!r}, expected {kind.__name__}")
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: not a manifest ({error}); prepare the data again") from error
+    if not complete:
+        raise UserError(f"{data_dir}: its preparation was interrupted; run prepare_dataset.py again to resume it")
+    return manifest
+
+
+def shard_files(data_dir: Path, split: str) -> list[Path]:
+    """Return the files of a folder whose names are those of shards of "train" or "val", sorted by name."""
+    files = sorted(data_dir.glob("*")) if data_dir.is_dir() else []
+    return [f for f in files if f.suffix in (".npy", ".bin") and split in re.split(r"[_.-]", f.name)]
+
+
+def find_shards(data_dir: Path, split: str, manifest: dict | None) -> list[Shard]:
+    """Find the shards of "train" or "val" in a folder, sorted by name; with a manifest, only those it lists.
+
+    Raises: UserError when there are none, one is damaged, or they differ from the manifest.
+    """
+    files = shard_files(data_dir, split)
+    if manifest is not None:
+        listed = {entry["file"]: entry["tokens"] for entry in manifest["shards"] if entry["split"] == split}
+        if missing := sorted(listed.keys() - {f.name for f in files}):
+            raise UserError(f"{data_dir / missing[0]}: missing, though {MANIFEST} lists it; prepare the data again")
+        files = [f for f in files if f.name in listed]
+    if not files:
+        out = "" if data_dir == DEFAULT_FOLDER else f" --source ... --out {shlex.quote(str(data_dir))}"
+        stdlib = "python prepare_dataset.py --source stdlib --tokenizer bytes --out data/stdlib"
+        no_val = "; or train without validation: --eval_freq 0" if split == "val" else ""
+        raise UserError(
+            f"no {split} shards in {data_dir} (*_{split}_*.npy or *{split}*.bin); prepare some with 'python "
+            f"prepare_dataset.py{out}', or without a download with '{stdlib}' and --data_dir data/stdlib{no_val}"
+        )
+    shards = [open_shard(f) for f in files]
+    for shard in shards if manifest is not None else []:
+        if shard.num_tokens != listed[shard.path.name]:
+            raise UserError(
+                f"{shard.path}: {shard.num_tokens:,} tokens, but {MANIFEST} says {listed[shard.path.name]:,}; "
+                "prepare the data again"
+            )
+    return shards
+
+
+def listing(splits: dict[str, list[Shard]], manifest: dict | None) -> dict[str, str]:
+    """Return what tells shards apart without reading them, in words, by file name."""
+    digests = {entry["file"]: entry["sha256"] for entry in manifest["shards"]} if manifest else {}
+    return {
+        shard.path.name: f"{shard.num_tokens:,} tokens of {shard.dtype.itemsize} bytes, "
+        f"SHA-256 {digests.get(shard.path.name, 'unknown')}"
+        for shards in splits.values()
+        for shard in shards
+    }
+
+
+def check_listing(splits: dict[str, list[Shard]], manifest: dict | None, expected: dict[str, str]) -> None:
+    """Compare the shards of this machine with the listing() of rank 0."""
+    found = listing(splits, manifest)
+    for name in sorted(found.keys() | expected.keys()):
+        here, there = (shards.get(name, "no such shard") for shards in (found, expected))
+        if here != there:
+            raise UserError(
+                f"{splits['train'][0].path.parent / name}: differs from rank 0's; found {here}, expected {there}. "
+                "Every node needs the same shards: copy rank 0's folder"
+            )
+
+
+def fingerprint(
+    splits: dict[str, list[Shard]], manifest: dict | None, vocab_size: int, known: dict[str, list]
+) -> dict[str, list]:
+    """Check the shards of each split and compare them with the data of a checkpoint.
+
+    Args:
+        splits: split -> its shards, none where this start does not use the split.
+        known: the checkpoint's fingerprint; empty for a new run.
+
+    Returns: split -> the entries of check_shards; a split without shards keeps those of `known`.
+    """
+    entries = dict(known)
+    for split, shards in splits.items():
+        if not shards:
+            continue
+        found = check_shards(shards, manifest, vocab_size, known.get(split, []))
+        for now, before in zip_longest(found, known.get(split) or found):
+            if now is None or before is None or now[-1] != before[-1]:
+                now, before = (
+                    f"{entry[0]} ({entry[1]:,} bytes, SHA-256 {entry[-1][:12]}...)" if entry else "nothing"
+                    for entry in (now, before)
+                )
+                raise UserError(
+                    f"the {split} shards in {shards[0].path.parent} are not those that the checkpoint was trained on: "
+                    f"found {now}, expected {before}; name the right folder with --data_dir"
+                )
+        entries[split] = found
+    return entries
+
+
+def check_shards(
+    shards: Sequence[Shard], manifest: dict | None, vocab_size: int, known: Sequence[list] = ()
+) -> list[list]:
+    """Read every shard; verify its checksum in the manifest, and that each token is in the vocabulary.
+
+    Args:
+        known: entries that an earlier call returned; a file with the same name, size and time is not read again.
+
+    Returns: an entry for each shard, [file name, bytes, modification time (ns), SHA-256 in hex].
+    """
+    digests = {entry["file"]: entry["sha256"] for entry in manifest["shards"]} if manifest else {}
+    unchanged = {tuple(name_size_time): digest for *name_size_time, digest in known}
+
+    def check(shard: Shard) -> list:
+        stat = shard.path.stat()
+        name_size_time = shard.path.name, stat.st_size, stat.st_mtime_ns
+        if digest := unchanged.get(name_size_time):
+            return [*name_size_time, digest]
+        digest = sha256_of(shard.path)
+        if digest != digests.get(shard.path.name, digest):
+            raise UserError(
+                f"{shard.path}: SHA-256 {digest[:12]}..., but {MANIFEST} says {digests[shard.path.name][:12]}...; "
+                "the file is damaged, prepare or copy it again"
+            )
+        tokens = shard.tokens()
+        for start in range(0, len(tokens), 2**24):
+            block = tokens[start : start + 2**24]
+            if (block >= vocab_size).any() or (block.dtype.kind == "i" and (block < 0).any()):
+                at = start + int(np.argmax((block >= vocab_size) | (block < 0)))
+                raise UserError(
+                    f"{shard.path}: token {at:,} is {tokens[at]}, outside the vocabulary of {vocab_size:,}; "
+                    "name the tokenizer that wrote it with --tokenizer"
+                )
+        return [*name_size_time, digest]
+
+    # The delay hides the bar when the check is quick.
+    with ThreadPoolExecutor() as pool, tqdm(desc="checking shards", total=len(shards), unit="shard", delay=3) as bar:
+        found = []
+        for entry in pool.map(check, shards):
+            found.append(entry)
+            bar.update()
+    return found

@@ -1,0 +1,269 @@
+"""Sources of text and token ids: local files, Python's own library, object stores, data sets of the Hub."""
+
+import glob
+import hashlib
+import json
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import BinaryIO
+
+from steadygpt.base.options import UserError
+from steadygpt.base.progress import say
+from steadygpt.data import hub
+from steadygpt.data.documents import (
+    CHUNK_BYTES,
+    CUTTERS,
+    ROWS_AT_ONCE,
+    Chunk,
+    Position,
+    naming,
+    no_text_field,
+    suffix_of,
+)
+from steadygpt.data.ids import ID_SUFFIXES
+from steadygpt.data.remote import RemoteFile
+from steadygpt.data.stores import Store
+
+FINEWEB_EDU = "hf:HuggingFaceFW/fineweb-edu:sample-10BT"  # --source fineweb-edu
+NOT_IN_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+STDLIB = Path(sysconfig.get_path("stdlib"))
+AHEAD = 1  # files that are downloaded while one is read
+EXPECTED = (
+    "a file, a folder, a glob, a URL such as s3://... or gs://..., stdlib, fineweb-edu or hf:NAME[@REVISION][:CONFIG]"
+)
+
+
+class Source:
+    """Files, downloaded one ahead of the reader and removed behind it where they are on a network, or read in place.
+
+    Args:
+        paths: where the files are on this machine, or will be.
+        remote: the files on the network.
+        folder: for the downloads that are removed; None if all are kept.
+        in_place: reads the files by ranges, without any on the disk.
+        commit: of a Hub data set.
+    """
+
+    unit = "B"
+
+    def __init__(
+        self,
+        name: str,
+        paths: Sequence[Path],
+        remote: Sequence[RemoteFile] = (),
+        folder: Path | None = None,
+        in_place: bool = False,
+        commit: str = "",
+    ):
+        self.name, self.paths, self.remote, self.commit = name, paths, remote, commit
+        self.names = [file.path for file in remote] or [str(path) for path in paths]
+        self.sizes = [file.size for file in remote] or [path.stat().st_size for path in paths]
+        self.identities = [file.identity for file in remote] or list(zip(self.names, self.sizes, strict=True))
+        self.folder, self.in_place = folder, in_place
+        self.progress: Callable[[int], object] = bool  # is called with the bytes that are on this machine
+        self.downloads: dict[int, Future[Path]] = {}
+        self.pool = ThreadPoolExecutor(1)
+
+    def fingerprint(self) -> str:
+        """Return a line that changes when files are added, removed or renamed, or change."""
+        return fingerprint(self.identities)
+
+    @property
+    def holds_ids(self) -> bool:
+        """Whether the files hold token ids instead of text."""
+        return suffix_of(self.names[0]) in ID_SUFFIXES
+
+    def open(self, file: int, in_place: bool = False) -> BinaryIO:
+        """Open a file; `in_place` without waiting until all of it is on this machine."""
+        if self.remote and not (in_place or self.in_place):
+            for index in range(file, min(file + AHEAD + 1, len(self.remote))):
+                if index not in self.downloads:
+                    self.downloads[index] = self.pool.submit(self._download, index)
+            self.downloads[file].result()
+        is_elsewhere = self.remote and not self.paths[file].exists()
+        return self.remote[file].open() if is_elsewhere else open(self.paths[file], "rb")
+
+    def _download(self, file: int) -> Path:
+        before = sum(self.sizes[:file])
+        return self.remote[file].download(self.paths[file], lambda count: self.progress(before + count))
+
+    def chunks(self, text_field: str, start: Position, in_place: bool = False) -> Iterator[Chunk]:
+        """Cut the files into chunks, from `start` on.
+
+        Raises: UserError for a file that cannot be read, is damaged, or lacks the text field.
+        """
+        for index in range(start.file, len(self.names)):
+            begin = start if index == start.file else Position(index)
+            name = self.names[index]
+            with self.open(index, in_place) as file, naming(name):
+                for chunk in CUTTERS[suffix_of(name)](file, text_field, begin, self.sizes[index]):
+                    yield chunk._replace(name=name)
+
+    def release(self, before: int) -> None:
+        """Remove the downloads of the files before this one, whose tokens are in shards."""
+        for path in self.paths[:before]:
+            if self.folder and path.is_relative_to(self.folder):
+                path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """End the downloads; nothing more will be read."""
+        self.pool.shutdown(wait=False, cancel_futures=True)
+
+    def needs(self, first: int, shard_bytes: float) -> dict[Path, int]:
+        """Return folder -> bytes of disk for downloads from file `first` on; `shard_bytes` of it make one shard."""
+        if self.in_place or not self.remote:
+            return {}
+        missing = [file for file in range(first, len(self.paths)) if not self.paths[file].exists()]
+        if not missing:
+            return {}
+        total = sum(self.sizes[file] for file in missing)
+        if not self.folder:
+            return {self.paths[missing[0]].parent: total}
+        # A file stays until the last of its tokens is in a shard.
+        there = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
+        window = int(shard_bytes) + (AHEAD + 2) * max(self.sizes[file] for file in missing)
+        return {self.folder.parent: min(total, max(0, window - there))}
+
+
+def fingerprint(files: Sequence[tuple]) -> str:
+    """Describe files, given as names, sizes in bytes and perhaps versions, by their number and a hash."""
+    root = os.path.commonpath([Path(name).parent for name, *_ in files])
+    sizes = [(os.path.relpath(name, root), *rest) for name, *rest in files]
+    return f"{len(sizes)} files, sha256 {hashlib.sha256(json.dumps(sizes).encode()).hexdigest()[:16]}"
+
+
+class StreamedSource(Source):
+    """A Hub data set in a format that only `datasets` reads: a stream of rows."""
+
+    unit = " documents"
+
+    def __init__(self, name: str, repo: hub.Repo, config: str, files: Sequence[RemoteFile]):
+        super().__init__(name, [], commit=repo.commit)
+        self.repo, self.config = repo, config
+        self.names, self.sizes, self.identities = [name], [0], [file.identity for file in files]
+
+    def chunks(self, text_field: str, start: Position, in_place: bool = False) -> Iterator[Chunk]:
+        with naming(self.name):
+            dataset = hub.stream(self.repo, self.config, "train")
+            row = start.row
+            for batch in dataset.skip(row).iter(ROWS_AT_ONCE):
+                if text_field not in batch:
+                    raise no_text_field(self.name, text_field, batch)
+                values = batch[text_field]
+                yield Chunk(Position(0, row), row + len(values), CHUNK_BYTES, values, self.name)
+                row += len(values)
+
+
+def find_source(
+    name: str, commit: str = "", streaming: bool = False, folder: Path | None = None, max_files: int | None = None
+) -> Source:
+    """Find the files of --source.
+
+    Args:
+        commit: of the Hub data set, if an earlier run has begun with it.
+        streaming: reads a Hub data set or an object store in place.
+        folder: for downloads; None for the Hub's cache.
+        max_files: how many files to take, in their order; None for all.
+
+    Raises: UserError when there are none, they hold both text and token ids, or a store's are to be kept.
+    """
+    if "://" in name:
+        return _store_source(name, streaming, folder, max_files)
+    if not name.startswith("hf:"):
+        return Source(name, find_files(name)[:max_files])
+    spec, _, config = name.removeprefix("hf:").partition(":")
+    repo_name, at, revision = spec.partition("@")
+    if not repo_name or (at and not revision):
+        raise UserError(f"--source {name!r} is incomplete; expected hf:NAME[@REVISION][:CONFIG], such as {FINEWEB_EDU}")
+    repo = hub.find_repo("dataset", repo_name, revision, commit)
+    kind, files = hub.data_files(repo, config, "train")
+    if kind in ("parquet", "json") and all(suffix_of(file.path) for file in files):
+        return _hub_source(name, repo, files[:max_files], streaming, folder)
+    if max_files is not None:
+        raise UserError(f"{name}: --max_files needs Parquet or JSON Lines, found {kind or 'files elsewhere'}; omit it")
+    return StreamedSource(name, repo, config, files)
+
+
+def _store_source(url: str, streaming: bool, folder: Path | None, max_files: int | None) -> Source:
+    if not folder:
+        raise UserError("--keep_download is for data sets of the Hub; copy the files and name their folder as --source")
+    found = {file.path: file for file in Store(url).files()}
+    # Without hidden files, as below a local folder.
+    visible = [path for path in found if "/." not in path.removeprefix(url.partition("*")[0])]
+    files = [found[path] for path in choose(url, visible)[:max_files]]
+    folder /= fingerprint([file.identity for file in files])[-16:]  # other versions of the files get another folder
+    places = [folder / f"{number:06d}_{Path(file.path).name}" for number, file in enumerate(files)]
+    return Source(url, places, files, folder, streaming)
+
+
+def _hub_source(name: str, repo: hub.Repo, files: Sequence[RemoteFile], streaming: bool, folder: Path | None) -> Source:
+    if not repo.online:
+        say(f"{name}: no network, so only the {len(files)} files in the cache are known")
+    folder = folder and folder / repo.commit
+    cached = [repo.snapshot / file.path for file in files]
+    places = [
+        path if not folder or path.exists() else folder / file.path for path, file in zip(cached, files, strict=True)
+    ]
+    return Source(name, places, files, folder, streaming, repo.commit)
+
+
+def read_split(name: str, split: str) -> list[dict]:
+    """Return the rows of a split of a small data set of the Hub, NAME[:CONFIG], whose Parquet files stay in the cache.
+
+    Raises: UserError; OSError for errors of this machine, such as a full disk.
+    """
+    import pyarrow.parquet as pq
+
+    repo_name, _, config = name.partition(":")
+    repo = hub.find_repo("dataset", repo_name)
+    _, files = hub.data_files(repo, config, split)
+    paths = [hub.fetch(repo, file.path) for file in files]
+    with naming(str(repo)):
+        return [row for path in paths for row in pq.read_table(path).to_pylist()]
+
+
+def find_files(source: str) -> list[Path]:
+    """Find the readable files of a path, a folder (recursive, without hidden files), a glob or "stdlib", sorted.
+
+    Raises: UserError when there are none.
+    """
+    if source == "stdlib":
+        return [path for path in _files_below(STDLIB, NOT_IN_STDLIB) if path.suffix == ".py"]
+    if not source:
+        raise UserError(f"--source is empty; expected {EXPECTED}")
+    paths = [Path(source)] if Path(source).exists() else [Path(match) for match in glob.glob(source, recursive=True)]
+    found = {file for path in paths for file in (_files_below(path) if path.is_dir() else [path])}
+    return [Path(name) for name in choose(source, [str(path) for path in sorted(found)])]
+
+
+def choose(source: str, names: Sequence[str]) -> list[str]:
+    """Return the names of files that can be read.
+
+    Raises: UserError when there are none, or when some hold text and others token ids.
+    """
+    chosen = [name for name in names if suffix_of(name)]
+    readable = " ".join(CUTTERS)
+    if not chosen:
+        raise UserError(
+            f"--source {source}: {f'{len(names)} files of other kinds' if names else 'no such file'}; expected "
+            f"{EXPECTED}; files of {readable}"
+        )
+    ids = [name for name in chosen if suffix_of(name) in ID_SUFFIXES]
+    if 0 < len(ids) < len(chosen):
+        text = next(name for name in chosen if suffix_of(name) not in ID_SUFFIXES)
+        raise UserError(
+            f"--source {source}: found text, such as {text}, and token ids, such as {ids[0]}; expected one of both; "
+            f"choose files with a glob such as '*{suffix_of(text)}'"
+        )
+    if len(chosen) < len(names):
+        print(f"{source}: skipped {len(names) - len(chosen)} files that are not {readable}", file=sys.stderr)
+    return chosen
+
+
+def _files_below(folder: Path, excluded: Iterable[str] = ()) -> list[Path]:
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return [p for p in paths if not any(n in excluded or n.startswith(".") for n in p.relative_to(folder).parts)]

@@ -1,0 +1,111 @@
+"""Files in object stores and wherever else fsspec reads: listed, downloaded or read in place."""
+
+import glob
+import logging
+from collections.abc import Iterator
+from functools import partial
+from pathlib import PurePosixPath
+from typing import Any
+
+from steadygpt.base import retry
+from steadygpt.base.options import UserError
+from steadygpt.base.retry import Service, brief, kinds, status_of
+from steadygpt.data.remote import RemoteFile
+
+BLOCK_BYTES = 2**23  # of one request
+PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
+LOG_IN = {
+    "s3fs": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+    "gcsfs": "run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS",
+}
+VERSIONS = ("generation", "ETag", "etag", "mtime", "LastModified", "last_modified", "created")
+DENIED = {"PermissionError", "NoCredentialsError", "PartialCredentialsError", "GoogleAuthError"}
+
+
+class Store:
+    """The files that a URL such as s3://bucket/folder or gs://bucket/*.npz stands for.
+
+    Args:
+        silence_s: a connection without data for this long is closed; 0: after retry.SILENCE_S.
+
+    Raises: UserError when fsspec does not know the URL, or the package for it is not installed.
+    """
+
+    def __init__(self, url: str, silence_s: float = 0):
+        import fsspec
+
+        protocol = url.partition("://")[0]
+        self.url, self.package, self.service = url, PACKAGES.get(protocol, ""), Service(self._refusal)
+        try:
+            # No cache: neither of old credentials nor of a listing.
+            self.fs, self.path = fsspec.core.url_to_fs(
+                url,
+                skip_instance_cache=True,
+                use_listings_cache=False,
+                **_options(self.package, silence_s or retry.SILENCE_S),
+            )
+        except ImportError as error:
+            advice = f"pip install {self.package}" if self.package else f"install it ({brief(error)})"
+            raise UserError(f"{url}: needs a package that is not installed; {advice}") from error
+        except ValueError as error:
+            raise UserError(
+                f"{url}: {brief(error)}; expected a URL that fsspec knows, such as s3://... or gs://..."
+            ) from error
+        if self.package == "s3fs":
+            self.fs.retries = 1  # because persistently() retries, with a line
+        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # its traceback for each retry; ours is one line
+
+    def files(self) -> list[RemoteFile]:
+        """List the file, the files below the folder, or those that match the glob, in the order of local files.
+
+        Raises: UserError when the store cannot be read; the list may be empty.
+        """
+
+        def ask() -> list[dict]:
+            find = self.fs.glob if glob.has_magic(self.path) else self.fs.find
+            found = find(self.path, detail=True).values()
+            return [info if info.get("size") is not None else self.fs.info(info["name"]) for info in found]
+
+        infos = [info for info in self.service.persistently(self.url, ask) if info["type"] == "file"]
+        files = [self.file(self.fs.unstrip_protocol(i["name"]), i["size"], version_of(i)) for i in infos]
+        return sorted(files, key=lambda file: PurePosixPath(file.path))
+
+    def file(self, url: str, size: int, version: str) -> RemoteFile:
+        """Return a file of the store; `version` is "" if the store has none."""
+        return RemoteFile(url, url, size, self.service, partial(self._request, url, version), version)
+
+    def _request(self, url: str, version: str, start: int, end: int) -> Iterator[bytes]:
+        """Request the bytes [start, end) of a file, and check that it has not changed."""
+        while start < end and (block := self.fs.cat_file(url, start=start, end=min(start + BLOCK_BYTES, end))):
+            yield block
+            start += len(block)
+        if version_of(self.fs.info(url)) != version:
+            raise UserError(f"{url}: changed in the store while it was read; run this again")
+
+    def _refusal(self, what: object, error: Exception) -> UserError:
+        """Explain an error that will not pass."""
+        status = status_of(error) or (status_of(error.__cause__) if error.__cause__ else 0)
+        if status in (401, 403) or DENIED & kinds(error) or str(error).startswith("Forbidden"):
+            log_in = LOG_IN.get(self.package, "log in")
+            return UserError(f"{what}: access denied ({brief(error)}); check the URL, or {log_in}")
+        if isinstance(error, FileNotFoundError) or status == 404:
+            return UserError(f"{what}: no such bucket or file; check the URL")
+        return UserError(f"{what}: {brief(error)}; check the URL, and run this again")
+
+
+def _options(package: str, silence_s: float) -> dict[str, Any]:
+    """Return the options of a file system that close silent connections."""
+    if package == "s3fs":
+        silence = {"connect_timeout": silence_s, "read_timeout": silence_s}
+        return {"config_kwargs": silence | {"retries": {"max_attempts": 0}}}
+    if package == "gcsfs":
+        from aiohttp import ClientTimeout
+
+        timeout = ClientTimeout(total=None, sock_connect=silence_s, sock_read=silence_s)
+        return {"requests_timeout": timeout}
+    return {}
+
+
+def version_of(info: dict) -> str:
+    """Return what changes with the content of a file, from fsspec's description of it; "" if the store has nothing."""
+    return str(next((info[key] for key in VERSIONS if info.get(key)), ""))

@@ -1,0 +1,63 @@
+"""Worker processes that compute results in the order of their inputs."""
+
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context, parent_process
+from typing import TypeVar
+
+from steadygpt.base.options import UserError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+RUN_AHEAD = 32  # items beyond one per worker, to keep the workers busy while the results are written
+
+
+def map_in_order(
+    work: Callable[[Item], Result], items: Iterable[Item], num_workers: int
+) -> Generator[tuple[Item, Result]]:
+    """Yield each item and work(item), in order; at most num_workers + RUN_AHEAD items are in memory.
+
+    Args:
+        work: is sent to the workers with each item. A single worker is this process.
+
+    Raises: UserError when a worker is killed; what work() raises.
+    """
+    if num_workers == 1:
+        yield from ((item, work(item)) for item in items)
+        return
+    pending: deque[tuple[Item, Future[Result]]] = deque()
+    # Started anew instead of forked, because this process may have threads.
+    pool = ProcessPoolExecutor(num_workers, get_context("spawn"), initializer=_begin_worker)
+    try:
+        for item in items:
+            pending.append((item, pool.submit(work, item)))
+            while pending and (len(pending) >= num_workers + RUN_AHEAD or pending[0][1].done()):
+                oldest, future = pending.popleft()
+                yield oldest, future.result()
+        for oldest, future in pending:
+            yield oldest, future.result()
+    except BrokenProcessPool as error:
+        raise UserError(
+            f"one of the {num_workers} workers was killed, perhaps for lack of memory; try fewer with --num_workers, "
+            "and run the same command again to continue"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin_worker() -> None:
+    """Leave Ctrl-C to the main process, and end with it, even if it is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    main_process = parent_process()
+    assert main_process
+
+    def end_with_main() -> None:
+        main_process.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_main, daemon=True).start()

@@ -1,0 +1,1 @@
+"""What a run says of itself: console, files, TensorBoard, Weights & Biases, alerts."""

@@ -1,0 +1,350 @@
+"""The run log: console, log.txt, metrics.jsonl, status.json, alerts, TensorBoard and Weights & Biases.
+
+A record is a step and its named numbers. A step's number is the number of updates that the weights had when they were
+measured, so the training loss and the validation loss of one step belong to the same weights. A run that resumes at
+step s drops every record from s on, because it measures them again.
+"""
+
+import json
+import math
+import os
+import re
+import shutil
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from torch import nn
+
+from steadygpt.base.durable import fsync_folder, replace_file
+from steadygpt.base.options import mute
+from steadygpt.base.retry import brief
+from steadygpt.base.text import STAMP, timestamp
+from steadygpt.log.alerts import Alerts
+from steadygpt.log.status import STATUS, write_status
+from steadygpt.log.system import Load, SystemMetrics, gpu_count
+from steadygpt.log.tensorboard import TensorBoard
+from steadygpt.log.wandb_sink import WandbSink
+from steadygpt.machine.device import device_name
+from steadygpt.machine.ranks import Ranks
+
+if TYPE_CHECKING:
+    from steadygpt.config import TrainConfig
+
+LOG, METRICS = "log.txt", "metrics.jsonl"
+HEARTBEAT_S = 10.0  # between updates of status.json while training
+RUN = "run          "  # begins log.txt, before the run's name
+
+
+class RunLog:
+    """Prints what a run measures, and writes it to every sink once open() was called. Other threads may write too.
+
+    On ranks other than 0 it prints nothing and is never opened.
+
+    Args:
+        max_steps: of the run.
+    """
+
+    def __init__(self, config: "TrainConfig", ranks: Ranks, max_steps: int = 0):
+        self.config, self.ranks, self.max_steps = config, ranks, max_steps
+        self.lock = threading.RLock()
+        self.live_line = False  # the terminal's last line is one that show() rewrites
+        self.failed: set[str] = set()  # sinks that could not be written to, each reported once
+        self.load = Load()
+        self.is_resumed = False
+        self.facts: dict[str, Any] = {  # of status.json
+            "status": "running",
+            "reason": "",
+            "doing": "starting",
+            "run_name": config.run_name,
+            "step": 0,
+            "max_steps": max_steps,
+            "tokens_per_step": config.total_batch_size,
+            "precision": config.precision,
+            "ranks": ranks.world_size,
+            "device": device_name(ranks.device),
+            "started_at": timestamp(),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "logdir": str(Path(config.logdir).absolute()),
+            "mirror": config.mirror,
+        }
+        self.heartbeat_at_s = -math.inf
+        self.text_file: LineFile | None = None
+        self.sinks: list[Metrics | TensorBoard | WandbSink] = []
+        self.tensorboard: TensorBoard | None = None
+        self.alerts: Alerts | None = None
+        self.system: SystemMetrics | None = None
+
+    def open(self, start_step: int | None, checkpoint_bytes: int = 0) -> None:
+        """Open the files and sinks of a run, on rank 0.
+
+        Args:
+            start_step: where a resumed run starts: records from there on are dropped. None for a new run: the logs of
+                an older run are moved aside.
+            checkpoint_bytes: of one file, for status.json.
+        """
+        config, logdir = self.config, Path(self.config.logdir)
+        logdir.mkdir(parents=True, exist_ok=True)
+        if start_step is None or _run_of(logdir) != config.run_name:
+            move_aside(logdir)  # the logs of a different run
+        self.text_file, self.sinks = LineFile(logdir / LOG, start_step), [Metrics(logdir / METRICS, start_step)]
+        self.is_resumed = start_step is not None
+        self.note(step=start_step or 0, checkpoint_bytes=checkpoint_bytes)
+        if config.use_tensorboard:
+            self.tensorboard = TensorBoard(config, start_step or 0)
+            self.sinks.append(self.tensorboard)
+        if self.text_file.is_empty():
+            self.say(f"{RUN}{config.run_name}")
+        if config.alert_url:
+            self.alerts = Alerts(config.alert_url, config.run_name, self.warn)
+        if config.use_wandb:
+            wandb = WandbSink(config, start_step, logdir / LOG, self.warn)
+            self.say(wandb.note)
+            self.sinks.append(wandb)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the log belongs to a run that writes; otherwise it only prints."""
+        return self.text_file is not None
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # what a run measures
+
+    def evaluation(self, step: int, found: str, **scores: float) -> None:
+        """Log the result of an evaluation after `step` updates, in words and numbers."""
+        place = f"step {step}/{self.max_steps} | " if self.is_open else ""
+        self.record(step, f"{place}{found}", **scores)
+
+    def text(self, step: int, text: str) -> None:
+        """Log a sample of text that the model of this step has written."""
+        if not self.is_open:
+            self.say(f"sample {json.dumps(text, ensure_ascii=False)}")
+            return
+        text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)  # no terminal escape codes
+        self.say(f"step {step}/{self.max_steps} | sample:")
+        self.say(text, step)
+        for sink in self.sinks:
+            with self._surviving(sink):
+                sink.text(step, text)
+
+    def histograms(self, step: int, model: nn.Module) -> None:
+        """Log histograms of parameters and gradients to TensorBoard."""
+        if self.tensorboard:
+            with self._surviving(self.tensorboard):
+                self.tensorboard.histograms(step, model)
+
+    def measure_system(self) -> None:
+        """Record what GPUs and host do, every --system_metrics_s from now on, in a thread of its own."""
+        if self.is_open and (seconds := self.config.system_metrics_s):
+            folder, gpus = Path(self.config.checkpoint_dir), gpu_count(self.ranks.device)
+            self.system = SystemMetrics(seconds, folder, gpus, self.record_system, self.warn)
+
+    def record_system(self, metrics: Mapping[str, float]) -> None:
+        """Record the machine's load beside the current step, and its mean in this start for status.json."""
+        with self.lock:
+            self._record(self.facts["step"], metrics)
+            self.load.add(metrics)
+            self.note(mean_load={name: round(value, 2) for name, value in self.load.means().items()})
+
+    def record(self, step: int, line: str, **metrics: float | None) -> None:
+        """Write a line of text, and its numbers to the sinks."""
+        with self.lock:
+            self.say(line)
+            self._record(step, metrics)
+
+    def _record(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        measured = {name: value for name, value in metrics.items() if value is not None}
+        for sink in self.sinks:
+            with self._surviving(sink):
+                sink.log(step, measured)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # status.json and alerts
+
+    def status(self, status: str, reason: str = "", summary: Sequence[str] = (), **facts: Any) -> None:
+        """Write status.json: running, stopped, finished or failed; torchrun's exit status does not tell these apart."""
+        self.note(status=status, reason=reason, **facts)
+        if status != "running":
+            self.note(summary=list(summary), doing=None)
+        self._write_status(durable=True)
+        event = ("resumed" if self.is_resumed else "started") if status == "running" else status
+        found = f"at step {self.facts['step']:,} of {self.max_steps:,}{f' ({reason})' if reason else ''}"
+        self.alert(event, " | ".join([found, *summary]))
+
+    def note(self, **facts: Any) -> None:
+        """Keep facts for status.json; None removes one."""
+        with self.lock:
+            self.facts = {name: value for name, value in (self.facts | facts).items() if value is not None}
+
+    def beat(self, is_news: bool = False) -> None:
+        """Renew status.json if that is due, as a sign that the training thread makes progress, or if there is news."""
+        if is_news or time.monotonic() - self.heartbeat_at_s >= HEARTBEAT_S:
+            self._write_status(durable=False)
+
+    def _write_status(self, durable: bool) -> None:
+        self.heartbeat_at_s = time.monotonic()
+        if self.is_open:
+            with self._surviving(STATUS):
+                write_status(Path(self.config.checkpoint_dir), self.facts, durable)
+
+    def alert(self, event: str, text: str) -> None:
+        """Send an event to --alert_url, if there is one."""
+        if self.alerts:
+            self.alerts.send(event, text, step=self.facts["step"], max_steps=self.max_steps)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # text
+
+    def say(self, line: str, step: int | None = None) -> None:
+        """Write lines of text to the console and to log.txt, there after the step they belong to."""
+        self._print(sys.stdout, line)
+        prefix = "" if step is None else f"[{step}] "
+        self._to_file("\n".join(prefix + part for part in line.splitlines()))
+
+    def show(self, line: str) -> None:
+        """Rewrite the terminal's last line in place; do nothing where output goes to a file."""
+        if sys.stdout.isatty():
+            width = shutil.get_terminal_size().columns
+            self._print(sys.stdout, line[: width - 1], end="")
+            self.live_line = True
+
+    def warn(self, line: str, event: str = "") -> None:
+        """Write a warning to stderr and log.txt, and send it as an alert if it is an event."""
+        self._print(sys.stderr, f"warning: {line}")
+        self._to_file(f"warning: {line}")
+        if event:
+            self.alert(event, line)
+
+    def _print(self, stream: IO[str], text: str, end: str = "\n") -> None:
+        if not self.ranks.is_main:
+            return
+        with self.lock:
+            try:
+                print(f"\r\x1b[K{text}" if self.live_line else text, end=end, file=stream, flush=True)
+            except OSError:  # the terminal was closed, or the reader of a pipe has exited; training continues
+                mute(stream)
+            self.live_line = False
+
+    def _to_file(self, text: str) -> None:
+        if self.text_file:
+            with self.lock, self._surviving(self.text_file):
+                self.text_file.write(text)
+
+    @contextmanager
+    def _surviving(self, sink: object):
+        """Lose records on a full disk, not the run."""
+        try:
+            yield
+        except OSError as error:
+            name = sink if isinstance(sink, str) else getattr(sink, "name", type(sink).__name__)
+            if name not in self.failed:
+                self.failed.add(name)
+                self._print(sys.stderr, f"warning: cannot write to {name}: {error}; training continues")
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # the end
+
+    def flush(self) -> None:
+        """Make everything written so far durable."""
+        for sink in [self.text_file, *self.sinks] if self.text_file else []:
+            with self._surviving(sink):
+                sink.flush()
+
+    def __enter__(self) -> "RunLog":
+        self._write_status(durable=True)  # starting: the model is not built yet
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        if self.is_open and self.facts["status"] == "running":  # the run has not begun
+            if isinstance(error, KeyboardInterrupt):
+                reason = f"{str(error) or 'SIGINT'} before the first step"
+                self.status("stopped", reason)
+                self.say(f"stopped ({reason}); nothing is saved")
+            else:
+                self.status("failed", brief(error) if error else "before the first step")
+        self.close()
+
+    def close(self) -> None:
+        if self.system:
+            self.system.close()
+        if self.alerts:
+            self.alerts.close()
+        self.flush()
+        for sink in [*self.sinks, self.text_file] if self.text_file else []:
+            with self._surviving(sink):
+                sink.close()
+        self.text_file, self.sinks = None, []
+
+
+class LineFile:
+    """A file that a run appends lines to. A resumed run first drops the lines of the steps that it repeats.
+
+    Args:
+        start_step: where a resumed run starts, None for a new run.
+    """
+
+    step_of = re.compile(r"step +(\d+)/|\[(\d+)\] ")  # lines without a step stay
+
+    def __init__(self, path: Path, start_step: int | None):
+        self.name = path.name
+        if start_step is not None and path.exists():
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+            kept = "".join(line for line in lines if self._stays(line, start_step))
+            replace_file(path, lambda file: file.write(kept.encode()))
+        self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
+
+    def _stays(self, line: str, start_step: int) -> bool:
+        match = self.step_of.match(line)
+        return line.endswith("\n") and (match is None or int(match[match.lastindex or 0]) < start_step)
+
+    def is_empty(self) -> bool:
+        return not self.file.tell()
+
+    def write(self, line: str) -> None:
+        print(line, file=self.file, flush=True)
+
+    def flush(self) -> None:
+        """Make the lines durable."""
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class Metrics(LineFile):
+    """metrics.jsonl: a line of JSON for each record."""
+
+    step_of = re.compile(r'\{"step": (\d+)')
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write a record."""
+        plain = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
+        self.write(json.dumps({"step": step, "time": round(time.time(), 3), **plain}))
+
+    def text(self, step: int, text: str) -> None:
+        """Leave texts to log.txt."""
+
+
+def _run_of(logdir: Path) -> str | None:
+    """Return the name of the run that a log.txt belongs to."""
+    try:
+        with open(logdir / LOG, encoding="utf-8", errors="replace") as file:
+            return file.readline().strip().removeprefix(RUN)
+    except FileNotFoundError:
+        return None
+
+
+def move_aside(logdir: Path) -> None:
+    """Rename the logs of a different run, so that they are neither overwritten nor continued."""
+    for path in (logdir / LOG, logdir / METRICS):
+        if path.exists() and path.stat().st_size:
+            written = time.strftime(STAMP, time.localtime(path.stat().st_mtime))
+            path.rename(path.with_name(f"{path.stem}-until-{written}{path.suffix}"))
+    fsync_folder(logdir)

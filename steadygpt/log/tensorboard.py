@@ -1,0 +1,103 @@
+"""TensorBoard: curves, samples and histograms of a run."""
+
+from collections.abc import Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from steadygpt.base.options import shown_options
+
+if TYPE_CHECKING:
+    from steadygpt.config import TrainConfig
+
+HISTOGRAM_VALUES = 2**14  # of each tensor: looks the same as all of its values at a thousandth of the cost
+TAGS = {
+    "loss": "loss/train",
+    "val_loss": "loss/val",
+    "lr": "train/lr",
+    "grad_norm": "train/grad_norm",
+    "loss_z": "train/loss_z",
+    "tokens_per_second": "speed/tokens_per_second",
+    "steps_per_second": "speed/steps_per_second",
+    "step_ms": "speed/step_ms",
+    "mfu": "speed/mfu",
+    "memory_gb": "memory/gb",
+    "cost": "run/cost",
+    "epoch": "run/epoch",
+}
+
+
+def tag_of(name: str) -> str:
+    """Return the tag of a metric; scores of a task are grouped by the task, and what is left is the machine's load."""
+    task, accuracy, norm = name.partition("_acc")
+    return TAGS.get(name) or (f"{task}/acc{norm}" if accuracy else f"system/{name}")
+
+
+class TensorBoard:
+    """Writes the events of a run. Its methods raise OSError when the disk is full.
+
+    Args:
+        start_step: hides what an interrupted run logged from this step on.
+    """
+
+    def __init__(self, config: "TrainConfig", start_step: int):
+        self.config = config
+        self._open(start_step)
+
+    def _open(self, start_step: int | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
+
+        folder = Path(self.config.tensorboard_dir, self.config.run_name)
+        self.writer: SummaryWriter | None = SummaryWriter(str(folder), purge_step=start_step)
+        options = {name: value for name, value in shown_options(self.config).items() if value != ""}
+        for summary in hparams(options, {"loss/val": None, "loss/train": None}):
+            self.writer.file_writer.add_summary(summary)  # type: ignore[attr-defined]  # torch's stubs say None
+
+    @contextmanager
+    def _writing(self):
+        """Yield the writer, or None: it does not recover from a failed write, so flush() opens a new one."""
+        try:
+            yield self.writer
+        except OSError:
+            self.writer = None
+            raise
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add a point to each metric's curve."""
+        with self._writing() as writer:
+            for name, value in metrics.items() if writer else ():
+                writer.add_scalar(tag_of(name), value, step)
+
+    def text(self, step: int, text: str) -> None:
+        """Add a sample of text."""
+        with self._writing() as writer:
+            if writer:
+                writer.add_text("sample", f"```\n{text}\n```", step)
+
+    def histograms(self, step: int, model: nn.Module) -> None:
+        """Add histograms of parameters and gradients, of at most HISTOGRAM_VALUES values each."""
+        with self._writing() as writer:
+            for name, parameter in model.named_parameters() if writer else ():
+                for kind, tensor in (("parameters", parameter.detach()), ("parameters_grad", parameter.grad)):
+                    if tensor is None:
+                        continue
+                    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # FSDP: this rank's shard
+                    values = local.flatten()[:: max(1, local.numel() // HISTOGRAM_VALUES)]
+                    values = values[values.isfinite()]  # a skipped step may leave NaN in the gradients
+                    if values.numel():
+                        writer.add_histogram(f"{kind}/{name}", values.float(), step, bins=64)
+
+    def flush(self) -> None:
+        """Write what is buffered, with a new writer after a failure."""
+        with self._writing() as writer:
+            if writer:
+                writer.flush()
+            else:
+                self._open(None)
+
+    def close(self) -> None:
+        if self.writer:
+            self.writer.close()

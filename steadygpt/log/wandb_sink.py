@@ -1,0 +1,121 @@
+"""Weights & Biases: the records of a run as curves."""
+
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from typing import TYPE_CHECKING, Any, Literal
+
+from steadygpt.base.options import UserError, secrets_of, shown_options
+
+if TYPE_CHECKING:
+    from steadygpt.config import TrainConfig
+
+RUN_LINE = re.compile(r"^wandb +(.+), id (\S+), http", re.MULTILINE)  # in log.txt: name and id of an online W&B run
+WAITING_ROWS = 10_000  # more than that, and W&B is not responding
+FINISH_S = 60.0  # for W&B to take the last rows
+
+
+class WandbSink:
+    """Sends the records of a run to Weights & Biases, with our step as W&B's.
+
+    W&B takes steps in ascending order only, so a resumed run skips those that W&B has already. A run that goes back to
+    an older checkpoint continues as a new W&B run, and so does each offline start, which cannot know what W&B has.
+
+    A thread sends the records, because a W&B process that hangs blocks its caller.
+
+    Args:
+        start_step: where a resumed run starts; None for a new run.
+        log: log.txt, which names the W&B runs so far.
+        warn: prints a warning.
+
+    Raises: UserError when W&B does not start. A resumed run that cannot reach it records offline.
+    """
+
+    def __init__(self, config: "TrainConfig", start_step: int | None, log: Path, warn: Callable[[str], object]):
+        text = "" if start_step is None else log.read_text(encoding="utf-8", errors="replace")
+        # W&B chooses the id of a new run, so runs of the same name stay apart.
+        name, run_id = next(iter(RUN_LINE.findall(text)[::-1]), (config.run_name, None))
+        if run_id and Path(config.resume).stem not in ("latest", "auto"):
+            name, run_id = f"{config.run_name}-from-{start_step}", None
+        self.run = _start(config, name, run_id, warn if start_step is not None else None)
+        place = self.run.settings.sync_dir if self.run.offline else self.run.url
+        self.note = f"wandb        {name}, id {self.run.id}, {place}"
+        self.warn = warn
+        self.problem = ""
+        self.rows: SimpleQueue[tuple[int, Mapping[str, Any]] | None] = SimpleQueue()
+        self.thread = Thread(target=self._send, daemon=True)
+        self.thread.start()
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Send numbers and texts of a step; do nothing once W&B has failed."""
+        if self.rows.qsize() > WAITING_ROWS:
+            self._give_up("its process does not respond; training continues")
+        if not self.problem:
+            self.rows.put((step, values))
+
+    def text(self, step: int, text: str) -> None:
+        """Send a sample of text."""
+        self.log(step, {"sample": text})
+
+    def flush(self) -> None:
+        """Leave sending to the thread."""
+
+    def close(self) -> None:
+        """Wait until W&B has taken everything, but not longer than FINISH_S."""
+        self.rows.put(None)
+        self.thread.join(0 if self.problem else FINISH_S)
+        if self.thread.is_alive():
+            self._give_up(f"it has not taken all within {FINISH_S:.0f} s; the rest is in {self.run.settings.sync_dir}")
+
+    def _give_up(self, problem: str) -> None:
+        if not self.problem:
+            self.problem = problem
+            self.warn(f"Weights & Biases gets no more curves: {problem}")
+
+    def _send(self) -> None:
+        first = newest = self.run.starting_step
+        try:
+            for step, values in iter(self.rows.get, None):
+                if step >= first:
+                    newest = max(newest, step)
+                    self.run.log(dict(values), step=newest)  # W&B merges what belongs to the same step
+            self.run.finish()
+        except Exception as error:  # a full disk, a killed process, and whatever else wandb raises
+            self._give_up(f"{type(error).__name__}: {error}; training continues")
+
+
+def _start(config: "TrainConfig", name: str, run_id: str | None, warn: Callable[[str], object] | None):
+    """Return a W&B run. If W&B cannot be reached, it is an offline run, with a warning, or an error without `warn`."""
+    try:
+        import wandb
+    except ImportError:
+        raise UserError("--use_wandb: wandb is not installed; pip install wandb") from None
+
+    for secret in filter(None, secrets_of(config)):  # wandb records the command line
+        sys.argv = [argument.replace(secret, "...") for argument in sys.argv]
+
+    def start(run_id: str | None, mode: Literal["offline"] | None = None):
+        return wandb.init(
+            project="steadygpt",
+            name=name,
+            id=run_id,
+            resume="allow",
+            mode=mode,
+            dir=Path(config.logdir).absolute(),
+            config=shown_options(config),
+            settings=wandb.Settings(console="off", quiet=True),  # log.txt has the output, without the line that changes
+        )
+
+    try:
+        return start(None if wandb.setup().settings.mode == "offline" else run_id)
+    except Exception as error:  # wandb raises its own errors for logins, networks and names
+        reason = f"wandb did not start ({f'{type(error).__name__}: {error}'.splitlines()[0]})"
+        if not warn:
+            raise UserError(
+                f"--use_wandb: {reason}. Log in with 'wandb login', set WANDB_MODE=offline, or drop the flag"
+            ) from error
+        warn(f"{reason}; this start is recorded offline")
+        return start(None, "offline")

@@ -1,0 +1,1 @@
+"""The computer: cores, GPUs, ranks, and what runs fast on them."""

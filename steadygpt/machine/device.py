@@ -1,0 +1,264 @@
+"""Devices: choice, precision, peak throughput, memory, threads, profiler."""
+
+import ctypes
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from steadygpt.base.options import RankError, UserError
+from steadygpt.machine.host import DEVICES, available_memory_bytes, has_gpu, usable_cores
+
+MIN_SPEEDUP = 1.2  # of bf16 on a CPU: casts take a part of what products gain, and fp32 rounds less
+PRODUCT_FLOP, PRODUCTS_S = 2e9, 0.15  # at most of a measured product; of all of them
+IMPORTED_AT_S = time.monotonic()
+# Peak dense FLOP/s in bf16 (fp16 on a T4) by the GPU's whole name, which torch.cuda.get_device_name returns.
+# Source: NVIDIA's data sheets; half of the figures that these give "with sparsity".
+PEAK_FLOPS = {
+    "NVIDIA B200": 2250e12,
+    "NVIDIA H200": 989e12, "NVIDIA H200 NVL": 835e12,
+    "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H100 NVL": 835e12,
+    "NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12, "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA L4": 121e12, "NVIDIA L40": 181e12, "NVIDIA L40S": 362e12,
+    "NVIDIA A10": 125e12, "NVIDIA A10G": 70e12, "NVIDIA RTX A6000": 155e12,
+    "NVIDIA GeForce RTX 4090": 165e12, "NVIDIA GeForce RTX 3090": 71e12, "Tesla T4": 65e12,
+    "NVIDIA GB10": 125e12,  # a quarter of its fp4
+}  # fmt: skip
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}  # dtype of products by precision
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the device that --device names, of this process among those that torchrun has started.
+
+    Raises: UserError when the machine has no such device, not one for each local process, or a GPU that PyTorch cannot
+        use: a run on the CPU instead would take weeks.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() or has_gpu(DEVICES) else "cpu"
+    if name == "cuda":
+        if not torch.cuda.is_available():
+            try:
+                torch.cuda.init()  # says why
+            except (AssertionError, RuntimeError) as error:
+                raise UserError(
+                    f"PyTorch cannot use a GPU here: {str(error).splitlines()[0]}; or train with --device cpu"
+                ) from None
+        if local_rank >= torch.cuda.device_count():
+            first = local_rank == torch.cuda.device_count()  # one line is enough
+            raise (RankError if first else UserError)(
+                f"more processes on this machine than its {torch.cuda.device_count()} GPUs; "
+                f"start torchrun with --nproc_per_node={torch.cuda.device_count()}"
+            )
+        return torch.device("cuda", local_rank)
+    if name not in ("cpu", "mps") or (name == "mps" and not torch.backends.mps.is_available()):
+        raise UserError(f"--device {name}: not on this machine; expected auto, cpu, cuda or mps")
+    return torch.device(name)
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"cpu ({threads} thread{'s' * (threads != 1)})" if device.type == "cpu" else device.type
+
+
+def native_precision(device: torch.device) -> str:
+    """Return fp32, bf16 or fp16: the lowest precision that the device has instructions for, fp8 aside."""
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    cpu_flags = Path("/proc/cpuinfo")
+    if device.type == "cpu" and cpu_flags.exists() and "avx512_bf16" in cpu_flags.read_text():
+        return "bf16"
+    return "fp32"
+
+
+def choose_precision(wanted: str, device: torch.device, tokens: int, width: int, hidden: int) -> tuple[str, str]:
+    """Resolve "auto": on a GPU to bf16 or fp16, on a CPU to bf16 if it multiplies MIN_SPEEDUP times as fast as fp32.
+
+    The instructions of a CPU do not tell its speed: without AMX, bf16 may be slower than fp32.
+
+    Args:
+        tokens: in a forward pass.
+        width, hidden: of the model's residual stream and of its MLP.
+
+    Returns: the precision; and a line with both rates if they were measured, else "".
+    """
+    native = native_precision(device)
+    if wanted != "auto" or device.type != "cpu" or native == "fp32":
+        return (native if wanted == "auto" else wanted), ""
+    rows = min(tokens, 1024)
+    hidden = min(hidden, max(1, round(PRODUCT_FLOP / (2 * rows * width))))
+    fp32, bf16 = product_rates(rows, width, hidden)
+    chosen = "bf16" if bf16 >= MIN_SPEEDUP * fp32 else "fp32"
+    return chosen, (
+        f"precision auto: {chosen}; a product of {rows:,} x {width:,} x {hidden:,} reaches {fp32 / 1e9:,.0f} GFLOP/s "
+        f"in fp32 and {bf16 / 1e9:,.0f} in bf16"
+    )
+
+
+def product_rates(rows: int, width: int, hidden: int) -> tuple[float, float]:
+    """Measure the FLOP/s of a linear layer on the CPU in fp32 and bf16, in turn; the best of several products each."""
+    sides = [
+        (torch.ones(rows, width, dtype=dtype), torch.ones(hidden, width, dtype=dtype))
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    best_s, start_s = [math.inf, math.inf], time.perf_counter()
+    rounds = 0
+    while rounds < 2 or time.perf_counter() - start_s < PRODUCTS_S:
+        for side, (x, weight) in enumerate(sides):
+            before_s = time.perf_counter()
+            nn.functional.linear(x, weight)
+            best_s[side] = min(best_s[side], time.perf_counter() - before_s)
+        rounds += 1
+    fp32, bf16 = (2 * rows * width * hidden / seconds for seconds in best_s)
+    return fp32, bf16
+
+
+def autocast(device: torch.device, precision: str):
+    """Compute in bf16 or fp16 inside; weights stay fp32. With fp8 all but the fp8 products is computed in bf16."""
+    return torch.autocast(device.type, dtype=AUTOCAST[precision]) if precision in AUTOCAST else nullcontext()
+
+
+def use_fp8(blocks: nn.Module, device: torch.device) -> None:
+    """Let the blocks' linear layers multiply in fp8 with one scale per tensor; their weights stay fp32.
+
+    On a CPU the rounding is emulated, which is slow and only good for trying it.
+    """
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError:
+        raise UserError("--precision fp8 needs torchao; pip install torchao==0.18.0") from None
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise UserError(f"--precision fp8: {torch.cuda.get_device_name(device)} has no fp8 units; use bf16 or fp16")
+    for linear in blocks.modules():
+        if isinstance(linear, nn.Linear) and any(size % 16 for size in linear.weight.shape):
+            rows, columns = linear.weight.shape
+            raise UserError(
+                f"--precision fp8: a matrix of the blocks is {rows} x {columns}; expected multiples of 16. "
+                "Change --embd_size or --intermediate_size, or use bf16"
+            )
+    convert_to_float8_training(blocks, config=Float8LinearConfig(emulate=device.type != "cuda"))
+
+
+@contextmanager
+def evaluating(model: nn.Module):
+    """Turn off dropout and gradients inside; afterwards the model is in the mode it was in."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
+def any_length():
+    """Avoid cuDNN's attention inside: it spends time on a plan for each new length (torch 2.13)."""
+    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(backends)
+
+
+@contextmanager
+def profiled(steps: int, path: Path, tell: Callable[[str], None]):
+    """Record `steps` steps, after 3 others, into a trace file for Perfetto and TensorBoard's profiler.
+
+    Yields a function to be called after each step. 0 steps record nothing.
+    """
+    if not steps:
+        yield lambda: None
+        return
+
+    def write(profiler: torch.profiler.profile) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(path))
+        except OSError as error:
+            tell(f"{path}: the trace was not written: {error}")
+        else:
+            tell(f"trace in {path}; open it at https://ui.perfetto.dev")
+
+    schedule = torch.profiler.schedule(wait=2, warmup=1, active=steps, repeat=1)
+    with torch.profiler.profile(schedule=schedule, on_trace_ready=write) as profiler:
+        yield profiler.step
+    if profiler.step_num < 3:  # as many are waited for
+        tell("no trace: the run was too short")
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Return the device's peak dense FLOP/s in bf16, or None if it is not in PEAK_FLOPS."""
+    return PEAK_FLOPS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory that this process has used, on the GPU or on the host."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if sys.platform == "linux" else 1)
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Return whether a GPU had too little memory; outside PyTorch's allocator only the message says so."""
+    said = any(words in str(error) for words in ("out of memory", "ALLOC_FAILED"))
+    return said or isinstance(error, torch.OutOfMemoryError)
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Return the memory that this process can use: all of its GPU, or its share of what the host has available."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory()
+    return available_memory_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def process_age_s() -> float:
+    """Return the seconds since this process was started, on Linux; elsewhere since this module was imported."""
+    try:
+        start_ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]  # proc(5), field 22
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - int(start_ticks) / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):
+        return time.monotonic() - IMPORTED_AT_S
+
+
+def use_expandable_segments() -> None:
+    """Let PyTorch's allocator grow its segments of GPU memory, unless the user has set it up otherwise.
+
+    With segments of fixed size, an evaluation, whose tensors have other sizes than a step's, leaves fragments: a run
+    that fits at first runs out of memory later. The allocator reads the variable when the first tensor is allocated.
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch 2.9 reads the older name only
+    if not any(name in os.environ for name in names):
+        os.environ |= dict.fromkeys(names, "expandable_segments:True")
+
+
+def use_all_cores() -> None:
+    """Divide the machine's cores among its processes, unless OMP_NUM_THREADS is set."""
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    wanted = os.environ.get("OMP_NUM_THREADS")
+    # torchrun sets OMP_NUM_THREADS=1 for several processes and accelerate for one, so that value is not the user's.
+    launched = local_world_size > 1 or "ACCELERATE_MIXED_PRECISION" in os.environ
+    if wanted is None or (wanted == "1" and launched):
+        torch.set_num_threads(max(1, usable_cores() // local_world_size))
+
+
+def keep_freed_memory() -> None:
+    """Keep the memory of freed tensors for new ones; by default glibc returns large blocks to the system at once.
+
+    Getting them back costs a page fault every 4 KB, a fifth of a training step on a CPU (benchmarks/train_speed.py).
+    In return the process never shrinks.
+    """
+    with suppress(AttributeError, OSError):  # another C library
+        m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
+        libc = ctypes.CDLL(None)
+        libc.mallopt(m_mmap_max, 0)  # allocate from the heap only,
+        libc.mallopt(m_trim_threshold, -1)  # which never shrinks

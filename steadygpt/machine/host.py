@@ -1,0 +1,57 @@
+"""What the machine has, found without PyTorch: GPUs and their driver, compiler, memory."""
+
+import os
+import shutil
+import sys
+import sysconfig
+from contextlib import suppress
+from pathlib import Path
+
+from steadygpt.base.options import UserError
+
+DEVICES = Path("/dev")  # on Linux
+CGROUP = Path("/sys/fs/cgroup")  # where a container finds its limits, on Linux
+
+
+def has_gpu(devices: Path) -> bool:
+    """Return whether this process has an NVIDIA GPU, usable or not."""
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")  # the last is Slurm's
+    return any(devices.glob("nvidia[0-9]*")) and not is_hidden
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def check_compiler(device_type: str) -> None:
+    """Check that torch.compile finds what it calls, which it would otherwise miss minutes later.
+
+    Raises: UserError.
+    """
+    if device_type == "cuda":
+        compilers = os.environ.get("CC", "").split()[:1] or ["gcc", "clang"]
+    else:
+        compilers = os.environ.get("CXX", "").split()[:1] or ["clang++" if sys.platform == "darwin" else "g++"]
+    advice = "install it, or train without torch.compile, with --compile off"
+    if not any(map(shutil.which, compilers)):
+        raise UserError(f"torch.compile needs a compiler; found no {' or '.join(compilers)}: {advice}")
+    header = Path(sysconfig.get_config_var("INCLUDEPY"), "Python.h")
+    if not header.exists():
+        raise UserError(f"torch.compile needs Python's headers; found no {header} (package python3-dev): {advice}")
+
+
+def available_memory_bytes() -> int:
+    """Return the memory that new processes can use, within the limit of a container."""
+    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError):  # not Linux
+        available = int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]) * 1024
+    return min(available, container_limit_bytes())
+
+
+def container_limit_bytes() -> int:
+    """Return how much memory this container may use; sys.maxsize without a limit."""
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroup v2, v1
+        with suppress(OSError, ValueError):  # there is no such file, or "max"
+            return int((CGROUP / limit).read_text())
+    return sys.maxsize

@@ -1,0 +1,84 @@
+"""One model on several ranks: replicas of DDP, shards of FSDP2, and whole tensors from either."""
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from steadygpt.machine.device import use_all_cores
+from steadygpt.machine.ranks import Ranks
+
+
+def gradient_sync(forward: nn.Module, last: bool):
+    """Average gradients over the ranks in the last micro-step only; a context for forward and backward."""
+    if isinstance(forward, DistributedDataParallel):
+        return nullcontext() if last else forward.no_sync()
+    bare: Any = getattr(forward, "_orig_mod", forward)
+    if hasattr(bare, "set_requires_gradient_sync"):  # FSDP's
+        bare.set_requires_gradient_sync(last)
+    return nullcontext()
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Gather a tensor that FSDP shards over the ranks, also from host memory; return any other as it is."""
+    sharded: Any = tensor
+    return sharded.to(sharded.device_mesh.device_type).full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def own_part(sharded: torch.Tensor, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return this rank's shard of the first tensor, and the same part of the second, which is whole on every rank.
+
+    Both tensors are returned as they are if the first is not sharded.
+    """
+    target: Any = sharded
+    if not hasattr(sharded, "to_local"):
+        return sharded, whole
+    from torch.distributed.tensor import distribute_tensor
+
+    part: Any = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+    return target.to_local(), part.to_local().to(target.to_local().device)
+
+
+def shard(
+    model: nn.Module, blocks: Iterable[nn.Module], ranks: Ranks, shards: int, precision: str, cpu_offload: bool
+) -> None:
+    """Shard parameters, gradients and optimizer state over the ranks, block by block, in place (FSDP2).
+
+    Args:
+        model: on the meta device; its parameters are undefined afterwards.
+        shards: ranks that share one copy of the state. Each group of this many consecutive ranks holds a whole copy.
+        precision: with bf16, the blocks' parameters are gathered in bf16; gradients are summed in fp32.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    cuda = ranks.device.type == "cuda"
+    if not dist.is_initialized():  # FSDP needs a process group also for one process
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if cpu_offload:
+        use_all_cores()  # for the optimizer
+    shape = (shards,) if shards == ranks.world_size else (ranks.world_size // shards, shards)
+    mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    offload = CPUOffloadPolicy(pin_memory=cuda) if cpu_offload else OffloadPolicy()
+    half = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)  # the residual stays fp32
+    for module in (*blocks, model):
+        policy = half if precision == "bf16" and module is not model else MixedPrecisionPolicy()
+        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    model.to_empty(device="cpu" if cpu_offload else ranks.device)
+
+
+def replicate(forward: nn.Module, ranks: Ranks) -> nn.Module:
+    """Return a module whose gradients are averaged over the ranks (DDP)."""
+    for parameter in forward.parameters():  # DDP moves gradients that exist into its buckets; new ones stay outside
+        parameter.grad = torch.zeros_like(parameter)
+    devices = [ranks.device] if ranks.device.type == "cuda" else None
+    # torch.compile cuts its graphs at the buckets: 124 M into 5, or into 14 with buckets of 25 MB, the default.
+    replica = DistributedDataParallel(forward, device_ids=devices, bucket_cap_mb=100, gradient_as_bucket_view=True)
+    # The rotary table is the same on every rank. An attribute, because torch 2.13 warns of the argument's name.
+    replica.broadcast_buffers = False
+    return replica

@@ -1,0 +1,230 @@
+"""Ranks: this process among its peers, their collectives, and how they agree to stop."""
+
+import ctypes
+import math
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from steadygpt.base.options import Interrupted, UserError
+from steadygpt.machine.device import choose_device, keep_freed_memory, use_all_cores, use_expandable_segments
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among world_size processes; local_rank counts within the machine."""
+
+    device: torch.device
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which prints and writes."""
+        return self.rank == 0
+
+    def max(self, number: int) -> int:
+        """Return the largest of the ranks' numbers."""
+        return self.max_later(number)() if self.world_size > 1 else number
+
+    def any(self, flag: bool) -> bool:
+        """Return whether the flag is set on at least one rank."""
+        return bool(self.max(flag))
+
+    def max_later(self, number: int) -> Callable[[], int]:
+        """Start to find the largest of the ranks' numbers; the returned function waits for it.
+
+        They travel in CPU tensors, so no GPU has to synchronize.
+        """
+        tensor = torch.tensor(number)
+        work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, async_op=True)
+
+        def wait() -> int:
+            work.wait()
+            return int(tensor)
+
+        return wait
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the ranks' tensors, computed in place."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def broadcast(self, value: Result) -> Result:
+        """Return rank 0's value (picklable) on every rank."""
+        if self.world_size == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
+        return values[0]
+
+    def gather(self, value: Result) -> list[Result]:
+        """Return the ranks' values (picklable), in the order of the ranks, on every rank."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+    def on_each(self, compute: Callable[[], Result]) -> Result:
+        """Call compute() on every rank and return this rank's result.
+
+        Raises: UserError on every rank when compute() raises one on any rank, or cannot read or write a file there.
+        """
+        result, error = None, ""
+        try:
+            result = compute()
+        except UserError as raised:
+            error = str(raised)
+        except OSError as raised:
+            error = f"{raised}; fix it, then start again"
+        if error and not self.is_main:
+            error = f"rank {self.rank} on {socket.gethostname()}: {error}"
+        if errors := list(filter(None, self.gather(error))):
+            raise UserError(errors[0])
+        return cast(Result, result)
+
+    def on_main(self, compute: Callable[[], Result]) -> Result | None:
+        """Call compute() on rank 0 and return its result there; the other ranks wait and get None.
+
+        Raises: UserError on every rank, like on_each().
+        """
+        return self.on_each(lambda: compute() if self.is_main else None)
+
+
+class Stopped(Exception):
+    """The ranks have agreed to stop before the last step; `reason` is a signal's name or "max_hours"."""
+
+    def __init__(self, reason: str):
+        super().__init__(reason)
+        self.reason = reason
+
+
+class StopSignal:
+    """Collects reasons to stop, from signals and --max_hours, until the ranks agree on one.
+
+    Several ranks agree in the background, from one check() to the next, so that no rank waits for another.
+
+    Args:
+        alive: is called by each check(), as a sign that the run makes progress.
+    """
+
+    SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
+    REASONS = ("", *SIGNALS, "max_hours")
+
+    def __init__(self, ranks: Ranks, max_hours: float, alive: Callable[[], object] = lambda: None):
+        self.ranks, self.alive = ranks, alive
+        self.deadline = time.monotonic() + max_hours * 3600 if max_hours else math.inf
+        self.asked = 0
+        self.agreed: Callable[[], int] = lambda: 0
+
+    def listen(self) -> None:
+        """Collect signals from now on."""
+        for number, name in enumerate(self.SIGNALS, start=1):
+            handle(name, lambda *_, number=number: self._ask(number))
+
+    @classmethod
+    def interrupt(cls) -> None:
+        """Let the same signals raise Interrupted until listen(); a second one ends the process at once."""
+
+        def interrupt(number: int, _: object) -> None:
+            signal.signal(number, signal.SIG_DFL)
+            raise Interrupted(number)
+
+        for name in cls.SIGNALS[1:]:  # SIGINT already raises a KeyboardInterrupt
+            handle(name, interrupt)
+
+    def _ask(self, number: int) -> None:
+        self.asked = self.asked or number  # under torchrun a terminal's Ctrl-C arrives twice
+
+    def again(self) -> bool:
+        """Return whether Ctrl-C or SIGTERM came since the last call. A scheduler may repeat its SIGUSR1."""
+        asked, self.asked = self.asked, 0
+        return self.REASONS[asked] in ("SIGINT", "SIGTERM")
+
+    def check(self) -> None:
+        """Stop if any rank was asked to, with several ranks before the last call. Every rank must call it.
+
+        Raises: Stopped, on all ranks together.
+        """
+        self.alive()
+        if time.monotonic() > self.deadline:
+            self._ask(self.REASONS.index("max_hours"))
+        if number := self.asked if self.ranks.world_size == 1 else self.agreed():
+            raise Stopped(self.REASONS[number])
+        if self.ranks.world_size > 1:
+            self.agreed = self.ranks.max_later(self.asked)
+
+
+def handle(name: str, handler: Callable[..., object]) -> None:
+    """Set the handler of a signal, but leave SIGHUP ignored: with nohup, closing the terminal must not stop a run."""
+    number = signal.Signals[name]
+    if name != "SIGHUP" or signal.getsignal(number) is not signal.SIG_IGN:
+        signal.signal(number, handler)
+
+
+def world_size_of_environment() -> int:
+    """Return the number of processes that torchrun has started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_on_one_node() -> bool:
+    """Return whether all processes that torchrun has started are on this machine."""
+    return os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+
+
+@contextmanager
+def joined(device_name: str, timeout_minutes: float = 30):
+    """Join the processes that torchrun has started, as a `Ranks`; leave them at the end.
+
+    CPU tensors travel by gloo, CUDA tensors by NCCL. If a rank does not respond for `timeout_minutes`, the run ends.
+    The others also wait while rank 0 reads all shards or a large checkpoint.
+    """
+    world_size = world_size_of_environment()
+    ranks = Ranks(
+        device=choose_device(device_name),
+        rank=int(os.environ.get("RANK", "0")),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        world_size=world_size,
+    )
+    if ranks.device.type == "cuda":
+        use_expandable_segments()
+        torch.cuda.set_device(ranks.device)
+    else:
+        use_all_cores()
+        keep_freed_memory()
+    if world_size > 1:
+        cuda = ranks.device.type == "cuda"
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            device_id=ranks.device if cuda else None,
+            timeout=timedelta(minutes=timeout_minutes),
+        )
+    yield ranks
+    # Not after an exception: with NCCL this waits for all ranks, so the error would not be printed before the time-out.
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def end_with_torchrun() -> None:
+    """Receive SIGTERM when torchrun's agent dies, even by SIGKILL, which leaves its workers running (Linux only)."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
+        return
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+    if os.getppid() == 1 and b"torch" not in Path("/proc/1/cmdline").read_bytes():
+        raise UserError("torchrun is gone; start it again")

@@ -1,0 +1,1 @@
+"""What a run is before and while it trains: start, plan, schedule, results."""

@@ -1,0 +1,114 @@
+"""How long a run will take and what it will cost, from measured steps or from the GPU's peak."""
+
+import math
+import time
+from collections.abc import Callable
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from steadygpt.base.text import duration_text
+from steadygpt.machine.device import PEAK_FLOPS, device_name
+from steadygpt.machine.ranks import Ranks
+from steadygpt.run.schedule import Schedule
+
+if TYPE_CHECKING:
+    from model import GPT
+    from steadygpt.config import TrainConfig
+
+SHARE_OF_PEAK = 0.4  # that a GPU is assumed to reach, where nothing is measured
+WELL_KNOWN = ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090")
+RATES = {"fp32": 0.5, "fp16": 1.0, "bf16": 1.0, "fp8": 2.0}  # of products, in units of bf16's; fp32 as TF32 (set_up)
+WITHOUT_TF32 = {"Tesla T4": 8.1 / 65}  # their rate in fp32, from the source of PEAK_FLOPS
+WITH_FP8 = ("NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090")
+MEASURE_S, ROUNDS = 10.0, 3  # measured time; rounds of it, if a step is not too long
+HELLASWAG_TOKENS = 1_600_000  # with GPT-2's tokenizer
+TOKENS_PER_PARAMETER = 20
+
+
+def measure_step_s(seconds_of: Callable[[int], float], micro_steps: int, ranks: Ranks) -> float:
+    """Return the seconds of a step. Steps with one micro-step and with several tell what each micro-step takes.
+
+    Args:
+        seconds_of: takes a step with that many micro-steps, on all ranks together, and returns its seconds.
+        micro_steps: of a step of the run.
+    """
+    seconds_of(1)  # compiles, and allocates memory
+    first_s = ranks.broadcast(seconds_of(1))  # rank 0's clock decides, so that all ranks take the same steps
+    many = max(min(2, micro_steps), min(micro_steps, int(MEASURE_S / ROUNDS / first_s)))
+    one_s, start_s = [first_s], time.perf_counter()
+    many_s: list[float] = []
+    while ranks.broadcast(not many_s or time.perf_counter() - start_s < MEASURE_S):
+        if many < micro_steps:
+            one_s.append(seconds_of(1))
+        many_s.append(seconds_of(many))
+    return fmean(many_s) + (micro_steps - many) * (fmean(many_s) - fmean(one_s)) / max(1, many - 1)
+
+
+def work_per_token(config: "TrainConfig", model: "GPT", gpu: str, precision: str) -> tuple[float, float]:
+    """Return the work of a token in training and in evaluation, as the number of bf16 FLOPs that take as long.
+
+    Recomputed parts count again. fp8 applies to the matrices of the blocks; attention and the head stay in bf16.
+
+    """
+    everything, head = model.flops_per_token(), 6 * model.config.vocab_size * model.config.embd_size
+    matrices = 6 * sum(p.numel() for p in model.parameters_by_role()["matrix"].values())
+    rate = WITHOUT_TF32.get(gpu, RATES["fp32"]) if precision == "fp32" else RATES[precision]
+    rest_rate = 1.0 if precision == "fp8" else rate
+    blocks = matrices / rate + (everything - head - matrices) / rest_rate
+    work = blocks + head / rest_rate
+    chunked = 0 < config.loss_chunk_size < config.mini_batch_size * config.context_length
+    recomputed = blocks * config.activation_checkpointing + head / rest_rate * chunked
+    return work + recomputed / 3, work / 3  # a forward pass is a third of the work
+
+
+def forecast(
+    config: "TrainConfig", schedule: Schedule, ranks: Ranks, model: "GPT", step: int, val_rows: int,
+    step_s: float | None = None, precision_elsewhere: str = "bf16",
+) -> list[str]:  # fmt: skip
+    """Return what a run will take, as lines of the plan.
+
+    Args:
+        model: of the run, perhaps on the meta device.
+        step: where the run starts.
+        val_rows: of each validation.
+        step_s: measured seconds of a step, if known.
+        precision_elsewhere: on the GPUs that are listed if nothing is known of this device.
+    """
+    steps, tokens = schedule.max_steps - step, schedule.max_steps * config.total_batch_size
+    kinds = (config.eval_freq, val_rows * config.context_length), (config.hellaswag_freq, HELLASWAG_TOKENS)
+    evaluated = sum(size * math.ceil(steps / freq) for freq, size in kinds if freq)  # the last step too
+    trained, name, price = steps * config.total_batch_size, device_name(ranks.device), config.gpu_hour_cost
+
+    def seconds_on(gpu: str, precision: str) -> float:
+        in_training, in_evaluation = work_per_token(config, model, gpu, precision)
+        return (trained * in_training + evaluated * in_evaluation) / (SHARE_OF_PEAK * PEAK_FLOPS[gpu])
+
+    in_training, in_evaluation = work_per_token(config, model, name, config.precision)
+    evaluation = evaluated * in_evaluation / (in_training * max(1, trained))
+    work = f"{steps:,} steps and {evaluation:.1%} for evaluations"
+    lines = [
+        f"tokens       {tokens:,}, {tokens / model.num_parameters():,.1f} per parameter; about "
+        f"{TOKENS_PER_PARAMETER} make the best use of compute (Hoffmann et al. 2022)"
+    ]
+    if step_s is None and name not in PEAK_FLOPS:
+        lines.append(f"time         {work}; unknown for this device, --dry_run measure measures it")
+        for gpu in WITH_FP8 if precision_elsewhere == "fp8" else WELL_KNOWN:
+            seconds = seconds_on(gpu, precision_elsewhere)
+            lines.append(
+                f"             on one {gpu} in {precision_elsewhere}, if the run fits: {duration_text(seconds)}"
+                f"{f', cost {seconds / 3600 * price:,.2f}' * bool(price)}, at {SHARE_OF_PEAK:.0%} of its peak"
+            )
+        return lines
+    if step_s is not None:
+        seconds = steps * step_s * (1 + evaluation)
+        how = f"at {config.total_batch_size / step_s:,.0f} tokens/s, measured here"
+    else:
+        seconds = seconds_on(name, config.precision) / ranks.world_size
+        how = f"if the GPUs reach {SHARE_OF_PEAK:.0%} of their peak in {config.precision}; "
+        how += "--dry_run measure measures it"
+    lines.append(f"time         {duration_text(seconds)}: {work}, {how}")
+    if price:
+        hours = seconds / 3600
+        cost = f"{ranks.world_size * hours * price:,.2f}"
+        lines.append(f"cost         {cost}: {ranks.world_size} x {hours:,.1f} h at {price:,.2f} an hour")
+    return lines

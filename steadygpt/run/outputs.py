@@ -1,0 +1,81 @@
+"""The files that a run writes: its logs, its checkpoints and its mirror."""
+
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from steadygpt.base.durable import lock_folder, replace_file
+from steadygpt.base.options import shown_options
+from steadygpt.base.retry import NoAnswer
+from steadygpt.checkpoint.files import LATEST, summary
+from steadygpt.checkpoint.mirror import Mirror, restore_files
+from steadygpt.checkpoint.saves import CheckpointWriter, Saves, clean_folder
+from steadygpt.checkpoint.uploads import Uploads
+from steadygpt.data.shards import check_listing, fingerprint, listing
+from steadygpt.log.runlog import RunLog
+from steadygpt.machine.ranks import Ranks, StopSignal
+from steadygpt.run.start import Start
+
+if TYPE_CHECKING:
+    from dataloader import Data
+
+
+def verified(data: "Data", start: Start, ranks: Ranks) -> dict | None:
+    """Check that every rank has the same shards, and those that the run has trained on.
+
+    Returns: their fingerprint on rank 0.
+    """
+    known = start.checkpoint["data_fingerprint"] if start.checkpoint else {}
+    splits = {"train": data.train_shards, "val": data.val_shards}
+    names = ranks.broadcast(listing(splits, data.manifest))
+    ranks.on_each(lambda: check_listing(splits, data.manifest, names))
+    return ranks.on_main(lambda: fingerprint(splits, data.manifest, data.vocab_size, known))
+
+
+def open_outputs(
+    start: Start, log: RunLog, stop: StopSignal, checkpoint_bytes: int, ranks: Ranks, held: ExitStack
+) -> Saves:
+    """Open the folders of a run on rank 0; `held` closes the log and releases the locks.
+
+    Args:
+        log: opened here.
+        checkpoint_bytes: of one file.
+    """
+    config = start.config
+    writer = ranks.on_main(lambda: _open_on_main(start, log, checkpoint_bytes, held))
+    return Saves(config, ranks, log, stop, writer, start.step)
+
+
+def _open_on_main(start: Start, log: RunLog, checkpoint_bytes: int, held: ExitStack) -> CheckpointWriter:
+    config, folder, logdir = start.config, Path(start.config.checkpoint_dir), Path(start.config.logdir)
+    if logdir.resolve() != folder.resolve():
+        held.enter_context(lock_folder(logdir, "give this run another --logdir"))
+    mirror = _reserved_mirror(start) if config.mirror else None
+    if start.checkpoint and start.is_fork:
+        # A copy that has this run's name and options, not a link: the file belongs to the other run.
+        content = start.checkpoint | {"train_config": shown_options(config)}
+        clean_folder(folder, None)
+        replace_file(folder / LATEST, lambda file: torch.save(content, file))
+    else:
+        clean_folder(folder, start.path)
+    log.open(start.step, checkpoint_bytes)  # drops what came after the step of latest.pt
+    held.enter_context(log)
+    latest = summary(start.checkpoint) if start.checkpoint else None
+    uploads = Uploads(mirror, config, log) if mirror else None
+    writer = CheckpointWriter(folder, log, config.keep_checkpoints, config.keep_epochs, latest, uploads)
+    if latest and uploads:
+        uploads.start()  # also a choice to go back, which a kill before the first save must not undo
+    return writer
+
+
+def _reserved_mirror(start: Start) -> Mirror:
+    """Return the mirror, reserved for the run, after restoring the logs that are missing here."""
+    mirror = Mirror(start.config.mirror, start.config.run_name, resumes=start.checkpoint is not None)
+    with suppress(NoAnswer):  # the first upload claims it then
+        mirror.patiently(mirror.claim)
+        if start.checkpoint:
+            mirror.patiently(partial(restore_files, mirror, start.config, replace=False))
+    return mirror

@@ -1,0 +1,299 @@
+"""What a step measured, and steps whose update is skipped: no finite loss or gradient, or a loss spike.
+
+A GPU runs behind the host. It decides itself which updates it skips, and the host reads the results a step later.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from steadygpt.base.text import duration_text
+from steadygpt.checkpoint.files import TrainState
+from steadygpt.log.runlog import RunLog
+from steadygpt.machine.device import peak_flops, peak_memory_bytes
+from steadygpt.machine.ranks import Ranks
+from steadygpt.run.schedule import Schedule
+
+if TYPE_CHECKING:
+    from steadygpt.config import TrainConfig
+
+SPIKE_WINDOW = 128  # losses that a spike is compared with
+
+
+class Judge:
+    """Decides on the device which updates are skipped.
+
+    Args:
+        recent_losses: the finite losses of the last steps, at most SPIKE_WINDOW.
+        bad_steps: consecutive ones so far.
+    """
+
+    def __init__(self, config: "TrainConfig", device: torch.device, recent_losses: Sequence[float], bad_steps: int):
+        self.max_bad_steps = config.max_bad_steps or math.inf
+        self.spike_z, self.skip_spikes = config.spike_z or math.inf, config.skip_spikes
+        self.recent = torch.full((SPIKE_WINDOW,), math.nan, device=device)  # NaN: not known yet
+        if recent_losses:
+            self.recent[-len(recent_losses) :] = torch.tensor(recent_losses)
+        self.bad_steps = torch.full((), float(bad_steps), device=device)
+
+    def __call__(self, loss: Tensor, grad_norm: Tensor, loss_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Judge a step by its loss and gradient norm, scalars that are the same on every rank.
+
+        Args:
+            loss_scale: of fp16, after this step's adjustment.
+
+        Returns: 1.0 if the update is skipped, else 0.0; and the numbers for StepResult, both on the device.
+        """
+        finite = loss.isfinite() & grad_norm.isfinite()
+        # An overflow in fp16 is not bad while a lower scale may help.
+        bad = ~finite if loss_scale is None else ~finite & ~(loss.isfinite() & (loss_scale >= 1))
+        z = (loss - self.recent.mean()) / self.recent.std(correction=0).clamp(min=1e-6)  # NaN until all are known
+        spike = z > self.spike_z
+        # The host may read about the last bad step late. Until then all updates are skipped, so that the weights stay
+        # those of the step before the bad ones.
+        halted = self.bad_steps >= self.max_bad_steps
+        skipped = halted | ~finite | (spike & self.skip_spikes)
+        self.bad_steps = torch.where(halted, self.bad_steps, (self.bad_steps + 1) * bad)
+        self.recent = torch.where(finite, torch.cat([self.recent[1:], loss[None]]), self.recent)
+        scale = loss if loss_scale is None else loss_scale
+        numbers = torch.stack([t.float() for t in (loss, grad_norm, z, spike, bad, ~skipped, scale)])
+        return skipped.float(), numbers
+
+
+class Pending:
+    """The numbers of a step on their way to the host."""
+
+    def __init__(self, step: int, rows: int, lr: float, numbers: Tensor, fp16: bool):
+        self.step, self.rows, self.lr, self.fp16 = step, rows, lr, fp16
+        cuda = numbers.device.type == "cuda"
+        self.numbers = numbers.to("cpu", non_blocking=cuda)
+        self.copied = torch.cuda.current_stream().record_event() if cuda else None
+
+    def result(self) -> "StepResult":
+        """Wait for the numbers."""
+        if self.copied:
+            self.copied.synchronize()
+        loss, grad_norm, z, spike, bad, updated, scale = self.numbers.tolist()
+        return StepResult(
+            self.step,
+            self.rows,
+            self.lr,
+            loss,
+            grad_norm,
+            loss_z=z if math.isfinite(z) else None,
+            spike=bool(spike),
+            bad=bool(bad),
+            updated=bool(updated),
+            loss_scale=scale if self.fp16 and not updated else None,
+        )
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step measured and whether it was learned from, the same on every rank."""
+
+    step: int  # updates before this one
+    rows: int  # consumed after it
+    lr: float
+    loss: float  # mean over all tokens, before the update
+    grad_norm: float  # before clipping
+    loss_z: float | None
+    spike: bool  # loss_z is above --spike_z
+    bad: bool  # loss or gradient is not finite, and fp16 is not the reason
+    updated: bool  # False: weights and optimizer are unchanged
+    loss_scale: float | None = None  # of fp16, after a skipped update
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+    def warning(self, recent: Sequence[float]) -> str:
+        """Return what is wrong with the step, compared with the losses before it; "" if nothing is."""
+        if self.bad:
+            found = f"loss {self.loss}, gradient norm {self.grad_norm}"
+        elif not self.finite:
+            found = f"gradients too large for fp16, loss scale now {self.loss_scale:,.0f}"
+        elif self.spike:
+            found = (
+                f"loss {self.loss:.4f} is {self.loss_z:.1f} standard deviations above the mean of the {SPIKE_WINDOW} "
+                f"before, {fmean(recent):.4f}"
+            )
+        else:
+            return ""
+        return f"step {self.step}: {found}" + ("" if self.updated else "; its update was skipped")
+
+
+@dataclass
+class Totals:
+    """Sums over the steps of this start."""
+
+    steps: int = 0
+    seconds: float = 0.0  # without evaluations
+    first_s: float = 0.0  # of that, the first step, which compiles
+    not_finite: int = 0  # skipped because of the loss or a gradient
+    spikes: int = 0
+    skipped: int = 0  # updates, for any reason
+
+    def add(self, result: StepResult, step_s: float) -> None:
+        self.first_s = self.first_s if self.steps else step_s
+        self.steps += 1
+        self.seconds += step_s
+        self.not_finite += not result.finite
+        self.spikes += result.spike
+        self.skipped += not result.updated
+
+    def steps_per_second(self) -> float | None:
+        """Return the speed, without the first step if there are more; None before it."""
+        if self.steps > 1:
+            return (self.steps - 1) / (self.seconds - self.first_s)
+        return 1 / self.seconds if self.steps else None
+
+
+class Results:
+    """Reads what steps measured, logs it, and updates the state that follows from it.
+
+    Args:
+        state: of the loop.
+        flops_per_token: for MFU.
+        late: steps whose results are read later, so that a GPU need not wait for the host.
+    """
+
+    def __init__(
+        self,
+        config: "TrainConfig",
+        ranks: Ranks,
+        schedule: Schedule,
+        state: TrainState,
+        log: RunLog,
+        flops_per_token: float,
+        late: int,
+    ):
+        self.config, self.ranks, self.schedule, self.state, self.log = config, ranks, schedule, state, log
+        self.flops_per_token, self.late = flops_per_token, late
+        self.waiting: deque[Pending] = deque()
+        self.totals = Totals()
+        self.second_step: tuple[int, float] | None = None  # of this start, and when it started
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Leave the time until now, such as an evaluation's, out of the next step's."""
+        self.clock_s = time.perf_counter()
+
+    def add(self, pending: Pending) -> None:
+        """Take the results of a step, and read all but the last `late`; raises as flush() does."""
+        self.waiting.append(pending)
+        while len(self.waiting) > self.late:
+            self._read(self.waiting.popleft().result())
+
+    def flush(self) -> None:
+        """Read all results.
+
+        Raises: Diverged after too many bad steps, with step and rows as before them; they never changed the weights.
+        """
+        while self.waiting:
+            self._read(self.waiting.popleft().result())
+
+    def _read(self, result: StepResult) -> None:
+        state, now_s = self.state, time.perf_counter()
+        self._log(result, now_s - self.clock_s)
+        self.clock_s = now_s
+        if warning := result.warning(state.recent_losses):
+            self.log.warn(warning, event="bad steps" if result.bad else "spike" if result.spike else "")
+        state.bad_steps = state.bad_steps + 1 if result.bad else 0
+        if result.finite:
+            state.loss = result.loss
+            state.recent_losses = [*state.recent_losses, result.loss][-SPIKE_WINDOW:]
+        if state.bad_steps >= self.config.max_bad_steps > 0:
+            bad_steps, state.bad_steps = state.bad_steps, 0
+            state.step = result.step + 1 - bad_steps
+            state.rows_consumed = result.rows - bad_steps * self.schedule.rows_per_step
+            self.waiting.clear()
+            raise Diverged(bad_steps, state.step)
+
+    def _log(self, result: StepResult, step_s: float) -> None:
+        """Log a step every log_freq steps; in between only a terminal shows it."""
+        config, step, max_steps, now_s = self.config, result.step, self.schedule.max_steps, time.monotonic()
+        left = max_steps - step - 1
+        if self.second_step is None:  # the first step compiles and warms up, so its speed is not typical
+            self.second_step = step + 1, now_s
+            left_s = left * step_s
+        else:
+            left_s = left * (now_s - self.second_step[1]) / (step + 1 - self.second_step[0])
+        self.totals.add(result, step_s)
+        speed, elapsed_s = config.total_batch_size / step_s, self.state.total_s()
+        mfu, cost = self.mfu(speed), self.cost(elapsed_s)
+        line = (
+            f"step {step:>{len(str(max_steps))}}/{max_steps} | loss {result.loss:.4f} | lr {result.lr:.2e} | "
+            f"grad norm {result.grad_norm:.2f} | {step_s * 1000:,.0f} ms | {speed:,.0f} tok/s | "
+            + (f"mfu {mfu:.1%} | " if mfu is not None else "")
+            + (f"cost {cost:,.2f} | " if cost is not None else "")
+            + f"{(step + 1) / max_steps:.1%} | ETA {duration_text(left_s)}"
+        )
+        if step % config.log_freq == 0 or not left:
+            self.log.record(
+                step,
+                line,
+                loss=result.loss,
+                lr=result.lr,
+                grad_norm=result.grad_norm,
+                loss_z=result.loss_z,
+                step_ms=step_s * 1000,
+                steps_per_second=1 / step_s,
+                tokens_per_second=speed,
+                mfu=mfu,
+                cost=cost,
+                memory_gb=peak_memory_bytes(self.ranks.device) / 1e9,
+                epoch=self.schedule.epochs(result.rows),
+            )
+        else:
+            self.log.show(line)
+        is_first = self.totals.steps == 1  # which compiles
+        self.log.note(
+            doing="training",
+            step=step + 1,
+            loss=result.loss if result.finite else None,
+            tokens_per_second=round(speed),
+            steps_per_second=round(1 / step_s, 3),
+            step_ms=round(step_s * 1000, 1),
+            mfu=mfu,
+            elapsed_s=round(elapsed_s),
+            cost=cost,
+            eta_s=None if is_first else round(left_s),
+            cost_to_go=None if is_first else self.cost(left_s),
+        )
+        self.log.beat(is_news=is_first)
+
+    def mfu(self, tokens_per_second: float) -> float | None:
+        """Return the share of the devices' peak FLOP/s that a speed needs (PaLM, Chowdhery et al. 2022, appendix B)."""
+        peak = peak_flops(self.ranks.device)
+        return tokens_per_second * self.flops_per_token / (peak * self.ranks.world_size) if peak else None
+
+    def cost(self, seconds: float) -> float | None:
+        """Return the cost of all GPUs for some time, or None without --gpu_hour_cost."""
+        return seconds / 3600 * self.ranks.world_size * self.config.gpu_hour_cost if self.config.gpu_hour_cost else None
+
+
+class Diverged(Exception):
+    """Too many consecutive bad steps; the run is back at the step before them, on all ranks together."""
+
+    def __init__(self, bad_steps: int, step: int):
+        super().__init__(f"{bad_steps} bad steps after step {step}")
+        self.bad_steps, self.step = bad_steps, step
+
+    def advice(self, config: "TrainConfig") -> str:
+        """Return how to continue, with flags that can be copied."""
+        max_lr = config.max_lr / 2
+        lower = f"--allow_changes --max_lr {max_lr:g} --min_lr {min(config.min_lr, max_lr):g}"
+        return (
+            f"stopping after {self.bad_steps} bad steps, at step {self.step} before them. Resume with --resume latest "
+            f"{lower}{' or --precision fp32' * (config.precision != 'fp32')}, or skip these tokens with a larger "
+            "--max_bad_steps. If that fails at once, the weights were damaged earlier: try --resume best, or an older "
+            "file of ./list_checkpoints.sh"
+        )

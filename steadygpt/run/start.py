@@ -1,0 +1,363 @@
+"""Where a run starts: from nothing, weights or a checkpoint, and with which configuration."""
+
+import dataclasses
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from steadygpt.base.durable import fsync_folder, link_file, lock_folder
+from steadygpt.base.options import UserError, options_of
+from steadygpt.base.retry import NoAnswer
+from steadygpt.base.text import STAMP
+from steadygpt.checkpoint.files import (
+    BACKUP,
+    LATEST,
+    NAMED,
+    Found,
+    check_folder,
+    checkpoint_files,
+    find_checkpoint,
+    read_checkpoint,
+)
+from steadygpt.checkpoint.mirror import Mirror, newer_checkpoint, restore_files
+from steadygpt.log.status import read_status
+from steadygpt.machine.device import choose_precision
+from steadygpt.machine.host import check_compiler
+from steadygpt.machine.ranks import Ranks
+from steadygpt.run.plan import with_fitting_rows
+from steadygpt.run.schedule import Schedule, make_schedule, notes_of_decay
+
+if TYPE_CHECKING:
+    from dataloader import Data
+    from model import GPT
+    from steadygpt.config import TrainConfig
+
+STAMP_PATTERN = r"\d{8}-\d{6}"  # matches a time that STAMP has formatted
+
+
+@dataclass(frozen=True)
+class Start:
+    """A configuration, and the checkpoint or the weights that a run starts from, if any."""
+
+    config: "TrainConfig"
+    path: Path | None = None  # of the checkpoint
+    checkpoint: dict | None = None  # tensors on rank 0 only
+    weights: dict | None = None  # a checkpoint of weights only, tensors on rank 0 only, once downloaded
+    notes: tuple[str, ...] = ()  # for the plan
+
+    @property
+    def step(self) -> int | None:
+        return self.checkpoint["step"] if self.checkpoint else None
+
+    @property
+    def rows_consumed(self) -> int:
+        return self.checkpoint["rows_consumed"] if self.checkpoint else 0
+
+    @property
+    def is_fork(self) -> bool:
+        """Whether the checkpoint is another run's: it stays in its folder, and this run writes to a different one."""
+        return self.path is not None and self.path.resolve().parent != Path(self.config.checkpoint_dir).resolve()
+
+    def downloaded(self, ranks: Ranks, read_weights: Callable[[str], dict]) -> "Start":
+        """Return this start with the tensors of its weights, which find_start leaves on the Hub."""
+        if (weights := self.weights) is None:
+            return self
+
+        def download() -> Start:
+            whole = weights if weights["model"] else read_weights(weights["source"])
+            return dataclasses.replace(self, weights=whole)
+
+        return shared(ranks.on_main(download), ranks)
+
+    def is_finished(self, max_steps: int, ranks: Ranks) -> bool:
+        """Return whether the checkpoint is the end of a finished run."""
+        finished = ranks.broadcast(read_status(Path(self.config.checkpoint_dir)).get("status") == "finished")
+        return finished and self.step is not None and self.step >= max_steps
+
+
+def settled(
+    start: Start, given: Mapping[str, str], data: "Data", sketch: "GPT", ranks: Ranks, held: ExitStack
+) -> tuple[Start, Schedule]:
+    """Decide every option that the data, the machine or the length of the run decides; the checkpoint stores them.
+
+    Args:
+        given: see find_start.
+        sketch: the model of the run, on the meta device.
+        held: reserves the name of the run until it closes.
+
+    Returns: the start with the settled configuration and a line for each surprising choice; and the schedule.
+    """
+    config, notes, world_size = start.config, list(start.notes), ranks.world_size
+    if not start.checkpoint:
+        config = config.with_tokens_of_step(world_size)
+    wanted_rows, config = config.mini_batch_size, config.with_even_rows(world_size)
+    if config.mini_batch_size != wanted_rows:
+        rows = config.total_batch_size // config.context_length // world_size
+        each = f"each of {world_size} ranks" if world_size > 1 else "1 rank"
+        notes.append(f"mini_batch_size {wanted_rows} -> {config.mini_batch_size}: a step has {rows:,} rows on {each}")
+    tokens = (config.mini_batch_size or 1) * config.context_length
+    sizes = tokens, config.embd_size, sketch.config.mlp_size
+    precision, rates = ranks.broadcast(choose_precision(config.precision, ranks.device, *sizes))
+    config = dataclasses.replace(config, precision=precision)
+    set_up(config, ranks.device)
+    config, fitted = with_fitting_rows(config, sketch, ranks)
+    strict_warmup = start.checkpoint is not None or given.get("warmup_steps") == "flag"
+    schedule = make_schedule(config, data, world_size, start.step or 0, start.rows_consumed, strict_warmup)
+    name, logdir, reason = name_of_run(start, given, ranks, held)
+    config = dataclasses.replace(
+        config, tokenizer=data.tokenizer, vocab_size=sketch.config.vocab_size, warmup_steps=schedule.warmup_steps,
+        run_name=name, logdir=logdir,
+    )  # fmt: skip
+    lines = [fitted, *notes, rates, reason, *notes_of_decay(config, schedule, start.checkpoint)]
+    return dataclasses.replace(start, config=config, notes=tuple(filter(None, lines))), schedule
+
+
+def set_up(config: "TrainConfig", device: torch.device) -> None:
+    """Prepare a device for a run whose precision is chosen, before its first matrix product."""
+    precision = config.precision
+    if config.compiles(device.type):
+        check_compiler(device.type)
+    if config.cpu_offload and precision == "fp16" and device.type == "cuda":
+        # GradScaler copies the scale to the host without waiting, and reads it there at once (torch 2.13).
+        raise UserError("--cpu_offload: PyTorch cannot scale fp16 gradients in host memory; try --precision fp32")
+    if device.type == "cuda" and precision == "fp32":  # else HellaSwag's close calls would be scored in TF32 too
+        torch.set_float32_matmul_precision("high")
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)  # without warn_only, which leaves attention as it is
+        # Every tensor is written before it is read.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def name_of_run(start: Start, given: Mapping[str, str], ranks: Ranks, held: ExitStack) -> tuple[str, str, str]:
+    """Return the name of a run, the folder of its logs, and a line if that is not the name one would expect.
+
+    A run that is resumed in its folder keeps its name. A fork is named RUN-from-STEP and has logs of its own. A new
+    name that has a TensorBoard folder already gets a time stamp, because TensorBoard would hide the older points.
+    """
+    config = start.config
+    saved = start.checkpoint["train_config"].get("run_name", "") if start.checkpoint else ""
+    wanted, folder, logdir = config.run_name, Path(config.tensorboard_dir), config.logdir
+    if start.is_fork and wanted == saved:
+        wanted = f"{saved or 'run'}-from-{start.step}"
+    elif saved and wanted == saved:
+        return saved, logdir, ""
+    wanted = wanted or time.strftime(f"gpt-{STAMP}-{os.getpid()}")
+    reserves = config.trains and config.use_tensorboard
+    name = ranks.broadcast(ranks.on_main(lambda: unused_name(wanted, folder, held if reserves else None)))
+    assert name
+    if start.is_fork:
+        logdir = logdir if "logdir" in given else str(Path(logdir, name))
+        return name, logdir, f"run_name {name}: a fork of {saved or start.path}; its logs are in {logdir}"
+    return name, logdir, f"run_name {name}: {folder / wanted} belongs to an older run" if name != wanted else ""
+
+
+def unused_name(wanted: str, folder: Path, held: ExitStack | None) -> str:
+    """Return `wanted`, with a time stamp if it is in the folder already.
+
+    Args:
+        held: reserves the name by a folder of its own, which goes when `held` closes, unless it has files by then.
+    """
+    name = wanted
+    while True:
+        try:
+            if held:
+                (folder / name).mkdir(parents=True)
+                held.callback(remove_if_empty, folder / name)
+            elif (folder / name).exists():
+                raise FileExistsError
+            return name
+        except FileExistsError:
+            time.sleep(0.1 * (name != wanted))  # two runs within a second
+            name = f"{wanted}-{time.strftime(STAMP)}"
+
+
+def is_name_from(wanted: str, name: str) -> bool:
+    """Return whether a run that wanted one name got the other."""
+    return bool(re.fullmatch(rf"{re.escape(wanted)}(-from-\d+)?(-{STAMP_PATTERN})?", name))
+
+
+def remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def folder_of_resumed_file(config: "TrainConfig", given: Mapping[str, str]) -> "TrainConfig":
+    """Return the configuration with the folder of a checkpoint file that --resume names, unless a folder is given."""
+    if config.resume in ("", "latest", "auto", *NAMED) or "checkpoint_dir" in given:
+        return config
+    return dataclasses.replace(config, checkpoint_dir=str(Path(config.resume).parent))
+
+
+def check_other_machines(folder: Path, ranks: Ranks) -> None:
+    """Check that no other machine has newer checkpoints than rank 0, which resumes from its own.
+
+    Raises: UserError on every rank.
+    """
+    newest_ns = max((file.stat().st_mtime_ns for file in checkpoint_files(folder)), default=0)
+    inode = folder.stat().st_ino if folder.is_dir() else 0  # the same on every machine that shares the folder
+    main, *others = ranks.gather((newest_ns, inode, f"{socket.gethostname()}:{folder.absolute()}"))
+    for other_ns, other_inode, place in others:
+        if other_ns > main[0] and other_inode != main[1]:
+            raise UserError(
+                f"{place} has newer checkpoints than rank 0's {main[2]}, which --resume reads; start that machine as "
+                "node 0, use a shared folder or --mirror, or move its checkpoints to rank 0's folder"
+            )
+
+
+def find_start(
+    config: "TrainConfig", given: Mapping[str, str], ranks: Ranks, held: ExitStack, read_weights: Callable[..., dict]
+) -> Start:
+    """Lock the checkpoint folder until `held` closes, and find where the run starts.
+
+    Args:
+        given: the options that the command line or its preset gives.
+        read_weights: reads what --init_from names, as a checkpoint of weights only; without tensors if it would have
+            to download them.
+    """
+    if config.resume in ("latest", "auto") and not config.mirror:  # a mirror has the newest of all machines
+        check_other_machines(Path(config.checkpoint_dir), ranks)
+    return shared(ranks.on_main(lambda: _find_start(config, given, held, read_weights)), ranks)
+
+
+def shared(start: Start | None, ranks: Ranks) -> Start:
+    """Return rank 0's start; on the other ranks its checkpoint or weights lack "model" and "optimizer"."""
+
+    def light(loaded: dict | None) -> dict | None:
+        return loaded and loaded | {"model": {}, "optimizer": {}}
+
+    sent = start and dataclasses.replace(start, checkpoint=light(start.checkpoint), weights=light(start.weights))
+    received = ranks.broadcast(sent)
+    found = start or received
+    assert found
+    return found
+
+
+def _find_start(
+    config: "TrainConfig", given: Mapping[str, str], held: ExitStack, read_weights: Callable[..., dict]
+) -> Start:
+    which, folder, found = config.resume, Path(config.checkpoint_dir), Found()
+    if which in ("latest", *NAMED) and not folder.is_dir() and not config.mirror:
+        raise UserError(f"no checkpoints in {folder}; name their folder with --checkpoint_dir")
+    if which not in ("", "latest", "auto", *NAMED) and not Path(which).is_file():
+        there = "a folder" if Path(which).is_dir() else "no such file"
+        raise UserError(f"--resume {which}: {there}; expected latest, auto, best, stable or a checkpoint file")
+    if config.trains:
+        held.enter_context(lock_folder(folder, "wait for it to end, or give this run another --checkpoint_dir"))
+    if which:
+        found = find_newest(config, given)
+    if found.path or config.trains:
+        check_folder(folder, found.path)
+    notes = [f"skipped {line}" for line in found.skipped]
+    if found.path and found.checkpoint:
+        saved = found.checkpoint["train_config"]
+        if not saved:
+            raise UserError(
+                f"{found.path}: converted weights, not a run to resume. Start from them with --init_from {found.path}"
+            )
+        config, changes = resume_config(saved, config, given)
+        of_mirror = f" (restored from {config.mirror})" * found.restored
+        notes.append(f"resumed from {found.path}{of_mirror} at step {found.checkpoint['step']:,}")
+        notes += [f"changed {line}" for line in changes]
+        start = Start(config, found.path, found.checkpoint)
+        if start.is_fork and config.mirror and "mirror" not in given:
+            notes.append(f"without the mirror {config.mirror}, which belongs to the run in {found.path.parent}")
+            config = dataclasses.replace(config, mirror="")
+        return dataclasses.replace(start, config=config, notes=tuple(notes))
+    if config.init_from == "scratch":
+        return Start(config, notes=tuple(notes))
+    weights = read_weights(config.init_from, download=False)
+    config = initial_config(weights["model_config"], config, given)
+    return Start(config, weights=weights, notes=(*notes, f"weights from {config.init_from}"))
+
+
+def find_newest(config: "TrainConfig", given: Mapping[str, str]) -> Found:
+    """Find the checkpoint that --resume asks for; download it if the mirror has a newer one than the folder.
+
+    Raises: UserError when there is none; only "auto" accepts that.
+    """
+    folder, found, problem = Path(config.checkpoint_dir), Found(), None
+    try:
+        found = find_checkpoint(config.resume, folder)
+    except UserError as error:
+        problem = error
+    saved = found.checkpoint["train_config"] if found.checkpoint else {}
+    url = saved.get("mirror", "") if saved and "mirror" not in given else config.mirror
+    if not url or config.resume not in ("latest", "auto", *NAMED) or (found.path and not config.trains):
+        if problem:
+            raise problem
+        return found
+    if not config.trains:
+        raise UserError(f"{folder} has no intact checkpoint, and only a run downloads one from {url}")
+    mirror = Mirror(url)
+    try:
+        index = mirror.patiently(mirror.index)
+        name = saved.get("run_name", index.run)
+        if index.run and index.run != name:
+            raise UserError(
+                f"--mirror {url} belongs to the run {index.run}, and {found.path} to {name}; give the right --mirror"
+            )
+        downloaded, damaged = newer_checkpoint(mirror, index, config.resume, folder, found.path)
+        skipped = (*found.skipped, *damaged)
+        if downloaded:
+            # First, so that a start which fails in between is repeated with all of it.
+            restored = read_checkpoint(downloaded)
+            files_go_to, _ = resume_config(restored["train_config"], config, given)
+            mirror.patiently(lambda: restore_files(mirror, files_go_to, replace=True))
+            path = folder / NAMED.get(config.resume, LATEST)
+            if found.path == path == folder / LATEST:
+                link_file(path, folder / BACKUP)
+            os.replace(downloaded, path)
+            fsync_folder(folder)
+            return Found(path, restored, skipped, restored=True)
+    except NoAnswer as error:
+        if not found.path:
+            raise
+        skipped = (*found.skipped, f"{url}, which may have a newer checkpoint: {error}")
+    if problem and config.resume != "auto":
+        raise UserError(f"{problem}; --mirror {url} has none either")
+    return dataclasses.replace(found, skipped=skipped)
+
+
+def resume_config(saved: dict, config: "TrainConfig", given: Mapping[str, str]) -> tuple["TrainConfig", list[str]]:
+    """Return the configuration of a resumed run, and a line for each value that differs from the checkpoint's."""
+    taken, changes, options = {}, [], options_of(config)
+    saved = {name: f.default for name, f in options.items()} | saved  # older versions had fewer options
+    if file := saved.get("hellaswag_file"):  # of an older version, which had an option for the file of one task
+        tasks = saved["eval_tasks"].split(",")
+        saved["eval_tasks"] = ",".join(f"{task}={file}" if task.strip() == "hellaswag" else task for task in tasks)
+    saved["mini_batch_size"] = saved.get("wanted_rows") or saved["mini_batch_size"]
+    for name, f in options.items():
+        new, on_resume = getattr(config, name), f.metadata["on_resume"]
+        if on_resume == "launch":
+            continue
+        # The first start shortened a preset's warm-up and turned its micro-steps into tokens; these values apply. It
+        # also chose the precision, and perhaps lengthened the name that a flag repeats.
+        settled = given.get(name) == "preset" and name in ("warmup_steps", "micro_steps")
+        settled |= (name, new) == ("precision", "auto") or (name == "run_name" and is_name_from(new, saved[name]))
+        if name not in given or settled:
+            taken[name] = saved[name]
+        elif new != saved[name]:
+            dropped = "the flag" if given[name] == "flag" else "--config"
+            found = f"--{name} is {new!r}, but the checkpoint was trained with {saved[name]!r}; drop {dropped}, or"
+            if on_resume == "never":
+                raise UserError(f"{found} start another run in another --checkpoint_dir")
+            if on_resume == "ask" and not config.allow_changes:
+                raise UserError(f"{found} add --allow_changes to resume with the new value")
+            changes.append(f"{name}: {saved[name]!r} -> {new!r}")
+    return dataclasses.replace(config, **taken), changes
+
+
+def initial_config(shape: dict, config: "TrainConfig", given: Mapping[str, str]) -> "TrainConfig":
+    """Return the configuration of a run that starts from weights: unset options of the shape come from the weights."""
+    options = options_of(config)
+    taken = {name: value for name, value in shape.items() if name in options and name not in {*given, "dropout"}}
+    return dataclasses.replace(config, **taken)
