@@ -115,6 +115,7 @@ def build_model(start: Start, shape: GPTConfig, ranks: Ranks) -> tuple[GPT, torc
     else:
         torch.manual_seed(config.seed)
         fill(model, model.initial_weight, ranks)
+    model.fill_rotary(device)
     optimizer = make_optimizer(model, config, ranks)
     if checkpoint and config.trains:
         restore_optimizer(model, optimizer, checkpoint["optimizer"], ranks)

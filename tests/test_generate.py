@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from test_checkpoint import content, damage
+from test_files import content, damage
 from test_model import both_families, ids, small
 
 from generate import KVCache, generate, load_model, main, sample, sample_texts

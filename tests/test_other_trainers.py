@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 
-import config
 import pytest
 from conftest import REPO, TINY, environment, load, need_gpus, write_data
 
@@ -16,6 +15,7 @@ import generate
 import hellaswag_eval
 import prepare_dataset
 import train
+from steadygpt import config
 from steadygpt.base.options import read_flags
 from steadygpt.machine.host import usable_cores
 

@@ -6,7 +6,7 @@ whole, so a checkpoint does not depend on how it was trained.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,19 +15,15 @@ from torch import Tensor, nn
 from steadygpt.machine.parallel import full_tensor, own_part
 from steadygpt.machine.ranks import Ranks
 
-if TYPE_CHECKING:
-    from model import GPT
 
-
-def fill(model: "GPT", weight: Callable[[str], Tensor], ranks: Ranks) -> None:
-    """Set the parameters of the bare model on every rank, one at a time, and its rotary table.
+def fill(model: nn.Module, weight: Callable[[str], Tensor], ranks: Ranks) -> None:
+    """Set the parameters of the bare model on every rank, one at a time.
 
     Args:
         weight: returns a parameter by name, on rank 0's host; it is called in the order of named_parameters().
     """
     for name, parameter in model.named_parameters():
         _send(weight(name) if ranks.is_main else None, parameter.detach(), ranks)
-    model.fill_rotary(ranks.device)
 
 
 def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict, ranks: Ranks) -> None:

@@ -13,9 +13,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 from conftest import load, run_here
-from test_checkpoint import content, names
+from test_files import content, names
 
-from steadygpt.checkpoint.files import Captured, saves
+from steadygpt.checkpoint import saves
+from steadygpt.checkpoint.files import Captured
 from steadygpt.checkpoint.saves import CheckpointWriter, Saves
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.ranks import Ranks

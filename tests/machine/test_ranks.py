@@ -30,6 +30,7 @@ def sharded(ranks: Ranks, shards: int, precision: str = "fp32", recompute: bool 
     shard(model, model.h, ranks, shards, precision, offload)
     torch.manual_seed(0)
     fill(model, model.initial_weight, ranks)
+    model.fill_rotary(ranks.device)
     return model
 
 

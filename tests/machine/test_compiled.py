@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 from conftest import in_ranks
-from test_distributed import batch, sharded
 from test_model import ids, small
+from test_ranks import batch, sharded
 
 from steadygpt.machine.device import evaluating
 from steadygpt.machine.loss import IGNORED_TARGET

@@ -14,11 +14,12 @@ from unittest.mock import Mock
 
 import pytest
 from conftest import REPO, assert_same_state, load, metrics, run_here
-from test_checkpoint import content, damage
+from test_files import content, damage
 
 import train
 from steadygpt.base.options import UserError
-from steadygpt.checkpoint.files import Captured, read_checkpoint, uploads
+from steadygpt.checkpoint import uploads
+from steadygpt.checkpoint.files import Captured, read_checkpoint
 from steadygpt.checkpoint.mirror import Mirror
 from steadygpt.checkpoint.saves import CheckpointWriter, Saves
 from steadygpt.checkpoint.uploads import Uploads
