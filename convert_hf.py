@@ -101,7 +101,8 @@ def _read_file(path: Path, tokenizer: str) -> dict:
     modules = ("__main__", "model", "train_gpt2")
     with torch.serialization.safe_globals([(stand_in, f"{module}.GPTConfig") for module in modules]):
         content = load_verified(path)
-    shape = content.get("model_args", content.get("config")) if isinstance(content, dict) else None
+    content = content if isinstance(content, dict) else {}
+    shape = content.get("model_args", content.get("config"))
     if isinstance(shape, dict) and "model_args" in content:
         found = {"activation": "gelu"} | shape  # nanoGPT
     elif isinstance(shape, stand_in):

@@ -16,9 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+import tiktoken
 import torch
 from torch import nn
 from tqdm import tqdm
@@ -27,7 +28,7 @@ from generate import load_model
 from model import GPT
 from steadygpt.base.options import CheckpointOptions, UserError, option, parse_options, run_cli
 from steadygpt.checkpoint.files import open_checkpoint
-from steadygpt.config import EXPECTED, parse_tasks
+from steadygpt.config import EXPECTED, TrainConfig, parse_tasks
 from steadygpt.data.tasks import STYLES, TASKS, Example, load_examples
 from steadygpt.data.tokenizer import get_tokenizer
 from steadygpt.machine.device import any_length, autocast, choose_precision, evaluating
@@ -102,7 +103,9 @@ def tokenize(examples: Sequence[Example], tokenizer, context_length: int) -> lis
     return trees
 
 
-def load(config: "TrainConfig", tokenizer: Any, ranks: Ranks, log: Any) -> dict[str, list[Tree]]:
+def load(
+    config: TrainConfig, tokenizer: tiktoken.Encoding, ranks: Ranks, warn: Callable[[str], object]
+) -> dict[str, list[Tree]]:
     """Return the trees of each task of a run in training, the same on every rank.
 
     A task whose examples are unavailable is left out, with a warning.
@@ -112,7 +115,7 @@ def load(config: "TrainConfig", tokenizer: Any, ranks: Ranks, log: Any) -> dict[
         try:
             examples = ranks.on_main(partial(load_examples, name, file)) or []
         except UserError as error:
-            log.warn(f"no {TASKS[name].title} in this run: {error}")
+            warn(f"no {TASKS[name].title} in this run: {error}")
             continue
         tasks[name] = tokenize(ranks.broadcast(examples), tokenizer, config.context_length)
     return tasks

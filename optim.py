@@ -136,7 +136,7 @@ class Muon(torch.optim.AdamW):
             state["momentum_buffer"].copy_(average)
             matrices += full_tensor(update.to(self.dtype)).split(parts)
         updates = iter(orthogonalized(matrices, self.ranks))
-        decay: Any = lr * weight_decay if skipped is None else lr * weight_decay * (1 - skipped)
+        decay = lr * weight_decay * (1.0 if skipped is None else 1 - skipped)
         for parameter, parts in stacked:
             update = torch.cat([next(updates) * math.sqrt(max(1, rows / parameter.size(1))) for rows in parts])
             own, update = own_part(parameter, update)

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
+import tiktoken
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -85,7 +85,7 @@ class Run:
     log: RunLog
     saves: Saves
     fingerprint: dict | None = None  # of the shards, on rank 0
-    tokenizer: Any = None  # for samples and tasks
+    tokenizer: tiktoken.Encoding | None = None  # for samples and tasks
     tasks: Mapping[str, list[hellaswag_eval.Tree]] = field(default_factory=dict)  # to score, by name
 
     def autocast(self):
@@ -136,8 +136,8 @@ def build_run(plan: "Plan", log: RunLog, held: ExitStack) -> Run:
         log.say("\n".join(plan.describe()))
         state.best_val_loss = saves.best_val_loss(state.best_val_loss)
     reads_text = config.dry_run == "off" and (config.sample_freq or config.hellaswag_freq)
-    tokenizer = tokenizer_on_all(data.tokenizer, ranks, log) if reads_text else None
-    tasks = hellaswag_eval.load(config, tokenizer, ranks, log) if tokenizer and config.hellaswag_freq else {}
+    tokenizer = tokenizer_on_all(data.tokenizer, ranks, log.warn) if reads_text else None
+    tasks = hellaswag_eval.load(config, tokenizer, ranks, log.warn) if tokenizer and config.hellaswag_freq else {}
     model, optimizer = build_model(start, plan.sketch.config, ranks)
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     if start.checkpoint and start.checkpoint["scaler"]:

@@ -14,9 +14,12 @@ import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import IO, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
-Options = TypeVar("Options")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Options = TypeVar("Options", bound="DataclassInstance")
 ON_OFF = {"on": True, "true": True, "1": True, "yes": True, "off": False, "false": False, "0": False, "no": False}
 
 
@@ -85,22 +88,22 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def options_of(options: Any) -> dict[str, dataclasses.Field]:
+def options_of(options: "DataclassInstance | type[DataclassInstance]") -> dict[str, dataclasses.Field]:
     """The options of a dataclass by name; fields without metadata are none."""
     return {f.name: f for f in dataclasses.fields(options) if f.metadata}
 
 
-def shown_options(options: Any) -> dict[str, Any]:
+def shown_options(options: "DataclassInstance") -> dict[str, Any]:
     """Return the fields that a run may write, by name: all but the secret ones."""
     return {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if not f.metadata.get("secret")}
 
 
-def secrets_of(options: Any) -> list[str]:
+def secrets_of(options: "DataclassInstance") -> list[str]:
     """Return the values of the secret options."""
     return [str(getattr(options, name)) for name, f in options_of(options).items() if f.metadata["secret"]]
 
 
-def check_options(options: Any) -> None:
+def check_options(options: "DataclassInstance") -> None:
     """Compare each value with the choices and bounds of its option.
 
     Raises: OptionError.
@@ -233,8 +236,8 @@ def _underscored(argument: str) -> str:
     return "--" + flag[2:].replace("-", "_") + equals + value if argument.startswith("--") else argument
 
 
-def _reader(kind: type, spellings: Mapping[str, str]) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
+def _reader(kind: type, spellings: Mapping[str, str]) -> Callable[[str], object]:
+    def parse(text: str) -> object:
         return kind(spellings.get(text, text))
 
     parse.__name__ = kind.__name__  # argparse prints it: invalid int value

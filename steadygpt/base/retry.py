@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Callable
 from http import HTTPStatus
 from time import monotonic, sleep
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
@@ -95,7 +95,7 @@ def kinds(error: BaseException) -> set[str]:
 
 def status_of(error: BaseException) -> int:
     """Return the HTTP status of an error, 0 if it has none."""
-    response: Any = getattr(error, "response", None)
+    response = getattr(error, "response", None)
     if isinstance(response, dict):  # botocore's
         timed_out = response.get("Error", {}).get("Code") == "RequestTimeout"  # S3 sends it with status 400
         return 408 if timed_out else response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
@@ -107,7 +107,7 @@ def status_of(error: BaseException) -> int:
 
 def asked_pause_s(error: BaseException) -> float:
     """Return the seconds after which a server asks for the next request, 0 if it does not ask."""
-    response: Any = getattr(error, "response", None)
+    response = getattr(error, "response", None)
     if isinstance(response, dict):
         headers = {key.title(): value for key, value in response["ResponseMetadata"].get("HTTPHeaders", {}).items()}
     else:

@@ -71,7 +71,7 @@ class Captured:
     """The content of a checkpoint, whole on rank 0."""
 
     content: dict
-    copied: Any = None  # a CUDA event that ends the copy of its tensors, if they are still on their way
+    copied: torch.cuda.Event | None = None  # ends the copy of its tensors, if they are still on their way
 
     def wait(self) -> dict:
         """Return the content once all of its tensors are in host memory."""
@@ -156,7 +156,7 @@ def read_checkpoint(path: Path) -> dict:
     return as_checkpoint(load_verified(path), path)
 
 
-def load_verified(path: Path) -> Any:
+def load_verified(path: Path) -> object:
     """Return what torch.save wrote to a file, after verifying its checksums; no code in it is run.
 
     Raises: UserError that says what is wrong with the file.
@@ -183,10 +183,11 @@ def load_verified(path: Path) -> Any:
         raise UserError(f"{path}: corrupt or cannot be read ({f'{error!r}'.splitlines()[0]})") from error
 
 
-def as_checkpoint(content: Any, path: Path) -> dict:
+def as_checkpoint(content: object, path: Path) -> dict:
     """Return the content of a file, which must be a checkpoint of this format."""
+    content = content if isinstance(content, dict) else {}
     for key, kind in KINDS.items():
-        if not isinstance(content, dict) or not isinstance(content.get(key), kind):
+        if not isinstance(content.get(key), kind):
             raise UserError(f"{path}: not a SteadyGPT checkpoint (expected {key}, {kind.__name__})")
     if (found := content["format_version"]) != FORMAT_VERSION:
         advice = "update SteadyGPT" if found > FORMAT_VERSION else "use the commit that wrote it, its git_commit"

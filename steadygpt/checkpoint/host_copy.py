@@ -6,7 +6,6 @@ whole, so a checkpoint does not depend on how it was trained.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,7 +42,7 @@ def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved:
         optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _send(whole: Tensor | None, target: Any, ranks: Ranks) -> None:
+def _send(whole: Tensor | None, target: Tensor, ranks: Ranks) -> None:
     """Copy rank 0's whole tensor, or each rank's shard of it, into `target` on every rank."""
     if whole is None:
         whole = torch.empty(target.shape, dtype=target.dtype, device=ranks.device)
@@ -66,15 +65,16 @@ class HostCopy:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.buffers: dict[tuple[str, str], Tensor] = {}
 
-    def start(self, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> tuple[dict, Any]:
+    def start(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
+    ) -> tuple[dict, torch.cuda.Event | None]:
         """Start to copy the state of the bare model and its optimizer. All ranks call this, because FSDP gathers.
 
         Returns: {"model": ..., "optimizer": ...} keyed by parameter name, empty on ranks other than 0; and a CUDA event
             to be synchronized before it is read, None where the copy is complete already.
         """
-        bare: Any = model
-        if hasattr(bare, "reshard"):  # FSDP's root is still gathered after an evaluation
-            bare.reshard()
+        if reshard := getattr(model, "reshard", None):  # FSDP's root is still gathered after an evaluation
+            reshard()
         if self.stream:
             self.stream.wait_stream(torch.cuda.current_stream())  # for the last update
         names = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -12,12 +12,16 @@ from contextlib import contextmanager
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import IO, TYPE_CHECKING, BinaryIO, NamedTuple
 
 import numpy as np
 
 from steadygpt.base.options import UserError
 from steadygpt.data.ids import ID_SUFFIXES, read_ids
+
+if TYPE_CHECKING:
+    from pyarrow import Array
+    from pyarrow.parquet import ParquetFile
 
 CHUNK_BYTES = 2**20  # of lines
 # Of a text; the pieces of a longer one have up to twice as many. tiktoken's regex fails on a million spaces in a row.
@@ -90,7 +94,7 @@ def cut_lines(
     file: BinaryIO, text_field: str, start: Position, size: int, is_compressed: bool = False
 ) -> Iterator[Chunk]:
     """Cut JSON Lines into chunks of whole lines."""
-    lines: Any = gzip.GzipFile(fileobj=file) if is_compressed else file
+    lines: IO[bytes] = gzip.GzipFile(fileobj=file) if is_compressed else file  # type: ignore[assignment]
     lines.seek(start.offset)
     at = start
     while data := lines.read(CHUNK_BYTES):
@@ -124,7 +128,7 @@ def cut_table(file: BinaryIO, text_field: str, start: Position, size: int) -> It
             yield Chunk(Position(start.file, first), read, text_bytes * count // metadata.num_rows, data)
 
 
-def _column(table: Any, group: int, text_field: str, first: int) -> Iterator[object]:
+def _column(table: "ParquetFile", group: int, text_field: str, first: int) -> Iterator[object]:
     """Read a column of a row group, from a row on."""
     batches = table.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=[text_field], use_threads=False)
     for batch in batches:
@@ -133,7 +137,7 @@ def _column(table: Any, group: int, text_field: str, first: int) -> Iterator[obj
         first = max(0, first - len(batch))
 
 
-def _values(column: Any) -> list:
+def _values(column: "Array") -> list:
     try:
         return column.to_pylist()
     except UnicodeDecodeError:  # its text is not UTF-8
@@ -194,7 +198,7 @@ def read_documents(chunk: Chunk, text_field: str) -> Iterator[Document]:
 
 
 @lru_cache(maxsize=1)
-def _open_table(path: str) -> Any:
+def _open_table(path: str) -> "ParquetFile":
     import pyarrow.parquet as pq
 
     return pq.ParquetFile(path)

@@ -6,7 +6,7 @@ from contextlib import suppress
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from steadygpt.base import retry
 from steadygpt.base.durable import replace_file
@@ -14,6 +14,9 @@ from steadygpt.base.options import UserError
 from steadygpt.base.progress import ProgressBar
 from steadygpt.base.retry import NoAnswer, Service, brief, kinds, status_of
 from steadygpt.data.remote import RemoteFile
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
 
 
 class Repo(NamedTuple):
@@ -231,7 +234,7 @@ def fetch_model(source: str, with_weights: bool) -> tuple[Path, Repo]:
     return folder, repo
 
 
-def stream(repo: Repo, config: str, split: str) -> Any:
+def stream(repo: Repo, config: str, split: str) -> "IterableDataset":
     """Return a split of a data set in any format that `datasets` reads, as an IterableDataset."""
     from datasets import load_dataset
 

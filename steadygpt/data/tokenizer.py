@@ -1,10 +1,11 @@
 """Tokenizers by name: "gpt2" (offline if its vocabulary is installed), any other of tiktoken's, or "bytes"."""
 
 import importlib.util
+from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import tiktoken
 
@@ -45,7 +46,7 @@ def get_tokenizer(name: str) -> tiktoken.Encoding:
     return encoding
 
 
-def tokenizer_on_all(name: str, ranks: "Ranks", log: Any) -> tiktoken.Encoding | None:
+def tokenizer_on_all(name: str, ranks: "Ranks", warn: Callable[[str], object]) -> tiktoken.Encoding | None:
     """Return the tokenizer on every rank; None on every rank, with a warning, if one of them cannot get it."""
     tokenizer, error = None, UserError("another rank has no tokenizer")
     try:
@@ -54,7 +55,7 @@ def tokenizer_on_all(name: str, ranks: "Ranks", log: Any) -> tiktoken.Encoding |
     except UserError as raised:
         error = raised
     if ranks.any(tokenizer is None):
-        log.warn(f"no samples and no HellaSwag in this run: {error}")
+        warn(f"no samples and no HellaSwag in this run: {error}")
         return None
     return tokenizer
 

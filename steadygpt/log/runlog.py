@@ -167,7 +167,7 @@ class RunLog:
     # -----------------------------------------------------------------------------------------------------------------
     # status.json and alerts
 
-    def status(self, status: str, reason: str = "", summary: Sequence[str] = (), **facts: Any) -> None:
+    def status(self, status: str, reason: str = "", summary: Sequence[str] = (), **facts: object) -> None:
         """Write status.json: running, stopped, finished or failed; torchrun's exit status does not tell these apart."""
         self.note(status=status, reason=reason, **facts)
         if status != "running":
@@ -177,7 +177,7 @@ class RunLog:
         found = f"at step {self.facts['step']:,} of {self.max_steps:,}{f' ({reason})' if reason else ''}"
         self.alert(event, " | ".join([found, *summary]))
 
-    def note(self, **facts: Any) -> None:
+    def note(self, **facts: object) -> None:
         """Keep facts for status.json; None removes one."""
         with self.lock:
             self.facts = {name: value for name, value in (self.facts | facts).items() if value is not None}
