@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from steadygpt.base.options import UserError
 from steadygpt.data.sources import read_split
@@ -97,7 +97,7 @@ def load_examples(name: str, file: str = "", style: str = STYLES[0]) -> list[Exa
     return examples
 
 
-def _rows(name: str, file: str) -> Sequence[dict]:
+def _rows(name: str, file: str) -> Sequence[Any]:
     """Return the lines of a file, or the rows of the Hub."""
     if not file:
         try:

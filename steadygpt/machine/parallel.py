@@ -17,9 +17,9 @@ def gradient_sync(forward: nn.Module, last: bool):
     """Average gradients over the ranks in the last micro-step only; a context for forward and backward."""
     if isinstance(forward, DistributedDataParallel):
         return nullcontext() if last else forward.no_sync()
-    bare: Any = getattr(forward, "_orig_mod", forward)
-    if hasattr(bare, "set_requires_gradient_sync"):  # FSDP's
-        bare.set_requires_gradient_sync(last)
+    set_sync = getattr(getattr(forward, "_orig_mod", forward), "set_requires_gradient_sync", None)
+    if set_sync:  # FSDP's
+        set_sync(last)
     return nullcontext()
 
 
@@ -34,13 +34,14 @@ def own_part(sharded: torch.Tensor, whole: torch.Tensor) -> tuple[torch.Tensor, 
 
     Both tensors are returned as they are if the first is not sharded.
     """
-    target: Any = sharded
     if not hasattr(sharded, "to_local"):
         return sharded, whole
-    from torch.distributed.tensor import distribute_tensor
+    from torch.distributed.tensor import DTensor, distribute_tensor
 
-    part: Any = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
-    return target.to_local(), part.to_local().to(target.to_local().device)
+    assert isinstance(sharded, DTensor)
+    own = sharded.to_local()
+    part = distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None)
+    return own, part.to_local().to(own.device)
 
 
 def shard(
