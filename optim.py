@@ -66,20 +66,6 @@ def make_optimizer(model: "GPT", config: "TrainConfig", ranks: Ranks) -> torch.o
     return Muon(groups, ranks, config.precision, **options)
 
 
-def checkpoint_bytes(model: "GPT", optimizer: str, page_locked: bool = False) -> int:
-    """Return the bytes of the weights and of the optimizer's state: two moments of AdamW or one of Muon, in fp32.
-
-    Args:
-        page_locked: count memory in which PyTorch rounds each tensor up to a power of two.
-    """
-    total = 0
-    for role, parameters in model.parameters_by_role().items():
-        sizes = [4 * parameter.numel() for parameter in parameters.values()]
-        tensors = 2 if (role, optimizer) == ("matrix", "muon") else 3
-        total += tensors * sum(2 ** (size - 1).bit_length() if page_locked else size for size in sizes)
-    return total
-
-
 class Muon(torch.optim.AdamW):
     """Muon (Jordan et al. 2024) for the groups with "parts", and AdamW for the others.
 

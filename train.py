@@ -28,7 +28,7 @@ from convert_hf import check_fits, read_weights
 from dataloader import BatchLoader, Data, RowStream, open_data
 from generate import sample_texts
 from model import GPT, GPTConfig
-from optim import checkpoint_bytes, make_optimizer, skips_on_device, update_unless
+from optim import make_optimizer, skips_on_device, update_unless
 from steadygpt.base.options import run_cli, shown_options
 from steadygpt.base.retry import brief
 from steadygpt.checkpoint.files import FORMAT_VERSION, Captured, TrainState, check_weights, git_commit
@@ -51,9 +51,10 @@ from steadygpt.machine.ranks import (
     joined,
     world_size_of_environment,
 )
-from steadygpt.run.forecast import forecast, measure_step_s
+from steadygpt.run.forecast import measure_step_s
+from steadygpt.run.memory import checkpoint_bytes, out_of_memory_explained
 from steadygpt.run.outputs import open_outputs, verified
-from steadygpt.run.plan import describe, out_of_memory_explained
+from steadygpt.run.plan import Plan, validation_rows
 from steadygpt.run.results import Diverged, Judge, Pending, Results
 from steadygpt.run.schedule import Schedule, learning_rate, make_schedule
 from steadygpt.run.start import Start, find_start, folder_of_resumed_file, settled
@@ -122,7 +123,7 @@ def build_model(start: Start, shape: GPTConfig, ranks: Ranks) -> tuple[GPT, torc
     return model, optimizer
 
 
-def build_run(plan: "Plan", log: RunLog, held: ExitStack) -> Run:
+def build_run(plan: Plan, log: RunLog, held: ExitStack) -> Run:
     """Build what a plan describes; `held` closes the files of a run that trains."""
     start, data, schedule, ranks, config = plan.start, plan.data, plan.schedule, plan.ranks, plan.start.config
     device, state = ranks.device, TrainState.of(start.checkpoint)
@@ -133,7 +134,7 @@ def build_run(plan: "Plan", log: RunLog, held: ExitStack) -> Run:
             stop.interrupt()
         fingerprint = verified(data, start, ranks)
         saves = open_outputs(start, log, stop, checkpoint_bytes(plan.sketch, config.optimizer), ranks, held)
-        log.say("\n".join(plan.describe()))
+        log.say("\n".join(plan.lines()))
         state.best_val_loss = saves.best_val_loss(state.best_val_loss)
     reads_text = config.dry_run == "off" and (config.sample_freq or config.hellaswag_freq)
     tokenizer = tokenizer_on_all(data.tokenizer, ranks, log.warn) if reads_text else None
@@ -197,12 +198,6 @@ def train_step(run: Run, batches: BatchLoader) -> Pending:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # evaluation: every rank calls these functions; they restore the model's mode, and every step seeds its own randomness
-
-
-def validation_rows(config: TrainConfig, val: RowStream | None) -> int:
-    """Return the number of rows of a validation: eval_tokens, or all rows if there are fewer."""
-    wanted = max(1, config.eval_tokens // config.context_length)
-    return min(wanted, val.rows_per_epoch or wanted) if val else 0
 
 
 def validate(run: Run, val: RowStream) -> float:
@@ -357,28 +352,6 @@ def run_to_end(run: Run) -> int:
 # main
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A run before it is built."""
-
-    start: Start
-    data: Data
-    schedule: Schedule
-    sketch: GPT  # on the meta device
-    ranks: Ranks
-    precision_elsewhere: str  # that the forecast assumes for well-known GPUs
-
-    def describe(self) -> list[str]:
-        config, data = self.start.config, self.data
-        lines = describe(config, data, self.schedule, self.ranks, self.sketch, validation_rows(config, data.val))
-        return [*lines, *self.start.notes]
-
-    def forecast(self, step_s: float | None = None) -> list[str]:
-        config, val_rows = self.start.config, validation_rows(self.start.config, self.data.val)
-        step, elsewhere = self.start.step or 0, self.precision_elsewhere
-        return forecast(config, self.schedule, self.ranks, self.sketch, step, val_rows, step_s, elsewhere)
-
-
 def make_plan(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, data: Data | None, held: ExitStack) -> Plan:
     """Find where a run starts and what it will do. `held` keeps its folder locked, and explains a lack of memory.
 
@@ -421,14 +394,14 @@ def launch(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, data: Da
             log.say(f"{config.checkpoint_dir}: this run is finished, at step {start.step}. Try a larger --max_steps.")
             return 0
         if config.dry_run == "plan":
-            log.say("\n".join([*plan.describe(), *plan.forecast()]))
+            log.say("\n".join([*plan.lines(), *plan.forecast()]))
             return 0
         start = start.downloaded(ranks, read_weights)
         if start.weights:
             check_fits(start.weights, config.init_from, plan.sketch.config, plan.data.tokenizer)
         plan = replace(plan, start=start)
         if config.dry_run == "measure":
-            log.say("\n".join([*plan.describe(), "measuring the time of a step ..."]))
+            log.say("\n".join([*plan.lines(), "measuring the time of a step ..."]))
             log.say("\n".join(plan.forecast(measure(build_run(plan, log, held)))))
             return 0
         if config.eval_only:

@@ -18,7 +18,7 @@ from model import GPT, GPTConfig
 from steadygpt.base.options import UserError
 from steadygpt.config import ELSEWHERE, FIELDS, PRESETS, TrainConfig, parse_args
 from steadygpt.machine.ranks import Ranks
-from steadygpt.run.plan import estimate_memory
+from steadygpt.run.memory import estimate_memory
 
 
 def parse(*argv: str) -> TrainConfig:

@@ -1,238 +1,63 @@
-"""What a run will do, before anything is built: data, steps, precision, memory, disk; and what fits in memory."""
+"""What a run will do, before anything is built: data, steps, precision, memory, disk, time."""
 
-import dataclasses
-import gc
 import math
 import platform
 import shutil
-from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from optim import checkpoint_bytes
 from steadygpt.base.disk import existing
-from steadygpt.base.options import RankError, UserError, options_of
-from steadygpt.checkpoint.files import LATEST, git_commit
+from steadygpt.checkpoint.files import git_commit
 from steadygpt.checkpoint.saves import interval_text
-from steadygpt.machine.attention import SHORT_ROW, kernel_name
-from steadygpt.machine.device import AUTOCAST, autocast, device_name, is_out_of_memory, memory_bytes, use_fp8
+from steadygpt.machine.attention import kernel_name
+from steadygpt.machine.device import AUTOCAST, device_name
 from steadygpt.machine.ranks import Ranks
+from steadygpt.run.forecast import forecast
+from steadygpt.run.memory import checkpoint_bytes, estimate_memory
 from steadygpt.run.schedule import Schedule
-
-STATIC, COPY = "weights, gradients and optimizer", "copy for checkpoints"
-# The share of the memory up to which an estimate is taken to fit. On a CPU a process keeps freed memory in fragments
-# and holds up to 1.6 times the estimate (python -m benchmarks.memory --keep_freed).
-FITS = {"cuda": 0.9, "mps": 0.9, "cpu": 0.6}
+from steadygpt.run.start import Start
 
 if TYPE_CHECKING:
-    from dataloader import Data
+    from dataloader import Data, RowStream
     from model import GPT
     from steadygpt.config import TrainConfig
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# the memory of a run
+@dataclass(frozen=True)
+class Plan:
+    """A run before it is built."""
+
+    start: Start
+    data: "Data"
+    schedule: Schedule
+    sketch: "GPT"  # on the meta device
+    ranks: Ranks
+    precision_elsewhere: str  # that the forecast assumes for well-known GPUs
+
+    def lines(self) -> list[str]:
+        """Return the plan in words."""
+        config, data = self.start.config, self.data
+        lines = describe(config, data, self.schedule, self.ranks, self.sketch, validation_rows(config, data.val))
+        return [*lines, *self.start.notes]
+
+    def forecast(self, step_s: float | None = None) -> list[str]:
+        """Return what the run will take, as further lines.
+
+        Args:
+            step_s: measured seconds of a step, if known.
+        """
+        config, val_rows = self.start.config, validation_rows(self.start.config, self.data.val)
+        step, elsewhere = self.start.step or 0, self.precision_elsewhere
+        return forecast(config, self.schedule, self.ranks, self.sketch, step, val_rows, step_s, elsewhere)
 
 
-def estimate_memory(config: "TrainConfig", model: "GPT", ranks: Ranks) -> tuple[dict[str, float], dict[str, float]]:
-    """Estimate the peak of the bytes that a rank needs on its device and in host memory, by use.
-
-    The activations are counted in model.py; benchmarks/memory.py compares the estimate with measured peaks.
-
-    Args:
-        model: of the run, on the meta device.
-    """
-    device, world_size = ranks.device.type, ranks.world_size
-    fsdp, bf16, compiled = config.sharding == "fsdp", config.precision == "bf16", config.compiles(device)
-    tokens, each = config.mini_batch_size * config.context_length, 4 if config.precision == "fp32" else 2  # bytes
-    N, in_blocks = (sum(p.numel() for p in module.parameters()) for module in (model, model.h))
-    C, P, shards = config.embd_size, model.config.padded_vocab_size, config.shards(world_size)
-    memory = dict[str, float]()
-    host: dict[str, float] = {COPY: checkpoint_bytes(model, config.optimizer, page_locked=device == "cuda")}
-    (host if config.cpu_offload else memory)[STATIC] = (checkpoint_bytes(model, config.optimizer) + 4 * N) / shards
-    if fsdp:  # root parameters stay gathered; two blocks at a time (current, prefetched)
-        memory["gathered weights"] = 4 * (N - in_blocks) + (2 if bf16 else 4) * 2 * in_blocks / config.num_layers
-        if config.grad_accum_steps(world_size) > 1:  # the last micro-step replaces them by shards, perhaps elsewhere
-            elsewhere = config.cpu_offload and device != "cpu"
-            memory["unsharded gradients"] = 4 * N - (0 if elsewhere else 4 * N / shards)
-    if each == 2 and not compiled:  # in eager code, autocast caches its copies
-        memory["16-bit weights"] = 2 * (P * C + (0 if fsdp and bf16 else in_blocks))
-
-    # A block keeps for backward: the inputs of the norms in fp32; their outputs, q, k, v and attention's output;
-    # rotated, normed and repeated heads; the MLP's hidden layer before and after the activation.
-    queries, keys = (config.head_size * heads for heads in (config.num_heads, config.kv_heads))
-    heads = (queries + keys) * (2 + 1.5 * bool(config.rotary_pct)) + 2 * queries * (queries > keys)
-    hidden = model.config.mlp_size * (4 if config.activation == "swiglu" else 2)
-    block = 4 * C * (1 if config.parallel_residual else 2) + each * (2 * C + heads + hidden)
-    block += (each + 4) * (queries + keys) * config.qk_norm
-    # Attention's matrix (B, num_heads, T, T) is only kept on a CPU, with dropout or in attention_in_blocks.
-    if device == "cpu" and (config.dropout or (each == 2 and config.context_length <= SHORT_ROW)):
-        block += config.num_heads * config.context_length * (12 if config.dropout else 4)
-    # Gradients of the residual stream in fp32, and of the hidden layer before and after the activation.
-    backward = 8 * C + each * 2 * model.config.mlp_size
-    if config.activation_checkpointing:  # of all blocks only the inputs, and one block is recomputed
-        block, backward = 4 * C, block + backward
-    memory["activations"] = config.num_layers * tokens * block
-
-    # Logits and their gradient; in eager mode also the gradient in fp32 before it is rounded; a soft cap computes tanh
-    # in fp32. With chunks, the head's gradient exists too: the sum so far; then also the chunk's and the new sum.
-    of_logit = 2 * each if compiled else 12 if config.logit_softcap else 8
-    logits: float = tokens * P * of_logit
-    if 0 < config.loss_chunk_size < tokens:
-        head = P * C * (4 if compiled else each)  # compiled, autocast's copy of the head is outside
-        logits = max(config.loss_chunk_size * P * of_logit + head, 3 * head)
-    # The logits are gone when the backward pass reaches the blocks.
-    memory["logits" if logits > tokens * backward else "a block's backward"] = max(logits, tokens * backward)
-    return memory, host
-
-
-def needed_bytes(config: "TrainConfig", model: "GPT", ranks: Ranks) -> float:
-    """Return the sum of estimate_memory: on a GPU without the host's part, elsewhere with it."""
-    on_device, host = estimate_memory(config, model, ranks)
-    return sum(on_device.values()) + (0 if ranks.device.type == "cuda" else sum(host.values()))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# what fits
-
-
-def largest_fitting(config: "TrainConfig", model: "GPT", ranks: Ranks, limit: float) -> "TrainConfig | None":
-    """Return the configuration with as many rows as need at most `limit` bytes: up to mini_batch_size, or with auto
-    up to all rows of a step. None if one row needs more.
-    """
-    for rows in reversed(config.possible_rows(ranks.world_size)):
-        changed = dataclasses.replace(config, mini_batch_size=rows)
-        if rows <= (config.mini_batch_size or rows) and needed_bytes(changed, model, ranks) <= limit:
-            return changed
-    return None
-
-
-def what_would_fit(config: "TrainConfig", model: "GPT", ranks: Ranks, limit: float) -> "TrainConfig | None":
-    """Return a configuration that needs less memory than `config` and at most `limit` bytes, or None.
-
-    Changes are added one by one: fewer rows, recomputed blocks, a loss in chunks, FSDP, weights in host memory.
-    """
-    # The estimate may be too low, so a configuration that needs as much as this one is no advice.
-    limit = min(limit, 0.99 * needed_bytes(config, model, ranks))
-    changes: list[dict[str, Any]] = [
-        {},
-        {"activation_checkpointing": True},
-        {"loss_chunk_size": config.loss_chunk_size or min(2048, config.context_length // 2)},
-        {"sharding": "fsdp"} if ranks.world_size > 1 else {},
-        {"sharding": "fsdp", "cpu_offload": True} if ranks.device.type == "cuda" else {},
-    ]
-    for change in changes:
-        config = dataclasses.replace(config, **change)
-        if found := largest_fitting(config, model, ranks, limit):
-            return found
-    return None
-
-
-def memory_advice(config: "TrainConfig", model: "GPT", ranks: Ranks, first_flag: str = "") -> str:
-    """Return what a run needs, what there is, and the flags that make it fit, as the end of an error message."""
-
-    def gb(config: "TrainConfig") -> str:
-        return f"about {needed_bytes(config, model, ranks) / 1e9:.1f} GB"
-
-    memory, rows = memory_bytes(ranks.device), config.mini_batch_size
-    limit = FITS[ranks.device.type] * memory
-    found = what_would_fit(config, model, ranks, limit)
-    text = (
-        f"{f'{rows} rows' if rows > 1 else '1 row'} of {config.context_length:,} tokens: {gb(config)} (estimated); the "
-        f"limit is {limit / 1e9:.1f} of the {memory / 1e9:.1f} GB of {device_name(ranks.device)}. "
-    )
-    if not found:
-        return text + "No option makes this model fit; try a smaller one or a device with more memory."
-    changed = {name: value for name in options_of(config) if (value := getattr(found, name)) != getattr(config, name)}
-    flags = [f"--{name}" if value is True else f"--{name} {value}" for name, value in changed.items()]
-    return f"{text}Try {' '.join([*first_flag.split(), *flags])} ({gb(found)})."
-
-
-@contextmanager
-def out_of_memory_explained(config: "TrainConfig", model: "GPT", ranks: Ranks):
-    """Raise a RankError with advice in place of an error for lack of memory. `model` is on the meta device."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        saved = Path(config.checkpoint_dir, LATEST).exists()
-        text = memory_advice(config, model, ranks, "--resume latest" * saved)
-        text += f" The checkpoints in {config.checkpoint_dir} are intact." * saved
-        raise RankError(f"out of memory on rank {ranks.rank}: {text}") from error
-
-
-def with_fitting_rows(config: "TrainConfig", model: "GPT", ranks: Ranks) -> tuple["TrainConfig", str]:
-    """Replace --mini_batch_size auto by a number of rows that fits on every rank, and describe it in a line.
-
-    The estimate chooses the number. On a GPU a step is tried out, with half the rows after each lack of memory; under
-    FSDP, where a step needs all ranks, and on other devices the estimate decides.
-
-    Args:
-        model: of the run, on the meta device.
-
-    Raises: UserError on all ranks when no number splits a step evenly, or the smallest does not fit on one of them.
-    """
-    if config.mini_batch_size:
-        return config, ""
-    memory, tries = memory_bytes(ranks.device), ranks.device.type == "cuda" and config.sharding == "ddp"
-    possible, limit = config.possible_rows(ranks.world_size), FITS[ranks.device.type] * memory
-    smallest = min(possible, default=1)  # fp8 may have none
-    found = largest_fitting(config, model, ranks, memory if tries else limit)
-    rows = found.mini_batch_size if found else tries * smallest
-    while tries and rows and not step_fits(config, rows, ranks, model):
-        rows = max((fewer for fewer in possible if fewer <= rows / 2), default=0)
-    rows = -ranks.max(-rows)
-    config = dataclasses.replace(config, mini_batch_size=rows or smallest)
-    if not rows:
-        raise UserError(f"--mini_batch_size auto: {memory_advice(config, model, ranks)}")
-    needed, how = needed_bytes(config, model, ranks), "estimated, and tried out" if tries else "estimated"
-    return config, (
-        f"mini_batch_size auto: {rows} rows need {needed / 1e9:.2f} GB ({how}); the limit is {limit / 1e9:.2f} of "
-        f"{memory / 1e9:.2f} GB"
-    )
-
-
-def step_fits(config: "TrainConfig", rows: int, ranks: Ranks, sketch: "GPT") -> bool:
-    """Return whether a step fits in the memory of the GPU, less some for fragments and NCCL's buffers."""
-    if ranks.is_main:  # compiling takes up to some minutes
-        print(f"--mini_batch_size auto: trying {rows} rows", flush=True)
-    torch.cuda.set_per_process_memory_fraction(FITS["cuda"], ranks.device)
-    try:
-        take_step(config, rows, ranks.device, sketch)
-        return True
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        return False
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, ranks.device)
-        if config.compiles(ranks.device.type):
-            torch._dynamo.reset()  # or the next number of rows is compiled for any number of rows
-        gc.collect()
-        torch.cuda.empty_cache()
-
-
-def take_step(config: "TrainConfig", rows: int, device: torch.device, sketch: "GPT") -> None:
-    """Compute gradients of random tokens beside tensors as large as AdamW's moments and the previous gradients."""
-    with device:
-        model = type(sketch)(sketch.config, False, config.activation_checkpointing, config.loss_chunk_size)
-        tokens = torch.randint(model.config.vocab_size, (rows, config.context_length))
-    if config.precision == "fp8":
-        use_fp8(model.h, device)
-    moments = [torch.empty_like(parameter) for parameter in model.parameters() for _ in range(2)]
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    with autocast(device, config.precision):
-        loss = (model.compiled() if config.compiles(device.type) else model)(tokens, tokens)
-    loss.backward()
-    del moments
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# the plan in words
+def validation_rows(config: "TrainConfig", val: "RowStream | None") -> int:
+    """Return the number of rows of a validation: eval_tokens, or all rows if there are fewer."""
+    wanted = max(1, config.eval_tokens // config.context_length)
+    return min(wanted, val.rows_per_epoch or wanted) if val else 0
 
 
 def describe(

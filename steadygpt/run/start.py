@@ -32,7 +32,7 @@ from steadygpt.log.status import read_status
 from steadygpt.machine.device import choose_precision
 from steadygpt.machine.host import check_compiler
 from steadygpt.machine.ranks import Ranks
-from steadygpt.run.plan import with_fitting_rows
+from steadygpt.run.memory import with_fitting_rows
 from steadygpt.run.schedule import Schedule, make_schedule, notes_of_decay
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from steadygpt.base.options import UserError
 from steadygpt.checkpoint.saves import num_bytes
 from steadygpt.config import TrainConfig, parse_args
 from steadygpt.machine.ranks import Ranks
-from steadygpt.run import plan
-from steadygpt.run.plan import COPY, FITS, STATIC, estimate_memory, needed_bytes, what_would_fit, with_fitting_rows
+from steadygpt.run import memory as estimates
+from steadygpt.run.memory import COPY, FITS, STATIC, estimate_memory, needed_bytes, what_would_fit, with_fitting_rows
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 CONFIG = TrainConfig(precision="bf16", compile="off", mini_batch_size=16)
@@ -144,7 +144,7 @@ def test_out_of_memory_is_one_line_with_flags_that_fit(workdir, monkeypatch):
         return step(run, batches)
 
     monkeypatch.setattr(train, "train_step", runs_out)
-    monkeypatch.setattr("steadygpt.run.plan.memory_bytes", lambda device: 1_000_000)
+    monkeypatch.setattr("steadygpt.run.memory.memory_bytes", lambda device: 1_000_000)
     with pytest.raises(UserError) as raised:
         run_here("--checkpoint_dir", "a", "--checkpoint_freq", "2")
     assert str(raised.value) == (
@@ -175,14 +175,14 @@ def needed(rows: int, world_size: int = 1) -> float:
 
 @pytest.mark.parametrize("rows", [1, 3, 12])
 def test_the_estimate_decides_on_a_cpu(monkeypatch, rows):
-    monkeypatch.setattr(plan, "memory_bytes", lambda device: needed(rows) / FITS["cpu"] + 1)
+    monkeypatch.setattr(estimates, "memory_bytes", lambda device: needed(rows) / FITS["cpu"] + 1)
     config, line = with_fitting_rows(AUTO, SKETCH, Ranks(CPU))
     assert config == dataclasses.replace(AUTO, mini_batch_size=rows)
     assert line == f"mini_batch_size auto: {rows} rows need 0.00 GB (estimated); the limit is 0.00 of 0.00 GB"
 
 
 def test_the_smallest_of_the_ranks_numbers_is_taken(monkeypatch):
-    monkeypatch.setattr(plan, "memory_bytes", lambda device: needed(6, 2) / FITS["cpu"] + 1)
+    monkeypatch.setattr(estimates, "memory_bytes", lambda device: needed(6, 2) / FITS["cpu"] + 1)
     monkeypatch.setattr(Ranks, "max", lambda self, number: max(number, -2))  # the other rank has found 2
     assert with_fitting_rows(AUTO, SKETCH, Ranks(CPU, world_size=2))[0].mini_batch_size == 2
     monkeypatch.setattr(Ranks, "max", lambda self, number: max(number, 0))  # or none
@@ -201,15 +201,15 @@ def test_a_step_is_tried_out_on_a_gpu_and_halved_after_a_lack_of_memory(monkeypa
     """The GPU is this CPU, with room for so many rows."""
     steps, fractions = [], []
 
-    def take_step(config, rows, device, sketch, take=plan.take_step):
+    def take_step(config, rows, device, sketch, take=estimates.take_step):
         take(dataclasses.replace(config, compile="off"), rows, CPU, sketch)
         steps.append(rows)
         if rows > room:
             raise torch.OutOfMemoryError if rows > 6 else RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")
 
-    monkeypatch.setattr(plan, "take_step", take_step)
-    monkeypatch.setattr(plan, "memory_bytes", lambda device: 10_000_000)
-    monkeypatch.setattr(plan, "device_name", lambda device: "a GPU")
+    monkeypatch.setattr(estimates, "take_step", take_step)
+    monkeypatch.setattr(estimates, "memory_bytes", lambda device: 10_000_000)
+    monkeypatch.setattr(estimates, "device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _: fractions.append(share))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     gpu, config = Ranks(SimpleNamespace(type="cuda")), dataclasses.replace(AUTO, **flags)
@@ -228,7 +228,7 @@ def test_a_step_is_tried_out_on_a_gpu_and_halved_after_a_lack_of_memory(monkeypa
 
 def test_the_number_is_stored_and_a_resume_takes_it(workdir, monkeypatch, capsys):
     auto = ("--mini_batch_size", "auto", "--checkpoint_dir", "a", "--logdir", "a")
-    monkeypatch.setattr(plan, "memory_bytes", lambda device: 10**9)
+    monkeypatch.setattr(estimates, "memory_bytes", lambda device: 10**9)
     assert run_here(*auto) == 0
     said = capsys.readouterr().out
     assert "mini_batch_size auto: 4 rows need 0.00 GB (estimated); the limit is 0.60 of 1.00 GB\n" in said
