@@ -203,10 +203,9 @@ class Mirror:
             there |= {LATEST: entry} | ({BACKUP: latest} if latest else {})
         there |= dict.fromkeys(names, entry)
         written_ns = {name: entry.mtime_ns for name, entry in there.items()}
-        order = {LATEST: 3, BACKUP: 2, BEST: -1}
-        kept = sorted(
+        kept = sorted(  # the newest first, not the backup, which uploads that fall behind leave older than others
             there.keys() - too_old(written_ns, config),
-            key=lambda name: (order.get(name, name.startswith("rolling")), written_ns[name], name),
+            key=lambda name: (name == LATEST, name != BEST, written_ns[name], name),
             reverse=True,
         )
         self._write(Index(self.run, {name: there[name] for name in kept}))
