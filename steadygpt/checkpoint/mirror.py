@@ -185,7 +185,7 @@ class Mirror:
         """Upload a checkpoint unless it is there, the other files of the run, and the index; delete what is too old.
 
         Args:
-            names: of the checkpoint. The newest one is also latest.pt; the one that was becomes its backup.
+            names: of the checkpoint. The newest in the mirror is also latest.pt, and the one before it the backup.
             progress: is called with the number of bytes that are uploaded.
 
         Raises: UserError when the folder belongs to another run.
@@ -198,14 +198,14 @@ class Mirror:
             self.fs.put_file(str(path), self._path(entry.file), callback=callback, max_concurrency=PARTS)
         there = dict(self.claim().checkpoints)  # again: another run may have claimed it meanwhile
         self.upload_files(config)
-        latest = there.get(LATEST)
-        if latest is None or latest.mtime_ns < entry.mtime_ns:
-            there |= {LATEST: entry} | ({BACKUP: latest} if latest else {})
-        there |= dict.fromkeys(names, entry)
+        # Uploads that fall behind begin with the newest, so the one before it may come later.
+        newest, *older = sorted({entry, *there.values()}, key=lambda entry: entry.mtime_ns, reverse=True)
+        there |= dict.fromkeys(names, entry) | {LATEST: newest} | ({BACKUP: older[0]} if older else {})
         written_ns = {name: entry.mtime_ns for name, entry in there.items()}
-        kept = sorted(  # the newest first, not the backup, which uploads that fall behind leave older than others
+        order = {LATEST: 3, BACKUP: 2, BEST: -1}
+        kept = sorted(
             there.keys() - too_old(written_ns, config),
-            key=lambda name: (name == LATEST, name != BEST, written_ns[name], name),
+            key=lambda name: (order.get(name, name.startswith("rolling")), written_ns[name], name),
             reverse=True,
         )
         self._write(Index(self.run, {name: there[name] for name in kept}))

@@ -145,9 +145,8 @@ def test_uploads_that_fall_behind_begin_with_the_newest_and_hold_up_no_save(save
     os.utime(corrupt, ns=(written_ns, written_ns))
     may_upload.set()
     there = saver.uploaded()  # step 2 is not in the folder any more
-    assert there == {"latest.pt": 6, "latest_backup.pt": 1} | {f"rolling_step_{n:06d}.pt": n for n in (6, 5, 3, 1)}
-    # In this order a resume tries them: the newest first, although the backup of the mirror is the oldest.
-    assert list(there) == ["latest.pt", *(f"rolling_step_{n:06d}.pt" for n in (6, 5, 3, 1)), "latest_backup.pt"]
+    assert there == {"latest.pt": 6, "latest_backup.pt": 5} | {f"rolling_step_{n:06d}.pt": n for n in (6, 5, 3, 1)}
+    assert list(there) == ["latest.pt", "latest_backup.pt", *(f"rolling_step_{n:06d}.pt" for n in (6, 5, 3, 1))]
     reports = saver.reports()
     assert [re.split(" to |: ", text)[0] for text in reports] == [
         "uploaded step 1 as latest.pt, rolling_step_000001.pt",
