@@ -13,10 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.run import get_args_parser
 
+import model
 import prepare_dataset
 from model import GPT, GPTConfig
+from steadygpt import config
 from steadygpt.base.options import UserError
 from steadygpt.config import ELSEWHERE, FIELDS, PRESETS, TrainConfig, parse_args
+from steadygpt.data import tasks
 from steadygpt.machine.ranks import Ranks
 from steadygpt.run.memory import estimate_memory
 
@@ -249,3 +252,8 @@ def test_rows_split_a_step_evenly_or_the_suggested_sizes_do(ranks, rows, context
         assert total not in nearest and offered == [size for size in nearest if size]
         for size in offered:
             dataclasses.replace(config, total_batch_size=size).with_even_rows(ranks)
+
+
+def test_the_names_of_activations_and_tasks_are_those_that_are_implemented():
+    assert tuple(model.ACTIVATIONS) == config.ACTIVATIONS
+    assert tuple(tasks.TASKS) == config.TASKS

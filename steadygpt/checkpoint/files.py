@@ -2,7 +2,7 @@
 
     latest.pt  latest_backup.pt     the last save, and the one before it
     rolling_step_XXXXXX.pt          the newest keep_checkpoints
-    epoch_XXXXX.pt                  the end of each epoch, all kept
+    epoch_XXXXX.pt                  the end of an epoch: the newest keep_epochs, by default all
     stable.pt                       the last step before the cool-down of --schedule wsd
     best_model.pt                   the best validation loss so far
 

@@ -189,15 +189,14 @@ class Results:
     def add(self, pending: Pending) -> None:
         """Take the results of a step, and read all but the last `late`; raises as flush() does."""
         self.waiting.append(pending)
-        while len(self.waiting) > self.late:
-            self._read(self.waiting.popleft().result())
+        self.flush(self.late)
 
-    def flush(self) -> None:
-        """Read all results.
+    def flush(self, late: int = 0) -> None:
+        """Read all results but the last `late`.
 
         Raises: Diverged after too many bad steps, with step and rows as before them; they never changed the weights.
         """
-        while self.waiting:
+        while len(self.waiting) > late:
             self._read(self.waiting.popleft().result())
 
     def _read(self, result: StepResult) -> None:
