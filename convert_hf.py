@@ -167,7 +167,7 @@ def _config(found: dict, names: dict[str, str], source: Path | str) -> GPTConfig
 
 
 def check_fits(initial: dict, source: str, config: GPTConfig, tokenizer: str) -> None:
-    """Check that the weights of --init_from fit the model and the data of a run, and crop a longer context.
+    """Check that the weights of --init_from fit the model and the data of a run; their context may be longer.
 
     Args:
         initial: a checkpoint, as from read_weights.
@@ -182,8 +182,6 @@ def check_fits(initial: dict, source: str, config: GPTConfig, tokenizer: str) ->
             raise UserError(f"--init_from {source}: {name} is {found}, but {other} {of_run[name]}")
     if initial["tokenizer"] not in ("", tokenizer):
         raise UserError(f"--init_from {source}: tokenizer is {initial['tokenizer']}, but the data has {tokenizer}")
-    if "wpe.weight" in initial["model"]:  # on rank 0, with learned positions
-        initial["model"]["wpe.weight"] = initial["model"]["wpe.weight"][: config.context_length]
 
 
 def _gpt2_if_it_fits(config: GPTConfig) -> str:

@@ -33,31 +33,22 @@ from steadygpt.base.options import run_cli, shown_options
 from steadygpt.base.retry import brief
 from steadygpt.checkpoint.files import FORMAT_VERSION, Captured, TrainState, check_weights, git_commit
 from steadygpt.checkpoint.host_copy import HostCopy, fill, restore_optimizer
-from steadygpt.checkpoint.mirror import Mirror
 from steadygpt.checkpoint.saves import Saves
-from steadygpt.checkpoint.table import checkpoint_table, mirror_table
+from steadygpt.checkpoint.table import print_checkpoints
 from steadygpt.config import TrainConfig, parse_args, preset_named
 from steadygpt.data.tokenizer import tokenizer_on_all
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine import parallel
 from steadygpt.machine.device import autocast, evaluating, profiled, use_fp8
 from steadygpt.machine.loss import IGNORED_TARGET
-from steadygpt.machine.ranks import (
-    Ranks,
-    Stopped,
-    StopSignal,
-    end_with_torchrun,
-    is_on_one_node,
-    joined,
-    world_size_of_environment,
-)
+from steadygpt.machine.ranks import Ranks, Stopped, StopSignal, end_with_torchrun, joined
 from steadygpt.run.forecast import measure_step_s
-from steadygpt.run.memory import checkpoint_bytes, out_of_memory_explained
+from steadygpt.run.memory import out_of_memory_explained
 from steadygpt.run.outputs import open_outputs, verified
-from steadygpt.run.plan import Plan, validation_rows
+from steadygpt.run.plan import Plan, settle, validation_rows
 from steadygpt.run.results import Diverged, Judge, Pending, Results
-from steadygpt.run.schedule import Schedule, learning_rate, make_schedule
-from steadygpt.run.start import Start, find_start, folder_of_resumed_file, settled
+from steadygpt.run.schedule import Schedule, learning_rate
+from steadygpt.run.start import Start, find_start
 from steadygpt.run.summary import summarize
 
 SAMPLE_TOKENS = 100
@@ -125,17 +116,14 @@ def build_model(start: Start, shape: GPTConfig, ranks: Ranks) -> tuple[GPT, torc
 
 def build_run(plan: Plan, log: RunLog, held: ExitStack) -> Run:
     """Build what a plan describes; `held` closes the files of a run that trains."""
-    start, data, schedule, ranks, config = plan.start, plan.data, plan.schedule, plan.ranks, plan.start.config
-    device, state = ranks.device, TrainState.of(start.checkpoint)
+    start, data, schedule, ranks = plan.start.downloaded(plan.ranks, read_weights), plan.data, plan.schedule, plan.ranks
+    config, device, state = start.config, ranks.device, TrainState.of(start.checkpoint)
     stop = StopSignal(ranks, config.max_hours if config.trains else 0, log.beat)
-    fingerprint, saves = None, Saves(config, ranks, log, stop, None)
-    if config.trains:
-        if ranks.is_main:  # whose log says how the run has ended, also before its first step
-            stop.interrupt()
-        fingerprint = verified(data, start, ranks)
-        saves = open_outputs(start, log, stop, checkpoint_bytes(plan.sketch, config.optimizer), ranks, held)
+    fingerprint = verified(data, start, ranks) if config.trains else None
+    saves = open_outputs(start, plan.sketch, log, stop, held) if config.trains else Saves(config, ranks, log, stop)
+    state.best_val_loss = saves.best_val_loss(state.best_val_loss)
+    if not config.eval_only:
         log.say("\n".join(plan.lines()))
-        state.best_val_loss = saves.best_val_loss(state.best_val_loss)
     reads_text = config.dry_run == "off" and (config.sample_freq or config.hellaswag_freq)
     tokenizer = tokenizer_on_all(data.tokenizer, ranks, log.warn) if reads_text else None
     tasks = hellaswag_eval.load(config, tokenizer, ranks, log.warn) if tokenizer and config.hellaswag_freq else {}
@@ -352,87 +340,64 @@ def run_to_end(run: Run) -> int:
 # main
 
 
-def make_plan(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, data: Data | None, held: ExitStack) -> Plan:
-    """Find where a run starts and what it will do. `held` keeps its folder locked, and explains a lack of memory.
+def make_plan(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, held: ExitStack) -> Plan:
+    """Find where a run starts, and settle what it will do. `held` keeps the folder of its checkpoints locked.
 
     Raises: UserError.
     """
-    precision_elsewhere = config.precision if "precision" in given and config.precision != "auto" else "bf16"
     start = find_start(config, given, ranks, held, read_weights)
-    data = data or ranks.on_each(lambda: open_data(start.config))
+    data = ranks.on_each(lambda: open_data(start.config))
     shape = start.config.shape(data.vocab_size)
     if start.weights:
         check_fits(start.weights, config.init_from, shape, data.tokenizer)
     with torch.device("meta"):
         sketch = GPT(shape, initialize=False)
-    start, schedule = settled(start, given, data, sketch, ranks, held)
-    held.enter_context(out_of_memory_explained(start.config, sketch, ranks))
-    return Plan(start, data, schedule, sketch, ranks, precision_elsewhere)
+    return settle(start, given, data, sketch, ranks, held)
 
 
 def measure(run: Run) -> float:
     """Return the seconds of a step of the run, from a few steps with fewer micro-steps."""
-    config, ranks = run.config, run.ranks
+
+    def take_step(config: TrainConfig) -> None:
+        train_step(replace(run, config=config), batches).result()
+
+    run.log.say("measuring the time of a step ...")
     with closing(run.batches(run.data.train)) as batches:
-
-        def seconds_of(micro_steps: int) -> float:
-            tokens = micro_steps * config.mini_batch_size * config.context_length * ranks.world_size
-            start_s = time.perf_counter()
-            train_step(replace(run, config=replace(config, total_batch_size=tokens)), batches).result()
-            return time.perf_counter() - start_s
-
-        return measure_step_s(seconds_of, config.grad_accum_steps(ranks.world_size), ranks)
+        return measure_step_s(take_step, run.config, run.ranks)
 
 
-def launch(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, data: Data | None) -> int:
+def launch(plan: Plan, held: ExitStack) -> int:
     """Train, or do what is asked instead: print the plan, measure a step, evaluate; return the exit status."""
-    with ExitStack() as held:
-        plan = make_plan(config, given, ranks, data, held)
-        start, config, max_steps = plan.start, plan.start.config, plan.schedule.max_steps
-        log = RunLog(config, ranks, max_steps)
-        if not config.eval_only and start.is_finished(max_steps, ranks):
-            log.say(f"{config.checkpoint_dir}: this run is finished, at step {start.step}. Try a larger --max_steps.")
-            return 0
-        if config.dry_run == "plan":
-            log.say("\n".join([*plan.lines(), *plan.forecast()]))
-            return 0
-        start = start.downloaded(ranks, read_weights)
-        if start.weights:
-            check_fits(start.weights, config.init_from, plan.sketch.config, plan.data.tokenizer)
-        plan = replace(plan, start=start)
-        if config.dry_run == "measure":
-            log.say("\n".join([*plan.lines(), "measuring the time of a step ..."]))
-            log.say("\n".join(plan.forecast(measure(build_run(plan, log, held)))))
-            return 0
-        if config.eval_only:
-            log.say(f"{start.path or config.init_from} at step {start.step or 0:,}:")
-            evaluate(build_run(plan, log, held), last=True)
-            return 0
+    start, config, max_steps = plan.start, plan.start.config, plan.schedule.max_steps
+    log = RunLog(config, plan.ranks, max_steps)
+    if not config.eval_only and start.is_finished(max_steps, plan.ranks):
+        log.say(f"{config.checkpoint_dir}: this run is finished, at step {start.step}. Try a larger --max_steps.")
+    elif config.dry_run == "plan":
+        log.say("\n".join([*plan.lines(), *plan.forecast()]))
+    elif config.dry_run == "measure":
+        log.say("\n".join(plan.forecast(measure(build_run(plan, log, held)))))
+    elif config.eval_only:
+        log.say(f"{start.path or config.init_from} at step {start.step or 0:,}:")
+        evaluate(build_run(plan, log, held), last=True)
+    else:
         return run_to_end(build_run(plan, log, held))
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     end_with_torchrun()
     config, given = parse_args(sys.argv[1:] if argv is None else argv)
     if config.list_checkpoints:
-        folder = Path(config.checkpoint_dir)
-        table = mirror_table(Mirror(config.mirror)) if config.mirror else checkpoint_table(folder, config.verbose)
-        for line in table:
-            print(line, flush=True)
-        return 0
-    config = folder_of_resumed_file(config, given)
-    data = None
-    with preset_named(config.config, given):
-        # Report mistakes before waiting for other ranks, unless they are on other nodes, where they would wait in vain.
-        if not config.resume and config.init_from == "scratch" and is_on_one_node():
-            data = open_data(config)
-            strict_warmup = given.get("warmup_steps") == "flag"
-            world_size = world_size_of_environment()
-            first = config.with_tokens_of_step(world_size).with_even_rows(world_size)
-            make_schedule(first, data, world_size, strict_warmup=strict_warmup)
-        with joined(config.device, config.timeout_minutes) as ranks:
+        return print_checkpoints(Path(config.checkpoint_dir), config.mirror, config.verbose)
+    with (
+        preset_named(config.config, given),
+        joined(config.device, config.timeout_minutes) as ranks,
+        ExitStack() as held,
+    ):
+        plan = make_plan(config, given, ranks, held)
+        with out_of_memory_explained(plan.start.config, plan.sketch, ranks):
             try:
-                return launch(config, given, ranks, data)
+                return launch(plan, held)
             except Stopped:  # in a measurement or an evaluation; a run has its own end
                 return 130
 

@@ -184,7 +184,7 @@ def built(*flags: str, ranks: Ranks):
 
     config, given = parse_args([*TINY, *flags, "--dry_run", "measure"])
     with contextlib.ExitStack() as held:
-        plan = train.make_plan(config, given, ranks, None, held)
+        plan = train.make_plan(config, given, ranks, held)
         return train.build_run(plan, RunLog(config, ranks), held)
 
 

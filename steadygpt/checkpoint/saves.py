@@ -53,7 +53,7 @@ class Saves:
         ranks: Ranks,
         log: RunLog,
         stop: StopSignal,
-        writer: "CheckpointWriter | None",
+        writer: "CheckpointWriter | None" = None,
         step: int | None = None,
     ):
         self.config, self.ranks, self.log, self.stop, self.writer = config, ranks, log, stop, writer

@@ -18,6 +18,13 @@ _ROW = "{:<26} {:>8} {:>7} {:>8} {:>8} {:>12} {:>12}  {}".format
 TABLE_HEAD = _ROW("file", "step", "epoch", "loss", "val loss", "size", "age", "state")
 
 
+def print_checkpoints(folder: Path, mirror: str = "", verbose: bool = False) -> int:
+    """Print the checkpoints of a folder, or of a mirror if one is given, and return the exit status."""
+    for line in mirror_table(Mirror(mirror)) if mirror else checkpoint_table(folder, verbose):
+        print(line, flush=True)
+    return 0
+
+
 def table_row(name: str, about: Mapping[str, Any], size: int, written_s: float, state: str) -> str:
     """Return a line of the table; `about` has step, epoch, loss and val_loss, and lacks what is unknown."""
 

@@ -177,16 +177,6 @@ def handle(name: str, handler: Callable[..., object]) -> None:
         signal.signal(number, handler)
 
 
-def world_size_of_environment() -> int:
-    """Return the number of processes that torchrun has started; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def is_on_one_node() -> bool:
-    """Return whether all processes that torchrun has started are on this machine."""
-    return os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
-
-
 @contextmanager
 def joined(device_name: str, timeout_minutes: float = 30):
     """Join the processes that torchrun has started, as a `Ranks`; leave them at the end.
@@ -194,7 +184,7 @@ def joined(device_name: str, timeout_minutes: float = 30):
     CPU tensors travel by gloo, CUDA tensors by NCCL. If a rank does not respond for `timeout_minutes`, the run ends.
     The others also wait while rank 0 reads all shards or a large checkpoint.
     """
-    world_size = world_size_of_environment()
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     ranks = Ranks(
         device=choose_device(device_name),
         rank=int(os.environ.get("RANK", "0")),

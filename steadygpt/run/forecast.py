@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -25,13 +26,21 @@ HELLASWAG_TOKENS = 1_600_000  # with GPT-2's tokenizer
 TOKENS_PER_PARAMETER = 20
 
 
-def measure_step_s(seconds_of: Callable[[int], float], micro_steps: int, ranks: Ranks) -> float:
-    """Return the seconds of a step. Steps with one micro-step and with several tell what each micro-step takes.
+def measure_step_s(take_step: Callable[["TrainConfig"], object], config: "TrainConfig", ranks: Ranks) -> float:
+    """Return the seconds of a step, extrapolated from steps with one micro-step and steps with several.
 
     Args:
-        seconds_of: takes a step with that many micro-steps, on all ranks together, and returns its seconds.
-        micro_steps: of a step of the run.
+        take_step: takes a step of a configuration with fewer tokens in a step, on all ranks together.
+        config: of the run.
     """
+
+    def seconds_of(micro_steps: int) -> float:
+        tokens = micro_steps * config.mini_batch_size * config.context_length * ranks.world_size
+        start_s = time.perf_counter()
+        take_step(replace(config, total_batch_size=tokens))
+        return time.perf_counter() - start_s
+
+    micro_steps = config.grad_accum_steps(ranks.world_size)
     seconds_of(1)  # compiles, and allocates memory
     first_s = ranks.broadcast(seconds_of(1))  # rank 0's clock decides, so that all ranks take the same steps
     many = max(min(2, micro_steps), min(micro_steps, int(MEASURE_S / ROUNDS / first_s)))

@@ -10,17 +10,19 @@ import torch
 from steadygpt.base.durable import lock_folder, replace_file
 from steadygpt.base.options import shown_options
 from steadygpt.base.retry import NoAnswer
-from steadygpt.checkpoint.files import LATEST, summary
+from steadygpt.checkpoint.files import LATEST, check_folder, summary
 from steadygpt.checkpoint.mirror import Mirror, restore_files
 from steadygpt.checkpoint.saves import CheckpointWriter, Saves, clean_folder
 from steadygpt.checkpoint.uploads import Uploads
 from steadygpt.data.shards import check_listing, fingerprint, listing
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.ranks import Ranks, StopSignal
-from steadygpt.run.start import Start
+from steadygpt.run.memory import checkpoint_bytes
+from steadygpt.run.start import IN_USE, Start
 
 if TYPE_CHECKING:
     from dataloader import Data
+    from model import GPT
 
 
 def verified(data: "Data", start: Start, ranks: Ranks) -> dict | None:
@@ -35,22 +37,24 @@ def verified(data: "Data", start: Start, ranks: Ranks) -> dict | None:
     return ranks.on_main(lambda: fingerprint(splits, data.manifest, data.vocab_size, known))
 
 
-def open_outputs(
-    start: Start, log: RunLog, stop: StopSignal, checkpoint_bytes: int, ranks: Ranks, held: ExitStack
-) -> Saves:
+def open_outputs(start: Start, sketch: "GPT", log: RunLog, stop: StopSignal, held: ExitStack) -> Saves:
     """Open the folders of a run on rank 0; `held` closes the log and releases the locks.
 
     Args:
+        sketch: the model of the run, on the meta device.
         log: opened here.
-        checkpoint_bytes: of one file.
     """
-    config = start.config
-    writer = ranks.on_main(lambda: _open_on_main(start, log, checkpoint_bytes, held))
-    return Saves(config, ranks, log, stop, writer, start.step)
+    size = checkpoint_bytes(sketch, start.config.optimizer)
+    writer = log.ranks.on_main(lambda: _open_on_main(start, log, size, held))
+    return Saves(start.config, log.ranks, log, stop, writer, start.step)
 
 
-def _open_on_main(start: Start, log: RunLog, checkpoint_bytes: int, held: ExitStack) -> CheckpointWriter:
+def _open_on_main(start: Start, log: RunLog, checkpoint_size: int, held: ExitStack) -> CheckpointWriter:
     config, folder, logdir = start.config, Path(start.config.checkpoint_dir), Path(start.config.logdir)
+    StopSignal.interrupt()  # so that the log says how the run has ended, also before its first step
+    if not config.resume:  # otherwise find_start has locked it
+        held.enter_context(lock_folder(folder, IN_USE))
+        check_folder(folder, None)
     if logdir.resolve() != folder.resolve():
         held.enter_context(lock_folder(logdir, "give this run another --logdir"))
     mirror = _reserved_mirror(start) if config.mirror else None
@@ -61,7 +65,7 @@ def _open_on_main(start: Start, log: RunLog, checkpoint_bytes: int, held: ExitSt
         replace_file(folder / LATEST, lambda file: torch.save(content, file))
     else:
         clean_folder(folder, start.path)
-    log.open(start.step, checkpoint_bytes)  # drops what came after the step of latest.pt
+    log.open(start.step, checkpoint_size)  # drops what came after the step of latest.pt
     held.enter_context(log)
     latest = summary(start.checkpoint) if start.checkpoint else None
     uploads = Uploads(mirror, config, log) if mirror else None

@@ -1,24 +1,29 @@
-"""What a run will do, before anything is built: data, steps, precision, memory, disk, time."""
+"""What a run will do, settled before anything is built: data, steps, precision, memory, disk, time."""
 
 import math
+import os
 import platform
 import shutil
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from steadygpt.base.disk import existing
+from steadygpt.base.options import UserError
 from steadygpt.checkpoint.files import git_commit
 from steadygpt.checkpoint.saves import interval_text
 from steadygpt.machine.attention import kernel_name
-from steadygpt.machine.device import AUTOCAST, device_name
+from steadygpt.machine.device import AUTOCAST, choose_precision, device_name
+from steadygpt.machine.host import check_compiler
 from steadygpt.machine.ranks import Ranks
 from steadygpt.run.forecast import forecast
-from steadygpt.run.memory import checkpoint_bytes, estimate_memory
-from steadygpt.run.schedule import Schedule
-from steadygpt.run.start import Start
+from steadygpt.run.memory import checkpoint_bytes, estimate_memory, with_fitting_rows
+from steadygpt.run.schedule import Schedule, make_schedule, notes_of_decay
+from steadygpt.run.start import Start, name_of_run
 
 if TYPE_CHECKING:
     from dataloader import Data, RowStream
@@ -52,6 +57,63 @@ class Plan:
         config, val_rows = self.start.config, validation_rows(self.start.config, self.data.val)
         step, elsewhere = self.start.step or 0, self.precision_elsewhere
         return forecast(config, self.schedule, self.ranks, self.sketch, step, val_rows, step_s, elsewhere)
+
+
+def settle(start: Start, given: Mapping[str, str], data: "Data", sketch: "GPT", ranks: Ranks, held: ExitStack) -> Plan:
+    """Settle every option that the data, the machine or the length of the run decides; checkpoints store the result.
+
+    Args:
+        given: see find_start.
+        sketch: the model of the run, on the meta device.
+        held: reserves the name of the run until it closes.
+
+    Raises: UserError.
+    """
+    config, checkpoint, world_size = start.config, start.checkpoint, ranks.world_size
+    elsewhere = config.precision if "precision" in given and config.precision != "auto" else "bf16"
+    strict_warmup = checkpoint is not None or given.get("warmup_steps") == "flag"
+    config = config if checkpoint else config.with_tokens_of_step(world_size)
+    config = config.with_even_rows(world_size)
+    sizes = (config.mini_batch_size or 1) * config.context_length, config.embd_size, sketch.config.mlp_size
+    precision, of_precision = ranks.broadcast(choose_precision(config.precision, ranks.device, *sizes))
+    config = replace(config, precision=precision)
+    set_up(config, ranks.device)
+    config, of_memory = with_fitting_rows(config, sketch, ranks)
+    schedule = make_schedule(config, data, world_size, start.step or 0, start.rows_consumed, strict_warmup)
+    name, logdir, of_name = name_of_run(start, given, ranks, held)
+    config = replace(
+        config, tokenizer=data.tokenizer, vocab_size=sketch.config.vocab_size, warmup_steps=schedule.warmup_steps,
+        run_name=name, logdir=logdir,
+    )  # fmt: skip
+    of_rows, of_decay = note_of_rows(start.config, config, world_size), notes_of_decay(config, schedule, checkpoint)
+    notes = filter(None, [of_memory, *start.notes, of_rows, of_precision, of_name, *of_decay])
+    return Plan(replace(start, config=config, notes=tuple(notes)), data, schedule, sketch, ranks, elsewhere)
+
+
+def note_of_rows(before: "TrainConfig", config: "TrainConfig", world_size: int) -> str:
+    """Return a line for the plan if the rows of a step do not divide evenly into the micro-batches asked for."""
+    wanted, rows = before.mini_batch_size, config.total_batch_size // config.context_length // world_size
+    if wanted in (0, config.mini_batch_size):
+        return ""
+    each = f"each of {world_size} ranks" if world_size > 1 else "1 rank"
+    return f"mini_batch_size {wanted} -> {config.mini_batch_size}: a step has {rows:,} rows on {each}"
+
+
+def set_up(config: "TrainConfig", device: torch.device) -> None:
+    """Prepare a device for a run whose precision is chosen, before its first matrix product."""
+    precision = config.precision
+    if config.compiles(device.type):
+        check_compiler(device.type)
+    if config.cpu_offload and precision == "fp16" and device.type == "cuda":
+        # GradScaler copies the scale to the host without waiting, and reads it there at once (torch 2.13).
+        raise UserError("--cpu_offload: PyTorch cannot scale fp16 gradients in host memory; try --precision fp32")
+    if device.type == "cuda" and precision == "fp32":  # else HellaSwag's close calls would be scored in TF32 too
+        torch.set_float32_matmul_precision("high")
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)  # without warn_only, which leaves attention as it is
+        # Every tensor is written before it is read.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def validation_rows(config: "TrainConfig", val: "RowStream | None") -> int:

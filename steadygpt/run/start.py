@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from steadygpt.base.durable import fsync_folder, link_file, lock_folder
 from steadygpt.base.options import UserError, options_of
 from steadygpt.base.retry import NoAnswer
@@ -29,17 +27,12 @@ from steadygpt.checkpoint.files import (
 )
 from steadygpt.checkpoint.mirror import Mirror, newer_checkpoint, restore_files
 from steadygpt.log.status import read_status
-from steadygpt.machine.device import choose_precision
-from steadygpt.machine.host import check_compiler
 from steadygpt.machine.ranks import Ranks
-from steadygpt.run.memory import with_fitting_rows
-from steadygpt.run.schedule import Schedule, make_schedule, notes_of_decay
 
 if TYPE_CHECKING:
-    from dataloader import Data
-    from model import GPT
     from steadygpt.config import TrainConfig
 
+IN_USE = "wait for it to end, or give this run another --checkpoint_dir"
 STAMP_PATTERN = r"\d{8}-\d{6}"  # matches a time that STAMP has formatted
 
 
@@ -73,6 +66,8 @@ class Start:
 
         def download() -> Start:
             whole = weights if weights["model"] else read_weights(weights["source"])
+            if "wpe.weight" in whole["model"]:  # learned positions, of a context that may be longer
+                whole["model"]["wpe.weight"] = whole["model"]["wpe.weight"][: self.config.context_length]
             return dataclasses.replace(self, weights=whole)
 
         return shared(ranks.on_main(download), ranks)
@@ -81,60 +76,6 @@ class Start:
         """Return whether the checkpoint is the end of a finished run."""
         finished = ranks.broadcast(read_status(Path(self.config.checkpoint_dir)).get("status") == "finished")
         return finished and self.step is not None and self.step >= max_steps
-
-
-def settled(
-    start: Start, given: Mapping[str, str], data: "Data", sketch: "GPT", ranks: Ranks, held: ExitStack
-) -> tuple[Start, Schedule]:
-    """Decide every option that the data, the machine or the length of the run decides; the checkpoint stores them.
-
-    Args:
-        given: see find_start.
-        sketch: the model of the run, on the meta device.
-        held: reserves the name of the run until it closes.
-
-    Returns: the start with the settled configuration and a line for each surprising choice; and the schedule.
-    """
-    config, notes, world_size = start.config, list(start.notes), ranks.world_size
-    if not start.checkpoint:
-        config = config.with_tokens_of_step(world_size)
-    wanted_rows, config = config.mini_batch_size, config.with_even_rows(world_size)
-    if config.mini_batch_size != wanted_rows:
-        rows = config.total_batch_size // config.context_length // world_size
-        each = f"each of {world_size} ranks" if world_size > 1 else "1 rank"
-        notes.append(f"mini_batch_size {wanted_rows} -> {config.mini_batch_size}: a step has {rows:,} rows on {each}")
-    tokens = (config.mini_batch_size or 1) * config.context_length
-    sizes = tokens, config.embd_size, sketch.config.mlp_size
-    precision, rates = ranks.broadcast(choose_precision(config.precision, ranks.device, *sizes))
-    config = dataclasses.replace(config, precision=precision)
-    set_up(config, ranks.device)
-    config, fitted = with_fitting_rows(config, sketch, ranks)
-    strict_warmup = start.checkpoint is not None or given.get("warmup_steps") == "flag"
-    schedule = make_schedule(config, data, world_size, start.step or 0, start.rows_consumed, strict_warmup)
-    name, logdir, reason = name_of_run(start, given, ranks, held)
-    config = dataclasses.replace(
-        config, tokenizer=data.tokenizer, vocab_size=sketch.config.vocab_size, warmup_steps=schedule.warmup_steps,
-        run_name=name, logdir=logdir,
-    )  # fmt: skip
-    lines = [fitted, *notes, rates, reason, *notes_of_decay(config, schedule, start.checkpoint)]
-    return dataclasses.replace(start, config=config, notes=tuple(filter(None, lines))), schedule
-
-
-def set_up(config: "TrainConfig", device: torch.device) -> None:
-    """Prepare a device for a run whose precision is chosen, before its first matrix product."""
-    precision = config.precision
-    if config.compiles(device.type):
-        check_compiler(device.type)
-    if config.cpu_offload and precision == "fp16" and device.type == "cuda":
-        # GradScaler copies the scale to the host without waiting, and reads it there at once (torch 2.13).
-        raise UserError("--cpu_offload: PyTorch cannot scale fp16 gradients in host memory; try --precision fp32")
-    if device.type == "cuda" and precision == "fp32":  # else HellaSwag's close calls would be scored in TF32 too
-        torch.set_float32_matmul_precision("high")
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)  # without warn_only, which leaves attention as it is
-        # Every tensor is written before it is read.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def name_of_run(start: Start, given: Mapping[str, str], ranks: Ranks, held: ExitStack) -> tuple[str, str, str]:
@@ -190,13 +131,6 @@ def remove_if_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-def folder_of_resumed_file(config: "TrainConfig", given: Mapping[str, str]) -> "TrainConfig":
-    """Return the configuration with the folder of a checkpoint file that --resume names, unless a folder is given."""
-    if config.resume in ("", "latest", "auto", *NAMED) or "checkpoint_dir" in given:
-        return config
-    return dataclasses.replace(config, checkpoint_dir=str(Path(config.resume).parent))
-
-
 def check_other_machines(folder: Path, ranks: Ranks) -> None:
     """Check that no other machine has newer checkpoints than rank 0, which resumes from its own.
 
@@ -216,13 +150,15 @@ def check_other_machines(folder: Path, ranks: Ranks) -> None:
 def find_start(
     config: "TrainConfig", given: Mapping[str, str], ranks: Ranks, held: ExitStack, read_weights: Callable[..., dict]
 ) -> Start:
-    """Lock the checkpoint folder until `held` closes, and find where the run starts.
+    """Find where the run starts. A run that resumes locks the folder of its checkpoints until `held` closes.
 
     Args:
         given: the options that the command line or its preset gives.
         read_weights: reads what --init_from names, as a checkpoint of weights only; without tensors if it would have
             to download them.
     """
+    if config.resume not in ("", "latest", "auto", *NAMED) and "checkpoint_dir" not in given:  # a file
+        config = dataclasses.replace(config, checkpoint_dir=str(Path(config.resume).parent))
     if config.resume in ("latest", "auto") and not config.mirror:  # a mirror has the newest of all machines
         check_other_machines(Path(config.checkpoint_dir), ranks)
     return shared(ranks.on_main(lambda: _find_start(config, given, held, read_weights)), ranks)
@@ -250,9 +186,9 @@ def _find_start(
     if which not in ("", "latest", "auto", *NAMED) and not Path(which).is_file():
         there = "a folder" if Path(which).is_dir() else "no such file"
         raise UserError(f"--resume {which}: {there}; expected latest, auto, best, stable or a checkpoint file")
-    if config.trains:
-        held.enter_context(lock_folder(folder, "wait for it to end, or give this run another --checkpoint_dir"))
     if which:
+        if config.trains:
+            held.enter_context(lock_folder(folder, IN_USE))
         found = find_newest(config, given)
     if found.path or config.trains:
         check_folder(folder, found.path)

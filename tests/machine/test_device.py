@@ -19,7 +19,7 @@ from steadygpt.machine import device, host
 from steadygpt.machine.attention import kernel_name
 from steadygpt.machine.device import autocast, choose_precision, evaluating, memory_bytes, product_rates, use_fp8
 from steadygpt.machine.ranks import Ranks
-from steadygpt.run import start
+from steadygpt.run.plan import set_up
 
 SIZES = 16, 64, 256  # tokens, width and hidden layer
 
@@ -106,7 +106,7 @@ def test_tf32_is_for_training_in_fp32_only(monkeypatch):
     chosen = []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", chosen.append)
     for precision in ("bf16", "fp32"):
-        start.set_up(TrainConfig(precision=precision, compile="off"), torch.device("cuda"))
+        set_up(TrainConfig(precision=precision, compile="off"), torch.device("cuda"))
     assert chosen == ["high"]
 
 
@@ -116,7 +116,7 @@ def test_deterministic_chooses_deterministic_attention(monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     try:
-        start.set_up(TrainConfig(deterministic=True), torch.device("cpu"))
+        set_up(TrainConfig(deterministic=True), torch.device("cpu"))
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
         assert not torch.utils.deterministic.fill_uninitialized_memory
@@ -128,8 +128,8 @@ def test_deterministic_chooses_deterministic_attention(monkeypatch):
 def test_fp16_with_weights_in_host_memory_is_refused():
     config = TrainConfig(precision="fp16", compile="off", sharding="fsdp", cpu_offload=True)
     with pytest.raises(UserError, match=r"--cpu_offload: .* try --precision fp32"):
-        start.set_up(config, torch.device("cuda"))
-    start.set_up(config, torch.device("cpu"))
+        set_up(config, torch.device("cuda"))
+    set_up(config, torch.device("cpu"))
 
 
 def test_a_gpu_that_cannot_be_used_is_an_error_unless_it_is_hidden(tmp_path, monkeypatch):

@@ -33,11 +33,10 @@ class Machine:
         self.update_s, self.micro_step_s, self.now_s, self.taken = update_s, micro_step_s, 0.0, []
         monkeypatch.setattr(forecasts.time, "perf_counter", lambda: self.now_s)
 
-    def take(self, micro_steps: int) -> float:
-        seconds = self.update_s + micro_steps * self.micro_step_s + (0 if self.taken else 60)
-        self.now_s += seconds
+    def take(self, config: TrainConfig) -> None:
+        micro_steps = config.grad_accum_steps(world_size=1)
+        self.now_s += self.update_s + micro_steps * self.micro_step_s + (0 if self.taken else 60)
         self.taken.append(micro_steps)
-        return seconds
 
 
 @pytest.mark.parametrize(("micro_steps", "update_s", "micro_step_s"), [
@@ -46,7 +45,8 @@ class Machine:
 def test_step_is_computed_from_shorter_steps(micro_steps, update_s, micro_step_s, monkeypatch):
     machine = Machine(update_s, micro_step_s, monkeypatch)
     expected_s = update_s + micro_steps * micro_step_s
-    assert measure_step_s(machine.take, micro_steps, Ranks(torch.device("cpu"))) == pytest.approx(expected_s)
+    config = TrainConfig(mini_batch_size=1, context_length=8, total_batch_size=8 * micro_steps)
+    assert measure_step_s(machine.take, config, Ranks(torch.device("cpu"))) == pytest.approx(expected_s)
     assert max(machine.taken) <= micro_steps
     assert machine.now_s < 60 + 200  # also where a micro-step takes half a minute
 
@@ -115,7 +115,7 @@ def test_unknown_device_shows_well_known_gpus_that_have_the_precision(precision,
 
 
 def test_plan_of_a_cpu_forecasts_bf16_on_gpus_unless_a_precision_is_given(workdir, monkeypatch, capsys):
-    monkeypatch.setattr("steadygpt.run.start.choose_precision", lambda *_: ("fp32", ""))
+    monkeypatch.setattr("steadygpt.run.plan.choose_precision", lambda *_: ("fp32", ""))
     run_here("--dry_run", "--precision", "auto")
     assert " in bf16, if the run fits" in capsys.readouterr().out
     run_here("--dry_run", "--precision", "fp32")

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -238,4 +239,5 @@ def test_the_number_is_stored_and_a_resume_takes_it(workdir, monkeypatch, capsys
     assert "mini_batch_size" not in capsys.readouterr().out
     assert load("a/latest.pt")["train_config"]["mini_batch_size"] == 4
     with pytest.raises(UserError, match="--total_batch_size 63 is not a multiple of"):
-        run_here(*auto, "--total_batch_size", "63")
+        run_here("--mini_batch_size", "auto", "--total_batch_size", "63")
+    assert not Path("checkpoints").exists()
