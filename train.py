@@ -89,48 +89,37 @@ class Run:
         return BatchLoader(rows, self.config.mini_batch_size, first_row, ranks.rank, ranks.world_size, ranks.device)
 
 
-def build_model(start: Start, shape: GPTConfig, ranks: Ranks) -> tuple[GPT, torch.optim.Optimizer]:
-    """Build the model and its optimizer, and load the checkpoint or the weights that the run starts from, if any."""
-    config, device = start.config, ranks.device
-    checkpoint, loaded = start.checkpoint, start.checkpoint or start.weights
+def build_model(config: TrainConfig, shape: GPTConfig, ranks: Ranks) -> GPT:
+    """Build the model on the device of each rank; restore() sets its weights."""
     fsdp = config.sharding == "fsdp"
-    with torch.device("meta") if fsdp else device:  # FSDP allocates only this rank's shards
+    with torch.device("meta") if fsdp else ranks.device:  # FSDP allocates only this rank's shards
         model = GPT(shape, False, config.activation_checkpointing, config.loss_chunk_size)
     if config.precision == "fp8":
-        use_fp8(model.h, device)
+        use_fp8(model.h, ranks.device)
     if fsdp:
         shards = config.shards(ranks.world_size)
         parallel.shard(model, model.h, ranks, shards, config.precision, config.cpu_offload)
-    if loaded:
-        check_weights(loaded["model"], model, ranks)
-        fill(model, loaded["model"].__getitem__, ranks)
-    else:
-        torch.manual_seed(config.seed)
-        fill(model, model.initial_weight, ranks)
-    model.fill_rotary(device)
-    optimizer = make_optimizer(model, config, ranks)
-    if checkpoint and config.trains:
-        restore_optimizer(model, optimizer, checkpoint["optimizer"], ranks)
-    return model, optimizer
+    model.fill_rotary(ranks.device)
+    return model
 
 
 def build_run(plan: Plan, log: RunLog, held: ExitStack) -> Run:
     """Build what a plan describes; `held` closes the files of a run that trains."""
     start, data, schedule, ranks = plan.start.downloaded(plan.ranks, read_weights), plan.data, plan.schedule, plan.ranks
-    config, device, state = start.config, ranks.device, TrainState.of(start.checkpoint)
+    config, device = start.config, ranks.device
     stop = StopSignal(ranks, config.max_hours if config.trains else 0, log.beat)
     fingerprint = verified(data, start, ranks) if config.trains else None
     saves = open_outputs(start, plan.sketch, log, stop, held) if config.trains else Saves(config, ranks, log, stop)
-    state.best_val_loss = saves.best_val_loss(state.best_val_loss)
     if not config.eval_only:
         log.say("\n".join(plan.lines()))
     reads_text = config.dry_run == "off" and (config.sample_freq or config.hellaswag_freq)
     tokenizer = tokenizer_on_all(data.tokenizer, ranks, log.warn) if reads_text else None
     tasks = hellaswag_eval.load(config, tokenizer, ranks, log.warn) if tokenizer and config.hellaswag_freq else {}
-    model, optimizer = build_model(start, plan.sketch.config, ranks)
+    model = build_model(config, plan.sketch.config, ranks)
+    optimizer = make_optimizer(model, config, ranks)
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
-    if start.checkpoint and start.checkpoint["scaler"]:
-        scaler.load_state_dict(start.checkpoint["scaler"])
+    state = restore(start, model, optimizer, scaler, ranks)
+    state.best_val_loss = saves.best_val_loss(state.best_val_loss)
     forward: nn.Module = model.compiled() if config.compiles(device.type) else model
     if ranks.world_size > 1 and config.sharding == "ddp":
         forward = parallel.replicate(forward, ranks)
@@ -276,34 +265,6 @@ def train(run: Run, step_ended: Callable[[], None]) -> None:
             step_ended()
 
 
-def save(run: Run, milestones: Sequence[str] = ()) -> None:
-    """Start to save the state of the run; a checkpoint belongs to the results of all of its steps."""
-    run.results.flush()
-    run.saves.save(run.state.step, lambda: capture(run), milestones)
-
-
-def capture(run: Run) -> Captured:
-    """Start to copy the content of a checkpoint to host memory, valid until the next capture. All ranks call this."""
-    tensors, copied = run.host_copy.start(run.model, run.optimizer, run.ranks)
-    content = {
-        "format_version": FORMAT_VERSION,
-        **asdict(run.state),
-        **tensors,
-        "elapsed_s": run.state.total_s(),
-        "scaler": run.scaler.state_dict(),
-        "model_config": asdict(run.model.config),
-        "train_config": shown_options(run.config),
-        "epoch": run.schedule.epochs(run.state.rows_consumed),
-        "world_size": run.ranks.world_size,
-        "data_fingerprint": run.fingerprint,
-        "tokenizer": run.data.tokenizer,
-        "torch_version": str(torch.__version__),
-        "git_commit": git_commit(),
-        "saved_at": time.time(),
-    }
-    return Captured(content, copied)
-
-
 def run_to_end(run: Run) -> int:
     """Train until the run finishes, stops or diverges, save, and report how it ended; return the exit status."""
     config, ranks, log, saves = run.config, run.ranks, run.log, run.saves
@@ -334,6 +295,56 @@ def run_to_end(run: Run) -> int:
         log.say("\n".join([end, *summary]))
     saves.finish_uploads()
     return 0 if status != "failed" else 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# saving and resuming
+
+
+def save(run: Run, milestones: Sequence[str] = ()) -> None:
+    """Start to save the state of the run; a checkpoint belongs to the results of all of its steps."""
+    run.results.flush()
+    run.saves.save(run.state.step, lambda: capture(run), milestones)
+
+
+def capture(run: Run) -> Captured:
+    """Start to copy the content of a checkpoint to host memory, valid until the next capture. All ranks call this."""
+    tensors, copied = run.host_copy.start(run.model, run.optimizer, run.ranks)
+    content = {
+        "format_version": FORMAT_VERSION,
+        **asdict(run.state),
+        **tensors,
+        "elapsed_s": run.state.total_s(),
+        "scaler": run.scaler.state_dict(),
+        "model_config": asdict(run.model.config),
+        "train_config": shown_options(run.config),
+        "epoch": run.schedule.epochs(run.state.rows_consumed),
+        "world_size": run.ranks.world_size,
+        "data_fingerprint": run.fingerprint,
+        "tokenizer": run.data.tokenizer,
+        "torch_version": str(torch.__version__),
+        "git_commit": git_commit(),
+        "saved_at": time.time(),
+    }
+    return Captured(content, copied)
+
+
+def restore(
+    start: Start, model: GPT, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, ranks: Ranks
+) -> TrainState:
+    """Set what capture() saves, from the checkpoint or the weights that the run starts from, or draw new weights."""
+    checkpoint, loaded = start.checkpoint, start.checkpoint or start.weights
+    if loaded:
+        check_weights(loaded["model"], model, ranks)
+        fill(model, loaded["model"].__getitem__, ranks)
+    else:
+        torch.manual_seed(start.config.seed)
+        fill(model, model.initial_weight, ranks)
+    if checkpoint and start.config.trains:
+        restore_optimizer(model, optimizer, checkpoint["optimizer"], ranks)
+        if checkpoint["scaler"]:
+            scaler.load_state_dict(checkpoint["scaler"])
+    return TrainState.of(checkpoint)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
