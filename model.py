@@ -86,24 +86,22 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1).type_as(x)
 
 
+def embedding(rows: int, width: int) -> nn.Embedding:
+    """Return an embedding that is not initialized: GPT sets its weights."""
+    return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
+
+
 class Linear(nn.Linear):
-    """A linear layer that GPT initializes; PyTorch's own initialization would be overwritten."""
+    """A linear layer that is not initialized: GPT sets its weights."""
 
     def reset_parameters(self) -> None:
-        pass
+        pass  # PyTorch's values would be overwritten, and computing them on the meta device takes seconds
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == self.weight.dtype or torch.is_autocast_enabled(x.device.type):
             return super().forward(x)
         # FSDP has gathered the weights in bf16, for a computation in fp32.
         return F.linear(x, self.weight.type_as(x), None if self.bias is None else self.bias.type_as(x))
-
-
-class Embedding(nn.Embedding):
-    """An embedding that GPT initializes."""
-
-    def reset_parameters(self) -> None:
-        pass
 
 
 class Norm(nn.Module):
@@ -195,24 +193,24 @@ class GPT(nn.Module):
     """The language model. The padding of the vocabulary is never predicted: its logits are -inf.
 
     Args:
-        initialize: False leaves the weights undefined, for weights that are loaded or drawn next.
         activation_checkpointing: recompute each block in backward: less memory, a third more time.
         loss_chunk_size: tokens whose logits exist at once in training; 0: all.
+        initialize: False leaves the weights undefined, for weights that are loaded or drawn next.
     """
 
     def __init__(
         self,
         config: GPTConfig,
-        initialize: bool = True,
         activation_checkpointing: bool = False,
         loss_chunk_size: int = 0,
+        initialize: bool = True,
     ):
         super().__init__()
         self.config = config
         self.loss_chunk_size = loss_chunk_size
         self.losses_of_full_chunk = self._losses
-        self.wte = Embedding(config.padded_vocab_size, config.embd_size)
-        self.wpe = None if config.rotary_dim else Embedding(config.context_length, config.embd_size)
+        self.wte = embedding(config.padded_vocab_size, config.embd_size)
+        self.wpe = None if config.rotary_dim else embedding(config.context_length, config.embd_size)
         self.register_buffer("rotary", None, persistent=False)
         self.fill_rotary(torch.get_default_device())
         # NanoChat's norm of the embedding; it has no weights.

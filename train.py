@@ -93,7 +93,7 @@ def build_model(config: TrainConfig, shape: GPTConfig, ranks: Ranks) -> GPT:
     """Build the model on the device of each rank; restore() sets its weights."""
     fsdp = config.sharding == "fsdp"
     with torch.device("meta") if fsdp else ranks.device:  # FSDP allocates only this rank's shards
-        model = GPT(shape, False, config.activation_checkpointing, config.loss_chunk_size)
+        model = GPT(shape, config.activation_checkpointing, config.loss_chunk_size, initialize=False)
     if config.precision == "fp8":
         use_fp8(model.h, ranks.device)
     if fsdp:

@@ -224,7 +224,7 @@ def step_fits(config: "TrainConfig", rows: int, ranks: Ranks, sketch: "GPT") -> 
 def take_step(config: "TrainConfig", rows: int, device: torch.device, sketch: "GPT") -> None:
     """Compute gradients of random tokens beside tensors as large as AdamW's moments and the previous gradients."""
     with device:
-        model = type(sketch)(sketch.config, False, config.activation_checkpointing, config.loss_chunk_size)
+        model = type(sketch)(sketch.config, config.activation_checkpointing, config.loss_chunk_size, initialize=False)
         tokens = torch.randint(model.config.vocab_size, (rows, config.context_length))
     if config.precision == "fp8":
         use_fp8(model.h, device)

@@ -26,7 +26,7 @@ SMALL = GPTConfig(vocab_size=257, num_layers=4, num_heads=2, embd_size=16, conte
 def sharded(ranks: Ranks, shards: int, precision: str = "fp32", recompute: bool = False, offload: bool = False) -> GPT:
     """Return SMALL with the initial weights of seed 0."""
     with torch.device("meta"):
-        model = GPT(SMALL, False, recompute)
+        model = GPT(SMALL, recompute, initialize=False)
     shard(model, model.h, ranks, shards, precision, offload)
     torch.manual_seed(0)
     fill(model, model.initial_weight, ranks)
