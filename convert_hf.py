@@ -1,6 +1,6 @@
 """Conversion of weights from and to Hugging Face folders, and from nanoGPT's checkpoints.
 
-The families of steadygpt/foreign.py are known: GPT-2, GPT-NeoX, Llama, Qwen 3 and NanoChat.
+The families of steadygpt/convert/families.py are known: GPT-2, GPT-NeoX, Llama, Qwen 3 and NanoChat.
 
     python convert_hf.py latest exported                 # a folder for AutoModelForCausalLM.from_pretrained
     python convert_hf.py exported weights.pt             # and back

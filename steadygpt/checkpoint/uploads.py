@@ -33,9 +33,8 @@ class Uploads:
 
     def __init__(self, mirror: Mirror, config: "TrainConfig", log: RunLog):
         self.mirror, self.config, self.log = mirror, config, log
-        self.copy = Path(
-            config.checkpoint_dir, ".upload.tmp"
-        ).absolute()  # the thread may outlive the working directory
+        # Absolute, because the thread may outlive the working directory.
+        self.copy = Path(config.checkpoint_dir, ".upload.tmp").absolute()
         self.requests: Queue[None] = Queue(maxsize=1)  # one serves all that come before it is taken
         self.is_last = False
         self.there: dict[str, int] = {}  # times of the complete checkpoints in the mirror (ns), by name
