@@ -1,4 +1,4 @@
-"""Whether a run is alive: the state that follows from a snapshot of watch.py."""
+"""Whether a run is alive: the state that follows from a snapshot."""
 
 import shlex
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Tests of steadygpt/progress.py: lines in a log file, a moving line on a terminal of any size."""
+"""Tests of steadygpt/base/progress.py: lines in a log file, a moving line on a terminal of any size."""
 
 import fcntl
 import os

@@ -1,4 +1,4 @@
-"""Tests of steadygpt/retry.py: which errors of the libraries may pass. Hub and stores test the retries."""
+"""Tests of steadygpt/base/retry.py: which errors of the libraries may pass. Hub and stores test the retries."""
 
 import errno
 

@@ -1,4 +1,4 @@
-"""Weights and optimizer state on the device and on the host. FSDP: test_distributed.py."""
+"""Weights and optimizer state on the device and on the host. FSDP: tests/machine/test_ranks.py."""
 
 import torch
 

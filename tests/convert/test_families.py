@@ -1,4 +1,4 @@
-"""The families of steadygpt/foreign.py compared with the classes of transformers, and reports of what does not fit."""
+"""The families of steadygpt/convert/families.py compared with transformers, and reports of what does not fit."""
 
 import dataclasses
 import json

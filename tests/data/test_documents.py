@@ -1,4 +1,4 @@
-"""Tests of steadygpt/chunks.py: chunks that can be cut anywhere and read anywhere, with the documents of the whole."""
+"""Tests of steadygpt/data/documents.py: chunks cut anywhere and read anywhere, with the documents of the whole."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""Tests of steadygpt/hub.py against a stand-in of the Hub that fails in every way."""
+"""Tests of steadygpt/data/hub.py against a stand-in of the Hub that fails in every way."""
 
 import errno
 import io

@@ -1,4 +1,4 @@
-"""Tests of steadygpt/ids.py: token ids of other programs become shards, checked and unchanged."""
+"""Tests of steadygpt/data/ids.py: token ids of other programs become shards, checked and unchanged."""
 
 import io
 import tracemalloc

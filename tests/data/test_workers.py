@@ -1,4 +1,4 @@
-"""Tests of steadygpt/workers.py."""
+"""Tests of steadygpt/data/workers.py."""
 
 import operator
 import os

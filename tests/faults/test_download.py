@@ -26,7 +26,7 @@ SLOW = 1_500_000  # bytes a second: the whole data set takes a second
 
 
 def begin(rank: int, cache: str = "hf", **constants: float) -> None:
-    """Use a cache in the current folder and small batches, and set constants of steadygpt.retry."""
+    """Use a cache in the current folder and small batches, and set constants of steadygpt.base.retry."""
     import huggingface_hub.constants
 
     import prepare_dataset
