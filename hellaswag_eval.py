@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import tiktoken
@@ -34,9 +33,6 @@ from steadygpt.data.tokenizer import get_tokenizer
 from steadygpt.machine.device import any_length, autocast, choose_precision, evaluating
 from steadygpt.machine.loss import IGNORED_TARGET
 from steadygpt.machine.ranks import Ranks, joined
-
-if TYPE_CHECKING:
-    from steadygpt.config import TrainConfig
 
 TOKENS_PER_BATCH = {"cpu": 2048, "gpu": 16384}  # padding included
 # Bound on autocast's error in a sum of n losses, in nats per sqrt(n). In bf16, models of 1 to 124 M parameters have an

@@ -1,4 +1,4 @@
-"""Train a GPT. The run can be killed at any instant and resumes from its last checkpoint, at most a minute old.
+"""Train a GPT. The run can be killed at any instant and resumes from its last save, usually about a minute old.
 
     python train.py --config quickstart                          # a laptop CPU or one GPU
     torchrun --nproc_per_node=4 train.py --use_tensorboard       # four GPUs
@@ -11,11 +11,12 @@ they are never stored. A checkpoint holds everything else: model, optimizer, los
 """
 
 import math
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import tiktoken
@@ -44,7 +45,7 @@ from steadygpt.machine.loss import IGNORED_TARGET
 from steadygpt.machine.ranks import Ranks, Stopped, StopSignal, end_with_torchrun, joined
 from steadygpt.run.forecast import measure_step_s
 from steadygpt.run.memory import out_of_memory_explained
-from steadygpt.run.outputs import open_outputs, verified
+from steadygpt.run.outputs import checked_fingerprint, open_saves
 from steadygpt.run.plan import Plan, settle, validation_rows
 from steadygpt.run.results import Diverged, Judge, Pending, Results
 from steadygpt.run.schedule import Schedule, learning_rate
@@ -59,26 +60,26 @@ SAMPLE_TOKENS = 100
 
 @dataclass(frozen=True)
 class Run:
-    """A run in progress. `model` is the bare GPT, `forward` the same model after compile and DDP."""
+    """What training, measuring and evaluating work on: the model, its data, and what watches, logs and saves them."""
 
     config: TrainConfig
     ranks: Ranks
     data: Data
     schedule: Schedule
-    model: GPT
-    forward: nn.Module
+    model: GPT  # with the weights: not compiled, not wrapped
+    forward: nn.Module  # the same model after compile and DDP
     optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
-    state: TrainState
-    judge: Judge
-    host_copy: HostCopy
-    results: Results
-    stop: StopSignal
+    scaler: torch.amp.GradScaler  # of the loss, enabled with fp16 only
+    state: TrainState  # the step, the rows consumed, losses: all else that a checkpoint needs
+    judge: Judge  # decides on the device which updates are skipped
+    results: Results  # what steps measured, read by the host while the device continues
+    host_copy: HostCopy  # the memory that saves copy weights and optimizer state to
+    stop: StopSignal  # raises Stopped on all ranks together
     log: RunLog
-    saves: Saves
-    fingerprint: dict | None = None  # of the shards, on rank 0
-    tokenizer: tiktoken.Encoding | None = None  # for samples and tasks
-    tasks: Mapping[str, list[hellaswag_eval.Tree]] = field(default_factory=dict)  # to score, by name
+    saves: Saves  # when to save, and the thread that writes checkpoints
+    fingerprint: dict | None  # of the shards, on rank 0
+    tokenizer: tiktoken.Encoding | None  # for samples and tasks
+    tasks: Mapping[str, list[hellaswag_eval.Tree]]  # to score, by name
 
     def autocast(self):
         return autocast(self.ranks.device, self.config.precision)
@@ -99,17 +100,21 @@ def build_model(config: TrainConfig, shape: GPTConfig, ranks: Ranks) -> GPT:
     if fsdp:
         shards = config.shards(ranks.world_size)
         parallel.shard(model, model.h, ranks, shards, config.precision, config.cpu_offload)
-    model.fill_rotary(ranks.device)
+    model.fill_rotary(ranks.device)  # a buffer, which to_empty() in parallel.shard left undefined
     return model
 
 
 def build_run(plan: Plan, log: RunLog, held: ExitStack) -> Run:
-    """Build what a plan describes; `held` closes the files of a run that trains."""
-    start, data, schedule, ranks = plan.start.downloaded(plan.ranks, read_weights), plan.data, plan.schedule, plan.ranks
-    config, device = start.config, ranks.device
+    """Build the run that a plan describes. If it trains, `held` closes its files at the end."""
+    config, data, schedule, ranks, device = plan.config, plan.data, plan.schedule, plan.ranks, plan.ranks.device
+    # A plan alone downloads no weights.
+    start = plan.start.downloaded(config.context_length, ranks, read_weights)
     stop = StopSignal(ranks, config.max_hours if config.trains else 0, log.beat)
-    fingerprint = verified(data, start, ranks) if config.trains else None
-    saves = open_outputs(start, plan.sketch, log, stop, held) if config.trains else Saves(config, ranks, log, stop)
+    fingerprint, saves = None, Saves(config, ranks, log, stop)
+    if config.trains:
+        if ranks.is_main:  # whose log says how the run has ended, also before its first step
+            stop.interrupt()
+        fingerprint, saves = checked_fingerprint(plan), open_saves(plan, log, stop, held)
     if not config.eval_only:
         log.say("\n".join(plan.lines()))
     reads_text = config.dry_run == "off" and (config.sample_freq or config.hellaswag_freq)
@@ -118,17 +123,17 @@ def build_run(plan: Plan, log: RunLog, held: ExitStack) -> Run:
     model = build_model(config, plan.sketch.config, ranks)
     optimizer = make_optimizer(model, config, ranks)
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
-    state = restore(start, model, optimizer, scaler, ranks)
-    state.best_val_loss = saves.best_val_loss(state.best_val_loss)
+    state = restore(config, start, model, optimizer, scaler, ranks)
+    state.best_val_loss = saves.best_val_loss(state.best_val_loss)  # perhaps found after the checkpoint was captured
     forward: nn.Module = model.compiled() if config.compiles(device.type) else model
     if ranks.world_size > 1 and config.sharding == "ddp":
         forward = parallel.replicate(forward, ranks)
     judge = Judge(config, device, state.recent_losses, state.bad_steps)
-    late = int(device.type == "cuda" and skips_on_device(optimizer, device))
-    results = Results(config, ranks, schedule, state, log, plan.sketch.flops_per_token(), late)
+    delay = int(device.type == "cuda" and skips_on_device(optimizer, device))  # the GPU runs a step ahead of the host
+    results = Results(config, ranks, schedule, state, log, plan.sketch.flops_per_token(), delay)
     stop.listen()
     return Run(
-        config, ranks, data, schedule, model, forward, optimizer, scaler, state, judge, HostCopy(device), results,
+        config, ranks, data, schedule, model, forward, optimizer, scaler, state, judge, results, HostCopy(device),
         stop, log, saves, fingerprint, tokenizer, tasks,
     )  # fmt: skip
 
@@ -138,7 +143,9 @@ def build_run(plan: Plan, log: RunLog, held: ExitStack) -> Run:
 
 
 def train_step(run: Run, batches: BatchLoader) -> Pending:
-    """Take one optimizer step; its update is skipped if loss or gradient is not finite. On CUDA the host never waits.
+    """Take one optimizer step; its update is skipped if loss or gradient is not finite.
+
+    On CUDA the host does not wait for the GPU, so the results are pending when this returns.
 
     Raises: Stopped on all ranks together; the weights are unchanged.
     """
@@ -149,8 +156,8 @@ def train_step(run: Run, batches: BatchLoader) -> Pending:
     lr = learning_rate(config, step, run.schedule.max_steps)
     for group in run.optimizer.param_groups:
         group["lr"] = lr * group["lr_ratio"]
-    keeps_gradients = isinstance(run.forward, DistributedDataParallel)  # in its buckets
-    run.optimizer.zero_grad(set_to_none=not keeps_gradients)
+    is_ddp = isinstance(run.forward, DistributedDataParallel)  # whose gradients are views of its buckets
+    run.optimizer.zero_grad(set_to_none=not is_ddp)
     loss_sum = torch.zeros((), device=ranks.device)
     for micro_step in range(micro_steps):
         run.stop.check()
@@ -163,18 +170,16 @@ def train_step(run: Run, batches: BatchLoader) -> Pending:
     run.scaler.unscale_(run.optimizer)
     norm = nn.utils.clip_grad_norm_(run.model.parameters(), config.grad_clip or math.inf)
     run.scaler.update()
-    loss_scale = run.scaler.scale(torch.ones((), device=ranks.device)) if run.scaler.is_enabled() else None
     # Loss and norm are global, so all ranks make the same decision when one of them has a NaN or a spike.
     mean_loss = ranks.sum(loss_sum) / ranks.world_size
-    skipped, numbers = run.judge(mean_loss, parallel.full_tensor(norm).to(ranks.device), loss_scale)
-    run.host_copy.wait_before_update()
-    update_unless(skipped, run.optimizer)
-    rows = run.state.rows_consumed + run.schedule.rows_per_step
-    return Pending(step, rows, lr, numbers, run.scaler.is_enabled())
+    skipped, found = run.judge(mean_loss, parallel.full_tensor(norm).to(ranks.device), run.scaler)
+    run.host_copy.wait_before_update()  # for a save that still copies the weights
+    update_unless(skipped, run.optimizer)  # in place of scaler.step(), which knows only of overflows
+    return Pending(step, run.state.rows_consumed + run.schedule.rows_per_step, lr, found)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# evaluation: every rank calls these functions; they restore the model's mode, and every step seeds its own randomness
+# evaluation, on every rank; it restores the model's mode, and may use random numbers, because each step seeds its own
 
 
 def validate(run: Run, val: RowStream) -> float:
@@ -196,19 +201,19 @@ def validate(run: Run, val: RowStream) -> float:
     return ranks.sum(torch.stack(losses).cpu().double().sum()).item() / (rows * config.context_length)
 
 
-def evaluate(run: Run, last: bool) -> None:
-    """Run whichever of validation, tasks and sampling is due.
+def evaluate(run: Run, everything: bool) -> None:
+    """Run whichever of validation, tasks and sampling is due: `everything`, or what falls on this step.
 
-    Raises: Stopped.
+    Raises: Stopped or Diverged.
     """
     config, ranks, state, log, saves = run.config, run.ranks, run.state, run.log, run.saves
 
     def due(freq: int) -> bool:
-        return freq > 0 and (last or (state.step > 0 and state.step % freq == 0))
+        return freq > 0 and (everything or (state.step > 0 and state.step % freq == 0))
 
     if not any(map(due, (config.eval_freq, config.hellaswag_freq, config.sample_freq))):
         return
-    run.results.flush()
+    run.results.read_all()
     log.note(doing="evaluating")
     if due(config.eval_freq) and run.data.val:
         val_loss = validate(run, run.data.val)
@@ -217,9 +222,9 @@ def evaluate(run: Run, last: bool) -> None:
         state.best_val_loss = val_loss if best else state.best_val_loss
         log.evaluation(state.step, f"val loss {val_loss:.4f}{' (best so far)' * best}", val_loss=val_loss)
         log.histograms(state.step, run.model)
-        if best and saves.saved_step != state.step:
+        if best and saves.captured_step != state.step:
             save(run)
-        saves.record(state.step, {"val_loss": val_loss}, best)
+        saves.record(state.step, {"val_loss": val_loss}, best)  # best_model.pt is a link to that save
     for task, trees in run.tasks.items() if due(config.hellaswag_freq) else ():
         with run.autocast():
             scores = hellaswag_eval.evaluate(run.model, trees, ranks, run.stop.check)
@@ -249,16 +254,16 @@ def train(run: Run, step_ended: Callable[[], None]) -> None:
             last = state.step >= schedule.max_steps
             # The save comes first, so that writing it overlaps the evaluation. A run that is resumed from this save
             # repeats the evaluation, because it may not have finished.
-            milestones = schedule.milestones(state.step, state.rows_consumed)
-            if saves.is_due(state.step, milestones, last):
-                save(run, milestones)
-            evaluate(run, last)
+            tiers = schedule.tiers(state.step, state.rows_consumed)  # such as the end of an epoch
+            if saves.is_due(state.step, is_special=last or bool(tiers)):
+                save(run)
+            evaluate(run, everything=last)
             if last:
-                return results.flush()
+                return results.read_all()
             try:
                 results.add(train_step(run, batches))
             except Stopped:
-                results.flush()
+                results.read_all()  # here, where it may still raise Diverged
                 raise
             state.step += 1
             state.rows_consumed += schedule.rows_per_step
@@ -266,7 +271,7 @@ def train(run: Run, step_ended: Callable[[], None]) -> None:
 
 
 def run_to_end(run: Run) -> int:
-    """Train until the run finishes, stops or diverges, save, and report how it ended; return the exit status."""
+    """Train until the run finishes, stops or diverges; then save, report how it ended and return the exit status."""
     config, ranks, log, saves = run.config, run.ranks, run.log, run.saves
     trace = Path(config.tensorboard_dir, config.run_name, f"rank{ranks.rank}.pt.trace.json.gz")
     status, reason = "failed", "interrupted"
@@ -282,7 +287,7 @@ def run_to_end(run: Run) -> int:
         except Diverged as diverged:
             ending = "failed", f"{diverged.bad_steps} consecutive steps with a non-finite loss or gradient"
             log.warn(diverged.advice(config))
-        if not saves.is_saved(run.state.step):
+        if not saves.is_saved(run.state.step):  # waits for the save in flight
             save(run)
         status, reason = ending if saves.is_saved(run.state.step) else ("failed", "the last save failed")
     except Exception as error:
@@ -301,14 +306,18 @@ def run_to_end(run: Run) -> int:
 # saving and resuming
 
 
-def save(run: Run, milestones: Sequence[str] = ()) -> None:
-    """Start to save the state of the run; a checkpoint belongs to the results of all of its steps."""
-    run.results.flush()
-    run.saves.save(run.state.step, lambda: capture(run), milestones)
+def save(run: Run) -> None:
+    """Save the run in the background, once the results of all steps so far are read.
+
+    Raises: Diverged.
+    """
+    run.results.read_all()
+    step, rows = run.state.step, run.state.rows_consumed
+    run.saves.save(step, lambda: capture(run), run.schedule.tiers(step, rows))
 
 
 def capture(run: Run) -> Captured:
-    """Start to copy the content of a checkpoint to host memory, valid until the next capture. All ranks call this."""
+    """Start copying a checkpoint's content to host memory, valid until the next capture. All ranks call this."""
     tensors, copied = run.host_copy.start(run.model, run.optimizer, run.ranks)
     content = {
         "format_version": FORMAT_VERSION,
@@ -330,17 +339,18 @@ def capture(run: Run) -> Captured:
 
 
 def restore(
-    start: Start, model: GPT, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, ranks: Ranks
-) -> TrainState:
-    """Set what capture() saves, from the checkpoint or the weights that the run starts from, or draw new weights."""
+    config: TrainConfig, start: Start, model: GPT, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler,
+    ranks: Ranks,
+) -> TrainState:  # fmt: skip
+    """Load what capture() has saved; with --init_from only weights; otherwise draw new weights."""
     checkpoint, loaded = start.checkpoint, start.checkpoint or start.weights
     if loaded:
         check_weights(loaded["model"], model, ranks)
         fill(model, loaded["model"].__getitem__, ranks)
     else:
-        torch.manual_seed(start.config.seed)
+        torch.manual_seed(config.seed)
         fill(model, model.initial_weight, ranks)
-    if checkpoint and start.config.trains:
+    if checkpoint and config.trains:
         restore_optimizer(model, optimizer, checkpoint["optimizer"], ranks)
         if checkpoint["scaler"]:
             scaler.load_state_dict(checkpoint["scaler"])
@@ -352,22 +362,22 @@ def restore(
 
 
 def make_plan(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, held: ExitStack) -> Plan:
-    """Find where a run starts, and settle what it will do. `held` keeps the folder of its checkpoints locked.
+    """Find where a run starts, and settle what it will do. `held` holds the lock on the folder of its checkpoints.
 
     Raises: UserError.
     """
-    start = find_start(config, given, ranks, held, read_weights)
-    data = ranks.on_each(lambda: open_data(start.config))
-    shape = start.config.shape(data.vocab_size)
+    config, start = find_start(config, given, ranks, held, read_weights)
+    data = ranks.on_each(lambda: open_data(config))
+    shape = config.shape(data.vocab_size)
     if start.weights:
         check_fits(start.weights, config.init_from, shape, data.tokenizer)
     with torch.device("meta"):
         sketch = GPT(shape, initialize=False)
-    return settle(start, given, data, sketch, ranks, held)
+    return settle(config, start, given, data, sketch, ranks, held)
 
 
 def measure(run: Run) -> float:
-    """Return the seconds of a step of the run, from a few steps with fewer micro-steps."""
+    """Return how long a step takes, in seconds, extrapolated from a few steps with fewer micro-steps."""
 
     def take_step(config: TrainConfig) -> None:
         train_step(replace(run, config=config), batches).result()
@@ -379,9 +389,9 @@ def measure(run: Run) -> float:
 
 def launch(plan: Plan, held: ExitStack) -> int:
     """Train, or do what is asked instead: print the plan, measure a step, evaluate; return the exit status."""
-    start, config, max_steps = plan.start, plan.start.config, plan.schedule.max_steps
+    start, config, max_steps = plan.start, plan.config, plan.schedule.max_steps
     log = RunLog(config, plan.ranks, max_steps)
-    if not config.eval_only and start.is_finished(max_steps, plan.ranks):
+    if not config.eval_only and start.is_finished(config.checkpoint_dir, max_steps, plan.ranks):
         log.say(f"{config.checkpoint_dir}: this run is finished, at step {start.step}. Try a larger --max_steps.")
     elif config.dry_run == "plan":
         log.say("\n".join([*plan.lines(), *plan.forecast()]))
@@ -389,7 +399,7 @@ def launch(plan: Plan, held: ExitStack) -> int:
         log.say("\n".join(plan.forecast(measure(build_run(plan, log, held)))))
     elif config.eval_only:
         log.say(f"{start.path or config.init_from} at step {start.step or 0:,}:")
-        evaluate(build_run(plan, log, held), last=True)
+        evaluate(build_run(plan, log, held), everything=True)
     else:
         return run_to_end(build_run(plan, log, held))
     return 0
@@ -406,11 +416,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         ExitStack() as held,
     ):
         plan = make_plan(config, given, ranks, held)
-        with out_of_memory_explained(plan.start.config, plan.sketch, ranks):
+        with out_of_memory_explained(plan.config, plan.sketch, ranks):
             try:
                 return launch(plan, held)
-            except Stopped:  # in a measurement or an evaluation; a run has its own end
-                return 130
+            except Stopped as stopped:  # --dry_run measure or --eval_only: run_to_end() handles it in training
+                return 128 + signal.Signals[stopped.reason]
 
 
 if __name__ == "__main__":

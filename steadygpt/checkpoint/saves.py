@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +22,6 @@ from steadygpt.checkpoint.files import (
     BEST,
     EVALUATIONS,
     LATEST,
-    ROLLING,
     Captured,
     newest_first,
     read_checkpoint,
@@ -57,45 +56,40 @@ class Saves:
         step: int | None = None,
     ):
         self.config, self.ranks, self.log, self.stop, self.writer = config, ranks, log, stop, writer
-        self.saved_step, self.saved_at_s = step, time.monotonic()
+        self.captured_step, self.captured_at_s = step, time.monotonic()  # of the newest save, perhaps still in flight
         self.longest_pause_s: float | None = None  # but for the first, which also allocates the host memory
         self.paused_s = 0.0  # in this start
 
-    def is_due(self, step: int, milestones: list[str], last: bool) -> bool:
-        """Return whether a save is due after `step` updates.
-
-        Args:
-            milestones: names of the checkpoints for what ended with the last step, such as an epoch.
-            last: whether this is the end of the run.
-        """
+    def is_due(self, step: int, is_special: bool) -> bool:
+        """Return whether a save is due after `step` updates: by the clock, or because the step is special."""
         by_the_clock = self.ranks.any(step > 0 and self._is_late())  # rank 0 decides: on the others it never is
-        return bool(self._tiers(step) or milestones or by_the_clock or last) and step != self.saved_step
-
-    def _tiers(self, step: int) -> list[str]:
-        freq = self.config.checkpoint_freq
-        return [ROLLING.format(step)] if freq and step and step % freq == 0 else []
+        return (by_the_clock or is_special) and step != self.captured_step
 
     def _is_late(self) -> bool:
-        late = time.monotonic() - self.saved_at_s >= self.interval_s()
+        late = time.monotonic() - self.captured_at_s >= self.interval_s()
         return self.writer is not None and self.config.checkpoint_minutes > 0 and late and not self.writer.is_busy()
 
     def interval_s(self) -> float:
         """Return the seconds between saves by the clock: longer where the pause of a save is more than 1 % of them."""
         return max(60 * self.config.checkpoint_minutes, (self.longest_pause_s or 0) / PAUSE_SHARE)
 
-    def save(self, step: int, capture: Callable[[], Captured], milestones: Sequence[str]) -> None:
-        """Save the state of the run after `step` updates; return once it is copied to host memory."""
+    def save(self, step: int, capture: Callable[[], Captured], tiers: list[str]) -> None:
+        """Save the state of the run after `step` updates; return once it is copied to host memory.
+
+        Args:
+            tiers: names of the checkpoint besides latest.pt.
+        """
         start_s, interval_s = time.monotonic(), self.interval_s()
         self.wait()  # the capture reuses the memory that the writer reads
         captured = capture()
         self.log.flush()  # a checkpoint must not be newer than the log of the steps that led to it
         if self.writer:
-            self.writer.save(captured, [*self._tiers(step), *milestones])
+            self.writer.save(captured, tiers)
         if not self.config.background_upload:
             self.wait()
             self._wait_for_uploads(lambda: bool(self.stop.asked))
-        self.saved_step, self.saved_at_s = step, time.monotonic()
-        pause_s = self.saved_at_s - start_s
+        self.captured_step, self.captured_at_s = step, time.monotonic()
+        pause_s = self.captured_at_s - start_s
         self.paused_s += pause_s
         self.longest_pause_s = 0.0 if self.longest_pause_s is None else max(self.longest_pause_s, pause_s)
         if self.config.checkpoint_minutes and self.interval_s() > interval_s:
@@ -118,7 +112,7 @@ class Saves:
     def is_saved(self, step: int) -> bool:
         """Wait for the save in flight, and return whether `step` is durable."""
         self.wait()
-        return not self.ranks.any(step != self.saved_step or (self.writer is not None and self.writer.failed))
+        return not self.ranks.any(step != self.captured_step or (self.writer is not None and self.writer.failed))
 
     def wait(self) -> None:
         """Wait until no save is in flight; a slow disk is no reason to take the run for dead."""
@@ -236,11 +230,6 @@ class CheckpointWriter:
         self.in_flight: Future | None = None
         self.saved = self.failures = 0  # saves of this start
         self.failed = False  # the newest save
-
-    def best_val_loss(self, saved: float | None) -> float | None:
-        """Return the lowest of the known validation losses and the one that a checkpoint has saved."""
-        losses = [saved, *(found.get("val_loss") for found in self.evaluations.values())]
-        return min((loss for loss in losses if loss is not None), default=None)
 
     def save(self, captured: Captured, tiers: list[str]) -> None:
         """Write a checkpoint as latest.pt and under the file names in `tiers`; return before that is done.

@@ -45,7 +45,7 @@ def checkpoint_bytes(model: "GPT", optimizer: str, page_locked: bool = False) ->
 def estimate_memory(config: "TrainConfig", model: "GPT", ranks: Ranks) -> tuple[dict[str, float], dict[str, float]]:
     """Estimate the peak of the bytes that a rank needs on its device and in host memory, by use.
 
-    The activations are counted in model.py; benchmarks/memory.py compares the estimate with measured peaks.
+    benchmarks/memory.py compares the estimate with measured peaks.
 
     Args:
         model: of the run, on the meta device.

@@ -16,48 +16,43 @@ from steadygpt.checkpoint.saves import CheckpointWriter, Saves, clean_folder
 from steadygpt.checkpoint.uploads import Uploads
 from steadygpt.data.shards import check_listing, fingerprint, listing
 from steadygpt.log.runlog import RunLog
-from steadygpt.machine.ranks import Ranks, StopSignal
+from steadygpt.machine.ranks import StopSignal
 from steadygpt.run.memory import checkpoint_bytes
-from steadygpt.run.start import IN_USE, Start
+from steadygpt.run.plan import Plan
+from steadygpt.run.start import IN_USE
 
 if TYPE_CHECKING:
-    from dataloader import Data
-    from model import GPT
+    from steadygpt.config import TrainConfig
 
 
-def verified(data: "Data", start: Start, ranks: Ranks) -> dict | None:
+def checked_fingerprint(plan: Plan) -> dict | None:
     """Check that every rank has the same shards, and those that the run has trained on.
 
     Returns: their fingerprint on rank 0.
     """
-    known = start.checkpoint["data_fingerprint"] if start.checkpoint else {}
+    data, ranks = plan.data, plan.ranks
+    known = plan.start.checkpoint["data_fingerprint"] if plan.start.checkpoint else {}
     splits = {"train": data.train_shards, "val": data.val_shards}
     names = ranks.broadcast(listing(splits, data.manifest))
     ranks.on_each(lambda: check_listing(splits, data.manifest, names))
     return ranks.on_main(lambda: fingerprint(splits, data.manifest, data.vocab_size, known))
 
 
-def open_outputs(start: Start, sketch: "GPT", log: RunLog, stop: StopSignal, held: ExitStack) -> Saves:
-    """Open the folders of a run on rank 0; `held` closes the log and releases the locks.
-
-    Args:
-        sketch: the model of the run, on the meta device.
-        log: opened here.
-    """
-    size = checkpoint_bytes(sketch, start.config.optimizer)
-    writer = log.ranks.on_main(lambda: _open_on_main(start, log, size, held))
-    return Saves(start.config, log.ranks, log, stop, writer, start.step)
+def open_saves(plan: Plan, log: RunLog, stop: StopSignal, held: ExitStack) -> Saves:
+    """Open the folders of a run, and its log, on rank 0; `held` closes the log and releases the locks."""
+    writer = plan.ranks.on_main(lambda: _open_on_main(plan, log, held))
+    return Saves(plan.config, plan.ranks, log, stop, writer, plan.start.step)
 
 
-def _open_on_main(start: Start, log: RunLog, checkpoint_size: int, held: ExitStack) -> CheckpointWriter:
-    config, folder, logdir = start.config, Path(start.config.checkpoint_dir), Path(start.config.logdir)
-    StopSignal.interrupt()  # so that the log says how the run has ended, also before its first step
+def _open_on_main(plan: Plan, log: RunLog, held: ExitStack) -> CheckpointWriter:
+    config, start = plan.config, plan.start
+    folder, logdir = Path(config.checkpoint_dir), Path(config.logdir)
     if not config.resume:  # otherwise find_start has locked it
         held.enter_context(lock_folder(folder, IN_USE))
         check_folder(folder, None)
     if logdir.resolve() != folder.resolve():
         held.enter_context(lock_folder(logdir, "give this run another --logdir"))
-    mirror = _reserved_mirror(start) if config.mirror else None
+    mirror = _reserved_mirror(config, start.checkpoint is not None) if config.mirror else None
     if start.checkpoint and start.is_fork:
         # A copy that has this run's name and options, not a link: the file belongs to the other run.
         content = start.checkpoint | {"train_config": shown_options(config)}
@@ -65,7 +60,7 @@ def _open_on_main(start: Start, log: RunLog, checkpoint_size: int, held: ExitSta
         replace_file(folder / LATEST, lambda file: torch.save(content, file))
     else:
         clean_folder(folder, start.path)
-    log.open(start.step, checkpoint_size)  # drops what came after the step of latest.pt
+    log.open(start.step, checkpoint_bytes(plan.sketch, config.optimizer))  # drops what came after that step
     held.enter_context(log)
     latest = summary(start.checkpoint) if start.checkpoint else None
     uploads = Uploads(mirror, config, log) if mirror else None
@@ -75,11 +70,11 @@ def _open_on_main(start: Start, log: RunLog, checkpoint_size: int, held: ExitSta
     return writer
 
 
-def _reserved_mirror(start: Start) -> Mirror:
+def _reserved_mirror(config: "TrainConfig", resumes: bool) -> Mirror:
     """Return the mirror, reserved for the run, after restoring the logs that are missing here."""
-    mirror = Mirror(start.config.mirror, start.config.run_name, resumes=start.checkpoint is not None)
+    mirror = Mirror(config.mirror, config.run_name, resumes)
     with suppress(NoAnswer):  # the first upload claims it then
         mirror.patiently(mirror.claim)
-        if start.checkpoint:
-            mirror.patiently(partial(restore_files, mirror, start.config, replace=False))
+        if resumes:
+            mirror.patiently(partial(restore_files, mirror, config, replace=False))
     return mirror

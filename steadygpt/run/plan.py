@@ -35,18 +35,60 @@ if TYPE_CHECKING:
 class Plan:
     """A run before it is built."""
 
+    config: "TrainConfig"  # settled
     start: Start
     data: "Data"
     schedule: Schedule
     sketch: "GPT"  # on the meta device
     ranks: Ranks
+    notes: tuple[str, ...]  # a line for each surprising choice
     precision_elsewhere: str  # that the forecast assumes for well-known GPUs
 
     def lines(self) -> list[str]:
         """Return the plan in words."""
-        config, data = self.start.config, self.data
-        lines = describe(config, data, self.schedule, self.ranks, self.sketch, validation_rows(config, data.val))
-        return [*lines, *self.start.notes]
+        config, data, schedule, sketch, ranks = self.config, self.data, self.schedule, self.sketch, self.ranks
+        val_rows = validation_rows(config, data.val)
+        T, world_size, micro_steps = config.context_length, ranks.world_size, config.grad_accum_steps(ranks.world_size)
+        memory, host = estimate_memory(config, sketch, ranks)
+        epochs = schedule.epochs(schedule.max_steps * schedule.rows_per_step)
+        commit, shards, checkpoint = git_commit(), data.train_shards, checkpoint_bytes(sketch, config.optimizer)
+        emulated = ", emulated slowly" * (config.precision == "fp8" and ranks.device.type != "cuda")
+        dtype = AUTOCAST.get(config.precision, torch.float32)
+        kernel = kernel_name((1, config.num_heads, T, sketch.config.head_size), dtype, ranks.device, config.dropout)
+        training = f"no shards in {config.data_dir} yet; planned with the vocabulary of --tokenizer {data.tokenizer}"
+        if shards:
+            tokens = sum(shard.num_tokens for shard in shards)
+            count = f"{len(shards)} shard{'s' * (len(shards) > 1)}"
+            training = f"{tokens:,} training tokens in {count} of {config.data_dir}"
+
+        def uses(memory: dict[str, float], where: str) -> str:
+            parts = ", ".join(f"{what} {size / 1e9:.2f}" for what, size in memory.items())
+            return f"about {sum(memory.values()) / 1e9:.2f} GB {where}: {parts}"
+
+        lines = [
+            f"version      {f'commit {commit[:12]}{commit[40:]}, ' * bool(commit)}torch {torch.__version__}, "
+            f"Python {platform.python_version()}",
+            f"model        {sketch.num_parameters() / 1e6:,.2f} M parameters: {config.num_layers} layers, "
+            f"{config.num_heads} heads, {config.embd_size} wide, context {T:,}, "
+            f"vocabulary {data.vocab_size:,} ({data.tokenizer})",
+            f"data         {training}; {val_rows * T:,} validation tokens",
+            f"steps        {schedule.max_steps:,} of {config.total_batch_size:,} tokens = "
+            f"{config.mini_batch_size} rows x {T:,} tokens x {world_size} rank{'s' * (world_size > 1)} x "
+            f"{micro_steps} micro-step{'s' * (micro_steps > 1)}; "
+            + (f"{schedule.rows_per_epoch / schedule.rows_per_step:,.1f} steps an epoch, " if shards else "")
+            + (f"{epochs:,.2f} epochs; " if epochs else "")
+            + f"{schedule.warmup_steps:,} steps of warm-up",
+            f"device       {world_size} x {device_name(ranks.device)}, {config.precision}{emulated}, "
+            f"{config.sharding}{f', attention by {kernel}' * bool(kernel)}",
+            f"memory       {uses(memory, 'a rank')}",
+            f"host memory  {uses(host, 'on rank 0')} (rank 0 only)",
+            f"checkpoints  {_checkpoints_text(config, checkpoint, math.ceil(epochs))}",
+        ]
+        if config.mirror:
+            lines.append(f"mirror       {config.mirror}")
+        if config.checkpoint_minutes:
+            lines.append(f"             {interval_text(60 * config.checkpoint_minutes, checkpoint)}")
+        return [*lines, *self.notes]
 
     def forecast(self, step_s: float | None = None) -> list[str]:
         """Return what the run will take, as further lines.
@@ -54,22 +96,25 @@ class Plan:
         Args:
             step_s: measured seconds of a step, if known.
         """
-        config, val_rows = self.start.config, validation_rows(self.start.config, self.data.val)
-        step, elsewhere = self.start.step or 0, self.precision_elsewhere
-        return forecast(config, self.schedule, self.ranks, self.sketch, step, val_rows, step_s, elsewhere)
+        val_rows, step = validation_rows(self.config, self.data.val), self.start.step or 0
+        elsewhere = self.precision_elsewhere
+        return forecast(self.config, self.schedule, self.ranks, self.sketch, step, val_rows, step_s, elsewhere)
 
 
-def settle(start: Start, given: Mapping[str, str], data: "Data", sketch: "GPT", ranks: Ranks, held: ExitStack) -> Plan:
+def settle(
+    config: "TrainConfig", start: Start, given: Mapping[str, str], data: "Data", sketch: "GPT", ranks: Ranks,
+    held: ExitStack,
+) -> Plan:  # fmt: skip
     """Settle every option that the data, the machine or the length of the run decides; checkpoints store the result.
 
     Args:
-        given: see find_start.
+        config, start, given: see find_start.
         sketch: the model of the run, on the meta device.
         held: reserves the name of the run until it closes.
 
     Raises: UserError.
     """
-    config, checkpoint, world_size = start.config, start.checkpoint, ranks.world_size
+    asked, checkpoint, world_size = config, start.checkpoint, ranks.world_size
     elsewhere = config.precision if "precision" in given and config.precision != "auto" else "bf16"
     strict_warmup = checkpoint is not None or given.get("warmup_steps") == "flag"
     config = config if checkpoint else config.with_tokens_of_step(world_size)
@@ -80,14 +125,14 @@ def settle(start: Start, given: Mapping[str, str], data: "Data", sketch: "GPT", 
     set_up(config, ranks.device)
     config, of_memory = with_fitting_rows(config, sketch, ranks)
     schedule = make_schedule(config, data, world_size, start.step or 0, start.rows_consumed, strict_warmup)
-    name, logdir, of_name = name_of_run(start, given, ranks, held)
+    name, logdir, of_name = name_of_run(config, start, given, ranks, held)
     config = replace(
         config, tokenizer=data.tokenizer, vocab_size=sketch.config.vocab_size, warmup_steps=schedule.warmup_steps,
         run_name=name, logdir=logdir,
     )  # fmt: skip
-    of_rows, of_decay = note_of_rows(start.config, config, world_size), notes_of_decay(config, schedule, checkpoint)
-    notes = filter(None, [of_memory, *start.notes, of_rows, of_precision, of_name, *of_decay])
-    return Plan(replace(start, config=config, notes=tuple(notes)), data, schedule, sketch, ranks, elsewhere)
+    of_rows, of_decay = note_of_rows(asked, config, world_size), notes_of_decay(config, schedule, checkpoint)
+    notes = tuple(filter(None, [of_memory, *start.notes, of_rows, of_precision, of_name, *of_decay]))
+    return Plan(config, start, data, schedule, sketch, ranks, notes, elsewhere)
 
 
 def note_of_rows(before: "TrainConfig", config: "TrainConfig", world_size: int) -> str:
@@ -120,52 +165,6 @@ def validation_rows(config: "TrainConfig", val: "RowStream | None") -> int:
     """Return the number of rows of a validation: eval_tokens, or all rows if there are fewer."""
     wanted = max(1, config.eval_tokens // config.context_length)
     return min(wanted, val.rows_per_epoch or wanted) if val else 0
-
-
-def describe(
-    config: "TrainConfig", data: "Data", schedule: Schedule, ranks: Ranks, model: "GPT", val_rows: int
-) -> list[str]:
-    """Return the plan of a run, as lines. `model` is on the meta device; val_rows are those of each validation."""
-    T, world_size, micro_steps = config.context_length, ranks.world_size, config.grad_accum_steps(ranks.world_size)
-    memory, host = estimate_memory(config, model, ranks)
-    epochs = schedule.epochs(schedule.max_steps * schedule.rows_per_step)
-    commit, shards, checkpoint = git_commit(), data.train_shards, checkpoint_bytes(model, config.optimizer)
-    emulated = ", emulated slowly" * (config.precision == "fp8" and ranks.device.type != "cuda")
-    dtype = AUTOCAST.get(config.precision, torch.float32)
-    kernel = kernel_name((1, config.num_heads, T, model.config.head_size), dtype, ranks.device, config.dropout)
-    training = f"no shards in {config.data_dir} yet; planned with the vocabulary of --tokenizer {data.tokenizer}"
-    if shards:
-        tokens = sum(shard.num_tokens for shard in shards)
-        training = f"{tokens:,} training tokens in {len(shards)} shard{'s' * (len(shards) > 1)} of {config.data_dir}"
-
-    def uses(memory: dict[str, float], where: str) -> str:
-        parts = ", ".join(f"{what} {size / 1e9:.2f}" for what, size in memory.items())
-        return f"about {sum(memory.values()) / 1e9:.2f} GB {where}: {parts}"
-
-    lines = [
-        f"version      {f'commit {commit[:12]}{commit[40:]}, ' * bool(commit)}torch {torch.__version__}, "
-        f"Python {platform.python_version()}",
-        f"model        {model.num_parameters() / 1e6:,.2f} M parameters: {config.num_layers} layers, "
-        f"{config.num_heads} heads, {config.embd_size} wide, context {T:,}, "
-        f"vocabulary {data.vocab_size:,} ({data.tokenizer})",
-        f"data         {training}; {val_rows * T:,} validation tokens",
-        f"steps        {schedule.max_steps:,} of {config.total_batch_size:,} tokens = {config.mini_batch_size} rows x "
-        f"{T:,} tokens x {world_size} rank{'s' * (world_size > 1)} x {micro_steps} "
-        f"micro-step{'s' * (micro_steps > 1)}; "
-        + (f"{schedule.rows_per_epoch / schedule.rows_per_step:,.1f} steps an epoch, " if shards else "")
-        + (f"{epochs:,.2f} epochs; " if epochs else "")
-        + f"{schedule.warmup_steps:,} steps of warm-up",
-        f"device       {world_size} x {device_name(ranks.device)}, {config.precision}{emulated}, "
-        f"{config.sharding}{f', attention by {kernel}' * bool(kernel)}",
-        f"memory       {uses(memory, 'a rank')}",
-        f"host memory  {uses(host, 'on rank 0')} (rank 0 only)",
-        f"checkpoints  {_checkpoints_text(config, checkpoint, math.ceil(epochs))}",
-    ]
-    if config.mirror:
-        lines.append(f"mirror       {config.mirror}")
-    if config.checkpoint_minutes:
-        lines.append(f"             {interval_text(60 * config.checkpoint_minutes, checkpoint)}")
-    return lines
 
 
 def _checkpoints_text(config: "TrainConfig", size: int, epochs: int) -> str:

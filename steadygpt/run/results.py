@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -43,15 +43,19 @@ class Judge:
             self.recent[-len(recent_losses) :] = torch.tensor(recent_losses)
         self.bad_steps = torch.full((), float(bad_steps), device=device)
 
-    def __call__(self, loss: Tensor, grad_norm: Tensor, loss_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, loss: Tensor, grad_norm: Tensor, scaler: torch.amp.GradScaler
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Judge a step by its loss and gradient norm, scalars that are the same on every rank.
 
         Args:
-            loss_scale: of fp16, after this step's adjustment.
+            scaler: already updated for this step; enabled with fp16 only.
 
-        Returns: 1.0 if the update is skipped, else 0.0; and the numbers for StepResult, both on the device.
+        Returns: 1.0 if the update is skipped, else 0.0; and the fields of StepResult that the device knows.
         """
         finite = loss.isfinite() & grad_norm.isfinite()
+        # Not get_scale(), which waits for the GPU.
+        loss_scale = scaler.scale(torch.ones_like(loss)) if scaler.is_enabled() else None
         # An overflow in fp16 is not bad while a lower scale may help.
         bad = ~finite if loss_scale is None else ~finite & ~(loss.isfinite() & (loss_scale >= 1))
         z = (loss - self.recent.mean()) / self.recent.std(correction=0).clamp(min=1e-6)  # NaN until all are known
@@ -62,16 +66,21 @@ class Judge:
         skipped = halted | ~finite | (spike & self.skip_spikes)
         self.bad_steps = torch.where(halted, self.bad_steps, (self.bad_steps + 1) * bad)
         self.recent = torch.where(finite, torch.cat([self.recent[1:], loss[None]]), self.recent)
-        scale = loss if loss_scale is None else loss_scale
-        numbers = torch.stack([t.float() for t in (loss, grad_norm, z, spike, bad, ~skipped, scale)])
-        return skipped.float(), numbers
+        found = {"loss": loss, "grad_norm": grad_norm, "loss_z": z, "spike": spike, "bad": bad, "updated": ~skipped}
+        return skipped.float(), found if loss_scale is None else found | {"loss_scale": loss_scale}
 
 
 class Pending:
-    """The numbers of a step on their way to the host."""
+    """A StepResult on its way to the host.
 
-    def __init__(self, step: int, rows: int, lr: float, numbers: Tensor, fp16: bool):
-        self.step, self.rows, self.lr, self.fp16 = step, rows, lr, fp16
+    Args:
+        found: its other fields, scalars on the device.
+    """
+
+    def __init__(self, step: int, rows: int, lr: float, found: dict[str, Tensor]):
+        self.step, self.rows, self.lr = step, rows, lr
+        self.kinds = {name: bool if tensor.dtype == torch.bool else float for name, tensor in found.items()}
+        numbers = torch.stack([tensor.float() for tensor in found.values()])
         cuda = numbers.device.type == "cuda"
         self.numbers = numbers.to("cpu", non_blocking=cuda)
         self.copied = torch.cuda.current_stream().record_event() if cuda else None
@@ -80,19 +89,9 @@ class Pending:
         """Wait for the numbers."""
         if self.copied:
             self.copied.synchronize()
-        loss, grad_norm, z, spike, bad, updated, scale = self.numbers.tolist()
-        return StepResult(
-            self.step,
-            self.rows,
-            self.lr,
-            loss,
-            grad_norm,
-            loss_z=z if math.isfinite(z) else None,
-            spike=bool(spike),
-            bad=bool(bad),
-            updated=bool(updated),
-            loss_scale=scale if self.fp16 and not updated else None,
-        )
+        numbers = zip(self.kinds.items(), self.numbers.tolist(), strict=True)
+        found: dict[str, Any] = {name: kind(number) for (name, kind), number in numbers}
+        return StepResult(self.step, self.rows, self.lr, **found)
 
 
 @dataclass(frozen=True)
@@ -104,11 +103,11 @@ class StepResult:
     lr: float
     loss: float  # mean over all tokens, before the update
     grad_norm: float  # before clipping
-    loss_z: float | None
+    loss_z: float  # NaN until SPIKE_WINDOW losses are known
     spike: bool  # loss_z is above --spike_z
     bad: bool  # loss or gradient is not finite, and fp16 is not the reason
     updated: bool  # False: weights and optimizer are unchanged
-    loss_scale: float | None = None  # of fp16, after a skipped update
+    loss_scale: float | None = None  # of fp16, for the next step
 
     @property
     def finite(self) -> bool:
@@ -162,7 +161,7 @@ class Results:
     Args:
         state: of the loop.
         flops_per_token: for MFU.
-        late: steps whose results are read later, so that a GPU need not wait for the host.
+        delay: steps whose results are read later, so that a GPU need not wait for the host.
     """
 
     def __init__(
@@ -173,10 +172,10 @@ class Results:
         state: TrainState,
         log: RunLog,
         flops_per_token: float,
-        late: int,
+        delay: int,
     ):
         self.config, self.ranks, self.schedule, self.state, self.log = config, ranks, schedule, state, log
-        self.flops_per_token, self.late = flops_per_token, late
+        self.flops_per_token, self.delay = flops_per_token, delay
         self.waiting: deque[Pending] = deque()
         self.totals = Totals()
         self.second_step: tuple[int, float] | None = None  # of this start, and when it started
@@ -187,16 +186,16 @@ class Results:
         self.clock_s = time.perf_counter()
 
     def add(self, pending: Pending) -> None:
-        """Take the results of a step, and read all but the last `late`; raises as flush() does."""
+        """Take the results of a step, and read those before it; raises as read_all() does."""
         self.waiting.append(pending)
-        self.flush(self.late)
+        self.read_all(self.delay)
 
-    def flush(self, late: int = 0) -> None:
-        """Read all results but the last `late`.
+    def read_all(self, but: int = 0) -> None:
+        """Read all results but the last `but`, log them and update the state.
 
         Raises: Diverged after too many bad steps, with step and rows as before them; they never changed the weights.
         """
-        while len(self.waiting) > late:
+        while len(self.waiting) > but:
             self._read(self.waiting.popleft().result())
 
     def _read(self, result: StepResult) -> None:
@@ -242,7 +241,7 @@ class Results:
                 loss=result.loss,
                 lr=result.lr,
                 grad_norm=result.grad_norm,
-                loss_z=result.loss_z,
+                loss_z=result.loss_z if math.isfinite(result.loss_z) else None,
                 step_ms=step_s * 1000,
                 steps_per_second=1 / step_s,
                 tokens_per_second=speed,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from steadygpt.base.options import UserError
-from steadygpt.checkpoint.files import EPOCH, STABLE
+from steadygpt.checkpoint.files import EPOCH, ROLLING, STABLE
 
 if TYPE_CHECKING:
     from dataloader import Data
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The length of a run."""
+    """The length of a run, and what ends with each of its steps."""
 
     rows_per_step: int
     rows_per_epoch: int  # 0: the data is not prepared yet
@@ -22,20 +22,26 @@ class Schedule:
     max_steps: int
     warmup_steps: int
     stable_steps: int | None  # after which the cool-down begins, if there is one
+    checkpoint_freq: int = 0  # steps between rolling checkpoints; 0: none
 
     def epochs(self, rows: int) -> float:
         """Convert consumed rows to epochs; 0 if their length is not known."""
         return rows / (self.steps_per_epoch * self.rows_per_step or self.rows_per_epoch or math.inf)
 
-    def milestones(self, step: int, rows: int) -> list[str]:
-        """Return the names of the checkpoints for what ends with a step: an epoch, the stable learning rate.
+    def tiers(self, step: int, rows: int) -> list[str]:
+        """Return the names, besides latest.pt, under which the state after `step` updates is to be saved.
 
         Args:
-            rows: consumed after `step` updates.
+            rows: consumed by then.
         """
-        epochs = int(self.epochs(rows))
-        names = [EPOCH.format(epochs)] if epochs > int(self.epochs(rows - self.rows_per_step)) else []
-        return [*names, STABLE] if step == self.stable_steps else names
+        names = []
+        if step and self.checkpoint_freq and step % self.checkpoint_freq == 0:
+            names.append(ROLLING.format(step))
+        if int(self.epochs(rows)) > int(self.epochs(rows - self.rows_per_step)):
+            names.append(EPOCH.format(int(self.epochs(rows))))
+        if step == self.stable_steps:
+            names.append(STABLE)
+        return names
 
 
 def decay_start(config: "TrainConfig", max_steps: int) -> int:
@@ -108,4 +114,7 @@ def make_schedule(
                 f"{stable_steps:,} on; give at least --max_steps {math.ceil(step / (1 - config.cooldown))}"
             )
     rows_per_epoch = data.train.rows_per_epoch
-    return Schedule(rows_per_step, rows_per_epoch, config.steps_per_epoch, max_steps, warmup_steps, stable_steps)
+    return Schedule(
+        rows_per_step, rows_per_epoch, config.steps_per_epoch, max_steps, warmup_steps, stable_steps,
+        config.checkpoint_freq,
+    )  # fmt: skip

@@ -38,12 +38,12 @@ STAMP_PATTERN = r"\d{8}-\d{6}"  # matches a time that STAMP has formatted
 
 @dataclass(frozen=True)
 class Start:
-    """A configuration, and the checkpoint or the weights that a run starts from, if any."""
+    """The checkpoint or the weights that a run starts from, if any."""
 
-    config: "TrainConfig"
     path: Path | None = None  # of the checkpoint
     checkpoint: dict | None = None  # tensors on rank 0 only
     weights: dict | None = None  # a checkpoint of weights only, tensors on rank 0 only, once downloaded
+    is_fork: bool = False  # the checkpoint is another run's: it stays in its folder, and this run has its own
     notes: tuple[str, ...] = ()  # for the plan
 
     @property
@@ -54,37 +54,37 @@ class Start:
     def rows_consumed(self) -> int:
         return self.checkpoint["rows_consumed"] if self.checkpoint else 0
 
-    @property
-    def is_fork(self) -> bool:
-        """Whether the checkpoint is another run's: it stays in its folder, and this run writes to a different one."""
-        return self.path is not None and self.path.resolve().parent != Path(self.config.checkpoint_dir).resolve()
+    def downloaded(self, context_length: int, ranks: Ranks, read_weights: Callable[[str], dict]) -> "Start":
+        """Return this start with the tensors of its weights, which find_start leaves on the Hub.
 
-    def downloaded(self, ranks: Ranks, read_weights: Callable[[str], dict]) -> "Start":
-        """Return this start with the tensors of its weights, which find_start leaves on the Hub."""
+        Args:
+            context_length: of the run; learned positions of a longer context are cropped.
+        """
         if (weights := self.weights) is None:
             return self
 
         def download() -> Start:
             whole = weights if weights["model"] else read_weights(weights["source"])
-            if "wpe.weight" in whole["model"]:  # learned positions, of a context that may be longer
-                whole["model"]["wpe.weight"] = whole["model"]["wpe.weight"][: self.config.context_length]
+            if "wpe.weight" in whole["model"]:
+                whole["model"]["wpe.weight"] = whole["model"]["wpe.weight"][:context_length]
             return dataclasses.replace(self, weights=whole)
 
         return shared(ranks.on_main(download), ranks)
 
-    def is_finished(self, max_steps: int, ranks: Ranks) -> bool:
-        """Return whether the checkpoint is the end of a finished run."""
-        finished = ranks.broadcast(read_status(Path(self.config.checkpoint_dir)).get("status") == "finished")
+    def is_finished(self, folder: str, max_steps: int, ranks: Ranks) -> bool:
+        """Return whether the checkpoint is the end of the finished run in a folder."""
+        finished = ranks.broadcast(read_status(Path(folder)).get("status") == "finished")
         return finished and self.step is not None and self.step >= max_steps
 
 
-def name_of_run(start: Start, given: Mapping[str, str], ranks: Ranks, held: ExitStack) -> tuple[str, str, str]:
+def name_of_run(
+    config: "TrainConfig", start: Start, given: Mapping[str, str], ranks: Ranks, held: ExitStack
+) -> tuple[str, str, str]:
     """Return the name of a run, the folder of its logs, and a line if that is not the name one would expect.
 
     A run that is resumed in its folder keeps its name. A fork is named RUN-from-STEP and has logs of its own. A new
     name that has a TensorBoard folder already gets a time stamp, because TensorBoard would hide the older points.
     """
-    config = start.config
     saved = start.checkpoint["train_config"].get("run_name", "") if start.checkpoint else ""
     wanted, folder, logdir = config.run_name, Path(config.tensorboard_dir), config.logdir
     if start.is_fork and wanted == saved:
@@ -149,8 +149,10 @@ def check_other_machines(folder: Path, ranks: Ranks) -> None:
 
 def find_start(
     config: "TrainConfig", given: Mapping[str, str], ranks: Ranks, held: ExitStack, read_weights: Callable[..., dict]
-) -> Start:
-    """Find where the run starts. A run that resumes locks the folder of its checkpoints until `held` closes.
+) -> tuple["TrainConfig", Start]:
+    """Find where the run starts, and take the options that are not given from there.
+
+    A run that resumes locks the folder of its checkpoints until `held` closes.
 
     Args:
         given: the options that the command line or its preset gives.
@@ -161,7 +163,9 @@ def find_start(
         config = dataclasses.replace(config, checkpoint_dir=str(Path(config.resume).parent))
     if config.resume in ("latest", "auto") and not config.mirror:  # a mirror has the newest of all machines
         check_other_machines(Path(config.checkpoint_dir), ranks)
-    return shared(ranks.on_main(lambda: _find_start(config, given, held, read_weights)), ranks)
+    found = ranks.on_main(lambda: _start_on_main(config, given, held, read_weights))
+    config = ranks.broadcast(found[0] if found else config)
+    return config, shared(found and found[1], ranks)
 
 
 def shared(start: Start | None, ranks: Ranks) -> Start:
@@ -177,9 +181,9 @@ def shared(start: Start | None, ranks: Ranks) -> Start:
     return found
 
 
-def _find_start(
+def _start_on_main(
     config: "TrainConfig", given: Mapping[str, str], held: ExitStack, read_weights: Callable[..., dict]
-) -> Start:
+) -> tuple["TrainConfig", Start]:
     which, folder, found = config.resume, Path(config.checkpoint_dir), Found()
     if which in ("latest", *NAMED) and not folder.is_dir() and not config.mirror:
         raise UserError(f"no checkpoints in {folder}; name their folder with --checkpoint_dir")
@@ -203,16 +207,16 @@ def _find_start(
         of_mirror = f" (restored from {config.mirror})" * found.restored
         notes.append(f"resumed from {found.path}{of_mirror} at step {found.checkpoint['step']:,}")
         notes += [f"changed {line}" for line in changes]
-        start = Start(config, found.path, found.checkpoint)
-        if start.is_fork and config.mirror and "mirror" not in given:
+        is_fork = found.path.resolve().parent != folder.resolve()
+        if is_fork and config.mirror and "mirror" not in given:
             notes.append(f"without the mirror {config.mirror}, which belongs to the run in {found.path.parent}")
             config = dataclasses.replace(config, mirror="")
-        return dataclasses.replace(start, config=config, notes=tuple(notes))
+        return config, Start(found.path, found.checkpoint, is_fork=is_fork, notes=tuple(notes))
     if config.init_from == "scratch":
-        return Start(config, notes=tuple(notes))
+        return config, Start(notes=tuple(notes))
     weights = read_weights(config.init_from, download=False)
     config = initial_config(weights["model_config"], config, given)
-    return Start(config, weights=weights, notes=(*notes, f"weights from {config.init_from}"))
+    return config, Start(weights=weights, notes=(*notes, f"weights from {config.init_from}"))
 
 
 def find_newest(config: "TrainConfig", given: Mapping[str, str]) -> Found:

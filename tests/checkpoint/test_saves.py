@@ -39,7 +39,7 @@ def run(tmp_path, monkeypatch):
     """Saves with a fake clock; run.at(step) saves if a save is due and returns the files."""
     clock = Clock()
     monkeypatch.setattr(saves, "time", clock)
-    config = SimpleNamespace(checkpoint_freq=10, checkpoint_minutes=1.0, background_upload=True)
+    config = SimpleNamespace(checkpoint_minutes=1.0, background_upload=True)
     run = SimpleNamespace(clock=clock, log=Mock(), step=0, pause_s=0.0, captured=[])
 
     def capture():
@@ -51,8 +51,9 @@ def run(tmp_path, monkeypatch):
     run.saves = Saves(config, Ranks(torch.device("cpu")), run.log, Mock(), writer)
 
     def save_if_due():
-        if run.saves.is_due(run.step, [], False):
-            run.saves.save(run.step, capture, [])
+        tiers = [f"rolling_step_{run.step:06d}.pt"] * (run.step % 10 == 0)
+        if run.saves.is_due(run.step, is_special=bool(tiers)):
+            run.saves.save(run.step, capture, tiers)
 
     def at(step, seconds=0.0):
         run.step, clock.now_s = step, clock.now_s + seconds
@@ -119,6 +120,20 @@ def test_without_hard_links_each_name_is_a_copy(workdir, monkeypatch):
     found = {path.name: load(path)["step"] for path in Path("checkpoints").glob("*.pt")}
     rolling = {"rolling_step_000004.pt": 4, "rolling_step_000008.pt": 8}
     assert found == {"latest.pt": 8, "latest_backup.pt": 4, **rolling}
+
+
+def test_the_last_save_is_repeated_under_all_of_its_names(workdir, monkeypatch):
+    real, failures = torch.save, [OSError(errno.ENOSPC, "No space left on device")]
+
+    def fail_once_at_the_end(content, file):
+        if content["step"] == 8 and failures:
+            raise failures.pop()
+        real(content, file)
+
+    monkeypatch.setattr(torch, "save", fail_once_at_the_end)
+    assert run_here("--max_steps", "0", "--num_epochs", "2", "--steps_per_epoch", "4", "--checkpoint_freq", "8") == 0
+    names = {path.name for path in Path("checkpoints").glob("*.pt") if load(path)["step"] == 8}
+    assert names == {"latest.pt", "rolling_step_000008.pt", "epoch_00002.pt"}
 
 
 def test_rolling_checkpoints_are_deleted_by_age_not_by_step(workdir):

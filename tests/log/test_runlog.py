@@ -140,12 +140,12 @@ def finish_step(log, monkeypatch):
     monkeypatch.setattr("steadygpt.run.results.time", clock)
     monkeypatch.setattr(TrainState, "total_s", lambda _: 1800.0)
     schedule = Schedule(4, 32, steps_per_epoch=0, max_steps=10, warmup_steps=0, stable_steps=None)
-    results = Results(log.config, log.ranks, schedule, TrainState(), log, flops_per_token=1.0, late=0)
+    results = Results(log.config, log.ranks, schedule, TrainState(), log, flops_per_token=1.0, delay=0)
 
     def finish(step: int, seconds: float) -> None:
         clock.now_s += seconds
         result = StepResult(
-            step, rows=8, lr=1e-3, loss=2.5, grad_norm=0.5, loss_z=None, spike=False, bad=False, updated=True
+            step, rows=8, lr=1e-3, loss=2.5, grad_norm=0.5, loss_z=math.nan, spike=False, bad=False, updated=True
         )
         results.add(SimpleNamespace(result=lambda: result))
 

@@ -2,6 +2,7 @@
 
 import math
 from statistics import fmean, pstdev
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,10 +25,10 @@ def results(
     judge = Judge(TrainConfig(**config), CPU, recent or [], bad_steps)
     found = []
     for step, loss in enumerate(losses):
-        scale = torch.tensor(scales[step]) if scales else None
+        scaler = SimpleNamespace(is_enabled=lambda: bool(scales), scale=lambda ones, step=step: ones * scales[step])
         grad_norm = torch.tensor(math.inf if scales and scales[step] < 2**16 else 1.0)
-        skipped, numbers = judge(torch.tensor(loss), grad_norm, scale)
-        found.append(Pending(step, 0, 1e-3, numbers, scale is not None).result())
+        skipped, fields = judge(torch.tensor(loss), grad_norm, scaler)
+        found.append(Pending(step, 0, 1e-3, fields).result())
         assert found[-1].updated == (skipped.item() == 0)
     return found
 
@@ -48,7 +49,7 @@ def test_spikes_are_found_once_enough_losses_are_known():
     assert [r.spike for r in results([9.0], steady, spike_z=0.0)] == [False]
     # The losses of the run itself count as well: the last of these is the first with enough before it.
     found = results([*steady, 9.0])
-    assert [r.loss_z is None for r in found] == [True] * SPIKE_WINDOW + [False]
+    assert [math.isnan(r.loss_z) for r in found] == [True] * SPIKE_WINDOW + [False]
 
 
 def test_after_max_bad_steps_every_update_is_skipped():
@@ -62,7 +63,7 @@ def test_after_max_bad_steps_every_update_is_skipped():
 def test_an_overflow_in_fp16_is_bad_when_no_lower_scale_is_left():
     found = results([2.0] * 4, scales=[2.0**16, 2.0**15, 1.0, 0.5])
     assert [(r.bad, r.updated) for r in found] == [(False, True), (False, False), (False, False), (True, False)]
-    assert [r.loss_scale for r in found] == [None, 2.0**15, 1.0, 0.5]
+    assert [r.loss_scale for r in found] == [2.0**16, 2.0**15, 1.0, 0.5]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
