@@ -6,8 +6,8 @@
     python train.py --help                                       # every option
 
 A step runs total_batch_size tokens forward and backward in micro-steps, averages the gradients over the ranks and
-makes one update. Learning rate, data order and dropout masks follow from the configuration and the position, so
-they are never stored. A checkpoint holds everything else: model, optimizer, loss scaler and TrainState.
+makes one update. Learning rate, data order and dropout masks follow from the configuration and the step, so they are
+not stored. A checkpoint holds everything else: model, optimizer, loss scaler and TrainState.
 """
 
 import math
@@ -70,9 +70,9 @@ class Run:
     forward: nn.Module  # the same model after compile and DDP
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler  # of the loss, enabled with fp16 only
-    state: TrainState  # the step, the rows consumed, losses: all else that a checkpoint needs
+    state: TrainState  # the step, the rows consumed, losses: everything else that a checkpoint needs
     judge: Judge  # decides on the device which updates are skipped
-    results: Results  # what steps measured, read by the host while the device continues
+    results: Results  # reads what steps measured while the device continues: logs it, and updates the state's losses
     host_copy: HostCopy  # the memory that saves copy weights and optimizer state to
     stop: StopSignal  # raises Stopped on all ranks together
     log: RunLog
@@ -107,14 +107,15 @@ def build_model(config: TrainConfig, shape: GPTConfig, ranks: Ranks) -> GPT:
 def build_run(plan: Plan, log: RunLog, held: ExitStack) -> Run:
     """Build the run that a plan describes. If it trains, `held` closes its files at the end."""
     config, data, schedule, ranks, device = plan.config, plan.data, plan.schedule, plan.ranks, plan.ranks.device
-    # A plan alone downloads no weights.
+    # Only here, so that a plan needs no download.
     start = plan.start.downloaded(config.context_length, ranks, read_weights)
     stop = StopSignal(ranks, config.max_hours if config.trains else 0, log.beat)
-    fingerprint, saves = None, Saves(config, ranks, log, stop)
     if config.trains:
-        if ranks.is_main:  # whose log says how the run has ended, also before its first step
-            stop.interrupt()
+        if ranks.is_main:  # its log also says when a signal has ended the run before the first step
+            stop.raise_until_listen()
         fingerprint, saves = checked_fingerprint(plan), open_saves(plan, log, stop, held)
+    else:
+        fingerprint, saves = None, Saves(config, ranks, log, stop)  # which writes nothing
     if not config.eval_only:
         log.say("\n".join(plan.lines()))
     reads_text = config.dry_run == "off" and (config.sample_freq or config.hellaswag_freq)
@@ -124,7 +125,8 @@ def build_run(plan: Plan, log: RunLog, held: ExitStack) -> Run:
     optimizer = make_optimizer(model, config, ranks)
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     state = restore(config, start, model, optimizer, scaler, ranks)
-    state.best_val_loss = saves.best_val_loss(state.best_val_loss)  # perhaps found after the checkpoint was captured
+    # A checkpoint is captured before the evaluation of its step.
+    state.best_val_loss = saves.best_val_loss(state.best_val_loss)
     forward: nn.Module = model.compiled() if config.compiles(device.type) else model
     if ranks.world_size > 1 and config.sharding == "ddp":
         forward = parallel.replicate(forward, ranks)
@@ -156,8 +158,8 @@ def train_step(run: Run, batches: BatchLoader) -> Pending:
     lr = learning_rate(config, step, run.schedule.max_steps)
     for group in run.optimizer.param_groups:
         group["lr"] = lr * group["lr_ratio"]
-    is_ddp = isinstance(run.forward, DistributedDataParallel)  # whose gradients are views of its buckets
-    run.optimizer.zero_grad(set_to_none=not is_ddp)
+    # DDP's gradients are views of its buckets, so they are set to zero in place.
+    run.optimizer.zero_grad(set_to_none=not isinstance(run.forward, DistributedDataParallel))
     loss_sum = torch.zeros((), device=ranks.device)
     for micro_step in range(micro_steps):
         run.stop.check()
@@ -183,7 +185,7 @@ def train_step(run: Run, batches: BatchLoader) -> Pending:
 
 
 def validate(run: Run, val: RowStream) -> float:
-    """Return the mean loss of the first eval_tokens of the val shards, independent of the number of ranks.
+    """Return the mean loss over the first eval_tokens tokens of the val shards, independent of the number of ranks.
 
     Raises: Stopped.
     """
@@ -202,7 +204,7 @@ def validate(run: Run, val: RowStream) -> float:
 
 
 def evaluate(run: Run, everything: bool) -> None:
-    """Run whichever of validation, tasks and sampling is due: `everything`, or what falls on this step.
+    """Run the evaluations that are due at this step: validation, tasks, a sample; or all of them.
 
     Raises: Stopped or Diverged.
     """
@@ -254,7 +256,7 @@ def train(run: Run, step_ended: Callable[[], None]) -> None:
             last = state.step >= schedule.max_steps
             # The save comes first, so that writing it overlaps the evaluation. A run that is resumed from this save
             # repeats the evaluation, because it may not have finished.
-            tiers = schedule.tiers(state.step, state.rows_consumed)  # such as the end of an epoch
+            tiers = schedule.tiers(state.step, state.rows_consumed)  # file names, such as that of an epoch
             if saves.is_due(state.step, is_special=last or bool(tiers)):
                 save(run)
             evaluate(run, everything=last)
@@ -285,11 +287,14 @@ def run_to_end(run: Run) -> int:
         except Stopped as stopped:
             ending = "stopped", stopped.reason
         except Diverged as diverged:
+            run.state.step, run.state.rows_consumed = diverged.step, diverged.rows  # the weights are still those
             ending = "failed", f"{diverged.bad_steps} consecutive steps with a non-finite loss or gradient"
             log.warn(diverged.advice(config))
         if not saves.is_saved(run.state.step):  # waits for the save in flight
             save(run)
-        status, reason = ending if saves.is_saved(run.state.step) else ("failed", "the last save failed")
+        status, reason = ending
+        if not saves.is_saved(run.state.step):
+            status, reason = "failed", f"{reason}; the last save failed".removeprefix("; ")
     except Exception as error:
         reason = brief(error)
         raise
@@ -317,7 +322,7 @@ def save(run: Run) -> None:
 
 
 def capture(run: Run) -> Captured:
-    """Start copying a checkpoint's content to host memory, valid until the next capture. All ranks call this."""
+    """Start copying a checkpoint's content to host memory, on all ranks. The copy is valid until the next capture."""
     tensors, copied = run.host_copy.start(run.model, run.optimizer, run.ranks)
     content = {
         "format_version": FORMAT_VERSION,
@@ -342,7 +347,7 @@ def restore(
     config: TrainConfig, start: Start, model: GPT, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler,
     ranks: Ranks,
 ) -> TrainState:  # fmt: skip
-    """Load what capture() has saved; with --init_from only weights; otherwise draw new weights."""
+    """Load what capture() saved. With --init_from load only weights; otherwise draw new ones."""
     checkpoint, loaded = start.checkpoint, start.checkpoint or start.weights
     if loaded:
         check_weights(loaded["model"], model, ranks)
@@ -354,7 +359,14 @@ def restore(
         restore_optimizer(model, optimizer, checkpoint["optimizer"], ranks)
         if checkpoint["scaler"]:
             scaler.load_state_dict(checkpoint["scaler"])
-    return TrainState.of(checkpoint)
+    state = TrainState.of(checkpoint)
+    if loaded:  # unmap the file: later saves replace it, and the disk has its space back
+        loaded |= {"model": {}, "optimizer": {}}
+    if start.is_fork:  # the best model is in the other folder
+        state.best_val_loss = None
+    if config.max_bad_steps:  # it may have been larger
+        state.bad_steps = min(state.bad_steps, config.max_bad_steps - 1)
+    return state
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -388,7 +400,7 @@ def measure(run: Run) -> float:
 
 
 def launch(plan: Plan, held: ExitStack) -> int:
-    """Train, or do what is asked instead: print the plan, measure a step, evaluate; return the exit status."""
+    """Train, or do what was asked for instead: print the plan, time a step, evaluate; return the exit status."""
     start, config, max_steps = plan.start, plan.config, plan.schedule.max_steps
     log = RunLog(config, plan.ranks, max_steps)
     if not config.eval_only and start.is_finished(config.checkpoint_dir, max_steps, plan.ranks):

@@ -18,7 +18,7 @@ WEBHOOK = re.compile(r"https?://([\w.-]+|\[[\da-f:]+\])(:\d+)?(/[!-~]*)?", re.AS
 PRESETS = Path(__file__).resolve().parent.parent / "configs"
 
 
-TASKS = ("hellaswag", "arc_easy", "arc_challenge", "piqa")
+TASKS = ("hellaswag", "arc_easy", "arc_challenge", "piqa")  # how each is read: steadygpt/data/tasks.py
 EXPECTED = f"{', '.join(TASKS)}, or several with commas; from the Hub, or NAME=FILE"
 ACTIVATIONS = ("gelu_tanh", "gelu", "relu2", "swiglu")
 NORMS = ("layernorm", "rmsnorm", "rmsnorm_no_weight")
@@ -231,7 +231,8 @@ class TrainConfig(GPTConfig):
     system_metrics_s: float = option(10.0, "seconds between measurements of GPUs, CPU, memory and disk; 0: none",
                                      "logging")
     alert_url: str = option("", "webhook of Slack, Discord or ntfy, or any URL that takes a JSON POST: started, "
-                            "finished, stopped, failed, loss spikes, failed saves", "logging", on_resume="launch",
+                            "resumed, finished, stopped, failed, loss spikes, bad steps, failed saves, a disk that is "
+                            "nearly full", "logging", on_resume="launch",
                             secret=True)
 
     sharding: str = option("ddp", "ddp: a replica on each rank; fsdp: parameters and optimizer sharded", "distributed",

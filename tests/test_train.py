@@ -195,6 +195,16 @@ def test_reading_results_one_step_late_changes_nothing(workdir, monkeypatch):
         assert one["recent_losses"] == other["recent_losses"]
 
 
+def test_a_resume_with_a_smaller_limit_of_bad_steps_trains(workdir):
+    run_here("--max_steps", "4", *folders("a"))
+    before = load("a/latest.pt")
+    torch.save(before | {"bad_steps": 7}, "a/latest.pt")
+    run_here("--resume", "--max_steps", "6", "--max_bad_steps", "5", *folders("a"))
+    after = load("a/latest.pt")
+    assert (after["step"], after["bad_steps"]) == (6, 0)
+    assert not torch.equal(before["model"]["wte.weight"], after["model"]["wte.weight"])
+
+
 def test_bad_steps_read_late_stop_the_run_at_the_last_good_step(workdir, monkeypatch):
     """Step 7 is good, and starts before the result of step 6 is read; it must not change the weights any more."""
     build, step_of_run, now = train.build_model, train.train_step, {"step": 0}

@@ -130,7 +130,10 @@ def check_folder(folder: Path, resumed_from: Path | None) -> None:
 
 
 def open_checkpoint(which: str, folder: Path) -> tuple[Path, dict]:
-    """Return the checkpoint that a command asks for: "latest", "best" or a file. Skipped files are named on stderr."""
+    """Return the checkpoint that a command asks for: "latest", "best", "stable" or a file.
+
+    Skipped files are named on stderr.
+    """
     if which == "auto":
         raise UserError("checkpoint is auto, which is for training; expected latest, best, stable or a checkpoint file")
     found = find_checkpoint(which, folder)

@@ -81,6 +81,7 @@ class Saves:
         """
         start_s, interval_s = time.monotonic(), self.interval_s()
         self.wait()  # the capture reuses the memory that the writer reads
+        waited_s = time.monotonic() - start_s  # never before a save by the clock, whose interval follows the rest
         captured = capture()
         self.log.flush()  # a checkpoint must not be newer than the log of the steps that led to it
         if self.writer:
@@ -91,10 +92,11 @@ class Saves:
         self.captured_step, self.captured_at_s = step, time.monotonic()
         pause_s = self.captured_at_s - start_s
         self.paused_s += pause_s
-        self.longest_pause_s = 0.0 if self.longest_pause_s is None else max(self.longest_pause_s, pause_s)
+        longest_s = self.longest_pause_s
+        self.longest_pause_s = 0.0 if longest_s is None else max(longest_s, pause_s - waited_s)
         if self.config.checkpoint_minutes and self.interval_s() > interval_s:
             self.log.say(
-                f"a save paused training for {pause_text(pause_s)}, so "
+                f"a save paused training for {pause_text(self.longest_pause_s)}, so "
                 f"{interval_text(self.interval_s(), num_bytes(captured.content))}"
             )
 
@@ -194,7 +196,7 @@ def known_evaluations(folder: Path, step: int, log: RunLog) -> dict[int, dict[st
         return {}
     losses = [(loss, at) for at, found in evaluations.items() if (loss := found.get("val_loss")) is not None]
     val_loss, best = min(losses, default=(0.0, 0))
-    if best > step:
+    if best > step and (folder / BEST).exists():
         log.warn(
             f"{folder / BEST} is step {best} (val loss {val_loss:.4f}), after step {step}. The best model from here on "
             "will replace it; copy it if you want to keep it"
@@ -296,7 +298,7 @@ class CheckpointWriter:
         temporary = write_temporary(latest, lambda file: torch.save(checkpoint, file), cached=False)
         for name in tiers:
             link_file(temporary, self.folder / name)
-        if self.latest and checkpoint["step"] != self.latest["step"]:
+        if self.latest and checkpoint["step"] != self.latest["step"] and latest.exists():  # the user may have moved it
             link_file(latest, self.folder / BACKUP)
         os.replace(temporary, latest)
         fsync_folder(self.folder)  # only now is it durable, so only now may older files go

@@ -138,7 +138,7 @@ class StopSignal:
             handle(name, lambda *_, number=number: self._ask(number))
 
     @classmethod
-    def interrupt(cls) -> None:
+    def raise_until_listen(cls) -> None:
         """Let the same signals raise Interrupted until listen(); a second one ends the process at once."""
 
         def interrupt(number: int, _: object) -> None:

@@ -176,7 +176,9 @@ def _checkpoints_text(config: "TrainConfig", size: int, epochs: int) -> str:
     """
     folder = Path(config.checkpoint_dir)
     free = shutil.disk_usage(existing(folder)).free
-    others = config.keep_checkpoints + 3 + bool(config.mirror)  # one stays until it is uploaded
+    # latest.pt, its backup, the best one, and the one that is being written.
+    others = config.keep_checkpoints + 4 + (config.schedule == "wsd")
+    others += bool(config.mirror)  # one stays until it is uploaded
     files = others + min(filter(None, (epochs, config.keep_epochs)), default=0)
     more = "" if epochs or config.keep_epochs else " and one for each epoch, whose length is not known,"
     text = f"{size / 1e9:.2f} GB each, at most {files:,}{more} in {folder}: {files * size / 1e9:,.1f} GB; "

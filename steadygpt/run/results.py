@@ -177,6 +177,8 @@ class Results:
         self.config, self.ranks, self.schedule, self.state, self.log = config, ranks, schedule, state, log
         self.flops_per_token, self.delay = flops_per_token, delay
         self.waiting: deque[Pending] = deque()
+        before = state.bad_steps  # where the last good step has ended
+        self.good = state.step - before, state.rows_consumed - before * schedule.rows_per_step
         self.totals = Totals()
         self.second_step: tuple[int, float] | None = None  # of this start, and when it started
         self.restart_clock()
@@ -193,7 +195,7 @@ class Results:
     def read_all(self, but: int = 0) -> None:
         """Read all results but the last `but`, log them and update the state.
 
-        Raises: Diverged after too many bad steps, with step and rows as before them; they never changed the weights.
+        Raises: Diverged after too many bad steps, none of which has changed the weights.
         """
         while len(self.waiting) > but:
             self._read(self.waiting.popleft().result())
@@ -205,15 +207,14 @@ class Results:
         if warning := result.warning(state.recent_losses):
             self.log.warn(warning, event="bad steps" if result.bad else "spike" if result.spike else "")
         state.bad_steps = state.bad_steps + 1 if result.bad else 0
+        self.good = self.good if result.bad else (result.step + 1, result.rows)
         if result.finite:
             state.loss = result.loss
             state.recent_losses = [*state.recent_losses, result.loss][-SPIKE_WINDOW:]
         if state.bad_steps >= self.config.max_bad_steps > 0:
             bad_steps, state.bad_steps = state.bad_steps, 0
-            state.step = result.step + 1 - bad_steps
-            state.rows_consumed = result.rows - bad_steps * self.schedule.rows_per_step
             self.waiting.clear()
-            raise Diverged(bad_steps, state.step)
+            raise Diverged(bad_steps, *self.good)
 
     def _log(self, result: StepResult, step_s: float) -> None:
         """Log a step every log_freq steps; in between only a terminal shows it."""
@@ -279,11 +280,11 @@ class Results:
 
 
 class Diverged(Exception):
-    """Too many consecutive bad steps; the run is back at the step before them, on all ranks together."""
+    """Too many consecutive bad steps, on all ranks together; `step` and `rows` are those before them."""
 
-    def __init__(self, bad_steps: int, step: int):
+    def __init__(self, bad_steps: int, step: int, rows: int):
         super().__init__(f"{bad_steps} bad steps after step {step}")
-        self.bad_steps, self.step = bad_steps, step
+        self.bad_steps, self.step, self.rows = bad_steps, step, rows
 
     def advice(self, config: "TrainConfig") -> str:
         """Return how to continue, with flags that can be copied."""

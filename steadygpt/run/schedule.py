@@ -37,7 +37,7 @@ class Schedule:
         names = []
         if step and self.checkpoint_freq and step % self.checkpoint_freq == 0:
             names.append(ROLLING.format(step))
-        if int(self.epochs(rows)) > int(self.epochs(rows - self.rows_per_step)):
+        if step and int(self.epochs(rows)) > int(self.epochs(rows - self.rows_per_step)):
             names.append(EPOCH.format(int(self.epochs(rows))))
         if step == self.stable_steps:
             names.append(STABLE)

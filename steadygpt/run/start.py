@@ -194,7 +194,7 @@ def _start_on_main(
         if config.trains:
             held.enter_context(lock_folder(folder, IN_USE))
         found = find_newest(config, given)
-    if found.path or config.trains:
+    if not config.eval_only and (found.path or config.trains):
         check_folder(folder, found.path)
     notes = [f"skipped {line}" for line in found.skipped]
     if found.path and found.checkpoint:

@@ -94,6 +94,16 @@ def test_timed_saves_pause_training_for_at_most_one_percent(run):
     assert run.captured == [10, 20, 30, 32]
 
 
+def test_waiting_for_the_save_in_flight_does_not_make_timed_saves_rarer(run, monkeypatch):
+    waits_s = iter([0.0, 30.0])
+    monkeypatch.setattr(run.saves, "wait", lambda: setattr(run.clock, "now_s", run.clock.now_s + next(waits_s, 0.0)))
+    run.pause_s = 0.2
+    run.at(10)
+    run.at(20)
+    assert run.saves.interval_s() == 60
+    assert run.saves.paused_s == pytest.approx(30.4)
+
+
 def test_timed_save_does_not_wait_for_a_slow_save_but_the_last_one_does_with_signs_of_life(run, monkeypatch):
     may_write, real = threading.Event(), torch.save
     monkeypatch.setattr(torch, "save", lambda *args: (may_write.wait(10), real(*args)))
@@ -134,6 +144,39 @@ def test_the_last_save_is_repeated_under_all_of_its_names(workdir, monkeypatch):
     assert run_here("--max_steps", "0", "--num_epochs", "2", "--steps_per_epoch", "4", "--checkpoint_freq", "8") == 0
     names = {path.name for path in Path("checkpoints").glob("*.pt") if load(path)["step"] == 8}
     assert names == {"latest.pt", "rolling_step_000008.pt", "epoch_00002.pt"}
+
+
+def test_a_failed_save_leaves_the_files_it_was_linked_to_alone(tmp_path, monkeypatch):
+    writer = CheckpointWriter(tmp_path, Mock(), keep=3)
+    writer.save(Captured(content(10)), [])
+    writer.wait()
+    real = saves.link_file
+
+    def no_backup(source, target):
+        if target.name == "latest_backup.pt":
+            raise OSError(errno.EIO, "Input/output error")
+        real(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(saves, "link_file", no_backup)
+        writer.save(Captured(content(20)), ["rolling_step_000020.pt"])
+        writer.wait()
+    assert writer.failed
+    writer.save(Captured(content(30)), [])
+    writer.close()
+    steps = {path.name: load(path)["step"] for path in tmp_path.glob("*.pt")}
+    assert steps == {"latest.pt": 30, "latest_backup.pt": 10, "rolling_step_000020.pt": 20}
+
+
+def test_saves_continue_after_the_user_has_moved_the_latest(tmp_path):
+    writer = CheckpointWriter(tmp_path, Mock(), keep=3)
+    for step in (10, 20):
+        writer.save(Captured(content(step)), [])
+        writer.wait()
+        (tmp_path / "latest.pt").rename(tmp_path / f"mine_{step}.pt")
+    writer.close()
+    assert not writer.failures
+    assert {path.name: load(path)["step"] for path in tmp_path.glob("*.pt")} == {"mine_10.pt": 10, "mine_20.pt": 20}
 
 
 def test_rolling_checkpoints_are_deleted_by_age_not_by_step(workdir):

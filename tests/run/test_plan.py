@@ -97,7 +97,7 @@ def test_plan_of_a_known_number_of_steps_needs_no_data(tmp_path, monkeypatch, ca
         "10,485,760 validation tokens\n"
     ) in plan
     assert "vocabulary 50,257 (gpt2)\n" in plan
-    assert "at most 8 and one for each epoch, whose length is not known, in checkpoints: 73.0 GB; " in plan
+    assert "at most 9 and one for each epoch, whose length is not known, in checkpoints: 82.1 GB; " in plan
     assert "x 1 rank x 128 micro-steps; 2,000 steps of warm-up\n" in plan
     assert "time         100,000 steps and 1.5% for evaluations; " in plan
     assert list(tmp_path.iterdir()) == []
@@ -118,8 +118,8 @@ def test_other_commands_need_data(tmp_path, monkeypatch, flags):
 
 
 @pytest.mark.parametrize(("files", "advice"), [
-    (40, "--keep_epochs 23 keeps the newest of 541 epochs"),  # beside 13 others; a tenth of the disk is left
-    (13, "try a smaller --keep_checkpoints and --keep_epochs 1, or another --checkpoint_dir"),
+    (40, "--keep_epochs 22 keeps the newest of 541 epochs"),  # beside 14 others; a tenth of the disk is left
+    (14, "try a smaller --keep_checkpoints and --keep_epochs 1, or another --checkpoint_dir"),
 ])  # fmt: skip
 def test_plan_of_checkpoints_that_do_not_fit_on_the_disk_names_the_flag(workdir, monkeypatch, capsys, files, advice):
     run_here("--checkpoint_dir", "a")
@@ -128,12 +128,12 @@ def test_plan_of_checkpoints_that_do_not_fit_on_the_disk_names_the_flag(workdir,
     capsys.readouterr()
     run_here("--max_steps", "10000", "--dry_run")
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("checkpoints ")]
-    assert "each, at most 554 in checkpoints" in line
+    assert "each, at most 555 in checkpoints" in line
     assert line.endswith(f" -- NOT ENOUGH; {advice}")
     run_here("--max_steps", "10000", "--dry_run", "--keep_epochs", "1")
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("checkpoints ")]
-    assert "each, at most 14 in checkpoints" in line
-    assert ("NOT ENOUGH" in line) == (files < 14)
+    assert "each, at most 15 in checkpoints" in line
+    assert ("NOT ENOUGH" in line) == (files < 15)
 
 
 def test_out_of_memory_is_one_line_with_flags_that_fit(workdir, monkeypatch):
