@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import tiktoken
 
 from steadygpt.base.options import UserError
@@ -58,6 +59,14 @@ def tokenizer_on_all(name: str, ranks: "Ranks", warn: Callable[[str], object]) -
         warn(f"no samples and no HellaSwag in this run: {error}")
         return None
     return tokenizer
+
+
+def token_bytes(encoding: tiktoken.Encoding) -> np.ndarray:
+    """Return the number of bytes of each id, (n_vocab,) int64; 0 for special tokens and unused ids."""
+    ranks, sizes = encoding._mergeable_ranks, np.zeros(encoding.n_vocab, np.int64)
+    sizes[np.fromiter(ranks.values(), np.int64)] = np.fromiter(map(len, ranks), np.int64)
+    sizes[[*encoding._special_tokens.values()]] = 0
+    return sizes
 
 
 def vocab_size_of(name: str) -> int:
