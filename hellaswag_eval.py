@@ -146,7 +146,7 @@ def score_batch(model: nn.Module, batch: Sequence[Tree], device: torch.device) -
     inputs, targets, positions, branches = (x.to(device) for x in (inputs, targets, positions, branches))
     same = (branches[:, None, :] == 0) | (branches[:, None, :] == branches[:, :, None])
     mask = same.tril()[:, None]  # (B, 1, width, width)
-    losses = model(inputs, targets, reduction="none", positions=positions, mask=mask).float().cpu()
+    losses = model(inputs, targets, reduction="scored", positions=positions, mask=mask).float().cpu()
     parts = iter(losses.split([len(ending) for tree in batch for ending in tree.endings]))
     return [[next(parts).sum().item() for _ in tree.endings] for tree in batch]
 

@@ -258,8 +258,8 @@ class GPT(nn.Module):
         Args:
             idx: (B, T) int64 token ids, T at most context_length (with a cache: minus the tokens already in it).
             targets: (B, T) int64; no loss is computed where they are IGNORED_TARGET.
-            reduction: "mean" or "sum" for a scalar, "none" for one loss per target that is not ignored, in row-major
-                order, with logits computed only there.
+            reduction: "mean" for a scalar; "none" for (B, T) losses, 0 where the target is ignored; "scored" for one
+                loss per target that is not ignored, in row-major order, with logits computed only there.
             cache: is extended by these tokens; then only the last token's logits are returned.
             positions: (B, T) int64, each below context_length; T may then be larger. Default: 0, 1, 2, ...
             mask: (B, 1, T, T) bool, which tokens (columns) each token (row) sees. Default: itself and those before it.
@@ -288,12 +288,12 @@ class GPT(nn.Module):
             return logits
         x, targets = x.flatten(0, 1), targets.flatten()  # (B * T, C), (B * T,)
         scored = targets != IGNORED_TARGET
-        if reduction == "none":
+        if reduction == "scored":
             x, targets = x[scored], targets[scored]
         losses = (self._chunked_losses if 0 < self.loss_chunk_size < len(x) else self._losses)(x, targets)
-        if reduction == "none":
-            return losses
-        return losses.sum() / scored.sum() if reduction == "mean" else losses.sum()
+        if reduction == "mean":
+            return losses.sum() / scored.sum()
+        return losses.view(idx.shape) if reduction == "none" else losses
 
     def _logits(self, x: Tensor) -> Tensor:
         """Return the logits (..., padded_vocab_size) of (..., C), before those of the padding are masked."""

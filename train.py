@@ -37,11 +37,10 @@ from steadygpt.checkpoint.host_copy import HostCopy, fill, restore_optimizer
 from steadygpt.checkpoint.saves import Saves
 from steadygpt.checkpoint.table import print_checkpoints
 from steadygpt.config import TrainConfig, parse_args, preset_named
-from steadygpt.data.tokenizer import tokenizer_on_all
+from steadygpt.data.tokenizer import token_bytes, tokenizer_on_all
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine import parallel
 from steadygpt.machine.device import autocast, evaluating, profiled, use_fp8
-from steadygpt.machine.loss import IGNORED_TARGET
 from steadygpt.machine.ranks import Ranks, Stopped, StopSignal, end_with_torchrun, joined
 from steadygpt.run.forecast import measure_step_s
 from steadygpt.run.memory import out_of_memory_explained
@@ -78,7 +77,7 @@ class Run:
     log: RunLog
     saves: Saves  # when to save, and the thread that writes checkpoints
     fingerprint: dict | None  # of the shards, on rank 0
-    tokenizer: tiktoken.Encoding | None  # for samples and tasks
+    tokenizer: tiktoken.Encoding | None  # for samples, tasks and bits per byte
     tasks: Mapping[str, list[hellaswag_eval.Tree]]  # to score, by name
 
     def autocast(self):
@@ -118,7 +117,7 @@ def build_run(plan: Plan, log: RunLog, held: ExitStack) -> Run:
         fingerprint, saves = None, Saves(config, ranks, log, stop)  # which writes nothing
     if not config.eval_only:
         log.say("\n".join(plan.lines()))
-    reads_text = config.dry_run == "off" and (config.sample_freq or config.hellaswag_freq)
+    reads_text = config.dry_run == "off" and (config.sample_freq or config.hellaswag_freq or data.val)
     tokenizer = tokenizer_on_all(data.tokenizer, ranks, log.warn) if reads_text else None
     tasks = hellaswag_eval.load(config, tokenizer, ranks, log.warn) if tokenizer and config.hellaswag_freq else {}
     model = build_model(config, plan.sketch.config, ranks)
@@ -184,23 +183,30 @@ def train_step(run: Run, batches: BatchLoader) -> Pending:
 # evaluation, on every rank; it restores the model's mode, and may use random numbers, because each step seeds its own
 
 
-def validate(run: Run, val: RowStream) -> float:
-    """Return the mean loss over the first eval_tokens tokens of the val shards, independent of the number of ranks.
+def validate(run: Run, val: RowStream) -> dict[str, float]:
+    """Return the mean loss (val_loss) and the bits per byte (val_bpb) of the first eval_tokens val tokens.
+
+    They do not depend on the number of ranks. Special tokens count in the loss, but not in the bits per byte, which
+    are left out if no bytes are known.
 
     Raises: Stopped.
     """
     config, ranks = run.config, run.ranks
-    rows, B, losses = validation_rows(config, val), config.mini_batch_size, []
+    rows, B, sums = validation_rows(config, val), config.mini_batch_size, []
     rows_at_once = B * ranks.world_size
+    known = torch.from_numpy(token_bytes(run.tokenizer)) if run.tokenizer else torch.zeros(0, dtype=torch.int64)
+    size_of = nn.functional.pad(known, (0, run.model.config.padded_vocab_size - len(known))).to(ranks.device)
     with closing(run.batches(val)) as batches, evaluating(run.forward), run.autocast():
         for turn in range(math.ceil(rows / rows_at_once)):
             run.stop.check()
             inputs, targets = batches.next()
-            targets = targets.clone()  # inputs and targets are views of one buffer
-            first_row = turn * rows_at_once + ranks.rank * B
-            targets[max(0, rows - first_row) :] = IGNORED_TARGET  # masked, not cut: a new shape would recompile
-            losses.append(run.forward(inputs, targets, reduction="sum"))
-    return ranks.sum(torch.stack(losses).cpu().double().sum()).item() / (rows * config.context_length)
+            losses, sizes = run.forward(inputs, targets, reduction="none"), size_of[targets]  # (B, T)
+            end = max(0, rows - turn * rows_at_once - ranks.rank * B)
+            losses[end:], sizes[end:] = 0, 0  # not cut from the inputs: a new shape would recompile the model
+            sums.append(torch.stack([losses.sum(), losses.where(sizes > 0, 0).sum(), sizes.sum()]))
+    loss, nats, size = ranks.sum(torch.stack(sums).cpu().double().sum(0)).tolist()
+    scores = {"val_loss": loss / (rows * config.context_length)}
+    return scores | ({"val_bpb": nats / (math.log(2) * size)} if size else {})
 
 
 def evaluate(run: Run, everything: bool) -> None:
@@ -218,15 +224,17 @@ def evaluate(run: Run, everything: bool) -> None:
     run.results.read_all()
     log.note(doing="evaluating")
     if due(config.eval_freq) and run.data.val:
-        val_loss = validate(run, run.data.val)
+        found = validate(run, run.data.val)
+        val_loss, bpb = found["val_loss"], found.get("val_bpb")
         best = config.trains and val_loss < (math.inf if state.best_val_loss is None else state.best_val_loss)
         state.val_loss = val_loss if math.isfinite(val_loss) else None
         state.best_val_loss = val_loss if best else state.best_val_loss
-        log.evaluation(state.step, f"val loss {val_loss:.4f}{' (best so far)' * best}", val_loss=val_loss)
+        in_bits = "" if bpb is None else f", {bpb:.4f} bits per byte"
+        log.evaluation(state.step, f"val loss {val_loss:.4f}{' (best so far)' * best}{in_bits}", **found)
         log.histograms(state.step, run.model)
         if best and saves.captured_step != state.step:
             save(run)
-        saves.record(state.step, {"val_loss": val_loss}, best)  # best_model.pt is a link to that save
+        saves.record(state.step, found, best)  # best_model.pt is a link to that save
     for task, trees in run.tasks.items() if due(config.hellaswag_freq) else ():
         with run.autocast():
             scores = hellaswag_eval.evaluate(run.model, trees, ranks, run.stop.check)

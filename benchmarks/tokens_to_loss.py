@@ -296,7 +296,7 @@ def evaluate(study: Study, folder: Path) -> float:
         sample_freq=0,
     )  # fmt: skip
     said = output_of([sys.executable, "train.py", "--eval_only", *options], REPO, folder / "evaluated.txt")
-    return float(re.findall(r"^val loss.* (\S+)$", said, re.MULTILINE)[0])
+    return float(re.findall(r"^val loss ([^\s,]+)", said, re.MULTILINE)[0])
 
 
 def output_of(command: Sequence[str], cwd: Path, file: Path) -> str:

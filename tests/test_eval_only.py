@@ -1,6 +1,7 @@
 """--eval_only: the evaluations of a checkpoint, with the options of its run."""
 
 import json
+import re
 
 import pytest
 from conftest import metrics, run_here, write_examples
@@ -14,16 +15,19 @@ TRAINED = ("--eval_freq", "4", "--eval_tokens", "64", "--checkpoint_freq", "4")
 
 def test_eval_only_repeats_validations_on_any_number_of_ranks_and_writes_nothing(workdir, capsys):
     run_here(*TRAINED)
-    losses = metrics("logs", "val_loss")
+    losses, bits = metrics("logs", "val_loss"), metrics("logs", "val_bpb")
+    found = {
+        step: f" at step {step}:\nval loss {losses[step]:.4f}, {bits[step]:.4f} bits per byte\n" for step in (4, 8)
+    }
     with lock_folder(workdir / "checkpoints", ""):  # by a run that is still training
         before = {path: path.stat().st_mtime_ns for path in workdir.rglob("*")}
         capsys.readouterr()
         assert run_here("--eval_only", "--eval_freq", "4") == 0
-        assert capsys.readouterr().out == f"checkpoints/latest.pt at step 8:\nval loss {losses[8]:.4f}\n"
+        assert capsys.readouterr().out == f"checkpoints/latest.pt{found[8]}"
         run_here("--eval_only", "--eval_freq", "4", "--resume", "checkpoints/rolling_step_000004.pt")
-        assert capsys.readouterr().out.endswith(f" at step 4:\nval loss {losses[4]:.4f}\n")
+        assert capsys.readouterr().out.endswith(found[4])
         assert {path: path.stat().st_mtime_ns for path in workdir.rglob("*")} == before
-    assert run_to_end("--eval_only", "--eval_freq", "4", ranks=2).endswith(f" at step 8:\nval loss {losses[8]:.4f}\n")
+    assert run_to_end("--eval_only", "--eval_freq", "4", ranks=2).endswith(found[8])
 
 
 def test_eval_only_of_weights_prints_one_line_for_each_evaluation(workdir, capsys):
@@ -34,7 +38,7 @@ def test_eval_only_of_weights_prints_one_line_for_each_evaluation(workdir, capsy
     run_here("--eval_only", "--init_from", "checkpoints/latest.pt", "--eval_freq", "1", *sampled)
     title, val_loss, hellaswag, sample = capsys.readouterr().out.splitlines()
     assert title == "checkpoints/latest.pt at step 0:"
-    assert float(val_loss.removeprefix("val loss ")) > 0
+    assert re.fullmatch(r"val loss \d\.\d{4}, \d\.\d{4} bits per byte", val_loss)
     assert hellaswag.startswith("HellaSwag acc ")
     assert isinstance(json.loads(sample.removeprefix("sample ")), str)
 

@@ -192,7 +192,7 @@ def test_dropout_is_in_the_same_places_as_in_gpt2():
 def test_loss_is_fp32_for_bf16_weights():
     model = small().bfloat16()
     assert model(ids(2, 12)).dtype == torch.bfloat16
-    assert all(model(ids(2, 12), ids(2, 12), how).dtype == torch.float32 for how in ("mean", "sum", "none"))
+    assert all(model(ids(2, 12), ids(2, 12), how).dtype == torch.float32 for how in ("mean", "none", "scored"))
 
 
 def test_loss_reductions_ignore_ignored_targets():
@@ -201,14 +201,15 @@ def test_loss_reductions_ignore_ignored_targets():
     logits, counts = model(tokens), targets != IGNORED_TARGET
     expected = -logits.log_softmax(-1)[counts].gather(1, targets[counts][:, None])[:, 0]
     losses = model(tokens, targets, reduction="none")
-    assert losses.shape == (30,)
-    assert torch.allclose(losses, expected, atol=1e-5)
-    assert torch.allclose(model(tokens, targets, reduction="sum"), losses.sum(), atol=1e-4)
-    assert torch.allclose(model(tokens, targets), losses.mean(), atol=1e-5)
+    assert losses.shape == (3, 12)
+    assert torch.allclose(losses[counts], expected, atol=1e-5)
+    assert not losses[~counts].any()
+    assert torch.allclose(model(tokens, targets, reduction="scored"), expected, atol=1e-5)
+    assert torch.allclose(model(tokens, targets), expected.mean(), atol=1e-5)
 
 
 @both_families
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("reduction", ["mean", "none", "scored"])
 def test_loss_in_chunks_equals_the_loss(family, reduction):
     """Some of these chunks are smaller than others, and some contain only ignored targets."""
     targets, found = ids(3, 12, seed=1), []

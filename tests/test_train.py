@@ -37,7 +37,7 @@ def run_rank(flags: tuple[str, ...], folder: Path) -> int:
 
 def assert_close(one: str, other: str) -> None:
     """Assert that two runs have the same curves and the same last weights, up to rounding."""
-    for key in ("loss", "grad_norm", "val_loss"):
+    for key in ("loss", "grad_norm", "val_loss", "val_bpb"):
         assert metrics(f"logs-{other}", key) == pytest.approx(metrics(f"logs-{one}", key), abs=1e-5), key
     expected, found = load(f"{one}/latest.pt")["model"], load(f"{other}/latest.pt")["model"]
     assert found.keys() == expected.keys()
@@ -52,7 +52,7 @@ def test_the_loss_falls_and_each_step_is_printed(workdir, capsys):
     assert run_here("--max_steps", "60", "--max_lr", "1e-2", "--eval_freq", "30", *folders("a")) == 0
     losses, val_losses = metrics("logs-a", "loss"), metrics("logs-a", "val_loss")
     assert list(losses) == list(range(60))
-    assert list(val_losses) == [30, 60]
+    assert list(val_losses) == list(metrics("logs-a", "val_bpb")) == [30, 60]
     assert losses[0] == pytest.approx(5.55, abs=0.1)  # ln 257, the loss of a uniform prediction
     assert losses[59] < losses[0] - 1
     out = capsys.readouterr().out
@@ -244,7 +244,7 @@ def test_hellaswag_runs_during_training(workdir):
     assert metrics("logs-a", "hellaswag_acc")[8] in (0, 0.5)
     names = ("hellaswag_acc", "hellaswag_acc_norm")
     measured = {step: {name: metrics("logs-a", name)[step] for name in names} for step in (4, 8)}
-    measured[8]["val_loss"] = metrics("logs-a", "val_loss")[8]
+    measured[8] |= {name: metrics("logs-a", name)[8] for name in ("val_loss", "val_bpb")}
     assert json.loads(Path("a/evaluations.json").read_text()) == {str(step): measured[step] for step in (4, 8)}
 
 

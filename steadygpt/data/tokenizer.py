@@ -56,7 +56,7 @@ def tokenizer_on_all(name: str, ranks: "Ranks", warn: Callable[[str], object]) -
     except UserError as raised:
         error = raised
     if ranks.any(tokenizer is None):
-        warn(f"no samples and no HellaSwag in this run: {error}")
+        warn(f"no samples, HellaSwag or bits per byte in this run: {error}")
         return None
     return tokenizer
 

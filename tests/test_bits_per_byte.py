@@ -1,0 +1,87 @@
+"""Bits per byte of a validation."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import built
+from test_tokenizer import need_gpt2
+from torch.nn import functional as F
+
+import train
+from steadygpt.data.shards import write_shard
+from steadygpt.data.tokenizer import get_tokenizer
+from steadygpt.machine.ranks import Ranks
+
+TEXTS = [
+    "The sky above the port",
+    "was the colour of television, tuned to a dead channel: \u00e9, \u4f60\u597d.",
+    "end",
+] * 9
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run_on(tokens: list[int], tokenizer: str) -> train.Run:
+    """Return a run with initial weights whose validation shard has these tokens, without a manifest."""
+    for split in ("train", "val"):
+        write_shard(Path(f"any_{split}_000000.npy"), np.array(tokens, np.uint16))
+    flags = ("--data_dir", ".", "--tokenizer", tokenizer, "--eval_freq", "1")
+    run = built(*flags, ranks=Ranks(torch.device("cpu")))
+    # The last row of these shards is alone in its micro-batch of two, so the second row there must not count.
+    assert run.config.mini_batch_size == 2 and run.data.val.rows_per_epoch % 2 == 1
+    return replace(run, tokenizer=get_tokenizer(tokenizer))
+
+
+def targets_of(run: train.Run) -> torch.Tensor:
+    """Return the targets of a validation, in order."""
+    tokens, rows = torch.from_numpy(run.data.val.tokens[0].astype(np.int64)), run.data.val.rows_per_epoch
+    return tokens[1 : rows * run.config.context_length + 1]
+
+
+def test_of_bytes_they_are_the_loss_in_bits():
+    run = run_on(list("".join(TEXTS).encode())[:500], "bytes")
+    found = train.validate(run, run.data.val)
+    assert found["val_bpb"] == pytest.approx(found["val_loss"] / math.log(2), rel=1e-6)
+
+
+def test_of_a_uniform_prediction_they_are_log2_of_the_vocabulary_for_each_token():
+    need_gpt2()
+    encoding = get_tokenizer("gpt2")
+    run = run_on([id for text in TEXTS for id in (encoding.eot_token, *encoding.encode_ordinary(text))][:180], "gpt2")
+    with torch.no_grad():
+        run.model.lm_head.weight.zero_()
+    scored = [id for id in targets_of(run).tolist() if id != encoding.eot_token]
+    size = len(encoding.decode_bytes(scored))
+    assert len(scored) < size / 2
+    found = train.validate(run, run.data.val)
+    assert found["val_bpb"] == pytest.approx(math.log2(50257) * len(scored) / size, rel=1e-6)
+    assert found["val_loss"] == pytest.approx(math.log(50257), rel=1e-6)
+
+
+def test_separators_count_in_the_loss_only():
+    tokens = [id for word in " ".join(TEXTS).split() for id in (256, *word.encode())][:500]
+    run = run_on(tokens, "bytes")
+    with torch.no_grad():
+        run.model.wte.weight.mul_(30)  # so that losses differ
+        inputs = torch.tensor(tokens)[: len(targets_of(run))].view(-1, run.config.context_length)
+        losses = F.cross_entropy(run.model(inputs).flatten(0, 1), targets_of(run), reduction="none").double()
+    of_all, of_text = losses.mean().item(), losses[targets_of(run) != 256].mean().item()
+    assert of_text != pytest.approx(of_all, rel=0.01)
+    found = train.validate(run, run.data.val)
+    assert found["val_loss"] == pytest.approx(of_all, rel=1e-5)
+    assert found["val_bpb"] == pytest.approx(of_text / math.log(2), rel=1e-5)
+
+
+def test_they_are_left_out_where_no_bytes_are_known():
+    run = run_on(list("".join(TEXTS).encode())[:500], "bytes")
+    found = train.validate(run, run.data.val)
+    assert train.validate(replace(run, tokenizer=None), run.data.val) == {"val_loss": found["val_loss"]}
+    run = run_on([256] * 500, "bytes")
+    assert train.validate(run, run.data.val).keys() == {"val_loss"}
