@@ -1,5 +1,6 @@
 """Bits per byte of a validation."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import built
+from conftest import built, metrics, run_here, scalars
 from test_tokenizer import need_gpt2
 from torch.nn import functional as F
 
@@ -77,6 +78,16 @@ def test_separators_count_in_the_loss_only():
     found = train.validate(run, run.data.val)
     assert found["val_loss"] == pytest.approx(of_all, rel=1e-5)
     assert found["val_bpb"] == pytest.approx(of_text / math.log(2), rel=1e-5)
+
+
+def test_a_run_records_them_beside_the_validation_loss(workdir):
+    assert run_here("--eval_freq", "4", "--use_tensorboard", "--run_name", "tiny") == 0
+    bits = metrics("logs", "val_bpb")
+    assert list(bits) == [4, 8]
+    stored = json.loads(Path("checkpoints/evaluations.json").read_text())
+    assert {int(step): scores["val_bpb"] for step, scores in stored.items()} == bits
+    assert scalars("runs/tiny")["loss/val_bpb"] == pytest.approx(bits)
+    assert f", {bits[8]:.4f} bits per byte\n" in Path("logs/log.txt").read_text()
 
 
 def test_they_are_left_out_where_no_bytes_are_known():

@@ -238,7 +238,7 @@ def summary(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_evaluations(folder: Path) -> dict[int, dict[str, float | None]]:
-    """Return evaluations.json: step -> {"val_loss": ..., "hellaswag_acc": ...}.
+    """Return evaluations.json: step -> {"val_loss": ..., "val_bpb": ..., "hellaswag_acc": ...}.
 
     Raises: UserError when it cannot be read.
     """
@@ -249,3 +249,8 @@ def read_evaluations(folder: Path) -> dict[int, dict[str, float | None]]:
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: corrupt, so its validation losses are ignored") from error
+
+
+def bits_per_byte(evaluations: Mapping[Any, Mapping[str, float | None]], val_loss: float | None) -> float | None:
+    """Return the bits per byte of the validation that found this loss; None if they are not known."""
+    return next((scores.get("val_bpb") for scores in evaluations.values() if scores.get("val_loss") == val_loss), None)

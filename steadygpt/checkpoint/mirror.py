@@ -125,10 +125,10 @@ class Mirror:
     def read(self, name: str) -> bytes:
         return self.fs.cat_file(self._path(name))
 
-    def evaluations(self) -> dict[str, dict]:
+    def evaluations(self) -> dict[int, dict]:
         """Return the content of evaluations.json, {} if there is none."""
         try:
-            return json.loads(self.read(EVALUATIONS))
+            return {int(step): scores for step, scores in json.loads(self.read(EVALUATIONS)).items()}
         except (FileNotFoundError, ValueError):
             return {}
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from steadygpt.base.options import UserError
 from steadygpt.base.text import duration_text
-from steadygpt.checkpoint.files import checkpoint_files, read_checkpoint, read_evaluations, summary
+from steadygpt.checkpoint.files import bits_per_byte, checkpoint_files, read_checkpoint, read_evaluations, summary
 from steadygpt.checkpoint.mirror import Mirror
 
-_ROW = "{:<26} {:>8} {:>7} {:>8} {:>8} {:>12} {:>12}  {}".format
-TABLE_HEAD = _ROW("file", "step", "epoch", "loss", "val loss", "size", "age", "state")
+_ROW = "{:<26} {:>8} {:>7} {:>8} {:>8} {:>9} {:>12} {:>12}  {}".format
+TABLE_HEAD = _ROW("file", "step", "epoch", "loss", "val loss", "bits/byte", "size", "age", "state")
 
 
 def print_checkpoints(folder: Path, mirror: str = "", verbose: bool = False) -> int:
@@ -26,12 +26,9 @@ def print_checkpoints(folder: Path, mirror: str = "", verbose: bool = False) -> 
 
 
 def table_row(name: str, about: Mapping[str, Any], size: int, written_s: float, state: str) -> str:
-    """Return a line of the table; `about` has step, epoch, loss and val_loss, and lacks what is unknown."""
-
-    def number(key: str, form: str) -> str:
-        return "-" if about.get(key) is None else format(about[key], form)
-
-    numbers = number("step", "d"), number("epoch", ".2f"), number("loss", ".4f"), number("val_loss", ".4f")
+    """Return a line of the table; `about` has step, epoch, loss, val_loss and val_bpb, and lacks what is unknown."""
+    forms = {"step": "d", "epoch": ".2f", "loss": ".4f", "val_loss": ".4f", "val_bpb": ".4f"}
+    numbers = ["-" if about.get(key) is None else format(about[key], form) for key, form in forms.items()]
     return _ROW(name, *numbers, f"{size / 1e6:,.1f} MB", duration_text(time.time() - written_s), state)
 
 
@@ -67,11 +64,16 @@ def checkpoint_table(folder: Path, verbose: bool = False) -> Iterator[str]:
 def _describe(file: Path, evaluations: dict[int, dict]) -> tuple[dict, str]:
     """Return summary() and the state of a checkpoint file."""
     try:
-        about = summary(read_checkpoint(file))
+        return validated(summary(read_checkpoint(file)), evaluations), "intact"
     except UserError as error:
         return {}, str(error).removeprefix(f"{file}: ")
+
+
+def validated(about: Mapping[str, Any], evaluations: Mapping[int, dict]) -> dict[str, Any]:
+    """Return summary() with the validation of its step, or else of the last one before it, if they are known."""
     # A checkpoint is captured before the evaluation of its step.
-    return about | {"val_loss": evaluations.get(about["step"], {}).get("val_loss", about["val_loss"])}, "intact"
+    val_loss = evaluations.get(about["step"], {}).get("val_loss", about["val_loss"])
+    return {**about, "val_loss": val_loss, "val_bpb": bits_per_byte(evaluations, val_loss)}
 
 
 def mirror_table(mirror: Mirror) -> Iterator[str]:
@@ -84,8 +86,7 @@ def mirror_table(mirror: Mirror) -> Iterator[str]:
     for name, entry in there.items():
         found = sizes.get(entry.file)
         state = "complete" if found == entry.size else "missing" if found is None else f"incomplete: {found:,} bytes"
-        about = asdict(entry) | evaluations.get(str(entry.step), {})
-        yield table_row(name, about, entry.size, entry.mtime_ns / 1e9, state)
+        yield table_row(name, validated(asdict(entry), evaluations), entry.size, entry.mtime_ns / 1e9, state)
     yield f"{len(there)} names of {len(set(there.values()))} files in {mirror.url}"
 
 

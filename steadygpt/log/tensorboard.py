@@ -16,6 +16,7 @@ HISTOGRAM_VALUES = 2**14  # of each tensor: looks the same as all of its values 
 TAGS = {
     "loss": "loss/train",
     "val_loss": "loss/val",
+    "val_bpb": "loss/val_bpb",
     "lr": "train/lr",
     "grad_norm": "train/grad_norm",
     "loss_z": "train/loss_z",

@@ -117,6 +117,7 @@ def facts(snapshot: Snapshot, state: State) -> Columns:
             "loss": metric("loss", "{:.4f}"),
             "val loss": metric("val_loss", "{:.4f}"),
             "best": f"{min(validations):.4f}" if validations else None,
+            "bits/byte": metric("val_bpb", "{:.4f}"),
             "HellaSwag": metric("hellaswag_acc_norm", "{:.1%}"),
             "grad norm": metric("grad_norm", "{:.2f}"),
         },

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from steadygpt.base.text import duration_text
+from steadygpt.checkpoint.files import bits_per_byte
 from steadygpt.checkpoint.saves import Saves, pause_text
 from steadygpt.machine.device import peak_memory_bytes, process_age_s
 from steadygpt.run.results import Results
@@ -31,6 +32,8 @@ def summarize(results: Results, saves: Saves, parameters: int, status: str, reas
     lines["loss"] = "none" if state.loss is None else f"{state.loss:.4f}"
     if state.val_loss is not None:
         lines["loss"] += f", validation {state.val_loss:.4f}"
+        if (bpb := bits_per_byte(writer.evaluations, state.val_loss)) is not None:
+            lines["loss"] += f" ({bpb:.4f} bits per byte)"
     if state.best_val_loss is not None:
         steps = [at for at, scores in writer.evaluations.items() if scores.get("val_loss") == state.best_val_loss]
         lines["loss"] += f", best {state.best_val_loss:.4f}{f' at step {steps[0]:,}' if steps else ''}"

@@ -1,5 +1,6 @@
 """The table of a checkpoint folder, which verifies its files."""
 
+import json
 import os
 
 import torch
@@ -54,17 +55,26 @@ def test_table_lists_each_file_in_the_documented_order_and_marks_corrupt_ones(tm
     write_checkpoint(tmp_path, 40, "latest.pt", "epoch_00004.pt", "best_model.pt")
     os.link(tmp_path / "rolling_step_000030.pt", tmp_path / "latest_backup.pt")
     damage(tmp_path / "latest_backup.pt", "truncated")
-    (tmp_path / "evaluations.json").write_text('{"20": {"val_loss": 3.5}, "40": {"hellaswag_acc": 0.25}}')
+    evaluations = {"20": {"val_loss": 3.5, "val_bpb": 1.25}, "30": {"val_loss": 3.0}, "40": {"hellaswag_acc": 0.25}}
+    (tmp_path / "evaluations.json").write_text(json.dumps(evaluations))
     head, *lines, last = checkpoint_table(tmp_path)
-    assert head.split() == ["file", "step", "epoch", "loss", "val", "loss", "size", "age", "state"]
+    assert head.split() == ["file", "step", "epoch", "loss", "val", "loss", "bits/byte", "size", "age", "state"]
     rows = {line.split()[0]: line for line in lines}
     assert list(rows) == [
         "latest.pt", "latest_backup.pt",
         "rolling_step_000030.pt", "rolling_step_000020.pt", "rolling_step_000010.pt",
         "epoch_00004.pt", "epoch_00003.pt", "epoch_00002.pt", "epoch_00001.pt", "best_model.pt",
     ]  # fmt: skip
-    assert rows["latest.pt"].split()[1:5] == ["40", "4.00", "3.2500", "-"]
-    assert rows["epoch_00002.pt"].split()[1:5] == ["20", "2.00", "3.2500", "3.5000"]
+    assert rows["latest.pt"].split()[1:6] == ["40", "4.00", "3.2500", "-", "-"]
+    assert rows["epoch_00003.pt"].split()[1:6] == ["30", "3.00", "3.2500", "3.0000", "-"]
+    assert rows["epoch_00002.pt"].split()[1:6] == ["20", "2.00", "3.2500", "3.5000", "1.2500"]
     assert rows["latest.pt"].endswith("intact")
     assert "corrupt" in rows["latest_backup.pt"]
     assert last.startswith("10 names of 5 files")
+
+
+def test_table_shows_the_last_validation_of_a_step_without_one_of_its_own(tmp_path):
+    torch.save(content(25, val_loss=3.5), tmp_path / "latest.pt")
+    (tmp_path / "evaluations.json").write_text('{"20": {"val_loss": 3.5, "val_bpb": 1.25}, "10": {"val_loss": 4}}')
+    _, line, _ = checkpoint_table(tmp_path)
+    assert line.split()[:6] == ["latest.pt", "25", "2.50", "3.2500", "3.5000", "1.2500"]

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import run_here
+from conftest import metrics, run_here
 from test_mirror import FLAGS, continue_elsewhere, machines, quick, upload_manager  # noqa: F401 (two are fixtures)
 
 from steadygpt.base.options import UserError
@@ -41,9 +41,9 @@ def test_table_of_a_mirror_and_upload_all_to_the_one_of_the_run(workdir, capsys)
         capsys.readouterr()
         assert run_here("--list_checkpoints", *flags) == 0
         tables.append(capsys.readouterr().out.splitlines())
-    same = [(here.split()[:5], there.split()[:5]) for here, there in zip(tables[0][:-1], tables[1][:-1], strict=True)]
+    same = [(here.split()[:6], there.split()[:6]) for here, there in zip(tables[0][:-1], tables[1][:-1], strict=True)]
     assert len(same) == 8 and all(here == there for here, there in same)
-    assert tables[1][1].endswith("complete")
+    assert tables[1][1].endswith("complete") and tables[1][1].split()[5] == f"{metrics('logs', 'val_bpb')[8]:.4f}"
     shutil.rmtree("there")
     assert upload_manager.main(["upload-all"]) == 0
     assert "latest.pt, rolling_step_000008.pt" in capsys.readouterr().out

@@ -81,7 +81,7 @@ def test_each_step_is_one_row_with_all_that_was_measured(workdir):
     found = curves_of(folder)
     assert found == measured()
     assert list(found) == list(range(9))
-    assert {"loss", "val_loss"} <= found[4].keys()
+    assert {"loss", "val_loss", "val_bpb"} <= found[4].keys()
     assert "sample" in rows_of(folder)[4]
     assert abs(rows_of(folder)[0]["_timestamp"] - folder.stat().st_mtime) < 60
     (run,) = records(folder)["run"]

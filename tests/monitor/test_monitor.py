@@ -48,7 +48,9 @@ def write_run(folder: Path, heartbeat_age_s=1.0, warnings=(), **changes) -> Path
     lines = [f"run          {status['run_name']}", *(f"warning: {text}" for text in warnings), ""]
     (logs / "log.txt").write_text("\n".join(lines))
     append(
-        checkpoints, *({"step": step, "loss": 5.0 - step / 100} for step in range(100)), {"step": 100, "val_loss": 4}
+        checkpoints,
+        *({"step": step, "loss": 5.0 - step / 100} for step in range(100)),
+        {"step": 100, "val_loss": 4, "val_bpb": 1.0625},
     )
     return checkpoints
 
@@ -263,8 +265,8 @@ def test_view_shows_first_of_all_whether_the_run_is_alive(tmp_path):
     text = "\n".join(lines := shown(checkpoints, 120, 36))
     assert lines[0].startswith("● running  tiny") and "8 x NVIDIA H100 80GB HBM3" in lines[0]
     for part in (
-        "12.0%  120 of 1,000 steps  1 h 06 min to go", "loss      3.2500", "grad norm nan", "1,204,000",
-        "MFU      52.0%", "24.10", "GPU 7  97%  64 of  80 GB  88 °C  612 W", "RAM 120 of 512 GB",
+        "12.0%  120 of 1,000 steps  1 h 06 min to go", "loss      3.2500", "bits/byte 1.0625", "grad norm nan",
+        "1,204,000", "MFU      52.0%", "24.10", "GPU 7  97%  64 of  80 GB  88 °C  612 W", "RAM 120 of 512 GB",
         "warning the disk is nearly full", "mirror not yet",
     ):  # fmt: skip
         assert part in text

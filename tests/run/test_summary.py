@@ -1,6 +1,7 @@
 """The summary at the end of a run: on the screen, in log.txt and in status.json."""
 
 import errno
+import json
 import re
 
 import pytest
@@ -18,14 +19,15 @@ def summary(workdir) -> dict[str, str]:
 
 def test_summary_is_shown_logged_and_in_status_json(workdir, capsys):
     run_here("--eval_freq", "4", "--checkpoint_freq", "4", "--gpu_hour_cost", "3600")
-    found, losses = summary(workdir), metrics("logs", "val_loss")
+    found, losses, bits = summary(workdir), metrics("logs", "val_loss"), metrics("logs", "val_bpb")
     assert list(found) == ["time", "tokens", "speed", "loss", "memory", "cost", "saves", "skipped"]
     assert re.fullmatch(r".* s; this start .* s, of which \d+\.\d s for 8 steps", found["time"])
     assert re.fullmatch(r"512, 0\.\d\d per parameter", found["tokens"])
     assert re.fullmatch(r"[\d,]+ tokens/s in this start: [\d.]+ steps/s of 64 tokens, fp32", found["speed"])
     best = min(losses, key=losses.get)
     assert found["loss"] == (
-        f"{metrics('logs', 'loss')[7]:.4f}, validation {losses[8]:.4f}, best {losses[best]:.4f} at step {best}"
+        f"{metrics('logs', 'loss')[7]:.4f}, validation {losses[8]:.4f} ({bits[8]:.4f} bits per byte), "
+        f"best {losses[best]:.4f} at step {best}"
     )
     assert re.fullmatch(r"peak \d+\.\d\d GB on rank 0 in this start", found["memory"])
     assert float(found["cost"].replace(",", "")) > 1
@@ -77,6 +79,18 @@ def test_summary_of_a_resumed_run_has_its_whole_time_and_the_steps_of_this_start
     run_here("--resume", "latest", "--max_steps", "8")
     assert summary(workdir)["time"].endswith(" for 5 steps")
     assert summary(workdir)["tokens"].startswith("512, ")
+
+
+def test_summary_has_the_bits_per_byte_of_a_validation_before_the_resume_if_they_were_recorded(workdir):
+    run_here("--eval_freq", "8", "--max_steps", "9", "--checkpoint_freq", "9")
+    bits = metrics("logs", "val_bpb")[8]
+    run_here("--resume", "latest", "--max_steps", "10")
+    assert f" ({bits:.4f} bits per byte), best " in summary(workdir)["loss"]
+    path = workdir / "checkpoints/evaluations.json"
+    scores = json.loads(path.read_text())
+    path.write_text(json.dumps({step: {"val_loss": found["val_loss"]} for step, found in scores.items()}))
+    run_here("--resume", "latest", "--max_steps", "11")
+    assert ", validation " in summary(workdir)["loss"] and "bits" not in summary(workdir)["loss"]
 
 
 @pytest.mark.parametrize(("module", "function"), [(train.nn.utils, "clip_grad_norm_"), (train, "build_model")])
