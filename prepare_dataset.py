@@ -12,6 +12,7 @@ the same bytes for any number of workers, and after a kill the same command cont
 import dataclasses
 import glob
 import json
+import math
 import os
 import re
 import shlex
@@ -47,10 +48,11 @@ DESCRIPTION = (
     "The default, 10 B tokens of FineWeb-Edu, downloads 27 GB and takes 24 GB of disk at its peak, 20 GB afterwards, "
     "0.5 GB of memory and 0.14 GB for each worker. After an interruption the same command continues."
 )
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 BATCH_BYTES = 2**20  # what a worker gets at once, at least
 DOWNLOADS = ".download"  # in the folder of the shards
 NAMED_SKIPS = 5  # skipped rows that are named on stderr
+VAL_BYTES = 400_000_000  # of text in val, at most; then the document or line is completed
 SMALL_TOKENS = 50_000_000  # below this, the proposed next command trains the quickstart's model
 
 
@@ -69,7 +71,10 @@ class PrepareOptions:
     )
     shard_size: int = option(100_000_000, "tokens per shard", at_least=1, at_most=2**31)
     val_tokens: int | None = option(
-        None, "tokens of val, taken from the start (default: a shard; of files at most bytes / 40)", at_most=2**31
+        None,
+        "tokens of val, taken from the start (default: 1/40 of the source, at most 400 MB, to the end of a document; "
+        "of token ids at most a shard)",
+        at_most=2**31,
     )
     num_workers: int | None = option(
         None, "processes that read and tokenize (default: one per core; 1 for token ids)", at_least=1, at_most=1024
@@ -97,10 +102,15 @@ class Encoded(NamedTuple):
     documents: int
     repaired: int  # characters U+FFFD that replace invalid Unicode
     skipped: list[tuple[Position, str]]  # rows and the reasons
+    text_bytes: int = 0
+    val_ends: Sequence[tuple[int, int]] = ()  # where val may end: how many ids and bytes of text come before
 
 
-def encode(batch: Batch, tokenizer: str, text_field: str) -> Encoded:
+def encode(batch: Batch, tokenizer: str, text_field: str, val_bytes: int = 0) -> Encoded:
     """Encode the documents of a batch, with <|endoftext|> before each and nowhere else. Token ids are checked instead.
+
+    val may end before each document and, in one of more than val_bytes, at the first end of a line from that byte on
+    or where a later piece begins. No token crosses these places, so they are in the same text for every tokenizer.
 
     Raises: UserError when a document cannot be read.
     """
@@ -111,6 +121,7 @@ def encode(batch: Batch, tokenizer: str, text_field: str) -> Encoded:
     encoding = get_tokenizer(tokenizer)
     end_of_text = np.array([encoding.eot_token], np.uint32)
     ids, skipped, documents, repaired = [end_of_text[:0]], [], 0, 0
+    num_ids, text_bytes, val_ends, val_bytes = 0, 0, [], val_bytes or sys.maxsize
     for chunk in batch:
         for row, text, is_begin in read_documents(chunk, text_field):
             if not isinstance(text, str):
@@ -121,10 +132,17 @@ def encode(batch: Batch, tokenizer: str, text_field: str) -> Encoded:
             clean = repair(text)
             repaired += clean.count("\ufffd") - text.count("\ufffd") if clean is not text else 0
             documents += is_begin
-            ids += [end_of_text] * is_begin
-            # Without special tokens, so that <|endoftext|> in a document is text.
-            ids += [encoding.encode_to_numpy(piece, disallowed_special=()) for piece in cut_document(clean)]
-    return Encoded(np.concatenate(ids).astype(token_dtype(encoding.n_vocab)), documents, repaired, skipped)
+            offset = 0 if is_begin else chunk.at.offset  # in the document
+            for piece in cut_document(clean, val_bytes - offset):
+                if is_begin or offset >= val_bytes:
+                    val_ends.append((num_ids, text_bytes))
+                ids += [end_of_text] * is_begin
+                # Without special tokens, so that <|endoftext|> in a document is text.
+                ids.append(encoding.encode_to_numpy(piece, disallowed_special=()))
+                num_ids, size = num_ids + is_begin + len(ids[-1]), len(piece.encode())
+                is_begin, offset, text_bytes = False, offset + size, text_bytes + size
+    all_ids = np.concatenate(ids).astype(token_dtype(encoding.n_vocab))
+    return Encoded(all_ids, documents, repaired, skipped, text_bytes, val_ends)
 
 
 def repair(text: str) -> str:
@@ -162,7 +180,8 @@ class Manifest:
     name: str
     tokenizer: str
     shard_size: int
-    val_tokens: int
+    val_tokens: int | None  # None until val_bytes of text are read, then counted
+    val_bytes: int = 0  # of text in val, at least; 0 if val_tokens was given
     text_field: str
     commit: str  # of a data set of the Hub
     files: str  # the source's fingerprint
@@ -183,18 +202,22 @@ class Manifest:
             raise UserError(
                 f"{source.names[0]}: holds token ids; name the tokenizer that wrote them with --tokenizer, such as gpt2"
             )
-        tokenizer, val_tokens = options.tokenizer or "gpt2", options.val_tokens
-        if val_tokens is None:
-            limit = options.shard_size if source.commit else sum(source.sizes) // 40
-            val_tokens = min(options.shard_size, limit)
+        tokenizer, val_tokens, val_bytes = options.tokenizer or "gpt2", options.val_tokens, 0
+        total = sum(size for _, size, *_ in source.identities)  # as stored; 0 if not known
+        if val_tokens is None and source.holds_ids:
+            val_tokens = min(options.shard_size, total // 40)
+        elif val_tokens is None:
+            val_bytes = min(VAL_BYTES, math.ceil(total / 40) or VAL_BYTES)
         vocab_size = vocab_size_of(tokenizer) if source.holds_ids else get_tokenizer(tokenizer).n_vocab
         asked = {key: getattr(options, key) for key in ("source", "name", "shard_size", "text_field")}
         found: dict[str, Any] = {
             "commit": source.commit,
             "files": source.fingerprint(),
             "dtype": token_dtype(vocab_size).name,
+            "val_tokens": val_tokens,
+            "val_bytes": val_bytes,
         }
-        return Manifest(**asked, **found, tokenizer=tokenizer, val_tokens=val_tokens, vocab_size=vocab_size)
+        return Manifest(**asked, **found, tokenizer=tokenizer, vocab_size=vocab_size)
 
     @staticmethod
     def load(out: Path, options: PrepareOptions) -> "Manifest | None":
@@ -236,7 +259,7 @@ class Manifest:
 
     def next_shard(self) -> tuple[str, int]:
         """Return the split and the size in tokens of the next shard; val comes first."""
-        val_left = self.val_tokens - self.tokens
+        val_left = self.shard_size if self.val_tokens is None else self.val_tokens - self.tokens
         return ("val", min(val_left, self.shard_size)) if val_left > 0 else ("train", self.shard_size)
 
     def write_shard(self, out: Path, ids: np.ndarray) -> None:
@@ -272,8 +295,11 @@ def write_shards(
     Raises: UserError when val leaves no tokens for train; OSError when a shard cannot be written.
     """
     buffer = np.empty(manifest.shard_size, manifest.dtype)
-    filled, taken = 0, manifest.next["skip_tokens"]
-    for batch, (ids, documents, repaired, skipped) in encoded:
+    filled, taken, text_bytes = 0, manifest.next["skip_tokens"], manifest.next.get("text_bytes", 0)
+    for batch, (ids, documents, repaired, skipped, text_bytes_here, val_ends) in encoded:
+        if manifest.val_tokens is None:
+            ends = [count for count, num_bytes in val_ends if text_bytes + num_bytes >= manifest.val_bytes]
+            manifest.val_tokens = manifest.tokens + filled - taken + ends[0] if ends else None
         while taken < len(ids):
             _, size = manifest.next_shard()
             count = min(size - filled, len(ids) - taken)
@@ -281,7 +307,7 @@ def write_shards(
             filled, taken = filled + count, taken + count
             if filled == size:
                 manifest.write_shard(out, buffer[:filled])
-                manifest.next = batch[0].at._asdict() | {"skip_tokens": taken}
+                manifest.next = batch[0].at._asdict() | {"skip_tokens": taken, "text_bytes": text_bytes}
                 manifest.save(out)
                 release(batch[0].at.file)
                 filled = 0
@@ -290,12 +316,19 @@ def write_shards(
         manifest.repaired += repaired
         manifest.skipped = Counter(manifest.skipped) + Counter(reason for _, reason in skipped)
         taken = max(0, taken - len(ids))  # a resumed run may have smaller batches
-    if (num_tokens := manifest.tokens + filled) <= manifest.val_tokens:
+        text_bytes += text_bytes_here
+    num_tokens = manifest.tokens + filled
+    if manifest.val_tokens is None or num_tokens <= manifest.val_tokens:
+        val = (
+            f"a val split of {manifest.val_bytes:,} bytes"
+            if manifest.val_bytes
+            else f"--val_tokens {manifest.val_tokens}"
+        )
         for path in [*(out / shard["file"] for shard in manifest.shards), out / MANIFEST]:
             path.unlink()
         raise UserError(
-            f"{manifest.source}: {manifest.counts(num_tokens)}, and --val_tokens {manifest.val_tokens} leaves none for "
-            f"train; try {f'--val_tokens {num_tokens // 10} or ' if num_tokens else ''}more text"
+            f"{manifest.source}: {manifest.counts(num_tokens)}, and {val} leaves none for train; "
+            f"try {f'--val_tokens {num_tokens // 10} or ' if num_tokens else ''}more text"
         )
     if filled:
         manifest.write_shard(out, buffer[:filled])
@@ -403,7 +436,9 @@ def write_missing(source: Source, manifest: Manifest, out: Path, num_workers: in
             source.progress = bar.show_from(0)
         desc = "reading ids" if source.holds_ids else "tokenizing"
         bar = ProgressBar(desc=desc, total=total or None, initial=before, unit=source.unit)
-        work = partial(encode, tokenizer=manifest.tokenizer, text_field=manifest.text_field)
+        work = partial(
+            encode, tokenizer=manifest.tokenizer, text_field=manifest.text_field, val_bytes=manifest.val_bytes
+        )
         batches = gather_batches(source.chunks(manifest.text_field, start))
         # Ids are checked as fast as a worker would receive them.
         workers = num_workers or (1 if source.holds_ids else usable_cores())

@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -218,9 +219,13 @@ def _json_values(chunk: Chunk, text_field: str) -> Iterator[object]:
         yield fields.get(text_field, ValueError(f"no field {text_field!r}"))
 
 
-def cut_document(text: str) -> Iterator[str]:
-    """Cut a long document as cut_text does."""
+def cut_document(text: str, line_at: int = sys.maxsize) -> Iterator[str]:
+    """Cut a long document as cut_text does, and once more at the first end of a line at or after byte `line_at`."""
     data = text.encode()
+    if 0 < line_at < len(data) and (end := data.find(b"\n", line_at - 1) + 1):
+        yield from cut_document(data[:end].decode())
+        yield from cut_document(data[end:].decode())
+        return
     if len(data) <= 2 * PIECE_BYTES:
         yield text
         return

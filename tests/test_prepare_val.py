@@ -1,0 +1,223 @@
+"""Tests of the validation split of prepare_dataset.py: the same text for every tokenizer, from every kind of source."""
+
+import gzip
+import json
+import random
+from itertools import accumulate
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import tiktoken
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_ids import npz
+from test_prepare_dataset import files_of, ids_of, prepare, prepare_interrupted, refused
+from test_prepare_hub import interrupt_after
+
+import prepare_dataset
+from steadygpt.data import documents
+from steadygpt.data.documents import Chunk, Position
+from steadygpt.data.tokenizer import END_OF_TEXT, get_tokenizer
+
+WORDS = "the a of naïve 数据 token\nline loss,\nstep. gradient".split(" ")
+TEXTS = [f"{n}: " + " ".join(random.Random(n).choices(WORDS, k=1 + n % 40)) + "\n" * (n % 3) for n in range(400)]
+LONG = "".join(TEXTS)
+# Its tokens cross the ends of lines and words.
+CROSSING = tiktoken.Encoding(
+    "crossing",
+    pat_str=r"[\s\S]{1,5}",
+    mergeable_ranks={bytes([byte]): byte for byte in range(256)} | {b"\n\n": 256, b".\n": 257, b"e ": 258, b"\nl": 259},
+    special_tokens={END_OF_TEXT: 260},
+)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prepare_dataset, "get_tokenizer", encoding_of)
+    monkeypatch.setattr("os.fsync", lambda file: None)  # power cuts are not tested here
+    return tmp_path
+
+
+def encoding_of(name: str) -> tiktoken.Encoding:
+    return CROSSING if name == "crossing" else get_tokenizer(name)
+
+
+def texts_of(out, split: str, tokenizer: str) -> list[str]:
+    """Return the documents of a split; of one that is cut, the part in the split."""
+    encoding = encoding_of(tokenizer)
+    ids = [int(token) for path in sorted(out.glob(f"*_{split}_*.npy")) for token in np.load(path)]
+    begins = [at for at, token in enumerate(ids) if token == encoding.eot_token or at == 0]
+    parts = [ids[begin:end] for begin, end in zip(begins, [*begins[1:], None], strict=True)]
+    return [encoding.decode_bytes([token for token in part if token != encoding.eot_token]).decode() for part in parts]
+
+
+def write_source(name: str, texts: list[str] = TEXTS) -> int:
+    """Write texts as a kind of source; return its size in bytes."""
+    path = prepare_dataset.Path(name)
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    if name == "files":
+        path.mkdir()
+        for number, text in enumerate(texts):
+            (path / f"{number:06d}.md").write_text(text)
+        return sum(len(text.encode()) for text in texts)
+    if name.endswith(".parquet"):
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=70)
+    else:
+        path.write_bytes(gzip.compress(lines) if name.endswith(".gz") else lines)
+    return path.stat().st_size
+
+
+def val_of(texts: list[str], val_bytes: int) -> list[str]:
+    """Return the texts before the first one that begins at or after a byte."""
+    begins = [0, *accumulate(len(text.encode()) for text in texts)]
+    return [text for text, begin in zip(texts, begins, strict=False) if begin < val_bytes]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the same text
+
+
+@pytest.mark.parametrize("source", ["files", "a.jsonl", "a.jsonl.gz", "a.parquet"])
+def test_val_ends_before_the_document_that_begins_at_a_fortieth_of_the_source(source, folder, monkeypatch):
+    monkeypatch.setattr(prepare_dataset, "BATCH_BYTES", 400)  # val ends in a later batch
+    monkeypatch.setattr(documents, "CHUNK_BYTES", 300)
+    expected = val_of(TEXTS, write_source(source) / 40)
+    assert len(expected) > 3
+    for tokenizer in ("bytes", "gpt2", "crossing"):
+        manifest = prepare(source, tokenizer, "--shard_size", "9000", tokens=tokenizer)
+        assert texts_of(folder / tokenizer, "val", tokenizer) == expected
+        assert texts_of(folder / tokenizer, "train", tokenizer) == TEXTS[len(expected) :]
+        assert manifest["val_tokens"] == manifest["shards"][0]["tokens"]
+
+
+def test_val_may_end_exactly_at_a_fortieth(folder):
+    write_source("files", ["ten bytes\n"] * 40)
+    (folder / "lines.txt").write_text("ten bytes\n" * 40)
+    for source in ("files", "lines.txt"):
+        prepare(source, f"out-{source}")
+        assert texts_of(folder / f"out-{source}", "val", "bytes") == ["ten bytes\n"]
+
+
+@pytest.mark.parametrize("piece_bytes", [1 << 20, 700, 90], ids="piece={}".format)
+def test_val_ends_at_a_line_of_one_long_text(piece_bytes, folder, monkeypatch):
+    """With 90 bytes val ends in a later piece; of 700, in the first."""
+    monkeypatch.setattr(documents, "PIECE_BYTES", piece_bytes)
+    (folder / "a.txt").write_text(LONG)
+    data = LONG.encode()
+    expected = data[: data.index(b"\n", -(-len(data) // 40) - 1) + 1].decode()
+    for tokenizer in ("bytes", "gpt2", "crossing"):
+        prepare("a.txt", tokenizer, tokens=tokenizer)
+        assert texts_of(folder / tokenizer, "val", tokenizer) == [expected]
+        assert texts_of(folder / tokenizer, "train", tokenizer) == [LONG.removeprefix(expected)]
+
+
+def test_a_text_without_lines_is_cut_where_its_next_piece_begins(folder, monkeypatch):
+    monkeypatch.setattr(documents, "PIECE_BYTES", 200)
+    (folder / "a.txt").write_text(LONG.replace("\n", " "))
+    for tokenizer in ("bytes", "gpt2"):
+        prepare("a.txt", tokenizer, tokens=tokenizer)
+        [val], [train] = (texts_of(folder / tokenizer, split, tokenizer) for split in ("val", "train"))
+        assert val + train == LONG.replace("\n", " ")
+        assert 0 <= len(val.encode()) - len(LONG.encode()) / 40 < 400
+        assert train.startswith(" ")
+
+
+DOCUMENTS = st.lists(st.text("ab \n.é你", min_size=1, max_size=90).filter(str.strip), min_size=1, max_size=9)
+
+
+@given(DOCUMENTS, st.integers(1, 100))
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_places_where_val_may_end_do_not_depend_on_the_tokenizer(monkeypatch, texts, val_bytes):
+    monkeypatch.setattr(documents, "PIECE_BYTES", 30)
+    monkeypatch.setattr(prepare_dataset, "get_tokenizer", encoding_of)
+    batch, whole = [Chunk(Position(), 0, 0, texts)], "".join(texts).encode()
+    begins = [0, *accumulate(len(text.encode()) for text in texts)]
+    places = []
+    for tokenizer in ("bytes", "crossing"):
+        found, end = prepare_dataset.encode(batch, tokenizer, "text", val_bytes), encoding_of(tokenizer).eot_token
+        for num_ids, num_bytes in found.val_ends:
+            ids = [int(token) for token in found.ids[:num_ids] if token != end]
+            assert encoding_of(tokenizer).decode_bytes(ids) == whole[:num_bytes]
+        places.append([num_bytes for _, num_bytes in found.val_ends])
+        assert found.text_bytes == len(whole)
+    assert places[0] == places[1] == sorted(places[0])
+    assert set(begins[:-1]) <= set(places[0])
+    for place in set(places[0]) - set(begins):
+        assert place - max(begin for begin in begins if begin < place) >= val_bytes
+        assert whole[:place].endswith(b"\n") or whole[place:].startswith(b" ") or max(np.diff(begins)) > 60
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# interruptions, workers, other rules
+
+
+def test_interruptions_do_not_change_the_split(folder, monkeypatch):
+    for name in ("CHUNK_BYTES", "PIECE_BYTES"):  # val has several batches
+        monkeypatch.setattr(documents, name, 40)
+    monkeypatch.setattr(prepare_dataset, "BATCH_BYTES", 50)
+    write_source("a.jsonl", ["short", LONG[:1000], *TEXTS[:60]])
+    (folder / "b.txt").write_text(LONG[:9000])
+    for source in ("a.jsonl", "b.txt"):  # val ends inside the second document; inside the only one
+        manifest = prepare(source, f"{source}-whole", "--shard_size", "131")
+        val = [shard["tokens"] for shard in manifest["shards"] if shard["split"] == "val"]
+        assert val[:-1] == [131] * (len(val) - 1) != []
+        assert prepare_interrupted(source, f"{source}-stopped", "--shard_size", "131") > 50
+        assert files_of(folder / f"{source}-stopped") == files_of(folder / f"{source}-whole")
+
+
+def test_workers_do_not_change_the_split(folder, monkeypatch):
+    monkeypatch.setattr(documents, "CHUNK_BYTES", 40)
+    monkeypatch.setattr(prepare_dataset, "BATCH_BYTES", 50)
+    write_source("a.jsonl", ["short", LONG[:1000], *TEXTS[:60]])
+    for workers in "12":
+        prepare("a.jsonl", f"out{workers}", "--num_workers", workers)
+    assert files_of(folder / "out1") == files_of(folder / "out2")
+    assert texts_of(folder / "out2", "val", "bytes")[1].endswith("\n")
+
+
+def test_a_limit_in_tokens_wins_and_token_ids_keep_theirs(folder):
+    write_source("a.jsonl")
+    manifest = prepare("a.jsonl", "out", "--val_tokens", "123")
+    assert [shard["tokens"] for shard in manifest["shards"]][:1] == [123]
+    ids = np.arange(4000) % 256
+    (folder / "a.npz").write_bytes(npz(ids=ids))
+    manifest = prepare("a.npz", "ids")
+    size = (folder / "a.npz").stat().st_size
+    assert [shard["tokens"] for shard in manifest["shards"]] == [size // 40, len(ids) - size // 40]
+    assert ids_of(folder / "ids") == ids.tolist()
+
+
+def test_val_has_at_most_400_mb(folder, monkeypatch):
+    monkeypatch.setattr(prepare_dataset, "VAL_BYTES", 200)
+    write_source("a.jsonl")
+    prepare("a.jsonl")
+    assert texts_of(folder / "out", "val", "bytes") == val_of(TEXTS, 200)
+
+
+def test_a_text_of_which_val_takes_all_is_refused_with_a_number_of_tokens_that_works(folder):
+    (folder / "a.txt").write_text("only one line")
+    message = (
+        "a.txt: 1 document, 14 tokens, and a val split of 1 bytes leaves none for train; try --val_tokens 1 or more"
+    )
+    refused("--source", "a.txt", "--out", "out", match=message)
+    prepare("a.txt", "out", "--val_tokens", "1")
+
+
+def test_a_preparation_of_format_2_continues_with_its_tokens_of_val(folder):
+    write_source("a.jsonl")
+    options = ("--shard_size", "1397", "--val_tokens", "2000")
+    prepare("a.jsonl", "whole", *options)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupt_after(3, patch)
+        prepare("a.jsonl", "out", *options)
+    manifest = json.loads((folder / "out/manifest.json").read_text())
+    del manifest["val_bytes"], manifest["next"]["text_bytes"]
+    (folder / "out/manifest.json").write_text(json.dumps(manifest | {"format_version": 2}))
+    prepare("a.jsonl", "out", "--shard_size", "1397")
+    shards, expected = (
+        {path.name: path.read_bytes() for path in (folder / out).glob("*.npy")} for out in ("out", "whole")
+    )
+    assert shards == expected
