@@ -12,6 +12,7 @@ import pytest
 import tiktoken
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from standin import parquet
 from test_ids import npz
 from test_prepare_dataset import files_of, ids_of, prepare, prepare_interrupted, refused
 from test_prepare_hub import interrupt_after
@@ -78,6 +79,26 @@ def val_of(texts: list[str], val_bytes: int) -> list[str]:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the same text
+
+
+def test_a_data_set_of_the_hub_has_the_same_val_in_every_mode(standin, folder):
+    halves = {f"data/train-{n}.parquet": parquet(half) for n, half in enumerate((TEXTS[:200], TEXTS[200:]))}
+    standin.put("datasets/some/texts", halves)
+    expected = val_of(TEXTS, sum(map(len, halves.values())) / 40)
+    for number, more in enumerate(([], ["--streaming"], ["--keep_download"])):
+        for tokenizer in ("bytes", "gpt2"):
+            prepare("hf:some/texts", f"{tokenizer}{number}", *more, tokens=tokenizer)
+            assert texts_of(folder / f"{tokenizer}{number}", "val", tokenizer) == expected
+            assert files_of(folder / f"{tokenizer}{number}") == files_of(folder / f"{tokenizer}0")
+
+
+def test_rows_that_are_streamed_by_datasets_have_the_same_val(standin, folder):
+    lines = [text.replace("\n", "") for text in TEXTS]
+    csv = "\n".join(["text", *(f'"{line}"' for line in lines)]).encode()
+    standin.put("datasets/some/rows", {"data/train.csv": csv})
+    for tokenizer in ("bytes", "gpt2"):
+        prepare("hf:some/rows", tokenizer, tokens=tokenizer)
+        assert texts_of(folder / tokenizer, "val", tokenizer) == val_of(lines, len(csv) / 40)
 
 
 @pytest.mark.parametrize("source", ["files", "a.jsonl", "a.jsonl.gz", "a.parquet"])
