@@ -131,7 +131,8 @@ def settle(
         run_name=name, logdir=logdir,
     )  # fmt: skip
     of_rows, of_decay = note_of_rows(asked, config, world_size), notes_of_decay(config, schedule, checkpoint)
-    notes = tuple(filter(None, [of_memory, *start.notes, of_rows, of_precision, of_name, *of_decay]))
+    of_val = note_of_validation(config, data.val)
+    notes = tuple(filter(None, [of_memory, *start.notes, of_rows, of_precision, of_name, *of_decay, of_val]))
     return Plan(config, start, data, schedule, sketch, ranks, notes, elsewhere)
 
 
@@ -142,6 +143,13 @@ def note_of_rows(before: "TrainConfig", config: "TrainConfig", world_size: int) 
         return ""
     each = f"each of {world_size} ranks" if world_size > 1 else "1 rank"
     return f"mini_batch_size {wanted} -> {config.mini_batch_size}: a step has {rows:,} rows on {each}"
+
+
+def note_of_validation(config: "TrainConfig", val: "RowStream | None") -> str:
+    """Return a line for the plan if eval_tokens leaves out a part of the validation split."""
+    used, total = (n * config.context_length for n in (validation_rows(config, val), val.rows_per_epoch if val else 0))
+    note = f"eval_tokens: {used:,} of {total:,} validation tokens are used; to compare tokenizers, use all of them"
+    return note if used < total else ""
 
 
 def set_up(config: "TrainConfig", device: torch.device) -> None:
