@@ -109,8 +109,8 @@ class Encoded(NamedTuple):
 def encode(batch: Batch, tokenizer: str, text_field: str, val_bytes: int = 0) -> Encoded:
     """Encode the documents of a batch, with <|endoftext|> before each and nowhere else. Token ids are checked instead.
 
-    val may end before each document and, in one of more than val_bytes, at the first end of a line from that byte on
-    or where a later piece begins. No token crosses these places, so they are in the same text for every tokenizer.
+    The val split may end before each document and, in one of more than val_bytes, at the first end of a line from that
+    byte on or where a later piece begins. No token crosses such a place, so it is the same for every tokenizer.
 
     Raises: UserError when a document cannot be read.
     """
@@ -297,7 +297,7 @@ def write_shards(
     buffer = np.empty(manifest.shard_size, manifest.dtype)
     filled, taken, text_bytes = 0, manifest.next["skip_tokens"], manifest.next.get("text_bytes", 0)
     for batch, (ids, documents, repaired, skipped, text_bytes_here, val_ends) in encoded:
-        if manifest.val_tokens is None:
+        if manifest.val_tokens is None:  # val ends at the first place from val_bytes on, perhaps in this batch
             ends = [count for count, num_bytes in val_ends if text_bytes + num_bytes >= manifest.val_bytes]
             manifest.val_tokens = manifest.tokens + filled - taken + ends[0] if ends else None
         while taken < len(ids):
