@@ -38,7 +38,6 @@ def write_temporary(
         durable: wait until the file is on the disk.
     """
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.unlink(missing_ok=True)  # rather than overwrite what a caller that failed may have linked elsewhere
     try:
         # Given a path instead of a file, torch.save would report a full disk as a RuntimeError without errno.
         with open(temporary, "wb") if cached else UncachedFile(temporary) as file:

@@ -296,11 +296,15 @@ class CheckpointWriter:
     def _write(self, checkpoint: dict, tiers: list[str]) -> None:
         latest = self.folder / LATEST
         temporary = write_temporary(latest, lambda file: torch.save(checkpoint, file), cached=False)
-        for name in tiers:
-            link_file(temporary, self.folder / name)
-        if self.latest and checkpoint["step"] != self.latest["step"] and latest.exists():  # the user may have moved it
-            link_file(latest, self.folder / BACKUP)
-        os.replace(temporary, latest)
+        try:
+            for name in tiers:
+                link_file(temporary, self.folder / name)
+            # The user may have moved latest.pt.
+            if self.latest and checkpoint["step"] != self.latest["step"] and latest.exists():
+                link_file(latest, self.folder / BACKUP)
+            os.replace(temporary, latest)
+        finally:
+            temporary.unlink(missing_ok=True)  # after a failure; the next save would overwrite what it is linked to
         fsync_folder(self.folder)  # only now is it durable, so only now may older files go
         self.latest = summary(checkpoint)
         epochs = newest_first(self.folder, "epoch_*.pt")[self.keep_epochs :] if self.keep_epochs else []
