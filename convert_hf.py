@@ -46,7 +46,17 @@ from steadygpt.convert.families import (
     write_config,
 )
 from steadygpt.data import hub
-from steadygpt.data.tokenizer import END_OF_TEXT, get_tokenizer, hugging_face_tokenizer, vocab_size_of
+from steadygpt.data.tokenizer import (
+    END_OF_TEXT,
+    GPT2_SHA256,
+    TOKENIZER_JSON,
+    Tokenizer,
+    TokenizerRecord,
+    fetch_json,
+    load_tokenizer,
+    vocab_size_of,
+)
+from steadygpt.data.tokenizer_json import to_json
 
 NEEDS = "needs safetensors and tokenizers; pip install safetensors tokenizers"
 
@@ -78,11 +88,11 @@ def read_weights(source: str, tokenizer: str = "", download: bool = True) -> dic
     """
     if not source:
         raise UserError("no source; expected a checkpoint file, a Hugging Face folder, or a name such as gpt2")
-    path = Path(source)
+    path, given = Path(source), record_of(tokenizer)
     if path.is_dir():
-        return _read_folder(path, source, tokenizer)
+        return _read_folder(path, source, given)
     if path.suffix == ".pt" or path.is_file():
-        return _read_file(path, tokenizer)
+        return _read_file(path, given)
     try:
         folder, repo = hub.fetch_model(source, download)
     except OSError as error:
@@ -91,11 +101,20 @@ def read_weights(source: str, tokenizer: str = "", download: bool = True) -> dic
         is_unknown = isinstance(error, (hub.NoAnswer, hub.NotFound))
         raise UserError(f"{error}{'; there is no such file or folder either' * is_unknown}") from error
     if download or not repo.online:
-        return _read_folder(folder, source, tokenizer)
-    return _read_folder(folder, source, tokenizer, with_weights=False) | {"source": f"{repo.name}@{repo.commit}"}
+        return _read_folder(folder, source, given)
+    return _read_folder(folder, source, given, with_weights=False) | {"source": f"{repo.name}@{repo.commit}"}
 
 
-def _read_file(path: Path, tokenizer: str) -> dict:
+def record_of(tokenizer: str) -> TokenizerRecord:
+    """Return the record of the tokenizer that an option names."""
+    record = TokenizerRecord(tokenizer)
+    if not record.is_file:
+        return record
+    record = record._replace(tokenizer_json=fetch_json(tokenizer))
+    return record._replace(tokenizer_sha256=load_tokenizer(record).sha256)
+
+
+def _read_file(path: Path, given: TokenizerRecord) -> dict:
     # build-nanogpt pickles its GPTConfig; an empty class replaces it, so that no code of the file runs.
     stand_in = type("GPTConfig", (), {})
     modules = ("__main__", "model", "train_gpt2")
@@ -108,7 +127,7 @@ def _read_file(path: Path, tokenizer: str) -> dict:
     elif isinstance(shape, stand_in):
         found = {"activation": "gelu_tanh"} | vars(shape)  # build-nanogpt, and gpt2-from-scratch with our names
     else:
-        return with_tokenizer(as_checkpoint(content, path), tokenizer, path)
+        return with_tokenizer(as_checkpoint(content, path), given, path)
     names = {ours: theirs for ours, theirs in NANOGPT_SHAPE.items() if ours not in found}
     fields = {f.name: names.get(f.name, f.name) for f in dataclasses.fields(GPTConfig)}
     config = _config({ours: found[name] for ours, name in fields.items() if name in found}, names, path)
@@ -117,19 +136,21 @@ def _read_file(path: Path, tokenizer: str) -> dict:
         raise UserError(f"{path}: model is not a dict of tensors; expected the weights of a GPT")
     # torch.compile and DDP prepend their prefixes in the order in which they wrap the model.
     weights = {re.sub(r"^((_orig_mod|module)\.)+", "", name): tensor for name, tensor in weights.items()}
-    return _converted(config, weights, NANOGPT, tokenizer or _gpt2_if_it_fits(config), path)
+    return _converted(config, weights, NANOGPT, given if given.tokenizer else _gpt2_if_it_fits(config), path)
 
 
-def with_tokenizer(checkpoint: dict, tokenizer: str, path: Path) -> dict:
-    """Return the checkpoint with the name of its tokenizer filled in."""
-    known = checkpoint["tokenizer"] or tokenizer
-    if tokenizer not in ("", known):
-        raise UserError(f"{path}: its tokenizer is {known}; drop --tokenizer {tokenizer}")
-    _without_padding(GPTConfig(**checkpoint["model_config"]), tokenizer, path)  # checks it
-    return checkpoint | {"tokenizer": known}
+def with_tokenizer(checkpoint: dict, given: TokenizerRecord, path: Path) -> dict:
+    """Return the checkpoint with its tokenizer filled in."""
+    known = TokenizerRecord.of(checkpoint)
+    if not known.tokenizer:
+        known = given
+    if given.tokenizer not in ("", known.tokenizer):
+        raise UserError(f"{path}: its tokenizer is {known}; drop --tokenizer {given.tokenizer}")
+    _without_padding(GPTConfig(**checkpoint["model_config"]), given, path)  # checks it
+    return checkpoint | known._asdict()
 
 
-def _read_folder(folder: Path, source: str, tokenizer: str, with_weights: bool = True) -> dict:
+def _read_folder(folder: Path, source: str, given: TokenizerRecord, with_weights: bool = True) -> dict:
     try:
         stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -141,13 +162,39 @@ def _read_folder(folder: Path, source: str, tokenizer: str, with_weights: bool =
     config = _config(found, {name: foreign for name, (foreign, _) in family.fields.items()}, source)
     own = stored.get("steadygpt")  # written by write_folder
     own = own if isinstance(own, dict) and own.get("vocab_size") == config.vocab_size else {}
-    tokenizer = tokenizer or str(own.get("tokenizer", "")) or (_gpt2_if_it_fits(config) if kind == "gpt2" else "")
+    record = given if given.tokenizer else _tokenizer_of(folder, source, own, config, stored)
     weights = _read_safetensors(folder, source, family) if with_weights else {}
     biases = {name for name in weights if name.endswith(".bias") and not name.endswith(CONSTANTS)}
     if own.get("bias") is False and not any(weights[name].any() for name in biases):  # write_folder added zeros
         config = dataclasses.replace(config, bias=False)
         weights = {name: tensor for name, tensor in weights.items() if name not in biases}
-    return _converted(config, weights if with_weights else None, family, tokenizer, source)
+    return _converted(config, weights if with_weights else None, family, record, source)
+
+
+def _tokenizer_of(folder: Path, source: str, own: dict, config: GPTConfig, stored: dict) -> TokenizerRecord:
+    """Return what is known of the tokenizer of a Hugging Face folder.
+
+    Args:
+        own: what write_folder has added to config.json, which is `stored`.
+    """
+    record = TokenizerRecord.of({"tokenizer": ""} | own)
+    if own.get("tokenizer_sha256") or (record.tokenizer and not record.is_file):
+        return record.with_json(folder)
+    gpt2 = _gpt2_if_it_fits(config)
+    record = TokenizerRecord(f"{folder}/{TOKENIZER_JSON}" if Path(source).is_dir() else f"hf:{source}")
+    try:
+        record = record.with_json(folder)
+        tokenizer = load_tokenizer(record)
+    except UserError:  # there is none, or it is not accepted
+        return gpt2 if stored["model_type"] == "gpt2" else TokenizerRecord("")
+    if gpt2.tokenizer and tokenizer.sha256 == GPT2_SHA256:
+        return gpt2._replace(tokenizer_sha256=GPT2_SHA256)
+    special = {i: token for token, i in tokenizer.encoding._special_tokens.items()}
+    begins = (
+        END_OF_TEXT if END_OF_TEXT in special.values() else special.get(stored.get("bos_token_id", -1), END_OF_TEXT)
+    )
+    record = record._replace(tokenizer_sha256=tokenizer.sha256, document_token=begins)
+    return record if tokenizer.n_vocab <= config.vocab_size else TokenizerRecord("")
 
 
 def _config(found: dict, names: dict[str, str], source: Path | str) -> GPTConfig:
@@ -166,53 +213,63 @@ def _config(found: dict, names: dict[str, str], source: Path | str) -> GPTConfig
     return config
 
 
-def check_fits(initial: dict, source: str, config: GPTConfig, tokenizer: str) -> None:
+def check_fits(initial: dict, source: str, config: GPTConfig, record: TokenizerRecord) -> None:
     """Check that the weights of --init_from fit the model and the data of a run; their context may be longer.
+
+    With the tokenizer of the data, they may also have rows for ids beyond it.
 
     Args:
         initial: a checkpoint, as from read_weights.
-        config, tokenizer: of the run and its data.
+        config, record: of the run, and of the tokenizer of its data.
     """
+    of_weights = TokenizerRecord.of(initial)
+    is_same = bool(record.tokenizer_sha256) and record.tokenizer_sha256 == of_weights.tokenizer_sha256
     weights = GPTConfig(**initial["model_config"])
     of_run = resolved(config)
     for name, found in resolved(weights).items():
-        longer = name == "context_length" and found >= of_run[name]
+        longer = (name == "context_length" or (name == "vocab_size" and is_same)) and found >= of_run[name]
         if name != "dropout" and found != of_run[name] and not longer:
             other = "the data has" if name == "vocab_size" else "this run has"
             raise UserError(f"--init_from {source}: {name} is {found}, but {other} {of_run[name]}")
-    if initial["tokenizer"] not in ("", tokenizer):
-        raise UserError(f"--init_from {source}: tokenizer is {initial['tokenizer']}, but the data has {tokenizer}")
+    if not of_weights.fits(record):
+        raise UserError(f"--init_from {source}: tokenizer is {of_weights}, but the data has {record}")
 
 
-def _gpt2_if_it_fits(config: GPTConfig) -> str:
-    """Return "gpt2" for its vocabulary, also with the 47 unused rows that nanoGPT and build-nanogpt add."""
-    return "gpt2" if config.vocab_size in (GPTConfig.vocab_size, GPTConfig().padded_vocab_size) else ""
+def _gpt2_if_it_fits(config: GPTConfig) -> TokenizerRecord:
+    """Return gpt2 for its vocabulary, also with the 47 unused rows that nanoGPT and build-nanogpt add."""
+    fits = config.vocab_size in (GPTConfig.vocab_size, GPTConfig().padded_vocab_size)
+    return TokenizerRecord("gpt2" if fits else "")
 
 
-def _without_padding(config: GPTConfig, tokenizer: str, source: Path | str) -> GPTConfig:
-    """Return the shape with the vocabulary of the tokenizer, if that is known."""
-    if not tokenizer:
+def _without_padding(config: GPTConfig, record: TokenizerRecord, source: Path | str) -> GPTConfig:
+    """Return the shape with the vocabulary of the tokenizer, if that is known by name.
+
+    The padding of other vocabularies stays, because data that was prepared without their tokenizer counts it.
+    """
+    if not record.tokenizer or (record.is_file and not record.tokenizer_json):
         return config
-    rows, vocab_size = config.vocab_size, vocab_size_of(tokenizer)
+    rows, vocab_size = config.vocab_size, vocab_size_of(record)
+    if record.is_file and vocab_size <= rows:
+        return config
     if not vocab_size <= rows < vocab_size + 128:
         raise UserError(
-            f"{source}: vocab_size is {rows:,}; expected the {vocab_size:,} of the tokenizer {tokenizer!r}, "
+            f"{source}: vocab_size is {rows:,}; expected the {vocab_size:,} of the tokenizer {record.tokenizer!r}, "
             "or a few rows of padding more; name the right one with --tokenizer"
         )
     return dataclasses.replace(config, vocab_size=vocab_size)
 
 
 def _converted(
-    config: GPTConfig, weights: dict[str, Tensor] | None, family: Family, tokenizer: str, source: Path | str
+    config: GPTConfig, weights: dict[str, Tensor] | None, family: Family, record: TokenizerRecord, source: Path | str
 ) -> dict:
     """Return a checkpoint of weights only; without weights its "model" is empty."""
-    rows, config = config.vocab_size, _without_padding(config, tokenizer, source)
+    rows, config = config.vocab_size, _without_padding(config, record, source)
     untrained = {"step": 0, "rows_consumed": 0, "optimizer": {}, "train_config": {}}
     return untrained | {
         "format_version": FORMAT_VERSION,
         "model": {} if weights is None else _import(config, rows, weights, family, source),
         "model_config": dataclasses.asdict(config),
-        "tokenizer": tokenizer,
+        **record._asdict(),
         "torch_version": str(torch.__version__),
         "saved_at": time.time(),
     }
@@ -306,10 +363,14 @@ def write_folder(checkpoint: dict, folder: Path) -> list[str]:
     kind = find_family(config)
     family = FAMILIES[kind]
 
-    notes, tokenizer = [], None
+    notes, record = [], TokenizerRecord.of(checkpoint)
+    tokenizer: Tokenizer | None = None
+    end_of_text: int | None = None
     try:
-        tokenizer = get_tokenizer(checkpoint["tokenizer"])
+        tokenizer = load_tokenizer(record)
+        end_of_text = tokenizer.document_id
     except UserError as error:
+        tokenizer = None
         notes.append(f"no tokenizer in {folder}: {error}")
 
     has_biases = family.fixed.get("bias", True)  # a class that has biases always has them: missing ones become zeros
@@ -318,8 +379,8 @@ def write_folder(checkpoint: dict, folder: Path) -> list[str]:
         tensor = checkpoint["model"].get(name, torch.zeros(empty.shape))
         weights |= to_foreign(name, tensor[: config.vocab_size] if name in TABLES else tensor, config, family)
 
-    end_of_text = tokenizer.eot_token if tokenizer else None
-    own = {"bias": config.bias, "tokenizer": checkpoint["tokenizer"], "vocab_size": config.vocab_size}
+    own = {"bias": config.bias, "vocab_size": config.vocab_size, **record._asdict()}
+    del own["tokenizer_json"]  # is a file of the folder
     stored = write_config(config, kind) | {
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
@@ -335,10 +396,10 @@ def write_folder(checkpoint: dict, folder: Path) -> list[str]:
         save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
         if tokenizer:
             about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.context_length}
-            about |= {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+            about |= dict.fromkeys(("bos_token", "eos_token"), record.document_token)
             about["model_input_names"] = ["input_ids", "attention_mask"]  # transformers 4 passes others to generate()
             (temporary / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n")
-            hugging_face_tokenizer(tokenizer).save(str(temporary / "tokenizer.json"))
+            (temporary / TOKENIZER_JSON).write_bytes((tokenizer.json or to_json(tokenizer.encoding)).encode())
         for file in temporary.iterdir():
             with open(file, "rb") as written:
                 os.fsync(written.fileno())
@@ -360,7 +421,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"{target}: already exists; expected the name of a new file or folder")
     if source in ("latest", *NAMED):
         path, checkpoint = open_checkpoint(source, Path(options.checkpoint_dir))
-        source, checkpoint = str(path), with_tokenizer(checkpoint, options.tokenizer, path)
+        source, checkpoint = str(path), with_tokenizer(checkpoint, record_of(options.tokenizer), path)
     else:
         checkpoint = read_weights(source, options.tokenizer)
     if target.suffix == ".pt":

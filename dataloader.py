@@ -17,7 +17,7 @@ import torch
 from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig
 from steadygpt.data.shards import MANIFEST, Shard, find_shards, read_manifest, shard_files
-from steadygpt.data.tokenizer import vocab_size_of
+from steadygpt.data.tokenizer import TokenizerRecord, vocab_size_of
 
 READ_TOKENS = 2**18  # tokens that the thread reads at a time
 BLOCK_ROWS = 4096  # rows located at a time: one row alone costs nearly as much
@@ -196,8 +196,12 @@ class Data:
     train: RowStream
     val: RowStream | None
     manifest: dict | None
-    tokenizer: str
+    tokenizer_record: TokenizerRecord
     vocab_size: int
+
+    @property
+    def tokenizer(self) -> str:
+        return self.tokenizer_record.tokenizer
 
 
 def open_data(config: TrainConfig) -> Data:
@@ -206,9 +210,9 @@ def open_data(config: TrainConfig) -> Data:
     manifest = read_manifest(folder)
     name = config.tokenizer
     if config.plans_without_data and manifest is None and not shard_files(folder, "train"):
-        name = "gpt2" if name == "auto" else name
+        record = TokenizerRecord("gpt2" if name == "auto" else name)
         stream = RowStream([], config.context_length)
-        return Data([], [], stream, stream if config.eval_freq else None, None, name, vocab_size_of(name))
+        return Data([], [], stream, stream if config.eval_freq else None, None, record, vocab_size_of(record))
     try:
         train = find_shards(folder, "train", manifest)
     except UserError as error:
@@ -220,14 +224,13 @@ def open_data(config: TrainConfig) -> Data:
         raise UserError(
             f"--tokenizer is {name!r}; {folder} was prepared with {manifest['tokenizer']!r}, so drop the flag"
         )
-    if name == "auto":
-        name = manifest["tokenizer"] if manifest else "gpt2"
-    vocab_size = manifest["vocab_size"] if manifest else vocab_size_of(name)
+    record = TokenizerRecord.of(manifest or {"tokenizer": "gpt2" if name == "auto" else name}).with_json(folder)
+    vocab_size = manifest["vocab_size"] if manifest else vocab_size_of(record)
     # Other tokenizers are not checked, because loading them may require a network.
-    if name in ("gpt2", "bytes") and vocab_size < vocab_size_of(name):
+    if record.tokenizer in ("gpt2", "bytes") and vocab_size < vocab_size_of(record):
         raise UserError(
-            f"{folder / MANIFEST}: vocab_size is {vocab_size:,}, but the tokenizer {name!r} has "
-            f"{vocab_size_of(name):,}; prepare the data again"
+            f"{folder / MANIFEST}: vocab_size is {vocab_size:,}, but the tokenizer {record.tokenizer!r} has "
+            f"{vocab_size_of(record):,}; prepare the data again"
         )
     return Data(
         train_shards=train,
@@ -235,6 +238,6 @@ def open_data(config: TrainConfig) -> Data:
         train=RowStream(train, config.context_length, config.seed, config.shuffle_shards, config.shuffle_rows),
         val=RowStream(val, config.context_length) if val else None,
         manifest=manifest,
-        tokenizer=name,
+        tokenizer_record=record,
         vocab_size=vocab_size,
     )

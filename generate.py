@@ -17,7 +17,7 @@ from model import GPT, KVCache
 from steadygpt.base.options import CheckpointOptions, UserError, option, parse_options, run_cli
 from steadygpt.checkpoint.files import open_checkpoint
 from steadygpt.config import GPTConfig
-from steadygpt.data.tokenizer import get_tokenizer
+from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer
 from steadygpt.machine.device import any_length, autocast, choose_precision, evaluating
 from steadygpt.machine.ranks import joined
 
@@ -62,7 +62,13 @@ def sample(logits: Tensor, temperature: float, top_k: int | None, generator: tor
 
 
 def sample_texts(
-    model: GPT, tokenizer, prompt: str, max_tokens: int, generator: torch.Generator, count: int = 1, **options
+    model: GPT,
+    tokenizer: Tokenizer,
+    prompt: str,
+    max_tokens: int,
+    generator: torch.Generator,
+    count: int = 1,
+    **options,
 ) -> list[str]:
     """Return `count` texts that begin a document with `prompt` and end with the document or after max_tokens.
 
@@ -70,12 +76,12 @@ def sample_texts(
         generator: on the model's device; the only source of randomness.
         options: temperature and top_k of generate.
     """
-    start = [tokenizer.eot_token, *tokenizer.encode_ordinary(prompt)]  # as every document of the data begins
+    start = [tokenizer.document_id, *tokenizer.encode(prompt)]  # as every document of the data begins
     idx = torch.tensor([start] * count, device=generator.device)
     texts = []
     options |= {"generator": generator, "vocab_size": tokenizer.n_vocab}
     for ids in generate(model, idx, max_tokens, **options)[:, 1:].tolist():
-        end = ids.index(tokenizer.eot_token) if tokenizer.eot_token in ids else len(ids)
+        end = ids.index(start[0]) if start[0] in ids else len(ids)
         texts.append(tokenizer.decode(ids[:end]))
     return texts
 
@@ -129,8 +135,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with joined(options.device) as ranks:
         _, checkpoint = open_checkpoint(options.checkpoint, Path(options.checkpoint_dir))
         model = load_model(checkpoint).to(ranks.device)
-        tokenizer = get_tokenizer(checkpoint["tokenizer"])
-        context, tokens = model.config.context_length, 1 + len(tokenizer.encode_ordinary(prompt))
+        tokenizer = load_tokenizer(TokenizerRecord.of(checkpoint))
+        context, tokens = model.config.context_length, 1 + len(tokenizer.encode(prompt))
         if tokens > context:
             print(f"warning: the prompt has {tokens:,} tokens; the model sees the last {context:,}", file=sys.stderr)
         generator = torch.Generator(ranks.device).manual_seed(options.seed)

@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import tiktoken
 import torch
 from torch import nn
 from tqdm import tqdm
@@ -29,7 +28,7 @@ from steadygpt.base.options import CheckpointOptions, UserError, option, parse_o
 from steadygpt.checkpoint.files import open_checkpoint
 from steadygpt.config import EXPECTED, TrainConfig, parse_tasks
 from steadygpt.data.tasks import STYLES, TASKS, Example, load_examples
-from steadygpt.data.tokenizer import get_tokenizer
+from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer
 from steadygpt.machine.device import any_length, autocast, choose_precision, evaluating
 from steadygpt.machine.loss import IGNORED_TARGET
 from steadygpt.machine.ranks import Ranks, joined
@@ -80,9 +79,9 @@ class Scores:
         return {f"{task}_acc": self.acc, f"{task}_acc_norm": self.acc_norm}
 
 
-def tokenize(examples: Sequence[Example], tokenizer, context_length: int) -> list[Tree]:
+def tokenize(examples: Sequence[Example], tokenizer: Tokenizer, context_length: int) -> list[Tree]:
     """Tokenize each example as one tree; a context that is too long beside its longest ending is cut at the start."""
-    encode, trees = tokenizer.encode_ordinary, []
+    encode, trees = tokenizer.encode, []
     for number, (text, texts, label, style) in enumerate(examples):
         # Endings are tokenized with a space before them, because GPT-2's words begin with one.
         if style == "lm_eval":
@@ -92,7 +91,7 @@ def tokenize(examples: Sequence[Example], tokenizer, context_length: int) -> lis
         else:
             context, endings = encode(text), [encode(f" {ending}") for ending in texts]
             lengths = [len(ending) for ending in endings]
-        context = context or [tokenizer.eot_token]  # as every document of the data begins
+        context = context or [tokenizer.document_id]  # as every document of the data begins
         endings = [ending[-context_length:] for ending in endings]
         context = context[-(context_length + 1 - max(map(len, endings))) :]
         trees.append(Tree(context, endings, lengths, number, label))
@@ -100,7 +99,7 @@ def tokenize(examples: Sequence[Example], tokenizer, context_length: int) -> lis
 
 
 def load(
-    config: TrainConfig, tokenizer: tiktoken.Encoding, ranks: Ranks, warn: Callable[[str], object]
+    config: TrainConfig, tokenizer: Tokenizer, ranks: Ranks, warn: Callable[[str], object]
 ) -> dict[str, list[Tree]]:
     """Return the trees of each task of a run in training, the same on every rank.
 
@@ -227,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tasks = parse_tasks(options.task)
     with joined(options.device) as ranks:
         path, checkpoint = open_checkpoint(options.checkpoint, Path(options.checkpoint_dir))
-        model, tokenizer = load_model(checkpoint).to(ranks.device), get_tokenizer(checkpoint["tokenizer"])
+        model, tokenizer = load_model(checkpoint).to(ranks.device), load_tokenizer(TokenizerRecord.of(checkpoint))
         sizes = model.config.context_length, model.config.embd_size, model.config.mlp_size
         choice = choose_precision(options.precision, ranks.device, *sizes)
         precision, _ = ranks.broadcast(choice)

@@ -3,6 +3,7 @@
     python prepare_dataset.py                                      # FineWeb-Edu, 10 B tokens, GPT-2's vocabulary
     python prepare_dataset.py --source stdlib --tokenizer bytes    # nothing to download
     python prepare_dataset.py --source 'corpus/*.jsonl.gz' --text_field content --out data/corpus
+    python prepare_dataset.py --source corpus/ --tokenizer bpe:32768               # trains a tokenizer first
     python prepare_dataset.py --source 'gs://bucket/*.npz' --tokenizer gpt2        # token ids, or text, of a store
 
 Source -> chunks -> batches -> ids -> shards. Each depends only on the source and a position in it, so the shards have
@@ -22,7 +23,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, takewhile
@@ -35,11 +36,21 @@ from steadygpt.base.disk import bytes_text, disks, existing
 from steadygpt.base.durable import lock_folder, replace_file
 from steadygpt.base.options import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.base.progress import ProgressBar, say
-from steadygpt.data.documents import Chunk, Position, cut_document, read_documents, suffix_of
+from steadygpt.data.documents import Chunk, Position, cut_document, read_documents, repair, suffix_of
 from steadygpt.data.ids import check_ids
 from steadygpt.data.shards import DEFAULT_FOLDER, MANIFEST, open_shard, token_dtype, write_shard
 from steadygpt.data.sources import FINEWEB_EDU, STDLIB, Source, find_source
-from steadygpt.data.tokenizer import get_tokenizer, vocab_size_of
+from steadygpt.data.tokenizer import (
+    END_OF_TEXT,
+    GPT2_SHA256,
+    TOKENIZER_JSON,
+    TokenizerRecord,
+    fetch_json,
+    load_tokenizer,
+    vocab_size_of,
+    vocab_size_to_train,
+)
+from steadygpt.data.train_tokenizer import TRAINING_BYTES, train_tokenizer
 from steadygpt.data.workers import map_in_order
 from steadygpt.machine.host import usable_cores
 
@@ -67,7 +78,15 @@ class PrepareOptions:
     )
     max_files: int | None = option(None, "take only so many files, the first by name (default: all)", at_least=1)
     tokenizer: str = option(
-        "", "gpt2, bytes, or any other tokenizer of tiktoken (default: gpt2; token ids require the one that wrote them)"
+        "",
+        "gpt2, bytes or any other name of tiktoken; bpe:N to train one of N tokens on the source; hf:NAME[@REVISION] "
+        "or the path of a tokenizer.json of byte-level BPE (default: gpt2; token ids require the one that wrote them)",
+    )
+    tokenizer_bytes: int | None = option(
+        None, f"text that bpe:N is trained on, evenly from the source (default: {TRAINING_BYTES:,})", at_least=1
+    )
+    document_token: str = option(
+        "", f"special token of the tokenizer that begins every document (default: {END_OF_TEXT})"
     )
     shard_size: int = option(100_000_000, "tokens per shard", at_least=1, at_most=2**31)
     val_tokens: int | None = option(
@@ -106,8 +125,16 @@ class Encoded(NamedTuple):
     val_ends: Sequence[tuple[int, int]] = ()  # where val may end: how many ids and bytes of text come before
 
 
-def encode(batch: Batch, tokenizer: str, text_field: str, val_bytes: int = 0) -> Encoded:
-    """Encode the documents of a batch, with <|endoftext|> before each and nowhere else. Token ids are checked instead.
+def encode(
+    batch: Batch, record: TokenizerRecord, out: Path, vocab_size: int, text_field: str, val_bytes: int = 0
+) -> Encoded:
+    """Encode the documents of a batch, with the document token before each and nowhere else.
+
+    Token ids are checked instead.
+
+    Args:
+        record: of the tokenizer, whose file is in the folder `out`, if it has one.
+        val_bytes: at least so much text is in the val split; 0: its end is not asked for.
 
     The val split may end before each document and, in one of more than val_bytes, at the first end of a line from that
     byte on or where a later piece begins. No token crosses such a place, so it is the same for every tokenizer.
@@ -116,11 +143,10 @@ def encode(batch: Batch, tokenizer: str, text_field: str, val_bytes: int = 0) ->
     """
     blocks = [(chunk.name, chunk.data) for chunk in batch if isinstance(chunk.data, np.ndarray)]
     if blocks:  # then all chunks are: a source holds text or ids
-        size = vocab_size_of(tokenizer)
-        return Encoded(np.concatenate([check_ids(name, ids, size) for name, ids in blocks]), 0, 0, [])
-    encoding = get_tokenizer(tokenizer)
-    end_of_text = np.array([encoding.eot_token], np.uint32)
-    ids, skipped, documents, repaired = [end_of_text[:0]], [], 0, 0
+        return Encoded(np.concatenate([check_ids(name, ids, vocab_size) for name, ids in blocks]), 0, 0, [])
+    tokenizer = load_tokenizer(record, out)
+    begin = np.array([tokenizer.document_id], np.uint32)
+    ids, skipped, documents, repaired = [begin[:0]], [], 0, 0
     num_ids, text_bytes, val_ends, val_bytes = 0, 0, [], val_bytes or sys.maxsize
     for chunk in batch:
         for row, text, is_begin in read_documents(chunk, text_field):
@@ -136,22 +162,12 @@ def encode(batch: Batch, tokenizer: str, text_field: str, val_bytes: int = 0) ->
             for piece in cut_document(clean, val_bytes - offset):
                 if is_begin or offset >= val_bytes:
                     val_ends.append((num_ids, text_bytes))
-                ids += [end_of_text] * is_begin
-                # Without special tokens, so that <|endoftext|> in a document is text.
-                ids.append(encoding.encode_to_numpy(piece, disallowed_special=()))
+                ids += [begin] * is_begin
+                ids.append(tokenizer.encode_to_numpy(piece))
                 num_ids, size = num_ids + is_begin + len(ids[-1]), len(piece.encode())
                 is_begin, offset, text_bytes = False, offset + size, text_bytes + size
-    all_ids = np.concatenate(ids).astype(token_dtype(encoding.n_vocab))
+    all_ids = np.concatenate(ids).astype(token_dtype(vocab_size))
     return Encoded(all_ids, documents, repaired, skipped, text_bytes, val_ends)
-
-
-def repair(text: str) -> str:
-    """Replace lone surrogates, which stand for invalid UTF-8 or come from escapes in JSON, by U+FFFD."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
 
 
 def gather_batches(chunks: Iterable[Chunk]) -> Iterator[Batch]:
@@ -168,6 +184,50 @@ def gather_batches(chunks: Iterable[Chunk]) -> Iterator[Batch]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# the tokenizer
+
+
+def obtain_tokenizer(options: PrepareOptions, source: Source, out: Path) -> tuple[TokenizerRecord, int]:
+    """Return the record of --tokenizer and its number of ids, and write its tokenizer.json, if it has one, to `out`.
+
+    Raises: UserError; OSError.
+    """
+    name = options.tokenizer or "gpt2"
+    record = TokenizerRecord(name, document_token=options.document_token or END_OF_TEXT)
+    if options.tokenizer_bytes and not name.startswith("bpe:"):
+        raise UserError(f"--tokenizer_bytes is for --tokenizer bpe:N, found {name}; drop it")
+    if source.holds_ids and record == TokenizerRecord("gpt2"):
+        return record._replace(tokenizer_sha256=GPT2_SHA256), vocab_size_of(record)  # needs no vocabulary
+    if record.is_file:
+        text = trained_json(options, source, out) if name.startswith("bpe:") else fetch_json(name)
+        record = record._replace(tokenizer_json=text)
+    tokenizer = load_tokenizer(record)
+    _ = tokenizer.document_id  # raises if it has no such token
+    if tokenizer.json:
+        replace_file(out / TOKENIZER_JSON, lambda file: file.write(tokenizer.json.encode()))
+    return record._replace(tokenizer_sha256=tokenizer.sha256), tokenizer.n_vocab
+
+
+def trained_json(options: PrepareOptions, source: Source, out: Path) -> str:
+    """Return the tokenizer.json that bpe:N gives, from the folder if an earlier start has finished it there.
+
+    Raises: UserError.
+    """
+    vocab_size, limit = vocab_size_to_train(options.tokenizer), options.tokenizer_bytes or TRAINING_BYTES
+    if source.holds_ids:
+        raise UserError(
+            f"{source.names[0]}: holds token ids; --tokenizer is {options.tokenizer}, expected the one that wrote them"
+        )
+    asked = {"tokenizer": options.tokenizer, "tokenizer_bytes": limit, "text_field": options.text_field}
+    asked |= {"commit": source.commit, "files": source.fingerprint()}
+    with suppress(OSError, ValueError, TypeError, AttributeError, UserError):  # nothing finished
+        earlier = json.loads((out / MANIFEST).read_text())
+        if asked.items() <= earlier.items():
+            return load_tokenizer(TokenizerRecord.of(earlier), out).json
+    return train_tokenizer(source, options.text_field, vocab_size, limit)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # ids -> shards
 
 
@@ -179,6 +239,9 @@ class Manifest:
     source: str
     name: str
     tokenizer: str
+    tokenizer_sha256: str = ""  # its identity
+    tokenizer_bytes: int = 0  # of text that it was trained on here, at most
+    document_token: str = END_OF_TEXT
     shard_size: int
     val_tokens: int | None  # None until val_bytes of text are read, then counted
     val_bytes: int = 0  # of text in val, at least; 0 if val_tokens was given
@@ -196,19 +259,24 @@ class Manifest:
     next: dict[str, int] = field(default_factory=lambda: Position()._asdict() | {"skip_tokens": 0})  # unless complete
 
     @staticmethod
-    def begin(options: PrepareOptions, source: Source) -> "Manifest":
-        """Return the manifest of a new preparation; options that are not given depend on the source."""
+    def begin(options: PrepareOptions, source: Source, out: Path) -> "Manifest":
+        """Return the manifest of a new preparation, and train, download or copy the tokenizer.json that it asks for.
+
+        Options that are not given depend on the source.
+
+        Raises: UserError; OSError.
+        """
         if source.holds_ids and not options.tokenizer:
             raise UserError(
                 f"{source.names[0]}: holds token ids; name the tokenizer that wrote them with --tokenizer, such as gpt2"
             )
-        tokenizer, val_tokens, val_bytes = options.tokenizer or "gpt2", options.val_tokens, 0
+        val_tokens, val_bytes = options.val_tokens, 0
         total = sum(size for _, size, *_ in source.identities)  # as stored; 0 if not known
         if val_tokens is None and source.holds_ids:
             val_tokens = min(options.shard_size, total // 40)
         elif val_tokens is None:
             val_bytes = min(VAL_BYTES, math.ceil(total / 40) or VAL_BYTES)
-        vocab_size = vocab_size_of(tokenizer) if source.holds_ids else get_tokenizer(tokenizer).n_vocab
+        record, vocab_size = obtain_tokenizer(options, source, out)
         asked = {key: getattr(options, key) for key in ("source", "name", "shard_size", "text_field")}
         found: dict[str, Any] = {
             "commit": source.commit,
@@ -216,8 +284,11 @@ class Manifest:
             "dtype": token_dtype(vocab_size).name,
             "val_tokens": val_tokens,
             "val_bytes": val_bytes,
+            **{key: getattr(record, key) for key in ("tokenizer", "tokenizer_sha256", "document_token")},
         }
-        return Manifest(**asked, **found, tokenizer=tokenizer, vocab_size=vocab_size)
+        if record.tokenizer.startswith("bpe:"):
+            found["tokenizer_bytes"] = options.tokenizer_bytes or TRAINING_BYTES
+        return Manifest(**asked, **found, vocab_size=vocab_size)
 
     @staticmethod
     def load(out: Path, options: PrepareOptions) -> "Manifest | None":
@@ -251,6 +322,14 @@ class Manifest:
                     f"{path}: missing or damaged, though {MANIFEST} lists it; empty {out} and prepare it again"
                 )
         return manifest
+
+    def encoder(self, out: Path) -> Callable[[Batch], Encoded]:
+        """Return the function that encodes a batch, for workers."""
+        record = TokenizerRecord.of(vars(self))
+        return partial(
+            encode, record=record, out=out, vocab_size=self.vocab_size, text_field=self.text_field,
+            val_bytes=self.val_bytes,
+        )  # fmt: skip
 
     def save(self, out: Path) -> None:
         """Replace the manifest atomically."""
@@ -372,7 +451,7 @@ def forecast(source: Source, manifest: Manifest, out: Path) -> None:
     read = sum(source.sizes[first : batch[-1].at.file]) + batch[-1].end if batch else 0
     if not (read and total):
         return
-    found = encode(batch, manifest.tokenizer, manifest.text_field)
+    found = manifest.encoder(out)(batch)
     reasons = {reason for _, reason in found.skipped if "not a string" in reason}
     if reasons and not found.documents:
         raise UserError(
@@ -424,11 +503,9 @@ def write_missing(source: Source, manifest: Manifest, out: Path, num_workers: in
     start = Position(*(manifest.next[key] for key in Position._fields))
     before, total = sum(source.sizes[: start.file]), sum(source.sizes)
     with ExitStack() as stack:
-        stack.enter_context(lock_folder(out, "wait until it has finished, or use a different --out"))
         for folder in (out / DOWNLOADS).glob("*"):
             if folder != source.folder:  # left by a preparation without a shard, which this one replaces
                 shutil.rmtree(folder)
-        manifest.save(out)  # before any shard, because shards without a manifest are refused
         stack.enter_context(closing(source))
         source.release(start.file)
         if source.needs(start.file, 0):
@@ -436,13 +513,10 @@ def write_missing(source: Source, manifest: Manifest, out: Path, num_workers: in
             source.progress = bar.show_from(0)
         desc = "reading ids" if source.holds_ids else "tokenizing"
         bar = ProgressBar(desc=desc, total=total or None, initial=before, unit=source.unit)
-        work = partial(
-            encode, tokenizer=manifest.tokenizer, text_field=manifest.text_field, val_bytes=manifest.val_bytes
-        )
         batches = gather_batches(source.chunks(manifest.text_field, start))
         # Ids are checked as fast as a worker would receive them.
         workers = num_workers or (1 if source.holds_ids else usable_cores())
-        encoded = stack.enter_context(closing(map_in_order(work, batches, workers)))
+        encoded = stack.enter_context(closing(map_in_order(manifest.encoder(out), batches, workers)))
         write_shards(show_progress(encoded, stack.enter_context(bar), source), out, manifest, source.release)
         shutil.rmtree(out / DOWNLOADS, ignore_errors=True)
 
@@ -463,10 +537,12 @@ def prepare(options: PrepareOptions, out: Path) -> Manifest:
                 f"{out}: prepared with {manifest.files} of {source.name}, but now found {source.fingerprint()}; "
                 f"restore the files, use a different --out, or empty {out}"
             )
-        manifest = manifest or Manifest.begin(options, source)
-        if not manifest.complete:
-            forecast(source, manifest, out)
-            write_missing(source, manifest, out, options.num_workers)
+        if not (manifest and manifest.complete):
+            with lock_folder(out, "wait until it has finished, or use a different --out"):
+                manifest = manifest or Manifest.begin(options, source, out)
+                manifest.save(out)  # before any shard, because shards without a manifest are refused
+                forecast(source, manifest, out)
+                write_missing(source, manifest, out, options.num_workers)
             return manifest
     print(f"{out}: already complete")
     return manifest

@@ -19,7 +19,6 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import tiktoken
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -37,7 +36,7 @@ from steadygpt.checkpoint.host_copy import HostCopy, fill, restore_optimizer
 from steadygpt.checkpoint.saves import Saves
 from steadygpt.checkpoint.table import print_checkpoints
 from steadygpt.config import TrainConfig, parse_args, preset_named
-from steadygpt.data.tokenizer import token_bytes, tokenizer_on_all
+from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, token_bytes, tokenizer_on_all
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine import parallel
 from steadygpt.machine.device import autocast, evaluating, profiled, use_fp8
@@ -77,7 +76,7 @@ class Run:
     log: RunLog
     saves: Saves  # when to save, and the thread that writes checkpoints
     fingerprint: dict | None  # of the shards, on rank 0
-    tokenizer: tiktoken.Encoding | None  # for samples, tasks and bits per byte
+    tokenizer: Tokenizer | None  # for samples, tasks and bits per byte
     tasks: Mapping[str, list[hellaswag_eval.Tree]]  # to score, by name
 
     def autocast(self):
@@ -107,7 +106,7 @@ def build_run(plan: Plan, log: RunLog, held: ExitStack) -> Run:
     """Build the run that a plan describes. If it trains, `held` closes its files at the end."""
     config, data, schedule, ranks, device = plan.config, plan.data, plan.schedule, plan.ranks, plan.ranks.device
     # Only here, so that a plan needs no download.
-    start = plan.start.downloaded(config.context_length, ranks, read_weights)
+    start = plan.start.downloaded(plan.sketch.config, ranks, read_weights)
     stop = StopSignal(ranks, config.max_hours if config.trains else 0, log.beat)
     if config.trains:
         if ranks.is_main:  # its log also says when a signal has ended the run before the first step
@@ -118,7 +117,7 @@ def build_run(plan: Plan, log: RunLog, held: ExitStack) -> Run:
     if not config.eval_only:
         log.say("\n".join(plan.lines()))
     reads_text = config.dry_run == "off" and (config.sample_freq or config.hellaswag_freq or data.val)
-    tokenizer = tokenizer_on_all(data.tokenizer, ranks, log.warn) if reads_text else None
+    tokenizer = tokenizer_on_all(data.tokenizer_record, ranks, log.warn) if reads_text else None
     tasks = hellaswag_eval.load(config, tokenizer, ranks, log.warn) if tokenizer and config.hellaswag_freq else {}
     model = build_model(config, plan.sketch.config, ranks)
     optimizer = make_optimizer(model, config, ranks)
@@ -343,7 +342,7 @@ def capture(run: Run) -> Captured:
         "epoch": run.schedule.epochs(run.state.rows_consumed),
         "world_size": run.ranks.world_size,
         "data_fingerprint": run.fingerprint,
-        "tokenizer": run.data.tokenizer,
+        **run.data.tokenizer_record._asdict(),
         "torch_version": str(torch.__version__),
         "git_commit": git_commit(),
         "saved_at": time.time(),
@@ -390,7 +389,10 @@ def make_plan(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, held:
     data = ranks.on_each(lambda: open_data(config))
     shape = config.shape(data.vocab_size)
     if start.weights:
-        check_fits(start.weights, config.init_from, shape, data.tokenizer)
+        check_fits(start.weights, config.init_from, shape, data.tokenizer_record)
+    if start.checkpoint:
+        record = data.tokenizer_record.resumed(TokenizerRecord.of(start.checkpoint), config.data_dir)
+        data = replace(data, tokenizer_record=record)
     with torch.device("meta"):
         sketch = GPT(shape, initialize=False)
     return settle(config, start, given, data, sketch, ranks, held)

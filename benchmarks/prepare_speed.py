@@ -20,7 +20,7 @@ from steadygpt.data.sources import find_files
 LOOP = """
 import json, time, numpy as np
 from steadygpt.data.tokenizer import get_tokenizer
-tokenizer = get_tokenizer("gpt2")
+tokenizer = get_tokenizer("gpt2").encoding
 tokenizer.encode_ordinary("warm up")
 documents = [json.loads(line)["text"] for line in open({file!r}, encoding="utf-8")]
 start = time.perf_counter()

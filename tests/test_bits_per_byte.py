@@ -55,11 +55,11 @@ def test_of_bytes_they_are_the_loss_in_bits():
 def test_of_a_uniform_prediction_they_are_log2_of_the_vocabulary_for_each_token():
     need_gpt2()
     encoding = get_tokenizer("gpt2")
-    run = run_on([id for text in TEXTS for id in (encoding.eot_token, *encoding.encode_ordinary(text))][:180], "gpt2")
+    run = run_on([id for text in TEXTS for id in (encoding.document_id, *encoding.encode(text))][:180], "gpt2")
     with torch.no_grad():
         run.model.lm_head.weight.zero_()
-    scored = [id for id in targets_of(run).tolist() if id != encoding.eot_token]
-    size = len(encoding.decode_bytes(scored))
+    scored = [id for id in targets_of(run).tolist() if id != encoding.document_id]
+    size = len(encoding.encoding.decode_bytes(scored))
     assert len(scored) < size / 2
     found = train.validate(run, run.data.val)
     assert found["val_bpb"] == pytest.approx(math.log2(50257) * len(scored) / size, rel=1e-6)

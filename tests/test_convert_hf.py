@@ -24,7 +24,7 @@ from steadygpt.base.options import UserError
 from steadygpt.checkpoint.files import find_checkpoint
 from steadygpt.convert.families import TABLES, resolved
 from steadygpt.data.shards import find_shards
-from steadygpt.data.tokenizer import END_OF_TEXT, get_tokenizer
+from steadygpt.data.tokenizer import END_OF_TEXT, TokenizerRecord, get_tokenizer
 
 transformers = pytest.importorskip("transformers")
 
@@ -126,12 +126,12 @@ def test_the_exported_tokenizer_gives_the_same_ids(name, tmp_path):
     def check(text):
         text = text.replace(END_OF_TEXT, "")
         ids = exported(text)["input_ids"]
-        assert ids == encoding.encode_ordinary(text)
+        assert ids == encoding.encode(text)
         assert exported.decode(ids) == text
 
     check()
     assert exported("a").keys() == {"input_ids", "attention_mask"}  # the arguments of generate()
-    assert exported(END_OF_TEXT)["input_ids"] == [exported.eos_token_id] == [encoding.eot_token]
+    assert exported(END_OF_TEXT)["input_ids"] == [exported.eos_token_id] == [encoding.document_id]
 
 
 def test_weights_that_contradict_config_json_are_refused(tmp_path):
@@ -407,5 +407,5 @@ def test_fine_tuning_takes_the_shape_of_the_weights_and_may_crop_the_context(wor
 ])  # fmt: skip
 def test_weights_must_fit_the_run(changes, tokenizer, message):
     with pytest.raises(UserError, match=message) if message else nullcontext():
-        check_fits(checkpoint_of(SMALL), "w.pt", dataclasses.replace(SMALL, **changes), tokenizer)
-    check_fits(checkpoint_of(SMALL, tokenizer=""), "w.pt", SMALL, "any")
+        check_fits(checkpoint_of(SMALL), "w.pt", dataclasses.replace(SMALL, **changes), TokenizerRecord(tokenizer))
+    check_fits(checkpoint_of(SMALL, tokenizer=""), "w.pt", SMALL, TokenizerRecord("any"))

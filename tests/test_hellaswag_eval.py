@@ -57,7 +57,7 @@ def trees_of(examples: list[Example], context_length=160):
 @torch.no_grad()
 def plain_losses(model: GPT, example: Example) -> list[torch.Tensor]:
     """Compute the losses of each ending's tokens by definition: one ending at a time, with all logits."""
-    encode, found = get_tokenizer("bytes").encode_ordinary, []
+    encode, found = get_tokenizer("bytes").encode, []
     for ending in example.endings:
         context, completion = encode(example.context), encode(" " + ending)
         tokens = torch.tensor([context + completion])
@@ -209,7 +209,7 @@ def test_a_context_too_long_beside_its_longest_ending_is_cut_at_the_start(contex
 
 def test_endings_without_a_context_begin_a_document(model):
     trees = trees_of([Example("", ["abc", "d"], 0)])
-    assert trees[0].context == [get_tokenizer("bytes").eot_token]
+    assert trees[0].context == [get_tokenizer("bytes").document_id]
     assert np.isfinite(ending_losses(model, trees, CPU)).all()
 
 

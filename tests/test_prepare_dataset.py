@@ -4,10 +4,11 @@ import gzip
 import hashlib
 import json
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
-import tiktoken
+from test_tokenizer_json import byte_tokenizer
 
 import prepare_dataset
 from steadygpt.base.options import UserError
@@ -15,7 +16,7 @@ from steadygpt.data import documents as chunks
 from steadygpt.data import sources
 from steadygpt.data.documents import Chunk, Position
 from steadygpt.data.shards import check_shards, find_shards, read_manifest
-from steadygpt.data.tokenizer import END_OF_TEXT
+from steadygpt.data.tokenizer import END_OF_TEXT, TokenizerRecord
 
 END = 256  # <|endoftext|> of the byte tokenizer
 TEXTS = ["one", "the second one", "third " * 30, "fourth\n", "5"] * 8
@@ -134,16 +135,10 @@ def test_stdlib_is_pythons_library_without_packages_and_tests():
     assert not [file for file in files if {"site-packages", "test", "tests"} & set(file.parts[-3:])]
 
 
-def test_a_large_vocabulary_is_stored_as_uint32(tmp_path, monkeypatch):
-    large = tiktoken.Encoding(
-        "large",
-        pat_str=r"[\s\S]",
-        mergeable_ranks={bytes([byte]): 60000 + byte for byte in range(256)},
-        special_tokens={END_OF_TEXT: 69999},
-    )
-    monkeypatch.setattr(prepare_dataset, "get_tokenizer", lambda name: large)
+def test_a_large_vocabulary_is_stored_as_uint32(tmp_path):
+    (tmp_path / "large.json").write_text(byte_tokenizer({END_OF_TEXT: 69999}, first_id=60000))
     (tmp_path / "a.txt").write_text("abc")
-    manifest = prepare(tmp_path / "a.txt", tmp_path / "out", "--val_tokens", "1", tokens="large")
+    manifest = prepare(tmp_path / "a.txt", tmp_path / "out", "--val_tokens", "1", tokens=str(tmp_path / "large.json"))
     assert manifest["dtype"] == "uint32"
     assert ids_of(tmp_path / "out") == [69999, 60097, 60098, 60099]
 
@@ -234,7 +229,8 @@ def test_a_full_disk_is_reported_with_path_and_bytes(jsonl):
 def test_documents_of_a_batch_are_encoded_independently():
     texts = ["a b", f"with {END_OF_TEXT}", " c", "d"]
     batch = [Chunk(Position(row=n), 0, 0, [text]) for n, text in enumerate(texts)]
-    assert prepare_dataset.encode(batch, "bytes", "text").ids.tolist() == ids_expected(texts)
+    encoded = prepare_dataset.encode(batch, TokenizerRecord("bytes"), Path("unused"), 257, "text")
+    assert encoded.ids.tolist() == ids_expected(texts)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import gzip
 import json
 import random
 from itertools import accumulate
+from pathlib import Path
 
 import numpy as np
 import pyarrow
@@ -20,39 +21,42 @@ from test_prepare_hub import interrupt_after
 import prepare_dataset
 from steadygpt.data import documents
 from steadygpt.data.documents import Chunk, Position
-from steadygpt.data.tokenizer import END_OF_TEXT, get_tokenizer
+from steadygpt.data.tokenizer import END_OF_TEXT, Tokenizer, TokenizerRecord, get_tokenizer
 
 WORDS = "the a of naïve 数据 token\nline loss,\nstep. gradient".split(" ")
 TEXTS = [f"{n}: " + " ".join(random.Random(n).choices(WORDS, k=1 + n % 40)) + "\n" * (n % 3) for n in range(400)]
 LONG = "".join(TEXTS)
 # Its tokens cross the ends of lines and words.
-CROSSING = tiktoken.Encoding(
-    "crossing",
-    pat_str=r"[\s\S]{1,5}",
-    mergeable_ranks={bytes([byte]): byte for byte in range(256)} | {b"\n\n": 256, b".\n": 257, b"e ": 258, b"\nl": 259},
-    special_tokens={END_OF_TEXT: 260},
+CROSSING = Tokenizer(
+    tiktoken.Encoding(
+        "crossing",
+        pat_str=r"[\s\S]{1,5}",
+        mergeable_ranks={bytes([i]): i for i in range(256)} | {b"\n\n": 256, b".\n": 257, b"e ": 258, b"\nl": 259},
+        special_tokens={END_OF_TEXT: 260},
+    ),
+    pattern=r"[\s\S]{1,5}",
 )
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(prepare_dataset, "get_tokenizer", encoding_of)
+    monkeypatch.setattr("steadygpt.data.tokenizer.get_tokenizer", tokenizer_of)
     monkeypatch.setattr("os.fsync", lambda file: None)  # power cuts are not tested here
     return tmp_path
 
 
-def encoding_of(name: str) -> tiktoken.Encoding:
+def tokenizer_of(name: str) -> Tokenizer:
     return CROSSING if name == "crossing" else get_tokenizer(name)
 
 
 def texts_of(out, split: str, tokenizer: str) -> list[str]:
     """Return the documents of a split; of one that is cut, the part in the split."""
-    encoding = encoding_of(tokenizer)
+    encoding, begin_id = tokenizer_of(tokenizer).encoding, tokenizer_of(tokenizer).document_id
     ids = [int(token) for path in sorted(out.glob(f"*_{split}_*.npy")) for token in np.load(path)]
-    begins = [at for at, token in enumerate(ids) if token == encoding.eot_token or at == 0]
+    begins = [at for at, token in enumerate(ids) if token == begin_id or at == 0]
     parts = [ids[begin:end] for begin, end in zip(begins, [*begins[1:], None], strict=True)]
-    return [encoding.decode_bytes([token for token in part if token != encoding.eot_token]).decode() for part in parts]
+    return [encoding.decode_bytes([token for token in part if token != begin_id]).decode() for part in parts]
 
 
 def write_source(name: str, texts: list[str] = TEXTS) -> int:
@@ -153,15 +157,16 @@ DOCUMENTS = st.lists(st.text("ab \n.é你", min_size=1, max_size=90).filter(str.
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_places_where_val_may_end_do_not_depend_on_the_tokenizer(monkeypatch, texts, val_bytes):
     monkeypatch.setattr(documents, "PIECE_BYTES", 30)
-    monkeypatch.setattr(prepare_dataset, "get_tokenizer", encoding_of)
+    monkeypatch.setattr("steadygpt.data.tokenizer.get_tokenizer", tokenizer_of)
     batch, whole = [Chunk(Position(), 0, 0, texts)], "".join(texts).encode()
     begins = [0, *accumulate(len(text.encode()) for text in texts)]
     places = []
     for tokenizer in ("bytes", "crossing"):
-        found, end = prepare_dataset.encode(batch, tokenizer, "text", val_bytes), encoding_of(tokenizer).eot_token
+        found = prepare_dataset.encode(batch, TokenizerRecord(tokenizer), Path(), 300, "text", val_bytes)
+        end = tokenizer_of(tokenizer).document_id
         for num_ids, num_bytes in found.val_ends:
             ids = [int(token) for token in found.ids[:num_ids] if token != end]
-            assert encoding_of(tokenizer).decode_bytes(ids) == whole[:num_bytes]
+            assert tokenizer_of(tokenizer).encoding.decode_bytes(ids) == whole[:num_bytes]
         places.append([num_bytes for _, num_bytes in found.val_ends])
         assert found.text_bytes == len(whole)
     assert places[0] == places[1] == sorted(places[0])

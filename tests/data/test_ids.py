@@ -6,10 +6,12 @@ import tracemalloc
 import numpy as np
 import pytest
 from test_prepare_dataset import files_of, ids_of, prepare, prepare_interrupted, refused
+from test_tokenizer_json import byte_tokenizer
 
 import prepare_dataset
 from steadygpt.base.options import UserError
 from steadygpt.data import ids
+from steadygpt.data.tokenizer import END_OF_TEXT
 
 IDS = np.random.default_rng(0).integers(0, 257, 5000)
 
@@ -57,10 +59,10 @@ def test_every_format_gives_the_ids_it_holds(name, content, folder):
     assert [shard["tokens"] for shard in manifest["shards"]] == [700, 1500, 1500, 1300]
 
 
-def test_a_large_vocabulary_implies_uint32_for_a_file_without_header(folder, monkeypatch):
-    monkeypatch.setattr(prepare_dataset, "vocab_size_of", lambda name: 200_000)
+def test_a_large_vocabulary_implies_uint32_for_a_file_without_header(folder):
+    (folder / "large.json").write_text(byte_tokenizer({END_OF_TEXT: 200_000}))
     (folder / "a.bin").write_bytes((IDS + 100_000).astype("<u4").tobytes())
-    manifest = prepare("a.bin", "out", "--val_tokens", "700", tokens="large")
+    manifest = prepare("a.bin", "out", "--val_tokens", "700", tokens="large.json")
     assert manifest["dtype"] == "uint32"
     assert ids_of(folder / "out") == (IDS + 100_000).tolist()
 

@@ -1,0 +1,107 @@
+"""Training of a byte-level BPE on a part of a source."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from itertools import accumulate
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+
+from steadygpt.base.options import UserError
+from steadygpt.base.progress import ProgressBar, say
+from steadygpt.data.documents import Position, cut_document, read_documents, repair
+from steadygpt.data.sources import Source
+from steadygpt.data.tokenizer import END_OF_TEXT
+from steadygpt.data.tokenizer_json import from_json
+from steadygpt.data.workers import begin_worker
+
+TRAINING_BYTES = 10**9
+
+
+def train_tokenizer(source: Source, text_field: str, vocab_size: int, limit: int) -> str:
+    """Return the tokenizer.json of a BPE of `vocab_size` tokens, the same for the same text.
+
+    Args:
+        limit: bytes of text to train on, as choose_texts does.
+
+    Raises: UserError when the source cannot be read or has too little text, or the library is missing.
+    """
+    try:
+        import tokenizers  # noqa: F401 (only the other process needs it)
+    except ImportError:
+        raise UserError("--tokenizer bpe:N needs tokenizers; pip install tokenizers") from None
+    # The library does not look at signals, so it runs in a process that Ctrl-C can end.
+    context = get_context("spawn")
+    connection, other_end = context.Pipe()
+    process = context.Process(target=_train_at, args=(other_end, vocab_size), daemon=True)
+    process.start()
+    other_end.close()
+    try:
+        with ProgressBar(desc="reading text for the tokenizer", total=sum(source.sizes) or None, unit="B") as bar:
+            for texts in choose_texts(source, text_field, limit, bar):
+                connection.send(texts)
+        connection.send(None)
+        say(f"training a tokenizer of {vocab_size:,} tokens ...")
+        trained = connection.recv()
+    except (EOFError, ConnectionError) as error:
+        raise UserError(
+            "the process that trains the tokenizer was killed, perhaps for lack of memory; try less text with "
+            "--tokenizer_bytes, and run the same command again"
+        ) from error
+    finally:
+        process.terminate()
+        process.join()
+    encoding, _ = from_json(trained, "the trained tokenizer", is_known=False)
+    if encoding.n_vocab < vocab_size:
+        raise UserError(
+            f"--tokenizer bpe:{vocab_size}: {source.name} has text for {encoding.n_vocab:,} tokens only; try "
+            f"bpe:{encoding.n_vocab} or less, or more text"
+        )
+    return trained
+
+
+def choose_texts(source: Source, text_field: str, limit: int, bar: ProgressBar) -> Iterator[list[str]]:
+    """Choose documents by their position, up to `limit` bytes of text, and yield those of each chunk.
+
+    Documents of local files are spread over all of the text. Of files on a network, the beginning of each is taken, so
+    that the rest need not be requested; of a stream of rows, the beginning.
+    """
+    total, taken = sum(source.sizes), 0
+    for file, before in enumerate(accumulate(source.sizes[:-1], initial=0)):
+        for chunk in source.chunks(text_field, Position(file), in_place=True):
+            if chunk.at.file != file:
+                break
+            until = before + (source.sizes[file] if source.remote else chunk.end)
+            due = limit * until // total if total else limit
+            texts: list[str] = []
+            for document in read_documents(chunk, text_field) if taken < due else ():
+                if isinstance(document.text, str) and taken < due:
+                    data = repair(document.text).encode()[: limit - taken]
+                    texts += cut_document(data.decode(errors="ignore"))
+                    taken += len(data)
+            yield texts
+            bar.update(before + chunk.end - bar.n)
+            if taken >= (due if source.remote else limit):
+                break
+        if taken >= limit:
+            return
+
+
+def _train_at(connection: Connection, vocab_size: int) -> None:
+    """Train on the lists of texts that arrive until None, and send the tokenizer.json back."""
+    begin_worker()
+    with closing(connection):
+        connection.send(train((text for texts in iter(connection.recv, None) for text in texts), vocab_size))
+
+
+def train(texts: Iterable[str], vocab_size: int) -> str:
+    """Train a BPE with GPT-2's pattern, which has all bytes as tokens and <|endoftext|> as the last one."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+    return tokenizer.to_str(pretty=True)

@@ -1,0 +1,213 @@
+"""Tests of steadygpt/data/tokenizer_json.py: the ids of a tokenizer.json are those of the `tokenizers` library."""
+
+import json
+import sys
+import unicodedata
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from steadygpt.base.options import UserError
+from steadygpt.data import documents
+from steadygpt.data.documents import cut_document
+from steadygpt.data.tokenizer import END_OF_TEXT, TokenizerRecord, get_tokenizer, load_tokenizer
+from steadygpt.data.tokenizer_json import GPT2_PATTERN, from_json, to_json
+from steadygpt.data.train_tokenizer import train
+
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
+PATTERNS = {
+    "llama3": LLAMA3,
+    "qwen": LLAMA3.replace("{1,3}", ""),
+    "gpt4o": (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+}
+TEXT = Path(documents.__file__).read_text() + "naïve café, 12345 67; I'll we'VE THEY'RE it's 你好 \n\n\t x  y ..." * 9
+TRAPS = (
+    " \n\t\r'sSdtlLvVrRe1290.!/\u00a0\u0085\u2003\u3000é漢\u0301\u0308\u0327aA\u017fK\u212b\u0e33\u1e9b<|endoftext|>"
+)
+
+
+def pattern_tokenizer(pattern: str, nfc: bool = False) -> str:
+    """Return the tokenizer.json of a small BPE with a pattern, and with special tokens and ids that nothing has."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([TEXT], trainer)
+    if nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in ("<|im_start|>", END_OF_TEXT)])
+    return tokenizer.to_str()
+
+
+def byte_tokenizer(special: dict[str, int], first_id: int = 0, **changes) -> str:
+    """Return the tokenizer.json of a tokenizer of bytes; `changes` replace its parts."""
+    ranks = {bytes([byte]): first_id + byte for byte in range(256)}
+    base = get_tokenizer("bytes").encoding
+    content = json.loads(to_json(type(base)("", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens={})))
+    content["added_tokens"] = [{"content": token, "id": i, "special": True} for token, i in special.items()]
+    return json.dumps(content | changes)
+
+
+@cache
+def both(name: str):
+    """Return our tokenizer and the library's."""
+    if name == "gpt2":
+        text = to_json(get_tokenizer("gpt2").encoding)
+    elif name == "trained":
+        text = train([TEXT], 700)
+    else:
+        text = pattern_tokenizer(PATTERNS[name.removesuffix(" nfc")], nfc=name.endswith("nfc"))
+    library = Tokenizer.from_str(text)
+    library.encode_special_tokens = True  # as text
+    return load_tokenizer(TokenizerRecord("x.json", tokenizer_json=text)), library
+
+
+@pytest.mark.parametrize("name", ["gpt2", "trained", "llama3", "qwen", "qwen nfc", "gpt4o"])
+@given(st.text() | st.text(TRAPS, max_size=60))
+@settings(max_examples=150, deadline=None)
+def test_ids_are_those_of_the_library(name, text):
+    ours, library = both(name)
+    assert ours.encode(text) == library.encode(text, add_special_tokens=False).ids
+    assert ours.decode(ours.encode(text)) == (unicodedata.normalize("NFC", text) if "nfc" in name else text)
+
+
+@pytest.mark.parametrize("name", ["trained", "gpt4o"])
+def test_ids_of_every_character_are_those_of_the_library(name):
+    """Between letters, after an apostrophe and after spaces, where categories and case matter."""
+    ours, library = both(name)
+    characters = [chr(i) for i in range(0x3400) if chr(i).isprintable() or chr(i).isspace()]
+    text = "".join(f"a{c}b '{c} 1{c}  {c}\n" for c in characters)
+    assert ours.encode(text) == library.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("name", ["trained", "llama3", "qwen nfc", "gpt4o"])
+@given(st.text("ab1 \n\t.'é你\u3000\xa0\u0301", max_size=200), st.integers(1, 20))
+@settings(max_examples=100, deadline=None)
+def test_pieces_of_a_document_have_the_ids_of_the_whole(name, text, length):
+    ours, _ = both(name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "PIECE_BYTES", length)
+        pieces = list(cut_document(text))
+    if all(piece[-1:].strip() and after[:1] == " " for piece, after in pairwise(pieces)):
+        assert [i for piece in pieces for i in ours.encode(piece)] == ours.encode(text)
+
+
+def test_a_trained_tokenizer_depends_on_the_text_only():
+    text = train([TEXT[:3000], TEXT[3000:]], 500)
+    assert text == train([TEXT[:3000], TEXT[3000:]], 500)
+    ours = load_tokenizer(TokenizerRecord("bpe:500", tokenizer_json=text))
+    assert (ours.n_vocab, ours.document_id, ours.encoding._pat_str) == (500, 499, GPT2_PATTERN)
+
+
+def test_the_identity_depends_on_what_determines_ids_only():
+    text = pattern_tokenizer(LLAMA3)
+    content = json.loads(text)
+
+    def identity(**changes) -> str:
+        return load_tokenizer(TokenizerRecord("x.json", tokenizer_json=json.dumps(content | changes))).sha256
+
+    assert identity(truncation=None, post_processor=None, version="1.1") == identity()
+    pairs = [merge if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"]]
+    assert identity(model=content["model"] | {"merges": pairs}) == identity()
+    others = [
+        identity(normalizer={"type": "NFC"}),
+        identity(added_tokens=content["added_tokens"][:1]),
+        identity(pre_tokenizer=json.loads(pattern_tokenizer(PATTERNS["qwen"]))["pre_tokenizer"]),
+        load_tokenizer(TokenizerRecord("x.json", tokenizer_json=train([TEXT], 500))).sha256,
+    ]
+    assert len({identity(), *others}) == 5
+
+
+def test_unused_ids_and_added_tokens_inside_the_vocabulary_are_accepted():
+    content = json.loads(byte_tokenizer({END_OF_TEXT: 300, "<|a|>": 999}))
+    content["model"]["vocab"][END_OF_TEXT] = 300  # as in GPT-2's file
+    ours = load_tokenizer(TokenizerRecord("x.json", tokenizer_json=json.dumps(content)))
+    assert (ours.n_vocab, ours.document_id) == (1000, 300)
+    assert ours.encode(f"a{END_OF_TEXT}") == list(f"a{END_OF_TEXT}".encode())
+    assert ours.decode([97, 500, 999, 98]) == "a<|a|>b"
+
+
+def changed(**changes) -> str:
+    """Return a small tokenizer.json; a change of the model replaces keys of it."""
+    content = json.loads(pattern_tokenizer(LLAMA3))
+    return json.dumps(content | changes | {"model": content["model"] | changes.get("model", {})})
+
+
+def split(pattern: str, **changes) -> dict:
+    parts = json.loads(pattern_tokenizer(LLAMA3))["pre_tokenizer"]["pretokenizers"]
+    parts[0] |= {"pattern": {"Regex": pattern}} | changes
+    return {"type": "Sequence", "pretokenizers": parts}
+
+
+def swapped_merges() -> list:
+    merges = json.loads(pattern_tokenizer(LLAMA3))["model"]["merges"]
+    return [merges[1], merges[0], *merges[2:]]
+
+
+@pytest.mark.parametrize(("change", "problem"), [
+    (lambda: "{", "not a tokenizer.json"),
+    (lambda: "[]", "not a tokenizer.json"),
+    (lambda: "[" * 100_000, "not a tokenizer.json"),
+    (lambda: '{"model": 3}', "not a tokenizer.json"),
+    (lambda: changed(model={"type": "WordPiece"}), "found model WordPiece"),
+    (lambda: changed(model={"type": "Unigram"}), "found model Unigram"),
+    (lambda: changed(model={"dropout": 0.1}), 'found model BPE {"dropout": 0.1}'),
+    (lambda: changed(normalizer={"type": "NFKC"}), 'found normalizer {"type": "NFKC"}'),
+    (lambda: changed(normalizer={"type": "Sequence", "normalizers": [{"type": "Prepend"}]}), "found normalizer"),
+    (lambda: changed(pre_tokenizer=None), "found pre_tokenizer null"),
+    (lambda: changed(pre_tokenizer={"type": "Metaspace", "split": True}), 'found pre_tokenizer {"type": "Metaspace"'),
+    (lambda: changed(pre_tokenizer={"type": "ByteLevel", "add_prefix_space": True}), '"add_prefix_space": true'),
+    (lambda: changed(pre_tokenizer=split(r"\w+|\s")), "found pre_tokenizer"),
+    (lambda: changed(pre_tokenizer=split(r"\p{N}{1,3}+|[\s\S]")), "found pre_tokenizer"),
+    (lambda: changed(pre_tokenizer=split(r"a$|[\s\S]")), "found pre_tokenizer"),
+    (lambda: changed(pre_tokenizer=split(LLAMA3, behavior="Removed")), "found pre_tokenizer"),
+    (lambda: changed(pre_tokenizer=split(r"\p{L}+|\s+")), "a pattern that some characters do not match"),
+    (lambda: changed(decoder=None), "found decoder null"),
+    (lambda: changed(model={"merges": swapped_merges()}), "without a merge in the order of the ids"),
+    (lambda: changed(model={"merges": []}), "without a merge in the order of the ids"),
+    (lambda: changed(model={"vocab": {"a": 1}, "merges": []}), "found no token for the byte 0"),
+    (lambda: changed(added_tokens=[{"content": "x", "id": 3}]), "found an id with two tokens"),
+    (lambda: byte_tokenizer({"x": 2**24}), "above 16 million"),
+    (lambda: pattern_tokenizer(r"[^\n]+|\n"), "which has a space within"),
+])  # fmt: skip
+def test_what_cannot_be_converted_exactly_is_refused_in_one_line(change, problem):
+    with pytest.raises(UserError) as raised:
+        from_json(change(), "x.json", is_known=False)
+    message = str(raised.value)
+    assert message.startswith("x.json: ")
+    assert problem in message
+    assert "; expected byte-level BPE" in message
+    assert "\n" not in message
+    assert len(message) < 700
+
+
+def test_an_exported_pattern_means_the_same_in_the_library():
+    """As in cl100k_base, where {1,3}+ would repeat {1,3} in the library."""
+    base = get_tokenizer("bytes").encoding
+    pattern = r"\p{N}{1,3}+| ?\p{L}++|\s++$|\s+(?!\S)|[\s\S]"
+    ranks = base._mergeable_ranks | {b"12": 257, b"34": 258, b"123": 259, b" \n": 260}
+    encoding = type(base)("", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    library = Tokenizer.from_str(to_json(encoding))
+    for text in ("1234567", "12345 \n\n", "a \n b"):
+        assert library.encode(text).ids == encoding.encode_ordinary(text)
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="not the Unicode of the library")
+def test_nfc_comes_before_the_split():
+    ours, library = both("qwen nfc")
+    assert ours.encode("e\u0301") == ours.encode("é") == library.encode("e\u0301").ids
