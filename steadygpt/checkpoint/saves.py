@@ -303,8 +303,9 @@ class CheckpointWriter:
             if self.latest and checkpoint["step"] != self.latest["step"] and latest.exists():
                 link_file(latest, self.folder / BACKUP)
             os.replace(temporary, latest)
-        finally:
-            temporary.unlink(missing_ok=True)  # after a failure; the next save would overwrite what it is linked to
+        except BaseException:
+            temporary.unlink(missing_ok=True)  # or the next save would overwrite what it is linked to
+            raise
         fsync_folder(self.folder)  # only now is it durable, so only now may older files go
         self.latest = summary(checkpoint)
         epochs = newest_first(self.folder, "epoch_*.pt")[self.keep_epochs :] if self.keep_epochs else []
