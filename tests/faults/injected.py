@@ -223,12 +223,12 @@ def no_tokenizer(which_rank: int, rank: int) -> None:
 
     tokenizer_on_all = train.tokenizer_on_all
 
-    def fail(name: str):
-        raise UserError(f"the vocabulary of {name!r} could not be downloaded")
+    def fail(record):
+        raise UserError(f"the vocabulary of {record.tokenizer!r} could not be downloaded")
 
     def failing(*args):
         if rank == which_rank:
-            tokenizer.get_tokenizer = fail
+            tokenizer.load_tokenizer = fail
         return tokenizer_on_all(*args)
 
     train.tokenizer_on_all = failing
