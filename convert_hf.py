@@ -52,7 +52,6 @@ from steadygpt.data.tokenizer import (
     TOKENIZER_JSON,
     Tokenizer,
     TokenizerRecord,
-    fetch_json,
     load_tokenizer,
     vocab_size_of,
 )
@@ -88,7 +87,7 @@ def read_weights(source: str, tokenizer: str = "", download: bool = True) -> dic
     """
     if not source:
         raise UserError("no source; expected a checkpoint file, a Hugging Face folder, or a name such as gpt2")
-    path, given = Path(source), record_of(tokenizer)
+    path, given = Path(source), TokenizerRecord(tokenizer)
     if path.is_dir():
         return _read_folder(path, source, given)
     if path.suffix == ".pt" or path.is_file():
@@ -103,15 +102,6 @@ def read_weights(source: str, tokenizer: str = "", download: bool = True) -> dic
     if download or not repo.online:
         return _read_folder(folder, source, given)
     return _read_folder(folder, source, given, with_weights=False) | {"source": f"{repo.name}@{repo.commit}"}
-
-
-def record_of(tokenizer: str) -> TokenizerRecord:
-    """Return the record of the tokenizer that an option names."""
-    record = TokenizerRecord(tokenizer)
-    if not record.is_file:
-        return record
-    record = record._replace(tokenizer_json=fetch_json(tokenizer))
-    return record._replace(tokenizer_sha256=load_tokenizer(record).sha256)
 
 
 def _read_file(path: Path, given: TokenizerRecord) -> dict:
@@ -246,7 +236,7 @@ def _without_padding(config: GPTConfig, record: TokenizerRecord, source: Path | 
 
     The padding of other vocabularies stays, because data that was prepared without their tokenizer counts it.
     """
-    if not record.tokenizer or (record.is_file and not record.tokenizer_json):
+    if not record.tokenizer:
         return config
     rows, vocab_size = config.vocab_size, vocab_size_of(record)
     if record.is_file and vocab_size <= rows:
@@ -421,7 +411,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"{target}: already exists; expected the name of a new file or folder")
     if source in ("latest", *NAMED):
         path, checkpoint = open_checkpoint(source, Path(options.checkpoint_dir))
-        source, checkpoint = str(path), with_tokenizer(checkpoint, record_of(options.tokenizer), path)
+        source, checkpoint = str(path), with_tokenizer(checkpoint, TokenizerRecord(options.tokenizer), path)
     else:
         checkpoint = read_weights(source, options.tokenizer)
     if target.suffix == ".pt":

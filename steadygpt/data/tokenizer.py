@@ -113,7 +113,10 @@ class TokenizerRecord(NamedTuple):
         return self.tokenizer.startswith(("bpe:", "hf:")) or self.tokenizer.endswith(".json")
 
     def fits(self, other: "TokenizerRecord") -> bool:
-        """Return whether both are the same tokenizer, as far as is known: by identity, or else by name."""
+        """Return whether both are the same tokenizer, as far as is known: by identity, or else by name.
+
+        The name of a file alone says nothing.
+        """
         if self.tokenizer_sha256 and other.tokenizer_sha256:
             return self.tokenizer_sha256 == other.tokenizer_sha256
         return self.is_file or self.tokenizer in ("", other.tokenizer)

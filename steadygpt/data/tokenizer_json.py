@@ -16,11 +16,13 @@ ACCEPTED = (
 )
 # tiktoken's spelling of what ByteLevel's regular expression matches; a constant, because it is part of the identity.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-# What regular expressions mean in both libraries. They differ in others, such as ^, $, \w and {1,3}+.
+# What means the same in the regular expressions of both libraries; ^, $, \w, (?i:ss) and {1,3}+, for example, do not.
 _ESCAPE = r"\\[pP]\{\w+\}|\\[sSdDrnt\\/.'\-\[\](){}|+*?^$]"
+_CLASS = rf"\[\^?(?:{_ESCAPE}|(?!--)[^\\\[\]&~])+\]"
+_CONTRACTIONS = r"\(\?i:(?:'?(?:[sdmt]|\[sdmt\]|ll|ve|re)(?:\||(?=\))))+\)"
 _COMMON = re.compile(
-    rf"(?:{_ESCAPE}|\\z|\[\^?(?:{_ESCAPE}|[^\\\[\]&~])+\]|\(\?!\\S\)|\(\?i?:|\((?!\?)|[)|]|[?*+][?+]?|\{{\d+(?:,\d*)?\}}(?![?+])|"
-    r"[^\\\[\](){}|?*+.^$])+"
+    rf"(?:{_ESCAPE}|{_CLASS}|{_CONTRACTIONS}|\\z|\(\?!\\S\)|\(\?:|\((?!\?)|[)|]|[?*+][?+]?|"
+    r"\{\d+(?:,\d*)?\}(?![?+])|[^\\\[\](){}|?*+.^$])+"
 )
 # GPT-2 writes printable bytes as themselves, and the others as the characters from code point 256 on.
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -87,27 +89,19 @@ def _convert(content: dict, is_known: bool) -> tuple[tiktoken.Encoding, bool]:
     if foreign := next((token for token in vocab if not _BYTE.keys() >= {*token}), ""):
         raise ValueError(f"found the token {foreign!r}, which is not written in the characters of bytes")
     ranks = {bytes(map(_BYTE.__getitem__, token)): rank for token, rank in vocab.items()}
-    _check_ids(ranks, added)
+    ids = [*ranks.values(), *(i for token, i in added.items() if ranks.get(token.encode()) != i)]
+    if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
+        raise ValueError(f"found no token for the byte {missing[0]}")
+    if len({*ids}) < len(ids) or min(ids) < 0 or max(ids) >= 2**24:
+        raise ValueError(
+            f"found ids from {min(ids):,} to {max(ids):,} for {len(ids):,} tokens, not unique or out of range"
+        )
     if not is_known:
         _check_merges(ranks, vocab, merges)
     encoding = tiktoken.Encoding("tokenizer.json", pat_str=pattern, mergeable_ranks=ranks, special_tokens=added)
     if encoding.decode(encoding.encode_ordinary(_PROBE)) != _PROBE:  # tiktoken drops what the pattern does not match
         raise ValueError(f"found a pattern that some characters do not match: {pattern}")
     return encoding, bool(steps["normalizer"])
-
-
-def _check_ids(ranks: dict[bytes, int], added: dict[str, int]) -> None:
-    """Check that bytes and ids are complete, unique and in range.
-
-    Raises: ValueError.
-    """
-    if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
-        raise ValueError(f"found no token for the byte {missing[0]}")
-    of_token = {rank: token for token, rank in ranks.items()}
-    if len(of_token) < len(ranks) or any(of_token.get(rank, t.encode()) != t.encode() for t, rank in added.items()):
-        raise ValueError("found an id with two tokens")
-    if not all(0 <= rank < 2**24 for rank in [*of_token, *added.values()]):
-        raise ValueError("found an id that is negative or above 16 million")
 
 
 def _check_merges(ranks: dict[bytes, int], vocab: dict[str, int], merges: list[tuple[str, str]]) -> None:
