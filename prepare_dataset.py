@@ -61,6 +61,7 @@ DESCRIPTION = (
 )
 FORMAT_VERSION = 3
 BATCH_BYTES = 2**20  # what a worker gets at once, at least
+IN_USE = "wait until it has finished, or use a different --out"
 DOWNLOADS = ".download"  # in the folder of the shards
 NAMED_SKIPS = 5  # skipped rows that are named on stderr
 VAL_BYTES = 400_000_000  # of text in val, at most; then the document or line is completed
@@ -199,12 +200,13 @@ def obtain_tokenizer(options: PrepareOptions, source: Source, out: Path) -> tupl
     if source.holds_ids and record == TokenizerRecord("gpt2"):
         return record._replace(tokenizer_sha256=GPT2_SHA256), vocab_size_of(record)  # needs no vocabulary
     if record.is_file:
-        text = trained_json(options, source, out) if name.startswith("bpe:") else fetch_json(name)
-        record = record._replace(tokenizer_json=text)
+        with lock_folder(out, IN_USE):
+            text = trained_json(options, source, out) if name.startswith("bpe:") else fetch_json(name)
+            record = record._replace(tokenizer_json=text)
+            load_tokenizer(record)  # refuses it before it is written
+            replace_file(out / TOKENIZER_JSON, lambda file: file.write(text.encode()))
     tokenizer = load_tokenizer(record)
     _ = tokenizer.document_id  # raises if it has no such token
-    if tokenizer.json:
-        replace_file(out / TOKENIZER_JSON, lambda file: file.write(tokenizer.json.encode()))
     return record._replace(tokenizer_sha256=tokenizer.sha256), tokenizer.n_vocab
 
 
@@ -288,7 +290,10 @@ class Manifest:
         }
         if record.tokenizer.startswith("bpe:"):
             found["tokenizer_bytes"] = options.tokenizer_bytes or TRAINING_BYTES
-        return Manifest(**asked, **found, vocab_size=vocab_size)
+        manifest = Manifest(**asked, **found, vocab_size=vocab_size)
+        if record.is_file:
+            manifest.save(out)  # trained_json reads it, if this preparation ends before its first shard
+        return manifest
 
     @staticmethod
     def load(out: Path, options: PrepareOptions) -> "Manifest | None":
@@ -503,9 +508,11 @@ def write_missing(source: Source, manifest: Manifest, out: Path, num_workers: in
     start = Position(*(manifest.next[key] for key in Position._fields))
     before, total = sum(source.sizes[: start.file]), sum(source.sizes)
     with ExitStack() as stack:
+        stack.enter_context(lock_folder(out, IN_USE))
         for folder in (out / DOWNLOADS).glob("*"):
             if folder != source.folder:  # left by a preparation without a shard, which this one replaces
                 shutil.rmtree(folder)
+        manifest.save(out)  # before any shard, because shards without a manifest are refused
         stack.enter_context(closing(source))
         source.release(start.file)
         if source.needs(start.file, 0):
@@ -537,12 +544,10 @@ def prepare(options: PrepareOptions, out: Path) -> Manifest:
                 f"{out}: prepared with {manifest.files} of {source.name}, but now found {source.fingerprint()}; "
                 f"restore the files, use a different --out, or empty {out}"
             )
-        if not (manifest and manifest.complete):
-            with lock_folder(out, "wait until it has finished, or use a different --out"):
-                manifest = manifest or Manifest.begin(options, source, out)
-                manifest.save(out)  # before any shard, because shards without a manifest are refused
-                forecast(source, manifest, out)
-                write_missing(source, manifest, out, options.num_workers)
+        manifest = manifest or Manifest.begin(options, source, out)
+        if not manifest.complete:
+            forecast(source, manifest, out)
+            write_missing(source, manifest, out, options.num_workers)
             return manifest
     print(f"{out}: already complete")
     return manifest
