@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from test_convert_hf import assert_same_weights, checkpoint_of, mistake
 
 import convert_hf
+import prepare_dataset
 from convert_hf import read_weights, write_folder
 from generate import generate, load_model
 from model import GPTConfig
@@ -227,19 +228,20 @@ def test_the_command_for_a_llama_trains_one(workdir, capsys):
     assert exported.config.intermediate_size == 2048
 
 
-def test_the_script_for_a_foreign_tokenizer_makes_data_to_tune_on(workdir, capsys):
+def test_weights_are_tuned_on_text_in_their_own_tokenizer(workdir, capsys):
     write_folder(checkpoint_of(SMALL), workdir / "out")
-    transformers.AutoTokenizer.from_pretrained("out").save_pretrained("qwen")
     shape = {"vocab_size": 300, "context_length": 16, "num_layers": 2, "num_heads": 2, "embd_size": 16}
     reference_model("qwen3", **shape).save_pretrained("qwen")
+    shutil.copy("out/tokenizer.json", "qwen")
     for number in range(5):
         Path("notes/more").mkdir(parents=True, exist_ok=True)
         Path(f"notes/more/{number}.txt").write_text(f"Note {number}: " + "a b c " * 40)
-    script = re.search(r"```python\n(import json.*?)```", DOCS, re.DOTALL)[1].replace("Qwen/Qwen3-0.6B", "qwen")
-    exec(script, {})
+    prepared = ["--source", "notes", "--tokenizer", "qwen/tokenizer.json", "--out", "data/qwen", "--num_workers", "1"]
+    assert prepare_dataset.main(prepared) == 0
     assert run_here("--data_dir", "data/qwen", "--init_from", "qwen", "--eval_freq", "4", "--sample_freq", "4") == 0
-    assert "no samples, HellaSwag or bits per byte in this run: unknown tokenizer 'qwen'" in capsys.readouterr().err
-    assert len(metrics("logs", "val_loss")) == 2
+    assert "warning" not in capsys.readouterr().err
+    assert len(metrics("logs", "val_bpb")) == 2
     assert convert_hf.main(["latest", "tuned"]) == 0
-    assert "no tokenizer in tuned" in capsys.readouterr().err
-    assert type(transformers.AutoModelForCausalLM.from_pretrained("tuned")).__name__ == "Qwen3ForCausalLM"
+    assert Path("tuned/tokenizer.json").read_bytes() == Path("qwen/tokenizer.json").read_bytes()
+    tuned = transformers.AutoModelForCausalLM.from_pretrained("tuned")
+    assert (type(tuned).__name__, tuned.config.vocab_size) == ("Qwen3ForCausalLM", 257)
