@@ -81,6 +81,7 @@ def test_export_and_import_are_exact_and_transformers_computes_the_same(tmp_path
     assert_same_weights(checkpoint, read_weights(str(tmp_path / "theirs")))
     assert exported.config.vocab_size == 257  # without padding
 
+    torch.manual_seed(seed)
     model, tokens = load_model(checkpoint).eval(), torch.randint(0, 257, (2, config.context_length))
     expected, found = exported(tokens).logits, model(tokens)[..., :257]
     assert torch.allclose(expected, found, atol=1e-5)
@@ -93,7 +94,7 @@ def test_export_and_import_are_exact_and_transformers_computes_the_same(tmp_path
     for name, parameter in model.named_parameters():
         gradient = parameter.grad[:257] if name in TABLES else parameter.grad
         for foreign, part in to_foreign(name, gradient, config, FAMILIES[find_family(config)]).items():
-            assert torch.allclose(theirs[foreign].grad, part, atol=1e-5), foreign
+            assert torch.allclose(theirs[foreign].grad, part, rtol=1e-4, atol=1e-5), foreign  # sums in another order
 
 
 @pytest.mark.parametrize("kind", SHAPES)
