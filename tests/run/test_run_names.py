@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import load, metrics, run_here, scalars
 from test_train import folders
 
@@ -99,6 +100,13 @@ def test_fork_that_is_killed_before_its_first_save_keeps_its_name_and_its_option
     assert (steps_of("a"), steps_of("a-from-4")) == ([*range(8)], [4, 5, 6, 7])
     assert names_in("two") == {"a-from-4"}
     assert load("two/latest.pt")["train_config"]["spike_z"] == 7
+
+
+def test_fork_has_a_best_model_of_its_own(workdir):
+    run_here("--checkpoint_freq", "4", "--eval_freq", "4", *folders("one"))
+    torch.save(load("one/rolling_step_000004.pt") | {"best_val_loss": 0.001}, "one/rolling_step_000004.pt")
+    run_here("--resume", "one/rolling_step_000004.pt", "--eval_freq", "4", *folders("two"))
+    assert load("two/best_model.pt")["step"] >= 4
 
 
 def test_going_back_in_the_same_folder_keeps_the_name(workdir):
