@@ -135,7 +135,7 @@ def encode(
 
     Args:
         record: of the tokenizer, whose file is in the folder `out`, if it has one.
-        val_bytes: at least so much text is in the val split; 0: its end is not asked for.
+        val_bytes: the least text in the val split; 0 if --val_tokens decides where it ends.
 
     The val split may end before each document and, in one of more than val_bytes, at the first end of a line from that
     byte on or where a later piece begins. No token crosses such a place, so it is the same for every tokenizer.
@@ -292,7 +292,7 @@ class Manifest:
             found["tokenizer_bytes"] = options.tokenizer_bytes or TRAINING_BYTES
         manifest = Manifest(**asked, **found, vocab_size=vocab_size)
         if record.is_file:
-            manifest.save(out)  # trained_json reads it, if this preparation ends before its first shard
+            manifest.save(out)  # for trained_json, if this preparation ends before its first shard
         return manifest
 
     @staticmethod

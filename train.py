@@ -183,7 +183,7 @@ def train_step(run: Run, batches: BatchLoader) -> Pending:
 
 
 def validate(run: Run, val: RowStream) -> dict[str, float]:
-    """Return the mean loss (val_loss) and the bits per byte (val_bpb) of the first eval_tokens val tokens.
+    """Return the loss (val_loss) and the bits per byte (val_bpb) of the first eval_tokens tokens of the val shards.
 
     They do not depend on the number of ranks. Special tokens count in the loss, but not in the bits per byte, which
     are left out if no bytes are known.
@@ -294,7 +294,7 @@ def run_to_end(run: Run) -> int:
         except Stopped as stopped:
             ending = "stopped", stopped.reason
         except Diverged as diverged:
-            run.state.step, run.state.rows_consumed = diverged.step, diverged.rows  # the weights are still those
+            run.state.step, run.state.rows_consumed = diverged.step, diverged.rows  # where the weights still are
             ending = "failed", f"{diverged.bad_steps} consecutive steps with a non-finite loss or gradient"
             log.warn(diverged.advice(config))
         if not saves.is_saved(run.state.step):  # waits for the save in flight

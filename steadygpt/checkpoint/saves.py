@@ -81,7 +81,8 @@ class Saves:
         """
         start_s, interval_s = time.monotonic(), self.interval_s()
         self.wait()  # the capture reuses the memory that the writer reads
-        waited_s = time.monotonic() - start_s  # never before a save by the clock, whose interval follows the rest
+        # Left out of the interval of saves by the clock, because these begin only when no save is in flight.
+        waited_s = time.monotonic() - start_s
         captured = capture()
         self.log.flush()  # a checkpoint must not be newer than the log of the steps that led to it
         if self.writer:

@@ -54,8 +54,8 @@ def _open_on_main(plan: Plan, log: RunLog, held: ExitStack) -> CheckpointWriter:
         held.enter_context(lock_folder(logdir, "give this run another --logdir"))
     mirror = _reserved_mirror(config, start.checkpoint is not None) if config.mirror else None
     if start.checkpoint and start.is_fork:
-        # A copy that has this run's name and options, not a link: the file belongs to the other run. So does its best
-        # model.
+        # A copy that has this run's name and options, not a link: the file belongs to the other run, as does the best
+        # model so far.
         content = start.checkpoint | {"train_config": shown_options(config), "best_val_loss": None}
         clean_folder(folder, None)
         replace_file(folder / LATEST, lambda file: torch.save(content, file))
