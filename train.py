@@ -36,7 +36,7 @@ from steadygpt.checkpoint.host_copy import HostCopy, fill, restore_optimizer
 from steadygpt.checkpoint.saves import Saves
 from steadygpt.checkpoint.table import print_checkpoints
 from steadygpt.config import TrainConfig, parse_args, preset_named
-from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, token_bytes, tokenizer_on_all
+from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, tokenizer_on_all
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine import parallel
 from steadygpt.machine.device import autocast, evaluating, profiled, use_fp8
@@ -193,7 +193,7 @@ def validate(run: Run, val: RowStream) -> dict[str, float]:
     config, ranks = run.config, run.ranks
     rows, B, sums = validation_rows(config, val), config.mini_batch_size, []
     rows_at_once = B * ranks.world_size
-    known = torch.from_numpy(token_bytes(run.tokenizer)) if run.tokenizer else torch.zeros(0, dtype=torch.int64)
+    known = torch.from_numpy(run.tokenizer.num_bytes) if run.tokenizer else torch.zeros(0, dtype=torch.int64)
     size_of = nn.functional.pad(known, (0, run.model.config.padded_vocab_size - len(known))).to(ranks.device)
     with closing(run.batches(val)) as batches, evaluating(run.forward), run.autocast():
         for turn in range(math.ceil(rows / rows_at_once)):

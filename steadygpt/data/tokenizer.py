@@ -79,6 +79,14 @@ class Tokenizer:
         return {i: token.encode() for token, i in special.items()} | {i: token for token, i in ranks.items()}
 
     @cached_property
+    def num_bytes(self) -> np.ndarray:
+        """The number of bytes of each id, (n_vocab,) int64; 0 for special tokens and unused ids."""
+        ranks, sizes = self.encoding._mergeable_ranks, np.zeros(self.n_vocab, np.int64)
+        sizes[np.fromiter(ranks.values(), np.int64)] = np.fromiter(map(len, ranks), np.int64)
+        sizes[[*self.encoding._special_tokens.values()]] = 0
+        return sizes
+
+    @cached_property
     def sha256(self) -> str:
         """The identity: the SHA-256 in hex of all that determines ids."""
         tokens = sorted((i, token.hex()) for i, token in self.bytes_of.items())
@@ -236,14 +244,6 @@ def tokenizer_on_all(record: TokenizerRecord, ranks: "Ranks", warn: Callable[[st
         warn(f"no samples, HellaSwag or bits per byte in this run: {error}")
         return None
     return tokenizer
-
-
-def token_bytes(tokenizer: Tokenizer) -> np.ndarray:
-    """Return the number of bytes of each id, (n_vocab,) int64; 0 for special tokens and unused ids."""
-    ranks, sizes = tokenizer.encoding._mergeable_ranks, np.zeros(tokenizer.n_vocab, np.int64)
-    sizes[np.fromiter(ranks.values(), np.int64)] = np.fromiter(map(len, ranks), np.int64)
-    sizes[[*tokenizer.encoding._special_tokens.values()]] = 0
-    return sizes
 
 
 def vocab_size_of(record: TokenizerRecord) -> int:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from steadygpt.base.options import UserError
 from steadygpt.data import tokenizer
-from steadygpt.data.tokenizer import END_OF_TEXT, Tokenizer, get_tokenizer, token_bytes
+from steadygpt.data.tokenizer import END_OF_TEXT, Tokenizer, get_tokenizer
 
 
 def need_gpt2() -> None:
@@ -38,13 +38,13 @@ def test_bytes_of_the_ids_of_a_text_add_up_to_those_of_the_text(name, text):
     if name == "gpt2":
         need_gpt2()
     encoding = get_tokenizer(name)
-    assert token_bytes(encoding)[encoding.encode(text)].sum() == len(text.encode())
+    assert encoding.num_bytes[encoding.encode(text)].sum() == len(text.encode())
 
 
 def test_special_tokens_and_unused_ids_have_no_bytes():
     ranks = {b"a": 0, b"bcd": 2, b"<end>": 5}
     encoding = tiktoken.Encoding("gaps", pat_str=".", mergeable_ranks=ranks, special_tokens={"<pad>": 3, "<end>": 5})
-    assert token_bytes(Tokenizer(encoding, ".")).tolist() == [1, 0, 3, 0, 0, 0]
+    assert Tokenizer(encoding, ".").num_bytes.tolist() == [1, 0, 3, 0, 0, 0]
 
 
 def test_gpt2_has_the_published_ids():
