@@ -53,6 +53,7 @@ from steadygpt.data.tokenizer import (
     Tokenizer,
     TokenizerRecord,
     load_tokenizer,
+    record_named,
     vocab_size_of,
 )
 from steadygpt.data.tokenizer_json import to_json
@@ -69,7 +70,9 @@ class ConvertOptions:
     )
     target: str = option(MISSING, "a new Hugging Face folder, or a new checkpoint file: NAME.pt", positional=True)
     checkpoint_dir: str = option("checkpoints", "folder that latest and best refer to")
-    tokenizer: str = option("", "tokenizer of the weights, if the source does not name it")
+    tokenizer: str = option(
+        "", "tokenizer of the weights, if the source does not have it: a name, hf:NAME, or the path of a tokenizer.json"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -87,7 +90,7 @@ def read_weights(source: str, tokenizer: str = "", download: bool = True) -> dic
     """
     if not source:
         raise UserError("no source; expected a checkpoint file, a Hugging Face folder, or a name such as gpt2")
-    path, given = Path(source), TokenizerRecord(tokenizer)
+    path, given = Path(source), record_named(tokenizer)
     if path.is_dir():
         return _read_folder(path, source, given)
     if path.suffix == ".pt" or path.is_file():
@@ -203,7 +206,7 @@ def _config(found: dict, names: dict[str, str], source: Path | str) -> GPTConfig
     return config
 
 
-def check_fits(initial: dict, source: str, config: GPTConfig, record: TokenizerRecord) -> None:
+def check_fits(initial: dict, source: str, config: GPTConfig, record: TokenizerRecord) -> str:
     """Check that the weights of --init_from fit the model and the data of a run; their context may be longer.
 
     With the tokenizer of the data, they may also have rows for ids beyond it.
@@ -211,18 +214,25 @@ def check_fits(initial: dict, source: str, config: GPTConfig, record: TokenizerR
     Args:
         initial: a checkpoint, as from read_weights.
         config, record: of the run, and of the tokenizer of its data.
+
+    Returns: a line for the plan if the tokenizers cannot be compared, else "".
+
+    Raises: UserError.
     """
     of_weights = TokenizerRecord.of(initial)
+    advice = "prepare the text with the tokenizer of the weights"
     is_same = bool(record.tokenizer_sha256) and record.tokenizer_sha256 == of_weights.tokenizer_sha256
     weights = GPTConfig(**initial["model_config"])
     of_run = resolved(config)
     for name, found in resolved(weights).items():
         longer = (name == "context_length" or (name == "vocab_size" and is_same)) and found >= of_run[name]
         if name != "dropout" and found != of_run[name] and not longer:
-            other = "the data has" if name == "vocab_size" else "this run has"
-            raise UserError(f"--init_from {source}: {name} is {found}, but {other} {of_run[name]}")
+            other = f"the data has {of_run[name]}; {advice}" if name == "vocab_size" else f"this run has {of_run[name]}"
+            raise UserError(f"--init_from {source}: {name} is {found}, but {other}")
     if not of_weights.fits(record):
-        raise UserError(f"--init_from {source}: tokenizer is {of_weights}, but the data has {record}")
+        raise UserError(f"--init_from {source}: tokenizer is {of_weights}, but the data has {record}; {advice}")
+    is_known = of_weights.tokenizer and (of_weights.tokenizer_sha256 or not of_weights.is_file)
+    return "" if is_known else f"--init_from {source} names no tokenizer: only the size of its vocabulary was compared"
 
 
 def _gpt2_if_it_fits(config: GPTConfig) -> TokenizerRecord:
@@ -236,7 +246,7 @@ def _without_padding(config: GPTConfig, record: TokenizerRecord, source: Path | 
 
     The padding of other vocabularies stays, because data that was prepared without their tokenizer counts it.
     """
-    if not record.tokenizer:
+    if not record.tokenizer or (record.is_file and not record.tokenizer_json):
         return config
     rows, vocab_size = config.vocab_size, vocab_size_of(record)
     if record.is_file and vocab_size <= rows:
@@ -411,7 +421,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"{target}: already exists; expected the name of a new file or folder")
     if source in ("latest", *NAMED):
         path, checkpoint = open_checkpoint(source, Path(options.checkpoint_dir))
-        source, checkpoint = str(path), with_tokenizer(checkpoint, TokenizerRecord(options.tokenizer), path)
+        source, checkpoint = str(path), with_tokenizer(checkpoint, record_named(options.tokenizer), path)
     else:
         checkpoint = read_weights(source, options.tokenizer)
     if target.suffix == ".pt":
@@ -420,7 +430,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             replace_file(target, lambda file: torch.save(checkpoint, file))
         except OSError as error:
             raise UserError(f"{target}: cannot be written ({error})") from error
-        use = f"python train.py --init_from {target}"
+        use, record = f"python train.py --init_from {target}", TokenizerRecord.of(checkpoint)
+        if record.is_file and not record.tokenizer_json:
+            notes.append(
+                f"no tokenizer in {target}: the {TOKENIZER_JSON} of {record.tokenizer} is missing; to add it, convert "
+                f"again with --tokenizer PATH/{TOKENIZER_JSON}"
+            )
     else:
         notes = write_folder(checkpoint, target)
         use = f"AutoModelForCausalLM.from_pretrained({str(target)!r})"

@@ -17,7 +17,7 @@ import torch
 from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig
 from steadygpt.data.shards import MANIFEST, Shard, find_shards, read_manifest, shard_files
-from steadygpt.data.tokenizer import TokenizerRecord, vocab_size_of
+from steadygpt.data.tokenizer import TOKENIZER_JSON, TokenizerRecord, record_named, vocab_size_of
 
 READ_TOKENS = 2**18  # tokens that the thread reads at a time
 BLOCK_ROWS = 4096  # rows located at a time: one row alone costs nearly as much
@@ -204,13 +204,17 @@ class Data:
         return self.tokenizer_record.tokenizer
 
 
-def open_data(config: TrainConfig) -> Data:
-    """Find the shards of a run and map them into memory. A plan of a known number of steps does without them."""
+def open_data(config: TrainConfig, saved: TokenizerRecord | None = None) -> Data:
+    """Find the shards of a run and map them into memory. A plan of a known number of steps does without them.
+
+    Args:
+        saved: the tokenizer of the checkpoint that the run resumes from.
+    """
     folder = Path(config.data_dir)
     manifest = read_manifest(folder)
     name = config.tokenizer
     if config.plans_without_data and manifest is None and not shard_files(folder, "train"):
-        record = TokenizerRecord("gpt2" if name == "auto" else name)
+        record = TokenizerRecord(name) if name.startswith("bpe:") else record_named("gpt2" if name == "auto" else name)
         stream = RowStream([], config.context_length)
         return Data([], [], stream, stream if config.eval_freq else None, None, record, vocab_size_of(record))
     try:
@@ -220,11 +224,13 @@ def open_data(config: TrainConfig) -> Data:
             raise
         raise UserError(f"{error}. A plain --dry_run with --max_steps N needs no data") from error
     val = find_shards(folder, "val", manifest) if config.eval_freq else []
-    if manifest and name not in ("auto", manifest["tokenizer"]):
-        raise UserError(
-            f"--tokenizer is {name!r}; {folder} was prepared with {manifest['tokenizer']!r}, so drop the flag"
-        )
-    record = TokenizerRecord.of(manifest or {"tokenizer": "gpt2" if name == "auto" else name}).with_json(folder)
+    if manifest is None:
+        beside = folder / TOKENIZER_JSON
+        record = saved or record_named(name if name != "auto" else str(beside) if beside.exists() else "gpt2")
+    else:
+        record = TokenizerRecord.of(manifest).with_json(folder)
+        if not saved and name not in ("auto", record.tokenizer):
+            raise UserError(f"--tokenizer is {name!r}; {folder} was prepared with {record.tokenizer!r}; drop the flag")
     vocab_size = manifest["vocab_size"] if manifest else vocab_size_of(record)
     # Other tokenizers are not checked, because loading them may require a network.
     if record.tokenizer in ("gpt2", "bytes") and vocab_size < vocab_size_of(record):

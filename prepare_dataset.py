@@ -47,6 +47,7 @@ from steadygpt.data.tokenizer import (
     TokenizerRecord,
     fetch_json,
     load_tokenizer,
+    record_named,
     vocab_size_of,
     vocab_size_to_train,
 )
@@ -195,16 +196,24 @@ def obtain_tokenizer(options: PrepareOptions, source: Source, out: Path) -> tupl
     """
     name = options.tokenizer or "gpt2"
     record = TokenizerRecord(name, document_token=options.document_token or END_OF_TEXT)
-    if options.tokenizer_bytes and not name.startswith("bpe:"):
+    is_trained, path = name.startswith("bpe:"), out / TOKENIZER_JSON
+    if options.tokenizer_bytes and not is_trained:
         raise UserError(f"--tokenizer_bytes is for --tokenizer bpe:N, found {name}; drop it")
+    if is_trained and record.document_token != END_OF_TEXT:
+        raise UserError(f"--document_token is {record.document_token!r}, but {name} has only {END_OF_TEXT}; drop it")
     if source.holds_ids and record == TokenizerRecord("gpt2"):
         return record._replace(tokenizer_sha256=GPT2_SHA256), vocab_size_of(record)  # needs no vocabulary
     if record.is_file:
         with lock_folder(out, IN_USE):
-            text = trained_json(options, source, out) if name.startswith("bpe:") else fetch_json(name)
+            text = trained_json(options, source, out) if is_trained else fetch_json(name)
             record = record._replace(tokenizer_json=text)
-            load_tokenizer(record)  # refuses it before it is written
-            replace_file(out / TOKENIZER_JSON, lambda file: file.write(text.encode()))
+            _ = load_tokenizer(record).document_id  # refuses it before it is written
+            if path.exists() and not (out / MANIFEST).exists() and path.read_bytes() != text.encode():
+                raise UserError(
+                    f"{path}: not the file of --tokenizer {name}, and it would be replaced; move it, or give its path "
+                    "with --tokenizer"
+                )
+            replace_file(path, lambda file: file.write(text.encode()))
     tokenizer = load_tokenizer(record)
     _ = tokenizer.document_id  # raises if it has no such token
     return record._replace(tokenizer_sha256=tokenizer.sha256), tokenizer.n_vocab
@@ -314,9 +323,13 @@ class Manifest:
             raise UserError(f"{out / MANIFEST}: not a manifest ({error!r}); {advice}") from error
         if not shards:
             return None
+        asked, path = dict(vars(options)), Path(options.tokenizer)
+        if path.suffix == ".json" and path.exists():  # the content counts, not the name
+            is_same = record_named(options.tokenizer).tokenizer_sha256 == manifest.tokenizer_sha256
+            asked["tokenizer"] = manifest.tokenizer if is_same else f"a different one in {path}"
         differ = [
             f"{key} {getattr(manifest, key)!r}, but now it is {now!r}"
-            for key, now in vars(options).items()
+            for key, now in asked.items()
             if hasattr(manifest, key) and now not in (None, "", getattr(manifest, key))
         ]
         if differ:
@@ -573,6 +586,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise
     splits = Counter(shard["split"] for shard in manifest.shards)
     flags = f"--data_dir {shlex.quote(str(out))}"
+    if not splits["val"]:
+        flags += " --eval_freq 0"
     if manifest.tokens < SMALL_TOKENS:
         name = options.name
         flags = f"--config quickstart {flags} --checkpoint_dir checkpoints/{name} --logdir logs/{name}"

@@ -36,7 +36,7 @@ from steadygpt.checkpoint.host_copy import HostCopy, fill, restore_optimizer
 from steadygpt.checkpoint.saves import Saves
 from steadygpt.checkpoint.table import print_checkpoints
 from steadygpt.config import TrainConfig, parse_args, preset_named
-from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, tokenizer_on_all
+from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer, tokenizer_on_all
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine import parallel
 from steadygpt.machine.device import autocast, evaluating, profiled, use_fp8
@@ -386,13 +386,16 @@ def make_plan(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, held:
     Raises: UserError.
     """
     config, start = find_start(config, given, ranks, held, read_weights)
-    data = ranks.on_each(lambda: open_data(config))
+    saved = TokenizerRecord.of(start.checkpoint) if start.checkpoint else None
+    data = ranks.on_each(lambda: open_data(config, saved))
     shape = config.shape(data.vocab_size)
     if start.weights:
-        check_fits(start.weights, config.init_from, shape, data.tokenizer_record)
-    if start.checkpoint:
-        record = data.tokenizer_record.resumed(TokenizerRecord.of(start.checkpoint), config.data_dir)
-        data = replace(data, tokenizer_record=record)
+        note = check_fits(start.weights, config.init_from, shape, data.tokenizer_record)
+        start = replace(start, notes=tuple(filter(None, (*start.notes, note))))
+    if saved:
+        data = replace(data, tokenizer_record=data.tokenizer_record.resumed(saved, config.data_dir))
+    if data.train_shards and data.tokenizer_record.is_file:  # without it, no checkpoint of the run could be sampled
+        ranks.on_main(lambda: load_tokenizer(data.tokenizer_record, Path(config.data_dir)))
     with torch.device("meta"):
         sketch = GPT(shape, initialize=False)
     return settle(config, start, given, data, sketch, ranks, held)

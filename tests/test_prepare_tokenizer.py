@@ -182,9 +182,12 @@ def test_a_preparation_continues_with_the_file_it_has_begun_with(text, monkeypat
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(prepare_dataset, "write_shard", write_then_stop)
         prepare("docs.jsonl", "out", "--shard_size", "9000", tokens="own.json")
-    (text / "own.json").write_text(byte_tokenizer({END_OF_TEXT: 300}))
     same = ("--source", "docs.jsonl", "--out", "out", "--shard_size", "9000", "--tokenizer", "own.json")
     kept = (text / "out/tokenizer.json").read_text()
+    (text / "own.json").write_text(byte_tokenizer({END_OF_TEXT: 300}))
+    refused(*same, match="prepared with tokenizer 'own.json', but now it is 'a different one in own.json'")
+    (text / "copy.json").write_text(kept)  # by another name the same one
+    same = (*same[:-1], "copy.json")
     for damage, problem in (
         (byte_tokenizer({END_OF_TEXT: 300}), "not the tokenizer that was recorded"),
         ("{", "not a"),
@@ -193,6 +196,7 @@ def test_a_preparation_continues_with_the_file_it_has_begun_with(text, monkeypat
         prepare_dataset.load_tokenizer.cache_clear()
         refused(*same, match=problem)
     (text / "out/tokenizer.json").write_text(kept)
+    (text / "own.json").unlink()  # the folder has a copy
     prepare("docs.jsonl", "out", "--shard_size", "9000", tokens="own.json")
     assert files_of(text / "out") == files_of(text / "whole")
 
@@ -201,9 +205,12 @@ def test_the_document_token_is_asked_for_if_it_is_not_end_of_text(text):
     special = {"<|begin_of_text|>": 256, "<|end|>": 400}
     (text / "own.json").write_text(byte_tokenizer(special))
     same = ("--source", "docs.jsonl", "--out", "out", "--tokenizer", "own.json")
-    asks = r"no special token <\|endoftext\|>; found <\|begin_of_text\|> <\|end\|>; name .* with --document_token"
+    asks = r"no special token '<\|endoftext\|>'; found <\|begin_of_text\|> <\|end\|>; name .* with --document_token"
     refused(*same, match=asks)
-    refused(*same, "--document_token", "a", match="no special token a; found")
+    refused(*same, "--document_token", "a", match="no special token 'a'; found")
+    assert not (text / "out/tokenizer.json").exists()
+    (text / "bare.json").write_text(byte_tokenizer({}))
+    refused(*same[:-1], "bare.json", match="found none; add one to its added_tokens")
     manifest = prepare("docs.jsonl", "out", "--document_token", "<|end|>", tokens="own.json")
     assert (manifest["document_token"], manifest["vocab_size"]) == ("<|end|>", 401)
     assert ids_of(text / "out")[:4] == [400, *TEXTS[0].encode()[:3]]
@@ -216,6 +223,7 @@ def test_mistakes_are_reported_in_one_line(standin, text, monkeypatch):
     (text / "wordpiece.json").write_text('{"model": {"type": "WordPiece"}}')
     (text / "binary.json").write_bytes(b"\xff\xfe")
     (text / "ids.npy").write_bytes(b"")
+    (text / "empty.json").write_text("")
     for tokenizer, match in (
         ("hf:some/model", "some/model: has no file tokenizer.json"),
         ("hf:some/none", "some/none: not found on the Hugging Face Hub"),
@@ -232,6 +240,16 @@ def test_mistakes_are_reported_in_one_line(standin, text, monkeypatch):
         refused("--source", "docs.jsonl", "--out", "bad", "--tokenizer", tokenizer, match=match)
     refused("--source", "docs.jsonl", "--out", "bad", "--tokenizer_bytes", "9", match="is for --tokenizer bpe:N")
     refused("--source", "ids.npy", "--out", "bad", "--tokenizer", "bpe:300", match="ids.npy: holds token ids")
+    own = ("--source", "docs.jsonl", "--out", "own", "--tokenizer")
+    refused(*own, "bpe:300", "--document_token", "<s>", match="but bpe:300 has only <.endoftext.>; drop it")
+    refused(*own, "bpe:300", "--tokenizer_bytes", "9", match="or a larger --tokenizer_bytes")
+    (text / "empty.txt").write_text("")
+    refused("--source", "empty.txt", *own[2:], "bpe:300", match="empty.txt: no text")
+    refused(*own, "empty.json", match="empty.json: empty; expected a tokenizer.json")
+    (text / "own").mkdir(exist_ok=True)
+    (text / "own/tokenizer.json").write_text("my own")
+    refused(*own, "bpe:290", match="own/tokenizer.json: not the file of --tokenizer bpe:290")
+    assert (text / "own/tokenizer.json").read_text() == "my own"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     refused("--source", "docs.jsonl", "--out", "bad", "--tokenizer", "hf:some/new", match="HF_HUB_OFFLINE is set")
     prepare("docs.jsonl", "bad", tokens="bytes")  # failed commands leave the folder usable
@@ -271,6 +289,42 @@ def test_a_run_needs_the_tokenizer_only_once(text, monkeypatch, capsys):
     assert convert_hf.main(["exported", "back.pt"]) == 0
     assert TokenizerRecord.of(load("back.pt")) == ours
     assert generate.main(["back.pt", "--prompt", "the cat", "--max_tokens", "3", "--device", "cpu"]) == 0
+
+
+def test_a_path_names_the_tokenizer_of_shards_and_weights_that_lack_it(text, capsys):
+    (text / "own.json").write_text(pattern_tokenizer(LLAMA3))
+    prepare("docs.jsonl", "data", "--document_token", "<|im_start|>", tokens="own.json")
+    for lost in ("manifest.json", "tokenizer.json"):
+        (text / "data" / lost).unlink()
+    short = ("--max_steps", "1", "--warmup_steps", "0", "--sample_freq", "0")
+    assert run_here(*short, "--tokenizer", "own.json") == 0
+    assert load("checkpoints/latest.pt")["tokenizer_json"] == (text / "own.json").read_text()
+
+    assert convert_hf.main(["latest", "exported"]) == 0
+    (text / "exported/tokenizer.json").unlink()
+    assert convert_hf.main(["exported", "without.pt"]) == 0
+    assert "without.pt: the tokenizer.json of own.json is missing" in capsys.readouterr().err
+    assert convert_hf.main(["exported", "with.pt", "--tokenizer", "own.json"]) == 0
+    assert load("with.pt")["tokenizer_json"] == (text / "own.json").read_text()
+    with pytest.raises(UserError, match="--tokenizer bpe:702: expected the path"):
+        convert_hf.main(["exported", "bpe.pt", "--tokenizer", "bpe:702"])
+
+    assert run_here(*short, "--tokenizer", "own.json", "--init_from", "without.pt", "--checkpoint_dir", "b") == 0
+    (text / "data/tokenizer.json").write_text((text / "own.json").read_text())  # found without a flag
+    assert run_here(*short, "--init_from", "with.pt", "--checkpoint_dir", "c") == 0
+    assert load("c/latest.pt")["tokenizer_sha256"] == load("with.pt")["tokenizer_sha256"]
+
+
+def test_a_run_does_not_start_without_its_tokenizer(text):
+    (text / "own.json").write_text(pattern_tokenizer(LLAMA3))
+    prepare("docs.jsonl", "data", "--document_token", "<|im_start|>", tokens="own.json")
+    stored = text / "data/tokenizer.json"
+    for damage, problem in (("{", "not a tokenizer.json"), (None, "missing; expected the tokenizer own.json. Copy")):
+        stored.write_text(damage) if damage else stored.unlink()
+        load_tokenizer.cache_clear()  # of the preparation
+        with pytest.raises(UserError, match=f"data/tokenizer.json: {problem}"):
+            run_here()
+    assert not (text / "checkpoints").exists()
 
 
 def test_another_tokenizer_of_the_same_name_and_size_is_refused(text):

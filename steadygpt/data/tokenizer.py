@@ -51,10 +51,11 @@ class Tokenizer:
         """
         special = self.encoding._special_tokens
         if self.document_token not in special:
-            found = shorten(" ".join(sorted(special, key=special.__getitem__)), 1000) or "none"
+            found = shorten(" ".join(sorted(special, key=special.__getitem__)), 1000)
+            advice = "name the one that begins each document with --document_token of prepare_dataset.py"
             raise UserError(
-                f"the tokenizer has no special token {self.document_token}; found {found}; name the one that begins "
-                "each document with --document_token of prepare_dataset.py"
+                f"the tokenizer has no special token {self.document_token!r}; found {found or 'none'}; "
+                f"{advice if found else 'add one to its added_tokens, because one begins each document'}"
             )
         return special[self.document_token]
 
@@ -113,7 +114,8 @@ class TokenizerRecord(NamedTuple):
         Raises: UserError when the file cannot be read.
         """
         path = folder / TOKENIZER_JSON
-        return self._replace(tokenizer_json=read_text(path)) if self.is_file and path.exists() else self
+        wants = self.is_file and not self.tokenizer_json and path.exists()
+        return self._replace(tokenizer_json=read_text(path)) if wants else self
 
     @property
     def is_file(self) -> bool:
@@ -130,7 +132,7 @@ class TokenizerRecord(NamedTuple):
         return self.is_file or self.tokenizer in ("", other.tokenizer)
 
     def resumed(self, saved: "TokenizerRecord", folder: str) -> "TokenizerRecord":
-        """Return this record of the data of a run, with the file that its checkpoint has if the folder lacks it.
+        """Return this record of the data of a run, with the file that its checkpoint has, or else the folder's.
 
         Raises: UserError when the checkpoint has a different tokenizer.
         """
@@ -139,7 +141,7 @@ class TokenizerRecord(NamedTuple):
                 f"{folder}: prepared with the tokenizer {self}, but the checkpoint was trained with {saved}; name the "
                 "right folder with --data_dir"
             )
-        return self._replace(tokenizer_json=self.tokenizer_json or saved.tokenizer_json)
+        return self._replace(tokenizer_json=saved.tokenizer_json or self.tokenizer_json)
 
     def __str__(self) -> str:
         return f"{self.tokenizer}{f' (SHA-256 {self.tokenizer_sha256[:12]}...)' * bool(self.tokenizer_sha256)}"
@@ -188,24 +190,44 @@ def load_tokenizer(record: TokenizerRecord, folder: Path | None = None) -> Token
     """Return the tokenizer of a record.
 
     Args:
-        folder: has the tokenizer.json that a record with an identity lacks.
+        folder: has the tokenizer.json, unless the record has its text.
 
     Raises: UserError when it cannot be found, or is not the one recorded.
     """
     name, wanted, document_token, text = record.with_json(folder) if folder else record
+    where = str(folder / TOKENIZER_JSON) if folder else name
     if not record.is_file:
         tokenizer = replace(get_tokenizer(name), document_token=document_token)
     elif text:
-        encoding, is_nfc = from_json(text, name, is_known=bool(wanted))
+        encoding, is_nfc = from_json(text, where, is_known=bool(wanted))
         tokenizer = Tokenizer(encoding, encoding._pat_str, document_token, is_nfc, text)
+    elif folder:
+        raise UserError(f"{where}: missing; expected the tokenizer {name}. Copy it there, or prepare the data again")
     else:
-        raise UserError(f"the {TOKENIZER_JSON} of the tokenizer {name} is missing; copy it to the folder of the data")
+        raise UserError(
+            f"the {TOKENIZER_JSON} of the tokenizer {name} is missing; convert the weights again with --tokenizer "
+            f"PATH/{TOKENIZER_JSON} of convert_hf.py"
+        )
     if wanted not in ("", tokenizer.sha256):
         raise UserError(
-            f"{folder / TOKENIZER_JSON if folder else name}: not the tokenizer that was recorded; found SHA-256 "
-            f"{tokenizer.sha256[:12]}..., expected {wanted[:12]}...; copy the right {TOKENIZER_JSON}"
+            f"{where}: not the tokenizer that was recorded; found SHA-256 {tokenizer.sha256[:12]}..., expected "
+            f"{wanted[:12]}...; copy the right {TOKENIZER_JSON}"
         )
     return tokenizer
+
+
+def record_named(name: str) -> TokenizerRecord:
+    """Return the record of the tokenizer that --tokenizer names, with its file.
+
+    Raises: as fetch_json; UserError for bpe:N, which names no file.
+    """
+    record = TokenizerRecord(name)
+    if name.startswith("bpe:"):
+        raise UserError(f"--tokenizer {name}: expected the path of the {TOKENIZER_JSON} that was trained")
+    if not record.is_file:
+        return record
+    record = record._replace(tokenizer_json=fetch_json(name))
+    return record._replace(tokenizer_sha256=load_tokenizer(record).sha256)
 
 
 def fetch_json(name: str) -> str:
@@ -227,9 +249,12 @@ def read_text(path: Path) -> str:
     Raises: UserError.
     """
     try:
-        return path.read_bytes().decode()
+        text = path.read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error}); expected a {TOKENIZER_JSON}") from error
+    if not text:
+        raise UserError(f"{path}: empty; expected a {TOKENIZER_JSON}")
+    return text
 
 
 def tokenizer_on_all(record: TokenizerRecord, ranks: "Ranks", warn: Callable[[str], object]) -> Tokenizer | None:

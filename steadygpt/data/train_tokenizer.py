@@ -36,9 +36,13 @@ def train_tokenizer(source: Source, text_field: str, vocab_size: int, limit: int
     process.start()
     other_end.close()
     try:
+        is_empty = True
         with ProgressBar(desc="reading text for the tokenizer", total=sum(source.sizes) or None, unit="B") as bar:
             for texts in choose_texts(source, text_field, limit, bar):
                 connection.send(texts)
+                is_empty = is_empty and not any(texts)
+        if is_empty:
+            raise UserError(f"{source.name}: no text; expected some for --tokenizer bpe:{vocab_size}")
         connection.send(None)
         say(f"training a tokenizer of {vocab_size:,} tokens ...")
         trained = connection.recv()
@@ -54,7 +58,7 @@ def train_tokenizer(source: Source, text_field: str, vocab_size: int, limit: int
     if encoding.n_vocab < vocab_size:
         raise UserError(
             f"--tokenizer bpe:{vocab_size}: {source.name} has text for {encoding.n_vocab:,} tokens only; try "
-            f"bpe:{encoding.n_vocab} or less, or more text"
+            f"bpe:{encoding.n_vocab} or less, or more text{' or a larger --tokenizer_bytes' * (limit < TRAINING_BYTES)}"
         )
     return trained
 
