@@ -148,8 +148,8 @@ class TrainConfig(GPTConfig):
                           spellings={"on": "plan", "True": "plan"}, on_resume="launch")
 
     data_dir: str = option("data/edu_fineweb10B", "folder of token shards", "data")
-    tokenizer: str = option("auto", "auto: from the manifest of the data, its tokenizer.json, or gpt2; a name, hf:NAME, or "
-                            "the path of a tokenizer.json", "data", on_resume="never")
+    tokenizer: str = option("auto", "auto: from the manifest of the data, its tokenizer.json, or gpt2; a name, "
+                            "hf:NAME, or the path of a tokenizer.json", "data", on_resume="never")
     shuffle_shards: bool = option(True, "a new order of the shards each epoch", "data", on_resume="never")
     shuffle_rows: bool = option(True, "a new order of each shard's rows each epoch", "data", on_resume="never")
 
