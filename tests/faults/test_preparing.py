@@ -45,7 +45,7 @@ def corpus(tmp_path, monkeypatch):
     return folder
 
 
-@pytest.mark.parametrize("kills", [8, pytest.param(200, marks=pytest.mark.storm)])
+@pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.storm)])
 def test_preparing_survives_kills_at_random_instants(corpus, kills):
     flags = ("--source", "corpus", "--shard_size", "50000")  # val has several shards
     assert prepare(*flags, "--out", "reference").wait() == [0]
