@@ -1,68 +1,60 @@
-"""Token shards as an endless, shuffled, resumable stream of rows, and as batches on the device.
+"""Token shards as an endless, shuffled, resumable stream of rows, alone or mixed, and as batches on the device.
 
 The data order is a pure function of (seed, position). A *row* is context_length + 1 consecutive tokens of one shard, an
 epoch is every row of every shard once, and any position is reached in O(1). A resume therefore needs only the number
-of rows consumed, and the rows of a step do not depend on the number of ranks.
+of rows consumed, and the rows of a step do not depend on the number of ranks. A mixture interleaves the streams of
+several sources, each in its own order.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig
-from steadygpt.data.shards import MANIFEST, Shard, find_shards, read_manifest, shard_files
+from steadygpt.data.order import BLOCK_ROWS, Phase, key_of, permute
+from steadygpt.data.shards import MANIFEST, Shard, ShardSet, read_manifest, shard_files
 from steadygpt.data.tokenizer import TOKENIZER_JSON, TokenizerRecord, record_named, vocab_size_of
 
 READ_TOKENS = 2**18  # tokens that the thread reads at a time
-BLOCK_ROWS = 4096  # rows located at a time: one row alone costs nearly as much
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the order of the rows
+# the rows
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
-    """Scramble uint64 numbers with the finalizer of SplitMix64 (Steele, Lea and Flood 2014)."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+class Rows:
+    """An endless sequence of rows, located BLOCK_ROWS at a time, because one row alone costs nearly as much."""
+
+    context_length: int
+    _block: tuple[int, list[tuple[np.ndarray, int]]] = -1, []  # number and places of the block read last
+
+    def places(self, start: int, count: int) -> list[tuple[np.ndarray, int]]:
+        """Return the tokens of the shard, and the position of the first one, of rows start, start + 1, ..."""
+        raise NotImplementedError
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Read rows start, start + 1, ...: (count, context_length + 1) int64 tokens."""
+        T, rows, filled = self.context_length, np.empty((count, self.context_length + 1), np.int64), 0
+        while filled < count:
+            number, within = divmod(start + filled, BLOCK_ROWS)
+            if number != self._block[0]:
+                self._block = number, self.places(number * BLOCK_ROWS, BLOCK_ROWS)
+            for tokens, first in self._block[1][within : within + count - filled]:
+                rows[filled] = tokens[first : first + T + 1]
+                filled += 1
+        return rows
 
 
-def _key(*parts: int) -> np.ndarray:
-    """Hash the parts, in this order, to a (1,) uint64."""
-    key = np.zeros(1, np.uint64)
-    for part in parts:
-        key = _mix(key + np.uint64(0x9E3779B97F4A7C15) + np.uint64(part))
-    return key
-
-
-def permute(i: np.ndarray, n: int, key: np.ndarray) -> np.ndarray:
-    """Apply the pseudo-random permutation of range(n) that the key selects to i (int64), in O(1) per element.
-
-    A Feistel network over the next power of 4, repeated until the result is below n (Black and Rogaway 2002, "Ciphers
-    with arbitrary finite domains"). Unlike NumPy's shuffles, it needs no table and never changes between releases.
-    """
-    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
-    mask = (np.uint64(1) << half) - np.uint64(1)
-    round_keys = [_mix(key + np.uint64(r)) for r in range(6)]
-    x = i.astype(np.uint64)
-    outside = np.ones(x.shape, bool)
-    while outside.any():
-        left, right = x[outside] >> half, x[outside] & mask
-        for round_key in round_keys:
-            left, right = right, left ^ (_mix(right + round_key) & mask)
-        x[outside] = (left << half) | right
-        outside = x >= np.uint64(n)
-    return x.astype(np.int64)
-
-
-class RowStream:
-    """The endless stream of rows.
+class RowStream(Rows):
+    """The endless stream of the rows of some shards.
 
     Args:
         shards: shards with fewer than context_length + 1 tokens have no row and are skipped. Without any shard, of data
@@ -89,8 +81,6 @@ class RowStream:
                 f"{shards[0].path.parent}: no shard has {context_length + 1:,} tokens, one row of --context_length "
                 f"{context_length:,} and its last target; the longest has {max(s.num_tokens for s in shards):,}"
             )
-        self.block_rows = min(BLOCK_ROWS, self.rows_per_epoch)
-        self._block: tuple[int, list] = (-1, [])  # the block read last, see _locate_block
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the shards and the rows within them of positions (n,) in the stream, each (n,) int64."""
@@ -100,34 +90,43 @@ class RowStream:
             here = epochs == epoch
             order = np.arange(len(self.tokens))
             if self.shuffle_shards:
-                order = permute(order, len(order), _key(self.seed, int(epoch)))
+                order = permute(order, len(order), key_of(self.seed, int(epoch)))
             ends = self.num_rows[order].cumsum()
             place = np.searchsorted(ends, within[here], side="right")
             shard[here] = order[place]
             row[here] = within[here] - (ends - self.num_rows[order])[place]
             for s in np.unique(shard[here]) if self.shuffle_rows else ():
                 of_shard = here & (shard == s)
-                row[of_shard] = permute(row[of_shard], int(self.num_rows[s]), _key(self.seed, int(epoch), int(s)))
+                row[of_shard] = permute(row[of_shard], int(self.num_rows[s]), key_of(self.seed, int(epoch), int(s)))
         return shard, row
 
-    def _locate_block(self, number: int) -> list[tuple[int, int]]:
-        """Return (shard, first token) of each row of a block of block_rows rows; the last block stays in memory."""
-        last, places = self._block
-        if last != number:
-            shard, row = self.locate(np.arange(number * self.block_rows, (number + 1) * self.block_rows))
-            places = list(zip(shard.tolist(), (row * self.context_length).tolist(), strict=True))
-            self._block = number, places
-        return places
+    def places(self, start: int, count: int) -> list[tuple[np.ndarray, int]]:
+        shard, row = self.locate(np.arange(start, start + count))
+        firsts = (row * self.context_length).tolist()
+        return [(self.tokens[s], first) for s, first in zip(shard.tolist(), firsts, strict=True)]
+
+
+class Mixture(Rows):
+    """The rows of a phase.
+
+    Args:
+        streams: source -> its rows.
+    """
+
+    def __init__(self, streams: Mapping[str, RowStream], phase: Phase, seed: int):
+        self.streams, self.phase, self.seed = streams, phase, seed
+        self.context_length = next(iter(streams.values())).context_length
+
+    def places(self, start: int, count: int) -> list[tuple[np.ndarray, int]]:
+        """Return the places of a block, which begins at row `start` of the phase."""
+        block = start // BLOCK_ROWS
+        given, shares = self.phase.given_before(block), sorted(self.phase.shares.items())
+        places = [iter(self.streams[source].places(given[source], share)) for source, share in shares]
+        return [next(places[i]) for i in self.phase.order(block, self.seed).tolist()]
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Read rows start, start + 1, ... of the stream: (count, context_length + 1) int64 tokens."""
-        T, rows, filled = self.context_length, np.empty((count, self.context_length + 1), np.int64), 0
-        while filled < count:
-            number, within = divmod(start + filled, self.block_rows)
-            for shard, first in self._locate_block(number)[within : within + count - filled]:
-                rows[filled] = self.tokens[shard][first : first + T + 1]
-                filled += 1
-        return rows
+        """Read rows start, start + 1, ... of the run, from the first row of the phase on."""
+        return super().read(start - self.phase.first_row, count)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -143,7 +142,7 @@ class BatchLoader:
 
     def __init__(
         self,
-        stream: RowStream,
+        stream: Rows,
         mini_batch_size: int,
         start_row: int = 0,
         rank: int = 0,
@@ -187,15 +186,20 @@ class BatchLoader:
 # the data of a run
 
 
+class Source(NamedTuple):
+    """Shards that a run trains on or validates with."""
+
+    shards: ShardSet
+    rows: RowStream
+    weight: Fraction = Fraction(1)
+
+
 @dataclass(frozen=True)
 class Data:
-    """The shards of a run and their rows, tokenizer and vocabulary."""
+    """What a run trains on and validates with, and the tokenizer and vocabulary of it all."""
 
-    train_shards: list[Shard]
-    val_shards: list[Shard]
-    train: RowStream
-    val: RowStream | None
-    manifest: dict | None
+    sources: tuple[Source, ...]  # none in a plan of data that is not prepared yet
+    val_sets: tuple[Source, ...]  # the first one tells which model is best
     tokenizer_record: TokenizerRecord
     vocab_size: int
 
@@ -203,47 +207,133 @@ class Data:
     def tokenizer(self) -> str:
         return self.tokenizer_record.tokenizer
 
+    @property
+    def folder(self) -> str:
+        """The folder that may have the tokenizer.json."""
+        return self.sources[0].shards.folder
 
-def open_data(config: TrainConfig, saved: TokenizerRecord | None = None) -> Data:
+    @property
+    def sets(self) -> list[ShardSet]:
+        return [source.shards for source in (*self.sources, *self.val_sets)]
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """Rows of the only source; 0 of a mixture, whose sources have epochs of their own."""
+        return self.sources[0].rows.rows_per_epoch if len(self.sources) == 1 else 0
+
+    def mixture(self, phase: Phase, identities: Mapping[str, str], seed: int) -> Mixture:
+        """Return the rows to train on, with the identity of each source by name."""
+        return Mixture({identities[shards.name]: rows for shards, rows, _ in self.sources}, phase, seed)
+
+
+class FirstSet(NamedTuple):
+    """The validation set of the first start."""
+
+    name: str
+    folder: str
+    identity: str
+
+
+def open_data(
+    config: TrainConfig,
+    saved: TokenizerRecord | None = None,
+    first_set: FirstSet | None = None,
+    known: Mapping[str, Sequence[list]] = MappingProxyType({}),
+) -> Data:
     """Find the shards of a run and map them into memory. A plan of a known number of steps does without them.
 
     Args:
         saved: the tokenizer of the checkpoint that the run resumes from.
+        first_set: of that run, if it validates.
+        known: the fingerprint of that run.
     """
-    folder = Path(config.data_dir)
-    manifest = read_manifest(folder)
-    name = config.tokenizer
-    if config.plans_without_data and manifest is None and not shard_files(folder, "train"):
+    places, T = config.sources(), config.context_length
+    if config.plans_without_data and not any(has_shards(folder) for folder, _ in places.values()):
+        name = config.tokenizer
         record = TokenizerRecord(name) if name.startswith("bpe:") else record_named("gpt2" if name == "auto" else name)
-        stream = RowStream([], config.context_length)
-        return Data([], [], stream, stream if config.eval_freq else None, None, record, vocab_size_of(record))
+        return Data((), (), record, vocab_size_of(record))
     try:
-        train = find_shards(folder, "train", manifest)
+        found = {name: ShardSet.find(name, folder, "train") for name, (folder, _) in places.items()}
     except UserError as error:
         if config.dry_run == "off" or config.resume:
             raise
         raise UserError(f"{error}. A plain --dry_run with --max_steps N needs no data") from error
-    val = find_shards(folder, "val", manifest) if config.eval_freq else []
-    if manifest is None:
-        beside = folder / TOKENIZER_JSON
-        record = saved or record_named(name if name != "auto" else str(beside) if beside.exists() else "gpt2")
-    else:
-        record = TokenizerRecord.of(manifest).with_json(folder)
-        if not saved and name not in ("auto", record.tokenizer):
-            raise UserError(f"--tokenizer is {name!r}; {folder} was prepared with {record.tokenizer!r}; drop the flag")
-    vocab_size = manifest["vocab_size"] if manifest else vocab_size_of(record)
-    # Other tokenizers are not checked, because loading them may require a network.
-    if record.tokenizer in ("gpt2", "bytes") and vocab_size < vocab_size_of(record):
-        raise UserError(
-            f"{folder / MANIFEST}: vocab_size is {vocab_size:,}, but the tokenizer {record.tokenizer!r} has "
-            f"{vocab_size_of(record):,}; prepare the data again"
-        )
-    return Data(
-        train_shards=train,
-        val_shards=val,
-        train=RowStream(train, config.context_length, config.seed, config.shuffle_shards, config.shuffle_rows),
-        val=RowStream(val, config.context_length) if val else None,
-        manifest=manifest,
-        tokenizer_record=record,
-        vocab_size=vocab_size,
+    val_sets = find_val_sets(config, [*found.values()], first_set, known) if config.eval_freq else []
+    record, vocab_size = tokenizer_of([*found.values(), *val_sets], config.tokenizer, saved)
+    seed, shuffled = config.seed, (config.shuffle_shards, config.shuffle_rows)
+    sources = tuple(
+        Source(shards, RowStream(shards.shards, T, seed, *shuffled), places[name][1]) for name, shards in found.items()
     )
+    return Data(sources, tuple(Source(s, RowStream(s.shards, T)) for s in val_sets), record, vocab_size)
+
+
+def has_shards(folder: str) -> bool:
+    """Whether a folder has been prepared, or has shards of another tool."""
+    return read_manifest(Path(folder)) is not None or bool(shard_files(Path(folder), "train"))
+
+
+def find_val_sets(
+    config: TrainConfig, sources: Sequence[ShardSet], first: FirstSet | None, known: Mapping[str, Sequence[list]]
+) -> list[ShardSet]:
+    """Find the validation sets that --val names, or else the val shards of the sources; put the first one first.
+
+    Raises: UserError when there is none, or the first one is not what it was.
+    """
+    places = config.val_folders()
+    if not places:
+        with_val = [s for s in sources if len(sources) == 1 or shard_files(Path(s.folder), "val")] or sources
+        places = {s.name: s.folder for s in with_val}
+    sets = [ShardSet.find(name, folder, "val") for name, folder in places.items()]
+    if first is None:
+        return sets
+    same = [s for s in sets if s.identity(known, reads=True) == first.identity]
+    if not same:
+        same = [ShardSet.find(first.name, first.folder, "val")]
+        if (identity := same[0].identity(known, reads=True)) != first.identity:
+            raise UserError(
+                f"the val shards in {first.folder} are not those of the first start, whose loss tells which model is "
+                f"best: found SHA-256 {identity[:12]}..., expected {first.identity[:12]}...; copy them back, or train "
+                "without validation: --eval_freq 0"
+            )
+    rest = [s for s in sets if s.key != same[0].key]
+    if any(s.name == first.name for s in rest):
+        raise UserError(
+            f"--val: the name {first.name} belongs to the first validation set, of {first.folder}; give the other one "
+            "another name: NAME=FOLDER"
+        )
+    return [replace(same[0], name=first.name), *rest]
+
+
+def tokenizer_of(sets: Sequence[ShardSet], name: str, saved: TokenizerRecord | None) -> tuple[TokenizerRecord, int]:
+    """Return the tokenizer of shards, and the size of their vocabulary.
+
+    Args:
+        name: --tokenizer, for shards of other tools.
+        saved: of the checkpoint that the run resumes from.
+
+    Raises: UserError when the shards do not have one tokenizer.
+    """
+    record, sizes = None, []
+    for shards in sets:
+        if shards.manifest is None:
+            continue
+        folder, found = Path(shards.folder), TokenizerRecord.of(shards.manifest).with_json(Path(shards.folder))
+        if not saved and name not in ("auto", found.tokenizer):
+            raise UserError(f"--tokenizer is {name!r}; {folder} was prepared with {found.tokenizer!r}; drop the flag")
+        if record and not (record.fits(found) and found.fits(record)):
+            raise UserError(
+                f"{folder}: prepared with the tokenizer {found}, but {sets[0].folder} with {record}; expected the same "
+                "one. Prepare one of them again"
+            )
+        # Other tokenizers are not checked, because loading them may require a network.
+        if found.tokenizer in ("gpt2", "bytes") and shards.manifest["vocab_size"] < vocab_size_of(found):
+            raise UserError(
+                f"{folder / MANIFEST}: vocab_size is {shards.manifest['vocab_size']:,}, but the tokenizer "
+                f"{found.tokenizer!r} has {vocab_size_of(found):,}; prepare the data again"
+            )
+        record = record or found
+        sizes.append(shards.manifest["vocab_size"])
+    if record is None:
+        beside = Path(sets[0].folder, TOKENIZER_JSON)
+        record = saved or record_named(name if name != "auto" else str(beside) if beside.exists() else "gpt2")
+    return record, max(sizes, default=0) or vocab_size_of(record)

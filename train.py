@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hellaswag_eval
 from convert_hf import check_fits, read_weights
-from dataloader import BatchLoader, Data, RowStream, open_data
+from dataloader import BatchLoader, Data, FirstSet, Mixture, Rows, RowStream, open_data
 from generate import sample_texts
 from model import GPT, GPTConfig
 from optim import make_optimizer, skips_on_device, update_unless
@@ -48,7 +48,16 @@ from steadygpt.run.plan import Plan, settle, validation_rows
 from steadygpt.run.results import Diverged, Judge, Pending, Results
 from steadygpt.run.schedule import Schedule, learning_rate
 from steadygpt.run.start import Start, find_start
-from steadygpt.run.summary import summarize
+from steadygpt.run.starts import (
+    Entry,
+    epochs_of_sources,
+    first_val_set,
+    known_shards,
+    phase_of,
+    record_start,
+    starts_of,
+)
+from steadygpt.run.summary import summarize, validation_text
 
 SAMPLE_TOKENS = 100
 
@@ -63,6 +72,8 @@ class Run:
     config: TrainConfig
     ranks: Ranks
     data: Data
+    starts: list[Entry]  # the record of starts; the last one is this start
+    rows: Mixture  # to train on
     schedule: Schedule
     model: GPT  # with the weights: not compiled, not wrapped
     forward: nn.Module  # the same model after compile and DDP
@@ -82,7 +93,7 @@ class Run:
     def autocast(self):
         return autocast(self.ranks.device, self.config.precision)
 
-    def batches(self, rows: RowStream, first_row: int = 0) -> BatchLoader:
+    def batches(self, rows: Rows, first_row: int = 0) -> BatchLoader:
         """Return this rank's batches of a stream of rows."""
         ranks = self.ranks
         return BatchLoader(rows, self.config.mini_batch_size, first_row, ranks.rank, ranks.world_size, ranks.device)
@@ -108,15 +119,18 @@ def build_run(plan: Plan, log: RunLog, held: ExitStack) -> Run:
     # Only here, so that a plan needs no download.
     start = plan.start.downloaded(plan.sketch.config, ranks, read_weights)
     stop = StopSignal(ranks, config.max_hours if config.trains else 0, log.beat)
+    starts = plan.starts
     if config.trains:
         if ranks.is_main:  # its log also says when a signal has ended the run before the first step
             stop.raise_until_listen()
-        fingerprint, saves = checked_fingerprint(plan), open_saves(plan, log, stop, held)
+        fingerprint = checked_fingerprint(plan)
+        starts = record_start(config, plan.start, data, ranks, fingerprint)  # now that all shards are known
+        saves = open_saves(plan, log, stop, held)
     else:
         fingerprint, saves = None, Saves(config, ranks, log, stop)  # which writes nothing
     if not config.eval_only:
         log.say("\n".join(plan.lines()))
-    reads_text = config.dry_run == "off" and (config.sample_freq or config.hellaswag_freq or data.val)
+    reads_text = config.dry_run == "off" and (config.sample_freq or config.hellaswag_freq or data.val_sets)
     tokenizer = tokenizer_on_all(data.tokenizer_record, ranks, log.warn) if reads_text else None
     tasks = hellaswag_eval.load(config, tokenizer, ranks, log.warn) if tokenizer and config.hellaswag_freq else {}
     model = build_model(config, plan.sketch.config, ranks)
@@ -128,13 +142,15 @@ def build_run(plan: Plan, log: RunLog, held: ExitStack) -> Run:
     forward: nn.Module = model.compiled() if config.compiles(device.type) else model
     if ranks.world_size > 1 and config.sharding == "ddp":
         forward = parallel.replicate(forward, ranks)
+    identities = {name: identity for name, (_, identity) in starts[-1]["sources"].items()}
+    rows = data.mixture(phase_of(starts), identities, config.seed)
     judge = Judge(config, device, state.recent_losses, state.bad_steps)
     delay = int(device.type == "cuda" and skips_on_device(optimizer, device))  # the GPU runs a step ahead of the host
     results = Results(config, ranks, schedule, state, log, plan.sketch.flops_per_token(), delay)
     stop.listen()
     return Run(
-        config, ranks, data, schedule, model, forward, optimizer, scaler, state, judge, results, HostCopy(device),
-        stop, log, saves, fingerprint, tokenizer, tasks,
+        config, ranks, data, starts, rows, schedule, model, forward, optimizer, scaler, state, judge, results,
+        HostCopy(device), stop, log, saves, fingerprint, tokenizer, tasks,
     )  # fmt: skip
 
 
@@ -183,7 +199,7 @@ def train_step(run: Run, batches: BatchLoader) -> Pending:
 
 
 def validate(run: Run, val: RowStream) -> dict[str, float]:
-    """Return the loss (val_loss) and the bits per byte (val_bpb) of the first eval_tokens tokens of the val shards.
+    """Return the loss (val_loss) and the bits per byte (val_bpb) of the first eval_tokens tokens of a validation set.
 
     They do not depend on the number of ranks. Special tokens count in the loss, but not in the bits per byte, which
     are left out if no bytes are known.
@@ -222,14 +238,18 @@ def evaluate(run: Run, everything: bool) -> None:
         return
     run.results.read_all()
     log.note(doing="evaluating")
-    if due(config.eval_freq) and run.data.val:
-        found = validate(run, run.data.val)
-        val_loss, bpb = found["val_loss"], found.get("val_bpb")
+    if due(config.eval_freq) and run.data.val_sets:
+        sets = {val.shards.name: validate(run, val.rows) for val in run.data.val_sets}
+        found = next(iter(sets.values()))  # the first set decides
+        val_loss = found["val_loss"]
         best = config.trains and val_loss < (math.inf if state.best_val_loss is None else state.best_val_loss)
         state.val_loss = val_loss if math.isfinite(val_loss) else None
         state.best_val_loss = val_loss if best else state.best_val_loss
-        in_bits = "" if bpb is None else f", {bpb:.4f} bits per byte"
-        log.evaluation(state.step, f"val loss {val_loss:.4f}{' (best so far)' * best}{in_bits}", **found)
+        if len(sets) > 1:
+            found |= {f"{key}/{name}": score for name, scores in sets.items() for key, score in scores.items()}
+        epochs = epochs_of_sources(run.data, run.starts, state.rows_consumed) if len(run.data.sources) > 1 else {}
+        text = validation_text(sets, best, epochs)
+        log.evaluation(state.step, text, **found, **{f"epoch/{name}": number for name, number in epochs.items()})
         log.histograms(state.step, run.model)
         if best and saves.captured_step != state.step:
             save(run)
@@ -258,7 +278,7 @@ def train(run: Run, step_ended: Callable[[], None]) -> None:
     """
     state, schedule, saves, results = run.state, run.schedule, run.saves, run.results
     results.restart_clock()
-    with closing(run.batches(run.data.train, state.rows_consumed)) as batches:
+    with closing(run.batches(run.rows, state.rows_consumed)) as batches:
         while True:
             last = state.step >= schedule.max_steps
             # The save comes first, so that writing it overlaps the evaluation. A run that is resumed from this save
@@ -342,6 +362,7 @@ def capture(run: Run) -> Captured:
         "epoch": run.schedule.epochs(run.state.rows_consumed),
         "world_size": run.ranks.world_size,
         "data_fingerprint": run.fingerprint,
+        "starts": run.starts,
         **run.data.tokenizer_record._asdict(),
         "torch_version": str(torch.__version__),
         "git_commit": git_commit(),
@@ -387,18 +408,20 @@ def make_plan(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, held:
     """
     config, start = find_start(config, given, ranks, held, read_weights)
     saved = TokenizerRecord.of(start.checkpoint) if start.checkpoint else None
-    data = ranks.on_each(lambda: open_data(config, saved))
+    first_set, known = first_val_set(starts_of(start.checkpoint)), known_shards(start.checkpoint)
+    data = ranks.on_each(lambda: open_data(config, saved, first_set and FirstSet(*first_set), known))
     shape = config.shape(data.vocab_size)
     if start.weights:
         note = check_fits(start.weights, config.init_from, shape, data.tokenizer_record)
         start = replace(start, notes=tuple(filter(None, (*start.notes, note))))
     if saved:
-        data = replace(data, tokenizer_record=data.tokenizer_record.resumed(saved, config.data_dir))
-    if data.train_shards and data.tokenizer_record.is_file:  # without it, no checkpoint of the run could be sampled
-        ranks.on_main(lambda: load_tokenizer(data.tokenizer_record, Path(config.data_dir)))
+        data = replace(data, tokenizer_record=data.tokenizer_record.resumed(saved, data.folder))
+    if data.sources and data.tokenizer_record.is_file:  # without it, no checkpoint of the run could be sampled
+        ranks.on_main(lambda: load_tokenizer(data.tokenizer_record, Path(data.folder)))
     with torch.device("meta"):
         sketch = GPT(shape, initialize=False)
-    return settle(config, start, given, data, sketch, ranks, held)
+    starts = record_start(config, start, data, ranks, known) if data.sources else []
+    return settle(config, start, given, data, starts, sketch, ranks, held)
 
 
 def measure(run: Run) -> float:
@@ -408,7 +431,7 @@ def measure(run: Run) -> float:
         train_step(replace(run, config=config), batches).result()
 
     run.log.say("measuring the time of a step ...")
-    with closing(run.batches(run.data.train)) as batches:
+    with closing(run.batches(run.rows, run.state.rows_consumed)) as batches:
         return measure_step_s(take_step, run.config, run.ranks)
 
 

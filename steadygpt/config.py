@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 from steadygpt.base.options import OptionError, UserError, check_options, option, options_of, read_flags
@@ -148,6 +149,9 @@ class TrainConfig(GPTConfig):
                           spellings={"on": "plan", "True": "plan"}, on_resume="launch")
 
     data_dir: str = option("data/edu_fineweb10B", "folder of token shards", "data")
+    mix: str = option("", "in place of data_dir, several folders with weights: [NAME=]FOLDER[:WEIGHT],...", "data")
+    val: str = option("", "folders of validation sets: [NAME=]FOLDER,... (default: val shards of the training data)",
+                      "data")
     tokenizer: str = option("auto", "auto: from the manifest of the data, its tokenizer.json, or gpt2; a name, "
                             "hf:NAME, or the path of a tokenizer.json", "data", on_resume="never")
     shuffle_shards: bool = option(True, "a new order of the shards each epoch", "data", on_resume="never")
@@ -202,7 +206,8 @@ class TrainConfig(GPTConfig):
                          "--resume_from_checkpoint", "checkpoints", bare="latest",
                          aliases=("resume_from_checkpoint",), on_resume="launch")
     allow_changes: bool = option(False, "on resume: let batch size, learning rates, schedule, dropout and constants "
-                                 "of the optimizer differ from the checkpoint's", "checkpoints", on_resume="launch")
+                                 "of the optimizer differ from the checkpoint's, or train on other data from here on",
+                                 "checkpoints", on_resume="launch")
     list_checkpoints: bool = option(False, "print a table of checkpoint_dir and exit", "checkpoints",
                                     on_resume="launch")
     verbose: bool = option(False, "or -v; with --list_checkpoints: show what each checkpoint holds", "checkpoints",
@@ -257,6 +262,7 @@ class TrainConfig(GPTConfig):
                 "--alert_url: not the URL of a webhook; expected http:// or https://, a server and a path, without a "
                 "user name (ntfy takes ?auth=... instead). Copy the URL of the webhook again"
             )
+        self.sources(), self.val_folders()
         if not self.init_from:
             raise UserError("--init_from is empty; expected scratch, a folder, a checkpoint file or gpt2")
 
@@ -288,6 +294,15 @@ class TrainConfig(GPTConfig):
     def trains(self) -> bool:
         """Whether this is a run, which writes; a dry run and --eval_only only read."""
         return self.dry_run == "off" and not self.eval_only
+
+    def sources(self) -> dict[str, tuple[str, Fraction]]:
+        """Return name -> (folder, weight) of the training data: those of mix, or data_dir alone."""
+        name = Path(self.data_dir).absolute().name or "data"
+        return parse_folders("mix", self.mix) if self.mix else {name: (self.data_dir, Fraction(1))}
+
+    def val_folders(self) -> dict[str, str]:
+        """Return name -> folder of the validation sets that val names."""
+        return {name: folder for name, (folder, _) in parse_folders("val", self.val).items()}
 
     @property
     def plans_without_data(self) -> bool:
@@ -379,7 +394,36 @@ def parse_tasks(tasks: str) -> dict[str, str]:
     return files
 
 
+def parse_folders(option: str, text: str) -> dict[str, tuple[str, Fraction]]:
+    """Return name -> (folder, weight) of "[NAME=]FOLDER[:WEIGHT],..."; the name of a folder is its last part.
+
+    Args:
+        option: that has this value; val has no weights.
+
+    Raises: OptionError.
+    """
+    found: dict[str, tuple[str, Fraction]] = {}
+    for item in filter(None, map(str.strip, text.split(","))):
+        named, equals, place = item.rpartition("=")
+        folder, colon, weight = place.rpartition(":") if option == "mix" else (place, "", "1")
+        folder, weight = (folder, weight) if colon or option == "val" else (place, "1")
+        name = named if equals else Path(folder).absolute().name
+        if not re.fullmatch(r"[\w.-]+", name) or not folder:
+            raise OptionError(
+                option,
+                repr(item),
+                "[NAME=]FOLDER" + "[:WEIGHT]" * (option == "mix") + ", the name in letters, digits, dots, - and _",
+            )
+        if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?|\.\d{1,9}", weight) or not Fraction(weight):
+            raise OptionError(option, f"{item!r}, with the weight {weight!r}", "a number above 0, such as 7 or 0.25")
+        if name in found:
+            raise OptionError(option, f"two folders named {name}", "different names: NAME=FOLDER")
+        found[name] = folder, Fraction(weight)
+    return found
+
+
 FIELDS = options_of(TrainConfig)
+EXCLUSIVE = (("total_batch_size", "micro_steps", "set the tokens of a step"), ("data_dir", "mix", "name the data"))
 ABOUT = (
     "Train a GPT, with one process for each GPU: torchrun --nproc_per_node=4 train.py --use_tensorboard. "
     "Defaults < --config < flags. --flag_name and --flag-name are the same."
@@ -476,11 +520,13 @@ def preset_named(preset: str, given: Mapping[str, str]) -> Iterator[None]:
 
 
 def _overridden(options: dict, by: dict) -> dict:
-    """Return options overridden `by` others; total_batch_size and micro_steps also override each other."""
-    batch = {"total_batch_size", "micro_steps"}
-    if batch <= by.keys():
-        raise UserError("--total_batch_size and --micro_steps both set the tokens of a step; give one of them")
-    return {name: value for name, value in options.items() if name not in batch or not batch & by.keys()} | by
+    """Return options overridden `by` others; those that say the same thing in two ways override each other too."""
+    for one, other, what in EXCLUSIVE:
+        if {one, other} <= by.keys():
+            raise UserError(f"--{one} and --{other} both {what}; give one of them")
+        if {one, other} & by.keys():
+            options = {name: value for name, value in options.items() if name not in (one, other)}
+    return options | by
 
 
 def _read_toml(name: str, read_by: tuple[str, ...] = ()) -> dict:

@@ -13,6 +13,7 @@ from test_tokenizer import need_gpt2
 from torch.nn import functional as F
 
 import train
+from dataloader import RowStream
 from steadygpt.data.shards import write_shard
 from steadygpt.data.tokenizer import get_tokenizer
 from steadygpt.machine.ranks import Ranks
@@ -36,19 +37,23 @@ def run_on(tokens: list[int], tokenizer: str) -> train.Run:
     flags = ("--data_dir", ".", "--tokenizer", tokenizer, "--eval_freq", "1")
     run = built(*flags, ranks=Ranks(torch.device("cpu")))
     # The last row of these shards is alone in its micro-batch of two, so the second row there must not count.
-    assert run.config.mini_batch_size == 2 and run.data.val.rows_per_epoch % 2 == 1
+    assert run.config.mini_batch_size == 2 and val_of(run).rows_per_epoch % 2 == 1
     return replace(run, tokenizer=get_tokenizer(tokenizer))
+
+
+def val_of(run: train.Run) -> RowStream:
+    return run.data.val_sets[0].rows
 
 
 def targets_of(run: train.Run) -> torch.Tensor:
     """Return the targets of a validation, in order."""
-    tokens, rows = torch.from_numpy(run.data.val.tokens[0].astype(np.int64)), run.data.val.rows_per_epoch
+    tokens, rows = torch.from_numpy(val_of(run).tokens[0].astype(np.int64)), val_of(run).rows_per_epoch
     return tokens[1 : rows * run.config.context_length + 1]
 
 
 def test_of_bytes_they_are_the_loss_in_bits():
     run = run_on(list("".join(TEXTS).encode())[:500], "bytes")
-    found = train.validate(run, run.data.val)
+    found = train.validate(run, val_of(run))
     assert found["val_bpb"] == pytest.approx(found["val_loss"] / math.log(2), rel=1e-6)
 
 
@@ -61,7 +66,7 @@ def test_of_a_uniform_prediction_they_are_log2_of_the_vocabulary_for_each_token(
     scored = [id for id in targets_of(run).tolist() if id != encoding.document_id]
     size = len(encoding.encoding.decode_bytes(scored))
     assert len(scored) < size / 2
-    found = train.validate(run, run.data.val)
+    found = train.validate(run, val_of(run))
     assert found["val_bpb"] == pytest.approx(math.log2(50257) * len(scored) / size, rel=1e-6)
     assert found["val_loss"] == pytest.approx(math.log(50257), rel=1e-6)
 
@@ -75,7 +80,7 @@ def test_separators_count_in_the_loss_only():
         losses = F.cross_entropy(run.model(inputs).flatten(0, 1), targets_of(run), reduction="none").double()
     of_all, of_text = losses.mean().item(), losses[targets_of(run) != 256].mean().item()
     assert of_text != pytest.approx(of_all, rel=0.01)
-    found = train.validate(run, run.data.val)
+    found = train.validate(run, val_of(run))
     assert found["val_loss"] == pytest.approx(of_all, rel=1e-5)
     assert found["val_bpb"] == pytest.approx(of_text / math.log(2), rel=1e-5)
 
@@ -92,7 +97,7 @@ def test_a_run_records_them_beside_the_validation_loss(workdir):
 
 def test_they_are_left_out_where_no_bytes_are_known():
     run = run_on(list("".join(TEXTS).encode())[:500], "bytes")
-    found = train.validate(run, run.data.val)
-    assert train.validate(replace(run, tokenizer=None), run.data.val) == {"val_loss": found["val_loss"]}
+    found = train.validate(run, val_of(run))
+    assert train.validate(replace(run, tokenizer=None), val_of(run)) == {"val_loss": found["val_loss"]}
     run = run_on([256] * 500, "bytes")
-    assert train.validate(run, run.data.val).keys() == {"val_loss"}
+    assert train.validate(run, val_of(run)).keys() == {"val_loss"}

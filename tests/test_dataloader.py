@@ -16,14 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dataloader
-from dataloader import BatchLoader, RowStream, _key, open_data, permute
+from dataloader import BatchLoader, RowStream, open_data
 from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig
+from steadygpt.data.order import key_of, permute
 from steadygpt.data.shards import (
     Shard,
+    ShardSet,
     check_shards,
     find_shards,
-    fingerprint,
     open_shard,
     read_manifest,
     token_dtype,
@@ -56,15 +57,15 @@ contexts, seeds, switches = st.integers(1, 7), st.integers(0, 2**31), st.boolean
 @given(st.integers(1, 2000), st.integers(1, 2**52), seeds, st.integers(0, 2**52))
 @settings(deadline=None)
 def test_permute_is_a_permutation(n, huge, seed, start):
-    assert sorted(permute(np.arange(n), n, _key(seed, start))) == list(range(n))
+    assert sorted(permute(np.arange(n), n, key_of(seed, start))) == list(range(n))
     elements = np.unique((start + np.arange(200)) % huge)
-    images = permute(elements, huge, _key(seed))
+    images = permute(elements, huge, key_of(seed))
     assert len(np.unique(images)) == len(elements)
     assert 0 <= images.min() <= images.max() < huge
 
 
 def test_permute_draws_every_order_about_equally_often():
-    orders = [tuple(permute(np.arange(3), 3, _key(seed))) for seed in range(3000)]
+    orders = [tuple(permute(np.arange(3), 3, key_of(seed))) for seed in range(3000)]
     counts = [orders.count(order) for order in set(orders)]
     assert len(counts) == 6
     assert 400 < min(counts) <= max(counts) < 600
@@ -314,51 +315,38 @@ def test_a_file_with_a_known_name_size_and_time_is_not_read_again(tmp_path, monk
     assert read == ["tiny_train_000002.npy"]
 
 
-def test_fingerprint_accepts_the_same_data_and_rejects_any_other(tmp_path):
-    def fingerprint_of(name: str, known: dict, *splits: str, **options) -> dict[str, list]:
-        folder = write_data(tmp_path / name, **options)
-        manifest = read_manifest(folder)
-        shards = {s: find_shards(folder, s, manifest) if s in splits else [] for s in ("train", "val")}
-        return fingerprint(shards, manifest, 257, known)
+def test_data_is_the_same_by_the_sums_of_its_shards(tmp_path):
+    def identity_of(name: str, **options) -> str:
+        return ShardSet.find("any", str(write_data(tmp_path / name, **options)), "train").identity({}, reads=False)
 
-    known = fingerprint_of("run", {}, "train", "val")
-    assert [entry[0] for entry in known["train"]] == ["tiny_train_000001.npy", "tiny_train_000002.npy"]
-    assert [entry[:2] + entry[3:] for entry in fingerprint_of("copy", known, "train")["train"]] == [
-        entry[:2] + entry[3:] for entry in known["train"]
-    ]
-    assert fingerprint_of("copy", known, "train")["val"] == known["val"]  # not used in this start: kept
-    only_train = fingerprint_of("run", {}, "train")
-    assert fingerprint_of("run", only_train, "train", "val").keys() == {"train", "val"}
-    advice = "name the right folder with --data_dir"
-    other = "found tiny_train_000001.npy", "expected tiny_train_000001.npy"
-    refused(lambda: fingerprint_of("other", known, "train", seed=1), "not those", *other, advice)
-    fewer, more = (200, 700), (200, 700, 500, 300)
-    refused(
-        lambda: fingerprint_of("fewer", known, "train", num_tokens=fewer), "found nothing, expected tiny_train_000002"
-    )
-    refused(
-        lambda: fingerprint_of("more", known, "train", num_tokens=more), "tiny_train_000003.npy", "expected nothing"
-    )
+    there = identity_of("one")
+    assert identity_of("copy") == there
+    others = [{"seed": 1}, {"num_tokens": (200, 700)}, {"num_tokens": (200, 700, 500, 300)}]
+    assert len({there, *(identity_of("other", **options) for options in others)}) == 4
+    assert identity_of("one", num_tokens=(300, 700, 500)) == there  # the val shard does not count
+    found = ShardSet.find("any", str(tmp_path / "one"), "train")
+    known = {found.key: check_shards(found.shards, found.manifest, 257)}
+    (tmp_path / "one/manifest.json").unlink()
+    foreign = ShardSet.find("any", str(tmp_path / "one"), "train")
+    assert foreign.identity({}, reads=False) == ""
+    assert foreign.identity(known, reads=False) == foreign.identity({}, reads=True) == there
 
 
-def test_open_data_reads_the_manifest_once(tmp_path, monkeypatch):
+def test_open_data_finds_shards_tokenizer_and_vocabulary(tmp_path):
     write_data(tmp_path)
-    read = []
-    monkeypatch.setattr(dataloader, "read_manifest", lambda folder: read.append(folder) or read_manifest(folder))
     data = open_data(TrainConfig(data_dir=str(tmp_path), context_length=16))
-    assert read == [tmp_path]
     assert (data.tokenizer, data.vocab_size) == ("bytes", 257)
-    assert [shard.num_tokens for shard in data.train_shards] == [700, 500]
-    assert data.train.rows_per_epoch == 699 // 16 + 499 // 16
-    assert data.val.rows_per_epoch == 199 // 16
+    assert [shard.num_tokens for shard in data.sources[0].shards.shards] == [700, 500]
+    assert data.rows_per_epoch == 699 // 16 + 499 // 16
+    assert data.val_sets[0].rows.rows_per_epoch == 199 // 16
 
 
 def test_open_data_without_validation_needs_no_val_shards(tmp_path):
     (write_data(tmp_path) / "manifest.json").unlink()
     (tmp_path / "tiny_val_000000.npy").unlink()
     data = open_data(TrainConfig(data_dir=str(tmp_path), context_length=16, eval_freq=0, tokenizer="bytes"))
-    assert data.val is None
-    assert (data.manifest, data.tokenizer, data.vocab_size) == (None, "bytes", 257)
+    assert not data.val_sets
+    assert (data.tokenizer, data.vocab_size) == ("bytes", 257)
 
 
 def test_a_tokenizer_that_contradicts_the_manifest_is_rejected(tmp_path):

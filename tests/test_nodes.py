@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ import train
 from dataloader import open_data
 from steadygpt.base.options import UserError
 from steadygpt.config import parse_args
-from steadygpt.data.shards import check_listing, listing
+from steadygpt.data.shards import ShardSet, check_listing
 from steadygpt.machine.ranks import joined
 from steadygpt.run import start
 from steadygpt.run.start import check_other_machines, find_start
@@ -208,10 +209,15 @@ def test_all_ranks_end_with_the_error_of_the_node_that_has_no_data(workdir):
 def test_shards_of_another_node_must_be_the_same(workdir, change, difference):
     data = [open_data(parse_args([*TINY, "--data_dir", str(write_data(workdir / name, **options))])[0])
             for name, options in (("node0", {}), ("node1", change))]  # fmt: skip
-    expected = listing({"train": data[0].train_shards}, data[0].manifest)
-    check_listing({"train": data[0].train_shards}, data[0].manifest, expected)
+    sets = [[at_one_path(node.sources[0].shards)] for node in data]
+    expected = sets[0][0].listing()
+    check_listing(sets[0], expected)
     with pytest.raises(UserError, match=difference):
-        check_listing({"train": data[1].train_shards}, data[1].manifest, expected)
+        check_listing(sets[1], expected)
+
+
+def at_one_path(found: ShardSet) -> ShardSet:
+    return replace(found, shards=[replace(shard, path=Path("data", shard.path.name)) for shard in found.shards])
 
 
 def train_on_other_data() -> int:

@@ -1,13 +1,13 @@
 """Token shards: file formats, the manifest, and the checks before training."""
 
+import hashlib
 import json
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -182,57 +182,88 @@ def find_shards(data_dir: Path, split: str, manifest: dict | None) -> list[Shard
     return shards
 
 
-def listing(splits: dict[str, list[Shard]], manifest: dict | None) -> dict[str, str]:
-    """Return what tells shards apart without reading them, in words, by file name."""
-    digests = {entry["file"]: entry["sha256"] for entry in manifest["shards"]} if manifest else {}
-    return {
-        shard.path.name: f"{shard.num_tokens:,} tokens of {shard.dtype.itemsize} bytes, "
-        f"SHA-256 {digests.get(shard.path.name, 'unknown')}"
-        for shards in splits.values()
-        for shard in shards
-    }
+@dataclass(frozen=True)
+class ShardSet:
+    """The shards of a split of a folder.
+
+    Entries of a fingerprint are those of check_shards(), by key.
+    """
+
+    name: str  # of a source or a validation set
+    folder: str
+    split: str  # "train" or "val"
+    shards: list[Shard]
+    manifest: dict | None
+
+    @classmethod
+    def find(cls, name: str, folder: str, split: str) -> "ShardSet":
+        """Find the shards in a folder. Raises: as read_manifest and find_shards."""
+        manifest = read_manifest(Path(folder))
+        return cls(name, folder, split, find_shards(Path(folder), split, manifest), manifest)
+
+    @property
+    def key(self) -> str:
+        return f"{self.folder}:{self.split}"
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(shard.num_tokens for shard in self.shards)
+
+    def listing(self) -> dict[str, str]:
+        """Return what tells shards apart without reading them, in words, by path."""
+        digests = digests_of(self.manifest)
+        return {
+            str(shard.path): f"{shard.num_tokens:,} tokens of {shard.dtype.itemsize} bytes, "
+            f"SHA-256 {digests.get(shard.path.name, 'unknown')}"
+            for shard in self.shards
+        }
+
+    def identity(self, known: Mapping[str, Sequence[list]], reads: bool) -> str:
+        """Return what tells this set from others: the SHA-256 of its shards' SHA-256 sums in the order of their names.
+
+        Args:
+            known: a fingerprint.
+            reads: read shards whose sums neither the manifest nor the fingerprint has.
+
+        Returns: "" if it would have to read.
+        """
+        digests, unchanged = digests_of(self.manifest), unchanged_in(known.get(self.key, ()))
+        found = [digests.get(shard.path.name) or unchanged.get(stamp(shard.path)) for shard in self.shards]
+        if not all(found) and not reads:
+            return ""
+        return identity_of(sha or sha256_of(shard.path) for sha, shard in zip(found, self.shards, strict=True))
 
 
-def check_listing(splits: dict[str, list[Shard]], manifest: dict | None, expected: dict[str, str]) -> None:
-    """Compare the shards of this machine with the listing() of rank 0."""
-    found = listing(splits, manifest)
-    for name in sorted(found.keys() | expected.keys()):
-        here, there = (shards.get(name, "no such shard") for shards in (found, expected))
+def identity_of(digests: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
+
+
+def digests_of(manifest: dict | None) -> dict[str, str]:
+    """Return the SHA-256 of each file that a manifest lists."""
+    return {entry["file"]: entry["sha256"] for entry in manifest["shards"]} if manifest else {}
+
+
+def check_listing(sets: Sequence[ShardSet], expected: Mapping[str, str]) -> None:
+    """Compare the shards of this machine with what rank 0 lists."""
+    found = {path: about for shard_set in sets for path, about in shard_set.listing().items()}
+    for path in sorted(found.keys() | expected.keys()):
+        here, there = (shards.get(path, "no such shard") for shards in (found, expected))
         if here != there:
             raise UserError(
-                f"{splits['train'][0].path.parent / name}: differs from rank 0's; found {here}, expected {there}. "
-                "Every node needs the same shards: copy rank 0's folder"
+                f"{path}: differs from rank 0's; found {here}, expected {there}. Every node needs the same shards: "
+                "copy rank 0's folder"
             )
 
 
-def fingerprint(
-    splits: dict[str, list[Shard]], manifest: dict | None, vocab_size: int, known: dict[str, list]
-) -> dict[str, list]:
-    """Check the shards of each split and compare them with the data of a checkpoint.
+def stamp(path: Path) -> tuple[str, int, int]:
+    """Return the name, the bytes and the modification time (ns) of a file."""
+    stat = path.stat()
+    return path.name, stat.st_size, stat.st_mtime_ns
 
-    Args:
-        splits: split -> its shards, none where this start does not use the split.
-        known: the checkpoint's fingerprint; empty for a new run.
 
-    Returns: split -> the entries of check_shards; a split without shards keeps those of `known`.
-    """
-    entries = dict(known)
-    for split, shards in splits.items():
-        if not shards:
-            continue
-        found = check_shards(shards, manifest, vocab_size, known.get(split, []))
-        for now, before in zip_longest(found, known.get(split) or found):
-            if now is None or before is None or now[-1] != before[-1]:
-                now, before = (
-                    f"{entry[0]} ({entry[1]:,} bytes, SHA-256 {entry[-1][:12]}...)" if entry else "nothing"
-                    for entry in (now, before)
-                )
-                raise UserError(
-                    f"the {split} shards in {shards[0].path.parent} are not those that the checkpoint was trained on: "
-                    f"found {now}, expected {before}; name the right folder with --data_dir"
-                )
-        entries[split] = found
-    return entries
+def unchanged_in(entries: Sequence[list]) -> dict[tuple, str]:
+    """Return stamp -> SHA-256 of the entries of check_shards()."""
+    return {tuple(name_size_time): digest for *name_size_time, digest in entries}
 
 
 def check_shards(
@@ -245,12 +276,10 @@ def check_shards(
 
     Returns: an entry for each shard, [file name, bytes, modification time (ns), SHA-256 in hex].
     """
-    digests = {entry["file"]: entry["sha256"] for entry in manifest["shards"]} if manifest else {}
-    unchanged = {tuple(name_size_time): digest for *name_size_time, digest in known}
+    digests, unchanged = digests_of(manifest), unchanged_in(known)
 
     def check(shard: Shard) -> list:
-        stat = shard.path.stat()
-        name_size_time = shard.path.name, stat.st_size, stat.st_mtime_ns
+        name_size_time = stamp(shard.path)
         if digest := unchanged.get(name_size_time):
             return [*name_size_time, digest]
         digest = sha256_of(shard.path)

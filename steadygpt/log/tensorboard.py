@@ -32,8 +32,11 @@ TAGS = {
 
 def tag_of(name: str) -> str:
     """Return the tag of a metric; scores of a task are grouped by the task, and what is left is the machine's load."""
+    kind, slash, of_set = name.partition("/")  # of one of several validation sets or sources
     task, accuracy, norm = name.partition("_acc")
-    return TAGS.get(name) or (f"{task}/acc{norm}" if accuracy else f"system/{name}")
+    if kind in TAGS:
+        return TAGS[kind] + slash + of_set
+    return f"{task}/acc{norm}" if accuracy else f"system/{name}"
 
 
 class TensorBoard:

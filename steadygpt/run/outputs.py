@@ -14,28 +14,33 @@ from steadygpt.checkpoint.files import LATEST, check_folder, summary
 from steadygpt.checkpoint.mirror import Mirror, restore_files
 from steadygpt.checkpoint.saves import CheckpointWriter, Saves, clean_folder
 from steadygpt.checkpoint.uploads import Uploads
-from steadygpt.data.shards import check_listing, fingerprint, listing
+from steadygpt.data.shards import check_listing, check_shards
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.ranks import StopSignal
 from steadygpt.run.memory import checkpoint_bytes
 from steadygpt.run.plan import Plan
 from steadygpt.run.start import IN_USE
+from steadygpt.run.starts import known_shards
 
 if TYPE_CHECKING:
     from steadygpt.config import TrainConfig
 
 
-def checked_fingerprint(plan: Plan) -> dict | None:
-    """Check that every rank has the same shards, and those that the run has trained on.
+def checked_fingerprint(plan: Plan) -> dict[str, list] | None:
+    """Check that every rank has the same shards, and read those that the run has not checked yet.
 
-    Returns: their fingerprint on rank 0.
+    Returns: on rank 0 what check_shards found in each set, by its key, and what is known of sets of earlier starts.
     """
-    data, ranks = plan.data, plan.ranks
-    known = plan.start.checkpoint["data_fingerprint"] if plan.start.checkpoint else {}
-    splits = {"train": data.train_shards, "val": data.val_shards}
-    names = ranks.broadcast(listing(splits, data.manifest))
-    ranks.on_each(lambda: check_listing(splits, data.manifest, names))
-    return ranks.on_main(lambda: fingerprint(splits, data.manifest, data.vocab_size, known))
+    sets, known, ranks = plan.data.sets, known_shards(plan.start.checkpoint), plan.ranks
+    expected = ranks.broadcast({path: about for shards in sets for path, about in shards.listing().items()})
+    ranks.on_each(lambda: check_listing(sets, expected))
+
+    def check() -> dict[str, list]:
+        vocab_size = plan.data.vocab_size
+        found = {s.key: check_shards(s.shards, s.manifest, vocab_size, known.get(s.key, ())) for s in sets}
+        return known | found
+
+    return ranks.on_main(check)
 
 
 def open_saves(plan: Plan, log: RunLog, stop: StopSignal, held: ExitStack) -> Saves:

@@ -16,6 +16,7 @@ from steadygpt.base.disk import existing
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint.files import git_commit
 from steadygpt.checkpoint.saves import interval_text
+from steadygpt.data.order import BLOCK_ROWS
 from steadygpt.machine.attention import kernel_name
 from steadygpt.machine.device import AUTOCAST, choose_precision, device_name
 from steadygpt.machine.host import check_compiler
@@ -24,11 +25,14 @@ from steadygpt.run.forecast import forecast
 from steadygpt.run.memory import checkpoint_bytes, estimate_memory, with_fitting_rows
 from steadygpt.run.schedule import Schedule, make_schedule, notes_of_decay
 from steadygpt.run.start import Start, name_of_run
+from steadygpt.run.starts import Entry, epochs_of_sources, phase_of
 
 if TYPE_CHECKING:
     from dataloader import Data, RowStream
     from model import GPT
     from steadygpt.config import TrainConfig
+
+MANY_EPOCHS = 4  # up to which repeated text is worth about as much as new text (Muennighoff et al. 2023)
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class Plan:
     config: "TrainConfig"  # settled
     start: Start
     data: "Data"
+    starts: list[Entry]  # the last one is this start
     schedule: Schedule
     sketch: "GPT"  # on the meta device
     ranks: Ranks
@@ -47,19 +52,13 @@ class Plan:
     def lines(self) -> list[str]:
         """Return the plan in words."""
         config, data, schedule, sketch, ranks = self.config, self.data, self.schedule, self.sketch, self.ranks
-        val_rows = validation_rows(config, data.val)
         T, world_size, micro_steps = config.context_length, ranks.world_size, config.grad_accum_steps(ranks.world_size)
         memory, host = estimate_memory(config, sketch, ranks)
         epochs = schedule.epochs(schedule.max_steps * schedule.rows_per_step)
-        commit, shards, checkpoint = git_commit(), data.train_shards, checkpoint_bytes(sketch, config.optimizer)
+        commit, checkpoint = git_commit(), checkpoint_bytes(sketch, config.optimizer)
         emulated = ", emulated slowly" * (config.precision == "fp8" and ranks.device.type != "cuda")
         dtype = AUTOCAST.get(config.precision, torch.float32)
         kernel = kernel_name((1, config.num_heads, T, sketch.config.head_size), dtype, ranks.device, config.dropout)
-        training = f"no shards in {config.data_dir} yet; planned with the vocabulary of --tokenizer {data.tokenizer}"
-        if shards:
-            tokens = sum(shard.num_tokens for shard in shards)
-            count = f"{len(shards)} shard{'s' * (len(shards) > 1)}"
-            training = f"{tokens:,} training tokens in {count} of {config.data_dir}"
 
         def uses(memory: dict[str, float], where: str) -> str:
             parts = ", ".join(f"{what} {size / 1e9:.2f}" for what, size in memory.items())
@@ -71,18 +70,22 @@ class Plan:
             f"model        {sketch.num_parameters() / 1e6:,.2f} M parameters: {config.num_layers} layers, "
             f"{config.num_heads} heads, {config.embd_size} wide, context {T:,}, "
             f"vocabulary {data.vocab_size:,} ({data.tokenizer})",
-            f"data         {training}; {val_rows * T:,} validation tokens",
+            *self._data_lines(),
             f"steps        {schedule.max_steps:,} of {config.total_batch_size:,} tokens = "
             f"{config.mini_batch_size} rows x {T:,} tokens x {world_size} rank{'s' * (world_size > 1)} x "
             f"{micro_steps} micro-step{'s' * (micro_steps > 1)}; "
-            + (f"{schedule.rows_per_epoch / schedule.rows_per_step:,.1f} steps an epoch, " if shards else "")
+            + (
+                f"{schedule.rows_per_epoch / schedule.rows_per_step:,.1f} steps an epoch, "
+                if schedule.rows_per_epoch
+                else ""
+            )
             + (f"{epochs:,.2f} epochs; " if epochs else "")
             + f"{schedule.warmup_steps:,} steps of warm-up",
             f"device       {world_size} x {device_name(ranks.device)}, {config.precision}{emulated}, "
             f"{config.sharding}{f', attention by {kernel}' * bool(kernel)}",
             f"memory       {uses(memory, 'a rank')}",
             f"host memory  {uses(host, 'on rank 0')} (rank 0 only)",
-            f"checkpoints  {_checkpoints_text(config, checkpoint, math.ceil(epochs))}",
+            f"checkpoints  {_checkpoints_text(config, checkpoint, math.ceil(epochs), not data.sources)}",
         ]
         if config.mirror:
             lines.append(f"mirror       {config.mirror}")
@@ -90,25 +93,66 @@ class Plan:
             lines.append(f"             {interval_text(60 * config.checkpoint_minutes, checkpoint)}")
         return [*lines, *self.notes]
 
+    def _data_lines(self) -> list[str]:
+        """Return lines about the training data, and about validation."""
+        config, data, schedule = self.config, self.data, self.schedule
+        if not data.sources:
+            folders = " or ".join(folder for folder, _ in config.sources().values())
+            vocabulary = f"planned with the vocabulary of --tokenizer {data.tokenizer}"
+            return [f"data         no shards in {folders} yet; {vocabulary}", *self._validation_line()]
+        of_sources = {}
+        for shards, _, _ in data.sources:
+            count = f"{len(shards.shards)} shard{'s' * (len(shards.shards) > 1)}"
+            of_sources[shards.name] = f"{shards.num_tokens:,} training tokens in {count} of {shards.folder}"
+        if len(of_sources) > 1:
+            steps, entry = schedule.max_steps - (self.start.step or 0), self.starts[-1]
+            end = epochs_of_sources(data, self.starts, entry["row"] + steps * schedule.rows_per_step)
+            for name, text in of_sources.items():
+                share = entry["shares"][entry["sources"][name][1]] / BLOCK_ROWS
+                many = f" -- MORE THAN {MANY_EPOCHS}, which teaches little" * (end[name] > MANY_EPOCHS)
+                of_sources[name] = f"{name}, {share:.1%} of the rows: {text}; {end[name]:,.2f} epochs by the end{many}"
+        first, *others = of_sources.values()
+        lines = [f"data         {first}", *(f"             {line}" for line in others)]
+        return [*lines, *self._validation_line()]
+
+    def val_rows(self) -> dict[str, int]:
+        """Return the rows of a validation by the names of the sets; of data that is not prepared yet, eval_tokens."""
+        config = self.config
+        if not self.data.sources and config.eval_freq:
+            return {"": config.eval_tokens // config.context_length}
+        return {val.shards.name: validation_rows(config, val.rows) for val in self.data.val_sets}
+
+    def _validation_line(self) -> list[str]:
+        config, rows, T = self.config, self.val_rows(), self.config.context_length
+        if not rows:
+            return []
+        sizes = ", ".join(
+            f"{name} {count * T:,}" if len(rows) > 1 else f"{count * T:,}" for name, count in rows.items()
+        )
+        # A forward pass is a third of a step's work.
+        cost = sum(rows.values()) * T / (3 * config.eval_freq * config.total_batch_size)
+        return [f"validation   {sizes} tokens every {config.eval_freq:,} steps: about {cost:.1%} of the time"]
+
     def forecast(self, step_s: float | None = None) -> list[str]:
         """Return what the run will take, as further lines.
 
         Args:
             step_s: measured seconds of a step, if known.
         """
-        val_rows, step = validation_rows(self.config, self.data.val), self.start.step or 0
+        val_rows, step = sum(self.val_rows().values()), self.start.step or 0
         elsewhere = self.precision_elsewhere
         return forecast(self.config, self.schedule, self.ranks, self.sketch, step, val_rows, step_s, elsewhere)
 
 
 def settle(
-    config: "TrainConfig", start: Start, given: Mapping[str, str], data: "Data", sketch: "GPT", ranks: Ranks,
-    held: ExitStack,
+    config: "TrainConfig", start: Start, given: Mapping[str, str], data: "Data", starts: list[Entry], sketch: "GPT",
+    ranks: Ranks, held: ExitStack,
 ) -> Plan:  # fmt: skip
     """Settle every option that the data, the machine or the length of the run decides; checkpoints store the result.
 
     Args:
         config, start, given: see find_start.
+        starts: the record of starts, with this one.
         sketch: the model of the run, on the meta device.
         held: reserves the name of the run until it closes.
 
@@ -124,16 +168,18 @@ def settle(
     config = replace(config, precision=precision)
     set_up(config, ranks.device)
     config, of_memory = with_fitting_rows(config, sketch, ranks)
-    schedule = make_schedule(config, data, world_size, start.step or 0, start.rows_consumed, strict_warmup)
+    has_epochs = not data.sources or (data.rows_per_epoch and not phase_of(starts).number)
+    rows_per_epoch = data.rows_per_epoch if has_epochs else None
+    schedule = make_schedule(config, rows_per_epoch, world_size, start.step or 0, start.rows_consumed, strict_warmup)
     name, logdir, of_name = name_of_run(config, start, given, ranks, held)
     config = replace(
         config, tokenizer=data.tokenizer, vocab_size=sketch.config.vocab_size, warmup_steps=schedule.warmup_steps,
         run_name=name, logdir=logdir,
     )  # fmt: skip
     of_rows, of_decay = note_of_rows(asked, config, world_size), notes_of_decay(config, schedule, checkpoint)
-    of_val = note_of_validation(config, data.val)
-    notes = tuple(filter(None, [of_memory, *start.notes, of_rows, of_precision, of_name, *of_decay, of_val]))
-    return Plan(config, start, data, schedule, sketch, ranks, notes, elsewhere)
+    of_val = (note_of_validation(config, val.shards.name, val.rows) for val in data.val_sets)
+    notes = tuple(filter(None, [of_memory, *start.notes, of_rows, of_precision, of_name, *of_decay, *of_val]))
+    return Plan(config, start, data, starts, schedule, sketch, ranks, notes, elsewhere)
 
 
 def note_of_rows(before: "TrainConfig", config: "TrainConfig", world_size: int) -> str:
@@ -145,11 +191,11 @@ def note_of_rows(before: "TrainConfig", config: "TrainConfig", world_size: int) 
     return f"mini_batch_size {wanted} -> {config.mini_batch_size}: a step has {rows:,} rows on {each}"
 
 
-def note_of_validation(config: "TrainConfig", val: "RowStream | None") -> str:
-    """Return a line for the plan if eval_tokens leaves out a part of the validation split."""
-    used, total = (n * config.context_length for n in (validation_rows(config, val), val.rows_per_epoch if val else 0))
-    note = f"eval_tokens: {used:,} of {total:,} validation tokens are used; to compare tokenizers, use all of them"
-    return note if used < total else ""
+def note_of_validation(config: "TrainConfig", name: str, val: "RowStream") -> str:
+    """Return a line for the plan if eval_tokens leaves out a part of a validation set."""
+    used, total = (rows * config.context_length for rows in (validation_rows(config, val), val.rows_per_epoch))
+    text = f"eval_tokens: {used:,} of {total:,} validation tokens of {name} are used; to compare tokenizers, use all of"
+    return f"{text} them" if used < total else ""
 
 
 def set_up(config: "TrainConfig", device: torch.device) -> None:
@@ -169,18 +215,18 @@ def set_up(config: "TrainConfig", device: torch.device) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def validation_rows(config: "TrainConfig", val: "RowStream | None") -> int:
+def validation_rows(config: "TrainConfig", val: "RowStream") -> int:
     """Return the number of rows of a validation: eval_tokens, or all rows if there are fewer."""
-    wanted = max(1, config.eval_tokens // config.context_length)
-    return min(wanted, val.rows_per_epoch or wanted) if val else 0
+    return min(max(1, config.eval_tokens // config.context_length), val.rows_per_epoch)
 
 
-def _checkpoints_text(config: "TrainConfig", size: int, epochs: int) -> str:
+def _checkpoints_text(config: "TrainConfig", size: int, epochs: int, more_epochs: bool) -> str:
     """Return what the checkpoints of a run take, and the flag that lets them fit on the disk.
 
     Args:
         size: bytes of a checkpoint.
-        epochs: of the run; 0: not known.
+        epochs: of the run.
+        more_epochs: their number is not known.
     """
     folder = Path(config.checkpoint_dir)
     free = shutil.disk_usage(existing(folder)).free
@@ -188,7 +234,9 @@ def _checkpoints_text(config: "TrainConfig", size: int, epochs: int) -> str:
     others = config.keep_checkpoints + 4 + (config.schedule == "wsd")
     others += bool(config.mirror)  # one stays until it is uploaded
     files = others + min(filter(None, (epochs, config.keep_epochs)), default=0)
-    more = "" if epochs or config.keep_epochs else " and one for each epoch, whose length is not known,"
+    more = (
+        "" if epochs or config.keep_epochs or not more_epochs else " and one for each epoch, whose length is not known,"
+    )
     text = f"{size / 1e9:.2f} GB each, at most {files:,}{more} in {folder}: {files * size / 1e9:,.1f} GB; "
     text += f"{free / 1e9:,.1f} GB free"
     if files * size <= free:

@@ -8,7 +8,6 @@ from steadygpt.base.options import UserError
 from steadygpt.checkpoint.files import EPOCH, ROLLING, STABLE
 
 if TYPE_CHECKING:
-    from dataloader import Data
     from steadygpt.config import TrainConfig
 
 
@@ -17,8 +16,8 @@ class Schedule:
     """The length of a run, and what ends with each of its steps."""
 
     rows_per_step: int
-    rows_per_epoch: int  # 0: the data is not prepared yet
-    steps_per_epoch: int  # 0: an epoch is one pass over the data
+    rows_per_epoch: int  # 0: the data is not prepared yet, or is a mixture
+    steps_per_epoch: int  # 0: an epoch is one pass over the data, or there is none
     max_steps: int
     warmup_steps: int
     stable_steps: int | None  # after which the cool-down begins, if there is one
@@ -84,19 +83,23 @@ def notes_of_decay(config: "TrainConfig", schedule: Schedule, checkpoint: dict |
 
 
 def make_schedule(
-    config: "TrainConfig", data: "Data", world_size: int, step: int = 0, rows: int = 0, strict_warmup: bool = True
-) -> Schedule:
+    config: "TrainConfig", rows_per_epoch: int | None, world_size: int, step: int = 0, rows: int = 0,
+    strict_warmup: bool = True,
+) -> Schedule:  # fmt: skip
     """Return the schedule of a run that is at `step` and has consumed `rows`; the batch size may have changed since.
 
     Args:
+        rows_per_epoch: None of a mixture, or after a change of the data: the run has no epochs.
         strict_warmup: False caps the warm-up at a tenth of the run.
     """
     config.check_together()
     config.shards(world_size)
     rows_per_step = config.total_batch_size // config.context_length
     max_steps = config.max_steps or config.num_epochs * config.steps_per_epoch
+    if not max_steps and rows_per_epoch is None:
+        raise UserError("a mixture of data has no epochs; give the length of the run with --max_steps")
     if not max_steps:  # enough for the remaining rows
-        max_steps = step + max(0, math.ceil((config.num_epochs * data.train.rows_per_epoch - rows) / rows_per_step))
+        max_steps = step + max(0, math.ceil((config.num_epochs * (rows_per_epoch or 0) - rows) / rows_per_step))
     if step > max_steps:
         raise UserError(f"the checkpoint is at step {step:,}, past the run's {max_steps:,}; give a larger --max_steps")
     warmup_steps = config.warmup_steps if strict_warmup else min(config.warmup_steps, max_steps // 10)
@@ -113,8 +116,8 @@ def make_schedule(
                 f"--resume stable is at step {step:,}, but a run of {max_steps:,} steps cools down from step "
                 f"{stable_steps:,} on; give at least --max_steps {math.ceil(step / (1 - config.cooldown))}"
             )
-    rows_per_epoch = data.train.rows_per_epoch
+    steps_per_epoch = 0 if rows_per_epoch is None else config.steps_per_epoch
     return Schedule(
-        rows_per_step, rows_per_epoch, config.steps_per_epoch, max_steps, warmup_steps, stable_steps,
+        rows_per_step, rows_per_epoch or 0, steps_per_epoch, max_steps, warmup_steps, stable_steps,
         config.checkpoint_freq,
     )  # fmt: skip

@@ -280,6 +280,8 @@ def resume_config(saved: dict, config: "TrainConfig", given: Mapping[str, str]) 
         tasks = saved["eval_tasks"].split(",")
         saved["eval_tasks"] = ",".join(f"{task}={file}" if task.strip() == "hellaswag" else task for task in tasks)
     saved["mini_batch_size"] = saved.get("wanted_rows") or saved["mini_batch_size"]
+    if given.get("data_dir") == "flag":
+        saved["mix"] = ""  # which would come before it
     for name, f in options.items():
         new, on_resume = getattr(config, name), f.metadata["on_resume"]
         if on_resume == "launch":

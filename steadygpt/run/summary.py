@@ -34,6 +34,10 @@ def summarize(results: Results, saves: Saves, parameters: int, status: str, reas
         lines["loss"] += f", validation {state.val_loss:.4f}"
         if (bpb := bits_per_byte(writer.evaluations, state.val_loss)) is not None:
             lines["loss"] += f" ({bpb:.4f} bits per byte)"
+        found = next((found for found in writer.evaluations.values() if found.get("val_loss") == state.val_loss), {})
+        by_name = {name.removeprefix("val_loss/"): loss for name, loss in found.items() if name.startswith("val_loss/")}
+        if by_name:
+            lines["validation"] = ", ".join(f"{name} {loss:.4f}" for name, loss in by_name.items() if loss is not None)
     if state.best_val_loss is not None:
         steps = [at for at, scores in writer.evaluations.items() if scores.get("val_loss") == state.best_val_loss]
         lines["loss"] += f", best {state.best_val_loss:.4f}{f' at step {steps[0]:,}' if steps else ''}"
@@ -56,6 +60,24 @@ def summarize(results: Results, saves: Saves, parameters: int, status: str, reas
     end = f"{status}{f' ({reason})' if reason else ''} after {counted(state.step, 'step')} and "
     end += f"{duration_text(elapsed_s)}; checkpoints in {config.checkpoint_dir}"
     return [end, *(f"{name:<13}{text}" for name, text in lines.items())]
+
+
+def validation_text(sets: Mapping[str, Mapping[str, float]], best: bool, epochs: Mapping[str, float]) -> str:
+    """Return what a validation has found.
+
+    Args:
+        sets: name -> val_loss, and val_bpb if it is known.
+        best: whether the first set's loss is the best so far.
+        epochs: of each source of a mixture.
+    """
+    parts: list[str] = []
+    for name, scores in sets.items():
+        is_best = " (best so far)" * (best and not parts)
+        bits = f", {scores['val_bpb']:.4f} bits per byte" if "val_bpb" in scores else ""
+        parts.append(f"{f'{name}: ' * (len(sets) > 1)}val loss {scores['val_loss']:.4f}{is_best}{bits}")
+    if epochs:
+        parts.append("epochs: " + ", ".join(f"{name} {number:.2f}" for name, number in epochs.items()))
+    return " | ".join(parts)
 
 
 def load_text(means: Mapping[str, float]) -> str:

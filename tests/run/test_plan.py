@@ -109,7 +109,7 @@ def test_plan_of_a_known_number_of_steps_needs_no_data(tmp_path, monkeypatch, ca
 
 
 def test_plan_says_what_eval_tokens_leaves_out(workdir, capsys):
-    note = "eval_tokens: 32 of 192 validation tokens are used; to compare tokenizers, use all of them"
+    note = "eval_tokens: 32 of 192 validation tokens of data are used; to compare tokenizers, use all of them"
     assert run_here("--dry_run", "--eval_freq", "4", "--eval_tokens", "32") == 0
     assert f"{note}\n" in capsys.readouterr().out
     for flags in (("--eval_freq", "4", "--eval_tokens", "192"), ("--eval_freq", "0", "--eval_tokens", "32")):

@@ -1,0 +1,179 @@
+"""The record of starts: what each start of a run trained on, and how. Every checkpoint holds it, as a list of entries.
+
+An entry holds plain types under these names:
+
+    step, row            of the first step of the start, and of its first row
+    options              all options, by name
+    sources, val_sets    name -> [folder, identity of the shards]; the first validation set stays the first one
+    shares               identity -> rows of BLOCK_ROWS
+    given                identity -> rows that each source gave before this start, also of sources that now give none
+    ranks, threads, device, torch
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from steadygpt.base.options import UserError, shown_options
+from steadygpt.data.order import BLOCK_ROWS, Phase, shares_of_block
+from steadygpt.data.shards import identity_of
+from steadygpt.machine.device import device_name
+from steadygpt.machine.ranks import Ranks
+
+if TYPE_CHECKING:
+    from dataloader import Data, Source
+    from steadygpt.config import TrainConfig
+    from steadygpt.run.start import Start
+
+Entry = dict[str, Any]
+
+
+def known_shards(checkpoint: Mapping[str, Any] | None) -> dict[str, list]:
+    """Return the fingerprint of a checkpoint; older ones had a key for each split of data_dir."""
+    entries = (checkpoint and checkpoint["data_fingerprint"]) or {}
+    folder = checkpoint["train_config"].get("data_dir") if checkpoint else ""
+    return {key if ":" in key else f"{folder}:{key}": found for key, found in entries.items()}
+
+
+def starts_of(checkpoint: Mapping[str, Any] | None) -> list[Entry]:
+    """Return the record of a checkpoint; that of an older one is a single start."""
+    if checkpoint is None or "starts" in checkpoint:
+        return checkpoint["starts"] if checkpoint else []
+    known, options = known_shards(checkpoint), checkpoint["train_config"]
+    folder = options["data_dir"]
+
+    def places(split: str) -> dict[str, list[str]]:
+        entries = known.get(f"{folder}:{split}")
+        return {Path(folder).name: [folder, identity_of(digest for *_, digest in entries)]} if entries else {}
+
+    train = places("train")
+    return [
+        {
+            "step": 0,
+            "row": 0,
+            "options": options,
+            "sources": train,
+            "val_sets": places("val"),
+            "shares": {identity: BLOCK_ROWS for _, identity in train.values()},
+            "given": {identity: 0 for _, identity in train.values()},
+            "ranks": checkpoint["world_size"],
+            "threads": None,
+            "device": None,
+            "torch": checkpoint["torch_version"],
+        }
+    ]
+
+
+def phase_of(starts: Sequence[Entry]) -> Phase:
+    """Return the last phase of a record: a start with another mixture than the one before begins a phase."""
+    phase = None
+    for entry in starts:
+        if phase is None or entry["shares"] != phase.shares:
+            phase = Phase(phase.number + 1 if phase else 0, entry["row"], entry["shares"], entry["given"])
+    assert phase, "a record has an entry"
+    return phase
+
+
+def first_val_set(starts: Sequence[Entry]) -> tuple[str, str, str] | None:
+    """Return name, folder and identity of the validation set that tells which model is best, if there is one yet."""
+    sets = [(name, *place) for entry in starts for name, place in entry["val_sets"].items()]
+    return sets[0] if sets else None
+
+
+def record_start(
+    config: "TrainConfig", start: "Start", data: "Data", ranks: Ranks, known: Mapping[str, list] | None
+) -> list[Entry]:
+    """Return on every rank the record of a run, with an entry for the start that begins now.
+
+    Args:
+        known: on rank 0, the fingerprint as far as it is known. Shards that are not in it, and have no manifest, are
+            read only by a run that resumes: a new one reads them later, and until then their folder stands for their
+            identity; other commands assume that they are what they were.
+
+    Raises: UserError for a mixture that is not possible, or differs from the one before without --allow_changes.
+    """
+    starts = ranks.broadcast(ranks.on_main(lambda: _with_this_start(config, start, data, ranks, known or {})))
+    assert starts
+    return starts
+
+
+def _with_this_start(
+    config: "TrainConfig", start: "Start", data: "Data", ranks: Ranks, known: Mapping[str, list]
+) -> list[Entry]:
+    before, row = starts_of(start.checkpoint), start.rows_consumed
+    assumed = before[-1]["sources"] if before else {}
+    if len(assumed) == len(data.sources) == 1:
+        assumed = {data.sources[0].shards.name: next(iter(assumed.values()))}
+
+    def places(of: Sequence["Source"]) -> dict[str, list[str]]:
+        found = {}
+        for shards, *_ in of:
+            identity = shards.identity(known, reads=config.trains and bool(before))
+            found[shards.name] = [shards.folder, identity or assumed.get(shards.name, ["", shards.folder])[1]]
+        return found
+
+    sources, val_sets = places(data.sources), places(data.val_sets)
+    shares = shares_of(sources, {source.shards.name: source.weight for source in data.sources})
+    given = phase_of(before).given_at(row, config.seed) if before else {}
+    entry = {
+        "step": start.step or 0,
+        "row": row,
+        "options": shown_options(config),
+        "sources": sources,
+        "val_sets": val_sets,
+        "shares": shares,
+        "given": dict.fromkeys(shares, 0) | given,
+        "ranks": ranks.world_size,
+        "threads": torch.get_num_threads(),
+        "device": device_name(ranks.device),
+        "torch": str(torch.__version__),
+    }
+    if before and shares != before[-1]["shares"] and not config.allow_changes:
+        raise UserError(
+            f"the training data is {mixture_text(entry)}, but the checkpoint was trained with "
+            f"{mixture_text(before[-1])}; name the same data, or add --allow_changes to train on this from here on"
+        )
+    return [*before, entry]
+
+
+def shares_of(sources: Mapping[str, Sequence[str]], weights: Mapping[str, Fraction]) -> dict[str, int]:
+    """Return how many of BLOCK_ROWS rows each source gives, by identity.
+
+    Args:
+        sources: name -> (folder, identity).
+        weights: by name.
+
+    Raises: UserError for two sources with the same shards, and for one with less than a row.
+    """
+    names: dict[str, str] = {}
+    for name, (_, identity) in sources.items():
+        if (other := names.setdefault(identity, name)) != name:
+            raise UserError(f"--mix: {other} and {name} have the same shards; give one of them the sum of the weights")
+        rest = sum(weights.values()) - weights[name]
+        if weights[name] < rest / (BLOCK_ROWS - 1):
+            # Three digits, rounded up.
+            unit = Fraction(10) ** (math.floor(math.log10(rest / (BLOCK_ROWS - 1))) - 2)
+            least = math.ceil(rest / (BLOCK_ROWS - 1) / unit) * unit
+            raise UserError(
+                f"--mix: the weight of {name} is {float(weights[name]):g}, less than one row in {BLOCK_ROWS:,}; "
+                f"expected at least {float(least):g}"
+            )
+    return shares_of_block({identity: weights[name] for identity, name in names.items()})
+
+
+def mixture_text(entry: Entry) -> str:
+    """Return the sources of a start with their shares."""
+    return ", ".join(
+        f"{name} {entry['shares'][identity] / BLOCK_ROWS:.1%} ({folder}, SHA-256 {identity[:12]}...)"
+        for name, (folder, identity) in entry["sources"].items()
+    )
+
+
+def epochs_of_sources(data: "Data", starts: Sequence[Entry], row: int) -> dict[str, float]:
+    """Return by name how many epochs of each source a run has seen once it has consumed `row` rows."""
+    places, given = starts[-1]["sources"], phase_of(starts).given_at(row, starts[-1]["options"]["seed"])
+    return {shards.name: given[places[shards.name][1]] / rows.rows_per_epoch for shards, rows, _ in data.sources}
