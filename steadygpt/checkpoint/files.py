@@ -251,6 +251,8 @@ def read_evaluations(folder: Path) -> dict[int, dict[str, float | None]]:
         raise UserError(f"{path}: corrupt, so its validation losses are ignored") from error
 
 
-def bits_per_byte(evaluations: Mapping[Any, Mapping[str, float | None]], val_loss: float | None) -> float | None:
-    """Return the bits per byte of the validation that found this loss; None if they are not known."""
-    return next((scores.get("val_bpb") for scores in evaluations.values() if scores.get("val_loss") == val_loss), None)
+def validation_of(
+    evaluations: Mapping[Any, Mapping[str, float | None]], val_loss: float | None
+) -> Mapping[str, float | None]:
+    """Return the evaluation that found this validation loss; empty if there is none."""
+    return next((scores for scores in evaluations.values() if scores.get("val_loss") == val_loss), {})

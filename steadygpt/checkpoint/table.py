@@ -3,7 +3,7 @@
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from textwrap import wrap
@@ -11,11 +11,10 @@ from typing import Any
 
 from steadygpt.base.options import UserError
 from steadygpt.base.text import duration_text
-from steadygpt.checkpoint.files import bits_per_byte, checkpoint_files, read_checkpoint, read_evaluations, summary
+from steadygpt.checkpoint.files import checkpoint_files, read_checkpoint, read_evaluations, summary, validation_of
 from steadygpt.checkpoint.mirror import Mirror
 
-_ROW = "{:<26} {:>8} {:>7} {:>8} {:>8} {:>9} {:>12} {:>12}  {}".format
-TABLE_HEAD = _ROW("file", "step", "epoch", "loss", "val loss", "bits/byte", "size", "age", "state")
+_ROW = "{:<26} {:>8} {:>7} {:>8} {:>8} {:>9}{} {:>12} {:>12}  {}".format
 
 
 def print_checkpoints(folder: Path, mirror: str = "", verbose: bool = False) -> int:
@@ -25,11 +24,28 @@ def print_checkpoints(folder: Path, mirror: str = "", verbose: bool = False) -> 
     return 0
 
 
-def table_row(name: str, about: Mapping[str, Any], size: int, written_s: float, state: str) -> str:
+def further_sets(evaluations: Mapping[int, Mapping[str, Any]]) -> list[str]:
+    """Return the names of the validation sets but the first, which is val loss."""
+    names = [name.removeprefix("val_loss/") for found in evaluations.values() for name in found if "val_loss/" in name]
+    return [*dict.fromkeys(names)][1:]
+
+
+def table_head(sets: Sequence[str]) -> str:
+    """Return the first line of the table, with a column for each of the further validation sets."""
+    columns = "".join(f" {name:>8}" for name in sets)
+    return _ROW("file", "step", "epoch", "loss", "val loss", "bits/byte", columns, "size", "age", "state")
+
+
+def table_row(name: str, about: Mapping[str, Any], sets: Sequence[str], size: int, written_s: float, state: str) -> str:
     """Return a line of the table; `about` has step, epoch, loss, val_loss and val_bpb, and lacks what is unknown."""
+
+    def shown(key: str, form: str) -> str:
+        return "-" if about.get(key) is None else format(about[key], form)
+
     forms = {"step": "d", "epoch": ".2f", "loss": ".4f", "val_loss": ".4f", "val_bpb": ".4f"}
-    numbers = ["-" if about.get(key) is None else format(about[key], form) for key, form in forms.items()]
-    return _ROW(name, *numbers, f"{size / 1e6:,.1f} MB", duration_text(time.time() - written_s), state)
+    numbers = [shown(key, form) for key, form in forms.items()]
+    losses = "".join(f" {shown(f'val_loss/{of_set}', '.4f'):>{max(8, len(of_set))}}" for of_set in sets)
+    return _ROW(name, *numbers, losses, f"{size / 1e6:,.1f} MB", duration_text(time.time() - written_s), state)
 
 
 def checkpoint_table(folder: Path, verbose: bool = False) -> Iterator[str]:
@@ -41,19 +57,20 @@ def checkpoint_table(folder: Path, verbose: bool = False) -> Iterator[str]:
     files = checkpoint_files(folder)
     if not files:
         raise UserError(f"no checkpoints in {folder}; name their folder with --checkpoint_dir")
-    yield TABLE_HEAD
     described: dict[int, tuple[dict, str]] = {}  # by inode, so that a file with several names is read once
     try:
         evaluations = read_evaluations(folder)
     except UserError as error:
         evaluations = {}
         yield f"warning: {error}"
+    sets = further_sets(evaluations)
+    yield table_head(sets)
     for file in files:
         stat = file.stat()
         if stat.st_ino not in described:
             described[stat.st_ino] = _describe(file, evaluations)
         about, state = described[stat.st_ino]
-        yield table_row(file.name, about, stat.st_size, stat.st_mtime, state)
+        yield table_row(file.name, about, sets, stat.st_size, stat.st_mtime, state)
     yield f"{len(files)} names of {len(described)} files in {folder}"
     intact = [file for file in files if described.pop(file.stat().st_ino, ({}, ""))[1] == "intact"] if verbose else []
     for file in intact:  # one for each file, under its first name
@@ -73,7 +90,8 @@ def validated(about: Mapping[str, Any], evaluations: Mapping[int, dict]) -> dict
     """Return summary() with the validation of its step, or else of the last one before it, if they are known."""
     # A checkpoint is captured before the evaluation of its step.
     val_loss = evaluations.get(about["step"], {}).get("val_loss", about["val_loss"])
-    return {**about, "val_loss": val_loss, "val_bpb": bits_per_byte(evaluations, val_loss)}
+    found = validation_of(evaluations, val_loss)
+    return {**about, "val_loss": val_loss, **{key: score for key, score in found.items() if key.startswith("val_")}}
 
 
 def mirror_table(mirror: Mirror) -> Iterator[str]:
@@ -81,12 +99,13 @@ def mirror_table(mirror: Mirror) -> Iterator[str]:
     there = mirror.patiently(mirror.index).checkpoints
     if not there:
         raise UserError(f"no checkpoints in {mirror.url}; expected the URL that --mirror had")
-    yield TABLE_HEAD
     sizes, evaluations = mirror.patiently(mirror.sizes), mirror.patiently(mirror.evaluations)
+    sets = further_sets(evaluations)
+    yield table_head(sets)
     for name, entry in there.items():
         found = sizes.get(entry.file)
         state = "complete" if found == entry.size else "missing" if found is None else f"incomplete: {found:,} bytes"
-        yield table_row(name, validated(asdict(entry), evaluations), entry.size, entry.mtime_ns / 1e9, state)
+        yield table_row(name, validated(asdict(entry), evaluations), sets, entry.size, entry.mtime_ns / 1e9, state)
     yield f"{len(there)} names of {len(set(there.values()))} files in {mirror.url}"
 
 

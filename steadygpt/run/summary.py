@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from steadygpt.base.text import duration_text
-from steadygpt.checkpoint.files import bits_per_byte
+from steadygpt.checkpoint.files import validation_of
 from steadygpt.checkpoint.saves import Saves, pause_text
 from steadygpt.machine.device import peak_memory_bytes, process_age_s
 from steadygpt.run.results import Results
@@ -32,9 +32,9 @@ def summarize(results: Results, saves: Saves, parameters: int, status: str, reas
     lines["loss"] = "none" if state.loss is None else f"{state.loss:.4f}"
     if state.val_loss is not None:
         lines["loss"] += f", validation {state.val_loss:.4f}"
-        if (bpb := bits_per_byte(writer.evaluations, state.val_loss)) is not None:
+        found = validation_of(writer.evaluations, state.val_loss)
+        if (bpb := found.get("val_bpb")) is not None:
             lines["loss"] += f" ({bpb:.4f} bits per byte)"
-        found = next((found for found in writer.evaluations.values() if found.get("val_loss") == state.val_loss), {})
         by_name = {name.removeprefix("val_loss/"): loss for name, loss in found.items() if name.startswith("val_loss/")}
         if by_name:
             lines["validation"] = ", ".join(f"{name} {loss:.4f}" for name, loss in by_name.items() if loss is not None)

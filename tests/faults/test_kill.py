@@ -11,11 +11,12 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from conftest import MODERN, assert_same_state, load
+from conftest import MODERN, TINY, assert_same_state, load, write_data
 from harness import LaunchedRun, Run, assert_equals_reference, folders
-from injected import kill_at, record_save_calls, record_tokens, tokens_of_steps
+from injected import kill_at, record_save_calls, record_tokens, signal_at, tokens_of_steps
 
 from steadygpt.checkpoint.files import find_checkpoint
+from steadygpt.run.starts import phase_of
 
 FLAGS = ("--max_steps", "100", "--checkpoint_freq", "1", "--keep_checkpoints", "3", "--dropout", "0.1")
 
@@ -74,6 +75,42 @@ def test_kill_at_random_instants(workdir, least, ranks, recipe, record_property)
 
     kill_repeatedly(least, start, ranks, record_property)
     assert len(tokens_of_steps()) == 100 * ranks  # also checks that repeated steps read the same tokens
+
+
+# The last step of each part, and its mixture: a source comes back, and one is new.
+PARTS = ((30, "data/a:7,data/b:3"), (60, "data/b:1,data/c:1"), (100, "data/a:1,data/b:4,data/c:2"))
+
+
+@pytest.mark.parametrize(
+    ("least", "ranks"), [(4, 1), *(pytest.param(10, ranks, marks=pytest.mark.storm) for ranks in (1, 2))]
+)
+def test_kill_while_the_mixture_changes_twice(workdir, least, ranks, record_property):
+    for seed, name in enumerate("abc"):
+        write_data(Path("data", name), num_tokens=(200, 900 + 100 * seed), seed=seed)
+
+    def start(name: str, last: int, mix: str) -> Run:
+        flags = (*FLAGS, *folders(name), "--mix", mix, "--resume", "auto", "--allow_changes")
+        return Run(*flags, ranks=ranks, faults=[record_tokens, partial(signal_at, last)], tiny=TINY)
+
+    for part in PARTS:
+        run = start("reference", *part)
+        assert set(run.wait()) == {0}, run.text()
+    rng, kills, number = random.Random(ranks), 0, 0
+    while kills < least:
+        for part in PARTS:
+            text = ""
+            while not re.search(r"^(stopped|finished)", text, re.MULTILINE):
+                run = start(f"run{number}", *part)
+                run.wait_for(r"^step +\d+/|^stopped|^finished")
+                time.sleep(rng.uniform(0, 0.4))
+                run.kill()
+                text = run.text()
+                kills += not re.search(r"^(stopped|finished)", text, re.MULTILINE)
+        assert_equals_reference(f"run{number}")
+        assert phase_of(load(f"run{number}/ckpt/latest.pt")["starts"]).number == 2
+        number += 1
+    assert len(tokens_of_steps()) == 100 * ranks
+    record_property(f"kills of a run on {ranks} rank{'s' * (ranks > 1)} whose mixture changes twice", kills)
 
 
 @pytest.mark.storm

@@ -1,0 +1,374 @@
+"""Mixtures of sources: the order of their rows, phases, and runs whose mixture changes."""
+
+import hashlib
+import json
+import shutil
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import TINY, load, metrics, run_here, scalars, write_data
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import train
+from dataloader import BatchLoader, Mixture, RowStream
+from steadygpt.base import durable
+from steadygpt.base.options import UserError
+from steadygpt.config import TrainConfig, parse_args
+from steadygpt.data import shards
+from steadygpt.data.order import BLOCK_ROWS, Phase, shares_of_block
+from steadygpt.data.shards import Shard
+from steadygpt.run.starts import phase_of, shares_of
+
+weights = st.lists(st.fractions(Fraction(1, 20), 20), min_size=1, max_size=5)
+rows = st.integers(0, 3 * BLOCK_ROWS)
+
+
+class Numbers(Shard):
+    """A shard in memory with the tokens from `first` on."""
+
+    def __init__(self, first: int, num_tokens: int):
+        super().__init__(Path("memory"), np.dtype("<u4"), 0, num_tokens)
+        object.__setattr__(self, "array", first + np.arange(num_tokens))
+
+    def tokens(self):
+        return self.array
+
+
+def stream_of(source: int, num_rows: int = 700) -> RowStream:
+    """Return a source of two shards, with rows of one token: row r of source s has the token 1000 * s + r."""
+    first, second = num_rows // 2, num_rows - num_rows // 2
+    shards = [Numbers(1000 * source, first + 1), Numbers(1000 * source + first, second + 1)]
+    return RowStream(shards, 1, seed=7, shuffle_shards=True, shuffle_rows=True)
+
+
+def mixture_of(shares: dict[str, int], number=0, first_row=0, given=None, seed=7) -> Mixture:
+    """Return a mixture of the sources "0", "1", ..."""
+    streams = {name: stream_of(int(name)) for name in shares}
+    return Mixture(streams, Phase(number, first_row, shares, given or {}), seed)
+
+
+def shares_by_name(parts: list[Fraction]) -> dict[str, int]:
+    return shares_of_block({str(i): weight for i, weight in enumerate(parts)})
+
+
+def inputs_of(mixture: Mixture, start: int, count: int) -> list[int]:
+    return mixture.read(start, count)[:, 0].tolist()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the order
+
+
+@given(weights)
+def test_shares_are_the_weights_to_less_than_a_row_and_fill_a_block(parts):
+    shares = shares_by_name(parts)
+    assert sum(shares.values()) == BLOCK_ROWS
+    assert all(abs(shares[str(i)] - BLOCK_ROWS * part / sum(parts)) < 1 for i, part in enumerate(parts))
+
+
+def test_a_source_with_less_than_a_row_in_a_block_is_refused_with_the_smallest_weight_that_works():
+    sources = {name: ("data", name) for name in ("web", "math", "code")}
+
+    def shares(web: str, math: str, code: str) -> dict[str, int]:
+        return shares_of(sources, dict(zip(sources, map(Fraction, (web, math, code)), strict=True)))
+
+    with pytest.raises(UserError, match=r"the weight of math is 1, less than one row in 4,096; .* at least 19\.6"):
+        shares("50000", "1", "30011")
+    assert shares("50000", "19.6", "30011")["math"] == 1
+    with pytest.raises(UserError, match=r"the weight of math is 19\.5, .* at least 19\.6"):
+        shares("50000", "19.5", "30011")
+    assert shares_of({"a": ("", "a"), "b": ("", "b")}, {"a": Fraction(1), "b": Fraction(999)})["a"] == 4
+
+
+def test_two_sources_with_the_same_shards_are_refused():
+    with pytest.raises(UserError, match="web and copy have the same shards; give one of them the sum"):
+        shares_of({"web": ("data/a", "1f"), "copy": ("data/b", "1f")}, {"web": Fraction(1), "copy": Fraction(2)})
+
+
+@given(weights, st.lists(st.integers(1, 900), min_size=1, max_size=8), rows)
+@settings(deadline=None, max_examples=10)
+def test_rows_do_not_depend_on_how_many_are_read_at_once(parts, counts, start):
+    mixture, at_once = mixture_of(shares_by_name(parts)), mixture_of(shares_by_name(parts))
+    expected, position, found = inputs_of(at_once, start, sum(counts)), start, []
+    for count in counts:
+        found += inputs_of(mixture, position, count)
+        position += count
+    assert found == expected
+
+
+@given(weights)
+@settings(deadline=None, max_examples=10)
+def test_each_source_gives_its_own_stream_whatever_the_others(parts):
+    shares = shares_by_name(parts)
+    found = np.array(inputs_of(mixture_of(shares), 0, 2 * BLOCK_ROWS))
+    for name, share in shares.items():
+        of_source = found[found // 1000 == int(name)]
+        assert len(of_source) == 2 * share
+        assert of_source.tolist() == stream_of(int(name)).read(0, 2 * share)[:, 0].tolist()
+        whole = of_source[: len(of_source) // 700 * 700].reshape(-1, 700)
+        assert (np.sort(whole, axis=1) == 1000 * int(name) + np.arange(700)).all()  # each row once in each epoch
+
+
+def test_one_source_alone_is_its_stream():
+    assert inputs_of(mixture_of({"3": BLOCK_ROWS}), 0, 9000) == stream_of(3).read(0, 9000)[:, 0].tolist()
+
+
+def test_neither_the_place_in_the_list_nor_the_name_matters():
+    def order_of(config: TrainConfig) -> list[int]:
+        identities = {"web": "1f", "code": "0a", "one": "1f", "two": "0a"}
+        weights = {identities[name]: weight for name, (_, weight) in config.sources().items()}
+        return inputs_of(
+            Mixture({"1f": stream_of(1), "0a": stream_of(0)}, Phase(0, 0, shares_of_block(weights), {}), 7), 0, 500
+        )
+
+    first = order_of(TrainConfig(mix="data/web:7,data/code:2"))
+    assert order_of(TrainConfig(mix="two=data/code:4,one=data/web:14")) == first
+    assert order_of(TrainConfig(mix="data/web:7,data/code:3")) != first
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_step_has_the_same_rows_on_any_number_of_ranks(world_size):
+    def steps_of(world_size: int) -> list[list[int]]:
+        mixture = mixture_of({"0": 3000, "1": 1096}, first_row=64)
+        loaders = [BatchLoader(mixture, 8 // world_size, 64, rank, world_size) for rank in range(world_size)]
+        steps = [sorted(i for loader in loaders for i in loader.next()[0][:, 0].tolist()) for _ in range(20)]
+        for loader in loaders:
+            loader.close()
+        return steps
+
+    assert steps_of(world_size) == steps_of(1)
+
+
+def test_the_order_never_changes():
+    mixture = mixture_of({"0": 2867, "1": 819, "2": 410}, number=2, first_row=1234, given={"0": 11, "2": 5, "9": 3})
+    found = np.array(inputs_of(mixture, 1234, 10_000), "<i8")
+    expected = "82ee20c397d07c95dd4a77086b24710f03d92a550d60e3c62e9a5d92c6e2195c"
+    assert hashlib.sha256(found.tobytes()).hexdigest() == expected
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# phases
+
+
+@given(st.lists(st.tuples(weights, st.integers(0, 6000)), min_size=2, max_size=4))
+@settings(deadline=None, max_examples=10)
+def test_a_change_at_any_row_leaves_each_source_a_prefix_of_its_own_stream(phases):
+    starts, row, found = [], 0, []
+    for parts, count in phases:
+        shares = shares_by_name(parts)
+        given = phase_of(starts).given_at(row, 7) if starts else {}
+        starts.append({"row": row, "shares": shares, "given": dict.fromkeys(shares, 0) | given})
+        phase = phase_of(starts)
+        found += inputs_of(Mixture({name: stream_of(int(name)) for name in shares}, phase, 7), row, count)
+        row += count
+    tokens = np.array(found, int)
+    for name, number in phase_of(starts).given_at(row, 7).items():
+        of_source = tokens[tokens // 1000 == int(name)].tolist()
+        assert of_source == stream_of(int(name)).read(0, number)[:, 0].tolist()
+
+
+def test_a_phase_begins_where_the_mixture_changes():
+    def entry(row: int, **shares: int) -> dict:
+        return {"row": row, "shares": shares, "given": {"a": row}}
+
+    starts = [entry(0, a=4096), entry(10, a=4096), entry(20, a=1, b=4095), entry(30, b=4095, a=1), entry(40, a=4096)]
+    found = [phase_of(starts[:count]) for count in range(1, 6)]
+    assert [(phase.number, phase.first_row) for phase in found] == [(0, 0), (0, 0), (1, 20), (1, 20), (2, 40)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# runs
+
+
+@pytest.fixture
+def sources(workdir) -> Path:
+    """A working directory with data/web, data/code and data/math."""
+    for seed, name in enumerate(("web", "code", "math"), start=1):
+        write_data(Path("data", name), num_tokens=(200, 600 + 100 * seed, 500), seed=seed)
+    return workdir
+
+
+MIX, OTHER = ("--mix", "data/web:7,data/code:3"), ("--mix", "data/code:1,data/math:1")
+
+
+def run_mixed(*flags: str) -> int:
+    """Run train.main with a tiny model, and without --data_dir."""
+    return train.main([*TINY, *flags])
+
+
+def refused(*flags: str) -> str:
+    with pytest.raises(UserError) as caught:
+        run_mixed(*flags)
+    return str(caught.value)
+
+
+def test_one_source_with_any_weight_is_the_run_of_its_folder(sources):
+    assert run_mixed("--mix", "data/web:3", "--checkpoint_dir", "mixed", "--logdir", "m") == 0
+    assert run_mixed("--data_dir", "data/web", "--checkpoint_dir", "alone", "--logdir", "a") == 0
+    assert metrics("m", "loss") == metrics("a", "loss")
+    assert all((load("mixed/latest.pt")["model"][k] == w).all() for k, w in load("alone/latest.pt")["model"].items())
+
+
+def test_a_mixture_changes_only_on_request_and_each_source_continues(sources, capsys):
+    assert run_mixed(*MIX, "--max_steps", "4") == 0
+    found = refused(*OTHER, "--resume", "latest")
+    assert "the training data is code 50.0% (data/code, SHA-256 " in found
+    assert "but the checkpoint was trained with web 70.0% (data/web, SHA-256 " in found
+    assert found.endswith("name the same data, or add --allow_changes to train on this from here on")
+    assert run_mixed(*OTHER, "--resume", "latest", "--allow_changes", "--max_steps", "6") == 0
+    assert "changed mix: 'data/web:7,data/code:3' -> 'data/code:1,data/math:1'\n" in capsys.readouterr().out
+    assert run_mixed("--resume", "latest", "--max_steps", "8") == 0  # the mixture is that of the checkpoint
+    starts = load("checkpoints/latest.pt")["starts"]
+    assert [(entry["step"], entry["row"], list(entry["sources"])) for entry in starts] == [
+        (0, 0, ["web", "code"]),
+        (4, 16, ["code", "math"]),
+        (6, 24, ["code", "math"]),
+    ]
+    assert phase_of(starts).number == 1
+    web, code = (identity for _, identity in starts[0]["sources"].values())
+    assert starts[1]["given"][web] + starts[1]["given"][code] == 16
+    assert starts[2]["given"][web] == starts[1]["given"][web]  # dropped, and kept in mind
+    assert [entry["options"]["max_steps"] for entry in starts] == [4, 6, 8]
+
+
+def test_an_older_checkpoint_forgets_later_phases(sources):
+    assert run_mixed(*MIX, "--max_steps", "4", "--checkpoint_freq", "4") == 0
+    assert run_mixed(*OTHER, "--resume", "latest", "--allow_changes", "--max_steps", "8") == 0
+    assert run_mixed("--resume", "checkpoints/rolling_step_000004.pt", "--max_steps", "8") == 0
+    assert [list(entry["sources"]) for entry in load("checkpoints/latest.pt")["starts"]] == [["web", "code"]] * 2
+
+
+def test_a_run_of_a_folder_goes_on_with_a_mixture(sources):
+    assert run_mixed("--data_dir", "data/web", "--max_steps", "4") == 0
+    checkpoint = load("checkpoints/latest.pt")
+    del checkpoint["starts"]  # as older versions wrote it
+    known = checkpoint["data_fingerprint"]
+    checkpoint["data_fingerprint"] = {key.partition(":")[2]: entries for key, entries in known.items()}
+    torch.save(checkpoint, "checkpoints/latest.pt")
+    assert run_mixed(*MIX, "--resume", "latest", "--allow_changes", "--max_steps", "8") == 0
+    starts = load("checkpoints/latest.pt")["starts"]
+    assert [list(entry["sources"]) for entry in starts] == [["web"], ["web", "code"]]
+    web = starts[0]["sources"]["web"][1]
+    assert starts[1]["sources"]["web"][1] == web and starts[1]["given"][web] == 16
+
+
+def test_other_data_in_the_folder_of_a_run_is_refused(sources):
+    assert run_mixed("--data_dir", "data/web", "--max_steps", "4") == 0
+    shutil.rmtree("data/web")
+    write_data(Path("data/web"), seed=9)
+    found = refused("--data_dir", "data/web", "--resume", "latest", "--max_steps", "8")
+    assert found.startswith("the training data is web 100.0% (data/web, SHA-256 ")
+
+
+def test_data_that_moved_is_the_same_data(sources):
+    assert run_mixed(*MIX, "--max_steps", "4", "--eval_freq", "4") == 0
+    Path("data/web").rename("elsewhere")
+    moved = ("--mix", "elsewhere:7,data/code:3", "--resume", "latest")
+    assert run_mixed(*moved, "--max_steps", "8", "--eval_freq", "4") == 0
+    entry = load("checkpoints/latest.pt")["starts"][-1]
+    assert {name: folder for name, (folder, _) in entry["val_sets"].items()} == {
+        "web": "elsewhere",
+        "code": "data/code",
+    }
+
+
+def test_the_plan_shows_each_source_and_the_log_its_epochs(sources, capsys):
+    assert run_mixed("--mix", "data/web:3,code=data/code:1", "--max_steps", "400", "--dry_run") == 0
+    plan = capsys.readouterr().out
+    assert "data         web, 75.0% of the rows: 1,200 training tokens in 2 shards of data/web; 16." in plan
+    assert " epochs by the end -- MORE THAN 4, which teaches little\n" in plan
+    assert "             code, 25.0% of the rows: 1,300 training tokens in 2 shards of data/code; " in plan
+    assert run_mixed(*MIX, "--eval_freq", "4", "--use_tensorboard", "--run_name", "tiny") == 0
+    assert list(metrics("logs", "epoch/web")) == [4, 8]
+    assert scalars("runs/tiny")["run/epoch/code"] == pytest.approx(metrics("logs", "epoch/code"))
+    assert not list(Path("checkpoints").glob("epoch_*"))
+
+
+def test_a_mixture_needs_a_number_of_steps(sources):
+    assert refused(*MIX, "--max_steps", "0") == (
+        "a mixture of data has no epochs; give the length of the run with --max_steps"
+    )
+
+
+@pytest.mark.parametrize(
+    ("mix", "error"),
+    [
+        ("data/web:0", "--mix is 'data/web:0', with the weight '0'; expected a number above 0, such as 7 or 0.25"),
+        ("data/web:-1", "with the weight '-1'; expected a number above 0"),
+        ("data/web:nan", "with the weight 'nan'; expected a number above 0"),
+        ("data/web,other/web", "--mix is two folders named web; expected different names: NAME=FOLDER"),
+        ("a b=data/web", "--mix is 'a b=data/web'; expected [NAME=]FOLDER[:WEIGHT]"),
+        ("=data/web", "--mix is '=data/web'; expected [NAME=]FOLDER[:WEIGHT]"),
+    ],
+)
+def test_a_wrong_mixture_is_refused_at_once(mix, error):
+    with pytest.raises(UserError) as caught:
+        TrainConfig(mix=mix)
+    assert error in str(caught.value)
+
+
+def test_the_data_is_named_once(workdir):
+    Path("mixed.toml").write_text('mix = "data/web:7,data/code:3"\n')
+    assert "--data_dir and --mix both name the data; give one of them" in refused("--data_dir", "data", *MIX)
+    config, _ = parse_args(["--config", "mixed.toml"])
+    assert config.sources() == {"web": ("data/web", 7), "code": ("data/code", 3)}
+    config, _ = parse_args(["--config", "mixed.toml", "--data_dir", "data"])
+    assert [folder for folder, _ in config.sources().values()] == ["data"]
+
+
+def test_sources_must_have_one_tokenizer(sources):
+    write_data(Path("data/math"), tokenizer="gpt2", vocab_size=50257)
+    assert "data/math: prepared with the tokenizer gpt2, but data/code with bytes; expected the same one" in refused(
+        *OTHER
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# validation sets
+
+
+def test_validation_sets_are_shown_by_name_and_the_first_one_decides(sources, capsys):
+    assert run_mixed(*MIX, "--eval_freq", "4", "--use_tensorboard", "--run_name", "tiny") == 0
+    stored = json.loads(Path("checkpoints/evaluations.json").read_text())["8"]
+    assert stored["val_loss"] == stored["val_loss/web"] != stored["val_loss/code"]
+    assert stored["val_bpb"] == stored["val_bpb/web"]
+    points = scalars("runs/tiny")
+    assert points["loss/val"] == points["loss/val/web"] == pytest.approx(metrics("logs", "val_loss/web"))
+    assert points["loss/val_bpb/code"] == pytest.approx(metrics("logs", "val_bpb/code"))
+    shown = capsys.readouterr().out
+    assert (
+        f"web: val loss {stored['val_loss']:.4f}" in shown
+        and f" | code: val loss {stored['val_loss/code']:.4f}" in shown
+    )
+    assert f"\nvalidation   web {stored['val_loss/web']:.4f}, code {stored['val_loss/code']:.4f}\n" in shown
+    assert "\nvalidation   web 192, code 192 tokens every 4 steps: about " in shown
+
+
+def test_the_first_validation_set_stays_the_first_one(sources):
+    assert run_mixed(*MIX, "--max_steps", "4", "--eval_freq", "4") == 0
+    flags = "--resume", "latest", "--allow_changes", "--eval_freq", "4"
+    assert run_mixed(*OTHER, *flags, "--max_steps", "8", "--val", "math=data/math") == 0
+    assert [*load("checkpoints/latest.pt")["starts"][-1]["val_sets"]] == ["web", "math"]
+    write_data(Path("data/web"), num_tokens=(300, 700, 500))
+    found = refused("--resume", "latest", "--max_steps", "12", "--eval_freq", "4")
+    assert found.startswith("the val shards in data/web are not those of the first start, whose loss tells which model")
+
+
+def test_a_run_of_one_folder_has_the_metrics_it_always_had(sources):
+    assert run_here("--eval_freq", "8") == 0
+    assert json.loads(Path("checkpoints/evaluations.json").read_text())["8"].keys() == {"val_loss", "val_bpb"}
+
+
+def test_evaluating_reads_no_training_shards(sources, monkeypatch):
+    Path("data/web/manifest.json").unlink()
+    flags = "--tokenizer", "bytes", "--eval_freq", "4"
+    assert run_mixed("--data_dir", "data/web", *flags) == 0
+    Path("data/web").rename("moved")
+    read = []
+    monkeypatch.setattr(shards, "sha256_of", lambda path: read.append(path.name) or durable.sha256_of(path))
+    assert run_mixed("--eval_only", "--data_dir", "moved", *flags) == 0
+    assert {name.split("_")[1] for name in read} == {"val"}
