@@ -40,16 +40,21 @@ class Rows:
         """Return the tokens of the shard, and the position of the first one, of rows start, start + 1, ..."""
         raise NotImplementedError
 
-    def read(self, start: int, count: int) -> np.ndarray:
-        """Read rows start, start + 1, ...: (count, context_length + 1) int64 tokens."""
-        T, rows, filled = self.context_length, np.empty((count, self.context_length + 1), np.int64), 0
-        while filled < count:
-            number, within = divmod(start + filled, BLOCK_ROWS)
+    def find(self, start: int, count: int) -> list[tuple[np.ndarray, int]]:
+        """Return what places() does, from the block read last where it is there."""
+        found: list[tuple[np.ndarray, int]] = []
+        while len(found) < count:
+            number, within = divmod(start + len(found), BLOCK_ROWS)
             if number != self._block[0]:
                 self._block = number, self.places(number * BLOCK_ROWS, BLOCK_ROWS)
-            for tokens, first in self._block[1][within : within + count - filled]:
-                rows[filled] = tokens[first : first + T + 1]
-                filled += 1
+            found += self._block[1][within : within + count - len(found)]
+        return found
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Read rows start, start + 1, ...: (count, context_length + 1) int64 tokens."""
+        T, rows = self.context_length, np.empty((count, self.context_length + 1), np.int64)
+        for i, (tokens, first) in enumerate(self.find(start, count)):
+            rows[i] = tokens[first : first + T + 1]
         return rows
 
 
@@ -72,8 +77,9 @@ class RowStream(Rows):
     ):
         self.context_length, self.seed = context_length, seed
         self.shuffle_shards, self.shuffle_rows = shuffle_shards, shuffle_rows
+        self.shards = [shard for shard in shards if shard.num_tokens > context_length]
         # Plain arrays, because slicing a memmap costs more than copying a row.
-        self.tokens = [shard.tokens().view(np.ndarray) for shard in shards if shard.num_tokens > context_length]
+        self.tokens = [shard.tokens().view(np.ndarray) for shard in self.shards]
         self.num_rows = np.array([(len(tokens) - 1) // context_length for tokens in self.tokens], np.int64)
         self.rows_per_epoch = int(self.num_rows.sum())
         if shards and not self.rows_per_epoch:
@@ -124,9 +130,9 @@ class Mixture(Rows):
         places = [iter(self.streams[source].places(given[source], share)) for source, share in shares]
         return [next(places[i]) for i in self.phase.order(block, self.seed).tolist()]
 
-    def read(self, start: int, count: int) -> np.ndarray:
-        """Read rows start, start + 1, ... of the run, from the first row of the phase on."""
-        return super().read(start - self.phase.first_row, count)
+    def find(self, start: int, count: int) -> list[tuple[np.ndarray, int]]:
+        """Find rows start, start + 1, ... of the run, from the first row of the phase on."""
+        return super().find(start - self.phase.first_row, count)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,22 +1,33 @@
-"""A look at token shards before training: their size, documents, duplicates, and some rows as text.
+"""A look at token shards before training, and at the rows that a step of a run trained on.
 
-python look.py data/edu_fineweb10B
+python look.py data/edu_fineweb10B                    # size, documents, duplicates, some rows as text
 python look.py data/openwebtext --tokenizer gpt2 --rows 10 --context_length 1024     # shards of another project
+python look.py --checkpoint_dir checkpoints --step 48213 --by loss                   # worst rows first
 """
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
+from io import TextIOWrapper
 from itertools import groupby
 from pathlib import Path
 
 import numpy as np
+import torch
 
-from steadygpt.base.options import UserError, option, parse_options, run_cli
-from steadygpt.base.progress import ProgressBar
-from steadygpt.data.shards import Shard, check_shards, find_shards, read_manifest, shard_files
+from dataloader import Mixture, RowStream, tokenizer_of
+from generate import load_model
+from hellaswag_eval import TOKENS_PER_BATCH
+from steadygpt.base.options import ModelOptions, UserError, option, options_of, parse_options, run_cli
+from steadygpt.base.progress import ProgressBar, say
+from steadygpt.checkpoint.files import checkpoint_files, open_checkpoint, read_checkpoint
+from steadygpt.data.shards import Shard, ShardSet, check_shards, identity_of, shard_files
 from steadygpt.data.survey import Survey, read_tokens, repeated, survey_split
 from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer
+from steadygpt.machine.device import autocast, choose_precision, evaluating
+from steadygpt.machine.ranks import joined
+from steadygpt.run.starts import known_shards, phase_of, starts_of
 
 BAR_WIDTH = 50  # characters of the longest bar
 NAMED_DUPLICATES = 5
@@ -24,14 +35,19 @@ NAME_TOKENS, NAME_WIDTH = 32, 60  # of a duplicate's beginning: tokens read, cha
 
 
 @dataclass(frozen=True)
-class LookOptions:
+class LookOptions(ModelOptions):
     """The options of look.py."""
 
-    folder: str = option(MISSING, "folder of token shards", positional=True)
-    tokenizer: str = option("auto", "auto: from the data's manifest, or gpt2 without one")
-    rows: int = option(3, "rows of train to print, taken at random")
-    context_length: int = option(256, "tokens per row", at_least=1)
-    seed: int = option(1337, "the same seed prints the same rows")
+    folder: str = option("", "folder of token shards", positional=True)
+    rows: int = option(3, "rows to print; 0: none of FOLDER, all of a step")
+    tokenizer: str = option("auto", "auto: from the data's manifest, or gpt2 without one", "with FOLDER")
+    context_length: int = option(256, "tokens per row", "with FOLDER", at_least=1)
+    seed: int = option(1337, "the same seed prints the same rows, taken at random", "with FOLDER")
+    step: int | None = option(None, "print the rows of this step of the run in --checkpoint_dir", "with --step")
+    by: str = option(
+        "order", "order: as in training; loss: the highest first, of the checkpoint nearest to the step", "with --step",
+        choices=("order", "loss"),
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -45,7 +61,7 @@ def visible(ids: Sequence[int], tokenizer: Tokenizer, mark: Callable[[str], str]
         mark: highlights what is not text.
     """
     parts: list[str] = []
-    for is_text, run in groupby(ids, lambda i: tokenizer.num_bytes[i] > 0):
+    for is_text, run in groupby(ids, lambda i: i < tokenizer.n_vocab and tokenizer.num_bytes[i] > 0):
         if is_text:  # characters may have bytes of several tokens
             parts.append(escape(b"".join(tokenizer.bytes_of[i] for i in run), mark))
             continue
@@ -81,7 +97,7 @@ def print_row(ids: np.ndarray, tokenizer: Tokenizer, label: str) -> None:
 # a folder of shards
 
 
-def open_folder(folder: Path, name: str) -> tuple[dict[str, list[Shard]], str, Tokenizer]:
+def open_folder(folder: str, name: str) -> tuple[dict[str, list[Shard]], str, Tokenizer]:
     """Verify the shards of a folder; return them by split, and the name of their tokenizer with the tokenizer.
 
     Args:
@@ -89,20 +105,13 @@ def open_folder(folder: Path, name: str) -> tuple[dict[str, list[Shard]], str, T
 
     Raises: UserError.
     """
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; expected one of token shards, as prepare_dataset.py writes them")
-    manifest = read_manifest(folder)
-    if manifest and name not in ("auto", manifest["tokenizer"]):
-        raise UserError(
-            f"--tokenizer is {name!r}; {folder} was prepared with {manifest['tokenizer']!r}, so drop the flag"
-        )
-    names = ["train", "val"] if shard_files(folder, "val") else ["train"]
-    splits = {split: find_shards(folder, split, manifest) for split in names}
-    record = TokenizerRecord.of(manifest or {"tokenizer": "gpt2" if name == "auto" else name})
-    tokenizer = load_tokenizer(record.with_json(folder))
-    for shards in splits.values():
-        check_shards(shards, manifest, tokenizer.n_vocab)
-    return splits, record.tokenizer, tokenizer
+    splits = ["train", "val"] if shard_files(Path(folder), "val") else ["train"]
+    sets = [ShardSet.find(split, folder, split) for split in splits]
+    record, _ = tokenizer_of(sets, name, saved=None)
+    tokenizer = load_tokenizer(record, Path(folder))
+    for found in sets:
+        check_shards(found.shards, found.manifest, tokenizer.n_vocab)
+    return {found.split: found.shards for found in sets}, record.tokenizer, tokenizer
 
 
 def sizes(splits: dict[str, list[Shard]], surveys: Sequence[Survey], num_bytes: np.ndarray) -> Iterator[str]:
@@ -149,13 +158,9 @@ def duplicates(splits: dict[str, list[Shard]], surveys: Sequence[Survey], tokeni
         yield f"  {where}, {lengths[i]:,} tokens each: {text}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print what a folder of shards holds.
-
-    Raises: UserError.
-    """
-    options = parse_options(LookOptions, argv, "Show what a folder of token shards holds.")
-    splits, name, tokenizer = open_folder(Path(options.folder), options.tokenizer)
+def look_at_folder(options: LookOptions) -> None:
+    """Print what a folder of shards holds."""
+    splits, name, tokenizer = open_folder(options.folder, options.tokenizer)
     total = sum(shard.num_tokens for shards in splits.values() for shard in shards)
     with ProgressBar(desc="reading", total=total, unit=" tokens", delay=3) as bar:
         surveys = [survey_split(shards, tokenizer, bar.update) for shards in splits.values()]
@@ -182,6 +187,115 @@ def main(argv: Sequence[str] | None = None) -> int:
     for start in np.random.default_rng(options.seed).integers(0, max(0, last) + 1, options.rows).tolist():
         ids = read_tokens(splits["train"], start, options.context_length)
         print_row(ids, tokenizer, f"train, {len(ids):,} tokens from {start:,} on")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the rows of a step
+
+
+def find_step(checkpoint: dict, path: Path, step: int) -> tuple[Mixture, int, int, dict[int, str]]:
+    """Find the rows that a step of the run of a checkpoint trained on, or will train on.
+
+    Returns: the rows to read from; the first row of the step, and how many it has; the source and the file of each
+        shard by the id() of its array of tokens.
+
+    Raises: UserError for a step after the end of the run, and for shards that have changed.
+    """
+    starts, saved = starts_of(checkpoint), {"step": checkpoint["step"], "row": checkpoint["rows_consumed"]}
+    number = max(n for n, start in enumerate(starts) if start["step"] <= step)
+    start, after, options = starts[number], [*starts, saved][number + 1], starts[number]["options"]
+    T, seed = options["context_length"], options["seed"]
+    rows_per_step = options["total_batch_size"] // T
+    if start["row"] + (after["step"] - start["step"]) * rows_per_step != after["row"]:
+        raise UserError(
+            f"{path}: its run changed --total_batch_size before checkpoints recorded this; try a later step"
+        )
+    streams, files = {}, {}
+    for name, (folder, identity) in start["sources"].items():
+        shards = ShardSet.find(name, folder, "train")
+        vocab_size, known = checkpoint["model_config"]["vocab_size"], known_shards(checkpoint).get(shards.key, ())
+        found = identity_of(sha for *_, sha in check_shards(shards.shards, shards.manifest, vocab_size, known))
+        if found != identity:
+            raise UserError(
+                f"{folder}: not the shards that step {step:,} trained on; found SHA-256 {found[:12]}..., expected "
+                f"{identity[:12]}...; copy those back to look at this step"
+            )
+        streams[identity] = RowStream(shards.shards, T, seed, options["shuffle_shards"], options["shuffle_rows"])
+        for tokens, shard in zip(streams[identity].tokens, streams[identity].shards, strict=True):
+            files[id(tokens)] = f"{name}, {shard.path.name}"
+    left = options["num_epochs"] * sum(rows.rows_per_epoch for rows in streams.values()) - start["row"]
+    end = options["max_steps"] or options["num_epochs"] * options["steps_per_epoch"]
+    end = end or start["step"] + math.ceil(left / rows_per_step)
+    if after is saved and step >= end:
+        raise UserError(f"--step is {step:,}; expected less than {end:,}, because the run of {path} ends there")
+    first = start["row"] + (step - start["step"]) * rows_per_step
+    return Mixture(streams, phase_of(starts[: number + 1]), seed), first, rows_per_step, files
+
+
+def nearest(path: Path, checkpoint: dict, step: int) -> tuple[Path, dict]:
+    """Return the intact checkpoint whose step is nearest: the given one, or another one of its folder."""
+    found = {path.stat().st_ino: (path, checkpoint)}
+    for inode, file in {file.stat().st_ino: file for file in reversed(checkpoint_files(path.parent))}.items():
+        try:
+            found[inode] = found.get(inode) or (file, read_checkpoint(file))
+        except UserError as error:
+            say(f"warning: skipped {error}")
+    return min(found.values(), key=lambda of: abs(of[1]["step"] - step))
+
+
+def row_losses(checkpoint: dict, rows: np.ndarray, options: LookOptions) -> np.ndarray:
+    """Return the mean loss of each of the rows (n, T + 1) under the model of a checkpoint, (n,)."""
+    losses, T = [], rows.shape[1] - 1
+    with joined(options.device) as ranks, ProgressBar(desc="scoring", total=len(rows), unit=" rows", delay=3) as bar:
+        model, device = load_model(checkpoint).to(ranks.device), ranks.device
+        precision, _ = choose_precision(options.precision, device, T, model.config.embd_size, model.config.mlp_size)
+        rows_at_once = max(1, TOKENS_PER_BATCH["cpu" if device.type == "cpu" else "gpu"] // T)
+        with evaluating(model), autocast(device, precision):
+            for batch in torch.from_numpy(rows).split(rows_at_once):
+                ids = batch.to(device)
+                losses.append(model(ids[:, :-1], ids[:, 1:], reduction="none").float().mean(1).cpu())
+                bar.update(len(ids))
+    return torch.cat(losses).numpy()
+
+
+def look_at_step(options: LookOptions, step: int) -> None:
+    """Print the rows of a step."""
+    path, checkpoint = open_checkpoint("latest", Path(options.checkpoint_dir))
+    tokenizer = load_tokenizer(TokenizerRecord.of(checkpoint))
+    mixture, first, count, files = find_step(checkpoint, path, step)
+    print(
+        f"step {step:,}: rows {first:,} to {first + count - 1:,} of the run of {path}, at step {checkpoint['step']:,}"
+    )
+    rows, order, losses = mixture.read(first, count), np.arange(count), [""] * count
+    if options.by == "loss":
+        path, checkpoint = nearest(path, checkpoint, step)
+        found = row_losses(checkpoint, rows, options)
+        order, losses = np.argsort(-found, kind="stable"), [f"loss {loss:.4f}, " for loss in found]
+        print(f"mean loss {found.mean():.4f}, of {path} at step {checkpoint['step']:,}")
+    places = mixture.find(first, count)
+    for i in order[: options.rows or count].tolist():
+        tokens, position = places[i]
+        print_row(rows[i], tokenizer, f"row {i:,}: {losses[i]}{files[id(tokens)]} from token {position:,} on")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Look at a folder or at a step.
+
+    Raises: UserError.
+    """
+    options = parse_options(LookOptions, argv, "Show what a folder of token shards holds, or the rows of a step.")
+    if not options.folder and options.step is None:
+        raise UserError("nothing to look at; give a folder of token shards, or --step N of the run in --checkpoint_dir")
+    mine, other = ("with FOLDER", "with --step") if options.folder else ("with --step", "with FOLDER")
+    for name, f in options_of(options).items():
+        if f.metadata["group"] == other and getattr(options, name) != f.default:
+            raise UserError(f"--{name} goes {other}, but this command is {mine}; give one of them")
+    if isinstance(sys.stdout, TextIOWrapper):  # the text may have characters that the terminal's encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
+    if options.step is None:
+        look_at_folder(options)
+    else:
+        look_at_step(options, options.step)
     return 0
 
 

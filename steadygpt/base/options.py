@@ -133,17 +133,23 @@ def kind_of(f: dataclasses.Field) -> type:
 
 
 @dataclasses.dataclass(frozen=True)
-class CheckpointOptions:
+class ModelOptions:
     """What the commands that use a trained model have in common."""
 
-    checkpoint: str = option("latest", "latest, best, stable or a file", positional=True)
-    checkpoint_dir: str = option("checkpoints", "folder that latest and best refer to")
+    checkpoint_dir: str = option("checkpoints", "folder of checkpoints, such as latest and best")
     device: str = option("auto", "auto, cpu, cuda or mps")
     precision: str = option(
         "auto",
         "auto: on a GPU bf16 where it has it, else fp16; on a CPU the faster of bf16 and fp32",
         choices=("auto", "fp32", "bf16", "fp16"),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointOptions(ModelOptions):
+    """What the commands take that use the model of a given checkpoint."""
+
+    checkpoint: str = option("latest", "latest, best, stable or a file", positional=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

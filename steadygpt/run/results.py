@@ -4,6 +4,7 @@ A GPU runs behind the host. It decides itself which updates it skips, and the ho
 """
 
 import math
+import shlex
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -113,8 +114,9 @@ class StepResult:
     def finite(self) -> bool:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
-    def warning(self, recent: Sequence[float]) -> str:
+    def warning(self, recent: Sequence[float], checkpoint_dir: str) -> str:
         """Return what is wrong with the step, compared with the losses before it; "" if nothing is."""
+        advice = ""
         if self.bad:
             found = f"loss {self.loss}, gradient norm {self.grad_norm}"
         elif not self.finite:
@@ -124,9 +126,11 @@ class StepResult:
                 f"loss {self.loss:.4f} is {self.loss_z:.1f} standard deviations above the mean of the {SPIKE_WINDOW} "
                 f"before, {fmean(recent):.4f}"
             )
+            folder = shlex.quote(checkpoint_dir)
+            advice = f"; see its rows: python look.py --checkpoint_dir {folder} --step {self.step} --by loss"
         else:
             return ""
-        return f"step {self.step}: {found}" + ("" if self.updated else "; its update was skipped")
+        return f"step {self.step}: {found}" + ("" if self.updated else "; its update was skipped") + advice
 
 
 @dataclass
@@ -204,7 +208,7 @@ class Results:
         state, now_s = self.state, time.perf_counter()
         self._log(result, now_s - self.clock_s)
         self.clock_s = now_s
-        if warning := result.warning(state.recent_losses):
+        if warning := result.warning(state.recent_losses, self.config.checkpoint_dir):
             self.log.warn(warning, event="bad steps" if result.bad else "spike" if result.spike else "")
         state.bad_steps = state.bad_steps + 1 if result.bad else 0
         self.good = self.good if result.bad else (result.step + 1, result.rows)
