@@ -5,11 +5,13 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import load, metrics
 from harness import Run, assert_equals_reference, folders, run_to_end
 from injected import record_tokens, rows_of_steps, signal_at, tokens_of_steps
@@ -17,11 +19,11 @@ from injected import record_tokens, rows_of_steps, signal_at, tokens_of_steps
 FLAGS = ("--max_steps", "30", "--total_batch_size", "128")
 
 
-def run_in_parts(name: str, *parts: tuple[int, tuple[str, ...]]) -> None:
+def run_in_parts(name: str, *parts: tuple[int, tuple[str, ...]], faults: Sequence[Callable[[int], None]] = ()) -> None:
     """Run in parts of 10 steps, each with its own number of ranks and flags."""
     for number, (ranks, flags) in enumerate(parts, start=1):
-        faults = [record_tokens, partial(signal_at, 10 * number)]
-        run_to_end(*FLAGS, *flags, *folders(name), "--resume", "auto", ranks=ranks, faults=faults)
+        all_faults = [record_tokens, partial(signal_at, 10 * number), *faults]
+        run_to_end(*FLAGS, *flags, *folders(name), "--resume", "auto", ranks=ranks, faults=all_faults)
     assert load(f"{name}/ckpt/latest.pt")["step"] == 30
 
 
@@ -44,11 +46,19 @@ def test_resume_on_1_2_and_1_ranks(workdir):
     assert_close_to_reference("run")
 
 
-def test_resume_eager_compiled_and_eager(workdir):
+def compile_with(backend: str, rank: int) -> None:
+    """Choose what runs the graphs of torch.compile: inductor, the default, or the kernels of eager mode."""
+    torch.compile = partial(torch.compile, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.storm)])
+def test_resume_eager_compiled_and_eager(workdir, backend):
+    """Inductor calls a C++ compiler for each kernel, which takes a minute."""
     small = ("--num_layers", "1", "--rotary_pct", "0.5")  # one layer compiles sooner
     small += ("--activation_checkpointing", "--loss_chunk_size", "12")
     run_to_end(*FLAGS, *small, *folders("reference"), faults=[record_tokens])
-    run_in_parts("run", (1, small), (1, (*small, "--compile", "on")), (1, (*small, "--compile", "off")))
+    parts = (1, small), (1, (*small, "--compile", "on")), (1, (*small, "--compile", "off"))
+    run_in_parts("run", *parts, faults=[partial(compile_with, backend)])
     tokens_of_steps()  # checks that each step read the same tokens in both runs
     assert_close_to_reference("run")
 
