@@ -67,7 +67,7 @@ def kill_repeatedly(least: int, start, ranks: int, record_property) -> None:
 @pytest.mark.parametrize("recipe", [(), pytest.param(MODERN, marks=pytest.mark.storm)], ids=["gpt2", "modern"])
 @pytest.mark.parametrize(
     ("least", "ranks"),
-    [(12, 1), (6, 2), *(pytest.param(*case, marks=pytest.mark.storm) for case in ((35, 1), (15, 2)))],
+    [(5, 1), (3, 2), *(pytest.param(*case, marks=pytest.mark.storm) for case in ((35, 1), (15, 2)))],
 )
 def test_kill_at_random_instants(workdir, least, ranks, recipe, record_property):
     def start(*flags: str) -> Run:
