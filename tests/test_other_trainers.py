@@ -5,10 +5,10 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 
 import pytest
-from conftest import REPO, TINY, environment, load, need_gpus, write_data
+from conftest import REPO, TINY, load, need_gpus, write_data
+from harness import run_to_end
 
 import convert_hf
 import generate
@@ -32,10 +32,10 @@ def typed(command: str) -> int:
 
 def test_the_test_preset_trains(workdir, capsys):
     write_data(workdir / "data/stdlib", num_tokens=(2000, 70000))
-    assert typed("python train.py --config test --mixed-precision bf16 --max-steps 3 --no-background-upload") == 0
+    assert typed("python train.py --config test --mixed-precision bf16 --max-steps 1 --no-background-upload") == 0
     out = capsys.readouterr().out
     assert ", bf16, ddp, attention by " in out
-    assert "finished after 3 steps" in out
+    assert "finished after 1 step" in out
     assert load("checkpoints/latest.pt")["train_config"]["background_upload"] is False
 
 
@@ -48,22 +48,25 @@ def test_the_production_preset_plans_a_run(workdir, capsys):
     assert ", bf16, ddp, attention by " in plan
 
 
+def leave_threads_open(rank: int) -> None:
+    del os.environ["OMP_NUM_THREADS"]  # set by conftest.py
+
+
 @pytest.mark.parametrize(("processes", "launcher"), [
     (1, ["--num_processes", "1"]),
     (2, ["--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]),
 ])  # fmt: skip
 def test_accelerate_launches_a_run(workdir, processes, launcher):
+    """The launcher begins in a fork that has already imported torch."""
     pytest.importorskip("accelerate")
     need_gpus(processes)
-    accelerate = [sys.executable, "-m", "accelerate.commands.launch", *launcher, "--mixed_precision", "no"]
     script = [str(REPO / "train.py"), *TINY, "--data_dir", "data"]
-    alone = {name: value for name, value in environment().items() if name != "OMP_NUM_THREADS"}
-    ended = subprocess.run([*accelerate, *script], capture_output=True, text=True, env=alone, timeout=120)
-    assert ended.returncode == 0, ended.stderr
-    assert f"x {processes} rank{'s' * (processes > 1)} x" in ended.stdout
+    words = (*launcher, "--mixed_precision", "no", *script)
+    output = run_to_end(*words, program="accelerate.commands.launch", tiny=(), faults=[leave_threads_open])
+    assert f"x {processes} rank{'s' * (processes > 1)} x" in output
     assert load("checkpoints/latest.pt")["world_size"] == processes
     if processes == 1 and "--device cpu" in " ".join(TINY):
-        assert f"({usable_cores()} threads)" in ended.stdout  # though accelerate sets OMP_NUM_THREADS=1
+        assert f"({usable_cores()} threads)" in output  # though accelerate sets OMP_NUM_THREADS=1
 
 
 def test_accelerate_passes_every_flag_on():
