@@ -97,7 +97,7 @@ def flags_of_run(flags: list[str]) -> list[str]:
         model = ["--config", choose("Which model?", presets(), "gpt2" if GPUS else "quickstart")]
     config, _ = parse_args([*model, *flags])
     answers = {}
-    if not {"data_dir", "mix"} & by_flag.keys():
+    if not {"data_dir", "mix"} & set(by_flag):
         answers["data_dir"] = choose_data(config.data_dir)
     if "checkpoint_dir" not in by_flag:
         answers["checkpoint_dir"] = unused_folder(Path(config.config or config.init_from).stem)
