@@ -1,23 +1,27 @@
-"""Loader tokens per second beside nanoGPT's get_batch, and the share of a step spent waiting.
+"""Loader tokens per second, of a mixture too, beside nanoGPT's get_batch; and the share of a step spent waiting.
 
     git clone https://github.com/karpathy/nanoGPT
     python -m benchmarks.loader_speed --nanogpt nanoGPT
 
-get_batch is taken from nanoGPT's train.py and reads the same file of 100 M random tokens.
+get_batch is taken from nanoGPT's train.py and reads the same file of 100 M random tokens. The mixture has the four
+quarters of this file as sources, with the weights 4, 3, 2 and 1.
 """
 
 import re
 import tempfile
 import time
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from benchmarks.compare import benchmark_parser, compare, synchronize
-from dataloader import BatchLoader, RowStream
+from dataloader import BatchLoader, Mixture, RowStream
 from model import GPT, GPTConfig
-from steadygpt.data.shards import open_shard
+from steadygpt.data.order import Phase, shares_of_block
+from steadygpt.data.shards import Shard, open_shard
 from steadygpt.machine.device import autocast, native_precision
 
 TOKENS = 100_000_000
@@ -30,6 +34,19 @@ def nanogpt_get_batch(checkout: Path, data_dir: Path, rows: int, context: int, d
     around = {"os": __import__("os"), "np": np, "torch": torch, "data_dir": str(data_dir), "device": device}
     exec(body, around | {"batch_size": rows, "block_size": context, "device_type": device}, names := {})
     return lambda: names["get_batch"]("train")
+
+
+def four_sources(shard: Shard, context: int) -> Mixture:
+    """Return a mixture of the quarters of a shard."""
+    size = shard.num_tokens // 4
+    streams = {
+        str(i): RowStream(
+            [replace(shard, offset=i * size * shard.dtype.itemsize, num_tokens=size)], context, 0, True, True
+        )
+        for i in range(4)
+    }
+    shares = shares_of_block({str(i): Fraction(4 - i) for i in range(4)})
+    return Mixture(streams, Phase(0, 0, shares, given={}), seed=0)
 
 
 def tokens_per_second(get, tokens: int, seconds: float, device: torch.device) -> float:
@@ -72,7 +89,8 @@ def main() -> None:
         random.integers(0, 50257, TOKENS).astype(np.uint16).tofile(folder / "train.bin")
         stream = RowStream([open_shard(folder / "train.bin")], T, 0, shuffle_shards=True, shuffle_rows=True)
         loader = BatchLoader(stream, B, device=device)
-        sides = {"SteadyGPT": loader.next}
+        mixed = BatchLoader(four_sources(open_shard(folder / "train.bin"), T), B, device=device)
+        sides = {"SteadyGPT": loader.next, "SteadyGPT, 4 sources": mixed.next}
         if args.nanogpt:
             sides["nanoGPT"] = nanogpt_get_batch(args.nanogpt, folder, B, T, device)
         measured = {
@@ -86,6 +104,7 @@ def main() -> None:
         args.plot = None  # it is of the speeds
         compare({"waiting": lambda: percent_waiting(loader, model, args.micro_steps)}, "% of a step", args)
         loader.close()
+        mixed.close()
 
 
 if __name__ == "__main__":

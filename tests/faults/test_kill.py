@@ -82,7 +82,7 @@ PARTS = ((30, "data/a:7,data/b:3"), (60, "data/b:1,data/c:1"), (100, "data/a:1,d
 
 
 @pytest.mark.parametrize(
-    ("least", "ranks"), [(4, 1), *(pytest.param(10, ranks, marks=pytest.mark.storm) for ranks in (1, 2))]
+    ("least", "ranks"), [(2, 1), *(pytest.param(10, ranks, marks=pytest.mark.storm) for ranks in (1, 2))]
 )
 def test_kill_while_the_mixture_changes_twice(workdir, least, ranks, record_property):
     for seed, name in enumerate("abc"):
