@@ -7,7 +7,7 @@ python look.py --checkpoint_dir checkpoints --step 48213 --by loss              
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import TextIOWrapper
 from itertools import groupby
@@ -20,8 +20,8 @@ from dataloader import Mixture, RowStream, tokenizer_of
 from generate import load_model
 from hellaswag_eval import TOKENS_PER_BATCH
 from steadygpt.base.options import ModelOptions, UserError, option, options_of, parse_options, run_cli
-from steadygpt.base.progress import ProgressBar, say
-from steadygpt.checkpoint.files import checkpoint_files, open_checkpoint, read_checkpoint
+from steadygpt.base.progress import ProgressBar
+from steadygpt.checkpoint.files import nearest_checkpoint, open_checkpoint
 from steadygpt.data.shards import Shard, ShardSet, check_shards, identity_of, shard_files
 from steadygpt.data.survey import Survey, read_tokens, repeated, survey_split
 from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer
@@ -54,25 +54,21 @@ class LookOptions(ModelOptions):
 # rows as text
 
 
-def visible(ids: Sequence[int], tokenizer: Tokenizer, mark: Callable[[str], str] = str) -> str:
-    """Return ids as text, safe to print on a terminal; a document token begins a new line as ⟨document⟩.
-
-    Args:
-        mark: highlights what is not text.
-    """
+def visible(ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    """Return ids as text, safe to print on a terminal; a document token begins a new line as ⟨document⟩."""
     parts: list[str] = []
     for is_text, run in groupby(ids, lambda i: i < tokenizer.n_vocab and tokenizer.num_bytes[i] > 0):
         if is_text:  # characters may have bytes of several tokens
-            parts.append(escape(b"".join(tokenizer.bytes_of[i] for i in run), mark))
+            parts.append(escape(b"".join(tokenizer.bytes_of[i] for i in run)))
             continue
         for i in run:
             is_edge = i == tokenizer.document_id
             name = "document" if is_edge else escape(tokenizer.bytes_of.get(i, b"id %d" % i))
-            parts.append("\n" * (is_edge and bool(parts)) + mark(f"⟨{name}⟩"))
+            parts.append("\n" * (is_edge and bool(parts)) + f"⟨{name}⟩")
     return "".join(parts)
 
 
-def escape(text: bytes, mark: Callable[[str], str] = str) -> str:
+def escape(text: bytes) -> str:
     """Return UTF-8 with \\x1b or \\u200b for characters that cannot be printed, except line breaks and tabs, and \\xff
     for bytes that are not UTF-8.
     """
@@ -81,37 +77,14 @@ def escape(text: bytes, mark: Callable[[str], str] = str) -> str:
         if c.isprintable() or c in "\n\t":
             return c
         if "\udc80" <= c <= "\udcff":  # a byte that is not UTF-8
-            return mark(f"\\x{ord(c) - 0xDC00:02x}")
-        return mark(f"\\u{ord(c):04x}" if "\x80" <= c <= "\xff" else c.encode("unicode_escape").decode())
+            return f"\\x{ord(c) - 0xDC00:02x}"
+        return f"\\u{ord(c):04x}" if "\x80" <= c <= "\xff" else c.encode("unicode_escape").decode()
 
     return "".join(map(shown, text.decode(errors="surrogateescape")))
 
 
-def print_row(ids: np.ndarray, tokenizer: Tokenizer, label: str) -> None:
-    """Print a row of ids (T,) as text, below its label."""
-    mark = "\x1b[7m{}\x1b[0m".format if sys.stdout.isatty() else str  # reversed colours
-    print(f"\n--- {label}\n{visible(ids.tolist(), tokenizer, mark)}")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # a folder of shards
-
-
-def open_folder(folder: str, name: str) -> tuple[dict[str, list[Shard]], str, Tokenizer]:
-    """Verify the shards of a folder; return them by split, and the name of their tokenizer with the tokenizer.
-
-    Args:
-        name: --tokenizer.
-
-    Raises: UserError.
-    """
-    splits = ["train", "val"] if shard_files(Path(folder), "val") else ["train"]
-    sets = [ShardSet.find(split, folder, split) for split in splits]
-    record, _ = tokenizer_of(sets, name, saved=None)
-    tokenizer = load_tokenizer(record, Path(folder))
-    for found in sets:
-        check_shards(found.shards, found.manifest, tokenizer.n_vocab)
-    return {found.split: found.shards for found in sets}, record.tokenizer, tokenizer
 
 
 def sizes(splits: dict[str, list[Shard]], surveys: Sequence[Survey], num_bytes: np.ndarray) -> Iterator[str]:
@@ -160,33 +133,34 @@ def duplicates(splits: dict[str, list[Shard]], surveys: Sequence[Survey], tokeni
 
 def look_at_folder(options: LookOptions) -> None:
     """Print what a folder of shards holds."""
-    splits, name, tokenizer = open_folder(options.folder, options.tokenizer)
+    folder = Path(options.folder)
+    names = ["train", "val"] if shard_files(folder, "val") else ["train"]
+    sets = [ShardSet.find(split, options.folder, split) for split in names]
+    record, _ = tokenizer_of(sets, options.tokenizer, saved=None)
+    tokenizer = load_tokenizer(record, folder)
+    for found in sets:
+        check_shards(found.shards, found.manifest, tokenizer.n_vocab)
+    splits = {found.split: found.shards for found in sets}
     total = sum(shard.num_tokens for shards in splits.values() for shard in shards)
     with ProgressBar(desc="reading", total=total, unit=" tokens", delay=3) as bar:
         surveys = [survey_split(shards, tokenizer, bar.update) for shards in splits.values()]
     has_edges = any(survey.counts[tokenizer.document_id] for survey in surveys)
     token = f"{tokenizer.document_token} (id {tokenizer.document_id})"
-    print(f"{options.folder}: tokenizer {name}, {tokenizer.n_vocab:,} ids, document token {token}\n")
+    print(f"{folder}: tokenizer {record.tokenizer}, {tokenizer.n_vocab:,} ids, document token {token}\n")
     for line in sizes(splits, surveys, tokenizer.num_bytes):
         print(line if has_edges else line[:46])
     if has_edges:
         lengths = np.concatenate([survey.lengths for survey in surveys])
-        print(
-            f"\ntokens per document: shortest {lengths.min():,}, median {np.median(lengths):,.0f}, longest "
-            f"{lengths.max():,}"
-        )
-        print(
-            *histogram(lengths),
-            "\nexact duplicates, and their share of the split:",
-            *duplicates(splits, surveys, tokenizer),
-            sep="\n",
-        )
+        shortest, median, longest = lengths.min(), np.median(lengths), lengths.max()
+        print(f"\ntokens per document: shortest {shortest:,}, median {median:,.0f}, longest {longest:,}")
+        print(*histogram(lengths), "\nexact duplicates, and their share of the split:", sep="\n")
+        print(*duplicates(splits, surveys, tokenizer), sep="\n")
     else:
         print("\nno document edges: the document token does not occur, so documents and duplicates are unknown")
     last = sum(shard.num_tokens for shard in splits["train"]) - options.context_length
     for start in np.random.default_rng(options.seed).integers(0, max(0, last) + 1, options.rows).tolist():
         ids = read_tokens(splits["train"], start, options.context_length)
-        print_row(ids, tokenizer, f"train, {len(ids):,} tokens from {start:,} on")
+        print(f"\n--- train, {len(ids):,} tokens from {start:,} on\n{visible(ids.tolist(), tokenizer)}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -207,14 +181,12 @@ def find_step(checkpoint: dict, path: Path, step: int) -> tuple[Mixture, int, in
     T, seed = options["context_length"], options["seed"]
     rows_per_step = options["total_batch_size"] // T
     if start["row"] + (after["step"] - start["step"]) * rows_per_step != after["row"]:
-        raise UserError(
-            f"{path}: its run changed --total_batch_size before checkpoints recorded this; try a later step"
-        )
+        raise UserError(f"{path}: the run changed its batch before it had a record of starts; name a later step")
     streams, files = {}, {}
     for name, (folder, identity) in start["sources"].items():
         shards = ShardSet.find(name, folder, "train")
-        vocab_size, known = checkpoint["model_config"]["vocab_size"], known_shards(checkpoint).get(shards.key, ())
-        found = identity_of(sha for *_, sha in check_shards(shards.shards, shards.manifest, vocab_size, known))
+        known, any_id = known_shards(checkpoint).get(shards.key, ()), 2**32  # the ids were checked before training
+        found = identity_of(sha for *_, sha in check_shards(shards.shards, shards.manifest, any_id, known))
         if found != identity:
             raise UserError(
                 f"{folder}: not the shards that step {step:,} trained on; found SHA-256 {found[:12]}..., expected "
@@ -230,17 +202,6 @@ def find_step(checkpoint: dict, path: Path, step: int) -> tuple[Mixture, int, in
         raise UserError(f"--step is {step:,}; expected less than {end:,}, because the run of {path} ends there")
     first = start["row"] + (step - start["step"]) * rows_per_step
     return Mixture(streams, phase_of(starts[: number + 1]), seed), first, rows_per_step, files
-
-
-def nearest(path: Path, checkpoint: dict, step: int) -> tuple[Path, dict]:
-    """Return the intact checkpoint whose step is nearest: the given one, or another one of its folder."""
-    found = {path.stat().st_ino: (path, checkpoint)}
-    for inode, file in {file.stat().st_ino: file for file in reversed(checkpoint_files(path.parent))}.items():
-        try:
-            found[inode] = found.get(inode) or (file, read_checkpoint(file))
-        except UserError as error:
-            say(f"warning: skipped {error}")
-    return min(found.values(), key=lambda of: abs(of[1]["step"] - step))
 
 
 def row_losses(checkpoint: dict, rows: np.ndarray, options: LookOptions) -> np.ndarray:
@@ -263,19 +224,18 @@ def look_at_step(options: LookOptions, step: int) -> None:
     path, checkpoint = open_checkpoint("latest", Path(options.checkpoint_dir))
     tokenizer = load_tokenizer(TokenizerRecord.of(checkpoint))
     mixture, first, count, files = find_step(checkpoint, path, step)
-    print(
-        f"step {step:,}: rows {first:,} to {first + count - 1:,} of the run of {path}, at step {checkpoint['step']:,}"
-    )
+    print(f"step {step:,}: rows {first:,} to {first + count - 1:,}, by {path} at step {checkpoint['step']:,}")
     rows, order, losses = mixture.read(first, count), np.arange(count), [""] * count
     if options.by == "loss":
-        path, checkpoint = nearest(path, checkpoint, step)
+        path, checkpoint = nearest_checkpoint(path.parent, step)
         found = row_losses(checkpoint, rows, options)
         order, losses = np.argsort(-found, kind="stable"), [f"loss {loss:.4f}, " for loss in found]
         print(f"mean loss {found.mean():.4f}, of {path} at step {checkpoint['step']:,}")
     places = mixture.find(first, count)
     for i in order[: options.rows or count].tolist():
         tokens, position = places[i]
-        print_row(rows[i], tokenizer, f"row {i:,}: {losses[i]}{files[id(tokens)]} from token {position:,} on")
+        print(f"\n--- row {i:,}: {losses[i]}{files[id(tokens)]} from token {position:,} on")
+        print(visible(rows[i].tolist(), tokenizer))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

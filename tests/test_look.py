@@ -1,19 +1,24 @@
-"""Tests of look.py: what it says of a folder of shards, rows in words, and its errors."""
+"""Tests of look.py: what it says of a folder of shards, the rows of a step, rows as text, and its errors."""
 
 import json
+import re
 import sys
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiktoken
+from conftest import TINY, load, metrics, run_here, write_data
 from test_survey import BEGIN, ids_of
 from test_tokenizer import need_gpt2
 from test_tokenizer_json import byte_tokenizer
 
-from look import main, print_row, visible
+import train
+from dataloader import BatchLoader
+from look import find_step, main, visible
 from steadygpt.base.options import UserError
-from steadygpt.data.shards import write_shard
+from steadygpt.data.shards import MANIFEST, write_shard
 from steadygpt.data.tokenizer import Tokenizer, get_tokenizer
 
 ONCE, TWICE, BOTH = "Once upon a time.", "This text stands here twice.", "This one is also in val."
@@ -143,18 +148,6 @@ def test_what_cannot_be_seen_is_escaped():
     )
 
 
-def test_marks_and_escapes_are_highlighted_on_a_terminal():
-    text = visible([65, 0x1B, BEGIN], get_tokenizer("bytes"), "[{}]".format)
-    assert text == "A[\\x1b]\n[⟨document⟩]"
-
-
-def test_colours_are_for_terminals_only(capsys, monkeypatch):
-    print_row(np.array([65, BEGIN]), get_tokenizer("bytes"), "label")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    print_row(np.array([65, BEGIN]), get_tokenizer("bytes"), "label")
-    assert capsys.readouterr().out == "\n--- label\nA\n⟨document⟩\n\n--- label\nA\n\x1b[7m⟨document⟩\x1b[0m\n"
-
-
 def test_ids_without_text_are_named():
     special = {"<pad>": 2, "<\x1b[2J>": 3, "<|endoftext|>": 5}
     encoding = tiktoken.Encoding("gaps", pat_str=".", mergeable_ranks={b"\xc3": 0, b"\xa9": 1}, special_tokens=special)
@@ -181,16 +174,19 @@ def broken(folder: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize(("how", "flags", "words"), [
-    ("", ["none"], "none: no such folder; expected one of token shards"),
-    ("", ["data/manifest.json"], "data/manifest.json: no such folder"),
+    ("", ["none"], "no train shards in none"),
     ("empty", ["data"], "no train shards in data"),
     ("truncated", ["data"], "a_train_000000.npy: 331 bytes, but its header says 102 tokens"),
     ("changed", ["data"], "but manifest.json says"),
     ("unfinished", ["data"], "data: its preparation was interrupted"),
     ("foreign", ["data", "--tokenizer", "bytes"], "token 2 is 300, outside the vocabulary of 257; name the tokenizer"),
-    ("", ["data", "--tokenizer", "gpt2"], "data was prepared with 'bytes', so drop the flag"),
+    ("", ["data", "--tokenizer", "gpt2"], "data was prepared with 'bytes'; drop the flag"),
     ("", ["data", "--rows", "-1"], "--rows is -1; expected 0 or more"),
-    ("", [], "folder"),
+    ("", [], "give a folder of token shards, or --step N"),
+    ("", ["data", "--step", "1"], "--step goes with --step, but this command is with FOLDER"),
+    ("", ["data", "--by", "loss"], "--by goes with --step"),
+    ("", ["--step", "1", "--seed", "3"], "--seed goes with FOLDER"),
+    ("", ["--step", "1"], "no checkpoints in checkpoints; name their folder with --checkpoint_dir"),
 ])  # fmt: skip
 def test_mistakes_are_reported_in_one_line(tmp_path, monkeypatch, capsys, how, flags, words):
     monkeypatch.chdir(tmp_path)
@@ -200,3 +196,117 @@ def test_mistakes_are_reported_in_one_line(tmp_path, monkeypatch, capsys, how, f
     assert words in str(raised.value)
     assert "\n" not in str(raised.value)
     assert capsys.readouterr().out == ""
+
+
+def test_text_survives_a_terminal_of_ascii(tmp_path, monkeypatch):
+    write(tmp_path / "data", train=[ids_of("café")])
+    monkeypatch.setattr(sys, "stdout", TextIOWrapper(BytesIO(), encoding="ascii"))
+    assert main([str(tmp_path / "data"), "--rows", "1"]) == 0
+    sys.stdout.flush()
+    assert rb"\u27e8document\u27e9caf\xe9" in sys.stdout.buffer.getvalue()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the rows of a step
+
+
+@pytest.fixture
+def trained_on(monkeypatch) -> list[list[int]]:
+    """The rows that training in this process reads, in their order."""
+    rows, read = [], BatchLoader.next
+
+    def record(loader: BatchLoader):
+        inputs, targets = read(loader)
+        rows.extend([*row, last] for row, (*_, last) in zip(inputs.tolist(), targets.tolist(), strict=True))
+        return inputs, targets
+
+    monkeypatch.setattr(BatchLoader, "next", record)
+    return rows
+
+
+def rows_of(capsys, *flags: str) -> list[tuple[int, str, int, str]]:
+    """Return number, source and file, position, and text of each row that look.py prints."""
+    capsys.readouterr()
+    assert main([*flags]) == 0
+    found = []
+    for part in capsys.readouterr().out.split("\n--- row ")[1:]:
+        label, _, text = part.partition("\n")
+        number, _, where, position = re.fullmatch(r"(\d+): (loss \S+, )?(.*) from token ([\d,]+) on", label).groups()
+        found.append((int(number), where, int(position.replace(",", "")), text[:-1]))
+    return found
+
+
+def test_the_rows_of_a_step_are_those_that_it_trained_on(workdir, trained_on, capsys):
+    """Also across a change of the batch, a change of the mixture, and after the newest checkpoint."""
+    write_data(workdir / "more", seed=1)
+    assert run_here("--max_steps", "2", "--warmup_steps", "1") == 0
+    assert run_here("--resume", "latest", "--max_steps", "4", "--total_batch_size", "96", "--allow_changes") == 0
+    mix = ("--mix", "data:1,m=more:2", "--max_steps", "8", "--checkpoint_freq", "6", "--allow_changes")
+    assert train.main([*TINY, "--resume", "latest", "--total_batch_size", "96", *mix]) == 0
+    for name in ("latest.pt", "latest_backup.pt"):  # the run has crashed before step 8
+        (workdir / "checkpoints" / name).unlink(missing_ok=True)
+    sources = set()
+    for step, count in enumerate([4, 4, 6, 6, 6, 6, 6, 6]):
+        expected, trained_on[:] = trained_on[:count], trained_on[count:]
+        found = rows_of(capsys, "--step", str(step), "--rows", "0")
+        assert [text for *_, text in found] == [visible(row, get_tokenizer("bytes")) for row in expected]
+        assert [number for number, *_ in found] == list(range(count))
+        for (_, where, position, _), row in zip(found, expected, strict=True):
+            source, _, file = where.partition(", ")
+            sources.add((step, source))
+            tokens = np.load(workdir / {"data": "data", "m": "more"}[source] / file)
+            assert tokens[position : position + len(row)].tolist() == row
+    assert not trained_on
+    assert {source for step, source in sources if step < 4} == {"data"}
+    assert {source for step, source in sources if step >= 4} == {"data", "m"}
+    assert len(rows_of(capsys, "--step", "5")) == 3
+
+
+def test_a_garbage_document_comes_first_by_loss(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    ids = np.resize(list(b"the cat sat on the mat. "), 1700)
+    garbage = 16 * 82  # the third row of step 20
+    ids[garbage : garbage + 16] = np.random.default_rng(0).integers(128, 256, 16)
+    write(tmp_path / "data", train=[ids.tolist()])
+    in_order = ("--shuffle_rows", "off", "--max_lr", "3e-2", "--log_freq", "1")
+    assert run_here(*in_order, "--max_steps", "24", "--checkpoint_freq", "20") == 0
+    capsys.readouterr()
+    flags = ["--step", "20", "--by", "loss", "--rows", "0", "--precision", "fp32"]
+    assert main(flags) == 0
+    lines = capsys.readouterr().out.splitlines()
+    loss = metrics("logs", "loss")[20]
+    assert lines[:2] == [
+        "step 20: rows 80 to 83, by checkpoints/latest.pt at step 24",
+        f"mean loss {loss:.4f}, of checkpoints/latest_backup.pt at step 20",
+    ]
+    losses = [float(line.split("loss ")[1].split(",")[0]) for line in lines if line.startswith("--- row")]
+    assert losses == sorted(losses, reverse=True) and losses[0] > 2 * losses[1]
+    assert f", data, a_train_000000.npy from token {garbage:,} on" in lines[3]
+    # A corrupt checkpoint is skipped.
+    (tmp_path / "checkpoints" / "rolling_step_000020.pt").write_bytes(b"")
+    assert main(flags) == 0
+    output = capsys.readouterr()
+    assert "of checkpoints/latest.pt at step 24" in output.out
+    assert "warning: skipped checkpoints/latest_backup.pt" in output.err
+
+
+def test_steps_and_shards_that_do_not_fit_the_run_are_refused(workdir, capsys):
+    assert run_here("--max_steps", "2", "--warmup_steps", "1") == 0
+    path = workdir / "checkpoints" / "latest.pt"
+
+    def refused(words: str, step=1, **changes):
+        checkpoint = load(path) | changes
+        with pytest.raises(UserError, match=words):
+            find_step(checkpoint, path, step)
+
+    refused("--step is 2; expected less than 2, because the run of .*latest.pt ends there", step=2)
+    [start] = load(path)["starts"]
+    two_epochs = [start | {"options": start["options"] | {"max_steps": 0, "num_epochs": 2}}]
+    refused("expected less than 37,", step=37, starts=two_epochs)  # 2 * (43 + 31) rows, 4 in a step
+    assert find_step(load(path) | {"starts": two_epochs}, path, 36)[1] == 144
+    refused("the run changed its batch before it had a record of starts", rows_consumed=12)
+    shard = workdir / "data" / "tiny_train_000001.npy"
+    shard.write_bytes(shard.read_bytes()[:-2] + b"ab")
+    refused("the file is damaged")
+    (workdir / "data" / MANIFEST).unlink()
+    refused("data: not the shards that step 1 trained on; found SHA-256 .*, expected .*; copy those back")

@@ -143,6 +143,24 @@ def open_checkpoint(which: str, folder: Path) -> tuple[Path, dict]:
     return found.path, found.checkpoint
 
 
+def nearest_checkpoint(folder: Path, step: int) -> tuple[Path, dict]:
+    """Return the intact checkpoint of a folder whose step is nearest; of two, the earlier one.
+
+    Skipped files are named on stderr.
+
+    Raises: UserError when no file is intact.
+    """
+    found = []
+    for file in {file.stat().st_ino: file for file in reversed(checkpoint_files(folder))}.values():  # each file once
+        try:
+            found.append((file, read_checkpoint(file)))
+        except UserError as error:
+            print(f"warning: skipped {error}", file=sys.stderr)
+    if not found:
+        raise UserError(f"no intact checkpoint in {folder}; name their folder with --checkpoint_dir")
+    return min(found, key=lambda pair: (abs(pair[1]["step"] - step), pair[1]["step"]))
+
+
 def newest_first(folder: Path, pattern: str) -> list[Path]:
     # By time, not by step: after a resume from an older checkpoint, higher steps can be in older files.
     def written(file: Path) -> tuple[int, str]:

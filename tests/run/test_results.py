@@ -52,6 +52,15 @@ def test_spikes_are_found_once_enough_losses_are_known():
     assert [math.isnan(r.loss_z) for r in found] == [True] * SPIKE_WINDOW + [False]
 
 
+def test_the_warning_of_a_spike_names_the_command_that_shows_its_rows():
+    steady = [2.0 + 0.1 * (i % 2) for i in range(SPIKE_WINDOW)]
+    [spike] = results([9.0], steady, skip_spikes=True)
+    command = "python look.py --checkpoint_dir 'my run' --step 0 --by loss"
+    assert spike.warning(steady, "my run").endswith(f"; its update was skipped; see its rows: {command}")
+    [bad] = results([math.nan], steady)
+    assert bad.warning(steady, "my run").endswith("; its update was skipped")
+
+
 def test_after_max_bad_steps_every_update_is_skipped():
     """The host may start another step before it reads that the last one was bad."""
     found = results([math.nan, 2.0, math.nan, math.nan, 2.0, 2.0], max_bad_steps=2)
