@@ -34,14 +34,14 @@ class Rows:
     """An endless sequence of rows, located BLOCK_ROWS at a time, because one row alone costs nearly as much."""
 
     context_length: int
-    _block: tuple[int, list[tuple[np.ndarray, int]]] = -1, []  # number and places of the block read last
+    _block: tuple[int, list[tuple[np.ndarray, int]]] = -1, []  # number and places of the block found last
 
     def places(self, start: int, count: int) -> list[tuple[np.ndarray, int]]:
         """Return the tokens of the shard, and the position of the first one, of rows start, start + 1, ..."""
         raise NotImplementedError
 
     def find(self, start: int, count: int) -> list[tuple[np.ndarray, int]]:
-        """Return what places() does, from the block read last where it is there."""
+        """Return the places of rows start, start + 1, ..., and keep those of the block found last."""
         found: list[tuple[np.ndarray, int]] = []
         while len(found) < count:
             number, within = divmod(start + len(found), BLOCK_ROWS)
