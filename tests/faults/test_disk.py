@@ -110,22 +110,22 @@ def last_saved(text: str) -> int:
 
 
 def test_logs_on_a_full_disk_lose_records_but_not_the_run(small_disk):
-    flags = (*FLAGS, "--max_steps", "400", "--use_tensorboard", "--eval_freq", "50", "--checkpoint_dir", "run/ckpt")
+    flags = (*FLAGS, "--max_steps", "250", "--use_tensorboard", "--eval_freq", "50", "--checkpoint_dir", "run/ckpt")
     run = Run(*flags, "--logdir", "run/logs", "--tensorboard_dir", "run/tb")
     run.wait_for("^saved step 40 as")
     fill_disk()
-    run.wait_for("^step 150/")
+    run.wait_for("^step 100/")
     free_space()
     assert run.wait() == [0], run.text()
     assert "warning: cannot write to metrics.jsonl: [Errno 28] No space left on device; training" in run.text()
-    assert load("run/ckpt/latest.pt")["step"] == 400
+    assert load("run/ckpt/latest.pt")["step"] == 250
     steps = [json.loads(line)["step"] for line in Path("run/logs/metrics.jsonl").read_text().splitlines()]
-    assert steps[-1] == 400
+    assert steps[-1] == 250
     assert steps == sorted(steps)
     (folder,) = Path("run/tb").iterdir()
     curve = scalars(folder)["loss/train"]
-    assert max(curve) == 399
-    assert 0 < 400 - len(curve) < 250  # TensorBoard is opened again at the first save after the disk has space
+    assert max(curve) == 249
+    assert 0 < 250 - len(curve) < 150  # TensorBoard is opened again at the first save after the disk has space
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.storm)])
@@ -156,16 +156,16 @@ def test_a_failed_last_save_is_retried(workdir, error):
 
 
 def test_the_run_fails_if_its_last_save_fails(small_disk):
-    flags = (*FLAGS, "--max_steps", "300", "--checkpoint_dir", "run", "--logdir", "logs")
+    flags = (*FLAGS, "--max_steps", "160", "--checkpoint_dir", "run", "--logdir", "logs")
     run = Run(*flags)
     run.wait_for("^saved step 40 as")
     fill_disk()
     assert run.wait() == [1]
-    assert "failed (the last save failed) after 300 steps" in run.text()
+    assert "failed (the last save failed) after 160 steps" in run.text()
     free_space()
-    assert load("run/latest.pt")["step"] < 300
+    assert load("run/latest.pt")["step"] < 160
     run_to_end(*flags, "--resume")
-    assert load("run/latest.pt")["step"] == 300
+    assert load("run/latest.pt")["step"] == 160
 
 
 def test_files_after_100_saves_with_keep_checkpoints_3(workdir):
@@ -191,5 +191,5 @@ def test_files_after_100_saves_with_keep_checkpoints_3(workdir):
 
 
 def test_saves_by_the_clock_go_to_latest_and_its_backup_only(workdir):
-    run_to_end("--max_steps", "300", "--checkpoint_minutes", "0.0001", "--steps_per_epoch", "9999", *folders("run"))
+    run_to_end("--max_steps", "60", "--checkpoint_minutes", "0.0001", "--steps_per_epoch", "9999", *folders("run"))
     assert sorted(os.listdir("run/ckpt")) == [".lock", "latest.pt", "latest_backup.pt", "status.json"]
