@@ -91,7 +91,7 @@ def test_a_signal_before_the_first_step_ends_the_run_as_stopped(workdir, name):
 # ---------------------------------------------------------------------------------------------------------------------
 # torchrun
 
-LONG_STEP = ("--total_batch_size", str(16 * 2 * 400), "--max_steps", "3", "--warmup_steps", "1", "--dropout", "0.1")
+LONG_STEP = ("--total_batch_size", str(16 * 2 * 200), "--max_steps", "3", "--warmup_steps", "1", "--dropout", "0.1")
 
 
 def to_agent(name: str):
@@ -126,7 +126,7 @@ def test_a_stop_of_torchrun_can_be_resumed(reference, send, reason, request):
     reference(*LONG_STEP, ranks=2)
     name = request.node.callspec.id.replace(" ", "-")
     run = LaunchedRun(*LONG_STEP, *folders(name), processes=2)
-    run.wait_for(r"^step 0/3")  # step 1, of 200 micro-steps, has begun
+    run.wait_for(r"^step 0/3")  # step 1, of 100 micro-steps, has begun
     send(run)
     run.wait()
     run.wait_for_group(timeout_s=10)
