@@ -5,7 +5,6 @@ import json
 import multiprocessing
 import os
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -154,13 +153,6 @@ def command(*flags: str, processes: int = 1, tiny=TINY) -> list[str]:
 
 def environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD_SIZE", "LOCAL_"))}
-
-
-def run(*flags: str, processes: int = 1, tiny=TINY) -> subprocess.CompletedProcess:
-    """Run the command until it ends."""
-    return subprocess.run(
-        command(*flags, processes=processes, tiny=tiny), capture_output=True, text=True, env=environment(), timeout=120
-    )
 
 
 def run_here(*flags: str) -> int:

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import MODERN, assert_same_state, in_ranks, load, metrics, need_gpus, run, run_here, write_examples
+from conftest import MODERN, assert_same_state, command, in_ranks, load, metrics, need_gpus, run_here, write_examples
+from harness import Run
 
 import train
 from steadygpt.base.options import UserError
@@ -262,9 +263,10 @@ def fails(*flags: str) -> str:
 
 
 def test_user_error_under_torchrun_is_printed_once(workdir):
-    failed = run("--total_batch_size", "72", processes=2)
-    assert failed.returncode != 0
-    assert len([line for line in failed.stderr.splitlines() if line.startswith("error: ")]) == 1
+    words = command("--total_batch_size", "72", processes=2)
+    failed = Run(*words[words.index("--standalone") :], program="torch.distributed.run", tiny=())
+    assert failed.wait() != [0]
+    assert len([line for line in failed.text().splitlines() if line.startswith("error: ")]) == 1
 
 
 def test_shards_of_other_tools_need_no_manifest(workdir):
