@@ -21,7 +21,7 @@ import torch
 from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig
 from steadygpt.data.order import BLOCK_ROWS, Phase, key_of, permute
-from steadygpt.data.shards import MANIFEST, Shard, ShardSet, read_manifest, shard_files
+from steadygpt.data.shards import MANIFEST, Recorded, Shard, ShardSet, read_manifest, shard_files
 from steadygpt.data.tokenizer import TOKENIZER_JSON, TokenizerRecord, record_named, vocab_size_of
 
 READ_TOKENS = 2**18  # tokens that the thread reads at a time
@@ -232,25 +232,17 @@ class Data:
         return Mixture({identities[shards.name]: rows for shards, rows, _ in self.sources}, phase, seed)
 
 
-class FirstSet(NamedTuple):
-    """The validation set of the first start."""
-
-    name: str
-    folder: str
-    identity: str
-
-
 def open_data(
     config: TrainConfig,
     saved: TokenizerRecord | None = None,
-    first_set: FirstSet | None = None,
+    first_set: Recorded | None = None,
     known: Mapping[str, Sequence[list]] = MappingProxyType({}),
 ) -> Data:
     """Find the shards of a run and map them into memory. A plan of a known number of steps does without them.
 
     Args:
         saved: the tokenizer of the checkpoint that the run resumes from.
-        first_set: of that run, if it validates.
+        first_set: the first validation set of that run, if it has one.
         known: the fingerprint of that run.
     """
     places, T = config.sources(), config.context_length
@@ -279,7 +271,7 @@ def has_shards(folder: str) -> bool:
 
 
 def find_val_sets(
-    config: TrainConfig, sources: Sequence[ShardSet], first: FirstSet | None, known: Mapping[str, Sequence[list]]
+    config: TrainConfig, sources: Sequence[ShardSet], first: Recorded | None, known: Mapping[str, Sequence[list]]
 ) -> list[ShardSet]:
     """Find the validation sets that --val names, or else the val shards of the sources; put the first one first.
 

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hellaswag_eval
 from convert_hf import check_fits, read_weights
-from dataloader import BatchLoader, Data, FirstSet, Mixture, Rows, RowStream, open_data
+from dataloader import BatchLoader, Data, Mixture, Rows, RowStream, open_data
 from generate import sample_texts
 from model import GPT, GPTConfig
 from optim import make_optimizer, skips_on_device, update_unless
@@ -409,7 +409,7 @@ def make_plan(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, held:
     config, start = find_start(config, given, ranks, held, read_weights)
     saved = TokenizerRecord.of(start.checkpoint) if start.checkpoint else None
     first_set, known = first_val_set(starts_of(start.checkpoint)), known_shards(start.checkpoint)
-    data = ranks.on_each(lambda: open_data(config, saved, first_set and FirstSet(*first_set), known))
+    data = ranks.on_each(lambda: open_data(config, saved, first_set, known))
     shape = config.shape(data.vocab_size)
     if start.weights:
         note = check_fits(start.weights, config.init_from, shape, data.tokenizer_record)

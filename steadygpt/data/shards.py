@@ -234,6 +234,14 @@ class ShardSet:
         return identity_of(sha or sha256_of(shard.path) for sha, shard in zip(found, self.shards, strict=True))
 
 
+class Recorded(NamedTuple):
+    """A set of shards as a checkpoint records it."""
+
+    name: str
+    folder: str
+    identity: str
+
+
 def identity_of(digests: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 

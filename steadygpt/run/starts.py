@@ -20,7 +20,7 @@ import torch
 
 from steadygpt.base.options import UserError, shown_options
 from steadygpt.data.order import BLOCK_ROWS, Phase, shares_of_block
-from steadygpt.data.shards import identity_of
+from steadygpt.data.shards import Recorded, identity_of
 from steadygpt.machine.device import device_name
 from steadygpt.machine.ranks import Ranks
 
@@ -78,9 +78,9 @@ def phase_of(starts: Sequence[Entry]) -> Phase:
     return phase
 
 
-def first_val_set(starts: Sequence[Entry]) -> tuple[str, str, str] | None:
-    """Return name, folder and identity of the validation set that tells which model is best, if there is one yet."""
-    sets = [(name, *place) for entry in starts for name, place in entry["val_sets"].items()]
+def first_val_set(starts: Sequence[Entry]) -> Recorded | None:
+    """Return the validation set that tells which model is best, if there is one yet."""
+    sets = [Recorded(name, *place) for entry in starts for name, place in entry["val_sets"].items()]
     return sets[0] if sets else None
 
 
