@@ -31,9 +31,10 @@ READ_TOKENS = 2**18  # tokens that the thread reads at a time
 
 
 class Rows:
-    """An endless sequence of rows, located BLOCK_ROWS at a time, because one row alone costs nearly as much."""
+    """An endless sequence of rows, located a block at a time, because one row alone costs nearly as much."""
 
     context_length: int
+    block_rows = BLOCK_ROWS
     _block: tuple[int, list[tuple[np.ndarray, int]]] = -1, []  # number and places of the block found last
 
     def places(self, start: int, count: int) -> list[tuple[np.ndarray, int]]:
@@ -44,9 +45,9 @@ class Rows:
         """Return the places of rows start, start + 1, ..., and keep those of the block found last."""
         found: list[tuple[np.ndarray, int]] = []
         while len(found) < count:
-            number, within = divmod(start + len(found), BLOCK_ROWS)
+            number, within = divmod(start + len(found), self.block_rows)
             if number != self._block[0]:
-                self._block = number, self.places(number * BLOCK_ROWS, BLOCK_ROWS)
+                self._block = number, self.places(number * self.block_rows, self.block_rows)
             found += self._block[1][within : within + count - len(found)]
         return found
 
@@ -82,6 +83,7 @@ class RowStream(Rows):
         self.tokens = [shard.tokens().view(np.ndarray) for shard in self.shards]
         self.num_rows = np.array([(len(tokens) - 1) // context_length for tokens in self.tokens], np.int64)
         self.rows_per_epoch = int(self.num_rows.sum())
+        self.block_rows = min(BLOCK_ROWS, self.rows_per_epoch)
         if shards and not self.rows_per_epoch:
             raise UserError(
                 f"{shards[0].path.parent}: no shard has {context_length + 1:,} tokens, one row of --context_length "

@@ -182,7 +182,13 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize(("match", "fault"), FAULTS.values(), ids=FAULTS)
+@pytest.mark.parametrize(
+    ("match", "fault"),
+    [
+        pytest.param(*found, id=name, marks=() if i % 2 else pytest.mark.storm)
+        for i, (name, found) in enumerate(FAULTS.items())
+    ],
+)
 def test_failed_upload_is_repeated_until_it_succeeds(s3, tmp_path, match, fault):
     saver = Saver(tmp_path / "here", f"{s3.url}/run")
     saver.save(1, "rolling_step_000001.pt")
@@ -381,7 +387,9 @@ def test_run_that_waits_for_its_uploads_can_be_stopped(machines, s3, monkeypatch
     assert "not uploaded: latest.pt and 1 more" in err
 
 
-@pytest.mark.parametrize("how", ["missing", "truncated", "one bit"])
+@pytest.mark.parametrize(
+    "how", [*(pytest.param(h, marks=pytest.mark.storm) for h in ("missing", "truncated")), "one bit"]
+)
 def test_restore_skips_checkpoints_that_are_not_whole(machines, capsys, workdir, how):
     url, there = f"file://{workdir}/there", workdir / "there"
     run_here(*FLAGS, "--mirror", url)

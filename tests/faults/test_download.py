@@ -71,8 +71,14 @@ def reference(whole, tmp_path, monkeypatch):
     assert not Path("reference/.download").exists()
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.storm)])
+@pytest.mark.parametrize(
+    ("kills", "mode"),
+    [
+        pytest.param(n, mode, marks=() if (n, mode) == (4, "streaming") else pytest.mark.storm)
+        for n in (4, 20)
+        for mode in MODES
+    ],
+)
 def test_a_preparation_from_the_hub_survives_kills(mode, kills, reference):
     """Kill at random instants while files are downloaded, streamed, or there."""
     rng, number, stages = random.Random(kills), 0, set()
@@ -123,7 +129,7 @@ def workers_left() -> list[str]:
     return alive()
 
 
-@pytest.mark.parametrize("mode", ["downloading", "streaming"])
+@pytest.mark.parametrize("mode", ["downloading", pytest.param("streaming", marks=pytest.mark.storm)])
 def test_the_commit_moves_under_a_killed_preparation(mode, reference):
     """Kill when the third shard is written."""
     HUB.fail("GET .*parquet", times=-1, bytes_per_s=SLOW)
@@ -149,8 +155,15 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("mode", ["downloading", "streaming"])
+@pytest.mark.parametrize(
+    ("mode", "fault"),
+    [
+        # Each fault once in the fast suite, by turns in each mode.
+        pytest.param(mode, fault, marks=() if (i + j) % 2 == 0 else pytest.mark.storm)
+        for i, mode in enumerate(["downloading", "streaming"])
+        for j, fault in enumerate(FAULTS)
+    ],
+)
 def test_passing_faults_of_the_hub_cost_a_line_each(mode, fault, reference):
     if (mode, fault) == ("streaming", "damage"):
         pytest.skip("a part of a file has no checksum")
@@ -162,7 +175,7 @@ def test_passing_faults_of_the_hub_cost_a_line_each(mode, fault, reference):
     assert shards("out") == shards("reference")
 
 
-@pytest.mark.parametrize("mode", ["downloading", "streaming"])
+@pytest.mark.parametrize("mode", ["downloading", pytest.param("streaming", marks=pytest.mark.storm)])
 def test_a_hub_that_is_gone_is_waited_for_or_told(mode, reference):
     """The clock is shortened: an hour is a second."""
     times = {"PATIENCE_S": 2.0, "LONGEST_PAUSE_S": 0.2}
@@ -199,7 +212,9 @@ def test_ctrl_c_ends_a_preparation_at_once(mode, reference):
     assert shards("out") == shards("reference")
 
 
-@pytest.mark.parametrize("mode", ["downloading", "streaming", "keeping"])
+@pytest.mark.parametrize(
+    "mode", ["downloading", *(pytest.param(mode, marks=pytest.mark.storm) for mode in ("streaming", "keeping"))]
+)
 def test_a_disk_that_fills_is_told_and_the_same_command_goes_on(mode, reference, small_disk):  # noqa: F811
     """The disk fills while a file is downloaded, a shard is written, or the cache grows."""
     flags = {"keeping": ["--keep_download"], **MODES}[mode]
@@ -230,7 +245,7 @@ def test_a_wrong_text_field_ends_with_status_2_every_time(times, reference):
             assert done.stderr.endswith("no field 'txt'; found id, text; name the text with --text_field\n")
 
 
-@pytest.mark.parametrize("mode", ["downloading", "streaming"])
+@pytest.mark.parametrize("mode", ["downloading", pytest.param("streaming", marks=pytest.mark.storm)])
 def test_memory_does_not_grow_with_the_data_set(mode, reference):
     peaks = []
     for factor in (1, 8):

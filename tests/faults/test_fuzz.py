@@ -15,7 +15,7 @@ from steadygpt.checkpoint.files import read_checkpoint
 from steadygpt.checkpoint.table import checkpoint_table
 from steadygpt.data.shards import check_shards, open_shard
 
-FILES = 2000
+FEW, MANY = 300, 2000  # files in the fast suite, and in the fault storm
 
 
 def mutate(content: bytes, rng: random.Random, header: int | None = None) -> bytes:
@@ -61,11 +61,12 @@ SHARDS = {
 }
 
 
+@pytest.mark.parametrize("files", [FEW, pytest.param(MANY, marks=pytest.mark.storm)])
 @pytest.mark.parametrize("name", SHARDS)
-def test_mutated_shards_are_read_or_refused(tmp_path, name):
+def test_mutated_shards_are_read_or_refused(tmp_path, name, files):
     original, header = SHARDS[name]
     path, rng, read = tmp_path / name, random.Random(name), 0
-    for _ in range(FILES):
+    for _ in range(files):
         path.write_bytes(mutate(original, rng, header))
         try:
             shard = open_shard(path)
@@ -75,7 +76,7 @@ def test_mutated_shards_are_read_or_refused(tmp_path, name):
         except UserError as error:
             assert "\n" not in str(error)
             assert name in str(error)
-    assert 0 < read < FILES  # some mutations only change tokens, within the vocabulary
+    assert 0 < read < files  # some mutations only change tokens, within the vocabulary
 
 
 @pytest.fixture(scope="module")
@@ -98,9 +99,10 @@ def rezipped(content: bytes, rng: random.Random) -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.parametrize(("change", "files"), [(mutate, 9 * FILES // 10), (rezipped, FILES // 10)])
-def test_mutated_checkpoints_are_read_or_refused(tmp_path, checkpoint, change, files):
-    path, rng, read = tmp_path / "latest.pt", random.Random(1), 0
+@pytest.mark.parametrize("files", [FEW, pytest.param(MANY, marks=pytest.mark.storm)])
+@pytest.mark.parametrize(("change", "share"), [(mutate, 0.9), (rezipped, 0.1)])
+def test_mutated_checkpoints_are_read_or_refused(tmp_path, checkpoint, change, share, files):
+    path, rng, read, files = tmp_path / "latest.pt", random.Random(1), 0, round(share * files)
     for number in range(files):
         path.write_bytes(change(checkpoint, rng))
         try:

@@ -93,8 +93,8 @@ def test_plan_of_a_known_number_of_steps_needs_no_data(tmp_path, monkeypatch, ca
     assert train.main(["--config", "gpt2-1b", "--precision", "bf16", "--dry_run"]) == 0
     plan = capsys.readouterr().out
     assert (
-        "data         no shards in data/edu_fineweb10B yet; planned with the vocabulary of --tokenizer gpt2; "
-        "10,485,760 validation tokens\n"
+        "data         no shards in data/edu_fineweb10B yet; planned with the vocabulary of --tokenizer gpt2\n"
+        "validation   10,485,760 tokens every 250 steps: about "
     ) in plan
     assert "vocabulary 50,257 (gpt2)\n" in plan
     assert "at most 9 and one for each epoch, whose length is not known, in checkpoints: 82.1 GB; " in plan
