@@ -229,9 +229,13 @@ class Data:
         """Rows of the only source; 0 of a mixture, whose sources have epochs of their own."""
         return self.sources[0].rows.rows_per_epoch if len(self.sources) == 1 else 0
 
-    def mixture(self, phase: Phase, identities: Mapping[str, str], seed: int) -> Mixture:
-        """Return the rows to train on, with the identity of each source by name."""
-        return Mixture({identities[shards.name]: rows for shards, rows, _ in self.sources}, phase, seed)
+    def mixture(self, phase: Phase, places: Mapping[str, Sequence[str]], seed: int) -> Mixture:
+        """Return the rows to train on.
+
+        Args:
+            places: name -> (folder, identity) of each source.
+        """
+        return Mixture({places[shards.name][1]: rows for shards, rows, _ in self.sources}, phase, seed)
 
 
 def open_data(

@@ -142,8 +142,7 @@ def build_run(plan: Plan, log: RunLog, held: ExitStack) -> Run:
     forward: nn.Module = model.compiled() if config.compiles(device.type) else model
     if ranks.world_size > 1 and config.sharding == "ddp":
         forward = parallel.replicate(forward, ranks)
-    identities = {name: identity for name, (_, identity) in starts[-1]["sources"].items()}
-    rows = data.mixture(phase_of(starts), identities, config.seed)
+    rows = data.mixture(phase_of(starts), starts[-1]["sources"], config.seed)
     judge = Judge(config, device, state.recent_losses, state.bad_steps)
     delay = int(device.type == "cuda" and skips_on_device(optimizer, device))  # the GPU runs a step ahead of the host
     results = Results(config, ranks, schedule, state, log, plan.sketch.flops_per_token(), delay)

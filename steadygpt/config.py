@@ -419,6 +419,8 @@ def parse_folders(option: str, text: str) -> dict[str, tuple[str, Fraction]]:
         if name in found:
             raise OptionError(option, f"two folders named {name}", "different names: NAME=FOLDER")
         found[name] = folder, Fraction(weight)
+    if text and not found:
+        raise OptionError(option, repr(text), "one folder or more")
     return found
 
 

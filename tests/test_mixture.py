@@ -302,6 +302,7 @@ def test_a_mixture_needs_a_number_of_steps(sources):
         ("data/web:nan", "with the weight 'nan'; expected a number above 0"),
         ("data/web,other/web", "--mix is two folders named web; expected different names: NAME=FOLDER"),
         ("a b=data/web", "--mix is 'a b=data/web'; expected [NAME=]FOLDER[:WEIGHT]"),
+        (",", "--mix is ','; expected one folder or more"),
         ("=data/web", "--mix is '=data/web'; expected [NAME=]FOLDER[:WEIGHT]"),
     ],
 )
