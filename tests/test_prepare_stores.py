@@ -73,7 +73,16 @@ def test_text_in_a_bucket_is_tokenized(store, tmp_path, monkeypatch):
     assert ids_of(tmp_path / "out") == ids_expected(texts)
 
 
-@pytest.mark.parametrize("mode", [[], ["--streaming"]])
+def by_turns(cases: list[tuple]) -> list:
+    """Return each case with each store, by turns in the fast suite; the others are for the fault storm."""
+    return [
+        pytest.param(store, *case, marks=() if (i + j) % 2 == 0 else pytest.mark.storm)
+        for i, store in enumerate(("s3", "gcs"))
+        for j, case in enumerate(cases)
+    ]
+
+
+@pytest.mark.parametrize(("store", "mode"), by_turns([([],), (["--streaming"],)]), indirect=["store"], ids=str)
 def test_an_interrupted_preparation_continues(mode, bucket, local_shards, monkeypatch):
     interrupt_after(4, monkeypatch)  # inside the third file
     with pytest.raises(KeyboardInterrupt):
@@ -93,7 +102,10 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(
-    ("fault", "mode"), [*((fault, []) for fault in FAULTS), ("unavailable", ["--streaming"])], ids=str
+    ("store", "fault", "mode"),
+    by_turns([*((fault, []) for fault in FAULTS), ("unavailable", ["--streaming"])]),
+    indirect=["store"],
+    ids=str,
 )
 def test_passing_faults_of_a_store_cost_a_line_each(fault, mode, bucket, local_shards, capsys, monkeypatch):
     how, line = FAULTS[fault]

@@ -193,7 +193,9 @@ def test_a_hub_that_is_gone_is_waited_for_or_told(mode, reference):
     assert shards("out") == shards("reference")
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=() if mode == "streaming" else pytest.mark.storm) for mode in MODES]
+)
 def test_ctrl_c_ends_a_preparation_at_once(mode, reference):
     if mode == "tokenizing":
         finish("--out", "filling-the-cache", "--keep_download")

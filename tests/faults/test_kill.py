@@ -81,9 +81,8 @@ def test_kill_at_random_instants(workdir, least, ranks, recipe, record_property)
 PARTS = ((30, "data/a:7,data/b:3"), (60, "data/b:1,data/c:1"), (100, "data/a:1,data/b:4,data/c:2"))
 
 
-@pytest.mark.parametrize(
-    ("least", "ranks"), [(1, 1), *(pytest.param(10, ranks, marks=pytest.mark.storm) for ranks in (1, 2))]
-)
+@pytest.mark.storm
+@pytest.mark.parametrize(("least", "ranks"), [(10, 1), (10, 2)])
 def test_kill_while_the_mixture_changes_twice(workdir, least, ranks, record_property):
     for seed, name in enumerate("abc"):
         write_data(Path("data", name), num_tokens=(200, 900 + 100 * seed), seed=seed)

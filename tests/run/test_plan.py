@@ -102,7 +102,9 @@ def test_plan_of_a_known_number_of_steps_needs_no_data(tmp_path, monkeypatch, ca
     assert "time         100,000 steps and 1.5% for evaluations; " in plan
     assert list(tmp_path.iterdir()) == []
     assert run_here("--dry_run", "--data_dir", "nowhere", "--tokenizer", "bytes") == 0
-    assert "planned with the vocabulary of --tokenizer bytes; 0 validation tokens" in capsys.readouterr().out
+    plan = capsys.readouterr().out
+    assert "planned with the vocabulary of --tokenizer bytes\n" in plan
+    assert "\nvalidation " not in plan  # --eval_freq 0
     shape = ("--max_steps", "0", "--num_epochs", "2", "--steps_per_epoch", "40")
     assert run_here("--dry_run", "--data_dir", "nowhere", "--tokenizer", "bytes", *shape) == 0
     assert "steps        80 of " in (plan := capsys.readouterr().out) and "; 2.00 epochs; " in plan
