@@ -34,28 +34,30 @@ class Rows:
     """An endless sequence of rows, located a block at a time, because one row alone costs nearly as much."""
 
     context_length: int
+    tokens: list[np.ndarray]  # of each shard
     block_rows = BLOCK_ROWS
-    _block: tuple[int, list[tuple[np.ndarray, int]]] = -1, []  # number and places of the block found last
+    _block: tuple[int, list[tuple[int, int]]] = -1, []  # number and places of the block found last
 
-    def places(self, start: int, count: int) -> list[tuple[np.ndarray, int]]:
-        """Return the tokens of the shard, and the position of the first one, of rows start, start + 1, ..."""
+    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the shards and the rows within them of positions (n,) in the sequence, each (n,) int64."""
         raise NotImplementedError
 
-    def find(self, start: int, count: int) -> list[tuple[np.ndarray, int]]:
-        """Return the places of rows start, start + 1, ..., and keep those of the block found last."""
-        found: list[tuple[np.ndarray, int]] = []
+    def find(self, start: int, count: int) -> list[tuple[int, int]]:
+        """Return the shard and the first token of rows start, start + 1, ..., and keep those of the last block."""
+        found: list[tuple[int, int]] = []
         while len(found) < count:
             number, within = divmod(start + len(found), self.block_rows)
             if number != self._block[0]:
-                self._block = number, self.places(number * self.block_rows, self.block_rows)
+                shard, row = self.locate(np.arange(number * self.block_rows, (number + 1) * self.block_rows))
+                self._block = number, list(zip(shard.tolist(), (row * self.context_length).tolist(), strict=True))
             found += self._block[1][within : within + count - len(found)]
         return found
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Read rows start, start + 1, ...: (count, context_length + 1) int64 tokens."""
         T, rows = self.context_length, np.empty((count, self.context_length + 1), np.int64)
-        for i, (tokens, first) in enumerate(self.find(start, count)):
-            rows[i] = tokens[first : first + T + 1]
+        for i, (shard, first) in enumerate(self.find(start, count)):
+            rows[i] = self.tokens[shard][first : first + T + 1]
         return rows
 
 
@@ -108,32 +110,32 @@ class RowStream(Rows):
                 row[of_shard] = permute(row[of_shard], int(self.num_rows[s]), key_of(self.seed, int(epoch), int(s)))
         return shard, row
 
-    def places(self, start: int, count: int) -> list[tuple[np.ndarray, int]]:
-        shard, row = self.locate(np.arange(start, start + count))
-        firsts = (row * self.context_length).tolist()
-        return [(self.tokens[s], first) for s, first in zip(shard.tolist(), firsts, strict=True)]
-
 
 class Mixture(Rows):
-    """The rows of a phase.
+    """The rows of a phase, by their positions in the run, from the first row of the phase on.
 
     Args:
         streams: source -> its rows.
     """
 
     def __init__(self, streams: Mapping[str, RowStream], phase: Phase, seed: int):
-        self.streams, self.phase, self.seed = streams, phase, seed
-        self.context_length = next(iter(streams.values())).context_length
+        self.streams, self.phase, self.seed = [streams[source] for source in sorted(phase.shares)], phase, seed
+        self.context_length = self.streams[0].context_length
+        self.tokens = [tokens for stream in self.streams for tokens in stream.tokens]
 
-    def places(self, start: int, count: int) -> list[tuple[np.ndarray, int]]:
-        """Return the places of a block, which begins at row `start` of the phase."""
-        block = start // BLOCK_ROWS
-        given, shares = self.phase.given_before(block), sorted(self.phase.shares.items())
-        places = [iter(self.streams[source].places(given[source], share)) for source, share in shares]
-        return [next(places[i]) for i in self.phase.order(block, self.seed).tolist()]
+    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the shards and the rows within them of a block of the phase."""
+        block, first_shard = int(positions[0]) // BLOCK_ROWS, 0
+        given, order = self.phase.given_before(block), self.phase.order(block, self.seed)
+        shard, row = np.empty_like(positions), np.empty_like(positions)
+        for i, (source, share) in enumerate(sorted(self.phase.shares.items())):
+            here, of_source = order == i, given[source] + np.arange(share)
+            shard[here], row[here] = self.streams[i].locate(of_source)
+            shard[here] += first_shard
+            first_shard += len(self.streams[i].tokens)
+        return shard, row
 
-    def find(self, start: int, count: int) -> list[tuple[np.ndarray, int]]:
-        """Find rows start, start + 1, ... of the run, from the first row of the phase on."""
+    def find(self, start: int, count: int) -> list[tuple[int, int]]:
         return super().find(start - self.phase.first_row, count)
 
 

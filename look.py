@@ -233,8 +233,8 @@ def look_at_step(options: LookOptions, step: int) -> None:
         print(f"mean loss {found.mean():.4f}, of {path} at step {checkpoint['step']:,}")
     places = mixture.find(first, count)
     for i in order[: options.rows or count].tolist():
-        tokens, position = places[i]
-        print(f"\n--- row {i:,}: {losses[i]}{files[id(tokens)]} from token {position:,} on")
+        shard, position = places[i]
+        print(f"\n--- row {i:,}: {losses[i]}{files[id(mixture.tokens[shard])]} from token {position:,} on")
         print(visible(rows[i].tolist(), tokenizer))
 
 
