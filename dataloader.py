@@ -36,27 +36,31 @@ class Rows:
     context_length: int
     tokens: list[np.ndarray]  # of each shard
     block_rows = BLOCK_ROWS
-    _block: tuple[int, list[tuple[int, int]]] = -1, []  # number and places of the block found last
+    _block: tuple[int, tuple[np.ndarray, np.ndarray]] | None = None  # the block found last, and its number
 
-    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the shards and the rows within them of positions (n,) in the sequence, each (n,) int64."""
+    def find_block(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the shards and the first tokens of the rows of a block, each (block_rows,) int64."""
         raise NotImplementedError
 
-    def find(self, start: int, count: int) -> list[tuple[int, int]]:
-        """Return the shard and the first token of rows start, start + 1, ..., and keep those of the last block."""
-        found: list[tuple[int, int]] = []
-        while len(found) < count:
-            number, within = divmod(start + len(found), self.block_rows)
-            if number != self._block[0]:
-                shard, row = self.locate(np.arange(number * self.block_rows, (number + 1) * self.block_rows))
-                self._block = number, list(zip(shard.tolist(), (row * self.context_length).tolist(), strict=True))
-            found += self._block[1][within : within + count - len(found)]
-        return found
+    def find(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the shards and the first tokens of rows start, start + 1, ..., each (count,) int64."""
+        shards, firsts = found = np.empty((2, count), np.int64)
+        filled = 0
+        while filled < count:
+            number, within = divmod(start + filled, self.block_rows)
+            if self._block is None or number != self._block[0]:
+                self._block = number, self.find_block(number)
+            end = min(count, filled + self.block_rows - within)
+            for part, of_block in zip(found, self._block[1], strict=True):
+                part[filled:end] = of_block[within : within + end - filled]
+            filled = end
+        return shards, firsts
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Read rows start, start + 1, ...: (count, context_length + 1) int64 tokens."""
         T, rows = self.context_length, np.empty((count, self.context_length + 1), np.int64)
-        for i, (shard, first) in enumerate(self.find(start, count)):
+        shards, firsts = self.find(start, count)
+        for i, (shard, first) in enumerate(zip(shards.tolist(), firsts.tolist(), strict=True)):
             rows[i] = self.tokens[shard][first : first + T + 1]
         return rows
 
@@ -110,6 +114,10 @@ class RowStream(Rows):
                 row[of_shard] = permute(row[of_shard], int(self.num_rows[s]), key_of(self.seed, int(epoch), int(s)))
         return shard, row
 
+    def find_block(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        shard, row = self.locate(np.arange(number * self.block_rows, (number + 1) * self.block_rows))
+        return shard, row * self.context_length
+
 
 class Mixture(Rows):
     """The rows of a phase, by their positions in the run, from the first row of the phase on.
@@ -123,19 +131,18 @@ class Mixture(Rows):
         self.context_length = self.streams[0].context_length
         self.tokens = [tokens for stream in self.streams for tokens in stream.tokens]
 
-    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the shards and the rows within them of a block of the phase."""
-        block, first_shard = int(positions[0]) // BLOCK_ROWS, 0
-        given, order = self.phase.given_before(block), self.phase.order(block, self.seed)
-        shard, row = np.empty_like(positions), np.empty_like(positions)
+    def find_block(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        given, order = self.phase.given_before(number), self.phase.order(number, self.seed)
+        shards, firsts = np.empty((2, BLOCK_ROWS), np.int64)
+        first_shard = 0
         for i, (source, share) in enumerate(sorted(self.phase.shares.items())):
-            here, of_source = order == i, given[source] + np.arange(share)
-            shard[here], row[here] = self.streams[i].locate(of_source)
-            shard[here] += first_shard
+            here = order == i
+            shards[here], firsts[here] = self.streams[i].find(given[source], share)
+            shards[here] += first_shard
             first_shard += len(self.streams[i].tokens)
-        return shard, row
+        return shards, firsts
 
-    def find(self, start: int, count: int) -> list[tuple[int, int]]:
+    def find(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         return super().find(start - self.phase.first_row, count)
 
 

@@ -231,10 +231,9 @@ def look_at_step(options: LookOptions, step: int) -> None:
         found = row_losses(checkpoint, rows, options)
         order, losses = np.argsort(-found, kind="stable"), [f"loss {loss:.4f}, " for loss in found]
         print(f"mean loss {found.mean():.4f}, of {path} at step {checkpoint['step']:,}")
-    places = mixture.find(first, count)
+    shards, firsts = mixture.find(first, count)
     for i in order[: options.rows or count].tolist():
-        shard, position = places[i]
-        print(f"\n--- row {i:,}: {losses[i]}{files[id(mixture.tokens[shard])]} from token {position:,} on")
+        print(f"\n--- row {i:,}: {losses[i]}{files[id(mixture.tokens[shards[i]])]} from token {firsts[i]:,} on")
         print(visible(rows[i].tolist(), tokenizer))
 
 
@@ -249,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     mine, other = ("with FOLDER", "with --step") if options.folder else ("with --step", "with FOLDER")
     for name, f in options_of(options).items():
         if f.metadata["group"] == other and getattr(options, name) != f.default:
-            raise UserError(f"--{name} goes {other}, but this command is {mine}; give one of them")
+            raise UserError(f"--{name} cannot be combined {mine}; drop one of them")
     if isinstance(sys.stdout, TextIOWrapper):  # the text may have characters that the terminal's encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     if options.step is None:

@@ -406,7 +406,7 @@ def parse_folders(option: str, text: str) -> dict[str, tuple[str, Fraction]]:
     for item in filter(None, map(str.strip, text.split(","))):
         named, equals, place = item.rpartition("=")
         folder, colon, weight = place.rpartition(":") if option == "mix" else (place, "", "1")
-        folder, weight = (folder, weight) if colon or option == "val" else (place, "1")
+        folder, weight = (folder.strip(), weight.strip()) if colon or option == "val" else (place, "1")
         name = named if equals else Path(folder).absolute().name
         if not re.fullmatch(r"[\w.-]+", name) or not folder:
             raise OptionError(
@@ -415,7 +415,11 @@ def parse_folders(option: str, text: str) -> dict[str, tuple[str, Fraction]]:
                 "[NAME=]FOLDER" + "[:WEIGHT]" * (option == "mix") + ", the name in letters, digits, dots, - and _",
             )
         if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?|\.\d{1,9}", weight) or not Fraction(weight):
-            raise OptionError(option, f"{item!r}, with the weight {weight!r}", "a number above 0, such as 7 or 0.25")
+            raise OptionError(
+                option,
+                f"{item!r}, with the weight {weight!r}",
+                "a number above 0 with at most nine digits, such as 7 or 0.25",
+            )
         if name in found:
             raise OptionError(option, f"two folders named {name}", "different names: NAME=FOLDER")
         found[name] = folder, Fraction(weight)
@@ -497,6 +501,9 @@ def parse_args(argv: Sequence[str]) -> tuple[TrainConfig, dict[str, str]]:
     flags = read_flags(TrainConfig, argv, ABOUT, ELSEWHERE)
     if not flags.get("resume", "latest"):  # an unset variable in a script must not start a new run
         raise UserError("--resume is empty; expected latest, auto, best, stable or a checkpoint file")
+    for name in ("mix", "val"):
+        if flags.get(name) == "":  # as above
+            raise UserError(f"--{name} is empty; expected folders, or drop the flag")
     preset = _read_toml(flags["config"]) if "config" in flags else {}
     options = _overridden(preset, flags)
     if options.get("eval_only") and options.get("init_from", "scratch") == "scratch":

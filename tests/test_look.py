@@ -183,9 +183,9 @@ def broken(folder: Path, how: str) -> None:
     ("", ["data", "--tokenizer", "gpt2"], "data was prepared with 'bytes'; drop the flag"),
     ("", ["data", "--rows", "-1"], "--rows is -1; expected 0 or more"),
     ("", [], "give a folder of token shards, or --step N"),
-    ("", ["data", "--step", "1"], "--step goes with --step, but this command is with FOLDER"),
-    ("", ["data", "--by", "loss"], "--by goes with --step"),
-    ("", ["--step", "1", "--seed", "3"], "--seed goes with FOLDER"),
+    ("", ["data", "--step", "1"], "--step cannot be combined with FOLDER; drop one of them"),
+    ("", ["data", "--by", "loss"], "--by cannot be combined with FOLDER"),
+    ("", ["--step", "1", "--seed", "3"], "--seed cannot be combined with --step"),
     ("", ["--step", "1"], "no checkpoints in checkpoints; name their folder with --checkpoint_dir"),
 ])  # fmt: skip
 def test_mistakes_are_reported_in_one_line(tmp_path, monkeypatch, capsys, how, flags, words):

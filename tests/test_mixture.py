@@ -297,7 +297,7 @@ def test_a_mixture_needs_a_number_of_steps(sources):
 @pytest.mark.parametrize(
     ("mix", "error"),
     [
-        ("data/web:0", "--mix is 'data/web:0', with the weight '0'; expected a number above 0, such as 7 or 0.25"),
+        ("data/web:0", "--mix is 'data/web:0', with the weight '0'; expected a number above 0 with "),
         ("data/web:-1", "with the weight '-1'; expected a number above 0"),
         ("data/web:nan", "with the weight 'nan'; expected a number above 0"),
         ("data/web,other/web", "--mix is two folders named web; expected different names: NAME=FOLDER"),
@@ -319,6 +319,12 @@ def test_the_data_is_named_once(workdir):
     assert config.sources() == {"web": ("data/web", 7), "code": ("data/code", 3)}
     config, _ = parse_args(["--config", "mixed.toml", "--data_dir", "data"])
     assert [folder for folder, _ in config.sources().values()] == ["data"]
+
+
+def test_an_empty_flag_is_refused():
+    for name in ("mix", "val"):
+        with pytest.raises(UserError, match=f"--{name} is empty; expected folders, or drop the flag"):
+            parse_args([f"--{name}", ""])
 
 
 def test_sources_must_have_one_tokenizer(sources):

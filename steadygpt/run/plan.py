@@ -131,7 +131,7 @@ class Plan:
         )
         # A forward pass is a third of a step's work.
         cost = sum(rows.values()) * T / (3 * config.eval_freq * config.total_batch_size)
-        return [f"validation   {sizes} tokens every {config.eval_freq:,} steps: about {cost:.1%} of the time"]
+        return [f"validation   {sizes} tokens every {config.eval_freq:,} steps: about {cost:.1%} of the training time"]
 
     def forecast(self, step_s: float | None = None) -> list[str]:
         """Return what the run will take, as further lines.
