@@ -69,8 +69,7 @@ class RowStream(Rows):
     """The endless stream of the rows of some shards.
 
     Args:
-        shards: shards with fewer than context_length + 1 tokens have no row and are skipped. Without any shard, of data
-            that is not prepared yet, the stream has no rows.
+        shards: at least one; those with fewer than context_length + 1 tokens have no row and are skipped.
         seed: of both shuffles; the order of the shards is drawn for each epoch, that of the rows for each shard too.
     """
 
@@ -90,7 +89,7 @@ class RowStream(Rows):
         self.num_rows = np.array([(len(tokens) - 1) // context_length for tokens in self.tokens], np.int64)
         self.rows_per_epoch = int(self.num_rows.sum())
         self.block_rows = min(BLOCK_ROWS, self.rows_per_epoch)
-        if shards and not self.rows_per_epoch:
+        if not self.rows_per_epoch:
             raise UserError(
                 f"{shards[0].path.parent}: no shard has {context_length + 1:,} tokens, one row of --context_length "
                 f"{context_length:,} and its last target; the longest has {max(s.num_tokens for s in shards):,}"
