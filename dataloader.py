@@ -260,6 +260,13 @@ def open_data(
         known: the fingerprint of that run.
     """
     places, T = config.sources(), config.context_length
+    for folder, _ in places.values():
+        if f"{folder}:train" in known and not Path(folder).is_dir():
+            option = "--mix" if config.mix else "--data_dir"
+            raise UserError(
+                f"{folder}: no such folder, but the checkpoint was trained on its shards; put them back, or give their "
+                f"new place with {option}"
+            )
     if config.plans_without_data and not any(has_shards(folder) for folder, _ in places.values()):
         name = config.tokenizer
         record = TokenizerRecord(name) if name.startswith("bpe:") else record_named("gpt2" if name == "auto" else name)

@@ -184,6 +184,11 @@ def find_step(checkpoint: dict, path: Path, step: int) -> tuple[Mixture, int, in
         raise UserError(f"{path}: the run changed its batch before it had a record of starts; name a later step")
     streams, files = {}, {}
     for name, (folder, identity) in start["sources"].items():
+        if not Path(folder).is_dir():
+            raise UserError(
+                f"{folder}: no such folder, but step {step:,} trained on its shards; put them back, or a link to their "
+                "new place"
+            )
         shards = ShardSet.find(name, folder, "train")
         known, any_id = known_shards(checkpoint).get(shards.key, ()), 2**32  # the ids were checked before training
         found = identity_of(sha for *_, sha in check_shards(shards.shards, shards.manifest, any_id, known))

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 from fractions import Fraction
 from pathlib import Path
@@ -256,17 +257,27 @@ def test_a_run_of_a_folder_goes_on_with_a_mixture(sources):
     assert starts[1]["sources"]["web"][1] == web and starts[1]["given"][web] == 16
 
 
-def test_other_data_in_the_folder_of_a_run_is_refused(sources):
+def test_other_data_in_the_folder_of_a_run_is_refused_or_else_told(sources, capsys):
     assert run_mixed("--data_dir", "data/web", "--max_steps", "4") == 0
     shutil.rmtree("data/web")
     write_data(Path("data/web"), seed=9)
     found = refused("--data_dir", "data/web", "--resume", "latest", "--max_steps", "8")
     assert found.startswith("the training data is web 100.0% (data/web, SHA-256 ")
+    capsys.readouterr()
+    assert run_mixed("--resume", "latest", "--max_steps", "8", "--max_lr", "1e-4", "--allow_changes") == 0
+    told = re.search(
+        r"changed training data: web 100.0% .*SHA-256 (\w+)\.\.\.\) -> web .*SHA-256 (\w+)", capsys.readouterr().out
+    )
+    assert told and told[1] != told[2]
 
 
 def test_data_that_moved_is_the_same_data(sources):
     assert run_mixed(*MIX, "--max_steps", "4", "--eval_freq", "4") == 0
     Path("data/web").rename("elsewhere")
+    assert refused("--resume", "latest", "--max_steps", "8") == (
+        "data/web: no such folder, but the checkpoint was trained on its shards; put them back, or give their new "
+        "place with --mix"
+    )
     moved = ("--mix", "elsewhere:7,data/code:3", "--resume", "latest")
     assert run_mixed(*moved, "--max_steps", "8", "--eval_freq", "4") == 0
     entry = load("checkpoints/latest.pt")["starts"][-1]

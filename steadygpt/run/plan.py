@@ -25,7 +25,7 @@ from steadygpt.run.forecast import forecast
 from steadygpt.run.memory import checkpoint_bytes, estimate_memory, with_fitting_rows
 from steadygpt.run.schedule import Schedule, make_schedule, notes_of_decay
 from steadygpt.run.start import Start, name_of_run
-from steadygpt.run.starts import Entry, epochs_of_sources, phase_of
+from steadygpt.run.starts import Entry, epochs_of_sources, note_of_mixture, phase_of
 
 if TYPE_CHECKING:
     from dataloader import Data, RowStream
@@ -178,7 +178,8 @@ def settle(
     )  # fmt: skip
     of_rows, of_decay = note_of_rows(asked, config, world_size), notes_of_decay(config, schedule, checkpoint)
     of_val = (note_of_validation(config, val.shards.name, val.rows) for val in data.val_sets)
-    notes = tuple(filter(None, [of_memory, *start.notes, of_rows, of_precision, of_name, *of_decay, *of_val]))
+    of_data = note_of_mixture(starts)
+    notes = tuple(filter(None, [of_memory, *start.notes, of_data, of_rows, of_precision, of_name, *of_decay, *of_val]))
     return Plan(config, start, data, starts, schedule, sketch, ranks, notes, elsewhere)
 
 

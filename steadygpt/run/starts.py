@@ -165,6 +165,14 @@ def shares_of(sources: Mapping[str, Sequence[str]], weights: Mapping[str, Fracti
     return shares_of_block({identity: weights[name] for identity, name in names.items()})
 
 
+def note_of_mixture(starts: Sequence[Entry]) -> str:
+    """Return a line for the plan if this start trains on another mixture than the one before."""
+    if len(starts) < 2 or starts[-2]["shares"] == starts[-1]["shares"]:
+        return ""
+    before, now = map(mixture_text, starts[-2:])
+    return f"changed training data: {before} -> {now}"
+
+
 def mixture_text(entry: Entry) -> str:
     """Return the sources of a start with their shares."""
     return ", ".join(
