@@ -409,10 +409,10 @@ def parse_folders(option: str, text: str) -> dict[str, tuple[str, Fraction]]:
         folder, weight = (folder.strip(), weight.strip()) if colon or option == "val" else (place, "1")
         name = named if equals else Path(folder).absolute().name
         if not re.fullmatch(r"[\w.-]+", name) or not folder:
+            form = "[NAME=]FOLDER" + "[:WEIGHT]" * (option == "mix")
+            example = re.sub(r"[^\w.-]+", "_", name) or "web", place or "data/web"
             raise OptionError(
-                option,
-                repr(item),
-                "[NAME=]FOLDER" + "[:WEIGHT]" * (option == "mix") + ", the name in letters, digits, dots, - and _",
+                option, repr(item), f"{form}, the name in letters, digits, dots, - and _: {'='.join(example)}"
             )
         if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?|\.\d{1,9}", weight) or not Fraction(weight):
             raise OptionError(

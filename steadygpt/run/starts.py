@@ -7,7 +7,7 @@ An entry holds plain types under these names:
     sources, val_sets    name -> [folder, identity of the shards]; the first validation set stays the first one
     shares               identity -> rows of BLOCK_ROWS
     given                identity -> rows that each source gave before this start, also of sources that now give none
-    ranks, threads, device, torch
+    ranks, threads, device, torch, commit
 """
 
 import math
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from steadygpt.base.options import UserError, shown_options
+from steadygpt.checkpoint.files import git_commit
 from steadygpt.data.order import BLOCK_ROWS, Phase, shares_of_block
 from steadygpt.data.shards import Recorded, identity_of
 from steadygpt.machine.device import device_name
@@ -64,6 +65,7 @@ def starts_of(checkpoint: Mapping[str, Any] | None) -> list[Entry]:
             "threads": None,
             "device": None,
             "torch": checkpoint["torch_version"],
+            "commit": checkpoint.get("git_commit"),
         }
     ]
 
@@ -131,6 +133,7 @@ def _with_this_start(
         "threads": torch.get_num_threads(),
         "device": device_name(ranks.device),
         "torch": str(torch.__version__),
+        "commit": git_commit(),
     }
     if before and shares != before[-1]["shares"] and not config.allow_changes:
         raise UserError(
