@@ -48,10 +48,11 @@ class Rows:
         filled = 0
         while filled < count:
             number, within = divmod(start + filled, self.block_rows)
-            if self._block is None or number != self._block[0]:
-                self._block = number, self.find_block(number)
+            block = self._block  # read once, because another loader's thread may replace it
+            if block is None or number != block[0]:
+                block = self._block = number, self.find_block(number)
             end = min(count, filled + self.block_rows - within)
-            for part, of_block in zip(found, self._block[1], strict=True):
+            for part, of_block in zip(found, block[1], strict=True):
                 part[filled:end] = of_block[within : within + end - filled]
             filled = end
         return shards, firsts
