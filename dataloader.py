@@ -153,8 +153,11 @@ class Mixture(Rows):
 class BatchLoader:
     """Micro-batches of one rank, read ahead by a thread into pinned memory.
 
-    Micro-batch m of all ranks is the world_size * mini_batch_size rows from start_row + m * world_size *
-    mini_batch_size on, split among the ranks in order, so a step has the same rows on any number of ranks.
+    From start_row on, each mini_batch_size rows are a micro-batch, and the ranks take turns.
+
+    Args:
+        in_turn: micro-batches that a rank takes in its turn. With the micro-steps of a step, all ranks together take
+            the same micro-batches in a step whatever their number.
     """
 
     def __init__(
@@ -165,10 +168,11 @@ class BatchLoader:
         rank: int = 0,
         world_size: int = 1,
         device: torch.device | str = "cpu",
+        in_turn: int = 1,
     ):
         self.stream, self.mini_batch_size, self.device = stream, mini_batch_size, torch.device(device)
-        self.next_row = start_row + rank * mini_batch_size
-        self.stride = world_size * mini_batch_size
+        self.start_row, self.rank, self.world_size, self.in_turn = start_row, rank, world_size, in_turn
+        self.submitted = 0  # micro-batches of this rank
         self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         # The thread reads several small micro-batches at a time, because waking it takes longer than reading one.
         self.at_once = min(32, max(1, READ_TOKENS // (mini_batch_size * stream.context_length)))
@@ -178,11 +182,14 @@ class BatchLoader:
             self._submit()
 
     def _submit(self) -> None:
-        starts = range(self.next_row, self.next_row + self.at_once * self.stride, self.stride)
-        self.pending.append(self.pool.submit(lambda: [self._read(start) for start in starts]))
-        self.next_row = starts.stop
+        numbers = range(self.submitted, self.submitted + self.at_once)
+        self.pending.append(self.pool.submit(lambda: [self._read(number) for number in numbers]))
+        self.submitted = numbers.stop
 
-    def _read(self, start: int) -> torch.Tensor:
+    def _read(self, number: int) -> torch.Tensor:
+        turn, within = divmod(number, self.in_turn)
+        micro_batch = (turn * self.world_size + self.rank) * self.in_turn + within  # among those of all ranks
+        start = self.start_row + micro_batch * self.mini_batch_size
         rows = torch.from_numpy(self.stream.read(start, self.mini_batch_size))
         return rows.pin_memory() if self.device.type == "cuda" else rows
 

@@ -63,7 +63,9 @@ def make_optimizer(model: "GPT", config: "TrainConfig", ranks: Ranks) -> torch.o
         return torch.optim.AdamW(groups, **options)
     parts, lr_ratio = [model.config.parts(name) for name in roles["matrix"]], config.muon_lr / config.max_lr
     groups.append({"params": params["matrix"], "parts": parts, "lr_ratio": lr_ratio, "momentum": config.muon_momentum})
-    return Muon(groups, ranks, config.precision, **options)
+    # A batch of matrices of another size would be rounded in another way.
+    share_work = Ranks(ranks.device) if config.deterministic else ranks
+    return Muon(groups, share_work, config.precision, **options)
 
 
 class Muon(torch.optim.AdamW):

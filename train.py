@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -40,6 +41,7 @@ from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer,
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine import parallel
 from steadygpt.machine.device import autocast, evaluating, profiled, use_fp8
+from steadygpt.machine.gradient_sum import GradientSum
 from steadygpt.machine.ranks import Ranks, Stopped, StopSignal, end_with_torchrun, joined
 from steadygpt.run.forecast import measure_step_s
 from steadygpt.run.memory import out_of_memory_explained
@@ -77,6 +79,7 @@ class Run:
     schedule: Schedule
     model: GPT  # with the weights: not compiled, not wrapped
     forward: nn.Module  # the same model after compile and DDP
+    gradient_sum: GradientSum | None  # with --deterministic
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler  # of the loss, enabled with fp16 only
     state: TrainState  # the step, the rows consumed, losses: everything else that a checkpoint needs
@@ -93,10 +96,14 @@ class Run:
     def autocast(self):
         return autocast(self.ranks.device, self.config.precision)
 
-    def batches(self, rows: Rows, first_row: int = 0) -> BatchLoader:
+    def batches(self, rows: Rows, first_row: int = 0, in_turn: int = 1) -> BatchLoader:
         """Return this rank's batches of a stream of rows."""
-        ranks = self.ranks
-        return BatchLoader(rows, self.config.mini_batch_size, first_row, ranks.rank, ranks.world_size, ranks.device)
+        ranks, size = self.ranks, self.config.mini_batch_size
+        return BatchLoader(rows, size, first_row, ranks.rank, ranks.world_size, ranks.device, in_turn)
+
+    def training_batches(self) -> BatchLoader:
+        """Return this rank's batches from the next step on."""
+        return self.batches(self.rows, self.state.rows_consumed, self.config.grad_accum_steps(self.ranks.world_size))
 
 
 def build_model(config: TrainConfig, shape: GPTConfig, ranks: Ranks) -> GPT:
@@ -140,7 +147,8 @@ def build_run(plan: Plan, log: RunLog, held: ExitStack) -> Run:
     # A checkpoint is captured before the evaluation of its step.
     state.best_val_loss = saves.best_val_loss(state.best_val_loss)
     forward: nn.Module = model.compiled() if config.compiles(device.type) else model
-    if ranks.world_size > 1 and config.sharding == "ddp":
+    gradient_sum = GradientSum(list(model.parameters()), ranks) if config.deterministic else None
+    if ranks.world_size > 1 and config.sharding == "ddp" and not gradient_sum:
         forward = parallel.replicate(forward, ranks)
     rows = data.mixture(phase_of(starts), starts[-1]["sources"], config.seed)
     judge = Judge(config, device, state.recent_losses, state.bad_steps)
@@ -148,8 +156,8 @@ def build_run(plan: Plan, log: RunLog, held: ExitStack) -> Run:
     results = Results(config, ranks, schedule, state, log, plan.sketch.flops_per_token(), delay)
     stop.listen()
     return Run(
-        config, ranks, data, starts, rows, schedule, model, forward, optimizer, scaler, state, judge, results,
-        HostCopy(device), stop, log, saves, fingerprint, tokenizer, tasks,
+        config, ranks, data, starts, rows, schedule, model, forward, gradient_sum, optimizer, scaler, state, judge,
+        results, HostCopy(device), stop, log, saves, fingerprint, tokenizer, tasks,
     )  # fmt: skip
 
 
@@ -165,28 +173,33 @@ def train_step(run: Run, batches: BatchLoader) -> Pending:
     Raises: Stopped on all ranks together; the weights are unchanged.
     """
     config, ranks, step = run.config, run.ranks, run.state.step
-    micro_steps = config.grad_accum_steps(ranks.world_size)
-    # Seeded by (seed, step, rank), so a resumed step repeats its dropout masks.
-    torch.manual_seed(((config.seed * 1_000_003 + step) * 65_537 + ranks.rank) % 2**63)
+    micro_steps, micro_batches = config.grad_accum_steps(ranks.world_size), config.grad_accum_steps(1)
+    of_virtual_rank = micro_batches // config.virtual_ranks()
     lr = learning_rate(config, step, run.schedule.max_steps)
     for group in run.optimizer.param_groups:
         group["lr"] = lr * group["lr_ratio"]
-    # DDP's gradients are views of its buckets, so they are set to zero in place.
-    run.optimizer.zero_grad(set_to_none=not isinstance(run.forward, DistributedDataParallel))
-    loss_sum = torch.zeros((), device=ranks.device)
+    # Gradients that are views, of DDP's buckets or of their sum, are set to zero in place.
+    run.optimizer.zero_grad(set_to_none=not (run.gradient_sum or isinstance(run.forward, DistributedDataParallel)))
+    losses = []
     for micro_step in range(micro_steps):
         run.stop.check()
+        # Seeded by (seed, step, micro-batch), so a resumed step repeats its dropout masks, also on other ranks.
+        micro_batch = ranks.rank * micro_steps + micro_step
+        torch.manual_seed(((config.seed * 1_000_003 + step) * 65_537 + micro_batch) % 2**63)
         inputs, targets = batches.next()
         with parallel.gradient_sync(run.forward, last=micro_step == micro_steps - 1):
             with run.autocast():
-                loss = run.forward(inputs, targets) / micro_steps
-            run.scaler.scale(loss).backward()
-        loss_sum += loss.detach()
+                loss = run.forward(inputs, targets)
+            # DDP and FSDP average over the ranks.
+            run.scaler.scale(loss / (micro_batches if run.gradient_sum else micro_steps)).backward()
+        losses.append(loss.detach())
+        if run.gradient_sum and (micro_step + 1) % of_virtual_rank == 0:
+            run.gradient_sum.end_virtual_rank(micro_step // of_virtual_rank, micro_steps // of_virtual_rank)
     run.scaler.unscale_(run.optimizer)
     norm = nn.utils.clip_grad_norm_(run.model.parameters(), config.grad_clip or math.inf)
     run.scaler.update()
     # Loss and norm are global, so all ranks make the same decision when one of them has a NaN or a spike.
-    mean_loss = ranks.sum(loss_sum) / ranks.world_size
+    mean_loss = ranks.mean(torch.stack(losses))
     skipped, found = run.judge(mean_loss, parallel.full_tensor(norm).to(ranks.device), run.scaler)
     run.host_copy.wait_before_update()  # for a save that still copies the weights
     update_unless(skipped, run.optimizer)  # in place of scaler.step(), which knows only of overflows
@@ -218,7 +231,8 @@ def validate(run: Run, val: RowStream) -> dict[str, float]:
             end = max(0, rows - turn * rows_at_once - ranks.rank * B)
             losses[end:], sizes[end:] = 0, 0  # not cut from the inputs: a new shape would recompile the model
             sums.append(torch.stack([losses.sum(), losses.where(sizes > 0, 0).sum(), sizes.sum()]))
-    loss, nats, size = ranks.sum(torch.stack(sums).cpu().double().sum(0)).tolist()
+    of_all = chain.from_iterable(ranks.gather(torch.stack(sums).tolist()))
+    loss, nats, size = map(math.fsum, zip(*of_all, strict=True))  # rounded once, so in any order
     scores = {"val_loss": loss / (rows * config.context_length)}
     return scores | ({"val_bpb": nats / (math.log(2) * size)} if size else {})
 
@@ -277,7 +291,7 @@ def train(run: Run, step_ended: Callable[[], None]) -> None:
     """
     state, schedule, saves, results = run.state, run.schedule, run.saves, run.results
     results.restart_clock()
-    with closing(run.batches(run.rows, state.rows_consumed)) as batches:
+    with closing(run.training_batches()) as batches:
         while True:
             last = state.step >= schedule.max_steps
             # The save comes first, so that writing it overlaps the evaluation. A run that is resumed from this save
@@ -430,7 +444,7 @@ def measure(run: Run) -> float:
         train_step(replace(run, config=config), batches).result()
 
     run.log.say("measuring the time of a step ...")
-    with closing(run.batches(run.rows, run.state.rows_consumed)) as batches:
+    with closing(run.training_batches()) as batches:
         return measure_step_s(take_step, run.config, run.ranks)
 
 

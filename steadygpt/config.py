@@ -23,6 +23,7 @@ TASKS = ("hellaswag", "arc_easy", "arc_challenge", "piqa")  # how each is read: 
 EXPECTED = f"{', '.join(TASKS)}, or several with commas; from the Hub, or NAME=FILE"
 ACTIVATIONS = ("gelu_tanh", "gelu", "relu2", "swiglu")
 NORMS = ("layernorm", "rmsnorm", "rmsnorm_no_weight")
+MAX_VIRTUAL_RANKS = 8  # so many processes at most compute the same bits
 
 
 def _shape(default, text: str, **bounds):
@@ -141,7 +142,8 @@ class TrainConfig(GPTConfig):
                             spellings={"no": "fp32"})
     compile: str = option("auto", "torch.compile the model; auto: on CUDA", "run", choices=("auto", "on", "off"),
                           spellings={"True": "on", "False": "off"})
-    deterministic: bool = option(False, "bitwise repeatable on CUDA too, slower", "run")
+    deterministic: bool = option(False, "the same bits on any number of processes that the plan names; on CUDA with "
+                                 "deterministic kernels; slower", "run", on_resume="never")
     profile: int = option(0, "steps to record, after 3 others, as a trace for Perfetto and TensorBoard; 0: none", "run",
                           on_resume="launch")
     dry_run: str = option("off", "print the plan (sizes, memory, steps, disk, time, cost) and exit; measure: time some "
@@ -289,6 +291,8 @@ class TrainConfig(GPTConfig):
         for name in ("cpu_offload", "shard_size"):
             if getattr(self, name) and self.sharding != "fsdp":
                 raise UserError(f"--{name} needs --sharding fsdp")
+        if self.deterministic and self.sharding == "fsdp":
+            raise UserError("--deterministic needs --sharding ddp: FSDP sums gradients in an order of its own")
 
     @property
     def trains(self) -> bool:
@@ -381,6 +385,10 @@ class TrainConfig(GPTConfig):
     def grad_accum_steps(self, world_size: int) -> int:
         """Return the number of micro-steps in a step."""
         return self.total_batch_size // (self.mini_batch_size * self.context_length * world_size)
+
+    def virtual_ranks(self) -> int:
+        """Return among how many virtual ranks --deterministic divides the micro-batches of a step evenly."""
+        return math.gcd(self.grad_accum_steps(1), MAX_VIRTUAL_RANKS)
 
 
 def parse_tasks(tasks: str) -> dict[str, str]:

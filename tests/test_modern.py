@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from conftest import MODERN, assert_same_state, load, metrics, run_here
+from conftest import FSDP, MODERN, assert_same_state, load, metrics, run_here
 from test_train import assert_close, fails, folders, run_forked
 
 from steadygpt.config import TrainConfig
@@ -20,9 +20,9 @@ def run_modern(*flags: str) -> None:
 
 
 @pytest.mark.parametrize(("processes", "flags"), [
-    (3, ("--total_batch_size", "96")),
-    (2, ("--sharding", "fsdp", "--cpu_offload")),
-    (4, ("--sharding", "fsdp", "--mini_batch_size", "1", "--shard_size", "2")),
+    (3, ("--total_batch_size", "96", "--deterministic", "off")),
+    (2, (*FSDP, "--cpu_offload")),
+    (4, (*FSDP, "--mini_batch_size", "1", "--shard_size", "2")),
 ], ids=["ddp", "fsdp with offload", "2 copies on 2 ranks"])  # fmt: skip
 def test_several_ranks_compute_and_save_the_same_as_one(workdir, processes, flags):
     one_process = ("--sharding", "ddp", "--cpu_offload", "off", "--shard_size", "0")
@@ -49,7 +49,7 @@ def test_a_resumed_run_equals_one_without_a_break(workdir, flags):
 
 def test_fsdp_shards_are_resumed_on_another_number_of_ranks(workdir):
     run_modern(*folders("one"))
-    run_forked(*MODERN, "--sharding", "fsdp", "--checkpoint_freq", "3", *folders("two"), processes=2)
+    run_forked(*MODERN, *FSDP, "--checkpoint_freq", "3", *folders("two"), processes=2)
     middle = "two/rolling_step_000003.pt"
     run_forked("--resume", middle, "--mini_batch_size", "1", *folders("two"), processes=4)
     one, other = load("one/latest.pt"), load("two/latest.pt")

@@ -11,7 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import MODERN, assert_same_state, command, in_ranks, load, metrics, need_gpus, run_here, write_examples
+from conftest import (
+    FSDP, MODERN, assert_same_state, command, in_ranks, load, metrics, need_gpus, run_here, write_examples,
+)  # fmt: skip
 from harness import Run
 
 import train
@@ -88,7 +90,7 @@ def test_two_processes_compute_the_same_as_one(workdir):
 )
 def test_fsdp_computes_and_saves_the_same_as_one_process(workdir, processes, flags):
     assert run_here("--eval_freq", "4", *folders("one")) == 0
-    run_forked("--sharding", "fsdp", "--eval_freq", "4", *flags, *folders("two"), processes=processes)
+    run_forked(*FSDP, "--eval_freq", "4", *flags, *folders("two"), processes=processes)
     assert_close("one", "two")
     one, other = load("one/latest.pt"), load("two/latest.pt")
     assert one.keys() == other.keys()
@@ -101,7 +103,7 @@ def test_fsdp_computes_and_saves_the_same_as_one_process(workdir, processes, fla
 def test_fsdp_on_one_process_computes_the_same(workdir):
     assert run_here(*DROPOUT, *folders("a")) == 0
     for name, flags in {"b": (), "c": ("--cpu_offload",)}.items():
-        run_forked("--sharding", "fsdp", *flags, *DROPOUT, *folders(name))
+        run_forked(*FSDP, *flags, *DROPOUT, *folders(name))
         assert metrics("logs-a", "loss") == metrics(f"logs-{name}", "loss")
         assert_same_state(load("a/latest.pt"), load(f"{name}/latest.pt"))
 
@@ -145,10 +147,10 @@ def test_long_context_options_on_two_processes_compute_the_same_as_one(workdir):
     flags = ("--rotary_pct", "0.5", "--parallel_residual", "--tied_head", "off", "--eval_freq", "8")
     assert run_here(*flags, *folders("one")) == 0
     saving_memory = ("--activation_checkpointing", "--loss_chunk_size", "12")
-    for sharding in ("ddp", "fsdp"):
-        run_forked(*flags, *saving_memory, "--sharding", sharding, *folders(sharding), processes=2)
-        assert_close("one", sharding)
-        saved = load(f"{sharding}/latest.pt")["model"]
+    for name, sharding in {"ddp": (), "fsdp": FSDP}.items():
+        run_forked(*flags, *saving_memory, *sharding, *folders(name), processes=2)
+        assert_close("one", name)
+        saved = load(f"{name}/latest.pt")["model"]
         assert not torch.equal(saved["wte.weight"], saved["lm_head.weight"])  # untied, so both are saved
 
 
@@ -310,5 +312,5 @@ def test_with_fsdp_the_whole_model_is_never_in_memory(workdir, monkeypatch):
 
     monkeypatch.setattr(train.parallel, "shard", shard)
     with pytest.raises(UserError, match="seen"):
-        run_here("--sharding", "fsdp", *folders("a"))
+        run_here(*FSDP, *folders("a"))
     assert built == ["meta"]

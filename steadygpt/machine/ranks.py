@@ -65,6 +65,13 @@ class Ranks:
             dist.all_reduce(tensor)
         return tensor
 
+    def mean(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return the mean of the ranks' numbers, (n,) on each, taken in the order of the ranks."""
+        if self.world_size > 1:
+            own, numbers = numbers, numbers.new_empty(self.world_size * len(numbers))
+            dist.all_gather_into_tensor(numbers, own)
+        return numbers.mean()
+
     def broadcast(self, value: Result) -> Result:
         """Return rank 0's value (picklable) on every rank."""
         if self.world_size == 1:

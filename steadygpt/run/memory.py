@@ -58,6 +58,9 @@ def estimate_memory(config: "TrainConfig", model: "GPT", ranks: Ranks) -> tuple[
     memory = dict[str, float]()
     host: dict[str, float] = {COPY: checkpoint_bytes(model, config.optimizer, page_locked=device == "cuda")}
     (host if config.cpu_offload else memory)[STATIC] = (checkpoint_bytes(model, config.optimizer) + 4 * N) / shards
+    if config.deterministic:  # of subtrees; and what the processes exchange
+        subtrees = max(1, config.virtual_ranks() // world_size).bit_length() - 1
+        memory["sums of gradients"] = 4 * N * (subtrees + (world_size > 1))
     if fsdp:  # root parameters stay gathered; two blocks at a time (current, prefetched)
         memory["gathered weights"] = 4 * (N - in_blocks) + (2 if bf16 else 4) * 2 * in_blocks / config.num_layers
         if config.grad_accum_steps(world_size) > 1:  # the last micro-step replaces them by shards, perhaps elsewhere

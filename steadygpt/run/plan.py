@@ -4,7 +4,7 @@ import math
 import os
 import platform
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -162,12 +162,14 @@ def settle(
     elsewhere = config.precision if "precision" in given and config.precision != "auto" else "bf16"
     strict_warmup = checkpoint is not None or given.get("warmup_steps") == "flag"
     config = config if checkpoint else config.with_tokens_of_step(world_size)
-    config = config.with_even_rows(world_size)
+    of_threads = keep_threads(starts, ranks.device) if config.deterministic else ""
+    config = config.with_even_rows(1 if config.deterministic else world_size)
     sizes = (config.mini_batch_size or 1) * config.context_length, config.embd_size, sketch.config.mlp_size
     precision, of_precision = ranks.broadcast(choose_precision(config.precision, ranks.device, *sizes))
     config = replace(config, precision=precision)
     set_up(config, ranks.device)
     config, of_memory = with_fitting_rows(config, sketch, ranks)
+    of_processes = note_of_processes(config, starts, world_size) if config.deterministic else ""
     has_epochs = not data.sources or (data.rows_per_epoch and not phase_of(starts).number)
     rows_per_epoch = data.rows_per_epoch if has_epochs else None
     schedule = make_schedule(config, rows_per_epoch, world_size, start.step or 0, start.rows_consumed, strict_warmup)
@@ -179,8 +181,44 @@ def settle(
     of_rows, of_decay = note_of_rows(asked, config, world_size), notes_of_decay(config, schedule, checkpoint)
     of_val = (note_of_validation(config, val.shards.name, val.rows) for val in data.val_sets)
     of_data = note_of_mixture(starts)
-    notes = tuple(filter(None, [of_memory, *start.notes, of_data, of_rows, of_precision, of_name, *of_decay, *of_val]))
+    of_start = [of_memory, *start.notes, of_data, of_threads, of_processes, of_rows, of_precision, of_name]
+    notes = tuple(filter(None, [*of_start, *of_decay, *of_val]))
     return Plan(config, start, data, starts, schedule, sketch, ranks, notes, elsewhere)
+
+
+def keep_threads(starts: Sequence[Entry], device: torch.device) -> str:
+    """Compute with as many threads on a CPU as the run began with; return a line for the plan if that is a change."""
+    before, threads = starts[-2]["threads"] if len(starts) > 1 else None, torch.get_num_threads()
+    if device.type != "cpu" or before in (None, threads):
+        return ""
+    torch.set_num_threads(before)
+    return f"threads {threads} -> {before}, as before: --deterministic needs the same number"
+
+
+def note_of_processes(config: "TrainConfig", starts: Sequence[Entry], world_size: int) -> str:
+    """Return on how many processes a run has the same bits, as a line for the plan.
+
+    Raises: UserError for a step that cannot be divided among these processes, or among as many virtual ranks as before.
+    """
+    count, micro_batches = config.virtual_ranks(), config.grad_accum_steps(1)
+    *others, most = [str(2**n) for n in range(count.bit_length())]
+    possible = f"{', '.join(others)} or {most} processes" if others else "1 process"
+    step = f"a step of {micro_batches:,} micro-batch{'es' * (micro_batches > 1)}"
+    if not config.eval_only and count % world_size:
+        raise UserError(
+            f"--deterministic: {world_size} processes, but {step} can be divided among {possible} only; start as many"
+            + (", or begin a run with fewer --mini_batch_size" if len(starts) < 2 else "")
+        )
+    if len(starts) > 1:
+        before = replace(
+            config, **{name: starts[-2]["options"][name] for name in ("total_batch_size", "mini_batch_size")}
+        )
+        if (began := before.virtual_ranks()) != count:
+            raise UserError(
+                f"--deterministic: --total_batch_size {config.total_batch_size:,} means {count} virtual ranks, but the "
+                f"run began with {began}; drop the flag"
+            )
+    return f"deterministic: the same bits on {possible}, among which {step} can be divided"
 
 
 def note_of_rows(before: "TrainConfig", config: "TrainConfig", world_size: int) -> str:

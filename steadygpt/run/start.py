@@ -279,7 +279,11 @@ def resume_config(saved: dict, config: "TrainConfig", given: Mapping[str, str]) 
     if file := saved.get("hellaswag_file"):  # of an older version, which had an option for the file of one task
         tasks = saved["eval_tasks"].split(",")
         saved["eval_tasks"] = ",".join(f"{task}={file}" if task.strip() == "hellaswag" else task for task in tasks)
-    saved["mini_batch_size"] = saved.get("wanted_rows") or saved["mini_batch_size"]
+    wanted_rows = saved.get("wanted_rows", 0)
+    if saved["deterministic"]:  # the rows that a rank computes at once decide how sums are rounded
+        taken["wanted_rows"] = wanted_rows
+    else:
+        saved["mini_batch_size"] = wanted_rows or saved["mini_batch_size"]
     if given.get("data_dir") == "flag":
         saved["mix"] = ""  # which would come before it
     for name, f in options.items():
@@ -290,6 +294,8 @@ def resume_config(saved: dict, config: "TrainConfig", given: Mapping[str, str]) 
         # also chose the precision, and perhaps lengthened the name that a flag repeats.
         settled = given.get(name) == "preset" and name in ("warmup_steps", "micro_steps")
         settled |= (name, new) == ("precision", "auto") or (name == "run_name" and is_name_from(new, saved[name]))
+        if name == "mini_batch_size" and saved["deterministic"]:
+            settled, on_resume = settled or new == wanted_rows, "never"
         if name not in given or settled:
             taken[name] = saved[name]
         elif new != saved[name]:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import DEVICE, in_ranks, load, metrics
+from conftest import DEVICE, FSDP, in_ranks, load, metrics
 from harness import Run, assert_equals_reference, folders, run_to_end
 from injected import bad_numbers
 from test_divergence import assert_finite, assert_update_skipped
@@ -281,7 +281,7 @@ def test_ranks_compute_the_same_as_one_process(workdir, device, sharding, one_gp
         if one_gpu:
             pytest.skip("ranks on a CPU always share it")
         ranks = 2
-    flags = ("--sharding", sharding, "--total_batch_size", str(2 * 16 * max(2, ranks)))
+    flags = (*(FSDP if sharding == "fsdp" else ()), "--total_batch_size", str(2 * 16 * max(2, ranks)))
     run_to_end(*flags, "--sharding", "ddp", *folders("one"))
     run = Run(*flags, *folders("ranks"), ranks=ranks, one_gpu=one_gpu)
     if set(run.wait()) != {0}:

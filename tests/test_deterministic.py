@@ -1,0 +1,147 @@
+"""--deterministic: the same bits on 1, 2 and 4 processes."""
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import MODERN, assert_same_state, in_ranks, load, metrics, run_here
+from hypothesis import given
+from hypothesis import strategies as st
+from test_train import folders, run_forked
+from torch import nn
+
+from steadygpt.base.options import UserError
+from steadygpt.config import TrainConfig
+from steadygpt.machine.gradient_sum import GradientSum
+from steadygpt.machine.ranks import Ranks, joined
+
+FOUR = ("--deterministic", "--mini_batch_size", "1", "--eval_freq", "4", "--eval_tokens", "112")  # 4 micro-batches
+THREE_EACH = ("--deterministic", "--total_batch_size", "384", "--eval_freq", "4")  # 12 micro-batches
+PARAMETERS = [3, 1, 5]  # an odd size, so that slices are padded
+
+
+def tree_sum(leaves: list[torch.Tensor]) -> torch.Tensor:
+    """Sum along a binary tree, by its definition."""
+    middle = len(leaves) // 2
+    return tree_sum(leaves[:middle]) + tree_sum(leaves[middle:]) if middle else leaves[0]
+
+
+def sum_of(gradients: list[torch.Tensor], ranks: Ranks) -> torch.Tensor:
+    """Return what GradientSum makes of the gradients of these virtual ranks, twice."""
+    parameters = [nn.Parameter(torch.zeros(size)) for size in PARAMETERS]
+    gradient_sum = GradientSum(parameters, ranks)
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad.zero_()
+        for number, gradient in enumerate(gradients):
+            for parameter, part in zip(parameters, gradient.split(PARAMETERS), strict=True):
+                parameter.grad += part  # as backward does
+            gradient_sum.end_virtual_rank(number, len(gradients))
+    return torch.cat([parameter.grad for parameter in parameters])
+
+
+def leaves_of(seed: int, count: int = 8) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(sum(PARAMETERS), generator=generator) * 10.0 ** random.Random(i).randint(-6, 6)
+        for i in range(count)
+    ]
+
+
+@given(st.integers(0, 1000), st.sampled_from([1, 2, 4, 8]))
+def test_gradients_are_summed_along_a_binary_tree(seed, count):
+    leaves = leaves_of(seed, count)
+    assert torch.equal(sum_of(leaves, Ranks(torch.device("cpu"))), tree_sum(leaves))
+
+
+def sums_are_those_of_one_process(seed: int) -> None:
+    with joined("cpu") as ranks:
+        leaves = leaves_of(seed)
+        each = len(leaves) // ranks.world_size
+        assert torch.equal(sum_of(leaves[ranks.rank * each :][:each], ranks), tree_sum(leaves))
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_processes_sum_along_the_same_tree(processes):
+    in_ranks(processes, sums_are_those_of_one_process, 3)
+
+
+def assert_equal_runs(one: str, other: str) -> None:
+    assert_same_state(load(f"{one}/latest.pt"), load(f"{other}/latest.pt"))
+    for key in ("loss", "grad_norm", "val_loss", "val_bpb"):
+        assert metrics(f"logs-{one}", key) == metrics(f"logs-{other}", key), key
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (*FOUR, "--dropout", "0.1"),
+        (*THREE_EACH, *MODERN),
+        pytest.param((*FOUR, "--precision", "bf16"), marks=pytest.mark.storm),
+    ],
+    ids=["dropout", "three micro-batches each, modern", "bf16"],
+)
+def test_any_number_of_processes_computes_the_same_bits(workdir, flags):
+    assert run_here(*flags, *folders("one")) == 0
+    for processes, name in {2: "two", 4: "four"}.items():
+        run_forked(*flags, *folders(name), processes=processes)
+        assert_equal_runs("one", name)
+
+
+def test_a_run_may_go_on_with_another_number_of_processes(workdir):
+    flags = (*FOUR, "--dropout", "0.1")
+    assert run_here(*flags, *folders("one")) == 0
+    run_forked(*flags, *folders("hops"), "--checkpoint_freq", "2", processes=4)
+    run_forked(*flags, *folders("hops"), "--resume", "hops/rolling_step_000004.pt", processes=2)
+    assert_equal_runs("one", "hops")
+
+
+def refused(*flags: str) -> str:
+    with pytest.raises(UserError) as caught:
+        run_here(*flags)
+    return str(caught.value)
+
+
+def test_what_the_sums_depend_on_stays_fixed(workdir, capsys):
+    assert run_here(*FOUR, "--mini_batch_size", "3", "--max_steps", "4") == 0  # 2 rows divide a step, and 2 processes
+    assert (
+        "deterministic: the same bits on 1 or 2 processes, among which a step of 2 micro-batches can be divided\n"
+        in capsys.readouterr().out
+    )
+    resume = ("--eval_freq", "4", "--resume", "latest")
+    assert "--deterministic is False, but" in refused(*resume, "--deterministic", "off", "--allow_changes")
+    assert "--mini_batch_size is 1, but the checkpoint was trained with 2" in refused(
+        *resume, "--mini_batch_size", "1", "--allow_changes"
+    )
+    assert refused(*resume, "--mini_batch_size", "3", "--total_batch_size", "128", "--allow_changes") == (
+        "--deterministic: --total_batch_size 128 means 4 virtual ranks, but the run began with 2; drop the flag"
+    )
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        assert run_here(*resume, "--mini_batch_size", "3", "--max_steps", "8") == 0  # as it was begun
+        assert f"threads {threads + 1} -> {threads}, as before" in capsys.readouterr().out
+        assert load("checkpoints/latest.pt")["starts"][-1]["threads"] == threads
+    finally:
+        torch.set_num_threads(threads)
+    assert refused("--deterministic", "--sharding", "fsdp").startswith("--deterministic needs --sharding ddp")
+
+
+def three_are_refused(folder: Path) -> None:
+    os.chdir(folder)
+    with pytest.raises(
+        UserError, match="3 processes, but a step of 4 micro-batches can be divided among 1, 2 or 4 processes only"
+    ):
+        run_here(*FOUR)
+
+
+def test_a_number_of_processes_that_does_not_divide_the_step_is_refused(workdir):
+    in_ranks(3, three_are_refused, workdir)
+
+
+def test_virtual_ranks_are_a_power_of_two_that_divides_the_micro_batches():
+    for micro_batches, count in {1: 1, 3: 1, 2: 2, 6: 2, 12: 4, 40: 8, 64: 8}.items():
+        config = TrainConfig(total_batch_size=64 * micro_batches, mini_batch_size=4, context_length=16)
+        assert config.virtual_ranks() == count
