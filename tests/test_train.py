@@ -12,8 +12,17 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
-    FSDP, MODERN, assert_same_state, command, in_ranks, load, metrics, need_gpus, run_here, write_examples,
-)  # fmt: skip
+    FSDP,
+    MODERN,
+    assert_same_state,
+    command,
+    in_ranks,
+    load,
+    metrics,
+    need_gpus,
+    run_here,
+    write_examples,
+)
 from harness import Run
 
 import train
