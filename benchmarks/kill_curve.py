@@ -1,15 +1,16 @@
 """The loss of a run that is killed fifty times, drawn over the loss of the same run undisturbed.
 
     python -m benchmarks.kill_curve                      # with matplotlib, draws docs/steady.png
-    python -m benchmarks.kill_curve --kills 5 --steps 50 --plot small.png
+    python -m benchmarks.kill_curve --kills 5 --steps 50 --plot small.png --precision bf16       # options of train.py
 
-Trains a byte-level GPT of 0.84 M parameters on Python's standard library twice, in fp32 on the CPU. The first run is
-left alone. The second run is killed with kill -9 at random instants and resumed with --resume auto, each time on one
-rank or on two, drawn at random. Two ranks add the same two gradients that one rank adds in two micro-steps, and each
-process computes on one thread, so the expected difference is exactly 0.
+Trains a byte-level GPT of 0.84 M parameters on Python's standard library twice, with dropout, in fp32 on the CPU. The
+first run is left alone, on one process. The second run is killed with kill -9 at random instants and resumed with
+--resume auto, each time on one, two or four processes, drawn at random. With --deterministic, the expected difference
+is exactly 0.
 """
 
 import argparse
+import hashlib
 import importlib.util
 import json
 import math
@@ -32,8 +33,9 @@ from benchmarks.compare import REPO, die_with_parent, exit_on_signals, flags
 STEP_LINE = re.compile(r"^step +(\d+)/", re.MULTILINE)
 RUN = flags(
     device="cpu", precision="fp32", compile="off", num_layers=4, num_heads=4, embd_size=128, context_length=128,
-    total_batch_size=2048, mini_batch_size=8, max_lr=1e-3, min_lr=1e-4, dropout=0, checkpoint_freq=1,
+    total_batch_size=2048, mini_batch_size=4, max_lr=1e-3, min_lr=1e-4, dropout=0.1, checkpoint_freq=1,
     keep_checkpoints=2, checkpoint_minutes=0, eval_freq=0, hellaswag_freq=0, sample_freq=0, resume="auto",
+    deterministic="on",
 )  # fmt: skip
 
 
@@ -51,7 +53,7 @@ def start(folder: Path, ranks: int, steps: int) -> list[subprocess.Popen]:
         data_dir=folder.parent / "data", checkpoint_dir=folder / "saved", logdir=folder / "logs", max_steps=steps,
         warmup_steps=steps // 10,
     )  # fmt: skip
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # more threads would sum in a different order
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # four processes share two cores
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -117,18 +119,24 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return torch.load(folder / "saved" / "latest.pt", weights_only=True)["model"]
 
 
+def digest(tensors: dict[str, torch.Tensor]) -> str:
+    """Return a SHA-256 of the bits of all tensors."""
+    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for _, tensor in sorted(tensors.items()))).hexdigest()
+
+
 def draw(calm: dict[int, float], disturbed: dict[int, float], kills: list[Kill], difference: float, file: Path) -> None:
     """Draw both curves over each other, with a mark at each kill."""
     from matplotlib import pyplot
 
     pyplot.rcParams.update({"font.size": 13})
     figure, axes = pyplot.subplots(figsize=(12, 6), layout="constrained")
-    axes.plot(calm.keys(), calm.values(), color="#c3d0e3", linewidth=6, label="undisturbed run, 1 rank")
+    axes.plot(calm.keys(), calm.values(), color="#c3d0e3", linewidth=6, label="undisturbed run, 1 process")
     label = "run that was killed and resumed"
     axes.plot(disturbed.keys(), disturbed.values(), color="#1a4f8b", linewidth=1.3, label=label)
-    for ranks, mark, color in ((1, "o", "#d1382c"), (2, "^", "#e88b1a")):
+    for ranks, mark, color in ((1, "o", "#d1382c"), (2, "^", "#e88b1a"), (4, "s", "#3d8f5a")):
         steps = [kill.step for kill in kills if kill.ranks == ranks]
-        label, at = f"kill -9 with ranks: {ranks} ({len(steps)} times)", [disturbed[step] for step in steps]
+        label = f"kill -9 with {ranks} process{'es' * (ranks > 1)} ({len(steps)} times)"
+        at = [disturbed[step] for step in steps]
         axes.plot(steps, at, mark, color=color, markersize=9, markeredgecolor="white", zorder=3, label=label)
     times = f"Killed {len(kills)} times, resumed {len(kills)} times"
     axes.set(xlabel="step", ylabel="training loss", xlim=(0, max(calm) + 1))
@@ -143,10 +151,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], choices=(1, 2), help="default: 1 2")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], choices=(1, 2, 4), help="default: 1 2 4")
     parser.add_argument("--seed", type=int, default=0, help="of the instants and the numbers of ranks")
     parser.add_argument("--plot", type=Path, default=REPO / "docs" / "steady.png")
-    args = parser.parse_args()
+    args, of_training = parser.parse_known_args()
+    RUN.extend(of_training)
     draws = importlib.util.find_spec("matplotlib") is not None
     if not draws:
         print("there will be no picture: matplotlib is missing; pip install matplotlib", flush=True)
@@ -175,6 +184,7 @@ def main() -> None:
     print(f"{len(kills)} kills (number of ranks: {lives}), {sum(kill.within_save for kill in kills)} within a save")
     print(f"largest difference of the losses of {args.steps} steps: {difference:.3g}")
     print(f"largest difference of the final weights: {weight_difference:.3g}")
+    print(f"SHA-256 of the final weights: undisturbed {digest(one)[:16]}..., killed {digest(other)[:16]}...")
     if draws:
         draw(calm_losses, killed_losses, kills, difference, args.plot)
 
