@@ -47,6 +47,7 @@ from steadygpt.run.forecast import measure_step_s
 from steadygpt.run.memory import out_of_memory_explained
 from steadygpt.run.outputs import checked_fingerprint, open_saves
 from steadygpt.run.plan import Plan, settle, validation_rows
+from steadygpt.run.repeats import Repeats
 from steadygpt.run.results import Diverged, Judge, Pending, Results
 from steadygpt.run.schedule import Schedule, learning_rate
 from steadygpt.run.start import Start, find_start
@@ -132,9 +133,9 @@ def build_run(plan: Plan, log: RunLog, held: ExitStack) -> Run:
             stop.raise_until_listen()
         fingerprint = checked_fingerprint(plan)
         starts = record_start(config, plan.start, data, ranks, fingerprint)  # now that all shards are known
-        saves = open_saves(plan, log, stop, held)
+        saves, repeats = open_saves(plan, starts, log, stop, held)
     else:
-        fingerprint, saves = None, Saves(config, ranks, log, stop)  # which writes nothing
+        fingerprint, saves, repeats = None, Saves(config, ranks, log, stop), Repeats(log)  # which do nothing
     if not config.eval_only:
         log.say("\n".join(plan.lines()))
     reads_text = config.dry_run == "off" and (config.sample_freq or config.hellaswag_freq or data.val_sets)
@@ -153,7 +154,7 @@ def build_run(plan: Plan, log: RunLog, held: ExitStack) -> Run:
     rows = data.mixture(phase_of(starts), starts[-1]["sources"], config.seed)
     judge = Judge(config, device, state.recent_losses, state.bad_steps)
     delay = int(device.type == "cuda" and skips_on_device(optimizer, device))  # the GPU runs a step ahead of the host
-    results = Results(config, ranks, schedule, state, log, plan.sketch.flops_per_token(), delay)
+    results = Results(config, ranks, schedule, state, log, plan.sketch.flops_per_token(), delay, repeats)
     stop.listen()
     return Run(
         config, ranks, data, starts, rows, schedule, model, forward, gradient_sum, optimizer, scaler, state, judge,
@@ -340,6 +341,7 @@ def run_to_end(run: Run) -> int:
         raise
     finally:
         saves.close()
+        run.results.repeats.report()
         end, *summary = summarize(run.results, saves, run.model.num_parameters(), status, reason)
         log.status(status, reason, summary, step=run.state.step)
         log.say("\n".join([end, *summary]))

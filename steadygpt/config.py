@@ -240,8 +240,7 @@ class TrainConfig(GPTConfig):
                                      "logging")
     alert_url: str = option("", "webhook of Slack, Discord or ntfy, or any URL that takes a JSON POST: started, "
                             "resumed, finished, stopped, failed, loss spikes, bad steps, failed saves, a disk that is "
-                            "nearly full", "logging", on_resume="launch",
-                            secret=True)
+                            "nearly full, repeated steps that differ", "logging", on_resume="launch", secret=True)
 
     sharding: str = option("ddp", "ddp: a replica on each rank; fsdp: parameters and optimizer sharded", "distributed",
                            choices=("ddp", "fsdp"))

@@ -50,8 +50,8 @@ class Alerts:
         """Queue a message and return at once.
 
         Args:
-            event: started, resumed, finished, stopped, failed, spike, bad steps, save failed or no disk. Of one event,
-                at most one message is sent in ten minutes.
+            event: started, resumed, finished, stopped, failed, spike, bad steps, save failed, no disk or
+                resume differs. Of one event, at most one message is sent in ten minutes.
             facts: further fields of the JSON, such as step.
         """
         now_s = monotonic()

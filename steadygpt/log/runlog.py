@@ -81,19 +81,21 @@ class RunLog:
         self.alerts: Alerts | None = None
         self.system: SystemMetrics | None = None
 
-    def open(self, start_step: int | None, checkpoint_bytes: int = 0) -> None:
+    def open(self, start_step: int | None, checkpoint_bytes: int = 0, start: Mapping[str, Any] | None = None) -> None:
         """Open the files and sinks of a run, on rank 0.
 
         Args:
             start_step: where a resumed run starts: records from there on are dropped. None for a new run: the logs of
                 an older run are moved aside.
             checkpoint_bytes: of one file, for status.json.
+            start: what metrics.jsonl records of this start, see note_of_start().
         """
         config, logdir = self.config, Path(self.config.logdir)
         logdir.mkdir(parents=True, exist_ok=True)
         if start_step is None or _run_of(logdir) != config.run_name:
             move_aside(logdir)  # the logs of a different run
-        self.text_file, self.sinks = LineFile(logdir / LOG, start_step), [Metrics(logdir / METRICS, start_step)]
+        metrics = Metrics(logdir / METRICS, start_step)
+        self.text_file, self.sinks = LineFile(logdir / LOG, start_step), [metrics]
         self.is_resumed = start_step is not None
         self.note(step=start_step or 0, checkpoint_bytes=checkpoint_bytes)
         if config.use_tensorboard:
@@ -101,6 +103,9 @@ class RunLog:
             self.sinks.append(self.tensorboard)
         if self.text_file.is_empty():
             self.say(f"{RUN}{config.run_name}")
+        if start:
+            with self._surviving(metrics):
+                metrics.record(start_step or 0, start)
         if config.alert_url:
             self.alerts = Alerts(config.alert_url, config.run_name, self.warn)
         if config.use_wandb:
@@ -326,7 +331,10 @@ class Metrics(LineFile):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write a record."""
         plain = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
-        self.write(json.dumps({"step": step, "time": round(time.time(), 3), **plain}))
+        self.record(step, plain)
+
+    def record(self, step: int, content: Mapping[str, Any]) -> None:
+        self.write(json.dumps({"step": step, "time": round(time.time(), 3), **content}))
 
     def text(self, step: int, text: str) -> None:
         """Leave texts to log.txt."""

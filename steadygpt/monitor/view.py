@@ -90,7 +90,10 @@ def heading(snapshot: Snapshot, state: State) -> Group:
     done = f"{step / max_steps:.1%}  {step:,} of {max_steps:,} steps"
     if state.is_alive and "eta_s" in status:
         done += f"  {duration_text(status['eta_s'])} to go"
-    return Group(*lines, apart(ProgressBar(max_steps, step), line_of(done)))
+    lines.append(apart(ProgressBar(max_steps, step), line_of(done)))
+    if "resume" in status:  # whether the steps that it repeated are the same as before
+        lines.append(line_of((status["resume"], "dim")))
+    return Group(*lines)
 
 
 def step_of(snapshot: Snapshot) -> int:

@@ -15,12 +15,13 @@ from steadygpt.checkpoint.mirror import Mirror, restore_files
 from steadygpt.checkpoint.saves import CheckpointWriter, Saves, clean_folder
 from steadygpt.checkpoint.uploads import Uploads
 from steadygpt.data.shards import check_listing, check_shards
-from steadygpt.log.runlog import RunLog
+from steadygpt.log.runlog import METRICS, RunLog
 from steadygpt.machine.ranks import StopSignal
 from steadygpt.run.memory import checkpoint_bytes
 from steadygpt.run.plan import Plan
+from steadygpt.run.repeats import Repeats, repeated_records
 from steadygpt.run.start import IN_USE
-from steadygpt.run.starts import known_shards
+from steadygpt.run.starts import Entry, known_shards, note_of_start
 
 if TYPE_CHECKING:
     from steadygpt.config import TrainConfig
@@ -43,13 +44,19 @@ def checked_fingerprint(plan: Plan) -> dict[str, list] | None:
     return ranks.on_main(check)
 
 
-def open_saves(plan: Plan, log: RunLog, stop: StopSignal, held: ExitStack) -> Saves:
-    """Open the folders of a run, and its log, on rank 0; `held` closes the log and releases the locks."""
-    writer = plan.ranks.on_main(lambda: _open_on_main(plan, log, held))
-    return Saves(plan.config, plan.ranks, log, stop, writer, plan.start.step)
+def open_saves(
+    plan: Plan, starts: list[Entry], log: RunLog, stop: StopSignal, held: ExitStack
+) -> tuple[Saves, Repeats]:
+    """Open the folders of a run, and its log, on rank 0; `held` closes the log and releases the locks.
+
+    Args:
+        starts: the record of starts; the last one is this start.
+    """
+    writer, repeats = plan.ranks.on_main(lambda: _open_on_main(plan, starts, log, held)) or (None, Repeats(log))
+    return Saves(plan.config, plan.ranks, log, stop, writer, plan.start.step), repeats
 
 
-def _open_on_main(plan: Plan, log: RunLog, held: ExitStack) -> CheckpointWriter:
+def _open_on_main(plan: Plan, starts: list[Entry], log: RunLog, held: ExitStack) -> tuple[CheckpointWriter, Repeats]:
     config, start = plan.config, plan.start
     folder, logdir = Path(config.checkpoint_dir), Path(config.logdir)
     if not config.resume:  # otherwise find_start has locked it
@@ -66,14 +73,19 @@ def _open_on_main(plan: Plan, log: RunLog, held: ExitStack) -> CheckpointWriter:
         replace_file(folder / LATEST, lambda file: torch.save(content, file))
     else:
         clean_folder(folder, start.path)
-    log.open(start.step, checkpoint_bytes(plan.sketch, config.optimizer))  # drops what came after that step
+    now, repeats = note_of_start(config, starts), Repeats(log)
+    if start.step is not None:
+        records, reason = repeated_records(logdir / METRICS, start.step, now)
+        is_exact = plan.ranks.device.type == "cpu" or config.deterministic
+        repeats = Repeats(log, start.step, records, reason, is_exact)
+    log.open(start.step, checkpoint_bytes(plan.sketch, config.optimizer), now)  # drops what came after that step
     held.enter_context(log)
     latest = summary(start.checkpoint) if start.checkpoint else None
     uploads = Uploads(mirror, config, log) if mirror else None
     writer = CheckpointWriter(folder, log, config.keep_checkpoints, config.keep_epochs, latest, uploads)
     if latest and uploads:
         uploads.start()  # also a choice to go back, which a kill before the first save must not undo
-    return writer
+    return writer, repeats
 
 
 def _reserved_mirror(config: "TrainConfig", resumes: bool) -> Mirror:

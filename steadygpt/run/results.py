@@ -20,6 +20,7 @@ from steadygpt.checkpoint.files import TrainState
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.device import peak_flops, peak_memory_bytes
 from steadygpt.machine.ranks import Ranks
+from steadygpt.run.repeats import Repeats
 from steadygpt.run.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -166,6 +167,7 @@ class Results:
         state: of the loop.
         flops_per_token: for MFU.
         delay: steps whose results are read later, so that a GPU need not wait for the host.
+        repeats: compares the steps that a resumed run repeats.
     """
 
     def __init__(
@@ -177,9 +179,10 @@ class Results:
         log: RunLog,
         flops_per_token: float,
         delay: int,
+        repeats: Repeats,
     ):
         self.config, self.ranks, self.schedule, self.state, self.log = config, ranks, schedule, state, log
-        self.flops_per_token, self.delay = flops_per_token, delay
+        self.flops_per_token, self.delay, self.repeats = flops_per_token, delay, repeats
         self.waiting: deque[Pending] = deque()
         before = state.bad_steps  # where the last good step has ended
         self.good = state.step - before, state.rows_consumed - before * schedule.rows_per_step
@@ -207,6 +210,7 @@ class Results:
     def _read(self, result: StepResult) -> None:
         state, now_s = self.state, time.perf_counter()
         self._log(result, now_s - self.clock_s)
+        self.repeats.add(result.step, loss=result.loss, grad_norm=result.grad_norm, lr=result.lr)
         self.clock_s = now_s
         if warning := result.warning(state.recent_losses, self.config.checkpoint_dir):
             self.log.warn(warning, event="bad steps" if result.bad else "spike" if result.spike else "")

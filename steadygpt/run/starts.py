@@ -10,6 +10,8 @@ An entry holds plain types under these names:
     ranks, threads, device, torch, commit
 """
 
+import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from steadygpt.base.options import UserError, shown_options
+from steadygpt.base.options import UserError, options_of, shown_options
 from steadygpt.checkpoint.files import git_commit
 from steadygpt.data.order import BLOCK_ROWS, Phase, shares_of_block
 from steadygpt.data.shards import Recorded, identity_of
@@ -141,6 +143,35 @@ def _with_this_start(
             f"{mixture_text(before[-1])}; name the same data, or add --allow_changes to train on this from here on"
         )
     return [*before, entry]
+
+
+def note_of_start(config: "TrainConfig", starts: Sequence[Entry]) -> dict[str, Any]:
+    """Return what metrics.jsonl records of the last start, so that its records can be told from those of other starts.
+
+    Returns: under "start" what determines a step besides the checkpoint, by name; under "course" a hash of the record
+        of starts, and under "parent" that of the checkpoint, the same without this start.
+    """
+    entry, commit = starts[-1], starts[-1]["commit"]
+    groups, excepted = ("model", "optimization", "distributed"), ("max_hours", "timeout_minutes", "micro_steps")
+    names = [n for n, f in options_of(config).items() if f.metadata["group"] in groups and n not in excepted]
+    names += ["seed", "precision", "compile", "deterministic", "shuffle_shards", "shuffle_rows"]
+    start = {
+        **{name: entry[name] for name in ("ranks", "device", "torch")},  # the device of a CPU names its threads
+        "commit": f"{commit[:12]}{commit[40:]}",
+        "data": ", ".join(f"{identity[:12]} {rows}" for identity, rows in sorted(entry["shares"].items())),
+        **{name: getattr(config, name) for name in names},
+    }
+    return {"start": start, "course": _hash(starts), "parent": _hash(starts[:-1])}
+
+
+def _hash(starts: Sequence[Entry]) -> str:
+    return hashlib.sha256(json.dumps(starts, sort_keys=True).encode()).hexdigest()
+
+
+def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return what differs between two starts in what determines a step, such as "ranks 2 -> 1"; "" if nothing does."""
+    names = [name for name in {**now, **before} if before.get(name) != now.get(name)]
+    return ", ".join(f"{name} {before.get(name)} -> {now.get(name)}" for name in names)
 
 
 def shares_of(sources: Mapping[str, Sequence[str]], weights: Mapping[str, Fraction]) -> dict[str, int]:

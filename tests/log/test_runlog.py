@@ -21,6 +21,7 @@ from steadygpt.config import TrainConfig
 from steadygpt.log.runlog import RunLog
 from steadygpt.log.status import read_status
 from steadygpt.machine.ranks import Ranks
+from steadygpt.run.repeats import Repeats
 from steadygpt.run.results import Results, StepResult
 from steadygpt.run.schedule import Schedule
 
@@ -140,7 +141,7 @@ def finish_step(log, monkeypatch):
     monkeypatch.setattr("steadygpt.run.results.time", clock)
     monkeypatch.setattr(TrainState, "total_s", lambda _: 1800.0)
     schedule = Schedule(4, 32, steps_per_epoch=0, max_steps=10, warmup_steps=0, stable_steps=None)
-    results = Results(log.config, log.ranks, schedule, TrainState(), log, flops_per_token=1.0, delay=0)
+    results = Results(log.config, log.ranks, schedule, TrainState(), log, 1.0, delay=0, repeats=Repeats(log))
 
     def finish(step: int, seconds: float) -> None:
         clock.now_s += seconds

@@ -62,7 +62,8 @@ def measured() -> dict[int, dict]:
     found = defaultdict(dict)
     for line in Path("logs/metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
-        found[record["step"]] |= {name: value for name, value in record.items() if name not in ("step", "time")}
+        if "start" not in record:
+            found[record["step"]] |= {name: value for name, value in record.items() if name not in ("step", "time")}
     return found
 
 

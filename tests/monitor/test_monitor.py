@@ -49,6 +49,7 @@ def write_run(folder: Path, heartbeat_age_s=1.0, warnings=(), **changes) -> Path
     (logs / "log.txt").write_text("\n".join(lines))
     append(
         checkpoints,
+        {"step": 0, "start": {"ranks": 8, "max_lr": 1e-3}, "course": "1f", "parent": "0a"},
         *({"step": step, "loss": 5.0 - step / 100} for step in range(100)),
         {"step": 100, "val_loss": 4, "val_bpb": 1.0625},
     )
@@ -236,6 +237,7 @@ RUNS = {
     "8 GPUs": ({}, {**GPUS, **HOST}, ["a long\t\x1b[31m warning " * 20] * 5),
     "2 GPUs without memory counters": ({"ranks": 2}, {"gpu0_percent": 5, "gpu1_watts": 30}, []),
     "NaN, a CPU": ({"device": "cpu"}, {"loss": None, "grad_norm": None}, ["bad step"]),
+    "resumed": ({"resume": "resumed at step 100: repeated 20 steps, bit for bit the same " * 3}, HOST, []),
     "ended": ({"status": "finished", "summary": ["a line of the summary " * 9] * 6}, GPUS, ["a warning"]),
     "before its first step": ({"step": 0, "max_steps": 0, "doing": "starting"}, {}, []),
 }
@@ -260,14 +262,15 @@ def test_view_fits_the_terminal(tmp_path, name, size):
 
 
 def test_view_shows_first_of_all_whether_the_run_is_alive(tmp_path):
-    checkpoints = write_run(tmp_path, warnings=["the disk is nearly full"])
+    resume = "resumed at step 100: repeated 20 steps, bit for bit the same losses"
+    checkpoints = write_run(tmp_path, warnings=["the disk is nearly full"], resume=resume)
     append(checkpoints, {"step": 120, "loss": 3.25, "grad_norm": None, **GPUS, **HOST})
     text = "\n".join(lines := shown(checkpoints, 120, 36))
     assert lines[0].startswith("● running  tiny") and "8 x NVIDIA H100 80GB HBM3" in lines[0]
     for part in (
         "12.0%  120 of 1,000 steps  1 h 06 min to go", "loss      3.2500", "bits/byte 1.0625", "grad norm nan",
         "1,204,000", "MFU      52.0%", "24.10", "GPU 7  97%  64 of  80 GB  88 °C  612 W", "RAM 120 of 512 GB",
-        "warning the disk is nearly full", "mirror not yet",
+        "warning the disk is nearly full", "mirror not yet", resume,
     ):  # fmt: skip
         assert part in text
     assert any("\u2801" <= character <= "\u28ff" for character in text)  # the curves

@@ -22,11 +22,14 @@ def test_run_sends_alerts_and_keeps_their_url_secret(workdir, webhook, capsys, m
         assert run_here("--alert_url", webhook.url, "--use_tensorboard") == 1
     assert run_here("--alert_url", webhook.url, "--resume", "latest", "--use_tensorboard") == 0
     events = [(message["event"], message["step"]) for message in webhook.accepted]
-    assert events == [("started", 0), ("bad steps", 3), ("failed", 2), ("resumed", 2), ("finished", 8)]
+    assert events == [
+        ("started", 0), ("bad steps", 3), ("failed", 2), ("resumed", 2), ("resume differs", 3), ("finished", 8)
+    ]  # fmt: skip
     texts = [message["content"].partition("] ")[2] for message in webhook.accepted]
     assert texts[1].startswith("bad steps: step 2: loss 5.")
     assert texts[2].startswith("failed: at step 2 of 8 (5 consecutive steps with a non-finite loss or gradient)")
-    assert texts[4].startswith("finished: at step 8 of 8 | time ") and "skipped 0 updates in this start" in texts[4]
+    assert texts[4].startswith("resume differs: resumed at step 2: repeated step 2 has gradient norm 1.")
+    assert texts[5].startswith("finished: at step 8 of 8 | time ") and "skipped 0 updates in this start" in texts[5]
     written = b"".join(path.read_bytes() for path in workdir.rglob("*") if path.is_file())
     out, err = capsys.readouterr()
     assert SECRET not in out + err and SECRET.encode() not in written

@@ -1,0 +1,123 @@
+"""The steps that a resumed run repeats, compared with the records that the log had of them."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from steadygpt.log.runlog import Metrics, RunLog
+from steadygpt.run.starts import difference
+
+NUMBERS = {"loss": "loss", "grad_norm": "gradient norm", "lr": "learning rate"}  # of a record that are compared
+ADVICE = (
+    "Memory, disk or GPU may have failed, the code may have changed, or a kernel is not deterministic; training "
+    "continues. See docs/checkpoints.md, Repeated steps"
+)
+
+
+def repeated_records(path: Path, step: int, now: Mapping[str, Any]) -> tuple[dict[int, dict[str, Any]], str]:
+    """Read what a metrics.jsonl has of the steps that a run will repeat, before it drops these records.
+
+    Args:
+        step: where the run resumes.
+        now: note_of_start() of this start.
+
+    Returns: step -> record, up to the first one that cannot be compared; and why not, "" if all can.
+    """
+    found: dict[int, dict[str, Any]] = {}
+    course = now["parent"]  # of the weights at this line of the log; "" once they do not descend from this checkpoint
+    start: dict[str, Any] = {}  # that has made the records
+    for record in _records(path, step):
+        if "start" in record:
+            start = record
+            if record["step"] >= step:  # this start had resumed from the records above, or from the same checkpoint
+                course = record.get("course", "") if record.get("parent") == course else ""
+        elif "loss" in record:
+            if not start:
+                return found, f"{path.name} does not say which start has made their records"
+            if start.get("course") != course:
+                return found, "their records do not descend from this checkpoint"
+            if differs := difference(start["start"], now["start"]):
+                return found, differs
+            found[record["step"]] = {name: record.get(name) for name in NUMBERS}
+    return found, ""
+
+
+def _records(path: Path, step: int) -> list[dict[str, Any]]:
+    """Return the records of all starts, and all records from a step on."""
+    records: list[dict[str, Any]] = []
+    if path.exists():
+        with open(path, encoding="utf-8", errors="replace") as file:
+            for line in file:
+                match = Metrics.step_of.match(line)
+                if match and (int(match[1]) >= step or '"start": ' in line):
+                    try:
+                        records.append(json.loads(line))
+                    except ValueError:  # cut by a kill or a full disk; later records may be of an unknown start
+                        break
+    return records
+
+
+@dataclass
+class Repeats:
+    """Compares the steps that a resumed run repeats; does nothing on ranks other than 0, which have no records."""
+
+    log: RunLog
+    step: int = 0  # where the run has resumed
+    records: dict[int, dict[str, Any]] = field(default_factory=dict)  # to compare, by step
+    reason: str = ""  # why further ones are not compared
+    is_exact: bool = True  # equal starts compute the same bits
+    compared: int = 0
+    largest: float = 0.0  # relative difference so far
+
+    def __post_init__(self):
+        self.last = max(self.records, default=self.step)
+
+    def add(self, step: int, **measured: float) -> None:
+        """Compare what a step has measured, and report after the last repeated one."""
+        if record := self.records.get(step):
+            self.compared += 1
+            for name, noun in NUMBERS.items():
+                before, now = record[name], measured[name] if math.isfinite(measured[name]) else None  # as in JSON
+                if before != now and self.is_exact:
+                    old, new = ("NaN or infinity" if number is None else repr(number) for number in (before, now))
+                    self._end(f"repeated step {step:,} has {noun} {new}, but had {old} before", ADVICE)
+                    return
+                self.largest = max(self.largest, relative_difference(before, now))
+        if step >= self.last:
+            self.report()
+
+    def report(self) -> None:
+        """Log the result, also of a run that ends before the last repeated step."""
+        total, same = len(self.records), "losses, gradient norms and learning rates"
+        if self.reason and not total:
+            self._end(f"repeated steps are not compared: {self.reason}")
+        elif self.compared and total:
+            kind = "step" if total == self.last - self.step + 1 else "logged step"
+            count = f"{self.compared:,} of " * (self.compared < total) + f"{total:,} {kind}{'s' * (total != 1)}"
+            result = f"bit for bit the same {same}"
+            if self.largest:
+                result = (
+                    f"{same} within {self.largest:.1g} of those before (relative), as is usual without --deterministic"
+                )
+            later = f"; later ones are not compared: {self.reason}" if self.reason else ""
+            self._end(f"repeated {count}, {result}{later}")
+
+    def _end(self, result: str, advice: str = "") -> None:
+        """Report the result, as a warning if there is advice, and compare no more."""
+        self.records, self.reason = {}, ""
+        line = f"resumed at step {self.step:,}: {result}"
+        self.log.note(resume=line)
+        if advice:
+            self.log.warn(f"{line}. {advice}", event="resume differs")
+        else:
+            self.log.say(line)
+
+
+def relative_difference(one: float | None, other: float | None) -> float:
+    """Return the difference of two numbers as a share of the larger one; None is a number that is not finite."""
+    if one == other:
+        return 0.0
+    return math.inf if one is None or other is None else abs(one - other) / max(abs(one), abs(other))

@@ -1,0 +1,191 @@
+"""The steps that a resumed run repeats are compared with the records of before the resume."""
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import in_ranks, load, metrics, need_gpus, open_log, run_here
+from test_train import folders, run_rank
+
+import train
+from steadygpt.config import TrainConfig
+from steadygpt.log.runlog import RunLog
+from steadygpt.run.repeats import Repeats, repeated_records
+
+RUN = ("--checkpoint_freq", "3", "--dropout", "0.1", "--max_lr", "1e-3", *folders("a"))  # 8 steps, saved at 3, 6 and 8
+FROM_3 = (*RUN, "--resume", "a/rolling_step_000003.pt")
+EQUAL = "resumed at step 3: repeated 5 steps, bit for bit the same losses, gradient norms and learning rates"
+LOWER_LR = ("--allow_changes", "--max_lr", "5e-4")
+
+
+@pytest.fixture
+def run_to_8(workdir, capsys) -> Path:
+    """A working directory with a finished run of 8 steps in a/ and logs-a/."""
+    assert run_here(*RUN) == 0
+    capsys.readouterr()
+    return workdir
+
+
+def resumed(capsys, *flags: str) -> str:
+    """Resume a run, and return what it prints about repeated steps."""
+    assert run_here(*flags) == 0
+    captured = capsys.readouterr()
+    return "\n".join(re.findall(r"^(?:warning: )?resumed at step .*", captured.out + captured.err, re.MULTILINE))
+
+
+def test_equal_steps_are_reported_once_in_the_log_and_in_status_json(run_to_8, capsys):
+    before = metrics("logs-a", "loss")
+    assert resumed(capsys, *FROM_3, "--eval_freq", "5", "--max_hours", "9") == EQUAL  # which do not change a step
+    assert metrics("logs-a", "loss") == before
+    assert Path("logs-a/log.txt").read_text().count(EQUAL) == 1
+    assert json.loads(Path("a/status.json").read_text())["resume"] == EQUAL
+    assert resumed(capsys, *RUN, "--resume", "latest", "--max_steps", "9") == ""  # which repeats nothing
+
+
+def test_a_flipped_bit_in_a_restored_weight_is_one_warning_and_one_alert(run_to_8, capsys, monkeypatch):
+    checkpoint, alerts = load("a/rolling_step_000003.pt"), []
+    checkpoint["model"]["wte.weight"].view(torch.int32)[7, 0] ^= 1 << 22
+    torch.save(checkpoint, "a/rolling_step_000003.pt")  # with a valid checksum
+    monkeypatch.setattr(RunLog, "alert", lambda log, event, text: alerts.append((event, text)))
+    before = metrics("logs-a", "loss")
+    warning = resumed(capsys, *FROM_3)
+    now = metrics("logs-a", "loss")
+    assert before[3] != now[3]
+    found = f"resumed at step 3: repeated step 3 has loss {now[3]!r}, but had {before[3]!r} before"
+    assert warning.startswith(f"warning: {found}. Memory, disk or GPU may have failed") and "\n" not in warning
+    assert [event for event, _ in alerts] == ["resumed", "resume differs", "finished"]
+    assert json.loads(Path("a/status.json").read_text())["resume"] == found
+    assert load("a/latest.pt")["step"] == 8
+
+
+def test_steps_after_a_change_are_not_compared(run_to_8, capsys):
+    changed = resumed(capsys, *FROM_3, *LOWER_LR)
+    assert changed == "resumed at step 3: repeated steps are not compared: max_lr 0.001 -> 0.0005"
+
+
+def test_steps_on_another_number_of_ranks_are_not_compared(run_to_8):
+    need_gpus(2)
+    in_ranks(2, run_rank, FROM_3, run_to_8)
+    assert "resumed at step 3: repeated steps are not compared: ranks 1 -> 2\n" in Path("logs-a/log.txt").read_text()
+
+
+def test_the_records_of_a_start_that_saved_nothing_are_its_own(run_to_8, capsys):
+    shutil.copytree("a", "before")
+    resumed(capsys, *FROM_3, *LOWER_LR)
+    shutil.rmtree("a")
+    shutil.copytree("before", "a")  # as if that start had been killed before its first save
+    lowered = resumed(capsys, *FROM_3)
+    assert lowered == "resumed at step 3: repeated steps are not compared: max_lr 0.0005 -> 0.001"
+    shutil.rmtree("a")
+    shutil.copytree("before", "a")
+    assert resumed(capsys, *FROM_3) == EQUAL
+
+
+def test_the_records_of_an_abandoned_course_are_not_compared(run_to_8, capsys):
+    """Step 6 of the first course is resumed while the log has that of another one."""
+    shutil.copy("a/rolling_step_000006.pt", "a/first.pt")
+    resumed(capsys, *FROM_3, *LOWER_LR)
+    from_6 = (*RUN, "--resume", "a/first.pt")
+    other = resumed(capsys, *from_6, "--max_lr", "1e-3")
+    assert (
+        other == "resumed at step 6: repeated steps are not compared: their records do not descend from this checkpoint"
+    )
+    assert "resumed at step 6: repeated 2 steps, bit for bit" in resumed(capsys, *from_6)
+
+
+def test_a_log_of_an_older_version_is_not_compared(run_to_8, capsys):
+    lines = Path("logs-a/metrics.jsonl").read_text().splitlines(keepends=True)
+    Path("logs-a/metrics.jsonl").write_text("".join(line for line in lines if '"start"' not in line))
+    reason = "metrics.jsonl does not say which start has made their records"
+    assert resumed(capsys, *FROM_3) == f"resumed at step 3: repeated steps are not compared: {reason}"
+
+
+def test_a_run_that_stops_says_how_many_steps_it_has_compared(run_to_8, capsys, monkeypatch):
+    compute = train.train_step
+
+    def step_or_stop(run, batches):
+        if run.state.step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return compute(run, batches)
+
+    monkeypatch.setattr(train, "train_step", step_or_stop)
+    assert resumed(capsys, *FROM_3).startswith("resumed at step 3: repeated 2 of 5 steps, bit for bit the same losses")
+    assert "repeated 2 of 5 steps" in json.loads(Path("a/status.json").read_text())["resume"]
+
+
+def test_only_logged_steps_are_compared(workdir, capsys):
+    assert run_here(*RUN, "--log_freq", "2") == 0  # the steps 0, 2, 4, 6 and the last one, 7
+    capsys.readouterr()
+    assert "resumed at step 3: repeated 3 logged steps, bit for bit" in resumed(capsys, *FROM_3, "--log_freq", "3")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# records and numbers
+
+
+def start(step: int, course: str, parent: str, ranks: int = 1) -> dict:
+    return {"step": step, "start": {"ranks": ranks}, "course": course, "parent": parent}
+
+
+def compared(*lines: dict | str, parent: str = "A") -> tuple[list[int], str]:
+    """Return the steps that a start at step 4 compares, and why not all, for a log with these lines and numbers."""
+    path = Path("metrics.jsonl")
+    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    records, reason = repeated_records(path, 4, {"start": {"ranks": 1}, "course": "new", "parent": parent})
+    return list(records), reason
+
+
+def steps(*numbers: int) -> list[dict]:
+    return [{"step": step, "loss": 1.0} for step in numbers]
+
+
+def test_records_are_compared_up_to_the_first_one_of_another_start_or_course(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = [start(0, "A", ""), *steps(*range(6))]
+    assert compared(*run, {"step": 5, "cpu_percent": 3.0}) == ([4, 5], "")
+    assert compared(*run, start(6, "B", "A"), *steps(6, 7)) == ([4, 5, 6, 7], "")
+    assert compared(*run, start(6, "B", "A", ranks=2), *steps(6, 7)) == ([4, 5], "ranks 2 -> 1")
+    assert compared(*run, start(6, "B", "other"), *steps(6))[0] == [4, 5]
+    assert compared(*run, '{"step": 6, "ti', *steps(6)) == ([4, 5], "")
+    assert compared(*run, parent="other") == ([], "their records do not descend from this checkpoint")
+    # A start at the same step, while the log before it is of another course.
+    assert compared(start(0, "X", ""), *steps(0, 1, 2, 3), start(4, "B", "A"), *steps(4)) == ([4], "")
+    assert compared(start(0, "A", ""), *steps(0, 1, 2, 3)) == ([], "")
+
+
+@pytest.fixture
+def log(tmp_path, capsys):
+    log = open_log(TrainConfig(run_name="tiny", logdir=str(tmp_path)), None)
+    yield log
+    log.close()
+
+
+def reported(log: RunLog, before: list[float | None], now: list[float], is_exact: bool) -> str:
+    """Return the result for steps with these losses; None is a number that was not finite."""
+    numbers = {"grad_norm": 1.0, "lr": 0.1}
+    repeats = Repeats(log, 0, {i: {"loss": loss, **numbers} for i, loss in enumerate(before)}, "", is_exact)
+    for step, loss in enumerate(now):
+        repeats.add(step, loss=loss, **numbers)
+    return log.facts["resume"]
+
+
+def test_nan_equals_nan(log):
+    assert "repeated 2 steps, bit for bit" in reported(log, [None, 2.0], [math.nan, 2.0], is_exact=True)
+    assert reported(log, [2.0], [math.nan], is_exact=True).endswith(
+        "step 0 has loss NaN or infinity, but had 2.0 before"
+    )
+
+
+def test_where_bits_are_not_promised_the_largest_difference_is_shown_without_a_warning(log, capsys):
+    found = reported(log, [2.0, 4.0, 1.0], [2.0, 4.001, 1.0], is_exact=False)
+    assert found == (
+        "resumed at step 0: repeated 3 steps, losses, gradient norms and learning rates within 0.0002 of those before "
+        "(relative), as is usual without --deterministic"
+    )
+    assert not capsys.readouterr().err
