@@ -177,6 +177,11 @@ def signal_at(step: int, rank: int, number: int = signal.SIGTERM) -> None:
     around_step(before=lambda now, stop: now == step and os.kill(os.getpid(), number))
 
 
+def wait_in_step(step: int, rank: int) -> None:
+    """Wait a minute at the start of a step, for a signal."""
+    around_step(before=lambda now, stop: now == step and time.sleep(60))
+
+
 def raise_in_step(step: int, which_rank: int, rank: int) -> None:
     """Raise an exception on one rank in the middle of a step."""
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from conftest import MODERN, TINY, assert_same_state, load, write_data
-from harness import LaunchedRun, Run, assert_equals_reference, folders
-from injected import kill_at, record_save_calls, record_tokens, tokens_of_steps
+from harness import LaunchedRun, Run, assert_equals_reference, folders, run_to_end
+from injected import kill_at, record_save_calls, record_tokens, tokens_of_steps, wait_in_step
 
 from steadygpt.checkpoint.files import find_checkpoint
 from steadygpt.run.starts import phase_of
@@ -35,7 +35,7 @@ def save_in_progress(name: str, since_ns: int) -> bool:
 def kill_repeatedly(least: int, start, ranks: int, record_property) -> None:
     """Start, kill and resume runs until `least` of them were killed, a third of these within a save."""
     assert set(start(*FLAGS, *folders("reference")).wait()) == {0}
-    rng, number, kills, within_saves, reported = random.Random(ranks), 0, 0, 0, -1
+    rng, number, kills, within_saves, reported, repeated = random.Random(ranks), 0, 0, 0, -1, 0
     while kills < least or 3 * within_saves < least:
         assert kills < 3 * least, f"only {within_saves} of {kills} kills were within a save"
         name = f"run{number}"
@@ -49,6 +49,8 @@ def kill_repeatedly(least: int, start, ranks: int, record_property) -> None:
         run.kill()
         text = run.text()
         kills += "finished after" not in text
+        assert "warning: resumed at" not in text, text  # repeated steps equal those before
+        repeated += len(re.findall(r"^resumed at step \d+: repeated .* bit for bit", text, re.MULTILINE))
         if resumed := re.search(r"^resumed from .* at step (\d+)", text, re.MULTILINE):
             assert int(resumed[1]) >= reported, f"step {reported} was reported as saved, but is lost"
         reported = max(reported, last_reported(text))
@@ -62,6 +64,7 @@ def kill_repeatedly(least: int, start, ranks: int, record_property) -> None:
     assert set(last.wait()) == {0}, last.text()
     assert_equals_reference(name)
     record_property(f"of {kills} kills on {ranks} rank{'s' * (ranks > 1)} were within a save", within_saves)
+    record_property("resumes have repeated steps bit for bit", repeated)
 
 
 @pytest.mark.parametrize("recipe", [(), pytest.param(MODERN, marks=pytest.mark.storm)], ids=["gpt2", "modern"])
@@ -75,6 +78,18 @@ def test_kill_at_random_instants(workdir, least, ranks, recipe, record_property)
 
     kill_repeatedly(least, start, ranks, record_property)
     assert len(tokens_of_steps()) == 100 * ranks  # also checks that repeated steps read the same tokens
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_steps_repeated_after_a_kill_equal_those_before(workdir, ranks):
+    flags = ("--max_steps", "24", "--checkpoint_freq", "10", "--dropout", "0.1", *folders("run"))
+    run = Run(*flags, ranks=ranks, faults=[partial(wait_in_step, 17)])
+    run.wait_for(r"(?s)^step 16/.*^saved step 10 as|^saved step 10 as.*^step 16/")
+    run.kill()
+    run_to_end(*flags, "--resume", "latest", ranks=ranks)
+    found = re.findall(r"^.*resumed at step .*", Path("run/logs/log.txt").read_text(), re.MULTILINE)
+    equal = "bit for bit the same losses, gradient norms and learning rates"
+    assert found == [f"resumed at step 10: repeated 7 steps, {equal}"]
 
 
 # The last step of each part, and its mixture: a source comes back, and one is new.
