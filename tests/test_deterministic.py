@@ -96,6 +96,7 @@ def test_a_run_may_go_on_with_another_number_of_processes(workdir):
     run_forked(*flags, *folders("hops"), "--checkpoint_freq", "2", processes=4)
     run_forked(*flags, *folders("hops"), "--resume", "hops/rolling_step_000004.pt", processes=2)
     assert_equal_runs("one", "hops")
+    assert "resumed at step 4: repeated 4 steps, bit for bit the same losses" in Path("logs-hops/log.txt").read_text()
 
 
 def refused(*flags: str) -> str:

@@ -156,7 +156,8 @@ def note_of_start(config: "TrainConfig", starts: Sequence[Entry]) -> dict[str, A
     names = [n for n, f in options_of(config).items() if f.metadata["group"] in groups and n not in excepted]
     names += ["seed", "precision", "compile", "deterministic", "shuffle_shards", "shuffle_rows"]
     start = {
-        **{name: entry[name] for name in ("ranks", "device", "torch")},  # the device of a CPU names its threads
+        "ranks": "any" if config.deterministic else entry["ranks"],
+        **{name: entry[name] for name in ("device", "torch")},  # the device of a CPU names its threads
         "commit": f"{commit[:12]}{commit[40:]}",
         "data": ", ".join(f"{identity[:12]} {rows}" for identity, rows in sorted(entry["shares"].items())),
         **{name: getattr(config, name) for name in names},
