@@ -32,10 +32,15 @@ def save_in_progress(name: str, since_ns: int) -> bool:
     return False
 
 
-def kill_repeatedly(least: int, start, ranks: int, record_property) -> None:
-    """Start, kill and resume runs until `least` of them were killed, a third of these within a save."""
+def kill_repeatedly(least: int, start, where: str, record_property) -> None:
+    """Start, kill and resume runs until `least` of them were killed, a third of these within a save.
+
+    Args:
+        start: starts a run with some flags, the first of them as the reference, which is not killed.
+        where: on how many ranks.
+    """
     assert set(start(*FLAGS, *folders("reference")).wait()) == {0}
-    rng, number, kills, within_saves, reported, repeated = random.Random(ranks), 0, 0, 0, -1, 0
+    rng, number, kills, within_saves, reported, repeated = random.Random(where), 0, 0, 0, -1, 0
     while kills < least or 3 * within_saves < least:
         assert kills < 3 * least, f"only {within_saves} of {kills} kills were within a save"
         name = f"run{number}"
@@ -63,7 +68,7 @@ def kill_repeatedly(least: int, start, ranks: int, record_property) -> None:
     last = start(*FLAGS, *folders(name), "--resume", "auto")
     assert set(last.wait()) == {0}, last.text()
     assert_equals_reference(name)
-    record_property(f"of {kills} kills on {ranks} rank{'s' * (ranks > 1)} were within a save", within_saves)
+    record_property(f"of {kills} kills on {where} were within a save", within_saves)
     record_property("resumes have repeated steps bit for bit", repeated)
 
 
@@ -76,7 +81,7 @@ def test_kill_at_random_instants(workdir, least, ranks, recipe, record_property)
     def start(*flags: str) -> Run:
         return Run(*flags, *recipe, ranks=ranks, faults=[record_tokens])
 
-    kill_repeatedly(least, start, ranks, record_property)
+    kill_repeatedly(least, start, "1 rank" if ranks == 1 else "2 ranks", record_property)
     assert len(tokens_of_steps()) == 100 * ranks  # also checks that repeated steps read the same tokens
 
 
@@ -130,7 +135,29 @@ def test_kill_while_the_mixture_changes_twice(workdir, least, ranks, record_prop
 @pytest.mark.storm
 @pytest.mark.parametrize("ranks", [1, 2], ids=["python train.py", "torchrun with 2 ranks"])
 def test_kill_commands_at_random_instants(workdir, ranks, record_property):
-    kill_repeatedly(50, partial(LaunchedRun, processes=ranks), ranks, record_property)
+    where = "1 rank" if ranks == 1 else "2 ranks"
+    kill_repeatedly(50, partial(LaunchedRun, processes=ranks), where, record_property)
+
+
+@pytest.mark.parametrize(
+    ("least", "recipe"),
+    [
+        (3, []),
+        pytest.param(50, [], marks=pytest.mark.storm),
+        pytest.param(5, MODERN, marks=pytest.mark.storm, id="5-modern"),
+        pytest.param(5, ["--precision", "bf16"], marks=pytest.mark.storm, id="5-bf16"),
+        pytest.param(5, ["--total_batch_size", "192"], marks=pytest.mark.storm, id="5-three micro-batches each"),
+    ],
+)
+def test_kill_and_continue_on_another_number_of_ranks(workdir, least, recipe, record_property):
+    """With --deterministic, dropout, the order of sums and Muon's products do not depend on the number of ranks."""
+    rng, first = random.Random(repr(recipe)), iter([1])
+
+    def start(*flags: str) -> Run:
+        ranks = next(first, None) or rng.choice([1, 2, 4])
+        return Run(*flags, "--deterministic", "--mini_batch_size", "1", *recipe, ranks=ranks)
+
+    kill_repeatedly(least, start, "1, 2 or 4 ranks", record_property)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
