@@ -75,19 +75,20 @@ def assert_equal_runs(one: str, other: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "flags",
+    ("flags", "processes"),
     [
-        (*FOUR, "--dropout", "0.1"),
-        (*THREE_EACH, *MODERN),
-        pytest.param((*FOUR, "--precision", "bf16"), marks=pytest.mark.storm),
+        ((*FOUR, "--dropout", "0.1"), [2, 4]),
+        ((*THREE_EACH, *MODERN), [2, 4]),
+        pytest.param((*FOUR, "--precision", "bf16"), [2, 4], marks=pytest.mark.storm),
+        pytest.param((*FOUR, "--total_batch_size", "128", "--dropout", "0.1"), [8], marks=pytest.mark.storm),
     ],
-    ids=["dropout", "three micro-batches each, modern", "bf16"],
+    ids=["dropout", "three micro-batches each, modern", "bf16", "8 processes"],
 )
-def test_any_number_of_processes_computes_the_same_bits(workdir, flags):
+def test_any_number_of_processes_computes_the_same_bits(workdir, flags, processes):
     assert run_here(*flags, *folders("one")) == 0
-    for processes, name in {2: "two", 4: "four"}.items():
-        run_forked(*flags, *folders(name), processes=processes)
-        assert_equal_runs("one", name)
+    for number in processes:
+        run_forked(*flags, *folders(f"{number}"), processes=number)
+        assert_equal_runs("one", f"{number}")
 
 
 def test_a_run_may_go_on_with_another_number_of_processes(workdir):
@@ -108,7 +109,7 @@ def refused(*flags: str) -> str:
 def test_what_the_sums_depend_on_stays_fixed(workdir, capsys):
     assert run_here(*FOUR, "--mini_batch_size", "3", "--max_steps", "4") == 0  # 2 rows divide a step, and 2 processes
     assert (
-        "deterministic: the same bits on 1 or 2 processes, among which a step of 2 micro-batches can be divided\n"
+        "deterministic: the same bits on 1 or 2 processes of 1 thread each, because a step has 2 micro-batches\n"
         in capsys.readouterr().out
     )
     resume = ("--eval_freq", "4", "--resume", "latest")
@@ -133,7 +134,7 @@ def test_what_the_sums_depend_on_stays_fixed(workdir, capsys):
 def three_are_refused(folder: Path) -> None:
     os.chdir(folder)
     with pytest.raises(
-        UserError, match="3 processes, but a step of 4 micro-batches can be divided among 1, 2 or 4 processes only"
+        UserError, match="--deterministic: a step has 4 micro-batches, so expected 1, 2 or 4 processes; found 3"
     ):
         run_here(*FOUR)
 

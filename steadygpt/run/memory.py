@@ -129,8 +129,8 @@ def what_would_fit(config: "TrainConfig", model: "GPT", ranks: Ranks, limit: flo
         {},
         {"activation_checkpointing": True},
         {"loss_chunk_size": config.loss_chunk_size or min(2048, config.context_length // 2)},
-        {"sharding": "fsdp"} if ranks.world_size > 1 else {},
-        {"sharding": "fsdp", "cpu_offload": True} if ranks.device.type == "cuda" else {},
+        {"sharding": "fsdp"} if ranks.world_size > 1 and not config.deterministic else {},
+        {"sharding": "fsdp", "cpu_offload": True} if ranks.device.type == "cuda" and not config.deterministic else {},
     ]
     for change in changes:
         config = dataclasses.replace(config, **change)

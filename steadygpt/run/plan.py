@@ -169,7 +169,7 @@ def settle(
     config = replace(config, precision=precision)
     set_up(config, ranks.device)
     config, of_memory = with_fitting_rows(config, sketch, ranks)
-    of_processes = note_of_processes(config, starts, world_size) if config.deterministic else ""
+    of_processes = note_of_processes(config, starts, ranks) if config.deterministic else ""
     has_epochs = not data.sources or (data.rows_per_epoch and not phase_of(starts).number)
     rows_per_epoch = data.rows_per_epoch if has_epochs else None
     schedule = make_schedule(config, rows_per_epoch, world_size, start.step or 0, start.rows_consumed, strict_warmup)
@@ -195,7 +195,7 @@ def keep_threads(starts: Sequence[Entry], device: torch.device) -> str:
     return f"threads {threads} -> {before}, as before: --deterministic needs the same number"
 
 
-def note_of_processes(config: "TrainConfig", starts: Sequence[Entry], world_size: int) -> str:
+def note_of_processes(config: "TrainConfig", starts: Sequence[Entry], ranks: Ranks) -> str:
     """Return on how many processes a run has the same bits, as a line for the plan.
 
     Raises: UserError for a step that cannot be divided among these processes, or among as many virtual ranks as before.
@@ -203,12 +203,10 @@ def note_of_processes(config: "TrainConfig", starts: Sequence[Entry], world_size
     count, micro_batches = config.virtual_ranks(), config.grad_accum_steps(1)
     *others, most = [str(2**n) for n in range(count.bit_length())]
     possible = f"{', '.join(others)} or {most} processes" if others else "1 process"
-    step = f"a step of {micro_batches:,} micro-batch{'es' * (micro_batches > 1)}"
-    if not config.eval_only and count % world_size:
-        raise UserError(
-            f"--deterministic: {world_size} processes, but {step} can be divided among {possible} only; start as many"
-            + (", or begin a run with fewer --mini_batch_size" if len(starts) < 2 else "")
-        )
+    step = f"a step has {micro_batches:,} micro-batch{'es' * (micro_batches > 1)}"
+    if not config.eval_only and count % ranks.world_size:
+        advice = ", or begin a run with fewer --mini_batch_size" * (len(starts) < 2)
+        raise UserError(f"--deterministic: {step}, so expected {possible}; found {ranks.world_size}{advice}")
     if len(starts) > 1:
         before = replace(
             config, **{name: starts[-2]["options"][name] for name in ("total_batch_size", "mini_batch_size")}
@@ -218,7 +216,9 @@ def note_of_processes(config: "TrainConfig", starts: Sequence[Entry], world_size
                 f"--deterministic: --total_batch_size {config.total_batch_size:,} means {count} virtual ranks, but the "
                 f"run began with {began}; drop the flag"
             )
-    return f"deterministic: the same bits on {possible}, among which {step} can be divided"
+    threads = torch.get_num_threads()
+    each = f" of {threads} thread{'s' * (threads > 1)}{' each' * bool(others)}" * (ranks.device.type == "cpu")
+    return f"deterministic: the same bits on {possible}{each}, because {step}"
 
 
 def note_of_rows(before: "TrainConfig", config: "TrainConfig", world_size: int) -> str:
