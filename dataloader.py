@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,16 @@ import torch
 from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig
 from steadygpt.data.order import BLOCK_ROWS, Phase, key_of, permute
-from steadygpt.data.shards import MANIFEST, Recorded, Shard, ShardSet, read_manifest, shard_files
+from steadygpt.data.shards import (
+    MANIFEST,
+    Recorded,
+    Shard,
+    ShardSet,
+    check_shards,
+    identity_of,
+    read_manifest,
+    shard_files,
+)
 from steadygpt.data.tokenizer import TOKENIZER_JSON, TokenizerRecord, record_named, vocab_size_of
 
 READ_TOKENS = 2**18  # tokens that the thread reads at a time
@@ -292,6 +301,35 @@ def open_data(
         Source(shards, RowStream(shards.shards, T, seed, *shuffled), places[name][1]) for name, shards in found.items()
     )
     return Data(sources, tuple(Source(s, RowStream(s.shards, T)) for s in val_sets), record, vocab_size)
+
+
+def recorded_sources(entry: Mapping[str, Any], step: int, known: Mapping[str, Sequence[list]]) -> tuple[Source, ...]:
+    """Find the shards that a step trained on, and check that they are the same.
+
+    Args:
+        entry: of the record of starts.
+        known: the fingerprint of the run.
+
+    Raises: UserError for shards that are gone or have changed.
+    """
+    options, sources, any_id = entry["options"], [], 2**32  # the ids were checked before training
+    for name, (folder, identity) in entry["sources"].items():
+        if not Path(folder).is_dir():
+            raise UserError(
+                f"{folder}: no such folder, but step {step:,} trained on its shards; put them back, or a link to their "
+                "new place"
+            )
+        shards = ShardSet.find(name, folder, "train")
+        checked = check_shards(shards.shards, shards.manifest, any_id, known.get(shards.key, ()))
+        if (found := identity_of(sha for *_, sha in checked)) != identity:
+            raise UserError(
+                f"{folder}: not the shards that step {step:,} trained on; found SHA-256 {found[:12]}..., expected "
+                f"{identity[:12]}...; copy those back"
+            )
+        shuffled = options["shuffle_shards"], options["shuffle_rows"]
+        rows = RowStream(shards.shards, options["context_length"], options["seed"], *shuffled)
+        sources.append(Source(shards, rows))
+    return tuple(sources)
 
 
 def has_shards(folder: str) -> bool:

@@ -16,13 +16,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dataloader import Mixture, RowStream, tokenizer_of
+from dataloader import Mixture, recorded_sources, tokenizer_of
 from generate import load_model
 from hellaswag_eval import TOKENS_PER_BATCH
 from steadygpt.base.options import ModelOptions, UserError, option, options_of, parse_options, run_cli
 from steadygpt.base.progress import ProgressBar
 from steadygpt.checkpoint.files import nearest_checkpoint, open_checkpoint
-from steadygpt.data.shards import Shard, ShardSet, check_shards, identity_of, shard_files
+from steadygpt.data.shards import Shard, ShardSet, check_shards, shard_files
 from steadygpt.data.survey import Survey, read_tokens, repeated, survey_split
 from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer
 from steadygpt.machine.device import autocast, choose_precision, evaluating
@@ -183,23 +183,10 @@ def find_step(checkpoint: dict, path: Path, step: int) -> tuple[Mixture, int, in
     if start["row"] + (after["step"] - start["step"]) * rows_per_step != after["row"]:
         raise UserError(f"{path}: the run changed its batch before it had a record of starts; name a later step")
     streams, files = {}, {}
-    for name, (folder, identity) in start["sources"].items():
-        if not Path(folder).is_dir():
-            raise UserError(
-                f"{folder}: no such folder, but step {step:,} trained on its shards; put them back, or a link to their "
-                "new place"
-            )
-        shards = ShardSet.find(name, folder, "train")
-        known, any_id = known_shards(checkpoint).get(shards.key, ()), 2**32  # the ids were checked before training
-        found = identity_of(sha for *_, sha in check_shards(shards.shards, shards.manifest, any_id, known))
-        if found != identity:
-            raise UserError(
-                f"{folder}: not the shards that step {step:,} trained on; found SHA-256 {found[:12]}..., expected "
-                f"{identity[:12]}...; copy those back to look at this step"
-            )
-        streams[identity] = RowStream(shards.shards, T, seed, options["shuffle_shards"], options["shuffle_rows"])
-        for tokens, shard in zip(streams[identity].tokens, streams[identity].shards, strict=True):
-            files[id(tokens)] = f"{name}, {shard.path.name}"
+    for shards, rows, _ in recorded_sources(start, step, known_shards(checkpoint)):
+        streams[start["sources"][shards.name][1]] = rows
+        for tokens, shard in zip(rows.tokens, rows.shards, strict=True):
+            files[id(tokens)] = f"{shards.name}, {shard.path.name}"
     left = options["num_epochs"] * sum(rows.rows_per_epoch for rows in streams.values()) - start["row"]
     end = options["max_steps"] or options["num_epochs"] * options["steps_per_epoch"]
     end = end or start["step"] + math.ceil(left / rows_per_step)

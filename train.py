@@ -398,7 +398,7 @@ def restore(
     else:
         torch.manual_seed(config.seed)
         fill(model, model.initial_weight, ranks)
-    if checkpoint and config.trains:
+    if checkpoint and not config.eval_only:
         restore_optimizer(model, optimizer, checkpoint["optimizer"], ranks)
         if checkpoint["scaler"]:
             scaler.load_state_dict(checkpoint["scaler"])

@@ -146,19 +146,28 @@ def open_checkpoint(which: str, folder: Path) -> tuple[Path, dict]:
 def nearest_checkpoint(folder: Path, step: int) -> tuple[Path, dict]:
     """Return the intact checkpoint of a folder whose step is nearest; of two, the earlier one.
 
-    Skipped files are named on stderr.
-
     Raises: UserError when no file is intact.
     """
-    found = []
-    for file in {file.stat().st_ino: file for file in reversed(checkpoint_files(folder))}.values():  # each file once
-        try:
-            found.append((file, read_checkpoint(file)))
-        except UserError as error:
-            print(f"warning: skipped {error}", file=sys.stderr)
+    found = intact_checkpoints(folder)
     if not found:
         raise UserError(f"no intact checkpoint in {folder}; name their folder with --checkpoint_dir")
     return min(found, key=lambda pair: (abs(pair[1]["step"] - step), pair[1]["step"]))
+
+
+def intact_checkpoints(folder: Path) -> list[tuple[Path, dict]]:
+    """Return each intact checkpoint of a folder once, in the order of checkpoint_files().
+
+    Skipped files are named on stderr.
+    """
+    found, seen = [], set()
+    for file in checkpoint_files(folder):
+        try:
+            if (inode := file.stat().st_ino) not in seen:
+                seen.add(inode)
+                found.append((file, read_checkpoint(file)))
+        except (UserError, OSError) as error:  # an OSError: training has deleted the file meanwhile
+            print(f"warning: skipped {error}", file=sys.stderr)
+    return found
 
 
 def newest_first(folder: Path, pattern: str) -> list[Path]:
