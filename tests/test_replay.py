@@ -176,7 +176,8 @@ def test_a_number_changed_in_the_records_is_named(replayed):
     assert run_here(*EVERY_2) == 0
     path = Path("logs/metrics.jsonl")
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    true, records[5]["loss"] = records[5]["loss"], 5.25
+    [record] = [record for record in records if record["step"] == 5 and "loss" in record]
+    true, record["loss"] = record["loss"], 5.25
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
     expected = f"first difference: loss of step 5 is {true}, but 5.25 in logs/metrics.jsonl"
     status, lines = replayed("--steps", "2:7")
@@ -246,7 +247,8 @@ def test_a_run_on_two_ranks_is_replayed_equally_on_two_and_closely_on_one(replay
         r"\(largest difference; .*\); bits are not promised: ranks 2 -> 1",
         lines[-1],
     )
-    assert all(0 < float(number) < 1e-4 for number in found.groups())
+    losses, norms, weights, optimizer = map(float, found.groups())
+    assert max(losses, norms) < 1e-4 and 0 < weights < 1e-4 and 0 < optimizer < 1e-4
     assert replayed("--steps", "4:7")[1][-1] == (  # an epoch ends with step 6
         "4 steps: losses, norms and 2 checkpoints up to step 8 equal, bit for bit"
     )
