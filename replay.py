@@ -7,7 +7,6 @@ torchrun --nproc_per_node=2 replay.py --step 4213   # of a run on two ranks
 Each part of the run is trained with the options, the batch and the data of its start. A replay writes no files.
 """
 
-import json
 import math
 import re
 import signal
@@ -26,19 +25,19 @@ import torch
 from dataloader import Data, recorded_sources, tokenizer_of
 from model import GPT
 from steadygpt.base.options import OptionError, UserError, option, parse_options, run_cli
-from steadygpt.base.progress import ProgressBar, say
-from steadygpt.checkpoint.files import LATEST, git_commit, intact_checkpoints, read_checkpoint
-from steadygpt.checkpoint.mirror import Damaged, Mirror
-from steadygpt.checkpoint.mirror import Entry as Uploaded
+from steadygpt.base.progress import ProgressBar
+from steadygpt.checkpoint.files import git_commit, intact_checkpoints, read_checkpoint
+from steadygpt.checkpoint.mirror import Mirror
 from steadygpt.config import TrainConfig
 from steadygpt.data.tokenizer import TokenizerRecord
-from steadygpt.log.runlog import METRICS, RunLog, run_of
+from steadygpt.log.runlog import METRICS, RunLog
 from steadygpt.machine.device import device_name
 from steadygpt.machine.ranks import Ranks, Stopped, end_with_torchrun, joined
 from steadygpt.run.plan import settle
+from steadygpt.run.repeats import repeated_records
 from steadygpt.run.results import StepResult
 from steadygpt.run.start import Start, resume_config, shared
-from steadygpt.run.starts import Entry, known_shards, starts_of
+from steadygpt.run.starts import Entry, difference, known_shards, note_of_start, starts_of
 from train import Run, build_run, capture, train_step
 
 AS_RECORDED = "same ranks, device, torch and commit as recorded"
@@ -74,14 +73,13 @@ class ReplayOptions:
 
 @dataclass(frozen=True)
 class Past:
-    """The checkpoints and records of the steps to replay. Tensors are on rank 0 only."""
+    """What is known of the steps to replay. Tensors are on rank 0 only."""
 
     newest: dict  # checkpoint, without tensors
     start: Start  # of the replay
     last: int  # step to replay
     saves: dict[int, tuple[str, dict]]  # checkpoints to compare with: step -> file, content
-    metrics: str  # the file that has the records
-    records: dict[int, dict[str, Any]]  # of steps
+    metrics: str = ""  # what metrics.jsonl had in the mirror, if it is not here
 
 
 def find_past(options: ReplayOptions, first: int, last: int) -> Past:
@@ -90,36 +88,16 @@ def find_past(options: ReplayOptions, first: int, last: int) -> Past:
     Raises: UserError if nothing is left to start from, or to compare with.
     """
     files = [(str(path), checkpoint) for path, checkpoint in intact_checkpoints(Path(options.checkpoint_dir))]
-    mirror, of_mirror = None, dict[int, Uploaded]()
-    try:
-        if url := options.mirror or (files and files[0][1]["train_config"].get("mirror")):
-            mirror = Mirror(url)
-            index = mirror.patiently(mirror.index)
-            if files and index.run != files[0][1]["train_config"]["run_name"]:
-                raise UserError(f"{url} belongs to the run {index.run}")
-            of_mirror = {entry.step: entry for entry in index.checkpoints.values()}
-            files += [download(mirror, index.checkpoints[LATEST])] if of_mirror and not files else []
-    except UserError as error:
-        if not files:
-            raise
-        mirror = None
-        say(f"warning: without the mirror: {error}")
-    newest = files[0][1] if files else {}
-    if not newest.get("train_config"):
+    url = options.mirror or (files[0][1]["train_config"].get("mirror", "") if files else "")
+    mirror = Mirror(url) if url else None
+    if mirror and not any(checkpoint["step"] <= first for _, checkpoint in files):
+        files += from_mirror(mirror, first, with_newest=not files)
+    if not files or not files[0][1]["train_config"]:
         raise UserError(f"no checkpoints of a run in {options.checkpoint_dir}; name their folder with --checkpoint_dir")
-    metrics, records = read_records(newest["train_config"], mirror)
-    end = max([newest["step"], *(step + 1 for step in records)])
-    if first >= end or last > end:
-        raise UserError(f"--steps {first}:{last}: the run has taken steps 0 to {end - 1:,}; name some of these")
+    newest = files[0][1]
+    if first >= (end := newest["step"]) or last > end:
+        raise UserError(f"--steps {first}:{last}: the newest checkpoint is of step {end:,}; name steps before it")
     saves = {checkpoint["step"]: (file, checkpoint) for file, checkpoint in files if is_of_run(checkpoint, newest)}
-    for step in sorted({*of_mirror} - {*saves}, reverse=True):
-        before = max((step for step in saves if step <= first), default=-1)
-        if mirror and before < step <= last + 1:
-            try:
-                file, checkpoint = download(mirror, of_mirror[step])
-                saves |= {step: (file, checkpoint)} if is_of_run(checkpoint, newest) else {}
-            except Damaged as error:
-                say(f"warning: skipped {error}")
     before = max((step for step in saves if step <= first), default=0)
     from_scratch = starts_of(newest)[0]["options"].get("init_from", "scratch") == "scratch"
     if before not in saves and not (from_scratch and first == 0):
@@ -130,17 +108,26 @@ def find_past(options: ReplayOptions, first: int, last: int) -> Past:
         )
     start, last = Start(checkpoint=saves[before][1]) if before in saves else Start(), min(last, end - 1)
     saves = {step: save for step, save in saves.items() if before < step <= last + 1}
-    if not saves and not any(before <= step <= last for step in records):
-        raise UserError(f"nothing to compare with: no checkpoint up to step {last + 1:,}, and no record in {metrics}")
-    return Past(newest | {"model": {}, "optimizer": {}}, start, last, saves, metrics, records)
+    metrics = ""
+    if mirror and not Path(newest["train_config"]["logdir"], METRICS).exists():
+        with suppress(UserError):  # it has none
+            metrics = mirror.patiently(lambda: mirror.read(f"logs/{METRICS}")).decode()
+    return Past(newest | {"model": {}, "optimizer": {}}, start, last, saves, metrics)
 
 
-def download(mirror: Mirror, entry: Uploaded) -> tuple[str, dict]:
-    """Return a checkpoint of a mirror; its file is temporary, and takes space as long as the content is mapped."""
+def from_mirror(mirror: Mirror, first: int, with_newest: bool) -> list[tuple[str, dict]]:
+    """Return the file and content of the checkpoint nearest before a step, and of the newest one before it if wanted.
+
+    Files are temporary, and take space as long as their content is mapped.
+    """
+    uploaded = sorted(mirror.patiently(mirror.index).checkpoints.values(), key=lambda entry: -entry.step)
+    wanted = {entry.file: entry for entry in [*uploaded[:with_newest], *[e for e in uploaded if e.step <= first][:1]]}
+    found = []
     with TemporaryDirectory() as folder:
-        path = Path(folder, entry.file)
-        mirror.download(entry, path)
-        return f"{mirror.url}/{entry.file}", read_checkpoint(path)
+        for name, entry in wanted.items():
+            mirror.download(entry, Path(folder, name))
+            found.append((f"{mirror.url}/{name}", read_checkpoint(Path(folder, name))))
+    return found
 
 
 def is_of_run(checkpoint: dict, newest: dict) -> bool:
@@ -150,23 +137,21 @@ def is_of_run(checkpoint: dict, newest: dict) -> bool:
     return own == starts[: len(own)] and checkpoint["step"] <= end
 
 
-def read_records(config: dict, mirror: Mirror | None) -> tuple[str, dict[int, dict]]:
-    """Return the name of metrics.jsonl, and its records of steps."""
-    path, records = Path(config["logdir"], METRICS), dict[int, dict]()
-    name, content = str(path), b""
-    if path.exists() and (run := run_of(path.parent)) != config["run_name"]:
-        name = f"{name}, of the run {run},"
-    elif path.exists():
-        content = path.read_bytes()
-    elif mirror:
-        with suppress(UserError):  # it has none
-            content = mirror.patiently(lambda: mirror.read(f"logs/{METRICS}"))
-            name = f"{mirror.url}/logs/{METRICS}"
-    for line in content.splitlines():
-        with suppress(ValueError):  # a run is just writing the last one
-            record = json.loads(line)
-            records |= {record["step"]: record} if "grad_norm" in record else {}
-    return name, records
+def records_of(past: Past, starts: list[Entry], begin: int) -> tuple[dict[int, dict], str]:
+    """Return what metrics.jsonl has of the steps from `begin` on, which the last of these starts has made; and why not.
+
+    The records are those of repeated_records(), because a replay repeats steps as a resume does.
+    """
+    config = past.newest["train_config"]
+    with TemporaryDirectory() as folder:
+        path = Path(config["logdir"], METRICS)
+        if past.metrics:
+            path = Path(folder, METRICS)
+            path.write_text(past.metrics)
+        now = note_of_start(TrainConfig(**starts[-1]["options"]), starts)
+        # The start has resumed from the checkpoint of this step, or has made it.
+        now["parent"] = now["parent" if starts[-1]["step"] == begin else "course"]
+        return repeated_records(path, begin, now)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -178,10 +163,12 @@ class Comparison:
     """How closely a replay agrees with the run so far. Checkpoints are compared on rank 0 only."""
 
     past: Past
+    records: dict[int, dict[str, Any]] = field(default_factory=dict)  # of the steps of this part of the run
     steps: int = 0  # replayed
     recorded: int = 0  # of these
+    missing: dict[str, None] = field(default_factory=dict)  # why records are missing
     saved: list[int] = field(default_factory=list)  # steps of the checkpoints
-    largest: dict[str, float] = field(default_factory=dict)  # kind -> largest difference, relative but for weights
+    largest: dict[str, float] = field(default_factory=dict)  # kind -> largest difference, as a share of the numbers
     first: str = ""  # difference, in words
     reasons: dict[str, None] = field(default_factory=dict)  # why bits are not promised
 
@@ -190,58 +177,54 @@ class Comparison:
         """Whether there is a difference where bits are promised."""
         return bool(self.first) and not self.reasons
 
-    def add(self, kind: str, difference: float, text: str) -> None:
-        """Note a difference."""
-        self.largest[kind] = max(self.largest[kind], difference)
-        self.first = self.first or text
-
     def step(self, result: StepResult) -> None:
         """Compare a step with its record, if there is one."""
         self.steps += 1
-        record = self.past.records.get(result.step, {})
-        self.recorded += bool(record)
-        for name, kind in COMPARED.items() if record else ():
-            self.largest.setdefault(kind, 0.0)
-            measured, there = getattr(result, name), record.get(name)
-            here = measured if math.isfinite(measured) else None  # as in metrics.jsonl
-            if here != there:
-                relative = math.inf if here is None or there is None else abs(here - there) / max(abs(here), abs(there))
-                text = f"{name} of step {result.step:,} is {here}, but {there} in {self.past.metrics}"
-                self.add(kind, relative, text)
+        if record := self.records.get(result.step):
+            self.recorded += 1
+            for name, kind in COMPARED.items():
+                here, there = getattr(result, name), math.nan if record.get(name) is None else record[name]
+                here = here if math.isfinite(here) else math.nan  # as in metrics.jsonl
+                numbers = [torch.tensor([number], dtype=torch.float64) for number in (here, there)]
+                self.compare(kind, name, result.step, METRICS, *numbers)
 
     def checkpoint(self, content: dict) -> None:
         """Compare weights and optimizer with those of the checkpoint file of their step."""
         step, (file, saved) = content["step"], self.past.saves[content["step"]]
-        ours, theirs = tensors_of(content), tensors_of(saved)
         self.saved.append(step)
+        ours, theirs = tensors_of(content), tensors_of(saved)
         for name in ours | theirs:
             kind = "weights" if name in content["model"] else "optimizer"
-            self.largest.setdefault(kind, 0.0)
-            here, there = (tensors.get(name, torch.empty(0)) for tensors in (ours, theirs))
-            if (here.shape, here.dtype) != (there.shape, there.dtype):
-                found = f"{tuple(here.shape)} {here.dtype}, but {tuple(there.shape)} {there.dtype}"
-                self.add(kind, math.inf, f"{name} of step {step:,} is {found} in {file}")
-            elif (bits := here.flatten().view(torch.uint8) != there.flatten().view(torch.uint8)).any():
-                at = np.unravel_index(int(bits.view(torch.uint8).argmax()) // here.element_size(), here.shape)
-                found = f"{here[at].item()}, but {there[at].item()}"
-                largest = float((here - there).abs().nan_to_num(math.inf).max())
-                self.add(kind, largest, f"{name}{[*map(int, at)]} of step {step:,} is {found} in {file}")
+            self.compare(kind, name, step, file, *(found.get(name, torch.empty(0)) for found in (ours, theirs)))
+
+    def compare(self, kind: str, name: str, step: int, file: str, here: torch.Tensor, there: torch.Tensor) -> None:
+        """Compare the bits of two tensors."""
+        self.largest.setdefault(kind, 0.0)
+        if (here.shape, here.dtype) != (there.shape, there.dtype):
+            found, share = [f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in (here, there)], math.inf
+        elif (differs := here.flatten().view(torch.uint8) != there.flatten().view(torch.uint8)).any():
+            at = int(differs.view(torch.uint8).argmax()) // here.element_size()
+            found = [str(tensor.flatten()[at].item()) for tensor in (here, there)]
+            name += str([*map(int, np.unravel_index(at, here.shape))]) * (here.numel() > 1)
+            share = float(((here - there).abs().max() / here.abs().max()).nan_to_num(math.inf))
+        else:
+            return
+        self.largest[kind] = max(self.largest[kind], share)
+        self.first = self.first or f"{name} of step {step:,} is {found[0]}, but {found[1]} in {file}"
 
     def __str__(self) -> str:
         """Return the result in a line."""
-        what = ["losses", "norms"] * bool(self.recorded)
-        if self.saved:
-            many = f"{len(self.saved)} checkpoints up to" if len(self.saved) > 1 else "the checkpoint of"
-            what.append(f"{many} step {self.saved[-1]:,}")
-        text = " and ".join(filter(None, (", ".join(what[:-1]), what[-1]))) + " equal, bit for bit"
+        many = f"{len(self.saved)} checkpoints up to" if len(self.saved) > 1 else "the checkpoint of"
+        what = ["losses", "norms"] * bool(self.recorded) + [f"{many} step {step:,}" for step in self.saved[-1:]]
+        text = f"{' and '.join(filter(None, (', '.join(what[:-1]), *what[-1:])))} equal, bit for bit"
+        text = text if what else "nothing to compare with"
         if self.first:
-            differences = ", ".join(f"{kind} {largest:.2g}" for kind, largest in self.largest.items())
-            text = f"{differences} (largest difference; relative, but of weights and optimizer absolute)"
+            text = "largest difference, as a share of the largest number: "
+            text += ", ".join(f"{kind} {share:.2g}" for kind, share in self.largest.items())
             text += f"; bits are not promised: {', '.join(self.reasons)}"
         if missing := self.steps - self.recorded:
-            text += f"; losses and norms of {missing:,} steps not compared: {self.past.metrics} lacks them"
-        if not self.saved:
-            text += "; no checkpoint to compare"
+            why = ", ".join(self.missing) or f"{METRICS} lacks them"
+            text += f"; losses and norms of {missing:,} step{'s' * (missing > 1)} not compared: {why}"
         return f"{self.steps:,} step{'s' * (self.steps != 1)}: {text}"
 
 
@@ -251,18 +234,16 @@ def tensors_of(content: dict) -> dict[str, torch.Tensor]:
     return content["model"] | {f"{kind} of {name}": of[kind] for name, of in state.items() for kind in of}
 
 
-def changes(entry: Entry, ranks: Ranks) -> dict[str, None]:
+def changes(entry: Entry, ranks: Ranks) -> list[str]:
     """Return why a part of the run may have other bits here: what differs from the start that trained it."""
     commit, is_exact = git_commit(), entry["options"].get("deterministic")
     here: dict[str, Any] = {} if is_exact else {"ranks": ranks.world_size}
     # The name of a CPU has its threads.
     here |= {"device": device_name(ranks.device), "torch": str(torch.__version__), "commit": commit}
-    found = [f"{name} {entry.get(name)} -> {value}" for name, value in here.items() if value != entry.get(name)]
-    if commit.endswith("+"):
-        found.append("files have changed since the commit")
-    if ranks.device.type == "cuda" and not is_exact:
-        found.append("CUDA without --deterministic")
-    return dict.fromkeys(found)
+    found = [difference({name: entry[name] for name in here}, here)]
+    found += ["files have changed since the commit"] * commit.endswith("+")
+    found += ["CUDA without --deterministic"] * (ranks.device.type == "cuda" and not is_exact)
+    return [*filter(None, found)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -289,7 +270,7 @@ def build(past: Past, start: Start, starts: list[Entry], device: str, ranks: Ran
 
 def replay(past: Past, device: str, ranks: Ranks, held: ExitStack) -> Comparison:
     """Train in memory and compare, up to the first difference where bits are promised."""
-    comparison, starts, newest = Comparison(past), starts_of(past.newest), past.newest["step"]
+    comparison, starts = Comparison(past), starts_of(past.newest)
     start = shared(past.start if ranks.is_main else None, ranks)
     first, end_of_all = start.step or 0, past.last + 1
     resumed = sorted({entry["step"] for entry in starts if first < entry["step"] < end_of_all})
@@ -300,13 +281,13 @@ def replay(past: Past, device: str, ranks: Ranks, held: ExitStack) -> Comparison
             so_far = [entry for entry in starts if entry["step"] <= begin]
             run = build(past, start, so_far, device, ranks, held)
             state, found = run.state, changes(so_far[-1], ranks)
-            comparison.reasons |= found
+            comparison.reasons |= dict.fromkeys(found)
             if ranks.is_main:
+                comparison.records, missing = records_of(past, so_far, begin)
+                comparison.missing |= {missing: None} if missing and end - 1 not in comparison.records else {}
                 print(f"steps {begin:,} to {end - 1:,}: {', '.join(found) or AS_RECORDED}", flush=True)
             with closing(run.training_batches()) as batches:
                 while state.step < end:
-                    if state.step >= newest:
-                        comparison.reasons[f"no checkpoint has the options of the steps from {newest:,} on"] = None
                     pending = train_step(run, batches)
                     run.results.add(pending)
                     comparison.step(pending.result())
@@ -340,6 +321,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             comparison = replay(past or sent, options.device, ranks, held)
         except Stopped as stopped:
             return 128 + signal.Signals[stopped.reason]
+        if ranks.is_main and not (comparison.recorded or comparison.saved):
+            raise UserError(f"{comparison}; name steps with records or a checkpoint at their end")
         if ranks.is_main:
             print(f"first difference: {comparison.first}" if comparison.fails else comparison)
         return int(ranks.any(comparison.fails))

@@ -1,6 +1,6 @@
 """The time of a step with --deterministic beside DDP's, on several processes of one machine.
 
-    python -m benchmarks.deterministic_cost                              # two processes on the CPU, GPT-2's block x 4
+    python -m benchmarks.deterministic_cost                              # two processes on the CPU, two blocks of GPT-2
     python -m benchmarks.deterministic_cost --processes 4 --embd_size 256 --mini_batch_size 1     # options of train.py
 
 Each measurement is a run of train.py under torchrun, without saves and evaluations; its figure is the median time of
@@ -17,8 +17,8 @@ from pathlib import Path
 from benchmarks.compare import REPO, benchmark_parser, compare, flags
 
 RUN = flags(
-    precision="fp32", num_layers=4, num_heads=12, embd_size=768, context_length=256, total_batch_size=4096,
-    mini_batch_size=4, max_steps=8, checkpoint_freq=0, checkpoint_minutes=0, eval_freq=0, hellaswag_freq=0,
+    precision="fp32", num_layers=2, num_heads=12, embd_size=768, context_length=256, total_batch_size=4096,
+    mini_batch_size=2, max_steps=6, checkpoint_freq=0, checkpoint_minutes=0, eval_freq=0, hellaswag_freq=0,
     sample_freq=0,
 )  # fmt: skip
 

@@ -92,7 +92,7 @@ class RunLog:
         """
         config, logdir = self.config, Path(self.config.logdir)
         logdir.mkdir(parents=True, exist_ok=True)
-        if start_step is None or run_of(logdir) != config.run_name:
+        if start_step is None or _run_of(logdir) != config.run_name:
             move_aside(logdir)  # the logs of a different run
         metrics = Metrics(logdir / METRICS, start_step)
         self.text_file, self.sinks = LineFile(logdir / LOG, start_step), [metrics]
@@ -340,7 +340,7 @@ class Metrics(LineFile):
         """Leave texts to log.txt."""
 
 
-def run_of(logdir: Path) -> str | None:
+def _run_of(logdir: Path) -> str | None:
     """Return the name of the run that a log.txt belongs to."""
     try:
         with open(logdir / LOG, encoding="utf-8", errors="replace") as file:
