@@ -190,7 +190,7 @@ def test_evaluation_and_samples_do_not_change_training(workdir):
 
 def read_late(monkeypatch) -> None:
     """Read the results of a step while the next one runs, as on CUDA."""
-    monkeypatch.setattr(train, "Results", lambda *args, real=train.Results: real(*args[:-1], 1))
+    monkeypatch.setattr(train, "Results", lambda *args, real=train.Results: real(*args[:-2], 1, args[-1]))
 
 
 def test_reading_results_one_step_late_changes_nothing(workdir, monkeypatch):

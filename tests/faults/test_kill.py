@@ -92,9 +92,10 @@ def test_steps_repeated_after_a_kill_equal_those_before(workdir, ranks):
     run.wait_for(r"(?s)^step 16/.*^saved step 10 as|^saved step 10 as.*^step 16/")
     run.kill()
     run_to_end(*flags, "--resume", "latest", ranks=ranks)
-    found = re.findall(r"^.*resumed at step .*", Path("run/logs/log.txt").read_text(), re.MULTILINE)
+    [found] = re.findall(r"^.*resumed at step .*", Path("run/logs/log.txt").read_text(), re.MULTILINE)
     equal = "bit for bit the same losses, gradient norms and learning rates"
-    assert found == [f"resumed at step 10: repeated 7 steps, {equal}"]
+    # The kill may come before the record of step 16 is written.
+    assert re.fullmatch(rf"resumed at step 10: repeated [67] steps, {equal}", found)
 
 
 # The last step of each part, and its mixture: a source comes back, and one is new.
