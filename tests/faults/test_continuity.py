@@ -36,6 +36,7 @@ def assert_close_to_reference(name: str) -> None:
     assert all(abs(expected[step] - found[step]) < 1e-5 for step in expected)
 
 
+@pytest.mark.storm
 def test_resume_on_1_2_and_1_ranks(workdir):
     run_to_end(*FLAGS, *folders("reference"), faults=[record_tokens])
     expected = rows_of_steps()
@@ -51,7 +52,8 @@ def compile_with(backend: str, rank: int) -> None:
     torch.compile = partial(torch.compile, backend=backend)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.storm)])
+@pytest.mark.storm
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_resume_eager_compiled_and_eager(workdir, backend):
     """Inductor calls a C++ compiler for each kernel, which takes a minute."""
     small = ("--num_layers", "1", "--rotary_pct", "0.5")  # one layer compiles sooner

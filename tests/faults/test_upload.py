@@ -22,7 +22,8 @@ def use_store(variables: dict[str, str], rank: int) -> None:
     os.environ.update(variables)
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.storm)])
+@pytest.mark.storm
+@pytest.mark.parametrize("kills", [20])
 def test_kill_during_uploads_loses_only_what_is_not_uploaded(workdir, s3, kills, record_property):
     variables = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     start = partial(Run, faults=[partial(use_store, variables)])
