@@ -316,8 +316,8 @@ def recorded_sources(entry: Mapping[str, Any], step: int, known: Mapping[str, Se
     for name, (folder, identity) in entry["sources"].items():
         if not Path(folder).is_dir():
             raise UserError(
-                f"{folder}: no such folder, but step {step:,} trained on its shards; put them back, or a link to their "
-                "new place"
+                f"{folder}: no such folder here, but step {step:,} trained on its shards; start in the folder where "
+                "training did, or put a link to their new place there"
             )
         shards = ShardSet.find(name, folder, "train")
         checked = check_shards(shards.shards, shards.manifest, any_id, known.get(shards.key, ()))

@@ -5,7 +5,6 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from steadygpt.machine.parallel import full_tensor, own_part
@@ -145,10 +144,7 @@ def orthogonalized(matrices: list[Tensor], ranks: Ranks) -> list[Tensor]:
         batch = matrices[0].new_zeros(share, *shape)
         for place, index in zip(batch, indices[ranks.rank * share :], strict=False):
             place.copy_(matrices[index] if matrices[index].shape == shape else matrices[index].mT)
-        batch = newton_schulz(batch)
-        if ranks.world_size > 1:
-            own, batch = batch, batch.new_empty(ranks.world_size * share, *shape)
-            dist.all_gather_into_tensor(batch, own)
+        batch = ranks.concatenated(newton_schulz(batch))
         for index, result in zip(indices, batch, strict=False):
             results[index] = result if matrices[index].shape == shape else result.mT
     return results

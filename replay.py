@@ -40,7 +40,7 @@ from steadygpt.run.start import Start, resume_config, shared
 from steadygpt.run.starts import Entry, difference, known_shards, note_of_start, starts_of
 from train import Run, build_run, capture, train_step
 
-AS_RECORDED = "same ranks, device, torch and commit as recorded"
+AS_RECORDED = "all that bits depend on is as recorded"
 COMPARED = {"loss": "losses", "grad_norm": "norms", "lr": "learning rates"}
 
 
@@ -50,8 +50,8 @@ class ReplayOptions:
 
     # fmt: off
     step: int | None = option(None, "short for --steps STEP:STEP")
-    steps: str = option("", "A:B: the steps from A to B, both included, numbered as in metrics.jsonl; step A follows "
-                        "the checkpoint of step A, and the checkpoint of step B is compared too")
+    steps: str = option("", "A:B: the steps from A to B, both included, numbered as in metrics.jsonl: step A begins "
+                        "with the checkpoint of step A")
     checkpoint_dir: str = option("checkpoints", "folder of the run's checkpoints")
     mirror: str = option("", "URL of the run's copy in an object store (default: its --mirror)")
     device: str = option("auto", "auto, cpu, cuda or mps")
@@ -76,7 +76,8 @@ class Past:
     """What is known of the steps to replay. Tensors are on rank 0 only."""
 
     newest: dict  # checkpoint, without tensors
-    start: Start  # of the replay
+    origin: str  # the file that the replay starts from
+    start: Start
     last: int  # step to replay
     saves: dict[int, tuple[str, dict]]  # checkpoints to compare with: step -> file, content
     metrics: str = ""  # what metrics.jsonl had in the mirror, if it is not here
@@ -106,13 +107,14 @@ def find_past(options: ReplayOptions, first: int, last: int) -> Past:
             f"{options.checkpoint_dir}: no checkpoint of step {first:,} or before it is left; steps that can be "
             f"replayed: {', or '.join(left)}"
         )
-    start, last = Start(checkpoint=saves[before][1]) if before in saves else Start(), min(last, end - 1)
+    origin, checkpoint = saves.get(before, ("the first weights, which the seed gives", None))
+    start, last = Start(checkpoint=checkpoint), min(last, end - 1)
     saves = {step: save for step, save in saves.items() if before < step <= last + 1}
     metrics = ""
     if mirror and not Path(newest["train_config"]["logdir"], METRICS).exists():
         with suppress(UserError):  # it has none
             metrics = mirror.patiently(lambda: mirror.read(f"logs/{METRICS}")).decode()
-    return Past(newest | {"model": {}, "optimizer": {}}, start, last, saves, metrics)
+    return Past(newest | {"model": {}, "optimizer": {}}, origin, start, last, saves, metrics)
 
 
 def from_mirror(mirror: Mirror, first: int, with_newest: bool) -> list[tuple[str, dict]]:
@@ -177,6 +179,20 @@ class Comparison:
         """Whether there is a difference where bits are promised."""
         return bool(self.first) and not self.reasons
 
+    def find_records(self, starts: list[Entry], begin: int, end: int) -> None:
+        """Find the records of a part of the run.
+
+        Raises: UserError if neither a record nor a checkpoint is left to compare with.
+        """
+        self.records, missing = records_of(self.past, starts, begin)
+        if not any(begin <= step < end for step in self.records) and not self.past.saves:
+            why = missing or f"{Path(self.past.newest['train_config']['logdir'], METRICS)} lacks their records"
+            raise UserError(
+                f"nothing to compare steps {begin:,} to {end - 1:,} with: no checkpoint is left, and {why}; name other "
+                "steps, or put the logs back"
+            )
+        self.missing |= {missing: None} if missing and end - 1 not in self.records else {}
+
     def step(self, result: StepResult) -> None:
         """Compare a step with its record, if there is one."""
         self.steps += 1
@@ -217,7 +233,6 @@ class Comparison:
         many = f"{len(self.saved)} checkpoints up to" if len(self.saved) > 1 else "the checkpoint of"
         what = ["losses", "norms"] * bool(self.recorded) + [f"{many} step {step:,}" for step in self.saved[-1:]]
         text = f"{' and '.join(filter(None, (', '.join(what[:-1]), *what[-1:])))} equal, bit for bit"
-        text = text if what else "nothing to compare with"
         if self.first:
             text = "largest difference, as a share of the largest number: "
             text += ", ".join(f"{kind} {share:.2g}" for kind, share in self.largest.items())
@@ -282,9 +297,8 @@ def replay(past: Past, device: str, ranks: Ranks, held: ExitStack) -> Comparison
             run = build(past, start, so_far, device, ranks, held)
             state, found = run.state, changes(so_far[-1], ranks)
             comparison.reasons |= dict.fromkeys(found)
+            ranks.on_main(partial(comparison.find_records, so_far, begin, end))
             if ranks.is_main:
-                comparison.records, missing = records_of(past, so_far, begin)
-                comparison.missing |= {missing: None} if missing and end - 1 not in comparison.records else {}
                 print(f"steps {begin:,} to {end - 1:,}: {', '.join(found) or AS_RECORDED}", flush=True)
             with closing(run.training_batches()) as batches:
                 while state.step < end:
@@ -316,13 +330,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     first, last = options.span()
     with joined(options.device) as ranks, ExitStack() as held:
         past = ranks.on_main(lambda: find_past(options, first, last))
+        if past:
+            print(f"from {past.origin}", flush=True)
         sent = ranks.broadcast(past and replace(past, start=Start(), saves=dict.fromkeys(past.saves, ("", {}))))
         try:
             comparison = replay(past or sent, options.device, ranks, held)
         except Stopped as stopped:
             return 128 + signal.Signals[stopped.reason]
-        if ranks.is_main and not (comparison.recorded or comparison.saved):
-            raise UserError(f"{comparison}; name steps with records or a checkpoint at their end")
         if ranks.is_main:
             print(f"first difference: {comparison.first}" if comparison.fails else comparison)
         return int(ranks.any(comparison.fails))

@@ -314,4 +314,4 @@ def test_steps_and_shards_that_do_not_fit_the_run_are_refused(workdir, capsys):
     (workdir / "data" / MANIFEST).unlink()
     refused("data: not the shards that step 1 trained on; found SHA-256 .*, expected .*; copy those back")
     (workdir / "data").rename(workdir / "elsewhere")
-    refused("data: no such folder, but step 1 trained on its shards; put them back, or a link to their new place")
+    refused("data: no such folder here, but step 1 trained on its shards; start in the folder where training did")

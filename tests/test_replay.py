@@ -50,7 +50,9 @@ def replayed(workdir, monkeypatch, capsys):
         after = contents(workdir)
         before.pop(str(workdir / "tmp")), after.pop(str(workdir / "tmp"))  # downloads come and go
         assert after == before
-        return status, capsys.readouterr().out.splitlines()
+        origin, *lines = capsys.readouterr().out.splitlines()
+        assert origin.startswith("from ")
+        return status, lines
 
     return replayed
 
@@ -228,7 +230,8 @@ def replay_on_ranks(folder: Path) -> None:
     replay.git_commit = lambda: "c0ffee"
     with redirect_stdout(StringIO()) as out:
         assert main(["--steps", "0:3"]) == 0
-    lines = [f"steps 0 to 3: {AS_RECORDED}", "4 steps: losses, norms and 2 checkpoints up to step 4 equal, bit for bit"]
+    lines = ["from the first weights, which the seed gives", f"steps 0 to 3: {AS_RECORDED}"]
+    lines.append("4 steps: losses, norms and 2 checkpoints up to step 4 equal, bit for bit")
     assert out.getvalue().splitlines() == (lines if os.environ["RANK"] == "0" else [])
 
 
@@ -282,7 +285,9 @@ def test_what_is_not_compared_is_told(replayed):
     assert replayed("--steps", "4:7")[1][-1] == f"{saves}; {other}"
     Path("logs/metrics.jsonl").unlink()
     assert replayed("--steps", "4:7")[1][-1] == f"{saves}; {missing('4 steps', 'metrics.jsonl lacks them')}"
-    with pytest.raises(UserError, match="1 step: nothing to compare with; losses and norms of 1 step not compared"):
+    with pytest.raises(
+        UserError, match=r"nothing to compare steps 0 to 0 with: no checkpoint is left, and logs/metrics.* lacks"
+    ):
         main(["--step", "0"])
 
 

@@ -53,4 +53,4 @@ class GradientSum:
         sums = list(slices.chunk(self.ranks.world_size))
         while len(sums) > 1:
             sums = [left.add_(right) for left, right in zip(sums[::2], sums[1::2], strict=True)]
-        dist.all_gather_into_tensor(self.flat, sums[0])
+        dist.all_gather(list(self.flat.chunk(self.ranks.world_size)), sums[0])

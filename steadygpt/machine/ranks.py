@@ -67,10 +67,15 @@ class Ranks:
 
     def mean(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return the mean of the ranks' numbers, (n,) on each, taken in the order of the ranks."""
-        if self.world_size > 1:
-            own, numbers = numbers, numbers.new_empty(self.world_size * len(numbers))
-            dist.all_gather_into_tensor(numbers, own)
-        return numbers.mean()
+        return self.concatenated(numbers).mean()
+
+    def concatenated(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the ranks' tensors, (n, ...) on each, in the order of the ranks: (world_size * n, ...)."""
+        if self.world_size == 1:
+            return tensor
+        whole = tensor.new_empty(self.world_size * len(tensor), *tensor.shape[1:])
+        dist.all_gather(list(whole.chunk(self.world_size)), tensor)  # torch 2.13 warns of all_gather_into_tensor
+        return whole
 
     def broadcast(self, value: Result) -> Result:
         """Return rank 0's value (picklable) on every rank."""
