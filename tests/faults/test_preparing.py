@@ -46,7 +46,7 @@ def corpus(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kills", "stages"), [(2, 3), *(pytest.param(kills, 6, marks=pytest.mark.storm) for kills in (20, 200))]
+    ("kills", "stages"), [(4, 3), *(pytest.param(kills, 6, marks=pytest.mark.storm) for kills in (20, 200))]
 )
 def test_preparing_survives_kills_at_random_instants(corpus, kills, stages):
     flags = ("--source", "corpus", "--shard_size", "50000")  # val has several shards
