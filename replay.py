@@ -37,7 +37,7 @@ from steadygpt.run.plan import settle
 from steadygpt.run.repeats import repeated_records
 from steadygpt.run.results import StepResult
 from steadygpt.run.start import Start, resume_config, shared
-from steadygpt.run.starts import Entry, difference, known_shards, note_of_start, starts_of
+from steadygpt.run.starts import Entry, course_of, difference, known_shards, starts_of
 from train import Run, build_run, capture, train_step
 
 AS_RECORDED = "all that bits depend on is as recorded"
@@ -150,10 +150,8 @@ def records_of(past: Past, starts: list[Entry], begin: int) -> tuple[dict[int, d
         if past.metrics:
             path = Path(folder, METRICS)
             path.write_text(past.metrics)
-        now = note_of_start(TrainConfig(**starts[-1]["options"]), starts)
-        # The start has resumed from the checkpoint of this step, or has made it.
-        now["parent"] = now["parent" if starts[-1]["step"] == begin else "course"]
-        return repeated_records(path, begin, now)
+        resumed = starts[-1]["step"] == begin  # from the checkpoint of this step; otherwise the start has made it
+        return repeated_records(path, begin, course_of(starts[:-1] if resumed else starts))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -255,7 +253,7 @@ def changes(entry: Entry, ranks: Ranks) -> list[str]:
     here: dict[str, Any] = {} if is_exact else {"ranks": ranks.world_size}
     # The name of a CPU has its threads.
     here |= {"device": device_name(ranks.device), "torch": str(torch.__version__), "commit": commit}
-    found = [difference({name: entry[name] for name in here}, here)]
+    found = [difference({name: entry.get(name) for name in here}, here)]
     found += ["files have changed since the commit"] * commit.endswith("+")
     found += ["CUDA without --deterministic"] * (ranks.device.type == "cuda" and not is_exact)
     return [*filter(None, found)]

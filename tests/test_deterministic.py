@@ -118,8 +118,8 @@ def test_what_the_sums_depend_on_stays_fixed(workdir, capsys):
         *resume, "--mini_batch_size", "1", "--allow_changes"
     )
     assert refused(*resume, "--mini_batch_size", "3", "--total_batch_size", "128", "--allow_changes") == (
-        "--deterministic: --total_batch_size 128 has the same bits on 1, 2 or 4 processes, but the run began with "
-        "one for 2; drop the flag"
+        "--deterministic: --total_batch_size 128 fits 1, 2 or 4 processes, but the run began with one that fits "
+        "2; drop the flag"
     )
     threads = torch.get_num_threads()
     try:

@@ -139,6 +139,14 @@ def test_steps_without_a_finite_loss_are_replayed(replayed):
     assert replayed("--steps", "0:8")[1][-1].startswith("8 steps: losses, norms and ")
 
 
+def test_checkpoints_of_before_the_record_of_starts_are_compared(replayed):
+    assert run_here(*EVERY_2) == 0
+    for path in Path("checkpoints").glob("*.pt"):
+        rewrite(str(path), lambda checkpoint: checkpoint.pop("starts"))
+    status, lines = replayed("--steps", "4:7")
+    assert (status, lines[-1].partition(";")[0]) == (0, "4 steps: 2 checkpoints up to step 8 equal, bit for bit")
+
+
 def test_steps_that_a_run_has_undone_are_not_compared(replayed):
     assert run_here(*EVERY_2) == 0
     again = ("--resume", "checkpoints/rolling_step_000004.pt", "--allow_changes", "--max_lr", "1e-2")

@@ -75,7 +75,7 @@ def _open_on_main(plan: Plan, starts: list[Entry], log: RunLog, held: ExitStack)
         clean_folder(folder, start.path)
     now, repeats = note_of_start(config, starts), Repeats(log)
     if start.step is not None:
-        records, reason = repeated_records(logdir / METRICS, start.step, now)
+        records, reason = repeated_records(logdir / METRICS, start.step, now["parent"], now["start"])
         is_exact = plan.ranks.device.type == "cpu" or config.deterministic
         repeats = Repeats(log, start.step, records, reason, is_exact)
     log.open(start.step, checkpoint_bytes(plan.sketch, config.optimizer), now)  # drops what came after that step

@@ -207,7 +207,7 @@ def note_of_processes(config: "TrainConfig", starts: Sequence[Entry], ranks: Ran
     if not config.eval_only and count % ranks.world_size:
         rows = config.total_batch_size // config.context_length
         fewer = ranks.world_size in (2, 4, 8) and rows % ranks.world_size == 0 and len(starts) < 2
-        advice = "; or begin a run with fewer --mini_batch_size" * fewer
+        advice = "; or begin a run with a smaller --mini_batch_size" * fewer
         raise UserError(f"--deterministic: {step}, so expected {possible}; found {ranks.world_size}{advice}")
     if len(starts) > 1:
         before = replace(
@@ -215,8 +215,8 @@ def note_of_processes(config: "TrainConfig", starts: Sequence[Entry], ranks: Ran
         )
         if (began := before.virtual_ranks()) != count:
             raise UserError(
-                f"--deterministic: --total_batch_size {config.total_batch_size:,} has the same bits on "
-                f"{possible}, but the run began with one for {began}; drop the flag"
+                f"--deterministic: --total_batch_size {config.total_batch_size:,} fits {possible}, but "
+                f"the run began with one that fits {began}; drop the flag"
             )
     threads = torch.get_num_threads()
     each = f" of {threads} thread{'s' * (threads > 1)}{' each' * bool(others)}" * (ranks.device.type == "cpu")

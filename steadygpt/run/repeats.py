@@ -17,29 +17,32 @@ ADVICE = (
 )
 
 
-def repeated_records(path: Path, step: int, now: Mapping[str, Any]) -> tuple[dict[int, dict[str, Any]], str]:
-    """Read what a metrics.jsonl has of the steps that a run will repeat, before it drops these records.
+def repeated_records(
+    path: Path, step: int, course: str, now: Mapping[str, Any] | None = None
+) -> tuple[dict[int, dict[str, Any]], str]:
+    """Read what a metrics.jsonl has of the steps that a run repeats from a checkpoint on.
 
     Args:
-        step: where the run resumes.
-        now: note_of_start() of this start.
+        step: of the checkpoint.
+        course: of the checkpoint, see course_of().
+        now: what determines a step of this start, by name: only records of such starts are read. None: those of any.
 
     Returns: step -> record, up to the first one that cannot be compared; and why not, "" if all can.
     """
     found: dict[int, dict[str, Any]] = {}
-    course = now["parent"]  # of the weights at this line of the log; "" once they do not descend from this checkpoint
     start: dict[str, Any] = {}  # that has made the records
     for record in _records(path, step):
         if "start" in record:
             start = record
             if record["step"] >= step:  # this start had resumed from the records above, or from the same checkpoint
+                # Of the weights at this line of the log; "" once they do not descend from the checkpoint.
                 course = record.get("course", "") if record.get("parent") == course else ""
         elif "loss" in record:
             if not start:
                 return found, f"{path.name} does not say which start has made their records"
             if start.get("course") != course:
                 return found, "their records do not descend from this checkpoint"
-            if differs := difference(start["start"], now["start"]):
+            if now is not None and (differs := difference(start["start"], now)):
                 return found, differs
             found[record["step"]] = {name: record.get(name) for name in NUMBERS}
     return found, ""

@@ -162,10 +162,11 @@ def note_of_start(config: "TrainConfig", starts: Sequence[Entry]) -> dict[str, A
         "data": ", ".join(f"{identity[:12]} {rows}" for identity, rows in sorted(entry["shares"].items())),
         **{name: getattr(config, name) for name in names},
     }
-    return {"start": start, "course": _hash(starts), "parent": _hash(starts[:-1])}
+    return {"start": start, "course": course_of(starts), "parent": course_of(starts[:-1])}
 
 
-def _hash(starts: Sequence[Entry]) -> str:
+def course_of(starts: Sequence[Entry]) -> str:
+    """Return a hash of a record of starts, which tells the courses of a run apart."""
     return hashlib.sha256(json.dumps(starts, sort_keys=True).encode()).hexdigest()
 
 

@@ -137,7 +137,7 @@ def compared(*lines: dict | str, parent: str = "A") -> tuple[list[int], str]:
     """Return the steps that a start at step 4 compares, and why not all, for a log with these lines and numbers."""
     path = Path("metrics.jsonl")
     path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
-    records, reason = repeated_records(path, 4, {"start": {"ranks": 1}, "course": "new", "parent": parent})
+    records, reason = repeated_records(path, 4, parent, {"ranks": 1})
     return list(records), reason
 
 
