@@ -3,6 +3,7 @@
 The families of steadygpt/convert/families.py are known: GPT-2, GPT-NeoX, Llama, Qwen 3 and NanoChat.
 
     python convert_hf.py latest exported                 # a folder for AutoModelForCausalLM.from_pretrained
+    python convert_hf.py average:10 exported             # with the mean weights of the newest ten rolling checkpoints
     python convert_hf.py exported weights.pt             # and back
     python convert_hf.py gpt2-medium weights.pt          # from the Hugging Face Hub
     python convert_hf.py out/ckpt.pt exported            # from nanoGPT, build-nanogpt or gpt2-from-scratch
@@ -66,7 +67,7 @@ class ConvertOptions:
     """The options of convert_hf.py."""
 
     source: str = option(
-        MISSING, "latest, best, stable, a file (also nanoGPT's), a folder, or a Hub name", positional=True
+        MISSING, "latest, best, stable, average:N, a file (also nanoGPT's), a folder, or a Hub name", positional=True
     )
     target: str = option(MISSING, "a new Hugging Face folder, or a new checkpoint file: NAME.pt", positional=True)
     checkpoint_dir: str = option("checkpoints", "folder that latest and best refer to")
@@ -419,7 +420,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"{target}: expected the name of a new folder, or of a checkpoint file: NAME.pt")
     if target.exists():
         raise UserError(f"{target}: already exists; expected the name of a new file or folder")
-    if source in ("latest", *NAMED):
+    if source in ("latest", *NAMED) or source.startswith("average:"):
         path, checkpoint = open_checkpoint(source, Path(options.checkpoint_dir))
         source, checkpoint = str(path), with_tokenizer(checkpoint, record_named(options.tokenizer), path)
     else:

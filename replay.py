@@ -26,7 +26,7 @@ from dataloader import Data, recorded_sources, tokenizer_of
 from model import GPT
 from steadygpt.base.options import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.base.progress import ProgressBar
-from steadygpt.checkpoint.files import git_commit, intact_checkpoints, read_checkpoint
+from steadygpt.checkpoint.files import checkpoint_files, git_commit, intact_checkpoints, read_checkpoint
 from steadygpt.checkpoint.mirror import Mirror
 from steadygpt.config import TrainConfig
 from steadygpt.data.tokenizer import TokenizerRecord
@@ -88,7 +88,8 @@ def find_past(options: ReplayOptions, first: int, last: int) -> Past:
 
     Raises: UserError if nothing is left to start from, or to compare with.
     """
-    files = [(str(path), checkpoint) for path, checkpoint in intact_checkpoints(Path(options.checkpoint_dir))]
+    folder = Path(options.checkpoint_dir)
+    files = [(str(path), checkpoint) for path, checkpoint in intact_checkpoints(checkpoint_files(folder))]
     url = options.mirror or (files[0][1]["train_config"].get("mirror", "") if files else "")
     mirror = Mirror(url) if url else None
     if mirror and not any(checkpoint["step"] <= first for _, checkpoint in files):

@@ -149,7 +149,11 @@ class ModelOptions:
 class CheckpointOptions(ModelOptions):
     """What the commands take that use the model of a given checkpoint."""
 
-    checkpoint: str = option("latest", "latest, best, stable or a file", positional=True)
+    checkpoint: str = option(
+        "latest",
+        "latest, best, stable, a file, or average:N, the mean of the newest N rolling checkpoints",
+        positional=True,
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

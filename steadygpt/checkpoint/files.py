@@ -12,12 +12,14 @@ A file is torch.save of plain types and tensors, the same for any topology that 
 import dataclasses
 import json
 import pickle
+import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -130,10 +132,12 @@ def check_folder(folder: Path, resumed_from: Path | None) -> None:
 
 
 def open_checkpoint(which: str, folder: Path) -> tuple[Path, dict]:
-    """Return the checkpoint that a command asks for: "latest", "best", "stable" or a file.
+    """Return the checkpoint that a command asks for: "latest", "best", "stable", "average:N" or a file.
 
     Skipped files are named on stderr.
     """
+    if number := re.fullmatch(r"average:([1-9]\d*)", which):
+        return folder / which, average(folder, int(number[1]))
     if which == "auto":
         raise UserError("checkpoint is auto, which is for training; expected latest, best, stable or a checkpoint file")
     found = find_checkpoint(which, folder)
@@ -143,31 +147,48 @@ def open_checkpoint(which: str, folder: Path) -> tuple[Path, dict]:
     return found.path, found.checkpoint
 
 
+def average(folder: Path, count: int) -> dict:
+    """Return the mean of the weights of the newest rolling checkpoints, taken in fp64; no run resumes from it.
+
+    Raises: UserError when fewer than `count` are intact.
+    """
+    checkpoints = list(islice(intact_checkpoints(newest_first(folder, "rolling_step_*.pt")), count))
+    if len(checkpoints) < count:
+        raise UserError(
+            f"average:{count}: found {len(checkpoints)} intact rolling checkpoints in {folder}, expected {count}; give "
+            "a smaller number, or another --checkpoint_dir"
+        )
+    contents = [content for _, content in checkpoints]
+    steps = sorted(content["step"] for content in contents)
+    print(f"the mean of {count} checkpoints, of steps {steps[0]:,} to {steps[-1]:,}", file=sys.stderr)
+    names = contents[0]["model"]
+    model = {name: (sum(content["model"][name].double() for content in contents) / count).float() for name in names}
+    if contents[0]["model_config"]["tied_head"]:
+        model["lm_head.weight"] = model["wte.weight"]
+    return contents[0] | {"model": model, "optimizer": {}, "train_config": {}}
+
+
 def nearest_checkpoint(folder: Path, step: int) -> tuple[Path, dict]:
     """Return the intact checkpoint of a folder whose step is nearest; of two, the earlier one.
 
     Raises: UserError when no file is intact.
     """
-    found = intact_checkpoints(folder)
+    found = list(intact_checkpoints(checkpoint_files(folder)))
     if not found:
         raise UserError(f"no intact checkpoint in {folder}; name their folder with --checkpoint_dir")
     return min(found, key=lambda pair: (abs(pair[1]["step"] - step), pair[1]["step"]))
 
 
-def intact_checkpoints(folder: Path) -> list[tuple[Path, dict]]:
-    """Return each intact checkpoint of a folder once, in the order of checkpoint_files().
-
-    Skipped files are named on stderr.
-    """
-    found, seen = [], set()
-    for file in checkpoint_files(folder):
+def intact_checkpoints(files: Iterable[Path]) -> Iterator[tuple[Path, dict]]:
+    """Yield each intact checkpoint once, of whatever names. Skipped files are named on stderr."""
+    seen = set()
+    for file in files:
         try:
             if (inode := file.stat().st_ino) not in seen:
                 seen.add(inode)
-                found.append((file, read_checkpoint(file)))
+                yield file, read_checkpoint(file)
         except (UserError, OSError) as error:  # an OSError: training has deleted the file meanwhile
             print(f"warning: skipped {error}", file=sys.stderr)
-    return found
 
 
 def newest_first(folder: Path, pattern: str) -> list[Path]:

@@ -1,11 +1,13 @@
-"""The table of a checkpoint folder, which verifies its files."""
+"""The table of a checkpoint folder, which verifies its files; averages of checkpoints."""
 
 import json
 import os
 
+import pytest
 import torch
 
-from steadygpt.checkpoint.files import FORMAT_VERSION
+from steadygpt.base.options import UserError
+from steadygpt.checkpoint.files import FORMAT_VERSION, ROLLING, open_checkpoint
 from steadygpt.checkpoint.table import checkpoint_table
 
 
@@ -78,3 +80,30 @@ def test_table_shows_the_last_validation_of_a_step_without_one_of_its_own(tmp_pa
     (tmp_path / "evaluations.json").write_text('{"20": {"val_loss": 3.5, "val_bpb": 1.25}, "10": {"val_loss": 4}}')
     _, line, _ = checkpoint_table(tmp_path)
     assert line.split()[:6] == ["latest.pt", "25", "2.50", "3.2500", "3.5000", "1.2500"]
+
+
+def test_an_average_is_the_mean_of_the_newest_rolling_checkpoints(tmp_path, capsys):
+    generator, weights = torch.Generator().manual_seed(0), {}
+    for step in (10, 20, 30, 40):
+        weights[step] = torch.randn(100, generator=generator) * 10 ** (step / 10)
+        model = {"wte.weight": weights[step], "lm_head.weight": weights[step]}
+        torch.save(content(step, model=model, model_config={"tied_head": True}), tmp_path / ROLLING.format(step))
+        os.utime(tmp_path / ROLLING.format(step), ns=(0, step))
+    write_checkpoint(tmp_path, 50, "latest.pt")
+    path, found = open_checkpoint("average:3", tmp_path)
+    assert str(path) == f"{tmp_path}/average:3"
+    expected = (weights[20].double() + weights[30].double() + weights[40].double()) / 3
+    assert torch.equal(found["model"]["wte.weight"], expected.float())
+    assert found["model"]["lm_head.weight"] is found["model"]["wte.weight"]
+    assert found["step"] == 40 and not found["optimizer"] and not found["train_config"]
+    assert "the mean of 3 checkpoints, of steps 20 to 40" in capsys.readouterr().err
+
+    damage(tmp_path / ROLLING.format(30), "one bit")
+    _, found = open_checkpoint("average:3", tmp_path)
+    expected = (weights[10].double() + weights[20].double() + weights[40].double()) / 3
+    assert torch.equal(found["model"]["wte.weight"], expected.float())
+    assert "rolling_step_000030.pt: corrupt" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"average:4: found 3 intact rolling checkpoints .*, expected 4; "):
+        open_checkpoint("average:4", tmp_path)
+    with pytest.raises(UserError, match="found 0 intact"):
+        open_checkpoint("average:4", tmp_path / "elsewhere")
