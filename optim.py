@@ -1,7 +1,8 @@
-"""Optimizers over a model's parameters by role."""
+"""Optimizers over a model's parameters by role: AdamW and Muon, with NorMuon's step sizes of neurons."""
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 Stacked = list[tuple[nn.Parameter, tuple[int, ...]]]  # parameters and the rows of the matrices that each one stacks
 # Repeated five times, this odd polynomial takes all but the smallest singular values to 0.7..1.2 (Jordan et al. 2024).
 NEWTON_SCHULZ, ITERATIONS = (3.4445, -4.7750, 2.0315), 5
+TINY = 1e-10  # smaller mean squares are those of neurons without gradients
+MUON_OPTIONS = ("lr", "weight_decay", "momentum", "beta2")
 AT_ONCE = 2**27  # numbers of the matrices that are whole on every rank at the same time, unless one matrix has more
 
 
@@ -61,7 +64,8 @@ def make_optimizer(model: "GPT", config: "TrainConfig", ranks: Ranks) -> torch.o
     if not muon:
         return torch.optim.AdamW(groups, **options)
     parts, lr_ratio = [model.config.parts(name) for name in roles["matrix"]], config.muon_lr / config.max_lr
-    groups.append({"params": params["matrix"], "parts": parts, "lr_ratio": lr_ratio, "momentum": config.muon_momentum})
+    of_muon = {"parts": parts, "momentum": config.muon_momentum, "beta2": config.muon_beta2}
+    groups.append({"params": params["matrix"], "lr_ratio": lr_ratio, **of_muon})
     # A batch of matrices of another size would be rounded in another way.
     share_work = Ranks(ranks.device) if config.deterministic else ranks
     return Muon(groups, share_work, config.precision, **options)
@@ -71,10 +75,11 @@ class Muon(torch.optim.AdamW):
     """Muon (Jordan et al. 2024) for the groups with "parts", and AdamW for the others.
 
     After its weight decay, a matrix moves by lr * sqrt(max(1, rows / columns)) times the orthogonal matrix that is
-    nearest to its Nesterov momentum.
+    nearest to its Nesterov momentum. With a "beta2", this matrix is normalized() first (NorMuon, Li et al. 2025).
 
     Args:
-        groups: with "parts", for each parameter the rows of the matrices that it stacks, and "momentum".
+        groups: with "parts", for each parameter the rows of the matrices that it stacks, "momentum", and "beta2", the
+            decay of the mean squares of neurons, 0 for none.
         ranks: share the work. Under FSDP they gather matrices for it, at most AT_ONCE numbers at a time.
         precision: of the run. With bf16 or fp8, matrices are orthogonalized in bf16, otherwise in fp32.
         options: of AdamW.
@@ -106,11 +111,12 @@ class Muon(torch.optim.AdamW):
                 stacked = list(zip(group["params"], group["parts"], strict=True))
                 count = max(1, AT_ONCE // max(parameter.numel() for parameter in group["params"]))
                 for i in range(0, len(stacked), count):
-                    self._update(stacked[i : i + count], group["lr"], group["weight_decay"], group["momentum"])
+                    self._update(stacked[i : i + count], **{name: group[name] for name in MUON_OPTIONS})
 
-    def _update(self, stacked: Stacked, lr: float, weight_decay: float, momentum: float) -> None:
-        skipped, matrices = getattr(self, "found_inf", None), list[Tensor]()
+    def _update(self, stacked: Stacked, lr: float, weight_decay: float, momentum: float, beta2: float) -> None:
+        skipped, matrices, squares = getattr(self, "found_inf", None), list[Tensor](), list[Tensor]()
         skips = None if skipped is None else skipped > 0
+        taken = 1.0 if skipped is None else 1 - skipped  # of this update
         for parameter, parts in stacked:
             state = self.state[parameter]
             if not state:
@@ -122,16 +128,23 @@ class Muon(torch.optim.AdamW):
                 update = torch.where(skips, 0.0, update)
             state["momentum_buffer"].copy_(average)
             matrices += full_tensor(update.to(self.dtype)).split(parts)
-        updates = iter(orthogonalized(matrices, self.ranks))
-        decay = lr * weight_decay * (1.0 if skipped is None else 1 - skipped)
+            if beta2:
+                neurons = [max(rows, parameter.size(1)) for rows in parts]
+                if "mean_squares" not in state:
+                    state["mean_squares"] = torch.zeros(sum(neurons), device=matrices[-1].device)
+                squares += state["mean_squares"].split(neurons)
+        updates = iter(orthogonalized(matrices, self.ranks, squares, (1 - beta2) * taken))
+        decay = lr * weight_decay * taken
         for parameter, parts in stacked:
             update = torch.cat([next(updates) * math.sqrt(max(1, rows / parameter.size(1))) for rows in parts])
             own, update = own_part(parameter, update)
             own.mul_(1 - decay).add_(update, alpha=-lr)
 
 
-def orthogonalized(matrices: list[Tensor], ranks: Ranks) -> list[Tensor]:
-    """Return the nearest (semi-)orthogonal matrices, approximately.
+def orthogonalized(
+    matrices: list[Tensor], ranks: Ranks, squares: Sequence[Tensor] = (), weight: float | Tensor = 0.0
+) -> list[Tensor]:
+    """Return the nearest (semi-)orthogonal matrices, approximately; with `squares`, they are normalized().
 
     Matrices of one shape, or its transpose, are one batch. Every rank has all matrices, computes its share of each
     batch, and receives the results of the other ranks.
@@ -144,8 +157,10 @@ def orthogonalized(matrices: list[Tensor], ranks: Ranks) -> list[Tensor]:
         batch = matrices[0].new_zeros(share, *shape)
         for place, index in zip(batch, indices[ranks.rank * share :], strict=False):
             place.copy_(matrices[index] if matrices[index].shape == shape else matrices[index].mT)
-        batch = ranks.concatenated(newton_schulz(batch))
-        for index, result in zip(indices, batch, strict=False):
+        batch = ranks.concatenated(newton_schulz(batch))[: len(indices)]
+        if squares:
+            batch = normalized(batch, [squares[index] for index in indices], weight)
+        for index, result in zip(indices, batch, strict=True):
             results[index] = result if matrices[index].shape == shape else result.mT
     return results
 
@@ -158,3 +173,21 @@ def newton_schulz(x: Tensor) -> Tensor:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x
+
+
+def normalized(x: Tensor, mean_squares: list[Tensor], weight: float | Tensor) -> Tensor:
+    """Divide the update of each neuron by its root mean square over the steps; the norms of the matrices stay.
+
+    A neuron is a column of x (N, rows, columns), rows <= columns. The rows of orthogonal matrices have one norm anyway.
+
+    Args:
+        mean_squares: of the neurons of each matrix, (columns,) fp32; they are updated in place.
+        weight: of this step's squares in them.
+    """
+    squares = torch.linalg.vector_norm(x, dim=1, dtype=torch.float32).square() / x.size(1)  # (N, columns)
+    means = torch.stack(mean_squares).to(x.device).lerp_(squares, weight)
+    for kept, new in zip(mean_squares, means, strict=True):
+        kept.copy_(new)
+    scales = means.clamp_min(TINY).rsqrt()
+    norms = squares.sum(1, keepdim=True) / (squares * scales.square()).sum(1, keepdim=True).clamp_min(TINY)
+    return x * (scales * norms.sqrt()).unsqueeze(1)

@@ -181,6 +181,8 @@ class TrainConfig(GPTConfig):
                             on_resume="ask")
     muon_momentum: float = option(0.95, "Muon's decay of the mean of gradients", "optimization", below=1,
                                   on_resume="ask")
+    muon_beta2: float = option(0.0, "Muon's decay of the mean squares of each neuron's updates, as in NorMuon; 0: "
+                               "without them", "optimization", below=1, on_resume="ask")
     weight_decay: float = option(0.1, "on matrices and embeddings", "optimization", on_resume="ask")
     adam_beta1: float = option(0.9, "AdamW's decay of the mean of gradients", "optimization", below=1, on_resume="ask")
     adam_beta2: float = option(0.95, "AdamW's decay of the mean of squared gradients", "optimization", below=1,

@@ -18,8 +18,8 @@ MUON = TrainConfig(precision="fp32", optimizer="muon", weight_decay=0.1, max_lr=
 
 
 def muon_of(model: torch.nn.Module, parts: list[tuple[int, ...]], precision: str = "fp32", **options) -> Muon:
-    group = {"params": list(model.parameters()), "parts": parts, "momentum": 0.95, "lr_ratio": 1.0}
-    return Muon([group], ALONE, precision, lr=0.1, weight_decay=0.1, fused=True, **options)
+    group = {"params": list(model.parameters()), "parts": parts, "momentum": 0.95, "beta2": 0.0, "lr_ratio": 1.0}
+    return Muon([group | options], ALONE, precision, lr=0.1, weight_decay=0.1, fused=True)
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (4, 32), (32, 4)])
@@ -62,6 +62,40 @@ def test_stacked_matrices_are_orthogonalized_apart():
     assert torch.allclose(stacked.weight, torch.cat([linear.weight for linear in apart]), atol=1e-6)
 
 
+@pytest.mark.parametrize("shape", [(6, 6), (4, 12), (12, 4)])
+def test_normuon_divides_the_update_of_each_neuron_by_its_root_mean_square(shape):
+    """Computed here one neuron after the other. The neurons are the rows of a tall matrix, else the columns."""
+    torch.manual_seed(0)
+    rows, columns = shape
+    plain, ours = (torch.nn.Linear(columns, rows, bias=False) for _ in range(2))
+    optimizers = muon_of(plain, [(rows,)], weight_decay=0.0), muon_of(ours, [(rows,)], weight_decay=0.0, beta2=0.9)
+    mean_squares = [0.0] * max(shape)
+    for step in range(3):
+        plain.weight.grad = ours.weight.grad = torch.randn(shape) * torch.rand(shape)
+        before = plain.weight.clone(), ours.weight.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        update, found = before[0] - plain.weight, before[1] - ours.weight
+        neurons = list(update if rows > columns else update.T)
+        for i, neuron in enumerate(neurons):
+            mean_squares[i] = 0.9 * mean_squares[i] + 0.1 * neuron.square().mean().item()
+        expected = torch.stack([neuron / mean**0.5 for neuron, mean in zip(neurons, mean_squares, strict=True)])
+        expected *= update.norm() / expected.norm()
+        assert torch.allclose(found, expected if rows > columns else expected.T, rtol=1e-3, atol=1e-6), step
+    assert ours.weight.ndim == 2 and not torch.allclose(found, update, rtol=0.01)
+
+
+def test_neurons_without_gradients_stay():
+    linear = torch.nn.Linear(4, 8, bias=False)
+    before = linear.weight.clone()
+    linear.weight.grad = torch.randn(8, 4) * torch.tensor([1.0] * 7 + [0.0])[:, None]
+    muon_of(linear, [(8,)], weight_decay=0.0, beta2=0.9).step()
+    assert torch.equal(linear.weight[7], before[7]) and linear.weight.isfinite().all()
+    linear.weight.grad = torch.zeros(8, 4)
+    muon_of(linear, [(8,)], weight_decay=0.0, beta2=0.9).step()
+    assert linear.weight.isfinite().all()
+
+
 def test_muon_moves_the_matrices_of_the_blocks_and_adamw_the_rest():
     model = GPT(SMALL)
     optimizer = make_optimizer(model, MUON, ALONE)
@@ -83,14 +117,16 @@ def test_muon_moves_the_matrices_of_the_blocks_and_adamw_the_rest():
 def test_a_skipped_update_changes_nothing():
     torch.manual_seed(0)
     linear = torch.nn.Linear(4, 4, bias=False)
-    optimizer = muon_of(linear, [(4,)])
+    optimizer = muon_of(linear, [(4,)], beta2=0.9)
     linear.weight.grad = torch.randn(4, 4)
     optimizer.step()
-    weight, momentum = linear.weight.clone(), optimizer.state[linear.weight]["momentum_buffer"].clone()
+    weight, state = linear.weight.clone(), {k: v.clone() for k, v in optimizer.state[linear.weight].items()}
+    assert state.keys() == {"momentum_buffer", "mean_squares"}
     linear.weight.grad = torch.full((4, 4), torch.nan)
     optim.update_unless(torch.ones(()), optimizer)
     assert torch.equal(linear.weight, weight)
-    assert torch.equal(optimizer.state[linear.weight]["momentum_buffer"], momentum)
+    for kind, before in state.items():
+        assert torch.equal(optimizer.state[linear.weight][kind], before)
     linear.weight.grad = torch.randn(4, 4)
     optim.update_unless(torch.zeros(()), optimizer)
     assert not torch.equal(linear.weight, weight)
