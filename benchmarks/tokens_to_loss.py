@@ -1,25 +1,30 @@
-"""Tokens and time until a loss: the recipe (--config modern) beside GPT-2 and nanoGPT.
+"""Tokens and time until a loss: the recipe (--config modern) beside GPT-2, nanoGPT and nanochat.
 
     git clone https://github.com/karpathy/nanoGPT
-    python -m benchmarks.tokens_to_loss --nanogpt nanoGPT                         # 1 M parameters: hours on two cores
-    python -m benchmarks.tokens_to_loss --nanogpt nanoGPT --plot docs/recipe.png
-    python -m benchmarks.tokens_to_loss --list                                    # all runs and their losses
-    python -m benchmarks.tokens_to_loss --only 'sweep/gpt2*' time                 # some of them
-    python -m benchmarks.tokens_to_loss --only 'sweep/modern*' --change qk_norm=off activation=relu2
+    git clone https://github.com/karpathy/nanochat
+    python -m benchmarks.tokens_to_loss --nanogpt nanoGPT --nanochat nanochat    # 1 M parameters: a day on two cores
+    python -m benchmarks.tokens_to_loss --nanogpt nanoGPT --nanochat nanochat --plot docs/recipe.png
+    python -m benchmarks.tokens_to_loss --list                                   # all runs and their losses
+    python -m benchmarks.tokens_to_loss --only 'sweep/gpt2*' time                # some of them
+    python -m benchmarks.tokens_to_loss --only 'piece*' --change qk_norm=off activation=relu2,muon_lr=0.005
+    python -m benchmarks.tokens_to_loss --scale 1m-short 1m-batch 1m-wide --only 'sweep/modern*' --plot-rates rates.png
 
-sweep    several learning rates for each side; one seed. --change adds runs of the recipe with an option changed
-final    GPT-2 with three seeds and nanoGPT with its own, at the best learning rate of their sweeps; the recipe in
-         several lengths, with three seeds
+sweep    several learning rates for each side; one seed
+piece    the recipe, and with each --change again; three seeds
+final    GPT-2 and nanochat with three seeds and nanoGPT with its own, at the best learning rate of their sweeps; the
+         recipe in several lengths, with three seeds
 time     seconds per step of the sides, which alternate; it alone needs a machine without other work
 
-All sides train on the same files, with the same heads and rows, and warm up for 1/30 of their steps. The references
-keep their weight decay and clipping; only their learning rates are tuned. The final losses are those of our evaluation,
-on the same held-out rows. nanoGPT is its own train.py, in its own precision; the points of its curve before the last
-one are its own estimates.
+All sides train on the same files, with the same heads and rows. GPT-2, nanoGPT and the recipe warm up for 1/30 of their
+steps. The references keep their weight decay and clipping; only their learning rates are tuned. The final losses are
+those of our evaluation, on the same held-out rows. nanoGPT is its own train.py, in its own precision; the points of its
+curve before the last one are its own estimates. nanochat is its model, optimizer and schedules, in ours, by
+nanochat_run.py, where "factor" is explained.
 
 The same command continues after an interruption. A finished run is not repeated: its losses are kept, its weights are
-removed. An interrupted run of ours resumes. One of nanoGPT starts again, because its resume repeats the first batches.
-The name of a run's folder ends in a hash of its options, so a run whose options have changed is trained again.
+removed. An interrupted run of ours resumes; those of the others start again. The name of a run's folder ends in a hash
+of its options, so a run whose options have changed is trained again. On small models two commands at once, each with
+OMP_NUM_THREADS=1 and other runs, take less time than one after the other.
 """
 
 import argparse
@@ -36,7 +41,7 @@ import sysconfig
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
@@ -67,17 +72,17 @@ from steadygpt.machine.device import native_precision
 # ---------------------------------------------------------------------------------------------------------------------
 # the experiments, as data
 
-SIDES = {"gpt2": "GPT-2", "nanogpt": "nanoGPT", "modern": "the recipe"}
-COLORS = {"gpt2": "#9a9a9a", "nanogpt": "#e88b1a", "modern": "#1a4f8b"}
+SIDES = {"gpt2": "GPT-2", "nanogpt": "nanoGPT", "nanochat": "nanochat", "modern": "the recipe"}
+COLORS = {"gpt2": "#9a9a9a", "nanogpt": "#e88b1a", "nanochat": "#3f9c5a", "modern": "#1a4f8b"}
 SEEDS = (1337, 1338, 1339)  # nanoGPT's own is 1337
 Settings = tuple[tuple[str, object], ...]  # options that differ from those of the side
 SWEEP: dict[str, list[Settings]] = {
     "gpt2": [(("max_lr", rate),) for rate in (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3)],
     "nanogpt": [(("learning_rate", rate),) for rate in (6e-4, 1e-3, 2e-3, 4e-3, 8e-3)],
-    "modern": [(), *((("muon_lr", rate),) for rate in (0.0025, 0.005, 0.02)),
-               *((("max_lr", rate),) for rate in (2e-3, 8e-3, 16e-3))],
+    "nanochat": [(("factor", factor),) for factor in (1, 2, 4, 8, 16, 32)],
+    "modern": [(), *((("muon_lr", rate),) for rate in (0.0025, 0.005, 0.02, 0.04)),
+               *((("max_lr", rate),) for rate in (1e-3, 2e-3, 8e-3, 16e-3))],
 }  # fmt: skip
-SWEPT_LENGTH = 0.3  # of the recipe's runs in the sweep, in steps of the references
 LENGTHS = (0.2, 0.3, 0.7, 1.0)  # of the recipe's final runs, in steps of the references
 POINTS = 20  # of a curve, at least
 WARM_UP = 30  # the warm-up is 1 / WARM_UP of the steps
@@ -103,6 +108,9 @@ class Scale:
 
 SCALES = {
     "1m": Scale("bytes", 4, 4, 128, 128, 8, 1, 3000, 131072, 40, compiled=False),
+    "1m-short": Scale("bytes", 4, 4, 128, 128, 8, 1, 600, 131072, 40, compiled=False),
+    "1m-batch": Scale("bytes", 4, 4, 128, 128, 32, 1, 600, 131072, 10, compiled=False),
+    "1m-wide": Scale("bytes", 4, 4, 384, 128, 8, 1, 600, 131072, 10, compiled=False),
     "10m": Scale("gpt2", 6, 6, 384, 256, 8, 4, 400, 65536, 2),
     "124m": Scale("gpt2", 12, 12, 768, 1024, 16, 8, 800, 1048576, 10),  # needs a GPU
     "tiny": Scale("bytes", 1, 2, 16, 16, 2, 1, 20, 64, 2, compiled=False),  # tries this command
@@ -132,8 +140,8 @@ class Study:
 
     name: str
     out: Path
-    nanogpt: Path | None
-    changes: Settings = ()  # options of the recipe to try, one by one
+    checkouts: Mapping[str, Path]  # of other projects, by side
+    changes: tuple[Settings, ...] = ()  # options of the recipe to try, one piece after the other
 
     @property
     def scale(self) -> Scale:
@@ -148,17 +156,21 @@ class Study:
         return self.out / self.name / "time.json"
 
     def sides(self) -> list[str]:
-        return [side for side in SIDES if side != "nanogpt" or self.nanogpt]
+        return [side for side in SIDES if side in ("gpt2", "modern", *self.checkouts)]
 
     def sweep(self) -> list[Run]:
-        """Return one run for each setting; short ones for the recipe."""
-        lengths = {side: round((SWEPT_LENGTH if side == "modern" else 1) * self.scale.steps) for side in SIDES}
-        runs = [Run("sweep", side, changes, lengths[side]) for side in self.sides() for changes in SWEEP[side]]
-        return runs + [Run("sweep", "modern", (change,), lengths["modern"]) for change in self.changes]
+        """Return one run for each setting."""
+        return [Run("sweep", side, changes, self.scale.steps) for side in self.sides() for changes in SWEEP[side]]
+
+    def pieces(self) -> list[Run]:
+        """Return the recipe with each change, after the recipe as it is."""
+        return [
+            Run("piece", "modern", changes, self.scale.steps, seed) for changes in ((), *self.changes) for seed in SEEDS
+        ]
 
     def finals(self) -> list[Run]:
         """Return the references at the best settings of their sweeps, once known, and the recipe in each length."""
-        seeds = {"gpt2": SEEDS, "nanogpt": SEEDS[:1]}  # nanoGPT has no option for it
+        seeds = {"gpt2": SEEDS, "nanogpt": SEEDS[:1], "nanochat": SEEDS}  # nanoGPT has no option for it
         tuned = {side: self.tuned(side) for side in self.sides() if side != "modern"}
         references = [
             Run("final", side, changes, self.scale.steps, seed)
@@ -189,8 +201,10 @@ class Study:
             }  # fmt: skip
         if run.side == "gpt2":
             changes = {"min_lr": changes["max_lr"] / 10, **changes}
+        changes.pop("factor", None)
         return {
-            "config": run.side, "num_layers": scale.layers, "num_heads": scale.heads, "embd_size": scale.width,
+            "config": run.side.replace("nanochat", "modern"), "num_layers": scale.layers,
+            "num_heads": scale.heads, "embd_size": scale.width,
             "context_length": scale.context, "mini_batch_size": scale.rows, "max_steps": run.steps,
             "total_batch_size": scale.rows * scale.context * scale.micro_steps, "warmup_steps": warm_up,
             "seed": run.seed, "compile": "on" if scale.compiled else "off", "eval_freq": every,
@@ -201,14 +215,18 @@ class Study:
         """Return the command of a run with the given folder and further options, and where to start it."""
         if run.side == "nanogpt":
             own = {"dataset": self.data, "out_dir": folder, "log_interval": 100, **further}
-            return [sys.executable, "-u", "train.py", *flags(**(self.options(run) | own))], self.nanogpt
+            return [sys.executable, "-u", "train.py", *flags(**(self.options(run) | own))], self.checkouts["nanogpt"]
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         own = {
             "precision": native_precision(device), "data_dir": self.data, "tokenizer": self.scale.tokenizer,
             "checkpoint_dir": folder, "logdir": folder / "logs", "checkpoint_freq": 0, "keep_checkpoints": 1,
             "log_freq": 100, "resume": "auto", **further,
         }  # fmt: skip
-        return [sys.executable, "train.py", *flags(**(self.options(run) | own))], REPO
+        program = ["train.py"]
+        if run.side == "nanochat":
+            factor, found = dict(run.changes)["factor"], folder / "evaluations.json"
+            program = ["-m", "benchmarks.nanochat_run", str(self.checkouts["nanochat"]), str(factor), str(found)]
+        return [sys.executable, *program, *flags(**(self.options(run) | own))], REPO
 
     def folder(self, run: Run) -> Path:
         """Return the folder of a run, whose name ends in a hash of the options, those of a preset included."""
@@ -218,6 +236,7 @@ class Study:
             groups = ("model", "optimization", "evaluation")
             names = ["seed", *(name for name, field in FIELDS.items() if field.metadata["group"] in groups)]
             options = {n: getattr(config, n) for n in names if getattr(config, n) != FIELDS[n].default}
+            options |= dict(run.changes) if run.side == "nanochat" else {}
         name = re.sub(r"[ ,]+", "-", str(run).partition("/")[2])
         return self.out / self.name / f"{name}-{zlib.crc32(json.dumps(options, sort_keys=True).encode()):08x}"
 
@@ -373,6 +392,9 @@ def markdown(study: Study) -> str:
               for side, found in seconds.items()),
         ],
         "Learning rates, one seed:": [("", "setting", "steps", "final loss"), *sweep_rows(study)],
+        "Pieces; means, with the range over the seeds:": [
+            ("the recipe", "final loss", "seed by seed beside the recipe"), *piece_rows(study),
+        ],
     }  # fmt: skip
     shape = f"{scale.layers} layers, {scale.heads} heads, {scale.width} wide, context {scale.context}"
     lines = [f"### {study.name}: {shape}"]
@@ -417,6 +439,20 @@ def sweep_rows(study: Study) -> Iterator[tuple[str, ...]]:
             yield SIDES[side], run.settings().strip() or "as it is", f"{run.steps:,}", f"{best}{loss_text(loss)}{best}"
 
 
+def piece_rows(study: Study) -> Iterator[tuple[str, ...]]:
+    """Yield the losses of the recipe and of each change, and the differences between runs of the same seed."""
+    recipe = {run.seed: study.loss(run) for run in study.pieces() if not run.changes}
+    for _, group in groupby(study.pieces(), lambda run: run.changes):
+        losses = {run: loss for run in group if (loss := study.loss(run)) is not None}
+        for run in [*losses][:1]:
+            beside = [loss - recipe[run.seed] for run, loss in losses.items() if recipe[run.seed] is not None]
+            yield (
+                run.settings().strip() or "as it is",
+                spread([*losses.values()]),
+                spread(beside) if run.changes else "",
+            )
+
+
 def spread(values: Sequence[float], digits: int = 3) -> str:
     """Format the mean and the range of several values; inf is a loss that diverged or was not reached."""
     if not values:
@@ -459,6 +495,31 @@ def draw(studies: Sequence[Study], file: Path) -> None:
     figure.savefig(file, dpi=100)
 
 
+def draw_rates(studies: Sequence[Study], file: Path) -> None:
+    """Draw the losses of the recipe's sweeps, above the lowest one of each scale, against both learning rates."""
+    from matplotlib import pyplot
+
+    figure, row = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained", sharey=True)
+    for study in studies:
+        losses = {run: loss for run in study.sweep() if run.side == "modern" and (loss := study.loss(run)) is not None}
+        for axes, name in zip(row, ("muon_lr", "max_lr"), strict=True):
+            of_recipe = getattr(parse_args(["--config", "modern"])[0], name)
+            points = {
+                dict(run.changes).get(name, of_recipe): loss
+                for run, loss in losses.items() if not run.changes or name in dict(run.changes)
+            }  # fmt: skip
+            scale = study.scale
+            tokens = scale.rows * scale.context * scale.micro_steps
+            label = f"{scale.width} wide, {scale.steps:,} steps, {tokens:,} tokens a step"
+            rates = sorted(points)
+            axes.plot(rates, [points[rate] - min(points.values()) for rate in rates], "o-", label=label)
+            axes.set(xscale="log", xlabel=f"--{name}", ylabel="validation loss above the lowest")
+            axes.axvline(of_recipe, color="#cccccc", zorder=0)
+            axes.spines[["top", "right"]].set_visible(False)
+    row[0].legend(frameon=False)
+    figure.savefig(file, dpi=100)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # main
 
@@ -467,31 +528,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--scale", nargs="+", default=["1m"], choices=SCALES, help="default: 1m; 124m needs a GPU")
     parser.add_argument("--only", nargs="+", default=["*"], metavar="GROUP/RUN", help="patterns of what --list shows")
-    parser.add_argument("--change", nargs="+", default=[], metavar="NAME=VALUE", help="options of the recipe to try")
-    parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT; without it, ours alone")
+    parser.add_argument(
+        "--change", nargs="+", default=[], metavar="NAME=VALUE[,NAME=VALUE]", help="options of the recipe to try"
+    )
+    parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT; without it, that side is left out")
+    parser.add_argument("--nanochat", type=Path, help="a checkout of nanochat; without it, that side is left out")
     parser.add_argument("--out", type=Path, default=REPO / "benchmarks/out/tokens_to_loss", help="folder for the runs")
     parser.add_argument("--list", action="store_true", help="print the runs and their losses, and train nothing")
     parser.add_argument("--plot", type=Path, help="file for the curves (pip install matplotlib)")
+    parser.add_argument("--plot-rates", type=Path, help="file for the recipe's losses at each learning rate")
     args = parser.parse_args(argv)
-    if args.nanogpt and not (args.nanogpt / "train.py").exists():
-        raise UserError(f"--nanogpt {args.nanogpt}: found no train.py, expected a checkout of nanoGPT")
-    if args.plot and not importlib.util.find_spec("matplotlib"):
+    checkouts = {}
+    for side, file in {"nanogpt": "train.py", "nanochat": "scripts/base_train.py"}.items():
+        if checkout := getattr(args, side):
+            if not (checkout / file).exists():
+                raise UserError(f"--{side} {checkout}: found no {file}, expected a checkout of {SIDES[side]}")
+            checkouts[side] = checkout.absolute()
+    if (args.plot or args.plot_rates) and not importlib.util.find_spec("matplotlib"):
         raise UserError("--plot: matplotlib is missing. Try pip install matplotlib")
     if "124m" in args.scale and not (torch.cuda.is_available() or args.list):
         raise UserError("--scale 124m: found no CUDA GPU, expected one. Try --scale 10m")
-    nanogpt = args.nanogpt and args.nanogpt.absolute()
-    changes = tuple((name, value) for name, _, value in (change.partition("=") for change in args.change))
-    studies = [Study(name, args.out.absolute(), nanogpt, changes) for name in args.scale]
+    changes = tuple(tuple(tuple(one.split("=", 1)) for one in change.split(",")) for change in args.change)
+    studies = [Study(name, args.out.absolute(), checkouts, changes) for name in args.scale]
+
+    def runs_of(study: Study) -> list[Run]:
+        return study.sweep() + study.pieces() + study.finals()
 
     def chosen(runs: Sequence[Run]) -> list[Run]:
         return [run for run in runs if any(fnmatch(str(run), pattern) for pattern in args.only)]
 
     timed = any(fnmatch("time", pattern) for pattern in args.only)
-    if not timed and not any(chosen(study.sweep() + study.finals()) for study in studies):
+    if not timed and not any(chosen(runs_of(study)) for study in studies):
         raise UserError(f"--only {' '.join(args.only)}: found no such run, expected names that --list shows")
     if args.list:
         for study in studies:
-            for run in chosen(study.sweep() + study.finals()):
+            for run in chosen(runs_of(study)):
                 print(f"{study.name} {run}: {loss_text(study.loss(run))}")
         return 0
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in scripts/quickstart.sh
@@ -499,13 +570,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     with exit_on_signals():
         for study in studies:
             make_data(study)
-            failed += train_all(study, chosen(study.sweep()))
+            failed += train_all(study, chosen(study.sweep() + study.pieces()))
             failed += train_all(study, chosen(study.finals()))  # whose settings the sweep has found
             if timed:
                 measure_time(study)
     print("\n".join(map(markdown, studies)))
     if args.plot:
         draw(studies, args.plot)
+    if args.plot_rates:
+        draw_rates(studies, args.plot_rates)
     return 1 if failed else 0
 
 

@@ -4,21 +4,28 @@ import json
 import math
 import signal
 import sys
+from ast import literal_eval
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from conftest import REPO
+import torch
+from conftest import REPO, TINY
+from torch.nn.functional import cross_entropy
 
-from benchmarks import tokens_to_loss
+from benchmarks import nanochat_run, tokens_to_loss
 from benchmarks.tokens_to_loss import SCALES, SEEDS, Run, Study, markdown, output_of, spread, train
+from dataloader import open_data
 from steadygpt.base.options import UserError
+from steadygpt.config import parse_args
 
-BEST = {"gpt2": ("max_lr", 2e-3), "nanogpt": ("learning_rate", 4e-3)}
+BEST = {"gpt2": ("max_lr", 2e-3), "nanogpt": ("learning_rate", 4e-3), "nanochat": ("factor", 8)}
 
 
 @pytest.fixture
 def study(tmp_path) -> Study:
     """The smallest scale: 20 steps for the references."""
-    return Study("tiny", tmp_path, tmp_path)
+    return Study("tiny", tmp_path, {"nanogpt": tmp_path, "nanochat": tmp_path})
 
 
 def finish(study: Study, run: Run, losses: dict[int, float | None]) -> None:
@@ -76,7 +83,7 @@ def test_an_interruption_lets_the_run_save(tmp_path):
     [("3.5", {10: 3.5, 20: 1.5}), ("2.5 if step < 20 else float('nan')", {10: 2.5, 20: math.inf})],
 )
 def test_a_run_of_nanogpt_ends_with_our_loss_or_diverges(study, losses, found, monkeypatch):
-    (study.nanogpt / "train.py").write_text(
+    (study.out / "train.py").write_text(
         "import sys\n"
         "for step in (0, 10, 20):\n"
         f"    print(f'step {{step}}: train loss 9.0, val loss', {losses})\n"
@@ -118,6 +125,7 @@ def test_the_best_setting_of_a_sweep_is_known_once_the_next_ones_are_worse(study
 def test_the_recipe_beside_the_references(study):
     """GPT-2 ends at 2.0 on average. Two seeds of the recipe are there after 6 of the 20 steps, one after 4."""
     assert {run.side for run in study.finals()} == {"modern"}
+    assert study.tuned("nanochat") is None
     finish_sweep(study)
     for run in study.finals():
         number = SEEDS.index(run.seed)
@@ -136,7 +144,96 @@ def test_the_recipe_beside_the_references(study):
     assert spread([0.2, math.inf, 0.3]) == "not reached by 1 of 3 seeds"
 
 
-@pytest.mark.parametrize("arguments", [["--only", "sweep/gpt3*"], ["--nanogpt", "/nowhere"], ["--scale", "124m"]])
+NANOCHAT = """
+import torch
+from torch.nn import functional as F
+
+class GPTConfig:
+    def __init__(self, **fields):
+        self.__dict__.update(fields)
+
+class Optimizer(torch.optim.SGD):
+    def step(self):
+        print([(group["lr"], group.get("momentum"), group["weight_decay"]) for group in self.param_groups])
+        super().step()
+
+class GPT(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.table, self.config = torch.nn.Embedding(config.vocab_size, config.vocab_size), config
+    def init_weights(self):
+        self.table.weight.data.zero_()
+    def num_scaling_params(self):
+        return {"transformer_matrices": 600 if self.config.n_layer == 12 else 100, "lm_head": 0}
+    def setup_optimizer(self, matrix_lr, weight_decay, **of_others):
+        groups = [{"params": [self.table.weight], "lr": matrix_lr, "kind": "muon", "weight_decay": weight_decay}]
+        assert of_others == {name: 0.5 * 2 * rate for name, rate in RATES.items()}
+        optimizer = Optimizer(groups)
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+        return optimizer
+    def forward(self, inputs, targets):
+        return F.cross_entropy(self.table(inputs).view(-1, 257), targets.view(-1))
+
+RATES = {"embedding_lr": 0.3, "unembedding_lr": 0.008, "scalar_lr": 0.5}
+"""
+BASE_TRAIN = """
+parser.add_argument("--run", type=str, default="dummy")
+parser.add_argument("--embedding-lr", type=float, default=0.3)
+parser.add_argument("--unembedding-lr", type=float, default=0.008)
+parser.add_argument("--scalar-lr", type=float, default=0.5)
+parser.add_argument("--matrix-lr", type=float, default=0.02)
+parser.add_argument("--weight-decay", type=float, default=0.4)
+raise RuntimeError("only definitions are used")
+def get_lr_multiplier(it):
+    return 1 - it / num_iterations
+def get_muon_momentum(it):
+    return 0.5 + 0.125 * it
+def get_weight_decay(it):
+    return weight_decay_scaled * math.cos(0)
+"""
+
+
+def test_nanochat_trains_on_our_rows_with_its_own_rates_and_schedules(workdir, monkeypatch, capsys):
+    """A quarter of its batch: its rule halves the rates and the decay. The model has 1/6 of the tokens of depth 12."""
+    for name, text in {"nanochat/gpt.py": NANOCHAT, "scripts/base_train.py": BASE_TRAIN}.items():
+        Path("checkout", name).parent.mkdir(parents=True)
+        Path("checkout", name).write_text(text)
+    options = ["--max_steps", "2", "--eval_freq", "1", "--eval_tokens", "64", "--total_batch_size", str(2**17)]
+    options = [*TINY, "--data_dir", "data", *options, "--mini_batch_size", "4096"]
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    nanochat_run.main(["checkout", "2", "found.json", *options])
+    del sys.modules["nanochat"], sys.modules["nanochat.gpt"]
+    updates = [literal_eval(line) for line in capsys.readouterr().out.splitlines() if line.startswith("[(")]
+    rate, decay = 0.02 * 0.5 * 2, pytest.approx(0.4 * 0.5 * 6 / 2)
+    assert updates == [[(rate, 0.5, decay)], [(rate / 2, 0.625, decay)]]
+
+    data, table = open_data(parse_args(options)[0]), torch.zeros(257, 257, requires_grad=True)
+    optimizer = torch.optim.SGD([table], rate, 0.5, weight_decay=0.6)
+    for step, (lr, momentum, _) in enumerate(update for (update,) in updates):
+        rows = torch.from_numpy(data.sources[0].rows.read(step * 8192, 8192))
+        optimizer.param_groups[0].update(lr=lr, momentum=momentum)
+        optimizer.zero_grad()
+        cross_entropy(table[rows[:, :-1]].flatten(0, 1), rows[:, 1:].flatten()).backward()
+        optimizer.step()
+    rows = torch.from_numpy(data.val_sets[0].rows.read(0, 4))
+    expected = cross_entropy(table[rows[:, :-1]].flatten(0, 1), rows[:, 1:].flatten()).item()
+    assert json.loads(Path("found.json").read_text())["2"]["val_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_pieces_are_compared_seed_by_seed(study):
+    study = replace(study, changes=((("qk_norm", "off"), ("muon_lr", "0.02")),))
+    for run in study.pieces():
+        if run.changes or run.seed != SEEDS[2]:
+            finish(study, run, {run.steps: 2.0 + run.seed % 1337 / 10 + bool(run.changes) * (run.seed - 1336) / 100})
+    report = markdown(study)
+    assert "| as it is | 2.050 (2.000 to 2.100) |  |" in report
+    assert "| qk_norm off muon_lr 0.02 | 2.120 (2.010 to 2.230) | 0.015 (0.010 to 0.020) |" in report
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--only", "sweep/gpt3*"], ["--nanogpt", "/nowhere"], ["--nanochat", "/nowhere"], ["--scale", "124m"]]
+)
 def test_mistakes_are_reported_before_any_run(arguments, tmp_path, monkeypatch):
     monkeypatch.setattr(tokens_to_loss.torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match=f"^{arguments[0]} .*: .*expected"):
@@ -147,9 +244,9 @@ def test_mistakes_are_reported_before_any_run(arguments, tmp_path, monkeypatch):
 @pytest.mark.parametrize("scale", SCALES)
 def test_train_py_knows_the_options_of_every_run(scale, tmp_path):
     """The name of a run's folder needs them, those of the preset included."""
-    study = Study(scale, tmp_path, tmp_path, (("qk_norm", "off"),))
+    study = Study(scale, tmp_path, {"nanogpt": tmp_path, "nanochat": tmp_path}, ((("qk_norm", "off"),),))
     finish_sweep(study)
-    runs = study.sweep() + study.finals()
+    runs = study.sweep() + study.pieces() + study.finals()
     assert {run.side for run in runs} == set(tokens_to_loss.SIDES)
-    shared = 3  # one run of each side is in the sweep and among the final ones
+    shared = 3 + 4  # each reference at its best rate; the recipe in the sweep, and with three seeds among the pieces
     assert len({study.folder(run) for run in runs}) == len(runs) - shared
