@@ -37,7 +37,6 @@ import re
 import statistics
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 import zlib
@@ -47,6 +46,7 @@ from fnmatch import fnmatch
 from functools import partial
 from itertools import groupby, product
 from pathlib import Path
+from zipfile import ZipFile
 
 import numpy as np
 import torch
@@ -84,6 +84,8 @@ SWEEP: dict[str, list[Settings]] = {
                *((("max_lr", rate),) for rate in (1e-3, 2e-3, 8e-3, 16e-3))],
 }  # fmt: skip
 LENGTHS = (0.2, 0.3, 0.7, 1.0)  # of the recipe's final runs, in steps of the references
+PACKAGES = REPO / "benchmarks/packages.txt"
+HELD_OUT = ("nltk-", "pylint-", "scrapy-", "sphinx-")
 POINTS = 20  # of a curve, at least
 WARM_UP = 30  # the warm-up is 1 / WARM_UP of the steps
 ROUNDS = 7  # of the timing
@@ -93,7 +95,7 @@ ROUNDS = 7  # of the timing
 class Scale:
     """A shape, which gives all sides the same blocks, its tokenizer, and the length of its runs."""
 
-    tokenizer: str  # bytes for Python's library, gpt2 for the sources of all installed packages
+    tokenizer: str  # bytes for Python's library, gpt2 for the sources of PACKAGES
     layers: int
     heads: int
     width: int
@@ -111,7 +113,7 @@ SCALES = {
     "1m-short": Scale("bytes", 4, 4, 128, 128, 8, 1, 600, 131072, 40, compiled=False),
     "1m-batch": Scale("bytes", 4, 4, 128, 128, 32, 1, 600, 131072, 10, compiled=False),
     "1m-wide": Scale("bytes", 4, 4, 384, 128, 8, 1, 600, 131072, 10, compiled=False),
-    "10m": Scale("gpt2", 6, 6, 384, 256, 8, 4, 400, 65536, 2),
+    "10m": Scale("gpt2", 6, 6, 384, 256, 8, 4, 1200, 65536, 2),
     "124m": Scale("gpt2", 12, 12, 768, 1024, 16, 8, 800, 1048576, 10),  # needs a GPU
     "tiny": Scale("bytes", 1, 2, 16, 16, 2, 1, 20, 64, 2, compiled=False),  # tries this command
 }
@@ -261,18 +263,49 @@ class Study:
 
 
 def make_data(study: Study) -> None:
-    """Write train.bin and val.bin, which both projects read, and nanoGPT's note of the vocabulary, if missing."""
+    """Write train.bin and val.bin, which all projects read, and nanoGPT's note of the vocabulary, if missing."""
     folder, tokenizer = study.data, study.scale.tokenizer
     if (folder / "meta.pkl").exists():
         return
-    source = "stdlib" if tokenizer == "bytes" else f"{sysconfig.get_path('purelib')}/**/*.py"
-    prepare = ["prepare_dataset.py", *flags(source=source, tokenizer=tokenizer, out=folder / "shards", name="data")]
-    if subprocess.run([sys.executable, *prepare], cwd=REPO, stdout=subprocess.DEVNULL).returncode:
-        raise UserError(f"{folder}: prepare_dataset.py failed; see above")
-    for split in ("train", "val"):
-        shards = sorted((folder / "shards").glob(f"*_{split}_*.npy"))
-        np.concatenate([np.load(shard) for shard in shards]).astype(np.uint16).tofile(folder / f"{split}.bin")
+    if tokenizer == "bytes":
+        shards = prepare("stdlib", tokenizer, folder / "shards")
+        splits = {split: [shard for shard in shards if f"_{split}_" in shard.name] for split in ("train", "val")}
+    else:
+        fetch_packages(folder)
+        splits = {s: prepare(f"{folder}/{s}/**/*.py", tokenizer, folder / f"{s}_shards") for s in ("train", "val")}
+    for split, shards in splits.items():
+        tokens = np.concatenate([np.load(shard) for shard in shards]).astype(np.uint16)
+        if split == "val" and tokenizer != "bytes":
+            tokens = spread_out(tokens)
+        tokens.tofile(folder / f"{split}.bin")
     (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 257 if tokenizer == "bytes" else 50304}))
+
+
+def spread_out(tokens: np.ndarray, places: int = 64, block: int = 1024) -> np.ndarray:
+    """Take blocks from equidistant places in turn, so that the first tokens, which are scored, are of all packages."""
+    whole = len(tokens) // (places * block) * places * block
+    return tokens[:whole].reshape(places, -1, block).transpose(1, 0, 2).flatten()
+
+
+def prepare(source: str, tokenizer: str, out: Path) -> list[Path]:
+    """Return all shards of a source, in its order; those of val come first."""
+    options = flags(source=source, tokenizer=tokenizer, out=out, name="data")
+    if subprocess.run([sys.executable, "prepare_dataset.py", *options], cwd=REPO, stdout=subprocess.DEVNULL).returncode:
+        raise UserError(f"{out}: prepare_dataset.py failed; see above")
+    return sorted(out.glob("*_val_*.npy")) + sorted(out.glob("*_train_*.npy"))
+
+
+def fetch_packages(folder: Path) -> None:
+    """Download PACKAGES, and unpack their sources into val/ for those of HELD_OUT and into train/ for the others."""
+    wheels = folder / "wheels"
+    anywhere = "--no-deps --only-binary=:all: --platform=any --python-version=3.12 --implementation=py --abi=none"
+    download = ["pip", "download", "--quiet", *anywhere.split(), "--require-hashes", f"--dest={wheels}"]
+    if subprocess.run([sys.executable, "-m", *download, f"--requirement={PACKAGES}"]).returncode:
+        raise UserError(f"{PACKAGES}: pip could not download these packages; see above")
+    for wheel in sorted(wheels.glob("*.whl")):
+        split = "val" if wheel.name.lower().startswith(HELD_OUT) else "train"
+        with ZipFile(wheel) as archive:
+            archive.extractall(folder / split, [name for name in archive.namelist() if name.endswith(".py")])
 
 
 def train(study: Study, run: Run) -> None:

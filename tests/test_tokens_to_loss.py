@@ -2,19 +2,23 @@
 
 import json
 import math
+import re
 import signal
+import subprocess
 import sys
 from ast import literal_eval
 from dataclasses import replace
 from pathlib import Path
+from zipfile import ZipFile
 
+import numpy as np
 import pytest
 import torch
 from conftest import REPO, TINY
 from torch.nn.functional import cross_entropy
 
 from benchmarks import nanochat_run, tokens_to_loss
-from benchmarks.tokens_to_loss import SCALES, SEEDS, Run, Study, markdown, output_of, spread, train
+from benchmarks.tokens_to_loss import SCALES, SEEDS, Run, Study, markdown, output_of, spread, spread_out, train
 from dataloader import open_data
 from steadygpt.base.options import UserError
 from steadygpt.config import parse_args
@@ -250,3 +254,25 @@ def test_train_py_knows_the_options_of_every_run(scale, tmp_path):
     assert {run.side for run in runs} == set(tokens_to_loss.SIDES)
     shared = 3 + 4  # each reference at its best rate; the recipe in the sweep, and with three seeds among the pieces
     assert len({study.folder(run) for run in runs}) == len(runs) - shared
+
+
+def test_the_text_of_the_larger_scales_is_pinned_and_held_out_by_package(tmp_path, monkeypatch):
+    lines = [line for line in tokens_to_loss.PACKAGES.read_text().splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r"[a-z-]+==[\d.]+ --hash=sha256:[0-9a-f]{64}", line) for line in lines)
+    assert {line.partition("==")[0] + "-" for line in lines} > set(tokens_to_loss.HELD_OUT)
+
+    def download(command: list[str], **_) -> subprocess.CompletedProcess:
+        assert "--require-hashes" in command
+        (wheels,) = (Path(flag[7:]) for flag in command if flag.startswith("--dest="))
+        wheels.mkdir()
+        for name in ("Scrapy-2.12.0", "Django-5.1.4"):
+            with ZipFile(wheels / f"{name}-py3-none-any.whl", "w") as wheel:
+                wheel.writestr(f"{name[:6].lower()}/code.py", name)
+                wheel.writestr(f"{name[:6].lower()}/data.json", "{}")
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", download)
+    tokens_to_loss.fetch_packages(tmp_path)
+    files = {str(file.relative_to(tmp_path)): file.read_text() for file in tmp_path.rglob("*.py")}
+    assert spread_out(np.arange(13), 3, 2).tolist() == [0, 1, 4, 5, 8, 9, 2, 3, 6, 7, 10, 11]
+    assert files == {"train/django/code.py": "Django-5.1.4", "val/scrapy/code.py": "Scrapy-2.12.0"}
