@@ -229,14 +229,17 @@ class GPT(nn.Module):
         """Draw the initial value of a parameter in fp32, on the CPU, so that a seed gives the same model on any device.
 
         GPT-2 (Radford et al. 2019, section 2.3): N(0, 0.02), and residual projections scaled by 1/sqrt(N), where
-        N = 2 * num_layers counts what is added to the residual stream.
+        N = 2 * num_layers counts what is added to the residual stream. A head of its own is zero, so all tokens are
+        equally likely at the start (Yang et al. 2022, appendix D.2).
         """
         weight = torch.empty(self.get_parameter(name).shape, device="cpu")
         if weight.dim() < 2:
             return weight.fill_(0 if name.endswith(".bias") else 1)
+        if name == "lm_head.weight":
+            return weight.zero_()
         residual = name.endswith("c_proj.weight")
         weight.normal_(std=0.02 / math.sqrt(2 * self.config.num_layers) if residual else 0.02)
-        if name in ("wte.weight", "lm_head.weight"):
+        if name == "wte.weight":
             weight[self.config.vocab_size :] = 0  # padding rows get no gradient, so they stay zero
         return weight
 

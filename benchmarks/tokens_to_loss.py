@@ -15,11 +15,11 @@ final    GPT-2 and nanochat with three seeds and nanoGPT with its own, at the be
          recipe in several lengths, with three seeds
 time     seconds per step of the sides, which alternate; it alone needs a machine without other work
 
-All sides train on the same files, with the same heads and rows. GPT-2, nanoGPT and the recipe warm up for 1/30 of their
-steps. The references keep their weight decay and clipping; only their learning rates are tuned. The final losses are
-those of our evaluation, on the same held-out rows. nanoGPT is its own train.py, in its own precision; the points of its
-curve before the last one are its own estimates. nanochat is its model, optimizer and schedules, in ours, by
-nanochat_run.py, where "factor" is explained.
+All sides train on the same files, with the same heads and rows. GPT-2 and nanoGPT warm up for 1/30 of their steps. The
+references keep their weight decay and clipping; only their learning rates are tuned. The final losses are those of our
+evaluation, on the same held-out rows. nanoGPT is its own train.py, in its own precision; the points of its curve before
+the last one are its own estimates. nanochat is its model, optimizer and schedules, in ours, by nanochat_run.py, where
+"factor" is explained.
 
 The same command continues after an interruption. A finished run is not repeated: its losses are kept, its weights are
 removed. An interrupted run of ours resumes; those of the others start again. The name of a run's folder ends in a hash
@@ -80,7 +80,7 @@ SWEEP: dict[str, list[Settings]] = {
     "gpt2": [(("max_lr", rate),) for rate in (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3)],
     "nanogpt": [(("learning_rate", rate),) for rate in (6e-4, 1e-3, 2e-3, 4e-3, 8e-3)],
     "nanochat": [(("factor", factor),) for factor in (1, 2, 4, 8, 16, 32)],
-    "modern": [(), *((("muon_lr", rate),) for rate in (0.0025, 0.005, 0.02, 0.04)),
+    "modern": [(), *((("muon_lr", rate),) for rate in (1.75e-3, 3.5e-3, 14e-3, 28e-3)),
                *((("max_lr", rate),) for rate in (1e-3, 2e-3, 8e-3, 16e-3))],
 }  # fmt: skip
 LENGTHS = (0.2, 0.3, 0.7, 1.0)  # of the recipe's final runs, in steps of the references
@@ -202,13 +202,13 @@ class Study:
                 "compile": scale.compiled, **changes,
             }  # fmt: skip
         if run.side == "gpt2":
-            changes = {"min_lr": changes["max_lr"] / 10, **changes}
+            changes = {"min_lr": changes["max_lr"] / 10, "warmup_steps": warm_up, **changes}
         changes.pop("factor", None)
         return {
             "config": run.side.replace("nanochat", "modern"), "num_layers": scale.layers,
             "num_heads": scale.heads, "embd_size": scale.width,
             "context_length": scale.context, "mini_batch_size": scale.rows, "max_steps": run.steps,
-            "total_batch_size": scale.rows * scale.context * scale.micro_steps, "warmup_steps": warm_up,
+            "total_batch_size": scale.rows * scale.context * scale.micro_steps,
             "seed": run.seed, "compile": "on" if scale.compiled else "off", "eval_freq": every,
             "eval_tokens": scale.eval_tokens, "hellaswag_freq": 0, "sample_freq": 0, **changes,
         }  # fmt: skip
