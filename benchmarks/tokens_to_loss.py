@@ -329,7 +329,7 @@ def train(study: Study, run: Run) -> None:
         points = {int(step): float(loss) for step, loss in re.findall(r"^step (\d+): .*val loss (\S+)", said, re.M)}
         del points[0]
         if not math.isnan(points[run.steps]):
-            points[run.steps] = evaluate(study, folder)
+            points[run.steps] = evaluate(study, folder / "ckpt.pt", folder)
     if points:
         found = {step: {"val_loss": loss} for step, loss in points.items()}
         (folder / "evaluations.json").write_text(json.dumps(found, indent=1))
@@ -339,13 +339,13 @@ def train(study: Study, run: Run) -> None:
         weights.unlink()
 
 
-def evaluate(study: Study, folder: Path) -> float:
-    """Return our validation loss of nanoGPT's weights, whose shape and options come from the file."""
+def evaluate(study: Study, weights: Path | str, folder: Path) -> float:
+    """Return our validation loss of a file of weights, also nanoGPT's, or of an average of a folder's checkpoints."""
     scale = study.scale
     options = flags(
-        init_from=folder / "ckpt.pt", data_dir=study.data, tokenizer=scale.tokenizer, mini_batch_size=scale.rows,
-        total_batch_size=scale.rows * scale.context, eval_tokens=scale.eval_tokens, eval_freq=1, hellaswag_freq=0,
-        sample_freq=0,
+        init_from=weights, checkpoint_dir=folder, data_dir=study.data, tokenizer=scale.tokenizer,
+        mini_batch_size=scale.rows, total_batch_size=scale.rows * scale.context, eval_tokens=scale.eval_tokens,
+        eval_freq=1, hellaswag_freq=0, sample_freq=0,
     )  # fmt: skip
     said = output_of([sys.executable, "train.py", "--eval_only", *options], REPO, folder / "evaluated.txt")
     return float(re.findall(r"^val loss ([^\s,]+)", said, re.MULTILINE)[0])
