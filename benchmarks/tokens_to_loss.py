@@ -21,6 +21,9 @@ evaluation, on the same held-out rows. nanoGPT is its own train.py, in its own p
 the last one are its own estimates. nanochat is its model, optimizer and schedules, in ours, by nanochat_run.py, where
 "factor" is explained.
 
+The losses behind the tables of RESULTS.md are in benchmarks/losses: with --out benchmarks/losses this command makes the
+tables and pictures from them, and trains only what is missing there.
+
 The same command continues after an interruption. A finished run is not repeated: its losses are kept, its weights are
 removed. An interrupted run of ours resumes; those of the others start again. The name of a run's folder ends in a hash
 of its options, so a run whose options have changed is trained again. On small models two commands at once, each with
@@ -375,6 +378,8 @@ def output_of(command: Sequence[str], cwd: Path, file: Path) -> str:
 def train_all(study: Study, runs: Sequence[Run]) -> int:
     """Train those runs that have not finished; return how many failed."""
     runs = [run for run in runs if study.loss(run) is None]
+    if runs:
+        make_data(study)
     failed, done, start_s = 0, 0, time.monotonic()
     for number, run in enumerate(runs, start=1):
         print(f"{study.name} [{number}/{len(runs)}] {run}: ", end="", flush=True)
@@ -394,6 +399,7 @@ def measure_time(study: Study) -> None:
     """Write the seconds per step of all sides in each round to time.json, unless it is there."""
     if study.time_file.exists():
         return
+    make_data(study)
     steps, discarded = study.scale.timed_steps, 2 if torch.cuda.is_available() else 1
     ours = {"eval_freq": 0, "checkpoint_minutes": 0, "log_freq": 1}
     theirs = {"eval_interval": 10**9, "eval_iters": 1, "log_interval": 1}
@@ -602,7 +608,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed = 0
     with exit_on_signals():
         for study in studies:
-            make_data(study)
             failed += train_all(study, chosen(study.sweep() + study.pieces()))
             failed += train_all(study, chosen(study.finals()))  # whose settings the sweep has found
             if timed:
