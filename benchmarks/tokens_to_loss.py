@@ -116,7 +116,7 @@ SCALES = {
     "1m-short": Scale("bytes", 4, 4, 128, 128, 8, 1, 600, 131072, 40, compiled=False),
     "1m-batch": Scale("bytes", 4, 4, 128, 128, 32, 1, 600, 131072, 10, compiled=False),
     "1m-wide": Scale("bytes", 4, 4, 384, 128, 8, 1, 600, 131072, 10, compiled=False),
-    "10m": Scale("gpt2", 6, 6, 384, 256, 8, 4, 1200, 65536, 2),
+    "10m": Scale("gpt2", 6, 6, 384, 256, 32, 1, 1200, 65536, 2),
     "124m": Scale("gpt2", 12, 12, 768, 1024, 16, 8, 800, 1048576, 10),  # needs a GPU
     "tiny": Scale("bytes", 1, 2, 16, 16, 2, 1, 20, 64, 2, compiled=False),  # tries this command
 }
