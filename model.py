@@ -225,24 +225,21 @@ class GPT(nn.Module):
                 for name, parameter in self.named_parameters():
                     parameter.copy_(self.initial_weight(name))
 
-    def initial_weight(self, name: str, zero_init: bool = False) -> Tensor:
+    def initial_weight(self, name: str) -> Tensor:
         """Draw the initial value of a parameter in fp32, on the CPU, so that a seed gives the same model on any device.
 
         GPT-2 (Radford et al. 2019, section 2.3): N(0, 0.02), and residual projections scaled by 1/sqrt(N), where
-        N = 2 * num_layers counts what is added to the residual stream.
-
-        Args:
-            zero_init: residual projections are zero, so each block starts as the identity (Zhang et al. 2019), and so
-                is a head of its own: all tokens are equally likely at first (Yang et al. 2022, appendix D.2).
+        N = 2 * num_layers counts what is added to the residual stream. A head of its own is zero, so all tokens are
+        equally likely at the start (Yang et al. 2022, appendix D.2).
         """
         weight = torch.empty(self.get_parameter(name).shape, device="cpu")
         if weight.dim() < 2:
             return weight.fill_(0 if name.endswith(".bias") else 1)
-        residual = name.endswith("c_proj.weight")
-        if zero_init and (residual or name == "lm_head.weight"):
+        if name == "lm_head.weight":
             return weight.zero_()
+        residual = name.endswith("c_proj.weight")
         weight.normal_(std=0.02 / math.sqrt(2 * self.config.num_layers) if residual else 0.02)
-        if name in ("wte.weight", "lm_head.weight"):
+        if name == "wte.weight":
             weight[self.config.vocab_size :] = 0  # padding rows get no gradient, so they stay zero
         return weight
 

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -398,7 +397,7 @@ def restore(
         fill(model, loaded["model"].__getitem__, ranks)
     else:
         torch.manual_seed(config.seed)
-        fill(model, partial(model.initial_weight, zero_init=config.zero_init), ranks)
+        fill(model, model.initial_weight, ranks)
     if checkpoint and not config.eval_only:
         restore_optimizer(model, optimizer, checkpoint["optimizer"], ranks)
         if checkpoint["scaler"]:

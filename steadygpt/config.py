@@ -130,8 +130,6 @@ class TrainConfig(GPTConfig):
     # fmt: off
     init_from: str = option("scratch", "scratch, or weights to start from: gpt2, gpt2-medium, gpt2-large, gpt2-xl, a "
                             "Hugging Face folder, a checkpoint file (also nanoGPT's)", "model", on_resume="never")
-    zero_init: bool = option(False, "at the start, residual projections and a head of its own are zero", "model",
-                             on_resume="never")
 
     config: str = option("", "preset in configs/ or TOML file to start from", "run", on_resume="launch")
     run_name: str = option("", "name of the run in TensorBoard and W&B (default: from the start time)", "run")
