@@ -83,7 +83,7 @@ SWEEP: dict[str, list[Settings]] = {
     "gpt2": [(("max_lr", rate),) for rate in (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3)],
     "nanogpt": [(("learning_rate", rate),) for rate in (6e-4, 1e-3, 2e-3, 4e-3, 8e-3)],
     "nanochat": [(("factor", factor),) for factor in (1, 2, 4, 8, 16, 32)],
-    "modern": [(), *((("muon_lr", rate),) for rate in (1.75e-3, 3.5e-3, 14e-3, 28e-3)),
+    "modern": [(), *((("muon_lr", rate),) for rate in (0.0025, 0.005, 0.02, 0.04)),
                *((("max_lr", rate),) for rate in (1e-3, 2e-3, 8e-3, 16e-3))],
 }  # fmt: skip
 LENGTHS = (0.2, 0.3, 0.7, 1.0)  # of the recipe's final runs, in steps of the references
