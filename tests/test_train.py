@@ -296,7 +296,7 @@ def test_shards_of_other_tools_need_no_manifest(workdir):
 @pytest.mark.parametrize(("flags", "warmup"), [
     ((), 715), (("--max_steps", "100"), 10), (("--max_steps", "5"), 0),
     (("--warmup_steps", "99", "--max_steps", "100"), 99),
-    (("--config", "quickstart"), 20), (("--config", "quickstart", "--max_steps", "50"), 5),
+    (("--config", "quickstart"), 40), (("--config", "quickstart", "--max_steps", "50"), 5),
 ])  # fmt: skip
 def test_default_warmup_depends_on_the_length_of_the_run(workdir, flags, warmup, capsys):
     shape = ("--context_length", "16", "--num_heads", "4", "--embd_size", "16", "--num_layers", "1")
