@@ -9,4 +9,4 @@ scripts/setup.sh test
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy
-exec .venv/bin/python -m pytest -q -n 3 --dist worksteal --durations=10 "$@"
+exec .venv/bin/python -m pytest -q -n 4 --dist worksteal --durations=10 "$@"

@@ -20,11 +20,15 @@ os.environ["OMP_NUM_THREADS"] = "1"  # set before torch reads it: threads only s
 import numpy as np
 import pytest
 import torch
+from tensorboard.summary.writer import event_file_writer
 
 from steadygpt.data.shards import write_shard
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.ranks import Ranks
 
+# TensorBoard reads the files of one second in the order of their names, in which 10 comes before 9. Only tests start
+# and resume a run in one process and second.
+event_file_writer._global_uid = event_file_writer.AtomicCounter(10**6)
 REPO = Path(__file__).resolve().parent.parent
 DEVICE = "STEADYGPT_TEST_DEVICE"  # --device as an environment variable, for processes that import this file again
 
