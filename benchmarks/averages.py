@@ -1,6 +1,6 @@
 """The mean of ten rolling checkpoints beside a cool-down from the same step, at 1 M parameters with three seeds.
 
-    python -m benchmarks.averages                                       # two hours on two cores
+    python -m benchmarks.averages
     OMP_NUM_THREADS=1 python -m benchmarks.averages --seeds 1338        # in another terminal: faster on small models
 
 The recipe trains at its highest learning rates, without a cool-down, and saves often. At two steps of this run its loss
@@ -16,10 +16,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from benchmarks.compare import REPO, exit_on_signals
 from benchmarks.tokens_to_loss import SEEDS, Run, Study, evaluate, make_data, output_of, spread
 from steadygpt.base.options import run_cli
-from steadygpt.checkpoint.files import ROLLING
+from steadygpt.checkpoint.files import ROLLING, average
 
 STEPS = 1800, 3000  # of the averages
 APART = 20, 60, 100  # steps between the checkpoints of an average
@@ -60,7 +62,8 @@ def loss_of_mean(study: Study, checkpoints: Path, step: int, apart: int) -> floa
         for earlier in range(10):
             file = ROLLING.format(step - earlier * apart)
             Path(name, file).symlink_to(checkpoints / file)
-        return evaluate(study, "average:10", Path(name))
+        torch.save(average(Path(name), 10), Path(name, "mean.pt"))
+        return evaluate(study, Path(name, "mean.pt"))
 
 
 def main() -> int:

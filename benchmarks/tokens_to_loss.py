@@ -90,7 +90,7 @@ LENGTHS = (0.2, 0.3, 0.7, 1.0)  # of the recipe's final runs, in steps of the re
 PACKAGES = REPO / "benchmarks/packages.txt"
 HELD_OUT = ("nltk-", "pylint-", "scrapy-", "sphinx-")
 POINTS = 20  # of a curve, at least
-WARM_UP = 30  # the warm-up is 1 / WARM_UP of the steps
+WARM_UP = 30  # the warm-up of GPT-2 and nanoGPT is 1 / WARM_UP of the steps
 ROUNDS = 7  # of the timing
 
 
@@ -332,7 +332,7 @@ def train(study: Study, run: Run) -> None:
         points = {int(step): float(loss) for step, loss in re.findall(r"^step (\d+): .*val loss (\S+)", said, re.M)}
         del points[0]
         if not math.isnan(points[run.steps]):
-            points[run.steps] = evaluate(study, folder / "ckpt.pt", folder)
+            points[run.steps] = evaluate(study, folder / "ckpt.pt")
     if points:
         found = {step: {"val_loss": loss} for step, loss in points.items()}
         (folder / "evaluations.json").write_text(json.dumps(found, indent=1))
@@ -342,15 +342,15 @@ def train(study: Study, run: Run) -> None:
         weights.unlink()
 
 
-def evaluate(study: Study, weights: Path | str, folder: Path) -> float:
-    """Return our validation loss of a file of weights, also nanoGPT's, or of an average of a folder's checkpoints."""
+def evaluate(study: Study, weights: Path) -> float:
+    """Return our validation loss of a file of weights, also nanoGPT's; the output goes beside it."""
     scale = study.scale
     options = flags(
-        init_from=weights, checkpoint_dir=folder, data_dir=study.data, tokenizer=scale.tokenizer,
-        mini_batch_size=scale.rows, total_batch_size=scale.rows * scale.context, eval_tokens=scale.eval_tokens,
-        eval_freq=1, hellaswag_freq=0, sample_freq=0,
+        init_from=weights, data_dir=study.data, tokenizer=scale.tokenizer, mini_batch_size=scale.rows,
+        total_batch_size=scale.rows * scale.context, eval_tokens=scale.eval_tokens, eval_freq=1, hellaswag_freq=0,
+        sample_freq=0,
     )  # fmt: skip
-    said = output_of([sys.executable, "train.py", "--eval_only", *options], REPO, folder / "evaluated.txt")
+    said = output_of([sys.executable, "train.py", "--eval_only", *options], REPO, weights.parent / "evaluated.txt")
     return float(re.findall(r"^val loss ([^\s,]+)", said, re.MULTILINE)[0])
 
 
