@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Style, types and tests, on the CPU and without a network, in parallel. Further arguments go to pytest:
+# Style, types, the documentation site and tests, on the CPU and without a network, in parallel. Further arguments go to pytest:
 #   scripts/test.sh -k resume
 #   scripts/test.sh -n 0          one test at a time
 set -euo pipefail
@@ -9,4 +9,5 @@ scripts/setup.sh test
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy
+NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet --site-dir .venv/site
 exec .venv/bin/python -m pytest -q -n 4 --dist worksteal --durations=10 "$@"
