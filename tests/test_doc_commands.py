@@ -1,0 +1,78 @@
+"""The commands of README.md and docs/: each names a program that exists and options that it accepts."""
+
+import re
+import shlex
+from importlib import util
+from pathlib import Path
+
+import monitor_training
+import pytest
+import upload_manager
+from conftest import REPO
+
+import convert_hf
+import generate
+import hellaswag_eval
+import look
+import prepare_dataset
+import replay
+from steadygpt import config
+from steadygpt.base.options import read_flags
+
+PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
+OPTIONS = {
+    "convert_hf.py": convert_hf.ConvertOptions,
+    "generate.py": generate.Options,
+    "hellaswag_eval.py": hellaswag_eval.HellaSwagOptions,
+    "look.py": look.LookOptions,
+    "monitor_training.sh": monitor_training.MonitorOptions,
+    "prepare_dataset.py": prepare_dataset.PrepareOptions,
+    "replay.py": replay.ReplayOptions,
+    "scripts/upload_manager.py": upload_manager.ManagerOptions,
+}
+TRAINS = {"train.py", "list_checkpoints.sh", "resume_training.sh", "scripts/multinode.sh", "scripts/slurm.sh",
+          "scripts/quickstart.sh", "start_training.sh"}  # whose options are those of train.py  # fmt: skip
+CREATED = ("all_reduce.py",)  # by a command before
+LAUNCHERS = r"(?:[A-Z_]+=\S+ )*(?:python|torchrun|accelerate|sbatch|\./|scripts/)"
+TOML = re.compile(r"```toml\n(?:# (\S+\.toml)\n)?(.*?)```", re.DOTALL)
+
+
+def commands_of(page: Path) -> list[str]:
+    """Return the commands in the blocks of a page, and those in its tables."""
+    text = TOML.sub("", page.read_text())
+    blocks = "\n".join([*re.findall(r"^    (.*)$", text, re.M), *re.findall(r"^```(?:bash|sh)\n(.*?)^```", text, re.S | re.M)])
+    lines = re.sub(r" +#.*$", "", blocks.replace("\\\n", " "), flags=re.M).splitlines()
+    # Not those of the first column, which has the commands of other trainers.
+    cells = re.findall(r"`([^`\n]+)`", "\n".join(re.findall(r"^\|[^|]*\|(.*)", text, re.M)))
+    # One line may have several commands beside each other, or a command behind others.
+    parts = [part.strip() for line in [*lines, *cells] for part in re.split(r"   +|&&|\|\|? | > |; (?:do )?", line)]
+    return [part for part in parts if re.match(LAUNCHERS, part) and re.search(r"\.(py|sh)\b| -m ", part)]
+
+
+COMMANDS = [(page.name, command) for page in PAGES for command in dict.fromkeys(commands_of(page))]
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS)
+def test_command_of_a_page_is_accepted(page, command, tmp_path, monkeypatch):
+    """Files that a page shows are there; placeholders are words in capitals or dots."""
+    (tmp_path / "mine.toml").touch()
+    for name, values in TOML.findall((REPO / page if page == "README.md" else REPO / "docs" / page).read_text()):
+        (tmp_path / (name or "mine.toml")).write_text(values)
+    monkeypatch.chdir(tmp_path)
+    words = [word for word in shlex.split(command) if word != "..."]
+    if "-m" in words and "benchmarks" in command:
+        assert util.find_spec(words[words.index("-m") + 1])
+        return
+    at = next(at for at, word in enumerate(words) if word.endswith((".py", ".sh")))
+    script, argv = words[at].removeprefix("./"), words[at + 1 :]
+    if script in CREATED:
+        return
+    assert (REPO / script).is_file()
+    if script in TRAINS:
+        config.parse_args(argv)
+    elif script in OPTIONS:
+        read_flags(OPTIONS[script], argv, "")
+
+
+def test_every_page_that_shows_the_trainer_is_read():
+    assert {page for page, command in COMMANDS if "train" in command} >= {"README.md", "gpt2.md", "from-other-trainers.md"}
