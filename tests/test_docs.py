@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-import pytest
 from conftest import REPO
 from record import TEST
 
@@ -27,11 +26,10 @@ def ratios(page: str) -> list[str]:
     return [cell for cell in cells if re.match(r"(equal: )?\d", cell)]
 
 
-@pytest.mark.parametrize(("page", "count"), [("README.md", 6), ("docs/speed.md", 11)])
-def test_ratios_have_their_range_and_are_those_of_the_results(page, count):
+def test_ratios_have_their_range_and_are_those_of_the_results():
     results = text("benchmarks/RESULTS.md")
-    found = ratios(page)
-    assert len(found) == count
+    found = ratios("docs/speed.md")
+    assert len(found) == 11
     for ratio in found:
         median, low, high = map(float, re.fullmatch(r"(?:equal: )?([\d.]+) \(([\d.]+) to ([\d.]+)\)", ratio).groups())
         assert f"| {median:.2f} ({low:.2f} to {high:.2f}) |" in results
@@ -59,3 +57,10 @@ def names_in(paths: Iterable[Path]) -> set[str]:
 def test_the_table_of_faults_names_every_test_of_the_folder_and_none_that_does_not_exist():
     tests, named = REPO / "tests", set(TEST.findall(text("docs/RELIABILITY.md")))
     assert names_in(tests.glob("faults/test_*.py")) <= named <= names_in(tests.rglob("test_*.py"))
+
+
+def test_the_address_of_the_repository_is_the_same_everywhere():
+    [address] = re.findall(r"^repo_url: (\S+)$", text("mkdocs.yml"), re.MULTILINE)
+    pages = ["README.md", "pyproject.toml", "docs/index.md", "docs/install.md"]
+    found = {page: set(re.findall(r"https://github\.com/[\w.-]+/steadygpt", text(page))) for page in pages}
+    assert found == dict.fromkeys(pages, {address})
