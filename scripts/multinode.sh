@@ -8,7 +8,8 @@ set -euo pipefail
 . "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/nproc.sh"
 : "${HEAD:?is not set; expected the name or address of one node, the same on every node}"
 : "${NNODES:?is not set; expected the number of nodes, such as 2, or a range, such as 1:2}"
-[[ $NNODES =~ ^[0-9]+(:[0-9]+)?$ ]] || { echo "NNODES is $NNODES; expected the number of nodes, such as 2, or a range, such as 1:2" >&2; exit 2; }
+number_or_range='^[0-9]+(:[0-9]+)?$'  # written inline, bash 3.2 may reject the parentheses
+[[ $NNODES =~ $number_or_range ]] || { echo "NNODES is $NNODES; expected the number of nodes, such as 2, or a range, such as 1:2" >&2; exit 2; }
 # Without this, PyTorch 2.13 does not tell a returning node the address of rank 0, and the restart times out.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 trap '' USR1  # torchrun would die of it; the ranks install their own handler, which stops the run and saves
@@ -17,5 +18,5 @@ command=(
     --rdzv_backend=c10d --rdzv_endpoint="$HEAD:${PORT:-29400}" --rdzv_id="${RUN_ID:-steadygpt}"
     --rdzv_conf="join_timeout=86400${RDZV_CONF:+,$RDZV_CONF}" "$repo/train.py" --resume auto "$@"
 )
-echo "+ ${command[*]@Q}"
+echo "+$(printf ' %q' "${command[@]}")"
 exec "${command[@]}"

@@ -21,7 +21,8 @@ if [ "${1:-}" = --check ]; then
     if is_recent .venv/bin/python; then python=.venv/bin/python; else find_python; fi
     [ -n "$python" ] || { echo "error: $missing" >&2; exit 2; }
     "$python" -c 'import torch' || { echo "error: PyTorch cannot be imported; run ./setup.sh, or rm -rf .venv first" >&2; exit 2; }
-    exec "$python" train.py --dry_run --steps_per_epoch 18795 "${@:2}"  # the steps of FineWeb-Edu, which need not be here
+    shift
+    exec "$python" train.py --dry_run --steps_per_epoch 18795 "$@"  # the steps of FineWeb-Edu, which need not be here
 fi
 
 list=scripts/requirements${1:+-$1}.txt

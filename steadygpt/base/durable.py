@@ -8,6 +8,7 @@ import mmap
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -44,7 +45,7 @@ def write_temporary(
             write(file)
             file.flush()
             if durable:
-                os.fsync(file.fileno())
+                fsync(file.fileno())
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename is None:
@@ -113,7 +114,7 @@ def link_file(source: Path, target: Path) -> None:
     except OSError:
         shutil.copy2(source, temporary)
         with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
+            fsync(file.fileno())
     os.replace(temporary, target)
     temporary.unlink(missing_ok=True)  # still there if both names were already one file: rename() then does nothing
 
@@ -124,11 +125,20 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def fsync(descriptor: int) -> None:
+    """Write a file or folder to the disk, on macOS also out of the disk's own cache, as os.fsync does elsewhere."""
+    if hasattr(fcntl, "F_FULLFSYNC"):  # macOS
+        with suppress(OSError):  # the file system does not support it
+            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
+            return
+    os.fsync(descriptor)
+
+
 def fsync_folder(folder: Path) -> None:
     """Write the names in `folder` to the disk, which the fsync of a file does not."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        fsync(descriptor)
     finally:
         os.close(descriptor)
 

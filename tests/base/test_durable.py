@@ -1,6 +1,7 @@
 """Atomic file writes and folder locks."""
 
 import errno
+import fcntl
 import os
 import tempfile
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steadygpt.base.durable import UncachedFile, lock_folder, replace_file
+from steadygpt.base.durable import UncachedFile, fsync, lock_folder, replace_file
 from steadygpt.base.options import UserError
 
 
@@ -28,6 +29,22 @@ def test_replace_file_keeps_the_old_content_when_writing_fails(tmp_path):
     assert os.listdir(tmp_path) == ["file"]
     replace_file(path, lambda file: file.write(b"new"))
     assert path.read_text() == "new"
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_fsync_on_macos_is_a_full_fsync_where_the_file_system_supports_it(supported, monkeypatch):
+    calls = []
+
+    def full_fsync(descriptor, command):
+        calls.append((descriptor, command))
+        if not supported:
+            raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+    monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)
+    monkeypatch.setattr(fcntl, "fcntl", full_fsync)
+    monkeypatch.setattr(os, "fsync", calls.append)
+    fsync(7)
+    assert calls == [(7, 51)] + [7] * (not supported)
 
 
 @given(st.lists(st.binary(max_size=20_000), max_size=5))
