@@ -14,7 +14,6 @@ holds only weights: generate.py, hellaswag_eval.py and train.py --init_from acce
 
 import dataclasses
 import json
-import os
 import re
 import shutil
 import sys
@@ -28,7 +27,7 @@ from torch import Tensor
 
 from generate import load_model
 from model import GPT, GPTConfig
-from steadygpt.base.durable import fsync_folder, replace_file
+from steadygpt.base.durable import fsync, fsync_folder, replace_file
 from steadygpt.base.options import OptionError, UserError, kind_of, option, parse_options, run_cli
 from steadygpt.checkpoint.files import FORMAT_VERSION, NAMED, as_checkpoint, load_verified, open_checkpoint
 from steadygpt.convert.families import (
@@ -403,7 +402,7 @@ def write_folder(checkpoint: dict, folder: Path) -> list[str]:
             (temporary / TOKENIZER_JSON).write_bytes((tokenizer.json or to_json(tokenizer.encoding)).encode())
         for file in temporary.iterdir():
             with open(file, "rb") as written:
-                os.fsync(written.fileno())
+                fsync(written.fileno())
         temporary.rename(folder)
         fsync_folder(folder.absolute().parent)
     except (OSError, SafetensorError) as error:

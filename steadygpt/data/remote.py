@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from steadygpt.base.durable import sha256_of
+from steadygpt.base.durable import fsync, sha256_of
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
 from steadygpt.base.retry import Service
@@ -85,7 +85,7 @@ class RemoteFile:
                     file.write(block)
                     progress(file.tell())
                 file.flush()
-                os.fsync(file.fileno())
+                fsync(file.fileno())
                 # The partial file may have been begun before the machine crashed.
                 if file.tell() == self.size and (not self.sha256 or sha256_of(part) == self.sha256):
                     os.replace(part, target)

@@ -21,7 +21,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from torch import nn
 
-from steadygpt.base.durable import fsync_folder, replace_file
+from steadygpt.base.durable import fsync, fsync_folder, replace_file
 from steadygpt.base.options import mute
 from steadygpt.base.retry import brief
 from steadygpt.base.text import STAMP, timestamp
@@ -317,7 +317,7 @@ class LineFile:
     def flush(self) -> None:
         """Make the lines durable."""
         self.file.flush()
-        os.fsync(self.file.fileno())
+        fsync(self.file.fileno())
 
     def close(self) -> None:
         self.file.close()
