@@ -48,12 +48,13 @@ FLAGS = (
     "--total_batch_size 64 --mini_batch_size 2 --max_steps 12 --max_lr 0.01 --min_lr 0.001 --warmup_steps 2 --seed 22 "
     "--checkpoint_freq 4 --checkpoint_minutes 0 --eval_freq 0 --hellaswag_freq 0 --sample_freq 0"
 )
-# Hold train.py at the start of step 6, so that the kill always comes there.
+# Hold train.py at the start of step 6, with the last save written, so that the kill always comes there.
 HELD = """
 import time, train
 take_step = train.train_step
 def hold(run, batches):
     if run.state.step == 6:
+        run.saves.wait()
         print("held", flush=True)
         time.sleep(60)
     return take_step(run, batches)
@@ -146,11 +147,10 @@ def records(run: str) -> dict[int, tuple[float, float]]:
 def show_kill_and_resume() -> None:
     flags = f"{FLAGS} --checkpoint_dir killed --logdir killed".split()
     command, environment = [sys.executable, "-c", HELD, *flags], os.environ | {"PYTHONPATH": str(REPO)}
-    awaited = ["saved step 4", "held"]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
-        while awaited and (line := process.stdout.readline()):
-            awaited = [start for start in awaited if not line.startswith(start)]
+        while process.stdout.readline() not in ("held\n", ""):  # "": it has ended
+            pass
         process.send_signal(signal.SIGKILL)
     before, checkpoint = records("killed"), read_checkpoint(Path("killed/latest.pt"))
     print(f"\nexit       {process.returncode}, after steps {' '.join(map(str, before))}")
@@ -159,7 +159,7 @@ def show_kill_and_resume() -> None:
     print(f"latest.pt  step {checkpoint['step']}, rows_consumed {checkpoint['rows_consumed']}\n")
 
     _, output = quietly(train.main, [*flags, "--resume", "latest"])
-    print(*(line for line in output.splitlines() if line.startswith("resumed")), sep="\n")
+    print(*(line for line in output.splitlines() if line.startswith("resumed at")), sep="\n")
     after, whole = records("killed"), records("whole")
     for step in (4, 5):
         print(f"step {step}     loss {before[step][0]:.3f}, again {after[step][0]:.3f}")
