@@ -1,0 +1,175 @@
+"""Follow a sentence from the tokenizer to a resume after kill -9, and print the values that walkthrough.md quotes.
+
+    python docs/walkthrough.py
+
+It takes seconds on a CPU, downloads nothing, and prints the same each time.
+"""
+
+import contextlib
+import io
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import fields
+from pathlib import Path
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+import torch
+
+import prepare_dataset
+import train
+from steadygpt.checkpoint import saves
+from steadygpt.checkpoint.files import TrainState, read_checkpoint
+from steadygpt.config import parse_args
+from steadygpt.data.tokenizer import get_tokenizer
+from steadygpt.log.runlog import RunLog
+from steadygpt.machine.ranks import Ranks
+from steadygpt.run.schedule import learning_rate
+
+REPO = Path(train.__file__).parent
+TEXTS = (
+    "To be, or not to be, that is the question:",
+    "Whether 'tis nobler in the mind to suffer",
+    "The slings and arrows of outrageous fortune,",
+    "Or to take arms against a sea of troubles,",
+    "And by opposing end them: to die, to sleep",
+    "No more, and by a sleep to say we end",
+    "The heart-ache.",
+)
+FLAGS = (
+    "--data_dir data --device cpu --precision fp32 --num_layers 1 --num_heads 2 --embd_size 16 --context_length 16 "
+    "--total_batch_size 64 --mini_batch_size 2 --max_steps 12 --max_lr 0.01 --min_lr 0.001 --warmup_steps 2 --seed 22 "
+    "--checkpoint_freq 4 --checkpoint_minutes 0 --eval_freq 0 --hellaswag_freq 0 --sample_freq 0"
+)
+# Hold train.py at the start of step 6, with the last save written, so that the kill always comes there.
+HELD = """
+import time, train
+take_step = train.train_step
+def hold(run, batches):
+    if run.state.step == 6:
+        run.saves.wait()
+        print("held", flush=True)
+        time.sleep(60)
+    return take_step(run, batches)
+train.train_step = hold
+train.run_cli(train.main)
+"""
+
+
+def quietly(function, *args):
+    """Call a function; return its result and what it prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(output):
+        return function(*args), output.getvalue()
+
+
+def build() -> train.Run:
+    """Build the run that train.py trains, except that it writes nothing."""
+    config, given = parse_args(f"{FLAGS} --dry_run measure".split())
+    ranks = Ranks(torch.device("cpu"))
+    with contextlib.ExitStack() as held:
+        plan = train.make_plan(config, given, ranks, held)
+        return train.build_run(plan, RunLog(config, ranks), held)
+
+
+def show_data() -> None:
+    tokenizer = get_tokenizer("bytes")
+    ids = tokenizer.encode(TEXTS[0])
+    print(f"text       {TEXTS[0]}\nids        {' '.join(map(str, ids[:8]))} ... ({len(ids)} in all)")
+    Path("hamlet.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    argv = "--source hamlet.jsonl --tokenizer bytes --val_tokens 0 --num_workers 1 --out data"
+    quietly(prepare_dataset.main, argv.split())
+
+    run, _ = quietly(build)
+    [source] = run.data.sources
+    tokens = source.shards.shards[0].tokens()
+    print(f"\nshard      {source.shards.shards[0].path}: {len(tokens)} tokens, {tokens.dtype}\nbegins     {tokens[:9]}")
+    print(f"\nrows       ({len(tokens)} - 1) // 16 = {source.rows.rows_per_epoch}")
+    for row in range(3):
+        print(f"row {row}      {tokenizer.decode(tokens[16 * row : 16 * row + 17].tolist())!r}")
+    _, order = source.rows.locate(np.arange(32))
+    print(f"\nepoch 0    {order[:16]}\nepoch 1    {order[16:]}\n")
+    with contextlib.closing(run.training_batches()) as batches:
+        for micro_step in range(2):
+            for name, tensor in zip(("inputs", "targets"), batches.next(), strict=True):
+                print(f"{name:<9}{micro_step} {[tokenizer.decode(row) for row in tensor.tolist()]}")
+
+
+def show_step() -> None:
+    run, _ = quietly(build)
+    rows = torch.from_numpy(run.rows.read(0, 4))  # of step 0
+    loss = run.model(rows[:, :-1], rows[:, 1:])
+    loss.backward()
+    squares = sum(parameter.grad.square().sum().item() for parameter in run.model.parameters())
+    print(f"\nby hand    loss {loss:.3f}, gradient norm {math.sqrt(squares):.3f}; ln 257 = {math.log(257):.3f}")
+    with contextlib.closing(run.training_batches()) as batches:
+        found = train.train_step(run, batches).result()
+    print(f"step 0     loss {found.loss:.3f}, gradient norm {found.grad_norm:.3f}")
+    print(f"lr         {' '.join(f'{learning_rate(run.config, step, 12):.4f}' for step in range(6))} ...")
+
+
+def show_save() -> None:
+    """Train to the end, and show what the save of step 8 does."""
+    calls: list[str] = []
+
+    def recorded(owner, name: str):
+        function = getattr(owner, name)
+
+        def call(*args, **options):
+            files = [arg.name for arg in args if isinstance(arg, Path)]
+            if owner is not os or files == [".latest.pt.tmp", "latest.pt"]:  # other files are replaced too
+                calls.append(f"{name:<16} {' -> '.join(files)}".rstrip())
+            return function(*args, **options)
+
+        return mock.patch.object(owner, name, call)
+
+    in_saves = ((saves, name) for name in ("write_temporary", "link_file", "fsync_folder"))
+    with contextlib.ExitStack() as stack:
+        for owner, name in ((train, "capture"), (RunLog, "flush"), *in_saves, (os, "replace")):
+            stack.enter_context(recorded(owner, name))
+        quietly(train.main, f"{FLAGS} --checkpoint_dir whole --logdir whole".split())
+    starts = [i for i, call in enumerate(calls) if call == "capture"]  # of steps 4, 8 and 12
+    print("", *calls[starts[1] : starts[2]], sep="\n")
+
+
+def records(run: str) -> dict[int, tuple[float, float]]:
+    """Return step -> loss and gradient norm, as the log of a run has them."""
+    lines = map(json.loads, Path(run, "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines if "loss" in line}
+
+
+def show_kill_and_resume() -> None:
+    flags = f"{FLAGS} --checkpoint_dir killed --logdir killed".split()
+    command, environment = [sys.executable, "-c", HELD, *flags], os.environ | {"PYTHONPATH": str(REPO)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        while process.stdout.readline() not in ("held\n", ""):  # "": it has ended
+            pass
+        process.send_signal(signal.SIGKILL)
+    before, checkpoint = records("killed"), read_checkpoint(Path("killed/latest.pt"))
+    print(f"\nexit       {process.returncode}, after steps {' '.join(map(str, before))}")
+    print(f"files      {' '.join(sorted(path.name for path in Path('killed').glob('*.pt')))}")
+    print(f"TrainState {' '.join(f.name for f in fields(TrainState))}")
+    print(f"latest.pt  step {checkpoint['step']}, rows_consumed {checkpoint['rows_consumed']}\n")
+
+    _, output = quietly(train.main, [*flags, "--resume", "latest"])
+    print(*(line for line in output.splitlines() if line.startswith("resumed at")), sep="\n")
+    after, whole = records("killed"), records("whole")
+    for step in (4, 5):
+        print(f"step {step}     loss {before[step][0]:.3f}, again {after[step][0]:.3f}")
+    one, other = (read_checkpoint(Path(name, "latest.pt"))["model"] for name in ("killed", "whole"))
+    print(f"equal      losses {after == whole}, weights {all(torch.equal(one[name], other[name]) for name in other)}")
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        show_data()
+        show_step()
+        show_save()
+        show_kill_and_resume()

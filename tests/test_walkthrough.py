@@ -1,0 +1,28 @@
+"""docs/walkthrough.md quotes what docs/walkthrough.py prints, and names functions that exist."""
+
+import importlib
+import re
+import runpy
+from operator import attrgetter
+
+from conftest import REPO
+from test_imports import FILES
+
+PAGE = (REPO / "docs/walkthrough.md").read_text()
+FILE_NAMES = ("pt", "py", "json", "jsonl", "md", "tmp")  # `latest.pt` is no attribute of a module
+
+
+def test_the_page_quotes_the_output_of_the_script(capsys):
+    runpy.run_path(str(REPO / "docs/walkthrough.py"), run_name="__main__")
+    quoted = re.findall(r"^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    assert "\n".join(quoted) == capsys.readouterr().out
+
+
+def test_the_functions_that_the_page_names_exist():
+    modules = {name.rpartition(".")[2]: name for name in FILES}
+    assert len(modules) == len(FILES)  # so that the last part of a module's name is enough
+    names = [name for name in re.findall(r"`(\w+(?:\.\w+)+)`", PAGE) if not name.endswith(FILE_NAMES)]
+    assert len(names) > 30
+    for name in names:
+        module, _, attribute = name.partition(".")
+        attrgetter(attribute)(importlib.import_module(modules.get(module, module)))  # raises AttributeError
