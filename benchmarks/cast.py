@@ -31,8 +31,6 @@ COMMANDS = (
 KILLED_AFTER, STEPS_AFTER = 60, 6  # the step of the kill; the steps shown after the comparison
 COLUMNS, ROWS, ROWS_BELOW = 72, 16, 3
 CHARACTER, LINE, MARGIN, BAR = 8.4, 20, 18, 38  # width and heights in pixels
-HEIGHT = BAR + LINE * (ROWS + ROWS_BELOW) + 58
-WIDTH = COLUMNS * CHARACTER + 2 * MARGIN
 STEP = re.compile(r"(?P<before>step +(?P<step>[\d,]+)\b(?!.*val loss).*?\bloss +)(?P<loss>[\d.]+)(?P<after>.*)")
 COMPARISON = re.compile(r"repeated [\d,]+ (logged )?steps?\b.*bit for bit")
 STYLE = """
@@ -125,11 +123,11 @@ class Pane:
             for kind, keyframes, place in zip("sc", (scroll, cursor), places[-1], strict=True)
         )
         texts = "".join(f'<text y="{LINE * row + 15}">{line}</text>' for row, line in enumerate(self.lines))
-        height = self.rows * LINE
+        width, height = COLUMNS * CHARACTER + 2, self.rows * LINE
         return (
-            f'<style>{style}</style><svg x="{MARGIN}" y="{top}" width="{COLUMNS * CHARACTER + 2}" height="{height}">'
-            f'<g class="{name}s">{texts}<g class="{name}c"><rect class="cover" width="{WIDTH}" height="{LINE}"/>'
-            f'<rect class="cover" x="{-WIDTH}" y="{LINE}" width="{2 * WIDTH}" height="{2 * height}"/>'
+            f'<style>{style}</style><svg y="{top}" width="{width}" height="{height}">'
+            f'<g class="{name}s">{texts}<g class="{name}c"><rect class="cover" width="{width}" height="{LINE}"/>'
+            f'<rect class="cover" x="{-width}" y="{LINE}" width="{2 * width}" height="{2 * height}"/>'
             f'<rect width="{CHARACTER}" height="17" y="2" fill="#8b949e"/></g></g></svg>'
         )
 
@@ -190,23 +188,29 @@ def draw(recorded: dict[str, Any]) -> str:
     pane.show(killed, tspan("Killed", "red"))
     pane.prompt(killed)
     duration = show_life(pane, pane.type(killed + 1.4, COMMANDS[1], random), second["lines"], 0.13, "green") + 2.5
-    divider = BAR + 12 + ROWS * LINE + 12
+    divider = ROWS * LINE + 12
+    panes = pane.svg("a", 0, duration) + below.svg("b", divider + 18, duration)
+    line = f'<path d="M{1 - MARGIN} {divider}H{COLUMNS * CHARACTER + MARGIN - 1}" stroke="#3d444d"/>'
+    title = "<title>A run is killed, resumes, and repeats its steps bit for bit</title>"
+    still = "@media (prefers-reduced-motion:reduce){g{animation:none!important}}"
+    height = divider + 18 + ROWS_BELOW * LINE
+    return frame("kill -9, then resume", COLUMNS * CHARACTER, height, f"{title}<style>{still}</style>{panes}{line}")
+
+
+def frame(title: str, width: float, height: float, content: str) -> str:
+    """Return an SVG of a dark terminal's window, for both colour schemes, with content of this size in pixels."""
+    across, down = round(width + 2 * MARGIN), round(height + BAR + 24)
     dots = "".join(
         f'<circle cx="{22 + 20 * i}" cy="{BAR / 2}" r="6" fill="{colour}"/>'
         for i, colour in enumerate(("#ff5f57", "#febc2e", "#28c840"))
     )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:.0f} {HEIGHT}" width="{WIDTH:.0f}"'
-        f' height="{HEIGHT}" xml:space="preserve">'
-        "<title>A run is killed, resumes, and repeats its steps bit for bit</title>"
-        f"<style>{STYLE}@media (prefers-reduced-motion:reduce){{g{{animation:none!important}}}}</style>"
-        f'<rect x=".5" y=".5" width="{WIDTH - 1:.0f}" height="{HEIGHT - 1}" rx="10" fill="#0d1117" stroke="#3d444d"/>'
-        f'<path d="M.5 {BAR}V10.5a10 10 0 0 1 10-10H{WIDTH - 11:.0f}a10 10 0 0 1 10 10V{BAR}z" fill="#21262d"/>{dots}'
-        f'<text x="{WIDTH / 2:.0f}" y="{BAR / 2 + 5}" text-anchor="middle" class="dim">kill -9, then resume</text>'
-        + pane.svg("a", BAR + 12, duration)
-        + f'<path d="M1 {divider}H{WIDTH - 1:.0f}" stroke="#3d444d"/>'
-        + below.svg("b", divider + 18, duration)
-        + "</svg>\n"
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {across} {down}" width="{across}" height="{down}"'
+        f' xml:space="preserve"><style>{STYLE}</style>'
+        f'<rect x=".5" y=".5" width="{across - 1}" height="{down - 1}" rx="10" fill="#0d1117" stroke="#3d444d"/>'
+        f'<path d="M.5 {BAR}V10.5a10 10 0 0 1 10-10H{across - 10.5}a10 10 0 0 1 10 10V{BAR}z" fill="#21262d"/>{dots}'
+        f'<text x="{across / 2}" y="{BAR / 2 + 5}" text-anchor="middle" class="dim">{title}</text>'
+        f'<g transform="translate({MARGIN} {BAR + 12})">{content}</g></svg>\n'
     )
 
 
