@@ -572,7 +572,7 @@ def seeds_together(runs: Sequence[Mapping[int, float]]) -> list[tuple[int, float
 
 
 def mark_savings(axes: "Axes", study: Study, per_step: float, slower: float, noun: str) -> None:
-    """Draw an arrow from GPT-2's last step to where the recipe reaches its mean final loss, and name the ratio in the title.
+    """Draw an arrow from GPT-2's last step to where the recipe reaches its mean final loss; the title gets the ratio.
 
     Args:
         per_step: tokens or minutes per step of GPT-2.
