@@ -14,7 +14,7 @@ is exactly 0.
 nanoGPT trains the same shape on the same text with the same batch size and learning rates, on one process. It is killed
 after the same numbers of its own steps and restarted with --init_from=resume. Both save after every step. nanoGPT
 overwrites its only checkpoint in place: before each start this script copies a checkpoint that loads, and restores the
-copy when a kill has corrupted the next one.
+copy when a kill has corrupted the next one. The loss that nanoGPT logs is that of the last micro-batch of a step.
 """
 
 import argparse
@@ -123,7 +123,7 @@ def live(folder: Path, ranks: int, steps: int, instant: float = math.inf, start:
     processes = start(folder, ranks, steps)
     try:
         while len(logged_at) <= instant - 1 and all(process.poll() is None for process in processes):
-            time.sleep(0.005)
+            time.sleep(0.02)
             logged_at += [time.monotonic()] * (len(logged_steps(out)) - len(logged_at))
         if len(logged_at) > instant - 1:
             time.sleep(instant % 1 * (logged_at[-1] - logged_at[0]) / max(1, len(logged_at) - 1))
@@ -262,43 +262,46 @@ def draw(found: dict[str, Any], file: Path) -> None:
     from matplotlib import pyplot
 
     ours, theirs = found["steadygpt"], found.get("nanogpt")
-    picture.set_style(17)
-    rows = 3 if theirs else 2
-    figure, grid = pyplot.subplots(
-        rows, figsize=(11, 3.6 * rows - 1), layout="constrained", sharex=True, height_ratios=[3] * (rows - 1) + [2]
+    picture.set_style(16)
+    heights = [3, 3, 1.7] if theirs else [3, 1.7]
+    figure, (top, *middle, below) = pyplot.subplots(
+        len(heights), figsize=(10, sum(heights) + 3), layout="constrained", sharex=True, height_ratios=heights
     )
     steps, kills = len(ours["uninterrupted"]), [Kill(*kill) for kill in ours["kills"]]
-    top, below = grid[0], grid[-1]
+    times = f"{len(kills)} kill{'s' * (len(kills) != 1)}"
+    difference = [one - other for one, other in zip(ours["killed"], ours["uninterrupted"], strict=True)]
+    largest = max(map(abs, difference))
+    top.set_title(f"SteadyGPT: {times}, difference {largest:.2g} at {'all' if largest == 0 else 'most'} steps")
     top.plot(ours["uninterrupted"], color=picture.PALE, linewidth=7, label="uninterrupted, 1 process")
-    top.plot(ours["killed"], color=picture.BLUE, linewidth=1.6, label="killed and resumed")
+    top.plot(ours["killed"], color=picture.BLUE, linewidth=1.8, label="killed and resumed")
     for ranks, mark, colour in ((1, "o", picture.RED), (2, "^", picture.ORANGE), (4, "s", picture.GREEN)):
         at = [kill.step for kill in kills if kill.ranks == ranks]
         label = f"kill -9 on {ranks} process{'es' * (ranks > 1)} ({len(at)})"
-        top.plot(at, [ours["killed"][step] for step in at], mark, color=colour, markersize=8, zorder=3, label=label)
-    difference = [one - other for one, other in zip(ours["killed"], ours["uninterrupted"], strict=True)]
-    largest = max(map(abs, difference))
-    below.plot(difference, color=picture.BLUE, linewidth=4, label=f"SteadyGPT: {largest:.2g} at every step", zorder=3)
-    top.set_title(f"SteadyGPT: {len(kills)} kills, the same loss at every step" if largest == 0 else "SteadyGPT")
-    if theirs:
-        middle = grid[1]
-        middle.plot(theirs["uninterrupted"], color=picture.SAND, linewidth=7, label="uninterrupted, 1 process")
+        style = {"color": colour, "markersize": 9, "zorder": 3, "label": label}
+        top.plot(at, [ours["killed"][step] for step in at], mark, **style)
+    below.set_title("difference from the uninterrupted run")
+    below.plot(difference, color=picture.BLUE, linewidth=4, label="SteadyGPT", zorder=3)
+    for axes in middle:
+        axes.set_title(f"nanoGPT: {times} after as many steps; each resume repeats its first batches")
+        axes.plot(theirs["uninterrupted"], color=picture.SAND, linewidth=7, label="uninterrupted, 1 process")
         for number, (first, life) in enumerate(theirs["lives"]):
+            style = {"color": picture.ORANGE, "linewidth": 1.8}
             own = range(first, first + len(life))
-            label = None if number else "killed and resumed"
-            middle.plot(own, life, color=picture.ORANGE, linewidth=1.6, label=label)
+            axes.plot(own, life, **style, label="" if number else "killed and resumed")
             apart = [loss - theirs["uninterrupted"][step] for step, loss in zip(own, life, strict=True)]
-            label = None if number else "nanoGPT"
-            below.plot(own, apart, color=picture.ORANGE, linewidth=1.6, label=label)
-        at = theirs["kills"]
-        ends = [life[-1] for _, life in theirs["lives"]][: len(at)]
-        middle.plot(at, ends, "o", color=picture.RED, markersize=8, zorder=3, label=f"kill -9 ({len(at)})")
-        middle.set_title("nanoGPT: killed after as many steps, repeats its first batches")
-    for axes in (*grid[:-1],):
+            below.plot(own, apart, **style, label="" if number else "nanoGPT")
+        ends = [life[-1] for _, life in theirs["lives"]][: len(theirs["kills"])]
+        label = f"kill -9 on 1 process ({len(ends)})"
+        axes.plot(theirs["kills"], ends, "o", color=picture.RED, markersize=9, zorder=3, label=label)
+    for axes in (top, *middle):
         axes.set(ylabel="training loss")
-        axes.legend()
-    below.set(xlabel="step", xlim=(0, steps), ylabel="difference")
-    below.set_title("Difference from the uninterrupted run")
-    below.legend(loc="lower left", ncols=2)
+        axes.legend(fontsize=14, labelspacing=0.3)
+    below.set(xlabel="step", xlim=(0, steps))
+    below.legend(fontsize=14, ncols=2, loc="lower left")
+    saves = f"{'both save' if theirs else 'saves'} after every step"
+    caption = f"0.84 M parameters, fp32 on a CPU, one thread per process, {saves},\nSteadyGPT with --deterministic"
+    options = " ".join(found.get("options", ()))
+    figure.supxlabel(f"{caption} {options}".strip(), fontsize=14, color=picture.DIM, x=0.01, ha="left")
     picture.save(figure, file)
 
 
@@ -324,7 +327,7 @@ def main() -> None:
             prepare = ["prepare_dataset.py", *flags(source="stdlib", tokenizer="bytes", out=f"{name}/data")]
             subprocess.run([sys.executable, *prepare], cwd=REPO, check=True, stdout=subprocess.DEVNULL)
         for side in missing:
-            found[side] = sides[side](Path(name), args)
+            found |= {side: sides[side](Path(name), args), "options": of_training}
             if args.data:
                 args.data.write_text(json.dumps(found).replace("], ", "],\n") + "\n")
     if draws:
