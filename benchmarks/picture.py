@@ -49,7 +49,9 @@ def save(figure: "Figure", file: Path) -> None:
         return
     drawn = io.StringIO()
     figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    svg = re.sub(r"(font: [^;\"]*?px) [^;\"]*", rf"\1 {FONT}", drawn.getvalue())
+    svg = drawn.getvalue()
+    svg = re.sub(r"<metadata>.*?</metadata>\n?", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    svg = re.sub(r"font-family: [^;\"]*", f"font-family: {FONT}", svg)
     for name, (light, _) in COLOURS.items():
         svg = svg.replace(f": {light}", f": var(--{name}, {light})")
     svg = re.sub(r"(<svg[^>]*>)", lambda tag: tag[1] + css(), svg, count=1)

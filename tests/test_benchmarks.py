@@ -85,6 +85,7 @@ def test_a_plot_is_svg_for_both_colour_schemes_with_the_limit_as_a_line(tmp_path
     svg = (tmp_path / "speed.svg").read_text()
     shown = ["".join(text.itertext()) for text in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
     assert {"SteadyGPT, bf16: 7.5", "nanoGPT, bf16: 4.5", "GEMM limit 16.2"} <= {*shown}
+    assert svg.count("font-family") == svg.count(picture.FONT) > 0
     for name, (light, dark) in picture.COLOURS.items():
         assert f"--{name}:{light};" in svg and f"--{name}:{dark};" in svg
     assert f": {picture.BLUE}" not in svg and f"var(--blue, {picture.BLUE})" in svg
