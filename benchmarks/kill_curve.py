@@ -297,11 +297,12 @@ def draw(found: dict[str, Any], file: Path) -> None:
         axes.set(ylabel="training loss")
         axes.legend(fontsize=14, labelspacing=0.3)
     below.set(xlabel="step", xlim=(0, steps))
-    below.legend(fontsize=14, ncols=2, loc="lower left")
-    saves = f"{'both save' if theirs else 'saves'} after every step"
-    caption = f"0.84 M parameters, fp32 on a CPU, one thread per process, {saves},\nSteadyGPT with --deterministic"
-    options = " ".join(found.get("options", ()))
-    figure.supxlabel(f"{caption} {options}".strip(), fontsize=14, color=picture.DIM, x=0.01, ha="left")
+    below.legend(fontsize=14, ncols=2, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0)  # beside the title
+    saves = "both save" if theirs else "saves"
+    caption = f"0.84 M parameters, fp32 on a CPU, one thread per process, {saves} after every step,\n"
+    caption += " ".join(["SteadyGPT with --deterministic", *found.get("options", ())])
+    caption += "; nanoGPT logs the loss of its last micro-batch" if theirs else ""
+    figure.supxlabel(caption, fontsize=14, color=picture.DIM, x=0.01, ha="left")
     picture.save(figure, file)
 
 
