@@ -17,8 +17,11 @@ from threading import Thread
 
 import torch
 
+from benchmarks import picture
+
 REPO = Path(__file__).resolve().parent.parent
 Figures = dict[str, list[float]]  # side -> one figure per round
+LIMIT = "GEMM limit"  # the side whose figures bound those of the same precision
 
 # ---------------------------------------------------------------------------------------------------------------------
 # measuring
@@ -126,21 +129,38 @@ def number_text(x: float) -> str:
 
 
 def plot(figures: Figures, unit: str, file: Path) -> None:
-    """Draw the medians as bars, ours in blue, with a dot for each round."""
+    """Draw medians as bars with their ranges, grouped by precision, ours in blue, and a GEMM limit as a line."""
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 0.6 * len(figures) + 1.2), layout="constrained")
-    names = list(figures)[::-1]
-    medians = [statistics.median(figures[name]) for name in names]
-    colors = ["#2b6cb0" if name.startswith("SteadyGPT") else "#c0c0c0" for name in names]
-    axes.barh(names, medians, color=colors, height=0.6)
-    for name, median in zip(names, medians, strict=True):
-        beside = (max(figures[name]), name)
-        axes.annotate(number_text(median), beside, xytext=(8, 0), textcoords="offset points", va="center")
-        axes.plot(figures[name], [name] * len(figures[name]), ".", color="black", markersize=3)
-    axes.set(xlabel=unit, xlim=(0, max(medians) * 1.15))
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(file, dpi=120)
+    picture.set_style(15)
+    groups: dict[str, Figures] = {}
+    for name, found in figures.items():
+        side, _, precision = name.partition(", ")
+        groups.setdefault(precision, {})[side] = found
+    bars = sum(not name.startswith(LIMIT) for name in figures)
+    figure, axes = pyplot.subplots(figsize=(9, 0.5 * (bars + len(groups)) + 0.8), layout="constrained")
+    high, row, places, labels = max(map(max, figures.values())), 0.0, [], []
+    for precision, sides in groups.items():
+        top, limit = row, sides.pop(LIMIT, None)
+        for side, found in sides.items():
+            median = statistics.median(found)
+            colour = picture.BLUE if side.startswith("SteadyGPT") else picture.GREY
+            axes.barh(row, median, height=0.8, color=colour)
+            axes.plot([min(found), max(found)], [row, row], color=picture.INK, linewidth=1.4)
+            places.append(row)
+            labels.append(f"{side}{precision and ', '}{precision}: {number_text(median)}")
+            row += 1
+        if limit:
+            at = statistics.median(limit)
+            axes.plot([at, at], [top - 0.5, row - 0.5], color=picture.RED, linewidth=2.5)
+            text = f"{LIMIT} {number_text(at)}"
+            axes.annotate(text, (at, top - 0.5), (0, 3), textcoords="offset points", ha="right", color=picture.RED)
+        row += 0.7
+    axes.set_yticks(places, labels)
+    axes.set(xlabel=unit, xlim=(0, high * 1.12), ylim=(row - 1.1, -1.1))
+    axes.grid(axis="y", visible=False)
+    axes.tick_params(axis="y", length=0)
+    picture.save(figure, file)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

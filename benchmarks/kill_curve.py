@@ -1,12 +1,20 @@
-"""The loss of a run that is killed fifty times, drawn over the loss of the same run undisturbed.
+"""The loss of a run that is killed fifty times, drawn over the loss of the same run uninterrupted.
 
-    python -m benchmarks.kill_curve                      # with matplotlib, draws docs/steady.png
-    python -m benchmarks.kill_curve --kills 5 --steps 50 --plot small.png --precision bf16       # options of train.py
+    python -m benchmarks.kill_curve                      # with matplotlib, draws docs/steady.svg
+    git clone https://github.com/karpathy/nanoGPT
+    python -m benchmarks.kill_curve --nanogpt nanoGPT    # nanoGPT's own train.py, killed likewise, beside it
+    python -m benchmarks.kill_curve --data benchmarks/losses/kill_curve.json   # redraws it from these losses
+    python -m benchmarks.kill_curve --kills 5 --steps 50 --plot small.svg --precision bf16       # options of train.py
 
 Trains a byte-level GPT of 0.84 M parameters on Python's standard library twice, with dropout, in fp32 on the CPU. The
 first run is left alone, on one process. The second run is killed with kill -9 at random instants and resumed with
 --resume auto, each time on one, two or four processes, drawn at random. With --deterministic, the expected difference
 is exactly 0.
+
+nanoGPT trains the same shape on the same text with the same batch size and learning rates, on one process. It is killed
+after the same numbers of its own steps and restarted with --init_from=resume. Both save after every step. nanoGPT
+overwrites its only checkpoint in place: before each start this script copies a checkpoint that loads, and restores the
+copy when a kill has corrupted the next one. The loss that nanoGPT logs is that of the last micro-batch of a step.
 """
 
 import argparse
@@ -15,27 +23,40 @@ import importlib.util
 import json
 import math
 import os
+import pickle
 import re
+import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple, TextIO
 
+import numpy as np
 import torch
 
+from benchmarks import picture
 from benchmarks.compare import REPO, die_with_parent, exit_on_signals, flags
 
-STEP_LINE = re.compile(r"^step +(\d+)/", re.MULTILINE)
+STEP_LINE = re.compile(r"^(?:step +(?=\d+/)|iter (?=\d+:))(\d+)", re.MULTILINE)  # ours, nanoGPT's
 RUN = flags(
     device="cpu", precision="fp32", compile="off", num_layers=4, num_heads=4, embd_size=128, context_length=128,
     total_batch_size=2048, mini_batch_size=4, max_lr=1e-3, min_lr=1e-4, dropout=0.1, checkpoint_freq=1,
     keep_checkpoints=2, checkpoint_minutes=0, eval_freq=0, hellaswag_freq=0, sample_freq=0, resume="auto",
     deterministic="on",
+)  # fmt: skip
+
+
+NANOGPT = flags(
+    device="cpu", dtype="float32", compile=False, n_layer=4, n_head=4, n_embd=128, block_size=128, bias=True,
+    batch_size=4, gradient_accumulation_steps=4, learning_rate=1e-3, min_lr=1e-4, dropout=0.1, log_interval=1,
+    eval_interval=1, eval_iters=1, always_save_checkpoint=True,
 )  # fmt: skip
 
 
@@ -47,13 +68,16 @@ class Kill(NamedTuple):
     within_save: bool
 
 
+Start = Callable[[Path, int, int], list[subprocess.Popen]]  # folder, ranks, steps -> a process per rank
+
+
 def start(folder: Path, ranks: int, steps: int) -> list[subprocess.Popen]:
     """Start train.py, one process per rank, whose output goes to out.txt."""
     own = flags(
         data_dir=folder.parent / "data", checkpoint_dir=folder / "saved", logdir=folder / "logs", max_steps=steps,
         warmup_steps=steps // 10,
     )  # fmt: skip
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # four processes share two cores
+    environment = {}
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -63,14 +87,31 @@ def start(folder: Path, ranks: int, steps: int) -> list[subprocess.Popen]:
             if ranks > 1:
                 environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
                 environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            processes.append(subprocess.Popen(
-                [sys.executable, "train.py", *RUN, *own], cwd=REPO, env=environment, stdout=out,
-                stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=die_with_parent,
-            ))  # fmt: skip
+            processes.append(spawn([*RUN, *own], REPO, out, environment))
     return processes
 
 
-def live(folder: Path, ranks: int, steps: int, instant: float = math.inf) -> Kill | None:
+def start_nanogpt(checkout: Path, folder: Path, ranks: int, steps: int) -> list[subprocess.Popen]:
+    """Start nanoGPT's train.py on one process, from its checkpoint if there is one."""
+    assert ranks == 1
+    init_from = "resume" if (folder / "saved" / "ckpt.pt").exists() else "scratch"
+    own = flags(
+        dataset=folder.parent / "bins", out_dir=folder / "saved", init_from=init_from, max_iters=steps - 1,
+        lr_decay_iters=steps, warmup_iters=steps // 10,
+    )  # fmt: skip
+    with open(folder / "out.txt", "w") as out:
+        return [spawn([*NANOGPT, *own], checkout, out, {})]
+
+
+def spawn(options: Sequence[str], folder: Path, out: TextIO, environment: dict[str, str]) -> subprocess.Popen:
+    """Start the train.py in a folder on one thread, because four processes share two cores."""
+    return subprocess.Popen(
+        [sys.executable, "-u", "train.py", *options], cwd=folder, stdout=out, stderr=subprocess.STDOUT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment, start_new_session=True, preexec_fn=die_with_parent,
+    )  # fmt: skip
+
+
+def live(folder: Path, ranks: int, steps: int, instant: float = math.inf, start: Start = start) -> Kill | None:
     """Train until the run ends, or until all ranks are killed with kill -9; return that kill.
 
     Args:
@@ -82,7 +123,7 @@ def live(folder: Path, ranks: int, steps: int, instant: float = math.inf) -> Kil
     processes = start(folder, ranks, steps)
     try:
         while len(logged_at) <= instant - 1 and all(process.poll() is None for process in processes):
-            time.sleep(0.005)
+            time.sleep(0.02)
             logged_at += [time.monotonic()] * (len(logged_steps(out)) - len(logged_at))
         if len(logged_at) > instant - 1:
             time.sleep(instant % 1 * (logged_at[-1] - logged_at[0]) / max(1, len(logged_at) - 1))
@@ -124,27 +165,145 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
     return hashlib.sha256(b"".join(tensor.numpy().tobytes() for _, tensor in sorted(tensors.items()))).hexdigest()
 
 
-def draw(calm: dict[int, float], disturbed: dict[int, float], kills: list[Kill], difference: float, file: Path) -> None:
-    """Draw both curves over each other, with a mark at each kill."""
+def killed_lives(
+    folder: Path, args: argparse.Namespace, start: Start = start, on_one: bool = False
+) -> Iterator[Kill | None]:
+    """Start and kill a run again and again, then let it finish. Yield each kill, and None at the end."""
+    random, begun = Random(args.seed), time.monotonic()
+    ranks_of_lives = [random.choice(args.ranks) for _ in range(args.kills)]
+    for number, instant in enumerate(kill_instants(args.kills, args.steps, random), start=1):
+        if kill := live(folder, 1 if on_one else ranks_of_lives[number - 1], args.steps, instant, start):
+            where = f"at step {kill.step} of {args.steps}, ranks: {kill.ranks}{', within a save' * kill.within_save}"
+            left_s = (time.monotonic() - begun) / number * (args.kills - number)
+            print(f"kill {number} of {args.kills}: {where}; {left_s:.0f} s left", flush=True)
+            yield kill
+    live(folder, 1, args.steps, math.inf, start)
+    yield None
+
+
+def measure_steadygpt(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Train without and with kills, report how far the runs differ, and return their losses and the kills."""
+    calm, disturbed = (folder / run for run in ("calm", "killed"))
+    for run in (calm, disturbed):
+        run.mkdir()
+    print(f"uninterrupted: {args.steps} steps", flush=True)
+    live(calm, 1, args.steps)
+    kills = [kill for kill in killed_lives(disturbed, args) if kill]
+    calm_losses, killed_losses = (
+        [found[step] for step in range(args.steps)] for found in map(losses, (calm, disturbed))
+    )
+    difference = max(abs(one - other) for one, other in zip(calm_losses, killed_losses, strict=True))
+    one, other = weights(calm), weights(disturbed)
+    weight_difference = max((one[name] - other[name]).abs().max().item() for name in one)
+    lives = ", ".join(f"{count} on {ranks}" for ranks, count in sorted(Counter(kill.ranks for kill in kills).items()))
+    print(f"{len(kills)} kills (number of ranks: {lives}), {sum(kill.within_save for kill in kills)} within a save")
+    print(f"largest difference of the losses of {args.steps} steps: {difference:.3g}")
+    print(f"largest difference of the final weights: {weight_difference:.3g}")
+    print(f"SHA-256 of the final weights: uninterrupted {digest(one)[:16]}..., killed {digest(other)[:16]}...")
+    return {
+        "uninterrupted": calm_losses,
+        "killed": killed_losses,
+        "kills": kills,
+        "weight_difference": weight_difference,
+    }
+
+
+def measure_nanogpt(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Train nanoGPT without and with kills; return the losses of each life with its first step."""
+    bins, calm, disturbed = (folder / name for name in ("bins", "calm_nanogpt", "killed_nanogpt"))
+    for new in (bins, calm / "saved", disturbed / "saved"):
+        new.mkdir(parents=True)
+    for split in ("train", "val"):
+        shards = sorted((folder / "data").glob(f"*_{split}_*.npy"))
+        np.concatenate([np.load(shard) for shard in shards]).astype(np.uint16).tofile(bins / f"{split}.bin")
+    (bins / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 257}))
+    start = partial(start_nanogpt, args.nanogpt.absolute())
+    print(f"nanoGPT, uninterrupted: {args.steps} steps", flush=True)
+    live(calm, 1, args.steps, math.inf, start)
+    lives, kills, corrupt = [], [], []
+    for kill in killed_lives(disturbed, args, start, on_one=True):
+        lives.append(nanogpt_losses(disturbed))
+        if kill:
+            kills.append(kill.step)
+            if not keep_loading(disturbed / "saved" / "ckpt.pt"):
+                corrupt.append(kill.step)
+                print(
+                    "nanoGPT: the kill corrupted ckpt.pt; its copy from before the last start is restored", flush=True
+                )
+    print(f"nanoGPT: {len(kills)} kills, of which {len(corrupt)} corrupted ckpt.pt")
+    [uninterrupted] = nanogpt_losses(calm)[1:]
+    return {"uninterrupted": uninterrupted, "lives": lives, "kills": kills, "corrupt": corrupt}
+
+
+def nanogpt_losses(folder: Path) -> tuple[int, list[float]]:
+    """Return the first step of the last life, and the loss of each of its steps."""
+    found = re.findall(r"^iter (\d+): loss ([\d.]+)", (folder / "out.txt").read_text(errors="replace"), re.MULTILINE)
+    return int(found[0][0]), [float(loss) for _, loss in found]
+
+
+def keep_loading(checkpoint: Path) -> bool:
+    """Copy a checkpoint that loads, replace one that does not by its copy, and return whether it loads."""
+    copy = checkpoint.with_name("copy.pt")
+    try:
+        torch.load(checkpoint, weights_only=False)
+    except FileNotFoundError:  # killed before the first save
+        return True
+    except (RuntimeError, EOFError, pickle.UnpicklingError):
+        checkpoint.unlink()
+        if copy.exists():
+            shutil.copy(copy, checkpoint)
+        return False
+    shutil.copy(checkpoint, copy)
+    return True
+
+
+def draw(found: dict[str, Any], file: Path) -> None:
+    """Draw the runs over each other, with a mark at each kill, and below them the differences that the kills made."""
     from matplotlib import pyplot
 
-    pyplot.rcParams.update({"font.size": 13})
-    figure, axes = pyplot.subplots(figsize=(12, 6), layout="constrained")
-    axes.plot(calm.keys(), calm.values(), color="#c3d0e3", linewidth=6, label="undisturbed run, 1 process")
-    label = "run that was killed and resumed"
-    axes.plot(disturbed.keys(), disturbed.values(), color="#1a4f8b", linewidth=1.3, label=label)
-    for ranks, mark, color in ((1, "o", "#d1382c"), (2, "^", "#e88b1a"), (4, "s", "#3d8f5a")):
-        steps = [kill.step for kill in kills if kill.ranks == ranks]
-        label = f"kill -9 with {ranks} process{'es' * (ranks > 1)} ({len(steps)} times)"
-        at = [disturbed[step] for step in steps]
-        axes.plot(steps, at, mark, color=color, markersize=9, markeredgecolor="white", zorder=3, label=label)
-    times = f"Killed {len(kills)} times, resumed {len(kills)} times"
-    axes.set(xlabel="step", ylabel="training loss", xlim=(0, max(calm) + 1))
-    axes.set_title(f"{times}; largest difference of the loss: {difference:.1g}")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    figure.savefig(file, dpi=100)
+    ours, theirs = found["steadygpt"], found.get("nanogpt")
+    picture.set_style(16)
+    heights = [3, 3, 1.7] if theirs else [3, 1.7]
+    figure, (top, *middle, below) = pyplot.subplots(
+        len(heights), figsize=(10, sum(heights) + 3), layout="constrained", sharex=True, height_ratios=heights
+    )
+    steps, kills = len(ours["uninterrupted"]), [Kill(*kill) for kill in ours["kills"]]
+    times = f"{len(kills)} kill{'s' * (len(kills) != 1)}"
+    difference = [one - other for one, other in zip(ours["killed"], ours["uninterrupted"], strict=True)]
+    largest = max(map(abs, difference))
+    top.set_title(f"SteadyGPT: {times}, difference {largest:.2g} at {'all' if largest == 0 else 'most'} steps")
+    top.plot(ours["uninterrupted"], color=picture.PALE, linewidth=7, label="uninterrupted, 1 process")
+    top.plot(ours["killed"], color=picture.BLUE, linewidth=1.8, label="killed and resumed")
+    for ranks, mark, colour in ((1, "o", picture.RED), (2, "^", picture.ORANGE), (4, "s", picture.GREEN)):
+        at = [kill.step for kill in kills if kill.ranks == ranks]
+        label = f"kill -9 on {ranks} process{'es' * (ranks > 1)} ({len(at)})"
+        style = {"color": colour, "markersize": 9, "zorder": 3, "label": label}
+        top.plot(at, [ours["killed"][step] for step in at], mark, **style)
+    below.set_title("difference from the uninterrupted run")
+    below.plot(difference, color=picture.BLUE, linewidth=4, label="SteadyGPT", zorder=3)
+    for axes in middle:
+        axes.set_title(f"nanoGPT: {times} after as many steps; each resume repeats its first batches")
+        axes.plot(theirs["uninterrupted"], color=picture.SAND, linewidth=7, label="uninterrupted, 1 process")
+        for number, (first, life) in enumerate(theirs["lives"]):
+            style = {"color": picture.ORANGE, "linewidth": 1.8}
+            own = range(first, first + len(life))
+            axes.plot(own, life, **style, label="" if number else "killed and resumed")
+            apart = [loss - theirs["uninterrupted"][step] for step, loss in zip(own, life, strict=True)]
+            below.plot(own, apart, **style, label="" if number else "nanoGPT")
+        ends = [life[-1] for _, life in theirs["lives"]][: len(theirs["kills"])]
+        label = f"kill -9 on 1 process ({len(ends)})"
+        axes.plot(theirs["kills"], ends, "o", color=picture.RED, markersize=9, zorder=3, label=label)
+    for axes in (top, *middle):
+        axes.set(ylabel="training loss")
+        axes.legend(fontsize=14, labelspacing=0.3)
+    below.set(xlabel="step", xlim=(0, steps))
+    below.legend(fontsize=14, ncols=2, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0)  # beside the title
+    saves = "both save" if theirs else "saves"
+    caption = f"0.84 M parameters, fp32 on a CPU, one thread per process, {saves} after every step,\n"
+    caption += " ".join(["SteadyGPT with --deterministic", *found.get("options", ())])
+    caption += "; nanoGPT logs the loss of its last micro-batch" if theirs else ""
+    figure.supxlabel(caption, fontsize=14, color=picture.DIM, x=0.01, ha="left")
+    picture.save(figure, file)
 
 
 def main() -> None:
@@ -153,40 +312,27 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], choices=(1, 2, 4), help="default: 1 2 4")
     parser.add_argument("--seed", type=int, default=0, help="of the instants and the numbers of ranks")
-    parser.add_argument("--plot", type=Path, default=REPO / "docs" / "steady.png")
+    parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT; without it, only SteadyGPT is killed")
+    parser.add_argument("--data", type=Path, help="file for the losses; a run that it holds is not trained again")
+    parser.add_argument("--plot", type=Path, default=REPO / "docs" / "steady.svg")
     args, of_training = parser.parse_known_args()
     RUN.extend(of_training)
     draws = importlib.util.find_spec("matplotlib") is not None
     if not draws:
         print("there will be no picture: matplotlib is missing; pip install matplotlib", flush=True)
-    random_ = Random(args.seed)
+    found = json.loads(args.data.read_text()) if args.data and args.data.exists() else {}
+    sides = {"steadygpt": measure_steadygpt, **({"nanogpt": measure_nanogpt} if args.nanogpt else {})}
+    missing = [name for name in sides if name not in found]
     with tempfile.TemporaryDirectory() as name, exit_on_signals():
-        calm, disturbed = (Path(name) / run for run in ("calm", "killed"))
-        for run in (calm, disturbed):
-            run.mkdir()
-        prepare = ["prepare_dataset.py", *flags(source="stdlib", tokenizer="bytes", out=f"{name}/data")]
-        subprocess.run([sys.executable, *prepare], cwd=REPO, check=True, stdout=subprocess.DEVNULL)
-        print(f"undisturbed: {args.steps} steps", flush=True)
-        live(calm, 1, args.steps)
-        ranks_of_lives, kills, begun = [random_.choice(args.ranks) for _ in range(args.kills)], [], time.monotonic()
-        for ranks, instant in zip(ranks_of_lives, kill_instants(args.kills, args.steps, random_), strict=True):
-            if kill := live(disturbed, ranks, args.steps, instant):
-                kills.append(kill)
-                where = f"at step {kill.step} of {args.steps}, ranks: {ranks}{', within a save' * kill.within_save}"
-                left_s = (time.monotonic() - begun) / len(kills) * (args.kills - len(kills))
-                print(f"kill {len(kills)} of {args.kills}: {where}; {left_s:.0f} s left", flush=True)
-        live(disturbed, 1, args.steps)
-        calm_losses, killed_losses = losses(calm), losses(disturbed)
-        difference = max(abs(calm_losses[step] - killed_losses[step]) for step in range(args.steps))
-        one, other = weights(calm), weights(disturbed)
-        weight_difference = max((one[name] - other[name]).abs().max().item() for name in one)
-    lives = ", ".join(f"{count} on {ranks}" for ranks, count in sorted(Counter(kill.ranks for kill in kills).items()))
-    print(f"{len(kills)} kills (number of ranks: {lives}), {sum(kill.within_save for kill in kills)} within a save")
-    print(f"largest difference of the losses of {args.steps} steps: {difference:.3g}")
-    print(f"largest difference of the final weights: {weight_difference:.3g}")
-    print(f"SHA-256 of the final weights: undisturbed {digest(one)[:16]}..., killed {digest(other)[:16]}...")
+        if missing:
+            prepare = ["prepare_dataset.py", *flags(source="stdlib", tokenizer="bytes", out=f"{name}/data")]
+            subprocess.run([sys.executable, *prepare], cwd=REPO, check=True, stdout=subprocess.DEVNULL)
+        for side in missing:
+            found |= {side: sides[side](Path(name), args), "options": of_training}
+            if args.data:
+                args.data.write_text(json.dumps(found).replace("], ", "],\n") + "\n")
     if draws:
-        draw(calm_losses, killed_losses, kills, difference, args.plot)
+        draw(found, args.plot)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,11 @@
     git clone https://github.com/karpathy/nanoGPT
     git clone https://github.com/karpathy/nanochat
     python -m benchmarks.tokens_to_loss --nanogpt nanoGPT --nanochat nanochat    # 1 M parameters: a day on two cores
-    python -m benchmarks.tokens_to_loss --nanogpt nanoGPT --nanochat nanochat --plot docs/recipe.png
+    python -m benchmarks.tokens_to_loss --nanogpt nanoGPT --nanochat nanochat --plot docs/recipe.svg
     python -m benchmarks.tokens_to_loss --list                                   # all runs and their losses
     python -m benchmarks.tokens_to_loss --only 'sweep/gpt2*' time                # some of them
     python -m benchmarks.tokens_to_loss --only 'piece*' --change qk_norm=off activation=relu2,muon_lr=0.005
-    python -m benchmarks.tokens_to_loss --scale 1m-short 1m-batch 1m-wide --only 'sweep/modern*' --plot-rates rates.png
+    python -m benchmarks.tokens_to_loss --scale 1m-short 1m-batch 1m-wide --only 'sweep/modern*' --plot-rates rates.svg
 
 sweep    several learning rates for each side; one seed
 piece    the recipe, and with each --change again; three seeds
@@ -47,13 +47,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
-from itertools import groupby, product
+from itertools import cycle, groupby, product
 from pathlib import Path
+from typing import TYPE_CHECKING
 from zipfile import ZipFile
 
 import numpy as np
 import torch
 
+from benchmarks import picture
 from benchmarks.compare import (
     REPO,
     HeldProgram,
@@ -72,11 +74,14 @@ from steadygpt.base.text import duration_text
 from steadygpt.config import FIELDS, parse_args
 from steadygpt.machine.device import native_precision
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 # ---------------------------------------------------------------------------------------------------------------------
 # the experiments, as data
 
 SIDES = {"gpt2": "GPT-2", "nanogpt": "nanoGPT", "nanochat": "nanochat", "modern": "the recipe"}
-COLORS = {"gpt2": "#9a9a9a", "nanogpt": "#e88b1a", "nanochat": "#3f9c5a", "modern": "#1a4f8b"}
+COLORS = {"gpt2": picture.GREY, "nanogpt": picture.ORANGE, "nanochat": picture.GREEN, "modern": picture.BLUE}
 SEEDS = (1337, 1338, 1339)  # nanoGPT's own is 1337
 Settings = tuple[tuple[str, object], ...]  # options that differ from those of the side
 SWEEP: dict[str, list[Settings]] = {
@@ -446,10 +451,6 @@ def markdown(study: Study) -> str:
 def final_rows(study: Study) -> Iterator[tuple[str, ...]]:
     """Yield the final losses of the references, with the recipe beside them, and of each length of the recipe."""
     seconds = study.seconds()
-    recipe: dict[int, list[tuple[int, float]]] = {seed: [] for seed in SEEDS}  # (step, loss) of its runs of all lengths
-    for run in study.finals():
-        if run.side == "modern" and study.loss(run) is not None:
-            recipe[run.seed] += study.losses(run).items()
     for (side, changes, steps), runs in groupby(study.finals(), lambda run: (run.side, run.changes, run.steps)):
         losses = [loss for loss in map(study.loss, runs) if loss is not None]
         title = f"{SIDES[side]}{Run('', side, changes, steps).settings()}, {steps:,} steps, seeds: {len(losses)}"
@@ -457,11 +458,23 @@ def final_rows(study: Study) -> Iterator[tuple[str, ...]]:
             if losses:
                 yield title, spread(losses), "", ""
         elif losses:
-            mean = statistics.mean(losses)
-            shares = [steps_to(points, mean) / steps for points in recipe.values() if points]
+            shares = recipe_shares(study, losses)
             slower = statistics.median(ratios(seconds, "modern", side)) if side in seconds else None
             times = [share * slower for share in shares] if slower else []
             yield title, spread(losses), spread(shares, 2), spread(times, 2)
+
+
+def recipe_shares(study: Study, losses: Sequence[float]) -> list[float]:
+    """Return for each seed the share of a reference's steps in which the recipe reaches their mean loss.
+
+    Takes the losses of the recipe's runs of all lengths.
+    """
+    recipe: dict[int, list[tuple[int, float]]] = {seed: [] for seed in SEEDS}
+    for run in study.finals():
+        if run.side == "modern" and study.loss(run) is not None:
+            recipe[run.seed] += study.losses(run).items()
+    mean = statistics.mean(losses)
+    return [steps_to(points, mean) / study.scale.steps for points in recipe.values() if points]
 
 
 def steps_to(points: Sequence[tuple[int, float]], loss: float) -> float:
@@ -509,37 +522,80 @@ def loss_text(loss: float | None) -> str:
 
 
 def draw(studies: Sequence[Study], file: Path) -> None:
-    """Draw the losses of all final runs, against tokens and against time if that was measured; a row for each scale."""
+    """Draw the mean of the final runs and the range over their seeds, a row for each scale.
+
+    The left column has the tokens. The right one has the time, if it was measured. An arrow leads from where GPT-2 ends
+    to where the recipe reaches that loss.
+    """
     from matplotlib import pyplot
 
-    pyplot.rcParams.update({"font.size": 12})
-    figure, grid = pyplot.subplots(len(studies), 2, figsize=(12, 5 * len(studies)), layout="constrained", squeeze=False)
+    picture.set_style(14)
+    columns = 2 if any(study.seconds() for study in studies) else 1
+    size = (5.5 * columns, 4.6 * len(studies))
+    figure, grid = pyplot.subplots(len(studies), columns, figsize=size, layout="constrained", squeeze=False)
     for study, row in zip(studies, grid, strict=True):
-        scale, seconds, labels = study.scale, study.seconds(), dict(SIDES)  # the first run of a side takes its label
-        for run in filter(study.loss, study.finals()):
+        scale, seconds, labels = study.scale, study.seconds(), dict(SIDES)  # the first curve of a side takes its label
+        million_tokens = scale.rows * scale.context * scale.micro_steps / 1e6
+        minutes = {side: statistics.median(found) / 60 for side, found in seconds.items()}
+        for (side, _, _), group in groupby(study.finals(), lambda run: (run.side, run.changes, run.steps)):
+            points = seeds_together([losses for run in group if study.loss(run) and (losses := study.losses(run))])
             # The first steps would flatten the rest of the curve.
-            points = sorted((step, loss) for step, loss in study.losses(run).items() if step >= scale.steps / 20)
-            style = {"color": COLORS[run.side], "linewidth": 1.2, "label": labels.pop(run.side, None)}
-            million_tokens = scale.rows * scale.context * scale.micro_steps / 1e6
-            minutes = statistics.median(seconds.get(run.side, [math.nan])) / 60
-            for axes, per_step in zip(row, (million_tokens, minutes), strict=True):
-                axes.plot([step * per_step for step, _ in points], [loss for _, loss in points], **style)
-        row[0].set(title=f"{scale.layers} layers, {scale.width} wide", xlabel="million tokens")
-        row[1].set(title="the same runs", xlabel="minutes of training")
-        for axes in row:
-            axes.set_ylabel("validation loss")
-            axes.grid(alpha=0.25)
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.legend(frameon=False)
-    figure.savefig(file, dpi=100)
+            points = [point for point in points if point[0] >= scale.steps / 20]
+            if not points:
+                continue
+            steps, means, lows, highs = zip(*points, strict=True)
+            label = labels.pop(side, None)
+            for axes, per_step in zip(row, (million_tokens, minutes.get(side)), strict=False):
+                if per_step:
+                    at = [step * per_step for step in steps]
+                    axes.fill_between(at, lows, highs, color=COLORS[side], alpha=0.25, linewidth=0)
+                    axes.plot(at, means, color=COLORS[side], linewidth=1.8, label=label)
+        row[0].set(
+            title=f"{scale.layers} layers, {scale.width} wide", ylabel="validation loss", xlabel="million tokens"
+        )
+        if row[0].lines:
+            row[0].legend()
+        mark_savings(row[0], study, million_tokens, 1.0, "fewer tokens")
+        if columns == 2:
+            row[1].set(xlabel="minutes of training")
+        if minutes.keys() >= {"gpt2", "modern"}:
+            slower = statistics.median(ratios(seconds, "modern", "gpt2"))
+            mark_savings(row[1], study, minutes["gpt2"], slower, "less time")
+    picture.save(figure, file)
+
+
+def seeds_together(runs: Sequence[Mapping[int, float]]) -> list[tuple[int, float, float, float]]:
+    """Return the step, mean, lowest and highest loss of each step that all runs have."""
+    steps = sorted(set.intersection(*map(set, runs))) if runs else []
+    losses = {step: [run[step] for run in runs] for step in steps}
+    return [(step, statistics.mean(found), min(found), max(found)) for step, found in losses.items()]
+
+
+def mark_savings(axes: "Axes", study: Study, per_step: float, slower: float, noun: str) -> None:
+    """Draw an arrow from GPT-2's last step to where the recipe reaches its mean final loss; the title gets the ratio.
+
+    Args:
+        per_step: tokens or minutes per step of GPT-2.
+        slower: tokens or minutes per step of the recipe, divided by those of GPT-2.
+    """
+    losses = [loss for run in study.finals() if run.side == "gpt2" and (loss := study.loss(run)) is not None]
+    shares = recipe_shares(study, losses) if losses and math.inf not in losses else []
+    share = statistics.mean(shares) * slower if shares else math.inf
+    if share < 1:
+        loss, end = statistics.mean(losses), study.scale.steps * per_step
+        style = {"arrowstyle": "-|>", "color": picture.INK, "linewidth": 1.4, "shrinkA": 0, "shrinkB": 0}
+        axes.annotate("", (share * end, loss), (end, loss), arrowprops=style)
+        axes.set_title(f"{axes.get_title('left')}\n← same loss, {1 / share:.2g} times {noun}".strip())
 
 
 def draw_rates(studies: Sequence[Study], file: Path) -> None:
     """Draw the losses of the recipe's sweeps, above the lowest one of each scale, against both learning rates."""
     from matplotlib import pyplot
 
-    figure, row = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained", sharey=True)
-    for study in studies:
+    picture.set_style(14)
+    figure, row = pyplot.subplots(1, 2, figsize=(11, 4.8), layout="constrained", sharey=True)
+    colours = (picture.BLUE, picture.ORANGE, picture.GREEN, picture.RED, picture.GREY)
+    for study, colour in zip(studies, cycle(colours)):
         losses = {run: loss for run in study.sweep() if run.side == "modern" and (loss := study.loss(run)) is not None}
         for axes, name in zip(row, ("muon_lr", "max_lr"), strict=True):
             of_recipe = getattr(parse_args(["--config", "modern"])[0], name)
@@ -549,14 +605,15 @@ def draw_rates(studies: Sequence[Study], file: Path) -> None:
             }  # fmt: skip
             scale = study.scale
             tokens = scale.rows * scale.context * scale.micro_steps
-            label = f"{scale.width} wide, {scale.steps:,} steps, {tokens:,} tokens a step"
+            label = f"{scale.width} wide, {scale.steps:,} steps of {tokens:,} tokens"
             rates = sorted(points)
-            axes.plot(rates, [points[rate] - min(points.values()) for rate in rates], "o-", label=label)
-            axes.set(xscale="log", xlabel=f"--{name}", ylabel="validation loss above the lowest")
-            axes.axvline(of_recipe, color="#cccccc", zorder=0)
-            axes.spines[["top", "right"]].set_visible(False)
-    row[0].legend(frameon=False)
-    figure.savefig(file, dpi=100)
+            above = [points[rate] - min(points.values()) for rate in rates]
+            axes.plot(rates, above, "o-", color=colour, linewidth=1.8, label=label)
+            axes.set(xscale="log", xlabel=f"--{name}")
+            axes.axvline(of_recipe, color=picture.LINE, zorder=0)
+    row[0].set_ylabel("validation loss above the lowest")
+    row[0].legend()
+    picture.save(figure, file)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -3,19 +3,21 @@
 import argparse
 import importlib
 import json
+import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
 from random import Random
+from xml.etree import ElementTree
 
 import pytest
 import torch
 from conftest import REPO
 
-from benchmarks import gpu_suite, kill_curve
-from benchmarks.compare import pairs_of_equal_precision, report
+from benchmarks import cast, gpu_suite, kill_curve, picture
+from benchmarks.compare import pairs_of_equal_precision, plot, report
 from benchmarks.gpu_suite import Row
 from benchmarks.kill_curve import Kill, kill_instants
 from steadygpt.config import parse_args
@@ -73,6 +75,61 @@ def test_ratios_compare_equal_precision_and_the_defaults_on_a_cpu(capsys, tmp_pa
     found = json.loads(args.json.read_text())
     assert found["SteadyGPT, bf16 / nanoGPT, bf16"] == {"median": 1.75, "low": 1.5, "high": 2.0, "unit": ""}
     assert found["waiting"] == {"median": 2.0, "low": 1.0, "high": 6.0, "unit": "%"}
+
+
+def test_a_plot_is_svg_for_both_colour_schemes_with_the_limit_as_a_line(tmp_path):
+    pytest.importorskip("matplotlib")
+    figures = {"SteadyGPT, bf16": [8.0, 7.0], "nanoGPT, bf16": [4.0, 5.0], "GEMM limit, bf16": [16.0, 16.5]}
+    plot(figures, "tokens/s", tmp_path / "speed.svg")
+    plot({"one": [1.0, 2.0]}, "s", tmp_path / "one.png")
+    svg = (tmp_path / "speed.svg").read_text()
+    shown = ["".join(text.itertext()) for text in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+    assert {"SteadyGPT, bf16: 7.5", "nanoGPT, bf16: 4.5", "GEMM limit 16.2"} <= {*shown}
+    assert svg.count("font-family") == svg.count(picture.FONT) > 0
+    for name, (light, dark) in picture.COLOURS.items():
+        assert f"--{name}:{light};" in svg and f"--{name}:{dark};" in svg
+    assert f": {picture.BLUE}" not in svg and f"var(--blue, {picture.BLUE})" in svg
+
+
+def test_a_cast_is_an_svg_without_scripts_and_requires_equal_repeated_steps():
+    step = "step   7/100 | loss 2.5000 | lr 1.00e-04"
+    first = {"lines": ["device       1 x cpu, " + "x" * 80, "step 7/100 | val loss 3.1000", step], "pid": 42}
+    second = {"lines": [step, "resumed at step 7: repeated 1 step, bit for bit the same losses", step], "pid": 43}
+    svg = cast.draw({"lives": [first, second]})
+    shown = ["".join(text.itertext()) for text in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+    assert {"$ kill -9 42", "Killed", step, second["lines"][1]} <= {*shown}
+    assert max(map(len, shown)) <= cast.COLUMNS and shown.count(step) == 3
+    assert not re.search(r"<script|https?://(?!www.w3.org/2000/svg)", svg)
+    assert cast.step_of(first["lines"][1]) == -1 and cast.step_of(step) == 7
+    with pytest.raises(SystemExit):
+        cast.draw({"lives": [first, {"lines": [step, "warning: repeated step 7 has loss 1"], "pid": 43}]})
+
+
+def test_killed_runs_are_drawn_from_the_file_of_their_losses(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    ours = {"uninterrupted": [3.0, 2.0, 1.0], "killed": [3.0, 2.0, 1.0], "kills": [[1, 2, True]]}
+    theirs = {
+        "uninterrupted": [3.0, 2.0, 1.5],
+        "lives": [[0, [3.0, 2.0]], [1, [1.0, 0.5]]],
+        "kills": [1],
+        "corrupt": [],
+    }
+    data, picture_file = tmp_path / "data.json", tmp_path / "steady.svg"
+    data.write_text(json.dumps({"steadygpt": ours, "nanogpt": theirs}))
+    options = ["--nanogpt", "nowhere", "--data", str(data), "--plot", str(picture_file)]
+    monkeypatch.setattr(sys, "argv", ["kill_curve", *options])
+    kill_curve.main()
+    assert "1 kill, difference 0 at all steps" in picture_file.read_text()
+
+
+def test_a_checkpoint_of_nanogpt_that_a_kill_has_corrupted_is_replaced_by_its_copy(tmp_path):
+    checkpoint = tmp_path / "ckpt.pt"
+    assert kill_curve.keep_loading(checkpoint)  # killed before the first save
+    torch.save({"iter_num": 1}, checkpoint)
+    assert kill_curve.keep_loading(checkpoint)
+    checkpoint.write_bytes(checkpoint.read_bytes()[:100])
+    assert not kill_curve.keep_loading(checkpoint)
+    assert torch.load(checkpoint) == {"iter_num": 1}
 
 
 def test_killed_runs_are_compared_also_without_matplotlib(monkeypatch, capsys):

@@ -9,6 +9,7 @@ import sys
 from ast import literal_eval
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 from zipfile import ZipFile
 
 import numpy as np
@@ -18,7 +19,18 @@ from conftest import REPO, TINY
 from torch.nn.functional import cross_entropy
 
 from benchmarks import nanochat_run, tokens_to_loss
-from benchmarks.tokens_to_loss import SCALES, SEEDS, Run, Study, markdown, output_of, spread, spread_out, train
+from benchmarks.tokens_to_loss import (
+    SCALES,
+    SEEDS,
+    Run,
+    Study,
+    markdown,
+    output_of,
+    seeds_together,
+    spread,
+    spread_out,
+    train,
+)
 from dataloader import open_data
 from steadygpt.base.options import UserError
 from steadygpt.config import parse_args
@@ -126,10 +138,8 @@ def test_the_best_setting_of_a_sweep_is_known_once_the_next_ones_are_worse(study
     assert study.tuned("gpt2") == (None if best is None else runs[best].changes)
 
 
-def test_the_recipe_beside_the_references(study):
-    """GPT-2 ends at 2.0 on average. Two seeds of the recipe are there after 6 of the 20 steps, one after 4."""
-    assert {run.side for run in study.finals()} == {"modern"}
-    assert study.tuned("nanochat") is None
+def finish_finals(study: Study) -> None:
+    """Leave what all sides leave: GPT-2 ends at 2.0, which two seeds of the recipe reach after 6 steps, one after 4."""
     finish_sweep(study)
     for run in study.finals():
         number = SEEDS.index(run.seed)
@@ -139,6 +149,12 @@ def test_the_recipe_beside_the_references(study):
         elif run.side == "modern":
             finish(study, run, {run.steps // 2: 2.5, run.steps: 2.2 - run.steps / 20 + (number < 2) / 20})
     study.time_file.write_text(json.dumps({"gpt2": [0.1] * 3, "modern": [0.1, 0.15, 0.2]}))
+
+
+def test_the_recipe_beside_the_references(study):
+    assert {run.side for run in study.finals()} == {"modern"}
+    assert study.tuned("nanochat") is None
+    finish_finals(study)
     report = markdown(study)
     reached = "0.27 (0.20 to 0.30) | 0.40 (0.30 to 0.45) |"
     assert f"| GPT-2 max_lr 0.002, 20 steps, seeds: 3 | 2.000 (1.900 to 2.100) | {reached}" in report
@@ -146,6 +162,28 @@ def test_the_recipe_beside_the_references(study):
     assert "| the recipe, 6 steps, seeds: 3 | 1.933 (1.900 to 1.950) |  |  |" in report
     assert "| the recipe | median 0.15 s (0.1 to 0.2) | 1.50 (1.00 to 2.00) |" in report
     assert spread([0.2, math.inf, 0.3]) == "not reached by 1 of 3 seeds"
+
+
+def test_the_picture_has_the_mean_of_the_seeds_and_the_tokens_saved(study):
+    pytest.importorskip("matplotlib")
+    assert seeds_together([{1: 3.0, 2: 2.0}, {1: 4.0, 2: 2.5}, {2: 3.0}]) == [(2, 2.5, 2.0, 3.0)]
+    assert seeds_together([]) == []
+    tokens_to_loss.draw([study], study.out / "empty.svg")  # without any run
+    finish_finals(study)
+    tokens_to_loss.draw([study], study.out / "curves.svg")
+    svg = (study.out / "curves.svg").read_text()
+    assert "same loss, 3.8 times fewer tokens" in svg  # 1 / mean of 0.3, 0.3 and 0.2
+    assert "same loss, 2.5 times less time" in svg  # a step of the recipe takes 1.5 times as long
+    study.time_file.unlink()
+    tokens_to_loss.draw([study], study.out / "curves.svg")
+    assert "less time" not in (study.out / "curves.svg").read_text()
+    tokens_to_loss.draw_rates([study], study.out / "rates.svg")
+    for file in ("empty.svg", "curves.svg", "rates.svg"):
+        svg = (study.out / file).read_text()
+        assert "prefers-color-scheme:dark" in svg and "var(--ink" in svg
+        assert not re.search(r"url\(https?:|<script|@font-face", svg)
+        ElementTree.fromstring(svg)
+    tokens_to_loss.draw([study], study.out / "curves.png")
 
 
 NANOCHAT = """
