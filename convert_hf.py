@@ -30,6 +30,7 @@ from generate import load_model
 from model import GPT, GPTConfig
 from steadygpt.base.durable import fsync_folder, replace_file
 from steadygpt.base.options import OptionError, UserError, kind_of, option, parse_options, run_cli
+from steadygpt.base.text import labelled
 from steadygpt.checkpoint.files import FORMAT_VERSION, NAMED, as_checkpoint, load_verified, open_checkpoint
 from steadygpt.convert.families import (
     CONSTANTS,
@@ -233,7 +234,8 @@ def check_fits(initial: dict, source: str, config: GPTConfig, record: TokenizerR
     if not of_weights.fits(record):
         raise UserError(f"--init_from {source}: tokenizer is {of_weights}, but the data has {record}; {advice}")
     is_known = of_weights.tokenizer and (of_weights.tokenizer_sha256 or not of_weights.is_file)
-    return "" if is_known else f"--init_from {source} names no tokenizer: only the size of its vocabulary was compared"
+    unknown = labelled("weights", f"{source} names no tokenizer: only the vocabulary size was compared")
+    return "" if is_known else unknown
 
 
 def _gpt2_if_it_fits(config: GPTConfig) -> TokenizerRecord:

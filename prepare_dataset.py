@@ -32,10 +32,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from steadygpt.base.disk import bytes_text, disks, existing
+from steadygpt.base.disk import disks, existing
 from steadygpt.base.durable import lock_folder, replace_file
 from steadygpt.base.options import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.base.progress import ProgressBar, say
+from steadygpt.base.text import bytes_text, counted
 from steadygpt.data.documents import Chunk, Position, cut_document, read_documents, repair, suffix_of
 from steadygpt.data.ids import check_ids
 from steadygpt.data.shards import DEFAULT_FOLDER, MANIFEST, open_shard, token_dtype, write_shard
@@ -369,15 +370,11 @@ class Manifest:
 
     def counts(self, num_tokens: int) -> str:
         """Describe what was read."""
-        notes = [_plural(self.documents, "document")] if self.documents else []  # not known of token ids
+        notes = [counted(self.documents, "document")] if self.documents else []  # not known of token ids
         notes += [f"{count:,} skipped ({reason})" for reason, count in self.skipped.items()]
         if self.repaired:
-            notes.append(f"{_plural(self.repaired, 'invalid character')} replaced")
+            notes.append(f"{counted(self.repaired, 'invalid character')} replaced")
         return ", ".join([*notes, f"{num_tokens:,} tokens"])
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def write_shards(
@@ -483,7 +480,7 @@ def forecast(source: Source, manifest: Manifest, out: Path) -> None:
     what += "".join(f", up to {bytes_text(size)} of downloads in {place}" for place, size in downloads.items() if size)
     at = f" at commit {source.commit[:7]}" if source.commit else ""
     print(
-        f"{source.name}{at}: {_plural(len(source.names), 'file')}, {bytes_text(total)}, about "
+        f"{source.name}{at}: {counted(len(source.names), 'file')}, {bytes_text(total)}, about "
         f"{float(f'{tokens:.3g}'):,.0f} tokens\ndisk: about {what}",
         file=sys.stderr,
     )
@@ -592,8 +589,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         name = options.name
         flags = f"--config quickstart {flags} --checkpoint_dir checkpoints/{name} --logdir logs/{name}"
     print(
-        f"{manifest.counts(manifest.tokens)}\n{_plural(splits['val'], 'val shard')} and "
-        f"{_plural(splits['train'], 'train shard')} in {out} ({time.monotonic() - start_s:.1f} s)\n"
+        f"{manifest.counts(manifest.tokens)}\n{counted(splits['val'], 'val shard')} and "
+        f"{counted(splits['train'], 'train shard')} in {out} ({time.monotonic() - start_s:.1f} s)\n"
         f"next: python train.py {flags}"
     )
     return 0

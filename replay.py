@@ -26,6 +26,7 @@ from dataloader import Data, recorded_sources, tokenizer_of
 from model import GPT
 from steadygpt.base.options import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.base.progress import ProgressBar
+from steadygpt.base.text import counted
 from steadygpt.checkpoint.files import checkpoint_files, git_commit, intact_checkpoints, read_checkpoint
 from steadygpt.checkpoint.mirror import Mirror
 from steadygpt.config import TrainConfig
@@ -238,8 +239,8 @@ class Comparison:
             text += f"; bits are not promised: {', '.join(self.reasons)}"
         if missing := self.steps - self.recorded:
             why = ", ".join(self.missing) or f"{METRICS} lacks them"
-            text += f"; losses and norms of {missing:,} step{'s' * (missing > 1)} not compared: {why}"
-        return f"{self.steps:,} step{'s' * (self.steps != 1)}: {text}"
+            text += f"; losses and norms of {counted(missing, 'step')} not compared: {why}"
+        return f"{counted(self.steps, 'step')}: {text}"
 
 
 def tensors_of(content: dict) -> dict[str, torch.Tensor]:

@@ -197,7 +197,11 @@ def read_flags(
 
 @cache  # a preset is read as flags too, and so is the preset that it names
 def _parser(options: type, description: str) -> argparse.ArgumentParser:
-    cli = _Parser(description=description, argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    positional = {name: f for name, f in options_of(options).items() if f.metadata["positional"]}
+    words = [name if f.default is dataclasses.MISSING else f"[{name}]" for name, f in positional.items()]
+    words += ["[--config NAME]"] * ("config" in options_of(options)) + ["[--flag value ...]"]
+    usage = " ".join(["%(prog)s", *words])
+    cli = _Parser(usage=usage, description=description, argument_default=argparse.SUPPRESS, allow_abbrev=False)
     groups: dict[str, Any] = {}
     for name, f in options_of(options).items():
         about, kind = f.metadata, kind_of(f)

@@ -8,7 +8,9 @@ from typing import Any
 from tqdm import tqdm
 
 LOG_INTERVAL_S = 60.0
-LOG_FORMAT = "{desc}: {percentage:.0f}%, {n_fmt} of {total_fmt}, {elapsed} gone, {remaining} to go, {rate_fmt}{postfix}"
+LOG_FORMAT = (
+    "{desc}: {percentage:.0f}%, {n_fmt} of {total_fmt}, {elapsed} elapsed, {remaining} remaining, {rate_fmt}{postfix}"
+)
 
 
 def say(text: str) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from steadygpt.base.durable import fsync_folder, link_file, replace_file, write_temporary
 from steadygpt.base.options import UserError
-from steadygpt.base.text import duration_text
+from steadygpt.base.text import bytes_text, counted, duration_text
 from steadygpt.checkpoint.files import (
     BACKUP,
     BEST,
@@ -97,7 +97,7 @@ class Saves:
         self.longest_pause_s = 0.0 if longest_s is None else max(longest_s, pause_s - waited_s)
         if self.config.checkpoint_minutes and self.interval_s() > interval_s:
             self.log.say(
-                f"a save paused training for {pause_text(self.longest_pause_s)}, so "
+                f"a save paused training for {pause_text(self.longest_pause_s)}; from now on "
                 f"{interval_text(self.interval_s(), num_bytes(captured.content))}"
             )
 
@@ -154,10 +154,9 @@ def pause_text(seconds: float) -> str:
 
 
 def interval_text(interval_s: float, checkpoint_bytes: float) -> str:
-    """Return how often latest.pt is saved by the clock, and how much is written that way."""
-    per_day = checkpoint_bytes * 86400 / interval_s
-    unit, size = ("TB", 1e12) if per_day >= 1e12 else ("GB", 1e9)
-    return f"{LATEST} is saved at least every {duration_text(interval_s)}, {per_day / size:,.1f} {unit} a day"
+    """Return how often timed saves write latest.pt, and how much they write."""
+    per_day = bytes_text(checkpoint_bytes * 86400 / interval_s)
+    return f"{LATEST} at least every {duration_text(interval_s)}, up to {per_day} per day"
 
 
 def num_bytes(checkpoint: dict) -> int:
@@ -272,12 +271,14 @@ class CheckpointWriter:
             text = f"{self.folder / LATEST}: step {step} was not saved: {str(error) or type(error).__name__}"
             with suppress(OSError):  # the folder is gone
                 free = shutil.disk_usage(self.folder).free
-                text += f"; it takes {num_bytes(checkpoint):,} bytes, {free:,} are free; older saves are intact"
+                text += (
+                    f"; it takes {bytes_text(num_bytes(checkpoint))}, {bytes_text(free)} free; older saves are intact"
+                )
             self.log.warn(text, event="save failed")
             return
         self.failed, self.saved = False, self.saved + 1
         took_s = time.monotonic() - start_s
-        self.log.say(f"saved step {step} as {', '.join(names)} ({size / 1e6:,.1f} MB in {took_s:.1f} s)")
+        self.log.say(f"saved step {step} as {', '.join(names)} ({bytes_text(size)} in {took_s:.1f} s)")
         with suppress(OSError):  # the folder is gone; the next save reports it
             self._check_room(size)
         if self.unlinked and self.unlinked[1] == step:  # its first save failed
@@ -290,7 +291,7 @@ class CheckpointWriter:
         free = shutil.disk_usage(self.folder).free
         room = free // size if free < 2 * size else None
         if room is not None and room != self.room:
-            text = f"{self.folder}: {free:,} bytes are free, room for {room} more checkpoint{'s' * (room != 1)}"
+            text = f"{self.folder}: {bytes_text(free)} free, room for {counted(room, 'more checkpoint')}"
             self.log.warn(f"{text}; free some space, or saves will fail", event="no disk")
         self.room = room
 
@@ -322,7 +323,6 @@ class CheckpointWriter:
                 link_file(self.folder / LATEST, self.folder / BEST)
                 fsync_folder(self.folder)
                 self.unlinked = None
-                self.log.say(f"{BEST} is step {best} (val loss {json.loads(content)[str(best)]['val_loss']:.4f})")
             # Last: a best model is linked again after a kill in between, because its validation is not recorded.
             replace_file(self.folder / EVALUATIONS, lambda file: file.write(f"{content}\n".encode()))
         except Exception as error:  # as in _save

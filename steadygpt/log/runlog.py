@@ -24,7 +24,7 @@ from torch import nn
 from steadygpt.base.durable import fsync_folder, replace_file
 from steadygpt.base.options import mute
 from steadygpt.base.retry import brief
-from steadygpt.base.text import STAMP, timestamp
+from steadygpt.base.text import STAMP, labelled, timestamp
 from steadygpt.log.alerts import Alerts
 from steadygpt.log.status import STATUS, write_status
 from steadygpt.log.system import Load, SystemMetrics, gpu_count
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 LOG, METRICS = "log.txt", "metrics.jsonl"
 HEARTBEAT_S = 10.0  # between updates of status.json while training
-RUN = "run          "  # begins log.txt, before the run's name
+RUN = labelled("run", "")  # begins log.txt, before the run's name
 
 
 class RunLog:

@@ -9,6 +9,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, Literal
 
 from steadygpt.base.options import UserError, secrets_of, shown_options
+from steadygpt.base.text import labelled
 
 if TYPE_CHECKING:
     from steadygpt.config import TrainConfig
@@ -42,7 +43,7 @@ class WandbSink:
             name, run_id = f"{config.run_name}-from-{start_step}", None
         self.run = _start(config, name, run_id, warn if start_step is not None else None)
         place = self.run.settings.sync_dir if self.run.offline else self.run.url
-        self.note = f"wandb        {name}, id {self.run.id}, {place}"
+        self.note = labelled("wandb", f"{name}, id {self.run.id}, {place}")
         self.warn = warn
         self.problem = ""
         self.rows: SimpleQueue[tuple[int, Mapping[str, Any]] | None] = SimpleQueue()

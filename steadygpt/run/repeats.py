@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from steadygpt.base.text import counted
 from steadygpt.log.runlog import Metrics, RunLog
 from steadygpt.run.starts import difference
 
@@ -99,7 +100,7 @@ class Repeats:
             self._end(f"repeated steps are not compared: {self.reason}")
         elif self.compared and total:
             kind = "step" if total == self.last - self.step + 1 else "logged step"
-            count = f"{self.compared:,} of " * (self.compared < total) + f"{total:,} {kind}{'s' * (total != 1)}"
+            count = f"{self.compared:,} of " * (self.compared < total) + counted(total, kind)
             result = f"bit for bit the same {same}"
             if self.largest:
                 result = (

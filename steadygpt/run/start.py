@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from steadygpt.base.durable import fsync_folder, link_file, lock_folder
 from steadygpt.base.options import UserError, options_of
 from steadygpt.base.retry import NoAnswer
-from steadygpt.base.text import STAMP
+from steadygpt.base.text import STAMP, labelled
 from steadygpt.checkpoint.files import (
     BACKUP,
     LATEST,
@@ -102,8 +102,9 @@ def name_of_run(
     assert name
     if start.is_fork:
         logdir = logdir if "logdir" in given else str(Path(logdir, name))
-        return name, logdir, f"run_name {name}: a fork of {saved or start.path}; its logs are in {logdir}"
-    return name, logdir, f"run_name {name}: {folder / wanted} belongs to an older run" if name != wanted else ""
+        return name, logdir, labelled("name", f"{name}, a fork of {saved or start.path}; its logs are in {logdir}")
+    note = labelled("name", f"{name}, because {folder / wanted} belongs to an older run")
+    return name, logdir, note if name != wanted else ""
 
 
 def unused_name(wanted: str, folder: Path, held: ExitStack | None) -> str:
@@ -201,7 +202,7 @@ def _start_on_main(
         found = find_newest(config, given)
     if not config.eval_only and (found.path or config.trains):
         check_folder(folder, found.path)
-    notes = [f"skipped {line}" for line in found.skipped]
+    notes = [labelled("skipped", line) for line in found.skipped]
     if found.path and found.checkpoint:
         saved = found.checkpoint["train_config"]
         if not saved:
@@ -210,18 +211,19 @@ def _start_on_main(
             )
         config, changes = resume_config(saved, config, given)
         of_mirror = f" (restored from {config.mirror})" * found.restored
-        notes.append(f"resumed from {found.path}{of_mirror} at step {found.checkpoint['step']:,}")
-        notes += [f"changed {line}" for line in changes]
+        notes.append(labelled("resumed", f"from {found.path}{of_mirror} at step {found.checkpoint['step']:,}"))
+        notes += [labelled("changed", line) for line in changes]
         is_fork = found.path.resolve().parent != folder.resolve()
         if is_fork and config.mirror and "mirror" not in given:
-            notes.append(f"without the mirror {config.mirror}, which belongs to the run in {found.path.parent}")
+            unused = f"none: {config.mirror} belongs to the run in {found.path.parent}"
+            notes.append(labelled("mirror", unused))
             config = dataclasses.replace(config, mirror="")
         return config, Start(found.path, found.checkpoint, is_fork=is_fork, notes=tuple(notes))
     if config.init_from == "scratch":
         return config, Start(notes=tuple(notes))
     weights = read_weights(config.init_from, download=False)
     config = initial_config(weights["model_config"], config, given)
-    return config, Start(weights=weights, notes=(*notes, f"weights from {config.init_from}"))
+    return config, Start(weights=weights, notes=(*notes, labelled("weights", f"from {config.init_from}")))
 
 
 def find_newest(config: "TrainConfig", given: Mapping[str, str]) -> Found:
