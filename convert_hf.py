@@ -68,12 +68,14 @@ class ConvertOptions:
     """The options of convert_hf.py."""
 
     source: str = option(
-        MISSING, "latest, best, stable, average:N, a file (also nanoGPT's), a folder, or a Hub name", positional=True
+        MISSING,
+        "latest, best, stable, average:N, a file (also of nanoGPT), a Hugging Face folder, or a name on the Hub",
+        positional=True,
     )
     target: str = option(MISSING, "a new Hugging Face folder, or a new checkpoint file: NAME.pt", positional=True)
-    checkpoint_dir: str = option("checkpoints", "folder that latest and best refer to")
+    checkpoint_dir: str = option("checkpoints", "folder of latest, best, stable and average:N")
     tokenizer: str = option(
-        "", "tokenizer of the weights, if the source does not have it: a name, hf:NAME, or the path of a tokenizer.json"
+        "", "tokenizer of the weights, if the source does not name it: a name, hf:NAME, or the path of a tokenizer.json"
     )
 
 
@@ -415,7 +417,7 @@ def write_folder(checkpoint: dict, folder: Path) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parse_options(ConvertOptions, argv, __doc__.partition("\n")[0])
+    options = parse_options(ConvertOptions, argv, "Convert weights from and to Hugging Face folders, and from nanoGPT.")
     source, target = options.source, Path(options.target)
     notes: list[str] = []
     if target.suffix in (".safetensors", ".bin", ".pth", ".ckpt"):

@@ -50,18 +50,18 @@ class ReplayOptions:
     """The options of replay.py."""
 
     # fmt: off
-    step: int | None = option(None, "short for --steps STEP:STEP")
-    steps: str = option("", "A:B: the steps from A to B, both included, numbered as in metrics.jsonl: step A begins "
-                        "with the checkpoint of step A")
+    step: int | None = option(None, "one step to replay, as --steps STEP:STEP")
+    steps: str = option("", "steps to replay, A:B, including both, numbered as in metrics.jsonl: step A starts from "
+                        "the checkpoint of step A")
     checkpoint_dir: str = option("checkpoints", "folder of the run's checkpoints")
-    mirror: str = option("", "URL of the run's copy in an object store (default: its --mirror)")
+    mirror: str = option("", "URL of the run's mirror (default: its --mirror)")
     device: str = option("auto", "auto, cpu, cuda or mps")
     # fmt: on
 
     def span(self) -> tuple[int, int]:
         """Return the first and the last step."""
         if (self.step is None) == (not self.steps):
-            raise UserError("expected the steps to replay: either --step N or --steps A:B")
+            raise UserError("no steps to replay; expected either --step N or --steps A:B")
         match = re.fullmatch(r"(\d+):(\d+)", self.steps or f"{self.step}:{self.step}")
         if not match or int(match[1]) > int(match[2]):
             raise OptionError("steps", repr(self.steps), "A:B, such as 4000:4250")
@@ -96,10 +96,10 @@ def find_past(options: ReplayOptions, first: int, last: int) -> Past:
     if mirror and not any(checkpoint["step"] <= first for _, checkpoint in files):
         files += from_mirror(mirror, first, with_newest=not files)
     if not files or not files[0][1]["train_config"]:
-        raise UserError(f"no checkpoints of a run in {options.checkpoint_dir}; name their folder with --checkpoint_dir")
+        raise UserError(f"no checkpoints of a run in {options.checkpoint_dir}; try another --checkpoint_dir")
     newest = files[0][1]
     if first >= (end := newest["step"]) or last > end:
-        raise UserError(f"--steps {first}:{last}: the newest checkpoint is of step {end:,}; name steps before it")
+        raise UserError(f"--steps {first}:{last}: the newest checkpoint is of step {end:,}; choose steps before it")
     saves = {checkpoint["step"]: (file, checkpoint) for file, checkpoint in files if is_of_run(checkpoint, newest)}
     before = max((step for step in saves if step <= first), default=0)
     from_scratch = starts_of(newest)[0]["options"].get("init_from", "scratch") == "scratch"
@@ -188,8 +188,8 @@ class Comparison:
         if not any(begin <= step < end for step in self.records) and not self.past.saves:
             why = missing or f"{Path(self.past.newest['train_config']['logdir'], METRICS)} lacks their records"
             raise UserError(
-                f"nothing to compare steps {begin:,} to {end - 1:,} with: no checkpoint is left, and {why}; name other "
-                "steps, or put the logs back"
+                f"nothing to compare steps {begin:,} to {end - 1:,} with: no checkpoint is left, and {why}; choose "
+                "other steps, or restore the logs"
             )
         self.missing |= {missing: None} if missing and end - 1 not in self.records else {}
 
@@ -232,7 +232,7 @@ class Comparison:
         """Return the result in a line."""
         many = f"{len(self.saved)} checkpoints up to" if len(self.saved) > 1 else "the checkpoint of"
         what = ["losses", "norms"] * bool(self.recorded) + [f"{many} step {step:,}" for step in self.saved[-1:]]
-        text = f"{' and '.join(filter(None, (', '.join(what[:-1]), *what[-1:])))} equal, bit for bit"
+        text = f"{' and '.join(filter(None, (', '.join(what[:-1]), *what[-1:])))} bit-identical"
         if self.first:
             text = "largest difference, as a share of the largest number: "
             text += ", ".join(f"{kind} {share:.2g}" for kind, share in self.largest.items())
@@ -325,7 +325,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises: UserError.
     """
     end_with_torchrun()
-    about = "Train steps of a run again, in memory, and compare them with its records and checkpoints."
+    about = "Retrain steps of a run in memory, and compare them with its records and checkpoints."
     options = parse_options(ReplayOptions, argv, about)
     first, last = options.span()
     with joined(options.device) as ranks, ExitStack() as held:

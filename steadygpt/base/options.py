@@ -1,4 +1,4 @@
-"""Options declared once as dataclass fields: flags, help, bounds; and one-line errors for what a user can fix."""
+"""Options declared once as dataclass fields: flags, help, bounds; and errors of one line for users' mistakes."""
 
 import argparse
 import dataclasses
@@ -134,24 +134,24 @@ def kind_of(f: dataclasses.Field) -> type:
 
 @dataclasses.dataclass(frozen=True)
 class ModelOptions:
-    """What the commands that use a trained model have in common."""
+    """Options of all commands that use a trained model."""
 
-    checkpoint_dir: str = option("checkpoints", "folder of checkpoints, such as latest and best")
-    device: str = option("auto", "auto, cpu, cuda or mps")
+    checkpoint_dir: str = option("checkpoints", "folder of checkpoints")
+    device: str = option("auto", "auto (CUDA if available), cpu, cuda or mps")
     precision: str = option(
         "auto",
-        "auto: on a GPU bf16 where it has it, else fp16; on a CPU the faster of bf16 and fp32",
+        "auto: on a GPU bf16 if supported, else fp16; on a CPU the faster of bf16 and fp32",
         choices=("auto", "fp32", "bf16", "fp16"),
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointOptions(ModelOptions):
-    """What the commands take that use the model of a given checkpoint."""
+    """Options of the commands that use a given checkpoint."""
 
     checkpoint: str = option(
         "latest",
-        "latest, best, stable, a file, or average:N, the mean of the newest N rolling checkpoints",
+        "latest, best, stable, a file, or average:N for the mean weights of the newest N rolling checkpoints",
         positional=True,
     )
 
@@ -290,8 +290,8 @@ def run_cli(main: Callable[[], int | None]) -> None:
         traceback.print_exc()
         status = 1
     if "RANK" in os.environ or threading.active_count() > 1:
-        # FSDP's caches keep gloo's threads alive after destroy_process_group, and a download may go on. If one of them
-        # asks for the GIL while the interpreter shuts down, it aborts (SIGABRT). After an exception, shutting down NCCL
+        # FSDP's caches keep gloo's threads alive after destroy_process_group, and a download may run. If one
+        # of them asks for the GIL while the interpreter shuts down, it aborts (SIGABRT). After an exception, shutting down NCCL
         # may wait for the other ranks. So exit without shutting the interpreter down.
         sys.stdout.flush()
         sys.stderr.flush()

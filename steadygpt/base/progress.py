@@ -1,4 +1,4 @@
-"""Progress bars: a moving line on a terminal, a line a minute in a log file."""
+"""Progress bars: a moving line on a terminal, one line per minute in a log file."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Tables of checkpoints, in a folder and in a mirror; and what a checkpoint holds."""
+"""Tables of checkpoints, in a folder and in a mirror, and the contents of a checkpoint."""
 
 import re
 import time
@@ -56,7 +56,7 @@ def checkpoint_table(folder: Path, verbose: bool = False) -> Iterator[str]:
     """
     files = checkpoint_files(folder)
     if not files:
-        raise UserError(f"no checkpoints in {folder}; name their folder with --checkpoint_dir")
+        raise UserError(f"no checkpoints in {folder}; try another --checkpoint_dir")
     described: dict[int, tuple[dict, str]] = {}  # by inode, so that a file with several names is read once
     try:
         evaluations = read_evaluations(folder)

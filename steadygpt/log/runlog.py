@@ -42,7 +42,7 @@ RUN = labelled("run", "")  # begins log.txt, before the run's name
 
 
 class RunLog:
-    """Prints what a run measures, and writes it to every sink once open() was called. Other threads may write too.
+    """Prints the measurements of a run, and after open() writes them to every sink. Other threads may write too.
 
     On ranks other than 0 it prints nothing and is never opened.
 
@@ -119,7 +119,7 @@ class RunLog:
         return self.text_file is not None
 
     # -----------------------------------------------------------------------------------------------------------------
-    # what a run measures
+    # measurements
 
     def evaluation(self, step: int, found: str, **scores: float) -> None:
         """Log the result of an evaluation after `step` updates, in words and numbers."""
@@ -270,7 +270,7 @@ class RunLog:
             if isinstance(error, KeyboardInterrupt):
                 reason = f"{str(error) or 'SIGINT'} before the first step"
                 self.status("stopped", reason)
-                self.say(f"stopped ({reason}); nothing is saved")
+                self.say(f"stopped ({reason}); nothing was saved")
             else:
                 self.status("failed", brief(error) if error else "before the first step")
         self.close()

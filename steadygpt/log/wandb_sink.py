@@ -69,12 +69,12 @@ class WandbSink:
         self.rows.put(None)
         self.thread.join(0 if self.problem else FINISH_S)
         if self.thread.is_alive():
-            self._give_up(f"it has not taken all within {FINISH_S:.0f} s; the rest is in {self.run.settings.sync_dir}")
+            self._give_up(f"records were left after {FINISH_S:.0f} s; they are in {self.run.settings.sync_dir}")
 
     def _give_up(self, problem: str) -> None:
         if not self.problem:
             self.problem = problem
-            self.warn(f"Weights & Biases gets no more curves: {problem}")
+            self.warn(f"Weights & Biases no longer receives curves: {problem}")
 
     def _send(self) -> None:
         first = newest = self.run.starting_step

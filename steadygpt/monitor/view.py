@@ -75,7 +75,7 @@ def apart(left: RenderableType, right: Text) -> Table:
 
 
 def heading(snapshot: Snapshot, state: State) -> Group:
-    """Return the lines that come first: whether the run is alive, which run it is, what to do, and its progress."""
+    """Return the header: the run's state and the evidence for it, its name, what to do, and its progress."""
     status, colour = snapshot.status, COLOURS.get(state.name, "red")
     name = line_of((f"● {state.name}", f"bold {colour}"), "  ", (status.get("run_name", ""), "bold"))
     device = f"{status.get('ranks', 1)} x {status.get('device', 'unknown')}  {status.get('host', '')}"
@@ -138,7 +138,7 @@ def facts(snapshot: Snapshot, state: State) -> Columns:
         {
             "saved": ago(snapshot.saved_age_s),
             "mirror": ago(snapshot.mirrored_age_s) if status.get("mirror") else None,
-            "memory": metric("memory_gb", "{:,.1f} GB"),
+            "memory": bytes_text(1e9 * measured["memory_gb"]) if "memory_gb" in measured else None,
             "epoch": metric("epoch", "{:.2f}"),
         },
     ]

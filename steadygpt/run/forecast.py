@@ -1,4 +1,4 @@
-"""How long a run will take and what it will cost, from measured steps or from the GPU's peak."""
+"""Forecast of the time and cost of a run, from measured steps or from the GPU's peak throughput."""
 
 import math
 import time
@@ -31,7 +31,7 @@ def measure_step_s(take_step: Callable[["TrainConfig"], object], config: "TrainC
     """Return the seconds of a step, extrapolated from steps with one micro-step and steps with several.
 
     Args:
-        take_step: takes a step of a configuration with fewer tokens in a step, on all ranks together.
+        take_step: takes a step of a configuration with fewer tokens per step, on all ranks together.
         config: of the run.
     """
 
@@ -75,7 +75,7 @@ def forecast(
     config: "TrainConfig", schedule: Schedule, ranks: Ranks, model: "GPT", step: int, val_rows: int,
     step_s: float | None = None, precision_elsewhere: str = "bf16",
 ) -> list[str]:  # fmt: skip
-    """Return what a run will take, as lines of the plan.
+    """Return the forecast of a run, as lines of the plan.
 
     Args:
         model: of the run, perhaps on the meta device.

@@ -17,7 +17,7 @@ from steadygpt.machine.ranks import Ranks
 
 STATIC, COPY = "weights, gradients and optimizer", "copy for checkpoints"
 # The share of the memory up to which an estimate is taken to fit. On a CPU a process keeps freed memory in fragments
-# and holds up to 1.6 times the estimate (python -m benchmarks.memory --keep_freed).
+# and uses up to 1.6 times the estimate (python -m benchmarks.memory --keep_freed).
 FITS = {"cuda": 0.9, "mps": 0.9, "cpu": 0.6}
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def what_would_fit(config: "TrainConfig", model: "GPT", ranks: Ranks, limit: flo
 
 
 def memory_advice(config: "TrainConfig", model: "GPT", ranks: Ranks, first_flag: str = "") -> str:
-    """Return what a run needs, what there is, and the flags that make it fit, as the end of an error message."""
+    """Return the needed and the available memory and the flags that make a run fit, for an error message."""
 
     def needed(config: "TrainConfig") -> str:
         return f"about {bytes_text(needed_bytes(config, model, ranks))}"
@@ -154,7 +154,7 @@ def memory_advice(config: "TrainConfig", model: "GPT", ranks: Ranks, first_flag:
         f"limit is {bytes_text(limit)} of the {bytes_text(memory)} of {device_name(ranks.device)}. "
     )
     if not found:
-        return text + "No option makes this model fit; try a smaller one or a device with more memory."
+        return text + "No option makes this model fit; try a smaller model or a device with more memory."
     changed = {name: value for name in options_of(config) if (value := getattr(found, name)) != getattr(config, name)}
     flags = [f"--{name}" if value is True else f"--{name} {value}" for name, value in changed.items()]
     return f"{text}Try {' '.join([*first_flag.split(), *flags])} ({needed(found)})."
@@ -162,7 +162,7 @@ def memory_advice(config: "TrainConfig", model: "GPT", ranks: Ranks, first_flag:
 
 @contextmanager
 def out_of_memory_explained(config: "TrainConfig", model: "GPT", ranks: Ranks):
-    """Raise a RankError with advice in place of an error for lack of memory. `model` is on the meta device."""
+    """Raise a RankError with advice in place of an out-of-memory error. `model` is on the meta device."""
     try:
         yield
     except RuntimeError as error:
@@ -177,7 +177,7 @@ def out_of_memory_explained(config: "TrainConfig", model: "GPT", ranks: Ranks):
 def with_fitting_rows(config: "TrainConfig", model: "GPT", ranks: Ranks) -> tuple["TrainConfig", str]:
     """Replace --mini_batch_size auto by a number of rows that fits on every rank, and describe it in a line.
 
-    The estimate chooses the number. On a GPU a step is tried out, with half the rows after each lack of memory; under
+    The estimate chooses the number. On a GPU a step is tried, with half the rows after each out-of-memory error; under
     FSDP, where a step needs all ranks, and on other devices the estimate decides.
 
     Args:

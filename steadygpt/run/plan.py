@@ -47,7 +47,7 @@ class Plan:
     schedule: Schedule
     sketch: "GPT"  # on the meta device
     ranks: Ranks
-    notes: tuple[str, ...]  # a line for each surprising choice
+    notes: tuple[str, ...]  # further lines, one per surprising choice
     precision_elsewhere: str  # that the forecast assumes for well-known GPUs
 
     def lines(self) -> list[str]:
@@ -93,7 +93,7 @@ class Plan:
         return [*(labelled(label, text) for label, text in lines if text), *self.notes]
 
     def _data_texts(self) -> list[str]:
-        """Return what is known of each source of the training data."""
+        """Return a description of each source of the training data."""
         config, data, schedule = self.config, self.data, self.schedule
         if not data.sources:
             folders = " or ".join(folder for folder, _ in config.sources().values())
@@ -185,7 +185,7 @@ def settle(
 
 
 def keep_threads(starts: Sequence[Entry], device: torch.device) -> str:
-    """Compute with as many threads on a CPU as the run began with; return a line for the plan if that is a change."""
+    """Use as many threads on a CPU as the first start did; return a line for the plan if that is a change."""
     before, threads = starts[-2]["threads"] if len(starts) > 1 else None, torch.get_num_threads()
     if device.type != "cpu" or before in (None, threads):
         return ""
@@ -194,7 +194,7 @@ def keep_threads(starts: Sequence[Entry], device: torch.device) -> str:
 
 
 def note_of_processes(config: "TrainConfig", starts: Sequence[Entry], ranks: Ranks) -> str:
-    """Return on how many processes a run has the same bits, as a line for the plan.
+    """Return the numbers of processes that compute the same bits, as a line for the plan.
 
     Raises: UserError for a step that cannot be divided among these processes, or among as many virtual ranks as before.
     """
@@ -205,7 +205,7 @@ def note_of_processes(config: "TrainConfig", starts: Sequence[Entry], ranks: Ran
     if not config.eval_only and count % ranks.world_size:
         rows = config.total_batch_size // config.context_length
         fewer = ranks.world_size in (2, 4, 8) and rows % ranks.world_size == 0 and len(starts) < 2
-        advice = "; or begin a run with a smaller --mini_batch_size" * fewer
+        advice = "; or start a new run with a smaller --mini_batch_size" * fewer
         raise UserError(f"--deterministic: {step}, so expected {possible}; found {ranks.world_size}{advice}")
     if len(starts) > 1:
         before = replace(
@@ -254,7 +254,7 @@ def validation_rows(config: "TrainConfig", val: "RowStream") -> int:
 
 
 def _checkpoints_text(config: "TrainConfig", size: int, epochs: int, more_epochs: bool) -> str:
-    """Return what the checkpoints of a run take, and the flag that lets them fit on the disk.
+    """Return the disk space of the checkpoints, and the flag that lets them fit.
 
     Args:
         size: bytes of a checkpoint.
@@ -275,5 +275,5 @@ def _checkpoints_text(config: "TrainConfig", size: int, epochs: int, more_epochs
     if files * size <= free:
         return text
     if (fits := int(0.9 * free / size) - others) > 0:  # other files grow too
-        return f"{text} -- NOT ENOUGH; --keep_epochs {fits} keeps the newest of {epochs:,} epochs"
+        return f"{text} -- NOT ENOUGH; --keep_epochs {fits} keeps only the newest of {epochs:,} epochs"
     return f"{text} -- NOT ENOUGH; try a smaller --keep_checkpoints and --keep_epochs 1, or another --checkpoint_dir"

@@ -1,4 +1,4 @@
-"""The steps that a resumed run repeats, compared with the records that the log had of them."""
+"""Steps that a resumed run repeats, compared with their records in the log."""
 
 import json
 import math
@@ -21,7 +21,7 @@ ADVICE = (
 def repeated_records(
     path: Path, step: int, course: str, now: Mapping[str, Any] | None = None
 ) -> tuple[dict[int, dict[str, Any]], str]:
-    """Read what a metrics.jsonl has of the steps that a run repeats from a checkpoint on.
+    """Read the records in a metrics.jsonl of the steps that a run repeats from a checkpoint on.
 
     Args:
         step: of the checkpoint.
@@ -40,7 +40,7 @@ def repeated_records(
                 course = record.get("course", "") if record.get("parent") == course else ""
         elif "loss" in record:
             if not start:
-                return found, f"{path.name} does not say which start has made their records"
+                return found, f"{path.name} does not say which start wrote their records"
             if start.get("course") != course:
                 return found, "their records do not descend from this checkpoint"
             if now is not None and (differs := difference(start["start"], now)):
@@ -80,14 +80,14 @@ class Repeats:
         self.last = max(self.records, default=self.step)
 
     def add(self, step: int, **measured: float) -> None:
-        """Compare what a step has measured, and report after the last repeated one."""
+        """Compare the measurements of a step, and report after the last repeated one."""
         if record := self.records.get(step):
             self.compared += 1
             for name, noun in NUMBERS.items():
                 before, now = record[name], measured[name] if math.isfinite(measured[name]) else None  # as in JSON
                 if before != now and self.is_exact:
                     old, new = ("NaN or infinity" if number is None else repr(number) for number in (before, now))
-                    self._end(f"repeated step {step:,} has {noun} {new}, but had {old} before", ADVICE)
+                    self._end(f"repeated step {step:,} has {noun} {new}, but {old} the first time", ADVICE)
                     return
                 self.largest = max(self.largest, relative_difference(before, now))
         if step >= self.last:
@@ -101,10 +101,10 @@ class Repeats:
         elif self.compared and total:
             kind = "step" if total == self.last - self.step + 1 else "logged step"
             count = f"{self.compared:,} of " * (self.compared < total) + counted(total, kind)
-            result = f"bit for bit the same {same}"
+            result = f"bit-identical {same}"
             if self.largest:
                 result = (
-                    f"{same} within {self.largest:.1g} of those before (relative), as is usual without --deterministic"
+                    f"{same} within {self.largest:.1g} of the first (relative), as is usual without --deterministic"
                 )
             later = f"; later ones are not compared: {self.reason}" if self.reason else ""
             self._end(f"repeated {count}, {result}{later}")

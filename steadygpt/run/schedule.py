@@ -103,7 +103,7 @@ def make_schedule(
     rows_per_step = config.total_batch_size // config.context_length
     max_steps = config.max_steps or config.num_epochs * config.steps_per_epoch
     if not max_steps and rows_per_epoch is None:
-        raise UserError("a mixture of data has no epochs; give the length of the run with --max_steps")
+        raise UserError("a mixture of data has no epochs; set the length of the run with --max_steps")
     if not max_steps:  # enough for the remaining rows
         max_steps = step + max(0, math.ceil((config.num_epochs * (rows_per_epoch or 0) - rows) / rows_per_step))
     if step > max_steps:

@@ -32,7 +32,7 @@ from steadygpt.machine.ranks import Ranks
 if TYPE_CHECKING:
     from steadygpt.config import GPTConfig, TrainConfig
 
-IN_USE = "wait for it to end, or give this run another --checkpoint_dir"
+IN_USE = "wait for it to end, or use another --checkpoint_dir"
 STAMP_PATTERN = r"\d{8}-\d{6}"  # matches a time that STAMP has formatted
 
 
@@ -85,7 +85,7 @@ class Start:
 def name_of_run(
     config: "TrainConfig", start: Start, given: Mapping[str, str], ranks: Ranks, held: ExitStack
 ) -> tuple[str, str, str]:
-    """Return the name of a run, the folder of its logs, and a line if that is not the name one would expect.
+    """Return the name of a run, the folder of its logs, and a line for the plan if it is not the name asked for.
 
     A run that is resumed in its folder keeps its name. A fork is named RUN-from-STEP and has logs of its own. A new
     name that has a TensorBoard folder already gets a time stamp, because TensorBoard would hide the older points.
@@ -156,7 +156,7 @@ def check_other_machines(folder: Path, ranks: Ranks) -> None:
 def find_start(
     config: "TrainConfig", given: Mapping[str, str], ranks: Ranks, held: ExitStack, read_weights: Callable[..., dict]
 ) -> tuple["TrainConfig", Start]:
-    """Find where the run starts, and take the options that are not given from there.
+    """Find where the run starts; options that are not given come from there.
 
     A run that resumes locks the folder of its checkpoints until `held` closes.
 
@@ -192,7 +192,7 @@ def _start_on_main(
 ) -> tuple["TrainConfig", Start]:
     which, folder, found = config.resume, Path(config.checkpoint_dir), Found()
     if which in ("latest", *NAMED) and not folder.is_dir() and not config.mirror:
-        raise UserError(f"no checkpoints in {folder}; name their folder with --checkpoint_dir")
+        raise UserError(f"no checkpoints in {folder}; try another --checkpoint_dir")
     if which not in ("", "latest", "auto", *NAMED) and not Path(which).is_file():
         there = "a folder" if Path(which).is_dir() else "no such file"
         raise UserError(f"--resume {which}: {there}; expected latest, auto, best, stable or a checkpoint file")
@@ -243,7 +243,7 @@ def find_newest(config: "TrainConfig", given: Mapping[str, str]) -> Found:
             raise problem
         return found
     if not config.trains:
-        raise UserError(f"{folder} has no intact checkpoint, and only a run downloads one from {url}")
+        raise UserError(f"{folder} has no intact checkpoint, and only training downloads one from {url}")
     mirror = Mirror(url)
     try:
         index = mirror.patiently(mirror.index)
@@ -302,9 +302,9 @@ def resume_config(saved: dict, config: "TrainConfig", given: Mapping[str, str]) 
             taken[name] = saved[name]
         elif new != saved[name]:
             dropped = "the flag" if given[name] == "flag" else "--config"
-            found = f"--{name} is {new!r}, but the checkpoint was trained with {saved[name]!r}; drop {dropped}, or"
+            found = f"--{name} is {new!r}, but the checkpoint has {saved[name]!r}; drop {dropped}, or"
             if on_resume == "never":
-                raise UserError(f"{found} start another run in another --checkpoint_dir")
+                raise UserError(f"{found} start a new run in another --checkpoint_dir")
             if on_resume == "ask" and not config.allow_changes:
                 raise UserError(f"{found} add --allow_changes to resume with the new value")
             changes.append(f"{name}: {saved[name]!r} -> {new!r}")

@@ -140,8 +140,8 @@ def _with_this_start(
     }
     if before and shares != before[-1]["shares"] and not config.allow_changes:
         raise UserError(
-            f"the training data is {mixture_text(entry)}, but the checkpoint was trained with "
-            f"{mixture_text(before[-1])}; name the same data, or add --allow_changes to train on this from here on"
+            f"the training data is {mixture_text(entry)}, but the checkpoint was trained on "
+            f"{mixture_text(before[-1])}; name the same data, or add --allow_changes to switch to this"
         )
     return [*before, entry]
 
