@@ -416,7 +416,7 @@ def write_shards(
     num_tokens = manifest.tokens + filled
     if manifest.val_tokens is None or num_tokens <= manifest.val_tokens:
         val = (
-            f"a val split of {manifest.val_bytes:,} bytes"
+            f"a val split of {counted(manifest.val_bytes, 'byte')}"
             if manifest.val_bytes
             else f"--val_tokens {manifest.val_tokens}"
         )

@@ -232,7 +232,7 @@ class Comparison:
         """Return the result in a line."""
         many = f"{len(self.saved)} checkpoints up to" if len(self.saved) > 1 else "the checkpoint of"
         what = ["losses", "norms"] * bool(self.recorded) + [f"{many} step {step:,}" for step in self.saved[-1:]]
-        text = f"{' and '.join(filter(None, (', '.join(what[:-1]), *what[-1:])))} bit-identical"
+        text = f"{' and '.join(filter(None, (', '.join(what[:-1]), *what[-1:])))} equal, bit for bit"
         if self.first:
             text = "largest difference, as a share of the largest number: "
             text += ", ".join(f"{kind} {share:.2g}" for kind, share in self.largest.items())

@@ -82,7 +82,7 @@ class GPTConfig:
         if self.rotary_pct and (self.rotary_dim % 2 or not self.rotary_dim):
             raise OptionError(
                 "rotary_pct",
-                f"{self.rotary_pct}, {self.rotary_dim} of {self.head_size} dimensions a head",
+                f"{self.rotary_pct}, {self.rotary_dim} of {self.head_size} dimensions per head",
                 "an even number of dimensions: they rotate in pairs",
             )
 

@@ -197,9 +197,9 @@ def test_mistakes_are_reported_in_one_line(jsonl):
         (["--source", "image.png"], "1 files of other kinds"),
         (
             ["--source", "docs.jsonl", "--text_field", "body"],
-            "no field 'body'; found text; name the text with --text_field",
+            "no field 'body'; found text; set --text_field to the field with the text",
         ),
-        (["--source", "docs.jsonl", "--val_tokens", "1000000"], "leaves none for train; try --val_tokens"),
+        (["--source", "docs.jsonl", "--val_tokens", "1000000"], "leaves no tokens for train; try --val_tokens"),
         (["--source", "broken.jsonl.gz"], "broken.jsonl.gz: cannot be read"),
         (
             ["--source", "docs.jsonl", "--shard_size", "1" + 17 * "0"],
@@ -219,8 +219,8 @@ def test_a_full_disk_is_reported_with_path_and_bytes(jsonl):
     (jsonl / "out").mkdir()
     (jsonl / "out/.docs_val_000000.npy.tmp").symlink_to("/dev/full")
     message = (
-        r"^out/\.docs_val_000000\.npy\.tmp: No space left on device; [\d,]+ bytes are free; "
-        "fix it and run the same command again to continue$"
+        r"^out/\.docs_val_000000\.npy\.tmp: No space left on device; [\d.,]+ [GT]B free; "
+        "fix it and run the same command again to resume$"
     )
     refused("--source", "docs.jsonl", "--out", "out", match=message)
     assert prepare("docs.jsonl")["complete"]

@@ -290,8 +290,8 @@ def run_cli(main: Callable[[], int | None]) -> None:
         traceback.print_exc()
         status = 1
     if "RANK" in os.environ or threading.active_count() > 1:
-        # FSDP's caches keep gloo's threads alive after destroy_process_group, and a download may run. If one
-        # of them asks for the GIL while the interpreter shuts down, it aborts (SIGABRT). After an exception, shutting down NCCL
+        # FSDP's caches keep gloo's threads alive after destroy_process_group, and a download may run. If one of them
+        # asks for the GIL while the interpreter shuts down, it aborts (SIGABRT). After an exception, shutting down NCCL
         # may wait for the other ranks. So exit without shutting the interpreter down.
         sys.stdout.flush()
         sys.stderr.flush()

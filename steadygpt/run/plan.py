@@ -122,7 +122,9 @@ class Plan:
         config, rows, T = self.config, self.val_rows(), self.config.context_length
         total = {val.shards.name: val.rows.rows_per_epoch for val in self.data.val_sets}
         sizes = [
-            f"{name} " * (len(rows) > 1) + f"{count * T:,}" + f" of {total[name] * T:,}" * (count < total.get(name, 0))
+            f"{name} " * (len(rows) > 1)
+            + f"{count * T:,}"
+            + f" of {total.get(name, 0) * T:,}" * (count < total.get(name, 0))
             for name, count in rows.items()
         ]
         if not sizes:

@@ -87,7 +87,7 @@ class Repeats:
                 before, now = record[name], measured[name] if math.isfinite(measured[name]) else None  # as in JSON
                 if before != now and self.is_exact:
                     old, new = ("NaN or infinity" if number is None else repr(number) for number in (before, now))
-                    self._end(f"repeated step {step:,} has {noun} {new}, but {old} the first time", ADVICE)
+                    self._end(f"repeated step {step:,} has {noun} {new}, but had {old} before", ADVICE)
                     return
                 self.largest = max(self.largest, relative_difference(before, now))
         if step >= self.last:
@@ -101,10 +101,10 @@ class Repeats:
         elif self.compared and total:
             kind = "step" if total == self.last - self.step + 1 else "logged step"
             count = f"{self.compared:,} of " * (self.compared < total) + counted(total, kind)
-            result = f"bit-identical {same}"
+            result = f"bit for bit the same {same}"
             if self.largest:
                 result = (
-                    f"{same} within {self.largest:.1g} of the first (relative), as is usual without --deterministic"
+                    f"{same} within {self.largest:.1g} of those before (relative), as is usual without --deterministic"
                 )
             later = f"; later ones are not compared: {self.reason}" if self.reason else ""
             self._end(f"repeated {count}, {result}{later}")

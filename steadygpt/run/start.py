@@ -302,7 +302,7 @@ def resume_config(saved: dict, config: "TrainConfig", given: Mapping[str, str]) 
             taken[name] = saved[name]
         elif new != saved[name]:
             dropped = "the flag" if given[name] == "flag" else "--config"
-            found = f"--{name} is {new!r}, but the checkpoint has {saved[name]!r}; drop {dropped}, or"
+            found = f"--{name} is {new!r}, but the checkpoint was trained with {saved[name]!r}; drop {dropped}, or"
             if on_resume == "never":
                 raise UserError(f"{found} start a new run in another --checkpoint_dir")
             if on_resume == "ask" and not config.allow_changes:
