@@ -161,8 +161,8 @@ def test_out_of_memory_is_one_line_with_flags_that_fit(workdir, monkeypatch):
     with pytest.raises(UserError) as raised:
         run_here("--checkpoint_dir", "a", "--checkpoint_freq", "2")
     assert re.fullmatch(
-        r"out of memory on rank 0: 2 rows of 16 tokens: about [\d.]+ [kM]B \(estimated\); the limit is 600 kB of the 1 MB "
-        r"of cpu \(1 thread\)\. "
+        r"out of memory on rank 0: 2 rows of 16 tokens: about [\d.]+ [kM]B \(estimated\); the limit is 600 kB of the 1 "
+        r"MB of cpu \(1 thread\)\. "
         r"Try --resume latest --mini_batch_size 1 \(about [\d.]+ [kM]B\)\. The checkpoints in a are intact\.",
         str(raised.value),
     )
