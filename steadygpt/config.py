@@ -460,7 +460,7 @@ ELSEWHERE = {
         "--resume": "resume_from load_checkpoint",
         "--max_lr": "learning_rate lr",
         "--activation": "hidden_act activation_function",
-        "--activation gelu_tanh (before: tanh) or gelu (before: exact)": "gelu",
+        "--activation gelu_tanh or gelu": "gelu",
         "--norm_eps": "layer_norm_eps layer_norm_epsilon rms_norm_eps",
         "--num_kv_heads": "num_key_value_heads n_kv_heads n_kv_head",
         "--schedule": "lr_scheduler_type lr_scheduler",
@@ -559,7 +559,8 @@ def _read_toml(name: str, read_by: tuple[str, ...] = ()) -> dict:
     path = Path(name) if name.endswith(".toml") else PRESETS / f"{name}.toml"
     if not path.is_file():
         presets = ", ".join(sorted(p.stem for p in PRESETS.glob("*.toml")))
-        raise UserError(f"--config {name}: there is no {path}; expected a .toml file or one of: {presets}")
+        kind = "file" if name.endswith(".toml") else "preset"
+        raise UserError(f"--config {name}: no such {kind}; expected a .toml file or one of: {presets}")
     try:
         if name in read_by:
             raise UserError("the file includes itself")

@@ -233,7 +233,7 @@ def _suggestion(unknown: str, options: type, elsewhere: Mapping[str, str]) -> st
     name = unknown.partition("=")[0].removeprefix("--")
     if name in elsewhere:
         ours = elsewhere[name]
-        return f"here it is {ours}" if ours.startswith("--") else ours
+        return f"use {ours}" if ours.startswith("--") else ours
     # 0.85: a typing mistake, or a letter more or less; below that names are alike by chance.
     close = difflib.get_close_matches(name, [n for n in options_of(options)], n=1, cutoff=0.85)
     return f"did you mean --{close[0]}?" if close and unknown.startswith("--") else "see --help"

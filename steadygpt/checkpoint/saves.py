@@ -271,9 +271,7 @@ class CheckpointWriter:
             text = f"{self.folder / LATEST}: step {step} was not saved: {str(error) or type(error).__name__}"
             with suppress(OSError):  # the folder is gone
                 free = shutil.disk_usage(self.folder).free
-                text += (
-                    f"; it takes {bytes_text(num_bytes(checkpoint))}, {bytes_text(free)} free; older saves are intact"
-                )
+                text += f"; needs {bytes_text(num_bytes(checkpoint))}, {bytes_text(free)} free; older saves are intact"
             self.log.warn(text, event="save failed")
             return
         self.failed, self.saved = False, self.saved + 1

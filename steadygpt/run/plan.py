@@ -131,8 +131,8 @@ class Plan:
             return ""
         # A forward pass is a third of a step's work.
         cost = sum(rows.values()) * T / (3 * config.eval_freq * config.total_batch_size)
-        every = f"every {counted(config.eval_freq, 'step')}".replace("every 1 step", "every step")
-        return f"{', '.join(sizes)} tokens {every}: about {cost:.1%} of the training time"
+        every = counted(config.eval_freq, "step")
+        return f"{', '.join(sizes)} tokens every {every}: about {cost:.1%} of the training time"
 
     def forecast(self, step_s: float | None = None) -> list[str]:
         """Return the forecast of the run, as further lines.
