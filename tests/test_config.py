@@ -107,10 +107,10 @@ def test_every_switch_can_be_turned_off_in_every_spelling(name):
 @pytest.mark.parametrize(("words", "said"), [
     ("--num_layer 3", "unknown argument '--num_layer'; did you mean --num_layers?"),
     ("--maxlr 3", "did you mean --max_lr?"),
-    ("--save_steps 5", "unknown argument '--save_steps'; here it is --checkpoint_freq"),
-    ("--deepspeed x.json", "; here it is --sharding fsdp"),
-    ("--load_checkpoint=a.pt", "; here it is --resume"),
-    ("--n-layer 3", "; here it is --num_layers"),
+    ("--save_steps 5", "unknown argument '--save_steps'; use --checkpoint_freq"),
+    ("--deepspeed x.json", "; use --sharding fsdp"),
+    ("--load_checkpoint=a.pt", "; use --resume"),
+    ("--n-layer 3", "; use --num_layers"),
     ("--num_workers 4", "; batches are read ahead by one thread, for a GPU into pinned memory; drop the flag"),
     ("--frobnicate 3", "unknown argument '--frobnicate'; see --help"),
     ("--seed x", "argument --seed: invalid int value: 'x'"),
@@ -145,7 +145,7 @@ def test_refusals_name_the_option_and_what_is_expected(words, said):
 
 @pytest.mark.parametrize(("text", "said"), [
     (b"num_layer = 4", "unknown argument '--num_layer=4'; did you mean --num_layers?"),
-    (b"n_layer = 4", "here it is --num_layers"),
+    (b"n_layer = 4", "use --num_layers"),
     (b"num_layers = 'four'", "argument --num_layers: invalid int value: 'four'"),
     (b"num_layers = true", "argument --num_layers: invalid int value: 'True'"),
     (b"num_layers = 2.5", "argument --num_layers: invalid int value: '2.5'"),
