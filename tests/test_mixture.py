@@ -218,7 +218,7 @@ def test_a_mixture_changes_only_on_request_and_each_source_continues(sources, ca
     assert run_mixed(*MIX, "--max_steps", "4") == 0
     found = refused(*OTHER, "--resume", "latest")
     assert "the training data is code 50.0% (data/code, SHA-256 " in found
-    assert "but the checkpoint was trained with web 70.0% (data/web, SHA-256 " in found
+    assert "but the checkpoint was trained on web 70.0% (data/web, SHA-256 " in found
     assert found.endswith("name the same data, or add --allow_changes to switch to this")
     assert run_mixed(*OTHER, "--resume", "latest", "--allow_changes", "--max_steps", "6") == 0
     assert "changed      mix: 'data/web:7,data/code:3' -> 'data/code:1,data/math:1'\n" in capsys.readouterr().out
@@ -292,7 +292,7 @@ def test_the_plan_shows_each_source_and_the_log_its_epochs(sources, capsys):
     assert run_mixed("--mix", "data/web:3,code=data/code:1", "--max_steps", "400", "--dry_run") == 0
     plan = capsys.readouterr().out
     assert "data         web, 75.0% of the rows: 1,200 training tokens in 2 shards of data/web; 16." in plan
-    assert " epochs by the end -- MORE THAN 4, which of little benefit\n" in plan
+    assert " epochs by the end -- MORE THAN 4, of little benefit\n" in plan
     assert "             code, 25.0% of the rows: 1,300 training tokens in 2 shards of data/code; " in plan
     assert run_mixed(*MIX, "--eval_freq", "4", "--use_tensorboard", "--run_name", "tiny") == 0
     assert list(metrics("logs", "epoch/web")) == [4, 8]

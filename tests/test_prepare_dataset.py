@@ -220,7 +220,7 @@ def test_a_full_disk_is_reported_with_path_and_bytes(jsonl):
     (jsonl / "out/.docs_val_000000.npy.tmp").symlink_to("/dev/full")
     message = (
         r"^out/\.docs_val_000000\.npy\.tmp: No space left on device; [\d.,]+ [GT]B free; "
-        "fix it and run the same command again to resume$"
+        "fix it, then run the same command again to resume$"
     )
     refused("--source", "docs.jsonl", "--out", "out", match=message)
     assert prepare("docs.jsonl")["complete"]

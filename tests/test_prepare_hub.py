@@ -89,7 +89,7 @@ def test_a_stream_goes_on_inside_the_file(some_corpus, tmp_path, monkeypatch):
         ),
         ("hf:some/corpus:nothing", [], "hf:some/corpus:nothing: .*BuilderConfig 'nothing' not found"),
         ("hf:some/tests", [], "hf:some/tests: no split 'train', found test"),
-        ("hf:some/numbers", [], "the field 'text' holds no text .int, not a string.; name"),
+        ("hf:some/numbers", [], "the field 'text' holds no text .int, not a string.; set"),
         ("hf:some/gated", [], "gated; accept its conditions .* run `hf auth login` or set HF_TOKEN"),
     ],
 )

@@ -321,7 +321,7 @@ def test_checkpoints_that_are_gone_or_vanish_meanwhile(replayed, monkeypatch, ca
     (["--steps", "2"], "--steps is '2'; expected A:B"),
     (["--step", "8"], "--steps 8:8: the newest checkpoint is of step 8; choose steps before it"),
     (["--steps", "4:9"], "--steps 4:9: the newest checkpoint is of step 8"),
-    (["--step", "1", "--checkpoint_dir", "data"], "no checkpoints of a run in data; name their folder"),
+    (["--step", "1", "--checkpoint_dir", "data"], "no checkpoints of a run in data; try another"),
 ])  # fmt: skip
 def test_mistakes_are_reported_in_one_line(workdir, flags, words):
     assert "--checkpoint_dir" in flags or run_here() == 0

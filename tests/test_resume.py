@@ -171,7 +171,11 @@ def test_measured_precision_is_kept_by_a_resume(workdir, monkeypatch, capsys):
     monkeypatch.setattr(device, "native_precision", lambda device: "bf16")
     monkeypatch.setattr(device, "product_rates", lambda *_: (1e9, 2e9))
     assert run_here("--precision", "auto", "--max_steps", "3", *folders("a")) == 0
-    assert re.search(r"^precision auto: bf16; .* 1 GFLOP/s in fp32 and 2 in bf16$", capsys.readouterr().out, re.M)
+    assert re.search(
+        r"^precision +bf16, chosen by --precision auto: .* 1 GFLOP/s in fp32 and 2 in bf16$",
+        capsys.readouterr().out,
+        re.M,
+    )
     monkeypatch.setattr(device, "product_rates", lambda *_: (2e9, 1e9))
     assert run_here("--precision", "auto", "--resume", "latest", *folders("a")) == 0
     out = capsys.readouterr().out

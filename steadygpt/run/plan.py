@@ -67,7 +67,7 @@ class Plan:
             text = ", ".join(parts) if len(parts) > 1 else parts[0].removesuffix(f" {bytes_text(total)}")
             return f"about {bytes_text(total)} {where}: {text}"
 
-        length = f", {epochs:{',.2f' if epochs >= 0.1 else '.1g'}} epochs" * bool(epochs)
+        length = f"; {epochs:{',.2f' if epochs >= 0.1 else '.1g'}} epochs" * bool(epochs)
         if per_epoch := schedule.steps_per_epoch or schedule.rows_per_epoch / schedule.rows_per_step:
             length += f" of {per_epoch:,.0f} steps" if per_epoch >= 10 else f" of {per_epoch:.2f} steps"
         sharding = f", {config.sharding}" * (world_size > 1 or config.sharding == "fsdp")

@@ -35,7 +35,7 @@ def clock(repo, monkeypatch) -> list[float]:
 
 
 def retries(capsys) -> list[str]:
-    return [line for line in capsys.readouterr().err.splitlines() if "trying again" in line]
+    return [line for line in capsys.readouterr().err.splitlines() if "retrying" in line]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

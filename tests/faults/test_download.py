@@ -186,7 +186,7 @@ def test_a_hub_that_is_gone_is_waited_for_or_told(mode, reference):
     )  # fmt: skip
     assert "no answer (" in message
     run = prepare(*MODES[mode], "--out", "out", **times)
-    run.wait_for("trying again")
+    run.wait_for("retrying")
     time.sleep(1)
     HUB.faults.clear()
     assert run.wait() == [0], run.text()

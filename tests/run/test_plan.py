@@ -108,7 +108,7 @@ def test_plan_of_a_known_number_of_steps_needs_no_data(tmp_path, monkeypatch, ca
     assert "\nvalidation " not in plan  # --eval_freq 0
     shape = ("--max_steps", "0", "--num_epochs", "2", "--steps_per_epoch", "40")
     assert run_here("--dry_run", "--data_dir", "nowhere", "--tokenizer", "bytes", *shape) == 0
-    assert "steps        80, each of " in (plan := capsys.readouterr().out) and ", 2.00 epochs of 40 steps; " in plan
+    assert "steps        80, each of " in (plan := capsys.readouterr().out) and "; 2.00 epochs of 40 steps; " in plan
 
 
 def test_plan_says_what_eval_tokens_leaves_out(workdir, capsys):
