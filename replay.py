@@ -41,7 +41,7 @@ from steadygpt.run.start import Start, resume_config, shared
 from steadygpt.run.starts import Entry, course_of, difference, known_shards, starts_of
 from train import Run, build_run, capture, train_step
 
-AS_RECORDED = "all that bits depend on is as recorded"
+AS_RECORDED = "code, machine and options are as recorded"
 COMPARED = {"loss": "losses", "grad_norm": "norms", "lr": "learning rates"}
 
 

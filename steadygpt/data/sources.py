@@ -249,10 +249,8 @@ def choose(source: str, names: Sequence[str]) -> list[str]:
     chosen = [name for name in names if suffix_of(name)]
     readable = " ".join(CUTTERS)
     if not chosen:
-        raise UserError(
-            f"--source {source}: {f'{len(names)} files of other kinds' if names else 'no such file'}; expected "
-            f"{EXPECTED}; files of {readable}"
-        )
+        found = f"found {counted(len(names), 'file')} of other types" if names else "no such file"
+        raise UserError(f"--source {source}: {found}; expected {EXPECTED}; files of {readable}")
     ids = [name for name in chosen if suffix_of(name) in ID_SUFFIXES]
     if 0 < len(ids) < len(chosen):
         text = next(name for name in chosen if suffix_of(name) not in ID_SUFFIXES)

@@ -130,7 +130,7 @@ def test_a_stop_of_torchrun_can_be_resumed(reference, send, reason, request):
     send(run)
     run.wait()
     run.wait_for_group(timeout_s=10)
-    assert f"stopped ({reason}) after 1 step " in run.text(), run.text()
+    assert f"stopped ({reason}) after 1 step;" in run.text(), run.text()
     status = json.loads(Path(name, "ckpt/status.json").read_text())
     assert (status["status"], status["reason"], status["step"]) == ("stopped", reason, 1)
     assert Run(*LONG_STEP, *folders(name), "--resume", "latest", ranks=2).wait() == [0, 0]
