@@ -293,7 +293,7 @@ def test_the_plan_shows_each_source_and_the_log_its_epochs(sources, capsys):
     plan = capsys.readouterr().out
     assert "data         web, 75.0% of the rows: 1,200 training tokens in 2 shards of data/web; 16." in plan
     assert " epochs by the end -- MORE THAN 4, of little benefit\n" in plan
-    assert "             code, 25.0% of the rows: 1,300 training tokens in 2 shards of data/code; " in plan
+    assert "data         code, 25.0% of the rows: 1,300 training tokens in 2 shards of data/code; " in plan
     assert run_mixed(*MIX, "--eval_freq", "4", "--use_tensorboard", "--run_name", "tiny") == 0
     assert list(metrics("logs", "epoch/web")) == [4, 8]
     assert scalars("runs/tiny")["run/epoch/code"] == pytest.approx(metrics("logs", "epoch/code"))
