@@ -29,6 +29,7 @@ from generate import load_model
 from model import GPT, GPTConfig
 from steadygpt.base.durable import fsync, fsync_folder, replace_file
 from steadygpt.base.options import OptionError, UserError, kind_of, option, parse_options, run_cli
+from steadygpt.base.text import labelled
 from steadygpt.checkpoint.files import FORMAT_VERSION, NAMED, as_checkpoint, load_verified, open_checkpoint
 from steadygpt.convert.families import (
     CONSTANTS,
@@ -66,12 +67,14 @@ class ConvertOptions:
     """The options of convert_hf.py."""
 
     source: str = option(
-        MISSING, "latest, best, stable, average:N, a file (also nanoGPT's), a folder, or a Hub name", positional=True
+        MISSING,
+        "latest, best, stable, average:N, a file (also of nanoGPT), a Hugging Face folder, or a name on the Hub",
+        positional=True,
     )
     target: str = option(MISSING, "a new Hugging Face folder, or a new checkpoint file: NAME.pt", positional=True)
-    checkpoint_dir: str = option("checkpoints", "folder that latest and best refer to")
+    checkpoint_dir: str = option("checkpoints", "folder of latest, best, stable and average:N")
     tokenizer: str = option(
-        "", "tokenizer of the weights, if the source does not have it: a name, hf:NAME, or the path of a tokenizer.json"
+        "", "tokenizer of the weights, if the source does not name it: a name, hf:NAME, or the path of a tokenizer.json"
     )
 
 
@@ -232,7 +235,8 @@ def check_fits(initial: dict, source: str, config: GPTConfig, record: TokenizerR
     if not of_weights.fits(record):
         raise UserError(f"--init_from {source}: tokenizer is {of_weights}, but the data has {record}; {advice}")
     is_known = of_weights.tokenizer and (of_weights.tokenizer_sha256 or not of_weights.is_file)
-    return "" if is_known else f"--init_from {source} names no tokenizer: only the size of its vocabulary was compared"
+    unknown = labelled("weights", f"{source} names no tokenizer: only the vocabulary size was compared")
+    return "" if is_known else unknown
 
 
 def _gpt2_if_it_fits(config: GPTConfig) -> TokenizerRecord:
@@ -412,7 +416,7 @@ def write_folder(checkpoint: dict, folder: Path) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parse_options(ConvertOptions, argv, __doc__.partition("\n")[0])
+    options = parse_options(ConvertOptions, argv, "Convert weights from and to Hugging Face folders, and from nanoGPT.")
     source, target = options.source, Path(options.target)
     notes: list[str] = []
     if target.suffix in (".safetensors", ".bin", ".pth", ".ckpt"):

@@ -293,7 +293,7 @@ def open_data(
     except UserError as error:
         if config.dry_run == "off" or config.resume:
             raise
-        raise UserError(f"{error}. A plain --dry_run with --max_steps N needs no data") from error
+        raise UserError(f"{error}. --dry_run --max_steps N plans without data") from error
     val_sets = find_val_sets(config, [*found.values()], first_set, known) if config.eval_freq else []
     record, vocab_size = tokenizer_of([*found.values(), *val_sets], config.tokenizer, saved)
     seed, shuffled = config.seed, (config.shuffle_shards, config.shuffle_rows)

@@ -98,15 +98,15 @@ def load_model(checkpoint: dict) -> GPT:
 
 @dataclass(frozen=True)
 class Options(CheckpointOptions):
-    """What generate.py takes."""
+    """The options of generate.py."""
 
-    prompt: str = option("", "text to continue (default: the start of a document)")
-    prompt_file: str = option("", "continue all of this file, without its last line break; -: standard input")
-    num_seq: int = option(1, "number of texts", at_least=1)
-    max_tokens: int = option(200, "tokens to add to each", at_least=1)
-    temperature: float = option(0.8, "0 takes the most likely token")
+    prompt: str = option("", "prompt, the text to continue (default: the start of a document)")
+    prompt_file: str = option("", "read the prompt from a file, without its last line break; -: standard input")
+    num_seq: int = option(1, "number of texts to sample", at_least=1)
+    max_tokens: int = option(200, "tokens to add to each text", at_least=1)
+    temperature: float = option(0.8, "sampling temperature; 0: always the most likely token")
     top_k: int = option(50, "sample from the k most likely tokens; 0: from all")
-    seed: int = option(1337, "the same seed gives the same text")
+    seed: int = option(1337, "seed of the sampling")
 
 
 def read_prompt(path: str) -> str:

@@ -1,4 +1,4 @@
-"""A look at token shards before training, and at the rows that a step of a run trained on.
+"""Statistics and samples of token shards, and the rows that a step of a run trained on.
 
 python look.py data/edu_fineweb10B                    # size, documents, duplicates, some rows as text
 python look.py data/openwebtext --tokenizer gpt2 --rows 10 --context_length 1024     # shards of another project
@@ -39,13 +39,13 @@ class LookOptions(ModelOptions):
     """The options of look.py."""
 
     folder: str = option("", "folder of token shards", positional=True)
-    rows: int = option(3, "rows to print; 0: none of FOLDER, all of a step")
+    rows: int = option(3, "rows to print; 0: none of a folder, all of a step")
     tokenizer: str = option("auto", "auto: from the data's manifest, or gpt2 without one", "with FOLDER")
     context_length: int = option(256, "tokens per row", "with FOLDER", at_least=1)
-    seed: int = option(1337, "the same seed prints the same rows, taken at random", "with FOLDER")
+    seed: int = option(1337, "seed of the random choice of rows", "with FOLDER")
     step: int | None = option(None, "print the rows of this step of the run in --checkpoint_dir", "with --step")
     by: str = option(
-        "order", "order: as in training; loss: the highest first, of the checkpoint nearest to the step", "with --step",
+        "order", "order: as in training; loss: highest first, by the checkpoint nearest to the step", "with --step",
         choices=("order", "loss"),
     )  # fmt: skip
 
@@ -132,7 +132,7 @@ def duplicates(splits: dict[str, list[Shard]], surveys: Sequence[Survey], tokeni
 
 
 def look_at_folder(options: LookOptions) -> None:
-    """Print what a folder of shards holds."""
+    """Print the contents of a folder of shards."""
     folder = Path(options.folder)
     names = ["train", "val"] if shard_files(folder, "val") else ["train"]
     sets = [ShardSet.find(split, options.folder, split) for split in names]
@@ -156,7 +156,7 @@ def look_at_folder(options: LookOptions) -> None:
         print(*histogram(lengths), "\nexact duplicates, and their share of the split:", sep="\n")
         print(*duplicates(splits, surveys, tokenizer), sep="\n")
     else:
-        print("\nno document edges: the document token does not occur, so documents and duplicates are unknown")
+        print("\nno document token occurs, so documents and duplicates are unknown")
     last = sum(shard.num_tokens for shard in splits["train"]) - options.context_length
     for start in np.random.default_rng(options.seed).integers(0, max(0, last) + 1, options.rows).tolist():
         ids = read_tokens(splits["train"], start, options.context_length)
@@ -234,9 +234,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Raises: UserError.
     """
-    options = parse_options(LookOptions, argv, "Show what a folder of token shards holds, or the rows of a step.")
+    options = parse_options(LookOptions, argv, "Inspect a folder of token shards, or the rows that a step trained on.")
     if not options.folder and options.step is None:
-        raise UserError("nothing to look at; give a folder of token shards, or --step N of the run in --checkpoint_dir")
+        raise UserError(
+            "nothing to show; expected a folder of token shards, or --step N of the run in --checkpoint_dir"
+        )
     mine, other = ("with FOLDER", "with --step") if options.folder else ("with --step", "with FOLDER")
     for name, f in options_of(options).items():
         if f.metadata["group"] == other and getattr(options, name) != f.default:

@@ -60,7 +60,7 @@ class KVCache:
 
 
 class AttentionArgs(NamedTuple):
-    """What the attention of every block needs besides its input."""
+    """The arguments of attention that all blocks share."""
 
     rotary: Tensor | None = None  # rows of rotary_table; None: learned positions
     cache: KVCache | None = None
@@ -129,7 +129,7 @@ class Attention(nn.Module):
         self.parts = config.attention_parts
         self.c_attn = Linear(config.embd_size, sum(self.parts), bias=config.bias)
         self.c_proj = Linear(self.parts[0], config.embd_size, bias=config.bias)
-        # An RMSNorm also beside LayerNorms. Without weights, one before the rotation is the same as one after it.
+        # QK-norm is always RMSNorm. Without weights, it commutes with the rotation.
         self.q_norm = Norm(config, config.head_size, is_layernorm=False) if config.qk_norm else nn.Identity()
         self.k_norm = Norm(config, config.head_size, is_layernorm=False) if config.qk_norm else nn.Identity()
 
@@ -194,7 +194,7 @@ class GPT(nn.Module):
 
     Args:
         activation_checkpointing: recompute each block in backward: less memory, a third more time.
-        loss_chunk_size: tokens whose logits exist at once in training; 0: all.
+        loss_chunk_size: tokens per chunk of logits in training; 0: all.
         initialize: False leaves the weights undefined, for weights that are loaded or drawn next.
     """
 
@@ -229,7 +229,7 @@ class GPT(nn.Module):
         """Draw the initial value of a parameter in fp32, on the CPU, so that a seed gives the same model on any device.
 
         GPT-2 (Radford et al. 2019, section 2.3): N(0, 0.02), and residual projections scaled by 1/sqrt(N), where
-        N = 2 * num_layers counts what is added to the residual stream. A head of its own is zero, so all tokens are
+        N = 2 * num_layers counts what is added to the residual stream. An untied head is zero, so all tokens are
         equally likely at the start (Yang et al. 2022, appendix D.2).
         """
         weight = torch.empty(self.get_parameter(name).shape, device="cpu")

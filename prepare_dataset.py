@@ -6,8 +6,8 @@
     python prepare_dataset.py --source corpus/ --tokenizer bpe:32768               # trains a tokenizer first
     python prepare_dataset.py --source 'gs://bucket/*.npz' --tokenizer gpt2        # token ids, or text, of a store
 
-Source -> chunks -> batches -> ids -> shards. Each depends only on the source and a position in it, so the shards have
-the same bytes for any number of workers, and after a kill the same command continues. Token ids are only checked.
+Source -> chunks -> batches -> ids -> shards. Each depends only on the source and a position in it, so the shards are
+byte-identical for any number of workers, and after a kill the same command resumes. Token ids are only checked.
 """
 
 import dataclasses
@@ -32,11 +32,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from steadygpt.base.disk import bytes_text, disks, existing
+from steadygpt.base.disk import disks, existing
 from steadygpt.base.durable import lock_folder, replace_file
 from steadygpt.base.options import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.base.progress import ProgressBar, say
-from steadygpt.data.documents import Chunk, Position, cut_document, read_documents, repair, suffix_of
+from steadygpt.base.text import bytes_text, counted
+from steadygpt.data.documents import NO_TEXT, Chunk, Position, cut_document, read_documents, repair, suffix_of
 from steadygpt.data.ids import check_ids
 from steadygpt.data.shards import DEFAULT_FOLDER, MANIFEST, open_shard, token_dtype, write_shard
 from steadygpt.data.sources import FINEWEB_EDU, STDLIB, Source, find_source
@@ -56,15 +57,15 @@ from steadygpt.data.workers import map_in_order
 from steadygpt.machine.host import usable_cores
 
 DESCRIPTION = (
-    "Write token shards from text or token ids of the Hugging Face Hub, object stores, files or Python's own library. "
-    "The default, 10 B tokens of FineWeb-Edu, downloads 27 GB and takes 24 GB of disk at its peak, 20 GB afterwards, "
-    "0.5 GB of memory and 0.14 GB for each worker. After an interruption the same command continues."
+    "Write token shards from text or token ids in files, object stores, the Hugging Face Hub or Python's library. The "
+    "default, 10 B tokens of FineWeb-Edu, downloads 27 GB and needs 24 GB of disk at peak, 20 GB afterwards, and "
+    "0.5 GB of memory plus 0.14 GB per worker. After an interruption, run the same command again to resume."
 )
 FORMAT_VERSION = 3
-BATCH_BYTES = 2**20  # what a worker gets at once, at least
+BATCH_BYTES = 2**20  # the smallest batch of a worker
 IN_USE = "wait until it has finished, or use a different --out"
 DOWNLOADS = ".download"  # in the folder of the shards
-NAMED_SKIPS = 5  # skipped rows that are named on stderr
+NAMED_SKIPS = 5  # skipped rows that are named on stderr; empty ones are only counted
 VAL_BYTES = 400_000_000  # of text in val, at most; then the document or line is completed
 SMALL_TOKENS = 50_000_000  # below this, the proposed next command trains the quickstart's model
 
@@ -78,35 +79,37 @@ class PrepareOptions:
         "fineweb-edu, stdlib, hf:NAME[@REVISION][:CONFIG], or a file, folder or glob, on this machine or in an object "
         "store ('gs://bucket/*.npz'); .npz, .npy and .bin files hold token ids",
     )
-    max_files: int | None = option(None, "take only so many files, the first by name (default: all)", at_least=1)
+    max_files: int | None = option(None, "use the first N files, sorted by name (default: all)", at_least=1)
     tokenizer: str = option(
         "",
-        "gpt2, bytes or any other name of tiktoken; bpe:N to train one of N tokens on the source; hf:NAME[@REVISION] "
-        "or the path of a tokenizer.json of byte-level BPE (default: gpt2; token ids require the one that wrote them)",
+        "gpt2, bytes or another tiktoken name; bpe:N to train one of N tokens on the source; hf:NAME[@REVISION] "
+        "or the path of a byte-level BPE tokenizer.json (default: gpt2; for token ids, name the one that wrote them)",
     )
     tokenizer_bytes: int | None = option(
-        None, f"text that bpe:N is trained on, evenly from the source (default: {TRAINING_BYTES:,})", at_least=1
+        None,
+        f"bytes of text to train bpe:N on, spread evenly over the source (default: {TRAINING_BYTES:,})",
+        at_least=1,
     )
-    document_token: str = option(
-        "", f"special token of the tokenizer that begins every document (default: {END_OF_TEXT})"
-    )
+    document_token: str = option("", f"special token to put before each document (default: {END_OF_TEXT})")
     shard_size: int = option(100_000_000, "tokens per shard", at_least=1, at_most=2**31)
     val_tokens: int | None = option(
         None,
-        "tokens of val, taken from the start (default: 1/40 of the source, at most 400 MB, to the end of a document; "
-        "of token ids at most a shard)",
+        "tokens of the val split, from the start of the source (default: 1/40 of the source, at most 400 MB, up to the "
+        "end of a document; of token ids, at most one shard)",
         at_most=2**31,
     )
     num_workers: int | None = option(
-        None, "processes that read and tokenize (default: one per core; 1 for token ids)", at_least=1, at_most=1024
+        None, "number of worker processes (default: one per core; 1 for token ids)", at_least=1, at_most=1024
     )
     out: str = option("", f"folder for the shards (default: data/NAME; for fineweb-edu {DEFAULT_FOLDER})")
     name: str = option("", "prefix of the shards' file names (default: the last part of --source)")
-    text_field: str = option("text", "JSON field or column that holds a document's text, or array of an .npz file")
-    streaming: bool = option(False, "read a Hub data set or an object store in place, without files on the disk")
+    text_field: str = option("text", "JSON field or column with a document's text, or array in an .npz file")
+    streaming: bool = option(
+        False, "read a Hub data set or an object store over the network, without downloading files to disk"
+    )
     keep_download: bool = option(
         False,
-        "keep a Hub data set in the Hub's cache, instead of removing each file when its tokens are in shards",
+        "keep a Hub data set in the Hub's cache, instead of deleting each file once its tokens are in shards",
     )
 
 
@@ -244,7 +247,7 @@ def trained_json(options: PrepareOptions, source: Source, out: Path) -> str:
 
 @dataclass(kw_only=True)
 class Manifest:
-    """What manifest.json says: what is prepared, the shards so far, and where an unfinished preparation continues."""
+    """The content of manifest.json: the options, the shards so far, and where an unfinished preparation resumes."""
 
     format_version: int = FORMAT_VERSION
     source: str
@@ -369,15 +372,11 @@ class Manifest:
 
     def counts(self, num_tokens: int) -> str:
         """Describe what was read."""
-        notes = [_plural(self.documents, "document")] if self.documents else []  # not known of token ids
+        notes = [counted(self.documents, "document")] if self.documents else []  # not known of token ids
         notes += [f"{count:,} skipped ({reason})" for reason, count in self.skipped.items()]
         if self.repaired:
-            notes.append(f"{_plural(self.repaired, 'invalid character')} replaced")
+            notes.append(f"{counted(self.repaired, 'invalid character')} replaced")
         return ", ".join([*notes, f"{num_tokens:,} tokens"])
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def write_shards(
@@ -387,7 +386,7 @@ def write_shards(
 
     Args:
         encoded: batches and their ids, from the batch at manifest.next on.
-        release: is told that all files before one are in shards.
+        release: is called with a file number once all files before it are in shards.
 
     Raises: UserError when val leaves no tokens for train; OSError when a shard cannot be written.
     """
@@ -417,14 +416,14 @@ def write_shards(
     num_tokens = manifest.tokens + filled
     if manifest.val_tokens is None or num_tokens <= manifest.val_tokens:
         val = (
-            f"a val split of {manifest.val_bytes:,} bytes"
+            f"a val split of {counted(manifest.val_bytes, 'byte')}"
             if manifest.val_bytes
             else f"--val_tokens {manifest.val_tokens}"
         )
         for path in [*(out / shard["file"] for shard in manifest.shards), out / MANIFEST]:
             path.unlink()
         raise UserError(
-            f"{manifest.source}: {manifest.counts(num_tokens)}, and {val} leaves none for train; "
+            f"{manifest.source}: {manifest.counts(num_tokens)}, and {val} leaves no tokens for train; "
             f"try {f'--val_tokens {num_tokens // 10} or ' if num_tokens else ''}more text"
         )
     if filled:
@@ -474,7 +473,7 @@ def forecast(source: Source, manifest: Manifest, out: Path) -> None:
     if reasons and not found.documents:
         raise UserError(
             f"{source.names[first]}: the field {manifest.text_field!r} holds no text ({', '.join(sorted(reasons))}); "
-            "name the text with --text_field"
+            "set --text_field to the field with the text"
         )
     tokens = len(found.ids) / read * total
     shards = {out: int(max(0, tokens - manifest.tokens)) * np.dtype(manifest.dtype).itemsize}
@@ -483,15 +482,15 @@ def forecast(source: Source, manifest: Manifest, out: Path) -> None:
     what += "".join(f", up to {bytes_text(size)} of downloads in {place}" for place, size in downloads.items() if size)
     at = f" at commit {source.commit[:7]}" if source.commit else ""
     print(
-        f"{source.name}{at}: {_plural(len(source.names), 'file')}, {bytes_text(total)}, about "
+        f"source: {source.name}{at}, {counted(len(source.names), 'file')}, {bytes_text(total)}, about "
         f"{float(f'{tokens:.3g}'):,.0f} tokens\ndisk: about {what}",
         file=sys.stderr,
     )
-    or_stream = "use --streaming, which needs no downloads, " if downloads else ""
+    or_stream = "use --streaming, which needs no disk for downloads, " if downloads else ""
     for disk, (free, needed) in disks(shards, downloads).items():
         if needed > free:
             raise UserError(
-                f"{disk}: {bytes_text(free)} are free, {bytes_text(needed)} are needed ({what}); free some, "
+                f"{disk}: {bytes_text(free)} free, {bytes_text(needed)} needed ({what}); free some space, "
                 f"{or_stream}or give another --out"
             )
 
@@ -507,7 +506,7 @@ def show_progress(
         num_tokens += len(found.ids)
         bar.set_postfix_str(f"{num_tokens / bar.format_dict['elapsed'] / 1e6:.1f} M tokens/s", refresh=False)
         bar.update(amount_before[batch[-1].at.file] + batch[-1].end - bar.n)
-        for at, reason in found.skipped[: NAMED_SKIPS - num_named]:
+        for at, reason in [skip for skip in found.skipped if skip[1] != NO_TEXT][: NAMED_SKIPS - num_named]:
             name = source.names[at.file].removeprefix(f"{STDLIB}{os.sep}")
             say(f"skipped {name}:{at.row + 1}: {reason}")
             num_named += 1
@@ -578,11 +577,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # a full disk and the like
         where = Path(error.filename or out)
         raise UserError(
-            f"{where}: {error.strerror or error}; {shutil.disk_usage(existing(where)).free:,} bytes are free; "
-            "fix it and run the same command again to continue"
+            f"{where}: {error.strerror or error}; {bytes_text(shutil.disk_usage(existing(where)).free)} free; "
+            "fix it, then run the same command again to resume"
         ) from error
     except KeyboardInterrupt:
-        print("stopped; run the same command again to continue", file=sys.stderr)
+        print("stopped; run the same command again to resume", file=sys.stderr)
         raise
     splits = Counter(shard["split"] for shard in manifest.shards)
     flags = f"--data_dir {shlex.quote(str(out))}"
@@ -592,8 +591,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         name = options.name
         flags = f"--config quickstart {flags} --checkpoint_dir checkpoints/{name} --logdir logs/{name}"
     print(
-        f"{manifest.counts(manifest.tokens)}\n{_plural(splits['val'], 'val shard')} and "
-        f"{_plural(splits['train'], 'train shard')} in {out} ({time.monotonic() - start_s:.1f} s)\n"
+        f"{manifest.counts(manifest.tokens)}\n{counted(splits['val'], 'val shard')} and "
+        f"{counted(splits['train'], 'train shard')} in {out} ({time.monotonic() - start_s:.1f} s)\n"
         f"next: python train.py {flags}"
     )
     return 0

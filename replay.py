@@ -26,6 +26,7 @@ from dataloader import Data, recorded_sources, tokenizer_of
 from model import GPT
 from steadygpt.base.options import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.base.progress import ProgressBar
+from steadygpt.base.text import counted
 from steadygpt.checkpoint.files import checkpoint_files, git_commit, intact_checkpoints, read_checkpoint
 from steadygpt.checkpoint.mirror import Mirror
 from steadygpt.config import TrainConfig
@@ -40,7 +41,7 @@ from steadygpt.run.start import Start, resume_config, shared
 from steadygpt.run.starts import Entry, course_of, difference, known_shards, starts_of
 from train import Run, build_run, capture, train_step
 
-AS_RECORDED = "all that bits depend on is as recorded"
+AS_RECORDED = "code, machine and options are as recorded"
 COMPARED = {"loss": "losses", "grad_norm": "norms", "lr": "learning rates"}
 
 
@@ -49,18 +50,18 @@ class ReplayOptions:
     """The options of replay.py."""
 
     # fmt: off
-    step: int | None = option(None, "short for --steps STEP:STEP")
-    steps: str = option("", "A:B: the steps from A to B, both included, numbered as in metrics.jsonl: step A begins "
-                        "with the checkpoint of step A")
+    step: int | None = option(None, "one step to replay, as --steps STEP:STEP")
+    steps: str = option("", "steps to replay, A:B, including both, numbered as in metrics.jsonl: step A starts from "
+                        "the checkpoint of step A")
     checkpoint_dir: str = option("checkpoints", "folder of the run's checkpoints")
-    mirror: str = option("", "URL of the run's copy in an object store (default: its --mirror)")
+    mirror: str = option("", "URL of the run's mirror (default: its --mirror)")
     device: str = option("auto", "auto, cpu, cuda or mps")
     # fmt: on
 
     def span(self) -> tuple[int, int]:
         """Return the first and the last step."""
         if (self.step is None) == (not self.steps):
-            raise UserError("expected the steps to replay: either --step N or --steps A:B")
+            raise UserError("no steps to replay; expected either --step N or --steps A:B")
         match = re.fullmatch(r"(\d+):(\d+)", self.steps or f"{self.step}:{self.step}")
         if not match or int(match[1]) > int(match[2]):
             raise OptionError("steps", repr(self.steps), "A:B, such as 4000:4250")
@@ -95,10 +96,10 @@ def find_past(options: ReplayOptions, first: int, last: int) -> Past:
     if mirror and not any(checkpoint["step"] <= first for _, checkpoint in files):
         files += from_mirror(mirror, first, with_newest=not files)
     if not files or not files[0][1]["train_config"]:
-        raise UserError(f"no checkpoints of a run in {options.checkpoint_dir}; name their folder with --checkpoint_dir")
+        raise UserError(f"no checkpoints of a run in {options.checkpoint_dir}; try another --checkpoint_dir")
     newest = files[0][1]
     if first >= (end := newest["step"]) or last > end:
-        raise UserError(f"--steps {first}:{last}: the newest checkpoint is of step {end:,}; name steps before it")
+        raise UserError(f"--steps {first}:{last}: the newest checkpoint is of step {end:,}; choose steps before it")
     saves = {checkpoint["step"]: (file, checkpoint) for file, checkpoint in files if is_of_run(checkpoint, newest)}
     before = max((step for step in saves if step <= first), default=0)
     from_scratch = starts_of(newest)[0]["options"].get("init_from", "scratch") == "scratch"
@@ -187,8 +188,8 @@ class Comparison:
         if not any(begin <= step < end for step in self.records) and not self.past.saves:
             why = missing or f"{Path(self.past.newest['train_config']['logdir'], METRICS)} lacks their records"
             raise UserError(
-                f"nothing to compare steps {begin:,} to {end - 1:,} with: no checkpoint is left, and {why}; name other "
-                "steps, or put the logs back"
+                f"nothing to compare steps {begin:,} to {end - 1:,} with: no checkpoint is left, and {why}; choose "
+                "other steps, or restore the logs"
             )
         self.missing |= {missing: None} if missing and end - 1 not in self.records else {}
 
@@ -238,8 +239,8 @@ class Comparison:
             text += f"; bits are not promised: {', '.join(self.reasons)}"
         if missing := self.steps - self.recorded:
             why = ", ".join(self.missing) or f"{METRICS} lacks them"
-            text += f"; losses and norms of {missing:,} step{'s' * (missing > 1)} not compared: {why}"
-        return f"{self.steps:,} step{'s' * (self.steps != 1)}: {text}"
+            text += f"; losses and norms of {counted(missing, 'step')} not compared: {why}"
+        return f"{counted(self.steps, 'step')}: {text}"
 
 
 def tensors_of(content: dict) -> dict[str, torch.Tensor]:
@@ -324,7 +325,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises: UserError.
     """
     end_with_torchrun()
-    about = "Train steps of a run again, in memory, and compare them with its records and checkpoints."
+    about = "Retrain steps of a run in memory, and compare them with its records and checkpoints."
     options = parse_options(ReplayOptions, argv, about)
     first, last = options.span()
     with joined(options.device) as ranks, ExitStack() as held:

@@ -3,7 +3,7 @@
     python train.py --config quickstart                          # a laptop CPU or one GPU
     torchrun --nproc_per_node=4 train.py --use_tensorboard       # four GPUs
     torchrun --nproc_per_node=4 train.py --resume latest         # continue, perhaps on another number of GPUs
-    python train.py --help                                       # every option
+    python train.py --help                                       # all options
 
 A step runs total_batch_size tokens forward and backward in micro-steps, averages the gradients over the ranks and
 makes one update. Learning rate, data order and dropout masks follow from the configuration and the step, so they are
@@ -32,6 +32,7 @@ from model import GPT, GPTConfig
 from optim import make_optimizer, skips_on_device, update_unless
 from steadygpt.base.options import run_cli, shown_options
 from steadygpt.base.retry import brief
+from steadygpt.base.text import counted
 from steadygpt.checkpoint.files import FORMAT_VERSION, Captured, TrainState, check_weights, git_commit
 from steadygpt.checkpoint.host_copy import HostCopy, fill, restore_optimizer
 from steadygpt.checkpoint.saves import Saves
@@ -70,7 +71,7 @@ SAMPLE_TOKENS = 100
 
 @dataclass(frozen=True)
 class Run:
-    """What training, measuring and evaluating work on: the model, its data, and what watches, logs and saves them."""
+    """The state of a run: model, data, optimizer, and the objects that log and save them."""
 
     config: TrainConfig
     ranks: Ranks
@@ -329,7 +330,7 @@ def run_to_end(run: Run) -> int:
             ending = "stopped", stopped.reason
         except Diverged as diverged:
             run.state.step, run.state.rows_consumed = diverged.step, diverged.rows  # where the weights still are
-            ending = "failed", f"{diverged.bad_steps} consecutive steps with a non-finite loss or gradient"
+            ending = "failed", f"{counted(diverged.bad_steps, 'consecutive step')} with a non-finite loss or gradient"
             log.warn(diverged.advice(config))
         if not saves.is_saved(run.state.step):  # waits for the save in flight
             save(run)
@@ -417,7 +418,7 @@ def restore(
 
 
 def make_plan(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, held: ExitStack) -> Plan:
-    """Find where a run starts, and settle what it will do. `held` holds the lock on the folder of its checkpoints.
+    """Find where a run starts, and settle its plan. `held` holds the lock on the folder of its checkpoints.
 
     Raises: UserError.
     """
@@ -440,22 +441,24 @@ def make_plan(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, held:
 
 
 def measure(run: Run) -> float:
-    """Return how long a step takes, in seconds, extrapolated from a few steps with fewer micro-steps."""
+    """Return the seconds per step, extrapolated from a few steps with fewer micro-steps."""
 
     def take_step(config: TrainConfig) -> None:
         train_step(replace(run, config=config), batches).result()
 
-    run.log.say("measuring the time of a step ...")
+    run.log.say("timing some steps ...")
     with closing(run.training_batches()) as batches:
         return measure_step_s(take_step, run.config, run.ranks)
 
 
 def launch(plan: Plan, held: ExitStack) -> int:
-    """Train, or do what was asked for instead: print the plan, time a step, evaluate; return the exit status."""
+    """Train, or with --dry_run or --eval_only print the plan, time a step or evaluate; return the exit status."""
     start, config, max_steps = plan.start, plan.config, plan.schedule.max_steps
     log = RunLog(config, plan.ranks, max_steps)
     if not config.eval_only and start.is_finished(config.checkpoint_dir, max_steps, plan.ranks):
-        log.say(f"{config.checkpoint_dir}: this run is finished, at step {start.step}. Try a larger --max_steps.")
+        log.say(
+            f"{config.checkpoint_dir}: this run is finished, at step {start.step:,}. To continue, raise --max_steps."
+        )
     elif config.dry_run == "plan":
         log.say("\n".join([*plan.lines(), *plan.forecast()]))
     elif config.dry_run == "measure":

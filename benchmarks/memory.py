@@ -45,6 +45,7 @@ VARIANTS = {
     "offload": flags(loss_chunk_size=256, activation_checkpointing="on", cpu_offload="on"),  # only with FSDP
     "as_it_is": [],
 }
+UNITS = {"kB": 1e-6, "MB": 1e-3, "GB": 1.0, "TB": 1e3}  # in GB
 COLUMNS = ("ranks", "sharding", "precision", "variant", "rows", "peak GB", "plan GB", "plan / peak", "s a step")
 
 
@@ -62,10 +63,12 @@ def train_once(folder: Path, options: list[str], ranks: int, keep_freed: bool) -
         raise SystemExit(f"{' '.join(command)}\n{done.stderr[-1000:]}")
     records = [json.loads(line) for line in (folder / "l" / "metrics.jsonl").read_text().splitlines()]
     last = [record for record in records if "memory_gb" in record][-1]  # others are of the machine
-    estimate = float(re.search(r"^memory +about ([\d.]+) GB", done.stdout, re.MULTILINE)[1])
-    in_host = re.search(r"^host memory .* gradients and optimizer ([\d.]+)", done.stdout, re.MULTILINE)
-    rows = re.search(r"tokens = ([\d,]+) rows x", done.stdout)[1]
-    return last["memory_gb"], estimate + (float(in_host[1]) if in_host else 0), last["step_ms"] / 1000, rows
+    size = r"([\d,.]+) (kB|MB|GB|TB)"
+    found = re.search(rf"^memory +about {size}", done.stdout, re.MULTILINE)
+    in_host = re.search(rf"^host memory .* gradients and optimizer {size}", done.stdout, re.MULTILINE)
+    plan = sum(float(match[1].replace(",", "")) * UNITS[match[2]] for match in (found, in_host) if match)
+    rows = re.search(r"tokens \(([\d,]+) rows? x", done.stdout)[1]
+    return last["memory_gb"], plan, last["step_ms"] / 1000, rows
 
 
 def train_rank() -> int:

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""Watch a run in the terminal: whether it is alive, its progress, curves, speed, cost, GPUs and disk.
+"""Watch a run in the terminal: state, progress, curves, speed, cost, GPUs and disk.
 
 scripts/monitor_training.py                               # the run in checkpoints/
 scripts/monitor_training.py checkpoints/quickstart
-scripts/monitor_training.py --once || echo "not well"     # one view; for cron and scripts
+scripts/monitor_training.py --once || echo "unhealthy"     # one view; for cron and scripts
 ssh -t me@gpu-host 'cd project && ./monitor_training.sh'  # a run on another machine
 """
 
@@ -36,13 +36,15 @@ class MonitorOptions:
     """The options of monitor_training.py."""
 
     run: str = option("checkpoints", "folder of a run's checkpoints", positional=True)
-    once: bool = option(False, "print one view; exit with 0 if the run is well, with 1 if it failed, hangs or is gone")
-    interval_s: float = option(2.0, "seconds between two looks at the run", at_least=0.1)
+    once: bool = option(
+        False, "print one view and exit: with 0 if the run is healthy, with 1 if it failed, hangs or was killed"
+    )
+    interval_s: float = option(2.0, "seconds between updates", at_least=0.1)
 
 
 @contextmanager
 def keyboard() -> Iterator[Callable[[float], bytes]]:
-    """Yield a function that waits for a key at most so many seconds, and returns it, or none."""
+    """Yield a function that waits up to so many seconds for a key, and returns it or b""."""
     terminal = [sys.stdin.fileno()] if sys.stdin.isatty() else []
     before = [termios.tcgetattr(fd) for fd in terminal]
     try:

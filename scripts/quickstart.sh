@@ -1,37 +1,37 @@
 #!/usr/bin/env bash
 # Prepare data, train a small GPT that writes Python, list its checkpoints and sample text: 3 to 8 minutes on two CPU
-# cores. Downloads only the Python packages. Run it again at any time: it continues from the last checkpoint, or says
-# that the run is finished. Flags are passed to train.py.
+# cores. Downloads only Python packages. Run it again at any time: it resumes from the last checkpoint, or reports that
+# the run is finished. Flags are passed to train.py.
 set -euo pipefail
 for flag in "$@"; do
     case $flag in --config* | --checkpoint?dir* | --dry?run* | --eval?only*)
-        echo "error: ${flag%%=*}: quickstart.sh does not take it. Give it to train.py" >&2
+        echo "error: ${flag%%=*}: quickstart.sh sets it; pass it to train.py instead" >&2
         exit 2
     esac
 done
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 
-# By default, threads that wait for each other spin. Beside other programs, this makes training several times slower.
+# By default, waiting threads spin, which slows training down several times while other programs run.
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 
 scripts/setup.sh
 python=.venv/bin/python
 
 echo; echo "== 1/4  data: the Python standard library, as bytes"
-$python prepare_dataset.py --source stdlib --tokenizer bytes --out data/stdlib
-echo; echo "== 2/4  training (Ctrl-C stops and saves; run this script again to continue)"
+$python prepare_dataset.py --source stdlib --tokenizer bytes --out data/stdlib | sed '/^next:/d'  # the next step follows
+echo; echo "== 2/4  training (Ctrl-C stops and saves; run this script again to resume)"
 start=(--config quickstart --resume auto)
 if [ -e checkpoints/quickstart/latest.pt ]; then  # keep the options of the run, which may have been extended
     start=(--resume latest --checkpoint_dir checkpoints/quickstart)
 fi
 $python train.py "${start[@]}" "$@"
 if ! grep -q '"status": "finished"' checkpoints/quickstart/status.json; then
-    echo; echo "stopped and saved; ./scripts/quickstart.sh continues from here"
+    echo; echo "stopped and saved; run ./scripts/quickstart.sh again to resume"
     exit 0
 fi
 echo; echo "== 3/4  checkpoints"
 ./list_checkpoints.sh --checkpoint_dir checkpoints/quickstart
-echo; echo "== 4/4  what the model writes after the first lines of a class"
+echo; echo "== 4/4  a sample: the model completes the first lines of a class"
 $python generate.py best --checkpoint_dir checkpoints/quickstart --max_tokens 400 --temperature 0.7 \
     --prompt $'class Queue:\n    """A queue."""\n\n    def __init__(self'
 
@@ -39,10 +39,12 @@ cat <<'END'
 
 == next
   source .venv/bin/activate
-  ./start_tensorboard.sh                                              curves at http://localhost:6006
-  ./monitor_training.sh checkpoints/quickstart                        state, curves and speed in the terminal
-  NPROC=1 ./resume_training.sh --resume stable --checkpoint_dir checkpoints/quickstart --max_steps 2000  train it longer
+  ./start_tensorboard.sh                            # curves at http://localhost:6006
+  ./monitor_training.sh checkpoints/quickstart      # state, curves and speed in the terminal
   python generate.py best --checkpoint_dir checkpoints/quickstart --prompt "import " --num_seq 3
+
+  train it longer
+    NPROC=1 ./resume_training.sh --resume stable --checkpoint_dir checkpoints/quickstart --max_steps 2000
 
   your own text
     python prepare_dataset.py --source 'my_texts/*.txt' --tokenizer bytes --out data/mine

@@ -2,7 +2,7 @@
 # Create .venv with the exact versions of scripts/requirements.txt. If they are installed already, do nothing.
 #   ./setup.sh          packages for training
 #   ./setup.sh test     also the packages for scripts/test.sh
-#   ./setup.sh --check  install nothing; plan to train GPT-2 here, or a run with other flags, as its start would check it
+#   ./setup.sh --check  install nothing; check this machine and print the plan of GPT-2, or of a run with other flags
 # PYTHON=python3.12 ./setup.sh selects the interpreter.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
@@ -22,7 +22,7 @@ if [ "${1:-}" = --check ]; then
     [ -n "$python" ] || { echo "error: $missing" >&2; exit 2; }
     "$python" -c 'import torch' || { echo "error: PyTorch cannot be imported; run ./setup.sh, or rm -rf .venv first" >&2; exit 2; }
     shift
-    exec "$python" train.py --dry_run --steps_per_epoch 18795 "$@"  # the steps of FineWeb-Edu, which need not be here
+    exec "$python" train.py --dry_run --steps_per_epoch 18795 "$@"  # those of FineWeb-Edu, so the data may be missing
 fi
 
 list=scripts/requirements${1:+-$1}.txt
@@ -35,6 +35,6 @@ find_python
 
 # Create .venv again if it is incomplete or has an older Python.
 is_recent .venv/bin/python || { rm -rf .venv; "$python" -m venv .venv; }
-echo "installing $list into .venv (takes some minutes: PyTorch is large)"
+echo "installing $list into .venv; this takes minutes, because PyTorch is large"
 .venv/bin/python -m pip install --quiet --disable-pip-version-check -r "$list"
 touch "$stamp"

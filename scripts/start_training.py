@@ -1,8 +1,8 @@
 #!/usr/bin/env python
-"""Ask what to train on what, print the command and its plan, run it in the background, and show the monitor.
+"""Ask for model and data, print the command and its plan, train in the background, and show the monitor.
 
-Enter accepts the answer in brackets, and flags of train.py answer their own question. Leaving the monitor leaves
-training alone. There is a process for each GPU; NPROC=2 sets their number.
+Enter accepts the answer in brackets; a flag of train.py skips its question. Training continues when you leave the
+monitor. One process runs per GPU; NPROC=2 sets the number of processes.
 """
 
 import argparse
@@ -31,7 +31,7 @@ GPUS = int(os.environ.get("GPUS", "0"))  # that scripts/nproc.sh has found
 
 
 def ask(question: str, default: str, accepted: Collection[str] = (), expected: str = "") -> str:
-    """Ask until the answer is one of those accepted, by default any."""
+    """Ask until the answer is one of `accepted`; empty accepts any answer."""
     while True:
         answer = input(f"{question} [{default}]: ").strip() or default
         if not sys.stdin.isatty():
@@ -87,7 +87,7 @@ def prepared_data(root: Path) -> dict[str, str]:
 
 
 def flags_of_run(flags: list[str]) -> list[str]:
-    """Return the flags of the run; those that are given come last."""
+    """Return the flags of the run: the answers, then the given flags."""
     _, given = parse_args(flags)
     by_flag = {name for name, source in given.items() if source == "flag"}
     if "resume" in by_flag:
@@ -107,7 +107,7 @@ def flags_of_run(flags: list[str]) -> list[str]:
 
 
 def unused_folder(name: str) -> str:
-    """Return a folder for checkpoints that does not exist, and neither do logs of its name."""
+    """Return a new folder for checkpoints, without logs of the same name."""
     number, new = 1, name
     while Path("checkpoints", new).exists() or Path("logs", new).exists():
         number += 1
@@ -116,9 +116,9 @@ def unused_folder(name: str) -> str:
 
 
 def choose_data(default: str) -> str:
-    """Return the folder of data to train on; prepare the smallest data if there is none."""
+    """Return the folder of data to train on; offer to prepare a small data set if there is none."""
     if found := prepared_data(Path("data")):
-        return choose("On which data?", found, default if default in found else next(iter(found)))
+        return choose("Which data?", found, default if default in found else next(iter(found)))
     prepare = [shown(sys.executable), shown(REPO / "prepare_dataset.py")]
     print(f"\nThere is no prepared data in data/. To prepare FineWeb-Edu 10B (24 GB of disk): {shlex.join(prepare)}")
     if not confirm("Prepare the Python standard library now (seconds, no download)?"):
@@ -140,9 +140,9 @@ def command_of(config: TrainConfig, flags: list[str]) -> list[str]:
 
 
 def train_and_watch(command: list[str], folder: Path, console: Path) -> int:
-    """Start training in a session of its own, show the monitor after its first step, and return the exit status.
+    """Start training in a session of its own, show its output and then the monitor, and return the exit status.
 
-    Until then, what training prints is shown here. Leaving with Ctrl-C, or leaving the monitor, leaves training alone.
+    The monitor opens when the first step is done. Ctrl-C and leaving the monitor do not stop training.
     """
 
     def is_starting() -> bool:
@@ -172,7 +172,7 @@ def train_and_watch(command: list[str], folder: Path, console: Path) -> int:
     if training.poll() is not None:
         print(f"\ntraining has ended with status {training.returncode}; its output: {console}")
         return training.returncode
-    print(f"\nTraining runs on as process {training.pid}; its output: {console}")
+    print(f"\ntraining continues as process {training.pid}; its output: {console}")
     print(f"  watch it again   {shlex.join([shown(REPO / 'monitor_training.sh'), str(folder)])}")
     print(f"  stop and save    kill -INT {training.pid}")
     return 0
@@ -198,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\n{shlex.join(command)}\n", flush=True)
         dry_run = [] if "dry_run" in given else ["--dry_run"]
         plan = subprocess.run([*command, *dry_run], stderr=subprocess.PIPE, text=True)
-        if plan.returncode:  # of torchrun's many lines, ours
+        if plan.returncode:  # drop torchrun's own lines
             errors = [line for line in plan.stderr.splitlines() if line.startswith("error: ")]
             print("\n".join(errors) or plan.stderr, file=sys.stderr)
         if plan.returncode or not dry_run:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Ask what to train on what, print the command and its plan, run it, and watch it:
+# Ask for model and data, print the command and its plan, train, and show the monitor:
 #     ./start_training.sh [--yes] [flags of train.py]
 # Enter accepts the answer in brackets, --yes accepts all. NPROC=2 sets the number of processes.
 set -euo pipefail

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
-"""Upload, list and download the checkpoints of a mirror, the URL that train.py --mirror has.
+"""Upload checkpoints to a mirror (train.py --mirror), list or download them.
 
-scripts/upload_manager.py upload-all                                # what the run in checkpoints could not upload
+scripts/upload_manager.py upload-all                                # what the run in checkpoints did not upload
 scripts/upload_manager.py list --mirror s3://bucket/run
 scripts/upload_manager.py download best --mirror s3://bucket/run
 """
@@ -33,12 +33,12 @@ from steadygpt.run.start import resume_config
 class ManagerOptions:
     """The options of upload_manager.py."""
 
-    action: str = option(MISSING, "what to do", choices=("upload-all", "list", "download"), positional=True)
-    name: str = option(
-        "latest", "of the checkpoint to download: latest, best, stable or a name in the list", positional=True
+    action: str = option(
+        MISSING, "upload-all, list or download", choices=("upload-all", "list", "download"), positional=True
     )
-    mirror: str = option("", "folder of the object store (default: that of the run in checkpoint_dir)")
-    checkpoint_dir: str = option("checkpoints", "local folder")
+    name: str = option("latest", "checkpoint to download: latest, best, stable or a name in the list", positional=True)
+    mirror: str = option("", "URL of the mirror (default: that of the run in checkpoint_dir)")
+    checkpoint_dir: str = option("checkpoints", "local folder of checkpoints")
 
 
 def upload_all(url: str, folder: Path) -> None:
@@ -47,13 +47,13 @@ def upload_all(url: str, folder: Path) -> None:
         newest = find_checkpoint("latest", folder)
         assert newest.path and newest.checkpoint  # only "auto" finds none
         if not newest.checkpoint["train_config"]:
-            raise UserError(f"{newest.path}: converted weights, not of a run")
+            raise UserError(f"{newest.path}: converted weights; expected a checkpoint of a run")
         config = TrainConfig(checkpoint_dir=str(folder))
         config, _ = resume_config(newest.checkpoint["train_config"], config, {"checkpoint_dir": "flag"})
         mirror = Mirror(url, config.run_name, resumes=True)
         there = mirror.patiently(mirror.claim).checkpoints.get(LATEST)
         if there and there.mtime_ns > newest.path.stat().st_mtime_ns:
-            raise UserError(f"{url} has a newer checkpoint than {folder}, of step {there.step:,}; resume that")
+            raise UserError(f"{url} has a newer checkpoint than {folder}, of step {there.step:,}; resume from it")
         uploads = Uploads(mirror, config, RunLog(config, Ranks(torch.device("cpu"))))
         uploads.start(is_last=True)
         while uploads.is_busy():
@@ -68,7 +68,7 @@ def download(mirror: Mirror, name: str, folder: Path) -> None:
     there = mirror.patiently(mirror.index).checkpoints
     name = {"latest": LATEST, **NAMED}.get(name, name)
     if name not in there:
-        raise UserError(f"{mirror.url}: no {name}; expected one of {', '.join(there) or 'nothing: it is empty'}")
+        raise UserError(f"{mirror.url}: no {name}; expected one of {', '.join(there) or 'none: the mirror is empty'}")
     target = folder / name
     if target.exists():
         raise UserError(f"{target} exists; rename it, or give another --checkpoint_dir")
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     url = options.mirror or read_status(folder).get("mirror")
     if not url:
         found = f"missing, and {folder / STATUS} names none"
-        raise OptionError("mirror", found, "the URL that train.py --mirror has, such as s3://bucket/run")
+        raise OptionError("mirror", found, "a URL such as s3://bucket/run")
     if options.action == "list":
         print(*mirror_table(Mirror(url)), sep="\n")
     elif options.action == "download":

@@ -1,6 +1,7 @@
-"""Every option of train.py, once: flags, help, TOML keys and a checkpoint's train_config all come from TrainConfig.
+"""The options of train.py, declared once, in TrainConfig: flags, help, TOML keys, a checkpoint's train_config.
 
-Defaults < --config NAME|FILE.toml < flags. On resume the checkpoint's values stand between defaults and --config.
+Flags override --config NAME|FILE.toml, which overrides the defaults. On resume, the checkpoint's values replace the
+defaults.
 """
 
 import dataclasses
@@ -14,16 +15,17 @@ from fractions import Fraction
 from pathlib import Path
 
 from steadygpt.base.options import OptionError, UserError, check_options, option, options_of, read_flags
+from steadygpt.base.text import counted
 
 WEBHOOK = re.compile(r"https?://([\w.-]+|\[[\da-f:]+\])(:\d+)?(/[!-~]*)?", re.ASCII | re.IGNORECASE)
 PRESETS = Path(__file__).resolve().parent.parent / "configs"
 
 
 TASKS = ("hellaswag", "arc_easy", "arc_challenge", "piqa")  # how each is read: steadygpt/data/tasks.py
-EXPECTED = f"{', '.join(TASKS)}, or several with commas; from the Hub, or NAME=FILE"
+EXPECTED = f"one or more of {', '.join(TASKS)}, separated by commas; NAME=FILE reads a file instead of the Hub"
 ACTIVATIONS = ("gelu_tanh", "gelu", "relu2", "swiglu")
 NORMS = ("layernorm", "rmsnorm", "rmsnorm_no_weight")
-MAX_VIRTUAL_RANKS = 8  # so many processes at most compute the same bits
+MAX_VIRTUAL_RANKS = 8  # the most processes that compute the same bits
 
 
 def _shape(default, text: str, **bounds):
@@ -39,28 +41,29 @@ class GPTConfig:
 
     # fmt: off
     vocab_size: int = 50257
-    num_layers: int = _shape(12, "transformer blocks", at_least=1, at_most=2**12)
-    num_heads: int = _shape(12, "attention heads", at_least=1, at_most=2**24)
-    num_kv_heads: int = _shape(0, "heads of keys and values, shared by groups of attention heads; 0: num_heads",
-                               at_most=2**24)
+    num_layers: int = _shape(12, "number of transformer blocks", at_least=1, at_most=2**12)
+    num_heads: int = _shape(12, "number of attention heads", at_least=1, at_most=2**24)
+    num_kv_heads: int = _shape(0, "number of key and value heads, each shared by a group of attention heads; 0: "
+                               "num_heads", at_most=2**24)
     embd_size: int = _shape(768, "width of the residual stream", at_least=1, at_most=2**24)
-    head_dim: int = _shape(0, "dimensions a head; 0: embd_size / num_heads", at_most=2**24)
-    context_length: int = _shape(1024, "tokens a row", at_least=1, at_most=2**24)
-    intermediate_size: int = _shape(0, "width inside the MLP; 0: 4 * embd_size, or 8/3 of it with swiglu: as "
+    head_dim: int = _shape(0, "dimensions per head; 0: embd_size / num_heads", at_most=2**24)
+    context_length: int = _shape(1024, "tokens per row", at_least=1, at_most=2**24)
+    intermediate_size: int = _shape(0, "width of the MLP; 0: 4 * embd_size, or with swiglu 8/3 * embd_size, for as "
                                     "many parameters", at_most=2**24)
     bias: bool = _shape(True, "biases in linear layers and LayerNorms, as in GPT-2")
-    norm: str = _shape("layernorm", "layernorm, as in GPT-2; rmsnorm, as in Llama; rmsnorm_no_weight, then also of the "
-                       "embedding, as in NanoChat", choices=NORMS)
-    norm_eps: float = _shape(1e-5, "added to the variance in norms", above=0)
-    qk_norm: bool = _shape(False, "RMSNorm of each head's queries and keys, as in Qwen 3 and NanoChat")
-    activation: str = _shape("gelu_tanh", "of the MLP: gelu_tanh, as in GPT-2; gelu, as in nanoGPT and GPT-NeoX; "
-                             "relu2, as in NanoChat; swiglu, as in Llama", choices=ACTIVATIONS)
-    rotary_pct: float = _shape(0.0, "share of each head's dimensions with rotary positions, 0.25 in GPT-NeoX; "
-                               "0: learned positions, as in GPT-2", at_most=1)
+    norm: str = _shape("layernorm", "layernorm, as in GPT-2; rmsnorm, as in Llama; rmsnorm_no_weight, also applied "
+                       "to the embedding, as in NanoChat", choices=NORMS)
+    norm_eps: float = _shape(1e-5, "epsilon of the norms, added to the variance", above=0)
+    qk_norm: bool = _shape(False, "apply RMSNorm to each head's queries and keys, as in Qwen 3 and NanoChat")
+    activation: str = _shape("gelu_tanh", "activation of the MLP: gelu_tanh, as in GPT-2; gelu, as in nanoGPT and "
+                             "GPT-NeoX; relu2, as in NanoChat; swiglu, as in Llama",
+                             choices=ACTIVATIONS)
+    rotary_pct: float = _shape(0.0, "fraction of each head's dimensions with rotary positions, 0.25 in GPT-NeoX; 0: "
+                               "learned positions, as in GPT-2", at_most=1)
     rotary_base: float = _shape(10000.0, "base of the rotary wavelengths", above=0)
     parallel_residual: bool = _shape(False, "attention and MLP read the same input, as in GPT-NeoX")
-    tied_head: bool = _shape(True, "the head shares the embedding table, as in GPT-2")
-    logit_softcap: float = _shape(0.0, "bound on logits c: c * tanh(logits / c), 15 in NanoChat; 0: none")
+    tied_head: bool = _shape(True, "share the embedding table with the head, as in GPT-2")
+    logit_softcap: float = _shape(0.0, "cap logits smoothly at c, by c * tanh(logits / c); 15 in NanoChat; 0: no cap")
     dropout: float = _shape(0.0, "dropout probability", below=1, on_resume="ask")
     # fmt: on
 
@@ -79,7 +82,7 @@ class GPTConfig:
         if self.rotary_pct and (self.rotary_dim % 2 or not self.rotary_dim):
             raise OptionError(
                 "rotary_pct",
-                f"{self.rotary_pct}, {self.rotary_dim} of {self.head_size} dimensions a head",
+                f"{self.rotary_pct}, {self.rotary_dim} of {self.head_size} dimensions per head",
                 "an even number of dimensions: they rotate in pairs",
             )
 
@@ -129,131 +132,135 @@ class TrainConfig(GPTConfig):
 
     # fmt: off
     init_from: str = option("scratch", "scratch, or weights to start from: gpt2, gpt2-medium, gpt2-large, gpt2-xl, a "
-                            "Hugging Face folder, a checkpoint file (also nanoGPT's)", "model", on_resume="never")
+                            "Hugging Face folder, or a checkpoint file, also of nanoGPT", "model", on_resume="never")
 
-    config: str = option("", "preset in configs/ or TOML file to start from", "run", on_resume="launch")
-    run_name: str = option("", "name of the run in TensorBoard and W&B (default: from the start time)", "run")
-    seed: int = option(1337, "of weights, data order and dropout", "run", below=2**63, on_resume="never")
-    device: str = option("auto", "auto (CUDA if there is one), cpu, cuda, mps", "run")
-    precision: str = option("auto", "auto: on a GPU bf16 where it has it, else fp16; on a CPU the faster of bf16 and "
-                            "fp32, measured at the first start; --mixed_precision no, fp16 and bf16 mean the same; "
-                            "fp8: products in the blocks, by torchao", "run",
+    config: str = option("", "preset in configs/ or TOML file of options, which flags override", "run",
+                         on_resume="launch")
+    run_name: str = option("", "name of the run in TensorBoard and W&B (default: the start time)", "run")
+    seed: int = option(1337, "seed of weights, data order and dropout", "run", below=2**63, on_resume="never")
+    device: str = option("auto", "auto (CUDA if available), cpu, cuda or mps", "run")
+    precision: str = option("auto", "auto: on a GPU bf16 if supported, else fp16; on a CPU the faster of bf16 and "
+                            "fp32, measured at the first start; fp8: block matmuls via torchao; also "
+                            "--mixed_precision no, fp16 or bf16", "run",
                             choices=("auto", "fp32", "bf16", "fp16", "fp8"), aliases=("mixed_precision",),
                             spellings={"no": "fp32"})
-    compile: str = option("auto", "torch.compile the model; auto: on CUDA", "run", choices=("auto", "on", "off"),
-                          spellings={"True": "on", "False": "off"})
-    deterministic: bool = option(False, "the same bits on any number of processes that the plan names; on CUDA with "
-                                 "deterministic kernels; slower", "run", on_resume="never")
-    profile: int = option(0, "steps to record, after 3 others, as a trace for Perfetto and TensorBoard; 0: none", "run",
-                          on_resume="launch")
-    dry_run: str = option("off", "print the plan (sizes, memory, steps, disk, time, cost) and exit; measure: time some "
-                          "micro-steps for it", "run", choices=("off", "plan", "measure"), bare="plan",
+    compile: str = option("auto", "compile the model with torch.compile; auto: on CUDA only", "run",
+                          choices=("auto", "on", "off"), spellings={"True": "on", "False": "off"})
+    deterministic: bool = option(False, "bit-identical results on each number of processes that the plan names; "
+                                 "slower", "run", on_resume="never")
+    profile: int = option(0, "steps to record as a trace for Perfetto and TensorBoard, after the first 3 steps; 0: "
+                          "none", "run", on_resume="launch")
+    dry_run: str = option("off", "print the plan (sizes, memory, steps, disk, time, cost) and exit; measure: time "
+                          "some micro-steps for it", "run", choices=("off", "plan", "measure"), bare="plan",
                           spellings={"on": "plan", "True": "plan"}, on_resume="launch")
 
     data_dir: str = option("data/edu_fineweb10B", "folder of token shards", "data")
-    mix: str = option("", "in place of data_dir, several folders with weights: [NAME=]FOLDER[:WEIGHT],...", "data")
+    mix: str = option("", "mixture of folders with weights, instead of data_dir: [NAME=]FOLDER[:WEIGHT],...", "data")
     val: str = option("", "folders of validation sets: [NAME=]FOLDER,... (default: val shards of the training data)",
                       "data")
-    tokenizer: str = option("auto", "auto: from the manifest of the data, its tokenizer.json, or gpt2; a name, "
+    tokenizer: str = option("auto", "auto: from the manifest of the data, its tokenizer.json, or gpt2; or a name, "
                             "hf:NAME, or the path of a tokenizer.json", "data", on_resume="never")
-    shuffle_shards: bool = option(True, "a new order of the shards each epoch", "data", on_resume="never")
-    shuffle_rows: bool = option(True, "a new order of each shard's rows each epoch", "data", on_resume="never")
+    shuffle_shards: bool = option(True, "shuffle the shards in each epoch", "data", on_resume="never")
+    shuffle_rows: bool = option(True, "shuffle the rows of each shard in each epoch", "data", on_resume="never")
 
-    total_batch_size: int = option(524288, "tokens a step, over all ranks and micro-steps", "optimization", at_least=1,
-                                   on_resume="ask")
-    micro_steps: int = option(0, "micro-steps of each rank in a step, in place of total_batch_size: the first start "
-                              "fixes the tokens of a step; 0: total_batch_size decides", "optimization",
-                              on_resume="never")
-    mini_batch_size: int = option(32, "rows a rank computes at once, or fewer if they do not split a step evenly; 0 or "
-                                  "auto: as many as fit in its memory", "optimization", spellings={"auto": "0"})
-    optimizer: str = option("adamw", "adamw, or muon for the matrices of the blocks and AdamW for the rest",
+    total_batch_size: int = option(524288, "tokens per step, over all ranks and micro-steps", "optimization",
+                                   at_least=1, on_resume="ask")
+    micro_steps: int = option(0, "micro-steps per step on each rank, instead of total_batch_size, which the first "
+                              "start derives from them; 0: total_batch_size decides", "optimization", on_resume="never")
+    mini_batch_size: int = option(32, "micro-batch size: rows per micro-step on each rank, or fewer if they do not "
+                                  "divide a step evenly; 0 or auto: as many as fit in memory",
+                                  "optimization", spellings={"auto": "0"})
+    optimizer: str = option("adamw", "adamw, or muon for the matrices of the blocks with AdamW for the rest",
                             "optimization", choices=("adamw", "muon"), on_resume="never")
     max_lr: float = option(1e-3, "peak learning rate, after the warm-up", "optimization", on_resume="ask")
     min_lr: float = option(1e-4, "learning rate at the end of the decay", "optimization", on_resume="ask")
-    schedule: str = option("cosine", "of the learning rate after the warm-up: cosine; wsd: stable, then a linear "
-                           "cool-down; constant", "optimization", choices=("cosine", "wsd", "constant"),
-                           on_resume="ask")
-    cooldown: float = option(0.4, "share of the steps that are wsd's cool-down", "optimization", at_most=1,
+    schedule: str = option("cosine", "learning rate after the warm-up: cosine; wsd: stable, then a linear cool-down; "
+                           "constant", "optimization", choices=("cosine", "wsd", "constant"), on_resume="ask")
+    cooldown: float = option(0.4, "fraction of the steps in wsd's cool-down", "optimization", at_most=1,
                              on_resume="ask")
     warmup_steps: int = option(715, "steps of linear warm-up; unless given as a flag, at most a tenth of the run",
                                "optimization", on_resume="ask")
-    muon_lr: float = option(0.01, "Muon's peak learning rate; it follows the same curve", "optimization", above=0,
+    muon_lr: float = option(0.01, "peak learning rate of Muon, on the same schedule", "optimization", above=0,
                             on_resume="ask")
-    muon_momentum: float = option(0.95, "Muon's decay of the mean of gradients", "optimization", below=1,
-                                  on_resume="ask")
-    muon_beta2: float = option(0.0, "Muon's decay of the mean squares of each neuron's updates, as in NorMuon; 0: "
-                               "without them", "optimization", below=1, on_resume="ask")
-    weight_decay: float = option(0.1, "on matrices and embeddings", "optimization", on_resume="ask")
-    adam_beta1: float = option(0.9, "AdamW's decay of the mean of gradients", "optimization", below=1, on_resume="ask")
-    adam_beta2: float = option(0.95, "AdamW's decay of the mean of squared gradients", "optimization", below=1,
+    muon_momentum: float = option(0.95, "momentum of Muon", "optimization", below=1, on_resume="ask")
+    muon_beta2: float = option(0.0, "decay of the mean square of each neuron's updates in Muon, as in NorMuon; 0: off",
+                               "optimization", below=1, on_resume="ask")
+    weight_decay: float = option(0.1, "weight decay of matrices and embeddings", "optimization", on_resume="ask")
+    adam_beta1: float = option(0.9, "AdamW beta1, the decay of the mean of gradients", "optimization", below=1,
                                on_resume="ask")
-    adam_eps: float = option(1e-8, "AdamW's addend to the denominator", "optimization", above=0, on_resume="ask")
-    grad_clip: float = option(1.0, "largest gradient norm; 0: no clipping", "optimization", on_resume="ask")
+    adam_beta2: float = option(0.95, "AdamW beta2, the decay of the mean of squared gradients", "optimization", below=1,
+                               on_resume="ask")
+    adam_eps: float = option(1e-8, "AdamW epsilon", "optimization", above=0, on_resume="ask")
+    grad_clip: float = option(1.0, "maximum gradient norm; 0: no clipping", "optimization", on_resume="ask")
     num_epochs: int = option(5, "passes over the data", "optimization")
-    steps_per_epoch: int = option(0, "0: from the shards (18795 for FineWeb-Edu 10B)", "optimization")
+    steps_per_epoch: int = option(0, "steps per epoch; 0: from the size of the data (18795 for FineWeb-Edu 10B)",
+                                  "optimization")
     max_steps: int = option(0, "steps of the run; 0: num_epochs * steps_per_epoch", "optimization")
-    max_bad_steps: int = option(5, "stop after this many consecutive steps without a finite loss and gradient; their "
-                                "updates are skipped; 0: never", "optimization")
-    spike_z: float = option(6.0, "warn of a loss this many standard deviations above the last 128; 0: never",
-                            "optimization")
-    skip_spikes: bool = option(False, "and skip its update", "optimization")
-    max_hours: float = option(0.0, "stop and save after this long in this start; 0: never", "optimization")
+    max_bad_steps: int = option(5, "stop after this many consecutive steps with a NaN or infinite loss or gradient, "
+                                "whose updates are always skipped; 0: never", "optimization")
+    spike_z: float = option(6.0, "warn of a loss spike, this many standard deviations above the mean of the last 128 "
+                            "losses; 0: never", "optimization")
+    skip_spikes: bool = option(False, "skip updates with a loss spike", "optimization")
+    max_hours: float = option(0.0, "stop and save after this many hours in this start; 0: never", "optimization")
 
-    checkpoint_dir: str = option("checkpoints", "folder of this run's checkpoints", "checkpoints", on_resume="launch")
+    checkpoint_dir: str = option("checkpoints", "folder for the checkpoints of this run", "checkpoints",
+                                 on_resume="launch")
     checkpoint_freq: int = option(250, "steps between rolling checkpoints; 0: none", "checkpoints")
-    checkpoint_minutes: float = option(1.0, "minutes between saves of latest.pt, more where saving would take over 1 % "
-                                       "of the time; 0: none", "checkpoints")
-    keep_checkpoints: int = option(10, "newest rolling checkpoints that are kept", "checkpoints", at_least=1)
-    keep_epochs: int = option(0, "newest checkpoints of epochs that are kept; 0: all", "checkpoints")
-    resume: str = option("", "continue: latest, auto (latest, or a new run if there is none), best, stable (before "
-                         "wsd's cool-down, to train longer), or a file; bare --resume is latest; also "
+    checkpoint_minutes: float = option(1.0, "minutes between timed saves of latest.pt, or more if they would pause "
+                                       "training for over 1% of the time; 0: none", "checkpoints")
+    keep_checkpoints: int = option(10, "rolling checkpoints to keep, the newest", "checkpoints", at_least=1)
+    keep_epochs: int = option(0, "epoch checkpoints to keep, the newest; 0: all", "checkpoints")
+    resume: str = option("", "resume from latest, auto (latest, or start a new run if there is none), best, stable "
+                         "(before wsd's cool-down, to train longer) or a file; --resume alone means latest; also "
                          "--resume_from_checkpoint", "checkpoints", bare="latest",
                          aliases=("resume_from_checkpoint",), on_resume="launch")
-    allow_changes: bool = option(False, "on resume: let batch size, learning rates, schedule, dropout and constants "
-                                 "of the optimizer differ from the checkpoint's, or train on other data from here on",
+    allow_changes: bool = option(False, "on resume, allow the batch size, learning rates, schedule, dropout, "
+                                 "optimizer constants and training data to differ from the checkpoint's",
                                  "checkpoints", on_resume="launch")
-    list_checkpoints: bool = option(False, "print a table of checkpoint_dir and exit", "checkpoints",
+    list_checkpoints: bool = option(False, "list the checkpoints in checkpoint_dir and exit", "checkpoints",
                                     on_resume="launch")
-    verbose: bool = option(False, "or -v; with --list_checkpoints: show what each checkpoint holds", "checkpoints",
-                           on_resume="launch", aliases=("v",))
-    mirror: str = option("", "folder of an object store that gets a copy of the run: s3://BUCKET/RUN, gs://BUCKET/RUN, "
-                         "or another fsspec URL", "checkpoints")
-    mirror_keep: int = option(10, "newest rolling checkpoints that are kept in the mirror; 0: all", "checkpoints")
-    mirror_minutes: float = option(10.0, "minutes between uploads of saves by the clock", "checkpoints")
+    verbose: bool = option(False, "with --list_checkpoints, show the contents of each checkpoint; also -v",
+                           "checkpoints", on_resume="launch", aliases=("v",))
+    mirror: str = option("", "folder of an object store to copy the run to: s3://BUCKET/RUN, gs://BUCKET/RUN, or "
+                         "another fsspec URL", "checkpoints")
+    mirror_keep: int = option(10, "rolling checkpoints to keep in the mirror, the newest; 0: all", "checkpoints")
+    mirror_minutes: float = option(10.0, "minutes between uploads of timed saves", "checkpoints")
     background_upload: bool = option(True, "upload to the mirror while training continues; off: each save waits for "
                                      "its upload", "checkpoints")
 
     eval_freq: int = option(250, "steps between validations; 0: none", "evaluation")
-    eval_tokens: int = option(10485760, "validation tokens, the same ones each time", "evaluation", at_least=1)
+    eval_tokens: int = option(10485760, "validation tokens to use, the same ones each time", "evaluation", at_least=1)
     eval_tasks: str = option("hellaswag", EXPECTED, "evaluation")
-    hellaswag_freq: int = option(250, "steps between evaluations of these tasks; 0: none", "evaluation")
+    hellaswag_freq: int = option(250, "steps between evaluations of eval_tasks; 0: none", "evaluation")
     sample_freq: int = option(250, "steps between text samples; 0: none", "evaluation")
-    sample_prompt: str = option("", "text that samples continue (default: the start of a document)", "evaluation")
-    eval_only: bool = option(False, "print validation loss, HellaSwag and a sample of a checkpoint (--resume; default: "
-                             "latest) or of --init_from, and exit", "evaluation", on_resume="launch")
+    sample_prompt: str = option("", "prompt of the text samples (default: the start of a document)", "evaluation")
+    eval_only: bool = option(False, "evaluate a checkpoint (--resume; default: latest) or the weights of "
+                             "--init_from: print validation loss, task scores and a sample, and exit",
+                             "evaluation", on_resume="launch")
 
     use_tensorboard: bool = option(False, "write curves, histograms and samples to tensorboard_dir", "logging")
-    tensorboard_dir: str = option("runs", "folder of TensorBoard runs", "logging")
-    logdir: str = option("logs", "folder of log.txt and metrics.jsonl", "logging")
+    tensorboard_dir: str = option("runs", "folder for TensorBoard runs", "logging")
+    logdir: str = option("logs", "folder for log.txt and metrics.jsonl", "logging")
     log_freq: int = option(1, "steps between log lines", "logging", at_least=1)
-    use_wandb: bool = option(False, "log to Weights & Biases too (pip install wandb)", "logging")
-    gpu_hour_cost: float = option(0.0, "price of one GPU hour; shows the run's cost so far; 0: no cost", "logging")
+    use_wandb: bool = option(False, "also log to Weights & Biases (pip install wandb)", "logging")
+    gpu_hour_cost: float = option(0.0, "price of a GPU-hour, to show the cost of the run; 0: not shown", "logging")
     system_metrics_s: float = option(10.0, "seconds between measurements of GPUs, CPU, memory and disk; 0: none",
                                      "logging")
-    alert_url: str = option("", "webhook of Slack, Discord or ntfy, or any URL that takes a JSON POST: started, "
-                            "resumed, finished, stopped, failed, loss spikes, bad steps, failed saves, a disk that is "
-                            "nearly full, repeated steps that differ", "logging", on_resume="launch", secret=True)
+    alert_url: str = option("", "webhook of Slack, Discord or ntfy, or another URL that accepts a JSON POST, to send "
+                            "alerts to: start, resume, end, failure, loss spikes, bad steps, failed saves, a nearly "
+                            "full disk, repeated steps that differ", "logging", on_resume="launch", secret=True)
 
-    sharding: str = option("ddp", "ddp: a replica on each rank; fsdp: parameters and optimizer sharded", "distributed",
-                           choices=("ddp", "fsdp"))
-    shard_size: int = option(0, "with fsdp: shard within groups of this many ranks, each group with a whole copy; 0: "
-                            "across all ranks", "distributed")
-    timeout_minutes: float = option(30.0, "end the run when a rank does not respond for this long", "distributed",
+    sharding: str = option("ddp", "ddp: a replica on each rank; fsdp: parameters and optimizer sharded across ranks",
+                           "distributed", choices=("ddp", "fsdp"))
+    shard_size: int = option(0, "with fsdp, shard within groups of this many ranks, each with a full copy; 0: across "
+                             "all ranks", "distributed")
+    timeout_minutes: float = option(30.0, "end the run if a rank does not respond for this many minutes", "distributed",
                                     above=0, on_resume="launch")
-    cpu_offload: bool = option(False, "with fsdp: keep parameters and optimizer in host memory", "distributed")
-    activation_checkpointing: bool = option(False, "recompute blocks in backward: less memory, slower", "distributed")
-    loss_chunk_size: int = option(0, "tokens whose logits exist at once, recomputed in backward: less memory for long "
-                                  "contexts; 0: all", "distributed")
+    cpu_offload: bool = option(False, "with fsdp, keep parameters and optimizer in host memory", "distributed")
+    activation_checkpointing: bool = option(False, "recompute blocks in the backward pass: less memory, slower",
+                                            "distributed")
+    loss_chunk_size: int = option(0, "tokens per chunk of logits, which is recomputed in the backward pass: less "
+                                  "memory with long contexts; 0: all at once", "distributed")
     # fmt: on
     wanted_rows: int = 0  # mini_batch_size before with_even_rows() reduced it, for a resume on other ranks; else 0
 
@@ -359,7 +366,7 @@ class TrainConfig(GPTConfig):
         if remainder or not rows:
             raise UserError(
                 f"--total_batch_size {self.total_batch_size:,} is not a multiple of --context_length "
-                f"{self.context_length} x {world_size} process{'es' * (world_size > 1)} = {row:,} tokens; "
+                f"{self.context_length} x {counted(world_size, 'process')} = {row:,} tokens; "
                 f"--total_batch_size {f'{rows * row:,} or ' if rows else ''}{(rows + 1) * row:,} would work"
             )
         # With fp8, gradients of weights are sums over the tokens of a micro-step, 16 at a time.
@@ -440,8 +447,8 @@ def parse_folders(option: str, text: str) -> dict[str, tuple[str, Fraction]]:
 FIELDS = options_of(TrainConfig)
 EXCLUSIVE = (("total_batch_size", "micro_steps", "set the tokens of a step"), ("data_dir", "mix", "name the data"))
 ABOUT = (
-    "Train a GPT, with one process for each GPU: torchrun --nproc_per_node=4 train.py --use_tensorboard. "
-    "Defaults < --config < flags. --flag_name and --flag-name are the same."
+    "Train a GPT. On several GPUs, start one process for each: torchrun --nproc_per_node=4 train.py. Flags override "
+    "--config, which overrides the defaults. --flag_name and --flag-name are the same."
 )
 # What other trainers call our options (nanoGPT, build-nanogpt, transformers, accelerate, DeepSpeed).
 ELSEWHERE = {
@@ -453,7 +460,7 @@ ELSEWHERE = {
         "--resume": "resume_from load_checkpoint",
         "--max_lr": "learning_rate lr",
         "--activation": "hidden_act activation_function",
-        "--activation gelu_tanh (before: tanh) or gelu (before: exact)": "gelu",
+        "--activation gelu_tanh or gelu": "gelu",
         "--norm_eps": "layer_norm_eps layer_norm_epsilon rms_norm_eps",
         "--num_kv_heads": "num_key_value_heads n_kv_heads n_kv_head",
         "--schedule": "lr_scheduler_type lr_scheduler",
@@ -552,7 +559,8 @@ def _read_toml(name: str, read_by: tuple[str, ...] = ()) -> dict:
     path = Path(name) if name.endswith(".toml") else PRESETS / f"{name}.toml"
     if not path.is_file():
         presets = ", ".join(sorted(p.stem for p in PRESETS.glob("*.toml")))
-        raise UserError(f"--config {name}: there is no {path}; expected a .toml file or one of: {presets}")
+        kind = "file" if name.endswith(".toml") else "preset"
+        raise UserError(f"--config {name}: no such {kind}; expected a .toml file or one of: {presets}")
     try:
         if name in read_by:
             raise UserError("the file includes itself")

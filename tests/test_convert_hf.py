@@ -399,7 +399,7 @@ def test_fine_tuning_takes_the_shape_of_the_weights_and_may_crop_the_context(wor
     flags = [x for pair in zip(TINY[::2], TINY[1::2], strict=True) if pair[0] not in shape_flags for x in pair]
     fixed = ["--max_lr", "0", "--min_lr", "0", "--data_dir", "data", "--init_from", "model"]
     assert train.main([*flags, *fixed]) == 0
-    assert "weights from model" in capsys.readouterr().out
+    assert "weights      from model" in capsys.readouterr().out
     tuned = find_checkpoint("latest", Path("checkpoints")).checkpoint
     assert (tuned["model_config"]["num_layers"], tuned["model_config"]["intermediate_size"]) == (1, 100)
     assert (tuned["train_config"]["activation"], tuned["train_config"]["context_length"]) == ("gelu", 16)

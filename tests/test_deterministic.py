@@ -109,7 +109,7 @@ def refused(*flags: str) -> str:
 def test_what_the_sums_depend_on_stays_fixed(workdir, capsys):
     assert run_here(*FOUR, "--mini_batch_size", "3", "--max_steps", "4") == 0  # 2 rows divide a step, and 2 processes
     assert (
-        "deterministic: the same bits on 1 or 2 processes of 1 thread each, because a step has 2 micro-batches\n"
+        "same bits    on 1 or 2 processes of 1 thread each, because a step has 2 micro-batches\n"
         in capsys.readouterr().out
     )
     resume = ("--eval_freq", "4", "--resume", "latest")
@@ -125,7 +125,7 @@ def test_what_the_sums_depend_on_stays_fixed(workdir, capsys):
     try:
         torch.set_num_threads(threads + 1)
         assert run_here(*resume, "--mini_batch_size", "3", "--max_steps", "8") == 0  # as it was begun
-        assert f"threads {threads + 1} -> {threads}, as before" in capsys.readouterr().out
+        assert f"threads      {threads + 1} -> {threads}, as before" in capsys.readouterr().out
         assert load("checkpoints/latest.pt")["starts"][-1]["threads"] == threads
     finally:
         torch.set_num_threads(threads)

@@ -200,8 +200,8 @@ def test_every_kind_of_checkpoint_can_be_used_and_a_corrupt_one_is_skipped_with_
     (["--prompt_file", "empty"], "--prompt_file empty: empty"),
     (["--prompt_file", "line"], "--prompt_file line: empty"),
     (["--prompt_file", "latin-1"], "--prompt_file latin-1: not UTF-8 at byte 2"),
-    (["--max_new_tokens", "3"], "unknown argument '--max_new_tokens'; here it is --max_tokens"),  # nanoGPT's
-    (["--start=FILE:a.txt"], "here it is --prompt TEXT or --prompt_file FILE"),
+    (["--max_new_tokens", "3"], "unknown argument '--max_new_tokens'; use --max_tokens"),  # nanoGPT's
+    (["--start=FILE:a.txt"], "use --prompt TEXT or --prompt_file FILE"),
 ])  # fmt: skip
 def test_mistakes_are_reported_in_one_line(folder, monkeypatch, capsys, flags, words):
     monkeypatch.chdir(folder)

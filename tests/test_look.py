@@ -101,7 +101,7 @@ def test_shards_without_document_tokens_have_no_documents(look, tmp_path):
         "train         1               18          1.00",
         "total         1               18          1.00",
         "",
-        "no document edges: the document token does not occur, so documents and duplicates are unknown",
+        "no document token occurs, so documents and duplicates are unknown",
     ]
     assert lines[8].startswith("--- train, 5 tokens from ")
     assert len(lines[9]) == 5 and lines[9] in "To be or not to be"
@@ -182,11 +182,11 @@ def broken(folder: Path, how: str) -> None:
     ("foreign", ["data", "--tokenizer", "bytes"], "token 2 is 300, outside the vocabulary of 257; name the tokenizer"),
     ("", ["data", "--tokenizer", "gpt2"], "data was prepared with 'bytes'; drop the flag"),
     ("", ["data", "--rows", "-1"], "--rows is -1; expected 0 or more"),
-    ("", [], "give a folder of token shards, or --step N"),
+    ("", [], "expected a folder of token shards, or --step N"),
     ("", ["data", "--step", "1"], "--step cannot be combined with FOLDER; drop one of them"),
     ("", ["data", "--by", "loss"], "--by cannot be combined with FOLDER"),
     ("", ["--step", "1", "--seed", "3"], "--seed cannot be combined with --step"),
-    ("", ["--step", "1"], "no checkpoints in checkpoints; name their folder with --checkpoint_dir"),
+    ("", ["--step", "1"], "no checkpoints in checkpoints; try another --checkpoint_dir"),
 ])  # fmt: skip
 def test_mistakes_are_reported_in_one_line(tmp_path, monkeypatch, capsys, how, flags, words):
     monkeypatch.chdir(tmp_path)

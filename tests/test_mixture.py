@@ -218,10 +218,10 @@ def test_a_mixture_changes_only_on_request_and_each_source_continues(sources, ca
     assert run_mixed(*MIX, "--max_steps", "4") == 0
     found = refused(*OTHER, "--resume", "latest")
     assert "the training data is code 50.0% (data/code, SHA-256 " in found
-    assert "but the checkpoint was trained with web 70.0% (data/web, SHA-256 " in found
-    assert found.endswith("name the same data, or add --allow_changes to train on this from here on")
+    assert "but the checkpoint was trained on web 70.0% (data/web, SHA-256 " in found
+    assert found.endswith("name the same data, or add --allow_changes to switch to this")
     assert run_mixed(*OTHER, "--resume", "latest", "--allow_changes", "--max_steps", "6") == 0
-    assert "changed mix: 'data/web:7,data/code:3' -> 'data/code:1,data/math:1'\n" in capsys.readouterr().out
+    assert "changed      mix: 'data/web:7,data/code:3' -> 'data/code:1,data/math:1'\n" in capsys.readouterr().out
     assert run_mixed("--resume", "latest", "--max_steps", "8") == 0  # the mixture is that of the checkpoint
     starts = load("checkpoints/latest.pt")["starts"]
     assert [(entry["step"], entry["row"], list(entry["sources"])) for entry in starts] == [
@@ -266,7 +266,8 @@ def test_other_data_in_the_folder_of_a_run_is_refused_or_else_told(sources, caps
     capsys.readouterr()
     assert run_mixed("--resume", "latest", "--max_steps", "8", "--max_lr", "1e-4", "--allow_changes") == 0
     told = re.search(
-        r"changed training data: web 100.0% .*SHA-256 (\w+)\.\.\.\) -> web .*SHA-256 (\w+)", capsys.readouterr().out
+        r"changed      training data: web 100.0% .*SHA-256 (\w+)\.\.\.\) -> web .*SHA-256 (\w+)",
+        capsys.readouterr().out,
     )
     assert told and told[1] != told[2]
 
@@ -291,8 +292,8 @@ def test_the_plan_shows_each_source_and_the_log_its_epochs(sources, capsys):
     assert run_mixed("--mix", "data/web:3,code=data/code:1", "--max_steps", "400", "--dry_run") == 0
     plan = capsys.readouterr().out
     assert "data         web, 75.0% of the rows: 1,200 training tokens in 2 shards of data/web; 16." in plan
-    assert " epochs by the end -- MORE THAN 4, which teaches little\n" in plan
-    assert "             code, 25.0% of the rows: 1,300 training tokens in 2 shards of data/code; " in plan
+    assert " epochs by the end -- MORE THAN 4, of little benefit\n" in plan
+    assert "data         code, 25.0% of the rows: 1,300 training tokens in 2 shards of data/code; " in plan
     assert run_mixed(*MIX, "--eval_freq", "4", "--use_tensorboard", "--run_name", "tiny") == 0
     assert list(metrics("logs", "epoch/web")) == [4, 8]
     assert scalars("runs/tiny")["run/epoch/code"] == pytest.approx(metrics("logs", "epoch/code"))
@@ -301,7 +302,7 @@ def test_the_plan_shows_each_source_and_the_log_its_epochs(sources, capsys):
 
 def test_a_mixture_needs_a_number_of_steps(sources):
     assert refused(*MIX, "--max_steps", "0") == (
-        "a mixture of data has no epochs; give the length of the run with --max_steps"
+        "a mixture of data has no epochs; set the length of the run with --max_steps"
     )
 
 

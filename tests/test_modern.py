@@ -88,7 +88,10 @@ def test_a_run_extended_from_stable_equals_a_longer_run(workdir, capsys):
 
 def test_a_cooled_down_run_is_continued_from_stable_or_with_a_note(workdir, capsys):
     run_modern("--dry_run")
-    assert "stable.pt at step 5: --resume stable --max_steps N trains longer" in capsys.readouterr().out
+    assert (
+        "cool-down    from step 5, saved as stable.pt: --resume stable --max_steps N trains longer"
+        in capsys.readouterr().out
+    )
     run_modern(*folders("a"))
     assert "--optimizer is 'adamw', but the checkpoint was trained with 'muon'" in fails(
         "--resume", "latest", "--optimizer", "adamw", *folders("a")
@@ -99,9 +102,9 @@ def test_a_cooled_down_run_is_continued_from_stable_or_with_a_note(workdir, caps
     )
     assert run_here("--resume", "latest", "--max_steps", "20", *folders("a")) == 0
     said = capsys.readouterr().out
-    assert "the learning rate rises from" in said and "; --resume stable continues" in said
+    assert "lr           rises from" in said and "; --resume stable continues" in said
     assert run_here("--resume", "stable", "--max_steps", "20", *folders("a")) == 0
-    assert "the learning rate rises from" not in capsys.readouterr().out
+    assert "lr           rises from" not in capsys.readouterr().out
 
 
 def test_a_schedule_without_a_cool_down_has_no_stable_checkpoint(workdir, capsys):
@@ -111,7 +114,7 @@ def test_a_schedule_without_a_cool_down_has_no_stable_checkpoint(workdir, capsys
     capsys.readouterr()
     assert run_here(*later, *folders("a")) == 0  # wsd's stable part would have ended before step 6
     said = capsys.readouterr().out
-    assert "the learning rate rises from" in said and "stable" not in said
+    assert "lr           rises from" in said and "stable" not in said
 
 
 def test_muon_needs_a_learning_rate(workdir):

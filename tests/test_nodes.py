@@ -87,7 +87,7 @@ def test_a_run_continues_when_a_lost_node_returns(start_node):
     host, lost = start_two(start_node, "2", *flags)
     lost.kill()
     returned = start_node("127.0.0.1", "2", *flags)
-    assert "resumed from run/ckpt/latest.pt at step " in returned.wait_for("^finished after 100 steps")
+    assert "resumed      from run/ckpt/latest.pt at step " in returned.wait_for("^finished after 100 steps")
     assert (host.wait(), returned.wait()) == ([0], [0])
     run_to_end(*flags, *folders("reference"), ranks=2)
     assert_equals_reference("run")
@@ -119,7 +119,7 @@ def test_all_nodes_end_with_the_host_of_the_rendezvous_and_the_same_commands_res
     assert "RendezvousConnectionError" in other.text()
     assert not other.group()
     both = [start_node(address, "2", *LONG_STEPS) for address in ("127.0.0.1", "127.0.0.2")]
-    assert "resumed from" in both[0].wait_for("^finished after 150 steps")
+    assert "resumed      from" in both[0].wait_for("^finished after 150 steps")
     assert [node.wait() for node in both] == [[0], [0]]
 
 

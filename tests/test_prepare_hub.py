@@ -82,10 +82,14 @@ def test_a_stream_goes_on_inside_the_file(some_corpus, tmp_path, monkeypatch):
     ("source", "more", "message"),
     [
         ("hf:", [], "--source 'hf:' is incomplete; expected hf:NAME"),
-        ("hf:some/corpus:part", ["--text_field", "txt"], "0.parquet: no field 'txt'; found id, text; name the text"),
+        (
+            "hf:some/corpus:part",
+            ["--text_field", "txt"],
+            "0.parquet: no field 'txt'; found id, text; set --text_field to",
+        ),
         ("hf:some/corpus:nothing", [], "hf:some/corpus:nothing: .*BuilderConfig 'nothing' not found"),
         ("hf:some/tests", [], "hf:some/tests: no split 'train', found test"),
-        ("hf:some/numbers", [], "the field 'text' holds no text .int, not a string.; name"),
+        ("hf:some/numbers", [], "the field 'text' holds no text .int, not a string.; set"),
         ("hf:some/gated", [], "gated; accept its conditions .* run `hf auth login` or set HF_TOKEN"),
     ],
 )
@@ -111,7 +115,7 @@ def test_too_small_a_disk_is_told_before_anything_is_written(more, some_corpus, 
         if is_enough:
             prepare("hf:some/corpus:part", "out", *OPTIONS, *more)
         else:
-            refused("--source", "hf:some/corpus:part", "--out", "out", *more, match="are free, .* are needed")
+            refused("--source", "hf:some/corpus:part", "--out", "out", *more, match="free, .* needed")
             assert not Path("out").exists()
 
 

@@ -212,7 +212,7 @@ def test_sigterm_ends_a_download_and_the_same_command_continues(bucket, local_sh
         time.sleep(0.01)
     process.terminate()
     errors = process.communicate(timeout=20)[1]
-    assert (process.returncode, errors.splitlines()[-1]) == (130, "stopped; run the same command again to continue")
+    assert (process.returncode, errors.splitlines()[-1]) == (130, "stopped; run the same command again to resume")
     bucket.faults.clear()
     assert subprocess.run(command, stderr=subprocess.DEVNULL).returncode == 0
     assert shards_of("out") == local_shards

@@ -137,7 +137,7 @@ def test_ctrl_c_ends_the_training_at_once(text):
     start_s = time.monotonic()
     assert process.wait(10) == 130
     assert time.monotonic() - start_s < 5
-    assert "stopped; run the same command again to continue" in process.stderr.read()
+    assert "stopped; run the same command again to resume" in process.stderr.read()
     assert not (text / "out/tokenizer.json").exists()
 
 

@@ -231,7 +231,7 @@ def test_val_has_at_most_400_mb(folder, monkeypatch):
 def test_a_text_of_which_val_takes_all_is_refused_with_a_number_of_tokens_that_works(folder):
     (folder / "a.txt").write_text("only one line")
     message = (
-        "a.txt: 1 document, 14 tokens, and a val split of 1 bytes leaves none for train; try --val_tokens 1 or more"
+        "a.txt: 1 document, 14 tokens, and a val split of 1 byte leaves no tokens for train; try --val_tokens 1 or more"
     )
     refused("--source", "a.txt", "--out", "out", match=message)
     prepare("a.txt", "out", "--val_tokens", "1")

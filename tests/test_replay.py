@@ -315,13 +315,13 @@ def test_checkpoints_that_are_gone_or_vanish_meanwhile(replayed, monkeypatch, ca
 
 
 @pytest.mark.parametrize(("flags", "words"), [
-    ([], "expected the steps to replay: either --step N or --steps A:B"),
+    ([], "no steps to replay; expected either --step N or --steps A:B"),
     (["--step", "1", "--steps", "1:2"], "either --step N or --steps A:B"),
     (["--steps", "2:1"], "--steps is '2:1'; expected A:B, such as 4000:4250"),
     (["--steps", "2"], "--steps is '2'; expected A:B"),
-    (["--step", "8"], "--steps 8:8: the newest checkpoint is of step 8; name steps before it"),
+    (["--step", "8"], "--steps 8:8: the newest checkpoint is of step 8; choose steps before it"),
     (["--steps", "4:9"], "--steps 4:9: the newest checkpoint is of step 8"),
-    (["--step", "1", "--checkpoint_dir", "data"], "no checkpoints of a run in data; name their folder"),
+    (["--step", "1", "--checkpoint_dir", "data"], "no checkpoints of a run in data; try another"),
 ])  # fmt: skip
 def test_mistakes_are_reported_in_one_line(workdir, flags, words):
     assert "--checkpoint_dir" in flags or run_here() == 0

@@ -92,8 +92,8 @@ def test_resume_takes_options_from_the_checkpoint_and_reports_changes(workdir, c
     changed = ("--max_steps", "6", "--weight_decay", "0.5")
     assert train.main(["--checkpoint_dir", "a", "--resume", "--allow_changes", *changed]) == 0
     out = capsys.readouterr().out
-    assert "changed max_steps: 4 -> 6" in out
-    assert "resumed from a/latest.pt at step 4" in out
+    assert "changed      max_steps: 4 -> 6" in out
+    assert "resumed      from a/latest.pt at step 4" in out
     last = load("a/latest.pt")
     assert (last["step"], last["train_config"]["embd_size"]) == (6, 16)
     assert [group["weight_decay"] for group in last["optimizer"]["param_groups"]] == [0.5, 0]
@@ -155,8 +155,11 @@ def test_more_ranks_compute_fewer_rows_at_once(workdir):
     in_ranks(2, main_in, workdir, flags_with_rows(4, *folders("b")))
     for log in ("logs-a/log.txt", "logs-b/log.txt"):
         lines = Path(log).read_text().splitlines()
-        assert "mini_batch_size 4 -> 2: a step has 2 rows on each of 2 ranks" in lines
-        assert not [line for line in lines if line.startswith("changed mini_batch_size")]
+        assert (
+            "rows         2 per micro-step instead of --mini_batch_size 4: a step has 2 rows on each of 2 ranks"
+            in lines
+        )
+        assert not [line for line in lines if line.startswith("changed      mini_batch_size")]
     assert load("a/latest.pt")["train_config"]["mini_batch_size"] == 2
     assert load("a/latest.pt")["rows_consumed"] == 6 * 4
     at = TINY.index("--mini_batch_size")
@@ -168,22 +171,26 @@ def test_measured_precision_is_kept_by_a_resume(workdir, monkeypatch, capsys):
     monkeypatch.setattr(device, "native_precision", lambda device: "bf16")
     monkeypatch.setattr(device, "product_rates", lambda *_: (1e9, 2e9))
     assert run_here("--precision", "auto", "--max_steps", "3", *folders("a")) == 0
-    assert re.search(r"^precision auto: bf16; .* 1 GFLOP/s in fp32 and 2 in bf16$", capsys.readouterr().out, re.M)
+    assert re.search(
+        r"^precision +bf16, chosen by --precision auto: .* 1 GFLOP/s in fp32 and 2 in bf16$",
+        capsys.readouterr().out,
+        re.M,
+    )
     monkeypatch.setattr(device, "product_rates", lambda *_: (2e9, 1e9))
     assert run_here("--precision", "auto", "--resume", "latest", *folders("a")) == 0
     out = capsys.readouterr().out
-    assert ", bf16, ddp, attention by " in out
-    assert "changed precision" not in out
+    assert ", bf16, attention by " in out
+    assert "changed      precision" not in out
     assert load("a/latest.pt")["train_config"]["precision"] == "bf16"
     assert run_here("--precision", "fp32", "--resume", "latest", "--max_steps", "9", *folders("a")) == 0
-    assert "changed precision: 'bf16' -> 'fp32'" in capsys.readouterr().out
+    assert "changed      precision: 'bf16' -> 'fp32'" in capsys.readouterr().out
 
 
 def test_option_of_a_preset_that_contradicts_the_checkpoint_is_named_with_the_preset(workdir):
     run_here("--max_steps", "3", *folders("a"))
     Path("other.toml").write_text("seed = 5\n")
     assert fails("--resume", "latest", "--config", "other.toml", *folders("a")) == (
-        "--seed is 5, but the checkpoint was trained with 1337; drop --config, or start another run in another "
+        "--seed is 5, but the checkpoint was trained with 1337; drop --config, or start a new run in another "
         "--checkpoint_dir (--config other.toml sets --seed)"
     )
 

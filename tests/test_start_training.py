@@ -183,7 +183,7 @@ def test_training_runs_on_in_the_background_and_an_interrupt_stops_it(workdir, m
     assert start_training.train_and_watch(words, Path("checkpoints"), Path("logs/console.txt")) == 0
     assert Path("shown").read_text() == "checkpoints"
     last = capsys.readouterr().out
-    process = int(re.search(r"Training runs on as process (\d+); its output: logs/console.txt", last)[1])
+    process = int(re.search(r"training continues as process (\d+); its output: logs/console.txt", last)[1])
     assert f"kill -INT {process}" in last and os.getsid(process) == process
     os.kill(process, signal.SIGINT)
     assert os.waitpid(process, 0)[1] == 0

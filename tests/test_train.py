@@ -302,7 +302,7 @@ def test_default_warmup_depends_on_the_length_of_the_run(workdir, flags, warmup,
     shape = ("--context_length", "16", "--num_heads", "4", "--embd_size", "16", "--num_layers", "1")
     batch = ("--total_batch_size", "64", "--mini_batch_size", "2", "--steps_per_epoch", "2000")
     assert train.main([*flags, *shape, *batch, "--data_dir", "data", "--dry_run"]) == 0
-    assert f"; {warmup} steps of warm-up" in capsys.readouterr().out
+    assert f"; warm-up {warmup} step{'s' * (warmup != 1)}\n" in capsys.readouterr().out
 
 
 def test_step_time_does_not_include_the_evaluation_before_it(workdir, monkeypatch):

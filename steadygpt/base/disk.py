@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 
-from steadygpt.base.text import scaled_text
-
 
 def disks(*needs: Mapping[Path, int]) -> dict[Path, tuple[int, int]]:
     """Return, for an existing folder of each disk, the bytes that are free and the bytes that are needed."""
@@ -21,8 +19,3 @@ def disks(*needs: Mapping[Path, int]) -> dict[Path, tuple[int, int]]:
 def existing(path: Path) -> Path:
     """Return a path or the first folder above it that exists."""
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
-
-
-def bytes_text(count: float) -> str:
-    """Return a number of bytes with three digits and a unit."""
-    return scaled_text(count, (" bytes", " kB", " MB", " GB", " TB"))

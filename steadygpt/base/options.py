@@ -1,4 +1,4 @@
-"""Options declared once as dataclass fields: flags, help, bounds; and one-line errors for what a user can fix."""
+"""Options declared once as dataclass fields: flags, help, bounds; and errors of one line for users' mistakes."""
 
 import argparse
 import dataclasses
@@ -134,24 +134,24 @@ def kind_of(f: dataclasses.Field) -> type:
 
 @dataclasses.dataclass(frozen=True)
 class ModelOptions:
-    """What the commands that use a trained model have in common."""
+    """Options of all commands that use a trained model."""
 
-    checkpoint_dir: str = option("checkpoints", "folder of checkpoints, such as latest and best")
-    device: str = option("auto", "auto, cpu, cuda or mps")
+    checkpoint_dir: str = option("checkpoints", "folder of checkpoints")
+    device: str = option("auto", "auto (CUDA if available), cpu, cuda or mps")
     precision: str = option(
         "auto",
-        "auto: on a GPU bf16 where it has it, else fp16; on a CPU the faster of bf16 and fp32",
+        "auto: on a GPU bf16 if supported, else fp16; on a CPU the faster of bf16 and fp32",
         choices=("auto", "fp32", "bf16", "fp16"),
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointOptions(ModelOptions):
-    """What the commands take that use the model of a given checkpoint."""
+    """Options of the commands that use a given checkpoint."""
 
     checkpoint: str = option(
         "latest",
-        "latest, best, stable, a file, or average:N, the mean of the newest N rolling checkpoints",
+        "latest, best, stable, a file, or average:N for the mean weights of the newest N rolling checkpoints",
         positional=True,
     )
 
@@ -197,7 +197,11 @@ def read_flags(
 
 @cache  # a preset is read as flags too, and so is the preset that it names
 def _parser(options: type, description: str) -> argparse.ArgumentParser:
-    cli = _Parser(description=description, argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    positional = {name: f for name, f in options_of(options).items() if f.metadata["positional"]}
+    words = [name if f.default is dataclasses.MISSING else f"[{name}]" for name, f in positional.items()]
+    words += ["[--config NAME]"] * ("config" in options_of(options)) + ["[--flag value ...]"]
+    usage = " ".join(["%(prog)s", *words])
+    cli = _Parser(usage=usage, description=description, argument_default=argparse.SUPPRESS, allow_abbrev=False)
     groups: dict[str, Any] = {}
     for name, f in options_of(options).items():
         about, kind = f.metadata, kind_of(f)
@@ -229,7 +233,7 @@ def _suggestion(unknown: str, options: type, elsewhere: Mapping[str, str]) -> st
     name = unknown.partition("=")[0].removeprefix("--")
     if name in elsewhere:
         ours = elsewhere[name]
-        return f"here it is {ours}" if ours.startswith("--") else ours
+        return f"use {ours}" if ours.startswith("--") else ours
     # 0.85: a typing mistake, or a letter more or less; below that names are alike by chance.
     close = difflib.get_close_matches(name, [n for n in options_of(options)], n=1, cutoff=0.85)
     return f"did you mean --{close[0]}?" if close and unknown.startswith("--") else "see --help"
@@ -286,7 +290,7 @@ def run_cli(main: Callable[[], int | None]) -> None:
         traceback.print_exc()
         status = 1
     if "RANK" in os.environ or threading.active_count() > 1:
-        # FSDP's caches keep gloo's threads alive after destroy_process_group, and a download may go on. If one of them
+        # FSDP's caches keep gloo's threads alive after destroy_process_group, and a download may run. If one of them
         # asks for the GIL while the interpreter shuts down, it aborts (SIGABRT). After an exception, shutting down NCCL
         # may wait for the other ranks. So exit without shutting the interpreter down.
         sys.stdout.flush()

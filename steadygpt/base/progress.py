@@ -1,4 +1,4 @@
-"""Progress bars: a moving line on a terminal, a line a minute in a log file."""
+"""Progress bars: a moving line on a terminal, one line per minute in a log file."""
 
 import os
 import sys
@@ -8,7 +8,9 @@ from typing import Any
 from tqdm import tqdm
 
 LOG_INTERVAL_S = 60.0
-LOG_FORMAT = "{desc}: {percentage:.0f}%, {n_fmt} of {total_fmt}, {elapsed} gone, {remaining} to go, {rate_fmt}{postfix}"
+LOG_FORMAT = (
+    "{desc}: {percentage:.0f}%, {n_fmt} of {total_fmt}, {elapsed} elapsed, {remaining} remaining, {rate_fmt}{postfix}"
+)
 
 
 def say(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Retries of requests over a network, with growing pauses and one line for each."""
+"""Retries of network requests, with growing pauses; each retry is reported."""
 
 import textwrap
 from collections.abc import Callable
@@ -38,7 +38,7 @@ class Service:
         self.explain, self.answered = explain, False
 
     def persistently(self, what: object, action: Callable[[], Result]) -> Result:
-        """Return action(), retried while it fails because of the network, with growing pauses and a line for each.
+        """Return action(), retried while it fails because of the network, with growing pauses; each retry is reported.
 
         Raises: UserError that names `what`, when a retry cannot help; an OSError of this machine, such as a full disk.
         """
@@ -56,10 +56,10 @@ class Service:
                     raise self.explain(what, error) from error
                 self.answered |= status_of(cause) != 0
                 if monotonic() - since >= (PATIENCE_S if self.answered else FIRST_PATIENCE_S):
-                    advice = "check the network and run this again"
+                    advice = "check the network, then run this again"
                     raise NoAnswer(f"{what}: no answer ({brief(cause)}); {advice}") from error
                 wait_s = max(pause_s, min(asked_pause_s(cause), PATIENCE_S))
-                say(f"{what}: {brief(cause)}; trying again in {wait_s:.0f} s")
+                say(f"{what}: {brief(cause)}; retrying in {wait_s:.0f} s")
                 sleep(wait_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 

@@ -1,4 +1,4 @@
-"""Times and durations in words; imports no PyTorch, so that the monitor starts at once."""
+"""Times, sizes and counts in words; imports no PyTorch, so that the monitor starts at once."""
 
 import time
 from collections.abc import Sequence
@@ -26,6 +26,21 @@ def scaled_text(count: float, units: Sequence[str]) -> str:
             return f"{count:.3g}{unit}"
         count /= 1000
     return f"{count:,.3g}{largest}"
+
+
+def bytes_text(count: float) -> str:
+    """Return a number of bytes with three digits and a unit."""
+    return scaled_text(count, (" bytes", " kB", " MB", " GB", " TB"))
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun, which is plural except after 1."""
+    return f"{count:,} {noun}{'es' if noun.endswith(('s', 'batch')) else 's'}" if count != 1 else f"1 {noun}"
+
+
+def labelled(label: str, text: str) -> str:
+    """Return a line of the plan or the summary: every text begins in the same column."""
+    return f"{label:<13}{text}"
 
 
 def timestamp() -> str:

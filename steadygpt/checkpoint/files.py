@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from steadygpt.base.options import UserError
+from steadygpt.base.text import counted
 from steadygpt.machine.device import process_age_s
 from steadygpt.machine.ranks import Ranks
 
@@ -126,8 +127,8 @@ def check_folder(folder: Path, resumed_from: Path | None) -> None:
     there = checkpoint_files(folder)
     if there and (resumed_from is None or resumed_from.resolve().parent != folder.resolve()):
         raise UserError(
-            f"{folder} already holds checkpoints ({there[0].name} and {len(there) - 1} more); continue them with "
-            "--resume latest, or give this run another --checkpoint_dir"
+            f"{folder} already holds checkpoints ({there[0].name} and {len(there) - 1} more); resume from them with "
+            "--resume latest, or use another --checkpoint_dir"
         )
 
 
@@ -139,7 +140,7 @@ def open_checkpoint(which: str, folder: Path) -> tuple[Path, dict]:
     if number := re.fullmatch(r"average:([1-9]\d*)", which):
         return folder / which, average(folder, int(number[1]))
     if which == "auto":
-        raise UserError("checkpoint is auto, which is for training; expected latest, best, stable or a checkpoint file")
+        raise UserError("checkpoint: auto is for training only; expected latest, best, stable or a checkpoint file")
     found = find_checkpoint(which, folder)
     assert found.path and found.checkpoint  # only "auto" finds none
     for line in found.skipped:
@@ -160,7 +161,7 @@ def average(folder: Path, count: int) -> dict:
         )
     contents = [content for _, content in checkpoints]
     steps = sorted(content["step"] for content in contents)
-    print(f"the mean of {count} checkpoints, of steps {steps[0]:,} to {steps[-1]:,}", file=sys.stderr)
+    print(f"averaging {counted(count, 'checkpoint')}, of steps {steps[0]:,} to {steps[-1]:,}", file=sys.stderr)
     names = contents[0]["model"]
     model = {name: (sum(content["model"][name].double() for content in contents) / count).float() for name in names}
     if contents[0]["model_config"]["tied_head"]:
@@ -175,7 +176,7 @@ def nearest_checkpoint(folder: Path, step: int) -> tuple[Path, dict]:
     """
     found = list(intact_checkpoints(checkpoint_files(folder)))
     if not found:
-        raise UserError(f"no intact checkpoint in {folder}; name their folder with --checkpoint_dir")
+        raise UserError(f"no intact checkpoint in {folder}; try another --checkpoint_dir")
     return min(found, key=lambda pair: (abs(pair[1]["step"] - step), pair[1]["step"]))
 
 
@@ -277,7 +278,7 @@ def find_checkpoint(which: str, folder: Path) -> Found:
         raise UserError(f"{folder}: all checkpoints are corrupt: {'; '.join(skipped)}; nothing was changed")
     if which == "auto":
         return Found()
-    raise UserError(f"no checkpoints in {folder}; name their folder with --checkpoint_dir")
+    raise UserError(f"no checkpoints in {folder}; try another --checkpoint_dir")
 
 
 def summary(checkpoint: Mapping[str, Any]) -> dict[str, Any]:

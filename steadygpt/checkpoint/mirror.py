@@ -2,7 +2,7 @@
 
     step_000250-20261122-063200-123456.pt     a checkpoint, uploaded once: its step, and when it was written (UTC)
     evaluations.json  logs/  tensorboard/     of the run
-    index.json                                the name of the run, and the checkpoint that each name stands for
+    index.json                                the name of the run, and the checkpoint that each name refers to
 
 The index is written last. Only the files in it are checkpoints, so an incomplete upload is never taken for one.
 """
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from steadygpt.base.durable import replace_file
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import ProgressBar
-from steadygpt.base.text import STAMP
+from steadygpt.base.text import STAMP, bytes_text
 from steadygpt.checkpoint.files import BACKUP, BEST, EVALUATIONS, LATEST, NAMED, checkpoint_files, read_checkpoint
 from steadygpt.data.stores import Store
 from steadygpt.log.runlog import LOG, METRICS, move_aside
@@ -140,7 +140,7 @@ class Mirror:
         """
         free = shutil.disk_usage(target.parent).free
         if free < entry.size:
-            raise UserError(f"{target}: {entry.size:,} bytes are needed, {free:,} are free; free some space")
+            raise UserError(f"{target}: {bytes_text(entry.size)} needed, {bytes_text(free)} free; free some space")
         url, downloaded = f"{self.url}/{entry.file}", target.with_name(f".{entry.file}.tmp")
         files = {file.path: file for file in self.store.files()}
         file = files.get(self.fs.unstrip_protocol(self._path(entry.file)))

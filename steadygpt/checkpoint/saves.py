@@ -16,7 +16,7 @@ import torch
 
 from steadygpt.base.durable import fsync_folder, link_file, replace_file, write_temporary
 from steadygpt.base.options import UserError
-from steadygpt.base.text import duration_text
+from steadygpt.base.text import bytes_text, counted, duration_text
 from steadygpt.checkpoint.files import (
     BACKUP,
     BEST,
@@ -35,7 +35,7 @@ from steadygpt.machine.ranks import Ranks, StopSignal
 if TYPE_CHECKING:
     from steadygpt.config import TrainConfig
 
-PAUSE_SHARE = 0.01  # of the time, at most, that saves by the clock may pause training
+PAUSE_SHARE = 0.01  # of the time, at most, that timed saves may pause training
 
 
 class Saves:
@@ -61,27 +61,27 @@ class Saves:
         self.paused_s = 0.0  # in this start
 
     def is_due(self, step: int, is_special: bool) -> bool:
-        """Return whether a save is due after `step` updates: by the clock, or because the step is special."""
-        by_the_clock = self.ranks.any(step > 0 and self._is_late())  # rank 0 decides: on the others it never is
-        return (by_the_clock or is_special) and step != self.captured_step
+        """Return whether a save is due after `step` updates: by time, or because the step is special."""
+        is_late = self.ranks.any(step > 0 and self._is_late())  # rank 0 decides: on the others it never is
+        return (is_late or is_special) and step != self.captured_step
 
     def _is_late(self) -> bool:
         late = time.monotonic() - self.captured_at_s >= self.interval_s()
         return self.writer is not None and self.config.checkpoint_minutes > 0 and late and not self.writer.is_busy()
 
     def interval_s(self) -> float:
-        """Return the seconds between saves by the clock: longer where the pause of a save is more than 1 % of them."""
+        """Return the seconds between timed saves: longer where the pause of a save would exceed 1 % of them."""
         return max(60 * self.config.checkpoint_minutes, (self.longest_pause_s or 0) / PAUSE_SHARE)
 
     def save(self, step: int, capture: Callable[[], Captured], tiers: list[str]) -> None:
         """Save the state of the run after `step` updates; return once it is copied to host memory.
 
         Args:
-            tiers: names of the checkpoint besides latest.pt.
+            tiers: further names of the checkpoint, besides latest.pt.
         """
         start_s, interval_s = time.monotonic(), self.interval_s()
         self.wait()  # the capture reuses the memory that the writer reads
-        # Left out of the interval of saves by the clock, because these begin only when no save is in flight.
+        # Not counted in the interval of timed saves, because these begin only when no save is in flight.
         waited_s = time.monotonic() - start_s
         captured = capture()
         self.log.flush()  # a checkpoint must not be newer than the log of the steps that led to it
@@ -97,7 +97,7 @@ class Saves:
         self.longest_pause_s = 0.0 if longest_s is None else max(longest_s, pause_s - waited_s)
         if self.config.checkpoint_minutes and self.interval_s() > interval_s:
             self.log.say(
-                f"a save paused training for {pause_text(self.longest_pause_s)}, so "
+                f"a save paused training for {pause_text(self.longest_pause_s)}; from now on "
                 f"{interval_text(self.interval_s(), num_bytes(captured.content))}"
             )
 
@@ -118,12 +118,12 @@ class Saves:
         return not self.ranks.any(step != self.captured_step or (self.writer is not None and self.writer.failed))
 
     def wait(self) -> None:
-        """Wait until no save is in flight; a slow disk is no reason to take the run for dead."""
+        """Wait until no save is in flight; renew status.json, so that a slow disk does not look like a hang."""
         while self.writer and not self.writer.wait(timeout_s=1):
             self.log.beat()
 
     def close(self) -> None:
-        """Wait for the save in flight and what is written behind it."""
+        """Wait for the save in flight and the jobs after it."""
         self.wait()
         if self.writer:
             self.writer.close()
@@ -136,7 +136,7 @@ class Saves:
         self.stop.again()  # forget the signal that has ended the run
         self._wait_for_uploads(self.stop.again)
         if uploads and (left := uploads.left()):
-            self.log.warn(f"not uploaded: {left}; scripts/upload_manager.py upload-all does that")
+            self.log.warn(f"not uploaded: {left}; upload them with scripts/upload_manager.py upload-all")
 
     def _wait_for_uploads(self, is_stopped: Callable[[], bool]) -> None:
         """Wait until nothing is left to upload, no upload makes progress, or is_stopped(). All ranks wait together."""
@@ -146,7 +146,7 @@ class Saves:
             time.sleep(0.1)
             if not told and time.monotonic() - start_s > 1:
                 told = True
-                self.log.say("waiting for the uploads; Ctrl-C ends this. All checkpoints are in the local folder")
+                self.log.say("waiting for uploads; Ctrl-C skips them. All checkpoints are in the local folder")
 
 
 def pause_text(seconds: float) -> str:
@@ -154,10 +154,9 @@ def pause_text(seconds: float) -> str:
 
 
 def interval_text(interval_s: float, checkpoint_bytes: float) -> str:
-    """Return how often latest.pt is saved by the clock, and how much is written that way."""
-    per_day = checkpoint_bytes * 86400 / interval_s
-    unit, size = ("TB", 1e12) if per_day >= 1e12 else ("GB", 1e9)
-    return f"{LATEST} is saved at least every {duration_text(interval_s)}, {per_day / size:,.1f} {unit} a day"
+    """Return how often timed saves write latest.pt, and how much they write."""
+    per_day = bytes_text(checkpoint_bytes * 86400 / interval_s)
+    return f"{LATEST} at least every {duration_text(interval_s)}, up to {per_day} per day"
 
 
 def num_bytes(checkpoint: dict) -> int:
@@ -199,8 +198,8 @@ def known_evaluations(folder: Path, step: int, log: RunLog) -> dict[int, dict[st
     val_loss, best = min(losses, default=(0.0, 0))
     if best > step and (folder / BEST).exists():
         log.warn(
-            f"{folder / BEST} is step {best} (val loss {val_loss:.4f}), after step {step}. The best model from here on "
-            "will replace it; copy it if you want to keep it"
+            f"{folder / BEST} is step {best} (val loss {val_loss:.4f}), after step {step}. The best model of this "
+            "run will replace it; copy it to keep it"
         )
     return {at: found for at, found in evaluations.items() if at <= step}
 
@@ -227,7 +226,7 @@ class CheckpointWriter:
         self.latest = latest  # of the file there; None: there is none, or it is corrupt and never becomes the backup
         self.uploads = uploads
         self.evaluations = known_evaluations(folder, latest["step"] if latest else 0, log)
-        self.room: int | None = None  # checkpoints that fit on the disk, if hardly any
+        self.room: int | None = None  # checkpoints that fit on the disk, if fewer than two
         self.unlinked: tuple[str, int] | None = None  # arguments of _record() for the best model, until it is linked
         self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self.in_flight: Future | None = None
@@ -243,7 +242,7 @@ class CheckpointWriter:
         self.in_flight = self.pool.submit(self._save, captured, tiers)
 
     def record(self, step: int, scores: dict[str, float], best: bool) -> None:
-        """Write evaluations.json behind the save in flight, after linking best_model.pt to that save if it is best."""
+        """Write evaluations.json after the save in flight; if the step is best, first link best_model.pt to it."""
         known = self.evaluations.setdefault(step, {})
         known |= {name: value if math.isfinite(value) else None for name, value in scores.items()}  # JSON has no NaN
         content = json.dumps({str(at): found for at, found in self.evaluations.items()}, indent=1)
@@ -272,12 +271,12 @@ class CheckpointWriter:
             text = f"{self.folder / LATEST}: step {step} was not saved: {str(error) or type(error).__name__}"
             with suppress(OSError):  # the folder is gone
                 free = shutil.disk_usage(self.folder).free
-                text += f"; it takes {num_bytes(checkpoint):,} bytes, {free:,} are free; older saves are intact"
+                text += f"; needs {bytes_text(num_bytes(checkpoint))}, {bytes_text(free)} free; older saves are intact"
             self.log.warn(text, event="save failed")
             return
         self.failed, self.saved = False, self.saved + 1
         took_s = time.monotonic() - start_s
-        self.log.say(f"saved step {step} as {', '.join(names)} ({size / 1e6:,.1f} MB in {took_s:.1f} s)")
+        self.log.say(f"saved step {step} as {', '.join(names)} ({bytes_text(size)} in {took_s:.1f} s)")
         with suppress(OSError):  # the folder is gone; the next save reports it
             self._check_room(size)
         if self.unlinked and self.unlinked[1] == step:  # its first save failed
@@ -290,7 +289,7 @@ class CheckpointWriter:
         free = shutil.disk_usage(self.folder).free
         room = free // size if free < 2 * size else None
         if room is not None and room != self.room:
-            text = f"{self.folder}: {free:,} bytes are free, room for {room} more checkpoint{'s' * (room != 1)}"
+            text = f"{self.folder}: {bytes_text(free)} free, room for {counted(room, 'more checkpoint')}"
             self.log.warn(f"{text}; free some space, or saves will fail", event="no disk")
         self.room = room
 
@@ -305,7 +304,7 @@ class CheckpointWriter:
                 link_file(latest, self.folder / BACKUP)
             os.replace(temporary, latest)
         except BaseException:
-            temporary.unlink(missing_ok=True)  # or the next save would overwrite what it is linked to
+            temporary.unlink(missing_ok=True)  # or the next save would overwrite the files that are linked to it
             raise
         fsync_folder(self.folder)  # only now is it durable, so only now may older files go
         self.latest = summary(checkpoint)
@@ -322,7 +321,6 @@ class CheckpointWriter:
                 link_file(self.folder / LATEST, self.folder / BEST)
                 fsync_folder(self.folder)
                 self.unlinked = None
-                self.log.say(f"{BEST} is step {best} (val loss {json.loads(content)[str(best)]['val_loss']:.4f})")
             # Last: a best model is linked again after a kill in between, because its validation is not recorded.
             replace_file(self.folder / EVALUATIONS, lambda file: file.write(f"{content}\n".encode()))
         except Exception as error:  # as in _save

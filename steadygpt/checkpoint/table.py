@@ -1,4 +1,4 @@
-"""Tables of checkpoints, in a folder and in a mirror; and what a checkpoint holds."""
+"""Tables of checkpoints, in a folder and in a mirror, and the contents of a checkpoint."""
 
 import re
 import time
@@ -10,7 +10,7 @@ from textwrap import wrap
 from typing import Any
 
 from steadygpt.base.options import UserError
-from steadygpt.base.text import duration_text
+from steadygpt.base.text import bytes_text, counted, duration_text
 from steadygpt.checkpoint.files import checkpoint_files, read_checkpoint, read_evaluations, summary, validation_of
 from steadygpt.checkpoint.mirror import Mirror
 
@@ -45,7 +45,7 @@ def table_row(name: str, about: Mapping[str, Any], sets: Sequence[str], size: in
     forms = {"step": "d", "epoch": ".2f", "loss": ".4f", "val_loss": ".4f", "val_bpb": ".4f"}
     numbers = [shown(key, form) for key, form in forms.items()]
     losses = "".join(f" {shown(f'val_loss/{of_set}', '.4f'):>{max(8, len(of_set))}}" for of_set in sets)
-    return _ROW(name, *numbers, losses, f"{size / 1e6:,.1f} MB", duration_text(time.time() - written_s), state)
+    return _ROW(name, *numbers, losses, bytes_text(size), duration_text(time.time() - written_s), state)
 
 
 def checkpoint_table(folder: Path, verbose: bool = False) -> Iterator[str]:
@@ -56,7 +56,7 @@ def checkpoint_table(folder: Path, verbose: bool = False) -> Iterator[str]:
     """
     files = checkpoint_files(folder)
     if not files:
-        raise UserError(f"no checkpoints in {folder}; name their folder with --checkpoint_dir")
+        raise UserError(f"no checkpoints in {folder}; try another --checkpoint_dir")
     described: dict[int, tuple[dict, str]] = {}  # by inode, so that a file with several names is read once
     try:
         evaluations = read_evaluations(folder)
@@ -71,7 +71,7 @@ def checkpoint_table(folder: Path, verbose: bool = False) -> Iterator[str]:
             described[stat.st_ino] = _describe(file, evaluations)
         about, state = described[stat.st_ino]
         yield table_row(file.name, about, sets, stat.st_size, stat.st_mtime, state)
-    yield f"{len(files)} names of {len(described)} files in {folder}"
+    yield f"{counted(len(files), 'name')} of {counted(len(described), 'file')} in {folder}"
     intact = [file for file in files if described.pop(file.stat().st_ino, ({}, ""))[1] == "intact"] if verbose else []
     for file in intact:  # one for each file, under its first name
         yield ""
@@ -106,7 +106,7 @@ def mirror_table(mirror: Mirror) -> Iterator[str]:
         found = sizes.get(entry.file)
         state = "complete" if found == entry.size else "missing" if found is None else f"incomplete: {found:,} bytes"
         yield table_row(name, validated(asdict(entry), evaluations), sets, entry.size, entry.mtime_ns / 1e9, state)
-    yield f"{len(there)} names of {len(set(there.values()))} files in {mirror.url}"
+    yield f"{counted(len(there), 'name')} of {counted(len(set(there.values())), 'file')} in {mirror.url}"
 
 
 def details(file: Path) -> Iterator[str]:

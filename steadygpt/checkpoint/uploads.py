@@ -47,7 +47,7 @@ class Uploads:
         """Upload what the mirror lacks, and return at once.
 
         Args:
-            is_last: the run has ended, so its logs and a save by the clock are uploaded too.
+            is_last: the run has ended, so its logs and the last timed save are uploaded too.
         """
         self.is_last |= is_last
         if not self.requests.unfinished_tasks:
@@ -63,10 +63,10 @@ class Uploads:
     def left(self) -> str:
         """Return which checkpoints are not uploaded as far as is known, "" for none."""
         names = [path.name for paths in self._missing().values() for path in paths]
-        return f"{names[0]} and {len(names) - 1} more" if names else ""
+        return f"{names[0]}{f' and {len(names) - 1} more' * (len(names) > 1)}" if names else ""
 
     def _missing(self) -> dict[int, list[Path]]:
-        """Return what is to be uploaded; saves by the clock, which belong to no tier, only every mirror_minutes."""
+        """Return what is to be uploaded; timed saves, which belong to no tier, only every mirror_minutes."""
         is_due = self.is_last or time.monotonic() - self.uploaded_at_s >= 60 * self.config.mirror_minutes
         return {
             mtime_ns: paths
@@ -88,12 +88,12 @@ class Uploads:
                     self.start()  # there may be more
                 pause_s = 0.0
             except UserError as error:
-                self.log.warn(f"nothing is uploaded: {error}")
+                self.log.warn(f"uploads have stopped: {error}")
                 return
             except Exception as error:  # every fsspec back end has exceptions of its own
                 if not pause_s:
                     problem = f"uploads to {self.mirror.url} fail: {brief(error)}"
-                    self.log.warn(f"{problem}; trying until they succeed")
+                    self.log.warn(f"{problem}; retrying until they succeed")
                 pause_s = min(2 * pause_s or 1.0, LONGEST_PAUSE_S)
                 time.sleep(pause_s)
                 self.start()

@@ -28,6 +28,7 @@ CHUNK_BYTES = 2**20  # of lines
 # Of a text; the pieces of a longer one have up to twice as many. tiktoken's regex fails on a million spaces in a row.
 PIECE_BYTES = 400_000
 TABLE_BYTES = 2**25  # of the texts in a chunk of Parquet, unless the file's row groups are smaller
+NO_TEXT = "no text"  # why an empty document is skipped
 ROWS_AT_ONCE = 256  # rows of a table in memory as Python objects
 
 
@@ -190,12 +191,12 @@ def read_documents(chunk: Chunk, text_field: str) -> Iterator[Document]:
             assert isinstance(chunk.data, bytes)
             text = chunk.data.decode("utf-8-sig" if chunk.at.offset == 0 else "utf-8", "surrogateescape")
             is_empty = chunk.at.offset == 0 and len(chunk.data) < PIECE_BYTES and not text.strip()
-            yield Document(0, ValueError("no text") if is_empty else text, chunk.at.offset == 0)
+            yield Document(0, ValueError(NO_TEXT) if is_empty else text, chunk.at.offset == 0)
             return
         else:
             values = _json_values(chunk, text_field)
         for row, value in enumerate(values, start=chunk.at.row):
-            yield Document(row, ValueError("no text") if isinstance(value, str) and not value.strip() else value)
+            yield Document(row, ValueError(NO_TEXT) if isinstance(value, str) and not value.strip() else value)
 
 
 @lru_cache(maxsize=1)
@@ -251,8 +252,10 @@ def naming(name: str) -> Iterator[None]:
         raise
     except Exception as error:  # gzip, pyarrow and datasets each raise their own types
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise UserError(f"{name}: cannot be read, {reason}; repair or remove it, and run this again") from error
+        raise UserError(f"{name}: cannot be read, {reason}; repair or remove it, then run this again") from error
 
 
 def no_text_field(where: str, text_field: str, found: Iterable[str]) -> UserError:
-    return UserError(f"{where}: no field {text_field!r}; found {', '.join(found)}; name the text with --text_field")
+    return UserError(
+        f"{where}: no field {text_field!r}; found {', '.join(found)}; set --text_field to the field with the text"
+    )

@@ -50,21 +50,21 @@ class NotFound(UserError):
 def _refusal(what: object, error: Exception) -> UserError:
     """Explain an error that will not pass."""
     names = kinds(error)
-    if "GatedRepoError" in names or "is a gated" in str(error):  # the latter is said by `datasets`
+    if "GatedRepoError" in names or "is a gated" in str(error):  # the message of `datasets`
         return UserError(
-            f"{what}: gated; accept its conditions on its page of the Hugging Face Hub, then run `hf auth login` or "
-            "set HF_TOKEN to a token that may read it"
+            f"{what}: gated; accept its conditions on its page on the Hugging Face Hub, then run `hf auth login` or "
+            "set HF_TOKEN to a token with access"
         )
     if "RevisionNotFoundError" in names:
         return UserError(f"{what}: no such revision on the Hugging Face Hub; check the part after @")
     if "RepositoryNotFoundError" in names or status_of(error) in (401, 403):
         return NotFound(
-            f"{what}: not found on the Hugging Face Hub, or not yours to read; check the name, and if it is private, "
+            f"{what}: not found on the Hugging Face Hub, or private; check the name, and for a private one "
             "run `hf auth login` or set HF_TOKEN"
         )
     if "OfflineModeIsEnabled" in names:
         return UserError(f"{what}: not in the cache, and HF_HUB_OFFLINE is set; unset it, or download it first")
-    return UserError(f"{what}: {brief(error)}; check the name, and run this again")
+    return UserError(f"{what}: {brief(error)}; check the name, then run this again")
 
 
 HUB = Service(_refusal)
@@ -76,17 +76,17 @@ persistently = HUB.persistently
 
 
 def find_repo(kind: str, name: str, revision: str = "", pinned: str = "") -> Repo:
-    """Find the commit that a name on the Hub stands for; without a network, the one that is in the cache.
+    """Find the commit that a name on the Hub refers to; without a network, the one in the cache.
 
     Args:
-        pinned: the commit to use, whatever the name stands for by now. If that is another one, a line says so.
+        pinned: the commit to use, even if the name now refers to another one, which is reported.
 
     Raises: UserError when there is no such repository.
     """
     from huggingface_hub import HfApi, constants, snapshot_download, utils
     from huggingface_hub.errors import HFValidationError
 
-    utils.logging.set_verbosity_error()  # its page of text for each retry; ours is one line
+    utils.logging.set_verbosity_error()  # it prints a page for each retry; we print a line
     utils.disable_progress_bars()
     utils.get_session().timeout = retry.SILENCE_S  # of requests that set none
     what = Repo(kind, f"{name}{f'@{revision}' if revision else ''}", "")
@@ -113,7 +113,7 @@ def find_repo(kind: str, name: str, revision: str = "", pinned: str = "") -> Rep
         print(f"{what}: {info.id} on the Hugging Face Hub", file=sys.stderr)
     if pinned and commit != pinned:
         print(
-            f"{what}: now at commit {commit[:7]}; this preparation goes on with {pinned[:7]}, as it was begun",
+            f"{what}: now at commit {commit[:7]}; continuing with the pinned commit {pinned[:7]}",
             file=sys.stderr,
         )
     if revision != commit and not pinned:  # so that the name is found in the cache, also by other programs
@@ -150,7 +150,7 @@ def data_files(repo: Repo, config: str, split: str) -> tuple[str, list[RemoteFil
         raise UserError(f"{what}: its files are not in the cache, and there is no network") from error
     if split not in splits:
         names = ", ".join(map(str, splits)) or "no files that `datasets` can read"
-        raise UserError(f"{what}: no split {split!r}, found {names}; expected a data set that has it")
+        raise UserError(f"{what}: no split {split!r}, found {names}; expected a data set with this split")
     base = f"@{repo.commit}/" if repo.online else f"{repo.snapshot}/"
     if not all(base in path for path in splits[split]):  # the card refers to other places
         return "", [_remote_file(repo, path, 0) for path in splits[split]]
@@ -173,7 +173,7 @@ def files_at(repo: Repo, paths: list[str]) -> list[RemoteFile]:
         for info in persistently(repo, ask):
             found[info.path] = _remote_file(repo, info.path, info.size, info.lfs.sha256 if info.lfs else "")
     if absent := [path for path in paths if path not in found]:
-        raise UserError(f"{repo}: has no file {absent[0]}; check the name, and run this again")
+        raise UserError(f"{repo}: has no file {absent[0]}; check the name, then run this again")
     return [found[path] for path in paths]
 
 
@@ -203,7 +203,7 @@ def fetch(repo: Repo, path: str) -> Path:
     """
     target = repo.snapshot / path
     if not (target.exists() or repo.online):
-        raise UserError(f"{repo}: {path} is not in the cache, and there is no network; run this again with one")
+        raise UserError(f"{repo}: {path} is not in the cache, and there is no network; connect, then run this again")
     if not target.exists():
         files_at(repo, [path])[0].download(target)
     return target

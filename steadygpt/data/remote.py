@@ -42,7 +42,7 @@ class RemoteFile:
 
         def receive() -> bytes:
             nonlocal blocks
-            begun, blocks = blocks or self.blocks(start, end), None  # after an error, blocks are requested anew
+            begun, blocks = blocks or self.blocks(start, end), None  # after an error, blocks are requested again
             block = next(begun, b"")
             if not block and start < end:
                 raise ConnectionError(f"the connection ended {end - start:,} bytes early")
@@ -90,7 +90,7 @@ class RemoteFile:
                 if file.tell() == self.size and (not self.sha256 or sha256_of(part) == self.sha256):
                     os.replace(part, target)
                 else:
-                    say(f"{self.name}: damaged on the way; downloading it again")
+                    say(f"{self.name}: corrupted in transit; downloading it again")
                     file.truncate(0)
 
     def open(self) -> BinaryIO:

@@ -143,7 +143,9 @@ def read_manifest(data_dir: Path) -> dict | None:
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: not a manifest ({error}); prepare the data again") from error
     if not complete:
-        raise UserError(f"{data_dir}: its preparation was interrupted; run prepare_dataset.py again to resume it")
+        raise UserError(
+            f"{data_dir}: its preparation was interrupted; run the same prepare_dataset.py command again to resume it"
+        )
     return manifest
 
 
@@ -210,7 +212,7 @@ class ShardSet:
         return sum(shard.num_tokens for shard in self.shards)
 
     def listing(self) -> dict[str, str]:
-        """Return what tells shards apart without reading them, in words, by path."""
+        """Return a description of each shard that is known without reading it, by path."""
         digests = digests_of(self.manifest)
         return {
             str(shard.path): f"{shard.num_tokens:,} tokens of {shard.dtype.itemsize} bytes, "
@@ -219,7 +221,7 @@ class ShardSet:
         }
 
     def identity(self, known: Mapping[str, Sequence[list]], reads: bool) -> str:
-        """Return what tells this set from others: the SHA-256 of its shards' SHA-256 sums in the order of their names.
+        """Return the identity of this set: the SHA-256 of its shards' SHA-256 sums in the order of their names.
 
         Args:
             known: a fingerprint.

@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
+from steadygpt.base.text import counted
 from steadygpt.data import hub
 from steadygpt.data.documents import (
     CHUNK_BYTES,
@@ -38,7 +39,7 @@ EXPECTED = (
 
 
 class Source:
-    """Files, downloaded one ahead of the reader and removed behind it where they are on a network, or read in place.
+    """Files: local, read in place over a network, or downloaded one ahead of the reader and removed after it.
 
     Args:
         paths: where the files are on this machine, or will be.
@@ -110,7 +111,7 @@ class Source:
                 path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """End the downloads; nothing more will be read."""
+        """Cancel the downloads."""
         self.pool.shutdown(wait=False, cancel_futures=True)
 
     def needs(self, first: int, shard_bytes: float) -> dict[Path, int]:
@@ -184,7 +185,7 @@ def find_source(
     if kind in ("parquet", "json") and all(suffix_of(file.path) for file in files):
         return _hub_source(name, repo, files[:max_files], streaming, folder)
     if max_files is not None:
-        raise UserError(f"{name}: --max_files needs Parquet or JSON Lines, found {kind or 'files elsewhere'}; omit it")
+        raise UserError(f"{name}: --max_files needs Parquet or JSON Lines, found {kind or 'files elsewhere'}; drop it")
     return StreamedSource(name, repo, config, files)
 
 
@@ -202,7 +203,7 @@ def _store_source(url: str, streaming: bool, folder: Path | None, max_files: int
 
 def _hub_source(name: str, repo: hub.Repo, files: Sequence[RemoteFile], streaming: bool, folder: Path | None) -> Source:
     if not repo.online:
-        say(f"{name}: no network, so only the {len(files)} files in the cache are known")
+        say(f"{name}: no network, so only the {counted(len(files), 'file')} in the cache are known")
     folder = folder and folder / repo.commit
     cached = [repo.snapshot / file.path for file in files]
     places = [
@@ -248,19 +249,18 @@ def choose(source: str, names: Sequence[str]) -> list[str]:
     chosen = [name for name in names if suffix_of(name)]
     readable = " ".join(CUTTERS)
     if not chosen:
-        raise UserError(
-            f"--source {source}: {f'{len(names)} files of other kinds' if names else 'no such file'}; expected "
-            f"{EXPECTED}; files of {readable}"
-        )
+        found = f"found {counted(len(names), 'file')} of other types" if names else "no such file"
+        raise UserError(f"--source {source}: {found}; expected {EXPECTED}; files of {readable}")
     ids = [name for name in chosen if suffix_of(name) in ID_SUFFIXES]
     if 0 < len(ids) < len(chosen):
         text = next(name for name in chosen if suffix_of(name) not in ID_SUFFIXES)
         raise UserError(
-            f"--source {source}: found text, such as {text}, and token ids, such as {ids[0]}; expected one of both; "
+            f"--source {source}: found text, such as {text}, and token ids, such as {ids[0]}; expected only one kind; "
             f"choose files with a glob such as '*{suffix_of(text)}'"
         )
     if len(chosen) < len(names):
-        print(f"{source}: skipped {len(names) - len(chosen)} files that are not {readable}", file=sys.stderr)
+        skipped = counted(len(names) - len(chosen), "file")
+        print(f"{source}: skipped {skipped} of other types than {readable}", file=sys.stderr)
     return chosen
 
 

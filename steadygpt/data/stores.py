@@ -23,7 +23,7 @@ DENIED = {"PermissionError", "NoCredentialsError", "PartialCredentialsError", "G
 
 
 class Store:
-    """The files that a URL such as s3://bucket/folder or gs://bucket/*.npz stands for.
+    """The files that a URL such as s3://bucket/folder or gs://bucket/*.npz matches.
 
     Args:
         silence_s: a connection without data for this long is closed; 0: after retry.SILENCE_S.
@@ -52,8 +52,8 @@ class Store:
                 f"{url}: {brief(error)}; expected a URL that fsspec knows, such as s3://... or gs://..."
             ) from error
         if self.package == "s3fs":
-            self.fs.retries = 1  # because persistently() retries, with a line
-        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # its traceback for each retry; ours is one line
+            self.fs.retries = 1  # because persistently() retries and reports it
+        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it prints a traceback for each retry; we print a line
 
     def files(self) -> list[RemoteFile]:
         """List the file, the files below the folder, or those that match the glob, in the order of local files.
@@ -90,7 +90,7 @@ class Store:
             return UserError(f"{what}: access denied ({brief(error)}); check the URL, or {log_in}")
         if isinstance(error, FileNotFoundError) or status == 404:
             return UserError(f"{what}: no such bucket or file; check the URL")
-        return UserError(f"{what}: {brief(error)}; check the URL, and run this again")
+        return UserError(f"{what}: {brief(error)}; check the URL, then run this again")
 
 
 def _options(package: str, silence_s: float) -> dict[str, Any]:

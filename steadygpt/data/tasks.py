@@ -1,4 +1,4 @@
-"""Multiple-choice tasks: where their examples are, and how a row of a data set becomes an example."""
+"""Multiple-choice tasks: their data sets, and the conversion of rows to examples."""
 
 import json
 import re
@@ -103,7 +103,7 @@ def _rows(name: str, file: str) -> Sequence[Any]:
         try:
             return read_split(TASKS[name].dataset, TASKS[name].split)
         except (UserError, OSError) as error:
-            raise UserError(f"{error}; or give its file: {name}=FILE") from error
+            raise UserError(f"{error}; or read it from a file: {name}=FILE") from error
     try:
         lines = Path(file).read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:

@@ -29,7 +29,7 @@ def train_tokenizer(source: Source, text_field: str, vocab_size: int, limit: int
         import tokenizers  # noqa: F401 (only the other process needs it)
     except ImportError:
         raise UserError("--tokenizer bpe:N needs tokenizers; pip install tokenizers") from None
-    # The library does not look at signals, so it runs in a process that Ctrl-C can end.
+    # The library ignores signals, so it runs in a process that Ctrl-C can end.
     context = get_context("spawn")
     connection, other_end = context.Pipe()
     process = context.Process(target=_train_at, args=(other_end, vocab_size), daemon=True)

@@ -31,7 +31,7 @@ def map_in_order(
         yield from ((item, work(item)) for item in items)
         return
     pending: deque[tuple[Item, Future[Result]]] = deque()
-    # Started anew instead of forked, because this process may have threads.
+    # Spawned instead of forked, because this process may have threads.
     pool = ProcessPoolExecutor(num_workers, get_context("spawn"), initializer=begin_worker)
     try:
         for item in items:
@@ -44,7 +44,7 @@ def map_in_order(
     except BrokenProcessPool as error:
         raise UserError(
             f"one of the {num_workers} workers was killed, perhaps for lack of memory; try fewer with --num_workers, "
-            "and run the same command again to continue"
+            "and run the same command again to resume"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)

@@ -72,7 +72,7 @@ class Alerts:
         self.closing.set()
         self.thread.join(wait_s)
         if self.thread.is_alive() or self.problem:
-            self.warn(f"not all alerts were delivered to {self.server}: {self.problem or 'no answer yet'}")
+            self.warn(f"some alerts were not delivered to {self.server}: {self.problem or 'no answer yet'}")
 
     def _work(self) -> None:
         for body in iter(self.waiting.get, None):
@@ -91,7 +91,7 @@ class Alerts:
                 cause = passing_cause(error)
                 reason = brief(cause or error)
                 if not self.problem and not is_last:  # otherwise close() warns
-                    self.warn(f"alerts are not delivered to {self.server}: {reason}; training continues")
+                    self.warn(f"alerts to {self.server} fail: {reason}; training continues")
                 self.problem = reason
                 wait_s = max(pause_s, asked_pause_s(cause)) if cause else math.inf
                 if is_last or monotonic() + wait_s > give_up_s:

@@ -24,7 +24,7 @@ from torch import nn
 from steadygpt.base.durable import fsync, fsync_folder, replace_file
 from steadygpt.base.options import mute
 from steadygpt.base.retry import brief
-from steadygpt.base.text import STAMP, timestamp
+from steadygpt.base.text import STAMP, labelled, timestamp
 from steadygpt.log.alerts import Alerts
 from steadygpt.log.status import STATUS, write_status
 from steadygpt.log.system import Load, SystemMetrics, gpu_count
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
 LOG, METRICS = "log.txt", "metrics.jsonl"
 HEARTBEAT_S = 10.0  # between updates of status.json while training
-RUN = "run          "  # begins log.txt, before the run's name
+RUN = labelled("run", "")  # begins log.txt, before the run's name
 
 
 class RunLog:
-    """Prints what a run measures, and writes it to every sink once open() was called. Other threads may write too.
+    """Prints the measurements of a run, and after open() writes them to every sink. Other threads may write too.
 
     On ranks other than 0 it prints nothing and is never opened.
 
@@ -119,7 +119,7 @@ class RunLog:
         return self.text_file is not None
 
     # -----------------------------------------------------------------------------------------------------------------
-    # what a run measures
+    # measurements
 
     def evaluation(self, step: int, found: str, **scores: float) -> None:
         """Log the result of an evaluation after `step` updates, in words and numbers."""
@@ -270,7 +270,7 @@ class RunLog:
             if isinstance(error, KeyboardInterrupt):
                 reason = f"{str(error) or 'SIGINT'} before the first step"
                 self.status("stopped", reason)
-                self.say(f"stopped ({reason}); nothing is saved")
+                self.say(f"stopped ({reason}); nothing was saved")
             else:
                 self.status("failed", brief(error) if error else "before the first step")
         self.close()

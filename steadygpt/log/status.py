@@ -1,4 +1,4 @@
-"""status.json in a run's checkpoint folder: what the run is doing, and how it ended."""
+"""status.json in a run's checkpoint folder: the state of the run, and how it ended."""
 
 import json
 from collections.abc import Mapping

@@ -9,6 +9,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, Literal
 
 from steadygpt.base.options import UserError, secrets_of, shown_options
+from steadygpt.base.text import labelled
 
 if TYPE_CHECKING:
     from steadygpt.config import TrainConfig
@@ -42,7 +43,7 @@ class WandbSink:
             name, run_id = f"{config.run_name}-from-{start_step}", None
         self.run = _start(config, name, run_id, warn if start_step is not None else None)
         place = self.run.settings.sync_dir if self.run.offline else self.run.url
-        self.note = f"wandb        {name}, id {self.run.id}, {place}"
+        self.note = labelled("wandb", f"{name}, id {self.run.id}, {place}")
         self.warn = warn
         self.problem = ""
         self.rows: SimpleQueue[tuple[int, Mapping[str, Any]] | None] = SimpleQueue()
@@ -68,12 +69,12 @@ class WandbSink:
         self.rows.put(None)
         self.thread.join(0 if self.problem else FINISH_S)
         if self.thread.is_alive():
-            self._give_up(f"it has not taken all within {FINISH_S:.0f} s; the rest is in {self.run.settings.sync_dir}")
+            self._give_up(f"records were left after {FINISH_S:.0f} s; they are in {self.run.settings.sync_dir}")
 
     def _give_up(self, problem: str) -> None:
         if not self.problem:
             self.problem = problem
-            self.warn(f"Weights & Biases gets no more curves: {problem}")
+            self.warn(f"Weights & Biases no longer receives curves: {problem}")
 
     def _send(self) -> None:
         first = newest = self.run.starting_step

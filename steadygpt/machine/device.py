@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from steadygpt.base.options import RankError, UserError
+from steadygpt.base.text import counted, labelled
 from steadygpt.machine.host import DEVICES, available_memory_bytes, has_gpu, usable_cores
 
 MIN_SPEEDUP = 1.2  # of bf16 on a CPU: casts take a part of what products gain, and fp32 rounds less
@@ -69,7 +70,7 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
-    return f"cpu ({threads} thread{'s' * (threads != 1)})" if device.type == "cpu" else device.type
+    return f"cpu ({counted(threads, 'thread')})" if device.type == "cpu" else device.type
 
 
 def native_precision(device: torch.device) -> str:
@@ -100,9 +101,10 @@ def choose_precision(wanted: str, device: torch.device, tokens: int, width: int,
     hidden = min(hidden, max(1, round(PRODUCT_FLOP / (2 * rows * width))))
     fp32, bf16 = product_rates(rows, width, hidden)
     chosen = "bf16" if bf16 >= MIN_SPEEDUP * fp32 else "fp32"
-    return chosen, (
-        f"precision auto: {chosen}; a product of {rows:,} x {width:,} x {hidden:,} reaches {fp32 / 1e9:,.0f} GFLOP/s "
-        f"in fp32 and {bf16 / 1e9:,.0f} in bf16"
+    return chosen, labelled(
+        "precision",
+        f"{chosen}, chosen by --precision auto: a matmul of {rows:,} x {width:,} x {hidden:,} reaches "
+        f"{fp32 / 1e9:,.0f} GFLOP/s in fp32 and {bf16 / 1e9:,.0f} in bf16",
     )
 
 

@@ -3,7 +3,7 @@
 import shlex
 from typing import NamedTuple
 
-from steadygpt.base.text import duration_text
+from steadygpt.base.text import counted, duration_text
 from steadygpt.monitor.snapshot import Snapshot
 
 FRESH_S = 15.0  # a run renews its heartbeat at least every 10 s
@@ -13,7 +13,7 @@ STARTING_S = 900.0  # loading data and compiling the model show no progress
 
 
 class State(NamedTuple):
-    """What a run does, why the monitor thinks so, and a command to continue ("" if none)."""
+    """The state of a run, the evidence for it, and a command to continue ("" if none)."""
 
     name: str  # running, starting, suspended, hung, silent, killed, stopped, finished or failed
     why: str
@@ -40,7 +40,7 @@ def state_of(snapshot: Snapshot) -> State:
     where = "" if folder == "checkpoints" else f" --checkpoint_dir {folder}"
     resume = f"./resume_training.sh{where}" if snapshot.saved_age_s is not None else ""
     if (name := status.get("status", "unknown")) == "finished":
-        return State(name, f"after {status['step']:,} steps", f"python generate.py latest{where}")
+        return State(name, f"after {counted(status['step'], 'step')}", f"python generate.py latest{where}")
     if name != "running":
         return State(name, status.get("reason", ""), resume)
 
@@ -49,11 +49,15 @@ def state_of(snapshot: Snapshot) -> State:
     if process == "suspended":
         return State("suspended", f"process {pid} is stopped by a signal; no heartbeat for {age}", f"kill -CONT {pid}")
     if process == "gone" and age_s > FRESH_S:  # else it runs in a container, which has process numbers of its own
-        return State("killed", f"process {pid} is gone, and status.json says running; last heartbeat {age} ago", resume)
+        return State("killed", f"process {pid} no longer exists; last heartbeat {age} ago", resume)
     if age_s <= limit_s:
         if doing == "starting":
-            return State("starting", f"loading, or compiling the model, which may take minutes; heartbeat {age} ago")
+            return State(
+                "starting", f"loading data or compiling the model, which may take minutes; heartbeat {age} ago"
+            )
         return State("running", f"{doing}; heartbeat {age} ago")
     if process == "elsewhere":
-        return State("silent", f"no heartbeat for {age}: hung or killed on {status['host']}, unseen from here")
-    return State("hung", f"process {pid} exists, but no heartbeat for {age}", f"kill -9 {pid}")
+        return State(
+            "silent", f"no heartbeat for {age}: hung or killed on {status['host']}, which this machine cannot see"
+        )
+    return State("hung", f"process {pid} exists, but sent no heartbeat for {age}", f"kill -9 {pid}")

@@ -12,8 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
-from steadygpt.base.disk import bytes_text
-from steadygpt.base.text import duration_text, scaled_text
+from steadygpt.base.text import bytes_text, counted, duration_text, scaled_text
 from steadygpt.monitor.chart import Chart
 from steadygpt.monitor.liveness import State, state_of
 from steadygpt.monitor.snapshot import MAX_WARNINGS, Snapshot
@@ -76,7 +75,7 @@ def apart(left: RenderableType, right: Text) -> Table:
 
 
 def heading(snapshot: Snapshot, state: State) -> Group:
-    """Return the lines that come first: whether the run is alive, which run it is, what to do, and its progress."""
+    """Return the header: the run's state and the evidence for it, its name, what to do, and its progress."""
     status, colour = snapshot.status, COLOURS.get(state.name, "red")
     name = line_of((f"● {state.name}", f"bold {colour}"), "  ", (status.get("run_name", ""), "bold"))
     device = f"{status.get('ranks', 1)} x {status.get('device', 'unknown')}  {status.get('host', '')}"
@@ -87,9 +86,9 @@ def heading(snapshot: Snapshot, state: State) -> Group:
     if state.command:
         lines.append(line_of(("next: ", "dim"), state.command, no_wrap=False))
     step, max_steps = step_of(snapshot), max(1, status.get("max_steps", 1))
-    done = f"{step / max_steps:.1%}  {step:,} of {max_steps:,} steps"
+    done = f"{step / max_steps:.1%}  {step:,} of {counted(max_steps, 'step')}"
     if state.is_alive and "eta_s" in status:
-        done += f"  {duration_text(status['eta_s'])} to go"
+        done += f"  {duration_text(status['eta_s'])} remaining"
     lines.append(apart(ProgressBar(max_steps, step), line_of(done)))
     if "resume" in status:  # whether the steps that it repeated are the same as before
         lines.append(line_of((status["resume"], "dim")))
@@ -134,12 +133,12 @@ def facts(snapshot: Snapshot, state: State) -> Columns:
         {
             "elapsed": duration_text(status["elapsed_s"]) if "elapsed_s" in status else None,
             "cost": metric("cost", "{:,.2f}"),
-            "to go": metric("cost_to_go", "{:,.2f}") if state.is_alive else None,
+            "cost left": metric("cost_to_go", "{:,.2f}") if state.is_alive else None,
         },
         {
             "saved": ago(snapshot.saved_age_s),
             "mirror": ago(snapshot.mirrored_age_s) if status.get("mirror") else None,
-            "memory": metric("memory_gb", "{:,.1f} GB"),
+            "memory": bytes_text(1e9 * measured["memory_gb"]) if "memory_gb" in measured else None,
             "epoch": metric("epoch", "{:.2f}"),
         },
     ]
@@ -193,6 +192,6 @@ def machine(snapshot: Snapshot, latest: Mapping[str, float]) -> Group:
     if "ram_gb" in latest:
         host.append("RAM ", "dim").append(f"{latest['ram_gb']:.0f} of {latest['ram_total_gb']:.0f} GB   ")
     free, size = snapshot.disk_free_bytes, snapshot.status.get("checkpoint_bytes")
-    room = f", room for {free // size:,.0f} checkpoints" if size else ""
+    room = f", room for {counted(free // size, 'checkpoint')}" if size else ""
     host.append("disk ", "dim").append(f"{bytes_text(free)} free{room}", "red" if size and free < 3 * size else None)
     return Group(Columns(lines, column_first=True, padding=(0, 2)), host)

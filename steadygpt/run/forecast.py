@@ -1,4 +1,4 @@
-"""How long a run will take and what it will cost, from measured steps or from the GPU's peak."""
+"""Forecast of the time and cost of a run, from measured steps or from the GPU's peak throughput."""
 
 import math
 import time
@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from steadygpt.base.text import duration_text
+from steadygpt.base.text import duration_text, labelled
 from steadygpt.machine.device import PEAK_FLOPS, device_name
 from steadygpt.machine.ranks import Ranks
 from steadygpt.run.schedule import Schedule
@@ -24,13 +24,14 @@ WITH_FP8 = ("NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090")
 MEASURE_S, ROUNDS = 10.0, 3  # measured time; rounds of it, if a step is not too long
 HELLASWAG_TOKENS = 1_600_000  # with GPT-2's tokenizer
 TOKENS_PER_PARAMETER = 20
+SHOWN_ELSEWHERE_S = 3600.0  # a run that no well-known GPU trains for this long needs no forecast
 
 
 def measure_step_s(take_step: Callable[["TrainConfig"], object], config: "TrainConfig", ranks: Ranks) -> float:
     """Return the seconds of a step, extrapolated from steps with one micro-step and steps with several.
 
     Args:
-        take_step: takes a step of a configuration with fewer tokens in a step, on all ranks together.
+        take_step: takes a step of a configuration with fewer tokens per step, on all ranks together.
         config: of the run.
     """
 
@@ -74,7 +75,7 @@ def forecast(
     config: "TrainConfig", schedule: Schedule, ranks: Ranks, model: "GPT", step: int, val_rows: int,
     step_s: float | None = None, precision_elsewhere: str = "bf16",
 ) -> list[str]:  # fmt: skip
-    """Return what a run will take, as lines of the plan.
+    """Return the forecast of a run, as lines of the plan.
 
     Args:
         model: of the run, perhaps on the meta device.
@@ -95,17 +96,19 @@ def forecast(
     in_training, in_evaluation = work_per_token(config, model, name, config.precision)
     evaluation = evaluated * in_evaluation / (in_training * max(1, trained))
     work = f"{steps:,} steps and {evaluation:.1%} for evaluations"
+    per_parameter = f"{tokens:,}, {tokens / model.num_parameters():,.1f} per parameter"
     lines = [
-        f"tokens       {tokens:,}, {tokens / model.num_parameters():,.1f} per parameter; about "
-        f"{TOKENS_PER_PARAMETER} make the best use of compute (Hoffmann et al. 2022)"
+        labelled("tokens", f"{per_parameter}; about {TOKENS_PER_PARAMETER} is compute-optimal (Hoffmann et al. 2022)")
     ]
     if step_s is None and name not in PEAK_FLOPS:
-        lines.append(f"time         {work}; unknown for this device, --dry_run measure measures it")
-        for gpu in WITH_FP8 if precision_elsewhere == "fp8" else WELL_KNOWN:
-            seconds = seconds_on(gpu, precision_elsewhere)
+        lines.append(labelled("time", f"{work}; unknown for this device, --dry_run measure measures it"))
+        gpus = WITH_FP8 if precision_elsewhere == "fp8" else WELL_KNOWN
+        elsewhere = {gpu: seconds_on(gpu, precision_elsewhere) for gpu in gpus}
+        for gpu, seconds in elsewhere.items() if max(elsewhere.values()) >= SHOWN_ELSEWHERE_S else ():
+            cost = f", cost {seconds / 3600 * price:,.2f}" * bool(price)
+            where = f"on one {gpu} in {precision_elsewhere}, if the run fits"
             lines.append(
-                f"             on one {gpu} in {precision_elsewhere}, if the run fits: {duration_text(seconds)}"
-                f"{f', cost {seconds / 3600 * price:,.2f}' * bool(price)}, at {SHARE_OF_PEAK:.0%} of its peak"
+                labelled("time", f"{duration_text(seconds)}{cost} {where}, at {SHARE_OF_PEAK:.0%} of its peak")
             )
         return lines
     if step_s is not None:
@@ -115,9 +118,9 @@ def forecast(
         seconds = seconds_on(name, config.precision) / ranks.world_size
         how = f"if the GPUs reach {SHARE_OF_PEAK:.0%} of their peak in {config.precision}; "
         how += "--dry_run measure measures it"
-    lines.append(f"time         {duration_text(seconds)}: {work}, {how}")
+    lines.append(labelled("time", f"{duration_text(seconds)}: {work}, {how}"))
     if price:
         hours = seconds / 3600
         cost = f"{ranks.world_size * hours * price:,.2f}"
-        lines.append(f"cost         {cost}: {ranks.world_size} x {hours:,.1f} h at {price:,.2f} an hour")
+        lines.append(labelled("cost", f"{cost}: {ranks.world_size} x {hours:,.1f} h at {price:,.2f} per hour"))
     return lines

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from steadygpt.base.options import RankError, UserError, options_of
+from steadygpt.base.text import bytes_text, counted, labelled
 from steadygpt.checkpoint.files import LATEST
 from steadygpt.machine.attention import SHORT_ROW
 from steadygpt.machine.device import autocast, device_name, is_out_of_memory, memory_bytes, use_fp8
@@ -16,7 +17,7 @@ from steadygpt.machine.ranks import Ranks
 
 STATIC, COPY = "weights, gradients and optimizer", "copy for checkpoints"
 # The share of the memory up to which an estimate is taken to fit. On a CPU a process keeps freed memory in fragments
-# and holds up to 1.6 times the estimate (python -m benchmarks.memory --keep_freed).
+# and uses up to 1.6 times the estimate (python -m benchmarks.memory --keep_freed).
 FITS = {"cuda": 0.9, "mps": 0.9, "cpu": 0.6}
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def estimate_memory(config: "TrainConfig", model: "GPT", ranks: Ranks) -> tuple[
         head = P * C * (4 if compiled else each)  # compiled, autocast's copy of the head is outside
         logits = max(config.loss_chunk_size * P * of_logit + head, 3 * head)
     # The logits are gone when the backward pass reaches the blocks.
-    memory["logits" if logits > tokens * backward else "a block's backward"] = max(logits, tokens * backward)
+    memory["logits" if logits > tokens * backward else "backward of one block"] = max(logits, tokens * backward)
     return memory, host
 
 
@@ -140,28 +141,28 @@ def what_would_fit(config: "TrainConfig", model: "GPT", ranks: Ranks, limit: flo
 
 
 def memory_advice(config: "TrainConfig", model: "GPT", ranks: Ranks, first_flag: str = "") -> str:
-    """Return what a run needs, what there is, and the flags that make it fit, as the end of an error message."""
+    """Return the needed and the available memory and the flags that make a run fit, for an error message."""
 
-    def gb(config: "TrainConfig") -> str:
-        return f"about {needed_bytes(config, model, ranks) / 1e9:.1f} GB"
+    def needed(config: "TrainConfig") -> str:
+        return f"about {bytes_text(needed_bytes(config, model, ranks))}"
 
     memory, rows = memory_bytes(ranks.device), config.mini_batch_size
     limit = FITS[ranks.device.type] * memory
     found = what_would_fit(config, model, ranks, limit)
     text = (
-        f"{f'{rows} rows' if rows > 1 else '1 row'} of {config.context_length:,} tokens: {gb(config)} (estimated); the "
-        f"limit is {limit / 1e9:.1f} of the {memory / 1e9:.1f} GB of {device_name(ranks.device)}. "
+        f"{counted(rows, 'row')} of {config.context_length:,} tokens: {needed(config)} (estimated); the "
+        f"limit is {bytes_text(limit)} of the {bytes_text(memory)} of {device_name(ranks.device)}. "
     )
     if not found:
-        return text + "No option makes this model fit; try a smaller one or a device with more memory."
+        return text + "No option makes this model fit; try a smaller model or a device with more memory."
     changed = {name: value for name in options_of(config) if (value := getattr(found, name)) != getattr(config, name)}
     flags = [f"--{name}" if value is True else f"--{name} {value}" for name, value in changed.items()]
-    return f"{text}Try {' '.join([*first_flag.split(), *flags])} ({gb(found)})."
+    return f"{text}Try {' '.join([*first_flag.split(), *flags])} ({needed(found)})."
 
 
 @contextmanager
 def out_of_memory_explained(config: "TrainConfig", model: "GPT", ranks: Ranks):
-    """Raise a RankError with advice in place of an error for lack of memory. `model` is on the meta device."""
+    """Raise a RankError with advice in place of an out-of-memory error. `model` is on the meta device."""
     try:
         yield
     except RuntimeError as error:
@@ -176,7 +177,7 @@ def out_of_memory_explained(config: "TrainConfig", model: "GPT", ranks: Ranks):
 def with_fitting_rows(config: "TrainConfig", model: "GPT", ranks: Ranks) -> tuple["TrainConfig", str]:
     """Replace --mini_batch_size auto by a number of rows that fits on every rank, and describe it in a line.
 
-    The estimate chooses the number. On a GPU a step is tried out, with half the rows after each lack of memory; under
+    The estimate chooses the number. On a GPU a step is tried, with half the rows after each out-of-memory error; under
     FSDP, where a step needs all ranks, and on other devices the estimate decides.
 
     Args:
@@ -197,17 +198,15 @@ def with_fitting_rows(config: "TrainConfig", model: "GPT", ranks: Ranks) -> tupl
     config = dataclasses.replace(config, mini_batch_size=rows or smallest)
     if not rows:
         raise UserError(f"--mini_batch_size auto: {memory_advice(config, model, ranks)}")
-    needed, how = needed_bytes(config, model, ranks), "estimated, and tried out" if tries else "estimated"
-    return config, (
-        f"mini_batch_size auto: {rows} rows need {needed / 1e9:.2f} GB ({how}); the limit is {limit / 1e9:.2f} of "
-        f"{memory / 1e9:.2f} GB"
-    )
+    needed, how = needed_bytes(config, model, ranks), "estimated and tried" if tries else "estimated"
+    text = f"{rows} per micro-step, chosen by --mini_batch_size auto: {bytes_text(needed)} ({how}); the limit is "
+    return config, labelled("rows", f"{text}{bytes_text(limit)} of {bytes_text(memory)}")
 
 
 def step_fits(config: "TrainConfig", rows: int, ranks: Ranks, sketch: "GPT") -> bool:
     """Return whether a step fits in the memory of the GPU, less some for fragments and NCCL's buffers."""
     if ranks.is_main:  # compiling takes up to some minutes
-        print(f"--mini_batch_size auto: trying {rows} rows", flush=True)
+        print(f"--mini_batch_size auto: trying {counted(rows, 'row')}", flush=True)
     torch.cuda.set_per_process_memory_fraction(FITS["cuda"], ranks.device)
     try:
         take_step(config, rows, ranks.device, sketch)

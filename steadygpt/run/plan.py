@@ -1,4 +1,4 @@
-"""What a run will do, settled before anything is built: data, steps, precision, memory, disk, time."""
+"""The plan of a run, settled before anything is built: data, steps, precision, memory, disk, time."""
 
 import math
 import os
@@ -14,6 +14,7 @@ import torch
 
 from steadygpt.base.disk import existing
 from steadygpt.base.options import UserError
+from steadygpt.base.text import bytes_text, counted, labelled
 from steadygpt.checkpoint.files import git_commit
 from steadygpt.checkpoint.saves import interval_text
 from steadygpt.data.order import BLOCK_ROWS
@@ -46,11 +47,11 @@ class Plan:
     schedule: Schedule
     sketch: "GPT"  # on the meta device
     ranks: Ranks
-    notes: tuple[str, ...]  # a line for each surprising choice
+    notes: tuple[str, ...]  # further lines, one per surprising choice
     precision_elsewhere: str  # that the forecast assumes for well-known GPUs
 
     def lines(self) -> list[str]:
-        """Return the plan in words."""
+        """Return the plan as labelled lines."""
         config, data, schedule, sketch, ranks = self.config, self.data, self.schedule, self.sketch, self.ranks
         T, world_size, micro_steps = config.context_length, ranks.world_size, config.grad_accum_steps(ranks.world_size)
         memory, host = estimate_memory(config, sketch, ranks)
@@ -61,59 +62,54 @@ class Plan:
         kernel = kernel_name((1, config.num_heads, T, sketch.config.head_size), dtype, ranks.device, config.dropout)
 
         def uses(memory: dict[str, float], where: str) -> str:
-            parts = ", ".join(f"{what} {size / 1e9:.2f}" for what, size in memory.items())
-            return f"about {sum(memory.values()) / 1e9:.2f} GB {where}: {parts}"
+            total = sum(memory.values())
+            parts = [f"{what} {bytes_text(size)}" for what, size in memory.items() if size >= 0.005 * total]
+            text = ", ".join(parts) if len(parts) > 1 else parts[0].removesuffix(f" {bytes_text(total)}")
+            return f"about {bytes_text(total)} {where}: {text}"
 
+        length = f"; {epochs:{',.2f' if epochs >= 0.1 else '.1g'}} epochs" * bool(epochs)
+        if per_epoch := schedule.steps_per_epoch or schedule.rows_per_epoch / schedule.rows_per_step:
+            length += f" of {per_epoch:,.0f} steps" if per_epoch >= 10 else f" of {per_epoch:.2f} steps"
+        sharding = f", {config.sharding}" * (world_size > 1 or config.sharding == "fsdp")
         lines = [
-            f"version      {f'commit {commit[:12]}{commit[40:]}, ' * bool(commit)}torch {torch.__version__}, "
-            f"Python {platform.python_version()}",
-            f"model        {sketch.num_parameters() / 1e6:,.2f} M parameters: {config.num_layers} layers, "
-            f"{config.num_heads} heads, {config.embd_size} wide, context {T:,}, "
-            f"vocabulary {data.vocab_size:,} ({data.tokenizer})",
-            *self._data_lines(),
-            f"steps        {schedule.max_steps:,} of {config.total_batch_size:,} tokens = "
-            f"{config.mini_batch_size} rows x {T:,} tokens x {world_size} rank{'s' * (world_size > 1)} x "
-            f"{micro_steps} micro-step{'s' * (micro_steps > 1)}; "
-            + (
-                f"{schedule.rows_per_epoch / schedule.rows_per_step:,.1f} steps an epoch, "
-                if schedule.rows_per_epoch
-                else ""
-            )
-            + (f"{epochs:,.2f} epochs; " if epochs else "")
-            + f"{schedule.warmup_steps:,} steps of warm-up",
-            f"device       {world_size} x {device_name(ranks.device)}, {config.precision}{emulated}, "
-            f"{config.sharding}{f', attention by {kernel}' * bool(kernel)}",
-            f"memory       {uses(memory, 'a rank')}",
-            f"host memory  {uses(host, 'on rank 0')} (rank 0 only)",
-            f"checkpoints  {_checkpoints_text(config, checkpoint, math.ceil(epochs), not data.sources)}",
-        ]
-        if config.mirror:
-            lines.append(f"mirror       {config.mirror}")
-        if config.checkpoint_minutes:
-            lines.append(f"             {interval_text(60 * config.checkpoint_minutes, checkpoint)}")
-        return [*lines, *self.notes]
+            ("version", f"{f'commit {commit[:12]}{commit[40:]}, ' * bool(commit)}torch {torch.__version__}, "
+             f"Python {platform.python_version()}"),
+            ("model", f"{sketch.num_parameters() / 1e6:,.2f} M parameters: {counted(config.num_layers, 'layer')}, "
+             f"{counted(config.num_heads, 'head')}, {config.embd_size:,} wide, context {T:,}, "
+             f"vocabulary {data.vocab_size:,} ({data.tokenizer})"),
+            *(("data", text) for text in self._data_texts()),
+            ("validation", self._validation_text()),
+            ("steps", f"{schedule.max_steps:,}, each of {config.total_batch_size:,} tokens "
+             f"({counted(config.mini_batch_size, 'row')} x {T:,} tokens x {counted(world_size, 'rank')} x "
+             f"{counted(micro_steps, 'micro-step')}){length}; warm-up {counted(schedule.warmup_steps, 'step')}"),
+            ("device", f"{world_size} x {device_name(ranks.device)}, {config.precision}{emulated}{sharding}"
+             f"{f', attention by {kernel}' * bool(kernel)}"),
+            ("memory", uses(memory, "per rank")),
+            ("host memory", uses(host, "on rank 0")),
+            ("checkpoints", _checkpoints_text(config, checkpoint, math.ceil(epochs), not data.sources)),
+            ("mirror", config.mirror),
+            ("saves", interval_text(60 * config.checkpoint_minutes, checkpoint) if config.checkpoint_minutes else ""),
+        ]  # fmt: skip
+        return [*(labelled(label, text) for label, text in lines if text), *self.notes]
 
-    def _data_lines(self) -> list[str]:
-        """Return lines about the training data, and about validation."""
+    def _data_texts(self) -> list[str]:
+        """Return a description of each source of the training data."""
         config, data, schedule = self.config, self.data, self.schedule
         if not data.sources:
             folders = " or ".join(folder for folder, _ in config.sources().values())
-            vocabulary = f"planned with the vocabulary of --tokenizer {data.tokenizer}"
-            return [f"data         no shards in {folders} yet; {vocabulary}", *self._validation_line()]
+            return [f"no shards in {folders} yet; planned with the vocabulary of --tokenizer {data.tokenizer}"]
         of_sources = {}
         for shards, _, _ in data.sources:
-            count = f"{len(shards.shards)} shard{'s' * (len(shards.shards) > 1)}"
+            count = counted(len(shards.shards), "shard")
             of_sources[shards.name] = f"{shards.num_tokens:,} training tokens in {count} of {shards.folder}"
         if len(of_sources) > 1:
             steps, entry = schedule.max_steps - (self.start.step or 0), self.starts[-1]
             end = epochs_of_sources(data, self.starts, entry["row"] + steps * schedule.rows_per_step)
             for name, text in of_sources.items():
                 share = entry["shares"][entry["sources"][name][1]] / BLOCK_ROWS
-                many = f" -- MORE THAN {MANY_EPOCHS}, which teaches little" * (end[name] > MANY_EPOCHS)
+                many = f" -- MORE THAN {MANY_EPOCHS}, of little benefit" * (end[name] > MANY_EPOCHS)
                 of_sources[name] = f"{name}, {share:.1%} of the rows: {text}; {end[name]:,.2f} epochs by the end{many}"
-        first, *others = of_sources.values()
-        lines = [f"data         {first}", *(f"             {line}" for line in others)]
-        return [*lines, *self._validation_line()]
+        return [*of_sources.values()]
 
     def val_rows(self) -> dict[str, int]:
         """Return the rows of a validation by the names of the sets; of data that is not prepared yet, eval_tokens."""
@@ -122,19 +118,24 @@ class Plan:
             return {"": config.eval_tokens // config.context_length}
         return {val.shards.name: validation_rows(config, val.rows) for val in self.data.val_sets}
 
-    def _validation_line(self) -> list[str]:
+    def _validation_text(self) -> str:
         config, rows, T = self.config, self.val_rows(), self.config.context_length
-        if not rows:
-            return []
-        sizes = ", ".join(
-            f"{name} {count * T:,}" if len(rows) > 1 else f"{count * T:,}" for name, count in rows.items()
-        )
+        total = {val.shards.name: val.rows.rows_per_epoch for val in self.data.val_sets}
+        sizes = [
+            f"{name} " * (len(rows) > 1)
+            + f"{count * T:,}"
+            + f" of {total.get(name, 0) * T:,}" * (count < total.get(name, 0))
+            for name, count in rows.items()
+        ]
+        if not sizes:
+            return ""
         # A forward pass is a third of a step's work.
         cost = sum(rows.values()) * T / (3 * config.eval_freq * config.total_batch_size)
-        return [f"validation   {sizes} tokens every {config.eval_freq:,} steps: about {cost:.1%} of the training time"]
+        every = counted(config.eval_freq, "step")
+        return f"{', '.join(sizes)} tokens every {every}: about {cost:.1%} of the training time"
 
     def forecast(self, step_s: float | None = None) -> list[str]:
-        """Return what the run will take, as further lines.
+        """Return the forecast of the run, as further lines.
 
         Args:
             step_s: measured seconds of a step, if known.
@@ -179,35 +180,34 @@ def settle(
         run_name=name, logdir=logdir,
     )  # fmt: skip
     of_rows, of_decay = note_of_rows(asked, config, world_size), notes_of_decay(config, schedule, checkpoint)
-    of_val = (note_of_validation(config, val.shards.name, val.rows) for val in data.val_sets)
     of_data = note_of_mixture(starts)
     of_start = [of_memory, *start.notes, of_data, of_threads, of_processes, of_rows, of_precision, of_name]
-    notes = tuple(filter(None, [*of_start, *of_decay, *of_val]))
+    notes = tuple(filter(None, [*of_start, *of_decay]))
     return Plan(config, start, data, starts, schedule, sketch, ranks, notes, elsewhere)
 
 
 def keep_threads(starts: Sequence[Entry], device: torch.device) -> str:
-    """Compute with as many threads on a CPU as the run began with; return a line for the plan if that is a change."""
+    """Use as many threads on a CPU as the first start did; return a line for the plan if that is a change."""
     before, threads = starts[-2]["threads"] if len(starts) > 1 else None, torch.get_num_threads()
     if device.type != "cpu" or before in (None, threads):
         return ""
     torch.set_num_threads(before)
-    return f"threads {threads} -> {before}, as before: --deterministic needs the same number"
+    return labelled("threads", f"{threads} -> {before}, as before: --deterministic needs the same number")
 
 
 def note_of_processes(config: "TrainConfig", starts: Sequence[Entry], ranks: Ranks) -> str:
-    """Return on how many processes a run has the same bits, as a line for the plan.
+    """Return the numbers of processes that compute the same bits, as a line for the plan.
 
     Raises: UserError for a step that cannot be divided among these processes, or among as many virtual ranks as before.
     """
     count, micro_batches = config.virtual_ranks(), config.grad_accum_steps(1)
     *others, most = [str(2**n) for n in range(count.bit_length())]
     possible = f"{', '.join(others)} or {most} processes" if others else "1 process"
-    step = f"a step has {micro_batches:,} micro-batch{'es' * (micro_batches > 1)}"
+    step = f"a step has {counted(micro_batches, 'micro-batch')}"
     if not config.eval_only and count % ranks.world_size:
         rows = config.total_batch_size // config.context_length
         fewer = ranks.world_size in (2, 4, 8) and rows % ranks.world_size == 0 and len(starts) < 2
-        advice = "; or begin a run with a smaller --mini_batch_size" * fewer
+        advice = "; or start a new run with a smaller --mini_batch_size" * fewer
         raise UserError(f"--deterministic: {step}, so expected {possible}; found {ranks.world_size}{advice}")
     if len(starts) > 1:
         before = replace(
@@ -219,8 +219,8 @@ def note_of_processes(config: "TrainConfig", starts: Sequence[Entry], ranks: Ran
                 f"the run began with one that fits {began}; drop the flag"
             )
     threads = torch.get_num_threads()
-    each = f" of {threads} thread{'s' * (threads > 1)}{' each' * bool(others)}" * (ranks.device.type == "cpu")
-    return f"deterministic: the same bits on {possible}{each}, because {step}"
+    each = f" of {counted(threads, 'thread')}{' each' * bool(others)}" * (ranks.device.type == "cpu")
+    return labelled("same bits", f"on {possible}{each}, because {step}")
 
 
 def note_of_rows(before: "TrainConfig", config: "TrainConfig", world_size: int) -> str:
@@ -229,14 +229,8 @@ def note_of_rows(before: "TrainConfig", config: "TrainConfig", world_size: int) 
     if wanted in (0, config.mini_batch_size):
         return ""
     each = f"each of {world_size} ranks" if world_size > 1 else "1 rank"
-    return f"mini_batch_size {wanted} -> {config.mini_batch_size}: a step has {rows:,} rows on {each}"
-
-
-def note_of_validation(config: "TrainConfig", name: str, val: "RowStream") -> str:
-    """Return a line for the plan if eval_tokens leaves out a part of a validation set."""
-    used, total = (rows * config.context_length for rows in (validation_rows(config, val), val.rows_per_epoch))
-    text = f"eval_tokens: {used:,} of {total:,} validation tokens of {name} are used; to compare tokenizers, use all of"
-    return f"{text} them" if used < total else ""
+    text = f"{config.mini_batch_size} per micro-step instead of --mini_batch_size {wanted}: a step has "
+    return labelled("rows", f"{text}{counted(rows, 'row')} on {each}")
 
 
 def set_up(config: "TrainConfig", device: torch.device) -> None:
@@ -262,7 +256,7 @@ def validation_rows(config: "TrainConfig", val: "RowStream") -> int:
 
 
 def _checkpoints_text(config: "TrainConfig", size: int, epochs: int, more_epochs: bool) -> str:
-    """Return what the checkpoints of a run take, and the flag that lets them fit on the disk.
+    """Return the disk space of the checkpoints, and the flag that lets them fit.
 
     Args:
         size: bytes of a checkpoint.
@@ -278,10 +272,10 @@ def _checkpoints_text(config: "TrainConfig", size: int, epochs: int, more_epochs
     more = (
         "" if epochs or config.keep_epochs or not more_epochs else " and one for each epoch, whose length is not known,"
     )
-    text = f"{size / 1e9:.2f} GB each, at most {files:,}{more} in {folder}: {files * size / 1e9:,.1f} GB; "
-    text += f"{free / 1e9:,.1f} GB free"
+    text = f"{bytes_text(size)} each, at most {files:,}{more} in {folder}: {bytes_text(files * size)}; "
+    text += f"{bytes_text(free)} free"
     if files * size <= free:
         return text
     if (fits := int(0.9 * free / size) - others) > 0:  # other files grow too
-        return f"{text} -- NOT ENOUGH; --keep_epochs {fits} keeps the newest of {epochs:,} epochs"
+        return f"{text} -- NOT ENOUGH; --keep_epochs {fits} keeps only the newest of {epochs:,} epochs"
     return f"{text} -- NOT ENOUGH; try a smaller --keep_checkpoints and --keep_epochs 1, or another --checkpoint_dir"

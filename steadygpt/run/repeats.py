@@ -1,4 +1,4 @@
-"""The steps that a resumed run repeats, compared with the records that the log had of them."""
+"""Steps that a resumed run repeats, compared with their records in the log."""
 
 import json
 import math
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from steadygpt.base.text import counted
 from steadygpt.log.runlog import Metrics, RunLog
 from steadygpt.run.starts import difference
 
@@ -20,7 +21,7 @@ ADVICE = (
 def repeated_records(
     path: Path, step: int, course: str, now: Mapping[str, Any] | None = None
 ) -> tuple[dict[int, dict[str, Any]], str]:
-    """Read what a metrics.jsonl has of the steps that a run repeats from a checkpoint on.
+    """Read the records in a metrics.jsonl of the steps that a run repeats from a checkpoint on.
 
     Args:
         step: of the checkpoint.
@@ -39,7 +40,7 @@ def repeated_records(
                 course = record.get("course", "") if record.get("parent") == course else ""
         elif "loss" in record:
             if not start:
-                return found, f"{path.name} does not say which start has made their records"
+                return found, f"{path.name} does not say which start wrote their records"
             if start.get("course") != course:
                 return found, "their records do not descend from this checkpoint"
             if now is not None and (differs := difference(start["start"], now)):
@@ -79,7 +80,7 @@ class Repeats:
         self.last = max(self.records, default=self.step)
 
     def add(self, step: int, **measured: float) -> None:
-        """Compare what a step has measured, and report after the last repeated one."""
+        """Compare the measurements of a step, and report after the last repeated one."""
         if record := self.records.get(step):
             self.compared += 1
             for name, noun in NUMBERS.items():
@@ -99,7 +100,7 @@ class Repeats:
             self._end(f"repeated steps are not compared: {self.reason}")
         elif self.compared and total:
             kind = "step" if total == self.last - self.step + 1 else "logged step"
-            count = f"{self.compared:,} of " * (self.compared < total) + f"{total:,} {kind}{'s' * (total != 1)}"
+            count = f"{self.compared:,} of " * (self.compared < total) + counted(total, kind)
             result = f"bit for bit the same {same}"
             if self.largest:
                 result = (

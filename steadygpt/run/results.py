@@ -1,6 +1,6 @@
-"""What a step measured, and steps whose update is skipped: no finite loss or gradient, or a loss spike.
+"""Results of steps, and steps with skipped updates: a non-finite loss or gradient, or a loss spike.
 
-A GPU runs behind the host. It decides itself which updates it skips, and the host reads the results a step later.
+A GPU runs behind the host. The GPU decides which updates to skip, and the host reads the results a step later.
 """
 
 import math
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from steadygpt.base.text import duration_text
+from steadygpt.base.text import counted, duration_text
 from steadygpt.checkpoint.files import TrainState
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.device import peak_flops, peak_memory_bytes
@@ -98,7 +98,7 @@ class Pending:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step measured and whether it was learned from, the same on every rank."""
+    """The measurements of a step and whether its update was applied, the same on every rank."""
 
     step: int  # updates before this one
     rows: int  # consumed after it
@@ -116,7 +116,7 @@ class StepResult:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
     def warning(self, recent: Sequence[float], checkpoint_dir: str) -> str:
-        """Return what is wrong with the step, compared with the losses before it; "" if nothing is."""
+        """Return a warning about the step, compared with the losses before it; "" if there is none."""
         advice = ""
         if self.bad:
             found = f"loss {self.loss}, gradient norm {self.grad_norm}"
@@ -128,7 +128,7 @@ class StepResult:
                 f"before, {fmean(recent):.4f}"
             )
             folder = shlex.quote(checkpoint_dir)
-            advice = f"; see its rows: python look.py --checkpoint_dir {folder} --step {self.step} --by loss"
+            advice = f"; to see its rows: python look.py --checkpoint_dir {folder} --step {self.step} --by loss"
         else:
             return ""
         return f"step {self.step}: {found}" + ("" if self.updated else "; its update was skipped") + advice
@@ -299,8 +299,8 @@ class Diverged(Exception):
         max_lr = config.max_lr / 2
         lower = f"--allow_changes --max_lr {max_lr:g} --min_lr {min(config.min_lr, max_lr):g}"
         return (
-            f"stopping after {self.bad_steps} bad steps, at step {self.step} before them. Resume with --resume latest "
-            f"{lower}{' or --precision fp32' * (config.precision != 'fp32')}, or skip these tokens with a larger "
-            "--max_bad_steps. If that fails at once, the weights were damaged earlier: try --resume best, or an older "
-            "file of ./list_checkpoints.sh"
+            f"stopping after {counted(self.bad_steps, 'bad step')}, with the weights of step {self.step}, before them. "
+            f"Resume with --resume latest {lower}{' or --precision fp32' * (config.precision != 'fp32')}, or skip "
+            "these tokens with a larger --max_bad_steps. If the next steps are bad too, the weights were damaged "
+            "earlier: try --resume best, or an older file from ./list_checkpoints.sh"
         )

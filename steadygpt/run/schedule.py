@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from steadygpt.base.options import UserError
+from steadygpt.base.text import labelled
 from steadygpt.checkpoint.files import EPOCH, ROLLING, STABLE
 
 if TYPE_CHECKING:
@@ -71,14 +72,19 @@ def notes_of_decay(config: "TrainConfig", schedule: Schedule, checkpoint: dict |
     """
     notes, step = [], checkpoint["step"] if checkpoint else 0
     if (schedule.stable_steps or 0) > step:
-        notes.append(f"stable.pt at step {schedule.stable_steps:,}: --resume stable --max_steps N trains longer")
+        notes.append(
+            labelled(
+                "cool-down",
+                f"from step {schedule.stable_steps:,}, saved as {STABLE}: --resume stable --max_steps N trains longer",
+            )
+        )
     groups = checkpoint["optimizer"].get("param_groups") if checkpoint else None
     if checkpoint and groups and step >= config.warmup_steps:
         before, now = groups[0]["lr"], learning_rate(config, step, schedule.max_steps)
         if now > 1.1 * before:
             had_cooldown = checkpoint["train_config"].get("schedule") == "wsd"
             advice = "; --resume stable continues from before the decay" * had_cooldown
-            notes.append(f"the learning rate rises from {before:.2e} to {now:.2e}{advice}")
+            notes.append(labelled("lr", f"rises from {before:.2e} to {now:.2e}{advice}"))
     return notes
 
 
@@ -97,7 +103,7 @@ def make_schedule(
     rows_per_step = config.total_batch_size // config.context_length
     max_steps = config.max_steps or config.num_epochs * config.steps_per_epoch
     if not max_steps and rows_per_epoch is None:
-        raise UserError("a mixture of data has no epochs; give the length of the run with --max_steps")
+        raise UserError("a mixture of data has no epochs; set the length of the run with --max_steps")
     if not max_steps:  # enough for the remaining rows
         max_steps = step + max(0, math.ceil((config.num_epochs * (rows_per_epoch or 0) - rows) / rows_per_step))
     if step > max_steps:

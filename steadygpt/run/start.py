@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from steadygpt.base.durable import fsync_folder, link_file, lock_folder
 from steadygpt.base.options import UserError, options_of
 from steadygpt.base.retry import NoAnswer
-from steadygpt.base.text import STAMP
+from steadygpt.base.text import STAMP, labelled
 from steadygpt.checkpoint.files import (
     BACKUP,
     LATEST,
@@ -32,7 +32,7 @@ from steadygpt.machine.ranks import Ranks
 if TYPE_CHECKING:
     from steadygpt.config import GPTConfig, TrainConfig
 
-IN_USE = "wait for it to end, or give this run another --checkpoint_dir"
+IN_USE = "wait for it to end, or use another --checkpoint_dir"
 STAMP_PATTERN = r"\d{8}-\d{6}"  # matches a time that STAMP has formatted
 
 
@@ -85,7 +85,7 @@ class Start:
 def name_of_run(
     config: "TrainConfig", start: Start, given: Mapping[str, str], ranks: Ranks, held: ExitStack
 ) -> tuple[str, str, str]:
-    """Return the name of a run, the folder of its logs, and a line if that is not the name one would expect.
+    """Return the name of a run, the folder of its logs, and a line for the plan if it is not the name asked for.
 
     A run that is resumed in its folder keeps its name. A fork is named RUN-from-STEP and has logs of its own. A new
     name that has a TensorBoard folder already gets a time stamp, because TensorBoard would hide the older points.
@@ -102,8 +102,9 @@ def name_of_run(
     assert name
     if start.is_fork:
         logdir = logdir if "logdir" in given else str(Path(logdir, name))
-        return name, logdir, f"run_name {name}: a fork of {saved or start.path}; its logs are in {logdir}"
-    return name, logdir, f"run_name {name}: {folder / wanted} belongs to an older run" if name != wanted else ""
+        return name, logdir, labelled("name", f"{name}, a fork of {saved or start.path}; its logs are in {logdir}")
+    note = labelled("name", f"{name}, because {folder / wanted} belongs to an older run")
+    return name, logdir, note if name != wanted else ""
 
 
 def unused_name(wanted: str, folder: Path, held: ExitStack | None) -> str:
@@ -155,7 +156,7 @@ def check_other_machines(folder: Path, ranks: Ranks) -> None:
 def find_start(
     config: "TrainConfig", given: Mapping[str, str], ranks: Ranks, held: ExitStack, read_weights: Callable[..., dict]
 ) -> tuple["TrainConfig", Start]:
-    """Find where the run starts, and take the options that are not given from there.
+    """Find where the run starts; options that are not given come from there.
 
     A run that resumes locks the folder of its checkpoints until `held` closes.
 
@@ -191,7 +192,7 @@ def _start_on_main(
 ) -> tuple["TrainConfig", Start]:
     which, folder, found = config.resume, Path(config.checkpoint_dir), Found()
     if which in ("latest", *NAMED) and not folder.is_dir() and not config.mirror:
-        raise UserError(f"no checkpoints in {folder}; name their folder with --checkpoint_dir")
+        raise UserError(f"no checkpoints in {folder}; try another --checkpoint_dir")
     if which not in ("", "latest", "auto", *NAMED) and not Path(which).is_file():
         there = "a folder" if Path(which).is_dir() else "no such file"
         raise UserError(f"--resume {which}: {there}; expected latest, auto, best, stable or a checkpoint file")
@@ -201,7 +202,7 @@ def _start_on_main(
         found = find_newest(config, given)
     if not config.eval_only and (found.path or config.trains):
         check_folder(folder, found.path)
-    notes = [f"skipped {line}" for line in found.skipped]
+    notes = [labelled("skipped", line) for line in found.skipped]
     if found.path and found.checkpoint:
         saved = found.checkpoint["train_config"]
         if not saved:
@@ -210,18 +211,19 @@ def _start_on_main(
             )
         config, changes = resume_config(saved, config, given)
         of_mirror = f" (restored from {config.mirror})" * found.restored
-        notes.append(f"resumed from {found.path}{of_mirror} at step {found.checkpoint['step']:,}")
-        notes += [f"changed {line}" for line in changes]
+        notes.append(labelled("resumed", f"from {found.path}{of_mirror} at step {found.checkpoint['step']:,}"))
+        notes += [labelled("changed", line) for line in changes]
         is_fork = found.path.resolve().parent != folder.resolve()
         if is_fork and config.mirror and "mirror" not in given:
-            notes.append(f"without the mirror {config.mirror}, which belongs to the run in {found.path.parent}")
+            unused = f"none: {config.mirror} belongs to the run in {found.path.parent}"
+            notes.append(labelled("mirror", unused))
             config = dataclasses.replace(config, mirror="")
         return config, Start(found.path, found.checkpoint, is_fork=is_fork, notes=tuple(notes))
     if config.init_from == "scratch":
         return config, Start(notes=tuple(notes))
     weights = read_weights(config.init_from, download=False)
     config = initial_config(weights["model_config"], config, given)
-    return config, Start(weights=weights, notes=(*notes, f"weights from {config.init_from}"))
+    return config, Start(weights=weights, notes=(*notes, labelled("weights", f"from {config.init_from}")))
 
 
 def find_newest(config: "TrainConfig", given: Mapping[str, str]) -> Found:
@@ -241,7 +243,7 @@ def find_newest(config: "TrainConfig", given: Mapping[str, str]) -> Found:
             raise problem
         return found
     if not config.trains:
-        raise UserError(f"{folder} has no intact checkpoint, and only a run downloads one from {url}")
+        raise UserError(f"{folder} has no intact checkpoint, and only training downloads one from {url}")
     mirror = Mirror(url)
     try:
         index = mirror.patiently(mirror.index)
@@ -302,7 +304,7 @@ def resume_config(saved: dict, config: "TrainConfig", given: Mapping[str, str]) 
             dropped = "the flag" if given[name] == "flag" else "--config"
             found = f"--{name} is {new!r}, but the checkpoint was trained with {saved[name]!r}; drop {dropped}, or"
             if on_resume == "never":
-                raise UserError(f"{found} start another run in another --checkpoint_dir")
+                raise UserError(f"{found} start a new run in another --checkpoint_dir")
             if on_resume == "ask" and not config.allow_changes:
                 raise UserError(f"{found} add --allow_changes to resume with the new value")
             changes.append(f"{name}: {saved[name]!r} -> {new!r}")

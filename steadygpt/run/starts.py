@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from steadygpt.base.options import UserError, options_of, shown_options
+from steadygpt.base.text import labelled
 from steadygpt.checkpoint.files import git_commit
 from steadygpt.data.order import BLOCK_ROWS, Phase, shares_of_block
 from steadygpt.data.shards import Recorded, identity_of
@@ -139,8 +140,8 @@ def _with_this_start(
     }
     if before and shares != before[-1]["shares"] and not config.allow_changes:
         raise UserError(
-            f"the training data is {mixture_text(entry)}, but the checkpoint was trained with "
-            f"{mixture_text(before[-1])}; name the same data, or add --allow_changes to train on this from here on"
+            f"the training data is {mixture_text(entry)}, but the checkpoint was trained on "
+            f"{mixture_text(before[-1])}; name the same data, or add --allow_changes to switch to this"
         )
     return [*before, entry]
 
@@ -206,7 +207,7 @@ def note_of_mixture(starts: Sequence[Entry]) -> str:
     if len(starts) < 2 or starts[-2]["shares"] == starts[-1]["shares"]:
         return ""
     before, now = map(mixture_text, starts[-2:])
-    return f"changed training data: {before} -> {now}"
+    return labelled("changed", f"training data: {before} -> {now}")
 
 
 def mixture_text(entry: Entry) -> str:

@@ -1,8 +1,8 @@
-"""What a run has achieved and what it took, in a few lines at its end."""
+"""The summary of a run at its end: time, tokens, speed, losses, memory, saves."""
 
 from collections.abc import Mapping
 
-from steadygpt.base.text import duration_text
+from steadygpt.base.text import bytes_text, counted, duration_text, labelled
 from steadygpt.checkpoint.files import validation_of
 from steadygpt.checkpoint.saves import Saves, pause_text
 from steadygpt.machine.device import peak_memory_bytes, process_age_s
@@ -18,14 +18,15 @@ def summarize(results: Results, saves: Saves, parameters: int, status: str, reas
     if (writer := saves.writer) is None:
         return [""]
     config, state, totals = results.config, results.state, results.totals
-    tokens, elapsed_s, start_s = state.rows_consumed * config.context_length, state.total_s(), process_age_s()
-    lines = {"time": f"{seconds_text(elapsed_s)}; this start {seconds_text(start_s)}, "}
-    lines["time"] += f"of which {seconds_text(totals.seconds)} for {counted(totals.steps, 'step')}"
+    tokens, start_s = state.rows_consumed * config.context_length, process_age_s()
+    here, elapsed_s = " in this start" * bool(state.elapsed_s), state.total_s()
+    whole = f"{seconds_text(elapsed_s)}; " * bool(here)
+    of_steps = f"of which {seconds_text(totals.seconds)} for {counted(totals.steps, 'step')}"
+    lines = {"time": f"{whole}{seconds_text(start_s)}{here}, {of_steps}"}
     lines["tokens"] = f"{tokens:,}, {tokens / parameters:,.2f} per parameter"
     if speed := totals.steps_per_second():
         lines["speed"] = (
-            f"{speed * config.total_batch_size:,.0f} tokens/s in this start: {speed:.3g} steps/s of "
-            f"{config.total_batch_size:,} tokens, {config.precision}"
+            f"{speed * config.total_batch_size:,.0f} tokens/s{here}, {speed:.3g} steps/s, {config.precision}"
         )
         if (mfu := results.mfu(speed * config.total_batch_size)) is not None:
             lines["speed"] += f", mfu {mfu:.1%}"
@@ -41,29 +42,28 @@ def summarize(results: Results, saves: Saves, parameters: int, status: str, reas
     if state.best_val_loss is not None:
         steps = [at for at, scores in writer.evaluations.items() if scores.get("val_loss") == state.best_val_loss]
         lines["loss"] += f", best {state.best_val_loss:.4f}{f' at step {steps[0]:,}' if steps else ''}"
-    lines["memory"] = f"peak {peak_memory_bytes(results.ranks.device) / 1e9:.2f} GB on rank 0 in this start"
+    lines["memory"] = f"peak {bytes_text(peak_memory_bytes(results.ranks.device))} on rank 0{here}"
     if load := load_text(results.log.load.means()):
-        lines["load"] = f"{load}, on average in this start"
+        lines["load"] = f"{load} on average{here}"
     if (cost := results.cost(elapsed_s)) is not None:
         lines["cost"] = f"{cost:,.2f}"
     failed = f", {writer.failures:,} failed" if writer.failures else ""
     lines["saves"] = (
-        f"{writer.saved:,} in this start{failed}; they paused training for {pause_text(saves.paused_s)}, "
+        f"{writer.saved:,}{here}{failed}; they paused training for {pause_text(saves.paused_s)}, "
         f"{saves.paused_s / start_s:.2%} of the time"
     )
-    lines["skipped"] = f"{counted(totals.skipped, 'update')} in this start"
     if totals.skipped or totals.spikes:
-        lines["skipped"] += (
-            f"; {counted(totals.not_finite, 'step')} without a finite loss and gradient, "
-            f"{counted(totals.spikes, 'loss spike')}"
+        lines["skipped"] = (
+            f"{counted(totals.skipped, 'update')}{here}; {counted(totals.not_finite, 'step')} without a finite loss "
+            f"and gradient, {counted(totals.spikes, 'loss spike')}"
         )
-    end = f"{status}{f' ({reason})' if reason else ''} after {counted(state.step, 'step')} and "
-    end += f"{duration_text(elapsed_s)}; checkpoints in {config.checkpoint_dir}"
-    return [end, *(f"{name:<13}{text}" for name, text in lines.items())]
+    end = f"{status}{f' ({reason})' if reason else ''} after {counted(state.step, 'step')}"
+    end += f"; checkpoints in {config.checkpoint_dir}"
+    return [end, *(labelled(name, text) for name, text in lines.items())]
 
 
 def validation_text(sets: Mapping[str, Mapping[str, float]], best: bool, epochs: Mapping[str, float]) -> str:
-    """Return what a validation has found.
+    """Return the result of a validation in words.
 
     Args:
         sets: name -> val_loss, and val_bpb if it is known.
@@ -90,7 +90,3 @@ def load_text(means: Mapping[str, float]) -> str:
 def seconds_text(seconds: float) -> str:
     """Return a duration, below a minute with a decimal."""
     return f"{seconds:.1f} s" if seconds < 59.95 else duration_text(seconds)
-
-
-def counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'s' * (count != 1)}"

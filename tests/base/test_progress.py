@@ -29,7 +29,7 @@ def test_in_a_log_file_each_state_is_a_line(capsys, monkeypatch):
         bar.set_postfix_str("3.0 M tokens/s", refresh=False)
         bar.update(5e8)
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("working: 75%, 1.50G of 2.00G, 00:00 gone, 00:00 to go, ")
+    assert lines[0].startswith("working: 75%, 1.50G of 2.00G, 00:00 elapsed, 00:00 remaining, ")
     assert lines[0].endswith("B/s, 3.0 M tokens/s")
 
 

@@ -96,7 +96,7 @@ def test_an_average_is_the_mean_of_the_newest_rolling_checkpoints(tmp_path, caps
     assert torch.equal(found["model"]["wte.weight"], expected.float())
     assert found["model"]["lm_head.weight"] is found["model"]["wte.weight"]
     assert found["step"] == 40 and not found["optimizer"] and not found["train_config"]
-    assert "the mean of 3 checkpoints, of steps 20 to 40" in capsys.readouterr().err
+    assert "averaging 3 checkpoints, of steps 20 to 40" in capsys.readouterr().err
 
     damage(tmp_path / ROLLING.format(30), "one bit")
     _, found = open_checkpoint("average:3", tmp_path)

@@ -116,7 +116,7 @@ def test_a_damaged_file_is_named(kind, tmp_path):
     with open(path, "r+b") as file:
         file.seek(offset)
         file.write(b"\xff" * 20)
-    with pytest.raises(UserError, match=rf"1\.{kind}: cannot be read, .*; repair or remove it, and run this again"):
+    with pytest.raises(UserError, match=rf"1\.{kind}: cannot be read, .*; repair or remove it, then run this again"):
         documents(source, Position())
 
 

@@ -35,7 +35,7 @@ def clock(repo, monkeypatch) -> list[float]:
 
 
 def retries(capsys) -> list[str]:
-    return [line for line in capsys.readouterr().err.splitlines() if "trying again" in line]
+    return [line for line in capsys.readouterr().err.splitlines() if "retrying" in line]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ def test_a_download_resumes_from_its_partial_file_after_a_reset_and_a_kill(is_da
         with open(repo.snapshot / f"{FILE}.part", "r+b") as part:
             part.write(b"other")
     assert file.download(repo.snapshot / FILE, seen.append).read_bytes() == DATA
-    assert capsys.readouterr().err.count("damaged on the way; downloading it again") == is_damaged
+    assert capsys.readouterr().err.count("corrupted in transit; downloading it again") == is_damaged
     if is_damaged:
         return
     starts = sorted(int(line.split("bytes=")[1].split("-")[0]) for line, _ in standin.log if FILE in line)
@@ -86,7 +86,7 @@ def test_a_hub_that_is_gone_is_waited_for_for_25_minutes(repo, standin, clock, c
     assert fetch(repo, FILE).read_bytes() == DATA
     assert 500 < clock[0] < 700
     first, *others = retries(capsys)
-    assert first == f"hf:some/corpus/{FILE}: HTTP 429 Too Many Requests; trying again in 7 s"
+    assert first == f"hf:some/corpus/{FILE}: HTTP 429 Too Many Requests; retrying in 7 s"
     assert len(others) == 13  # about one a minute
     standin.fail("GET .*train.parquet", times=-1, status=503)
     (repo.snapshot / FILE).unlink()
@@ -139,7 +139,7 @@ def test_a_name_stands_for_its_newest_commit_and_a_revision_for_its_own(repo, st
     assert find_repo("dataset", "some/corpus", revision=repo.commit).commit == repo.commit
     assert capsys.readouterr().err == ""
     assert find_repo("dataset", "some/corpus", pinned=repo.commit).commit == repo.commit
-    assert f"now at commit {newer[:7]}; this preparation goes on with {repo.commit[:7]}" in capsys.readouterr().err
+    assert f"now at commit {newer[:7]}; continuing with the pinned commit {repo.commit[:7]}" in capsys.readouterr().err
 
 
 def test_a_renamed_repository_is_told_in_one_line(repo, standin, capsys):
@@ -151,7 +151,7 @@ def test_a_renamed_repository_is_told_in_one_line(repo, standin, capsys):
 @pytest.mark.parametrize(
     ("name", "revision", "message"),
     [
-        ("no/such", "", "hf:no/such: not found on the Hugging Face Hub, or not yours to read; check the"),
+        ("no/such", "", "hf:no/such: not found on the Hugging Face Hub, or private; check the"),
         ("some/corpus", "v9", "hf:some/corpus@v9: no such revision on the Hugging Face Hub"),
         ("a b", "", "hf:a b: not a name on the Hugging Face Hub; expected NAME or OWNER/NAME"),
     ],

@@ -132,7 +132,7 @@ def test_ids_need_their_tokenizer_and_are_not_mixed_with_text(folder):
     with pytest.raises(UserError, match=r"a.npz: holds token ids; name the tokenizer that wrote them with --tokenizer"):
         prepare_dataset.main(["--source", "a.npz"])
     (folder / "b.txt").write_text("text")
-    refused("--source", ".", match=r"found text, such as b.txt, and token ids, such as a.npz; expected one of both")
+    refused("--source", ".", match=r"found text, such as b.txt, and token ids, such as a.npz; expected only one kind")
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])

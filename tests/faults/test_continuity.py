@@ -107,5 +107,5 @@ def test_resume_from_an_older_checkpoint_survives_a_kill(reference, file, step, 
     # The newer checkpoint is kept if it is intact; a corrupt one never becomes the backup.
     assert load(f"{name}/ckpt/latest_backup.pt")["step"] == (19 if damaged else 20)
     text = run_to_end(*flags, *folders(name), "--resume", "latest")
-    assert f"resumed from {name}/ckpt/latest.pt at step {step}" in text
+    assert f"resumed      from {name}/ckpt/latest.pt at step {step}" in text
     assert_equals_reference(name)

@@ -77,10 +77,10 @@ def test_resume_skips_damaged_files_in_order(stopped_run, how, count):
     for file in damaged:
         damage(folder / file, how)
     text = run_to_end(*FLAGS, *folders(name), "--resume", "latest")
-    reported = re.findall(r"^skipped (.*?): (corrupt.*)$", text, re.M)
+    reported = re.findall(r"^skipped +(.*?): (corrupt.*)$", text, re.M)
     assert [file for file, _ in reported] == [str(folder / file) for file in damaged]
     next_file = list(ORDER)[count]
-    assert f"resumed from {folder / next_file} at step {ORDER[next_file]}" in text
+    assert f"resumed      from {folder / next_file} at step {ORDER[next_file]}" in text
     assert_equals_reference(name)
 
 

@@ -139,7 +139,7 @@ def test_the_commit_moves_under_a_killed_preparation(mode, reference):
     HUB.faults.clear()
     old, new = HUB.heads[CORPUS], HUB.put(CORPUS, corpus([text.upper() for text in TEXTS]))
     text = finish(*MODES[mode], "--out", "out").text()
-    assert f"now at commit {new[:7]}; this preparation goes on with {old[:7]}, as it was begun" in text
+    assert f"now at commit {new[:7]}; continuing with the pinned commit {old[:7]}" in text
     assert shards("out") == shards("reference")
     finish(*MODES[mode], "--out", "new")
     assert read_manifest(Path("new"))["commit"] == new
@@ -169,7 +169,7 @@ def test_passing_faults_of_the_hub_cost_a_line_each(mode, fault, reference):
         pytest.skip("a part of a file has no checksum")
     HUB.fail("GET .*1.parquet", **FAULTS[fault])
     text = finish(*MODES[mode], "--out", "out", SILENCE_S=1).text()
-    lines = text.count("damaged on the way; downloading it again" if fault == "damage" else "; trying again in ")
+    lines = text.count("corrupted in transit; downloading it again" if fault == "damage" else "; retrying in ")
     assert 0 < lines <= FAULTS[fault]["times"]
     assert "Traceback" not in text
     assert shards("out") == shards("reference")
@@ -186,7 +186,7 @@ def test_a_hub_that_is_gone_is_waited_for_or_told(mode, reference):
     )  # fmt: skip
     assert "no answer (" in message
     run = prepare(*MODES[mode], "--out", "out", **times)
-    run.wait_for("trying again")
+    run.wait_for("retrying")
     time.sleep(1)
     HUB.faults.clear()
     assert run.wait() == [0], run.text()
@@ -206,7 +206,7 @@ def test_ctrl_c_ends_a_preparation_at_once(mode, reference):
     run.signal(signal.SIGINT)
     assert run.wait() == [130], run.text()
     assert time.monotonic() - start_s < 5
-    assert "stopped; run the same command again to continue" in run.text()
+    assert "stopped; run the same command again to resume" in run.text()
     assert "Traceback" not in run.text()
     assert not workers_left()
     HUB.faults.clear()
@@ -229,7 +229,7 @@ def test_a_disk_that_fills_is_told_and_the_same_command_goes_on(mode, reference,
     (line,) = [line for line in run.text().splitlines() if line.startswith("error: ")]
     what = {"downloading": r"part|npy\.tmp", "streaming": r"npy\.tmp", "keeping": r"part"}[mode]
     assert any(f"{name}: No space left on device; " in line for name in what.replace("\\", "").split("|")), line
-    assert "bytes are free; fix it and run the same command again to continue" in line
+    assert " free; fix it, then run the same command again to resume" in line
     free_space()
     HUB.faults.clear()
     finish(*flags, "--out", place["out"], cache=place["cache"])
@@ -244,7 +244,7 @@ def test_a_wrong_text_field_ends_with_status_2_every_time(times, reference):
         for _ in range(times):
             done = subprocess.run([*command, *mode], capture_output=True, text=True)
             assert done.returncode == 2, done.stderr
-            assert done.stderr.endswith("no field 'txt'; found id, text; name the text with --text_field\n")
+            assert done.stderr.endswith("no field 'txt'; found id, text; set --text_field to the field with the text\n")
 
 
 @pytest.mark.parametrize("mode", ["downloading", pytest.param("streaming", marks=pytest.mark.storm)])

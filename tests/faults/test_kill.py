@@ -56,7 +56,7 @@ def kill_repeatedly(least: int, start, where: str, record_property) -> None:
         kills += "finished after" not in text
         assert "warning: resumed at" not in text, text  # repeated steps equal those before
         repeated += len(re.findall(r"^resumed at step \d+: repeated .* bit for bit", text, re.MULTILINE))
-        if resumed := re.search(r"^resumed from .* at step (\d+)", text, re.MULTILINE):
+        if resumed := re.search(r"^resumed +from .* at step (\d+)", text, re.MULTILINE):
             assert int(resumed[1]) >= reported, f"step {reported} was reported as saved, but is lost"
         reported = max(reported, last_reported(text))
         if reported >= 0:

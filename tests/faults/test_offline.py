@@ -77,7 +77,7 @@ def test_training_continues_without_hellaswag(failing_network, ranks):
     assert text.count("warning: ") == 1  # not at each step
     assert text.count("sample:") == 2
     assert "warning: no HellaSwag in this run: hf:Rowan/hellaswag: no answer (" in text
-    assert "or give its file: hellaswag=FILE" in text
+    assert "or read it from a file: hellaswag=FILE" in text
     assert "finished after 8 steps" in text
 
 
@@ -100,7 +100,7 @@ def test_preparing_without_a_tokenizer_is_refused(failing_network):
 def test_preparing_a_dataset_of_the_hub_is_refused(failing_network):
     message = refusal("--source", "hf:some/corpus", "--tokenizer", "bytes", **prepare, faults=[failing_network])
     assert "hf:some/corpus: no answer (" in message
-    assert "check the network and run this again" in message
+    assert "check the network, then run this again" in message
 
 
 def test_init_from_weights_of_the_hub_is_refused(failing_network):

@@ -105,7 +105,7 @@ FLAGS = {
     "weights of another shape": (["--init_from", "reference/ckpt/latest.pt", "--embd_size", "32"], "embd_size is 16"),
     "nothing to resume": (["--resume"], "no checkpoints in checkpoints"),
     "resume from a missing file": (["--resume", "lates"], "--resume lates: no such file"),
-    "nothing to list": (["--list_checkpoints"], "no checkpoints in checkpoints; name their folder with"),
+    "nothing to list": (["--list_checkpoints"], "no checkpoints in checkpoints; try another"),
 }  # fmt: skip
 
 
@@ -157,7 +157,7 @@ def test_allow_changes_changes_batch_size_and_learning_rate(workdir):
     run_to_end(*folders("run"))
     changes = ("--total_batch_size", "128", "--max_lr", "2e-3", "--allow_changes")
     text = run_to_end(*folders("run"), "--resume", "--max_steps", "12", *changes)
-    assert "changed total_batch_size: 64 -> 128\nchanged max_lr: 0.001 -> 0.002\n" in text
+    assert "changed      total_batch_size: 64 -> 128\nchanged      max_lr: 0.001 -> 0.002\n" in text
     assert "finished after 12 steps" in text
 
 

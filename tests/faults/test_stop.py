@@ -82,7 +82,7 @@ def test_a_signal_before_the_first_step_ends_the_run_as_stopped(workdir, name):
     status = json.loads(Path(folder, "ckpt/status.json").read_text())
     assert status["status"] == "stopped"
     assert status["reason"] == f"{name} before the first step"
-    assert f"stopped ({name} before the first step); nothing is saved" in run.text()
+    assert f"stopped ({name} before the first step); nothing was saved" in run.text()
     assert "doing" not in status
     run = Run(*folders(folder))  # there is no checkpoint, so the same command starts
     assert run.wait() == [0], run.text()
@@ -130,7 +130,7 @@ def test_a_stop_of_torchrun_can_be_resumed(reference, send, reason, request):
     send(run)
     run.wait()
     run.wait_for_group(timeout_s=10)
-    assert f"stopped ({reason}) after 1 step " in run.text(), run.text()
+    assert f"stopped ({reason}) after 1 step;" in run.text(), run.text()
     status = json.loads(Path(name, "ckpt/status.json").read_text())
     assert (status["status"], status["reason"], status["step"]) == ("stopped", reason, 1)
     assert Run(*LONG_STEP, *folders(name), "--resume", "latest", ranks=2).wait() == [0, 0]

@@ -196,16 +196,16 @@ def test_a_process_of_wandb_that_dies_or_hangs_loses_curves_and_not_the_run(tmp_
     with monkeypatch.context() as patch:
         patch.setattr(wandb, "log", lambda: None)  # raises a TypeError, as a process that dies raises its errors
         write(tmp_path / "dead", None, range(10))
-    assert capsys.readouterr().err.count("warning: Weights & Biases gets no more curves: TypeError") == 1
+    assert capsys.readouterr().err.count("warning: Weights & Biases no longer receives curves: TypeError") == 1
     assert len((tmp_path / "dead/metrics.jsonl").read_text().splitlines()) == 10
     monkeypatch.setattr(wandb, "finish", threading.Event().wait)
     monkeypatch.setattr(wandb_sink, "FINISH_S", 0.2)
     write(tmp_path, None, range(3))
-    assert "has not taken all within 0 s; the rest is in wandb/id1" in capsys.readouterr().err
+    assert "records were left after 0 s; they are in wandb/id1" in capsys.readouterr().err
     monkeypatch.setattr(wandb, "log", lambda *_, **__: threading.Event().wait())
     monkeypatch.setattr(wandb_sink, "WAITING_ROWS", 2)
     write(tmp_path / "other", None, range(9))
-    assert "gets no more curves: its process does not respond; training continues" in capsys.readouterr().err
+    assert "no longer receives curves: its process does not respond; training continues" in capsys.readouterr().err
 
 
 def test_wandb_that_fails_to_start_is_a_user_error_but_does_not_stop_a_resume(tmp_path, wandb, monkeypatch, capsys):

@@ -248,7 +248,7 @@ def test_run_that_is_stopped_saves_and_resumes(workdir, whole_run):
     step = load("run/ckpt/latest.pt")["step"]
     assert step == status["step"] > 5
     text = run_to_end(*folders("run"), "--resume", "latest", "--max_steps", str(step + 2), "--allow_changes")
-    assert f"resumed from run/ckpt/latest.pt at step {step}" in text
+    assert f"resumed      from run/ckpt/latest.pt at step {step}" in text
     assert list(metrics("run/logs", "loss")) == list(range(step + 2))
 
 

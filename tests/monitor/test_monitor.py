@@ -103,7 +103,7 @@ def test_state(case):
 
 def test_state_names_the_reason_and_the_next_command():
     hung = snapshot_of(age_s=99)
-    assert state_of(hung) == ("hung", "process 42 exists, but no heartbeat for 1 min 39 s", "kill -9 42")
+    assert state_of(hung) == ("hung", "process 42 exists, but sent no heartbeat for 1 min 39 s", "kill -9 42")
     ended = {"status": "stopped", "reason": "SIGTERM"}
     command = "./resume_training.sh --checkpoint_dir 'my run'"
     assert state_of(snapshot_of(ended, folder="my run")) == ("stopped", "SIGTERM", command)
@@ -268,7 +268,7 @@ def test_view_shows_first_of_all_whether_the_run_is_alive(tmp_path):
     text = "\n".join(lines := shown(checkpoints, 120, 36))
     assert lines[0].startswith("● running  tiny") and "8 x NVIDIA H100 80GB HBM3" in lines[0]
     for part in (
-        "12.0%  120 of 1,000 steps  1 h 06 min to go", "loss      3.2500", "bits/byte 1.0625", "grad norm nan",
+        "12.0%  120 of 1,000 steps  1 h 06 min remaining", "loss      3.2500", "bits/byte 1.0625", "grad norm nan",
         "1,204,000", "MFU      52.0%", "24.10", "GPU 7  97%  64 of  80 GB  88 °C  612 W", "RAM 120 of 512 GB",
         "warning the disk is nearly full", "mirror not yet", resume,
     ):  # fmt: skip
@@ -284,7 +284,7 @@ def test_view_of_a_run_that_ended_has_its_summary_and_advice_instead_of_the_load
         write_run(tmp_path, warnings=[advice], status=status, summary=["tokens  6.34 B"])
         text = " ".join("\n".join(shown(checkpoints, 80, 36)).split())
         ended = status == "failed"
-        assert ("GPU 0" in text, "to go" in text, "Or skip these tokens." in text) == (not ended, not ended, ended)
+        assert ("GPU 0" in text, "remaining" in text, "Or skip these tokens." in text) == (not ended, not ended, ended)
         assert "tokens 6.34 B" in text and "free, room for" in text
 
 

@@ -56,7 +56,7 @@ def test_measured_step_gives_time_and_cost():
     assert tokens.startswith("tokens       1,048,576,000, 8.4 per parameter; about 20 ")
     # 1,000 steps of 3.6 s are an hour. A validation has 2 x 512 rows, so every 100 steps 2/3 of a step are added.
     assert time == "time         1 h 00 min: 1,000 steps and 0.7% for evaluations, at 145,636 tokens/s, measured here"
-    assert cost == "cost         10.07: 4 x 1.0 h at 2.50 an hour"
+    assert cost == "cost         10.07: 4 x 1.0 h at 2.50 per hour"
 
 
 def test_evaluations_are_counted_up_to_the_last_step():
@@ -110,11 +110,17 @@ def test_recomputed_work_is_counted_in_training_but_not_in_evaluation(changes, r
 def test_unknown_device_shows_well_known_gpus_that_have_the_precision(precision, names):
     _, unknown, *gpus = forecast(CONFIG, SCHEDULE, CPU, MODEL, step=0, val_rows=0, precision_elsewhere=precision)
     assert unknown.endswith("unknown for this device, --dry_run measure measures it")
-    line = rf"on one (.*) in {precision}, if the run fits: \d+ \w+ \d+ \w+, cost [\d.]+, at 40%"
-    assert [re.search(line, gpu)[1] for gpu in gpus] == [*names]
+    line = rf"time         \d+ \w+ \d+ \w+, cost [\d.]+ on one (.*) in {precision}, if the run fits, at 40% of its peak"
+    assert [re.fullmatch(line, gpu)[1] for gpu in gpus] == [*names]
+
+
+def test_a_short_run_has_no_forecast_for_other_gpus():
+    schedule = dataclasses.replace(SCHEDULE, max_steps=5)
+    assert len(forecast(CONFIG, schedule, CPU, MODEL, step=0, val_rows=0)) == 2
 
 
 def test_plan_of_a_cpu_forecasts_bf16_on_gpus_unless_a_precision_is_given(workdir, monkeypatch, capsys):
+    monkeypatch.setattr(forecasts, "SHOWN_ELSEWHERE_S", 0)
     monkeypatch.setattr("steadygpt.run.plan.choose_precision", lambda *_: ("fp32", ""))
     run_here("--dry_run", "--precision", "auto")
     assert " in bf16, if the run fits" in capsys.readouterr().out

@@ -13,6 +13,7 @@ from conftest import load, run_here
 import train
 from model import GPT
 from steadygpt.base.options import UserError
+from steadygpt.base.text import bytes_text
 from steadygpt.checkpoint.saves import num_bytes
 from steadygpt.config import TrainConfig, parse_args
 from steadygpt.machine.ranks import Ranks
@@ -98,7 +99,7 @@ def test_plan_of_a_known_number_of_steps_needs_no_data(tmp_path, monkeypatch, ca
     ) in plan
     assert "vocabulary 50,257 (gpt2)\n" in plan
     assert "at most 9 and one for each epoch, whose length is not known, in checkpoints: 82.1 GB; " in plan
-    assert "x 1 rank x 128 micro-steps; 2,000 steps of warm-up\n" in plan
+    assert "x 1 rank x 128 micro-steps); warm-up 2,000 steps\n" in plan
     assert "time         100,000 steps and 1.5% for evaluations; " in plan
     assert list(tmp_path.iterdir()) == []
     assert run_here("--dry_run", "--data_dir", "nowhere", "--tokenizer", "bytes") == 0
@@ -107,16 +108,16 @@ def test_plan_of_a_known_number_of_steps_needs_no_data(tmp_path, monkeypatch, ca
     assert "\nvalidation " not in plan  # --eval_freq 0
     shape = ("--max_steps", "0", "--num_epochs", "2", "--steps_per_epoch", "40")
     assert run_here("--dry_run", "--data_dir", "nowhere", "--tokenizer", "bytes", *shape) == 0
-    assert "steps        80 of " in (plan := capsys.readouterr().out) and "; 2.00 epochs; " in plan
+    assert "steps        80, each of " in (plan := capsys.readouterr().out) and "; 2.00 epochs of 40 steps; " in plan
 
 
 def test_plan_says_what_eval_tokens_leaves_out(workdir, capsys):
-    note = "eval_tokens: 32 of 192 validation tokens of data are used; to compare tokenizers, use all of them"
+    note = "validation   32 of 192 tokens every "
     assert run_here("--dry_run", "--eval_freq", "4", "--eval_tokens", "32") == 0
-    assert f"{note}\n" in capsys.readouterr().out
+    assert note in capsys.readouterr().out
     for flags in (("--eval_freq", "4", "--eval_tokens", "192"), ("--eval_freq", "0", "--eval_tokens", "32")):
         assert run_here("--dry_run", *flags) == 0
-        assert "eval_tokens: " not in capsys.readouterr().out
+        assert "of 192 tokens" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("flags", [
@@ -129,7 +130,7 @@ def test_other_commands_need_data(tmp_path, monkeypatch, flags):
 
 
 @pytest.mark.parametrize(("files", "advice"), [
-    (40, "--keep_epochs 22 keeps the newest of 541 epochs"),  # beside 14 others; a tenth of the disk is left
+    (40, "--keep_epochs 22 keeps only the newest of 541 epochs"),  # beside 14 others; a tenth of the disk is left
     (14, "try a smaller --keep_checkpoints and --keep_epochs 1, or another --checkpoint_dir"),
 ])  # fmt: skip
 def test_plan_of_checkpoints_that_do_not_fit_on_the_disk_names_the_flag(workdir, monkeypatch, capsys, files, advice):
@@ -159,10 +160,11 @@ def test_out_of_memory_is_one_line_with_flags_that_fit(workdir, monkeypatch):
     monkeypatch.setattr("steadygpt.run.memory.memory_bytes", lambda device: 1_000_000)
     with pytest.raises(UserError) as raised:
         run_here("--checkpoint_dir", "a", "--checkpoint_freq", "2")
-    assert str(raised.value) == (
-        "out of memory on rank 0: 2 rows of 16 tokens: about 0.0 GB (estimated); the limit is 0.0 of the 0.0 GB of cpu "
-        "(1 thread). "
-        "Try --resume latest --mini_batch_size 1 (about 0.0 GB). The checkpoints in a are intact."
+    assert re.fullmatch(
+        r"out of memory on rank 0: 2 rows of 16 tokens: about [\d.]+ [kM]B \(estimated\); the limit is 600 kB of the 1 "
+        r"MB of cpu \(1 thread\)\. "
+        r"Try --resume latest --mini_batch_size 1 \(about [\d.]+ [kM]B\)\. The checkpoints in a are intact\.",
+        str(raised.value),
     )
     assert load("a/latest.pt")["step"] == 4
     assert json.loads(open("a/status.json").read())["status"] == "failed"
@@ -190,7 +192,11 @@ def test_the_estimate_decides_on_a_cpu(monkeypatch, rows):
     monkeypatch.setattr(estimates, "memory_bytes", lambda device: needed(rows) / FITS["cpu"] + 1)
     config, line = with_fitting_rows(AUTO, SKETCH, Ranks(CPU))
     assert config == dataclasses.replace(AUTO, mini_batch_size=rows)
-    assert line == f"mini_batch_size auto: {rows} rows need 0.00 GB (estimated); the limit is 0.00 of 0.00 GB"
+    used, memory = bytes_text(needed(rows)), bytes_text(needed(rows) / FITS["cpu"] + 1)
+    text = (
+        f"{rows} per micro-step, chosen by --mini_batch_size auto: {used} (estimated); the limit is {used} of {memory}"
+    )
+    assert line == f"rows         {text}"
 
 
 def test_the_smallest_of_the_ranks_numbers_is_taken(monkeypatch):
@@ -229,7 +235,7 @@ def test_a_step_is_tried_out_on_a_gpu_and_halved_after_a_lack_of_memory(monkeypa
         found, line = with_fitting_rows(config, SKETCH, gpu)
         assert found.mini_batch_size == tried[-1]
         assert re.fullmatch(
-            rf"mini_batch_size auto: {tried[-1]} rows need .* GB \(estimated, and tried out\); .*", line
+            rf"rows         {tried[-1]} per micro-step, .* auto: [\d.]+ [kM]B \(estimated and tried\); .*", line
         )
     else:
         with pytest.raises(UserError, match="--mini_batch_size auto: 1 row of 16 tokens: about"):
@@ -243,7 +249,7 @@ def test_the_number_is_stored_and_a_resume_takes_it(workdir, monkeypatch, capsys
     monkeypatch.setattr(estimates, "memory_bytes", lambda device: 10**9)
     assert run_here(*auto) == 0
     said = capsys.readouterr().out
-    assert "mini_batch_size auto: 4 rows need 0.00 GB (estimated); the limit is 0.60 of 1.00 GB\n" in said
+    assert re.search(r"auto: [\d.]+ [kM]B \(estimated\); the limit is 600 MB of 1 GB\n", said)
     assert load("a/latest.pt")["train_config"]["mini_batch_size"] == 4
     resume = ("--data_dir", "data", "--device", "cpu", "--resume", "--checkpoint_dir", "a", "--logdir", "a")
     assert train.main([*resume, "--max_steps", "9"]) == 0

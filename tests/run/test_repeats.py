@@ -102,7 +102,7 @@ def test_the_records_of_an_abandoned_course_are_not_compared(run_to_8, capsys):
 def test_a_log_of_an_older_version_is_not_compared(run_to_8, capsys):
     lines = Path("logs-a/metrics.jsonl").read_text().splitlines(keepends=True)
     Path("logs-a/metrics.jsonl").write_text("".join(line for line in lines if '"start"' not in line))
-    reason = "metrics.jsonl does not say which start has made their records"
+    reason = "metrics.jsonl does not say which start wrote their records"
     assert resumed(capsys, *FROM_3) == f"resumed at step 3: repeated steps are not compared: {reason}"
 
 

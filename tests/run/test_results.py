@@ -56,7 +56,7 @@ def test_the_warning_of_a_spike_names_the_command_that_shows_its_rows():
     steady = [2.0 + 0.1 * (i % 2) for i in range(SPIKE_WINDOW)]
     [spike] = results([9.0], steady, skip_spikes=True)
     command = "python look.py --checkpoint_dir 'my run' --step 0 --by loss"
-    assert spike.warning(steady, "my run").endswith(f"; its update was skipped; see its rows: {command}")
+    assert spike.warning(steady, "my run").endswith(f"; its update was skipped; to see its rows: {command}")
     [bad] = results([math.nan], steady)
     assert bad.warning(steady, "my run").endswith("; its update was skipped")
 

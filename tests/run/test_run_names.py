@@ -41,7 +41,7 @@ def test_new_run_of_an_existing_name_gets_a_time_stamp_and_hides_no_point_of_the
     assert re.fullmatch(f"a{STAMP}", new)
     assert (steps_of("a"), steps_of(new)) == ([*range(8)], [*range(3)])
     assert names_in("two") == {new}
-    assert f"run_name {new}: runs/a belongs to an older run" in capsys.readouterr().out.splitlines()
+    assert f"name         {new}, because runs/a belongs to an older run" in capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_resumed_run_finds_its_folder(workdir, flags):
     _, new = runs()
     assert steps_of(new) == [*range(6)]
     assert names_in("one") == {new}
-    assert "changed run_name" not in Path("logs-one/log.txt").read_text()
+    assert "changed      run_name" not in Path("logs-one/log.txt").read_text()
 
 
 def test_run_that_is_renamed_on_resume_gets_a_folder_of_its_own(workdir):
@@ -72,7 +72,7 @@ def test_fork_is_named_after_its_run_and_its_step(workdir, capsys):
     assert (steps_of("a"), steps_of("a-from-4")) == ([*range(8)], [4, 5, 6, 7])
     assert names_in("two") == {"a-from-4"}
     assert names_in("one") == {"a"}
-    assert "run_name a-from-4: a fork of a; its logs are in logs-two" in capsys.readouterr().out.splitlines()
+    assert "name         a-from-4, a fork of a; its logs are in logs-two" in capsys.readouterr().out.splitlines()
     assert (original.read_bytes(), original.stat().st_mtime_ns, sorted(Path("one").iterdir())) == before
     run_here("--resume", str(original), "--run_name", "a", *folders("three"))  # with the flag of its run
     assert re.fullmatch(f"a-from-4{STAMP}", runs()[-1])  # the second fork from there
@@ -119,7 +119,9 @@ def test_going_back_in_the_same_folder_keeps_the_name(workdir):
 def test_dry_run_says_the_name_and_reserves_nothing(workdir, capsys):
     Path("runs/a").mkdir(parents=True)
     run_here(*TB, "--run_name", "a", "--dry_run")
-    assert re.search(f"^run_name a{STAMP}: runs/a belongs to an older run$", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(
+        f"^name         a{STAMP}, because runs/a belongs to an older run$", capsys.readouterr().out, re.MULTILINE
+    )
     assert runs() == ["a"]
 
 

@@ -60,6 +60,6 @@ scontrol show job "$job" | grep -E 'JobState|Restarts'
 cat checkpoints/status.json
 scontrol show job "$job" | grep -q 'JobState=COMPLETED'
 scontrol show job "$job" | grep -q 'Restarts=[1-9]'
-grep -q '^resumed from' job.out
+grep -q '^resumed *from' job.out
 grep -q '"finished"' checkpoints/status.json
 echo "passed: $folder"
