@@ -205,7 +205,7 @@ def test_micro_steps_count_rows_as_long_as_those_of_the_initial_weights(workdir,
     assert run_here(*folders("a")) == 0
     flags = ("--init_from", "a/latest.pt", "--mini_batch_size", "2", "--micro_steps", "2", "--dry_run")
     assert train.main(["--data_dir", "data", *flags]) == 0
-    assert " of 64 tokens = 2 rows x 16 tokens x 1 rank x 2 micro-steps;" in capsys.readouterr().out
+    assert " of 64 tokens (2 rows x 16 tokens x 1 rank x 2 micro-steps);" in capsys.readouterr().out
 
 
 def test_resume_auto_starts_a_new_run_in_an_empty_folder_and_leaves_a_finished_one_alone(workdir, capsys):

@@ -66,7 +66,7 @@ def test_dialogue_in_a_terminal_ends_in_the_plan_of_the_printed_command(workdir)
     folders = "--data_dir=data --checkpoint_dir=checkpoints/test --logdir=logs/test"
     (printed,) = re.findall(r"^\S*python\S* .*train\.py .*$", done.stdout, re.MULTILINE)
     assert shlex.split(printed)[2:] == [*f"--config test {folders} --use_tensorboard=on".split(), *flags]
-    assert re.search(r"^steps +8 of 64 tokens", done.stdout, re.MULTILINE)
+    assert re.search(r"^steps +8, each of 64 tokens", done.stdout, re.MULTILINE)
 
 
 def test_printed_command_is_the_one_that_runs(session, capsys):

@@ -432,7 +432,9 @@ def test_unreachable_mirror(machines, s3, capsys, monkeypatch):
         assert run_here("--resume", "--max_steps", "6") == 0  # trains on, and says what is not uploaded
     out, err = capsys.readouterr()
     assert "which may have a newer checkpoint: " in out
-    assert re.search("warning: not uploaded: latest.pt and . more; scripts/upload_manager.py upload-all", err)
+    assert re.search(
+        "warning: not uploaded: latest.pt and . more; upload them with scripts/upload_manager.py upload-all", err
+    )
     machines("second")
     for resume in ("latest", "auto"):  # auto starts no new run beside one that it cannot see
         with pytest.raises(UserError, match="no answer"):

@@ -221,7 +221,7 @@ def test_tasks_have_names_and_files():
     assert parse_tasks("arc_easy, piqa=a/b.jsonl") == {"arc_easy": "", "piqa": "a/b.jsonl"}
     for wrong in ("arc", "", "piqa,"):
         with pytest.raises(
-            UserError, match=r"unknown task '(arc)?'; expected hellaswag, arc_easy, arc_challenge, piqa"
+            UserError, match=r"unknown task '(arc)?'; expected one or more of hellaswag, arc_easy, arc_challenge, piqa"
         ):
             parse_tasks(wrong)
 
