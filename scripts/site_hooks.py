@@ -23,8 +23,7 @@ def on_page_markdown(markdown: str, page, config, **_) -> str:
 
 def option_tables() -> Iterator[str]:
     """Yield the lines of a table for each group of train.py's options."""
-    in_groups = sorted(FIELDS.items(), key=lambda item: item[1].metadata["group"] != "model")
-    for group, fields in groupby(in_groups, key=lambda item: item[1].metadata["group"]):
+    for group, fields in groupby(FIELDS.items(), key=lambda item: item[1].metadata["group"]):
         yield f"\n## {group.capitalize()}\n"
         yield "| option | default | | on resume |\n|---|---|---|---|"
         for name, field in fields:
