@@ -1,14 +1,20 @@
-"""The commands of README.md and docs/: each names a program that exists and options that it accepts."""
+"""The commands of README.md and docs/: all are accepted, and those that need no GPU, network or object store run.
 
+They run in this process, in the order of their page, with a tiny model and data.
+"""
+
+import gzip
+import json
 import re
 import shlex
+import time
 from importlib import util
 from pathlib import Path
 
 import monitor_training
 import pytest
 import upload_manager
-from conftest import REPO
+from conftest import REPO, TINY, write_data
 
 import convert_hf
 import generate
@@ -16,6 +22,7 @@ import hellaswag_eval
 import look
 import prepare_dataset
 import replay
+import train
 from steadygpt import config
 from steadygpt.base.options import read_flags
 
@@ -38,10 +45,15 @@ LAUNCHERS = r"(?:[A-Z_]+=\S+ )*(?:python|torchrun|accelerate|sbatch|\./|scripts/
 TOML = re.compile(r"```toml\n(?:# (\S+\.toml)\n)?(.*?)```", re.DOTALL)
 
 
+def page_text(page: str) -> str:
+    return (REPO / page if page == "README.md" else REPO / "docs" / page).read_text()
+
+
 def commands_of(page: Path) -> list[str]:
     """Return the commands in the blocks of a page, and those in its tables."""
     text = TOML.sub("", page.read_text())
-    blocks = "\n".join(re.findall(r"^    (.*)$", text, re.M)).replace("\\\n", " ")
+    blocks = "\n".join(re.findall(r"^    (.*)$", text, re.M))
+    blocks = re.sub(r"\\\n *", " ", blocks)
     lines = re.sub(r" +#.*$", "", blocks, flags=re.M).splitlines()
     # Not those of the first column, which has the commands of other trainers.
     cells = re.findall(r"`([^`\n]+)`", "\n".join(re.findall(r"^\|[^|]*\|(.*)", text, re.M)))
@@ -60,7 +72,7 @@ COMMANDS = [(page.name, command) for page in PAGES for command in dict.fromkeys(
 def test_command_of_a_page_is_accepted(page, command, tmp_path, monkeypatch):
     """The TOML files that a page shows exist."""
     (tmp_path / "mine.toml").touch()
-    for name, values in TOML.findall((REPO / page if page == "README.md" else REPO / "docs" / page).read_text()):
+    for name, values in TOML.findall(page_text(page)):
         (tmp_path / (name or "mine.toml")).write_text(values)
     monkeypatch.chdir(tmp_path)
     for placeholder, value in PLACEHOLDERS.items():
@@ -84,3 +96,68 @@ def test_command_of_a_page_is_accepted(page, command, tmp_path, monkeypatch):
 def test_every_page_that_shows_the_trainer_is_read():
     found = {page for page, command in COMMANDS if "train" in command}
     assert found >= {"README.md", "gpt2.md", "from-other-trainers.md"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# running
+
+MAINS = {
+    "convert_hf.py": convert_hf.main, "generate.py": generate.main, "look.py": look.main, "replay.py": replay.main,
+    "prepare_dataset.py": prepare_dataset.main, "train.py": train.main,
+    "list_checkpoints.sh": lambda argv: train.main(["--list_checkpoints", *argv]),
+    "resume_training.sh": lambda argv: train.main(["--resume", "latest", *argv, *TRAINED]),
+    "monitor_training.sh": lambda argv: monitor_training.main([*argv, "--once"]),
+}  # fmt: skip
+TRAINED = [*TINY, "--checkpoint_freq", "1", "--eval_freq", "4", "--eval_tokens", "64", "--log_freq", "4"]
+NEEDS_MORE = re.compile(  # a network, an object store, a GPU, a preset that has to stay as large as it is
+    r"hf:|[sg]s?3?://|https?:|gpt2\b|Qwen|distilbert|out/ckpt|--init_from exported|prepare_dataset.py$|mps|use_wandb|"
+    r"use_tensorboard|eval_tasks|post_norm|run7|measure"
+)
+SMALLER = {
+    r"bpe:8192": "bpe:280",
+    r"--num_kv_heads 4": "--num_kv_heads 2",
+    r"4000:4250": "2:4",
+    r"\b(48213|4213)\b": "2",
+    r"--step 1\b": "--step 2",
+}
+
+
+def runs(command: str) -> bool:
+    return not NEEDS_MORE.search(command) and re.sub(r".*?(\w+\.(py|sh))\b.*", r"\1", command) in MAINS
+
+
+def run(command: str) -> None:
+    for pattern, smaller in (PLACEHOLDERS | SMALLER).items():
+        command = re.sub(pattern, smaller, command)
+    words = shlex.split(command)
+    at = next(at for at, word in enumerate(words) if word.endswith((".py", ".sh")))
+    script, argv = words[at].removeprefix("./"), words[at + 1 :]
+    if script == "train.py":
+        argv += TRAINED
+        if not re.search("--(resume|eval_only|dry_run|checkpoint_dir)", command):  # a new run, which needs a folder
+            argv += ["--checkpoint_dir", f"new-{time.monotonic_ns()}", "--logdir", f"logs-{time.monotonic_ns()}"]
+    assert not MAINS[script](argv), command
+
+
+@pytest.mark.parametrize("page", [
+    page if page in ("your-own-text.md", "monitoring.md") else pytest.param(page, marks=pytest.mark.storm)
+    for page in dict.fromkeys(page for page, command in COMMANDS if runs(command))
+    if page != "from-other-trainers.md"  # tests/test_other_trainers.py runs its commands
+])  # fmt: skip
+def test_commands_of_a_page_run(page, workdir):
+    for folder in ("edu_fineweb10B", "web", "code", "wikipedia", "math"):
+        write_data(Path("data", folder), (2000, 2000))
+    for folder in ("corpus", "notes"):
+        Path(folder).mkdir()
+        Path(folder, "text.txt").write_text("To be, or not to be, that is the question.\n" * 3000)
+    Path("prompt.txt").write_text("To be")
+    lines = [json.dumps({"content": "to be " * 50, "text": "to be"})] * 500
+    Path("corpus/more.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
+    names = {"checkpoints", *re.findall(r"--checkpoint_dir (\S+)", page_text(page)), "checkpoints/quickstart"}
+    if page != "your-own-text.md":  # whose commands train
+        for name in sorted(names - {"checkpoints/run7"}):
+            own = ["--schedule", "wsd", "--data_dir", "data/web", "--checkpoint_dir", name, "--logdir", f"logs-{name}"]
+            assert not train.main([*TRAINED, *own])
+    for of_page, command in COMMANDS:
+        if of_page == page and runs(command):
+            run(command)
