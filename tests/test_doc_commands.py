@@ -145,8 +145,8 @@ def run(command: str) -> None:
     if page != "from-other-trainers.md"  # tests/test_other_trainers.py runs its commands
 ])  # fmt: skip
 def test_commands_of_a_page_run(page, workdir):
-    for folder in ("edu_fineweb10B", "web", "code", "wikipedia", "math"):
-        write_data(Path("data", folder), (2000, 2000))
+    for seed, folder in enumerate(("edu_fineweb10B", "web", "code", "wikipedia", "math")):
+        write_data(Path("data", folder), (2000, 2000), seed=seed)
     for folder in ("corpus", "notes"):
         Path(folder).mkdir()
         Path(folder, "text.txt").write_text("To be, or not to be, that is the question.\n" * 3000)
