@@ -149,7 +149,7 @@ LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embe
     ("llama", {"num_key_value_heads": 2}, "self_attn.k_proj.weight is (16, 64); expected (32, 64)"),
     ("llama", {"model_type": "qwen3", "head_dim": 16}, "self_attn.q_norm.weight is missing; expected (16,)"),
     ("qwen3", {"use_sliding_window": True}, "use_sliding_window in config.json is True; expected False"),
-    ("qwen3", {"model_type": "llama"}, "the weight model.layers.0.self_attn.k_norm.weight is one too many"),
+    ("qwen3", {"model_type": "llama"}, "unexpected weight model.layers.0.self_attn.k_norm.weight"),
     ("nanochat", {"hidden_act": "silu"}, "hidden_act is 'silu'; expected one of gelu_new"),
     ("nanochat", {"final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0; expected 0 or more"),
 ])  # fmt: skip
