@@ -127,7 +127,7 @@ LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embe
     ("gpt2", {"model_type": "mistral"}, "is 'mistral'; expected one of gpt2, gpt_neox, llama, qwen3, nanochat"),
     ("gpt2", {"activation_function": ["gelu"]}, "activation_function is ['gelu']; expected one of gelu_new"),
     ("gpt2", {"n_layer": 0}, "n_layer is 0; expected at least 1"),
-    ("gpt2", {"n_layer": 2}, "the weight transformer.h.2."),
+    ("gpt2", {"n_layer": 2}, "unexpected weight transformer.h.2."),
     ("gpt2", {"n_layer": 4}, "missing; expected (64,)"),
     ("gpt2", {"n_embd": 10**30}, "expected at most 16,777,216"),
     ("gpt2", {"n_embd": None}, "n_embd is None; expected int"),
