@@ -357,8 +357,8 @@ def find_val_sets(
         if (identity := same[0].identity(known, reads=True)) != first.identity:
             raise UserError(
                 f"{first.folder}: not the val shards of the first start, by which best_model.pt is chosen; found "
-                f"SHA-256 {identity[:12]}..., expected {first.identity[:12]}...; copy them back, or train without validation: "
-                "--eval_freq 0"
+                f"SHA-256 {identity[:12]}..., expected {first.identity[:12]}...; copy them back, or train "
+                "without validation: --eval_freq 0"
             )
     rest = [s for s in sets if s.key != same[0].key]
     if any(s.name == first.name for s in rest):
