@@ -306,9 +306,9 @@ def _import(
         head, table = (foreign_names(name, family)[0] for name in ("lm_head.weight", "wte.weight"))
         stored = weights.pop(head, model["wte.weight"])[: config.vocab_size].float()
         if not torch.equal(stored, model["wte.weight"][: config.vocab_size]):
-            raise UserError(f"{source}: the weight {head} is not {table}; expected equal ones: the head is tied")
+            raise UserError(f"{source}: weights {head} and {table} differ; expected equal ones: the head is tied")
     if weights:
-        raise UserError(f"{source}: the weight {min(weights)} is one too many; expected {len(model)} weights")
+        raise UserError(f"{source}: unexpected weight {min(weights)}; expected {len(model)} weights")
     return model
 
 

@@ -356,8 +356,8 @@ def find_val_sets(
         same = [ShardSet.find(first.name, first.folder, "val")]
         if (identity := same[0].identity(known, reads=True)) != first.identity:
             raise UserError(
-                f"the val shards in {first.folder} are not those of the first start, whose loss tells which model is "
-                f"best: found SHA-256 {identity[:12]}..., expected {first.identity[:12]}...; copy them back, or train "
+                f"{first.folder}: not the val shards of the first start, by which best_model.pt is chosen; found "
+                f"SHA-256 {identity[:12]}..., expected {first.identity[:12]}...; copy them back, or train "
                 "without validation: --eval_freq 0"
             )
     rest = [s for s in sets if s.key != same[0].key]

@@ -99,7 +99,7 @@ def find_past(options: ReplayOptions, first: int, last: int) -> Past:
         raise UserError(f"no checkpoints of a run in {options.checkpoint_dir}; try another --checkpoint_dir")
     newest = files[0][1]
     if first >= (end := newest["step"]) or last > end:
-        raise UserError(f"--steps {first}:{last}: the newest checkpoint is of step {end:,}; choose steps before it")
+        raise UserError(f"--steps {first}:{last}: the newest checkpoint is at step {end:,}; choose earlier steps")
     saves = {checkpoint["step"]: (file, checkpoint) for file, checkpoint in files if is_of_run(checkpoint, newest)}
     before = max((step for step in saves if step <= first), default=0)
     from_scratch = starts_of(newest)[0]["options"].get("init_from", "scratch") == "scratch"

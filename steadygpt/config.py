@@ -295,7 +295,7 @@ class TrainConfig(GPTConfig):
         if self.eval_only and not (self.eval_freq or self.hellaswag_freq or self.sample_freq):
             raise UserError("--eval_only: --eval_freq, --hellaswag_freq and --sample_freq are all 0; set one to 1")
         if self.eval_only and self.dry_run != "off":
-            raise UserError("--eval_only and --dry_run exclude each other; give one of them")
+            raise UserError("--eval_only and --dry_run cannot be combined; give one of them")
         for name in ("cpu_offload", "shard_size"):
             if getattr(self, name) and self.sharding != "fsdp":
                 raise UserError(f"--{name} needs --sharding fsdp")

@@ -374,7 +374,7 @@ def test_the_first_validation_set_stays_the_first_one(sources):
     assert [*load("checkpoints/latest.pt")["starts"][-1]["val_sets"]] == ["web", "math"]
     write_data(Path("data/web"), num_tokens=(300, 700, 500))
     found = refused("--resume", "latest", "--max_steps", "12", "--eval_freq", "4")
-    assert found.startswith("the val shards in data/web are not those of the first start, whose loss tells which model")
+    assert found.startswith("data/web: not the val shards of the first start, by which best_model.pt is chosen")
 
 
 def test_a_run_of_one_folder_has_the_metrics_it_always_had(sources):

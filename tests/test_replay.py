@@ -319,8 +319,8 @@ def test_checkpoints_that_are_gone_or_vanish_meanwhile(replayed, monkeypatch, ca
     (["--step", "1", "--steps", "1:2"], "either --step N or --steps A:B"),
     (["--steps", "2:1"], "--steps is '2:1'; expected A:B, such as 4000:4250"),
     (["--steps", "2"], "--steps is '2'; expected A:B"),
-    (["--step", "8"], "--steps 8:8: the newest checkpoint is of step 8; choose steps before it"),
-    (["--steps", "4:9"], "--steps 4:9: the newest checkpoint is of step 8"),
+    (["--step", "8"], "--steps 8:8: the newest checkpoint is at step 8; choose earlier steps"),
+    (["--steps", "4:9"], "--steps 4:9: the newest checkpoint is at step 8"),
     (["--step", "1", "--checkpoint_dir", "data"], "no checkpoints of a run in data; try another"),
 ])  # fmt: skip
 def test_mistakes_are_reported_in_one_line(workdir, flags, words):

@@ -229,4 +229,4 @@ def end_with_torchrun() -> None:
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
     if os.getppid() == 1 and b"torch" not in Path("/proc/1/cmdline").read_bytes():
-        raise UserError("torchrun is gone; start it again")
+        raise UserError("torchrun has exited; start it again")

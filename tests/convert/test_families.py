@@ -127,7 +127,7 @@ LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embe
     ("gpt2", {"model_type": "mistral"}, "is 'mistral'; expected one of gpt2, gpt_neox, llama, qwen3, nanochat"),
     ("gpt2", {"activation_function": ["gelu"]}, "activation_function is ['gelu']; expected one of gelu_new"),
     ("gpt2", {"n_layer": 0}, "n_layer is 0; expected at least 1"),
-    ("gpt2", {"n_layer": 2}, "the weight transformer.h.2."),
+    ("gpt2", {"n_layer": 2}, "unexpected weight transformer.h.2."),
     ("gpt2", {"n_layer": 4}, "missing; expected (64,)"),
     ("gpt2", {"n_embd": 10**30}, "expected at most 16,777,216"),
     ("gpt2", {"n_embd": None}, "n_embd is None; expected int"),
@@ -149,7 +149,7 @@ LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embe
     ("llama", {"num_key_value_heads": 2}, "self_attn.k_proj.weight is (16, 64); expected (32, 64)"),
     ("llama", {"model_type": "qwen3", "head_dim": 16}, "self_attn.q_norm.weight is missing; expected (16,)"),
     ("qwen3", {"use_sliding_window": True}, "use_sliding_window in config.json is True; expected False"),
-    ("qwen3", {"model_type": "llama"}, "the weight model.layers.0.self_attn.k_norm.weight is one too many"),
+    ("qwen3", {"model_type": "llama"}, "unexpected weight model.layers.0.self_attn.k_norm.weight"),
     ("nanochat", {"hidden_act": "silu"}, "hidden_act is 'silu'; expected one of gelu_new"),
     ("nanochat", {"final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0; expected 0 or more"),
 ])  # fmt: skip

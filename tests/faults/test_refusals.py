@@ -85,9 +85,7 @@ def test_shards_changed_since_the_checkpoint_are_refused(workdir, split, ranks):
     Path("data/manifest.json").unlink()
     message = refusal(*flags, "--resume", "--max_steps", "9", "--tokenizer", "bytes", ranks=ranks)
     if split == "val":
-        assert (
-            "the val shards in data are not those of the first start, whose loss tells which model is best" in message
-        )
+        assert "data: not the val shards of the first start, by which best_model.pt is chosen" in message
     else:
         assert re.search(r"the training data is data 100.0% \(data, SHA-256 \w+\.\.\.\), but the checkpoint", message)
     assert Path("run/ckpt/latest.pt").read_bytes() == before
