@@ -72,7 +72,7 @@ def start_node(workdir):
 def start_two(start_node, nnodes: str, *flags: str) -> tuple[Node, Node]:
     """Start two nodes, of which the first hosts the rendezvous and the second has rank 0; wait for their training."""
     host = start_node("127.0.0.2", nnodes, *flags)
-    host.wait_for("^\\+ 'torchrun'")
+    host.wait_for("^\\+ torchrun")
     time.sleep(1)
     other = start_node("127.0.0.1", nnodes, *flags)
     other.wait_for(r"^saved step \d+ as")

@@ -89,7 +89,7 @@ def test_training_continues_without_saves_until_they_work_again(workdir, request
         intact = [read_checkpoint(path)["step"] for path in checkpoint_files(Path("run"))]
     finally:
         end(run)
-    warning = rf"^warning: run/latest.pt: step \d+ was not saved: {error}; needs 14\d kB, [\d.]+ (bytes|[kM]B) free; "
+    warning = rf"^warning: run/latest.pt: step \d+ was not saved: {error}; needs 14\d kB, [\d.]+ (bytes|[kMGT]B) free; "
     assert re.search(warning + "older saves are intact$", text, re.M), text
     assert len(intact) == 5
     assert intact[0] == max(intact) >= last_saved(text)
