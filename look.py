@@ -216,7 +216,9 @@ def look_at_step(options: LookOptions, step: int) -> None:
     path, checkpoint = open_checkpoint("latest", Path(options.checkpoint_dir))
     tokenizer = load_tokenizer(TokenizerRecord.of(checkpoint))
     mixture, first, count, files = find_step(checkpoint, path, step)
-    print(f"step {step:,}: rows {first:,} to {first + count - 1:,}, by {path} at step {checkpoint['step']:,}")
+    print(
+        f"step {step:,}: rows {first:,} to {first + count - 1:,}, with options of {path} at step {checkpoint['step']:,}"
+    )
     rows, order, losses = mixture.read(first, count), np.arange(count), [""] * count
     if options.by == "loss":
         path, checkpoint = nearest_checkpoint(path.parent, step)

@@ -322,6 +322,8 @@ class Manifest:
             if foreign := sorted(path.name for path in out.glob("*") if path.suffix in (".npy", ".bin")):
                 raise UserError(f"{out}: holds {foreign[0]} but no {MANIFEST}; {advice}") from None
             return None
+        except NotADirectoryError:
+            raise UserError(f"--out {out} is a file; expected a folder") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{out / MANIFEST}: not a manifest ({error!r}); {advice}") from error
         if not shards:
@@ -422,9 +424,11 @@ def write_shards(
         )
         for path in [*(out / shard["file"] for shard in manifest.shards), out / MANIFEST]:
             path.unlink()
+        if not num_tokens:
+            raise UserError(f"{manifest.source}: found no text ({manifest.counts(0)}); expected some")
         raise UserError(
             f"{manifest.source}: {manifest.counts(num_tokens)}, and {val} leaves no tokens for train; "
-            f"try {f'--val_tokens {num_tokens // 10} or ' if num_tokens else ''}more text"
+            f"try --val_tokens {num_tokens // 10} or more text"
         )
     if filled:
         manifest.write_shard(out, buffer[:filled])

@@ -191,8 +191,10 @@ def test_skipped_rows_are_counted_and_named(tmp_path, capsys):
 def test_mistakes_are_reported_in_one_line(jsonl):
     (jsonl / "image.png").write_bytes(b"")
     (jsonl / "empty.txt").write_bytes(b"")
+    (jsonl / "empty").mkdir()
     (jsonl / "broken.jsonl.gz").write_bytes(b"no gzip")
     for argv, match in [
+        (["--source", "empty"], "--source empty: an empty folder; expected a file"),
         (["--source", "nowhere"], "no such file; expected a file, a folder, a glob, .*; files of .txt"),
         (["--source", "image.png"], "found 1 file of other types"),
         (
@@ -205,13 +207,14 @@ def test_mistakes_are_reported_in_one_line(jsonl):
             ["--source", "docs.jsonl", "--shard_size", "1" + 17 * "0"],
             "--shard_size is 1.*; expected at most 2,147,483,648",
         ),
-        (["--source", "empty.txt"], "0 tokens.*try more text"),
+        (["--source", "empty.txt"], "empty.txt: found no text .*; expected some"),
         (["--source", "docs.jsonl", "--shard_size", "0"], "--shard_size is 0; expected at least 1"),
         (["--source", "docs.jsonl", "--shard-size", "many"], "argument --shard_size: invalid int value: 'many'"),
         (["--source", "docs.jsonl", "--name", "a/b"], "--name is 'a/b'; expected only letters"),
         (["--shard_sizes", "3"], "unknown argument '--shard_sizes'; did you mean --shard_size?"),
     ]:
         refused(*argv, "--out", "bad", match=match)
+    refused("--source", "docs.jsonl", "--out", "docs.jsonl", match="--out docs.jsonl is a file; expected a folder")
     prepare("docs.jsonl", "bad", "--val_tokens", "100")  # failed commands leave the folder usable
 
 

@@ -219,7 +219,7 @@ def load_verified(path: Path) -> object:
                 raise UserError(f"{path}: corrupt (checksum of record {bad})")
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except FileNotFoundError:
-        raise UserError(f"{path}: no such checkpoint") from None
+        raise UserError(f"{path}: no such checkpoint; try another --checkpoint_dir") from None
     except IsADirectoryError:
         raise UserError(f"{path}: a folder; expected a checkpoint file") from None
     except zipfile.BadZipFile:
@@ -275,7 +275,10 @@ def find_checkpoint(which: str, folder: Path) -> Found:
         except UserError as error:
             skipped.append(str(error))
     if skipped:
-        raise UserError(f"{folder}: all checkpoints are corrupt: {'; '.join(skipped)}; nothing was changed")
+        raise UserError(
+            f"{folder}: all checkpoints are corrupt: {'; '.join(skipped)}; nothing was changed. "
+            "Restore a copy, or resume with --mirror"
+        )
     if which == "auto":
         return Found()
     raise UserError(f"no checkpoints in {folder}; try another --checkpoint_dir")

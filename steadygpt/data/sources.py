@@ -250,6 +250,7 @@ def choose(source: str, names: Sequence[str]) -> list[str]:
     readable = " ".join(CUTTERS)
     if not chosen:
         found = f"found {counted(len(names), 'file')} of other types" if names else "no such file"
+        found = "an empty folder" if not names and Path(source).is_dir() else found
         raise UserError(f"--source {source}: {found}; expected {EXPECTED}; files of {readable}")
     ids = [name for name in chosen if suffix_of(name) in ID_SUFFIXES]
     if 0 < len(ids) < len(chosen):

@@ -52,7 +52,8 @@ def choose_device(name: str) -> torch.device:
                 torch.cuda.init()  # says why
             except (AssertionError, RuntimeError) as error:
                 raise UserError(
-                    f"PyTorch cannot use a GPU here: {str(error).splitlines()[0]}; or train with --device cpu"
+                    f"PyTorch cannot use a GPU here: {str(error).splitlines()[0]}; install a build of PyTorch for it, "
+                    "or train with --device cpu"
                 ) from None
         if local_rank >= torch.cuda.device_count():
             first = local_rank == torch.cuda.device_count()  # one line is enough

@@ -19,7 +19,7 @@ from steadygpt.checkpoint.files import git_commit
 from steadygpt.checkpoint.saves import interval_text
 from steadygpt.data.order import BLOCK_ROWS
 from steadygpt.machine.attention import kernel_name
-from steadygpt.machine.device import AUTOCAST, choose_precision, device_name
+from steadygpt.machine.device import AUTOCAST, choose_precision, device_name, memory_bytes
 from steadygpt.machine.host import check_compiler
 from steadygpt.machine.ranks import Ranks
 from steadygpt.run.forecast import forecast
@@ -61,11 +61,12 @@ class Plan:
         dtype = AUTOCAST.get(config.precision, torch.float32)
         kernel = kernel_name((1, config.num_heads, T, sketch.config.head_size), dtype, ranks.device, config.dropout)
 
-        def uses(memory: dict[str, float], where: str) -> str:
+        def uses(memory: dict[str, float], where: str, available: int = 0) -> str:
             total = sum(memory.values())
             parts = [f"{what} {bytes_text(size)}" for what, size in memory.items() if size >= 0.005 * total]
             text = ", ".join(parts) if len(parts) > 1 else parts[0].removesuffix(f" {bytes_text(total)}")
-            return f"about {bytes_text(total)} {where}: {text}"
+            advice = f" -- NOT ENOUGH: {bytes_text(available)} available; try --mini_batch_size auto or a smaller model"
+            return f"about {bytes_text(total)} {where}: {text}{advice * (0 < available < total)}"
 
         length = f"; {epochs:{',.2f' if epochs >= 0.1 else '.1g'}} epochs" * bool(epochs)
         if per_epoch := schedule.steps_per_epoch or schedule.rows_per_epoch / schedule.rows_per_step:
@@ -84,7 +85,7 @@ class Plan:
              f"{counted(micro_steps, 'micro-step')}){length}; warm-up {counted(schedule.warmup_steps, 'step')}"),
             ("device", f"{world_size} x {device_name(ranks.device)}, {config.precision}{emulated}{sharding}"
              f"{f', attention by {kernel}' * bool(kernel)}"),
-            ("memory", uses(memory, "per rank")),
+            ("memory", uses(memory, "per rank", memory_bytes(ranks.device))),
             ("host memory", uses(host, "on rank 0")),
             ("checkpoints", _checkpoints_text(config, checkpoint, math.ceil(epochs), not data.sources)),
             ("mirror", config.mirror),

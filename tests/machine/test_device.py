@@ -143,7 +143,9 @@ def test_a_gpu_that_cannot_be_used_is_an_error_unless_it_is_hidden(tmp_path, mon
     monkeypatch.setattr(torch.cuda, "init", init)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for name in ("auto", "cuda"):
-        with pytest.raises(UserError, match=r"PyTorch cannot use a GPU here: .*12020\); or train with --device cpu"):
+        with pytest.raises(
+            UserError, match=r"PyTorch cannot use a GPU here: .*12020\); install .* or train with --device cpu"
+        ):
             device.choose_device(name)
     assert device.choose_device("cpu").type == "cpu"
     for value in ("", "-1", "NoDevFiles"):
