@@ -148,6 +148,14 @@ def test_plan_of_checkpoints_that_do_not_fit_on_the_disk_names_the_flag(workdir,
     assert ("NOT ENOUGH" in line) == (files < 15)
 
 
+@pytest.mark.parametrize("available", [10**5, 10**9])
+def test_plan_says_if_memory_is_short(workdir, monkeypatch, capsys, available):
+    monkeypatch.setattr("steadygpt.run.plan.memory_bytes", lambda device: available)
+    run_here("--dry_run")
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("memory ")]
+    assert (" -- NOT ENOUGH: 100 kB available; try --mini_batch_size auto or a smaller model" in line) == (available < 10**6)
+
+
 def test_out_of_memory_is_one_line_with_flags_that_fit(workdir, monkeypatch):
     step = train.train_step
 
