@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
+import options_page
 from conftest import REPO
 from record import TEST
 
@@ -64,3 +65,9 @@ def test_the_address_of_the_repository_is_the_same_everywhere():
     pages = ["README.md", "pyproject.toml", "docs/index.md", "docs/install.md"]
     for page in pages:
         assert set(re.findall(r"https://github\.com/[\w.-]+/steadygpt", text(page))) == {address}, page
+
+
+def test_the_page_of_options_has_those_of_today():
+    assert options_page.with_tables(text("docs/options.md")) == text("docs/options.md"), (
+        "python -m scripts.options_page"
+    )

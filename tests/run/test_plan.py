@@ -153,7 +153,9 @@ def test_plan_says_if_memory_is_short(workdir, monkeypatch, capsys, available):
     monkeypatch.setattr("steadygpt.run.plan.memory_bytes", lambda device: available)
     run_here("--dry_run")
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("memory ")]
-    assert (" -- NOT ENOUGH: 100 kB available; try --mini_batch_size auto or a smaller model" in line) == (available < 10**6)
+    assert (" -- NOT ENOUGH: 100 kB available; try --mini_batch_size auto or a smaller model" in line) == (
+        available < 10**6
+    )
 
 
 def test_out_of_memory_is_one_line_with_flags_that_fit(workdir, monkeypatch):

@@ -1,0 +1,32 @@
+"""Write the tables of docs/options.md from the options of train.py: python -m scripts.options_page"""
+
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+
+from steadygpt.base.options import kind_of
+from steadygpt.config import FIELDS
+
+PAGE = Path(__file__).resolve().parent.parent / "docs/options.md"
+MARK = "<!-- written by scripts/options_page.py -->\n"
+
+
+def with_tables(page: str) -> str:
+    """Return the text of the page with the tables of today."""
+    return page.partition(MARK)[0] + MARK + "\n".join(tables()) + "\n"
+
+
+def tables() -> Iterator[str]:
+    """Yield the lines of a table for each group of options."""
+    for group, fields in groupby(FIELDS.items(), key=lambda item: item[1].metadata["group"]):
+        yield f"\n## {group.capitalize()}\n"
+        yield "| option | default | | on resume |\n|---|---|---|---|"
+        for name, field in fields:
+            about = field.metadata
+            default = ("on" if field.default else "off") if kind_of(field) is bool else f"{field.default}"
+            text = about["text"].replace("|", "\\|").replace("*", "\\*")
+            yield f"| `--{name}` | {f'`{default}`' if default else ''} | {text} | {about['on_resume']} |"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text()))
