@@ -221,8 +221,7 @@ def evaluate(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    elsewhere = {"hellaswag_file": "--task hellaswag=FILE"}
-    options = parse_options(HellaSwagOptions, argv, "Evaluate a checkpoint on HellaSwag and other tasks.", elsewhere)
+    options = parse_options(HellaSwagOptions, argv, "Evaluate a checkpoint on HellaSwag and other tasks.")
     tasks = parse_tasks(options.task)
     with joined(options.device) as ranks:
         path, checkpoint = open_checkpoint(options.checkpoint, Path(options.checkpoint_dir))

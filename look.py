@@ -27,7 +27,7 @@ from steadygpt.data.survey import Survey, read_tokens, repeated, survey_split
 from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer
 from steadygpt.machine.device import autocast, choose_precision, evaluating
 from steadygpt.machine.ranks import joined
-from steadygpt.run.starts import known_shards, phase_of, starts_of
+from steadygpt.run.starts import phase_of
 
 BAR_WIDTH = 50  # characters of the longest bar
 NAMED_DUPLICATES = 5
@@ -175,15 +175,13 @@ def find_step(checkpoint: dict, path: Path, step: int) -> tuple[Mixture, int, in
 
     Raises: UserError for a step after the end of the run, and for shards that have changed.
     """
-    starts, saved = starts_of(checkpoint), {"step": checkpoint["step"], "row": checkpoint["rows_consumed"]}
+    starts, saved = checkpoint["starts"], {"step": checkpoint["step"], "row": checkpoint["rows_consumed"]}
     number = max(n for n, start in enumerate(starts) if start["step"] <= step)
     start, after, options = starts[number], [*starts, saved][number + 1], starts[number]["options"]
     T, seed = options["context_length"], options["seed"]
     rows_per_step = options["total_batch_size"] // T
-    if start["row"] + (after["step"] - start["step"]) * rows_per_step != after["row"]:
-        raise UserError(f"{path}: the run changed its batch before it had a record of starts; name a later step")
     streams, files = {}, {}
-    for shards, rows, _ in recorded_sources(start, step, known_shards(checkpoint)):
+    for shards, rows, _ in recorded_sources(start, step, checkpoint["data_fingerprint"]):
         streams[start["sources"][shards.name][1]] = rows
         for tokens, shard in zip(rows.tokens, rows.shards, strict=True):
             files[id(tokens)] = f"{shards.name}, {shard.path.name}"

@@ -38,7 +38,7 @@ from steadygpt.run.plan import settle
 from steadygpt.run.repeats import repeated_records
 from steadygpt.run.results import StepResult
 from steadygpt.run.start import Start, resume_config, shared
-from steadygpt.run.starts import Entry, course_of, difference, known_shards, starts_of
+from steadygpt.run.starts import Entry, course_of, difference
 from train import Run, build_run, capture, train_step
 
 AS_RECORDED = "code, machine and options are as recorded"
@@ -99,10 +99,10 @@ def find_past(options: ReplayOptions, first: int, last: int) -> Past:
         raise UserError(f"no checkpoints of a run in {options.checkpoint_dir}; try another --checkpoint_dir")
     newest = files[0][1]
     if first >= (end := newest["step"]) or last > end:
-        raise UserError(f"--steps {first}:{last}: the newest checkpoint is at step {end:,}; choose earlier steps")
+        raise UserError(f"no step {last} to replay: the newest checkpoint is of step {end:,}; choose earlier steps")
     saves = {checkpoint["step"]: (file, checkpoint) for file, checkpoint in files if is_of_run(checkpoint, newest)}
     before = max((step for step in saves if step <= first), default=0)
-    from_scratch = starts_of(newest)[0]["options"].get("init_from", "scratch") == "scratch"
+    from_scratch = newest["starts"][0]["options"].get("init_from", "scratch") == "scratch"
     if before not in saves and not (from_scratch and first == 0):
         left = [f"from {min(saves):,} on"] * bool(saves) + [f"--steps 0:{last}"] * from_scratch
         raise UserError(
@@ -136,7 +136,7 @@ def from_mirror(mirror: Mirror, first: int, with_newest: bool) -> list[tuple[str
 
 def is_of_run(checkpoint: dict, newest: dict) -> bool:
     """Return whether a run has passed a checkpoint on its way to the newest one; others are of steps it has undone."""
-    own, starts = starts_of(checkpoint), starts_of(newest)
+    own, starts = checkpoint["starts"], newest["starts"]
     end = starts[len(own)]["step"] if len(own) < len(starts) else newest["step"]
     return own == starts[: len(own)] and checkpoint["step"] <= end
 
@@ -267,7 +267,7 @@ def changes(entry: Entry, ranks: Ranks) -> list[str]:
 
 def build(past: Past, start: Start, starts: list[Entry], device: str, ranks: Ranks, held: ExitStack) -> Run:
     """Build a run, which writes nothing, that continues as the last of these starts did."""
-    entry, known = starts[-1], known_shards(past.newest)
+    entry, known = starts[-1], past.newest["data_fingerprint"]
     if ranks.device.type == "cpu" and entry["threads"]:
         torch.set_num_threads(entry["threads"])
     config, _ = resume_config(entry["options"], TrainConfig(dry_run="measure"), given={})
@@ -285,7 +285,7 @@ def build(past: Past, start: Start, starts: list[Entry], device: str, ranks: Ran
 
 def replay(past: Past, device: str, ranks: Ranks, held: ExitStack) -> Comparison:
     """Train in memory and compare, up to the first difference where bits are promised."""
-    comparison, starts = Comparison(past), starts_of(past.newest)
+    comparison, starts = Comparison(past), past.newest["starts"]
     start = shared(past.start if ranks.is_main else None, ranks)
     first, end_of_all = start.step or 0, past.last + 1
     resumed = sorted({entry["step"] for entry in starts if first < entry["step"] < end_of_all})

@@ -56,10 +56,8 @@ from steadygpt.run.starts import (
     Entry,
     epochs_of_sources,
     first_val_set,
-    known_shards,
     phase_of,
     record_start,
-    starts_of,
 )
 from steadygpt.run.summary import summarize, validation_text
 
@@ -423,8 +421,10 @@ def make_plan(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, held:
     Raises: UserError.
     """
     config, start = find_start(config, given, ranks, held, read_weights)
-    saved = TokenizerRecord.of(start.checkpoint) if start.checkpoint else None
-    first_set, known = first_val_set(starts_of(start.checkpoint)), known_shards(start.checkpoint)
+    saved, first_set, known = None, None, {}
+    if checkpoint := start.checkpoint:
+        saved, known = TokenizerRecord.of(checkpoint), checkpoint["data_fingerprint"]
+        first_set = first_val_set(checkpoint["starts"])
     data = ranks.on_each(lambda: open_data(config, saved, first_set, known))
     shape = config.shape(data.vocab_size)
     if start.weights:

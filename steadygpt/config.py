@@ -491,7 +491,6 @@ ELSEWHERE = {
         "--data_dir": "dataset data data_path train_file input_bin tokenized_dir",
         "--init_from": "model_name_or_path model",
         "--use_wandb": "wandb wandb_log",
-        "--eval_tasks hellaswag=FILE": "hellaswag_file",
         "--use_tensorboard": "tensorboard",
         "--use_tensorboard, --use_wandb or neither": "report_to",
         "--max_files of prepare_dataset.py; a run reads all shards of --data_dir, up to --max_steps": "max_files",

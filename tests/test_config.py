@@ -144,7 +144,7 @@ def test_refusals_name_the_option_and_what_is_expected(words, said):
 
 
 @pytest.mark.parametrize(("text", "said"), [
-    (b"num_layer = 4", "unknown argument '--num_layer=4'; did you mean --num_layers?"),
+    (b"num_layer = 4", "unknown argument '--num_layer'; did you mean --num_layers?"),
     (b"n_layer = 4", "use --num_layers"),
     (b"num_layers = 'four'", "argument --num_layers: invalid int value: 'four'"),
     (b"num_layers = true", "argument --num_layers: invalid int value: 'True'"),

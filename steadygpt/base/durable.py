@@ -158,7 +158,7 @@ def lock_folder(folder: Path, advice: str) -> IO[str]:
     except BlockingIOError:
         file.seek(0)
         owner = file.read().strip() or "unknown"
-        raise UserError(f"{folder} is in use by process {owner}; {advice}") from None
+        raise UserError(f"{folder}: in use by process {owner}; {advice}") from None
     except OSError as error:
         raise UserError(
             f"cannot write to {folder}: {error.strerror}; expected a writable folder with free space"

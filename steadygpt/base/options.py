@@ -191,7 +191,8 @@ def read_flags(
                 argv[i] = f"{flag}=on"
     values, unknown = _parser(options, description).parse_known_args(argv)
     if unknown:
-        raise UserError(f"unknown argument {unknown[0]!r}; {_suggestion(unknown[0], options, elsewhere)}")
+        name = unknown[0].partition("=")[0]
+        raise UserError(f"unknown argument {name!r}; {_suggestion(name, options, elsewhere)}")
     return vars(values)
 
 
@@ -230,7 +231,7 @@ def _parser(options: type, description: str) -> argparse.ArgumentParser:
 
 
 def _suggestion(unknown: str, options: type, elsewhere: Mapping[str, str]) -> str:
-    name = unknown.partition("=")[0].removeprefix("--")
+    name = unknown.removeprefix("--")
     if name in elsewhere:
         ours = elsewhere[name]
         return f"use {ours}" if ours.startswith("--") else ours

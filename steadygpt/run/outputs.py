@@ -21,7 +21,7 @@ from steadygpt.run.memory import checkpoint_bytes
 from steadygpt.run.plan import Plan
 from steadygpt.run.repeats import Repeats, repeated_records
 from steadygpt.run.start import IN_USE
-from steadygpt.run.starts import Entry, known_shards, note_of_start
+from steadygpt.run.starts import Entry, note_of_start
 
 if TYPE_CHECKING:
     from steadygpt.config import TrainConfig
@@ -32,7 +32,8 @@ def checked_fingerprint(plan: Plan) -> dict[str, list] | None:
 
     Returns: on rank 0 what check_shards found in each set, by its key, and what is known of sets of earlier starts.
     """
-    sets, known, ranks = plan.data.sets, known_shards(plan.start.checkpoint), plan.ranks
+    sets, start, ranks = plan.data.sets, plan.start.checkpoint, plan.ranks
+    known = start["data_fingerprint"] if start else {}
     expected = ranks.broadcast({path: about for shards in sets for path, about in shards.listing().items()})
     ranks.on_each(lambda: check_listing(sets, expected))
 

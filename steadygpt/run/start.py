@@ -278,9 +278,6 @@ def resume_config(saved: dict, config: "TrainConfig", given: Mapping[str, str]) 
     """Return the configuration of a resumed run, and a line for each value that differs from the checkpoint's."""
     taken, changes, options = {}, [], options_of(config)
     saved = {name: f.default for name, f in options.items()} | saved  # older versions had fewer options
-    if file := saved.get("hellaswag_file"):  # of an older version, which had an option for the file of one task
-        tasks = saved["eval_tasks"].split(",")
-        saved["eval_tasks"] = ",".join(f"{task}={file}" if task.strip() == "hellaswag" else task for task in tasks)
     wanted_rows = saved.get("wanted_rows", 0)
     if saved["deterministic"]:  # the rows that a rank computes at once decide how sums are rounded
         taken["wanted_rows"] = wanted_rows

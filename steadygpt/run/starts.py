@@ -15,7 +15,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +23,7 @@ from steadygpt.base.options import UserError, options_of, shown_options
 from steadygpt.base.text import labelled
 from steadygpt.checkpoint.files import git_commit
 from steadygpt.data.order import BLOCK_ROWS, Phase, shares_of_block
-from steadygpt.data.shards import Recorded, identity_of
+from steadygpt.data.shards import Recorded
 from steadygpt.machine.device import device_name
 from steadygpt.machine.ranks import Ranks
 
@@ -34,43 +33,6 @@ if TYPE_CHECKING:
     from steadygpt.run.start import Start
 
 Entry = dict[str, Any]
-
-
-def known_shards(checkpoint: Mapping[str, Any] | None) -> dict[str, list]:
-    """Return the fingerprint of a checkpoint; older ones had a key for each split of data_dir."""
-    entries = (checkpoint and checkpoint["data_fingerprint"]) or {}
-    folder = checkpoint["train_config"].get("data_dir") if checkpoint else ""
-    return {key if ":" in key else f"{folder}:{key}": found for key, found in entries.items()}
-
-
-def starts_of(checkpoint: Mapping[str, Any] | None) -> list[Entry]:
-    """Return the record of a checkpoint; that of an older one is a single start."""
-    if checkpoint is None or "starts" in checkpoint:
-        return checkpoint["starts"] if checkpoint else []
-    known, options = known_shards(checkpoint), checkpoint["train_config"]
-    folder = options["data_dir"]
-
-    def places(split: str) -> dict[str, list[str]]:
-        entries = known.get(f"{folder}:{split}")
-        return {Path(folder).name: [folder, identity_of(digest for *_, digest in entries)]} if entries else {}
-
-    train = places("train")
-    return [
-        {
-            "step": 0,
-            "row": 0,
-            "options": options,
-            "sources": train,
-            "val_sets": places("val"),
-            "shares": {identity: BLOCK_ROWS for _, identity in train.values()},
-            "given": {identity: 0 for _, identity in train.values()},
-            "ranks": checkpoint["world_size"],
-            "threads": None,
-            "device": None,
-            "torch": checkpoint["torch_version"],
-            "commit": checkpoint.get("git_commit"),
-        }
-    ]
 
 
 def phase_of(starts: Sequence[Entry]) -> Phase:
@@ -109,7 +71,7 @@ def record_start(
 def _with_this_start(
     config: "TrainConfig", start: "Start", data: "Data", ranks: Ranks, known: Mapping[str, list]
 ) -> list[Entry]:
-    before, row = starts_of(start.checkpoint), start.rows_consumed
+    before, row = start.checkpoint["starts"] if start.checkpoint else [], start.rows_consumed
     assumed = before[-1]["sources"] if before else {}
     if len(assumed) == len(data.sources) == 1:
         assumed = {data.sources[0].shards.name: next(iter(assumed.values()))}

@@ -172,9 +172,9 @@ def test_a_second_trainer_in_the_same_folder_is_refused(workdir):
     first = Run("--max_steps", "100000", *folders("run"))
     first.wait_for(r"^step +3/")
     pid = first.ranks[0].pid
-    assert f"run/ckpt is in use by process {pid}; wait for it" in refusal(*folders("run"), "--resume")
+    assert f"run/ckpt: in use by process {pid}; wait for it" in refusal(*folders("run"), "--resume")
     logs = ("--checkpoint_dir", "other", "--logdir", "run/logs")
-    assert f"run/logs is in use by process {pid}; give this run another --logdir" in refusal(*logs)
+    assert f"run/logs: in use by process {pid}; give this run another --logdir" in refusal(*logs)
     first.kill()
     # The kernel releases the lock of a killed process.
     second = Run("--max_steps", "100000", *folders("run"), "--resume", "auto")

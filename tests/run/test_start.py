@@ -46,11 +46,6 @@ def test_optimization_option_needs_allow_changes(name):
     assert change == f"{name}: {saved[name]!r} -> {value!r}"
 
 
-def test_a_file_of_hellaswag_that_an_older_version_stored_is_kept():
-    saved = {"eval_tasks": "piqa, hellaswag", "hellaswag_file": "hs.jsonl"}
-    assert resume_config(saved, TrainConfig(), {})[0].eval_tasks == "piqa, hellaswag=hs.jsonl"
-
-
 def test_warmup_of_the_checkpoint_overrides_that_of_a_preset():
     """The warm-up was shortened to fit the run, and the command that started a run must also resume it."""
     config, given_options = parse_args(["--config", "quickstart", "--max_steps", "50", "--resume"])
