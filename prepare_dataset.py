@@ -62,6 +62,7 @@ DESCRIPTION = (
     "0.5 GB of memory plus 0.14 GB per worker. After an interruption, run the same command again to resume."
 )
 FORMAT_VERSION = 3
+NEXT = (*Position._fields, "skip_tokens", "text_bytes")
 BATCH_BYTES = 2**20  # the smallest batch of a worker
 IN_USE = "wait until it has finished, or use a different --out"
 DOWNLOADS = ".download"  # in the folder of the shards
@@ -94,8 +95,8 @@ class PrepareOptions:
     shard_size: int = option(100_000_000, "tokens per shard", at_least=1, at_most=2**31)
     val_tokens: int | None = option(
         None,
-        "tokens of the val split, from the start of the source (default: 1/40 of the source, at most 400 MB, up to the "
-        "end of a document; of token ids, at most one shard)",
+        "tokens of the val split, from the start of the source (default: 1/40 of the source: of text at most 400 MB, up to "
+        "the end of a document; of token ids at most one shard)",
         at_most=2**31,
     )
     num_workers: int | None = option(
@@ -270,7 +271,7 @@ class Manifest:
     skipped: dict[str, int] = field(default_factory=dict)  # reason -> rows
     tokens: int = 0
     shards: list[dict[str, Any]] = field(default_factory=list)
-    next: dict[str, int] = field(default_factory=lambda: Position()._asdict() | {"skip_tokens": 0})  # unless complete
+    next: dict[str, int] = field(default_factory=lambda: dict.fromkeys(NEXT, 0))  # unless complete
 
     @staticmethod
     def begin(options: PrepareOptions, source: Source, out: Path) -> "Manifest":
@@ -286,9 +287,7 @@ class Manifest:
             )
         val_tokens, val_bytes = options.val_tokens, 0
         total = sum(size for _, size, *_ in source.identities)  # as stored; 0 if not known
-        if val_tokens is None and source.holds_ids:
-            val_tokens = min(options.shard_size, total // 40)
-        elif val_tokens is None:
+        if val_tokens is None and not source.holds_ids:
             val_bytes = min(VAL_BYTES, math.ceil(total / 40) or VAL_BYTES)
         record, vocab_size = obtain_tokenizer(options, source, out)
         asked = {key: getattr(options, key) for key in ("source", "name", "shard_size", "text_field")}
@@ -303,6 +302,9 @@ class Manifest:
         if record.tokenizer.startswith("bpe:"):
             found["tokenizer_bytes"] = options.tokenizer_bytes or TRAINING_BYTES
         manifest = Manifest(**asked, **found, vocab_size=vocab_size)
+        if source.holds_ids and val_tokens is None:
+            expected = expected_tokens(source, manifest, out) or 0
+            manifest.val_tokens = min(options.shard_size, math.ceil(expected / 40))
         if record.is_file:
             manifest.save(out)  # for trained_json, if this preparation ends before its first shard
         return manifest
@@ -316,7 +318,7 @@ class Manifest:
         advice = f"use a different --out, or empty {out}"
         try:
             manifest = Manifest(**json.loads((out / MANIFEST).read_text()))
-            _ = [manifest.next[key] for key in (*Position._fields, "skip_tokens")]
+            _ = [manifest.next[key] for key in NEXT]
             shards = {out / shard["file"]: shard["tokens"] for shard in manifest.shards}
         except FileNotFoundError:
             if foreign := sorted(path.name for path in out.glob("*") if path.suffix in (".npy", ".bin")):
@@ -393,7 +395,7 @@ def write_shards(
     Raises: UserError when val leaves no tokens for train; OSError when a shard cannot be written.
     """
     buffer = np.empty(manifest.shard_size, manifest.dtype)
-    filled, taken, text_bytes = 0, manifest.next["skip_tokens"], manifest.next.get("text_bytes", 0)
+    filled, taken, text_bytes = 0, manifest.next["skip_tokens"], manifest.next["text_bytes"]
     for batch, (ids, documents, repaired, skipped, text_bytes_here, val_ends) in encoded:
         if manifest.val_tokens is None:  # val ends at the first place from val_bytes on, perhaps in this batch
             ends = [count for count, num_bytes in val_ends if text_bytes + num_bytes >= manifest.val_bytes]
@@ -462,16 +464,16 @@ def default_name(source: str) -> str:
     return re.sub(r"[^\w.-]+", "_", last.removesuffix(suffix_of(last))) or "corpus"
 
 
-def forecast(source: Source, manifest: Manifest, out: Path) -> None:
-    """Encode the first batch, print how many tokens and how much disk to expect, and check that the disk has it.
+def expected_tokens(source: Source, manifest: Manifest, out: Path) -> float | None:
+    """Encode the next batch, and extrapolate to all files; None if their size is not known.
 
-    Raises: UserError when it has not, or when the first rows cannot be read or lack the text field.
+    Raises: UserError when its rows cannot be read or lack the text field.
     """
     first, total = manifest.next["file"], sum(source.sizes)
     batch = next(gather_batches(source.chunks(manifest.text_field, Position(first), in_place=True)), [])
     read = sum(source.sizes[first : batch[-1].at.file]) + batch[-1].end if batch else 0
     if not (read and total):
-        return
+        return None
     found = manifest.encoder(out)(batch)
     reasons = {reason for _, reason in found.skipped if "not a string" in reason}
     if reasons and not found.documents:
@@ -479,7 +481,17 @@ def forecast(source: Source, manifest: Manifest, out: Path) -> None:
             f"{source.names[first]}: the field {manifest.text_field!r} holds no text ({', '.join(sorted(reasons))}); "
             "set --text_field to the field with the text"
         )
-    tokens = len(found.ids) / read * total
+    return len(found.ids) / read * total
+
+
+def forecast(source: Source, manifest: Manifest, out: Path) -> None:
+    """Print how many tokens and how much disk to expect, and check that the disk has it.
+
+    Raises: UserError when it has not; as expected_tokens.
+    """
+    if (tokens := expected_tokens(source, manifest, out)) is None:
+        return
+    first, total = manifest.next["file"], sum(source.sizes)
     shards = {out: int(max(0, tokens - manifest.tokens)) * np.dtype(manifest.dtype).itemsize}
     downloads = source.needs(first, manifest.shard_size * total / max(tokens, 1))
     what = f"{bytes_text(shards[out])} of shards in {out}"

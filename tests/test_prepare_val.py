@@ -14,7 +14,7 @@ import tiktoken
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from standin import parquet
-from test_ids import npz
+from test_ids import npy, npz
 from test_prepare_dataset import files_of, ids_of, prepare, refused
 from test_prepare_hub import interrupt_after
 
@@ -216,8 +216,7 @@ def test_a_limit_in_tokens_wins_and_token_ids_keep_theirs(folder):
     ids = np.arange(4000) % 256
     (folder / "a.npz").write_bytes(npz(ids=ids))
     manifest = prepare("a.npz", "ids")
-    size = (folder / "a.npz").stat().st_size
-    assert [shard["tokens"] for shard in manifest["shards"]] == [size // 40, len(ids) - size // 40]
+    assert [shard["tokens"] for shard in manifest["shards"]] == [100, 3900]
     assert ids_of(folder / "ids") == ids.tolist()
 
 
@@ -237,18 +236,9 @@ def test_a_text_of_which_val_takes_all_is_refused_with_a_number_of_tokens_that_w
     prepare("a.txt", "out", "--val_tokens", "1")
 
 
-def test_a_preparation_of_format_2_continues_with_its_tokens_of_val(folder):
-    write_source("a.jsonl")
-    options = ("--shard_size", "1397", "--val_tokens", "2000")
-    prepare("a.jsonl", "whole", *options)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        interrupt_after(3, patch)
-        prepare("a.jsonl", "out", *options)
-    manifest = json.loads((folder / "out/manifest.json").read_text())
-    del manifest["val_bytes"], manifest["next"]["text_bytes"]
-    (folder / "out/manifest.json").write_text(json.dumps(manifest | {"format_version": 2}))
-    prepare("a.jsonl", "out", "--shard_size", "1397")
-    shards, expected = (
-        {path.name: path.read_bytes() for path in (folder / out).glob("*.npy")} for out in ("out", "whole")
-    )
-    assert shards == expected
+@pytest.mark.parametrize("dtype", ["uint16", "int32", "int64"])
+@pytest.mark.parametrize(("suffix", "packed"), [(".npy", npy), (".npz", lambda ids: npz(ids=ids))])
+def test_a_fortieth_of_token_ids_is_val_whatever_their_dtype(folder, dtype, suffix, packed):
+    Path(f"ids{suffix}").write_bytes(packed(np.arange(40_000, dtype=dtype) % 200))
+    manifest = prepare(f"ids{suffix}", "out")
+    assert [shard["tokens"] for shard in manifest["shards"]] == pytest.approx([1_000, 39_000], abs=3)
