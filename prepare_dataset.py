@@ -95,8 +95,8 @@ class PrepareOptions:
     shard_size: int = option(100_000_000, "tokens per shard", at_least=1, at_most=2**31)
     val_tokens: int | None = option(
         None,
-        "tokens of the val split, from the start of the source (default: 1/40 of the source: of text at most 400 MB, up to "
-        "the end of a document; of token ids at most one shard)",
+        "tokens of the val split, from the start of the source (default: 1/40 of the source: of text at most 400 MB, "
+        "up to the end of a document; of token ids at most one shard)",
         at_most=2**31,
     )
     num_workers: int | None = option(

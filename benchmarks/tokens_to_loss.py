@@ -610,6 +610,8 @@ def draw_rates(studies: Sequence[Study], file: Path) -> None:
             above = [points[rate] - min(points.values()) for rate in rates]
             axes.plot(rates, above, "o-", color=colour, linewidth=1.8, label=label)
             axes.set(xscale="log", xlabel=f"--{name}")
+            axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
+            axes.minorticks_off()
             axes.axvline(of_recipe, color=picture.LINE, zorder=0)
     row[0].set_ylabel("validation loss above the lowest")
     row[0].legend()

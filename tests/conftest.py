@@ -55,6 +55,14 @@ def pytest_addoption(parser) -> None:
     parser.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="device of the runs that tests start")
 
 
+@pytest.fixture(autouse=True)
+def same_threads():
+    """Restore the number of threads, which a command that a test runs in this process may change."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
 def pytest_configure(config) -> None:
     cache = tempfile.TemporaryDirectory(prefix="hub-cache-")
     config.add_cleanup(cache.cleanup)
