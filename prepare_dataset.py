@@ -258,7 +258,7 @@ class Manifest:
     tokenizer_bytes: int = 0  # of text that it was trained on here, at most
     document_token: str = END_OF_TEXT
     shard_size: int
-    val_tokens: int | None  # None until val_bytes of text are read, then counted
+    val_tokens: int | None  # None until val_bytes of text are read and counted, or the number of ids is estimated
     val_bytes: int = 0  # of text in val, at least; 0 if val_tokens was given
     text_field: str
     commit: str  # of a data set of the Hub
@@ -302,9 +302,6 @@ class Manifest:
         if record.tokenizer.startswith("bpe:"):
             found["tokenizer_bytes"] = options.tokenizer_bytes or TRAINING_BYTES
         manifest = Manifest(**asked, **found, vocab_size=vocab_size)
-        if source.holds_ids and val_tokens is None:
-            expected = expected_tokens(source, manifest, out) or 0
-            manifest.val_tokens = min(options.shard_size, math.ceil(expected / 40))
         if record.is_file:
             manifest.save(out)  # for trained_json, if this preparation ends before its first shard
         return manifest
@@ -484,13 +481,11 @@ def expected_tokens(source: Source, manifest: Manifest, out: Path) -> float | No
     return len(found.ids) / read * total
 
 
-def forecast(source: Source, manifest: Manifest, out: Path) -> None:
+def forecast(source: Source, manifest: Manifest, out: Path, tokens: float) -> None:
     """Print how many tokens and how much disk to expect, and check that the disk has it.
 
-    Raises: UserError when it has not; as expected_tokens.
+    Raises: UserError when it has not.
     """
-    if (tokens := expected_tokens(source, manifest, out)) is None:
-        return
     first, total = manifest.next["file"], sum(source.sizes)
     shards = {out: int(max(0, tokens - manifest.tokens)) * np.dtype(manifest.dtype).itemsize}
     downloads = source.needs(first, manifest.shard_size * total / max(tokens, 1))
@@ -574,7 +569,11 @@ def prepare(options: PrepareOptions, out: Path) -> Manifest:
             )
         manifest = manifest or Manifest.begin(options, source, out)
         if not manifest.complete:
-            forecast(source, manifest, out)
+            tokens = expected_tokens(source, manifest, out)
+            if manifest.val_tokens is None and source.holds_ids:
+                manifest.val_tokens = min(manifest.shard_size, math.ceil((tokens or 0) / 40))
+            if tokens is not None:
+                forecast(source, manifest, out, tokens)
             write_missing(source, manifest, out, options.num_workers)
             return manifest
     print(f"{out}: already complete")

@@ -122,13 +122,10 @@ def test_what_the_sums_depend_on_stays_fixed(workdir, capsys):
         "2; drop the flag"
     )
     threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads + 1)
-        assert run_here(*resume, "--mini_batch_size", "3", "--max_steps", "8") == 0  # as it was begun
-        assert f"threads      {threads + 1} -> {threads}, as before" in capsys.readouterr().out
-        assert load("checkpoints/latest.pt")["starts"][-1]["threads"] == threads
-    finally:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(threads + 1)
+    assert run_here(*resume, "--mini_batch_size", "3", "--max_steps", "8") == 0  # as it was begun
+    assert f"threads      {threads + 1} -> {threads}, as before" in capsys.readouterr().out
+    assert load("checkpoints/latest.pt")["starts"][-1]["threads"] == threads
     assert refused("--deterministic", "--sharding", "fsdp").startswith("--deterministic needs --sharding ddp")
 
 
