@@ -515,7 +515,8 @@ def show_progress(
     for batch, found in encoded:
         yield batch, found
         num_tokens += len(found.ids)
-        bar.set_postfix_str(f"{num_tokens / bar.format_dict['elapsed'] / 1e6:.1f} M tokens/s", refresh=False)
+        rate = bar.format_sizeof(num_tokens / bar.format_dict["elapsed"])
+        bar.set_postfix_str(f"{rate} tokens/s", refresh=False)
         bar.update(amount_before[batch[-1].at.file] + batch[-1].end - bar.n)
         for at, reason in [skip for skip in found.skipped if skip[1] != NO_TEXT][: NAMED_SKIPS - num_named]:
             name = source.names[at.file].removeprefix(f"{STDLIB}{os.sep}")

@@ -72,6 +72,7 @@ from benchmarks.compare import (
 from steadygpt.base.options import UserError, run_cli
 from steadygpt.base.text import duration_text
 from steadygpt.config import FIELDS, parse_args
+from steadygpt.data.tokenizer import TOKENIZER_JSON
 from steadygpt.machine.device import native_precision
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ ROUNDS = 7  # of the timing
 class Scale:
     """A shape, which gives all sides the same blocks, its tokenizer, and the length of its runs."""
 
-    tokenizer: str  # bytes for Python's library, gpt2 for the sources of PACKAGES
+    tokenizer: str  # bytes for Python's library; gpt2, or bpe:N trained on them, for the sources of PACKAGES
     layers: int
     heads: int
     width: int
@@ -121,7 +122,7 @@ SCALES = {
     "1m-short": Scale("bytes", 4, 4, 128, 128, 8, 1, 600, 131072, 40, compiled=False),
     "1m-batch": Scale("bytes", 4, 4, 128, 128, 32, 1, 600, 131072, 10, compiled=False),
     "1m-wide": Scale("bytes", 4, 4, 384, 128, 8, 1, 600, 131072, 10, compiled=False),
-    "10m": Scale("gpt2", 6, 6, 384, 256, 32, 1, 1200, 65536, 2),
+    "10m": Scale("bpe:4096", 6, 6, 384, 256, 32, 1, 1200, 65536, 2),
     "124m": Scale("gpt2", 12, 12, 768, 1024, 16, 8, 800, 1048576, 10),  # needs a GPU
     "tiny": Scale("bytes", 1, 2, 16, 16, 2, 1, 20, 64, 2, compiled=False),  # tries this command
 }
@@ -159,7 +160,13 @@ class Study:
 
     @property
     def data(self) -> Path:
-        return self.out / "data" / self.scale.tokenizer
+        return self.out / "data" / self.scale.tokenizer.replace(":", "-")
+
+    @property
+    def tokenizer(self) -> str:
+        """Return --tokenizer for the files of this scale."""
+        trained = self.scale.tokenizer.startswith("bpe:")
+        return str(self.data / "train_shards" / TOKENIZER_JSON) if trained else self.scale.tokenizer
 
     @property
     def time_file(self) -> Path:
@@ -228,7 +235,7 @@ class Study:
             return [sys.executable, "-u", "train.py", *flags(**(self.options(run) | own))], self.checkouts["nanogpt"]
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         own = {
-            "precision": native_precision(device), "data_dir": self.data, "tokenizer": self.scale.tokenizer,
+            "precision": native_precision(device), "data_dir": self.data, "tokenizer": self.tokenizer,
             "checkpoint_dir": folder, "logdir": folder / "logs", "checkpoint_freq": 0, "keep_checkpoints": 1,
             "log_freq": 100, "resume": "auto", **further,
         }  # fmt: skip
@@ -280,13 +287,17 @@ def make_data(study: Study) -> None:
         splits = {split: [shard for shard in shards if f"_{split}_" in shard.name] for split in ("train", "val")}
     else:
         fetch_packages(folder)
-        splits = {s: prepare(f"{folder}/{s}/**/*.py", tokenizer, folder / f"{s}_shards") for s in ("train", "val")}
+        splits = {
+            split: prepare(f"{folder}/{split}/**/*.py", name, folder / f"{split}_shards")
+            for split, name in (("train", tokenizer), ("val", study.tokenizer))
+        }
     for split, shards in splits.items():
         tokens = np.concatenate([np.load(shard) for shard in shards]).astype(np.uint16)
         if split == "val" and tokenizer != "bytes":
             tokens = spread_out(tokens)
         tokens.tofile(folder / f"{split}.bin")
-    (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 257 if tokenizer == "bytes" else 50304}))
+    vocab_size = {"bytes": 257, "gpt2": 50304}.get(tokenizer) or int(tokenizer.removeprefix("bpe:"))
+    (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": vocab_size}))
 
 
 def spread_out(tokens: np.ndarray, places: int = 64, block: int = 1024) -> np.ndarray:
@@ -351,7 +362,7 @@ def evaluate(study: Study, weights: Path) -> float:
     """Return our validation loss of a file of weights, also nanoGPT's; the output goes beside it."""
     scale = study.scale
     options = flags(
-        init_from=weights, data_dir=study.data, tokenizer=scale.tokenizer, mini_batch_size=scale.rows,
+        init_from=weights, data_dir=study.data, tokenizer=study.tokenizer, mini_batch_size=scale.rows,
         total_batch_size=scale.rows * scale.context, eval_tokens=scale.eval_tokens, eval_freq=1, hellaswag_freq=0,
         sample_freq=0,
     )  # fmt: skip

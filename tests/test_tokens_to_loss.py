@@ -2,6 +2,7 @@
 
 import json
 import math
+import pickle
 import re
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import torch
 from conftest import REPO, TINY
 from torch.nn.functional import cross_entropy
 
+import prepare_dataset
 from benchmarks import nanochat_run, tokens_to_loss
 from benchmarks.tokens_to_loss import (
     SCALES,
@@ -34,6 +36,7 @@ from benchmarks.tokens_to_loss import (
 from dataloader import open_data
 from steadygpt.base.options import UserError
 from steadygpt.config import parse_args
+from steadygpt.data.tokenizer import TokenizerRecord, load_tokenizer
 
 BEST = {"gpt2": ("max_lr", 2e-3), "nanogpt": ("learning_rate", 4e-3), "nanochat": ("factor", 8)}
 
@@ -314,3 +317,26 @@ def test_the_text_of_the_larger_scales_is_pinned_and_held_out_by_package(tmp_pat
     files = {str(file.relative_to(tmp_path)): file.read_text() for file in tmp_path.rglob("*.py")}
     assert spread_out(np.arange(13), 3, 2).tolist() == [0, 1, 4, 5, 8, 9, 2, 3, 6, 7, 10, 11]
     assert files == {"train/django/code.py": "Django-5.1.4", "val/scrapy/code.py": "Scrapy-2.12.0"}
+
+
+def test_both_splits_of_a_scale_with_its_own_tokenizer_have_the_same_one(study, monkeypatch):
+    monkeypatch.setitem(SCALES, "tiny", replace(SCALES["tiny"], tokenizer="bpe:260"))
+    text = {"train": "aaab " * 50, "val": "baaa " * 5000}
+
+    def unpack(folder: Path) -> None:
+        for split in text:
+            (folder / split).mkdir(parents=True)
+            for number in range(20):
+                (folder / split / f"{number}.py").write_text(text[split])
+
+    def run(command: list[str], **_) -> subprocess.CompletedProcess:
+        return subprocess.CompletedProcess(command, prepare_dataset.main(command[2:]))
+
+    monkeypatch.setattr(tokens_to_loss, "fetch_packages", unpack)
+    monkeypatch.setattr(subprocess, "run", run)
+    tokens_to_loss.make_data(study)
+    tokenizer = load_tokenizer(TokenizerRecord(study.tokenizer, tokenizer_json=Path(study.tokenizer).read_text()))
+    for split in text:
+        ids = np.fromfile(study.data / f"{split}.bin", np.uint16)
+        assert tokenizer.decode(ids[1:50].tolist()) in text[split]
+    assert pickle.loads((study.data / "meta.pkl").read_bytes()) == {"vocab_size": tokenizer.n_vocab}

@@ -26,11 +26,11 @@ with ProgressBar(desc="working", total=1000, unit="B") as bar:
 def test_in_a_log_file_each_state_is_a_line(capsys, monkeypatch):
     monkeypatch.setattr(progress, "LOG_INTERVAL_S", 0.0)
     with ProgressBar(desc="working", total=2e9, initial=1e9, unit="B") as bar:
-        bar.set_postfix_str("3.0 M tokens/s", refresh=False)
+        bar.set_postfix_str("3.00M tokens/s", refresh=False)
         bar.update(5e8)
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("working: 75%, 1.50G of 2.00G, 00:00 elapsed, 00:00 remaining, ")
-    assert lines[0].endswith("B/s, 3.0 M tokens/s")
+    assert lines[0].endswith("B/s, 3.00M tokens/s")
 
 
 def test_in_a_log_file_lines_are_a_minute_apart(capsys):
