@@ -56,11 +56,9 @@ def pytest_addoption(parser) -> None:
 
 
 @pytest.fixture(autouse=True)
-def same_threads():
-    """Restore the number of threads, which a command that a test runs in this process may change."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
+def one_thread():
+    """Start each test with one thread: an earlier test, or a plugin that imports torch first, may have left more."""
+    torch.set_num_threads(1)
 
 
 def pytest_configure(config) -> None:

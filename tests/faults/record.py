@@ -5,9 +5,8 @@ import os
 import platform
 import re
 import time
+from importlib import metadata
 from pathlib import Path
-
-import torch
 
 TABLE = Path(__file__).resolve().parent.parent.parent / "docs" / "RELIABILITY.md"
 TEST = re.compile(r"`(test_\w+\.py::test_\w+)`")
@@ -40,7 +39,7 @@ def pytest_sessionfinish(session):
         if row.startswith("Last complete run: ") and complete:
             rows[number] = (
                 f"Last complete run: {time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, {platform.system()}, "
-                f"Python {platform.python_version()}, torch {torch.__version__}: "
+                f"Python {platform.python_version()}, torch {metadata.version('torch')}: "
                 f"{summary(outcomes[test] for test in named)} in {(time.monotonic() - started_s) / 60:.0f} minutes."
             )
     TABLE.write_text("\n".join(rows) + "\n")
