@@ -12,7 +12,7 @@ from steadygpt.data.documents import Position, cut_document, read_documents, rep
 from steadygpt.data.sources import Source
 from steadygpt.data.tokenizer import END_OF_TEXT
 from steadygpt.data.tokenizer_json import from_json
-from steadygpt.data.workers import begin_worker
+from steadygpt.data.workers import end_with_main, without_ctrl_c
 
 TRAINING_BYTES = 10**9
 
@@ -33,7 +33,8 @@ def train_tokenizer(source: Source, text_field: str, vocab_size: int, limit: int
     context = get_context("spawn")
     connection, other_end = context.Pipe()
     process = context.Process(target=_train_at, args=(other_end, vocab_size), daemon=True)
-    process.start()
+    with without_ctrl_c():
+        process.start()
     other_end.close()
     try:
         is_empty = True
@@ -92,7 +93,7 @@ def choose_texts(source: Source, text_field: str, limit: int, bar: ProgressBar) 
 
 def _train_at(connection: Connection, vocab_size: int) -> None:
     """Train on the lists of texts that arrive until None, and send the tokenizer.json back."""
-    begin_worker()
+    end_with_main()
     with closing(connection):
         connection.send(train((text for texts in iter(connection.recv, None) for text in texts), vocab_size))
 

@@ -4,10 +4,11 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context, parent_process
+from contextlib import contextmanager
+from multiprocessing import get_context, parent_process, resource_tracker
 from typing import TypeVar
 
 from steadygpt.base.options import UserError
@@ -32,10 +33,11 @@ def map_in_order(
         return
     pending: deque[tuple[Item, Future[Result]]] = deque()
     # Spawned instead of forked, because this process may have threads.
-    pool = ProcessPoolExecutor(num_workers, get_context("spawn"), initializer=begin_worker)
+    pool = ProcessPoolExecutor(num_workers, get_context("spawn"), initializer=end_with_main)
     try:
         for item in items:
-            pending.append((item, pool.submit(work, item)))
+            with without_ctrl_c():  # it may start a worker
+                pending.append((item, pool.submit(work, item)))
             while pending and (len(pending) >= num_workers + RUN_AHEAD or pending[0][1].done()):
                 oldest, future = pending.popleft()
                 yield oldest, future.result()
@@ -50,14 +52,24 @@ def map_in_order(
         pool.shutdown(cancel_futures=True)
 
 
-def begin_worker() -> None:
-    """Leave Ctrl-C to the main process, and end with it, even if it is killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+@contextmanager
+def without_ctrl_c() -> Iterator[None]:
+    """Leave Ctrl-C to this process: those started in this block inherit its signal mask, which blocks SIGINT."""
+    resource_tracker.ensure_running()  # it would start with the first of them, and unblock SIGINT
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def end_with_main() -> None:
+    """End this worker with the main process, even if that is killed."""
     main_process = parent_process()
     assert main_process
 
-    def end_with_main() -> None:
+    def wait() -> None:
         main_process.join()
         os._exit(1)
 
-    threading.Thread(target=end_with_main, daemon=True).start()
+    threading.Thread(target=wait, daemon=True).start()

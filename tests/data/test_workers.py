@@ -2,7 +2,9 @@
 
 import operator
 import os
+import signal
 import time
+from functools import partial
 from itertools import count
 
 import pytest
@@ -38,3 +40,9 @@ def test_workers_work_at_the_same_time():
     start_s = time.monotonic()
     list(map_in_order(time.sleep, [1.5] * 4, 4))
     assert time.monotonic() - start_s < 4 * 1.5
+
+
+def test_workers_leave_ctrl_c_to_the_main_process_from_their_start():
+    [(_, blocked)] = map_in_order(partial(signal.pthread_sigmask, signal.SIG_BLOCK), [()], 2)
+    assert signal.SIGINT in blocked
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
