@@ -1,8 +1,10 @@
-# Sourced by other scripts: sets repo and nproc (NPROC, or the number of GPUs), and prefers the environment .venv.
+# Sourced by other scripts: sets repo, nproc (NPROC, or the number of GPUs) and how threads wait, and prefers .venv.
 repo=$(readlink -f "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/..")
 [ -x "$repo/.venv/bin/python" ] && PATH="$repo/.venv/bin:$PATH"
 gpus=$( (nvidia-smi -L 2>/dev/null || true) | grep -c '^GPU' || true)
 if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then  # empty or -1: no GPU
     gpus=$(tr ',' '\n' <<< "$CUDA_VISIBLE_DEVICES" | grep -c '^[^-]' || true)
 fi
+# By default, waiting threads spin, which slows training on a CPU down many times while other programs run.
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 nproc=${NPROC:-$gpus}

@@ -30,7 +30,7 @@ if ! grep -q '"status": "finished"' checkpoints/quickstart/status.json; then
     exit 0
 fi
 echo; echo "== 3/4  checkpoints"
-./list_checkpoints.sh --checkpoint_dir checkpoints/quickstart
+./list_checkpoints.sh checkpoints/quickstart
 echo; echo "== 4/4  a sample: the model completes the first lines of a class"
 $python generate.py best --checkpoint_dir checkpoints/quickstart --max_tokens 400 --temperature 0.7 \
     --prompt $'class Queue:\n    """A queue."""\n\n    def __init__(self'
@@ -39,12 +39,13 @@ cat <<'END'
 
 == next
   source .venv/bin/activate
+  export OMP_WAIT_POLICY=PASSIVE                    # faster on a CPU that other programs use too
   ./start_tensorboard.sh                            # curves at http://localhost:6006
   ./monitor_training.sh checkpoints/quickstart      # state, curves and speed in the terminal
   python generate.py best --checkpoint_dir checkpoints/quickstart --prompt "import " --num_seq 3
 
   train it longer
-    NPROC=1 ./resume_training.sh --resume stable --checkpoint_dir checkpoints/quickstart --max_steps 2000
+    NPROC=1 ./resume_training.sh checkpoints/quickstart --resume stable --max_steps 2000
 
   your own text
     python prepare_dataset.py --source 'my_texts/*.txt' --tokenizer bytes --out data/mine

@@ -122,6 +122,14 @@ def checkpoint_files(folder: Path) -> list[Path]:
     return [file for file in files if file.exists()]
 
 
+def no_checkpoints(folder: Path) -> UserError:
+    """Return the error of a folder without checkpoints, which names the subfolder that has the newest ones."""
+    there = [file for subfolder in folder.glob("*/") for file in checkpoint_files(subfolder)]
+    newest = max(there, key=lambda file: file.stat().st_mtime_ns, default=None)
+    hint = f"--checkpoint_dir {newest.parent}" if newest else "another --checkpoint_dir"
+    return UserError(f"no checkpoints in {folder}; try {hint}")
+
+
 def check_folder(folder: Path, resumed_from: Path | None) -> None:
     """Check that a run may write its checkpoints into a folder."""
     there = checkpoint_files(folder)
@@ -281,7 +289,7 @@ def find_checkpoint(which: str, folder: Path) -> Found:
         )
     if which == "auto":
         return Found()
-    raise UserError(f"no checkpoints in {folder}; try another --checkpoint_dir")
+    raise no_checkpoints(folder)
 
 
 def summary(checkpoint: Mapping[str, Any]) -> dict[str, Any]:

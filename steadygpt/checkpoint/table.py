@@ -11,7 +11,14 @@ from typing import Any
 
 from steadygpt.base.options import UserError
 from steadygpt.base.text import bytes_text, counted, duration_text
-from steadygpt.checkpoint.files import checkpoint_files, read_checkpoint, read_evaluations, summary, validation_of
+from steadygpt.checkpoint.files import (
+    checkpoint_files,
+    no_checkpoints,
+    read_checkpoint,
+    read_evaluations,
+    summary,
+    validation_of,
+)
 from steadygpt.checkpoint.mirror import Mirror
 
 _ROW = "{:<26} {:>8} {:>7} {:>8} {:>8} {:>9}{} {:>12} {:>12}  {}".format
@@ -33,7 +40,7 @@ def further_sets(evaluations: Mapping[int, Mapping[str, Any]]) -> list[str]:
 def table_head(sets: Sequence[str]) -> str:
     """Return the first line of the table, with a column for each of the further validation sets."""
     columns = "".join(f" {name:>8}" for name in sets)
-    return _ROW("file", "step", "epoch", "loss", "val loss", "bits/byte", columns, "size", "age", "state")
+    return _ROW("file", "step", "epoch", "loss", "last val", "bits/byte", columns, "size", "age", "state")
 
 
 def table_row(name: str, about: Mapping[str, Any], sets: Sequence[str], size: int, written_s: float, state: str) -> str:
@@ -56,7 +63,7 @@ def checkpoint_table(folder: Path, verbose: bool = False) -> Iterator[str]:
     """
     files = checkpoint_files(folder)
     if not files:
-        raise UserError(f"no checkpoints in {folder}; try another --checkpoint_dir")
+        raise no_checkpoints(folder)
     described: dict[int, tuple[dict, str]] = {}  # by inode, so that a file with several names is read once
     try:
         evaluations = read_evaluations(folder)

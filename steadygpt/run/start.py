@@ -23,6 +23,7 @@ from steadygpt.checkpoint.files import (
     check_folder,
     checkpoint_files,
     find_checkpoint,
+    no_checkpoints,
     read_checkpoint,
 )
 from steadygpt.checkpoint.mirror import Mirror, newer_checkpoint, restore_files
@@ -192,7 +193,7 @@ def _start_on_main(
 ) -> tuple["TrainConfig", Start]:
     which, folder, found = config.resume, Path(config.checkpoint_dir), Found()
     if which in ("latest", *NAMED) and not folder.is_dir() and not config.mirror:
-        raise UserError(f"no checkpoints in {folder}; try another --checkpoint_dir")
+        raise no_checkpoints(folder)
     if which not in ("", "latest", "auto", *NAMED) and not Path(which).is_file():
         there = "a folder" if Path(which).is_dir() else "no such file"
         raise UserError(f"--resume {which}: {there}; expected latest, auto, best, stable or a checkpoint file")

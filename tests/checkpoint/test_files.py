@@ -60,7 +60,7 @@ def test_table_lists_each_file_in_the_documented_order_and_marks_corrupt_ones(tm
     evaluations = {"20": {"val_loss": 3.5, "val_bpb": 1.25}, "30": {"val_loss": 3.0}, "40": {"hellaswag_acc": 0.25}}
     (tmp_path / "evaluations.json").write_text(json.dumps(evaluations))
     head, *lines, last = checkpoint_table(tmp_path)
-    assert head.split() == ["file", "step", "epoch", "loss", "val", "loss", "bits/byte", "size", "age", "state"]
+    assert head.split() == ["file", "step", "epoch", "loss", "last", "val", "bits/byte", "size", "age", "state"]
     rows = {line.split()[0]: line for line in lines}
     assert list(rows) == [
         "latest.pt", "latest_backup.pt",
@@ -80,6 +80,18 @@ def test_table_shows_the_last_validation_of_a_step_without_one_of_its_own(tmp_pa
     (tmp_path / "evaluations.json").write_text('{"20": {"val_loss": 3.5, "val_bpb": 1.25}, "10": {"val_loss": 4}}')
     _, line, _ = checkpoint_table(tmp_path)
     assert line.split()[:6] == ["latest.pt", "25", "2.50", "3.2500", "3.5000", "1.2500"]
+
+
+def test_a_folder_without_checkpoints_names_the_subfolder_with_the_newest_ones(tmp_path):
+    with pytest.raises(UserError, match=f"^no checkpoints in {tmp_path}; try another --checkpoint_dir$"):
+        next(checkpoint_table(tmp_path))
+    for number, name in enumerate(("older", "newer", "empty")):
+        (tmp_path / name).mkdir()
+        if name != "empty":
+            write_checkpoint(tmp_path / name, 10, "latest.pt")
+            os.utime(tmp_path / name / "latest.pt", ns=(0, number))
+    with pytest.raises(UserError, match=f"; try --checkpoint_dir {tmp_path}/newer$"):
+        next(checkpoint_table(tmp_path))
 
 
 def test_an_average_is_the_mean_of_the_newest_rolling_checkpoints(tmp_path, capsys):
