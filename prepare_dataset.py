@@ -577,6 +577,7 @@ def prepare(options: PrepareOptions, out: Path) -> Manifest:
                 forecast(source, manifest, out, tokens)
             write_missing(source, manifest, out, options.num_workers)
             return manifest
+    shutil.rmtree(out / DOWNLOADS, ignore_errors=True)  # left by a kill after the last shard
     print(f"{out}: already complete")
     return manifest
 
@@ -604,8 +605,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not splits["val"]:
         flags += " --eval_freq 0"
     if manifest.tokens < SMALL_TOKENS:
-        name = options.name
-        flags = f"--config quickstart {flags} --checkpoint_dir checkpoints/{name} --logdir logs/{name}"
+        run = shlex.quote(out.absolute().name)
+        flags = f"--config quickstart {flags} --checkpoint_dir checkpoints/{run} --logdir logs/{run}"
     print(
         f"{manifest.counts(manifest.tokens)}\n{counted(splits['val'], 'val shard')} and "
         f"{counted(splits['train'], 'train shard')} in {out} ({time.monotonic() - start_s:.1f} s)\n"

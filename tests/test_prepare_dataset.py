@@ -88,12 +88,13 @@ def test_shards_hold_every_document_after_end_of_text_and_are_not_written_twice(
     check_shards(shards, manifest, manifest["vocab_size"])
     before = {path: path.stat().st_mtime_ns for path in (jsonl / "out").iterdir()}
     capsys.readouterr()
+    (jsonl / "out/.download/file").mkdir(parents=True)  # as after a kill behind the last shard
     prepare("docs.jsonl", "out", "--shard_size", "100")  # --val_tokens is that of the first start
     assert {path: path.stat().st_mtime_ns for path in (jsonl / "out").iterdir()} == before
     complete, read, found, next_command = capsys.readouterr().out.splitlines()
     assert (complete, read) == ("out: already complete", "40 documents, 1,680 tokens")
     assert found.startswith("2 val shards and 16 train shards in out (")
-    folders = "--data_dir out --checkpoint_dir checkpoints/docs --logdir logs/docs"
+    folders = "--data_dir out --checkpoint_dir checkpoints/out --logdir logs/out"
     assert next_command == f"next: python train.py --config quickstart {folders}"
 
 
