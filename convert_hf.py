@@ -398,6 +398,8 @@ def write_folder(checkpoint: dict, folder: Path) -> list[str]:
         temporary.mkdir(parents=True)
         (temporary / "config.json").write_text(json.dumps(stored, indent=2) + "\n")
         save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
+        # As readable as the others: safetensors lets only the owner read it.
+        shutil.copymode(temporary / "config.json", temporary / "model.safetensors")
         if tokenizer:
             about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.context_length}
             about |= dict.fromkeys(("bos_token", "eos_token"), record.document_token)

@@ -4,9 +4,11 @@
 # the run is finished. Flags are passed to train.py.
 set -euo pipefail
 for flag in "$@"; do
-    case $flag in --config* | --checkpoint?dir* | --dry?run* | --eval?only*)
-        echo "error: ${flag%%=*}: quickstart.sh sets it; pass it to train.py instead" >&2
-        exit 2
+    case $flag in
+        -h | --help) sed -n '2,/^set /s/^# //p' "$0"; exit ;;
+        --config* | --checkpoint?dir* | --dry?run* | --eval?only*)
+            echo "error: ${flag%%=*}: quickstart.sh sets it; pass it to train.py instead" >&2
+            exit 2
     esac
 done
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."

@@ -26,7 +26,7 @@ if [ "${1:-}" = --check ]; then
 fi
 
 list=scripts/requirements${1:+-$1}.txt
-[ -f "$list" ] || { echo "error: $list: no such file; expected './setup.sh', './setup.sh test' or './setup.sh --check'" >&2; exit 2; }
+[ -f "$list" ] || { echo "error: found './setup.sh $1', expected './setup.sh', './setup.sh test' or './setup.sh --check'" >&2; exit 2; }
 stamp=.venv/installed-$(cat scripts/requirements.txt "$list" | cksum | cut -d' ' -f1)
 [ -f "$stamp" ] && exit 0
 

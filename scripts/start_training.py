@@ -173,7 +173,9 @@ def train_and_watch(command: list[str], folder: Path, console: Path) -> int:
         print(f"\ntraining has ended with status {training.returncode}; its output: {console}")
         return training.returncode
     print(f"\ntraining continues as process {training.pid}; its output: {console}")
-    print(f"  watch it again   {shlex.join([shown(REPO / 'monitor_training.sh'), str(folder)])}")
+    script = shown(REPO / "monitor_training.sh")
+    script = script if script.startswith("/") else f"./{script}"
+    print(f"  watch it again   {shlex.join([script, str(folder)])}")
     print(f"  stop and save    kill -INT {training.pid}")
     return 0
 

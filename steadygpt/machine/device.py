@@ -63,7 +63,7 @@ def choose_device(name: str) -> torch.device:
             )
         return torch.device("cuda", local_rank)
     if name not in ("cpu", "mps") or (name == "mps" and not torch.backends.mps.is_available()):
-        raise UserError(f"--device {name}: not on this machine; expected auto, cpu, cuda or mps")
+        raise UserError(f"--device {name}: not on this machine; expected auto, cpu, cuda or, on a Mac, mps")
     return torch.device(name)
 
 

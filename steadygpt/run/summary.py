@@ -42,7 +42,9 @@ def summarize(results: Results, saves: Saves, parameters: int, status: str, reas
     if state.best_val_loss is not None:
         steps = [at for at, scores in writer.evaluations.items() if scores.get("val_loss") == state.best_val_loss]
         lines["loss"] += f", best {state.best_val_loss:.4f}{f' at step {steps[0]:,}' if steps else ''}"
-    lines["memory"] = f"peak {bytes_text(peak_memory_bytes(results.ranks.device))} on rank 0{here}"
+    device = results.ranks.device
+    of_all = "" if device.type == "cuda" else ", with Python and PyTorch"
+    lines["memory"] = f"peak {bytes_text(peak_memory_bytes(device))} on rank 0{of_all}{here}"
     if load := load_text(results.log.load.means()):
         lines["load"] = f"{load} on average{here}"
     if (cost := results.cost(elapsed_s)) is not None:

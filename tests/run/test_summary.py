@@ -29,7 +29,7 @@ def test_summary_is_shown_logged_and_in_status_json(workdir, capsys):
         f"{metrics('logs', 'loss')[7]:.4f}, validation {losses[8]:.4f} ({bits[8]:.4f} bits per byte), "
         f"best {losses[best]:.4f} at step {best}"
     )
-    assert re.fullmatch(r"peak [\d.]+ [MG]B on rank 0", found["memory"])
+    assert re.fullmatch(r"peak [\d.]+ [MG]B on rank 0, with Python and PyTorch", found["memory"])
     assert float(found["cost"].replace(",", "")) > 1
     assert re.fullmatch(r"2; they paused training for \d+ ms, \d+\.\d\d% of the time", found["saves"])
     for text in (capsys.readouterr().out, (workdir / "logs/log.txt").read_text()):
