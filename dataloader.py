@@ -399,6 +399,11 @@ def tokenizer_of(sets: Sequence[ShardSet], name: str, saved: TokenizerRecord | N
         record = record or found
         sizes.append(shards.manifest["vocab_size"])
     if record is None:
-        beside = Path(sets[0].folder, TOKENIZER_JSON)
+        beside, characters = (Path(sets[0].folder, file) for file in (TOKENIZER_JSON, "meta.pkl"))
+        if not saved and name == "auto" and characters.exists() and not beside.exists():
+            raise UserError(
+                f"{characters}: the ids are of nanoGPT's own vocabulary of characters, expected a known tokenizer; "
+                "prepare the text again: python prepare_dataset.py --source input.txt --tokenizer bytes"
+            )
         record = saved or record_named(name if name != "auto" else str(beside) if beside.exists() else "gpt2")
     return record, max(sizes, default=0) or vocab_size_of(record)

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import resource
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -354,3 +355,13 @@ def test_a_tokenizer_that_contradicts_the_manifest_is_rejected(tmp_path):
     refused(lambda: open_data(config), "--tokenizer is 'gpt2'", "prepared with 'bytes'", "drop the flag")
     write_data(tmp_path, tokenizer="gpt2")
     refused(lambda: open_data(config), "manifest.json: vocab_size is 257, but the tokenizer 'gpt2' has 50,257")
+
+
+def test_the_characters_of_nanogpt_are_not_taken_for_tokens_of_gpt2(tmp_path):
+    for split in ("train", "val"):
+        np.arange(65, dtype=np.uint16).tofile(tmp_path / f"{split}.bin")
+    config = TrainConfig(data_dir=str(tmp_path), context_length=16)
+    assert open_data(config).tokenizer == "gpt2"
+    (tmp_path / "meta.pkl").write_bytes(b"")  # is never read: a pickle can run code
+    refused(lambda: open_data(config), "meta.pkl: the ids are of nanoGPT's own vocabulary", "--tokenizer bytes")
+    assert open_data(replace(config, tokenizer="bytes")).vocab_size == 257
