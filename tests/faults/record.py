@@ -12,7 +12,8 @@ TABLE = Path(__file__).resolve().parent.parent.parent / "docs" / "RELIABILITY.md
 TEST = re.compile(r"`(test_\w+\.py::test_\w+)`")
 
 outcomes: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
-notes: dict[str, list[str]] = collections.defaultdict(list)
+# test -> noun -> sum over the cases of the test
+counts: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
 started_s = time.monotonic()
 
 
@@ -21,7 +22,7 @@ def pytest_runtest_logreport(report):
     if report.when == "call" or report.outcome != "passed":
         outcomes[test][report.outcome] += 1
     if report.when == "call":
-        notes[test] += [f"{value} {name}" for name, value in report.user_properties]
+        counts[test].update(dict(report.user_properties))
 
 
 def pytest_sessionfinish(session):
@@ -34,7 +35,8 @@ def pytest_sessionfinish(session):
         ran = [test for test in TEST.findall(row) if test in outcomes]
         if row.startswith("|") and ran:
             *cells, _, _ = row.split("|")
-            results = [summary(outcomes[test] for test in ran), *(note for test in ran for note in notes[test])]
+            sums = sum((counts[test] for test in ran), collections.Counter())
+            results = [summary(outcomes[test] for test in ran), *(f"{count:,} {noun}" for noun, count in sums.items())]
             rows[number] = "|".join([*cells, f" {'; '.join(results)} ", ""])
         if row.startswith("Last complete run: ") and complete:
             rows[number] = (

@@ -68,8 +68,9 @@ def kill_repeatedly(least: int, start, where: str, record_property) -> None:
     last = start(*FLAGS, *folders(name), "--resume", "auto")
     assert set(last.wait()) == {0}, last.text()
     assert_equals_reference(name)
-    record_property(f"of {kills} kills on {where} were within a save", within_saves)
-    record_property("resumes have repeated steps bit for bit", repeated)
+    record_property(f"kills on {where}", kills)
+    record_property(f"kills on {where} within a save", within_saves)
+    record_property("resumes that repeated steps bit for bit", repeated)
 
 
 @pytest.mark.parametrize("recipe", [(), pytest.param(MODERN, marks=pytest.mark.storm)], ids=["gpt2", "modern"])
@@ -272,4 +273,4 @@ def test_a_power_cut_loses_no_reported_save(short_run, record_property):
                 states += 1
     assert reported == len(saves) == 6
     assert states > 1000
-    record_property("states of the disk", f"{states:,}")
+    record_property("states of the disk", states)
