@@ -549,7 +549,6 @@ def write_missing(source: Source, manifest: Manifest, out: Path, num_workers: in
         workers = num_workers or (1 if source.holds_ids else usable_cores())
         encoded = stack.enter_context(closing(map_in_order(manifest.encoder(out), batches, workers)))
         write_shards(show_progress(encoded, stack.enter_context(bar), source), out, manifest, source.release)
-        shutil.rmtree(out / DOWNLOADS, ignore_errors=True)
 
 
 def prepare(options: PrepareOptions, out: Path) -> Manifest:
@@ -577,7 +576,6 @@ def prepare(options: PrepareOptions, out: Path) -> Manifest:
                 forecast(source, manifest, out, tokens)
             write_missing(source, manifest, out, options.num_workers)
             return manifest
-    shutil.rmtree(out / DOWNLOADS, ignore_errors=True)  # left by a kill after the last shard
     print(f"{out}: already complete")
     return manifest
 
@@ -591,6 +589,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = Path(options.out)
     try:
         manifest = prepare(options, out)
+        shutil.rmtree(out / DOWNLOADS, ignore_errors=True)  # those of a start that was killed after its last shard too
     except OSError as error:  # a full disk and the like
         where = Path(error.filename or out)
         raise UserError(

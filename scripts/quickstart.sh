@@ -13,20 +13,17 @@ for flag in "$@"; do
 done
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 
-# By default, waiting threads spin, which slows training down several times while other programs run.
-export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
-
 scripts/setup.sh
-python=.venv/bin/python
+. scripts/nproc.sh
 
 echo; echo "== 1/4  data: the Python standard library, as bytes"
-$python prepare_dataset.py --source stdlib --tokenizer bytes --out data/stdlib | sed '/^next:/d'  # the next step follows
+python prepare_dataset.py --source stdlib --tokenizer bytes --out data/stdlib | sed '/^next:/d'  # the next step follows
 echo; echo "== 2/4  training (Ctrl-C stops and saves; run this script again to resume)"
 start=(--config quickstart --resume auto)
 if [ -e checkpoints/quickstart/latest.pt ]; then  # keep the options of the run, which may have been extended
     start=(--resume latest --checkpoint_dir checkpoints/quickstart)
 fi
-$python train.py "${start[@]}" "$@"
+python train.py "${start[@]}" "$@"
 if ! grep -q '"status": "finished"' checkpoints/quickstart/status.json; then
     echo; echo "stopped and saved; run ./scripts/quickstart.sh again to resume"
     exit 0
@@ -34,7 +31,7 @@ fi
 echo; echo "== 3/4  checkpoints"
 ./list_checkpoints.sh checkpoints/quickstart
 echo; echo "== 4/4  a sample: the model completes the first lines of a class"
-$python generate.py best --checkpoint_dir checkpoints/quickstart --max_tokens 400 --temperature 0.7 \
+python generate.py best --checkpoint_dir checkpoints/quickstart --max_tokens 400 --temperature 0.7 \
     --prompt $'class Queue:\n    """A queue."""\n\n    def __init__(self'
 
 cat <<'END'
