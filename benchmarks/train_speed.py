@@ -133,6 +133,8 @@ def gemm_flops(device: torch.device, precision: str, seconds: float = 1.0) -> fl
     For fp8 it is measured in bf16.
     """
     n = 8192 if device.type == "cuda" else 2048
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32, as in training
     a, b = torch.randn(2, n, n, device=device, dtype=torch.float32 if precision == "fp32" else torch.bfloat16)
     times: list[float] = []
     while sum(times) < seconds:

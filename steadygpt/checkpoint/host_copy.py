@@ -90,6 +90,8 @@ class HostCopy:
         if self.stream:
             self.stream.wait_stream(torch.cuda.current_stream())  # for the tensors that were gathered
             copied = self.stream.record_event()
+            if reshard:  # the next step waits for the gathered tensors anyway; so the pause is measured
+                copied.synchronize()
         if not ranks.is_main:
             return {"model": {}, "optimizer": {}}, None
         groups = [group | {"params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]

@@ -3,6 +3,7 @@
 import ctypes
 import math
 import os
+import platform
 import resource
 import sys
 import time
@@ -238,9 +239,10 @@ def use_expandable_segments() -> None:
 
     With segments of fixed size, an evaluation, whose tensors have other sizes than a step's, leaves fragments: a run
     that fits at first runs out of memory later. The allocator reads the variable when the first tensor is allocated.
+    In WSL 2 that allocation can fail (pytorch issue 192330), so segments keep their size there.
     """
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch 2.9 reads the older name only
-    if not any(name in os.environ for name in names):
+    if "microsoft" not in platform.release().lower() and not any(name in os.environ for name in names):
         os.environ |= dict.fromkeys(names, "expandable_segments:True")
 
 

@@ -221,6 +221,7 @@ def step_fits(config: "TrainConfig", rows: int, ranks: Ranks, sketch: "GPT") -> 
             torch._dynamo.reset()  # or the next number of rows is compiled for any number of rows
         gc.collect()
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(ranks.device)  # the log reports the peak of the run
 
 
 def take_step(config: "TrainConfig", rows: int, device: torch.device, sketch: "GPT") -> None:

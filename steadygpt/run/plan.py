@@ -20,7 +20,7 @@ from steadygpt.checkpoint.saves import interval_text
 from steadygpt.data.order import BLOCK_ROWS
 from steadygpt.machine.attention import kernel_name
 from steadygpt.machine.device import AUTOCAST, choose_precision, device_name, memory_bytes
-from steadygpt.machine.host import check_compiler
+from steadygpt.machine.host import available_memory_bytes, check_compiler
 from steadygpt.machine.ranks import Ranks
 from steadygpt.run.forecast import forecast
 from steadygpt.run.memory import checkpoint_bytes, estimate_memory, with_fitting_rows
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from model import GPT
     from steadygpt.config import TrainConfig
 
+FEWER_ROWS = "--mini_batch_size auto or a smaller model"
 MANY_EPOCHS = 4  # up to which repeated text is worth about as much as new text (Muennighoff et al. 2023)
 
 
@@ -61,12 +62,12 @@ class Plan:
         dtype = AUTOCAST.get(config.precision, torch.float32)
         kernel = kernel_name((1, config.num_heads, T, sketch.config.head_size), dtype, ranks.device, config.dropout)
 
-        def uses(memory: dict[str, float], where: str, available: int = 0) -> str:
+        def uses(memory: dict[str, float], where: str, available: int, instead: str) -> str:
             total = sum(memory.values())
             parts = [f"{what} {bytes_text(size)}" for what, size in memory.items() if size >= 0.005 * total]
             text = ", ".join(parts) if len(parts) > 1 else parts[0].removesuffix(f" {bytes_text(total)}")
-            advice = f" -- NOT ENOUGH: {bytes_text(available)} available; try --mini_batch_size auto or a smaller model"
-            return f"about {bytes_text(total)} {where}: {text}{advice * (0 < available < total)}"
+            advice = f" -- NOT ENOUGH: {bytes_text(available)} available; try {instead}"
+            return f"about {bytes_text(total)} {where}: {text}{advice * (available < total)}"
 
         length = f"; {epochs:{',.2f' if epochs >= 0.1 else '.1g'}} epochs" * bool(epochs)
         if per_epoch := schedule.steps_per_epoch or schedule.rows_per_epoch / schedule.rows_per_step:
@@ -85,8 +86,8 @@ class Plan:
              f"{counted(micro_steps, 'micro-step')}){length}; warm-up {counted(schedule.warmup_steps, 'step')}"),
             ("device", f"{world_size} x {device_name(ranks.device)}, {config.precision}{emulated}{sharding}"
              f"{f', attention by {kernel}' * bool(kernel)}"),
-            ("memory", uses(memory, "per rank", memory_bytes(ranks.device))),
-            ("host memory", uses(host, "on rank 0")),
+            ("memory", uses(memory, "per rank", memory_bytes(ranks.device), FEWER_ROWS)),
+            ("host memory", uses(host, "on rank 0", available_memory_bytes(), "a smaller model or a larger host")),
             ("checkpoints", _checkpoints_text(config, checkpoint, math.ceil(epochs), not data.sources)),
             ("mirror", config.mirror),
             ("saves", interval_text(60 * config.checkpoint_minutes, checkpoint) if config.checkpoint_minutes else ""),
@@ -245,6 +246,8 @@ def set_up(config: "TrainConfig", device: torch.device) -> None:
     if device.type == "cuda" and precision == "fp32":  # else HellaSwag's close calls would be scored in TF32 too
         torch.set_float32_matmul_precision("high")
     if config.deterministic:
+        if config.compiles(device.type):  # else each process times a GPU's kernels, and the fastest one may differ
+            torch._inductor.config.deterministic = True
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)  # without warn_only, which leaves attention as it is
         # Every tensor is written before it is read.

@@ -1,6 +1,7 @@
 """Choice of the device, precision, peak throughput, process age, and evaluation mode."""
 
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -112,12 +113,14 @@ def test_tf32_is_for_training_in_fp32_only(monkeypatch):
 
 
 def test_deterministic_chooses_deterministic_attention(monkeypatch):
-    """With warn_only, PyTorch keeps the kernels that are not deterministic."""
+    """With warn_only, PyTorch keeps the kernels that are not deterministic. Inductor has a switch of its own."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    monkeypatch.setattr(torch._inductor.config, "deterministic", False)
     try:
-        set_up(TrainConfig(deterministic=True), torch.device("cpu"))
+        set_up(TrainConfig(deterministic=True, compile="on"), torch.device("cpu"))
+        assert torch._inductor.config.deterministic
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
         assert not torch.utils.deterministic.fill_uninitialized_memory
@@ -234,6 +237,10 @@ def test_segments_of_gpu_memory_may_grow_unless_the_user_decides(monkeypatch):
         device.use_expandable_segments()
         expected = {own: "backend:cudaMallocAsync"} if own else dict.fromkeys(names, "expandable_segments:True")
         assert os.environ == expected
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(platform, "release", lambda: "6.6.87.2-microsoft-standard-WSL2")
+    device.use_expandable_segments()
+    assert not os.environ
 
 
 @pytest.mark.parametrize(("backend", "version", "expected"), [

@@ -151,11 +151,15 @@ def test_plan_of_checkpoints_that_do_not_fit_on_the_disk_names_the_flag(workdir,
 @pytest.mark.parametrize("available", [10**5, 10**9])
 def test_plan_says_if_memory_is_short(workdir, monkeypatch, capsys, available):
     monkeypatch.setattr("steadygpt.run.plan.memory_bytes", lambda device: available)
+    monkeypatch.setattr("steadygpt.run.plan.available_memory_bytes", lambda: available)
     run_here("--dry_run")
-    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("memory ")]
-    assert (" -- NOT ENOUGH: 100 kB available; try --mini_batch_size auto or a smaller model" in line) == (
-        available < 10**6
-    )
+    lines = capsys.readouterr().out.splitlines()
+    for label, advice in (
+        ("memory ", "--mini_batch_size auto or a smaller model"),
+        ("host memory ", "a smaller model"),
+    ):
+        [line] = [line for line in lines if line.startswith(label)]
+        assert (f" -- NOT ENOUGH: 100 kB available; try {advice}" in line) == (available < 10**6)
 
 
 def test_out_of_memory_is_one_line_with_flags_that_fit(workdir, monkeypatch):
@@ -239,7 +243,8 @@ def test_a_step_is_tried_out_on_a_gpu_and_halved_after_a_lack_of_memory(monkeypa
     monkeypatch.setattr(estimates, "memory_bytes", lambda device: 10_000_000)
     monkeypatch.setattr(estimates, "device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _: fractions.append(share))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    for name in ("empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     gpu, config = Ranks(SimpleNamespace(type="cuda")), dataclasses.replace(AUTO, **flags)
     if room:
         found, line = with_fitting_rows(config, SKETCH, gpu)
