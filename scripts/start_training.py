@@ -145,9 +145,11 @@ def train_and_watch(command: list[str], folder: Path, console: Path) -> int:
     The monitor opens when the first step is done. Ctrl-C and leaving the monitor do not stop training.
     """
 
+    of_run_before = read_status(folder)  # "running" if that was killed
+
     def is_starting() -> bool:
         status = read_status(folder)
-        return status.get("status") != "running" or status.get("doing") == "starting"
+        return status == of_run_before or status.get("status") != "running" or status.get("doing") == "starting"
 
     def show_output() -> None:
         print(printed.read().decode(errors="replace"), end="", flush=True)

@@ -201,6 +201,14 @@ def test_training_that_dies_at_its_start_shows_its_last_lines_and_no_monitor(wor
     assert "training has ended with status 1" in shown and "of an earlier start" not in shown
 
 
+def test_the_status_of_a_killed_run_does_not_open_the_monitor(workdir, monkeypatch, capsys):
+    monkeypatch.setattr(start_training, "MONITOR", workdir / "missing.py")
+    Path("status.json").write_text('{"status": "running", "doing": "training"}')
+    dies = [sys.executable, "-c", "import time; time.sleep(1); exit('error: no data')"]
+    assert start_training.train_and_watch(dies, workdir, Path("console.txt")) == 1
+    assert "error: no data" in capsys.readouterr().out
+
+
 def test_ctrl_c_in_the_monitor_ends_the_monitor_only(workdir, monkeypatch, capsys):
     """The terminal sends it to this process and to the monitor."""
     monitor = Path("monitor.py")

@@ -275,6 +275,7 @@ def run_cli(main: Callable[[], int | None]) -> None:
     """
     try:
         status = main() or 0
+        sys.stdout.flush()  # here, because the last lines may find the pipe closed
     except UserError as error:
         status = 2
         if os.environ.get("LOCAL_RANK", "0") == "0" or isinstance(error, RankError):

@@ -11,6 +11,7 @@ A file is torch.save of plain types and tensors, the same for any topology that 
 
 import dataclasses
 import json
+import os
 import pickle
 import re
 import subprocess
@@ -120,6 +121,17 @@ def checkpoint_files(folder: Path) -> list[Path]:
     rolling, epochs = newest_first(folder, "rolling_step_*.pt"), newest_first(folder, "epoch_*.pt")
     files = [folder / LATEST, folder / BACKUP, *rolling, *epochs, folder / STABLE, folder / BEST]
     return [file for file in files if file.exists()]
+
+
+def newest_ns(folder: Path) -> int:
+    """Return when the newest checkpoint of a folder was written, in nanoseconds since 1970, or 0 if there is none."""
+    return max((file.stat().st_mtime_ns for file in checkpoint_files(folder)), default=0)
+
+
+def make_newest(file: Path, folder: Path) -> None:
+    """Date a file after all checkpoints of a folder, if the clock was set back: older ones are deleted first."""
+    if file.stat().st_mtime_ns <= (newest := newest_ns(folder)):
+        os.utime(file, ns=(newest + 1, newest + 1))
 
 
 def no_checkpoints(folder: Path) -> UserError:

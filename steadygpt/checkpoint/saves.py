@@ -23,6 +23,7 @@ from steadygpt.checkpoint.files import (
     EVALUATIONS,
     LATEST,
     Captured,
+    make_newest,
     newest_first,
     read_checkpoint,
     read_evaluations,
@@ -144,6 +145,7 @@ class Saves:
         start_s, told = time.monotonic(), False
         while self.ranks.any(uploads is not None and uploads.is_busy()) and not self.ranks.any(is_stopped()):
             time.sleep(0.1)
+            self.log.beat()
             if not told and time.monotonic() - start_s > 1:
                 told = True
                 self.log.say("waiting for uploads; Ctrl-C skips them. All checkpoints are in the local folder")
@@ -180,6 +182,7 @@ def clean_folder(folder: Path, resumed_from: Path | None) -> None:
         return
     link_file(resumed_from, adopted)  # first, because it may be the backup
     os.utime(adopted)  # the choice is newer than any checkpoint in a mirror
+    make_newest(adopted, folder)
     with suppress(UserError):
         read_checkpoint(latest)  # raises if latest.pt is corrupt
         link_file(latest, folder / BACKUP)
@@ -297,6 +300,7 @@ class CheckpointWriter:
         latest = self.folder / LATEST
         temporary = write_temporary(latest, lambda file: torch.save(checkpoint, file), cached=False)
         try:
+            make_newest(temporary, self.folder)
             for name in tiers:
                 link_file(temporary, self.folder / name)
             # The user may have moved latest.pt.

@@ -65,6 +65,7 @@ def checkpoint_table(folder: Path, verbose: bool = False) -> Iterator[str]:
     if not files:
         raise no_checkpoints(folder)
     described: dict[int, tuple[dict, str]] = {}  # by inode, so that a file with several names is read once
+    intact, names = [], 0
     try:
         evaluations = read_evaluations(folder)
     except UserError as error:
@@ -73,14 +74,18 @@ def checkpoint_table(folder: Path, verbose: bool = False) -> Iterator[str]:
     sets = further_sets(evaluations)
     yield table_head(sets)
     for file in files:
-        stat = file.stat()
+        try:
+            stat = file.stat()
+        except FileNotFoundError:  # training has deleted it while others were read
+            continue
+        names += 1
         if stat.st_ino not in described:
             described[stat.st_ino] = _describe(file, evaluations)
+            intact += [file] * (described[stat.st_ino][1] == "intact")
         about, state = described[stat.st_ino]
         yield table_row(file.name, about, sets, stat.st_size, stat.st_mtime, state)
-    yield f"{counted(len(files), 'name')} of {counted(len(described), 'file')} in {folder}"
-    intact = [file for file in files if described.pop(file.stat().st_ino, ({}, ""))[1] == "intact"] if verbose else []
-    for file in intact:  # one for each file, under its first name
+    yield f"{counted(names, 'name')} of {counted(len(described), 'file')} in {folder}"
+    for file in intact if verbose else []:
         yield ""
         yield from details(file)
 

@@ -116,13 +116,14 @@ def cut_table(file: BinaryIO, text_field: str, start: Position, size: int) -> It
     for group in range(table.num_row_groups):
         metadata = table.metadata.row_group(group)
         begin, end = end, end + metadata.num_rows
-        if end <= start.row:
+        if end <= max(begin, start.row):
             continue
         columns = (metadata.column(i) for i in range(metadata.num_columns))
-        text_bytes = sum(c.total_uncompressed_size for c in columns if c.path_in_schema.partition(".")[0] == text_field)
+        sizes = [(f"{column.path_in_schema}.", column.total_uncompressed_size) for column in columns]
+        text_bytes = sum(size for path, size in sizes if path.startswith(f"{text_field}."))
         row = max(begin, start.row)
         values = _column(table, group, text_field, row - begin)
-        step = -(-metadata.num_rows // -(-text_bytes // TABLE_BYTES or 1)) if is_here else ROWS_AT_ONCE
+        step = -(-metadata.num_rows // max(1, -(-text_bytes // TABLE_BYTES))) if is_here else ROWS_AT_ONCE
         for first in range(row, end, step):
             count = min(step, end - first)
             data = Rows(file.name, group, first - begin, count) if is_here else list(islice(values, count))

@@ -3,6 +3,7 @@
 import ctypes
 import math
 import os
+import re
 import signal
 import socket
 import sys
@@ -151,14 +152,18 @@ class StopSignal:
 
     @classmethod
     def raise_until_listen(cls) -> None:
-        """Let the same signals raise Interrupted until listen(); a second one ends the process at once."""
+        """Let the same signals raise Interrupted until listen(); a second one ends the process at once.
+
+        Those that the process was told to ignore stay ignored: multinode.sh does that to SIGUSR1.
+        """
 
         def interrupt(number: int, _: object) -> None:
             signal.signal(number, signal.SIG_DFL)
             raise Interrupted(number)
 
         for name in cls.SIGNALS[1:]:  # SIGINT already raises a KeyboardInterrupt
-            handle(name, interrupt)
+            if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN:
+                handle(name, interrupt)
 
     def _ask(self, number: int) -> None:
         self.asked = self.asked or number  # under torchrun a terminal's Ctrl-C arrives twice
@@ -228,5 +233,6 @@ def end_with_torchrun() -> None:
         return
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
-    if os.getppid() == 1 and b"torch" not in Path("/proc/1/cmdline").read_bytes():
+    # In a container, the launcher may be process 1.
+    if os.getppid() == 1 and not re.search(rb"torch|accelerate", Path("/proc/1/cmdline").read_bytes()):
         raise UserError("torchrun has exited; start it again")

@@ -21,8 +21,8 @@ from steadygpt.checkpoint.files import (
     NAMED,
     Found,
     check_folder,
-    checkpoint_files,
     find_checkpoint,
+    newest_ns,
     no_checkpoints,
     read_checkpoint,
 )
@@ -143,9 +143,8 @@ def check_other_machines(folder: Path, ranks: Ranks) -> None:
 
     Raises: UserError on every rank.
     """
-    newest_ns = max((file.stat().st_mtime_ns for file in checkpoint_files(folder)), default=0)
     inode = folder.stat().st_ino if folder.is_dir() else 0  # the same on every machine that shares the folder
-    main, *others = ranks.gather((newest_ns, inode, f"{socket.gethostname()}:{folder.absolute()}"))
+    main, *others = ranks.gather((newest_ns(folder), inode, f"{socket.gethostname()}:{folder.absolute()}"))
     for other_ns, other_inode, place in others:
         if other_ns > main[0] and other_inode != main[1]:
             raise UserError(

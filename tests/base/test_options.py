@@ -38,6 +38,14 @@ def test_command_ends_with_its_exit_status_and_at_most_one_line(body, status, st
     assert run(program, **environment) == (status, "printed\n", stderr)
 
 
+def test_a_pipe_that_closes_before_the_last_lines_is_no_error():
+    program = "from steadygpt.base.options import *\nrun_cli(lambda: time.sleep(0.5) or print('late'))"
+    words = [sys.executable, "-c", program]
+    command = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPO)
+    command.stdout.close()
+    assert (command.wait(30), command.stderr.read()) == (0, "")
+
+
 @dataclass(frozen=True)
 class Watch:
     folder: str = option("here", "", positional=True)

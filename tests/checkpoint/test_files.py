@@ -75,6 +75,17 @@ def test_table_lists_each_file_in_the_documented_order_and_marks_corrupt_ones(tm
     assert last.startswith("10 names of 5 files")
 
 
+def test_table_skips_what_training_deletes_meanwhile(tmp_path):
+    for step in (10, 20):
+        write_checkpoint(tmp_path, step, f"rolling_step_{step:06d}.pt")
+    table = checkpoint_table(tmp_path)
+    lines = [next(table), next(table)]
+    (tmp_path / "rolling_step_000010.pt").unlink()
+    lines += table
+    assert [line.split()[0] for line in lines[1:3]] == ["rolling_step_000020.pt", "1"]
+    assert lines[2].startswith("1 name of 1 file")
+
+
 def test_table_shows_the_last_validation_of_a_step_without_one_of_its_own(tmp_path):
     torch.save(content(25, val_loss=3.5), tmp_path / "latest.pt")
     (tmp_path / "evaluations.json").write_text('{"20": {"val_loss": 3.5, "val_bpb": 1.25}, "10": {"val_loss": 4}}')

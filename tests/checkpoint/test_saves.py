@@ -116,6 +116,13 @@ def test_timed_save_does_not_wait_for_a_slow_save_but_the_last_one_does_with_sig
     run.log.beat.assert_called()
 
 
+def test_a_wait_for_uploads_gives_signs_of_life(run):
+    busy = iter([True, True, False])
+    run.saves.writer.uploads = SimpleNamespace(is_busy=lambda: next(busy))
+    run.saves._wait_for_uploads(lambda: False)
+    assert run.log.beat.call_count == 2
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # the disk and the file system
 
@@ -183,6 +190,17 @@ def test_rolling_checkpoints_are_deleted_by_age_not_by_step(workdir):
     older = ("--resume", "checkpoints/rolling_step_000006.pt", "--keep_checkpoints", "1")
     run_here(*older, "--checkpoint_freq", "1", "--max_steps", "7")
     assert [path.name for path in Path("checkpoints").glob("rolling_*")] == ["rolling_step_000007.pt"]
+
+
+def test_a_clock_that_was_set_back_deletes_no_newer_checkpoint(tmp_path):
+    writer = CheckpointWriter(tmp_path, Mock(), keep=2)
+    for step in (10, 20, 30):
+        for path in tmp_path.glob("*.pt"):
+            os.utime(path, ns=(0, path.stat().st_mtime_ns + 10**13))  # the clock is now hours behind these
+        writer.save(Captured(content(step)), [f"rolling_step_{step:06d}.pt"])
+        writer.wait()
+    writer.close()
+    assert names(tmp_path) == ["latest.pt", "latest_backup.pt", "rolling_step_000020.pt", "rolling_step_000030.pt"]
 
 
 def test_nearly_full_disk_is_an_alert_before_a_save_fails(workdir, monkeypatch, capsys):

@@ -133,3 +133,14 @@ def test_invalid_utf8_in_parquet_is_read_as_in_other_files(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
     found = documents(Source("files", [tmp_path / "a.parquet"]), Position())
     assert [text for _, _, text in found] == ["good", "bad \udcff", "None"]
+
+
+@pytest.mark.parametrize("field", ["text", "data.text"])
+def test_empty_row_groups_and_columns_with_a_dot_are_read(field, tmp_path):
+    halves = [pyarrow.table({field: pyarrow.array(texts, pyarrow.string())}) for texts in (["a"], [], ["b", "c"], [])]
+    with pyarrow.parquet.ParquetWriter(tmp_path / "a.parquet", halves[0].schema) as writer:
+        for half in halves:
+            writer.write_table(half)
+    found = list(Source("files", [tmp_path / "a.parquet"]).chunks(field, Position()))
+    assert [text for chunk in found for _, text, _ in read_documents(chunk, field)] == ["a", "b", "c"]
+    assert all(chunk.num_bytes > 0 for chunk in found)

@@ -2,6 +2,7 @@
 
 import math
 import os
+import signal
 import time
 from types import SimpleNamespace
 
@@ -46,6 +47,23 @@ def batch(rank: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # leaving
+
+
+def test_an_ignored_signal_stays_ignored_until_a_run_listens():
+    """multinode.sh ignores SIGUSR1, which slurm.sh sends again and again until the run stops and saves."""
+    found = {number: signal.getsignal(number) for number in map(signal.Signals.__getitem__, StopSignal.SIGNALS)}
+    try:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        StopSignal.raise_until_listen()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        stop = StopSignal(Ranks(torch.device("cpu")), 0)
+        stop.listen()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        with pytest.raises(Stopped, match="SIGUSR1"):
+            stop.check()
+    finally:
+        for number, handler in found.items():
+            signal.signal(number, handler)
 
 
 def test_an_exception_does_not_wait_for_the_other_ranks(monkeypatch):
