@@ -66,13 +66,13 @@ class Store:
             found = find(self.path, detail=True).values()
             return [info if info.get("size") is not None else self.fs.info(info["name"]) for info in found]
 
-        infos = [info for info in self.service.persistently(self.url, ask) if info["type"] == "file"]
-        files = [self.file(self.fs.unstrip_protocol(i["name"]), i["size"], version_of(i)) for i in infos]
+        files = []
+        for info in self.service.persistently(self.url, ask):
+            if info["type"] == "file":
+                url, version = self.fs.unstrip_protocol(info["name"]), version_of(info)  # "" if the store has none
+                request = partial(self._request, url, version)
+                files.append(RemoteFile(url, url, info["size"], self.service, request, version))
         return sorted(files, key=lambda file: PurePosixPath(file.path))
-
-    def file(self, url: str, size: int, version: str) -> RemoteFile:
-        """Return a file of the store; `version` is "" if the store has none."""
-        return RemoteFile(url, url, size, self.service, partial(self._request, url, version), version)
 
     def _request(self, url: str, version: str, start: int, end: int) -> Iterator[bytes]:
         """Request the bytes [start, end) of a file, and check that it has not changed."""

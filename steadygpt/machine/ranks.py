@@ -26,11 +26,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among world_size processes; local_rank counts within the machine."""
+    """This process among world_size processes."""
 
     device: torch.device
     rank: int = 0
-    local_rank: int = 0
     world_size: int = 1
 
     @property
@@ -205,7 +204,6 @@ def joined(device_name: str, timeout_minutes: float = 30):
     ranks = Ranks(
         device=choose_device(device_name),
         rank=int(os.environ.get("RANK", "0")),
-        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         world_size=world_size,
     )
     if ranks.device.type == "cuda":
