@@ -460,37 +460,52 @@ def markdown(study: Study) -> str:
 
 
 def final_rows(study: Study) -> Iterator[tuple[str, ...]]:
-    """Yield the final losses of the references, with the recipe beside them, and of each length of the recipe."""
+    """Yield the losses of the references after each third, the recipe beside them, and its own final losses."""
     seconds = study.seconds()
-    for (side, changes, steps), runs in groupby(study.finals(), lambda run: (run.side, run.changes, run.steps)):
-        losses = [loss for loss in map(study.loss, runs) if loss is not None]
-        title = f"{SIDES[side]}{Run('', side, changes, steps).settings()}, {steps:,} steps, seeds: {len(losses)}"
-        if side == "modern" or math.inf in losses:
-            if losses:
-                yield title, spread(losses), "", ""
-        elif losses:
-            shares = recipe_shares(study, losses)
+    for (side, changes, steps), group in groupby(study.finals(), lambda run: (run.side, run.changes, run.steps)):
+        runs = [run for run in group if study.loss(run) is not None]
+        name = f"{SIDES[side]}{Run('', side, changes, steps).settings()}"
+        title = f"{name}, {{}}{steps:,} steps, seeds: {len(runs)}".format
+        final = [study.losses(run)[steps] for run in runs]
+        if side == "modern" or math.inf in final:
+            if runs:
+                yield title(""), spread(final), "", ""
+        elif runs:
             slower = statistics.median(ratios(seconds, "modern", side)) if side in seconds else None
-            times = [share * slower for share in shares] if slower else []
-            yield title, spread(losses), spread(shares, 2), spread(times, 2)
+            for end in (steps // 3, 2 * steps // 3, steps):
+                losses = [float(np.interp(end, *zip(*study.losses(run).items(), strict=True))) for run in runs]
+                shares = recipe_shares(study, losses, end)
+                times = [share * slower for share in shares] if slower else []
+                of = f"{end:,} of " if end < steps else ""
+                yield title(of), spread(losses), spread(shares, 2), spread(times, 2)
 
 
-def recipe_shares(study: Study, losses: Sequence[float]) -> list[float]:
-    """Return for each seed the share of a reference's steps in which the recipe reaches their mean loss.
+def recipe_shares(study: Study, losses: Sequence[float], steps: int) -> list[float]:
+    """Return for each seed the share of a reference's first `steps` in which the recipe reaches their mean loss.
 
-    Takes the losses of the recipe's runs of all lengths.
+    Takes the recipe's runs of all lengths; within a run of the reference, whose learning rate has not come down yet,
+    only those of the same length.
     """
-    recipe: dict[int, list[tuple[int, float]]] = {seed: [] for seed in SEEDS}
+    reached: dict[int, list[float]] = {seed: [] for seed in SEEDS}
     for run in study.finals():
-        if run.side == "modern" and study.loss(run) is not None:
-            recipe[run.seed] += study.losses(run).items()
-    mean = statistics.mean(losses)
-    return [steps_to(points, mean) / study.scale.steps for points in recipe.values() if points]
+        is_fair = study.scale.steps in (steps, run.steps)
+        if run.side == "modern" and is_fair and study.loss(run) is not None:
+            reached[run.seed].append(steps_to(study.losses(run), statistics.mean(losses)))
+    return [min(found) / steps for found in reached.values() if found]
 
 
-def steps_to(points: Sequence[tuple[int, float]], loss: float) -> float:
-    """Return the fewest steps after which the loss was at most this; inf if it never was."""
-    return min((step for step, found in points if found <= loss), default=math.inf)
+def steps_to(curve: Mapping[int, float], loss: float) -> float:
+    """Return after how many steps a curve, interpolated between its points, reached a loss; inf if it never did.
+
+    Args:
+        curve: step -> loss, in the order of the steps.
+    """
+    at, above = 0, math.nan  # nothing is known before the first point
+    for step, found in curve.items():
+        if found <= loss:
+            return step if math.isnan(above) else at + (step - at) * (above - loss) / (above - found)
+        at, above = step, found
+    return math.inf
 
 
 def sweep_rows(study: Study) -> Iterator[tuple[str, ...]]:
@@ -590,7 +605,7 @@ def mark_savings(axes: "Axes", study: Study, per_step: float, slower: float, nou
         slower: tokens or minutes per step of the recipe, divided by those of GPT-2.
     """
     losses = [loss for run in study.finals() if run.side == "gpt2" and (loss := study.loss(run)) is not None]
-    shares = recipe_shares(study, losses) if losses and math.inf not in losses else []
+    shares = recipe_shares(study, losses, study.scale.steps) if losses and math.inf not in losses else []
     share = statistics.mean(shares) * slower if shares else math.inf
     if share < 1:
         loss, end = statistics.mean(losses), study.scale.steps * per_step
