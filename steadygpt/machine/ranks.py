@@ -161,8 +161,9 @@ class StopSignal:
             raise Interrupted(number)
 
         for name in cls.SIGNALS[1:]:  # SIGINT already raises a KeyboardInterrupt
-            if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN:
-                handle(name, interrupt)
+            number = signal.Signals[name]
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, interrupt)
 
     def _ask(self, number: int) -> None:
         self.asked = self.asked or number  # under torchrun a terminal's Ctrl-C arrives twice
