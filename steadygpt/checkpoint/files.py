@@ -125,7 +125,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 def newest_ns(folder: Path) -> int:
     """Return when the newest checkpoint of a folder was written, in nanoseconds since 1970, or 0 if there is none."""
-    return max((file.stat().st_mtime_ns for file in checkpoint_files(folder)), default=0)
+    return max(map(_written_ns, checkpoint_files(folder)), default=0)
 
 
 def make_newest(file: Path, folder: Path) -> None:
@@ -137,7 +137,7 @@ def make_newest(file: Path, folder: Path) -> None:
 def no_checkpoints(folder: Path) -> UserError:
     """Return the error of a folder without checkpoints, which names the subfolder that has the newest ones."""
     there = [file for subfolder in folder.glob("*/") for file in checkpoint_files(subfolder)]
-    newest = max(there, key=lambda file: file.stat().st_mtime_ns, default=None)
+    newest = max(there, key=_written_ns, default=None)
     hint = f"--checkpoint_dir {newest.parent}" if newest else "another --checkpoint_dir"
     return UserError(f"no checkpoints in {folder}; try {hint}")
 
@@ -214,10 +214,14 @@ def intact_checkpoints(files: Iterable[Path]) -> Iterator[tuple[Path, dict]]:
 
 def newest_first(folder: Path, pattern: str) -> list[Path]:
     # By time, not by step: after a resume from an older checkpoint, higher steps can be in older files.
-    def written(file: Path) -> tuple[int, str]:
-        return (file.stat().st_mtime_ns if file.exists() else 0), file.name
+    return sorted(folder.glob(pattern), key=lambda file: (_written_ns(file), file.name), reverse=True)
 
-    return sorted(folder.glob(pattern), key=written, reverse=True)
+
+def _written_ns(file: Path) -> int:
+    try:
+        return file.stat().st_mtime_ns
+    except FileNotFoundError:  # another process has deleted it since the folder was listed
+        return 0
 
 
 def read_checkpoint(path: Path) -> dict:

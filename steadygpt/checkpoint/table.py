@@ -65,7 +65,8 @@ def checkpoint_table(folder: Path, verbose: bool = False) -> Iterator[str]:
     if not files:
         raise no_checkpoints(folder)
     described: dict[int, tuple[dict, str]] = {}  # by inode, so that a file with several names is read once
-    intact, names = [], 0
+    further: list[str] = []
+    names = 0
     try:
         evaluations = read_evaluations(folder)
     except UserError as error:
@@ -80,22 +81,16 @@ def checkpoint_table(folder: Path, verbose: bool = False) -> Iterator[str]:
             continue
         names += 1
         if stat.st_ino not in described:
-            described[stat.st_ino] = _describe(file, evaluations)
-            intact += [file] * (described[stat.st_ino][1] == "intact")
+            try:
+                checkpoint = read_checkpoint(file)
+                described[stat.st_ino] = validated(summary(checkpoint), evaluations), "intact"
+                further += ["", str(file), *details(checkpoint)] if verbose else []
+            except UserError as error:
+                described[stat.st_ino] = {}, str(error).removeprefix(f"{file}: ")
         about, state = described[stat.st_ino]
         yield table_row(file.name, about, sets, stat.st_size, stat.st_mtime, state)
     yield f"{counted(names, 'name')} of {counted(len(described), 'file')} in {folder}"
-    for file in intact if verbose else []:
-        yield ""
-        yield from details(file)
-
-
-def _describe(file: Path, evaluations: dict[int, dict]) -> tuple[dict, str]:
-    """Return summary() and the state of a checkpoint file."""
-    try:
-        return validated(summary(read_checkpoint(file)), evaluations), "intact"
-    except UserError as error:
-        return {}, str(error).removeprefix(f"{file}: ")
+    yield from further
 
 
 def validated(about: Mapping[str, Any], evaluations: Mapping[int, dict]) -> dict[str, Any]:
@@ -121,12 +116,11 @@ def mirror_table(mirror: Mirror) -> Iterator[str]:
     yield f"{counted(len(there), 'name')} of {counted(len(set(there.values())), 'file')} in {mirror.url}"
 
 
-def details(file: Path) -> Iterator[str]:
+def details(checkpoint: Mapping[str, Any]) -> Iterator[str]:
     """Yield lines about what a checkpoint holds: progress, losses, origin, options, and the shapes of its tensors."""
-    checkpoint = read_checkpoint(file)
     moments = checkpoint["optimizer"].get("state", {}).values()
     tokens = checkpoint["rows_consumed"] * checkpoint["model_config"]["context_length"]
-    saved_at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(checkpoint.get("saved_at", file.stat().st_mtime)))
+    saved_at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(checkpoint["saved_at"]))
     losses = {"loss": "training", "val_loss": "last validation before", "best_val_loss": "best validation before"}
     alike = Counter(
         f"{re.sub(r'^h[.][0-9]+', 'h.*', name)} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
@@ -145,7 +139,6 @@ def details(file: Path) -> Iterator[str]:
         "optimizer": f"{', '.join({kind: 0 for state in moments for kind in state})} of {len(moments)} tensors",
         "weights": f"{sum({t.data_ptr(): t.numel() for t in checkpoint['model'].values()}.values()):,} numbers",
     }
-    yield str(file)
     for name, text in found.items():
         yield from wrap(f"{name:<10} {text}", 118, initial_indent="  ", subsequent_indent=" " * 13)
     yield from (f"{count:>11} x {text}" for text, count in alike.items())

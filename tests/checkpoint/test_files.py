@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from steadygpt.base.options import UserError
+from steadygpt.checkpoint import files
 from steadygpt.checkpoint.files import FORMAT_VERSION, ROLLING, open_checkpoint
 from steadygpt.checkpoint.table import checkpoint_table
 
@@ -84,6 +85,25 @@ def test_table_skips_what_training_deletes_meanwhile(tmp_path):
     lines += table
     assert [line.split()[0] for line in lines[1:3]] == ["rolling_step_000020.pt", "1"]
     assert lines[2].startswith("1 name of 1 file")
+
+
+def test_details_of_a_file_that_training_deletes_meanwhile_are_those_of_its_line(tmp_path):
+    config, more = {"context_length": 8}, {"saved_at": 0.0, "train_config": {"max_steps": 40}}
+    torch.save(content(10, model_config=config, **more), tmp_path / "rolling_step_000010.pt")
+    table = checkpoint_table(tmp_path, verbose=True)
+    lines = [next(table), next(table)]
+    (tmp_path / "rolling_step_000010.pt").unlink()
+    _, _, name, progress, *others = table
+    assert lines[1].startswith("rolling_step_000010.pt") and name == f"{tmp_path}/rolling_step_000010.pt"
+    assert progress == "  progress   step 10, epoch 1.00, 320 tokens seen, 0 s of training"
+    assert "  options    max_steps 40" in others and others[-1].endswith("1 x weight (1000,) float32")
+
+
+def test_a_save_does_not_mind_a_checkpoint_that_is_deleted_meanwhile(tmp_path, monkeypatch):
+    write_checkpoint(tmp_path, 10, "latest.pt")
+    gone = tmp_path / ROLLING.format(20)
+    monkeypatch.setattr(files, "checkpoint_files", lambda folder: [folder / "latest.pt", gone])
+    assert files.newest_ns(tmp_path) == (tmp_path / "latest.pt").stat().st_mtime_ns
 
 
 def test_table_shows_the_last_validation_of_a_step_without_one_of_its_own(tmp_path):
