@@ -18,9 +18,10 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -182,7 +183,8 @@ def _tokenizer_of(folder: Path, source: str, own: dict, config: GPTConfig, store
         record = record.with_json(folder)
         tokenizer = load_tokenizer(record)
     except UserError:  # there is none, or it is not accepted
-        return gpt2 if stored["model_type"] == "gpt2" else TokenizerRecord("")
+        is_gpt2 = stored["model_type"] == "gpt2" and not (folder / TOKENIZER_JSON).exists()
+        return gpt2 if is_gpt2 else TokenizerRecord("")
     if gpt2.tokenizer and tokenizer.sha256 == GPT2_SHA256:
         return gpt2._replace(tokenizer_sha256=GPT2_SHA256)
     special = {i: token for token, i in tokenizer.encoding._special_tokens.items()}
@@ -412,9 +414,17 @@ def write_folder(checkpoint: dict, folder: Path) -> list[str]:
         temporary.rename(folder)
         fsync_folder(folder.absolute().parent)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         raise UserError(f"{folder}: cannot be written ({error})") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     return notes
+
+
+def _weights_only(checkpoint: Mapping[str, Any]) -> dict:
+    """Return a checkpoint without the optimizer, the options and the history of its run."""
+    kept = ("format_version", "step", "rows_consumed", "model", "model_config", "torch_version", "saved_at")
+    found = {key: checkpoint[key] for key in (*kept, *TokenizerRecord._fields) if key in checkpoint}
+    return found | {"optimizer": {}, "train_config": {}}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -433,7 +443,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if target.suffix == ".pt":
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(target, lambda file: torch.save(checkpoint, file))
+            replace_file(target, lambda file: torch.save(_weights_only(checkpoint), file))
         except OSError as error:
             raise UserError(f"{target}: cannot be written ({error})") from error
         use, record = f"python train.py --init_from {target}", TokenizerRecord.of(checkpoint)

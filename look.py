@@ -6,10 +6,8 @@ python look.py --checkpoint_dir checkpoints --step 48213 --by loss              
 """
 
 import math
-import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from io import TextIOWrapper
+from dataclasses import dataclass, fields
 from itertools import groupby
 from pathlib import Path
 
@@ -240,11 +238,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             "nothing to show; expected a folder of token shards, or --step N of the run in --checkpoint_dir"
         )
     mine, other = ("with FOLDER", "with --step") if options.folder else ("with --step", "with FOLDER")
+    of_model = {f.name for f in fields(ModelOptions)} if options.folder else set()
     for name, f in options_of(options).items():
-        if f.metadata["group"] == other and getattr(options, name) != f.default:
+        if (name in of_model or f.metadata["group"] == other) and getattr(options, name) != f.default:
             raise UserError(f"--{name} cannot be combined {mine}; drop one of them")
-    if isinstance(sys.stdout, TextIOWrapper):  # the text may have characters that the terminal's encoding lacks
-        sys.stdout.reconfigure(errors="backslashreplace")
     if options.step is None:
         look_at_folder(options)
     else:

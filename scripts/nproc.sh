@@ -8,3 +8,4 @@ fi
 # By default, waiting threads spin, which slows training on a CPU down many times while other programs run.
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 nproc=${NPROC:-$gpus}
+case $nproc in *[!0-9]*) echo "error: NPROC is $nproc; expected a number of processes" >&2; exit 2 ;; esac

@@ -80,6 +80,8 @@ def download(mirror: Mirror, name: str, folder: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(ManagerOptions, argv, __doc__.splitlines()[0])
     folder = Path(options.checkpoint_dir)
+    if options.name != "latest" and options.action != "download":
+        raise UserError(f"{options.action} {options.name}: expected no name; it acts on all checkpoints")
     url = options.mirror or read_status(folder).get("mirror")
     if not url:
         found = f"missing, and {folder / STATUS} names none"

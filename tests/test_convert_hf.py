@@ -6,6 +6,7 @@ import resource
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -113,6 +114,16 @@ def test_zero_biases_of_an_export_are_removed_but_trained_ones_kept(tmp_path):
     back = read_weights(str(tmp_path / "b"))
     assert back["model_config"]["bias"]
     assert back["model"]["h.1.mlp.c_fc.bias"][3] == 1
+
+
+def test_a_model_of_the_size_of_gpt2_with_another_tokenizer_is_not_taken_for_gpt2(tmp_path):
+    write_folder(checkpoint_of(dataclasses.replace(SMALL, vocab_size=50257), ""), tmp_path / "a")
+    stored = json.loads((tmp_path / "a/config.json").read_text())
+    del stored["steadygpt"]
+    (tmp_path / "a/config.json").write_text(json.dumps(stored))
+    assert read_weights(str(tmp_path / "a"))["tokenizer"] == "gpt2"
+    (tmp_path / "a/tokenizer.json").write_text('{"model": {"type": "WordPiece", "vocab": {"a": 0}}}')
+    assert read_weights(str(tmp_path / "a"))["tokenizer"] == ""
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bytes"])
@@ -230,6 +241,13 @@ def test_a_downloaded_model_is_read_without_a_network(workdir, monkeypatch):
     assert run_here("--init_from", "gpt2", "--max_steps", "3") == 0
 
 
+def test_an_interrupted_export_leaves_no_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(convert_hf, "fsync", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        write_folder(checkpoint_of(SMALL), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(("file_bytes", "what"), [(500, "config.json"), (5000, "weights")])
 def test_a_failed_export_leaves_no_files(tmp_path, file_bytes, what):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -345,8 +363,13 @@ def test_the_command_exports_and_imports(workdir, capsys):
     for source, target in (("exported", "back.pt"), ("back.pt", "exported")):
         with pytest.raises(UserError, match=rf"{target}: already exists"):
             convert_hf.main([source, target])
-    with pytest.raises(UserError, match="--init_from"):
-        run_here("--resume", "back.pt")
+    assert convert_hf.main(["latest", "latest.pt"]) == 0
+    weights = torch.load("latest.pt")
+    assert weights["optimizer"] == weights["train_config"] == {} and "starts" not in weights
+    assert_same_weights(trained, weights)
+    for converted in ("back.pt", "latest.pt"):
+        with pytest.raises(UserError, match="--init_from"):
+            run_here("--resume", converted)
 
 
 def test_an_average_is_exported_and_scored_but_not_resumed(workdir, capsys):

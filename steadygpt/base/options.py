@@ -14,6 +14,7 @@ import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from io import TextIOWrapper
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -273,6 +274,9 @@ def run_cli(main: Callable[[], int | None]) -> None:
     """Run a command's `main()` and exit: with its status, 2 and one line for a `UserError`, 128 + the number of the
     signal that interrupts it (Ctrl-C: 130), 1 and a traceback for other exceptions.
     """
+    for stream in (sys.stdout, sys.stderr):  # texts may have characters that the terminal's encoding lacks
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         status = main() or 0
         sys.stdout.flush()  # here, because the last lines may find the pipe closed

@@ -194,10 +194,17 @@ def nearest_checkpoint(folder: Path, step: int) -> tuple[Path, dict]:
 
     Raises: UserError when no file is intact.
     """
-    found = list(intact_checkpoints(checkpoint_files(folder)))
-    if not found:
-        raise UserError(f"no intact checkpoint in {folder}; try another --checkpoint_dir")
-    return min(found, key=lambda pair: (abs(pair[1]["step"] - step), pair[1]["step"]))
+
+    def distance(file: Path) -> tuple[int, int]:
+        try:  # without the checksums, for which all of the file is read
+            found = torch.load(file, map_location="cpu", mmap=True, weights_only=True)["step"]
+        except Exception:  # first, so that intact_checkpoints says what is wrong
+            found = step
+        return abs(found - step), found
+
+    for found in intact_checkpoints(sorted(checkpoint_files(folder), key=distance)):
+        return found
+    raise UserError(f"no intact checkpoint in {folder}; try another --checkpoint_dir")
 
 
 def intact_checkpoints(files: Iterable[Path]) -> Iterator[tuple[Path, dict]]:

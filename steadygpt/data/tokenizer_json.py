@@ -144,10 +144,11 @@ def to_json(encoding: tiktoken.Encoding) -> str:
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     ranks = encoding._mergeable_ranks
+    special = encoding._special_tokens
     merges = [_last_merge(ranks, token) for token in sorted(ranks, key=ranks.__getitem__) if len(token) > 1]
     tokenizer = Tokenizer(
         models.BPE(
-            {_text(token): rank for token, rank in ranks.items()},
+            {_text(token): rank for token, rank in ranks.items()} | special,  # ids may be missing before these
             [(_text(left), _text(right)) for left, right in merges],
             ignore_merges=True,  # a piece that is a token is not merged again, as in tiktoken
         )
@@ -161,11 +162,7 @@ def to_json(encoding: tiktoken.Encoding) -> str:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    special = encoding._special_tokens
     tokenizer.add_special_tokens(
         [AddedToken(t, special=True, normalized=False) for t in sorted(special, key=special.__getitem__)]
     )
-    for token, rank in special.items():
-        if tokenizer.token_to_id(token) != rank:
-            raise UserError(f"{encoding.name!r} has unused ids, so {token} cannot be {rank} in a Hugging Face folder")
     return tokenizer.to_str(pretty=True)

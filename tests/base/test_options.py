@@ -38,6 +38,11 @@ def test_command_ends_with_its_exit_status_and_at_most_one_line(body, status, st
     assert run(program, **environment) == (status, "printed\n", stderr)
 
 
+def test_characters_that_the_encoding_of_the_terminal_lacks_are_escaped():
+    program = r"run_cli(lambda: print('\ufffd') or sys.stderr.write('\ufffd'))"
+    assert run(f"import sys\n{program}", PYTHONIOENCODING="latin-1") == (1, "\\ufffd\n", "\\ufffd")
+
+
 def test_a_pipe_that_closes_before_the_last_lines_is_no_error():
     program = "from steadygpt.base.options import *\nrun_cli(lambda: time.sleep(0.5) or print('late'))"
     words = [sys.executable, "-c", program]

@@ -55,6 +55,11 @@ def test_a_mirror_that_nothing_names_is_an_error(workdir):
         upload_manager.main(["list"])
 
 
+def test_only_a_download_takes_a_name(workdir):
+    with pytest.raises(UserError, match="upload-all best: expected no name"):
+        upload_manager.main(["upload-all", "best"])
+
+
 def test_upload_all_does_not_replace_what_is_newer(machines, workdir):  # noqa: F811
     url = continue_elsewhere(workdir)
     there = {path.name: path.read_bytes() for path in (workdir / "there").glob("*.*")}

@@ -203,8 +203,11 @@ def test_an_exported_pattern_means_the_same_in_the_library():
     base = get_tokenizer("bytes").encoding
     pattern = r"\p{N}{1,3}+| ?\p{L}++|\s++$|\s+(?!\S)|[\s\S]"
     ranks = base._mergeable_ranks | {b"12": 257, b"34": 258, b"123": 259, b" \n": 260}
-    encoding = type(base)("", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    special = {"<|after unused ids|>": 270, END_OF_TEXT: 265}
+    encoding = type(base)("", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
     library = Tokenizer.from_str(to_json(encoding))
+    assert {token: library.token_to_id(token) for token in special} == special
+    assert library.encode(f"1{END_OF_TEXT}2").ids == [49, 265, 50]
     for text in ("1234567", "12345 \n\n", "a \n b"):
         assert library.encode(text).ids == encoding.encode_ordinary(text)
 
