@@ -61,7 +61,7 @@ DESCRIPTION = (
     "default, 10 B tokens of FineWeb-Edu, downloads 27 GB and needs 24 GB of disk at peak, 20 GB afterwards, and "
     "0.5 GB of memory plus 0.14 GB per worker. After an interruption, run the same command again to resume."
 )
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4  # of unfinished preparations: what follows from manifest.next
 NEXT = (*Position._fields, "skip_tokens", "text_bytes")
 BATCH_BYTES = 2**20  # the smallest batch of a worker
 IN_USE = "wait until it has finished, or use a different --out"
@@ -327,6 +327,11 @@ class Manifest:
             raise UserError(f"{out / MANIFEST}: not a manifest ({error!r}); {advice}") from error
         if not shards:
             return None
+        if not manifest.complete and manifest.format_version != FORMAT_VERSION:
+            raise UserError(
+                f"{out}: begun by a version of SteadyGPT that cuts texts differently (format "
+                f"{manifest.format_version}, expected {FORMAT_VERSION}); finish it with that version, {advice}"
+            )
         asked, path = dict(vars(options)), Path(options.tokenizer)
         if path.suffix == ".json" and path.exists():  # the content counts, not the name
             is_same = record_named(options.tokenizer).tokenizer_sha256 == manifest.tokenizer_sha256
@@ -461,8 +466,10 @@ def default_name(source: str) -> str:
     return re.sub(r"[^\w.-]+", "_", last.removesuffix(suffix_of(last))) or "corpus"
 
 
-def expected_tokens(source: Source, manifest: Manifest, out: Path) -> float | None:
-    """Encode the next batch, and extrapolate to all files; None if their size is not known.
+def expected(source: Source, manifest: Manifest, out: Path) -> tuple[float, float] | None:
+    """Encode the next batch, and extrapolate its tokens and bytes of text to all files.
+
+    Returns: None if the size of the files is not known.
 
     Raises: UserError when its rows cannot be read or lack the text field.
     """
@@ -478,7 +485,7 @@ def expected_tokens(source: Source, manifest: Manifest, out: Path) -> float | No
             f"{source.names[first]}: the field {manifest.text_field!r} holds no text ({', '.join(sorted(reasons))}); "
             "set --text_field to the field with the text"
         )
-    return len(found.ids) / read * total
+    return len(found.ids) / read * total, found.text_bytes / read * total
 
 
 def forecast(source: Source, manifest: Manifest, out: Path, tokens: float) -> None:
@@ -515,7 +522,7 @@ def show_progress(
     for batch, found in encoded:
         yield batch, found
         num_tokens += len(found.ids)
-        rate = bar.format_sizeof(num_tokens / bar.format_dict["elapsed"])
+        rate = bar.format_sizeof(num_tokens / (bar.format_dict["elapsed"] or 1))  # 0 with TQDM_DISABLE
         bar.set_postfix_str(f"{rate} tokens/s", refresh=False)
         bar.update(amount_before[batch[-1].at.file] + batch[-1].end - bar.n)
         for at, reason in [skip for skip in found.skipped if skip[1] != NO_TEXT][: NAMED_SKIPS - num_named]:
@@ -524,15 +531,18 @@ def show_progress(
             num_named += 1
 
 
-def write_missing(source: Source, manifest: Manifest, out: Path, num_workers: int | None) -> None:
+def write_missing(source: Source, manifest: Manifest, out: Path, options: PrepareOptions) -> None:
     """Write the shards that `manifest` lacks.
 
-    Raises: UserError; OSError when a shard or a download cannot be written.
+    Raises: UserError, also if another command has written shards meanwhile; OSError when a shard or a download
+        cannot be written.
     """
     start = Position(*(manifest.next[key] for key in Position._fields))
     before, total = sum(source.sizes[: start.file]), sum(source.sizes)
     with ExitStack() as stack:
         stack.enter_context(lock_folder(out, IN_USE))
+        if (there := Manifest.load(out, options)) and there.shards != manifest.shards:
+            raise UserError(f"{out}: another command has written shards meanwhile; run this again")
         for folder in (out / DOWNLOADS).glob("*"):
             if folder != source.folder:  # left by a preparation without a shard, which this one replaces
                 shutil.rmtree(folder)
@@ -546,7 +556,7 @@ def write_missing(source: Source, manifest: Manifest, out: Path, num_workers: in
         bar = ProgressBar(desc=desc, total=total or None, initial=before, unit=source.unit)
         batches = gather_batches(source.chunks(manifest.text_field, start))
         # Ids are checked as fast as a worker would receive them.
-        workers = num_workers or (1 if source.holds_ids else usable_cores())
+        workers = options.num_workers or (1 if source.holds_ids else usable_cores())
         encoded = stack.enter_context(closing(map_in_order(manifest.encoder(out), batches, workers)))
         write_shards(show_progress(encoded, stack.enter_context(bar), source), out, manifest, source.release)
 
@@ -562,6 +572,9 @@ def prepare(options: PrepareOptions, out: Path) -> Manifest:
         folder = None if options.keep_download else out / DOWNLOADS
         commit = manifest.commit if manifest else ""
         source = find_source(name, commit, options.streaming, folder, options.max_files)
+        for path in () if source.remote else source.paths:
+            if path.resolve().is_relative_to(out.resolve()):
+                raise UserError(f"{path}: a file of --source in the folder for the shards, {out}; give another --out")
         if manifest and manifest.files != source.fingerprint():
             raise UserError(
                 f"{out}: prepared with {manifest.files} of {source.name}, but now found {source.fingerprint()}; "
@@ -569,12 +582,17 @@ def prepare(options: PrepareOptions, out: Path) -> Manifest:
             )
         manifest = manifest or Manifest.begin(options, source, out)
         if not manifest.complete:
-            tokens = expected_tokens(source, manifest, out)
-            if manifest.val_tokens is None and source.holds_ids:
-                manifest.val_tokens = min(manifest.shard_size, math.ceil((tokens or 0) / 40))
-            if tokens is not None:
+            if found := expected(source, manifest, out):
+                (tokens, text_bytes), total = found, sum(source.sizes)
+                if manifest.val_tokens is None and source.holds_ids:
+                    manifest.val_tokens = min(manifest.shard_size, math.ceil(tokens / 40))
+                if 0 < text_bytes < 10 * manifest.val_bytes:
+                    raise UserError(
+                        f"{source.name}: about {bytes_text(text_bytes)} of text in {bytes_text(total)}, so over a "
+                        f"tenth of it would be val; choose the size of val, such as --val_tokens {int(tokens / 40)}"
+                    )
                 forecast(source, manifest, out, tokens)
-            write_missing(source, manifest, out, options.num_workers)
+            write_missing(source, manifest, out, options)
             return manifest
     print(f"{out}: already complete")
     return manifest

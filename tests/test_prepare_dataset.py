@@ -3,11 +3,15 @@
 import gzip
 import hashlib
 import json
+import os
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import REPO
 from test_tokenizer_json import byte_tokenizer
 
 import prepare_dataset
@@ -212,6 +216,7 @@ def test_mistakes_are_reported_in_one_line(jsonl):
         (["--source", "docs.jsonl", "--shard_size", "0"], "--shard_size is 0; expected at least 1"),
         (["--source", "docs.jsonl", "--shard-size", "many"], "argument --shard_size: invalid int value: 'many'"),
         (["--source", "docs.jsonl", "--name", "a/b"], "--name is 'a/b'; expected only letters"),
+        (["--source", "n" * 300], "n: File name too long; .* free"),
         (["--shard_sizes", "3"], "unknown argument '--shard_sizes'; did you mean --shard_size?"),
     ]:
         refused(*argv, "--out", "bad", match=match)
@@ -268,3 +273,61 @@ def test_folders_are_read_recursively_without_hidden_and_other_files(tmp_path, c
     prepare(tmp_path / "in", tmp_path / "out", "--val_tokens", "1")
     assert ids_of(tmp_path / "out") == ids_expected(["b.txt", "sub/a.md"])
     assert "skipped 1 file of other types than .txt" in capsys.readouterr().err
+
+
+def test_linked_folders_are_read_once(tmp_path):
+    for name in ("in/a.txt", "disk/b.txt"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(name)
+    for link, target in (("in/disk", "disk"), ("in/again", "disk"), ("disk/back", "in")):
+        (tmp_path / link).symlink_to(tmp_path / target)
+    prepare(tmp_path / "in", tmp_path / "out", "--val_tokens", "1")
+    assert ids_of(tmp_path / "out") == ids_expected(["in/a.txt", "disk/b.txt"])
+
+
+def test_a_first_line_without_text_is_skipped_in_later_files(tmp_path):
+    for number, first in enumerate(('{"text": "a"}', '{"meta": 1}')):
+        (tmp_path / f"{number}.jsonl").write_text(f'{first}\n{{"text": "b"}}\n')
+    manifest = prepare(tmp_path / "*.jsonl", tmp_path / "out", "--val_tokens", "1")
+    assert manifest["skipped"] == {"no field 'text'": 1}
+    assert ids_of(tmp_path / "out") == ids_expected(["a", "b", "b"])
+
+
+def test_shards_do_not_go_into_the_folder_of_their_source(jsonl):
+    refused(
+        "--source", ".", "--out", ".", match=r"docs.jsonl: a file of --source in the folder for the shards, \.; give"
+    )
+    assert not list(jsonl.glob("*.npy"))
+
+
+def test_a_folder_that_another_command_has_just_finished_is_kept(jsonl, monkeypatch):
+    find_source = prepare_dataset.find_source
+
+    def overtaken(*arguments):
+        monkeypatch.setattr(prepare_dataset, "find_source", find_source)
+        prepare("docs.jsonl", "out")
+        return find_source(*arguments)
+
+    monkeypatch.setattr(prepare_dataset, "find_source", overtaken)
+    refused(
+        "--source", "docs.jsonl", "--out", "out", "--tokenizer", "gpt2", match="out: prepared with tokenizer 'bytes'"
+    )
+    assert json.loads((jsonl / "out/manifest.json").read_text())["tokenizer"] == "bytes"
+
+
+def test_an_unfinished_preparation_of_a_version_that_cut_differently_is_refused(jsonl):
+    prepare("docs.jsonl", "out")
+    manifest = json.loads((jsonl / "out/manifest.json").read_text())
+    unfinished = manifest | {"format_version": 3, "complete": False, "next": dict.fromkeys(prepare_dataset.NEXT, 0)}
+    (jsonl / "out/manifest.json").write_text(json.dumps(unfinished))
+    argv = ("--source", "docs.jsonl", "--out", "out", "--tokenizer", "bytes")
+    refused(*argv, match=r"out: begun by a version .* \(format 3, expected 4\); finish it with that version")
+    (jsonl / "out/manifest.json").write_text(json.dumps(manifest | {"format_version": 3}))
+    prepare("docs.jsonl", "out")
+
+
+def test_progress_may_be_disabled(jsonl):
+    words = "prepare_dataset.py --source docs.jsonl --tokenizer bytes --out out".split()
+    words = [sys.executable, REPO / words[0], *words[1:]]
+    done = subprocess.run(words, env=os.environ | {"TQDM_DISABLE": "1"}, capture_output=True, text=True)
+    assert (done.returncode, "tokenizing" in done.stderr) == (0, False)

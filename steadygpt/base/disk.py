@@ -1,5 +1,6 @@
 """Free space on disks."""
 
+import os
 import shutil
 from collections.abc import Mapping
 from itertools import chain
@@ -18,4 +19,5 @@ def disks(*needs: Mapping[Path, int]) -> dict[Path, tuple[int, int]]:
 
 def existing(path: Path) -> Path:
     """Return a path or the first folder above it that exists."""
-    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    places = (path.absolute(), *path.absolute().parents)
+    return next(place for place in places if os.path.exists(place))  # noqa: PTH110 (Path.exists may raise)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
 CHUNK_BYTES = 2**20  # of lines
-# Of a text; the pieces of a longer one have up to twice as many. tiktoken's regex fails on a million spaces in a row.
+# Of a text, and of the pieces of a longer one, at most. tiktoken's regex fails on a million spaces in a row.
 PIECE_BYTES = 400_000
 TABLE_BYTES = 2**25  # of the texts in a chunk of Parquet, unless the file's row groups are smaller
 NO_TEXT = "no text"  # why an empty document is skipped
@@ -78,8 +78,8 @@ def cut_text(file: BinaryIO, text_field: str, start: Position, size: int) -> Ite
     file.seek(start.offset)
     offset, text, is_end = start.offset, b"", False
     while not is_end:
-        more = file.read(PIECE_BYTES)
-        text, is_end = text + more, len(more) < PIECE_BYTES
+        text += file.read(PIECE_BYTES - len(text))  # so that a cut does not depend on where reading began
+        is_end = len(text) < PIECE_BYTES
         match = _LAST_CUT.match(text)
         cut = len(text) if is_end else match.end() if match else len(text) - _unfinished(text)
         if cut or offset == 0:
@@ -180,7 +180,7 @@ class Document(NamedTuple):
 def read_documents(chunk: Chunk, text_field: str) -> Iterator[Document]:
     """Read the documents of a chunk.
 
-    Raises: UserError for a file that is damaged, or whose first line lacks the text field.
+    Raises: UserError for a file that is damaged, or if the first line of the first file lacks the text field.
     """
     with naming(chunk.name):
         if isinstance(chunk.data, Rows):
@@ -216,7 +216,8 @@ def _json_values(chunk: Chunk, text_field: str) -> Iterator[object]:
             yield ValueError("broken JSON" if line.strip() else "blank line")
             continue
         fields = row if isinstance(row, dict) else {}
-        if number == 0 and text_field not in fields:  # probably the wrong --text_field for the whole file
+        is_first = number == chunk.at.file == 0
+        if is_first and text_field not in fields:  # probably the wrong --text_field
             raise no_text_field(chunk.name, text_field, fields or [type(row).__name__])
         yield fields.get(text_field, ValueError(f"no field {text_field!r}"))
 
@@ -253,7 +254,10 @@ def naming(name: str) -> Iterator[None]:
         raise
     except Exception as error:  # gzip, pyarrow and datasets each raise their own types
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise UserError(f"{name}: cannot be read, {reason}; repair or remove it, then run this again") from error
+        raise UserError(
+            f"{name}: cannot be read, {reason}; repair or remove it, then run this again, with another --out if there "
+            "are shards already"
+        ) from error
 
 
 def no_text_field(where: str, text_field: str, found: Iterable[str]) -> UserError:

@@ -82,11 +82,12 @@ def _open_npz(file: BinaryIO, name: str) -> tuple[_Array, _Array | None]:
 def _open(stream: IO[bytes], suffix: str, name: str, size: int = 0) -> _Array:
     """Open an array; `size` is that of a `.bin` file."""
     header = read_header(stream, suffix)
+    is_integer = header is None or header.dtype.kind in "iub"
     if header is None:  # nanoGPT's: only ids
         stream.seek(0)
         header = Header((size,), False, np.dtype("V1"))
     ids = _Array(stream, header.shape, header.dtype)
-    if ids.dtype.kind not in "iubV" or len(ids.shape) not in (1, 2) or (header.is_fortran and len(ids.shape) == 2):
+    if not is_integer or len(ids.shape) not in (1, 2) or (header.is_fortran and len(ids.shape) == 2):
         order = " in Fortran order" * header.is_fortran
         raise UserError(
             f"{name}: holds {ids.dtype} of shape {ids.shape}{order}; expected one row or rows of integer token ids"

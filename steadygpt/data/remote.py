@@ -13,6 +13,7 @@ from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
 from steadygpt.base.retry import Service
 
+COPIES = 3  # of a file, after which corruption is not by chance
 READ_AHEAD = 2**22  # bytes that are requested beyond those that a reader wants
 
 
@@ -80,6 +81,7 @@ class RemoteFile:
     def _download(self, target: Path, part: Path, progress: Callable[[int], object]) -> None:
         with open(part, "ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # another command may want the same file
+            copies = 0
             while not target.exists():
                 for block in self.read(file.seek(0, os.SEEK_END), self.size):
                     file.write(block)
@@ -89,9 +91,15 @@ class RemoteFile:
                 # The partial file may have been begun before the machine crashed.
                 if file.tell() == self.size and (not self.sha256 or sha256_of(part) == self.sha256):
                     os.replace(part, target)
-                else:
-                    say(f"{self.name}: corrupted in transit; downloading it again")
-                    file.truncate(0)
+                    return
+                file.truncate(0)
+                copies += 1
+                if copies == COPIES:
+                    raise UserError(
+                        f"{self.name}: corrupted in {COPIES} downloads; check the memory and disk of this machine, and "
+                        "any proxy, then run this again"
+                    )
+                say(f"{self.name}: corrupted in transit; downloading it again")
 
     def open(self) -> BinaryIO:
         """Open the file to read parts of it without a download."""

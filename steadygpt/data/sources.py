@@ -9,7 +9,7 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
@@ -70,7 +70,7 @@ class Source:
         self.pool = ThreadPoolExecutor(1)
 
     def fingerprint(self) -> str:
-        """Return a line that changes when files are added, removed or renamed, or change."""
+        """Return a line that changes when files are added, removed or renamed, or change: local ones in size."""
         return fingerprint(self.identities)
 
     @property
@@ -266,5 +266,21 @@ def choose(source: str, names: Sequence[str]) -> list[str]:
 
 
 def _files_below(folder: Path, excluded: Iterable[str] = ()) -> list[Path]:
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return [p for p in paths if not any(n in excluded or n.startswith(".") for n in p.relative_to(folder).parts)]
+    """Return the files of a folder and its subfolders, each once, without hidden and excluded ones.
+
+    Raises: OSError for a folder that cannot be read.
+    """
+
+    def refuse(error: OSError) -> NoReturn:
+        raise error
+
+    found, entered = [], {folder.resolve()}
+    for place, subfolders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        wanted = [name for name in sorted(subfolders) if name not in excluded and not name.startswith(".")]
+        subfolders[:] = []
+        for name in wanted:
+            if (target := Path(place, name).resolve()) not in entered:  # a link may lead back
+                entered.add(target)
+                subfolders.append(name)
+        found += [Path(place, name) for name in names if name not in excluded and not name.startswith(".")]
+    return sorted(path for path in found if path.is_file())

@@ -1,6 +1,7 @@
 """Tests of steadygpt/data/documents.py: chunks cut anywhere and read anywhere, with the documents of the whole."""
 
 import gzip
+import io
 import json
 import random
 from itertools import pairwise
@@ -84,7 +85,7 @@ def test_chunks_hold_every_document_and_reading_can_begin_at_any_of_them(kind, t
 
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])
-@given(st.text(st.sampled_from("ab1 \n\t.'é你\u3000\xa0"), max_size=200), st.integers(1, 20))
+@given(st.text(st.sampled_from("ab1 \n\t.'é你\u3000\xa0"), max_size=200), st.integers(4, 20))
 @settings(max_examples=150, deadline=None)
 def test_pieces_of_a_document_have_the_ids_of_the_whole(name, text, length):
     if name == "gpt2" and tokenizer._offline_gpt2_folder() is None:
@@ -97,6 +98,18 @@ def test_pieces_of_a_document_have_the_ids_of_the_whole(name, text, length):
     # A piece without the end of a word is cut anywhere, and its ids may differ.
     if all(piece[-1:].strip() and after[:1] == " " for piece, after in pairwise(pieces)):
         assert [i for piece in pieces for i in encoding.encode(piece)] == encoding.encode(text)
+
+
+@given(st.text(st.sampled_from("ab \n'é你\u3000𝄞"), max_size=100), st.integers(4, 20))
+@settings(max_examples=150, deadline=None)
+def test_a_text_is_cut_at_the_same_places_from_wherever_reading_begins(text, length):
+    data = text.encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks, "PIECE_BYTES", length)
+        whole = list(chunks.cut_text(io.BytesIO(data), "text", Position(), len(data)))
+        for number, chunk in enumerate(whole):
+            assert list(chunks.cut_text(io.BytesIO(data), "text", chunk.at, len(data))) == whole[number:]
+    assert b"".join(chunk.data for chunk in whole) == data
 
 
 def test_a_byte_order_mark_and_line_ends_are_read_as_before(tmp_path):
@@ -124,7 +137,7 @@ def test_a_million_spaces_are_cut(tmp_path):
     (tmp_path / "a.txt").write_bytes(b" " * 2_000_000)
     sizes = [chunk.num_bytes for chunk in Source("files", [tmp_path / "a.txt"]).chunks("text", Position())]
     assert sum(sizes) == 2_000_000
-    assert max(sizes) <= 2 * chunks.PIECE_BYTES
+    assert max(sizes) <= chunks.PIECE_BYTES
     assert max(map(len, cut_document(" " * 2_000_000))) <= 2 * chunks.PIECE_BYTES
 
 

@@ -4,6 +4,7 @@ import errno
 import io
 import random
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -44,6 +45,13 @@ def retries(capsys) -> list[str]:
 
 class Killed(BaseException):
     pass
+
+
+def test_a_file_that_always_arrives_corrupted_is_given_up(repo, standin):
+    (file,) = hub.files_at(repo, [FILE])
+    with pytest.raises(UserError, match=r"corrupted in 3 downloads; check the memory and disk"):
+        replace(file, sha256="0" * 64).download(repo.snapshot / FILE, int)
+    assert not (repo.snapshot / FILE).exists()
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])

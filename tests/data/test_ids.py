@@ -113,6 +113,7 @@ BAD = np.array([*range(200), 257, 3])
         ("a.npz", npz(ids=IDS)[:-100], "a.npz: cannot be read, BadZipFile"),
         ("a.npy", npy(IDS)[:-100], "a.npy: cannot be read, ValueError: the file ends before its array"),
         ("a.npy", b"no array", "a.npy: cannot be read, ValueError"),
+        ("a.npy", npy(np.zeros(5, [("id", "<i4"), ("weight", "<f4")])), r"a.npy: holds \[\('id'.* of shape \(5,\)"),
     ],
 )
 def test_unusable_files_are_reported_in_one_line(name, content, message, folder):
