@@ -61,7 +61,7 @@ DESCRIPTION = (
     "default, 10 B tokens of FineWeb-Edu, downloads 27 GB and needs 24 GB of disk at peak, 20 GB afterwards, and "
     "0.5 GB of memory plus 0.14 GB per worker. After an interruption, run the same command again to resume."
 )
-FORMAT_VERSION = 4  # of unfinished preparations: what follows from manifest.next
+FORMAT_VERSION = 4  # unfinished preparations of other versions cannot be resumed
 NEXT = (*Position._fields, "skip_tokens", "text_bytes")
 BATCH_BYTES = 2**20  # the smallest batch of a worker
 IN_USE = "wait until it has finished, or use a different --out"
@@ -488,12 +488,17 @@ def expected(source: Source, manifest: Manifest, out: Path) -> tuple[float, floa
     return len(found.ids) / read * total, found.text_bytes / read * total
 
 
-def forecast(source: Source, manifest: Manifest, out: Path, tokens: float) -> None:
-    """Print how many tokens and how much disk to expect, and check that the disk has it.
+def forecast(source: Source, manifest: Manifest, out: Path, tokens: float, text_bytes: float) -> None:
+    """Print how many tokens and how much disk to expect; check the disk, and the share of val in the text.
 
-    Raises: UserError when it has not.
+    Raises: UserError when the disk is too small, or val too large because the files hold much besides text.
     """
     first, total = manifest.next["file"], sum(source.sizes)
+    if 0 < text_bytes < 10 * manifest.val_bytes:
+        raise UserError(
+            f"{source.name}: about {bytes_text(text_bytes)} of text in {bytes_text(total)}, so over a tenth of it "
+            f"would be val; choose the size of val, such as --val_tokens {int(tokens / 40)}"
+        )
     shards = {out: int(max(0, tokens - manifest.tokens)) * np.dtype(manifest.dtype).itemsize}
     downloads = source.needs(first, manifest.shard_size * total / max(tokens, 1))
     what = f"{bytes_text(shards[out])} of shards in {out}"
@@ -583,15 +588,9 @@ def prepare(options: PrepareOptions, out: Path) -> Manifest:
         manifest = manifest or Manifest.begin(options, source, out)
         if not manifest.complete:
             if found := expected(source, manifest, out):
-                (tokens, text_bytes), total = found, sum(source.sizes)
                 if manifest.val_tokens is None and source.holds_ids:
-                    manifest.val_tokens = min(manifest.shard_size, math.ceil(tokens / 40))
-                if 0 < text_bytes < 10 * manifest.val_bytes:
-                    raise UserError(
-                        f"{source.name}: about {bytes_text(text_bytes)} of text in {bytes_text(total)}, so over a "
-                        f"tenth of it would be val; choose the size of val, such as --val_tokens {int(tokens / 40)}"
-                    )
-                forecast(source, manifest, out, tokens)
+                    manifest.val_tokens = min(manifest.shard_size, math.ceil(found[0] / 40))
+                forecast(source, manifest, out, *found)
             write_missing(source, manifest, out, options)
             return manifest
     print(f"{out}: already complete")

@@ -1,13 +1,16 @@
 """Tests of look.py: what it says of a folder of shards, the rows of a step, rows as text, and its errors."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiktoken
-from conftest import TINY, load, metrics, run_here, write_data
+from conftest import REPO, TINY, load, metrics, run_here, write_data
 from test_survey import BEGIN, ids_of
 from test_tokenizer import need_gpt2
 from test_tokenizer_json import byte_tokenizer
@@ -195,6 +198,14 @@ def test_mistakes_are_reported_in_one_line(tmp_path, monkeypatch, capsys, how, f
     assert words in str(raised.value)
     assert "\n" not in str(raised.value)
     assert capsys.readouterr().out == ""
+
+
+def test_text_survives_a_terminal_of_ascii(tmp_path):
+    write(tmp_path / "data", train=[ids_of("café")])
+    words = [sys.executable, REPO / "look.py", tmp_path / "data", "--rows", "1"]
+    done = subprocess.run(words, env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True)
+    assert done.returncode == 0
+    assert rb"\u27e8document\u27e9caf\xe9" in done.stdout
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ def test_a_script_takes_the_folder_of_a_run(name, tmp_path):
     assert done.returncode == 2
 
 
-def test_the_number_of_processes_must_be_one(tmp_path):
+def test_nproc_must_be_a_number(tmp_path):
     env = os.environ | {"NPROC": "auto"}
     done = subprocess.run([REPO / "resume_training.sh"], cwd=tmp_path, capture_output=True, text=True, env=env)
     assert done.stderr == "error: NPROC is auto; expected a number of processes\n"

@@ -202,8 +202,8 @@ def nearest_checkpoint(folder: Path, step: int) -> tuple[Path, dict]:
             found = step
         return abs(found - step), found
 
-    for found in intact_checkpoints(sorted(checkpoint_files(folder), key=distance)):
-        return found
+    if nearest := next(intact_checkpoints(sorted(checkpoint_files(folder), key=distance)), None):
+        return nearest
     raise UserError(f"no intact checkpoint in {folder}; try another --checkpoint_dir")
 
 

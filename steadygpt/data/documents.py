@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
 CHUNK_BYTES = 2**20  # of lines
-# Of a text, and of the pieces of a longer one, at most. tiktoken's regex fails on a million spaces in a row.
+# The longest piece of a text, and of a longer document. tiktoken's regex fails on a million spaces in a row.
 PIECE_BYTES = 400_000
 TABLE_BYTES = 2**25  # of the texts in a chunk of Parquet, unless the file's row groups are smaller
 NO_TEXT = "no text"  # why an empty document is skipped
@@ -77,9 +77,10 @@ def cut_text(file: BinaryIO, text_field: str, start: Position, size: int) -> Ite
     """
     file.seek(start.offset)
     offset, text, is_end = start.offset, b"", False
+    length = max(4, PIECE_BYTES)  # a character has up to 4 bytes
     while not is_end:
-        text += file.read(PIECE_BYTES - len(text))  # so that a cut does not depend on where reading began
-        is_end = len(text) < PIECE_BYTES
+        text += file.read(length - len(text))  # no more, so that cuts do not depend on where reading began
+        is_end = len(text) < length
         match = _LAST_CUT.match(text)
         cut = len(text) if is_end else match.end() if match else len(text) - _unfinished(text)
         if cut or offset == 0:
@@ -255,8 +256,8 @@ def naming(name: str) -> Iterator[None]:
     except Exception as error:  # gzip, pyarrow and datasets each raise their own types
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UserError(
-            f"{name}: cannot be read, {reason}; repair or remove it, then run this again, with another --out if there "
-            "are shards already"
+            f"{name}: cannot be read, {reason}; repair or remove it, then run this again, with another --out if shards "
+            "were already written"
         ) from error
 
 

@@ -148,7 +148,7 @@ def to_json(encoding: tiktoken.Encoding) -> str:
     merges = [_last_merge(ranks, token) for token in sorted(ranks, key=ranks.__getitem__) if len(token) > 1]
     tokenizer = Tokenizer(
         models.BPE(
-            {_text(token): rank for token, rank in ranks.items()} | special,  # ids may be missing before these
+            {_text(token): rank for token, rank in ranks.items()} | special,  # their ids may leave gaps
             [(_text(left), _text(right)) for left, right in merges],
             ignore_merges=True,  # a piece that is a token is not merged again, as in tiktoken
         )

@@ -9,7 +9,7 @@ from steadygpt.monitor.snapshot import Snapshot
 FRESH_S = 15.0  # a run renews its heartbeat at least every 10 s
 SILENT_S = 60.0  # without a heartbeat for this long, or SILENT_STEPS steps, a run hangs
 SILENT_STEPS = 5
-COMPILING_S = 900.0  # the same at the start and in evaluations, which may compile the model
+COMPILING_S = 900.0  # the limit at the start and in evaluations: no heartbeat while the model is compiled
 
 
 class State(NamedTuple):
@@ -45,9 +45,8 @@ def state_of(snapshot: Snapshot) -> State:
         return State(name, status.get("reason", ""), resume)
 
     doing = status.get("doing", "starting")
-    limit_s = max(SILENT_S, SILENT_STEPS * status.get("step_ms", 0) / 1000)
-    if doing in ("starting", "evaluating"):
-        limit_s = max(limit_s, COMPILING_S)
+    least_s = COMPILING_S if doing in ("starting", "evaluating") else SILENT_S
+    limit_s = max(least_s, SILENT_STEPS * status.get("step_ms", 0) / 1000)
     if process == "suspended":
         return State("suspended", f"process {pid} is stopped by a signal; no heartbeat for {age}", f"kill -CONT {pid}")
     if process == "gone" and age_s > FRESH_S:  # else it runs in a container, which has process numbers of its own
