@@ -198,6 +198,8 @@ class HeldProgram:
         step_line: matches the line that the program prints after each step.
     """
 
+    metrics: Path | None = None  # our train.py's metrics.jsonl
+
     def __init__(self, command: Sequence[str | Path], cwd: Path, step_line: str):
         self.process = subprocess.Popen(
             command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,

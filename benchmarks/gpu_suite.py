@@ -51,8 +51,8 @@ class Row:
     target: str = ""
 
 
-PYTEST = "-m pytest -v -p no:cacheprovider -n 8 --dist worksteal --device {device} tests/"
-TRAIN = "-m benchmarks.train_speed --json {json} --precision bf16 --rounds 3 --steps 2"
+PYTEST = "-m pytest -v -p no:cacheprovider -n auto --dist worksteal --device {device}"
+TRAIN = "-m benchmarks.train_speed --json {json} --rounds 3 --steps 2 --precision bf16"
 TINY_TRAIN = "--precision fp32 --eager --rounds 1 --steps 1"
 TINY = "--num_layers 2 --num_heads 2 --embd_size 64 --precision fp32 --compile off"
 TRACE = (
@@ -63,15 +63,12 @@ TRACE = (
 PRESETS = sorted(path.stem for path in (REPO / "configs").glob("*.toml"))
 # The most important row of a part comes first: a short visit may have no time for the others.
 ROWS = [
-    Row("right", "the model beside the CPU's", 150, f"{PYTEST}test_on_device.py -k test_model"),
-    Row("right", "whole runs", 150, f"{PYTEST}test_on_device.py -k test_run"),
-    Row("right", "DDP and FSDP", 150, f"{PYTEST}test_on_device.py -k test_ranks"),
-    Row("right", "resuming", 120, f"{PYTEST}test_resume.py"),
-    Row("right", "bad steps", 120, f"{PYTEST}faults/test_divergence.py"),
-    Row("right", "stops", 120, f"{PYTEST}faults/test_stop.py -k 'not torchrun and not hanging and not lost'"),
-    Row("right", "kill -9 at each call of a save", 120, f"{PYTEST}faults/test_kill.py -k each_call"),
+    Row("right", "model, runs and ranks", 200, f"{PYTEST} tests/machine/test_on_device.py"),
+    Row("right", "resumes, bad steps, stops, kills in a save", 200,
+        f"{PYTEST} tests/test_resume.py tests/faults/test_divergence.py tests/faults/test_stop.py "
+        "tests/faults/test_kill.py -k '(not torchrun and not hanging and not lost) and (each_call or not test_kill)'"),
     Row("fast", "124 M, 64 x 1,024", 180, TRAIN, f"{TINY_TRAIN} --shape tiny",
-        "500,000 tokens/s on an H100, 550,000 on an H200; 0.55 of a GEMM"),
+        "520,000 tokens/s on an H100, 550,000 on an H200; 0.65 of a GEMM"),
     Row("fast", "124 M, 32 x 1,024, beside nanoGPT", 300, f"{TRAIN} --rows 32 {{nanogpt}}", "", "1.2 x nanoGPT"),
     Row("fast", "1.4 B, gpt-neox-1.2b", 200, f"{TRAIN} --config gpt-neox-1.2b --micro_steps 4",
         f"{TINY_TRAIN} --config test --micro_steps 1", "0.50 of a GEMM"),
@@ -84,7 +81,13 @@ ROWS = [
     Row("fast", "162 M, modern", 200, f"{TRAIN} --config modern --micro_steps 4"),
     Row("fast", "162 M, modern in fp8", 200, f"{TRAIN} --config modern --micro_steps 4 --precision fp8"),
     Row("fast", "10 M, 64 x 256", 160, f"{TRAIN} --shape 10m {{nanogpt}}"),
-    Row("fast", "152 M, small_32k", 200, f"{TRAIN} --config small_32k --micro_steps 2"),
+    Row("fast", "152 M, small_32k", 200, f"{TRAIN} --config small_32k --micro_steps 2", "",
+        "160,000 tokens/s on an H100"),
+    Row("fast", "124 M in bf16 and fp32, with memory", 200, f"{TRAIN} fp32 --rows 32 --micro_steps 4"),
+    Row("fast", "760 M, gpt2-1b, with steps an hour", 200, f"{TRAIN} --config gpt2-1b --micro_steps 4"),
+    Row("fast", "124 M on 1 to all GPUs", 300,
+        "-m benchmarks.scaling --json {json} --rounds 2 --config gpt2 --processes {gpus}",
+        "--num_layers 1 --embd_size 64 --num_heads 1 --context_length 64 --mini_batch_size 1 --precision fp32"),
     Row("fast", "start-up of 124 M", 240, "-m benchmarks.start_up --json {json} --rounds 2", f"--rounds 1 {TINY}"),
     Row("fast", "start-up, empty compile cache", 240, "-m benchmarks.start_up --json {json} --rounds 2 --cold"),
     Row("fast", "loader", 90,
@@ -105,11 +108,9 @@ def run_row(row: Row, args: argparse.Namespace, limit_s: float) -> dict:
         found = Path(tmp, "found.json")
         found.touch()
         places = {"json": found, "tmp": tmp, "out": args.out, "device": args.device}
-        words = [
-            word.format(**places)
-            for part in shlex.split(row.command + f" {row.quick}" * args.quick)
-            for word in (args.nanogpt if part == "{nanogpt}" else [part])
-        ]
+        lists = {"{nanogpt}": args.nanogpt, "{gpus}": args.gpus}
+        command = shlex.split(row.command + f" {row.quick}" * args.quick)
+        words = [word.format(**places) for part in command for word in lists.get(part, [part])]
         # Rows share compiled kernels, although each has a temporary folder of its own.
         cache = {"TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir(), "gpu_suite-compile-cache"))}
         with open(log, "w") as output:
@@ -200,6 +201,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     args.nanogpt = ["--nanogpt", str(args.nanogpt.absolute())] if args.nanogpt else []
     args.out, args.device = args.out.absolute(), "cuda" if torch.cuda.is_available() else "cpu"
+    args.gpus = [str(2**i) for i in range(max(1, torch.cuda.device_count()).bit_length())]
     (args.out / "data").mkdir(parents=True, exist_ok=True)
     write_tokens(args.out / "data", 50304)
     record = args.out / "gpu_suite.json"

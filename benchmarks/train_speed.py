@@ -1,4 +1,4 @@
-"""Training speed beside nanoGPT, for the same shape, batch and precision: tokens per second and share of a GEMM.
+"""Training speed beside nanoGPT, for the same shape, batch and precision: tokens per second, share of a GEMM, memory.
 
     git clone https://github.com/karpathy/nanoGPT
     python -m benchmarks.train_speed --nanogpt nanoGPT                     # GPT-2 124M in bf16 and fp32: four programs
@@ -11,7 +11,8 @@
 
 Each side runs its own train.py on the same random tokens. The sides alternate: while one trains, the others are
 stopped, but stay in memory (124M: 3 to 5 GB each). All sides compile the model. A step is timed from one printed line
-to the next, so its whole cost is included.
+to the next, so its whole cost is included. On a GPU, the peak memory of our sides is printed too; for a preset, its
+optimizer steps per hour on this one device.
 
 With --precision default each side chooses its precision and whether it compiles. On a CPU nanoGPT compiles and computes
 in fp32; SteadyGPT does not compile, and takes the faster precision.
@@ -19,6 +20,7 @@ in fp32; SteadyGPT does not compile, and takes the faster precision.
 On a CPU nanoGPT trains in fp32 only. Its bf16 side is the same train.py with autocast in place of the null context.
 """
 
+import json
 import os
 import pickle
 import statistics
@@ -40,9 +42,12 @@ from benchmarks.compare import (
     flags,
     held_programs,
     in_turn,
+    number_text,
     pairs_of_equal_precision,
     report,
+    summary,
     synchronize,
+    write_json,
 )
 from model import GPT, GPTConfig
 from steadygpt.config import parse_args
@@ -87,10 +92,13 @@ exec(compile(source, "train.py", "exec"), {"__name__": "__main__"})
 
 
 def write_tokens(folder: Path, vocab_size: int) -> None:
-    """Write random tokens that both projects read, and nanoGPT's note of the vocabulary."""
-    tokens = np.random.default_rng(0).integers(0, 50257 if vocab_size > 50257 else 257, 2**22).astype(np.uint16)
-    for split in ("train", "val"):
-        tokens.tofile(folder / f"{split}.bin")
+    """Write random tokens that both projects read, and nanoGPT's note of the vocabulary.
+
+    They are enough that no epoch ends during a measurement, because we save at the end of an epoch.
+    """
+    tokens = np.random.default_rng(0).integers(0, 50257 if vocab_size > 50257 else 257, 2**26, np.uint16)
+    for split, count in (("train", 2**26), ("val", 2**22)):
+        tokens[:count].tofile(folder / f"{split}.bin")
     (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": vocab_size}))
 
 
@@ -115,7 +123,15 @@ def steadygpt(checkout: Path, folder: Path, shape: list[str], batch: Batch, devi
         warmup_steps=2000, eval_freq=0, hellaswag_freq=0, sample_freq=0, checkpoint_freq=0, checkpoint_minutes=0,
         log_freq=1,
     )  # fmt: skip
-    return HeldProgram([sys.executable, "train.py", *shape, *options, *how], checkout, r"step +\d+/")
+    program = HeldProgram([sys.executable, "train.py", *shape, *options, *how], checkout, r"step +\d+/")
+    program.metrics = outputs / "logs/metrics.jsonl"
+    return program
+
+
+def peak_gb(metrics: Path) -> float:
+    """Return the peak memory of our train.py, from its log."""
+    records = map(json.loads, metrics.read_text().splitlines())
+    return [record["memory_gb"] for record in records if "loss" in record][-1]
 
 
 def flags_of_shape(name: str) -> list[str]:
@@ -207,8 +223,18 @@ def main() -> None:
                 held = programs[side]
                 measured[side] = lambda held=held: batch.tokens / held.seconds_per_step(args.steps, discarded)
         figures = in_turn(measured, args.rounds, "tokens/s")
+        peaks = {side: peak_gb(held.metrics) for side, held in programs.items() if held.metrics and discarded > 1}
     print(f"{args.config or args.shape}: {batch}, {flops / 1e9:.3f} GFLOP a token, {device}")
     report(figures, "tokens/s", args, pairs_of_equal_precision(figures))
+    extra = {f"peak of {side}": summary([peak], "GB") for side, peak in peaks.items()}
+    if args.config:
+        hourly = [
+            3600 * found / preset.with_tokens_of_step(1).total_batch_size for found in figures[next(iter(programs))]
+        ]
+        extra["optimizer steps"] = summary(hourly, "an hour")
+    for name, found in extra.items():
+        print(f"{name}: {number_text(found['median'])} {found['unit']}")
+    write_json(args.json, extra)
 
 
 if __name__ == "__main__":

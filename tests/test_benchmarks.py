@@ -1,7 +1,7 @@
 """The tools of the benchmarks: held programs, ratios, instants of kills, the suite. Nothing is measured here."""
 
 import argparse
-import importlib
+import importlib.util
 import json
 import re
 import shlex
@@ -236,3 +236,26 @@ def test_the_command_of_the_trace_is_one_of_train(quick):
     script, *flags = shlex.split(row.command + f" {row.quick}" * quick)
     assert script == "train.py"
     assert parse_args(flags)[0].profile == 5
+
+
+@pytest.mark.parametrize("row", gpu_suite.ROWS, ids=lambda row: row.name)
+def test_the_command_of_each_row_exists(row):
+    """A visit to a GPU is short: a row that cannot run would be lost."""
+    words = shlex.split(row.command)
+    module = words[1] if words[0] == "-m" else words[0]
+    assert (REPO / module).exists() or importlib.util.find_spec(module)
+    paths = [word for word in words if word.startswith("tests/")]
+    assert all((REPO / path).exists() for path in paths)
+    if "--config" in words:
+        assert (REPO / "configs" / f"{words[words.index('--config') + 1]}.toml").exists()
+
+
+@pytest.mark.parametrize("row", [row for row in gpu_suite.ROWS if row.part == "right"], ids=lambda row: row.name)
+def test_the_rows_of_tests_find_tests_in_each_file(row):
+    words = [word.format(device="cpu") for word in shlex.split(row.command)]
+    words = [word for word in words if word not in ("-v", "-n", "auto", "--dist", "worksteal")]
+    done = subprocess.run(
+        [sys.executable, *words, "--collect-only", "-q"], cwd=REPO, capture_output=True, text=True, check=True
+    )
+    for path in words:
+        assert not path.startswith("tests/") or f"\n{path}::" in f"\n{done.stdout}"

@@ -30,7 +30,7 @@ def ratios(page: str) -> list[str]:
 def test_ratios_have_their_range_and_are_those_of_the_results():
     results = text("benchmarks/RESULTS.md")
     found = ratios("docs/speed.md")
-    assert len(found) == 11
+    assert len(found) == 12
     for ratio in found:
         median, low, high = map(float, re.fullmatch(r"(?:equal: )?([\d.]+) \(([\d.]+) to ([\d.]+)\)", ratio).groups())
         assert f"| {median:.2f} ({low:.2f} to {high:.2f}) |" in results

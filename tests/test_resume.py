@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import (
+    DEVICE,
     TINY,
     assert_same_state,
     command,
@@ -167,6 +168,7 @@ def test_more_ranks_compute_fewer_rows_at_once(workdir):
     assert load("a/latest.pt")["train_config"]["mini_batch_size"] == 4
 
 
+@pytest.mark.skipif(os.environ[DEVICE] != "cpu", reason="precisions are measured only on a CPU")
 def test_measured_precision_is_kept_by_a_resume(workdir, monkeypatch, capsys):
     monkeypatch.setattr(device, "native_precision", lambda device: "bf16")
     monkeypatch.setattr(device, "product_rates", lambda *_: (1e9, 2e9))

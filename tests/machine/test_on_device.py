@@ -279,10 +279,14 @@ def test_run_moves_between_the_device_and_the_cpu(workdir, whole_run, device):
 # ranks
 
 
-@pytest.mark.parametrize("one_gpu", [False, True], ids=["own GPUs", "two ranks on one GPU"])
-@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("sharding", "one_gpu"), [("ddp", False), ("fsdp", False), ("ddp", True)], ids=["ddp", "fsdp", "ddp on one GPU"]
+)
 def test_ranks_compute_the_same_as_one_process(workdir, whole_run, device, sharding, one_gpu):
-    """With one GPU, its own process group of one rank; NCCL needs a GPU for each rank, so two ranks use gloo."""
+    """With one GPU, its own process group of one rank; NCCL needs a GPU for each rank, so two ranks use gloo.
+
+    Gathering FSDP's shards crashes gloo on a GPU (torch 2.11).
+    """
     ranks = 2 if one_gpu else max(1, torch.cuda.device_count())
     if device.type == "cpu":
         if one_gpu:
@@ -291,11 +295,7 @@ def test_ranks_compute_the_same_as_one_process(workdir, whole_run, device, shard
     flags = (*(FSDP if sharding == "fsdp" else ()), "--total_batch_size", str(2 * 16 * max(2, ranks)))
     run_to_end(*flags, "--sharding", "ddp", *folders("one"))
     run = Run(*flags, *folders("ranks"), ranks=ranks, one_gpu=one_gpu)
-    if set(run.wait()) != {0}:
-        lacks = re.search(r"^\w*Error\b.*(?:gloo|Gloo|[Bb]ackend|gather|scatter).*$", run.text(), re.MULTILINE)
-        if one_gpu and sharding == "fsdp" and lacks:
-            pytest.skip(f"gloo on a GPU: {lacks[0]}")
-        raise AssertionError(run.text())
+    assert set(run.wait()) == {0}, run.text()
     for key in ("loss", "grad_norm"):
         assert metrics("ranks/logs", key) == pytest.approx(metrics("one/logs", key), abs=2e-5), key
 
