@@ -1,11 +1,14 @@
 """Statements of the documentation that the code or another page contradicts easily."""
 
 import re
+import shutil
+import subprocess
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
 import options_page
+import pytest
 from conftest import REPO
 from record import TEST
 
@@ -71,3 +74,48 @@ def test_the_page_of_options_has_those_of_today():
     assert options_page.with_tables(text("docs/options.md")) == text("docs/options.md"), (
         "python -m scripts.options_page"
     )
+
+
+@pytest.mark.parametrize(("added", "says"), [
+    ("", ""),
+    ("[page](nowhere.md)", "nowhere.md"),
+    ("[part](data.md#nowhere)", "does not contain an anchor '#nowhere'"),
+])  # fmt: skip
+def test_the_check_of_the_site_prints_what_is_broken(added, says, tmp_path):
+    """The line of scripts/test.sh, in a copy of the pages."""
+    pytest.importorskip("material")
+    [check] = [line for line in text("scripts/test.sh").splitlines() if "mkdocs build" in line]
+    shutil.copytree(REPO / "docs", tmp_path / "docs")
+    shutil.copytree(REPO / "scripts", tmp_path / "scripts")
+    shutil.copy(REPO / "mkdocs.yml", tmp_path)
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv/bin").symlink_to(REPO / ".venv/bin")
+    with open(tmp_path / "docs/index.md", "a") as page:
+        page.write(f"\n{added}\n")
+    command = ["bash", "-euo", "pipefail", "-c", check]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode == 0) == (not added), done.stdout + done.stderr
+    assert says in done.stdout and bool(done.stdout) == bool(added)
+
+
+def anchors(page: str) -> set[str]:
+    """Return the anchors that GitHub gives the headings of a page, and those that it names itself."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain} | set(
+        re.findall(r'<a id="([^"]+)">', page)
+    )
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/RESULTS.md"]
+    + [f"docs/{path.name}" for path in sorted((REPO / "docs").glob("*.md"))]
+)  # fmt: skip
+def test_links_of_a_page_lead_somewhere_on_github(page):
+    """Also those that leave docs/, which mkdocs does not check."""
+    links = re.findall(r"\]\(([^)\s]+)\)", text(page))
+    for link in (link for link in links if not re.match(r"https?:", link)):
+        target, _, anchor = link.partition("#")
+        file = (REPO / page).parent / target if target else REPO / page
+        assert file.exists(), link
+        assert not anchor or file.suffix != ".md" or anchor in anchors(file.read_text()), link
