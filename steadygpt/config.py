@@ -231,7 +231,7 @@ class TrainConfig(GPTConfig):
     eval_freq: int = option(250, "steps between validations; 0: none", "evaluation")
     eval_tokens: int = option(10485760, "validation tokens to use, the same ones each time", "evaluation", at_least=1)
     eval_tasks: str = option("hellaswag", EXPECTED, "evaluation")
-    hellaswag_freq: int = option(250, "steps between evaluations of eval_tasks; 0: none", "evaluation")
+    hellaswag_freq: int = option(500, "steps between evaluations of eval_tasks; 0: none", "evaluation")
     sample_freq: int = option(250, "steps between text samples; 0: none", "evaluation")
     sample_prompt: str = option("", "prompt of the text samples (default: the start of a document)", "evaluation")
     eval_only: bool = option(False, "evaluate a checkpoint (--resume; default: latest) or the weights of "

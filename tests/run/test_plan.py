@@ -100,7 +100,7 @@ def test_plan_of_a_known_number_of_steps_needs_no_data(tmp_path, monkeypatch, ca
     assert "vocabulary 50,257 (gpt2)\n" in plan
     assert "at most 9 and one for each epoch, whose length is not known, in checkpoints: 82.1 GB; " in plan
     assert "x 1 rank x 128 micro-steps); warm-up 2,000 steps\n" in plan
-    assert "time         100,000 steps and 1.5% for evaluations; " in plan
+    assert "time         100,000 steps and 1.4% for evaluations; " in plan
     assert list(tmp_path.iterdir()) == []
     assert run_here("--dry_run", "--data_dir", "nowhere", "--tokenizer", "bytes") == 0
     plan = capsys.readouterr().out
