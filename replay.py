@@ -27,7 +27,8 @@ from model import GPT
 from steadygpt.base.options import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.base.progress import ProgressBar
 from steadygpt.base.text import counted
-from steadygpt.checkpoint.files import checkpoint_files, git_commit, intact_checkpoints, read_checkpoint
+from steadygpt.base.version import git_commit
+from steadygpt.checkpoint.files import checkpoint_files, intact_checkpoints, read_checkpoint
 from steadygpt.checkpoint.mirror import Mirror
 from steadygpt.config import TrainConfig
 from steadygpt.data.tokenizer import TokenizerRecord

@@ -33,7 +33,8 @@ from optim import make_optimizer, skips_on_device, update_unless
 from steadygpt.base.options import run_cli, shown_options
 from steadygpt.base.retry import brief
 from steadygpt.base.text import counted
-from steadygpt.checkpoint.files import FORMAT_VERSION, Captured, TrainState, check_weights, git_commit
+from steadygpt.base.version import git_commit
+from steadygpt.checkpoint.files import FORMAT_VERSION, Captured, TrainState, check_weights
 from steadygpt.checkpoint.host_copy import HostCopy, fill, restore_optimizer
 from steadygpt.checkpoint.saves import Saves
 from steadygpt.checkpoint.table import print_checkpoints

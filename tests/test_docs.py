@@ -12,6 +12,7 @@ import pytest
 from conftest import REPO
 from record import TEST
 
+from steadygpt import __version__
 from steadygpt.checkpoint.files import FORMAT_VERSION
 
 
@@ -61,6 +62,11 @@ def names_in(paths: Iterable[Path]) -> set[str]:
 def test_the_table_of_faults_names_every_test_of_the_folder_and_none_that_does_not_exist():
     tests, named = REPO / "tests", set(TEST.findall(text("docs/RELIABILITY.md")))
     assert names_in(tests.glob("faults/test_*.py")) <= named <= names_in(tests.rglob("test_*.py"))
+
+
+def test_the_version_is_the_same_everywhere():
+    assert f"\nversion: {__version__}\n" in text("CITATION.cff")
+    assert f"\n## {__version__} (" in text("CHANGELOG.md")
 
 
 def test_the_address_of_the_repository_is_the_same_everywhere():
