@@ -9,6 +9,7 @@ from pathlib import Path
 
 import options_page
 import pytest
+import site_hooks
 from conftest import REPO
 from record import TEST
 
@@ -102,6 +103,14 @@ def test_the_check_of_the_site_prints_what_is_broken(added, says, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode == 0) == (not added), done.stdout + done.stderr
     assert says in done.stdout and bool(done.stdout) == bool(added)
+
+
+def test_words_of_inline_code_do_not_break_on_a_phone():
+    """Except very long ones. Blocks of code are left alone."""
+    block = "<pre><span></span><code>python train.py --mix a</code></pre>"
+    shown = site_hooks.on_page_content(f"<code>--mix a/b</code> <code>{'x' * 33}</code> {block}")
+    word = '<span class="word">{}</span>'.format
+    assert shown == f"<code>{word('--mix')} {word('a/b')}</code> <code>{'x' * 33}</code> {block}"
 
 
 def anchors(page: str) -> set[str]:
