@@ -1,5 +1,6 @@
 """Statements of the documentation that the code or another page contradicts easily."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -111,6 +112,14 @@ def test_words_of_inline_code_do_not_break_on_a_phone():
     shown = site_hooks.on_page_content(f"<code>--mix a/b</code> <code>{'x' * 33}</code> {block}")
     word = '<span class="word">{}</span>'.format
     assert shown == f"<code>{word('--mix')} {word('a/b')}</code> <code>{'x' * 33}</code> {block}"
+
+
+def test_the_notebook_is_stored_with_the_outputs_of_its_commands():
+    cells = json.loads(text("docs/quickstart.ipynb"))["cells"]
+    last = {"exit status -9": "the kill", "bit for bit the same losses": "the resume", "class Queue:": "the sample"}
+    shown = "".join(line for cell in cells for output in cell.get("outputs", []) for line in output.get("text", []))
+    assert not [what for words, what in last.items() if words not in shown]
+    assert not re.search(r"/(home|tmp|root|work)/|\\x1b|\r", shown)
 
 
 def anchors(page: str) -> set[str]:
