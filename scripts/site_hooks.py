@@ -4,8 +4,7 @@ import re
 
 OUTSIDE = re.compile(r"\]\(\.\./([^)]+)\)")
 INLINE_CODE = re.compile(r"(?<!</span>)<code>([^<]*)</code>")  # blocks have an empty span before it
-WORD = re.compile(r"(?<!\S)\S{1,32}(?!\S)")  # a longer one may be wider than a phone
-MARKED = r'<span class="word">\g<0></span>'
+WORD = re.compile(r"(?<=[\s>])[^\s<>]{1,32}(?=[\s<])")  # a longer one may be wider than a phone
 
 
 def on_page_markdown(markdown: str, page, config, **_) -> str:
@@ -15,4 +14,4 @@ def on_page_markdown(markdown: str, page, config, **_) -> str:
 
 def on_page_content(html: str, **_) -> str:
     """Mark the words of inline code, which docs/site.css keeps on one line."""
-    return INLINE_CODE.sub(lambda code: f"<code>{WORD.sub(MARKED, code[1])}</code>", html)
+    return INLINE_CODE.sub(lambda code: WORD.sub(r'<span class="word">\g<0></span>', code[0]), html)

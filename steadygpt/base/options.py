@@ -17,7 +17,7 @@ from functools import cache
 from io import TextIOWrapper
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
-from steadygpt.base.version import version_text
+from steadygpt import version_text
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -206,7 +206,7 @@ def _parser(options: type, description: str) -> argparse.ArgumentParser:
     words += ["[--config NAME]"] * ("config" in options_of(options)) + ["[--flag value ...]"]
     usage = " ".join(["%(prog)s", *words])
     cli = _Parser(usage=usage, description=description, argument_default=argparse.SUPPRESS, allow_abbrev=False)
-    cli.add_argument("--version", action=_Version, nargs=0, help="show version and commit, and exit")
+    cli.add_argument("--version", action="version", version=f"SteadyGPT {version_text()}")
     groups: dict[str, Any] = {}
     for name, f in options_of(options).items():
         about, kind = f.metadata, kind_of(f)
@@ -247,12 +247,6 @@ def _suggestion(unknown: str, options: type, elsewhere: Mapping[str, str]) -> st
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str):
         raise UserError(f"{message}; see --help")
-
-
-class _Version(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_) -> None:
-        print(f"SteadyGPT {version_text()}")  # argparse's own action would ask git at every start
-        parser.exit()
 
 
 def _underscored(argument: str) -> str:

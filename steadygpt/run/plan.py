@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from steadygpt import version_text
 from steadygpt.base.disk import existing
 from steadygpt.base.options import UserError
 from steadygpt.base.text import bytes_text, counted, labelled
-from steadygpt.base.version import version_text
 from steadygpt.checkpoint.saves import interval_text
 from steadygpt.data.order import BLOCK_ROWS
 from steadygpt.machine.attention import kernel_name

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import pytest
 from conftest import REPO
 
-from steadygpt import __version__
+from steadygpt import __version__, git_commit
 from steadygpt.base.options import option, parse_options
-from steadygpt.base.version import git_commit
 
 
 def run(program: str, **environment: str) -> tuple[int, str, str]:
