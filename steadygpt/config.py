@@ -201,7 +201,8 @@ class TrainConfig(GPTConfig):
     spike_z: float = option(6.0, "warn of a loss spike, this many standard deviations above the mean of the last 128 "
                             "losses; 0: never", "optimization")
     skip_spikes: bool = option(False, "skip updates with a loss spike", "optimization")
-    max_hours: float = option(0.0, "stop and save after this many hours in this start; 0: never", "optimization")
+    max_hours: float = option(0.0, "stop and save this many hours after the start of the process; 0: never",
+                              "optimization")
 
     checkpoint_dir: str = option("checkpoints", "folder for the checkpoints of this run", "checkpoints",
                                  on_resume="launch")
@@ -457,7 +458,7 @@ ELSEWHERE = {
         "--checkpoint_freq": "save_steps save_interval save_every",
         "--keep_checkpoints": "save_total_limit keep_last_n",
         "--checkpoint_dir": "output_dir out_dir save_dir",
-        "--resume": "resume_from load_checkpoint",
+        "--resume": "resume_from load_checkpoint ckpt_path",
         "--max_lr": "learning_rate lr",
         "--activation": "hidden_act activation_function",
         "--activation gelu_tanh or gelu": "gelu",
@@ -467,8 +468,8 @@ ELSEWHERE = {
         "--warmup_steps": "warmup_iters num_warmup_steps",
         "--warmup_steps, in steps; by default the warm-up is at most a tenth of the run": "warmup_ratio",
         "--max_steps": "max_iters lr_decay_iters max_train_steps num_iterations train_steps",
-        "--num_epochs": "epochs num_train_epochs",
-        "--mini_batch_size": "batch_size micro_batch_size per_device_train_batch_size",
+        "--num_epochs": "epochs num_train_epochs max_epochs",
+        "--mini_batch_size": "batch_size micro_batch_size per_device_train_batch_size device_batch_size",
         "--micro_steps, counted on each GPU (nanoGPT counts those of all GPUs)": "gradient_accumulation_steps "
         "gradient_accumulation grad_accum_steps",
         "--context_length": "block_size seq_len sequence_length max_seq_len max_seq_length",
@@ -487,14 +488,22 @@ ELSEWHERE = {
         "--adam_beta2": "beta2 adam_beta_2",
         "--adam_eps": "adam_epsilon epsilon eps",
         "--sharding fsdp": "deepspeed fsdp zero_stage",
+        "--sharding": "strategy",
+        "--device": "accelerator",
         "--activation_checkpointing": "gradient_checkpointing grad_checkpointing",
         "--data_dir": "dataset data data_path train_file input_bin tokenized_dir",
         "--init_from": "model_name_or_path model",
         "--use_wandb": "wandb wandb_log",
+        "--run_name": "wandb_run_name",
+        "the environment names the project: WANDB_PROJECT=NAME": "wandb_project",
         "--use_tensorboard": "tensorboard",
         "--use_tensorboard, --use_wandb or neither": "report_to",
         "--max_files of prepare_dataset.py; a run reads all shards of --data_dir, up to --max_steps": "max_files",
         # What has no equivalent.
+        "torchrun starts one process for each GPU: torchrun --nproc_per_node=N train.py": "devices gpus num_gpus "
+        "n_gpus ngpus num_processes",
+        "scripts/multinode.sh starts several machines (docs/multi-node.md)": "num_nodes num_machines",
+        "convert_hf.py exports a checkpoint to a folder, and 'hf upload' uploads it": "push_to_hub hub_model_id",
         "batches are read ahead by one thread, for a GPU into pinned memory; drop the flag": "num_workers "
         "dataloader_num_workers persistent_workers dataloader_persistent_workers prefetch_factor "
         "dataloader_prefetch_factor pin_memory dataloader_pin_memory",

@@ -198,6 +198,28 @@ def test_memory_of_the_host_is_what_is_available_within_the_containers_limit(tmp
     assert memory_bytes(cpu) == 4096
 
 
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"cpu.max": "250000 100000\n"}, 2),
+        ({"cpu.max": "50000 100000\n"}, 1),
+        ({"cpu.max": "max 100000\n"}, 8),
+        ({"cpu.max": "9900000 100000\n"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
+        ({}, 8),
+    ],
+    ids=str,
+)
+def test_cores_are_those_of_the_process_within_the_containers_quota(tmp_path, monkeypatch, files, expected):
+    (tmp_path / "cpu").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(host, "CGROUP", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+    assert host.usable_cores() == expected
+
+
 def test_more_processes_than_gpus_are_reported_once(monkeypatch):
     """Rank 0 waits for the other ranks and reports nothing."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
