@@ -241,7 +241,7 @@ def use_expandable_segments() -> None:
     that fits at first runs out of memory later. The allocator reads the variable when the first tensor is allocated.
     In WSL 2 that allocation can fail (pytorch issue 192330), so segments keep their size there.
     """
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch 2.9 reads the older name only
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second one is the older name
     if "microsoft" not in platform.release().lower() and not any(name in os.environ for name in names):
         os.environ |= dict.fromkeys(names, "expandable_segments:True")
 

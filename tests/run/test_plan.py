@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import load, run_here
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from model import GPT
@@ -233,8 +234,9 @@ def test_a_step_is_tried_out_on_a_gpu_and_halved_after_a_lack_of_memory(monkeypa
     """The GPU is this CPU, with room for so many rows."""
     steps, fractions = [], []
 
-    def take_step(config, rows, device, sketch, take=estimates.take_step):
-        take(dataclasses.replace(config, compile="off"), rows, CPU, sketch)
+    def take_step(config, ranks, sketch, take=estimates.take_step):
+        rows = config.mini_batch_size
+        take(dataclasses.replace(config, compile="off"), Ranks(CPU), sketch)
         steps.append(rows)
         if rows > room:
             raise torch.OutOfMemoryError if rows > 6 else RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")
@@ -257,6 +259,31 @@ def test_a_step_is_tried_out_on_a_gpu_and_halved_after_a_lack_of_memory(monkeypa
             with_fitting_rows(config, SKETCH, gpu)
     assert steps == tried
     assert fractions == [0.9, 1.0] * len(tried)
+
+
+class Allocated(TorchDispatchMode):
+    """Sums the bytes of the tensors that torch.empty makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.bytes += result.nbytes if func is torch.ops.aten.empty.memory_format else 0
+        return result
+
+
+def test_a_tried_step_holds_the_sums_of_deterministic_gradients():
+    """They are as large as up to four times the weights."""
+    found = {}
+    for deterministic in (False, True):
+        config = dataclasses.replace(AUTO, mini_batch_size=3, deterministic=deterministic)
+        with Allocated() as allocated:
+            estimates.take_step(config, Ranks(CPU), SKETCH)
+        found[deterministic] = allocated.bytes
+    config = dataclasses.replace(AUTO, mini_batch_size=3, deterministic=True)
+    assert found[True] - found[False] == estimate_memory(config, SKETCH, Ranks(CPU))[0]["sums of gradients"] > 0
 
 
 def test_the_number_is_stored_and_a_resume_takes_it(workdir, monkeypatch, capsys):
