@@ -33,7 +33,8 @@ class ProgressBar(tqdm):
         elif not os.get_terminal_size(sys.stderr.fileno()).columns:  # a terminal without a size, as in some containers
             options |= {"ncols": 80}
         # miniters: otherwise tqdm counts updates instead of looking at the clock, and is silent when they slow down.
-        super().__init__(total=total, unit_scale=True, miniters=1, dynamic_ncols="ncols" not in options, **options)
+        options = {"unit_scale": True, "miniters": 1, "dynamic_ncols": "ncols" not in options} | options
+        super().__init__(total=total, **options)
 
     def show_from(self, base: float) -> Callable[[float], object]:
         """Return a function that shows an amount beyond `base`."""

@@ -105,8 +105,8 @@ def choose_precision(wanted: str, device: torch.device, tokens: int, width: int,
     chosen = "bf16" if bf16 >= MIN_SPEEDUP * fp32 else "fp32"
     return chosen, labelled(
         "precision",
-        f"{chosen}, chosen by --precision auto: a matmul of {rows:,} x {width:,} x {hidden:,} reaches "
-        f"{fp32 / 1e9:,.0f} GFLOP/s in fp32 and {bf16 / 1e9:,.0f} in bf16",
+        f"{chosen}, chosen by --precision auto: {fp32 / 1e9:,.0f} GFLOP/s in fp32 and {bf16 / 1e9:,.0f} in bf16, in a "
+        f"test matmul of {rows:,} x {width:,} x {hidden:,}",
     )
 
 
