@@ -40,7 +40,7 @@ def test_summary_is_shown_logged_and_in_status_json(workdir, capsys):
         f"{metrics('logs', 'loss')[7]:.4f}, validation {losses[8]:.4f} ({bits[8]:.4f} bits per byte), "
         f"best {losses[best]:.4f} at step {best}"
     )
-    assert re.fullmatch(r"peak [\d.]+ [MG]B on rank 0, with Python and PyTorch", found["memory"])
+    assert re.fullmatch(r"peak [\d.]+ [MG]B on rank 0, including Python and PyTorch", found["memory"])
     assert float(found["cost"].replace(",", "")) > 1
     assert re.fullmatch(r"2; they paused training for \d+ ms, \d+\.\d\d% of the time", found["saves"])
     for text in (capsys.readouterr().out, (workdir / "logs/log.txt").read_text()):
@@ -121,11 +121,13 @@ def test_exception_is_the_reason_of_a_failed_run(workdir, monkeypatch, module, f
 
 def test_summary_says_what_to_type_next():
     alone, two = Ranks(torch.device("cpu")), Ranks(torch.device("cpu"), world_size=2)
-    assert next_commands("checkpoints", "finished", True, alone).startswith(
+    after = "python generate.py best, or python convert_hf.py best hf_model"
+    assert next_commands("checkpoints", "finished", True, alone) == after
         "python generate.py best, or python convert_hf"
     )
     assert next_commands("a b", "stopped", False, alone) == "python train.py --resume latest --checkpoint_dir 'a b'"
-    assert next_commands("checkpoints", "stopped", True, two).startswith(
+    after = "torchrun --nproc_per_node=2 train.py --resume latest"
+    assert next_commands("checkpoints", "stopped", True, two) == after
         "torchrun --nproc_per_node=2 train.py --resume"
     )
     assert next_commands("checkpoints", "failed", True, alone) == ""  # its last line says what to do
