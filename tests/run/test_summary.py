@@ -123,11 +123,7 @@ def test_summary_says_what_to_type_next():
     alone, two = Ranks(torch.device("cpu")), Ranks(torch.device("cpu"), world_size=2)
     after = "python generate.py best, or python convert_hf.py best hf_model"
     assert next_commands("checkpoints", "finished", True, alone) == after
-        "python generate.py best, or python convert_hf"
-    )
     assert next_commands("a b", "stopped", False, alone) == "python train.py --resume latest --checkpoint_dir 'a b'"
     after = "torchrun --nproc_per_node=2 train.py --resume latest"
     assert next_commands("checkpoints", "stopped", True, two) == after
-        "torchrun --nproc_per_node=2 train.py --resume"
-    )
     assert next_commands("checkpoints", "failed", True, alone) == ""  # its last line says what to do
