@@ -39,8 +39,8 @@ def test_cpu_uses_bf16_if_its_products_are_a_fifth_faster(gflops, chosen, cpu, m
     precision, line = choose_precision("auto", torch.device("cpu"), *SIZES)
     assert precision == chosen
     assert line == (
-        f"precision    {chosen}, chosen by --precision auto: "
-        f"a matmul of 16 x 64 x 256 reaches 238 GFLOP/s in fp32 and {gflops} in bf16"
+        f"precision    {chosen}, chosen by --precision auto: 238 GFLOP/s in fp32 and {gflops} in bf16, in a test "
+        "matmul of 16 x 64 x 256"
     )
     measured = []
     monkeypatch.setattr(device, "product_rates", lambda *shape: measured.append(shape) or (1e9, 1e9))
