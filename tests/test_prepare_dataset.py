@@ -214,7 +214,7 @@ def test_mistakes_are_reported_in_one_line(jsonl):
         ),
         (["--source", "empty.txt"], "empty.txt: found no text .*; expected some"),
         (["--source", "docs.jsonl", "--shard_size", "0"], "--shard_size is 0; expected at least 1"),
-        (["--source", "docs.jsonl", "--shard-size", "many"], "argument --shard_size: invalid int value: 'many'"),
+        (["--source", "docs.jsonl", "--shard-size", "many"], "argument --shard_size: is 'many'; expected an integer"),
         (["--source", "docs.jsonl", "--name", "a/b"], "--name is 'a/b'; expected only letters"),
         (["--source", "n" * 300], "n: File name too long; .* free"),
         (["--shard_sizes", "3"], "unknown argument '--shard_sizes'; did you mean --shard_size?"),
