@@ -187,7 +187,7 @@ def _tokenizer_of(folder: Path, source: str, own: dict, config: GPTConfig, store
         return gpt2 if is_gpt2 else TokenizerRecord("")
     if gpt2.tokenizer and tokenizer.sha256 == GPT2_SHA256:
         return gpt2._replace(tokenizer_sha256=GPT2_SHA256)
-    special = {i: token for token, i in tokenizer.encoding._special_tokens.items()}
+    special = {i: token for token, i in tokenizer.special.items()}
     begins = (
         END_OF_TEXT if END_OF_TEXT in special.values() else special.get(stored.get("bos_token_id", -1), END_OF_TEXT)
     )

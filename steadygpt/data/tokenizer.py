@@ -17,7 +17,7 @@ import tiktoken
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import NoAnswer, Service, brief
 from steadygpt.data import hub
-from steadygpt.data.tokenizer_json import GPT2_PATTERN, from_json
+from steadygpt.data.tokenizer_json import GPT2_PATTERN, Literals, from_json
 
 if TYPE_CHECKING:
     from steadygpt.machine.ranks import Ranks
@@ -30,13 +30,14 @@ GPT2_SHA256 = "efc0376715b386b67ce5c251b2fac0b329d4c513bfefcd363c9b5af1dfb9d991"
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Text to token ids and back. Text that spells a special token is ordinary text."""
+    """Text to token ids and back. Text that spells a special token is ordinary text; that of a literal is its id."""
 
     encoding: tiktoken.Encoding
     pattern: str  # of the encoding, or a name that stands for it
     document_token: str = END_OF_TEXT
     is_nfc: bool = False  # brings text to Unicode's form NFC first
     json: str = ""  # the tokenizer.json that it comes from
+    literals: tuple[Literals, ...] = ()  # if any, those before and those after NFC
 
     @property
     def n_vocab(self) -> int:
@@ -49,7 +50,7 @@ class Tokenizer:
 
         Raises: UserError when there is no such token.
         """
-        special = self.encoding._special_tokens
+        special = self.special
         if self.document_token not in special:
             found = shorten(" ".join(sorted(special, key=special.__getitem__)), 1000)
             advice = "name the one that begins each document with --document_token of prepare_dataset.py"
@@ -59,14 +60,28 @@ class Tokenizer:
             )
         return special[self.document_token]
 
+    @property
+    def special(self) -> dict[str, int]:
+        """The ids of the special tokens."""
+        literals = {i for stage in self.literals for i in stage.ids.values()}
+        return {token: i for token, i in self.encoding._special_tokens.items() if i not in literals}
+
     def normalized(self, text: str) -> str:
         return normalize("NFC", text) if self.is_nfc else text
 
     def encode(self, text: str) -> list[int]:
-        return self.encoding.encode_ordinary(self.normalized(text))
+        if not self.literals:
+            return self.encoding.encode_ordinary(self.normalized(text))
+        before, after, ids = *self.literals, list[int]()
+        for part in before.split(text):
+            for piece in [part] if isinstance(part, int) else after.split(self.normalized(part)):
+                ids += [piece] if isinstance(piece, int) else self.encoding.encode_ordinary(piece)
+        return ids
 
     def encode_to_numpy(self, text: str) -> np.ndarray:
         """Return the ids of a text without lone surrogates, (n,) uint32."""
+        if self.literals:
+            return np.array(self.encode(text), np.uint32)
         return self.encoding.encode_to_numpy(self.normalized(text), disallowed_special=())
 
     def decode(self, ids: list[int]) -> str:
@@ -82,9 +97,9 @@ class Tokenizer:
     @cached_property
     def num_bytes(self) -> np.ndarray:
         """The number of bytes of each id, (n_vocab,) int64; 0 for special tokens and unused ids."""
-        ranks, sizes = self.encoding._mergeable_ranks, np.zeros(self.n_vocab, np.int64)
-        sizes[np.fromiter(ranks.values(), np.int64)] = np.fromiter(map(len, ranks), np.int64)
-        sizes[[*self.encoding._special_tokens.values()]] = 0
+        sizes = np.zeros(self.n_vocab, np.int64)
+        sizes[np.fromiter(self.bytes_of, np.int64)] = np.fromiter(map(len, self.bytes_of.values()), np.int64)
+        sizes[[*self.special.values()]] = 0
         return sizes
 
     @cached_property
@@ -92,7 +107,9 @@ class Tokenizer:
         """The identity: the SHA-256 in hex of all that determines ids."""
         tokens = sorted((i, token.hex()) for i, token in self.bytes_of.items())
         special = sorted(self.encoding._special_tokens.items())
-        return hashlib.sha256(json.dumps([self.is_nfc, self.pattern, tokens, special]).encode()).hexdigest()
+        literals = [sorted(stage.ids.items()) for stage in self.literals]
+        known = [self.is_nfc, self.pattern, tokens, special, *([literals] if literals else [])]
+        return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
 
 class TokenizerRecord(NamedTuple):
@@ -199,8 +216,8 @@ def load_tokenizer(record: TokenizerRecord, folder: Path | None = None) -> Token
     if not record.is_file:
         tokenizer = replace(get_tokenizer(name), document_token=document_token)
     elif text:
-        encoding, is_nfc = from_json(text, where, is_known=bool(wanted))
-        tokenizer = Tokenizer(encoding, encoding._pat_str, document_token, is_nfc, text)
+        encoding, is_nfc, literals = from_json(text, where, is_known=bool(wanted))
+        tokenizer = Tokenizer(encoding, encoding._pat_str, document_token, is_nfc, text, literals)
     elif folder:
         raise UserError(f"{where}: missing; expected the tokenizer {name}. Copy it there, or prepare the data again")
     else:

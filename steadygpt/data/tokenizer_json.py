@@ -3,8 +3,11 @@
 import json
 import math
 import re
+from collections.abc import Iterator
 from itertools import pairwise
 from textwrap import shorten
+from typing import NamedTuple
+from unicodedata import normalize
 
 import tiktoken
 
@@ -33,14 +36,32 @@ _BYTE = {character: byte for byte, character in _CHARACTER.items()}
 _PROBE = "".join(map(chr, range(0x3400))) + "a😀b"
 
 
-def from_json(text: str, where: object, is_known: bool) -> tuple[tiktoken.Encoding, bool]:
-    """Convert a tokenizer.json to an encoding with the same ids; text that spells an added token is ordinary text.
+class Literals(NamedTuple):
+    """Added tokens that are found in a text before anything else, as the `tokenizers` library does."""
+
+    pattern: re.Pattern[str]  # the longest added token at a place
+    ids: dict[str, int]  # of those that are not special; text that spells a special one is ordinary text
+
+    def split(self, text: str) -> Iterator[str | int]:
+        """Yield the ids of these tokens in a text, and the text around them."""
+        end = 0
+        for match in self.pattern.finditer(text):
+            if (found := self.ids.get(match[0])) is not None:
+                yield text[end : match.start()]
+                yield found
+                end = match.end()
+        yield text[end:]
+
+
+def from_json(text: str, where: object, is_known: bool) -> tuple[tiktoken.Encoding, bool, tuple[Literals, ...]]:
+    """Convert a tokenizer.json to an encoding with the same ids; text that spells a special token is ordinary text.
 
     Args:
         where: the file, for errors.
         is_known: skips the slow checks; the caller compares the result with one that has passed them.
 
-    Returns: the encoding, and whether text is brought to Unicode's form NFC first.
+    Returns: the encoding; whether text is brought to Unicode's form NFC first; the added tokens to find before and
+        after that, none if all are special.
 
     Raises: UserError that names `where`, unless the conversion is exact.
     """
@@ -51,7 +72,7 @@ def from_json(text: str, where: object, is_known: bool) -> tuple[tiktoken.Encodi
         raise UserError(f"{where}: {shorten(problem, 300)}; expected {ACCEPTED}") from error
 
 
-def _convert(content: dict, is_known: bool) -> tuple[tiktoken.Encoding, bool]:
+def _convert(content: dict, is_known: bool) -> tuple[tiktoken.Encoding, bool, tuple[Literals, ...]]:
     model = content["model"]
     found = {
         key: model[key] for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix") if model.get(key)
@@ -81,7 +102,14 @@ def _convert(content: dict, is_known: bool) -> tuple[tiktoken.Encoding, bool]:
     if [step["type"] for step in steps["decoder"]] != ["ByteLevel"]:
         raise refused("decoder")
 
-    added = {token["content"]: token["id"] for token in content.get("added_tokens") or []}
+    tokens = [token for token in content.get("added_tokens") or [] if token["content"]]
+    added = {token["content"]: token["id"] for token in tokens}
+    for token in tokens:
+        flags = [key for key in ("single_word", "lstrip", "rstrip") if token.get(key)]
+        # Long texts are cut before such a space, see documents.cut_text.
+        if not token.get("special") and (flags or re.search(r"\S ", token["content"])):
+            how = f"{' and '.join(flags) or 'a space within'}, but without special"
+            raise ValueError(f"found the added token {token['content']!r} with {how}")
     merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
     made = {left + right for left, right in merges}
     # Added tokens may be in the vocabulary too, without a merge.
@@ -101,7 +129,14 @@ def _convert(content: dict, is_known: bool) -> tuple[tiktoken.Encoding, bool]:
     encoding = tiktoken.Encoding("tokenizer.json", pat_str=pattern, mergeable_ranks=ranks, special_tokens=added)
     if encoding.decode(encoding.encode_ordinary(_PROBE)) != _PROBE:  # tiktoken drops what the pattern does not match
         raise ValueError(f"found a pattern that some characters do not match: {pattern}")
-    return encoding, bool(steps["normalizer"])
+    is_nfc, literals = bool(steps["normalizer"]), []
+    for after in (False, True):
+        of_stage = [token for token in tokens if bool(token.get("normalized")) == after]
+        texts = [normalize("NFC", token["content"]) if after and is_nfc else token["content"] for token in of_stage]
+        pattern = "|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)"  # which matches nothing
+        ids = {t: token["id"] for t, token in zip(texts, of_stage, strict=True) if not token.get("special")}
+        literals.append(Literals(re.compile(pattern), ids))
+    return encoding, is_nfc, tuple(literals) if any(stage.ids for stage in literals) else ()
 
 
 def _check_merges(ranks: dict[bytes, int], vocab: dict[str, int], merges: list[tuple[str, str]]) -> None:
