@@ -33,7 +33,14 @@ from model import GPT, GPTConfig
 from steadygpt.base.durable import fsync, fsync_folder, replace_file
 from steadygpt.base.options import OptionError, UserError, kind_of, option, parse_options, run_cli
 from steadygpt.base.text import labelled
-from steadygpt.checkpoint.files import FORMAT_VERSION, NAMED, as_checkpoint, load_verified, open_checkpoint
+from steadygpt.checkpoint.files import (
+    FORMAT_VERSION,
+    NAMED,
+    as_checkpoint,
+    checkpoint_files,
+    load_verified,
+    open_checkpoint,
+)
 from steadygpt.convert.families import (
     CONSTANTS,
     FAMILIES,
@@ -100,6 +107,9 @@ def read_weights(source: str, tokenizer: str = "", download: bool = True) -> dic
     if not source:
         raise UserError("no source; expected a checkpoint file, a Hugging Face folder, or a name such as gpt2")
     path, given = Path(source), record_named(tokenizer)
+    if path.is_dir() and checkpoint_files(path):
+        path, checkpoint = open_checkpoint(source, path)
+        return with_tokenizer(checkpoint, given, path)
     if path.is_dir():
         return _read_folder(path, source, given)
     if path.suffix == ".pt" or path.is_file():

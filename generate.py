@@ -106,7 +106,7 @@ class Options(CheckpointOptions):
     max_tokens: int = option(200, "tokens to add to each text", at_least=1)
     temperature: float = option(0.8, "sampling temperature; 0: always the most likely token")
     top_k: int = option(50, "sample from the k most likely tokens; 0: from all")
-    seed: int = option(1337, "seed of the sampling")
+    seed: int = option(1337, "seed of the sampling", below=2**63)
 
 
 def read_prompt(path: str) -> str:

@@ -414,7 +414,8 @@ def test_the_command_exports_and_imports(workdir, capsys):
     for source, target in (("exported", "back.pt"), ("back.pt", "exported")):
         with pytest.raises(UserError, match=rf"{target}: already exists"):
             convert_hf.main([source, target])
-    assert convert_hf.main(["latest", "latest.pt"]) == 0
+    assert convert_hf.main(["latest", "latest.pt"]) == convert_hf.main(["checkpoints", "folder.pt"]) == 0
+    assert_same_weights(read_weights("folder.pt"), back)
     weights = torch.load("latest.pt")
     assert weights["optimizer"] == weights["train_config"] == {} and "starts" not in weights
     assert_same_weights(trained, weights)

@@ -152,7 +152,8 @@ class CheckpointOptions(ModelOptions):
 
     checkpoint: str = option(
         "latest",
-        "latest, best, stable, a file, or average:N for the mean weights of the newest N rolling checkpoints",
+        "latest, best, stable, a file, a folder for its latest, or average:N for the mean weights of the newest N "
+        "rolling checkpoints",
         positional=True,
     )
 
