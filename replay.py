@@ -53,7 +53,8 @@ class ReplayOptions:
     step: int | None = option(None, "one step to replay, as --steps STEP:STEP")
     steps: str = option("", "steps to replay, A:B, including both, numbered as in metrics.jsonl: step A starts from "
                         "the checkpoint of step A")
-    checkpoint_dir: str = option("checkpoints", "folder of the run's checkpoints")
+    checkpoint_dir: str = option("checkpoints", "folder of the run's checkpoints", positional=True,
+                                 aliases=("checkpoint_dir",))
     mirror: str = option("", "URL of the run's mirror (default: its --mirror)")
     device: str = option("auto", "auto, cpu, cuda or mps")
     # fmt: on
@@ -316,6 +317,7 @@ def replay(past: Past, device: str, ranks: Ranks, held: ExitStack) -> Comparison
             if end < end_of_all:
                 content = capture(run).wait()
                 start = shared(Start(checkpoint=content) if ranks.is_main else None, ranks)
+                del run, batches  # the next part builds a model of its own
     return comparison
 
 

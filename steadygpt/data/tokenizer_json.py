@@ -134,8 +134,9 @@ def _convert(content: dict, is_known: bool) -> tuple[tiktoken.Encoding, bool, tu
         of_stage = [token for token in tokens if bool(token.get("normalized")) == after]
         texts = [normalize("NFC", token["content"]) if after and is_nfc else token["content"] for token in of_stage]
         pattern = "|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)"  # which matches nothing
-        ids = {t: token["id"] for t, token in zip(texts, of_stage, strict=True) if not token.get("special")}
-        literals.append(Literals(re.compile(pattern), ids))
+        pairs = zip(texts, of_stage, strict=True)
+        found = {text: token["id"] for text, token in pairs if not token.get("special")}
+        literals.append(Literals(re.compile(pattern), found))
     return encoding, is_nfc, tuple(literals) if any(stage.ids for stage in literals) else ()
 
 
