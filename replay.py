@@ -7,6 +7,7 @@ torchrun --nproc_per_node=2 replay.py --step 4213   # of a run on two ranks
 Each part of the run is trained with the options, the batch and the data of its start. A replay writes no files.
 """
 
+import gc
 import math
 import re
 import signal
@@ -318,6 +319,7 @@ def replay(past: Past, device: str, ranks: Ranks, held: ExitStack) -> Comparison
                 content = capture(run).wait()
                 start = shared(Start(checkpoint=content) if ranks.is_main else None, ranks)
                 del run, batches  # the next part builds a model of its own
+                gc.collect()
     return comparison
 
 

@@ -187,6 +187,7 @@ def broken(folder: Path, how: str) -> None:
     ("", ["data", "--step", "1"], "--step cannot be combined with FOLDER; drop one of them"),
     ("", ["data", "--by", "loss"], "--by cannot be combined with FOLDER"),
     ("", ["data", "--precision", "bf16"], "--precision cannot be combined with FOLDER"),
+    ("", ["checkpoints", "--step", "1"], "--step cannot be combined with FOLDER"),
     ("", ["--step", "1", "--seed", "3"], "--seed cannot be combined with --step"),
     ("", ["--step", "1"], "no checkpoints in checkpoints; try another --checkpoint_dir"),
 ])  # fmt: skip
