@@ -33,14 +33,7 @@ from model import GPT, GPTConfig
 from steadygpt.base.durable import fsync, fsync_folder, replace_file
 from steadygpt.base.options import OptionError, UserError, kind_of, option, parse_options, run_cli
 from steadygpt.base.text import labelled
-from steadygpt.checkpoint.files import (
-    FORMAT_VERSION,
-    NAMED,
-    as_checkpoint,
-    checkpoint_files,
-    load_verified,
-    open_checkpoint,
-)
+from steadygpt.checkpoint.files import FORMAT_VERSION, NAMED, as_checkpoint, load_verified, open_checkpoint
 from steadygpt.convert.families import (
     CONSTANTS,
     FAMILIES,
@@ -81,7 +74,7 @@ class ConvertOptions:
 
     source: str = option(
         MISSING,
-        "latest, best, stable, average:N, a file (also of nanoGPT), a Hugging Face folder, or a name on the Hub",
+        "latest, best, stable, average:N, a file (also of nanoGPT), a folder (also of Hugging Face), or a name on the Hub",
         positional=True,
     )
     target: str = option(MISSING, "a new Hugging Face folder, or a new checkpoint file: NAME.pt", positional=True)
@@ -99,15 +92,15 @@ def read_weights(source: str, tokenizer: str = "", download: bool = True) -> dic
     """Read weights as a checkpoint without optimizer; its "tokenizer" is "" if unknown.
 
     Args:
-        source: a checkpoint file (also nanoGPT's or build-nanogpt's), a Hugging Face folder, or NAME[@REVISION] on
-            the Hub.
+        source: a checkpoint file (also nanoGPT's or build-nanogpt's), a folder of checkpoints for its latest, a Hugging
+            Face folder, or NAME[@REVISION] on the Hub.
         tokenizer: of these weights, if the source does not name it.
         download: False leaves "model" empty if the source is on the Hub; "source" then names it with its commit.
     """
     if not source:
         raise UserError("no source; expected a checkpoint file, a Hugging Face folder, or a name such as gpt2")
     path, given = Path(source), record_named(tokenizer)
-    if path.is_dir() and checkpoint_files(path):
+    if path.is_dir() and any(path.glob("*.pt")):
         path, checkpoint = open_checkpoint(source, path)
         return with_tokenizer(checkpoint, given, path)
     if path.is_dir():
@@ -203,16 +196,16 @@ def _tokenizer_of(folder: Path, source: str, own: dict, config: GPTConfig, store
     except UserError:  # there is none, or it is not accepted
         if stored["model_type"] != "gpt2" or (folder / TOKENIZER_JSON).exists():
             return TokenizerRecord("")
-        if not (vocabulary := folder / "vocab.json").exists():
+        if not (folder / "vocab.json").exists():
             return _assumed_gpt2(config, source)
-        text = ""
         with suppress(OSError, ValueError, RecursionError):
-            text = json.dumps(json.loads(vocabulary.read_bytes()), sort_keys=True)
-        is_gpt2 = hashlib.sha256(text.encode()).hexdigest() == GPT2_VOCAB_SHA256 and config.vocab_size in GPT2_ROWS
-        return TokenizerRecord("gpt2", GPT2_SHA256) if is_gpt2 else TokenizerRecord("")
+            text = json.dumps(json.loads((folder / "vocab.json").read_bytes()), sort_keys=True)
+            if hashlib.sha256(text.encode()).hexdigest() == GPT2_VOCAB_SHA256 and config.vocab_size in GPT2_ROWS:
+                return TokenizerRecord("gpt2", GPT2_SHA256)
+        return TokenizerRecord("")
     if tokenizer.sha256 == GPT2_SHA256 and config.vocab_size in GPT2_ROWS:
         return TokenizerRecord("gpt2", GPT2_SHA256)
-    special = {i: token for token, i in tokenizer.special.items()}
+    special = {i: token for token, i in tokenizer.encoding._special_tokens.items()}
     begins = (
         END_OF_TEXT if END_OF_TEXT in special.values() else special.get(stored.get("bos_token_id", -1), END_OF_TEXT)
     )
@@ -270,11 +263,8 @@ def _assumed_gpt2(config: GPTConfig, source: Path | str) -> TokenizerRecord:
     """Return gpt2, with a warning, for weights of its size without a tokenizer."""
     if config.vocab_size not in GPT2_ROWS:
         return TokenizerRecord("")
-    print(
-        f"warning: {source}: names no tokenizer; assumed gpt2, because it has {config.vocab_size:,} rows. For another "
-        "one, convert it with --tokenizer of convert_hf.py",
-        file=sys.stderr,
-    )
+    found = f"names no tokenizer; assumed gpt2, because it has {config.vocab_size:,} rows"
+    print(f"warning: {source}: {found}. For another one, use --tokenizer of convert_hf.py", file=sys.stderr)
     return TokenizerRecord("gpt2")
 
 

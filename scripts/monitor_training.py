@@ -35,9 +35,7 @@ COLUMNS, LINES = 100, 40  # of a view that is not printed on a terminal
 class MonitorOptions:
     """The options of monitor_training.py."""
 
-    checkpoint_dir: str = option(
-        "checkpoints", "folder of a run's checkpoints", positional=True, aliases=("checkpoint_dir",)
-    )
+    checkpoint_dir: str = option("checkpoints", "folder of a run", positional=True, aliases=("checkpoint_dir",))
     once: bool = option(
         False, "print one view and exit: with 0 if the run is healthy, with 1 if it failed, hangs or was killed"
     )

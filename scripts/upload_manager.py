@@ -36,11 +36,7 @@ class ManagerOptions:
     action: str = option(
         MISSING, "upload-all, list or download", choices=("upload-all", "list", "download"), positional=True
     )
-    name: str = option(
-        "latest",
-        "checkpoint to download: latest, best, stable or a name in the list; else checkpoint_dir",
-        positional=True,
-    )
+    name: str = option("latest", "to download: latest, best, stable or one in the list; else a folder", positional=True)
     mirror: str = option("", "URL of the mirror (default: that of the run in checkpoint_dir)")
     checkpoint_dir: str = option("checkpoints", "local folder of checkpoints")
 

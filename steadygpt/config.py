@@ -132,7 +132,8 @@ class TrainConfig(GPTConfig):
 
     # fmt: off
     init_from: str = option("scratch", "scratch, or weights to start from: gpt2, gpt2-medium, gpt2-large, gpt2-xl, a "
-                            "Hugging Face folder, or a checkpoint file, also of nanoGPT", "model", on_resume="never")
+                            "Hugging Face folder, or a checkpoint file or folder, also nanoGPT's file", "model",
+                            on_resume="never")
 
     config: str = option("", "preset in configs/ or TOML file of options, which flags override", "run",
                          on_resume="launch")
@@ -518,9 +519,7 @@ def parse_args(argv: Sequence[str]) -> tuple[TrainConfig, dict[str, str]]:
     if not flags.get("resume", "latest"):  # an unset variable in a script must not start a new run
         raise UserError("--resume is empty; expected latest, auto, best, stable or a checkpoint file")
     if (word := flags.get("init_from")) in ("resume", "latest", "auto", "best", "stable"):
-        raise UserError(
-            f"--init_from {word}: expected weights; to resume a run, use --resume{f' {word}' * (word != 'resume')}"
-        )
+        raise UserError(f"--init_from {word}: expected weights; to resume a run, use --resume")
     for name in ("mix", "val"):
         if flags.get(name) == "":  # as above
             raise UserError(f"--{name} is empty; expected folders, or drop the flag")

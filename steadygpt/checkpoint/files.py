@@ -252,14 +252,12 @@ def load_verified(path: Path) -> object:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except FileNotFoundError:
         raise UserError(f"{path}: no such checkpoint; try another --checkpoint_dir") from None
-    except IsADirectoryError:
-        raise UserError(f"{path}: a folder; expected a checkpoint file") from None
     except zipfile.BadZipFile:
         size = path.stat().st_size
         with open(path, "rb") as file:
             if file.read(4) == LLM_C:
-                advice = "convert it with llm.c's dev/eval/export_hf.py, and use the folder that it writes"
-                raise UserError(f"{path}: a model of llm.c; expected a torch.save file. To use it, {advice}") from None
+                advice = "run llm.c's dev/eval/export_hf.py, and use the folder that it writes"
+                raise UserError(f"{path}: a model of llm.c; expected a torch.save file. First {advice}") from None
         raise UserError(
             f"{path}: corrupt or not a checkpoint ({size:,} bytes, not a complete torch.save file)"
         ) from None
@@ -277,14 +275,9 @@ def as_checkpoint(content: object, path: Path) -> dict:
     content = content if isinstance(content, dict) else {}
     for key, kind in KINDS.items():
         if not isinstance(content.get(key), kind):
+            advice = f"if it is nanoGPT's, first run python convert_hf.py {path} weights.pt"
             if content and all(isinstance(value, torch.Tensor) for value in content.values()):
                 advice = "its weights lack the model's shape; save them as nanoGPT does, with model and model_args"
-            elif isinstance(content.get("model_args"), dict):
-                advice = (
-                    f"for nanoGPT's, first run python convert_hf.py {path} weights.pt, or train.py --init_from {path}"
-                )
-            else:
-                advice = "try another file"
             raise UserError(f"{path}: not a SteadyGPT checkpoint (expected {key}, {kind.__name__}); {advice}")
     if (found := content["format_version"]) != FORMAT_VERSION:
         advice = "update SteadyGPT" if found > FORMAT_VERSION else "use the commit that wrote it, its git_commit"

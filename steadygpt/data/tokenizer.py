@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -37,12 +38,12 @@ class Tokenizer:
     document_token: str = END_OF_TEXT
     is_nfc: bool = False  # brings text to Unicode's form NFC first
     json: str = ""  # the tokenizer.json that it comes from
-    literals: tuple[Literals, ...] = ()  # if any, those before and those after NFC
+    literals: Literals = ({}, {})
 
-    @property
+    @cached_property
     def n_vocab(self) -> int:
         """The largest id + 1."""
-        return self.encoding.n_vocab
+        return max([self.encoding.max_token_value, *self.literals[0].values(), *self.literals[1].values()]) + 1
 
     @property
     def document_id(self) -> int:
@@ -50,7 +51,7 @@ class Tokenizer:
 
         Raises: UserError when there is no such token.
         """
-        special = self.special
+        special = self.encoding._special_tokens
         if self.document_token not in special:
             found = shorten(" ".join(sorted(special, key=special.__getitem__)), 1000)
             advice = "name the one that begins each document with --document_token of prepare_dataset.py"
@@ -60,27 +61,30 @@ class Tokenizer:
             )
         return special[self.document_token]
 
-    @property
-    def special(self) -> dict[str, int]:
-        """The ids of the special tokens."""
-        literals = {i for stage in self.literals for i in stage.ids.values()}
-        return {token: i for token, i in self.encoding._special_tokens.items() if i not in literals}
-
     def normalized(self, text: str) -> str:
         return normalize("NFC", text) if self.is_nfc else text
 
     def encode(self, text: str) -> list[int]:
-        if not self.literals:
+        if not any(self.literals):
             return self.encoding.encode_ordinary(self.normalized(text))
-        before, after, ids = *self.literals, list[int]()
-        for part in before.split(text):
-            for piece in [part] if isinstance(part, int) else after.split(self.normalized(part)):
-                ids += [piece] if isinstance(piece, int) else self.encoding.encode_ordinary(piece)
+        ids, (before, after) = list[int](), self.literals
+        for number, part in enumerate(self.splits[0].split(text)):  # odd ones are literals
+            if number % 2:
+                ids.append(before[part])
+                continue
+            for at, piece in enumerate(self.splits[1].split(self.normalized(part))):
+                ids += [after[piece]] if at % 2 else self.encoding.encode_ordinary(piece)
         return ids
+
+    @cached_property
+    def splits(self) -> list[re.Pattern[str]]:
+        """Patterns that capture the literals, the longest at each place."""
+        longest_first = [map(re.escape, sorted(texts, key=len, reverse=True)) for texts in self.literals]
+        return [re.compile(f"({'|'.join(texts) or '(?!)'})") for texts in longest_first]
 
     def encode_to_numpy(self, text: str) -> np.ndarray:
         """Return the ids of a text without lone surrogates, (n,) uint32."""
-        if self.literals:
+        if any(self.literals):
             return np.array(self.encode(text), np.uint32)
         return self.encoding.encode_to_numpy(self.normalized(text), disallowed_special=())
 
@@ -91,15 +95,16 @@ class Tokenizer:
     @cached_property
     def bytes_of(self) -> dict[int, bytes]:
         """The bytes of each id, those of a special token being its text."""
-        ranks, special = self.encoding._mergeable_ranks, self.encoding._special_tokens
-        return {i: token.encode() for token, i in special.items()} | {i: token for token, i in ranks.items()}
+        ranks, added = self.encoding._mergeable_ranks, [self.encoding._special_tokens, *self.literals]
+        texts = {i: token.encode() for tokens in added for token, i in tokens.items()}
+        return texts | {i: token for token, i in ranks.items()}
 
     @cached_property
     def num_bytes(self) -> np.ndarray:
         """The number of bytes of each id, (n_vocab,) int64; 0 for special tokens and unused ids."""
         sizes = np.zeros(self.n_vocab, np.int64)
         sizes[np.fromiter(self.bytes_of, np.int64)] = np.fromiter(map(len, self.bytes_of.values()), np.int64)
-        sizes[[*self.special.values()]] = 0
+        sizes[[*self.encoding._special_tokens.values()]] = 0
         return sizes
 
     @cached_property
@@ -107,8 +112,8 @@ class Tokenizer:
         """The identity: the SHA-256 in hex of all that determines ids."""
         tokens = sorted((i, token.hex()) for i, token in self.bytes_of.items())
         special = sorted(self.encoding._special_tokens.items())
-        literals = [sorted(stage.ids.items()) for stage in self.literals]
-        known = [self.is_nfc, self.pattern, tokens, special, *([literals] if literals else [])]
+        known = [self.is_nfc, self.pattern, tokens, special]
+        known += [sorted(found.items()) for found in self.literals] * any(self.literals)
         return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
 

@@ -3,10 +3,8 @@
 import json
 import math
 import re
-from collections.abc import Iterator
 from itertools import pairwise
 from textwrap import shorten
-from typing import NamedTuple
 from unicodedata import normalize
 
 import tiktoken
@@ -17,6 +15,8 @@ ACCEPTED = (
     "byte-level BPE: normalizer none or NFC, pre_tokenizer ByteLevel without a prefix space, perhaps after one Split "
     "by a regular expression, decoder ByteLevel, ids in the order of the merges"
 )
+# Of the added tokens that are not special those to find in a text first, and those to find after NFC: text -> id.
+Literals = tuple[dict[str, int], dict[str, int]]
 # tiktoken's spelling of what ByteLevel's regular expression matches; a constant, because it is part of the identity.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 # What means the same in the regular expressions of both libraries; ^, $, \w, (?i:ss) and {1,3}+, for example, do not.
@@ -36,32 +36,14 @@ _BYTE = {character: byte for byte, character in _CHARACTER.items()}
 _PROBE = "".join(map(chr, range(0x3400))) + "a😀b"
 
 
-class Literals(NamedTuple):
-    """Added tokens that are found in a text before anything else, as the `tokenizers` library does."""
-
-    pattern: re.Pattern[str]  # the longest added token at a place
-    ids: dict[str, int]  # of those that are not special; text that spells a special one is ordinary text
-
-    def split(self, text: str) -> Iterator[str | int]:
-        """Yield the ids of these tokens in a text, and the text around them."""
-        end = 0
-        for match in self.pattern.finditer(text):
-            if (found := self.ids.get(match[0])) is not None:
-                yield text[end : match.start()]
-                yield found
-                end = match.end()
-        yield text[end:]
-
-
-def from_json(text: str, where: object, is_known: bool) -> tuple[tiktoken.Encoding, bool, tuple[Literals, ...]]:
+def from_json(text: str, where: object, is_known: bool) -> tuple[tiktoken.Encoding, bool, Literals]:
     """Convert a tokenizer.json to an encoding with the same ids; text that spells a special token is ordinary text.
 
     Args:
         where: the file, for errors.
         is_known: skips the slow checks; the caller compares the result with one that has passed them.
 
-    Returns: the encoding; whether text is brought to Unicode's form NFC first; the added tokens to find before and
-        after that, none if all are special.
+    Returns: the encoding, which lacks the literals; whether text is brought to Unicode's form NFC first; the literals.
 
     Raises: UserError that names `where`, unless the conversion is exact.
     """
@@ -72,7 +54,7 @@ def from_json(text: str, where: object, is_known: bool) -> tuple[tiktoken.Encodi
         raise UserError(f"{where}: {shorten(problem, 300)}; expected {ACCEPTED}") from error
 
 
-def _convert(content: dict, is_known: bool) -> tuple[tiktoken.Encoding, bool, tuple[Literals, ...]]:
+def _convert(content: dict, is_known: bool) -> tuple[tiktoken.Encoding, bool, Literals]:
     model = content["model"]
     found = {
         key: model[key] for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix") if model.get(key)
@@ -102,14 +84,17 @@ def _convert(content: dict, is_known: bool) -> tuple[tiktoken.Encoding, bool, tu
     if [step["type"] for step in steps["decoder"]] != ["ByteLevel"]:
         raise refused("decoder")
 
-    tokens = [token for token in content.get("added_tokens") or [] if token["content"]]
-    added = {token["content"]: token["id"] for token in tokens}
-    for token in tokens:
-        flags = [key for key in ("single_word", "lstrip", "rstrip") if token.get(key)]
-        # Long texts are cut before such a space, see documents.cut_text.
-        if not token.get("special") and (flags or re.search(r"\S ", token["content"])):
-            how = f"{' and '.join(flags) or 'a space within'}, but without special"
-            raise ValueError(f"found the added token {token['content']!r} with {how}")
+    added: dict[str, int] = {}
+    literals: Literals = {}, {}
+    for token in content.get("added_tokens") or []:
+        added[text := token["content"]] = token["id"]
+        if not token.get("special"):
+            unfit = [flag for flag in ("single_word", "lstrip", "rstrip") if token.get(flag)]
+            unfit += ["a space within"] * bool(re.search(r"\S ", text))  # as in _check_merges
+            if unfit or not text:
+                raise ValueError(f"found the added token {text!r} with {', '.join(unfit)}, but without special")
+            in_nfc = bool(token.get("normalized") and steps["normalizer"])
+            literals[bool(token.get("normalized"))][normalize("NFC", text) if in_nfc else text] = token["id"]
     merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
     made = {left + right for left, right in merges}
     # Added tokens may be in the vocabulary too, without a merge.
@@ -126,18 +111,11 @@ def _convert(content: dict, is_known: bool) -> tuple[tiktoken.Encoding, bool, tu
         )
     if not is_known:
         _check_merges(ranks, vocab, merges)
-    encoding = tiktoken.Encoding("tokenizer.json", pat_str=pattern, mergeable_ranks=ranks, special_tokens=added)
+    special = {text: i for text, i in added.items() if not any(i in found.values() for found in literals)}
+    encoding = tiktoken.Encoding("tokenizer.json", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
     if encoding.decode(encoding.encode_ordinary(_PROBE)) != _PROBE:  # tiktoken drops what the pattern does not match
         raise ValueError(f"found a pattern that some characters do not match: {pattern}")
-    is_nfc, literals = bool(steps["normalizer"]), []
-    for after in (False, True):
-        of_stage = [token for token in tokens if bool(token.get("normalized")) == after]
-        texts = [normalize("NFC", token["content"]) if after and is_nfc else token["content"] for token in of_stage]
-        pattern = "|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)"  # which matches nothing
-        pairs = zip(texts, of_stage, strict=True)
-        found = {text: token["id"] for text, token in pairs if not token.get("special")}
-        literals.append(Literals(re.compile(pattern), found))
-    return encoding, is_nfc, tuple(literals) if any(stage.ids for stage in literals) else ()
+    return encoding, bool(steps["normalizer"]), literals
 
 
 def _check_merges(ranks: dict[bytes, int], vocab: dict[str, int], merges: list[tuple[str, str]]) -> None:

@@ -36,8 +36,8 @@ TEXT = Path(documents.__file__).read_text() + "naïve café, 12345 67; I'll we'V
 TRAPS = (
     " \n\t\r'sSdtlLvVrRe1290.!/\u00a0\u0085\u2003\u3000é漢\u0301\u0308\u0327aA\u017fK\u212b\u0e33\u1e9b<|endoftext|>"
 )
-# As in the files of Qwen 3 and GPT-NeoX, with traps: parts of each other, of a special token, and of characters of NFC.
-LITERALS = ("<think>", "</think>", "<|im", "endoftext|", "cafe\u0301", "e\u0301")
+# As in the files of Qwen 3 and GPT-NeoX, with traps: parts of each other, and characters that NFC changes.
+LITERALS = ("<think>", "</think>", "cafe\u0301", "e\u0301")
 NORMALIZED_LITERALS = (*(" " * count for count in range(2, 9)), "\t\t", "|||EMAIL|||", "e\u0301!")
 
 

@@ -123,8 +123,8 @@ def test_foreign_files_are_refused_and_their_code_is_not_run(stopped_run):
     for file, words in {
         "foreign.pt": "not a SteadyGPT checkpoint (expected format_version, int)",
         "weights.pt": "its weights lack the model's shape; save them as nanoGPT does",
-        "nanogpt.pt": "for nanoGPT's, first run python convert_hf.py nanogpt.pt weights.pt",
-        "llm.c.bin": "a model of llm.c; expected a torch.save file. To use it, convert it with",
+        "nanogpt.pt": "if it is nanoGPT's, first run python convert_hf.py nanogpt.pt weights.pt",
+        "llm.c.bin": "a model of llm.c; expected a torch.save file. First run llm.c's",
         "newer.pt": "format 99; expected 3: update SteadyGPT",
         "older.pt": "format 2; expected 3: use the commit that wrote it, its git_commit",
         "code.pt": "was not loaded; if it is build-nanogpt's, first run python convert_hf.py code.pt weights.pt",
