@@ -74,7 +74,7 @@ class ConvertOptions:
 
     source: str = option(
         MISSING,
-        "latest, best, stable, average:N, a file (also of nanoGPT), a folder (also of Hugging Face), or a name on the Hub",
+        "latest, best, stable, average:N, a file (also nanoGPT's), a folder (also Hugging Face's) or a name on the Hub",
         positional=True,
     )
     target: str = option(MISSING, "a new Hugging Face folder, or a new checkpoint file: NAME.pt", positional=True)

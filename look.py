@@ -37,7 +37,7 @@ class LookOptions(ModelOptions):
     """The options of look.py."""
 
     folder: str = option("", "folder of token shards; with --step, of checkpoints", positional=True)
-    rows: int = option(3, "rows to print; 0: none of a folder, all of a step")
+    rows: int = option(3, "rows to print; 0: none of a folder, all of a step", at_most=10**6)
     tokenizer: str = option("auto", "auto: from the data's manifest, or gpt2 without one", "with FOLDER")
     context_length: int = option(256, "tokens per row", "with FOLDER", at_least=1)
     seed: int = option(1337, "seed of the random choice of rows", "with FOLDER")

@@ -182,6 +182,7 @@ def broken(folder: Path, how: str) -> None:
     ("unfinished", ["data"], "data: its preparation was interrupted"),
     ("foreign", ["data", "--tokenizer", "bytes"], "token 2 is 300, outside the vocabulary of 257; name the tokenizer"),
     ("", ["data", "--tokenizer", "gpt2"], "data was prepared with 'bytes'; drop the flag"),
+    ("", ["data", "--rows", "12345678901234567890123"], "expected at most 1,000,000"),
     ("", ["data", "--rows", "-1"], "--rows is -1; expected 0 or more"),
     ("", [], "expected a folder of token shards, or --step N"),
     ("", ["data", "--step", "1"], "--step cannot be combined with FOLDER; drop one of them"),

@@ -158,7 +158,7 @@ def open_checkpoint(which: str, folder: Path) -> tuple[Path, dict]:
 
     Skipped files are named on stderr.
     """
-    if number := re.fullmatch(r"average:([1-9]\d*)", which):
+    if number := re.fullmatch(r"average:([1-9]\d{0,5})", which):
         return folder / which, average(folder, int(number[1]))
     if which == "auto":
         raise UserError("checkpoint: auto is for training only; expected latest, best, stable or a checkpoint file")
