@@ -100,7 +100,7 @@ def read_weights(source: str, tokenizer: str = "", download: bool = True) -> dic
     if not source:
         raise UserError("no source; expected a checkpoint file, a Hugging Face folder, or a name such as gpt2")
     path, given = Path(source), record_named(tokenizer)
-    if path.is_dir() and any(path.glob("*.pt")):
+    if path.is_dir() and not (path / "config.json").exists() and any(path.glob("*.pt")):
         path, checkpoint = open_checkpoint(source, path)
         return with_tokenizer(checkpoint, given, path)
     if path.is_dir():

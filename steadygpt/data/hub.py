@@ -235,7 +235,7 @@ def fetch_model(source: str, with_weights: bool) -> tuple[Path, Repo]:
         return folder, repo
     if WEIGHTS not in paths:
         fetch(repo, INDEX)
-    missing = files_at(repo, [file.name for file in weight_files(folder) if not file.exists()])
+    missing = files_at(repo, [str(file.relative_to(folder)) for file in weight_files(folder) if not file.exists()])
     with ProgressBar(desc=source, total=sum(file.size for file in missing), unit="B", disable=not missing) as bar:
         for file in missing:
             file.download(folder / file.path, bar.show_from(bar.n))

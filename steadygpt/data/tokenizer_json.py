@@ -13,7 +13,8 @@ from steadygpt.base.options import UserError
 
 ACCEPTED = (
     "byte-level BPE: normalizer none or NFC, pre_tokenizer ByteLevel without a prefix space, perhaps after one Split "
-    "by a regular expression, decoder ByteLevel, ids in the order of the merges"
+    "by a regular expression, decoder ByteLevel, ids in the order of the merges, no "
+    "added tokens with single_word, lstrip or rstrip unless special"
 )
 # Of the added tokens that are not special those to find in a text first, and those to find after NFC: text -> id.
 Literals = tuple[dict[str, int], dict[str, int]]
@@ -90,8 +91,8 @@ def _convert(content: dict, is_known: bool) -> tuple[tiktoken.Encoding, bool, Li
         added[text := token["content"]] = token["id"]
         if not token.get("special"):
             unfit = [flag for flag in ("single_word", "lstrip", "rstrip") if token.get(flag)]
-            unfit += ["a space within"] * bool(re.search(r"\S ", text))  # as in _check_merges
-            if unfit or not text:
+            unfit += ["a space within, or no text"] * bool(not text or re.search(r"\S ", text))  # as in _check_merges
+            if unfit:
                 raise ValueError(f"found the added token {text!r} with {', '.join(unfit)}, but without special")
             in_nfc = bool(token.get("normalized") and steps["normalizer"])
             literals[bool(token.get("normalized"))][normalize("NFC", text) if in_nfc else text] = token["id"]
