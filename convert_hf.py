@@ -13,12 +13,14 @@ holds only weights: generate.py, hellaswag_eval.py and train.py --init_from acce
 """
 
 import dataclasses
+import hashlib
 import json
 import re
 import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,9 @@ from steadygpt.data.tokenizer import (
 )
 from steadygpt.data.tokenizer_json import to_json
 
+# Of the vocab.json of GPT-2, as json.dumps writes it with sorted keys.
+GPT2_VOCAB_SHA256 = "855ec41a9d90094ebb1189ee8082e915505cf2dfe0691a4f39da9c020f9476b2"
+GPT2_ROWS = GPTConfig.vocab_size, GPTConfig().padded_vocab_size  # the latter with the unused rows of nanoGPT
 NEEDS = "needs safetensors and tokenizers; pip install safetensors tokenizers"
 
 
@@ -69,7 +74,7 @@ class ConvertOptions:
 
     source: str = option(
         MISSING,
-        "latest, best, stable, average:N, a file (also of nanoGPT), a Hugging Face folder, or a name on the Hub",
+        "latest, best, stable, average:N, a file (also nanoGPT's), a folder (also Hugging Face's) or a name on the Hub",
         positional=True,
     )
     target: str = option(MISSING, "a new Hugging Face folder, or a new checkpoint file: NAME.pt", positional=True)
@@ -87,14 +92,17 @@ def read_weights(source: str, tokenizer: str = "", download: bool = True) -> dic
     """Read weights as a checkpoint without optimizer; its "tokenizer" is "" if unknown.
 
     Args:
-        source: a checkpoint file (also nanoGPT's or build-nanogpt's), a Hugging Face folder, or NAME[@REVISION] on
-            the Hub.
+        source: a checkpoint file (also nanoGPT's or build-nanogpt's), a folder of checkpoints for its latest, a Hugging
+            Face folder, or NAME[@REVISION] on the Hub.
         tokenizer: of these weights, if the source does not name it.
         download: False leaves "model" empty if the source is on the Hub; "source" then names it with its commit.
     """
     if not source:
         raise UserError("no source; expected a checkpoint file, a Hugging Face folder, or a name such as gpt2")
     path, given = Path(source), record_named(tokenizer)
+    if path.is_dir() and not (path / "config.json").exists() and any(path.glob("*.pt")):
+        path, checkpoint = open_checkpoint(source, path)
+        return with_tokenizer(checkpoint, given, path)
     if path.is_dir():
         return _read_folder(path, source, given)
     if path.suffix == ".pt" or path.is_file():
@@ -131,9 +139,13 @@ def _read_file(path: Path, given: TokenizerRecord) -> dict:
     weights = content.get("model")
     if not isinstance(weights, dict) or not all(isinstance(tensor, Tensor) for tensor in weights.values()):
         raise UserError(f"{path}: model is not a dict of tensors; expected the weights of a GPT")
-    # torch.compile and DDP prepend their prefixes in the order in which they wrap the model.
-    weights = {re.sub(r"^((_orig_mod|module)\.)+", "", name): tensor for name, tensor in weights.items()}
-    return _converted(config, weights, NANOGPT, given if given.tokenizer else _gpt2_if_it_fits(config), path)
+    record = given if given.tokenizer else _assumed_gpt2(config, path)
+    return _converted(config, _unwrapped(weights), NANOGPT, record, path)
+
+
+def _unwrapped(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Remove the prefixes of torch.compile and DDP, which are in the order in which these wrapped the model."""
+    return {re.sub(r"^((_orig_mod|module)\.)+", "", name): tensor for name, tensor in weights.items()}
 
 
 def with_tokenizer(checkpoint: dict, given: TokenizerRecord, path: Path) -> dict:
@@ -177,16 +189,22 @@ def _tokenizer_of(folder: Path, source: str, own: dict, config: GPTConfig, store
     record = TokenizerRecord.of({"tokenizer": ""} | own)
     if own.get("tokenizer_sha256") or (record.tokenizer and not record.is_file):
         return record.with_json(folder)
-    gpt2 = _gpt2_if_it_fits(config)
     record = TokenizerRecord(f"{folder}/{TOKENIZER_JSON}" if Path(source).is_dir() else f"hf:{source}")
     try:
         record = record.with_json(folder)
         tokenizer = load_tokenizer(record)
     except UserError:  # there is none, or it is not accepted
-        is_gpt2 = stored["model_type"] == "gpt2" and not (folder / TOKENIZER_JSON).exists()
-        return gpt2 if is_gpt2 else TokenizerRecord("")
-    if gpt2.tokenizer and tokenizer.sha256 == GPT2_SHA256:
-        return gpt2._replace(tokenizer_sha256=GPT2_SHA256)
+        if stored["model_type"] != "gpt2" or (folder / TOKENIZER_JSON).exists():
+            return TokenizerRecord("")
+        if not (folder / "vocab.json").exists():
+            return _assumed_gpt2(config, source)
+        with suppress(OSError, ValueError, RecursionError):
+            text = json.dumps(json.loads((folder / "vocab.json").read_bytes()), sort_keys=True)
+            if hashlib.sha256(text.encode()).hexdigest() == GPT2_VOCAB_SHA256 and config.vocab_size in GPT2_ROWS:
+                return TokenizerRecord("gpt2", GPT2_SHA256)
+        return TokenizerRecord("")
+    if tokenizer.sha256 == GPT2_SHA256 and config.vocab_size in GPT2_ROWS:
+        return TokenizerRecord("gpt2", GPT2_SHA256)
     special = {i: token for token, i in tokenizer.encoding._special_tokens.items()}
     begins = (
         END_OF_TEXT if END_OF_TEXT in special.values() else special.get(stored.get("bos_token_id", -1), END_OF_TEXT)
@@ -241,10 +259,13 @@ def check_fits(initial: dict, source: str, config: GPTConfig, record: TokenizerR
     return "" if is_known else unknown
 
 
-def _gpt2_if_it_fits(config: GPTConfig) -> TokenizerRecord:
-    """Return gpt2 for its vocabulary, also with the 47 unused rows that nanoGPT and build-nanogpt add."""
-    fits = config.vocab_size in (GPTConfig.vocab_size, GPTConfig().padded_vocab_size)
-    return TokenizerRecord("gpt2" if fits else "")
+def _assumed_gpt2(config: GPTConfig, source: Path | str) -> TokenizerRecord:
+    """Return gpt2, with a warning, for weights of its size without a tokenizer."""
+    if config.vocab_size not in GPT2_ROWS:
+        return TokenizerRecord("")
+    found = f"names no tokenizer; assumed gpt2, because it has {config.vocab_size:,} rows"
+    print(f"warning: {source}: {found}. For another one, use --tokenizer of convert_hf.py", file=sys.stderr)
+    return TokenizerRecord("gpt2")
 
 
 def _without_padding(config: GPTConfig, record: TokenizerRecord, source: Path | str) -> GPTConfig:
@@ -320,16 +341,13 @@ def _read_safetensors(folder: Path, source: str, family: Family) -> dict[str, Te
         from safetensors.torch import load_file
     except ImportError:
         raise UserError(f"{source}: {NEEDS}") from None
-    # Large models have several files; their index holds no further information.
-    files = [folder / "model.safetensors"]
-    if not files[0].is_file():
-        files = sorted(folder.glob("model-*.safetensors"))
-    if not files:
-        raise UserError(f"{source}: no model.safetensors; other formats are refused, because loading them can run code")
     weights: dict[str, Tensor] = {}
-    for file in files:
+    for file in hub.weight_files(folder):
+        if file.name == hub.WEIGHTS and not file.exists():
+            found = f"{source}: no {hub.WEIGHTS} and no {hub.INDEX}"
+            raise UserError(f"{found}; other formats are refused, because loading them can run code")
         try:
-            weights |= load_file(file)
+            weights |= _unwrapped(load_file(file))
         except (OSError, SafetensorError) as error:
             raise UserError(f"{file}: cannot be read ({error})") from error
     base = foreign_names("wte.weight", family)[0].partition(".")[0]

@@ -102,11 +102,11 @@ class Options(CheckpointOptions):
 
     prompt: str = option("", "prompt, the text to continue (default: the start of a document)")
     prompt_file: str = option("", "read the prompt from a file, without its last line break; -: standard input")
-    num_seq: int = option(1, "number of texts to sample", at_least=1)
+    num_seq: int = option(1, "number of texts to sample", at_least=1, at_most=10_000)
     max_tokens: int = option(200, "tokens to add to each text", at_least=1)
     temperature: float = option(0.8, "sampling temperature; 0 = always the most likely token")
     top_k: int = option(50, "sample from the k most likely tokens; 0 = from all")
-    seed: int = option(1337, "seed of the sampling")
+    seed: int = option(1337, "seed of the sampling", below=2**63)
 
 
 def read_prompt(path: str) -> str:

@@ -57,6 +57,7 @@ class Tree:
     lengths: list[int]  # acc_norm divides the ending's loss by this
     example: int
     label: int
+    is_cut: bool = False  # to the context of the model
 
     @property
     def width(self) -> int:
@@ -71,9 +72,11 @@ class Scores:
     acc: float
     acc_norm: float
     num_examples: int
+    num_cut: int = 0  # of them, because the model's context is too short
 
     def __str__(self) -> str:
-        return f"acc {self.acc:.4f} acc_norm {self.acc_norm:.4f} ({self.num_examples:,} examples)"
+        cut = f", {self.num_cut:,} of them cut to the model's context" * bool(self.num_cut)
+        return f"acc {self.acc:.4f} acc_norm {self.acc_norm:.4f} ({self.num_examples:,} examples{cut})"
 
     def metrics(self, task: str) -> dict[str, float]:
         return {f"{task}_acc": self.acc, f"{task}_acc_norm": self.acc_norm}
@@ -86,15 +89,16 @@ def tokenize(examples: Sequence[Example], tokenizer: Tokenizer, context_length: 
         # Endings are tokenized with a space before them, because GPT-2's words begin with one.
         if style == "lm_eval":
             context = encode(text.rstrip())
-            endings = [encode(f"{text} {ending}")[len(context) :] for ending in texts]
-            lengths = [max(1, len(ending)) for ending in texts]
+            whole = [encode(f"{text} {ending}")[len(context) :] for ending in texts]
         else:
-            context, endings = encode(text), [encode(f" {ending}") for ending in texts]
-            lengths = [len(ending) for ending in endings]
+            context, whole = encode(text), [encode(f" {ending}") for ending in texts]
         context = context or [tokenizer.document_id]  # as every document of the data begins
-        endings = [ending[-context_length:] for ending in endings]
-        context = context[-(context_length + 1 - max(map(len, endings))) :]
-        trees.append(Tree(context, endings, lengths, number, label))
+        endings = [ending[-context_length:] for ending in whole]
+        lengths = [len(ending) for ending in endings]
+        if style == "lm_eval":  # the characters of what is left of them
+            lengths = [max(1, len(t) * n // max(1, len(w))) for t, n, w in zip(texts, lengths, whole, strict=True)]
+        kept = context[-(context_length + 1 - max(map(len, endings))) :]
+        trees.append(Tree(kept, endings, lengths, number, label, (kept, endings) != (context, whole)))
     return trees
 
 
@@ -217,6 +221,7 @@ def evaluate(
         acc=float((losses.argmin(1) == labels).mean()),
         acc_norm=float(((losses / per_ending([tree.lengths for tree in trees])).argmin(1) == labels).mean()),
         num_examples=len(trees),
+        num_cut=sum(tree.is_cut for tree in trees),
     )
 
 

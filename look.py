@@ -7,7 +7,7 @@ python look.py --checkpoint_dir checkpoints --step 48213 --by loss              
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from generate import load_model
 from hellaswag_eval import TOKENS_PER_BATCH
 from steadygpt.base.options import ModelOptions, UserError, option, options_of, parse_options, run_cli
 from steadygpt.base.progress import ProgressBar
-from steadygpt.checkpoint.files import nearest_checkpoint, open_checkpoint
+from steadygpt.checkpoint.files import checkpoint_files, nearest_checkpoint, open_checkpoint
 from steadygpt.data.shards import Shard, ShardSet, check_shards, shard_files
 from steadygpt.data.survey import Survey, read_tokens, repeated, survey_split
 from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer
@@ -36,8 +36,8 @@ NAME_TOKENS, NAME_WIDTH = 32, 60  # of a duplicate's beginning: tokens read, cha
 class LookOptions(ModelOptions):
     """The options of look.py."""
 
-    folder: str = option("", "folder of token shards", positional=True)
-    rows: int = option(3, "rows to print; 0 = none of a folder, all of a step")
+    folder: str = option("", "folder of token shards; with --step, of checkpoints", positional=True)
+    rows: int = option(3, "rows to print; 0 = none of a folder, all of a step", at_most=10**6)
     tokenizer: str = option("auto", "auto: from the data's manifest, or gpt2 without one", "with FOLDER")
     context_length: int = option(256, "tokens per row", "with FOLDER", at_least=1)
     seed: int = option(1337, "seed of the random choice of rows", "with FOLDER")
@@ -233,6 +233,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises: UserError.
     """
     options = parse_options(LookOptions, argv, "Inspect a folder of token shards, or the rows that a step trained on.")
+    if options.step is not None and checkpoint_files(Path(options.folder)):
+        options = replace(options, checkpoint_dir=options.folder, folder="")
     if not options.folder and options.step is None:
         raise UserError(
             "nothing to show; expected a folder of token shards, or --step N of the run in --checkpoint_dir"

@@ -108,10 +108,14 @@ class Muon(torch.optim.AdamW):
         """Update the groups with "parts"."""
         for group in self.param_groups:
             if "parts" in group:
-                stacked = list(zip(group["params"], group["parts"], strict=True))
-                count = max(1, AT_ONCE // max(parameter.numel() for parameter in group["params"]))
-                for i in range(0, len(stacked), count):
-                    self._update(stacked[i : i + count], **{name: group[name] for name in MUON_OPTIONS})
+                options, stacked, numbers = {name: group[name] for name in MUON_OPTIONS}, Stacked(), 0
+                for parameter, parts in zip(group["params"], group["parts"], strict=True):
+                    if stacked and numbers + parameter.numel() > AT_ONCE:
+                        self._update(stacked, **options)
+                        stacked, numbers = [], 0
+                    stacked.append((parameter, parts))
+                    numbers += parameter.numel()
+                self._update(stacked, **options)
 
     def _update(self, stacked: Stacked, lr: float, weight_decay: float, momentum: float, beta2: float) -> None:
         skipped, matrices, squares = getattr(self, "found_inf", None), list[Tensor](), list[Tensor]()

@@ -7,6 +7,7 @@ torchrun --nproc_per_node=2 replay.py --step 4213   # of a run on two ranks
 Each part of the run is trained with the options, the batch and the data of its start. A replay writes no files.
 """
 
+import gc
 import math
 import re
 import signal
@@ -54,7 +55,8 @@ class ReplayOptions:
     step: int | None = option(None, "one step to replay, as --steps STEP:STEP")
     steps: str = option("", "steps to replay, A:B, including both, numbered as in metrics.jsonl: step A starts from "
                         "the checkpoint of step A")
-    checkpoint_dir: str = option("checkpoints", "folder of the run's checkpoints")
+    checkpoint_dir: str = option("checkpoints", "folder of the run's checkpoints", positional=True,
+                                 aliases=("checkpoint_dir",))
     mirror: str = option("", "URL of the run's mirror (default: its --mirror)")
     device: str = option("auto", "auto, cpu, cuda or mps")
     # fmt: on
@@ -317,6 +319,8 @@ def replay(past: Past, device: str, ranks: Ranks, held: ExitStack) -> Comparison
             if end < end_of_all:
                 content = capture(run).wait()
                 start = shared(Start(checkpoint=content) if ranks.is_main else None, ranks)
+                del run, batches  # the next part builds a model of its own
+                gc.collect()
     return comparison
 
 

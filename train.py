@@ -42,7 +42,7 @@ from steadygpt.config import TrainConfig, parse_args, preset_named
 from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer, tokenizer_on_all
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine import parallel
-from steadygpt.machine.device import autocast, evaluating, profiled, use_fp8
+from steadygpt.machine.device import autocast, evaluating, peak_memory_bytes, profiled, use_fp8
 from steadygpt.machine.gradient_sum import GradientSum
 from steadygpt.machine.ranks import Ranks, Stopped, StopSignal, end_with_torchrun, joined
 from steadygpt.run.forecast import measure_step_s
@@ -382,6 +382,7 @@ def capture(run: Run) -> Captured:
         "torch_version": str(torch.__version__),
         "git_commit": git_commit(),
         "saved_at": time.time(),
+        "peak_memory_bytes": peak_memory_bytes(run.ranks.device),
     }
     return Captured(content, copied)
 

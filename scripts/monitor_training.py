@@ -35,7 +35,7 @@ COLUMNS, LINES = 100, 40  # of a view that is not printed on a terminal
 class MonitorOptions:
     """The options of monitor_training.py."""
 
-    run: str = option("checkpoints", "folder of a run's checkpoints", positional=True)
+    checkpoint_dir: str = option("checkpoints", "folder of a run", positional=True, aliases=("checkpoint_dir",))
     once: bool = option(
         False, "print one view and exit: with 0 if the run is healthy, with 1 if it failed, hangs or was killed"
     )
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # restores the terminal
     console = Console(highlight=False)
     try:
-        snapshots = watch(options.run)
+        snapshots = watch(options.checkpoint_dir)
         if options.once or not console.is_terminal:
             if not console.is_terminal:
                 console.size = ConsoleDimensions(COLUMNS, LINES)

@@ -36,7 +36,7 @@ class ManagerOptions:
     action: str = option(
         MISSING, "upload-all, list or download", choices=("upload-all", "list", "download"), positional=True
     )
-    name: str = option("latest", "checkpoint to download: latest, best, stable or a name in the list", positional=True)
+    name: str = option("latest", "to download: latest, best, stable or one in the list; else a folder", positional=True)
     mirror: str = option("", "URL of the mirror (default: that of the run in checkpoint_dir)")
     checkpoint_dir: str = option("checkpoints", "local folder of checkpoints")
 
@@ -79,8 +79,9 @@ def download(mirror: Mirror, name: str, folder: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(ManagerOptions, argv, __doc__.splitlines()[0])
-    folder = Path(options.checkpoint_dir)
-    if options.name != "latest" and options.action != "download":
+    is_folder = options.action != "download" and Path(options.name).is_dir()
+    folder = Path(options.name if is_folder else options.checkpoint_dir)
+    if options.name != "latest" and options.action != "download" and not is_folder:
         raise UserError(f"{options.action} {options.name}: expected no name; it acts on all checkpoints")
     url = options.mirror or read_status(folder).get("mirror")
     if not url:

@@ -133,7 +133,7 @@ class TrainConfig(GPTConfig):
 
     # fmt: off
     init_from: str = option("scratch", "scratch, or weights to start from: gpt2, gpt2-medium, gpt2-large, gpt2-xl, a "
-                            "Hugging Face folder, or a checkpoint file (including nanoGPT's)", "model",
+                            "Hugging Face folder, or a checkpoint file (including nanoGPT's) or folder", "model",
                             on_resume="never")
 
     config: str = option("", "preset in configs/ or TOML file of options, which flags override", "run",
@@ -215,9 +215,10 @@ class TrainConfig(GPTConfig):
     keep_checkpoints: int = option(10, "rolling checkpoints to keep, the newest", "checkpoints", at_least=1)
     keep_epochs: int = option(0, "epoch checkpoints to keep, the newest; 0 = all", "checkpoints")
     resume: str = option("", "resume from latest, auto (latest, or start a new run if there is none), best, stable "
-                         "(before wsd's cool-down, to train longer) or a file; --resume alone means latest; alias: "
-                         "--resume_from_checkpoint", "checkpoints", bare="latest",
-                         aliases=("resume_from_checkpoint",), on_resume="launch")
+                         "(before wsd's cool-down, to train longer), a file or a folder; --resume alone means "
+                         "latest; alias: --resume_from_checkpoint", "checkpoints", bare="latest",
+                         spellings={"True": "latest", "true": "latest"}, aliases=("resume_from_checkpoint",),
+                         on_resume="launch")
     allow_changes: bool = option(False, "on resume, allow the batch size, learning rates, schedule, dropout, "
                                  "optimizer constants and training data to differ from the checkpoint's",
                                  "checkpoints", on_resume="launch")
@@ -527,6 +528,8 @@ def parse_args(argv: Sequence[str]) -> tuple[TrainConfig, dict[str, str]]:
     flags = read_flags(TrainConfig, argv, ABOUT, ELSEWHERE)
     if not flags.get("resume", "latest"):  # an unset variable in a script must not start a new run
         raise UserError("--resume is empty; expected latest, auto, best, stable or a checkpoint file")
+    if (word := flags.get("init_from")) in ("resume", "latest", "auto", "best", "stable"):
+        raise UserError(f"--init_from {word}: expected weights; to resume a run, use --resume")
     for name in ("mix", "val"):
         if flags.get(name) == "":  # as above
             raise UserError(f"--{name} is empty; expected folders, or drop the flag")

@@ -127,6 +127,8 @@ def test_every_switch_can_be_turned_off_in_every_spelling(name):
     ("--bias maybe", "is 'maybe'; expected on or off"),
     ("--precision fp33", "--precision is 'fp33'; expected one of auto, fp32, bf16, fp16, fp8"),
     ("--resume=", "--resume is empty; expected latest, auto, best, stable or a checkpoint file"),
+    ("--init_from=resume", "--init_from resume: expected weights; to resume a run, use --resume"),
+    ("--init_from=latest", "--init_from latest: expected weights; to resume a run, use --resume"),
     ("--embd_size 100", "--num_heads is 12; expected a divisor of embd_size, 100"),
     ("--rotary_pct 0.05", "3 of 64 dimensions per head; expected an even number"),
     ("--rotary_pct 0.01", "0 of 64 dimensions per head; expected an even number"),

@@ -25,7 +25,8 @@ from steadygpt.base.options import UserError
 from steadygpt.checkpoint.files import find_checkpoint
 from steadygpt.convert.families import TABLES, resolved
 from steadygpt.data.shards import find_shards
-from steadygpt.data.tokenizer import END_OF_TEXT, TokenizerRecord, get_tokenizer
+from steadygpt.data.tokenizer import END_OF_TEXT, GPT2_SHA256, TokenizerRecord, get_tokenizer
+from steadygpt.data.tokenizer_json import to_json
 
 transformers = pytest.importorskip("transformers")
 
@@ -79,6 +80,7 @@ def mistake(source, *arguments) -> str:
 def test_a_model_saved_without_the_head_is_read_and_exported_without_a_tokenizer(tmp_path):
     """As gpt2 on the Hub: without "transformer." in the names, but with the causal mask."""
     reference_model("gpt2").save_pretrained(tmp_path)
+    (tmp_path / "optimizer.pt").touch()  # as in the folders of transformers' Trainer
     expected = read_weights(str(tmp_path))
     stored = {n.removeprefix("transformer."): t for n, t in load_file(tmp_path / "model.safetensors").items()}
     save_file(stored | {"h.0.attn.bias": torch.ones(1, 1, 64, 64)}, tmp_path / "model.safetensors")
@@ -116,12 +118,19 @@ def test_zero_biases_of_an_export_are_removed_but_trained_ones_kept(tmp_path):
     assert back["model"]["h.1.mlp.c_fc.bias"][3] == 1
 
 
-def test_a_model_of_the_size_of_gpt2_with_another_tokenizer_is_not_taken_for_gpt2(tmp_path):
+def test_a_model_of_the_size_of_gpt2_with_another_tokenizer_is_not_taken_for_gpt2(tmp_path, capsys):
     write_folder(checkpoint_of(dataclasses.replace(SMALL, vocab_size=50257), ""), tmp_path / "a")
     stored = json.loads((tmp_path / "a/config.json").read_text())
     del stored["steadygpt"]
     (tmp_path / "a/config.json").write_text(json.dumps(stored))
     assert read_weights(str(tmp_path / "a"))["tokenizer"] == "gpt2"
+    assert "a: names no tokenizer; assumed gpt2, because it has 50,257 rows" in capsys.readouterr().err
+    of_gpt2 = json.loads(to_json(get_tokenizer("gpt2").encoding))["model"]["vocab"]
+    for vocabulary, name, sha256 in ((of_gpt2, "gpt2", GPT2_SHA256), (of_gpt2 | {"a": 65, "b": 64}, "", "")):
+        (tmp_path / "a/vocab.json").write_text(json.dumps(vocabulary, indent=2, ensure_ascii=False))
+        found = read_weights(str(tmp_path / "a"))
+        assert (found["tokenizer"], found["tokenizer_sha256"]) == (name, sha256)
+    assert capsys.readouterr().err == ""
     (tmp_path / "a/tokenizer.json").write_text('{"model": {"type": "WordPiece", "vocab": {"a": 0}}}')
     assert read_weights(str(tmp_path / "a"))["tokenizer"] == ""
 
@@ -163,6 +172,41 @@ def test_weights_that_contradict_config_json_are_refused(tmp_path):
     assert "unknown tokenizer" in mistake(tmp_path)
 
 
+def shard(folder) -> dict[str, str]:
+    """Split model.safetensors of a folder in two files with an index; return the index: weight -> file."""
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    places = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(weights)}
+    for file in set(places.values()):
+        save_file({name: weights[name] for name, place in places.items() if place == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return places
+
+
+def test_weights_come_from_the_files_that_the_index_names(tmp_path):
+    write_folder(checkpoint_of(SMALL), tmp_path / "a")
+    expected, index = read_weights(str(tmp_path / "a")), tmp_path / "a/model.safetensors.index.json"
+    places = shard(tmp_path / "a")
+    stale = {name: torch.zeros_like(t) for name, t in load_file(tmp_path / "a" / min(places.values())).items()}
+    save_file(stale, tmp_path / "a/model-of-another-run.safetensors")
+    assert_same_weights(read_weights(str(tmp_path / "a")), expected)
+    (tmp_path / "a" / max(places.values())).unlink()
+    assert f"a/{max(places.values())}: cannot be read (No such file" in mistake(tmp_path / "a")
+    for text in ("{", "[]", '{"weight_map": 3}'):
+        index.write_text(text)
+        assert "model.safetensors.index.json: cannot be read" in mistake(tmp_path / "a")
+    index.unlink()
+    assert "no model.safetensors and no model.safetensors.index.json" in mistake(tmp_path / "a")
+
+
+def test_weights_of_a_compiled_model_are_read(tmp_path):
+    reference_model("gpt_neox").save_pretrained(tmp_path)
+    expected = read_weights(str(tmp_path))
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({f"_orig_mod.{name}": t for name, t in weights.items()}, tmp_path / "model.safetensors")
+    assert_same_weights(read_weights(str(tmp_path)), expected)
+
+
 def test_missing_or_damaged_files_are_refused(tmp_path):
     reference_model("gpt_neox").save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\0" * 100)
@@ -197,6 +241,13 @@ def test_weights_of_the_hub_are_downloaded_once_in_spite_of_failures(standin, tm
     for _ in range(2):
         assert_same_weights(read_weights("some/gpt"), expected)
     assert standin.sent("GET .*resolve") < sum(map(len, files.values())) + 2**16
+
+
+def test_weights_in_several_files_are_downloaded(standin, tmp_path):
+    on_the_hub(standin, tmp_path / "model")
+    shard(tmp_path / "model")
+    standin.put("models/some/large", {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()})
+    assert_same_weights(read_weights("some/large"), read_weights("some/gpt"))
 
 
 def test_a_revision_of_a_model_is_read(standin, tmp_path):
@@ -280,7 +331,7 @@ def padded_state(checkpoint: dict, rows: int) -> dict:
 @pytest.mark.parametrize(("bias", "vocab_size", "rows", "tokenizer"), [
     (True, 50257, 50304, "gpt2"), (False, 50257, 50304, "gpt2"), (True, 65, 65, ""),
 ], ids=["bias", "no bias", "characters"])  # fmt: skip
-def test_nanogpt_checkpoints_are_read_exactly(bias, vocab_size, rows, tokenizer, tmp_path):
+def test_nanogpt_checkpoints_are_read_exactly(bias, vocab_size, rows, tokenizer, tmp_path, capsys):
     config = dataclasses.replace(SMALL, vocab_size=vocab_size, activation="gelu", bias=bias, dropout=0.2)
     expected = checkpoint_of(config, tokenizer)
     state = {f"_orig_mod.{name}": tensor for name, tensor in padded_state(expected, rows).items()}
@@ -289,6 +340,7 @@ def test_nanogpt_checkpoints_are_read_exactly(bias, vocab_size, rows, tokenizer,
     content = {"model": state, "optimizer": {}, "model_args": shape, "iter_num": 5, "best_val_loss": torch.tensor(1.0)}
     torch.save(content | {"config": {"dataset": "openwebtext"}}, tmp_path / "ckpt.pt")
     assert_same_weights(expected, read_weights(str(tmp_path / "ckpt.pt")))
+    assert ("assumed gpt2, because it has 50,304 rows" in capsys.readouterr().err) == (tokenizer == "gpt2")
     assert f"vocab_size is {rows:,}" in mistake(tmp_path / "ckpt.pt", "bytes")
 
 
@@ -363,7 +415,8 @@ def test_the_command_exports_and_imports(workdir, capsys):
     for source, target in (("exported", "back.pt"), ("back.pt", "exported")):
         with pytest.raises(UserError, match=rf"{target}: already exists"):
             convert_hf.main([source, target])
-    assert convert_hf.main(["latest", "latest.pt"]) == 0
+    assert convert_hf.main(["latest", "latest.pt"]) == convert_hf.main(["checkpoints", "folder.pt"]) == 0
+    assert_same_weights(read_weights("folder.pt"), back)
     weights = torch.load("latest.pt")
     assert weights["optimizer"] == weights["train_config"] == {} and "starts" not in weights
     assert_same_weights(trained, weights)

@@ -140,6 +140,16 @@ def run(command: str) -> None:
     assert not MAINS[script](argv), command
 
 
+def test_the_python_of_fine_tuning_samples_a_model(workdir, capsys):
+    assert not train.main([*TINY, "--data_dir", "data", "--use_tensorboard", "--run_name", "mine"])
+    status = json.loads(Path("checkpoints/status.json").read_text())
+    assert Path(status["tensorboard"]) == workdir / "runs/mine" and any(Path(status["tensorboard"]).iterdir())
+    (code,) = re.findall(r"```python\n(.*?)```", page_text("fine-tuning.md"), re.DOTALL)
+    capsys.readouterr()
+    exec(code, {})
+    assert capsys.readouterr().out.startswith("The ")
+
+
 @pytest.mark.parametrize("page", [
     page if page in ("your-own-text.md", "monitoring.md") else pytest.param(page, marks=pytest.mark.storm)
     for page in dict.fromkeys(page for page, command in COMMANDS if runs(command))

@@ -185,7 +185,7 @@ def test_text_ends_with_the_document_or_after_max_tokens(texts, folder):
 
 def test_every_kind_of_checkpoint_can_be_used_and_a_corrupt_one_is_skipped_with_a_warning(run, texts, folder):
     one = texts()
-    assert texts("best") == texts(str(folder / "rolling_step_000003.pt")) == one
+    assert texts("best") == texts(str(folder / "rolling_step_000003.pt")) == texts(str(folder)) == one
     damage(folder / "latest.pt", "truncated")
     out, err = run("latest")
     assert out == one
@@ -193,6 +193,9 @@ def test_every_kind_of_checkpoint_can_be_used_and_a_corrupt_one_is_skipped_with_
 
 
 @pytest.mark.parametrize(("flags", "words"), [
+    (["--seed", "12345678901234567890123"], "expected less than"),
+    (["--num_seq", "12345678901234567890123"], "expected at most 10,000"),
+    (["average:12345678901234567890123"], "average:12345678901234567890123: no such checkpoint"),
     (["--num_seq", "0"], "at least 1"), (["--max_tokens", "0"], "at least 1"), (["--temperature", "-1"], "0 or more"),
     (["--top_k", "-1"], "0 or more"), (["--device", "abacus"], "--device abacus"), (["none.pt"], "none.pt: no such"),
     (["--prompt", "a", "--prompt_file", "b"], "give one of them"),

@@ -207,6 +207,14 @@ def test_a_context_too_long_beside_its_longest_ending_is_cut_at_the_start(contex
     assert (bytes(tree.context), [bytes(ending) for ending in tree.endings]) == (cut_context, cut_endings)
 
 
+@pytest.mark.parametrize(("style", "lengths"), [("build-nanogpt", [8, 3]), ("lm_eval", [3, 1])])
+def test_a_cut_ending_is_divided_by_what_is_left_of_it(model, style, lengths):
+    trees = trees_of([Example("x", ["é" * 12, "é"], 0, style), Example("x", ["a", "b"], 0, style)], context_length=8)
+    assert [tree.is_cut for tree in trees] == [True, False]
+    assert trees[0].lengths == lengths  # tokens, or characters
+    assert str(evaluate(model, trees, CPU)).endswith("(2 examples, 1 of them cut to the model's context)")
+
+
 def test_endings_without_a_context_begin_a_document(model):
     trees = trees_of([Example("", ["abc", "d"], 0)])
     assert trees[0].context == [get_tokenizer("bytes").document_id]

@@ -182,11 +182,13 @@ def broken(folder: Path, how: str) -> None:
     ("unfinished", ["data"], "data: its preparation was interrupted"),
     ("foreign", ["data", "--tokenizer", "bytes"], "token 2 is 300, outside the vocabulary of 257; name the tokenizer"),
     ("", ["data", "--tokenizer", "gpt2"], "data was prepared with 'bytes'; drop the flag"),
+    ("", ["data", "--rows", "12345678901234567890123"], "expected at most 1,000,000"),
     ("", ["data", "--rows", "-1"], "--rows is -1; expected 0 or more"),
     ("", [], "expected a folder of token shards, or --step N"),
     ("", ["data", "--step", "1"], "--step cannot be combined with FOLDER; drop one of them"),
     ("", ["data", "--by", "loss"], "--by cannot be combined with FOLDER"),
     ("", ["data", "--precision", "bf16"], "--precision cannot be combined with FOLDER"),
+    ("", ["checkpoints", "--step", "1"], "--step cannot be combined with FOLDER"),
     ("", ["--step", "1", "--seed", "3"], "--seed cannot be combined with --step"),
     ("", ["--step", "1"], "no checkpoints in checkpoints; try another --checkpoint_dir"),
 ])  # fmt: skip

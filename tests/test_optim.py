@@ -133,18 +133,31 @@ def test_a_skipped_update_changes_nothing():
 
 
 def test_gathering_in_chunks_changes_nothing(monkeypatch):
+    update, batches = Muon._update, []
+
+    def counted(self, stacked, **options) -> None:
+        batches.append(len(stacked))
+        update(self, stacked, **options)
+
     def trained() -> GPT:
         torch.manual_seed(0)
         model = GPT(SMALL)
+        batches.clear()
         optimizer = make_optimizer(model, MUON, ALONE)
         model(torch.zeros(1, 3, dtype=torch.int64), torch.ones(1, 3, dtype=torch.int64)).backward()
         optimizer.step()
         return model
 
+    monkeypatch.setattr(Muon, "_update", counted)
+    numbers = sum(parameter.numel() for parameter in GPT(SMALL).parameters_by_role()["matrix"].values())
+    monkeypatch.setattr(optim, "AT_ONCE", numbers)
     whole = trained()
-    monkeypatch.setattr(optim, "AT_ONCE", 1)
-    for parameter, other in zip(whole.parameters(), trained().parameters(), strict=True):
-        assert torch.allclose(parameter, other, atol=1e-6)
+    assert batches == [8]
+    for at_once, expected in ((numbers - 1, [7, 1]), (1, [1] * 8)):
+        monkeypatch.setattr(optim, "AT_ONCE", at_once)
+        for parameter, other in zip(whole.parameters(), trained().parameters(), strict=True):
+            assert torch.allclose(parameter, other, atol=1e-6)
+        assert batches == expected
 
 
 def compare_with_one_rank() -> None:

@@ -1,11 +1,15 @@
 """Commands as the users of other trainers type them; and those of docs/from-other-trainers.md."""
 
+import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
+from functools import partial
 
+import monitor_training
 import pytest
 from conftest import REPO, TINY, load, need_gpus, write_data
 from harness import run_to_end
@@ -14,6 +18,7 @@ import convert_hf
 import generate
 import hellaswag_eval
 import prepare_dataset
+import replay
 import train
 from steadygpt import config
 from steadygpt.base.options import read_flags
@@ -125,6 +130,29 @@ def test_a_script_takes_the_folder_of_a_run(name, tmp_path):
     done = subprocess.run([REPO / name, "runs/mine"], cwd=tmp_path, capture_output=True, text=True, env=env)
     assert done.stderr == "error: no checkpoints in runs/mine; try another --checkpoint_dir\n"
     assert done.returncode == 2
+
+
+@pytest.mark.parametrize("options", [monitor_training.MonitorOptions, replay.ReplayOptions])
+def test_a_command_takes_the_folder_of_a_run(options):
+    for argv in (["runs/mine"], ["--checkpoint_dir", "runs/mine"], ["--checkpoint-dir=runs/mine"]):
+        assert read_flags(options, argv) == {"checkpoint_dir": "runs/mine"}
+
+
+@pytest.mark.parametrize("words", [["a"], ["--checkpoint_dir", "a"], ["--checkpoint-dir=a"]])
+def test_tensorboard_takes_the_folder_of_a_run(words, tmp_path):
+    """The interpreter is a stand-in that prints its arguments, except for the reader of status.json."""
+    (tmp_path / "scripts").mkdir()
+    script = shutil.copy(REPO / "scripts/start_tensorboard.sh", tmp_path / "scripts")
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/python").write_text(f'#!/bin/sh\n[ "$1" = -c ] && exec {sys.executable} "$@"\necho "$*"\n')
+    (tmp_path / ".venv/bin/python").chmod(0o755)
+    run = partial(subprocess.run, [script, *words, "--port", "1"], cwd=tmp_path, capture_output=True, text=True)
+    done = run()
+    assert done.stderr.startswith("error: a/status.json: names no TensorBoard folder; expected")
+    assert (done.returncode, done.stdout) == (2, "")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/status.json").write_text(json.dumps({"tensorboard": "/runs/é"}))
+    assert run().stdout == "-m tensorboard.main --logdir /runs/é --port 1\n"
 
 
 def test_nproc_must_be_a_number(tmp_path):

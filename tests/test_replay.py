@@ -4,6 +4,7 @@ import json
 import os
 import re
 import tempfile
+import weakref
 from contextlib import redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
@@ -105,6 +106,22 @@ def test_a_killed_run_is_replayed_from_its_seed_or_a_checkpoint(replayed):
         "2 steps: losses, norms and the checkpoint of step 4 equal, bit for bit",
     ]
     assert replayed("--step", "6")[1][-1] == "1 step: losses and norms equal, bit for bit"
+
+
+def test_a_replay_holds_one_model_at_a_time(replayed, monkeypatch):
+    killed_before(5, *EVERY_2)
+    assert run_here("--resume", *EVERY_2) == 0
+    models, build_run = [], replay.build_run
+
+    def build_one(*args):
+        assert not any(model() for model in models)
+        run = build_run(*args)
+        models.append(weakref.ref(run.model))
+        return run
+
+    monkeypatch.setattr(replay, "build_run", build_one)
+    assert replayed("--steps", "0:8")[0] == 0
+    assert len(models) == 2
 
 
 def test_a_run_whose_options_batch_and_mixture_changed_is_replayed_across_the_changes(replayed, workdir):

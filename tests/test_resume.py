@@ -114,6 +114,40 @@ def test_best_model_has_the_lowest_validation_loss(workdir):
 # resuming
 
 
+@pytest.mark.parametrize("which", ["a", "link", "to-a/latest.pt", "a/latest.pt"])
+def test_a_run_is_resumed_in_its_folder_by_any_name_of_it(workdir, which, capsys):
+    assert run_here("--max_steps", "4", *folders("a")) == 0
+    Path("link").symlink_to("a/latest.pt")
+    Path("to-a").symlink_to("a")
+    assert train.main(["--resume", which, "--max_steps", "6"]) == 0
+    assert "latest.pt at step 4" in capsys.readouterr().out
+    assert load("a/latest.pt")["step"] == 6
+    assert Path("link").is_symlink() and not Path("checkpoints").exists()
+
+
+def test_a_folder_can_be_forked(workdir):
+    assert run_here("--max_steps", "4", *folders("a")) == 0
+    assert train.main(["--resume", "a", "--checkpoint_dir", "b", "--max_steps", "6"]) == 0
+    assert (load("a/latest.pt")["step"], load("b/latest.pt")["step"]) == (4, 6)
+
+
+def test_links_to_checkpoints_of_another_folder_are_replaced_and_their_targets_kept(workdir):
+    assert run_here("--max_steps", "4", *folders("a")) == 0
+    before = os.stat("a/latest.pt").st_mtime_ns
+    Path("b").mkdir()
+    Path("b/latest.pt").symlink_to("../a/latest.pt")
+    assert train.main(["--resume=True", "--max_steps", "6", *folders("b")]) == 0
+    assert (load("a/latest.pt")["step"], load("b/latest.pt")["step"]) == (4, 6)
+    assert load("b/latest_backup.pt")["step"] == 4
+    assert not any(path.is_symlink() for path in Path("b").iterdir())
+    assert os.stat("a/latest.pt").st_mtime_ns == before
+
+
+def test_a_link_to_a_missing_folder_is_named(workdir):
+    Path("gone").symlink_to("nowhere")
+    assert "cannot write to gone: a file, or a link to nothing" in fails(*folders("gone"))
+
+
 def test_resume_takes_options_from_the_checkpoint_and_reports_changes(workdir, capsys):
     assert run_here("--max_steps", "4", "--use_tensorboard", *folders("a")) == 0
     changed = ("--max_steps", "6", "--weight_decay", "0.5")

@@ -110,7 +110,7 @@ def link_file(source: Path, target: Path) -> None:
     temporary = target.with_name(f".{target.name}.tmp")
     temporary.unlink(missing_ok=True)  # os.link refuses an existing target, such as a killed process may have left
     try:
-        os.link(source, temporary)
+        os.link(source.resolve(), temporary)  # not the symbolic link that the user may have put there
     except OSError:
         shutil.copy2(source, temporary)
         with open(temporary, "rb") as file:
@@ -160,7 +160,6 @@ def lock_folder(folder: Path, advice: str) -> IO[str]:
         owner = file.read().strip() or "unknown"
         raise UserError(f"{folder}: in use by process {owner}; {advice}") from None
     except OSError as error:
-        raise UserError(
-            f"cannot write to {folder}: {error.strerror}; expected a writable folder with free space"
-        ) from error
+        found = "a file, or a link to nothing" if isinstance(error, FileExistsError) else error.strerror
+        raise UserError(f"cannot write to {folder}: {found}; expected a writable folder with free space") from error
     return file

@@ -79,7 +79,7 @@ def option(
         spellings: other words for values of this option, such as other trainers'.
         at_least, above, at_most, below: bounds of numbers.
         bare: the value of the flag without one (`--resume`).
-        positional: an argument without a flag; optional if it has a default.
+        positional: an argument without a flag, unless as alias; optional if it has a default.
         secret: kept out of everything that a run writes.
         on_resume: of train.py: "never" changes, changes if asked ("ask": --allow_changes), changes "free"ly, or belongs
             to one "launch", so that the checkpoint's value is ignored.
@@ -155,7 +155,8 @@ class CheckpointOptions(ModelOptions):
 
     checkpoint: str = option(
         "latest",
-        "latest, best, stable, a file, or average:N for the mean weights of the newest N rolling checkpoints",
+        "latest, best, stable, a file, a folder for its latest, or average:N for the mean weights of the newest N "
+        "rolling checkpoints",
         positional=True,
     )
 
@@ -222,10 +223,9 @@ def _parser(options: type, description: str) -> argparse.ArgumentParser:
         text = text.replace("%", "%%")
         if about["positional"]:
             group.add_argument(name, nargs=None if f.default is dataclasses.MISSING else "?", type=kind, help=text)
-            continue
         bare = True if kind is bool else about["bare"]
         typed = "on|off" if kind is bool else kind.__name__.upper()
-        for flag in (name, *about["aliases"]):
+        for flag in (*([] if about["positional"] else [name]), *about["aliases"]):
             group.add_argument(
                 f"--{flag}" if len(flag) > 1 else f"-{flag}",
                 dest=name,

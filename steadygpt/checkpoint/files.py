@@ -35,6 +35,7 @@ LATEST, BACKUP, BEST, STABLE = "latest.pt", "latest_backup.pt", "best_model.pt",
 NAMED = {"best": BEST, "stable": STABLE}  # what commands take besides latest and files
 ROLLING, EPOCH = "rolling_step_{:06d}.pt", "epoch_{:05d}.pt"
 EVALUATIONS = "evaluations.json"
+LLM_C = (20240326).to_bytes(4, "little")  # begins a model of llm.c
 KINDS = {
     **dict.fromkeys(("format_version", "step", "rows_consumed"), int),
     **dict.fromkeys(("model", "optimizer", "model_config", "train_config"), dict),
@@ -131,7 +132,7 @@ def no_checkpoints(folder: Path) -> UserError:
 def check_folder(folder: Path, resumed_from: Path | None) -> None:
     """Check that a run may write its checkpoints into a folder."""
     there = checkpoint_files(folder)
-    if there and (resumed_from is None or resumed_from.resolve().parent != folder.resolve()):
+    if there and (resumed_from is None or resumed_from.parent.resolve() != folder.resolve()):
         raise UserError(
             f"{folder} already holds checkpoints ({there[0].name} and {len(there) - 1} more); resume from them with "
             "--resume latest, or use another --checkpoint_dir"
@@ -139,11 +140,11 @@ def check_folder(folder: Path, resumed_from: Path | None) -> None:
 
 
 def open_checkpoint(which: str, folder: Path) -> tuple[Path, dict]:
-    """Return the checkpoint that a command asks for: "latest", "best", "stable", "average:N" or a file.
+    """Return the checkpoint that a command asks for: "latest", "best", "stable", "average:N", a file or a folder.
 
     Skipped files are named on stderr.
     """
-    if number := re.fullmatch(r"average:([1-9]\d*)", which):
+    if number := re.fullmatch(r"average:([1-9]\d{0,5})", which):
         return folder / which, average(folder, int(number[1]))
     if which == "auto":
         raise UserError("checkpoint: auto is for training only; expected latest, best, stable or a checkpoint file")
@@ -237,15 +238,18 @@ def load_verified(path: Path) -> object:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except FileNotFoundError:
         raise UserError(f"{path}: no such checkpoint; try another --checkpoint_dir") from None
-    except IsADirectoryError:
-        raise UserError(f"{path}: a folder; expected a checkpoint file") from None
     except zipfile.BadZipFile:
         size = path.stat().st_size
+        with open(path, "rb") as file:
+            if file.read(4) == LLM_C:
+                advice = "run llm.c's dev/eval/export_hf.py, and use the folder that it writes"
+                raise UserError(f"{path}: a model of llm.c; expected a torch.save file. First {advice}") from None
         raise UserError(
             f"{path}: corrupt or not a checkpoint ({size:,} bytes, not a complete torch.save file)"
         ) from None
     except pickle.UnpicklingError:
-        raise UserError(f"{path}: holds more than tensors and plain types; it was not loaded") from None
+        advice = f"if it is build-nanogpt's, first run python convert_hf.py {path} weights.pt"
+        raise UserError(f"{path}: holds more than tensors and plain types; it was not loaded; {advice}") from None
     except UserError:
         raise
     except Exception as error:  # on arbitrary bytes a parser may raise anything, and the next file may be intact
@@ -257,7 +261,10 @@ def as_checkpoint(content: object, path: Path) -> dict:
     content = content if isinstance(content, dict) else {}
     for key, kind in KINDS.items():
         if not isinstance(content.get(key), kind):
-            raise UserError(f"{path}: not a SteadyGPT checkpoint (expected {key}, {kind.__name__})")
+            advice = f"if it is nanoGPT's, first run python convert_hf.py {path} weights.pt"
+            if content and all(isinstance(value, torch.Tensor) for value in content.values()):
+                advice = "its weights lack the model's shape; save them as nanoGPT does, with model and model_args"
+            raise UserError(f"{path}: not a SteadyGPT checkpoint (expected {key}, {kind.__name__}); {advice}")
     if (found := content["format_version"]) != FORMAT_VERSION:
         advice = "update SteadyGPT" if found > FORMAT_VERSION else "use the commit that wrote it, its git_commit"
         raise UserError(f"{path}: format {found}; expected {FORMAT_VERSION}: {advice}")
@@ -277,9 +284,13 @@ class Found:
 def find_checkpoint(which: str, folder: Path) -> Found:
     """Find and verify the checkpoint that "latest", "auto", a word of NAMED or a file name refers to.
 
+    The name of another folder means its latest checkpoint.
+
     Raises: UserError when it does not exist or is corrupt, or all files are corrupt; only "auto" accepts that there is
         none.
     """
+    if which not in ("latest", "auto", *NAMED) and Path(which).is_dir():
+        which, folder = "latest", Path(which)
     if which not in ("latest", "auto"):
         path = folder / NAMED[which] if which in NAMED else Path(which)
         return Found(path, read_checkpoint(path))

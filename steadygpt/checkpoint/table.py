@@ -122,6 +122,9 @@ def details(checkpoint: Mapping[str, Any]) -> Iterator[str]:
     moments = checkpoint["optimizer"].get("state", {}).values()
     tokens = checkpoint["rows_consumed"] * checkpoint["model_config"]["context_length"]
     saved_at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(checkpoint["saved_at"]))
+    lrs = {f"{group['lr']:.3g}": 0 for group in checkpoint["optimizer"].get("param_groups", ())}
+    elapsed_s, memory = checkpoint.get("elapsed_s") or 0, bytes_text(checkpoint.get("peak_memory_bytes", 0))
+    steps_per_s, tokens_per_s = (count / elapsed_s if elapsed_s else 0 for count in (checkpoint["step"], tokens))
     losses = {"loss": "training", "val_loss": "last validation before", "best_val_loss": "best validation before"}
     alike = Counter(
         f"{re.sub(r'^h[.][0-9]+', 'h.*', name)} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
@@ -129,7 +132,9 @@ def details(checkpoint: Mapping[str, Any]) -> Iterator[str]:
     )
     found = {
         "progress": f"step {checkpoint['step']:,}, epoch {checkpoint.get('epoch') or 0:.2f}, {tokens:,} tokens seen, "
-        f"{duration_text(checkpoint.get('elapsed_s') or 0)} of training",
+        f"{duration_text(elapsed_s)} of training",
+        "speed": f"{steps_per_s:.3g} steps/s, {tokens_per_s:,.0f} tokens/s with evaluations, "
+        f"peak memory {memory} on rank 0",
         "losses": ", ".join(
             f"{text} {checkpoint[key]:.4f}" for key, text in losses.items() if checkpoint.get(key) is not None
         ),
@@ -137,7 +142,8 @@ def details(checkpoint: Mapping[str, Any]) -> Iterator[str]:
         f"{checkpoint.get('torch_version', '?')}, commit {checkpoint.get('git_commit') or '?'}",
         "tokenizer": checkpoint["tokenizer"],
         "options": ", ".join(f"{name} {value}" for name, value in checkpoint["train_config"].items() if value != ""),
-        "optimizer": f"{', '.join({kind: 0 for state in moments for kind in state})} of {len(moments)} tensors",
+        "optimizer": f"{', '.join({kind: 0 for state in moments for kind in state})} of {len(moments)} tensors, "
+        f"last learning rate {', '.join(lrs) or 'unknown'}",
         "weights": f"{sum({t.data_ptr(): t.numel() for t in checkpoint['model'].values()}.values()):,} numbers",
     }
     for name, text in found.items():

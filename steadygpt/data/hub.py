@@ -1,9 +1,9 @@
 """The Hugging Face Hub: data sets and models at one commit, downloaded or read in place, through network failures."""
 
+import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,6 +17,9 @@ from steadygpt.data.remote import RemoteFile
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
+
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # of a model in one file, or in several
 
 
 class Repo(NamedTuple):
@@ -210,7 +213,7 @@ def fetch(repo: Repo, path: str) -> Path:
 
 
 def fetch_model(source: str, with_weights: bool) -> tuple[Path, Repo]:
-    """Download a model NAME[@REVISION]: config.json, tokenizer.json if it has one, and its safetensors.
+    """Download a model NAME[@REVISION]: config.json, its tokenizer.json or vocab.json, and its safetensors.
 
     Returns: their folder in the cache.
 
@@ -226,18 +229,33 @@ def fetch_model(source: str, with_weights: bool) -> tuple[Path, Repo]:
     if not repo.online:
         return folder, repo
     paths = persistently(repo, lambda: HfApi().list_repo_files(name, revision=repo.commit))
-    if "tokenizer.json" in paths:
-        fetch(repo, "tokenizer.json")
-    if not with_weights:
+    for path in [name for name in ("tokenizer.json", "vocab.json") if name in paths][:1]:
+        fetch(repo, path)
+    if not with_weights or not {WEIGHTS, INDEX} & {*paths}:
         return folder, repo
-    # In one file or several; their index holds no further information.
-    wanted = [path for path in paths if path == "model.safetensors"]
-    wanted = wanted or [path for path in paths if fnmatch(path, "model-*.safetensors")]
-    missing = files_at(repo, [path for path in wanted if not (folder / path).exists()])
+    if WEIGHTS not in paths:
+        fetch(repo, INDEX)
+    missing = files_at(repo, [str(file.relative_to(folder)) for file in weight_files(folder) if not file.exists()])
     with ProgressBar(desc=source, total=sum(file.size for file in missing), unit="B", disable=not missing) as bar:
         for file in missing:
             file.download(folder / file.path, bar.show_from(bar.n))
     return folder, repo
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return where the weights of a model are: in model.safetensors, or in the files that its index names.
+
+    Raises: UserError when the index cannot be read.
+    """
+    index = folder / INDEX
+    if (folder / WEIGHTS).exists() or not index.exists():
+        return [folder / WEIGHTS]
+    try:
+        return sorted({folder / name for name in json.loads(index.read_bytes())["weight_map"].values()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(
+            f"{index}: cannot be read ({error!r}); expected the file of each weight. Copy it again"
+        ) from error
 
 
 def stream(repo: Repo, config: str, split: str) -> "IterableDataset":

@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -17,7 +18,7 @@ import tiktoken
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import NoAnswer, Service, brief
 from steadygpt.data import hub
-from steadygpt.data.tokenizer_json import GPT2_PATTERN, from_json
+from steadygpt.data.tokenizer_json import GPT2_PATTERN, Literals, from_json
 
 if TYPE_CHECKING:
     from steadygpt.machine.ranks import Ranks
@@ -30,18 +31,19 @@ GPT2_SHA256 = "efc0376715b386b67ce5c251b2fac0b329d4c513bfefcd363c9b5af1dfb9d991"
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Text to token ids and back. Text that spells a special token is ordinary text."""
+    """Text to token ids and back. Text that spells a special token is ordinary text; that of a literal is its id."""
 
     encoding: tiktoken.Encoding
     pattern: str  # of the encoding, or a name that stands for it
     document_token: str = END_OF_TEXT
     is_nfc: bool = False  # brings text to Unicode's form NFC first
     json: str = ""  # the tokenizer.json that it comes from
+    literals: Literals = ({}, {})
 
-    @property
+    @cached_property
     def n_vocab(self) -> int:
         """The largest id + 1."""
-        return self.encoding.n_vocab
+        return max([self.encoding.max_token_value, *self.literals[0].values(), *self.literals[1].values()]) + 1
 
     @property
     def document_id(self) -> int:
@@ -63,10 +65,27 @@ class Tokenizer:
         return normalize("NFC", text) if self.is_nfc else text
 
     def encode(self, text: str) -> list[int]:
-        return self.encoding.encode_ordinary(self.normalized(text))
+        if not any(self.literals):
+            return self.encoding.encode_ordinary(self.normalized(text))
+        ids, (before, after) = list[int](), self.literals
+        for number, part in enumerate(self.splits[0].split(text)):  # odd ones are literals
+            if number % 2:
+                ids.append(before[part])
+                continue
+            for at, piece in enumerate(self.splits[1].split(self.normalized(part))):
+                ids += [after[piece]] if at % 2 else self.encoding.encode_ordinary(piece)
+        return ids
+
+    @cached_property
+    def splits(self) -> list[re.Pattern[str]]:
+        """Patterns that capture the literals, the longest at each place."""
+        longest_first = [map(re.escape, sorted(texts, key=len, reverse=True)) for texts in self.literals]
+        return [re.compile(f"({'|'.join(texts) or '(?!)'})") for texts in longest_first]
 
     def encode_to_numpy(self, text: str) -> np.ndarray:
         """Return the ids of a text without lone surrogates, (n,) uint32."""
+        if any(self.literals):
+            return np.array(self.encode(text), np.uint32)
         return self.encoding.encode_to_numpy(self.normalized(text), disallowed_special=())
 
     def decode(self, ids: list[int]) -> str:
@@ -76,14 +95,15 @@ class Tokenizer:
     @cached_property
     def bytes_of(self) -> dict[int, bytes]:
         """The bytes of each id, those of a special token being its text."""
-        ranks, special = self.encoding._mergeable_ranks, self.encoding._special_tokens
-        return {i: token.encode() for token, i in special.items()} | {i: token for token, i in ranks.items()}
+        ranks, added = self.encoding._mergeable_ranks, [self.encoding._special_tokens, *self.literals]
+        texts = {i: token.encode() for tokens in added for token, i in tokens.items()}
+        return texts | {i: token for token, i in ranks.items()}
 
     @cached_property
     def num_bytes(self) -> np.ndarray:
         """The number of bytes of each id, (n_vocab,) int64; 0 for special tokens and unused ids."""
-        ranks, sizes = self.encoding._mergeable_ranks, np.zeros(self.n_vocab, np.int64)
-        sizes[np.fromiter(ranks.values(), np.int64)] = np.fromiter(map(len, ranks), np.int64)
+        sizes = np.zeros(self.n_vocab, np.int64)
+        sizes[np.fromiter(self.bytes_of, np.int64)] = np.fromiter(map(len, self.bytes_of.values()), np.int64)
         sizes[[*self.encoding._special_tokens.values()]] = 0
         return sizes
 
@@ -92,7 +112,9 @@ class Tokenizer:
         """The identity: the SHA-256 in hex of all that determines ids."""
         tokens = sorted((i, token.hex()) for i, token in self.bytes_of.items())
         special = sorted(self.encoding._special_tokens.items())
-        return hashlib.sha256(json.dumps([self.is_nfc, self.pattern, tokens, special]).encode()).hexdigest()
+        known = [self.is_nfc, self.pattern, tokens, special]
+        known += [sorted(found.items()) for found in self.literals] * any(self.literals)
+        return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
 
 class TokenizerRecord(NamedTuple):
@@ -199,8 +221,8 @@ def load_tokenizer(record: TokenizerRecord, folder: Path | None = None) -> Token
     if not record.is_file:
         tokenizer = replace(get_tokenizer(name), document_token=document_token)
     elif text:
-        encoding, is_nfc = from_json(text, where, is_known=bool(wanted))
-        tokenizer = Tokenizer(encoding, encoding._pat_str, document_token, is_nfc, text)
+        encoding, is_nfc, literals = from_json(text, where, is_known=bool(wanted))
+        tokenizer = Tokenizer(encoding, encoding._pat_str, document_token, is_nfc, text, literals)
     elif folder:
         raise UserError(f"{where}: missing; expected the tokenizer {name}. Copy it there, or prepare the data again")
     else:

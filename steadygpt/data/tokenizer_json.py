@@ -5,6 +5,7 @@ import math
 import re
 from itertools import pairwise
 from textwrap import shorten
+from unicodedata import normalize
 
 import tiktoken
 
@@ -12,8 +13,11 @@ from steadygpt.base.options import UserError
 
 ACCEPTED = (
     "byte-level BPE: normalizer none or NFC, pre_tokenizer ByteLevel without a prefix space, perhaps after one Split "
-    "by a regular expression, decoder ByteLevel, ids in the order of the merges"
+    "by a regular expression, decoder ByteLevel, ids in the order of the merges, no "
+    "added tokens with single_word, lstrip or rstrip unless special"
 )
+# Of the added tokens that are not special those to find in a text first, and those to find after NFC: text -> id.
+Literals = tuple[dict[str, int], dict[str, int]]
 # tiktoken's spelling of what ByteLevel's regular expression matches; a constant, because it is part of the identity.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 # What means the same in the regular expressions of both libraries; ^, $, \w, (?i:ss) and {1,3}+, for example, do not.
@@ -33,14 +37,14 @@ _BYTE = {character: byte for byte, character in _CHARACTER.items()}
 _PROBE = "".join(map(chr, range(0x3400))) + "a😀b"
 
 
-def from_json(text: str, where: object, is_known: bool) -> tuple[tiktoken.Encoding, bool]:
-    """Convert a tokenizer.json to an encoding with the same ids; text that spells an added token is ordinary text.
+def from_json(text: str, where: object, is_known: bool) -> tuple[tiktoken.Encoding, bool, Literals]:
+    """Convert a tokenizer.json to an encoding with the same ids; text that spells a special token is ordinary text.
 
     Args:
         where: the file, for errors.
         is_known: skips the slow checks; the caller compares the result with one that has passed them.
 
-    Returns: the encoding, and whether text is brought to Unicode's form NFC first.
+    Returns: the encoding, which lacks the literals; whether text is brought to Unicode's form NFC first; the literals.
 
     Raises: UserError that names `where`, unless the conversion is exact.
     """
@@ -51,7 +55,7 @@ def from_json(text: str, where: object, is_known: bool) -> tuple[tiktoken.Encodi
         raise UserError(f"{where}: {shorten(problem, 300)}; expected {ACCEPTED}") from error
 
 
-def _convert(content: dict, is_known: bool) -> tuple[tiktoken.Encoding, bool]:
+def _convert(content: dict, is_known: bool) -> tuple[tiktoken.Encoding, bool, Literals]:
     model = content["model"]
     found = {
         key: model[key] for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix") if model.get(key)
@@ -81,7 +85,17 @@ def _convert(content: dict, is_known: bool) -> tuple[tiktoken.Encoding, bool]:
     if [step["type"] for step in steps["decoder"]] != ["ByteLevel"]:
         raise refused("decoder")
 
-    added = {token["content"]: token["id"] for token in content.get("added_tokens") or []}
+    added: dict[str, int] = {}
+    literals: Literals = {}, {}
+    for token in content.get("added_tokens") or []:
+        added[text := token["content"]] = token["id"]
+        if not token.get("special"):
+            unfit = [flag for flag in ("single_word", "lstrip", "rstrip") if token.get(flag)]
+            unfit += ["a space within, or no text"] * bool(not text or re.search(r"\S ", text))  # as in _check_merges
+            if unfit:
+                raise ValueError(f"found the added token {text!r} with {', '.join(unfit)}, but without special")
+            in_nfc = bool(token.get("normalized") and steps["normalizer"])
+            literals[bool(token.get("normalized"))][normalize("NFC", text) if in_nfc else text] = token["id"]
     merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
     made = {left + right for left, right in merges}
     # Added tokens may be in the vocabulary too, without a merge.
@@ -98,10 +112,11 @@ def _convert(content: dict, is_known: bool) -> tuple[tiktoken.Encoding, bool]:
         )
     if not is_known:
         _check_merges(ranks, vocab, merges)
-    encoding = tiktoken.Encoding("tokenizer.json", pat_str=pattern, mergeable_ranks=ranks, special_tokens=added)
+    special = {text: i for text, i in added.items() if not any(i in found.values() for found in literals)}
+    encoding = tiktoken.Encoding("tokenizer.json", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
     if encoding.decode(encoding.encode_ordinary(_PROBE)) != _PROBE:  # tiktoken drops what the pattern does not match
         raise ValueError(f"found a pattern that some characters do not match: {pattern}")
-    return encoding, bool(steps["normalizer"])
+    return encoding, bool(steps["normalizer"]), literals
 
 
 def _check_merges(ranks: dict[bytes, int], vocab: dict[str, int], merges: list[tuple[str, str]]) -> None:

@@ -55,7 +55,7 @@ def train_tokenizer(source: Source, text_field: str, vocab_size: int, limit: int
     finally:
         process.terminate()
         process.join()
-    encoding, _ = from_json(trained, "the trained tokenizer", is_known=False)
+    encoding, _, _ = from_json(trained, "the trained tokenizer", is_known=False)
     if encoding.n_vocab < vocab_size:
         raise UserError(
             f"--tokenizer bpe:{vocab_size}: {source.name} has text for {encoding.n_vocab:,} tokens only; try "

@@ -73,6 +73,7 @@ class RunLog:
             "pid": os.getpid(),
             "logdir": str(Path(config.logdir).absolute()),
             "mirror": config.mirror,
+            "tensorboard": str(Path(config.tensorboard_dir, config.run_name).absolute()) * config.use_tensorboard,
         }
         self.heartbeat_at_s = -math.inf
         self.text_file: LineFile | None = None

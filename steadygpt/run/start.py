@@ -165,13 +165,23 @@ def find_start(
         read_weights: reads what --init_from names, as a checkpoint of weights only; without tensors if it would have
             to download them.
     """
-    if config.resume not in ("", "latest", "auto", *NAMED) and "checkpoint_dir" not in given:  # a file
-        config = dataclasses.replace(config, checkpoint_dir=str(Path(config.resume).parent))
+    if config.resume not in ("", "latest", "auto", *NAMED):
+        config = ranks.broadcast(_in_its_folder(config, given))
     if config.resume in ("latest", "auto") and not config.mirror:  # a mirror has the newest of all machines
         check_other_machines(Path(config.checkpoint_dir), ranks)
     found = ranks.on_main(lambda: _start_on_main(config, given, held, read_weights))
     config = ranks.broadcast(found[0] if found else config)
     return config, shared(found and found[1], ranks)
+
+
+def _in_its_folder(config: "TrainConfig", given: Mapping[str, str]) -> "TrainConfig":
+    """Return the configuration to resume from a file in its own folder, or from the latest checkpoint of a folder."""
+    path = Path(config.resume)
+    path = path.resolve() if path.is_symlink() and not path.is_dir() else path
+    which, folder = ("latest", path) if path.is_dir() else (str(path), path.parent)
+    if "checkpoint_dir" in given:
+        return dataclasses.replace(config, resume=str(path))
+    return dataclasses.replace(config, resume=which, checkpoint_dir=str(folder))
 
 
 def shared(start: Start | None, ranks: Ranks) -> Start:
@@ -193,9 +203,9 @@ def _start_on_main(
     which, folder, found = config.resume, Path(config.checkpoint_dir), Found()
     if which in ("latest", *NAMED) and not folder.is_dir() and not config.mirror:
         raise no_checkpoints(folder)
-    if which not in ("", "latest", "auto", *NAMED) and not Path(which).is_file():
-        there = "a folder" if Path(which).is_dir() else "no such file"
-        raise UserError(f"--resume {which}: {there}; expected latest, auto, best, stable or a checkpoint file")
+    if which not in ("", "latest", "auto", *NAMED) and not Path(which).exists():
+        expected = "latest, auto, best, stable, a checkpoint file or a folder of checkpoints"
+        raise UserError(f"--resume {which}: no such file; expected {expected}")
     if which:
         if config.trains:
             held.enter_context(lock_folder(folder, IN_USE))
@@ -213,7 +223,7 @@ def _start_on_main(
         of_mirror = f" (restored from {config.mirror})" * found.restored
         notes.append(labelled("resumed", f"from {found.path}{of_mirror} at step {found.checkpoint['step']:,}"))
         notes += [labelled("changed", line) for line in changes]
-        is_fork = found.path.resolve().parent != folder.resolve()
+        is_fork = found.path.parent.resolve() != folder.resolve()
         if is_fork and config.mirror and "mirror" not in given:
             unused = f"none: {config.mirror} belongs to the run in {found.path.parent}"
             notes.append(labelled("mirror", unused))

@@ -89,13 +89,17 @@ def test_table_skips_what_training_deletes_meanwhile(tmp_path):
 
 def test_details_of_a_file_that_training_deletes_meanwhile_are_those_of_its_line(tmp_path):
     config, more = {"context_length": 8}, {"saved_at": 0.0, "train_config": {"max_steps": 40}}
+    more |= {"elapsed_s": 4.0, "peak_memory_bytes": 2 * 10**9}
+    more["optimizer"] = {"param_groups": [{"lr": 0.002}, {"lr": 0.002}, {"lr": 0.04}]}
     torch.save(content(10, model_config=config, **more), tmp_path / "rolling_step_000010.pt")
     table = checkpoint_table(tmp_path, verbose=True)
     lines = [next(table), next(table)]
     (tmp_path / "rolling_step_000010.pt").unlink()
-    _, _, name, progress, *others = table
+    _, _, name, progress, speed, *others = table
     assert lines[1].startswith("rolling_step_000010.pt") and name == f"{tmp_path}/rolling_step_000010.pt"
-    assert progress == "  progress   step 10, epoch 1.00, 320 tokens seen, 0 s of training"
+    assert progress == "  progress   step 10, epoch 1.00, 320 tokens seen, 4 s of training"
+    assert speed == "  speed      2.5 steps/s, 80 tokens/s with evaluations, peak memory 2 GB on rank 0"
+    assert "  optimizer   of 0 tensors, last learning rate 0.002, 0.04" in others
     assert "  options    max_steps 40" in others and others[-1].endswith("1 x weight (1000,) float32")
 
 

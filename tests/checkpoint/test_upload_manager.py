@@ -47,7 +47,7 @@ def test_table_of_a_mirror_and_upload_all_to_the_one_of_the_run(workdir, capsys)
     shutil.rmtree("there")
     assert upload_manager.main(["upload-all"]) == 0
     assert "latest.pt, rolling_step_000008.pt" in capsys.readouterr().out
-    assert upload_manager.main(["list"]) == 0
+    assert upload_manager.main(["list"]) == upload_manager.main(["list", "checkpoints"]) == 0
 
 
 def test_a_mirror_that_nothing_names_is_an_error(workdir):

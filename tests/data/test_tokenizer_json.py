@@ -36,10 +36,13 @@ TEXT = Path(documents.__file__).read_text() + "naïve café, 12345 67; I'll we'V
 TRAPS = (
     " \n\t\r'sSdtlLvVrRe1290.!/\u00a0\u0085\u2003\u3000é漢\u0301\u0308\u0327aA\u017fK\u212b\u0e33\u1e9b<|endoftext|>"
 )
+# As in the files of Qwen 3 and GPT-NeoX, with traps: parts of each other, and characters that NFC changes.
+LITERALS = ("<think>", "</think>", "cafe\u0301", "e\u0301")
+NORMALIZED_LITERALS = (*(" " * count for count in range(2, 9)), "\t\t", "|||EMAIL|||", "e\u0301!")
 
 
-def pattern_tokenizer(pattern: str, nfc: bool = False) -> str:
-    """Return the tokenizer.json of a small BPE with a pattern, and with special tokens and ids that nothing has."""
+def pattern_tokenizer(pattern: str, nfc: bool = False, literals: bool = False) -> str:
+    """Return the tokenizer.json of a small BPE with a pattern, special tokens, and perhaps other added tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
@@ -51,6 +54,9 @@ def pattern_tokenizer(pattern: str, nfc: bool = False) -> str:
     if nfc:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in ("<|im_start|>", END_OF_TEXT)])
+    if literals:
+        tokenizer.add_tokens([AddedToken(t, normalized=False) for t in LITERALS])
+        tokenizer.add_tokens([AddedToken(t, normalized=True) for t in NORMALIZED_LITERALS])
     return tokenizer.to_str()
 
 
@@ -71,7 +77,7 @@ def both(name: str):
     elif name == "trained":
         text = train([TEXT], 700)
     else:
-        text = pattern_tokenizer(PATTERNS[name.removesuffix(" nfc")], nfc=name.endswith("nfc"))
+        text = pattern_tokenizer(PATTERNS[name.split()[0]], nfc="nfc" in name, literals="literals" in name)
     library = Tokenizer.from_str(text)
     library.encode_special_tokens = True  # as text
     return load_tokenizer(TokenizerRecord("x.json", tokenizer_json=text)), library
@@ -84,6 +90,27 @@ def test_ids_are_those_of_the_library(name, text):
     ours, library = both(name)
     assert ours.encode(text) == library.encode(text, add_special_tokens=False).ids
     assert ours.decode(ours.encode(text)) == (unicodedata.normalize("NFC", text) if "nfc" in name else text)
+
+
+@pytest.mark.parametrize("name", ["llama3 literals", "qwen nfc literals"])
+@given(st.lists(st.sampled_from([*LITERALS, *NORMALIZED_LITERALS, "<|im_start|>", END_OF_TEXT, *TRAPS])).map("".join))
+@settings(max_examples=200, deadline=None)
+def test_added_tokens_that_are_not_special_are_one_id_as_in_the_library(name, text):
+    ours, library = both(name)
+    ids = ours.encode(text)
+    assert ids == library.encode(text, add_special_tokens=False).ids == ours.encode_to_numpy(text).tolist()
+    if unicodedata.is_normalized("NFC", text) and "é!" not in text:  # decoded as that token is written
+        assert ours.decode(ids) == text
+        assert ours.num_bytes[ids].sum() == len(text.encode())
+
+
+def test_only_special_tokens_can_begin_documents():
+    content = json.loads(byte_tokenizer({END_OF_TEXT: 300}))
+    content["added_tokens"][0]["special"] = False
+    ours = load_tokenizer(TokenizerRecord("x.json", tokenizer_json=json.dumps(content)))
+    assert ours.encode(f"a{END_OF_TEXT}") == [97, 300]
+    with pytest.raises(UserError, match=r"no special token '<\|endoftext\|>'; found none; add one"):
+        _ = ours.document_id
 
 
 @pytest.mark.parametrize("name", ["trained", "gpt4o"])
@@ -127,10 +154,11 @@ def test_the_identity_depends_on_what_determines_ids_only():
     others = [
         identity(normalizer={"type": "NFC"}),
         identity(added_tokens=content["added_tokens"][:1]),
+        identity(added_tokens=[token | {"special": False} for token in content["added_tokens"]]),
         identity(pre_tokenizer=json.loads(pattern_tokenizer(PATTERNS["qwen"]))["pre_tokenizer"]),
         load_tokenizer(TokenizerRecord("x.json", tokenizer_json=train([TEXT], 500))).sha256,
     ]
-    assert len({identity(), *others}) == 5
+    assert len({identity(), *others}) == 6
 
 
 def test_unused_ids_and_added_tokens_inside_the_vocabulary_are_accepted():
@@ -185,6 +213,8 @@ def swapped_merges() -> list:
     (lambda: changed(model={"vocab": {"a": 1}, "merges": []}), "found no token for the byte 0"),
     (lambda: changed(added_tokens=[{"content": "x", "id": 3}]), "not unique or out of range"),
     (lambda: byte_tokenizer({"x": 2**24}), "not unique or out of range"),
+    (lambda: changed(added_tokens=[{"content": "<mask>", "id": 900, "lstrip": True}]), "'<mask>' with lstrip, but"),
+    (lambda: changed(added_tokens=[{"content": "a b", "id": 900}]), "'a b' with a space within"),
     (lambda: pattern_tokenizer(r"[^\n]+|\n"), "which has a space within"),
 ])  # fmt: skip
 def test_what_cannot_be_converted_exactly_is_refused_in_one_line(change, problem):

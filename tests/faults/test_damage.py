@@ -7,6 +7,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import load
@@ -116,17 +117,21 @@ def test_foreign_files_are_refused_and_their_code_is_not_run(stopped_run):
     torch.save(checkpoint["model"], "weights.pt")
     torch.save(RunsCode(), "old-style.pt", _use_new_zipfile_serialization=False)
     Path("pickle.pt").write_bytes(pickle.dumps(RunsCode()))
+    torch.save({"model": checkpoint["model"], "model_args": {"n_layer": 2}}, "nanogpt.pt")
+    Path("llm.c.bin").write_bytes(np.array([20240326, 3], np.int32).tobytes())
     Path("folder.pt").mkdir()
     for file, words in {
         "foreign.pt": "not a SteadyGPT checkpoint (expected format_version, int)",
-        "weights.pt": "not a SteadyGPT checkpoint",
+        "weights.pt": "its weights lack the model's shape; save them as nanoGPT does",
+        "nanogpt.pt": "if it is nanoGPT's, first run python convert_hf.py nanogpt.pt weights.pt",
+        "llm.c.bin": "a model of llm.c; expected a torch.save file. First run llm.c's",
         "newer.pt": "format 99; expected 3: update SteadyGPT",
         "older.pt": "format 2; expected 3: use the commit that wrote it, its git_commit",
-        "code.pt": "holds more than tensors and plain types; it was not loaded",
+        "code.pt": "was not loaded; if it is build-nanogpt's, first run python convert_hf.py code.pt weights.pt",
         "zipped.pt": "holds more than tensors and plain types; it was not loaded",
         "old-style.pt": "not a checkpoint",
         "pickle.pt": "not a checkpoint",
-        "folder.pt": "a folder; expected latest, auto, best, stable or a checkpoint file",
+        "folder.pt": "no checkpoints in folder.pt",
         "missing.pt": "no such file",
     }.items():
         message = refusal("--resume", file, tiny=[])
