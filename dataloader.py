@@ -297,9 +297,11 @@ def open_data(
     val_sets = find_val_sets(config, [*found.values()], first_set, known) if config.eval_freq else []
     record, vocab_size = tokenizer_of([*found.values(), *val_sets], config.tokenizer, saved)
     seed, shuffled = config.seed, (config.shuffle_shards, config.shuffle_rows)
+    found = {name: shards.for_vocab(vocab_size) for name, shards in found.items()}
     sources = tuple(
         Source(shards, RowStream(shards.shards, T, seed, *shuffled), places[name][1]) for name, shards in found.items()
     )
+    val_sets = [shards.for_vocab(vocab_size) for shards in val_sets]
     return Data(sources, tuple(Source(s, RowStream(s.shards, T)) for s in val_sets), record, vocab_size)
 
 
@@ -319,7 +321,7 @@ def recorded_sources(entry: Mapping[str, Any], step: int, known: Mapping[str, Se
                 f"{folder}: no such folder here, but step {step:,} trained on its shards; start in the folder where "
                 "training did, or put a link to their new place there"
             )
-        shards = ShardSet.find(name, folder, "train")
+        shards = ShardSet.find(name, folder, "train").for_vocab(options["vocab_size"])
         checked = check_shards(shards.shards, shards.manifest, any_id, known.get(shards.key, ()))
         if (found := identity_of(sha for *_, sha in checked)) != identity:
             raise UserError(

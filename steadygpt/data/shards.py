@@ -7,7 +7,7 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -43,6 +43,7 @@ class Shard:
     dtype: np.dtype
     offset: int  # bytes before the first token
     num_tokens: int
+    has_header: bool = True
 
     def tokens(self) -> np.ndarray:
         """Map the ids into memory, (num_tokens,)."""
@@ -50,10 +51,49 @@ class Shard:
             return np.empty(0, self.dtype)  # mmap refuses an empty range
         return np.memmap(self.path, self.dtype, mode="r", offset=self.offset, shape=(self.num_tokens,))
 
+    def for_vocab(self, vocab_size: int) -> "Shard":
+        """Return this shard with ids of the width that the vocabulary implies, if no header says it.
+
+        Raises: as headerless_ids.
+        """
+        if self.has_header or not self.num_tokens:
+            return self
+        ids = headerless_ids(self.path, np.memmap(self.path, "V1", "r"), vocab_size)
+        return replace(self, dtype=ids.dtype, num_tokens=len(ids))
+
 
 def token_dtype(vocab_size: int) -> np.dtype:
     """Return the smallest dtype of shards that holds each id of the vocabulary."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+
+
+def headerless_ids(path: object, raw: np.ndarray, vocab_size: int) -> np.ndarray:
+    """View bytes (n,) of a file without a header as ids of token_dtype(), and compare the first ones with other widths.
+
+    Raises: UserError when they look like ids of another width.
+    """
+    dtype = token_dtype(vocab_size)
+    if len(raw) % dtype.itemsize:
+        raise UserError(
+            f"{path}: {len(raw):,} bytes, not a whole number of {dtype.name} token ids; copy it again, or name the "
+            "tokenizer that wrote it with --tokenizer"
+        )
+    sample = raw[: min(2**13, len(raw) // 64 * 64)]
+    low, *upper = np.quantile(sample.view("<u2").reshape(-1, 4), 0.9, axis=0) if len(sample) else [0]
+    if not low:
+        return raw.view(dtype)
+    # The upper halves of wider ids are nearly all small.
+    seen = "uint16" if 16 * max(upper[::2]) > low else "uint32" if any(upper[1:]) else "uint64"
+    ids = sample.view(dtype)
+    if seen != dtype.name and ((ids >= vocab_size).any() or np.quantile(ids[1::2], 0.9) == 0):
+        array = f"numpy.memmap({str(path)!r}, {seen!r}, 'r'){'.astype(numpy.uint32)' * (seen == 'uint64')}"
+        code = f"import numpy; numpy.save({str(path).removesuffix('.bin')!r}, {array})"
+        raise UserError(
+            f"{path}: found ids that look like {seen}, without a header; expected {dtype.name}, because the vocabulary "
+            f"has {vocab_size:,} ids. Name the tokenizer that wrote them with --tokenizer, or save them with a header, "
+            f'python -c "{code}", and remove this file'
+        )
+    return raw.view(dtype)
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> str:
@@ -80,11 +120,14 @@ def open_shard(path: Path) -> Shard:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             header, offset = read_header(file, path.suffix), file.tell()
+    except UserError:
+        raise
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); expected a token shard") from error
     except Exception as error:  # NumPy's parser raises many types on arbitrary bytes
         reason = f"{error!r}".splitlines()[0]
         raise UserError(f"{path}: not a .npy file ({reason}); prepare or copy it again") from error
+    has_header = header is not None
     if header is None:
         header, offset = _nanogpt_header(path, size), 0
     shape, _, dtype = header
@@ -96,7 +139,7 @@ def open_shard(path: Path) -> Shard:
             f"{path}: {size:,} bytes, but its header says {shape[0]:,} tokens ({expected:,} bytes); "
             "the file is damaged, prepare or copy it again"
         )
-    return Shard(path, dtype, offset, shape[0])
+    return Shard(path, dtype, offset, shape[0], has_header)
 
 
 def read_header(file: IO[bytes], suffix: str) -> Header | None:
@@ -107,8 +150,13 @@ def read_header(file: IO[bytes], suffix: str) -> Header | None:
     Raises: many types, on arbitrary bytes.
     """
     if suffix == ".npy":
+        if not (magic := file.read(8)).startswith(np.lib.format.MAGIC_PREFIX):
+            raise UserError(
+                f"{file.name}: not a .npy file; found {magic!r}, expected its header. If it holds only ids, name it "
+                ".bin (train.bin or val.bin for training); or copy it again"
+            )
         read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-        return Header(*read[np.lib.format.read_magic(file)](file))
+        return Header(*read[magic[6], magic[7]](file))
     header = file.read(LLMC_HEADER_BYTES)
     if len(header) < LLMC_HEADER_BYTES:
         return None
@@ -202,6 +250,10 @@ class ShardSet:
         """Find the shards in a folder. Raises: as read_manifest and find_shards."""
         manifest = read_manifest(Path(folder))
         return cls(name, folder, split, find_shards(Path(folder), split, manifest), manifest)
+
+    def for_vocab(self, vocab_size: int) -> "ShardSet":
+        """Return this set with shards of the width that the vocabulary implies, where no header says it."""
+        return replace(self, shards=[shard.for_vocab(vocab_size) for shard in self.shards])
 
     @property
     def key(self) -> str:
