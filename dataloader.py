@@ -128,6 +128,19 @@ class RowStream(Rows):
         return shard, row * self.context_length
 
 
+class Spread(Rows):
+    """Rows of a stream that are spread evenly over an epoch, `count` of them, in order."""
+
+    def __init__(self, stream: RowStream, count: int):
+        self.stream, self.count, self.block_rows = stream, count, min(BLOCK_ROWS, count)
+        self.context_length, self.tokens = stream.context_length, stream.tokens
+
+    def find_block(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        places = np.arange(number * self.block_rows, (number + 1) * self.block_rows)
+        shard, row = self.stream.locate(places * self.stream.rows_per_epoch // self.count)
+        return shard, row * self.context_length
+
+
 class Mixture(Rows):
     """The rows of a phase, by their positions in the run, from the first row of the phase on.
 
@@ -207,7 +220,9 @@ class BatchLoader:
         if not self.ready:
             self._submit()
             self.ready.extend(self.pending.popleft().result())
-        rows = self.ready.popleft().to(self.device, non_blocking=True)
+        rows = self.ready.popleft()
+        # Pageable memory could be reused while it is copied (on MPS); CUDA keeps pinned memory until the copy is done.
+        rows = rows.to(self.device, non_blocking=rows.is_pinned())
         return rows[:, :-1], rows[:, 1:]
 
     def close(self) -> None:
