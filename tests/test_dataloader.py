@@ -242,10 +242,12 @@ def test_damaged_shards_are_rejected(tmp_path):
         ("short.npy", content[:-7], "321 bytes", "100 tokens", "damaged"), ("long.npy", content + b"x", "damaged"),
         ("empty.npy", b"", "not a .npy file"), ("magic.npy", b"XXXXXX" + content[6:], "not a .npy file"),
         ("header.npy", content[:40], "not a .npy file"), ("other.bin", content, "magic number", "20240520"),
-        ("empty.bin", b"", "magic number"), ("train.bin", b"abc", "3 bytes", "uint16"),
+        ("empty.bin", b"", "magic number"),
     ]:  # fmt: skip
         (tmp_path / name).write_bytes(damaged)
         refused(lambda name=name: open_shard(tmp_path / name), name, *words)
+    (tmp_path / "train.bin").write_bytes(b"abc")
+    refused(lambda: ShardSet.find("", str(tmp_path), "train").for_vocab(257), "train.bin", "3 bytes", "uint16")
     for array in (np.zeros(9), np.zeros(9, np.float32), np.zeros((3, 3), np.uint16), np.zeros(9, np.uint8)):
         np.save(tmp_path / "array.npy", array)
         refused(lambda: open_shard(tmp_path / "array.npy"), "array.npy", str(array.dtype), "uint16")

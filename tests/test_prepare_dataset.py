@@ -97,7 +97,7 @@ def test_shards_hold_every_document_after_end_of_text_and_are_not_written_twice(
     assert {path: path.stat().st_mtime_ns for path in (jsonl / "out").iterdir()} == before
     complete, read, found, next_command = capsys.readouterr().out.splitlines()
     assert (complete, read) == ("out: already complete", "40 documents, 1,680 tokens")
-    assert found.startswith("2 val shards and 16 train shards in out (")
+    assert found.startswith("2 val shards (8.9% of the tokens) and 16 train shards in out (")
     folders = "--data_dir out --checkpoint_dir checkpoints/out --logdir logs/out"
     assert next_command == f"next: python train.py --config quickstart {folders}"
 

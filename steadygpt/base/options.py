@@ -6,6 +6,7 @@ import difflib
 import itertools
 import math
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -179,7 +180,8 @@ def read_flags(
     """Return the values that a command line gives, by field name. --flag_name and --flag-name are the same.
 
     Args:
-        elsewhere: names that other programs use -> our flag, or a sentence about what has none here.
+        elsewhere: names that other programs use -> our flag, or a sentence about what has none here; {} is the
+            given value, and "" the name of a word without a flag.
 
     Raises: UserError for a flag that does not exist or a value of the wrong type.
     """
@@ -192,8 +194,10 @@ def read_flags(
                 argv[i] = f"{flag}=on"
     values, unknown = _parser(options, description).parse_known_args(argv)
     if unknown:
-        name = unknown[0].partition("=")[0]
-        raise UserError(f"unknown argument {name!r}; {_suggestion(name, options, elsewhere)}")
+        name, _, value = unknown[0].partition("=")
+        value = value or next((word for word in unknown[name.startswith("-") : 2] if word[:1] != "-"), "...")
+        suggestion = _suggestion(name, options, elsewhere).replace("{}", shlex.quote(value))
+        raise UserError(f"unknown argument {name!r}; {suggestion}")
     return vars(values)
 
 
@@ -232,7 +236,7 @@ def _parser(options: type, description: str) -> argparse.ArgumentParser:
 
 
 def _suggestion(unknown: str, options: type, elsewhere: Mapping[str, str]) -> str:
-    name = unknown.removeprefix("--")
+    name = unknown.removeprefix("--") if unknown.startswith("-") else ""
     if name in elsewhere:
         ours = elsewhere[name]
         return f"use {ours}" if ours.startswith("--") else ours

@@ -51,16 +51,6 @@ class Shard:
             return np.empty(0, self.dtype)  # mmap refuses an empty range
         return np.memmap(self.path, self.dtype, mode="r", offset=self.offset, shape=(self.num_tokens,))
 
-    def for_vocab(self, vocab_size: int) -> "Shard":
-        """Return this shard with ids of the width that the vocabulary implies, if no header says it.
-
-        Raises: as headerless_ids.
-        """
-        if self.has_header or not self.num_tokens:
-            return self
-        ids = headerless_ids(self.path, np.memmap(self.path, "V1", "r"), vocab_size)
-        return replace(self, dtype=ids.dtype, num_tokens=len(ids))
-
 
 def token_dtype(vocab_size: int) -> np.dtype:
     """Return the smallest dtype of shards that holds each id of the vocabulary."""
@@ -68,30 +58,23 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def headerless_ids(path: object, raw: np.ndarray, vocab_size: int) -> np.ndarray:
-    """View bytes (n,) of a file without a header as ids of token_dtype(), and compare the first ones with other widths.
+    """View bytes (n,) of a file without a header as ids of token_dtype().
 
-    Raises: UserError when they look like ids of another width.
+    Raises: UserError when the first ones look like ids of another width.
     """
-    dtype = token_dtype(vocab_size)
-    if len(raw) % dtype.itemsize:
-        raise UserError(
-            f"{path}: {len(raw):,} bytes, not a whole number of {dtype.name} token ids; copy it again, or name the "
-            "tokenizer that wrote it with --tokenizer"
-        )
-    sample = raw[: min(2**13, len(raw) // 64 * 64)]
-    low, *upper = np.quantile(sample.view("<u2").reshape(-1, 4), 0.9, axis=0) if len(sample) else [0]
-    if not low:
-        return raw.view(dtype)
+    dtype, sample = token_dtype(vocab_size), raw[: min(2**13, len(raw) // 64 * 64)]
+    low, *upper = np.quantile(sample.view("<u2").reshape(-1, 4), 0.9, axis=0) if len(sample) else [0] * 4
     # The upper halves of wider ids are nearly all small.
     seen = "uint16" if 16 * max(upper[::2]) > low else "uint32" if any(upper[1:]) else "uint64"
-    ids = sample.view(dtype)
-    if seen != dtype.name and ((ids >= vocab_size).any() or np.quantile(ids[1::2], 0.9) == 0):
-        array = f"numpy.memmap({str(path)!r}, {seen!r}, 'r'){'.astype(numpy.uint32)' * (seen == 'uint64')}"
-        code = f"import numpy; numpy.save({str(path).removesuffix('.bin')!r}, {array})"
+    ids, found = sample.view(dtype), f"{len(raw):,} bytes" if len(raw) % dtype.itemsize else ""
+    if low and seen != dtype.name and ((ids >= vocab_size).any() or np.quantile(ids[1::2], 0.9) == 0):
+        found = f"ids that look like {seen}"
+    if found:
         raise UserError(
-            f"{path}: found ids that look like {seen}, without a header; expected {dtype.name}, because the vocabulary "
-            f"has {vocab_size:,} ids. Name the tokenizer that wrote them with --tokenizer, or save them with a header, "
-            f'python -c "{code}", and remove this file'
+            f"{path}: found {found}, without a header; expected {dtype.name}, because the vocabulary has "
+            f"{vocab_size:,} ids. Name the tokenizer that wrote them with --tokenizer, or save them with a header, "
+            f"numpy.save({str(path).removesuffix('.bin')!r}, numpy.fromfile({str(path)!r}, {seen!r}).astype('u4')), "
+            "and remove this file"
         )
     return raw.view(dtype)
 
@@ -127,9 +110,13 @@ def open_shard(path: Path) -> Shard:
     except Exception as error:  # NumPy's parser raises many types on arbitrary bytes
         reason = f"{error!r}".splitlines()[0]
         raise UserError(f"{path}: not a .npy file ({reason}); prepare or copy it again") from error
-    has_header = header is not None
-    if header is None:
-        header, offset = _nanogpt_header(path, size), 0
+    if header is None:  # nanoGPT's; ShardSet.for_vocab() knows the width
+        if path.name not in ("train.bin", "val.bin"):
+            raise UserError(
+                f"{path}: no header of llm.c; expected its magic number {' or '.join(map(str, LLMC_DTYPES))}, or "
+                "nanoGPT's file names train.bin and val.bin"
+            )
+        return Shard(path, np.dtype("<u2"), 0, size // 2, has_header=False)
     shape, _, dtype = header
     if len(shape) != 1 or dtype.kind not in "ui" or dtype.itemsize not in (2, 4):
         raise UserError(f"{path}: holds {dtype} of shape {shape}; expected one row of uint16 or uint32 token ids")
@@ -139,7 +126,7 @@ def open_shard(path: Path) -> Shard:
             f"{path}: {size:,} bytes, but its header says {shape[0]:,} tokens ({expected:,} bytes); "
             "the file is damaged, prepare or copy it again"
         )
-    return Shard(path, dtype, offset, shape[0], has_header)
+    return Shard(path, dtype, offset, shape[0])
 
 
 def read_header(file: IO[bytes], suffix: str) -> Header | None:
@@ -162,18 +149,6 @@ def read_header(file: IO[bytes], suffix: str) -> Header | None:
         return None
     magic, _, num_tokens = np.frombuffer(header[:12], "<i4").tolist()
     return Header((num_tokens,), False, LLMC_DTYPES[magic]) if magic in LLMC_DTYPES else None
-
-
-def _nanogpt_header(path: Path, size: int) -> Header:
-    """Return what nanoGPT's uint16 tokens imply, which have no header."""
-    if path.name not in ("train.bin", "val.bin"):
-        raise UserError(
-            f"{path}: no header of llm.c; expected its magic number {' or '.join(map(str, LLMC_DTYPES))}, or nanoGPT's "
-            "file names train.bin and val.bin"
-        )
-    if size % 2:
-        raise UserError(f"{path}: {size} bytes is not a whole number of uint16 tokens; copy it again")
-    return Header((size // 2,), False, np.dtype("<u2"))
 
 
 def read_manifest(data_dir: Path) -> dict | None:
@@ -252,8 +227,14 @@ class ShardSet:
         return cls(name, folder, split, find_shards(Path(folder), split, manifest), manifest)
 
     def for_vocab(self, vocab_size: int) -> "ShardSet":
-        """Return this set with shards of the width that the vocabulary implies, where no header says it."""
-        return replace(self, shards=[shard.for_vocab(vocab_size) for shard in self.shards])
+        """Return this set with the width that the vocabulary implies where no header says it. Raises: UserError."""
+        shards = []
+        for shard in self.shards:
+            if not shard.has_header and shard.num_tokens:
+                ids = headerless_ids(shard.path, np.memmap(shard.path, "V1", "r"), vocab_size)
+                shard = replace(shard, dtype=ids.dtype, num_tokens=len(ids))
+            shards.append(shard)
+        return replace(self, shards=shards)
 
     @property
     def key(self) -> str:

@@ -106,10 +106,10 @@ def test_a_text_is_cut_at_the_same_places_from_wherever_reading_begins(text, len
     data = text.encode()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunks, "PIECE_BYTES", length)
-        whole = list(chunks.cut_text(io.BytesIO(data), "text", Position(), len(data)))
-        for number, chunk in enumerate(whole):
-            assert list(chunks.cut_text(io.BytesIO(data), "text", chunk.at, len(data))) == whole[number:]
-    assert b"".join(chunk.data for chunk in whole) == data
+        whole = list(chunks.cut_pieces(io.BytesIO(data)))
+        for number, (offset, _) in enumerate(whole):
+            assert list(chunks.cut_pieces(io.BytesIO(data[offset:]), offset)) == whole[number:]
+    assert b"".join(piece for _, piece in whole) == data
 
 
 def test_a_byte_order_mark_and_line_ends_are_read_as_before(tmp_path):
