@@ -236,7 +236,7 @@ def read_documents(chunk: Chunk, text_field: str) -> Iterator[Document]:
 def _open_table(path: str) -> "ParquetFile":
     import pyarrow.parquet as pq
 
-    return pq.ParquetFile(path)
+    return pq.ParquetFile(open(path, "rb"))
 
 
 def _json_values(chunk: Chunk, text_field: str) -> Iterator[object]:
