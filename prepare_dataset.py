@@ -61,7 +61,7 @@ DESCRIPTION = (
     "default, 10 B tokens of FineWeb-Edu, downloads 27 GB and needs 24 GB of disk at peak, 20 GB afterwards, and "
     "0.5 GB of memory plus 0.14 GB per worker. After an interruption, run the same command again to resume."
 )
-FORMAT_VERSION = 4  # unfinished preparations of other versions cannot be resumed
+FORMAT_VERSION = 5  # unfinished preparations of other versions cannot be resumed
 NEXT = (*Position._fields, "skip_tokens", "text_bytes")
 BATCH_BYTES = 2**20  # the smallest batch of a worker
 IN_USE = "wait until it has finished, or use a different --out"

@@ -432,7 +432,7 @@ def test_an_unfinished_preparation_of_a_version_that_cut_differently_is_refused(
     unfinished = manifest | {"format_version": 3, "complete": False, "next": dict.fromkeys(prepare_dataset.NEXT, 0)}
     (jsonl / "out/manifest.json").write_text(json.dumps(unfinished))
     argv = ("--source", "docs.jsonl", "--out", "out", "--tokenizer", "bytes")
-    refused(*argv, match=r"out: begun by a version .* \(format 3, expected 4\); finish it with that version")
+    refused(*argv, match=r"out: begun by a version .* \(format 3, expected 5\); finish it with that version")
     (jsonl / "out/manifest.json").write_text(json.dumps(manifest | {"format_version": 3}))
     prepare("docs.jsonl", "out")
 

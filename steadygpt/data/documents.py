@@ -70,18 +70,18 @@ class Chunk(NamedTuple):
 
 def open_text(file: BinaryIO, offset: int) -> IO[bytes]:
     """Return the text of a file from a byte of it on, in UTF-8: unpacked, and decoded by its byte-order mark."""
-    import pyarrow
-
     text: Any = file
-    head = text.peek(4)
-    for suffix, (sign, codec) in PACKED.items():
-        if head.startswith(sign) or file.name.lower().endswith(suffix):
-            text = io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), codec))
-    if encoding := next((MARKS[mark] for mark in MARKS if text.peek(4).startswith(mark)), ""):
-        text = io.BufferedReader(pyarrow.transcoding_input_stream(pyarrow.PythonFile(text, "r"), encoding, "utf-8"))
-    if text is file:
+    head, name = text.peek(4), file.name.lower()
+    packed = [codec for end, (sign, codec) in PACKED.items() if head.startswith(sign) or name.endswith(end)]
+    if not packed and not any(map(head.startswith, MARKS)):
         file.seek(offset)
         return file
+    import pyarrow
+
+    if packed:
+        text = io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), packed[0]))
+    if encoding := next((MARKS[mark] for mark in MARKS if text.peek(4).startswith(mark)), ""):
+        text = io.BufferedReader(pyarrow.transcoding_input_stream(pyarrow.PythonFile(text, "r"), encoding, "utf-8"))
     for at in range(0, offset, CHUNK_BYTES):
         text.read(min(CHUNK_BYTES, offset - at))
     return text

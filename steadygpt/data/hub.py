@@ -157,7 +157,9 @@ def data_files(repo: Repo, config: str, split: str) -> tuple[str, list[RemoteFil
 def resolved(place: str, revision: str | None = None, config: str = "") -> tuple[str, Mapping]:
     """Return the format and the splits of a data set as `datasets` finds them, on the Hub or in a folder."""
     import datasets
+    from huggingface_hub import utils
 
+    utils.logging.set_verbosity_error()  # it warns of a folder without a data card
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
     builder = datasets.load_dataset_builder(place, config or None, revision=revision)

@@ -41,9 +41,8 @@ class Shard:
 
     path: Path
     dtype: np.dtype
-    offset: int  # bytes before the first token
+    offset: int  # bytes before the first token; 0 without a header
     num_tokens: int
-    has_header: bool = True
 
     def tokens(self) -> np.ndarray:
         """Map the ids into memory, (num_tokens,)."""
@@ -116,7 +115,7 @@ def open_shard(path: Path) -> Shard:
                 f"{path}: no header of llm.c; expected its magic number {' or '.join(map(str, LLMC_DTYPES))}, or "
                 "nanoGPT's file names train.bin and val.bin"
             )
-        return Shard(path, np.dtype("<u2"), 0, size // 2, has_header=False)
+        return Shard(path, np.dtype("<u2"), 0, size // 2)
     shape, _, dtype = header
     if len(shape) != 1 or dtype.kind not in "ui" or dtype.itemsize not in (2, 4):
         raise UserError(f"{path}: holds {dtype} of shape {shape}; expected one row of uint16 or uint32 token ids")
@@ -228,13 +227,13 @@ class ShardSet:
 
     def for_vocab(self, vocab_size: int) -> "ShardSet":
         """Return this set with the width that the vocabulary implies where no header says it. Raises: UserError."""
-        shards = []
-        for shard in self.shards:
-            if not shard.has_header and shard.num_tokens:
-                ids = headerless_ids(shard.path, np.memmap(shard.path, "V1", "r"), vocab_size)
-                shard = replace(shard, dtype=ids.dtype, num_tokens=len(ids))
-            shards.append(shard)
-        return replace(self, shards=shards)
+
+        def sized(shard: Shard) -> Shard:
+            ids = headerless_ids(shard.path, np.memmap(shard.path, "V1", "r"), vocab_size)
+            return replace(shard, dtype=ids.dtype, num_tokens=len(ids))
+
+        known = [shard if shard.offset or not shard.num_tokens else sized(shard) for shard in self.shards]
+        return replace(self, shards=known)
 
     @property
     def key(self) -> str:

@@ -35,8 +35,11 @@ from steadygpt.data.stores import Store
 FINEWEB_EDU = "hf:HuggingFaceFW/fineweb-edu:sample-10BT"  # --source fineweb-edu
 NOT_IN_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 STDLIB = Path(sysconfig.get_path("stdlib"))
-# Begins the README.md of a data set of the Hub.
-CARD = re.compile(r"---\n.*?^(configs|dataset_info|size_categories|task_categories):", re.DOTALL | re.MULTILINE)
+# In the README.md or the .gitattributes of a data set of the Hub.
+CARD = re.compile(
+    r"\A---\n.*?^(configs|dataset_info|size_categories|task_categories):|^\*\.parquet filter=lfs",
+    re.DOTALL | re.MULTILINE,
+)
 LFS = b"version https://git-lfs"
 AHEAD = 1  # files that are downloaded while one is read
 EXPECTED = (
@@ -260,9 +263,10 @@ def find_files(source: str) -> list[Path]:
 
 def _train_files(folder: Path) -> list[Path]:
     """Return the files of the train split in a copy of a data set of the Hub, as for hf:NAME; none in other folders."""
-    card, git = ((folder / name) for name in ("README.md", ".gitattributes"))
-    is_copy = any(folder.glob("data/train-*")) or (card.is_file() and CARD.match(card.read_text(errors="replace")))
-    if not is_copy and not (git.is_file() and "*.parquet filter=lfs" in git.read_text(errors="replace")):
+    about = [path for name in ("README.md", ".gitattributes") if (path := folder / name).is_file()]
+    if not any(CARD.search(path.read_text(errors="replace")) for path in about) and not any(
+        folder.glob("data/train-*")
+    ):
         return []
     try:
         splits = hub.resolved(str(folder.resolve()))[1]
@@ -273,7 +277,7 @@ def _train_files(folder: Path) -> list[Path]:
         found = ", ".join(file.name for file in files[:1]) or ", ".join(map(str, splits))
         raise UserError(
             f"--source {folder}: a copy of a data set of the Hub; found {found}, expected a split 'train' in files of "
-            f"{READABLE}. Choose files with a glob such as '{folder}/**/*train*.parquet'"
+            f"{READABLE}. Choose files with a glob such as '{folder}/**/*train*', or name it hf:NAME"
         )
     rest = counted(len(_files_below(folder)) - len(files), "other file")
     print(f"{folder}: a copy of a data set of the Hub; took its split train, left out {rest}", file=sys.stderr)
@@ -301,7 +305,7 @@ def choose(source: str, names: Sequence[str]) -> list[str]:
         )
     if len(chosen) < len(names):
         skipped = counted(len(names) - len(chosen), "file")
-        print(f"{source}: skipped {skipped} of other types than {READABLE}", file=sys.stderr)
+        print(f"{source}: skipped {skipped} of other types than {READABLE}, or .json beside these", file=sys.stderr)
     return chosen
 
 

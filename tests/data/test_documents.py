@@ -35,6 +35,10 @@ def write(folder, kind: str, texts: list[str]) -> Source:
             path.write_bytes(lines)
         elif kind == "jsonl.gz":
             path.write_bytes(gzip.compress(lines))
+        elif kind == "jsonl.zst":
+            path.write_bytes(pyarrow.compress(lines, "zstd", asbytes=True))
+        elif kind == "utf16.jsonl":
+            path.write_bytes(lines.decode().encode("utf-16") if half else b"")
         elif kind == "txt":
             path.write_text("".join(half), newline="")
         else:
@@ -54,7 +58,7 @@ def documents(source: Source, start: Position) -> list[tuple[int, int, str]]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["txt", "jsonl", "jsonl.gz", "parquet"])
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "jsonl.gz", "jsonl.zst", "utf16.jsonl", "parquet"])
 @given(st.lists(st.text("ab \n\té你", min_size=1, max_size=60), min_size=1, max_size=40))
 @in_small_chunks
 def test_chunks_hold_every_document_and_reading_can_begin_at_any_of_them(kind, tmp_path, texts):

@@ -1,6 +1,7 @@
 """Tests of steadygpt/data/ids.py: token ids of other programs become shards, checked and unchanged."""
 
 import io
+import re
 import tracemalloc
 
 import numpy as np
@@ -90,7 +91,8 @@ def test_ids_of_another_width_are_refused_by_both_commands(written, factor, toke
         prepare("data/train.bin", "out", tokens=tokenizer)
     with pytest.raises(UserError, match=message):
         open_data(TrainConfig(data_dir="data", tokenizer=tokenizer, context_length=16))
-    exec(f"import numpy; {str(raised.value).split(', and remove')[0].split('header, ')[2]}")  # the advice
+    advice = re.search(r"numpy\.save\(.*\)(?=, and remove)", str(raised.value))
+    eval(advice[0], {"numpy": np})
     assert np.load("data/train.npy").tolist() == (IDS * factor).tolist()
     assert len(open_shard(folder / "data/train.npy").tokens()) == len(IDS)
 
