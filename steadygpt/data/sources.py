@@ -263,10 +263,9 @@ def find_files(source: str) -> list[Path]:
 
 def _train_files(folder: Path) -> list[Path]:
     """Return the files of the train split in a copy of a data set of the Hub, as for hf:NAME; none in other folders."""
-    about = [path for name in ("README.md", ".gitattributes") if (path := folder / name).is_file()]
-    if not any(CARD.search(path.read_text(errors="replace")) for path in about) and not any(
-        folder.glob("data/train-*")
-    ):
+    about = [folder / name for name in ("README.md", ".gitattributes")] if folder.is_dir() else []
+    texts = (path.read_text(errors="replace") for path in about if path.is_file())
+    if not any(map(CARD.search, texts)) and not any(folder.glob("data/train-*")):
         return []
     try:
         splits = hub.resolved(str(folder.resolve()))[1]
