@@ -280,12 +280,12 @@ def test_a_preparation_interrupted_after_each_shard_gives_the_same_bytes(tmp_pat
 
 
 def test_folders_are_read_recursively_without_hidden_and_other_files(tmp_path, capsys):
-    for name in ("b.txt", "sub/a.md", "c.png", ".hidden/d.txt"):
+    for name in ("b.txt", "sub/a.md", "c.png", "package.json", ".hidden/d.txt"):
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "in" / name).write_text(name)
     prepare(tmp_path / "in", tmp_path / "out", "--val_tokens", "1")
     assert ids_of(tmp_path / "out") == ids_expected(["b.txt", "sub/a.md"])
-    assert "skipped 1 file of other types than .txt" in capsys.readouterr().err
+    assert "skipped 2 files of other types than .txt" in capsys.readouterr().err
 
 
 def test_linked_folders_are_read_once(tmp_path):
