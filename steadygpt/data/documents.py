@@ -245,23 +245,19 @@ def _json_values(chunk: Chunk, text_field: str) -> Iterator[object]:
         try:
             row = json.loads(line.decode("utf-8-sig", "surrogateescape"))
         except (ValueError, RecursionError):
-            if number == 0 and line.strip() in (b"[", b"[{", b"{"):
-                raise _not_lines(chunk.name) from None
-            yield ValueError("broken JSON" if line.strip() else "blank line")
-            continue
+            if number or line.strip() not in (b"[", b"[{", b"{"):
+                yield ValueError("broken JSON" if line.strip() else "blank line")
+                continue
+            row = []  # begun in this line
         if number == 0 and isinstance(row, list):
-            raise _not_lines(chunk.name)
+            command = f"""jq -c 'if type == "array" then .[] else . end' {shlex.quote(chunk.name)} > rows.jsonl"""
+            raise UserError(
+                f"{chunk.name}: found an array or indented JSON; expected one object a line. Try: {command}"
+            )
         value = field_of(row, text_field)
         if number == chunk.at.file == 0 and isinstance(value, ValueError):  # probably the wrong --text_field
-            raise no_text_field(chunk.name, text_field, row if isinstance(row, dict) else [type(row).__name__])
+            raise no_text_field(chunk.name, text_field, (isinstance(row, dict) and row) or [type(row).__name__])
         yield value
-
-
-def _not_lines(name: str) -> UserError:
-    command = f"""jq -c 'if type == "array" then .[] else . end' {shlex.quote(name)}"""
-    return UserError(
-        f"{name}: found an array or indented JSON; expected one object a line. Try: {command} > rows.jsonl"
-    )
 
 
 def field_of(row: object, name: str) -> object:
