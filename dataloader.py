@@ -306,9 +306,9 @@ def open_data(
     try:
         found = {name: ShardSet.find(name, folder, "train") for name, (folder, _) in places.items()}
     except UserError as error:
-        if config.dry_run == "off" or config.resume:
-            raise
-        raise UserError(f"{error}. --dry_run --max_steps N plans without data") from error
+        if config.dry_run == "measure" and not config.resume:
+            raise UserError(f"{error}. --dry_run without measure plans without data") from error
+        raise
     val_sets = find_val_sets(config, [*found.values()], first_set, known) if config.eval_freq else []
     record, vocab_size = tokenizer_of([*found.values(), *val_sets], config.tokenizer, saved)
     seed, shuffled = config.seed, (config.shuffle_shards, config.shuffle_rows)

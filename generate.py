@@ -104,8 +104,8 @@ class Options(CheckpointOptions):
     prompt_file: str = option("", "read the prompt from a file, without its last line break; -: standard input")
     num_seq: int = option(1, "number of texts to sample", at_least=1)
     max_tokens: int = option(200, "tokens to add to each text", at_least=1)
-    temperature: float = option(0.8, "sampling temperature; 0: always the most likely token")
-    top_k: int = option(50, "sample from the k most likely tokens; 0: from all")
+    temperature: float = option(0.8, "sampling temperature; 0 = always the most likely token")
+    top_k: int = option(50, "sample from the k most likely tokens; 0 = from all")
     seed: int = option(1337, "seed of the sampling")
 
 

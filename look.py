@@ -37,7 +37,7 @@ class LookOptions(ModelOptions):
     """The options of look.py."""
 
     folder: str = option("", "folder of token shards", positional=True)
-    rows: int = option(3, "rows to print; 0: none of a folder, all of a step")
+    rows: int = option(3, "rows to print; 0 = none of a folder, all of a step")
     tokenizer: str = option("auto", "auto: from the data's manifest, or gpt2 without one", "with FOLDER")
     context_length: int = option(256, "tokens per row", "with FOLDER", at_least=1)
     seed: int = option(1337, "seed of the random choice of rows", "with FOLDER")
@@ -196,7 +196,7 @@ def find_step(checkpoint: dict, path: Path, step: int) -> tuple[Mixture, int, in
 def row_losses(checkpoint: dict, rows: np.ndarray, options: LookOptions) -> np.ndarray:
     """Return the mean loss of each of the rows (n, T + 1) under the model of a checkpoint, (n,)."""
     losses, T = [], rows.shape[1] - 1
-    with joined(options.device) as ranks, ProgressBar(desc="scoring", total=len(rows), unit=" rows", delay=3) as bar:
+    with joined(options.device) as ranks, ProgressBar(desc="scoring", total=len(rows), unit="row", delay=3) as bar:
         model, device = load_model(checkpoint).to(ranks.device), ranks.device
         precision, _ = choose_precision(options.precision, device, T, model.config.embd_size, model.config.mlp_size)
         rows_at_once = max(1, TOKENS_PER_BATCH["cpu" if device.type == "cpu" else "gpu"] // T)

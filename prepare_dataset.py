@@ -466,8 +466,6 @@ def parse_args(argv: Sequence[str] | None) -> PrepareOptions:
     if not re.fullmatch(r"[\w.-]+", name):
         raise OptionError("name", repr(name), "only letters, digits and . _ -")
     out = options.out or str(DEFAULT_FOLDER if options.source == "fineweb-edu" else Path("data", name))
-    if repair(out) != out:  # training, TensorBoard and JSON need its name
-        raise OptionError("out", ascii(out), "a name in UTF-8")
     return dataclasses.replace(options, name=name, out=out)
 
 

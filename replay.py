@@ -290,7 +290,7 @@ def replay(past: Past, device: str, ranks: Ranks, held: ExitStack) -> Comparison
     first, end_of_all = start.step or 0, past.last + 1
     resumed = sorted({entry["step"] for entry in starts if first < entry["step"] < end_of_all})
     with ProgressBar(
-        desc="replaying", total=end_of_all - first, unit=" steps", delay=3, disable=not ranks.is_main
+        desc="replaying", total=end_of_all - first, unit="step", delay=3, disable=not ranks.is_main
     ) as bar:
         for begin, end in pairwise([first, *resumed, end_of_all]):
             so_far = [entry for entry in starts if entry["step"] <= begin]

@@ -22,7 +22,7 @@ if [ "${1:-}" = --check ]; then
     [ -n "$python" ] || { echo "error: $missing" >&2; exit 2; }
     "$python" -c 'import torch' || { echo "error: PyTorch cannot be imported; run ./setup.sh, or rm -rf .venv first" >&2; exit 2; }
     shift
-    exec "$python" train.py --dry_run --steps_per_epoch 18795 "$@"  # those of FineWeb-Edu, so the data may be missing
+    exec "$python" train.py --dry_run "$@"
 fi
 
 list=scripts/requirements${1:+-$1}.txt

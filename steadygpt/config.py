@@ -25,6 +25,7 @@ TASKS = ("hellaswag", "arc_easy", "arc_challenge", "piqa")  # how each is read: 
 EXPECTED = f"one or more of {', '.join(TASKS)}, separated by commas; NAME=FILE reads a file instead of the Hub"
 ACTIVATIONS = ("gelu_tanh", "gelu", "relu2", "swiglu")
 NORMS = ("layernorm", "rmsnorm", "rmsnorm_no_weight")
+FINEWEB_EDU_TOKENS = 18795 * 524288  # of an epoch of the default data: what a plan assumes until it is there
 MAX_VIRTUAL_RANKS = 8  # the most processes that compute the same bits
 
 
@@ -43,12 +44,12 @@ class GPTConfig:
     vocab_size: int = 50257
     num_layers: int = _shape(12, "number of transformer blocks", at_least=1, at_most=2**12)
     num_heads: int = _shape(12, "number of attention heads", at_least=1, at_most=2**24)
-    num_kv_heads: int = _shape(0, "number of key and value heads, each shared by a group of attention heads; 0: "
+    num_kv_heads: int = _shape(0, "number of key and value heads, each shared by a group of attention heads; 0 = "
                                "num_heads", at_most=2**24)
     embd_size: int = _shape(768, "width of the residual stream", at_least=1, at_most=2**24)
-    head_dim: int = _shape(0, "dimensions per head; 0: embd_size / num_heads", at_most=2**24)
+    head_dim: int = _shape(0, "dimensions per head; 0 = embd_size / num_heads", at_most=2**24)
     context_length: int = _shape(1024, "tokens per row", at_least=1, at_most=2**24)
-    intermediate_size: int = _shape(0, "width of the MLP; 0: 4 * embd_size, or with swiglu 8/3 * embd_size, for as "
+    intermediate_size: int = _shape(0, "width of the MLP; 0 = 4 * embd_size, or with swiglu 8/3 * embd_size, for as "
                                     "many parameters", at_most=2**24)
     bias: bool = _shape(True, "biases in linear layers and LayerNorms, as in GPT-2")
     norm: str = _shape("layernorm", "layernorm, as in GPT-2; rmsnorm, as in Llama; rmsnorm_no_weight, also applied "
@@ -58,12 +59,12 @@ class GPTConfig:
     activation: str = _shape("gelu_tanh", "activation of the MLP: gelu_tanh, as in GPT-2; gelu, as in nanoGPT and "
                              "GPT-NeoX; relu2, as in NanoChat; swiglu, as in Llama",
                              choices=ACTIVATIONS)
-    rotary_pct: float = _shape(0.0, "fraction of each head's dimensions with rotary positions, 0.25 in GPT-NeoX; 0: "
+    rotary_pct: float = _shape(0.0, "fraction of each head's dimensions with rotary positions, 0.25 in GPT-NeoX; 0 = "
                                "learned positions, as in GPT-2", at_most=1)
     rotary_base: float = _shape(10000.0, "base of the rotary wavelengths", above=0)
     parallel_residual: bool = _shape(False, "attention and MLP read the same input, as in GPT-NeoX")
     tied_head: bool = _shape(True, "share the embedding table with the head, as in GPT-2")
-    logit_softcap: float = _shape(0.0, "cap logits smoothly at c, by c * tanh(logits / c); 15 in NanoChat; 0: no cap")
+    logit_softcap: float = _shape(0.0, "cap logits smoothly at c, by c * tanh(logits / c); 15 in NanoChat; 0 = no cap")
     dropout: float = _shape(0.0, "dropout probability", below=1, on_resume="ask")
     # fmt: on
 
@@ -132,7 +133,8 @@ class TrainConfig(GPTConfig):
 
     # fmt: off
     init_from: str = option("scratch", "scratch, or weights to start from: gpt2, gpt2-medium, gpt2-large, gpt2-xl, a "
-                            "Hugging Face folder, or a checkpoint file, also of nanoGPT", "model", on_resume="never")
+                            "Hugging Face folder, or a checkpoint file (including nanoGPT's)", "model",
+                            on_resume="never")
 
     config: str = option("", "preset in configs/ or TOML file of options, which flags override", "run",
                          on_resume="launch")
@@ -140,7 +142,7 @@ class TrainConfig(GPTConfig):
     seed: int = option(1337, "seed of weights, data order and dropout", "run", below=2**63, on_resume="never")
     device: str = option("auto", "auto (CUDA if available), cpu, cuda or mps", "run")
     precision: str = option("auto", "auto: on a GPU bf16 if supported, else fp16; on a CPU the faster of bf16 and "
-                            "fp32, measured at the first start; fp8: block matmuls via torchao; also "
+                            "fp32, measured at the first start; fp8: block matmuls via torchao; alias: "
                             "--mixed_precision no, fp16 or bf16", "run",
                             choices=("auto", "fp32", "bf16", "fp16", "fp8"), aliases=("mixed_precision",),
                             spellings={"no": "fp32"})
@@ -148,8 +150,8 @@ class TrainConfig(GPTConfig):
                           choices=("auto", "on", "off"), spellings={"True": "on", "False": "off"})
     deterministic: bool = option(False, "bit-identical results on each number of processes that the plan names; "
                                  "slower", "run", on_resume="never")
-    profile: int = option(0, "steps to record as a trace for Perfetto and TensorBoard, after the first 3 steps; 0: "
-                          "none", "run", on_resume="launch")
+    profile: int = option(0, "steps to record as a trace for Perfetto and TensorBoard, after the first 3 steps; 0 = "
+                          "off", "run", on_resume="launch")
     dry_run: str = option("off", "print the plan (sizes, memory, steps, disk, time, cost) and exit; measure: time "
                           "some micro-steps for it", "run", choices=("off", "plan", "measure"), bare="plan",
                           spellings={"on": "plan", "True": "plan"}, on_resume="launch")
@@ -166,7 +168,8 @@ class TrainConfig(GPTConfig):
     total_batch_size: int = option(524288, "tokens per step, over all ranks and micro-steps", "optimization",
                                    at_least=1, on_resume="ask")
     micro_steps: int = option(0, "micro-steps per step on each rank, instead of total_batch_size, which the first "
-                              "start derives from them; 0: total_batch_size decides", "optimization", on_resume="never")
+                              "start derives from them; 0 = total_batch_size decides", "optimization",
+                              on_resume="never")
     mini_batch_size: int = option(32, "micro-batch size: rows per micro-step on each rank, or fewer if they do not "
                                   "divide a step evenly; 0 or auto: as many as fit in memory",
                                   "optimization", spellings={"auto": "0"})
@@ -178,12 +181,12 @@ class TrainConfig(GPTConfig):
                            "constant", "optimization", choices=("cosine", "wsd", "constant"), on_resume="ask")
     cooldown: float = option(0.4, "fraction of the steps in wsd's cool-down", "optimization", at_most=1,
                              on_resume="ask")
-    warmup_steps: int = option(715, "steps of linear warm-up; unless given as a flag, at most a tenth of the run",
+    warmup_steps: int = option(715, "steps of linear warm-up; capped at a tenth of the run unless set by flag",
                                "optimization", on_resume="ask")
     muon_lr: float = option(0.01, "peak learning rate of Muon, on the same schedule", "optimization", above=0,
                             on_resume="ask")
     muon_momentum: float = option(0.95, "momentum of Muon", "optimization", below=1, on_resume="ask")
-    muon_beta2: float = option(0.0, "decay of the mean square of each neuron's updates in Muon, as in NorMuon; 0: off",
+    muon_beta2: float = option(0.0, "decay of the mean square of each neuron's updates in Muon, as in NorMuon; 0 = off",
                                "optimization", below=1, on_resume="ask")
     weight_decay: float = option(0.1, "weight decay of matrices and embeddings", "optimization", on_resume="ask")
     adam_beta1: float = option(0.9, "AdamW beta1, the decay of the mean of gradients", "optimization", below=1,
@@ -191,27 +194,28 @@ class TrainConfig(GPTConfig):
     adam_beta2: float = option(0.95, "AdamW beta2, the decay of the mean of squared gradients", "optimization", below=1,
                                on_resume="ask")
     adam_eps: float = option(1e-8, "AdamW epsilon", "optimization", above=0, on_resume="ask")
-    grad_clip: float = option(1.0, "maximum gradient norm; 0: no clipping", "optimization", on_resume="ask")
+    grad_clip: float = option(1.0, "maximum gradient norm; 0 = no clipping", "optimization", on_resume="ask")
     num_epochs: int = option(5, "passes over the data", "optimization")
-    steps_per_epoch: int = option(0, "steps per epoch; 0: from the size of the data (18795 for FineWeb-Edu 10B)",
+    steps_per_epoch: int = option(0, "steps per epoch; 0 = from the size of the data (18795 for FineWeb-Edu 10B)",
                                   "optimization")
-    max_steps: int = option(0, "steps of the run; 0: num_epochs * steps_per_epoch", "optimization")
+    max_steps: int = option(0, "steps of the run; 0 = num_epochs * steps_per_epoch", "optimization")
     max_bad_steps: int = option(5, "stop after this many consecutive steps with a NaN or infinite loss or gradient, "
-                                "whose updates are always skipped; 0: never", "optimization")
+                                "whose updates are always skipped; 0 = off", "optimization")
     spike_z: float = option(6.0, "warn of a loss spike, this many standard deviations above the mean of the last 128 "
-                            "losses; 0: never", "optimization")
+                            "losses; 0 = off", "optimization")
     skip_spikes: bool = option(False, "skip updates with a loss spike", "optimization")
-    max_hours: float = option(0.0, "stop and save after this many hours in this start; 0: never", "optimization")
+    max_hours: float = option(0.0, "stop and save this many hours after the start of the process; 0 = off",
+                              "optimization")
 
     checkpoint_dir: str = option("checkpoints", "folder for the checkpoints of this run", "checkpoints",
                                  on_resume="launch")
-    checkpoint_freq: int = option(250, "steps between rolling checkpoints; 0: none", "checkpoints")
-    checkpoint_minutes: float = option(1.0, "minutes between timed saves of latest.pt, or more if they would pause "
-                                       "training for over 1% of the time; 0: none", "checkpoints")
+    checkpoint_freq: int = option(250, "steps between rolling checkpoints; 0 = off", "checkpoints")
+    checkpoint_minutes: float = option(1.0, "minutes between timed saves of latest.pt, longer if saving would "
+                                       "cost more than 1% of training time; 0 = off", "checkpoints")
     keep_checkpoints: int = option(10, "rolling checkpoints to keep, the newest", "checkpoints", at_least=1)
-    keep_epochs: int = option(0, "epoch checkpoints to keep, the newest; 0: all", "checkpoints")
+    keep_epochs: int = option(0, "epoch checkpoints to keep, the newest; 0 = all", "checkpoints")
     resume: str = option("", "resume from latest, auto (latest, or start a new run if there is none), best, stable "
-                         "(before wsd's cool-down, to train longer) or a file; --resume alone means latest; also "
+                         "(before wsd's cool-down, to train longer) or a file; --resume alone means latest; alias: "
                          "--resume_from_checkpoint", "checkpoints", bare="latest",
                          aliases=("resume_from_checkpoint",), on_resume="launch")
     allow_changes: bool = option(False, "on resume, allow the batch size, learning rates, schedule, dropout, "
@@ -219,21 +223,21 @@ class TrainConfig(GPTConfig):
                                  "checkpoints", on_resume="launch")
     list_checkpoints: bool = option(False, "list the checkpoints in checkpoint_dir and exit", "checkpoints",
                                     on_resume="launch")
-    verbose: bool = option(False, "with --list_checkpoints, show the contents of each checkpoint; also -v",
+    verbose: bool = option(False, "with --list_checkpoints, show the contents of each checkpoint; alias: -v",
                            "checkpoints", on_resume="launch", aliases=("v",))
     mirror: str = option("", "folder of an object store to copy the run to: s3://BUCKET/RUN, gs://BUCKET/RUN, or "
                          "another fsspec URL", "checkpoints")
-    mirror_keep: int = option(10, "rolling checkpoints to keep in the mirror, the newest; 0: all", "checkpoints")
+    mirror_keep: int = option(10, "rolling checkpoints to keep in the mirror, the newest; 0 = all", "checkpoints")
     mirror_minutes: float = option(10.0, "minutes between uploads of timed saves", "checkpoints")
     background_upload: bool = option(True, "upload to the mirror while training continues; off: each save waits for "
                                      "its upload", "checkpoints")
 
-    eval_freq: int = option(250, "steps between validations; 0: none", "evaluation")
-    eval_tokens: int = option(10485760, "validation tokens to use, spread evenly over the split",
-                              "evaluation", at_least=1)
+    eval_freq: int = option(250, "steps between validations; 0 = off", "evaluation")
+    eval_tokens: int = option(10485760, "validation tokens to use, spread evenly over the split", "evaluation",
+                              at_least=1)
     eval_tasks: str = option("hellaswag", EXPECTED, "evaluation")
-    hellaswag_freq: int = option(250, "steps between evaluations of eval_tasks; 0: none", "evaluation")
-    sample_freq: int = option(250, "steps between text samples; 0: none", "evaluation")
+    hellaswag_freq: int = option(250, "steps between evaluations of eval_tasks; 0 = off", "evaluation")
+    sample_freq: int = option(250, "steps between text samples; 0 = off", "evaluation")
     sample_prompt: str = option("", "prompt of the text samples (default: the start of a document)", "evaluation")
     eval_only: bool = option(False, "evaluate a checkpoint (--resume; default: latest) or the weights of "
                              "--init_from: print validation loss, task scores and a sample, and exit",
@@ -244,8 +248,8 @@ class TrainConfig(GPTConfig):
     logdir: str = option("logs", "folder for log.txt and metrics.jsonl", "logging")
     log_freq: int = option(1, "steps between log lines", "logging", at_least=1)
     use_wandb: bool = option(False, "also log to Weights & Biases (pip install wandb)", "logging")
-    gpu_hour_cost: float = option(0.0, "price of a GPU-hour, to show the cost of the run; 0: not shown", "logging")
-    system_metrics_s: float = option(10.0, "seconds between measurements of GPUs, CPU, memory and disk; 0: none",
+    gpu_hour_cost: float = option(0.0, "price of a GPU-hour, to show the cost of the run; 0 = not shown", "logging")
+    system_metrics_s: float = option(10.0, "seconds between measurements of GPUs, CPU, memory and disk; 0 = off",
                                      "logging")
     alert_url: str = option("", "webhook of Slack, Discord or ntfy, or another URL that accepts a JSON POST, to send "
                             "alerts to: start, resume, end, failure, loss spikes, bad steps, failed saves, a nearly "
@@ -253,7 +257,7 @@ class TrainConfig(GPTConfig):
 
     sharding: str = option("ddp", "ddp: a replica on each rank; fsdp: parameters and optimizer sharded across ranks",
                            "distributed", choices=("ddp", "fsdp"))
-    shard_size: int = option(0, "with fsdp, shard within groups of this many ranks, each with a full copy; 0: across "
+    shard_size: int = option(0, "with fsdp, shard within groups of this many ranks, each with a full copy; 0 = across "
                              "all ranks", "distributed")
     timeout_minutes: float = option(30.0, "end the run if a rank does not respond for this many minutes", "distributed",
                                     above=0, on_resume="launch")
@@ -261,7 +265,7 @@ class TrainConfig(GPTConfig):
     activation_checkpointing: bool = option(False, "recompute blocks in the backward pass: less memory, slower",
                                             "distributed")
     loss_chunk_size: int = option(0, "tokens per chunk of logits, which is recomputed in the backward pass: less "
-                                  "memory with long contexts; 0: all at once", "distributed")
+                                  "memory with long contexts; 0 = all at once", "distributed")
     # fmt: on
     wanted_rows: int = 0  # mini_batch_size before with_even_rows() reduced it, for a resume on other ranks; else 0
 
@@ -319,9 +323,8 @@ class TrainConfig(GPTConfig):
 
     @property
     def plans_without_data(self) -> bool:
-        """Whether a dry run of a new run says how many steps it has, so that its plan needs no shards."""
-        known = self.max_steps or self.num_epochs * self.steps_per_epoch
-        return self.dry_run == "plan" and not self.resume and known > 0
+        """Whether this is a dry run of a new run, whose plan needs no shards."""
+        return self.dry_run == "plan" and not self.resume
 
     def with_tokens_of_step(self, world_size: int) -> "TrainConfig":
         """Return the configuration of a first start, in which micro_steps, if any, set total_batch_size.
@@ -458,7 +461,7 @@ ELSEWHERE = {
         "--checkpoint_freq": "save_steps save_interval save_every",
         "--keep_checkpoints": "save_total_limit keep_last_n",
         "--checkpoint_dir": "output_dir out_dir save_dir",
-        "--resume": "resume_from load_checkpoint",
+        "--resume": "resume_from load_checkpoint ckpt_path",
         "--max_lr": "learning_rate lr",
         "--activation": "hidden_act activation_function",
         "--activation gelu_tanh or gelu": "gelu",
@@ -468,8 +471,8 @@ ELSEWHERE = {
         "--warmup_steps": "warmup_iters num_warmup_steps",
         "--warmup_steps, in steps; by default the warm-up is at most a tenth of the run": "warmup_ratio",
         "--max_steps": "max_iters lr_decay_iters max_train_steps num_iterations train_steps",
-        "--num_epochs": "epochs num_train_epochs",
-        "--mini_batch_size": "batch_size micro_batch_size per_device_train_batch_size",
+        "--num_epochs": "epochs num_train_epochs max_epochs",
+        "--mini_batch_size": "batch_size micro_batch_size per_device_train_batch_size device_batch_size",
         "--micro_steps, counted on each GPU (nanoGPT counts those of all GPUs)": "gradient_accumulation_steps "
         "gradient_accumulation grad_accum_steps",
         "--context_length": "block_size seq_len sequence_length max_seq_len max_seq_length",
@@ -488,14 +491,22 @@ ELSEWHERE = {
         "--adam_beta2": "beta2 adam_beta_2",
         "--adam_eps": "adam_epsilon epsilon eps",
         "--sharding fsdp": "deepspeed fsdp zero_stage",
+        "--sharding": "strategy",
+        "--device": "accelerator",
         "--activation_checkpointing": "gradient_checkpointing grad_checkpointing",
         "--data_dir": "dataset data data_path train_file input_bin tokenized_dir",
         "--init_from": "model_name_or_path model",
         "--use_wandb": "wandb wandb_log",
+        "--run_name": "wandb_run_name",
+        "the environment names the project: WANDB_PROJECT=NAME": "wandb_project",
         "--use_tensorboard": "tensorboard",
         "--use_tensorboard, --use_wandb or neither": "report_to",
         "--max_files of prepare_dataset.py; a run reads all shards of --data_dir, up to --max_steps": "max_files",
         # What has no equivalent.
+        "torchrun starts one process for each GPU: torchrun --nproc_per_node=N train.py": "devices gpus num_gpus "
+        "n_gpus ngpus num_processes",
+        "scripts/multinode.sh starts several machines (docs/multi-node.md)": "num_nodes num_machines",
+        "convert_hf.py exports a checkpoint to a folder, and 'hf upload' uploads it": "push_to_hub hub_model_id",
         "batches are read ahead by one thread, for a GPU into pinned memory; drop the flag": "num_workers "
         "dataloader_num_workers persistent_workers dataloader_persistent_workers prefetch_factor "
         "dataloader_prefetch_factor pin_memory dataloader_pin_memory",

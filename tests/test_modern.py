@@ -89,7 +89,7 @@ def test_a_run_extended_from_stable_equals_a_longer_run(workdir, capsys):
 def test_a_cooled_down_run_is_continued_from_stable_or_with_a_note(workdir, capsys):
     run_modern("--dry_run")
     assert (
-        "cool-down    from step 5; before it stable.pt is saved, to train longer: --resume stable --max_steps N"
+        "cool-down    starts at step 5; stable.pt is saved just before. To train longer: --resume stable --max_steps N"
         in capsys.readouterr().out
     )
     run_modern(*folders("a"))

@@ -98,7 +98,7 @@ def test_setup_creates_the_environment_of_its_repository(tmp_path, monkeypatch):
         assert (tmp_path / "repo/.venv/bin/python").is_file() == (words == [])
     assert os.listdir() == []
     planned, installed = (tmp_path / "noted").read_text().splitlines()
-    assert planned == "train.py --dry_run --steps_per_epoch 18795 --config test"
+    assert planned == "train.py --dry_run --config test"
     assert installed.startswith("-m pip install ") and installed.endswith("-r scripts/requirements.txt")
 
 

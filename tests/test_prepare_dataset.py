@@ -224,7 +224,7 @@ def test_mistakes_are_reported_in_one_line(jsonl):
         ),
         (["--source", "empty.txt"], "empty.txt: found no text .*; expected some"),
         (["--source", "docs.jsonl", "--shard_size", "0"], "--shard_size is 0; expected at least 1"),
-        (["--source", "docs.jsonl", "--shard-size", "many"], "argument --shard_size: invalid int value: 'many'"),
+        (["--source", "docs.jsonl", "--shard-size", "many"], "argument --shard_size: is 'many'; expected an integer"),
         (["--source", "docs.jsonl", "--name", "a/b"], "--name is 'a/b'; expected only letters"),
         (["--source", "n" * 300], "n: File name too long; .* free"),
         (["--shard_sizes", "3"], "unknown argument '--shard_sizes'; did you mean --shard_size?"),
@@ -385,15 +385,12 @@ def test_a_copy_of_a_data_set_of_the_hub_gives_its_train_split(tmp_path, capsys)
     )
 
 
-def test_folders_whose_names_are_not_utf_8(tmp_path):
-    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
-    folder.mkdir()
+def test_subfolders_whose_names_are_not_utf_8_are_read(tmp_path):
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/in/caf\xe9"))
+    folder.mkdir(parents=True)
     (folder / "a.parquet").write_bytes(parquet(["one", "two"]))
-    prepare(folder, tmp_path / "out", "--val_tokens", "1", "--num_workers", "2")
+    prepare(tmp_path / "in", tmp_path / "out", "--val_tokens", "1", "--num_workers", "2")
     assert ids_of(tmp_path / "out") == ids_expected(["one", "two"])
-    refused(
-        "--source", str(folder), "--out", str(folder / "out"), match=r"--out is '.*caf\\udce9/out'; expected a name"
-    )
 
 
 def test_a_first_line_without_text_is_skipped_in_later_files(tmp_path):

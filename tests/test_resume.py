@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import time
@@ -45,6 +46,31 @@ def test_ctrl_c_saves_although_stdout_is_a_closed_pipe(workdir):
     status = json.loads(open("a/status.json").read())
     assert (status["status"], status["reason"]) == ("stopped", "SIGINT")
     assert load("a/latest.pt")["step"] == status["step"] > 3
+
+
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&- <&-"])
+def test_run_without_standard_streams_trains_and_resumes(workdir, closed):
+    """As daemons and some schedulers start programs."""
+    train_it = shlex.join(command(*folders("a")))
+    assert subprocess.run(["bash", "-c", f"{train_it} {closed}"], env=environment()).returncode == 0
+    assert "finished after 8 steps" in Path("logs-a/log.txt").read_text()
+    train_it = shlex.join(command(*folders("a"), "--resume", "--max_steps", "9"))
+    assert subprocess.run(["bash", "-c", f"{train_it} {closed}"], env=environment()).returncode == 0
+    assert load("a/latest.pt")["step"] == 9
+
+
+@pytest.mark.parametrize(
+    ("folder", "variables", "named"),
+    [
+        (b"a\xff", {}, "'a\\udcff': not valid utf-8"),
+        ("é".encode(), {"LC_ALL": "C", "PYTHONUTF8": "0"}, "not valid ascii"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_as_text_is_refused(workdir, folder, variables, named):
+    words = [*map(str.encode, command()), b"--checkpoint_dir", folder]
+    done = subprocess.run(words, env=environment() | variables, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert named in done.stderr and "LC_ALL=C.UTF-8" in done.stderr
 
 
 def test_run_stopped_before_its_first_step_can_be_resumed(workdir):
@@ -174,7 +200,7 @@ def test_measured_precision_is_kept_by_a_resume(workdir, monkeypatch, capsys):
     monkeypatch.setattr(device, "product_rates", lambda *_: (1e9, 2e9))
     assert run_here("--precision", "auto", "--max_steps", "3", *folders("a")) == 0
     assert re.search(
-        r"^precision +bf16, chosen by --precision auto: .* 1 GFLOP/s in fp32 and 2 in bf16$",
+        r"^precision +bf16, chosen by --precision auto: 1 GFLOP/s in fp32 and 2 in bf16, in a test matmul of ",
         capsys.readouterr().out,
         re.M,
     )

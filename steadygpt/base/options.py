@@ -14,6 +14,7 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from io import TextIOWrapper
 from typing import IO, TYPE_CHECKING, Any, TypeVar
@@ -185,6 +186,12 @@ def read_flags(
 
     Raises: UserError for a flag that does not exist or a value of the wrong type.
     """
+    for argument in argv:
+        if not argument.isascii() and "\\udc" in (shown := ascii(argument)):
+            raise UserError(
+                f"{shown}: not valid {sys.getfilesystemencoding()}, this system's encoding; expected UTF-8. "
+                "Rename it, or set LC_ALL=C.UTF-8 and PYTHONUTF8=1"
+            )
     argv = [_underscored(argument) for argument in argv]
     if any(f.metadata["positional"] for f in options_of(options).values()):
         # A word behind a switch is an argument of the command, unless it says on or off: --once FOLDER.
@@ -194,10 +201,7 @@ def read_flags(
                 argv[i] = f"{flag}=on"
     values, unknown = _parser(options, description).parse_known_args(argv)
     if unknown:
-        name, _, value = unknown[0].partition("=")
-        value = value or next((word for word in unknown[name.startswith("-") : 2] if word[:1] != "-"), "...")
-        suggestion = _suggestion(name, options, elsewhere).replace("{}", shlex.quote(value))
-        raise UserError(f"unknown argument {name!r}; {suggestion}")
+        raise UserError(_unknown_text(argv, unknown, options, elsewhere))
     return vars(values)
 
 
@@ -235,11 +239,31 @@ def _parser(options: type, description: str) -> argparse.ArgumentParser:
     return cli
 
 
+def _unknown_text(argv: Sequence[str], unknown: list[str], options: type, elsewhere: Mapping[str, str]) -> str:
+    """Name every unknown argument of a command line, with what to type instead."""
+    told: dict[str, str] = {}
+    for before, argument, after in zip(["", *argv], argv, [*argv[1:], "--"], strict=False):
+        is_value = before.startswith("--") and "=" not in before and not argument.startswith("--")
+        if argument in unknown and not is_value:
+            name, _, value = argument.partition("=")
+            value = (value or ("..." if after.startswith("--") else after)) if name.startswith("-") else name
+            if name in options_of(options):  # as in NAME=VALUE, nanoGPT's and Hydra's form
+                told[argument] = f"use --{argument}"
+            else:
+                told[name] = _suggestion(name, options, elsewhere).replace("{}", shlex.quote(value))
+    if len(told) == 1:
+        [(name, advice)] = told.items()
+        return f"unknown argument {name!r}; {advice}"
+    return "unknown arguments: " + "; ".join(f"{name!r}: {advice}" for name, advice in told.items())
+
+
 def _suggestion(unknown: str, options: type, elsewhere: Mapping[str, str]) -> str:
-    name = unknown.removeprefix("--") if unknown.startswith("-") else ""
-    if name in elsewhere:
-        ours = elsewhere[name]
+    name = unknown.removeprefix("--")
+    if ours := elsewhere.get(name) or elsewhere.get("" if unknown[:1] != "-" else unknown, ""):
         return f"use {ours}" if ours.startswith("--") else ours
+    if not unknown.startswith("--") and "config" in options_of(options):
+        toml = unknown.endswith(".toml")
+        return f"use --config {unknown}" if toml else "a preset or TOML file is --config NAME, a value --flag VALUE"
     # 0.85: a typing mistake, or a letter more or less; below that names are alike by chance.
     close = difflib.get_close_matches(name, [n for n in options_of(options)], n=1, cutoff=0.85)
     return f"did you mean --{close[0]}?" if close and unknown.startswith("--") else "see --help"
@@ -258,9 +282,15 @@ def _underscored(argument: str) -> str:
 
 def _reader(kind: type, spellings: Mapping[str, str]) -> Callable[[str], object]:
     def parse(text: str) -> object:
-        return kind(spellings.get(text, text))
+        try:
+            return kind(spellings.get(text, text))
+        except ValueError:
+            expected, (base, _, exponent) = "a number" if kind is float else "an integer", text.partition("**")
+            with suppress(ValueError, OverflowError):
+                if (number := math.pow(float(base), float(exponent or 1))).is_integer():
+                    expected += f": {int(number)}"
+            raise argparse.ArgumentTypeError(f"is {text!r}; expected {expected}") from None
 
-    parse.__name__ = kind.__name__  # argparse prints it: invalid int value
     return parse
 
 
@@ -278,6 +308,8 @@ def run_cli(main: Callable[[], int | None]) -> None:
     """Run a command's `main()` and exit: with its status, 2 and one line for a `UserError`, 128 + the number of the
     signal that interrupts it (Ctrl-C: 130), 1 and a traceback for other exceptions.
     """
+    for name in ("stdout", "stderr"):  # None if the shell has closed it: >&-
+        setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))  # noqa: SIM115 (open as long as the process)
     for stream in (sys.stdout, sys.stderr):  # texts may have characters that the terminal's encoding lacks
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -26,14 +26,15 @@ class ProgressBar(tqdm):
 
     is_terminal, disable, n, initial = False, True, 0, 0  # until __init__() has run, which Ctrl-C may interrupt
 
-    def __init__(self, *, total: float | None, **options: Any):
+    def __init__(self, *, total: float | None, unit: str, **options: Any):
         self.is_terminal = sys.stderr.isatty()
         if not self.is_terminal:
             options |= {"bar_format": LOG_FORMAT if total else None, "smoothing": 0}  # 0: the rate is the average
         elif not os.get_terminal_size(sys.stderr.fileno()).columns:  # a terminal without a size, as in some containers
             options |= {"ncols": 80}
         # miniters: otherwise tqdm counts updates instead of looking at the clock, and is silent when they slow down.
-        super().__init__(total=total, unit_scale=True, miniters=1, dynamic_ncols="ncols" not in options, **options)
+        options |= {"miniters": 1, "dynamic_ncols": "ncols" not in options}
+        super().__init__(total=total, unit=unit, unit_scale=unit in ("B", " tokens"), **options)
 
     def show_from(self, base: float) -> Callable[[float], object]:
         """Return a function that shows an amount beyond `base`."""

@@ -158,7 +158,7 @@ def pause_text(seconds: float) -> str:
 def interval_text(interval_s: float, checkpoint_bytes: float) -> str:
     """Return how often timed saves write latest.pt, and how much they write."""
     per_day = bytes_text(checkpoint_bytes * 86400 / interval_s)
-    return f"{LATEST} at least every {duration_text(interval_s)}, up to {per_day} per day"
+    return f"{LATEST} every {duration_text(interval_s)} or less; writes up to {per_day} a day"
 
 
 def num_bytes(checkpoint: dict) -> int:

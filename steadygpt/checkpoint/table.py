@@ -89,7 +89,8 @@ def checkpoint_table(folder: Path, verbose: bool = False) -> Iterator[str]:
                 described[stat.st_ino] = {}, str(error).removeprefix(f"{file}: ")
         about, state = described[stat.st_ino]
         yield table_row(file.name, about, sets, stat.st_size, stat.st_mtime, state)
-    yield f"{counted(names, 'name')} of {counted(len(described), 'file')} in {folder}"
+    links = f", {counted(len(described), 'distinct file')} (the others are hard links)" * (names > len(described))
+    yield f"{counted(names, 'name')}{links} in {folder}"
     yield from further
 
 

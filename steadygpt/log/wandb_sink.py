@@ -1,5 +1,6 @@
 """Weights & Biases: the records of a run as curves."""
 
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -100,7 +101,7 @@ def _start(config: "TrainConfig", name: str, run_id: str | None, warn: Callable[
 
     def start(run_id: str | None, mode: Literal["offline"] | None = None):
         return wandb.init(
-            project="steadygpt",
+            project=os.environ.get("WANDB_PROJECT", "steadygpt"),
             name=name,
             id=run_id,
             resume="allow",

@@ -105,8 +105,8 @@ def choose_precision(wanted: str, device: torch.device, tokens: int, width: int,
     chosen = "bf16" if bf16 >= MIN_SPEEDUP * fp32 else "fp32"
     return chosen, labelled(
         "precision",
-        f"{chosen}, chosen by --precision auto: a matmul of {rows:,} x {width:,} x {hidden:,} reaches "
-        f"{fp32 / 1e9:,.0f} GFLOP/s in fp32 and {bf16 / 1e9:,.0f} in bf16",
+        f"{chosen}, chosen by --precision auto: {fp32 / 1e9:,.0f} GFLOP/s in fp32 and {bf16 / 1e9:,.0f} in bf16, in a "
+        f"test matmul of {rows:,} x {width:,} x {hidden:,}",
     )
 
 
@@ -241,7 +241,7 @@ def use_expandable_segments() -> None:
     that fits at first runs out of memory later. The allocator reads the variable when the first tensor is allocated.
     In WSL 2 that allocation can fail (pytorch issue 192330), so segments keep their size there.
     """
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch 2.9 reads the older name only
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second one is the older name
     if "microsoft" not in platform.release().lower() and not any(name in os.environ for name in names):
         os.environ |= dict.fromkeys(names, "expandable_segments:True")
 

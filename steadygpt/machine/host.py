@@ -20,8 +20,14 @@ def has_gpu(devices: Path) -> bool:
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of cores that this process may use, within the CPU quota of a container."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for limits in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):  # cgroup v2, v1
+        with suppress(OSError, ValueError):  # there are no such files, or "max"
+            quota, period = map(int, " ".join((CGROUP / limit).read_text() for limit in limits).split())
+            if quota > 0:  # v1 has -1 for none
+                cores = min(cores, max(1, quota // period))
+    return cores
 
 
 def check_compiler(device_type: str) -> None:

@@ -18,8 +18,14 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from steadygpt.base.options import Interrupted, UserError
-from steadygpt.machine.device import choose_device, keep_freed_memory, use_all_cores, use_expandable_segments
+from steadygpt.base.options import Interrupted, RankError, UserError
+from steadygpt.machine.device import (
+    choose_device,
+    keep_freed_memory,
+    process_age_s,
+    use_all_cores,
+    use_expandable_segments,
+)
 
 Result = TypeVar("Result")
 
@@ -132,15 +138,16 @@ class StopSignal:
     Several ranks agree in the background, from one check() to the next, so that no rank waits for another.
 
     Args:
+        max_hours: counted from the start of this process, as a job's time limit is; 0: none.
         alive: is called by each check(), as a sign that the run makes progress.
     """
 
-    SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
+    SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")  # schedulers announce an end by SIGUSR1 or 2
     REASONS = ("", *SIGNALS, "max_hours")
 
     def __init__(self, ranks: Ranks, max_hours: float, alive: Callable[[], object] = lambda: None):
         self.ranks, self.alive = ranks, alive
-        self.deadline = time.monotonic() + max_hours * 3600 if max_hours else math.inf
+        self.deadline = time.monotonic() - process_age_s() + 3600 * max_hours if max_hours else math.inf
         self.asked = 0
         self.agreed: Callable[[], int] = lambda: 0
 
@@ -194,6 +201,31 @@ def handle(name: str, handler: Callable[..., object]) -> None:
         signal.signal(number, handler)
 
 
+def launched_as() -> tuple[int, int]:
+    """Return the rank of this process and the number of processes, which torchrun puts into the environment.
+
+    Raises: RankError for an environment that is not torchrun's, and for tasks of Slurm that would each train alone.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    found = {name: os.environ[name] for name in names if name in os.environ}
+    numbers = {name: int(text) for name, text in found.items() if name != "MASTER_ADDR" and text.isdecimal()}
+    rank, world_size = numbers.get("RANK", 0), numbers.get("WORLD_SIZE", 1)
+    lacks = set(names[:2] + names[4:]) - set(found) if world_size > 1 else set()
+    if len(numbers) < len(found.keys() - {"MASTER_ADDR"}) or rank >= world_size or lacks:
+        shown = " ".join(f"{name}={text}" for name, text in found.items())
+        raise RankError(
+            f"the environment has {shown}; expected torchrun's variables, a RANK below WORLD_SIZE and an address. "
+            f"Start with torchrun --nproc_per_node=N {Path(sys.argv[0]).name}, or unset them"
+        )
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if "RANK" not in found and tasks != "1":
+        raise RankError(
+            f"srun has started {tasks} tasks, and each would train alone; expected one torchrun on each node: "
+            "scripts/slurm.sh (docs/multi-node.md)"
+        )
+    return rank, world_size
+
+
 @contextmanager
 def joined(device_name: str, timeout_minutes: float = 30):
     """Join the processes that torchrun has started, as a `Ranks`; leave them at the end.
@@ -201,12 +233,8 @@ def joined(device_name: str, timeout_minutes: float = 30):
     CPU tensors travel by gloo, CUDA tensors by NCCL. If a rank does not respond for `timeout_minutes`, the run ends.
     The others also wait while rank 0 reads all shards or a large checkpoint.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    ranks = Ranks(
-        device=choose_device(device_name),
-        rank=int(os.environ.get("RANK", "0")),
-        world_size=world_size,
-    )
+    rank, world_size = launched_as()
+    ranks = Ranks(choose_device(device_name), rank, world_size)
     if ranks.device.type == "cuda":
         use_expandable_segments()
         torch.cuda.set_device(ranks.device)

@@ -95,13 +95,13 @@ def forecast(
 
     in_training, in_evaluation = work_per_token(config, model, name, config.precision)
     evaluation = evaluated * in_evaluation / (in_training * max(1, trained))
-    work = f"{steps:,} steps and {evaluation:.1%} for evaluations"
+    work = f"{steps:,} steps, plus {evaluation:.1%} for evaluation{', longer than training' * (evaluation > 1)}"
     per_parameter = f"{tokens:,}, {tokens / model.num_parameters():,.1f} per parameter"
     lines = [
         labelled("tokens", f"{per_parameter}; about {TOKENS_PER_PARAMETER} is compute-optimal (Hoffmann et al. 2022)")
     ]
     if step_s is None and name not in PEAK_FLOPS:
-        lines.append(labelled("time", f"{work}; unknown for this device, --dry_run measure measures it"))
+        lines.append(labelled("time", f"unknown on this device; run --dry_run measure ({work})"))
         gpus = WITH_FP8 if precision_elsewhere == "fp8" else WELL_KNOWN
         elsewhere = {gpu: seconds_on(gpu, precision_elsewhere) for gpu in gpus}
         for gpu, seconds in elsewhere.items() if max(elsewhere.values()) >= SHOWN_ELSEWHERE_S else ():
@@ -117,7 +117,7 @@ def forecast(
     else:
         seconds = seconds_on(name, config.precision) / ranks.world_size
         how = f"if the GPUs reach {SHARE_OF_PEAK:.0%} of their peak in {config.precision}; "
-        how += "--dry_run measure measures it"
+        how += "run --dry_run measure to time it"
     lines.append(labelled("time", f"{duration_text(seconds)}: {work}, {how}"))
     if price:
         hours = seconds / 3600

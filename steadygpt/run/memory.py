@@ -15,7 +15,7 @@ from steadygpt.machine.attention import SHORT_ROW
 from steadygpt.machine.device import autocast, device_name, is_out_of_memory, memory_bytes, use_fp8
 from steadygpt.machine.ranks import Ranks
 
-STATIC, COPY = "weights, gradients and optimizer", "copy for checkpoints"
+STATIC, SUMS, COPY = "weights, gradients and optimizer", "sums of gradients", "copy for checkpoints"
 # The share of the memory up to which an estimate is taken to fit. On a CPU a process keeps freed memory in fragments
 # and uses up to 1.6 times the estimate (python -m benchmarks.memory --keep_freed).
 FITS = {"cuda": 0.9, "mps": 0.9, "cpu": 0.6}
@@ -61,7 +61,7 @@ def estimate_memory(config: "TrainConfig", model: "GPT", ranks: Ranks) -> tuple[
     (host if config.cpu_offload else memory)[STATIC] = (checkpoint_bytes(model, config.optimizer) + 4 * N) / shards
     if config.deterministic:  # of subtrees; and what the processes exchange
         subtrees = max(1, config.virtual_ranks() // world_size).bit_length() - 1
-        memory["sums of gradients"] = 4 * N * (subtrees + (world_size > 1))
+        memory[SUMS] = 4 * N * (subtrees + (world_size > 1))
     if fsdp:  # root parameters stay gathered; two blocks at a time (current, prefetched)
         memory["gathered weights"] = 4 * (N - in_blocks) + (2 if bf16 else 4) * 2 * in_blocks / config.num_layers
         if config.grad_accum_steps(world_size) > 1:  # the last micro-step replaces them by shards, perhaps elsewhere
@@ -209,7 +209,7 @@ def step_fits(config: "TrainConfig", rows: int, ranks: Ranks, sketch: "GPT") -> 
         print(f"--mini_batch_size auto: trying {counted(rows, 'row')}", flush=True)
     torch.cuda.set_per_process_memory_fraction(FITS["cuda"], ranks.device)
     try:
-        take_step(config, rows, ranks.device, sketch)
+        take_step(dataclasses.replace(config, mini_batch_size=rows), ranks, sketch)
         return True
     except RuntimeError as error:
         if not is_out_of_memory(error):
@@ -224,11 +224,13 @@ def step_fits(config: "TrainConfig", rows: int, ranks: Ranks, sketch: "GPT") -> 
         torch.cuda.reset_peak_memory_stats(ranks.device)  # the log reports the peak of the run
 
 
-def take_step(config: "TrainConfig", rows: int, device: torch.device, sketch: "GPT") -> None:
-    """Compute gradients of random tokens beside tensors as large as AdamW's moments and the previous gradients."""
+def take_step(config: "TrainConfig", ranks: Ranks, sketch: "GPT") -> None:
+    """Compute gradients of random tokens beside tensors as large as those that a run keeps between micro-steps."""
+    device = ranks.device
     with device:
         model = type(sketch)(sketch.config, config.activation_checkpointing, config.loss_chunk_size, initialize=False)
-        tokens = torch.randint(model.config.vocab_size, (rows, config.context_length))
+        tokens = torch.randint(model.config.vocab_size, (config.mini_batch_size, config.context_length))
+        sums = torch.empty(int(estimate_memory(config, sketch, ranks)[0].get(SUMS, 0)) // 4)
     if config.precision == "fp8":
         use_fp8(model.h, device)
     moments = [torch.empty_like(parameter) for parameter in model.parameters() for _ in range(2)]
@@ -237,4 +239,4 @@ def take_step(config: "TrainConfig", rows: int, device: torch.device, sketch: "G
     with autocast(device, config.precision):
         loss = (model.compiled() if config.compiles(device.type) else model)(tokens, tokens)
     loss.backward()
-    del moments
+    del moments, sums

@@ -17,6 +17,7 @@ from steadygpt.base.options import UserError
 from steadygpt.base.text import bytes_text, counted, labelled
 from steadygpt.checkpoint.files import git_commit
 from steadygpt.checkpoint.saves import interval_text
+from steadygpt.config import FINEWEB_EDU_TOKENS
 from steadygpt.data.order import BLOCK_ROWS
 from steadygpt.machine.attention import kernel_name
 from steadygpt.machine.device import AUTOCAST, choose_precision, device_name, memory_bytes
@@ -71,7 +72,7 @@ class Plan:
 
         length = f"; {epochs:{',.2f' if epochs >= 0.1 else '.1g'}} epochs" * bool(epochs)
         if per_epoch := schedule.steps_per_epoch or schedule.rows_per_epoch / schedule.rows_per_step:
-            length += f" of {per_epoch:,.0f} steps" if per_epoch >= 10 else f" of {per_epoch:.2f} steps"
+            length += f" (1 epoch = {per_epoch:,{'.0f' if per_epoch >= 10 else '.2f'}} steps)"
         sharding = f", {config.sharding}" * (world_size > 1 or config.sharding == "fsdp")
         lines = [
             ("version", f"{f'commit {commit[:12]}{commit[40:]}, ' * bool(commit)}torch {torch.__version__}, "
@@ -99,7 +100,8 @@ class Plan:
         config, data, schedule = self.config, self.data, self.schedule
         if not data.sources:
             folders = " or ".join(folder for folder, _ in config.sources().values())
-            return [f"no shards in {folders} yet; planned with the vocabulary of --tokenizer {data.tokenizer}"]
+            epochs = "" if config.max_steps else f" and {counted(config.steps_per_epoch, 'step')} per epoch"
+            return [f"no shards in {folders} yet; planned with the vocabulary of --tokenizer {data.tokenizer}{epochs}"]
         of_sources = {}
         for shards, _, _ in data.sources:
             count = counted(len(shards.shards), "shard")
@@ -133,7 +135,9 @@ class Plan:
             return ""
         # A forward pass is a third of a step's work.
         cost = sum(rows.values()) * T / (3 * config.eval_freq * config.total_batch_size)
-        every = counted(config.eval_freq, "step")
+        steps, every = self.schedule.max_steps, counted(config.eval_freq, "step")
+        if config.eval_freq > steps:
+            return f"{', '.join(sizes)} tokens at the end"
         return f"{', '.join(sizes)} tokens every {every}: about {cost:.1%} of the training time"
 
     def forecast(self, step_s: float | None = None) -> list[str]:
@@ -170,10 +174,12 @@ def settle(
     sizes = (config.mini_batch_size or 1) * config.context_length, config.embd_size, sketch.config.mlp_size
     precision, of_precision = ranks.broadcast(choose_precision(config.precision, ranks.device, *sizes))
     config = replace(config, precision=precision)
+    if not (data.sources or config.mix or config.max_steps or config.steps_per_epoch):
+        config = replace(config, steps_per_epoch=max(1, FINEWEB_EDU_TOKENS // config.total_batch_size))
     set_up(config, ranks.device)
     config, of_memory = with_fitting_rows(config, sketch, ranks)
     of_processes = note_of_processes(config, starts, ranks) if config.deterministic else ""
-    has_epochs = not data.sources or (data.rows_per_epoch and not phase_of(starts).number)
+    has_epochs = data.rows_per_epoch and not phase_of(starts).number if data.sources else not config.mix
     rows_per_epoch = data.rows_per_epoch if has_epochs else None
     schedule = make_schedule(config, rows_per_epoch, world_size, start.step or 0, start.rows_consumed, strict_warmup)
     name, logdir, of_name = name_of_run(config, start, given, ranks, held)
@@ -274,9 +280,11 @@ def _checkpoints_text(config: "TrainConfig", size: int, epochs: int, more_epochs
     others += bool(config.mirror)  # one stays until it is uploaded
     files = others + min(filter(None, (epochs, config.keep_epochs)), default=0)
     more = (
-        "" if epochs or config.keep_epochs or not more_epochs else " and one for each epoch, whose length is not known,"
+        ""
+        if epochs or config.keep_epochs or not more_epochs
+        else ", plus one per epoch (epoch length unknown until data exists)"
     )
-    text = f"{bytes_text(size)} each, at most {files:,}{more} in {folder}: {bytes_text(files * size)}; "
+    text = f"{bytes_text(size)} each, at most {files:,} in {folder}: {bytes_text(files * size)}{more}; "
     text += f"{bytes_text(free)} free"
     if files * size <= free:
         return text

@@ -72,8 +72,8 @@ def notes_of_decay(config: "TrainConfig", schedule: Schedule, checkpoint: dict |
     """
     notes, step = [], checkpoint["step"] if checkpoint else 0
     if (schedule.stable_steps or 0) > step:
-        text = f"from step {schedule.stable_steps:,}; before it {STABLE} is saved, to train longer: --resume stable"
-        notes.append(labelled("cool-down", f"{text} --max_steps N"))
+        text = f"starts at step {schedule.stable_steps:,}; {STABLE} is saved just before"
+        notes.append(labelled("cool-down", f"{text}. To train longer: --resume stable --max_steps N"))
     groups = checkpoint["optimizer"].get("param_groups") if checkpoint else None
     if checkpoint and groups and step >= config.warmup_steps:
         before, now = groups[0]["lr"], learning_rate(config, step, schedule.max_steps)

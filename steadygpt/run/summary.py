@@ -1,11 +1,14 @@
 """The summary of a run at its end: time, tokens, speed, losses, memory, saves."""
 
+import shlex
 from collections.abc import Mapping
 
 from steadygpt.base.text import bytes_text, counted, duration_text, labelled
 from steadygpt.checkpoint.files import validation_of
 from steadygpt.checkpoint.saves import Saves, pause_text
+from steadygpt.config import TrainConfig
 from steadygpt.machine.device import peak_memory_bytes, process_age_s
+from steadygpt.machine.ranks import Ranks
 from steadygpt.run.results import Results
 
 
@@ -19,10 +22,10 @@ def summarize(results: Results, saves: Saves, parameters: int, status: str, reas
         return [""]
     config, state, totals = results.config, results.state, results.totals
     tokens, start_s = state.rows_consumed * config.context_length, process_age_s()
-    here, elapsed_s = " in this start" * bool(state.elapsed_s), state.total_s()
-    whole = f"{seconds_text(elapsed_s)}; " * bool(here)
-    of_steps = f"of which {seconds_text(totals.seconds)} for {counted(totals.steps, 'step')}"
-    lines = {"time": f"{whole}{seconds_text(start_s)}{here}, {of_steps}"}
+    here, elapsed_s = " since this start" * bool(state.elapsed_s), state.total_s()
+    whole = f"{seconds_text(elapsed_s)} in total; since this start " * bool(here)
+    of_steps = f"{seconds_text(totals.seconds)} of it training ({counted(totals.steps, 'step')})"
+    lines = {"time": f"{whole}{seconds_text(start_s)}, {of_steps}"}
     lines["tokens"] = f"{tokens:,}, {tokens / parameters:,.2f} per parameter"
     if speed := totals.steps_per_second():
         lines["speed"] = (
@@ -43,10 +46,10 @@ def summarize(results: Results, saves: Saves, parameters: int, status: str, reas
         steps = [at for at, scores in writer.evaluations.items() if scores.get("val_loss") == state.best_val_loss]
         lines["loss"] += f", best {state.best_val_loss:.4f}{f' at step {steps[0]:,}' if steps else ''}"
     device = results.ranks.device
-    of_all = "" if device.type == "cuda" else ", with Python and PyTorch"
-    lines["memory"] = f"peak {bytes_text(peak_memory_bytes(device))} on rank 0{of_all}{here}"
+    of_all = "" if device.type == "cuda" else ", including Python and PyTorch"
+    lines["memory"] = f"peak {bytes_text(peak_memory_bytes(device))} on rank 0{here}{of_all}"
     if load := load_text(results.log.load.means()):
-        lines["load"] = f"{load} on average{here}"
+        lines["load"] = f"{load}, average{here}"
     if (cost := results.cost(elapsed_s)) is not None:
         lines["cost"] = f"{cost:,.2f}"
     failed = f", {writer.failures:,} failed" if writer.failures else ""
@@ -59,9 +62,20 @@ def summarize(results: Results, saves: Saves, parameters: int, status: str, reas
             f"{counted(totals.skipped, 'update')}{here}; {counted(totals.not_finite, 'step')} without a finite loss "
             f"and gradient, {counted(totals.spikes, 'loss spike')}"
         )
+    lines["next"] = next_commands(config.checkpoint_dir, status, state.best_val_loss is not None, results.ranks)
     end = f"{status}{f' ({reason})' if reason else ''} after {counted(state.step, 'step')}"
     end += f"; checkpoints in {config.checkpoint_dir}"
-    return [end, *(labelled(name, text) for name, text in lines.items())]
+    return [end, *(labelled(name, text) for name, text in lines.items() if text)]
+
+
+def next_commands(folder: str, status: str, has_best: bool, ranks: Ranks) -> str:
+    """Return what to type after a run that has finished or stopped."""
+    where = f" --checkpoint_dir {shlex.quote(folder)}" * (folder != TrainConfig.checkpoint_dir)
+    if status == "finished":
+        which = "best" if has_best else "latest"
+        return f"python generate.py {which}{where}, or python convert_hf.py {which} hf_model{where}"
+    launcher = f"torchrun --nproc_per_node={ranks.world_size}" if ranks.world_size > 1 else "python"
+    return f"{launcher} train.py --resume latest{where}" * (status == "stopped")
 
 
 def validation_text(sets: Mapping[str, Mapping[str, float]], best: bool, epochs: Mapping[str, float]) -> str:

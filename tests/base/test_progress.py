@@ -33,6 +33,14 @@ def test_in_a_log_file_each_state_is_a_line(capsys, monkeypatch):
     assert lines[0].endswith("B/s, 3.00M tokens/s")
 
 
+def test_counts_are_whole_numbers_and_slow_rates_are_times_of_one(capsys):
+    with ProgressBar(desc="replaying", total=66, unit="step") as bar:
+        bar.start_t -= 132
+        bar.update(66)
+    [line] = {*capsys.readouterr().err.splitlines()}
+    assert line.startswith("replaying: 100%, 66 of 66, ") and line.endswith("s/step")
+
+
 def test_in_a_log_file_lines_are_a_minute_apart(capsys):
     with ProgressBar(desc="working", total=1000, unit="B") as bar:
         for _ in range(1000):

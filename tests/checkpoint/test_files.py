@@ -73,7 +73,7 @@ def test_table_lists_each_file_in_the_documented_order_and_marks_corrupt_ones(tm
     assert rows["epoch_00002.pt"].split()[1:6] == ["20", "2.00", "3.2500", "3.5000", "1.2500"]
     assert rows["latest.pt"].endswith("intact")
     assert "corrupt" in rows["latest_backup.pt"]
-    assert last.startswith("10 names of 5 files")
+    assert last.startswith("10 names, 5 distinct files (the others are hard links) in ")
 
 
 def test_table_skips_what_training_deletes_meanwhile(tmp_path):
@@ -84,7 +84,7 @@ def test_table_skips_what_training_deletes_meanwhile(tmp_path):
     (tmp_path / "rolling_step_000010.pt").unlink()
     lines += table
     assert [line.split()[0] for line in lines[1:3]] == ["rolling_step_000020.pt", "1"]
-    assert lines[2].startswith("1 name of 1 file")
+    assert lines[2].startswith("1 name in ")
 
 
 def test_details_of_a_file_that_training_deletes_meanwhile_are_those_of_its_line(tmp_path):

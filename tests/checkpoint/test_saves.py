@@ -83,7 +83,7 @@ def test_timed_saves_pause_training_for_at_most_one_percent(run):
     run.pause_s = 3.0
     run.at(20)
     assert run.saves.interval_s() == pytest.approx(300)
-    said = "a save paused training for 3.0 s; from now on latest.pt at least every 5 min 00 s, up to "
+    said = "a save paused training for 3.0 s; from now on latest.pt every 5 min 00 s or less; writes up to "
     assert any(call.args[0].startswith(said) for call in run.log.say.call_args_list)
     run.pause_s = 0.5  # the interval follows the longest pause
     run.at(30)

@@ -27,7 +27,7 @@ MOMENTS = {
     "hellaswag": (6, 6),
     "last step of an epoch": (9, 9),
 }
-SIGNALS = ("SIGTERM", "SIGINT", "SIGINT twice", "SIGUSR1", "SIGHUP", "max_hours")
+SIGNALS = ("SIGTERM", "SIGINT", "SIGINT twice", "SIGUSR1", "SIGHUP", "max_hours", "SIGUSR2")
 
 
 def cases():
@@ -71,7 +71,8 @@ def test_a_stop_saves_once_and_can_be_resumed(reference, ranks, recipe, name, mo
 
 
 @pytest.mark.parametrize(
-    "name", ["SIGTERM", "SIGINT", *(pytest.param(name, marks=pytest.mark.storm) for name in ("SIGUSR1", "SIGHUP"))]
+    "name",
+    ["SIGTERM", "SIGINT", *(pytest.param(name, marks=pytest.mark.storm) for name in ("SIGUSR1", "SIGUSR2", "SIGHUP"))],
 )
 def test_a_signal_before_the_first_step_ends_the_run_as_stopped(workdir, name):
     number, folder = getattr(signal, name), f"{name} before training"

@@ -39,8 +39,8 @@ def test_cpu_uses_bf16_if_its_products_are_a_fifth_faster(gflops, chosen, cpu, m
     precision, line = choose_precision("auto", torch.device("cpu"), *SIZES)
     assert precision == chosen
     assert line == (
-        f"precision    {chosen}, chosen by --precision auto: "
-        f"a matmul of 16 x 64 x 256 reaches 238 GFLOP/s in fp32 and {gflops} in bf16"
+        f"precision    {chosen}, chosen by --precision auto: 238 GFLOP/s in fp32 and {gflops} in bf16, in a test "
+        "matmul of 16 x 64 x 256"
     )
     measured = []
     monkeypatch.setattr(device, "product_rates", lambda *shape: measured.append(shape) or (1e9, 1e9))
@@ -196,6 +196,28 @@ def test_memory_of_the_host_is_what_is_available_within_the_containers_limit(tmp
         assert memory_bytes(cpu) == expected
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert memory_bytes(cpu) == 4096
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"cpu.max": "250000 100000\n"}, 2),
+        ({"cpu.max": "50000 100000\n"}, 1),
+        ({"cpu.max": "max 100000\n"}, 8),
+        ({"cpu.max": "9900000 100000\n"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
+        ({}, 8),
+    ],
+    ids=str,
+)
+def test_cores_are_those_of_the_process_within_the_containers_quota(tmp_path, monkeypatch, files, expected):
+    (tmp_path / "cpu").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(host, "CGROUP", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+    assert host.usable_cores() == expected
 
 
 def test_more_processes_than_gpus_are_reported_once(monkeypatch):

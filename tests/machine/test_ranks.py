@@ -16,10 +16,12 @@ import train
 from hellaswag_eval import Tree, ending_losses
 from model import GPT, GPTConfig
 from optim import update_unless
+from steadygpt.base.options import RankError
 from steadygpt.checkpoint.host_copy import HostCopy, fill
+from steadygpt.machine.device import process_age_s
 from steadygpt.machine.host import usable_cores
 from steadygpt.machine.parallel import shard
-from steadygpt.machine.ranks import Ranks, Stopped, StopSignal, joined
+from steadygpt.machine.ranks import Ranks, Stopped, StopSignal, joined, launched_as
 
 SMALL = GPTConfig(vocab_size=257, num_layers=4, num_heads=2, embd_size=16, context_length=16)
 
@@ -220,3 +222,44 @@ def test_an_optimizer_that_cannot_skip_on_the_device_waits_for_the_verdict():
         weight.grad = torch.ones(3)
         update_unless(torch.tensor(skipped), optimizer)
         assert weight.tolist() == [expected] * 3
+
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, (0, 1)),
+        ({"WORLD_SIZE": "1"}, (0, 1)),  # some images set it
+        (TORCHRUN, (1, 2)),
+        (TORCHRUN | {"SLURM_STEP_NUM_TASKS": "2"}, (1, 2)),  # srun torchrun ...
+        ({"RANK": "1"}, "the environment has RANK=1; expected torchrun's variables"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2; expected"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK=0 WORLD_SIZE=2; expected"),
+        ({"RANK": "", "WORLD_SIZE": ""}, "RANK= WORLD_SIZE=; expected"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0; expected"),
+        ({"LOCAL_RANK": ""}, "LOCAL_RANK=; expected"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "srun has started 2 tasks, and each would train alone"),
+    ],
+    ids=str,
+)
+def test_the_environment_is_torchruns_or_a_mistake_of_one_line(monkeypatch, environment, expected):
+    for name in (*TORCHRUN, "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if isinstance(expected, tuple):
+        assert launched_as() == expected
+    else:
+        with pytest.raises(RankError, match=expected) as raised:
+            launched_as()
+        assert "\n" not in str(raised.value)
+
+
+def test_max_hours_count_from_the_start_of_the_process():
+    """A job's time limit does so too; importing and opening the data take minutes where disks are slow."""
+    alone, age_h = Ranks(torch.device("cpu")), process_age_s() / 3600
+    StopSignal(alone, max_hours=age_h + 1).check()
+    with pytest.raises(Stopped, match="max_hours"):
+        StopSignal(alone, max_hours=age_h / 2).check()

@@ -55,7 +55,7 @@ def test_measured_step_gives_time_and_cost():
     tokens, time, cost = forecast(CONFIG, SCHEDULE, CPU, MODEL, step=1000, val_rows=1024, step_s=3.6)
     assert tokens.startswith("tokens       1,048,576,000, 8.4 per parameter; about 20 ")
     # 1,000 steps of 3.6 s are an hour. A validation has 2 x 512 rows, so every 100 steps 2/3 of a step are added.
-    assert time == "time         1 h 00 min: 1,000 steps and 0.7% for evaluations, at 145,636 tokens/s, measured here"
+    assert time == "time         1 h 00 min: 1,000 steps, plus 0.7% for evaluation, at 145,636 tokens/s, measured here"
     assert cost == "cost         10.07: 4 x 1.0 h at 2.50 per hour"
 
 
@@ -63,7 +63,7 @@ def test_evaluations_are_counted_up_to_the_last_step():
     config = dataclasses.replace(CONFIG, eval_freq=1500, hellaswag_freq=2000)
     _, time, _ = forecast(config, SCHEDULE, CPU, MODEL, step=0, val_rows=1024, step_s=1.0)
     share = (2 * 1024 * 1024 + 1_600_000) / 3 / (2000 * 524288)  # two validations, one HellaSwag
-    assert f"2,000 steps and {share:.1%} for evaluations" in time
+    assert f"2,000 steps, plus {share:.1%} for evaluation" in time
 
 
 @pytest.mark.parametrize(("precision", "times"), [("bf16", 1), ("fp32", 2)])
@@ -73,7 +73,7 @@ def test_unmeasured_step_is_derived_from_the_peak_of_the_gpu_in_the_precision(pr
     _, time, _ = forecast(config, SCHEDULE, CPU, MODEL, step=0, val_rows=0)
     seconds = times * 2000 * 524288 * EVERYTHING / (0.4 * 989e12 * 4)
     assert time.startswith(f"time         {duration_text(seconds)}: ")
-    assert time.endswith(f"if the GPUs reach 40% of their peak in {precision}; --dry_run measure measures it")
+    assert time.endswith(f"if the GPUs reach 40% of their peak in {precision}; run --dry_run measure to time it")
 
 
 @pytest.mark.parametrize(("gpu", "precision", "times"), [
@@ -109,7 +109,7 @@ def test_recomputed_work_is_counted_in_training_but_not_in_evaluation(changes, r
 ])  # fmt: skip
 def test_unknown_device_shows_well_known_gpus_that_have_the_precision(precision, names):
     _, unknown, *gpus = forecast(CONFIG, SCHEDULE, CPU, MODEL, step=0, val_rows=0, precision_elsewhere=precision)
-    assert unknown.endswith("unknown for this device, --dry_run measure measures it")
+    assert unknown.endswith("unknown on this device; run --dry_run measure (2,000 steps, plus 0.0% for evaluation)")
     line = rf"time         \d+ \w+ \d+ \w+, cost [\d.]+ on one (.*) in {precision}, if the run fits, at 40% of its peak"
     assert [re.fullmatch(line, gpu)[1] for gpu in gpus] == [*names]
 
@@ -137,7 +137,7 @@ def test_dry_run_measures_the_steps_that_are_left_and_writes_nothing(workdir, mo
         assert run_here(*flags, *measured) == 0
         out = capsys.readouterr().out
         assert re.search(
-            rf"time         \d+ .*: {steps:,} steps and 0.0% for evaluations, at [\d,]+ tokens/s, measured", out
+            rf"time         \d+ .*: {steps:,} steps, plus 0.0% for evaluation, at [\d,]+ tokens/s, measured", out
         )
         assert "\ncost         " in out
     assert sorted(workdir.rglob("*")) == before

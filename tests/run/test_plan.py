@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import load, run_here
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from model import GPT
@@ -98,9 +99,11 @@ def test_plan_of_a_known_number_of_steps_needs_no_data(tmp_path, monkeypatch, ca
         "validation   10,485,760 tokens every 250 steps: about "
     ) in plan
     assert "vocabulary 50,257 (gpt2)\n" in plan
-    assert "at most 9 and one for each epoch, whose length is not known, in checkpoints: 82.1 GB; " in plan
+    assert "at most 9 in checkpoints: 82.1 GB, plus one per epoch (epoch length unknown until data exists); " in plan
     assert "x 1 rank x 128 micro-steps); warm-up 2,000 steps\n" in plan
-    assert "time         100,000 steps and 1.5% for evaluations; " in plan
+    assert (
+        "time         unknown on this device; run --dry_run measure (100,000 steps, plus 1.5% for evaluation)" in plan
+    )
     assert list(tmp_path.iterdir()) == []
     assert run_here("--dry_run", "--data_dir", "nowhere", "--tokenizer", "bytes") == 0
     plan = capsys.readouterr().out
@@ -108,7 +111,29 @@ def test_plan_of_a_known_number_of_steps_needs_no_data(tmp_path, monkeypatch, ca
     assert "\nvalidation " not in plan  # --eval_freq 0
     shape = ("--max_steps", "0", "--num_epochs", "2", "--steps_per_epoch", "40")
     assert run_here("--dry_run", "--data_dir", "nowhere", "--tokenizer", "bytes", *shape) == 0
-    assert "steps        80, each of " in (plan := capsys.readouterr().out) and "; 2.00 epochs of 40 steps; " in plan
+    assert (
+        "steps        80, each of " in (plan := capsys.readouterr().out)
+        and "; 2.00 epochs (1 epoch = 40 steps); " in plan
+    )
+
+
+def test_plan_of_a_preset_assumes_the_default_data_until_there_is_some(tmp_path, monkeypatch, capsys):
+    """The command of docs/models.md, on a fresh clone."""
+    monkeypatch.chdir(tmp_path)
+    assert train.main("--config gpt2-xl --context_length 2048 --precision bf16 --dry_run".split()) == 0
+    plan = capsys.readouterr().out
+    assert "planned with the vocabulary of --tokenizer gpt2 and 18,795 steps per epoch\n" in plan
+    assert "steps        93,975, each of " in plan and "; 5.00 epochs (1 epoch = 18,795 steps); " in plan
+    with pytest.raises(UserError, match="a mixture of data has no epochs; set the length of the run with --max_steps"):
+        train.main("--mix a,b --dry_run".split())
+
+
+def test_validation_is_at_the_end_of_a_run_that_is_shorter_than_its_interval(workdir, capsys):
+    assert run_here("--dry_run", "--eval_freq", "250", "--eval_tokens", "32") == 0
+    out = capsys.readouterr().out
+    assert "validation   32 of 192 tokens at the end\n" in out
+    assert run_here("--dry_run", "--eval_freq", "1", "--eval_tokens", "192", "--total_batch_size", "32") == 0
+    assert "plus 200.0% for evaluation, longer than training)" in capsys.readouterr().out
 
 
 def test_plan_says_what_eval_tokens_leaves_out(workdir, capsys):
@@ -121,7 +146,7 @@ def test_plan_says_what_eval_tokens_leaves_out(workdir, capsys):
 
 
 @pytest.mark.parametrize("flags", [
-    ("--dry_run", "--max_steps", "0"), ("--dry_run", "measure"), ("--dry_run", "--resume", "auto"), (),
+    ("--dry_run", "measure"), ("--dry_run", "--resume", "auto"), (),
 ])  # fmt: skip
 def test_other_commands_need_data(tmp_path, monkeypatch, flags):
     monkeypatch.chdir(tmp_path)
@@ -233,8 +258,9 @@ def test_a_step_is_tried_out_on_a_gpu_and_halved_after_a_lack_of_memory(monkeypa
     """The GPU is this CPU, with room for so many rows."""
     steps, fractions = [], []
 
-    def take_step(config, rows, device, sketch, take=estimates.take_step):
-        take(dataclasses.replace(config, compile="off"), rows, CPU, sketch)
+    def take_step(config, ranks, sketch, take=estimates.take_step):
+        rows = config.mini_batch_size
+        take(dataclasses.replace(config, compile="off"), Ranks(CPU), sketch)
         steps.append(rows)
         if rows > room:
             raise torch.OutOfMemoryError if rows > 6 else RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")
@@ -257,6 +283,31 @@ def test_a_step_is_tried_out_on_a_gpu_and_halved_after_a_lack_of_memory(monkeypa
             with_fitting_rows(config, SKETCH, gpu)
     assert steps == tried
     assert fractions == [0.9, 1.0] * len(tried)
+
+
+class Allocated(TorchDispatchMode):
+    """Sums the bytes of the tensors that torch.empty makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.bytes += result.nbytes if func is torch.ops.aten.empty.memory_format else 0
+        return result
+
+
+def test_a_tried_step_holds_the_sums_of_deterministic_gradients():
+    """They are as large as up to four times the weights."""
+    found = {}
+    for deterministic in (False, True):
+        config = dataclasses.replace(AUTO, mini_batch_size=3, deterministic=deterministic)
+        with Allocated() as allocated:
+            estimates.take_step(config, Ranks(CPU), SKETCH)
+        found[deterministic] = allocated.bytes
+    config = dataclasses.replace(AUTO, mini_batch_size=3, deterministic=True)
+    assert found[True] - found[False] == estimate_memory(config, SKETCH, Ranks(CPU))[0]["sums of gradients"] > 0
 
 
 def test_the_number_is_stored_and_a_resume_takes_it(workdir, monkeypatch, capsys):

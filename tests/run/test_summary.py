@@ -11,6 +11,8 @@ from conftest import metrics, run_here
 import train
 from steadygpt.log.runlog import RunLog
 from steadygpt.log.status import read_status
+from steadygpt.machine.ranks import Ranks
+from steadygpt.run.summary import next_commands
 
 
 def summary(workdir) -> dict[str, str]:
@@ -20,8 +22,17 @@ def summary(workdir) -> dict[str, str]:
 def test_summary_is_shown_logged_and_in_status_json(workdir, capsys):
     run_here("--eval_freq", "4", "--checkpoint_freq", "4", "--gpu_hour_cost", "3600")
     found, losses, bits = summary(workdir), metrics("logs", "val_loss"), metrics("logs", "val_bpb")
-    assert [name for name in found if name != "load"] == ["time", "tokens", "speed", "loss", "memory", "cost", "saves"]
-    assert re.fullmatch(r"\d.* s, of which \d+\.\d s for 8 steps", found["time"])
+    assert [name for name in found if name != "load"] == [
+        "time",
+        "tokens",
+        "speed",
+        "loss",
+        "memory",
+        "cost",
+        "saves",
+        "next",
+    ]
+    assert re.fullmatch(r"\d.* s, \d+\.\d s of it training \(8 steps\)", found["time"])
     assert re.fullmatch(r"512, 0\.\d\d per parameter", found["tokens"])
     assert re.fullmatch(r"[\d,]+ tokens/s, [\d.]+ steps/s, fp32", found["speed"])
     best = min(losses, key=losses.get)
@@ -29,7 +40,7 @@ def test_summary_is_shown_logged_and_in_status_json(workdir, capsys):
         f"{metrics('logs', 'loss')[7]:.4f}, validation {losses[8]:.4f} ({bits[8]:.4f} bits per byte), "
         f"best {losses[best]:.4f} at step {best}"
     )
-    assert re.fullmatch(r"peak [\d.]+ [MG]B on rank 0, with Python and PyTorch", found["memory"])
+    assert re.fullmatch(r"peak [\d.]+ [MG]B on rank 0, including Python and PyTorch", found["memory"])
     assert float(found["cost"].replace(",", "")) > 1
     assert re.fullmatch(r"2; they paused training for \d+ ms, \d+\.\d\d% of the time", found["saves"])
     for text in (capsys.readouterr().out, (workdir / "logs/log.txt").read_text()):
@@ -47,7 +58,7 @@ def test_summary_has_the_mean_load_where_it_is_measured(workdir, monkeypatch):
     run_here("--max_steps", "5")
     status = read_status(workdir / "checkpoints")
     assert status["mean_load"] == {"cpu_percent": 20, "ram_gb": 5.04, "gpu_percent": 95, "gpu_memory_gb": 60.5}
-    assert summary(workdir)["load"] == "CPU 20%, RAM 5.0 GB, GPU 95%, GPU memory 60.5 GB on average"
+    assert summary(workdir)["load"] == "CPU 20%, RAM 5.0 GB, GPU 95%, GPU memory 60.5 GB, average"
 
 
 def test_summary_counts_skipped_updates_and_failed_saves(workdir, monkeypatch):
@@ -74,8 +85,10 @@ def test_summary_counts_skipped_updates_and_failed_saves(workdir, monkeypatch):
 def test_summary_of_a_resumed_run_has_its_whole_time_and_the_steps_of_this_start(workdir):
     run_here("--max_steps", "3")
     run_here("--resume", "latest", "--max_steps", "8")
-    assert re.fullmatch(r"\d.* s; .* s in this start, of which .* for 5 steps", summary(workdir)["time"])
-    assert all("in this start" in summary(workdir)[name] for name in ("speed", "memory", "saves"))
+    assert re.fullmatch(
+        r"\d.* s in total; since this start .* s, .* of it training \(5 steps\)", summary(workdir)["time"]
+    )
+    assert all("since this start" in summary(workdir)[name] for name in ("speed", "memory", "saves"))
     assert summary(workdir)["tokens"].startswith("512, ")
 
 
@@ -104,3 +117,13 @@ def test_exception_is_the_reason_of_a_failed_run(workdir, monkeypatch, module, f
     assert status["status"] == "failed"
     assert "doing" not in status
     assert module is train or summary(workdir)["loss"] == "none"  # there is no summary before training
+
+
+def test_summary_says_what_to_type_next():
+    alone, two = Ranks(torch.device("cpu")), Ranks(torch.device("cpu"), world_size=2)
+    after = "python generate.py best, or python convert_hf.py best hf_model"
+    assert next_commands("checkpoints", "finished", True, alone) == after
+    assert next_commands("a b", "stopped", False, alone) == "python train.py --resume latest --checkpoint_dir 'a b'"
+    after = "torchrun --nproc_per_node=2 train.py --resume latest"
+    assert next_commands("checkpoints", "stopped", True, two) == after
+    assert next_commands("checkpoints", "failed", True, alone) == ""  # its last line says what to do
