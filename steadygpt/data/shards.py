@@ -59,19 +59,20 @@ def token_dtype(vocab_size: int) -> np.dtype:
 def headerless_ids(path: object, raw: np.ndarray, vocab_size: int) -> np.ndarray:
     """View bytes (n,) of a file without a header as ids of token_dtype().
 
-    Raises: UserError when the first ones look like ids of another width.
+    Raises: UserError when they are no whole number, or the first ones look like ids of another width.
     """
-    dtype, sample = token_dtype(vocab_size), raw[: min(2**13, len(raw) // 64 * 64)]
+    dtype = token_dtype(vocab_size)
+    if len(raw) % dtype.itemsize:
+        raise UserError(f"{path}: {len(raw)} bytes is not a whole number of {dtype.name} token ids; copy it again")
+    sample = raw[: min(2**13, len(raw) // 64 * 64)]
     low, *upper = np.quantile(sample.view("<u2").reshape(-1, 4), 0.9, axis=0) if len(sample) else [0] * 4
     # The upper halves of wider ids are nearly all small.
     seen = "uint16" if 16 * max(upper[::2]) > low else "uint32" if any(upper[1:]) else "uint64"
-    ids, found = sample.view(dtype), f"{len(raw):,} bytes" if len(raw) % dtype.itemsize else ""
+    ids = sample.view(dtype)
     if low and seen != dtype.name and ((ids >= vocab_size).any() or np.quantile(ids[1::2], 0.9) == 0):
-        found = f"ids that look like {seen}"
-    if found:
         raise UserError(
-            f"{path}: found {found}, without a header; expected {dtype.name}, because the vocabulary has "
-            f"{vocab_size:,} ids. Name the tokenizer that wrote them with --tokenizer, or save them with a header, "
+            f"{path}: found ids that look like {seen}, without a header; expected {dtype.name}, because the vocabulary "
+            f"has {vocab_size:,} ids. Name the tokenizer that wrote them with --tokenizer, or save them with a header, "
             f"numpy.save({str(path).removesuffix('.bin')!r}, numpy.fromfile({str(path)!r}, {seen!r}).astype('u4')), "
             "and remove this file"
         )

@@ -142,7 +142,7 @@ BAD = np.array([*range(200), 257, 3])
         ("a.npz", npz(ids=BAD), "a.npz: holds token id 257, outside the vocabulary of 257; name the tokenizer"),
         ("a.npz", npz(ids=BAD - 1 - 2 * BAD), "a.npz: holds token id -1, outside the vocabulary"),
         ("a.bin", BAD.astype("<u2").tobytes(), "a.bin: holds token id 257, outside"),
-        ("a.bin", b"123", "a.bin: found 3 bytes, without a header; expected uint16"),
+        ("a.bin", b"123", "a.bin: 3 bytes is not a whole number of uint16 token ids"),
         ("a.bin", LLMC[:-2], "a.bin: cannot be read, ValueError: the file ends before its array"),
         ("a.npz", npz(ids=IDS / 2), r"a.npz: ids: holds float64 of shape \(5000,\); expected one row or rows of int"),
         ("a.npz", npz(ids=IDS.reshape(5, 10, 100)), r"holds int64 of shape \(5, 10, 100\); expected one row or rows"),
