@@ -24,10 +24,11 @@ import torch
 
 from dataloader import Data, recorded_sources, tokenizer_of
 from model import GPT
+from steadygpt import git_commit
 from steadygpt.base.options import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.base.progress import ProgressBar
 from steadygpt.base.text import counted
-from steadygpt.checkpoint.files import checkpoint_files, git_commit, intact_checkpoints, read_checkpoint
+from steadygpt.checkpoint.files import checkpoint_files, intact_checkpoints, read_checkpoint
 from steadygpt.checkpoint.mirror import Mirror
 from steadygpt.config import TrainConfig
 from steadygpt.data.tokenizer import TokenizerRecord

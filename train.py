@@ -30,10 +30,11 @@ from dataloader import BatchLoader, Data, Mixture, Rows, RowStream, Spread, open
 from generate import sample_texts
 from model import GPT, GPTConfig
 from optim import make_optimizer, skips_on_device, update_unless
+from steadygpt import git_commit
 from steadygpt.base.options import run_cli, shown_options
 from steadygpt.base.retry import brief
 from steadygpt.base.text import counted
-from steadygpt.checkpoint.files import FORMAT_VERSION, Captured, TrainState, check_weights, git_commit
+from steadygpt.checkpoint.files import FORMAT_VERSION, Captured, TrainState, check_weights
 from steadygpt.checkpoint.host_copy import HostCopy, fill, restore_optimizer
 from steadygpt.checkpoint.saves import Saves
 from steadygpt.checkpoint.table import print_checkpoints

@@ -548,18 +548,18 @@ def loss_text(loss: float | None) -> str:
 
 
 def draw(studies: Sequence[Study], file: Path) -> None:
-    """Draw the mean of the final runs and the range over their seeds, a row for each scale.
+    """Draw the mean of the final runs and the range over their seeds, against the tokens of each scale.
 
-    The left column has the tokens. The right one has the time, if it was measured. An arrow leads from where GPT-2 ends
-    to where the recipe reaches that loss.
+    Below them is the time, if it was measured: side by side, the letters would be too small for a phone. An arrow leads
+    from where GPT-2 ends to where the recipe reaches that loss.
     """
     from matplotlib import pyplot
 
     picture.set_style(14)
     columns = 2 if any(study.seconds() for study in studies) else 1
-    size = (5.5 * columns, 4.6 * len(studies))
-    figure, grid = pyplot.subplots(len(studies), columns, figsize=size, layout="constrained", squeeze=False)
-    for study, row in zip(studies, grid, strict=True):
+    size = (6.5, 4 * columns * len(studies))
+    figure, grid = pyplot.subplots(columns * len(studies), 1, figsize=size, layout="constrained", squeeze=False)
+    for study, row in zip(studies, grid.reshape(len(studies), columns), strict=True):
         scale, seconds, labels = study.scale, study.seconds(), dict(SIDES)  # the first curve of a side takes its label
         million_tokens = scale.rows * scale.context * scale.micro_steps / 1e6
         minutes = {side: statistics.median(found) / 60 for side, found in seconds.items()}
@@ -583,7 +583,7 @@ def draw(studies: Sequence[Study], file: Path) -> None:
             row[0].legend()
         mark_savings(row[0], study, million_tokens, 1.0, "fewer tokens")
         if columns == 2:
-            row[1].set(xlabel="minutes of training")
+            row[1].set(ylabel="validation loss", xlabel="minutes of training")
         if minutes.keys() >= {"gpt2", "modern"}:
             slower = statistics.median(ratios(seconds, "modern", "gpt2"))
             mark_savings(row[1], study, minutes["gpt2"], slower, "less time")
@@ -619,7 +619,7 @@ def draw_rates(studies: Sequence[Study], file: Path) -> None:
     from matplotlib import pyplot
 
     picture.set_style(14)
-    figure, row = pyplot.subplots(1, 2, figsize=(11, 4.8), layout="constrained", sharey=True)
+    figure, row = pyplot.subplots(2, 1, figsize=(6.5, 8.5), layout="constrained", sharey=True)
     colours = (picture.BLUE, picture.ORANGE, picture.GREEN, picture.RED, picture.GREY)
     for study, colour in zip(studies, cycle(colours)):
         losses = {run: loss for run in study.sweep() if run.side == "modern" and (loss := study.loss(run)) is not None}
@@ -635,11 +635,10 @@ def draw_rates(studies: Sequence[Study], file: Path) -> None:
             rates = sorted(points)
             above = [points[rate] - min(points.values()) for rate in rates]
             axes.plot(rates, above, "o-", color=colour, linewidth=1.8, label=label)
-            axes.set(xscale="log", xlabel=f"--{name}")
+            axes.set(xscale="log", xlabel=f"--{name}", ylabel="validation loss above the lowest")
             axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
             axes.minorticks_off()
             axes.axvline(of_recipe, color=picture.LINE, zorder=0)
-    row[0].set_ylabel("validation loss above the lowest")
     row[0].legend()
     picture.save(figure, file)
 

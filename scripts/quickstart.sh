@@ -6,8 +6,8 @@ set -euo pipefail
 for flag in "$@"; do
     case $flag in
         -h | --help) sed -n '2,/^set /s/^# //p' "$0"; exit ;;
-        --config* | --checkpoint?dir* | --dry?run* | --eval?only*)
-            echo "error: ${flag%%=*}: quickstart.sh sets it; pass it to train.py instead" >&2
+        --config* | --checkpoint?dir* | --dry?run* | --eval?only* | --version)
+            echo "error: ${flag%%=*}: not accepted by quickstart.sh; pass it to train.py instead" >&2
             exit 2
     esac
 done

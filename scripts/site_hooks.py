@@ -1,10 +1,17 @@
-"""The hook of the documentation site (mkdocs.yml)."""
+"""The hooks of the documentation site (mkdocs.yml)."""
 
 import re
 
 OUTSIDE = re.compile(r"\]\(\.\./([^)]+)\)")
+INLINE_CODE = re.compile(r"(?<!</span>)<code>([^<]*)</code>")  # blocks have an empty span before it
+WORD = re.compile(r"(?<=[\s>])[^\s<>]{1,32}(?=[\s<])")  # a longer one may be wider than a phone
 
 
 def on_page_markdown(markdown: str, page, config, **_) -> str:
     """Let links to files outside docs/ lead to the repository."""
     return OUTSIDE.sub(rf"]({config.repo_url}/blob/main/\1)", markdown)
+
+
+def on_page_content(html: str, **_) -> str:
+    """Mark the words of inline code, which docs/site.css keeps on one line."""
+    return INLINE_CODE.sub(lambda code: WORD.sub(r'<span class="word">\g<0></span>', code[0]), html)

@@ -9,5 +9,6 @@ scripts/setup.sh test
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy
-NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet --site-dir .venv/site
+# Without --quiet: it hides the warnings, and then --strict does not count them.
+site=$(NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --site-dir .venv/site 2>&1) || { echo "$site"; exit 1; }
 exec .venv/bin/python -m pytest -q -n 4 --dist worksteal --durations=10 "$@"

@@ -1,1 +1,22 @@
 """The machinery of SteadyGPT: everything that train.py, model.py, dataloader.py and config.py rely on."""
+
+import subprocess
+from functools import cache
+
+__version__ = "0.9.0"
+
+
+@cache
+def git_commit() -> str:
+    """Return the commit of this checkout, with "+" if files have changed since; "" outside a checkout."""
+    git = ["git", "-C", __path__[0], "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def version_text() -> str:
+    """Return the version and, in a checkout, the beginning of its commit."""
+    commit = git_commit()
+    return __version__ + f", commit {commit[:12]}{commit[40:]}" * bool(commit)

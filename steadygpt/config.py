@@ -236,7 +236,7 @@ class TrainConfig(GPTConfig):
     eval_tokens: int = option(10485760, "validation tokens to use, spread evenly over the split", "evaluation",
                               at_least=1)
     eval_tasks: str = option("hellaswag", EXPECTED, "evaluation")
-    hellaswag_freq: int = option(250, "steps between evaluations of eval_tasks; 0 = off", "evaluation")
+    hellaswag_freq: int = option(500, "steps between evaluations of eval_tasks; 0 = off", "evaluation")
     sample_freq: int = option(250, "steps between text samples; 0 = off", "evaluation")
     sample_prompt: str = option("", "prompt of the text samples (default: the start of a document)", "evaluation")
     eval_only: bool = option(False, "evaluate a checkpoint (--resume; default: latest) or the weights of "

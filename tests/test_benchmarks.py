@@ -16,7 +16,7 @@ import pytest
 import torch
 from conftest import REPO
 
-from benchmarks import cast, gpu_suite, kill_curve, picture
+from benchmarks import cast, gpu_suite, kill_curve, picture, quickstart_curve
 from benchmarks.compare import pairs_of_equal_precision, plot, report
 from benchmarks.gpu_suite import Row
 from benchmarks.kill_curve import Kill, kill_instants
@@ -103,6 +103,19 @@ def test_a_cast_is_an_svg_without_scripts_and_requires_equal_repeated_steps():
     assert cast.step_of(first["lines"][1]) == -1 and cast.step_of(step) == 7
     with pytest.raises(SystemExit):
         cast.draw({"lives": [first, {"lines": [step, "warning: repeated step 7 has loss 1"], "pid": 43}]})
+
+
+def test_the_curve_of_the_quickstart_has_the_time_since_its_start(tmp_path):
+    records = [{"step": 0, "time": 100.0, "start": {}}, {"step": 0, "time": 101.0, "loss": 5.5}]
+    records += [{"step": 5, "time": 130.0, "cpu_percent": 9.0}, {"step": 10, "time": 160.0, "loss": 2.5}]
+    records += [{"step": 10, "time": 163.0, "val_loss": 2.6}]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    curve = quickstart_curve.read_curve(tmp_path / "metrics.jsonl")
+    assert curve.losses == {0: 5.5, 10: 2.5} and curve.val_losses == {10: 2.6}
+    assert (curve.seconds[0], curve.seconds[10]) == (1.0, 63.0)
+    pytest.importorskip("matplotlib")
+    quickstart_curve.draw(curve, tmp_path / "curve.svg")
+    assert "prefers-color-scheme:dark" in (tmp_path / "curve.svg").read_text()
 
 
 def test_killed_runs_are_drawn_from_the_file_of_their_losses(tmp_path, monkeypatch):

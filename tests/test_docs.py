@@ -1,14 +1,20 @@
 """Statements of the documentation that the code or another page contradicts easily."""
 
+import json
 import re
+import shutil
+import subprocess
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
 import options_page
+import pytest
+import site_hooks
 from conftest import REPO
 from record import TEST
 
+from steadygpt import __version__
 from steadygpt.checkpoint.files import FORMAT_VERSION
 
 
@@ -60,6 +66,11 @@ def test_the_table_of_faults_names_every_test_of_the_folder_and_none_that_does_n
     assert names_in(tests.glob("faults/test_*.py")) <= named <= names_in(tests.rglob("test_*.py"))
 
 
+def test_the_version_is_the_same_everywhere():
+    assert f"\nversion: {__version__}\n" in text("CITATION.cff")
+    assert f"\n## {__version__} (" in text("CHANGELOG.md")
+
+
 def test_the_address_of_the_repository_is_the_same_everywhere():
     [address] = re.findall(r"^repo_url: (\S+)$", text("mkdocs.yml"), re.MULTILINE)
     pages = ["README.md", "pyproject.toml", "docs/index.md", "docs/install.md"]
@@ -71,3 +82,64 @@ def test_the_page_of_options_has_those_of_today():
     assert options_page.with_tables(text("docs/options.md")) == text("docs/options.md"), (
         "python -m scripts.options_page"
     )
+
+
+@pytest.mark.parametrize(("added", "says"), [
+    ("", ""),
+    ("[page](nowhere.md)", "nowhere.md"),
+    ("[part](data.md#nowhere)", "does not contain an anchor '#nowhere'"),
+])  # fmt: skip
+def test_the_check_of_the_site_prints_what_is_broken(added, says, tmp_path):
+    """The line of scripts/test.sh, in a copy of the pages."""
+    pytest.importorskip("material")
+    [check] = [line for line in text("scripts/test.sh").splitlines() if "mkdocs build" in line]
+    shutil.copytree(REPO / "docs", tmp_path / "docs")
+    shutil.copytree(REPO / "scripts", tmp_path / "scripts")
+    shutil.copy(REPO / "mkdocs.yml", tmp_path)
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv/bin").symlink_to(REPO / ".venv/bin")
+    with open(tmp_path / "docs/index.md", "a") as page:
+        page.write(f"\n{added}\n")
+    command = ["bash", "-euo", "pipefail", "-c", check]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode == 0) == (not added), done.stdout + done.stderr
+    assert says in done.stdout and bool(done.stdout) == bool(added)
+
+
+def test_words_of_inline_code_do_not_break_on_a_phone():
+    """Except very long ones. Blocks of code are left alone."""
+    block = "<pre><span></span><code>python train.py --mix a</code></pre>"
+    shown = site_hooks.on_page_content(f"<code>--mix a/b</code> <code>{'x' * 33}</code> {block}")
+    word = '<span class="word">{}</span>'.format
+    assert shown == f"<code>{word('--mix')} {word('a/b')}</code> <code>{'x' * 33}</code> {block}"
+
+
+def test_the_notebook_is_stored_with_the_outputs_of_its_commands():
+    cells = json.loads(text("docs/quickstart.ipynb"))["cells"]
+    last = {"exit status -9": "the kill", "bit for bit the same losses": "the resume", "class Queue:": "the sample"}
+    shown = "".join(line for cell in cells for output in cell.get("outputs", []) for line in output.get("text", []))
+    assert not [what for words, what in last.items() if words not in shown]
+    assert not re.search(r"/(home|tmp|root|work)/|\\x1b|\r", shown)
+
+
+def anchors(page: str) -> set[str]:
+    """Return the anchors that GitHub gives the headings of a page, and those that it names itself."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain} | set(
+        re.findall(r'<a id="([^"]+)">', page)
+    )
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/RESULTS.md"]
+    + [f"docs/{path.name}" for path in sorted((REPO / "docs").glob("*.md"))]
+)  # fmt: skip
+def test_links_of_a_page_lead_somewhere_on_github(page):
+    """Also those that leave docs/, which mkdocs does not check."""
+    links = re.findall(r"\]\(([^)\s]+)\)", text(page))
+    for link in (link for link in links if not re.match(r"https?:", link)):
+        target, _, anchor = link.partition("#")
+        file = (REPO / page).parent / target if target else REPO / page
+        assert file.exists(), link
+        assert not anchor or file.suffix != ".md" or anchor in anchors(file.read_text()), link

@@ -19,6 +19,8 @@ from functools import cache
 from io import TextIOWrapper
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
+from steadygpt import version_text
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
@@ -212,6 +214,7 @@ def _parser(options: type, description: str) -> argparse.ArgumentParser:
     words += ["[--config NAME]"] * ("config" in options_of(options)) + ["[--flag value ...]"]
     usage = " ".join(["%(prog)s", *words])
     cli = _Parser(usage=usage, description=description, argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    cli.add_argument("--version", action="version", version=f"SteadyGPT {version_text()}")
     groups: dict[str, Any] = {}
     for name, f in options_of(options).items():
         about, kind = f.metadata, kind_of(f)

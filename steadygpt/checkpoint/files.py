@@ -14,12 +14,10 @@ import json
 import os
 import pickle
 import re
-import subprocess
 import sys
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -82,18 +80,6 @@ class Captured:
         if self.copied is not None:
             self.copied.synchronize()
         return self.content
-
-
-@cache
-def git_commit() -> str:
-    """Return the commit of this checkout, with "+" if files have changed since; "" outside a checkout."""
-    git = ["git", "-C", str(Path(__file__).resolve().parent)]
-    try:
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run([*git, "diff", "--quiet", "HEAD"], capture_output=True).returncode
-        return commit + "+" * bool(changed)
-    except (OSError, subprocess.CalledProcessError):
-        return ""
 
 
 def check_weights(weights: dict, model: nn.Module, ranks: Ranks) -> None:

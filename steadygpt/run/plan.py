@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from steadygpt import version_text
 from steadygpt.base.disk import existing
 from steadygpt.base.options import UserError
 from steadygpt.base.text import bytes_text, counted, labelled
-from steadygpt.checkpoint.files import git_commit
 from steadygpt.checkpoint.saves import interval_text
 from steadygpt.config import FINEWEB_EDU_TOKENS
 from steadygpt.data.order import BLOCK_ROWS
@@ -58,7 +58,7 @@ class Plan:
         T, world_size, micro_steps = config.context_length, ranks.world_size, config.grad_accum_steps(ranks.world_size)
         memory, host = estimate_memory(config, sketch, ranks)
         epochs = schedule.epochs(schedule.max_steps * schedule.rows_per_step)
-        commit, checkpoint = git_commit(), checkpoint_bytes(sketch, config.optimizer)
+        checkpoint = checkpoint_bytes(sketch, config.optimizer)
         emulated = ", emulated slowly" * (config.precision == "fp8" and ranks.device.type != "cuda")
         dtype = AUTOCAST.get(config.precision, torch.float32)
         kernel = kernel_name((1, config.num_heads, T, sketch.config.head_size), dtype, ranks.device, config.dropout)
@@ -75,8 +75,7 @@ class Plan:
             length += f" (1 epoch = {per_epoch:,{'.0f' if per_epoch >= 10 else '.2f'}} steps)"
         sharding = f", {config.sharding}" * (world_size > 1 or config.sharding == "fsdp")
         lines = [
-            ("version", f"{f'commit {commit[:12]}{commit[40:]}, ' * bool(commit)}torch {torch.__version__}, "
-             f"Python {platform.python_version()}"),
+            ("version", f"{version_text()}, torch {torch.__version__}, Python {platform.python_version()}"),
             ("model", f"{sketch.num_parameters() / 1e6:,.2f} M parameters: {counted(config.num_layers, 'layer')}, "
              f"{counted(config.num_heads, 'head')}, {config.embd_size:,} wide, context {T:,}, "
              f"vocabulary {data.vocab_size:,} ({data.tokenizer})"),

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from steadygpt import git_commit
 from steadygpt.base.options import UserError, options_of, shown_options
 from steadygpt.base.text import labelled
-from steadygpt.checkpoint.files import git_commit
 from steadygpt.data.order import BLOCK_ROWS, Phase, shares_of_block
 from steadygpt.data.shards import Recorded
 from steadygpt.machine.device import device_name

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 from conftest import REPO
 
+from steadygpt import __version__, git_commit
 from steadygpt.base.options import option, parse_options
 
 
@@ -89,3 +90,23 @@ def test_a_rank_that_raises_leaves_at_once():
 def test_only_an_error_that_local_rank_0_lacks_is_printed_by_another_rank(kind, printed):
     program = f"def main():\n raise {kind}('no memory')\nrun_cli(main)"
     assert run(program, LOCAL_RANK="1") == (2, "", printed)
+
+
+@pytest.mark.parametrize("command", ["train.py", "prepare_dataset.py"])
+def test_version_is_one_line_with_the_commit(command):
+    done = subprocess.run([sys.executable, REPO / command, "--version"], capture_output=True, text=True, timeout=60)
+    commit = f", commit {git_commit()[:12]}" if git_commit() else ""
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.rstrip("+\n") == f"SteadyGPT {__version__}{commit}"
+
+
+def test_an_incomplete_installation_is_refused_in_one_line(tmp_path):
+    """`pip install .` builds a wheel, which has no train.py; `pip install -e .` builds none."""
+    pytest.importorskip("setuptools", minversion="77")
+    for name in ("setup.py", "pyproject.toml", "README.md", "steadygpt"):
+        (tmp_path / name).symlink_to(REPO / name)
+    words = [sys.executable, "setup.py", "--quiet", "bdist_wheel"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: SteadyGPT runs from a clone")
+    assert list(tmp_path.rglob("*.whl")) == []

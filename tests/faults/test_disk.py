@@ -16,6 +16,7 @@ from conftest import assert_same_state, load, scalars
 from harness import Run, folders, refusal, run_to_end
 from injected import fail_save, signal_at
 
+from steadygpt import __version__
 from steadygpt.checkpoint.files import checkpoint_files, read_checkpoint
 
 FLAGS = "--max_steps 4000 --checkpoint_freq 20 --keep_checkpoints 3 --steps_per_epoch 9999 --dropout 0.1".split()
@@ -187,7 +188,7 @@ def test_files_after_100_saves_with_keep_checkpoints_3(workdir):
     assert (epoch["step"], epoch["rows_consumed"]) == (93, 372)  # the first step after 370 rows
     assert epoch["epoch"] == pytest.approx(372 / 74)
     assert re.fullmatch(r"[0-9a-f]{40}\+?", commit := epoch["git_commit"])
-    assert f"version      commit {commit[:12]}" in Path("run/logs/log.txt").read_text()
+    assert f"version      {__version__}, commit {commit[:12]}" in Path("run/logs/log.txt").read_text()
 
 
 def test_saves_by_the_clock_go_to_latest_and_its_backup_only(workdir):

@@ -7,9 +7,10 @@ import pytest
 import torch
 from conftest import run_here
 
+import train
 from model import GPT
 from steadygpt.base.text import duration_text
-from steadygpt.config import TrainConfig
+from steadygpt.config import PRESETS, TrainConfig
 from steadygpt.machine.ranks import Ranks
 from steadygpt.run import forecast as forecasts
 from steadygpt.run.forecast import forecast, measure_step_s, work_per_token
@@ -141,3 +142,12 @@ def test_dry_run_measures_the_steps_that_are_left_and_writes_nothing(workdir, mo
         )
         assert "\ncost         " in out
     assert sorted(workdir.rglob("*")) == before
+
+
+@pytest.mark.parametrize("preset", sorted(path.stem for path in PRESETS.glob("*.toml")))
+def test_evaluations_of_a_preset_cost_at_most_3_percent(preset, tmp_path, monkeypatch, capsys):
+    """Of training on one process, on FineWeb-Edu where the preset does not say how long it trains."""
+    monkeypatch.chdir(tmp_path)
+    train.main(["--config", preset, "--device", "cpu", "--steps_per_epoch", "18795", "--dry_run"])
+    [share] = re.findall(r"([\d.]+)% for evaluation", capsys.readouterr().out)
+    assert 0.5 <= float(share) <= 3

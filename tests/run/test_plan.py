@@ -102,7 +102,7 @@ def test_plan_of_a_known_number_of_steps_needs_no_data(tmp_path, monkeypatch, ca
     assert "at most 9 in checkpoints: 82.1 GB, plus one per epoch (epoch length unknown until data exists); " in plan
     assert "x 1 rank x 128 micro-steps); warm-up 2,000 steps\n" in plan
     assert (
-        "time         unknown on this device; run --dry_run measure (100,000 steps, plus 1.5% for evaluation)" in plan
+        "time         unknown on this device; run --dry_run measure (100,000 steps, plus 1.4% for evaluation)" in plan
     )
     assert list(tmp_path.iterdir()) == []
     assert run_here("--dry_run", "--data_dir", "nowhere", "--tokenizer", "bytes") == 0
