@@ -128,6 +128,19 @@ class RowStream(Rows):
         return shard, row * self.context_length
 
 
+class Spread(Rows):
+    """Rows of a stream that are spread evenly over an epoch, `count` of them, in order."""
+
+    def __init__(self, stream: RowStream, count: int):
+        self.stream, self.count, self.block_rows = stream, count, min(BLOCK_ROWS, count)
+        self.context_length, self.tokens = stream.context_length, stream.tokens
+
+    def find_block(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        places = np.arange(number * self.block_rows, (number + 1) * self.block_rows)
+        shard, row = self.stream.locate(places * self.stream.rows_per_epoch // self.count)
+        return shard, row * self.context_length
+
+
 class Mixture(Rows):
     """The rows of a phase, by their positions in the run, from the first row of the phase on.
 
@@ -207,7 +220,9 @@ class BatchLoader:
         if not self.ready:
             self._submit()
             self.ready.extend(self.pending.popleft().result())
-        rows = self.ready.popleft().to(self.device, non_blocking=True)
+        rows = self.ready.popleft()
+        # Pageable memory could be reused while it is copied (on MPS); CUDA keeps pinned memory until the copy is done.
+        rows = rows.to(self.device, non_blocking=rows.is_pinned())
         return rows[:, :-1], rows[:, 1:]
 
     def close(self) -> None:
@@ -297,9 +312,11 @@ def open_data(
     val_sets = find_val_sets(config, [*found.values()], first_set, known) if config.eval_freq else []
     record, vocab_size = tokenizer_of([*found.values(), *val_sets], config.tokenizer, saved)
     seed, shuffled = config.seed, (config.shuffle_shards, config.shuffle_rows)
+    found = {name: shards.for_vocab(vocab_size) for name, shards in found.items()}
     sources = tuple(
         Source(shards, RowStream(shards.shards, T, seed, *shuffled), places[name][1]) for name, shards in found.items()
     )
+    val_sets = [shards.for_vocab(vocab_size) for shards in val_sets]
     return Data(sources, tuple(Source(s, RowStream(s.shards, T)) for s in val_sets), record, vocab_size)
 
 
@@ -319,7 +336,7 @@ def recorded_sources(entry: Mapping[str, Any], step: int, known: Mapping[str, Se
                 f"{folder}: no such folder here, but step {step:,} trained on its shards; start in the folder where "
                 "training did, or put a link to their new place there"
             )
-        shards = ShardSet.find(name, folder, "train")
+        shards = ShardSet.find(name, folder, "train").for_vocab(options["vocab_size"])
         checked = check_shards(shards.shards, shards.manifest, any_id, known.get(shards.key, ()))
         if (found := identity_of(sha for *_, sha in checked)) != identity:
             raise UserError(

@@ -136,6 +136,7 @@ def look_at_folder(options: LookOptions) -> None:
     sets = [ShardSet.find(split, options.folder, split) for split in names]
     record, _ = tokenizer_of(sets, options.tokenizer, saved=None)
     tokenizer = load_tokenizer(record, folder)
+    sets = [found.for_vocab(tokenizer.n_vocab) for found in sets]
     for found in sets:
         check_shards(found.shards, found.manifest, tokenizer.n_vocab)
     splits = {found.split: found.shards for found in sets}

@@ -61,13 +61,18 @@ DESCRIPTION = (
     "default, 10 B tokens of FineWeb-Edu, downloads 27 GB and needs 24 GB of disk at peak, 20 GB afterwards, and "
     "0.5 GB of memory plus 0.14 GB per worker. After an interruption, run the same command again to resume."
 )
-FORMAT_VERSION = 4  # unfinished preparations of other versions cannot be resumed
+FORMAT_VERSION = 5  # unfinished preparations of other versions cannot be resumed
 NEXT = (*Position._fields, "skip_tokens", "text_bytes")
 BATCH_BYTES = 2**20  # the smallest batch of a worker
 IN_USE = "wait until it has finished, or use a different --out"
 DOWNLOADS = ".download"  # in the folder of the shards
 NAMED_SKIPS = 5  # skipped rows that are named on stderr; empty ones are only counted
 VAL_BYTES = 400_000_000  # of text in val, at most; then the document or line is completed
+# What other programs call our options; "" is a word without a flag.
+ELSEWHERE = dict.fromkeys(("", "input", "data", "file", "path"), "--source {}; quote a glob: '*.txt'")
+ELSEWHERE |= dict.fromkeys(("dataset", "dataset_name"), "--source hf:{} for the Hugging Face Hub, or --source {}")
+ELSEWHERE |= dict.fromkeys(("output", "output_dir", "out_dir"), "--out {}")
+ELSEWHERE |= {"vocab_size": "--tokenizer bpe:{}", "num_proc": "--num_workers {}"}
 SMALL_TOKENS = 50_000_000  # below this, the proposed next command trains the quickstart's model
 
 
@@ -129,6 +134,7 @@ class Encoded(NamedTuple):
     skipped: list[tuple[Position, str]]  # rows and the reasons
     text_bytes: int = 0
     val_ends: Sequence[tuple[int, int]] = ()  # where val may end: how many ids and bytes of text come before
+    spelled: int = 0  # how often texts contain the characters of the document token
 
 
 def encode(
@@ -142,8 +148,9 @@ def encode(
         record: of the tokenizer, whose file is in the folder `out`, if it has one.
         val_bytes: the least text in the val split; 0 if --val_tokens decides where it ends.
 
-    The val split may end before each document and, in one of more than val_bytes, at the first end of a line from that
-    byte on or where a later piece begins. No token crosses such a place, so it is the same for every tokenizer.
+    The val split may end before each document and, in one of more than val_bytes, where cut_document() cuts before
+    three times as many, so that it has at most a tenth of the text, or where a later piece begins. No token crosses
+    such a place, so it is the same for every tokenizer.
 
     Raises: UserError when a document cannot be read.
     """
@@ -153,7 +160,7 @@ def encode(
     tokenizer = load_tokenizer(record, out)
     begin = np.array([tokenizer.document_id], np.uint32)
     ids, skipped, documents, repaired = [begin[:0]], [], 0, 0
-    num_ids, text_bytes, val_ends, val_bytes = 0, 0, [], val_bytes or sys.maxsize
+    num_ids, text_bytes, spelled, val_ends, val_bytes = 0, 0, 0, [], val_bytes or sys.maxsize
     for chunk in batch:
         for row, text, is_begin in read_documents(chunk, text_field):
             if not isinstance(text, str):
@@ -164,8 +171,9 @@ def encode(
             clean = repair(text)
             repaired += clean.count("\ufffd") - text.count("\ufffd") if clean is not text else 0
             documents += is_begin
+            spelled += clean.count(tokenizer.document_token)
             offset = 0 if is_begin else chunk.at.offset  # in the document
-            for piece in cut_document(clean, val_bytes - offset):
+            for piece in cut_document(clean, val_bytes - offset, 3 * val_bytes - offset):
                 if is_begin or offset >= val_bytes:
                     val_ends.append((num_ids, text_bytes))
                 ids += [begin] * is_begin
@@ -173,7 +181,7 @@ def encode(
                 num_ids, size = num_ids + is_begin + len(ids[-1]), len(piece.encode())
                 is_begin, offset, text_bytes = False, offset + size, text_bytes + size
     all_ids = np.concatenate(ids).astype(token_dtype(vocab_size))
-    return Encoded(all_ids, documents, repaired, skipped, text_bytes, val_ends)
+    return Encoded(all_ids, documents, repaired, skipped, text_bytes, val_ends, spelled)
 
 
 def gather_batches(chunks: Iterable[Chunk]) -> Iterator[Batch]:
@@ -268,6 +276,7 @@ class Manifest:
     dtype: str
     documents: int = 0
     repaired: int = 0
+    spelled: int = 0
     skipped: dict[str, int] = field(default_factory=dict)  # reason -> rows
     tokens: int = 0
     shards: list[dict[str, Any]] = field(default_factory=list)
@@ -382,6 +391,8 @@ class Manifest:
         notes += [f"{count:,} skipped ({reason})" for reason, count in self.skipped.items()]
         if self.repaired:
             notes.append(f"{counted(self.repaired, 'invalid character')} replaced")
+        if self.spelled:
+            notes.append(f"{self.spelled:,} {self.document_token} inside texts encoded as text")
         return ", ".join([*notes, f"{num_tokens:,} tokens"])
 
 
@@ -398,7 +409,7 @@ def write_shards(
     """
     buffer = np.empty(manifest.shard_size, manifest.dtype)
     filled, taken, text_bytes = 0, manifest.next["skip_tokens"], manifest.next["text_bytes"]
-    for batch, (ids, documents, repaired, skipped, text_bytes_here, val_ends) in encoded:
+    for batch, (ids, documents, repaired, skipped, text_bytes_here, val_ends, spelled) in encoded:
         if manifest.val_tokens is None:  # val ends at the first place from val_bytes on, perhaps in this batch
             ends = [count for count, num_bytes in val_ends if text_bytes + num_bytes >= manifest.val_bytes]
             manifest.val_tokens = manifest.tokens + filled - taken + ends[0] if ends else None
@@ -416,6 +427,7 @@ def write_shards(
         # Counted after the save above, because a resumed run starts with this batch and counts it again.
         manifest.documents += documents
         manifest.repaired += repaired
+        manifest.spelled += spelled
         manifest.skipped = Counter(manifest.skipped) + Counter(reason for _, reason in skipped)
         taken = max(0, taken - len(ids))  # a resumed run may have smaller batches
         text_bytes += text_bytes_here
@@ -449,7 +461,7 @@ def parse_args(argv: Sequence[str] | None) -> PrepareOptions:
 
     Raises: UserError.
     """
-    options = parse_options(PrepareOptions, argv, DESCRIPTION)
+    options = parse_options(PrepareOptions, argv, DESCRIPTION, ELSEWHERE)
     name = options.name or default_name(options.source)
     if not re.fullmatch(r"[\w.-]+", name):
         raise OptionError("name", repr(name), "only letters, digits and . _ -")
@@ -478,7 +490,13 @@ def expected(source: Source, manifest: Manifest, out: Path) -> tuple[float, floa
     read = sum(source.sizes[first : batch[-1].at.file]) + batch[-1].end if batch else 0
     if not (read and total):
         return None
-    found = manifest.encoder(out)(batch)
+    found, token = manifest.encoder(out)(batch), manifest.document_token
+    if found.spelled:
+        code = f"import json, sys; [print(json.dumps({{'text': t}})) for t in sys.stdin.read().split({token!r})]"
+        say(
+            f"{source.names[first]}: contains {token}, which is encoded as text. If it separates documents, write each "
+            f'as a line of JSON: python -c "{code}" < TEXT > documents.jsonl'
+        )
     reasons = {reason for _, reason in found.skipped if "not a string" in reason}
     if reasons and not found.documents:
         raise UserError(
@@ -585,6 +603,8 @@ def prepare(options: PrepareOptions, out: Path) -> Manifest:
                 f"{out}: prepared with {manifest.files} of {source.name}, but now found {source.fingerprint()}; "
                 f"restore the files, use a different --out, or empty {out}"
             )
+        if not (manifest and manifest.complete):
+            source.check(options.text_field)
         manifest = manifest or Manifest.begin(options, source, out)
         if not manifest.complete:
             if found := expected(source, manifest, out):
@@ -624,7 +644,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = shlex.quote(out.absolute().name)
         flags = f"--config quickstart {flags} --checkpoint_dir checkpoints/{run} --logdir logs/{run}"
     print(
-        f"{manifest.counts(manifest.tokens)}\n{counted(splits['val'], 'val shard')} and "
+        f"{manifest.counts(manifest.tokens)}\n{counted(splits['val'], 'val shard')} "
+        f"({sum(s['tokens'] for s in manifest.shards if s['split'] == 'val') / manifest.tokens:.1%} of the tokens) and "
         f"{counted(splits['train'], 'train shard')} in {out} ({time.monotonic() - start_s:.1f} s)\n"
         f"next: python train.py {flags}"
     )

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hellaswag_eval
 from convert_hf import check_fits, read_weights
-from dataloader import BatchLoader, Data, Mixture, Rows, RowStream, open_data
+from dataloader import BatchLoader, Data, Mixture, Rows, RowStream, Spread, open_data
 from generate import sample_texts
 from model import GPT, GPTConfig
 from optim import make_optimizer, skips_on_device, update_unless
@@ -212,7 +212,7 @@ def train_step(run: Run, batches: BatchLoader) -> Pending:
 
 
 def validate(run: Run, val: RowStream) -> dict[str, float]:
-    """Return the loss (val_loss) and the bits per byte (val_bpb) of the first eval_tokens tokens of a validation set.
+    """Return the loss (val_loss) and the bits per byte (val_bpb) of eval_tokens tokens, spread over a validation set.
 
     They do not depend on the number of ranks. Special tokens count in the loss, but not in the bits per byte, which
     are left out if no bytes are known.
@@ -224,7 +224,7 @@ def validate(run: Run, val: RowStream) -> dict[str, float]:
     rows_at_once = B * ranks.world_size
     known = torch.from_numpy(run.tokenizer.num_bytes) if run.tokenizer else torch.zeros(0, dtype=torch.int64)
     size_of = nn.functional.pad(known, (0, run.model.config.padded_vocab_size - len(known))).to(ranks.device)
-    with closing(run.batches(val)) as batches, evaluating(run.forward), run.autocast():
+    with closing(run.batches(Spread(val, rows))) as batches, evaluating(run.forward), run.autocast():
         for turn in range(math.ceil(rows / rows_at_once)):
             run.stop.check()
             inputs, targets = batches.next()

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from dataloader import BatchLoader, Data, open_data
+from dataloader import BatchLoader, Data, Spread, open_data
 from steadygpt.config import TrainConfig, parse_args
 from steadygpt.machine.device import native_precision
 from steadygpt.run.plan import validation_rows
@@ -128,7 +128,7 @@ def validate(config: TrainConfig, data: Data, forward, device: torch.device) -> 
     rows = data.val_sets[0].rows
     count = validation_rows(config, rows)
     at_once = math.gcd(count, config.mini_batch_size)  # equal batches, because nanochat returns the mean of each
-    with closing(BatchLoader(rows, at_once, device=device)) as batches:
+    with closing(BatchLoader(Spread(rows, count), at_once, device=device)) as batches:
         return statistics.mean(loss_of(forward, batches).item() for _ in range(count // at_once))
 
 

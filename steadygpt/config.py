@@ -234,7 +234,8 @@ class TrainConfig(GPTConfig):
                                      "its upload", "checkpoints")
 
     eval_freq: int = option(250, "steps between validations; 0 = off", "evaluation")
-    eval_tokens: int = option(10485760, "validation tokens to use, the same ones each time", "evaluation", at_least=1)
+    eval_tokens: int = option(10485760, "validation tokens to use, spread evenly over the split", "evaluation",
+                              at_least=1)
     eval_tasks: str = option("hellaswag", EXPECTED, "evaluation")
     hellaswag_freq: int = option(500, "steps between evaluations of eval_tasks; 0 = off", "evaluation")
     sample_freq: int = option(250, "steps between text samples; 0 = off", "evaluation")

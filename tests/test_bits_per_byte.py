@@ -85,6 +85,19 @@ def test_separators_count_in_the_loss_only():
     assert found["val_bpb"] == pytest.approx(of_text / math.log(2), rel=1e-5)
 
 
+def test_a_part_of_the_split_is_spread_over_it():
+    run = run_on(list("".join(TEXTS).encode())[:500], "bytes")
+    rows = torch.from_numpy(val_of(run).read(0, val_of(run).rows_per_epoch))
+    with torch.no_grad():
+        run.model.wte.weight.mul_(30)  # so that losses differ
+        losses = F.cross_entropy(run.model(rows[:, :-1]).transpose(1, 2), rows[:, 1:], reduction="none").mean(dim=1)
+    assert len(rows) == 31
+    run = replace(run, config=replace(run.config, eval_tokens=5 * run.config.context_length))
+    expected = losses[[0, 6, 12, 18, 24]].mean().item()
+    assert expected != pytest.approx(losses[:5].mean().item(), rel=0.005)
+    assert train.validate(run, val_of(run))["val_loss"] == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_run_records_them_beside_the_validation_loss(workdir):
     assert run_here("--eval_freq", "4", "--use_tensorboard", "--run_name", "tiny") == 0
     bits = metrics("logs", "val_bpb")

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dataloader
-from dataloader import BatchLoader, RowStream, open_data
+from dataloader import BatchLoader, RowStream, Spread, open_data
 from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig
 from steadygpt.data.order import key_of, permute
@@ -106,6 +106,35 @@ def test_rows_read_together_equal_rows_read_one_by_one(sizes, seed, start, count
     rows = stream(*sizes, seed=seed, shuffle_shards=True, shuffle_rows=True)
     one_by_one = [rows.read(start + i, 1)[0].tolist() for i in range(count)]
     assert rows.read(start, count).tolist() == one_by_one
+
+
+@given(shard_sizes, contexts, st.integers(1, 40), st.integers(0, 30))
+@settings(deadline=None)
+def test_a_part_of_the_rows_is_spread_over_all_of_them(sizes, context, count, start):
+    rows = stream(*sizes, context=context)
+    count = min(count, rows.rows_per_epoch)
+    whole, found = rows.read(0, rows.rows_per_epoch).tolist(), Spread(rows, count).read(0, count).tolist()
+    places = [whole.index(row) for row in found]
+    assert places == [number * len(whole) // count for number in range(count)]
+    assert Spread(rows, count).read(min(start, count - 1), 1).tolist() == [found[min(start, count - 1)]]
+    assert count < len(whole) or found == whole
+
+
+def test_only_pinned_memory_is_copied_without_waiting():
+    """A batch has the only reference to its rows, and their memory may be reused before the device has read it."""
+    loader, copied, copy = BatchLoader(stream(60), 2), [], torch.Tensor.to
+
+    def record(rows, device, non_blocking):
+        copied.append((rows.is_pinned(), non_blocking))
+        return copy(rows, device, non_blocking=non_blocking)
+
+    with mock.patch.object(torch.Tensor, "to", record):
+        loader.next()
+        loader.ready[0] = mock.Mock(is_pinned=lambda: True, to=lambda device, non_blocking: copied.append(non_blocking))
+        with pytest.raises(TypeError):  # the stand-in has no rows
+            loader.next()
+    loader.close()
+    assert copied == [(False, False), True]
 
 
 def test_data_order_is_the_same_in_every_release():
@@ -213,10 +242,12 @@ def test_damaged_shards_are_rejected(tmp_path):
         ("short.npy", content[:-7], "321 bytes", "100 tokens", "damaged"), ("long.npy", content + b"x", "damaged"),
         ("empty.npy", b"", "not a .npy file"), ("magic.npy", b"XXXXXX" + content[6:], "not a .npy file"),
         ("header.npy", content[:40], "not a .npy file"), ("other.bin", content, "magic number", "20240520"),
-        ("empty.bin", b"", "magic number"), ("train.bin", b"abc", "3 bytes", "uint16"),
+        ("empty.bin", b"", "magic number"),
     ]:  # fmt: skip
         (tmp_path / name).write_bytes(damaged)
         refused(lambda name=name: open_shard(tmp_path / name), name, *words)
+    (tmp_path / "train.bin").write_bytes(b"abc")
+    refused(lambda: ShardSet.find("", str(tmp_path), "train").for_vocab(257), "train.bin", "3 bytes", "uint16")
     for array in (np.zeros(9), np.zeros(9, np.float32), np.zeros((3, 3), np.uint16), np.zeros(9, np.uint8)):
         np.save(tmp_path / "array.npy", array)
         refused(lambda: open_shard(tmp_path / "array.npy"), "array.npy", str(array.dtype), "uint16")

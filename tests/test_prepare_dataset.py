@@ -1,5 +1,6 @@
 """Tests of prepare_dataset.py: output, resume, and reports of unusable input."""
 
+import codecs
 import gzip
 import hashlib
 import json
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import REPO
+from standin import CARD, parquet
 from test_tokenizer_json import byte_tokenizer
 
 import prepare_dataset
@@ -97,7 +99,7 @@ def test_shards_hold_every_document_after_end_of_text_and_are_not_written_twice(
     assert {path: path.stat().st_mtime_ns for path in (jsonl / "out").iterdir()} == before
     complete, read, found, next_command = capsys.readouterr().out.splitlines()
     assert (complete, read) == ("out: already complete", "40 documents, 1,680 tokens")
-    assert found.startswith("2 val shards and 16 train shards in out (")
+    assert found.startswith("2 val shards (8.9% of the tokens) and 16 train shards in out (")
     folders = "--data_dir out --checkpoint_dir checkpoints/out --logdir logs/out"
     assert next_command == f"next: python train.py --config quickstart {folders}"
 
@@ -118,16 +120,24 @@ def test_every_local_format_gives_the_same_tokens(tmp_path, monkeypatch):
     texts = ["first text", "zweiter Text: äöü", "third\r\ntext"]
     lines = "".join(json.dumps({"body": text}) + "\n" for text in texts)
     (tmp_path / "a.jsonl").write_text(lines)
-    for name in ("b.jsonl.gz", "c.json.gz"):
-        (tmp_path / name).write_bytes(gzip.compress(lines.encode()))
+    packed = {"zst": pyarrow.compress(lines.encode(), "zstd", asbytes=True), "gz": gzip.compress(lines.encode())}
+    for name in ("b.jsonl.gz", "c.json.gz", "e.jsonl", "f.ndjson.zst"):  # e.jsonl is packed too
+        (tmp_path / name).write_bytes(packed["zst" if name.endswith("zst") else "gz"])
+    (tmp_path / "g.json").write_text(lines)
+    (tmp_path / "h.ndjson").write_bytes(lines.encode("utf-16"))
     pyarrow.parquet.write_table(pyarrow.table({"body": texts, "other": [1, 2, 3]}), tmp_path / "d.parquet")
     for suffix in ("txt", "md", "py"):
         for number, text in enumerate(texts):
             path = tmp_path / suffix / ("below" if number == 0 else "zz") / f"{number}.{suffix}"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(text.encode())
-    for source in ("a.jsonl", "b.jsonl.gz", "c.json.gz", "d.parquet", "txt", "md/**/*.md", "py"):
-        out = f"out-{source[:2].rstrip('.')}"
+    for number, text in enumerate(texts):  # as Windows and others write text
+        (tmp_path / f"i{number}.txt.gz").write_bytes(gzip.compress(text.encode("utf-16")))
+        (tmp_path / f"j{number}.txt").write_bytes(codecs.BOM_UTF16_BE + text.encode("utf-16-be"))
+        (tmp_path / f"k{number}.md.zst").write_bytes(pyarrow.compress(text.encode("utf-32"), "zstd", asbytes=True))
+    lines = ["a.jsonl", "b.jsonl.gz", "c.json.gz", "d.parquet", "e.jsonl", "f.ndjson.zst", "g.json", "h.ndjson"]
+    for number, source in enumerate([*lines, "txt", "md/**/*.md", "py", "i*.gz", "j*", "k*"]):
+        out = f"out{number}"
         prepare(source, out, "--text_field", "body", "--val_tokens", "5")
         assert ids_of(tmp_path / out) == ids_expected(texts), source
 
@@ -218,6 +228,9 @@ def test_mistakes_are_reported_in_one_line(jsonl):
         (["--source", "docs.jsonl", "--name", "a/b"], "--name is 'a/b'; expected only letters"),
         (["--source", "n" * 300], "n: File name too long; .* free"),
         (["--shard_sizes", "3"], "unknown argument '--shard_sizes'; did you mean --shard_size?"),
+        (["--dataset", "X"], "unknown argument '--dataset'; use --source hf:X for the Hugging Face Hub, or --source X"),
+        (["--input=my text.txt"], "unknown argument '--input'; use --source 'my text.txt'"),
+        (["my.txt"], r"unknown argument 'my.txt'; use --source my.txt; quote a glob: '\*.txt'"),
     ]:
         refused(*argv, "--out", "bad", match=match)
     refused("--source", "docs.jsonl", "--out", "docs.jsonl", match="--out docs.jsonl is a file; expected a folder")
@@ -267,12 +280,12 @@ def test_a_preparation_interrupted_after_each_shard_gives_the_same_bytes(tmp_pat
 
 
 def test_folders_are_read_recursively_without_hidden_and_other_files(tmp_path, capsys):
-    for name in ("b.txt", "sub/a.md", "c.png", ".hidden/d.txt"):
+    for name in ("b.txt", "sub/a.md", "c.png", "package.json", ".hidden/d.txt"):
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "in" / name).write_text(name)
     prepare(tmp_path / "in", tmp_path / "out", "--val_tokens", "1")
     assert ids_of(tmp_path / "out") == ids_expected(["b.txt", "sub/a.md"])
-    assert "skipped 1 file of other types than .txt" in capsys.readouterr().err
+    assert "skipped 2 files of other types than .txt" in capsys.readouterr().err
 
 
 def test_linked_folders_are_read_once(tmp_path):
@@ -283,6 +296,101 @@ def test_linked_folders_are_read_once(tmp_path):
         (tmp_path / link).symlink_to(tmp_path / target)
     prepare(tmp_path / "in", tmp_path / "out", "--val_tokens", "1")
     assert ids_of(tmp_path / "out") == ids_expected(["in/a.txt", "disk/b.txt"])
+
+
+def test_a_field_within_a_field_is_named_with_a_dot(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"id": 1, "meta": {"text": "one", "n": 1}}, {"id": 2, "meta": None}, {"id": 3, "meta": {"text": "two"}}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    for suffix in ("jsonl", "parquet"):
+        manifest = prepare(
+            tmp_path / f"a.{suffix}", tmp_path / suffix, "--text_field", "meta.text", "--val_tokens", "1"
+        )
+        assert ids_of(tmp_path / suffix) == ids_expected(["one", "two"])
+        assert manifest["skipped"] == {"no field 'text'": 1}
+
+
+def test_files_that_cannot_be_read_are_found_before_the_first_shard(jsonl, monkeypatch):
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"] * 100}), "0.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"content": ["b"]}), "1.parquet")
+    (jsonl / "2.parquet").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    monkeypatch.setattr(prepare_dataset, "write_shard", None)
+    refused("--source", "[01].parquet", "--out", "out", match="1.parquet: no field 'text'; found content; set --text")
+    message = "2.parquet: found a Git LFS pointer, expected the file. Try: git lfs pull"
+    refused("--source", "[02].parquet", "--out", "out", match=message)
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "a.json",
+            json.dumps([{"text": "a"}]).encode(),
+            "a.json: found an array or indented JSON; expected one object",
+        ),
+        ("a.json", json.dumps([{"text": "a"}], indent=1).encode(), r"a line. Try: jq -c .* a.json > rows.jsonl"),
+        ("a.jsonl", json.dumps({"text": "a"}, indent=1).encode(), "a.jsonl: found an array or indented JSON"),
+        ("a.txt", "UTF-16, no mark".encode("utf-16-le"), "a.txt: found mostly NUL bytes; .* iconv -f UTF-16LE"),
+        ("a.jsonl", b'{"text": "a"}\n' + b"\0" * 100, "a.jsonl: found mostly NUL bytes; expected text"),
+        ("a.txt.zst", b"no zstd", "a.txt.zst: cannot be read, OSError: .*zstd|ZSTD"),
+        ("a.jsonl.zst", None, "a.jsonl.zst: cannot be read, OSError: Truncated compressed stream"),
+    ],
+)
+def test_what_a_file_holds_instead_is_said_in_one_line(name, content, message, jsonl):
+    import pyarrow
+
+    (jsonl / name).write_bytes(content or pyarrow.compress(b'{"text": "a"}\n' * 9999, "zstd", asbytes=True)[:-9])
+    refused("--source", name, "--out", "out", match=message)
+
+
+def test_texts_that_spell_the_document_token_are_counted_and_can_be_split(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    stories = ["One day\n", "\ntwo 'so'\n", "\nthree\n"]
+    (tmp_path / "a.txt").write_text(END_OF_TEXT.join(stories))
+    assert prepare("a.txt", "out", "--val_tokens", "1")["spelled"] == 2
+    said = capsys.readouterr()
+    assert "1 document, 2 <|endoftext|> inside texts encoded as text, " in said.out
+    command = said.err.split("as a line of JSON: ")[1].splitlines()[0].replace("TEXT", "a.txt", 1)
+    subprocess.run(command.replace("python", sys.executable, 1), shell=True, check=True)
+    prepare("documents.jsonl", "split", "--val_tokens", "1")
+    assert ids_of(tmp_path / "split") == ids_expected(stories)
+
+
+def test_a_copy_of_a_data_set_of_the_hub_gives_its_train_split(tmp_path, capsys):
+    folder = tmp_path / "copy"
+    files = {f"data/{split}-00000-of-00001.parquet": parquet([split] * 40) for split in ("train", "test", "validation")}
+    files |= {"README.md": CARD.replace("part/*", "data/train*").encode(), "script/load.py": b"import datasets\n"}
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    prepare(folder, tmp_path / "out", "--val_tokens", "1")
+    assert ids_of(tmp_path / "out") == ids_expected(["train"] * 40)
+    assert "copy of a data set of the Hub; took its split train, left out 4 other files" in capsys.readouterr().err
+    (folder / "README.md").unlink()
+    prepare(folder, tmp_path / "without_card", "--val_tokens", "1")
+    assert ids_of(tmp_path / "without_card") == ids_expected(["train"] * 40)
+    prepare(folder / "**/*.parquet", tmp_path / "glob", "--val_tokens", "1")
+    assert len(ids_of(tmp_path / "glob")) == len(ids_expected(["train", "test", "validation"] * 40))
+    (folder / "data/train-00000-of-00001.parquet").unlink()
+    (folder / ".gitattributes").write_text("*.parquet filter=lfs diff=lfs merge=lfs -text\n")
+    refused(
+        "--source", str(folder), match=r"found .*test, expected a split 'train' .* Choose files with a glob such as"
+    )
+
+
+def test_subfolders_whose_names_are_not_utf_8_are_read(tmp_path):
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/in/caf\xe9"))
+    folder.mkdir(parents=True)
+    (folder / "a.parquet").write_bytes(parquet(["one", "two"]))
+    prepare(tmp_path / "in", tmp_path / "out", "--val_tokens", "1", "--num_workers", "2")
+    assert ids_of(tmp_path / "out") == ids_expected(["one", "two"])
 
 
 def test_a_first_line_without_text_is_skipped_in_later_files(tmp_path):
@@ -321,7 +429,7 @@ def test_an_unfinished_preparation_of_a_version_that_cut_differently_is_refused(
     unfinished = manifest | {"format_version": 3, "complete": False, "next": dict.fromkeys(prepare_dataset.NEXT, 0)}
     (jsonl / "out/manifest.json").write_text(json.dumps(unfinished))
     argv = ("--source", "docs.jsonl", "--out", "out", "--tokenizer", "bytes")
-    refused(*argv, match=r"out: begun by a version .* \(format 3, expected 4\); finish it with that version")
+    refused(*argv, match=r"out: begun by a version .* \(format 3, expected 5\); finish it with that version")
     (jsonl / "out/manifest.json").write_text(json.dumps(manifest | {"format_version": 3}))
     prepare("docs.jsonl", "out")
 

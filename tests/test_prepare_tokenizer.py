@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 from conftest import REPO, load, run_here
 from standin import CARD, CORPUS, parquet
@@ -222,7 +223,7 @@ def test_mistakes_are_reported_in_one_line(standin, text, monkeypatch):
     standin.gated.add("models/some/gated")
     (text / "wordpiece.json").write_text('{"model": {"type": "WordPiece"}}')
     (text / "binary.json").write_bytes(b"\xff\xfe")
-    (text / "ids.npy").write_bytes(b"")
+    np.save(text / "ids.npy", np.arange(9))
     (text / "empty.json").write_text("")
     for tokenizer, match in (
         ("hf:some/model", "some/model: has no file tokenizer.json"),

@@ -183,8 +183,13 @@ def test_the_places_where_val_may_end_do_not_depend_on_the_tokenizer(monkeypatch
     assert places[0] == places[1] == sorted(places[0])
     assert set(begins[:-1]) <= set(places[0])
     for place in set(places[0]) - set(begins):
-        assert place - max(begin for begin in begins if begin < place) >= val_bytes
-        assert whole[:place].endswith(b"\n") or whole[place:].startswith(b" ") or max(np.diff(begins)) > 60
+        begin = max(begin for begin in begins if begin < place)
+        assert place - begin >= val_bytes
+        assert whole[:place].decode()  # not inside a character
+        end = min(begin + 3 * val_bytes, *(end for end in begins if end > begin))
+        has_line = b"\n" in whole[begin + val_bytes - 1 : end - 1]
+        assert whole[:place].endswith(b"\n") or not has_line or max(np.diff(begins)) > 60
+        assert place <= begin + 3 * val_bytes or max(np.diff(begins)) > 60
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -238,13 +243,24 @@ def test_val_has_at_most_400_mb(folder, monkeypatch):
     assert texts_of(folder / "out", "val", "bytes") == val_of(TEXTS, 200)
 
 
-def test_a_text_of_which_val_takes_all_is_refused_with_a_number_of_tokens_that_works(folder):
-    (folder / "a.txt").write_text("only one line")
-    message = (
-        "a.txt: 1 document, 14 tokens, and a val split of 1 byte leaves no tokens for train; try --val_tokens 1 or more"
-    )
-    refused("--source", "a.txt", "--out", "out", match=message)
-    prepare("a.txt", "out", "--val_tokens", "1")
+@pytest.mark.parametrize(
+    ("first", "val"),
+    [
+        ("words " * 1667, "words " * 83 + "words"),
+        ("字" * 3334, "字" * 167),
+        ("words " * 100 + "\n" + "words " * 1567, "words " * 100 + "\n"),
+        ("words " * 300 + "\n" + "words " * 1367, "words " * 83 + "words"),  # the line ends too late
+    ],
+)
+def test_a_long_document_is_cut_so_that_val_has_at_most_a_tenth(first, val, folder, capsys):
+    """At the end of a line between a fortieth and a tenth of the text, else of a word, else of a character."""
+    texts = [first, *(f"{number:<40}" for number in range(250))]
+    assert write_source("files", texts) == pytest.approx(20_000, abs=4)
+    for tokenizer in ("bytes", "gpt2"):
+        prepare("files", tokenizer, tokens=tokenizer)
+        assert texts_of(folder / tokenizer, "val", tokenizer) == [val]
+        assert texts_of(folder / tokenizer, "train", tokenizer) == [first.removeprefix(val), *texts[1:]]
+    assert "1 val shard (2.5% of the tokens) and" in capsys.readouterr().out or len(val) > 503
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "int32", "int64"])

@@ -6,6 +6,7 @@ import difflib
 import itertools
 import math
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -183,7 +184,8 @@ def read_flags(
     """Return the values that a command line gives, by field name. --flag_name and --flag-name are the same.
 
     Args:
-        elsewhere: names that other programs use -> our flag, or a sentence about what has none here.
+        elsewhere: names that other programs use -> our flag, or a sentence about what has none here; {} is the
+            given value, and "" the name of a word without a flag.
 
     Raises: UserError for a flag that does not exist or a value of the wrong type.
     """
@@ -243,14 +245,15 @@ def _parser(options: type, description: str) -> argparse.ArgumentParser:
 def _unknown_text(argv: Sequence[str], unknown: list[str], options: type, elsewhere: Mapping[str, str]) -> str:
     """Name every unknown argument of a command line, with what to type instead."""
     told: dict[str, str] = {}
-    for before, argument in itertools.pairwise(["", *argv]):
+    for before, argument, after in zip(["", *argv], argv, [*argv[1:], "--"], strict=False):
         is_value = before.startswith("--") and "=" not in before and not argument.startswith("--")
         if argument in unknown and not is_value:
-            name = argument.partition("=")[0]
+            name, _, value = argument.partition("=")
+            value = (value or ("..." if after.startswith("--") else after)) if name.startswith("-") else name
             if name in options_of(options):  # as in NAME=VALUE, nanoGPT's and Hydra's form
                 told[argument] = f"use --{argument}"
             else:
-                told[name] = _suggestion(name, options, elsewhere)
+                told[name] = _suggestion(name, options, elsewhere).replace("{}", shlex.quote(value))
     if len(told) == 1:
         [(name, advice)] = told.items()
         return f"unknown argument {name!r}; {advice}"
@@ -259,8 +262,7 @@ def _unknown_text(argv: Sequence[str], unknown: list[str], options: type, elsewh
 
 def _suggestion(unknown: str, options: type, elsewhere: Mapping[str, str]) -> str:
     name = unknown.removeprefix("--")
-    if name in elsewhere:
-        ours = elsewhere[name]
+    if ours := elsewhere.get(name) or elsewhere.get("" if unknown[:1] != "-" else unknown, ""):
         return f"use {ours}" if ours.startswith("--") else ours
     if not unknown.startswith("--") and "config" in options_of(options):
         toml = unknown.endswith(".toml")

@@ -3,17 +3,18 @@
 Cutting is cheap and done by one process; reading the documents of a chunk is done by many.
 """
 
-import gzip
+import codecs
 import io
 import json
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -28,6 +29,10 @@ CHUNK_BYTES = 2**20  # of lines
 # The longest piece of a text, and of a longer document. tiktoken's regex fails on a million spaces in a row.
 PIECE_BYTES = 400_000
 TABLE_BYTES = 2**25  # of the texts in a chunk of Parquet, unless the file's row groups are smaller
+# How a packed text begins, whatever its name is, and one of UTF-32 or UTF-16 (in this order, for their marks).
+PACKED = {".gz": (b"\x1f\x8b", "gzip"), ".zst": (b"\x28\xb5\x2f\xfd", "zstd")}
+MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"}
+MARKS |= {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 NO_TEXT = "no text"  # why an empty document is skipped
 ROWS_AT_ONCE = 256  # rows of a table in memory as Python objects
 
@@ -62,6 +67,26 @@ class Chunk(NamedTuple):
 # ---------------------------------------------------------------------------------------------------------------------
 # files -> chunks, without looking at the documents
 
+
+def open_text(file: BinaryIO, offset: int) -> IO[bytes]:
+    """Return the text of a file from a byte of it on, in UTF-8: unpacked, and decoded by its byte-order mark."""
+    text: Any = file
+    head, name = text.peek(4), file.name.lower()
+    packed = [codec for end, (sign, codec) in PACKED.items() if head.startswith(sign) or name.endswith(end)]
+    if not packed and not any(map(head.startswith, MARKS)):
+        file.seek(offset)
+        return file
+    import pyarrow
+
+    if packed:
+        text = io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), packed[0]))
+    if encoding := next((MARKS[mark] for mark in MARKS if text.peek(4).startswith(mark)), ""):
+        text = io.BufferedReader(pyarrow.transcoding_input_stream(pyarrow.PythonFile(text, "r"), encoding, "utf-8"))
+    for at in range(0, offset, CHUNK_BYTES):
+        text.read(min(CHUNK_BYTES, offset - at))
+    return text
+
+
 # A space after an ASCII character or a byte of another one, except after Unicode's own spaces.
 _LAST_CUT = re.compile(
     rb"(?s:.*)(?<=[!-~\x80-\xff])(?<!\xc2[\x85\xa0])(?<!\xe1\x9a\x80|\xe2\x80[\x80-\x8a\xa8\xa9\xaf]|\xe2\x81\x9f)"
@@ -69,14 +94,22 @@ _LAST_CUT = re.compile(
 )
 
 
+_PLACES = [re.compile(place) for place in (rb"(?<=\n)", rb"(?<=[!-~])(?= )", rb"(?=[^\x80-\xbf])")]
+
+
 def cut_text(file: BinaryIO, text_field: str, start: Position, size: int) -> Iterator[Chunk]:
-    """Cut a text into pieces whose ids, concatenated, are the ids of the whole text.
+    """Cut a text into the pieces of cut_pieces()."""
+    for offset, piece in cut_pieces(open_text(file, start.offset), start.offset):
+        yield Chunk(Position(start.file, 0, offset), file.tell(), len(piece), piece)
+
+
+def cut_pieces(file: IO[bytes], offset: int = 0) -> Iterator[tuple[int, bytes]]:
+    """Cut a text into pieces whose ids, concatenated, are the ids of the whole text; yield each with its offset.
 
     Cuts come before a space that follows a non-space, where pre-tokenizers such as GPT-2's always begin a new word. A
     text without such a space is cut between any two characters, and its ids may differ.
     """
-    file.seek(start.offset)
-    offset, text, is_end = start.offset, b"", False
+    text, is_end = b"", False
     length = max(4, PIECE_BYTES)  # a character has up to 4 bytes
     while not is_end:
         text += file.read(length - len(text))  # no more, so that cuts do not depend on where reading began
@@ -84,7 +117,7 @@ def cut_text(file: BinaryIO, text_field: str, start: Position, size: int) -> Ite
         match = _LAST_CUT.match(text)
         cut = len(text) if is_end else match.end() if match else len(text) - _unfinished(text)
         if cut or offset == 0:
-            yield Chunk(Position(start.file, 0, offset), offset + cut, cut, text[:cut])
+            yield offset, text[:cut]
         offset, text = offset + cut, text[cut:]
 
 
@@ -93,13 +126,9 @@ def _unfinished(text: bytes) -> int:
     return next((count for count, byte in enumerate(text[:-4:-1], start=1) if byte >= 0xC0), 0)
 
 
-def cut_lines(
-    file: BinaryIO, text_field: str, start: Position, size: int, is_compressed: bool = False
-) -> Iterator[Chunk]:
+def cut_lines(file: BinaryIO, text_field: str, start: Position, size: int) -> Iterator[Chunk]:
     """Cut JSON Lines into chunks of whole lines."""
-    lines: IO[bytes] = gzip.GzipFile(fileobj=file) if is_compressed else file  # type: ignore[assignment]
-    lines.seek(start.offset)
-    at = start
+    lines, at = open_text(file, start.offset), start
     while data := lines.read(CHUNK_BYTES):
         data += lines.readline()
         yield Chunk(at, file.tell(), len(data), data)
@@ -111,7 +140,7 @@ def cut_table(file: BinaryIO, text_field: str, start: Position, size: int) -> It
     import pyarrow.parquet as pq
 
     table, is_here = pq.ParquetFile(file), Path(file.name).exists()
-    if text_field not in table.schema_arrow.names:
+    if not any(f"{column.path}.".startswith(f"{text_field}.") for column in table.schema):
         raise no_text_field(file.name, text_field, table.schema_arrow.names)
     end = 0
     for group in range(table.num_row_groups):
@@ -137,7 +166,8 @@ def _column(table: "ParquetFile", group: int, text_field: str, first: int) -> It
     batches = table.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=[text_field], use_threads=False)
     for batch in batches:
         if first < len(batch):
-            yield from _values(batch.column(0)[first:])
+            column = batch.schema.names[0]
+            yield from (field_of({column: value}, text_field) for value in _values(batch.column(0)[first:]))
         first = max(0, first - len(batch))
 
 
@@ -154,10 +184,11 @@ def cut_ids(file: BinaryIO, text_field: str, start: Position, size: int, suffix:
         yield Chunk(Position(start.file, 0, offset), int(size * done), num_bytes, ids)
 
 
+READABLE = f".txt .md .py .jsonl .ndjson .json (also with .gz or .zst) .parquet {' '.join(ID_SUFFIXES)}"
 CUTTERS: dict[str, Callable[[BinaryIO, str, Position, int], Iterator[Chunk]]]
-CUTTERS = dict.fromkeys((".txt", ".md", ".py"), cut_text)
-CUTTERS |= {".jsonl": cut_lines, ".parquet": cut_table}
-CUTTERS |= dict.fromkeys((".jsonl.gz", ".json.gz"), partial(cut_lines, is_compressed=True))
+CUTTERS = {f"{suffix}{packed}": cut_text for suffix in (".txt", ".md", ".py") for packed in ("", *PACKED)}
+CUTTERS |= {f"{suffix}{packed}": cut_lines for suffix in (".jsonl", ".ndjson", ".json") for packed in ("", *PACKED)}
+CUTTERS[".parquet"] = cut_table
 CUTTERS |= {suffix: partial(cut_ids, suffix=suffix) for suffix in ID_SUFFIXES}
 
 
@@ -205,7 +236,7 @@ def read_documents(chunk: Chunk, text_field: str) -> Iterator[Document]:
 def _open_table(path: str) -> "ParquetFile":
     import pyarrow.parquet as pq
 
-    return pq.ParquetFile(path)
+    return pq.ParquetFile(open(path, "rb"))
 
 
 def _json_values(chunk: Chunk, text_field: str) -> Iterator[object]:
@@ -214,13 +245,30 @@ def _json_values(chunk: Chunk, text_field: str) -> Iterator[object]:
         try:
             row = json.loads(line.decode("utf-8-sig", "surrogateescape"))
         except (ValueError, RecursionError):
-            yield ValueError("broken JSON" if line.strip() else "blank line")
-            continue
-        fields = row if isinstance(row, dict) else {}
-        is_first = number == chunk.at.file == 0
-        if is_first and text_field not in fields:  # probably the wrong --text_field
-            raise no_text_field(chunk.name, text_field, fields or [type(row).__name__])
-        yield fields.get(text_field, ValueError(f"no field {text_field!r}"))
+            if number or line.strip() not in (b"[", b"[{", b"{"):
+                yield ValueError("broken JSON" if line.strip() else "blank line")
+                continue
+            row = []  # begun in this line
+        if number == 0 and isinstance(row, list):
+            command = f"""jq -c 'if type == "array" then .[] else . end' {shlex.quote(chunk.name)} > rows.jsonl"""
+            raise UserError(
+                f"{chunk.name}: found an array or indented JSON; expected one object a line. Try: {command}"
+            )
+        value = field_of(row, text_field)
+        if number == chunk.at.file == 0 and isinstance(value, ValueError):  # probably the wrong --text_field
+            raise no_text_field(chunk.name, text_field, (isinstance(row, dict) and row) or [type(row).__name__])
+        yield value
+
+
+def field_of(row: object, name: str) -> object:
+    """Return a field of an object, meta.text being the field text of its field meta; a ValueError if there is none."""
+    if isinstance(row, dict):
+        if name in row:
+            return row[name]
+        outer, _, inner = name.partition(".")
+        if outer in row:
+            return field_of(row[outer], inner)
+    return ValueError(f"no field {name!r}")
 
 
 def repair(text: str) -> str:
@@ -232,18 +280,22 @@ def repair(text: str) -> str:
     return text
 
 
-def cut_document(text: str, line_at: int = sys.maxsize) -> Iterator[str]:
-    """Cut a long document as cut_text does, and once more at the first end of a line at or after byte `line_at`."""
+def cut_document(text: str, at: int = sys.maxsize, until: int = sys.maxsize) -> Iterator[str]:
+    """Cut a long document as cut_pieces does, and once more in its bytes [at, until).
+
+    That place is after a line, or else before the space after a word, or else between two characters.
+    """
     data = text.encode()
-    if 0 < line_at < len(data) and (end := data.find(b"\n", line_at - 1) + 1):
-        yield from cut_document(data[:end].decode())
-        yield from cut_document(data[end:].decode())
+    matches = (place.search(data, at, until) for place in _PLACES) if 0 < at < len(data) else ()
+    if match := next(filter(None, matches), None):
+        yield from cut_document(data[: match.start()].decode())
+        yield from cut_document(data[match.start() :].decode())
         return
     if len(data) <= 2 * PIECE_BYTES:
         yield text
         return
-    for chunk in cut_text(io.BytesIO(data), "", Position(), len(data)):
-        yield chunk.data.decode()  # type: ignore[union-attr]
+    for _, piece in cut_pieces(io.BytesIO(data)):
+        yield piece.decode()
 
 
 @contextmanager

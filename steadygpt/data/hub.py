@@ -134,15 +134,9 @@ def data_files(repo: Repo, config: str, split: str) -> tuple[str, list[RemoteFil
 
     Raises: UserError when there is no such configuration or split.
     """
-    import datasets
-
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity_error()
 
     def resolve() -> tuple[str, Mapping]:
-        place, revision = (repo.name, repo.commit) if repo.online else (str(repo.snapshot), None)
-        builder = datasets.load_dataset_builder(place, config or None, revision=revision)
-        return builder.name, builder.config.data_files or {}
+        return resolved(repo.name if repo.online else str(repo.snapshot), repo.commit if repo.online else None, config)
 
     what = f"{repo}{f':{config}' if config else ''}"
     try:
@@ -161,6 +155,18 @@ def data_files(repo: Repo, config: str, split: str) -> tuple[str, list[RemoteFil
     if repo.online:
         return kind, files_at(repo, paths)
     return kind, [_remote_file(repo, path, (repo.snapshot / path).stat().st_size) for path in paths]
+
+
+def resolved(place: str, revision: str | None = None, config: str = "") -> tuple[str, Mapping]:
+    """Return the format and the splits of a data set as `datasets` finds them, on the Hub or in a folder."""
+    import datasets
+    from huggingface_hub import utils
+
+    utils.logging.set_verbosity_error()  # it warns of a folder without a data card
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity_error()
+    builder = datasets.load_dataset_builder(place, config or None, revision=revision)
+    return builder.name, builder.config.data_files or {}
 
 
 def files_at(repo: Repo, paths: list[str]) -> list[RemoteFile]:

@@ -7,7 +7,7 @@ from typing import IO, BinaryIO, NamedTuple
 import numpy as np
 
 from steadygpt.base.options import UserError
-from steadygpt.data.shards import Header, read_header, token_dtype
+from steadygpt.data.shards import Header, headerless_ids, read_header, token_dtype
 
 ID_SUFFIXES = (".npz", ".npy", ".bin")
 MASK = "attention_mask"  # an array beside the ids, 0 where they are padding
@@ -98,17 +98,14 @@ def _open(stream: IO[bytes], suffix: str, name: str, size: int = 0) -> _Array:
 def check_ids(name: str, ids: np.ndarray, vocab_size: int) -> np.ndarray:
     """Return the ids of a block in the dtype of shards.
 
-    Raises: UserError that names the first id outside the vocabulary.
+    Raises: UserError that names the first id outside the vocabulary; as headerless_ids.
     """
-    dtype = token_dtype(vocab_size)
     if ids.dtype.kind == "V":
-        if len(ids) % dtype.itemsize:
-            raise UserError(f"{name}: not a whole number of {dtype.name} token ids; copy it again, or see --tokenizer")
-        ids = ids.view(dtype)
+        ids = headerless_ids(name, ids, vocab_size)
     is_bad = (ids < 0) | (ids >= vocab_size)
     if is_bad.any():
         raise UserError(
             f"{name}: holds token id {ids[is_bad][0]}, outside the vocabulary of {vocab_size:,}; name the tokenizer "
             "that wrote it with --tokenizer"
         )
-    return ids.astype(dtype)
+    return ids.astype(token_dtype(vocab_size))

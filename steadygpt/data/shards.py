@@ -7,7 +7,7 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -41,7 +41,7 @@ class Shard:
 
     path: Path
     dtype: np.dtype
-    offset: int  # bytes before the first token
+    offset: int  # bytes before the first token; 0 without a header
     num_tokens: int
 
     def tokens(self) -> np.ndarray:
@@ -54,6 +54,29 @@ class Shard:
 def token_dtype(vocab_size: int) -> np.dtype:
     """Return the smallest dtype of shards that holds each id of the vocabulary."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+
+
+def headerless_ids(path: object, raw: np.ndarray, vocab_size: int) -> np.ndarray:
+    """View bytes (n,) of a file without a header as ids of token_dtype().
+
+    Raises: UserError when they are no whole number, or the first ones look like ids of another width.
+    """
+    dtype = token_dtype(vocab_size)
+    if len(raw) % dtype.itemsize:
+        raise UserError(f"{path}: {len(raw)} bytes is not a whole number of {dtype.name} token ids; copy it again")
+    sample = raw[: min(2**13, len(raw) // 64 * 64)]
+    low, *upper = np.quantile(sample.view("<u2").reshape(-1, 4), 0.9, axis=0) if len(sample) else [0] * 4
+    # The upper halves of wider ids are nearly all small.
+    seen = "uint16" if 16 * max(upper[::2]) > low else "uint32" if any(upper[1:]) else "uint64"
+    ids = sample.view(dtype)
+    if low and seen != dtype.name and ((ids >= vocab_size).any() or np.quantile(ids[1::2], 0.9) == 0):
+        raise UserError(
+            f"{path}: found ids that look like {seen}, without a header; expected {dtype.name}, because the vocabulary "
+            f"has {vocab_size:,} ids. Name the tokenizer that wrote them with --tokenizer, or save them with a header, "
+            f"numpy.save({str(path).removesuffix('.bin')!r}, numpy.fromfile({str(path)!r}, {seen!r}).astype('u4')), "
+            "and remove this file"
+        )
+    return raw.view(dtype)
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> str:
@@ -80,13 +103,20 @@ def open_shard(path: Path) -> Shard:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             header, offset = read_header(file, path.suffix), file.tell()
+    except UserError:
+        raise
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); expected a token shard") from error
     except Exception as error:  # NumPy's parser raises many types on arbitrary bytes
         reason = f"{error!r}".splitlines()[0]
         raise UserError(f"{path}: not a .npy file ({reason}); prepare or copy it again") from error
-    if header is None:
-        header, offset = _nanogpt_header(path, size), 0
+    if header is None:  # nanoGPT's; ShardSet.for_vocab() knows the width
+        if path.name not in ("train.bin", "val.bin"):
+            raise UserError(
+                f"{path}: no header of llm.c; expected its magic number {' or '.join(map(str, LLMC_DTYPES))}, or "
+                "nanoGPT's file names train.bin and val.bin"
+            )
+        return Shard(path, np.dtype("<u2"), 0, size // 2)
     shape, _, dtype = header
     if len(shape) != 1 or dtype.kind not in "ui" or dtype.itemsize not in (2, 4):
         raise UserError(f"{path}: holds {dtype} of shape {shape}; expected one row of uint16 or uint32 token ids")
@@ -107,25 +137,18 @@ def read_header(file: IO[bytes], suffix: str) -> Header | None:
     Raises: many types, on arbitrary bytes.
     """
     if suffix == ".npy":
+        if not (magic := file.read(8)).startswith(np.lib.format.MAGIC_PREFIX):
+            raise UserError(
+                f"{file.name}: not a .npy file; found {magic!r}, expected its header. If it holds only ids, name it "
+                ".bin (train.bin or val.bin for training); or copy it again"
+            )
         read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-        return Header(*read[np.lib.format.read_magic(file)](file))
+        return Header(*read[magic[6], magic[7]](file))
     header = file.read(LLMC_HEADER_BYTES)
     if len(header) < LLMC_HEADER_BYTES:
         return None
     magic, _, num_tokens = np.frombuffer(header[:12], "<i4").tolist()
     return Header((num_tokens,), False, LLMC_DTYPES[magic]) if magic in LLMC_DTYPES else None
-
-
-def _nanogpt_header(path: Path, size: int) -> Header:
-    """Return what nanoGPT's uint16 tokens imply, which have no header."""
-    if path.name not in ("train.bin", "val.bin"):
-        raise UserError(
-            f"{path}: no header of llm.c; expected its magic number {' or '.join(map(str, LLMC_DTYPES))}, or nanoGPT's "
-            "file names train.bin and val.bin"
-        )
-    if size % 2:
-        raise UserError(f"{path}: {size} bytes is not a whole number of uint16 tokens; copy it again")
-    return Header((size // 2,), False, np.dtype("<u2"))
 
 
 def read_manifest(data_dir: Path) -> dict | None:
@@ -202,6 +225,16 @@ class ShardSet:
         """Find the shards in a folder. Raises: as read_manifest and find_shards."""
         manifest = read_manifest(Path(folder))
         return cls(name, folder, split, find_shards(Path(folder), split, manifest), manifest)
+
+    def for_vocab(self, vocab_size: int) -> "ShardSet":
+        """Return this set with the width that the vocabulary implies where no header says it. Raises: UserError."""
+
+        def sized(shard: Shard) -> Shard:
+            ids = headerless_ids(shard.path, np.memmap(shard.path, "V1", "r"), vocab_size)
+            return replace(shard, dtype=ids.dtype, num_tokens=len(ids))
+
+        known = [shard if shard.offset or not shard.num_tokens else sized(shard) for shard in self.shards]
+        return replace(self, shards=known)
 
     @property
     def key(self) -> str:

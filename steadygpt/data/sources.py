@@ -4,6 +4,7 @@ import glob
 import hashlib
 import json
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,11 +14,13 @@ from typing import BinaryIO, NoReturn
 
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
+from steadygpt.base.retry import brief
 from steadygpt.base.text import counted
 from steadygpt.data import hub
 from steadygpt.data.documents import (
     CHUNK_BYTES,
     CUTTERS,
+    READABLE,
     ROWS_AT_ONCE,
     Chunk,
     Position,
@@ -32,6 +35,12 @@ from steadygpt.data.stores import Store
 FINEWEB_EDU = "hf:HuggingFaceFW/fineweb-edu:sample-10BT"  # --source fineweb-edu
 NOT_IN_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 STDLIB = Path(sysconfig.get_path("stdlib"))
+# In the README.md or the .gitattributes of a data set of the Hub.
+CARD = re.compile(
+    r"\A---\n.*?^(configs|dataset_info|size_categories|task_categories):|^\*\.parquet filter=lfs",
+    re.DOTALL | re.MULTILINE,
+)
+LFS = b"version https://git-lfs"
 AHEAD = 1  # files that are downloaded while one is read
 EXPECTED = (
     "a file, a folder, a glob, a URL such as s3://... or gs://..., stdlib, fineweb-edu or hf:NAME[@REVISION][:CONFIG]"
@@ -101,8 +110,19 @@ class Source:
             begin = start if index == start.file else Position(index)
             name = self.names[index]
             with self.open(index, in_place) as file, naming(name):
+                if self.sizes[index] < 1000 and file.peek(len(LFS)).startswith(LFS):  # type: ignore[attr-defined]
+                    raise UserError(f"{name}: found a Git LFS pointer, expected the file. Try: git lfs pull")
                 for chunk in CUTTERS[suffix_of(name)](file, text_field, begin, self.sizes[index]):
+                    if isinstance(chunk.data, bytes) and 4 * chunk.data.count(0) > len(chunk.data):
+                        advice = "if it is UTF-16, convert it: iconv -f UTF-16LE -t UTF-8"
+                        raise UserError(f"{name}: found mostly NUL bytes; expected text; {advice}")
                     yield chunk._replace(name=name)
+
+    def check(self, text_field: str) -> None:
+        """Begin to read the local files that are pointers or tables, which may lack the column of the text."""
+        for index, name in enumerate([] if self.remote else self.names):
+            if self.sizes[index] < 1000 or suffix_of(name) == ".parquet":
+                next(self.chunks(text_field, Position(index)), None)
 
     def release(self, before: int) -> None:
         """Remove the downloads of the files before this one, whose tokens are in shards."""
@@ -175,14 +195,14 @@ def find_source(
     if "://" in name:
         return _store_source(name, streaming, folder, max_files)
     if not name.startswith("hf:"):
-        return Source(name, find_files(name)[:max_files])
+        return Source(name, (_train_files(Path(name)) or find_files(name))[:max_files])
     spec, _, config = name.removeprefix("hf:").partition(":")
     repo_name, at, revision = spec.partition("@")
     if not repo_name or (at and not revision):
         raise UserError(f"--source {name!r} is incomplete; expected hf:NAME[@REVISION][:CONFIG], such as {FINEWEB_EDU}")
     repo = hub.find_repo("dataset", repo_name, revision, commit)
     kind, files = hub.data_files(repo, config, "train")
-    if kind in ("parquet", "json") and all(suffix_of(file.path) for file in files):
+    if kind in ("parquet", "json") and all(suffix_of(file.path) not in ("", ".json") for file in files):
         return _hub_source(name, repo, files[:max_files], streaming, folder)
     if max_files is not None:
         raise UserError(f"{name}: --max_files needs Parquet or JSON Lines, found {kind or 'files elsewhere'}; drop it")
@@ -241,17 +261,40 @@ def find_files(source: str) -> list[Path]:
     return [Path(name) for name in choose(source, [str(path) for path in sorted(found)])]
 
 
+def _train_files(folder: Path) -> list[Path]:
+    """Return the files of the train split in a copy of a data set of the Hub, as for hf:NAME; none in other folders."""
+    about = [folder / name for name in ("README.md", ".gitattributes")] if folder.is_dir() else []
+    texts = (path.read_text(errors="replace") for path in about if path.is_file())
+    if not any(map(CARD.search, texts)) and not any(folder.glob("data/train-*")):
+        return []
+    try:
+        splits = hub.resolved(str(folder.resolve()))[1]
+    except Exception as error:  # `datasets` raises its own types
+        splits = {brief(error): []}
+    files = [Path(file) for file in splits.get("train", ())]
+    if not files or not all(suffix_of(file.name) for file in files):
+        found = ", ".join(file.name for file in files[:1]) or ", ".join(map(str, splits))
+        raise UserError(
+            f"--source {folder}: a copy of a data set of the Hub; found {found}, expected a split 'train' in files of "
+            f"{READABLE}. Choose files with a glob such as '{folder}/**/*train*', or name it hf:NAME"
+        )
+    rest = counted(len(_files_below(folder)) - len(files), "other file")
+    print(f"{folder}: a copy of a data set of the Hub; took its split train, left out {rest}", file=sys.stderr)
+    return files
+
+
 def choose(source: str, names: Sequence[str]) -> list[str]:
     """Return the names of files that can be read.
 
     Raises: UserError when there are none, or when some hold text and others token ids.
     """
     chosen = [name for name in names if suffix_of(name)]
-    readable = " ".join(CUTTERS)
+    # Beside other files, .json files are rarely JSON Lines.
+    chosen = [name for name in chosen if suffix_of(name) != ".json"] or chosen
     if not chosen:
         found = f"found {counted(len(names), 'file')} of other types" if names else "no such file"
         found = "an empty folder" if not names and Path(source).is_dir() else found
-        raise UserError(f"--source {source}: {found}; expected {EXPECTED}; files of {readable}")
+        raise UserError(f"--source {source}: {found}; expected {EXPECTED}; files of {READABLE}")
     ids = [name for name in chosen if suffix_of(name) in ID_SUFFIXES]
     if 0 < len(ids) < len(chosen):
         text = next(name for name in chosen if suffix_of(name) not in ID_SUFFIXES)
@@ -261,7 +304,7 @@ def choose(source: str, names: Sequence[str]) -> list[str]:
         )
     if len(chosen) < len(names):
         skipped = counted(len(names) - len(chosen), "file")
-        print(f"{source}: skipped {skipped} of other types than {readable}", file=sys.stderr)
+        print(f"{source}: skipped {skipped} of other types than {READABLE}, or .json beside these", file=sys.stderr)
     return chosen
 
 

@@ -271,7 +271,7 @@ def read_text(path: Path) -> str:
     Raises: UserError.
     """
     try:
-        text = path.read_bytes().decode()
+        text = path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error}); expected a {TOKENIZER_JSON}") from error
     if not text:

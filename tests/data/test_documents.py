@@ -35,6 +35,10 @@ def write(folder, kind: str, texts: list[str]) -> Source:
             path.write_bytes(lines)
         elif kind == "jsonl.gz":
             path.write_bytes(gzip.compress(lines))
+        elif kind == "jsonl.zst":
+            path.write_bytes(pyarrow.compress(lines, "zstd", asbytes=True))
+        elif kind == "utf16.jsonl":
+            path.write_bytes(lines.decode().encode("utf-16") if half else b"")
         elif kind == "txt":
             path.write_text("".join(half), newline="")
         else:
@@ -54,7 +58,7 @@ def documents(source: Source, start: Position) -> list[tuple[int, int, str]]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["txt", "jsonl", "jsonl.gz", "parquet"])
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "jsonl.gz", "jsonl.zst", "utf16.jsonl", "parquet"])
 @given(st.lists(st.text("ab \n\té你", min_size=1, max_size=60), min_size=1, max_size=40))
 @in_small_chunks
 def test_chunks_hold_every_document_and_reading_can_begin_at_any_of_them(kind, tmp_path, texts):
@@ -106,10 +110,10 @@ def test_a_text_is_cut_at_the_same_places_from_wherever_reading_begins(text, len
     data = text.encode()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunks, "PIECE_BYTES", length)
-        whole = list(chunks.cut_text(io.BytesIO(data), "text", Position(), len(data)))
-        for number, chunk in enumerate(whole):
-            assert list(chunks.cut_text(io.BytesIO(data), "text", chunk.at, len(data))) == whole[number:]
-    assert b"".join(chunk.data for chunk in whole) == data
+        whole = list(chunks.cut_pieces(io.BytesIO(data)))
+        for number, (offset, _) in enumerate(whole):
+            assert list(chunks.cut_pieces(io.BytesIO(data[offset:]), offset)) == whole[number:]
+    assert b"".join(piece for _, piece in whole) == data
 
 
 def test_a_byte_order_mark_and_line_ends_are_read_as_before(tmp_path):

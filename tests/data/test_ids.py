@@ -1,6 +1,7 @@
 """Tests of steadygpt/data/ids.py: token ids of other programs become shards, checked and unchanged."""
 
 import io
+import re
 import tracemalloc
 
 import numpy as np
@@ -9,8 +10,11 @@ from test_prepare_dataset import files_of, ids_of, prepare, prepare_interrupted,
 from test_tokenizer_json import byte_tokenizer
 
 import prepare_dataset
+from dataloader import open_data
 from steadygpt.base.options import UserError
+from steadygpt.config import TrainConfig
 from steadygpt.data import ids
+from steadygpt.data.shards import open_shard
 from steadygpt.data.tokenizer import END_OF_TEXT
 
 IDS = np.random.default_rng(0).integers(0, 257, 5000)
@@ -67,6 +71,41 @@ def test_a_large_vocabulary_implies_uint32_for_a_file_without_header(folder):
     assert ids_of(folder / "out") == (IDS + 100_000).tolist()
 
 
+@pytest.mark.parametrize(
+    ("written", "factor", "tokenizer", "expected"),
+    [
+        ("uint32", 1, "bytes", "uint16"),
+        ("uint64", 1, "bytes", "uint16"),
+        ("uint32", 700, "gpt2", "uint16"),
+        ("uint64", 700, "large.json", "uint32"),
+        ("uint16", 1, "large.json", "uint32"),
+    ],
+)
+def test_ids_of_another_width_are_refused_by_both_commands(written, factor, tokenizer, expected, folder):
+    (folder / "large.json").write_text(byte_tokenizer({END_OF_TEXT: 200_000}))
+    (folder / "data").mkdir()
+    for split in ("train", "val"):
+        (IDS * factor).astype(written).tofile(f"data/{split}.bin")
+    message = f"data/train.bin: found ids that look like {written}, without a header; expected {expected}, because the"
+    with pytest.raises(UserError, match=message) as raised:
+        prepare("data/train.bin", "out", tokens=tokenizer)
+    with pytest.raises(UserError, match=message):
+        open_data(TrainConfig(data_dir="data", tokenizer=tokenizer, context_length=16))
+    advice = re.search(r"numpy\.save\(.*\)(?=, and remove)", str(raised.value))
+    eval(advice[0], {"numpy": np})
+    assert np.load("data/train.npy").tolist() == (IDS * factor).tolist()
+    assert len(open_shard(folder / "data/train.npy").tokens()) == len(IDS)
+
+
+def test_training_reads_the_width_that_the_vocabulary_implies(folder):
+    (folder / "tokenizer.json").write_text(byte_tokenizer({END_OF_TEXT: 200_000}))
+    for split in ("train", "val"):
+        (IDS + 100_000).astype("<u4").tofile(f"{split}.bin")
+    data = open_data(TrainConfig(data_dir=".", context_length=16, shuffle_rows=False))
+    for source in (*data.sources, *data.val_sets):
+        assert source.rows.read(0, 2)[:, 0].tolist() == (IDS[[0, 16]] + 100_000).tolist()
+
+
 def test_padding_is_left_out(folder):
     rows, mask = IDS.reshape(50, 100).copy(), np.ones((50, 100), np.int64)
     rows[:, 80:], mask[:, 80:] = -100, 0
@@ -103,7 +142,7 @@ BAD = np.array([*range(200), 257, 3])
         ("a.npz", npz(ids=BAD), "a.npz: holds token id 257, outside the vocabulary of 257; name the tokenizer"),
         ("a.npz", npz(ids=BAD - 1 - 2 * BAD), "a.npz: holds token id -1, outside the vocabulary"),
         ("a.bin", BAD.astype("<u2").tobytes(), "a.bin: holds token id 257, outside"),
-        ("a.bin", b"123", "a.bin: not a whole number of uint16 token ids"),
+        ("a.bin", b"123", "a.bin: 3 bytes is not a whole number of uint16 token ids"),
         ("a.bin", LLMC[:-2], "a.bin: cannot be read, ValueError: the file ends before its array"),
         ("a.npz", npz(ids=IDS / 2), r"a.npz: ids: holds float64 of shape \(5000,\); expected one row or rows of int"),
         ("a.npz", npz(ids=IDS.reshape(5, 10, 100)), r"holds int64 of shape \(5, 10, 100\); expected one row or rows"),
@@ -112,7 +151,7 @@ BAD = np.array([*range(200), 257, 3])
         ("a.npz", npz(ids=IDS, attention_mask=IDS[1:]), r"attention_mask has shape \(4999,\), expected \(5000,\)"),
         ("a.npz", npz(ids=IDS)[:-100], "a.npz: cannot be read, BadZipFile"),
         ("a.npy", npy(IDS)[:-100], "a.npy: cannot be read, ValueError: the file ends before its array"),
-        ("a.npy", b"no array", "a.npy: cannot be read, ValueError"),
+        ("a.npy", IDS.astype("<u2").tobytes(), "a.npy: not a .npy file; .* If it holds only ids, name it .bin"),
         ("a.npy", npy(np.zeros(5, [("id", "<i4"), ("weight", "<f4")])), r"a.npy: holds \[\('id'.* of shape \(5,\)"),
     ],
 )

@@ -15,7 +15,14 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from steadygpt.base.options import UserError
 from steadygpt.data import documents
 from steadygpt.data.documents import cut_document
-from steadygpt.data.tokenizer import END_OF_TEXT, TokenizerRecord, get_tokenizer, load_tokenizer
+from steadygpt.data.tokenizer import (
+    END_OF_TEXT,
+    TokenizerRecord,
+    fetch_json,
+    get_tokenizer,
+    load_tokenizer,
+    record_named,
+)
 from steadygpt.data.tokenizer_json import GPT2_PATTERN, from_json, to_json
 from steadygpt.data.train_tokenizer import train
 
@@ -159,6 +166,14 @@ def test_the_identity_depends_on_what_determines_ids_only():
         load_tokenizer(TokenizerRecord("x.json", tokenizer_json=train([TEXT], 500))).sha256,
     ]
     assert len({identity(), *others}) == 6
+
+
+def test_a_byte_order_mark_is_no_part_of_the_file(tmp_path):
+    text = byte_tokenizer({END_OF_TEXT: 256})
+    for name, encoding in (("without", "utf-8"), ("with", "utf-8-sig")):
+        (tmp_path / f"{name}.json").write_text(text, encoding=encoding)
+    assert fetch_json(str(tmp_path / "with.json")) == fetch_json(str(tmp_path / "without.json"))
+    assert record_named(str(tmp_path / "with.json")).tokenizer_sha256
 
 
 def test_unused_ids_and_added_tokens_inside_the_vocabulary_are_accepted():
