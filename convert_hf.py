@@ -239,8 +239,6 @@ def check_fits(initial: dict, source: str, config: GPTConfig, record: TokenizerR
         config, record: of the run, and of the tokenizer of its data.
 
     Returns: a line for the plan if the tokenizers cannot be compared, else "".
-
-    Raises: UserError.
     """
     of_weights = TokenizerRecord.of(initial)
     advice = "prepare the text with the tokenizer of the weights"

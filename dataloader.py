@@ -326,8 +326,6 @@ def recorded_sources(entry: Mapping[str, Any], step: int, known: Mapping[str, Se
     Args:
         entry: of the record of starts.
         known: the fingerprint of the run.
-
-    Raises: UserError for shards that are gone or have changed.
     """
     options, sources, any_id = entry["options"], [], 2**32  # the ids were checked before training
     for name, (folder, identity) in entry["sources"].items():
@@ -357,10 +355,7 @@ def has_shards(folder: str) -> bool:
 def find_val_sets(
     config: TrainConfig, sources: Sequence[ShardSet], first: Recorded | None, known: Mapping[str, Sequence[list]]
 ) -> list[ShardSet]:
-    """Find the validation sets that --val names, or else the val shards of the sources; put the first one first.
-
-    Raises: UserError when there is none, or the first one is not what it was.
-    """
+    """Find the validation sets that --val names, or else the val shards of the sources; put the first one first."""
     places = config.val_folders()
     if not places:
         with_val = [s for s in sources if len(sources) == 1 or shard_files(Path(s.folder), "val")] or sources
@@ -392,8 +387,6 @@ def tokenizer_of(sets: Sequence[ShardSet], name: str, saved: TokenizerRecord | N
     Args:
         name: --tokenizer, for shards of other tools.
         saved: of the checkpoint that the run resumes from.
-
-    Raises: UserError when the shards do not have one tokenizer.
     """
     record, sizes = None, []
     for shards in sets:

@@ -171,8 +171,6 @@ def find_step(checkpoint: dict, path: Path, step: int) -> tuple[Mixture, int, in
 
     Returns: the rows to read from; the first row of the step, and how many it has; the source and the file of each
         shard by the id() of its array of tokens.
-
-    Raises: UserError for a step after the end of the run, and for shards that have changed.
     """
     starts, saved = checkpoint["starts"], {"step": checkpoint["step"], "row": checkpoint["rows_consumed"]}
     number = max(n for n, start in enumerate(starts) if start["step"] <= step)
@@ -229,10 +227,7 @@ def look_at_step(options: LookOptions, step: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Look at a folder or at a step.
-
-    Raises: UserError.
-    """
+    """Look at a folder or at a step."""
     options = parse_options(LookOptions, argv, "Inspect a folder of token shards, or the rows that a step trained on.")
     if options.step is not None and checkpoint_files(Path(options.folder)):
         options = replace(options, checkpoint_dir=options.folder, folder="")

@@ -151,8 +151,6 @@ def encode(
     The val split may end before each document and, in one of more than val_bytes, where cut_document() cuts before
     three times as many, so that it has at most a tenth of the text, or where a later piece begins. No token crosses
     such a place, so it is the same for every tokenizer.
-
-    Raises: UserError when a document cannot be read.
     """
     blocks = [(chunk.name, chunk.data) for chunk in batch if isinstance(chunk.data, np.ndarray)]
     if blocks:  # then all chunks are: a source holds text or ids
@@ -232,10 +230,7 @@ def obtain_tokenizer(options: PrepareOptions, source: Source, out: Path) -> tupl
 
 
 def trained_json(options: PrepareOptions, source: Source, out: Path) -> str:
-    """Return the tokenizer.json that bpe:N gives, from the folder if an earlier start has finished it there.
-
-    Raises: UserError.
-    """
+    """Return the tokenizer.json that bpe:N gives, from the folder if an earlier start has finished it there."""
     vocab_size, limit = vocab_size_to_train(options.tokenizer), options.tokenizer_bytes or TRAINING_BYTES
     if source.holds_ids:
         raise UserError(
@@ -317,10 +312,7 @@ class Manifest:
 
     @staticmethod
     def load(out: Path, options: PrepareOptions) -> "Manifest | None":
-        """Read the manifest that an earlier run of the same preparation left; None if there is no shard to keep.
-
-        Raises: UserError when the folder holds any other shards.
-        """
+        """Read the manifest that an earlier run of the same preparation left; None if there is no shard to keep."""
         advice = f"use a different --out, or empty {out}"
         try:
             manifest = Manifest(**json.loads((out / MANIFEST).read_text()))
@@ -457,10 +449,7 @@ def write_shards(
 
 
 def parse_args(argv: Sequence[str] | None) -> PrepareOptions:
-    """Parse the command line; fill in name and folder.
-
-    Raises: UserError.
-    """
+    """Parse the command line; fill in name and folder."""
     options = parse_options(PrepareOptions, argv, DESCRIPTION, ELSEWHERE)
     name = options.name or default_name(options.source)
     if not re.fullmatch(r"[\w.-]+", name):
@@ -482,8 +471,6 @@ def expected(source: Source, manifest: Manifest, out: Path) -> tuple[float, floa
     """Encode the next batch, and extrapolate its tokens and bytes of text to all files.
 
     Returns: None if the size of the files is not known.
-
-    Raises: UserError when its rows cannot be read or lack the text field.
     """
     first, total = manifest.next["file"], sum(source.sizes)
     batch = next(gather_batches(source.chunks(manifest.text_field, Position(first), in_place=True)), [])
@@ -507,10 +494,7 @@ def expected(source: Source, manifest: Manifest, out: Path) -> tuple[float, floa
 
 
 def forecast(source: Source, manifest: Manifest, out: Path, tokens: float, text_bytes: float) -> None:
-    """Print how many tokens and how much disk to expect; check the disk, and the share of val in the text.
-
-    Raises: UserError when the disk is too small, or val too large because the files hold much besides text.
-    """
+    """Print how many tokens and how much disk to expect; check the disk, and the share of val in the text."""
     first, total = manifest.next["file"], sum(source.sizes)
     if 0 < text_bytes < 10 * manifest.val_bytes:
         raise UserError(
@@ -618,10 +602,7 @@ def prepare(options: PrepareOptions, out: Path) -> Manifest:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prepare the data that the command line asks for.
-
-    Raises: UserError.
-    """
+    """Prepare the data that the command line asks for."""
     start_s, options = time.monotonic(), parse_args(argv)
     out = Path(options.out)
     try:

@@ -88,10 +88,7 @@ class Past:
 
 
 def find_past(options: ReplayOptions, first: int, last: int) -> Past:
-    """Find the checkpoint to start from, and the checkpoints and records to compare with.
-
-    Raises: UserError if nothing is left to start from, or to compare with.
-    """
+    """Find the checkpoint to start from, and the checkpoints and records to compare with."""
     folder = Path(options.checkpoint_dir)
     files = [(str(path), checkpoint) for path, checkpoint in intact_checkpoints(checkpoint_files(folder))]
     url = options.mirror or (files[0][1]["train_config"].get("mirror", "") if files else "")
@@ -183,10 +180,7 @@ class Comparison:
         return bool(self.first) and not self.reasons
 
     def find_records(self, starts: list[Entry], begin: int, end: int) -> None:
-        """Find the records of a part of the run.
-
-        Raises: UserError if neither a record nor a checkpoint is left to compare with.
-        """
+        """Find the records of a part of the run."""
         self.records, missing = records_of(self.past, starts, begin)
         if not any(begin <= step < end for step in self.records) and not self.past.saves:
             why = missing or f"{Path(self.past.newest['train_config']['logdir'], METRICS)} lacks their records"
@@ -325,10 +319,7 @@ def replay(past: Past, device: str, ranks: Ranks, held: ExitStack) -> Comparison
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Replay steps; return 1 if one of them differs although its bits are promised.
-
-    Raises: UserError.
-    """
+    """Replay steps; return 1 if one of them differs although its bits are promised."""
     end_with_torchrun()
     about = "Retrain steps of a run in memory, and compare them with its records and checkpoints."
     options = parse_options(ReplayOptions, argv, about)

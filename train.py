@@ -418,10 +418,7 @@ def restore(
 
 
 def make_plan(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, held: ExitStack) -> Plan:
-    """Find where a run starts, and settle its plan. `held` holds the lock on the folder of its checkpoints.
-
-    Raises: UserError.
-    """
+    """Find where a run starts, and settle its plan. `held` holds the lock on the folder of its checkpoints."""
     config, start = find_start(config, given, ranks, held, read_weights)
     saved, first_set, known = None, None, {}
     if checkpoint := start.checkpoint:

@@ -69,10 +69,7 @@ class GPTConfig:
     # fmt: on
 
     def check_shape(self) -> None:
-        """Check the fields and whether they fit each other.
-
-        Raises: OptionError.
-        """
+        """Check the fields and whether they fit each other."""
         check_options(self)
         if not 1 <= self.vocab_size <= 2**24:
             raise OptionError("vocab_size", f"{self.vocab_size:,}", f"1 to {2**24:,}")
@@ -283,10 +280,7 @@ class TrainConfig(GPTConfig):
             raise UserError("--init_from is empty; expected scratch, a folder, a checkpoint file or gpt2")
 
     def check_together(self) -> None:
-        """Check options against each other; on resume, once the checkpoint's values are among them.
-
-        Raises: UserError.
-        """
+        """Check options against each other; on resume, once the checkpoint's values are among them."""
         self.check_shape()
         if self.min_lr > self.max_lr:
             raise UserError(f"--min_lr {self.min_lr} is above --max_lr {self.max_lr}")
@@ -328,10 +322,7 @@ class TrainConfig(GPTConfig):
         return self.dry_run == "plan" and not self.resume
 
     def with_tokens_of_step(self, world_size: int) -> "TrainConfig":
-        """Return the configuration of a first start, in which micro_steps, if any, set total_batch_size.
-
-        Raises: UserError while mini_batch_size is auto.
-        """
+        """Return the configuration of a first start, in which micro_steps, if any, set total_batch_size."""
         if not self.micro_steps:
             return self
         if not self.mini_batch_size:
@@ -351,10 +342,7 @@ class TrainConfig(GPTConfig):
         return self.compile == "on" or (self.compile == "auto" and device_type == "cuda")
 
     def shards(self, world_size: int) -> int:
-        """Return the number of ranks that share one copy of the weights and the optimizer state.
-
-        Raises: UserError when the ranks cannot be divided so.
-        """
+        """Return the number of ranks that share one copy of the weights and the optimizer state."""
         if self.sharding != "fsdp":
             return 1
         if self.shard_size and world_size % self.shard_size:
@@ -362,10 +350,7 @@ class TrainConfig(GPTConfig):
         return self.shard_size or world_size
 
     def possible_rows(self, world_size: int) -> list[int]:
-        """Return every mini_batch_size that splits the tokens of a step evenly, in ascending order.
-
-        Raises: UserError naming sizes of a step that work, when there is none.
-        """
+        """Return every mini_batch_size that splits the tokens of a step evenly, in ascending order."""
         row = self.context_length * world_size
         rows, remainder = divmod(self.total_batch_size, row)
         if remainder or not rows:
@@ -379,10 +364,7 @@ class TrainConfig(GPTConfig):
         return [B for B in range(1, rows + 1) if rows % B == 0 and B * self.context_length % multiple == 0]
 
     def with_even_rows(self, world_size: int) -> "TrainConfig":
-        """Return the configuration with the largest mini_batch_size, up to its own, that splits a step evenly.
-
-        Raises: UserError when there is none.
-        """
+        """Return the configuration with the largest mini_batch_size, up to its own, that splits a step evenly."""
         wanted = self.mini_batch_size  # 0: auto
         possible = self.possible_rows(world_size)
         rows = max((size for size in possible if not wanted or size <= wanted), default=0)
@@ -420,8 +402,6 @@ def parse_folders(option: str, text: str) -> dict[str, tuple[str, Fraction]]:
 
     Args:
         option: that has this value; val has no weights.
-
-    Raises: OptionError.
     """
     found: dict[str, tuple[str, Fraction]] = {}
     for item in filter(None, map(str.strip, text.split(","))):
@@ -522,10 +502,7 @@ ELSEWHERE = {
 
 
 def parse_args(argv: Sequence[str]) -> tuple[TrainConfig, dict[str, str]]:
-    """Return the configuration of a command line, and the options that were given: name -> "flag" or "preset".
-
-    Raises: UserError for a flag, key or value that does not exist or fit.
-    """
+    """Return the configuration of a command line, and the options that were given: name -> "flag" or "preset"."""
     flags = read_flags(TrainConfig, argv, ABOUT, ELSEWHERE)
     if not flags.get("resume", "latest"):  # an unset variable in a script must not start a new run
         raise UserError("--resume is empty; expected latest, auto, best, stable or a checkpoint file")

@@ -144,10 +144,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def lock_folder(folder: Path, advice: str) -> IO[str]:
-    """Lock `folder` against other processes until this process ends or the returned file is closed.
-
-    Raises: UserError with the other process and `advice` when the folder is locked.
-    """
+    """Lock `folder` against other processes until this process ends or the returned file is closed."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / ".lock", "a+")  # noqa: SIM115 (stays open: closing it releases the lock)

@@ -29,7 +29,10 @@ ON_OFF = {"on": True, "true": True, "1": True, "yes": True, "off": False, "false
 
 
 class UserError(Exception):
-    """A mistake in flags, configuration, data or checkpoint files; never a bug in SteadyGPT."""
+    """A mistake in flags, configuration, data or checkpoint files; never a bug in SteadyGPT.
+
+    Every function that reads what users give may raise it, so docstrings do not repeat it; run_cli() prints one line.
+    """
 
 
 class RankError(UserError):
@@ -109,10 +112,7 @@ def secrets_of(options: "DataclassInstance") -> list[str]:
 
 
 def check_options(options: "DataclassInstance") -> None:
-    """Compare each value with the choices and bounds of its option.
-
-    Raises: OptionError.
-    """
+    """Compare each value with the choices and bounds of its option."""
     for name, f in options_of(options).items():
         value, about = getattr(options, name), f.metadata
         if about["choices"] and value not in about["choices"]:
@@ -169,10 +169,7 @@ class CheckpointOptions(ModelOptions):
 def parse_options(
     options: type[Options], argv: Sequence[str] | None, description: str, elsewhere: Mapping[str, str] = {}
 ) -> Options:
-    """Return the options of a command line.
-
-    Raises: UserError.
-    """
+    """Return the options of a command line."""
     parsed = options(**read_flags(options, sys.argv[1:] if argv is None else argv, description, elsewhere=elsewhere))
     check_options(parsed)
     return parsed
@@ -186,8 +183,6 @@ def read_flags(
     Args:
         elsewhere: names that other programs use -> our flag, or a sentence about what has none here; {} is the
             given value, and "" the name of a word without a flag.
-
-    Raises: UserError for a flag that does not exist or a value of the wrong type.
     """
     for argument in argv:
         if not argument.isascii() and "\\udc" in (shown := ascii(argument)):

@@ -84,10 +84,7 @@ class Captured:
 
 
 def check_weights(weights: dict, model: nn.Module, ranks: Ranks) -> None:
-    """Check on rank 0 that a checkpoint's "model" fits.
-
-    Raises: UserError on every rank when names or shapes differ from the model's.
-    """
+    """Check on rank 0 that a checkpoint's "model" fits."""
     expected = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
 
     def check() -> None:
@@ -156,10 +153,7 @@ def open_checkpoint(which: str, folder: Path) -> tuple[Path, dict]:
 
 
 def average(folder: Path, count: int) -> dict:
-    """Return the mean of the weights of the newest rolling checkpoints, taken in fp64; no run resumes from it.
-
-    Raises: UserError when fewer than `count` are intact.
-    """
+    """Return the mean of the weights of the newest rolling checkpoints, taken in fp64; no run resumes from it."""
     checkpoints = list(islice(intact_checkpoints(newest_first(folder, "rolling_step_*.pt")), count))
     if len(checkpoints) < count:
         raise UserError(
@@ -177,10 +171,7 @@ def average(folder: Path, count: int) -> dict:
 
 
 def nearest_checkpoint(folder: Path, step: int) -> tuple[Path, dict]:
-    """Return the intact checkpoint of a folder whose step is nearest; of two, the earlier one.
-
-    Raises: UserError when no file is intact.
-    """
+    """Return the intact checkpoint of a folder whose step is nearest; of two, the earlier one."""
 
     def distance(file: Path) -> tuple[int, int]:
         try:  # without the checksums, for which all of the file is read
@@ -219,18 +210,12 @@ def _written_ns(file: Path) -> int:
 
 
 def read_checkpoint(path: Path) -> dict:
-    """Verify a checkpoint file and map it into memory; its tensors are on the CPU and are read when used.
-
-    Raises: UserError that says what is wrong with the file.
-    """
+    """Verify a checkpoint file and map it into memory; its tensors are on the CPU and are read when used."""
     return as_checkpoint(load_verified(path), path)
 
 
 def load_verified(path: Path) -> object:
-    """Return what torch.save wrote to a file, after verifying its checksums; no code in it is run.
-
-    Raises: UserError that says what is wrong with the file.
-    """
+    """Return what torch.save wrote to a file, after verifying its checksums; no code in it is run."""
     try:
         with zipfile.ZipFile(path) as archive:
             if bad := archive.testzip():  # torch.load does not verify the checksums
@@ -285,9 +270,6 @@ def find_checkpoint(which: str, folder: Path) -> Found:
     """Find and verify the checkpoint that "latest", "auto", a word of NAMED or a file name refers to.
 
     The name of another folder means its latest checkpoint.
-
-    Raises: UserError when it does not exist or is corrupt, or all files are corrupt; only "auto" accepts that there is
-        none.
     """
     if which not in ("latest", "auto", *NAMED) and Path(which).is_dir():
         which, folder = "latest", Path(which)
@@ -318,10 +300,7 @@ def summary(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_evaluations(folder: Path) -> dict[int, dict[str, float | None]]:
-    """Return evaluations.json: step -> {"val_loss": ..., "val_bpb": ..., "hellaswag_acc": ...}.
-
-    Raises: UserError when it cannot be read.
-    """
+    """Return evaluations.json: step -> {"val_loss": ..., "val_bpb": ..., "hellaswag_acc": ...}."""
     path = folder / EVALUATIONS
     try:
         return {int(step): dict(scores) for step, scores in json.loads(path.read_text()).items()}

@@ -161,10 +161,7 @@ class Mirror:
     # writing
 
     def claim(self) -> Index:
-        """Reserve the folder for the run, unless that is done, and return the index.
-
-        Raises: UserError when the folder has checkpoints of a different run.
-        """
+        """Reserve the folder for the run, unless that is done, and return the index."""
         index = self.index()
         if index.checkpoints and not (self.resumes and index.run == self.run):
             name, *others = index.checkpoints
@@ -187,8 +184,6 @@ class Mirror:
         Args:
             names: of the checkpoint. The newest in the mirror is also latest.pt, and the one before it the backup.
             progress: is called with the number of bytes that are uploaded.
-
-        Raises: UserError when the folder belongs to another run.
         """
         import fsspec
 
@@ -288,8 +283,6 @@ def newer_checkpoint(
         local: the intact checkpoint that is already in the folder, if any.
 
     Returns: the temporary file, or None; and a line for each checkpoint that was skipped.
-
-    Raises: UserError when nothing is intact though the index names checkpoints, or the store does not answer.
     """
     newest_ns, named = local.stat().st_mtime_ns if local else 0, NAMED.get(which)
     skipped: list[str] = []

@@ -102,10 +102,7 @@ class Uploads:
             self.requests.task_done()
 
     def _upload_newest(self) -> bool:
-        """Upload the newest checkpoint that the mirror lacks; return whether there was one.
-
-        Raises: UserError when the mirror belongs to another run.
-        """
+        """Upload the newest checkpoint that the mirror lacks; return whether there was one."""
         known, sizes = self.mirror.claim().checkpoints, self.mirror.sizes()
         self.there = {name: entry.mtime_ns for name, entry in known.items() if sizes.get(entry.file) == entry.size}
         mtime_ns, paths = next(iter(self._missing().items()), (0, []))

@@ -209,10 +209,7 @@ def write_config(config: "GPTConfig", kind: str) -> dict[str, Any]:
 
 
 def find_family(config: "GPTConfig") -> str:
-    """Return the model_type of a class of transformers that computes the same as GPT.
-
-    Raises: UserError with the fields that the closest class lacks.
-    """
+    """Return the model_type of a class of transformers that computes the same as GPT."""
     unfit = {kind: _unfit_fields(config, family) for kind, family in FAMILIES.items()}
     kind = min(unfit, key=lambda kind: len(unfit[kind]))
     if unfit[kind]:

@@ -210,10 +210,7 @@ class Document(NamedTuple):
 
 
 def read_documents(chunk: Chunk, text_field: str) -> Iterator[Document]:
-    """Read the documents of a chunk.
-
-    Raises: UserError for a file that is damaged, or if the first line of the first file lacks the text field.
-    """
+    """Read the documents of a chunk."""
     with naming(chunk.name):
         if isinstance(chunk.data, Rows):
             path, group, first, length = chunk.data

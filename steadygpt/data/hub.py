@@ -83,8 +83,6 @@ def find_repo(kind: str, name: str, revision: str = "", pinned: str = "") -> Rep
 
     Args:
         pinned: the commit to use, even if the name now refers to another one, which is reported.
-
-    Raises: UserError when there is no such repository.
     """
     from huggingface_hub import HfApi, constants, snapshot_download, utils
     from huggingface_hub.errors import HFValidationError
@@ -131,8 +129,6 @@ def data_files(repo: Repo, config: str, split: str) -> tuple[str, list[RemoteFil
     """Return the format of a data set, as `datasets` names it ("parquet", "json"), and the files of a split, in order.
 
     The format is "" for files outside of the repository. Without a network, only the files in the cache are known.
-
-    Raises: UserError when there is no such configuration or split.
     """
 
     def resolve() -> tuple[str, Mapping]:
@@ -249,10 +245,7 @@ def fetch_model(source: str, with_weights: bool) -> tuple[Path, Repo]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return where the weights of a model are: in model.safetensors, or in the files that its index names.
-
-    Raises: UserError when the index cannot be read.
-    """
+    """Return where the weights of a model are: in model.safetensors, or in the files that its index names."""
     index = folder / INDEX
     if (folder / WEIGHTS).exists() or not index.exists():
         return [folder / WEIGHTS]

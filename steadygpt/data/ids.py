@@ -96,10 +96,7 @@ def _open(stream: IO[bytes], suffix: str, name: str, size: int = 0) -> _Array:
 
 
 def check_ids(name: str, ids: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Return the ids of a block in the dtype of shards.
-
-    Raises: UserError that names the first id outside the vocabulary; as headerless_ids.
-    """
+    """Return the ids of a block in the dtype of shards."""
     if ids.dtype.kind == "V":
         ids = headerless_ids(name, ids, vocab_size)
     is_bad = (ids < 0) | (ids >= vocab_size)

@@ -35,10 +35,7 @@ class RemoteFile:
         return (self.path, self.size) if self.version is None else (self.path, self.size, self.version)
 
     def read(self, start: int, end: int) -> Iterator[bytes]:
-        """Yield the bytes [start, end) in blocks; after a lost connection, request the rest.
-
-        Raises: UserError.
-        """
+        """Yield the bytes [start, end) in blocks; after a lost connection, request the rest."""
         blocks: Iterator[bytes] | None = None
 
         def receive() -> bytes:

@@ -57,10 +57,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def headerless_ids(path: object, raw: np.ndarray, vocab_size: int) -> np.ndarray:
-    """View bytes (n,) of a file without a header as ids of token_dtype().
-
-    Raises: UserError when they are no whole number, or the first ones look like ids of another width.
-    """
+    """View bytes (n,) of a file without a header as ids of token_dtype()."""
     dtype = token_dtype(vocab_size)
     if len(raw) % dtype.itemsize:
         raise UserError(f"{path}: {len(raw)} bytes is not a whole number of {dtype.name} token ids; copy it again")
@@ -95,10 +92,7 @@ def write_shard(path: Path, tokens: np.ndarray) -> str:
 
 
 def open_shard(path: Path) -> Shard:
-    """Find the tokens in a `.npy` file, a llm.c `.bin` file or a nanoGPT `.bin` file.
-
-    Raises: UserError when the file is truncated, or not a shard.
-    """
+    """Find the tokens in a `.npy` file, a llm.c `.bin` file or a nanoGPT `.bin` file."""
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -179,10 +173,7 @@ def shard_files(data_dir: Path, split: str) -> list[Path]:
 
 
 def find_shards(data_dir: Path, split: str, manifest: dict | None) -> list[Shard]:
-    """Find the shards of "train" or "val" in a folder, sorted by name; with a manifest, only those it lists.
-
-    Raises: UserError when there are none, one is damaged, or they differ from the manifest.
-    """
+    """Find the shards of "train" or "val" in a folder, sorted by name; with a manifest, only those it lists."""
     files = shard_files(data_dir, split)
     if manifest is not None:
         listed = {entry["file"]: entry["tokens"] for entry in manifest["shards"] if entry["split"] == split}

@@ -102,10 +102,7 @@ class Source:
         return self.remote[file].download(self.paths[file], lambda count: self.progress(before + count))
 
     def chunks(self, text_field: str, start: Position, in_place: bool = False) -> Iterator[Chunk]:
-        """Cut the files into chunks, from `start` on.
-
-        Raises: UserError for a file that cannot be read, is damaged, or lacks the text field.
-        """
+        """Cut the files into chunks, from `start` on."""
         for index in range(start.file, len(self.names)):
             begin = start if index == start.file else Position(index)
             name = self.names[index]
@@ -189,8 +186,6 @@ def find_source(
         streaming: reads a Hub data set or an object store in place.
         folder: for downloads; None for the Hub's cache.
         max_files: how many files to take, in their order; None for all.
-
-    Raises: UserError when there are none, they hold both text and token ids, or a store's are to be kept.
     """
     if "://" in name:
         return _store_source(name, streaming, folder, max_files)
@@ -248,10 +243,7 @@ def read_split(name: str, split: str) -> list[dict]:
 
 
 def find_files(source: str) -> list[Path]:
-    """Find the readable files of a path, a folder (recursive, without hidden files), a glob or "stdlib", sorted.
-
-    Raises: UserError when there are none.
-    """
+    """Find the readable files of a path, a folder (recursive, without hidden files), a glob or "stdlib", sorted."""
     if source == "stdlib":
         return [path for path in _files_below(STDLIB, NOT_IN_STDLIB) if path.suffix == ".py"]
     if not source:
@@ -284,10 +276,7 @@ def _train_files(folder: Path) -> list[Path]:
 
 
 def choose(source: str, names: Sequence[str]) -> list[str]:
-    """Return the names of files that can be read.
-
-    Raises: UserError when there are none, or when some hold text and others token ids.
-    """
+    """Return the names of files that can be read."""
     chosen = [name for name in names if suffix_of(name)]
     # Beside other files, .json files are rarely JSON Lines.
     chosen = [name for name in chosen if suffix_of(name) != ".json"] or chosen

@@ -27,8 +27,6 @@ class Store:
 
     Args:
         silence_s: a connection without data for this long is closed; 0: after retry.SILENCE_S.
-
-    Raises: UserError when fsspec does not know the URL, or the package for it is not installed.
     """
 
     def __init__(self, url: str, silence_s: float = 0):
@@ -56,10 +54,7 @@ class Store:
         logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it prints a traceback for each retry; we print a line
 
     def files(self) -> list[RemoteFile]:
-        """List the file, the files below the folder, or those that match the glob, in the order of local files.
-
-        Raises: UserError when the store cannot be read; the list may be empty.
-        """
+        """List the file, the files below the folder, or those that match the glob, in the order of local files."""
 
         def ask() -> list[dict]:
             find = self.fs.glob if glob.has_magic(self.path) else self.fs.find

@@ -77,8 +77,6 @@ def load_examples(name: str, file: str = "", style: str = STYLES[0]) -> list[Exa
 
     Args:
         style: of HellaSwag; the other tasks have lm_eval's only.
-
-    Raises: UserError when they cannot be loaded, or a row is not an example.
     """
     task, examples = TASKS[name], []
     read = lm_eval_hellaswag if (name, style) == ("hellaswag", "lm_eval") else task.read

@@ -47,10 +47,7 @@ class Tokenizer:
 
     @property
     def document_id(self) -> int:
-        """The id of the token that begins every document.
-
-        Raises: UserError when there is no such token.
-        """
+        """The id of the token that begins every document."""
         special = self.encoding._special_tokens
         if self.document_token not in special:
             found = shorten(" ".join(sorted(special, key=special.__getitem__)), 1000)
@@ -131,10 +128,7 @@ class TokenizerRecord(NamedTuple):
         return cls(**{key: str(stored[key]) for key in cls._fields if key in stored})
 
     def with_json(self, folder: Path) -> "TokenizerRecord":
-        """Add the tokenizer.json of a folder, if it is there and this record wants one.
-
-        Raises: UserError when the file cannot be read.
-        """
+        """Add the tokenizer.json of a folder, if it is there and this record wants one."""
         path = folder / TOKENIZER_JSON
         wants = self.is_file and not self.tokenizer_json and path.exists()
         return self._replace(tokenizer_json=read_text(path)) if wants else self
@@ -154,10 +148,7 @@ class TokenizerRecord(NamedTuple):
         return self.is_file or self.tokenizer in ("", other.tokenizer)
 
     def resumed(self, saved: "TokenizerRecord", folder: str) -> "TokenizerRecord":
-        """Return this record of the data of a run, with the file that its checkpoint has, or else the folder's.
-
-        Raises: UserError when the checkpoint has a different tokenizer.
-        """
+        """Return this record of the data of a run, with the file that its checkpoint has, or else the folder's."""
         if not saved.fits(self):
             raise UserError(
                 f"{folder}: prepared with the tokenizer {self}, but the checkpoint was trained with {saved}; name the "
@@ -171,10 +162,7 @@ class TokenizerRecord(NamedTuple):
 
 @cache
 def get_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer with this name, which is not one of a file.
-
-    Raises: UserError for an unknown name, or a failed download of its vocabulary.
-    """
+    """Return the tokenizer with this name, which is not one of a file."""
     if name == "bytes":
         return _bytes()
     if name == "gpt2":
@@ -213,8 +201,6 @@ def load_tokenizer(record: TokenizerRecord, folder: Path | None = None) -> Token
 
     Args:
         folder: has the tokenizer.json, unless the record has its text.
-
-    Raises: UserError when it cannot be found, or is not the one recorded.
     """
     name, wanted, document_token, text = record.with_json(folder) if folder else record
     where = str(folder / TOKENIZER_JSON) if folder else name
@@ -266,10 +252,7 @@ def fetch_json(name: str) -> str:
 
 
 def read_text(path: Path) -> str:
-    """Read a tokenizer.json.
-
-    Raises: UserError.
-    """
+    """Read a tokenizer.json."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -302,10 +285,7 @@ def vocab_size_of(record: TokenizerRecord) -> int:
 
 
 def vocab_size_to_train(name: str) -> int:
-    """Return the N of bpe:N.
-
-    Raises: UserError.
-    """
+    """Return the N of bpe:N."""
     number = name.removeprefix("bpe:")
     if not (number.isdecimal() and 258 <= int(number) <= 2**24):
         raise UserError(

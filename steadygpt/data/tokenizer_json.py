@@ -45,8 +45,6 @@ def from_json(text: str, where: object, is_known: bool) -> tuple[tiktoken.Encodi
         is_known: skips the slow checks; the caller compares the result with one that has passed them.
 
     Returns: the encoding, which lacks the literals; whether text is brought to Unicode's form NFC first; the literals.
-
-    Raises: UserError that names `where`, unless the conversion is exact.
     """
     try:
         return _convert(json.loads(text), is_known)

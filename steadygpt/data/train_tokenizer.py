@@ -22,8 +22,6 @@ def train_tokenizer(source: Source, text_field: str, vocab_size: int, limit: int
 
     Args:
         limit: bytes of text to train on, as choose_texts does.
-
-    Raises: UserError when the source cannot be read or has too little text, or the library is missing.
     """
     try:
         import tokenizers  # noqa: F401 (only the other process needs it)

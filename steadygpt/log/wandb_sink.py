@@ -32,8 +32,6 @@ class WandbSink:
         start_step: where a resumed run starts; None for a new run.
         log: log.txt, which names the W&B runs so far.
         warn: prints a warning.
-
-    Raises: UserError when W&B does not start. A resumed run that cannot reach it records offline.
     """
 
     def __init__(self, config: "TrainConfig", start_step: int | None, log: Path, warn: Callable[[str], object]):

@@ -39,11 +39,7 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device that --device names, of this process among those that torchrun has started.
-
-    Raises: UserError when the machine has no such device, not one for each local process, or a GPU that PyTorch cannot
-        use: a run on the CPU instead would take weeks.
-    """
+    """Return the device that --device names, of this process among those that torchrun has started."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() or has_gpu(DEVICES) else "cpu"

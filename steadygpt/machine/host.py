@@ -31,10 +31,7 @@ def usable_cores() -> int:
 
 
 def check_compiler(device_type: str) -> None:
-    """Check that torch.compile finds what it calls, which it would otherwise miss minutes later.
-
-    Raises: UserError.
-    """
+    """Check that torch.compile finds what it calls, which it would otherwise miss minutes later."""
     if device_type == "cuda":
         compilers = os.environ.get("CC", "").split()[:1] or ["gcc", "clang"]
     else:

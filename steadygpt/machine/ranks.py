@@ -99,10 +99,7 @@ class Ranks:
         return values
 
     def on_each(self, compute: Callable[[], Result]) -> Result:
-        """Call compute() on every rank and return this rank's result.
-
-        Raises: UserError on every rank when compute() raises one on any rank, or cannot read or write a file there.
-        """
+        """Call compute() on every rank and return this rank's result."""
         result, error = None, ""
         try:
             result = compute()
@@ -117,10 +114,7 @@ class Ranks:
         return cast(Result, result)
 
     def on_main(self, compute: Callable[[], Result]) -> Result | None:
-        """Call compute() on rank 0 and return its result there; the other ranks wait and get None.
-
-        Raises: UserError on every rank, like on_each().
-        """
+        """Call compute() on rank 0 and return its result there; the other ranks wait and get None."""
         return self.on_each(lambda: compute() if self.is_main else None)
 
 
@@ -202,10 +196,7 @@ def handle(name: str, handler: Callable[..., object]) -> None:
 
 
 def launched_as() -> tuple[int, int]:
-    """Return the rank of this process and the number of processes, which torchrun puts into the environment.
-
-    Raises: RankError for an environment that is not torchrun's, and for tasks of Slurm that would each train alone.
-    """
+    """Return the rank of this process and the number of processes, which torchrun puts into the environment."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     found = {name: os.environ[name] for name in names if name in os.environ}
     numbers = {name: int(text) for name, text in found.items() if name != "MASTER_ADDR" and text.isdecimal()}

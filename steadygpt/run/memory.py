@@ -182,8 +182,6 @@ def with_fitting_rows(config: "TrainConfig", model: "GPT", ranks: Ranks) -> tupl
 
     Args:
         model: of the run, on the meta device.
-
-    Raises: UserError on all ranks when no number splits a step evenly, or the smallest does not fit on one of them.
     """
     if config.mini_batch_size:
         return config, ""

@@ -161,8 +161,6 @@ def settle(
         starts: the record of starts, with this one.
         sketch: the model of the run, on the meta device.
         held: reserves the name of the run until it closes.
-
-    Raises: UserError.
     """
     asked, checkpoint, world_size = config, start.checkpoint, ranks.world_size
     elsewhere = config.precision if "precision" in given and config.precision != "auto" else "bf16"
@@ -203,10 +201,7 @@ def keep_threads(starts: Sequence[Entry], device: torch.device) -> str:
 
 
 def note_of_processes(config: "TrainConfig", starts: Sequence[Entry], ranks: Ranks) -> str:
-    """Return the numbers of processes that compute the same bits, as a line for the plan.
-
-    Raises: UserError for a step that cannot be divided among these processes, or among as many virtual ranks as before.
-    """
+    """Return the numbers of processes that compute the same bits, as a line for the plan."""
     count, micro_batches = config.virtual_ranks(), config.grad_accum_steps(1)
     *others, most = [str(2**n) for n in range(count.bit_length())]
     possible = f"{', '.join(others)} or {most} processes" if others else "1 process"

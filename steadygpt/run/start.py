@@ -139,10 +139,7 @@ def remove_if_empty(folder: Path) -> None:
 
 
 def check_other_machines(folder: Path, ranks: Ranks) -> None:
-    """Check that no other machine has newer checkpoints than rank 0, which resumes from its own.
-
-    Raises: UserError on every rank.
-    """
+    """Check that no other machine has newer checkpoints than rank 0, which resumes from its own."""
     inode = folder.stat().st_ino if folder.is_dir() else 0  # the same on every machine that shares the folder
     main, *others = ranks.gather((newest_ns(folder), inode, f"{socket.gethostname()}:{folder.absolute()}"))
     for other_ns, other_inode, place in others:
@@ -237,10 +234,7 @@ def _start_on_main(
 
 
 def find_newest(config: "TrainConfig", given: Mapping[str, str]) -> Found:
-    """Find the checkpoint that --resume asks for; download it if the mirror has a newer one than the folder.
-
-    Raises: UserError when there is none; only "auto" accepts that.
-    """
+    """Find the checkpoint that --resume asks for; download it if the mirror has a newer one than the folder."""
     folder, found, problem = Path(config.checkpoint_dir), Found(), None
     try:
         found = find_checkpoint(config.resume, folder)

@@ -60,8 +60,6 @@ def record_start(
         known: on rank 0, the fingerprint as far as it is known. Shards that are not in it, and have no manifest, are
             read only by a run that resumes: a new one reads them later, and until then their folder stands for their
             identity; other commands assume that they are what they were.
-
-    Raises: UserError for a mixture that is not possible, or differs from the one before without --allow_changes.
     """
     starts = ranks.broadcast(ranks.on_main(lambda: _with_this_start(config, start, data, ranks, known or {})))
     assert starts
@@ -145,8 +143,6 @@ def shares_of(sources: Mapping[str, Sequence[str]], weights: Mapping[str, Fracti
     Args:
         sources: name -> (folder, identity).
         weights: by name.
-
-    Raises: UserError for two sources with the same shards, and for one with less than a row.
     """
     names: dict[str, str] = {}
     for name, (_, identity) in sources.items():
