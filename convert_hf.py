@@ -30,6 +30,7 @@ from torch import Tensor
 
 from generate import load_model
 from model import GPT, GPTConfig
+from steadygpt.base.disk import check_pulled
 from steadygpt.base.durable import fsync, fsync_folder, replace_file
 from steadygpt.base.options import OptionError, UserError, kind_of, option, parse_options, run_cli
 from steadygpt.base.text import labelled
@@ -345,6 +346,7 @@ def _read_safetensors(folder: Path, source: str, family: Family) -> dict[str, Te
             found = f"{source}: no {hub.WEIGHTS} and no {hub.INDEX}"
             raise UserError(f"{found}; other formats are refused, because loading them can run code")
         try:
+            check_pulled(file)
             weights |= _unwrapped(load_file(file))
         except (OSError, SafetensorError) as error:
             raise UserError(f"{file}: cannot be read ({error})") from error

@@ -229,7 +229,7 @@ def look_at_step(options: LookOptions, step: int) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Look at a folder or at a step."""
     options = parse_options(LookOptions, argv, "Inspect a folder of token shards, or the rows that a step trained on.")
-    if options.step is not None and checkpoint_files(Path(options.folder)):
+    if options.folder and checkpoint_files(Path(options.folder)):
         options = replace(options, checkpoint_dir=options.folder, folder="")
     if not options.folder and options.step is None:
         raise UserError(

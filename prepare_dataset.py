@@ -480,10 +480,10 @@ def expected(source: Source, manifest: Manifest, out: Path) -> tuple[float, floa
     found, token = manifest.encoder(out)(batch), manifest.document_token
     if found.spelled:
         code = f"import json, sys; [print(json.dumps({{'text': t}})) for t in sys.stdin.read().split({token!r})]"
-        say(
-            f"{source.names[first]}: contains {token}, which is encoded as text. If it separates documents, write each "
-            f'as a line of JSON: python -c "{code}" < TEXT > documents.jsonl'
-        )
+        how = f'line of JSON: python -c "{code}" < TEXT > documents.jsonl'
+        how = how if suffix_of(source.names[first]) in (".txt", ".md", ".py") else "row of its own"
+        text = f"{source.names[first]}: contains {token}, which is encoded as text"
+        say(f"{text}. If it separates documents, write each as a {how}")
     reasons = {reason for _, reason in found.skipped if "not a string" in reason}
     if reasons and not found.documents:
         raise UserError(

@@ -5,5 +5,5 @@ import sys
 from setuptools import setup
 
 if "bdist_wheel" in sys.argv:  # `pip install -e .` builds none
-    raise SystemExit("error: SteadyGPT runs from a clone, so `pip install .` is refused. Try `pip install -e .`")
+    sys.exit("error: SteadyGPT runs from a clone, so `pip install .` is refused. Try `pip install -e .`")
 setup()

@@ -3,5 +3,6 @@
 set -euo pipefail
 repo=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/..
 [ -x "$repo/.venv/bin/python" ] && PATH="$repo/.venv/bin:$PATH"
+[ "${1:-}" = -v ] && set -- "${@:2}" -v  # the folder may follow it
 case ${1:-} in [!-]*) set -- --checkpoint_dir "$@" ;; esac
 exec python "$repo/train.py" --list_checkpoints "$@"

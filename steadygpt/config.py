@@ -474,8 +474,10 @@ ELSEWHERE = {
         "--sharding fsdp": "deepspeed fsdp zero_stage",
         "--sharding": "strategy",
         "--device": "accelerator",
+        "--tokenizer": "tokenizer_name tokenizer_path",
+        "torchrun sets it; drop the flag": "local_rank rank world_size backend",
         "--activation_checkpointing": "gradient_checkpointing grad_checkpointing",
-        "--data_dir": "dataset data data_path train_file input_bin tokenized_dir",
+        "--data_dir": "dataset data data_path train_file train_data input input_bin tokenized_dir",
         "--init_from": "model_name_or_path model",
         "--use_wandb": "wandb wandb_log",
         "--run_name": "wandb_run_name",
@@ -485,7 +487,7 @@ ELSEWHERE = {
         "--max_files of prepare_dataset.py; a run reads all shards of --data_dir, up to --max_steps": "max_files",
         # What has no equivalent.
         "torchrun starts one process for each GPU: torchrun --nproc_per_node=N train.py": "devices gpus num_gpus "
-        "n_gpus ngpus num_processes",
+        "n_gpus ngpus num_processes nproc_per_node nproc",
         "scripts/multinode.sh starts several machines (docs/multi-node.md)": "num_nodes num_machines",
         "convert_hf.py exports a checkpoint to a folder, and 'hf upload' uploads it": "push_to_hub hub_model_id",
         "batches are read ahead by one thread, for a GPU into pinned memory; drop the flag": "num_workers "
@@ -551,7 +553,9 @@ def _read_toml(name: str, read_by: tuple[str, ...] = ()) -> dict:
     if not path.is_file():
         presets = ", ".join(sorted(p.stem for p in PRESETS.glob("*.toml")))
         kind = "file" if name.endswith(".toml") else "preset"
-        raise UserError(f"--config {name}: no such {kind}; expected a .toml file or one of: {presets}")
+        other = name.endswith((".py", ".yaml", ".yml", ".json"))
+        advice = " (docs/from-other-trainers.md says how to write its options)" * other
+        raise UserError(f"--config {name}: no such {kind}; expected a .toml file{advice} or one of: {presets}")
     try:
         if name in read_by:
             raise UserError("the file includes itself")

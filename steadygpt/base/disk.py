@@ -1,10 +1,14 @@
-"""Free space on disks."""
+"""Free space on disks, and files that are not there."""
 
 import os
 import shutil
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
+
+from steadygpt.base.options import UserError
+
+LFS_POINTER = b"version https://git-lfs"
 
 
 def disks(*needs: Mapping[Path, int]) -> dict[Path, tuple[int, int]]:
@@ -15,6 +19,13 @@ def disks(*needs: Mapping[Path, int]) -> dict[Path, tuple[int, int]]:
         first, needed = found.get(disk, (existing(folder), 0))
         found[disk] = first, needed + size
     return {folder: (shutil.disk_usage(folder).free, needed) for folder, needed in found.values()}
+
+
+def check_pulled(path: Path) -> None:
+    """Refuse a pointer of Git LFS in place of a file, as a clone without Git LFS has it."""
+    with open(path, "rb") as file:
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise UserError(f"{path}: found a Git LFS pointer, expected the file. Try: git lfs pull")
 
 
 def existing(path: Path) -> Path:

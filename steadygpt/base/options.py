@@ -241,7 +241,7 @@ def _unknown_text(argv: Sequence[str], unknown: list[str], options: type, elsewh
     """Name every unknown argument of a command line, with what to type instead."""
     told: dict[str, str] = {}
     for before, argument, after in zip(["", *argv], argv, [*argv[1:], "--"], strict=False):
-        is_value = before.startswith("--") and "=" not in before and not argument.startswith("--")
+        is_value = before.startswith("-") and "=" not in before and not argument.startswith("-")
         if argument in unknown and not is_value:
             name, _, value = argument.partition("=")
             value = (value or ("..." if after.startswith("--") else after)) if name.startswith("-") else name
@@ -256,15 +256,16 @@ def _unknown_text(argv: Sequence[str], unknown: list[str], options: type, elsewh
 
 
 def _suggestion(unknown: str, options: type, elsewhere: Mapping[str, str]) -> str:
-    name = unknown.removeprefix("--")
+    name = unknown.lstrip("-").lower()
     if ours := elsewhere.get(name) or elsewhere.get("" if unknown[:1] != "-" else unknown, ""):
         return f"use {ours}" if ours.startswith("--") else ours
-    if not unknown.startswith("--") and "config" in options_of(options):
-        toml = unknown.endswith(".toml")
-        return f"use --config {unknown}" if toml else "a preset or TOML file is --config NAME, a value --flag VALUE"
+    if not unknown.startswith("-") and "config" in options_of(options):
+        if unknown.endswith((".py", ".yaml", ".yml", ".json")):
+            return "write its options as flags, or as TOML for --config; see docs/from-other-trainers.md"
+        return f"a preset or TOML file is --config {unknown}, a value --flag {unknown}"
     # 0.85: a typing mistake, or a letter more or less; below that names are alike by chance.
     close = difflib.get_close_matches(name, [n for n in options_of(options)], n=1, cutoff=0.85)
-    return f"did you mean --{close[0]}?" if close and unknown.startswith("--") else "see --help"
+    return f"did you mean --{close[0]}?" if close and unknown.startswith("-") else "see --help"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -316,7 +317,8 @@ def run_cli(main: Callable[[], int | None]) -> None:
         sys.stdout.flush()  # here, because the last lines may find the pipe closed
     except UserError as error:
         status = 2
-        if os.environ.get("LOCAL_RANK", "0") == "0" or isinstance(error, RankError):
+        is_quiet = "RANK" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0"
+        if not is_quiet or isinstance(error, RankError):
             print(f"error: {error}", file=sys.stderr)
         else:
             time.sleep(2)  # torchrun ends all ranks when the first one exits: let local rank 0 print the error

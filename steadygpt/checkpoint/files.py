@@ -25,9 +25,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from steadygpt.base.disk import check_pulled
 from steadygpt.base.options import UserError
 from steadygpt.base.text import counted
-from steadygpt.machine.device import process_age_s
+from steadygpt.machine.host import process_age_s
 from steadygpt.machine.ranks import Ranks
 
 FORMAT_VERSION = 3
@@ -104,7 +105,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
     """Return all checkpoints of a folder in the order in which --resume latest tries them, then the best one."""
     rolling, epochs = newest_first(folder, "rolling_step_*.pt"), newest_first(folder, "epoch_*.pt")
     files = [folder / LATEST, folder / BACKUP, *rolling, *epochs, folder / STABLE, folder / BEST]
-    return [file for file in files if file.exists()]
+    return [file for file in files if file.exists() or file.is_symlink()]  # a link to nothing is a damaged checkpoint
 
 
 def newest_ns(folder: Path) -> int:
@@ -123,6 +124,8 @@ def no_checkpoints(folder: Path) -> UserError:
     there = [file for subfolder in folder.glob("*/") for file in checkpoint_files(subfolder)]
     newest = max(there, key=_written_ns, default=None)
     hint = f"--checkpoint_dir {newest.parent}" if newest else "another --checkpoint_dir"
+    if (folder / "config.json").exists():  # of a Hugging Face model
+        hint = f"python convert_hf.py {folder} weights.pt, or train with --init_from {folder}"
     return UserError(f"no checkpoints in {folder}; try {hint}")
 
 
@@ -225,6 +228,9 @@ def load_verified(path: Path) -> object:
         raise UserError(f"{path}: no such checkpoint; try another --checkpoint_dir") from None
     except zipfile.BadZipFile:
         size = path.stat().st_size
+        check_pulled(path)
+        if path.suffix == ".safetensors":
+            raise UserError(f"{path}: part of a Hugging Face folder; give the folder to convert_hf.py") from None
         with open(path, "rb") as file:
             if file.read(4) == LLM_C:
                 advice = "run llm.c's dev/eval/export_hf.py, and use the folder that it writes"
@@ -246,8 +252,10 @@ def as_checkpoint(content: object, path: Path) -> dict:
     content = content if isinstance(content, dict) else {}
     for key, kind in KINDS.items():
         if not isinstance(content.get(key), kind):
-            advice = f"if it is nanoGPT's, first run python convert_hf.py {path} weights.pt"
-            if content and all(isinstance(value, torch.Tensor) for value in content.values()):
+            advice = "expected a file that train.py or convert_hf.py has written"
+            if "model_args" in content:
+                advice = f"if it is nanoGPT's, first run python convert_hf.py {path} weights.pt"
+            elif content and all(isinstance(value, torch.Tensor) for value in content.values()):
                 advice = "its weights lack the model's shape; save them as nanoGPT does, with model and model_args"
             raise UserError(f"{path}: not a SteadyGPT checkpoint (expected {key}, {kind.__name__}); {advice}")
     if (found := content["format_version"]) != FORMAT_VERSION:

@@ -14,6 +14,7 @@ from typing import IO, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from steadygpt.base.disk import check_pulled
 from steadygpt.base.durable import replace_file, sha256_of
 from steadygpt.base.options import UserError
 
@@ -61,12 +62,17 @@ def headerless_ids(path: object, raw: np.ndarray, vocab_size: int) -> np.ndarray
     dtype = token_dtype(vocab_size)
     if len(raw) % dtype.itemsize:
         raise UserError(f"{path}: {len(raw)} bytes is not a whole number of {dtype.name} token ids; copy it again")
-    sample = raw[: min(2**13, len(raw) // 64 * 64)]
-    low, *upper = np.quantile(sample.view("<u2").reshape(-1, 4), 0.9, axis=0) if len(sample) else [0] * 4
-    # The upper halves of wider ids are nearly all small.
+    whole = len(raw) // 64 * 64  # of which pieces are compared, because a file may begin with padding
+    pieces = np.unique(np.linspace(0, max(0, whole - 512), 16).astype(int) // 64 * 64)
+    sample = np.concatenate([raw[at : min(at + 512, whole)] for at in pieces])
+    low, *upper = np.quantile(sample.view("<u2").reshape(-1, 4), 0.9, axis=0) if whole else [0] * 4
+    # The upper halves of wider ids are nearly all small, and so are all bytes of a text in uint8.
     seen = "uint16" if 16 * max(upper[::2]) > low else "uint32" if any(upper[1:]) else "uint64"
-    ids = sample.view(dtype)
-    if low and seen != dtype.name and ((ids >= vocab_size).any() or np.quantile(ids[1::2], 0.9) == 0):
+    ids, halves = sample.view(dtype), sample.view("u1")
+    is_text = whole and np.quantile(halves, 0.9) < 128 and np.median(halves[1::2]) > 0
+    wrong = low and seen != dtype.name and ((ids >= vocab_size).any() or np.quantile(ids[1::2], 0.9) == 0)
+    if wrong or is_text:
+        seen = "uint8" if is_text else seen
         raise UserError(
             f"{path}: found ids that look like {seen}, without a header; expected {dtype.name}, because the vocabulary "
             f"has {vocab_size:,} ids. Name the tokenizer that wrote them with --tokenizer, or save them with a header, "
@@ -94,6 +100,7 @@ def write_shard(path: Path, tokens: np.ndarray) -> str:
 def open_shard(path: Path) -> Shard:
     """Find the tokens in a `.npy` file, a llm.c `.bin` file or a nanoGPT `.bin` file."""
     try:
+        check_pulled(path)
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             header, offset = read_header(file, path.suffix), file.tell()

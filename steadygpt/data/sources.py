@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
+from steadygpt.base.disk import LFS_POINTER
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
 from steadygpt.base.retry import brief
@@ -40,7 +41,7 @@ CARD = re.compile(
     r"\A---\n.*?^(configs|dataset_info|size_categories|task_categories):|^\*\.parquet filter=lfs",
     re.DOTALL | re.MULTILINE,
 )
-LFS = b"version https://git-lfs"
+HUB_SPLITS = "data/train-*", "train-*-of-*"
 AHEAD = 1  # files that are downloaded while one is read
 EXPECTED = (
     "a file, a folder, a glob, a URL such as s3://... or gs://..., stdlib, fineweb-edu or hf:NAME[@REVISION][:CONFIG]"
@@ -107,7 +108,7 @@ class Source:
             begin = start if index == start.file else Position(index)
             name = self.names[index]
             with self.open(index, in_place) as file, naming(name):
-                if self.sizes[index] < 1000 and file.peek(len(LFS)).startswith(LFS):  # type: ignore[attr-defined]
+                if self.sizes[index] < 1000 and file.peek(1).startswith(LFS_POINTER):  # type: ignore[attr-defined]
                     raise UserError(f"{name}: found a Git LFS pointer, expected the file. Try: git lfs pull")
                 for chunk in CUTTERS[suffix_of(name)](file, text_field, begin, self.sizes[index]):
                     if isinstance(chunk.data, bytes) and 4 * chunk.data.count(0) > len(chunk.data):
@@ -257,7 +258,7 @@ def _train_files(folder: Path) -> list[Path]:
     """Return the files of the train split in a copy of a data set of the Hub, as for hf:NAME; none in other folders."""
     about = [folder / name for name in ("README.md", ".gitattributes")] if folder.is_dir() else []
     texts = (path.read_text(errors="replace") for path in about if path.is_file())
-    if not any(map(CARD.search, texts)) and not any(folder.glob("data/train-*")):
+    if not any(map(CARD.search, texts)) and not any(map(any, map(folder.glob, HUB_SPLITS))):
         return []
     try:
         splits = hub.resolved(str(folder.resolve()))[1]

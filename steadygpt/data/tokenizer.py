@@ -172,6 +172,8 @@ def get_tokenizer(name: str) -> Tokenizer:
             name, pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 50256}
         )
         return Tokenizer(encoding, GPT2_PATTERN)
+    if not name:
+        raise UserError("its tokenizer is unknown; convert the weights again, with --tokenizer NAME of convert_hf.py")
     if name not in tiktoken.list_encoding_names():
         known = ", ".join(["bytes", *tiktoken.list_encoding_names()])
         raise UserError(

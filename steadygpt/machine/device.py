@@ -21,7 +21,6 @@ from steadygpt.machine.host import DEVICES, available_memory_bytes, has_gpu, usa
 
 MIN_SPEEDUP = 1.2  # of bf16 on a CPU: casts take a part of what products gain, and fp32 rounds less
 PRODUCT_FLOP, PRODUCTS_S = 2e9, 0.15  # at most of a measured product; of all of them
-IMPORTED_AT_S = time.monotonic()
 # Peak dense FLOP/s in bf16 (fp16 on a T4) by the GPU's whole name, which torch.cuda.get_device_name returns.
 # Source: NVIDIA's data sheets; half of the figures that these give "with sparsity".
 PEAK_FLOPS = {
@@ -219,15 +218,6 @@ def memory_bytes(device: torch.device) -> int:
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
     return available_memory_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def process_age_s() -> float:
-    """Return the seconds since this process was started, on Linux; elsewhere since this module was imported."""
-    try:
-        start_ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]  # proc(5), field 22
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - int(start_ticks) / os.sysconf("SC_CLK_TCK")
-    except (OSError, AttributeError):
-        return time.monotonic() - IMPORTED_AT_S
 
 
 def use_expandable_segments() -> None:

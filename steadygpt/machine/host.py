@@ -1,15 +1,17 @@
-"""What the machine has, found without PyTorch: GPUs and their driver, compiler, memory."""
+"""What the machine has, found without PyTorch: GPUs and their driver, cores, compiler, memory; this process's age."""
 
 import os
 import shutil
 import sys
 import sysconfig
+import time
 from contextlib import suppress
 from pathlib import Path
 
 from steadygpt.base.options import UserError
 
 DEVICES = Path("/dev")  # on Linux
+IMPORTED_AT_S = time.monotonic()
 CGROUP = Path("/sys/fs/cgroup")  # where a container finds its limits, on Linux
 
 
@@ -58,3 +60,12 @@ def container_limit_bytes() -> int:
         with suppress(OSError, ValueError):  # there is no such file, or "max"
             return int((CGROUP / limit).read_text())
     return sys.maxsize
+
+
+def process_age_s() -> float:
+    """Return the seconds since this process was started, on Linux; elsewhere since this module was imported."""
+    try:
+        start_ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]  # proc(5), field 22
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - int(start_ticks) / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):
+        return time.monotonic() - IMPORTED_AT_S

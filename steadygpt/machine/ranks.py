@@ -19,13 +19,8 @@ import torch
 import torch.distributed as dist
 
 from steadygpt.base.options import Interrupted, RankError, UserError
-from steadygpt.machine.device import (
-    choose_device,
-    keep_freed_memory,
-    process_age_s,
-    use_all_cores,
-    use_expandable_segments,
-)
+from steadygpt.machine.device import choose_device, keep_freed_memory, use_all_cores, use_expandable_segments
+from steadygpt.machine.host import process_age_s
 
 Result = TypeVar("Result")
 
@@ -208,12 +203,13 @@ def launched_as() -> tuple[int, int]:
             f"the environment has {shown}; expected torchrun's variables, a RANK below WORLD_SIZE and an address. "
             f"Start with torchrun --nproc_per_node=N {Path(sys.argv[0]).name}, or unset them"
         )
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if "RANK" not in found and tasks != "1":
-        raise RankError(
-            f"srun has started {tasks} tasks, and each would train alone; expected one torchrun on each node: "
-            "scripts/slurm.sh (docs/multi-node.md)"
-        )
+    started = ("srun", "SLURM_STEP_NUM_TASKS"), ("mpirun", "OMPI_COMM_WORLD_SIZE"), ("mpirun", "PMI_SIZE")
+    for launcher, name in started:
+        if "RANK" not in found and (tasks := os.environ.get(name, "1")) != "1":
+            raise RankError(
+                f"{launcher} has started {tasks} processes, and each would run alone; expected one torchrun on each "
+                "node: scripts/slurm.sh or scripts/multinode.sh (docs/multi-node.md)"
+            )
     return rank, world_size
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from steadygpt.base.text import duration_text, labelled
+from steadygpt.base.text import counted, duration_text, labelled
 from steadygpt.machine.device import PEAK_FLOPS, device_name
 from steadygpt.machine.ranks import Ranks
 from steadygpt.run.schedule import Schedule
@@ -95,7 +95,9 @@ def forecast(
 
     in_training, in_evaluation = work_per_token(config, model, name, config.precision)
     evaluation = evaluated * in_evaluation / (in_training * max(1, trained))
-    work = f"{steps:,} steps, plus {evaluation:.1%} for evaluation{', longer than training' * (evaluation > 1)}"
+    work = f"{counted(steps, 'step')}, plus {evaluation:.1%} for evaluation" + ", longer than training" * (
+        evaluation > 1
+    )
     per_parameter = f"{tokens:,}, {tokens / model.num_parameters():,.1f} per parameter"
     lines = [
         labelled("tokens", f"{per_parameter}; about {TOKENS_PER_PARAMETER} is compute-optimal (Hoffmann et al. 2022)")

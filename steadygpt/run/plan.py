@@ -273,11 +273,8 @@ def _checkpoints_text(config: "TrainConfig", size: int, epochs: int, more_epochs
     others = config.keep_checkpoints + 4 + (config.schedule == "wsd")
     others += bool(config.mirror)  # one stays until it is uploaded
     files = others + min(filter(None, (epochs, config.keep_epochs)), default=0)
-    more = (
-        ""
-        if epochs or config.keep_epochs or not more_epochs
-        else ", plus one per epoch (epoch length unknown until data exists)"
-    )
+    open_end = more_epochs and not (epochs or config.keep_epochs)
+    more = ", plus one per epoch (epoch length unknown until data exists)" * open_end
     text = f"{bytes_text(size)} each, at most {files:,} in {folder}: {bytes_text(files * size)}{more}; "
     text += f"{bytes_text(free)} free"
     if files * size <= free:

@@ -7,7 +7,8 @@ from steadygpt.base.text import bytes_text, counted, duration_text, labelled
 from steadygpt.checkpoint.files import validation_of
 from steadygpt.checkpoint.saves import Saves, pause_text
 from steadygpt.config import TrainConfig
-from steadygpt.machine.device import peak_memory_bytes, process_age_s
+from steadygpt.machine.device import peak_memory_bytes
+from steadygpt.machine.host import process_age_s
 from steadygpt.machine.ranks import Ranks
 from steadygpt.run.results import Results
 

@@ -18,8 +18,7 @@ from model import GPT, GPTConfig
 from optim import update_unless
 from steadygpt.base.options import RankError
 from steadygpt.checkpoint.host_copy import HostCopy, fill
-from steadygpt.machine.device import process_age_s
-from steadygpt.machine.host import usable_cores
+from steadygpt.machine.host import process_age_s, usable_cores
 from steadygpt.machine.parallel import shard
 from steadygpt.machine.ranks import Ranks, Stopped, StopSignal, joined, launched_as
 
