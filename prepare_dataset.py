@@ -200,10 +200,7 @@ def gather_batches(chunks: Iterable[Chunk]) -> Iterator[Batch]:
 
 
 def obtain_tokenizer(options: PrepareOptions, source: Source, out: Path) -> tuple[TokenizerRecord, int]:
-    """Return the record of --tokenizer and its number of ids, and write its tokenizer.json, if it has one, to `out`.
-
-    Raises: UserError; OSError.
-    """
+    """Return the record of --tokenizer and its number of ids, and write its tokenizer.json, if it has one, to `out`."""
     name = options.tokenizer or "gpt2"
     record = TokenizerRecord(name, document_token=options.document_token or END_OF_TEXT)
     is_trained, path = name.startswith("bpe:"), out / TOKENIZER_JSON
@@ -282,8 +279,6 @@ class Manifest:
         """Return the manifest of a new preparation, and train, download or copy the tokenizer.json that it asks for.
 
         Options that are not given depend on the source.
-
-        Raises: UserError; OSError.
         """
         if source.holds_ids and not options.tokenizer:
             raise UserError(
@@ -569,10 +564,7 @@ def write_missing(source: Source, manifest: Manifest, out: Path, options: Prepar
 
 
 def prepare(options: PrepareOptions, out: Path) -> Manifest:
-    """Begin or continue a preparation, and return its manifest when it is complete.
-
-    Raises: as write_missing.
-    """
+    """Begin or continue a preparation, and return its manifest when it is complete."""
     name = FINEWEB_EDU if options.source == "fineweb-edu" else options.source
     manifest = Manifest.load(out, options)
     if not (manifest and manifest.complete and name.startswith("hf:")):  # the Hub is not asked without need

@@ -112,6 +112,8 @@ def test_every_switch_can_be_turned_off_in_every_spelling(name):
     ("--load_checkpoint=a.pt", "; use --resume"),
     ("--n-layer 3", "; use --num_layers"),
     ("--num_workers 4", "; batches are read ahead by one thread, for a GPU into pinned memory; drop the flag"),
+    ("--config train.yaml", "expected a .toml file (docs/from-other-trainers.md says how to write its options) or"),
+    ("--local_rank 0", "torchrun sets it; drop the flag"),
     ("--wandb_project x", "WANDB_PROJECT=NAME"),
     ("--devices 2", "unknown argument '--devices'; torchrun starts one process for each GPU: "),
     ("--device-batch-size 3", "use --mini_batch_size"),
@@ -272,8 +274,14 @@ def test_the_names_of_activations_and_tasks_are_those_that_are_implemented():
 
 def test_words_without_a_flag_are_answered_with_one():
     for words, said in (
-        ("config/train_gpt2.py", "unknown argument 'config/train_gpt2.py'; a preset or TOML file is --config NAME"),
-        ("configs/test.toml", "use --config configs/test.toml"),
+        (
+            "config/train_gpt2.py",
+            "write its options as flags, or as TOML for --config; see docs/from-other-trainers.md",
+        ),
+        ("modern", "unknown argument 'modern'; a preset or TOML file is --config modern, a value --flag VALUE"),
+        ("-max_steps", "did you mean --max_steps?"),
+        ("--MAX_STEPS", "did you mean --max_steps?"),
+        ("configs/test.toml", "a preset or TOML file is --config configs/test.toml, a value"),
         ("seed=3", "use --seed=3"),
     ):
         assert said in error_of(words)

@@ -191,7 +191,7 @@ def test_weights_come_from_the_files_that_the_index_names(tmp_path):
     save_file(stale, tmp_path / "a/model-of-another-run.safetensors")
     assert_same_weights(read_weights(str(tmp_path / "a")), expected)
     (tmp_path / "a" / max(places.values())).unlink()
-    assert f"a/{max(places.values())}: cannot be read (No such file" in mistake(tmp_path / "a")
+    assert f"a/{max(places.values())}: cannot be read ([Errno 2] No such file" in mistake(tmp_path / "a")
     for text in ("{", "[]", '{"weight_map": 3}'):
         index.write_text(text)
         assert "model.safetensors.index.json: cannot be read" in mistake(tmp_path / "a")

@@ -124,10 +124,12 @@ def test_scripts_at_the_root_are_links(name):
     assert (REPO / name).resolve() == REPO / "scripts" / name
 
 
-@pytest.mark.parametrize("name", ["list_checkpoints.sh", "resume_training.sh"])
-def test_a_script_takes_the_folder_of_a_run(name, tmp_path):
+@pytest.mark.parametrize("words", [["list_checkpoints.sh"], ["list_checkpoints.sh", "-v"], ["resume_training.sh"]])
+def test_a_script_takes_the_folder_of_a_run(words, tmp_path):
     env = os.environ | {"NPROC": "1"}
-    done = subprocess.run([REPO / name, "runs/mine"], cwd=tmp_path, capture_output=True, text=True, env=env)
+    done = subprocess.run(
+        [REPO / words[0], *words[1:], "runs/mine"], cwd=tmp_path, capture_output=True, text=True, env=env
+    )
     assert done.stderr == "error: no checkpoints in runs/mine; try another --checkpoint_dir\n"
     assert done.returncode == 2
 

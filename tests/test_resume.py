@@ -143,6 +143,15 @@ def test_links_to_checkpoints_of_another_folder_are_replaced_and_their_targets_k
     assert os.stat("a/latest.pt").st_mtime_ns == before
 
 
+@pytest.mark.parametrize("which", ["latest", "auto"])
+def test_a_link_to_a_missing_checkpoint_never_starts_a_new_run(workdir, which):
+    """As on a disk that is not mounted."""
+    Path("a").mkdir()
+    Path("a/latest.pt").symlink_to("../nowhere/latest.pt")
+    assert "a: all checkpoints are corrupt: a/latest.pt: no such checkpoint" in fails("--resume", which, *folders("a"))
+    assert Path("a/latest.pt").is_symlink()
+
+
 def test_a_link_to_a_missing_folder_is_named(workdir):
     Path("gone").symlink_to("nowhere")
     assert "cannot write to gone: a file, or a link to nothing" in fails(*folders("gone"))

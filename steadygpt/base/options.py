@@ -186,10 +186,8 @@ def read_flags(
     """
     for argument in argv:
         if not argument.isascii() and "\\udc" in (shown := ascii(argument)):
-            raise UserError(
-                f"{shown}: not valid {sys.getfilesystemencoding()}, this system's encoding; expected UTF-8. "
-                "Rename it, or set LC_ALL=C.UTF-8 and PYTHONUTF8=1"
-            )
+            problem = f"{shown}: not valid {sys.getfilesystemencoding()}, the encoding of this system"
+            raise UserError(f"{problem}; rename it, or set LC_ALL=C.UTF-8 and PYTHONUTF8=1")
     argv = [_underscored(argument) for argument in argv]
     if any(f.metadata["positional"] for f in options_of(options).values()):
         # A word behind a switch is an argument of the command, unless it says on or off: --once FOLDER.
@@ -262,7 +260,7 @@ def _suggestion(unknown: str, options: type, elsewhere: Mapping[str, str]) -> st
     if not unknown.startswith("-") and "config" in options_of(options):
         if unknown.endswith((".py", ".yaml", ".yml", ".json")):
             return "write its options as flags, or as TOML for --config; see docs/from-other-trainers.md"
-        return f"a preset or TOML file is --config {unknown}, a value --flag {unknown}"
+        return f"a preset or TOML file is --config {unknown}, a value --flag VALUE"
     # 0.85: a typing mistake, or a letter more or less; below that names are alike by chance.
     close = difflib.get_close_matches(name, [n for n in options_of(options)], n=1, cutoff=0.85)
     return f"did you mean --{close[0]}?" if close and unknown.startswith("-") else "see --help"

@@ -252,9 +252,7 @@ def weight_files(folder: Path) -> list[Path]:
     try:
         return sorted({folder / name for name in json.loads(index.read_bytes())["weight_map"].values()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(
-            f"{index}: cannot be read ({error!r}); expected the file of each weight. Copy it again"
-        ) from error
+        raise UserError(f"{index}: does not name the file of each weight ({error!r}); copy it again") from error
 
 
 def stream(repo: Repo, config: str, split: str) -> "IterableDataset":

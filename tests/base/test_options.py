@@ -89,7 +89,8 @@ def test_a_rank_that_raises_leaves_at_once():
 @pytest.mark.parametrize(("kind", "printed"), [("RankError", "error: no memory\n"), ("UserError", "")])
 def test_only_an_error_that_local_rank_0_lacks_is_printed_by_another_rank(kind, printed):
     program = f"def main():\n raise {kind}('no memory')\nrun_cli(main)"
-    assert run(program, LOCAL_RANK="1") == (2, "", printed)
+    assert run(program, RANK="1", LOCAL_RANK="1") == (2, "", printed)
+    assert run(program, LOCAL_RANK="1") == (2, "", "error: no memory\n")  # left behind, without torchrun
 
 
 @pytest.mark.parametrize("command", ["train.py", "prepare_dataset.py"])

@@ -97,6 +97,17 @@ def test_ids_of_another_width_are_refused_by_both_commands(written, factor, toke
     assert len(open_shard(folder / "data/train.npy").tokens()) == len(IDS)
 
 
+def test_bytes_and_padded_ids_are_not_taken_for_uint16(folder):
+    text = np.frombuffer(b"To be, or not to be: that is the question. " * 200, np.uint8)
+    padded = np.concatenate([np.zeros(4096), np.resize(IDS, 20_000)])
+    for written, tokenizer in ((text, "gpt2"), (text, "bytes"), (padded.astype("<u4"), "gpt2")):
+        written.tofile("train.bin")
+        with pytest.raises(UserError, match=f"ids that look like {written.dtype}, without a header; expected uint16"):
+            prepare("train.bin", "out", tokens=tokenizer)
+    text.astype("<u2").tofile("train.bin")  # characters in uint16 are ids
+    prepare("train.bin", "out", "--val_tokens", "700", tokens="bytes")
+
+
 def test_training_reads_the_width_that_the_vocabulary_implies(folder):
     (folder / "tokenizer.json").write_text(byte_tokenizer({END_OF_TEXT: 200_000}))
     for split in ("train", "val"):

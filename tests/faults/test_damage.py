@@ -110,6 +110,7 @@ class RunsCode:
 def test_foreign_files_are_refused_and_their_code_is_not_run(stopped_run):
     checkpoint = load("stopped/ckpt/latest.pt")
     torch.save({"weights": torch.zeros(3)}, "foreign.pt")
+    torch.save({"state_dict": checkpoint["model"], "epoch": 1}, "lightning.pt")
     torch.save(checkpoint | {"format_version": 99}, "newer.pt")
     torch.save(checkpoint | {"format_version": 2}, "older.pt")
     torch.save(checkpoint | {"scaler": RunsCode()}, "code.pt")
@@ -120,8 +121,16 @@ def test_foreign_files_are_refused_and_their_code_is_not_run(stopped_run):
     torch.save({"model": checkpoint["model"], "model_args": {"n_layer": 2}}, "nanogpt.pt")
     Path("llm.c.bin").write_bytes(np.array([20240326, 3], np.int32).tobytes())
     Path("folder.pt").mkdir()
+    Path("pointer.pt").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    Path("model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
+    Path("hf").mkdir()
+    Path("hf/config.json").write_text("{}")
     for file, words in {
-        "foreign.pt": "not a SteadyGPT checkpoint (expected format_version, int)",
+        "foreign.pt": "not a SteadyGPT checkpoint (expected format_version, int); its weights lack the model's shape",
+        "lightning.pt": "(expected format_version, int); expected a file that train.py or convert_hf.py has written",
+        "pointer.pt": "found a Git LFS pointer, expected the file. Try: git lfs pull",
+        "model.safetensors": "part of a Hugging Face folder; give the folder to convert_hf.py",
+        "hf": "no checkpoints in hf; try python convert_hf.py hf weights.pt, or train with --init_from hf",
         "weights.pt": "its weights lack the model's shape; save them as nanoGPT does",
         "nanogpt.pt": "if it is nanoGPT's, first run python convert_hf.py nanogpt.pt weights.pt",
         "llm.c.bin": "a model of llm.c; expected a torch.save file. First run llm.c's",

@@ -77,7 +77,7 @@ def test_peak_flops_match_complete_device_names(name, tflops, monkeypatch):
 
 
 def test_process_age_includes_the_time_before_imports():
-    program = "import time; time.sleep(0.5); from steadygpt.machine.device import process_age_s; print(process_age_s())"
+    program = "import time; time.sleep(0.5); from steadygpt.machine.host import process_age_s; print(process_age_s())"
     started_s = time.monotonic()
     age_s = float(subprocess.run([sys.executable, "-c", program], cwd=REPO, capture_output=True, text=True).stdout)
     assert 0.5 <= age_s <= time.monotonic() - started_s + 0.02  # the kernel counts in ticks of 10 ms

@@ -239,12 +239,13 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "a
         ({"RANK": "", "WORLD_SIZE": ""}, "RANK= WORLD_SIZE=; expected"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0; expected"),
         ({"LOCAL_RANK": ""}, "LOCAL_RANK=; expected"),
-        ({"SLURM_STEP_NUM_TASKS": "2"}, "srun has started 2 tasks, and each would train alone"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "srun has started 2 processes, and each would run alone"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, "mpirun has started 4 processes"),
     ],
     ids=str,
 )
 def test_the_environment_is_torchruns_or_a_mistake_of_one_line(monkeypatch, environment, expected):
-    for name in (*TORCHRUN, "SLURM_STEP_NUM_TASKS"):
+    for name in (*TORCHRUN, "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
