@@ -194,7 +194,7 @@ def test_weights_come_from_the_files_that_the_index_names(tmp_path):
     assert f"a/{max(places.values())}: cannot be read ([Errno 2] No such file" in mistake(tmp_path / "a")
     for text in ("{", "[]", '{"weight_map": 3}'):
         index.write_text(text)
-        assert "model.safetensors.index.json: cannot be read" in mistake(tmp_path / "a")
+        assert "model.safetensors.index.json: does not name the file of each weight" in mistake(tmp_path / "a")
     index.unlink()
     assert "no model.safetensors and no model.safetensors.index.json" in mistake(tmp_path / "a")
 
