@@ -22,7 +22,8 @@ the last one are its own estimates. nanochat is its model, optimizer and schedul
 "factor" is explained.
 
 The losses behind the tables of RESULTS.md are in benchmarks/losses: with --out benchmarks/losses this command makes the
-tables and pictures from them, and trains only what is missing there.
+tables and pictures from them, and trains only what is missing there. They were measured before 08305b8, on the first
+rows of the held-out text. Today's validation spreads its rows: train all sides of a new table in another --out.
 
 The same command continues after an interruption. A finished run is not repeated: its losses are kept, its weights are
 removed. An interrupted run of ours resumes; those of the others start again. The name of a run's folder ends in a hash
