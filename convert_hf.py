@@ -346,7 +346,8 @@ def _read_safetensors(folder: Path, source: str, family: Family) -> dict[str, Te
             found = f"{source}: no {hub.WEIGHTS} and no {hub.INDEX}"
             raise UserError(f"{found}; other formats are refused, because loading them can run code")
         try:
-            check_pulled(file)
+            with open(file, "rb") as opened:
+                check_pulled(file, opened.peek(1))
             weights |= _unwrapped(load_file(file))
         except (OSError, SafetensorError) as error:
             raise UserError(f"{file}: cannot be read ({error})") from error

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from steadygpt.base.options import OptionError, UserError, check_options, option, options_of, read_flags
+from steadygpt.base.options import OTHER_CONFIGS, OptionError, UserError, check_options, option, options_of, read_flags
 from steadygpt.base.text import counted
 
 WEBHOOK = re.compile(r"https?://([\w.-]+|\[[\da-f:]+\])(:\d+)?(/[!-~]*)?", re.ASCII | re.IGNORECASE)
@@ -553,8 +553,7 @@ def _read_toml(name: str, read_by: tuple[str, ...] = ()) -> dict:
     if not path.is_file():
         presets = ", ".join(sorted(p.stem for p in PRESETS.glob("*.toml")))
         kind = "file" if name.endswith(".toml") else "preset"
-        other = name.endswith((".py", ".yaml", ".yml", ".json"))
-        advice = " (docs/from-other-trainers.md says how to write its options)" * other
+        advice = " (docs/from-other-trainers.md says how to write its options)" * name.endswith(OTHER_CONFIGS)
         raise UserError(f"--config {name}: no such {kind}; expected a .toml file{advice} or one of: {presets}")
     try:
         if name in read_by:

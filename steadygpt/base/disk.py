@@ -8,8 +8,6 @@ from pathlib import Path
 
 from steadygpt.base.options import UserError
 
-LFS_POINTER = b"version https://git-lfs"
-
 
 def disks(*needs: Mapping[Path, int]) -> dict[Path, tuple[int, int]]:
     """Return, for an existing folder of each disk, the bytes that are free and the bytes that are needed."""
@@ -21,11 +19,10 @@ def disks(*needs: Mapping[Path, int]) -> dict[Path, tuple[int, int]]:
     return {folder: (shutil.disk_usage(folder).free, needed) for folder, needed in found.values()}
 
 
-def check_pulled(path: Path) -> None:
-    """Refuse a pointer of Git LFS in place of a file, as a clone without Git LFS has it."""
-    with open(path, "rb") as file:
-        if file.read(len(LFS_POINTER)) == LFS_POINTER:
-            raise UserError(f"{path}: found a Git LFS pointer, expected the file. Try: git lfs pull")
+def check_pulled(name: object, beginning: bytes) -> None:
+    """Refuse a file that begins as a Git LFS pointer does; a clone without Git LFS has one in place of the file."""
+    if beginning.startswith(b"version https://git-lfs"):
+        raise UserError(f"{name}: found a Git LFS pointer, expected the file. Try: git lfs pull")
 
 
 def existing(path: Path) -> Path:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Options = TypeVar("Options", bound="DataclassInstance")
+OTHER_CONFIGS = (".py", ".yaml", ".yml", ".json")  # of other trainers; ours are TOML
 ON_OFF = {"on": True, "true": True, "1": True, "yes": True, "off": False, "false": False, "0": False, "no": False}
 
 
@@ -83,7 +84,7 @@ def option(
         spellings: other words for values of this option, such as other trainers'.
         at_least, above, at_most, below: bounds of numbers.
         bare: the value of the flag without one (`--resume`).
-        positional: an argument without a flag, unless as alias; optional if it has a default.
+        positional: an argument without a flag, though its aliases are flags; optional if it has a default.
         secret: kept out of everything that a run writes.
         on_resume: of train.py: "never" changes, changes if asked ("ask": --allow_changes), changes "free"ly, or belongs
             to one "launch", so that the checkpoint's value is ignored.
@@ -208,7 +209,7 @@ def _parser(options: type, description: str) -> argparse.ArgumentParser:
     words += ["[--config NAME]"] * ("config" in options_of(options)) + ["[--flag value ...]"]
     usage = " ".join(["%(prog)s", *words])
     cli = _Parser(usage=usage, description=description, argument_default=argparse.SUPPRESS, allow_abbrev=False)
-    cli.add_argument("--version", action="version", version=f"SteadyGPT {version_text()}")
+    cli.add_argument("--version", action=_Version, nargs=0, help="print the version and the commit, and exit")
     groups: dict[str, Any] = {}
     for name, f in options_of(options).items():
         about, kind = f.metadata, kind_of(f)
@@ -254,16 +255,22 @@ def _unknown_text(argv: Sequence[str], unknown: list[str], options: type, elsewh
 
 
 def _suggestion(unknown: str, options: type, elsewhere: Mapping[str, str]) -> str:
-    name = unknown.lstrip("-").lower()
-    if ours := elsewhere.get(name) or elsewhere.get("" if unknown[:1] != "-" else unknown, ""):
+    name, is_flag = unknown.lstrip("-").lower(), unknown.startswith("-")
+    if ours := elsewhere.get(name) or (not is_flag and elsewhere.get("")):
         return f"use {ours}" if ours.startswith("--") else ours
-    if not unknown.startswith("-") and "config" in options_of(options):
-        if unknown.endswith((".py", ".yaml", ".yml", ".json")):
+    if not is_flag and "config" in options_of(options):
+        if unknown.endswith(OTHER_CONFIGS):
             return "write its options as flags, or as TOML for --config; see docs/from-other-trainers.md"
         return f"a preset or TOML file is --config {unknown}, a value --flag VALUE"
     # 0.85: a typing mistake, or a letter more or less; below that names are alike by chance.
     close = difflib.get_close_matches(name, [n for n in options_of(options)], n=1, cutoff=0.85)
-    return f"did you mean --{close[0]}?" if close and unknown.startswith("-") else "see --help"
+    return f"did you mean --{close[0]}?" if close and is_flag else "see --help"
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser, *_) -> None:  # only here, because git reads the state of every file
+        print(f"SteadyGPT {version_text()}")
+        parser.exit()
 
 
 class _Parser(argparse.ArgumentParser):
@@ -315,8 +322,7 @@ def run_cli(main: Callable[[], int | None]) -> None:
         sys.stdout.flush()  # here, because the last lines may find the pipe closed
     except UserError as error:
         status = 2
-        is_quiet = "RANK" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0"
-        if not is_quiet or isinstance(error, RankError):
+        if isinstance(error, RankError) or "RANK" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
         else:
             time.sleep(2)  # torchrun ends all ranks when the first one exits: let local rank 0 print the error

@@ -227,16 +227,16 @@ def load_verified(path: Path) -> object:
     except FileNotFoundError:
         raise UserError(f"{path}: no such checkpoint; try another --checkpoint_dir") from None
     except zipfile.BadZipFile:
-        size = path.stat().st_size
-        check_pulled(path)
+        with open(path, "rb") as file:
+            beginning = file.read(64)
+        check_pulled(path, beginning)
         if path.suffix == ".safetensors":
             raise UserError(f"{path}: part of a Hugging Face folder; give the folder to convert_hf.py") from None
-        with open(path, "rb") as file:
-            if file.read(4) == LLM_C:
-                advice = "run llm.c's dev/eval/export_hf.py, and use the folder that it writes"
-                raise UserError(f"{path}: a model of llm.c; expected a torch.save file. First {advice}") from None
+        if beginning.startswith(LLM_C):
+            advice = "run llm.c's dev/eval/export_hf.py, and use the folder that it writes"
+            raise UserError(f"{path}: a model of llm.c; expected a torch.save file. First {advice}") from None
         raise UserError(
-            f"{path}: corrupt or not a checkpoint ({size:,} bytes, not a complete torch.save file)"
+            f"{path}: corrupt or not a checkpoint ({path.stat().st_size:,} bytes, not a complete torch.save file)"
         ) from None
     except pickle.UnpicklingError:
         advice = f"if it is build-nanogpt's, first run python convert_hf.py {path} weights.pt"
@@ -277,7 +277,7 @@ class Found:
 def find_checkpoint(which: str, folder: Path) -> Found:
     """Find and verify the checkpoint that "latest", "auto", a word of NAMED or a file name refers to.
 
-    The name of another folder means its latest checkpoint.
+    The name of another folder means its latest checkpoint. Only "auto" accepts that there is none.
     """
     if which not in ("latest", "auto", *NAMED) and Path(which).is_dir():
         which, folder = "latest", Path(which)

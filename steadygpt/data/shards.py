@@ -66,10 +66,10 @@ def headerless_ids(path: object, raw: np.ndarray, vocab_size: int) -> np.ndarray
     pieces = np.unique(np.linspace(0, max(0, whole - 512), 16).astype(int) // 64 * 64)
     sample = np.concatenate([raw[at : min(at + 512, whole)] for at in pieces])
     low, *upper = np.quantile(sample.view("<u2").reshape(-1, 4), 0.9, axis=0) if whole else [0] * 4
-    # The upper halves of wider ids are nearly all small, and so are all bytes of a text in uint8.
+    # The upper halves of wider ids are nearly all small. Of a text in uint8, all bytes are below 128, and few below 9.
     seen = "uint16" if 16 * max(upper[::2]) > low else "uint32" if any(upper[1:]) else "uint64"
     ids, halves = sample.view(dtype), sample.view("u1")
-    is_text = whole and np.quantile(halves, 0.9) < 128 and np.median(halves[1::2]) > 0
+    is_text = whole and np.quantile(halves, 0.9) < 128 and np.median(halves[1::2]) > 8
     wrong = low and seen != dtype.name and ((ids >= vocab_size).any() or np.quantile(ids[1::2], 0.9) == 0)
     if wrong or is_text:
         seen = "uint8" if is_text else seen
@@ -100,8 +100,8 @@ def write_shard(path: Path, tokens: np.ndarray) -> str:
 def open_shard(path: Path) -> Shard:
     """Find the tokens in a `.npy` file, a llm.c `.bin` file or a nanoGPT `.bin` file."""
     try:
-        check_pulled(path)
         with open(path, "rb") as file:
+            check_pulled(path, file.peek(1))
             size = os.fstat(file.fileno()).st_size
             header, offset = read_header(file, path.suffix), file.tell()
     except UserError:
@@ -225,7 +225,7 @@ class ShardSet:
         return cls(name, folder, split, find_shards(Path(folder), split, manifest), manifest)
 
     def for_vocab(self, vocab_size: int) -> "ShardSet":
-        """Return this set with the width that the vocabulary implies where no header says it. Raises: UserError."""
+        """Return this set with the width that the vocabulary implies where no header says it."""
 
         def sized(shard: Shard) -> Shard:
             ids = headerless_ids(shard.path, np.memmap(shard.path, "V1", "r"), vocab_size)

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
-from steadygpt.base.disk import LFS_POINTER
+from steadygpt.base.disk import check_pulled
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
 from steadygpt.base.retry import brief
@@ -108,8 +108,8 @@ class Source:
             begin = start if index == start.file else Position(index)
             name = self.names[index]
             with self.open(index, in_place) as file, naming(name):
-                if self.sizes[index] < 1000 and file.peek(1).startswith(LFS_POINTER):  # type: ignore[attr-defined]
-                    raise UserError(f"{name}: found a Git LFS pointer, expected the file. Try: git lfs pull")
+                if self.sizes[index] < 1000:  # peeking into a large remote file would request more of it
+                    check_pulled(name, file.peek(1))  # type: ignore[attr-defined]
                 for chunk in CUTTERS[suffix_of(name)](file, text_field, begin, self.sizes[index]):
                     if isinstance(chunk.data, bytes) and 4 * chunk.data.count(0) > len(chunk.data):
                         advice = "if it is UTF-16, convert it: iconv -f UTF-16LE -t UTF-8"

@@ -54,7 +54,7 @@ class Store:
         logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it prints a traceback for each retry; we print a line
 
     def files(self) -> list[RemoteFile]:
-        """List the file, the files below the folder, or those that match the glob, in the order of local files."""
+        """List the file, those below the folder or those of the glob, perhaps none, in the order of local files."""
 
         def ask() -> list[dict]:
             find = self.fs.glob if glob.has_magic(self.path) else self.fs.find

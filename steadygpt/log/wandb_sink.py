@@ -24,7 +24,8 @@ class WandbSink:
     """Sends the records of a run to Weights & Biases, with our step as W&B's.
 
     W&B takes steps in ascending order only, so a resumed run skips those that W&B has already. A run that goes back to
-    an older checkpoint continues as a new W&B run, and so does each offline start, which cannot know what W&B has.
+    an older checkpoint continues as a new W&B run, and so does each offline start, which cannot know what W&B has. A
+    resumed run that cannot reach W&B records offline; a new one does not start.
 
     A thread sends the records, because a W&B process that hangs blocks its caller.
 

@@ -43,7 +43,7 @@ def choose_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() or has_gpu(DEVICES) else "cpu"
     if name == "cuda":
-        if not torch.cuda.is_available():
+        if not torch.cuda.is_available():  # an error, because a run on the CPU instead would take weeks
             try:
                 torch.cuda.init()  # says why
             except (AssertionError, RuntimeError) as error:

@@ -94,7 +94,7 @@ class Ranks:
         return values
 
     def on_each(self, compute: Callable[[], Result]) -> Result:
-        """Call compute() on every rank and return this rank's result."""
+        """Call compute() on every rank and return this rank's result; a mistake on one rank is a UserError on all."""
         result, error = None, ""
         try:
             result = compute()
@@ -203,11 +203,10 @@ def launched_as() -> tuple[int, int]:
             f"the environment has {shown}; expected torchrun's variables, a RANK below WORLD_SIZE and an address. "
             f"Start with torchrun --nproc_per_node=N {Path(sys.argv[0]).name}, or unset them"
         )
-    started = ("srun", "SLURM_STEP_NUM_TASKS"), ("mpirun", "OMPI_COMM_WORLD_SIZE"), ("mpirun", "PMI_SIZE")
-    for launcher, name in started:
+    for tool, name in (("srun", "SLURM_STEP_NUM_TASKS"), ("mpirun", "OMPI_COMM_WORLD_SIZE"), ("mpirun", "PMI_SIZE")):
         if "RANK" not in found and (tasks := os.environ.get(name, "1")) != "1":
             raise RankError(
-                f"{launcher} has started {tasks} processes, and each would run alone; expected one torchrun on each "
+                f"{tool} has started {tasks} processes, and each would run alone; expected one torchrun on each "
                 "node: scripts/slurm.sh or scripts/multinode.sh (docs/multi-node.md)"
             )
     return rank, world_size

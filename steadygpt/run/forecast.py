@@ -95,9 +95,8 @@ def forecast(
 
     in_training, in_evaluation = work_per_token(config, model, name, config.precision)
     evaluation = evaluated * in_evaluation / (in_training * max(1, trained))
-    work = f"{counted(steps, 'step')}, plus {evaluation:.1%} for evaluation" + ", longer than training" * (
-        evaluation > 1
-    )
+    longer = ", longer than training" * (evaluation > 1)
+    work = f"{counted(steps, 'step')}, plus {evaluation:.1%} for evaluation{longer}"
     per_parameter = f"{tokens:,}, {tokens / model.num_parameters():,.1f} per parameter"
     lines = [
         labelled("tokens", f"{per_parameter}; about {TOKENS_PER_PARAMETER} is compute-optimal (Hoffmann et al. 2022)")

@@ -14,7 +14,7 @@ from dataloader import open_data
 from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig
 from steadygpt.data import ids
-from steadygpt.data.shards import open_shard
+from steadygpt.data.shards import headerless_ids, open_shard
 from steadygpt.data.tokenizer import END_OF_TEXT
 
 IDS = np.random.default_rng(0).integers(0, 257, 5000)
@@ -106,6 +106,8 @@ def test_bytes_and_padded_ids_are_not_taken_for_uint16(folder):
             prepare("train.bin", "out", tokens=tokenizer)
     text.astype("<u2").tofile("train.bin")  # characters in uint16 are ids
     prepare("train.bin", "out", "--val_tokens", "700", tokens="bytes")
+    few = np.random.default_rng(0).integers(256, 320, 5000).astype("<u2")  # mostly the merges of a small BPE
+    assert headerless_ids("train.bin", few.view("u1"), 320).tolist() == few.tolist()
 
 
 def test_training_reads_the_width_that_the_vocabulary_implies(folder):
