@@ -107,6 +107,8 @@ class Handler(BaseHTTPRequestHandler):
     def note(self, path: str) -> None:
         """Note the request, and the fault that it meets."""
         self.log = self.hub.log  # a late answer is not part of the next test's
+        if path == "/api/agent-harnesses":  # which huggingface_hub asks for once a process, in whichever test is first
+            self.log = []
         self.line = f"{self.command} {path} {self.headers.get('Range', '')}".rstrip()
         self.fault = next((f for f in self.hub.faults if f.times and re.search(f.match, self.line)), Fault(""))
         self.fault.times -= self.fault.times > 0
