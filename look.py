@@ -19,6 +19,7 @@ from generate import load_model
 from hellaswag_eval import TOKENS_PER_BATCH
 from steadygpt.base.options import ModelOptions, UserError, option, options_of, parse_options, run_cli
 from steadygpt.base.progress import ProgressBar
+from steadygpt.base.text import printable
 from steadygpt.checkpoint.files import checkpoint_files, nearest_checkpoint, open_checkpoint
 from steadygpt.data.shards import Shard, ShardSet, check_shards, shard_files
 from steadygpt.data.survey import Survey, read_tokens, repeated, survey_split
@@ -57,28 +58,17 @@ def visible(ids: Sequence[int], tokenizer: Tokenizer) -> str:
     parts: list[str] = []
     for is_text, run in groupby(ids, lambda i: i < tokenizer.n_vocab and tokenizer.num_bytes[i] > 0):
         if is_text:  # characters may have bytes of several tokens
-            parts.append(escape(b"".join(tokenizer.bytes_of[i] for i in run)))
+            parts.append(_safe(b"".join(tokenizer.bytes_of[i] for i in run)))
             continue
         for i in run:
             is_edge = i == tokenizer.document_id
-            name = "document" if is_edge else escape(tokenizer.bytes_of.get(i, b"id %d" % i))
+            name = "document" if is_edge else _safe(tokenizer.bytes_of.get(i, b"id %d" % i))
             parts.append("\n" * (is_edge and bool(parts)) + f"⟨{name}⟩")
     return "".join(parts)
 
 
-def escape(text: bytes) -> str:
-    """Return UTF-8 with \\x1b or \\u200b for characters that cannot be printed, except line breaks and tabs, and \\xff
-    for bytes that are not UTF-8.
-    """
-
-    def shown(c: str) -> str:
-        if c.isprintable() or c in "\n\t":
-            return c
-        if "\udc80" <= c <= "\udcff":  # a byte that is not UTF-8
-            return f"\\x{ord(c) - 0xDC00:02x}"
-        return f"\\u{ord(c):04x}" if "\x80" <= c <= "\xff" else c.encode("unicode_escape").decode()
-
-    return "".join(map(shown, text.decode(errors="surrogateescape")))
+def _safe(text: bytes) -> str:
+    return printable(text.decode(errors="surrogateescape"), keep="\n\t")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

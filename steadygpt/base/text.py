@@ -6,6 +6,23 @@ from collections.abc import Sequence
 STAMP = "%Y%m%d-%H%M%S"  # a time in names of files and runs, for strftime
 
 
+def printable(text: str, keep: str = "") -> str:
+    """Return a text from elsewhere, safe to print on one line: \\x1b for a control character, \\xff for a bad byte.
+
+    Args:
+        keep: characters that stay, such as line breaks.
+    """
+
+    def shown(c: str) -> str:
+        if c.isprintable() or c in keep:
+            return c
+        if "\udc80" <= c <= "\udcff":  # a byte that is not UTF-8
+            return f"\\x{ord(c) - 0xDC00:02x}"
+        return f"\\u{ord(c):04x}" if "\x80" <= c <= "\xff" else c.encode("unicode_escape").decode()
+
+    return text if text.isprintable() else "".join(map(shown, text))
+
+
 def duration_text(seconds: float) -> str:
     """Return a duration as 42 s, 3 min 05 s, 2 h 07 min or 12 d 03 h."""
     s = round(seconds)

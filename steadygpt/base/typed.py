@@ -1,0 +1,140 @@
+"""Content of files, compared with declared types: JSON, and the plain part of a checkpoint."""
+
+import dataclasses
+import json
+import math
+import re
+import types
+import typing
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any
+
+from steadygpt.base.options import UserError
+
+Count = Annotated[int, 0]
+Loss = Annotated[float, 0]
+NAMES = {int: "an integer of 64 bits", float: "a finite number", str: "a string", bool: "true or false"}
+NAMES |= {list: "a list", dict: "an object"}
+
+
+def read_json(path: Path, kind: Any, advice: str) -> Any:
+    """Read a JSON file of a declared type, as typed(); FileNotFoundError if there is none."""
+    return parse_json(path.read_bytes(), kind, path, advice)
+
+
+def parse_json(text: str | bytes, kind: Any, name: object, advice: str) -> Any:
+    """Parse JSON of a declared type, as typed()."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{name}: not JSON ({error}); {advice}") from None
+    return typed(found, kind, name, advice)
+
+
+def typed(found: object, kind: Any, name: object, advice: str) -> Any:
+    """Return the content of a file as an object of a declared type; a UserError says what does not fit.
+
+    Integers have 64 bits, and floats are finite. Keys that a record does not declare are left out.
+
+    Args:
+        kind: Any or a class; `|`, list, dict and tuple of kinds, where a tuple is a list of this length; a record:
+            dataclass, NamedTuple or TypedDict; Annotated with the least number, or with the pattern of a string.
+        name: of the file, for errors.
+        advice: what to do.
+    """
+    try:
+        return _typed(found, kind, "")
+    except _Misfit as error:
+        raise UserError(f"{name}: {error}; {advice}") from None
+
+
+class _Misfit(Exception):
+    def __init__(self, at: str, found: object, expected: str):
+        super().__init__(f"{at or 'the content'} is {_brief(found)}; expected {expected}")
+
+
+def _brief(found: object) -> str:
+    if isinstance(found, int) and found.bit_length() > 200:  # Python refuses to write long ones
+        return f"an integer of {found.bit_length():,} bits"
+    return repr(found)[:80] if isinstance(found, str | int | float | None) else f"a {type(found).__name__}"
+
+
+def _typed(found: Any, kind: Any, at: str) -> Any:
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        return _limited(_typed(found, parts[0], at), parts[1], at)
+    if origin in (typing.Union, types.UnionType):
+        if found is None and type(None) in parts:
+            return None
+        *others, last = (part for part in parts if part is not type(None))
+        for part in others:
+            try:
+                return _typed(found, part, at)
+            except _Misfit:
+                continue
+        return _typed(found, last, at)
+    if origin is list and isinstance(found, list):
+        return [_typed(value, parts[0], f"{at}[{number}]") for number, value in enumerate(found)]
+    if origin is tuple and isinstance(found, list | tuple) and len(found) == len(parts):
+        return [_typed(value, part, f"{at}[{n}]") for n, (value, part) in enumerate(zip(found, parts, strict=True))]
+    if origin is dict and isinstance(found, dict):
+        return {
+            _key(key, parts[0], at): _typed(value, parts[1], f"{at}[{_brief(key)}]") for key, value in found.items()
+        }
+    declared = _declared(kind)
+    if declared and isinstance(found, dict):
+        return _record(found, kind, at, *declared)
+    if kind is Any or (not (origin or declared) and _is_plain(found, kind)):
+        return found
+    expected = f"a list of {len(parts)} values" if origin is tuple else NAMES.get(dict if declared else origin or kind)
+    raise _Misfit(at, found, expected or kind.__name__)
+
+
+def _is_plain(found: object, kind: type) -> bool:
+    if kind not in (int, float):
+        return isinstance(found, kind)
+    if type(found) is int:
+        return found.bit_length() < 64
+    return kind is float and isinstance(found, float) and math.isfinite(found)
+
+
+def _limited(found: Any, limit: Any, at: str) -> Any:
+    if isinstance(found, str):
+        if not re.fullmatch(limit, found):
+            raise _Misfit(at, found, f"a string like {limit}")
+    elif not found >= limit:
+        raise _Misfit(at, found, f"{limit} or more")
+    return found
+
+
+def _key(key: object, kind: type, at: str) -> object:
+    if kind is int and isinstance(key, str) and re.fullmatch(r"\d{1,18}", key, re.ASCII):
+        return int(key)  # JSON has keys that are strings only
+    return _typed(key, kind, f"a key of {at or 'the content'}")
+
+
+def _record(found: dict, kind: Any, at: str, declared: dict[str, Any], optional: frozenset[str]) -> Any:
+    if missing := sorted(declared.keys() - optional - found.keys()):
+        raise _Misfit(f"{at}.{missing[0]}".removeprefix("."), None, "a value")
+    values = {
+        name: _typed(found[name], hint, f"{at}.{name}".removeprefix("."))
+        for name, hint in declared.items()
+        if name in found
+    }
+    return values if typing.is_typeddict(kind) else kind(**values)
+
+
+@cache
+def _declared(kind: Any) -> tuple[dict[str, Any], frozenset[str]] | None:
+    """Return the types that a record declares, by name, and the names that may be missing; None for other kinds."""
+    if typing.is_typeddict(kind):
+        optional = kind.__optional_keys__
+    elif dataclasses.is_dataclass(kind):
+        needed = {f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING}
+        optional = {f.name for f in dataclasses.fields(kind)} - needed
+    elif hasattr(kind, "_field_defaults"):
+        optional = kind._field_defaults.keys()
+    else:
+        return None
+    return typing.get_type_hints(kind, include_extras=True), frozenset(optional)
