@@ -36,6 +36,7 @@ from steadygpt.data.tokenizer import TokenizerRecord
 from steadygpt.log.runlog import METRICS, RunLog
 from steadygpt.machine.device import device_name
 from steadygpt.machine.ranks import Ranks, Stopped, end_with_torchrun, joined
+from steadygpt.run.places import read_places
 from steadygpt.run.plan import settle
 from steadygpt.run.repeats import repeated_records
 from steadygpt.run.results import StepResult
@@ -84,14 +85,16 @@ class Past:
     start: Start
     last: int  # step to replay
     saves: dict[int, tuple[str, dict]]  # checkpoints to compare with: step -> file, content
-    metrics: str = ""  # what metrics.jsonl had in the mirror, if it is not here
+    metrics: Path  # metrics.jsonl of the run
+    mirrored: str = ""  # its content in the mirror, if it is not here
 
 
 def find_past(options: ReplayOptions, first: int, last: int) -> Past:
     """Find the checkpoint to start from, and the checkpoints and records to compare with."""
     folder = Path(options.checkpoint_dir)
     files = [(str(path), checkpoint) for path, checkpoint in intact_checkpoints(checkpoint_files(folder))]
-    url = options.mirror or (files[0][1]["train_config"].get("mirror", "") if files else "")
+    places = read_places(folder)
+    url = options.mirror or places.get("mirror", "")
     mirror = Mirror(url) if url else None
     if mirror and not any(checkpoint["step"] <= first for _, checkpoint in files):
         files += from_mirror(mirror, first, with_newest=not files)
@@ -112,11 +115,11 @@ def find_past(options: ReplayOptions, first: int, last: int) -> Past:
     origin, checkpoint = saves.get(before, ("the first weights, which the seed gives", None))
     start, last = Start(checkpoint=checkpoint), min(last, end - 1)
     saves = {step: save for step, save in saves.items() if before < step <= last + 1}
-    metrics = ""
-    if mirror and not Path(newest["train_config"]["logdir"], METRICS).exists():
+    metrics, mirrored = Path(places.get("logdir", TrainConfig.logdir), METRICS), ""
+    if mirror and not metrics.exists():
         with suppress(UserError):  # it has none
-            metrics = mirror.patiently(lambda: mirror.read(f"logs/{METRICS}")).decode()
-    return Past(newest | {"model": {}, "optimizer": {}}, origin, start, last, saves, metrics)
+            mirrored = mirror.patiently(lambda: mirror.read(f"logs/{METRICS}")).decode(errors="replace")
+    return Past(newest | {"model": {}, "optimizer": {}}, origin, start, last, saves, metrics, mirrored)
 
 
 def from_mirror(mirror: Mirror, first: int, with_newest: bool) -> list[tuple[str, dict]]:
@@ -146,12 +149,11 @@ def records_of(past: Past, starts: list[Entry], begin: int) -> tuple[dict[int, d
 
     The records are those of repeated_records(), because a replay repeats steps as a resume does.
     """
-    config = past.newest["train_config"]
     with TemporaryDirectory() as folder:
-        path = Path(config["logdir"], METRICS)
-        if past.metrics:
+        path = past.metrics
+        if past.mirrored:
             path = Path(folder, METRICS)
-            path.write_text(past.metrics)
+            path.write_text(past.mirrored)
         resumed = starts[-1]["step"] == begin  # from the checkpoint of this step; otherwise the start has made it
         return repeated_records(path, begin, course_of(starts[:-1] if resumed else starts))
 
@@ -183,7 +185,7 @@ class Comparison:
         """Find the records of a part of the run."""
         self.records, missing = records_of(self.past, starts, begin)
         if not any(begin <= step < end for step in self.records) and not self.past.saves:
-            why = missing or f"{Path(self.past.newest['train_config']['logdir'], METRICS)} lacks their records"
+            why = missing or f"{self.past.metrics} lacks their records"
             raise UserError(
                 f"nothing to compare steps {begin:,} to {end - 1:,} with: no checkpoint is left, and {why}; choose "
                 "other steps, or restore the logs"

@@ -24,6 +24,7 @@ from steadygpt.base.options import UserError, run_cli
 from steadygpt.config import PRESETS, TrainConfig, parse_args
 from steadygpt.data.shards import MANIFEST, find_shards, read_manifest
 from steadygpt.log.status import read_status
+from steadygpt.run.places import read_places
 
 REPO = Path(__file__).resolve().parent.parent
 MONITOR = REPO / "scripts/monitor_training.py"
@@ -212,8 +213,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EOFError:  # Ctrl-D
         sys.exit("\nnothing was started")
     folder = Path(config.checkpoint_dir)
-    saved_logdir = read_status(folder).get("logdir") if config.resume else None
-    return train_and_watch(command, folder, Path(saved_logdir or config.logdir, "console.txt"))
+    logdir = read_places(folder).get("logdir", config.logdir) if config.resume else config.logdir
+    return train_and_watch(command, folder, Path(logdir, "console.txt"))
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ from steadygpt.checkpoint.table import mirror_table
 from steadygpt.checkpoint.uploads import Uploads
 from steadygpt.config import TrainConfig
 from steadygpt.log.runlog import RunLog
-from steadygpt.log.status import STATUS, read_status
 from steadygpt.machine.ranks import Ranks
+from steadygpt.run.places import RUN, read_places
 from steadygpt.run.start import resume_config
 
 
@@ -49,8 +49,9 @@ def upload_all(url: str, folder: Path) -> None:
         if not newest.checkpoint["train_config"]:
             raise UserError(f"{newest.path}: converted weights; expected a checkpoint of a run")
         config = TrainConfig(checkpoint_dir=str(folder))
-        config, _ = resume_config(newest.checkpoint["train_config"], config, {"checkpoint_dir": "flag"})
-        mirror = Mirror(url, config.run_name, resumes=True)
+        saved, places = newest.checkpoint["train_config"], read_places(folder)
+        config, _ = resume_config(saved, config, {}, places)
+        mirror = Mirror(url, config.run_name or saved["run_name"], resumes=True)
         there = mirror.patiently(mirror.claim).checkpoints.get(LATEST)
         if there and there.mtime_ns > newest.path.stat().st_mtime_ns:
             raise UserError(f"{url} has a newer checkpoint than {folder}, of step {there.step:,}; resume from it")
@@ -83,9 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = Path(options.name if is_folder else options.checkpoint_dir)
     if options.name != "latest" and options.action != "download" and not is_folder:
         raise UserError(f"{options.action} {options.name}: expected no name; it acts on all checkpoints")
-    url = options.mirror or read_status(folder).get("mirror")
+    url = options.mirror or read_places(folder).get("mirror")
     if not url:
-        found = f"missing, and {folder / STATUS} names none"
+        found = f"missing, and {folder / RUN} names none"
         raise OptionError("mirror", found, "a URL such as s3://bucket/run")
     if options.action == "list":
         print(*mirror_table(Mirror(url)), sep="\n")

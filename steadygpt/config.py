@@ -135,7 +135,8 @@ class TrainConfig(GPTConfig):
 
     config: str = option("", "preset in configs/ or TOML file of options, which flags override", "run",
                          on_resume="launch")
-    run_name: str = option("", "name of the run in TensorBoard and W&B (default: the start time)", "run")
+    run_name: str = option("", "name of the run in TensorBoard and W&B (default: the start time)", "run",
+                           on_resume="place")
     seed: int = option(1337, "seed of weights, data order and dropout", "run", below=2**63, on_resume="never")
     device: str = option("auto", "auto (CUDA if available), cpu, cuda or mps", "run")
     precision: str = option("auto", "auto: on a GPU bf16 if supported, else fp16; on a CPU the faster of bf16 and "
@@ -224,7 +225,7 @@ class TrainConfig(GPTConfig):
     verbose: bool = option(False, "with --list_checkpoints, show the contents of each checkpoint; alias: -v",
                            "checkpoints", on_resume="launch", aliases=("v",))
     mirror: str = option("", "folder of an object store to copy the run to: s3://BUCKET/RUN, gs://BUCKET/RUN, or "
-                         "another fsspec URL", "checkpoints")
+                         "another fsspec URL", "checkpoints", on_resume="place")
     mirror_keep: int = option(10, "rolling checkpoints to keep in the mirror, the newest; 0 = all", "checkpoints")
     mirror_minutes: float = option(10.0, "minutes between uploads of timed saves", "checkpoints")
     background_upload: bool = option(True, "upload to the mirror while training continues; off: each save waits for "
@@ -241,11 +242,12 @@ class TrainConfig(GPTConfig):
                              "--init_from: print validation loss, task scores and a sample, and exit",
                              "evaluation", on_resume="launch")
 
-    use_tensorboard: bool = option(False, "write curves, histograms and samples to tensorboard_dir", "logging")
-    tensorboard_dir: str = option("runs", "folder for TensorBoard runs", "logging")
-    logdir: str = option("logs", "folder for log.txt and metrics.jsonl", "logging")
+    use_tensorboard: bool = option(False, "write curves, histograms and samples to tensorboard_dir", "logging",
+                                   on_resume="place")
+    tensorboard_dir: str = option("runs", "folder for TensorBoard runs", "logging", on_resume="place")
+    logdir: str = option("logs", "folder for log.txt and metrics.jsonl", "logging", on_resume="place")
     log_freq: int = option(1, "steps between log lines", "logging", at_least=1)
-    use_wandb: bool = option(False, "also log to Weights & Biases (pip install wandb)", "logging")
+    use_wandb: bool = option(False, "also log to Weights & Biases (pip install wandb)", "logging", on_resume="place")
     gpu_hour_cost: float = option(0.0, "price of a GPU-hour, to show the cost of the run; 0 = not shown", "logging")
     system_metrics_s: float = option(10.0, "seconds between measurements of GPUs, CPU, memory and disk; 0 = off",
                                      "logging")

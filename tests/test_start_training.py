@@ -19,7 +19,8 @@ sys.path.append(str(REPO / "scripts"))
 import start_training
 
 from steadygpt.base.options import UserError
-from steadygpt.config import PRESETS, parse_args
+from steadygpt.config import PRESETS, TrainConfig, parse_args
+from steadygpt.run.places import write_places
 
 
 class Typed(io.StringIO):
@@ -95,7 +96,7 @@ def test_flags_answer_their_questions(session):
 
 def test_a_resumed_run_asks_nothing_and_its_output_goes_to_its_own_logs(session):
     Path("checkpoints").mkdir()
-    Path("checkpoints/status.json").write_text('{"status": "stopped", "logdir": "/elsewhere/logs"}')
+    write_places(Path("checkpoints"), TrainConfig(logdir="/elsewhere/logs"))
     session.type("")
     assert start_training.main(["--resume"]) == 0
     assert session.started[0][2] == Path("/elsewhere/logs/console.txt")

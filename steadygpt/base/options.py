@@ -86,8 +86,9 @@ def option(
         bare: the value of the flag without one (`--resume`).
         positional: an argument without a flag, though its aliases are flags; optional if it has a default.
         secret: kept out of everything that a run writes.
-        on_resume: of train.py: "never" changes, changes if asked ("ask": --allow_changes), changes "free"ly, or belongs
-            to one "launch", so that the checkpoint's value is ignored.
+        on_resume: of train.py: "never" changes, changes if asked ("ask": --allow_changes), changes "free"ly, belongs to
+            one "launch", so that the checkpoint's value is ignored, or says a "place" that a run writes to, which its
+            folder knows (see steadygpt/run/places.py) and its checkpoints cannot decide.
     """
     metadata = {
         "text": text, "group": group, "choices": choices, "aliases": aliases, "spellings": spellings, "bare": bare,

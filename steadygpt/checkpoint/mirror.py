@@ -9,6 +9,7 @@ The index is written last. Only the files in it are checkpoints, so an incomplet
 
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 INDEX = "index.json"
+# Of a mirror, which may be a stranger's.
+RESTORED = re.compile(r"evaluations\.json|logs/(log\.txt|metrics\.jsonl)|tensorboard/events\.[^/]+")
 PARTS = 4  # of 50 MB each, in memory and under way at once
 SILENCE_S = 60  # a store may take this long to put the parts of a large file together
 RETRIES = 5  # of a part, before the whole upload is repeated
@@ -167,7 +170,8 @@ class Mirror:
             name, *others = index.checkpoints
             raise UserError(
                 f"--mirror {self.url} already holds checkpoints of the run {index.run} ({name} and {len(others)} "
-                f"more), not of {self.run}; resume that run, or give this one another --mirror"
+                f"more), not of {self.run}; resume that run with --run_name {index.run}, or give this one another "
+                "--mirror"
             )
         for folder in ("logs", "tensorboard") if self.has_folders else ():  # elsewhere it might create a bucket
             self.fs.makedirs(self._path(folder), exist_ok=True)
@@ -306,15 +310,19 @@ def restore_files(mirror: Mirror, config: "TrainConfig", replace: bool) -> None:
     """Download the logs, the TensorBoard files and the evaluations of a run.
 
     Args:
-        replace: also those that are there; the logs are renamed before. Otherwise only what is missing.
+        replace: also the logs that are there, which are renamed before. Otherwise only what is missing.
     """
     folders = {"": Path(config.checkpoint_dir), "logs": Path(config.logdir), "tensorboard": _tensorboard(config)}
     targets = {}
-    for name in mirror.sizes():
+    for name in filter(RESTORED.fullmatch, mirror.sizes()):
         folder, _, file = name.rpartition("/")
-        if name == EVALUATIONS or folder in ("logs", "tensorboard"):
-            targets[name] = folders[folder] / file
-    contents = {target: mirror.read(name) for name, target in targets.items() if replace or not target.exists()}
+        targets[name] = folders[folder] / file
+    # A file of events belongs to one start. If there is one of its name, it may be another run's.
+    contents = {
+        target: mirror.read(name)
+        for name, target in targets.items()
+        if (replace and not name.startswith("tensorboard/")) or not target.exists()
+    }
     if replace:
         folders["logs"].mkdir(parents=True, exist_ok=True)
         move_aside(folders["logs"])

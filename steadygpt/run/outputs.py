@@ -18,6 +18,7 @@ from steadygpt.data.shards import check_listing, check_shards
 from steadygpt.log.runlog import METRICS, RunLog
 from steadygpt.machine.ranks import StopSignal
 from steadygpt.run.memory import checkpoint_bytes
+from steadygpt.run.places import write_places
 from steadygpt.run.plan import Plan
 from steadygpt.run.repeats import Repeats, repeated_records
 from steadygpt.run.start import IN_USE
@@ -74,6 +75,7 @@ def _open_on_main(plan: Plan, starts: list[Entry], log: RunLog, held: ExitStack)
         replace_file(folder / LATEST, lambda file: torch.save(content, file))
     else:
         clean_folder(folder, start.path)
+    write_places(folder, config)
     now, repeats = note_of_start(config, starts), Repeats(log)
     if start.step is not None:
         records, reason = repeated_records(logdir / METRICS, start.step, now["parent"], now["start"])

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from steadygpt.base.durable import fsync_folder, link_file, lock_folder
 from steadygpt.base.options import UserError, options_of
@@ -29,6 +29,7 @@ from steadygpt.checkpoint.files import (
 from steadygpt.checkpoint.mirror import Mirror, newer_checkpoint, restore_files
 from steadygpt.log.status import read_status
 from steadygpt.machine.ranks import Ranks
+from steadygpt.run.places import PLACES, note_of_places, read_places, write_places
 
 if TYPE_CHECKING:
     from steadygpt.config import GPTConfig, TrainConfig
@@ -45,6 +46,7 @@ class Start:
     checkpoint: dict | None = None  # tensors on rank 0 only
     weights: dict | None = None  # a checkpoint of weights only, tensors on rank 0 only, once downloaded
     is_fork: bool = False  # the checkpoint is another run's: it stays in its folder, and this run has its own
+    run_name: str = ""  # of the run in the folder of the checkpoint; "" for a copy
     notes: tuple[str, ...] = ()  # for the plan
 
     @property
@@ -91,8 +93,7 @@ def name_of_run(
     A run that is resumed in its folder keeps its name. A fork is named RUN-from-STEP and has logs of its own. A new
     name that has a TensorBoard folder already gets a time stamp, because TensorBoard would hide the older points.
     """
-    saved = start.checkpoint["train_config"].get("run_name", "") if start.checkpoint else ""
-    wanted, folder, logdir = config.run_name, Path(config.tensorboard_dir), config.logdir
+    saved, wanted, folder, logdir = start.run_name, config.run_name, Path(config.tensorboard_dir), config.logdir
     if start.is_fork and wanted == saved:
         wanted = f"{saved or 'run'}-from-{start.step}"
     elif saved and wanted == saved:
@@ -197,7 +198,7 @@ def shared(start: Start | None, ranks: Ranks) -> Start:
 def _start_on_main(
     config: "TrainConfig", given: Mapping[str, str], held: ExitStack, read_weights: Callable[..., dict]
 ) -> tuple["TrainConfig", Start]:
-    which, folder, found = config.resume, Path(config.checkpoint_dir), Found()
+    which, folder, found, places = config.resume, Path(config.checkpoint_dir), Found(), dict[str, Any]()
     if which in ("latest", *NAMED) and not folder.is_dir() and not config.mirror:
         raise no_checkpoints(folder)
     if which not in ("", "latest", "auto", *NAMED) and not Path(which).exists():
@@ -206,7 +207,7 @@ def _start_on_main(
     if which:
         if config.trains:
             held.enter_context(lock_folder(folder, IN_USE))
-        found = find_newest(config, given)
+        found, places = find_newest(config, given)
     if not config.eval_only and (found.path or config.trains):
         check_folder(folder, found.path)
     notes = [labelled("skipped", line) for line in found.skipped]
@@ -216,16 +217,18 @@ def _start_on_main(
             raise UserError(
                 f"{found.path}: converted weights, not a run to resume. Start from them with --init_from {found.path}"
             )
-        config, changes = resume_config(saved, config, given)
+        config, changes = resume_config(saved, config, given, places)
         of_mirror = f" (restored from {config.mirror})" * found.restored
         notes.append(labelled("resumed", f"from {found.path}{of_mirror} at step {found.checkpoint['step']:,}"))
         notes += [labelled("changed", line) for line in changes]
+        notes += [] if places else [note_of_places(saved, given)]
         is_fork = found.path.parent.resolve() != folder.resolve()
         if is_fork and config.mirror and "mirror" not in given:
             unused = f"none: {config.mirror} belongs to the run in {found.path.parent}"
             notes.append(labelled("mirror", unused))
             config = dataclasses.replace(config, mirror="")
-        return config, Start(found.path, found.checkpoint, is_fork=is_fork, notes=tuple(notes))
+        run_name = places.get("run_name", "")
+        return config, Start(found.path, found.checkpoint, is_fork=is_fork, run_name=run_name, notes=tuple(notes))
     if config.init_from == "scratch":
         return config, Start(notes=tuple(notes))
     weights = read_weights(config.init_from, download=False)
@@ -233,55 +236,69 @@ def _start_on_main(
     return config, Start(weights=weights, notes=(*notes, labelled("weights", f"from {config.init_from}")))
 
 
-def find_newest(config: "TrainConfig", given: Mapping[str, str]) -> Found:
-    """Find the checkpoint that --resume asks for; download it if the mirror has a newer one than the folder."""
+def find_newest(config: "TrainConfig", given: Mapping[str, str]) -> tuple[Found, dict[str, Any]]:
+    """Find the checkpoint that --resume asks for, and the options that say where its run writes.
+
+    The checkpoint is downloaded if the mirror has a newer one than the folder.
+    """
     folder, found, problem = Path(config.checkpoint_dir), Found(), None
     try:
         found = find_checkpoint(config.resume, folder)
     except UserError as error:
         problem = error
-    saved = found.checkpoint["train_config"] if found.checkpoint else {}
-    url = saved.get("mirror", "") if saved and "mirror" not in given else config.mirror
+    places = read_places(found.path.parent if found.path else folder)
+    url = config.mirror if "mirror" in given else places.get("mirror", "")
     if not url or config.resume not in ("latest", "auto", *NAMED) or (found.path and not config.trains):
         if problem:
             raise problem
-        return found
+        return found, places
     if not config.trains:
         raise UserError(f"{folder} has no intact checkpoint, and only training downloads one from {url}")
     mirror = Mirror(url)
     try:
         index = mirror.patiently(mirror.index)
-        name = saved.get("run_name", index.run)
+        saved = found.checkpoint["train_config"] if found.checkpoint else {}
+        name = places.get("run_name") or saved.get("run_name", index.run)
         if index.run and index.run != name:
             raise UserError(
                 f"--mirror {url} belongs to the run {index.run}, and {found.path} to {name}; give the right --mirror"
             )
+        if index.run:
+            places |= {"run_name": name, "mirror": url}
         downloaded, damaged = newer_checkpoint(mirror, index, config.resume, folder, found.path)
         skipped = (*found.skipped, *damaged)
         if downloaded:
             # First, so that a start which fails in between is repeated with all of it.
             restored = read_checkpoint(downloaded)
-            files_go_to, _ = resume_config(restored["train_config"], config, given)
+            files_go_to, _ = resume_config(restored["train_config"], config, given, places)
             mirror.patiently(lambda: restore_files(mirror, files_go_to, replace=True))
+            write_places(folder, files_go_to)
             path = folder / NAMED.get(config.resume, LATEST)
             if found.path == path == folder / LATEST:
                 link_file(path, folder / BACKUP)
             os.replace(downloaded, path)
             fsync_folder(folder)
-            return Found(path, restored, skipped, restored=True)
+            return Found(path, restored, skipped, restored=True), places
     except NoAnswer as error:
         if not found.path:
             raise
         skipped = (*found.skipped, f"{url}, which may have a newer checkpoint: {error}")
     if problem and config.resume != "auto":
         raise UserError(f"{problem}; --mirror {url} has none either")
-    return dataclasses.replace(found, skipped=skipped)
+    return dataclasses.replace(found, skipped=skipped), places
 
 
-def resume_config(saved: dict, config: "TrainConfig", given: Mapping[str, str]) -> tuple["TrainConfig", list[str]]:
-    """Return the configuration of a resumed run, and a line for each value that differs from the checkpoint's."""
+def resume_config(
+    saved: dict, config: "TrainConfig", given: Mapping[str, str], places: Mapping[str, Any] = {}
+) -> tuple["TrainConfig", list[str]]:
+    """Return the configuration of a resumed run, and a line for each value that differs from the checkpoint's.
+
+    Args:
+        places: the options of PLACES, see read_places().
+    """
     taken, changes, options = {}, [], options_of(config)
     saved = {name: f.default for name, f in options.items()} | saved  # older versions had fewer options
+    saved |= {name: places.get(name, getattr(config, name)) for name in PLACES}
     wanted_rows = saved.get("wanted_rows", 0)
     if saved["deterministic"]:  # the rows that a rank computes at once decide how sums are rounded
         taken["wanted_rows"] = wanted_rows

@@ -288,7 +288,9 @@ def continue_elsewhere(workdir: Path) -> str:
     """Train to step 6 on the first machine, and leave it as it was at step 4 as the second; return the mirror."""
     url = f"file://{workdir}/there"
     run_here(*FLAGS, "--mirror", url, "--max_steps", "4")
-    shutil.copytree(workdir / "first", workdir / "second", symlinks=True)
+    copy = shutil.copytree(workdir / "first", workdir / "second", symlinks=True) / "checkpoints"
+    places = json.loads((copy / "run.json").read_text()) | {"inode": copy.stat().st_ino}  # as on a disk that was kept
+    (copy / "run.json").write_text(json.dumps(places))
     run_here("--resume", "--max_steps", "6")
     return url
 
@@ -344,7 +346,11 @@ def test_fork_leaves_the_mirror_alone_and_resume_from_a_downloaded_checkpoint_br
     assert b'"step": 7,' in Mirror(url).read("logs/metrics.jsonl")
     machines("second")
     upload_manager.main(["download", "rolling_step_000004.pt", "--mirror", url])
-    run_here("--resume", "checkpoints/rolling_step_000004.pt", "--max_steps", "6")
+    again = ("--resume", "checkpoints/rolling_step_000004.pt", "--max_steps", "6", "--mirror", url)
+    with pytest.raises(UserError, match=r"not of gpt-.*; resume that run with --run_name ([^,]+), or give") as refused:
+        run_here(*again)
+    name = re.search(r"--run_name ([^,]+),", str(refused.value))[1]
+    run_here(*again, "--run_name", name)
     assert metrics("logs", "loss").keys() == set(range(6))
     assert b'"step": 0,' in Mirror(url).read("logs/metrics.jsonl")
 

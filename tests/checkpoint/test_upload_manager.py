@@ -51,7 +51,7 @@ def test_table_of_a_mirror_and_upload_all_to_the_one_of_the_run(workdir, capsys)
 
 
 def test_a_mirror_that_nothing_names_is_an_error(workdir):
-    with pytest.raises(UserError, match=r"--mirror is missing, and checkpoints/status\.json names none"):
+    with pytest.raises(UserError, match=r"--mirror is missing, and checkpoints/run\.json names none"):
         upload_manager.main(["list"])
 
 
