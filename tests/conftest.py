@@ -22,6 +22,10 @@ import pytest
 import torch
 from tensorboard.summary.writer import event_file_writer
 
+from steadygpt.base.options import shown_options
+from steadygpt.checkpoint.files import FORMAT_VERSION
+from steadygpt.config import GPTConfig, TrainConfig
+from steadygpt.data.order import BLOCK_ROWS
 from steadygpt.data.shards import write_shard
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.ranks import Ranks
@@ -274,6 +278,33 @@ def reference_model(which: str, vocab_size=1000, context_length=64, num_layers=3
         for parameter in model.parameters():
             parameter += 0.02 * torch.randn_like(parameter)
     return model
+
+
+def weights_content(model: dict, config: GPTConfig, tokenizer="bytes", step=0) -> dict:
+    """Return a checkpoint of weights only, as convert_hf.py writes it."""
+    return {
+        "format_version": FORMAT_VERSION, "step": step, "rows_consumed": 4 * step, "model": model,
+        "model_config": vars(config), "optimizer": {}, "train_config": {}, "tokenizer": tokenizer,
+        "tokenizer_sha256": "", "document_token": "<|endoftext|>", "tokenizer_json": "", "torch_version": "2.13.0",
+        "saved_at": 0.0,
+    }  # fmt: skip
+
+
+def run_content(step: int, **more) -> dict:
+    """Return a checkpoint of a run with 4 rows per step and no optimizer; one weight is equal to the step."""
+    options = shown_options(TrainConfig(total_batch_size=4 * TrainConfig.context_length))
+    start = {
+        "step": 0, "row": 0, "options": options, "sources": {"data": ("data", "0")}, "val_sets": {},
+        "shares": {"0": BLOCK_ROWS}, "given": {"0": 0}, "ranks": 1, "threads": 1, "device": "cpu", "torch": "2.13.0",
+        "commit": "0",
+    }  # fmt: skip
+    progress = {
+        "best_val_loss": None, "val_loss": None, "loss": 3.25, "elapsed_s": 0.0, "recent_losses": [], "bad_steps": 0,
+        "scaler": {}, "epoch": step / 10, "world_size": 1, "data_fingerprint": {}, "starts": [start],
+        "git_commit": "0", "peak_memory_bytes": 0, "train_config": options,
+    }  # fmt: skip
+    model = {"weight": torch.full((1000,), float(step))}
+    return weights_content(model, GPTConfig(), step=step) | progress | more
 
 
 def load(path) -> dict:

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import TINY, metrics, reference_model, run_here
+from conftest import TINY, metrics, reference_model, run_here, weights_content
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -40,16 +40,7 @@ def checkpoint_of(config: GPTConfig, tokenizer="bytes", seed=0) -> dict:
     for name, parameter in model.named_parameters():
         rows = config.vocab_size if name in TABLES else len(parameter)
         torch.nn.init.normal_(parameter.data[:rows], std=0.3)
-    return {
-        "format_version": 3,
-        "step": 0,
-        "rows_consumed": 0,
-        "model": model.state_dict(),
-        "optimizer": {},
-        "model_config": dataclasses.asdict(config),
-        "train_config": {},
-        "tokenizer": tokenizer,
-    }
+    return weights_content(model.state_dict(), config, tokenizer)
 
 
 def logits_of(checkpoint: dict, tokens: torch.Tensor) -> torch.Tensor:

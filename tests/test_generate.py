@@ -7,7 +7,8 @@ import sys
 
 import pytest
 import torch
-from test_files import content, damage
+from conftest import weights_content
+from test_files import damage
 from test_model import both_families, ids, small
 
 from generate import KVCache, generate, load_model, main, sample, sample_texts
@@ -110,7 +111,7 @@ def folder(tmp_path):
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=257, context_length=32, num_layers=1, num_heads=1, embd_size=8))
     torch.nn.init.normal_(model.wte.weight[:128], std=1.0)  # ASCII, because all other bytes decode to one character
-    checkpoint = content(3) | {"model": model.state_dict(), "model_config": vars(model.config), "tokenizer": "bytes"}
+    checkpoint = weights_content(model.state_dict(), model.config, step=3)
     for name in ("latest.pt", "latest_backup.pt", "best_model.pt", "rolling_step_000003.pt"):
         torch.save(checkpoint, tmp_path / name)
     return tmp_path
@@ -177,7 +178,7 @@ def test_text_ends_with_the_document_or_after_max_tokens(texts, folder):
     with torch.no_grad():
         model.wte.weight[ord("a"), 0] = model.wte.weight[256, 1] = 1
         model.wpe.weight[:5, 0] = model.wpe.weight[5:, 1] = 10
-    checkpoint = content(3) | {"model": model.state_dict(), "model_config": vars(model.config), "tokenizer": "bytes"}
+    checkpoint = weights_content(model.state_dict(), model.config, step=3)
     torch.save(checkpoint, folder / "latest.pt")
     assert texts("--temperature", "0") == "aaaaa\n"
     assert texts("--temperature", "0", "--max_tokens", "3") == "aaa\n"

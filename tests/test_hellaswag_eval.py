@@ -11,6 +11,7 @@ import pyarrow.parquet
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import weights_content
 
 import hellaswag_eval
 from hellaswag_eval import ROUNDING, Tree, close_calls, ending_losses, evaluate, make_batches, per_ending, tokenize
@@ -254,8 +255,7 @@ def test_only_the_validation_split_comes_from_the_hub(standin, monkeypatch):
 def command(model, tmp_path, capsys):
     """Run the command on a checkpoint in tmp_path; return its standard output and error."""
     (tmp_path / "hs.jsonl").write_text("".join(json.dumps(row_of(example)) + "\n" for example in examples()))
-    checkpoint = {"format_version": 3, "step": 7, "rows_consumed": 28, "optimizer": {}, "train_config": {}}
-    checkpoint |= {"model": model.state_dict(), "model_config": vars(model.config), "tokenizer": "bytes"}
+    checkpoint = weights_content(model.state_dict(), model.config, step=7)
     for name in ("latest.pt", "latest_backup.pt"):
         torch.save(checkpoint, tmp_path / name)
 

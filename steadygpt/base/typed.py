@@ -38,14 +38,15 @@ def typed(found: object, kind: Any, name: object, advice: str) -> Any:
     Integers have 64 bits, and floats are finite. Keys that a record does not declare are left out.
 
     Args:
-        kind: Any or a class; `|`, list, dict and tuple of kinds, where a tuple is a list of this length; a record:
-            dataclass, NamedTuple or TypedDict; Annotated with the least number, or with the pattern of a string.
+        kind: Any or a class; `|`, list, dict and tuple of kinds, where a tuple may be a list of its length; a record:
+            dataclass, NamedTuple or TypedDict; Annotated with the least number, perhaps also the largest, or with the
+            pattern of a string.
         name: of the file, for errors.
         advice: what to do.
     """
     try:
         return _typed(found, kind, "")
-    except _Misfit as error:
+    except (_Misfit, UserError) as error:  # which the constructor of a record may raise
         raise UserError(f"{name}: {error}; {advice}") from None
 
 
@@ -63,7 +64,7 @@ def _brief(found: object) -> str:
 def _typed(found: Any, kind: Any, at: str) -> Any:
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
-        return _limited(_typed(found, parts[0], at), parts[1], at)
+        return _limited(_typed(found, parts[0], at), at, *parts[1:])
     if origin in (typing.Union, types.UnionType):
         if found is None and type(None) in parts:
             return None
@@ -77,7 +78,9 @@ def _typed(found: Any, kind: Any, at: str) -> Any:
     if origin is list and isinstance(found, list):
         return [_typed(value, parts[0], f"{at}[{number}]") for number, value in enumerate(found)]
     if origin is tuple and isinstance(found, list | tuple) and len(found) == len(parts):
-        return [_typed(value, part, f"{at}[{n}]") for n, (value, part) in enumerate(zip(found, parts, strict=True))]
+        return tuple(
+            _typed(value, part, f"{at}[{n}]") for n, (value, part) in enumerate(zip(found, parts, strict=True))
+        )
     if origin is dict and isinstance(found, dict):
         return {
             _key(key, parts[0], at): _typed(value, parts[1], f"{at}[{_brief(key)}]") for key, value in found.items()
@@ -99,12 +102,12 @@ def _is_plain(found: object, kind: type) -> bool:
     return kind is float and isinstance(found, float) and math.isfinite(found)
 
 
-def _limited(found: Any, limit: Any, at: str) -> Any:
+def _limited(found: Any, at: str, limit: Any, largest: float = math.inf) -> Any:
     if isinstance(found, str):
         if not re.fullmatch(limit, found):
             raise _Misfit(at, found, f"a string like {limit}")
-    elif not found >= limit:
-        raise _Misfit(at, found, f"{limit} or more")
+    elif not limit <= found <= largest:
+        raise _Misfit(at, found, f"{limit} or more" if largest == math.inf else f"{limit:,} to {largest:,}")
     return found
 
 

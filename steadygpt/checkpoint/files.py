@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import torch
 from torch import nn
@@ -28,6 +28,9 @@ from torch import nn
 from steadygpt.base.disk import check_pulled
 from steadygpt.base.options import UserError
 from steadygpt.base.text import counted
+from steadygpt.base.typed import Count, Loss, typed
+from steadygpt.config import GPTConfig, TrainConfig
+from steadygpt.data.order import BLOCK_ROWS
 from steadygpt.machine.host import process_age_s
 from steadygpt.machine.ranks import Ranks
 
@@ -37,14 +40,75 @@ NAMED = {"best": BEST, "stable": STABLE}  # what commands take besides latest an
 ROLLING, EPOCH = "rolling_step_{:06d}.pt", "epoch_{:05d}.pt"
 EVALUATIONS = "evaluations.json"
 LLM_C = (20240326).to_bytes(4, "little")  # begins a model of llm.c
-KINDS = {
-    **dict.fromkeys(("format_version", "step", "rows_consumed"), int),
-    **dict.fromkeys(("model", "optimizer", "model_config", "train_config"), dict),
-    "tokenizer": str,
-}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # content
+
+
+class Entry(TypedDict):
+    """What one start of a run trained on, and how."""
+
+    step: Count  # the first one of the start
+    row: Count  # of the first step
+    options: dict[str, Any]
+    sources: dict[str, tuple[str, str]]  # name -> folder, identity of the shards
+    val_sets: dict[str, tuple[str, str]]  # the same; the first one stays the first one
+    shares: dict[str, Count]  # identity -> rows of BLOCK_ROWS
+    given: dict[str, Count]  # identity -> rows of the source before this start, also of sources that now give none
+    ranks: Annotated[int, 1, 2**20]
+    threads: Annotated[int, 1, 2**12]
+    device: str
+    torch: str
+    commit: str
+
+
+class Group(TypedDict):
+    """A group of parameters of the optimizer."""
+
+    lr: float
+
+
+class OptimizerState(TypedDict, total=False):
+    """The state of the optimizer; empty before the first step, and with weights only."""
+
+    state: dict[str, dict[str, torch.Tensor]]  # name of the parameter -> kind -> tensor
+    param_groups: list[Group]
+
+
+class Weights(TypedDict):
+    """The content of every checkpoint. That of a run is a Checkpoint."""
+
+    format_version: int
+    step: Count
+    rows_consumed: Count
+    model: dict[str, torch.Tensor]  # by name of the parameter, fp32
+    model_config: dict[str, Any]  # of a GPTConfig
+    optimizer: OptimizerState
+    train_config: dict[str, Any]  # of a TrainConfig without secrets; {} without a run
+    tokenizer: str  # these four are a TokenizerRecord
+    tokenizer_sha256: str
+    document_token: str
+    tokenizer_json: str
+    torch_version: str
+    saved_at: Annotated[float, 0, 2**33]  # seconds since 1970
+
+
+class Checkpoint(Weights):
+    """The content of a checkpoint of a run: also TrainState, and how the run has come here."""
+
+    best_val_loss: Loss | None
+    val_loss: Loss | None
+    loss: Loss | None
+    elapsed_s: Loss
+    recent_losses: list[float]
+    bad_steps: Count
+    scaler: dict[str, float]
+    epoch: Loss
+    world_size: Count
+    data_fingerprint: dict[str, list[tuple[str, int, int, str]]]  # see check_shards
+    starts: list[Entry]
+    git_commit: str
+    peak_memory_bytes: Count
 
 
 @dataclass
@@ -247,21 +311,49 @@ def load_verified(path: Path) -> object:
         raise UserError(f"{path}: corrupt or cannot be read ({f'{error!r}'.splitlines()[0]})") from error
 
 
-def as_checkpoint(content: object, path: Path) -> dict:
-    """Return the content of a file, which must be a checkpoint of this format."""
-    content = content if isinstance(content, dict) else {}
-    for key, kind in KINDS.items():
-        if not isinstance(content.get(key), kind):
-            advice = "expected a file that train.py or convert_hf.py has written"
-            if "model_args" in content:
-                advice = f"if it is nanoGPT's, first run python convert_hf.py {path} weights.pt"
-            elif content and all(isinstance(value, torch.Tensor) for value in content.values()):
-                advice = "its weights lack the model's shape; save them as nanoGPT does, with model and model_args"
-            raise UserError(f"{path}: not a SteadyGPT checkpoint (expected {key}, {kind.__name__}); {advice}")
-    if (found := content["format_version"]) != FORMAT_VERSION:
+def as_checkpoint(content: Any, path: Path) -> dict:
+    """Return the content of a file as a Checkpoint, or as Weights if there was no run."""
+    if not isinstance(content, dict) or "format_version" not in content:
+        advice = "expected a file that train.py or convert_hf.py has written"
+        if isinstance(content, dict) and "model_args" in content:
+            advice = f"if it is nanoGPT's, first run python convert_hf.py {path} weights.pt"
+        elif isinstance(content, dict) and all(isinstance(value, torch.Tensor) for value in content.values()):
+            advice = "its weights lack the model's shape; save them as nanoGPT does, with model and model_args"
+        raise UserError(f"{path}: not a SteadyGPT checkpoint; {advice}")
+    advice = "take another checkpoint"
+    if (found := typed(content["format_version"], int, path, advice)) != FORMAT_VERSION:
         advice = "update SteadyGPT" if found > FORMAT_VERSION else "use the commit that wrote it, its git_commit"
         raise UserError(f"{path}: format {found}; expected {FORMAT_VERSION}: {advice}")
+    is_of_run = content.get("train_config") != {}
+    content = typed(content, Checkpoint if is_of_run else Weights, path, advice)
+    try:
+        typed(content["model_config"], GPTConfig, "model_config", advice).check_shape()
+        if is_of_run:
+            _check_run(content, advice)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
     return content
+
+
+def _check_run(content: dict, advice: str) -> None:
+    """Check that the options, the starts and the progress of a run fit each other."""
+    if not content["starts"]:
+        raise UserError(f"starts is empty; expected the start that has trained this; {advice}")
+    for options in [content["train_config"], *(entry["options"] for entry in content["starts"])]:
+        last = typed(options, TrainConfig, "its options", "take another checkpoint")
+    for entry in content["starts"]:
+        identities = {identity for _, identity in entry["sources"].values()}
+        if (
+            sum(entry["shares"].values()) != BLOCK_ROWS
+            or not identities <= entry["shares"].keys() <= entry["given"].keys()
+        ):
+            raise UserError(
+                f"shares of the start at step {entry['step']:,} do not fit its sources; take another checkpoint"
+            )
+    entry, step, rows = content["starts"][-1], content["step"], content["rows_consumed"]
+    expected = entry["row"] + (step - entry["step"]) * (last.total_batch_size // last.context_length)
+    if rows != expected or step < entry["step"]:
+        raise UserError(f"rows_consumed is {rows:,}; expected {expected:,} at step {step:,}; take another checkpoint")
 
 
 @dataclass(frozen=True)

@@ -55,5 +55,5 @@ def note_of_places(saved: Mapping[str, Any], given: Mapping[str, str]) -> str:
         if name not in given and saved.get(name, FIELDS[name].default) != FIELDS[name].default
     }
     flags = [f"--{name}" + f" {shlex.quote(str(value))}" * (value is not True) for name, value in used.items()]
-    text = "this folder is a copy or a download, so its name, logs and mirror are new; to continue those of the"
-    return labelled("place", f"{text} checkpoint: {' '.join(flags)}") if flags else ""
+    text = "this folder is a copy or a download; to continue the logs and the mirror of its run, start it with"
+    return labelled("place", f"{text} {' '.join(flags)}") if flags else ""

@@ -33,7 +33,7 @@ class Judge:
     """Decides on the device which updates are skipped.
 
     Args:
-        recent_losses: the finite losses of the last steps, at most SPIKE_WINDOW.
+        recent_losses: the finite losses of the last steps.
         bad_steps: consecutive ones so far.
     """
 
@@ -41,8 +41,8 @@ class Judge:
         self.max_bad_steps = config.max_bad_steps or math.inf
         self.spike_z, self.skip_spikes = config.spike_z or math.inf, config.skip_spikes
         self.recent = torch.full((SPIKE_WINDOW,), math.nan, device=device)  # NaN: not known yet
-        if recent_losses:
-            self.recent[-len(recent_losses) :] = torch.tensor(recent_losses)
+        if known := recent_losses[-SPIKE_WINDOW:]:
+            self.recent[-len(known) :] = torch.tensor(known)
         self.bad_steps = torch.full((), float(bad_steps), device=device)
 
     def __call__(

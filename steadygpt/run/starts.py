@@ -1,14 +1,4 @@
-"""The record of starts: what each start of a run trained on, and how. Every checkpoint holds it, as a list of entries.
-
-An entry holds plain types under these names:
-
-    step, row            of the first step of the start, and of its first row
-    options              all options, by name
-    sources, val_sets    name -> [folder, identity of the shards]; the first validation set stays the first one
-    shares               identity -> rows of BLOCK_ROWS
-    given                identity -> rows that each source gave before this start, also of sources that now give none
-    ranks, threads, device, torch, commit
-"""
+"""The record of starts, which every checkpoint holds: what each start of a run trained on, and how."""
 
 import hashlib
 import json
@@ -22,6 +12,7 @@ import torch
 from steadygpt import git_commit
 from steadygpt.base.options import UserError, options_of, shown_options
 from steadygpt.base.text import labelled
+from steadygpt.checkpoint.files import Entry
 from steadygpt.data.order import BLOCK_ROWS, Phase, shares_of_block
 from steadygpt.data.shards import Recorded
 from steadygpt.machine.device import device_name
@@ -31,8 +22,6 @@ if TYPE_CHECKING:
     from dataloader import Data, Source
     from steadygpt.config import TrainConfig
     from steadygpt.run.start import Start
-
-Entry = dict[str, Any]
 
 
 def phase_of(starts: Sequence[Entry]) -> Phase:
@@ -74,17 +63,17 @@ def _with_this_start(
     if len(assumed) == len(data.sources) == 1:
         assumed = {data.sources[0].shards.name: next(iter(assumed.values()))}
 
-    def places(of: Sequence["Source"]) -> dict[str, list[str]]:
+    def places(of: Sequence["Source"]) -> dict[str, tuple[str, str]]:
         found = {}
         for shards, *_ in of:
             identity = shards.identity(known, reads=config.trains and bool(before))
-            found[shards.name] = [shards.folder, identity or assumed.get(shards.name, ["", shards.folder])[1]]
+            found[shards.name] = shards.folder, identity or assumed.get(shards.name, ("", shards.folder))[1]
         return found
 
     sources, val_sets = places(data.sources), places(data.val_sets)
     shares = shares_of(sources, {source.shards.name: source.weight for source in data.sources})
     given = phase_of(before).given_at(row, config.seed) if before else {}
-    entry = {
+    entry: Entry = {
         "step": start.step or 0,
         "row": row,
         "options": shown_options(config),

@@ -32,7 +32,7 @@ class Saved(TypedDict):
 
 def test_content_becomes_an_object_of_its_type():
     text = '{"name": "x", "shards": [{"file": "a.npy", "more": 1}], "losses": {"7": 2, "8": null}, "place": ["a", 1]}'
-    assert parse_json(text, File, "f", "a") == File("x", [Shard("a.npy")], {7: 2, 8: None}, ["a", 1])
+    assert parse_json(text, File, "f", "a") == File("x", [Shard("a.npy")], {7: 2, 8: None}, ("a", 1))
     weights = {"w": torch.zeros(1)}
     assert typed({"weights": weights, "anything": {1, 2}, "more": 0}, Saved, "f", "a") == {
         "weights": weights,

@@ -12,8 +12,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import load, run_here
-from test_files import content, names
+from conftest import load, run_content, run_here
+from test_files import names
 
 from steadygpt.checkpoint import saves
 from steadygpt.checkpoint.files import Captured
@@ -45,7 +45,7 @@ def run(tmp_path, monkeypatch):
     def capture():
         clock.now_s += run.pause_s
         run.captured.append(run.step)
-        return Captured(content(run.step))
+        return Captured(run_content(run.step))
 
     writer = CheckpointWriter(tmp_path, run.log, keep=3)
     run.saves = Saves(config, Ranks(torch.device("cpu")), run.log, Mock(), writer)
@@ -154,7 +154,7 @@ def test_the_last_save_is_repeated_under_all_of_its_names(workdir, monkeypatch):
 
 def test_a_failed_save_leaves_the_files_it_was_linked_to_alone(tmp_path, monkeypatch):
     writer = CheckpointWriter(tmp_path, Mock(), keep=3)
-    writer.save(Captured(content(10)), [])
+    writer.save(Captured(run_content(10)), [])
     writer.wait()
     real = saves.link_file
 
@@ -165,10 +165,10 @@ def test_a_failed_save_leaves_the_files_it_was_linked_to_alone(tmp_path, monkeyp
 
     with monkeypatch.context() as patched:
         patched.setattr(saves, "link_file", no_backup)
-        writer.save(Captured(content(20)), ["rolling_step_000020.pt"])
+        writer.save(Captured(run_content(20)), ["rolling_step_000020.pt"])
         writer.wait()
     assert writer.failed
-    writer.save(Captured(content(30)), [])
+    writer.save(Captured(run_content(30)), [])
     writer.close()
     steps = {path.name: load(path)["step"] for path in tmp_path.glob("*.pt")}
     assert steps == {"latest.pt": 30, "latest_backup.pt": 10, "rolling_step_000020.pt": 20}
@@ -177,7 +177,7 @@ def test_a_failed_save_leaves_the_files_it_was_linked_to_alone(tmp_path, monkeyp
 def test_saves_continue_after_the_user_has_moved_the_latest(tmp_path):
     writer = CheckpointWriter(tmp_path, Mock(), keep=3)
     for step in (10, 20):
-        writer.save(Captured(content(step)), [])
+        writer.save(Captured(run_content(step)), [])
         writer.wait()
         (tmp_path / "latest.pt").rename(tmp_path / f"mine_{step}.pt")
     writer.close()
@@ -197,7 +197,7 @@ def test_a_clock_that_was_set_back_deletes_no_newer_checkpoint(tmp_path):
     for step in (10, 20, 30):
         for path in tmp_path.glob("*.pt"):
             os.utime(path, ns=(0, path.stat().st_mtime_ns + 10**13))  # the clock is now hours behind these
-        writer.save(Captured(content(step)), [f"rolling_step_{step:06d}.pt"])
+        writer.save(Captured(run_content(step)), [f"rolling_step_{step:06d}.pt"])
         writer.wait()
     writer.close()
     assert names(tmp_path) == ["latest.pt", "latest_backup.pt", "rolling_step_000020.pt", "rolling_step_000030.pt"]

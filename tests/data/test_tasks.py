@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import metrics, run_here, scalars
+from conftest import metrics, run_here, scalars, weights_content
 
 import hellaswag_eval
 from convert_hf import write_folder
@@ -71,8 +71,7 @@ def checkpoint() -> dict:
     model = GPT(config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    state = {"format_version": 3, "step": 7, "rows_consumed": 28, "optimizer": {}, "train_config": {}}
-    return state | {"model": model.state_dict(), "model_config": vars(config), "tokenizer": "bytes"}
+    return weights_content(model.state_dict(), config, step=7)
 
 
 @pytest.fixture(scope="module")

@@ -155,8 +155,8 @@ def wait_for_files(run: Run, folder: Path, pattern: str, count: int) -> None:
 
 
 def folders(name: str) -> tuple[str, ...]:
-    """Return the flags that put checkpoints and logs into the folder `name`."""
-    return "--checkpoint_dir", f"{name}/ckpt", "--logdir", f"{name}/logs"
+    """Return the flags that put checkpoints and logs into the folder `name`, which may be a copy of a run's."""
+    return "--checkpoint_dir", f"{name}/ckpt", "--logdir", f"{name}/logs", "--run_name", "tiny"
 
 
 def run_to_end(*flags: str, **options) -> str:

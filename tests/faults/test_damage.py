@@ -126,8 +126,8 @@ def test_foreign_files_are_refused_and_their_code_is_not_run(stopped_run):
     Path("hf").mkdir()
     Path("hf/config.json").write_text("{}")
     for file, words in {
-        "foreign.pt": "not a SteadyGPT checkpoint (expected format_version, int); its weights lack the model's shape",
-        "lightning.pt": "(expected format_version, int); expected a file that train.py or convert_hf.py has written",
+        "foreign.pt": "not a SteadyGPT checkpoint; its weights lack the model's shape",
+        "lightning.pt": "not a SteadyGPT checkpoint; expected a file that train.py or convert_hf.py has written",
         "pointer.pt": "found a Git LFS pointer, expected the file. Try: git lfs pull",
         "model.safetensors": "part of a Hugging Face folder; give the folder to convert_hf.py",
         "hf": "no checkpoints in hf; try python convert_hf.py hf weights.pt, or train with --init_from hf",

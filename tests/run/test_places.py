@@ -54,8 +54,8 @@ def test_a_checkpoint_decides_neither_folder_nor_mirror_nor_name(victim, capsys)
     assert victim() == before
     assert metrics("logs/run-from-4", "loss").keys() == {4, 5}
     assert (
-        "place        this folder is a copy or a download, so its name, logs and mirror are new; to continue those of "
-        f"the checkpoint: --run_name mine --mirror {url} --use_tensorboard --logdir home --use_wandb"
+        "place        this folder is a copy or a download; to continue the logs and the mirror of its run, start it "
+        f"with --run_name mine --mirror {url} --use_tensorboard --logdir home --use_wandb"
     ) in capsys.readouterr().out.splitlines()
 
 
@@ -120,7 +120,7 @@ def test_a_copy_has_a_name_and_logs_of_its_own(workdir, capsys):
     capsys.readouterr()
     assert run_here("--resume", "latest", "--checkpoint_dir", "copy", "--max_steps", "6") == 0
     assert {path: path.read_bytes() for path in Path("logs-one").iterdir()} == logs
-    assert "to continue those of the checkpoint: --run_name a --logdir logs-one" in capsys.readouterr().out
+    assert "of its run, start it with --run_name a --logdir logs-one" in capsys.readouterr().out
     assert read_places(Path("copy"))["run_name"].startswith("gpt-")
 
 
