@@ -1,6 +1,7 @@
 """Content of files, compared with declared types: JSON, and the plain part of a checkpoint."""
 
 import dataclasses
+import inspect
 import json
 import math
 import re
@@ -15,7 +16,7 @@ from steadygpt.base.options import UserError
 Count = Annotated[int, 0]
 Loss = Annotated[float, 0]
 NAMES = {int: "an integer of 64 bits", float: "a finite number", str: "a string", bool: "true or false"}
-NAMES |= {list: "a list", dict: "an object"}
+NAMES |= {list: "a list", tuple: "a list", dict: "an object"}
 
 
 def read_json(path: Path, kind: Any, advice: str) -> Any:
@@ -65,41 +66,30 @@ def _typed(found: Any, kind: Any, at: str) -> Any:
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
         return _limited(_typed(found, parts[0], at), at, *parts[1:])
-    if origin in (typing.Union, types.UnionType):
-        if found is None and type(None) in parts:
-            return None
-        *others, last = (part for part in parts if part is not type(None))
-        for part in others:
-            try:
-                return _typed(found, part, at)
-            except _Misfit:
-                continue
-        return _typed(found, last, at)
-    if origin is list and isinstance(found, list):
-        return [_typed(value, parts[0], f"{at}[{number}]") for number, value in enumerate(found)]
-    if origin is tuple and isinstance(found, list | tuple) and len(found) == len(parts):
-        return tuple(
-            _typed(value, part, f"{at}[{n}]") for n, (value, part) in enumerate(zip(found, parts, strict=True))
-        )
-    if origin is dict and isinstance(found, dict):
-        return {
-            _key(key, parts[0], at): _typed(value, parts[1], f"{at}[{_brief(key)}]") for key, value in found.items()
-        }
-    declared = _declared(kind)
-    if declared and isinstance(found, dict):
-        return _record(found, kind, at, *declared)
-    if kind is Any or (not (origin or declared) and _is_plain(found, kind)):
+    if origin in (types.UnionType, typing.Union):  # X | None
+        return None if found is None else _typed(found, parts[0], at)
+    expected = NAMES.get(origin or kind, getattr(kind, "__name__", ""))
+    if origin in (list, tuple) and isinstance(found, list | tuple):
+        kinds = parts * len(found) if origin is list else parts
+        expected = f"{len(parts)} values"
+        if len(kinds) == len(found):
+            return origin(_typed(found[n], of, f"{at}[{n}]") for n, of in enumerate(kinds))
+    elif origin is dict and isinstance(found, dict):
+        of_key, of = parts
+        return {_key(key, of_key, at): _typed(value, of, f"{at}[{_brief(key)}]") for key, value in found.items()}
+    elif not origin and (declared := _declared(kind)):
+        expected = NAMES[dict]
+        if isinstance(found, dict):
+            return _record(found, kind, at, *declared)
+    elif kind is Any or (not origin and _is_plain(found, kind)):
         return found
-    expected = f"a list of {len(parts)} values" if origin is tuple else NAMES.get(dict if declared else origin or kind)
-    raise _Misfit(at, found, expected or kind.__name__)
+    raise _Misfit(at, found, expected)
 
 
-def _is_plain(found: object, kind: type) -> bool:
-    if kind not in (int, float):
-        return isinstance(found, kind)
-    if type(found) is int:
+def _is_plain(found: Any, kind: type) -> bool:
+    if kind in (int, float) and type(found) is int:
         return found.bit_length() < 64
-    return kind is float and isinstance(found, float) and math.isfinite(found)
+    return kind is not int and isinstance(found, kind) and (kind is not float or math.isfinite(found))  # type: ignore
 
 
 def _limited(found: Any, at: str, limit: Any, largest: float = math.inf) -> Any:
@@ -111,20 +101,19 @@ def _limited(found: Any, at: str, limit: Any, largest: float = math.inf) -> Any:
     return found
 
 
-def _key(key: object, kind: type, at: str) -> object:
-    if kind is int and isinstance(key, str) and re.fullmatch(r"\d{1,18}", key, re.ASCII):
+def _key(key: Any, kind: type, at: str) -> object:
+    if kind is int and isinstance(key, str) and key.isdecimal() and len(key) < 19:
         return int(key)  # JSON has keys that are strings only
     return _typed(key, kind, f"a key of {at or 'the content'}")
 
 
 def _record(found: dict, kind: Any, at: str, declared: dict[str, Any], optional: frozenset[str]) -> Any:
-    if missing := sorted(declared.keys() - optional - found.keys()):
-        raise _Misfit(f"{at}.{missing[0]}".removeprefix("."), None, "a value")
-    values = {
-        name: _typed(found[name], hint, f"{at}.{name}".removeprefix("."))
-        for name, hint in declared.items()
-        if name in found
-    }
+    values, dot = {}, "." if at else ""
+    for name, of in declared.items():
+        if name in found:
+            values[name] = _typed(found[name], of, f"{at}{dot}{name}")
+        elif name not in optional:
+            raise _Misfit(f"{at}{dot}{name}", None, "a value")
     return values if typing.is_typeddict(kind) else kind(**values)
 
 
@@ -133,11 +122,8 @@ def _declared(kind: Any) -> tuple[dict[str, Any], frozenset[str]] | None:
     """Return the types that a record declares, by name, and the names that may be missing; None for other kinds."""
     if typing.is_typeddict(kind):
         optional = kind.__optional_keys__
-    elif dataclasses.is_dataclass(kind):
-        needed = {f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING}
-        optional = {f.name for f in dataclasses.fields(kind)} - needed
-    elif hasattr(kind, "_field_defaults"):
-        optional = kind._field_defaults.keys()
+    elif dataclasses.is_dataclass(kind) or hasattr(kind, "_fields"):  # the latter of a NamedTuple
+        optional = {name for name, of in inspect.signature(kind).parameters.items() if of.default is not of.empty}
     else:
         return None
     return typing.get_type_hints(kind, include_extras=True), frozenset(optional)

@@ -55,7 +55,7 @@ def test_content_becomes_an_object_of_its_type():
         '{"name": "x", "shards": [], "losses": {"a": 1}}': "a key of losses is 'a'; expected an integer",
         '{"name": "x", "shards": [], "losses": {"1": NaN}}': "losses['1'] is nan; expected a finite number",
         '{"name": "x", "shards": [], "losses": {"1": -1e308}}': "losses['1'] is -1e+308; expected 0 or more",
-        '{"name": "x", "shards": [], "place": ["a"]}': "place is a list; expected a list of 2 values",
+        '{"name": "x", "shards": [], "place": ["a"]}': "place is a list; expected 2 values",
         "[" * 100_000: "not JSON (maximum recursion depth",
         "9" * 10_000: "not JSON (Exceeds the limit",
         "": "not JSON (Expecting value",
