@@ -3,17 +3,15 @@
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from model import GPT
+from steadygpt.config import TrainConfig
 from steadygpt.machine.parallel import full_tensor, own_part
 from steadygpt.machine.ranks import Ranks
-
-if TYPE_CHECKING:
-    from model import GPT
-    from steadygpt.config import TrainConfig
 
 Stacked = list[tuple[nn.Parameter, tuple[int, ...]]]  # parameters and the rows of the matrices that each one stacks
 # Repeated five times, this odd polynomial takes all but the smallest singular values to 0.7..1.2 (Jordan et al. 2024).
@@ -45,7 +43,7 @@ def update_unless(skipped: Tensor, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
-def make_optimizer(model: "GPT", config: "TrainConfig", ranks: Ranks) -> torch.optim.Optimizer:
+def make_optimizer(model: GPT, config: TrainConfig, ranks: Ranks) -> torch.optim.Optimizer:
     """Return AdamW (Loshchilov and Hutter 2019), or Muon for the matrices of the blocks and AdamW for the rest.
 
     Matrices and tables have weight decay, vectors have none. The learning rate of a group is its "lr_ratio" times that

@@ -18,14 +18,10 @@ FILES = {path.stem: path for path in COMMANDS} | {
 FLOORS = ["base", "machine config", "data log", "model checkpoint", "run convert monitor", "commands"]
 
 
-def imports_of(module: str, hints: bool = True) -> set[str]:
-    """Return the modules of this repository that a module imports anywhere, by default also for type hints only."""
+def imports_of(module: str) -> set[str]:
+    """Return the modules of this repository that a module imports anywhere, also for type hints only."""
     tree, found = ast.parse(FILES[module].read_text()), set()
-    checks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
-    ignored = {id(node) for check in checks for node in ast.walk(check)} if not hints else set()
     for node in ast.walk(tree):
-        if id(node) in ignored:
-            continue
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -50,8 +46,6 @@ def test_imports_go_down_from_room_to_room_in_no_circle():
         if room_of(module) != room_of(other) and floor[room_of(module)] <= floor[room_of(other)]
     ]
     assert not up
-    package = [module for module in FILES if module.startswith("steadygpt.")]
-    assert not {module for module in package for other in imports_of(module, hints=False) if "." not in other}
 
 
 def test_imports_have_no_side_effects_and_load_no_optional_packages():

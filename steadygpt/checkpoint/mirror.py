@@ -17,18 +17,16 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from operator import methodcaller
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from steadygpt.base.durable import replace_file
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import ProgressBar
 from steadygpt.base.text import STAMP, bytes_text
 from steadygpt.checkpoint.files import BACKUP, BEST, EVALUATIONS, LATEST, NAMED, checkpoint_files, read_checkpoint
+from steadygpt.config import TrainConfig
 from steadygpt.data.stores import Store
 from steadygpt.log.runlog import LOG, METRICS, move_aside
-
-if TYPE_CHECKING:
-    from steadygpt.config import TrainConfig
 
 Result = TypeVar("Result")
 INDEX = "index.json"
@@ -181,7 +179,7 @@ class Mirror:
         return index
 
     def upload(
-        self, path: Path, entry: Entry, names: Iterable[str], config: "TrainConfig", progress: Callable[[int], object]
+        self, path: Path, entry: Entry, names: Iterable[str], config: TrainConfig, progress: Callable[[int], object]
     ) -> None:
         """Upload a checkpoint unless it is there, the other files of the run, and the index; delete what is too old.
 
@@ -212,7 +210,7 @@ class Mirror:
             if name.startswith("step_"):
                 self.fs.rm_file(self._path(name))
 
-    def upload_files(self, config: "TrainConfig") -> None:
+    def upload_files(self, config: TrainConfig) -> None:
         """Upload the logs and the evaluations of the run, those that have changed since they were uploaded last."""
         for name, path in files_of(config).items():
             if not path.exists():
@@ -238,7 +236,7 @@ class Mirror:
 # a run and its mirror
 
 
-def missing(there: Mapping[str, int], config: "TrainConfig") -> dict[int, list[Path]]:
+def missing(there: Mapping[str, int], config: TrainConfig) -> dict[int, list[Path]]:
     """Return the checkpoints of a run that its mirror lacks: the names of each file by its time (ns), newest first.
 
     Args:
@@ -257,7 +255,7 @@ def missing(there: Mapping[str, int], config: "TrainConfig") -> dict[int, list[P
     return files
 
 
-def too_old(written_ns: Mapping[str, int], config: "TrainConfig") -> set[str]:
+def too_old(written_ns: Mapping[str, int], config: TrainConfig) -> set[str]:
     """Return the names that are not among the newest of their tier, of which the mirror keeps a number."""
     names: set[str] = set()
     for tier, count in {"rolling": config.mirror_keep, "epoch": config.keep_epochs}.items():
@@ -266,14 +264,14 @@ def too_old(written_ns: Mapping[str, int], config: "TrainConfig") -> set[str]:
     return names
 
 
-def files_of(config: "TrainConfig") -> dict[str, Path]:
+def files_of(config: TrainConfig) -> dict[str, Path]:
     """Return the files of a run besides its checkpoints, by their names in the mirror."""
     logs = {f"logs/{name}": Path(config.logdir, name) for name in (LOG, METRICS)}
     events = {f"tensorboard/{path.name}": path for path in _tensorboard(config).glob("events.*")}
     return {EVALUATIONS: Path(config.checkpoint_dir, EVALUATIONS), **logs, **events}
 
 
-def _tensorboard(config: "TrainConfig") -> Path:
+def _tensorboard(config: TrainConfig) -> Path:
     return Path(config.tensorboard_dir, config.run_name)
 
 
@@ -306,7 +304,7 @@ def newer_checkpoint(
     return None, skipped
 
 
-def restore_files(mirror: Mirror, config: "TrainConfig", replace: bool) -> None:
+def restore_files(mirror: Mirror, config: TrainConfig, replace: bool) -> None:
     """Download the logs, the TensorBoard files and the evaluations of a run.
 
     Args:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -30,11 +30,9 @@ from steadygpt.checkpoint.files import (
     summary,
 )
 from steadygpt.checkpoint.uploads import Uploads
+from steadygpt.config import TrainConfig
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.ranks import Ranks, StopSignal
-
-if TYPE_CHECKING:
-    from steadygpt.config import TrainConfig
 
 PAUSE_SHARE = 0.01  # of the time, at most, that timed saves may pause training
 
@@ -49,7 +47,7 @@ class Saves:
 
     def __init__(
         self,
-        config: "TrainConfig",
+        config: TrainConfig,
         ranks: Ranks,
         log: RunLog,
         stop: StopSignal,

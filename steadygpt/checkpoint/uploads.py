@@ -6,7 +6,6 @@ from contextlib import suppress
 from pathlib import Path
 from queue import Full, Queue
 from threading import Thread
-from typing import TYPE_CHECKING
 
 from steadygpt.base.durable import link_file
 from steadygpt.base.options import UserError
@@ -14,10 +13,8 @@ from steadygpt.base.retry import brief
 from steadygpt.base.text import timestamp
 from steadygpt.checkpoint.files import LATEST, read_checkpoint, summary
 from steadygpt.checkpoint.mirror import Entry, Mirror, missing
+from steadygpt.config import TrainConfig
 from steadygpt.log.runlog import RunLog
-
-if TYPE_CHECKING:
-    from steadygpt.config import TrainConfig
 
 LONGEST_PAUSE_S = 60.0  # between attempts
 GIVE_UP_S = 600.0  # without progress, after which nothing waits for an upload any more
@@ -31,7 +28,7 @@ class Uploads:
         log: of the run, where the thread reports what it did.
     """
 
-    def __init__(self, mirror: Mirror, config: "TrainConfig", log: RunLog):
+    def __init__(self, mirror: Mirror, config: TrainConfig, log: RunLog):
         self.mirror, self.config, self.log = mirror, config, log
         # Absolute, because the thread may outlive the working directory.
         self.copy = Path(config.checkpoint_dir, ".upload.tmp").absolute()

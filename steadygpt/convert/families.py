@@ -3,16 +3,14 @@
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from model import GPTConfig
 from steadygpt.base.options import UserError
-
-if TYPE_CHECKING:
-    from model import GPTConfig
 
 # Activations of transformers -> ours, of an MLP with one matrix before the activation, and with two, gate and up.
 PLAIN = {
@@ -164,7 +162,7 @@ ROPE = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
 ABSENT = ("intermediate_size", "num_kv_heads", "head_dim", "logit_softcap")  # fields that are 0 for null
 
 
-def resolved(config: "GPTConfig") -> dict[str, Any]:
+def resolved(config: GPTConfig) -> dict[str, Any]:
     """Return the fields of a model's shape, with the values that 0 stands for."""
     sizes = {"intermediate_size": config.mlp_size, "num_kv_heads": config.kv_heads, "head_dim": config.head_size}
     return dataclasses.asdict(config) | sizes
@@ -195,7 +193,7 @@ def read_config(stored: dict, source: str) -> tuple[str, dict[str, Any]]:
     return kind, family.fixed | found | {"activation": family.activations[found["activation"]]}
 
 
-def write_config(config: "GPTConfig", kind: str) -> dict[str, Any]:
+def write_config(config: GPTConfig, kind: str) -> dict[str, Any]:
     """Return what config.json has about the shape of a model of a family; the inverse of read_config."""
     family, values = FAMILIES[kind], resolved(config)
     values["activation"] = next(name for name, ours in family.activations.items() if ours == config.activation)
@@ -208,7 +206,7 @@ def write_config(config: "GPTConfig", kind: str) -> dict[str, Any]:
     }
 
 
-def find_family(config: "GPTConfig") -> str:
+def find_family(config: GPTConfig) -> str:
     """Return the model_type of a class of transformers that computes the same as GPT."""
     unfit = {kind: _unfit_fields(config, family) for kind, family in FAMILIES.items()}
     kind = min(unfit, key=lambda kind: len(unfit[kind]))
@@ -220,7 +218,7 @@ def find_family(config: "GPTConfig") -> str:
     return kind
 
 
-def _unfit_fields(config: "GPTConfig", family: Family) -> list[str]:
+def _unfit_fields(config: GPTConfig, family: Family) -> list[str]:
     """Return the fields of a model's shape that a family does not have, each as "NAME is FOUND, expected EXPECTED"."""
     values, num_heads = resolved(config), config.num_heads
     allowed: dict[str, list] = {f.name: [f.default] for f in dataclasses.fields(config)}
@@ -255,14 +253,14 @@ def foreign_names(name: str, family: Family) -> tuple[str, ...]:
     return names
 
 
-def to_foreign(name: str, tensor: Tensor, config: "GPTConfig", family: Family) -> dict[str, Tensor]:
+def to_foreign(name: str, tensor: Tensor, config: GPTConfig, family: Family) -> dict[str, Tensor]:
     """Return a weight as the foreign weights that hold the same, by name."""
     names, tensor = foreign_names(name, family), _other_layout(name, tensor, config, family, (3, config.num_heads))
     parts = tensor.split(config.parts(name)) if len(names) > 1 else (tensor,)
     return {foreign: part.contiguous() for foreign, part in zip(names, parts, strict=True)}
 
 
-def to_own(name: str, parts: Sequence[Tensor], config: "GPTConfig", family: Family) -> Tensor:
+def to_own(name: str, parts: Sequence[Tensor], config: GPTConfig, family: Family) -> Tensor:
     """Return the weight of GPT that holds the same as foreign weights, in the order of foreign_names."""
     tensor = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
     if name in TABLES:  # padding rows are zero, as in training
@@ -270,7 +268,7 @@ def to_own(name: str, parts: Sequence[Tensor], config: "GPTConfig", family: Fami
     return _other_layout(name, tensor, config, family, (config.num_heads, 3)).contiguous()
 
 
-def _other_layout(name: str, tensor: Tensor, config: "GPTConfig", family: Family, by_head: tuple[int, int]) -> Tensor:
+def _other_layout(name: str, tensor: Tensor, config: GPTConfig, family: Family, by_head: tuple[int, int]) -> Tensor:
     """Convert a weight between the layouts of GPT and a family; `by_head` is (3, num_heads) for a weight of GPT."""
     if family.transposed and name.endswith("weight") and ".c_" in name:
         tensor = tensor.T

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from torch import nn
 
@@ -25,6 +25,7 @@ from steadygpt.base.durable import fsync, fsync_folder, replace_file
 from steadygpt.base.options import mute
 from steadygpt.base.retry import brief
 from steadygpt.base.text import STAMP, labelled, timestamp
+from steadygpt.config import TrainConfig
 from steadygpt.log.alerts import Alerts
 from steadygpt.log.status import STATUS, write_status
 from steadygpt.log.system import Load, SystemMetrics, gpu_count
@@ -32,9 +33,6 @@ from steadygpt.log.tensorboard import TensorBoard
 from steadygpt.log.wandb_sink import WandbSink
 from steadygpt.machine.device import device_name
 from steadygpt.machine.ranks import Ranks
-
-if TYPE_CHECKING:
-    from steadygpt.config import TrainConfig
 
 LOG, METRICS = "log.txt", "metrics.jsonl"
 HEARTBEAT_S = 10.0  # between updates of status.json while training
@@ -50,7 +48,7 @@ class RunLog:
         max_steps: of the run.
     """
 
-    def __init__(self, config: "TrainConfig", ranks: Ranks, max_steps: int = 0):
+    def __init__(self, config: TrainConfig, ranks: Ranks, max_steps: int = 0):
         self.config, self.ranks, self.max_steps = config, ranks, max_steps
         self.lock = threading.RLock()
         self.live_line = False  # the terminal's last line is one that show() rewrites

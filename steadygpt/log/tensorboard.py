@@ -3,14 +3,11 @@
 from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from steadygpt.base.options import shown_options
-
-if TYPE_CHECKING:
-    from steadygpt.config import TrainConfig
+from steadygpt.config import TrainConfig
 
 HISTOGRAM_VALUES = 2**14  # of each tensor: looks the same as all of its values at a thousandth of the cost
 TAGS = {
@@ -46,7 +43,7 @@ class TensorBoard:
         start_step: hides what an interrupted run logged from this step on.
     """
 
-    def __init__(self, config: "TrainConfig", start_step: int):
+    def __init__(self, config: TrainConfig, start_step: int):
         self.config = config
         self._open(start_step)
 

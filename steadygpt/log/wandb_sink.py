@@ -7,13 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from steadygpt.base.options import UserError, secrets_of, shown_options
 from steadygpt.base.text import labelled
-
-if TYPE_CHECKING:
-    from steadygpt.config import TrainConfig
+from steadygpt.config import TrainConfig
 
 RUN_LINE = re.compile(r"^wandb +(.+), id (\S+), http", re.MULTILINE)  # in log.txt: name and id of an online W&B run
 WAITING_ROWS = 10_000  # more than that, and W&B is not responding
@@ -35,7 +33,7 @@ class WandbSink:
         warn: prints a warning.
     """
 
-    def __init__(self, config: "TrainConfig", start_step: int | None, log: Path, warn: Callable[[str], object]):
+    def __init__(self, config: TrainConfig, start_step: int | None, log: Path, warn: Callable[[str], object]):
         text = "" if start_step is None else log.read_text(encoding="utf-8", errors="replace")
         # W&B chooses the id of a new run, so runs of the same name stay apart.
         name, run_id = next(iter(RUN_LINE.findall(text)[::-1]), (config.run_name, None))
@@ -88,7 +86,7 @@ class WandbSink:
             self._give_up(f"{type(error).__name__}: {error}; training continues")
 
 
-def _start(config: "TrainConfig", name: str, run_id: str | None, warn: Callable[[str], object] | None):
+def _start(config: TrainConfig, name: str, run_id: str | None, warn: Callable[[str], object] | None):
     """Return a W&B run. If W&B cannot be reached, it is an offline run, with a warning, or an error without `warn`."""
     try:
         import wandb

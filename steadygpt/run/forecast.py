@@ -5,16 +5,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from statistics import fmean
-from typing import TYPE_CHECKING
 
+from model import GPT
 from steadygpt.base.text import counted, duration_text, labelled
+from steadygpt.config import TrainConfig
 from steadygpt.machine.device import PEAK_FLOPS, device_name
 from steadygpt.machine.ranks import Ranks
 from steadygpt.run.schedule import Schedule
-
-if TYPE_CHECKING:
-    from model import GPT
-    from steadygpt.config import TrainConfig
 
 SHARE_OF_PEAK = 0.4  # that a GPU is assumed to reach, where nothing is measured
 WELL_KNOWN = ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090")
@@ -27,7 +24,7 @@ TOKENS_PER_PARAMETER = 20
 SHOWN_ELSEWHERE_S = 3600.0  # a run that no well-known GPU trains for this long needs no forecast
 
 
-def measure_step_s(take_step: Callable[["TrainConfig"], object], config: "TrainConfig", ranks: Ranks) -> float:
+def measure_step_s(take_step: Callable[[TrainConfig], object], config: TrainConfig, ranks: Ranks) -> float:
     """Return the seconds of a step, extrapolated from steps with one micro-step and steps with several.
 
     Args:
@@ -54,7 +51,7 @@ def measure_step_s(take_step: Callable[["TrainConfig"], object], config: "TrainC
     return fmean(many_s) + (micro_steps - many) * (fmean(many_s) - fmean(one_s)) / max(1, many - 1)
 
 
-def work_per_token(config: "TrainConfig", model: "GPT", gpu: str, precision: str) -> tuple[float, float]:
+def work_per_token(config: TrainConfig, model: GPT, gpu: str, precision: str) -> tuple[float, float]:
     """Return the work of a token in training and in evaluation, as the number of bf16 FLOPs that take as long.
 
     Recomputed parts count again. fp8 applies to the matrices of the blocks; attention and the head stay in bf16.
@@ -72,7 +69,7 @@ def work_per_token(config: "TrainConfig", model: "GPT", gpu: str, precision: str
 
 
 def forecast(
-    config: "TrainConfig", schedule: Schedule, ranks: Ranks, model: "GPT", step: int, val_rows: int,
+    config: TrainConfig, schedule: Schedule, ranks: Ranks, model: GPT, step: int, val_rows: int,
     step_s: float | None = None, precision_elsewhere: str = "bf16",
 ) -> list[str]:  # fmt: skip
     """Return the forecast of a run, as lines of the plan.

@@ -4,13 +4,15 @@ import dataclasses
 import gc
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from model import GPT
 from steadygpt.base.options import RankError, UserError, options_of
 from steadygpt.base.text import bytes_text, counted, labelled
 from steadygpt.checkpoint.files import LATEST
+from steadygpt.config import TrainConfig
 from steadygpt.machine.attention import SHORT_ROW
 from steadygpt.machine.device import autocast, device_name, is_out_of_memory, memory_bytes, use_fp8
 from steadygpt.machine.ranks import Ranks
@@ -20,16 +22,12 @@ STATIC, SUMS, COPY = "weights, gradients and optimizer", "sums of gradients", "c
 # and uses up to 1.6 times the estimate (python -m benchmarks.memory --keep_freed).
 FITS = {"cuda": 0.9, "mps": 0.9, "cpu": 0.6}
 
-if TYPE_CHECKING:
-    from model import GPT
-    from steadygpt.config import TrainConfig
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the memory of a run
 
 
-def checkpoint_bytes(model: "GPT", optimizer: str, page_locked: bool = False) -> int:
+def checkpoint_bytes(model: GPT, optimizer: str, page_locked: bool = False) -> int:
     """Return the bytes of the weights and of the optimizer's state: two moments of AdamW or one of Muon, in fp32.
 
     Args:
@@ -43,7 +41,7 @@ def checkpoint_bytes(model: "GPT", optimizer: str, page_locked: bool = False) ->
     return total
 
 
-def estimate_memory(config: "TrainConfig", model: "GPT", ranks: Ranks) -> tuple[dict[str, float], dict[str, float]]:
+def estimate_memory(config: TrainConfig, model: GPT, ranks: Ranks) -> tuple[dict[str, float], dict[str, float]]:
     """Estimate the peak of the bytes that a rank needs on its device and in host memory, by use.
 
     benchmarks/memory.py compares the estimate with measured peaks.
@@ -98,7 +96,7 @@ def estimate_memory(config: "TrainConfig", model: "GPT", ranks: Ranks) -> tuple[
     return memory, host
 
 
-def needed_bytes(config: "TrainConfig", model: "GPT", ranks: Ranks) -> float:
+def needed_bytes(config: TrainConfig, model: GPT, ranks: Ranks) -> float:
     """Return the sum of estimate_memory: on a GPU without the host's part, elsewhere with it."""
     on_device, host = estimate_memory(config, model, ranks)
     return sum(on_device.values()) + (0 if ranks.device.type == "cuda" else sum(host.values()))
@@ -108,7 +106,7 @@ def needed_bytes(config: "TrainConfig", model: "GPT", ranks: Ranks) -> float:
 # what fits
 
 
-def largest_fitting(config: "TrainConfig", model: "GPT", ranks: Ranks, limit: float) -> "TrainConfig | None":
+def largest_fitting(config: TrainConfig, model: GPT, ranks: Ranks, limit: float) -> TrainConfig | None:
     """Return the configuration with as many rows as need at most `limit` bytes: up to mini_batch_size, or with auto
     up to all rows of a step. None if one row needs more.
     """
@@ -119,7 +117,7 @@ def largest_fitting(config: "TrainConfig", model: "GPT", ranks: Ranks, limit: fl
     return None
 
 
-def what_would_fit(config: "TrainConfig", model: "GPT", ranks: Ranks, limit: float) -> "TrainConfig | None":
+def what_would_fit(config: TrainConfig, model: GPT, ranks: Ranks, limit: float) -> TrainConfig | None:
     """Return a configuration that needs less memory than `config` and at most `limit` bytes, or None.
 
     Changes are added one by one: fewer rows, recomputed blocks, a loss in chunks, FSDP, weights in host memory.
@@ -140,10 +138,10 @@ def what_would_fit(config: "TrainConfig", model: "GPT", ranks: Ranks, limit: flo
     return None
 
 
-def memory_advice(config: "TrainConfig", model: "GPT", ranks: Ranks, first_flag: str = "") -> str:
+def memory_advice(config: TrainConfig, model: GPT, ranks: Ranks, first_flag: str = "") -> str:
     """Return the needed and the available memory and the flags that make a run fit, for an error message."""
 
-    def needed(config: "TrainConfig") -> str:
+    def needed(config: TrainConfig) -> str:
         return f"about {bytes_text(needed_bytes(config, model, ranks))}"
 
     memory, rows = memory_bytes(ranks.device), config.mini_batch_size
@@ -161,7 +159,7 @@ def memory_advice(config: "TrainConfig", model: "GPT", ranks: Ranks, first_flag:
 
 
 @contextmanager
-def out_of_memory_explained(config: "TrainConfig", model: "GPT", ranks: Ranks):
+def out_of_memory_explained(config: TrainConfig, model: GPT, ranks: Ranks):
     """Raise a RankError with advice in place of an out-of-memory error. `model` is on the meta device."""
     try:
         yield
@@ -174,7 +172,7 @@ def out_of_memory_explained(config: "TrainConfig", model: "GPT", ranks: Ranks):
         raise RankError(f"out of memory on rank {ranks.rank}: {text}") from error
 
 
-def with_fitting_rows(config: "TrainConfig", model: "GPT", ranks: Ranks) -> tuple["TrainConfig", str]:
+def with_fitting_rows(config: TrainConfig, model: GPT, ranks: Ranks) -> tuple[TrainConfig, str]:
     """Replace --mini_batch_size auto by a number of rows that fits on every rank, and describe it in a line.
 
     The estimate chooses the number. On a GPU a step is tried, with half the rows after each out-of-memory error; under
@@ -201,7 +199,7 @@ def with_fitting_rows(config: "TrainConfig", model: "GPT", ranks: Ranks) -> tupl
     return config, labelled("rows", f"{text}{bytes_text(limit)} of {bytes_text(memory)}")
 
 
-def step_fits(config: "TrainConfig", rows: int, ranks: Ranks, sketch: "GPT") -> bool:
+def step_fits(config: TrainConfig, rows: int, ranks: Ranks, sketch: GPT) -> bool:
     """Return whether a step fits in the memory of the GPU, less some for fragments and NCCL's buffers."""
     if ranks.is_main:  # compiling takes up to some minutes
         print(f"--mini_batch_size auto: trying {counted(rows, 'row')}", flush=True)
@@ -222,11 +220,11 @@ def step_fits(config: "TrainConfig", rows: int, ranks: Ranks, sketch: "GPT") -> 
         torch.cuda.reset_peak_memory_stats(ranks.device)  # the log reports the peak of the run
 
 
-def take_step(config: "TrainConfig", ranks: Ranks, sketch: "GPT") -> None:
+def take_step(config: TrainConfig, ranks: Ranks, sketch: GPT) -> None:
     """Compute gradients of random tokens beside tensors as large as those that a run keeps between micro-steps."""
     device = ranks.device
     with device:
-        model = type(sketch)(sketch.config, config.activation_checkpointing, config.loss_chunk_size, initialize=False)
+        model = GPT(sketch.config, config.activation_checkpointing, config.loss_chunk_size, initialize=False)
         tokens = torch.randint(model.config.vocab_size, (config.mini_batch_size, config.context_length))
         sums = torch.empty(int(estimate_memory(config, sketch, ranks)[0].get(SUMS, 0)) // 4)
     if config.precision == "fp8":

@@ -3,7 +3,6 @@
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,6 +13,7 @@ from steadygpt.checkpoint.files import LATEST, check_folder, summary
 from steadygpt.checkpoint.mirror import Mirror, restore_files
 from steadygpt.checkpoint.saves import CheckpointWriter, Saves, clean_folder
 from steadygpt.checkpoint.uploads import Uploads
+from steadygpt.config import TrainConfig
 from steadygpt.data.shards import check_listing, check_shards
 from steadygpt.log.runlog import METRICS, RunLog
 from steadygpt.machine.ranks import StopSignal
@@ -23,9 +23,6 @@ from steadygpt.run.plan import Plan
 from steadygpt.run.repeats import Repeats, repeated_records
 from steadygpt.run.start import IN_USE
 from steadygpt.run.starts import Entry, note_of_start
-
-if TYPE_CHECKING:
-    from steadygpt.config import TrainConfig
 
 
 def checked_fingerprint(plan: Plan) -> dict[str, list] | None:
@@ -91,7 +88,7 @@ def _open_on_main(plan: Plan, starts: list[Entry], log: RunLog, held: ExitStack)
     return writer, repeats
 
 
-def _reserved_mirror(config: "TrainConfig", resumes: bool) -> Mirror:
+def _reserved_mirror(config: TrainConfig, resumes: bool) -> Mirror:
     """Return the mirror, reserved for the run, after restoring the logs that are missing here."""
     mirror = Mirror(config.mirror, config.run_name, resumes)
     with suppress(NoAnswer):  # the first upload claims it then

@@ -8,16 +8,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
+from dataloader import Data, RowStream
+from model import GPT
 from steadygpt import version_text
 from steadygpt.base.disk import existing
 from steadygpt.base.options import UserError
 from steadygpt.base.text import bytes_text, counted, labelled
 from steadygpt.checkpoint.saves import interval_text
-from steadygpt.config import FINEWEB_EDU_TOKENS
+from steadygpt.config import FINEWEB_EDU_TOKENS, TrainConfig
 from steadygpt.data.order import BLOCK_ROWS
 from steadygpt.machine.attention import kernel_name
 from steadygpt.machine.device import AUTOCAST, choose_precision, device_name, memory_bytes
@@ -29,11 +30,6 @@ from steadygpt.run.schedule import Schedule, make_schedule, notes_of_decay
 from steadygpt.run.start import Start, name_of_run
 from steadygpt.run.starts import Entry, epochs_of_sources, note_of_mixture, phase_of
 
-if TYPE_CHECKING:
-    from dataloader import Data, RowStream
-    from model import GPT
-    from steadygpt.config import TrainConfig
-
 FEWER_ROWS = "--mini_batch_size auto or a smaller model"
 MANY_EPOCHS = 4  # up to which repeated text is worth about as much as new text (Muennighoff et al. 2023)
 
@@ -42,12 +38,12 @@ MANY_EPOCHS = 4  # up to which repeated text is worth about as much as new text 
 class Plan:
     """A run before it is built."""
 
-    config: "TrainConfig"  # settled
+    config: TrainConfig  # settled
     start: Start
-    data: "Data"
+    data: Data
     starts: list[Entry]  # the last one is this start
     schedule: Schedule
-    sketch: "GPT"  # on the meta device
+    sketch: GPT  # on the meta device
     ranks: Ranks
     notes: tuple[str, ...]  # further lines, one per surprising choice
     precision_elsewhere: str  # that the forecast assumes for well-known GPUs
@@ -151,7 +147,7 @@ class Plan:
 
 
 def settle(
-    config: "TrainConfig", start: Start, given: Mapping[str, str], data: "Data", starts: list[Entry], sketch: "GPT",
+    config: TrainConfig, start: Start, given: Mapping[str, str], data: Data, starts: list[Entry], sketch: GPT,
     ranks: Ranks, held: ExitStack,
 ) -> Plan:  # fmt: skip
     """Settle every option that the data, the machine or the length of the run decides; checkpoints store the result.
@@ -200,7 +196,7 @@ def keep_threads(starts: Sequence[Entry], device: torch.device) -> str:
     return labelled("threads", f"{threads} -> {before}, as before: --deterministic needs the same number")
 
 
-def note_of_processes(config: "TrainConfig", starts: Sequence[Entry], ranks: Ranks) -> str:
+def note_of_processes(config: TrainConfig, starts: Sequence[Entry], ranks: Ranks) -> str:
     """Return the numbers of processes that compute the same bits, as a line for the plan."""
     count, micro_batches = config.virtual_ranks(), config.grad_accum_steps(1)
     *others, most = [str(2**n) for n in range(count.bit_length())]
@@ -225,7 +221,7 @@ def note_of_processes(config: "TrainConfig", starts: Sequence[Entry], ranks: Ran
     return labelled("same bits", f"on {possible}{each}, because {step}")
 
 
-def note_of_rows(before: "TrainConfig", config: "TrainConfig", world_size: int) -> str:
+def note_of_rows(before: TrainConfig, config: TrainConfig, world_size: int) -> str:
     """Return a line for the plan if the rows of a step do not divide evenly into the micro-batches asked for."""
     wanted, rows = before.mini_batch_size, config.total_batch_size // config.context_length // world_size
     if wanted in (0, config.mini_batch_size):
@@ -235,7 +231,7 @@ def note_of_rows(before: "TrainConfig", config: "TrainConfig", world_size: int) 
     return labelled("rows", f"{text}{counted(rows, 'row')} on {each}")
 
 
-def set_up(config: "TrainConfig", device: torch.device) -> None:
+def set_up(config: TrainConfig, device: torch.device) -> None:
     """Prepare a device for a run whose precision is chosen, before its first matrix product."""
     precision = config.precision
     if config.compiles(device.type):
@@ -254,12 +250,12 @@ def set_up(config: "TrainConfig", device: torch.device) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def validation_rows(config: "TrainConfig", val: "RowStream") -> int:
+def validation_rows(config: TrainConfig, val: RowStream) -> int:
     """Return the number of rows of a validation: eval_tokens, or all rows if there are fewer."""
     return min(max(1, config.eval_tokens // config.context_length), val.rows_per_epoch)
 
 
-def _checkpoints_text(config: "TrainConfig", size: int, epochs: int, more_epochs: bool) -> str:
+def _checkpoints_text(config: TrainConfig, size: int, epochs: int, more_epochs: bool) -> str:
     """Return the disk space of the checkpoints, and the flag that lets them fit.
 
     Args:

@@ -10,21 +10,19 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from steadygpt.base.text import counted, duration_text
 from steadygpt.checkpoint.files import TrainState
+from steadygpt.config import TrainConfig
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.device import peak_flops, peak_memory_bytes
 from steadygpt.machine.ranks import Ranks
 from steadygpt.run.repeats import Repeats
 from steadygpt.run.schedule import Schedule
-
-if TYPE_CHECKING:
-    from steadygpt.config import TrainConfig
 
 SPIKE_WINDOW = 128  # losses that a spike is compared with
 
@@ -37,7 +35,7 @@ class Judge:
         bad_steps: consecutive ones so far.
     """
 
-    def __init__(self, config: "TrainConfig", device: torch.device, recent_losses: Sequence[float], bad_steps: int):
+    def __init__(self, config: TrainConfig, device: torch.device, recent_losses: Sequence[float], bad_steps: int):
         self.max_bad_steps = config.max_bad_steps or math.inf
         self.spike_z, self.skip_spikes = config.spike_z or math.inf, config.skip_spikes
         self.recent = torch.full((SPIKE_WINDOW,), math.nan, device=device)  # NaN: not known yet
@@ -172,7 +170,7 @@ class Results:
 
     def __init__(
         self,
-        config: "TrainConfig",
+        config: TrainConfig,
         ranks: Ranks,
         schedule: Schedule,
         state: TrainState,
@@ -294,7 +292,7 @@ class Diverged(Exception):
         super().__init__(f"{bad_steps} bad steps after step {step}")
         self.bad_steps, self.step, self.rows = bad_steps, step, rows
 
-    def advice(self, config: "TrainConfig") -> str:
+    def advice(self, config: TrainConfig) -> str:
         """Return how to continue, with flags that can be copied."""
         max_lr = config.max_lr / 2
         lower = f"--allow_changes --max_lr {max_lr:g} --min_lr {min(config.min_lr, max_lr):g}"

@@ -2,14 +2,11 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from steadygpt.base.options import UserError
 from steadygpt.base.text import labelled
 from steadygpt.checkpoint.files import EPOCH, ROLLING, STABLE
-
-if TYPE_CHECKING:
-    from steadygpt.config import TrainConfig
+from steadygpt.config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -44,14 +41,14 @@ class Schedule:
         return names
 
 
-def decay_start(config: "TrainConfig", max_steps: int) -> int:
+def decay_start(config: TrainConfig, max_steps: int) -> int:
     """Return the step from which the learning rate falls."""
     cooldown = round(config.cooldown * max_steps)
     starts = {"cosine": config.warmup_steps, "wsd": max(config.warmup_steps, max_steps - cooldown)}
     return starts.get(config.schedule, max_steps)
 
 
-def learning_rate(config: "TrainConfig", step: int, max_steps: int) -> float:
+def learning_rate(config: TrainConfig, step: int, max_steps: int) -> float:
     """Return the learning rate of a step: it rises linearly to max_lr, and falls to min_lr as `schedule` says.
 
     cosine: along half a cosine (Loshchilov and Hutter 2017). wsd: stable, then along a line (Hu et al. 2024).
@@ -64,7 +61,7 @@ def learning_rate(config: "TrainConfig", step: int, max_steps: int) -> float:
     return config.min_lr + share * (config.max_lr - config.min_lr)
 
 
-def notes_of_decay(config: "TrainConfig", schedule: Schedule, checkpoint: dict | None) -> list[str]:
+def notes_of_decay(config: TrainConfig, schedule: Schedule, checkpoint: dict | None) -> list[str]:
     """Return lines for the plan: where the cool-down begins, and a learning rate that had already decayed.
 
     Args:
@@ -85,7 +82,7 @@ def notes_of_decay(config: "TrainConfig", schedule: Schedule, checkpoint: dict |
 
 
 def make_schedule(
-    config: "TrainConfig", rows_per_epoch: int | None, world_size: int, step: int = 0, rows: int = 0,
+    config: TrainConfig, rows_per_epoch: int | None, world_size: int, step: int = 0, rows: int = 0,
     strict_warmup: bool = True,
 ) -> Schedule:  # fmt: skip
     """Return the schedule of a run that is at `step` and has consumed `rows`; the batch size may have changed since.

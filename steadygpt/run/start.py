@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from steadygpt.base.durable import fsync_folder, link_file, lock_folder
 from steadygpt.base.options import UserError, options_of
@@ -27,12 +27,10 @@ from steadygpt.checkpoint.files import (
     read_checkpoint,
 )
 from steadygpt.checkpoint.mirror import Mirror, newer_checkpoint, restore_files
+from steadygpt.config import GPTConfig, TrainConfig
 from steadygpt.log.status import read_status
 from steadygpt.machine.ranks import Ranks
 from steadygpt.run.places import PLACES, note_of_places, read_places, write_places
-
-if TYPE_CHECKING:
-    from steadygpt.config import GPTConfig, TrainConfig
 
 IN_USE = "wait for it to end, or use another --checkpoint_dir"
 STAMP_PATTERN = r"\d{8}-\d{6}"  # matches a time that STAMP has formatted
@@ -57,7 +55,7 @@ class Start:
     def rows_consumed(self) -> int:
         return self.checkpoint["rows_consumed"] if self.checkpoint else 0
 
-    def downloaded(self, shape: "GPTConfig", ranks: Ranks, read_weights: Callable[[str], dict]) -> "Start":
+    def downloaded(self, shape: GPTConfig, ranks: Ranks, read_weights: Callable[[str], dict]) -> "Start":
         """Return this start with the tensors of its weights, which find_start leaves on the Hub.
 
         Args:
@@ -86,7 +84,7 @@ class Start:
 
 
 def name_of_run(
-    config: "TrainConfig", start: Start, given: Mapping[str, str], ranks: Ranks, held: ExitStack
+    config: TrainConfig, start: Start, given: Mapping[str, str], ranks: Ranks, held: ExitStack
 ) -> tuple[str, str, str]:
     """Return the name of a run, the folder of its logs, and a line for the plan if it is not the name asked for.
 
@@ -152,8 +150,8 @@ def check_other_machines(folder: Path, ranks: Ranks) -> None:
 
 
 def find_start(
-    config: "TrainConfig", given: Mapping[str, str], ranks: Ranks, held: ExitStack, read_weights: Callable[..., dict]
-) -> tuple["TrainConfig", Start]:
+    config: TrainConfig, given: Mapping[str, str], ranks: Ranks, held: ExitStack, read_weights: Callable[..., dict]
+) -> tuple[TrainConfig, Start]:
     """Find where the run starts; options that are not given come from there.
 
     A run that resumes locks the folder of its checkpoints until `held` closes.
@@ -172,7 +170,7 @@ def find_start(
     return config, shared(found and found[1], ranks)
 
 
-def _in_its_folder(config: "TrainConfig", given: Mapping[str, str]) -> "TrainConfig":
+def _in_its_folder(config: TrainConfig, given: Mapping[str, str]) -> TrainConfig:
     """Return the configuration to resume from a file in its own folder, or from the latest checkpoint of a folder."""
     path = Path(config.resume)
     path = path.resolve() if path.is_symlink() and not path.is_dir() else path
@@ -196,8 +194,8 @@ def shared(start: Start | None, ranks: Ranks) -> Start:
 
 
 def _start_on_main(
-    config: "TrainConfig", given: Mapping[str, str], held: ExitStack, read_weights: Callable[..., dict]
-) -> tuple["TrainConfig", Start]:
+    config: TrainConfig, given: Mapping[str, str], held: ExitStack, read_weights: Callable[..., dict]
+) -> tuple[TrainConfig, Start]:
     which, folder, found, places = config.resume, Path(config.checkpoint_dir), Found(), dict[str, Any]()
     if which in ("latest", *NAMED) and not folder.is_dir() and not config.mirror:
         raise no_checkpoints(folder)
@@ -236,7 +234,7 @@ def _start_on_main(
     return config, Start(weights=weights, notes=(*notes, labelled("weights", f"from {config.init_from}")))
 
 
-def find_newest(config: "TrainConfig", given: Mapping[str, str]) -> tuple[Found, dict[str, Any]]:
+def find_newest(config: TrainConfig, given: Mapping[str, str]) -> tuple[Found, dict[str, Any]]:
     """Find the checkpoint that --resume asks for, and the options that say where its run writes.
 
     The checkpoint is downloaded if the mirror has a newer one than the folder.
@@ -289,8 +287,8 @@ def find_newest(config: "TrainConfig", given: Mapping[str, str]) -> tuple[Found,
 
 
 def resume_config(
-    saved: dict, config: "TrainConfig", given: Mapping[str, str], places: Mapping[str, Any] = {}
-) -> tuple["TrainConfig", list[str]]:
+    saved: dict, config: TrainConfig, given: Mapping[str, str], places: Mapping[str, Any] = {}
+) -> tuple[TrainConfig, list[str]]:
     """Return the configuration of a resumed run, and a line for each value that differs from the checkpoint's.
 
     Args:
@@ -329,7 +327,7 @@ def resume_config(
     return dataclasses.replace(config, **taken), changes
 
 
-def initial_config(shape: dict, config: "TrainConfig", given: Mapping[str, str]) -> "TrainConfig":
+def initial_config(shape: dict, config: TrainConfig, given: Mapping[str, str]) -> TrainConfig:
     """Return the configuration of a run that starts from weights: unset options of the shape come from the weights."""
     options = options_of(config)
     taken = {name: value for name, value in shape.items() if name in options and name not in {*given, "dropout"}}

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dataloader import Data, Source
 from steadygpt import git_commit
 from steadygpt.base.options import UserError, options_of, shown_options
 from steadygpt.base.text import labelled
 from steadygpt.checkpoint.files import Entry
+from steadygpt.config import TrainConfig
 from steadygpt.data.order import BLOCK_ROWS, Phase, shares_of_block
 from steadygpt.data.shards import Recorded
 from steadygpt.machine.device import device_name
 from steadygpt.machine.ranks import Ranks
 
 if TYPE_CHECKING:
-    from dataloader import Data, Source
-    from steadygpt.config import TrainConfig
     from steadygpt.run.start import Start
 
 
@@ -41,7 +41,7 @@ def first_val_set(starts: Sequence[Entry]) -> Recorded | None:
 
 
 def record_start(
-    config: "TrainConfig", start: "Start", data: "Data", ranks: Ranks, known: Mapping[str, list] | None
+    config: TrainConfig, start: "Start", data: Data, ranks: Ranks, known: Mapping[str, list] | None
 ) -> list[Entry]:
     """Return on every rank the record of a run, with an entry for the start that begins now.
 
@@ -56,14 +56,14 @@ def record_start(
 
 
 def _with_this_start(
-    config: "TrainConfig", start: "Start", data: "Data", ranks: Ranks, known: Mapping[str, list]
+    config: TrainConfig, start: "Start", data: Data, ranks: Ranks, known: Mapping[str, list]
 ) -> list[Entry]:
     before, row = start.checkpoint["starts"] if start.checkpoint else [], start.rows_consumed
     assumed = before[-1]["sources"] if before else {}
     if len(assumed) == len(data.sources) == 1:
         assumed = {data.sources[0].shards.name: next(iter(assumed.values()))}
 
-    def places(of: Sequence["Source"]) -> dict[str, tuple[str, str]]:
+    def places(of: Sequence[Source]) -> dict[str, tuple[str, str]]:
         found = {}
         for shards, *_ in of:
             identity = shards.identity(known, reads=config.trains and bool(before))
@@ -95,7 +95,7 @@ def _with_this_start(
     return [*before, entry]
 
 
-def note_of_start(config: "TrainConfig", starts: Sequence[Entry]) -> dict[str, Any]:
+def note_of_start(config: TrainConfig, starts: Sequence[Entry]) -> dict[str, Any]:
     """Return what metrics.jsonl records of the last start, so that its records can be told from those of other starts.
 
     Returns: under "start" what determines a step besides the checkpoint, by name; under "course" a hash of the record
@@ -165,7 +165,7 @@ def mixture_text(entry: Entry) -> str:
     )
 
 
-def epochs_of_sources(data: "Data", starts: Sequence[Entry], row: int) -> dict[str, float]:
+def epochs_of_sources(data: Data, starts: Sequence[Entry], row: int) -> dict[str, float]:
     """Return by name how many epochs of each source a run has seen once it has consumed `row` rows."""
     places, given = starts[-1]["sources"], phase_of(starts).given_at(row, starts[-1]["options"]["seed"])
     return {shards.name: given[places[shards.name][1]] / rows.rows_per_epoch for shards, rows, _ in data.sources}
