@@ -402,7 +402,7 @@ def restore(
     if checkpoint and not config.eval_only:
         restore_optimizer(model, optimizer, checkpoint["optimizer"], ranks)
         if checkpoint["scaler"]:
-            scaler.load_state_dict(checkpoint["scaler"])
+            scaler.load_state_dict(scaler.state_dict() | checkpoint["scaler"])
     state = TrainState.of(checkpoint)
     if loaded:  # unmap the file: later saves replace it, and the disk has its space back
         loaded |= {"model": {}, "optimizer": {}}

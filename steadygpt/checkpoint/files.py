@@ -31,6 +31,7 @@ from steadygpt.base.text import counted
 from steadygpt.base.typed import Count, Loss, typed
 from steadygpt.config import GPTConfig, TrainConfig
 from steadygpt.data.order import BLOCK_ROWS
+from steadygpt.data.tokenizer import TokenizerRecord
 from steadygpt.machine.host import process_age_s
 from steadygpt.machine.ranks import Ranks
 
@@ -62,47 +63,39 @@ class Entry(TypedDict):
     commit: str
 
 
-class Group(TypedDict):
-    """A group of parameters of the optimizer."""
-
-    lr: float
-
-
-class OptimizerState(TypedDict, total=False):
-    """The state of the optimizer; empty before the first step, and with weights only."""
+class Optimizer(TypedDict, total=False):
+    """The state of an optimizer; empty before the first step, and with weights only."""
 
     state: dict[str, dict[str, torch.Tensor]]  # name of the parameter -> kind -> tensor
-    param_groups: list[Group]
+    param_groups: list[dict[str, Any]]
 
 
 class Weights(TypedDict):
-    """The content of every checkpoint. That of a run is a Checkpoint."""
+    """The content of every checkpoint, besides TrainState and TokenizerRecord."""
 
     format_version: int
-    step: Count
-    rows_consumed: Count
     model: dict[str, torch.Tensor]  # by name of the parameter, fp32
     model_config: dict[str, Any]  # of a GPTConfig
-    optimizer: OptimizerState
+    optimizer: Optimizer
     train_config: dict[str, Any]  # of a TrainConfig without secrets; {} without a run
-    tokenizer: str  # these four are a TokenizerRecord
-    tokenizer_sha256: str
-    document_token: str
-    tokenizer_json: str
     torch_version: str
     saved_at: Annotated[float, 0, 2**33]  # seconds since 1970
 
 
-class Checkpoint(Weights):
-    """The content of a checkpoint of a run: also TrainState, and how the run has come here."""
+class Scaler(TypedDict, total=False):
+    """The state of the loss scaler; empty without fp16."""
 
-    best_val_loss: Loss | None
-    val_loss: Loss | None
-    loss: Loss | None
-    elapsed_s: Loss
-    recent_losses: list[float]
-    bad_steps: Count
-    scaler: dict[str, float]
+    scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    _growth_tracker: int
+
+
+class Course(TypedDict):
+    """What the checkpoint of a run holds further: how the run has come here."""
+
+    scaler: Scaler
     epoch: Loss
     world_size: Count
     data_fingerprint: dict[str, list[tuple[str, int, int, str]]]  # see check_shards
@@ -115,14 +108,14 @@ class Checkpoint(Weights):
 class TrainState:
     """Everything that changes during training, besides the model, the optimizer and the loss scaler."""
 
-    step: int = 0  # steps taken, skipped updates included
-    rows_consumed: int = 0
-    best_val_loss: float | None = None
-    val_loss: float | None = None  # of the last validation
-    loss: float | None = None  # of the last step that was finite
-    elapsed_s: float = 0.0  # wall-clock of the earlier starts of this run
+    step: Count = 0  # steps taken, skipped updates included
+    rows_consumed: Count = 0
+    best_val_loss: Loss | None = None
+    val_loss: Loss | None = None  # of the last validation
+    loss: Loss | None = None  # of the last step that was finite
+    elapsed_s: Loss = 0.0  # wall-clock of the earlier starts of this run
     recent_losses: list[float] = field(default_factory=list)  # the last SPIKE_WINDOW finite losses
-    bad_steps: int = 0  # consecutive bad steps so far
+    bad_steps: Count = 0  # consecutive bad steps so far
 
     @classmethod
     def of(cls, checkpoint: Mapping[str, Any] | None) -> "TrainState":
@@ -312,7 +305,7 @@ def load_verified(path: Path) -> object:
 
 
 def as_checkpoint(content: Any, path: Path) -> dict:
-    """Return the content of a file as a Checkpoint, or as Weights if there was no run."""
+    """Return the content of a file, which must be a checkpoint of this format."""
     if not isinstance(content, dict) or "format_version" not in content:
         advice = "expected a file that train.py or convert_hf.py has written"
         if isinstance(content, dict) and "model_args" in content:
@@ -324,36 +317,31 @@ def as_checkpoint(content: Any, path: Path) -> dict:
     if (found := typed(content["format_version"], int, path, advice)) != FORMAT_VERSION:
         advice = "update SteadyGPT" if found > FORMAT_VERSION else "use the commit that wrote it, its git_commit"
         raise UserError(f"{path}: format {found}; expected {FORMAT_VERSION}: {advice}")
-    is_of_run = content.get("train_config") != {}
-    content = typed(content, Checkpoint if is_of_run else Weights, path, advice)
+    found = typed(content, Weights, path, advice)
+    found |= vars(typed(content, TrainState, path, advice)) | typed(content, TokenizerRecord, path, advice)._asdict()
     try:
-        typed(content["model_config"], GPTConfig, "model_config", advice).check_shape()
-        if is_of_run:
-            _check_run(content, advice)
+        typed(found["model_config"], GPTConfig, "model_config", advice).check_shape()
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    return content
+    return found | _course_of(content, found, path, advice) if found["train_config"] else found
 
 
-def _check_run(content: dict, advice: str) -> None:
-    """Check that the options, the starts and the progress of a run fit each other."""
-    if not content["starts"]:
-        raise UserError(f"starts is empty; expected the start that has trained this; {advice}")
-    for options in [content["train_config"], *(entry["options"] for entry in content["starts"])]:
-        last = typed(options, TrainConfig, "its options", "take another checkpoint")
-    for entry in content["starts"]:
-        identities = {identity for _, identity in entry["sources"].values()}
-        if (
-            sum(entry["shares"].values()) != BLOCK_ROWS
-            or not identities <= entry["shares"].keys() <= entry["given"].keys()
-        ):
-            raise UserError(
-                f"shares of the start at step {entry['step']:,} do not fit its sources; take another checkpoint"
-            )
-    entry, step, rows = content["starts"][-1], content["step"], content["rows_consumed"]
-    expected = entry["row"] + (step - entry["step"]) * (last.total_batch_size // last.context_length)
-    if rows != expected or step < entry["step"]:
-        raise UserError(f"rows_consumed is {rows:,}; expected {expected:,} at step {step:,}; take another checkpoint")
+def _course_of(content: dict, found: dict, path: Path, advice: str) -> Any:
+    """Return the Course of a run, whose options, starts and progress must fit each other."""
+    typed(found["train_config"], TrainConfig, f"{path}: train_config", advice)
+    course, step, rows = typed(content, Course, path, advice), found["step"], found["rows_consumed"]
+    expected = -1
+    for entry in course["starts"]:
+        options = typed(
+            entry["options"], TrainConfig, f"{path}: options of the start at step {entry['step']:,}", advice
+        )
+        shares, named = entry["shares"], {identity for _, identity in entry["sources"].values()}
+        if not named <= shares.keys() <= entry["given"].keys() or sum(shares.values()) != BLOCK_ROWS:
+            raise UserError(f"{path}: shares of the data at step {entry['step']:,} do not fit its sources; {advice}")
+        expected = entry["row"] + (step - entry["step"]) * (options.total_batch_size // options.context_length)
+    if rows != expected or step < course["starts"][-1]["step"]:
+        raise UserError(f"{path}: rows_consumed is {rows:,} at step {step:,}, which does not fit its starts; {advice}")
+    return course
 
 
 @dataclass(frozen=True)
