@@ -105,7 +105,7 @@ def find_past(options: ReplayOptions, first: int, last: int) -> Past:
         raise UserError(f"no step {last} to replay: the newest checkpoint is of step {end:,}; choose earlier steps")
     saves = {checkpoint["step"]: (file, checkpoint) for file, checkpoint in files if is_of_run(checkpoint, newest)}
     before = max((step for step in saves if step <= first), default=0)
-    from_scratch = newest["starts"][0]["options"].get("init_from", "scratch") == "scratch"
+    from_scratch = newest["starts"][0]["options"]["init_from"] == "scratch"
     if before not in saves and not (from_scratch and first == 0):
         left = [f"from {min(saves):,} on"] * bool(saves) + [f"--steps 0:{last}"] * from_scratch
         raise UserError(
@@ -250,7 +250,7 @@ def tensors_of(content: dict) -> dict[str, torch.Tensor]:
 
 def changes(entry: Entry, ranks: Ranks) -> list[str]:
     """Return why a part of the run may have other bits here: what differs from the start that trained it."""
-    commit, is_exact = git_commit(), entry["options"].get("deterministic")
+    commit, is_exact = git_commit(), entry["options"]["deterministic"]
     here: dict[str, Any] = {} if is_exact else {"ranks": ranks.world_size}
     # The name of a CPU has its threads.
     here |= {"device": device_name(ranks.device), "torch": str(torch.__version__), "commit": commit}

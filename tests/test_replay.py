@@ -272,7 +272,13 @@ def test_a_run_on_two_ranks_is_replayed_equally_on_two_and_closely_on_one(replay
 
 
 def test_what_differs_from_the_recorded_start_is_named(monkeypatch):
-    here = {"ranks": 1, "device": "NVIDIA H100", "torch": torch.__version__, "commit": "c0ffee", "options": {}}
+    here = {
+        "ranks": 1,
+        "device": "NVIDIA H100",
+        "torch": torch.__version__,
+        "commit": "c0ffee",
+        "options": {"deterministic": False},
+    }
     monkeypatch.setattr(replay, "device_name", lambda _: "NVIDIA H100")
     gpu = Ranks(torch.device("cuda"))
     assert [*replay.changes(here, gpu)] == ["CUDA without --deterministic"]

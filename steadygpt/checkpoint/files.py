@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from steadygpt.base.disk import check_pulled
-from steadygpt.base.options import UserError
+from steadygpt.base.options import UserError, shown_options
 from steadygpt.base.text import counted
 from steadygpt.base.typed import Count, Loss, typed
 from steadygpt.config import GPTConfig, TrainConfig
@@ -63,11 +63,18 @@ class Entry(TypedDict):
     commit: str
 
 
+class Group(TypedDict):
+    """A group of parameters, by name."""
+
+    params: list[str]
+    lr: float
+
+
 class Optimizer(TypedDict, total=False):
     """The state of an optimizer; empty before the first step, and with weights only."""
 
     state: dict[str, dict[str, torch.Tensor]]  # name of the parameter -> kind -> tensor
-    param_groups: list[dict[str, Any]]
+    param_groups: list[Group]
 
 
 class Weights(TypedDict):
@@ -319,22 +326,23 @@ def as_checkpoint(content: Any, path: Path) -> dict:
         raise UserError(f"{path}: format {found}; expected {FORMAT_VERSION}: {advice}")
     found = typed(content, Weights, path, advice)
     found |= vars(typed(content, TrainState, path, advice)) | typed(content, TokenizerRecord, path, advice)._asdict()
+    shape = typed(found["model_config"], GPTConfig, f"{path}: model_config", advice)
     try:
-        typed(found["model_config"], GPTConfig, "model_config", advice).check_shape()
+        shape.check_shape()
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
+    found["model_config"] = vars(shape)
     return found | _course_of(content, found, path, advice) if found["train_config"] else found
 
 
 def _course_of(content: dict, found: dict, path: Path, advice: str) -> Any:
     """Return the Course of a run, whose options, starts and progress must fit each other."""
-    typed(found["train_config"], TrainConfig, f"{path}: train_config", advice)
-    course, step, rows = typed(content, Course, path, advice), found["step"], found["rows_consumed"]
-    expected = -1
+    course, step, rows, expected = typed(content, Course, path, advice), found["step"], found["rows_consumed"], -1
+    # Options that were added since the file was written have their defaults.
+    found["train_config"] = shown_options(typed(found["train_config"], TrainConfig, f"{path}: train_config", advice))
     for entry in course["starts"]:
-        options = typed(
-            entry["options"], TrainConfig, f"{path}: options of the start at step {entry['step']:,}", advice
-        )
+        options = typed(entry["options"], TrainConfig, f"{path}: options at step {entry['step']:,}", advice)
+        entry["options"] = shown_options(options)
         shares, named = entry["shares"], {identity for _, identity in entry["sources"].values()}
         if not named <= shares.keys() <= entry["given"].keys() or sum(shares.values()) != BLOCK_ROWS:
             raise UserError(f"{path}: shares of the data at step {entry['step']:,} do not fit its sources; {advice}")

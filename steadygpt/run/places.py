@@ -49,11 +49,7 @@ def note_of_places(saved: Mapping[str, Any], given: Mapping[str, str]) -> str:
         saved: the options of the checkpoint.
         given: see find_start.
     """
-    used = {
-        name: saved[name]
-        for name in PLACES
-        if name not in given and saved.get(name, FIELDS[name].default) != FIELDS[name].default
-    }
+    used = {name: saved[name] for name in PLACES if name not in given and saved[name] != FIELDS[name].default}
     flags = [f"--{name}" + f" {shlex.quote(str(value))}" * (value is not True) for name, value in used.items()]
     text = "this folder is a copy or a download; to continue the logs and the mirror of its run, start it with"
     return labelled("place", f"{text} {' '.join(flags)}") if flags else ""

@@ -295,9 +295,8 @@ def resume_config(
         places: the options of PLACES, see read_places().
     """
     taken, changes, options = {}, [], options_of(config)
-    saved = {name: f.default for name, f in options.items()} | saved  # older versions had fewer options
-    saved |= {name: places.get(name, getattr(config, name)) for name in PLACES}
-    wanted_rows = saved.get("wanted_rows", 0)
+    saved = saved | {name: places.get(name, getattr(config, name)) for name in PLACES}
+    wanted_rows = saved["wanted_rows"]
     if saved["deterministic"]:  # the rows that a rank computes at once decide how sums are rounded
         taken["wanted_rows"] = wanted_rows
     else:

@@ -73,7 +73,7 @@ def test_table_skips_what_training_deletes_meanwhile(tmp_path):
 def test_details_of_a_file_that_training_deletes_meanwhile_are_those_of_its_line(tmp_path):
     config, more = {"context_length": 8}, {"saved_at": 0.0, "epoch": 1.0}
     more |= {"elapsed_s": 4.0, "peak_memory_bytes": 2 * 10**9}
-    more["optimizer"] = {"param_groups": [{"lr": 0.002}, {"lr": 0.002}, {"lr": 0.04}]}
+    more["optimizer"] = {"param_groups": [{"lr": lr, "params": []} for lr in (0.002, 0.002, 0.04)]}
     torch.save(run_content(10, model_config=config, **more), tmp_path / "rolling_step_000010.pt")
     table = checkpoint_table(tmp_path, verbose=True)
     lines = [next(table), next(table)]

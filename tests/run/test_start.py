@@ -1,11 +1,14 @@
 """The options of a resumed run."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
+from conftest import run_content
 from test_config import parse
 
-from steadygpt.base.options import UserError
+from steadygpt.base.options import UserError, shown_options
+from steadygpt.checkpoint.files import as_checkpoint
 from steadygpt.config import FIELDS, TrainConfig, parse_args
 from steadygpt.run.start import resume_config
 
@@ -17,7 +20,7 @@ from steadygpt.run.start import resume_config
 def test_model_and_data_order_cannot_change(name):
     config = TrainConfig()
     value = getattr(config, name)
-    saved = {name: not value if type(value) is bool else 2 * value}
+    saved = vars(config) | {name: not value if type(value) is bool else 2 * value}
     with pytest.raises(UserError, match=f"--{name} is {value!r}, but the checkpoint was trained with {saved[name]!r}"):
         resume_config(saved, config, {name: "flag"})
     assert getattr(resume_config(saved, config, {})[0], name) == saved[name]
@@ -37,7 +40,7 @@ def test_changed_options_are_reported():
 def test_optimization_option_needs_allow_changes(name):
     config = TrainConfig()
     value = getattr(config, name)
-    saved = {name: "constant" if name == "schedule" else value / 2 or 0.5}
+    saved = vars(config) | {name: "constant" if name == "schedule" else value / 2 or 0.5}
     with pytest.raises(UserError, match=f"--{name} is .*trained with {saved[name]!r}; .*--allow_changes"):
         resume_config(saved, config, {name: "flag"})
     assert getattr(resume_config(saved, config, {})[0], name) == saved[name]
@@ -70,5 +73,9 @@ def test_flags_that_need_other_options_accept_them_from_the_checkpoint(saved, fl
 
 
 def test_options_missing_from_the_checkpoint_keep_their_defaults():
-    config, given_options = parse_args(["--resume"])
-    assert resume_config({"no_longer_there": 1}, config, given_options)[0] == config
+    content = run_content(3)
+    del content["train_config"]["sharding"]
+    content["train_config"]["no_longer_there"] = 1
+    assert as_checkpoint(content, Path("latest.pt"))["train_config"] == shown_options(
+        TrainConfig(total_batch_size=4096)
+    )
