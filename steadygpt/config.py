@@ -13,11 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Annotated
 
 from steadygpt.base.options import OTHER_CONFIGS, OptionError, UserError, check_options, option, options_of, read_flags
 from steadygpt.base.text import counted
+from steadygpt.base.typed import typed
 
 WEBHOOK = re.compile(r"https?://([\w.-]+|\[[\da-f:]+\])(:\d+)?(/[!-~]*)?", re.ASCII | re.IGNORECASE)
+VALUE = bool | int | float | Annotated[str, "[^\0]*"]  # in TOML
 PRESETS = Path(__file__).resolve().parent.parent / "configs"
 
 
@@ -531,7 +534,8 @@ def preset_named(preset: str, given: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        named = {word.removeprefix("--") for word in re.findall(r"--\w+|\w+_\w+", str(error))}
+        words = re.findall(r"(?:--)?\w+", str(error))
+        named = {word.removeprefix("--") for word in words if word.startswith("--") or "_" in word}
         if stated := [f"--{name}" for name, source in given.items() if source == "preset" and name in named]:
             error.args = (f"{error} (--config {preset} sets {', '.join(stated)})",)
         raise
@@ -558,13 +562,13 @@ def _read_toml(name: str, read_by: tuple[str, ...] = ()) -> dict:
     try:
         if name in read_by:
             raise UserError("the file includes itself")
-        written = tomllib.loads(path.read_text())
+        written = typed(tomllib.loads(path.read_text()), dict[str, VALUE], "its content", "write NAME = VALUE")
         written.pop("description", "")  # for ./start_training.sh
         argv = [f"--{option}={value}" for option, value in written.items()]
         values = read_flags(TrainConfig, argv, ABOUT, ELSEWHERE)
         preset = _read_toml(values["config"], (*read_by, name)) if values.get("config") else {}
         return _overridden(preset, values)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # a ValueError: TOML or UTF-8 that is none, or too large a number
         raise UserError(f"{path}: not TOML: {error}") from error
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
