@@ -458,7 +458,7 @@ def default_name(source: str) -> str:
     if source == "fineweb-edu":
         return "edufineweb"
     path = Path(re.split("[:@]", source)[1]) if source.startswith("hf:") else Path(source)
-    last = Path(*takewhile(lambda part: not glob.has_magic(part), path.parts)).resolve().name
+    last = Path(os.path.realpath(Path(*takewhile(lambda part: not glob.has_magic(part), path.parts)))).name
     return re.sub(r"[^\w.-]+", "_", last.removesuffix(suffix_of(last))) or "corpus"
 
 

@@ -403,6 +403,12 @@ def test_a_first_line_without_text_is_skipped_in_later_files(tmp_path):
     assert ids_of(tmp_path / "out") == ids_expected(["a", "b", "b"])
 
 
+def test_a_link_to_itself_is_named(jsonl):
+    Path("loop").symlink_to("loop")
+    refused("--source", "loop", "--out", "out", match="--source loop: found 1 file of other types")
+    refused("--source", "docs.jsonl", "--out", "loop", match="loop")
+
+
 def test_shards_do_not_go_into_the_folder_of_their_source(jsonl):
     refused(
         "--source", ".", "--out", ".", match=r"docs.jsonl: a file of --source in the folder for the shards, \.; give"
