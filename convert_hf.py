@@ -17,7 +17,6 @@ import hashlib
 import json
 import re
 import shutil
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -33,7 +32,8 @@ from model import GPT, GPTConfig
 from steadygpt.base.disk import check_pulled
 from steadygpt.base.durable import fsync, fsync_folder, replace_file
 from steadygpt.base.options import OptionError, UserError, kind_of, option, parse_options, run_cli
-from steadygpt.base.text import labelled
+from steadygpt.base.progress import say
+from steadygpt.base.text import labelled, printable
 from steadygpt.checkpoint.files import FORMAT_VERSION, NAMED, as_checkpoint, load_verified, open_checkpoint
 from steadygpt.convert.families import (
     CONSTANTS,
@@ -263,7 +263,7 @@ def _assumed_gpt2(config: GPTConfig, source: Path | str) -> TokenizerRecord:
     if config.vocab_size not in GPT2_ROWS:
         return TokenizerRecord("")
     found = f"names no tokenizer; assumed gpt2, because it has {config.vocab_size:,} rows"
-    print(f"warning: {source}: {found}. For another one, use --tokenizer of convert_hf.py", file=sys.stderr)
+    say(f"warning: {source}: {found}. For another one, use --tokenizer of convert_hf.py")
     return TokenizerRecord("gpt2")
 
 
@@ -476,12 +476,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         use = f"AutoModelForCausalLM.from_pretrained({str(target)!r})"
     config = GPTConfig(**checkpoint["model_config"])
     parameters = sum(tensor.numel() for tensor in _unpadded(config).values())
-    print(
+    done = (
         f"{source} -> {target}: {parameters / 1e6:,.2f} M parameters, context {config.context_length:,}, vocabulary "
         f"{config.vocab_size:,} ({checkpoint['tokenizer'] or 'tokenizer unknown'}); {use}"
     )
+    print(printable(done))
     for note in notes:
-        print(f"warning: {note}", file=sys.stderr)
+        say(f"warning: {note}")
     return 0
 
 

@@ -212,7 +212,8 @@ def look_at_step(options: LookOptions, step: int) -> None:
         print(f"mean loss {found.mean():.4f}, of {path} at step {checkpoint['step']:,}")
     shards, firsts = mixture.find(first, count)
     for i in order[: options.rows or count].tolist():
-        print(f"\n--- row {i:,}: {losses[i]}{files[id(mixture.tokens[shards[i]])]} from token {firsts[i]:,} on")
+        file = printable(files[id(mixture.tokens[shards[i]])])
+        print(f"\n--- row {i:,}: {losses[i]}{file} from token {firsts[i]:,} on")
         print(visible(rows[i].tolist(), tokenizer))
 
 

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import difflib
+import errno
 import itertools
 import math
 import os
@@ -20,12 +21,14 @@ from io import TextIOWrapper
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from steadygpt import version_text
+from steadygpt.base.text import printable
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Options = TypeVar("Options", bound="DataclassInstance")
 OTHER_CONFIGS = (".py", ".yaml", ".yml", ".json")  # of other trainers; ours are TOML
+OF_PATHS = (errno.EACCES, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
 ON_OFF = {"on": True, "true": True, "1": True, "yes": True, "off": False, "false": False, "0": False, "no": False}
 
 
@@ -318,12 +321,12 @@ def run_cli(main: Callable[[], int | None]) -> None:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        status = main() or 0
+        status = _status_of(main)
         sys.stdout.flush()  # here, because the last lines may find the pipe closed
     except UserError as error:
         status = 2
         if isinstance(error, RankError) or "RANK" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {printable(str(error))}", file=sys.stderr)
         else:
             time.sleep(2)  # torchrun ends all ranks when the first one exits: let local rank 0 print the error
     except KeyboardInterrupt as interrupt:
@@ -343,6 +346,16 @@ def run_cli(main: Callable[[], int | None]) -> None:
         sys.stderr.flush()
         os._exit(status)
     sys.exit(status)
+
+
+def _status_of(main: Callable[[], int | None]) -> int:
+    """Call main(); an OSError because of a path, as even Path.exists() raises for some, is the user's mistake."""
+    try:
+        return main() or 0
+    except OSError as error:
+        if error.filename is None or error.errno not in OF_PATHS:
+            raise
+        raise RankError(f"{error.filename}: {error.strerror}; change its permissions, or give another path") from error
 
 
 def mute(stream: IO[str]) -> None:

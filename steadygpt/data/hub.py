@@ -1,7 +1,6 @@
 """The Hugging Face Hub: data sets and models at one commit, downloaded or read in place, through network failures."""
 
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from steadygpt.base import retry
 from steadygpt.base.durable import replace_file
 from steadygpt.base.options import UserError
-from steadygpt.base.progress import ProgressBar
+from steadygpt.base.progress import ProgressBar, say
 from steadygpt.base.retry import NoAnswer, Service, brief, kinds, status_of
 from steadygpt.data.remote import RemoteFile
 
@@ -105,18 +104,15 @@ def find_repo(kind: str, name: str, revision: str = "", pinned: str = "") -> Rep
     except NoAnswer:
         if not in_cache or pinned:  # a begun preparation needs the rest of the files
             raise
-        print(f"{what}: no answer; using commit {in_cache.commit[:7]}, which is in the cache", file=sys.stderr)
+        say(f"{what}: no answer; using commit {in_cache.commit[:7]}, which is in the cache")
         return in_cache
     commit = str(info.sha)
     # Models keep the name given, as in the caches of other programs: gpt2, not openai-community/gpt2.
     repo = Repo(kind, info.id if kind == "dataset" else name, pinned or commit)
     if info.id != name and revision != commit:
-        print(f"{what}: {info.id} on the Hugging Face Hub", file=sys.stderr)
+        say(f"{what}: {info.id} on the Hugging Face Hub")
     if pinned and commit != pinned:
-        print(
-            f"{what}: now at commit {commit[:7]}; continuing with the pinned commit {pinned[:7]}",
-            file=sys.stderr,
-        )
+        say(f"{what}: now at commit {commit[:7]}; continuing with the pinned commit {pinned[:7]}")
     if revision != commit and not pinned:  # so that the name is found in the cache, also by other programs
         refs = repo.cache / "refs" / (revision or "main")
         with suppress(OSError):  # a cache that cannot be written to may still be read

@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import re
-import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -272,7 +271,7 @@ def _train_files(folder: Path) -> list[Path]:
             f"{READABLE}. Choose files with a glob such as '{folder}/**/*train*', or name it hf:NAME"
         )
     rest = counted(len(_files_below(folder)) - len(files), "other file")
-    print(f"{folder}: a copy of a data set of the Hub; took its split train, left out {rest}", file=sys.stderr)
+    say(f"{folder}: a copy of a data set of the Hub; took its split train, left out {rest}")
     return files
 
 
@@ -294,7 +293,7 @@ def choose(source: str, names: Sequence[str]) -> list[str]:
         )
     if len(chosen) < len(names):
         skipped = counted(len(names) - len(chosen), "file")
-        print(f"{source}: skipped {skipped} of other types than {READABLE}, or .json beside these", file=sys.stderr)
+        say(f"{source}: skipped {skipped} of other types than {READABLE}, or .json beside these")
     return chosen
 
 
