@@ -64,7 +64,7 @@ class GPTConfig:
                              choices=ACTIVATIONS)
     rotary_pct: float = _shape(0.0, "fraction of each head's dimensions with rotary positions, 0.25 in GPT-NeoX; 0 = "
                                "learned positions, as in GPT-2", at_most=1)
-    rotary_base: float = _shape(10000.0, "base of the rotary wavelengths", above=0)
+    rotary_base: float = _shape(10000.0, "base of the rotary wavelengths", above=0, at_most=1e15)
     parallel_residual: bool = _shape(False, "attention and MLP read the same input, as in GPT-NeoX")
     tied_head: bool = _shape(True, "share the embedding table with the head, as in GPT-2")
     logit_softcap: float = _shape(0.0, "cap logits smoothly at c, by c * tanh(logits / c); 15 in NanoChat; 0 = no cap")
@@ -278,6 +278,10 @@ class TrainConfig(GPTConfig):
                 "--alert_url: not the URL of a webhook; expected http:// or https://, a server and a path, without a "
                 "user name (ntfy takes ?auth=... instead). Copy the URL of the webhook again"
             )
+        is_path = bool(self.run_name) and {"", ".", ".."} & {*self.run_name.split("/")}
+        if is_path or len(self.run_name) > 200 or not self.run_name.isprintable():
+            expected = "at most 200 printable characters, which name a folder in --tensorboard_dir"
+            raise OptionError("run_name", repr(self.run_name[:200]), expected)
         self.sources(), self.val_folders()
         if not self.init_from:
             raise UserError("--init_from is empty; expected scratch, a folder, a checkpoint file or gpt2")
@@ -534,8 +538,7 @@ def preset_named(preset: str, given: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        words = re.findall(r"(?:--)?\w+", str(error))
-        named = {word.removeprefix("--") for word in words if word.startswith("--") or "_" in word}
+        named = {word.removeprefix("--") for word in re.findall(r"--\w+|\b\w+_\w+", str(error))}
         if stated := [f"--{name}" for name, source in given.items() if source == "preset" and name in named]:
             error.args = (f"{error} (--config {preset} sets {', '.join(stated)})",)
         raise

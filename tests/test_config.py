@@ -273,6 +273,15 @@ def test_the_names_of_activations_and_tasks_are_those_that_are_implemented():
     assert tuple(tasks.TASKS) == config.TASKS
 
 
+@pytest.mark.parametrize("name", ["/x", "../x", "a/../../x", "a//b", "a/", ".", "a\n", "\x1b[2J", "x" * 201])
+def test_the_name_of_a_run_is_a_folder_below_that_of_tensorboard(name):
+    assert error_of("--run_name", name).startswith("--run_name is ") and parse("--run_name", "a/b..c").run_name
+
+
+def test_a_password_in_the_url_of_the_mirror_is_refused():
+    assert "pw" not in error_of("--mirror", "s3://me:pw@bucket/run")
+
+
 def test_a_long_value_is_refused_within_a_second():
     before_s = time.monotonic()
     for value in ("x" * 200_000, "-" * 200_000):

@@ -7,6 +7,7 @@ import errno
 import itertools
 import math
 import os
+import re
 import shlex
 import signal
 import sys
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 Options = TypeVar("Options", bound="DataclassInstance")
 OTHER_CONFIGS = (".py", ".yaml", ".yml", ".json")  # of other trainers; ours are TOML
 OF_PATHS = (errno.EACCES, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
+PASSWORD = r"[^/:@]*:(?!\d*(/|$))[^@]*@"  # begins the rest of a URL, which may also begin with a server and a port
 ON_OFF = {"on": True, "true": True, "1": True, "yes": True, "off": False, "false": False, "0": False, "no": False}
 
 
@@ -116,11 +118,14 @@ def secrets_of(options: "DataclassInstance") -> list[str]:
 
 
 def check_options(options: "DataclassInstance") -> None:
-    """Compare each value with the choices and bounds of its option."""
+    """Compare each value with the choices and bounds of its option; refuse passwords that a run would write."""
     for name, f in options_of(options).items():
         value, about = getattr(options, name), f.metadata
         if about["choices"] and value not in about["choices"]:
             raise OptionError(name, repr(value), f"one of {', '.join(about['choices'])}")
+        if name in ("mirror", "source") and re.match(PASSWORD, value.partition("://")[2]):
+            log_in = "log in with AWS_PROFILE, GOOGLE_APPLICATION_CREDENTIALS or another setting of the store"
+            raise OptionError(name, "a URL with a password, which files and logs would show", f"one without; {log_in}")
         if value is None or kind_of(f) not in (int, float):
             continue
         if not about["at_least"] <= value < math.inf:
@@ -312,8 +317,8 @@ def _on_off(text: str) -> bool:
 
 
 def run_cli(main: Callable[[], int | None]) -> None:
-    """Run a command's `main()` and exit: with its status, 2 and one line for a `UserError`, 128 + the number of the
-    signal that interrupts it (Ctrl-C: 130), 1 and a traceback for other exceptions.
+    """Run a command's `main()` and exit: with its status, 2 and one line for a `UserError` or a path that cannot be
+    used, 128 + the number of the signal that interrupts it (Ctrl-C: 130), 1 and a traceback for other exceptions.
     """
     for name in ("stdout", "stderr"):  # None if the shell has closed it: >&-
         setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))  # noqa: SIM115 (open as long as the process)
@@ -321,7 +326,7 @@ def run_cli(main: Callable[[], int | None]) -> None:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        status = _status_of(main)
+        status = main() or 0
         sys.stdout.flush()  # here, because the last lines may find the pipe closed
     except UserError as error:
         status = 2
@@ -335,9 +340,13 @@ def run_cli(main: Callable[[], int | None]) -> None:
     except BrokenPipeError:  # `... | head` closed the pipe, so there is no reader for an error either
         mute(sys.stdout)
         status = 0
-    except Exception:
-        traceback.print_exc()
-        status = 1
+    except Exception as error:
+        status = 2 if isinstance(error, OSError) and error.filename and error.errno in OF_PATHS else 1
+        if status == 2:  # a path that a user gave: even Path.exists() raises these
+            found = printable(f"{error.filename}: {error.strerror}")  # type: ignore[attr-defined]
+            print(f"error: {found}; change its permissions, or give another path", file=sys.stderr)
+        else:
+            traceback.print_exc()
     if "RANK" in os.environ or threading.active_count() > 1:
         # FSDP's caches keep gloo's threads alive after destroy_process_group, and a download may run. If one of them
         # asks for the GIL while the interpreter shuts down, it aborts (SIGABRT). After an exception, shutting down NCCL
@@ -346,16 +355,6 @@ def run_cli(main: Callable[[], int | None]) -> None:
         sys.stderr.flush()
         os._exit(status)
     sys.exit(status)
-
-
-def _status_of(main: Callable[[], int | None]) -> int:
-    """Call main(); an OSError because of a path, as even Path.exists() raises for some, is the user's mistake."""
-    try:
-        return main() or 0
-    except OSError as error:
-        if error.filename is None or error.errno not in OF_PATHS:
-            raise
-        raise RankError(f"{error.filename}: {error.strerror}; change its permissions, or give another path") from error
 
 
 def mute(stream: IO[str]) -> None:
