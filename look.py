@@ -171,7 +171,7 @@ def find_step(checkpoint: dict, path: Path, step: int) -> tuple[Mixture, int, in
     for shards, rows, _ in recorded_sources(start, step, checkpoint["data_fingerprint"]):
         streams[start["sources"][shards.name][1]] = rows
         for tokens, shard in zip(rows.tokens, rows.shards, strict=True):
-            files[id(tokens)] = f"{shards.name}, {shard.path.name}"
+            files[id(tokens)] = printable(f"{shards.name}, {shard.path.name}")
     left = options["num_epochs"] * sum(rows.rows_per_epoch for rows in streams.values()) - start["row"]
     end = options["max_steps"] or options["num_epochs"] * options["steps_per_epoch"]
     end = end or start["step"] + math.ceil(left / rows_per_step)
@@ -212,8 +212,7 @@ def look_at_step(options: LookOptions, step: int) -> None:
         print(f"mean loss {found.mean():.4f}, of {path} at step {checkpoint['step']:,}")
     shards, firsts = mixture.find(first, count)
     for i in order[: options.rows or count].tolist():
-        file = printable(files[id(mixture.tokens[shards[i]])])
-        print(f"\n--- row {i:,}: {losses[i]}{file} from token {firsts[i]:,} on")
+        print(f"\n--- row {i:,}: {losses[i]}{files[id(mixture.tokens[shards[i]])]} from token {firsts[i]:,} on")
         print(visible(rows[i].tolist(), tokenizer))
 
 

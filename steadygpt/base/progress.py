@@ -35,9 +35,8 @@ class ProgressBar(tqdm):
         elif not os.get_terminal_size(sys.stderr.fileno()).columns:  # a terminal without a size, as in some containers
             options |= {"ncols": 80}
         # miniters: otherwise tqdm counts updates instead of looking at the clock, and is silent when they slow down.
-        options |= {"miniters": 1, "dynamic_ncols": "ncols" not in options}
-        unit_scale = unit in ("B", " tokens")
-        super().__init__(desc=printable(desc), total=total, unit=unit, unit_scale=unit_scale, **options)
+        options |= {"miniters": 1, "dynamic_ncols": "ncols" not in options, "desc": printable(desc)}
+        super().__init__(total=total, unit=unit, unit_scale=unit in ("B", " tokens"), **options)
 
     def show_from(self, base: float) -> Callable[[float], object]:
         """Return a function that shows an amount beyond `base`."""

@@ -132,7 +132,6 @@ class RunLog:
         if not self.is_open:
             self.say(f"sample {json.dumps(text, ensure_ascii=False)}")
             return
-        text = printable(text, keep="\n\t")  # for the other sinks too
         self.say(f"step {step}/{self.max_steps} | sample:")
         self.say(text, step)
         for sink in self.sinks:
