@@ -135,7 +135,8 @@ def look_at_folder(options: LookOptions) -> None:
         surveys = [survey_split(shards, tokenizer, bar.update) for shards in splits.values()]
     has_edges = any(survey.counts[tokenizer.document_id] for survey in surveys)
     token = f"{tokenizer.document_token} (id {tokenizer.document_id})"
-    print(f"{folder}: tokenizer {record.tokenizer}, {tokenizer.n_vocab:,} ids, document token {token}\n")
+    about = f"{folder}: tokenizer {record.tokenizer}, {tokenizer.n_vocab:,} ids, document token {token}"
+    print(printable(about), end="\n\n")
     for line in sizes(splits, surveys, tokenizer.num_bytes):
         print(line if has_edges else line[:46])
     if has_edges:

@@ -236,8 +236,8 @@ def trained_json(options: PrepareOptions, source: Source, out: Path) -> str:
         )
     asked = {"tokenizer": options.tokenizer, "tokenizer_bytes": limit, "text_field": options.text_field}
     asked |= {"commit": source.commit, "files": source.fingerprint()}
-    with suppress(OSError, ValueError, TypeError, AttributeError, UserError):  # nothing finished
-        earlier = json.loads((out / MANIFEST).read_text())
+    with suppress(OSError, UserError):  # nothing finished
+        earlier = read_json(out / MANIFEST, dict, "")
         if asked.items() <= earlier.items():
             return load_tokenizer(TokenizerRecord.of(earlier), out).json
     return train_tokenizer(source, options.text_field, vocab_size, limit)

@@ -63,7 +63,8 @@ class UncachedFile(io.FileIO):
     """
 
     def __init__(self, path: Path, buffer_size: int = 2**24):
-        super().__init__(str(path), "wb", opener=_no_link)  # str, because errors show repr(path)
+        # str, because errors show repr(path); not through a link, whose target would be overwritten.
+        super().__init__(os.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666), "wb")
         self.buffer = memoryview(mmap.mmap(-1, buffer_size))  # O_DIRECT requires whole pages at page boundaries
         self.used = 0
         self._set_direct(True)
@@ -104,11 +105,6 @@ class UncachedFile(io.FileIO):
             self.direct = on
         except OSError:
             self.direct = False
-
-
-def _no_link(path: str, flags: int) -> int:
-    """Open a file that is not a link, whose target would be overwritten."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def link_file(source: Path, target: Path) -> None:
@@ -153,7 +149,8 @@ def lock_folder(folder: Path, advice: str) -> IO[str]:
     """Lock `folder` against other processes until this process ends or the returned file is closed."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / ".lock", "a+", opener=_no_link)  # noqa: SIM115 (stays open: closing it releases the lock)
+        descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+        file = open(descriptor, "a+")  # noqa: SIM115 (stays open: closing it releases the lock)
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
