@@ -17,7 +17,6 @@ import hashlib
 import json
 import re
 import shutil
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -33,7 +32,9 @@ from model import GPT, GPTConfig
 from steadygpt.base.disk import check_pulled
 from steadygpt.base.durable import fsync, fsync_folder, replace_file
 from steadygpt.base.options import OptionError, UserError, kind_of, option, parse_options, run_cli
-from steadygpt.base.text import labelled
+from steadygpt.base.progress import say
+from steadygpt.base.text import labelled, printable
+from steadygpt.base.typed import read_json
 from steadygpt.checkpoint.files import FORMAT_VERSION, NAMED, as_checkpoint, load_verified, open_checkpoint
 from steadygpt.convert.families import (
     CONSTANTS,
@@ -161,12 +162,9 @@ def with_tokenizer(checkpoint: dict, given: TokenizerRecord, path: Path) -> dict
 
 
 def _read_folder(folder: Path, source: str, given: TokenizerRecord, with_weights: bool = True) -> dict:
-    try:
-        stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{source}: not a Hugging Face model: config.json cannot be read ({error})") from error
-    if not isinstance(stored, dict):
-        raise UserError(f"{source}: config.json is a {type(stored).__name__}; expected an object")
+    if not (folder / "config.json").exists():
+        raise UserError(f"{source}: not a Hugging Face model; expected config.json in it")
+    stored = read_json(folder / "config.json", dict, "expected that of a Hugging Face model")
     kind, found = read_config(stored, source)
     family = FAMILIES[kind]
     config = _config(found, {name: foreign for name, (foreign, _) in family.fields.items()}, source)
@@ -187,7 +185,7 @@ def _tokenizer_of(folder: Path, source: str, own: dict, config: GPTConfig, store
     Args:
         own: what write_folder has added to config.json, which is `stored`.
     """
-    record = TokenizerRecord.of({"tokenizer": ""} | own)
+    record = TokenizerRecord.of({"tokenizer": ""} | own, f"{source}: steadygpt in config.json")
     if own.get("tokenizer_sha256") or (record.tokenizer and not record.is_file):
         return record.with_json(folder)
     record = TokenizerRecord(f"{folder}/{TOKENIZER_JSON}" if Path(source).is_dir() else f"hf:{source}")
@@ -206,9 +204,9 @@ def _tokenizer_of(folder: Path, source: str, own: dict, config: GPTConfig, store
         return TokenizerRecord("")
     if tokenizer.sha256 == GPT2_SHA256 and config.vocab_size in GPT2_ROWS:
         return TokenizerRecord("gpt2", GPT2_SHA256)
-    special = {i: token for token, i in tokenizer.encoding._special_tokens.items()}
+    special = {str(i): token for token, i in tokenizer.encoding._special_tokens.items()}
     begins = (
-        END_OF_TEXT if END_OF_TEXT in special.values() else special.get(stored.get("bos_token_id", -1), END_OF_TEXT)
+        END_OF_TEXT if END_OF_TEXT in special.values() else special.get(str(stored.get("bos_token_id")), END_OF_TEXT)
     )
     record = record._replace(tokenizer_sha256=tokenizer.sha256, document_token=begins)
     return record if tokenizer.n_vocab <= config.vocab_size else TokenizerRecord("")
@@ -263,7 +261,7 @@ def _assumed_gpt2(config: GPTConfig, source: Path | str) -> TokenizerRecord:
     if config.vocab_size not in GPT2_ROWS:
         return TokenizerRecord("")
     found = f"names no tokenizer; assumed gpt2, because it has {config.vocab_size:,} rows"
-    print(f"warning: {source}: {found}. For another one, use --tokenizer of convert_hf.py", file=sys.stderr)
+    say(f"warning: {source}: {found}. For another one, use --tokenizer of convert_hf.py")
     return TokenizerRecord("gpt2")
 
 
@@ -319,6 +317,8 @@ def _import(
             if tensor is None or tuple(tensor.shape) != expected:
                 found = "missing" if tensor is None else tuple(tensor.shape)
                 raise UserError(f"{source}: the weight {foreign} is {found}; expected {expected}")
+            if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:  # such as scaled float8
+                raise UserError(f"{source}: the weight {foreign} is {tensor.dtype}; expected fp64, fp32, fp16 or bf16")
             if not tensor.isfinite().all():
                 raise UserError(f"{source}: the weight {foreign} has NaN or infinite values; expected finite ones")
             parts.append(tensor[: config.vocab_size].float() if name in TABLES else tensor.float())
@@ -476,12 +476,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         use = f"AutoModelForCausalLM.from_pretrained({str(target)!r})"
     config = GPTConfig(**checkpoint["model_config"])
     parameters = sum(tensor.numel() for tensor in _unpadded(config).values())
-    print(
+    done = (
         f"{source} -> {target}: {parameters / 1e6:,.2f} M parameters, context {config.context_length:,}, vocabulary "
         f"{config.vocab_size:,} ({checkpoint['tokenizer'] or 'tokenizer unknown'}); {use}"
     )
+    print(printable(done))
     for note in notes:
-        print(f"warning: {note}", file=sys.stderr)
+        say(f"warning: {note}")
     return 0
 
 

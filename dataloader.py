@@ -392,7 +392,8 @@ def tokenizer_of(sets: Sequence[ShardSet], name: str, saved: TokenizerRecord | N
     for shards in sets:
         if shards.manifest is None:
             continue
-        folder, found = Path(shards.folder), TokenizerRecord.of(shards.manifest).with_json(Path(shards.folder))
+        folder = Path(shards.folder)
+        found = TokenizerRecord.of(shards.manifest, folder / MANIFEST).with_json(folder)
         if not saved and name not in ("auto", found.tokenizer):
             raise UserError(f"--tokenizer is {name!r}; {folder} was prepared with {found.tokenizer!r}; drop the flag")
         if record and not (record.fits(found) and found.fits(record)):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from model import GPT, KVCache
 from steadygpt.base.options import CheckpointOptions, UserError, option, parse_options, run_cli
+from steadygpt.base.text import printable
 from steadygpt.checkpoint.files import open_checkpoint
 from steadygpt.config import GPTConfig
 from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer
@@ -148,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for number, text in enumerate(texts, start=1):
             if options.num_seq > 1:
                 print(f"--- {number} of {options.num_seq}")
-            print(text)
+            print(printable(text, keep="\n\t") if sys.stdout.isatty() else text)  # in a pipe it stays exact
     return 0
 
 

@@ -25,6 +25,7 @@ from tqdm import tqdm
 from generate import load_model
 from model import GPT
 from steadygpt.base.options import CheckpointOptions, UserError, option, parse_options, run_cli
+from steadygpt.base.text import printable
 from steadygpt.checkpoint.files import open_checkpoint
 from steadygpt.config import EXPECTED, TrainConfig, parse_tasks
 from steadygpt.data.tasks import STYLES, TASKS, Example, load_examples
@@ -240,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with autocast(ranks.device, precision):
                 scores = evaluate(model, trees, ranks, progress=ranks.is_main)
             if ranks.is_main:
-                print(f"{path} at step {checkpoint['step']:,}: {TASKS[name].title} {scores}")
+                print(printable(f"{path} at step {checkpoint['step']:,}: {TASKS[name].title} {scores}"))
     return 0
 
 

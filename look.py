@@ -135,7 +135,8 @@ def look_at_folder(options: LookOptions) -> None:
         surveys = [survey_split(shards, tokenizer, bar.update) for shards in splits.values()]
     has_edges = any(survey.counts[tokenizer.document_id] for survey in surveys)
     token = f"{tokenizer.document_token} (id {tokenizer.document_id})"
-    print(f"{folder}: tokenizer {record.tokenizer}, {tokenizer.n_vocab:,} ids, document token {token}\n")
+    about = f"{folder}: tokenizer {record.tokenizer}, {tokenizer.n_vocab:,} ids, document token {token}"
+    print(printable(about), end="\n\n")
     for line in sizes(splits, surveys, tokenizer.num_bytes):
         print(line if has_edges else line[:46])
     if has_edges:
@@ -171,7 +172,7 @@ def find_step(checkpoint: dict, path: Path, step: int) -> tuple[Mixture, int, in
     for shards, rows, _ in recorded_sources(start, step, checkpoint["data_fingerprint"]):
         streams[start["sources"][shards.name][1]] = rows
         for tokens, shard in zip(rows.tokens, rows.shards, strict=True):
-            files[id(tokens)] = f"{shards.name}, {shard.path.name}"
+            files[id(tokens)] = printable(f"{shards.name}, {shard.path.name}")
     left = options["num_epochs"] * sum(rows.rows_per_epoch for rows in streams.values()) - start["row"]
     end = options["max_steps"] or options["num_epochs"] * options["steps_per_epoch"]
     end = end or start["step"] + math.ceil(left / rows_per_step)

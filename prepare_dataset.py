@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
@@ -37,9 +37,10 @@ from steadygpt.base.durable import lock_folder, replace_file
 from steadygpt.base.options import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.base.progress import ProgressBar, say
 from steadygpt.base.text import bytes_text, counted
+from steadygpt.base.typed import Count, read_json
 from steadygpt.data.documents import NO_TEXT, Chunk, Position, cut_document, read_documents, repair, suffix_of
 from steadygpt.data.ids import check_ids
-from steadygpt.data.shards import DEFAULT_FOLDER, MANIFEST, open_shard, token_dtype, write_shard
+from steadygpt.data.shards import DEFAULT_FOLDER, MANIFEST, ShardEntry, open_shard, token_dtype, write_shard
 from steadygpt.data.sources import FINEWEB_EDU, STDLIB, Source, find_source
 from steadygpt.data.tokenizer import (
     END_OF_TEXT,
@@ -235,8 +236,8 @@ def trained_json(options: PrepareOptions, source: Source, out: Path) -> str:
         )
     asked = {"tokenizer": options.tokenizer, "tokenizer_bytes": limit, "text_field": options.text_field}
     asked |= {"commit": source.commit, "files": source.fingerprint()}
-    with suppress(OSError, ValueError, TypeError, AttributeError, UserError):  # nothing finished
-        earlier = json.loads((out / MANIFEST).read_text())
+    with suppress(OSError, UserError):  # nothing finished
+        earlier = read_json(out / MANIFEST, dict, "")
         if asked.items() <= earlier.items():
             return load_tokenizer(TokenizerRecord.of(earlier), out).json
     return train_tokenizer(source, options.text_field, vocab_size, limit)
@@ -255,24 +256,24 @@ class Manifest:
     name: str
     tokenizer: str
     tokenizer_sha256: str = ""  # its identity
-    tokenizer_bytes: int = 0  # of text that it was trained on here, at most
+    tokenizer_bytes: Count = 0  # of text that it was trained on here, at most
     document_token: str = END_OF_TEXT
-    shard_size: int
-    val_tokens: int | None  # None until val_bytes of text are read and counted, or the number of ids is estimated
-    val_bytes: int = 0  # of text in val, at least; 0 if val_tokens was given
+    shard_size: Annotated[int, 1]
+    val_tokens: Count | None  # None until val_bytes of text are read and counted, or the number of ids is estimated
+    val_bytes: Count = 0  # of text in val, at least; 0 if val_tokens was given
     text_field: str
     commit: str  # of a data set of the Hub
     files: str  # the source's fingerprint
     complete: bool = False
-    vocab_size: int
-    dtype: str
-    documents: int = 0
-    repaired: int = 0
-    spelled: int = 0
-    skipped: dict[str, int] = field(default_factory=dict)  # reason -> rows
-    tokens: int = 0
-    shards: list[dict[str, Any]] = field(default_factory=list)
-    next: dict[str, int] = field(default_factory=lambda: dict.fromkeys(NEXT, 0))  # unless complete
+    vocab_size: Count
+    dtype: Annotated[str, "uint16|uint32"]
+    documents: Count = 0
+    repaired: Count = 0
+    spelled: Count = 0
+    skipped: dict[str, Count] = field(default_factory=dict)  # reason -> rows
+    tokens: Count = 0
+    shards: list[ShardEntry] = field(default_factory=list)
+    next: dict[str, Count] = field(default_factory=lambda: dict.fromkeys(NEXT, 0))  # unless complete
 
     @staticmethod
     def begin(options: PrepareOptions, source: Source, out: Path) -> "Manifest":
@@ -310,19 +311,17 @@ class Manifest:
         """Read the manifest that an earlier run of the same preparation left; None if there is no shard to keep."""
         advice = f"use a different --out, or empty {out}"
         try:
-            manifest = Manifest(**json.loads((out / MANIFEST).read_text()))
-            _ = [manifest.next[key] for key in NEXT]
-            shards = {out / shard["file"]: shard["tokens"] for shard in manifest.shards}
+            manifest = read_json(out / MANIFEST, Manifest, f"so it is not a manifest; {advice}")
         except FileNotFoundError:
             if foreign := sorted(path.name for path in out.glob("*") if path.suffix in (".npy", ".bin")):
                 raise UserError(f"{out}: holds {foreign[0]} but no {MANIFEST}; {advice}") from None
             return None
         except NotADirectoryError:
             raise UserError(f"--out {out} is a file; expected a folder") from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{out / MANIFEST}: not a manifest ({error!r}); {advice}") from error
-        if not shards:
+        if not manifest.shards:
             return None
+        if missing := {*NEXT} - manifest.next.keys():
+            raise UserError(f"{out / MANIFEST}: next has no {min(missing)}, so it is not a manifest; {advice}")
         if not manifest.complete and manifest.format_version != FORMAT_VERSION:
             raise UserError(
                 f"{out}: begun by a version of SteadyGPT that cuts texts differently (format "
@@ -339,7 +338,7 @@ class Manifest:
         ]
         if differ:
             raise UserError(f"{out}: prepared with {'; '.join(differ)}; {advice}")
-        for path, num_tokens in shards.items():
+        for path, num_tokens in ((out / shard["file"], shard["tokens"]) for shard in manifest.shards):
             if not path.exists() or open_shard(path).num_tokens != num_tokens:
                 raise UserError(
                     f"{path}: missing or damaged, though {MANIFEST} lists it; empty {out} and prepare it again"
@@ -458,7 +457,7 @@ def default_name(source: str) -> str:
     if source == "fineweb-edu":
         return "edufineweb"
     path = Path(re.split("[:@]", source)[1]) if source.startswith("hf:") else Path(source)
-    last = Path(*takewhile(lambda part: not glob.has_magic(part), path.parts)).resolve().name
+    last = Path(os.path.realpath(Path(*takewhile(lambda part: not glob.has_magic(part), path.parts)))).name
     return re.sub(r"[^\w.-]+", "_", last.removesuffix(suffix_of(last))) or "corpus"
 
 

@@ -28,7 +28,7 @@ from model import GPT
 from steadygpt import git_commit
 from steadygpt.base.options import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.base.progress import ProgressBar
-from steadygpt.base.text import counted
+from steadygpt.base.text import counted, printable
 from steadygpt.checkpoint.files import checkpoint_files, intact_checkpoints, read_checkpoint
 from steadygpt.checkpoint.mirror import Mirror
 from steadygpt.config import TrainConfig
@@ -298,7 +298,7 @@ def replay(past: Past, device: str, ranks: Ranks, held: ExitStack) -> Comparison
             comparison.reasons |= dict.fromkeys(found)
             ranks.on_main(partial(comparison.find_records, so_far, begin, end))
             if ranks.is_main:
-                print(f"steps {begin:,} to {end - 1:,}: {', '.join(found) or AS_RECORDED}", flush=True)
+                print(printable(f"steps {begin:,} to {end - 1:,}: {', '.join(found) or AS_RECORDED}"), flush=True)
             with closing(run.training_batches()) as batches:
                 while state.step < end:
                     pending = train_step(run, batches)
@@ -329,7 +329,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with joined(options.device) as ranks, ExitStack() as held:
         past = ranks.on_main(lambda: find_past(options, first, last))
         if past:
-            print(f"from {past.origin}", flush=True)
+            print(printable(f"from {past.origin}"), flush=True)
         sent = ranks.broadcast(past and replace(past, start=Start(), saves=dict.fromkeys(past.saves, ("", {}))))
         try:
             comparison = replay(past or sent, options.device, ranks, held)

@@ -21,6 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from steadygpt.base.options import UserError, run_cli
+from steadygpt.base.text import printable
 from steadygpt.config import PRESETS, TrainConfig, parse_args
 from steadygpt.data.shards import MANIFEST, find_shards, read_manifest
 from steadygpt.log.status import read_status
@@ -56,7 +57,7 @@ def choose(title: str, choices: Mapping[str, str], default: str) -> str:
     numbers = {str(number): name for number, name in enumerate(choices, 1)}
     print(f"\n{title}")
     for number, name in numbers.items():
-        print(f"  {number:>2}  {name:<{max(map(len, choices))}}  {choices[name]}")
+        print(printable(f"  {number:>2}  {name:<{max(map(len, choices))}}  {choices[name]}"))
     expected = f"a number from 1 to {len(choices)}, or a name"
     answer = ask("number or name", default, {*numbers, *choices}, expected)
     return numbers.get(answer, answer)
@@ -83,7 +84,7 @@ def prepared_data(root: Path) -> dict[str, str]:
             found[str(folder)] = f"{tokens:,} training tokens ({manifest['tokenizer'] if manifest else 'no manifest'})"
         except UserError as error:
             if (folder / MANIFEST).exists():
-                print(f"skipped {error}")
+                print(printable(f"skipped {error}"))
     return found
 
 

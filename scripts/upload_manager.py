@@ -18,9 +18,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from steadygpt.base.durable import lock_folder
 from steadygpt.base.options import OptionError, UserError, option, parse_options, run_cli
+from steadygpt.base.text import printable
 from steadygpt.checkpoint.files import LATEST, NAMED, find_checkpoint
 from steadygpt.checkpoint.mirror import Mirror
-from steadygpt.checkpoint.table import mirror_table
+from steadygpt.checkpoint.table import print_checkpoints
 from steadygpt.checkpoint.uploads import Uploads
 from steadygpt.config import TrainConfig
 from steadygpt.log.runlog import RunLog
@@ -61,7 +62,7 @@ def upload_all(url: str, folder: Path) -> None:
             time.sleep(0.1)
         if left := uploads.left():
             raise UserError(f"not uploaded: {left}; run this again")
-    print(f"{url} has the checkpoints of {folder}")
+    print(printable(f"{url} has the checkpoints of {folder}"))
 
 
 def download(mirror: Mirror, name: str, folder: Path) -> None:
@@ -75,7 +76,7 @@ def download(mirror: Mirror, name: str, folder: Path) -> None:
         raise UserError(f"{target} exists; rename it, or give another --checkpoint_dir")
     folder.mkdir(parents=True, exist_ok=True)
     mirror.download(there[name], target)
-    print(f"{target}: step {there[name].step:,}, verified")
+    print(printable(f"{target}: step {there[name].step:,}, verified"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,8 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = f"missing, and {folder / RUN} names none"
         raise OptionError("mirror", found, "a URL such as s3://bucket/run")
     if options.action == "list":
-        print(*mirror_table(Mirror(url)), sep="\n")
-    elif options.action == "download":
+        return print_checkpoints(folder, url)
+    if options.action == "download":
         download(Mirror(url), options.name, folder)
     else:
         upload_all(url, folder)

@@ -13,11 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Annotated
 
 from steadygpt.base.options import OTHER_CONFIGS, OptionError, UserError, check_options, option, options_of, read_flags
 from steadygpt.base.text import counted
+from steadygpt.base.typed import typed
 
 WEBHOOK = re.compile(r"https?://([\w.-]+|\[[\da-f:]+\])(:\d+)?(/[!-~]*)?", re.ASCII | re.IGNORECASE)
+VALUE = bool | int | float | Annotated[str, "[^\0]*"]  # in TOML
 PRESETS = Path(__file__).resolve().parent.parent / "configs"
 
 
@@ -61,7 +64,7 @@ class GPTConfig:
                              choices=ACTIVATIONS)
     rotary_pct: float = _shape(0.0, "fraction of each head's dimensions with rotary positions, 0.25 in GPT-NeoX; 0 = "
                                "learned positions, as in GPT-2", at_most=1)
-    rotary_base: float = _shape(10000.0, "base of the rotary wavelengths", above=0)
+    rotary_base: float = _shape(10000.0, "base of the rotary wavelengths", above=0, at_most=1e15)
     parallel_residual: bool = _shape(False, "attention and MLP read the same input, as in GPT-NeoX")
     tied_head: bool = _shape(True, "share the embedding table with the head, as in GPT-2")
     logit_softcap: float = _shape(0.0, "cap logits smoothly at c, by c * tanh(logits / c); 15 in NanoChat; 0 = no cap")
@@ -277,6 +280,10 @@ class TrainConfig(GPTConfig):
                 "--alert_url: not the URL of a webhook; expected http:// or https://, a server and a path, without a "
                 "user name (ntfy takes ?auth=... instead). Copy the URL of the webhook again"
             )
+        is_path = bool(self.run_name) and {"", ".", ".."} & {*self.run_name.split("/")}
+        if is_path or len(self.run_name) > 200 or not self.run_name.isprintable():
+            expected = "at most 200 printable characters, which name a folder in --tensorboard_dir"
+            raise OptionError("run_name", repr(self.run_name[:200]), expected)
         self.sources(), self.val_folders()
         if not self.init_from:
             raise UserError("--init_from is empty; expected scratch, a folder, a checkpoint file or gpt2")
@@ -533,7 +540,7 @@ def preset_named(preset: str, given: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        named = {word.removeprefix("--") for word in re.findall(r"--\w+|\w+_\w+", str(error))}
+        named = {word.removeprefix("--") for word in re.findall(r"--\w+|\b\w+_\w+", str(error))}
         if stated := [f"--{name}" for name, source in given.items() if source == "preset" and name in named]:
             error.args = (f"{error} (--config {preset} sets {', '.join(stated)})",)
         raise
@@ -560,13 +567,13 @@ def _read_toml(name: str, read_by: tuple[str, ...] = ()) -> dict:
     try:
         if name in read_by:
             raise UserError("the file includes itself")
-        written = tomllib.loads(path.read_text())
+        written = typed(tomllib.loads(path.read_text()), dict[str, VALUE], "its content", "write NAME = VALUE")
         written.pop("description", "")  # for ./start_training.sh
         argv = [f"--{option}={value}" for option, value in written.items()]
         values = read_flags(TrainConfig, argv, ABOUT, ELSEWHERE)
         preset = _read_toml(values["config"], (*read_by, name)) if values.get("config") else {}
         return _overridden(preset, values)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # a ValueError: TOML or UTF-8 that is none, or too large a number
         raise UserError(f"{path}: not TOML: {error}") from error
     except UserError as error:
         raise UserError(f"{path}: {error}") from None

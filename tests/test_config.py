@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+import time
 import tomllib
 from pathlib import Path
 
@@ -270,6 +271,42 @@ def test_rows_split_a_step_evenly_or_the_suggested_sizes_do(ranks, rows, context
 def test_the_names_of_activations_and_tasks_are_those_that_are_implemented():
     assert tuple(model.ACTIVATIONS) == config.ACTIVATIONS
     assert tuple(tasks.TASKS) == config.TASKS
+
+
+@pytest.mark.parametrize("name", ["/x", "../x", "a/../../x", "a//b", "a/", ".", "a\n", "\x1b[2J", "x" * 201])
+def test_the_name_of_a_run_is_a_folder_below_that_of_tensorboard(name):
+    assert error_of("--run_name", name).startswith("--run_name is ") and parse("--run_name", "a/b..c").run_name
+
+
+def test_a_password_in_the_url_of_the_mirror_is_refused():
+    assert "pw" not in error_of("--mirror", "s3://me:pw@bucket/run")
+
+
+def test_a_long_value_is_refused_within_a_second():
+    before_s = time.monotonic()
+    for value in ("x" * 200_000, "-" * 200_000):
+        assert "--precision" in error_of("--config", "test", f"--precision={value}")
+    assert time.monotonic() - before_s < 1
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("max_steps = " + "[" * 100_000, "not TOML"),
+        ("max_steps = " + "9" * 5000, "not TOML"),
+        ("max_steps = 99999999999999999999", "['max_steps'] is "),
+        ("[max_steps]\na = 1", "['max_steps'] is a dict"),
+        ("data_dir = ['a', 'b']", "['data_dir'] is a list"),
+        ("data_dir = 2026-11-22", "['data_dir'] is a date"),
+        ('data_dir = "a\\u0000b"', "['data_dir'] is 'a\\x00b'"),
+        ('max_steps = "1\\n2"', "argument --max_steps: is "),
+    ],
+)
+def test_a_config_file_with_other_values_is_named_in_one_line(tmp_path, content, problem):
+    (tmp_path / "mine.toml").write_text(content)
+    said = error_of("--config", str(tmp_path / "mine.toml"))
+    assert said.startswith(f"{tmp_path / 'mine.toml'}: ") and problem in said
+    assert "\n" not in said and len(said) < 500
 
 
 def test_words_without_a_flag_are_answered_with_one():

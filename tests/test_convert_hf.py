@@ -160,7 +160,7 @@ def test_weights_that_contradict_config_json_are_refused(tmp_path):
     assert "transformer.h.1.ln_1.bias has NaN" in mistake(tmp_path)
     own = {"steadygpt": {"tokenizer": ["bytes"], "vocab_size": 1000}}
     (tmp_path / "config.json").write_text(json.dumps(json.loads(stored) | own))
-    assert "unknown tokenizer" in mistake(tmp_path)
+    assert "steadygpt in config.json: tokenizer is a list; expected a string" in mistake(tmp_path)
 
 
 def shard(folder) -> dict[str, str]:
@@ -183,11 +183,23 @@ def test_weights_come_from_the_files_that_the_index_names(tmp_path):
     assert_same_weights(read_weights(str(tmp_path / "a")), expected)
     (tmp_path / "a" / max(places.values())).unlink()
     assert f"a/{max(places.values())}: cannot be read ([Errno 2] No such file" in mistake(tmp_path / "a")
-    for text in ("{", "[]", '{"weight_map": 3}'):
+    outside = [json.dumps({"weight_map": {"a": name}}) for name in ("/etc/passwd", "../b.safetensors", "..", "")]
+    for text in ("{", "[]", "[" * 100_000, '{"weight_map": 3}', '{"weight_map": {"a": 3}}', *outside):
         index.write_text(text)
-        assert "model.safetensors.index.json: does not name the file of each weight" in mistake(tmp_path / "a")
+        said = mistake(tmp_path / "a")
+        assert "a/model.safetensors.index.json: " in said and "expected the file of each weight; copy it again" in said
     index.unlink()
     assert "no model.safetensors and no model.safetensors.index.json" in mistake(tmp_path / "a")
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.int64, torch.complex64])
+def test_weights_of_other_dtypes_are_refused_by_name(tmp_path, dtype):
+    reference_model("gpt_neox").save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["gpt_neox.final_layer_norm.weight"] = weights["gpt_neox.final_layer_norm.weight"].to(dtype)
+    save_file(weights, tmp_path / "model.safetensors")
+    expected = f"the weight gpt_neox.final_layer_norm.weight is {dtype}; expected fp64, fp32, fp16 or bf16"
+    assert expected in mistake(tmp_path)
 
 
 def test_weights_of_a_compiled_model_are_read(tmp_path):
@@ -205,9 +217,9 @@ def test_missing_or_damaged_files_are_refused(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     assert "no model.safetensors" in mistake(tmp_path)
     for text, words in (
-        ("{", "config.json cannot be read"),
-        ("[" * 100_000, "config.json cannot be read"),
-        ("[]", "config.json is a list"),
+        ("{", "config.json: not JSON"),
+        ("[" * 100_000, "config.json: not JSON"),
+        ("[]", "config.json: the content is a list; expected an object"),
     ):
         (tmp_path / "config.json").write_text(text)
         assert words in mistake(tmp_path)

@@ -251,6 +251,9 @@ def test_damaged_shards_are_rejected(tmp_path):
     for array in (np.zeros(9), np.zeros(9, np.float32), np.zeros((3, 3), np.uint16), np.zeros(9, np.uint8)):
         np.save(tmp_path / "array.npy", array)
         refused(lambda: open_shard(tmp_path / "array.npy"), "array.npy", str(array.dtype), "uint16")
+    write_shard(tmp_path / "one.npy", np.zeros(1, np.uint16))
+    (tmp_path / "one.npy").write_bytes((tmp_path / "one.npy").read_bytes().replace(b"(1,), }   ", b"(True,), }"))
+    refused(lambda: open_shard(tmp_path / "one.npy"), "one.npy: holds uint16 of shape (True,)")
     refused(lambda: open_shard(llmc_file(tmp_path / "count_train_0.bin", [1, 2, 3], count=4)), "4 tokens", "damaged")
     refused(lambda: open_shard(llmc_file(tmp_path / "minus_train_0.bin", [], count=-1)), "damaged")
 
@@ -313,8 +316,14 @@ def without(key: str, fields: dict) -> dict:
 
 @pytest.mark.parametrize(("text", "words"), [
     *((text, "not a manifest") for text in ("", "{", "[]", "\xff")),
-    *((json.dumps(without(key, MANIFEST)), f"not a manifest ('{key}')") for key in MANIFEST),
-    *((json.dumps(MANIFEST | {"shards": [without(key, ENTRY)]}), f"not a manifest ('{key}')") for key in ENTRY),
+    ("[" * 100_000, "not a manifest"),
+    *((json.dumps(without(key, MANIFEST)), f"{key} is None; expected a value; so it is not a manifest")
+      for key in MANIFEST),
+    *((json.dumps(MANIFEST | {"shards": [without(key, ENTRY)]}), f"shards[0].{key} is None; expected a value")
+      for key in ENTRY),
+    *((json.dumps(MANIFEST | {"shards": [ENTRY | wrong]}), f"shards[0].{min(wrong)} is ")
+      for wrong in ({"file": "../a_train_0.npy"}, {"file": "/a.npy"}, {"split": "test"}, {"tokens": -1},
+                    {"tokens": True}, {"tokens": 2**64}, {"sha256": 0})),
     (json.dumps(MANIFEST | {"complete": False}), "interrupted"),
 ])  # fmt: skip
 def test_a_malformed_or_unfinished_manifest_is_rejected(tmp_path, text, words):

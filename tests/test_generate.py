@@ -149,6 +149,13 @@ def test_each_text_starts_with_the_prompt(texts):
     assert len(set(parts)) == 3
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_text_is_escaped_on_a_terminal_and_exact_in_a_pipe(texts, monkeypatch, is_terminal):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    begun = "a\n\t\\x1b[2J\\r" if is_terminal else "a\n\t\x1b[2J\r"
+    assert texts("--prompt", "a\n\t\x1b[2J\r").startswith(begun)
+
+
 @pytest.mark.parametrize("end", ["", "\n", "\r\n"])
 def test_prompt_file_is_one_prompt_without_its_last_line_break(texts, folder, end, monkeypatch):
     (folder / "prompt.txt").write_bytes(f"two\nlines{end}".encode())

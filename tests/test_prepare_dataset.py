@@ -1,6 +1,7 @@
 """Tests of prepare_dataset.py: output, resume, and reports of unusable input."""
 
 import codecs
+import errno
 import gzip
 import hashlib
 import json
@@ -237,14 +238,17 @@ def test_mistakes_are_reported_in_one_line(jsonl):
     prepare("docs.jsonl", "bad", "--val_tokens", "100")  # failed commands leave the folder usable
 
 
-def test_a_full_disk_is_reported_with_path_and_bytes(jsonl):
-    (jsonl / "out").mkdir()
-    (jsonl / "out/.docs_val_000000.npy.tmp").symlink_to("/dev/full")
+def test_a_full_disk_is_reported_with_path_and_bytes(jsonl, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     message = (
         r"^out/\.docs_val_000000\.npy\.tmp: No space left on device; [\d.,]+ [GT]B free; "
         "fix it, then run the same command again to resume$"
     )
-    refused("--source", "docs.jsonl", "--out", "out", match=message)
+    with monkeypatch.context() as patch:
+        patch.setattr(np.lib.format, "write_array_header_1_0", full)  # the first that is written of a shard
+        refused("--source", "docs.jsonl", "--out", "out", match=message)
     assert prepare("docs.jsonl")["complete"]
 
 
@@ -337,8 +341,15 @@ def test_files_that_cannot_be_read_are_found_before_the_first_shard(jsonl, monke
         ),
         ("a.json", json.dumps([{"text": "a"}], indent=1).encode(), r"a line. Try: jq -c .* a.json > rows.jsonl"),
         ("a.jsonl", json.dumps({"text": "a"}, indent=1).encode(), "a.jsonl: found an array or indented JSON"),
-        ("a.txt", "UTF-16, no mark".encode("utf-16-le"), "a.txt: found mostly NUL bytes; .* iconv -f UTF-16LE"),
-        ("a.jsonl", b'{"text": "a"}\n' + b"\0" * 100, "a.jsonl: found mostly NUL bytes; expected text"),
+        ("a.txt", "UTF-16, no mark".encode("utf-16-le"), "a.txt: found NUL bytes or much that .* iconv -f UTF-16LE"),
+        ("a.jsonl", b'{"text": "a"}\n' + b"\0" * 100, "a.jsonl: found NUL bytes or much that"),
+        ("a.txt", b"one\0" + b"word " * 99, "a.txt: found NUL bytes or much that is not UTF-8; expected text; "),
+        ("a.txt", bytes(range(128, 256)) * 99, "a.txt: found NUL bytes or much that is not UTF-8; expected text; "),
+        (
+            "a.md",
+            "по-русски ".encode("cp1251") * 99,
+            "a.md: found NUL bytes or much that is not UTF-8; expected text; ",
+        ),
         ("a.txt.zst", b"no zstd", "a.txt.zst: cannot be read, OSError: .*zstd|ZSTD"),
         ("a.jsonl.zst", None, "a.jsonl.zst: cannot be read, OSError: Truncated compressed stream"),
     ],
@@ -348,6 +359,23 @@ def test_what_a_file_holds_instead_is_said_in_one_line(name, content, message, j
 
     (jsonl / name).write_bytes(content or pyarrow.compress(b'{"text": "a"}\n' * 9999, "zstd", asbytes=True)[:-9])
     refused("--source", name, "--out", "out", match=message)
+
+
+def test_a_few_bytes_that_are_not_utf_8_are_replaced(tmp_path):
+    (tmp_path / "a.txt").write_bytes("café à la crème ".encode("latin-1") * 10 + b"word " * 100)
+    assert prepare(tmp_path / "a.txt", tmp_path / "out", "--val_tokens", "1")["repaired"] == 30
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"shards": [{"file": "../a.npy", "split": "val", "tokens": 1, "sha256": ""}]}, {"next": {}}, {"tokens": "9"}],
+)
+def test_a_manifest_with_other_values_is_refused(jsonl, change):
+    prepare("docs.jsonl")
+    written = json.loads(Path("out/manifest.json").read_text())
+    Path("out/manifest.json").write_text(json.dumps(written | change))
+    arguments = "--source", "docs.jsonl", "--out", "out"
+    refused(*arguments, match=f"out/manifest.json: {min(change)}.* not a manifest; use a different --out, or empty out")
 
 
 def test_texts_that_spell_the_document_token_are_counted_and_can_be_split(tmp_path, monkeypatch, capsys):
@@ -401,6 +429,12 @@ def test_a_first_line_without_text_is_skipped_in_later_files(tmp_path):
     manifest = prepare(tmp_path / "*.jsonl", tmp_path / "out", "--val_tokens", "1")
     assert manifest["skipped"] == {"no field 'text'": 1}
     assert ids_of(tmp_path / "out") == ids_expected(["a", "b", "b"])
+
+
+def test_a_link_to_itself_is_named(jsonl):
+    Path("loop").symlink_to("loop")
+    refused("--source", "loop", "--out", "out", match="--source loop: found 1 file of other types")
+    refused("--source", "docs.jsonl", "--out", "loop", match="loop")
 
 
 def test_shards_do_not_go_into_the_folder_of_their_source(jsonl):

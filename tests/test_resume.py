@@ -157,6 +157,13 @@ def test_a_link_to_a_missing_folder_is_named(workdir):
     assert "cannot write to gone: a file, or a link to nothing" in fails(*folders("gone"))
 
 
+def test_a_link_to_itself_is_named(workdir):
+    Path("loop").symlink_to("loop")
+    assert "cannot write to loop: a file, or a link to nothing" in fails(*folders("loop"))
+    assert "cannot write to loop: a file, or a link to nothing" in fails(*folders("a"), "--logdir", "loop")
+    assert "/loop: no such file; expected latest, auto" in fails("--resume", "loop")
+
+
 def test_resume_takes_options_from_the_checkpoint_and_reports_changes(workdir, capsys):
     assert run_here("--max_steps", "4", "--use_tensorboard", *folders("a")) == 0
     changed = ("--max_steps", "6", "--weight_decay", "0.5")

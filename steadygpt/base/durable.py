@@ -39,9 +39,10 @@ def write_temporary(
         durable: wait until the file is on the disk.
     """
     temporary = path.with_name(f".{path.name}.tmp")
+    temporary.unlink(missing_ok=True)  # left by a killed process; or a link, whose target would be overwritten
     try:
         # Given a path instead of a file, torch.save would report a full disk as a RuntimeError without errno.
-        with open(temporary, "wb") if cached else UncachedFile(temporary) as file:
+        with open(temporary, "xb") if cached else UncachedFile(temporary) as file:
             write(file)
             file.flush()
             if durable:
@@ -62,7 +63,8 @@ class UncachedFile(io.FileIO):
     """
 
     def __init__(self, path: Path, buffer_size: int = 2**24):
-        super().__init__(str(path), "wb")  # str, because errors show repr(path)
+        # str, because errors show repr(path); not through a link, whose target would be overwritten.
+        super().__init__(os.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666), "wb")
         self.buffer = memoryview(mmap.mmap(-1, buffer_size))  # O_DIRECT requires whole pages at page boundaries
         self.used = 0
         self._set_direct(True)
@@ -147,7 +149,8 @@ def lock_folder(folder: Path, advice: str) -> IO[str]:
     """Lock `folder` against other processes until this process ends or the returned file is closed."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / ".lock", "a+")  # noqa: SIM115 (stays open: closing it releases the lock)
+        descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+        file = open(descriptor, "a+")  # noqa: SIM115 (stays open: closing it releases the lock)
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
@@ -158,5 +161,6 @@ def lock_folder(folder: Path, advice: str) -> IO[str]:
         raise UserError(f"{folder}: in use by process {owner}; {advice}") from None
     except OSError as error:
         found = "a file, or a link to nothing" if isinstance(error, FileExistsError) else error.strerror
-        raise UserError(f"cannot write to {folder}: {found}; expected a writable folder with free space") from error
+        place = error.filename or folder
+        raise UserError(f"cannot write to {place}: {found}; expected a writable folder with free space") from error
     return file

@@ -3,9 +3,11 @@
 import argparse
 import dataclasses
 import difflib
+import errno
 import itertools
 import math
 import os
+import re
 import shlex
 import signal
 import sys
@@ -20,12 +22,15 @@ from io import TextIOWrapper
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from steadygpt import version_text
+from steadygpt.base.text import printable
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Options = TypeVar("Options", bound="DataclassInstance")
 OTHER_CONFIGS = (".py", ".yaml", ".yml", ".json")  # of other trainers; ours are TOML
+OF_PATHS = (errno.EACCES, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
+PASSWORD = r"[^/:@]*:(?!\d*(/|$))[^@]*@"  # begins the rest of a URL, which may also begin with a server and a port
 ON_OFF = {"on": True, "true": True, "1": True, "yes": True, "off": False, "false": False, "0": False, "no": False}
 
 
@@ -114,11 +119,14 @@ def secrets_of(options: "DataclassInstance") -> list[str]:
 
 
 def check_options(options: "DataclassInstance") -> None:
-    """Compare each value with the choices and bounds of its option."""
+    """Compare each value with the choices and bounds of its option; refuse passwords that a run would write."""
     for name, f in options_of(options).items():
         value, about = getattr(options, name), f.metadata
         if about["choices"] and value not in about["choices"]:
             raise OptionError(name, repr(value), f"one of {', '.join(about['choices'])}")
+        if name in ("mirror", "source") and re.match(PASSWORD, value.partition("://")[2]):
+            log_in = "log in with AWS_PROFILE, GOOGLE_APPLICATION_CREDENTIALS or another setting of the store"
+            raise OptionError(name, "a URL with a password, which files and logs would show", f"one without; {log_in}")
         if value is None or kind_of(f) not in (int, float):
             continue
         if not about["at_least"] <= value < math.inf:
@@ -310,8 +318,8 @@ def _on_off(text: str) -> bool:
 
 
 def run_cli(main: Callable[[], int | None]) -> None:
-    """Run a command's `main()` and exit: with its status, 2 and one line for a `UserError`, 128 + the number of the
-    signal that interrupts it (Ctrl-C: 130), 1 and a traceback for other exceptions.
+    """Run a command's `main()` and exit: with its status, 2 and one line for a `UserError` or a path that cannot be
+    used, 128 + the number of the signal that interrupts it (Ctrl-C: 130), 1 and a traceback for other exceptions.
     """
     for name in ("stdout", "stderr"):  # None if the shell has closed it: >&-
         setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))  # noqa: SIM115 (open as long as the process)
@@ -324,7 +332,7 @@ def run_cli(main: Callable[[], int | None]) -> None:
     except UserError as error:
         status = 2
         if isinstance(error, RankError) or "RANK" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {printable(str(error))}", file=sys.stderr)
         else:
             time.sleep(2)  # torchrun ends all ranks when the first one exits: let local rank 0 print the error
     except KeyboardInterrupt as interrupt:
@@ -333,9 +341,13 @@ def run_cli(main: Callable[[], int | None]) -> None:
     except BrokenPipeError:  # `... | head` closed the pipe, so there is no reader for an error either
         mute(sys.stdout)
         status = 0
-    except Exception:
-        traceback.print_exc()
-        status = 1
+    except Exception as error:
+        status = 2 if isinstance(error, OSError) and error.filename and error.errno in OF_PATHS else 1
+        if status == 2:  # a path that a user gave: even Path.exists() raises these
+            found = printable(f"{error.filename}: {error.strerror}")  # type: ignore[attr-defined]
+            print(f"error: {found}; change its permissions, or give another path", file=sys.stderr)
+        else:
+            traceback.print_exc()
     if "RANK" in os.environ or threading.active_count() > 1:
         # FSDP's caches keep gloo's threads alive after destroy_process_group, and a download may run. If one of them
         # asks for the GIL while the interpreter shuts down, it aborts (SIGABRT). After an exception, shutting down NCCL

@@ -7,6 +7,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from steadygpt.base.text import printable
+
 LOG_INTERVAL_S = 60.0
 LOG_FORMAT = (
     "{desc}: {percentage:.0f}%, {n_fmt} of {total_fmt}, {elapsed} elapsed, {remaining} remaining, {rate_fmt}{postfix}"
@@ -14,11 +16,11 @@ LOG_FORMAT = (
 
 
 def say(text: str) -> None:
-    """Print a line on stderr, above the bars."""
+    """Print a line on stderr, above the bars; control characters are escaped."""
     if sys.stderr.isatty():
-        tqdm.write(text, file=sys.stderr)
+        tqdm.write(printable(text), file=sys.stderr)
     else:
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)
 
 
 class ProgressBar(tqdm):
@@ -26,14 +28,14 @@ class ProgressBar(tqdm):
 
     is_terminal, disable, n, initial = False, True, 0, 0  # until __init__() has run, which Ctrl-C may interrupt
 
-    def __init__(self, *, total: float | None, unit: str, **options: Any):
+    def __init__(self, *, desc: str, total: float | None, unit: str, **options: Any):
         self.is_terminal = sys.stderr.isatty()
         if not self.is_terminal:
             options |= {"bar_format": LOG_FORMAT if total else None, "smoothing": 0}  # 0: the rate is the average
         elif not os.get_terminal_size(sys.stderr.fileno()).columns:  # a terminal without a size, as in some containers
             options |= {"ncols": 80}
         # miniters: otherwise tqdm counts updates instead of looking at the clock, and is silent when they slow down.
-        options |= {"miniters": 1, "dynamic_ncols": "ncols" not in options}
+        options |= {"miniters": 1, "dynamic_ncols": "ncols" not in options, "desc": printable(desc)}
         super().__init__(total=total, unit=unit, unit_scale=unit in ("B", " tokens"), **options)
 
     def show_from(self, base: float) -> Callable[[float], object]:

@@ -7,6 +7,7 @@ import math
 import re
 import types
 import typing
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -66,8 +67,12 @@ def _typed(found: Any, kind: Any, at: str) -> Any:
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
         return _limited(_typed(found, parts[0], at), at, *parts[1:])
-    if origin in (types.UnionType, typing.Union):  # X | None
-        return None if found is None else _typed(found, parts[0], at)
+    if origin in (types.UnionType, typing.Union):
+        *others, last = (part for part in parts if part is not type(None) or found is None)
+        for part in others:
+            with suppress(_Misfit):
+                return _typed(found, part, at)
+        return _typed(found, last, at)
     expected = NAMES.get(origin or kind, getattr(kind, "__name__", ""))
     if origin in (list, tuple) and isinstance(found, list | tuple):
         kinds = parts * len(found) if origin is list else parts

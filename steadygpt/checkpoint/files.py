@@ -14,7 +14,6 @@ import json
 import os
 import pickle
 import re
-import sys
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from torch import nn
 
 from steadygpt.base.disk import check_pulled
 from steadygpt.base.options import UserError, shown_options
+from steadygpt.base.progress import say
 from steadygpt.base.text import counted
 from steadygpt.base.typed import Count, Loss, typed
 from steadygpt.config import GPTConfig, TrainConfig
@@ -196,7 +196,7 @@ def no_checkpoints(folder: Path) -> UserError:
 def check_folder(folder: Path, resumed_from: Path | None) -> None:
     """Check that a run may write its checkpoints into a folder."""
     there = checkpoint_files(folder)
-    if there and (resumed_from is None or resumed_from.parent.resolve() != folder.resolve()):
+    if there and (resumed_from is None or not resumed_from.parent.samefile(folder)):
         raise UserError(
             f"{folder} already holds checkpoints ({there[0].name} and {len(there) - 1} more); resume from them with "
             "--resume latest, or use another --checkpoint_dir"
@@ -215,7 +215,7 @@ def open_checkpoint(which: str, folder: Path) -> tuple[Path, dict]:
     found = find_checkpoint(which, folder)
     assert found.path and found.checkpoint  # only "auto" finds none
     for line in found.skipped:
-        print(f"warning: skipped {line}", file=sys.stderr)
+        say(f"warning: skipped {line}")
     return found.path, found.checkpoint
 
 
@@ -229,7 +229,7 @@ def average(folder: Path, count: int) -> dict:
         )
     contents = [content for _, content in checkpoints]
     steps = sorted(content["step"] for content in contents)
-    print(f"averaging {counted(count, 'checkpoint')}, of steps {steps[0]:,} to {steps[-1]:,}", file=sys.stderr)
+    say(f"averaging {counted(count, 'checkpoint')}, of steps {steps[0]:,} to {steps[-1]:,}")
     names = contents[0]["model"]
     model = {name: (sum(content["model"][name].double() for content in contents) / count).float() for name in names}
     if contents[0]["model_config"]["tied_head"]:
@@ -261,7 +261,7 @@ def intact_checkpoints(files: Iterable[Path]) -> Iterator[tuple[Path, dict]]:
                 seen.add(inode)
                 yield file, read_checkpoint(file)
         except (UserError, OSError) as error:  # an OSError: training has deleted the file meanwhile
-            print(f"warning: skipped {error}", file=sys.stderr)
+            say(f"warning: skipped {error}")
 
 
 def newest_first(folder: Path, pattern: str) -> list[Path]:

@@ -10,7 +10,7 @@ from textwrap import wrap
 from typing import Any
 
 from steadygpt.base.options import UserError
-from steadygpt.base.text import bytes_text, counted, duration_text
+from steadygpt.base.text import bytes_text, counted, duration_text, printable
 from steadygpt.checkpoint.files import (
     checkpoint_files,
     no_checkpoints,
@@ -27,7 +27,7 @@ _ROW = "{:<26} {:>8} {:>7} {:>8} {:>8} {:>9}{} {:>12} {:>12}  {}".format
 def print_checkpoints(folder: Path, mirror: str = "", verbose: bool = False) -> int:
     """Print the checkpoints of a folder, or of a mirror if one is given, and return the exit status."""
     for line in mirror_table(Mirror(mirror)) if mirror else checkpoint_table(folder, verbose):
-        print(line, flush=True)
+        print(printable(line), flush=True)
     return 0
 
 

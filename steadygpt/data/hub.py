@@ -1,18 +1,17 @@
 """The Hugging Face Hub: data sets and models at one commit, downloaded or read in place, through network failures."""
 
-import json
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple, TypedDict
 
 from steadygpt.base import retry
 from steadygpt.base.durable import replace_file
 from steadygpt.base.options import UserError
-from steadygpt.base.progress import ProgressBar
+from steadygpt.base.progress import ProgressBar, say
 from steadygpt.base.retry import NoAnswer, Service, brief, kinds, status_of
+from steadygpt.base.typed import read_json
 from steadygpt.data.remote import RemoteFile
 
 if TYPE_CHECKING:
@@ -20,6 +19,10 @@ if TYPE_CHECKING:
 
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # of a model in one file, or in several
+
+
+class _Index(TypedDict):  # the file of each weight, in the same folder
+    weight_map: dict[str, Annotated[str, r"\w[\w.-]*"]]
 
 
 class Repo(NamedTuple):
@@ -105,18 +108,15 @@ def find_repo(kind: str, name: str, revision: str = "", pinned: str = "") -> Rep
     except NoAnswer:
         if not in_cache or pinned:  # a begun preparation needs the rest of the files
             raise
-        print(f"{what}: no answer; using commit {in_cache.commit[:7]}, which is in the cache", file=sys.stderr)
+        say(f"{what}: no answer; using commit {in_cache.commit[:7]}, which is in the cache")
         return in_cache
     commit = str(info.sha)
     # Models keep the name given, as in the caches of other programs: gpt2, not openai-community/gpt2.
     repo = Repo(kind, info.id if kind == "dataset" else name, pinned or commit)
     if info.id != name and revision != commit:
-        print(f"{what}: {info.id} on the Hugging Face Hub", file=sys.stderr)
+        say(f"{what}: {info.id} on the Hugging Face Hub")
     if pinned and commit != pinned:
-        print(
-            f"{what}: now at commit {commit[:7]}; continuing with the pinned commit {pinned[:7]}",
-            file=sys.stderr,
-        )
+        say(f"{what}: now at commit {commit[:7]}; continuing with the pinned commit {pinned[:7]}")
     if revision != commit and not pinned:  # so that the name is found in the cache, also by other programs
         refs = repo.cache / "refs" / (revision or "main")
         with suppress(OSError):  # a cache that cannot be written to may still be read
@@ -249,10 +249,8 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if (folder / WEIGHTS).exists() or not index.exists():
         return [folder / WEIGHTS]
-    try:
-        return sorted({folder / name for name in json.loads(index.read_bytes())["weight_map"].values()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{index}: does not name the file of each weight ({error!r}); copy it again") from error
+    stored = read_json(index, _Index, "expected the file of each weight; copy it again")
+    return sorted({folder / name for name in stored["weight_map"].values()})
 
 
 def stream(repo: Repo, config: str, split: str) -> "IterableDataset":

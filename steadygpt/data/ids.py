@@ -1,5 +1,6 @@
 """Token ids in `.npz`, `.npy` and `.bin` files of other programs: read in blocks, and checked against a vocabulary."""
 
+import math
 import zipfile
 from collections.abc import Iterator
 from typing import IO, BinaryIO, NamedTuple
@@ -21,7 +22,7 @@ class _Array(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, num_bytes: int) -> np.ndarray:
         block = self.stream.read(num_bytes)
@@ -87,7 +88,8 @@ def _open(stream: IO[bytes], suffix: str, name: str, size: int = 0) -> _Array:
         stream.seek(0)
         header = Header((size,), False, np.dtype("V1"))
     ids = _Array(stream, header.shape, header.dtype)
-    if not is_integer or len(ids.shape) not in (1, 2) or (header.is_fortran and len(ids.shape) == 2):
+    is_shape = len(ids.shape) in (1, 2) and all(type(size) is int and size >= 0 for size in ids.shape)
+    if not is_integer or not is_shape or (header.is_fortran and len(ids.shape) == 2):
         order = " in Fortran order" * header.is_fortran
         raise UserError(
             f"{name}: holds {ids.dtype} of shape {ids.shape}{order}; expected one row or rows of integer token ids"

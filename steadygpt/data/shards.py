@@ -1,7 +1,6 @@
 """Token shards: file formats, the manifest, and the checks before training."""
 
 import hashlib
-import json
 import os
 import re
 import shlex
@@ -9,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Annotated, NamedTuple, TypedDict
 
 import numpy as np
 from tqdm import tqdm
@@ -17,15 +16,30 @@ from tqdm import tqdm
 from steadygpt.base.disk import check_pulled
 from steadygpt.base.durable import replace_file, sha256_of
 from steadygpt.base.options import UserError
+from steadygpt.base.typed import Count, read_json, typed
 
 DEFAULT_FOLDER = Path("data", "edu_fineweb10B")  # of train.py, and of prepare_dataset.py without --source
 MANIFEST = "manifest.json"
-# The manifest's keys that training reads.
-MANIFEST_KINDS = {"complete": bool, "tokenizer": str, "vocab_size": int, "shards": list}
-SHARD_KINDS = {"file": str, "split": str, "tokens": int, "sha256": str}
+NO_MANIFEST = "so it is not a manifest; prepare the data again"
 # llm.c and modded-nanogpt begin with 256 int32: magic number, version, token count. The magic implies the dtype.
 LLMC_HEADER_BYTES = 256 * 4
 LLMC_DTYPES: dict[int, np.dtype] = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
+
+
+class ShardEntry(TypedDict):
+    """What the manifest says of a shard."""
+
+    file: Annotated[str, r"\w[\w.-]*"]
+    split: Annotated[str, "train|val"]
+    tokens: Count
+    sha256: str
+
+
+class _Manifest(TypedDict):  # the keys that training reads
+    complete: bool
+    tokenizer: str
+    vocab_size: Count
+    shards: list[ShardEntry]
 
 
 class Header(NamedTuple):
@@ -119,7 +133,7 @@ def open_shard(path: Path) -> Shard:
             )
         return Shard(path, np.dtype("<u2"), 0, size // 2)
     shape, _, dtype = header
-    if len(shape) != 1 or dtype.kind not in "ui" or dtype.itemsize not in (2, 4):
+    if [*map(type, shape)] != [int] or dtype.kind not in "ui" or dtype.itemsize not in (2, 4):
         raise UserError(f"{path}: holds {dtype} of shape {shape}; expected one row of uint16 or uint32 token ids")
     expected = offset + shape[0] * dtype.itemsize
     if size != expected or shape[0] < 0:
@@ -157,16 +171,8 @@ def read_manifest(data_dir: Path) -> dict | None:
     path = data_dir / MANIFEST
     if not path.exists():
         return None
-    try:
-        manifest = json.loads(path.read_text())
-        complete = manifest["complete"]
-        for entry, kinds in ((manifest, MANIFEST_KINDS), *((shard, SHARD_KINDS) for shard in manifest["shards"])):
-            for key, kind in kinds.items():
-                if not isinstance(entry[key], kind):
-                    raise TypeError(f"{key} is {entry[key]!r}, expected {kind.__name__}")
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: not a manifest ({error}); prepare the data again") from error
-    if not complete:
+    manifest = read_json(path, dict, NO_MANIFEST)
+    if not typed(manifest, _Manifest, path, NO_MANIFEST)["complete"]:
         raise UserError(
             f"{data_dir}: its preparation was interrupted; run the same prepare_dataset.py command again to resume it"
         )

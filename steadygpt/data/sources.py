@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import re
-import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -111,9 +110,15 @@ class Source:
                 if self.sizes[index] < 1000:  # peeking into a large remote file would request more of it
                     check_pulled(name, file.peek(1))  # type: ignore[attr-defined]
                 for chunk in CUTTERS[suffix_of(name)](file, text_field, begin, self.sizes[index]):
-                    if isinstance(chunk.data, bytes) and 4 * chunk.data.count(0) > len(chunk.data):
-                        advice = "if it is UTF-16, convert it: iconv -f UTF-16LE -t UTF-8"
-                        raise UserError(f"{name}: found mostly NUL bytes; expected text; {advice}")
+                    data = chunk.data if isinstance(chunk.data, bytes) else b""
+                    sample = data[:8000]  # may end within a character, so after 3 bytes of it
+                    invalid = len(sample) - len(sample.decode(errors="ignore").encode())
+                    is_binary = chunk.at.offset == 0 and 0 in sample  # as git decides
+                    if is_binary or 10 * data.count(0) > len(data) or invalid > 3 + len(sample) // 10:
+                        advice = (
+                            "if it is text in another encoding, convert it: iconv -f UTF-16LE -t UTF-8; or remove it"
+                        )
+                        raise UserError(f"{name}: found NUL bytes or much that is not UTF-8; expected text; {advice}")
                     yield chunk._replace(name=name)
 
     def check(self, text_field: str) -> None:
@@ -272,7 +277,7 @@ def _train_files(folder: Path) -> list[Path]:
             f"{READABLE}. Choose files with a glob such as '{folder}/**/*train*', or name it hf:NAME"
         )
     rest = counted(len(_files_below(folder)) - len(files), "other file")
-    print(f"{folder}: a copy of a data set of the Hub; took its split train, left out {rest}", file=sys.stderr)
+    say(f"{folder}: a copy of a data set of the Hub; took its split train, left out {rest}")
     return files
 
 
@@ -294,7 +299,7 @@ def choose(source: str, names: Sequence[str]) -> list[str]:
         )
     if len(chosen) < len(names):
         skipped = counted(len(names) - len(chosen), "file")
-        print(f"{source}: skipped {skipped} of other types than {READABLE}, or .json beside these", file=sys.stderr)
+        say(f"{source}: skipped {skipped} of other types than {READABLE}, or .json beside these")
     return chosen
 
 

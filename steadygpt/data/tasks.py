@@ -87,10 +87,11 @@ def load_examples(name: str, file: str = "", style: str = STYLES[0]) -> list[Exa
             texts = [example.context, *endings] if isinstance(endings, list) else []
             if len(texts) < 3 or not all(isinstance(text, str) for text in texts) or not 0 <= label < len(endings):
                 raise ValueError(f"{len(endings)} endings, label {label}")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"{file or task.dataset}:{number}: not an example of {task.title} ({error!r}); expected {task.columns}"
-            ) from error
+            if not all(endings):  # the loss of no tokens would always be the lowest
+                raise ValueError("an empty ending")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            found = f"{file or task.dataset}:{number}: not an example of {task.title} ({error!r:.200})"
+            raise UserError(f"{found}; expected {task.columns}") from error
         examples.append(example)
     return examples
 

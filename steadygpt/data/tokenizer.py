@@ -17,6 +17,7 @@ import tiktoken
 
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import NoAnswer, Service, brief
+from steadygpt.base.typed import typed
 from steadygpt.data import hub
 from steadygpt.data.tokenizer_json import GPT2_PATTERN, Literals, from_json
 
@@ -123,9 +124,9 @@ class TokenizerRecord(NamedTuple):
     tokenizer_json: str = ""  # the text of its file; a manifest has the file beside it instead
 
     @classmethod
-    def of(cls, stored: Mapping[str, Any]) -> "TokenizerRecord":
-        """Read the keys of a manifest or a checkpoint."""
-        return cls(**{key: str(stored[key]) for key in cls._fields if key in stored})
+    def of(cls, stored: Mapping[str, Any], where: object = "the checkpoint") -> "TokenizerRecord":
+        """Read the keys of a manifest or a checkpoint, which errors call `where`."""
+        return typed(dict(stored), cls, where, "prepare the data or convert the weights again")
 
     def with_json(self, folder: Path) -> "TokenizerRecord":
         """Add the tokenizer.json of a folder, if it is there and this record wants one."""

@@ -12,6 +12,7 @@ from time import monotonic
 from urllib.parse import urlsplit
 
 from steadygpt.base.retry import LONGEST_PAUSE_S, SILENCE_S, asked_pause_s, brief, passing_cause
+from steadygpt.base.text import printable
 
 REPEAT_S = 600.0  # between two messages about the same event
 FIRST_PAUSE_S = 1.0  # between attempts
@@ -58,8 +59,7 @@ class Alerts:
         if now_s - self.sent_at_s.get(event, -math.inf) < REPEAT_S:
             return
         self.sent_at_s[event] = now_s
-        words = " ".join(f"[{self.run} on {self.host}] {event}: {text}".split())
-        line = "".join(c if c.isprintable() else "\ufffd" for c in words)[:LONGEST_TEXT]
+        line = printable(" ".join(f"[{self.run} on {self.host}] {event}: {text}".split()))[:LONGEST_TEXT]
         message = {**facts, "event": event, "run": self.run, "host": self.host}
         # `content` is for Discord and ntfy, `text` for Slack. In its markup <!channel> would notify everyone; Discord's
         # is turned off by allowed_mentions.

@@ -24,7 +24,7 @@ from torch import nn
 from steadygpt.base.durable import fsync, fsync_folder, replace_file
 from steadygpt.base.options import mute
 from steadygpt.base.retry import brief
-from steadygpt.base.text import STAMP, labelled, timestamp
+from steadygpt.base.text import STAMP, labelled, printable, timestamp
 from steadygpt.config import TrainConfig
 from steadygpt.log.alerts import Alerts
 from steadygpt.log.status import STATUS, write_status
@@ -130,7 +130,6 @@ class RunLog:
         if not self.is_open:
             self.say(f"sample {json.dumps(text, ensure_ascii=False)}")
             return
-        text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)  # no terminal escape codes
         self.say(f"step {step}/{self.max_steps} | sample:")
         self.say(text, step)
         for sink in self.sinks:
@@ -228,6 +227,7 @@ class RunLog:
     def _print(self, stream: IO[str], text: str, end: str = "\n") -> None:
         if not self.ranks.is_main:
             return
+        text = printable(text, keep="\n\t")
         with self.lock:
             try:
                 print(f"\r\x1b[K{text}" if self.live_line else text, end=end, file=stream, flush=True)
@@ -238,7 +238,7 @@ class RunLog:
     def _to_file(self, text: str) -> None:
         if self.text_file:
             with self.lock, self._surviving(self.text_file):
-                self.text_file.write(text)
+                self.text_file.write(printable(text, keep="\n\t"))
 
     @contextmanager
     def _surviving(self, sink: object):

@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
-from steadygpt.base.text import bytes_text, counted, duration_text, scaled_text
+from steadygpt.base.text import bytes_text, counted, duration_text, printable, scaled_text
 from steadygpt.monitor.chart import Chart
 from steadygpt.monitor.liveness import State, state_of
 from steadygpt.monitor.snapshot import MAX_WARNINGS, Snapshot
@@ -61,10 +61,9 @@ def spaced(*sections: RenderableType) -> Group:
 
 
 def line_of(*parts: str | tuple[str, str], no_wrap: bool = True) -> Text:
-    """Return texts, some with a style, as one line without control characters, which would move the cursor."""
-    line = Text.assemble(*parts, no_wrap=no_wrap, overflow="ellipsis")
-    line.plain = "".join(character if character.isprintable() else " " for character in line.plain)
-    return line
+    """Return texts, some with a style, as one line; control characters, which would move the cursor, are escaped."""
+    safe = [printable(part) if isinstance(part, str) else (printable(part[0]), part[1]) for part in parts]
+    return Text.assemble(*safe, no_wrap=no_wrap, overflow="ellipsis")
 
 
 def apart(left: RenderableType, right: Text) -> Table:

@@ -1,5 +1,6 @@
 """The files that a run writes: its logs, its checkpoints and its mirror."""
 
+import os
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -61,7 +62,7 @@ def _open_on_main(plan: Plan, starts: list[Entry], log: RunLog, held: ExitStack)
     if not config.resume:  # otherwise find_start has locked it
         held.enter_context(lock_folder(folder, IN_USE))
         check_folder(folder, None)
-    if logdir.resolve() != folder.resolve():
+    if os.path.realpath(logdir) != os.path.realpath(folder):  # resolve() raises for a loop of links
         held.enter_context(lock_folder(logdir, "give this run another --logdir"))
     mirror = _reserved_mirror(config, start.checkpoint is not None) if config.mirror else None
     if start.checkpoint and start.is_fork:

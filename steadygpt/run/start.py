@@ -173,7 +173,7 @@ def find_start(
 def _in_its_folder(config: TrainConfig, given: Mapping[str, str]) -> TrainConfig:
     """Return the configuration to resume from a file in its own folder, or from the latest checkpoint of a folder."""
     path = Path(config.resume)
-    path = path.resolve() if path.is_symlink() and not path.is_dir() else path
+    path = Path(os.path.realpath(path)) if path.is_symlink() and not path.is_dir() else path
     which, folder = ("latest", path) if path.is_dir() else (str(path), path.parent)
     if "checkpoint_dir" in given:
         return dataclasses.replace(config, resume=str(path))

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steadygpt.base.durable import UncachedFile, fsync, lock_folder, replace_file
+from steadygpt.base.durable import UncachedFile, fsync, lock_folder, replace_file, write_temporary
 from steadygpt.base.options import UserError
 
 
@@ -67,6 +67,23 @@ def test_full_disk_during_an_uncached_write_is_an_oserror():
     with pytest.raises(OSError) as caught, UncachedFile(Path("/dev/full")) as file:
         torch.save({"weight": torch.zeros(2**23)}, file)
     assert caught.value.errno == errno.ENOSPC
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_link_with_the_name_of_a_temporary_file_is_replaced_and_its_target_kept(tmp_path, cached):
+    (tmp_path / "precious").write_text("kept")
+    (tmp_path / ".file.tmp").symlink_to("precious")
+    written = write_temporary(tmp_path / "file", lambda file: file.write(b"new"), cached)
+    assert not written.is_symlink() and written.read_text() == "new"
+    assert (tmp_path / "precious").read_text() == "kept"
+
+
+def test_a_link_with_the_name_of_the_lock_is_refused_and_its_target_kept(tmp_path):
+    (tmp_path / "precious").write_text("kept")
+    (tmp_path / ".lock").symlink_to("precious")
+    with pytest.raises(UserError, match=r"cannot write to .*/\.lock: Too many levels of symbolic links"):
+        lock_folder(tmp_path, "wait")
+    assert (tmp_path / "precious").read_text() == "kept"
 
 
 def test_lock_is_released_when_its_file_is_closed(tmp_path):

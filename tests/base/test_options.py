@@ -9,7 +9,7 @@ import pytest
 from conftest import REPO
 
 from steadygpt import __version__, git_commit
-from steadygpt.base.options import option, parse_options
+from steadygpt.base.options import UserError, option, parse_options
 
 
 def run(program: str, **environment: str) -> tuple[int, str, str]:
@@ -23,6 +23,17 @@ ENDINGS = {
     "result": ("return 3", 3, ""),
     "no result": ("pass", 0, ""),
     "user error": ("raise UserError('wrong; expected right')", 2, "error: wrong; expected right\n"),
+    "values with control characters": (r"raise UserError('\x1b[2J: a\nb')", 2, "error: \\x1b[2J: a\\nb\n"),
+    "a path that cannot be": (
+        "os.stat('x' * 5000)",
+        2,
+        f"error: {'x' * 5000}: File name too long; change its permissions, or give another path\n",
+    ),
+    "a path without access": (
+        "raise PermissionError(13, 'Permission denied', 'data/a')",
+        2,
+        "error: data/a: Permission denied; change its permissions, or give another path\n",
+    ),
     "Ctrl-C": ("raise KeyboardInterrupt", 130, ""),
     "Ctrl-C in a constructor": (
         "class Half:\n  def __init__(self): raise KeyboardInterrupt\n  def __del__(self): self.missing\n Half()",
@@ -37,6 +48,29 @@ ENDINGS = {
 def test_command_ends_with_its_exit_status_and_at_most_one_line(body, status, stderr, environment):
     program = f"def main():\n print('printed')\n {body}\nrun_cli(main)"
     assert run(program, **environment) == (status, "printed\n", stderr)
+
+
+@pytest.mark.parametrize("raised", ["OSError(5, 'Input/output error', 'data/a')", "PermissionError(13, 'denied')"])
+def test_other_errors_of_the_system_keep_their_traceback(raised):
+    status, _, stderr = run(f"def main():\n raise {raised}\nrun_cli(main)")
+    assert status == 1 and stderr.startswith("Traceback")
+
+
+@dataclass(frozen=True)
+class Copy:
+    mirror: str = option("", "")
+
+
+@pytest.mark.parametrize("url", ["s3://key:sec/ret@bucket/run", "ftp://me:@host", "zip://a::sftp://me:pw@host/a"])
+def test_a_password_in_a_url_is_refused_and_not_repeated(url):
+    with pytest.raises(UserError, match=r"--mirror is a URL with a password.*GOOGLE_APPLICATION_CREDENTIALS") as raised:
+        parse_options(Copy, ["--mirror", url], "")
+    assert "@" not in str(raised.value) and "sec" not in str(raised.value)
+
+
+@pytest.mark.parametrize("url", ["sftp://me@host/run", "http://host:8080/a@b", "abfs://a@b.net:443/c", "/mnt/a:b@c"])
+def test_a_url_without_a_password_is_accepted(url):
+    assert parse_options(Copy, ["--mirror", url], "").mirror == url
 
 
 def test_characters_that_the_encoding_of_the_terminal_lacks_are_escaped():

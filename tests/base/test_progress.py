@@ -13,7 +13,7 @@ import pytest
 from conftest import REPO
 
 from steadygpt.base import progress
-from steadygpt.base.progress import ProgressBar
+from steadygpt.base.progress import ProgressBar, say
 
 PROGRAM = """
 from steadygpt.base.progress import ProgressBar
@@ -47,6 +47,14 @@ def test_in_a_log_file_lines_are_a_minute_apart(capsys):
             time.sleep(0.0005)
             bar.update()
     assert len(capsys.readouterr().err.splitlines()) == 2  # the first and the last
+
+
+def test_names_of_files_cannot_control_the_terminal(capsys):
+    say("a\x1b[2J\n: corrupt")
+    with ProgressBar(desc="b\x1b[2J\n", total=1, unit="B") as bar:
+        bar.update()
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "a\\x1b[2J\\n: corrupt" and second.startswith("b\\x1b[2J\\n: 100%")
 
 
 @pytest.mark.parametrize("columns", [0, 40, 100])

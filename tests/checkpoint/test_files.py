@@ -10,7 +10,7 @@ from conftest import run_content
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint import files
 from steadygpt.checkpoint.files import ROLLING, open_checkpoint
-from steadygpt.checkpoint.table import checkpoint_table
+from steadygpt.checkpoint.table import checkpoint_table, print_checkpoints
 
 
 def write_checkpoint(folder, step: int, name: str, *other_names: str) -> None:
@@ -57,6 +57,16 @@ def test_table_lists_each_file_in_the_documented_order_and_marks_corrupt_ones(tm
     assert rows["latest.pt"].endswith("intact")
     assert "corrupt" in rows["latest_backup.pt"]
     assert last.startswith("10 names, 5 distinct files (the others are hard links) in ")
+
+
+def test_names_and_errors_in_the_table_cannot_control_the_terminal(tmp_path, capsys):
+    (tmp_path / "rolling_step_\x1b[2J\n.pt").write_bytes(b"no checkpoint")
+    print_checkpoints(tmp_path)
+    _, row, _ = capsys.readouterr().out.splitlines()
+    assert row.startswith("rolling_step_\\x1b[2J\\n.pt ")
+    with pytest.raises(UserError):
+        open_checkpoint("average:1", tmp_path)
+    assert "/rolling_step_\\x1b[2J\\n.pt: corrupt" in capsys.readouterr().err
 
 
 def test_table_skips_what_training_deletes_meanwhile(tmp_path):

@@ -131,6 +131,7 @@ LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embe
     ("gpt2", {"n_layer": 4}, "missing; expected (64,)"),
     ("gpt2", {"n_embd": 10**30}, "expected at most 16,777,216"),
     ("gpt2", {"n_embd": None}, "n_embd is None; expected int"),
+    ("llama", {"rope_parameters": {"rope_theta": 10**400}}, "expected at most 1,000,000,000,000,000.0"),
     ("gpt2", {"n_embd": 62}, "n_head is 4; expected"),
     ("gpt2", {"n_embd": 32}, "transformer.wte.weight is (1000, 64); expected (1000, 32)"),
     ("gpt2", {"n_head": 2.0}, "n_head is 2.0; expected int"),

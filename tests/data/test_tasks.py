@@ -182,6 +182,11 @@ def test_absent_endings_are_never_chosen_and_no_close_calls(model, files):
     ("hellaswag", {"label": ""}, "expected ctx, endings, label"),  # as in the test split
     ("hellaswag", "{", "expected ctx, endings, label"),
     ("hellaswag", "[]", "expected ctx, endings, label"),
+    ("hellaswag", "7", "expected ctx, endings, label"),
+    ("hellaswag", "[" * 100_000, "RecursionError.*expected ctx, endings, label"),
+    ("hellaswag", {"endings": ["a", ""]}, "an empty ending"),
+    ("hellaswag", {"label": 10**4000}, "4 endings, label 10{100,200}.?; exp"),
+    ("piqa", {"sol2": ""}, "an empty ending"),
 ])  # fmt: skip
 def test_a_malformed_row_is_reported_with_its_line(tmp_path, name, wrong, expected):
     (row, *_), path = ALL_ROWS[name], tmp_path / "rows.jsonl"

@@ -115,7 +115,7 @@ def test_the_message_is_what_slack_discord_and_ntfy_document(webhook, sender):
     # ntfy: a template that takes `content`, of at most 4,096 bytes.
     assert headers["X-Template"] == "yes" and headers["X-Message"] == "{{.content}}"
     assert len(message["content"].encode()) <= 4096
-    assert "@everyone \ufffd[31mValueError" in message["content"] and message["content"].isprintable()
+    assert "@everyone \\x1b[31mValueError" in message["content"] and message["content"].isprintable()
 
 
 def test_a_slow_server_does_not_hold_the_run_up(webhook, sender, warnings):

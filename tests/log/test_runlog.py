@@ -73,6 +73,20 @@ def test_resumed_run_removes_later_steps_from_its_logs(tmp_path):
     assert [line.split()[1] for line in text.splitlines()[2:]] == [f"{step}/10" for step in range(8)]
 
 
+def test_texts_cannot_control_the_terminal(tmp_path, capsys):
+    log = open_log(config(tmp_path), None)
+    log.say("skipped \x1b[2J.pt")
+    log.warn("the set \x9b2J differs")
+    log.text(1, "a\tmodel\x07\nwrites \x1b[31m")
+    log.close()
+    printed = capsys.readouterr()
+    text = (tmp_path / "logs" / "log.txt").read_text()
+    assert "skipped \\x1b[2J.pt\n" in printed.out and "skipped \\x1b[2J.pt\n" in text
+    assert printed.err == "warning: the set \\u009b2J differs\n" and printed.err in text
+    assert "\na\tmodel\\x07\nwrites \\x1b[31m\n" in printed.out
+    assert "\n[1] a\tmodel\\x07\n[1] writes \\x1b[31m\n" in text
+
+
 @pytest.mark.parametrize(("older", "start_step"), [("tiny", None), ("another", 4)], ids=["new run", "another run"])
 def test_logs_of_a_different_run_are_renamed_and_kept_whole(tmp_path, older, start_step):
     log = open_log(dataclasses.replace(config(tmp_path), run_name=older), None)

@@ -258,6 +258,7 @@ def test_view_fits_the_terminal(tmp_path, name, size):
     append(checkpoints, {"step": 100, **measured})
     lines = shown(checkpoints, *size)
     assert len(lines) <= size[1] and all(line.isprintable() for line in lines)
+    assert any("a long\\t\\x1b[31m warning" in line for line in lines) == bool(name == "8 GPUs")
     assert max(map(cell_len, lines)) <= size[0]
     assert max(map(cell_len, shown(checkpoints, 40, 10))) <= 40
 
