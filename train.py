@@ -330,6 +330,9 @@ def run_to_end(run: Run) -> int:
         except Diverged as diverged:
             run.state.step, run.state.rows_consumed = diverged.step, diverged.rows  # where the weights still are
             ending = "failed", f"{counted(diverged.bad_steps, 'consecutive step')} with a non-finite loss or gradient"
+            if stopped.reason == "saves failed":
+                ending = "failed", stopped.reason
+                log.warn(f"{config.checkpoint_dir}: the run stops, because saves fail. Fix the disk, then resume")
             log.warn(diverged.advice(config))
         if not saves.is_saved(run.state.step):  # waits for the save in flight
             save(run)

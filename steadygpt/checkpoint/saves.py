@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 PAUSE_SHARE = 0.01  # of the time, at most, that timed saves may pause training
 
 
+MAX_FAILED = 10  # consecutive saves, and intervals of timed saves without a good one, before a run stops
+STALE = ".*.tmp*"  # files left by killed writers and downloads
 class Saves:
     """Decides when a run saves, and waits for saves and uploads. Every rank calls each method; only rank 0 writes.
 
@@ -65,6 +67,9 @@ class Saves:
         """Return whether a save is due after `step` updates: by time, or because the step is special."""
         is_late = self.ranks.any(step > 0 and self._is_late())  # rank 0 decides: on the others it never is
         return (is_late or is_special) and step != self.captured_step
+        patience_s = MAX_FAILED * self.interval_s() * bool(self.config.checkpoint_minutes)
+        if self.writer and self.writer.failed >= MAX_FAILED and time.monotonic() - self.writer.saved_at_s >= patience_s:
+            self.stop.ask("saves failed")
 
     def _is_late(self) -> bool:
         late = time.monotonic() - self.captured_at_s >= self.interval_s()
@@ -116,7 +121,7 @@ class Saves:
     def is_saved(self, step: int) -> bool:
         """Wait for the save in flight, and return whether `step` is durable."""
         self.wait()
-        return not self.ranks.any(step != self.captured_step or (self.writer is not None and self.writer.failed))
+        return not self.ranks.any(step != self.captured_step or (self.writer is not None and self.writer.failed > 0))
 
     def wait(self) -> None:
         """Wait until no save is in flight; renew status.json, so that a slow disk does not look like a hang."""
@@ -234,7 +239,7 @@ class CheckpointWriter:
         self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self.in_flight: Future | None = None
         self.saved = self.failures = 0  # saves of this start
-        self.failed = False  # the newest save
+        self.failed, self.saved_at_s = 0, time.monotonic()  # consecutive failures; the last good save, or the start
 
     def save(self, captured: Captured, tiers: list[str]) -> None:
         """Write a checkpoint as latest.pt and under the file names in `tiers`; return before that is done.
@@ -270,15 +275,15 @@ class CheckpointWriter:
             self._write(captured.wait(), tiers)
             size = (self.folder / LATEST).stat().st_size
         except Exception as error:  # training continues, and an exception in this thread would be lost
-            self.failed, self.failures = True, self.failures + 1
+            self.failed, self.failures = self.failed + 1, self.failures + 1
             text = f"{self.folder / LATEST}: step {step} was not saved: {str(error) or type(error).__name__}"
             with suppress(OSError):  # the folder is gone
                 free = shutil.disk_usage(self.folder).free
                 text += f"; needs {bytes_text(num_bytes(checkpoint))}, {bytes_text(free)} free; older saves are intact"
-            self.log.warn(text, event="save failed")
+            self.log.warn(text, event="save failed" if self.failed == 1 else "")
             return
-        self.failed, self.saved = False, self.saved + 1
-        took_s = time.monotonic() - start_s
+        self.failed, self.saved, self.saved_at_s = 0, self.saved + 1, time.monotonic()
+        took_s = self.saved_at_s - start_s
         self.log.say(f"saved step {step} as {', '.join(names)} ({bytes_text(size)} in {took_s:.1f} s)")
         with suppress(OSError):  # the folder is gone; the next save reports it
             self._check_room(size)

@@ -20,6 +20,7 @@ from steadygpt import __version__
 from steadygpt.checkpoint.files import checkpoint_files, read_checkpoint
 
 FLAGS = "--max_steps 4000 --checkpoint_freq 20 --keep_checkpoints 3 --steps_per_epoch 9999 --dropout 0.1".split()
+PATIENT = ("--checkpoint_minutes", "10")  # failed saves stop a run only after ten times as long
 
 
 @pytest.fixture
@@ -81,7 +82,7 @@ def test_training_continues_without_saves_until_they_work_again(workdir, request
     if what == "disk full":
         request.getfixturevalue("small_disk")
     begin, end, error = TROUBLE[what]
-    flags = (*FLAGS, "--checkpoint_dir", "run", "--logdir", "logs")
+    flags = (*FLAGS, *PATIENT, "--checkpoint_dir", "run", "--logdir", "logs")
     run = Run(*flags)
     run.wait_for("^saved step 60 as")
     begin(run)
