@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from steadygpt.base.disk import check_pulled
 from steadygpt.base.options import UserError
-from steadygpt.base.text import counted
+from steadygpt.base.text import STAMP, counted, printable
+from steadygpt.base.typed import typed
 from steadygpt.machine.host import process_age_s
-from steadygpt.machine.ranks import Ranks
 
 FORMAT_VERSION = 3
 LATEST, BACKUP, BEST, STABLE = "latest.pt", "latest_backup.pt", "best_model.pt", "stable.pt"
@@ -84,17 +84,23 @@ class Captured:
         return self.content
 
 
-def check_weights(weights: dict, model: nn.Module, ranks: Ranks) -> None:
-    """Check on rank 0 that a checkpoint's "model" fits."""
-    expected = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+def named_tensors(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return weights and optimizer state by name; a tied head is one tensor under two names."""
+    state = checkpoint["optimizer"].get("state", {})
+    return checkpoint["model"] | {f"{name}.{kind}": t for name, kept in state.items() for kind, t in kept.items()}
 
-    def check() -> None:
-        found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-        for name in sorted(found.keys() | expected.keys()):
-            if found.get(name) != expected.get(name):
-                raise UserError(f"the checkpoint's {name} is {found.get(name)}; this model's is {expected.get(name)}")
 
-    ranks.on_main(check)
+def check_tensors(checkpoint: dict, source: object, model: nn.Module, kept: Mapping[str, tuple[int, ...]]) -> None:
+    """Check that a checkpoint has the weights of a model and the state that its optimizer keeps, see state_shapes()."""
+    found = {name: f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named_tensors(checkpoint).items()}
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    if len(found) > len(checkpoint["model"]):  # otherwise it is older than the first update
+        # --allow_changes may have changed muon_beta2.
+        shapes |= {name: shape for name, shape in kept.items() if name in found or "mean_squares" not in name}
+    for name in sorted(found.keys() | shapes.keys()):
+        wanted = f"{shapes[name]} torch.float32" if name in shapes else "no such tensor"
+        if found.setdefault(name, "missing") != wanted:
+            raise UserError(f"{source}: {printable(name)} is {found[name]}; expected {wanted}. Try another checkpoint")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -255,7 +261,7 @@ def as_checkpoint(content: object, path: Path) -> dict:
             advice = "expected a file that train.py or convert_hf.py has written"
             if "model_args" in content:
                 advice = f"if it is nanoGPT's, first run python convert_hf.py {path} weights.pt"
-            elif content and all(isinstance(value, torch.Tensor) for value in content.values()):
+            elif content and all(isinstance(value, Tensor) for value in content.values()):
                 advice = "its weights lack the model's shape; save them as nanoGPT does, with model and model_args"
             raise UserError(f"{path}: not a SteadyGPT checkpoint (expected {key}, {kind.__name__}); {advice}")
     if (found := content["format_version"]) != FORMAT_VERSION:
@@ -277,6 +283,8 @@ class Found:
 def find_checkpoint(which: str, folder: Path) -> Found:
     """Find and verify the checkpoint that "latest", "auto", a word of NAMED or a file name refers to.
 
+    typed(content["model"], dict[str, Tensor], path, "try another checkpoint")
+    typed(content["optimizer"].get("state", {}), dict[str, dict[str, Tensor]], path, "try another checkpoint")
     The name of another folder means its latest checkpoint. Only "auto" accepts that there is none.
     """
     if which not in ("latest", "auto", *NAMED) and Path(which).is_dir():

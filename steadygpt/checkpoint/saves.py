@@ -25,6 +25,7 @@ from steadygpt.checkpoint.files import (
     Captured,
     make_newest,
     newest_first,
+    named_tensors,
     read_checkpoint,
     read_evaluations,
     summary,
@@ -168,8 +169,7 @@ def interval_text(interval_s: float, checkpoint_bytes: float) -> str:
 
 def num_bytes(checkpoint: dict) -> int:
     """Return the bytes of a checkpoint's tensors; tied ones count once."""
-    moments = [tensor for state in checkpoint["optimizer"].get("state", {}).values() for tensor in state.values()]
-    return sum({t.data_ptr(): t.nbytes for t in [*checkpoint["model"].values(), *moments]}.values())
+    return sum({t.data_ptr(): t.nbytes for t in named_tensors(checkpoint).values()}.values())
 
 
 def clean_folder(folder: Path, resumed_from: Path | None) -> None:
