@@ -10,13 +10,15 @@ A file is torch.save of plain types and tensors, the same for any topology that 
 """
 
 import dataclasses
+import errno
 import json
 import os
 import pickle
 import re
 import sys
+import time
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -156,7 +158,7 @@ def open_checkpoint(which: str, folder: Path) -> tuple[Path, dict]:
         raise UserError("checkpoint: auto is for training only; expected latest, best, stable or a checkpoint file")
     found = find_checkpoint(which, folder)
     assert found.path and found.checkpoint  # only "auto" finds none
-    for line in found.skipped:
+    for line in found.damaged.values():
         print(f"warning: skipped {line}", file=sys.stderr)
     return found.path, found.checkpoint
 
@@ -219,8 +221,16 @@ def _written_ns(file: Path) -> int:
 
 
 def read_checkpoint(path: Path) -> dict:
-    """Verify a checkpoint file and map it into memory; its tensors are on the CPU and are read when used."""
-    return as_checkpoint(load_verified(path), path)
+    """Verify a checkpoint file and map it into memory; its tensors, all of them finite, are on the CPU."""
+    checkpoint = as_checkpoint(load_verified(path), path)
+    for name, t in named_tensors(checkpoint).items():
+        if t.is_floating_point() and t.numel() and not all(extreme.isfinite() for extreme in torch.aminmax(t)):
+            raise UserError(f"{path}: corrupt ({printable(name)} has a NaN or an infinite number)")
+    return checkpoint
+
+
+class Unreadable(UserError):
+    """A file cannot be read at this moment; it may be intact."""
 
 
 def load_verified(path: Path) -> object:
@@ -232,7 +242,13 @@ def load_verified(path: Path) -> object:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except FileNotFoundError:
         raise UserError(f"{path}: no such checkpoint; try another --checkpoint_dir") from None
-    except zipfile.BadZipFile:
+    except (OSError, zipfile.BadZipFile) as error:
+        cause = error if isinstance(error, OSError) else error.__context__  # an OSError that zipfile has replaced
+        if isinstance(cause, OSError) and cause.errno != errno.EINVAL:  # which a wrong offset in the file causes
+            advice = "fix the disk or the permissions, then start again; or give an older file, such as --resume FILE"
+            raise Unreadable(
+                f"{path}: cannot be read ({cause.strerror or cause}); nothing was changed; {advice}"
+            ) from error
         with open(path, "rb") as file:
             beginning = file.read(64)
         check_pulled(path, beginning)
@@ -267,6 +283,8 @@ def as_checkpoint(content: object, path: Path) -> dict:
     if (found := content["format_version"]) != FORMAT_VERSION:
         advice = "update SteadyGPT" if found > FORMAT_VERSION else "use the commit that wrote it, its git_commit"
         raise UserError(f"{path}: format {found}; expected {FORMAT_VERSION}: {advice}")
+    typed(content["model"], dict[str, Tensor], path, "try another checkpoint")
+    typed(content["optimizer"].get("state", {}), dict[str, dict[str, Tensor]], path, "try another checkpoint")
     return content
 
 
@@ -276,15 +294,14 @@ class Found:
 
     path: Path | None = None  # None: there is none
     checkpoint: dict | None = None
-    skipped: tuple[str, ...] = ()  # a line for each file that is corrupt
+    damaged: dict[Path, str] = field(default_factory=dict)  # files that were skipped: why
+    skipped: Sequence[str] = ()  # lines about the mirror
     restored: bool = False  # from the mirror
 
 
 def find_checkpoint(which: str, folder: Path) -> Found:
     """Find and verify the checkpoint that "latest", "auto", a word of NAMED or a file name refers to.
 
-    typed(content["model"], dict[str, Tensor], path, "try another checkpoint")
-    typed(content["optimizer"].get("state", {}), dict[str, dict[str, Tensor]], path, "try another checkpoint")
     The name of another folder means its latest checkpoint. Only "auto" accepts that there is none.
     """
     if which not in ("latest", "auto", *NAMED) and Path(which).is_dir():
@@ -292,22 +309,31 @@ def find_checkpoint(which: str, folder: Path) -> Found:
     if which not in ("latest", "auto"):
         path = folder / NAMED[which] if which in NAMED else Path(which)
         return Found(path, read_checkpoint(path))
-    skipped: list[str] = []
+    damaged: dict[Path, str] = {}
     for path in checkpoint_files(folder):
         if path.name == BEST:
             continue
         try:
-            return Found(path, read_checkpoint(path), tuple(skipped))
+            return Found(path, read_checkpoint(path), damaged)
+        except Unreadable:
+            raise
         except UserError as error:
-            skipped.append(str(error))
-    if skipped:
+            damaged[path] = str(error)
+    if damaged:
         raise UserError(
-            f"{folder}: all checkpoints are corrupt: {'; '.join(skipped)}; nothing was changed. "
+            f"{folder}: all checkpoints are corrupt: {'; '.join(damaged.values())}; nothing was changed. "
             "Restore a copy, or resume with --mirror"
         )
     if which == "auto":
         return Found()
     raise no_checkpoints(folder)
+
+
+def aside(path: Path) -> Path:
+    """Return an unused name for a damaged file, so that it is kept but not taken for a checkpoint."""
+    while os.path.lexists(unused := path.with_name(f"{path.name}.skipped-{time.strftime(STAMP)}")):
+        time.sleep(0.1)
+    return unused
 
 
 def summary(checkpoint: Mapping[str, Any]) -> dict[str, Any]:

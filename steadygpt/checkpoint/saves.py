@@ -23,9 +23,10 @@ from steadygpt.checkpoint.files import (
     EVALUATIONS,
     LATEST,
     Captured,
+    aside,
     make_newest,
-    newest_first,
     named_tensors,
+    newest_first,
     read_checkpoint,
     read_evaluations,
     summary,
@@ -38,10 +39,10 @@ if TYPE_CHECKING:
     from steadygpt.config import TrainConfig
 
 PAUSE_SHARE = 0.01  # of the time, at most, that timed saves may pause training
-
-
 MAX_FAILED = 10  # consecutive saves, and intervals of timed saves without a good one, before a run stops
 STALE = ".*.tmp*"  # files left by killed writers and downloads
+
+
 class Saves:
     """Decides when a run saves, and waits for saves and uploads. Every rank calls each method; only rank 0 writes.
 
@@ -66,11 +67,11 @@ class Saves:
 
     def is_due(self, step: int, is_special: bool) -> bool:
         """Return whether a save is due after `step` updates: by time, or because the step is special."""
-        is_late = self.ranks.any(step > 0 and self._is_late())  # rank 0 decides: on the others it never is
-        return (is_late or is_special) and step != self.captured_step
         patience_s = MAX_FAILED * self.interval_s() * bool(self.config.checkpoint_minutes)
         if self.writer and self.writer.failed >= MAX_FAILED and time.monotonic() - self.writer.saved_at_s >= patience_s:
             self.stop.ask("saves failed")
+        is_late = self.ranks.any(step > 0 and self._is_late())  # rank 0 decides: on the others it never is
+        return (is_late or is_special) and step != self.captured_step
 
     def _is_late(self) -> bool:
         late = time.monotonic() - self.captured_at_s >= self.interval_s()
@@ -172,25 +173,31 @@ def num_bytes(checkpoint: dict) -> int:
     return sum({t.data_ptr(): t.nbytes for t in named_tensors(checkpoint).values()}.values())
 
 
-def clean_folder(folder: Path, resumed_from: Path | None) -> None:
+def clean_folder(folder: Path, resumed_from: Path | None, renamed: Mapping[Path, Path], log: RunLog) -> None:
     """Prepare a checkpoint folder for a run: remove what killed writers left, and make a checkpoint latest.pt.
 
     Args:
         resumed_from: the verified checkpoint in the folder that the run resumes from. It becomes latest.pt, so that a
             kill before the first save does not undo a choice to resume from an older one.
+        renamed: new names of damaged files, which saves would replace or delete.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for stale in (*folder.glob(".*.tmp"), *folder.glob(".*.tmp.part")):
-        stale.unlink()  # left by a killed writer or download
+    for stale in folder.glob(STALE):
+        stale.unlink()
+    for file, name in renamed.items():
+        file.rename(name)
     latest, adopted = folder / LATEST, folder / ".adopted.tmp"
     if resumed_from is None or (latest.exists() and latest.samefile(resumed_from)):
         return
     link_file(resumed_from, adopted)  # first, because it may be the backup
     os.utime(adopted)  # the choice is newer than any checkpoint in a mirror
     make_newest(adopted, folder)
-    with suppress(UserError):
-        read_checkpoint(latest)  # raises if latest.pt is corrupt
+    try:
+        read_checkpoint(latest)
         link_file(latest, folder / BACKUP)
+    except UserError:  # it is damaged, cannot be read at this moment, or does not exist
+        with suppress(FileNotFoundError):
+            log.warn(f"{latest}: not a readable checkpoint; renamed {latest.rename(aside(latest)).name}")
     os.replace(adopted, latest)
     fsync_folder(folder)
 

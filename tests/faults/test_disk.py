@@ -137,10 +137,40 @@ def test_a_start_on_a_full_disk_is_refused(small_disk, resume, ranks):
     if resume:
         run_to_end(*flags, ranks=ranks)
     fill_disk()
-    assert "No space left on device" in refusal(*flags, *resume, "--max_steps", "60", ranks=ranks)
+    before = files()
+    message = refusal(*flags, *resume, "--max_steps", "60", ranks=ranks)
+    expected = (
+        "14\\d kB needed for a checkpoint, 0 bytes free; nothing was changed" if resume else "No space left on device"
+    )
+    assert re.search(expected, message), message
+    assert files() == before
     free_space()
     run_to_end(*flags, *resume, "--max_steps", "60", ranks=ranks)
     assert load("run/ckpt/latest.pt")["step"] == 60
+
+
+def files() -> dict[Path, bytes]:
+    """Return the content of all files but locks, and but for the folders that a new run makes."""
+    return {
+        path: path.read_bytes() for path in Path().rglob("*") if path.is_file() and path.suffix in (".pt", ".jsonl")
+    }
+
+
+@pytest.mark.storm
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_cannot_save_stops_and_can_be_resumed(small_disk, ranks):
+    flags = (*FLAGS, "--checkpoint_dir", "run", "--logdir", "logs")
+    run = Run(*flags, ranks=ranks)
+    run.wait_for("^saved step 40 as")
+    fill_disk()
+    assert run.wait() == [1] * ranks, run.text()
+    text = run.text()
+    assert text.count("warning: run: the run stops, because saves fail. Fix the disk, then resume\n") == 1
+    end = int(re.search(r"^failed \(saves failed; the last save failed\) after (\d+) steps", text, re.M)[1])
+    assert end - last_saved(text) in range(200, 230)  # ten saves, and the steps until the ranks have agreed
+    free_space()
+    run_to_end(*flags, "--resume", "--max_steps", "300", ranks=ranks)
+    assert load("run/latest.pt")["step"] == 300
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), MemoryError()], ids=["disk", "memory"])
