@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from steadygpt.base.durable import link_file
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import brief
-from steadygpt.base.text import timestamp
 from steadygpt.checkpoint.files import LATEST, read_checkpoint, summary
 from steadygpt.checkpoint.mirror import Entry, Mirror, missing
 from steadygpt.log.runlog import RunLog
@@ -128,6 +127,6 @@ class Uploads:
         self._note_progress()
         self.uploaded_at_s = start_s
         took = f"in {time.monotonic() - start_s:.1f} s"
-        self.log.note(mirrored_at=timestamp())
+        self.log.note(mirrored_at=time.time())
         self.log.say(f"uploaded step {entry.step:,} as {', '.join(names)} to {self.mirror.url} {took}")
         return True

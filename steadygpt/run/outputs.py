@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from steadygpt.base.durable import lock_folder, replace_file
+from steadygpt.base.durable import lock_folder, replace_file, write_temporary
 from steadygpt.base.options import shown_options
 from steadygpt.base.retry import NoAnswer
 from steadygpt.checkpoint.files import LATEST, check_folder, summary
@@ -74,6 +74,7 @@ def _open_on_main(plan: Plan, starts: list[Entry], log: RunLog, held: ExitStack)
         replace_file(folder / LATEST, lambda file: torch.save(content, file))
     else:
         clean_folder(folder, start.path)
+    write_temporary(logdir / "room", lambda file: file.write(bytes(2**16))).unlink()  # a full disk is an error here
     now, repeats = note_of_start(config, starts), Repeats(log)
     if start.step is not None:
         records, reason = repeated_records(logdir / METRICS, start.step, now["parent"], now["start"])
