@@ -10,13 +10,13 @@ A file is torch.save of plain types and tensors, the same for any topology that 
 """
 
 import dataclasses
-import json
+import io
 import os
 import pickle
 import re
 import sys
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -28,6 +28,7 @@ from torch import nn
 from steadygpt.base.disk import check_pulled
 from steadygpt.base.options import UserError
 from steadygpt.base.text import counted
+from steadygpt.base.typed import Count, Loss, parse_json, typed
 from steadygpt.machine.host import process_age_s
 from steadygpt.machine.ranks import Ranks
 
@@ -42,6 +43,8 @@ KINDS = {
     **dict.fromkeys(("model", "optimizer", "model_config", "train_config"), dict),
     "tokenizer": str,
 }
+SUMMARY = {"step": Count, "epoch": float | None, "loss": Loss | None, "val_loss": Loss | None}
+Evaluations = dict[int, dict[str, Loss | None]]  # step -> {"val_loss": ..., "val_bpb": ..., "hellaswag_acc": ...}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # content
@@ -177,9 +180,9 @@ def nearest_checkpoint(folder: Path, step: int) -> tuple[Path, dict]:
     """Return the intact checkpoint of a folder whose step is nearest; of two, the earlier one."""
 
     def distance(file: Path) -> tuple[int, int]:
-        try:  # without the checksums, for which all of the file is read
-            found = torch.load(file, map_location="cpu", mmap=True, weights_only=True)["step"]
-        except Exception:  # first, so that intact_checkpoints says what is wrong
+        try:
+            found = read_checkpoint(file, only_head=True)["step"]
+        except (UserError, OSError):  # first, so that intact_checkpoints says what is wrong
             found = step
         return abs(found - step), found
 
@@ -212,15 +215,30 @@ def _written_ns(file: Path) -> int:
         return 0
 
 
-def read_checkpoint(path: Path) -> dict:
-    """Verify a checkpoint file and map it into memory; its tensors are on the CPU and are read when used."""
-    return as_checkpoint(load_verified(path), path)
+def read_checkpoint(path: Path, only_head: bool = False) -> dict:
+    """Verify a checkpoint file and map it into memory; its tensors are on the CPU and are read when used.
+
+    With only_head, its tensors are left out and not verified, so no run may resume from it.
+    """
+    return as_checkpoint(load_verified(path, only_head), path)
 
 
-def load_verified(path: Path) -> object:
+class _HeadUnpickler(pickle.Unpickler):
+    """Puts an empty dictionary in the place of each tensor and of all else that would run code of the file."""
+
+    def find_class(self, module: str, name: str) -> type:
+        return type("StandIn", (dict,), {"__init__": lambda *_: None})
+
+    def persistent_load(self, storage: object) -> None: ...
+
+
+def load_verified(path: Path, only_head: bool = False) -> object:
     """Return what torch.save wrote to a file, after verifying its checksums; no code in it is run."""
     try:
         with zipfile.ZipFile(path) as archive:
+            if only_head:
+                [head] = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+                return _HeadUnpickler(io.BytesIO(archive.read(head))).load()
             if bad := archive.testzip():  # torch.load does not verify the checksums
                 raise UserError(f"{path}: corrupt (checksum of record {bad})")
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -304,18 +322,18 @@ def find_checkpoint(which: str, folder: Path) -> Found:
 
 def summary(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the table shows of a checkpoint."""
-    return {key: checkpoint.get(key) for key in ("step", "epoch", "loss", "val_loss")}
+    advice = "expected a file that train.py or convert_hf.py has written"
+    return {key: typed(checkpoint.get(key), kind, f"the checkpoint's {key}", advice) for key, kind in SUMMARY.items()}
 
 
-def read_evaluations(folder: Path) -> dict[int, dict[str, float | None]]:
-    """Return evaluations.json: step -> {"val_loss": ..., "val_bpb": ..., "hellaswag_acc": ...}."""
-    path = folder / EVALUATIONS
+def read_evaluations(name: object, read: Callable[[], bytes]) -> tuple[Evaluations, list[str]]:
+    """Return the content of an evaluations.json, {} if there is none, and a warning if it cannot be read."""
     try:
-        return {int(step): dict(scores) for step, scores in json.loads(path.read_text()).items()}
+        return parse_json(read(), Evaluations, name, "its validation losses are ignored"), []
     except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: corrupt, so its validation losses are ignored") from error
+        return {}, []
+    except (UserError, OSError) as error:
+        return {}, [str(error)]
 
 
 def validation_of(
