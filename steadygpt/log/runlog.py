@@ -24,28 +24,23 @@ from torch import nn
 from steadygpt.base.durable import fsync, fsync_folder, lines_from_end
 from steadygpt.base.options import mute
 from steadygpt.base.retry import brief
-from steadygpt.base.text import STAMP, labelled, printable
+from steadygpt.base.text import STAMP, printable
 from steadygpt.config import TrainConfig
 from steadygpt.log.alerts import Alerts
-from steadygpt.log.status import STATUS, write_status
+from steadygpt.log.status import LOG, METRICS, RUN, STATUS, run_of, write_status
 from steadygpt.log.system import Load, SystemMetrics, gpu_count
 from steadygpt.log.tensorboard import TensorBoard
 from steadygpt.log.wandb_sink import WandbSink
 from steadygpt.machine.device import device_name
 from steadygpt.machine.ranks import Ranks
 
-LOG, METRICS = "log.txt", "metrics.jsonl"
 HEARTBEAT_S = 10.0  # between updates of status.json while training
-RUN = labelled("run", "")  # begins log.txt, before the run's name
 
 
 class RunLog:
     """Prints the measurements of a run, and after open() writes them to every sink. Other threads may write too.
 
     On ranks other than 0 it prints nothing and is never opened.
-
-    Args:
-        max_steps: of the run.
     """
 
     def __init__(self, config: TrainConfig, ranks: Ranks, max_steps: int = 0):
@@ -76,7 +71,6 @@ class RunLog:
         self.heartbeat_at_s = -math.inf
         self.text_file: LineFile | None = None
         self.sinks: list[Metrics | TensorBoard | WandbSink] = []
-        self.tensorboard: TensorBoard | None = None
         self.alerts: Alerts | None = None
         self.system: SystemMetrics | None = None
 
@@ -91,20 +85,17 @@ class RunLog:
         """
         config, logdir = self.config, Path(self.config.logdir)
         logdir.mkdir(parents=True, exist_ok=True)
-        if start_step is None or _run_of(logdir) != config.run_name:
+        if start_step is None or run_of(logdir) != config.run_name:
             move_aside(logdir)  # the logs of a different run
-        metrics = Metrics(logdir / METRICS, start_step)
-        self.text_file, self.sinks = LineFile(logdir / LOG, start_step), [metrics]
+        self.text_file, self.sinks = LineFile(logdir / LOG, start_step), [Metrics(logdir / METRICS, start_step)]
         self.is_resumed = start_step is not None
         self.note(step=start_step or 0, checkpoint_bytes=checkpoint_bytes)
-        if config.use_tensorboard:
-            self.tensorboard = TensorBoard(config, start_step or 0)
-            self.sinks.append(self.tensorboard)
-        if self.text_file.is_empty():
+        if not self.text_file.file.tell():  # it is new
             self.say(f"{RUN}{config.run_name}")
-        if start:
-            with self._surviving(metrics):
-                metrics.record(start_step or 0, start)
+        if start:  # before there are other sinks, which have the options already
+            self._record(start_step or 0, start)
+        if config.use_tensorboard:
+            self.sinks.append(TensorBoard(config, start_step or 0))
         if config.alert_url:
             self.alerts = Alerts(config.alert_url, config.run_name, self.warn)
         if config.use_wandb:
@@ -138,9 +129,10 @@ class RunLog:
 
     def histograms(self, step: int, model: nn.Module) -> None:
         """Log histograms of parameters and gradients to TensorBoard."""
-        if self.tensorboard:
-            with self._surviving(self.tensorboard):
-                self.tensorboard.histograms(step, model)
+        for sink in self.sinks:
+            if isinstance(sink, TensorBoard):
+                with self._surviving(sink):
+                    sink.histograms(step, model)
 
     def measure_system(self) -> None:
         """Record what GPUs and host do, every --system_metrics_s from now on, in a thread of its own."""
@@ -161,11 +153,11 @@ class RunLog:
             self.say(line)
             self._record(step, metrics)
 
-    def _record(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        measured = {name: value for name, value in metrics.items() if value is not None}
+    def _record(self, step: int, values: Mapping[str, Any]) -> None:
+        known = {name: value for name, value in values.items() if value is not None}
         for sink in self.sinks:
             with self._surviving(sink):
-                sink.log(step, measured)
+                sink.log(step, known)
 
     # -----------------------------------------------------------------------------------------------------------------
     # status.json and alerts
@@ -206,9 +198,7 @@ class RunLog:
 
     def say(self, line: str, step: int | None = None) -> None:
         """Write lines of text to the console and to log.txt, there after the step they belong to."""
-        self._print(sys.stdout, line)
-        prefix = "" if step is None else f"[{step}] "
-        self._to_file("\n".join(prefix + part for part in line.splitlines()))
+        self._write(sys.stdout, line, "" if step is None else f"[{step}] ")
 
     def show(self, line: str) -> None:
         """Rewrite the terminal's last line in place; do nothing where output goes to a file."""
@@ -219,10 +209,16 @@ class RunLog:
 
     def warn(self, line: str, event: str = "") -> None:
         """Write a warning to stderr and log.txt, and send it as an alert if it is an event."""
-        self._print(sys.stderr, f"warning: {line}")
-        self._to_file(f"warning: {line}")
+        self._write(sys.stderr, f"warning: {line}")
         if event:
             self.alert(event, line)
+
+    def _write(self, stream: IO[str], text: str, prefix: str = "") -> None:
+        self._print(stream, text)
+        if self.text_file:
+            with self.lock, self._surviving(self.text_file):
+                lines = printable(text, keep="\n\t").splitlines()
+                self.text_file.write("\n".join(prefix + line for line in lines))
 
     def _print(self, stream: IO[str], text: str, end: str = "\n") -> None:
         if not self.ranks.is_main:
@@ -234,11 +230,6 @@ class RunLog:
             except OSError:  # the terminal was closed, or the reader of a pipe has exited; training continues
                 mute(stream)
             self.live_line = False
-
-    def _to_file(self, text: str) -> None:
-        if self.text_file:
-            with self.lock, self._surviving(self.text_file):
-                self.text_file.write(printable(text, keep="\n\t"))
 
     @contextmanager
     def _surviving(self, sink: object):
@@ -287,11 +278,7 @@ class RunLog:
 
 
 class LineFile:
-    """A file that a run appends lines to. A resumed run first drops the lines of the steps that it repeats.
-
-    Args:
-        start_step: where a resumed run starts, None for a new run.
-    """
+    """A file that a run appends lines to. A resumed run first drops the lines of the steps that it repeats."""
 
     step_of = re.compile(rb"step +(\d{1,18})/|\[(\d{1,18})\] ")  # lines without a step stay
 
@@ -313,9 +300,6 @@ class LineFile:
                 file.truncate()
         self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
 
-    def is_empty(self) -> bool:
-        return not self.file.tell()
-
     def write(self, line: str) -> None:
         print(line, file=self.file, flush=True)
 
@@ -333,25 +317,13 @@ class Metrics(LineFile):
 
     step_of = re.compile(rb'\{"step": (\d{1,18}),')
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Write a record."""
-        plain = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
-        self.record(step, plain)
-
-    def record(self, step: int, content: Mapping[str, Any]) -> None:
-        self.write(json.dumps({"step": step, "time": round(time.time(), 3), **content}))
+        nan = {name: None for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
+        self.write(json.dumps({"step": step, "time": round(time.time(), 3), **values, **nan}))  # JSON has no NaN
 
     def text(self, step: int, text: str) -> None:
         """Leave texts to log.txt."""
-
-
-def _run_of(logdir: Path) -> str | None:
-    """Return the name of the run that a log.txt belongs to."""
-    try:
-        with open(logdir / LOG, encoding="utf-8", errors="replace") as file:
-            return file.readline().strip().removeprefix(RUN)
-    except FileNotFoundError:
-        return None
 
 
 def move_aside(logdir: Path) -> None:

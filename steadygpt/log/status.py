@@ -1,4 +1,4 @@
-"""status.json in a run's checkpoint folder: the state of the run, and how it ended."""
+"""What other programs read of a run: status.json, its state, in the checkpoint folder; and the names of its logs."""
 
 import json
 import time
@@ -9,9 +9,11 @@ from typing import Any, TypedDict
 
 from steadygpt.base.durable import replace_file
 from steadygpt.base.options import UserError
+from steadygpt.base.text import labelled
 from steadygpt.base.typed import Count, read_json
 
-STATUS = "status.json"
+STATUS, LOG, METRICS = "status.json", "log.txt", "metrics.jsonl"
+RUN = labelled("run", "")  # begins log.txt, before the run's name
 # fmt: off
 Status = TypedDict("Status", {  # noqa: UP013 (a line for each type); times are in Unix seconds
     "status": str, "reason": str, "doing": str, "run_name": str, "logdir": str, "mirror": str, "device": str,
@@ -32,11 +34,7 @@ def read_status(folder: Path) -> Status:
 
 
 def write_status(folder: Path, facts: Mapping[str, Any], durable: bool) -> None:
-    """Replace status.json.
-
-    Args:
-        durable: wait until it is on the disk.
-    """
+    """Replace status.json, `durable` as in replace_file()."""
     path = folder / STATUS
     content = f"{json.dumps({**facts, 'updated_at': time.time()}, indent=2)}\n".encode()
     try:
@@ -45,3 +43,12 @@ def write_status(folder: Path, facts: Mapping[str, Any], durable: bool) -> None:
         with open(path, "r+b") as file:
             file.write(content)
             file.truncate()
+
+
+def run_of(logdir: Path) -> str:
+    """Return the name of the run that a log.txt belongs to, "" if there is none."""
+    try:
+        with open(logdir / LOG, encoding="utf-8", errors="replace") as file:
+            return file.readline().strip().removeprefix(RUN)
+    except FileNotFoundError:
+        return ""

@@ -17,7 +17,7 @@ import psutil
 
 from steadygpt.base.options import UserError
 from steadygpt.base.typed import parse_json, read_json
-from steadygpt.log.status import STATUS, Status
+from steadygpt.log.status import LOG, METRICS, STATUS, Status, run_of
 from steadygpt.monitor.chart import Curve
 
 MAX_POINTS = 1000  # of a curve, more than a terminal has columns
@@ -70,7 +70,7 @@ def watch(run_folder: str) -> Iterator[Snapshot]:
             heartbeat_s = time.time()
         logdir = find_logs(folder, status)
         if metrics.path.parent != logdir:
-            metrics = Metrics(logdir / "metrics.jsonl")
+            metrics = Metrics(logdir / METRICS)
         metrics.read()
         is_here = status.get("host", socket.gethostname()) == socket.gethostname()
         yield Snapshot(
@@ -83,7 +83,7 @@ def watch(run_folder: str) -> Iterator[Snapshot]:
             disk_free_bytes=shutil.disk_usage(folder).free,
             latest=metrics.latest,
             curves={name: thin(curve) for name, curve in metrics.curves.items()},
-            warnings=last_warnings(logdir / "log.txt"),
+            warnings=last_warnings(logdir / LOG),
             unread=metrics.unread,
         )
 
@@ -181,9 +181,8 @@ def find_logs(folder: Path, status: Status) -> Path:
     there = folder.resolve()
     named = Path(status.get("logdir") or folder)
     for logs in (named, there.parent / "logs", there.parent.parent / "logs" / there.name, folder):
-        with suppress(OSError, ValueError), open(logs / "log.txt", encoding="utf-8", errors="replace") as file:
-            # A later run with the same --logdir has moved the logs of this one aside.
-            if file.readline().removeprefix("run").strip() == status.get("run_name"):
+        with suppress(OSError, ValueError):
+            if run_of(logs) == status.get("run_name"):  # otherwise a later run has moved the logs of this one aside
                 return logs
     return named
 
