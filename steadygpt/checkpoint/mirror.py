@@ -13,7 +13,6 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from operator import methodcaller
 from pathlib import Path
@@ -24,15 +23,15 @@ from steadygpt.base.options import UserError
 from steadygpt.base.progress import ProgressBar
 from steadygpt.base.text import STAMP, bytes_text
 from steadygpt.base.typed import Count, Loss, parse_json
-from steadygpt.checkpoint.files import BACKUP, BEST, EVALUATIONS, LATEST, NAMED, checkpoint_files, read_checkpoint
+from steadygpt.checkpoint.files import BACKUP, BEST, LATEST, NAMED, read_checkpoint
 from steadygpt.config import TrainConfig
 from steadygpt.data.stores import Store
-from steadygpt.log.runlog import LOG, METRICS, move_aside
+from steadygpt.log.runlog import move_aside
 
 Result = TypeVar("Result")
 INDEX = "index.json"
-# Of a mirror, which may be a stranger's.
-RESTORED = re.compile(r"evaluations\.json|logs/(log\.txt|metrics\.jsonl)|tensorboard/events\.[^/]+")
+# Besides checkpoints. Nothing else is restored, because a mirror may be a stranger's.
+FILES = re.compile(r"evaluations\.json|logs/(log\.txt|metrics\.jsonl)|tensorboard/events\.[^/]+")
 Name = Annotated[str, r"(latest|latest_backup|best_model|stable|rolling_step_\d{6,}|epoch_\d{5,})\.pt"]
 PARTS = 4  # of 50 MB each, in memory and under way at once
 SILENCE_S = 60  # a store may take this long to put the parts of a large file together
@@ -171,19 +170,19 @@ class Mirror:
         return index
 
     def upload(
-        self, path: Path, entry: Entry, names: Iterable[str], config: TrainConfig, progress: Callable[[int], object]
+        self, path: Path, entry: Entry, names: Iterable[str], config: TrainConfig, progress: Callable[..., object]
     ) -> None:
         """Upload a checkpoint unless it is there, the other files of the run, and the index; delete what is too old.
 
         Args:
             names: of the checkpoint. The newest in the mirror is also latest.pt, and the one before it the backup.
-            progress: is called with the number of bytes that are uploaded.
+            progress: is called whenever bytes are uploaded.
         """
         import fsspec
 
         sizes = self.sizes()
         if sizes.get(entry.file) != entry.size:
-            callback = fsspec.Callback(hooks={"progress": lambda _, sent, **__: progress(sent)})
+            callback = fsspec.Callback(hooks={"progress": progress})
             self.fs.put_file(str(path), self._path(entry.file), callback=callback, max_concurrency=PARTS)
         there = dict(self.claim().checkpoints)  # again: another run may have claimed it meanwhile
         self.upload_files(config)
@@ -204,12 +203,11 @@ class Mirror:
 
     def upload_files(self, config: TrainConfig) -> None:
         """Upload the logs and the evaluations of the run, those that have changed since they were uploaded last."""
-        for name, path in files_of(config).items():
-            if not path.exists():
-                continue
-            stat = path.stat()
+        paths = {f"{place}{path.name}": path for place, of in folders_of(config).items() for path in of.glob("*")}
+        for name in filter(FILES.fullmatch, paths):
+            stat = paths[name].stat()
             if self.sent.get(name) != (stat.st_size, stat.st_mtime_ns):
-                self.fs.pipe_file(self._path(name), path.read_bytes())  # the file may grow, so its bytes are taken once
+                self.fs.pipe_file(self._path(name), paths[name].read_bytes())  # taken once: the file may grow
                 self.sent[name] = stat.st_size, stat.st_mtime_ns
 
     def _write(self, index: Index) -> None:
@@ -228,25 +226,6 @@ class Mirror:
 # a run and its mirror
 
 
-def missing(there: Mapping[str, int], config: TrainConfig) -> dict[int, list[Path]]:
-    """Return the checkpoints of a run that its mirror lacks: the names of each file by its time (ns), newest first.
-
-    Args:
-        there: the times of the checkpoints in the mirror, by name.
-    """
-    newer: dict[str, int] = {}
-    for path in checkpoint_files(folder := Path(config.checkpoint_dir)):
-        with suppress(FileNotFoundError):  # training has deleted it meanwhile
-            if path.name != BACKUP and (mtime_ns := path.stat().st_mtime_ns) > there.get(path.name, 0):
-                newer[path.name] = mtime_ns
-    dropped = too_old({**there, **newer}, config)
-    files: dict[int, list[Path]] = {}
-    for name in sorted(newer, key=newer.__getitem__, reverse=True):
-        if name not in dropped:
-            files.setdefault(newer[name], []).append(folder / name)
-    return files
-
-
 def too_old(written_ns: Mapping[str, int], config: TrainConfig) -> set[str]:
     """Return the names that are not among the newest of their tier, of which the mirror keeps a number."""
     names: set[str] = set()
@@ -256,15 +235,10 @@ def too_old(written_ns: Mapping[str, int], config: TrainConfig) -> set[str]:
     return names
 
 
-def files_of(config: TrainConfig) -> dict[str, Path]:
-    """Return the files of a run besides its checkpoints, by their names in the mirror."""
-    logs = {f"logs/{name}": Path(config.logdir, name) for name in (LOG, METRICS)}
-    events = {f"tensorboard/{path.name}": path for path in _tensorboard(config).glob("events.*")}
-    return {EVALUATIONS: Path(config.checkpoint_dir, EVALUATIONS), **logs, **events}
-
-
-def _tensorboard(config: TrainConfig) -> Path:
-    return Path(config.tensorboard_dir, config.run_name)
+def folders_of(config: TrainConfig) -> dict[str, Path]:
+    """Return the folders of the FILES of a run, by what their names begin with in the mirror."""
+    tensorboard = Path(config.tensorboard_dir, config.run_name)
+    return {"": Path(config.checkpoint_dir), "logs/": Path(config.logdir), "tensorboard/": tensorboard}
 
 
 def newer_checkpoint(
@@ -287,10 +261,9 @@ def newer_checkpoint(
         downloaded = folder / ".restored.tmp"
         try:
             mirror.download(entry, downloaded)
+            return downloaded, skipped
         except Damaged as error:
             skipped.append(str(error))
-        else:
-            return downloaded, skipped
     if skipped and not local:
         raise UserError("; ".join(skipped))
     return None, skipped
@@ -302,11 +275,10 @@ def restore_files(mirror: Mirror, config: TrainConfig, replace: bool) -> None:
     Args:
         replace: also the logs that are there, which are renamed before. Otherwise only what is missing.
     """
-    folders = {"": Path(config.checkpoint_dir), "logs": Path(config.logdir), "tensorboard": _tensorboard(config)}
-    targets = {}
-    for name in filter(RESTORED.fullmatch, mirror.sizes()):
-        folder, _, file = name.rpartition("/")
-        targets[name] = folders[folder] / file
+    folders, targets = folders_of(config), {}
+    for name in filter(FILES.fullmatch, mirror.sizes()):
+        folder, slash, file = name.rpartition("/")
+        targets[name] = folders[folder + slash] / file
     # A file of events belongs to one start. If there is one of its name, it may be another run's.
     contents = {
         target: mirror.read(name)
@@ -314,8 +286,8 @@ def restore_files(mirror: Mirror, config: TrainConfig, replace: bool) -> None:
         if (replace and not name.startswith("tensorboard/")) or not target.exists()
     }
     if replace:
-        folders["logs"].mkdir(parents=True, exist_ok=True)
-        move_aside(folders["logs"])
+        folders["logs/"].mkdir(parents=True, exist_ok=True)
+        move_aside(folders["logs/"])
     for target, content in contents.items():
         target.parent.mkdir(parents=True, exist_ok=True)
         replace_file(target, methodcaller("write", content))

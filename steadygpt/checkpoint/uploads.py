@@ -10,8 +10,8 @@ from threading import Thread
 from steadygpt.base.durable import link_file
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import brief
-from steadygpt.checkpoint.files import LATEST, read_checkpoint, summary
-from steadygpt.checkpoint.mirror import Entry, Mirror, missing
+from steadygpt.checkpoint.files import BACKUP, LATEST, checkpoint_files, read_checkpoint, summary
+from steadygpt.checkpoint.mirror import Entry, Mirror, too_old
 from steadygpt.config import TrainConfig
 from steadygpt.log.runlog import RunLog
 
@@ -20,12 +20,7 @@ GIVE_UP_S = 600.0  # without progress, after which nothing waits for an upload a
 
 
 class Uploads:
-    """A thread that uploads what the mirror lacks of the run's folder. Failed uploads are repeated until they succeed.
-
-    Args:
-        config: of the run.
-        log: of the run, where the thread reports what it did.
-    """
+    """A thread that uploads what the mirror lacks of a run's folder. Failed uploads are repeated until they succeed."""
 
     def __init__(self, mirror: Mirror, config: TrainConfig, log: RunLog):
         self.mirror, self.config, self.log = mirror, config, log
@@ -35,16 +30,13 @@ class Uploads:
         self.is_last = False
         self.there: dict[str, int] = {}  # times of the complete checkpoints in the mirror (ns), by name
         self.corrupt: set[int] = set()  # times of local files
-        self.uploaded_at_s, self.progress_at_s = -math.inf, time.monotonic()
+        self.uploaded_at_s = -math.inf
+        self._note_progress()
         self.thread = Thread(target=self._work, name="uploads", daemon=True)
         self.thread.start()
 
     def start(self, is_last: bool = False) -> None:
-        """Upload what the mirror lacks, and return at once.
-
-        Args:
-            is_last: the run has ended, so its logs and the last timed save are uploaded too.
-        """
+        """Upload what the mirror lacks, and return at once; at the end of a run also its logs and last timed save."""
         self.is_last |= is_last
         if not self.requests.unfinished_tasks:
             self._note_progress()
@@ -62,15 +54,26 @@ class Uploads:
         return f"{names[0]}{f' and {len(names) - 1} more' * (len(names) > 1)}" if names else ""
 
     def _missing(self) -> dict[int, list[Path]]:
-        """Return what is to be uploaded; timed saves, which belong to no tier, only every mirror_minutes."""
+        """Return the checkpoints to upload: the paths of each file by its time (ns), newest first."""
+        newer: dict[str, int] = {}
+        for path in checkpoint_files(folder := Path(self.config.checkpoint_dir)):
+            with suppress(FileNotFoundError):  # training has deleted it meanwhile
+                if path.name != BACKUP and (mtime_ns := path.stat().st_mtime_ns) > self.there.get(path.name, 0):
+                    newer[path.name] = mtime_ns
+        dropped = too_old(self.there | newer, self.config)
+        files: dict[int, list[Path]] = {}
+        for name, mtime_ns in newer.items():
+            if name not in dropped:
+                files.setdefault(mtime_ns, []).append(folder / name)
+        # Timed saves belong to no tier.
         is_due = self.is_last or time.monotonic() - self.uploaded_at_s >= 60 * self.config.mirror_minutes
         return {
             mtime_ns: paths
-            for mtime_ns, paths in missing(self.there, self.config).items()
-            if mtime_ns not in self.corrupt and (is_due or [path.name for path in paths] != [LATEST])
+            for mtime_ns, paths in sorted(files.items(), reverse=True)
+            if mtime_ns not in self.corrupt and (is_due or paths != [folder / LATEST])
         }
 
-    def _note_progress(self) -> None:
+    def _note_progress(self, *_, **__) -> None:
         self.progress_at_s = time.monotonic()
 
     def _work(self) -> None:
@@ -120,7 +123,7 @@ class Uploads:
             self.corrupt.add(mtime_ns)
             return True
         names = [path.name for path in paths]
-        self.mirror.upload(self.copy, entry, names, self.config, lambda sent: self._note_progress())
+        self.mirror.upload(self.copy, entry, names, self.config, self._note_progress)
         self._note_progress()
         self.uploaded_at_s = start_s
         took = f"in {time.monotonic() - start_s:.1f} s"

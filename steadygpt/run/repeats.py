@@ -86,21 +86,23 @@ class Repeats:
     compared: int = 0
     largest: float = 0.0  # relative difference so far
 
-    def __post_init__(self):
-        self.last = max(self.records, default=self.step)
-
     def add(self, step: int, **measured: float) -> None:
         """Compare the measurements of a step, and report after the last repeated one."""
         if record := self.records.get(step):
             self.compared += 1
             for name, noun in NUMBERS.items():
                 before, now = record[name], measured[name] if math.isfinite(measured[name]) else None  # as in JSON
-                if before != now and self.is_exact:
+                if before == now:
+                    continue
+                if self.is_exact:
                     old, new = ("NaN or infinity" if number is None else repr(number) for number in (before, now))
                     self._end(f"repeated step {step:,} has {noun} {new}, but had {old} before", ADVICE)
                     return
-                self.largest = max(self.largest, relative_difference(before, now))
-        if step >= self.last:
+                if before is None or now is None:
+                    self.largest = math.inf
+                else:
+                    self.largest = max(self.largest, abs(before - now) / max(abs(before), abs(now)))
+        if step >= max(self.records, default=0):
             self.report()
 
     def report(self) -> None:
@@ -109,7 +111,7 @@ class Repeats:
         if self.reason and not total:
             self._end(f"repeated steps are not compared: {self.reason}")
         elif self.compared and total:
-            kind = "step" if total == self.last - self.step + 1 else "logged step"
+            kind = "step" if total == max(self.records) - self.step + 1 else "logged step"
             count = f"{self.compared:,} of " * (self.compared < total) + counted(total, kind)
             result = f"bit for bit the same {same}"
             if self.largest:
@@ -128,10 +130,3 @@ class Repeats:
             self.log.warn(f"{line}. {advice}", event="resume differs")
         else:
             self.log.say(line)
-
-
-def relative_difference(one: float | None, other: float | None) -> float:
-    """Return the difference of two numbers as a share of the larger one; None is a number that is not finite."""
-    if one == other:
-        return 0.0
-    return math.inf if one is None or other is None else abs(one - other) / max(abs(one), abs(other))
