@@ -275,16 +275,13 @@ def restore_files(mirror: Mirror, config: TrainConfig, replace: bool) -> None:
     Args:
         replace: also the logs that are there, which are renamed before. Otherwise only what is missing.
     """
-    folders, targets = folders_of(config), {}
+    folders, contents = folders_of(config), {}
     for name in filter(FILES.fullmatch, mirror.sizes()):
         folder, slash, file = name.rpartition("/")
-        targets[name] = folders[folder + slash] / file
-    # A file of events belongs to one start. If there is one of its name, it may be another run's.
-    contents = {
-        target: mirror.read(name)
-        for name, target in targets.items()
-        if (replace and not name.startswith("tensorboard/")) or not target.exists()
-    }
+        target = folders[folder + slash] / file
+        # A file of events belongs to one start. If there is one of its name, it may be another run's.
+        if not target.exists() or (replace and folder != "tensorboard"):
+            contents[target] = mirror.read(name)
     if replace:
         folders["logs/"].mkdir(parents=True, exist_ok=True)
         move_aside(folders["logs/"])

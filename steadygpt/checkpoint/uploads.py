@@ -9,13 +9,12 @@ from threading import Thread
 
 from steadygpt.base.durable import link_file
 from steadygpt.base.options import UserError
-from steadygpt.base.retry import brief
+from steadygpt.base.retry import LONGEST_PAUSE_S, brief
 from steadygpt.checkpoint.files import BACKUP, LATEST, checkpoint_files, read_checkpoint, summary
 from steadygpt.checkpoint.mirror import Entry, Mirror, too_old
 from steadygpt.config import TrainConfig
 from steadygpt.log.runlog import RunLog
 
-LONGEST_PAUSE_S = 60.0  # between attempts
 GIVE_UP_S = 600.0  # without progress, after which nothing waits for an upload any more
 
 

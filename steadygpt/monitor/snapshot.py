@@ -71,7 +71,7 @@ def watch(run_folder: str) -> Iterator[Snapshot]:
         logdir = find_logs(folder, status)
         if metrics.path.parent != logdir:
             metrics = Metrics(logdir / METRICS)
-        metrics.read()
+        metrics = metrics.read()
         is_here = status.get("host", socket.gethostname()) == socket.gethostname()
         yield Snapshot(
             folder=folder,
@@ -93,28 +93,25 @@ class Metrics:
 
     def __init__(self, path: Path):
         self.path = path
-        self._restart()
-
-    def _restart(self) -> None:
         self.size, self.seen = 0, b""  # bytes that were read, and the last ones of them
         self.latest: dict[str, float] = {}
         self.curves: dict[str, Curve] = {"loss": [], "val_loss": []}
         self.unread = 0
 
-    def read(self) -> None:
-        """Read what was written since the last call; everything if the file was replaced or cut back."""
+    def read(self) -> "Metrics":
+        """Read what was written since the last call; everything, anew, if the file was replaced or cut back."""
         if not self.path.exists():
-            return
+            return self
         with open(self.path, "rb") as file:
             file.seek(self.size - len(self.seen))
             if file.read(len(self.seen)) != self.seen:
-                self._restart()
-                file.seek(0)
+                return Metrics(self.path).read()
             tail = os.fstat(file.fileno()).st_size - TAIL_BYTES
             while block := file.read(BLOCK_BYTES) + file.readline():
                 block = block[: block.rfind(b"\n") + 1]  # the last line may be incomplete
                 self._add(block, max(0, tail - self.size))
                 self.size, self.seen = self.size + len(block), block[-256:] or self.seen
+        return self
 
     def _add(self, lines: bytes, tail: int) -> None:
         """Add the losses of all lines, and the other values of those from the byte `tail` on."""

@@ -16,7 +16,6 @@ from steadygpt.checkpoint.files import LATEST, check_folder, summary
 from steadygpt.checkpoint.mirror import Mirror, restore_files
 from steadygpt.checkpoint.saves import STALE, CheckpointWriter, Saves, clean_folder
 from steadygpt.checkpoint.uploads import Uploads
-from steadygpt.config import TrainConfig
 from steadygpt.data.shards import check_listing, check_shards
 from steadygpt.log.runlog import METRICS, RunLog
 from steadygpt.machine.ranks import StopSignal
@@ -71,7 +70,13 @@ def _open_on_main(plan: Plan, starts: list[Entry], log: RunLog, held: ExitStack)
         raise UserError(f"{folder}: {found}; nothing was changed. Free some space, or use another --checkpoint_dir")
     if os.path.realpath(logdir) != os.path.realpath(folder):  # resolve() raises for a loop of links
         held.enter_context(lock_folder(logdir, "give this run another --logdir"))
-    mirror = _reserved_mirror(config, start.checkpoint is not None) if config.mirror else None
+    mirror = None
+    if config.mirror:
+        mirror = Mirror(config.mirror, config.run_name, resumes=start.checkpoint is not None)
+        with suppress(NoAnswer):  # the first upload claims it then
+            mirror.patiently(mirror.claim)
+            if start.checkpoint:
+                mirror.patiently(partial(restore_files, mirror, config, replace=False))  # what is missing here
     if start.checkpoint and start.is_fork:
         # A copy that has this run's name and options, not a link: the file belongs to the other run, as does the best
         # model so far.
@@ -94,13 +99,3 @@ def _open_on_main(plan: Plan, starts: list[Entry], log: RunLog, held: ExitStack)
     if latest and uploads:
         uploads.start()  # also a choice to go back, which a kill before the first save must not undo
     return writer, repeats
-
-
-def _reserved_mirror(config: TrainConfig, resumes: bool) -> Mirror:
-    """Return the mirror, reserved for the run, after restoring the logs that are missing here."""
-    mirror = Mirror(config.mirror, config.run_name, resumes)
-    with suppress(NoAnswer):  # the first upload claims it then
-        mirror.patiently(mirror.claim)
-        if resumes:
-            mirror.patiently(partial(restore_files, mirror, config, replace=False))
-    return mirror
