@@ -4,6 +4,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from rich.columns import Columns
@@ -21,6 +22,14 @@ from steadygpt.monitor.snapshot import MAX_WARNINGS, Snapshot
 COLOURS = {"running": "green", "starting": "cyan", "finished": "green", "stopped": "yellow"}
 CURVE_COLOURS = ("cyan", "magenta")
 HOT_CELSIUS = 85
+FACTS: list[dict[str, str]] = [
+    {"loss": "{loss:.4f}", "val loss": "{val_loss:.4f}", "best": "{best:.4f}", "bits/byte": "{val_bpb:.4f}",
+     "HellaSwag": "{hellaswag_acc_norm:.1%}", "grad norm": "{grad_norm:.2f}"},
+    {"tokens/s": "{tokens_per_second:,.0f}", "step": "{step_ms:,.0f} ms", "MFU": "{mfu:.1%}", "tokens": "{tokens}",
+     "lr": "{lr:.2e}"},
+    {"elapsed": "{elapsed}", "cost": "{cost:,.2f}", "cost left": "{cost_to_go:,.2f}"},
+    {"saved": "{saved}", "mirror": "{mirrored}", "memory": "{memory}", "epoch": "{epoch:.2f}"},
+]  # fmt: skip
 GPU_FORMS = {
     "percent": "{:4.0f}%",
     "memory_gb": "{:4.0f} of",
@@ -105,54 +114,29 @@ def step_of(snapshot: Snapshot) -> int:
 def facts(snapshot: Snapshot, state: State) -> Columns:
     """Return columns of names and values: learning, speed, time and money, safety. What is unknown is not there."""
     status = snapshot.status
-    measured: dict[str, Any] = {**status, **snapshot.latest}
-    tokens_per_step = status.get("tokens_per_step")
-    validations = [value for _, value in snapshot.curves["val_loss"]]
-
-    def metric(key: str, form: str) -> str | None:
-        return form.format(measured[key]) if key in measured else None
-
-    def ago(seconds: float | None) -> str:
-        return "not yet" if seconds is None else f"{duration_text(seconds)} ago"
-
-    columns: list[dict[str, str | None]] = [
-        {
-            "loss": metric("loss", "{:.4f}"),
-            "val loss": metric("val_loss", "{:.4f}"),
-            "best": f"{min(validations):.4f}" if validations else None,
-            "bits/byte": metric("val_bpb", "{:.4f}"),
-            "HellaSwag": metric("hellaswag_acc_norm", "{:.1%}"),
-            "grad norm": metric("grad_norm", "{:.2f}"),
-        },
-        {
-            "tokens/s": metric("tokens_per_second", "{:,.0f}"),
-            "step": metric("step_ms", "{:,.0f} ms"),
-            "MFU": metric("mfu", "{:.1%}"),
-            "tokens": scaled_text(step_of(snapshot) * tokens_per_step, COUNT_UNITS) if tokens_per_step else None,
-            "lr": metric("lr", "{:.2e}"),
-        },
-        {
-            "elapsed": duration_text(status["elapsed_s"]) if "elapsed_s" in status else None,
-            "cost": metric("cost", "{:,.2f}"),
-            "cost left": metric("cost_to_go", "{:,.2f}") if state.is_alive else None,
-        },
-        {
-            "saved": ago(snapshot.saved_age_s),
-            "mirror": ago(snapshot.mirrored_age_s) if status.get("mirror") else None,
-            "memory": bytes_text(1e9 * measured["memory_gb"]) if "memory_gb" in measured else None,
-            "epoch": metric("epoch", "{:.2f}"),
-        },
-    ]
-    return Columns([grid(column) for column in columns if any(column.values())], expand=True, padding=(0, 2))
-
-
-def grid(values: Mapping[str, str | None]) -> Table:
-    """Return names with their values, as far as they are known."""
-    table = Table.grid(Column(style="dim", no_wrap=True), Column(no_wrap=True), padding=(0, 1))
-    for name, value in values.items():
-        if value is not None:
-            table.add_row(name, Text(value, "red" if value.startswith("nan") else ""))
-    return table
+    known: dict[str, Any] = {**status, **snapshot.latest}
+    ages = {"saved": snapshot.saved_age_s} | ({"mirrored": snapshot.mirrored_age_s} if status.get("mirror") else {})
+    for name, age_s in ages.items():
+        known[name] = "not yet" if age_s is None else f"{duration_text(age_s)} ago"
+    if not state.is_alive:
+        known.pop("cost_to_go", None)
+    if validations := [value for _, value in snapshot.curves["val_loss"]]:
+        known["best"] = min(validations)
+    if tokens_per_step := status.get("tokens_per_step"):
+        known["tokens"] = scaled_text(step_of(snapshot) * tokens_per_step, COUNT_UNITS)
+    if "elapsed_s" in status:
+        known["elapsed"] = duration_text(status["elapsed_s"])
+    if "memory_gb" in known:
+        known["memory"] = bytes_text(1e9 * known["memory_gb"])
+    columns = []
+    for forms in FACTS:
+        column = Table.grid(Column(style="dim", no_wrap=True), Column(no_wrap=True), padding=(0, 1))
+        for name, form in forms.items():
+            with suppress(KeyError):
+                value = form.format_map(known)
+                column.add_row(name, Text(value, "red" if value.startswith("nan") else ""))
+        columns += [column] * bool(column.rows)
+    return Columns(columns, expand=True, padding=(0, 2))
 
 
 def chart(snapshot: Snapshot, width: int, rows: int) -> Group:
