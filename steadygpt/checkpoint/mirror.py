@@ -127,8 +127,7 @@ class Mirror:
     def download(self, entry: Entry, target: Path) -> None:
         """Download a checkpoint, verify it, and put it at `target`, with the time of its first writing.
 
-        Raises: Damaged when it is missing or corrupt; UserError when it is larger than the free space or the store
-            does not answer; `target` is unchanged.
+        Raises: Damaged when it is missing or corrupt; `target` is unchanged, as after any other UserError.
         """
         free = shutil.disk_usage(target.parent).free
         if free < entry.size:

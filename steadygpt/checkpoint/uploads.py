@@ -82,8 +82,7 @@ class Uploads:
             try:
                 if pause_s:
                     self.mirror.connect()
-                if self._upload_newest():
-                    self.start()  # there may be more
+                self._upload_newest()
                 pause_s = 0.0
             except UserError as error:
                 self.log.warn(f"uploads have stopped: {error}")
@@ -99,28 +98,29 @@ class Uploads:
                 self.copy.unlink(missing_ok=True)
             self.requests.task_done()
 
-    def _upload_newest(self) -> bool:
-        """Upload the newest checkpoint that the mirror lacks; return whether there was one."""
+    def _upload_newest(self) -> None:
+        """Upload the newest checkpoint that the mirror lacks, and request the next one."""
         known, sizes = self.mirror.claim().checkpoints, self.mirror.sizes()
         self.there = {name: entry.mtime_ns for name, entry in known.items() if sizes.get(entry.file) == entry.size}
         mtime_ns, paths = next(iter(self._missing().items()), (0, []))
         if not paths:
             if self.is_last:
                 self.mirror.upload_files(self.config)
-            return False
+            return
+        self.start()
         start_s = time.monotonic()
         try:
             link_file(paths[0], self.copy)  # keeps the file when training replaces it
             if self.copy.stat().st_mtime_ns != mtime_ns:  # it already has
-                return True
+                return
             entry = next((entry for entry in known.values() if entry.mtime_ns == mtime_ns), None)
             entry = entry or Entry.of(self.copy, summary(read_checkpoint(self.copy)))
         except FileNotFoundError:  # training has deleted it
-            return True
+            return
         except UserError as error:
             self.log.warn(f"not uploaded: {error}".replace(str(self.copy), str(paths[0])))
             self.corrupt.add(mtime_ns)
-            return True
+            return
         names = [path.name for path in paths]
         self.mirror.upload(self.copy, entry, names, self.config, self._note_progress)
         self._note_progress()
@@ -128,4 +128,3 @@ class Uploads:
         took = f"in {time.monotonic() - start_s:.1f} s"
         self.log.note(mirrored_at=time.time())
         self.log.say(f"uploaded step {entry.step:,} as {', '.join(names)} to {self.mirror.url} {took}")
-        return True

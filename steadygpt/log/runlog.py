@@ -123,16 +123,11 @@ class RunLog:
             return
         self.say(f"step {step}/{self.max_steps} | sample:")
         self.say(text, step)
-        for sink in self.sinks:
-            with self._surviving(sink):
-                sink.text(step, text)
+        self._tell_sinks("text", step, text)
 
     def histograms(self, step: int, model: nn.Module) -> None:
         """Log histograms of parameters and gradients to TensorBoard."""
-        for sink in self.sinks:
-            if isinstance(sink, TensorBoard):
-                with self._surviving(sink):
-                    sink.histograms(step, model)
+        self._tell_sinks("histograms", step, model)
 
     def measure_system(self) -> None:
         """Record what GPUs and host do, every --system_metrics_s from now on, in a thread of its own."""
@@ -154,10 +149,14 @@ class RunLog:
             self._record(step, metrics)
 
     def _record(self, step: int, values: Mapping[str, Any]) -> None:
-        known = {name: value for name, value in values.items() if value is not None}
-        for sink in self.sinks:
-            with self._surviving(sink):
-                sink.log(step, known)
+        self._tell_sinks("log", step, {name: value for name, value in values.items() if value is not None})
+
+    def _tell_sinks(self, method: str, *args: object) -> None:
+        """Call a method of the sinks that have it."""
+        for sink in (*self.sinks, self.text_file):  # log.txt is closed last: the others may warn
+            if hasattr(sink, method):
+                with self._surviving(sink):
+                    getattr(sink, method)(*args)
 
     # -----------------------------------------------------------------------------------------------------------------
     # status.json and alerts
@@ -247,9 +246,7 @@ class RunLog:
 
     def flush(self) -> None:
         """Make everything written so far durable."""
-        for sink in [self.text_file, *self.sinks] if self.text_file else []:
-            with self._surviving(sink):
-                sink.flush()
+        self._tell_sinks("flush")
 
     def __enter__(self) -> "RunLog":
         self._write_status(durable=True)  # starting: the model is not built yet
@@ -271,9 +268,7 @@ class RunLog:
         if self.alerts:
             self.alerts.close()
         self.flush()
-        for sink in [*self.sinks, self.text_file] if self.text_file else []:
-            with self._surviving(sink):
-                sink.close()
+        self._tell_sinks("close")
         self.text_file, self.sinks = None, []
 
 
@@ -321,9 +316,6 @@ class Metrics(LineFile):
         """Write a record."""
         nan = {name: None for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
         self.write(json.dumps({"step": step, "time": round(time.time(), 3), **values, **nan}))  # JSON has no NaN
-
-    def text(self, step: int, text: str) -> None:
-        """Leave texts to log.txt."""
 
 
 def move_aside(logdir: Path) -> None:

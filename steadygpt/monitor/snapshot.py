@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -54,20 +55,11 @@ def watch(run_folder: str) -> Iterator[Snapshot]:
     """Yield a snapshot of the run in a checkpoint folder whenever the next one is asked for."""
     folder = find_run(Path(run_folder).expanduser())
     path, saved = folder / STATUS, folder / "latest.pt"
-    status: Status = {}
+    read = partial(read_json, path, Status, "a run that is alive writes this file again within seconds")
+    status: Status = read()
+    heartbeat_s = status.get("updated_at") or path.stat().st_mtime
     metrics = Metrics(Path())
     while True:
-        before = status
-        try:
-            status = read_json(path, Status, "a run that is alive writes this file again within seconds")
-        except (OSError, UserError):
-            if not before:  # otherwise show the last good one
-                raise
-        if not before:
-            heartbeat_s = status.get("updated_at") or path.stat().st_mtime
-        elif status != before:
-            # Not the date in the file: the writer of a shared folder may have a clock that differs.
-            heartbeat_s = time.time()
         logdir = find_logs(folder, status)
         if metrics.path.parent != logdir:
             metrics = Metrics(logdir / METRICS)
@@ -86,6 +78,11 @@ def watch(run_folder: str) -> Iterator[Snapshot]:
             warnings=last_warnings(logdir / LOG),
             unread=metrics.unread,
         )
+        with suppress(OSError, UserError):  # otherwise the last good one is shown
+            before, status = status, read()
+            if status != before:
+                # Not the date in the file: the writer of a shared folder may have a clock that differs.
+                heartbeat_s = time.time()
 
 
 class Metrics:

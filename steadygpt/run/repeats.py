@@ -57,7 +57,7 @@ def _records(path: Path, step: int) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
     if not path.exists():
         return records
-    is_past = lacks_start = False  # lines of earlier steps have begun; the first record so far is not of a known start
+    is_past = False  # lines of earlier steps have begun
     with open(path, "rb") as file:
         for _, line in lines_from_end(file):
             is_start = b'"start": {' in line
@@ -68,8 +68,7 @@ def _records(path: Path, step: int) -> list[dict[str, Any]]:
                 with suppress(UserError):
                     kind = dict[str, Any] if is_start else dict[str, float | None]
                     records.append(parse_json(line, kind, path, ""))
-                    lacks_start = not is_start
-            if is_past and not lacks_start:
+            if is_past and (not records or "start" in records[-1]):  # of the first record, the start is known
                 break
     return records[::-1]
 
