@@ -285,7 +285,7 @@ def build(past: Past, start: Start, starts: list[Entry], device: str, ranks: Ran
 def replay(past: Past, device: str, ranks: Ranks, held: ExitStack) -> Comparison:
     """Train in memory and compare, up to the first difference where bits are promised."""
     comparison, starts = Comparison(past), past.newest["starts"]
-    start = shared(past.start if ranks.is_main else None, ranks)
+    start = Start(checkpoint=shared(past.start.checkpoint, ranks))
     first, end_of_all = start.step or 0, past.last + 1
     resumed = sorted({entry["step"] for entry in starts if first < entry["step"] < end_of_all})
     with ProgressBar(
@@ -313,8 +313,7 @@ def replay(past: Past, device: str, ranks: Ranks, held: ExitStack) -> Comparison
                     if ranks.any(comparison.fails):
                         return comparison
             if end < end_of_all:
-                content = capture(run).wait()
-                start = shared(Start(checkpoint=content) if ranks.is_main else None, ranks)
+                start = Start(checkpoint=capture(run).wait())
                 del run, batches  # the next part builds a model of its own
                 gc.collect()
     return comparison
