@@ -29,12 +29,12 @@ from convert_hf import check_fits, read_weights
 from dataloader import BatchLoader, Data, Mixture, Rows, RowStream, Spread, open_data
 from generate import sample_texts
 from model import GPT, GPTConfig
-from optim import make_optimizer, skips_on_device, update_unless
+from optim import make_optimizer, skips_on_device, state_shapes, update_unless
 from steadygpt import git_commit
 from steadygpt.base.options import run_cli, shown_options
 from steadygpt.base.retry import brief
 from steadygpt.base.text import counted, labelled
-from steadygpt.checkpoint.files import FORMAT_VERSION, Captured, TrainState, check_weights
+from steadygpt.checkpoint.files import FORMAT_VERSION, Captured, TrainState, check_tensors
 from steadygpt.checkpoint.host_copy import HostCopy, fill, restore_optimizer
 from steadygpt.checkpoint.saves import Saves
 from steadygpt.checkpoint.table import print_checkpoints
@@ -118,8 +118,12 @@ def build_model(config: TrainConfig, shape: GPTConfig, ranks: Ranks) -> GPT:
 def build_run(plan: Plan, log: RunLog, held: ExitStack) -> Run:
     """Build the run that a plan describes. If it trains, `held` closes its files at the end."""
     config, data, schedule, ranks, device = plan.config, plan.data, plan.schedule, plan.ranks, plan.ranks.device
-    if weights := plan.start.weights:  # only here, so that a plan needs no download
+    start = plan.start
+    if weights := start.weights:  # only here, so that a plan needs no download
         ranks.on_main(lambda: load_initial(weights, plan.sketch.config))
+    if loaded := start.checkpoint or weights:  # before any file is written
+        kept, source = state_shapes(plan.sketch, config.optimizer), start.path or config.init_from
+        ranks.on_main(lambda: check_tensors(loaded, source, plan.sketch, kept))
     stop = StopSignal(ranks, config.max_hours if config.trains else 0, log.beat)
     starts = plan.starts
     if config.trains:
@@ -138,7 +142,7 @@ def build_run(plan: Plan, log: RunLog, held: ExitStack) -> Run:
     model = build_model(config, plan.sketch.config, ranks)
     optimizer = make_optimizer(model, config, ranks)
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
-    state = restore(config, plan.start, model, optimizer, scaler, ranks)
+    state = restore(config, start, model, optimizer, scaler, ranks)
     # A checkpoint is captured before the evaluation of its step.
     state.best_val_loss = saves.best_val_loss(state.best_val_loss)
     forward: nn.Module = model.compiled() if config.compiles(device.type) else model
@@ -321,6 +325,9 @@ def run_to_end(run: Run) -> int:
             ending = "finished", ""
         except Stopped as stopped:
             ending = "stopped", stopped.reason
+            if stopped.reason == "saves failed":
+                ending = "failed", stopped.reason
+                log.warn(f"{config.checkpoint_dir}: the run stops, because saves fail. Fix the disk, then resume")
         except Diverged as diverged:
             run.state.step, run.state.rows_consumed = diverged.step, diverged.rows  # where the weights still are
             ending = "failed", f"{counted(diverged.bad_steps, 'consecutive step')} with a non-finite loss or gradient"
@@ -399,7 +406,6 @@ def restore(
     """Load what capture() saved. With --init_from load only weights; otherwise draw new ones."""
     checkpoint, loaded = start.checkpoint, start.checkpoint or start.weights
     if loaded:
-        check_weights(loaded["model"], model, ranks)
         fill(model, loaded["model"].__getitem__, ranks)
     else:
         torch.manual_seed(config.seed)

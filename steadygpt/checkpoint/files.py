@@ -10,30 +10,31 @@ A file is torch.save of plain types and tensors, the same for any topology that 
 """
 
 import dataclasses
+import errno
 import json
 import os
 import pickle
 import re
+import time
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from steadygpt.base.disk import check_pulled
 from steadygpt.base.options import UserError, shown_options
 from steadygpt.base.progress import say
-from steadygpt.base.text import counted
+from steadygpt.base.text import STAMP, counted
 from steadygpt.base.typed import Count, Loss, typed
 from steadygpt.config import GPTConfig, TrainConfig
 from steadygpt.data.order import BLOCK_ROWS
 from steadygpt.data.tokenizer import TokenizerRecord
 from steadygpt.machine.host import process_age_s
-from steadygpt.machine.ranks import Ranks
 
 FORMAT_VERSION = 3
 LATEST, BACKUP, BEST, STABLE = "latest.pt", "latest_backup.pt", "best_model.pt", "stable.pt"
@@ -148,17 +149,23 @@ class Captured:
         return self.content
 
 
-def check_weights(weights: dict, model: nn.Module, ranks: Ranks) -> None:
-    """Check on rank 0 that a checkpoint's "model" fits."""
-    expected = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+def named_tensors(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return weights and optimizer state by name; a tied head is one tensor under two names."""
+    state = checkpoint["optimizer"].get("state", {})
+    return checkpoint["model"] | {f"{name}.{kind}": t for name, kept in state.items() for kind, t in kept.items()}
 
-    def check() -> None:
-        found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-        for name in sorted(found.keys() | expected.keys()):
-            if found.get(name) != expected.get(name):
-                raise UserError(f"the checkpoint's {name} is {found.get(name)}; this model's is {expected.get(name)}")
 
-    ranks.on_main(check)
+def check_tensors(checkpoint: dict, source: object, model: nn.Module, kept: Mapping[str, tuple[int, ...]]) -> None:
+    """Check that a checkpoint has the weights of a model and the state that its optimizer keeps, see state_shapes()."""
+    found = {name: f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named_tensors(checkpoint).items()}
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    if len(found) > len(checkpoint["model"]):  # otherwise it is older than the first update
+        # --allow_changes may have changed muon_beta2.
+        shapes |= {name: shape for name, shape in kept.items() if name in found or "mean_squares" not in name}
+    for name in sorted(found.keys() | shapes.keys()):
+        wanted = f"{shapes[name]} torch.float32" if name in shapes else "no such tensor"
+        if found.setdefault(name, "missing") != wanted:
+            raise UserError(f"{source}: {name} is {found[name]}; expected {wanted}. Try another checkpoint")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -214,7 +221,7 @@ def open_checkpoint(which: str, folder: Path) -> tuple[Path, dict]:
         raise UserError("checkpoint: auto is for training only; expected latest, best, stable or a checkpoint file")
     found = find_checkpoint(which, folder)
     assert found.path and found.checkpoint  # only "auto" finds none
-    for line in found.skipped:
+    for line in found.damaged.values():
         say(f"warning: skipped {line}")
     return found.path, found.checkpoint
 
@@ -277,8 +284,18 @@ def _written_ns(file: Path) -> int:
 
 
 def read_checkpoint(path: Path) -> dict:
-    """Verify a checkpoint file and map it into memory; its tensors are on the CPU and are read when used."""
-    return as_checkpoint(load_verified(path), path)
+    """Verify a checkpoint file and map it into memory; its tensors, all of them finite, are on the CPU."""
+    checkpoint = as_checkpoint(load_verified(path), path)
+    for name, t in named_tensors(checkpoint).items():
+        is_plain = t.dtype == torch.float32 and t.layout == torch.strided and t.is_contiguous()
+        if not is_plain or (t.numel() and not all(extreme.isfinite() for extreme in torch.aminmax(t))):
+            found = "a NaN or an infinite number" if is_plain else f"{t.dtype} numbers or gaps between them"
+            raise UserError(f"{path}: corrupt ({name} has {found})")
+    return checkpoint
+
+
+class Unreadable(UserError):
+    """A file cannot be read at this moment; it may be intact."""
 
 
 def load_verified(path: Path) -> object:
@@ -290,7 +307,13 @@ def load_verified(path: Path) -> object:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except FileNotFoundError:
         raise UserError(f"{path}: no such checkpoint; try another --checkpoint_dir") from None
-    except zipfile.BadZipFile:
+    except (OSError, zipfile.BadZipFile) as error:
+        cause = error if isinstance(error, OSError) else error.__context__  # an OSError that zipfile has replaced
+        if isinstance(cause, OSError) and cause.errno != errno.EINVAL:  # which a wrong offset in the file causes
+            advice = "fix the disk or the permissions, then start again; or give an older file, such as --resume FILE"
+            raise Unreadable(
+                f"{path}: cannot be read ({cause.strerror or cause}); nothing was changed; {advice}"
+            ) from error
         with open(path, "rb") as file:
             beginning = file.read(64)
         check_pulled(path, beginning)
@@ -327,6 +350,8 @@ def as_checkpoint(content: Any, path: Path) -> dict:
     found = typed(content, Weights, path, advice)
     found |= vars(typed(content, TrainState, path, advice)) | typed(content, TokenizerRecord, path, advice)._asdict()
     shape = typed(found["model_config"], GPTConfig, f"{path}: model_config", advice)
+    if unknown := sorted(found["model_config"].keys() - vars(shape).keys()):
+        raise UserError(f"{path}: model_config has {unknown[0]!r}, unknown to this version; update SteadyGPT")
     try:
         shape.check_shape()
     except UserError as error:
@@ -358,7 +383,8 @@ class Found:
 
     path: Path | None = None  # None: there is none
     checkpoint: dict | None = None
-    skipped: tuple[str, ...] = ()  # a line for each file that is corrupt
+    damaged: dict[Path, str] = field(default_factory=dict)  # files that were skipped: why
+    skipped: Sequence[str] = ()  # lines about the mirror
     restored: bool = False  # from the mirror
 
 
@@ -372,22 +398,31 @@ def find_checkpoint(which: str, folder: Path) -> Found:
     if which not in ("latest", "auto"):
         path = folder / NAMED[which] if which in NAMED else Path(which)
         return Found(path, read_checkpoint(path))
-    skipped: list[str] = []
+    damaged: dict[Path, str] = {}
     for path in checkpoint_files(folder):
         if path.name == BEST:
             continue
         try:
-            return Found(path, read_checkpoint(path), tuple(skipped))
+            return Found(path, read_checkpoint(path), damaged)
+        except Unreadable:
+            raise
         except UserError as error:
-            skipped.append(str(error))
-    if skipped:
+            damaged[path] = str(error)
+    if damaged:
         raise UserError(
-            f"{folder}: all checkpoints are corrupt: {'; '.join(skipped)}; nothing was changed. "
+            f"{folder}: all checkpoints are corrupt: {'; '.join(damaged.values())}; nothing was changed. "
             "Restore a copy, or resume with --mirror"
         )
     if which == "auto":
         return Found()
     raise no_checkpoints(folder)
+
+
+def aside(path: Path) -> Path:
+    """Return an unused name for a damaged file, so that it is kept but not taken for a checkpoint."""
+    while os.path.lexists(unused := path.with_name(f"{path.name}.skipped-{time.strftime(STAMP)}")):
+        time.sleep(0.1)
+    return unused
 
 
 def summary(checkpoint: Mapping[str, Any]) -> dict[str, Any]:

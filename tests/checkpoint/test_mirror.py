@@ -465,3 +465,25 @@ WRONG_URLS = {
 def test_wrong_url_is_reported_before_training(machines, s3, url, message):
     with pytest.raises(UserError, match=message):
         run_here("--mirror", url)
+
+
+@pytest.mark.parametrize("how", ["one bit", "folder"])
+def test_the_mirror_replaces_no_damaged_file_and_none_that_cannot_be_read(machines, workdir, capsys, how):
+    url, latest = f"file://{workdir}/there", Path("checkpoints/latest.pt")
+    run_here("--mirror", url)
+    for path in latest.parent.glob("*.pt"):
+        damage(path, "one bit")
+    if how == "folder":
+        latest.unlink()
+        latest.mkdir()
+        with pytest.raises(UserError, match=r"latest.pt: cannot be read \(Is a directory\)"):
+            run_here("--resume", "--mirror", url)
+        assert latest.is_dir()
+        return
+    damaged = latest.read_bytes()
+    capsys.readouterr()
+    assert run_here("--resume", "--mirror", url, "--max_steps", "9") == 0
+    [kept] = latest.parent.glob("latest.pt.skipped-*")
+    assert kept.read_bytes() == damaged
+    assert f"skipped      {latest}: corrupt; renamed {kept.name}" in capsys.readouterr().out
+    assert read_checkpoint(latest)["step"] == 9
