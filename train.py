@@ -45,7 +45,7 @@ from steadygpt.machine import parallel
 from steadygpt.machine.device import autocast, evaluating, peak_memory_bytes, profiled, use_fp8
 from steadygpt.machine.gradient_sum import GradientSum
 from steadygpt.machine.ranks import Ranks, Stopped, StopSignal, end_with_torchrun, joined
-from steadygpt.run.forecast import measure_step_s
+from steadygpt.run.forecast import forecast, measure_step_s
 from steadygpt.run.memory import out_of_memory_explained
 from steadygpt.run.outputs import checked_fingerprint, open_saves
 from steadygpt.run.plan import Plan, settle, validation_rows
@@ -475,9 +475,9 @@ def launch(plan: Plan, held: ExitStack) -> int:
             f"{config.checkpoint_dir}: this run is finished, at step {start.step:,}. To continue, raise --max_steps."
         )
     elif config.dry_run == "plan":
-        log.say("\n".join([*plan.lines(), *plan.forecast()]))
+        log.say("\n".join([*plan.lines(), *forecast(plan)]))
     elif config.dry_run == "measure":
-        log.say("\n".join(plan.forecast(measure(build_run(plan, log, held)))))
+        log.say("\n".join(forecast(plan, measure(build_run(plan, log, held)))))
     elif config.eval_only:
         log.say(f"{start.path or config.init_from} at step {start.step or 0:,}:")
         evaluate(build_run(plan, log, held), everything=True)

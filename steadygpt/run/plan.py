@@ -24,7 +24,6 @@ from steadygpt.machine.attention import kernel_name
 from steadygpt.machine.device import AUTOCAST, choose_precision, device_name, memory_bytes
 from steadygpt.machine.host import available_memory_bytes, check_compiler
 from steadygpt.machine.ranks import Ranks
-from steadygpt.run.forecast import forecast
 from steadygpt.run.memory import checkpoint_bytes, estimate_memory, with_fitting_rows
 from steadygpt.run.schedule import Schedule, make_schedule, notes_of_decay
 from steadygpt.run.start import Start, name_of_run
@@ -134,16 +133,6 @@ class Plan:
         if config.eval_freq > steps:
             return f"{', '.join(sizes)} tokens at the end"
         return f"{', '.join(sizes)} tokens every {every}: about {cost:.1%} of the training time"
-
-    def forecast(self, step_s: float | None = None) -> list[str]:
-        """Return the forecast of the run, as further lines.
-
-        Args:
-            step_s: measured seconds of a step, if known.
-        """
-        val_rows, step = sum(self.val_rows().values()), self.start.step or 0
-        elsewhere = self.precision_elsewhere
-        return forecast(self.config, self.schedule, self.ranks, self.sketch, step, val_rows, step_s, elsewhere)
 
 
 def settle(
