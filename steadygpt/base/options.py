@@ -113,11 +113,6 @@ def shown_options(options: "DataclassInstance") -> dict[str, Any]:
     return {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if not f.metadata.get("secret")}
 
 
-def secrets_of(options: "DataclassInstance") -> list[str]:
-    """Return the values of the secret options."""
-    return [str(getattr(options, name)) for name, f in options_of(options).items() if f.metadata["secret"]]
-
-
 def check_options(options: "DataclassInstance") -> None:
     """Compare each value with the choices and bounds of its option; refuse passwords that a run would write."""
     for name, f in options_of(options).items():

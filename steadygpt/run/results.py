@@ -71,11 +71,7 @@ class Judge:
 
 
 class Pending:
-    """A StepResult on its way to the host.
-
-    Args:
-        found: its other fields, scalars on the device.
-    """
+    """A StepResult on its way to the host; `found` has its other fields, scalars on the device."""
 
     def __init__(self, step: int, rows: int, lr: float, found: dict[str, Tensor]):
         self.step, self.rows, self.lr = step, rows, lr

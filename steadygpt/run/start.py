@@ -260,11 +260,7 @@ def find_newest(config: TrainConfig, given: Mapping[str, str]) -> tuple[Found, d
 def resume_config(
     saved: dict, config: TrainConfig, given: Mapping[str, str], places: Mapping[str, Any] = {}
 ) -> tuple[TrainConfig, list[str]]:
-    """Return the configuration of a resumed run, and a line for each value that differs from the checkpoint's.
-
-    Args:
-        places: the options of PLACES, see read_places().
-    """
+    """Return the configuration of a run that resumes in its `places`, and a line for each value that is not `saved`."""
     taken, changes, options = {}, [], options_of(config)
     saved = saved | {name: places.get(name, getattr(config, name)) for name in PLACES}
     wanted_rows = saved["wanted_rows"]
@@ -299,6 +295,5 @@ def resume_config(
 
 def initial_config(shape: dict, config: TrainConfig, given: Mapping[str, str]) -> TrainConfig:
     """Return the configuration of a run that starts from weights: unset options of the shape come from the weights."""
-    options = options_of(config)
-    taken = {name: value for name, value in shape.items() if name in options and name not in {*given, "dropout"}}
+    taken = {name: value for name, value in shape.items() if name not in {*given, "dropout", "vocab_size"}}
     return dataclasses.replace(config, **taken)

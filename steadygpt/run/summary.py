@@ -14,11 +14,7 @@ from steadygpt.run.results import Results
 
 
 def summarize(results: Results, saves: Saves, parameters: int, status: str, reason: str) -> list[str]:
-    """Return how a run has ended, and on rank 0 its summary.
-
-    Args:
-        parameters: of the model.
-    """
+    """Return how a run of a model of so many parameters has ended, and on rank 0 its summary."""
     if (writer := saves.writer) is None:
         return [""]
     config, state, totals = results.config, results.state, results.totals
