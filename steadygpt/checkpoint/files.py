@@ -11,17 +11,17 @@ A file is torch.save of plain types and tensors, the same for any topology that 
 
 import dataclasses
 import errno
-import json
+import io
 import os
 import pickle
 import re
 import time
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from steadygpt.base.disk import check_pulled
 from steadygpt.base.options import UserError, shown_options
 from steadygpt.base.progress import say
 from steadygpt.base.text import STAMP, counted
-from steadygpt.base.typed import Count, Loss, typed
+from steadygpt.base.typed import Count, Loss, parse_json, typed
 from steadygpt.config import GPTConfig, TrainConfig
 from steadygpt.data.order import BLOCK_ROWS
 from steadygpt.data.tokenizer import TokenizerRecord
@@ -42,6 +42,7 @@ NAMED = {"best": BEST, "stable": STABLE}  # what commands take besides latest an
 ROLLING, EPOCH = "rolling_step_{:06d}.pt", "epoch_{:05d}.pt"
 EVALUATIONS = "evaluations.json"
 LLM_C = (20240326).to_bytes(4, "little")  # begins a model of llm.c
+Evaluations = dict[int, dict[str, Loss | None]]  # step -> {"val_loss": ..., "val_bpb": ..., "hellaswag_acc": ...}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # content
@@ -248,9 +249,9 @@ def nearest_checkpoint(folder: Path, step: int) -> tuple[Path, dict]:
     """Return the intact checkpoint of a folder whose step is nearest; of two, the earlier one."""
 
     def distance(file: Path) -> tuple[int, int]:
-        try:  # without the checksums, for which all of the file is read
-            found = torch.load(file, map_location="cpu", mmap=True, weights_only=True)["step"]
-        except Exception:  # first, so that intact_checkpoints says what is wrong
+        try:
+            found = read_head(file)["step"]
+        except (UserError, OSError):  # first, so that intact_checkpoints says what is wrong
             found = step
         return abs(found - step), found
 
@@ -298,10 +299,42 @@ class Unreadable(UserError):
     """A file cannot be read at this moment; it may be intact."""
 
 
+class Head(NamedTuple):
+    """What the table shows of a checkpoint."""
+
+    step: Count
+    epoch: Loss | None = None
+    loss: Loss | None = None
+    val_loss: Loss | None = None
+
+
+class _Plain(pickle.Unpickler):
+    """Puts an empty dictionary in the place of each tensor, and of all else that would run code of the file."""
+
+    def find_class(self, module: str, name: str) -> type:
+        return type("StandIn", (dict,), {"__init__": lambda *_: None})
+
+    def persistent_load(self, storage: object) -> None: ...
+
+
+def read_head(path: Path) -> dict[str, Any]:
+    """Return summary() of a file without reading its tensors; no run may resume from it."""
+    content = _loaded(path, only_plain=True)
+    check_format(content, path)
+    return typed(content, Head, path, "take another checkpoint")._asdict()
+
+
 def load_verified(path: Path) -> object:
     """Return what torch.save wrote to a file, after verifying its checksums; no code in it is run."""
+    return _loaded(path, only_plain=False)
+
+
+def _loaded(path: Path, only_plain: bool) -> object:
     try:
         with zipfile.ZipFile(path) as archive:
+            if only_plain:
+                [plain] = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+                return _Plain(io.BytesIO(archive.read(plain))).load()
             if bad := archive.testzip():  # torch.load does not verify the checksums
                 raise UserError(f"{path}: corrupt (checksum of record {bad})")
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -334,19 +367,26 @@ def load_verified(path: Path) -> object:
         raise UserError(f"{path}: corrupt or cannot be read ({f'{error!r}'.splitlines()[0]})") from error
 
 
-def as_checkpoint(content: Any, path: Path) -> dict:
-    """Return the content of a file, which must be a checkpoint of this format."""
+def check_format(content: Any, path: Path) -> None:
+    """Check that the content of a file is that of a checkpoint, and of this format."""
     if not isinstance(content, dict) or "format_version" not in content:
         advice = "expected a file that train.py or convert_hf.py has written"
         if isinstance(content, dict) and "model_args" in content:
             advice = f"if it is nanoGPT's, first run python convert_hf.py {path} weights.pt"
-        elif isinstance(content, dict) and all(isinstance(value, torch.Tensor) for value in content.values()):
+        elif (
+            isinstance(content, dict) and content and all(isinstance(value, torch.Tensor) for value in content.values())
+        ):
             advice = "its weights lack the model's shape; save them as nanoGPT does, with model and model_args"
         raise UserError(f"{path}: not a SteadyGPT checkpoint; {advice}")
-    advice = "take another checkpoint"
-    if (found := typed(content["format_version"], int, path, advice)) != FORMAT_VERSION:
+    if (found := typed(content["format_version"], int, path, "take another checkpoint")) != FORMAT_VERSION:
         advice = "update SteadyGPT" if found > FORMAT_VERSION else "use the commit that wrote it, its git_commit"
         raise UserError(f"{path}: format {found}; expected {FORMAT_VERSION}: {advice}")
+
+
+def as_checkpoint(content: Any, path: Path) -> dict:
+    """Return the content of a file, which must be a checkpoint of this format."""
+    check_format(content, path)
+    advice = "take another checkpoint"
     found = typed(content, Weights, path, advice)
     found |= vars(typed(content, TrainState, path, advice)) | typed(content, TokenizerRecord, path, advice)._asdict()
     shape = typed(found["model_config"], GPTConfig, f"{path}: model_config", advice)
@@ -426,19 +466,18 @@ def aside(path: Path) -> Path:
 
 
 def summary(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the table shows of a checkpoint."""
-    return {key: checkpoint.get(key) for key in ("step", "epoch", "loss", "val_loss")}
+    """Return the Head of a checkpoint, by name."""
+    return {key: checkpoint.get(key) for key in Head._fields}
 
 
-def read_evaluations(folder: Path) -> dict[int, dict[str, float | None]]:
-    """Return evaluations.json: step -> {"val_loss": ..., "val_bpb": ..., "hellaswag_acc": ...}."""
-    path = folder / EVALUATIONS
+def read_evaluations(name: object, read: Callable[[], bytes]) -> tuple[Evaluations, list[str]]:
+    """Return the content of an evaluations.json, {} if there is none, and a warning if it cannot be read."""
     try:
-        return {int(step): dict(scores) for step, scores in json.loads(path.read_text()).items()}
+        return parse_json(read(), Evaluations, name, "its validation losses are ignored"), []
     except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: corrupt, so its validation losses are ignored") from error
+        return {}, []
+    except (UserError, OSError) as error:
+        return {}, [str(error)]
 
 
 def validation_of(

@@ -202,11 +202,9 @@ def clean_folder(folder: Path, resumed_from: Path | None, renamed: Mapping[Path,
 
 def known_evaluations(folder: Path, step: int, log: RunLog) -> dict[int, dict[str, float | None]]:
     """Return the evaluations up to the step where a run starts, and warn of a better model among later steps."""
-    try:
-        evaluations = read_evaluations(folder)
-    except UserError as error:
-        log.warn(str(error))
-        return {}
+    evaluations, warnings = read_evaluations(folder / EVALUATIONS, (folder / EVALUATIONS).read_bytes)
+    for line in warnings:
+        log.warn(line)
     losses = [(loss, at) for at, found in evaluations.items() if (loss := found.get("val_loss")) is not None]
     val_loss, best = min(losses, default=(0.0, 0))
     if best > step and (folder / BEST).exists():
@@ -239,6 +237,8 @@ class CheckpointWriter:
         self.latest = latest  # of the file there; None: there is none, or it is corrupt and never becomes the backup
         self.uploads = uploads
         self.evaluations = known_evaluations(folder, latest["step"] if latest else 0, log)
+        for scores in self.evaluations.values():
+            log.note(**scores)  # for the monitor, until the next evaluation
         self.room: int | None = None  # checkpoints that fit on the disk, if fewer than two
         self.unlinked: tuple[str, int] | None = None  # arguments of _record() for the best model, until it is linked
         self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -256,8 +256,9 @@ class CheckpointWriter:
 
     def record(self, step: int, scores: dict[str, float], best: bool) -> None:
         """Write evaluations.json after the save in flight; if the step is best, first link best_model.pt to it."""
-        known = self.evaluations.setdefault(step, {})
-        known |= {name: value if math.isfinite(value) else None for name, value in scores.items()}  # JSON has no NaN
+        plain = {name: value if math.isfinite(value) else None for name, value in scores.items()}  # JSON has no NaN
+        self.evaluations.setdefault(step, {}).update(plain)
+        self.log.note(**plain)
         content = json.dumps({str(at): found for at, found in self.evaluations.items()}, indent=1)
         self.pool.submit(self._record, content, step if best else None)
 

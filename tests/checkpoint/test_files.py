@@ -1,4 +1,4 @@
-"""The table of a checkpoint folder, which verifies its files; averages of checkpoints."""
+"""The table of a checkpoint folder, from the heads of its files or verified; averages of checkpoints."""
 
 import errno
 import io
@@ -6,6 +6,7 @@ import json
 import os
 import re
 import time
+import zipfile
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def test_table_lists_each_file_in_the_documented_order_and_marks_corrupt_ones(tm
     assert rows["latest.pt"].split()[1:6] == ["40", "4.00", "3.2500", "-", "-"]
     assert rows["epoch_00003.pt"].split()[1:6] == ["30", "3.00", "3.2500", "3.0000", "-"]
     assert rows["epoch_00002.pt"].split()[1:6] == ["20", "2.00", "3.2500", "3.5000", "1.2500"]
-    assert rows["latest.pt"].endswith("intact")
+    assert rows["latest.pt"].endswith("complete")
     assert "corrupt" in rows["latest_backup.pt"]
     assert last.startswith("10 names, 5 distinct files (the others are hard links) in ")
 
@@ -82,6 +83,48 @@ def test_names_and_errors_in_the_table_cannot_control_the_terminal(tmp_path, cap
     with pytest.raises(UserError):
         open_checkpoint("average:1", tmp_path)
     assert "/rolling_step_\\x1b[2J\\n.pt: corrupt" in capsys.readouterr().err
+
+
+def test_only_the_verbose_table_reads_and_verifies_tensors(tmp_path):
+    write_checkpoint(tmp_path, 10, "latest.pt")
+    damage(tmp_path / "latest.pt", "one bit")
+    _, line, _ = checkpoint_table(tmp_path)
+    assert line.split()[:2] == ["latest.pt", "10"] and line.endswith("  complete")
+    _, line, _ = checkpoint_table(tmp_path, verbose=True)
+    assert line.endswith("  corrupt (checksum of record latest/data/0)")
+
+
+def test_table_runs_no_code_of_a_file(tmp_path):
+    with zipfile.ZipFile(tmp_path / "latest.pt", "w") as archive:
+        archive.writestr("archive/data.pkl", f"cos\nmkdir\n(S'{tmp_path}/made'\ntR.")
+    _, line, _ = checkpoint_table(tmp_path)
+    assert "  not a SteadyGPT checkpoint; expected a file" in line
+    assert names(tmp_path) == ["latest.pt"]
+
+
+@pytest.mark.parametrize("loss", ["low", -1e308, float("nan"), 10**400])
+def test_table_names_a_number_that_cannot_be(tmp_path, loss):
+    torch.save(run_content(10, loss=loss), tmp_path / "latest.pt")
+    for verbose in (False, True):
+        _, line, _ = checkpoint_table(tmp_path, verbose)
+        assert "  loss is " in line
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    {
+        '{"10": {"val_loss": -1e308}}': "['10']['val_loss'] is -1e+308; expected 0 or more",
+        '{"ten": {}}': "a key of the content is 'ten'; expected an integer",
+        "[" * 99_999: "not JSON (",
+    }.items(),
+    ids=["negative", "key", "deep"],
+)
+def test_evaluations_that_do_not_fit_are_a_warning(tmp_path, text, problem):
+    write_checkpoint(tmp_path, 10, "latest.pt")
+    (tmp_path / "evaluations.json").write_text(text)
+    warning, *lines = checkpoint_table(tmp_path)
+    assert warning.startswith(f"warning: {tmp_path}/evaluations.json: {problem}")
+    assert warning.endswith("; its validation losses are ignored") and len(lines) == 3
 
 
 def test_table_skips_what_training_deletes_meanwhile(tmp_path):
@@ -182,7 +225,7 @@ def test_a_file_whose_reads_fail_is_not_corrupt_and_is_not_skipped(tmp_path, mon
             f"{tmp_path}/latest.pt: cannot be read ({os.strerror(number)}); nothing was changed; fix the disk or the "
             "permissions, then start again; or give an older file, such as --resume FILE"
         )
-    _, latest, backup, _ = checkpoint_table(tmp_path)
+    _, latest, backup, *_ = checkpoint_table(tmp_path, verbose=True)
     assert f"cannot be read ({os.strerror(number)})" in latest and "corrupt" not in latest
     assert backup.endswith("intact")
 

@@ -218,13 +218,30 @@ def test_index_is_written_after_what_it_names_and_files_when_they_have_changed(s
     assert saver.mirror.read("evaluations.json") == b"{ }"
 
 
-@pytest.mark.parametrize("damaged", [None, "", "[]", "{}", '{"run": "x", "checkpoints": {"latest.pt": {}}}'])
-def test_index_that_is_lost_or_cannot_be_read_is_an_error(saver, tmp_path, damaged):
+ENTRY = {"file": "step_000001-20261122-063200-123456.pt", "size": 9, "mtime_ns": 9, "step": 1, "val_loss": None}
+INDEXES: dict = {
+    "missing": None,
+    "not JSON": "",
+    "the content is a list; expected an object": [],
+    "checkpoints is None; expected a value": {"run": "x"},
+    "checkpoints['latest.pt'].file is None; expected a value": {"latest.pt": {}},
+    "checkpoints['latest.pt'].file is '../x'; expected a string like step_": {"latest.pt": ENTRY | {"file": "../x"}},
+    "checkpoints['latest.pt'].val_loss is -1e+308; expected 0": {"latest.pt": ENTRY | {"val_loss": -1e308}},
+    "checkpoints['latest.pt'].size is -9; expected 0 or more": {"latest.pt": ENTRY | {"size": -9}},
+    "a key of checkpoints is '../latest.pt'; expected a string like": {"../latest.pt": ENTRY},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("problem", INDEXES)
+def test_index_that_is_lost_or_cannot_be_read_is_an_error(saver, tmp_path, problem):
+    damaged = INDEXES[problem]
+    if isinstance(damaged, dict) and "run" not in damaged:
+        damaged = {"run": "x", "checkpoints": damaged}
     saver.save(1)
     saver.uploaded()
     index = tmp_path / "there/index.json"
-    index.unlink() if damaged is None else index.write_text(damaged)
-    with pytest.raises(UserError, match=r"index.json: (missing|not the index of a mirror).* step_\*.pt"):
+    index.unlink() if damaged is None else index.write_text(json.dumps(damaged) if damaged else str(damaged))
+    with pytest.raises(UserError, match=rf"index.json: {re.escape(problem)}.* step_\*.pt"):
         Mirror(saver.mirror.url, "run", resumes=True).claim()
     assert index.exists() == (damaged is not None)
 
