@@ -84,19 +84,16 @@ def forecast(plan: Plan, step_s: float | None = None) -> list[str]:
     longer = ", longer than training" * (evaluation > 1)
     work = f"{counted(steps, 'step')}, plus {evaluation:.1%} for evaluation{longer}"
     per_parameter = f"{tokens:,}, {tokens / model.num_parameters():,.1f} per parameter"
-    lines = [
-        labelled("tokens", f"{per_parameter}; about {TOKENS_PER_PARAMETER} is compute-optimal (Hoffmann et al. 2022)")
-    ]
+    optimal = f"about {TOKENS_PER_PARAMETER} is compute-optimal (Hoffmann et al. 2022)"
+    lines = [labelled("tokens", f"{per_parameter}; {optimal}")]
     if step_s is None and name not in PEAK_FLOPS:
         lines.append(labelled("time", f"unknown on this device; run --dry_run measure ({work})"))
         gpus = WITH_FP8 if plan.precision_elsewhere == "fp8" else WELL_KNOWN
         elsewhere = {gpu: seconds_on(gpu, plan.precision_elsewhere) for gpu in gpus}
         for gpu, seconds in elsewhere.items() if max(elsewhere.values()) >= SHOWN_ELSEWHERE_S else ():
             cost = f", cost {seconds / 3600 * price:,.2f}" * bool(price)
-            where = f"on one {gpu} in {plan.precision_elsewhere}, if the run fits"
-            lines.append(
-                labelled("time", f"{duration_text(seconds)}{cost} {where}, at {SHARE_OF_PEAK:.0%} of its peak")
-            )
+            where = f"on one {gpu} in {plan.precision_elsewhere}, if the run fits, at {SHARE_OF_PEAK:.0%} of its peak"
+            lines.append(labelled("time", f"{duration_text(seconds)}{cost} {where}"))
         return lines
     if step_s is not None:
         seconds = steps * step_s * (1 + evaluation)
