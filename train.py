@@ -389,7 +389,7 @@ def capture(run: Run) -> Captured:
 
 
 def load_initial(weights: dict, shape: GPTConfig) -> None:
-    """Complete the weights of --init_from by their tensors, cropped to the context and the vocabulary of the run."""
+    """Complete the weights of --init_from with their tensors, cropped to the context and the vocabulary of the run."""
     model = weights["model"] = weights["model"] or read_weights(weights["source"])["model"]
     if "wpe.weight" in model:
         model["wpe.weight"] = model["wpe.weight"][: shape.context_length]
