@@ -286,13 +286,7 @@ def _written_ns(file: Path) -> int:
 
 def read_checkpoint(path: Path) -> dict:
     """Verify a checkpoint file and map it into memory; its tensors, all of them finite, are on the CPU."""
-    checkpoint = as_checkpoint(load_verified(path), path)
-    for name, t in named_tensors(checkpoint).items():
-        is_plain = t.dtype == torch.float32 and t.layout == torch.strided and t.is_contiguous()
-        if not is_plain or (t.numel() and not all(extreme.isfinite() for extreme in torch.aminmax(t))):
-            found = "a NaN or an infinite number" if is_plain else f"{t.dtype} numbers or gaps between them"
-            raise UserError(f"{path}: corrupt ({name} has {found})")
-    return checkpoint
+    return as_checkpoint(load_verified(path), path)
 
 
 class Unreadable(UserError):
@@ -397,6 +391,11 @@ def as_checkpoint(content: Any, path: Path) -> dict:
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     found["model_config"] = vars(shape)
+    for name, t in named_tensors(found).items():
+        is_plain = t.dtype == torch.float32 and t.layout == torch.strided and t.is_contiguous()
+        if not is_plain or (t.numel() and not all(extreme.isfinite() for extreme in torch.aminmax(t))):
+            problem = "a NaN or an infinite number" if is_plain else f"{t.dtype} numbers, or gaps between them"
+            raise UserError(f"{path}: corrupt ({name} has {problem})")
     return found | _course_of(content, found, path, advice) if found["train_config"] else found
 
 
