@@ -27,7 +27,7 @@ from model import GPT, GPTConfig
 from optim import make_optimizer, state_shapes
 from steadygpt.base.options import OF_PATHS, UserError
 from steadygpt.base.text import printable
-from steadygpt.checkpoint.files import TrainState, as_checkpoint, check_tensors, read_checkpoint
+from steadygpt.checkpoint.files import TrainState, as_checkpoint, check_tensors, named_tensors, read_checkpoint
 from steadygpt.checkpoint.mirror import Mirror
 from steadygpt.checkpoint.table import checkpoint_table, details, mirror_table
 from steadygpt.config import TrainConfig, parse_args
@@ -309,6 +309,8 @@ def test_made_checkpoints_are_used_or_refused(files, monkeypatch, count):
         state = TrainState.of(checkpoint)
         Judge(resumed, torch.device("cpu"), state.recent_losses, state.bad_steps)
         check_tensors(checkpoint, "latest.pt", model, kept)
+        assert checkpoint["rows_consumed"] == original["rows_consumed"] and (checkpoint["val_loss"] or 0) >= 0
+        assert all(tensor.isfinite().all() for tensor in named_tensors(checkpoint).values())
 
     for _ in range(count):
         content = made(original, rng, ODD + TENSORS)
