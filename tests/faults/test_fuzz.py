@@ -170,6 +170,8 @@ def made(content, rng: random.Random, odd: list):
     for key in way:
         part = part[key]
     value, how = rng.choice(odd), rng.choice(["replace"] * 4 + ["remove", "rename"])
+    if isinstance(part[last], torch.Tensor) and rng.random() < 0.2:
+        value = torch.full_like(part[last], math.nan)
     if how == "replace":
         part[last] = value
     elif how == "rename" and isinstance(part, dict):
