@@ -363,13 +363,12 @@ def _loaded(path: Path, only_plain: bool) -> object:
 
 def check_format(content: Any, path: Path) -> None:
     """Check that the content of a file is that of a checkpoint, and of this format."""
-    if not isinstance(content, dict) or "format_version" not in content:
+    content = content if isinstance(content, dict) else {}
+    if "format_version" not in content:
         advice = "expected a file that train.py or convert_hf.py has written"
-        if isinstance(content, dict) and "model_args" in content:
+        if "model_args" in content:
             advice = f"if it is nanoGPT's, first run python convert_hf.py {path} weights.pt"
-        elif (
-            isinstance(content, dict) and content and all(isinstance(value, torch.Tensor) for value in content.values())
-        ):
+        elif content and all(isinstance(value, Tensor) for value in content.values()):
             advice = "its weights lack the model's shape; save them as nanoGPT does, with model and model_args"
         raise UserError(f"{path}: not a SteadyGPT checkpoint; {advice}")
     if (found := typed(content["format_version"], int, path, "take another checkpoint")) != FORMAT_VERSION:
