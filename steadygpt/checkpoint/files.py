@@ -286,13 +286,7 @@ def _written_ns(file: Path) -> int:
 
 def read_checkpoint(path: Path) -> dict:
     """Verify a checkpoint file and map it into memory; its tensors, all of them finite, are on the CPU."""
-    checkpoint = as_checkpoint(load_verified(path), path)
-    for name, t in named_tensors(checkpoint).items():
-        is_plain = t.dtype == torch.float32 and t.layout == torch.strided and t.is_contiguous()
-        if not is_plain or (t.numel() and not all(extreme.isfinite() for extreme in torch.aminmax(t))):
-            found = "a NaN or an infinite number" if is_plain else f"{t.dtype} numbers or gaps between them"
-            raise UserError(f"{path}: corrupt ({name} has {found})")
-    return checkpoint
+    return as_checkpoint(load_verified(path), path)
 
 
 class Unreadable(UserError):
@@ -369,13 +363,12 @@ def _loaded(path: Path, only_plain: bool) -> object:
 
 def check_format(content: Any, path: Path) -> None:
     """Check that the content of a file is that of a checkpoint, and of this format."""
-    if not isinstance(content, dict) or "format_version" not in content:
+    content = content if isinstance(content, dict) else {}
+    if "format_version" not in content:
         advice = "expected a file that train.py or convert_hf.py has written"
-        if isinstance(content, dict) and "model_args" in content:
+        if "model_args" in content:
             advice = f"if it is nanoGPT's, first run python convert_hf.py {path} weights.pt"
-        elif (
-            isinstance(content, dict) and content and all(isinstance(value, torch.Tensor) for value in content.values())
-        ):
+        elif content and all(isinstance(value, Tensor) for value in content.values()):
             advice = "its weights lack the model's shape; save them as nanoGPT does, with model and model_args"
         raise UserError(f"{path}: not a SteadyGPT checkpoint; {advice}")
     if (found := typed(content["format_version"], int, path, "take another checkpoint")) != FORMAT_VERSION:
@@ -397,6 +390,11 @@ def as_checkpoint(content: Any, path: Path) -> dict:
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     found["model_config"] = vars(shape)
+    for name, t in named_tensors(found).items():
+        is_plain = t.dtype == torch.float32 and t.layout == torch.strided and t.is_contiguous()
+        if not is_plain or (t.numel() and not all(extreme.isfinite() for extreme in torch.aminmax(t))):
+            problem = "a NaN or an infinite number" if is_plain else f"{t.dtype} numbers, or gaps between them"
+            raise UserError(f"{path}: corrupt ({name} has {problem})")
     return found | _course_of(content, found, path, advice) if found["train_config"] else found
 
 
