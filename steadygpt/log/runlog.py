@@ -21,13 +21,13 @@ from typing import IO, Any
 
 from torch import nn
 
-from steadygpt.base.durable import fsync, fsync_folder, lines_from_end
+from steadygpt.base.durable import fsync, fsync_folder, lines_from_end, replace_file
 from steadygpt.base.options import mute
 from steadygpt.base.retry import brief
 from steadygpt.base.text import STAMP, printable
 from steadygpt.config import TrainConfig
 from steadygpt.log.alerts import Alerts
-from steadygpt.log.status import LOG, METRICS, RUN, STATUS, run_of, write_status
+from steadygpt.log.status import LOG, METRICS, RUN, STATUS, run_of
 from steadygpt.log.system import Load, SystemMetrics, gpu_count
 from steadygpt.log.tensorboard import TensorBoard
 from steadygpt.log.wandb_sink import WandbSink
@@ -183,9 +183,17 @@ class RunLog:
 
     def _write_status(self, durable: bool) -> None:
         self.heartbeat_at_s = time.monotonic()
-        if self.is_open:
-            with self._surviving(STATUS):
-                write_status(Path(self.config.checkpoint_dir), self.facts, durable)
+        if not self.is_open:
+            return
+        path = Path(self.config.checkpoint_dir, STATUS)
+        content = f"{json.dumps({**self.facts, 'updated_at': time.time()}, indent=2)}\n".encode()
+        with self._surviving(STATUS):
+            try:
+                replace_file(path, lambda file: file.write(content), durable)
+            except OSError:  # a full disk has no room for a second file
+                with open(path, "r+b") as file:
+                    file.write(content)
+                    file.truncate()
 
     def alert(self, event: str, text: str) -> None:
         """Send an event to --alert_url, if there is one."""

@@ -1,13 +1,9 @@
 """What other programs read of a run: status.json, its state, in the checkpoint folder; and the names of its logs."""
 
-import json
-import time
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
-from steadygpt.base.durable import replace_file
 from steadygpt.base.options import UserError
 from steadygpt.base.text import labelled
 from steadygpt.base.typed import Count, read_json
@@ -31,18 +27,6 @@ def read_status(folder: Path) -> Status:
     with suppress(OSError, UserError):
         return read_json(folder / STATUS, Status, "")
     return {}
-
-
-def write_status(folder: Path, facts: Mapping[str, Any], durable: bool) -> None:
-    """Replace status.json, `durable` as in replace_file()."""
-    path = folder / STATUS
-    content = f"{json.dumps({**facts, 'updated_at': time.time()}, indent=2)}\n".encode()
-    try:
-        replace_file(path, lambda file: file.write(content), durable)
-    except OSError:  # a full disk has no room for a second file
-        with open(path, "r+b") as file:
-            file.write(content)
-            file.truncate()
 
 
 def run_of(logdir: Path) -> str:
