@@ -65,29 +65,26 @@ class UncachedFile(io.FileIO):
     def __init__(self, path: Path, buffer_size: int = 2**24):
         # str, because errors show repr(path); not through a link, whose target would be overwritten.
         super().__init__(os.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666), "wb")
-        self.buffer = memoryview(mmap.mmap(-1, buffer_size))  # O_DIRECT requires whole pages at page boundaries
-        self.used = 0
+        self.buffer = mmap.mmap(-1, buffer_size)  # O_DIRECT requires whole pages at page boundaries
         self._set_direct(True)
 
     def write(self, data) -> int:
         """Add `data` to the buffer, and write the buffer whenever it is full."""
         rest = data = memoryview(data).cast("B")
         while rest:
-            part, rest = rest[: len(self.buffer) - self.used], rest[len(self.buffer) - self.used :]
-            self.buffer[self.used : self.used + len(part)] = part
-            self.used += len(part)
-            if self.used == len(self.buffer):
+            rest = rest[self.buffer.write(rest[: len(self.buffer) - self.buffer.tell()]) :]
+            if self.buffer.tell() == len(self.buffer):
                 self._drain()
         return len(data)
 
     def flush(self) -> None:
         """Write the rest of the buffer through the cache, because it is not whole pages."""
-        if self.used:
+        if self.buffer.tell():
             self._set_direct(False)
             self._drain()
 
     def _drain(self) -> None:
-        rest = self.buffer[: self.used]
+        rest = memoryview(self.buffer)[: self.buffer.tell()]
         while rest:
             try:
                 rest = rest[super().write(rest) :]
@@ -95,7 +92,7 @@ class UncachedFile(io.FileIO):
                 if not (self.direct and error.errno in (errno.EINVAL, errno.EOPNOTSUPP)):
                     raise
                 self._set_direct(False)  # the file system accepts the flag but not the write
-        self.used = 0  # kept after an error: close() writes again, and its OSError says more than torch.save's error
+        self.buffer.seek(0)  # not after an error: close() writes again, and its OSError says more than torch.save's
 
     def _set_direct(self, on: bool) -> None:
         flag = getattr(os, "O_DIRECT", 0)  # missing on macOS
