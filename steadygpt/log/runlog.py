@@ -51,25 +51,15 @@ class RunLog:
         self.load = Load()
         self.is_resumed = False
         self.facts: dict[str, Any] = {  # of status.json
-            "status": "running",
-            "reason": "",
-            "doing": "starting",
-            "run_name": config.run_name,
-            "step": 0,
-            "max_steps": max_steps,
-            "tokens_per_step": config.total_batch_size,
-            "precision": config.precision,
-            "ranks": ranks.world_size,
-            "device": device_name(ranks.device),
-            "started_at": time.time(),
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "logdir": str(Path(config.logdir).absolute()),
-            "mirror": config.mirror,
+            "status": "running", "reason": "", "doing": "starting", "run_name": config.run_name,
+            "step": 0, "max_steps": max_steps, "tokens_per_step": config.total_batch_size,
+            "precision": config.precision, "ranks": ranks.world_size, "device": device_name(ranks.device),
+            "started_at": time.time(), "host": socket.gethostname(), "pid": os.getpid(),
+            "logdir": str(Path(config.logdir).absolute()), "mirror": config.mirror,
             "tensorboard": str(Path(config.tensorboard_dir, config.run_name).absolute()) * config.use_tensorboard,
-        }
+        }  # fmt: skip
         self.heartbeat_at_s = -math.inf
-        self.text_file: LineFile | None = None
+        self.text_file: LineFile | None = None  # None: the log only prints
         self.sinks: list[Metrics | TensorBoard | WandbSink] = []
         self.alerts: Alerts | None = None
         self.system: SystemMetrics | None = None
@@ -103,22 +93,17 @@ class RunLog:
             self.say(wandb.note)
             self.sinks.append(wandb)
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the log belongs to a run that writes; otherwise it only prints."""
-        return self.text_file is not None
-
     # -----------------------------------------------------------------------------------------------------------------
     # measurements
 
     def evaluation(self, step: int, found: str, **scores: float) -> None:
         """Log the result of an evaluation after `step` updates, in words and numbers."""
-        place = f"step {step}/{self.max_steps} | " if self.is_open else ""
+        place = f"step {step}/{self.max_steps} | " if self.text_file else ""
         self.record(step, f"{place}{found}", **scores)
 
     def text(self, step: int, text: str) -> None:
         """Log a sample of text that the model of this step has written."""
-        if not self.is_open:
+        if not self.text_file:
             self.say(f"sample {json.dumps(text, ensure_ascii=False)}")
             return
         self.say(f"step {step}/{self.max_steps} | sample:")
@@ -131,7 +116,7 @@ class RunLog:
 
     def measure_system(self) -> None:
         """Record what GPUs and host do, every --system_metrics_s from now on, in a thread of its own."""
-        if self.is_open and (seconds := self.config.system_metrics_s):
+        if self.text_file and (seconds := self.config.system_metrics_s):
             folder, gpus = Path(self.config.checkpoint_dir), gpu_count(self.ranks.device)
             self.system = SystemMetrics(seconds, folder, gpus, self.record_system, self.warn)
 
@@ -183,7 +168,7 @@ class RunLog:
 
     def _write_status(self, durable: bool) -> None:
         self.heartbeat_at_s = time.monotonic()
-        if not self.is_open:
+        if not self.text_file:
             return
         path = Path(self.config.checkpoint_dir, STATUS)
         content = f"{json.dumps({**self.facts, 'updated_at': time.time()}, indent=2)}\n".encode()
@@ -210,8 +195,7 @@ class RunLog:
     def show(self, line: str) -> None:
         """Rewrite the terminal's last line in place; do nothing where output goes to a file."""
         if sys.stdout.isatty():
-            width = shutil.get_terminal_size().columns
-            self._print(sys.stdout, line[: width - 1], end="")
+            self._print(sys.stdout, line[: shutil.get_terminal_size().columns - 1], end="")
             self.live_line = True
 
     def warn(self, line: str, event: str = "") -> None:
@@ -261,7 +245,7 @@ class RunLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        if self.is_open and self.facts["status"] == "running":  # the run has not begun
+        if self.text_file and self.facts["status"] == "running":  # the run has not begun
             if isinstance(error, KeyboardInterrupt):
                 reason = f"{str(error) or 'SIGINT'} before the first step"
                 self.status("stopped", reason)

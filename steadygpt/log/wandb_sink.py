@@ -58,9 +58,6 @@ class WandbSink:
         """Send a sample of text."""
         self.log(step, {"sample": text})
 
-    def flush(self) -> None:
-        """Leave sending to the thread."""
-
     def close(self) -> None:
         """Wait until W&B has taken everything, but not longer than FINISH_S."""
         self.rows.put(None)

@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -22,7 +21,7 @@ from steadygpt.monitor.snapshot import MAX_WARNINGS, Snapshot
 COLOURS = {"running": "green", "starting": "cyan", "finished": "green", "stopped": "yellow"}
 CURVE_COLOURS = ("cyan", "magenta")
 HOT_CELSIUS = 85
-FACTS: list[dict[str, str]] = [
+FACTS: list[dict[str, str]] = [  # learning; speed; time and money; safety
     {"loss": "{loss:.4f}", "val loss": "{val_loss:.4f}", "best": "{best:.4f}", "bits/byte": "{val_bpb:.4f}",
      "HellaSwag": "{hellaswag_acc_norm:.1%}", "grad norm": "{grad_norm:.2f}"},
     {"tokens/s": "{tokens_per_second:,.0f}", "step": "{step_ms:,.0f} ms", "MFU": "{mfu:.1%}", "tokens": "{tokens}",
@@ -31,12 +30,9 @@ FACTS: list[dict[str, str]] = [
     {"saved": "{saved}", "mirror": "{mirrored}", "memory": "{memory}", "epoch": "{epoch:.2f}"},
 ]  # fmt: skip
 GPU_FORMS = {
-    "percent": "{:4.0f}%",
-    "memory_gb": "{:4.0f} of",
-    "memory_total_gb": "{:4.0f} GB",
-    "celsius": "{:4.0f} °C",
+    "percent": "{:4.0f}%", "memory_gb": "{:4.0f} of", "memory_total_gb": "{:4.0f} GB", "celsius": "{:4.0f} °C",
     "watts": "{:5.0f} W",
-}
+}  # fmt: skip
 COUNT_UNITS = ("", " k", " M", " B", " T")
 LABEL_WIDTH = 8  # of the values beside a chart
 MIN_CHART_ROWS = 5
@@ -56,9 +52,8 @@ def view(snapshot: Snapshot, console: Console, hint: str = "") -> Group:
         # After the end the newest one is advice, so it may take several lines.
         newest_line = line_of(WARNING, newest, no_wrap=state.is_alive)
         below.append(Group(*(line_of(WARNING, line) for line in older), newest_line))
-    below.append(
-        Group(*map(line_of, snapshot.status.get("summary", ())), line_of((f"{snapshot.folder}   {hint}", "dim")))
-    )
+    summary = map(line_of, snapshot.status.get("summary", ()))
+    below.append(Group(*summary, line_of((f"{snapshot.folder}   {hint}", "dim"))))
     rows = console.height - len(console.render_lines(spaced(*above, *below))) - 1
     if rows >= MIN_CHART_ROWS and any(snapshot.curves.values()):
         above.append(chart(snapshot, console.width, rows))
@@ -112,7 +107,7 @@ def step_of(snapshot: Snapshot) -> int:
 
 
 def facts(snapshot: Snapshot, state: State) -> Columns:
-    """Return columns of names and values: learning, speed, time and money, safety. What is unknown is not there."""
+    """Return the columns of FACTS, names and values. What is unknown is not there."""
     status = snapshot.status
     known: dict[str, Any] = {**status, **snapshot.latest}
     ages = {"saved": snapshot.saved_age_s} | ({"mirrored": snapshot.mirrored_age_s} if status.get("mirror") else {})
@@ -160,16 +155,12 @@ def chart(snapshot: Snapshot, width: int, rows: int) -> Group:
 
 def machine(snapshot: Snapshot, latest: Mapping[str, float]) -> Group:
     """Return the load of the GPUs and of the host, as far as they were measured, and the space for checkpoints."""
-    gpus: defaultdict[str, dict[str, float]] = defaultdict(dict)
-    for name, value in latest.items():
-        if match := re.fullmatch(r"gpu(\d+)_(\w+)", name):
-            gpus[match[1]][match[2]] = value
     lines = []
-    for number, gpu in gpus.items():
+    for number in dict.fromkeys(match[1] for name in latest if (match := re.match(r"gpu(\d+)_", name))):
         line = Text(no_wrap=True).append(f"GPU {number}", "dim")
         for kind, form in GPU_FORMS.items():
-            is_hot = kind == "celsius" and gpu.get(kind, 0) >= HOT_CELSIUS
-            line.append(form.format(gpu[kind]) if kind in gpu else "", "yellow" if is_hot else None)
+            if (value := latest.get(f"gpu{number}_{kind}")) is not None:
+                line.append(form.format(value), "yellow" if kind == "celsius" and value >= HOT_CELSIUS else None)
         lines.append(line)
     host = line_of()
     if "cpu_percent" in latest:
