@@ -16,11 +16,7 @@ from steadygpt.machine.ranks import Ranks
 
 
 def fill(model: nn.Module, weight: Callable[[str], Tensor], ranks: Ranks) -> None:
-    """Set the parameters of the bare model on every rank, one at a time.
-
-    Args:
-        weight: returns a parameter by name, on rank 0's host; it is called in the order of named_parameters().
-    """
+    """Set each parameter of the bare model on every rank to `weight(name)`, which rank 0 calls in their order."""
     for name, parameter in model.named_parameters():
         _send(weight(name) if ranks.is_main else None, parameter.detach(), ranks)
 

@@ -3,7 +3,7 @@
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -35,16 +35,14 @@ def print_checkpoints(folder: Path, mirror: str = "", verbose: bool = False) -> 
     return 0
 
 
-def further_sets(evaluations: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """Return the names of the validation sets but the first, which is val loss."""
-    names = [name.removeprefix("val_loss/") for found in evaluations.values() for name in found if "val_loss/" in name]
-    return [*dict.fromkeys(names)][1:]
-
-
-def table_head(sets: Sequence[str]) -> str:
-    """Return the first line of the table, with a column for each of the further validation sets."""
+def table_head(name: object, read: Callable[[], bytes]) -> tuple[Evaluations, Sequence[str], list[str]]:
+    """Read evaluations.json; return its content, the validation sets that have a column, and the first lines."""
+    evaluations, warnings = read_evaluations(name, read)
+    names = [key.removeprefix("val_loss/") for found in evaluations.values() for key in found if "val_loss/" in key]
+    sets = [*dict.fromkeys(names)][1:]  # the first one is val loss
     columns = "".join(f" {name:>8}" for name in sets)
-    return _ROW("file", "step", "epoch", "loss", "last val", "bits/byte", columns, "size", "age", "state")
+    head = _ROW("file", "step", "epoch", "loss", "last val", "bits/byte", columns, "size", "age", "state")
+    return evaluations, sets, [*(f"warning: {line}" for line in warnings), head]
 
 
 def table_row(name: str, about: Mapping[str, Any], sets: Sequence[str], size: int, written_s: float, state: str) -> str:
@@ -67,10 +65,8 @@ def checkpoint_table(folder: Path, verbose: bool = False) -> Iterator[str]:
     described: dict[int, tuple[dict, str]] = {}  # by inode, so that a file with several names is read once
     further: list[str] = []
     names = 0
-    evaluations, warnings = read_evaluations(folder / EVALUATIONS, (folder / EVALUATIONS).read_bytes)
-    yield from (f"warning: {line}" for line in warnings)
-    sets = further_sets(evaluations)
-    yield table_head(sets)
+    evaluations, sets, head = table_head(folder / EVALUATIONS, (folder / EVALUATIONS).read_bytes)
+    yield from head
     for file in files:
         try:
             stat = file.stat()
@@ -106,13 +102,13 @@ def mirror_table(mirror: Mirror) -> Iterator[str]:
     there = mirror.patiently(mirror.index).checkpoints
     if not there:
         raise UserError(f"no checkpoints in {mirror.url}; expected the URL that --mirror had")
-    sizes, evaluations = mirror.patiently(mirror.sizes), Evaluations()
-    if EVALUATIONS in sizes:
-        read = partial(mirror.patiently, partial(mirror.read, EVALUATIONS))
-        evaluations, warnings = read_evaluations(f"{mirror.url}/{EVALUATIONS}", read)
-        yield from (f"warning: {line}" for line in warnings)
-    sets = further_sets(evaluations)
-    yield table_head(sets)
+    sizes = mirror.patiently(mirror.sizes)
+
+    def read() -> bytes:
+        return mirror.patiently(partial(mirror.read, EVALUATIONS)) if EVALUATIONS in sizes else b"{}"
+
+    evaluations, sets, head = table_head(f"{mirror.url}/{EVALUATIONS}", read)
+    yield from head
     for name, entry in there.items():
         found = sizes.get(entry.file)
         state = "complete" if found == entry.size else "missing" if found is None else f"incomplete: {found:,} bytes"

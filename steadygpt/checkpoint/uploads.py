@@ -3,6 +3,7 @@
 import math
 import time
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 from queue import Full, Queue
 from threading import Thread
@@ -60,17 +61,12 @@ class Uploads:
                 if path.name != BACKUP and (mtime_ns := path.stat().st_mtime_ns) > self.there.get(path.name, 0):
                     newer[path.name] = mtime_ns
         dropped = too_old(self.there | newer, self.config)
-        files: dict[int, list[Path]] = {}
-        for name, mtime_ns in newer.items():
-            if name not in dropped:
-                files.setdefault(mtime_ns, []).append(folder / name)
+        names = [name for name in newer if name not in dropped and newer[name] not in self.corrupt]
+        names.sort(key=newer.__getitem__, reverse=True)
+        files = {at: [folder / name for name in of_file] for at, of_file in groupby(names, newer.__getitem__)}
         # Timed saves belong to no tier.
         is_due = self.is_last or time.monotonic() - self.uploaded_at_s >= 60 * self.config.mirror_minutes
-        return {
-            mtime_ns: paths
-            for mtime_ns, paths in sorted(files.items(), reverse=True)
-            if mtime_ns not in self.corrupt and (is_due or paths != [folder / LATEST])
-        }
+        return {at: paths for at, paths in files.items() if is_due or paths != [folder / LATEST]}
 
     def _note_progress(self, *_, **__) -> None:
         self.progress_at_s = time.monotonic()

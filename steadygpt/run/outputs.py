@@ -32,15 +32,13 @@ def checked_fingerprint(plan: Plan) -> dict[str, list] | None:
 
     Returns: on rank 0 what check_shards found in each set, by its key, and what is known of sets of earlier starts.
     """
-    sets, start, ranks = plan.data.sets, plan.start.checkpoint, plan.ranks
-    known = start["data_fingerprint"] if start else {}
+    sets, vocab_size, ranks = plan.data.sets, plan.data.vocab_size, plan.ranks
+    known = plan.start.checkpoint["data_fingerprint"] if plan.start.checkpoint else {}
     expected = ranks.broadcast({path: about for shards in sets for path, about in shards.listing().items()})
     ranks.on_each(lambda: check_listing(sets, expected))
 
     def check() -> dict[str, list]:
-        vocab_size = plan.data.vocab_size
-        found = {s.key: check_shards(s.shards, s.manifest, vocab_size, known.get(s.key, ())) for s in sets}
-        return known | found
+        return known | {s.key: check_shards(s.shards, s.manifest, vocab_size, known.get(s.key, ())) for s in sets}
 
     return ranks.on_main(check)
 

@@ -55,10 +55,8 @@ def repeated_records(
 def _records(path: Path, step: int) -> list[dict[str, Any]]:
     """Return the records from a step on, and the starts that have made them; broken lines are skipped."""
     records: list[dict[str, Any]] = []
-    if not path.exists():
-        return records
     is_past = False  # lines of earlier steps have begun
-    with open(path, "rb") as file:
+    with suppress(FileNotFoundError), open(path, "rb") as file:
         for _, line in lines_from_end(file):
             is_start = b'"start": {' in line
             if (is_past and not is_start) or not (match := Metrics.step_of.match(line)):
