@@ -12,7 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,16 +20,7 @@ import torch
 from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig
 from steadygpt.data.order import BLOCK_ROWS, Phase, key_of, permute
-from steadygpt.data.shards import (
-    MANIFEST,
-    Recorded,
-    Shard,
-    ShardSet,
-    check_shards,
-    identity_of,
-    read_manifest,
-    shard_files,
-)
+from steadygpt.data.shards import MANIFEST, Recorded, Shard, ShardSet, read_manifest, shard_files
 from steadygpt.data.tokenizer import TOKENIZER_JSON, TokenizerRecord, record_named, vocab_size_of
 
 READ_TOKENS = 2**18  # tokens that the thread reads at a time
@@ -282,7 +272,7 @@ def open_data(
     config: TrainConfig,
     saved: TokenizerRecord | None = None,
     first_set: Recorded | None = None,
-    known: Mapping[str, Sequence[list]] = MappingProxyType({}),
+    known: Mapping[str, Sequence[list]] = {},
 ) -> Data:
     """Find the shards of a run and map them into memory. A plan of a known number of steps does without them.
 
@@ -335,8 +325,7 @@ def recorded_sources(entry: Mapping[str, Any], step: int, known: Mapping[str, Se
                 "training did, or put a link to their new place there"
             )
         shards = ShardSet.find(name, folder, "train").for_vocab(options["vocab_size"])
-        checked = check_shards(shards.shards, shards.manifest, any_id, known.get(shards.key, ()))
-        if (found := identity_of(sha for *_, sha in checked)) != identity:
+        if (found := shards.identity({shards.key: shards.check(any_id, known)}, reads=False)) != identity:
             raise UserError(
                 f"{folder}: not the shards that step {step:,} trained on; found SHA-256 {found[:12]}..., expected "
                 f"{identity[:12]}...; copy those back"

@@ -15,7 +15,7 @@ from steadygpt.checkpoint.mirror import Mirror, restore_files
 from steadygpt.checkpoint.saves import CheckpointWriter, Saves, clean_folder
 from steadygpt.checkpoint.uploads import Uploads
 from steadygpt.config import TrainConfig
-from steadygpt.data.shards import check_listing, check_shards
+from steadygpt.data.shards import check_listing
 from steadygpt.log.runlog import METRICS, RunLog
 from steadygpt.machine.ranks import StopSignal
 from steadygpt.run.memory import checkpoint_bytes
@@ -29,7 +29,7 @@ from steadygpt.run.starts import Entry, note_of_start
 def checked_fingerprint(plan: Plan) -> dict[str, list] | None:
     """Check that every rank has the same shards, and read those that the run has not checked yet.
 
-    Returns: on rank 0 what check_shards found in each set, by its key, and what is known of sets of earlier starts.
+    Returns: on rank 0 what ShardSet.check() found in each set, by its key, and what is known of sets of earlier starts.
     """
     sets, start, ranks = plan.data.sets, plan.start.checkpoint, plan.ranks
     known = start["data_fingerprint"] if start else {}
@@ -37,9 +37,7 @@ def checked_fingerprint(plan: Plan) -> dict[str, list] | None:
     ranks.on_each(lambda: check_listing(sets, expected))
 
     def check() -> dict[str, list]:
-        vocab_size = plan.data.vocab_size
-        found = {s.key: check_shards(s.shards, s.manifest, vocab_size, known.get(s.key, ())) for s in sets}
-        return known | found
+        return known | {s.key: s.check(plan.data.vocab_size, known) for s in sets}
 
     return ranks.on_main(check)
 

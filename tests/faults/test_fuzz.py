@@ -13,7 +13,7 @@ from conftest import run_here, write_data
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint.files import read_checkpoint
 from steadygpt.checkpoint.table import checkpoint_table
-from steadygpt.data.shards import check_shards, open_shard
+from steadygpt.data.shards import ShardSet, open_shard
 
 FEW, MANY = 300, 2000  # files in the fast suite, and in the fault storm
 
@@ -70,7 +70,7 @@ def test_mutated_shards_are_read_or_refused(tmp_path, name, files):
         path.write_bytes(mutate(original, rng, header))
         try:
             shard = open_shard(path)
-            check_shards([shard], None, vocab_size=300)
+            ShardSet("", "", "train", [shard], None).check(vocab_size=300)
             assert shard.num_tokens == len(shard.tokens())
             read += 1
         except UserError as error:
