@@ -37,8 +37,8 @@ class Rows:
     block_rows = BLOCK_ROWS
     _block: tuple[int, tuple[np.ndarray, np.ndarray]] | None = None  # the block found last, and its number
 
-    def find_block(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the shards and the first tokens of the rows of a block, each (block_rows,) int64."""
+    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the shards and the first tokens of the rows at the positions of a block, each (block_rows,) int64."""
         raise NotImplementedError
 
     def find(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -49,7 +49,8 @@ class Rows:
             number, within = divmod(start + filled, self.block_rows)
             block = self._block  # read once, because another loader's thread may replace it
             if block is None or number != block[0]:
-                block = self._block = number, self.find_block(number)
+                positions = np.arange(number * self.block_rows, (number + 1) * self.block_rows)
+                block = self._block = number, self.locate(positions)
             end = min(count, filled + self.block_rows - within)
             for part, of_block in zip(found, block[1], strict=True):
                 part[filled:end] = of_block[within : within + end - filled]
@@ -96,7 +97,7 @@ class RowStream(Rows):
             )
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the shards and the rows within them of positions (n,) in the stream, each (n,) int64."""
+        """Return the shards and the first tokens of the rows at positions (n,) in the stream, each (n,) int64."""
         shard, row = np.empty_like(positions), np.empty_like(positions)
         epochs, within = np.divmod(positions, self.rows_per_epoch)
         for epoch in np.unique(epochs):
@@ -111,10 +112,6 @@ class RowStream(Rows):
             for s in np.unique(shard[here]) if self.shuffle_rows else ():
                 of_shard = here & (shard == s)
                 row[of_shard] = permute(row[of_shard], int(self.num_rows[s]), key_of(self.seed, int(epoch), int(s)))
-        return shard, row
-
-    def find_block(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        shard, row = self.locate(np.arange(number * self.block_rows, (number + 1) * self.block_rows))
         return shard, row * self.context_length
 
 
@@ -125,10 +122,8 @@ class Spread(Rows):
         self.stream, self.count, self.block_rows = stream, count, min(BLOCK_ROWS, count)
         self.context_length, self.tokens = stream.context_length, stream.tokens
 
-    def find_block(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        places = np.arange(number * self.block_rows, (number + 1) * self.block_rows)
-        shard, row = self.stream.locate(places * self.stream.rows_per_epoch // self.count)
-        return shard, row * self.context_length
+    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return self.stream.locate(positions * self.stream.rows_per_epoch // self.count)
 
 
 class Mixture(Rows):
@@ -143,7 +138,8 @@ class Mixture(Rows):
         self.context_length = self.streams[0].context_length
         self.tokens = [tokens for stream in self.streams for tokens in stream.tokens]
 
-    def find_block(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        number = int(positions[0]) // BLOCK_ROWS
         given, order = self.phase.given_before(number), self.phase.order(number, self.seed)
         shards, firsts = np.empty((2, BLOCK_ROWS), np.int64)
         first_shard = 0
@@ -289,7 +285,8 @@ def open_data(
                 f"{folder}: no such folder, but the checkpoint was trained on its shards; put them back, or give their "
                 f"new place with {option}"
             )
-    if config.plans_without_data and not any(has_shards(folder) for folder, _ in places.values()):
+    folders = [Path(folder) for folder, _ in places.values()]
+    if config.plans_without_data and not any(read_manifest(f) or shard_files(f, "train") for f in folders):
         name = config.tokenizer
         record = TokenizerRecord(name) if name.startswith("bpe:") else record_named("gpt2" if name == "auto" else name)
         return Data((), (), record, vocab_size_of(record))
@@ -334,11 +331,6 @@ def recorded_sources(entry: Mapping[str, Any], step: int, known: Mapping[str, Se
         rows = RowStream(shards.shards, options["context_length"], options["seed"], *shuffled)
         sources.append(Source(shards, rows))
     return tuple(sources)
-
-
-def has_shards(folder: str) -> bool:
-    """Whether a folder has been prepared, or has shards of another tool."""
-    return read_manifest(Path(folder)) is not None or bool(shard_files(Path(folder), "train"))
 
 
 def find_val_sets(
