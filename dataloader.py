@@ -66,35 +66,29 @@ class Rows:
         return rows
 
 
+@dataclass(eq=False)
 class RowStream(Rows):
-    """The endless stream of the rows of some shards.
+    """The endless stream of the rows of some shards."""
 
-    Args:
-        shards: at least one; those with fewer than context_length + 1 tokens have no row and are skipped.
-        seed: of both shuffles; the order of the shards is drawn for each epoch, that of the rows for each shard too.
-    """
+    shards: Sequence[Shard]  # at least one; those with fewer than context_length + 1 tokens have no row and are skipped
+    context_length: int
+    seed: int = 0  # of both shuffles
+    shuffle_shards: bool = False  # in an order that is drawn for each epoch
+    shuffle_rows: bool = False  # in an order that is drawn for each epoch and shard
 
-    def __init__(
-        self,
-        shards: Sequence[Shard],
-        context_length: int,
-        seed: int = 0,
-        shuffle_shards: bool = False,
-        shuffle_rows: bool = False,
-    ):
-        self.context_length, self.seed = context_length, seed
-        self.shuffle_shards, self.shuffle_rows = shuffle_shards, shuffle_rows
-        self.shards = [shard for shard in shards if shard.num_tokens > context_length]
+    def __post_init__(self):
+        T, longest = self.context_length, max(self.shards, key=lambda shard: shard.num_tokens)
+        if longest.num_tokens <= T:
+            raise UserError(
+                f"{longest.path.parent}: no shard has {T + 1:,} tokens, one row of --context_length {T:,} and its last "
+                f"target; the longest has {longest.num_tokens:,}"
+            )
+        self.shards = [shard for shard in self.shards if shard.num_tokens > T]
         # Plain arrays, because slicing a memmap costs more than copying a row.
         self.tokens = [shard.tokens().view(np.ndarray) for shard in self.shards]
-        self.num_rows = np.array([(len(tokens) - 1) // context_length for tokens in self.tokens], np.int64)
+        self.num_rows = np.array([(len(tokens) - 1) // T for tokens in self.tokens], np.int64)
         self.rows_per_epoch = int(self.num_rows.sum())
         self.block_rows = min(BLOCK_ROWS, self.rows_per_epoch)
-        if not self.rows_per_epoch:
-            raise UserError(
-                f"{shards[0].path.parent}: no shard has {context_length + 1:,} tokens, one row of --context_length "
-                f"{context_length:,} and its last target; the longest has {max(s.num_tokens for s in shards):,}"
-            )
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the shards and the first tokens of the rows at positions (n,) in the stream, each (n,) int64."""
@@ -158,32 +152,27 @@ class Mixture(Rows):
 # the batches
 
 
+@dataclass(eq=False)
 class BatchLoader:
     """Micro-batches of one rank, read ahead by a thread into pinned memory.
 
-    From start_row on, each mini_batch_size rows are a micro-batch, and the ranks take turns.
-
-    Args:
-        in_turn: micro-batches that a rank takes in its turn. With the micro-steps of a step, all ranks together take
-            the same micro-batches in a step whatever their number.
+    From start_row on, each mini_batch_size rows are a micro-batch, and the ranks take turns of in_turn micro-batches.
+    With the micro-steps of a step, all ranks together take the same micro-batches in a step whatever their number.
     """
 
-    def __init__(
-        self,
-        stream: Rows,
-        mini_batch_size: int,
-        start_row: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-        device: torch.device | str = "cpu",
-        in_turn: int = 1,
-    ):
-        self.stream, self.mini_batch_size, self.device = stream, mini_batch_size, torch.device(device)
-        self.start_row, self.rank, self.world_size, self.in_turn = start_row, rank, world_size, in_turn
+    stream: Rows
+    mini_batch_size: int
+    start_row: int = 0
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device | str = "cpu"
+    in_turn: int = 1
+
+    def __post_init__(self):
         self.submitted = 0  # micro-batches of this rank
         self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         # The thread reads several small micro-batches at a time, because waking it takes longer than reading one.
-        self.at_once = min(32, max(1, READ_TOKENS // (mini_batch_size * stream.context_length)))
+        self.at_once = min(32, max(1, READ_TOKENS // (self.mini_batch_size * self.stream.context_length)))
         self.ready: deque[torch.Tensor] = deque()
         self.pending: deque[Future] = deque()
         for _ in range(2):
@@ -199,7 +188,7 @@ class BatchLoader:
         micro_batch = (turn * self.world_size + self.rank) * self.in_turn + within  # among those of all ranks
         start = self.start_row + micro_batch * self.mini_batch_size
         rows = torch.from_numpy(self.stream.read(start, self.mini_batch_size))
-        return rows.pin_memory() if self.device.type == "cuda" else rows
+        return rows.pin_memory() if torch.device(self.device).type == "cuda" else rows
 
     def next(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the next inputs and targets on the device, each (mini_batch_size, context_length) int64."""
@@ -254,14 +243,6 @@ class Data:
     def rows_per_epoch(self) -> int:
         """Rows of the only source; 0 of a mixture, whose sources have epochs of their own."""
         return self.sources[0].rows.rows_per_epoch if len(self.sources) == 1 else 0
-
-    def mixture(self, phase: Phase, places: Mapping[str, Sequence[str]], seed: int) -> Mixture:
-        """Return the rows to train on.
-
-        Args:
-            places: name -> (folder, identity) of each source.
-        """
-        return Mixture({places[shards.name][1]: rows for shards, rows, _ in self.sources}, phase, seed)
 
 
 def open_data(

@@ -8,6 +8,7 @@ import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
@@ -47,34 +48,23 @@ EXPECTED = (
 )
 
 
+@dataclass(eq=False)
 class Source:
-    """Files: local, read in place over a network, or downloaded one ahead of the reader and removed after it.
+    """Files: local, read in place over a network, or downloaded one ahead of the reader and removed after it."""
 
-    Args:
-        paths: where the files are on this machine, or will be.
-        remote: the files on the network.
-        folder: for the downloads that are removed; None if all are kept.
-        in_place: reads the files by ranges, without any on the disk.
-        commit: of a Hub data set.
-    """
-
+    name: str
+    paths: Sequence[Path]  # where the files are on this machine, or will be
+    remote: Sequence[RemoteFile] = ()  # the files on the network
+    folder: Path | None = None  # for the downloads that are removed; None if all are kept
+    in_place: bool = False  # reads the files by ranges, without any on the disk
+    commit: str = ""  # of a Hub data set
+    progress: Callable[[int], object] = bool  # is called with the bytes that are on this machine
     unit = "B"
 
-    def __init__(
-        self,
-        name: str,
-        paths: Sequence[Path],
-        remote: Sequence[RemoteFile] = (),
-        folder: Path | None = None,
-        in_place: bool = False,
-        commit: str = "",
-    ):
-        self.name, self.paths, self.remote, self.commit = name, paths, remote, commit
-        self.names = [file.path for file in remote] or [str(path) for path in paths]
-        self.sizes = [file.size for file in remote] or [path.stat().st_size for path in paths]
-        self.identities = [file.identity for file in remote] or list(zip(self.names, self.sizes, strict=True))
-        self.folder, self.in_place = folder, in_place
-        self.progress: Callable[[int], object] = bool  # is called with the bytes that are on this machine
+    def __post_init__(self):
+        self.names = [file.path for file in self.remote] or [str(path) for path in self.paths]
+        self.sizes = [file.size for file in self.remote] or [path.stat().st_size for path in self.paths]
+        self.identities = [file.identity for file in self.remote] or list(zip(self.names, self.sizes, strict=True))
         self.downloads: dict[int, Future[Path]] = {}
         self.pool = ThreadPoolExecutor(1)
 
@@ -139,9 +129,8 @@ class Source:
 
     def needs(self, first: int, shard_bytes: float) -> dict[Path, int]:
         """Return folder -> bytes of disk for downloads from file `first` on; `shard_bytes` of it make one shard."""
-        if self.in_place or not self.remote:
-            return {}
-        missing = [file for file in range(first, len(self.paths)) if not self.paths[file].exists()]
+        files = () if self.in_place else range(first, len(self.remote))
+        missing = [file for file in files if not self.paths[file].exists()]
         if not missing:
             return {}
         total = sum(self.sizes[file] for file in missing)
