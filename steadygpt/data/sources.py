@@ -187,10 +187,7 @@ def find_source(
     if not name.startswith("hf:"):
         return Source(name, (_train_files(Path(name)) or find_files(name))[:max_files])
     spec, _, config = name.removeprefix("hf:").partition(":")
-    repo_name, at, revision = spec.partition("@")
-    if not repo_name or (at and not revision):
-        raise UserError(f"--source {name!r} is incomplete; expected hf:NAME[@REVISION][:CONFIG], such as {FINEWEB_EDU}")
-    repo = hub.find_repo("dataset", repo_name, revision, commit)
+    repo = hub.find_repo("dataset", spec, commit)
     kind, files = hub.data_files(repo, config, "train")
     if kind in ("parquet", "json") and all(suffix_of(file.path) not in ("", ".json") for file in files):
         return _hub_source(name, repo, files[:max_files], streaming, folder)
@@ -225,7 +222,7 @@ def _hub_source(name: str, repo: hub.Repo, files: Sequence[RemoteFile], streamin
 def read_split(name: str, split: str) -> list[dict]:
     """Return the rows of a split of a small data set of the Hub, NAME[:CONFIG], whose Parquet files stay in the cache.
 
-    Raises: UserError; OSError for errors of this machine, such as a full disk.
+    Raises: as RemoteFile.download.
     """
     import pyarrow.parquet as pq
 
