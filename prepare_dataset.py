@@ -285,18 +285,15 @@ class Manifest:
             raise UserError(
                 f"{source.names[0]}: holds token ids; name the tokenizer that wrote them with --tokenizer, such as gpt2"
             )
-        val_tokens, val_bytes = options.val_tokens, 0
         total = sum(size for _, size, *_ in source.identities)  # as stored; 0 if not known
-        if val_tokens is None and not source.holds_ids:
-            val_bytes = min(VAL_BYTES, math.ceil(total / 40) or VAL_BYTES)
+        val_by_bytes = options.val_tokens is None and not source.holds_ids
         record, vocab_size = obtain_tokenizer(options, source, out)
-        asked = {key: getattr(options, key) for key in ("source", "name", "shard_size", "text_field")}
+        asked = {key: getattr(options, key) for key in ("source", "name", "shard_size", "val_tokens", "text_field")}
         found: dict[str, Any] = {
             "commit": source.commit,
             "files": source.fingerprint(),
             "dtype": token_dtype(vocab_size).name,
-            "val_tokens": val_tokens,
-            "val_bytes": val_bytes,
+            "val_bytes": min(VAL_BYTES, math.ceil(total / 40) or VAL_BYTES) if val_by_bytes else 0,
             **{key: getattr(record, key) for key in ("tokenizer", "tokenizer_sha256", "document_token")},
         }
         if record.tokenizer.startswith("bpe:"):
@@ -390,8 +387,6 @@ def write_shards(
     Args:
         encoded: batches and their ids, from the batch at manifest.next on.
         release: is called with a file number once all files before it are in shards.
-
-    Raises: UserError when val leaves no tokens for train; OSError when a shard cannot be written.
     """
     buffer = np.empty(manifest.shard_size, manifest.dtype)
     filled, taken, text_bytes = 0, manifest.next["skip_tokens"], manifest.next["text_bytes"]
@@ -419,11 +414,9 @@ def write_shards(
         text_bytes += text_bytes_here
     num_tokens = manifest.tokens + filled
     if manifest.val_tokens is None or num_tokens <= manifest.val_tokens:
-        val = (
-            f"a val split of {counted(manifest.val_bytes, 'byte')}"
-            if manifest.val_bytes
-            else f"--val_tokens {manifest.val_tokens}"
-        )
+        val = f"--val_tokens {manifest.val_tokens}"
+        if manifest.val_bytes:
+            val = f"a val split of {counted(manifest.val_bytes, 'byte')}"
         for path in [*(out / shard["file"] for shard in manifest.shards), out / MANIFEST]:
             path.unlink()
         if not num_tokens:
@@ -533,11 +526,7 @@ def show_progress(
 
 
 def write_missing(source: Source, manifest: Manifest, out: Path, options: PrepareOptions) -> None:
-    """Write the shards that `manifest` lacks.
-
-    Raises: UserError, also if another command has written shards meanwhile; OSError when a shard or a download
-        cannot be written.
-    """
+    """Write the shards that `manifest` lacks."""
     start = Position(*(manifest.next[key] for key in Position._fields))
     before, total = sum(source.sizes[: start.file]), sum(source.sizes)
     with ExitStack() as stack:

@@ -202,7 +202,7 @@ def _request(url: str, start: int, end: int) -> Iterator[bytes]:
 
 
 def fetch(repo: Repo, path: str) -> Path:
-    """Download a file to the Hub's cache unless it is there, and return where it is. Raises: as RemoteFile.download."""
+    """Download a file to the Hub's cache unless it is there, and return where it is."""
     target = repo.snapshot / path
     if not (target.exists() or repo.online):
         raise UserError(f"{repo}: {path} is not in the cache, and there is no network; connect, then run this again")

@@ -148,8 +148,6 @@ def read_header(file: IO[bytes], suffix: str) -> Header | None:
     """Read the header of a `.npy` file, or of llm.c's `.bin`; the first value comes next.
 
     Returns: None for a `.bin` without llm.c's header.
-
-    Raises: many types, on arbitrary bytes.
     """
     if suffix == ".npy":
         if not (magic := file.read(8)).startswith(np.lib.format.MAGIC_PREFIX):

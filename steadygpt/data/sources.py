@@ -220,10 +220,7 @@ def _hub_source(name: str, repo: hub.Repo, files: Sequence[RemoteFile], streamin
 
 
 def read_split(name: str, split: str) -> list[dict]:
-    """Return the rows of a split of a small data set of the Hub, NAME[:CONFIG], whose Parquet files stay in the cache.
-
-    Raises: as RemoteFile.download.
-    """
+    """Return the rows of a split of a small data set of the Hub, NAME[:CONFIG]; its Parquet files stay in the cache."""
     import pyarrow.parquet as pq
 
     repo_name, _, config = name.partition(":")
@@ -290,10 +287,7 @@ def choose(source: str, names: Sequence[str]) -> list[str]:
 
 
 def _files_below(folder: Path, excluded: Iterable[str] = ()) -> list[Path]:
-    """Return the files of a folder and its subfolders, each once, without hidden and excluded ones.
-
-    Raises: OSError for a folder that cannot be read.
-    """
+    """Return the files of a folder and its subfolders, each once, without hidden and excluded ones."""
 
     def refuse(error: OSError) -> NoReturn:
         raise error

@@ -224,7 +224,7 @@ def load_tokenizer(record: TokenizerRecord, folder: Path | None = None) -> Token
 
 
 def record_named(name: str) -> TokenizerRecord:
-    """Return the record of the tokenizer that --tokenizer names, with its file. Raises: as fetch_json."""
+    """Return the record of the tokenizer that --tokenizer names, with its file."""
     record = TokenizerRecord(name)
     if name.startswith("bpe:"):
         raise UserError(f"--tokenizer {name}: expected the path of the {TOKENIZER_JSON} that was trained")
@@ -235,10 +235,7 @@ def record_named(name: str) -> TokenizerRecord:
 
 
 def fetch_json(name: str) -> str:
-    """Return the tokenizer.json that --tokenizer names: hf:NAME[@REVISION], or a path.
-
-    Raises: as RemoteFile.download.
-    """
+    """Return the tokenizer.json that --tokenizer names: hf:NAME[@REVISION], or a path."""
     if not name.startswith("hf:"):
         return read_text(Path(name))
     return read_text(hub.fetch(hub.find_repo("model", name.removeprefix("hf:")), TOKENIZER_JSON))
