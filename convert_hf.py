@@ -231,10 +231,6 @@ def check_fits(initial: dict, source: str, config: GPTConfig, record: TokenizerR
 
     With the tokenizer of the data, they may also have rows for ids beyond it.
 
-    Args:
-        initial: a checkpoint, as from read_weights.
-        config, record: of the run, and of the tokenizer of its data.
-
     Returns: a line for the plan if the tokenizers cannot be compared, else "".
     """
     of_weights = TokenizerRecord.of(initial)

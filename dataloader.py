@@ -35,7 +35,7 @@ class Rows:
     context_length: int
     tokens: list[np.ndarray]  # of each shard
     block_rows = BLOCK_ROWS
-    _block: tuple[int, tuple[np.ndarray, np.ndarray]] | None = None  # the block found last, and its number
+    _block: tuple[int, np.ndarray] | None = None  # the number of the block found last, and what locate() found
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the shards and the first tokens of the rows at the positions of a block, each (block_rows,) int64."""
@@ -43,19 +43,17 @@ class Rows:
 
     def find(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the shards and the first tokens of rows start, start + 1, ..., each (count,) int64."""
-        shards, firsts = found = np.empty((2, count), np.int64)
-        filled = 0
+        found, filled = np.empty((2, count), np.int64), 0
         while filled < count:
             number, within = divmod(start + filled, self.block_rows)
             block = self._block  # read once, because another loader's thread may replace it
             if block is None or number != block[0]:
                 positions = np.arange(number * self.block_rows, (number + 1) * self.block_rows)
-                block = self._block = number, self.locate(positions)
+                block = self._block = number, np.stack(self.locate(positions))
             end = min(count, filled + self.block_rows - within)
-            for part, of_block in zip(found, block[1], strict=True):
-                part[filled:end] = of_block[within : within + end - filled]
+            found[:, filled:end] = block[1][:, within : within + end - filled]
             filled = end
-        return shards, firsts
+        return found[0], found[1]
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Read rows start, start + 1, ...: (count, context_length + 1) int64 tokens."""
@@ -272,19 +270,17 @@ def open_data(
         record = TokenizerRecord(name) if name.startswith("bpe:") else record_named("gpt2" if name == "auto" else name)
         return Data((), (), record, vocab_size_of(record))
     try:
-        found = {name: ShardSet.find(name, folder, "train") for name, (folder, _) in places.items()}
+        found = [ShardSet.find(name, folder, "train") for name, (folder, _) in places.items()]
     except UserError as error:
         if config.dry_run == "measure" and not config.resume:
             raise UserError(f"{error}. --dry_run without measure plans without data") from error
         raise
-    val_sets = find_val_sets(config, [*found.values()], first_set, known) if config.eval_freq else []
-    record, vocab_size = tokenizer_of([*found.values(), *val_sets], config.tokenizer, saved)
+    val_sets = find_val_sets(config, found, first_set, known) if config.eval_freq else []
+    record, vocab_size = tokenizer_of([*found, *val_sets], config.tokenizer, saved)
     seed, shuffled = config.seed, (config.shuffle_shards, config.shuffle_rows)
-    found = {name: shards.for_vocab(vocab_size) for name, shards in found.items()}
-    sources = tuple(
-        Source(shards, RowStream(shards.shards, T, seed, *shuffled), places[name][1]) for name, shards in found.items()
-    )
-    val_sets = [shards.for_vocab(vocab_size) for shards in val_sets]
+    found = [s.for_vocab(vocab_size) for s in found]
+    val_sets = [s.for_vocab(vocab_size) for s in val_sets]
+    sources = tuple(Source(s, RowStream(s.shards, T, seed, *shuffled), places[s.name][1]) for s in found)
     return Data(sources, tuple(Source(s, RowStream(s.shards, T)) for s in val_sets), record, vocab_size)
 
 

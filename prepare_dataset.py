@@ -41,7 +41,7 @@ from steadygpt.base.typed import Count, read_json
 from steadygpt.data.documents import NO_TEXT, Chunk, Position, cut_document, read_documents, repair, suffix_of
 from steadygpt.data.ids import check_ids
 from steadygpt.data.shards import DEFAULT_FOLDER, MANIFEST, ShardEntry, open_shard, token_dtype, write_shard
-from steadygpt.data.sources import FINEWEB_EDU, STDLIB, Source, find_source
+from steadygpt.data.sources import FINEWEB_EDU, STDLIB, Source, find_source, fingerprint
 from steadygpt.data.tokenizer import (
     END_OF_TEXT,
     GPT2_SHA256,
@@ -235,7 +235,7 @@ def trained_json(options: PrepareOptions, source: Source, out: Path) -> str:
             f"{source.names[0]}: holds token ids; --tokenizer is {options.tokenizer}, expected the one that wrote them"
         )
     asked = {"tokenizer": options.tokenizer, "tokenizer_bytes": limit, "text_field": options.text_field}
-    asked |= {"commit": source.commit, "files": source.fingerprint()}
+    asked |= {"commit": source.commit, "files": fingerprint(source.identities)}
     with suppress(OSError, UserError):  # nothing finished
         earlier = read_json(out / MANIFEST, dict, "")
         if asked.items() <= earlier.items():
@@ -291,7 +291,7 @@ class Manifest:
         asked = {key: getattr(options, key) for key in ("source", "name", "shard_size", "val_tokens", "text_field")}
         found: dict[str, Any] = {
             "commit": source.commit,
-            "files": source.fingerprint(),
+            "files": fingerprint(source.identities),
             "dtype": token_dtype(vocab_size).name,
             "val_bytes": min(VAL_BYTES, math.ceil(total / 40) or VAL_BYTES) if val_by_bytes else 0,
             **{key: getattr(record, key) for key in ("tokenizer", "tokenizer_sha256", "document_token")},
@@ -438,17 +438,16 @@ def write_shards(
 def parse_args(argv: Sequence[str] | None) -> PrepareOptions:
     """Parse the command line; fill in name and folder."""
     options = parse_options(PrepareOptions, argv, DESCRIPTION, ELSEWHERE)
-    name = options.name or default_name(options.source)
+    is_default = options.source == "fineweb-edu"
+    name = options.name or ("edufineweb" if is_default else default_name(options.source))
     if not re.fullmatch(r"[\w.-]+", name):
         raise OptionError("name", repr(name), "only letters, digits and . _ -")
-    out = options.out or str(DEFAULT_FOLDER if options.source == "fineweb-edu" else Path("data", name))
+    out = options.out or str(DEFAULT_FOLDER if is_default else Path("data", name))
     return dataclasses.replace(options, name=name, out=out)
 
 
 def default_name(source: str) -> str:
     """Return the last part of a source without wildcards and suffix."""
-    if source == "fineweb-edu":
-        return "edufineweb"
     path = Path(re.split("[:@]", source)[1]) if source.startswith("hf:") else Path(source)
     last = Path(os.path.realpath(Path(*takewhile(lambda part: not glob.has_magic(part), path.parts)))).name
     return re.sub(r"[^\w.-]+", "_", last.removesuffix(suffix_of(last))) or "corpus"
@@ -562,15 +561,15 @@ def prepare(options: PrepareOptions, out: Path) -> Manifest:
         for path in () if source.remote else source.paths:
             if path.resolve().is_relative_to(out.resolve()):
                 raise UserError(f"{path}: a file of --source in the folder for the shards, {out}; give another --out")
-        if manifest and manifest.files != source.fingerprint():
+        files = fingerprint(source.identities)
+        if manifest and manifest.files != files:
             raise UserError(
-                f"{out}: prepared with {manifest.files} of {source.name}, but now found {source.fingerprint()}; "
+                f"{out}: prepared with {manifest.files} of {source.name}, but now found {files}; "
                 f"restore the files, use a different --out, or empty {out}"
             )
         if not (manifest and manifest.complete):
             source.check(options.text_field)
-        manifest = manifest or Manifest.begin(options, source, out)
-        if not manifest.complete:
+            manifest = manifest or Manifest.begin(options, source, out)
             if found := expected(source, manifest, out):
                 if manifest.val_tokens is None and source.holds_ids:
                     manifest.val_tokens = min(manifest.shard_size, math.ceil(found[0] / 40))

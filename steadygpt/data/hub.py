@@ -204,11 +204,11 @@ def _request(url: str, start: int, end: int) -> Iterator[bytes]:
 def fetch(repo: Repo, path: str) -> Path:
     """Download a file to the Hub's cache unless it is there, and return where it is."""
     target = repo.snapshot / path
-    if not (target.exists() or repo.online):
+    if target.exists():
+        return target
+    if not repo.online:
         raise UserError(f"{repo}: {path} is not in the cache, and there is no network; connect, then run this again")
-    if not target.exists():
-        files_at(repo, [path])[0].download(target)
-    return target
+    return files_at(repo, [path])[0].download(target)
 
 
 def fetch_model(source: str, with_weights: bool) -> tuple[Path, Repo]:

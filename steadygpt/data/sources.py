@@ -68,10 +68,6 @@ class Source:
         self.downloads: dict[int, Future[Path]] = {}
         self.pool = ThreadPoolExecutor(1)
 
-    def fingerprint(self) -> str:
-        """Return a line that changes when files are added, removed or renamed, or change: local ones in size."""
-        return fingerprint(self.identities)
-
     @property
     def holds_ids(self) -> bool:
         """Whether the files hold token ids instead of text."""
@@ -143,7 +139,7 @@ class Source:
 
 
 def fingerprint(files: Sequence[tuple]) -> str:
-    """Describe files, given as names, sizes in bytes and perhaps versions, by their number and a hash."""
+    """Return a line that changes when files (name, size in bytes, perhaps version) are added, removed or changed."""
     root = os.path.commonpath([Path(name).parent for name, *_ in files])
     sizes = [(os.path.relpath(name, root), *rest) for name, *rest in files]
     return f"{len(sizes)} files, sha256 {hashlib.sha256(json.dumps(sizes).encode()).hexdigest()[:16]}"

@@ -254,16 +254,13 @@ def read_text(path: Path) -> str:
 
 def tokenizer_on_all(record: TokenizerRecord, ranks: "Ranks", warn: Callable[[str], object]) -> Tokenizer | None:
     """Return rank 0's tokenizer on every rank; None on every rank, with a warning, if one of them cannot get it."""
-    record, tokenizer, error = ranks.broadcast(record), None, UserError("another rank has no tokenizer")
+    record = ranks.broadcast(record)
     try:
         ranks.on_main(lambda: load_tokenizer(record))  # then the other ranks find it in the cache
-        tokenizer = load_tokenizer(record)
-    except UserError as raised:
-        error = raised
-    if ranks.any(tokenizer is None):
+        return ranks.on_each(lambda: load_tokenizer(record))
+    except UserError as error:
         warn(f"no samples, HellaSwag or bits per byte in this run: {error}")
         return None
-    return tokenizer
 
 
 def vocab_size_of(record: TokenizerRecord) -> int:
