@@ -16,7 +16,7 @@ from torch import Tensor
 from model import GPT, KVCache
 from steadygpt.base.options import CheckpointOptions, UserError, option, parse_options, run_cli
 from steadygpt.base.text import printable
-from steadygpt.checkpoint.files import open_checkpoint
+from steadygpt.checkpoint.files import check_tensors, open_checkpoint
 from steadygpt.config import GPTConfig
 from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer
 from steadygpt.machine.device import any_length, autocast, choose_precision, evaluating
@@ -89,11 +89,11 @@ def sample_texts(
 
 def load_model(checkpoint: dict) -> GPT:
     """Return the model of a SteadyGPT checkpoint, on the CPU."""
-    try:
-        model = GPT(GPTConfig(**checkpoint["model_config"]), initialize=False)
-        model.load_state_dict(checkpoint["model"])
-    except (TypeError, RuntimeError) as error:
-        raise UserError(f"not a model of this version: {' '.join(str(error).split())[:200]}") from error
+    config = GPTConfig(**checkpoint["model_config"])
+    with torch.device("meta"):  # before the memory of this shape is allocated
+        check_tensors(checkpoint | {"optimizer": {}}, "the checkpoint", GPT(config, initialize=False), {})
+    model = GPT(config, initialize=False)
+    model.load_state_dict(checkpoint["model"])
     return model
 
 

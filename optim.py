@@ -69,6 +69,20 @@ def make_optimizer(model: GPT, config: TrainConfig, ranks: Ranks) -> torch.optim
     return Muon(groups, share_work, config.precision, **options)
 
 
+def state_shapes(model: "GPT", optimizer: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of what an optimizer keeps in fp32, as PARAMETER.KIND; without a beta2 no mean_squares."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    of_muon = model.parameters_by_role()["matrix"] if optimizer == "muon" else {}
+    for name, parameter in model.named_parameters():
+        shape = tuple(parameter.shape)
+        kept = {"step": (), "exp_avg": shape, "exp_avg_sq": shape}
+        if name in of_muon:
+            neurons = sum(max(rows, shape[1]) for rows in model.config.parts(name))
+            kept = {"momentum_buffer": shape, "mean_squares": (neurons,)}
+        shapes |= {f"{name}.{kind}": size for kind, size in kept.items()}
+    return shapes
+
+
 class Muon(torch.optim.AdamW):
     """Muon (Jordan et al. 2024) for the groups with "parts", and AdamW for the others.
 

@@ -29,12 +29,12 @@ from convert_hf import check_fits, read_weights
 from dataloader import BatchLoader, Data, Mixture, Rows, RowStream, Spread, open_data
 from generate import sample_texts
 from model import GPT, GPTConfig
-from optim import make_optimizer, skips_on_device, update_unless
+from optim import make_optimizer, skips_on_device, state_shapes, update_unless
 from steadygpt import git_commit
 from steadygpt.base.options import run_cli, shown_options
 from steadygpt.base.retry import brief
 from steadygpt.base.text import counted
-from steadygpt.checkpoint.files import FORMAT_VERSION, Captured, TrainState, check_weights
+from steadygpt.checkpoint.files import FORMAT_VERSION, Captured, TrainState, check_tensors
 from steadygpt.checkpoint.host_copy import HostCopy, fill, restore_optimizer
 from steadygpt.checkpoint.saves import Saves
 from steadygpt.checkpoint.table import print_checkpoints
@@ -126,6 +126,9 @@ def build_run(plan: Plan, log: RunLog, held: ExitStack) -> Run:
     config, data, schedule, ranks, device = plan.config, plan.data, plan.schedule, plan.ranks, plan.ranks.device
     # Only here, so that a plan needs no download.
     start = plan.start.downloaded(plan.sketch.config, ranks, read_weights)
+    if loaded := start.checkpoint or start.weights:  # before any file is written
+        kept, source = state_shapes(plan.sketch, config.optimizer), start.path or config.init_from
+        ranks.on_main(lambda: check_tensors(loaded, source, plan.sketch, kept))
     stop = StopSignal(ranks, config.max_hours if config.trains else 0, log.beat)
     starts = plan.starts
     if config.trains:
@@ -329,6 +332,9 @@ def run_to_end(run: Run) -> int:
             ending = "finished", ""
         except Stopped as stopped:
             ending = "stopped", stopped.reason
+            if stopped.reason == "saves failed":
+                ending = "failed", stopped.reason
+                log.warn(f"{config.checkpoint_dir}: the run stops, because saves fail. Fix the disk, then resume")
         except Diverged as diverged:
             run.state.step, run.state.rows_consumed = diverged.step, diverged.rows  # where the weights still are
             ending = "failed", f"{counted(diverged.bad_steps, 'consecutive step')} with a non-finite loss or gradient"
@@ -396,7 +402,6 @@ def restore(
     """Load what capture() saved. With --init_from load only weights; otherwise draw new ones."""
     checkpoint, loaded = start.checkpoint, start.checkpoint or start.weights
     if loaded:
-        check_weights(loaded["model"], model, ranks)
         fill(model, loaded["model"].__getitem__, ranks)
     else:
         torch.manual_seed(config.seed)

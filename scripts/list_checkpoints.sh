@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# List the checkpoints of a run and verify each file: ./list_checkpoints.sh [RUN_FOLDER] [flags of train.py]
+# List the checkpoints of a run; -v verifies each file: ./list_checkpoints.sh [RUN_FOLDER] [flags of train.py]
 set -euo pipefail
 repo=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/..
 [ -x "$repo/.venv/bin/python" ] && PATH="$repo/.venv/bin:$PATH"

@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 live.update(view(snapshot, console, "q closes the monitor"), refresh=True)
                 if key(options.interval_s) in (b"q", b"Q"):
                     break
-    except FileNotFoundError as error:  # the folder has no run, or was removed
+    except OSError as error:  # the folder was removed, or cannot be read
         raise UserError(str(error)) from None
     return 0
 

@@ -225,7 +225,8 @@ class TrainConfig(GPTConfig):
                                  "checkpoints", on_resume="launch")
     list_checkpoints: bool = option(False, "list the checkpoints in checkpoint_dir and exit", "checkpoints",
                                     on_resume="launch")
-    verbose: bool = option(False, "with --list_checkpoints, show the contents of each checkpoint; alias: -v",
+    verbose: bool = option(False, "with --list_checkpoints, verify each checkpoint and show its contents; "
+                           "alias: -v",
                            "checkpoints", on_resume="launch", aliases=("v",))
     mirror: str = option("", "folder of an object store to copy the run to: s3://BUCKET/RUN, gs://BUCKET/RUN, or "
                          "another fsspec URL", "checkpoints", on_resume="place")

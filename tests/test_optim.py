@@ -1,12 +1,14 @@
 """Muon: what it computes, which parameters it moves, and how ranks share its work."""
 
+import dataclasses
+
 import pytest
 import torch
 from conftest import in_ranks
 
 import optim
 from model import GPT, GPTConfig
-from optim import Muon, make_optimizer, newton_schulz, orthogonalized
+from optim import Muon, make_optimizer, newton_schulz, orthogonalized, state_shapes
 from steadygpt.config import TrainConfig
 from steadygpt.machine.ranks import Ranks, joined
 
@@ -170,3 +172,17 @@ def compare_with_one_rank() -> None:
 
 def test_ranks_share_the_matrices_and_all_get_all_results():
     in_ranks(3, compare_with_one_rank)
+
+
+@pytest.mark.parametrize(("optimizer", "beta2"), [("adamw", 0.0), ("muon", 0.0), ("muon", 0.9)])
+def test_state_shapes_are_those_that_an_optimizer_keeps(optimizer, beta2):
+    model = GPT(SMALL)
+    made = make_optimizer(model, dataclasses.replace(MUON, optimizer=optimizer, muon_beta2=beta2), ALONE)
+    tokens = torch.arange(24).view(2, 12)
+    model(tokens, tokens).backward()
+    made.step()
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    kept = {f"{names[p]}.{kind}": t for p, state in made.state.items() for kind, t in state.items()}
+    assert {t.dtype for t in kept.values()} == {torch.float32}
+    expected = {name: s for name, s in state_shapes(model, optimizer).items() if beta2 or "mean_squares" not in name}
+    assert {name: tuple(t.shape) for name, t in kept.items()} == expected

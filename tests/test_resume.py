@@ -350,8 +350,8 @@ def test_corrupt_evaluations_are_a_warning_and_are_replaced(workdir, capsys):
         Path("a/evaluations.json").write_text(content)
         assert train.main(["--list_checkpoints", "--checkpoint_dir", "a"]) == 0
         out = capsys.readouterr().out
-        assert "warning: a/evaluations.json: corrupt, so its validation losses are ignored" in out
+        assert re.search(r"^warning: a/evaluations.json: .*; its validation losses are ignored$", out, re.MULTILINE)
         assert "best_model.pt" in out
     assert run_here("--resume", "--eval_freq", "4", "--max_steps", "12", *folders("a")) == 0
-    assert "warning: a/evaluations.json: corrupt" in capsys.readouterr().err
+    assert "warning: a/evaluations.json: not JSON (" in capsys.readouterr().err
     assert list(json.loads(Path("a/evaluations.json").read_text())) == ["8", "12"]

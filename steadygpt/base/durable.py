@@ -1,4 +1,4 @@
-"""Atomic file writes and folder locks."""
+"""Atomic file writes, folder locks, and lines from the end of a file."""
 
 import errno
 import fcntl
@@ -7,7 +7,7 @@ import io
 import mmap
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -119,6 +119,21 @@ def link_file(source: Path, target: Path) -> None:
             fsync(file.fileno())
     os.replace(temporary, target)
     temporary.unlink(missing_ok=True)  # still there if both names were already one file: rename() then does nothing
+
+
+def lines_from_end(file: IO[bytes], block_bytes: int = 2**20) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a file from the last to the first, each with its offset; memory is bounded by a block."""
+    at = end = file.seek(0, os.SEEK_END)
+    first = b""  # line of the block after this one, which may begin here
+    while at:
+        size = min(at, block_bytes)
+        at = file.seek(at - size)
+        first, *lines = io.BytesIO(file.read(size) + first).readlines()
+        for line in reversed(lines):
+            end -= len(line)
+            yield end, line
+    if first:
+        yield 0, first
 
 
 def sha256_of(path: Path) -> str:

@@ -1,6 +1,5 @@
 """Times, sizes and counts in words; imports no PyTorch, so that the monitor starts at once."""
 
-import time
 from collections.abc import Sequence
 
 STAMP = "%Y%m%d-%H%M%S"  # a time in names of files and runs, for strftime
@@ -58,8 +57,3 @@ def counted(count: int, noun: str) -> str:
 def labelled(label: str, text: str) -> str:
     """Return a line of the plan or the summary: every text begins in the same column."""
     return f"{label:<13}{text}"
-
-
-def timestamp() -> str:
-    """Return the present time as 2026-11-22T09:40:21+0000."""
-    return time.strftime("%Y-%m-%dT%H:%M:%S%z")

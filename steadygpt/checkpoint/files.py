@@ -10,30 +10,31 @@ A file is torch.save of plain types and tensors, the same for any topology that 
 """
 
 import dataclasses
-import json
+import errno
+import io
 import os
 import pickle
 import re
+import time
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, NamedTuple, TypedDict
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from steadygpt.base.disk import check_pulled
 from steadygpt.base.options import UserError, shown_options
 from steadygpt.base.progress import say
-from steadygpt.base.text import counted
-from steadygpt.base.typed import Count, Loss, typed
+from steadygpt.base.text import STAMP, counted
+from steadygpt.base.typed import Count, Loss, parse_json, typed
 from steadygpt.config import GPTConfig, TrainConfig
 from steadygpt.data.order import BLOCK_ROWS
 from steadygpt.data.tokenizer import TokenizerRecord
 from steadygpt.machine.host import process_age_s
-from steadygpt.machine.ranks import Ranks
 
 FORMAT_VERSION = 3
 LATEST, BACKUP, BEST, STABLE = "latest.pt", "latest_backup.pt", "best_model.pt", "stable.pt"
@@ -41,6 +42,7 @@ NAMED = {"best": BEST, "stable": STABLE}  # what commands take besides latest an
 ROLLING, EPOCH = "rolling_step_{:06d}.pt", "epoch_{:05d}.pt"
 EVALUATIONS = "evaluations.json"
 LLM_C = (20240326).to_bytes(4, "little")  # begins a model of llm.c
+Evaluations = dict[int, dict[str, Loss | None]]  # step -> {"val_loss": ..., "val_bpb": ..., "hellaswag_acc": ...}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # content
@@ -148,17 +150,23 @@ class Captured:
         return self.content
 
 
-def check_weights(weights: dict, model: nn.Module, ranks: Ranks) -> None:
-    """Check on rank 0 that a checkpoint's "model" fits."""
-    expected = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+def named_tensors(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return weights and optimizer state by name; a tied head is one tensor under two names."""
+    state = checkpoint["optimizer"].get("state", {})
+    return checkpoint["model"] | {f"{name}.{kind}": t for name, kept in state.items() for kind, t in kept.items()}
 
-    def check() -> None:
-        found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-        for name in sorted(found.keys() | expected.keys()):
-            if found.get(name) != expected.get(name):
-                raise UserError(f"the checkpoint's {name} is {found.get(name)}; this model's is {expected.get(name)}")
 
-    ranks.on_main(check)
+def check_tensors(checkpoint: dict, source: object, model: nn.Module, kept: Mapping[str, tuple[int, ...]]) -> None:
+    """Check that a checkpoint has the weights of a model and the state that its optimizer keeps, see state_shapes()."""
+    found = {name: f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named_tensors(checkpoint).items()}
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    if len(found) > len(checkpoint["model"]):  # otherwise it is older than the first update
+        # --allow_changes may have changed muon_beta2.
+        shapes |= {name: shape for name, shape in kept.items() if name in found or "mean_squares" not in name}
+    for name in sorted(found.keys() | shapes.keys()):
+        wanted = f"{shapes[name]} torch.float32" if name in shapes else "no such tensor"
+        if found.setdefault(name, "missing") != wanted:
+            raise UserError(f"{source}: {name} is {found[name]}; expected {wanted}. Try another checkpoint")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -214,7 +222,7 @@ def open_checkpoint(which: str, folder: Path) -> tuple[Path, dict]:
         raise UserError("checkpoint: auto is for training only; expected latest, best, stable or a checkpoint file")
     found = find_checkpoint(which, folder)
     assert found.path and found.checkpoint  # only "auto" finds none
-    for line in found.skipped:
+    for line in found.damaged.values():
         say(f"warning: skipped {line}")
     return found.path, found.checkpoint
 
@@ -241,9 +249,9 @@ def nearest_checkpoint(folder: Path, step: int) -> tuple[Path, dict]:
     """Return the intact checkpoint of a folder whose step is nearest; of two, the earlier one."""
 
     def distance(file: Path) -> tuple[int, int]:
-        try:  # without the checksums, for which all of the file is read
-            found = torch.load(file, map_location="cpu", mmap=True, weights_only=True)["step"]
-        except Exception:  # first, so that intact_checkpoints says what is wrong
+        try:
+            found = read_head(file)["step"]
+        except (UserError, OSError):  # first, so that intact_checkpoints says what is wrong
             found = step
         return abs(found - step), found
 
@@ -277,20 +285,62 @@ def _written_ns(file: Path) -> int:
 
 
 def read_checkpoint(path: Path) -> dict:
-    """Verify a checkpoint file and map it into memory; its tensors are on the CPU and are read when used."""
+    """Verify a checkpoint file and map it into memory; its tensors, all of them finite, are on the CPU."""
     return as_checkpoint(load_verified(path), path)
+
+
+class Unreadable(UserError):
+    """A file cannot be read at this moment; it may be intact."""
+
+
+class Head(NamedTuple):
+    """What the table shows of a checkpoint."""
+
+    step: Count
+    epoch: Loss | None = None
+    loss: Loss | None = None
+    val_loss: Loss | None = None
+
+
+class _Plain(pickle.Unpickler):
+    """Puts an empty dictionary in the place of each tensor, and of all else that would run code of the file."""
+
+    def find_class(self, module: str, name: str) -> type:
+        return type("StandIn", (dict,), {"__init__": lambda *_: None})
+
+    def persistent_load(self, storage: object) -> None: ...
+
+
+def read_head(path: Path) -> dict[str, Any]:
+    """Return summary() of a file without reading its tensors; no run may resume from it."""
+    content = _loaded(path, only_plain=True)
+    check_format(content, path)
+    return typed(content, Head, path, "take another checkpoint")._asdict()
 
 
 def load_verified(path: Path) -> object:
     """Return what torch.save wrote to a file, after verifying its checksums; no code in it is run."""
+    return _loaded(path, only_plain=False)
+
+
+def _loaded(path: Path, only_plain: bool) -> object:
     try:
         with zipfile.ZipFile(path) as archive:
+            if only_plain:
+                [plain] = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+                return _Plain(io.BytesIO(archive.read(plain))).load()
             if bad := archive.testzip():  # torch.load does not verify the checksums
                 raise UserError(f"{path}: corrupt (checksum of record {bad})")
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except FileNotFoundError:
         raise UserError(f"{path}: no such checkpoint; try another --checkpoint_dir") from None
-    except zipfile.BadZipFile:
+    except (OSError, zipfile.BadZipFile) as error:
+        cause = error if isinstance(error, OSError) else error.__context__  # an OSError that zipfile has replaced
+        if isinstance(cause, OSError) and cause.errno != errno.EINVAL:  # which a wrong offset in the file causes
+            advice = "fix the disk or the permissions, then start again; or give an older file, such as --resume FILE"
+            raise Unreadable(
+                f"{path}: cannot be read ({cause.strerror or cause}); nothing was changed; {advice}"
+            ) from error
         with open(path, "rb") as file:
             beginning = file.read(64)
         check_pulled(path, beginning)
@@ -311,27 +361,40 @@ def load_verified(path: Path) -> object:
         raise UserError(f"{path}: corrupt or cannot be read ({f'{error!r}'.splitlines()[0]})") from error
 
 
-def as_checkpoint(content: Any, path: Path) -> dict:
-    """Return the content of a file, which must be a checkpoint of this format."""
-    if not isinstance(content, dict) or "format_version" not in content:
+def check_format(content: Any, path: Path) -> None:
+    """Check that the content of a file is that of a checkpoint, and of this format."""
+    content = content if isinstance(content, dict) else {}
+    if "format_version" not in content:
         advice = "expected a file that train.py or convert_hf.py has written"
-        if isinstance(content, dict) and "model_args" in content:
+        if "model_args" in content:
             advice = f"if it is nanoGPT's, first run python convert_hf.py {path} weights.pt"
-        elif isinstance(content, dict) and all(isinstance(value, torch.Tensor) for value in content.values()):
+        elif content and all(isinstance(value, Tensor) for value in content.values()):
             advice = "its weights lack the model's shape; save them as nanoGPT does, with model and model_args"
         raise UserError(f"{path}: not a SteadyGPT checkpoint; {advice}")
-    advice = "take another checkpoint"
-    if (found := typed(content["format_version"], int, path, advice)) != FORMAT_VERSION:
+    if (found := typed(content["format_version"], int, path, "take another checkpoint")) != FORMAT_VERSION:
         advice = "update SteadyGPT" if found > FORMAT_VERSION else "use the commit that wrote it, its git_commit"
         raise UserError(f"{path}: format {found}; expected {FORMAT_VERSION}: {advice}")
+
+
+def as_checkpoint(content: Any, path: Path) -> dict:
+    """Return the content of a file, which must be a checkpoint of this format."""
+    check_format(content, path)
+    advice = "take another checkpoint"
     found = typed(content, Weights, path, advice)
     found |= vars(typed(content, TrainState, path, advice)) | typed(content, TokenizerRecord, path, advice)._asdict()
     shape = typed(found["model_config"], GPTConfig, f"{path}: model_config", advice)
+    if unknown := sorted(found["model_config"].keys() - vars(shape).keys()):
+        raise UserError(f"{path}: model_config has {unknown[0]!r}, unknown to this version; update SteadyGPT")
     try:
         shape.check_shape()
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     found["model_config"] = vars(shape)
+    for name, t in named_tensors(found).items():
+        is_plain = t.dtype == torch.float32 and t.layout == torch.strided and t.is_contiguous()
+        if not is_plain or (t.numel() and not all(extreme.isfinite() for extreme in torch.aminmax(t))):
+            problem = "a NaN or an infinite number" if is_plain else f"{t.dtype} numbers, or gaps between them"
+            raise UserError(f"{path}: corrupt ({name} has {problem})")
     return found | _course_of(content, found, path, advice) if found["train_config"] else found
 
 
@@ -358,7 +421,8 @@ class Found:
 
     path: Path | None = None  # None: there is none
     checkpoint: dict | None = None
-    skipped: tuple[str, ...] = ()  # a line for each file that is corrupt
+    damaged: dict[Path, str] = field(default_factory=dict)  # files that were skipped: why
+    skipped: Sequence[str] = ()  # lines about the mirror
     restored: bool = False  # from the mirror
 
 
@@ -372,17 +436,19 @@ def find_checkpoint(which: str, folder: Path) -> Found:
     if which not in ("latest", "auto"):
         path = folder / NAMED[which] if which in NAMED else Path(which)
         return Found(path, read_checkpoint(path))
-    skipped: list[str] = []
+    damaged: dict[Path, str] = {}
     for path in checkpoint_files(folder):
         if path.name == BEST:
             continue
         try:
-            return Found(path, read_checkpoint(path), tuple(skipped))
+            return Found(path, read_checkpoint(path), damaged)
+        except Unreadable:
+            raise
         except UserError as error:
-            skipped.append(str(error))
-    if skipped:
+            damaged[path] = str(error)
+    if damaged:
         raise UserError(
-            f"{folder}: all checkpoints are corrupt: {'; '.join(skipped)}; nothing was changed. "
+            f"{folder}: all checkpoints are corrupt: {'; '.join(damaged.values())}; nothing was changed. "
             "Restore a copy, or resume with --mirror"
         )
     if which == "auto":
@@ -390,20 +456,26 @@ def find_checkpoint(which: str, folder: Path) -> Found:
     raise no_checkpoints(folder)
 
 
+def aside(path: Path) -> Path:
+    """Return an unused name for a damaged file, so that it is kept but not taken for a checkpoint."""
+    while os.path.lexists(unused := path.with_name(f"{path.name}.skipped-{time.strftime(STAMP)}")):
+        time.sleep(0.1)
+    return unused
+
+
 def summary(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the table shows of a checkpoint."""
-    return {key: checkpoint.get(key) for key in ("step", "epoch", "loss", "val_loss")}
+    """Return the Head of a checkpoint, by name."""
+    return {key: checkpoint.get(key) for key in Head._fields}
 
 
-def read_evaluations(folder: Path) -> dict[int, dict[str, float | None]]:
-    """Return evaluations.json: step -> {"val_loss": ..., "val_bpb": ..., "hellaswag_acc": ...}."""
-    path = folder / EVALUATIONS
+def read_evaluations(name: object, read: Callable[[], bytes]) -> tuple[Evaluations, list[str]]:
+    """Return the content of an evaluations.json, {} if there is none, and a warning if it cannot be read."""
     try:
-        return {int(step): dict(scores) for step, scores in json.loads(path.read_text()).items()}
+        return parse_json(read(), Evaluations, name, "its validation losses are ignored"), []
     except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: corrupt, so its validation losses are ignored") from error
+        return {}, []
+    except (UserError, OSError) as error:
+        return {}, [str(error)]
 
 
 def validation_of(

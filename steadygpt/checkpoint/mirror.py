@@ -17,12 +17,13 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from steadygpt.base.durable import replace_file
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import ProgressBar
 from steadygpt.base.text import STAMP, bytes_text
+from steadygpt.base.typed import Count, Loss, parse_json
 from steadygpt.checkpoint.files import BACKUP, BEST, EVALUATIONS, LATEST, NAMED, checkpoint_files, read_checkpoint
 from steadygpt.config import TrainConfig
 from steadygpt.data.stores import Store
@@ -32,6 +33,7 @@ Result = TypeVar("Result")
 INDEX = "index.json"
 # Of a mirror, which may be a stranger's.
 RESTORED = re.compile(r"evaluations\.json|logs/(log\.txt|metrics\.jsonl)|tensorboard/events\.[^/]+")
+Name = Annotated[str, r"(latest|latest_backup|best_model|stable|rolling_step_\d{6,}|epoch_\d{5,})\.pt"]
 PARTS = 4  # of 50 MB each, in memory and under way at once
 SILENCE_S = 60  # a store may take this long to put the parts of a large file together
 RETRIES = 5  # of a part, before the whole upload is repeated
@@ -41,13 +43,13 @@ RETRIES = 5  # of a part, before the whole upload is repeated
 class Entry:
     """What the index says of a checkpoint."""
 
-    file: str
-    size: int  # in bytes
-    mtime_ns: int  # of the file on the machine that wrote it
-    step: int
+    file: Annotated[str, r"step_\d{6,}-\d{8}-\d{6}-\d{6}\.pt"]
+    size: Count  # in bytes
+    mtime_ns: Count  # of the file on the machine that wrote it
+    step: Count
     epoch: float | None = None
-    loss: float | None = None
-    val_loss: float | None = None
+    loss: Loss | None = None
+    val_loss: Loss | None = None
 
     @classmethod
     def of(cls, path: Path, about: Mapping[str, Any]) -> "Entry":
@@ -63,7 +65,7 @@ class Index:
     """The content of index.json."""
 
     run: str  # the name; "" for an empty folder
-    checkpoints: dict[str, Entry]  # by name, in the order in which they are tried
+    checkpoints: dict[Name, Entry]  # in the order in which they are tried
 
 
 class Damaged(UserError):
@@ -109,29 +111,19 @@ class Mirror:
 
     def index(self) -> Index:
         """Read the index; it is empty if there is none."""
-        try:
-            stored = json.loads(self.read(INDEX))
-            return Index(stored["run"], {name: Entry(**entry) for name, entry in stored["checkpoints"].items()})
-        except FileNotFoundError:
-            if not any(name.startswith("step_") for name in self.sizes()):
-                return Index("", {})
-            problem = "missing"
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            problem = f"not the index of a mirror ({error!r})"
-        raise UserError(
-            f"{self.url}/{INDEX}: {problem}; the checkpoints there are the files step_*.pt: download one, resume from "
-            "it with --resume FILE, and give the run another --mirror"
+        advice = (
+            "the checkpoints there are the files step_*.pt: download one, resume from it with --resume FILE, and give "
+            "the run another --mirror"
         )
+        try:
+            return parse_json(self.read(INDEX), Index, f"{self.url}/{INDEX}", advice)
+        except FileNotFoundError:
+            if any(name.startswith("step_") for name in self.sizes()):
+                raise UserError(f"{self.url}/{INDEX}: missing; {advice}") from None
+            return Index("", {})
 
     def read(self, name: str) -> bytes:
         return self.fs.cat_file(self._path(name))
-
-    def evaluations(self) -> dict[int, dict]:
-        """Return the content of evaluations.json, {} if there is none."""
-        try:
-            return {int(step): scores for step, scores in json.loads(self.read(EVALUATIONS)).items()}
-        except (FileNotFoundError, ValueError):
-            return {}
 
     def download(self, entry: Entry, target: Path) -> None:
         """Download a checkpoint, verify it, and put it at `target`, with the time of its first writing.

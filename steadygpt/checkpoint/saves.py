@@ -23,7 +23,9 @@ from steadygpt.checkpoint.files import (
     EVALUATIONS,
     LATEST,
     Captured,
+    aside,
     make_newest,
+    named_tensors,
     newest_first,
     read_checkpoint,
     read_evaluations,
@@ -35,6 +37,8 @@ from steadygpt.log.runlog import RunLog
 from steadygpt.machine.ranks import Ranks, StopSignal
 
 PAUSE_SHARE = 0.01  # of the time, at most, that timed saves may pause training
+MAX_FAILED = 10  # consecutive saves, and intervals of timed saves without a good one, before a run stops
+STALE = ".*.tmp*"  # files left by killed writers and downloads
 
 
 class Saves:
@@ -61,6 +65,9 @@ class Saves:
 
     def is_due(self, step: int, is_special: bool) -> bool:
         """Return whether a save is due after `step` updates: by time, or because the step is special."""
+        patience_s = MAX_FAILED * self.interval_s() * bool(self.config.checkpoint_minutes)
+        if self.writer and self.writer.failed >= MAX_FAILED and time.monotonic() - self.writer.saved_at_s >= patience_s:
+            self.stop.ask("saves failed")
         is_late = self.ranks.any(step > 0 and self._is_late())  # rank 0 decides: on the others it never is
         return (is_late or is_special) and step != self.captured_step
 
@@ -114,7 +121,7 @@ class Saves:
     def is_saved(self, step: int) -> bool:
         """Wait for the save in flight, and return whether `step` is durable."""
         self.wait()
-        return not self.ranks.any(step != self.captured_step or (self.writer is not None and self.writer.failed))
+        return not self.ranks.any(step != self.captured_step or (self.writer is not None and self.writer.failed > 0))
 
     def wait(self) -> None:
         """Wait until no save is in flight; renew status.json, so that a slow disk does not look like a hang."""
@@ -161,40 +168,43 @@ def interval_text(interval_s: float, checkpoint_bytes: float) -> str:
 
 def num_bytes(checkpoint: dict) -> int:
     """Return the bytes of a checkpoint's tensors; tied ones count once."""
-    moments = [tensor for state in checkpoint["optimizer"].get("state", {}).values() for tensor in state.values()]
-    return sum({t.data_ptr(): t.nbytes for t in [*checkpoint["model"].values(), *moments]}.values())
+    return sum({t.data_ptr(): t.nbytes for t in named_tensors(checkpoint).values()}.values())
 
 
-def clean_folder(folder: Path, resumed_from: Path | None) -> None:
+def clean_folder(folder: Path, resumed_from: Path | None, renamed: Mapping[Path, Path], log: RunLog) -> None:
     """Prepare a checkpoint folder for a run: remove what killed writers left, and make a checkpoint latest.pt.
 
     Args:
         resumed_from: the verified checkpoint in the folder that the run resumes from. It becomes latest.pt, so that a
             kill before the first save does not undo a choice to resume from an older one.
+        renamed: new names of damaged files, which saves would replace or delete.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for stale in (*folder.glob(".*.tmp"), *folder.glob(".*.tmp.part")):
-        stale.unlink()  # left by a killed writer or download
+    for stale in folder.glob(STALE):
+        stale.unlink()
+    for file, name in renamed.items():
+        file.rename(name)
     latest, adopted = folder / LATEST, folder / ".adopted.tmp"
     if resumed_from is None or (latest.exists() and latest.samefile(resumed_from)):
         return
     link_file(resumed_from, adopted)  # first, because it may be the backup
     os.utime(adopted)  # the choice is newer than any checkpoint in a mirror
     make_newest(adopted, folder)
-    with suppress(UserError):
-        read_checkpoint(latest)  # raises if latest.pt is corrupt
+    try:
+        read_checkpoint(latest)
         link_file(latest, folder / BACKUP)
+    except UserError:  # it is damaged, cannot be read at this moment, or does not exist
+        with suppress(FileNotFoundError):
+            log.warn(f"{latest}: not a readable checkpoint; renamed {latest.rename(aside(latest)).name}")
     os.replace(adopted, latest)
     fsync_folder(folder)
 
 
 def known_evaluations(folder: Path, step: int, log: RunLog) -> dict[int, dict[str, float | None]]:
     """Return the evaluations up to the step where a run starts, and warn of a better model among later steps."""
-    try:
-        evaluations = read_evaluations(folder)
-    except UserError as error:
-        log.warn(str(error))
-        return {}
+    evaluations, warnings = read_evaluations(folder / EVALUATIONS, (folder / EVALUATIONS).read_bytes)
+    for line in warnings:
+        log.warn(line)
     losses = [(loss, at) for at, found in evaluations.items() if (loss := found.get("val_loss")) is not None]
     val_loss, best = min(losses, default=(0.0, 0))
     if best > step and (folder / BEST).exists():
@@ -227,12 +237,14 @@ class CheckpointWriter:
         self.latest = latest  # of the file there; None: there is none, or it is corrupt and never becomes the backup
         self.uploads = uploads
         self.evaluations = known_evaluations(folder, latest["step"] if latest else 0, log)
+        for scores in self.evaluations.values():
+            log.note(**scores)  # for the monitor, until the next evaluation
         self.room: int | None = None  # checkpoints that fit on the disk, if fewer than two
         self.unlinked: tuple[str, int] | None = None  # arguments of _record() for the best model, until it is linked
         self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self.in_flight: Future | None = None
         self.saved = self.failures = 0  # saves of this start
-        self.failed = False  # the newest save
+        self.failed, self.saved_at_s = 0, time.monotonic()  # consecutive failures; the last good save, or the start
 
     def save(self, captured: Captured, tiers: list[str]) -> None:
         """Write a checkpoint as latest.pt and under the file names in `tiers`; return before that is done.
@@ -244,8 +256,9 @@ class CheckpointWriter:
 
     def record(self, step: int, scores: dict[str, float], best: bool) -> None:
         """Write evaluations.json after the save in flight; if the step is best, first link best_model.pt to it."""
-        known = self.evaluations.setdefault(step, {})
-        known |= {name: value if math.isfinite(value) else None for name, value in scores.items()}  # JSON has no NaN
+        plain = {name: value if math.isfinite(value) else None for name, value in scores.items()}  # JSON has no NaN
+        self.evaluations.setdefault(step, {}).update(plain)
+        self.log.note(**plain)
         content = json.dumps({str(at): found for at, found in self.evaluations.items()}, indent=1)
         self.pool.submit(self._record, content, step if best else None)
 
@@ -268,15 +281,15 @@ class CheckpointWriter:
             self._write(captured.wait(), tiers)
             size = (self.folder / LATEST).stat().st_size
         except Exception as error:  # training continues, and an exception in this thread would be lost
-            self.failed, self.failures = True, self.failures + 1
+            self.failed, self.failures = self.failed + 1, self.failures + 1
             text = f"{self.folder / LATEST}: step {step} was not saved: {str(error) or type(error).__name__}"
             with suppress(OSError):  # the folder is gone
                 free = shutil.disk_usage(self.folder).free
                 text += f"; needs {bytes_text(num_bytes(checkpoint))}, {bytes_text(free)} free; older saves are intact"
-            self.log.warn(text, event="save failed")
+            self.log.warn(text, event="save failed" if self.failed == 1 else "")
             return
-        self.failed, self.saved = False, self.saved + 1
-        took_s = time.monotonic() - start_s
+        self.failed, self.saved, self.saved_at_s = 0, self.saved + 1, time.monotonic()
+        took_s = self.saved_at_s - start_s
         self.log.say(f"saved step {step} as {', '.join(names)} ({bytes_text(size)} in {took_s:.1f} s)")
         with suppress(OSError):  # the folder is gone; the next save reports it
             self._check_room(size)

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -12,10 +13,13 @@ from typing import Any
 from steadygpt.base.options import UserError
 from steadygpt.base.text import bytes_text, counted, duration_text, printable
 from steadygpt.checkpoint.files import (
+    EVALUATIONS,
+    Evaluations,
     checkpoint_files,
     no_checkpoints,
     read_checkpoint,
     read_evaluations,
+    read_head,
     summary,
     validation_of,
 )
@@ -56,22 +60,15 @@ def table_row(name: str, about: Mapping[str, Any], sets: Sequence[str], size: in
 
 
 def checkpoint_table(folder: Path, verbose: bool = False) -> Iterator[str]:
-    """Yield the lines of --list_checkpoints; every file is read completely to verify it.
-
-    Args:
-        verbose: append what each file holds.
-    """
+    """Yield the lines of --list_checkpoints; verbose ones are of verified files, and say what each file holds."""
     files = checkpoint_files(folder)
     if not files:
         raise no_checkpoints(folder)
     described: dict[int, tuple[dict, str]] = {}  # by inode, so that a file with several names is read once
     further: list[str] = []
     names = 0
-    try:
-        evaluations = read_evaluations(folder)
-    except UserError as error:
-        evaluations = {}
-        yield f"warning: {error}"
+    evaluations, warnings = read_evaluations(folder / EVALUATIONS, (folder / EVALUATIONS).read_bytes)
+    yield from (f"warning: {line}" for line in warnings)
     sets = further_sets(evaluations)
     yield table_head(sets)
     for file in files:
@@ -82,9 +79,11 @@ def checkpoint_table(folder: Path, verbose: bool = False) -> Iterator[str]:
         names += 1
         if stat.st_ino not in described:
             try:
-                checkpoint = read_checkpoint(file)
-                described[stat.st_ino] = validated(summary(checkpoint), evaluations), "intact"
-                further += ["", str(file), *details(checkpoint)] if verbose else []
+                if verbose:
+                    checkpoint = read_checkpoint(file)
+                    further += ["", str(file), *details(checkpoint)]
+                about, state = (summary(checkpoint), "intact") if verbose else (read_head(file), "complete")
+                described[stat.st_ino] = validated(about, evaluations), state
             except UserError as error:
                 described[stat.st_ino] = {}, str(error).removeprefix(f"{file}: ")
         about, state = described[stat.st_ino]
@@ -107,7 +106,11 @@ def mirror_table(mirror: Mirror) -> Iterator[str]:
     there = mirror.patiently(mirror.index).checkpoints
     if not there:
         raise UserError(f"no checkpoints in {mirror.url}; expected the URL that --mirror had")
-    sizes, evaluations = mirror.patiently(mirror.sizes), mirror.patiently(mirror.evaluations)
+    sizes, evaluations = mirror.patiently(mirror.sizes), Evaluations()
+    if EVALUATIONS in sizes:
+        read = partial(mirror.patiently, partial(mirror.read, EVALUATIONS))
+        evaluations, warnings = read_evaluations(f"{mirror.url}/{EVALUATIONS}", read)
+        yield from (f"warning: {line}" for line in warnings)
     sets = further_sets(evaluations)
     yield table_head(sets)
     for name, entry in there.items():

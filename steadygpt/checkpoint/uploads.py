@@ -10,7 +10,6 @@ from threading import Thread
 from steadygpt.base.durable import link_file
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import brief
-from steadygpt.base.text import timestamp
 from steadygpt.checkpoint.files import LATEST, read_checkpoint, summary
 from steadygpt.checkpoint.mirror import Entry, Mirror, missing
 from steadygpt.config import TrainConfig
@@ -125,6 +124,6 @@ class Uploads:
         self._note_progress()
         self.uploaded_at_s = start_s
         took = f"in {time.monotonic() - start_s:.1f} s"
-        self.log.note(mirrored_at=timestamp())
+        self.log.note(mirrored_at=time.time())
         self.log.say(f"uploaded step {entry.step:,} as {', '.join(names)} to {self.mirror.url} {took}")
         return True

@@ -21,10 +21,10 @@ from typing import IO, Any
 
 from torch import nn
 
-from steadygpt.base.durable import fsync, fsync_folder, replace_file
+from steadygpt.base.durable import fsync, fsync_folder, lines_from_end
 from steadygpt.base.options import mute
 from steadygpt.base.retry import brief
-from steadygpt.base.text import STAMP, labelled, printable, timestamp
+from steadygpt.base.text import STAMP, labelled, printable
 from steadygpt.config import TrainConfig
 from steadygpt.log.alerts import Alerts
 from steadygpt.log.status import STATUS, write_status
@@ -66,7 +66,7 @@ class RunLog:
             "precision": config.precision,
             "ranks": ranks.world_size,
             "device": device_name(ranks.device),
-            "started_at": timestamp(),
+            "started_at": time.time(),
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "logdir": str(Path(config.logdir).absolute()),
@@ -293,19 +293,25 @@ class LineFile:
         start_step: where a resumed run starts, None for a new run.
     """
 
-    step_of = re.compile(r"step +(\d+)/|\[(\d+)\] ")  # lines without a step stay
+    step_of = re.compile(rb"step +(\d{1,18})/|\[(\d{1,18})\] ")  # lines without a step stay
 
     def __init__(self, path: Path, start_step: int | None):
         self.name = path.name
         if start_step is not None and path.exists():
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-            kept = "".join(line for line in lines if self._stays(line, start_step))
-            replace_file(path, lambda file: file.write(kept.encode()))
+            kept: list[bytes] = []
+            with open(path, "r+b") as file:
+                # In place, from the end. If it is killed between these calls, the next resume drops the rest.
+                for at, line in lines_from_end(file):
+                    match, is_whole = self.step_of.match(line), line.endswith(b"\n")
+                    if match and is_whole and int(match[match.lastindex or 0]) < start_step:
+                        file.seek(at + len(line))
+                        break
+                    kept += [line] * (match is None and is_whole)
+                else:
+                    file.seek(0)
+                file.writelines(reversed(kept))
+                file.truncate()
         self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
-
-    def _stays(self, line: str, start_step: int) -> bool:
-        match = self.step_of.match(line)
-        return line.endswith("\n") and (match is None or int(match[match.lastindex or 0]) < start_step)
 
     def is_empty(self) -> bool:
         return not self.file.tell()
@@ -325,7 +331,7 @@ class LineFile:
 class Metrics(LineFile):
     """metrics.jsonl: a line of JSON for each record."""
 
-    step_of = re.compile(r'\{"step": (\d+)')
+    step_of = re.compile(rb'\{"step": (\d{1,18}),')
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write a record."""

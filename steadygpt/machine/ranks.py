@@ -114,7 +114,7 @@ class Ranks:
 
 
 class Stopped(Exception):
-    """The ranks have agreed to stop before the last step; `reason` is a signal's name or "max_hours"."""
+    """The ranks have agreed to stop before the last step; `reason` is one of StopSignal.REASONS."""
 
     def __init__(self, reason: str):
         super().__init__(reason)
@@ -122,7 +122,7 @@ class Stopped(Exception):
 
 
 class StopSignal:
-    """Collects reasons to stop, from signals and --max_hours, until the ranks agree on one.
+    """Collects reasons to stop, from signals, --max_hours and failed saves, until the ranks agree on one.
 
     Several ranks agree in the background, from one check() to the next, so that no rank waits for another.
 
@@ -132,7 +132,7 @@ class StopSignal:
     """
 
     SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")  # schedulers announce an end by SIGUSR1 or 2
-    REASONS = ("", *SIGNALS, "max_hours")
+    REASONS = ("", *SIGNALS, "max_hours", "saves failed")
 
     def __init__(self, ranks: Ranks, max_hours: float, alive: Callable[[], object] = lambda: None):
         self.ranks, self.alive = ranks, alive
@@ -142,8 +142,8 @@ class StopSignal:
 
     def listen(self) -> None:
         """Collect signals from now on."""
-        for number, name in enumerate(self.SIGNALS, start=1):
-            handle(name, lambda *_, number=number: self._ask(number))
+        for name in self.SIGNALS:
+            handle(name, lambda *_, name=name: self.ask(name))
 
     @classmethod
     def raise_until_listen(cls) -> None:
@@ -161,8 +161,9 @@ class StopSignal:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, interrupt)
 
-    def _ask(self, number: int) -> None:
-        self.asked = self.asked or number  # under torchrun a terminal's Ctrl-C arrives twice
+    def ask(self, reason: str) -> None:
+        """Ask all ranks to stop at one of their next checks, for one of REASONS."""
+        self.asked = self.asked or self.REASONS.index(reason)  # under torchrun a terminal's Ctrl-C arrives twice
 
     def again(self) -> bool:
         """Return whether Ctrl-C or SIGTERM came since the last call. A scheduler may repeat its SIGUSR1."""
@@ -176,7 +177,7 @@ class StopSignal:
         """
         self.alive()
         if time.monotonic() > self.deadline:
-            self._ask(self.REASONS.index("max_hours"))
+            self.ask("max_hours")
         if number := self.asked if self.ranks.world_size == 1 else self.agreed():
             raise Stopped(self.REASONS[number])
         if self.ranks.world_size > 1:

@@ -40,7 +40,7 @@ def state_of(snapshot: Snapshot) -> State:
     where = "" if folder == "checkpoints" else f" --checkpoint_dir {folder}"
     resume = f"./resume_training.sh{where}" if snapshot.saved_age_s is not None else ""
     if (name := status.get("status", "unknown")) == "finished":
-        return State(name, f"after {counted(status['step'], 'step')}", f"python generate.py latest{where}")
+        return State(name, f"after {counted(status.get('step', 0), 'step')}", f"python generate.py latest{where}")
     if name != "running":
         return State(name, status.get("reason", ""), resume)
 

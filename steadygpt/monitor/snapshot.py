@@ -1,26 +1,36 @@
 """Snapshots of a run, taken from its files and its process."""
 
-import json
+import math
 import os
+import re
 import shutil
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import psutil
 
+from steadygpt.base.options import UserError
+from steadygpt.base.typed import parse_json, read_json
+from steadygpt.log.status import STATUS, Status
 from steadygpt.monitor.chart import Curve
 
 MAX_POINTS = 1000  # of a curve, more than a terminal has columns
 MAX_WARNINGS = 5
-TAIL_BYTES = 2**16  # of log.txt
+BLOCK_BYTES = 2**16  # of metrics.jsonl, in memory at once
+TAIL_BYTES = 2**18  # at the end of a log, where the last values and warnings are
+# A line of metrics.jsonl, with its step, and its training or validation loss if that is a number.
+LINE = re.compile(
+    rb'\{"step": (\d{1,18}), (?:"time": [\d.]+, )?(?:"loss": (?:(NUMBER)|null)(?=[,}])|'
+    rb'"val_loss": (?:(NUMBER)|null)(?=[,}])|"(?!(?:val_)?loss": )).*\}\n'.replace(
+        b"NUMBER", rb"\d{1,18}(?:\.\d+)?(?:e(?:-\d{1,3}|\+\d\d))?"
+    )
+)
 
 
 @dataclass
@@ -28,30 +38,33 @@ class Snapshot:
     """What is known of a run at one moment."""
 
     folder: Path  # of the checkpoints
-    status: dict[str, Any]  # the content of status.json
+    status: Status
     process: str  # exists, suspended, gone, or elsewhere: on another machine
     heartbeat_age_s: float  # since status.json was renewed
     saved_age_s: float | None  # since the last save; None: there was none
     mirrored_age_s: float | None  # since the last upload
     disk_free_bytes: int  # on the disk of the checkpoints
-    latest: dict[str, Any]  # the last value of each metric
+    latest: dict[str, float]  # the last value of each metric
     curves: dict[str, Curve]  # loss and val_loss
     warnings: list[str]  # the last ones in log.txt
+    unread: int = 0  # broken lines of metrics.jsonl
 
 
 def watch(run_folder: str) -> Iterator[Snapshot]:
-    """Yield a snapshot of the run in a checkpoint folder whenever the next one is asked for.
-
-    Raises: FileNotFoundError when the folder has no run.
-    """
+    """Yield a snapshot of the run in a checkpoint folder whenever the next one is asked for."""
     folder = find_run(Path(run_folder).expanduser())
-    path, saved = folder / "status.json", folder / "latest.pt"
-    status: dict[str, Any] = {}
+    path, saved = folder / STATUS, folder / "latest.pt"
+    status: Status = {}
     metrics = Metrics(Path())
     while True:
-        before, status = status, parsed(read_end(path)) or status
+        before = status
+        try:
+            status = read_json(path, Status, "a run that is alive writes this file again within seconds")
+        except (OSError, UserError):
+            if not before:  # otherwise show the last good one
+                raise
         if not before:
-            heartbeat_s = unix_s(status.get("updated_at")) or path.stat().st_mtime
+            heartbeat_s = status.get("updated_at") or path.stat().st_mtime
         elif status != before:
             # Not the date in the file: the writer of a shared folder may have a clock that differs.
             heartbeat_s = time.time()
@@ -66,11 +79,12 @@ def watch(run_folder: str) -> Iterator[Snapshot]:
             process=process_state(status.get("pid"), heartbeat_s) if is_here else "elsewhere",
             heartbeat_age_s=max(0.0, time.time() - heartbeat_s),
             saved_age_s=age_s(saved.stat().st_mtime if saved.exists() else None),
-            mirrored_age_s=age_s(unix_s(status.get("mirrored_at"))),
+            mirrored_age_s=age_s(status.get("mirrored_at")),
             disk_free_bytes=shutil.disk_usage(folder).free,
             latest=metrics.latest,
-            curves=metrics.curves,
+            curves={name: thin(curve) for name, curve in metrics.curves.items()},
             warnings=last_warnings(logdir / "log.txt"),
+            unread=metrics.unread,
         )
 
 
@@ -78,47 +92,60 @@ class Metrics:
     """The curves and the last value of each metric, from a metrics.jsonl that is read as it grows."""
 
     def __init__(self, path: Path):
-        self.path, self.inode = path, -1
+        self.path = path
         self._restart()
 
     def _restart(self) -> None:
-        self.size = 0  # of what was read
-        self.latest: dict[str, Any] = {}
+        self.size, self.seen = 0, b""  # bytes that were read, and the last ones of them
+        self.latest: dict[str, float] = {}
         self.curves: dict[str, Curve] = {"loss": [], "val_loss": []}
+        self.unread = 0
 
     def read(self) -> None:
         """Read what was written since the last call; everything if the file was replaced or cut back."""
         if not self.path.exists():
             return
         with open(self.path, "rb") as file:
-            stat = os.fstat(file.fileno())
-            if stat.st_ino != self.inode or stat.st_size < self.size:
-                self.inode = stat.st_ino
+            file.seek(self.size - len(self.seen))
+            if file.read(len(self.seen)) != self.seen:
                 self._restart()
-            file.seek(self.size)
-            for line in file:
-                if line.endswith(b"\n"):
-                    self.size += len(line)
-                    self._add(parsed(line))
+                file.seek(0)
+            tail = os.fstat(file.fileno()).st_size - TAIL_BYTES
+            while block := file.read(BLOCK_BYTES) + file.readline():
+                block = block[: block.rfind(b"\n") + 1]  # the last line may be incomplete
+                self._add(block, max(0, tail - self.size))
+                self.size, self.seen = self.size + len(block), block[-256:] or self.seen
 
-    def _add(self, record: dict[str, Any]) -> None:
-        self.latest |= record
+    def _add(self, lines: bytes, tail: int) -> None:
+        """Add the losses of all lines, and the other values of those from the byte `tail` on."""
+        found = LINE.findall(lines)
+        self.unread += lines.count(b"\n") - len(found)
+        self.curves["loss"] += [(int(step), float(loss)) for step, loss, _ in found if loss]
+        self.curves["val_loss"] += [(int(step), float(loss)) for step, _, loss in found if loss]
         for name, curve in self.curves.items():
-            if record.get(name) is not None:  # null: it was not finite
-                curve.append((record["step"], record[name]))
-                if len(curve) > 2 * MAX_POINTS:
-                    self.curves[name] = thin(curve)
+            if len(curve) > 20 * MAX_POINTS:
+                self.curves[name] = thin(curve)
+        for line in LINE.finditer(lines, tail):
+            if b'"start": ' not in line[0]:
+                try:
+                    record = parse_json(line[0], dict[str, float | None], "", "")
+                    self.latest |= {name: math.nan if value is None else value for name, value in record.items()}
+                    self.latest["step"] = int(line[1])
+                except UserError:
+                    self.unread += 1
 
 
 def thin(curve: Curve) -> Curve:
-    """Return at most MAX_POINTS of the points of a curve, in order, spikes among them.
+    """Return a curve of up to twice MAX_POINTS as it is, otherwise MAX_POINTS of its points, spikes among them.
 
     The steps are divided into equal ranges, of which the points with the lowest and the highest value stay.
     """
+    if len(curve) <= 2 * MAX_POINTS:
+        return curve
     first = curve[0][0]
     range_size = (curve[-1][0] - first + 1) / (MAX_POINTS // 2)
     kept: Curve = []
-    for _, points in groupby(curve, lambda point: int((point[0] - first) / range_size)):
+    for _, points in groupby(curve, lambda point: (point[0] - first) // range_size):
         by_value = sorted(points, key=itemgetter(1))
         kept += sorted({by_value[0], by_value[-1]})
     return kept
@@ -126,7 +153,12 @@ def thin(curve: Curve) -> Curve:
 
 def last_warnings(log: Path) -> list[str]:
     """Return the warnings in the last lines of a log."""
-    lines = read_end(log).decode("utf-8", "replace").splitlines()
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            lines = file.read().decode("utf-8", "replace").splitlines()
+    except (OSError, ValueError):  # there is none, or status.json names no possible folder
+        return []
     return [line.removeprefix("warning: ") for line in lines if line.startswith("warning: ")][-MAX_WARNINGS:]
 
 
@@ -135,24 +167,21 @@ def last_warnings(log: Path) -> list[str]:
 
 
 def find_run(folder: Path) -> Path:
-    """Return the folder if it has a status.json, or else its subfolder with the newest one.
-
-    Raises: FileNotFoundError.
-    """
-    found = list(folder.glob("status.json")) or list(folder.glob("*/status.json"))
+    """Return the folder if it has a status.json, or else its subfolder with the newest one."""
+    found = list(folder.glob(STATUS)) or list(folder.glob(f"*/{STATUS}"))
     if not found:
-        raise FileNotFoundError(
-            f"{folder}: no run; found no status.json there or in its subfolders. Try the --checkpoint_dir of a run."
+        raise UserError(
+            f"{folder}: no run; found no {STATUS} there or in its subfolders. Try the --checkpoint_dir of a run."
         )
     return max(found, key=lambda path: path.stat().st_mtime).parent
 
 
-def find_logs(folder: Path, status: dict) -> Path:
+def find_logs(folder: Path, status: Status) -> Path:
     """Return the folder of the run's logs: that of status.json, or one near the checkpoints if they were moved."""
     there = folder.resolve()
     named = Path(status.get("logdir") or folder)
     for logs in (named, there.parent / "logs", there.parent.parent / "logs" / there.name, folder):
-        with suppress(OSError), open(logs / "log.txt", encoding="utf-8", errors="replace") as file:
+        with suppress(OSError, ValueError), open(logs / "log.txt", encoding="utf-8", errors="replace") as file:
             # A later run with the same --logdir has moved the logs of this one aside.
             if file.readline().removeprefix("run").strip() == status.get("run_name"):
                 return logs
@@ -161,39 +190,12 @@ def find_logs(folder: Path, status: dict) -> Path:
 
 def process_state(pid: int | None, heartbeat_s: float) -> str:
     """Return exists, suspended or gone; a process that is younger than the heartbeat is a different one."""
-    try:
+    with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid or 0)
         state = process.status()
-        is_gone = state == psutil.STATUS_ZOMBIE or process.create_time() > heartbeat_s + 3
-    except psutil.NoSuchProcess:
-        return "gone"
-    if is_gone:
-        return "gone"
-    return "suspended" if state in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else "exists"
-
-
-def read_end(path: Path) -> bytes:
-    """Return the last TAIL_BYTES of a file; none if it cannot be read."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            return file.read()
-    except OSError:
-        return b""
-
-
-def parsed(text: bytes) -> dict[str, Any]:
-    """Return a JSON object; an empty one if the text is none."""
-    try:
-        content = json.loads(text)
-    except ValueError:
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def unix_s(date: str | None) -> float | None:
-    """Return a date of status.json in Unix seconds; None if it is missing."""
-    return datetime.fromisoformat(date).timestamp() if date else None
+        if state != psutil.STATUS_ZOMBIE and process.create_time() <= heartbeat_s + 3:
+            return "suspended" if state in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else "exists"
+    return "gone"
 
 
 def age_s(then_s: float | None) -> float | None:

@@ -4,6 +4,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import Any
 
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
@@ -40,7 +41,8 @@ def view(snapshot: Snapshot, console: Console, hint: str = "") -> Group:
     above: list[RenderableType] = [heading(snapshot, state), facts(snapshot, state)]
     # The last measurements say nothing about a run that has ended.
     below: list[RenderableType] = [machine(snapshot, snapshot.latest if state.is_alive else {})]
-    if warnings := snapshot.warnings[-MAX_WARNINGS if console.height >= ROOMY_ROWS else -1 :]:
+    unread = [f"{counted(snapshot.unread, 'line')} of metrics.jsonl cannot be read"] * bool(snapshot.unread)
+    if warnings := unread + snapshot.warnings[-MAX_WARNINGS if console.height >= ROOMY_ROWS else -1 :]:
         *older, newest = warnings
         # After the end the newest one is advice, so it may take several lines.
         newest_line = line_of(WARNING, newest, no_wrap=state.is_alive)
@@ -97,14 +99,14 @@ def heading(snapshot: Snapshot, state: State) -> Group:
 def step_of(snapshot: Snapshot) -> int:
     """Return the number of steps that the run has taken. Until it ends, its logs are newer than status.json."""
     step = snapshot.status.get("step", 0)
-    return max(step, snapshot.latest.get("step", 0)) if snapshot.status.get("status") == "running" else step
+    return max(step, int(snapshot.latest.get("step", 0))) if snapshot.status.get("status") == "running" else step
 
 
 def facts(snapshot: Snapshot, state: State) -> Columns:
     """Return columns of names and values: learning, speed, time and money, safety. What is unknown is not there."""
     status = snapshot.status
-    latest = {name: math.nan if value is None else value for name, value in snapshot.latest.items()}  # JSON has no NaN
-    measured, tokens_per_step = status | latest, status.get("tokens_per_step")
+    measured: dict[str, Any] = {**status, **snapshot.latest}
+    tokens_per_step = status.get("tokens_per_step")
     validations = [value for _, value in snapshot.curves["val_loss"]]
 
     def metric(key: str, form: str) -> str | None:
@@ -189,7 +191,7 @@ def machine(snapshot: Snapshot, latest: Mapping[str, float]) -> Group:
     if "cpu_percent" in latest:
         host.append("CPU ", "dim").append(f"{latest['cpu_percent']:.0f}%   ")
     if "ram_gb" in latest:
-        host.append("RAM ", "dim").append(f"{latest['ram_gb']:.0f} of {latest['ram_total_gb']:.0f} GB   ")
+        host.append("RAM ", "dim").append(f"{latest['ram_gb']:.0f} of {latest.get('ram_total_gb', math.nan):.0f} GB   ")
     free, size = snapshot.disk_free_bytes, snapshot.status.get("checkpoint_bytes")
     room = f", room for {counted(free // size, 'checkpoint')}" if size else ""
     host.append("disk ", "dim").append(f"{bytes_text(free)} free{room}", "red" if size and free < 3 * size else None)

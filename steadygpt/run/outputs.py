@@ -1,6 +1,7 @@
 """The files that a run writes: its logs, its checkpoints and its mirror."""
 
 import os
+import shutil
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -8,11 +9,12 @@ from pathlib import Path
 import torch
 
 from steadygpt.base.durable import lock_folder, replace_file
-from steadygpt.base.options import shown_options
+from steadygpt.base.options import UserError, shown_options
 from steadygpt.base.retry import NoAnswer
+from steadygpt.base.text import bytes_text
 from steadygpt.checkpoint.files import LATEST, check_folder, summary
 from steadygpt.checkpoint.mirror import Mirror, restore_files
-from steadygpt.checkpoint.saves import CheckpointWriter, Saves, clean_folder
+from steadygpt.checkpoint.saves import STALE, CheckpointWriter, Saves, clean_folder
 from steadygpt.checkpoint.uploads import Uploads
 from steadygpt.config import TrainConfig
 from steadygpt.data.shards import check_listing
@@ -60,6 +62,11 @@ def _open_on_main(plan: Plan, starts: list[Entry], log: RunLog, held: ExitStack)
     if not config.resume:  # otherwise find_start has locked it
         held.enter_context(lock_folder(folder, IN_USE))
         check_folder(folder, None)
+    size, disk = checkpoint_bytes(plan.sketch, config.optimizer), shutil.disk_usage(folder)
+    free = disk.free + sum(file.stat().st_size for file in folder.glob(STALE))
+    if free < size and disk.total:  # 0: the file system does not say
+        found = f"{bytes_text(size)} needed for a checkpoint, {bytes_text(free)} free"
+        raise UserError(f"{folder}: {found}; nothing was changed. Free some space, or use another --checkpoint_dir")
     if os.path.realpath(logdir) != os.path.realpath(folder):  # resolve() raises for a loop of links
         held.enter_context(lock_folder(logdir, "give this run another --logdir"))
     mirror = _reserved_mirror(config, start.checkpoint is not None) if config.mirror else None
@@ -67,17 +74,17 @@ def _open_on_main(plan: Plan, starts: list[Entry], log: RunLog, held: ExitStack)
         # A copy that has this run's name and options, not a link: the file belongs to the other run, as does the best
         # model so far.
         content = start.checkpoint | {"train_config": shown_options(config), "best_val_loss": None}
-        clean_folder(folder, None)
+        clean_folder(folder, None, {}, log)
         replace_file(folder / LATEST, lambda file: torch.save(content, file))
     else:
-        clean_folder(folder, start.path)
+        clean_folder(folder, start.path, start.renamed, log)
     write_places(folder, config)
     now, repeats = note_of_start(config, starts), Repeats(log)
     if start.step is not None:
         records, reason = repeated_records(logdir / METRICS, start.step, now["parent"], now["start"])
         is_exact = plan.ranks.device.type == "cpu" or config.deterministic
         repeats = Repeats(log, start.step, records, reason, is_exact)
-    log.open(start.step, checkpoint_bytes(plan.sketch, config.optimizer), now)  # drops what came after that step
+    log.open(start.step, size, now)  # drops what came after that step
     held.enter_context(log)
     latest = summary(start.checkpoint) if start.checkpoint else None
     uploads = Uploads(mirror, config, log) if mirror else None

@@ -1,13 +1,16 @@
 """Steps that a resumed run repeats, compared with their records in the log."""
 
-import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from steadygpt.base.text import counted
+from steadygpt.base.durable import lines_from_end
+from steadygpt.base.options import UserError
+from steadygpt.base.text import counted, printable
+from steadygpt.base.typed import parse_json
 from steadygpt.log.runlog import Metrics, RunLog
 from steadygpt.run.starts import difference
 
@@ -44,24 +47,31 @@ def repeated_records(
             if start.get("course") != course:
                 return found, "their records do not descend from this checkpoint"
             if now is not None and (differs := difference(start["start"], now)):
-                return found, differs
+                return found, printable(differs)
             found[record["step"]] = {name: record.get(name) for name in NUMBERS}
     return found, ""
 
 
 def _records(path: Path, step: int) -> list[dict[str, Any]]:
-    """Return the records of all starts, and all records from a step on."""
+    """Return the records from a step on, and the starts that have made them; broken lines are skipped."""
     records: list[dict[str, Any]] = []
-    if path.exists():
-        with open(path, encoding="utf-8", errors="replace") as file:
-            for line in file:
-                match = Metrics.step_of.match(line)
-                if match and (int(match[1]) >= step or '"start": ' in line):
-                    try:
-                        records.append(json.loads(line))
-                    except ValueError:  # cut by a kill or a full disk; later records may be of an unknown start
-                        break
-    return records
+    if not path.exists():
+        return records
+    is_past = lacks_start = False  # lines of earlier steps have begun; the first record so far is not of a known start
+    with open(path, "rb") as file:
+        for _, line in lines_from_end(file):
+            is_start = b'"start": {' in line
+            if (is_past and not is_start) or not (match := Metrics.step_of.match(line)):
+                continue
+            is_past |= int(match[1]) < step
+            if is_start or (not is_past and b'"loss": ' in line):
+                with suppress(UserError):
+                    kind = dict[str, Any] if is_start else dict[str, float | None]
+                    records.append(parse_json(line, kind, path, ""))
+                    lacks_start = not is_start
+            if is_past and not lacks_start:
+                break
+    return records[::-1]
 
 
 @dataclass

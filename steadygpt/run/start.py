@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from steadygpt.checkpoint.files import (
     LATEST,
     NAMED,
     Found,
+    Unreadable,
+    aside,
     check_folder,
     find_checkpoint,
     newest_ns,
@@ -45,6 +47,7 @@ class Start:
     weights: dict | None = None  # a checkpoint of weights only, tensors on rank 0 only, once downloaded
     is_fork: bool = False  # the checkpoint is another run's: it stays in its folder, and this run has its own
     run_name: str = ""  # of the run in the folder of the checkpoint; "" for a copy
+    renamed: dict[Path, Path] = field(default_factory=dict)  # new names of damaged checkpoints, once the run writes
     notes: tuple[str, ...] = ()  # for the plan
 
     @property
@@ -208,7 +211,10 @@ def _start_on_main(
         found, places = find_newest(config, given)
     if not config.eval_only and (found.path or config.trains):
         check_folder(folder, found.path)
-    notes = [labelled("skipped", line) for line in found.skipped]
+    is_fork = found.path is not None and found.path.parent.resolve() != folder.resolve()
+    renamed = {file: aside(file) for file in found.damaged if config.trains and not is_fork}
+    damaged = [f"{line}; renamed {renamed[file].name}" if renamed else line for file, line in found.damaged.items()]
+    notes = [labelled("skipped", line) for line in (*damaged, *found.skipped)]
     if found.path and found.checkpoint:
         saved = found.checkpoint["train_config"]
         if not saved:
@@ -220,13 +226,14 @@ def _start_on_main(
         notes.append(labelled("resumed", f"from {found.path}{of_mirror} at step {found.checkpoint['step']:,}"))
         notes += [labelled("changed", line) for line in changes]
         notes += [] if places else [note_of_places(saved, given)]
-        is_fork = found.path.parent.resolve() != folder.resolve()
         if is_fork and config.mirror and "mirror" not in given:
             unused = f"none: {config.mirror} belongs to the run in {found.path.parent}"
             notes.append(labelled("mirror", unused))
             config = dataclasses.replace(config, mirror="")
         run_name = places.get("run_name", "")
-        return config, Start(found.path, found.checkpoint, is_fork=is_fork, run_name=run_name, notes=tuple(notes))
+        return config, Start(
+            found.path, found.checkpoint, is_fork=is_fork, run_name=run_name, renamed=renamed, notes=tuple(notes)
+        )
     if config.init_from == "scratch":
         return config, Start(notes=tuple(notes))
     weights = read_weights(config.init_from, download=False)
@@ -242,6 +249,8 @@ def find_newest(config: TrainConfig, given: Mapping[str, str]) -> tuple[Found, d
     folder, found, problem = Path(config.checkpoint_dir), Found(), None
     try:
         found = find_checkpoint(config.resume, folder)
+    except Unreadable:
+        raise
     except UserError as error:
         problem = error
     places = read_places(found.path.parent if found.path else folder)
@@ -263,8 +272,7 @@ def find_newest(config: TrainConfig, given: Mapping[str, str]) -> tuple[Found, d
             )
         if index.run:
             places |= {"run_name": name, "mirror": url}
-        downloaded, damaged = newer_checkpoint(mirror, index, config.resume, folder, found.path)
-        skipped = (*found.skipped, *damaged)
+        downloaded, skipped = newer_checkpoint(mirror, index, config.resume, folder, found.path)
         if downloaded:
             # First, so that a start which fails in between is repeated with all of it.
             restored = read_checkpoint(downloaded)
@@ -274,13 +282,16 @@ def find_newest(config: TrainConfig, given: Mapping[str, str]) -> tuple[Found, d
             path = folder / NAMED.get(config.resume, LATEST)
             if found.path == path == folder / LATEST:
                 link_file(path, folder / BACKUP)
+            elif found.path != path and os.path.lexists(path):  # it is damaged
+                line = found.damaged.pop(path, f"{path}: corrupt")
+                skipped.append(f"{line}; renamed {path.rename(aside(path)).name}")
             os.replace(downloaded, path)
             fsync_folder(folder)
-            return Found(path, restored, skipped, restored=True), places
+            return Found(path, restored, found.damaged, skipped, restored=True), places
     except NoAnswer as error:
         if not found.path:
             raise
-        skipped = (*found.skipped, f"{url}, which may have a newer checkpoint: {error}")
+        skipped = [f"{url}, which may have a newer checkpoint: {error}"]
     if problem and config.resume != "auto":
         raise UserError(f"{problem}; --mirror {url} has none either")
     return dataclasses.replace(found, skipped=skipped), places

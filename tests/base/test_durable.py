@@ -1,7 +1,8 @@
-"""Atomic file writes and folder locks."""
+"""Atomic file writes, folder locks, and lines from the end of a file."""
 
 import errno
 import fcntl
+import io
 import os
 import tempfile
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steadygpt.base.durable import UncachedFile, fsync, lock_folder, replace_file, write_temporary
+from steadygpt.base.durable import UncachedFile, fsync, lines_from_end, lock_folder, replace_file, write_temporary
 from steadygpt.base.options import UserError
 
 
@@ -92,3 +93,11 @@ def test_lock_is_released_when_its_file_is_closed(tmp_path):
         lock_folder(tmp_path, "wait")
     lock.close()
     lock_folder(tmp_path, "wait").close()
+
+
+@given(st.lists(st.binary(max_size=9)), st.integers(1, 20))
+def test_lines_from_the_end_are_those_from_the_start(parts, block_bytes):
+    content = b"\n".join(parts)
+    found = list(lines_from_end(io.BytesIO(content), block_bytes))
+    assert [line for _, line in reversed(found)] == io.BytesIO(content).readlines()
+    assert all(content[at : at + len(line)] == line for at, line in found)

@@ -1,15 +1,31 @@
-"""The table of a checkpoint folder, which verifies its files; averages of checkpoints."""
+"""The table of a checkpoint folder, from the heads of its files or verified; averages of checkpoints."""
 
+import errno
+import io
 import json
 import os
+import re
+import time
+import zipfile
 
 import pytest
 import torch
 from conftest import run_content
+from injected import fail_reads
 
+from model import GPT, GPTConfig
+from optim import state_shapes
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint import files
-from steadygpt.checkpoint.files import ROLLING, open_checkpoint
+from steadygpt.checkpoint.files import (
+    ROLLING,
+    Unreadable,
+    aside,
+    check_tensors,
+    find_checkpoint,
+    open_checkpoint,
+    read_checkpoint,
+)
 from steadygpt.checkpoint.table import checkpoint_table, print_checkpoints
 
 
@@ -54,7 +70,7 @@ def test_table_lists_each_file_in_the_documented_order_and_marks_corrupt_ones(tm
     assert rows["latest.pt"].split()[1:6] == ["40", "4.00", "3.2500", "-", "-"]
     assert rows["epoch_00003.pt"].split()[1:6] == ["30", "3.00", "3.2500", "3.0000", "-"]
     assert rows["epoch_00002.pt"].split()[1:6] == ["20", "2.00", "3.2500", "3.5000", "1.2500"]
-    assert rows["latest.pt"].endswith("intact")
+    assert rows["latest.pt"].endswith("complete")
     assert "corrupt" in rows["latest_backup.pt"]
     assert last.startswith("10 names, 5 distinct files (the others are hard links) in ")
 
@@ -67,6 +83,48 @@ def test_names_and_errors_in_the_table_cannot_control_the_terminal(tmp_path, cap
     with pytest.raises(UserError):
         open_checkpoint("average:1", tmp_path)
     assert "/rolling_step_\\x1b[2J\\n.pt: corrupt" in capsys.readouterr().err
+
+
+def test_only_the_verbose_table_reads_and_verifies_tensors(tmp_path):
+    write_checkpoint(tmp_path, 10, "latest.pt")
+    damage(tmp_path / "latest.pt", "one bit")
+    _, line, _ = checkpoint_table(tmp_path)
+    assert line.split()[:2] == ["latest.pt", "10"] and line.endswith("  complete")
+    _, line, _ = checkpoint_table(tmp_path, verbose=True)
+    assert line.endswith("  corrupt (checksum of record latest/data/0)")
+
+
+def test_table_runs_no_code_of_a_file(tmp_path):
+    with zipfile.ZipFile(tmp_path / "latest.pt", "w") as archive:
+        archive.writestr("archive/data.pkl", f"cos\nmkdir\n(S'{tmp_path}/made'\ntR.")
+    _, line, _ = checkpoint_table(tmp_path)
+    assert "  not a SteadyGPT checkpoint; expected a file" in line
+    assert names(tmp_path) == ["latest.pt"]
+
+
+@pytest.mark.parametrize("loss", ["low", -1e308, float("nan"), 10**400])
+def test_table_names_a_number_that_cannot_be(tmp_path, loss):
+    torch.save(run_content(10, loss=loss), tmp_path / "latest.pt")
+    for verbose in (False, True):
+        _, line, _ = checkpoint_table(tmp_path, verbose)
+        assert "  loss is " in line
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    {
+        '{"10": {"val_loss": -1e308}}': "['10']['val_loss'] is -1e+308; expected 0 or more",
+        '{"ten": {}}': "a key of the content is 'ten'; expected an integer",
+        "[" * 99_999: "not JSON (",
+    }.items(),
+    ids=["negative", "key", "deep"],
+)
+def test_evaluations_that_do_not_fit_are_a_warning(tmp_path, text, problem):
+    write_checkpoint(tmp_path, 10, "latest.pt")
+    (tmp_path / "evaluations.json").write_text(text)
+    warning, *lines = checkpoint_table(tmp_path)
+    assert warning.startswith(f"warning: {tmp_path}/evaluations.json: {problem}")
+    assert warning.endswith("; its validation losses are ignored") and len(lines) == 3
 
 
 def test_table_skips_what_training_deletes_meanwhile(tmp_path):
@@ -147,3 +205,122 @@ def test_an_average_is_the_mean_of_the_newest_rolling_checkpoints(tmp_path, caps
         open_checkpoint("average:4", tmp_path)
     with pytest.raises(UserError, match="found 0 intact"):
         open_checkpoint("average:4", tmp_path / "elsewhere")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# files that cannot be read, that are damaged with a valid checksum, or that belong to another model
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("end", [True, False], ids=["list of contents, whose error zipfile hides", "a record"])
+def test_a_file_whose_reads_fail_is_not_corrupt_and_is_not_skipped(tmp_path, monkeypatch, number, end):
+    write_checkpoint(tmp_path, 30, "latest.pt")
+    write_checkpoint(tmp_path, 20, "latest_backup.pt")
+    monkeypatch.setattr(io, "open", io.open)  # so that it is restored
+    fail_reads("latest.pt", number, end, rank=0)
+    for which in ("latest", "auto", str(tmp_path / "latest.pt")):
+        with pytest.raises(Unreadable) as raised:
+            find_checkpoint(which, tmp_path)
+        assert str(raised.value) == (
+            f"{tmp_path}/latest.pt: cannot be read ({os.strerror(number)}); nothing was changed; fix the disk or the "
+            "permissions, then start again; or give an older file, such as --resume FILE"
+        )
+    _, latest, backup, *_ = checkpoint_table(tmp_path, verbose=True)
+    assert f"cannot be read ({os.strerror(number)})" in latest and "corrupt" not in latest
+    assert backup.endswith("intact")
+
+
+def test_a_folder_in_place_of_a_file_is_not_skipped(tmp_path):
+    (tmp_path / "latest.pt").mkdir()
+    write_checkpoint(tmp_path, 20, "latest_backup.pt")
+    with pytest.raises(Unreadable, match=r"latest.pt: cannot be read \(Is a directory\)"):
+        find_checkpoint("latest", tmp_path)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["weight", "weight.exp_avg_sq"])
+def test_a_file_with_a_number_that_is_not_finite_is_corrupt(tmp_path, name, bad):
+    write_checkpoint(tmp_path, 20, "latest_backup.pt")
+    state = {"weight": {"step": torch.tensor(30.0), "exp_avg_sq": torch.ones(1000)}}
+    checkpoint = run_content(30, optimizer={"state": state})
+    files.named_tensors(checkpoint)[name][500] = bad
+    torch.save(checkpoint, tmp_path / "latest.pt")
+    found = find_checkpoint("latest", tmp_path)
+    assert found.checkpoint["step"] == 20
+    line = f"{tmp_path}/latest.pt: corrupt ({name} has a NaN or an infinite number)"
+    assert found.damaged == {tmp_path / "latest.pt": line}
+
+
+@pytest.mark.parametrize(("change", "found"), [
+    ({"model": {"weight": [1.0]}}, r"\['weight'\] is a list; expected Tensor"),
+    ({"optimizer": {"state": 3}}, r"optimizer\.state is 3; expected an object"),
+    ({"optimizer": {"state": {"weight": torch.zeros(3)}}}, r"\['weight'\] is a Tensor; expected an object"),
+])  # fmt: skip
+def test_a_file_with_something_else_in_place_of_tensors_is_refused(tmp_path, change, found):
+    torch.save(run_content(30) | change, tmp_path / "latest.pt")
+    with pytest.raises(UserError, match=found):
+        read_checkpoint(tmp_path / "latest.pt")
+
+
+def test_the_new_name_of_a_damaged_file_is_no_checkpoint_and_replaces_no_earlier_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "sleep", lambda _: monkeypatch.setattr(time, "strftime", lambda _: "20261126-101501"))
+    monkeypatch.setattr(time, "strftime", lambda _: "20261126-101500")
+    for second in (0, 1):
+        (tmp_path / "latest.pt").symlink_to("nowhere")
+        (tmp_path / "latest.pt").rename(aside(tmp_path / "latest.pt"))
+        assert names(tmp_path)[second] == f"latest.pt.skipped-2026112{6}-10150{second}"
+    assert files.checkpoint_files(tmp_path) == []
+
+
+SMALL = GPTConfig(vocab_size=257, num_layers=1, num_heads=2, embd_size=16, context_length=16)
+MATRIX = "h.0.mlp.c_fc.weight"
+
+
+def fitting(model: GPT, optimizer: str) -> dict:
+    """Return a checkpoint that fits a model."""
+    state: dict = {}
+    for name, shape in state_shapes(model, optimizer).items():
+        parameter, kind = name.rsplit(".", 1)
+        state.setdefault(parameter, {})[kind] = torch.zeros(shape)
+    return {"model": dict(model.state_dict()), "optimizer": {"state": state}}
+
+
+@pytest.mark.parametrize(("optimizer", "kind", "change", "found"), [
+    ("adamw", "exp_avg", lambda t: t[:, 1:], r"\(64, 15\) torch.float32; expected \(64, 16\) torch.float32"),
+    ("adamw", "exp_avg_sq", lambda t: t.flatten(), r"\(1024,\) torch.float32; expected \(64, 16\)"),
+    ("adamw", "exp_avg", lambda t: t.double(), r"\(64, 16\) torch.float64; expected \(64, 16\) torch.float32"),
+    ("adamw", "step", lambda t: torch.zeros(2), r"\(2,\) torch.float32; expected \(\) torch.float32"),
+    ("adamw", "exp_avg", None, r"missing; expected \(64, 16\)"),
+    ("adamw", "max_exp_avg_sq", torch.zeros(3), r"\(3,\) torch.float32; expected no such tensor"),
+    ("muon", "momentum_buffer", lambda t: t.T, r"\(16, 64\) torch.float32; expected \(64, 16\)"),
+    ("muon", "mean_squares", lambda t: t[1:], r"\(63,\) torch.float32; expected \(64,\)"),
+    ("muon", "exp_avg", torch.zeros(64, 16), r"\(64, 16\) torch.float32; expected no such tensor"),
+])  # fmt: skip
+def test_optimizer_state_must_have_the_shapes_and_the_dtype_of_the_optimizer(optimizer, kind, change, found):
+    model = GPT(SMALL)
+    checkpoint, kept = fitting(model, optimizer), state_shapes(model, optimizer)
+    check_tensors(checkpoint, "latest.pt", model, kept)
+    state = checkpoint["optimizer"]["state"][MATRIX]
+    whole = state.pop(kind, None)
+    if change is not None:
+        state[kind] = change if whole is None else change(whole)
+    with pytest.raises(UserError, match=f"^latest.pt: {re.escape(MATRIX)}.{kind} is {found}.*. Try another"):
+        check_tensors(checkpoint, "latest.pt", model, kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, torch.bfloat16])
+def test_weights_must_be_fp32(dtype):
+    model = GPT(SMALL)
+    checkpoint = fitting(model, "adamw")
+    checkpoint["model"][MATRIX] = checkpoint["model"][MATRIX].to(dtype)
+    with pytest.raises(UserError, match=rf"is \(64, 16\) {dtype}; expected \(64, 16\) torch.float32"):
+        check_tensors(checkpoint, "latest.pt", model, state_shapes(model, "adamw"))
+
+
+def test_a_checkpoint_may_lack_all_optimizer_state_or_the_mean_squares():
+    model = GPT(SMALL)
+    checkpoint, kept = fitting(model, "muon"), state_shapes(model, "muon")
+    for state in checkpoint["optimizer"]["state"].values():
+        state.pop("mean_squares", None)  # muon_beta2 was 0
+    check_tensors(checkpoint, "latest.pt", model, kept)
+    check_tensors(checkpoint | {"optimizer": {}}, "latest.pt", model, kept)  # before the first update

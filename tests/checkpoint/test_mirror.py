@@ -218,13 +218,30 @@ def test_index_is_written_after_what_it_names_and_files_when_they_have_changed(s
     assert saver.mirror.read("evaluations.json") == b"{ }"
 
 
-@pytest.mark.parametrize("damaged", [None, "", "[]", "{}", '{"run": "x", "checkpoints": {"latest.pt": {}}}'])
-def test_index_that_is_lost_or_cannot_be_read_is_an_error(saver, tmp_path, damaged):
+ENTRY = {"file": "step_000001-20261122-063200-123456.pt", "size": 9, "mtime_ns": 9, "step": 1, "val_loss": None}
+INDEXES: dict = {
+    "missing": None,
+    "not JSON": "",
+    "the content is a list; expected an object": [],
+    "checkpoints is None; expected a value": {"run": "x"},
+    "checkpoints['latest.pt'].file is None; expected a value": {"latest.pt": {}},
+    "checkpoints['latest.pt'].file is '../x'; expected a string like step_": {"latest.pt": ENTRY | {"file": "../x"}},
+    "checkpoints['latest.pt'].val_loss is -1e+308; expected 0": {"latest.pt": ENTRY | {"val_loss": -1e308}},
+    "checkpoints['latest.pt'].size is -9; expected 0 or more": {"latest.pt": ENTRY | {"size": -9}},
+    "a key of checkpoints is '../latest.pt'; expected a string like": {"../latest.pt": ENTRY},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("problem", INDEXES)
+def test_index_that_is_lost_or_cannot_be_read_is_an_error(saver, tmp_path, problem):
+    damaged = INDEXES[problem]
+    if isinstance(damaged, dict) and "run" not in damaged:
+        damaged = {"run": "x", "checkpoints": damaged}
     saver.save(1)
     saver.uploaded()
     index = tmp_path / "there/index.json"
-    index.unlink() if damaged is None else index.write_text(damaged)
-    with pytest.raises(UserError, match=r"index.json: (missing|not the index of a mirror).* step_\*.pt"):
+    index.unlink() if damaged is None else index.write_text(json.dumps(damaged) if damaged else str(damaged))
+    with pytest.raises(UserError, match=rf"index.json: {re.escape(problem)}.* step_\*.pt"):
         Mirror(saver.mirror.url, "run", resumes=True).claim()
     assert index.exists() == (damaged is not None)
 
@@ -465,3 +482,25 @@ WRONG_URLS = {
 def test_wrong_url_is_reported_before_training(machines, s3, url, message):
     with pytest.raises(UserError, match=message):
         run_here("--mirror", url)
+
+
+@pytest.mark.parametrize("how", ["one bit", "folder"])
+def test_the_mirror_replaces_no_damaged_file_and_none_that_cannot_be_read(machines, workdir, capsys, how):
+    url, latest = f"file://{workdir}/there", Path("checkpoints/latest.pt")
+    run_here("--mirror", url)
+    for path in latest.parent.glob("*.pt"):
+        damage(path, "one bit")
+    if how == "folder":
+        latest.unlink()
+        latest.mkdir()
+        with pytest.raises(UserError, match=r"latest.pt: cannot be read \(Is a directory\)"):
+            run_here("--resume", "--mirror", url)
+        assert latest.is_dir()
+        return
+    damaged = latest.read_bytes()
+    capsys.readouterr()
+    assert run_here("--resume", "--mirror", url, "--max_steps", "9") == 0
+    [kept] = latest.parent.glob("latest.pt.skipped-*")
+    assert kept.read_bytes() == damaged
+    assert f"skipped      {latest}: corrupt; renamed {kept.name}" in capsys.readouterr().out
+    assert read_checkpoint(latest)["step"] == 9

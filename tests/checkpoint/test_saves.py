@@ -6,20 +6,22 @@ import re
 import shutil
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import load, run_content, run_here
-from test_files import names
+from conftest import MODERN, load, run_content, run_here
+from test_files import damage, names
 
+from steadygpt.base.options import UserError
 from steadygpt.checkpoint import saves
 from steadygpt.checkpoint.files import Captured
 from steadygpt.checkpoint.saves import CheckpointWriter, Saves
 from steadygpt.log.runlog import RunLog
-from steadygpt.machine.ranks import Ranks
+from steadygpt.machine.ranks import Ranks, Stopped, StopSignal
 
 
 class Clock:
@@ -40,6 +42,7 @@ def run(tmp_path, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(saves, "time", clock)
     config = SimpleNamespace(checkpoint_minutes=1.0, background_upload=True)
+    stop = StopSignal(Ranks(torch.device("cpu")), max_hours=0)
     run = SimpleNamespace(clock=clock, log=Mock(), step=0, pause_s=0.0, captured=[])
 
     def capture():
@@ -48,7 +51,7 @@ def run(tmp_path, monkeypatch):
         return Captured(run_content(run.step))
 
     writer = CheckpointWriter(tmp_path, run.log, keep=3)
-    run.saves = Saves(config, Ranks(torch.device("cpu")), run.log, Mock(), writer)
+    run.saves = Saves(config, Ranks(torch.device("cpu")), run.log, stop, writer)
 
     def save_if_due():
         tiers = [f"rolling_step_{run.step:06d}.pt"] * (run.step % 10 == 0)
@@ -61,7 +64,7 @@ def run(tmp_path, monkeypatch):
         writer.wait()
         return names(tmp_path)
 
-    run.at, run.save_if_due = at, save_if_due
+    run.at, run.save_if_due, run.stop = at, save_if_due, stop
     yield run
     run.saves.close()
 
@@ -219,3 +222,184 @@ def test_nearly_full_disk_is_an_alert_before_a_save_fails(workdir, monkeypatch, 
     assert run_here("--checkpoint_freq", "1") == 0
     assert re.findall(r"^warning: .* room for (\d) more checkpoint", capsys.readouterr().err, re.M) == ["0", "1", "0"]
     assert events == ["started", *["no disk"] * 3, "finished"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# runs that cannot save, and starts that may not
+
+
+def no_space(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_run_stops_after_ten_failed_saves_in_a_row_and_ten_intervals(run, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "save", no_space)
+        for step in range(10, 100, 10):  # nine saves, one of them good
+            run.at(step, seconds=1)
+    run.at(100)
+    monkeypatch.setattr(torch, "save", no_space)
+    for step in range(110, 310, 10):  # many more saves than ten, by step
+        run.at(step, seconds=29)
+    run.stop.check()  # 580 s since the good save
+    run.at(311, seconds=20)
+    with pytest.raises(Stopped, match="saves failed"):
+        run.stop.check()
+    events = [call.kwargs["event"] for call in run.log.warn.call_args_list]
+    assert events == ["save failed", *[""] * 8, "save failed", *[""] * 19]
+
+
+def test_without_timed_saves_ten_failed_ones_stop_the_run(run, monkeypatch):
+    run.saves.config.checkpoint_minutes, run.pause_s = 0, 1.0
+    monkeypatch.setattr(torch, "save", no_space)
+    for step in range(10, 110, 10):
+        run.at(step)
+        run.stop.check()
+    run.at(111)
+    with pytest.raises(Stopped, match="saves failed"):
+        run.stop.check()
+
+
+def test_a_run_that_cannot_save_fails_with_one_warning_and_two_alerts(workdir, monkeypatch, capsys):
+    events = []
+    monkeypatch.setattr(torch, "save", no_space)
+    monkeypatch.setattr(RunLog, "alert", lambda log, event, text: events.append(event))
+    assert run_here("--checkpoint_freq", "1", "--max_steps", "1000") == 1
+    assert events == ["started", "save failed", "failed"]
+    out, err = capsys.readouterr()
+    end = re.search(r"^failed \(saves failed; the last save failed\) after (\d+) steps", out, re.M)
+    assert int(end[1]) in (11, 12)  # the tenth save may still be in flight
+    warning = "warning: checkpoints: the run stops, because saves fail. Fix the disk, then resume\n"
+    assert err.count(warning) == 1 and err.count("was not saved") == int(end[1]) + 1
+
+
+@pytest.mark.parametrize("resume", [(), ("--resume",)])
+def test_a_start_without_room_for_a_checkpoint_is_refused_and_changes_nothing(workdir, monkeypatch, resume):
+    if resume:
+        run_here("--max_steps", "4")
+        Path("checkpoints/.latest.pt.tmp").write_bytes(bytes(1000))  # left by a killed writer
+    before = files_of(workdir)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=99_500, total=10**6))
+    with pytest.raises(UserError) as raised:
+        run_here(*resume)
+    assert re.fullmatch(
+        r"checkpoints: \d{3} kB needed for a checkpoint, (99.5|100) kB free; nothing was changed. Free some space, or "
+        "use another --checkpoint_dir",
+        str(raised.value),
+    )
+    assert files_of(workdir) == before
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0, total=0))  # which means unknown
+    assert run_here(*resume) == 0
+
+
+def test_what_a_killed_writer_left_counts_as_free(workdir, monkeypatch):
+    run_here("--max_steps", "4")
+    Path("checkpoints/.latest.pt.tmp").write_bytes(bytes(10**6))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0, total=10**6))
+    assert run_here("--resume") == 0
+
+
+def files_of(folder: Path) -> dict[Path, bytes | str]:
+    """Return the content of all files but locks, and where links lead."""
+    found = [path for path in folder.rglob("*") if path.name != ".lock" and not path.is_dir()]
+    return {path: os.readlink(path) if path.is_symlink() else path.read_bytes() for path in found}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# damaged files are renamed, not replaced
+
+
+@pytest.fixture
+def stopped(workdir) -> Path:
+    """The folder of a run with checkpoints of steps 8, 4 and 2, the newest of which is damaged."""
+    run_here("--checkpoint_freq", "2", "--keep_checkpoints", "3")
+    for path in ("latest.pt", "rolling_step_000008.pt", "rolling_step_000006.pt", "latest_backup.pt"):
+        damage(Path("checkpoints", path), "one bit")
+    return Path("checkpoints")
+
+
+DAMAGED = ["latest.pt", "latest_backup.pt", "rolling_step_000008.pt", "rolling_step_000006.pt"]
+
+
+def test_skipped_files_are_renamed_and_the_plan_says_so(stopped, capsys):
+    before = {name: (stopped / name).read_bytes() for name in DAMAGED}
+    capsys.readouterr()
+    assert run_here("--resume", "--checkpoint_freq", "2") == 0
+    text = capsys.readouterr().out
+    for name, damaged in before.items():
+        new = re.search(
+            rf"^skipped +checkpoints/{name}: corrupt .*; renamed ({name}\.skipped-\d{{8}}-\d{{6}})$", text, re.M
+        )
+        assert (stopped / new[1]).read_bytes() == damaged
+    assert load(stopped / "latest.pt")["step"] == load(stopped / "rolling_step_000008.pt")["step"] == 8
+
+
+@pytest.mark.parametrize("flags", [
+    ("--resume", "--dry_run"),
+    pytest.param(("--resume", "--dry_run", "measure"), marks=pytest.mark.storm),
+    ("--resume", "--eval_only", "--eval_freq", "1"),
+    ("--resume", "--num_layers", "3"),  # refused
+    ("--resume", "--data_dir", "nowhere"),  # refused
+    ("--resume", "checkpoints", "--checkpoint_dir", "fork", "--logdir", "fork"),
+])  # fmt: skip
+def test_nothing_is_renamed_by_what_only_reads_or_is_refused(stopped, capsys, flags):
+    before = files_of(stopped)
+    capsys.readouterr()
+    with suppress(UserError):
+        run_here(*flags)
+    assert "renamed" not in capsys.readouterr().out
+    assert files_of(stopped) == before
+
+
+def test_of_a_link_to_nothing_only_the_link_is_renamed(workdir):
+    run_here("--checkpoint_freq", "4")
+    Path("checkpoints/latest.pt").unlink()
+    Path("checkpoints/latest.pt").symlink_to("/nowhere/latest.pt")
+    assert run_here("--resume", "--max_steps", "9") == 0
+    [link] = Path("checkpoints").glob("*.skipped-*")
+    assert os.readlink(link) == "/nowhere/latest.pt"
+    assert load("checkpoints/latest.pt")["step"] == 9
+
+
+@pytest.mark.parametrize("how", ["one bit", "folder"])
+def test_a_choice_of_an_older_file_keeps_a_newest_one_that_cannot_be_read(workdir, capsys, how):
+    run_here("--checkpoint_freq", "4")
+    latest = Path("checkpoints/latest.pt")
+    if how == "folder":
+        latest.rename("mine.pt")
+        latest.mkdir()
+    else:
+        damage(latest, how)
+    capsys.readouterr()
+    assert run_here("--resume", "checkpoints/rolling_step_000004.pt", "--max_steps", "6") == 0
+    [kept] = Path("checkpoints").glob("latest.pt.skipped-*")
+    assert kept.is_dir() == (how == "folder")
+    assert f"warning: {latest}: not a readable checkpoint; renamed {kept.name}" in capsys.readouterr().err
+    assert load(latest)["step"] == 6
+
+
+def test_optimizer_state_of_another_shape_is_refused_before_anything_is_changed(workdir):
+    """A fused AdamW would write beyond the end of such a tensor."""
+    run_here(*MODERN, "--max_steps", "4")
+    checkpoint = load("checkpoints/latest.pt")
+    moments = checkpoint["optimizer"]["state"]["wte.weight"]
+    moments["exp_avg"] = moments["exp_avg"][:3].clone()
+    torch.save(checkpoint, "checkpoints/latest.pt")
+    before = files_of(workdir)
+    expected = (
+        r"^checkpoints/latest.pt: wte.weight.exp_avg is \(3, 16\) torch.float32; expected \(\d+, 16\) torch.float32"
+    )
+    with pytest.raises(UserError, match=expected):
+        run_here("--resume")
+    assert files_of(workdir) == before
+    del moments["exp_avg"]
+    torch.save(checkpoint, "checkpoints/latest.pt")
+    with pytest.raises(UserError, match=r"wte.weight.exp_avg is missing"):
+        run_here("--resume")
+
+
+@pytest.mark.parametrize(("first", "then"), [("0.9", "0"), ("0", "0.9")])
+def test_muon_beta2_may_be_switched_on_and_off(workdir, first, then):
+    run_here(*MODERN, "--muon_beta2", first, "--max_steps", "4")
+    assert run_here("--resume", "--muon_beta2", then, "--allow_changes", "--max_steps", "6") == 0
+    assert run_here("--resume", "--max_steps", "8") == 0

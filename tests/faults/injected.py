@@ -1,6 +1,7 @@
 """Recorders and faults to pass to a Run: each is called in every rank's process, with the rank, before main()."""
 
 import hashlib
+import io
 import itertools
 import json
 import math
@@ -221,6 +222,32 @@ def fail_save(number: int, error: Exception, rank: int) -> None:
         save(*args)
 
     torch.save = failing_save
+
+
+def fail_reads(name: str, number: int, end: bool, rank: int) -> None:
+    """Make reads of files of this name fail with an errno: those within the last 100 bytes, or those before them."""
+
+    class FailingFile(io.FileIO):
+        def read(self, size=-1):
+            if (self.tell() >= os.stat(self.fileno()).st_size - 100) == end:
+                raise OSError(number, os.strerror(number))
+            return super().read(size)
+
+        def readall(self):
+            return self.read(2**30)
+
+        def readinto(self, buffer):
+            data = self.read(len(buffer))
+            buffer[: len(data)] = data
+            return len(data)
+
+    real = io.open
+
+    def opened(file, *args, **options):
+        is_failing = isinstance(file, str | Path) and Path(file).name == name
+        return io.BufferedReader(FailingFile(file)) if is_failing else real(file, *args, **options)
+
+    io.open = opened  # by which zipfile opens files
 
 
 def no_tokenizer(which_rank: int, rank: int) -> None:

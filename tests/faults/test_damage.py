@@ -1,18 +1,20 @@
 """Damaged and foreign checkpoint files: reported with the reason, skipped in order, never executed or modified."""
 
+import errno
 import os
 import pickle
 import re
 import shutil
+import subprocess
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import load
+from conftest import command, environment, load
 from harness import assert_equals_reference, folders, refusal, run_to_end
-from injected import signal_at
+from injected import fail_reads, signal_at
 
 FLAGS = (
     "--max_steps 12 --checkpoint_freq 2 --keep_checkpoints 2 --steps_per_epoch 4 --total_batch_size 128 --dropout 0.1"
@@ -77,9 +79,13 @@ def test_resume_skips_damaged_files_in_order(stopped_run, how, count):
     damaged = list(ORDER)[:count]
     for file in damaged:
         damage(folder / file, how)
+    contents = [(folder / file).read_bytes() for file in damaged]
     text = run_to_end(*FLAGS, *folders(name), "--resume", "latest")
     reported = re.findall(r"^skipped +(.*?): (corrupt.*)$", text, re.M)
     assert [file for file, _ in reported] == [str(folder / file) for file in damaged]
+    new_names = [re.search(r"; renamed (\S+)$", line)[1] for _, line in reported]
+    assert all(new.startswith(f"{file}.skipped-") for file, new in zip(damaged, new_names, strict=True))
+    assert [(folder / new).read_bytes() for new in new_names] == contents
     next_file = list(ORDER)[count]
     assert f"resumed      from {folder / next_file} at step {ORDER[next_file]}" in text
     assert_equals_reference(name)
@@ -100,6 +106,72 @@ def test_resume_is_refused_if_all_files_are_damaged(stopped_run, how, which, ran
     assert all(file in message for file in ORDER)
     assert content(folder) == checkpoints
     assert content(Path(name, "logs")) == logs
+
+
+FAIL = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/types.h>
+#include <unistd.h>
+
+ssize_t read(int file, void *buffer, size_t size) {
+    char link[64], path[4096] = "";
+    snprintf(link, sizeof link, "/proc/self/fd/%d", file);
+    if (readlink(link, path, sizeof path - 1) > 0 && strstr(path, "/latest.pt")) {
+        errno = EIO;
+        return -1;
+    }
+    return ((ssize_t (*)(int, void *, size_t))dlsym(RTLD_NEXT, "read"))(file, buffer, size);
+}
+"""
+
+
+@pytest.mark.storm
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_disk_that_fails_does_not_cost_the_newest_checkpoint(stopped_run, tmp_path, processes):
+    """A library makes all reads of latest.pt fail in the processes of the command."""
+    if not shutil.which("cc"):
+        pytest.skip("requires a C compiler")
+    (tmp_path / "fail.c").write_text(FAIL)
+    library = str(tmp_path / "fail.so")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, str(tmp_path / "fail.c"), "-ldl"], check=True)
+    name = f"failing disk {processes}"
+    folder = copy_of_stopped_run(name)
+    before, words = content(folder), command(*FLAGS, *folders(name), "--resume", processes=processes)
+    done = subprocess.run(words, env=environment() | {"LD_PRELOAD": library}, capture_output=True, text=True)
+    assert done.returncode == (2 if processes == 1 else 1), done.stderr  # torchrun has its own
+    assert f"error: {folder}/latest.pt: cannot be read (Input/output error); nothing was changed; fix" in done.stderr
+    assert content(folder) == before
+    run_to_end(*FLAGS, *folders(name), "--resume")
+    assert_equals_reference(name)
+
+
+@pytest.mark.parametrize(
+    ("how", "which", "ranks"), [("EIO", "latest", 2), ("EACCES", "auto", 1), ("a folder", "latest", 1)]
+)
+def test_a_newest_checkpoint_that_cannot_be_read_is_not_skipped(stopped_run, how, which, ranks):
+    name = f"unreadable {how}"
+    folder = copy_of_stopped_run(name)
+    if how == "a folder":
+        (folder / "latest.pt").rename(Path(name, "latest.pt"))
+        (folder / "latest.pt").mkdir()
+    faults = [] if how == "a folder" else [partial(fail_reads, "latest.pt", getattr(errno, how), True)]
+    before, logs = sorted(folder.iterdir()), content(Path(name, "logs"))
+    message = refusal(*FLAGS, *folders(name), "--resume", which, ranks=ranks, faults=faults)
+    reason = {"EIO": "Input/output error", "EACCES": "Permission denied"}.get(how, "Is a directory")
+    assert message == (
+        f"error: {folder}/latest.pt: cannot be read ({reason}); nothing was changed; fix the disk or the permissions, "
+        "then start again; or give an older file, such as --resume FILE"
+    )
+    assert (sorted(folder.iterdir()), content(Path(name, "logs"))) == (before, logs)
+    if how == "a folder":
+        (folder / "latest.pt").rmdir()
+        Path(name, "latest.pt").rename(folder / "latest.pt")
+    run_to_end(*FLAGS, *folders(name), "--resume", which)  # the same command works once the file can be read
+    assert_equals_reference(name)
 
 
 class RunsCode:

@@ -20,6 +20,7 @@ from steadygpt import __version__
 from steadygpt.checkpoint.files import checkpoint_files, read_checkpoint
 
 FLAGS = "--max_steps 4000 --checkpoint_freq 20 --keep_checkpoints 3 --steps_per_epoch 9999 --dropout 0.1".split()
+PATIENT = ("--checkpoint_minutes", "10")  # failed saves stop a run only after ten times as long
 
 
 @pytest.fixture
@@ -81,7 +82,7 @@ def test_training_continues_without_saves_until_they_work_again(workdir, request
     if what == "disk full":
         request.getfixturevalue("small_disk")
     begin, end, error = TROUBLE[what]
-    flags = (*FLAGS, "--checkpoint_dir", "run", "--logdir", "logs")
+    flags = (*FLAGS, *PATIENT, "--checkpoint_dir", "run", "--logdir", "logs")
     run = Run(*flags)
     run.wait_for("^saved step 60 as")
     begin(run)
@@ -136,10 +137,40 @@ def test_a_start_on_a_full_disk_is_refused(small_disk, resume, ranks):
     if resume:
         run_to_end(*flags, ranks=ranks)
     fill_disk()
-    assert "No space left on device" in refusal(*flags, *resume, "--max_steps", "60", ranks=ranks)
+    before = files()
+    message = refusal(*flags, *resume, "--max_steps", "60", ranks=ranks)
+    expected = (
+        "14\\d kB needed for a checkpoint, 0 bytes free; nothing was changed" if resume else "No space left on device"
+    )
+    assert re.search(expected, message), message
+    assert files() == before
     free_space()
     run_to_end(*flags, *resume, "--max_steps", "60", ranks=ranks)
     assert load("run/ckpt/latest.pt")["step"] == 60
+
+
+def files() -> dict[Path, bytes]:
+    """Return the content of all files but locks, and but for the folders that a new run makes."""
+    return {
+        path: path.read_bytes() for path in Path().rglob("*") if path.is_file() and path.suffix in (".pt", ".jsonl")
+    }
+
+
+@pytest.mark.storm
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_cannot_save_stops_and_can_be_resumed(small_disk, ranks):
+    flags = (*FLAGS, "--checkpoint_dir", "run", "--logdir", "logs")
+    run = Run(*flags, ranks=ranks)
+    run.wait_for("^saved step 40 as")
+    fill_disk()
+    assert run.wait() == [1] * ranks, run.text()
+    text = run.text()
+    assert text.count("warning: run: the run stops, because saves fail. Fix the disk, then resume\n") == 1
+    end = int(re.search(r"^failed \(saves failed; the last save failed\) after (\d+) steps", text, re.M)[1])
+    assert end - last_saved(text) in range(200, 230)  # ten saves, and the steps until the ranks have agreed
+    free_space()
+    run_to_end(*flags, "--resume", "--max_steps", "300", ranks=ranks)
+    assert load("run/latest.pt")["step"] == 300
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), MemoryError()], ids=["disk", "memory"])
@@ -176,6 +207,7 @@ def test_files_after_100_saves_with_keep_checkpoints_3(workdir):
     assert sorted(os.listdir("run/ckpt")) == [
         ".lock", "best_model.pt", "epoch_00004.pt", "epoch_00005.pt", "evaluations.json", "latest.pt",
         "latest_backup.pt", "rolling_step_000098.pt", "rolling_step_000099.pt", "rolling_step_000100.pt",
+        "run.json",
         "status.json",
     ]  # fmt: skip
     # Step 100 is written once and linked to all of its names.
@@ -193,4 +225,4 @@ def test_files_after_100_saves_with_keep_checkpoints_3(workdir):
 
 def test_saves_by_the_clock_go_to_latest_and_its_backup_only(workdir):
     run_to_end("--max_steps", "60", "--checkpoint_minutes", "0.0001", "--steps_per_epoch", "9999", *folders("run"))
-    assert sorted(os.listdir("run/ckpt")) == [".lock", "latest.pt", "latest_backup.pt", "status.json"]
+    assert sorted(os.listdir("run/ckpt")) == [".lock", "latest.pt", "latest_backup.pt", "run.json", "status.json"]

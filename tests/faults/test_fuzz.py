@@ -1,19 +1,48 @@
-"""2,000 mutated files for each reader: it reads them or raises a one-line UserError, never another exception."""
+"""Made files for each reader: it reads them or raises a UserError of one printable line, never another exception."""
 
 import contextlib
 import io
+import json
+import math
 import random
+import shutil
+import subprocess
+import sys
 import zipfile
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import run_here, write_data
+import torch
+from conftest import REPO, TINY, run_here, weights_content, write_data
+from rich.console import Console
 
-from steadygpt.base.options import UserError
-from steadygpt.checkpoint.files import read_checkpoint
-from steadygpt.checkpoint.table import checkpoint_table
+import prepare_dataset
+from convert_hf import read_weights, write_folder
+from generate import load_model
+from model import GPT, GPTConfig
+from optim import make_optimizer, state_shapes
+from steadygpt.base.options import OF_PATHS, UserError
+from steadygpt.base.text import printable
+from steadygpt.checkpoint.files import TrainState, as_checkpoint, check_tensors, named_tensors, read_checkpoint
+from steadygpt.checkpoint.mirror import Mirror
+from steadygpt.checkpoint.table import checkpoint_table, details, mirror_table
+from steadygpt.config import TrainConfig, parse_args
 from steadygpt.data.shards import ShardSet, open_shard
+from steadygpt.data.tasks import load_examples
+from steadygpt.data.tokenizer import get_tokenizer, load_tokenizer, record_named
+from steadygpt.data.tokenizer_json import to_json
+from steadygpt.log.status import read_status
+from steadygpt.machine.ranks import Ranks
+from steadygpt.monitor.snapshot import watch
+from steadygpt.monitor.view import view
+from steadygpt.run.places import read_places
+from steadygpt.run.repeats import repeated_records
+from steadygpt.run.results import Judge
+from steadygpt.run.start import resume_config
 
 FEW, MANY = 300, 2000  # files in the fast suite, and in the fault storm
 
@@ -114,3 +143,209 @@ def test_mutated_checkpoints_are_read_or_refused(tmp_path, checkpoint, change, s
         if number % 10 == 0:
             assert len(list(checkpoint_table(tmp_path))) == 3  # header, this file and the summary
     assert 0 < read < files
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# made content: other types, keys, nesting and numbers
+
+DEEP, HUGE = "@deep@", "@huge@"  # stand for what json.dumps refuses to write
+ODD: list = [None, True, False, -1, 0, 1, 7, 2**63, -(2**70), 0.5, -1e308, 1e308, math.inf, -math.inf, math.nan]
+ODD += ["", "\x1b[31m\n", "x" * 5000, "../../x", "/etc/passwd", "\ud800", [], {}, [[]], {"a": {}}, DEEP, HUGE]
+TENSORS = [torch.zeros(0), torch.zeros(3, 3), torch.full((4,), math.nan), torch.zeros(2, dtype=torch.complex64)]
+TENSORS += [torch.zeros((), dtype=torch.int8), torch.zeros(1).expand(2**40), torch.zeros(2, 2).to_sparse(), b"x", set()]
+
+
+def places(content, at=()):
+    """Yield the place of each part of nested dictionaries and lists."""
+    items = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    for key, value in items:
+        yield (*at, key)
+        yield from places(value, (*at, key))
+
+
+def made(content, rng: random.Random, odd: list):
+    """Return a copy with one part replaced, removed or renamed."""
+    part = copy = deepcopy(content)
+    *way, last = rng.choice([*places(content)])
+    for key in way:
+        part = part[key]
+    value, how = rng.choice(odd), rng.choice(["replace"] * 4 + ["remove", "rename"])
+    if isinstance(part[last], torch.Tensor) and rng.random() < 0.2:
+        value = torch.full_like(part[last], math.nan)
+    if how == "replace":
+        part[last] = value
+    elif how == "rename" and isinstance(part, dict):
+        part[value if isinstance(value, str) else "x"] = part.pop(last)
+    else:
+        del part[last]
+    return copy
+
+
+def written(content) -> bytes:
+    """Return JSON, in which numbers may be infinite or of any length, and lists nested as deep as one likes."""
+    text = json.dumps(content).replace(f'"{DEEP}"', "[" * 100_000).replace(f'"{HUGE}"', "9" * 10_000)
+    return text.encode("utf-8", "surrogatepass")
+
+
+def accepts(read: Callable[[], object]) -> bool:
+    """Return whether a reader accepts its file; a refusal must be one line, as run_cli() prints it."""
+    try:
+        read()
+    except UserError as error:
+        assert printable(str(error)).isprintable()
+        return False
+    except OSError as error:  # of a path that cannot be, which run_cli() names in one line
+        assert error.filename and error.errno in OF_PATHS
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A run with its mirror and its data, a Hugging Face folder, a tokenizer, a task and a preset, in a folder."""
+    folder = tmp_path_factory.mktemp("made")
+    write_data(folder / "data")
+    with contextlib.chdir(folder):
+        flags = ("--max_steps", "4", "--num_layers", "1", "--eval_freq", "2", "--mirror", f"file://{folder}/mirror")
+        assert run_here(*flags, "--checkpoint_freq", "2") == 0
+        Path("text.txt").write_text("some words " * 1000)
+        source = ("--source", "text.txt", "--tokenizer", "bytes", "--out", "prepared", "--num_workers", "1")
+        assert prepare_dataset.main([*source, "--val_tokens", "100"]) == 0
+        config = GPTConfig(vocab_size=257, context_length=8, num_layers=1, num_heads=1, embd_size=8)
+        write_folder(weights_content(GPT(config).state_dict(), config), Path("hf"))
+        shutil.copytree("hf", "parts")
+        Path("parts/model.safetensors").rename("parts/one.safetensors")
+        index = {"metadata": {"total_size": 9}, "weight_map": {"transformer.wte.weight": "one.safetensors"}}
+        Path("parts/model.safetensors.index.json").write_text(json.dumps(index))
+        row = {"ctx": "A man", "activity_label": "Sitting", "endings": ["sits", "runs", "eats", "sees"], "label": 1}
+        Path("rows.jsonl").write_text(json.dumps(row))
+        Path("tokenizer.json").write_text(to_json(get_tokenizer("bytes").encoding))
+    return folder
+
+
+def see_monitor() -> None:
+    console = Console(file=io.StringIO())
+    for _, snapshot in zip(range(2), watch("checkpoints"), strict=False):
+        console.print(view(snapshot, console))
+
+
+def see_prepared() -> None:
+    options = prepare_dataset.parse_args(["--source", "text.txt", "--tokenizer", "bytes", "--out", "prepared"])
+    prepare_dataset.Manifest.load(Path("prepared"), options)
+    ShardSet.find("prepared", "prepared", "train")
+
+
+READERS: dict[str, Callable[[], object]] = {
+    "checkpoints/status.json": lambda: (read_status(Path("checkpoints")), see_monitor()),
+    "checkpoints/run.json": lambda: read_places(Path("checkpoints")),
+    "checkpoints/evaluations.json": lambda: [*checkpoint_table(Path("checkpoints"))],
+    "mirror/index.json": lambda: [*mirror_table(Mirror(f"file://{Path.cwd()}/mirror"))],
+    "prepared/manifest.json": see_prepared,
+    "rows.jsonl": lambda: [load_examples("hellaswag", "rows.jsonl", style) for style in ("build-nanogpt", "lm_eval")],
+    "tokenizer.json": lambda: load_tokenizer(record_named("tokenizer.json")).encode("some words"),
+    "hf/config.json": lambda: read_weights("hf"),
+    "parts/model.safetensors.index.json": lambda: read_weights("parts"),
+}
+
+
+@pytest.mark.parametrize("count", [FEW // 5, pytest.param(MANY, marks=pytest.mark.storm)])
+@pytest.mark.parametrize("name", READERS)
+def test_made_files_are_read_or_refused(files, monkeypatch, name, count):
+    monkeypatch.chdir(files)
+    path, rng, read = Path(name), random.Random(name), 0
+    original = path.read_bytes()
+    try:
+        for _ in range(count):
+            is_content = rng.random() < 0.8
+            path.write_bytes(written(made(json.loads(original), rng, ODD)) if is_content else mutate(original, rng))
+            read += accepts(READERS[name])
+    finally:
+        path.write_bytes(original)
+    assert read < count or name == "checkpoints/evaluations.json"  # whose table has a warning
+
+
+@pytest.mark.parametrize("count", [FEW // 5, pytest.param(MANY, marks=pytest.mark.storm)])
+def test_broken_lines_of_a_log_are_skipped(files, monkeypatch, count):
+    monkeypatch.chdir(files)
+    path, rng = Path("logs/metrics.jsonl"), random.Random(1)
+    original = path.read_bytes()
+    lines = original.splitlines(keepends=True)
+    try:
+        for _ in range(count):
+            number = rng.randrange(len(lines))
+            line = written(made(json.loads(lines[number]), rng, ODD)) + b"\n"
+            line = line if rng.random() < 0.8 else mutate(lines[number], rng)
+            path.write_bytes(b"".join([*lines[:number], line, *lines[number + 1 :]]))
+            see_monitor()
+            repeated_records(path, 2, "a course", {})
+    finally:
+        path.write_bytes(original)
+
+
+@pytest.mark.parametrize("count", [FEW // 3, pytest.param(MANY, marks=pytest.mark.storm)])
+def test_made_config_files_are_read_or_refused(tmp_path, count):
+    values = '1 -1 12.5 1e400 inf nan 0x7f 1_000 true "" "x" "gelu" "../x" [1] {} 1979-05-27 "\\u001b[31m"'.split()
+    values += ["9" * 5000, "[" * 5000, '"' + "x" * 70_000 + '"', "'''\n'''"]
+    names, rng, read = [*TrainConfig.__dataclass_fields__, "x", '"a b"', "a.b"], random.Random(2), 0
+    path = tmp_path / "made.toml"
+    for _ in range(count):
+        lines = (f"{rng.choice(names)} = {rng.choice(values)}" for _ in range(rng.randint(1, 3)))
+        content = "\n".join(lines).encode()
+        path.write_bytes(content if rng.random() < 0.8 else mutate(content, rng))
+        read += accepts(lambda: parse_args(["--config", str(path)]))
+    assert 0 < read < count
+
+
+@pytest.mark.parametrize("count", [FEW, pytest.param(2 * MANY, marks=pytest.mark.storm)])
+def test_made_checkpoints_are_used_or_refused(files, monkeypatch, count):
+    monkeypatch.chdir(files)
+    original, rng, read = torch.load("checkpoints/latest.pt", weights_only=True), random.Random(3), 0
+    config = TrainConfig(device="cpu")
+    model = load_model(original)
+    kept = state_shapes(model, make_optimizer(model, config, Ranks(torch.device("cpu"))))
+
+    def use(content: dict) -> None:
+        checkpoint = as_checkpoint(content, Path("latest.pt"))
+        assert [*details(checkpoint)]
+        resumed, _ = resume_config(checkpoint["train_config"], config, {})
+        state = TrainState.of(checkpoint)
+        Judge(resumed, torch.device("cpu"), state.recent_losses, state.bad_steps)
+        check_tensors(checkpoint, "latest.pt", model, kept)
+        assert checkpoint["rows_consumed"] == original["rows_consumed"] and (checkpoint["val_loss"] or 0) >= 0
+        assert all(tensor.isfinite().all() for tensor in named_tensors(checkpoint).values())
+
+    for _ in range(count):
+        content = made(original, rng, ODD + TENSORS)
+        read += accepts(partial(use, content))
+        if rng.random() < 0.2:  # as a file
+            with contextlib.suppress(Exception):  # torch.save refuses some
+                torch.save(content, "made.pt")
+            accepts(lambda: read_checkpoint(Path("made.pt")))
+    assert 0 < read < count
+
+
+# One of each kind as a user meets it: file, what it holds, command.
+COMMANDS = {
+    "status": ("checkpoints/status.json", b'{"step": "x"}', ["scripts/monitor_training.py", "--once"]),
+    "run": ("checkpoints/run.json", b"[]", ["train.py", *TINY, "--data_dir", "data", "--resume"]),
+    "index": ("mirror/index.json", b'{"run": 1}', ["scripts/upload_manager.py", "list", "--mirror", "mirror"]),
+    "manifest": ("prepared/manifest.json", b"[" * 100_000, ["look.py", "prepared"]),
+    "task": ("rows.jsonl", b"{}", ["hellaswag_eval.py", "--task", "hellaswag=rows.jsonl"]),
+    "config": ("hf/config.json", b'{"model_type": []}', ["convert_hf.py", "hf", "out.pt"]),
+    "preset": ("made.toml", b"max_lr = [1]", ["train.py", "--config", "made.toml"]),
+    "checkpoint": ("checkpoints/latest.pt", b"PK\x03\x04", ["generate.py", "checkpoints/latest.pt"]),
+}
+
+
+@pytest.mark.storm
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_a_made_file_is_one_line_of_a_command(files, kind):
+    name, content, (script, *argv) = COMMANDS[kind]
+    copy = shutil.copytree(files, files.with_name(f"{files.name}-{kind}"))
+    (copy / name).write_bytes(content)
+    argv = [f"file://{copy}/mirror" if word == "mirror" else word for word in argv]
+    ended = subprocess.run([sys.executable, REPO / script, *argv], cwd=copy, capture_output=True, text=True)
+    assert ended.returncode == 2, ended.stderr
+    *_, line = ended.stderr.splitlines()
+    assert line.startswith("error: ") and Path(name).name in line
+    assert "Traceback" not in ended.stderr

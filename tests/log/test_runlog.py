@@ -8,6 +8,7 @@ import os
 import re
 import threading
 import time
+import tracemalloc
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from steadygpt.base.text import duration_text
 from steadygpt.checkpoint.files import TrainState
 from steadygpt.config import TrainConfig
-from steadygpt.log.runlog import RunLog
+from steadygpt.log.runlog import Metrics, RunLog
 from steadygpt.log.status import read_status
 from steadygpt.machine.ranks import Ranks
 from steadygpt.run.repeats import Repeats
@@ -85,6 +86,35 @@ def test_texts_cannot_control_the_terminal(tmp_path, capsys):
     assert printed.err == "warning: the set \\u009b2J differs\n" and printed.err in text
     assert "\na\tmodel\\x07\nwrites \\x1b[31m\n" in printed.out
     assert "\n[1] a\tmodel\\x07\n[1] writes \\x1b[31m\n" in text
+
+
+def test_resumed_run_keeps_later_lines_without_a_step_and_writes_in_place(tmp_path):
+    log = open_log(config(tmp_path), None)
+    write(log, range(3))
+    log.warn("the disk is full")
+    write(log, range(3, 6))
+    log.close()
+    inode = (tmp_path / "logs/log.txt").stat().st_ino
+    open_log(config(tmp_path), 2).close()
+    text = (tmp_path / "logs/log.txt").read_text()
+    assert text == "".join(f"{line}\n" for line in (
+        "run          tiny", "step 0/10 | loss 1.0", "step 1/10 | loss 1.0", "warning: the disk is full"
+    ))  # fmt: skip
+    assert (tmp_path / "logs/log.txt").stat().st_ino == inode
+
+
+def test_resumed_run_reads_only_the_end_of_a_long_log(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with open(path, "wb") as file:
+        file.truncate(size := 2**28)  # what came before, as far as that matters here
+        file.seek(size)
+        file.write(b'\n{"step": 1, "loss": 1}\n{"step": 2, "loss": 1}\n')
+    tracemalloc.start()
+    Metrics(path, 2).close()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert path.stat().st_size == size + 24
+    assert peak < 2**25
 
 
 @pytest.mark.parametrize(("older", "start_step"), [("tiny", None), ("another", 4)], ids=["new run", "another run"])
@@ -172,7 +202,7 @@ def test_records_and_status_json_have_speed_and_cost(log, finish_step, tmp_path)
     started = read_status(tmp_path)
     assert (started["doing"], started["step"], started["pid"]) == ("starting", 0, os.getpid())
     assert (started["ranks"], started["tokens_per_step"], started["run_name"]) == (4, 1000, "tiny")
-    assert time.strptime(started["updated_at"], "%Y-%m-%dT%H:%M:%S%z")
+    assert abs(started["updated_at"] - time.time()) < 60
     assert started["logdir"] == str(tmp_path / "logs")
     finish_step(2, seconds=9.5)
     assert read_status(tmp_path)["step"] == 3  # the first step is news
@@ -185,7 +215,8 @@ def test_records_and_status_json_have_speed_and_cost(log, finish_step, tmp_path)
     assert record["cost"] == pytest.approx(0.5 * 4 * 3.0)  # half an hour on four GPUs
     status = read_status(tmp_path)
     assert (status["doing"], status["step"], status["step_ms"]) == ("training", 4, 500)
-    assert (status["steps_per_second"], status["precision"]) == (2, "auto")  # the word is chosen before a real run
+    stored = json.loads((tmp_path / "status.json").read_text())
+    assert (stored["steps_per_second"], stored["precision"]) == (2, "auto")  # the word is chosen before a real run
     assert status["cost"] == pytest.approx(6.0)
     assert (status["eta_s"], status["cost_to_go"]) == (3, pytest.approx(6 * 0.5 / 3600 * 4 * 3.0))
     assert "mfu" not in status  # unknown on a CPU
@@ -200,9 +231,9 @@ def test_heartbeat_renews_status_json_at_most_every_ten_seconds(log, tmp_path, m
     written = []
     for seconds in (5, 4, 1, 9, 1):
         now_s[0] += seconds
-        log.note(seconds=now_s[0])
+        log.note(elapsed_s=now_s[0])
         log.beat()
-        written.append(read_status(tmp_path).get("seconds"))
+        written.append(read_status(tmp_path).get("elapsed_s"))
     assert written == [None, None, 110.0, 110.0, 120.0]
 
 

@@ -33,7 +33,7 @@ STATUS = {
     "status": "running", "reason": "", "doing": "training", "run_name": "tiny", "step": 120, "max_steps": 1000,
     "tokens_per_step": 524288, "ranks": 8, "device": "NVIDIA H100 80GB HBM3", "tokens_per_second": 1204000,
     "step_ms": 435.2, "mfu": 0.52, "eta_s": 4000, "elapsed_s": 7000, "cost": 24.1, "cost_to_go": 13.7,
-    "host": socket.gethostname(), "pid": os.getpid(), "checkpoint_bytes": 1.5e9, "mirror": "s3://bucket/run",
+    "host": socket.gethostname(), "pid": os.getpid(), "checkpoint_bytes": 1_500_000_000, "mirror": "s3://bucket/run",
 }  # fmt: skip
 
 
@@ -42,8 +42,7 @@ def write_run(folder: Path, heartbeat_age_s=1.0, warnings=(), **changes) -> Path
     checkpoints, logs = folder / "checkpoints", folder / "logs"
     checkpoints.mkdir(parents=True, exist_ok=True)
     logs.mkdir(exist_ok=True)
-    updated_at = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(time.time() - heartbeat_age_s))
-    status = {**STATUS, "logdir": str(logs), "updated_at": updated_at, **changes}
+    status = {**STATUS, "logdir": str(logs), "updated_at": time.time() - heartbeat_age_s, **changes}
     (checkpoints / "status.json").write_text(json.dumps(status))
     lines = [f"run          {status['run_name']}", *(f"warning: {text}" for text in warnings), ""]
     (logs / "log.txt").write_text("\n".join(lines))
@@ -167,6 +166,19 @@ def test_snapshots_after_a_resume_begin_again(tmp_path):
     assert next(snapshots).curves["loss"] == []
 
 
+def test_a_log_that_was_cut_back_and_has_grown_again_is_read_from_its_start(tmp_path):
+    checkpoints = write_run(tmp_path)
+    snapshots = watch.watch(str(checkpoints))
+    assert next(snapshots).curves["val_loss"] == [(100, 4)]
+    lines = (tmp_path / "logs/metrics.jsonl").read_text().splitlines(keepends=True)
+    with open(tmp_path / "logs/metrics.jsonl", "r+") as file:
+        file.truncate(sum(map(len, lines[:51])))
+    append(checkpoints, *({"step": step, "loss": 2.0} for step in range(50, 300)))
+    again = next(snapshots)
+    assert [step for step, _ in again.curves["loss"]] == list(range(300))
+    assert again.curves["val_loss"] == [] and again.unread == 0
+
+
 def test_snapshots_of_damaged_and_missing_files(tmp_path):
     checkpoints = write_run(tmp_path)
     snapshots = watch.watch(str(checkpoints))
@@ -176,10 +188,87 @@ def test_snapshots_of_damaged_and_missing_files(tmp_path):
     (checkpoints / "status.json").write_text("{")
     after = next(snapshots)
     assert after.curves["loss"][100:] == [(101, 2)]
+    assert after.unread == 2
     assert after.status["run_name"] == "tiny"  # what it said before
     (tmp_path / "logs/metrics.jsonl").unlink()
     (tmp_path / "logs/log.txt").unlink()
     assert next(snapshots).warnings == []
+
+
+BROKEN_LINES = [
+    '{"step": "x", "loss": 1}', '{"step": -1, "loss": 1}', '{"loss": 1}', '{"step": 1, "loss": "low"}',
+    '{"step": 1, "loss": NaN}', '{"step": 1, "loss": 1e999}', '{"step": 1, "loss": -1e308}', '{"step": 1, "lr": "x"}',
+    '{"step": 1, "lr": 1' + "0" * 99 + "}", '{"step": 1' + "0" * 5000 + ', "loss": 1}', '{"step": 1, "lr": [' * 9999,
+    '{"step": 1, "lo', "\x00" * 99, "",
+]  # fmt: skip
+
+
+def test_broken_lines_of_metrics_are_counted_in_the_view(tmp_path):
+    checkpoints = write_run(tmp_path)
+    with open(tmp_path / "logs/metrics.jsonl", "a") as file:
+        file.writelines(f"{line}\n" for line in BROKEN_LINES)
+    append(checkpoints, {"step": 101, "loss": 2.5, "lr": 1e-3})
+    found = look(checkpoints)
+    assert found.curves["loss"][100:] == [(101, 2.5)]
+    assert (found.latest["loss"], found.latest["lr"], found.unread) == (2.5, 1e-3, len(BROKEN_LINES))
+    lines = shown(checkpoints, 100, 40)
+    assert f"warning {len(BROKEN_LINES)} lines of metrics.jsonl cannot be read" in (line.strip() for line in lines)
+
+
+def test_in_a_long_log_the_last_values_are_those_of_its_end_and_of_status_json(tmp_path):
+    checkpoints = write_run(tmp_path, val_bpb=1.03125, loss=9.9)
+    numbers = {f"number{n}": 1 / (n + 3) for n in range(20)}
+    append(checkpoints, *({"step": step, "loss": 7.5 if step == 500 else 3.0, **numbers} for step in range(100, 3000)))
+    found = look(checkpoints)
+    assert (tmp_path / "logs/metrics.jsonl").stat().st_size > 2 * watch.TAIL_BYTES
+    assert (500, 7.5) in found.curves["loss"] and found.curves["val_loss"] == [(100, 4)]
+    assert (found.latest["loss"], found.latest["step"]) == (3.0, 2999)
+    text = "\n".join(shown(checkpoints, 120, 36))
+    assert "loss      3.0000" in text and "bits/byte 1.0312" in text
+
+
+def brief(text: str) -> str:
+    return ascii(text)[:40]
+
+
+MISFITS = [
+    "", "[]", '"x"', "[" * 99_999, '{"pid": -1}', '{"pid": 1e99}', '{"step": 1' + "0" * 5000 + "}", '{"step": null}',
+    '{"step": "9"}', '{"updated_at": "yesterday"}', '{"updated_at": NaN}', '{"eta_s": Infinity}', '{"summary": [1]}',
+    '{"run_name": {}}', '{"max_steps": -5}', '{"status": ["running"]}', '{"loss": "low"}', "\xff",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", MISFITS, ids=brief)
+def test_a_status_that_does_not_fit_is_one_line_and_the_live_view_keeps_the_last_one(tmp_path, text):
+    checkpoints = write_run(tmp_path)
+    snapshots = watch.watch(str(checkpoints))
+    next(snapshots)
+    (checkpoints / "status.json").write_text(text, encoding="latin-1")
+    assert next(snapshots).status["run_name"] == "tiny"
+    with pytest.raises(UserError) as raised:
+        monitor_training.main([str(checkpoints), "--once"])
+    assert str(raised.value).startswith(f"{checkpoints}/status.json: ")
+    assert str(raised.value).endswith("; a run that is alive writes this file again within seconds")
+    assert len(str(raised.value)) < 400
+
+
+ODD = {
+    "empty": {}, "finished without a step": {"status": "finished"}, "an unknown word": {"status": "", "doing": ""},
+    "a pid that cannot exist": {"pid": 2**63 - 1}, "no folder": {"logdir": "\x00"}, "no text": {"logdir": "\ud800"},
+    "a large date": {"updated_at": 1e308, "mirrored_at": 1e308, "mirror": "s3://x/y"},
+    "large numbers": dict.fromkeys(("eta_s", "elapsed_s", "step_ms", "cost", "mfu"), 1e308) | {"step": 2**62},
+    "no size": {"checkpoint_bytes": 0, "max_steps": 0},
+    "escape codes": {"run_name": "\x1b[2J", "device": "\x1b[31m", "resume": "\r\n", "reason": "\ud800"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_a_status_with_odd_values_is_shown(tmp_path, case):
+    checkpoints = write_run(tmp_path)
+    (checkpoints / "status.json").write_text(json.dumps(ODD[case]))
+    console = Console(width=100, height=40, file=io.StringIO())
+    console.print(view(look(checkpoints), console))
+    assert console.file.getvalue().replace("\n", "").isprintable()
 
 
 def test_heartbeat_does_not_need_equal_clocks(tmp_path):
@@ -237,7 +326,8 @@ HOST = {"cpu_percent": 23.4, "ram_gb": 120.3, "ram_total_gb": 512.0}
 RUNS = {
     "8 GPUs": ({}, {**GPUS, **HOST}, ["a long\t\x1b[31m warning " * 20] * 5),
     "2 GPUs without memory counters": ({"ranks": 2}, {"gpu0_percent": 5, "gpu1_watts": 30}, []),
-    "NaN, a CPU": ({"device": "cpu"}, {"loss": None, "grad_norm": None}, ["bad step"]),
+    "NaN, a CPU": ({"device": "cpu"}, dict.fromkeys(("loss", "grad_norm", "cpu_percent", "gpu0_watts")), ["bad step"]),
+    "RAM without its size": ({}, {"ram_gb": 3.0}, []),
     "resumed": ({"resume": "resumed at step 100: repeated 20 steps, bit for bit the same " * 3}, HOST, []),
     "ended": ({"status": "finished", "summary": ["a line of the summary " * 9] * 6}, GPUS, ["a warning"]),
     "before its first step": ({"step": 0, "max_steps": 0, "doing": "starting"}, {}, []),

@@ -1,6 +1,7 @@
 """What a real run tells while it trains: alerts, and the load of the machine."""
 
 import json
+from pathlib import Path
 
 import torch
 from conftest import run_here, scalars
@@ -8,6 +9,7 @@ from test_alerts import SECRET, webhook  # noqa: F401 (a fixture)
 
 import train
 from steadygpt.log import system
+from steadygpt.log.status import read_status
 
 
 def test_run_sends_alerts_and_keeps_their_url_secret(workdir, webhook, capsys, monkeypatch):  # noqa: F811
@@ -50,3 +52,16 @@ def test_load_of_the_machine_is_recorded_beside_the_step(workdir, monkeypatch):
     assert loads[-1].keys() >= {"cpu_percent", "ram_gb", "ram_total_gb"}
     (folder,) = (workdir / "runs").iterdir()
     assert "system/cpu_percent" in scalars(folder)
+
+
+def test_status_has_the_last_scores_also_after_a_resume(workdir):
+    def scores() -> tuple[float, float]:
+        status = read_status(Path("checkpoints"))
+        return status["val_loss"], status["val_bpb"]
+
+    assert run_here("--eval_freq", "4", "--max_steps", "8") == 0
+    evaluations = json.loads(Path("checkpoints/evaluations.json").read_text())
+    assert scores() == (evaluations["8"]["val_loss"], evaluations["8"]["val_bpb"])
+    before = scores()
+    assert run_here("--resume", "--eval_freq", "0", "--max_steps", "9") == 0
+    assert scores() == before

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -152,11 +153,40 @@ def test_records_are_compared_up_to_the_first_one_of_another_start_or_course(tmp
     assert compared(*run, start(6, "B", "A"), *steps(6, 7)) == ([4, 5, 6, 7], "")
     assert compared(*run, start(6, "B", "A", ranks=2), *steps(6, 7)) == ([4, 5], "ranks 2 -> 1")
     assert compared(*run, start(6, "B", "other"), *steps(6))[0] == [4, 5]
-    assert compared(*run, '{"step": 6, "ti', *steps(6)) == ([4, 5], "")
     assert compared(*run, parent="other") == ([], "their records do not descend from this checkpoint")
+    # An earlier start that the repeated steps do not come from.
+    assert compared(start(0, "X", ""), *steps(0), start(1, "A", "X"), *steps(1, 2, 3, 4)) == ([4], "")
     # A start at the same step, while the log before it is of another course.
     assert compared(start(0, "X", ""), *steps(0, 1, 2, 3), start(4, "B", "A"), *steps(4)) == ([4], "")
     assert compared(start(0, "A", ""), *steps(0, 1, 2, 3)) == ([], "")
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        '{"step": 5, "ti', '{"step": 5, "loss": "low"}', '{"step": 5, "start": {', '{"step": 5, "start": {}, "course"',
+        '{"step": 5, "loss": ' + "9" * 999 + "}", '{"step": 5, "loss": ' + "[" * 99_999, "\x00" * 99, "[]",
+    ],
+    ids=lambda text: ascii(text)[:40],
+)  # fmt: skip
+def test_broken_lines_are_skipped(tmp_path, monkeypatch, broken):
+    monkeypatch.chdir(tmp_path)
+    assert compared(start(0, "A", ""), *steps(3, 4), broken, *steps(6)) == ([4, 6], "")
+
+
+def test_the_search_for_records_ends_at_the_start_that_made_them(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with open(path, "wb") as file:
+        file.truncate(2**28)  # what came before, as far as that matters here
+        file.seek(0, os.SEEK_END)
+        lines = [start(1, "A", ""), *steps(1, 2, 3, 4)]
+        file.write("".join(f"\n{json.dumps(line)}" for line in lines).encode())
+    tracemalloc.start()
+    records, _ = repeated_records(path, 3, "A")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert list(records) == [3, 4]
+    assert peak < 2**25
 
 
 @pytest.fixture
