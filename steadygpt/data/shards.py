@@ -204,7 +204,7 @@ class ShardSet:
                 raise UserError(f"{place / missing[0]}: missing, though {MANIFEST} lists it; prepare the data again")
             files = [f for f in files if f.name in listed]
         if not files:
-            out = "" if place == DEFAULT_FOLDER else f" --source ... --out {shlex.quote(folder)}"
+            out = "" if place == DEFAULT_FOLDER else f" --source ... --out {shlex.quote(str(place))}"
             stdlib = "python prepare_dataset.py --source stdlib --tokenizer bytes --out data/stdlib"
             no_val = "; or train without validation: --eval_freq 0" if split == "val" else ""
             raise UserError(
