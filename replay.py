@@ -82,15 +82,14 @@ class Past:
 
     newest: dict  # checkpoint, without tensors
     origin: str  # the file that the replay starts from
-    start: Start
+    checkpoint: dict | None  # its content
     last: int  # step to replay
     saves: dict[int, tuple[str, dict]]  # checkpoints to compare with: step -> file, content
-    metrics: Path  # metrics.jsonl of the run
-    mirrored: str = ""  # its content in the mirror, if it is not here
+    metrics: Path  # metrics.jsonl of the run, or a copy of that in its mirror
 
 
-def find_past(options: ReplayOptions, first: int, last: int) -> Past:
-    """Find the checkpoint to start from, and the checkpoints and records to compare with."""
+def find_past(options: ReplayOptions, first: int, last: int, held: ExitStack) -> Past:
+    """Find the checkpoint to start from, and the checkpoints and records to compare with; `held` removes copies."""
     folder = Path(options.checkpoint_dir)
     files = [(str(path), checkpoint) for path, checkpoint in intact_checkpoints(checkpoint_files(folder))]
     places = read_places(folder)
@@ -113,13 +112,15 @@ def find_past(options: ReplayOptions, first: int, last: int) -> Past:
             f"replayed: {', or '.join(left)}"
         )
     origin, checkpoint = saves.get(before, ("the first weights, which the seed gives", None))
-    start, last = Start(checkpoint=checkpoint), min(last, end - 1)
+    last = min(last, end - 1)
     saves = {step: save for step, save in saves.items() if before < step <= last + 1}
-    metrics, mirrored = Path(places.get("logdir", TrainConfig.logdir), METRICS), ""
+    metrics = Path(places.get("logdir", TrainConfig.logdir), METRICS)
     if mirror and not metrics.exists():
         with suppress(UserError):  # it has none
-            mirrored = mirror.patiently(lambda: mirror.read(f"logs/{METRICS}")).decode(errors="replace")
-    return Past(newest | {"model": {}, "optimizer": {}}, origin, start, last, saves, metrics, mirrored)
+            content = mirror.patiently(lambda: mirror.read(f"logs/{METRICS}"))
+            metrics = Path(held.enter_context(TemporaryDirectory()), METRICS)
+            metrics.write_bytes(content)
+    return Past(newest | {"model": {}, "optimizer": {}}, origin, checkpoint, last, saves, metrics)
 
 
 def from_mirror(mirror: Mirror, first: int, with_newest: bool) -> list[tuple[str, dict]]:
@@ -142,20 +143,6 @@ def is_of_run(checkpoint: dict, newest: dict) -> bool:
     own, starts = checkpoint["starts"], newest["starts"]
     end = starts[len(own)]["step"] if len(own) < len(starts) else newest["step"]
     return own == starts[: len(own)] and checkpoint["step"] <= end
-
-
-def records_of(past: Past, starts: list[Entry], begin: int) -> tuple[dict[int, dict], str]:
-    """Return what metrics.jsonl has of the steps from `begin` on, which the last of these starts has made; and why not.
-
-    The records are those of repeated_records(), because a replay repeats steps as a resume does.
-    """
-    with TemporaryDirectory() as folder:
-        path = past.metrics
-        if past.mirrored:
-            path = Path(folder, METRICS)
-            path.write_text(past.mirrored)
-        resumed = starts[-1]["step"] == begin  # from the checkpoint of this step; otherwise the start has made it
-        return repeated_records(path, begin, course_of(starts[:-1] if resumed else starts))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -183,7 +170,9 @@ class Comparison:
 
     def find_records(self, starts: list[Entry], begin: int, end: int) -> None:
         """Find the records of a part of the run."""
-        self.records, missing = records_of(self.past, starts, begin)
+        # A replay repeats steps as a resume does, from where this start began or from a checkpoint that it has made.
+        before = starts[:-1] if starts[-1]["step"] == begin else starts
+        self.records, missing = repeated_records(self.past.metrics, begin, course_of(before))
         if not any(begin <= step < end for step in self.records) and not self.past.saves:
             why = missing or f"{self.past.metrics} lacks their records"
             raise UserError(
@@ -267,7 +256,7 @@ def changes(entry: Entry, ranks: Ranks) -> list[str]:
 def build(past: Past, start: Start, starts: list[Entry], device: str, ranks: Ranks, held: ExitStack) -> Run:
     """Build a run, which writes nothing, that continues as the last of these starts did."""
     entry, known = starts[-1], past.newest["data_fingerprint"]
-    if ranks.device.type == "cpu" and entry["threads"]:
+    if ranks.device.type == "cpu":
         torch.set_num_threads(entry["threads"])
     config, _ = resume_config(entry["options"], TrainConfig(dry_run="measure"), given={})
     # micro_steps has set total_batch_size already. Bad steps are skipped, and the run's own records say where it ended.
@@ -285,7 +274,7 @@ def build(past: Past, start: Start, starts: list[Entry], device: str, ranks: Ran
 def replay(past: Past, device: str, ranks: Ranks, held: ExitStack) -> Comparison:
     """Train in memory and compare, up to the first difference where bits are promised."""
     comparison, starts = Comparison(past), past.newest["starts"]
-    start = shared(past.start if ranks.is_main else None, ranks)
+    start = Start(checkpoint=shared(past.checkpoint, ranks))
     first, end_of_all = start.step or 0, past.last + 1
     resumed = sorted({entry["step"] for entry in starts if first < entry["step"] < end_of_all})
     with ProgressBar(
@@ -313,8 +302,7 @@ def replay(past: Past, device: str, ranks: Ranks, held: ExitStack) -> Comparison
                     if ranks.any(comparison.fails):
                         return comparison
             if end < end_of_all:
-                content = capture(run).wait()
-                start = shared(Start(checkpoint=content) if ranks.is_main else None, ranks)
+                start = Start(checkpoint=capture(run).wait())
                 del run, batches  # the next part builds a model of its own
                 gc.collect()
     return comparison
@@ -327,10 +315,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(ReplayOptions, argv, about)
     first, last = options.span()
     with joined(options.device) as ranks, ExitStack() as held:
-        past = ranks.on_main(lambda: find_past(options, first, last))
+        past = ranks.on_main(lambda: find_past(options, first, last, held))
         if past:
             print(printable(f"from {past.origin}"), flush=True)
-        sent = ranks.broadcast(past and replace(past, start=Start(), saves=dict.fromkeys(past.saves, ("", {}))))
+        sent = ranks.broadcast(past and replace(past, checkpoint=None, saves=dict.fromkeys(past.saves, ("", {}))))
         try:
             comparison = replay(past or sent, options.device, ranks, held)
         except Stopped as stopped:

@@ -33,7 +33,7 @@ from optim import make_optimizer, skips_on_device, state_shapes, update_unless
 from steadygpt import git_commit
 from steadygpt.base.options import run_cli, shown_options
 from steadygpt.base.retry import brief
-from steadygpt.base.text import counted
+from steadygpt.base.text import counted, labelled
 from steadygpt.checkpoint.files import FORMAT_VERSION, Captured, TrainState, check_tensors
 from steadygpt.checkpoint.host_copy import HostCopy, fill, restore_optimizer
 from steadygpt.checkpoint.saves import Saves
@@ -45,21 +45,15 @@ from steadygpt.machine import parallel
 from steadygpt.machine.device import autocast, evaluating, peak_memory_bytes, profiled, use_fp8
 from steadygpt.machine.gradient_sum import GradientSum
 from steadygpt.machine.ranks import Ranks, Stopped, StopSignal, end_with_torchrun, joined
-from steadygpt.run.forecast import measure_step_s
+from steadygpt.run.forecast import forecast, measure_step_s
 from steadygpt.run.memory import out_of_memory_explained
 from steadygpt.run.outputs import checked_fingerprint, open_saves
 from steadygpt.run.plan import Plan, settle, validation_rows
 from steadygpt.run.repeats import Repeats
 from steadygpt.run.results import Diverged, Judge, Pending, Results
 from steadygpt.run.schedule import Schedule, learning_rate
-from steadygpt.run.start import Start, find_start
-from steadygpt.run.starts import (
-    Entry,
-    epochs_of_sources,
-    first_val_set,
-    phase_of,
-    record_start,
-)
+from steadygpt.run.start import Start, find_start, initial_config, shared
+from steadygpt.run.starts import Entry, epochs_of_sources, first_val_set, phase_of, record_start
 from steadygpt.run.summary import summarize, validation_text
 
 SAMPLE_TOKENS = 100
@@ -124,9 +118,10 @@ def build_model(config: TrainConfig, shape: GPTConfig, ranks: Ranks) -> GPT:
 def build_run(plan: Plan, log: RunLog, held: ExitStack) -> Run:
     """Build the run that a plan describes. If it trains, `held` closes its files at the end."""
     config, data, schedule, ranks, device = plan.config, plan.data, plan.schedule, plan.ranks, plan.ranks.device
-    # Only here, so that a plan needs no download.
-    start = plan.start.downloaded(plan.sketch.config, ranks, read_weights)
-    if loaded := start.checkpoint or start.weights:  # before any file is written
+    start = plan.start
+    if weights := start.weights:  # only here, so that a plan needs no download
+        ranks.on_main(lambda: load_initial(weights, plan.sketch.config))
+    if loaded := start.checkpoint or weights:  # before any file is written
         kept, source = state_shapes(plan.sketch, config.optimizer), start.path or config.init_from
         ranks.on_main(lambda: check_tensors(loaded, source, plan.sketch, kept))
     stop = StopSignal(ranks, config.max_hours if config.trains else 0, log.beat)
@@ -395,6 +390,17 @@ def capture(run: Run) -> Captured:
     return Captured(content, copied)
 
 
+def load_initial(weights: dict, shape: GPTConfig) -> None:
+    """Complete the weights of --init_from with their tensors, cropped to the context and the vocabulary of the run."""
+    model = weights["model"] = weights["model"] or read_weights(weights["source"])["model"]
+    if "wpe.weight" in model:
+        model["wpe.weight"] = model["wpe.weight"][: shape.context_length]
+    if weights["model_config"]["vocab_size"] > shape.vocab_size:
+        for name in ("wte.weight", "lm_head.weight"):
+            model[name] = model[name][: shape.padded_vocab_size].clone()
+            model[name][shape.vocab_size :] = 0  # padding rows, as in training
+
+
 def restore(
     config: TrainConfig, start: Start, model: GPT, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler,
     ranks: Ranks,
@@ -426,16 +432,21 @@ def restore(
 
 def make_plan(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, held: ExitStack) -> Plan:
     """Find where a run starts, and settle its plan. `held` holds the lock on the folder of its checkpoints."""
-    config, start = find_start(config, given, ranks, held, read_weights)
-    saved, first_set, known = None, None, {}
+    config, start = find_start(config, given, ranks, held)
+    saved, first_set, known, weights = None, None, {}, None
     if checkpoint := start.checkpoint:
         saved, known = TokenizerRecord.of(checkpoint), checkpoint["data_fingerprint"]
         first_set = first_val_set(checkpoint["starts"])
+    elif config.init_from != "scratch":
+        weights = shared(ranks.on_main(lambda: read_weights(config.init_from, download=False)), ranks)
+        assert weights
+        config = initial_config(weights["model_config"], config, given)
     data = ranks.on_each(lambda: open_data(config, saved, first_set, known))
     shape = config.shape(data.vocab_size)
-    if start.weights:
-        note = check_fits(start.weights, config.init_from, shape, data.tokenizer_record)
-        start = replace(start, notes=tuple(filter(None, (*start.notes, note))))
+    if weights:
+        note = check_fits(weights, config.init_from, shape, data.tokenizer_record)
+        notes = (*start.notes, labelled("weights", f"from {config.init_from}"), note)
+        start = replace(start, weights=weights, notes=notes)
     if saved:
         data = replace(data, tokenizer_record=data.tokenizer_record.resumed(saved, data.folder))
     if data.sources and data.tokenizer_record.is_file:  # without it, no checkpoint of the run could be sampled
@@ -466,9 +477,9 @@ def launch(plan: Plan, held: ExitStack) -> int:
             f"{config.checkpoint_dir}: this run is finished, at step {start.step:,}. To continue, raise --max_steps."
         )
     elif config.dry_run == "plan":
-        log.say("\n".join([*plan.lines(), *plan.forecast()]))
+        log.say("\n".join([*plan.lines(), *forecast(plan)]))
     elif config.dry_run == "measure":
-        log.say("\n".join(plan.forecast(measure(build_run(plan, log, held)))))
+        log.say("\n".join(forecast(plan, measure(build_run(plan, log, held)))))
     elif config.eval_only:
         log.say(f"{start.path or config.init_from} at step {start.step or 0:,}:")
         evaluate(build_run(plan, log, held), everything=True)

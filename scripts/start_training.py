@@ -32,15 +32,15 @@ MONITOR = REPO / "scripts/monitor_training.py"
 GPUS = int(os.environ.get("GPUS", "0"))  # that scripts/nproc.sh has found
 
 
-def ask(question: str, default: str, accepted: Collection[str] = (), expected: str = "") -> str:
-    """Ask until the answer is one of `accepted`; empty accepts any answer."""
+def ask(question: str, default: str, accepted: Collection[str], expected: str) -> str:
+    """Ask until the answer is one of `accepted`."""
     while True:
         answer = input(f"{question} [{default}]: ").strip() or default
         if not sys.stdin.isatty():
             print(answer)
-        if answer in accepted or not accepted:
+        if answer in accepted:
             return answer
-        print(f"  found {answer!r}; expected {expected or ' or '.join(accepted)}")
+        print(f"  found {answer!r}; expected {expected}")
 
 
 def confirm(question: str) -> bool:

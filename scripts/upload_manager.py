@@ -47,11 +47,10 @@ def upload_all(url: str, folder: Path) -> None:
     with lock_folder(folder, "it uploads its checkpoints itself"):
         newest = find_checkpoint("latest", folder)
         assert newest.path and newest.checkpoint  # only "auto" finds none
-        if not newest.checkpoint["train_config"]:
+        saved = newest.checkpoint["train_config"]
+        if not saved:
             raise UserError(f"{newest.path}: converted weights; expected a checkpoint of a run")
-        config = TrainConfig(checkpoint_dir=str(folder))
-        saved, places = newest.checkpoint["train_config"], read_places(folder)
-        config, _ = resume_config(saved, config, {}, places)
+        config, _ = resume_config(saved, TrainConfig(checkpoint_dir=str(folder)), {}, read_places(folder))
         mirror = Mirror(url, config.run_name or saved["run_name"], resumes=True)
         there = mirror.patiently(mirror.claim).checkpoints.get(LATEST)
         if there and there.mtime_ns > newest.path.stat().st_mtime_ns:

@@ -26,8 +26,6 @@ PRESETS = Path(__file__).resolve().parent.parent / "configs"
 
 TASKS = ("hellaswag", "arc_easy", "arc_challenge", "piqa")  # how each is read: steadygpt/data/tasks.py
 EXPECTED = f"one or more of {', '.join(TASKS)}, separated by commas; NAME=FILE reads a file instead of the Hub"
-ACTIVATIONS = ("gelu_tanh", "gelu", "relu2", "swiglu")
-NORMS = ("layernorm", "rmsnorm", "rmsnorm_no_weight")
 FINEWEB_EDU_TOKENS = 18795 * 524288  # of an epoch of the default data: what a plan assumes until it is there
 MAX_VIRTUAL_RANKS = 8  # the most processes that compute the same bits
 
@@ -56,12 +54,12 @@ class GPTConfig:
                                     "many parameters", at_most=2**24)
     bias: bool = _shape(True, "biases in linear layers and LayerNorms, as in GPT-2")
     norm: str = _shape("layernorm", "layernorm, as in GPT-2; rmsnorm, as in Llama; rmsnorm_no_weight, also applied "
-                       "to the embedding, as in NanoChat", choices=NORMS)
+                       "to the embedding, as in NanoChat", choices=("layernorm", "rmsnorm", "rmsnorm_no_weight"))
     norm_eps: float = _shape(1e-5, "epsilon of the norms, added to the variance", above=0)
     qk_norm: bool = _shape(False, "apply RMSNorm to each head's queries and keys, as in Qwen 3 and NanoChat")
     activation: str = _shape("gelu_tanh", "activation of the MLP: gelu_tanh, as in GPT-2; gelu, as in nanoGPT and "
                              "GPT-NeoX; relu2, as in NanoChat; swiglu, as in Llama",
-                             choices=ACTIVATIONS)
+                             choices=("gelu_tanh", "gelu", "relu2", "swiglu"))
     rotary_pct: float = _shape(0.0, "fraction of each head's dimensions with rotary positions, 0.25 in GPT-NeoX; 0 = "
                                "learned positions, as in GPT-2", at_most=1)
     rotary_base: float = _shape(10000.0, "base of the rotary wavelengths", above=0, at_most=1e15)
@@ -225,8 +223,7 @@ class TrainConfig(GPTConfig):
                                  "checkpoints", on_resume="launch")
     list_checkpoints: bool = option(False, "list the checkpoints in checkpoint_dir and exit", "checkpoints",
                                     on_resume="launch")
-    verbose: bool = option(False, "with --list_checkpoints, verify each checkpoint and show its contents; "
-                           "alias: -v",
+    verbose: bool = option(False, "with --list_checkpoints, verify each checkpoint and show its contents; alias: -v",
                            "checkpoints", on_resume="launch", aliases=("v",))
     mirror: str = option("", "folder of an object store to copy the run to: s3://BUCKET/RUN, gs://BUCKET/RUN, or "
                          "another fsspec URL", "checkpoints", on_resume="place")

@@ -269,7 +269,7 @@ def test_rows_split_a_step_evenly_or_the_suggested_sizes_do(ranks, rows, context
 
 
 def test_the_names_of_activations_and_tasks_are_those_that_are_implemented():
-    assert tuple(model.ACTIVATIONS) == config.ACTIVATIONS
+    assert tuple(model.ACTIVATIONS) == FIELDS["activation"].metadata["choices"]
     assert tuple(tasks.TASKS) == config.TASKS
 
 

@@ -145,7 +145,7 @@ def refused(message: str, check) -> None:
 def refuse_to_resume(which: str, message: str) -> None:
     os.chdir(f"node{1 - int(os.environ['RANK'])}")
     config, held = parse_args(["--resume", which])[0], contextlib.ExitStack()
-    refused(message, lambda ranks: find_start(config, {}, ranks, held, None))
+    refused(message, lambda ranks: find_start(config, {}, ranks, held))
 
 
 @pytest.fixture

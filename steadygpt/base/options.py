@@ -113,11 +113,6 @@ def shown_options(options: "DataclassInstance") -> dict[str, Any]:
     return {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if not f.metadata.get("secret")}
 
 
-def secrets_of(options: "DataclassInstance") -> list[str]:
-    """Return the values of the secret options."""
-    return [str(getattr(options, name)) for name, f in options_of(options).items() if f.metadata["secret"]]
-
-
 def check_options(options: "DataclassInstance") -> None:
     """Compare each value with the choices and bounds of its option; refuse passwords that a run would write."""
     for name, f in options_of(options).items():
@@ -234,7 +229,7 @@ def _parser(options: type, description: str) -> argparse.ArgumentParser:
             group.add_argument(
                 f"--{flag}" if len(flag) > 1 else f"-{flag}",
                 dest=name,
-                type=_on_off if kind is bool else _reader(kind, about["spellings"]),
+                type=_reader(kind, about["spellings"]),
                 nargs=None if bare is None else "?",
                 const=bare,
                 metavar="|".join(about["choices"]) or typed,
@@ -296,7 +291,9 @@ def _underscored(argument: str) -> str:
 def _reader(kind: type, spellings: Mapping[str, str]) -> Callable[[str], object]:
     def parse(text: str) -> object:
         try:
-            return kind(spellings.get(text, text))
+            return ON_OFF[text.lower()] if kind is bool else kind(spellings.get(text, text))
+        except KeyError:
+            raise argparse.ArgumentTypeError(f"is {text!r}; expected on or off") from None
         except ValueError:
             expected, (base, _, exponent) = "a number" if kind is float else "an integer", text.partition("**")
             with suppress(ValueError, OverflowError):
@@ -305,12 +302,6 @@ def _reader(kind: type, spellings: Mapping[str, str]) -> Callable[[str], object]
             raise argparse.ArgumentTypeError(f"is {text!r}; expected {expected}") from None
 
     return parse
-
-
-def _on_off(text: str) -> bool:
-    if text.lower() not in ON_OFF:
-        raise argparse.ArgumentTypeError(f"is {text!r}; expected on or off")
-    return ON_OFF[text.lower()]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -32,7 +32,6 @@ class Alerts:
 
     Args:
         url: of the webhook, as TrainConfig checks it. It is a secret: only its server may be shown.
-        run: the run's name.
         warn: is called in the thread with one line for each outage.
     """
 

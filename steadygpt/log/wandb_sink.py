@@ -9,7 +9,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, Literal
 
-from steadygpt.base.options import UserError, secrets_of, shown_options
+from steadygpt.base.options import UserError, shown_options
 from steadygpt.base.text import labelled
 from steadygpt.config import TrainConfig
 
@@ -30,7 +30,6 @@ class WandbSink:
     Args:
         start_step: where a resumed run starts; None for a new run.
         log: log.txt, which names the W&B runs so far.
-        warn: prints a warning.
     """
 
     def __init__(self, config: TrainConfig, start_step: int | None, log: Path, warn: Callable[[str], object]):
@@ -93,8 +92,10 @@ def _start(config: TrainConfig, name: str, run_id: str | None, warn: Callable[[s
     except ImportError:
         raise UserError("--use_wandb: wandb is not installed; pip install wandb") from None
 
-    for secret in filter(None, secrets_of(config)):  # wandb records the command line
-        sys.argv = [argument.replace(secret, "...") for argument in sys.argv]
+    shown = shown_options(config)
+    for option, secret in vars(config).items():
+        if option not in shown and secret:  # wandb records the command line
+            sys.argv = [argument.replace(secret, "...") for argument in sys.argv]
 
     def start(run_id: str | None, mode: Literal["offline"] | None = None):
         return wandb.init(
@@ -104,7 +105,7 @@ def _start(config: TrainConfig, name: str, run_id: str | None, warn: Callable[[s
             resume="allow",
             mode=mode,
             dir=Path(config.logdir).absolute(),
-            config=shown_options(config),
+            config=shown,
             settings=wandb.Settings(console="off", quiet=True),  # log.txt has the output, without the line that changes
         )
 

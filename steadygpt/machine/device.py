@@ -21,7 +21,7 @@ from steadygpt.machine.host import DEVICES, available_memory_bytes, has_gpu, usa
 
 MIN_SPEEDUP = 1.2  # of bf16 on a CPU: casts take a part of what products gain, and fp32 rounds less
 PRODUCT_FLOP, PRODUCTS_S = 2e9, 0.15  # at most of a measured product; of all of them
-# Peak dense FLOP/s in bf16 (fp16 on a T4) by the GPU's whole name, which torch.cuda.get_device_name returns.
+# Peak dense FLOP/s in bf16 (fp16 on a T4) by device_name(), the whole name of the GPU.
 # Source: NVIDIA's data sheets; half of the figures that these give "with sparsity".
 PEAK_FLOPS = {
     "NVIDIA B200": 2250e12,
@@ -191,11 +191,6 @@ def profiled(steps: int, path: Path, tell: Callable[[str], None]):
         yield profiler.step
     if profiler.step_num < 3:  # as many are waited for
         tell("no trace: the run was too short")
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """Return the device's peak dense FLOP/s in bf16, or None if it is not in PEAK_FLOPS."""
-    return PEAK_FLOPS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -11,7 +11,7 @@ from steadygpt.base.text import counted, duration_text, labelled
 from steadygpt.config import TrainConfig
 from steadygpt.machine.device import PEAK_FLOPS, device_name
 from steadygpt.machine.ranks import Ranks
-from steadygpt.run.schedule import Schedule
+from steadygpt.run.plan import Plan
 
 SHARE_OF_PEAK = 0.4  # that a GPU is assumed to reach, where nothing is measured
 WELL_KNOWN = ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090")
@@ -29,7 +29,6 @@ def measure_step_s(take_step: Callable[[TrainConfig], object], config: TrainConf
 
     Args:
         take_step: takes a step of a configuration with fewer tokens per step, on all ranks together.
-        config: of the run.
     """
 
     def seconds_of(micro_steps: int) -> float:
@@ -55,7 +54,6 @@ def work_per_token(config: TrainConfig, model: GPT, gpu: str, precision: str) ->
     """Return the work of a token in training and in evaluation, as the number of bf16 FLOPs that take as long.
 
     Recomputed parts count again. fp8 applies to the matrices of the blocks; attention and the head stay in bf16.
-
     """
     everything, head = model.flops_per_token(), 6 * model.config.vocab_size * model.config.embd_size
     matrices = 6 * sum(p.numel() for p in model.parameters_by_role()["matrix"].values())
@@ -68,23 +66,14 @@ def work_per_token(config: TrainConfig, model: GPT, gpu: str, precision: str) ->
     return work + recomputed / 3, work / 3  # a forward pass is a third of the work
 
 
-def forecast(
-    config: TrainConfig, schedule: Schedule, ranks: Ranks, model: GPT, step: int, val_rows: int,
-    step_s: float | None = None, precision_elsewhere: str = "bf16",
-) -> list[str]:  # fmt: skip
-    """Return the forecast of a run, as lines of the plan.
-
-    Args:
-        model: of the run, perhaps on the meta device.
-        step: where the run starts.
-        val_rows: of each validation.
-        step_s: measured seconds of a step, if known.
-        precision_elsewhere: on the GPUs that are listed if nothing is known of this device.
-    """
-    steps, tokens = schedule.max_steps - step, schedule.max_steps * config.total_batch_size
+def forecast(plan: Plan, step_s: float | None = None) -> list[str]:
+    """Return further lines of the plan: tokens, time and cost, from the seconds of a step if these were measured."""
+    config, model, world_size = plan.config, plan.sketch, plan.ranks.world_size
+    steps, val_rows = plan.schedule.max_steps - (plan.start.step or 0), sum(plan.val_rows().values())
+    tokens = plan.schedule.max_steps * config.total_batch_size
     kinds = (config.eval_freq, val_rows * config.context_length), (config.hellaswag_freq, HELLASWAG_TOKENS)
     evaluated = sum(size * math.ceil(steps / freq) for freq, size in kinds if freq)  # the last step too
-    trained, name, price = steps * config.total_batch_size, device_name(ranks.device), config.gpu_hour_cost
+    trained, name, price = steps * config.total_batch_size, device_name(plan.ranks.device), config.gpu_hour_cost
 
     def seconds_on(gpu: str, precision: str) -> float:
         in_training, in_evaluation = work_per_token(config, model, gpu, precision)
@@ -95,30 +84,27 @@ def forecast(
     longer = ", longer than training" * (evaluation > 1)
     work = f"{counted(steps, 'step')}, plus {evaluation:.1%} for evaluation{longer}"
     per_parameter = f"{tokens:,}, {tokens / model.num_parameters():,.1f} per parameter"
-    lines = [
-        labelled("tokens", f"{per_parameter}; about {TOKENS_PER_PARAMETER} is compute-optimal (Hoffmann et al. 2022)")
-    ]
+    optimal = f"about {TOKENS_PER_PARAMETER} is compute-optimal (Hoffmann et al. 2022)"
+    lines = [labelled("tokens", f"{per_parameter}; {optimal}")]
     if step_s is None and name not in PEAK_FLOPS:
         lines.append(labelled("time", f"unknown on this device; run --dry_run measure ({work})"))
-        gpus = WITH_FP8 if precision_elsewhere == "fp8" else WELL_KNOWN
-        elsewhere = {gpu: seconds_on(gpu, precision_elsewhere) for gpu in gpus}
+        gpus = WITH_FP8 if plan.precision_elsewhere == "fp8" else WELL_KNOWN
+        elsewhere = {gpu: seconds_on(gpu, plan.precision_elsewhere) for gpu in gpus}
         for gpu, seconds in elsewhere.items() if max(elsewhere.values()) >= SHOWN_ELSEWHERE_S else ():
             cost = f", cost {seconds / 3600 * price:,.2f}" * bool(price)
-            where = f"on one {gpu} in {precision_elsewhere}, if the run fits"
-            lines.append(
-                labelled("time", f"{duration_text(seconds)}{cost} {where}, at {SHARE_OF_PEAK:.0%} of its peak")
-            )
+            where = f"on one {gpu} in {plan.precision_elsewhere}, if the run fits, at {SHARE_OF_PEAK:.0%} of its peak"
+            lines.append(labelled("time", f"{duration_text(seconds)}{cost} {where}"))
         return lines
     if step_s is not None:
         seconds = steps * step_s * (1 + evaluation)
         how = f"at {config.total_batch_size / step_s:,.0f} tokens/s, measured here"
     else:
-        seconds = seconds_on(name, config.precision) / ranks.world_size
+        seconds = seconds_on(name, config.precision) / world_size
         how = f"if the GPUs reach {SHARE_OF_PEAK:.0%} of their peak in {config.precision}; "
         how += "run --dry_run measure to time it"
     lines.append(labelled("time", f"{duration_text(seconds)}: {work}, {how}"))
     if price:
         hours = seconds / 3600
-        cost = f"{ranks.world_size * hours * price:,.2f}"
-        lines.append(labelled("cost", f"{cost}: {ranks.world_size} x {hours:,.1f} h at {price:,.2f} per hour"))
+        cost = f"{world_size * hours * price:,.2f}"
+        lines.append(labelled("cost", f"{cost}: {world_size} x {hours:,.1f} h at {price:,.2f} per hour"))
     return lines

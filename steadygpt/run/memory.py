@@ -45,9 +45,6 @@ def estimate_memory(config: TrainConfig, model: GPT, ranks: Ranks) -> tuple[dict
     """Estimate the peak of the bytes that a rank needs on its device and in host memory, by use.
 
     benchmarks/memory.py compares the estimate with measured peaks.
-
-    Args:
-        model: of the run, on the meta device.
     """
     device, world_size = ranks.device.type, ranks.world_size
     fsdp, bf16, compiled = config.sharding == "fsdp", config.precision == "bf16", config.compiles(device)
@@ -177,9 +174,6 @@ def with_fitting_rows(config: TrainConfig, model: GPT, ranks: Ranks) -> tuple[Tr
 
     The estimate chooses the number. On a GPU a step is tried, with half the rows after each out-of-memory error; under
     FSDP, where a step needs all ranks, and on other devices the estimate decides.
-
-    Args:
-        model: of the run, on the meta device.
     """
     if config.mini_batch_size:
         return config, ""

@@ -43,12 +43,7 @@ def write_places(folder: Path, config: TrainConfig) -> None:
 
 
 def note_of_places(saved: Mapping[str, Any], given: Mapping[str, str]) -> str:
-    """Return a line for the plan of a run whose checkpoint was written in another folder.
-
-    Args:
-        saved: the options of the checkpoint.
-        given: see find_start.
-    """
+    """Return a line for the plan of a run whose checkpoint, with the `saved` options, is from another folder."""
     used = {name: saved[name] for name in PLACES if name not in given and saved[name] != FIELDS[name].default}
     flags = [f"--{name}" + f" {shlex.quote(str(value))}" * (value is not True) for name, value in used.items()]
     text = "this folder is a copy or a download; to continue the logs and the mirror of its run, start it with"

@@ -24,7 +24,6 @@ from steadygpt.machine.attention import kernel_name
 from steadygpt.machine.device import AUTOCAST, choose_precision, device_name, memory_bytes
 from steadygpt.machine.host import available_memory_bytes, check_compiler
 from steadygpt.machine.ranks import Ranks
-from steadygpt.run.forecast import forecast
 from steadygpt.run.memory import checkpoint_bytes, estimate_memory, with_fitting_rows
 from steadygpt.run.schedule import Schedule, make_schedule, notes_of_decay
 from steadygpt.run.start import Start, name_of_run
@@ -84,7 +83,7 @@ class Plan:
              f"{f', attention by {kernel}' * bool(kernel)}"),
             ("memory", uses(memory, "per rank", memory_bytes(ranks.device), FEWER_ROWS)),
             ("host memory", uses(host, "on rank 0", available_memory_bytes(), "a smaller model or a larger host")),
-            ("checkpoints", _checkpoints_text(config, checkpoint, math.ceil(epochs), not data.sources)),
+            ("checkpoints", self._checkpoints_text(checkpoint, math.ceil(epochs))),
             ("mirror", config.mirror),
             ("saves", interval_text(60 * config.checkpoint_minutes, checkpoint) if config.checkpoint_minutes else ""),
         ]  # fmt: skip
@@ -135,15 +134,24 @@ class Plan:
             return f"{', '.join(sizes)} tokens at the end"
         return f"{', '.join(sizes)} tokens every {every}: about {cost:.1%} of the training time"
 
-    def forecast(self, step_s: float | None = None) -> list[str]:
-        """Return the forecast of the run, as further lines.
-
-        Args:
-            step_s: measured seconds of a step, if known.
-        """
-        val_rows, step = sum(self.val_rows().values()), self.start.step or 0
-        elsewhere = self.precision_elsewhere
-        return forecast(self.config, self.schedule, self.ranks, self.sketch, step, val_rows, step_s, elsewhere)
+    def _checkpoints_text(self, size: int, epochs: int) -> str:
+        """Return the disk space of the checkpoints, each of `size` bytes, and the flag that lets them fit."""
+        config, folder = self.config, Path(self.config.checkpoint_dir)
+        free = shutil.disk_usage(existing(folder)).free
+        # latest.pt, its backup, the best one, and the one that is being written.
+        others = config.keep_checkpoints + 4 + (config.schedule == "wsd")
+        others += bool(config.mirror)  # one stays until it is uploaded
+        files = others + min(filter(None, (epochs, config.keep_epochs)), default=0)
+        open_end = not (self.data.sources or epochs or config.keep_epochs)
+        more = ", plus one per epoch (epoch length unknown until data exists)" * open_end
+        text = f"{bytes_text(size)} each, at most {files:,} in {folder}: {bytes_text(files * size)}{more}; "
+        text += f"{bytes_text(free)} free"
+        if files * size <= free:
+            return text
+        advice = "try a smaller --keep_checkpoints and --keep_epochs 1, or another --checkpoint_dir"
+        if (fits := int(0.9 * free / size) - others) > 0:  # other files grow too
+            advice = f"--keep_epochs {fits} keeps only the newest of {epochs:,} epochs"
+        return f"{text} -- NOT ENOUGH; {advice}"
 
 
 def settle(
@@ -153,7 +161,7 @@ def settle(
     """Settle every option that the data, the machine or the length of the run decides; checkpoints store the result.
 
     Args:
-        config, start, given: see find_start.
+        given: see parse_args().
         starts: the record of starts, with this one.
         sketch: the model of the run, on the meta device.
         held: reserves the name of the run until it closes.
@@ -253,28 +261,3 @@ def set_up(config: TrainConfig, device: torch.device) -> None:
 def validation_rows(config: TrainConfig, val: RowStream) -> int:
     """Return the number of rows of a validation: eval_tokens, or all rows if there are fewer."""
     return min(max(1, config.eval_tokens // config.context_length), val.rows_per_epoch)
-
-
-def _checkpoints_text(config: TrainConfig, size: int, epochs: int, more_epochs: bool) -> str:
-    """Return the disk space of the checkpoints, and the flag that lets them fit.
-
-    Args:
-        size: bytes of a checkpoint.
-        epochs: of the run.
-        more_epochs: their number is not known.
-    """
-    folder = Path(config.checkpoint_dir)
-    free = shutil.disk_usage(existing(folder)).free
-    # latest.pt, its backup, the best one, and the one that is being written.
-    others = config.keep_checkpoints + 4 + (config.schedule == "wsd")
-    others += bool(config.mirror)  # one stays until it is uploaded
-    files = others + min(filter(None, (epochs, config.keep_epochs)), default=0)
-    open_end = more_epochs and not (epochs or config.keep_epochs)
-    more = ", plus one per epoch (epoch length unknown until data exists)" * open_end
-    text = f"{bytes_text(size)} each, at most {files:,} in {folder}: {bytes_text(files * size)}{more}; "
-    text += f"{bytes_text(free)} free"
-    if files * size <= free:
-        return text
-    if (fits := int(0.9 * free / size) - others) > 0:  # other files grow too
-        return f"{text} -- NOT ENOUGH; --keep_epochs {fits} keeps only the newest of {epochs:,} epochs"
-    return f"{text} -- NOT ENOUGH; try a smaller --keep_checkpoints and --keep_epochs 1, or another --checkpoint_dir"

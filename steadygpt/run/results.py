@@ -19,7 +19,7 @@ from steadygpt.base.text import counted, duration_text
 from steadygpt.checkpoint.files import TrainState
 from steadygpt.config import TrainConfig
 from steadygpt.log.runlog import RunLog
-from steadygpt.machine.device import peak_flops, peak_memory_bytes
+from steadygpt.machine.device import PEAK_FLOPS, device_name, peak_memory_bytes
 from steadygpt.machine.ranks import Ranks
 from steadygpt.run.repeats import Repeats
 from steadygpt.run.schedule import Schedule
@@ -71,11 +71,7 @@ class Judge:
 
 
 class Pending:
-    """A StepResult on its way to the host.
-
-    Args:
-        found: its other fields, scalars on the device.
-    """
+    """A StepResult on its way to the host; `found` has its other fields, scalars on the device."""
 
     def __init__(self, step: int, rows: int, lr: float, found: dict[str, Tensor]):
         self.step, self.rows, self.lr = step, rows, lr
@@ -158,34 +154,25 @@ class Totals:
         return 1 / self.seconds if self.steps else None
 
 
+@dataclass
 class Results:
-    """Reads what steps measured, logs it, and updates the state that follows from it.
+    """Reads what steps measured, logs it, and updates the state that follows from it."""
 
-    Args:
-        state: of the loop.
-        flops_per_token: for MFU.
-        delay: steps whose results are read later, so that a GPU need not wait for the host.
-        repeats: compares the steps that a resumed run repeats.
-    """
+    config: TrainConfig
+    ranks: Ranks
+    schedule: Schedule
+    state: TrainState  # of the loop
+    log: RunLog
+    flops_per_token: float  # for MFU
+    delay: int  # steps whose results are read later, so that a GPU need not wait for the host
+    repeats: Repeats  # compares the steps that a resumed run repeats
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        ranks: Ranks,
-        schedule: Schedule,
-        state: TrainState,
-        log: RunLog,
-        flops_per_token: float,
-        delay: int,
-        repeats: Repeats,
-    ):
-        self.config, self.ranks, self.schedule, self.state, self.log = config, ranks, schedule, state, log
-        self.flops_per_token, self.delay, self.repeats = flops_per_token, delay, repeats
+    def __post_init__(self):
         self.waiting: deque[Pending] = deque()
-        before = state.bad_steps  # where the last good step has ended
-        self.good = state.step - before, state.rows_consumed - before * schedule.rows_per_step
+        before = self.state.bad_steps  # where the last good step has ended
+        self.good = self.state.step - before, self.state.rows_consumed - before * self.schedule.rows_per_step
         self.totals = Totals()
-        self.second_step: tuple[int, float] | None = None  # of this start, and when it started
+        self.first_ended_s = 0.0  # when the first step of this start ended
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -224,15 +211,13 @@ class Results:
 
     def _log(self, result: StepResult, step_s: float) -> None:
         """Log a step every log_freq steps; in between only a terminal shows it."""
-        config, step, max_steps, now_s = self.config, result.step, self.schedule.max_steps, time.monotonic()
-        left = max_steps - step - 1
-        if self.second_step is None:  # the first step compiles and warms up, so its speed is not typical
-            self.second_step = step + 1, now_s
-            left_s = left * step_s
-        else:
-            left_s = left * (now_s - self.second_step[1]) / (step + 1 - self.second_step[0])
+        step, max_steps, now_s = result.step, self.schedule.max_steps, time.monotonic()
+        steps_left = max_steps - step - 1
         self.totals.add(result, step_s)
-        speed, elapsed_s = config.total_batch_size / step_s, self.state.total_s()
+        is_first = self.totals.steps == 1  # which compiles and warms up, so its speed is not typical
+        self.first_ended_s = now_s if is_first else self.first_ended_s
+        left_s = steps_left * (step_s if is_first else (now_s - self.first_ended_s) / (self.totals.steps - 1))
+        speed, elapsed_s = self.config.total_batch_size / step_s, self.state.total_s()
         mfu, cost = self.mfu(speed), self.cost(elapsed_s)
         line = (
             f"step {step:>{len(str(max_steps))}}/{max_steps} | loss {result.loss:.4f} | lr {result.lr:.2e} | "
@@ -241,43 +226,24 @@ class Results:
             + (f"cost {cost:,.2f} | " if cost is not None else "")
             + f"{(step + 1) / max_steps:.1%} | ETA {duration_text(left_s)}"
         )
-        if step % config.log_freq == 0 or not left:
+        of_time: dict[str, float | None] = {"step_ms": step_s * 1000, "steps_per_second": 1 / step_s}
+        of_time |= {"tokens_per_second": speed, "mfu": mfu, "cost": cost}
+        if step % self.config.log_freq == 0 or not steps_left:
+            loss_z = result.loss_z if math.isfinite(result.loss_z) else None
             self.log.record(
-                step,
-                line,
-                loss=result.loss,
-                lr=result.lr,
-                grad_norm=result.grad_norm,
-                loss_z=result.loss_z if math.isfinite(result.loss_z) else None,
-                step_ms=step_s * 1000,
-                steps_per_second=1 / step_s,
-                tokens_per_second=speed,
-                mfu=mfu,
-                cost=cost,
-                memory_gb=peak_memory_bytes(self.ranks.device) / 1e9,
-                epoch=self.schedule.epochs(result.rows),
-            )
+                step, line, loss=result.loss, lr=result.lr, grad_norm=result.grad_norm, loss_z=loss_z, **of_time,
+                memory_gb=peak_memory_bytes(self.ranks.device) / 1e9, epoch=self.schedule.epochs(result.rows),
+            )  # fmt: skip
         else:
             self.log.show(line)
-        is_first = self.totals.steps == 1  # which compiles
-        self.log.note(
-            doing="training",
-            step=step + 1,
-            loss=result.loss if result.finite else None,
-            tokens_per_second=round(speed),
-            steps_per_second=round(1 / step_s, 3),
-            step_ms=round(step_s * 1000, 1),
-            mfu=mfu,
-            elapsed_s=round(elapsed_s),
-            cost=cost,
-            eta_s=None if is_first else round(left_s),
-            cost_to_go=None if is_first else self.cost(left_s),
-        )
+        left = {} if is_first else {"eta_s": round(left_s), "cost_to_go": self.cost(left_s)}
+        loss = result.loss if result.finite else None
+        self.log.note(doing="training", step=step + 1, loss=loss, elapsed_s=round(elapsed_s), **of_time, **left)
         self.log.beat(is_news=is_first)
 
     def mfu(self, tokens_per_second: float) -> float | None:
         """Return the share of the devices' peak FLOP/s that a speed needs (PaLM, Chowdhery et al. 2022, appendix B)."""
-        peak = peak_flops(self.ranks.device)
+        peak = PEAK_FLOPS.get(device_name(self.ranks.device))
         return tokens_per_second * self.flops_per_token / (peak * self.ranks.world_size) if peak else None
 
     def cost(self, seconds: float) -> float | None:

@@ -26,11 +26,7 @@ class Schedule:
         return rows / (self.steps_per_epoch * self.rows_per_step or self.rows_per_epoch or math.inf)
 
     def tiers(self, step: int, rows: int) -> list[str]:
-        """Return the names, besides latest.pt, under which the state after `step` updates is to be saved.
-
-        Args:
-            rows: consumed by then.
-        """
+        """Return the names, besides latest.pt, of the checkpoint after `step` updates and `rows` consumed rows."""
         names = []
         if step and self.checkpoint_freq and step % self.checkpoint_freq == 0:
             names.append(ROLLING.format(step))
@@ -62,11 +58,7 @@ def learning_rate(config: TrainConfig, step: int, max_steps: int) -> float:
 
 
 def notes_of_decay(config: TrainConfig, schedule: Schedule, checkpoint: dict | None) -> list[str]:
-    """Return lines for the plan: where the cool-down begins, and a learning rate that had already decayed.
-
-    Args:
-        checkpoint: that the run resumes from, if any, on rank 0.
-    """
+    """Return lines for the plan: where the cool-down begins; on rank 0, how a resume raises the learning rate."""
     notes, step = [], checkpoint["step"] if checkpoint else 0
     if (schedule.stable_steps or 0) > step:
         text = f"starts at step {schedule.stable_steps:,}; {STABLE} is saved just before"

@@ -5,7 +5,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +29,7 @@ from steadygpt.checkpoint.files import (
     read_checkpoint,
 )
 from steadygpt.checkpoint.mirror import Mirror, newer_checkpoint, restore_files
-from steadygpt.config import GPTConfig, TrainConfig
+from steadygpt.config import TrainConfig
 from steadygpt.log.status import read_status
 from steadygpt.machine.ranks import Ranks
 from steadygpt.run.places import PLACES, note_of_places, read_places, write_places
@@ -44,7 +44,7 @@ class Start:
 
     path: Path | None = None  # of the checkpoint
     checkpoint: dict | None = None  # tensors on rank 0 only
-    weights: dict | None = None  # a checkpoint of weights only, tensors on rank 0 only, once downloaded
+    weights: dict | None = None  # a checkpoint of weights only; its tensors on rank 0 only, and at first none
     is_fork: bool = False  # the checkpoint is another run's: it stays in its folder, and this run has its own
     run_name: str = ""  # of the run in the folder of the checkpoint; "" for a copy
     renamed: dict[Path, Path] = field(default_factory=dict)  # new names of damaged checkpoints, once the run writes
@@ -57,28 +57,6 @@ class Start:
     @property
     def rows_consumed(self) -> int:
         return self.checkpoint["rows_consumed"] if self.checkpoint else 0
-
-    def downloaded(self, shape: GPTConfig, ranks: Ranks, read_weights: Callable[[str], dict]) -> "Start":
-        """Return this start with the tensors of its weights, which find_start leaves on the Hub.
-
-        Args:
-            shape: of the run; learned positions of a longer context and ids beyond its vocabulary are cropped.
-        """
-        if (weights := self.weights) is None:
-            return self
-
-        def download() -> Start:
-            whole = weights if weights["model"] else read_weights(weights["source"])
-            model = whole["model"]
-            if "wpe.weight" in model:
-                model["wpe.weight"] = model["wpe.weight"][: shape.context_length]
-            if whole["model_config"]["vocab_size"] > shape.vocab_size:
-                for name in ("wte.weight", "lm_head.weight"):
-                    model[name] = model[name][: shape.padded_vocab_size].clone()
-                    model[name][shape.vocab_size :] = 0  # padding rows, as in training
-            return dataclasses.replace(self, weights=whole)
-
-        return shared(ranks.on_main(download), ranks)
 
     def is_finished(self, folder: str, max_steps: int, ranks: Ranks) -> bool:
         """Return whether the checkpoint is the end of the finished run in a folder."""
@@ -101,8 +79,7 @@ def name_of_run(
         return saved, logdir, ""
     wanted = wanted or time.strftime(f"gpt-{STAMP}-{os.getpid()}")
     reserves = config.trains and config.use_tensorboard
-    name = ranks.broadcast(ranks.on_main(lambda: unused_name(wanted, folder, held if reserves else None)))
-    assert name
+    name = ranks.broadcast(ranks.on_main(lambda: unused_name(wanted, folder, held if reserves else None)) or "")
     if start.is_fork:
         logdir = logdir if "logdir" in given else str(Path(logdir, name))
         return name, logdir, labelled("name", f"{name}, a fork of {saved or start.path}; its logs are in {logdir}")
@@ -153,24 +130,20 @@ def check_other_machines(folder: Path, ranks: Ranks) -> None:
 
 
 def find_start(
-    config: TrainConfig, given: Mapping[str, str], ranks: Ranks, held: ExitStack, read_weights: Callable[..., dict]
+    config: TrainConfig, given: Mapping[str, str], ranks: Ranks, held: ExitStack
 ) -> tuple[TrainConfig, Start]:
-    """Find where the run starts; options that are not given come from there.
+    """Find the checkpoint that the run resumes from, if any; options that are not `given` come from there.
 
     A run that resumes locks the folder of its checkpoints until `held` closes.
-
-    Args:
-        given: the options that the command line or its preset gives.
-        read_weights: reads what --init_from names, as a checkpoint of weights only; without tensors if it would have
-            to download them.
     """
     if config.resume not in ("", "latest", "auto", *NAMED):
         config = ranks.broadcast(_in_its_folder(config, given))
     if config.resume in ("latest", "auto") and not config.mirror:  # a mirror has the newest of all machines
         check_other_machines(Path(config.checkpoint_dir), ranks)
-    found = ranks.on_main(lambda: _start_on_main(config, given, held, read_weights))
-    config = ranks.broadcast(found[0] if found else config)
-    return config, shared(found and found[1], ranks)
+    config, start = ranks.on_main(lambda: _start_on_main(config, given, held)) or (config, Start())
+    checkpoint = shared(start.checkpoint, ranks)
+    config, start = ranks.broadcast((config, dataclasses.replace(start, checkpoint=None)))
+    return config, dataclasses.replace(start, checkpoint=checkpoint)
 
 
 def _in_its_folder(config: TrainConfig, given: Mapping[str, str]) -> TrainConfig:
@@ -183,22 +156,13 @@ def _in_its_folder(config: TrainConfig, given: Mapping[str, str]) -> TrainConfig
     return dataclasses.replace(config, resume=which, checkpoint_dir=str(folder))
 
 
-def shared(start: Start | None, ranks: Ranks) -> Start:
-    """Return rank 0's start; on the other ranks its checkpoint or weights lack "model" and "optimizer"."""
-
-    def light(loaded: dict | None) -> dict | None:
-        return loaded and loaded | {"model": {}, "optimizer": {}}
-
-    sent = start and dataclasses.replace(start, checkpoint=light(start.checkpoint), weights=light(start.weights))
-    received = ranks.broadcast(sent)
-    found = start or received
-    assert found
-    return found
+def shared(loaded: dict | None, ranks: Ranks) -> dict | None:
+    """Return rank 0's checkpoint or weights; on the other ranks they lack "model" and "optimizer"."""
+    light = ranks.broadcast(loaded and loaded | {"model": {}, "optimizer": {}})
+    return loaded if ranks.is_main else light
 
 
-def _start_on_main(
-    config: TrainConfig, given: Mapping[str, str], held: ExitStack, read_weights: Callable[..., dict]
-) -> tuple[TrainConfig, Start]:
+def _start_on_main(config: TrainConfig, given: Mapping[str, str], held: ExitStack) -> tuple[TrainConfig, Start]:
     which, folder, found, places = config.resume, Path(config.checkpoint_dir), Found(), dict[str, Any]()
     if which in ("latest", *NAMED) and not folder.is_dir() and not config.mirror:
         raise no_checkpoints(folder)
@@ -234,11 +198,7 @@ def _start_on_main(
         return config, Start(
             found.path, found.checkpoint, is_fork=is_fork, run_name=run_name, renamed=renamed, notes=tuple(notes)
         )
-    if config.init_from == "scratch":
-        return config, Start(notes=tuple(notes))
-    weights = read_weights(config.init_from, download=False)
-    config = initial_config(weights["model_config"], config, given)
-    return config, Start(weights=weights, notes=(*notes, labelled("weights", f"from {config.init_from}")))
+    return config, Start(notes=tuple(notes))
 
 
 def find_newest(config: TrainConfig, given: Mapping[str, str]) -> tuple[Found, dict[str, Any]]:
@@ -300,11 +260,7 @@ def find_newest(config: TrainConfig, given: Mapping[str, str]) -> tuple[Found, d
 def resume_config(
     saved: dict, config: TrainConfig, given: Mapping[str, str], places: Mapping[str, Any] = {}
 ) -> tuple[TrainConfig, list[str]]:
-    """Return the configuration of a resumed run, and a line for each value that differs from the checkpoint's.
-
-    Args:
-        places: the options of PLACES, see read_places().
-    """
+    """Return the configuration of a run that resumes in its `places`, and a line for each value that is not `saved`."""
     taken, changes, options = {}, [], options_of(config)
     saved = saved | {name: places.get(name, getattr(config, name)) for name in PLACES}
     wanted_rows = saved["wanted_rows"]
@@ -339,6 +295,5 @@ def resume_config(
 
 def initial_config(shape: dict, config: TrainConfig, given: Mapping[str, str]) -> TrainConfig:
     """Return the configuration of a run that starts from weights: unset options of the shape come from the weights."""
-    options = options_of(config)
-    taken = {name: value for name, value in shape.items() if name in options and name not in {*given, "dropout"}}
+    taken = {name: value for name, value in shape.items() if name not in {*given, "dropout", "vocab_size"}}
     return dataclasses.replace(config, **taken)

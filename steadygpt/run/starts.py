@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,9 +19,7 @@ from steadygpt.data.order import BLOCK_ROWS, Phase, shares_of_block
 from steadygpt.data.shards import Recorded
 from steadygpt.machine.device import device_name
 from steadygpt.machine.ranks import Ranks
-
-if TYPE_CHECKING:
-    from steadygpt.run.start import Start
+from steadygpt.run.start import Start
 
 
 def phase_of(starts: Sequence[Entry]) -> Phase:
@@ -36,12 +34,11 @@ def phase_of(starts: Sequence[Entry]) -> Phase:
 
 def first_val_set(starts: Sequence[Entry]) -> Recorded | None:
     """Return the validation set that tells which model is best, if there is one yet."""
-    sets = [Recorded(name, *place) for entry in starts for name, place in entry["val_sets"].items()]
-    return sets[0] if sets else None
+    return next((Recorded(name, *place) for entry in starts for name, place in entry["val_sets"].items()), None)
 
 
 def record_start(
-    config: TrainConfig, start: "Start", data: Data, ranks: Ranks, known: Mapping[str, list] | None
+    config: TrainConfig, start: Start, data: Data, ranks: Ranks, known: Mapping[str, list] | None
 ) -> list[Entry]:
     """Return on every rank the record of a run, with an entry for the start that begins now.
 
@@ -50,14 +47,6 @@ def record_start(
             read only by a run that resumes: a new one reads them later, and until then their folder stands for their
             identity; other commands assume that they are what they were.
     """
-    starts = ranks.broadcast(ranks.on_main(lambda: _with_this_start(config, start, data, ranks, known or {})))
-    assert starts
-    return starts
-
-
-def _with_this_start(
-    config: TrainConfig, start: "Start", data: Data, ranks: Ranks, known: Mapping[str, list]
-) -> list[Entry]:
     before, row = start.checkpoint["starts"] if start.checkpoint else [], start.rows_consumed
     assumed = before[-1]["sources"] if before else {}
     if len(assumed) == len(data.sources) == 1:
@@ -66,11 +55,12 @@ def _with_this_start(
     def places(of: Sequence[Source]) -> dict[str, tuple[str, str]]:
         found = {}
         for shards, *_ in of:
-            identity = shards.identity(known, reads=config.trains and bool(before))
+            identity = shards.identity(known or {}, reads=config.trains and bool(before))
             found[shards.name] = shards.folder, identity or assumed.get(shards.name, ("", shards.folder))[1]
         return found
 
-    sources, val_sets = places(data.sources), places(data.val_sets)
+    found = ranks.on_main(lambda: (places(data.sources), places(data.val_sets)))
+    sources, val_sets = ranks.broadcast(found or ({}, {}))
     shares = shares_of(sources, {source.shards.name: source.weight for source in data.sources})
     given = phase_of(before).given_at(row, config.seed) if before else {}
     entry: Entry = {
@@ -92,7 +82,7 @@ def _with_this_start(
             f"the training data is {mixture_text(entry)}, but the checkpoint was trained on "
             f"{mixture_text(before[-1])}; name the same data, or add --allow_changes to switch to this"
         )
-    return [*before, entry]
+    return ranks.broadcast([*before, entry])  # with the threads and the device of rank 0
 
 
 def note_of_start(config: TrainConfig, starts: Sequence[Entry]) -> dict[str, Any]:

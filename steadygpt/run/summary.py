@@ -14,11 +14,7 @@ from steadygpt.run.results import Results
 
 
 def summarize(results: Results, saves: Saves, parameters: int, status: str, reason: str) -> list[str]:
-    """Return how a run has ended, and on rank 0 its summary.
-
-    Args:
-        parameters: of the model.
-    """
+    """Return how a run of a model of so many parameters has ended, and on rank 0 its summary."""
     if (writer := saves.writer) is None:
         return [""]
     config, state, totals = results.config, results.state, results.totals
@@ -29,10 +25,9 @@ def summarize(results: Results, saves: Saves, parameters: int, status: str, reas
     lines = {"time": f"{whole}{seconds_text(start_s)}, {of_steps}"}
     lines["tokens"] = f"{tokens:,}, {tokens / parameters:,.2f} per parameter"
     if speed := totals.steps_per_second():
-        lines["speed"] = (
-            f"{speed * config.total_batch_size:,.0f} tokens/s{here}, {speed:.3g} steps/s, {config.precision}"
-        )
-        if (mfu := results.mfu(speed * config.total_batch_size)) is not None:
+        tokens_per_second = speed * config.total_batch_size
+        lines["speed"] = f"{tokens_per_second:,.0f} tokens/s{here}, {speed:.3g} steps/s, {config.precision}"
+        if (mfu := results.mfu(tokens_per_second)) is not None:
             lines["speed"] += f", mfu {mfu:.1%}"
     lines["loss"] = "none" if state.loss is None else f"{state.loss:.4f}"
     if state.val_loss is not None:

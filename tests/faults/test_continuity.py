@@ -101,7 +101,7 @@ def test_resume_from_an_older_checkpoint_survives_a_kill(reference, file, step, 
     shutil.copytree("reference", name)
     if damaged:
         os.truncate(f"{name}/ckpt/latest.pt", 1000)
-    older = ("--resume", f"{name}/ckpt/{file}", "--logdir", f"{name}/logs")
+    older = ("--resume", f"{name}/ckpt/{file}", *folders(name)[2:])
     killed = Run(*flags, *older, faults=[partial(signal_at, step, number=signal.SIGKILL)])
     assert killed.wait() == [-signal.SIGKILL]
     # The newer checkpoint is kept if it is intact; a corrupt one never becomes the backup.

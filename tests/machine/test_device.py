@@ -73,7 +73,7 @@ def test_rates_are_those_of_the_best_of_several_products(monkeypatch):
 @pytest.mark.parametrize(("name", "tflops"), [("NVIDIA L4", 121), ("NVIDIA L40S", 362), ("NVIDIA RTX A1000", None)])
 def test_peak_flops_match_complete_device_names(name, tflops, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
-    assert device.peak_flops(torch.device("cuda")) == (tflops and tflops * 1e12)
+    assert device.PEAK_FLOPS.get(device.device_name(torch.device("cuda"))) == (tflops and tflops * 1e12)
 
 
 def test_process_age_includes_the_time_before_imports():

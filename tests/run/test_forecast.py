@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from steadygpt.base.text import duration_text
 from steadygpt.config import PRESETS, TrainConfig
 from steadygpt.machine.ranks import Ranks
 from steadygpt.run import forecast as forecasts
-from steadygpt.run.forecast import forecast, measure_step_s, work_per_token
+from steadygpt.run.forecast import measure_step_s, work_per_token
 from steadygpt.run.schedule import Schedule
 
 CONFIG = TrainConfig(precision="bf16", mini_batch_size=16, eval_freq=100, hellaswag_freq=0, gpu_hour_cost=2.5)
@@ -25,6 +26,14 @@ HEAD = 6 * 50257 * 768
 MATRICES = 6 * 12 * 12 * 768 * 768  # of 12 blocks
 EVERYTHING = MODEL.flops_per_token()
 SCHEDULE = Schedule(512, 10**6, 0, max_steps=2000, warmup_steps=10, stable_steps=None)
+
+
+def forecast(config=CONFIG, schedule=SCHEDULE, step=0, val_rows=0, step_s=None, precision="bf16") -> list[str]:
+    plan = SimpleNamespace(
+        config=config, schedule=schedule, ranks=CPU, sketch=MODEL, start=SimpleNamespace(step=step),
+        val_rows=lambda: {"web": val_rows}, precision_elsewhere=precision,
+    )  # fmt: skip
+    return forecasts.forecast(plan, step_s)
 
 
 class Machine:
@@ -53,7 +62,7 @@ def test_step_is_computed_from_shorter_steps(micro_steps, update_s, micro_step_s
 
 
 def test_measured_step_gives_time_and_cost():
-    tokens, time, cost = forecast(CONFIG, SCHEDULE, CPU, MODEL, step=1000, val_rows=1024, step_s=3.6)
+    tokens, time, cost = forecast(step=1000, val_rows=1024, step_s=3.6)
     assert tokens.startswith("tokens       1,048,576,000, 8.4 per parameter; about 20 ")
     # 1,000 steps of 3.6 s are an hour. A validation has 2 x 512 rows, so every 100 steps 2/3 of a step are added.
     assert time == "time         1 h 00 min: 1,000 steps, plus 0.7% for evaluation, at 145,636 tokens/s, measured here"
@@ -62,7 +71,7 @@ def test_measured_step_gives_time_and_cost():
 
 def test_evaluations_are_counted_up_to_the_last_step():
     config = dataclasses.replace(CONFIG, eval_freq=1500, hellaswag_freq=2000)
-    _, time, _ = forecast(config, SCHEDULE, CPU, MODEL, step=0, val_rows=1024, step_s=1.0)
+    _, time, _ = forecast(config, val_rows=1024, step_s=1.0)
     share = (2 * 1024 * 1024 + 1_600_000) / 3 / (2000 * 524288)  # two validations, one HellaSwag
     assert f"2,000 steps, plus {share:.1%} for evaluation" in time
 
@@ -71,7 +80,7 @@ def test_evaluations_are_counted_up_to_the_last_step():
 def test_unmeasured_step_is_derived_from_the_peak_of_the_gpu_in_the_precision(precision, times, monkeypatch):
     monkeypatch.setattr(forecasts, "device_name", lambda device: H100)
     config = dataclasses.replace(CONFIG, precision=precision)
-    _, time, _ = forecast(config, SCHEDULE, CPU, MODEL, step=0, val_rows=0)
+    _, time, _ = forecast(config)
     seconds = times * 2000 * 524288 * EVERYTHING / (0.4 * 989e12 * 4)
     assert time.startswith(f"time         {duration_text(seconds)}: ")
     assert time.endswith(f"if the GPUs reach 40% of their peak in {precision}; run --dry_run measure to time it")
@@ -109,7 +118,7 @@ def test_recomputed_work_is_counted_in_training_but_not_in_evaluation(changes, r
     ("bf16", forecasts.WELL_KNOWN), ("fp32", forecasts.WELL_KNOWN), ("fp8", forecasts.WITH_FP8),
 ])  # fmt: skip
 def test_unknown_device_shows_well_known_gpus_that_have_the_precision(precision, names):
-    _, unknown, *gpus = forecast(CONFIG, SCHEDULE, CPU, MODEL, step=0, val_rows=0, precision_elsewhere=precision)
+    _, unknown, *gpus = forecast(precision=precision)
     assert unknown.endswith("unknown on this device; run --dry_run measure (2,000 steps, plus 0.0% for evaluation)")
     line = rf"time         \d+ \w+ \d+ \w+, cost [\d.]+ on one (.*) in {precision}, if the run fits, at 40% of its peak"
     assert [re.fullmatch(line, gpu)[1] for gpu in gpus] == [*names]
@@ -117,7 +126,7 @@ def test_unknown_device_shows_well_known_gpus_that_have_the_precision(precision,
 
 def test_a_short_run_has_no_forecast_for_other_gpus():
     schedule = dataclasses.replace(SCHEDULE, max_steps=5)
-    assert len(forecast(CONFIG, schedule, CPU, MODEL, step=0, val_rows=0)) == 2
+    assert len(forecast(schedule=schedule)) == 2
 
 
 def test_plan_of_a_cpu_forecasts_bf16_on_gpus_unless_a_precision_is_given(workdir, monkeypatch, capsys):
