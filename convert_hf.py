@@ -153,8 +153,7 @@ def _unwrapped(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 def with_tokenizer(checkpoint: dict, given: TokenizerRecord, path: Path) -> dict:
     """Return the checkpoint with its tokenizer filled in."""
     known = TokenizerRecord.of(checkpoint)
-    if not known.tokenizer:
-        known = given
+    known = known if known.tokenizer else given
     if given.tokenizer not in ("", known.tokenizer):
         raise UserError(f"{path}: its tokenizer is {known}; drop --tokenizer {given.tokenizer}")
     _without_padding(GPTConfig(**checkpoint["model_config"]), given, path)  # checks it
@@ -205,9 +204,8 @@ def _tokenizer_of(folder: Path, source: str, own: dict, config: GPTConfig, store
     if tokenizer.sha256 == GPT2_SHA256 and config.vocab_size in GPT2_ROWS:
         return TokenizerRecord("gpt2", GPT2_SHA256)
     special = {str(i): token for token, i in tokenizer.encoding._special_tokens.items()}
-    begins = (
-        END_OF_TEXT if END_OF_TEXT in special.values() else special.get(str(stored.get("bos_token_id")), END_OF_TEXT)
-    )
+    begins = special.get(str(stored.get("bos_token_id")), END_OF_TEXT)
+    begins = END_OF_TEXT if END_OF_TEXT in special.values() else begins
     record = record._replace(tokenizer_sha256=tokenizer.sha256, document_token=begins)
     return record if tokenizer.n_vocab <= config.vocab_size else TokenizerRecord("")
 
@@ -232,10 +230,6 @@ def check_fits(initial: dict, source: str, config: GPTConfig, record: TokenizerR
     """Check that the weights of --init_from fit the model and the data of a run; their context may be longer.
 
     With the tokenizer of the data, they may also have rows for ids beyond it.
-
-    Args:
-        initial: a checkpoint, as from read_weights.
-        config, record: of the run, and of the tokenizer of its data.
 
     Returns: a line for the plan if the tokenizers cannot be compared, else "".
     """
@@ -334,6 +328,15 @@ def _import(
     return model
 
 
+def _unpadded(config: GPTConfig) -> dict[str, Tensor]:
+    """Return a model's weights on the meta device, without padding and without a tied head."""
+    with torch.device("meta"):
+        model = GPT(config, initialize=False).state_dict()
+    if config.tied_head:
+        del model["lm_head.weight"]
+    return {name: tensor[: config.vocab_size] if name in TABLES else tensor for name, tensor in model.items()}
+
+
 def _read_safetensors(folder: Path, source: str, family: Family) -> dict[str, Tensor]:
     try:
         from safetensors import SafetensorError
@@ -358,19 +361,6 @@ def _read_safetensors(folder: Path, source: str, family: Family) -> dict[str, Te
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# names and layouts
-
-
-def _unpadded(config: GPTConfig) -> dict[str, Tensor]:
-    """Return a model's weights on the meta device, without padding and without a tied head."""
-    with torch.device("meta"):
-        model = GPT(config, initialize=False).state_dict()
-    if config.tied_head:
-        del model["lm_head.weight"]
-    return {name: tensor[: config.vocab_size] if name in TABLES else tensor for name, tensor in model.items()}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # a checkpoint -> a Hugging Face folder
 
 
@@ -389,13 +379,12 @@ def write_folder(checkpoint: dict, folder: Path) -> list[str]:
     family = FAMILIES[kind]
 
     notes, record = [], TokenizerRecord.of(checkpoint)
-    tokenizer: Tokenizer | None = None
-    end_of_text: int | None = None
+    tokenizer: Tokenizer | None
     try:
         tokenizer = load_tokenizer(record)
-        end_of_text = tokenizer.document_id
+        end_of_text: int | None = tokenizer.document_id
     except UserError as error:
-        tokenizer = None
+        tokenizer = end_of_text = None
         notes.append(f"no tokenizer in {folder}: {error}")
 
     has_biases = family.fixed.get("bias", True)  # a class that has biases always has them: missing ones become zeros

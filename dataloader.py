@@ -12,7 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,16 +20,7 @@ import torch
 from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig
 from steadygpt.data.order import BLOCK_ROWS, Phase, key_of, permute
-from steadygpt.data.shards import (
-    MANIFEST,
-    Recorded,
-    Shard,
-    ShardSet,
-    check_shards,
-    identity_of,
-    read_manifest,
-    shard_files,
-)
+from steadygpt.data.shards import MANIFEST, Recorded, Shard, ShardSet, read_manifest, shard_files
 from steadygpt.data.tokenizer import TOKENIZER_JSON, TokenizerRecord, record_named, vocab_size_of
 
 READ_TOKENS = 2**18  # tokens that the thread reads at a time
@@ -45,26 +35,25 @@ class Rows:
     context_length: int
     tokens: list[np.ndarray]  # of each shard
     block_rows = BLOCK_ROWS
-    _block: tuple[int, tuple[np.ndarray, np.ndarray]] | None = None  # the block found last, and its number
+    _block: tuple[int, np.ndarray] | None = None  # the number of the block found last, and what locate() found
 
-    def find_block(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the shards and the first tokens of the rows of a block, each (block_rows,) int64."""
+    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the shards and the first tokens of the rows at the positions of a block, each (block_rows,) int64."""
         raise NotImplementedError
 
     def find(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the shards and the first tokens of rows start, start + 1, ..., each (count,) int64."""
-        shards, firsts = found = np.empty((2, count), np.int64)
-        filled = 0
+        found, filled = np.empty((2, count), np.int64), 0
         while filled < count:
             number, within = divmod(start + filled, self.block_rows)
             block = self._block  # read once, because another loader's thread may replace it
             if block is None or number != block[0]:
-                block = self._block = number, self.find_block(number)
+                positions = np.arange(number * self.block_rows, (number + 1) * self.block_rows)
+                block = self._block = number, np.stack(self.locate(positions))
             end = min(count, filled + self.block_rows - within)
-            for part, of_block in zip(found, block[1], strict=True):
-                part[filled:end] = of_block[within : within + end - filled]
+            found[:, filled:end] = block[1][:, within : within + end - filled]
             filled = end
-        return shards, firsts
+        return found[0], found[1]
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Read rows start, start + 1, ...: (count, context_length + 1) int64 tokens."""
@@ -75,38 +64,32 @@ class Rows:
         return rows
 
 
+@dataclass(eq=False)
 class RowStream(Rows):
-    """The endless stream of the rows of some shards.
+    """The endless stream of the rows of some shards."""
 
-    Args:
-        shards: at least one; those with fewer than context_length + 1 tokens have no row and are skipped.
-        seed: of both shuffles; the order of the shards is drawn for each epoch, that of the rows for each shard too.
-    """
+    shards: Sequence[Shard]  # at least one; those with fewer than context_length + 1 tokens have no row and are skipped
+    context_length: int
+    seed: int = 0  # of both shuffles
+    shuffle_shards: bool = False  # in an order that is drawn for each epoch
+    shuffle_rows: bool = False  # in an order that is drawn for each epoch and shard
 
-    def __init__(
-        self,
-        shards: Sequence[Shard],
-        context_length: int,
-        seed: int = 0,
-        shuffle_shards: bool = False,
-        shuffle_rows: bool = False,
-    ):
-        self.context_length, self.seed = context_length, seed
-        self.shuffle_shards, self.shuffle_rows = shuffle_shards, shuffle_rows
-        self.shards = [shard for shard in shards if shard.num_tokens > context_length]
+    def __post_init__(self):
+        T, longest = self.context_length, max(self.shards, key=lambda shard: shard.num_tokens)
+        if longest.num_tokens <= T:
+            raise UserError(
+                f"{longest.path.parent}: no shard has {T + 1:,} tokens, one row of --context_length {T:,} and its last "
+                f"target; the longest has {longest.num_tokens:,}"
+            )
+        self.shards = [shard for shard in self.shards if shard.num_tokens > T]
         # Plain arrays, because slicing a memmap costs more than copying a row.
         self.tokens = [shard.tokens().view(np.ndarray) for shard in self.shards]
-        self.num_rows = np.array([(len(tokens) - 1) // context_length for tokens in self.tokens], np.int64)
+        self.num_rows = np.array([(len(tokens) - 1) // T for tokens in self.tokens], np.int64)
         self.rows_per_epoch = int(self.num_rows.sum())
         self.block_rows = min(BLOCK_ROWS, self.rows_per_epoch)
-        if not self.rows_per_epoch:
-            raise UserError(
-                f"{shards[0].path.parent}: no shard has {context_length + 1:,} tokens, one row of --context_length "
-                f"{context_length:,} and its last target; the longest has {max(s.num_tokens for s in shards):,}"
-            )
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the shards and the rows within them of positions (n,) in the stream, each (n,) int64."""
+        """Return the shards and the first tokens of the rows at positions (n,) in the stream, each (n,) int64."""
         shard, row = np.empty_like(positions), np.empty_like(positions)
         epochs, within = np.divmod(positions, self.rows_per_epoch)
         for epoch in np.unique(epochs):
@@ -121,10 +104,6 @@ class RowStream(Rows):
             for s in np.unique(shard[here]) if self.shuffle_rows else ():
                 of_shard = here & (shard == s)
                 row[of_shard] = permute(row[of_shard], int(self.num_rows[s]), key_of(self.seed, int(epoch), int(s)))
-        return shard, row
-
-    def find_block(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        shard, row = self.locate(np.arange(number * self.block_rows, (number + 1) * self.block_rows))
         return shard, row * self.context_length
 
 
@@ -135,10 +114,8 @@ class Spread(Rows):
         self.stream, self.count, self.block_rows = stream, count, min(BLOCK_ROWS, count)
         self.context_length, self.tokens = stream.context_length, stream.tokens
 
-    def find_block(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        places = np.arange(number * self.block_rows, (number + 1) * self.block_rows)
-        shard, row = self.stream.locate(places * self.stream.rows_per_epoch // self.count)
-        return shard, row * self.context_length
+    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return self.stream.locate(positions * self.stream.rows_per_epoch // self.count)
 
 
 class Mixture(Rows):
@@ -153,7 +130,8 @@ class Mixture(Rows):
         self.context_length = self.streams[0].context_length
         self.tokens = [tokens for stream in self.streams for tokens in stream.tokens]
 
-    def find_block(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        number = int(positions[0]) // BLOCK_ROWS
         given, order = self.phase.given_before(number), self.phase.order(number, self.seed)
         shards, firsts = np.empty((2, BLOCK_ROWS), np.int64)
         first_shard = 0
@@ -172,32 +150,27 @@ class Mixture(Rows):
 # the batches
 
 
+@dataclass(eq=False)
 class BatchLoader:
     """Micro-batches of one rank, read ahead by a thread into pinned memory.
 
-    From start_row on, each mini_batch_size rows are a micro-batch, and the ranks take turns.
-
-    Args:
-        in_turn: micro-batches that a rank takes in its turn. With the micro-steps of a step, all ranks together take
-            the same micro-batches in a step whatever their number.
+    From start_row on, each mini_batch_size rows are a micro-batch, and the ranks take turns of in_turn micro-batches.
+    With the micro-steps of a step, all ranks together take the same micro-batches in a step whatever their number.
     """
 
-    def __init__(
-        self,
-        stream: Rows,
-        mini_batch_size: int,
-        start_row: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-        device: torch.device | str = "cpu",
-        in_turn: int = 1,
-    ):
-        self.stream, self.mini_batch_size, self.device = stream, mini_batch_size, torch.device(device)
-        self.start_row, self.rank, self.world_size, self.in_turn = start_row, rank, world_size, in_turn
+    stream: Rows
+    mini_batch_size: int
+    start_row: int = 0
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device | str = "cpu"
+    in_turn: int = 1
+
+    def __post_init__(self):
         self.submitted = 0  # micro-batches of this rank
         self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         # The thread reads several small micro-batches at a time, because waking it takes longer than reading one.
-        self.at_once = min(32, max(1, READ_TOKENS // (mini_batch_size * stream.context_length)))
+        self.at_once = min(32, max(1, READ_TOKENS // (self.mini_batch_size * self.stream.context_length)))
         self.ready: deque[torch.Tensor] = deque()
         self.pending: deque[Future] = deque()
         for _ in range(2):
@@ -213,7 +186,7 @@ class BatchLoader:
         micro_batch = (turn * self.world_size + self.rank) * self.in_turn + within  # among those of all ranks
         start = self.start_row + micro_batch * self.mini_batch_size
         rows = torch.from_numpy(self.stream.read(start, self.mini_batch_size))
-        return rows.pin_memory() if self.device.type == "cuda" else rows
+        return rows.pin_memory() if torch.device(self.device).type == "cuda" else rows
 
     def next(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the next inputs and targets on the device, each (mini_batch_size, context_length) int64."""
@@ -269,20 +242,12 @@ class Data:
         """Rows of the only source; 0 of a mixture, whose sources have epochs of their own."""
         return self.sources[0].rows.rows_per_epoch if len(self.sources) == 1 else 0
 
-    def mixture(self, phase: Phase, places: Mapping[str, Sequence[str]], seed: int) -> Mixture:
-        """Return the rows to train on.
-
-        Args:
-            places: name -> (folder, identity) of each source.
-        """
-        return Mixture({places[shards.name][1]: rows for shards, rows, _ in self.sources}, phase, seed)
-
 
 def open_data(
     config: TrainConfig,
     saved: TokenizerRecord | None = None,
     first_set: Recorded | None = None,
-    known: Mapping[str, Sequence[list]] = MappingProxyType({}),
+    known: Mapping[str, Sequence[list]] = {},
 ) -> Data:
     """Find the shards of a run and map them into memory. A plan of a known number of steps does without them.
 
@@ -299,24 +264,23 @@ def open_data(
                 f"{folder}: no such folder, but the checkpoint was trained on its shards; put them back, or give their "
                 f"new place with {option}"
             )
-    if config.plans_without_data and not any(has_shards(folder) for folder, _ in places.values()):
+    folders = [Path(folder) for folder, _ in places.values()]
+    if config.plans_without_data and not any(read_manifest(f) or shard_files(f, "train") for f in folders):
         name = config.tokenizer
         record = TokenizerRecord(name) if name.startswith("bpe:") else record_named("gpt2" if name == "auto" else name)
         return Data((), (), record, vocab_size_of(record))
     try:
-        found = {name: ShardSet.find(name, folder, "train") for name, (folder, _) in places.items()}
+        found = [ShardSet.find(name, folder, "train") for name, (folder, _) in places.items()]
     except UserError as error:
         if config.dry_run == "measure" and not config.resume:
             raise UserError(f"{error}. --dry_run without measure plans without data") from error
         raise
-    val_sets = find_val_sets(config, [*found.values()], first_set, known) if config.eval_freq else []
-    record, vocab_size = tokenizer_of([*found.values(), *val_sets], config.tokenizer, saved)
+    val_sets = find_val_sets(config, found, first_set, known) if config.eval_freq else []
+    record, vocab_size = tokenizer_of([*found, *val_sets], config.tokenizer, saved)
     seed, shuffled = config.seed, (config.shuffle_shards, config.shuffle_rows)
-    found = {name: shards.for_vocab(vocab_size) for name, shards in found.items()}
-    sources = tuple(
-        Source(shards, RowStream(shards.shards, T, seed, *shuffled), places[name][1]) for name, shards in found.items()
-    )
-    val_sets = [shards.for_vocab(vocab_size) for shards in val_sets]
+    found = [s.for_vocab(vocab_size) for s in found]
+    val_sets = [s.for_vocab(vocab_size) for s in val_sets]
+    sources = tuple(Source(s, RowStream(s.shards, T, seed, *shuffled), places[s.name][1]) for s in found)
     return Data(sources, tuple(Source(s, RowStream(s.shards, T)) for s in val_sets), record, vocab_size)
 
 
@@ -335,8 +299,7 @@ def recorded_sources(entry: Mapping[str, Any], step: int, known: Mapping[str, Se
                 "training did, or put a link to their new place there"
             )
         shards = ShardSet.find(name, folder, "train").for_vocab(options["vocab_size"])
-        checked = check_shards(shards.shards, shards.manifest, any_id, known.get(shards.key, ()))
-        if (found := identity_of(sha for *_, sha in checked)) != identity:
+        if (found := shards.identity({shards.key: shards.check(any_id, known)}, reads=False)) != identity:
             raise UserError(
                 f"{folder}: not the shards that step {step:,} trained on; found SHA-256 {found[:12]}..., expected "
                 f"{identity[:12]}...; copy those back"
@@ -345,11 +308,6 @@ def recorded_sources(entry: Mapping[str, Any], step: int, known: Mapping[str, Se
         rows = RowStream(shards.shards, options["context_length"], options["seed"], *shuffled)
         sources.append(Source(shards, rows))
     return tuple(sources)
-
-
-def has_shards(folder: str) -> bool:
-    """Whether a folder has been prepared, or has shards of another tool."""
-    return read_manifest(Path(folder)) is not None or bool(shard_files(Path(folder), "train"))
 
 
 def find_val_sets(

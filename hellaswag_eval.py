@@ -233,8 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         path, checkpoint = open_checkpoint(options.checkpoint, Path(options.checkpoint_dir))
         model, tokenizer = load_model(checkpoint).to(ranks.device), load_tokenizer(TokenizerRecord.of(checkpoint))
         sizes = model.config.context_length, model.config.embd_size, model.config.mlp_size
-        choice = choose_precision(options.precision, ranks.device, *sizes)
-        precision, _ = ranks.broadcast(choice)
+        precision, _ = ranks.broadcast(choose_precision(options.precision, ranks.device, *sizes))
         for name, file in tasks.items():
             examples = load_examples(name, file, options.style)[: options.limit]
             trees = tokenize(examples, tokenizer, model.config.context_length)

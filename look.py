@@ -21,7 +21,7 @@ from steadygpt.base.options import ModelOptions, UserError, option, options_of, 
 from steadygpt.base.progress import ProgressBar
 from steadygpt.base.text import printable
 from steadygpt.checkpoint.files import checkpoint_files, nearest_checkpoint, open_checkpoint
-from steadygpt.data.shards import Shard, ShardSet, check_shards, shard_files
+from steadygpt.data.shards import Shard, ShardSet, shard_files
 from steadygpt.data.survey import Survey, read_tokens, repeated, survey_split
 from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer
 from steadygpt.machine.device import autocast, choose_precision, evaluating
@@ -128,7 +128,7 @@ def look_at_folder(options: LookOptions) -> None:
     tokenizer = load_tokenizer(record, folder)
     sets = [found.for_vocab(tokenizer.n_vocab) for found in sets]
     for found in sets:
-        check_shards(found.shards, found.manifest, tokenizer.n_vocab)
+        found.check(tokenizer.n_vocab)
     splits = {found.split: found.shards for found in sets}
     total = sum(shard.num_tokens for shards in splits.values() for shard in shards)
     with ProgressBar(desc="reading", total=total, unit=" tokens", delay=3) as bar:

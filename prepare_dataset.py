@@ -41,7 +41,7 @@ from steadygpt.base.typed import Count, read_json
 from steadygpt.data.documents import NO_TEXT, Chunk, Position, cut_document, read_documents, repair, suffix_of
 from steadygpt.data.ids import check_ids
 from steadygpt.data.shards import DEFAULT_FOLDER, MANIFEST, ShardEntry, open_shard, token_dtype, write_shard
-from steadygpt.data.sources import FINEWEB_EDU, STDLIB, Source, find_source
+from steadygpt.data.sources import FINEWEB_EDU, STDLIB, Source, find_source, fingerprint
 from steadygpt.data.tokenizer import (
     END_OF_TEXT,
     GPT2_SHA256,
@@ -235,7 +235,7 @@ def trained_json(options: PrepareOptions, source: Source, out: Path) -> str:
             f"{source.names[0]}: holds token ids; --tokenizer is {options.tokenizer}, expected the one that wrote them"
         )
     asked = {"tokenizer": options.tokenizer, "tokenizer_bytes": limit, "text_field": options.text_field}
-    asked |= {"commit": source.commit, "files": source.fingerprint()}
+    asked |= {"commit": source.commit, "files": fingerprint(source.identities)}
     with suppress(OSError, UserError):  # nothing finished
         earlier = read_json(out / MANIFEST, dict, "")
         if asked.items() <= earlier.items():
@@ -285,18 +285,15 @@ class Manifest:
             raise UserError(
                 f"{source.names[0]}: holds token ids; name the tokenizer that wrote them with --tokenizer, such as gpt2"
             )
-        val_tokens, val_bytes = options.val_tokens, 0
         total = sum(size for _, size, *_ in source.identities)  # as stored; 0 if not known
-        if val_tokens is None and not source.holds_ids:
-            val_bytes = min(VAL_BYTES, math.ceil(total / 40) or VAL_BYTES)
+        val_by_bytes = options.val_tokens is None and not source.holds_ids
         record, vocab_size = obtain_tokenizer(options, source, out)
-        asked = {key: getattr(options, key) for key in ("source", "name", "shard_size", "text_field")}
+        asked = {key: getattr(options, key) for key in ("source", "name", "shard_size", "val_tokens", "text_field")}
         found: dict[str, Any] = {
             "commit": source.commit,
-            "files": source.fingerprint(),
+            "files": fingerprint(source.identities),
             "dtype": token_dtype(vocab_size).name,
-            "val_tokens": val_tokens,
-            "val_bytes": val_bytes,
+            "val_bytes": min(VAL_BYTES, math.ceil(total / 40) or VAL_BYTES) if val_by_bytes else 0,
             **{key: getattr(record, key) for key in ("tokenizer", "tokenizer_sha256", "document_token")},
         }
         if record.tokenizer.startswith("bpe:"):
@@ -390,8 +387,6 @@ def write_shards(
     Args:
         encoded: batches and their ids, from the batch at manifest.next on.
         release: is called with a file number once all files before it are in shards.
-
-    Raises: UserError when val leaves no tokens for train; OSError when a shard cannot be written.
     """
     buffer = np.empty(manifest.shard_size, manifest.dtype)
     filled, taken, text_bytes = 0, manifest.next["skip_tokens"], manifest.next["text_bytes"]
@@ -419,11 +414,9 @@ def write_shards(
         text_bytes += text_bytes_here
     num_tokens = manifest.tokens + filled
     if manifest.val_tokens is None or num_tokens <= manifest.val_tokens:
-        val = (
-            f"a val split of {counted(manifest.val_bytes, 'byte')}"
-            if manifest.val_bytes
-            else f"--val_tokens {manifest.val_tokens}"
-        )
+        val = f"--val_tokens {manifest.val_tokens}"
+        if manifest.val_bytes:
+            val = f"a val split of {counted(manifest.val_bytes, 'byte')}"
         for path in [*(out / shard["file"] for shard in manifest.shards), out / MANIFEST]:
             path.unlink()
         if not num_tokens:
@@ -445,17 +438,16 @@ def write_shards(
 def parse_args(argv: Sequence[str] | None) -> PrepareOptions:
     """Parse the command line; fill in name and folder."""
     options = parse_options(PrepareOptions, argv, DESCRIPTION, ELSEWHERE)
-    name = options.name or default_name(options.source)
+    is_default = options.source == "fineweb-edu"
+    name = options.name or ("edufineweb" if is_default else default_name(options.source))
     if not re.fullmatch(r"[\w.-]+", name):
         raise OptionError("name", repr(name), "only letters, digits and . _ -")
-    out = options.out or str(DEFAULT_FOLDER if options.source == "fineweb-edu" else Path("data", name))
+    out = options.out or str(DEFAULT_FOLDER if is_default else Path("data", name))
     return dataclasses.replace(options, name=name, out=out)
 
 
 def default_name(source: str) -> str:
     """Return the last part of a source without wildcards and suffix."""
-    if source == "fineweb-edu":
-        return "edufineweb"
     path = Path(re.split("[:@]", source)[1]) if source.startswith("hf:") else Path(source)
     last = Path(os.path.realpath(Path(*takewhile(lambda part: not glob.has_magic(part), path.parts)))).name
     return re.sub(r"[^\w.-]+", "_", last.removesuffix(suffix_of(last))) or "corpus"
@@ -533,11 +525,7 @@ def show_progress(
 
 
 def write_missing(source: Source, manifest: Manifest, out: Path, options: PrepareOptions) -> None:
-    """Write the shards that `manifest` lacks.
-
-    Raises: UserError, also if another command has written shards meanwhile; OSError when a shard or a download
-        cannot be written.
-    """
+    """Write the shards that `manifest` lacks."""
     start = Position(*(manifest.next[key] for key in Position._fields))
     before, total = sum(source.sizes[: start.file]), sum(source.sizes)
     with ExitStack() as stack:
@@ -573,15 +561,15 @@ def prepare(options: PrepareOptions, out: Path) -> Manifest:
         for path in () if source.remote else source.paths:
             if path.resolve().is_relative_to(out.resolve()):
                 raise UserError(f"{path}: a file of --source in the folder for the shards, {out}; give another --out")
-        if manifest and manifest.files != source.fingerprint():
+        files = fingerprint(source.identities)
+        if manifest and manifest.files != files:
             raise UserError(
-                f"{out}: prepared with {manifest.files} of {source.name}, but now found {source.fingerprint()}; "
+                f"{out}: prepared with {manifest.files} of {source.name}, but now found {files}; "
                 f"restore the files, use a different --out, or empty {out}"
             )
         if not (manifest and manifest.complete):
             source.check(options.text_field)
-        manifest = manifest or Manifest.begin(options, source, out)
-        if not manifest.complete:
+            manifest = manifest or Manifest.begin(options, source, out)
             if found := expected(source, manifest, out):
                 if manifest.val_tokens is None and source.holds_ids:
                     manifest.val_tokens = min(manifest.shard_size, math.ceil(found[0] / 40))

@@ -149,7 +149,9 @@ def build_run(plan: Plan, log: RunLog, held: ExitStack) -> Run:
     gradient_sum = GradientSum(list(model.parameters()), ranks) if config.deterministic else None
     if ranks.world_size > 1 and config.sharding == "ddp" and not gradient_sum:
         forward = parallel.replicate(forward, ranks)
-    rows = data.mixture(phase_of(starts), starts[-1]["sources"], config.seed)
+    places = starts[-1]["sources"]
+    streams = {places[shards.name][1]: stream for shards, stream, _ in data.sources}  # by identity
+    rows = Mixture(streams, phase_of(starts), config.seed)
     judge = Judge(config, device, state.recent_losses, state.bad_steps)
     delay = int(device.type == "cuda" and skips_on_device(optimizer, device))  # the GPU runs a step ahead of the host
     results = Results(config, ranks, schedule, state, log, plan.sketch.flops_per_token(), delay, repeats)

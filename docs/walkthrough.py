@@ -93,7 +93,7 @@ def show_data() -> None:
     print(f"\nrows       ({len(tokens)} - 1) // 16 = {source.rows.rows_per_epoch}")
     for row in range(3):
         print(f"row {row}      {tokenizer.decode(tokens[16 * row : 16 * row + 17].tolist())!r}")
-    _, order = source.rows.locate(np.arange(32))
+    order = source.rows.locate(np.arange(32))[1] // 16
     print(f"\nepoch 0    {order[:16]}\nepoch 1    {order[16:]}\n")
     with contextlib.closing(run.training_batches()) as batches:
         for micro_step in range(2):

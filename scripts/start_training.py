@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from steadygpt.base.options import UserError, run_cli
 from steadygpt.base.text import printable
 from steadygpt.config import PRESETS, TrainConfig, parse_args
-from steadygpt.data.shards import MANIFEST, find_shards, read_manifest
+from steadygpt.data.shards import MANIFEST, ShardSet
 from steadygpt.log.status import read_status
 from steadygpt.run.places import read_places
 
@@ -79,9 +79,9 @@ def prepared_data(root: Path) -> dict[str, str]:
     found = {}
     for folder in (root, *sorted(root.glob("*/"))):
         try:
-            manifest = read_manifest(folder)
-            tokens = sum(shard.num_tokens for shard in find_shards(folder, "train", manifest))
-            found[str(folder)] = f"{tokens:,} training tokens ({manifest['tokenizer'] if manifest else 'no manifest'})"
+            data = ShardSet.find("", str(folder), "train")
+            about = data.manifest["tokenizer"] if data.manifest else "no manifest"
+            found[str(folder)] = f"{data.num_tokens:,} training tokens ({about})"
         except UserError as error:
             if (folder / MANIFEST).exists():
                 print(printable(f"skipped {error}"))

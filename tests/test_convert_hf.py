@@ -24,7 +24,7 @@ from steadygpt.base import retry
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint.files import find_checkpoint
 from steadygpt.convert.families import TABLES, resolved
-from steadygpt.data.shards import find_shards
+from steadygpt.data.shards import ShardSet
 from steadygpt.data.tokenizer import END_OF_TEXT, GPT2_SHA256, TokenizerRecord, get_tokenizer
 from steadygpt.data.tokenizer_json import to_json
 
@@ -454,7 +454,7 @@ def test_ten_steps_equal_a_plain_loop_over_transformers(which, workdir):
     others = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
-    rows, losses = RowStream(find_shards(Path("data"), "train", None), 16, 1337, True, True), []
+    rows, losses = RowStream(ShardSet.find("", "data", "train").shards, 16, 1337, True, True), []
     for step in range(10):
         batch = torch.from_numpy(rows.read(4 * step, 4))
         loss = torch.nn.functional.cross_entropy(model(batch[:, :-1]).logits.flatten(0, 1), batch[:, 1:].flatten())

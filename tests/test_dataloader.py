@@ -24,8 +24,6 @@ from steadygpt.data.order import key_of, permute
 from steadygpt.data.shards import (
     Shard,
     ShardSet,
-    check_shards,
-    find_shards,
     open_shard,
     read_manifest,
     token_dtype,
@@ -218,8 +216,8 @@ def test_shards_are_selected_by_split_and_sorted_by_name(tmp_path):
     for name in ("a_train_000002.npy", "a_train_000001.npy", "a_val_000000.npy", "training.npy"):
         write_shard(tmp_path / name, np.zeros(9, np.uint16))
     (tmp_path / "a_train_notes.txt").write_text("")
-    assert [s.path.name for s in find_shards(tmp_path, "train", None)] == ["a_train_000001.npy", "a_train_000002.npy"]
-    assert [s.path.name for s in find_shards(tmp_path, "val", None)] == ["a_val_000000.npy"]
+    assert [shard.path.name for shard in train_shards(tmp_path).shards] == ["a_train_000001.npy", "a_train_000002.npy"]
+    assert [shard.path.name for shard in ShardSet.find("", str(tmp_path), "val").shards] == ["a_val_000000.npy"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -261,25 +259,25 @@ def test_damaged_shards_are_rejected(tmp_path):
 def test_missing_shards_name_the_command_that_writes_them(tmp_path):
     default = TrainConfig(data_dir="data/edu_fineweb10B")
     without_download = "'python prepare_dataset.py --source stdlib --tokenizer bytes --out data/stdlib'"
-    refused(lambda: find_shards(Path(default.data_dir), "train", None), "'python prepare_dataset.py'", without_download)
+    refused(lambda: train_shards(default.data_dir), "'python prepare_dataset.py'", without_download)
     elsewhere = "'python prepare_dataset.py --source ... --out data/nowhere'"
-    refused(lambda: find_shards(Path("data/nowhere"), "train", None), "no train shards", elsewhere, without_download)
-    refused(lambda: find_shards(tmp_path, "val", None), "no val shards", "--eval_freq 0")
+    refused(lambda: train_shards("data/nowhere"), "no train shards", elsewhere, without_download)
+    refused(lambda: ShardSet.find("", str(tmp_path), "val"), "no val shards", "--eval_freq 0")
 
 
-def train_shards(folder: Path) -> list[Shard]:
-    return find_shards(folder, "train", read_manifest(folder))
+def train_shards(folder: Path | str) -> ShardSet:
+    return ShardSet.find("", str(folder), "train")
 
 
 def test_shards_that_differ_from_the_manifest_are_rejected(tmp_path):
     write_data(tmp_path)
-    shards, manifest = train_shards(tmp_path), read_manifest(tmp_path)
-    check_shards(shards, manifest, 257)
+    shards = train_shards(tmp_path)
+    shards.check(257)
     path = tmp_path / "tiny_train_000002.npy"
     content = bytearray(path.read_bytes())
     content[-3] ^= 1
     path.write_bytes(content)
-    refused(lambda: check_shards(shards, manifest, 257), "tiny_train_000002.npy", "SHA-256")
+    refused(lambda: shards.check(257), "tiny_train_000002.npy", "SHA-256")
     write_shard(path, np.zeros(3, np.uint16))
     refused(lambda: train_shards(tmp_path), "tiny_train_000002.npy", "3 tokens", "500")
     path.unlink()
@@ -290,20 +288,20 @@ def test_shards_that_differ_from_the_manifest_are_rejected(tmp_path):
 
 def test_a_token_outside_the_vocabulary_is_reported_with_its_position(tmp_path):
     np.save(tmp_path / "a_train_000000.npy", np.array([5, -1], np.int16))
-    refused(lambda: check_shards(train_shards(tmp_path), None, 257), "token 1 is -1")
+    refused(lambda: train_shards(tmp_path).check(257), "token 1 is -1")
     for number in (0, 2, 1):  # the first of several bad shards is reported
         tokens = np.zeros(2**24 + 10 if number == 1 else 10, np.uint16)  # checked in parts
         tokens[-5] = 700 * (number > 0)
         write_shard(tmp_path / f"a_train_00000{number}.npy", tokens)
     shards = train_shards(tmp_path)
-    refused(lambda: check_shards(shards, None, 257), "a_train_000001.npy", "token 16,777,221 is 700", "257")
-    check_shards(shards, None, 701)
+    refused(lambda: shards.check(257), "a_train_000001.npy", "token 16,777,221 is 700", "257")
+    shards.check(701)
 
 
 def test_shards_that_the_manifest_does_not_list_are_ignored(tmp_path):
     write_data(tmp_path)
     (tmp_path / "stray_train_000009.npy").write_bytes(b"not even a shard")
-    assert [shard.num_tokens for shard in train_shards(tmp_path)] == [700, 500]
+    assert [shard.num_tokens for shard in train_shards(tmp_path).shards] == [700, 500]
 
 
 ENTRY = {"file": "a_train_0.npy", "split": "train", "tokens": 9, "sha256": "0"}
@@ -333,11 +331,11 @@ def test_a_malformed_or_unfinished_manifest_is_rejected(tmp_path, text, words):
 
 def test_shards_without_a_whole_row_are_rejected(tmp_path):
     write_shard(tmp_path / "a_train_000000.npy", np.zeros(16, np.uint16))
-    shards = train_shards(tmp_path)
+    shards = train_shards(tmp_path).shards
     refused(lambda: RowStream(shards, 16), "17 tokens", "--context_length 16", "16")
     assert RowStream(shards, 15).rows_per_epoch == 1
     write_shard(tmp_path / "b_train_000001.npy", np.zeros(0, np.uint16))
-    check_shards(train_shards(tmp_path), None, 257)  # also without any token
+    train_shards(tmp_path).check(257)  # also without any token
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -346,13 +344,14 @@ def test_shards_without_a_whole_row_are_rejected(tmp_path):
 
 def test_a_file_with_a_known_name_size_and_time_is_not_read_again(tmp_path, monkeypatch):
     write_data(tmp_path)
-    known = check_shards(train_shards(tmp_path), None, 257)
+    shards = train_shards(tmp_path)
+    known = {shards.key: shards.check(257)}
     read = []
     monkeypatch.setattr(Shard, "tokens", lambda shard: read.append(shard.path.name) or np.zeros(1, np.uint16))
-    assert check_shards(train_shards(tmp_path), None, 257, known) == known
+    assert shards.check(257, known) == known[shards.key]
     assert read == []
     os.utime(tmp_path / "tiny_train_000002.npy")
-    check_shards(train_shards(tmp_path), None, 257, known)
+    shards.check(257, known)
     assert read == ["tiny_train_000002.npy"]
 
 
@@ -366,7 +365,7 @@ def test_data_is_the_same_by_the_sums_of_its_shards(tmp_path):
     assert len({there, *(identity_of("other", **options) for options in others)}) == 4
     assert identity_of("one", num_tokens=(300, 700, 500)) == there  # the val shard does not count
     found = ShardSet.find("any", str(tmp_path / "one"), "train")
-    known = {found.key: check_shards(found.shards, found.manifest, 257)}
+    known = {found.key: found.check(257)}
     (tmp_path / "one/manifest.json").unlink()
     foreign = ShardSet.find("any", str(tmp_path / "one"), "train")
     assert foreign.identity({}, reads=False) == ""

@@ -22,7 +22,7 @@ from steadygpt.base.options import UserError
 from steadygpt.data import documents as chunks
 from steadygpt.data import sources
 from steadygpt.data.documents import Chunk, Position
-from steadygpt.data.shards import check_shards, find_shards, read_manifest
+from steadygpt.data.shards import ShardSet, read_manifest
 from steadygpt.data.tokenizer import END_OF_TEXT, TokenizerRecord
 
 END = 256  # <|endoftext|> of the byte tokenizer
@@ -91,8 +91,8 @@ def test_shards_hold_every_document_after_end_of_text_and_are_not_written_twice(
     assert (manifest["tokens"], manifest["documents"]) == (len(ids_expected(TEXTS)), len(TEXTS))
     assert [(s["split"], s["tokens"]) for s in manifest["shards"][:3]] == [("val", 100), ("val", 50), ("train", 100)]
     assert [s["file"] for s in manifest["shards"][1:3]] == ["docs_val_000001.npy", "docs_train_000002.npy"]
-    shards = find_shards(jsonl / "out", "train", manifest) + find_shards(jsonl / "out", "val", manifest)
-    check_shards(shards, manifest, manifest["vocab_size"])
+    for split in ("train", "val"):
+        ShardSet.find("", "out", split).check(manifest["vocab_size"])
     before = {path: path.stat().st_mtime_ns for path in (jsonl / "out").iterdir()}
     capsys.readouterr()
     (jsonl / "out/.download/file").mkdir(parents=True)  # as after a kill behind the last shard

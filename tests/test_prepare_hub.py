@@ -81,7 +81,7 @@ def test_a_stream_goes_on_inside_the_file(some_corpus, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("source", "more", "message"),
     [
-        ("hf:", [], "--source 'hf:' is incomplete; expected hf:NAME"),
+        ("hf:", [], "'hf:' is incomplete; expected NAME or NAME@REVISION"),
         (
             "hf:some/corpus:part",
             ["--text_field", "txt"],

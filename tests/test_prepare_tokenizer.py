@@ -229,7 +229,7 @@ def test_mistakes_are_reported_in_one_line(standin, text, monkeypatch):
         ("hf:some/model", "some/model: has no file tokenizer.json"),
         ("hf:some/none", "some/none: not found on the Hugging Face Hub"),
         ("hf:some/gated", "gated; accept its conditions"),
-        ("hf:some/model@", "is incomplete; expected hf:NAME"),
+        ("hf:some/model@", "'some/model@' is incomplete; expected NAME"),
         ("none.json", "none.json: cannot be read"),
         ("binary.json", "binary.json: cannot be read"),
         ("wordpiece.json", "wordpiece.json: found model WordPiece; expected byte-level BPE"),

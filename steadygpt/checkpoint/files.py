@@ -107,7 +107,7 @@ class Course(TypedDict):
     scaler: Scaler
     epoch: Loss
     world_size: Count
-    data_fingerprint: dict[str, list[tuple[str, int, int, str]]]  # see check_shards
+    data_fingerprint: dict[str, list[tuple[str, int, int, str]]]  # see ShardSet.check
     starts: list[Entry]
     git_commit: str
     peak_memory_bytes: Count

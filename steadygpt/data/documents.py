@@ -140,7 +140,8 @@ def cut_table(file: BinaryIO, text_field: str, start: Position, size: int) -> It
     import pyarrow.parquet as pq
 
     table, is_here = pq.ParquetFile(file), Path(file.name).exists()
-    if not any(f"{column.path}.".startswith(f"{text_field}.") for column in table.schema):
+    wanted = [i for i, column in enumerate(table.schema) if f"{column.path}.".startswith(f"{text_field}.")]
+    if not wanted:
         raise no_text_field(file.name, text_field, table.schema_arrow.names)
     end = 0
     for group in range(table.num_row_groups):
@@ -148,9 +149,7 @@ def cut_table(file: BinaryIO, text_field: str, start: Position, size: int) -> It
         begin, end = end, end + metadata.num_rows
         if end <= max(begin, start.row):
             continue
-        columns = (metadata.column(i) for i in range(metadata.num_columns))
-        sizes = [(f"{column.path_in_schema}.", column.total_uncompressed_size) for column in columns]
-        text_bytes = sum(size for path, size in sizes if path.startswith(f"{text_field}."))
+        text_bytes = sum(metadata.column(i).total_uncompressed_size for i in wanted)
         row = max(begin, start.row)
         values = _column(table, group, text_field, row - begin)
         step = -(-metadata.num_rows // max(1, -(-text_bytes // TABLE_BYTES))) if is_here else ROWS_AT_ONCE

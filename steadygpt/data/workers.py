@@ -25,8 +25,6 @@ def map_in_order(
 
     Args:
         work: is sent to the workers with each item. A single worker is this process.
-
-    Raises: UserError when a worker is killed; what work() raises.
     """
     if num_workers == 1:
         yield from ((item, work(item)) for item in items)

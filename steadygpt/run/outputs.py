@@ -16,7 +16,7 @@ from steadygpt.checkpoint.files import LATEST, check_folder, summary
 from steadygpt.checkpoint.mirror import Mirror, restore_files
 from steadygpt.checkpoint.saves import STALE, CheckpointWriter, Saves, clean_folder
 from steadygpt.checkpoint.uploads import Uploads
-from steadygpt.data.shards import check_listing, check_shards
+from steadygpt.data.shards import check_listing
 from steadygpt.log.runlog import METRICS, RunLog
 from steadygpt.machine.ranks import StopSignal
 from steadygpt.run.memory import checkpoint_bytes
@@ -30,17 +30,13 @@ from steadygpt.run.starts import Entry, note_of_start
 def checked_fingerprint(plan: Plan) -> dict[str, list] | None:
     """Check that every rank has the same shards, and read those that the run has not checked yet.
 
-    Returns: on rank 0 what check_shards found in each set, by its key, and what is known of sets of earlier starts.
+    Returns: on rank 0 what ShardSet.check() found in each set, by its key, and what is known of sets of earlier starts.
     """
     sets, vocab_size, ranks = plan.data.sets, plan.data.vocab_size, plan.ranks
     known = plan.start.checkpoint["data_fingerprint"] if plan.start.checkpoint else {}
     expected = ranks.broadcast({path: about for shards in sets for path, about in shards.listing().items()})
     ranks.on_each(lambda: check_listing(sets, expected))
-
-    def check() -> dict[str, list]:
-        return known | {s.key: check_shards(s.shards, s.manifest, vocab_size, known.get(s.key, ())) for s in sets}
-
-    return ranks.on_main(check)
+    return ranks.on_main(lambda: known | {s.key: s.check(vocab_size, known) for s in sets})
 
 
 def open_saves(

@@ -144,7 +144,7 @@ def test_a_file_read_in_place_has_the_bytes_of_the_file(repo, standin, reads, se
 def test_a_name_stands_for_its_newest_commit_and_a_revision_for_its_own(repo, standin, capsys):
     newer = standin.put("datasets/some/corpus", {FILE: b"newer"})
     assert find_repo("dataset", "some/corpus").commit == newer
-    assert find_repo("dataset", "some/corpus", revision=repo.commit).commit == repo.commit
+    assert find_repo("dataset", f"some/corpus@{repo.commit}").commit == repo.commit
     assert capsys.readouterr().err == ""
     assert find_repo("dataset", "some/corpus", pinned=repo.commit).commit == repo.commit
     assert f"now at commit {newer[:7]}; continuing with the pinned commit {repo.commit[:7]}" in capsys.readouterr().err
@@ -157,16 +157,16 @@ def test_a_renamed_repository_is_told_in_one_line(repo, standin, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "revision", "message"),
+    ("name", "message"),
     [
-        ("no/such", "", "hf:no/such: not found on the Hugging Face Hub, or private; check the"),
-        ("some/corpus", "v9", "hf:some/corpus@v9: no such revision on the Hugging Face Hub"),
-        ("a b", "", "hf:a b: not a name on the Hugging Face Hub; expected NAME or OWNER/NAME"),
+        ("no/such", "hf:no/such: not found on the Hugging Face Hub, or private; check the"),
+        ("some/corpus@v9", "hf:some/corpus@v9: no such revision on the Hugging Face Hub"),
+        ("a b", "hf:a b: not a name on the Hugging Face Hub; expected NAME or OWNER/NAME"),
     ],
 )
-def test_a_wrong_name_is_one_line_without_a_second_try(name, revision, message, repo, standin, capsys):
+def test_a_wrong_name_is_one_line_without_a_second_try(name, message, repo, standin, capsys):
     with pytest.raises(UserError, match=f"^{message}"):
-        find_repo("dataset", name, revision)
+        find_repo("dataset", name)
     assert not retries(capsys)
     assert len(standin.log) <= 1
 

@@ -31,7 +31,7 @@ from steadygpt.checkpoint.files import TrainState, as_checkpoint, check_tensors,
 from steadygpt.checkpoint.mirror import Mirror
 from steadygpt.checkpoint.table import checkpoint_table, details, mirror_table
 from steadygpt.config import TrainConfig, parse_args
-from steadygpt.data.shards import ShardSet, check_shards, open_shard
+from steadygpt.data.shards import ShardSet, open_shard
 from steadygpt.data.tasks import load_examples
 from steadygpt.data.tokenizer import get_tokenizer, load_tokenizer, record_named
 from steadygpt.data.tokenizer_json import to_json
@@ -99,7 +99,7 @@ def test_mutated_shards_are_read_or_refused(tmp_path, name, files):
         path.write_bytes(mutate(original, rng, header))
         try:
             shard = open_shard(path)
-            check_shards([shard], None, vocab_size=300)
+            ShardSet("", "", "train", [shard], None).check(vocab_size=300)
             assert shard.num_tokens == len(shard.tokens())
             read += 1
         except UserError as error:
