@@ -103,11 +103,8 @@ def mirror_table(mirror: Mirror) -> Iterator[str]:
     if not there:
         raise UserError(f"no checkpoints in {mirror.url}; expected the URL that --mirror had")
     sizes = mirror.patiently(mirror.sizes)
-
-    def read() -> bytes:
-        return mirror.patiently(partial(mirror.read, EVALUATIONS)) if EVALUATIONS in sizes else b"{}"
-
-    evaluations, sets, head = table_head(f"{mirror.url}/{EVALUATIONS}", read)
+    read = partial(mirror.read, EVALUATIONS) if EVALUATIONS in sizes else lambda: b"{}"
+    evaluations, sets, head = table_head(f"{mirror.url}/{EVALUATIONS}", partial(mirror.patiently, read))
     yield from head
     for name, entry in there.items():
         found = sizes.get(entry.file)

@@ -124,6 +124,7 @@ class Metrics:
                 try:
                     record = parse_json(line[0], dict[str, float | None], "", "")
                     self.latest |= {name: math.nan if value is None else value for name, value in record.items()}
+                    self.latest["step"] = int(line[1])  # a broken line may name it twice
                 except UserError:
                     self.unread += 1
 

@@ -83,6 +83,9 @@ class Repeats:
     compared: int = 0
     largest: float = 0.0  # relative difference so far
 
+    def __post_init__(self):
+        self.last = max(self.records, default=self.step)
+
     def add(self, step: int, **measured: float) -> None:
         """Compare the measurements of a step, and report after the last repeated one."""
         if record := self.records.get(step):
@@ -99,7 +102,7 @@ class Repeats:
                     self.largest = math.inf
                 else:
                     self.largest = max(self.largest, abs(before - now) / max(abs(before), abs(now)))
-        if step >= max(self.records, default=0):
+        if step >= self.last:
             self.report()
 
     def report(self) -> None:
@@ -108,7 +111,7 @@ class Repeats:
         if self.reason and not total:
             self._end(f"repeated steps are not compared: {self.reason}")
         elif self.compared and total:
-            kind = "step" if total == max(self.records) - self.step + 1 else "logged step"
+            kind = "step" if total == self.last - self.step + 1 else "logged step"
             count = f"{self.compared:,} of " * (self.compared < total) + counted(total, kind)
             result = f"bit for bit the same {same}"
             if self.largest:
