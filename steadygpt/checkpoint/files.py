@@ -313,17 +313,16 @@ class _Plain(pickle.Unpickler):
 
 def read_head(path: Path) -> dict[str, Any]:
     """Return summary() of a file without reading its tensors; no run may resume from it."""
-    content = _loaded(path, only_plain=True)
+    content = load_verified(path, only_plain=True)
     check_format(content, path)
     return typed(content, Head, path, "take another checkpoint")._asdict()
 
 
-def load_verified(path: Path) -> object:
-    """Return what torch.save wrote to a file, after verifying its checksums; no code in it is run."""
-    return _loaded(path, only_plain=False)
+def load_verified(path: Path, only_plain: bool = False) -> object:
+    """Return what torch.save wrote to a file, after verifying its checksums; no code in it is run.
 
-
-def _loaded(path: Path, only_plain: bool) -> object:
+    With only_plain, tensors are neither read nor verified.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             if only_plain:
