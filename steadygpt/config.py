@@ -165,13 +165,13 @@ class TrainConfig(GPTConfig):
     shuffle_rows: bool = option(True, "shuffle the rows of each shard in each epoch", "data", on_resume="never")
 
     total_batch_size: int = option(524288, "tokens per step, over all ranks and micro-steps", "optimization",
-                                   at_least=1, on_resume="ask")
+                                   at_least=1, at_most=2**40, on_resume="ask")
     micro_steps: int = option(0, "micro-steps per step on each rank, instead of total_batch_size, which the first "
                               "start derives from them; 0 = total_batch_size decides", "optimization",
                               on_resume="never")
     mini_batch_size: int = option(32, "micro-batch size: rows per micro-step on each rank, or fewer if they do not "
                                   "divide a step evenly; 0 or auto: as many as fit in memory",
-                                  "optimization", spellings={"auto": "0"})
+                                  "optimization", spellings={"auto": "0"}, at_most=2**24)
     optimizer: str = option("adamw", "adamw, or muon for the matrices of the blocks with AdamW for the rest",
                             "optimization", choices=("adamw", "muon"), on_resume="never")
     max_lr: float = option(1e-3, "peak learning rate, after the warm-up", "optimization", on_resume="ask")
@@ -368,7 +368,8 @@ class TrainConfig(GPTConfig):
             )
         # With fp8, gradients of weights are sums over the tokens of a micro-step, 16 at a time.
         multiple = 16 if self.precision == "fp8" else 1
-        return [B for B in range(1, rows + 1) if rows % B == 0 and B * self.context_length % multiple == 0]
+        small = [B for B in range(1, math.isqrt(rows) + 1) if rows % B == 0]
+        return sorted(B for B in {*small, *(rows // B for B in small)} if B * self.context_length % multiple == 0)
 
     def with_even_rows(self, world_size: int) -> "TrainConfig":
         """Return the configuration with the largest mini_batch_size, up to its own, that splits a step evenly."""

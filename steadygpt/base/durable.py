@@ -6,7 +6,9 @@ import hashlib
 import io
 import mmap
 import os
+import re
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -63,8 +65,7 @@ class UncachedFile(io.FileIO):
     """
 
     def __init__(self, path: Path, buffer_size: int = 2**24):
-        # str, because errors show repr(path); not through a link, whose target would be overwritten.
-        super().__init__(os.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666), "wb")
+        super().__init__(str(path), "wb", opener=no_link)  # str, because errors show repr(path)
         self.buffer = mmap.mmap(-1, buffer_size)  # O_DIRECT requires whole pages at page boundaries
         self._set_direct(True)
 
@@ -133,6 +134,13 @@ def lines_from_end(file: IO[bytes], block_bytes: int = 2**20) -> Iterator[tuple[
         yield 0, first
 
 
+def check_regular(path: Path) -> None:
+    """Refuse what is there in place of a file, such as a pipe, whose reader would wait forever."""
+    with suppress(FileNotFoundError):
+        if not (stat.S_ISREG(mode := path.stat().st_mode) or stat.S_ISDIR(mode)):
+            raise UserError(f"{path}: a pipe or a device; expected a file. Remove it, or give another path")
+
+
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file in hex."""
     with open(path, "rb") as file:
@@ -157,13 +165,21 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def no_link(path: str, flags: int) -> int:
+    """Open a file as open() does, but through no link, whose target would be overwritten: an `opener`."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 def lock_folder(folder: Path, advice: str) -> IO[str]:
     """Lock `folder` against other processes until this process ends or the returned file is closed."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
-        file = open(descriptor, "a+")  # noqa: SIM115 (stays open: closing it releases the lock)
+        check_regular(folder / ".lock")
+        file = open(folder / ".lock", "a+", opener=no_link)  # noqa: SIM115 (closing it releases the lock)
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file.seek(0)
+        if not re.fullmatch(r"(\d+\n)?", file.read(100)):
+            raise UserError(f"{folder}/.lock: not the lock of a run; expected the number of a process. Move it away")
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
+from steadygpt.base.durable import check_regular
 from steadygpt.base.options import UserError
 
 Count = Annotated[int, 0]
@@ -22,6 +23,7 @@ NAMES |= {list: "a list", tuple: "a list", dict: "an object"}
 
 def read_json(path: Path, kind: Any, advice: str) -> Any:
     """Read a JSON file of a declared type, as typed(); FileNotFoundError if there is none."""
+    check_regular(path)
     return parse_json(path.read_bytes(), kind, path, advice)
 
 

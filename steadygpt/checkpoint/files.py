@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from steadygpt.base.disk import check_pulled
+from steadygpt.base.durable import check_regular
 from steadygpt.base.options import UserError, shown_options
 from steadygpt.base.progress import say
 from steadygpt.base.text import STAMP, counted
@@ -154,6 +155,19 @@ def named_tensors(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return weights and optimizer state by name; a tied head is one tensor under two names."""
     state = checkpoint["optimizer"].get("state", {})
     return checkpoint["model"] | {f"{name}.{kind}": t for name, kept in state.items() for kind, t in kept.items()}
+
+
+def check_numbers(checkpoint: Mapping[str, Any]) -> None:
+    """Check that all tensors hold finite fp32 numbers, and that counts and mean squares are not negative."""
+    for name, t in named_tensors(checkpoint).items():
+        is_plain = t.device.type == "cpu" and not t.is_nested and t.layout == torch.strided
+        if not (is_plain and t.dtype == torch.float32 and t.is_contiguous()):
+            raise UserError(f"{name} has {t.dtype} numbers, or gaps between them")
+        low, high = torch.aminmax(t) if t.numel() else (torch.zeros(()), torch.zeros(()))
+        if not (low.isfinite() and high.isfinite()):
+            raise UserError(f"{name} has a NaN or an infinite number")
+        if low < 0 and name.endswith((".step", ".exp_avg_sq", ".mean_squares")):
+            raise UserError(f"{name} has a negative number")
 
 
 def check_tensors(checkpoint: dict, source: object, model: nn.Module, kept: Mapping[str, tuple[int, ...]]) -> None:
@@ -323,6 +337,7 @@ def load_verified(path: Path, only_plain: bool = False) -> object:
 
     With only_plain, tensors are neither read nor verified.
     """
+    check_regular(path)
     try:
         with zipfile.ZipFile(path) as archive:
             if only_plain:
@@ -389,11 +404,10 @@ def as_checkpoint(content: Any, path: Path) -> dict:
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     found["model_config"] = vars(shape)
-    for name, t in named_tensors(found).items():
-        is_plain = t.dtype == torch.float32 and t.layout == torch.strided and t.is_contiguous()
-        if not is_plain or (t.numel() and not all(extreme.isfinite() for extreme in torch.aminmax(t))):
-            problem = "a NaN or an infinite number" if is_plain else f"{t.dtype} numbers, or gaps between them"
-            raise UserError(f"{path}: corrupt ({name} has {problem})")
+    try:
+        check_numbers(found)
+    except UserError as error:
+        raise UserError(f"{path}: corrupt ({error})") from None
     return found | _course_of(content, found, path, advice) if found["train_config"] else found
 
 

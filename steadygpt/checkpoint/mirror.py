@@ -22,7 +22,7 @@ from steadygpt.base.durable import replace_file
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import ProgressBar
 from steadygpt.base.text import STAMP, bytes_text
-from steadygpt.base.typed import Count, Loss, parse_json
+from steadygpt.base.typed import Count, Loss, parse_json, typed
 from steadygpt.checkpoint.files import BACKUP, BEST, LATEST, NAMED, read_checkpoint
 from steadygpt.config import TrainConfig
 from steadygpt.data.stores import Store
@@ -31,7 +31,7 @@ from steadygpt.log.runlog import move_aside
 Result = TypeVar("Result")
 INDEX = "index.json"
 # Besides checkpoints. Nothing else is restored, because a mirror may be a stranger's.
-FILES = re.compile(r"evaluations\.json|logs/(log\.txt|metrics\.jsonl)|tensorboard/events\.[^/]+")
+FILES = re.compile(r"evaluations\.json|logs/(log\.txt|metrics\.jsonl)|tensorboard/events\.out\.tfevents\.[\w.-]+")
 Name = Annotated[str, r"(latest|latest_backup|best_model|stable|rolling_step_\d{6,}|epoch_\d{5,})\.pt"]
 PARTS = 4  # of 50 MB each, in memory and under way at once
 SILENCE_S = 60  # a store may take this long to put the parts of a large file together
@@ -44,7 +44,7 @@ class Entry:
 
     file: Annotated[str, r"step_\d{6,}-\d{8}-\d{6}-\d{6}\.pt"]
     size: Count  # in bytes
-    mtime_ns: Count  # of the file on the machine that wrote it
+    mtime_ns: Annotated[int, 0, 2**62]  # of the file on the machine that wrote it
     step: Count
     epoch: float | None = None
     loss: Loss | None = None
@@ -115,7 +115,11 @@ class Mirror:
             "the run another --mirror"
         )
         try:
-            return parse_json(self.read(INDEX), Index, f"{self.url}/{INDEX}", advice)
+            index = parse_json(self.read(INDEX), Index, f"{self.url}/{INDEX}", advice)
+            typed({"run_name": index.run}, TrainConfig, f"{self.url}/{INDEX}", advice)
+            if index.checkpoints and not index.run:
+                raise UserError(f"{self.url}/{INDEX}: run is empty; expected the name of a run; {advice}")
+            return index
         except FileNotFoundError:
             if any(name.startswith("step_") for name in self.sizes()):
                 raise UserError(f"{self.url}/{INDEX}: missing; {advice}") from None

@@ -24,6 +24,7 @@ from steadygpt.checkpoint.files import (
     LATEST,
     Captured,
     aside,
+    check_numbers,
     make_newest,
     named_tensors,
     newest_first,
@@ -278,7 +279,8 @@ class CheckpointWriter:
         checkpoint, start_s = captured.content, time.monotonic()
         step, names = checkpoint["step"], [LATEST, *tiers]
         try:
-            self._write(captured.wait(), tiers)
+            check_numbers(captured.wait())
+            self._write(captured.content, tiers)
             size = (self.folder / LATEST).stat().st_size
         except Exception as error:  # training continues, and an exception in this thread would be lost
             self.failed, self.failures = self.failed + 1, self.failures + 1

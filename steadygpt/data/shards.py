@@ -14,7 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from steadygpt.base.disk import check_pulled
-from steadygpt.base.durable import replace_file, sha256_of
+from steadygpt.base.durable import check_regular, replace_file, sha256_of
 from steadygpt.base.options import UserError
 from steadygpt.base.typed import Count, read_json, typed
 
@@ -113,6 +113,7 @@ def write_shard(path: Path, tokens: np.ndarray) -> str:
 
 def open_shard(path: Path) -> Shard:
     """Find the tokens in a `.npy` file, a llm.c `.bin` file or a nanoGPT `.bin` file."""
+    check_regular(path)
     try:
         with open(path, "rb") as file:
             check_pulled(path, file.peek(1))

@@ -21,7 +21,7 @@ from typing import IO, Any
 
 from torch import nn
 
-from steadygpt.base.durable import fsync, fsync_folder, lines_from_end, replace_file
+from steadygpt.base.durable import fsync, fsync_folder, lines_from_end, no_link, replace_file
 from steadygpt.base.options import mute
 from steadygpt.base.retry import brief
 from steadygpt.base.text import STAMP, printable
@@ -176,7 +176,7 @@ class RunLog:
             try:
                 replace_file(path, lambda file: file.write(content), durable)
             except OSError:  # a full disk has no room for a second file
-                with open(path, "r+b") as file:
+                with open(path, "r+b", opener=no_link) as file:
                     file.write(content)
                     file.truncate()
 
@@ -273,7 +273,7 @@ class LineFile:
         self.name = path.name
         if start_step is not None and path.exists():
             kept: list[bytes] = []
-            with open(path, "r+b") as file:
+            with open(path, "r+b", opener=no_link) as file:
                 # In place, from the end. If it is killed between these calls, the next resume drops the rest.
                 for at, line in lines_from_end(file):
                     match, is_whole = self.step_of.match(line), line.endswith(b"\n")
@@ -285,7 +285,7 @@ class LineFile:
                     file.seek(0)
                 file.writelines(reversed(kept))
                 file.truncate()
-        self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
+        self.file = open(path, "a", encoding="utf-8", opener=no_link)  # noqa: SIM115 (open as long as the run)
 
     def write(self, line: str) -> None:
         print(line, file=self.file, flush=True)
