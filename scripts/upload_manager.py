@@ -50,10 +50,14 @@ def upload_all(url: str, folder: Path) -> None:
         saved = newest.checkpoint["train_config"]
         if not saved:
             raise UserError(f"{newest.path}: converted weights; expected a checkpoint of a run")
-        config, _ = resume_config(saved, TrainConfig(checkpoint_dir=str(folder)), {}, read_places(folder))
+        places = read_places(folder)
+        config, _ = resume_config(saved, TrainConfig(checkpoint_dir=str(folder)), {}, places)
         mirror = Mirror(url, config.run_name or saved["run_name"], resumes=True)
         there = mirror.patiently(mirror.claim).checkpoints.get(LATEST)
-        if there and there.mtime_ns > newest.path.stat().st_mtime_ns:
+        if there and (
+            there.mtime_ns > newest.path.stat().st_mtime_ns
+            or (not places and there.step > newest.checkpoint["step"])  # the dates of a copy are new
+        ):
             raise UserError(f"{url} has a newer checkpoint than {folder}, of step {there.step:,}; resume from it")
         uploads = Uploads(mirror, config, RunLog(config, Ranks(torch.device("cpu"))))
         uploads.start(is_last=True)

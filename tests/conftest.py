@@ -70,6 +70,7 @@ def pytest_configure(config) -> None:
     config.add_cleanup(cache.cleanup)
     # Set before huggingface_hub reads them.
     os.environ |= {"HF_ENDPOINT": HUB.start(), "HF_HOME": cache.name, "HF_HUB_DISABLE_XET": "1"}
+    os.environ["XDG_STATE_HOME"] = cache.name
     os.environ["WANDB_MODE"] = "offline"
     for name in ("HF_HUB_OFFLINE", "HF_TOKEN"):
         os.environ.pop(name, None)

@@ -1,17 +1,19 @@
 """run.json in a checkpoint folder: the name of the run, and where it writes besides that folder.
 
-A checkpoint may come from a stranger, so it decides none of this. The command line does, or run.json in the folder that
-it was written in. A copy of that folder, or a download, is another folder, so it has another inode.
+A checkpoint may come from a stranger, so it decides none of this. The command line does, or a run.json that a run of
+this user has written into the folder. A copy of the folder has another inode.
 """
 
+import hashlib
 import json
+import os
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
 from steadygpt.base.durable import replace_file
-from steadygpt.base.text import labelled
+from steadygpt.base.progress import say
 from steadygpt.base.typed import read_json
 from steadygpt.config import FIELDS, TrainConfig
 
@@ -26,25 +28,41 @@ class RunFile(TypedDict):
     places: TrainConfig  # the options of PLACES
 
 
+def written_mark(content: bytes) -> Path:
+    """Return the file that exists if this user has written this run.json; no folder of a stranger can bring it."""
+    state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")  # noqa: PTH111 (never raises)
+    return Path(state, "steadygpt", hashlib.sha256(content).hexdigest())
+
+
 def read_places(folder: Path) -> dict[str, Any]:
     """Return the options of PLACES of the run in a folder, by name; without a run, or in a copy of its folder, {}."""
+    path = folder / RUN
     try:
-        found = read_json(folder / RUN, RunFile, "remove it, and give the options of the run again, such as --logdir")
+        found = read_json(path, RunFile, "remove it, and give the options of the run again, such as --logdir")
     except FileNotFoundError:
         return {}
-    is_own = found["inode"] == folder.stat().st_ino
+    is_own = found["inode"] == folder.stat().st_ino and written_mark(path.read_bytes()).exists()
     return {name: getattr(found["places"], name) for name in PLACES if is_own}
 
 
 def write_places(folder: Path, config: TrainConfig) -> None:
     """Write run.json."""
-    content = {"inode": folder.stat().st_ino, "places": {name: getattr(config, name) for name in PLACES}}
-    replace_file(folder / RUN, lambda file: file.write(f"{json.dumps(content, indent=2)}\n".encode()))
+    places = {name: getattr(config, name) for name in PLACES}
+    content = json.dumps({"inode": folder.stat().st_ino, "places": places}, indent=2).encode()
+    mark = written_mark(content)
+    try:
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    except OSError as error:
+        advice = "set XDG_STATE_HOME to a folder that is kept, or name run, logs and mirror with each resume"
+        say(f"warning: {mark.parent}: {error.strerror}; the next start will not recognize {folder}; {advice}")
+    replace_file(folder / RUN, lambda file: file.write(content))
 
 
-def note_of_places(saved: Mapping[str, Any], given: Mapping[str, str]) -> str:
-    """Return a line for the plan of a run whose checkpoint, with the `saved` options, is from another folder."""
-    used = {name: saved[name] for name in PLACES if name not in given and saved[name] != FIELDS[name].default}
+def note_of_places(saved: Mapping[str, Any], given: Mapping[str, str], places: Mapping[str, Any]) -> str:
+    """Return a line about the `saved` options of a checkpoint that are places, if its run has others here."""
+    unknown = [name for name in PLACES if name not in {*given, *places}]
+    used = {name: saved[name] for name in unknown if saved[name] != FIELDS[name].default}
     flags = [f"--{name}" + f" {shlex.quote(str(value))}" * (value is not True) for name, value in used.items()]
-    text = "this folder is a copy or a download; to continue the logs and the mirror of its run, start it with"
-    return labelled("place", f"{text} {' '.join(flags)}") if flags else ""
+    text = "the run wrote elsewhere, which a checkpoint cannot decide here; to continue that, start with"
+    return f"{text} {' '.join(flags)}" * bool(flags)

@@ -80,7 +80,7 @@ def name_of_run(
     wanted = wanted or time.strftime(f"gpt-{STAMP}-{os.getpid()}")
     reserves = config.trains and config.use_tensorboard
     name = ranks.broadcast(ranks.on_main(lambda: unused_name(wanted, folder, held if reserves else None)) or "")
-    if start.is_fork:
+    if start.checkpoint and not (saved and not start.is_fork):
         logdir = logdir if "logdir" in given else str(Path(logdir, name))
         return name, logdir, labelled("name", f"{name}, a fork of {saved or start.path}; its logs are in {logdir}")
     note = labelled("name", f"{name}, because {folder / wanted} belongs to an older run")
@@ -189,12 +189,16 @@ def _start_on_main(config: TrainConfig, given: Mapping[str, str], held: ExitStac
         of_mirror = f" (restored from {config.mirror})" * found.restored
         notes.append(labelled("resumed", f"from {found.path}{of_mirror} at step {found.checkpoint['step']:,}"))
         notes += [labelled("changed", line) for line in changes]
-        notes += [] if places else [note_of_places(saved, given)]
+        if elsewhere := note_of_places(saved, given, places):
+            if config.trains and not is_fork and "--mirror" in elsewhere:
+                raise UserError(f"{found.path.parent}: a copy or a download; {elsewhere}, or with --mirror '' for none")
+            notes.append(labelled("place", elsewhere))
         if is_fork and config.mirror and "mirror" not in given:
             unused = f"none: {config.mirror} belongs to the run in {found.path.parent}"
             notes.append(labelled("mirror", unused))
             config = dataclasses.replace(config, mirror="")
-        run_name = places.get("run_name", "")
+        # A copy whose command names its run continues that.
+        run_name = places.get("run_name", saved["run_name"] if config.run_name == saved["run_name"] else "")
         return config, Start(
             found.path, found.checkpoint, is_fork=is_fork, run_name=run_name, renamed=renamed, notes=tuple(notes)
         )

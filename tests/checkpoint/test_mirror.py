@@ -23,7 +23,9 @@ from steadygpt.checkpoint.files import Captured, read_checkpoint
 from steadygpt.checkpoint.mirror import Mirror
 from steadygpt.checkpoint.saves import CheckpointWriter, Saves
 from steadygpt.checkpoint.uploads import Uploads
+from steadygpt.config import TrainConfig
 from steadygpt.machine.ranks import Stopped
+from steadygpt.run.places import read_places, write_places
 
 sys.path.insert(0, str(REPO / "scripts"))
 import upload_manager
@@ -306,8 +308,7 @@ def continue_elsewhere(workdir: Path) -> str:
     url = f"file://{workdir}/there"
     run_here(*FLAGS, "--mirror", url, "--max_steps", "4")
     copy = shutil.copytree(workdir / "first", workdir / "second", symlinks=True) / "checkpoints"
-    places = json.loads((copy / "run.json").read_text()) | {"inode": copy.stat().st_ino}  # as on a disk that was kept
-    (copy / "run.json").write_text(json.dumps(places))
+    write_places(copy, TrainConfig(**read_places(Path("checkpoints"))))  # as on a disk that was kept
     run_here("--resume", "--max_steps", "6")
     return url
 

@@ -54,8 +54,8 @@ def test_a_checkpoint_decides_neither_folder_nor_mirror_nor_name(victim, capsys)
     assert victim() == before
     assert metrics("logs/run-from-4", "loss").keys() == {4, 5}
     assert (
-        "place        this folder is a copy or a download; to continue the logs and the mirror of its run, start it "
-        f"with --run_name mine --mirror {url} --use_tensorboard --logdir home --use_wandb"
+        "place        the run wrote elsewhere, which a checkpoint cannot decide here; to continue that, start with "
+        f"--run_name mine --mirror {url} --use_tensorboard --logdir home --use_wandb"
     ) in capsys.readouterr().out.splitlines()
 
 
@@ -120,8 +120,65 @@ def test_a_copy_has_a_name_and_logs_of_its_own(workdir, capsys):
     capsys.readouterr()
     assert run_here("--resume", "latest", "--checkpoint_dir", "copy", "--max_steps", "6") == 0
     assert {path: path.read_bytes() for path in Path("logs-one").iterdir()} == logs
-    assert "of its run, start it with --run_name a --logdir logs-one" in capsys.readouterr().out
-    assert read_places(Path("copy"))["run_name"].startswith("gpt-")
+    assert "to continue that, start with --run_name a --logdir logs-one" in capsys.readouterr().out
+    name = read_places(Path("copy"))["run_name"]
+    assert name.startswith("gpt-") and metrics(f"logs/{name}", "loss").keys() == {3, 4, 5}
+
+
+def test_a_copy_goes_on_with_the_flags_that_it_is_told(workdir):
+    run_here("--max_steps", "3", "--run_name", "a", "--use_tensorboard", *folders("one"))
+    shutil.copytree("one", "copy")
+    flags = ("--run_name", "a", "--logdir", "logs-one", "--use_tensorboard")
+    assert run_here("--resume", "latest", "--checkpoint_dir", "copy", "--max_steps", "6", *flags) == 0
+    assert metrics("logs-one", "loss").keys() == set(range(6))
+    assert [path.name for path in Path("runs").iterdir()] == ["a"]
+
+
+def test_a_copy_of_a_run_with_a_mirror_asks_for_it(workdir):
+    url = f"file://{workdir}/theirs"
+    run_here("--max_steps", "3", "--run_name", "a", "--mirror", url, *folders("one"))
+    shutil.copytree("one", "copy")
+    again = ("--resume", "latest", "--checkpoint_dir", "copy", "--max_steps", "6", "--logdir", "l")
+    with pytest.raises(
+        UserError, match=rf"copy: a copy .*start with --run_name a --mirror {url}, or with --mirror '' for none"
+    ):
+        run_here(*again)
+    assert run_here(*again, "--mirror", "") == 0
+    assert read_places(Path("copy"))["mirror"] == ""
+
+
+def test_a_run_json_that_this_user_has_not_written_is_ignored(workdir):
+    run_here("--max_steps", "3", "--run_name", "a", *folders("one"))
+    forged = {"inode": Path("one").stat().st_ino, "places": read_places(Path("one")) | {"logdir": "home"}}
+    Path("one/run.json").write_text(json.dumps(forged, indent=2))
+    assert read_places(Path("one")) == {}
+
+
+def test_a_run_continues_though_its_folder_cannot_be_recognized_later(workdir, monkeypatch, capsys):
+    Path("state").write_text("a file")
+    monkeypatch.setenv("XDG_STATE_HOME", "state")
+    assert run_here("--max_steps", "3", *folders("one")) == 0
+    assert "state/steadygpt: Not a directory; the next start will not recognize one; set" in capsys.readouterr().err
+
+
+def test_a_link_in_place_of_a_log_is_not_followed(workdir):
+    run_here("--max_steps", "3", "--run_name", "a", *folders("one"))
+    Path("mine.txt").write_text("mine")
+    os.remove("logs-one/metrics.jsonl")
+    Path("logs-one/metrics.jsonl").symlink_to("../mine.txt")
+    with pytest.raises(UserError, match=r"Too many levels of symbolic links: 'logs-one/metrics.jsonl'"):
+        run_here("--resume", "latest", "--max_steps", "6", *folders("one"))
+    assert Path("mine.txt").read_text() == "mine"
+
+
+def test_upload_all_of_an_older_copy_is_refused(workdir):
+    url = f"file://{workdir}/theirs"
+    run_here("--max_steps", "3", "--mirror", url, *folders("one"))
+    shutil.copytree("one", "copy", copy_function=shutil.copy)  # with dates of its own
+    run_here("--resume", "latest", "--max_steps", "6", *folders("one"))
+    os.utime("copy/latest.pt")
+    with pytest.raises(UserError, match="has a newer checkpoint than copy, of step 6; resume from it"):
+        upload_manager.main(["upload-all", "copy", "--mirror", url])
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"inode": "x"}', '{"inode": 1, "places": {"logdir": 1}}', "{" * 9999])
