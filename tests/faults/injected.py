@@ -167,7 +167,7 @@ def kill_at(save: int, call: int, rank: int) -> None:
     def kill(now_save: int, now_call: int, name: str, *files) -> None:
         if (now_save, now_call) == (save, call):
             if name == "write":
-                os.write(files[0].fileno(), files[0].buffer[: files[0].used // 2])
+                os.write(files[0].fileno(), files[0].buffer[: files[0].buffer.tell() // 2])
             os.kill(os.getpid(), signal.SIGKILL)
 
     around_save_calls(kill)
