@@ -322,3 +322,10 @@ def test_words_without_a_flag_are_answered_with_one():
         ("seed=3", "use --seed=3"),
     ):
         assert said in error_of(words)
+
+
+def test_the_rows_of_a_huge_step_are_found_at_once():
+    config = TrainConfig(total_batch_size=2**40, context_length=1)
+    assert config.possible_rows(1) == [2**n for n in range(41)]
+    with pytest.raises(UserError, match=r"--total_batch_size is 1,125,899,906,842,624; expected at most"):
+        TrainConfig(total_batch_size=2**50)

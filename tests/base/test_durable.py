@@ -101,3 +101,10 @@ def test_lines_from_the_end_are_those_from_the_start(parts, block_bytes):
     found = list(lines_from_end(io.BytesIO(content), block_bytes))
     assert [line for _, line in reversed(found)] == io.BytesIO(content).readlines()
     assert all(content[at : at + len(line)] == line for at, line in found)
+
+
+def test_a_lock_of_another_program_is_not_truncated(tmp_path):
+    (tmp_path / ".lock").write_text("mine")
+    with pytest.raises(UserError, match="not the lock of a run; expected the number of a process"):
+        lock_folder(tmp_path, "wait")
+    assert (tmp_path / ".lock").read_text() == "mine"

@@ -324,3 +324,24 @@ def test_a_checkpoint_may_lack_all_optimizer_state_or_the_mean_squares():
         state.pop("mean_squares", None)  # muon_beta2 was 0
     check_tensors(checkpoint, "latest.pt", model, kept)
     check_tensors(checkpoint | {"optimizer": {}}, "latest.pt", model, kept)  # before the first update
+
+
+@pytest.mark.parametrize(("kind", "bad"), [
+    ("exp_avg_sq", torch.full((1000,), -1.0)),
+    ("step", torch.tensor(-1.0)),
+    ("exp_avg", torch.zeros(1000, device="meta")),
+    ("exp_avg", torch.zeros(1).expand(1000)),
+])  # fmt: skip
+def test_state_that_no_optimizer_has_is_corrupt_and_skipped(tmp_path, kind, bad):
+    write_checkpoint(tmp_path, 20, "latest_backup.pt")
+    torch.save(run_content(30, optimizer={"state": {"weight": {kind: bad}}}), tmp_path / "latest.pt")
+    found = find_checkpoint("latest", tmp_path)
+    assert found.checkpoint["step"] == 20
+    assert f"latest.pt: corrupt (weight.{kind} has " in found.damaged[tmp_path / "latest.pt"]
+
+
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "latest.pt")
+    for read in (lambda: read_checkpoint(tmp_path / "latest.pt"), lambda: find_checkpoint("latest", tmp_path)):
+        with pytest.raises(UserError, match="a pipe or a device; expected a file"):
+            read()

@@ -231,6 +231,9 @@ INDEXES: dict = {
     "checkpoints['latest.pt'].val_loss is -1e+308; expected 0": {"latest.pt": ENTRY | {"val_loss": -1e308}},
     "checkpoints['latest.pt'].size is -9; expected 0 or more": {"latest.pt": ENTRY | {"size": -9}},
     "a key of checkpoints is '../latest.pt'; expected a string like": {"../latest.pt": ENTRY},
+    "checkpoints['latest.pt'].mtime_ns is 5000000000000000000; expected 0": {"latest.pt": ENTRY | {"mtime_ns": 5 * 10**18}},
+    "run is empty; expected the name of a run": {"run": "", "checkpoints": {"latest.pt": ENTRY}},
+    "--run_name is '../x'; expected": {"run": "../x", "checkpoints": {}},
 }  # fmt: skip
 
 

@@ -154,3 +154,15 @@ def test_fp16_overflow_lowers_the_loss_scale_and_is_not_a_bad_step(workdir):
     skipped = load("run/ckpt/latest.pt")
     assert skipped["scaler"]["scale"] == 2.0**82
     assert all(torch.equal(tensor, skipped["model"][name]) for name, tensor in saved["model"].items())
+
+
+def test_weights_that_an_update_makes_infinite_are_not_saved(workdir):
+    """The gradient is finite, so that no check of the step sees it, but the learning rate overflows."""
+    run_to_end(*FLAGS, *folders("run"), "--max_steps", "4")
+    run = Run(*FLAGS, *folders("run"), "--resume", "latest", "--max_steps", "8", "--allow_changes", "--max_lr", "1e39")
+    assert run.wait() == [1]
+    text = run.text()
+    assert re.search(r"step \d was not saved: \S+ has a NaN or an infinite number; .*; older saves are intact", text)
+    assert "failed (the last save failed)" in text or "the last save failed) after" in text
+    assert_finite("run")
+    assert load("run/ckpt/latest.pt")["step"] == 4

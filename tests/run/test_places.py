@@ -64,7 +64,8 @@ def test_a_log_of_a_mirror_is_no_module(victim, monkeypatch):
     run_here("--max_steps", "4", "--mirror", url, "--use_tensorboard", *folders("there"))
     for name in ("wandb.py", "..", "authorized_keys", "metrics.jsonl.py"):
         (Path("theirs/logs") / name).is_dir() or Path("theirs/logs", name).write_text("open('code-was-run', 'w')")
-    Path("theirs/tensorboard/wandb.py").write_text("")
+    for name in ("wandb.py", "events.py"):
+        Path("theirs/tensorboard", name).write_text("")
     Path("theirs/wandb.py").write_text("")
     for folder in ("there", "logs-there"):
         shutil.rmtree(folder)
@@ -84,7 +85,7 @@ def test_a_name_in_the_index_of_a_mirror_is_a_name(victim):
     run_here("--max_steps", "4", "--mirror", url, *folders("there"))
     index = json.loads(Path("theirs/index.json").read_text())
     Path("theirs/index.json").write_text(json.dumps(index | {"run": "../../home"}))
-    with pytest.raises(UserError, match=r"--run_name is '\.\./\.\./home'; expected"):
+    with pytest.raises(UserError, match=r"theirs/index\.json: --run_name is '\.\./\.\./home'; expected"):
         run_here("--resume", "latest", "--mirror", url, "--use_tensorboard", *folders("here"))
 
 
