@@ -221,6 +221,7 @@ def test_index_is_written_after_what_it_names_and_files_when_they_have_changed(s
 
 
 ENTRY = {"file": "step_000001-20261122-063200-123456.pt", "size": 9, "mtime_ns": 9, "step": 1, "val_loss": None}
+LATE = ENTRY | {"mtime_ns": 5 * 10**18}  # in 158 years
 INDEXES: dict = {
     "missing": None,
     "not JSON": "",
@@ -231,7 +232,7 @@ INDEXES: dict = {
     "checkpoints['latest.pt'].val_loss is -1e+308; expected 0": {"latest.pt": ENTRY | {"val_loss": -1e308}},
     "checkpoints['latest.pt'].size is -9; expected 0 or more": {"latest.pt": ENTRY | {"size": -9}},
     "a key of checkpoints is '../latest.pt'; expected a string like": {"../latest.pt": ENTRY},
-    "checkpoints['latest.pt'].mtime_ns is 5000000000000000000; expected 0": {"latest.pt": ENTRY | {"mtime_ns": 5 * 10**18}},
+    "checkpoints['latest.pt'].mtime_ns is 5000000000000000000; expected 0": {"latest.pt": LATE},
     "run is empty; expected the name of a run": {"run": "", "checkpoints": {"latest.pt": ENTRY}},
     "--run_name is '../x'; expected": {"run": "../x", "checkpoints": {}},
 }  # fmt: skip
