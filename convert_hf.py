@@ -72,8 +72,6 @@ NEEDS = "needs safetensors and tokenizers; pip install safetensors tokenizers"
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """The options of convert_hf.py."""
-
     source: str = option(
         MISSING,
         "latest, best, stable, average:N, a file (also nanoGPT's), a folder (also Hugging Face's) or a name on the Hub",

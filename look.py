@@ -35,8 +35,6 @@ NAME_TOKENS, NAME_WIDTH = 32, 60  # of a duplicate's beginning: tokens read, cha
 
 @dataclass(frozen=True)
 class LookOptions(ModelOptions):
-    """The options of look.py."""
-
     folder: str = option("", "folder of token shards; with --step, of checkpoints", positional=True)
     rows: int = option(3, "rows to print; 0 = none of a folder, all of a step", at_most=10**6)
     tokenizer: str = option("auto", "auto: from the data's manifest, or gpt2 without one", "with FOLDER")

@@ -79,8 +79,6 @@ SMALL_TOKENS = 50_000_000  # below this, the proposed next command trains the qu
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """The options of prepare_dataset.py."""
-
     source: str = option(
         "fineweb-edu",
         "fineweb-edu, stdlib, hf:NAME[@REVISION][:CONFIG], or a file, folder or glob, on this machine or in an object "

@@ -50,8 +50,6 @@ COMPARED = {"loss": "losses", "grad_norm": "norms", "lr": "learning rates"}
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """The options of replay.py."""
-
     # fmt: off
     step: int | None = option(None, "one step to replay, as --steps STEP:STEP")
     steps: str = option("", "steps to replay, A:B, including both, numbered as in metrics.jsonl: step A starts from "
