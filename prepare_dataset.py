@@ -44,7 +44,7 @@ from steadygpt.data.shards import DEFAULT_FOLDER, MANIFEST, ShardEntry, open_sha
 from steadygpt.data.sources import FINEWEB_EDU, STDLIB, Source, find_source, fingerprint
 from steadygpt.data.tokenizer import (
     END_OF_TEXT,
-    GPT2_SHA256,
+    GPT2,
     TOKENIZER_JSON,
     TokenizerRecord,
     fetch_json,
@@ -208,7 +208,7 @@ def obtain_tokenizer(options: PrepareOptions, source: Source, out: Path) -> tupl
     if is_trained and record.document_token != END_OF_TEXT:
         raise UserError(f"--document_token is {record.document_token!r}, but {name} has only {END_OF_TEXT}; drop it")
     if source.holds_ids and record == TokenizerRecord("gpt2"):
-        return record._replace(tokenizer_sha256=GPT2_SHA256), vocab_size_of(record)  # needs no vocabulary
+        return GPT2, vocab_size_of(GPT2)  # needs no vocabulary
     if record.is_file:
         with lock_folder(out, IN_USE):
             text = trained_json(options, source, out) if is_trained else fetch_json(name)
