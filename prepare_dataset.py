@@ -367,7 +367,6 @@ class Manifest:
         self.tokens += len(ids)
 
     def counts(self, num_tokens: int) -> str:
-        """Describe what was read."""
         notes = [counted(self.documents, "document")] if self.documents else []  # not known of token ids
         notes += [f"{count:,} skipped ({reason})" for reason, count in self.skipped.items()]
         if self.repaired:
@@ -579,7 +578,6 @@ def prepare(options: PrepareOptions, out: Path) -> Manifest:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prepare the data that the command line asks for."""
     start_s, options = time.monotonic(), parse_args(argv)
     out = Path(options.out)
     try:

@@ -48,7 +48,6 @@ class Plan:
     precision_elsewhere: str  # that the forecast assumes for well-known GPUs
 
     def lines(self) -> list[str]:
-        """Return the plan as labelled lines."""
         config, data, schedule, sketch, ranks = self.config, self.data, self.schedule, self.sketch, self.ranks
         T, world_size, micro_steps = config.context_length, ranks.world_size, config.grad_accum_steps(ranks.world_size)
         memory, host = estimate_memory(config, sketch, ranks)
