@@ -65,7 +65,7 @@ class Plan:
             return f"about {bytes_text(total)} {where}: {text}{advice * (available < total)}"
 
         length = f"; {epochs:{',.2f' if epochs >= 0.1 else '.1g'}} epochs" * bool(epochs)
-        if per_epoch := schedule.steps_per_epoch or schedule.rows_per_epoch / schedule.rows_per_step:
+        if per_epoch := schedule.rows_per_epoch / schedule.rows_per_step:
             length += f" (1 epoch = {per_epoch:,{'.0f' if per_epoch >= 10 else '.2f'}} steps)"
         sharding = f", {config.sharding}" * (world_size > 1 or config.sharding == "fsdp")
         lines = [
