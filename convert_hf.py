@@ -36,32 +36,10 @@ from steadygpt.base.progress import say
 from steadygpt.base.text import labelled, printable
 from steadygpt.base.typed import read_json
 from steadygpt.checkpoint.files import FORMAT_VERSION, NAMED, as_checkpoint, load_verified, open_checkpoint
-from steadygpt.convert.families import (
-    CONSTANTS,
-    FAMILIES,
-    NANOGPT,
-    NANOGPT_SHAPE,
-    TABLES,
-    Family,
-    find_family,
-    foreign_names,
-    read_config,
-    resolved,
-    to_foreign,
-    to_own,
-    write_config,
-)
+from steadygpt.convert import families
+from steadygpt.convert.families import FAMILIES, NANOGPT, TABLES, Family, foreign_names, resolved, to_foreign, to_own
 from steadygpt.data import hub
-from steadygpt.data.tokenizer import (
-    END_OF_TEXT,
-    GPT2_SHA256,
-    TOKENIZER_JSON,
-    Tokenizer,
-    TokenizerRecord,
-    load_tokenizer,
-    record_named,
-    vocab_size_of,
-)
+from steadygpt.data.tokenizer import GPT2, TOKENIZER_JSON, TokenizerRecord, load_tokenizer, record_named, vocab_size_of
 from steadygpt.data.tokenizer_json import to_json
 
 # Of the vocab.json of GPT-2, as json.dumps writes it with sorted keys.
@@ -72,8 +50,6 @@ NEEDS = "needs safetensors and tokenizers; pip install safetensors tokenizers"
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """The options of convert_hf.py."""
-
     source: str = option(
         MISSING,
         "latest, best, stable, average:N, a file (also nanoGPT's), a folder (also Hugging Face's) or a name on the Hub",
@@ -135,7 +111,7 @@ def _read_file(path: Path, given: TokenizerRecord) -> dict:
         found = {"activation": "gelu_tanh"} | vars(shape)  # build-nanogpt, and gpt2-from-scratch with our names
     else:
         return with_tokenizer(as_checkpoint(content, path), given, path)
-    names = {ours: theirs for ours, theirs in NANOGPT_SHAPE.items() if ours not in found}
+    names = {ours: theirs for ours, theirs in families.NANOGPT_SHAPE.items() if ours not in found}
     fields = {f.name: names.get(f.name, f.name) for f in dataclasses.fields(GPTConfig)}
     config = _config({ours: found[name] for ours, name in fields.items() if name in found}, names, path)
     weights = content.get("model")
@@ -164,14 +140,14 @@ def _read_folder(folder: Path, source: str, given: TokenizerRecord, with_weights
     if not (folder / "config.json").exists():
         raise UserError(f"{source}: not a Hugging Face model; expected config.json in it")
     stored = read_json(folder / "config.json", dict, "expected that of a Hugging Face model")
-    kind, found = read_config(stored, source)
+    kind, found = families.read_config(stored, source)
     family = FAMILIES[kind]
-    config = _config(found, {name: foreign for name, (foreign, _) in family.fields.items()}, source)
+    config = _config(found, family.fields, source)
     own = stored.get("steadygpt")  # written by write_folder
     own = own if isinstance(own, dict) and own.get("vocab_size") == config.vocab_size else {}
     record = given if given.tokenizer else _tokenizer_of(folder, source, own, config, stored)
     weights = _read_safetensors(folder, source, family) if with_weights else {}
-    biases = {name for name in weights if name.endswith(".bias") and not name.endswith(CONSTANTS)}
+    biases = {name for name in weights if name.endswith(".bias") and not name.endswith(families.CONSTANTS)}
     if own.get("bias") is False and not any(weights[name].any() for name in biases):  # write_folder added zeros
         config = dataclasses.replace(config, bias=False)
         weights = {name: tensor for name, tensor in weights.items() if name not in biases}
@@ -199,13 +175,14 @@ def _tokenizer_of(folder: Path, source: str, own: dict, config: GPTConfig, store
         with suppress(OSError, ValueError, RecursionError):
             text = json.dumps(json.loads((folder / "vocab.json").read_bytes()), sort_keys=True)
             if hashlib.sha256(text.encode()).hexdigest() == GPT2_VOCAB_SHA256 and config.vocab_size in GPT2_ROWS:
-                return TokenizerRecord("gpt2", GPT2_SHA256)
+                return GPT2
         return TokenizerRecord("")
-    if tokenizer.sha256 == GPT2_SHA256 and config.vocab_size in GPT2_ROWS:
-        return TokenizerRecord("gpt2", GPT2_SHA256)
+    if tokenizer.sha256 == GPT2.tokenizer_sha256 and config.vocab_size in GPT2_ROWS:
+        return GPT2
     special = {str(i): token for token, i in tokenizer.encoding._special_tokens.items()}
-    begins = special.get(str(stored.get("bos_token_id")), END_OF_TEXT)
-    begins = END_OF_TEXT if END_OF_TEXT in special.values() else begins
+    begins = record.document_token
+    if begins not in special.values():
+        begins = special.get(str(stored.get("bos_token_id")), begins)
     record = record._replace(tokenizer_sha256=tokenizer.sha256, document_token=begins)
     return record if tokenizer.n_vocab <= config.vocab_size else TokenizerRecord("")
 
@@ -301,7 +278,7 @@ def _import(
     Args:
         rows: of the stored tables; those beyond config.vocab_size are padding.
     """
-    weights = {name: tensor for name, tensor in weights.items() if not name.endswith(CONSTANTS)}
+    weights = {name: tensor for name, tensor in weights.items() if not name.endswith(families.CONSTANTS)}
     model: dict[str, Tensor] = {}
     for name, empty in _unpadded(config).items():
         parts = []
@@ -375,16 +352,15 @@ def write_folder(checkpoint: dict, folder: Path) -> list[str]:
     except ImportError:
         raise UserError(f"{folder}: {NEEDS}") from None
     config = load_model(checkpoint).config
-    kind = find_family(config)
+    kind = families.find_family(config)
     family = FAMILIES[kind]
 
     notes, record = [], TokenizerRecord.of(checkpoint)
-    tokenizer: Tokenizer | None
+    tokenizer = end_of_text = None
     try:
-        tokenizer = load_tokenizer(record)
-        end_of_text: int | None = tokenizer.document_id
+        found = load_tokenizer(record)
+        tokenizer, end_of_text = found, found.document_id
     except UserError as error:
-        tokenizer = end_of_text = None
         notes.append(f"no tokenizer in {folder}: {error}")
 
     has_biases = family.fixed.get("bias", True)  # a class that has biases always has them: missing ones become zeros
@@ -395,7 +371,7 @@ def write_folder(checkpoint: dict, folder: Path) -> list[str]:
 
     own = {"bias": config.bias, "vocab_size": config.vocab_size, **record._asdict()}
     del own["tokenizer_json"]  # is a file of the folder
-    stored = write_config(config, kind) | {
+    stored = families.write_config(config, kind) | {
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
         "pad_token_id": None,  # NanoChat's default is an id, whose embedding is then not trained

@@ -99,8 +99,6 @@ def load_model(checkpoint: dict) -> GPT:
 
 @dataclass(frozen=True)
 class Options(CheckpointOptions):
-    """The options of generate.py."""
-
     prompt: str = option("", "prompt, the text to continue (default: the start of a document)")
     prompt_file: str = option("", "read the prompt from a file, without its last line break; -: standard input")
     num_seq: int = option(1, "number of texts to sample", at_least=1, at_most=10_000)

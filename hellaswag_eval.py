@@ -42,8 +42,6 @@ ROUNDING = 0.02
 
 @dataclass(frozen=True)
 class HellaSwagOptions(CheckpointOptions):
-    """The options of hellaswag_eval.py."""
-
     task: str = option("hellaswag", EXPECTED, aliases=("eval_tasks",))
     limit: int | None = option(None, "number of examples, from the start (default: all)", at_least=1)
     style: str = option(STYLES[0], "definition of HellaSwag's acc and acc_norm", choices=STYLES)

@@ -35,8 +35,6 @@ NAME_TOKENS, NAME_WIDTH = 32, 60  # of a duplicate's beginning: tokens read, cha
 
 @dataclass(frozen=True)
 class LookOptions(ModelOptions):
-    """The options of look.py."""
-
     folder: str = option("", "folder of token shards; with --step, of checkpoints", positional=True)
     rows: int = option(3, "rows to print; 0 = none of a folder, all of a step", at_most=10**6)
     tokenizer: str = option("auto", "auto: from the data's manifest, or gpt2 without one", "with FOLDER")
@@ -120,7 +118,6 @@ def duplicates(splits: dict[str, list[Shard]], surveys: Sequence[Survey], tokeni
 
 
 def look_at_folder(options: LookOptions) -> None:
-    """Print the contents of a folder of shards."""
     folder = Path(options.folder)
     names = ["train", "val"] if shard_files(folder, "val") else ["train"]
     sets = [ShardSet.find(split, options.folder, split) for split in names]
@@ -198,7 +195,6 @@ def row_losses(checkpoint: dict, rows: np.ndarray, options: LookOptions) -> np.n
 
 
 def look_at_step(options: LookOptions, step: int) -> None:
-    """Print the rows of a step."""
     path, checkpoint = open_checkpoint("latest", Path(options.checkpoint_dir))
     tokenizer = load_tokenizer(TokenizerRecord.of(checkpoint))
     mixture, first, count, files = find_step(checkpoint, path, step)
@@ -218,7 +214,6 @@ def look_at_step(options: LookOptions, step: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Look at a folder or at a step."""
     options = parse_options(LookOptions, argv, "Inspect a folder of token shards, or the rows that a step trained on.")
     if options.folder and checkpoint_files(Path(options.folder)):
         options = replace(options, checkpoint_dir=options.folder, folder="")

@@ -44,7 +44,7 @@ from steadygpt.data.shards import DEFAULT_FOLDER, MANIFEST, ShardEntry, open_sha
 from steadygpt.data.sources import FINEWEB_EDU, STDLIB, Source, find_source, fingerprint
 from steadygpt.data.tokenizer import (
     END_OF_TEXT,
-    GPT2_SHA256,
+    GPT2,
     TOKENIZER_JSON,
     TokenizerRecord,
     fetch_json,
@@ -79,8 +79,6 @@ SMALL_TOKENS = 50_000_000  # below this, the proposed next command trains the qu
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """The options of prepare_dataset.py."""
-
     source: str = option(
         "fineweb-edu",
         "fineweb-edu, stdlib, hf:NAME[@REVISION][:CONFIG], or a file, folder or glob, on this machine or in an object "
@@ -210,7 +208,7 @@ def obtain_tokenizer(options: PrepareOptions, source: Source, out: Path) -> tupl
     if is_trained and record.document_token != END_OF_TEXT:
         raise UserError(f"--document_token is {record.document_token!r}, but {name} has only {END_OF_TEXT}; drop it")
     if source.holds_ids and record == TokenizerRecord("gpt2"):
-        return record._replace(tokenizer_sha256=GPT2_SHA256), vocab_size_of(record)  # needs no vocabulary
+        return GPT2, vocab_size_of(GPT2)  # needs no vocabulary
     if record.is_file:
         with lock_folder(out, IN_USE):
             text = trained_json(options, source, out) if is_trained else fetch_json(name)
@@ -369,7 +367,6 @@ class Manifest:
         self.tokens += len(ids)
 
     def counts(self, num_tokens: int) -> str:
-        """Describe what was read."""
         notes = [counted(self.documents, "document")] if self.documents else []  # not known of token ids
         notes += [f"{count:,} skipped ({reason})" for reason, count in self.skipped.items()]
         if self.repaired:
@@ -581,7 +578,6 @@ def prepare(options: PrepareOptions, out: Path) -> Manifest:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prepare the data that the command line asks for."""
     start_s, options = time.monotonic(), parse_args(argv)
     out = Path(options.out)
     try:

@@ -50,8 +50,6 @@ COMPARED = {"loss": "losses", "grad_norm": "norms", "lr": "learning rates"}
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """The options of replay.py."""
-
     # fmt: off
     step: int | None = option(None, "one step to replay, as --steps STEP:STEP")
     steps: str = option("", "steps to replay, A:B, including both, numbered as in metrics.jsonl: step A starts from "
@@ -169,7 +167,6 @@ class Comparison:
         return bool(self.first) and not self.reasons
 
     def find_records(self, starts: list[Entry], begin: int, end: int) -> None:
-        """Find the records of a part of the run."""
         # A replay repeats steps as a resume does, from where this start began or from a checkpoint that it has made.
         before = starts[:-1] if starts[-1]["step"] == begin else starts
         self.records, missing = repeated_records(self.past.metrics, begin, course_of(before))
@@ -217,7 +214,6 @@ class Comparison:
         self.first = self.first or f"{name} of step {step:,} is {found[0]}, but {found[1]} in {file}"
 
     def __str__(self) -> str:
-        """Return the result in a line."""
         many = f"{len(self.saved)} checkpoints up to" if len(self.saved) > 1 else "the checkpoint of"
         what = ["losses", "norms"] * bool(self.recorded) + [f"{many} step {step:,}" for step in self.saved[-1:]]
         text = f"{' and '.join(filter(None, (', '.join(what[:-1]), *what[-1:])))} equal, bit for bit"

@@ -33,8 +33,6 @@ COLUMNS, LINES = 100, 40  # of a view that is not printed on a terminal
 
 @dataclass(frozen=True)
 class MonitorOptions:
-    """The options of monitor_training.py."""
-
     checkpoint_dir: str = option("checkpoints", "folder of a run", positional=True, aliases=("checkpoint_dir",))
     once: bool = option(
         False, "print one view and exit: with 0 if the run is healthy, with 1 if it failed, hangs or was killed"

@@ -32,8 +32,6 @@ from steadygpt.run.start import resume_config
 
 @dataclass(frozen=True)
 class ManagerOptions:
-    """The options of upload_manager.py."""
-
     action: str = option(
         MISSING, "upload-all, list or download", choices=("upload-all", "list", "download"), positional=True
     )

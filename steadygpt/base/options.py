@@ -124,17 +124,15 @@ def check_options(options: "DataclassInstance") -> None:
             raise OptionError(name, "a URL with a password, which files and logs would show", f"one without; {log_in}")
         if value is None or kind_of(f) not in (int, float):
             continue
-        if not about["at_least"] <= value < math.inf:
-            expected = "0 or more" if about["at_least"] == 0 else f"at least {about['at_least']}"
-        elif value <= about["above"]:
-            expected = f"more than {about['above']}"
-        elif value > about["at_most"]:
-            expected = f"at most {about['at_most']:,}"
-        elif value >= about["below"]:
-            expected = f"less than {about['below']:,}"
-        else:
-            continue
-        raise OptionError(name, f"{value:,}" if isinstance(value, int) else value, expected)
+        least = about["at_least"]
+        for fits, expected in (
+            (least <= value < math.inf, f"at least {least}" if least else "0 or more"),
+            (value > about["above"], f"more than {about['above']}"),
+            (value <= about["at_most"], f"at most {about['at_most']:,}"),
+            (value < about["below"], f"less than {about['below']:,}"),
+        ):
+            if not fits:
+                raise OptionError(name, f"{value:,}" if isinstance(value, int) else value, expected)
 
 
 def kind_of(f: dataclasses.Field) -> type:
@@ -174,7 +172,6 @@ class CheckpointOptions(ModelOptions):
 def parse_options(
     options: type[Options], argv: Sequence[str] | None, description: str, elsewhere: Mapping[str, str] = {}
 ) -> Options:
-    """Return the options of a command line."""
     parsed = options(**read_flags(options, sys.argv[1:] if argv is None else argv, description, elsewhere=elsewhere))
     check_options(parsed)
     return parsed

@@ -28,7 +28,8 @@ class Family:
 
     names: dict[str, str | tuple[str, ...]]  # parts of GPT's weight names -> foreign ones, a tuple if GPT stacks them
     architecture: str = ""  # the Hugging Face class
-    fields: dict[str, tuple] = field(default_factory=dict)  # of GPTConfig -> (foreign field, its default)
+    fields: dict[str, str] = field(default_factory=dict)  # of GPTConfig -> foreign ones
+    defaults: dict[str, Any] = field(default_factory=dict)  # of these fields, foreign values where config.json has none
     fixed: dict[str, Any] = field(default_factory=dict)  # other fields of GPTConfig -> value, unless its default
     required: dict[str, object] = field(default_factory=dict)  # foreign field -> its default, which GPT computes
     activations: dict[str, str] = field(default_factory=lambda: PLAIN)  # foreign -> GPTConfig's
@@ -39,46 +40,43 @@ class Family:
     rotates_back: bool = False  # rotary positions rotate by the opposite angle
 
 
+# Fields of GPTConfig -> those of most classes of transformers.
+USUAL = {
+    "vocab_size": "vocab_size", "context_length": "max_position_embeddings", "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads", "embd_size": "hidden_size", "intermediate_size": "intermediate_size",
+    "activation": "hidden_act", "tied_head": "tie_word_embeddings",
+}  # fmt: skip
+# Fields of GPTConfig -> nanoGPT's.
+NANOGPT_SHAPE = {"context_length": "block_size", "num_layers": "n_layer", "num_heads": "n_head", "embd_size": "n_embd"}
 NANOGPT = Family(
     names={"wte.": "transformer.wte.", "wpe.": "transformer.wpe.", "h.": "transformer.h.", "ln_f.": "transformer.ln_f."}
 )
-# Fields of GPTConfig -> nanoGPT's.
-NANOGPT_SHAPE = {"context_length": "block_size", "num_layers": "n_layer", "num_heads": "n_head", "embd_size": "n_embd"}
 GPT2 = Family(
     architecture="GPT2LMHeadModel",
     fields={
-        "vocab_size": ("vocab_size", 50257),
-        "context_length": ("n_positions", 1024),
-        "num_layers": ("n_layer", 12),
-        "num_heads": ("n_head", 12),
-        "embd_size": ("n_embd", 768),
-        "intermediate_size": ("n_inner", None),
-        "dropout": ("resid_pdrop", 0.1),
-        "norm_eps": ("layer_norm_epsilon", 1e-5),
-        "activation": ("activation_function", "gelu_new"),
-        "tied_head": ("tie_word_embeddings", True),
+        "vocab_size": "vocab_size", "context_length": "n_positions", "num_layers": "n_layer", "num_heads": "n_head",
+        "embd_size": "n_embd", "intermediate_size": "n_inner", "dropout": "resid_pdrop",
+        "norm_eps": "layer_norm_epsilon", "activation": "activation_function", "tied_head": "tie_word_embeddings",
+    },
+    defaults={
+        "vocab_size": 50257, "context_length": 1024, "num_layers": 12, "num_heads": 12, "embd_size": 768,
+        "intermediate_size": None, "dropout": 0.1, "norm_eps": 1e-5, "activation": "gelu_new", "tied_head": True,
     },
     required={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
     names=NANOGPT.names,
     dropouts=("embd_pdrop", "attn_pdrop"),
     transposed=True,
-)
+)  # fmt: skip
 GPT_NEOX = Family(
     architecture="GPTNeoXForCausalLM",
-    fields={
-        "vocab_size": ("vocab_size", 50432),
-        "context_length": ("max_position_embeddings", 2048),
-        "num_layers": ("num_hidden_layers", 44),
-        "num_heads": ("num_attention_heads", 64),
-        "embd_size": ("hidden_size", 6144),
-        "intermediate_size": ("intermediate_size", 24576),
-        "dropout": ("hidden_dropout", 0.0),
-        "norm_eps": ("layer_norm_eps", 1e-5),
-        "activation": ("hidden_act", "gelu"),
-        "tied_head": ("tie_word_embeddings", False),
-        "rotary_pct": ("rotary_pct", 0.25),
-        "rotary_base": ("rotary_emb_base", 10000.0),
-        "parallel_residual": ("use_parallel_residual", True),
+    fields=USUAL | {
+        "dropout": "hidden_dropout", "norm_eps": "layer_norm_eps", "rotary_pct": "rotary_pct",
+        "rotary_base": "rotary_emb_base", "parallel_residual": "use_parallel_residual",
+    },
+    defaults={
+        "vocab_size": 50432, "context_length": 2048, "num_layers": 44, "num_heads": 64, "embd_size": 6144,
+        "intermediate_size": 24576, "dropout": 0.0, "norm_eps": 1e-5, "activation": "gelu", "tied_head": False,
+        "rotary_pct": 0.25, "rotary_base": 10000.0, "parallel_residual": True,
     },
     required={"attention_bias": True, "rope_scaling": None, "rope_type": "default"},
     names={
@@ -93,20 +91,14 @@ GPT_NEOX = Family(
 )  # fmt: skip
 LLAMA = Family(
     architecture="LlamaForCausalLM",
-    fields={
-        "vocab_size": ("vocab_size", 32000),
-        "context_length": ("max_position_embeddings", 2048),
-        "num_layers": ("num_hidden_layers", 32),
-        "num_heads": ("num_attention_heads", 32),
-        "num_kv_heads": ("num_key_value_heads", None),
-        "head_dim": ("head_dim", None),
-        "embd_size": ("hidden_size", 4096),
-        "intermediate_size": ("intermediate_size", 11008),
-        "dropout": ("attention_dropout", 0.0),
-        "norm_eps": ("rms_norm_eps", 1e-6),
-        "activation": ("hidden_act", "silu"),
-        "tied_head": ("tie_word_embeddings", False),
-        "rotary_base": ("rope_theta", 10000.0),
+    fields=USUAL | {
+        "num_kv_heads": "num_key_value_heads", "head_dim": "head_dim", "dropout": "attention_dropout",
+        "norm_eps": "rms_norm_eps", "rotary_base": "rope_theta",
+    },
+    defaults={
+        "vocab_size": 32000, "context_length": 2048, "num_layers": 32, "num_heads": 32, "num_kv_heads": None,
+        "head_dim": None, "embd_size": 4096, "intermediate_size": 11008, "dropout": 0.0, "norm_eps": 1e-6,
+        "activation": "silu", "tied_head": False, "rotary_base": 10000.0,
     },
     fixed={"norm": "rmsnorm", "rotary_pct": 1.0, "bias": False},
     required={"attention_bias": False, "mlp_bias": False, "rope_scaling": None, "rope_type": "default"},
@@ -122,12 +114,8 @@ LLAMA = Family(
 QWEN3 = replace(
     LLAMA,
     architecture="Qwen3ForCausalLM",
-    fields=LLAMA.fields | {
-        "vocab_size": ("vocab_size", 151936),
-        "context_length": ("max_position_embeddings", 32768),
-        "num_kv_heads": ("num_key_value_heads", 32),
-        "head_dim": ("head_dim", 128),
-        "intermediate_size": ("intermediate_size", 22016),
+    defaults=LLAMA.defaults | {
+        "vocab_size": 151936, "context_length": 32768, "num_kv_heads": 32, "head_dim": 128, "intermediate_size": 22016,
     },
     fixed=LLAMA.fixed | {"qk_norm": True},
     required=LLAMA.required | {"use_sliding_window": False},
@@ -137,14 +125,10 @@ QWEN3 = replace(
 NANOCHAT = replace(
     LLAMA,
     architecture="NanoChatForCausalLM",
-    fields=LLAMA.fields | {
-        "vocab_size": ("vocab_size", 50304),
-        "num_layers": ("num_hidden_layers", 12),
-        "num_heads": ("num_attention_heads", 6),
-        "embd_size": ("hidden_size", 768),
-        "intermediate_size": ("intermediate_size", 8192),
-        "activation": ("hidden_act", "relu2"),
-        "logit_softcap": ("final_logit_softcapping", 15.0),
+    fields=LLAMA.fields | {"logit_softcap": "final_logit_softcapping"},
+    defaults=LLAMA.defaults | {
+        "vocab_size": 50304, "num_layers": 12, "num_heads": 6, "embd_size": 768, "intermediate_size": 8192,
+        "activation": "relu2", "logit_softcap": 15.0,
     },
     fixed=LLAMA.fixed | {"norm": "rmsnorm_no_weight", "qk_norm": True},
     names=LLAMA.names | {".mlp.c_fc.": ".mlp.fc1.", ".mlp.c_proj.": ".mlp.fc2."},
@@ -183,10 +167,10 @@ def read_config(stored: dict, source: str) -> tuple[str, dict[str, Any]]:
     for name, expected in family.required.items():
         if stored.get(name) not in (None, expected):
             raise UserError(f"{source}: {name} in config.json is {stored[name]!r}; expected {expected!r}")
-    found = {name: stored.get(foreign, default) for name, (foreign, default) in family.fields.items()}
+    found = {name: stored.get(family.fields[name], default) for name, default in family.defaults.items()}
     if str(found["activation"]) not in family.activations:
         raise UserError(
-            f"{source}: {family.fields['activation'][0]} is {found['activation']!r}; expected one of "
+            f"{source}: {family.fields['activation']} is {found['activation']!r}; expected one of "
             f"{', '.join(family.activations)}"
         )
     found = {name: 0 if value is None and name in ABSENT else value for name, value in found.items()}
@@ -201,7 +185,7 @@ def write_config(config: GPTConfig, kind: str) -> dict[str, Any]:
     return {
         "architectures": [family.architecture],
         "model_type": kind,
-        **{foreign: values[name] for name, (foreign, _) in family.fields.items()},
+        **{family.fields[name]: values[name] for name in family.defaults},
         **dict.fromkeys(family.dropouts, config.dropout),
     }
 

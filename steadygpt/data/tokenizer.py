@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"  # begins every document, unless --document_token names another token
 TOKENIZER_JSON = "tokenizer.json"
-# The identity of gpt2, known without its vocabulary.
-GPT2_SHA256 = "efc0376715b386b67ce5c251b2fac0b329d4c513bfefcd363c9b5af1dfb9d991"
 
 
 @dataclass(frozen=True)
@@ -159,6 +157,10 @@ class TokenizerRecord(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.tokenizer}{f' (SHA-256 {self.tokenizer_sha256[:12]}...)' * bool(self.tokenizer_sha256)}"
+
+
+# The identity is known without the vocabulary.
+GPT2 = TokenizerRecord("gpt2", "efc0376715b386b67ce5c251b2fac0b329d4c513bfefcd363c9b5af1dfb9d991")
 
 
 @cache

@@ -10,6 +10,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -54,7 +55,7 @@ class SystemMetrics:
         self.interval_s, self.record, self.warn = interval_s, record, warn
         self.readers: dict[str, Callable[[], float]] = {
             "disk_free_gb": lambda: shutil.disk_usage(existing(folder)).free / 1e9,
-            "cpu_percent": _cpu_percent,
+            "cpu_percent": lambda: import_module("psutil").cpu_percent(),  # since the last call
             "ram_gb": lambda: _ram_bytes()[0] / 1e9,
             "ram_total_gb": lambda: _ram_bytes()[1] / 1e9,
         }
@@ -125,17 +126,9 @@ def gpu_count(device: torch.device) -> int:
     return min(ranks, torch.cuda.device_count()) if device.type == "cuda" else 0
 
 
-def _cpu_percent() -> float:
-    import psutil
-
-    return psutil.cpu_percent()  # since the last call
-
-
 def _ram_bytes() -> tuple[int, int]:
     """Return the used and the total memory, of the container if that has a limit: psutil reports the host's."""
-    import psutil
-
-    host = psutil.virtual_memory()
+    host = import_module("psutil").virtual_memory()
     if (limit := container_limit_bytes()) >= host.total:
         return host.total - host.available, host.total
     path = next(path for path in (CGROUP / "memory.stat", CGROUP / "memory/memory.stat") if path.exists())

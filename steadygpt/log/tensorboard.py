@@ -10,21 +10,12 @@ from steadygpt.base.options import shown_options
 from steadygpt.config import TrainConfig
 
 HISTOGRAM_VALUES = 2**14  # of each tensor: looks the same as all of its values at a thousandth of the cost
-TAGS = {
-    "loss": "loss/train",
-    "val_loss": "loss/val",
-    "val_bpb": "loss/val_bpb",
-    "lr": "train/lr",
-    "grad_norm": "train/grad_norm",
-    "loss_z": "train/loss_z",
-    "tokens_per_second": "speed/tokens_per_second",
-    "steps_per_second": "speed/steps_per_second",
-    "step_ms": "speed/step_ms",
-    "mfu": "speed/mfu",
-    "memory_gb": "memory/gb",
-    "cost": "run/cost",
-    "epoch": "run/epoch",
-}
+GROUPS = {
+    "train": ("lr", "grad_norm", "loss_z"), "run": ("cost", "epoch"),
+    "speed": ("tokens_per_second", "steps_per_second", "step_ms", "mfu"),
+}  # fmt: skip
+TAGS = {name: f"{group}/{name}" for group, names in GROUPS.items() for name in names}
+TAGS |= {"loss": "loss/train", "val_loss": "loss/val", "val_bpb": "loss/val_bpb", "memory_gb": "memory/gb"}
 
 
 def tag_of(name: str) -> str:
@@ -73,7 +64,6 @@ class TensorBoard:
                 writer.add_scalar(tag_of(name), value, step)
 
     def text(self, step: int, text: str) -> None:
-        """Add a sample of text."""
         with self._writing() as writer:
             if writer:
                 writer.add_text("sample", f"```\n{text}\n```", step)

@@ -55,7 +55,6 @@ class WandbSink:
             self.rows.put((step, values))
 
     def text(self, step: int, text: str) -> None:
-        """Send a sample of text."""
         self.log(step, {"sample": text})
 
     def close(self) -> None:

@@ -163,8 +163,7 @@ def evaluating(model: nn.Module):
 
 def any_length():
     """Avoid cuDNN's attention inside: it spends time on a plan for each new length (torch 2.13)."""
-    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    return sdpa_kernel(backends)
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 @contextmanager

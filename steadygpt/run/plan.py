@@ -48,7 +48,6 @@ class Plan:
     precision_elsewhere: str  # that the forecast assumes for well-known GPUs
 
     def lines(self) -> list[str]:
-        """Return the plan as labelled lines."""
         config, data, schedule, sketch, ranks = self.config, self.data, self.schedule, self.sketch, self.ranks
         T, world_size, micro_steps = config.context_length, ranks.world_size, config.grad_accum_steps(ranks.world_size)
         memory, host = estimate_memory(config, sketch, ranks)
@@ -66,7 +65,7 @@ class Plan:
             return f"about {bytes_text(total)} {where}: {text}{advice * (available < total)}"
 
         length = f"; {epochs:{',.2f' if epochs >= 0.1 else '.1g'}} epochs" * bool(epochs)
-        if per_epoch := schedule.steps_per_epoch or schedule.rows_per_epoch / schedule.rows_per_step:
+        if per_epoch := schedule.rows_per_epoch / schedule.rows_per_step:
             length += f" (1 epoch = {per_epoch:,{'.0f' if per_epoch >= 10 else '.2f'}} steps)"
         sharding = f", {config.sharding}" * (world_size > 1 or config.sharding == "fsdp")
         lines = [

@@ -14,8 +14,7 @@ class Schedule:
     """The length of a run, and what ends with each of its steps."""
 
     rows_per_step: int
-    rows_per_epoch: int  # 0: the data is not prepared yet, or is a mixture
-    steps_per_epoch: int  # 0: an epoch is one pass over the data, or there is none
+    rows_per_epoch: int  # of the data, or of --steps_per_epoch; 0: not prepared yet, or a mixture
     max_steps: int
     warmup_steps: int
     stable_steps: int | None  # after which the cool-down begins, if there is one
@@ -23,7 +22,7 @@ class Schedule:
 
     def epochs(self, rows: int) -> float:
         """Convert consumed rows to epochs; 0 if their length is not known."""
-        return rows / (self.steps_per_epoch * self.rows_per_step or self.rows_per_epoch or math.inf)
+        return rows / (self.rows_per_epoch or math.inf)
 
     def tiers(self, step: int, rows: int) -> list[str]:
         """Return the names, besides latest.pt, of the checkpoint after `step` updates and `rows` consumed rows."""
@@ -107,8 +106,5 @@ def make_schedule(
                 f"--resume stable is at step {step:,}, but a run of {max_steps:,} steps cools down from step "
                 f"{stable_steps:,} on; give at least --max_steps {math.ceil(step / (1 - config.cooldown))}"
             )
-    steps_per_epoch = 0 if rows_per_epoch is None else config.steps_per_epoch
-    return Schedule(
-        rows_per_step, rows_per_epoch or 0, steps_per_epoch, max_steps, warmup_steps, stable_steps,
-        config.checkpoint_freq,
-    )  # fmt: skip
+    epoch = 0 if rows_per_epoch is None else config.steps_per_epoch * rows_per_step or rows_per_epoch
+    return Schedule(rows_per_step, epoch, max_steps, warmup_steps, stable_steps, config.checkpoint_freq)

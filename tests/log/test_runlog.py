@@ -184,7 +184,7 @@ def finish_step(log, monkeypatch):
     clock = SimpleNamespace(now_s=0.0, perf_counter=lambda: clock.now_s, monotonic=lambda: clock.now_s)
     monkeypatch.setattr("steadygpt.run.results.time", clock)
     monkeypatch.setattr(TrainState, "total_s", lambda _: 1800.0)
-    schedule = Schedule(4, 32, steps_per_epoch=0, max_steps=10, warmup_steps=0, stable_steps=None)
+    schedule = Schedule(4, 32, max_steps=10, warmup_steps=0, stable_steps=None)
     results = Results(log.config, log.ranks, schedule, TrainState(), log, 1.0, delay=0, repeats=Repeats(log))
 
     def finish(step: int, seconds: float) -> None:

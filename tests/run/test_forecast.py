@@ -25,7 +25,7 @@ H100, T4 = "NVIDIA H100 80GB HBM3", "Tesla T4"
 HEAD = 6 * 50257 * 768
 MATRICES = 6 * 12 * 12 * 768 * 768  # of 12 blocks
 EVERYTHING = MODEL.flops_per_token()
-SCHEDULE = Schedule(512, 10**6, 0, max_steps=2000, warmup_steps=10, stable_steps=None)
+SCHEDULE = Schedule(512, 10**6, max_steps=2000, warmup_steps=10, stable_steps=None)
 
 
 def forecast(config=CONFIG, schedule=SCHEDULE, step=0, val_rows=0, step_s=None, precision="bf16") -> list[str]:

@@ -4,7 +4,7 @@ from steadygpt.run.schedule import Schedule
 
 
 def test_a_step_that_ends_an_epoch_the_stable_part_or_a_number_of_steps_has_their_names():
-    schedule = Schedule(4, 12, steps_per_epoch=0, max_steps=9, warmup_steps=0, stable_steps=6, checkpoint_freq=4)
+    schedule = Schedule(4, 12, max_steps=9, warmup_steps=0, stable_steps=6, checkpoint_freq=4)
     names = {step: schedule.tiers(step, 4 * step) for step in range(9)}
     assert {step: found for step, found in names.items() if found} == {
         3: ["epoch_00001.pt"], 4: ["rolling_step_000004.pt"], 6: ["epoch_00002.pt", "stable.pt"],
@@ -13,5 +13,5 @@ def test_a_step_that_ends_an_epoch_the_stable_part_or_a_number_of_steps_has_thei
 
 
 def test_no_epoch_ends_before_the_first_step_of_two_epochs():
-    schedule = Schedule(4, 2, steps_per_epoch=0, max_steps=3, warmup_steps=0, stable_steps=None)
+    schedule = Schedule(4, 2, max_steps=3, warmup_steps=0, stable_steps=None)
     assert [schedule.tiers(step, 4 * step) for step in range(2)] == [[], ["epoch_00002.pt"]]
