@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
-from steadygpt.base.durable import replace_file
+from steadygpt.base.durable import check_regular, replace_file
 from steadygpt.base.progress import say
-from steadygpt.base.typed import read_json
+from steadygpt.base.typed import parse_json
 from steadygpt.config import FIELDS, TrainConfig
 
 RUN = "run.json"
@@ -36,12 +36,14 @@ def written_mark(content: bytes) -> Path:
 
 def read_places(folder: Path) -> dict[str, Any]:
     """Return the options of PLACES of the run in a folder, by name; without a run, or in a copy of its folder, {}."""
-    path = folder / RUN
+    path, advice = folder / RUN, "remove it, and give the options of the run again, such as --logdir"
+    check_regular(path)
     try:
-        found = read_json(path, RunFile, "remove it, and give the options of the run again, such as --logdir")
+        content = path.read_bytes()
     except FileNotFoundError:
         return {}
-    is_own = found["inode"] == folder.stat().st_ino and written_mark(path.read_bytes()).exists()
+    found = parse_json(content, RunFile, path, advice)
+    is_own = found["inode"] == folder.stat().st_ino and written_mark(content).exists()
     return {name: getattr(found["places"], name) for name in PLACES if is_own}
 
 
