@@ -259,7 +259,7 @@ def _converted(
 ) -> dict:
     """Return a checkpoint of weights only; without weights its "model" is empty."""
     rows, config = config.vocab_size, _without_padding(config, record, source)
-    untrained = {"step": 0, "rows_consumed": 0, "optimizer": {}, "train_config": {}}
+    untrained = {"step": 0, "rows_consumed": 0, "optimizer": {}, "starts": []}
     return untrained | {
         "format_version": FORMAT_VERSION,
         "model": {} if weights is None else _import(config, rows, weights, family, source),
@@ -408,7 +408,7 @@ def _weights_only(checkpoint: Mapping[str, Any]) -> dict:
     """Return a checkpoint without the optimizer, the options and the history of its run."""
     kept = ("format_version", "step", "rows_consumed", "model", "model_config", "torch_version", "saved_at")
     found = {key: checkpoint[key] for key in (*kept, *TokenizerRecord._fields) if key in checkpoint}
-    return found | {"optimizer": {}, "train_config": {}}
+    return found | {"optimizer": {}, "starts": []}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

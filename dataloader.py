@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -284,28 +284,30 @@ def open_data(
     return Data(sources, tuple(Source(s, RowStream(s.shards, T)) for s in val_sets), record, vocab_size)
 
 
-def recorded_sources(entry: Mapping[str, Any], step: int, known: Mapping[str, Sequence[list]]) -> tuple[Source, ...]:
+def recorded_sources(
+    config: TrainConfig, recorded: Mapping[str, tuple[str, str]], step: int, known: Mapping[str, Sequence[list]]
+) -> tuple[Source, ...]:
     """Find the shards that a step trained on, and check that they are the same.
 
     Args:
-        entry: of the record of starts.
+        recorded: name -> (folder, identity) of the start of that step.
         known: the fingerprint of the run.
     """
-    options, sources, any_id = entry["options"], [], 2**32  # the ids were checked before training
-    for name, (folder, identity) in entry["sources"].items():
+    sources, any_id = [], 2**32  # the ids were checked before training
+    for name, (folder, identity) in recorded.items():
         if not Path(folder).is_dir():
             raise UserError(
                 f"{folder}: no such folder here, but step {step:,} trained on its shards; start in the folder where "
                 "training did, or put a link to their new place there"
             )
-        shards = ShardSet.find(name, folder, "train").for_vocab(options["vocab_size"])
+        shards = ShardSet.find(name, folder, "train").for_vocab(config.vocab_size)
         if (found := shards.identity({shards.key: shards.check(any_id, known)}, reads=False)) != identity:
             raise UserError(
                 f"{folder}: not the shards that step {step:,} trained on; found SHA-256 {found[:12]}..., expected "
                 f"{identity[:12]}...; copy those back"
             )
-        shuffled = options["shuffle_shards"], options["shuffle_rows"]
-        rows = RowStream(shards.shards, options["context_length"], options["seed"], *shuffled)
+        shuffled = config.shuffle_shards, config.shuffle_rows
+        rows = RowStream(shards.shards, config.context_length, config.seed, *shuffled)
         sources.append(Source(shards, rows))
     return tuple(sources)
 

@@ -20,7 +20,7 @@ from hellaswag_eval import TOKENS_PER_BATCH
 from steadygpt.base.options import ModelOptions, UserError, option, options_of, parse_options, run_cli
 from steadygpt.base.progress import ProgressBar
 from steadygpt.base.text import printable
-from steadygpt.checkpoint.files import checkpoint_files, nearest_checkpoint, open_checkpoint
+from steadygpt.checkpoint.files import checkpoint_files, nearest_checkpoint, open_checkpoint, trained_with
 from steadygpt.data.shards import Shard, ShardSet, shard_files
 from steadygpt.data.survey import Survey, read_tokens, repeated, survey_split
 from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer
@@ -162,21 +162,20 @@ def find_step(checkpoint: dict, path: Path, step: int) -> tuple[Mixture, int, in
     """
     starts, saved = checkpoint["starts"], {"step": checkpoint["step"], "row": checkpoint["rows_consumed"]}
     number = max(n for n, start in enumerate(starts) if start["step"] <= step)
-    start, after, options = starts[number], [*starts, saved][number + 1], starts[number]["options"]
-    T, seed = options["context_length"], options["seed"]
-    rows_per_step = options["total_batch_size"] // T
+    start, after, config = starts[number], [*starts, saved][number + 1], trained_with(starts[number])
+    rows_per_step = config.total_batch_size // config.context_length
     streams, files = {}, {}
-    for shards, rows, _ in recorded_sources(start, step, checkpoint["data_fingerprint"]):
+    for shards, rows, _ in recorded_sources(config, start["sources"], step, checkpoint["data_fingerprint"]):
         streams[start["sources"][shards.name][1]] = rows
         for tokens, shard in zip(rows.tokens, rows.shards, strict=True):
             files[id(tokens)] = printable(f"{shards.name}, {shard.path.name}")
-    left = options["num_epochs"] * sum(rows.rows_per_epoch for rows in streams.values()) - start["row"]
-    end = options["max_steps"] or options["num_epochs"] * options["steps_per_epoch"]
+    left = config.num_epochs * sum(rows.rows_per_epoch for rows in streams.values()) - start["row"]
+    end = config.max_steps or config.num_epochs * config.steps_per_epoch
     end = end or start["step"] + math.ceil(left / rows_per_step)
     if after is saved and step >= end:
         raise UserError(f"--step is {step:,}; expected less than {end:,}, because the run of {path} ends there")
     first = start["row"] + (step - start["step"]) * rows_per_step
-    return Mixture(streams, phase_of(starts[: number + 1]), seed), first, rows_per_step, files
+    return Mixture(streams, phase_of(starts[: number + 1]), config.seed), first, rows_per_step, files
 
 
 def row_losses(checkpoint: dict, rows: np.ndarray, options: LookOptions) -> np.ndarray:

@@ -24,25 +24,24 @@ import numpy as np
 import torch
 
 from dataloader import Data, recorded_sources, tokenizer_of
-from model import GPT
 from steadygpt import git_commit
 from steadygpt.base.options import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.base.progress import ProgressBar
 from steadygpt.base.text import counted, printable
-from steadygpt.checkpoint.files import checkpoint_files, intact_checkpoints, read_checkpoint
+from steadygpt.checkpoint.files import Entry, checkpoint_files, intact_checkpoints, read_checkpoint, trained_with
 from steadygpt.checkpoint.mirror import Mirror
 from steadygpt.config import TrainConfig
 from steadygpt.data.tokenizer import TokenizerRecord
 from steadygpt.log.runlog import METRICS, RunLog
 from steadygpt.machine.device import device_name
 from steadygpt.machine.ranks import Ranks, Stopped, end_with_torchrun, joined
+from steadygpt.run.history import WITHOUT_TENSORS, History
 from steadygpt.run.places import read_places
 from steadygpt.run.plan import settle
 from steadygpt.run.repeats import repeated_records
 from steadygpt.run.results import StepResult
-from steadygpt.run.start import Start, resume_config, shared
-from steadygpt.run.starts import Entry, course_of, difference
-from train import Run, build_run, capture, train_step
+from steadygpt.run.starts import course_of, difference
+from train import Run, build, capture, train_step
 
 AS_RECORDED = "code, machine and options are as recorded"
 COMPARED = {"loss": "losses", "grad_norm": "norms", "lr": "learning rates"}
@@ -95,7 +94,7 @@ def find_past(options: ReplayOptions, first: int, last: int, held: ExitStack) ->
     mirror = Mirror(url) if url else None
     if mirror and not any(checkpoint["step"] <= first for _, checkpoint in files):
         files += from_mirror(mirror, first, with_newest=not files)
-    if not files or not files[0][1]["train_config"]:
+    if not files or not files[0][1]["starts"]:
         raise UserError(f"no checkpoints of a run in {options.checkpoint_dir}; try another --checkpoint_dir")
     newest = files[0][1]
     if first >= (end := newest["step"]) or last > end:
@@ -249,36 +248,37 @@ def changes(entry: Entry, ranks: Ranks) -> list[str]:
 # the replay
 
 
-def build(past: Past, start: Start, starts: list[Entry], device: str, ranks: Ranks, held: ExitStack) -> Run:
+def build_part(
+    past: Past, checkpoint: dict | None, starts: list[Entry], device: str, ranks: Ranks, held: ExitStack
+) -> Run:
     """Build a run, which writes nothing, that continues as the last of these starts did."""
-    entry, known = starts[-1], past.newest["data_fingerprint"]
+    entry = starts[-1]
     if ranks.device.type == "cpu":
         torch.set_num_threads(entry["threads"])
-    config, _ = resume_config(entry["options"], TrainConfig(dry_run="measure"), given={})
-    # micro_steps has set total_batch_size already. Bad steps are skipped, and the run's own records say where it ended.
-    config = replace(config, device=device, micro_steps=0, max_bad_steps=0)
-    sources = ranks.on_each(lambda: recorded_sources(entry, start.step or 0, known))
-    tokenizer = TokenizerRecord.of(past.newest)
-    data = Data(sources, (), *tokenizer_of([source.shards for source in sources], config.tokenizer, tokenizer))
-    with torch.device("meta"):
-        sketch = GPT(config.shape(data.vocab_size), initialize=False)
-    settled = {"warmup_steps": "flag"}  # which keeps its value
-    plan = settle(config, start, settled, data, starts, sketch, ranks, held)
-    return build_run(plan, RunLog(plan.config, replace(ranks, rank=1)), held)  # a log that prints nothing
+    trained = trained_with(entry)
+    step = checkpoint["step"] if checkpoint else 0
+    sources = ranks.on_each(lambda: recorded_sources(trained, entry["sources"], step, past.newest["data_fingerprint"]))
+    tokenizer = tokenizer_of([source.shards for source in sources], trained.tokenizer, TokenizerRecord.of(past.newest))
+    # Bad steps are skipped, and the run's own records say where it ended.
+    asked = TrainConfig(**entry["options"] | {"device": device, "max_bad_steps": 0})
+    history = History(asked, decisions=entry["decisions"], checkpoint=checkpoint)
+    plan = settle(history, Data(sources, (), *tokenizer), ranks, held, starts)
+    return build(plan, RunLog(plan.config, replace(ranks, rank=1)), held)  # a log that prints nothing
 
 
 def replay(past: Past, device: str, ranks: Ranks, held: ExitStack) -> Comparison:
     """Train in memory and compare, up to the first difference where bits are promised."""
     comparison, starts = Comparison(past), past.newest["starts"]
-    start = Start(checkpoint=shared(past.checkpoint, ranks))
-    first, end_of_all = start.step or 0, past.last + 1
+    light = ranks.broadcast(past.checkpoint and past.checkpoint | WITHOUT_TENSORS)
+    checkpoint = past.checkpoint or light
+    first, end_of_all = checkpoint["step"] if checkpoint else 0, past.last + 1
     resumed = sorted({entry["step"] for entry in starts if first < entry["step"] < end_of_all})
     with ProgressBar(
         desc="replaying", total=end_of_all - first, unit="step", delay=3, disable=not ranks.is_main
     ) as bar:
         for begin, end in pairwise([first, *resumed, end_of_all]):
             so_far = [entry for entry in starts if entry["step"] <= begin]
-            run = build(past, start, so_far, device, ranks, held)
+            run = build_part(past, checkpoint, so_far, device, ranks, held)
             state, found = run.state, changes(so_far[-1], ranks)
             comparison.reasons |= dict.fromkeys(found)
             ranks.on_main(partial(comparison.find_records, so_far, begin, end))
@@ -290,7 +290,7 @@ def replay(past: Past, device: str, ranks: Ranks, held: ExitStack) -> Comparison
                     run.results.add(pending)
                     comparison.step(pending.result())
                     state.step += 1
-                    state.rows_consumed += run.schedule.rows_per_step
+                    state.rows_consumed += run.plan.schedule.rows_per_step
                     if state.step in past.saves:
                         content = capture(run).wait()
                         ranks.on_main(partial(comparison.checkpoint, content))
@@ -298,7 +298,7 @@ def replay(past: Past, device: str, ranks: Ranks, held: ExitStack) -> Comparison
                     if ranks.any(comparison.fails):
                         return comparison
             if end < end_of_all:
-                start = Start(checkpoint=capture(run).wait())
+                checkpoint = capture(run).wait()
                 del run, batches  # the next part builds a model of its own
                 gc.collect()
     return comparison

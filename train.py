@@ -25,35 +25,35 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hellaswag_eval
-from convert_hf import check_fits, read_weights
-from dataloader import BatchLoader, Data, Mixture, Rows, RowStream, Spread, open_data
+from convert_hf import read_weights
+from dataloader import BatchLoader, Mixture, Rows, RowStream, Spread
 from generate import sample_texts
 from model import GPT, GPTConfig
 from optim import make_optimizer, skips_on_device, state_shapes, update_unless
 from steadygpt import git_commit
-from steadygpt.base.options import run_cli, shown_options
+from steadygpt.base.options import run_cli
 from steadygpt.base.retry import brief
-from steadygpt.base.text import counted, labelled
+from steadygpt.base.text import counted
 from steadygpt.checkpoint.files import FORMAT_VERSION, Captured, TrainState, check_tensors
 from steadygpt.checkpoint.host_copy import HostCopy, fill, restore_optimizer
 from steadygpt.checkpoint.saves import Saves
 from steadygpt.checkpoint.table import print_checkpoints
 from steadygpt.config import TrainConfig, parse_args, preset_named
-from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer, tokenizer_on_all
+from steadygpt.data.tokenizer import Tokenizer, tokenizer_on_all
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine import parallel
 from steadygpt.machine.device import autocast, evaluating, peak_memory_bytes, profiled, use_fp8
 from steadygpt.machine.gradient_sum import GradientSum
 from steadygpt.machine.ranks import Ranks, Stopped, StopSignal, end_with_torchrun, joined
 from steadygpt.run.forecast import forecast, measure_step_s
+from steadygpt.run.history import WITHOUT_TENSORS, open_data, open_history
 from steadygpt.run.memory import out_of_memory_explained
-from steadygpt.run.outputs import checked_fingerprint, open_saves
-from steadygpt.run.plan import Plan, settle, validation_rows
+from steadygpt.run.outputs import open_saves
+from steadygpt.run.plan import Plan, set_up, settle, validation_rows
 from steadygpt.run.repeats import Repeats
 from steadygpt.run.results import Diverged, Judge, Pending, Results
-from steadygpt.run.schedule import Schedule, learning_rate
-from steadygpt.run.start import Start, find_start, initial_config, shared
-from steadygpt.run.starts import Entry, epochs_of_sources, first_val_set, phase_of, record_start
+from steadygpt.run.schedule import learning_rate
+from steadygpt.run.starts import epochs_of_sources, phase_of
 from steadygpt.run.summary import summarize, validation_text
 
 SAMPLE_TOKENS = 100
@@ -62,16 +62,14 @@ SAMPLE_TOKENS = 100
 # a run
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """The state of a run: model, data, optimizer, and the objects that log and save them."""
 
-    config: TrainConfig
+    plan: Plan
+    config: TrainConfig  # the plan's
     ranks: Ranks
-    data: Data
-    starts: list[Entry]  # the record of starts; the last one is this start
     rows: Mixture  # to train on
-    schedule: Schedule
     model: GPT  # with the weights: not compiled, not wrapped
     forward: nn.Module  # the same model after compile and DDP
     gradient_sum: GradientSum | None  # with --deterministic
@@ -84,7 +82,6 @@ class Run:
     stop: StopSignal  # raises Stopped on all ranks together
     log: RunLog
     saves: Saves  # when to save, and the thread that writes checkpoints
-    fingerprint: dict | None  # of the shards, on rank 0
     tokenizer: Tokenizer | None  # for samples, tasks and bits per byte
     tasks: Mapping[str, list[hellaswag_eval.Tree]]  # to score, by name
 
@@ -115,51 +112,63 @@ def build_model(config: TrainConfig, shape: GPTConfig, ranks: Ranks) -> GPT:
     return model
 
 
-def build_run(plan: Plan, log: RunLog, held: ExitStack) -> Run:
+def build(plan: Plan, log: RunLog, held: ExitStack) -> Run:
     """Build the run that a plan describes. If it trains, `held` closes its files at the end."""
-    config, data, schedule, ranks, device = plan.config, plan.data, plan.schedule, plan.ranks, plan.ranks.device
-    start = plan.start
-    if weights := start.weights:  # only here, so that a plan needs no download
+    config, data, ranks, device, history = plan.config, plan.data, plan.ranks, plan.ranks.device, plan.history
+    set_up(config, device, plan.starts[-1]["threads"])
+    if weights := history.weights:  # only here, so that a plan needs no download
         ranks.on_main(lambda: load_initial(weights, plan.sketch.config))
-    if loaded := start.checkpoint or weights:  # before any file is written
-        kept, source = state_shapes(plan.sketch, config.optimizer), start.path or config.init_from
+    if loaded := history.checkpoint or weights:  # before any file is written
+        kept, source = state_shapes(plan.sketch, config.optimizer), history.path or config.init_from
         ranks.on_main(lambda: check_tensors(loaded, source, plan.sketch, kept))
-    stop = StopSignal(ranks, config.max_hours if config.trains else 0, log.beat)
-    starts = plan.starts
-    if config.trains:
+    stop = StopSignal(ranks, config.max_hours if plan.writes else 0, log.beat)
+    if plan.writes:
         if ranks.is_main:  # its log also says when a signal has ended the run before the first step
             stop.raise_until_listen()
-        fingerprint = checked_fingerprint(plan)
-        starts = record_start(config, plan.start, data, ranks, fingerprint)  # now that all shards are known
-        saves, repeats = open_saves(plan, starts, log, stop, held)
+        saves, repeats = open_saves(plan, log, stop, held)
     else:
-        fingerprint, saves, repeats = None, Saves(config, ranks, log, stop), Repeats(log)  # which do nothing
+        saves, repeats = Saves(config, ranks, log, stop), Repeats(log)  # which do nothing
     if not config.eval_only:
         log.say("\n".join(plan.lines()))
-    reads_text = config.dry_run == "off" and (config.sample_freq or config.hellaswag_freq or data.val_sets)
+    reads_text = (plan.writes or config.eval_only) and (config.sample_freq or config.hellaswag_freq or data.val_sets)
     tokenizer = tokenizer_on_all(data.tokenizer_record, ranks, log.warn) if reads_text else None
     tasks = hellaswag_eval.load(config, tokenizer, ranks, log.warn) if tokenizer and config.hellaswag_freq else {}
     model = build_model(config, plan.sketch.config, ranks)
     optimizer = make_optimizer(model, config, ranks)
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
-    state = restore(config, start, model, optimizer, scaler, ranks)
+    state = restore(plan, model, optimizer, scaler)
     # A checkpoint is captured before the evaluation of its step.
     state.best_val_loss = saves.best_val_loss(state.best_val_loss)
     forward: nn.Module = model.compiled() if config.compiles(device.type) else model
     gradient_sum = GradientSum(list(model.parameters()), ranks) if config.deterministic else None
     if ranks.world_size > 1 and config.sharding == "ddp" and not gradient_sum:
         forward = parallel.replicate(forward, ranks)
-    places = starts[-1]["sources"]
-    streams = {places[shards.name][1]: stream for shards, stream, _ in data.sources}  # by identity
-    rows = Mixture(streams, phase_of(starts), config.seed)
-    judge = Judge(config, device, state.recent_losses, state.bad_steps)
+    identities = plan.starts[-1]["sources"]
+    streams = {identities[shards.name][1]: stream for shards, stream, _ in data.sources}
     delay = int(device.type == "cuda" and skips_on_device(optimizer, device))  # the GPU runs a step ahead of the host
-    results = Results(config, ranks, schedule, state, log, plan.sketch.flops_per_token(), delay, repeats)
+    flops = plan.sketch.flops_per_token()
+    run = Run(
+        plan=plan,
+        config=config,
+        ranks=ranks,
+        rows=Mixture(streams, phase_of(plan.starts), config.seed),
+        model=model,
+        forward=forward,
+        gradient_sum=gradient_sum,
+        optimizer=optimizer,
+        scaler=scaler,
+        state=state,
+        judge=Judge(config, device, state.recent_losses, state.bad_steps),
+        results=Results(config, ranks, plan.schedule, state, log, flops, delay, repeats),
+        host_copy=HostCopy(device),
+        stop=stop,
+        log=log,
+        saves=saves,
+        tokenizer=tokenizer,
+        tasks=tasks,
+    )
     stop.listen()
-    return Run(
-        config, ranks, data, starts, rows, schedule, model, forward, gradient_sum, optimizer, scaler, state, judge,
-        results, HostCopy(device), stop, log, saves, fingerprint, tokenizer, tasks,
-    )  # fmt: skip
+    return run
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -176,7 +185,7 @@ def train_step(run: Run, batches: BatchLoader) -> Pending:
     config, ranks, step = run.config, run.ranks, run.state.step
     micro_steps, micro_batches = config.grad_accum_steps(ranks.world_size), config.grad_accum_steps(1)
     of_virtual_rank = micro_batches // config.virtual_ranks()
-    lr = learning_rate(config, step, run.schedule.max_steps)
+    lr = learning_rate(config, step, run.plan.schedule.max_steps)
     for group in run.optimizer.param_groups:
         group["lr"] = lr * group["lr_ratio"]
     # Gradients that are views, of DDP's buckets or of their sum, are set to zero in place.
@@ -204,7 +213,7 @@ def train_step(run: Run, batches: BatchLoader) -> Pending:
     skipped, found = run.judge(mean_loss, parallel.full_tensor(norm).to(ranks.device), run.scaler)
     run.host_copy.wait_before_update()  # for a save that still copies the weights
     update_unless(skipped, run.optimizer)  # in place of scaler.step(), which knows only of overflows
-    return Pending(step, run.state.rows_consumed + run.schedule.rows_per_step, lr, found)
+    return Pending(step, run.state.rows_consumed + run.plan.schedule.rows_per_step, lr, found)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -243,7 +252,7 @@ def evaluate(run: Run, everything: bool) -> None:
 
     Raises: Stopped or Diverged.
     """
-    config, ranks, state, log, saves = run.config, run.ranks, run.state, run.log, run.saves
+    config, ranks, data, state, log, saves = run.config, run.ranks, run.plan.data, run.state, run.log, run.saves
 
     def due(freq: int) -> bool:
         return freq > 0 and (everything or (state.step > 0 and state.step % freq == 0))
@@ -252,8 +261,8 @@ def evaluate(run: Run, everything: bool) -> None:
         return
     run.results.read_all()
     log.note(doing="evaluating")
-    if due(config.eval_freq) and run.data.val_sets:
-        sets = {val.shards.name: validate(run, val.rows) for val in run.data.val_sets}
+    if due(config.eval_freq) and data.val_sets:
+        sets = {val.shards.name: validate(run, val.rows) for val in data.val_sets}
         found = next(iter(sets.values()))  # the first set decides
         val_loss = found["val_loss"]
         best = config.trains and val_loss < (math.inf if state.best_val_loss is None else state.best_val_loss)
@@ -261,7 +270,11 @@ def evaluate(run: Run, everything: bool) -> None:
         state.best_val_loss = val_loss if best else state.best_val_loss
         if len(sets) > 1:
             found |= {f"{key}/{name}": score for name, scores in sets.items() for key, score in scores.items()}
-        epochs = epochs_of_sources(run.data, run.starts, state.rows_consumed) if len(run.data.sources) > 1 else {}
+        epochs = (
+            epochs_of_sources(run.plan.data, run.plan.starts, state.rows_consumed)
+            if len(run.plan.data.sources) > 1
+            else {}
+        )
         text = validation_text(sets, best, epochs)
         log.evaluation(state.step, text, **found, **{f"epoch/{name}": number for name, number in epochs.items()})
         log.histograms(state.step, run.model)
@@ -290,7 +303,7 @@ def train(run: Run, step_ended: Callable[[], None]) -> None:
 
     Raises: Stopped or Diverged, on all ranks together.
     """
-    state, schedule, saves, results = run.state, run.schedule, run.saves, run.results
+    state, schedule, saves, results = run.state, run.plan.schedule, run.saves, run.results
     results.restart_clock()
     with closing(run.training_batches()) as batches:
         while True:
@@ -363,7 +376,7 @@ def save(run: Run) -> None:
     """
     run.results.read_all()
     step, rows = run.state.step, run.state.rows_consumed
-    run.saves.save(step, lambda: capture(run), run.schedule.tiers(step, rows))
+    run.saves.save(step, lambda: capture(run), run.plan.schedule.tiers(step, rows))
 
 
 def capture(run: Run) -> Captured:
@@ -376,12 +389,11 @@ def capture(run: Run) -> Captured:
         "elapsed_s": run.state.total_s(),
         "scaler": run.scaler.state_dict(),
         "model_config": asdict(run.model.config),
-        "train_config": shown_options(run.config),
-        "epoch": run.schedule.epochs(run.state.rows_consumed),
+        "epoch": run.plan.schedule.epochs(run.state.rows_consumed),
         "world_size": run.ranks.world_size,
-        "data_fingerprint": run.fingerprint,
-        "starts": run.starts,
-        **run.data.tokenizer_record._asdict(),
+        "data_fingerprint": run.plan.fingerprint,
+        "starts": run.plan.starts,
+        **run.plan.data.tokenizer_record._asdict(),
         "torch_version": str(torch.__version__),
         "git_commit": git_commit(),
         "saved_at": time.time(),
@@ -401,12 +413,10 @@ def load_initial(weights: dict, shape: GPTConfig) -> None:
             model[name][shape.vocab_size :] = 0  # padding rows, as in training
 
 
-def restore(
-    config: TrainConfig, start: Start, model: GPT, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler,
-    ranks: Ranks,
-) -> TrainState:  # fmt: skip
+def restore(plan: Plan, model: GPT, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> TrainState:
     """Load what capture() saved. With --init_from load only weights; otherwise draw new ones."""
-    checkpoint, loaded = start.checkpoint, start.checkpoint or start.weights
+    config, history, ranks = plan.config, plan.history, plan.ranks
+    checkpoint, loaded = history.checkpoint, history.checkpoint or history.weights
     if loaded:
         fill(model, loaded["model"].__getitem__, ranks)
     else:
@@ -418,8 +428,8 @@ def restore(
             scaler.load_state_dict(scaler.state_dict() | checkpoint["scaler"])
     state = TrainState.of(checkpoint)
     if loaded:  # unmap the file: later saves replace it, and the disk has its space back
-        loaded |= {"model": {}, "optimizer": {}}
-    if start.is_fork:  # the best model is in the other folder
+        loaded |= WITHOUT_TENSORS
+    if history.is_fork:  # the best model is in the other folder
         state.best_val_loss = None
     if config.max_bad_steps:  # it may have been larger
         state.bad_steps = min(state.bad_steps, config.max_bad_steps - 1)
@@ -428,33 +438,6 @@ def restore(
 
 # ---------------------------------------------------------------------------------------------------------------------
 # main
-
-
-def make_plan(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, held: ExitStack) -> Plan:
-    """Find where a run starts, and settle its plan. `held` holds the lock on the folder of its checkpoints."""
-    config, start = find_start(config, given, ranks, held)
-    saved, first_set, known, weights = None, None, {}, None
-    if checkpoint := start.checkpoint:
-        saved, known = TokenizerRecord.of(checkpoint), checkpoint["data_fingerprint"]
-        first_set = first_val_set(checkpoint["starts"])
-    elif config.init_from != "scratch":
-        weights = shared(ranks.on_main(lambda: read_weights(config.init_from, download=False)), ranks)
-        assert weights
-        config = initial_config(weights["model_config"], config, given)
-    data = ranks.on_each(lambda: open_data(config, saved, first_set, known))
-    shape = config.shape(data.vocab_size)
-    if weights:
-        note = check_fits(weights, config.init_from, shape, data.tokenizer_record)
-        notes = (*start.notes, labelled("weights", f"from {config.init_from}"), note)
-        start = replace(start, weights=weights, notes=notes)
-    if saved:
-        data = replace(data, tokenizer_record=data.tokenizer_record.resumed(saved, data.folder))
-    if data.sources and data.tokenizer_record.is_file:  # without it, no checkpoint of the run could be sampled
-        ranks.on_main(lambda: load_tokenizer(data.tokenizer_record, Path(data.folder)))
-    with torch.device("meta"):
-        sketch = GPT(shape, initialize=False)
-    starts = record_start(config, start, data, ranks, known) if data.sources else []
-    return settle(config, start, given, data, starts, sketch, ranks, held)
 
 
 def measure(run: Run) -> float:
@@ -470,21 +453,19 @@ def measure(run: Run) -> float:
 
 def launch(plan: Plan, held: ExitStack) -> int:
     """Train, or with --dry_run or --eval_only print the plan, time a step or evaluate; return the exit status."""
-    start, config, max_steps = plan.start, plan.config, plan.schedule.max_steps
-    log = RunLog(config, plan.ranks, max_steps)
-    if not config.eval_only and start.is_finished(config.checkpoint_dir, max_steps, plan.ranks):
-        log.say(
-            f"{config.checkpoint_dir}: this run is finished, at step {start.step:,}. To continue, raise --max_steps."
-        )
+    config, history, log = plan.config, plan.history, RunLog(plan.config, plan.ranks, plan.schedule.max_steps)
+    if plan.is_finished and not config.eval_only:
+        ended = f"this run is finished, at step {history.step:,}"
+        log.say(f"{config.checkpoint_dir}: {ended}. To continue, raise --max_steps.")
     elif config.dry_run == "plan":
         log.say("\n".join([*plan.lines(), *forecast(plan)]))
     elif config.dry_run == "measure":
-        log.say("\n".join(forecast(plan, measure(build_run(plan, log, held)))))
+        log.say("\n".join(forecast(plan, measure(build(plan, log, held)))))
     elif config.eval_only:
-        log.say(f"{start.path or config.init_from} at step {start.step or 0:,}:")
-        evaluate(build_run(plan, log, held), everything=True)
+        log.say(f"{history.path or config.init_from} at step {history.step:,}:")
+        evaluate(build(plan, log, held), everything=True)
     else:
-        return run_to_end(build_run(plan, log, held))
+        return run_to_end(build(plan, log, held))
     return 0
 
 
@@ -498,7 +479,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         joined(config.device, config.timeout_minutes) as ranks,
         ExitStack() as held,
     ):
-        plan = make_plan(config, given, ranks, held)
+        history = open_history(config, given, ranks, held)
+        data = open_data(history, ranks)
+        plan = settle(history, data, ranks, held)
         with out_of_memory_explained(plan.config, plan.sketch, ranks):
             try:
                 return launch(plan, held)

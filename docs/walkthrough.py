@@ -74,8 +74,9 @@ def build() -> train.Run:
     config, given = parse_args(f"{FLAGS} --dry_run measure".split())
     ranks = Ranks(torch.device("cpu"))
     with contextlib.ExitStack() as held:
-        plan = train.make_plan(config, given, ranks, held)
-        return train.build_run(plan, RunLog(config, ranks), held)
+        history = train.open_history(config, given, ranks, held)
+        plan = train.settle(history, train.open_data(history, ranks), ranks, held)
+        return train.build(plan, RunLog(config, ranks), held)
 
 
 def show_data() -> None:

@@ -19,15 +19,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from steadygpt.base.durable import lock_folder
 from steadygpt.base.options import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.base.text import printable
-from steadygpt.checkpoint.files import LATEST, NAMED, find_checkpoint
+from steadygpt.checkpoint.files import LATEST, NAMED, find_checkpoint, trained_with
 from steadygpt.checkpoint.mirror import Mirror
 from steadygpt.checkpoint.table import print_checkpoints
 from steadygpt.checkpoint.uploads import Uploads
-from steadygpt.config import TrainConfig
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.ranks import Ranks
 from steadygpt.run.places import RUN, read_places
-from steadygpt.run.start import resume_config
 
 
 @dataclass(frozen=True)
@@ -45,12 +43,11 @@ def upload_all(url: str, folder: Path) -> None:
     with lock_folder(folder, "it uploads its checkpoints itself"):
         newest = find_checkpoint("latest", folder)
         assert newest.path and newest.checkpoint  # only "auto" finds none
-        saved = newest.checkpoint["train_config"]
-        if not saved:
+        if not newest.checkpoint["starts"]:
             raise UserError(f"{newest.path}: converted weights; expected a checkpoint of a run")
         places = read_places(folder)
-        config, _ = resume_config(saved, TrainConfig(checkpoint_dir=str(folder)), {}, places)
-        mirror = Mirror(url, config.run_name or saved["run_name"], resumes=True)
+        config = replace(trained_with(newest.checkpoint["starts"][-1]), checkpoint_dir=str(folder), **places)
+        mirror = Mirror(url, config.run_name, resumes=True)
         there = mirror.patiently(mirror.claim).checkpoints.get(LATEST)
         if there and (
             there.mtime_ns > newest.path.stat().st_mtime_ns

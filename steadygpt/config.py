@@ -268,7 +268,6 @@ class TrainConfig(GPTConfig):
     loss_chunk_size: int = option(0, "tokens per chunk of logits, which is recomputed in the backward pass: less "
                                   "memory with long contexts; 0 = all at once", "distributed")
     # fmt: on
-    wanted_rows: int = 0  # mini_batch_size before with_even_rows() reduced it, for a resume on other ranks; else 0
 
     def __post_init__(self):
         """Raises: OptionError for a value out of bounds."""
@@ -381,9 +380,7 @@ class TrainConfig(GPTConfig):
                 f"--precision fp8: --mini_batch_size {wanted or 'auto'} x --context_length {self.context_length}; "
                 "expected rows that split a step into micro-steps of a multiple of 16 tokens"
             )
-        if not wanted or rows == wanted:
-            return self
-        return dataclasses.replace(self, mini_batch_size=rows, wanted_rows=wanted)
+        return dataclasses.replace(self, mini_batch_size=rows) if wanted else self
 
     def grad_accum_steps(self, world_size: int) -> int:
         """Return the number of micro-steps in a step."""
@@ -438,6 +435,8 @@ def parse_folders(option: str, text: str) -> dict[str, tuple[str, Fraction]]:
 
 
 FIELDS = options_of(TrainConfig)
+# The options that checkpoints store: the others belong to one launch, or say where one run writes.
+KEPT = [name for name, f in FIELDS.items() if f.metadata["on_resume"] in ("never", "ask", "free")]
 EXCLUSIVE = (("total_batch_size", "micro_steps", "set the tokens of a step"), ("data_dir", "mix", "name the data"))
 ABOUT = (
     "Train a GPT. On several GPUs, start one process for each: torchrun --nproc_per_node=4 train.py. Flags override "

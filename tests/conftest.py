@@ -22,9 +22,8 @@ import pytest
 import torch
 from tensorboard.summary.writer import event_file_writer
 
-from steadygpt.base.options import shown_options
 from steadygpt.checkpoint.files import FORMAT_VERSION
-from steadygpt.config import GPTConfig, TrainConfig
+from steadygpt.config import KEPT, GPTConfig, TrainConfig
 from steadygpt.data.order import BLOCK_ROWS
 from steadygpt.data.shards import write_shard
 from steadygpt.log.runlog import RunLog
@@ -192,8 +191,9 @@ def built(*flags: str, ranks: Ranks):
 
     config, given = parse_args([*TINY, *flags, "--dry_run", "measure"])
     with contextlib.ExitStack() as held:
-        plan = train.make_plan(config, given, ranks, held)
-        return train.build_run(plan, RunLog(config, ranks), held)
+        history = train.open_history(config, given, ranks, held)
+        plan = train.settle(history, train.open_data(history, ranks), ranks, held)
+        return train.build(plan, RunLog(config, ranks), held)
 
 
 def fork(function: Callable, *args) -> multiprocessing.process.BaseProcess:
@@ -285,7 +285,7 @@ def weights_content(model: dict, config: GPTConfig, tokenizer="bytes", step=0) -
     """Return a checkpoint of weights only, as convert_hf.py writes it."""
     return {
         "format_version": FORMAT_VERSION, "step": step, "rows_consumed": 4 * step, "model": model,
-        "model_config": vars(config), "optimizer": {}, "train_config": {}, "tokenizer": tokenizer,
+        "model_config": vars(config), "optimizer": {}, "starts": [], "tokenizer": tokenizer,
         "tokenizer_sha256": "", "document_token": "<|endoftext|>", "tokenizer_json": "", "torch_version": "2.13.0",
         "saved_at": 0.0,
     }  # fmt: skip
@@ -293,16 +293,18 @@ def weights_content(model: dict, config: GPTConfig, tokenizer="bytes", step=0) -
 
 def run_content(step: int, **more) -> dict:
     """Return a checkpoint of a run with 4 rows per step and no optimizer; one weight is equal to the step."""
-    options = shown_options(TrainConfig(total_batch_size=4 * TrainConfig.context_length))
+    options = {name: getattr(TrainConfig(), name) for name in KEPT}
+    decisions = {"total_batch_size": 4 * TrainConfig.context_length}
     start = {
-        "step": 0, "row": 0, "options": options, "sources": {"data": ("data", "0")}, "val_sets": {},
+        "id": "0" * 16, "step": 0, "row": 0, "options": options, "decisions": decisions,
+        "sources": {"data": ("data", "0")}, "val_sets": {},
         "shares": {"0": BLOCK_ROWS}, "given": {"0": 0}, "ranks": 1, "threads": 1, "device": "cpu", "torch": "2.13.0",
         "commit": "0",
     }  # fmt: skip
     progress = {
         "best_val_loss": None, "val_loss": None, "loss": 3.25, "elapsed_s": 0.0, "recent_losses": [], "bad_steps": 0,
         "scaler": {}, "epoch": step / 10, "world_size": 1, "data_fingerprint": {}, "starts": [start],
-        "git_commit": "0", "peak_memory_bytes": 0, "train_config": options,
+        "git_commit": "0", "peak_memory_bytes": 0,
     }  # fmt: skip
     model = {"weight": torch.full((1000,), float(step))}
     return weights_content(model, GPTConfig(), step=step) | progress | more

@@ -28,16 +28,16 @@ from torch import Tensor, nn
 
 from steadygpt.base.disk import check_pulled
 from steadygpt.base.durable import check_regular
-from steadygpt.base.options import UserError, shown_options
+from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
 from steadygpt.base.text import STAMP, counted
 from steadygpt.base.typed import Count, Loss, parse_json, typed
-from steadygpt.config import GPTConfig, TrainConfig
+from steadygpt.config import KEPT, GPTConfig, TrainConfig
 from steadygpt.data.order import BLOCK_ROWS
 from steadygpt.data.tokenizer import TokenizerRecord
 from steadygpt.machine.host import process_age_s
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 LATEST, BACKUP, BEST, STABLE = "latest.pt", "latest_backup.pt", "best_model.pt", "stable.pt"
 NAMED = {"best": BEST, "stable": STABLE}  # what commands take besides latest and files
 ROLLING, EPOCH = "rolling_step_{:06d}.pt", "epoch_{:05d}.pt"
@@ -49,12 +49,18 @@ Evaluations = dict[int, dict[str, Loss | None]]  # step -> {"val_loss": ..., "va
 # content
 
 
+# What the first start decides where the options leave it open. With --deterministic also mini_batch_size.
+DECIDED = ("precision", "total_batch_size", "warmup_steps", "tokenizer", "vocab_size")
+
+
 class Entry(TypedDict):
     """What one start of a run trained on, and how."""
 
+    id: Annotated[str, r"[0-9a-f]{16}"]
     step: Count  # the first one of the start
     row: Count  # of the first step
-    options: dict[str, Any]
+    options: dict[str, Any]  # of KEPT, as they were asked for
+    decisions: dict[str, Any]  # the values of DECIDED that hold in their place
     sources: dict[str, tuple[str, str]]  # name -> folder, identity of the shards
     val_sets: dict[str, tuple[str, str]]  # the same; the first one stays the first one
     shares: dict[str, Count]  # identity -> rows of BLOCK_ROWS
@@ -87,7 +93,7 @@ class Weights(TypedDict):
     model: dict[str, torch.Tensor]  # by name of the parameter, fp32
     model_config: dict[str, Any]  # of a GPTConfig
     optimizer: Optimizer
-    train_config: dict[str, Any]  # of a TrainConfig without secrets; {} without a run
+    starts: list[Entry]  # of the run, this one last; none without a run
     torch_version: str
     saved_at: Annotated[float, 0, 2**33]  # seconds since 1970
 
@@ -109,9 +115,13 @@ class Course(TypedDict):
     epoch: Loss
     world_size: Count
     data_fingerprint: dict[str, list[tuple[str, int, int, str]]]  # see ShardSet.check
-    starts: list[Entry]
     git_commit: str
     peak_memory_bytes: Count
+
+
+def trained_with(entry: Entry) -> TrainConfig:
+    """Return the configuration that a start trained with, but for what belongs to a launch or a place."""
+    return TrainConfig(**entry["options"] | entry["decisions"])
 
 
 @dataclass
@@ -256,7 +266,7 @@ def average(folder: Path, count: int) -> dict:
     model = {name: (sum(content["model"][name].double() for content in contents) / count).float() for name in names}
     if contents[0]["model_config"]["tied_head"]:
         model["lm_head.weight"] = model["wte.weight"]
-    return contents[0] | {"model": model, "optimizer": {}, "train_config": {}}
+    return contents[0] | {"model": model, "optimizer": {}, "starts": []}
 
 
 def nearest_checkpoint(folder: Path, step: int) -> tuple[Path, dict]:
@@ -408,22 +418,24 @@ def as_checkpoint(content: Any, path: Path) -> dict:
         check_numbers(found)
     except UserError as error:
         raise UserError(f"{path}: corrupt ({error})") from None
-    return found | _course_of(content, found, path, advice) if found["train_config"] else found
+    return found | _course_of(content, found, path, advice) if found["starts"] else found
 
 
 def _course_of(content: dict, found: dict, path: Path, advice: str) -> Any:
     """Return the Course of a run, whose options, starts and progress must fit each other."""
     course, step, rows, expected = typed(content, Course, path, advice), found["step"], found["rows_consumed"], -1
-    # Options that were added since the file was written have their defaults.
-    found["train_config"] = shown_options(typed(found["train_config"], TrainConfig, f"{path}: train_config", advice))
-    for entry in course["starts"]:
-        options = typed(entry["options"], TrainConfig, f"{path}: options at step {entry['step']:,}", advice)
-        entry["options"] = shown_options(options)
+    for entry in found["starts"]:
+        decided = entry["decisions"]
+        config = typed(entry["options"] | decided, TrainConfig, f"{path}: options at step {entry['step']:,}", advice)
+        # Options that were added since the file was written have their defaults.
+        asked = typed(entry["options"], TrainConfig, f"{path}: options at step {entry['step']:,}", advice)
+        entry["options"] = {name: getattr(asked, name) for name in KEPT}
+        entry["decisions"] = {name: getattr(config, name) for name in (*DECIDED, "mini_batch_size") if name in decided}
         shares, named = entry["shares"], {identity for _, identity in entry["sources"].values()}
         if not named <= shares.keys() <= entry["given"].keys() or sum(shares.values()) != BLOCK_ROWS:
             raise UserError(f"{path}: shares of the data at step {entry['step']:,} do not fit its sources; {advice}")
-        expected = entry["row"] + (step - entry["step"]) * (options.total_batch_size // options.context_length)
-    if rows != expected or step < course["starts"][-1]["step"]:
+        expected = entry["row"] + (step - entry["step"]) * (config.total_batch_size // config.context_length)
+    if rows != expected or step < found["starts"][-1]["step"]:
         raise UserError(f"{path}: rows_consumed is {rows:,} at step {step:,}, which does not fit its starts; {advice}")
     return course
 

@@ -115,7 +115,8 @@ def mirror_table(mirror: Mirror) -> Iterator[str]:
 
 def details(checkpoint: Mapping[str, Any]) -> Iterator[str]:
     """Yield lines about what a checkpoint holds: progress, losses, origin, options, and the shapes of its tensors."""
-    moments = checkpoint["optimizer"].get("state", {}).values()
+    moments, starts = checkpoint["optimizer"].get("state", {}).values(), checkpoint["starts"]
+    options = starts[-1]["options"] | starts[-1]["decisions"] if starts else {}
     tokens = checkpoint["rows_consumed"] * checkpoint["model_config"]["context_length"]
     saved_at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(checkpoint["saved_at"]))
     lrs = {f"{group['lr']:.3g}": 0 for group in checkpoint["optimizer"].get("param_groups", ())}
@@ -137,7 +138,7 @@ def details(checkpoint: Mapping[str, Any]) -> Iterator[str]:
         "written": f"{saved_at} by rank 0 of {checkpoint.get('world_size', '?')}, torch "
         f"{checkpoint.get('torch_version', '?')}, commit {checkpoint.get('git_commit') or '?'}",
         "tokenizer": checkpoint["tokenizer"],
-        "options": ", ".join(f"{name} {value}" for name, value in checkpoint["train_config"].items() if value != ""),
+        "options": ", ".join(f"{name} {value}" for name, value in options.items() if value != ""),
         "optimizer": f"{', '.join({kind: 0 for state in moments for kind in state})} of {len(moments)} tensors, "
         f"last learning rate {', '.join(lrs) or 'unknown'}",
         "weights": f"{sum({t.data_ptr(): t.numel() for t in checkpoint['model'].values()}.values()):,} numbers",

@@ -318,9 +318,8 @@ class Recorded(NamedTuple):
     identity: str
 
 
-def check_listing(sets: Sequence[ShardSet], expected: Mapping[str, str]) -> None:
-    """Compare the shards of this machine with what rank 0 lists."""
-    found = {path: about for shard_set in sets for path, about in shard_set.listing().items()}
+def check_listing(found: Mapping[str, str], expected: Mapping[str, str]) -> None:
+    """Compare the shards of this machine with those that rank 0 lists."""
     for path in sorted(found.keys() | expected.keys()):
         here, there = (shards.get(path, "no such shard") for shards in (found, expected))
         if here != there:

@@ -69,8 +69,9 @@ def work_per_token(config: TrainConfig, model: GPT, gpu: str, precision: str) ->
 def forecast(plan: Plan, step_s: float | None = None) -> list[str]:
     """Return further lines of the plan: tokens, time and cost, from the seconds of a step if these were measured."""
     config, model, world_size = plan.config, plan.sketch, plan.ranks.world_size
-    steps, val_rows = plan.schedule.max_steps - (plan.start.step or 0), sum(plan.val_rows().values())
-    tokens = plan.schedule.max_steps * config.total_batch_size
+    steps, val_rows = plan.schedule.max_steps - (plan.history.step), sum(plan.val_rows().values())
+    tokens, asked = plan.schedule.max_steps * config.total_batch_size, plan.history.config.precision
+    elsewhere_in = "bf16" if asked == "auto" else asked
     kinds = (config.eval_freq, val_rows * config.context_length), (config.hellaswag_freq, HELLASWAG_TOKENS)
     evaluated = sum(size * math.ceil(steps / freq) for freq, size in kinds if freq)  # the last step too
     trained, name, price = steps * config.total_batch_size, device_name(plan.ranks.device), config.gpu_hour_cost
@@ -88,11 +89,11 @@ def forecast(plan: Plan, step_s: float | None = None) -> list[str]:
     lines = [labelled("tokens", f"{per_parameter}; {optimal}")]
     if step_s is None and name not in PEAK_FLOPS:
         lines.append(labelled("time", f"unknown on this device; run --dry_run measure ({work})"))
-        gpus = WITH_FP8 if plan.precision_elsewhere == "fp8" else WELL_KNOWN
-        elsewhere = {gpu: seconds_on(gpu, plan.precision_elsewhere) for gpu in gpus}
+        gpus = WITH_FP8 if elsewhere_in == "fp8" else WELL_KNOWN
+        elsewhere = {gpu: seconds_on(gpu, elsewhere_in) for gpu in gpus}
         for gpu, seconds in elsewhere.items() if max(elsewhere.values()) >= SHOWN_ELSEWHERE_S else ():
             cost = f", cost {seconds / 3600 * price:,.2f}" * bool(price)
-            where = f"on one {gpu} in {plan.precision_elsewhere}, if the run fits, at {SHARE_OF_PEAK:.0%} of its peak"
+            where = f"on one {gpu} in {elsewhere_in}, if the run fits, at {SHARE_OF_PEAK:.0%} of its peak"
             lines.append(labelled("time", f"{duration_text(seconds)}{cost} {where}"))
         return lines
     if step_s is not None:

@@ -169,22 +169,24 @@ def out_of_memory_explained(config: TrainConfig, model: GPT, ranks: Ranks):
         raise RankError(f"out of memory on rank {ranks.rank}: {text}") from error
 
 
-def with_fitting_rows(config: TrainConfig, model: GPT, ranks: Ranks) -> tuple[TrainConfig, str]:
+def with_fitting_rows(config: TrainConfig, model: GPT, memory: int, ranks: Ranks) -> tuple[TrainConfig, str]:
     """Replace --mini_batch_size auto by a number of rows that fits on every rank, and describe it in a line.
 
-    The estimate chooses the number. On a GPU a step is tried, with half the rows after each out-of-memory error; under
-    FSDP, where a step needs all ranks, and on other devices the estimate decides.
+    The estimate chooses the number. On a GPU rank 0 tries a step, with half the rows after each out-of-memory error;
+    under FSDP, where a step needs all ranks, and on other devices the estimate decides.
+
+    Args:
+        memory: bytes of the rank that has least.
     """
     if config.mini_batch_size:
         return config, ""
-    memory, tries = memory_bytes(ranks.device), ranks.device.type == "cuda" and config.sharding == "ddp"
+    tries = ranks.device.type == "cuda" and config.sharding == "ddp"
     possible, limit = config.possible_rows(ranks.world_size), FITS[ranks.device.type] * memory
     smallest = min(possible, default=1)  # fp8 may have none
     found = largest_fitting(config, model, ranks, memory if tries else limit)
     rows = found.mini_batch_size if found else tries * smallest
-    while tries and rows and not step_fits(config, rows, ranks, model):
+    while tries and rows and not step_fits(config, rows, limit, ranks, model):
         rows = max((fewer for fewer in possible if fewer <= rows / 2), default=0)
-    rows = -ranks.max(-rows)
     config = dataclasses.replace(config, mini_batch_size=rows or smallest)
     if not rows:
         raise UserError(f"--mini_batch_size auto: {memory_advice(config, model, ranks)}")
@@ -193,11 +195,10 @@ def with_fitting_rows(config: TrainConfig, model: GPT, ranks: Ranks) -> tuple[Tr
     return config, labelled("rows", f"{text}{bytes_text(limit)} of {bytes_text(memory)}")
 
 
-def step_fits(config: TrainConfig, rows: int, ranks: Ranks, sketch: GPT) -> bool:
+def step_fits(config: TrainConfig, rows: int, limit: float, ranks: Ranks, sketch: GPT) -> bool:
     """Return whether a step fits in the memory of the GPU, less some for fragments and NCCL's buffers."""
-    if ranks.is_main:  # compiling takes up to some minutes
-        print(f"--mini_batch_size auto: trying {counted(rows, 'row')}", flush=True)
-    torch.cuda.set_per_process_memory_fraction(FITS["cuda"], ranks.device)
+    print(f"--mini_batch_size auto: trying {counted(rows, 'row')}", flush=True)  # compiling may take minutes
+    torch.cuda.set_per_process_memory_fraction(limit / memory_bytes(ranks.device), ranks.device)
     try:
         take_step(dataclasses.replace(config, mini_batch_size=rows), ranks, sketch)
         return True

@@ -9,50 +9,32 @@ from pathlib import Path
 import torch
 
 from steadygpt.base.durable import lock_folder, replace_file
-from steadygpt.base.options import UserError, shown_options
+from steadygpt.base.options import UserError
 from steadygpt.base.retry import NoAnswer
 from steadygpt.base.text import bytes_text
 from steadygpt.checkpoint.files import LATEST, check_folder, summary
 from steadygpt.checkpoint.mirror import Mirror, restore_files
 from steadygpt.checkpoint.saves import STALE, CheckpointWriter, Saves, clean_folder
 from steadygpt.checkpoint.uploads import Uploads
-from steadygpt.data.shards import check_listing
 from steadygpt.log.runlog import METRICS, RunLog
 from steadygpt.machine.ranks import StopSignal
+from steadygpt.run.history import IN_USE
 from steadygpt.run.memory import checkpoint_bytes
 from steadygpt.run.places import write_places
 from steadygpt.run.plan import Plan
 from steadygpt.run.repeats import Repeats, repeated_records
-from steadygpt.run.start import IN_USE
-from steadygpt.run.starts import Entry, note_of_start
+from steadygpt.run.starts import note_of_start
 
 
-def checked_fingerprint(plan: Plan) -> dict[str, list] | None:
-    """Check that every rank has the same shards, and read those that the run has not checked yet.
-
-    Returns: on rank 0 what ShardSet.check() found in each set, by its key, and what is known of sets of earlier starts.
-    """
-    sets, vocab_size, ranks = plan.data.sets, plan.data.vocab_size, plan.ranks
-    known = plan.start.checkpoint["data_fingerprint"] if plan.start.checkpoint else {}
-    expected = ranks.broadcast({path: about for shards in sets for path, about in shards.listing().items()})
-    ranks.on_each(lambda: check_listing(sets, expected))
-    return ranks.on_main(lambda: known | {s.key: s.check(vocab_size, known) for s in sets})
+def open_saves(plan: Plan, log: RunLog, stop: StopSignal, held: ExitStack) -> tuple[Saves, Repeats]:
+    """Open the folders of a run, and its log, on rank 0; `held` closes the log and releases the locks."""
+    writer, repeats = plan.ranks.on_main(lambda: _open_on_main(plan, log, held)) or (None, Repeats(log))
+    step = plan.history.step if plan.history.checkpoint else None
+    return Saves(plan.config, plan.ranks, log, stop, writer, step), repeats
 
 
-def open_saves(
-    plan: Plan, starts: list[Entry], log: RunLog, stop: StopSignal, held: ExitStack
-) -> tuple[Saves, Repeats]:
-    """Open the folders of a run, and its log, on rank 0; `held` closes the log and releases the locks.
-
-    Args:
-        starts: the record of starts; the last one is this start.
-    """
-    writer, repeats = plan.ranks.on_main(lambda: _open_on_main(plan, starts, log, held)) or (None, Repeats(log))
-    return Saves(plan.config, plan.ranks, log, stop, writer, plan.start.step), repeats
-
-
-def _open_on_main(plan: Plan, starts: list[Entry], log: RunLog, held: ExitStack) -> tuple[CheckpointWriter, Repeats]:
-    config, start = plan.config, plan.start
+def _open_on_main(plan: Plan, log: RunLog, held: ExitStack) -> tuple[CheckpointWriter, Repeats]:
+    config, start, starts = plan.config, plan.history, plan.starts
     folder, logdir = Path(config.checkpoint_dir), Path(config.logdir)
     if not config.resume:  # otherwise find_start has locked it
         held.enter_context(lock_folder(folder, IN_USE))
@@ -74,18 +56,18 @@ def _open_on_main(plan: Plan, starts: list[Entry], log: RunLog, held: ExitStack)
     if start.checkpoint and start.is_fork:
         # A copy that has this run's name and options, not a link: the file belongs to the other run, as does the best
         # model so far.
-        content = start.checkpoint | {"train_config": shown_options(config), "best_val_loss": None}
+        content = start.checkpoint | {"starts": starts, "best_val_loss": None}
         clean_folder(folder, None, {}, log)
         replace_file(folder / LATEST, lambda file: torch.save(content, file))
     else:
         clean_folder(folder, start.path, start.renamed, log)
     write_places(folder, config)
     now, repeats = note_of_start(config, starts), Repeats(log)
-    if start.step is not None:
+    if start.checkpoint:
         records, reason = repeated_records(logdir / METRICS, start.step, now["parent"], now["start"])
         is_exact = plan.ranks.device.type == "cpu" or config.deterministic
         repeats = Repeats(log, start.step, records, reason, is_exact)
-    log.open(start.step, size, now)  # drops what came after that step
+    log.open(start.step if start.checkpoint else None, size, now)  # drops what came after that step
     held.enter_context(log)
     latest = summary(start.checkpoint) if start.checkpoint else None
     uploads = Uploads(mirror, config, log) if mirror else None

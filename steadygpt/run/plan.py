@@ -4,30 +4,36 @@ import math
 import os
 import platform
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from convert_hf import check_fits
 from dataloader import Data, RowStream
 from model import GPT
 from steadygpt import version_text
 from steadygpt.base.disk import existing
 from steadygpt.base.options import UserError
 from steadygpt.base.text import bytes_text, counted, labelled
+from steadygpt.checkpoint.files import DECIDED, Entry, trained_with
 from steadygpt.checkpoint.saves import interval_text
-from steadygpt.config import FINEWEB_EDU_TOKENS, TrainConfig
+from steadygpt.config import FINEWEB_EDU_TOKENS, KEPT, TrainConfig
 from steadygpt.data.order import BLOCK_ROWS
+from steadygpt.data.tokenizer import load_tokenizer
+from steadygpt.log.status import read_status
 from steadygpt.machine.attention import kernel_name
 from steadygpt.machine.device import AUTOCAST, choose_precision, device_name, memory_bytes
 from steadygpt.machine.host import available_memory_bytes, check_compiler
 from steadygpt.machine.ranks import Ranks
+from steadygpt.run.history import History
 from steadygpt.run.memory import checkpoint_bytes, estimate_memory, with_fitting_rows
 from steadygpt.run.schedule import Schedule, make_schedule, notes_of_decay
-from steadygpt.run.start import Start, name_of_run
-from steadygpt.run.starts import Entry, epochs_of_sources, note_of_mixture, phase_of
+from steadygpt.run.start import name_of_run
+from steadygpt.run.starts import epochs_of_sources, new_entry, note_of_mixture, phase_of
 
 FEWER_ROWS = "--mini_batch_size auto or a smaller model"
 MANY_EPOCHS = 4  # up to which repeated text is worth about as much as new text (Muennighoff et al. 2023)
@@ -35,17 +41,19 @@ MANY_EPOCHS = 4  # up to which repeated text is worth about as much as new text 
 
 @dataclass(frozen=True)
 class Plan:
-    """A run before it is built."""
+    """A run before it is built; the same on every rank but for the tensors in `history`."""
 
     config: TrainConfig  # settled
-    start: Start
-    data: Data
     starts: list[Entry]  # the last one is this start
     schedule: Schedule
+    fingerprint: dict[str, list]  # of the shards
+    notes: tuple[str, ...]  # further lines, one per surprising choice
+    writes: bool  # logs and checkpoints: it is no dry run, evaluation or replay
+    is_finished: bool  # the run in the folder has taken all its steps
+    history: History
+    data: Data
     sketch: GPT  # on the meta device
     ranks: Ranks
-    notes: tuple[str, ...]  # further lines, one per surprising choice
-    precision_elsewhere: str  # that the forecast assumes for well-known GPUs
 
     def lines(self) -> list[str]:
         config, data, schedule, sketch, ranks = self.config, self.data, self.schedule, self.sketch, self.ranks
@@ -100,7 +108,7 @@ class Plan:
             count = counted(len(shards.shards), "shard")
             of_sources[shards.name] = f"{shards.num_tokens:,} training tokens in {count} of {shards.folder}"
         if len(of_sources) > 1:
-            steps, entry = schedule.max_steps - (self.start.step or 0), self.starts[-1]
+            steps, entry = schedule.max_steps - (self.history.step), self.starts[-1]
             end = epochs_of_sources(data, self.starts, entry["row"] + steps * schedule.rows_per_step)
             for name, text in of_sources.items():
                 share = entry["shares"][entry["sources"][name][1]] / BLOCK_ROWS
@@ -153,57 +161,91 @@ class Plan:
         return f"{text} -- NOT ENOUGH; {advice}"
 
 
-def settle(
-    config: TrainConfig, start: Start, given: Mapping[str, str], data: Data, starts: list[Entry], sketch: GPT,
-    ranks: Ranks, held: ExitStack,
-) -> Plan:  # fmt: skip
-    """Settle every option that the data, the machine or the length of the run decides; checkpoints store the result.
+def settle(history: History, data: Data, ranks: Ranks, held: ExitStack, recorded: Sequence[Entry] = ()) -> Plan:
+    """Settle on rank 0 every option that the data, the machine or the length of the run decides, and tell the others.
 
     Args:
-        given: see parse_args().
-        starts: the record of starts, with this one.
-        sketch: the model of the run, on the meta device.
         held: reserves the name of the run until it closes.
+        recorded: of a replay, the record of starts up to the one that it repeats, in place of a new one.
     """
-    asked, checkpoint, world_size = config, start.checkpoint, ranks.world_size
-    elsewhere = config.precision if "precision" in given and config.precision != "auto" else "bf16"
-    strict_warmup = checkpoint is not None or given.get("warmup_steps") == "flag"
-    config = config if checkpoint else config.with_tokens_of_step(world_size)
-    of_threads = keep_threads(starts, ranks.device) if config.deterministic else ""
+    with torch.device("meta"):
+        sketch = GPT(history.config.shape(data.vocab_size), initialize=False)
+    memory = -ranks.max(-memory_bytes(ranks.device))
+    settled = ranks.on_main(lambda: _settle_on_main(history, data, sketch, memory, ranks, held, recorded))
+    return Plan(**ranks.broadcast(settled or {}), history=history, data=data, sketch=sketch, ranks=ranks)
+
+
+def _settle_on_main(
+    history: History, data: Data, sketch: GPT, memory: int, ranks: Ranks, held: ExitStack, recorded: Sequence[Entry]
+) -> dict[str, Any]:
+    """Return the fields of a Plan that do not depend on the rank."""
+    asked, before, fingerprint, world_size = history.config, history.starts, history.fingerprint, ranks.world_size
+    config, decided, notes = replace(asked, **history.decisions), history.decisions, []
+    if history.weights:
+        fits = check_fits(history.weights, config.init_from, sketch.config, data.tokenizer_record)
+        notes += [labelled("weights", f"from {config.init_from}"), fits]
+    if data.sources and data.tokenizer_record.is_file:  # without it, no checkpoint of the run could be sampled
+        load_tokenizer(data.tokenizer_record, Path(data.folder))
+    starts = [*recorded]
+    if data.sources and not recorded:
+        starts = [*before, new_entry(history, data, fingerprint, config.trains and bool(before), ranks)]
+        notes.append(note_of_mixture(starts))
+
+    if config.deterministic and before and ranks.device.type == "cpu":
+        notes.append(keep_threads(before[-1]["threads"]))
+    config = config if "total_batch_size" in decided else config.with_tokens_of_step(world_size)
     config = config.with_even_rows(1 if config.deterministic else world_size)
     sizes = (config.mini_batch_size or 1) * config.context_length, config.embd_size, sketch.config.mlp_size
-    precision, of_precision = ranks.broadcast(choose_precision(config.precision, ranks.device, *sizes))
+    precision, of_precision = choose_precision(config.precision, ranks.device, *sizes)
     config = replace(config, precision=precision)
     if not (data.sources or config.mix or config.max_steps or config.steps_per_epoch):
         config = replace(config, steps_per_epoch=max(1, FINEWEB_EDU_TOKENS // config.total_batch_size))
-    set_up(config, ranks.device)
-    config, of_memory = with_fitting_rows(config, sketch, ranks)
-    of_processes = note_of_processes(config, starts, ranks) if config.deterministic else ""
-    has_epochs = data.rows_per_epoch and not phase_of(starts).number if data.sources else not config.mix
+    set_up(config, ranks.device, torch.get_num_threads())
+    config, of_memory = with_fitting_rows(config, sketch, memory, ranks)
+    if config.deterministic:
+        notes.append(note_of_processes(config, before, ranks))
+    notes += [note_of_rows(asked, config, world_size), of_precision]
+
+    is_strict = "warmup_steps" in decided or history.given.get("warmup_steps") == "flag"
+    has_epochs = data.rows_per_epoch and not phase_of(starts).number if starts else not config.mix
     rows_per_epoch = data.rows_per_epoch if has_epochs else None
-    schedule = make_schedule(config, rows_per_epoch, world_size, start.step or 0, start.rows_consumed, strict_warmup)
-    name, logdir, of_name = name_of_run(config, start, given, ranks, held)
+    schedule = make_schedule(config, rows_per_epoch, world_size, history.step, history.rows_consumed, is_strict)
+    name, logdir, of_name = name_of_run(config, history, held)
     config = replace(
         config, tokenizer=data.tokenizer, vocab_size=sketch.config.vocab_size, warmup_steps=schedule.warmup_steps,
         run_name=name, logdir=logdir,
     )  # fmt: skip
-    of_rows, of_decay = note_of_rows(asked, config, world_size), notes_of_decay(config, schedule, checkpoint)
-    of_data = note_of_mixture(starts)
-    of_start = [of_memory, *start.notes, of_data, of_threads, of_processes, of_rows, of_precision, of_name]
-    notes = tuple(filter(None, [*of_start, *of_decay]))
-    return Plan(config, start, data, starts, schedule, sketch, ranks, notes, elsewhere)
+    notes += [of_name, *notes_of_decay(config, schedule, history.checkpoint)]
+    writes = config.trains and not recorded
+    if writes:
+        # Last, because it may read all shards.
+        fingerprint |= {shards.key: shards.check(config.vocab_size, fingerprint) for shards in data.sets}
+        starts[-1] = new_entry(history, data, fingerprint, True, ranks)
+    if starts and not recorded:
+        sticky = (*DECIDED, "mini_batch_size") if config.deterministic else DECIDED
+        starts[-1]["options"] = {name: getattr(asked, name) for name in KEPT}
+        starts[-1]["decisions"] = {name: getattr(config, name) for name in sticky}
+    ended = read_status(Path(config.checkpoint_dir)).get("status") == "finished"
+    return {
+        "config": config,
+        "starts": starts,
+        "schedule": schedule,
+        "fingerprint": fingerprint,
+        "notes": tuple(filter(None, [of_memory, *history.notes, *notes])),
+        "writes": writes,
+        "is_finished": ended and history.checkpoint is not None and history.step >= schedule.max_steps,
+    }
 
 
-def keep_threads(starts: Sequence[Entry], device: torch.device) -> str:
+def keep_threads(before: int) -> str:
     """Use as many threads on a CPU as the first start did; return a line for the plan if that is a change."""
-    before, threads = starts[-2]["threads"] if len(starts) > 1 else None, torch.get_num_threads()
-    if device.type != "cpu" or before in (None, threads):
-        return ""
+    threads = torch.get_num_threads()
     torch.set_num_threads(before)
-    return labelled("threads", f"{threads} -> {before}, as before: --deterministic needs the same number")
+    changed = f"{threads} -> {before}, as before: --deterministic needs the same number"
+    return labelled("threads", changed) if threads != before else ""
 
 
-def note_of_processes(config: TrainConfig, starts: Sequence[Entry], ranks: Ranks) -> str:
+def note_of_processes(config: TrainConfig, before: Sequence[Entry], ranks: Ranks) -> str:
     """Return the numbers of processes that compute the same bits, as a line for the plan."""
     count, micro_batches = config.virtual_ranks(), config.grad_accum_steps(1)
     *others, most = [str(2**n) for n in range(count.bit_length())]
@@ -211,18 +253,14 @@ def note_of_processes(config: TrainConfig, starts: Sequence[Entry], ranks: Ranks
     step = f"a step has {counted(micro_batches, 'micro-batch')}"
     if not config.eval_only and count % ranks.world_size:
         rows = config.total_batch_size // config.context_length
-        fewer = ranks.world_size in (2, 4, 8) and rows % ranks.world_size == 0 and len(starts) < 2
+        fewer = ranks.world_size in (2, 4, 8) and rows % ranks.world_size == 0 and not before
         advice = "; or start a new run with a smaller --mini_batch_size" * fewer
         raise UserError(f"--deterministic: {step}, so expected {possible}; found {ranks.world_size}{advice}")
-    if len(starts) > 1:
-        before = replace(
-            config, **{name: starts[-2]["options"][name] for name in ("total_batch_size", "mini_batch_size")}
+    if before and (began := trained_with(before[-1]).virtual_ranks()) != count:
+        raise UserError(
+            f"--deterministic: --total_batch_size {config.total_batch_size:,} fits {possible}, but "
+            f"the run began with one that fits {began}; drop the flag"
         )
-        if (began := before.virtual_ranks()) != count:
-            raise UserError(
-                f"--deterministic: --total_batch_size {config.total_batch_size:,} fits {possible}, but "
-                f"the run began with one that fits {began}; drop the flag"
-            )
     threads = torch.get_num_threads()
     each = f" of {counted(threads, 'thread')}{' each' * bool(others)}" * (ranks.device.type == "cpu")
     return labelled("same bits", f"on {possible}{each}, because {step}")
@@ -238,8 +276,12 @@ def note_of_rows(before: TrainConfig, config: TrainConfig, world_size: int) -> s
     return labelled("rows", f"{text}{counted(rows, 'row')} on {each}")
 
 
-def set_up(config: TrainConfig, device: torch.device) -> None:
-    """Prepare a device for a run whose precision is chosen, before its first matrix product."""
+def set_up(config: TrainConfig, device: torch.device, threads: int) -> None:
+    """Prepare a rank for a run whose precision is chosen, before its first matrix product.
+
+    Args:
+        threads: of a CPU; with --deterministic all ranks and starts need the same number.
+    """
     precision = config.precision
     if config.compiles(device.type):
         check_compiler(device.type)
@@ -249,6 +291,8 @@ def set_up(config: TrainConfig, device: torch.device) -> None:
     if device.type == "cuda" and precision == "fp32":  # else HellaSwag's close calls would be scored in TF32 too
         torch.set_float32_matmul_precision("high")
     if config.deterministic:
+        if device.type == "cpu":
+            torch.set_num_threads(threads)
         if config.compiles(device.type):  # else each process times a GPU's kernels, and the fastest one may differ
             torch._inductor.config.deterministic = True
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

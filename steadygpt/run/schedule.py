@@ -66,7 +66,7 @@ def notes_of_decay(config: TrainConfig, schedule: Schedule, checkpoint: dict | N
     if checkpoint and groups and step >= config.warmup_steps:
         before, now = groups[0]["lr"], learning_rate(config, step, schedule.max_steps)
         if now > 1.1 * before:
-            had_cooldown = checkpoint["train_config"]["schedule"] == "wsd"
+            had_cooldown = checkpoint["starts"][-1]["options"]["schedule"] == "wsd"
             advice = "; --resume stable continues from before the decay" * had_cooldown
             notes.append(labelled("lr", f"rises from {before:.2e} to {now:.2e}{advice}"))
     return notes

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import secrets
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -11,15 +12,14 @@ import torch
 
 from dataloader import Data, Source
 from steadygpt import git_commit
-from steadygpt.base.options import UserError, options_of, shown_options
+from steadygpt.base.options import UserError, options_of
 from steadygpt.base.text import labelled
 from steadygpt.checkpoint.files import Entry
 from steadygpt.config import TrainConfig
 from steadygpt.data.order import BLOCK_ROWS, Phase, shares_of_block
-from steadygpt.data.shards import Recorded
 from steadygpt.machine.device import device_name
 from steadygpt.machine.ranks import Ranks
-from steadygpt.run.start import Start
+from steadygpt.run.history import History
 
 
 def phase_of(starts: Sequence[Entry]) -> Phase:
@@ -32,43 +32,36 @@ def phase_of(starts: Sequence[Entry]) -> Phase:
     return phase
 
 
-def first_val_set(starts: Sequence[Entry]) -> Recorded | None:
-    """Return the validation set that tells which model is best, if there is one yet."""
-    return next((Recorded(name, *place) for entry in starts for name, place in entry["val_sets"].items()), None)
-
-
-def record_start(
-    config: TrainConfig, start: Start, data: Data, ranks: Ranks, known: Mapping[str, list] | None
-) -> list[Entry]:
-    """Return on every rank the record of a run, with an entry for the start that begins now.
+def new_entry(history: History, data: Data, known: Mapping[str, list], reads: bool, ranks: Ranks) -> Entry:
+    """Describe the start that begins now, but for its options, which are not settled yet.
 
     Args:
-        known: on rank 0, the fingerprint as far as it is known. Shards that are not in it, and have no manifest, are
-            read only by a run that resumes: a new one reads them later, and until then their folder stands for their
-            identity; other commands assume that they are what they were.
+        known: the fingerprint as far as it is known. Shards that are not in it, and have no manifest, are read if
+            `reads`. Otherwise they are assumed to be those of the start before, or their folder stands for them.
     """
-    before, row = start.checkpoint["starts"] if start.checkpoint else [], start.rows_consumed
+    before, row, seed = history.starts, history.rows_consumed, history.config.seed
     assumed = before[-1]["sources"] if before else {}
     if len(assumed) == len(data.sources) == 1:
         assumed = {data.sources[0].shards.name: next(iter(assumed.values()))}
 
-    def places(of: Sequence[Source]) -> dict[str, tuple[str, str]]:
+    def identified(of: Sequence[Source]) -> dict[str, tuple[str, str]]:
         found = {}
         for shards, *_ in of:
-            identity = shards.identity(known or {}, reads=config.trains and bool(before))
-            found[shards.name] = shards.folder, identity or assumed.get(shards.name, ("", shards.folder))[1]
+            identity = shards.identity(known, reads) or assumed.get(shards.name, ("", shards.folder))[1]
+            found[shards.name] = shards.folder, identity
         return found
 
-    found = ranks.on_main(lambda: (places(data.sources), places(data.val_sets)))
-    sources, val_sets = ranks.broadcast(found or ({}, {}))
+    sources = identified(data.sources)
     shares = shares_of(sources, {source.shards.name: source.weight for source in data.sources})
-    given = phase_of(before).given_at(row, config.seed) if before else {}
+    given = phase_of(before).given_at(row, seed) if before else {}
     entry: Entry = {
-        "step": start.step or 0,
+        "id": secrets.token_hex(8),
+        "step": history.step,
         "row": row,
-        "options": shown_options(config),
+        "options": {},
+        "decisions": {},
         "sources": sources,
-        "val_sets": val_sets,
+        "val_sets": identified(data.val_sets),
         "shares": shares,
         "given": dict.fromkeys(shares, 0) | given,
         "ranks": ranks.world_size,
@@ -77,12 +70,12 @@ def record_start(
         "torch": str(torch.__version__),
         "commit": git_commit(),
     }
-    if before and shares != before[-1]["shares"] and not config.allow_changes:
+    if before and shares != before[-1]["shares"] and not history.config.allow_changes:
         raise UserError(
             f"the training data is {mixture_text(entry)}, but the checkpoint was trained on "
             f"{mixture_text(before[-1])}; name the same data, or add --allow_changes to switch to this"
         )
-    return ranks.broadcast([*before, entry])  # with the threads and the device of rank 0
+    return entry
 
 
 def note_of_start(config: TrainConfig, starts: Sequence[Entry]) -> dict[str, Any]:
