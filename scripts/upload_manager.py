@@ -9,7 +9,7 @@ scripts/upload_manager.py download best --mirror s3://bucket/run
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 
 import torch

@@ -22,7 +22,7 @@ import pytest
 import torch
 from tensorboard.summary.writer import event_file_writer
 
-from steadygpt.checkpoint.files import FORMAT_VERSION
+from steadygpt.checkpoint.files import FORMAT_VERSION, trained_with
 from steadygpt.config import KEPT, GPTConfig, TrainConfig
 from steadygpt.data.order import BLOCK_ROWS
 from steadygpt.data.shards import write_shard
@@ -312,6 +312,11 @@ def run_content(step: int, **more) -> dict:
 
 def load(path) -> dict:
     return torch.load(path, weights_only=True)
+
+
+def options_in(path) -> TrainConfig:
+    """Return the options that the last start of the run of a checkpoint has trained with."""
+    return trained_with(load(path)["starts"][-1])
 
 
 def assert_same_state(one: dict, other: dict) -> None:

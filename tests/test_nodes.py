@@ -22,7 +22,7 @@ from steadygpt.config import parse_args
 from steadygpt.data.shards import ShardSet, check_listing
 from steadygpt.machine.ranks import joined
 from steadygpt.run import start
-from steadygpt.run.start import check_other_machines, find_start
+from steadygpt.run.history import check_other_machines, open_history
 
 linux = pytest.mark.skipif(
     sys.platform != "linux", reason="other systems have no 127.0.0.2, and no parent-death signal"
@@ -145,7 +145,7 @@ def refused(message: str, check) -> None:
 def refuse_to_resume(which: str, message: str) -> None:
     os.chdir(f"node{1 - int(os.environ['RANK'])}")
     config, held = parse_args(["--resume", which])[0], contextlib.ExitStack()
-    refused(message, lambda ranks: find_start(config, {}, ranks, held))
+    refused(message, lambda ranks: open_history(config, {}, ranks, held))
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from functools import partial
 
 import monitor_training
 import pytest
-from conftest import REPO, TINY, load, need_gpus, write_data
+from conftest import REPO, TINY, load, need_gpus, options_in, write_data
 from harness import run_to_end
 
 import convert_hf
@@ -41,7 +41,7 @@ def test_the_test_preset_trains(workdir, capsys):
     out = capsys.readouterr().out
     assert ", bf16, attention by " in out
     assert "finished after 1 step" in out
-    assert load("checkpoints/latest.pt")["train_config"]["background_upload"] is False
+    assert options_in("checkpoints/latest.pt").background_upload is False
 
 
 def test_the_production_preset_plans_a_run(workdir, capsys):

@@ -111,15 +111,15 @@ def test_a_killed_run_is_replayed_from_its_seed_or_a_checkpoint(replayed):
 def test_a_replay_holds_one_model_at_a_time(replayed, monkeypatch):
     killed_before(5, *EVERY_2)
     assert run_here("--resume", *EVERY_2) == 0
-    models, build_run = [], replay.build_run
+    models, build = [], replay.build
 
     def build_one(*args):
         assert not any(model() for model in models)
-        run = build_run(*args)
+        run = build(*args)
         models.append(weakref.ref(run.model))
         return run
 
-    monkeypatch.setattr(replay, "build_run", build_one)
+    monkeypatch.setattr(replay, "build", build_one)
     assert replayed("--steps", "0:8")[0] == 0
     assert len(models) == 2
 

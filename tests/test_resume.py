@@ -21,6 +21,7 @@ from conftest import (
     load,
     metrics,
     need_gpus,
+    options_in,
     run_here,
     write_data,
 )
@@ -28,6 +29,7 @@ from test_train import fails, folders
 
 import train
 from steadygpt.base.options import UserError
+from steadygpt.checkpoint.files import trained_with
 from steadygpt.machine import device
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -172,7 +174,7 @@ def test_resume_takes_options_from_the_checkpoint_and_reports_changes(workdir, c
     assert "changed      max_steps: 4 -> 6" in out
     assert "resumed      from a/latest.pt at step 4" in out
     last = load("a/latest.pt")
-    assert (last["step"], last["train_config"]["embd_size"]) == (6, 16)
+    assert (last["step"], trained_with(last["starts"][-1]).embd_size) == (6, 16)
     assert [group["weight_decay"] for group in last["optimizer"]["param_groups"]] == [0.5, 0]
     assert list(metrics("logs-a", "loss")) == list(range(6))
 
@@ -188,9 +190,9 @@ def test_resumed_run_keeps_its_warmup(workdir):
     flags = [flag for flag in TINY if flag != "--warmup_steps"]
     flags.pop(flags.index("--max_steps") + 2)
     assert train.main([*flags, "--data_dir", "data", *folders("a")]) == 0
-    assert load("a/latest.pt")["train_config"]["warmup_steps"] == 0  # a tenth of 8 steps
+    assert options_in("a/latest.pt").warmup_steps == 0  # a tenth of 8 steps
     assert train.main(["--resume", "--max_steps", "20", *folders("a")]) == 0
-    assert load("a/latest.pt")["train_config"]["warmup_steps"] == 0
+    assert options_in("a/latest.pt").warmup_steps == 0
 
 
 def with_preset(option: str, value: int, *flags: str) -> list[str]:
@@ -213,18 +215,18 @@ def test_micro_steps_of_the_first_start_fix_the_tokens_of_a_step(workdir):
     need_gpus(2)
     in_ranks(2, main_in, workdir, with_micro_steps("--max_steps", "4"))
     first = load("a/latest.pt")
-    assert first["train_config"]["total_batch_size"] == 2 * 2 * 16 * 3  # ranks x rows x tokens x micro-steps
+    assert trained_with(first["starts"][-1]).total_batch_size == 2 * 2 * 16 * 3  # ranks x rows x tokens x micro-steps
     assert train.main(with_micro_steps("--resume", "--max_steps", "6")) == 0
     assert train.main(with_micro_steps("--resume", "--max_steps", "7", "--mini_batch_size", "auto")) == 0
     assert train.main(with_micro_steps("--resume", "--max_steps", "8", "--micro_steps", "3")) == 0
     last = load("a/latest.pt")
-    assert last["train_config"]["total_batch_size"] == 192
+    assert trained_with(last["starts"][-1]).total_batch_size == 192
     assert (first["rows_consumed"], last["rows_consumed"]) == (4 * 12, 8 * 12)
     with pytest.raises(UserError, match="--micro_steps is 2, but the checkpoint was trained with 3"):
         train.main(with_micro_steps("--resume", "--micro_steps", "2"))
 
 
-def test_more_ranks_compute_fewer_rows_at_once(workdir):
+def test_more_ranks_compute_fewer_rows_at_once(workdir, capsys):
     """4 rows at once split the 4 rows of a step on 1 rank but not on 2."""
     need_gpus(2)
     assert train.main(flags_with_rows(4, "--max_steps", "4")) == 0
@@ -237,11 +239,10 @@ def test_more_ranks_compute_fewer_rows_at_once(workdir):
             in lines
         )
         assert not [line for line in lines if line.startswith("changed      mini_batch_size")]
-    assert load("a/latest.pt")["train_config"]["mini_batch_size"] == 2
     assert load("a/latest.pt")["rows_consumed"] == 6 * 4
     at = TINY.index("--mini_batch_size")
     assert train.main([*TINY[:at], *TINY[at + 2 :], "--resume", *folders("a")]) == 0  # on 1 rank again
-    assert load("a/latest.pt")["train_config"]["mini_batch_size"] == 4
+    assert "(4 rows x 16 tokens x 1 rank x 1 micro-step)" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(os.environ[DEVICE] != "cpu", reason="precisions are measured only on a CPU")
@@ -259,7 +260,7 @@ def test_measured_precision_is_kept_by_a_resume(workdir, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert ", bf16, attention by " in out
     assert "changed      precision" not in out
-    assert load("a/latest.pt")["train_config"]["precision"] == "bf16"
+    assert options_in("a/latest.pt").precision == "bf16"
     assert run_here("--precision", "fp32", "--resume", "latest", "--max_steps", "9", *folders("a")) == 0
     assert "changed      precision: 'bf16' -> 'fp32'" in capsys.readouterr().out
 

@@ -222,9 +222,10 @@ def _settle_on_main(
         fingerprint |= {shards.key: shards.check(config.vocab_size, fingerprint) for shards in data.sets}
         starts[-1] = new_entry(history, data, fingerprint, True, ranks)
     if starts and not recorded:
-        sticky = (*DECIDED, "mini_batch_size") if config.deterministic else DECIDED
+        # The rows that memory has room for are tried once, and --deterministic needs the same ones.
+        sticky = (*DECIDED, "mini_batch_size") if config.deterministic or not asked.mini_batch_size else DECIDED
         starts[-1]["options"] = {name: getattr(asked, name) for name in KEPT}
-        starts[-1]["decisions"] = {name: getattr(config, name) for name in sticky}
+        starts[-1]["decisions"] = {name: getattr(config, name) for name in sticky} | dict(decided)
     ended = read_status(Path(config.checkpoint_dir)).get("status") == "finished"
     return {
         "config": config,

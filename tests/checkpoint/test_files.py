@@ -193,7 +193,7 @@ def test_an_average_is_the_mean_of_the_newest_rolling_checkpoints(tmp_path, caps
     expected = (weights[20].double() + weights[30].double() + weights[40].double()) / 3
     assert torch.equal(found["model"]["wte.weight"], expected.float())
     assert found["model"]["lm_head.weight"] is found["model"]["wte.weight"]
-    assert found["step"] == 40 and not found["optimizer"] and not found["train_config"]
+    assert found["step"] == 40 and not found["optimizer"] and not found["starts"]
     assert "averaging 3 checkpoints, of steps 20 to 40" in capsys.readouterr().err
 
     damage(tmp_path / ROLLING.format(30), "one bit")

@@ -39,10 +39,10 @@ from steadygpt.log.status import read_status
 from steadygpt.machine.ranks import Ranks
 from steadygpt.monitor.snapshot import watch
 from steadygpt.monitor.view import view
+from steadygpt.run.history import resumed
 from steadygpt.run.places import read_places
 from steadygpt.run.repeats import repeated_records
 from steadygpt.run.results import Judge
-from steadygpt.run.start import resume_config
 
 FEW, MANY = 300, 2000  # files in the fast suite, and in the fault storm
 
@@ -307,9 +307,9 @@ def test_made_checkpoints_are_used_or_refused(files, monkeypatch, count):
     def use(content: dict) -> None:
         checkpoint = as_checkpoint(content, Path("latest.pt"))
         assert [*details(checkpoint)]
-        resumed, _ = resume_config(checkpoint["train_config"], config, {})
+        options, _, _ = resumed(checkpoint["starts"][-1], config, {})
         state = TrainState.of(checkpoint)
-        Judge(resumed, torch.device("cpu"), state.recent_losses, state.bad_steps)
+        Judge(options, torch.device("cpu"), state.recent_losses, state.bad_steps)
         check_tensors(checkpoint, "latest.pt", model, kept)
         assert checkpoint["rows_consumed"] == original["rows_consumed"] and (checkpoint["val_loss"] or 0) >= 0
         assert all(tensor.isfinite().all() for tensor in named_tensors(checkpoint).values())

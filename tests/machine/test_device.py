@@ -108,7 +108,7 @@ def test_tf32_is_for_training_in_fp32_only(monkeypatch):
     chosen = []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", chosen.append)
     for precision in ("bf16", "fp32"):
-        set_up(TrainConfig(precision=precision, compile="off"), torch.device("cuda"))
+        set_up(TrainConfig(precision=precision, compile="off"), torch.device("cuda"), 1)
     assert chosen == ["high"]
 
 
@@ -119,7 +119,7 @@ def test_deterministic_chooses_deterministic_attention(monkeypatch):
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     monkeypatch.setattr(torch._inductor.config, "deterministic", False)
     try:
-        set_up(TrainConfig(deterministic=True, compile="on"), torch.device("cpu"))
+        set_up(TrainConfig(deterministic=True, compile="on"), torch.device("cpu"), 1)
         assert torch._inductor.config.deterministic
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -132,8 +132,8 @@ def test_deterministic_chooses_deterministic_attention(monkeypatch):
 def test_fp16_with_weights_in_host_memory_is_refused():
     config = TrainConfig(precision="fp16", compile="off", sharding="fsdp", cpu_offload=True)
     with pytest.raises(UserError, match=r"--cpu_offload: .* try --precision fp32"):
-        set_up(config, torch.device("cuda"))
-    set_up(config, torch.device("cpu"))
+        set_up(config, torch.device("cuda"), 1)
+    set_up(config, torch.device("cpu"), 1)
 
 
 def test_a_gpu_that_cannot_be_used_is_an_error_unless_it_is_hidden(tmp_path, monkeypatch):

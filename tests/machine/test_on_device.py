@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import DEVICE, FSDP, in_ranks, load, metrics
+from conftest import DEVICE, FSDP, in_ranks, load, metrics, options_in
 from harness import Run, assert_equals_reference, folders, run_to_end
 from injected import bad_numbers
 from test_divergence import assert_finite, assert_update_skipped
@@ -271,7 +271,7 @@ def test_run_moves_between_the_device_and_the_cpu(workdir, whole_run, device):
         run_to_end(*folders(name), "--device", there, "--checkpoint_freq", "4")
         Path(name, "ckpt/latest.pt").unlink()
         run_to_end(*folders(name), "--device", back, "--resume", f"{name}/ckpt/rolling_step_000004.pt")
-        assert load(f"{name}/ckpt/latest.pt")["train_config"]["device"] == back
+        assert options_in(f"{name}/ckpt/latest.pt").device == back
         assert metrics(f"{name}/logs", "loss") == pytest.approx(metrics("reference/logs", "loss"), abs=1e-4)
 
 

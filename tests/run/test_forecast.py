@@ -30,8 +30,8 @@ SCHEDULE = Schedule(512, 10**6, max_steps=2000, warmup_steps=10, stable_steps=No
 
 def forecast(config=CONFIG, schedule=SCHEDULE, step=0, val_rows=0, step_s=None, precision="bf16") -> list[str]:
     plan = SimpleNamespace(
-        config=config, schedule=schedule, ranks=CPU, sketch=MODEL, start=SimpleNamespace(step=step),
-        val_rows=lambda: {"web": val_rows}, precision_elsewhere=precision,
+        config=config, schedule=schedule, ranks=CPU, sketch=MODEL, val_rows=lambda: {"web": val_rows},
+        history=SimpleNamespace(step=step, config=TrainConfig(precision=precision)),
     )  # fmt: skip
     return forecasts.forecast(plan, step_s)
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import load, run_here
+from conftest import built, load, options_in, run_here
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
@@ -19,6 +19,7 @@ from steadygpt.checkpoint.saves import num_bytes
 from steadygpt.config import TrainConfig, parse_args
 from steadygpt.machine.ranks import Ranks
 from steadygpt.run import memory as estimates
+from steadygpt.run import plan as plans
 from steadygpt.run.memory import COPY, FITS, STATIC, estimate_memory, needed_bytes, what_would_fit, with_fitting_rows
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -214,10 +215,11 @@ def test_out_of_memory_is_one_line_with_flags_that_fit(workdir, monkeypatch):
 # ---------------------------------------------------------------------------------------------------------------------
 # --mini_batch_size auto
 
-AUTO = parse_args(
+FLAGS = (
     "--mini_batch_size auto --total_batch_size 192 --context_length 16 --num_layers 2 --num_heads 2 --embd_size 16 "
     "--precision fp32".split()
-)[0]  # 12 rows: 1, 2, 3, 4, 6 or 12 at once
+)
+AUTO = parse_args(FLAGS)[0]  # 12 rows: 1, 2, 3, 4, 6 or 12 at once
 with torch.device("meta"):
     SKETCH = GPT(AUTO.shape(257), initialize=False)
 
@@ -228,8 +230,7 @@ def needed(rows: int, world_size: int = 1) -> float:
 
 @pytest.mark.parametrize("rows", [1, 3, 12])
 def test_the_estimate_decides_on_a_cpu(monkeypatch, rows):
-    monkeypatch.setattr(estimates, "memory_bytes", lambda device: needed(rows) / FITS["cpu"] + 1)
-    config, line = with_fitting_rows(AUTO, SKETCH, Ranks(CPU))
+    config, line = with_fitting_rows(AUTO, SKETCH, needed(rows) / FITS["cpu"] + 1, Ranks(CPU))
     assert config == dataclasses.replace(AUTO, mini_batch_size=rows)
     used, memory = bytes_text(needed(rows)), bytes_text(needed(rows) / FITS["cpu"] + 1)
     text = (
@@ -238,18 +239,16 @@ def test_the_estimate_decides_on_a_cpu(monkeypatch, rows):
     assert line == f"rows         {text}"
 
 
-def test_the_smallest_of_the_ranks_numbers_is_taken(monkeypatch):
-    monkeypatch.setattr(estimates, "memory_bytes", lambda device: needed(6, 2) / FITS["cpu"] + 1)
-    monkeypatch.setattr(Ranks, "max", lambda self, number: max(number, -2))  # the other rank has found 2
-    assert with_fitting_rows(AUTO, SKETCH, Ranks(CPU, world_size=2))[0].mini_batch_size == 2
-    monkeypatch.setattr(Ranks, "max", lambda self, number: max(number, 0))  # or none
+def test_the_memory_of_the_rank_that_has_least_decides(workdir, monkeypatch):
+    monkeypatch.setattr(Ranks, "max", lambda self, number: max(number, -needed(3) / FITS["cpu"] - 1))
+    assert built("--data_dir", "data", *FLAGS, ranks=Ranks(CPU)).config.mini_batch_size == 3
+
+
+def test_no_number_fits_or_splits_a_step(monkeypatch):
     with pytest.raises(UserError, match="--mini_batch_size auto: 1 row of 16 tokens: about"):
-        with_fitting_rows(AUTO, SKETCH, Ranks(CPU, world_size=2))
-
-
-def test_no_number_fits_or_splits_a_step():
+        with_fitting_rows(AUTO, SKETCH, 1000, Ranks(CPU))
     with pytest.raises(UserError, match=r"192 is not a multiple of .* 5 processes = 80 tokens.* 160 or 240 would work"):
-        with_fitting_rows(AUTO, SKETCH, Ranks(CPU, world_size=5))
+        with_fitting_rows(AUTO, SKETCH, 10**9, Ranks(CPU, world_size=5))
 
 
 @pytest.mark.parametrize("flags", [{}, {"activation_checkpointing": True, "loss_chunk_size": 8}, {"compile": "on"}])
@@ -273,14 +272,14 @@ def test_a_step_is_tried_out_on_a_gpu_and_halved_after_a_lack_of_memory(monkeypa
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     gpu, config = Ranks(SimpleNamespace(type="cuda")), dataclasses.replace(AUTO, **flags)
     if room:
-        found, line = with_fitting_rows(config, SKETCH, gpu)
+        found, line = with_fitting_rows(config, SKETCH, 10_000_000, gpu)
         assert found.mini_batch_size == tried[-1]
         assert re.fullmatch(
             rf"rows         {tried[-1]} per micro-step, .* auto: [\d.]+ [kM]B \(estimated and tried\); .*", line
         )
     else:
         with pytest.raises(UserError, match="--mini_batch_size auto: 1 row of 16 tokens: about"):
-            with_fitting_rows(config, SKETCH, gpu)
+            with_fitting_rows(config, SKETCH, 10_000_000, gpu)
     assert steps == tried
     assert fractions == [0.9, 1.0] * len(tried)
 
@@ -312,15 +311,15 @@ def test_a_tried_step_holds_the_sums_of_deterministic_gradients():
 
 def test_the_number_is_stored_and_a_resume_takes_it(workdir, monkeypatch, capsys):
     auto = ("--mini_batch_size", "auto", "--checkpoint_dir", "a", "--logdir", "a")
-    monkeypatch.setattr(estimates, "memory_bytes", lambda device: 10**9)
+    monkeypatch.setattr(plans, "memory_bytes", lambda device: 10**9)
     assert run_here(*auto) == 0
     said = capsys.readouterr().out
     assert re.search(r"auto: [\d.]+ [kM]B \(estimated\); the limit is 600 MB of 1 GB\n", said)
-    assert load("a/latest.pt")["train_config"]["mini_batch_size"] == 4
+    assert options_in("a/latest.pt").mini_batch_size == 4
     resume = ("--data_dir", "data", "--device", "cpu", "--resume", "--checkpoint_dir", "a", "--logdir", "a")
     assert train.main([*resume, "--max_steps", "9"]) == 0
     assert "mini_batch_size" not in capsys.readouterr().out
-    assert load("a/latest.pt")["train_config"]["mini_batch_size"] == 4
+    assert options_in("a/latest.pt").mini_batch_size == 4
     with pytest.raises(UserError, match="--total_batch_size 63 is not a multiple of"):
         run_here("--mini_batch_size", "auto", "--total_batch_size", "63")
     assert not Path("checkpoints").exists()
