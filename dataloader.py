@@ -243,7 +243,7 @@ class Data:
         return self.sources[0].rows.rows_per_epoch if len(self.sources) == 1 else 0
 
 
-def open_data(
+def find_data(
     config: TrainConfig,
     saved: TokenizerRecord | None = None,
     first_set: Recorded | None = None,

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from dataloader import BatchLoader, Data, Spread, open_data
+from dataloader import BatchLoader, Data, Spread, find_data
 from steadygpt.config import TrainConfig, parse_args
 from steadygpt.machine.device import native_precision
 from steadygpt.run.plan import validation_rows
@@ -55,7 +55,7 @@ def options_and_schedules(script: Path) -> tuple[dict[str, float], list[ast.stmt
 def main(argv: Sequence[str]) -> None:
     checkout, factor, out = Path(argv[0]), float(argv[1]), Path(argv[2])
     config = parse_args(argv[3:])[0]
-    data = open_data(config)
+    data = find_data(config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     precision = config.precision if config.precision in DTYPES else native_precision(device)
     os.environ["NANOCHAT_DTYPE"] = DTYPES[precision]  # read when nanochat is imported

@@ -88,7 +88,7 @@ def show_data() -> None:
     quietly(prepare_dataset.main, argv.split())
 
     run, _ = quietly(build)
-    [source] = run.data.sources
+    [source] = run.plan.data.sources
     tokens = source.shards.shards[0].tokens()
     print(f"\nshard      {source.shards.shards[0].path}: {len(tokens)} tokens, {tokens.dtype}\nbegins     {tokens[:9]}")
     print(f"\nrows       ({len(tokens)} - 1) // 16 = {source.rows.rows_per_epoch}")

@@ -1,4 +1,4 @@
-"""The options of train.py, declared once, in TrainConfig: flags, help, TOML keys, a checkpoint's train_config.
+"""The options of train.py, declared once, in TrainConfig: flags, help, TOML keys, what a checkpoint stores.
 
 Flags override --config NAME|FILE.toml, which overrides the defaults. On resume, the checkpoint's values replace the
 defaults.

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dataloader
-from dataloader import BatchLoader, RowStream, Spread, open_data
+from dataloader import BatchLoader, RowStream, Spread, find_data
 from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig
 from steadygpt.data.order import key_of, permute
@@ -374,7 +374,7 @@ def test_data_is_the_same_by_the_sums_of_its_shards(tmp_path):
 
 def test_open_data_finds_shards_tokenizer_and_vocabulary(tmp_path):
     write_data(tmp_path)
-    data = open_data(TrainConfig(data_dir=str(tmp_path), context_length=16))
+    data = find_data(TrainConfig(data_dir=str(tmp_path), context_length=16))
     assert (data.tokenizer, data.vocab_size) == ("bytes", 257)
     assert [shard.num_tokens for shard in data.sources[0].shards.shards] == [700, 500]
     assert data.rows_per_epoch == 699 // 16 + 499 // 16
@@ -384,23 +384,23 @@ def test_open_data_finds_shards_tokenizer_and_vocabulary(tmp_path):
 def test_open_data_without_validation_needs_no_val_shards(tmp_path):
     (write_data(tmp_path) / "manifest.json").unlink()
     (tmp_path / "tiny_val_000000.npy").unlink()
-    data = open_data(TrainConfig(data_dir=str(tmp_path), context_length=16, eval_freq=0, tokenizer="bytes"))
+    data = find_data(TrainConfig(data_dir=str(tmp_path), context_length=16, eval_freq=0, tokenizer="bytes"))
     assert not data.val_sets
     assert (data.tokenizer, data.vocab_size) == ("bytes", 257)
 
 
 def test_a_tokenizer_that_contradicts_the_manifest_is_rejected(tmp_path):
     config = TrainConfig(data_dir=str(write_data(tmp_path)), context_length=16, tokenizer="gpt2")
-    refused(lambda: open_data(config), "--tokenizer is 'gpt2'", "prepared with 'bytes'", "drop the flag")
+    refused(lambda: find_data(config), "--tokenizer is 'gpt2'", "prepared with 'bytes'", "drop the flag")
     write_data(tmp_path, tokenizer="gpt2")
-    refused(lambda: open_data(config), "manifest.json: vocab_size is 257, but the tokenizer 'gpt2' has 50,257")
+    refused(lambda: find_data(config), "manifest.json: vocab_size is 257, but the tokenizer 'gpt2' has 50,257")
 
 
 def test_the_characters_of_nanogpt_are_not_taken_for_tokens_of_gpt2(tmp_path):
     for split in ("train", "val"):
         np.arange(65, dtype=np.uint16).tofile(tmp_path / f"{split}.bin")
     config = TrainConfig(data_dir=str(tmp_path), context_length=16)
-    assert open_data(config).tokenizer == "gpt2"
+    assert find_data(config).tokenizer == "gpt2"
     (tmp_path / "meta.pkl").write_bytes(b"")  # is never read: a pickle can run code
-    refused(lambda: open_data(config), "meta.pkl: the ids are of nanoGPT's own vocabulary", "--tokenizer bytes")
-    assert open_data(replace(config, tokenizer="bytes")).vocab_size == 257
+    refused(lambda: find_data(config), "meta.pkl: the ids are of nanoGPT's own vocabulary", "--tokenizer bytes")
+    assert find_data(replace(config, tokenizer="bytes")).vocab_size == 257

@@ -16,7 +16,7 @@ from conftest import REPO, TINY, environment, in_ranks, load, metrics, run_here,
 from harness import LaunchedRun, assert_equals_reference, folders, free_port, run_to_end
 
 import train
-from dataloader import open_data
+from dataloader import find_data
 from steadygpt.base.options import UserError
 from steadygpt.config import parse_args
 from steadygpt.data.shards import ShardSet, check_listing
@@ -189,7 +189,7 @@ def test_a_shared_folder_is_not_another_nodes(nodes):
 def open_data_of_node(folder: str, message: str) -> None:
     enter_node()
     config = parse_args([*TINY, "--data_dir", folder])[0]
-    refused(message, lambda ranks: ranks.on_each(lambda: open_data(config)))
+    refused(message, lambda ranks: ranks.on_each(lambda: find_data(config)))
 
 
 def test_all_ranks_end_with_the_error_of_the_node_that_has_no_data(workdir):
@@ -207,13 +207,13 @@ def test_all_ranks_end_with_the_error_of_the_node_that_has_no_data(workdir):
     ],
 )
 def test_shards_of_another_node_must_be_the_same(workdir, change, difference):
-    data = [open_data(parse_args([*TINY, "--data_dir", str(write_data(workdir / name, **options))])[0])
+    data = [find_data(parse_args([*TINY, "--data_dir", str(write_data(workdir / name, **options))])[0])
             for name, options in (("node0", {}), ("node1", change))]  # fmt: skip
     sets = [[at_one_path(node.sources[0].shards)] for node in data]
     expected = sets[0][0].listing()
-    check_listing(sets[0], expected)
+    check_listing(expected, expected)
     with pytest.raises(UserError, match=difference):
-        check_listing(sets[1], expected)
+        check_listing(sets[1][0].listing(), expected)
 
 
 def at_one_path(found: ShardSet) -> ShardSet:

@@ -33,7 +33,7 @@ from benchmarks.tokens_to_loss import (
     spread_out,
     train,
 )
-from dataloader import open_data
+from dataloader import find_data
 from steadygpt.base.options import UserError
 from steadygpt.config import parse_args
 from steadygpt.data.tokenizer import TokenizerRecord, load_tokenizer
@@ -255,7 +255,7 @@ def test_nanochat_trains_on_our_rows_with_its_own_rates_and_schedules(workdir, m
     rate, decay = 0.02 * 0.5 * 2, pytest.approx(0.4 * 0.5 * 6 / 2)
     assert updates == [[(rate, 0.5, decay)], [(rate / 2, 0.625, decay)]]
 
-    data, table = open_data(parse_args(options)[0]), torch.zeros(257, 257, requires_grad=True)
+    data, table = find_data(parse_args(options)[0]), torch.zeros(257, 257, requires_grad=True)
     optimizer = torch.optim.SGD([table], rate, 0.5, weight_decay=0.6)
     for step, (lr, momentum, _) in enumerate(update for (update,) in updates):
         rows = torch.from_numpy(data.sources[0].rows.read(step * 8192, 8192))

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from convert_hf import read_weights
-from dataloader import Data
-from dataloader import open_data as find_data
+from dataloader import Data, find_data
 from steadygpt.base.durable import fsync_folder, link_file, lock_folder
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import NoAnswer

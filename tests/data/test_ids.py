@@ -10,7 +10,7 @@ from test_prepare_dataset import files_of, ids_of, prepare, prepare_interrupted,
 from test_tokenizer_json import byte_tokenizer
 
 import prepare_dataset
-from dataloader import open_data
+from dataloader import find_data
 from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig
 from steadygpt.data import ids
@@ -90,7 +90,7 @@ def test_ids_of_another_width_are_refused_by_both_commands(written, factor, toke
     with pytest.raises(UserError, match=message) as raised:
         prepare("data/train.bin", "out", tokens=tokenizer)
     with pytest.raises(UserError, match=message):
-        open_data(TrainConfig(data_dir="data", tokenizer=tokenizer, context_length=16))
+        find_data(TrainConfig(data_dir="data", tokenizer=tokenizer, context_length=16))
     advice = re.search(r"numpy\.save\(.*\)(?=, and remove)", str(raised.value))
     eval(advice[0], {"numpy": np})
     assert np.load("data/train.npy").tolist() == (IDS * factor).tolist()
@@ -114,7 +114,7 @@ def test_training_reads_the_width_that_the_vocabulary_implies(folder):
     (folder / "tokenizer.json").write_text(byte_tokenizer({END_OF_TEXT: 200_000}))
     for split in ("train", "val"):
         (IDS + 100_000).astype("<u4").tofile(f"{split}.bin")
-    data = open_data(TrainConfig(data_dir=".", context_length=16, shuffle_rows=False))
+    data = find_data(TrainConfig(data_dir=".", context_length=16, shuffle_rows=False))
     for source in (*data.sources, *data.val_sets):
         assert source.rows.read(0, 2)[:, 0].tolist() == (IDS[[0, 16]] + 100_000).tolist()
 
