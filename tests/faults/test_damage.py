@@ -206,7 +206,7 @@ def test_foreign_files_are_refused_and_their_code_is_not_run(stopped_run):
         "weights.pt": "its weights lack the model's shape; save them as nanoGPT does",
         "nanogpt.pt": "if it is nanoGPT's, first run python convert_hf.py nanogpt.pt weights.pt",
         "llm.c.bin": "a model of llm.c; expected a torch.save file. First run llm.c's",
-        "newer.pt": "format 99; expected 3: update SteadyGPT",
+        "newer.pt": "format 99; expected 4: update SteadyGPT",
         "older.pt": "format 2; expected 3: use the commit that wrote it, its git_commit",
         "code.pt": "was not loaded; if it is build-nanogpt's, first run python convert_hf.py code.pt weights.pt",
         "zipped.pt": "holds more than tensors and plain types; it was not loaded",
