@@ -18,7 +18,7 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from steadygpt.base.options import Interrupted, RankError, UserError
+from steadygpt.base.options import RankError, UserError
 from steadygpt.machine.device import choose_device, keep_freed_memory, use_all_cores, use_expandable_segments
 from steadygpt.machine.host import process_age_s
 
@@ -147,14 +147,14 @@ class StopSignal:
 
     @classmethod
     def raise_until_listen(cls) -> None:
-        """Let the same signals raise Interrupted until listen(); a second one ends the process at once.
+        """Let the same signals raise KeyboardInterrupt(NAME) until listen(); a second one ends the process at once.
 
         Those that the process was told to ignore stay ignored: multinode.sh does that to SIGUSR1.
         """
 
         def interrupt(number: int, _: object) -> None:
             signal.signal(number, signal.SIG_DFL)
-            raise Interrupted(number)
+            raise KeyboardInterrupt(signal.Signals(number).name)
 
         for name in cls.SIGNALS[1:]:  # SIGINT already raises a KeyboardInterrupt
             number = signal.Signals[name]
