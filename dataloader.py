@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from steadygpt.base.options import UserError
-from steadygpt.config import TrainConfig, parse_folders
+from steadygpt.config import TrainConfig
 from steadygpt.data.order import BLOCK_ROWS, Phase, key_of, permute
-from steadygpt.data.shards import MANIFEST, Recorded, Shard, ShardSet, read_manifest, shard_files
+from steadygpt.data.shards import MANIFEST, Recorded, Shard, ShardSet, parse_folders, read_manifest, shard_files
 from steadygpt.data.tokenizer import TOKENIZER_JSON, TokenizerRecord, record_named, vocab_size_of
 
 READ_TOKENS = 2**18  # tokens that the thread reads at a time

@@ -19,6 +19,7 @@ from typing import Annotated
 from steadygpt.base.options import OTHER_CONFIGS, OptionError, UserError, check_options, option, options_of, read_flags
 from steadygpt.base.text import counted
 from steadygpt.base.typed import typed
+from steadygpt.data.shards import parse_folders
 from steadygpt.data.tasks import EXPECTED, parse_tasks
 
 WEBHOOK = re.compile(r"https?://([\w.-]+|\[[\da-f:]+\])(:\d+)?(/[!-~]*)?", re.ASCII | re.IGNORECASE)
@@ -26,7 +27,6 @@ VALUE = bool | int | float | Annotated[str, "[^\0]*"]  # in TOML
 PRESETS = Path(__file__).resolve().parent.parent / "configs"
 FINEWEB_EDU_TOKENS = 18795 * 524288  # of an epoch of the default data: what a plan assumes until it is there
 MAX_VIRTUAL_RANKS = 8  # the most processes that compute the same bits
-
 
 # Options by their group in --help.
 _shape = partial(option, group="model", on_resume="never")
@@ -355,34 +355,6 @@ class TrainConfig(GPTConfig):
         return math.gcd(self.grad_accum_steps(1), MAX_VIRTUAL_RANKS)
 
 
-def parse_folders(option: str, text: str) -> dict[str, tuple[str, Fraction]]:
-    """Return name -> (folder, weight) of "[NAME=]FOLDER[:WEIGHT],..."; the name of a folder is its last part.
-
-    Args:
-        option: that has this value; val has no weights.
-    """
-    found: dict[str, tuple[str, Fraction]] = {}
-    for item in filter(None, map(str.strip, text.split(","))):
-        name, equals, place = item.rpartition("=")
-        parts = place.rsplit(":", 1) if option == "mix" else [place]
-        folder, weight = map(str.strip, (*parts, "1")[:2])
-        name = name if equals else Path(folder).absolute().name
-        if not re.fullmatch(r"[\w.-]+", name) or not folder:
-            form = "[NAME=]FOLDER" + "[:WEIGHT]" * (option == "mix")
-            expected = f"{form}, the name in letters, digits, dots, - and _: "
-            expected += (re.sub(r"[^\w.-]+", "_", name) or "web") + "=" + (place or "data/web")
-            raise OptionError(option, repr(item), expected)
-        if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?|\.\d{1,9}", weight) or not Fraction(weight):
-            expected = "a number above 0 with at most nine digits, such as 7 or 0.25"
-            raise OptionError(option, f"{item!r}, with the weight {weight!r}", expected)
-        if name in found:
-            raise OptionError(option, f"two folders named {name}", "different names: NAME=FOLDER")
-        found[name] = folder, Fraction(weight)
-    if text and not found:
-        raise OptionError(option, repr(text), "one folder or more")
-    return found
-
-
 FIELDS = options_of(TrainConfig)
 EXCLUSIVE = (("total_batch_size", "micro_steps", "set the tokens of a step"), ("data_dir", "mix", "name the data"))
 ABOUT = (
@@ -457,12 +429,10 @@ ELSEWHERE = {name: ours for ours, names in THEIRS.items() for name in names.spli
 def parse_args(argv: Sequence[str]) -> tuple[TrainConfig, dict[str, str]]:
     """Return the configuration of a command line, and the options that were given: name -> "flag" or "preset"."""
     flags = read_flags(TrainConfig, argv, ABOUT, ELSEWHERE)
-    for name in ("resume", "mix", "val"):
-        if flags.get(name) == "":  # an unset variable in a script must not start a new run
-            expected = "folders, or drop the flag"
-            if name == "resume":
-                expected = "latest, auto, best, stable or a checkpoint file"
-            raise UserError(f"--{name} is empty; expected {expected}")
+    if flags.get("resume") == "":  # an unset variable in a script must not start a new run
+        raise UserError("--resume is empty; expected latest, auto, best, stable or a checkpoint file")
+    if empty := [name for name in ("mix", "val") if flags.get(name) == ""]:  # as above
+        raise UserError(f"--{empty[0]} is empty; expected folders, or drop the flag")
     if (word := flags.get("init_from")) in ("resume", "latest", "auto", "best", "stable"):
         raise UserError(f"--init_from {word}: expected weights; to resume a run, use --resume")
     options = _on_preset(flags)

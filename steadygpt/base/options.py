@@ -160,12 +160,10 @@ def _parser(options: type, description: str) -> argparse.ArgumentParser:
     usage += " [--config NAME]" * ("config" in fields) + " [--flag value ...]"
     cli = _Parser(usage=usage, description=description, argument_default=argparse.SUPPRESS, allow_abbrev=False)
     cli.add_argument("--version", action=_Version, nargs=0, help="print the version and the commit, and exit")
-    groups = {
-        title: cli.add_argument_group(title) for title in dict.fromkeys(f.metadata["group"] for f in fields.values())
-    }
+    groups: dict[str, Any] = {}
     for name, f in fields.items():
         about, kind = f.metadata, kind_of(f)
-        group = groups[about["group"]]
+        group = groups.setdefault(about["group"], cli.add_argument_group(about["group"]))  # --help omits empty ones
         shown = {True: "on", False: "off", "": None}.get(f.default, f.default) if kind in (bool, str) else f.default
         text = about["text"] + ("" if shown in (None, dataclasses.MISSING) else f" (default: {shown})")
         text = text.replace("%", "%%")
@@ -197,14 +195,14 @@ def _unknown_text(argv: Sequence[str], unknown: list[str], names: list[str], els
         is_value = before.startswith("-") and "=" not in before and not argument.startswith("-")
         if is_value or argument not in unknown:
             continue
-        # 0.85: a typing mistake, or a letter more or less; below that names are alike by chance.
-        close = difflib.get_close_matches(name, names, n=1, cutoff=0.85) if is_flag else []
         if word in names:  # as in NAME=VALUE, nanoGPT's and Hydra's form
             word, advice = argument, f"use --{argument}"
         elif ours := elsewhere.get(name) or (not is_flag and elsewhere.get("")):
             value = (value or ("..." if after.startswith("--") else after)) if is_flag else word
             advice = ("use " * ours.startswith("--") + ours).replace("{}", shlex.quote(value))
         elif is_flag or "config" not in names:
+            # 0.85: a typing mistake, or a letter more or less; below that names are alike by chance.
+            close = difflib.get_close_matches(name, names, n=1, cutoff=0.85) if is_flag else []
             advice = f"did you mean --{close[0]}?" if close else "see --help"
         elif word.endswith(OTHER_CONFIGS):
             advice = "write its options as flags, or as TOML for --config; see docs/from-other-trainers.md"
