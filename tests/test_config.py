@@ -163,6 +163,7 @@ def test_refusals_name_the_option_and_what_is_expected(words, said):
     (b"num_layers = 2.5", "argument --num_layers: is '2.5'; expected an integer"),
     (b"bias = 2", "argument --bias: is '2'; expected on or off"),
     (b"config = 'another'", "--config another: no such preset"),
+    (b"config = ''", "--config : no such preset"),
     (b"config = 'bad.toml'", "bad.toml: the file includes itself"),
     (b"num_layers = ", "bad.toml: not TOML: "),
     (b"\xff\xfe", "bad.toml: not TOML: "),

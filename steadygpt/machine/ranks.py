@@ -141,9 +141,11 @@ class StopSignal:
         self.agreed: Callable[[], int] = lambda: 0
 
     def listen(self) -> None:
-        """Collect signals from now on."""
+        """Collect signals from now on. SIGHUP stays ignored with nohup: closing the terminal must not stop a run."""
         for name in self.SIGNALS:
-            handle(name, lambda *_, name=name: self.ask(name))
+            number = signal.Signals[name]
+            if name != "SIGHUP" or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda *_, name=name: self.ask(name))
 
     @classmethod
     def raise_until_listen(cls) -> None:
@@ -184,13 +186,6 @@ class StopSignal:
             self.agreed = self.ranks.max_later(self.asked)
 
 
-def handle(name: str, handler: Callable[..., object]) -> None:
-    """Set the handler of a signal, but leave SIGHUP ignored: with nohup, closing the terminal must not stop a run."""
-    number = signal.Signals[name]
-    if name != "SIGHUP" or signal.getsignal(number) is not signal.SIG_IGN:
-        signal.signal(number, handler)
-
-
 def launched_as() -> tuple[int, int]:
     """Return the rank of this process and the number of processes, which torchrun puts into the environment."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -222,14 +217,14 @@ def joined(device_name: str, timeout_minutes: float = 30):
     """
     rank, world_size = launched_as()
     ranks = Ranks(choose_device(device_name), rank, world_size)
-    if ranks.device.type == "cuda":
+    cuda = ranks.device.type == "cuda"
+    if cuda:
         use_expandable_segments()
         torch.cuda.set_device(ranks.device)
     else:
         use_all_cores()
         keep_freed_memory()
     if world_size > 1:
-        cuda = ranks.device.type == "cuda"
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
             device_id=ranks.device if cuda else None,
