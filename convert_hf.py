@@ -54,6 +54,7 @@ class ConvertOptions:
         MISSING,
         "latest, best, stable, average:N, a file (also nanoGPT's), a folder (also Hugging Face's) or a name on the Hub",
         positional=True,
+        no_password=True,
     )
     target: str = option(MISSING, "a new Hugging Face folder, or a new checkpoint file: NAME.pt", positional=True)
     checkpoint_dir: str = option("checkpoints", "folder of latest, best, stable and average:N")

@@ -20,7 +20,7 @@ import torch
 from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig
 from steadygpt.data.order import BLOCK_ROWS, Phase, key_of, permute
-from steadygpt.data.shards import MANIFEST, Recorded, Shard, ShardSet, read_manifest, shard_files
+from steadygpt.data.shards import MANIFEST, Recorded, Shard, ShardSet, parse_folders, read_manifest, shard_files
 from steadygpt.data.tokenizer import TOKENIZER_JSON, TokenizerRecord, record_named, vocab_size_of
 
 READ_TOKENS = 2**18  # tokens that the thread reads at a time
@@ -265,7 +265,8 @@ def find_data(
                 f"new place with {option}"
             )
     folders = [Path(folder) for folder, _ in places.values()]
-    if config.plans_without_data and not any(read_manifest(f) or shard_files(f, "train") for f in folders):
+    is_new_plan = config.dry_run == "plan" and not config.resume
+    if is_new_plan and not any(read_manifest(f) or shard_files(f, "train") for f in folders):
         name = config.tokenizer
         record = TokenizerRecord(name) if name.startswith("bpe:") else record_named("gpt2" if name == "auto" else name)
         return Data((), (), record, vocab_size_of(record))
@@ -316,7 +317,7 @@ def find_val_sets(
     config: TrainConfig, sources: Sequence[ShardSet], first: Recorded | None, known: Mapping[str, Sequence[list]]
 ) -> list[ShardSet]:
     """Find the validation sets that --val names, or else the val shards of the sources; put the first one first."""
-    places = config.val_folders()
+    places = {name: folder for name, (folder, _) in parse_folders("val", config.val).items()}
     if not places:
         with_val = [s for s in sources if len(sources) == 1 or shard_files(Path(s.folder), "val")] or sources
         places = {s.name: s.folder for s in with_val}

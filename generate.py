@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from model import GPT, KVCache
-from steadygpt.base.options import CheckpointOptions, UserError, option, parse_options, run_cli
+from steadygpt.base.options import UserError, option, parse_options, run_cli
 from steadygpt.base.text import printable
 from steadygpt.checkpoint.files import check_tensors, open_checkpoint
 from steadygpt.config import GPTConfig
@@ -85,6 +85,31 @@ def sample_texts(
         end = ids.index(start[0]) if start[0] in ids else len(ids)
         texts.append(tokenizer.decode(ids[:end]))
     return texts
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Options of all commands that use a trained model."""
+
+    checkpoint_dir: str = option("checkpoints", "folder of checkpoints")
+    device: str = option("auto", "auto (CUDA if available), cpu, cuda or mps")
+    precision: str = option(
+        "auto",
+        "auto: on a GPU bf16 if supported, else fp16; on a CPU the faster of bf16 and fp32",
+        choices=("auto", "fp32", "bf16", "fp16"),
+    )
+
+
+@dataclass(frozen=True)
+class CheckpointOptions(ModelOptions):
+    """Options of the commands that use a given checkpoint."""
+
+    checkpoint: str = option(
+        "latest",
+        "latest, best, stable, a file, a folder for its latest, or average:N for the mean weights of the newest N "
+        "rolling checkpoints",
+        positional=True,
+    )
 
 
 def load_model(checkpoint: dict) -> GPT:

@@ -22,13 +22,13 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from generate import load_model
+from generate import CheckpointOptions, load_model
 from model import GPT
-from steadygpt.base.options import CheckpointOptions, UserError, option, parse_options, run_cli
+from steadygpt.base.options import UserError, option, parse_options, run_cli
 from steadygpt.base.text import printable
 from steadygpt.checkpoint.files import open_checkpoint
-from steadygpt.config import EXPECTED, TrainConfig, parse_tasks
-from steadygpt.data.tasks import STYLES, TASKS, Example, load_examples
+from steadygpt.config import TrainConfig
+from steadygpt.data.tasks import EXPECTED, STYLES, TASKS, Example, load_examples, parse_tasks
 from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer
 from steadygpt.machine.device import any_length, autocast, choose_precision, evaluating
 from steadygpt.machine.loss import IGNORED_TARGET

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from dataloader import Mixture, recorded_sources, tokenizer_of
-from generate import load_model
+from generate import ModelOptions, load_model
 from hellaswag_eval import TOKENS_PER_BATCH
-from steadygpt.base.options import ModelOptions, UserError, option, options_of, parse_options, run_cli
+from steadygpt.base.options import UserError, option, options_of, parse_options, run_cli
 from steadygpt.base.progress import ProgressBar
 from steadygpt.base.text import printable
 from steadygpt.checkpoint.files import checkpoint_files, nearest_checkpoint, open_checkpoint, trained_with

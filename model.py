@@ -126,7 +126,7 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
         self.layer, self.head_size, self.dropout = layer, config.head_size, config.dropout
-        self.parts = config.attention_parts
+        self.parts = config.parts("c_attn")
         self.c_attn = Linear(config.embd_size, sum(self.parts), bias=config.bias)
         self.c_proj = Linear(self.parts[0], config.embd_size, bias=config.bias)
         # QK-norm is always RMSNorm. Without weights, it commutes with the rotation.
@@ -155,7 +155,7 @@ class MLP(nn.Module):
         super().__init__()
         self.dropout = config.dropout
         self.activation = ACTIVATIONS[config.activation]
-        self.c_fc = Linear(config.embd_size, sum(config.mlp_parts), bias=config.bias)
+        self.c_fc = Linear(config.embd_size, sum(config.parts("c_fc")), bias=config.bias)
         self.c_proj = Linear(config.mlp_size, config.embd_size, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:

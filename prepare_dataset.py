@@ -83,6 +83,7 @@ class PrepareOptions:
         "fineweb-edu",
         "fineweb-edu, stdlib, hf:NAME[@REVISION][:CONFIG], or a file, folder or glob, on this machine or in an object "
         "store ('gs://bucket/*.npz'); .npz, .npy and .bin files hold token ids",
+        no_password=True,
     )
     max_files: int | None = option(None, "use the first N files, sorted by name (default: all)", at_least=1)
     tokenizer: str = option(

@@ -55,7 +55,7 @@ class ReplayOptions:
                         "the checkpoint of step A")
     checkpoint_dir: str = option("checkpoints", "folder of the run's checkpoints", positional=True,
                                  aliases=("checkpoint_dir",))
-    mirror: str = option("", "URL of the run's mirror (default: its --mirror)")
+    mirror: str = option("", "URL of the run's mirror (default: its --mirror)", no_password=True)
     device: str = option("auto", "auto, cpu, cuda or mps")
     # fmt: on
 

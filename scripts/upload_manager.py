@@ -34,7 +34,7 @@ class ManagerOptions:
         MISSING, "upload-all, list or download", choices=("upload-all", "list", "download"), positional=True
     )
     name: str = option("latest", "to download: latest, best, stable or one in the list; else a folder", positional=True)
-    mirror: str = option("", "URL of the mirror (default: that of the run in checkpoint_dir)")
+    mirror: str = option("", "URL of the mirror (default: that of the run in checkpoint_dir)", no_password=True)
     checkpoint_dir: str = option("checkpoints", "local folder of checkpoints")
 
 

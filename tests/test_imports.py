@@ -15,7 +15,7 @@ FILES = {path.stem: path for path in COMMANDS} | {
     if path.name != "__init__.py"
 }
 # From the ground up; model.py, optim.py and dataloader.py are the room "model", the other files at the root "commands".
-FLOORS = ["base", "machine config", "data log", "model checkpoint", "run convert monitor", "commands"]
+FLOORS = ["base", "machine", "data", "config", "log", "model checkpoint", "run convert monitor", "commands"]
 
 
 def imports_of(module: str) -> set[str]:

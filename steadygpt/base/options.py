@@ -17,17 +17,13 @@ import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
-from io import TextIOWrapper
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from functools import cache, partial
+from typing import IO, Any, TypeVar
 
 from steadygpt import version_text
 from steadygpt.base.text import printable
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-Options = TypeVar("Options", bound="DataclassInstance")
+Options = TypeVar("Options")  # a dataclass
 OTHER_CONFIGS = (".py", ".yaml", ".yml", ".json")  # of other trainers; ours are TOML
 OF_PATHS = (errno.EACCES, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
 PASSWORD = r"[^/:@]*:(?!\d*(/|$))[^@]*@"  # begins the rest of a URL, which may also begin with a server and a port
@@ -43,14 +39,6 @@ class UserError(Exception):
 
 class RankError(UserError):
     """A UserError that local rank 0 does not have, so the rank itself prints it."""
-
-
-class Interrupted(KeyboardInterrupt):
-    """A signal that ends a run before its first step; `number` is the signal's, the text its name."""
-
-    def __init__(self, number: int):
-        super().__init__(signal.Signals(number).name)
-        self.number = number
 
 
 class OptionError(UserError):
@@ -71,58 +59,42 @@ def option(
     group: str = "arguments",
     *,
     choices: tuple = (),
-    aliases: tuple[str, ...] = (),
-    spellings: Mapping[str, str] = {},
-    at_least: float = 0,
+    aliases: tuple[str, ...] = (),  # other names of the flag, without dashes; one letter stands behind one dash
+    spellings: Mapping[str, str] = {},  # other words for values of this option, such as other trainers'
+    at_least: float = 0,  # bounds of numbers
     above: float = -math.inf,
     at_most: float = math.inf,
     below: float = math.inf,
-    bare: str | None = None,
-    positional: bool = False,
-    secret: bool = False,
-    on_resume: str = "free",
+    bare: str | None = None,  # the value of the flag without one (`--resume`)
+    positional: bool = False,  # an argument without a flag, though its aliases are flags; optional if it has a default
+    secret: bool = False,  # kept out of everything that a run writes
+    no_password: bool = False,  # refuse a URL with a password, which files and logs would show
+    on_resume: str = "free",  # of train.py: what a resume does with a value that differs (docs/options.md)
 ) -> Any:
-    """Declare an option as a dataclass field. Its type is the field's: int, float, str, bool or Path, perhaps `| None`.
-
-    Args:
-        aliases: other names of the flag, without dashes; one letter stands behind one dash.
-        spellings: other words for values of this option, such as other trainers'.
-        at_least, above, at_most, below: bounds of numbers.
-        bare: the value of the flag without one (`--resume`).
-        positional: an argument without a flag, though its aliases are flags; optional if it has a default.
-        secret: kept out of everything that a run writes.
-        on_resume: of train.py: "never" changes, changes if asked ("ask": --allow_changes), changes "free"ly, belongs to
-            one "launch", so that the checkpoint's value is ignored, or says a "place" that a run writes to, which its
-            folder knows (see steadygpt/run/places.py) and its checkpoints cannot decide.
-    """
-    metadata = {
-        "text": text, "group": group, "choices": choices, "aliases": aliases, "spellings": spellings, "bare": bare,
-        "at_least": at_least, "above": above, "at_most": at_most, "below": below,
-        "positional": positional, "secret": secret, "on_resume": on_resume,
-    }  # fmt: skip
-    return dataclasses.field(default=default, metadata=metadata)
+    """Declare an option as a dataclass field of type int, float, str, bool or Path, perhaps with `| None`."""
+    return dataclasses.field(default=default, metadata=locals())  # all arguments, by name
 
 
-def options_of(options: "DataclassInstance | type[DataclassInstance]") -> dict[str, dataclasses.Field]:
-    """The options of a dataclass by name; fields without metadata are none."""
+def options_of(options: Any) -> dict[str, dataclasses.Field]:
+    """Return the options of a dataclass, or of an object, by name; fields without metadata are none."""
     return {f.name: f for f in dataclasses.fields(options) if f.metadata}
 
 
-def shown_options(options: "DataclassInstance") -> dict[str, Any]:
+def shown_options(options: Any) -> dict[str, Any]:
     """Return the fields that a run may write, by name: all but the secret ones."""
     return {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if not f.metadata.get("secret")}
 
 
-def check_options(options: "DataclassInstance") -> None:
+def check_options(options: Any) -> None:
     """Compare each value with the choices and bounds of its option; refuse passwords that a run would write."""
     for name, f in options_of(options).items():
         value, about = getattr(options, name), f.metadata
         if about["choices"] and value not in about["choices"]:
             raise OptionError(name, repr(value), f"one of {', '.join(about['choices'])}")
-        if name in ("mirror", "source") and re.match(PASSWORD, value.partition("://")[2]):
+        if about["no_password"] and re.match(PASSWORD, value.partition("://")[2]):
             log_in = "log in with AWS_PROFILE, GOOGLE_APPLICATION_CREDENTIALS or another setting of the store"
             raise OptionError(name, "a URL with a password, which files and logs would show", f"one without; {log_in}")
-        if value is None or kind_of(f) not in (int, float):
+        if type(value) not in (int, float):
             continue
         least = about["at_least"]
         for fits, expected in (
@@ -138,31 +110,6 @@ def check_options(options: "DataclassInstance") -> None:
 def kind_of(f: dataclasses.Field) -> type:
     """Return the type of a field, without `| None`."""
     return f.type.__args__[0] if isinstance(f.type, types.UnionType) else f.type  # type: ignore[return-value]
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelOptions:
-    """Options of all commands that use a trained model."""
-
-    checkpoint_dir: str = option("checkpoints", "folder of checkpoints")
-    device: str = option("auto", "auto (CUDA if available), cpu, cuda or mps")
-    precision: str = option(
-        "auto",
-        "auto: on a GPU bf16 if supported, else fp16; on a CPU the faster of bf16 and fp32",
-        choices=("auto", "fp32", "bf16", "fp16"),
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class CheckpointOptions(ModelOptions):
-    """Options of the commands that use a given checkpoint."""
-
-    checkpoint: str = option(
-        "latest",
-        "latest, best, stable, a file, a folder for its latest, or average:N for the mean weights of the newest N "
-        "rolling checkpoints",
-        positional=True,
-    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -190,31 +137,33 @@ def read_flags(
         if not argument.isascii() and "\\udc" in (shown := ascii(argument)):
             problem = f"{shown}: not valid {sys.getfilesystemencoding()}, the encoding of this system"
             raise UserError(f"{problem}; rename it, or set LC_ALL=C.UTF-8 and PYTHONUTF8=1")
-    argv = [_underscored(argument) for argument in argv]
-    if any(f.metadata["positional"] for f in options_of(options).values()):
+    argv = [re.sub("^--[^=]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), argument) for argument in argv]
+    fields = options_of(options)
+    if any(f.metadata["positional"] for f in fields.values()):
         # A word behind a switch is an argument of the command, unless it says on or off: --once FOLDER.
-        switches = {f"--{name}" for name, f in options_of(options).items() if kind_of(f) is bool}
+        switches = {f"--{name}" for name, f in fields.items() if kind_of(f) is bool}
         for i, (flag, word) in enumerate(itertools.pairwise(argv)):
             if flag in switches and word.lower() not in ON_OFF:
                 argv[i] = f"{flag}=on"
     values, unknown = _parser(options, description).parse_known_args(argv)
     if unknown:
-        raise UserError(_unknown_text(argv, unknown, options, elsewhere))
+        raise UserError(_unknown_text(argv, unknown, list(fields), elsewhere))
     return vars(values)
 
 
 @cache  # a preset is read as flags too, and so is the preset that it names
 def _parser(options: type, description: str) -> argparse.ArgumentParser:
-    positional = {name: f for name, f in options_of(options).items() if f.metadata["positional"]}
-    words = [name if f.default is dataclasses.MISSING else f"[{name}]" for name, f in positional.items()]
-    words += ["[--config NAME]"] * ("config" in options_of(options)) + ["[--flag value ...]"]
-    usage = " ".join(["%(prog)s", *words])
+    fields, usage = options_of(options), "%(prog)s"
+    for name, f in fields.items():
+        if f.metadata["positional"]:
+            usage += f" {name}" if f.default is dataclasses.MISSING else f" [{name}]"
+    usage += " [--config NAME]" * ("config" in fields) + " [--flag value ...]"
     cli = _Parser(usage=usage, description=description, argument_default=argparse.SUPPRESS, allow_abbrev=False)
     cli.add_argument("--version", action=_Version, nargs=0, help="print the version and the commit, and exit")
     groups: dict[str, Any] = {}
-    for name, f in options_of(options).items():
+    for name, f in fields.items():
         about, kind = f.metadata, kind_of(f)
-        group = groups.setdefault(about["group"], cli.add_argument_group(about["group"]))
+        group = groups.setdefault(about["group"], cli.add_argument_group(about["group"]))  # --help omits empty ones
         shown = {True: "on", False: "off", "": None}.get(f.default, f.default) if kind in (bool, str) else f.default
         text = about["text"] + ("" if shown in (None, dataclasses.MISSING) else f" (default: {shown})")
         text = text.replace("%", "%%")
@@ -226,7 +175,7 @@ def _parser(options: type, description: str) -> argparse.ArgumentParser:
             group.add_argument(
                 f"--{flag}" if len(flag) > 1 else f"-{flag}",
                 dest=name,
-                type=_reader(kind, about["spellings"]),
+                type=partial(_value, kind, about["spellings"]),
                 nargs=None if bare is None else "?",
                 const=bare,
                 metavar="|".join(about["choices"]) or typed,
@@ -237,35 +186,33 @@ def _parser(options: type, description: str) -> argparse.ArgumentParser:
     return cli
 
 
-def _unknown_text(argv: Sequence[str], unknown: list[str], options: type, elsewhere: Mapping[str, str]) -> str:
-    """Name every unknown argument of a command line, with what to type instead."""
+def _unknown_text(argv: Sequence[str], unknown: list[str], names: list[str], elsewhere: Mapping[str, str]) -> str:
+    """Say of every unknown argument of a command line what to type instead; `names` are those of the options."""
     told: dict[str, str] = {}
     for before, argument, after in zip(["", *argv], argv, [*argv[1:], "--"], strict=False):
+        word, _, value = argument.partition("=")
+        name, is_flag = word.lstrip("-").lower(), word.startswith("-")
         is_value = before.startswith("-") and "=" not in before and not argument.startswith("-")
-        if argument in unknown and not is_value:
-            name, _, value = argument.partition("=")
-            value = (value or ("..." if after.startswith("--") else after)) if name.startswith("-") else name
-            if name in options_of(options):  # as in NAME=VALUE, nanoGPT's and Hydra's form
-                told[argument] = f"use --{argument}"
-            else:
-                told[name] = _suggestion(name, options, elsewhere).replace("{}", shlex.quote(value))
+        if is_value or argument not in unknown:
+            continue
+        if word in names:  # as in NAME=VALUE, nanoGPT's and Hydra's form
+            word, advice = argument, f"use --{argument}"
+        elif ours := elsewhere.get(name) or (not is_flag and elsewhere.get("")):
+            value = (value or ("..." if after.startswith("--") else after)) if is_flag else word
+            advice = ("use " * ours.startswith("--") + ours).replace("{}", shlex.quote(value))
+        elif is_flag or "config" not in names:
+            # 0.85: a typing mistake, or a letter more or less; below that names are alike by chance.
+            close = difflib.get_close_matches(name, names, n=1, cutoff=0.85) if is_flag else []
+            advice = f"did you mean --{close[0]}?" if close else "see --help"
+        elif word.endswith(OTHER_CONFIGS):
+            advice = "write its options as flags, or as TOML for --config; see docs/from-other-trainers.md"
+        else:
+            advice = f"a preset or TOML file is --config {word}, a value --flag VALUE"
+        told[word] = advice
     if len(told) == 1:
-        [(name, advice)] = told.items()
-        return f"unknown argument {name!r}; {advice}"
+        [(word, advice)] = told.items()
+        return f"unknown argument {word!r}; {advice}"
     return "unknown arguments: " + "; ".join(f"{name!r}: {advice}" for name, advice in told.items())
-
-
-def _suggestion(unknown: str, options: type, elsewhere: Mapping[str, str]) -> str:
-    name, is_flag = unknown.lstrip("-").lower(), unknown.startswith("-")
-    if ours := elsewhere.get(name) or (not is_flag and elsewhere.get("")):
-        return f"use {ours}" if ours.startswith("--") else ours
-    if not is_flag and "config" in options_of(options):
-        if unknown.endswith(OTHER_CONFIGS):
-            return "write its options as flags, or as TOML for --config; see docs/from-other-trainers.md"
-        return f"a preset or TOML file is --config {unknown}, a value --flag VALUE"
-    # 0.85: a typing mistake, or a letter more or less; below that names are alike by chance.
-    close = difflib.get_close_matches(name, [n for n in options_of(options)], n=1, cutoff=0.85)
-    return f"did you mean --{close[0]}?" if close and is_flag else "see --help"
 
 
 class _Version(argparse.Action):
@@ -279,26 +226,17 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see --help")
 
 
-def _underscored(argument: str) -> str:
-    """--flag-name[=value] as --flag_name[=value]."""
-    flag, equals, value = argument.partition("=")
-    return "--" + flag[2:].replace("-", "_") + equals + value if argument.startswith("--") else argument
-
-
-def _reader(kind: type, spellings: Mapping[str, str]) -> Callable[[str], object]:
-    def parse(text: str) -> object:
-        try:
-            return ON_OFF[text.lower()] if kind is bool else kind(spellings.get(text, text))
-        except KeyError:
-            raise argparse.ArgumentTypeError(f"is {text!r}; expected on or off") from None
-        except ValueError:
-            expected, (base, _, exponent) = "a number" if kind is float else "an integer", text.partition("**")
-            with suppress(ValueError, OverflowError):
-                if (number := math.pow(float(base), float(exponent or 1))).is_integer():
-                    expected += f": {int(number)}"
-            raise argparse.ArgumentTypeError(f"is {text!r}; expected {expected}") from None
-
-    return parse
+def _value(kind: type, spellings: Mapping[str, str], text: str) -> object:
+    try:
+        return ON_OFF[text.lower()] if kind is bool else kind(spellings.get(text, text))
+    except KeyError:
+        raise argparse.ArgumentTypeError(f"is {text!r}; expected on or off") from None
+    except ValueError:
+        expected, (base, _, exponent) = "a number" if kind is float else "an integer", text.partition("**")
+        with suppress(ValueError, OverflowError):
+            if (number := math.pow(float(base), float(exponent or 1))).is_integer():
+                expected += f": {int(number)}"
+        raise argparse.ArgumentTypeError(f"is {text!r}; expected {expected}") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -309,11 +247,10 @@ def run_cli(main: Callable[[], int | None]) -> None:
     """Run a command's `main()` and exit: with its status, 2 and one line for a `UserError` or a path that cannot be
     used, 128 + the number of the signal that interrupts it (Ctrl-C: 130), 1 and a traceback for other exceptions.
     """
-    for name in ("stdout", "stderr"):  # None if the shell has closed it: >&-
-        setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))  # noqa: SIM115 (open as long as the process)
-    for stream in (sys.stdout, sys.stderr):  # texts may have characters that the terminal's encoding lacks
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115  # None if the shell has closed it: >&-
+        stream.reconfigure(errors="backslashreplace")  # texts may have characters that the terminal's encoding lacks
+        setattr(sys, name, stream)
     try:
         status = main() or 0
         sys.stdout.flush()  # here, because the last lines may find the pipe closed
@@ -324,15 +261,16 @@ def run_cli(main: Callable[[], int | None]) -> None:
         else:
             time.sleep(2)  # torchrun ends all ranks when the first one exits: let local rank 0 print the error
     except KeyboardInterrupt as interrupt:
-        status = 128 + (interrupt.number if isinstance(interrupt, Interrupted) else signal.SIGINT)
+        status = 128 + signal.Signals.__members__.get(str(interrupt), signal.SIGINT)  # named by StopSignal
         sys.unraisablehook = lambda _: None  # the destructors of objects that Ctrl-C left half-built may fail
     except BrokenPipeError:  # `... | head` closed the pipe, so there is no reader for an error either
         mute(sys.stdout)
         status = 0
     except Exception as error:
-        status = 2 if isinstance(error, OSError) and error.filename and error.errno in OF_PATHS else 1
-        if status == 2:  # a path that a user gave: even Path.exists() raises these
-            found = printable(f"{error.filename}: {error.strerror}")  # type: ignore[attr-defined]
+        status = 1
+        if isinstance(error, OSError) and error.filename and error.errno in OF_PATHS:
+            status = 2  # a path that a user gave: even Path.exists() raises these
+            found = printable(f"{error.filename}: {error.strerror}")
             print(f"error: {found}; change its permissions, or give another path", file=sys.stderr)
         else:
             traceback.print_exc()

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import IO, Annotated, NamedTuple, TypedDict
 
@@ -15,7 +16,7 @@ from tqdm import tqdm
 
 from steadygpt.base.disk import check_pulled
 from steadygpt.base.durable import check_regular, replace_file, sha256_of
-from steadygpt.base.options import UserError
+from steadygpt.base.options import OptionError, UserError
 from steadygpt.base.typed import Count, read_json, typed
 
 DEFAULT_FOLDER = Path("data", "edu_fineweb10B")  # of train.py, and of prepare_dataset.py without --source
@@ -333,3 +334,31 @@ def stamp(path: Path) -> tuple[str, int, int]:
     """Return the name, the bytes and the modification time (ns) of a file."""
     stat = path.stat()
     return path.name, stat.st_size, stat.st_mtime_ns
+
+
+def parse_folders(option: str, text: str) -> dict[str, tuple[str, Fraction]]:
+    """Return name -> (folder, weight) of "[NAME=]FOLDER[:WEIGHT],..."; the name of a folder is its last part.
+
+    Args:
+        option: that has this value; val has no weights.
+    """
+    found: dict[str, tuple[str, Fraction]] = {}
+    for item in filter(None, map(str.strip, text.split(","))):
+        name, equals, place = item.rpartition("=")
+        parts = place.rsplit(":", 1) if option == "mix" else [place]
+        folder, weight = map(str.strip, (*parts, "1")[:2])
+        name = name if equals else Path(folder).absolute().name
+        if not re.fullmatch(r"[\w.-]+", name) or not folder:
+            form = "[NAME=]FOLDER" + "[:WEIGHT]" * (option == "mix")
+            expected = f"{form}, the name in letters, digits, dots, - and _: "
+            expected += (re.sub(r"[^\w.-]+", "_", name) or "web") + "=" + (place or "data/web")
+            raise OptionError(option, repr(item), expected)
+        if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?|\.\d{1,9}", weight) or not Fraction(weight):
+            expected = "a number above 0 with at most nine digits, such as 7 or 0.25"
+            raise OptionError(option, f"{item!r}, with the weight {weight!r}", expected)
+        if name in found:
+            raise OptionError(option, f"two folders named {name}", "different names: NAME=FOLDER")
+        found[name] = folder, Fraction(weight)
+    if text and not found:
+        raise OptionError(option, repr(text), "one folder or more")
+    return found

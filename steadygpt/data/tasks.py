@@ -70,6 +70,18 @@ TASKS = {
     "arc_challenge": Task("ARC-Challenge", "allenai/ai2_arc:ARC-Challenge", *ARC),
     "piqa": Task("PIQA", "baber/piqa", "validation", "goal, sol1, sol2, label", piqa),
 }
+EXPECTED = f"one or more of {', '.join(TASKS)}, separated by commas; NAME=FILE reads a file instead of the Hub"
+
+
+def parse_tasks(tasks: str) -> dict[str, str]:
+    """Return name -> file, "" for the Hub, of tasks such as "hellaswag,arc_easy=FILE"."""
+    files = {}
+    for task in tasks.split(","):
+        name, _, file = task.strip().partition("=")
+        if name not in TASKS:
+            raise UserError(f"unknown task {name!r}; expected {EXPECTED}")
+        files[name] = file
+    return files
 
 
 def load_examples(name: str, file: str = "", style: str = STYLES[0]) -> list[Example]:

@@ -18,7 +18,7 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from steadygpt.base.options import Interrupted, RankError, UserError
+from steadygpt.base.options import RankError, UserError
 from steadygpt.machine.device import choose_device, keep_freed_memory, use_all_cores, use_expandable_segments
 from steadygpt.machine.host import process_age_s
 
@@ -141,20 +141,22 @@ class StopSignal:
         self.agreed: Callable[[], int] = lambda: 0
 
     def listen(self) -> None:
-        """Collect signals from now on."""
+        """Collect signals from now on. SIGHUP stays ignored with nohup: closing the terminal must not stop a run."""
         for name in self.SIGNALS:
-            handle(name, lambda *_, name=name: self.ask(name))
+            number = signal.Signals[name]
+            if name != "SIGHUP" or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda *_, name=name: self.ask(name))
 
     @classmethod
     def raise_until_listen(cls) -> None:
-        """Let the same signals raise Interrupted until listen(); a second one ends the process at once.
+        """Let the same signals raise KeyboardInterrupt(NAME) until listen(); a second one ends the process at once.
 
         Those that the process was told to ignore stay ignored: multinode.sh does that to SIGUSR1.
         """
 
         def interrupt(number: int, _: object) -> None:
             signal.signal(number, signal.SIG_DFL)
-            raise Interrupted(number)
+            raise KeyboardInterrupt(signal.Signals(number).name)
 
         for name in cls.SIGNALS[1:]:  # SIGINT already raises a KeyboardInterrupt
             number = signal.Signals[name]
@@ -182,13 +184,6 @@ class StopSignal:
             raise Stopped(self.REASONS[number])
         if self.ranks.world_size > 1:
             self.agreed = self.ranks.max_later(self.asked)
-
-
-def handle(name: str, handler: Callable[..., object]) -> None:
-    """Set the handler of a signal, but leave SIGHUP ignored: with nohup, closing the terminal must not stop a run."""
-    number = signal.Signals[name]
-    if name != "SIGHUP" or signal.getsignal(number) is not signal.SIG_IGN:
-        signal.signal(number, handler)
 
 
 def launched_as() -> tuple[int, int]:
@@ -222,14 +217,14 @@ def joined(device_name: str, timeout_minutes: float = 30):
     """
     rank, world_size = launched_as()
     ranks = Ranks(choose_device(device_name), rank, world_size)
-    if ranks.device.type == "cuda":
+    cuda = ranks.device.type == "cuda"
+    if cuda:
         use_expandable_segments()
         torch.cuda.set_device(ranks.device)
     else:
         use_all_cores()
         keep_freed_memory()
     if world_size > 1:
-        cuda = ranks.device.type == "cuda"
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
             device_id=ranks.device if cuda else None,

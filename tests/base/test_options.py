@@ -58,7 +58,7 @@ def test_other_errors_of_the_system_keep_their_traceback(raised):
 
 @dataclass(frozen=True)
 class Copy:
-    mirror: str = option("", "")
+    mirror: str = option("", "", no_password=True)
 
 
 @pytest.mark.parametrize("url", ["s3://key:sec/ret@bucket/run", "ftp://me:@host", "zip://a::sftp://me:pw@host/a"])
