@@ -28,7 +28,14 @@ from steadygpt import git_commit
 from steadygpt.base.options import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.base.progress import ProgressBar
 from steadygpt.base.text import counted, printable
-from steadygpt.checkpoint.files import Entry, checkpoint_files, intact_checkpoints, read_checkpoint, trained_with
+from steadygpt.checkpoint.files import (
+    Entry,
+    checkpoint_files,
+    intact_checkpoints,
+    named_tensors,
+    read_checkpoint,
+    trained_with,
+)
 from steadygpt.checkpoint.mirror import Mirror
 from steadygpt.config import TrainConfig
 from steadygpt.data.tokenizer import TokenizerRecord
@@ -84,62 +91,55 @@ class Past:
     saves: dict[int, tuple[str, dict]]  # checkpoints to compare with: step -> file, content
     metrics: Path  # metrics.jsonl of the run, or a copy of that in its mirror
 
+    def without_tensors(self) -> "Past":
+        """Return what ranks other than 0 need."""
+        light = self.checkpoint and self.checkpoint | WITHOUT_TENSORS
+        return replace(self, checkpoint=light, saves=dict.fromkeys(self.saves, ("", {})))
+
 
 def find_past(options: ReplayOptions, first: int, last: int, held: ExitStack) -> Past:
     """Find the checkpoint to start from, and the checkpoints and records to compare with; `held` removes copies."""
-    folder = Path(options.checkpoint_dir)
+    folder, places = Path(options.checkpoint_dir), read_places(Path(options.checkpoint_dir))
     files = [(str(path), checkpoint) for path, checkpoint in intact_checkpoints(checkpoint_files(folder))]
-    places = read_places(folder)
-    url = options.mirror or places.get("mirror", "")
+    copies, url = Path(held.enter_context(TemporaryDirectory())), options.mirror or places.get("mirror", "")
     mirror = Mirror(url) if url else None
     if mirror and not any(checkpoint["step"] <= first for _, checkpoint in files):
-        files += from_mirror(mirror, first, with_newest=not files)
-    if not files or not files[0][1]["starts"]:
+        # The nearest one before the first step; and the newest one, which has the record of starts.
+        uploaded = sorted(mirror.patiently(mirror.index).checkpoints.values(), key=lambda entry: -entry.step)
+        before = [entry for entry in uploaded if entry.step <= first]
+        for entry in dict.fromkeys([*uploaded[: not files], *before[:1]]):
+            mirror.download(entry, copies / entry.file)
+            files.append((f"{url}/{entry.file}", read_checkpoint(copies / entry.file)))
+    if not files or not (starts := files[0][1]["starts"]):
         raise UserError(f"no checkpoints of a run in {options.checkpoint_dir}; try another --checkpoint_dir")
     newest = files[0][1]
     if first >= (end := newest["step"]) or last > end:
         raise UserError(f"no step {last} to replay: the newest checkpoint is of step {end:,}; choose earlier steps")
-    saves = {checkpoint["step"]: (file, checkpoint) for file, checkpoint in files if is_of_run(checkpoint, newest)}
-    before = max((step for step in saves if step <= first), default=0)
-    from_scratch = newest["starts"][0]["options"]["init_from"] == "scratch"
-    if before not in saves and not (from_scratch and first == 0):
+    # Those that the run has passed on its way to the newest one; others are of steps that a resume has undone.
+    saves = {
+        checkpoint["step"]: (file, checkpoint)
+        for file, checkpoint in files
+        if (own := checkpoint["starts"]) == starts[: len(own)]
+        and checkpoint["step"] <= [*starts, newest][len(own)]["step"]
+    }
+    nearest = max((step for step in saves if step <= first), default=0)
+    from_scratch = starts[0]["options"]["init_from"] == "scratch"
+    if nearest not in saves and not (from_scratch and first == 0):
         left = [f"from {min(saves):,} on"] * bool(saves) + [f"--steps 0:{last}"] * from_scratch
         raise UserError(
             f"{options.checkpoint_dir}: no checkpoint of step {first:,} or before it is left; steps that can be "
             f"replayed: {', or '.join(left)}"
         )
-    origin, checkpoint = saves.get(before, ("the first weights, which the seed gives", None))
+    origin, checkpoint = saves.get(nearest, ("the first weights, which the seed gives", None))
     last = min(last, end - 1)
-    saves = {step: save for step, save in saves.items() if before < step <= last + 1}
+    saves = {step: save for step, save in saves.items() if nearest < step <= last + 1}
     metrics = Path(places.get("logdir", TrainConfig.logdir), METRICS)
     if mirror and not metrics.exists():
         with suppress(UserError):  # it has none
             content = mirror.patiently(lambda: mirror.read(f"logs/{METRICS}"))
-            metrics = Path(held.enter_context(TemporaryDirectory()), METRICS)
+            metrics = copies / METRICS
             metrics.write_bytes(content)
-    return Past(newest | {"model": {}, "optimizer": {}}, origin, checkpoint, last, saves, metrics)
-
-
-def from_mirror(mirror: Mirror, first: int, with_newest: bool) -> list[tuple[str, dict]]:
-    """Return the file and content of the checkpoint nearest before a step, and of the newest one before it if wanted.
-
-    Files are temporary, and take space as long as their content is mapped.
-    """
-    uploaded = sorted(mirror.patiently(mirror.index).checkpoints.values(), key=lambda entry: -entry.step)
-    wanted = {entry.file: entry for entry in [*uploaded[:with_newest], *[e for e in uploaded if e.step <= first][:1]]}
-    found = []
-    with TemporaryDirectory() as folder:
-        for name, entry in wanted.items():
-            mirror.download(entry, Path(folder, name))
-            found.append((f"{mirror.url}/{name}", read_checkpoint(Path(folder, name))))
-    return found
-
-
-def is_of_run(checkpoint: dict, newest: dict) -> bool:
-    """Return whether a run has passed a checkpoint on its way to the newest one; others are of steps it has undone."""
-    own, starts = checkpoint["starts"], newest["starts"]
-    end = starts[len(own)]["step"] if len(own) < len(starts) else newest["step"]
-    return own == starts[: len(own)] and checkpoint["step"] <= end
+    return Past(newest | WITHOUT_TENSORS, origin, checkpoint, last, saves, metrics)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -183,16 +183,16 @@ class Comparison:
         if record := self.records.get(result.step):
             self.recorded += 1
             for name, kind in COMPARED.items():
-                here, there = getattr(result, name), math.nan if record.get(name) is None else record[name]
+                here, there = getattr(result, name), math.nan if record[name] is None else record[name]
                 here = here if math.isfinite(here) else math.nan  # as in metrics.jsonl
-                numbers = [torch.tensor([number], dtype=torch.float64) for number in (here, there)]
-                self.compare(kind, name, result.step, METRICS, *numbers)
+                numbers = torch.tensor([here, there], dtype=torch.float64)
+                self.compare(kind, name, result.step, METRICS, numbers[0], numbers[1])
 
     def checkpoint(self, content: dict) -> None:
         """Compare weights and optimizer with those of the checkpoint file of their step."""
         step, (file, saved) = content["step"], self.past.saves[content["step"]]
         self.saved.append(step)
-        ours, theirs = tensors_of(content), tensors_of(saved)
+        ours, theirs = named_tensors(content), named_tensors(saved)
         for name in ours | theirs:
             kind = "weights" if name in content["model"] else "optimizer"
             self.compare(kind, name, step, file, *(found.get(name, torch.empty(0)) for found in (ours, theirs)))
@@ -226,12 +226,6 @@ class Comparison:
         return f"{counted(self.steps, 'step')}: {text}"
 
 
-def tensors_of(content: dict) -> dict[str, torch.Tensor]:
-    """Return the weights and the optimizer's tensors of a checkpoint, by name."""
-    state = content["optimizer"].get("state", {})
-    return content["model"] | {f"{kind} of {name}": of[kind] for name, of in state.items() for kind in of}
-
-
 def changes(entry: Entry, ranks: Ranks) -> list[str]:
     """Return why a part of the run may have other bits here: what differs from the start that trained it."""
     commit, is_exact = git_commit(), entry["options"]["deterministic"]
@@ -252,25 +246,21 @@ def build_part(
     past: Past, checkpoint: dict | None, starts: list[Entry], device: str, ranks: Ranks, held: ExitStack
 ) -> Run:
     """Build a run, which writes nothing, that continues as the last of these starts did."""
-    entry = starts[-1]
+    entry, trained, step = starts[-1], trained_with(starts[-1]), checkpoint["step"] if checkpoint else 0
     if ranks.device.type == "cpu":
         torch.set_num_threads(entry["threads"])
-    trained = trained_with(entry)
-    step = checkpoint["step"] if checkpoint else 0
     sources = ranks.on_each(lambda: recorded_sources(trained, entry["sources"], step, past.newest["data_fingerprint"]))
     tokenizer = tokenizer_of([source.shards for source in sources], trained.tokenizer, TokenizerRecord.of(past.newest))
     # Bad steps are skipped, and the run's own records say where it ended.
     asked = TrainConfig(**entry["options"] | {"device": device, "max_bad_steps": 0})
     history = History(asked, decisions=entry["decisions"], checkpoint=checkpoint)
     plan = settle(history, Data(sources, (), *tokenizer), ranks, held, starts)
-    return build(plan, RunLog(plan.config, replace(ranks, rank=1)), held)  # a log that prints nothing
+    return build(plan, RunLog(plan.config, ranks, prints=False), held)
 
 
 def replay(past: Past, device: str, ranks: Ranks, held: ExitStack) -> Comparison:
     """Train in memory and compare, up to the first difference where bits are promised."""
-    comparison, starts = Comparison(past), past.newest["starts"]
-    light = ranks.broadcast(past.checkpoint and past.checkpoint | WITHOUT_TENSORS)
-    checkpoint = past.checkpoint or light
+    comparison, starts, checkpoint = Comparison(past), past.newest["starts"], past.checkpoint
     first, end_of_all = checkpoint["step"] if checkpoint else 0, past.last + 1
     resumed = sorted({entry["step"] for entry in starts if first < entry["step"] < end_of_all})
     with ProgressBar(
@@ -314,7 +304,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         past = ranks.on_main(lambda: find_past(options, first, last, held))
         if past:
             print(printable(f"from {past.origin}"), flush=True)
-        sent = ranks.broadcast(past and replace(past, checkpoint=None, saves=dict.fromkeys(past.saves, ("", {}))))
+        sent = ranks.broadcast(past and past.without_tensors())
         try:
             comparison = replay(past or sent, options.device, ranks, held)
         except Stopped as stopped:

@@ -52,7 +52,6 @@ from steadygpt.run.outputs import open_saves
 from steadygpt.run.plan import Plan, set_up, settle, validation_rows
 from steadygpt.run.repeats import Repeats
 from steadygpt.run.results import Diverged, Judge, Pending, Results
-from steadygpt.run.schedule import learning_rate
 from steadygpt.run.starts import epochs_of_sources, phase_of
 from steadygpt.run.summary import summarize, validation_text
 
@@ -185,7 +184,7 @@ def train_step(run: Run, batches: BatchLoader) -> Pending:
     config, ranks, step = run.config, run.ranks, run.state.step
     micro_steps, micro_batches = config.grad_accum_steps(ranks.world_size), config.grad_accum_steps(1)
     of_virtual_rank = micro_batches // config.virtual_ranks()
-    lr = learning_rate(config, step, run.plan.schedule.max_steps)
+    lr = run.plan.schedule.learning_rate(step)
     for group in run.optimizer.param_groups:
         group["lr"] = lr * group["lr_ratio"]
     # Gradients that are views, of DDP's buckets or of their sum, are set to zero in place.
@@ -270,11 +269,7 @@ def evaluate(run: Run, everything: bool) -> None:
         state.best_val_loss = val_loss if best else state.best_val_loss
         if len(sets) > 1:
             found |= {f"{key}/{name}": score for name, scores in sets.items() for key, score in scores.items()}
-        epochs = (
-            epochs_of_sources(run.plan.data, run.plan.starts, state.rows_consumed)
-            if len(run.plan.data.sources) > 1
-            else {}
-        )
+        epochs = epochs_of_sources(data, run.plan.starts, state.rows_consumed)
         text = validation_text(sets, best, epochs)
         log.evaluation(state.step, text, **found, **{f"epoch/{name}": number for name, number in epochs.items()})
         log.histograms(state.step, run.model)
@@ -307,7 +302,7 @@ def train(run: Run, step_ended: Callable[[], None]) -> None:
     results.restart_clock()
     with closing(run.training_batches()) as batches:
         while True:
-            last = state.step >= schedule.max_steps
+            last = state.step >= run.config.max_steps
             # The save comes first, so that writing it overlaps the evaluation. A run that is resumed from this save
             # repeats the evaluation, because it may not have finished.
             tiers = schedule.tiers(state.step, state.rows_consumed)  # file names, such as that of an epoch
@@ -453,7 +448,7 @@ def measure(run: Run) -> float:
 
 def launch(plan: Plan, held: ExitStack) -> int:
     """Train, or with --dry_run or --eval_only print the plan, time a step or evaluate; return the exit status."""
-    config, history, log = plan.config, plan.history, RunLog(plan.config, plan.ranks, plan.schedule.max_steps)
+    config, history, log = plan.config, plan.history, RunLog(plan.config, plan.ranks)
     if plan.is_finished and not config.eval_only:
         ended = f"this run is finished, at step {history.step:,}"
         log.say(f"{config.checkpoint_dir}: {ended}. To continue, raise --max_steps.")

@@ -31,7 +31,6 @@ from steadygpt.config import parse_args
 from steadygpt.data.tokenizer import get_tokenizer
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.ranks import Ranks
-from steadygpt.run.schedule import learning_rate
 
 REPO = Path(train.__file__).parent
 TEXTS = (
@@ -76,7 +75,7 @@ def build() -> train.Run:
     with contextlib.ExitStack() as held:
         history = train.open_history(config, given, ranks, held)
         plan = train.settle(history, train.open_data(history, ranks), ranks, held)
-        return train.build(plan, RunLog(config, ranks), held)
+        return train.build(plan, RunLog(plan.config, ranks), held)
 
 
 def show_data() -> None:
@@ -112,7 +111,7 @@ def show_step() -> None:
     with contextlib.closing(run.training_batches()) as batches:
         found = train.train_step(run, batches).result()
     print(f"step 0     loss {found.loss:.3f}, gradient norm {found.grad_norm:.3f}")
-    print(f"lr         {' '.join(f'{learning_rate(run.config, step, 12):.4f}' for step in range(6))} ...")
+    print(f"lr         {' '.join(f'{run.plan.schedule.learning_rate(step):.4f}' for step in range(6))} ...")
 
 
 def show_save() -> None:

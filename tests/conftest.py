@@ -177,9 +177,9 @@ def run_here(*flags: str) -> int:
     return train.main([*TINY, "--data_dir", "data", *flags])
 
 
-def open_log(config, start_step: int | None, max_steps: int = 0, ranks: Ranks | None = None) -> RunLog:
+def open_log(config, start_step: int | None, ranks: Ranks | None = None) -> RunLog:
     """Open the log of a run on rank 0."""
-    log = RunLog(config, ranks or Ranks(torch.device("cpu")), max_steps)
+    log = RunLog(config, ranks or Ranks(torch.device("cpu")))
     log.open(start_step)
     return log
 
@@ -193,7 +193,7 @@ def built(*flags: str, ranks: Ranks):
     with contextlib.ExitStack() as held:
         history = train.open_history(config, given, ranks, held)
         plan = train.settle(history, train.open_data(history, ranks), ranks, held)
-        return train.build(plan, RunLog(config, ranks), held)
+        return train.build(plan, RunLog(plan.config, ranks), held)
 
 
 def fork(function: Callable, *args) -> multiprocessing.process.BaseProcess:

@@ -8,7 +8,7 @@ from conftest import FSDP, MODERN, assert_same_state, load, metrics, run_here
 from test_train import assert_close, fails, folders, run_forked
 
 from steadygpt.config import TrainConfig
-from steadygpt.run.schedule import decay_start, learning_rate
+from steadygpt.run.schedule import Schedule
 
 
 def run_modern(*flags: str) -> None:
@@ -61,8 +61,8 @@ def test_fsdp_shards_are_resumed_on_another_number_of_ranks(workdir):
 
 
 def rates(schedule: str, steps: int = 10, **options) -> list[float]:
-    config = TrainConfig(schedule=schedule, max_lr=1.0, min_lr=0.0, warmup_steps=2, **options)
-    return [round(learning_rate(config, step, steps), 3) for step in range(steps + 1)]
+    config = TrainConfig(schedule=schedule, max_lr=1.0, min_lr=0.0, warmup_steps=2, max_steps=steps, **options)
+    return [round(Schedule(config).learning_rate(step), 3) for step in range(steps + 1)]
 
 
 def test_learning_rates_of_each_schedule():
@@ -71,9 +71,9 @@ def test_learning_rates_of_each_schedule():
     assert rates("cosine") == [0.5, 1, 1, 0.962, 0.854, 0.691, 0.5, 0.309, 0.146, 0.038, 0]
     assert rates("wsd", cooldown=0.0)[:10] == rates("constant")[:10]
     assert rates("wsd", cooldown=1.0) == [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125, 0]
-    config = TrainConfig(schedule="wsd", max_lr=1.0, min_lr=0.1, warmup_steps=0)
-    assert learning_rate(config, 50, 10) == pytest.approx(0.1)  # after the end
-    assert decay_start(config, 10) == 6
+    schedule = Schedule(TrainConfig(schedule="wsd", max_lr=1.0, min_lr=0.1, warmup_steps=0, max_steps=10))
+    assert schedule.learning_rate(50) == pytest.approx(0.1)  # after the end
+    assert schedule.decay_start == 6
 
 
 def test_a_run_extended_from_stable_equals_a_longer_run(workdir, capsys):

@@ -213,7 +213,7 @@ def test_a_flipped_bit_in_a_checkpoint_is_named(replayed, kind):
         found.append(tensor[3, 7].item())
 
     rewrite("checkpoints/rolling_step_000006.pt", flip)
-    tensor = name if kind == "weight" else f"{kind} of {name}"
+    tensor = name if kind == "weight" else f"{name}.{kind}"
     status, lines = replayed("--steps", "0:7")
     assert (status, lines[-1]) == (
         1,

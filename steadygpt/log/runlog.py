@@ -40,11 +40,12 @@ HEARTBEAT_S = 10.0  # between updates of status.json while training
 class RunLog:
     """Prints the measurements of a run, and after open() writes them to every sink. Other threads may write too.
 
-    On ranks other than 0 it prints nothing and is never opened.
+    On ranks other than 0, and in a replay, it prints nothing and is never opened.
     """
 
-    def __init__(self, config: TrainConfig, ranks: Ranks, max_steps: int = 0):
-        self.config, self.ranks, self.max_steps = config, ranks, max_steps
+    def __init__(self, config: TrainConfig, ranks: Ranks, prints: bool = True):
+        self.config, self.ranks, self.max_steps = config, ranks, config.max_steps
+        self.prints = prints and ranks.is_main
         self.lock = threading.RLock()
         self.live_line = False  # the terminal's last line is one that show() rewrites
         self.failed: set[str] = set()  # sinks that could not be written to, each reported once
@@ -52,7 +53,7 @@ class RunLog:
         self.is_resumed = False
         self.facts: dict[str, Any] = {  # of status.json
             "status": "running", "reason": "", "doing": "starting", "run_name": config.run_name,
-            "step": 0, "max_steps": max_steps, "tokens_per_step": config.total_batch_size,
+            "step": 0, "max_steps": config.max_steps, "tokens_per_step": config.total_batch_size,
             "precision": config.precision, "ranks": ranks.world_size, "device": device_name(ranks.device),
             "started_at": time.time(), "host": socket.gethostname(), "pid": os.getpid(),
             "logdir": str(Path(config.logdir).absolute()), "mirror": config.mirror,
@@ -212,7 +213,7 @@ class RunLog:
                 self.text_file.write("\n".join(prefix + line for line in lines))
 
     def _print(self, stream: IO[str], text: str, end: str = "\n") -> None:
-        if not self.ranks.is_main:
+        if not self.prints:
             return
         text = printable(text, keep="\n\t")
         with self.lock:

@@ -68,13 +68,12 @@ def work_per_token(config: TrainConfig, model: GPT, gpu: str, precision: str) ->
 
 def forecast(plan: Plan, step_s: float | None = None) -> list[str]:
     """Return further lines of the plan: tokens, time and cost, from the seconds of a step if these were measured."""
-    config, model, world_size = plan.config, plan.sketch, plan.ranks.world_size
-    steps, val_rows = plan.schedule.max_steps - (plan.history.step), sum(plan.val_rows().values())
-    tokens, asked = plan.schedule.max_steps * config.total_batch_size, plan.history.config.precision
-    elsewhere_in = "bf16" if asked == "auto" else asked
+    config, model, asked = plan.config, plan.sketch, plan.history.config.precision
+    world_size, name, price = plan.ranks.world_size, device_name(plan.ranks.device), config.gpu_hour_cost
+    steps, val_rows = config.max_steps - plan.history.step, sum(plan.val_rows().values())
     kinds = (config.eval_freq, val_rows * config.context_length), (config.hellaswag_freq, HELLASWAG_TOKENS)
     evaluated = sum(size * math.ceil(steps / freq) for freq, size in kinds if freq)  # the last step too
-    trained, name, price = steps * config.total_batch_size, device_name(plan.ranks.device), config.gpu_hour_cost
+    tokens, trained = config.max_steps * config.total_batch_size, steps * config.total_batch_size
 
     def seconds_on(gpu: str, precision: str) -> float:
         in_training, in_evaluation = work_per_token(config, model, gpu, precision)
@@ -84,28 +83,27 @@ def forecast(plan: Plan, step_s: float | None = None) -> list[str]:
     evaluation = evaluated * in_evaluation / (in_training * max(1, trained))
     longer = ", longer than training" * (evaluation > 1)
     work = f"{counted(steps, 'step')}, plus {evaluation:.1%} for evaluation{longer}"
-    per_parameter = f"{tokens:,}, {tokens / model.num_parameters():,.1f} per parameter"
     optimal = f"about {TOKENS_PER_PARAMETER} is compute-optimal (Hoffmann et al. 2022)"
-    lines = [labelled("tokens", f"{per_parameter}; {optimal}")]
+    lines = [("tokens", f"{tokens:,}, {tokens / model.num_parameters():,.1f} per parameter; {optimal}")]
     if step_s is None and name not in PEAK_FLOPS:
-        lines.append(labelled("time", f"unknown on this device; run --dry_run measure ({work})"))
+        lines.append(("time", f"unknown on this device; run --dry_run measure ({work})"))
+        elsewhere_in = "bf16" if asked == "auto" else asked
         gpus = WITH_FP8 if elsewhere_in == "fp8" else WELL_KNOWN
         elsewhere = {gpu: seconds_on(gpu, elsewhere_in) for gpu in gpus}
         for gpu, seconds in elsewhere.items() if max(elsewhere.values()) >= SHOWN_ELSEWHERE_S else ():
             cost = f", cost {seconds / 3600 * price:,.2f}" * bool(price)
             where = f"on one {gpu} in {elsewhere_in}, if the run fits, at {SHARE_OF_PEAK:.0%} of its peak"
-            lines.append(labelled("time", f"{duration_text(seconds)}{cost} {where}"))
-        return lines
-    if step_s is not None:
-        seconds = steps * step_s * (1 + evaluation)
-        how = f"at {config.total_batch_size / step_s:,.0f} tokens/s, measured here"
+            lines.append(("time", f"{duration_text(seconds)}{cost} {where}"))
     else:
-        seconds = seconds_on(name, config.precision) / world_size
-        how = f"if the GPUs reach {SHARE_OF_PEAK:.0%} of their peak in {config.precision}; "
-        how += "run --dry_run measure to time it"
-    lines.append(labelled("time", f"{duration_text(seconds)}: {work}, {how}"))
-    if price:
-        hours = seconds / 3600
-        cost = f"{world_size * hours * price:,.2f}"
-        lines.append(labelled("cost", f"{cost}: {world_size} x {hours:,.1f} h at {price:,.2f} per hour"))
-    return lines
+        if step_s is not None:
+            seconds = steps * step_s * (1 + evaluation)
+            how = f"at {config.total_batch_size / step_s:,.0f} tokens/s, measured here"
+        else:
+            seconds, share = seconds_on(name, config.precision) / world_size, f"{SHARE_OF_PEAK:.0%} of their peak"
+            how = f"if the GPUs reach {share} in {config.precision}; run --dry_run measure to time it"
+        lines.append(("time", f"{duration_text(seconds)}: {work}, {how}"))
+        if price:
+            hours = seconds / 3600
+            how = f"{world_size} x {hours:,.1f} h at {price:,.2f} per hour"
+            lines.append(("cost", f"{world_size * hours * price:,.2f}: {how}"))
+    return [labelled(label, text) for label, text in lines]

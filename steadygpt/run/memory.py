@@ -1,15 +1,15 @@
 """The memory that a run needs, and what fits: the rows of a micro-step, advice after an out-of-memory error."""
 
-import dataclasses
 import gc
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from model import GPT
-from steadygpt.base.options import RankError, UserError, options_of
+from steadygpt.base.options import RankError, UserError
 from steadygpt.base.text import bytes_text, counted, labelled
 from steadygpt.checkpoint.files import LATEST
 from steadygpt.config import TrainConfig
@@ -103,17 +103,6 @@ def needed_bytes(config: TrainConfig, model: GPT, ranks: Ranks) -> float:
 # what fits
 
 
-def largest_fitting(config: TrainConfig, model: GPT, ranks: Ranks, limit: float) -> TrainConfig | None:
-    """Return the configuration with as many rows as need at most `limit` bytes: up to mini_batch_size, or with auto
-    up to all rows of a step. None if one row needs more.
-    """
-    for rows in reversed(config.possible_rows(ranks.world_size)):
-        changed = dataclasses.replace(config, mini_batch_size=rows)
-        if rows <= (config.mini_batch_size or rows) and needed_bytes(changed, model, ranks) <= limit:
-            return changed
-    return None
-
-
 def what_would_fit(config: TrainConfig, model: GPT, ranks: Ranks, limit: float) -> TrainConfig | None:
     """Return a configuration that needs less memory than `config` and at most `limit` bytes, or None.
 
@@ -128,31 +117,30 @@ def what_would_fit(config: TrainConfig, model: GPT, ranks: Ranks, limit: float) 
         {"sharding": "fsdp"} if ranks.world_size > 1 and not config.deterministic else {},
         {"sharding": "fsdp", "cpu_offload": True} if ranks.device.type == "cuda" and not config.deterministic else {},
     ]
+    possible = [rows for rows in config.possible_rows(ranks.world_size) if rows <= config.mini_batch_size]
     for change in changes:
-        config = dataclasses.replace(config, **change)
-        if found := largest_fitting(config, model, ranks, limit):
-            return found
+        config = replace(config, **change)
+        for rows in reversed(possible):
+            fewer = replace(config, mini_batch_size=rows)
+            if needed_bytes(fewer, model, ranks) <= limit:
+                return fewer
     return None
 
 
 def memory_advice(config: TrainConfig, model: GPT, ranks: Ranks, first_flag: str = "") -> str:
     """Return the needed and the available memory and the flags that make a run fit, for an error message."""
-
-    def needed(config: TrainConfig) -> str:
-        return f"about {bytes_text(needed_bytes(config, model, ranks))}"
-
-    memory, rows = memory_bytes(ranks.device), config.mini_batch_size
+    memory, needed = memory_bytes(ranks.device), bytes_text(needed_bytes(config, model, ranks))
     limit = FITS[ranks.device.type] * memory
-    found = what_would_fit(config, model, ranks, limit)
     text = (
-        f"{counted(rows, 'row')} of {config.context_length:,} tokens: {needed(config)} (estimated); the "
-        f"limit is {bytes_text(limit)} of the {bytes_text(memory)} of {device_name(ranks.device)}. "
+        f"{counted(config.mini_batch_size, 'row')} of {config.context_length:,} tokens: about {needed} (estimated); "
+        f"the limit is {bytes_text(limit)} of the {bytes_text(memory)} of {device_name(ranks.device)}. "
     )
-    if not found:
+    if not (found := what_would_fit(config, model, ranks, limit)):
         return text + "No option makes this model fit; try a smaller model or a device with more memory."
-    changed = {name: value for name in options_of(config) if (value := getattr(found, name)) != getattr(config, name)}
+    changed = {name: value for name, value in vars(found).items() if value != getattr(config, name)}
     flags = [f"--{name}" if value is True else f"--{name} {value}" for name, value in changed.items()]
-    return f"{text}Try {' '.join([*first_flag.split(), *flags])} ({needed(found)})."
+    needed = bytes_text(needed_bytes(found, model, ranks))
+    return f"{text}Try {' '.join([*first_flag.split(), *flags])} (about {needed})."
 
 
 @contextmanager
@@ -181,13 +169,14 @@ def with_fitting_rows(config: TrainConfig, model: GPT, memory: int, ranks: Ranks
     if config.mini_batch_size:
         return config, ""
     tries = ranks.device.type == "cuda" and config.sharding == "ddp"
-    possible, limit = config.possible_rows(ranks.world_size), FITS[ranks.device.type] * memory
-    smallest = min(possible, default=1)  # fp8 may have none
-    found = largest_fitting(config, model, ranks, memory if tries else limit)
-    rows = found.mini_batch_size if found else tries * smallest
-    while tries and rows and not step_fits(config, rows, limit, ranks, model):
+    possible, limit = config.possible_rows(ranks.world_size) or [1], FITS[ranks.device.type] * memory  # fp8: none
+    of_rows = {rows: replace(config, mini_batch_size=rows) for rows in possible}
+    wanted = memory if tries else limit
+    fitting = [rows for rows, changed in of_rows.items() if needed_bytes(changed, model, ranks) <= wanted]
+    rows = max(fitting, default=tries * possible[0])
+    while tries and rows and not step_fits(of_rows[rows], limit, ranks, model):
         rows = max((fewer for fewer in possible if fewer <= rows / 2), default=0)
-    config = dataclasses.replace(config, mini_batch_size=rows or smallest)
+    config = of_rows[rows or possible[0]]
     if not rows:
         raise UserError(f"--mini_batch_size auto: {memory_advice(config, model, ranks)}")
     needed, how = needed_bytes(config, model, ranks), "estimated and tried" if tries else "estimated"
@@ -195,12 +184,13 @@ def with_fitting_rows(config: TrainConfig, model: GPT, memory: int, ranks: Ranks
     return config, labelled("rows", f"{text}{bytes_text(limit)} of {bytes_text(memory)}")
 
 
-def step_fits(config: TrainConfig, rows: int, limit: float, ranks: Ranks, sketch: GPT) -> bool:
+def step_fits(config: TrainConfig, limit: float, ranks: Ranks, sketch: GPT) -> bool:
     """Return whether a step fits in the memory of the GPU, less some for fragments and NCCL's buffers."""
-    print(f"--mini_batch_size auto: trying {counted(rows, 'row')}", flush=True)  # compiling may take minutes
+    # Said before, because compiling may take minutes.
+    print(f"--mini_batch_size auto: trying {counted(config.mini_batch_size, 'row')}", flush=True)
     torch.cuda.set_per_process_memory_fraction(limit / memory_bytes(ranks.device), ranks.device)
     try:
-        take_step(dataclasses.replace(config, mini_batch_size=rows), ranks, sketch)
+        take_step(config, ranks, sketch)
         return True
     except RuntimeError as error:
         if not is_out_of_memory(error):

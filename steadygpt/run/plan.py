@@ -31,9 +31,9 @@ from steadygpt.machine.host import available_memory_bytes, check_compiler
 from steadygpt.machine.ranks import Ranks
 from steadygpt.run.history import History
 from steadygpt.run.memory import checkpoint_bytes, estimate_memory, with_fitting_rows
-from steadygpt.run.schedule import Schedule, make_schedule, notes_of_decay
+from steadygpt.run.schedule import Schedule, with_steps
 from steadygpt.run.start import name_of_run
-from steadygpt.run.starts import epochs_of_sources, new_entry, note_of_mixture, phase_of
+from steadygpt.run.starts import epochs_of_sources, mixture_text, new_entry, phase_of
 
 FEWER_ROWS = "--mini_batch_size auto or a smaller model"
 MANY_EPOCHS = 4  # up to which repeated text is worth about as much as new text (Muennighoff et al. 2023)
@@ -56,26 +56,20 @@ class Plan:
     ranks: Ranks
 
     def lines(self) -> list[str]:
+        """Return the plan in words, a line for each subject."""
         config, data, schedule, sketch, ranks = self.config, self.data, self.schedule, self.sketch, self.ranks
         T, world_size, micro_steps = config.context_length, ranks.world_size, config.grad_accum_steps(ranks.world_size)
         memory, host = estimate_memory(config, sketch, ranks)
-        epochs = schedule.epochs(schedule.max_steps * schedule.rows_per_step)
-        checkpoint = checkpoint_bytes(sketch, config.optimizer)
+        checkpoint, epochs = checkpoint_bytes(sketch, config.optimizer), 0.0
         emulated = ", emulated slowly" * (config.precision == "fp8" and ranks.device.type != "cuda")
+        sharding = f", {config.sharding}" * (world_size > 1 or config.sharding == "fsdp")
         dtype = AUTOCAST.get(config.precision, torch.float32)
         kernel = kernel_name((1, config.num_heads, T, sketch.config.head_size), dtype, ranks.device, config.dropout)
-
-        def uses(memory: dict[str, float], where: str, available: int, instead: str) -> str:
-            total = sum(memory.values())
-            parts = [f"{what} {bytes_text(size)}" for what, size in memory.items() if size >= 0.005 * total]
-            text = ", ".join(parts) if len(parts) > 1 else parts[0].removesuffix(f" {bytes_text(total)}")
-            advice = f" -- NOT ENOUGH: {bytes_text(available)} available; try {instead}"
-            return f"about {bytes_text(total)} {where}: {text}{advice * (available < total)}"
-
-        length = f"; {epochs:{',.2f' if epochs >= 0.1 else '.1g'}} epochs" * bool(epochs)
+        length = ""
         if per_epoch := schedule.rows_per_epoch / schedule.rows_per_step:
-            length += f" (1 epoch = {per_epoch:,{'.0f' if per_epoch >= 10 else '.2f'}} steps)"
-        sharding = f", {config.sharding}" * (world_size > 1 or config.sharding == "fsdp")
+            epochs = config.max_steps / per_epoch
+            length = f"; {epochs:{',.2f' if epochs >= 0.1 else '.1g'}} epochs "
+            length += f"(1 epoch = {per_epoch:,{'.0f' if per_epoch >= 10 else '.2f'}} steps)"
         lines = [
             ("version", f"{version_text()}, torch {torch.__version__}, Python {platform.python_version()}"),
             ("model", f"{sketch.num_parameters() / 1e6:,.2f} M parameters: {counted(config.num_layers, 'layer')}, "
@@ -83,13 +77,13 @@ class Plan:
              f"vocabulary {data.vocab_size:,} ({data.tokenizer})"),
             *(("data", text) for text in self._data_texts()),
             ("validation", self._validation_text()),
-            ("steps", f"{schedule.max_steps:,}, each of {config.total_batch_size:,} tokens "
+            ("steps", f"{config.max_steps:,}, each of {config.total_batch_size:,} tokens "
              f"({counted(config.mini_batch_size, 'row')} x {T:,} tokens x {counted(world_size, 'rank')} x "
-             f"{counted(micro_steps, 'micro-step')}){length}; warm-up {counted(schedule.warmup_steps, 'step')}"),
+             f"{counted(micro_steps, 'micro-step')}){length}; warm-up {counted(config.warmup_steps, 'step')}"),
             ("device", f"{world_size} x {device_name(ranks.device)}, {config.precision}{emulated}{sharding}"
              f"{f', attention by {kernel}' * bool(kernel)}"),
-            ("memory", uses(memory, "per rank", memory_bytes(ranks.device), FEWER_ROWS)),
-            ("host memory", uses(host, "on rank 0", available_memory_bytes(), "a smaller model or a larger host")),
+            ("memory", uses_text(memory, "per rank", memory_bytes(ranks.device), FEWER_ROWS)),
+            ("host memory", uses_text(host, "on rank 0", available_memory_bytes(), "a smaller model or a larger host")),
             ("checkpoints", self._checkpoints_text(checkpoint, math.ceil(epochs))),
             ("mirror", config.mirror),
             ("saves", interval_text(60 * config.checkpoint_minutes, checkpoint) if config.checkpoint_minutes else ""),
@@ -98,23 +92,22 @@ class Plan:
 
     def _data_texts(self) -> list[str]:
         """Return a description of each source of the training data."""
-        config, data, schedule = self.config, self.data, self.schedule
+        config, data, asked, texts = self.config, self.data, self.history.config, []
         if not data.sources:
             folders = " or ".join(folder for folder, _ in config.sources().values())
-            epochs = "" if config.max_steps else f" and {counted(config.steps_per_epoch, 'step')} per epoch"
+            epochs = "" if asked.max_steps else f" and {counted(config.steps_per_epoch, 'step')} per epoch"
             return [f"no shards in {folders} yet; planned with the vocabulary of --tokenizer {data.tokenizer}{epochs}"]
-        of_sources = {}
+        steps, entry = config.max_steps - self.history.step, self.starts[-1]
+        end = epochs_of_sources(data, self.starts, entry["row"] + steps * self.schedule.rows_per_step)
         for shards, _, _ in data.sources:
-            count = counted(len(shards.shards), "shard")
-            of_sources[shards.name] = f"{shards.num_tokens:,} training tokens in {count} of {shards.folder}"
-        if len(of_sources) > 1:
-            steps, entry = schedule.max_steps - (self.history.step), self.starts[-1]
-            end = epochs_of_sources(data, self.starts, entry["row"] + steps * schedule.rows_per_step)
-            for name, text in of_sources.items():
+            count, name = counted(len(shards.shards), "shard"), shards.name
+            text = f"{shards.num_tokens:,} training tokens in {count} of {shards.folder}"
+            if end:
                 share = entry["shares"][entry["sources"][name][1]] / BLOCK_ROWS
                 many = f" -- MORE THAN {MANY_EPOCHS}, of little benefit" * (end[name] > MANY_EPOCHS)
-                of_sources[name] = f"{name}, {share:.1%} of the rows: {text}; {end[name]:,.2f} epochs by the end{many}"
-        return [*of_sources.values()]
+                text = f"{name}, {share:.1%} of the rows: {text}; {end[name]:,.2f} epochs by the end{many}"
+            texts.append(text)
+        return texts
 
     def val_rows(self) -> dict[str, int]:
         """Return the rows of a validation by the names of the sets; of data that is not prepared yet, eval_tokens."""
@@ -124,30 +117,24 @@ class Plan:
         return {val.shards.name: validation_rows(config, val.rows) for val in self.data.val_sets}
 
     def _validation_text(self) -> str:
-        config, rows, T = self.config, self.val_rows(), self.config.context_length
+        config, rows, sizes = self.config, self.val_rows(), []
         total = {val.shards.name: val.rows.rows_per_epoch for val in self.data.val_sets}
-        sizes = [
-            f"{name} " * (len(rows) > 1)
-            + f"{count * T:,}"
-            + f" of {total.get(name, 0) * T:,}" * (count < total.get(name, 0))
-            for name, count in rows.items()
-        ]
-        if not sizes:
-            return ""
+        for name, count in rows.items():
+            rest = f" of {total.get(name, 0) * config.context_length:,}" * (count < total.get(name, 0))
+            sizes.append(f"{name} " * (len(rows) > 1) + f"{count * config.context_length:,}{rest}")
+        if not sizes or config.eval_freq > config.max_steps:
+            return f"{', '.join(sizes)} tokens at the end" if sizes else ""
         # A forward pass is a third of a step's work.
-        cost = sum(rows.values()) * T / (3 * config.eval_freq * config.total_batch_size)
-        steps, every = self.schedule.max_steps, counted(config.eval_freq, "step")
-        if config.eval_freq > steps:
-            return f"{', '.join(sizes)} tokens at the end"
+        cost = sum(rows.values()) / (3 * config.eval_freq * self.schedule.rows_per_step)
+        every = counted(config.eval_freq, "step")
         return f"{', '.join(sizes)} tokens every {every}: about {cost:.1%} of the training time"
 
     def _checkpoints_text(self, size: int, epochs: int) -> str:
         """Return the disk space of the checkpoints, each of `size` bytes, and the flag that lets them fit."""
         config, folder = self.config, Path(self.config.checkpoint_dir)
         free = shutil.disk_usage(existing(folder)).free
-        # latest.pt, its backup, the best one, and the one that is being written.
-        others = config.keep_checkpoints + 4 + (config.schedule == "wsd")
-        others += bool(config.mirror)  # one stays until it is uploaded
+        # latest.pt, its backup, the best one, and the one that is being written; one stays until it is uploaded.
+        others = config.keep_checkpoints + 4 + (config.schedule == "wsd") + bool(config.mirror)
         files = others + min(filter(None, (epochs, config.keep_epochs)), default=0)
         open_end = not (self.data.sources or epochs or config.keep_epochs)
         more = ", plus one per epoch (epoch length unknown until data exists)" * open_end
@@ -159,6 +146,14 @@ class Plan:
         if (fits := int(0.9 * free / size) - others) > 0:  # other files grow too
             advice = f"--keep_epochs {fits} keeps only the newest of {epochs:,} epochs"
         return f"{text} -- NOT ENOUGH; {advice}"
+
+
+def uses_text(memory: dict[str, float], where: str, available: int, instead: str) -> str:
+    """Return the uses of memory, and what to try instead if there is less."""
+    total = sum(memory.values())
+    parts = ", ".join(f"{what} {bytes_text(size)}" for what, size in memory.items() if size >= 0.005 * total)
+    advice = f" -- NOT ENOUGH: {bytes_text(available)} available; try {instead}"
+    return f"about {bytes_text(total)} {where}: {parts}{advice * (available < total)}"
 
 
 def settle(history: History, data: Data, ranks: Ranks, held: ExitStack, recorded: Sequence[Entry] = ()) -> Plan:
@@ -179,71 +174,79 @@ def _settle_on_main(
     history: History, data: Data, sketch: GPT, memory: int, ranks: Ranks, held: ExitStack, recorded: Sequence[Entry]
 ) -> dict[str, Any]:
     """Return the fields of a Plan that do not depend on the rank."""
-    asked, before, fingerprint, world_size = history.config, history.starts, history.fingerprint, ranks.world_size
-    config, decided, notes = replace(asked, **history.decisions), history.decisions, []
+    asked, before, decided, fingerprint = history.config, history.starts, history.decisions, history.fingerprint
+    config, world_size, threads = replace(asked, **decided), ranks.world_size, torch.get_num_threads()
+    notes = [*history.notes]
+    config.check_together()
+    config.shards(world_size)
+
+    # The weights that the run starts from, and the tokenizer, without which no checkpoint of it could be sampled.
     if history.weights:
         fits = check_fits(history.weights, config.init_from, sketch.config, data.tokenizer_record)
         notes += [labelled("weights", f"from {config.init_from}"), fits]
-    if data.sources and data.tokenizer_record.is_file:  # without it, no checkpoint of the run could be sampled
+    if data.sources and data.tokenizer_record.is_file:
         load_tokenizer(data.tokenizer_record, Path(data.folder))
-    starts = [*recorded]
-    if data.sources and not recorded:
-        starts = [*before, new_entry(history, data, fingerprint, config.trains and bool(before), ranks)]
-        notes.append(note_of_mixture(starts))
 
-    if config.deterministic and before and ranks.device.type == "cpu":
-        notes.append(keep_threads(before[-1]["threads"]))
+    # What the machine decides: threads, precision and the rows of a micro-step.
+    if config.deterministic and before and ranks.device.type == "cpu" and threads != (used := before[-1]["threads"]):
+        torch.set_num_threads(used)
+        notes.append(labelled("threads", f"{threads} -> {used}, as before: --deterministic needs the same number"))
     config = config if "total_batch_size" in decided else config.with_tokens_of_step(world_size)
     config = config.with_even_rows(1 if config.deterministic else world_size)
     sizes = (config.mini_batch_size or 1) * config.context_length, config.embd_size, sketch.config.mlp_size
     precision, of_precision = choose_precision(config.precision, ranks.device, *sizes)
     config = replace(config, precision=precision)
-    if not (data.sources or config.mix or config.max_steps or config.steps_per_epoch):
-        config = replace(config, steps_per_epoch=max(1, FINEWEB_EDU_TOKENS // config.total_batch_size))
     set_up(config, ranks.device, torch.get_num_threads())
     config, of_memory = with_fitting_rows(config, sketch, memory, ranks)
+    notes += [of_precision, of_memory]
     if config.deterministic:
         notes.append(note_of_processes(config, before, ranks))
-    notes += [note_of_rows(asked, config, world_size), of_precision]
+    rows_per_step = config.total_batch_size // config.context_length
+    if asked.mini_batch_size not in (0, config.mini_batch_size):
+        where = f"each of {world_size} ranks" if world_size > 1 else "1 rank"
+        found = f"{config.mini_batch_size} per micro-step instead of --mini_batch_size {asked.mini_batch_size}"
+        notes.append(labelled("rows", f"{found}: a step has {counted(rows_per_step // world_size, 'row')} on {where}"))
 
-    is_strict = "warmup_steps" in decided or history.given.get("warmup_steps") == "flag"
+    # The record of this start, and the steps that follow from its data.
+    starts = [*recorded]
+    if data.sources and not recorded:
+        starts = [*before, new_entry(history, data, fingerprint, ranks)]
+        if before and before[-1]["shares"] != starts[-1]["shares"]:
+            changed = " -> ".join(map(mixture_text, starts[-2:]))
+            notes.append(labelled("changed", f"training data: {changed}"))
+    if not (data.sources or config.mix or config.max_steps or config.steps_per_epoch):
+        config = replace(config, steps_per_epoch=max(1, FINEWEB_EDU_TOKENS // config.total_batch_size))
     has_epochs = data.rows_per_epoch and not phase_of(starts).number if starts else not config.mix
-    rows_per_epoch = data.rows_per_epoch if has_epochs else None
-    schedule = make_schedule(config, rows_per_epoch, world_size, history.step, history.rows_consumed, is_strict)
+    rows_per_epoch = (config.steps_per_epoch * rows_per_step or data.rows_per_epoch) if has_epochs else 0
+    config = with_steps(config, rows_per_epoch, history)
+
+    # The name of the run, which is reserved only now that nothing but a shard can refuse it.
     name, logdir, of_name = name_of_run(config, history, held)
-    config = replace(
-        config, tokenizer=data.tokenizer, vocab_size=sketch.config.vocab_size, warmup_steps=schedule.warmup_steps,
-        run_name=name, logdir=logdir,
-    )  # fmt: skip
-    notes += [of_name, *notes_of_decay(config, schedule, history.checkpoint)]
+    vocab_size = sketch.config.vocab_size
+    config = replace(config, tokenizer=data.tokenizer, vocab_size=vocab_size, run_name=name, logdir=logdir)
+    schedule = Schedule(config, rows_per_epoch)
+    notes += [of_name, *schedule.notes(history.checkpoint)]
+
+    # The shards, last because all of them may have to be read; then this start is told by their content.
     writes = config.trains and not recorded
     if writes:
-        # Last, because it may read all shards.
         fingerprint |= {shards.key: shards.check(config.vocab_size, fingerprint) for shards in data.sets}
-        starts[-1] = new_entry(history, data, fingerprint, True, ranks)
+        starts[-1] = new_entry(history, data, fingerprint, ranks)
     if starts and not recorded:
         # The rows that memory has room for are tried once, and --deterministic needs the same ones.
         sticky = (*DECIDED, "mini_batch_size") if config.deterministic or not asked.mini_batch_size else DECIDED
         starts[-1]["options"] = {name: getattr(asked, name) for name in KEPT}
         starts[-1]["decisions"] = {name: getattr(config, name) for name in sticky} | dict(decided)
-    ended = read_status(Path(config.checkpoint_dir)).get("status") == "finished"
+    ended = history.checkpoint and read_status(Path(config.checkpoint_dir)).get("status") == "finished"
     return {
         "config": config,
         "starts": starts,
         "schedule": schedule,
         "fingerprint": fingerprint,
-        "notes": tuple(filter(None, [of_memory, *history.notes, *notes])),
+        "notes": tuple(filter(None, notes)),
         "writes": writes,
-        "is_finished": ended and history.checkpoint is not None and history.step >= schedule.max_steps,
+        "is_finished": bool(ended) and history.step >= config.max_steps,
     }
-
-
-def keep_threads(before: int) -> str:
-    """Use as many threads on a CPU as the first start did; return a line for the plan if that is a change."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(before)
-    changed = f"{threads} -> {before}, as before: --deterministic needs the same number"
-    return labelled("threads", changed) if threads != before else ""
 
 
 def note_of_processes(config: TrainConfig, before: Sequence[Entry], ranks: Ranks) -> str:
@@ -265,16 +268,6 @@ def note_of_processes(config: TrainConfig, before: Sequence[Entry], ranks: Ranks
     threads = torch.get_num_threads()
     each = f" of {counted(threads, 'thread')}{' each' * bool(others)}" * (ranks.device.type == "cpu")
     return labelled("same bits", f"on {possible}{each}, because {step}")
-
-
-def note_of_rows(before: TrainConfig, config: TrainConfig, world_size: int) -> str:
-    """Return a line for the plan if the rows of a step do not divide evenly into the micro-batches asked for."""
-    wanted, rows = before.mini_batch_size, config.total_batch_size // config.context_length // world_size
-    if wanted in (0, config.mini_batch_size):
-        return ""
-    each = f"each of {world_size} ranks" if world_size > 1 else "1 rank"
-    text = f"{config.mini_batch_size} per micro-step instead of --mini_batch_size {wanted}: a step has "
-    return labelled("rows", f"{text}{counted(rows, 'row')} on {each}")
 
 
 def set_up(config: TrainConfig, device: torch.device, threads: int) -> None:

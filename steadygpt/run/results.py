@@ -211,7 +211,7 @@ class Results:
 
     def _log(self, result: StepResult, step_s: float) -> None:
         """Log a step every log_freq steps; in between only a terminal shows it."""
-        step, max_steps, now_s = result.step, self.schedule.max_steps, time.monotonic()
+        step, max_steps, now_s = result.step, self.config.max_steps, time.monotonic()
         steps_left = max_steps - step - 1
         self.totals.add(result, step_s)
         is_first = self.totals.steps == 1  # which compiles and warms up, so its speed is not typical

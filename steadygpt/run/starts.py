@@ -13,7 +13,6 @@ import torch
 from dataloader import Data, Source
 from steadygpt import git_commit
 from steadygpt.base.options import UserError, options_of
-from steadygpt.base.text import labelled
 from steadygpt.checkpoint.files import Entry
 from steadygpt.config import TrainConfig
 from steadygpt.data.order import BLOCK_ROWS, Phase, shares_of_block
@@ -32,24 +31,21 @@ def phase_of(starts: Sequence[Entry]) -> Phase:
     return phase
 
 
-def new_entry(history: History, data: Data, known: Mapping[str, list], reads: bool, ranks: Ranks) -> Entry:
+def new_entry(history: History, data: Data, known: Mapping[str, list], ranks: Ranks) -> Entry:
     """Describe the start that begins now, but for its options, which are not settled yet.
 
     Args:
-        known: the fingerprint as far as it is known. Shards that are not in it, and have no manifest, are read if
-            `reads`. Otherwise they are assumed to be those of the start before, or their folder stands for them.
+        known: the fingerprint as far as it is known. A run that resumes reads shards that are neither in it nor in a
+            manifest. Otherwise they are assumed to be those of the start before, or their folder stands for them.
     """
     before, row, seed = history.starts, history.rows_consumed, history.config.seed
-    assumed = before[-1]["sources"] if before else {}
+    assumed, reads = before[-1]["sources"] if before else {}, bool(before) and history.config.trains
     if len(assumed) == len(data.sources) == 1:
         assumed = {data.sources[0].shards.name: next(iter(assumed.values()))}
 
     def identified(of: Sequence[Source]) -> dict[str, tuple[str, str]]:
-        found = {}
-        for shards, *_ in of:
-            identity = shards.identity(known, reads) or assumed.get(shards.name, ("", shards.folder))[1]
-            found[shards.name] = shards.folder, identity
-        return found
+        found = {shards.name: (shards.folder, shards.identity(known, reads)) for shards, *_ in of}
+        return {name: (at, found or assumed.get(name, ("", at))[1]) for name, (at, found) in found.items()}
 
     sources = identified(data.sources)
     shares = shares_of(sources, {source.shards.name: source.weight for source in data.sources})
@@ -120,24 +116,15 @@ def shares_of(sources: Mapping[str, Sequence[str]], weights: Mapping[str, Fracti
     for name, (_, identity) in sources.items():
         if (other := names.setdefault(identity, name)) != name:
             raise UserError(f"--mix: {other} and {name} have the same shards; give one of them the sum of the weights")
-        rest = sum(weights.values()) - weights[name]
-        if weights[name] < rest / (BLOCK_ROWS - 1):
+        least = (sum(weights.values()) - weights[name]) / (BLOCK_ROWS - 1)
+        if weights[name] < least:
             # Three digits, rounded up.
-            unit = Fraction(10) ** (math.floor(math.log10(rest / (BLOCK_ROWS - 1))) - 2)
-            least = math.ceil(rest / (BLOCK_ROWS - 1) / unit) * unit
+            unit = Fraction(10) ** (math.floor(math.log10(least)) - 2)
             raise UserError(
                 f"--mix: the weight of {name} is {float(weights[name]):g}, less than one row in {BLOCK_ROWS:,}; "
-                f"expected at least {float(least):g}"
+                f"expected at least {float(math.ceil(least / unit) * unit):g}"
             )
     return shares_of_block({identity: weights[name] for identity, name in names.items()})
-
-
-def note_of_mixture(starts: Sequence[Entry]) -> str:
-    """Return a line for the plan if this start trains on another mixture than the one before."""
-    if len(starts) < 2 or starts[-2]["shares"] == starts[-1]["shares"]:
-        return ""
-    before, now = map(mixture_text, starts[-2:])
-    return labelled("changed", f"training data: {before} -> {now}")
 
 
 def mixture_text(entry: Entry) -> str:
@@ -149,6 +136,8 @@ def mixture_text(entry: Entry) -> str:
 
 
 def epochs_of_sources(data: Data, starts: Sequence[Entry], row: int) -> dict[str, float]:
-    """Return by name how many epochs of each source a run has seen once it has consumed `row` rows."""
+    """Return by name how many epochs of each source of a mixture a run has seen once it has consumed `row` rows."""
+    if len(data.sources) == 1:
+        return {}
     places, given = starts[-1]["sources"], phase_of(starts).given_at(row, starts[-1]["options"]["seed"])
     return {shards.name: given[places[shards.name][1]] / rows.rows_per_epoch for shards, rows, _ in data.sources}

@@ -172,8 +172,8 @@ def test_tensorboard_curves_have_no_duplicate_steps_after_a_resume(tmp_path):
 
 @pytest.fixture
 def log(tmp_path):
-    options = {"checkpoint_dir": str(tmp_path), "total_batch_size": 1000, "gpu_hour_cost": 3.0}
-    log = open_log(config(tmp_path, **options), None, max_steps=10, ranks=Ranks(torch.device("cpu"), world_size=4))
+    options = {"checkpoint_dir": str(tmp_path), "total_batch_size": 1000, "gpu_hour_cost": 3.0, "max_steps": 10}
+    log = open_log(config(tmp_path, **options), None, ranks=Ranks(torch.device("cpu"), world_size=4))
     yield log
     log.close()
 
@@ -184,8 +184,9 @@ def finish_step(log, monkeypatch):
     clock = SimpleNamespace(now_s=0.0, perf_counter=lambda: clock.now_s, monotonic=lambda: clock.now_s)
     monkeypatch.setattr("steadygpt.run.results.time", clock)
     monkeypatch.setattr(TrainState, "total_s", lambda _: 1800.0)
-    schedule = Schedule(4, 32, max_steps=10, warmup_steps=0, stable_steps=None)
-    results = Results(log.config, log.ranks, schedule, TrainState(), log, 1.0, delay=0, repeats=Repeats(log))
+    results = Results(
+        log.config, log.ranks, Schedule(log.config, 32), TrainState(), log, 1.0, delay=0, repeats=Repeats(log)
+    )
 
     def finish(step: int, seconds: float) -> None:
         clock.now_s += seconds

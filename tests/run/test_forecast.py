@@ -15,9 +15,10 @@ from steadygpt.config import PRESETS, TrainConfig
 from steadygpt.machine.ranks import Ranks
 from steadygpt.run import forecast as forecasts
 from steadygpt.run.forecast import measure_step_s, work_per_token
-from steadygpt.run.schedule import Schedule
 
-CONFIG = TrainConfig(precision="bf16", mini_batch_size=16, eval_freq=100, hellaswag_freq=0, gpu_hour_cost=2.5)
+CONFIG = TrainConfig(
+    precision="bf16", mini_batch_size=16, eval_freq=100, hellaswag_freq=0, gpu_hour_cost=2.5, max_steps=2000
+)
 CPU = Ranks(torch.device("cpu"), world_size=4)
 with torch.device("meta"):
     MODEL = GPT(CONFIG.shape(50257), initialize=False)
@@ -25,12 +26,11 @@ H100, T4 = "NVIDIA H100 80GB HBM3", "Tesla T4"
 HEAD = 6 * 50257 * 768
 MATRICES = 6 * 12 * 12 * 768 * 768  # of 12 blocks
 EVERYTHING = MODEL.flops_per_token()
-SCHEDULE = Schedule(512, 10**6, max_steps=2000, warmup_steps=10, stable_steps=None)
 
 
-def forecast(config=CONFIG, schedule=SCHEDULE, step=0, val_rows=0, step_s=None, precision="bf16") -> list[str]:
+def forecast(config=CONFIG, step=0, val_rows=0, step_s=None, precision="bf16") -> list[str]:
     plan = SimpleNamespace(
-        config=config, schedule=schedule, ranks=CPU, sketch=MODEL, val_rows=lambda: {"web": val_rows},
+        config=config, ranks=CPU, sketch=MODEL, val_rows=lambda: {"web": val_rows},
         history=SimpleNamespace(step=step, config=TrainConfig(precision=precision)),
     )  # fmt: skip
     return forecasts.forecast(plan, step_s)
@@ -125,8 +125,7 @@ def test_unknown_device_shows_well_known_gpus_that_have_the_precision(precision,
 
 
 def test_a_short_run_has_no_forecast_for_other_gpus():
-    schedule = dataclasses.replace(SCHEDULE, max_steps=5)
-    assert len(forecast(schedule=schedule)) == 2
+    assert len(forecast(dataclasses.replace(CONFIG, max_steps=5))) == 2
 
 
 def test_plan_of_a_cpu_forecasts_bf16_on_gpus_unless_a_precision_is_given(workdir, monkeypatch, capsys):

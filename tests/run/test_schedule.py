@@ -1,10 +1,15 @@
 """The names under which a step is saved."""
 
+from dataclasses import replace
+
+from steadygpt.config import TrainConfig
 from steadygpt.run.schedule import Schedule
+
+FOUR_ROWS = TrainConfig(context_length=16, total_batch_size=64, max_steps=9, warmup_steps=0, checkpoint_freq=4)
 
 
 def test_a_step_that_ends_an_epoch_the_stable_part_or_a_number_of_steps_has_their_names():
-    schedule = Schedule(4, 12, max_steps=9, warmup_steps=0, stable_steps=6, checkpoint_freq=4)
+    schedule = Schedule(replace(FOUR_ROWS, schedule="wsd", cooldown=1 / 3), rows_per_epoch=12)
     names = {step: schedule.tiers(step, 4 * step) for step in range(9)}
     assert {step: found for step, found in names.items() if found} == {
         3: ["epoch_00001.pt"], 4: ["rolling_step_000004.pt"], 6: ["epoch_00002.pt", "stable.pt"],
@@ -13,5 +18,5 @@ def test_a_step_that_ends_an_epoch_the_stable_part_or_a_number_of_steps_has_thei
 
 
 def test_no_epoch_ends_before_the_first_step_of_two_epochs():
-    schedule = Schedule(4, 2, max_steps=3, warmup_steps=0, stable_steps=None)
+    schedule = Schedule(FOUR_ROWS, rows_per_epoch=2)
     assert [schedule.tiers(step, 4 * step) for step in range(2)] == [[], ["epoch_00002.pt"]]
