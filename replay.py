@@ -20,7 +20,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import torch
 
 from dataloader import Data, recorded_sources, tokenizer_of
@@ -28,14 +27,7 @@ from steadygpt import git_commit
 from steadygpt.base.options import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.base.progress import ProgressBar
 from steadygpt.base.text import counted, printable
-from steadygpt.checkpoint.files import (
-    Entry,
-    checkpoint_files,
-    intact_checkpoints,
-    named_tensors,
-    read_checkpoint,
-    trained_with,
-)
+from steadygpt.checkpoint.files import Entry, checkpoint_files, intact_checkpoints, named_tensors, read_checkpoint
 from steadygpt.checkpoint.mirror import Mirror
 from steadygpt.config import TrainConfig
 from steadygpt.data.tokenizer import TokenizerRecord
@@ -184,9 +176,9 @@ class Comparison:
             self.recorded += 1
             for name, kind in COMPARED.items():
                 here, there = getattr(result, name), math.nan if record[name] is None else record[name]
-                here = here if math.isfinite(here) else math.nan  # as in metrics.jsonl
-                numbers = torch.tensor([here, there], dtype=torch.float64)
-                self.compare(kind, name, result.step, METRICS, numbers[0], numbers[1])
+                # A number that is not finite is NaN, as in metrics.jsonl.
+                pair = torch.tensor([here if math.isfinite(here) else math.nan, there], dtype=torch.float64)
+                self.compare(kind, name, result.step, METRICS, pair[0], pair[1])
 
     def checkpoint(self, content: dict) -> None:
         """Compare weights and optimizer with those of the checkpoint file of their step."""
@@ -205,7 +197,7 @@ class Comparison:
         elif (differs := here.flatten().view(torch.uint8) != there.flatten().view(torch.uint8)).any():
             at = int(differs.view(torch.uint8).argmax()) // here.element_size()
             found = [str(tensor.flatten()[at].item()) for tensor in (here, there)]
-            name += str([*map(int, np.unravel_index(at, here.shape))]) * (here.numel() > 1)
+            name += str([*map(int, torch.unravel_index(torch.tensor(at), here.shape))]) * (here.numel() > 1)
             share = float(((here - there).abs().max() / here.abs().max()).nan_to_num(math.inf))
         else:
             return
@@ -246,14 +238,15 @@ def build_part(
     past: Past, checkpoint: dict | None, starts: list[Entry], device: str, ranks: Ranks, held: ExitStack
 ) -> Run:
     """Build a run, which writes nothing, that continues as the last of these starts did."""
-    entry, trained, step = starts[-1], trained_with(starts[-1]), checkpoint["step"] if checkpoint else 0
+    entry, known = starts[-1], past.newest["data_fingerprint"]
     if ranks.device.type == "cpu":
         torch.set_num_threads(entry["threads"])
-    sources = ranks.on_each(lambda: recorded_sources(trained, entry["sources"], step, past.newest["data_fingerprint"]))
-    tokenizer = tokenizer_of([source.shards for source in sources], trained.tokenizer, TokenizerRecord.of(past.newest))
     # Bad steps are skipped, and the run's own records say where it ended.
     asked = TrainConfig(**entry["options"] | {"device": device, "max_bad_steps": 0})
     history = History(asked, decisions=entry["decisions"], checkpoint=checkpoint)
+    trained = replace(asked, **history.decisions)
+    sources = ranks.on_each(lambda: recorded_sources(trained, entry["sources"], history.step, known))
+    tokenizer = tokenizer_of([source.shards for source in sources], trained.tokenizer, TokenizerRecord.of(past.newest))
     plan = settle(history, Data(sources, (), *tokenizer), ranks, held, starts)
     return build(plan, RunLog(plan.config, ranks, prints=False), held)
 

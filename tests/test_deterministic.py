@@ -123,6 +123,9 @@ def test_what_the_sums_depend_on_stays_fixed(workdir, capsys):
     )
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
+    assert run_here(*resume, "--mini_batch_size", "3", "--dry_run", "measure") == 0
+    assert torch.get_num_threads() == threads
+    torch.set_num_threads(threads + 1)
     assert run_here(*resume, "--mini_batch_size", "3", "--max_steps", "8") == 0  # as it was begun
     assert f"threads      {threads + 1} -> {threads}, as before" in capsys.readouterr().out
     assert load("checkpoints/latest.pt")["starts"][-1]["threads"] == threads

@@ -41,8 +41,7 @@ def measure_step_s(take_step: Callable[[TrainConfig], object], config: TrainConf
     seconds_of(1)  # compiles, and allocates memory
     first_s = ranks.broadcast(seconds_of(1))  # rank 0's clock decides, so that all ranks take the same steps
     many = max(min(2, micro_steps), min(micro_steps, int(MEASURE_S / ROUNDS / first_s)))
-    one_s, start_s = [first_s], time.perf_counter()
-    many_s: list[float] = []
+    one_s, many_s, start_s = [first_s], list[float](), time.perf_counter()
     while ranks.broadcast(not many_s or time.perf_counter() - start_s < MEASURE_S):
         if many < micro_steps:
             one_s.append(seconds_of(1))
@@ -70,7 +69,7 @@ def forecast(plan: Plan, step_s: float | None = None) -> list[str]:
     """Return further lines of the plan: tokens, time and cost, from the seconds of a step if these were measured."""
     config, model, asked = plan.config, plan.sketch, plan.history.config.precision
     world_size, name, price = plan.ranks.world_size, device_name(plan.ranks.device), config.gpu_hour_cost
-    steps, val_rows = config.max_steps - plan.history.step, sum(plan.val_rows().values())
+    steps, val_rows = config.max_steps - plan.history.step, sum(rows for rows, _ in plan.val_rows().values())
     kinds = (config.eval_freq, val_rows * config.context_length), (config.hellaswag_freq, HELLASWAG_TOKENS)
     evaluated = sum(size * math.ceil(steps / freq) for freq, size in kinds if freq)  # the last step too
     tokens, trained = config.max_steps * config.total_batch_size, steps * config.total_batch_size

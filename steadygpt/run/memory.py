@@ -1,6 +1,7 @@
 """The memory that a run needs, and what fits: the rows of a micro-step, advice after an out-of-memory error."""
 
 import gc
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -35,9 +36,9 @@ def checkpoint_bytes(model: GPT, optimizer: str, page_locked: bool = False) -> i
     """
     total = 0
     for role, parameters in model.parameters_by_role().items():
-        sizes = [4 * parameter.numel() for parameter in parameters.values()]
-        tensors = 2 if (role, optimizer) == ("matrix", "muon") else 3
-        total += tensors * sum(2 ** (size - 1).bit_length() if page_locked else size for size in sizes)
+        for parameter in parameters.values():
+            size, tensors = 4 * parameter.numel(), 2 if (role, optimizer) == ("matrix", "muon") else 3
+            total += tensors * (2 ** (size - 1).bit_length() if page_locked else size)
     return total
 
 
@@ -49,7 +50,7 @@ def estimate_memory(config: TrainConfig, model: GPT, ranks: Ranks) -> tuple[dict
     device, world_size = ranks.device.type, ranks.world_size
     fsdp, bf16, compiled = config.sharding == "fsdp", config.precision == "bf16", config.compiles(device)
     tokens, each = config.mini_batch_size * config.context_length, 4 if config.precision == "fp32" else 2  # bytes
-    N, in_blocks = (sum(p.numel() for p in module.parameters()) for module in (model, model.h))
+    N, in_blocks = sum(map(torch.numel, model.parameters())), sum(map(torch.numel, model.h.parameters()))
     C, P, shards = config.embd_size, model.config.padded_vocab_size, config.shards(world_size)
     memory = dict[str, float]()
     host: dict[str, float] = {COPY: checkpoint_bytes(model, config.optimizer, page_locked=device == "cuda")}
@@ -127,8 +128,8 @@ def what_would_fit(config: TrainConfig, model: GPT, ranks: Ranks, limit: float) 
     return None
 
 
-def memory_advice(config: TrainConfig, model: GPT, ranks: Ranks, first_flag: str = "") -> str:
-    """Return the needed and the available memory and the flags that make a run fit, for an error message."""
+def memory_advice(config: TrainConfig, model: GPT, ranks: Ranks, flags: Sequence[str] = ()) -> str:
+    """Return the needed and the available memory and what makes a run fit, after `flags`, for an error message."""
     memory, needed = memory_bytes(ranks.device), bytes_text(needed_bytes(config, model, ranks))
     limit = FITS[ranks.device.type] * memory
     text = (
@@ -138,9 +139,8 @@ def memory_advice(config: TrainConfig, model: GPT, ranks: Ranks, first_flag: str
     if not (found := what_would_fit(config, model, ranks, limit)):
         return text + "No option makes this model fit; try a smaller model or a device with more memory."
     changed = {name: value for name, value in vars(found).items() if value != getattr(config, name)}
-    flags = [f"--{name}" if value is True else f"--{name} {value}" for name, value in changed.items()]
-    needed = bytes_text(needed_bytes(found, model, ranks))
-    return f"{text}Try {' '.join([*first_flag.split(), *flags])} (about {needed})."
+    flags = [*flags, *(f"--{name}" if value is True else f"--{name} {value}" for name, value in changed.items())]
+    return f"{text}Try {' '.join(flags)} (about {bytes_text(needed_bytes(found, model, ranks))})."
 
 
 @contextmanager
@@ -152,9 +152,9 @@ def out_of_memory_explained(config: TrainConfig, model: GPT, ranks: Ranks):
         if not is_out_of_memory(error):
             raise
         saved = Path(config.checkpoint_dir, LATEST).exists()
-        text = memory_advice(config, model, ranks, "--resume latest" * saved)
-        text += f" The checkpoints in {config.checkpoint_dir} are intact." * saved
-        raise RankError(f"out of memory on rank {ranks.rank}: {text}") from error
+        advice = memory_advice(config, model, ranks, ["--resume latest"] * saved)
+        intact = f" The checkpoints in {config.checkpoint_dir} are intact." * saved
+        raise RankError(f"out of memory on rank {ranks.rank}: {advice}{intact}") from error
 
 
 def with_fitting_rows(config: TrainConfig, model: GPT, memory: int, ranks: Ranks) -> tuple[TrainConfig, str]:

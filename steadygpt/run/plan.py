@@ -75,7 +75,7 @@ class Plan:
             ("model", f"{sketch.num_parameters() / 1e6:,.2f} M parameters: {counted(config.num_layers, 'layer')}, "
              f"{counted(config.num_heads, 'head')}, {config.embd_size:,} wide, context {T:,}, "
              f"vocabulary {data.vocab_size:,} ({data.tokenizer})"),
-            *(("data", text) for text in self._data_texts()),
+            *self._data_lines(),
             ("validation", self._validation_text()),
             ("steps", f"{config.max_steps:,}, each of {config.total_batch_size:,} tokens "
              f"({counted(config.mini_batch_size, 'row')} x {T:,} tokens x {counted(world_size, 'rank')} x "
@@ -90,15 +90,16 @@ class Plan:
         ]  # fmt: skip
         return [*(labelled(label, text) for label, text in lines if text), *self.notes]
 
-    def _data_texts(self) -> list[str]:
-        """Return a description of each source of the training data."""
-        config, data, asked, texts = self.config, self.data, self.history.config, []
+    def _data_lines(self) -> list[tuple[str, str]]:
+        """Return a line for each source of the training data."""
+        config, data, lines = self.config, self.data, []
         if not data.sources:
             folders = " or ".join(folder for folder, _ in config.sources().values())
-            epochs = "" if asked.max_steps else f" and {counted(config.steps_per_epoch, 'step')} per epoch"
-            return [f"no shards in {folders} yet; planned with the vocabulary of --tokenizer {data.tokenizer}{epochs}"]
-        steps, entry = config.max_steps - self.history.step, self.starts[-1]
-        end = epochs_of_sources(data, self.starts, entry["row"] + steps * self.schedule.rows_per_step)
+            text = f"no shards in {folders} yet; planned with the vocabulary of --tokenizer {data.tokenizer}"
+            per_epoch = f" and {counted(config.steps_per_epoch, 'step')} per epoch"
+            return [("data", text if self.history.config.max_steps else text + per_epoch)]
+        entry, rows_left = self.starts[-1], (config.max_steps - self.history.step) * self.schedule.rows_per_step
+        end = epochs_of_sources(data, self.starts, entry["row"] + rows_left)
         for shards, _, _ in data.sources:
             count, name = counted(len(shards.shards), "shard"), shards.name
             text = f"{shards.num_tokens:,} training tokens in {count} of {shards.folder}"
@@ -106,27 +107,26 @@ class Plan:
                 share = entry["shares"][entry["sources"][name][1]] / BLOCK_ROWS
                 many = f" -- MORE THAN {MANY_EPOCHS}, of little benefit" * (end[name] > MANY_EPOCHS)
                 text = f"{name}, {share:.1%} of the rows: {text}; {end[name]:,.2f} epochs by the end{many}"
-            texts.append(text)
-        return texts
+            lines.append(("data", text))
+        return lines
 
-    def val_rows(self) -> dict[str, int]:
-        """Return the rows of a validation by the names of the sets; of data that is not prepared yet, eval_tokens."""
-        config = self.config
-        if not self.data.sources and config.eval_freq:
-            return {"": config.eval_tokens // config.context_length}
-        return {val.shards.name: validation_rows(config, val.rows) for val in self.data.val_sets}
+    def val_rows(self) -> dict[str, tuple[int, int]]:
+        """Return the rows of a validation and those of its set, by name; of data that is not there yet, eval_tokens."""
+        planned, val_sets = self.config.eval_tokens // self.config.context_length, self.data.val_sets
+        if not self.data.sources and self.config.eval_freq:
+            return {"": (planned, planned)}
+        return {val.shards.name: (validation_rows(self.config, val.rows), val.rows.rows_per_epoch) for val in val_sets}
 
     def _validation_text(self) -> str:
-        config, rows, sizes = self.config, self.val_rows(), []
-        total = {val.shards.name: val.rows.rows_per_epoch for val in self.data.val_sets}
-        for name, count in rows.items():
-            rest = f" of {total.get(name, 0) * config.context_length:,}" * (count < total.get(name, 0))
-            sizes.append(f"{name} " * (len(rows) > 1) + f"{count * config.context_length:,}{rest}")
+        config, sets, sizes, rows = self.config, self.val_rows(), [], 0
+        for name, (count, total) in sets.items():
+            rows += count
+            rest = f" of {total * config.context_length:,}" * (count < total)
+            sizes.append(f"{name} " * (len(sets) > 1) + f"{count * config.context_length:,}{rest}")
         if not sizes or config.eval_freq > config.max_steps:
             return f"{', '.join(sizes)} tokens at the end" if sizes else ""
         # A forward pass is a third of a step's work.
-        cost = sum(rows.values()) / (3 * config.eval_freq * self.schedule.rows_per_step)
-        every = counted(config.eval_freq, "step")
+        cost, every = rows / (3 * config.eval_freq * self.schedule.rows_per_step), counted(config.eval_freq, "step")
         return f"{', '.join(sizes)} tokens every {every}: about {cost:.1%} of the training time"
 
     def _checkpoints_text(self, size: int, epochs: int) -> str:
@@ -251,20 +251,17 @@ def _settle_on_main(
 
 def note_of_processes(config: TrainConfig, before: Sequence[Entry], ranks: Ranks) -> str:
     """Return the numbers of processes that compute the same bits, as a line for the plan."""
-    count, micro_batches = config.virtual_ranks(), config.grad_accum_steps(1)
+    count, step = config.virtual_ranks(), f"a step has {counted(config.grad_accum_steps(1), 'micro-batch')}"
     *others, most = [str(2**n) for n in range(count.bit_length())]
     possible = f"{', '.join(others)} or {most} processes" if others else "1 process"
-    step = f"a step has {counted(micro_batches, 'micro-batch')}"
     if not config.eval_only and count % ranks.world_size:
         rows = config.total_batch_size // config.context_length
         fewer = ranks.world_size in (2, 4, 8) and rows % ranks.world_size == 0 and not before
         advice = "; or start a new run with a smaller --mini_batch_size" * fewer
         raise UserError(f"--deterministic: {step}, so expected {possible}; found {ranks.world_size}{advice}")
     if before and (began := trained_with(before[-1]).virtual_ranks()) != count:
-        raise UserError(
-            f"--deterministic: --total_batch_size {config.total_batch_size:,} fits {possible}, but "
-            f"the run began with one that fits {began}; drop the flag"
-        )
+        found = f"--deterministic: --total_batch_size {config.total_batch_size:,} fits {possible}"
+        raise UserError(f"{found}, but the run began with one that fits {began}; drop the flag")
     threads = torch.get_num_threads()
     each = f" of {counted(threads, 'thread')}{' each' * bool(others)}" * (ranks.device.type == "cpu")
     return labelled("same bits", f"on {possible}{each}, because {step}")

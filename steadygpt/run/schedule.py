@@ -27,9 +27,8 @@ class Schedule:
     def decay_start(self) -> int:
         """The step from which the learning rate falls."""
         warmup_steps, max_steps = self.config.warmup_steps, self.config.max_steps
-        cooldown = round(self.config.cooldown * max_steps)
-        starts = {"cosine": warmup_steps, "wsd": max(warmup_steps, max_steps - cooldown)}
-        return starts.get(self.config.schedule, max_steps)
+        cooldown = {"cosine": max_steps, "wsd": round(self.config.cooldown * max_steps)}.get(self.config.schedule, 0)
+        return max(warmup_steps, max_steps - cooldown)
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step: it rises linearly to max_lr, and falls to min_lr as `schedule` says.
@@ -91,15 +90,11 @@ def with_steps(config: TrainConfig, rows_per_epoch: int, history: History) -> Tr
     if "warmup_steps" not in history.decisions and history.given.get("warmup_steps") != "flag":
         warmup_steps = min(warmup_steps, max_steps // 10)  # a preset's may be for a longer run
     if warmup_steps >= max(1, max_steps):
-        raise UserError(
-            f"--warmup_steps {warmup_steps} is not shorter than the run of {max_steps} steps; "
-            f"try --warmup_steps {max_steps // 10}"
-        )
+        found = f"--warmup_steps {warmup_steps} is not shorter than the run of {max_steps} steps"
+        raise UserError(f"{found}; try --warmup_steps {max_steps // 10}")
     config = replace(config, max_steps=max_steps, warmup_steps=warmup_steps)
-    is_stable, decay_start = config.schedule == "wsd" and config.resume == "stable", Schedule(config).decay_start
-    if is_stable and step > decay_start and config.cooldown < 1:
-        raise UserError(
-            f"--resume stable is at step {step:,}, but a run of {max_steps:,} steps cools down from step "
-            f"{decay_start:,} on; give at least --max_steps {math.ceil(step / (1 - config.cooldown))}"
-        )
+    is_cooled = config.schedule == "wsd" and config.cooldown < 1 and step > (start := Schedule(config).decay_start)
+    if is_cooled and config.resume == "stable":
+        found = f"--resume stable is at step {step:,}, but a run of {max_steps:,} steps cools down from step {start:,}"
+        raise UserError(f"{found} on; give at least --max_steps {math.ceil(step / (1 - config.cooldown))}")
     return config

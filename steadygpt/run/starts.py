@@ -44,8 +44,11 @@ def new_entry(history: History, data: Data, known: Mapping[str, list], ranks: Ra
         assumed = {data.sources[0].shards.name: next(iter(assumed.values()))}
 
     def identified(of: Sequence[Source]) -> dict[str, tuple[str, str]]:
-        found = {shards.name: (shards.folder, shards.identity(known, reads)) for shards, *_ in of}
-        return {name: (at, found or assumed.get(name, ("", at))[1]) for name, (at, found) in found.items()}
+        found = {}
+        for shards, *_ in of:
+            identity = shards.identity(known, reads) or assumed.get(shards.name, ("", shards.folder))[1]
+            found[shards.name] = shards.folder, identity
+        return found
 
     sources = identified(data.sources)
     shares = shares_of(sources, {source.shards.name: source.weight for source in data.sources})

@@ -12,55 +12,53 @@ from steadygpt.machine.host import process_age_s
 from steadygpt.machine.ranks import Ranks
 from steadygpt.run.results import Results
 
+# Of the load of CPU, host memory and GPUs, as far as it was measured.
+LOAD = {"cpu_percent": "CPU {:.0f}%", "ram_gb": "RAM {:.1f} GB"}
+LOAD |= {"gpu_percent": "GPU {:.0f}%", "gpu_memory_gb": "GPU memory {:.1f} GB"}
+
 
 def summarize(results: Results, saves: Saves, parameters: int, status: str, reason: str) -> list[str]:
     """Return how a run of a model of so many parameters has ended, and on rank 0 its summary."""
     if (writer := saves.writer) is None:
         return [""]
-    config, state, totals = results.config, results.state, results.totals
-    tokens, start_s = state.rows_consumed * config.context_length, process_age_s()
-    here, elapsed_s = " since this start" * bool(state.elapsed_s), state.total_s()
+    config, state, totals, device = results.config, results.state, results.totals, results.ranks.device
+    tokens, start_s, elapsed_s = state.rows_consumed * config.context_length, process_age_s(), state.total_s()
+    here = " since this start" * bool(state.elapsed_s)
     whole = f"{seconds_text(elapsed_s)} in total; since this start " * bool(here)
     of_steps = f"{seconds_text(totals.seconds)} of it training ({counted(totals.steps, 'step')})"
     lines = {"time": f"{whole}{seconds_text(start_s)}, {of_steps}"}
     lines["tokens"] = f"{tokens:,}, {tokens / parameters:,.2f} per parameter"
     if speed := totals.steps_per_second():
-        tokens_per_second = speed * config.total_batch_size
-        lines["speed"] = f"{tokens_per_second:,.0f} tokens/s{here}, {speed:.3g} steps/s, {config.precision}"
-        if (mfu := results.mfu(tokens_per_second)) is not None:
-            lines["speed"] += f", mfu {mfu:.1%}"
+        mfu = results.mfu(speed * config.total_batch_size)
+        lines["speed"] = f"{speed * config.total_batch_size:,.0f} tokens/s{here}, {speed:.3g} steps/s, "
+        lines["speed"] += config.precision if mfu is None else f"{config.precision}, mfu {mfu:.1%}"
     lines["loss"] = "none" if state.loss is None else f"{state.loss:.4f}"
     if state.val_loss is not None:
-        lines["loss"] += f", validation {state.val_loss:.4f}"
-        found = validation_of(writer.evaluations, state.val_loss)
-        if (bpb := found.get("val_bpb")) is not None:
-            lines["loss"] += f" ({bpb:.4f} bits per byte)"
-        by_name = {name.removeprefix("val_loss/"): loss for name, loss in found.items() if name.startswith("val_loss/")}
-        if by_name:
-            lines["validation"] = ", ".join(f"{name} {loss:.4f}" for name, loss in by_name.items() if loss is not None)
-    if state.best_val_loss is not None:
-        steps = [at for at, scores in writer.evaluations.items() if scores.get("val_loss") == state.best_val_loss]
-        lines["loss"] += f", best {state.best_val_loss:.4f}{f' at step {steps[0]:,}' if steps else ''}"
-    device = results.ranks.device
+        scores = validation_of(writer.evaluations, state.val_loss)
+        bits = "" if (bpb := scores.get("val_bpb")) is None else f" ({bpb:.4f} bits per byte)"
+        lines["loss"] += f", validation {state.val_loss:.4f}{bits}"
+        of_sets = [(name, loss) for name, loss in scores.items() if name.startswith("val_loss/") and loss is not None]
+        lines["validation"] = ", ".join(f"{name.removeprefix('val_loss/')} {loss:.4f}" for name, loss in of_sets)
+    if (best := state.best_val_loss) is not None:
+        steps = [f" at step {at:,}" for at, scores in writer.evaluations.items() if scores.get("val_loss") == best]
+        lines["loss"] += f", best {best:.4f}{''.join(steps[:1])}"
     of_all = "" if device.type == "cuda" else ", including Python and PyTorch"
     lines["memory"] = f"peak {bytes_text(peak_memory_bytes(device))} on rank 0{here}{of_all}"
-    if load := load_text(results.log.load.means()):
-        lines["load"] = f"{load}, average{here}"
+    if load := results.log.load.means():
+        lines["load"] = ", ".join(form.format(load[name]) for name, form in LOAD.items() if name in load)
+        lines["load"] += f", average{here}"
     if (cost := results.cost(elapsed_s)) is not None:
         lines["cost"] = f"{cost:,.2f}"
-    failed = f", {writer.failures:,} failed" if writer.failures else ""
-    lines["saves"] = (
-        f"{writer.saved:,}{here}{failed}; they paused training for {pause_text(saves.paused_s)}, "
-        f"{saves.paused_s / start_s:.2%} of the time"
-    )
+    failed = f", {writer.failures:,} failed" * bool(writer.failures)
+    share = f"{saves.paused_s / start_s:.2%} of the time"
+    lines["saves"] = f"{writer.saved:,}{here}{failed}; they paused training for {pause_text(saves.paused_s)}, {share}"
     if totals.skipped or totals.spikes:
-        lines["skipped"] = (
-            f"{counted(totals.skipped, 'update')}{here}; {counted(totals.not_finite, 'step')} without a finite loss "
-            f"and gradient, {counted(totals.spikes, 'loss spike')}"
-        )
+        bad = f"{counted(totals.not_finite, 'step')} without a finite loss and gradient"
+        spikes = counted(totals.spikes, "loss spike")
+        lines["skipped"] = f"{counted(totals.skipped, 'update')}{here}; {bad}, {spikes}"
     lines["next"] = next_commands(config.checkpoint_dir, status, state.best_val_loss is not None, results.ranks)
-    end = f"{status}{f' ({reason})' if reason else ''} after {counted(state.step, 'step')}"
-    end += f"; checkpoints in {config.checkpoint_dir}"
+    why = f" ({reason})" * bool(reason)
+    end = f"{status}{why} after {counted(state.step, 'step')}; checkpoints in {config.checkpoint_dir}"
     return [end, *(labelled(name, text) for name, text in lines.items() if text)]
 
 
@@ -90,13 +88,6 @@ def validation_text(sets: Mapping[str, Mapping[str, float]], best: bool, epochs:
     if epochs:
         parts.append("epochs: " + ", ".join(f"{name} {number:.2f}" for name, number in epochs.items()))
     return " | ".join(parts)
-
-
-def load_text(means: Mapping[str, float]) -> str:
-    """Return the load of CPU, host memory and GPUs as far as it was measured."""
-    forms = {"cpu_percent": "CPU {:.0f}%", "ram_gb": "RAM {:.1f} GB"}
-    forms |= {"gpu_percent": "GPU {:.0f}%", "gpu_memory_gb": "GPU memory {:.1f} GB"}
-    return ", ".join(form.format(means[name]) for name, form in forms.items() if name in means)
 
 
 def seconds_text(seconds: float) -> str:

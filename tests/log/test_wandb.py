@@ -156,7 +156,7 @@ def wandb(monkeypatch):
 def write(tmp_path, start_step, steps, loss=1.0, resume="latest") -> None:
     """Log some steps of a run of 10."""
     options = {"run_name": "tiny", "logdir": str(tmp_path), "use_wandb": True}
-    log = open_log(TrainConfig(**options, resume="" if start_step is None else resume), start_step, 10)
+    log = open_log(TrainConfig(**options, max_steps=10, resume="" if start_step is None else resume), start_step)
     for step in steps:
         log.record(step, f"step {step}/10", loss=loss)
     log.close()
