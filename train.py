@@ -45,11 +45,10 @@ from steadygpt.machine import parallel
 from steadygpt.machine.device import autocast, evaluating, peak_memory_bytes, profiled, use_fp8
 from steadygpt.machine.gradient_sum import GradientSum
 from steadygpt.machine.ranks import Ranks, Stopped, StopSignal, end_with_torchrun, joined
-from steadygpt.run.forecast import forecast, measure_step_s
 from steadygpt.run.history import WITHOUT_TENSORS, open_data, open_history
 from steadygpt.run.memory import out_of_memory_explained
 from steadygpt.run.outputs import open_saves
-from steadygpt.run.plan import Plan, set_up, settle, validation_rows
+from steadygpt.run.plan import Plan, forecast, measure_step_s, set_up, settle, validation_rows
 from steadygpt.run.repeats import Repeats
 from steadygpt.run.results import Diverged, Judge, Pending, Results
 from steadygpt.run.starts import epochs_of_sources, phase_of

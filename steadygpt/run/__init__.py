@@ -1,1 +1,1 @@
-"""What a run is before and while it trains: start, plan, memory, forecast, schedule, outputs, results, summary."""
+"""What a run is before and while it trains: start, plan, memory, schedule, outputs, results, summary."""

@@ -68,7 +68,7 @@ def estimate_memory(config: TrainConfig, model: GPT, ranks: Ranks) -> tuple[dict
 
     # A block keeps for backward: the inputs of the norms in fp32; their outputs, q, k, v and attention's output;
     # rotated, normed and repeated heads; the MLP's hidden layer before and after the activation.
-    queries, keys = (config.head_size * heads for heads in (config.num_heads, config.kv_heads))
+    queries, keys = config.head_size * config.num_heads, config.head_size * config.kv_heads
     heads = (queries + keys) * (2 + 1.5 * bool(config.rotary_pct)) + 2 * queries * (queries > keys)
     hidden = model.config.mlp_size * (4 if config.activation == "swiglu" else 2)
     block = 4 * C * (1 if config.parallel_residual else 2) + each * (2 * C + heads + hidden)

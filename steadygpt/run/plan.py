@@ -4,10 +4,12 @@ import math
 import os
 import platform
 import shutil
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from model import GPT
 from steadygpt import version_text
 from steadygpt.base.disk import existing
 from steadygpt.base.options import UserError
-from steadygpt.base.text import bytes_text, counted, labelled
+from steadygpt.base.text import bytes_text, counted, duration_text, labelled
 from steadygpt.checkpoint.files import DECIDED, Entry, trained_with
 from steadygpt.checkpoint.saves import interval_text
 from steadygpt.config import FINEWEB_EDU_TOKENS, KEPT, TrainConfig
@@ -26,7 +28,7 @@ from steadygpt.data.order import BLOCK_ROWS
 from steadygpt.data.tokenizer import load_tokenizer
 from steadygpt.log.status import read_status
 from steadygpt.machine.attention import kernel_name
-from steadygpt.machine.device import AUTOCAST, choose_precision, device_name, memory_bytes
+from steadygpt.machine.device import AUTOCAST, PEAK_FLOPS, choose_precision, device_name, memory_bytes
 from steadygpt.machine.host import available_memory_bytes, check_compiler
 from steadygpt.machine.ranks import Ranks
 from steadygpt.run.history import History
@@ -35,7 +37,15 @@ from steadygpt.run.schedule import Schedule, with_steps
 from steadygpt.run.start import name_of_run
 from steadygpt.run.starts import epochs_of_sources, mixture_text, new_entry, phase_of
 
-FEWER_ROWS = "--mini_batch_size auto or a smaller model"
+SHARE_OF_PEAK = 0.4  # that a GPU is assumed to reach, where nothing is measured
+WELL_KNOWN = ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090")
+RATES = {"fp32": 0.5, "fp16": 1.0, "bf16": 1.0, "fp8": 2.0}  # of products, in units of bf16's; fp32 as TF32 (set_up)
+WITHOUT_TF32 = {"Tesla T4": 8.1 / 65}  # their rate in fp32, from the source of PEAK_FLOPS
+WITH_FP8 = ("NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090")
+MEASURE_S, ROUNDS = 10.0, 3  # measured time; rounds of it, if a step is not too long
+HELLASWAG_TOKENS = 1_600_000  # with GPT-2's tokenizer
+TOKENS_PER_PARAMETER = 20
+SHOWN_ELSEWHERE_S = 3600.0  # a run that no well-known GPU trains for this long needs no forecast
 MANY_EPOCHS = 4  # up to which repeated text is worth about as much as new text (Muennighoff et al. 2023)
 
 
@@ -82,8 +92,8 @@ class Plan:
              f"{counted(micro_steps, 'micro-step')}){length}; warm-up {counted(config.warmup_steps, 'step')}"),
             ("device", f"{world_size} x {device_name(ranks.device)}, {config.precision}{emulated}{sharding}"
              f"{f', attention by {kernel}' * bool(kernel)}"),
-            ("memory", uses_text(memory, "per rank", memory_bytes(ranks.device), FEWER_ROWS)),
-            ("host memory", uses_text(host, "on rank 0", available_memory_bytes(), "a smaller model or a larger host")),
+            ("memory", uses_text(memory, "per rank", memory_bytes(ranks.device), "--mini_batch_size auto")),
+            ("host memory", uses_text(host, "on rank 0", available_memory_bytes(), "a larger host")),
             ("checkpoints", self._checkpoints_text(checkpoint, math.ceil(epochs))),
             ("mirror", config.mirror),
             ("saves", interval_text(60 * config.checkpoint_minutes, checkpoint) if config.checkpoint_minutes else ""),
@@ -152,7 +162,7 @@ def uses_text(memory: dict[str, float], where: str, available: int, instead: str
     """Return the uses of memory, and what to try instead if there is less."""
     total = sum(memory.values())
     parts = ", ".join(f"{what} {bytes_text(size)}" for what, size in memory.items() if size >= 0.005 * total)
-    advice = f" -- NOT ENOUGH: {bytes_text(available)} available; try {instead}"
+    advice = f" -- NOT ENOUGH: {bytes_text(available)} available; try {instead} or a smaller model"
     return f"about {bytes_text(total)} {where}: {parts}{advice * (available < total)}"
 
 
@@ -295,3 +305,91 @@ def set_up(config: TrainConfig, device: torch.device, threads: int) -> None:
 def validation_rows(config: TrainConfig, val: RowStream) -> int:
     """Return the number of rows of a validation: eval_tokens, or all rows if there are fewer."""
     return min(max(1, config.eval_tokens // config.context_length), val.rows_per_epoch)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the time and the cost, from measured steps or from the GPU's peak throughput
+
+
+def measure_step_s(take_step: Callable[[TrainConfig], object], config: TrainConfig, ranks: Ranks) -> float:
+    """Return the seconds of a step, extrapolated from steps with one micro-step and steps with several.
+
+    Args:
+        take_step: takes a step of a configuration with fewer tokens per step, on all ranks together.
+    """
+
+    def seconds_of(micro_steps: int) -> float:
+        tokens = micro_steps * config.mini_batch_size * config.context_length * ranks.world_size
+        start_s = time.perf_counter()
+        take_step(replace(config, total_batch_size=tokens))
+        return time.perf_counter() - start_s
+
+    micro_steps = config.grad_accum_steps(ranks.world_size)
+    seconds_of(1)  # compiles, and allocates memory
+    first_s = ranks.broadcast(seconds_of(1))  # rank 0's clock decides, so that all ranks take the same steps
+    many = max(min(2, micro_steps), min(micro_steps, int(MEASURE_S / ROUNDS / first_s)))
+    one_s, many_s, start_s = [first_s], list[float](), time.perf_counter()
+    while ranks.broadcast(not many_s or time.perf_counter() - start_s < MEASURE_S):
+        if many < micro_steps:
+            one_s.append(seconds_of(1))
+        many_s.append(seconds_of(many))
+    return fmean(many_s) + (micro_steps - many) * (fmean(many_s) - fmean(one_s)) / max(1, many - 1)
+
+
+def work_per_token(config: TrainConfig, model: GPT, gpu: str, precision: str) -> tuple[float, float]:
+    """Return the work of a token in training and in evaluation, as the number of bf16 FLOPs that take as long.
+
+    Recomputed parts count again. fp8 applies to the matrices of the blocks; attention and the head stay in bf16.
+    """
+    everything, head = model.flops_per_token(), 6 * model.config.vocab_size * model.config.embd_size
+    matrices = 6 * sum(p.numel() for p in model.parameters_by_role()["matrix"].values())
+    rate = WITHOUT_TF32.get(gpu, RATES["fp32"]) if precision == "fp32" else RATES[precision]
+    rest_rate = 1.0 if precision == "fp8" else rate
+    blocks = matrices / rate + (everything - head - matrices) / rest_rate
+    work = blocks + head / rest_rate
+    chunked = 0 < config.loss_chunk_size < config.mini_batch_size * config.context_length
+    recomputed = blocks * config.activation_checkpointing + head / rest_rate * chunked
+    return work + recomputed / 3, work / 3  # a forward pass is a third of the work
+
+
+def forecast(plan: Plan, step_s: float | None = None) -> list[str]:
+    """Return further lines of the plan: tokens, time and cost, from the seconds of a step if these were measured."""
+    config, model, asked = plan.config, plan.sketch, plan.history.config.precision
+    world_size, name, price = plan.ranks.world_size, device_name(plan.ranks.device), config.gpu_hour_cost
+    steps, val_rows = config.max_steps - plan.history.step, sum(rows for rows, _ in plan.val_rows().values())
+    kinds = (config.eval_freq, val_rows * config.context_length), (config.hellaswag_freq, HELLASWAG_TOKENS)
+    evaluated = sum(size * math.ceil(steps / freq) for freq, size in kinds if freq)  # the last step too
+    tokens, trained = config.max_steps * config.total_batch_size, steps * config.total_batch_size
+
+    def seconds_on(gpu: str, precision: str) -> float:
+        in_training, in_evaluation = work_per_token(config, model, gpu, precision)
+        return (trained * in_training + evaluated * in_evaluation) / (SHARE_OF_PEAK * PEAK_FLOPS[gpu])
+
+    in_training, in_evaluation = work_per_token(config, model, name, config.precision)
+    evaluation = evaluated * in_evaluation / (in_training * max(1, trained))
+    longer = ", longer than training" * (evaluation > 1)
+    work = f"{counted(steps, 'step')}, plus {evaluation:.1%} for evaluation{longer}"
+    optimal = f"about {TOKENS_PER_PARAMETER} is compute-optimal (Hoffmann et al. 2022)"
+    lines = [("tokens", f"{tokens:,}, {tokens / model.num_parameters():,.1f} per parameter; {optimal}")]
+    if step_s is None and name not in PEAK_FLOPS:
+        lines.append(("time", f"unknown on this device; run --dry_run measure ({work})"))
+        elsewhere_in = "bf16" if asked == "auto" else asked
+        gpus = WITH_FP8 if elsewhere_in == "fp8" else WELL_KNOWN
+        elsewhere = {gpu: seconds_on(gpu, elsewhere_in) for gpu in gpus}
+        for gpu, seconds in elsewhere.items() if max(elsewhere.values()) >= SHOWN_ELSEWHERE_S else ():
+            cost = f", cost {seconds / 3600 * price:,.2f}" * bool(price)
+            where = f"on one {gpu} in {elsewhere_in}, if the run fits, at {SHARE_OF_PEAK:.0%} of its peak"
+            lines.append(("time", f"{duration_text(seconds)}{cost} {where}"))
+    else:
+        if step_s is not None:
+            seconds = steps * step_s * (1 + evaluation)
+            how = f"at {config.total_batch_size / step_s:,.0f} tokens/s, measured here"
+        else:
+            seconds, share = seconds_on(name, config.precision) / world_size, f"{SHARE_OF_PEAK:.0%} of their peak"
+            how = f"if the GPUs reach {share} in {config.precision}; run --dry_run measure to time it"
+        lines.append(("time", f"{duration_text(seconds)}: {work}, {how}"))
+        if price:
+            hours = seconds / 3600
+            how = f"{world_size} x {hours:,.1f} h at {price:,.2f} per hour"
+            lines.append(("cost", f"{world_size * hours * price:,.2f}: {how}"))
+    return [labelled(label, text) for label, text in lines]

@@ -13,8 +13,8 @@ from model import GPT
 from steadygpt.base.text import duration_text
 from steadygpt.config import PRESETS, TrainConfig
 from steadygpt.machine.ranks import Ranks
-from steadygpt.run import forecast as forecasts
-from steadygpt.run.forecast import measure_step_s, work_per_token
+from steadygpt.run import plan as forecasts
+from steadygpt.run.plan import measure_step_s, work_per_token
 
 CONFIG = TrainConfig(
     precision="bf16", mini_batch_size=16, eval_freq=100, hellaswag_freq=0, gpu_hour_cost=2.5, max_steps=2000

@@ -182,7 +182,7 @@ def test_plan_says_if_memory_is_short(workdir, monkeypatch, capsys, available):
     lines = capsys.readouterr().out.splitlines()
     for label, advice in (
         ("memory ", "--mini_batch_size auto or a smaller model"),
-        ("host memory ", "a smaller model"),
+        ("host memory ", "a larger host or a smaller model"),
     ):
         [line] = [line for line in lines if line.startswith(label)]
         assert (f" -- NOT ENOUGH: 100 kB available; try {advice}" in line) == (available < 10**6)

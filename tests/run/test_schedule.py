@@ -1,6 +1,10 @@
-"""The names under which a step is saved."""
+"""The names under which a step is saved, and the length of a run in its records."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
+
+from conftest import load, run_here
 
 from steadygpt.config import TrainConfig
 from steadygpt.run.schedule import Schedule
@@ -20,3 +24,9 @@ def test_a_step_that_ends_an_epoch_the_stable_part_or_a_number_of_steps_has_thei
 def test_no_epoch_ends_before_the_first_step_of_two_epochs():
     schedule = Schedule(FOUR_ROWS, rows_per_epoch=2)
     assert [schedule.tiers(step, 4 * step) for step in range(2)] == [[], ["epoch_00002.pt"]]
+
+
+def test_the_number_of_steps_that_the_epochs_give_is_recorded(workdir):
+    assert run_here("--max_steps", "0", "--num_epochs", "1") == 0
+    first_line = Path("logs/metrics.jsonl").read_text().splitlines()[0]
+    assert json.loads(first_line)["start"]["max_steps"] == load("checkpoints/latest.pt")["step"] > 0
