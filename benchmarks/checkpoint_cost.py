@@ -60,7 +60,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder) as temporary, joined("auto") as ranks:
         folder = Path(temporary)
         training = Training(args.rows, args.context, args.micro_steps, args.layers, ranks.device)
-        writer = CheckpointWriter(folder, RunLog(TrainConfig(), Ranks(ranks.device, rank=1)), keep=1)  # which is silent
+        writer = CheckpointWriter(folder, RunLog(TrainConfig(), ranks, prints=False), keep=1)
         paused: dict[str, list[float]] = {"SteadyGPT": [], "torch.save": []}
         durable: list[float] = []
 

@@ -190,7 +190,7 @@ def _settle_on_main(
     config.check_together()
     config.shards(world_size)
 
-    # The weights that the run starts from, and the tokenizer, without which no checkpoint of it could be sampled.
+    # The weights that the run starts from; and the tokenizer, because without it no checkpoint could be sampled.
     if history.weights:
         fits = check_fits(history.weights, config.init_from, sketch.config, data.tokenizer_record)
         notes += [labelled("weights", f"from {config.init_from}"), fits]
@@ -217,7 +217,7 @@ def _settle_on_main(
         found = f"{config.mini_batch_size} per micro-step instead of --mini_batch_size {asked.mini_batch_size}"
         notes.append(labelled("rows", f"{found}: a step has {counted(rows_per_step // world_size, 'row')} on {where}"))
 
-    # The record of this start, and the steps that follow from its data.
+    # The record of this start, and the number of steps, which may follow from its data.
     starts = [*recorded]
     if data.sources and not recorded:
         starts = [*before, new_entry(history, data, fingerprint, ranks)]
@@ -230,14 +230,14 @@ def _settle_on_main(
     rows_per_epoch = (config.steps_per_epoch * rows_per_step or data.rows_per_epoch) if has_epochs else 0
     config = with_steps(config, rows_per_epoch, history)
 
-    # The name of the run, which is reserved only now that nothing but a shard can refuse it.
+    # The name of the run. It is reserved only now, when only a damaged shard can still refuse the run.
     name, logdir, of_name = name_of_run(config, history, held)
     vocab_size = sketch.config.vocab_size
     config = replace(config, tokenizer=data.tokenizer, vocab_size=vocab_size, run_name=name, logdir=logdir)
     schedule = Schedule(config, rows_per_epoch)
     notes += [of_name, *schedule.notes(history.checkpoint)]
 
-    # The shards, last because all of them may have to be read; then this start is told by their content.
+    # The shards, last because all of them may have to be read. Then their content identifies them in the record.
     writes = config.trains and not recorded
     if writes:
         fingerprint |= {shards.key: shards.check(config.vocab_size, fingerprint) for shards in data.sets}
