@@ -20,9 +20,8 @@ from steadygpt.base.text import printable
 from steadygpt.checkpoint.files import open_checkpoint
 from steadygpt.config import EXPECTED, parse_tasks
 from steadygpt.convert.weights import load_model
-from steadygpt.data.tasks import STYLES, TASKS, load_examples
 from steadygpt.data.tokenizer import TokenizerRecord, load_tokenizer
-from steadygpt.evaluation.scores import score_examples, tokenize
+from steadygpt.evaluation.tasks import STYLES, TASKS, load_examples, score_examples, tokenize
 from steadygpt.machine.device import autocast, choose_precision
 from steadygpt.machine.ranks import joined
 

@@ -23,7 +23,7 @@ from steadygpt.convert.weights import load_model
 from steadygpt.data.shards import Shard, ShardSet, shard_files
 from steadygpt.data.survey import Survey, read_tokens, repeated, survey_split
 from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer
-from steadygpt.evaluation.scores import TOKENS_PER_BATCH
+from steadygpt.evaluation.tasks import TOKENS_PER_BATCH
 from steadygpt.machine.device import autocast, choose_precision, evaluating
 from steadygpt.machine.ranks import joined
 from steadygpt.run.starts import phase_of

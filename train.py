@@ -37,10 +37,9 @@ from steadygpt.checkpoint.saves import Saves
 from steadygpt.checkpoint.table import print_checkpoints
 from steadygpt.config import TrainConfig, parse_args, preset_named
 from steadygpt.convert.weights import check_fits, read_weights
-from steadygpt.data.tasks import TASKS
 from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer, tokenizer_on_all
 from steadygpt.evaluation.sample import sample_texts
-from steadygpt.evaluation.scores import Tree, load_tasks, score_examples
+from steadygpt.evaluation.tasks import TASKS, Tree, load_tasks, score_examples
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine import parallel
 from steadygpt.machine.device import autocast, evaluating, peak_memory_bytes, profiled, use_fp8

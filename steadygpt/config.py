@@ -24,7 +24,7 @@ VALUE = bool | int | float | Annotated[str, "[^\0]*"]  # in TOML
 PRESETS = Path(__file__).resolve().parent.parent / "configs"
 
 
-TASKS = ("hellaswag", "arc_easy", "arc_challenge", "piqa")  # how each is read: steadygpt/data/tasks.py
+TASKS = ("hellaswag", "arc_easy", "arc_challenge", "piqa")  # how each is read: steadygpt/evaluation/tasks.py
 EXPECTED = f"one or more of {', '.join(TASKS)}, separated by commas; NAME=FILE reads a file instead of the Hub"
 FINEWEB_EDU_TOKENS = 18795 * 524288  # of an epoch of the default data: what a plan assumes until it is there
 MAX_VIRTUAL_RANKS = 8  # the most processes that compute the same bits

@@ -17,14 +17,16 @@ import hellaswag_eval
 from model import GPT, GPTConfig
 from steadygpt.base import retry
 from steadygpt.base.options import UserError
-from steadygpt.data.tasks import Example, lm_eval_hellaswag, load_examples
 from steadygpt.data.tokenizer import get_tokenizer
-from steadygpt.evaluation.scores import (
+from steadygpt.evaluation.tasks import (
     ROUNDING,
     TOKENS_PER_BATCH,
+    Example,
     Tree,
     close_calls,
     ending_losses,
+    lm_eval_hellaswag,
+    load_examples,
     make_batches,
     per_ending,
     score_examples,

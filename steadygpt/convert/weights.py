@@ -198,29 +198,21 @@ def _config(found: dict, names: dict[str, str], source: Path | str) -> GPTConfig
 def _converted(
     config: GPTConfig, weights: dict[str, Tensor] | None, family: Family, record: TokenizerRecord, source: Path | str
 ) -> dict:
-    """Return a checkpoint of weights only; without weights its "model" is empty."""
+    """Return a checkpoint of foreign weights, in GPT's names and layouts; without weights its "model" is empty."""
     rows, config = config.vocab_size, _without_padding(config, record, source)
-    untrained = {"step": 0, "rows_consumed": 0, "optimizer": {}, "train_config": {}}
-    return untrained | {
+    model: dict[str, Tensor] = {}
+    checkpoint = {
         "format_version": FORMAT_VERSION,
-        "model": {} if weights is None else _import(config, rows, weights, family, source),
+        "model": model,
         "model_config": dataclasses.asdict(config),
         **record._asdict(),
         "torch_version": str(torch.__version__),
         "saved_at": time.time(),
+        **{"step": 0, "rows_consumed": 0, "optimizer": {}, "train_config": {}},  # no run has trained them
     }
-
-
-def _import(
-    config: GPTConfig, rows: int, weights: dict[str, Tensor], family: Family, source: Path | str
-) -> dict[str, Tensor]:
-    """Convert weights from foreign names and layouts to GPT's.
-
-    Args:
-        rows: of the stored tables; those beyond config.vocab_size are padding.
-    """
-    model: dict[str, Tensor] = {}
-    for name, empty in sketch_of(config).named_parameters():  # a tied head is none
+    if weights is None:
+        return checkpoint
+    for name, empty in sketch_of(config).named_parameters():  # without a tied head
         parts = []
         for foreign, like in to_foreign(name, empty, config, family).items():
             expected = (rows, config.embd_size) if name in TABLES else tuple(like.shape)
@@ -242,7 +234,7 @@ def _import(
             raise UserError(f"{source}: weights {head} and {table} differ; expected equal ones: the head is tied")
     if weights:
         raise UserError(f"{source}: unexpected weight {min(weights)}; expected {len(model)} weights")
-    return model
+    return checkpoint
 
 
 # ---------------------------------------------------------------------------------------------------------------------

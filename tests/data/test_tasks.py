@@ -18,9 +18,16 @@ from model import GPT, GPTConfig
 from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig, parse_tasks
 from steadygpt.convert.weights import load_model
-from steadygpt.data.tasks import TASKS, Example, load_examples
 from steadygpt.data.tokenizer import get_tokenizer
-from steadygpt.evaluation.scores import close_calls, ending_losses, score_examples, tokenize
+from steadygpt.evaluation.tasks import (
+    TASKS,
+    Example,
+    close_calls,
+    ending_losses,
+    load_examples,
+    score_examples,
+    tokenize,
+)
 from steadygpt.machine.ranks import Ranks
 
 CPU = Ranks(torch.device("cpu"))

@@ -32,9 +32,9 @@ from steadygpt.checkpoint.table import checkpoint_table, details, mirror_table
 from steadygpt.config import TrainConfig, parse_args
 from steadygpt.convert.weights import load_model, read_weights
 from steadygpt.data.shards import ShardSet, open_shard
-from steadygpt.data.tasks import load_examples
 from steadygpt.data.tokenizer import get_tokenizer, load_tokenizer, record_named
 from steadygpt.data.tokenizer_json import to_json
+from steadygpt.evaluation.tasks import load_examples
 from steadygpt.log.status import read_status
 from steadygpt.machine.ranks import Ranks
 from steadygpt.monitor.snapshot import watch

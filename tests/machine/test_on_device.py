@@ -23,7 +23,7 @@ from test_divergence import assert_finite, assert_update_skipped
 from model import GPT, GPTConfig, KVCache
 from optim import make_optimizer, update_unless
 from steadygpt.config import TrainConfig
-from steadygpt.evaluation import scores
+from steadygpt.evaluation import tasks
 from steadygpt.evaluation.sample import generate
 from steadygpt.machine import parallel
 from steadygpt.machine.device import autocast, use_fp8
@@ -195,13 +195,13 @@ def test_model_scores_hellaswag_like_fp64_on_the_cpu(device):
     trees = []
     for example in range(12):
         endings = [random.integers(0, 257, random.integers(3, 8)).tolist() for _ in range(4)]
-        trees.append(scores.Tree(random.integers(0, 257, 8).tolist(), endings, [5, 6, 7, 8], example, 0))
+        trees.append(tasks.Tree(random.integers(0, 257, 8).tolist(), endings, [5, 6, 7, 8], example, 0))
     cpu = torch.device("cpu")
-    expected = scores.ending_losses(build(cpu).double(), trees, Ranks(cpu))
+    expected = tasks.ending_losses(build(cpu).double(), trees, Ranks(cpu))
     model = build(device)
-    assert np.abs(scores.ending_losses(model, trees, Ranks(device)) - expected).max() < 1e-3
+    assert np.abs(tasks.ending_losses(model, trees, Ranks(device)) - expected).max() < 1e-3
     with autocast(device, "bf16"):
-        found = scores.ending_losses(model, trees, Ranks(device))
+        found = tasks.ending_losses(model, trees, Ranks(device))
     assert (found.argmin(1) == expected.argmin(1)).all()  # close calls are scored again in fp32
 
 

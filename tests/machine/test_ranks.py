@@ -17,7 +17,7 @@ from model import GPT, GPTConfig
 from optim import update_unless
 from steadygpt.base.options import RankError
 from steadygpt.checkpoint.host_copy import HostCopy, fill
-from steadygpt.evaluation.scores import Tree, ending_losses
+from steadygpt.evaluation.tasks import Tree, ending_losses
 from steadygpt.machine.host import process_age_s, usable_cores
 from steadygpt.machine.parallel import shard
 from steadygpt.machine.ranks import Ranks, Stopped, StopSignal, joined, launched_as

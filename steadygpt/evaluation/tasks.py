@@ -1,12 +1,16 @@
-"""Scores of multiple-choice tasks: accuracy of choosing the right ending.
+"""Multiple-choice tasks: their examples, and the accuracy of choosing the right ending.
 
 An ending's tokens are scored after its context. acc chooses the ending with the lowest summed loss, acc_norm the one
 with the lowest loss per token, as in build-nanogpt and llm.c, or per character, as in lm-evaluation-harness.
 """
 
+import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,16 +20,117 @@ from tqdm import tqdm
 from model import GPT
 from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig, parse_tasks
-from steadygpt.data.tasks import TASKS, Example, load_examples
+from steadygpt.data.sources import read_split
 from steadygpt.data.tokenizer import Tokenizer
 from steadygpt.machine.device import any_length, evaluating
 from steadygpt.machine.loss import IGNORED_TARGET
 from steadygpt.machine.ranks import Ranks
 
+STYLES = ("build-nanogpt", "lm_eval")
 TOKENS_PER_BATCH = {"cpu": 2048, "gpu": 16384}  # padding included
 # Bound on autocast's error in a sum of n losses, in nats per sqrt(n). In bf16, models of 1 to 124 M parameters have an
 # rms error of 0.0045 to 0.0082.
 ROUNDING = 0.02
+
+# ---------------------------------------------------------------------------------------------------------------------
+# examples
+
+
+class Example(NamedTuple):
+    """A context and the endings to choose from."""
+
+    context: str
+    endings: list[str]
+    label: int  # index of the right ending
+    style: str = "lm_eval"  # how it is tokenized, and what acc_norm divides by
+
+
+class Task(NamedTuple):
+    """A multiple-choice task, with the split that lm-evaluation-harness scores."""
+
+    title: str
+    dataset: str  # on the Hub, NAME[:CONFIG]
+    split: str
+    columns: str  # that `read` needs
+    read: Callable[[dict], Example]  # of a row
+
+
+def label_of(row: dict) -> int:
+    """Return the index of the right ending: a number, or a string of digits as on the Hub."""
+    return int(str(row["label"]))
+
+
+def hellaswag(row: dict) -> Example:
+    return Example(row["ctx"], row["endings"], label_of(row), "build-nanogpt")
+
+
+def lm_eval_hellaswag(row: dict) -> Example:
+    """Read a row as lm-evaluation-harness does (task hellaswag, version 1).
+
+    Rows without ctx_a and ctx_b have ctx instead, and their last sentence keeps its lower-case letter.
+    """
+
+    def clean(text: str) -> str:
+        return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+
+    context = f"{row.get('ctx_a', row['ctx'])} {row.get('ctx_b', '').capitalize()}"
+    endings = [clean(ending) for ending in row["endings"]]
+    return Example(clean(f"{row['activity_label']}: {context}"), endings, label_of(row))
+
+
+def arc(row: dict) -> Example:
+    context, choices = "Question: " + row["question"] + "\nAnswer:", row["choices"]
+    return Example(context, choices["text"], choices["label"].index(row["answerKey"]))
+
+
+def piqa(row: dict) -> Example:
+    return Example("Question: " + row["goal"] + "\nAnswer:", [row["sol1"], row["sol2"]], label_of(row))
+
+
+ARC = "test", "question, choices (text, label), answerKey", arc
+TASKS = {
+    "hellaswag": Task("HellaSwag", "Rowan/hellaswag", "validation", "ctx, endings, label", hellaswag),
+    "arc_easy": Task("ARC-Easy", "allenai/ai2_arc:ARC-Easy", *ARC),
+    "arc_challenge": Task("ARC-Challenge", "allenai/ai2_arc:ARC-Challenge", *ARC),
+    "piqa": Task("PIQA", "baber/piqa", "validation", "goal, sol1, sol2, label", piqa),
+}
+
+
+def load_examples(name: str, file: str = "", style: str = STYLES[0]) -> list[Example]:
+    """Load the examples of a task from the Hub, or from a .jsonl file whose rows have the columns of the Hub.
+
+    Args:
+        style: of HellaSwag; the other tasks have lm_eval's only.
+    """
+    task, examples, expected = TASKS[name], [], "expected one JSON object per line"
+    read = lm_eval_hellaswag if (name, style) == ("hellaswag", "lm_eval") else task.read
+    try:
+        lines = Path(file).read_text(encoding="utf-8-sig").rstrip("\n").split("\n") if file else []
+        rows: Sequence[Any] = lines or read_split(task.dataset, task.split)
+    except (UserError, OSError, UnicodeDecodeError) as error:
+        if file:
+            raise UserError(f"{file}: cannot be read ({error}); {expected}") from error
+        raise UserError(f"{error}; or read it from a file: {name}=FILE") from error
+    if lines == [""]:
+        raise UserError(f"{file}: empty; {expected}")
+    for number, row in enumerate(rows, start=1):
+        try:
+            example = read(json.loads(row) if isinstance(row, str) else row)
+            endings, label = example.endings, example.label
+            texts = [example.context, *endings] if isinstance(endings, list) else []
+            if len(texts) < 3 or not all(isinstance(text, str) for text in texts) or not 0 <= label < len(endings):
+                raise ValueError(f"{len(endings)} endings, label {label}")
+            if not all(endings):  # the loss of no tokens would always be the lowest
+                raise ValueError("an empty ending")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            found = f"{file or task.dataset}:{number}: not an example of {task.title} ({error!r:.200})"
+            raise UserError(f"{found}; expected {task.columns}") from error
+        examples.append(example)
+    return examples
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# scores
 
 
 @dataclass(frozen=True)
@@ -43,23 +148,6 @@ class Tree:
     def width(self) -> int:
         """Number of input tokens. Each branch begins with the context's last token and lacks the ending's last."""
         return len(self.context) - 1 + sum(map(len, self.endings))
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Accuracies in [0, 1]."""
-
-    acc: float
-    acc_norm: float
-    num_examples: int
-    num_cut: int = 0  # of them, because the model's context is too short
-
-    def __str__(self) -> str:
-        cut = f", {self.num_cut:,} of them cut to the model's context" * bool(self.num_cut)
-        return f"acc {self.acc:.4f} acc_norm {self.acc_norm:.4f} ({self.num_examples:,} examples{cut})"
-
-    def metrics(self, task: str) -> dict[str, float]:
-        return {f"{task}_acc": self.acc, f"{task}_acc_norm": self.acc_norm}
 
 
 def tokenize(examples: Sequence[Example], tokenizer: Tokenizer, context_length: int) -> list[Tree]:
@@ -145,7 +233,8 @@ def ending_losses(
 
     Returns: the same array on every rank.
     """
-    losses = per_ending([[0.0] * len(tree.endings) for tree in trees], absent=np.inf)
+    absent = per_ending([[0.0] * len(tree.endings) for tree in trees], absent=np.inf)
+    losses = absent.copy()
 
     def score(trees: Sequence[Tree], what: str) -> None:
         """Set `losses` of these trees."""
@@ -159,9 +248,8 @@ def ending_losses(
             for tree, sums in zip(batch, score_batch(model, batch, ranks.device), strict=True):
                 if mine < len(batches):
                     found[tree.example, : len(sums)] = torch.tensor(sums)
-        summed = ranks.sum(found).numpy()
-        for tree in trees:
-            losses[tree.example, : len(tree.endings)] = summed[tree.example, : len(tree.endings)]
+        scored = [tree.example for tree in trees]
+        losses[scored] = (ranks.sum(found).numpy() + absent)[scored]
 
     with evaluating(model), any_length():
         score(trees, "endings")
@@ -188,15 +276,27 @@ def per_ending(numbers: Sequence[Sequence[float]], absent: float = 1.0) -> np.nd
     return np.array([[*of_example, *[absent] * (most - len(of_example))] for of_example in numbers])
 
 
+class Scores(NamedTuple):
+    """Accuracies in [0, 1]."""
+
+    acc: float
+    acc_norm: float
+    num_examples: int
+    num_cut: int  # of them, because the model's context is too short
+
+    def __str__(self) -> str:
+        cut = f", {self.num_cut:,} of them cut to the model's context" * bool(self.num_cut)
+        return f"acc {self.acc:.4f} acc_norm {self.acc_norm:.4f} ({self.num_examples:,} examples{cut})"
+
+    def metrics(self, task: str) -> dict[str, float]:
+        return {f"{task}_acc": self.acc, f"{task}_acc_norm": self.acc_norm}
+
+
 def score_examples(
     model: GPT, trees: Sequence[Tree], ranks: Ranks, check: Callable[[], object] = bool, progress: bool = False
 ) -> Scores:
     """Compute the scores of the trees' examples; arguments as in ending_losses."""
     losses = ending_losses(model, trees, ranks, check, progress)
-    labels = np.array([tree.label for tree in trees])
-    return Scores(
-        acc=float((losses.argmin(1) == labels).mean()),
-        acc_norm=float(((losses / per_ending([tree.lengths for tree in trees])).argmin(1) == labels).mean()),
-        num_examples=len(trees),
-        num_cut=sum(tree.is_cut for tree in trees),
-    )
+    labels, lengths = [tree.label for tree in trees], per_ending([tree.lengths for tree in trees])
+    acc, acc_norm = (float((found.argmin(1) == labels).mean()) for found in (losses, losses / lengths))
+    return Scores(acc, acc_norm, len(trees), sum(tree.is_cut for tree in trees))
