@@ -3,12 +3,8 @@
     python hellaswag_eval.py checkpoints/latest.pt --task hellaswag=hellaswag_val.jsonl
     python hellaswag_eval.py latest --task arc_easy,arc_challenge,piqa=piqa_validation.jsonl
 
-HellaSwag has 10,042 validation examples; chance is 0.25. steadygpt/evaluation/scores.py defines acc and acc_norm.
-
---style lm_eval computes the numbers of EleutherAI's lm-evaluation-harness, which differs in these points: the context
-begins with the activity ("Canoeing: Two women ..."), and its last sentence with a capital; "[title]" becomes ". ", and
-other tags in brackets are removed; context and ending are tokenized together; acc_norm takes the loss per character.
-The other tasks (ARC, Clark et al. 2018; PIQA, Bisk et al. 2020) always follow the harness.
+HellaSwag has 10,042 validation examples; chance is 0.25. --style lm_eval computes the numbers of EleutherAI's
+lm-evaluation-harness, which the other tasks (ARC, Clark et al. 2018; PIQA, Bisk et al. 2020) always follow.
 """
 
 from collections.abc import Sequence

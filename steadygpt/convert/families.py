@@ -204,17 +204,15 @@ def find_family(config: GPTConfig) -> str:
 def _unfit_fields(config: GPTConfig, family: Family) -> list[str]:
     """Return the fields of a model's shape that a family does not have, each as "NAME is FOUND, expected EXPECTED"."""
     values, num_heads = resolved(config), config.num_heads
-    allowed: dict[str, list] = {f.name: [f.default] for f in dataclasses.fields(config)}
+    expected = {f.name: f.default for f in dataclasses.fields(config) if f.name not in family.fields}
     # A family without these fields divides its width among the heads, and does not rotate. Missing biases become zeros.
-    allowed |= {"num_kv_heads": [num_heads], "head_dim": [config.embd_size // num_heads], "bias": [True, False]}
-    allowed |= {"rotary_base": [config.rotary_base]} | {name: [value] for name, value in family.fixed.items()}
-    allowed = {name: some for name, some in allowed.items() if name not in family.fields}
-    allowed["activation"] = list(dict.fromkeys(family.activations.values()))
-    unfit = [
-        f"{name} is {values[name]}, expected {' or '.join(map(str, some))}"
-        for name, some in allowed.items()
-        if values[name] not in some
-    ]
+    usual = {"num_kv_heads": num_heads, "head_dim": config.embd_size // num_heads}
+    usual |= {"bias": config.bias, "rotary_base": config.rotary_base} | family.fixed
+    expected |= {name: value for name, value in usual.items() if name in expected}
+    unfit = [f"{name} is {values[name]}, expected {value}" for name, value in expected.items() if values[name] != value]
+    if config.activation not in family.activations.values():
+        known = dict.fromkeys(family.activations.values())
+        unfit.append(f"activation is {config.activation}, expected {' or '.join(known)}")
     if "rotary_pct" in family.fields and not config.rotary_pct:
         unfit.append("rotary_pct is 0.0, expected more")
     if config.embd_size % num_heads and not family.any_heads:

@@ -252,28 +252,24 @@ def with_tokenizer(checkpoint: dict, given: TokenizerRecord, path: Path) -> dict
 
 
 def _tokenizer_of(folder: Path, source: str, own: dict, config: GPTConfig, stored: dict) -> TokenizerRecord:
-    """Return what is known of the tokenizer of a Hugging Face folder.
-
-    Args:
-        own: what write_folder has added to config.json, which is `stored`.
-    """
+    """Return what is known of the tokenizer of a folder with the config.json `stored`, to which we have added `own`."""
     record = TokenizerRecord.of({"tokenizer": ""} | own, f"{source}: steadygpt in config.json")
     if own.get("tokenizer_sha256") or (record.tokenizer and not record.is_file):
         return record.with_json(folder)
-    is_older, has_rows = not (folder / TOKENIZER_JSON).exists(), config.vocab_size in GPT2_ROWS
-    if is_older and stored["model_type"] == "gpt2" and not (folder / "vocab.json").exists():
-        return _assumed_gpt2(config, source)
-    record = TokenizerRecord(f"{folder}/{TOKENIZER_JSON}" if Path(source).is_dir() else f"hf:{source}")
+    has_rows_of_gpt2 = config.vocab_size in GPT2_ROWS
     try:
-        if is_older and stored["model_type"] == "gpt2":
+        if stored["model_type"] == "gpt2" and not (folder / TOKENIZER_JSON).exists():  # an older folder
+            if not (folder / "vocab.json").exists():
+                return _assumed_gpt2(config, source)
             vocabulary = json.dumps(read_json(folder / "vocab.json", dict, ""), sort_keys=True)
-            is_gpt2 = has_rows and hashlib.sha256(vocabulary.encode()).hexdigest() == GPT2_VOCAB_SHA256
-            return GPT2 if is_gpt2 else UNKNOWN
+            is_gpt2 = hashlib.sha256(vocabulary.encode()).hexdigest() == GPT2_VOCAB_SHA256
+            return GPT2 if is_gpt2 and has_rows_of_gpt2 else UNKNOWN
+        record = TokenizerRecord(f"{folder}/{TOKENIZER_JSON}" if Path(source).is_dir() else f"hf:{source}")
         record = record.with_json(folder)
         tokenizer = load_tokenizer(record)
     except (UserError, OSError):  # there is none, or it is not accepted
         return UNKNOWN
-    if has_rows and tokenizer.sha256 == GPT2.tokenizer_sha256:
+    if has_rows_of_gpt2 and tokenizer.sha256 == GPT2.tokenizer_sha256:
         return GPT2
     if tokenizer.n_vocab > config.vocab_size:
         return UNKNOWN

@@ -48,25 +48,15 @@ def sample(logits: Tensor, temperature: float, top_k: int | None, generator: tor
 
 
 def sample_texts(
-    model: GPT,
-    tokenizer: Tokenizer,
-    prompt: str,
-    max_tokens: int,
-    generator: torch.Generator,
-    count: int = 1,
-    **options,
+    model: GPT, tokenizer: Tokenizer, prompt: str, max_tokens: int, generator: torch.Generator, count: int = 1, **how
 ) -> list[str]:
     """Return `count` texts that begin a document with `prompt` and end with the document or after max_tokens.
 
     Args:
         generator: on the model's device; the only source of randomness.
-        options: temperature and top_k of generate.
+        how: temperature and top_k of generate.
     """
     start = [tokenizer.document_id, *tokenizer.encode(prompt)]  # as every document of the data begins
     idx = torch.tensor([start] * count, device=generator.device)
-    texts = []
-    options |= {"generator": generator, "vocab_size": tokenizer.n_vocab}
-    for ids in generate(model, idx, max_tokens, **options)[:, 1:].tolist():
-        end = ids.index(start[0]) if start[0] in ids else len(ids)
-        texts.append(tokenizer.decode(ids[:end]))
-    return texts
+    found = generate(model, idx, max_tokens, generator=generator, vocab_size=tokenizer.n_vocab, **how)[:, 1:].tolist()
+    return [tokenizer.decode(ids[: (*ids, start[0]).index(start[0])]) for ids in found]  # up to the next document

@@ -55,19 +55,15 @@ class Task(NamedTuple):
     read: Callable[[dict], Example]  # of a row
 
 
-def label_of(row: dict) -> int:
-    """Return the index of the right ending: a number, or a string of digits as on the Hub."""
-    return int(str(row["label"]))
-
-
 def hellaswag(row: dict) -> Example:
-    return Example(row["ctx"], row["endings"], label_of(row), "build-nanogpt")
+    return Example(row["ctx"], row["endings"], int(str(row["label"])), "build-nanogpt")  # a string on the Hub
 
 
 def lm_eval_hellaswag(row: dict) -> Example:
     """Read a row as lm-evaluation-harness does (task hellaswag, version 1).
 
-    Rows without ctx_a and ctx_b have ctx instead, and their last sentence keeps its lower-case letter.
+    The context begins with the activity ("Canoeing: Two women ..."), and its last sentence with a capital, unless the
+    row lacks ctx_a and ctx_b. "[title]" becomes ". ", and other tags in brackets are removed.
     """
 
     def clean(text: str) -> str:
@@ -75,7 +71,7 @@ def lm_eval_hellaswag(row: dict) -> Example:
 
     context = f"{row.get('ctx_a', row['ctx'])} {row.get('ctx_b', '').capitalize()}"
     endings = [clean(ending) for ending in row["endings"]]
-    return Example(clean(f"{row['activity_label']}: {context}"), endings, label_of(row))
+    return Example(clean(f"{row['activity_label']}: {context}"), endings, int(str(row["label"])))
 
 
 def arc(row: dict) -> Example:
@@ -84,7 +80,7 @@ def arc(row: dict) -> Example:
 
 
 def piqa(row: dict) -> Example:
-    return Example("Question: " + row["goal"] + "\nAnswer:", [row["sol1"], row["sol2"]], label_of(row))
+    return Example("Question: " + row["goal"] + "\nAnswer:", [row["sol1"], row["sol2"]], int(str(row["label"])))
 
 
 ARC = "test", "question, choices (text, label), answerKey", arc
