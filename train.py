@@ -24,10 +24,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import hellaswag_eval
-from convert_hf import read_weights
 from dataloader import BatchLoader, Mixture, Rows, RowStream, Spread
-from generate import sample_texts
 from model import GPT, GPTConfig
 from optim import make_optimizer, skips_on_device, state_shapes, update_unless
 from steadygpt import git_commit
@@ -39,7 +36,11 @@ from steadygpt.checkpoint.host_copy import HostCopy, fill, restore_optimizer
 from steadygpt.checkpoint.saves import Saves
 from steadygpt.checkpoint.table import print_checkpoints
 from steadygpt.config import TrainConfig, parse_args, preset_named
+from steadygpt.convert.weights import read_weights
+from steadygpt.data.tasks import TASKS
 from steadygpt.data.tokenizer import Tokenizer, tokenizer_on_all
+from steadygpt.evaluation.sample import sample_texts
+from steadygpt.evaluation.scores import Tree, load_tasks, score_examples
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine import parallel
 from steadygpt.machine.device import autocast, evaluating, peak_memory_bytes, profiled, use_fp8
@@ -83,7 +84,7 @@ class Run:
     log: RunLog
     saves: Saves  # when to save, and the thread that writes checkpoints
     tokenizer: Tokenizer | None  # for samples, tasks and bits per byte
-    tasks: Mapping[str, list[hellaswag_eval.Tree]]  # to score, by name
+    tasks: Mapping[str, list[Tree]]  # to score, by name
 
     def autocast(self):
         return autocast(self.ranks.device, self.config.precision)
@@ -132,7 +133,7 @@ def build(plan: Plan, log: RunLog, held: ExitStack) -> Run:
         log.say("\n".join(plan.lines()))
     reads_text = (plan.writes or config.eval_only) and (config.sample_freq or config.hellaswag_freq or data.val_sets)
     tokenizer = tokenizer_on_all(data.tokenizer_record, ranks, log.warn) if reads_text else None
-    tasks = hellaswag_eval.load(config, tokenizer, ranks, log.warn) if tokenizer and config.hellaswag_freq else {}
+    tasks = load_tasks(config, tokenizer, ranks, log.warn) if tokenizer and config.hellaswag_freq else {}
     model = build_model(config, plan.sketch.config, ranks)
     optimizer = make_optimizer(model, config, ranks)
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
@@ -283,8 +284,8 @@ def evaluate(run: Run, everything: bool) -> None:
         saves.record(state.step, found, best)  # best_model.pt is a link to that save
     for task, trees in run.tasks.items() if due(config.hellaswag_freq) else ():
         with run.autocast():
-            scores = hellaswag_eval.evaluate(run.model, trees, ranks, run.stop.check)
-        log.evaluation(state.step, f"{hellaswag_eval.TASKS[task].title} {scores}", **scores.metrics(task))
+            scores = score_examples(run.model, trees, ranks, run.stop.check)
+        log.evaluation(state.step, f"{TASKS[task].title} {scores}", **scores.metrics(task))
         saves.record(state.step, scores.metrics(task))
     if due(config.sample_freq) and run.tokenizer:
         generator = torch.Generator(ranks.device).manual_seed(config.seed + state.step)

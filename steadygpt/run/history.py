@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from convert_hf import read_weights
 from dataloader import Data, find_data
 from steadygpt.base.durable import fsync_folder, link_file, lock_folder
 from steadygpt.base.options import UserError
@@ -30,6 +29,7 @@ from steadygpt.checkpoint.files import (
 )
 from steadygpt.checkpoint.mirror import Mirror, newer_checkpoint, restore_files
 from steadygpt.config import EXCLUSIVE, FIELDS, KEPT, TrainConfig
+from steadygpt.convert.weights import read_weights
 from steadygpt.data.shards import Recorded, check_listing
 from steadygpt.data.tokenizer import TokenizerRecord
 from steadygpt.machine.ranks import Ranks

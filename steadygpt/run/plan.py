@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from convert_hf import check_fits
 from dataloader import Data, RowStream
 from model import GPT
 from steadygpt import version_text
@@ -22,6 +21,7 @@ from steadygpt.base.text import bytes_text, counted, labelled
 from steadygpt.checkpoint.files import DECIDED, Entry, trained_with
 from steadygpt.checkpoint.saves import interval_text
 from steadygpt.config import FINEWEB_EDU_TOKENS, KEPT, TrainConfig
+from steadygpt.convert.weights import check_fits
 from steadygpt.data.order import BLOCK_ROWS
 from steadygpt.data.tokenizer import load_tokenizer
 from steadygpt.log.status import read_status

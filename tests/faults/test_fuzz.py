@@ -21,8 +21,7 @@ from conftest import REPO, TINY, run_here, weights_content, write_data
 from rich.console import Console
 
 import prepare_dataset
-from convert_hf import read_weights, write_folder
-from generate import load_model
+from convert_hf import write_folder
 from model import GPT, GPTConfig
 from optim import make_optimizer, state_shapes
 from steadygpt.base.options import OF_PATHS, UserError
@@ -31,6 +30,7 @@ from steadygpt.checkpoint.files import TrainState, as_checkpoint, check_tensors,
 from steadygpt.checkpoint.mirror import Mirror
 from steadygpt.checkpoint.table import checkpoint_table, details, mirror_table
 from steadygpt.config import TrainConfig, parse_args
+from steadygpt.convert.weights import load_model, read_weights
 from steadygpt.data.shards import ShardSet, open_shard
 from steadygpt.data.tasks import load_examples
 from steadygpt.data.tokenizer import get_tokenizer, load_tokenizer, record_named
