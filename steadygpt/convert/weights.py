@@ -234,7 +234,7 @@ def _converted(
         **record._asdict(),
         "torch_version": str(torch.__version__),
         "saved_at": time.time(),
-        **{"step": 0, "rows_consumed": 0, "optimizer": {}, "train_config": {}},  # no run has trained them
+        **{"step": 0, "rows_consumed": 0, "optimizer": {}, "starts": []},  # no run has trained them
     }
     if weights is None:
         return checkpoint
