@@ -4,6 +4,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import secrets
 import socket
 import sys
 import tempfile
@@ -27,6 +28,7 @@ from steadygpt.checkpoint.files import FORMAT_VERSION
 from steadygpt.config import GPTConfig, TrainConfig
 from steadygpt.data.order import BLOCK_ROWS
 from steadygpt.data.shards import write_shard
+from steadygpt.log.metrics import METRICS, joined
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.ranks import Ranks
 
@@ -179,9 +181,10 @@ def run_here(*flags: str) -> int:
 
 
 def open_log(config, start_step: int | None, max_steps: int = 0, ranks: Ranks | None = None) -> RunLog:
-    """Open the log of a run on rank 0."""
+    """Open the log of a run on rank 0; start_step is None for a new run."""
     log = RunLog(config, ranks or Ranks(torch.device("cpu")), max_steps)
-    log.open(start_step)
+    parent = "" if start_step is None else "0" * 16
+    log.open(start_step or 0, {"run": config.run_name, "id": secrets.token_hex(8), "parent": parent, "how": {}})
     return log
 
 
@@ -295,7 +298,7 @@ def run_content(step: int, **more) -> dict:
     """Return a checkpoint of a run with 4 rows per step and no optimizer; one weight is equal to the step."""
     options = shown_options(TrainConfig(total_batch_size=4 * TrainConfig.context_length))
     start = {
-        "step": 0, "row": 0, "options": options, "sources": {"data": ("data", "0")}, "val_sets": {},
+        "id": "0" * 16, "step": 0, "row": 0, "options": options, "sources": {"data": ("data", "0")}, "val_sets": {},
         "shares": {"0": BLOCK_ROWS}, "given": {"0": 0}, "ranks": 1, "threads": 1, "device": "cpu", "torch": "2.13.0",
         "commit": "0",
     }  # fmt: skip
@@ -338,11 +341,9 @@ def scalars(folder) -> dict[str, dict[int, float]]:
 
 
 def metrics(logdir, key: str) -> dict[int, float]:
-    """Return step -> value of one metric in metrics.jsonl; fail if a step is logged twice."""
+    """Return step -> value of one metric in metrics.jsonl, its segments joined; fail if a step is logged twice."""
     found = {}
-    for line in (Path(logdir) / "metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        if key in record:
-            assert record["step"] not in found, f"step {record['step']} is logged twice"
-            found[record["step"]] = record[key]
+    for record in joined(Path(logdir) / METRICS, key):
+        assert record["step"] not in found, f"step {record['step']} is logged twice"
+        found[record["step"]] = record[key]
     return found

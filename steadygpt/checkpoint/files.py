@@ -52,6 +52,7 @@ Evaluations = dict[int, dict[str, Loss | None]]  # step -> {"val_loss": ..., "va
 class Entry(TypedDict):
     """What one start of a run trained on, and how."""
 
+    id: Annotated[str, r"[0-9a-f]{16}"]  # of the start, random
     step: Count  # the first one of the start
     row: Count  # of the first step
     options: dict[str, Any]

@@ -6,11 +6,12 @@ import re
 import shutil
 import socket
 import time
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
 
@@ -18,17 +19,18 @@ import psutil
 
 from steadygpt.base.options import UserError
 from steadygpt.base.typed import parse_json, read_json
-from steadygpt.log.status import LOG, METRICS, STATUS, Status, run_of
+from steadygpt.log.metrics import METRICS, Record, find_logs
+from steadygpt.log.status import LOG, STATUS, Status
 from steadygpt.monitor.chart import Curve
 
 MAX_POINTS = 1000  # of a curve, more than a terminal has columns
 MAX_WARNINGS = 5
 BLOCK_BYTES = 2**16  # of metrics.jsonl, in memory at once
 TAIL_BYTES = 2**18  # at the end of a log, where the last values and warnings are
-# A line of metrics.jsonl, with its step, and its training or validation loss if that is a number.
+# A line of metrics.jsonl: its step, its training or validation loss if that is a number, and the step of a start.
 LINE = re.compile(
     rb'\{"step": (\d{1,18}), (?:"time": [\d.]+, )?(?:"loss": (?:(NUMBER)|null)(?=[,}])|'
-    rb'"val_loss": (?:(NUMBER)|null)(?=[,}])|"(?!(?:val_)?loss": )).*\}\n'.replace(
+    rb'"val_loss": (?:(NUMBER)|null)(?=[,}])|"start": (\d{1,18}), |"(?!(?:(?:val_)?loss|start)": )).*\}\n'.replace(
         b"NUMBER", rb"\d{1,18}(?:\.\d+)?(?:e(?:-\d{1,3}|\+\d\d))?"
     )
 )
@@ -45,7 +47,7 @@ class Snapshot:
     saved_age_s: float | None  # since the last save; None: there was none
     mirrored_age_s: float | None  # since the last upload
     disk_free_bytes: int  # on the disk of the checkpoints
-    latest: dict[str, float]  # the last value of each metric
+    latest: dict[str, float]  # the last value of each metric in this start
     curves: dict[str, Curve]  # loss and val_loss
     warnings: list[str]  # the last ones in log.txt
     unread: int = 0  # broken lines of metrics.jsonl
@@ -60,10 +62,10 @@ def watch(run_folder: str) -> Iterator[Snapshot]:
     heartbeat_s = status.get("updated_at") or path.stat().st_mtime
     metrics = Metrics(Path())
     while True:
-        logdir = find_logs(folder, status)
-        if metrics.path.parent != logdir:
+        logdir = find_logs(status.get("logdirs", []), folder, status.get("run_id", "")) or folder
+        if metrics.path.parent != logdir or metrics.is_replaced():
             metrics = Metrics(logdir / METRICS)
-        metrics = metrics.read()
+        metrics.read()
         is_here = status.get("host", socket.gethostname()) == socket.gethostname()
         yield Snapshot(
             folder=folder,
@@ -89,44 +91,50 @@ class Metrics:
     """The curves and the last value of each metric, from a metrics.jsonl that is read as it grows."""
 
     def __init__(self, path: Path):
-        self.path = path
-        self.size, self.seen = 0, b""  # bytes that were read, and the last ones of them
+        self.path, self.size = path, 0  # in bytes, of what was read
         self.latest: dict[str, float] = {}
         self.curves: dict[str, Curve] = {"loss": [], "val_loss": []}
         self.unread = 0
 
-    def read(self) -> "Metrics":
-        """Read what was written since the last call; everything, anew, if the file was replaced or cut back."""
-        if not self.path.exists():
-            return self
-        with open(self.path, "rb") as file:
-            file.seek(self.size - len(self.seen))
-            if file.read(len(self.seen)) != self.seen:
-                return Metrics(self.path).read()
+    def is_replaced(self) -> bool:
+        """Return whether the file is gone or shorter: the user has removed the run, and started another one."""
+        return not self.path.exists() or self.path.stat().st_size < self.size
+
+    def read(self) -> None:
+        """Read what was written since the last call."""
+        with suppress(FileNotFoundError), open(self.path, "rb") as file:
+            file.seek(self.size)
             tail = os.fstat(file.fileno()).st_size - TAIL_BYTES
             while block := file.read(BLOCK_BYTES) + file.readline():
                 block = block[: block.rfind(b"\n") + 1]  # the last line may be incomplete
                 self._add(block, max(0, tail - self.size))
-                self.size, self.seen = self.size + len(block), block[-256:] or self.seen
-        return self
+                self.size += len(block)
 
     def _add(self, lines: bytes, tail: int) -> None:
         """Add the losses of all lines, and the other values of those from the byte `tail` on."""
         found = LINE.findall(lines)
         self.unread += lines.count(b"\n") - len(found)
-        self.curves["loss"] += [(int(step), float(loss)) for step, loss, _ in found if loss]
-        self.curves["val_loss"] += [(int(step), float(loss)) for step, _, loss in found if loss]
+        starts = [number for number, line in enumerate(found) if line[3]]
+        for begin, end in pairwise([0, *starts, len(found)]):
+            segment = found[begin:end]
+            if segment and (start := segment[0][3]):  # later starts win from their first step on
+                for curve in self.curves.values():
+                    del curve[bisect_left(curve, (int(start), -math.inf)) :]
+            self.curves["loss"] += [(int(step), float(loss)) for step, loss, _, _ in segment if loss]
+            self.curves["val_loss"] += [(int(step), float(loss)) for step, _, loss, _ in segment if loss]
         for name, curve in self.curves.items():
             if len(curve) > 20 * MAX_POINTS:
                 self.curves[name] = thin(curve)
         for line in LINE.finditer(lines, tail):
-            if b'"start": ' not in line[0]:
-                try:
-                    record = parse_json(line[0], dict[str, float | None], "", "")
-                    self.latest |= {name: math.nan if value is None else value for name, value in record.items()}
-                    self.latest["step"] = int(line[1])  # a broken line may name it twice
-                except UserError:
-                    self.unread += 1
+            if line[4]:
+                self.latest = {}  # status.json has the last scores
+                continue
+            try:
+                record = parse_json(line[0], Record, "", "")
+                self.latest |= {name: math.nan if value is None else value for name, value in record.items()}
+                self.latest["step"] = int(line[1])  # a broken line may name it twice
+            except UserError:
+                self.unread += 1
 
 
 def thin(curve: Curve) -> Curve:
@@ -168,17 +176,6 @@ def find_run(folder: Path) -> Path:
             f"{folder}: no run; found no {STATUS} there or in its subfolders. Try the --checkpoint_dir of a run."
         )
     return max(found, key=lambda path: path.stat().st_mtime).parent
-
-
-def find_logs(folder: Path, status: Status) -> Path:
-    """Return the folder of the run's logs: that of status.json, or one near the checkpoints if they were moved."""
-    there = folder.resolve()
-    named = Path(status.get("logdir") or folder)
-    for logs in (named, there.parent / "logs", there.parent.parent / "logs" / there.name, folder):
-        with suppress(OSError, ValueError):
-            if run_of(logs) == status.get("run_name"):  # otherwise a later run has moved the logs of this one aside
-                return logs
-    return named
 
 
 def process_state(pid: int | None, heartbeat_s: float) -> str:
