@@ -35,6 +35,7 @@ from steadygpt.machine.device import device_name
 from steadygpt.machine.ranks import Ranks
 
 HEARTBEAT_S = 10.0  # between updates of status.json while training
+MAX_WARNINGS = 5  # the last ones are in status.json
 STEP_FORMS = {
     "loss": "loss {:.4f}", "lr": "lr {:.2e}", "grad_norm": "grad norm {:.2f}", "step_ms": "{:,.0f} ms",
     "tokens_per_second": "{:,.0f} tok/s", "mfu": "mfu {:.1%}", "cost": "cost {:,.2f}",
@@ -55,7 +56,7 @@ class RunLog:
         self.load = Load()
         self.is_resumed = False
         self.facts: dict[str, Any] = {  # of status.json
-            "status": "running", "reason": "", "doing": "starting", "run_name": config.run_name,
+            "status": "running", "reason": "", "doing": "starting", "warnings": [], "run_name": config.run_name,
             "step": 0, "max_steps": max_steps, "tokens_per_step": config.total_batch_size,
             "precision": config.precision, "ranks": ranks.world_size, "device": device_name(ranks.device),
             "started_at": time.time(), "host": socket.gethostname(), "pid": os.getpid(),
@@ -64,9 +65,7 @@ class RunLog:
         }  # fmt: skip
         self.heartbeat_at_s = -math.inf
         self.text_file: LineFile | None = None  # None: the log only prints
-        self.sinks: list[Metrics | TensorBoard | WandbSink] = []
-        self.alerts: Alerts | None = None
-        self.system: SystemMetrics | None = None
+        self.sinks: list[Metrics | TensorBoard | WandbSink | Alerts | SystemMetrics] = []
 
     def open(self, first_step: int, start: Mapping[str, Any], checkpoint_bytes: int = 0) -> None:
         """Open the files and sinks of a run, on rank 0.
@@ -84,7 +83,7 @@ class RunLog:
         if config.use_tensorboard:
             self.sinks.append(TensorBoard(config, first_step))
         if config.alert_url:
-            self.alerts = Alerts(config.alert_url, config.run_name, self.warn)
+            self.sinks.append(Alerts(config.alert_url, config.run_name, self.warn))
         if config.use_wandb:
             wandb = WandbSink(config, first_step, start, self.warn)
             self.say(wandb.note)
@@ -137,14 +136,13 @@ class RunLog:
         """Record what GPUs and host do, every --system_metrics_s from now on, in a thread of its own."""
         if self.text_file and (seconds := self.config.system_metrics_s):
             folder, gpus = Path(self.config.checkpoint_dir), gpu_count(self.ranks.device)
-            self.system = SystemMetrics(seconds, folder, gpus, self.record_system, self.warn)
+            self.sinks.append(SystemMetrics(seconds, folder, gpus, self.record_system, self.warn))
 
     def record_system(self, metrics: Mapping[str, float]) -> None:
         """Record the machine's load beside the current step, and its mean in this start for status.json."""
         with self.lock:
             self._record(self.facts["step"], metrics)
-            self.load.add(metrics)
-            self.note(mean_load={name: round(value, 2) for name, value in self.load.means().items()})
+            self.note(mean_load=self.load.add(metrics))
 
     def record(self, step: int, line: str, **metrics: float | None) -> None:
         """Write a line of text, and its numbers to the sinks."""
@@ -157,7 +155,7 @@ class RunLog:
 
     def _tell_sinks(self, method: str, *args: object) -> None:
         """Call a method of the sinks that have it."""
-        for sink in (*self.sinks, self.text_file):  # log.txt is closed last: the others may warn
+        for sink in (*reversed(self.sinks), self.text_file):  # closed last: log.txt, because the others may warn
             if hasattr(sink, method):
                 with self._surviving(sink):
                     getattr(sink, method)(*args)
@@ -202,8 +200,7 @@ class RunLog:
 
     def alert(self, event: str, text: str) -> None:
         """Send an event to --alert_url, if there is one."""
-        if self.alerts:
-            self.alerts.send(event, text, step=self.facts["step"], max_steps=self.max_steps)
+        self._tell_sinks("send", event, text, self.facts["step"], self.max_steps)
 
     # -----------------------------------------------------------------------------------------------------------------
     # text
@@ -219,8 +216,9 @@ class RunLog:
             self.live_line = True
 
     def warn(self, line: str, event: str = "") -> None:
-        """Write a warning to stderr and log.txt, and send it as an alert if it is an event."""
+        """Write a warning to stderr, log.txt and status.json, and send it as an alert if it is an event."""
         self._write(sys.stderr, f"warning: {line}")
+        self.note(warnings=[*self.facts["warnings"], line][-MAX_WARNINGS:])
         if event:
             self.alert(event, line)
 
@@ -274,10 +272,6 @@ class RunLog:
         self.close()
 
     def close(self) -> None:
-        if self.system:
-            self.system.close()
-        if self.alerts:
-            self.alerts.close()
         self.flush()
         self._tell_sinks("close")
         self.text_file, self.sinks = None, []

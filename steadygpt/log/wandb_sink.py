@@ -3,10 +3,11 @@
 import math
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, Literal
+from typing import Any
 
 from steadygpt.base.options import UserError, shown_options
 from steadygpt.base.text import labelled
@@ -92,21 +93,12 @@ def _start(config: TrainConfig, name: str, run_id: str | None, warn: Callable[[s
     shown = shown_options(config)
     has_secrets = any(value for option, value in vars(config).items() if option not in shown)
 
-    def start(run_id: str | None, mode: Literal["offline"] | None = None):
-        return wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "steadygpt"),
-            name=name,
-            id=run_id,
-            resume="allow",
-            mode=mode,
-            dir=Path(config.logdir).absolute(),
-            config=shown,
-            # log.txt has the output, without the line that changes. W&B's metadata would have the command line.
-            settings=wandb.Settings(console="off", quiet=True, x_disable_meta=has_secrets),
-        )
-
+    # log.txt has the output, without the line that changes. W&B's metadata would have the command line.
+    settings = wandb.Settings(console="off", quiet=True, x_disable_meta=has_secrets)
+    project, folder = os.environ.get("WANDB_PROJECT", "steadygpt"), Path(config.logdir).absolute()
+    start = partial(wandb.init, project=project, name=name, resume="allow", dir=folder, config=shown, settings=settings)
     try:
-        return start(None if wandb.setup().settings.mode == "offline" else run_id)
+        return start(id=None if wandb.setup().settings.mode == "offline" else run_id, mode=None)
     except Exception as error:  # wandb raises its own errors for logins, networks and names
         reason = f"wandb did not start ({f'{type(error).__name__}: {error}'.splitlines()[0]})"
         if not warn:
@@ -114,4 +106,4 @@ def _start(config: TrainConfig, name: str, run_id: str | None, warn: Callable[[s
                 f"--use_wandb: {reason}. Log in with 'wandb login', set WANDB_MODE=offline, or drop the flag"
             ) from error
         warn(f"{reason}; this start is recorded offline")
-        return start(None, "offline")
+        return start(id=None, mode="offline")

@@ -1,8 +1,9 @@
-"""Snapshots of a run, taken from its files and its process."""
+"""Snapshots of a run, taken from its files and its process, and whether it is alive."""
 
 import math
 import os
 import re
+import shlex
 import shutil
 import socket
 import time
@@ -14,19 +15,25 @@ from functools import partial
 from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
 from steadygpt.base.options import UserError
+from steadygpt.base.text import counted, duration_text
 from steadygpt.base.typed import parse_json, read_json
 from steadygpt.log.metrics import METRICS, Record, find_logs
-from steadygpt.log.status import LOG, STATUS, Status
-from steadygpt.monitor.chart import Curve
+from steadygpt.log.status import STATUS, Status
+
+FRESH_S = 15.0  # a run renews its heartbeat at least every 10 s
+SILENT_S = 60.0  # without a heartbeat for this long, or SILENT_STEPS steps, a run hangs
+SILENT_STEPS = 5
+COMPILING_S = 900.0  # the limit at the start and in evaluations: no heartbeat while the model is compiled
 
 MAX_POINTS = 1000  # of a curve, more than a terminal has columns
-MAX_WARNINGS = 5
+Curve = list[tuple[int, float]]  # points (step, value) in the order of the steps
 BLOCK_BYTES = 2**16  # of metrics.jsonl, in memory at once
-TAIL_BYTES = 2**18  # at the end of a log, where the last values and warnings are
+TAIL_BYTES = 2**18  # at its end, where the last values are
 # A line of metrics.jsonl: its step, its training or validation loss if that is a number, and the step of a start.
 LINE = re.compile(
     rb'\{"step": (\d{1,18}), (?:"time": [\d.]+, )?(?:"loss": (?:(NUMBER)|null)(?=[,}])|'
@@ -49,7 +56,6 @@ class Snapshot:
     disk_free_bytes: int  # on the disk of the checkpoints
     latest: dict[str, float]  # the last value of each metric in this start
     curves: dict[str, Curve]  # loss and val_loss
-    warnings: list[str]  # the last ones in log.txt
     unread: int = 0  # broken lines of metrics.jsonl
 
 
@@ -63,7 +69,7 @@ def watch(run_folder: str) -> Iterator[Snapshot]:
     metrics = Metrics(Path())
     while True:
         logdir = find_logs(status.get("logdirs", []), folder, status.get("run_id", "")) or folder
-        if metrics.path.parent != logdir or metrics.is_replaced():
+        if metrics.path.parent != logdir:  # also after the user has removed the run, and then started another one
             metrics = Metrics(logdir / METRICS)
         metrics.read()
         is_here = status.get("host", socket.gethostname()) == socket.gethostname()
@@ -77,7 +83,6 @@ def watch(run_folder: str) -> Iterator[Snapshot]:
             disk_free_bytes=shutil.disk_usage(folder).free,
             latest=metrics.latest,
             curves={name: thin(curve) for name, curve in metrics.curves.items()},
-            warnings=last_warnings(logdir / LOG),
             unread=metrics.unread,
         )
         with suppress(OSError, UserError):  # otherwise the last good one is shown
@@ -95,10 +100,6 @@ class Metrics:
         self.latest: dict[str, float] = {}
         self.curves: dict[str, Curve] = {"loss": [], "val_loss": []}
         self.unread = 0
-
-    def is_replaced(self) -> bool:
-        """Return whether the file is gone or shorter: the user has removed the run, and started another one."""
-        return not self.path.exists() or self.path.stat().st_size < self.size
 
     def read(self) -> None:
         """Read what was written since the last call."""
@@ -153,17 +154,6 @@ def thin(curve: Curve) -> Curve:
     return kept
 
 
-def last_warnings(log: Path) -> list[str]:
-    """Return the warnings in the last lines of a log."""
-    try:
-        with open(log, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            lines = file.read().decode("utf-8", "replace").splitlines()
-    except (OSError, ValueError):  # there is none, or status.json names no possible folder
-        return []
-    return [line.removeprefix("warning: ") for line in lines if line.startswith("warning: ")][-MAX_WARNINGS:]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # where the files and the process are
 
@@ -190,3 +180,59 @@ def process_state(pid: int | None, heartbeat_s: float) -> str:
 
 def age_s(then_s: float | None) -> float | None:
     return None if then_s is None else max(0.0, time.time() - then_s)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# whether the run is alive
+
+
+class State(NamedTuple):
+    """The state of a run, the evidence for it, and a command to continue ("" if none)."""
+
+    name: str  # running, starting, suspended, hung, silent, killed, stopped, finished or failed
+    why: str
+    command: str = ""
+
+    @property
+    def is_alive(self) -> bool:
+        return self.name in ("running", "starting")
+
+    @property
+    def is_well(self) -> bool:
+        return self.is_alive or self.name in ("stopped", "finished")
+
+
+def state_of(snapshot: Snapshot) -> State:
+    """Return the state of a run.
+
+    A run says itself how it ended, unless it was killed. Otherwise its process decides, if it is on this machine, and
+    the age of the heartbeat.
+    """
+    status, process, age_s = snapshot.status, snapshot.process, snapshot.heartbeat_age_s
+    age, pid = duration_text(age_s), status.get("pid")
+    folder = shlex.quote(str(snapshot.folder))
+    where = "" if folder == "checkpoints" else f" --checkpoint_dir {folder}"
+    resume = f"./resume_training.sh{where}" if snapshot.saved_age_s is not None else ""
+    if (name := status.get("status", "unknown")) == "finished":
+        return State(name, f"after {counted(status.get('step', 0), 'step')}", f"python generate.py latest{where}")
+    if name != "running":
+        return State(name, status.get("reason", ""), resume)
+
+    doing = status.get("doing", "starting")
+    least_s = COMPILING_S if doing in ("starting", "evaluating") else SILENT_S
+    limit_s = max(least_s, SILENT_STEPS * status.get("step_ms", 0) / 1000)
+    if process == "suspended":
+        return State("suspended", f"process {pid} is stopped by a signal; no heartbeat for {age}", f"kill -CONT {pid}")
+    if process == "gone" and age_s > FRESH_S:  # else it runs in a container, which has process numbers of its own
+        return State("killed", f"process {pid} no longer exists; last heartbeat {age} ago", resume)
+    if age_s <= limit_s:
+        if doing == "starting":
+            return State(
+                "starting", f"loading data or compiling the model, which may take minutes; heartbeat {age} ago"
+            )
+        return State("running", f"{doing}; heartbeat {age} ago")
+    if process == "elsewhere":
+        return State(
+            "silent", f"no heartbeat for {age}: hung or killed on {status['host']}, which this machine cannot see"
+        )
+    return State("hung", f"process {pid} exists, but sent no heartbeat for {age}", f"kill -9 {pid}")

@@ -22,18 +22,17 @@ from test_metrics import start_line
 from steadygpt.base.options import UserError
 from steadygpt.log.metrics import places_of
 from steadygpt.monitor import snapshot as watch
-from steadygpt.monitor.chart import Chart
-from steadygpt.monitor.liveness import state_of
-from steadygpt.monitor.snapshot import Snapshot, process_state
+from steadygpt.monitor.snapshot import Snapshot, process_state, state_of
 
 sys.path.insert(0, str(REPO / "scripts"))
 import monitor_training
 
-from steadygpt.monitor.view import view
+from steadygpt.monitor.view import Chart, view
 
 STATUS = {
     "status": "running", "reason": "", "doing": "training", "run_name": "tiny", "run_id": "a run", "step": 120,
-    "max_steps": 1000, "tokens_per_step": 524288, "ranks": 8, "device": "NVIDIA H100 80GB HBM3", "tokens_per_second": 1204000,
+    "max_steps": 1000, "tokens_per_step": 524288, "ranks": 8, "device": "NVIDIA H100 80GB HBM3",
+    "tokens_per_second": 1204000,
     "step_ms": 435.2, "mfu": 0.52, "eta_s": 4000, "elapsed_s": 7000, "cost": 24.1, "cost_to_go": 13.7,
     "host": socket.gethostname(), "pid": os.getpid(), "checkpoint_bytes": 1_500_000_000, "mirror": "s3://bucket/run",
 }  # fmt: skip
@@ -45,9 +44,8 @@ def write_run(folder: Path, heartbeat_age_s=1.0, warnings=(), **changes) -> Path
     checkpoints.mkdir(parents=True, exist_ok=True)
     logs.mkdir(exist_ok=True)
     status = {**STATUS, "logdirs": places_of(logs, checkpoints), "updated_at": time.time() - heartbeat_age_s, **changes}
+    status["warnings"] = list(warnings)
     (checkpoints / "status.json").write_text(json.dumps(status))
-    lines = [f"run          {status['run_name']}", *(f"warning: {text}" for text in warnings), ""]
-    (logs / "log.txt").write_text("\n".join(lines))
     append(
         checkpoints,
         start_line(0, how={"ranks": 8, "max_lr": 1e-3}),
@@ -92,7 +90,7 @@ def snapshot_of(
     changes=(), process="exists", age_s=1.0, folder="checkpoints", saved_age_s: float | None = 9
 ) -> Snapshot:
     status = {**STATUS, "pid": 42, **dict(changes)}
-    return Snapshot(Path(folder), status, process, age_s, saved_age_s, None, 0, {}, {}, [])
+    return Snapshot(Path(folder), status, process, age_s, saved_age_s, None, 0, {}, {})
 
 
 @pytest.mark.parametrize("case", STATES)
@@ -142,7 +140,7 @@ def test_snapshots_have_what_is_new(tmp_path):
     snapshots = watch.watch(str(checkpoints))
     first = next(snapshots)
     assert len(first.curves["loss"]) == 100 and first.curves["val_loss"] == [(100, 4)]
-    assert first.warnings == ["one", "two"]
+    assert first.status["warnings"] == ["one", "two"]
     assert first.process == "exists" and first.saved_age_s < 60 and first.mirrored_age_s is None
 
     append(checkpoints, {"step": 100, "loss": None}, {"step": 101, "loss": 3.5}, {"step": 102, "loss": 1}, end="")
@@ -190,8 +188,7 @@ def test_snapshots_of_damaged_and_missing_files(tmp_path):
     assert after.unread == 2
     assert after.status["run_name"] == "tiny"  # what it said before
     (tmp_path / "logs/metrics.jsonl").unlink()
-    (tmp_path / "logs/log.txt").unlink()
-    assert next(snapshots).warnings == []
+    assert next(snapshots).curves["loss"] == []
 
 
 BROKEN_LINES = [
