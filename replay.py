@@ -265,7 +265,8 @@ def build(past: Past, start: Start, starts: list[Entry], device: str, ranks: Ran
         sketch = GPT(config.shape(data.vocab_size), initialize=False)
     settled = {"warmup_steps": "flag"}  # which keeps its value
     plan = settle(config, start, settled, data, starts, sketch, ranks, held)
-    return build_run(plan, RunLog(plan.config, replace(ranks, rank=1)), held)  # a log that prints nothing
+    log = RunLog(plan.config, replace(ranks, rank=1), plan.schedule.max_steps)  # which prints nothing
+    return build_run(plan, log, held)
 
 
 def replay(past: Past, device: str, ranks: Ranks, held: ExitStack) -> Comparison:
