@@ -180,7 +180,7 @@ def run_here(*flags: str) -> int:
     return train.main([*TINY, "--data_dir", "data", *flags])
 
 
-def open_log(config, start_step: int | None, max_steps: int = 0, ranks: Ranks | None = None) -> RunLog:
+def open_log(config, start_step: int | None, max_steps: int = 10, ranks: Ranks | None = None) -> RunLog:
     """Open the log of a run on rank 0; start_step is None for a new run."""
     log = RunLog(config, ranks or Ranks(torch.device("cpu")), max_steps)
     parent = "" if start_step is None else "0" * 16

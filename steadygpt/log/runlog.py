@@ -108,17 +108,17 @@ class RunLog:
         done = f"{(step + 1) / self.max_steps:.1%}"
         line = " | ".join([place, *shown, done, f"ETA {duration_text(left_s)}"])
         if step % self.config.log_freq == 0 or step + 1 == self.max_steps:
-            self.record(step, line, **numbers)
+            self._record(step, numbers, line)
         else:
             self.show(line)
         left = {} if is_first else {"eta_s": round(left_s)}
         self.note(doing="training", step=step + 1, **numbers, **left, **facts)
         self.beat(is_news=is_first)
 
-    def evaluation(self, step: int, found: str, **scores: float) -> None:
+    def evaluation(self, step: int, found: str, **scores: float | None) -> None:
         """Log the result of an evaluation after `step` updates, in words and numbers."""
         place = f"step {step}/{self.max_steps} | " if self.text_file else ""
-        self.record(step, f"{place}{found}", **scores)
+        self._record(step, scores, f"{place}{found}")
 
     def text(self, step: int, text: str) -> None:
         """Log a sample of text that the model of this step has written."""
@@ -140,18 +140,15 @@ class RunLog:
 
     def record_system(self, metrics: Mapping[str, float]) -> None:
         """Record the machine's load beside the current step, and its mean in this start for status.json."""
-        with self.lock:
-            self._record(self.facts["step"], metrics)
-            self.note(mean_load=self.load.add(metrics))
+        self._record(self.facts["step"], metrics)
+        self.note(mean_load=self.load.add(metrics))
 
-    def record(self, step: int, line: str, **metrics: float | None) -> None:
-        """Write a line of text, and its numbers to the sinks."""
+    def _record(self, step: int, numbers: Mapping[str, float | None], line: str = "") -> None:
+        """Write a line of text, if there is one, and numbers to the sinks."""
         with self.lock:
-            self.say(line)
-            self._record(step, metrics)
-
-    def _record(self, step: int, values: Mapping[str, Any]) -> None:
-        self._tell_sinks("log", step, {name: value for name, value in values.items() if value is not None})
+            if line:
+                self.say(line)
+            self._tell_sinks("log", step, {name: number for name, number in numbers.items() if number is not None})
 
     def _tell_sinks(self, method: str, *args: object) -> None:
         """Call a method of the sinks that have it."""
@@ -218,7 +215,8 @@ class RunLog:
     def warn(self, line: str, event: str = "") -> None:
         """Write a warning to stderr, log.txt and status.json, and send it as an alert if it is an event."""
         self._write(sys.stderr, f"warning: {line}")
-        self.note(warnings=[*self.facts["warnings"], line][-MAX_WARNINGS:])
+        with self.lock:
+            self.note(warnings=[*self.facts["warnings"], line][-MAX_WARNINGS:])
         if event:
             self.alert(event, line)
 

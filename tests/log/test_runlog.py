@@ -38,12 +38,12 @@ def records(tmp_path) -> list[dict]:
 
 def write(log: RunLog, steps, value=1.0) -> None:
     for step in steps:
-        log.record(step, f"step {step}/10 | loss {value}", loss=value, mfu=None)
+        log.evaluation(step, f"loss {value}", loss=value, mfu=None)
 
 
 def test_each_line_of_metrics_is_a_json_object(tmp_path, capsys):
     log = open_log(config(tmp_path), None)
-    log.record(3, "step 3/10 | loss 2.5", loss=2.5, mfu=None, grad_norm=math.nan)
+    log.evaluation(3, "loss 2.5", loss=2.5, mfu=None, grad_norm=math.nan)
     log.show("passing by")  # on a terminal only
     log.close()
     start, line = (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -73,7 +73,7 @@ def test_a_resumed_run_appends_to_its_logs_and_changes_nothing_in_them(tmp_path)
     assert [(r["step"], r["loss"]) for r in joined(paths[1])] == [(s, 1.0) for s in range(4)] + [
         (s, 2.0) for s in range(4, 8)
     ]
-    sample = "step 4/0 | sample:\na line\nstep 1/10 of the text itself\n"
+    sample = "step 4/10 | sample:\na line\nstep 1/10 of the text itself\n"
     again = "".join(f"step {step}/10 | loss 2.0\n" for step in range(4, 8))
     assert paths[0].read_text().endswith(f"{sample}run          tiny\n{again}")
 

@@ -157,7 +157,7 @@ def write(tmp_path, start_step, steps, loss=1.0, resume="latest") -> None:
     options = {"run_name": "tiny", "logdir": str(tmp_path), "use_wandb": True}
     log = open_log(TrainConfig(**options, resume="" if start_step is None else resume), start_step, 10)
     for step in steps:
-        log.record(step, f"step {step}/10", loss=loss)
+        log.evaluation(step, "", loss=loss)
     log.close()
 
 
