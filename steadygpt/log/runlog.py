@@ -95,7 +95,9 @@ class RunLog:
     # -----------------------------------------------------------------------------------------------------------------
     # measurements
 
-    def step(self, step: int, numbers: Mapping[str, float | None], left_s: float, is_first: bool, **facts: object):
+    def step(
+        self, step: int, numbers: Mapping[str, float | None], left_s: float, is_first: bool, **facts: object
+    ) -> None:
         """Log a step every log_freq steps; in between only a terminal shows it.
 
         Args:

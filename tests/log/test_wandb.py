@@ -152,9 +152,9 @@ def wandb(monkeypatch):
     return sys.modules["wandb"]
 
 
-def write(tmp_path, start_step, steps, loss=1.0, resume="latest") -> None:
+def write(tmp_path, start_step, steps, loss=1.0, resume="latest", run="tiny") -> None:
     """Log some steps of a run of 10."""
-    options = {"run_name": "tiny", "logdir": str(tmp_path), "use_wandb": True}
+    options = {"run_name": run, "logdir": str(tmp_path), "use_wandb": True}
     log = open_log(TrainConfig(**options, resume="" if start_step is None else resume), start_step, 10)
     for step in steps:
         log.evaluation(step, "", loss=loss)
@@ -177,6 +177,14 @@ def test_going_back_to_an_older_checkpoint_and_a_fork_start_a_new_run(tmp_path, 
     assert wandb.names == {"id0": "tiny", "id1": "tiny-from-3", "id2": "tiny"}
     assert [step for step, _ in wandb.runs["id0"]] == list(range(8))
     assert wandb.runs["id1"] == [(step, {"loss": 2.0}) for step in range(3, 6)]
+
+
+def test_a_copy_of_a_run_with_its_logs_is_a_new_run(tmp_path, wandb):
+    write(tmp_path, None, range(4))
+    write(tmp_path, 4, range(4, 6), run="copy")
+    write(tmp_path, 6, range(6, 8), run="copy")
+    assert wandb.names == {"id0": "tiny", "id1": "copy"}
+    assert [step for step, _ in wandb.runs["id1"]] == [4, 5, 6, 7]
 
 
 def test_offline_starts_stay_apart_from_the_run_online(tmp_path, wandb):
