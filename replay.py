@@ -32,7 +32,8 @@ from steadygpt.checkpoint.files import Entry, checkpoint_files, intact_checkpoin
 from steadygpt.checkpoint.mirror import Mirror
 from steadygpt.config import TrainConfig
 from steadygpt.data.tokenizer import TokenizerRecord
-from steadygpt.log.runlog import METRICS, RunLog
+from steadygpt.log.metrics import METRICS
+from steadygpt.log.runlog import RunLog
 from steadygpt.machine.device import device_name
 from steadygpt.machine.ranks import Ranks, Stopped, end_with_torchrun, joined
 from steadygpt.run.history import WITHOUT_TENSORS, History
@@ -40,7 +41,7 @@ from steadygpt.run.places import read_places
 from steadygpt.run.plan import settle
 from steadygpt.run.repeats import repeated_records
 from steadygpt.run.results import StepResult
-from steadygpt.run.starts import course_of, difference
+from steadygpt.run.starts import difference, id_of_last
 from train import Run, build, capture, train_step
 
 AS_RECORDED = "code, machine and options are as recorded"
@@ -168,7 +169,7 @@ class Comparison:
     def find_records(self, starts: list[Entry], begin: int, end: int) -> None:
         # A replay repeats steps as a resume does, from where this start began or from a checkpoint that it has made.
         before = starts[:-1] if starts[-1]["step"] == begin else starts
-        self.records, missing = repeated_records(self.past.metrics, begin, course_of(before))
+        self.records, missing = repeated_records(self.past.metrics, begin, id_of_last(before))
         if not any(begin <= step < end for step in self.records) and not self.past.saves:
             why = missing or f"{self.past.metrics} lacks their records"
             raise UserError(
@@ -263,7 +264,8 @@ def build_part(
     asked = TrainConfig(**entry["options"] | {"device": device, "max_bad_steps": 0})
     history = History(asked, decisions=entry["decisions"], checkpoint=checkpoint)
     plan = settle(history, Data(sources, (), *tokenizer), ranks, held, starts)
-    return build(plan, RunLog(plan.config, replace(ranks, rank=1)), held)  # a log that prints nothing
+    log = RunLog(plan.config, replace(ranks, rank=1), plan.schedule.max_steps)  # which prints nothing
+    return build(plan, log, held)
 
 
 def replay(past: Past, device: str, ranks: Ranks, held: ExitStack) -> Comparison:

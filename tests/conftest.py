@@ -4,6 +4,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import secrets
 import socket
 import sys
 import tempfile
@@ -26,6 +27,7 @@ from steadygpt.checkpoint.files import FORMAT_VERSION, trained_with
 from steadygpt.config import KEPT, GPTConfig, TrainConfig
 from steadygpt.data.order import BLOCK_ROWS
 from steadygpt.data.shards import write_shard
+from steadygpt.log.metrics import METRICS, joined
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.ranks import Ranks
 
@@ -177,10 +179,11 @@ def run_here(*flags: str) -> int:
     return train.main([*TINY, "--data_dir", "data", *flags])
 
 
-def open_log(config, start_step: int | None, max_steps: int = 0, ranks: Ranks | None = None) -> RunLog:
-    """Open the log of a run on rank 0."""
+def open_log(config, start_step: int | None, max_steps: int = 10, ranks: Ranks | None = None) -> RunLog:
+    """Open the log of a run on rank 0; start_step is None for a new run."""
     log = RunLog(config, ranks or Ranks(torch.device("cpu")), max_steps)
-    log.open(start_step)
+    parent = "" if start_step is None else "0" * 16
+    log.open(start_step or 0, {"run": config.run_name, "id": secrets.token_hex(8), "parent": parent, "how": {}})
     return log
 
 
@@ -345,11 +348,9 @@ def scalars(folder) -> dict[str, dict[int, float]]:
 
 
 def metrics(logdir, key: str) -> dict[int, float]:
-    """Return step -> value of one metric in metrics.jsonl; fail if a step is logged twice."""
+    """Return step -> value of one metric in metrics.jsonl, its segments joined; fail if a step is logged twice."""
     found = {}
-    for line in (Path(logdir) / "metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        if key in record:
-            assert record["step"] not in found, f"step {record['step']} is logged twice"
-            found[record["step"]] = record[key]
+    for record in joined(Path(logdir) / METRICS, key):
+        assert record["step"] not in found, f"step {record['step']} is logged twice"
+        found[record["step"]] = record[key]
     return found

@@ -56,7 +56,7 @@ DECIDED = ("precision", "total_batch_size", "warmup_steps", "tokenizer", "vocab_
 class Entry(TypedDict):
     """What one start of a run trained on, and how."""
 
-    id: Annotated[str, r"[0-9a-f]{16}"]
+    id: Annotated[str, r"[0-9a-f]{16}"]  # of the start, random
     step: Count  # the first one of the start
     row: Count  # of the first step
     options: dict[str, Any]  # of KEPT, as they were asked for

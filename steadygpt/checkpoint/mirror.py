@@ -26,7 +26,6 @@ from steadygpt.base.typed import Count, Loss, parse_json, typed
 from steadygpt.checkpoint.files import BACKUP, BEST, LATEST, NAMED, read_checkpoint
 from steadygpt.config import TrainConfig
 from steadygpt.data.stores import Store
-from steadygpt.log.runlog import move_aside
 
 Result = TypeVar("Result")
 INDEX = "index.json"
@@ -276,7 +275,7 @@ def restore_files(mirror: Mirror, config: TrainConfig, replace: bool) -> None:
     """Download the logs, the TensorBoard files and the evaluations of a run.
 
     Args:
-        replace: also the logs that are there, which are renamed before. Otherwise only what is missing.
+        replace: also the logs that are there. Otherwise only what is missing.
     """
     folders, contents = folders_of(config), {}
     for name in filter(FILES.fullmatch, mirror.sizes()):
@@ -285,9 +284,6 @@ def restore_files(mirror: Mirror, config: TrainConfig, replace: bool) -> None:
         # A file of events belongs to one start. If there is one of its name, it may be another run's.
         if not target.exists() or (replace and folder != "tensorboard"):
             contents[target] = mirror.read(name)
-    if replace:
-        folders["logs/"].mkdir(parents=True, exist_ok=True)
-        move_aside(folders["logs/"])
     for target, content in contents.items():
         target.parent.mkdir(parents=True, exist_ok=True)
         replace_file(target, methodcaller("write", content))

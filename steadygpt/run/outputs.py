@@ -16,7 +16,8 @@ from steadygpt.checkpoint.files import LATEST, check_folder, summary
 from steadygpt.checkpoint.mirror import Mirror, restore_files
 from steadygpt.checkpoint.saves import STALE, CheckpointWriter, Saves, clean_folder
 from steadygpt.checkpoint.uploads import Uploads
-from steadygpt.log.runlog import METRICS, RunLog
+from steadygpt.log.metrics import METRICS
+from steadygpt.log.runlog import RunLog
 from steadygpt.machine.ranks import StopSignal
 from steadygpt.run.history import IN_USE
 from steadygpt.run.memory import checkpoint_bytes
@@ -62,12 +63,12 @@ def _open_on_main(plan: Plan, log: RunLog, held: ExitStack) -> tuple[CheckpointW
     else:
         clean_folder(folder, start.path, start.renamed, log)
     write_places(folder, config)
-    now, repeats = note_of_start(config, starts), Repeats(log)
+    now, repeats = {"run": config.run_name, **note_of_start(config, starts)}, Repeats(log)
     if start.checkpoint:
-        records, reason = repeated_records(logdir / METRICS, start.step, now["parent"], now["start"])
+        records, reason = repeated_records(logdir / METRICS, start.step, now["parent"], now["how"])
         is_exact = plan.ranks.device.type == "cpu" or config.deterministic
         repeats = Repeats(log, start.step, records, reason, is_exact)
-    log.open(start.step if start.checkpoint else None, size, now)  # drops what came after that step
+    log.open(start.step, now, size)
     held.enter_context(log)
     latest = summary(start.checkpoint) if start.checkpoint else None
     uploads = Uploads(mirror, config, log) if mirror else None

@@ -44,7 +44,7 @@ def summarize(results: Results, saves: Saves, parameters: int, status: str, reas
     device = results.ranks.device
     of_all = "" if device.type == "cuda" else ", including Python and PyTorch"
     lines["memory"] = f"peak {bytes_text(peak_memory_bytes(device))} on rank 0{here}{of_all}"
-    if load := load_text(results.log.load.means()):
+    if load := load_text(results.log.facts.get("mean_load", {})):
         lines["load"] = f"{load}, average{here}"
     if (cost := results.cost(elapsed_s)) is not None:
         lines["cost"] = f"{cost:,.2f}"
