@@ -27,7 +27,7 @@ from steadygpt.base.retry import brief
 from steadygpt.base.text import STAMP, printable
 from steadygpt.config import TrainConfig
 from steadygpt.log.alerts import Alerts
-from steadygpt.log.status import LOG, METRICS, RUN, STATUS, run_of
+from steadygpt.log.status import LOG, METRICS, RUN, STATUS
 from steadygpt.log.system import Load, SystemMetrics, gpu_count
 from steadygpt.log.tensorboard import TensorBoard
 from steadygpt.log.wandb_sink import WandbSink
@@ -75,8 +75,8 @@ class RunLog:
         """
         config, logdir = self.config, Path(self.config.logdir)
         logdir.mkdir(parents=True, exist_ok=True)
-        if start_step is None or run_of(logdir) != config.run_name:
-            move_aside(logdir)  # the logs of a different run
+        if start_step is None:
+            move_aside(logdir)  # the logs of an earlier start, which saved nothing
         self.text_file, self.sinks = LineFile(logdir / LOG, start_step), [Metrics(logdir / METRICS, start_step)]
         self.is_resumed = start_step is not None
         self.note(step=start_step or 0, checkpoint_bytes=checkpoint_bytes)

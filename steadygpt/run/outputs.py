@@ -19,8 +19,8 @@ from steadygpt.checkpoint.uploads import Uploads
 from steadygpt.data.shards import check_listing
 from steadygpt.log.runlog import METRICS, RunLog
 from steadygpt.machine.ranks import StopSignal
+from steadygpt.run.identity import write_run
 from steadygpt.run.memory import checkpoint_bytes
-from steadygpt.run.places import write_places
 from steadygpt.run.plan import Plan
 from steadygpt.run.repeats import Repeats, repeated_records
 from steadygpt.run.start import IN_USE
@@ -66,11 +66,11 @@ def _open_on_main(plan: Plan, starts: list[Entry], log: RunLog, held: ExitStack)
         held.enter_context(lock_folder(logdir, "give this run another --logdir"))
     mirror = None
     if config.mirror:
-        mirror = Mirror(config.mirror, config.run_name, resumes=start.checkpoint is not None)
+        mirror = Mirror(config.mirror, start.run_id, config.run_name)
         with suppress(NoAnswer):  # the first upload claims it then
-            mirror.patiently(mirror.claim)
-            if start.checkpoint:
-                mirror.patiently(partial(restore_files, mirror, config, replace=False))  # what is missing here
+            there = mirror.patiently(mirror.claim)
+            if start.checkpoint and there.run == start.run_id:
+                mirror.patiently(partial(restore_files, mirror, config))
     if start.checkpoint and start.is_fork:
         # A copy that has this run's name and options, not a link: the file belongs to the other run, as does the best
         # model so far.
@@ -79,8 +79,8 @@ def _open_on_main(plan: Plan, starts: list[Entry], log: RunLog, held: ExitStack)
         replace_file(folder / LATEST, lambda file: torch.save(content, file))
     else:
         clean_folder(folder, start.path, start.renamed, log)
-    write_places(folder, config)
-    now, repeats = note_of_start(config, starts), Repeats(log)
+    write_run(folder, start.run_id, config)
+    now, repeats = {"run": start.run_id, **note_of_start(config, starts)}, Repeats(log)
     if start.step is not None:
         records, reason = repeated_records(logdir / METRICS, start.step, now["parent"], now["start"])
         is_exact = plan.ranks.device.type == "cpu" or config.deterministic

@@ -11,31 +11,33 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from steadygpt.base.durable import fsync_folder, link_file, lock_folder
+from steadygpt.base.durable import fsync_folder, link_file, lock_folder, replace_file
 from steadygpt.base.options import UserError, options_of
 from steadygpt.base.retry import NoAnswer
 from steadygpt.base.text import STAMP, labelled
 from steadygpt.checkpoint.files import (
     BACKUP,
+    EVALUATIONS,
     LATEST,
     NAMED,
     Found,
     Unreadable,
     aside,
     check_folder,
+    checkpoint_files,
     find_checkpoint,
     newest_ns,
     no_checkpoints,
     read_checkpoint,
 )
-from steadygpt.checkpoint.mirror import Mirror, newer_checkpoint, restore_files
+from steadygpt.checkpoint.mirror import Mirror, newer_checkpoint
 from steadygpt.config import TrainConfig
+from steadygpt.log.metrics import owner
 from steadygpt.log.status import read_status
 from steadygpt.machine.ranks import Ranks
-from steadygpt.run.places import PLACES, note_of_places, read_places, write_places
+from steadygpt.run.identity import PLACES, Identity, new_id, note_of_places, read_run, write_run
 
 IN_USE = "wait for it to end, or use another --checkpoint_dir"
-STAMP_PATTERN = r"\d{8}-\d{6}"  # matches a time that STAMP has formatted
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,10 @@ class Start:
     path: Path | None = None  # of the checkpoint
     checkpoint: dict | None = None  # tensors on rank 0 only
     weights: dict | None = None  # a checkpoint of weights only; its tensors on rank 0 only, and at first none
-    is_fork: bool = False  # the checkpoint is another run's: it stays in its folder, and this run has its own
-    run_name: str = ""  # of the run in the folder of the checkpoint; "" for a copy
+    is_fork: bool = False  # the checkpoint stays in its folder, and this run has its own
+    run_id: str = field(default_factory=new_id)
+    run_name: str = ""  # of the run in the folder of the checkpoint, if it is known
+    other: str = ""  # that run in words, if it is not this one
     renamed: dict[Path, Path] = field(default_factory=dict)  # new names of damaged checkpoints, once the run writes
     notes: tuple[str, ...] = ()  # for the plan
 
@@ -67,24 +71,37 @@ class Start:
 def name_of_run(
     config: TrainConfig, start: Start, given: Mapping[str, str], ranks: Ranks, held: ExitStack
 ) -> tuple[str, str, str]:
-    """Return the name of a run, the folder of its logs, and a line for the plan if it is not the name asked for.
+    """Return the name of a run, the folder of its logs, and a line for the plan if they are not those asked for.
 
-    A run that is resumed in its folder keeps its name. A fork is named RUN-from-STEP and has logs of its own. A new
-    name that has a TensorBoard folder already gets a time stamp, because TensorBoard would hide the older points.
+    A run that is resumed keeps its name; one that starts from a checkpoint of another run is named RUN-from-STEP. A new
+    name that has a TensorBoard folder already gets a time stamp, because TensorBoard would hide the older points. A
+    folder of logs belongs to one run, so another one has a subfolder.
     """
-    saved, wanted, folder, logdir = start.run_name, config.run_name, Path(config.tensorboard_dir), config.logdir
-    if start.is_fork and wanted == saved:
+    saved, wanted, folder = start.run_name, config.run_name, Path(config.tensorboard_dir)
+    if start.other and wanted in ("", saved):
         wanted = f"{saved or 'run'}-from-{start.step}"
-    elif saved and wanted == saved:
-        return saved, logdir, ""
-    wanted = wanted or time.strftime(f"gpt-{STAMP}-{os.getpid()}")
-    reserves = config.trains and config.use_tensorboard
-    name = ranks.broadcast(ranks.on_main(lambda: unused_name(wanted, folder, held if reserves else None)) or "")
-    if start.checkpoint and not (saved and not start.is_fork):
-        logdir = logdir if "logdir" in given else str(Path(logdir, name))
-        return name, logdir, labelled("name", f"{name}, a fork of {saved or start.path}; its logs are in {logdir}")
-    note = labelled("name", f"{name}, because {folder / wanted} belongs to an older run")
-    return name, logdir, note if name != wanted else ""
+    wanted = wanted or saved or time.strftime(f"gpt-{STAMP}-{os.getpid()}")
+    reserved = held if config.trains and config.use_tensorboard else None
+
+    def choose() -> tuple[str, str]:
+        is_kept = bool(saved) and not start.other and is_name_from(wanted, saved)
+        name = saved if is_kept else unused_name(wanted, folder, reserved)
+        return name, logdir_of(config, start, name, "logdir" in given)
+
+    name, logdir = ranks.broadcast(ranks.on_main(choose) or ("", ""))
+    if start.is_fork:
+        return name, logdir, labelled("name", f"{name}, a fork of {start.other}; its logs are in {logdir}")
+    if start.other:
+        mirror = f"with the mirror {config.mirror}" if config.mirror else "without a mirror"
+        text = f"of {start.other}; it is now the run {name}, with its logs in {logdir}, and {mirror}"
+        return name, logdir, labelled("copy", text)
+    notes = [labelled("name", f"{name}, because {folder / wanted} belongs to an older run")] * (
+        name not in (wanted, saved)
+    )
+    notes += [labelled("logs", f"{logdir}, because {config.logdir} has those of another run")] * (
+        logdir != config.logdir
+    )
+    return name, logdir, "\n".join(notes)
 
 
 def unused_name(wanted: str, folder: Path, held: ExitStack | None) -> str:
@@ -109,7 +126,21 @@ def unused_name(wanted: str, folder: Path, held: ExitStack | None) -> str:
 
 def is_name_from(wanted: str, name: str) -> bool:
     """Return whether a run that wanted one name got the other."""
-    return bool(re.fullmatch(rf"{re.escape(wanted)}(-from-\d+)?(-{STAMP_PATTERN})?", name))
+    return bool(re.fullmatch(rf"{re.escape(wanted)}(-from-\d+)?(-\d{{8}}-\d{{6}})?", name))
+
+
+def logdir_of(config: TrainConfig, start: Start, name: str, is_given: bool) -> str:
+    """Return the folder for the logs of a run: of that name in --logdir, if this has those of another run."""
+    logdir = config.logdir
+    if start.checkpoint and not start.is_fork:
+        folder = os.path.realpath(config.checkpoint_dir)
+        if os.path.commonpath([folder, os.path.realpath(logdir)]) == folder:  # a copy of it has a copy of them
+            return logdir
+    if start.other and not is_given:
+        logdir = str(Path(logdir, name))
+    while owner(Path(logdir)) not in ("", start.run_id):
+        logdir = str(Path(logdir, name))
+    return logdir
 
 
 def remove_if_empty(folder: Path) -> None:
@@ -163,7 +194,7 @@ def shared(loaded: dict | None, ranks: Ranks) -> dict | None:
 
 
 def _start_on_main(config: TrainConfig, given: Mapping[str, str], held: ExitStack) -> tuple[TrainConfig, Start]:
-    which, folder, found, places = config.resume, Path(config.checkpoint_dir), Found(), dict[str, Any]()
+    which, folder, found, run = config.resume, Path(config.checkpoint_dir), Found(), Identity(new_id(), {})
     if which in ("latest", *NAMED) and not folder.is_dir() and not config.mirror:
         raise no_checkpoints(folder)
     if which not in ("", "latest", "auto", *NAMED) and not Path(which).exists():
@@ -172,7 +203,7 @@ def _start_on_main(config: TrainConfig, given: Mapping[str, str], held: ExitStac
     if which:
         if config.trains:
             held.enter_context(lock_folder(folder, IN_USE))
-        found, places = find_newest(config, given)
+        found, run = find_newest(config, given)
     if not config.eval_only and (found.path or config.trains):
         check_folder(folder, found.path)
     is_fork = found.path is not None and found.path.parent.resolve() != folder.resolve()
@@ -185,28 +216,31 @@ def _start_on_main(config: TrainConfig, given: Mapping[str, str], held: ExitStac
             raise UserError(
                 f"{found.path}: converted weights, not a run to resume. Start from them with --init_from {found.path}"
             )
-        config, changes = resume_config(saved, config, given, places)
+        if is_fork:
+            run = Identity(new_id(), run.places, run.other or run.places.get("run_name", "") or str(found.path))
+        config, changes = resume_config(saved, config, given, run.places)
         of_mirror = f" (restored from {config.mirror})" * found.restored
         notes.append(labelled("resumed", f"from {found.path}{of_mirror} at step {found.checkpoint['step']:,}"))
         notes += [labelled("changed", line) for line in changes]
-        if elsewhere := note_of_places(saved, given, places):
-            if config.trains and not is_fork and "--mirror" in elsewhere:
-                raise UserError(f"{found.path.parent}: a copy or a download; {elsewhere}, or with --mirror '' for none")
+        if elsewhere := note_of_places(saved, given, run.places):
             notes.append(labelled("place", elsewhere))
         if is_fork and config.mirror and "mirror" not in given:
             unused = f"none: {config.mirror} belongs to the run in {found.path.parent}"
             notes.append(labelled("mirror", unused))
             config = dataclasses.replace(config, mirror="")
-        # A copy whose command names its run continues that.
-        run_name = places.get("run_name", saved["run_name"] if config.run_name == saved["run_name"] else "")
+        # The name is also known if the command repeats that of the checkpoint.
+        run_name = run.places.get("run_name", saved["run_name"] if config.run_name == saved["run_name"] else "")
         return config, Start(
-            found.path, found.checkpoint, is_fork=is_fork, run_name=run_name, renamed=renamed, notes=tuple(notes)
-        )
-    return config, Start(notes=tuple(notes))
+            found.path, found.checkpoint, is_fork=is_fork, run_id=run.id, run_name=run_name, other=run.other,
+            renamed=renamed, notes=tuple(notes),
+        )  # fmt: skip
+    if run.other:  # there is no checkpoint of it
+        run = Identity(run.id, {})
+    return config, Start(run_id=run.id, run_name=run.places.get("run_name", ""), notes=tuple(notes))
 
 
-def find_newest(config: TrainConfig, given: Mapping[str, str]) -> tuple[Found, dict[str, Any]]:
-    """Find the checkpoint that --resume asks for, and the options that say where its run writes.
+def find_newest(config: TrainConfig, given: Mapping[str, str]) -> tuple[Found, Identity]:
+    """Find the checkpoint that --resume asks for, and the run in its folder.
 
     The checkpoint is downloaded if the mirror has a newer one than the folder.
     """
@@ -217,32 +251,29 @@ def find_newest(config: TrainConfig, given: Mapping[str, str]) -> tuple[Found, d
         raise
     except UserError as error:
         problem = error
-    places = read_places(found.path.parent if found.path else folder)
-    url = config.mirror if "mirror" in given else places.get("mirror", "")
+    run = read_run(found.path.parent if found.path else folder)
+    url = config.mirror if "mirror" in given else run.places.get("mirror", "")
     if not url or config.resume not in ("latest", "auto", *NAMED) or (found.path and not config.trains):
         if problem:
             raise problem
-        return found, places
+        return found, run
     if not config.trains:
         raise UserError(f"{folder} has no intact checkpoint, and only training downloads one from {url}")
-    mirror = Mirror(url)
+    mirror = Mirror(url, run.id if checkpoint_files(folder) else "")
     try:
-        index = mirror.patiently(mirror.index)
-        saved = found.checkpoint["train_config"] if found.checkpoint else {}
-        name = places.get("run_name") or saved.get("run_name", index.run)
-        if index.run and index.run != name:
-            raise UserError(
-                f"--mirror {url} belongs to the run {index.run}, and {found.path} to {name}; give the right --mirror"
-            )
-        if index.run:
-            places |= {"run_name": name, "mirror": url}
+        index = mirror.patiently(mirror.own_index)
+        if index.checkpoints:
+            known = run.places if run.id == index.run else {}
+            run = Identity(index.run, {"run_name": index.name, **known, "mirror": url})
         downloaded, skipped = newer_checkpoint(mirror, index, config.resume, folder, found.path)
         if downloaded:
-            # First, so that a start which fails in between is repeated with all of it.
+            # Before the checkpoint, so that a start which fails in between is repeated with all of it.
             restored = read_checkpoint(downloaded)
-            files_go_to, _ = resume_config(restored["train_config"], config, given, places)
-            mirror.patiently(lambda: restore_files(mirror, files_go_to, replace=True))
-            write_places(folder, files_go_to)
+            settled, _ = resume_config(restored["train_config"], config, given, run.places)
+            write_run(folder, run.id, settled)
+            if EVALUATIONS in mirror.patiently(mirror.sizes):
+                evaluations = mirror.patiently(lambda: mirror.read(EVALUATIONS))
+                replace_file(folder / EVALUATIONS, lambda file: file.write(evaluations))
             path = folder / NAMED.get(config.resume, LATEST)
             if found.path == path == folder / LATEST:
                 link_file(path, folder / BACKUP)
@@ -251,14 +282,14 @@ def find_newest(config: TrainConfig, given: Mapping[str, str]) -> tuple[Found, d
                 skipped.append(f"{line}; renamed {path.rename(aside(path)).name}")
             os.replace(downloaded, path)
             fsync_folder(folder)
-            return Found(path, restored, found.damaged, skipped, restored=True), places
+            return Found(path, restored, found.damaged, skipped, restored=True), run
     except NoAnswer as error:
         if not found.path:
             raise
         skipped = [f"{url}, which may have a newer checkpoint: {error}"]
     if problem and config.resume != "auto":
         raise UserError(f"{problem}; --mirror {url} has none either")
-    return dataclasses.replace(found, skipped=skipped), places
+    return dataclasses.replace(found, skipped=skipped), run
 
 
 def resume_config(

@@ -39,7 +39,7 @@ from steadygpt.log.status import read_status
 from steadygpt.machine.ranks import Ranks
 from steadygpt.monitor.snapshot import watch
 from steadygpt.monitor.view import view
-from steadygpt.run.places import read_places
+from steadygpt.run.identity import read_run
 from steadygpt.run.repeats import repeated_records
 from steadygpt.run.results import Judge
 from steadygpt.run.start import resume_config
@@ -237,7 +237,7 @@ def see_prepared() -> None:
 
 READERS: dict[str, Callable[[], object]] = {
     "checkpoints/status.json": lambda: (read_status(Path("checkpoints")), see_monitor()),
-    "checkpoints/run.json": lambda: read_places(Path("checkpoints")),
+    "checkpoints/run.json": lambda: read_run(Path("checkpoints")),
     "checkpoints/evaluations.json": lambda: [*checkpoint_table(Path("checkpoints"))],
     "mirror/index.json": lambda: [*mirror_table(Mirror(f"file://{Path.cwd()}/mirror"))],
     "prepared/manifest.json": see_prepared,

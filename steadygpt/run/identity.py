@@ -1,0 +1,119 @@
+"""run.json in a checkpoint folder: which run the folder is, and where that writes besides the folder.
+
+A run is a folder. Moved, or restored to its old place, the folder is the same run; a copy of it is another one.
+
+A checkpoint may come from a stranger, so it decides no place. The command line does, or a run.json that a run of this
+user has written.
+"""
+
+import hashlib
+import json
+import os
+import secrets
+import shlex
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypedDict
+
+from steadygpt.base.durable import check_regular, replace_file
+from steadygpt.base.progress import say
+from steadygpt.base.typed import parse_json
+from steadygpt.config import FIELDS, TrainConfig
+from steadygpt.log.metrics import owner
+
+RUN = "run.json"
+PLACES = [name for name, f in FIELDS.items() if f.metadata["on_resume"] == "place"]
+
+
+class RunFile(TypedDict):
+    """The content of run.json."""
+
+    id: Annotated[str, "[0-9a-f]{16}"]
+    host: str  # of the last start
+    folder: str  # its real path there
+    inode: int  # of the folder
+    logs: str  # the way from the folder to logdir
+    options: TrainConfig  # those of PLACES; logdir is absolute
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A run, and what is known of the run in a folder that it resumes from."""
+
+    id: str
+    places: Mapping[str, Any]  # the options of PLACES, by name; {} if this user has not written them
+    other: str = ""  # the run in the folder, in words, if it is not this one
+
+
+def new_id() -> str:
+    return secrets.token_hex(8)
+
+
+def written_mark(content: bytes) -> Path:
+    """Return the file that exists if this user has written this run.json; no folder of a stranger can bring it."""
+    state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")  # noqa: PTH111 (never raises)
+    return Path(state, "steadygpt", hashlib.sha256(content).hexdigest())
+
+
+def read_run(folder: Path) -> Identity:
+    """Return the run in a folder; a new one without run.json, and in a copy of the folder."""
+    path, advice = folder / RUN, "remove it, and give the options of the run again, such as --logdir"
+    check_regular(path)
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return Identity(new_id(), {}, f"another run, because there is no {path}")
+    found = parse_json(content, RunFile, path, advice)
+    options, is_own = found["options"], written_mark(content).exists()
+    places = {name: getattr(options, name) for name in PLACES if is_own}
+    if is_own:
+        places["logdir"] = _found_again(found, folder)
+    # Without it, the folder may have come to this place from a backup, or from another file system.
+    is_same = found["inode"] == folder.stat().st_ino
+    if not is_same and is_own and found["host"] == socket.gethostname():
+        is_same = found["folder"] == os.path.realpath(folder) or not Path(found["folder"]).exists()
+    if is_same:
+        return Identity(found["id"], places)
+    if is_own:
+        places["mirror"] = ""
+    return Identity(new_id(), places, f"the run {options.run_name} in {found['folder']}")
+
+
+def _found_again(found: RunFile, folder: Path) -> str:
+    """Return the folder of a run's logs, which may have moved along with the folder, or with the whole project."""
+    along, is_inside = os.path.realpath(folder / found["logs"]), not found["logs"].startswith("..")
+    logdir = along if is_inside or owner(Path(along)) == found["id"] else found["options"].logdir
+    below = os.path.relpath(logdir)
+    return logdir if below.startswith("..") else below
+
+
+def write_run(folder: Path, run_id: str, config: TrainConfig) -> None:
+    """Write run.json."""
+    real, path = os.path.realpath(folder), folder / RUN
+    options = {name: getattr(config, name) for name in PLACES} | {"logdir": str(Path(config.logdir).absolute())}
+    logs = os.path.relpath(os.path.realpath(config.logdir), real)
+    found: dict[str, Any] = {"id": run_id, "host": socket.gethostname(), "folder": real, "inode": folder.stat().st_ino}
+    content = json.dumps(found | {"logs": logs, "options": options}, indent=2).encode()
+    mark = written_mark(content)
+    try:
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    except OSError as error:
+        advice = "set XDG_STATE_HOME to a folder that is kept, or name run, logs and mirror with each resume"
+        say(f"warning: {mark.parent}: {error.strerror}; the next start will not recognize {folder}; {advice}")
+    before = path.read_bytes() if path.is_file() else content
+    replace_file(path, lambda file: file.write(content))
+    if before != content and f'"{run_id}"'.encode() in before:  # of copies of a moved folder, only one is the run
+        with suppress(OSError):
+            written_mark(before).unlink()
+
+
+def note_of_places(saved: Mapping[str, Any], given: Mapping[str, str], places: Mapping[str, Any]) -> str:
+    """Return a line about the `saved` options of a checkpoint that are places, if its run has others here."""
+    unknown = [name for name in PLACES if name not in {*given, *places}]
+    used = {name: saved[name] for name in unknown if saved[name] != FIELDS[name].default}
+    flags = [f"--{name}" + f" {shlex.quote(str(value))}" * (value is not True) for name, value in used.items()]
+    return f"a checkpoint does not decide where a run writes; this one's run had {' '.join(flags)}" * bool(flags)
