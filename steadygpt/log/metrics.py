@@ -9,13 +9,9 @@ from steadygpt.log.status import METRICS
 
 def owner(logdir: Path) -> str:
     """Return the id of the run that a folder of logs belongs to, "" if there is none."""
-    check_regular(logdir / METRICS)
     try:
+        check_regular(logdir / METRICS)
         with open(logdir / METRICS, "rb", opener=no_link) as file:
-            first = file.readline(2**20)
-    except (FileNotFoundError, NotADirectoryError):
+            return str(json.loads(file.readline(2**20))["run"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ""
-    try:
-        return str(json.loads(first)["run"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return "unknown" if first else ""

@@ -340,13 +340,13 @@ def test_a_run_that_is_restored_is_the_same_run(s3, machines, capsys):
     machines("second")
     run_here("--max_steps", "3", "--checkpoint_dir", "other")  # whose logs are in the way
     capsys.readouterr()
-    run_here("--resume", "latest", "--mirror", url, "--max_steps", "6")
+    run_here(*FLAGS, "--resume", "latest", "--mirror", url, "--max_steps", "6")
     assert "logs         logs/mine, because logs has those of another run" in capsys.readouterr().out.splitlines()
     assert read_run(Path("checkpoints")).id == Mirror(url).index().run == run_id
     assert read_run(Path("checkpoints")).places["run_name"] == Mirror(url).index().name == "mine"
     assert metrics("logs/mine", "loss").keys() == set(range(6))
     machines("first")
-    run_here("--resume", "--max_steps", "8")  # continues the steps of the second machine
+    run_here(*FLAGS, "--resume", "--max_steps", "8")  # continues the steps of the second machine
     assert last_step(capsys).endswith("at step 6")
     assert Path("logs/metrics.jsonl").read_text().count('"run": ') == 3
     assert json.loads(Path("checkpoints/evaluations.json").read_text()).keys() == {"4", "6", "8"}
