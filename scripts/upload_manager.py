@@ -53,7 +53,7 @@ def upload_all(url: str, folder: Path) -> None:
             raise UserError(f"{folder}: a copy of {run.other}. Resume from it with --mirror {url}, which uploads it")
         config, _ = resume_config(saved, TrainConfig(checkpoint_dir=str(folder)), {}, run.places)
         mirror = Mirror(url, run.id, config.run_name or saved["run_name"])
-        there = mirror.patiently(mirror.own_index).checkpoints.get(LATEST)
+        there = mirror.patiently(mirror.index).checkpoints.get(LATEST)
         if there and there.mtime_ns > newest.path.stat().st_mtime_ns:
             raise UserError(f"{url} has a newer checkpoint than {folder}, of step {there.step:,}; resume from it")
         uploads = Uploads(mirror, config, RunLog(config, Ranks(torch.device("cpu"))))

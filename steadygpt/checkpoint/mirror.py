@@ -113,7 +113,7 @@ class Mirror:
         return {path.removeprefix(f"{self.folder}/"): info["size"] for path, info in found.items()}
 
     def index(self) -> Index:
-        """Read the index; it is empty if there is none."""
+        """Read the index; it is empty if there is none. That of a mirror of another run is an error."""
         advice = (
             "the checkpoints there are the files step_*.pt: download one, resume from it with --resume FILE, and give "
             "the run another --mirror"
@@ -121,15 +121,10 @@ class Mirror:
         try:
             index = parse_json(self.read(INDEX), Index, f"{self.url}/{INDEX}", advice)
             typed({"run_name": index.name}, TrainConfig, f"{self.url}/{INDEX}", advice)
-            return index
         except FileNotFoundError:
             if any(name.startswith("step_") for name in self.sizes()):
                 raise UserError(f"{self.url}/{INDEX}: missing; {advice}") from None
             return Index("", "", "", {})
-
-    def own_index(self) -> Index:
-        """Read the index; the mirror of another run is an error."""
-        index = self.index()
         if index.checkpoints and self.run not in ("", index.run):
             raise UserError(
                 f"--mirror {self.url} belongs to the run {index.name} ({index.run}); give this run another --mirror, "
@@ -169,7 +164,7 @@ class Mirror:
 
     def claim(self) -> Index:
         """Reserve the folder for this start of the run, unless that is done, and return the index."""
-        index = self.own_index()
+        index = self.index()
         if self.is_claimed and index.writer not in ("", self.writer):
             raise UserError(f"{self.url}: a later start, of the run {index.name}, uploads there now")
         if index.writer != self.writer:
@@ -289,16 +284,13 @@ def restore_files(mirror: Mirror, config: TrainConfig) -> None:
     for name in filter(FILES.fullmatch, mirror.sizes()):
         folder, slash, file = name.rpartition("/")
         target = folders[folder + slash] / file
-        if folder == "logs":
-            content = mirror.read(name)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with open(target, "a+b", opener=no_link) as log:
-                log.seek(0)
-                log.write(missing_lines(log.read(), content))
-        elif not target.exists():  # a file of events belongs to one start: one of its name may be another run's
+        if not target.exists():
             content = mirror.read(name)
             target.parent.mkdir(parents=True, exist_ok=True)
             replace_file(target, methodcaller("write", content))
+        elif folder == "logs":  # a file of events belongs to one start: one of its name may be another run's
+            with open(target, "r+b", opener=no_link) as log:
+                log.write(missing_lines(log.read(), mirror.read(name)))
 
 
 def missing_lines(here: bytes, there: bytes) -> bytes:

@@ -14,7 +14,7 @@ import shlex
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
@@ -41,15 +41,20 @@ class RunFile(TypedDict):
 
 @dataclass(frozen=True)
 class Identity:
-    """A run, and what is known of the run in a folder that it resumes from."""
+    """A run, by default a new one, and what is known of the run whose checkpoint it resumes from."""
 
-    id: str
-    places: Mapping[str, Any]  # the options of PLACES, by name; {} if this user has not written them
-    other: str = ""  # the run in the folder, in words, if it is not this one
+    id: str = field(default_factory=lambda: secrets.token_hex(8))
+    places: dict[str, Any] = field(default_factory=dict)  # options of PLACES, by name, as far as they count
+    other: str = ""  # the run of the checkpoint, in words, if it is not this one
 
+    @property
+    def name(self) -> str:
+        return self.places.get("run_name", "")
 
-def new_id() -> str:
-    return secrets.token_hex(8)
+    def copied(self, folder: object) -> "Identity":
+        """Return a new run that resumes from a checkpoint of this one, which is in `folder`."""
+        places = self.places | {"mirror": ""} if self.places else {}
+        return Identity(places=places, other=self.other or f"the run{' ' * bool(self.name)}{self.name} in {folder}")
 
 
 def written_mark(content: bytes) -> Path:
@@ -65,21 +70,25 @@ def read_run(folder: Path) -> Identity:
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        return Identity(new_id(), {}, f"another run, because there is no {path}")
+        return Identity(other=f"a run without {RUN}")
     found = parse_json(content, RunFile, path, advice)
-    options, is_own = found["options"], written_mark(content).exists()
-    places = {name: getattr(options, name) for name in PLACES if is_own}
+    is_own = written_mark(content).exists()
+    run = Identity(found["id"], {name: getattr(found["options"], name) for name in PLACES if is_own})
     if is_own:
-        places["logdir"] = _found_again(found, folder)
-    # Without it, the folder may have come to this place from a backup, or from another file system.
+        run.places["logdir"] = _found_again(found, folder)
     is_same = found["inode"] == folder.stat().st_ino
-    if not is_same and is_own and found["host"] == socket.gethostname():
-        is_same = found["folder"] == os.path.realpath(folder) or not Path(found["folder"]).exists()
-    if is_same:
-        return Identity(found["id"], places)
-    if is_own:
-        places["mirror"] = ""
-    return Identity(new_id(), places, f"the run {options.run_name} in {found['folder']}")
+    if is_own and found["host"] == socket.gethostname():
+        # A backup, or a move across file systems, changes the number. Roots of file systems have the same one.
+        place = Path(found["folder"])
+        is_taken = place.exists() and not place.samefile(folder)
+        is_same = not is_taken or (is_same and not _has_run(place, run.id))
+    return run if is_same else run.copied(found["folder"])
+
+
+def _has_run(folder: Path, run_id: str) -> bool:
+    with suppress(OSError):
+        return f'"{run_id}"'.encode() in (folder / RUN).read_bytes()
+    return False
 
 
 def _found_again(found: RunFile, folder: Path) -> str:
@@ -104,9 +113,9 @@ def write_run(folder: Path, run_id: str, config: TrainConfig) -> None:
     except OSError as error:
         advice = "set XDG_STATE_HOME to a folder that is kept, or name run, logs and mirror with each resume"
         say(f"warning: {mark.parent}: {error.strerror}; the next start will not recognize {folder}; {advice}")
-    before = path.read_bytes() if path.is_file() else content
+    before = path.read_bytes() if _has_run(folder, run_id) else content
     replace_file(path, lambda file: file.write(content))
-    if before != content and f'"{run_id}"'.encode() in before:  # of copies of a moved folder, only one is the run
+    if before != content:  # of the copies of a deleted folder, only the first that is resumed is the run
         with suppress(OSError):
             written_mark(before).unlink()
 

@@ -66,10 +66,10 @@ def _open_on_main(plan: Plan, starts: list[Entry], log: RunLog, held: ExitStack)
         held.enter_context(lock_folder(logdir, "give this run another --logdir"))
     mirror = None
     if config.mirror:
-        mirror = Mirror(config.mirror, start.run_id, config.run_name)
+        mirror = Mirror(config.mirror, start.run.id, config.run_name)
         with suppress(NoAnswer):  # the first upload claims it then
             there = mirror.patiently(mirror.claim)
-            if start.checkpoint and there.run == start.run_id:
+            if start.checkpoint and there.run == start.run.id:
                 mirror.patiently(partial(restore_files, mirror, config))
     if start.checkpoint and start.is_fork:
         # A copy that has this run's name and options, not a link: the file belongs to the other run, as does the best
@@ -79,8 +79,8 @@ def _open_on_main(plan: Plan, starts: list[Entry], log: RunLog, held: ExitStack)
         replace_file(folder / LATEST, lambda file: torch.save(content, file))
     else:
         clean_folder(folder, start.path, start.renamed, log)
-    write_run(folder, start.run_id, config)
-    now, repeats = {"run": start.run_id, **note_of_start(config, starts)}, Repeats(log)
+    write_run(folder, start.run.id, config)
+    now, repeats = {"run": start.run.id, **note_of_start(config, starts)}, Repeats(log)
     if start.step is not None:
         records, reason = repeated_records(logdir / METRICS, start.step, now["parent"], now["start"])
         is_exact = plan.ranks.device.type == "cpu" or config.deterministic

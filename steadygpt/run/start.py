@@ -35,7 +35,7 @@ from steadygpt.config import TrainConfig
 from steadygpt.log.metrics import owner
 from steadygpt.log.status import read_status
 from steadygpt.machine.ranks import Ranks
-from steadygpt.run.identity import PLACES, Identity, new_id, note_of_places, read_run, write_run
+from steadygpt.run.identity import PLACES, Identity, note_of_places, read_run, write_run
 
 IN_USE = "wait for it to end, or use another --checkpoint_dir"
 
@@ -48,9 +48,7 @@ class Start:
     checkpoint: dict | None = None  # tensors on rank 0 only
     weights: dict | None = None  # a checkpoint of weights only; its tensors on rank 0 only, and at first none
     is_fork: bool = False  # the checkpoint stays in its folder, and this run has its own
-    run_id: str = field(default_factory=new_id)
-    run_name: str = ""  # of the run in the folder of the checkpoint, if it is known
-    other: str = ""  # that run in words, if it is not this one
+    run: Identity = field(default_factory=Identity)
     renamed: dict[Path, Path] = field(default_factory=dict)  # new names of damaged checkpoints, once the run writes
     notes: tuple[str, ...] = ()  # for the plan
 
@@ -73,34 +71,37 @@ def name_of_run(
 ) -> tuple[str, str, str]:
     """Return the name of a run, the folder of its logs, and a line for the plan if they are not those asked for.
 
-    A run that is resumed keeps its name; one that starts from a checkpoint of another run is named RUN-from-STEP. A new
-    name that has a TensorBoard folder already gets a time stamp, because TensorBoard would hide the older points. A
-    folder of logs belongs to one run, so another one has a subfolder.
+    A run that is resumed keeps its name; a fork or a copy is named RUN-from-STEP. A new name that has a TensorBoard
+    folder already gets a time stamp, because TensorBoard would hide the older points. A folder of logs belongs to one
+    run, so another one has a subfolder.
     """
-    saved, wanted, folder = start.run_name, config.run_name, Path(config.tensorboard_dir)
-    if start.other and wanted in ("", saved):
-        wanted = f"{saved or 'run'}-from-{start.step}"
-    wanted = wanted or saved or time.strftime(f"gpt-{STAMP}-{os.getpid()}")
+    run, wanted, folder = start.run, config.run_name, Path(config.tensorboard_dir)
+    if run.other and wanted in ("", run.name):
+        wanted = f"{run.name or 'run'}-from-{start.step}"
+    wanted = wanted or run.name or time.strftime(f"gpt-{STAMP}-{os.getpid()}")
     reserved = held if config.trains and config.use_tensorboard else None
 
     def choose() -> tuple[str, str]:
-        is_kept = bool(saved) and not start.other and is_name_from(wanted, saved)
-        name = saved if is_kept else unused_name(wanted, folder, reserved)
-        return name, logdir_of(config, start, name, "logdir" in given)
+        is_kept = bool(run.name) and not run.other and is_name_from(wanted, run.name)
+        name, logdir = run.name if is_kept else unused_name(wanted, folder, reserved), Path(config.logdir)
+        # A copy of a folder has a copy of the logs inside it.
+        is_inside = Path(os.path.realpath(logdir)).is_relative_to(os.path.realpath(config.checkpoint_dir))
+        if not (is_inside and start.checkpoint and not start.is_fork):
+            if run.other and "logdir" not in given:
+                logdir /= name
+            while owner(logdir) not in ("", run.id):
+                logdir /= name
+        return name, str(logdir)
 
     name, logdir = ranks.broadcast(ranks.on_main(choose) or ("", ""))
-    if start.is_fork:
-        return name, logdir, labelled("name", f"{name}, a fork of {start.other}; its logs are in {logdir}")
-    if start.other:
-        mirror = f"with the mirror {config.mirror}" if config.mirror else "without a mirror"
-        text = f"of {start.other}; it is now the run {name}, with its logs in {logdir}, and {mirror}"
-        return name, logdir, labelled("copy", text)
-    notes = [labelled("name", f"{name}, because {folder / wanted} belongs to an older run")] * (
-        name not in (wanted, saved)
-    )
-    notes += [labelled("logs", f"{logdir}, because {config.logdir} has those of another run")] * (
-        logdir != config.logdir
-    )
+    if run.other:
+        mirror = f"the mirror {config.mirror}" if config.mirror else "no mirror"
+        text = f"of {run.other}; this is the run {name}, with its logs in {logdir}, and with {mirror}"
+        return name, logdir, labelled("fork" if start.is_fork else "copy", text)
+    notes = [labelled("name", f"{name}, because {folder / wanted} belongs to an older run")]
+    notes = notes * (name not in (wanted, run.name))
+    if logdir != str(Path(config.logdir)):
+        notes.append(labelled("logs", f"{logdir}, because {config.logdir} has those of another run"))
     return name, logdir, "\n".join(notes)
 
 
@@ -127,20 +128,6 @@ def unused_name(wanted: str, folder: Path, held: ExitStack | None) -> str:
 def is_name_from(wanted: str, name: str) -> bool:
     """Return whether a run that wanted one name got the other."""
     return bool(re.fullmatch(rf"{re.escape(wanted)}(-from-\d+)?(-\d{{8}}-\d{{6}})?", name))
-
-
-def logdir_of(config: TrainConfig, start: Start, name: str, is_given: bool) -> str:
-    """Return the folder for the logs of a run: of that name in --logdir, if this has those of another run."""
-    logdir = config.logdir
-    if start.checkpoint and not start.is_fork:
-        folder = os.path.realpath(config.checkpoint_dir)
-        if os.path.commonpath([folder, os.path.realpath(logdir)]) == folder:  # a copy of it has a copy of them
-            return logdir
-    if start.other and not is_given:
-        logdir = str(Path(logdir, name))
-    while owner(Path(logdir)) not in ("", start.run_id):
-        logdir = str(Path(logdir, name))
-    return logdir
 
 
 def remove_if_empty(folder: Path) -> None:
@@ -194,7 +181,7 @@ def shared(loaded: dict | None, ranks: Ranks) -> dict | None:
 
 
 def _start_on_main(config: TrainConfig, given: Mapping[str, str], held: ExitStack) -> tuple[TrainConfig, Start]:
-    which, folder, found, run = config.resume, Path(config.checkpoint_dir), Found(), Identity(new_id(), {})
+    which, folder, found, run = config.resume, Path(config.checkpoint_dir), Found(), Identity()
     if which in ("latest", *NAMED) and not folder.is_dir() and not config.mirror:
         raise no_checkpoints(folder)
     if which not in ("", "latest", "auto", *NAMED) and not Path(which).exists():
@@ -217,26 +204,17 @@ def _start_on_main(config: TrainConfig, given: Mapping[str, str], held: ExitStac
                 f"{found.path}: converted weights, not a run to resume. Start from them with --init_from {found.path}"
             )
         if is_fork:
-            run = Identity(new_id(), run.places, run.other or run.places.get("run_name", "") or str(found.path))
+            run = run.copied(found.path.parent)
+        if config.run_name == saved["run_name"]:  # the command repeats it
+            run.places.setdefault("run_name", config.run_name)
         config, changes = resume_config(saved, config, given, run.places)
         of_mirror = f" (restored from {config.mirror})" * found.restored
         notes.append(labelled("resumed", f"from {found.path}{of_mirror} at step {found.checkpoint['step']:,}"))
         notes += [labelled("changed", line) for line in changes]
         if elsewhere := note_of_places(saved, given, run.places):
             notes.append(labelled("place", elsewhere))
-        if is_fork and config.mirror and "mirror" not in given:
-            unused = f"none: {config.mirror} belongs to the run in {found.path.parent}"
-            notes.append(labelled("mirror", unused))
-            config = dataclasses.replace(config, mirror="")
-        # The name is also known if the command repeats that of the checkpoint.
-        run_name = run.places.get("run_name", saved["run_name"] if config.run_name == saved["run_name"] else "")
-        return config, Start(
-            found.path, found.checkpoint, is_fork=is_fork, run_id=run.id, run_name=run_name, other=run.other,
-            renamed=renamed, notes=tuple(notes),
-        )  # fmt: skip
-    if run.other:  # there is no checkpoint of it
-        run = Identity(run.id, {})
-    return config, Start(run_id=run.id, run_name=run.places.get("run_name", ""), notes=tuple(notes))
+        return config, Start(found.path, found.checkpoint, None, is_fork, run, renamed, tuple(notes))
+    return config, Start(run=Identity() if run.other else run, notes=tuple(notes))
 
 
 def find_newest(config: TrainConfig, given: Mapping[str, str]) -> tuple[Found, Identity]:
@@ -261,7 +239,7 @@ def find_newest(config: TrainConfig, given: Mapping[str, str]) -> tuple[Found, I
         raise UserError(f"{folder} has no intact checkpoint, and only training downloads one from {url}")
     mirror = Mirror(url, run.id if checkpoint_files(folder) else "")
     try:
-        index = mirror.patiently(mirror.own_index)
+        index = mirror.patiently(mirror.index)
         if index.checkpoints:
             known = run.places if run.id == index.run else {}
             run = Identity(index.run, {"run_name": index.name, **known, "mirror": url})

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import sys
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from test_train import folders
 import train
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint.mirror import Mirror
-from steadygpt.run.identity import read_run
+from steadygpt.run.identity import read_run, written_mark
 
 
 @pytest.fixture
@@ -188,6 +189,17 @@ def test_the_id_needs_no_mark(workdir, monkeypatch):
     assert starts("logs-one") == [run_id] * 2
 
 
+def test_a_disk_on_a_new_machine_continues_its_run_in_the_mirror_that_is_named(s3, workdir, monkeypatch):
+    url = f"{s3.url}/run"
+    run_here("--max_steps", "3", "--run_name", "a", "--mirror", url, *folders("one"))
+    run_id = read_run(Path("one")).id
+    monkeypatch.setenv("XDG_STATE_HOME", "empty")
+    monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    resume("one", "--mirror", url)
+    assert (Mirror(url).index().run, Mirror(url).index().name, steps_of(url)) == (run_id, "a", 6)
+    assert (read_run(Path("one")).id, read_run(Path("one")).name) == (run_id, "a")
+
+
 def test_auto_continues_a_run_that_was_killed_before_its_first_save(workdir, monkeypatch):
     again = ("--resume", "auto", "--run_name", "a", "--use_tensorboard", "--max_steps", "3", *folders("one"))
     with monkeypatch.context() as patched:
@@ -217,8 +229,8 @@ def test_a_copy_is_another_run(workdir, capfd, ranks):
     assert read_run(Path("copy")).places["mirror"] == ""
     if ranks == 1:
         assert (
-            f"copy         of the run a in {workdir}/one; it is now the run a-from-3, with its logs in "
-            "logs-one/a-from-3, and without a mirror"
+            f"copy         of the run a in {workdir}/one; this is the run a-from-3, with its logs in "
+            "logs-one/a-from-3, and with no mirror"
         ) in capfd.readouterr().out.splitlines()
     resume("copy", "--max_steps", "7", ranks=ranks)  # now in its own folder
     assert metrics("logs-one/a-from-3", "loss").keys() == {3, 4, 5, 6}
@@ -233,6 +245,31 @@ def contents(folder: str) -> dict[Path, bytes]:
 
 def steps_of(url: str) -> int:
     return Mirror(url).index().checkpoints["latest.pt"].step
+
+
+def test_a_copy_with_the_inode_of_the_original_is_another_run(workdir):
+    run_here("--max_steps", "3", *folders("one"))
+    run_id, inode = read_run(Path("one")).id, Path("one").stat().st_ino
+    shutil.copytree("one", "copy")
+    content = Path("one/run.json").read_text().replace(str(inode), str(Path("copy").stat().st_ino))
+    for folder in ("one", "copy"):  # as two roots of file systems
+        Path(folder, "run.json").write_text(content)
+    written_mark(content.encode()).touch()
+    assert (read_run(Path("one")).id == run_id, read_run(Path("copy")).id == run_id) == (True, False)
+    shutil.rmtree("one")
+    Path("one").mkdir()  # of another run
+    assert read_run(Path("copy")).id == run_id
+
+
+def test_a_copy_on_another_machine_is_another_run(workdir, monkeypatch):
+    run_here("--max_steps", "3", "--run_name", "a", *folders("one"))
+    run_id = read_run(Path("one")).id
+    shutil.copytree("one", "copy")
+    shutil.rmtree("one")
+    monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    resume("copy")
+    assert read_run(Path("copy")).id != run_id
+    assert starts("logs-one") == [run_id] and starts("logs-one/a-from-3") == [read_run(Path("copy")).id]
 
 
 def test_a_copy_continues_in_the_logs_inside_it(workdir):
