@@ -115,7 +115,7 @@ def write_run(folder: Path, run_id: str, config: TrainConfig) -> None:
         say(f"warning: {mark.parent}: {error.strerror}; the next start will not recognize {folder}; {advice}")
     before = path.read_bytes() if _has_run(folder, run_id) else content
     replace_file(path, lambda file: file.write(content))
-    if before != content:  # of the copies of a deleted folder, only the first that is resumed is the run
+    if json.dumps(real).encode() not in before:  # of the copies of a deleted folder, only the first resumed is the run
         with suppress(OSError):
             written_mark(before).unlink()
 

@@ -514,9 +514,14 @@ def test_unreachable_mirror(machines, s3, capsys, monkeypatch):
     address = os.environ["AWS_ENDPOINT_URL"]
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     capsys.readouterr()
+    before = {*threading.enumerate()}
     with monkeypatch.context() as patch:
         patch.setattr(uploads, "GIVE_UP_S", 0.5)
         assert run_here("--resume", "--max_steps", "6") == 0  # trains on, and says what is not uploaded
+    with monkeypatch.context() as patch:  # its uploads end, as with its process
+        patch.setattr(Uploads, "_upload_newest", Mock(side_effect=UserError("ended")))
+        threads = [thread for thread in {*threading.enumerate()} - before if thread.name == "uploads"]
+        wait_for(lambda: not any(thread.is_alive() for thread in threads))
     out, err = capsys.readouterr()
     assert "which may have a newer checkpoint: " in out
     assert re.search(

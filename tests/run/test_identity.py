@@ -168,6 +168,18 @@ def test_a_folder_with_another_inode_is_the_same_run_if_nothing_is_left_of_it_el
     assert starts("logs-one") == [run_id] * 2
 
 
+def test_a_backup_can_be_restored_twice(workdir):
+    run_here("--max_steps", "3", *folders("one"))
+    run_id = read_run(Path("one")).id
+    shutil.copytree("one", "backup")
+    for count in (2, 3):
+        Path("one").rename(f"gone-{count}")  # so that its inode is not used again
+        shutil.copytree("backup", "one")
+        shutil.rmtree(f"gone-{count}")
+        resume("one")
+        assert starts("logs-one")[-1] == run_id and read_run(Path("one")).places["logdir"] == "logs-one"
+
+
 def test_of_two_copies_of_a_deleted_folder_the_first_that_resumes_is_the_same_run(workdir):
     run_here("--max_steps", "3", "--run_name", "a", *folders("one"))
     run_id = read_run(Path("one")).id
