@@ -37,7 +37,7 @@ from steadygpt.log.runlog import RunLog
 from steadygpt.machine.device import device_name
 from steadygpt.machine.ranks import Ranks, Stopped, end_with_torchrun, joined
 from steadygpt.run.history import WITHOUT_TENSORS, History
-from steadygpt.run.places import read_places
+from steadygpt.run.identity import read_run
 from steadygpt.run.plan import settle
 from steadygpt.run.repeats import repeated_records
 from steadygpt.run.results import StepResult
@@ -90,7 +90,7 @@ def find_past(options: ReplayOptions, first: int, last: int, held: ExitStack) ->
     """Find the checkpoint to start from, and the checkpoints and records to compare with; `held` removes copies."""
     folder = Path(options.checkpoint_dir)
     files = [(str(path), checkpoint) for path, checkpoint in intact_checkpoints(checkpoint_files(folder))]
-    places = read_places(folder)
+    places = read_run(folder).places
     url = options.mirror or places.get("mirror", "")
     mirror = Mirror(url) if url else None
     if mirror and not any(checkpoint["step"] <= first for _, checkpoint in files):

@@ -107,7 +107,7 @@ def joined(path: Path, key: str = "step") -> list[Record]:
 
 def owner(logdir: str | Path) -> str:
     """Return the id of the run that a folder of logs belongs to, "" if it has none."""
-    with suppress(FileNotFoundError), open(Path(logdir, METRICS), "rb") as file:
+    with suppress(OSError), open(Path(logdir, METRICS), "rb", opener=no_link) as file:
         for line in file.read(OWNER_BYTES).splitlines():
             with suppress(UserError):
                 return parse_json(line, StartLine, logdir, "")["run"]
@@ -120,10 +120,13 @@ def places_of(logdir: str | Path, folder: Path) -> list[str]:
 
 
 def find_logs(places: Iterable[str], folder: Path, run: str) -> Path | None:
-    """Return the first one of `places_of` a run that has its logs: the relative one fits if both folders were moved."""
+    """Return the first one of `places_of` a run that has its logs: the relative one fits if both folders were moved.
+
+    Logs inside the folder are the run's in any case: those of a copy begin as those of the run that it is a copy of.
+    """
     for place in places:
         logdir = Path(os.path.normpath(Path(os.path.realpath(folder), place)))
         with suppress(OSError, ValueError):  # the file may name an impossible folder
-            if owner(logdir) == run:
+            if owner(logdir) == run or (owner(logdir) and logdir.is_relative_to(os.path.realpath(folder))):
                 return logdir
     return None

@@ -20,8 +20,8 @@ from steadygpt.log.metrics import METRICS
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.ranks import StopSignal
 from steadygpt.run.history import IN_USE
+from steadygpt.run.identity import write_run
 from steadygpt.run.memory import checkpoint_bytes
-from steadygpt.run.places import write_places
 from steadygpt.run.plan import Plan
 from steadygpt.run.repeats import Repeats, repeated_records
 from steadygpt.run.starts import note_of_start
@@ -49,11 +49,11 @@ def _open_on_main(plan: Plan, log: RunLog, held: ExitStack) -> tuple[CheckpointW
         held.enter_context(lock_folder(logdir, "give this run another --logdir"))
     mirror = None
     if config.mirror:
-        mirror = Mirror(config.mirror, config.run_name, resumes=start.checkpoint is not None)
+        mirror = Mirror(config.mirror, start.run.id, config.run_name)
         with suppress(NoAnswer):  # the first upload claims it then
-            mirror.patiently(mirror.claim)
-            if start.checkpoint:
-                mirror.patiently(partial(restore_files, mirror, config, replace=False))  # what is missing here
+            there = mirror.patiently(mirror.claim)
+            if start.checkpoint and there.run == start.run.id:
+                mirror.patiently(partial(restore_files, mirror, config))
     if start.checkpoint and start.is_fork:
         # A copy that has this run's name and options, not a link: the file belongs to the other run, as does the best
         # model so far.
@@ -62,8 +62,8 @@ def _open_on_main(plan: Plan, log: RunLog, held: ExitStack) -> tuple[CheckpointW
         replace_file(folder / LATEST, lambda file: torch.save(content, file))
     else:
         clean_folder(folder, start.path, start.renamed, log)
-    write_places(folder, config)
-    now, repeats = {"run": config.run_name, **note_of_start(config, starts)}, Repeats(log)
+    write_run(folder, start.run.id, config)
+    now, repeats = {"run": start.run.id, **note_of_start(config, starts)}, Repeats(log)
     if start.checkpoint:
         records, reason = repeated_records(logdir / METRICS, start.step, now["parent"], now["how"])
         is_exact = plan.ranks.device.type == "cpu" or config.deterministic

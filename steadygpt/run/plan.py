@@ -215,7 +215,7 @@ def _settle_on_main(
         config, tokenizer=data.tokenizer, vocab_size=sketch.config.vocab_size, warmup_steps=schedule.warmup_steps,
         run_name=name, logdir=logdir,
     )  # fmt: skip
-    notes += [of_name, *notes_of_decay(config, schedule, history.checkpoint)]
+    notes += [*of_name, *notes_of_decay(config, schedule, history.checkpoint)]
     writes = config.trains and not recorded
     if writes:
         # Last, because it may read all shards.

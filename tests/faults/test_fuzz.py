@@ -41,7 +41,7 @@ from steadygpt.machine.ranks import Ranks
 from steadygpt.monitor.snapshot import watch
 from steadygpt.monitor.view import view
 from steadygpt.run.history import resumed
-from steadygpt.run.places import read_places
+from steadygpt.run.identity import read_run
 from steadygpt.run.repeats import repeated_records
 from steadygpt.run.results import Judge
 
@@ -238,7 +238,7 @@ def see_prepared() -> None:
 
 READERS: dict[str, Callable[[], object]] = {
     "checkpoints/status.json": lambda: (read_status(Path("checkpoints")), see_monitor()),
-    "checkpoints/run.json": lambda: read_places(Path("checkpoints")),
+    "checkpoints/run.json": lambda: read_run(Path("checkpoints")),
     "checkpoints/evaluations.json": lambda: [*checkpoint_table(Path("checkpoints"))],
     "mirror/index.json": lambda: [*mirror_table(Mirror(f"file://{Path.cwd()}/mirror"))],
     "prepared/manifest.json": see_prepared,

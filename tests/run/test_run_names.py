@@ -72,7 +72,9 @@ def test_fork_is_named_after_its_run_and_its_step(workdir, capsys):
     assert (steps_of("a"), steps_of("a-from-4")) == ([*range(8)], [4, 5, 6, 7])
     assert names_in("two") == {"a-from-4"}
     assert names_in("one") == {"a"}
-    assert "name         a-from-4, a fork of a; its logs are in logs-two" in capsys.readouterr().out.splitlines()
+    assert (
+        "fork         of the run a in one; this is the run a-from-4, with its logs in logs-two, and with no mirror"
+    ) in capsys.readouterr().out.splitlines()
     assert (original.read_bytes(), original.stat().st_mtime_ns, sorted(Path("one").iterdir())) == before
     run_here("--resume", str(original), "--run_name", "a", *folders("three"))  # with the flag of its run
     assert re.fullmatch(f"a-from-4{STAMP}", runs()[-1])  # the second fork from there
