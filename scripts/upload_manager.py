@@ -52,10 +52,7 @@ def upload_all(url: str, folder: Path) -> None:
         config, _ = resume_config(saved, TrainConfig(checkpoint_dir=str(folder)), {}, places)
         mirror = Mirror(url, config.run_name or saved["run_name"], resumes=True)
         there = mirror.patiently(mirror.claim).checkpoints.get(LATEST)
-        if there and (
-            there.mtime_ns > newest.path.stat().st_mtime_ns
-            or (not places and there.step > newest.checkpoint["step"])  # the dates of a copy are new
-        ):
+        if there and there.saved_at > newest.checkpoint["saved_at"]:
             raise UserError(f"{url} has a newer checkpoint than {folder}, of step {there.step:,}; resume from it")
         uploads = Uploads(mirror, config, RunLog(config, Ranks(torch.device("cpu"))))
         uploads.start(is_last=True)

@@ -6,13 +6,11 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
-import torch
-
-from steadygpt.base.durable import lock_folder, replace_file
+from steadygpt.base.durable import lock_folder
 from steadygpt.base.options import UserError, shown_options
 from steadygpt.base.retry import NoAnswer
 from steadygpt.base.text import bytes_text
-from steadygpt.checkpoint.files import LATEST, check_folder, summary
+from steadygpt.checkpoint.files import check_folder
 from steadygpt.checkpoint.mirror import Mirror, restore_files
 from steadygpt.checkpoint.saves import STALE, CheckpointWriter, Saves, clean_folder
 from steadygpt.checkpoint.uploads import Uploads
@@ -71,14 +69,14 @@ def _open_on_main(plan: Plan, starts: list[Entry], log: RunLog, held: ExitStack)
             mirror.patiently(mirror.claim)
             if start.checkpoint:
                 mirror.patiently(partial(restore_files, mirror, config, replace=False))  # what is missing here
+    clean_folder(folder, start.renamed)
+    uploads = Uploads(mirror, config, log) if mirror else None
+    writer = CheckpointWriter(folder, log, config.keep_checkpoints, config.keep_epochs, uploads)
     if start.checkpoint and start.is_fork:
-        # A copy that has this run's name and options, not a link: the file belongs to the other run, as does the best
-        # model so far.
-        content = start.checkpoint | {"train_config": shown_options(config), "best_val_loss": None}
-        clean_folder(folder, None, {}, log)
-        replace_file(folder / LATEST, lambda file: torch.save(content, file))
-    else:
-        clean_folder(folder, start.path, start.renamed, log)
+        # It has this run's name and options. The file belongs to the other run, as does the best model so far.
+        writer.resume(start.checkpoint | {"train_config": shown_options(config), "best_val_loss": None}, None)
+    elif start.checkpoint:
+        writer.resume(start.checkpoint, start.path)
     write_places(folder, config)
     now, repeats = note_of_start(config, starts), Repeats(log)
     if start.step is not None:
@@ -87,9 +85,4 @@ def _open_on_main(plan: Plan, starts: list[Entry], log: RunLog, held: ExitStack)
         repeats = Repeats(log, start.step, records, reason, is_exact)
     log.open(start.step, size, now)  # drops what came after that step
     held.enter_context(log)
-    latest = summary(start.checkpoint) if start.checkpoint else None
-    uploads = Uploads(mirror, config, log) if mirror else None
-    writer = CheckpointWriter(folder, log, config.keep_checkpoints, config.keep_epochs, latest, uploads)
-    if latest and uploads:
-        uploads.start()  # also a choice to go back, which a kill before the first save must not undo
     return writer, repeats
