@@ -20,6 +20,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypedDict
@@ -226,35 +227,34 @@ class File(NamedTuple):
 
 def checkpoint_files(folder: Path) -> list[Path]:
     """Return the names of all checkpoints in a folder, without opening them."""
-    rolling, epochs = (sorted(folder.glob(of_tier), reverse=True) for of_tier in ("rolling_step_*.pt", "epoch_*.pt"))
-    files = [folder / LATEST, folder / BACKUP, *rolling, *epochs, folder / STABLE, folder / BEST]
+    files = [folder / LATEST, folder / BACKUP, folder / STABLE, folder / BEST]
+    files += [*folder.glob("rolling_step_*.pt"), *folder.glob("epoch_*.pt")]
     return [file for file in files if os.path.lexists(file)]  # a link to nothing is a damaged checkpoint
 
 
-def scan(folder: Path, known: dict[tuple[int, ...], Head] | None = None) -> list[File]:
+def scan(folder: Path) -> list[File]:
     """Return all names of checkpoints in a folder, newest first by what each file contains; its date says nothing.
 
     A file without a readable head may be newer than all others. Where latest.pt has one, it comes after that, because
     every save replaces latest.pt.
-
-    Args:
-        known: heads that were read before, to be extended, so that only new files are read.
     """
-    known = {} if known is None else known
     files = []
     for path in checkpoint_files(folder):
         stat, head, problem = None, None, ""
         try:
             stat = path.stat()
-            identity = stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
-            head = known[identity] = known.get(identity) or read_head(path)
+            head = _head(path, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
         except (UserError, OSError) as error:
             if not os.path.lexists(path):  # training has deleted it meanwhile
                 continue
             problem = str(getattr(error, "strerror", error)).removeprefix(f"{path}: ")
         files.append(File(path, head, problem, *((stat.st_ino, stat.st_size) if stat else ())))
     latest = next((file.order for file in files if file.head and file.path.name == LATEST), (math.inf, 0))
-    return sorted(files, key=lambda file: (file.order, 1) if file.head else (latest, 0), reverse=True)
+
+    def key(file: File) -> tuple:
+        return file.order if file.head else latest, file.head is not None, file.path.name == LATEST, file.path.name
+
+    return sorted(files, key=key, reverse=True)
 
 
 def too_old(orders: Mapping[str, tuple[float, int]], tier: str, keep: int) -> list[str]:
@@ -366,6 +366,12 @@ def read_head(path: Path) -> Head:
     content = load_verified(path, only_plain=True)
     check_format(content, path)
     return typed(content, Head, path, "take another checkpoint")
+
+
+@lru_cache(maxsize=2**14)
+def _head(path: Path, *identity: int) -> Head:
+    """Return read_head(), which reads a file only once: thousands of files take seconds."""
+    return read_head(path)
 
 
 def load_verified(path: Path, only_plain: bool = False) -> object:

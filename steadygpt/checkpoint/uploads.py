@@ -12,7 +12,7 @@ from threading import Thread
 from steadygpt.base.durable import link_file
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import LONGEST_PAUSE_S, brief
-from steadygpt.checkpoint.files import BACKUP, LATEST, File, Head, read_checkpoint, read_head, scan
+from steadygpt.checkpoint.files import BACKUP, LATEST, File, read_checkpoint, read_head, scan
 from steadygpt.checkpoint.mirror import Entry, Mirror, not_kept
 from steadygpt.config import TrainConfig
 from steadygpt.log.runlog import RunLog
@@ -31,7 +31,6 @@ class Uploads:
         self.is_last = False
         self.there: dict[str, tuple[float, int]] = {}  # Head.order of the complete checkpoints in the mirror, by name
         self.corrupt: set[tuple[float, int]] = set()  # of local files
-        self.heads: dict[tuple[int, ...], Head] = {}  # of local files, see scan()
         self.uploaded_at_s = -math.inf
         self._note_progress()
         self.thread = Thread(target=self._work, name="uploads", daemon=True)
@@ -57,7 +56,7 @@ class Uploads:
 
     def _missing(self) -> list[list[File]]:
         """Return the checkpoints to upload, newest first: the names of each."""
-        files = [file for file in scan(Path(self.config.checkpoint_dir), self.heads) if file.path.name != BACKUP]
+        files = [file for file in scan(Path(self.config.checkpoint_dir)) if file.path.name != BACKUP]
         newer = [file for file in files if file.order > self.there.get(file.path.name, (0.0, -1))]
         dropped = not_kept(self.there | {file.path.name: file.order for file in newer}, self.config)
         wanted = [file for file in newer if file.path.name not in dropped and file.order not in self.corrupt]

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shutil
 import time
 import zipfile
 
@@ -178,6 +179,36 @@ def test_a_folder_without_checkpoints_names_the_subfolder_with_the_newest_ones(t
             write_checkpoint(tmp_path / name, step, "latest.pt")
     with pytest.raises(UserError, match=f"; try --checkpoint_dir {tmp_path}/newer$"):
         next(checkpoint_table(tmp_path))
+
+
+def test_the_date_of_a_file_decides_nothing(tmp_path):
+    """Copies have dates of their own."""
+    for step in (20, 40, 60):
+        write_checkpoint(tmp_path, step, ROLLING.format(step))  # later ones have older dates
+    os.rename(tmp_path / ROLLING.format(40), tmp_path / "latest.pt")
+    shutil.copy(tmp_path / "latest.pt", tmp_path / ROLLING.format(40))
+    assert [(file.path.name, file.head.step) for file in files.scan(tmp_path)] == [
+        (ROLLING.format(60), 60), ("latest.pt", 40), (ROLLING.format(40), 40), (ROLLING.format(20), 20)
+    ]  # fmt: skip
+    assert find_checkpoint("latest", tmp_path).checkpoint["step"] == 60
+    assert files.nearest_checkpoint(tmp_path, 50)[1]["step"] == 40
+    assert [path.name for path, _ in files.intact_checkpoints(files.scan(tmp_path))] == [
+        ROLLING.format(60), "latest.pt", ROLLING.format(20)
+    ]  # fmt: skip
+
+
+def test_a_file_whose_head_cannot_be_read_comes_after_latest_and_before_all_others(tmp_path):
+    for step, name in ((60, "latest.pt"), (40, ROLLING.format(40)), (20, ROLLING.format(20))):
+        write_checkpoint(tmp_path, step, name)
+    damage(tmp_path / ROLLING.format(20), "truncated")
+    expected = ["latest.pt", ROLLING.format(20), ROLLING.format(40)]
+    assert [file.path.name for file in files.scan(tmp_path)] == expected
+    damage(tmp_path / "latest.pt", "one bit")
+    found = find_checkpoint("latest", tmp_path)
+    assert found.checkpoint["step"] == 40
+    assert [line.split(": ")[0] for line in found.damaged.values()] == [
+        f"{tmp_path}/latest.pt, step 60", f"{tmp_path}/{ROLLING.format(20)}"
+    ]  # fmt: skip
 
 
 def test_an_average_is_the_mean_of_the_newest_rolling_checkpoints(tmp_path, capsys):

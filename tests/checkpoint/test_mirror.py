@@ -14,7 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 from conftest import REPO, assert_same_state, load, metrics, run_content, run_here
-from test_files import damage
+from test_files import damage, write_checkpoint
 
 import train
 from steadygpt.base.options import UserError
@@ -158,6 +158,16 @@ def test_uploads_that_fall_behind_begin_with_the_newest_and_hold_up_no_save(save
     assert f"{corrupt}: corrupt" in reports[3]
 
 
+def test_the_mirror_of_a_copy_without_dates_has_the_newest_as_the_latest(tmp_path):
+    for step in range(1, 5):
+        write_checkpoint(tmp_path, step, f"rolling_step_{step:06d}.pt")  # later ones have older dates
+    saver = Saver(tmp_path, f"file://{tmp_path}/there", mirror_keep=3)
+    saver.writer.uploads.start()
+    rolling = {f"rolling_step_{step:06d}.pt": step for step in (4, 3, 2)}
+    assert saver.uploaded() == {"latest.pt": 4, "latest_backup.pt": 3, **rolling}
+    assert [name[:27] for name in files(tmp_path / "there")][-1] == "step_000004-20010909-014644"
+
+
 def test_file_that_the_mirror_has_lost_is_uploaded_again(saver, tmp_path):
     saver.save(1, "rolling_step_000001.pt")
     saver.uploaded()
@@ -225,7 +235,7 @@ INDEXES: dict = {
     "not JSON": "",
     "the content is a list; expected an object": [],
     "checkpoints is None; expected a value": {"run": "x"},
-    "checkpoints['latest.pt'].file is None; expected a value": {"latest.pt": {}},
+    "checkpoints['latest.pt'].saved_at is None; expected a value": {"latest.pt": {}},
     "checkpoints['latest.pt'].file is '../x'; expected a string like step_": {"latest.pt": ENTRY | {"file": "../x"}},
     "checkpoints['latest.pt'].val_loss is -1e+308; expected 0": {"latest.pt": ENTRY | {"val_loss": -1e308}},
     "checkpoints['latest.pt'].size is -9; expected 0 or more": {"latest.pt": ENTRY | {"size": -9}},
@@ -318,6 +328,7 @@ def continue_elsewhere(workdir: Path) -> str:
 def test_newer_one_of_folder_and_mirror_wins(machines, capsys, workdir):
     url = continue_elsewhere(workdir)
     machines("second")
+    os.utime("checkpoints/latest.pt", (2**32, 2**32))  # the date of a copy
     run_here("--resume", "--max_steps", "8")
     assert last_step(capsys).endswith("at step 6")
     assert load("checkpoints/latest_backup.pt")["step"] == 6

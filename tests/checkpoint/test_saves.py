@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from conftest import MODERN, load, run_content, run_here
-from test_files import damage, names
+from test_files import damage, names, write_checkpoint
 
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint import saves
@@ -195,6 +195,16 @@ def test_rolling_checkpoints_are_deleted_by_age_not_by_step(workdir):
     older = ("--resume", "checkpoints/rolling_step_000006.pt", "--keep_checkpoints", "1")
     run_here(*older, "--checkpoint_freq", "1", "--max_steps", "7")
     assert [path.name for path in Path("checkpoints").glob("rolling_*")] == ["rolling_step_000007.pt"]
+
+
+def test_old_checkpoints_are_deleted_by_content_and_none_whose_head_cannot_be_read(tmp_path):
+    for step in (10, 20, 30, 40):
+        write_checkpoint(tmp_path, step, f"rolling_step_{step:06d}.pt")  # later ones have older dates
+    damage(tmp_path / "rolling_step_000010.pt", "truncated")
+    writer = CheckpointWriter(tmp_path, Mock(), keep=2)
+    writer.save(Captured(run_content(50)), ["rolling_step_000050.pt"])
+    writer.close()
+    assert [name[-6:-3] for name in names(tmp_path)[1:]] == ["010", "040", "050"]
 
 
 @pytest.mark.parametrize("starts", [1, 4], ids=["while it runs", "between starts"])
