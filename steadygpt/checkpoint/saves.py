@@ -189,29 +189,28 @@ def num_bytes(checkpoint: dict) -> int:
     return sum({t.data_ptr(): t.nbytes for t in named_tensors(checkpoint).values()}.values())
 
 
-def clean_folder(folder: Path, renamed: Mapping[Path, Path]) -> None:
-    """Remove what killed writers left in a checkpoint folder, and rename files.
-
-    Args:
-        renamed: new names of damaged files, which saves would replace or delete.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    for stale in folder.glob(STALE):
-        stale.unlink()
-    for file, name in renamed.items():
-        file.rename(name)
-
-
 class CheckpointWriter:
     """Writes in the background, one job at a time, and reports to the log how each ended; used on rank 0 only.
 
     Args:
-        folder: which clean_folder() has prepared.
         keep, keep_epochs: newest rolling checkpoints and checkpoints of epochs that are kept; 0 epochs: all.
+        renamed: new names of damaged files, which saves would replace or delete.
     """
 
-    def __init__(self, folder: Path, log: RunLog, keep: int, keep_epochs: int = 0, uploads: Uploads | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        log: RunLog,
+        keep: int,
+        keep_epochs: int = 0,
+        uploads: Uploads | None = None,
+        renamed: Mapping[Path, Path] = {},
+    ):
         self.folder, self.log, self.uploads = folder, log, uploads
+        for stale in folder.glob(STALE):
+            stale.unlink()
+        for file, name in renamed.items():
+            file.rename(name)
         self.keep = {"rolling": keep, "epoch": keep_epochs}
         # Of each file whose head was read or written here. Others are never deleted.
         self.orders = {file.path.name: file.head.order for file in scan(folder) if file.head}
@@ -239,7 +238,8 @@ class CheckpointWriter:
             with suppress(FileNotFoundError):
                 new = latest.rename(aside(latest)).name
                 self.log.warn(f"{latest}: not a readable checkpoint; renamed {new}")
-        if path is None or order < max(self.orders.values()):  # the run goes back, or begins in a folder of its own
+        # The run begins in a folder of its own, or goes back: the state is newer than what comes after it.
+        if path is None or order < max(self.orders.values(), default=order):
             self._write(checkpoint, [])
         elif not is_latest:
             link_file(path, linked)

@@ -30,7 +30,7 @@ class Uploads:
         self.requests: Queue[None] = Queue(maxsize=1)  # one serves all that come before it is taken
         self.is_last = False
         self.there: dict[str, tuple[float, int]] = {}  # Head.order of the complete checkpoints in the mirror, by name
-        self.corrupt: set[tuple[float, int]] = set()  # of local files
+        self.corrupt: set[object] = set()  # local files: their order, or the path of one without a head
         self.uploaded_at_s = -math.inf
         self._note_progress()
         self.thread = Thread(target=self._work, name="uploads", daemon=True)
@@ -57,6 +57,10 @@ class Uploads:
     def _missing(self) -> list[list[File]]:
         """Return the checkpoints to upload, newest first: the names of each."""
         files = [file for file in scan(Path(self.config.checkpoint_dir)) if file.path.name != BACKUP]
+        for file in files:
+            if file.problem and file.path not in self.corrupt:
+                self.corrupt.add(file.path)
+                self.log.warn(f"not uploaded: {file.path}: {file.problem}")
         newer = [file for file in files if file.order > self.there.get(file.path.name, (0.0, -1))]
         dropped = not_kept(self.there | {file.path.name: file.order for file in newer}, self.config)
         wanted = [file for file in newer if file.path.name not in dropped and file.order not in self.corrupt]

@@ -12,7 +12,7 @@ from steadygpt.base.retry import NoAnswer
 from steadygpt.base.text import bytes_text
 from steadygpt.checkpoint.files import check_folder
 from steadygpt.checkpoint.mirror import Mirror, restore_files
-from steadygpt.checkpoint.saves import STALE, CheckpointWriter, Saves, clean_folder
+from steadygpt.checkpoint.saves import STALE, CheckpointWriter, Saves
 from steadygpt.checkpoint.uploads import Uploads
 from steadygpt.data.shards import check_listing
 from steadygpt.log.runlog import METRICS, RunLog
@@ -69,9 +69,8 @@ def _open_on_main(plan: Plan, starts: list[Entry], log: RunLog, held: ExitStack)
             mirror.patiently(mirror.claim)
             if start.checkpoint:
                 mirror.patiently(partial(restore_files, mirror, config, replace=False))  # what is missing here
-    clean_folder(folder, start.renamed)
     uploads = Uploads(mirror, config, log) if mirror else None
-    writer = CheckpointWriter(folder, log, config.keep_checkpoints, config.keep_epochs, uploads)
+    writer = CheckpointWriter(folder, log, config.keep_checkpoints, config.keep_epochs, uploads, start.renamed)
     if start.checkpoint and start.is_fork:
         # It has this run's name and options. The file belongs to the other run, as does the best model so far.
         writer.resume(start.checkpoint | {"train_config": shown_options(config), "best_val_loss": None}, None)
