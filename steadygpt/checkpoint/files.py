@@ -201,7 +201,7 @@ class Head:
 
     @property
     def order(self) -> tuple[float, int]:
-        """The newer of two checkpoints has the larger one; copies of one save have the same."""
+        """Return what is larger for the newer of two checkpoints, and the same for copies of one save."""
         return self.saved_at, self.step
 
 
@@ -216,7 +216,7 @@ class File(NamedTuple):
 
     @property
     def order(self) -> tuple[float, int]:
-        """That of its head; below that of all others if it cannot be read."""
+        """Return that of its head, or less than all others if it cannot be read."""
         return self.head.order if self.head else (0.0, -1)
 
     def skipped(self, error: object) -> str:
@@ -257,10 +257,13 @@ def scan(folder: Path) -> list[File]:
     return sorted(files, key=key, reverse=True)
 
 
-def too_old(orders: Mapping[str, tuple[float, int]], tier: str, keep: int) -> list[str]:
-    """Return the names of a tier, such as "epoch", that are not among its newest ones; 0 keeps all."""
-    newest_first = sorted((name for name in orders if name.startswith(tier)), key=orders.__getitem__, reverse=True)
-    return newest_first[keep:] if keep else []
+def too_old(orders: Mapping[str, tuple[float, int]], keep: int, keep_epochs: int) -> list[str]:
+    """Return the names of rolling checkpoints and epochs that are not among the newest of so many; 0 keeps all."""
+    names: list[str] = []
+    for tier, count in {"rolling": keep, "epoch": keep_epochs}.items():
+        newest_first = sorted((name for name in orders if name.startswith(tier)), key=orders.__getitem__, reverse=True)
+        names += newest_first[count:] if count else []
+    return names
 
 
 def no_checkpoints(folder: Path) -> UserError:

@@ -186,7 +186,8 @@ class Mirror:
         newest, *older = sorted({entry, *there.values()}, key=lambda entry: entry.order, reverse=True)
         there |= dict.fromkeys(names, entry) | {LATEST: newest} | ({BACKUP: older[0]} if older else {})
         there = dict(sorted(there.items(), key=lambda item: (item[1].order, item[0] == LATEST, item[0]), reverse=True))
-        dropped = not_kept({name: entry.order for name, entry in there.items()}, config)
+        orders = {name: entry.order for name, entry in there.items()}
+        dropped = too_old(orders, config.mirror_keep, config.keep_epochs)
         kept = [name for name in there if name not in dropped]
         self._write(Index(self.run, {name: there[name] for name in kept}))
         for name in sizes.keys() - {there[name].file for name in kept}:
@@ -216,11 +217,6 @@ class Mirror:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # a run and its mirror
-
-
-def not_kept(orders: Mapping[str, tuple[float, int]], config: TrainConfig) -> list[str]:
-    """Return the names that are not among the newest of their tier, of which the mirror keeps a number."""
-    return too_old(orders, "rolling", config.mirror_keep) + too_old(orders, "epoch", config.keep_epochs)
 
 
 def folders_of(config: TrainConfig) -> dict[str, Path]:

@@ -211,7 +211,7 @@ class CheckpointWriter:
             stale.unlink()
         for file, name in renamed.items():
             file.rename(name)
-        self.keep = {"rolling": keep, "epoch": keep_epochs}
+        self.keep, self.keep_epochs = keep, keep_epochs
         # Of each file whose head was read or written here. Others are never deleted.
         self.orders = {file.path.name: file.head.order for file in scan(folder) if file.head}
         self.latest_step: int | None = None  # of latest.pt; None: it is missing or corrupt, and never the backup
@@ -342,9 +342,8 @@ class CheckpointWriter:
         self.latest_step = step
         self.orders |= dict.fromkeys([LATEST, *tiers], order)
         there = {name: at for name, at in self.orders.items() if (self.folder / name).exists()}
-        for tier, keep in self.keep.items():
-            for name in too_old(there, tier, keep):
-                (self.folder / name).unlink(missing_ok=True)
+        for name in too_old(there, self.keep, self.keep_epochs):
+            (self.folder / name).unlink(missing_ok=True)
 
     def _record(self, content: str, best: int | None) -> None:
         try:

@@ -4,7 +4,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from textwrap import wrap
@@ -14,7 +14,6 @@ from steadygpt.base.options import UserError
 from steadygpt.base.text import bytes_text, counted, duration_text, printable
 from steadygpt.checkpoint.files import (
     EVALUATIONS,
-    Evaluations,
     Head,
     no_checkpoints,
     read_checkpoint,
@@ -22,7 +21,7 @@ from steadygpt.checkpoint.files import (
     scan,
     validation_of,
 )
-from steadygpt.checkpoint.mirror import Mirror
+from steadygpt.checkpoint.mirror import Entry, Mirror
 
 _ROW = "{:<26} {:>8} {:>7} {:>8} {:>8} {:>9}{} {:>12} {:>12}  {}".format
 
@@ -34,34 +33,31 @@ def print_checkpoints(folder: Path, mirror: str = "", verbose: bool = False) -> 
     return 0
 
 
-def table_head(name: object, read: Callable[[], bytes]) -> tuple[Evaluations, Sequence[str], list[str]]:
-    """Read evaluations.json; return its content, the validation sets that have a column, and the first lines."""
+def _table(name: object, read: Callable[[], bytes], rows: Iterable[tuple[str, Head | None, int, str]]) -> Iterator[str]:
+    """Yield the lines of a table.
+
+    Args:
+        name, read: of evaluations.json.
+        rows: name, head, bytes and state of each file.
+    """
     evaluations, warnings = read_evaluations(name, read)
+    yield from (f"warning: {line}" for line in warnings)
     names = [key.removeprefix("val_loss/") for found in evaluations.values() for key in found if "val_loss/" in key]
     sets = [*dict.fromkeys(names)][1:]  # the first one is val loss
-    columns = "".join(f" {name:>8}" for name in sets)
-    head = _ROW("file", "step", "epoch", "loss", "last val", "bits/byte", columns, "size", "age", "state")
-    return evaluations, sets, [*(f"warning: {line}" for line in warnings), head]
-
-
-def table_row(
-    name: str, head: Head | None, evaluations: Evaluations, sets: Sequence[str], size: int, state: str
-) -> str:
-    """Return a line of the table, with the validation of the step, or else the last one before it, if it is known."""
-    about = dict(vars(head)) if head else {}
-    if head:
-        # A checkpoint is captured before the evaluation of its step.
-        about["val_loss"] = evaluations.get(head.step, {}).get("val_loss", head.val_loss)
-        about |= {**validation_of(evaluations, about["val_loss"])}
-
-    def shown(key: str, form: str) -> str:
-        return "-" if about.get(key) is None else format(about[key], form)
-
+    columns = "".join(f" {of_set:>8}" for of_set in sets)
+    yield _ROW("file", "step", "epoch", "loss", "last val", "bits/byte", columns, "size", "age", "state")
     forms = {"step": "d", "epoch": ".2f", "loss": ".4f", "val_loss": ".4f", "val_bpb": ".4f"}
-    numbers = [shown(key, form) for key, form in forms.items()]
-    losses = "".join(f" {shown(f'val_loss/{of_set}', '.4f'):>{max(8, len(of_set))}}" for of_set in sets)
-    age = duration_text(time.time() - head.saved_at) if head else "-"
-    return _ROW(name, *numbers, losses, bytes_text(size), age, state)
+    forms |= {f"val_loss/{of_set}": f">{max(8, len(of_set))}.4f" for of_set in sets}
+    for file, head, size, state in rows:
+        about = dict(vars(head)) if head else {}
+        if head:
+            # A checkpoint is captured before the evaluation of its step; without one, it has the last one before it.
+            about["val_loss"] = evaluations.get(head.step, {}).get("val_loss", head.val_loss)
+            about |= validation_of(evaluations, about["val_loss"])
+        shown = ["-" if about.get(key) is None else format(about[key], form) for key, form in forms.items()]
+        losses = "".join(f" {text:>{max(8, len(of_set))}}" for text, of_set in zip(shown[5:], sets, strict=True))
+        age = duration_text(time.time() - head.saved_at) if head else "-"
+        yield _ROW(file, *shown[:5], losses, bytes_text(size), age, state)
 
 
 def checkpoint_table(folder: Path, verbose: bool = False) -> Iterator[str]:
@@ -71,20 +67,22 @@ def checkpoint_table(folder: Path, verbose: bool = False) -> Iterator[str]:
         raise no_checkpoints(folder)
     states: dict[int, str] = {}  # by inode, so that a file with several names is verified once
     further: list[str] = []
-    evaluations, sets, lines = table_head(folder / EVALUATIONS, (folder / EVALUATIONS).read_bytes)
-    yield from lines
-    for file in list(files):
-        if verbose and file.inode not in states and not os.path.lexists(file.path):
-            files.remove(file)  # training has deleted it meanwhile
-            continue
-        if verbose and file.head and file.inode not in states:
-            try:
-                of_file = ["", str(file.path), *details(read_checkpoint(file.path))]
-                further, states[file.inode] = [*further, *of_file], "intact"
-            except UserError as error:
-                states[file.inode] = str(error).removeprefix(f"{file.path}: ")
-        state = states.get(file.inode, file.problem or "complete")
-        yield table_row(file.path.name, file.head, evaluations, sets, file.size, state)
+
+    def verified() -> Iterator[tuple[str, Head | None, int, str]]:
+        for file in list(files):
+            if file.inode not in states and not os.path.lexists(file.path):
+                files.remove(file)  # training has deleted it meanwhile
+                continue
+            if verbose and file.head and file.inode not in states:
+                try:
+                    of_file = ["", str(file.path), *details(read_checkpoint(file.path))]
+                    further.extend(of_file)
+                    states[file.inode] = "intact"
+                except UserError as error:
+                    states[file.inode] = str(error).removeprefix(f"{file.path}: ")
+            yield file.path.name, file.head, file.size, states.get(file.inode, file.problem or "complete")
+
+    yield from _table(folder / EVALUATIONS, (folder / EVALUATIONS).read_bytes, verified())
     distinct = len({file.inode or file.path for file in files})
     links = f", {counted(distinct, 'distinct file')} (the others are hard links)" * (len(files) > distinct)
     yield f"{counted(len(files), 'name')}{links} in {folder}"
@@ -98,12 +96,13 @@ def mirror_table(mirror: Mirror) -> Iterator[str]:
         raise UserError(f"no checkpoints in {mirror.url}; expected the URL that --mirror had")
     sizes = mirror.patiently(mirror.sizes)
     read = partial(mirror.read, EVALUATIONS) if EVALUATIONS in sizes else lambda: b"{}"
-    evaluations, sets, lines = table_head(f"{mirror.url}/{EVALUATIONS}", partial(mirror.patiently, read))
-    yield from lines
-    for name, entry in there.items():
+
+    def state(entry: Entry) -> str:
         found = sizes.get(entry.file)
-        state = "complete" if found == entry.size else "missing" if found is None else f"incomplete: {found:,} bytes"
-        yield table_row(name, entry, evaluations, sets, entry.size, state)
+        return "complete" if found == entry.size else "missing" if found is None else f"incomplete: {found:,} bytes"
+
+    rows = ((name, entry, entry.size, state(entry)) for name, entry in there.items())
+    yield from _table(f"{mirror.url}/{EVALUATIONS}", partial(mirror.patiently, read), rows)
     yield f"{counted(len(there), 'name')} of {counted(len(set(there.values())), 'file')} in {mirror.url}"
 
 

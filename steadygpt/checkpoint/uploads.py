@@ -12,8 +12,8 @@ from threading import Thread
 from steadygpt.base.durable import link_file
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import LONGEST_PAUSE_S, brief
-from steadygpt.checkpoint.files import BACKUP, LATEST, File, read_checkpoint, read_head, scan
-from steadygpt.checkpoint.mirror import Entry, Mirror, not_kept
+from steadygpt.checkpoint.files import BACKUP, LATEST, File, read_checkpoint, read_head, scan, too_old
+from steadygpt.checkpoint.mirror import Entry, Mirror
 from steadygpt.config import TrainConfig
 from steadygpt.log.runlog import RunLog
 
@@ -62,7 +62,8 @@ class Uploads:
                 self.corrupt.add(file.path)
                 self.log.warn(f"not uploaded: {file.path}: {file.problem}")
         newer = [file for file in files if file.order > self.there.get(file.path.name, (0.0, -1))]
-        dropped = not_kept(self.there | {file.path.name: file.order for file in newer}, self.config)
+        orders = self.there | {file.path.name: file.order for file in newer}
+        dropped = too_old(orders, self.config.mirror_keep, self.config.keep_epochs)
         wanted = [file for file in newer if file.path.name not in dropped and file.order not in self.corrupt]
         saves = [list(names) for _, names in groupby(wanted, attrgetter("order"))]
         # Timed saves belong to no tier.
