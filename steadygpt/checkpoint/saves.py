@@ -47,7 +47,7 @@ class Saves:
 
     Args:
         writer: of rank 0 in a run; None on the other ranks, and where nothing is written.
-        step: of the checkpoint that the run resumes from, if any.
+        step: of the save that the run resumes from, if it has all of its names.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from steadygpt.base.durable import lock_folder
 from steadygpt.base.options import UserError, shown_options
 from steadygpt.base.retry import NoAnswer
 from steadygpt.base.text import bytes_text
-from steadygpt.checkpoint.files import check_folder
+from steadygpt.checkpoint.files import LATEST, check_folder
 from steadygpt.checkpoint.mirror import Mirror, restore_files
 from steadygpt.checkpoint.saves import STALE, CheckpointWriter, Saves
 from steadygpt.checkpoint.uploads import Uploads
@@ -46,7 +46,10 @@ def open_saves(
         starts: the record of starts; the last one is this start.
     """
     writer, repeats = plan.ranks.on_main(lambda: _open_on_main(plan, starts, log, held)) or (None, Repeats(log))
-    return Saves(plan.config, plan.ranks, log, stop, writer, plan.start.step), repeats
+    start = plan.start
+    # A save that was killed may lack one of its names, and be repeated; latest.pt is the last one that it gets.
+    step = start.step if start.path and start.path.name == LATEST else None
+    return Saves(plan.config, plan.ranks, log, stop, writer, step), repeats
 
 
 def _open_on_main(plan: Plan, starts: list[Entry], log: RunLog, held: ExitStack) -> tuple[CheckpointWriter, Repeats]:
