@@ -28,7 +28,7 @@ from steadygpt import git_commit
 from steadygpt.base.options import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.base.progress import ProgressBar
 from steadygpt.base.text import counted, printable
-from steadygpt.checkpoint.files import Entry, checkpoint_files, intact_checkpoints, read_checkpoint, trained_with
+from steadygpt.checkpoint.files import Entry, intact_checkpoints, read_checkpoint, scan, trained_with
 from steadygpt.checkpoint.mirror import Mirror
 from steadygpt.config import TrainConfig
 from steadygpt.data.tokenizer import TokenizerRecord
@@ -89,7 +89,7 @@ class Past:
 def find_past(options: ReplayOptions, first: int, last: int, held: ExitStack) -> Past:
     """Find the checkpoint to start from, and the checkpoints and records to compare with; `held` removes copies."""
     folder = Path(options.checkpoint_dir)
-    files = [(str(path), checkpoint) for path, checkpoint in intact_checkpoints(checkpoint_files(folder))]
+    files = [(str(path), checkpoint) for path, checkpoint in intact_checkpoints(scan(folder))]
     places = read_run(folder).places
     url = options.mirror or places.get("mirror", "")
     mirror = Mirror(url) if url else None

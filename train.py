@@ -13,7 +13,6 @@ not stored. A checkpoint holds everything else: model, optimizer, loss scaler an
 import math
 import signal
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
@@ -138,7 +137,6 @@ def build(plan: Plan, log: RunLog, held: ExitStack) -> Run:
     optimizer = make_optimizer(model, config, ranks)
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     state = restore(plan, model, optimizer, scaler)
-    # A checkpoint is captured before the evaluation of its step.
     state.best_val_loss = saves.best_val_loss(state.best_val_loss)
     forward: nn.Module = model.compiled() if config.compiles(device.type) else model
     gradient_sum = GradientSum(list(model.parameters()), ranks) if config.deterministic else None
@@ -265,28 +263,18 @@ def evaluate(run: Run, everything: bool) -> None:
     if due(config.eval_freq) and data.val_sets:
         sets = {val.shards.name: validate(run, val.rows) for val in data.val_sets}
         found = next(iter(sets.values()))  # the first set decides
-        val_loss = found["val_loss"]
-        best = config.trains and val_loss < (math.inf if state.best_val_loss is None else state.best_val_loss)
-        state.val_loss = val_loss if math.isfinite(val_loss) else None
-        state.best_val_loss = val_loss if best else state.best_val_loss
         if len(sets) > 1:
             found |= {f"{key}/{name}": score for name, scores in sets.items() for key, score in scores.items()}
-        epochs = (
-            epochs_of_sources(run.plan.data, run.plan.starts, state.rows_consumed)
-            if len(run.plan.data.sources) > 1
-            else {}
-        )
+        epochs = epochs_of_sources(data, run.plan.starts, state.rows_consumed) if len(data.sources) > 1 else {}
+        best = saves.evaluated(state, found, lambda: save(run))
         text = validation_text(sets, best, epochs)
         log.evaluation(state.step, text, **found, **{f"epoch/{name}": number for name, number in epochs.items()})
         log.histograms(state.step, run.model)
-        if best and saves.captured_step != state.step:
-            save(run)
-        saves.record(state.step, found, best)  # best_model.pt is a link to that save
     for task, trees in run.tasks.items() if due(config.hellaswag_freq) else ():
         with run.autocast():
             scores = score_examples(run.model, trees, ranks, run.stop.check)
         log.evaluation(state.step, f"{TASKS[task].title} {scores}", **scores.metrics(task))
-        saves.record(state.step, scores.metrics(task))
+        saves.evaluated(state, scores.metrics(task), lambda: save(run))
     if due(config.sample_freq) and run.tokenizer:
         generator = torch.Generator(ranks.device).manual_seed(config.seed + state.step)
         with run.autocast():
@@ -397,7 +385,6 @@ def capture(run: Run) -> Captured:
         **run.plan.data.tokenizer_record._asdict(),
         "torch_version": str(torch.__version__),
         "git_commit": git_commit(),
-        "saved_at": time.time(),
         "peak_memory_bytes": peak_memory_bytes(run.ranks.device),
     }
     return Captured(content, copied)

@@ -51,7 +51,7 @@ def upload_all(url: str, folder: Path) -> None:
         config = replace(trained_with(newest.checkpoint["starts"][-1]), checkpoint_dir=str(folder), **run.places)
         mirror = Mirror(url, run.id, config.run_name)
         there = mirror.patiently(mirror.index).checkpoints.get(LATEST)
-        if there and there.mtime_ns > newest.path.stat().st_mtime_ns:
+        if there and there.saved_at > newest.checkpoint["saved_at"]:
             raise UserError(f"{url} has a newer checkpoint than {folder}, of step {there.step:,}; resume from it")
         uploads = Uploads(mirror, config, RunLog(config, Ranks(torch.device("cpu"))))
         uploads.start(is_last=True)

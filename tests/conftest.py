@@ -295,7 +295,10 @@ def weights_content(model: dict, config: GPTConfig, tokenizer="bytes", step=0) -
 
 
 def run_content(step: int, **more) -> dict:
-    """Return a checkpoint of a run with 4 rows per step and no optimizer; one weight is equal to the step."""
+    """Return a checkpoint of a run with 4 rows per step and no optimizer; one weight is equal to the step.
+
+    It was saved a second after that of the step before.
+    """
     options = {name: getattr(TrainConfig(), name) for name in KEPT}
     decisions = {"total_batch_size": 4 * TrainConfig.context_length}
     start = {
@@ -307,7 +310,7 @@ def run_content(step: int, **more) -> dict:
     progress = {
         "best_val_loss": None, "val_loss": None, "loss": 3.25, "elapsed_s": 0.0, "recent_losses": [], "bad_steps": 0,
         "scaler": {}, "epoch": step / 10, "world_size": 1, "data_fingerprint": {}, "starts": [start],
-        "git_commit": "0", "peak_memory_bytes": 0,
+        "git_commit": "0", "peak_memory_bytes": 0, "saved_at": 1e9 + step,
     }  # fmt: skip
     model = {"weight": torch.full((1000,), float(step))}
     return weights_content(model, GPTConfig(), step=step) | progress | more

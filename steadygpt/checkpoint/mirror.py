@@ -1,6 +1,6 @@
 """The copy of a run in an object store: its layout, uploads and downloads, through fsspec.
 
-    step_000250-20261122-063200-123456.pt     a checkpoint, uploaded once: its step, and when it was written (UTC)
+    step_000250-20261122-063200-123456.pt     a checkpoint, uploaded once: its step and saved_at (UTC)
     evaluations.json  logs/  tensorboard/     of the run
     index.json                                the run, and the checkpoint that each name refers to
 
@@ -24,8 +24,8 @@ from steadygpt.base.durable import no_link, replace_file
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import ProgressBar
 from steadygpt.base.text import STAMP, bytes_text
-from steadygpt.base.typed import Count, Loss, parse_json, typed
-from steadygpt.checkpoint.files import BACKUP, BEST, LATEST, NAMED, read_checkpoint
+from steadygpt.base.typed import Count, parse_json, typed
+from steadygpt.checkpoint.files import BACKUP, LATEST, NAMED, Head, read_checkpoint, too_old
 from steadygpt.config import TrainConfig
 from steadygpt.data.stores import Store
 
@@ -39,25 +39,19 @@ SILENCE_S = 60  # a store may take this long to put the parts of a large file to
 RETRIES = 5  # of a part, before the whole upload is repeated
 
 
-@dataclass(frozen=True)
-class Entry:
+@dataclass(frozen=True, kw_only=True)
+class Entry(Head):
     """What the index says of a checkpoint."""
 
     file: Annotated[str, r"step_\d{6,}-\d{8}-\d{6}-\d{6}\.pt"]
     size: Count  # in bytes
-    mtime_ns: Annotated[int, 0, 2**62]  # of the file on the machine that wrote it
-    step: Count
-    epoch: float | None = None
-    loss: Loss | None = None
-    val_loss: Loss | None = None
 
     @classmethod
-    def of(cls, path: Path, about: Mapping[str, Any]) -> "Entry":
-        """Describe a checkpoint file; `about` has its step, epoch and losses."""
-        stat = path.stat()
-        seconds, ns = divmod(stat.st_mtime_ns, 10**9)
-        written = f"{time.strftime(STAMP, time.gmtime(seconds))}-{ns // 1000:06d}"
-        return cls(f"step_{about['step']:06d}-{written}.pt", stat.st_size, stat.st_mtime_ns, **about)
+    def of(cls, path: Path, head: Head) -> "Entry":
+        """Describe a checkpoint file."""
+        seconds, fraction = divmod(head.saved_at, 1)
+        written = f"{time.strftime(STAMP, time.gmtime(seconds))}-{int(fraction * 10**6):06d}"
+        return cls(file=f"step_{head.step:06d}-{written}.pt", size=path.stat().st_size, **vars(head))
 
 
 @dataclass(frozen=True)
@@ -67,7 +61,7 @@ class Index:
     run: Annotated[str, "[0-9a-f]{16}"]  # its id; "" in an empty folder
     name: str  # of the run
     writer: Annotated[str, "[0-9a-f]{16}"]  # the start that uploads
-    checkpoints: dict[Name, Entry]  # in the order in which they are tried
+    checkpoints: dict[Name, Entry]  # newest first
 
 
 class Damaged(UserError):
@@ -136,7 +130,7 @@ class Mirror:
         return self.fs.cat_file(self._path(name))
 
     def download(self, entry: Entry, target: Path) -> None:
-        """Download a checkpoint, verify it, and put it at `target`, with the time of its first writing.
+        """Download a checkpoint, verify it, and put it at `target`.
 
         Raises: Damaged when it is missing or corrupt; `target` is unchanged, as after any other UserError.
         """
@@ -151,7 +145,6 @@ class Mirror:
             raise Damaged(f"{url}: {found}")
         with ProgressBar(desc=entry.file, total=entry.size, unit="B") as bar:
             file.download(downloaded, bar.show_from(0))
-        os.utime(downloaded, ns=(entry.mtime_ns, entry.mtime_ns))  # decides which of several is the newest
         try:
             read_checkpoint(downloaded)
         except UserError as error:
@@ -192,15 +185,12 @@ class Mirror:
         there = dict(self.claim().checkpoints)  # again: another start may have claimed it meanwhile
         self.upload_files(config)
         # Uploads that fall behind begin with the newest, so the one before it may come later.
-        newest, *older = sorted({entry, *there.values()}, key=lambda entry: entry.mtime_ns, reverse=True)
+        newest, *older = sorted({entry, *there.values()}, key=lambda entry: entry.order, reverse=True)
         there |= dict.fromkeys(names, entry) | {LATEST: newest} | ({BACKUP: older[0]} if older else {})
-        written_ns = {name: entry.mtime_ns for name, entry in there.items()}
-        order = {LATEST: 3, BACKUP: 2, BEST: -1}
-        kept = sorted(
-            there.keys() - too_old(written_ns, config),
-            key=lambda name: (order.get(name, name.startswith("rolling")), written_ns[name], name),
-            reverse=True,
-        )
+        there = dict(sorted(there.items(), key=lambda item: (item[1].order, item[0] == LATEST, item[0]), reverse=True))
+        orders = {name: entry.order for name, entry in there.items()}
+        dropped = too_old(orders, config.mirror_keep, config.keep_epochs)
+        kept = [name for name in there if name not in dropped]
         self._write({name: there[name] for name in kept})
         for name in sizes.keys() - {there[name].file for name in kept}:
             if name.startswith("step_"):
@@ -232,15 +222,6 @@ class Mirror:
 # a run and its mirror
 
 
-def too_old(written_ns: Mapping[str, int], config: TrainConfig) -> set[str]:
-    """Return the names that are not among the newest of their tier, of which the mirror keeps a number."""
-    names: set[str] = set()
-    for tier, count in {"rolling": config.mirror_keep, "epoch": config.keep_epochs}.items():
-        oldest_first = sorted((name for name in written_ns if name.startswith(tier)), key=written_ns.__getitem__)
-        names.update(oldest_first[:-count] if count else ())
-    return names
-
-
 def folders_of(config: TrainConfig) -> dict[str, Path]:
     """Return the folders of the FILES of a run, by what their names begin with in the mirror."""
     tensorboard = Path(config.tensorboard_dir, config.run_name)
@@ -248,7 +229,7 @@ def folders_of(config: TrainConfig) -> dict[str, Path]:
 
 
 def newer_checkpoint(
-    mirror: Mirror, index: Index, which: str, folder: Path, local: Path | None
+    mirror: Mirror, index: Index, which: str, folder: Path, local: Mapping[str, Any] | None
 ) -> tuple[Path | None, list[str]]:
     """Download the newest intact checkpoint to a temporary file, if it is newer than the local one.
 
@@ -258,11 +239,10 @@ def newer_checkpoint(
 
     Returns: the temporary file, or None; and a line for each checkpoint that was skipped.
     """
-    newest_ns, named = local.stat().st_mtime_ns if local else 0, NAMED.get(which)
+    named = NAMED.get(which)
     skipped: list[str] = []
-    wanted = {entry: None for name, entry in index.checkpoints.items() if (name == named if named else name != BEST)}
-    for entry in wanted:
-        if entry.mtime_ns <= newest_ns:  # others may be newer, if the run was resumed from an older one
+    for entry in dict.fromkeys(entry for name, entry in index.checkpoints.items() if not named or name == named):
+        if local and entry.saved_at <= local["saved_at"]:
             return None, skipped
         downloaded = folder / ".restored.tmp"
         try:

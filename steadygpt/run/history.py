@@ -25,9 +25,9 @@ from steadygpt.checkpoint.files import (
     check_folder,
     checkpoint_files,
     find_checkpoint,
-    newest_ns,
     no_checkpoints,
     read_checkpoint,
+    scan,
 )
 from steadygpt.checkpoint.mirror import Mirror, newer_checkpoint
 from steadygpt.config import EXCLUSIVE, FIELDS, KEPT, TrainConfig
@@ -117,7 +117,9 @@ def in_its_folder(config: TrainConfig, given: Mapping[str, str]) -> TrainConfig:
     if config.resume in ("", "latest", "auto", *NAMED):
         return config
     path = Path(config.resume)
-    path = Path(os.path.realpath(path)) if path.is_symlink() and not path.is_dir() else path
+    # A link that has the name of a checkpoint belongs to the run in its folder; any other link stands for its target.
+    if path.is_symlink() and not path.is_dir() and path not in checkpoint_files(path.parent):
+        path = Path(os.path.realpath(path))
     which, folder = ("latest", path) if path.is_dir() else (str(path), path.parent)
     if "checkpoint_dir" in given:
         return replace(config, resume=str(path))
@@ -127,11 +129,13 @@ def in_its_folder(config: TrainConfig, given: Mapping[str, str]) -> TrainConfig:
 def check_other_machines(folder: Path, ranks: Ranks) -> None:
     """Check that no other machine has newer checkpoints than rank 0, which resumes from its own."""
     inode = folder.stat().st_ino if folder.is_dir() else 0  # the same on every machine that shares the folder
-    main, *others = ranks.gather((newest_ns(folder), inode, f"{socket.gethostname()}:{folder.absolute()}"))
-    for other_ns, other_inode, place in others:
-        if other_ns > main[0] and other_inode != main[1]:
+    is_read = ranks.broadcast(inode) != inode or ranks.is_main
+    newest = max((file.order for file in scan(folder)), default=(0.0, 0)) if is_read else (0.0, 0)
+    main, *others = ranks.gather((newest, f"{socket.gethostname()}:{folder.absolute()}"))
+    for of_other, place in others:
+        if of_other > main[0]:
             raise UserError(
-                f"{place} has newer checkpoints than rank 0's {main[2]}, which --resume reads; start that machine as "
+                f"{place} has newer checkpoints than rank 0's {main[1]}, which --resume reads; start that machine as "
                 "node 0, use a shared folder or --mirror, or move its checkpoints to rank 0's folder"
             )
 
@@ -244,7 +248,7 @@ def find_newest(config: TrainConfig, given: Mapping[str, str]) -> tuple[Found, I
         if index.checkpoints:
             known = run.places if run.id == index.run else {}
             run = Identity(index.run, {"run_name": index.name, **known, "mirror": url})
-        downloaded, skipped = newer_checkpoint(mirror, index, config.resume, folder, found.path)
+        downloaded, skipped = newer_checkpoint(mirror, index, config.resume, folder, found.checkpoint)
         if downloaded:
             # Before the checkpoint, so that a start which fails in between is repeated with all of it.
             restored = read_checkpoint(downloaded)

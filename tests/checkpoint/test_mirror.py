@@ -14,7 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 from conftest import REPO, assert_same_state, load, metrics, run_content, run_here
-from test_files import damage
+from test_files import damage, write_checkpoint
 
 import train
 from steadygpt.base.options import UserError
@@ -142,13 +142,11 @@ def test_uploads_that_fall_behind_begin_with_the_newest_and_hold_up_no_save(save
         saver.save(step, f"rolling_step_{step:06d}.pt")
     assert read_checkpoint(saver.folder / "latest.pt")["step"] == 6
     corrupt = saver.folder / "rolling_step_000004.pt"
-    written_ns = corrupt.stat().st_mtime_ns
     damage(corrupt, "one bit")
-    os.utime(corrupt, ns=(written_ns, written_ns))
     may_upload.set()
     there = saver.uploaded()  # step 2 is not in the folder any more
     assert there == {"latest.pt": 6, "latest_backup.pt": 5} | {f"rolling_step_{n:06d}.pt": n for n in (6, 5, 3, 1)}
-    assert list(there) == ["latest.pt", "latest_backup.pt", *(f"rolling_step_{n:06d}.pt" for n in (6, 5, 3, 1))]
+    assert list(there.values()) == [6, 6, 5, 5, 3, 1] and next(iter(there)) == "latest.pt"
     reports = saver.reports()
     assert [re.split(" to |: ", text)[0] for text in reports] == [
         "uploaded step 1 as latest.pt, rolling_step_000001.pt",
@@ -158,6 +156,16 @@ def test_uploads_that_fall_behind_begin_with_the_newest_and_hold_up_no_save(save
         "uploaded step 3 as rolling_step_000003.pt",
     ]
     assert f"{corrupt}: corrupt" in reports[3]
+
+
+def test_the_mirror_of_a_copy_without_dates_has_the_newest_as_the_latest(tmp_path):
+    for step in range(1, 5):
+        write_checkpoint(tmp_path, step, f"rolling_step_{step:06d}.pt")  # later ones have older dates
+    saver = Saver(tmp_path, f"file://{tmp_path}/there", mirror_keep=3)
+    saver.writer.uploads.start()
+    rolling = {f"rolling_step_{step:06d}.pt": step for step in (4, 3, 2)}
+    assert saver.uploaded() == {"latest.pt": 4, "latest_backup.pt": 3, **rolling}
+    assert [name[:27] for name in files(tmp_path / "there")][-1] == "step_000004-20010909-014644"
 
 
 def test_file_that_the_mirror_has_lost_is_uploaded_again(saver, tmp_path):
@@ -220,20 +228,20 @@ def test_index_is_written_after_what_it_names_and_files_when_they_have_changed(s
     assert saver.mirror.read("evaluations.json") == b"{ }"
 
 
-ENTRY = {"file": "step_000001-20261122-063200-123456.pt", "size": 9, "mtime_ns": 9, "step": 1, "val_loss": None}
-LATE = ENTRY | {"mtime_ns": 5 * 10**18}  # in 158 years
+ENTRY = {"file": "step_000001-20261122-063200-123456.pt", "size": 9, "saved_at": 9, "step": 1, "val_loss": None}
+LATE = ENTRY | {"saved_at": 5e9}  # in 2128
 ABOUT = {"run": "a" * 16, "name": "x", "writer": "b" * 16}
 INDEXES: dict = {
     "missing": None,
     "not JSON": "",
     "the content is a list; expected an object": [],
     "checkpoints is None; expected a value": ABOUT,
-    "checkpoints['latest.pt'].file is None; expected a value": {"latest.pt": {}},
+    "checkpoints['latest.pt'].saved_at is None; expected a value": {"latest.pt": {}},
     "checkpoints['latest.pt'].file is '../x'; expected a string like step_": {"latest.pt": ENTRY | {"file": "../x"}},
     "checkpoints['latest.pt'].val_loss is -1e+308; expected 0": {"latest.pt": ENTRY | {"val_loss": -1e308}},
     "checkpoints['latest.pt'].size is -9; expected 0 or more": {"latest.pt": ENTRY | {"size": -9}},
     "a key of checkpoints is '../latest.pt'; expected a string like": {"../latest.pt": ENTRY},
-    "checkpoints['latest.pt'].mtime_ns is 5000000000000000000; expected 0": {"latest.pt": LATE},
+    "checkpoints['latest.pt'].saved_at is 5000000000.0; expected 0": {"latest.pt": LATE},
     "run is ''; expected a string like": ABOUT | {"run": "", "checkpoints": {"latest.pt": ENTRY}},
     "--run_name is '../x'; expected": ABOUT | {"name": "../x", "checkpoints": {}},
 }  # fmt: skip
@@ -323,6 +331,7 @@ def continue_elsewhere(workdir: Path) -> str:
 def test_newer_one_of_folder_and_mirror_wins(machines, capsys, workdir):
     url = continue_elsewhere(workdir)
     machines("second")
+    os.utime("checkpoints/latest.pt", (2**32, 2**32))  # the date of a copy
     run_here("--resume", "--max_steps", "8")
     assert last_step(capsys).endswith("at step 6")
     assert load("checkpoints/latest_backup.pt")["step"] == 6
