@@ -21,7 +21,7 @@ from steadygpt.base.options import UserError
 from steadygpt.config import parse_args
 from steadygpt.data.shards import ShardSet, check_listing
 from steadygpt.machine.ranks import joined
-from steadygpt.run import start
+from steadygpt.run import history
 from steadygpt.run.history import check_other_machines, open_history
 
 linux = pytest.mark.skipif(
@@ -177,7 +177,7 @@ def test_newer_checkpoints_on_another_node_are_not_ignored(nodes, which, older):
 
 def share_a_folder() -> None:
     if os.environ["RANK"] == "0":
-        start.scan = lambda folder: []  # like an NFS client that has yet to see the new files
+        history.scan = lambda folder: []  # like an NFS client that has yet to see the new files
     with joined("cpu") as ranks:
         check_other_machines(Path("node0/checkpoints"), ranks)
 

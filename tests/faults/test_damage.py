@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import command, environment, load
-from harness import Run, assert_equals_reference, folders, refusal, run_to_end
+from harness import Run, assert_equals_reference, continue_here, folders, refusal, run_to_end
 from injected import around_step, fail_reads, signal_at
 
 FLAGS = (
@@ -55,6 +55,7 @@ def stopped_run(reference):
 def copy_of_stopped_run(name: str) -> Path:
     """Copy the stopped run without hard links and dates, so that each checkpoint can be damaged alone."""
     shutil.copytree("stopped", name)
+    continue_here(Path(name, "ckpt"))
     for second, path in enumerate(ORDER):  # the newest first
         os.utime(Path(name, "ckpt", path), (second, second))
     assert {path: load(f"{name}/ckpt/{path}")["step"] for path in ORDER} == ORDER
@@ -227,7 +228,7 @@ def test_foreign_files_are_refused_and_their_code_is_not_run(stopped_run):
         "nanogpt.pt": "if it is nanoGPT's, first run python convert_hf.py nanogpt.pt weights.pt",
         "llm.c.bin": "a model of llm.c; expected a torch.save file. First run llm.c's",
         "newer.pt": "format 99; expected 4: update SteadyGPT",
-        "older.pt": "format 2; expected 3: use the commit that wrote it, its git_commit",
+        "older.pt": "format 2; expected 4: use the commit that wrote it, its git_commit",
         "code.pt": "was not loaded; if it is build-nanogpt's, first run python convert_hf.py code.pt weights.pt",
         "zipped.pt": "holds more than tensors and plain types; it was not loaded",
         "old-style.pt": "not a checkpoint",

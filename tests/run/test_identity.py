@@ -38,7 +38,6 @@ def made(**options) -> str:
     """Return a checkpoint file whose options are a stranger's."""
     run_here("--max_steps", "4", "--checkpoint_dir", "there", "--logdir", "there/logs")
     content = load("there/latest.pt")
-    content["train_config"] |= options
     for entry in content["starts"]:
         entry["options"] |= options
     torch.save(content, "model.pt")
@@ -57,8 +56,8 @@ def test_a_checkpoint_decides_neither_folder_nor_mirror_nor_name(victim, capsys)
     assert victim() == before
     assert metrics("logs/run-from-4", "loss").keys() == {4, 5}
     assert (
-        "place        a checkpoint does not decide where a run writes; this one's run had "
-        f"--run_name mine --mirror {url} --use_tensorboard --logdir home --use_wandb"
+        "fork         of a run without run.json; this is the run run-from-4, with its logs in logs/run-from-4, and with "
+        "no mirror"
     ) in capsys.readouterr().out.splitlines()
 
 
