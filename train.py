@@ -35,7 +35,7 @@ from steadygpt.checkpoint.host_copy import HostCopy, fill, restore_optimizer
 from steadygpt.checkpoint.saves import Saves
 from steadygpt.checkpoint.table import print_checkpoints
 from steadygpt.config import TrainConfig, parse_args, preset_named
-from steadygpt.convert.weights import read_weights
+from steadygpt.convert.weights import load_cropped
 from steadygpt.data.tasks import TASKS
 from steadygpt.data.tokenizer import Tokenizer, tokenizer_on_all
 from steadygpt.evaluation.sample import sample_texts
@@ -117,7 +117,7 @@ def build(plan: Plan, log: RunLog, held: ExitStack) -> Run:
     config, data, ranks, device, history = plan.config, plan.data, plan.ranks, plan.ranks.device, plan.history
     set_up(config, device, plan.starts[-1]["threads"])
     if weights := history.weights:  # only here, so that a plan needs no download
-        ranks.on_main(lambda: load_initial(weights, plan.sketch.config))
+        ranks.on_main(lambda: load_cropped(weights, plan.sketch.config))
     if loaded := history.checkpoint or weights:  # before any file is written
         kept, source = state_shapes(plan.sketch, config.optimizer), history.path or config.init_from
         ranks.on_main(lambda: check_tensors(loaded, source, plan.sketch, kept))
@@ -388,17 +388,6 @@ def capture(run: Run) -> Captured:
         "peak_memory_bytes": peak_memory_bytes(run.ranks.device),
     }
     return Captured(content, copied)
-
-
-def load_initial(weights: dict, shape: GPTConfig) -> None:
-    """Complete the weights of --init_from with their tensors, cropped to the context and the vocabulary of the run."""
-    model = weights["model"] = weights["model"] or read_weights(weights["source"])["model"]
-    if "wpe.weight" in model:
-        model["wpe.weight"] = model["wpe.weight"][: shape.context_length]
-    if weights["model_config"]["vocab_size"] > shape.vocab_size:
-        for name in ("wte.weight", "lm_head.weight"):
-            model[name] = model[name][: shape.padded_vocab_size].clone()
-            model[name][shape.vocab_size :] = 0  # padding rows, as in training
 
 
 def restore(plan: Plan, model: GPT, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> TrainState:

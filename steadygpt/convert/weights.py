@@ -100,6 +100,17 @@ def sketch_of(config: GPTConfig) -> GPT:
         return GPT(config, initialize=False)
 
 
+def load_cropped(weights: dict, shape: GPTConfig) -> None:
+    """Complete the weights of --init_from with their tensors, cropped to the context and the vocabulary of a run."""
+    model = weights["model"] = weights["model"] or read_weights(weights["source"])["model"]
+    if "wpe.weight" in model:
+        model["wpe.weight"] = model["wpe.weight"][: shape.context_length]
+    if weights["model_config"]["vocab_size"] > shape.vocab_size:
+        for name in TABLES:
+            model[name] = model[name][: shape.padded_vocab_size].clone()
+            model[name][shape.vocab_size :] = 0  # padding rows, as in training
+
+
 def check_fits(initial: dict, source: str, config: GPTConfig, record: TokenizerRecord) -> str:
     """Check that the weights of --init_from fit the model and the data of a run; their context may be longer.
 

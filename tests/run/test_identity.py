@@ -56,8 +56,8 @@ def test_a_checkpoint_decides_neither_folder_nor_mirror_nor_name(victim, capsys)
     assert victim() == before
     assert metrics("logs/run-from-4", "loss").keys() == {4, 5}
     assert (
-        "fork         of a run without run.json; this is the run run-from-4, with its logs in logs/run-from-4, and with "
-        "no mirror"
+        "fork         of a run without run.json; this is the run run-from-4, with its logs in logs/run-from-4, and "
+        "with no mirror"
     ) in capsys.readouterr().out.splitlines()
 
 
