@@ -1,4 +1,4 @@
-"""Text from a trained model: KV cache, sampling, and a command.
+"""Text that a checkpoint continues.
 
 python generate.py --prompt "Hello, I'm a language model," --num_seq 4
 python generate.py --prompt_file prompt.txt                     # - reads standard input
@@ -11,115 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from model import GPT, KVCache
 from steadygpt.base.options import UserError, option, parse_options, run_cli
 from steadygpt.base.text import printable
-from steadygpt.checkpoint.files import check_tensors, open_checkpoint
-from steadygpt.config import GPTConfig
-from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer
-from steadygpt.machine.device import any_length, autocast, choose_precision, evaluating
+from steadygpt.checkpoint.files import open_checkpoint
+from steadygpt.convert.weights import CheckpointOptions, load_model
+from steadygpt.data.tokenizer import TokenizerRecord, load_tokenizer
+from steadygpt.evaluation.sample import sample_texts
+from steadygpt.machine.device import autocast, choose_precision
 from steadygpt.machine.ranks import joined
-
-
-def generate(
-    model: GPT,
-    idx: Tensor,
-    max_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    generator: torch.Generator | None = None,
-    vocab_size: int | None = None,
-) -> Tensor:
-    """Continue each row of idx (B, T) int64 by max_tokens sampled ids; return (B, T + max_tokens) int64.
-
-    Beyond context_length tokens the model sees the last context_length of them.
-
-    Args:
-        temperature: 0 takes the most likely token.
-        generator: on idx's device; the only source of randomness if given.
-        vocab_size: ids from here on are never sampled: the tokenizer cannot decode them.
-    """
-    context, cache = model.config.context_length, KVCache(model.config, idx.size(1) + max_tokens)
-    with evaluating(model), any_length():
-        for _ in range(max_tokens):
-            # Beyond the context every token has moved to another position, so the cache is no longer valid.
-            fits = idx.size(1) <= context
-            logits = model(idx[:, cache.length :], cache=cache) if fits else model(idx[:, -context:])
-            token = sample(logits[:, -1, :vocab_size].float(), temperature, top_k, generator)
-            idx = torch.cat([idx, token], dim=1)
-    return idx
-
-
-def sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """Draw one id per row of (B, V) logits; return (B, 1) int64."""
-    if temperature < 1e-6:  # dividing by less overflows
-        return logits.argmax(-1, keepdim=True)
-    logits = logits / temperature
-    if top_k:
-        logits[logits < logits.topk(min(top_k, logits.size(-1))).values[:, -1:]] = -torch.inf
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator)
-
-
-def sample_texts(
-    model: GPT,
-    tokenizer: Tokenizer,
-    prompt: str,
-    max_tokens: int,
-    generator: torch.Generator,
-    count: int = 1,
-    **options,
-) -> list[str]:
-    """Return `count` texts that begin a document with `prompt` and end with the document or after max_tokens.
-
-    Args:
-        generator: on the model's device; the only source of randomness.
-        options: temperature and top_k of generate.
-    """
-    start = [tokenizer.document_id, *tokenizer.encode(prompt)]  # as every document of the data begins
-    idx = torch.tensor([start] * count, device=generator.device)
-    texts = []
-    options |= {"generator": generator, "vocab_size": tokenizer.n_vocab}
-    for ids in generate(model, idx, max_tokens, **options)[:, 1:].tolist():
-        end = ids.index(start[0]) if start[0] in ids else len(ids)
-        texts.append(tokenizer.decode(ids[:end]))
-    return texts
-
-
-@dataclass(frozen=True)
-class ModelOptions:
-    """Options of all commands that use a trained model."""
-
-    checkpoint_dir: str = option("checkpoints", "folder of checkpoints")
-    device: str = option("auto", "auto (CUDA if available), cpu, cuda or mps")
-    precision: str = option(
-        "auto",
-        "auto: on a GPU bf16 if supported, else fp16; on a CPU the faster of bf16 and fp32",
-        choices=("auto", "fp32", "bf16", "fp16"),
-    )
-
-
-@dataclass(frozen=True)
-class CheckpointOptions(ModelOptions):
-    """Options of the commands that use a given checkpoint."""
-
-    checkpoint: str = option(
-        "latest",
-        "latest, best, stable, a file, a folder for its latest, or average:N for the mean weights of the newest N "
-        "rolling checkpoints",
-        positional=True,
-    )
-
-
-def load_model(checkpoint: dict) -> GPT:
-    """Return the model of a SteadyGPT checkpoint, on the CPU."""
-    config = GPTConfig(**checkpoint["model_config"])
-    with torch.device("meta"):  # before the memory of this shape is allocated
-        check_tensors(checkpoint | {"optimizer": {}}, "the checkpoint", GPT(config, initialize=False), {})
-    model = GPT(config, initialize=False)
-    model.load_state_dict(checkpoint["model"])
-    return model
 
 
 @dataclass(frozen=True)

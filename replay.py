@@ -27,19 +27,20 @@ from steadygpt import git_commit
 from steadygpt.base.options import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.base.progress import ProgressBar
 from steadygpt.base.text import counted, printable
-from steadygpt.checkpoint.files import Entry, checkpoint_files, intact_checkpoints, named_tensors, read_checkpoint
+from steadygpt.checkpoint.files import Entry, intact_checkpoints, named_tensors, read_checkpoint, scan
 from steadygpt.checkpoint.mirror import Mirror
 from steadygpt.config import TrainConfig
 from steadygpt.data.tokenizer import TokenizerRecord
-from steadygpt.log.runlog import METRICS, RunLog
+from steadygpt.log.metrics import METRICS
+from steadygpt.log.runlog import RunLog
 from steadygpt.machine.device import device_name
 from steadygpt.machine.ranks import Ranks, Stopped, end_with_torchrun, joined
 from steadygpt.run.history import WITHOUT_TENSORS, History
-from steadygpt.run.places import read_places
+from steadygpt.run.identity import read_run
 from steadygpt.run.plan import settle
 from steadygpt.run.repeats import repeated_records
 from steadygpt.run.results import StepResult
-from steadygpt.run.starts import course_of, difference
+from steadygpt.run.starts import difference, id_of_last
 from train import Run, build, capture, train_step
 
 AS_RECORDED = "code, machine and options are as recorded"
@@ -91,8 +92,8 @@ class Past:
 
 def find_past(options: ReplayOptions, first: int, last: int, held: ExitStack) -> Past:
     """Find the checkpoint to start from, and the checkpoints and records to compare with; `held` removes copies."""
-    folder, places = Path(options.checkpoint_dir), read_places(Path(options.checkpoint_dir))
-    files = [(str(path), checkpoint) for path, checkpoint in intact_checkpoints(checkpoint_files(folder))]
+    folder, places = Path(options.checkpoint_dir), read_run(Path(options.checkpoint_dir)).places
+    files = [(str(path), checkpoint) for path, checkpoint in intact_checkpoints(scan(folder))]
     copies, url = Path(held.enter_context(TemporaryDirectory())), options.mirror or places.get("mirror", "")
     mirror = Mirror(url) if url else None
     if mirror and not any(checkpoint["step"] <= first for _, checkpoint in files):
@@ -160,7 +161,7 @@ class Comparison:
     def find_records(self, starts: list[Entry], begin: int, end: int) -> None:
         # A replay repeats steps as a resume does, from where this start began or from a checkpoint that it has made.
         before = starts[:-1] if starts[-1]["step"] == begin else starts
-        self.records, missing = repeated_records(self.past.metrics, begin, course_of(before))
+        self.records, missing = repeated_records(self.past.metrics, begin, id_of_last(before))
         if not any(begin <= step < end for step in self.records) and not self.past.saves:
             why = missing or f"{self.past.metrics} lacks their records"
             raise UserError(

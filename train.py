@@ -13,7 +13,6 @@ not stored. A checkpoint holds everything else: model, optimizer, loss scaler an
 import math
 import signal
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
@@ -24,10 +23,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import hellaswag_eval
-from convert_hf import read_weights
 from dataloader import BatchLoader, Mixture, Rows, RowStream, Spread
-from generate import sample_texts
 from model import GPT, GPTConfig
 from optim import make_optimizer, skips_on_device, state_shapes, update_unless
 from steadygpt import git_commit
@@ -39,7 +35,11 @@ from steadygpt.checkpoint.host_copy import HostCopy, fill, restore_optimizer
 from steadygpt.checkpoint.saves import Saves
 from steadygpt.checkpoint.table import print_checkpoints
 from steadygpt.config import TrainConfig, parse_args, preset_named
+from steadygpt.convert.weights import load_cropped
+from steadygpt.data.tasks import TASKS
 from steadygpt.data.tokenizer import Tokenizer, tokenizer_on_all
+from steadygpt.evaluation.sample import sample_texts
+from steadygpt.evaluation.scores import Tree, load_tasks, score_examples
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine import parallel
 from steadygpt.machine.device import autocast, evaluating, peak_memory_bytes, profiled, use_fp8
@@ -81,7 +81,7 @@ class Run:
     log: RunLog
     saves: Saves  # when to save, and the thread that writes checkpoints
     tokenizer: Tokenizer | None  # for samples, tasks and bits per byte
-    tasks: Mapping[str, list[hellaswag_eval.Tree]]  # to score, by name
+    tasks: Mapping[str, list[Tree]]  # to score, by name
 
     def autocast(self):
         return autocast(self.ranks.device, self.config.precision)
@@ -115,7 +115,7 @@ def build(plan: Plan, log: RunLog, held: ExitStack) -> Run:
     config, data, ranks, device, history = plan.config, plan.data, plan.ranks, plan.ranks.device, plan.history
     set_up(config, device, plan.starts[-1]["threads"])
     if weights := history.weights:  # only here, so that a plan needs no download
-        ranks.on_main(lambda: load_initial(weights, plan.sketch.config))
+        ranks.on_main(lambda: load_cropped(weights, plan.sketch.config))
     if loaded := history.checkpoint or weights:  # before any file is written
         kept, source = state_shapes(plan.sketch, config.optimizer), history.path or config.init_from
         ranks.on_main(lambda: check_tensors(loaded, source, plan.sketch, kept))
@@ -130,12 +130,11 @@ def build(plan: Plan, log: RunLog, held: ExitStack) -> Run:
         log.say("\n".join(plan.lines()))
     reads_text = (plan.writes or config.eval_only) and (config.sample_freq or config.hellaswag_freq or data.val_sets)
     tokenizer = tokenizer_on_all(data.tokenizer_record, ranks, log.warn) if reads_text else None
-    tasks = hellaswag_eval.load(config, tokenizer, ranks, log.warn) if tokenizer and config.hellaswag_freq else {}
+    tasks = load_tasks(config, tokenizer, ranks, log.warn) if tokenizer and config.hellaswag_freq else {}
     model = build_model(config, plan.sketch.config, ranks)
     optimizer = make_optimizer(model, config, ranks)
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     state = restore(plan, model, optimizer, scaler)
-    # A checkpoint is captured before the evaluation of its step.
     state.best_val_loss = saves.best_val_loss(state.best_val_loss)
     forward: nn.Module = model.compiled() if config.compiles(device.type) else model
     gradient_sum = GradientSum(list(model.parameters()), ranks) if config.deterministic else None
@@ -262,24 +261,18 @@ def evaluate(run: Run, everything: bool) -> None:
     if due(config.eval_freq) and data.val_sets:
         sets = {val.shards.name: validate(run, val.rows) for val in data.val_sets}
         found = next(iter(sets.values()))  # the first set decides
-        val_loss = found["val_loss"]
-        best = config.trains and val_loss < (math.inf if state.best_val_loss is None else state.best_val_loss)
-        state.val_loss = val_loss if math.isfinite(val_loss) else None
-        state.best_val_loss = val_loss if best else state.best_val_loss
         if len(sets) > 1:
             found |= {f"{key}/{name}": score for name, scores in sets.items() for key, score in scores.items()}
         epochs = epochs_of_sources(data, run.plan.starts, state.rows_consumed)
+        best = saves.evaluated(state, found, lambda: save(run))
         text = validation_text(sets, best, epochs)
         log.evaluation(state.step, text, **found, **{f"epoch/{name}": number for name, number in epochs.items()})
         log.histograms(state.step, run.model)
-        if best and saves.captured_step != state.step:
-            save(run)
-        saves.record(state.step, found, best)  # best_model.pt is a link to that save
     for task, trees in run.tasks.items() if due(config.hellaswag_freq) else ():
         with run.autocast():
-            scores = hellaswag_eval.evaluate(run.model, trees, ranks, run.stop.check)
-        log.evaluation(state.step, f"{hellaswag_eval.TASKS[task].title} {scores}", **scores.metrics(task))
-        saves.record(state.step, scores.metrics(task))
+            scores = score_examples(run.model, trees, ranks, run.stop.check)
+        log.evaluation(state.step, f"{TASKS[task].title} {scores}", **scores.metrics(task))
+        saves.evaluated(state, scores.metrics(task), lambda: save(run))
     if due(config.sample_freq) and run.tokenizer:
         generator = torch.Generator(ranks.device).manual_seed(config.seed + state.step)
         with run.autocast():
@@ -390,21 +383,9 @@ def capture(run: Run) -> Captured:
         **run.plan.data.tokenizer_record._asdict(),
         "torch_version": str(torch.__version__),
         "git_commit": git_commit(),
-        "saved_at": time.time(),
         "peak_memory_bytes": peak_memory_bytes(run.ranks.device),
     }
     return Captured(content, copied)
-
-
-def load_initial(weights: dict, shape: GPTConfig) -> None:
-    """Complete the weights of --init_from with their tensors, cropped to the context and the vocabulary of the run."""
-    model = weights["model"] = weights["model"] or read_weights(weights["source"])["model"]
-    if "wpe.weight" in model:
-        model["wpe.weight"] = model["wpe.weight"][: shape.context_length]
-    if weights["model_config"]["vocab_size"] > shape.vocab_size:
-        for name in ("wte.weight", "lm_head.weight"):
-            model[name] = model[name][: shape.padded_vocab_size].clone()
-            model[name][shape.vocab_size :] = 0  # padding rows, as in training
 
 
 def restore(plan: Plan, model: GPT, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> TrainState:

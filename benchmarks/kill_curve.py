@@ -43,6 +43,7 @@ import torch
 
 from benchmarks import picture
 from benchmarks.compare import REPO, die_with_parent, exit_on_signals, flags
+from steadygpt.log.metrics import METRICS, joined
 
 STEP_LINE = re.compile(r"^(?:step +(?=\d+/)|iter (?=\d+:))(\d+)", re.MULTILINE)  # ours, nanoGPT's
 RUN = flags(
@@ -152,8 +153,7 @@ def kill_instants(kills: int, steps: int, random: Random) -> list[float]:
 
 def losses(folder: Path) -> dict[int, float]:
     """Return step -> loss."""
-    records = map(json.loads, (folder / "logs" / "metrics.jsonl").read_text().splitlines())
-    return {record["step"]: record["loss"] for record in records if "loss" in record}
+    return {record["step"]: record["loss"] for record in joined(folder / "logs" / METRICS, "loss")}
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -26,18 +26,18 @@ TINY += flags(
 RESUME = """
 import resource, sys, time
 from pathlib import Path
-from steadygpt.log.runlog import LineFile, Metrics
+from steadygpt.log.metrics import LineFile
 from steadygpt.run.repeats import repeated_records
 logs, step = Path(sys.argv[1]), int(sys.argv[2])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 start_s = time.perf_counter()
 records, reason = repeated_records(logs / "metrics.jsonl", step, "1f")
-for kind, name in ((Metrics, "metrics.jsonl"), (LineFile, "log.txt")):
-    kind(logs / name, step).close()
+for name in ("metrics.jsonl", "log.txt"):
+    LineFile(logs / name).close()
 took_s = time.perf_counter() - start_s
 kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
 assert not reason
-print(f"{took_s:.2f} s, {kilobytes / 1000:,.0f} MB: repeated_records() and cutting the logs, {len(records)} steps")
+print(f"{took_s:.2f} s, {kilobytes / 1000:,.0f} MB: repeated_records() and opening the logs, {len(records)} steps")
 """
 # In a small process of its own, because the largest resident set of a process is at least that of its parent.
 MEASURE = """
@@ -54,7 +54,7 @@ def write_logs(folder: Path, lines: int) -> None:
     """Write metrics.jsonl and log.txt of a run in one start, with an evaluation every 1,000 steps."""
     losses = 3 + 8 * np.exp(np.arange(lines) / -5e4) + np.random.default_rng(0).normal(0, 0.05, lines)
     with open(folder / "metrics.jsonl", "w") as metrics, open(folder / "log.txt", "w") as log:
-        start = {"step": 0, "time": 1796400000.0, "start": {"ranks": 8, "max_lr": 6e-4}, "course": "1f", "parent": ""}
+        start = {"step": 0, "time": 1796400000.0, "start": 0, "run": "long", "id": "1f", "parent": "", "how": {}}
         print(json.dumps(start), file=metrics)
         print("run          long", file=log)
         for step, loss in enumerate(losses.tolist()):

@@ -24,8 +24,7 @@ from rich.console import Console, ConsoleDimensions
 from rich.live import Live
 
 from steadygpt.base.options import UserError, option, parse_options, run_cli
-from steadygpt.monitor.liveness import state_of
-from steadygpt.monitor.snapshot import watch
+from steadygpt.monitor.snapshot import state_of, watch
 from steadygpt.monitor.view import view
 
 COLUMNS, LINES = 100, 40  # of a view that is not printed on a terminal

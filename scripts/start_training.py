@@ -25,7 +25,7 @@ from steadygpt.base.text import printable
 from steadygpt.config import PRESETS, TrainConfig, parse_args
 from steadygpt.data.shards import MANIFEST, ShardSet
 from steadygpt.log.status import read_status
-from steadygpt.run.places import read_places
+from steadygpt.run.identity import read_run
 
 REPO = Path(__file__).resolve().parent.parent
 MONITOR = REPO / "scripts/monitor_training.py"
@@ -214,7 +214,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EOFError:  # Ctrl-D
         sys.exit("\nnothing was started")
     folder = Path(config.checkpoint_dir)
-    logdir = read_places(folder).get("logdir", config.logdir) if config.resume else config.logdir
+    run = read_run(folder) if config.resume else None
+    logdir = config.logdir if run is None or run.other else run.places.get("logdir", config.logdir)
     return train_and_watch(command, folder, Path(logdir, "console.txt"))
 
 

@@ -25,7 +25,7 @@ from steadygpt.checkpoint.table import print_checkpoints
 from steadygpt.checkpoint.uploads import Uploads
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.ranks import Ranks
-from steadygpt.run.places import RUN, read_places
+from steadygpt.run.identity import RUN, read_run
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,13 @@ def upload_all(url: str, folder: Path) -> None:
         assert newest.path and newest.checkpoint  # only "auto" finds none
         if not newest.checkpoint["starts"]:
             raise UserError(f"{newest.path}: converted weights; expected a checkpoint of a run")
-        places = read_places(folder)
-        config = replace(trained_with(newest.checkpoint["starts"][-1]), checkpoint_dir=str(folder), **places)
-        mirror = Mirror(url, config.run_name, resumes=True)
-        there = mirror.patiently(mirror.claim).checkpoints.get(LATEST)
-        if there and (
-            there.mtime_ns > newest.path.stat().st_mtime_ns
-            or (not places and there.step > newest.checkpoint["step"])  # the dates of a copy are new
-        ):
+        run = read_run(folder)
+        if run.other:
+            raise UserError(f"{folder}: a copy of {run.other}. Resume from it with --mirror {url}, which uploads it")
+        config = replace(trained_with(newest.checkpoint["starts"][-1]), checkpoint_dir=str(folder), **run.places)
+        mirror = Mirror(url, run.id, config.run_name)
+        there = mirror.patiently(mirror.index).checkpoints.get(LATEST)
+        if there and there.saved_at > newest.checkpoint["saved_at"]:
             raise UserError(f"{url} has a newer checkpoint than {folder}, of step {there.step:,}; resume from it")
         uploads = Uploads(mirror, config, RunLog(config, Ranks(torch.device("cpu"))))
         uploads.start(is_last=True)
@@ -83,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = Path(options.name if is_folder else options.checkpoint_dir)
     if options.name != "latest" and options.action != "download" and not is_folder:
         raise UserError(f"{options.action} {options.name}: expected no name; it acts on all checkpoints")
-    url = options.mirror or read_places(folder).get("mirror")
+    url = options.mirror or read_run(folder).places.get("mirror")
     if not url:
         found = f"missing, and {folder / RUN} names none"
         raise OptionError("mirror", found, "a URL such as s3://bucket/run")

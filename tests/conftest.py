@@ -4,6 +4,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import secrets
 import socket
 import sys
 import tempfile
@@ -26,6 +27,7 @@ from steadygpt.checkpoint.files import FORMAT_VERSION, trained_with
 from steadygpt.config import KEPT, GPTConfig, TrainConfig
 from steadygpt.data.order import BLOCK_ROWS
 from steadygpt.data.shards import write_shard
+from steadygpt.log.metrics import METRICS, joined
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.ranks import Ranks
 
@@ -178,9 +180,10 @@ def run_here(*flags: str) -> int:
 
 
 def open_log(config, start_step: int | None, ranks: Ranks | None = None) -> RunLog:
-    """Open the log of a run on rank 0."""
+    """Open the log of a run on rank 0; start_step is None for a new run."""
     log = RunLog(config, ranks or Ranks(torch.device("cpu")))
-    log.open(start_step)
+    parent = "" if start_step is None else "0" * 16
+    log.open(start_step or 0, {"run": config.run_name, "id": secrets.token_hex(8), "parent": parent, "how": {}})
     return log
 
 
@@ -292,7 +295,10 @@ def weights_content(model: dict, config: GPTConfig, tokenizer="bytes", step=0) -
 
 
 def run_content(step: int, **more) -> dict:
-    """Return a checkpoint of a run with 4 rows per step and no optimizer; one weight is equal to the step."""
+    """Return a checkpoint of a run with 4 rows per step and no optimizer; one weight is equal to the step.
+
+    It was saved a second after that of the step before.
+    """
     options = {name: getattr(TrainConfig(), name) for name in KEPT}
     decisions = {"total_batch_size": 4 * TrainConfig.context_length}
     start = {
@@ -304,7 +310,7 @@ def run_content(step: int, **more) -> dict:
     progress = {
         "best_val_loss": None, "val_loss": None, "loss": 3.25, "elapsed_s": 0.0, "recent_losses": [], "bad_steps": 0,
         "scaler": {}, "epoch": step / 10, "world_size": 1, "data_fingerprint": {}, "starts": [start],
-        "git_commit": "0", "peak_memory_bytes": 0,
+        "git_commit": "0", "peak_memory_bytes": 0, "saved_at": 1e9 + step,
     }  # fmt: skip
     model = {"weight": torch.full((1000,), float(step))}
     return weights_content(model, GPTConfig(), step=step) | progress | more
@@ -345,11 +351,9 @@ def scalars(folder) -> dict[str, dict[int, float]]:
 
 
 def metrics(logdir, key: str) -> dict[int, float]:
-    """Return step -> value of one metric in metrics.jsonl; fail if a step is logged twice."""
+    """Return step -> value of one metric in metrics.jsonl, its segments joined; fail if a step is logged twice."""
     found = {}
-    for line in (Path(logdir) / "metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        if key in record:
-            assert record["step"] not in found, f"step {record['step']} is logged twice"
-            found[record["step"]] = record[key]
+    for record in joined(Path(logdir) / METRICS, key):
+        assert record["step"] not in found, f"step {record['step']} is logged twice"
+        found[record["step"]] = record[key]
     return found

@@ -42,7 +42,7 @@ def run_on(tokens: list[int], tokenizer: str) -> train.Run:
 
 
 def val_of(run: train.Run) -> RowStream:
-    return run.data.val_sets[0].rows
+    return run.plan.data.val_sets[0].rows
 
 
 def targets_of(run: train.Run) -> torch.Tensor:

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import convert_hf
-from convert_hf import check_fits, read_weights, write_folder
+from convert_hf import write_folder
 from dataloader import RowStream
-from generate import load_model
 from model import GPT, GPTConfig
 from steadygpt.base import retry
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint.files import find_checkpoint
 from steadygpt.convert.families import TABLES, resolved
+from steadygpt.convert.weights import check_fits, load_model, read_weights
 from steadygpt.data.shards import ShardSet
 from steadygpt.data.tokenizer import END_OF_TEXT, GPT2, TokenizerRecord, get_tokenizer
 from steadygpt.data.tokenizer_json import to_json

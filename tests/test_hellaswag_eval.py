@@ -14,12 +14,22 @@ import torch.nn.functional as F
 from conftest import weights_content
 
 import hellaswag_eval
-from hellaswag_eval import ROUNDING, Tree, close_calls, ending_losses, evaluate, make_batches, per_ending, tokenize
 from model import GPT, GPTConfig
 from steadygpt.base import retry
 from steadygpt.base.options import UserError
 from steadygpt.data.tasks import Example, lm_eval_hellaswag, load_examples
 from steadygpt.data.tokenizer import get_tokenizer
+from steadygpt.evaluation.scores import (
+    ROUNDING,
+    TOKENS_PER_BATCH,
+    Tree,
+    close_calls,
+    ending_losses,
+    make_batches,
+    per_ending,
+    score_examples,
+    tokenize,
+)
 from steadygpt.machine.ranks import Ranks, Stopped
 
 CPU = Ranks(torch.device("cpu"))
@@ -95,16 +105,16 @@ def plain_score(model: GPT, examples: list[Example], by) -> float:
 
 @pytest.mark.parametrize("tokens_per_batch", [200, 100000])
 def test_scores_choices_and_losses_equal_those_of_a_plain_loop(model, tokens_per_batch, monkeypatch):
-    monkeypatch.setitem(hellaswag_eval.TOKENS_PER_BATCH, "cpu", tokens_per_batch)
+    monkeypatch.setitem(TOKENS_PER_BATCH, "cpu", tokens_per_batch)
     some = examples()
-    scores = evaluate(model, trees_of(some), CPU)
+    scores = score_examples(model, trees_of(some), CPU)
     assert (scores.acc, scores.acc_norm) == (plain_score(model, some, by_sum), plain_score(model, some, by_mean))
     assert scores.acc != scores.acc_norm
     assert scores.num_examples == 24
     for by, kind in ((by_sum, "acc"), (by_mean, "acc_norm")):
         choices = plain_choices(model, some, by)
         right = [example._replace(label=choice) for example, choice in zip(some, choices, strict=True)]
-        assert getattr(evaluate(model, trees_of(right), CPU), kind) == 1
+        assert getattr(score_examples(model, trees_of(right), CPU), kind) == 1
     for losses, example in zip(ending_losses(model, trees_of(some), CPU), some, strict=True):
         expected = [part.sum().item() for part in plain_losses(model, example)]
         assert losses.tolist() == pytest.approx(expected, abs=1e-4)
@@ -153,7 +163,7 @@ def test_lm_eval_texts_equal_those_of_the_harness():
 def test_lm_eval_normalizes_by_characters(model):
     """The harness's texts, scored by a plain loop."""
     some = [lm_eval_hellaswag(row_of(example) | {"activity_label": "Cooking"}) for example in examples()]
-    scores = evaluate(model, trees_of(some), CPU)
+    scores = score_examples(model, trees_of(some), CPU)
     assert (scores.acc, scores.acc_norm) == (plain_score(model, some, by_sum), plain_score(model, some, by_character))
     assert scores.acc_norm != plain_score(model, some, by_mean)  # otherwise the comparison above proves nothing
 
@@ -161,12 +171,12 @@ def test_lm_eval_normalizes_by_characters(model):
 def test_evaluation_turns_dropout_off_and_training_mode_on_again(model):
     dropping = GPT(dataclasses.replace(model.config, dropout=0.5))
     dropping.load_state_dict(model.state_dict())
-    assert evaluate(dropping, trees_of(examples()), CPU) == evaluate(model, trees_of(examples()), CPU)
+    assert score_examples(dropping, trees_of(examples()), CPU) == score_examples(model, trees_of(examples()), CPU)
     assert dropping.training
 
 
 def test_ranks_share_the_batches(model, monkeypatch):
-    monkeypatch.setitem(hellaswag_eval.TOKENS_PER_BATCH, "cpu", 1000)
+    monkeypatch.setitem(TOKENS_PER_BATCH, "cpu", 1000)
     parts = []
 
     @dataclass(frozen=True)
@@ -176,9 +186,9 @@ def test_ranks_share_the_batches(model, monkeypatch):
             return torch.stack(parts).sum(0)
 
     trees = trees_of(examples())
-    evaluate(model, trees, Rank(CPU.device, rank=0, world_size=2))
-    both = evaluate(model, trees, Rank(CPU.device, rank=1, world_size=2))
-    assert both == evaluate(model, trees, CPU)
+    score_examples(model, trees, Rank(CPU.device, rank=0, world_size=2))
+    both = score_examples(model, trees, Rank(CPU.device, rank=1, world_size=2))
+    assert both == score_examples(model, trees, CPU)
     assert len(make_batches(trees, 1000)) % 2 == 1  # in the last turn one rank has no batch left
     assert ((parts[0] != 0) ^ (parts[1] != 0)).all()  # each ending is scored by one rank
 
@@ -213,7 +223,7 @@ def test_a_cut_ending_is_divided_by_what_is_left_of_it(model, style, lengths):
     trees = trees_of([Example("x", ["é" * 12, "é"], 0, style), Example("x", ["a", "b"], 0, style)], context_length=8)
     assert [tree.is_cut for tree in trees] == [True, False]
     assert trees[0].lengths == lengths  # tokens, or characters
-    assert str(evaluate(model, trees, CPU)).endswith("(2 examples, 1 of them cut to the model's context)")
+    assert str(score_examples(model, trees, CPU)).endswith("(2 examples, 1 of them cut to the model's context)")
 
 
 def test_endings_without_a_context_begin_a_document(model):
@@ -228,7 +238,7 @@ def test_a_stop_ends_the_evaluation_and_leaves_the_model_in_training(model):
 
     model.train()
     with pytest.raises(Stopped):
-        evaluate(model, trees_of(examples()), CPU, check=stop)
+        score_examples(model, trees_of(examples()), CPU, check=stop)
     assert model.training
 
 

@@ -15,7 +15,9 @@ FILES = {path.stem: path for path in COMMANDS} | {
     if path.name != "__init__.py"
 }
 # From the ground up; model.py, optim.py and dataloader.py are the room "model", the other files at the root "commands".
-FLOORS = ["base", "machine", "data", "config", "log", "model checkpoint", "run convert monitor", "commands"]
+FLOORS = [
+    "base", "machine", "data", "config", "log", "model checkpoint", "convert evaluation", "run monitor", "commands",
+]  # fmt: skip
 
 
 def imports_of(module: str) -> set[str]:
@@ -46,6 +48,17 @@ def test_imports_go_down_from_room_to_room_in_no_circle():
         if room_of(module) != room_of(other) and floor[room_of(module)] <= floor[room_of(other)]
     ]
     assert not up
+
+
+def test_training_loads_no_other_command():
+    """What train.py shares with the other commands is in steadygpt/, which imports no command."""
+    others = {path.stem for path in COMMANDS if room_of(path.stem) == "commands"} - {"train"}
+    assert {"convert_hf", "generate", "hellaswag_eval", "look", "replay", "prepare_dataset"} <= others
+    lower = [module for module in FILES if room_of(module) != "commands"]
+    assert not [f"{module} -> {other}" for module in lower for other in imports_of(module) & {*others, "train"}]
+    script = f"import sys, train; assert not {others!r} & set(sys.modules), {others!r} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=REPO, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_imports_have_no_side_effects_and_load_no_optional_packages():

@@ -281,7 +281,7 @@ def test_a_garbage_document_comes_first_by_loss(tmp_path, monkeypatch, capsys):
     loss = metrics("logs", "loss")[20]
     assert lines[:2] == [
         "step 20: rows 80 to 83, with options of checkpoints/latest.pt at step 24",
-        f"mean loss {loss:.4f}, of checkpoints/latest_backup.pt at step 20",
+        f"mean loss {loss:.4f}, of checkpoints/rolling_step_000020.pt at step 20",
     ]
     losses = [float(line.split("loss ")[1].split(",")[0]) for line in lines if line.startswith("--- row")]
     assert losses == sorted(losses, reverse=True) and losses[0] > 2 * losses[1]

@@ -8,11 +8,10 @@ import pytest
 import torch
 from conftest import REFERENCES, reference_model
 
-from convert_hf import read_weights
-from generate import load_model
 from model import GPT, AttentionArgs, GPTConfig
 from optim import make_optimizer
 from steadygpt.config import TrainConfig
+from steadygpt.convert.weights import load_model, read_weights
 from steadygpt.machine.attention import attention_in_blocks
 from steadygpt.machine.device import evaluating
 from steadygpt.machine.loss import IGNORED_TARGET

@@ -21,7 +21,7 @@ from steadygpt.base.options import UserError
 from steadygpt.config import parse_args
 from steadygpt.data.shards import ShardSet, check_listing
 from steadygpt.machine.ranks import joined
-from steadygpt.run import start
+from steadygpt.run import history
 from steadygpt.run.history import check_other_machines, open_history
 
 linux = pytest.mark.skipif(
@@ -171,13 +171,13 @@ def test_newer_checkpoints_on_another_node_are_not_ignored(nodes, which, older):
     if older:
         shutil.copytree("node0", "node1", dirs_exist_ok=True)
         for file in Path("node1/checkpoints").glob("*.pt"):
-            os.utime(file, (0, 0))
+            torch.save(load(file) | {"saved_at": 1.0}, file)
     in_ranks(2, refuse_to_resume, which, "node0/checkpoints has newer checkpoints than rank 0's .*node1/checkpoints")
 
 
 def share_a_folder() -> None:
     if os.environ["RANK"] == "0":
-        start.checkpoint_files = lambda folder: []  # like an NFS client that has yet to see the new files
+        history.scan = lambda folder: []  # like an NFS client that has yet to see the new files
     with joined("cpu") as ranks:
         check_other_machines(Path("node0/checkpoints"), ranks)
 

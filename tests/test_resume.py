@@ -145,6 +145,29 @@ def test_links_to_checkpoints_of_another_folder_are_replaced_and_their_targets_k
     assert os.stat("a/latest.pt").st_mtime_ns == before
 
 
+@pytest.mark.parametrize("flags", [("--resume", "b/latest.pt"), ("--resume", "b/latest.pt", "--checkpoint_dir", "b")])
+def test_a_link_with_the_name_of_a_checkpoint_belongs_to_the_folder_that_holds_it(workdir, flags):
+    assert run_here("--max_steps", "4", *folders("a")) == 0
+    Path("b").mkdir()
+    Path("b/latest.pt").symlink_to("../a/latest.pt")
+    assert train.main([*flags, "--logdir", "logs-b", "--max_steps", "6"]) == 0
+    assert (load("a/latest.pt")["step"], load("b/latest.pt")["step"]) == (4, 6)
+    assert not Path("b/latest.pt").is_symlink()
+
+
+@pytest.mark.parametrize("left", ["best_model.pt", "stable.pt"])
+def test_a_folder_with_only_the_best_or_the_stable_model_is_resumed_from_it(workdir, capsys, left):
+    assert run_here("--eval_freq", "4", "--schedule", "wsd", *folders("a")) == 0
+    step = load(f"a/{left}")["step"]
+    for path in Path("a").glob("*.pt"):
+        if path.name != left:
+            path.unlink()
+    capsys.readouterr()
+    assert run_here("--resume", "latest", "--max_steps", "10", *folders("a")) == 0
+    assert f"resumed      from a/{left} at step {step}" in capsys.readouterr().out
+    assert load("a/latest.pt")["step"] == 10
+
+
 @pytest.mark.parametrize("which", ["latest", "auto"])
 def test_a_link_to_a_missing_checkpoint_never_starts_a_new_run(workdir, which):
     """As on a disk that is not mounted."""

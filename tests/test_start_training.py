@@ -20,7 +20,7 @@ import start_training
 
 from steadygpt.base.options import UserError
 from steadygpt.config import PRESETS, TrainConfig, parse_args
-from steadygpt.run.places import write_places
+from steadygpt.run.identity import write_run
 
 
 class Typed(io.StringIO):
@@ -96,7 +96,7 @@ def test_flags_answer_their_questions(session):
 
 def test_a_resumed_run_asks_nothing_and_its_output_goes_to_its_own_logs(session):
     Path("checkpoints").mkdir()
-    write_places(Path("checkpoints"), TrainConfig(logdir="/elsewhere/logs"))
+    write_run(Path("checkpoints"), "a" * 16, TrainConfig(logdir="/elsewhere/logs"))
     session.type("")
     assert start_training.main(["--resume"]) == 0
     assert session.started[0][2] == Path("/elsewhere/logs/console.txt")

@@ -171,7 +171,7 @@ def test_profile_records_the_requested_steps(workdir, capsys):
     steps = {event["name"] for event in events if event.get("name", "").startswith("ProfilerStep#")}
     assert steps == {"ProfilerStep#3", "ProfilerStep#4"}
     assert run_here("--resume", "--max_steps", "12", *folders("a")) == 0
-    assert "trace" not in capsys.readouterr().out
+    assert ".trace.json" not in capsys.readouterr().out
     assert run_here("--max_steps", "2", "--warmup_steps", "1", "--profile", "2", *folders("b")) == 0
     assert "no trace: the run was too short" in capsys.readouterr().out
 

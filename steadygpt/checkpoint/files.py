@@ -12,6 +12,7 @@ A file is torch.save of plain types and tensors, the same for any topology that 
 import dataclasses
 import errno
 import io
+import math
 import os
 import pickle
 import re
@@ -19,6 +20,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypedDict
@@ -56,7 +58,7 @@ DECIDED = ("precision", "total_batch_size", "warmup_steps", "tokenizer", "vocab_
 class Entry(TypedDict):
     """What one start of a run trained on, and how."""
 
-    id: Annotated[str, r"[0-9a-f]{16}"]
+    id: Annotated[str, r"[0-9a-f]{16}"]  # of the start, random
     step: Count  # the first one of the start
     row: Count  # of the first step
     options: dict[str, Any]  # of KEPT, as they were asked for
@@ -197,29 +199,87 @@ def check_tensors(checkpoint: dict, source: object, model: nn.Module, kept: Mapp
 # reading
 
 
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """What puts checkpoints in order, and what tables and mirrors show of them."""
+
+    saved_at: Annotated[float, 0, 2**32]  # less than Weights allow, so that there is room for later ones
+    step: Count
+    epoch: Loss | None = None
+    loss: Loss | None = None
+    val_loss: Loss | None = None
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """Return what is larger for the newer of two checkpoints, and the same for copies of one save."""
+        return self.saved_at, self.step
+
+
+class File(NamedTuple):
+    """A name of a checkpoint in a folder."""
+
+    path: Path
+    head: Head | None  # None: it cannot be read
+    problem: str  # why not, or ""
+    inode: int = 0
+    size: int = 0  # in bytes
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """Return that of its head, or less than all others if it cannot be read."""
+        return self.head.order if self.head else (0.0, -1)
+
+    def skipped(self, error: object) -> str:
+        """Return a line about a file that is not taken, with its step as far as it is known."""
+        step = f", step {self.head.step:,}" if self.head else ""
+        return f"{self.path}{step}: {str(error).removeprefix(f'{self.path}: ')}"
+
+
 def checkpoint_files(folder: Path) -> list[Path]:
-    """Return all checkpoints of a folder in the order in which --resume latest tries them, then the best one."""
-    rolling, epochs = newest_first(folder, "rolling_step_*.pt"), newest_first(folder, "epoch_*.pt")
-    files = [folder / LATEST, folder / BACKUP, *rolling, *epochs, folder / STABLE, folder / BEST]
-    return [file for file in files if file.exists() or file.is_symlink()]  # a link to nothing is a damaged checkpoint
+    """Return the names of all checkpoints in a folder, without opening them."""
+    files = [folder / LATEST, folder / BACKUP, folder / STABLE, folder / BEST]
+    files += [*folder.glob("rolling_step_*.pt"), *folder.glob("epoch_*.pt")]
+    return [file for file in files if os.path.lexists(file)]  # a link to nothing is a damaged checkpoint
 
 
-def newest_ns(folder: Path) -> int:
-    """Return when the newest checkpoint of a folder was written, in nanoseconds since 1970, or 0 if there is none."""
-    return max(map(_written_ns, checkpoint_files(folder)), default=0)
+def scan(folder: Path) -> list[File]:
+    """Return all names of checkpoints in a folder, newest first by what each file contains; its date says nothing.
+
+    A file without a readable head may be newer than all others. Where latest.pt has one, it comes after that, because
+    every save replaces latest.pt.
+    """
+    files = []
+    for path in checkpoint_files(folder):
+        stat, head, problem = None, None, ""
+        try:
+            stat = path.stat()
+            head = _head(path, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+        except (UserError, OSError) as error:
+            if not os.path.lexists(path):  # training has deleted it meanwhile
+                continue
+            problem = str(getattr(error, "strerror", error)).removeprefix(f"{path}: ")
+        files.append(File(path, head, problem, *((stat.st_ino, stat.st_size) if stat else ())))
+    latest = next((file.order for file in files if file.head and file.path.name == LATEST), (math.inf, 0))
+
+    def key(file: File) -> tuple:
+        return file.order if file.head else latest, file.head is not None, file.path.name == LATEST, file.path.name
+
+    return sorted(files, key=key, reverse=True)
 
 
-def make_newest(file: Path, folder: Path) -> None:
-    """Date a file after all checkpoints of a folder, if the clock was set back: older ones are deleted first."""
-    if file.stat().st_mtime_ns <= (newest := newest_ns(folder)):
-        os.utime(file, ns=(newest + 1, newest + 1))
+def too_old(orders: Mapping[str, tuple[float, int]], keep: int, keep_epochs: int) -> list[str]:
+    """Return the names of rolling checkpoints and epochs that are not among the newest of so many; 0 keeps all."""
+    names: list[str] = []
+    for tier, count in {"rolling": keep, "epoch": keep_epochs}.items():
+        newest_first = sorted((name for name in orders if name.startswith(tier)), key=orders.__getitem__, reverse=True)
+        names += newest_first[count:] if count else []
+    return names
 
 
 def no_checkpoints(folder: Path) -> UserError:
     """Return the error of a folder without checkpoints, which names the subfolder that has the newest ones."""
-    there = [file for subfolder in folder.glob("*/") for file in checkpoint_files(subfolder)]
-    newest = max(there, key=_written_ns, default=None)
-    hint = f"--checkpoint_dir {newest.parent}" if newest else "another --checkpoint_dir"
+    there = [(file.order, file.path) for subfolder in folder.glob("*/") for file in scan(subfolder)]
+    hint = f"--checkpoint_dir {max(there)[1].parent}" if there else "another --checkpoint_dir"
     if (folder / "config.json").exists():  # of a Hugging Face model
         hint = f"python convert_hf.py {folder} weights.pt, or train with --init_from {folder}"
     return UserError(f"no checkpoints in {folder}; try {hint}")
@@ -253,13 +313,13 @@ def open_checkpoint(which: str, folder: Path) -> tuple[Path, dict]:
 
 def average(folder: Path, count: int) -> dict:
     """Return the mean of the weights of the newest rolling checkpoints, taken in fp64; no run resumes from it."""
-    checkpoints = list(islice(intact_checkpoints(newest_first(folder, "rolling_step_*.pt")), count))
-    if len(checkpoints) < count:
+    rolling = (file for file in scan(folder) if file.path.name.startswith("rolling"))
+    contents = [content for _, content in islice(intact_checkpoints(rolling), count)]
+    if len(contents) < count:
         raise UserError(
-            f"average:{count}: found {len(checkpoints)} intact rolling checkpoints in {folder}, expected {count}; give "
+            f"average:{count}: found {len(contents)} intact rolling checkpoints in {folder}, expected {count}; give "
             "a smaller number, or another --checkpoint_dir"
         )
-    contents = [content for _, content in checkpoints]
     steps = sorted(content["step"] for content in contents)
     say(f"averaging {counted(count, 'checkpoint')}, of steps {steps[0]:,} to {steps[-1]:,}")
     names = contents[0]["model"]
@@ -272,40 +332,28 @@ def average(folder: Path, count: int) -> dict:
 def nearest_checkpoint(folder: Path, step: int) -> tuple[Path, dict]:
     """Return the intact checkpoint of a folder whose step is nearest; of two, the earlier one."""
 
-    def distance(file: Path) -> tuple[int, int]:
-        try:
-            found = read_head(file)["step"]
-        except (UserError, OSError):  # first, so that intact_checkpoints says what is wrong
-            found = step
+    def distance(file: File) -> tuple[int, int]:
+        found = file.head.step if file.head else step  # first, so that intact_checkpoints says what is wrong
         return abs(found - step), found
 
-    if nearest := next(intact_checkpoints(sorted(checkpoint_files(folder), key=distance)), None):
+    if nearest := next(intact_checkpoints(sorted(scan(folder), key=distance)), None):
         return nearest
     raise UserError(f"no intact checkpoint in {folder}; try another --checkpoint_dir")
 
 
-def intact_checkpoints(files: Iterable[Path]) -> Iterator[tuple[Path, dict]]:
-    """Yield each intact checkpoint once, of whatever names. Skipped files are named on stderr."""
+def intact_checkpoints(files: Iterable[File]) -> Iterator[tuple[Path, dict]]:
+    """Yield each intact save once, of whatever names. Skipped files are named on stderr."""
     seen = set()
     for file in files:
+        if file.order in seen:
+            continue
         try:
-            if (inode := file.stat().st_ino) not in seen:
-                seen.add(inode)
-                yield file, read_checkpoint(file)
+            content = read_checkpoint(file.path)
         except (UserError, OSError) as error:  # an OSError: training has deleted the file meanwhile
-            say(f"warning: skipped {error}")
-
-
-def newest_first(folder: Path, pattern: str) -> list[Path]:
-    # By time, not by step: after a resume from an older checkpoint, higher steps can be in older files.
-    return sorted(folder.glob(pattern), key=lambda file: (_written_ns(file), file.name), reverse=True)
-
-
-def _written_ns(file: Path) -> int:
-    try:
-        return file.stat().st_mtime_ns
-    except FileNotFoundError:  # another process has deleted it since the folder was listed
-        return 0
+            say(f"warning: skipped {file.skipped(error)}")
+            continue
+        seen.add((content["saved_at"], content["step"]))
+        yield file.path, content
 
 
 def read_checkpoint(path: Path) -> dict:
@@ -317,15 +365,6 @@ class Unreadable(UserError):
     """A file cannot be read at this moment; it may be intact."""
 
 
-class Head(NamedTuple):
-    """What the table shows of a checkpoint."""
-
-    step: Count
-    epoch: Loss | None = None
-    loss: Loss | None = None
-    val_loss: Loss | None = None
-
-
 class _Plain(pickle.Unpickler):
     """Puts an empty dictionary in the place of each tensor, and of all else that would run code of the file."""
 
@@ -335,11 +374,17 @@ class _Plain(pickle.Unpickler):
     def persistent_load(self, storage: object) -> None: ...
 
 
-def read_head(path: Path) -> dict[str, Any]:
-    """Return summary() of a file without reading its tensors; no run may resume from it."""
+def read_head(path: Path) -> Head:
+    """Return the head of a file without reading its tensors."""
     content = load_verified(path, only_plain=True)
     check_format(content, path)
-    return typed(content, Head, path, "take another checkpoint")._asdict()
+    return typed(content, Head, path, "take another checkpoint")
+
+
+@lru_cache(maxsize=2**14)
+def _head(path: Path, *identity: int) -> Head:
+    """Return read_head(), which reads a file only once: thousands of files take seconds."""
+    return read_head(path)
 
 
 def load_verified(path: Path, only_plain: bool = False) -> object:
@@ -462,15 +507,13 @@ def find_checkpoint(which: str, folder: Path) -> Found:
         path = folder / NAMED[which] if which in NAMED else Path(which)
         return Found(path, read_checkpoint(path))
     damaged: dict[Path, str] = {}
-    for path in checkpoint_files(folder):
-        if path.name == BEST:
-            continue
+    for file in scan(folder):
         try:
-            return Found(path, read_checkpoint(path), damaged)
+            return Found(file.path, read_checkpoint(file.path), damaged)
         except Unreadable:
             raise
         except UserError as error:
-            damaged[path] = str(error)
+            damaged[file.path] = file.skipped(error)
     if damaged:
         raise UserError(
             f"{folder}: all checkpoints are corrupt: {'; '.join(damaged.values())}; nothing was changed. "
@@ -486,11 +529,6 @@ def aside(path: Path) -> Path:
     while os.path.lexists(unused := path.with_name(f"{path.name}.skipped-{time.strftime(STAMP)}")):
         time.sleep(0.1)
     return unused
-
-
-def summary(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the Head of a checkpoint, by name."""
-    return {key: checkpoint.get(key) for key in Head._fields}
 
 
 def read_evaluations(name: object, read: Callable[[], bytes]) -> tuple[Evaluations, list[str]]:

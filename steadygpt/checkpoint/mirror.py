@@ -1,8 +1,8 @@
 """The copy of a run in an object store: its layout, uploads and downloads, through fsspec.
 
-    step_000250-20261122-063200-123456.pt     a checkpoint, uploaded once: its step, and when it was written (UTC)
+    step_000250-20261122-063200-123456.pt     a checkpoint, uploaded once: its step and saved_at (UTC)
     evaluations.json  logs/  tensorboard/     of the run
-    index.json                                the name of the run, and the checkpoint that each name refers to
+    index.json                                the run, and the checkpoint that each name refers to
 
 The index is written last. Only the files in it are checkpoints, so an incomplete upload is never taken for one.
 """
@@ -10,23 +10,24 @@ The index is written last. Only the files in it are checkpoints, so an incomplet
 import json
 import os
 import re
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from itertools import dropwhile
 from operator import methodcaller
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from steadygpt.base.durable import replace_file
+from steadygpt.base.durable import no_link, replace_file
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import ProgressBar
 from steadygpt.base.text import STAMP, bytes_text
-from steadygpt.base.typed import Count, Loss, parse_json, typed
-from steadygpt.checkpoint.files import BACKUP, BEST, LATEST, NAMED, read_checkpoint
+from steadygpt.base.typed import Count, parse_json, typed
+from steadygpt.checkpoint.files import BACKUP, LATEST, NAMED, Head, read_checkpoint, too_old
 from steadygpt.config import TrainConfig
 from steadygpt.data.stores import Store
-from steadygpt.log.runlog import move_aside
 
 Result = TypeVar("Result")
 INDEX = "index.json"
@@ -38,33 +39,29 @@ SILENCE_S = 60  # a store may take this long to put the parts of a large file to
 RETRIES = 5  # of a part, before the whole upload is repeated
 
 
-@dataclass(frozen=True)
-class Entry:
+@dataclass(frozen=True, kw_only=True)
+class Entry(Head):
     """What the index says of a checkpoint."""
 
     file: Annotated[str, r"step_\d{6,}-\d{8}-\d{6}-\d{6}\.pt"]
     size: Count  # in bytes
-    mtime_ns: Annotated[int, 0, 2**62]  # of the file on the machine that wrote it
-    step: Count
-    epoch: float | None = None
-    loss: Loss | None = None
-    val_loss: Loss | None = None
 
     @classmethod
-    def of(cls, path: Path, about: Mapping[str, Any]) -> "Entry":
-        """Describe a checkpoint file; `about` has its step, epoch and losses."""
-        stat = path.stat()
-        seconds, ns = divmod(stat.st_mtime_ns, 10**9)
-        written = f"{time.strftime(STAMP, time.gmtime(seconds))}-{ns // 1000:06d}"
-        return cls(f"step_{about['step']:06d}-{written}.pt", stat.st_size, stat.st_mtime_ns, **about)
+    def of(cls, path: Path, head: Head) -> "Entry":
+        """Describe a checkpoint file."""
+        seconds, fraction = divmod(head.saved_at, 1)
+        written = f"{time.strftime(STAMP, time.gmtime(seconds))}-{int(fraction * 10**6):06d}"
+        return cls(file=f"step_{head.step:06d}-{written}.pt", size=path.stat().st_size, **vars(head))
 
 
 @dataclass(frozen=True)
 class Index:
     """The content of index.json."""
 
-    run: str  # the name; "" for an empty folder
-    checkpoints: dict[Name, Entry]  # in the order in which they are tried
+    run: Annotated[str, "[0-9a-f]{16}"]  # its id; "" in an empty folder
+    name: str  # of the run
+    writer: Annotated[str, "[0-9a-f]{16}"]  # the start that uploads
+    checkpoints: dict[Name, Entry]  # newest first
 
 
 class Damaged(UserError):
@@ -78,15 +75,16 @@ class Mirror:
 
     Args:
         url: of the folder, for fsspec.
-        run: the name of the run that uploads.
-        resumes: whether that run may find its checkpoints there before it has claimed the folder.
+        run: the id of the run that uploads, "" for any.
+        name: of that run.
     """
 
-    def __init__(self, url: str, run: str = "", resumes: bool = False):
+    def __init__(self, url: str, run: str = "", name: str = ""):
         scheme, separator, rest = url.partition("://")
         if ":" in scheme or not (rest.strip("/") if separator else url.startswith("/")) or set(url) & set("*?["):
             raise UserError(f"--mirror {url!r}: expected a URL such as s3://bucket/run, or an absolute path")
-        self.url, self.run, self.resumes = url.rstrip("/"), run, resumes
+        self.url, self.run, self.name = url.rstrip("/"), run, name
+        self.writer, self.is_claimed = secrets.token_hex(8), False
         self.sent: dict[str, tuple[int, int]] = {}  # other files -> size and time of what was uploaded
         self.connect()
 
@@ -109,27 +107,30 @@ class Mirror:
         return {path.removeprefix(f"{self.folder}/"): info["size"] for path, info in found.items()}
 
     def index(self) -> Index:
-        """Read the index; it is empty if there is none."""
+        """Read the index; it is empty if there is none. That of a mirror of another run is an error."""
         advice = (
             "the checkpoints there are the files step_*.pt: download one, resume from it with --resume FILE, and give "
             "the run another --mirror"
         )
         try:
             index = parse_json(self.read(INDEX), Index, f"{self.url}/{INDEX}", advice)
-            typed({"run_name": index.run}, TrainConfig, f"{self.url}/{INDEX}", advice)
-            if index.checkpoints and not index.run:
-                raise UserError(f"{self.url}/{INDEX}: run is empty; expected the name of a run; {advice}")
-            return index
+            typed({"run_name": index.name}, TrainConfig, f"{self.url}/{INDEX}", advice)
         except FileNotFoundError:
             if any(name.startswith("step_") for name in self.sizes()):
                 raise UserError(f"{self.url}/{INDEX}: missing; {advice}") from None
-            return Index("", {})
+            return Index("", "", "", {})
+        if index.checkpoints and self.run not in ("", index.run):
+            raise UserError(
+                f"--mirror {self.url} belongs to the run {index.name} ({index.run}); give this run another --mirror, "
+                "or resume that one in an empty --checkpoint_dir"
+            )
+        return index
 
     def read(self, name: str) -> bytes:
         return self.fs.cat_file(self._path(name))
 
     def download(self, entry: Entry, target: Path) -> None:
-        """Download a checkpoint, verify it, and put it at `target`, with the time of its first writing.
+        """Download a checkpoint, verify it, and put it at `target`.
 
         Raises: Damaged when it is missing or corrupt; `target` is unchanged, as after any other UserError.
         """
@@ -144,7 +145,6 @@ class Mirror:
             raise Damaged(f"{url}: {found}")
         with ProgressBar(desc=entry.file, total=entry.size, unit="B") as bar:
             file.download(downloaded, bar.show_from(0))
-        os.utime(downloaded, ns=(entry.mtime_ns, entry.mtime_ns))  # decides which of several is the newest
         try:
             read_checkpoint(downloaded)
         except UserError as error:
@@ -156,20 +156,15 @@ class Mirror:
     # writing
 
     def claim(self) -> Index:
-        """Reserve the folder for the run, unless that is done, and return the index."""
+        """Reserve the folder for this start of the run, unless that is done, and return the index."""
         index = self.index()
-        if index.checkpoints and not (self.resumes and index.run == self.run):
-            name, *others = index.checkpoints
-            raise UserError(
-                f"--mirror {self.url} already holds checkpoints of the run {index.run} ({name} and {len(others)} "
-                f"more), not of {self.run}; resume that run with --run_name {index.run}, or give this one another "
-                "--mirror"
-            )
-        for folder in ("logs", "tensorboard") if self.has_folders else ():  # elsewhere it might create a bucket
-            self.fs.makedirs(self._path(folder), exist_ok=True)
-        if index.run != self.run:
-            self._write(Index(self.run, {}))
-        self.resumes = True
+        if self.is_claimed and index.writer not in ("", self.writer):
+            raise UserError(f"{self.url}: a later start, of the run {index.name}, uploads there now")
+        if index.writer != self.writer:
+            for folder in ("logs", "tensorboard") if self.has_folders else ():  # elsewhere it might create a bucket
+                self.fs.makedirs(self._path(folder), exist_ok=True)
+            self._write(index.checkpoints)
+        self.is_claimed = True
         return index
 
     def upload(
@@ -187,19 +182,16 @@ class Mirror:
         if sizes.get(entry.file) != entry.size:
             callback = fsspec.Callback(hooks={"progress": progress})
             self.fs.put_file(str(path), self._path(entry.file), callback=callback, max_concurrency=PARTS)
-        there = dict(self.claim().checkpoints)  # again: another run may have claimed it meanwhile
+        there = dict(self.claim().checkpoints)  # again: another start may have claimed it meanwhile
         self.upload_files(config)
         # Uploads that fall behind begin with the newest, so the one before it may come later.
-        newest, *older = sorted({entry, *there.values()}, key=lambda entry: entry.mtime_ns, reverse=True)
+        newest, *older = sorted({entry, *there.values()}, key=lambda entry: entry.order, reverse=True)
         there |= dict.fromkeys(names, entry) | {LATEST: newest} | ({BACKUP: older[0]} if older else {})
-        written_ns = {name: entry.mtime_ns for name, entry in there.items()}
-        order = {LATEST: 3, BACKUP: 2, BEST: -1}
-        kept = sorted(
-            there.keys() - too_old(written_ns, config),
-            key=lambda name: (order.get(name, name.startswith("rolling")), written_ns[name], name),
-            reverse=True,
-        )
-        self._write(Index(self.run, {name: there[name] for name in kept}))
+        there = dict(sorted(there.items(), key=lambda item: (item[1].order, item[0] == LATEST, item[0]), reverse=True))
+        orders = {name: entry.order for name, entry in there.items()}
+        dropped = too_old(orders, config.mirror_keep, config.keep_epochs)
+        kept = [name for name in there if name not in dropped]
+        self._write({name: there[name] for name in kept})
         for name in sizes.keys() - {there[name].file for name in kept}:
             if name.startswith("step_"):
                 self.fs.rm_file(self._path(name))
@@ -213,7 +205,8 @@ class Mirror:
                 self.fs.pipe_file(self._path(name), paths[name].read_bytes())  # taken once: the file may grow
                 self.sent[name] = stat.st_size, stat.st_mtime_ns
 
-    def _write(self, index: Index) -> None:
+    def _write(self, checkpoints: dict[Name, Entry]) -> None:
+        index = Index(self.run, self.name, self.writer, checkpoints)
         path, data = self._path(INDEX), f"{json.dumps(asdict(index), indent=1)}\n".encode()
         if not self.has_folders:
             self.fs.pipe_file(path, data)  # which object stores do atomically
@@ -229,15 +222,6 @@ class Mirror:
 # a run and its mirror
 
 
-def too_old(written_ns: Mapping[str, int], config: TrainConfig) -> set[str]:
-    """Return the names that are not among the newest of their tier, of which the mirror keeps a number."""
-    names: set[str] = set()
-    for tier, count in {"rolling": config.mirror_keep, "epoch": config.keep_epochs}.items():
-        oldest_first = sorted((name for name in written_ns if name.startswith(tier)), key=written_ns.__getitem__)
-        names.update(oldest_first[:-count] if count else ())
-    return names
-
-
 def folders_of(config: TrainConfig) -> dict[str, Path]:
     """Return the folders of the FILES of a run, by what their names begin with in the mirror."""
     tensorboard = Path(config.tensorboard_dir, config.run_name)
@@ -245,7 +229,7 @@ def folders_of(config: TrainConfig) -> dict[str, Path]:
 
 
 def newer_checkpoint(
-    mirror: Mirror, index: Index, which: str, folder: Path, local: Path | None
+    mirror: Mirror, index: Index, which: str, folder: Path, local: Mapping[str, Any] | None
 ) -> tuple[Path | None, list[str]]:
     """Download the newest intact checkpoint to a temporary file, if it is newer than the local one.
 
@@ -255,11 +239,10 @@ def newer_checkpoint(
 
     Returns: the temporary file, or None; and a line for each checkpoint that was skipped.
     """
-    newest_ns, named = local.stat().st_mtime_ns if local else 0, NAMED.get(which)
+    named = NAMED.get(which)
     skipped: list[str] = []
-    wanted = {entry: None for name, entry in index.checkpoints.items() if (name == named if named else name != BEST)}
-    for entry in wanted:
-        if entry.mtime_ns <= newest_ns:  # others may be newer, if the run was resumed from an older one
+    for entry in dict.fromkeys(entry for name, entry in index.checkpoints.items() if not named or name == named):
+        if local and entry.saved_at <= local["saved_at"]:
             return None, skipped
         downloaded = folder / ".restored.tmp"
         try:
@@ -272,22 +255,34 @@ def newer_checkpoint(
     return None, skipped
 
 
-def restore_files(mirror: Mirror, config: TrainConfig, replace: bool) -> None:
-    """Download the logs, the TensorBoard files and the evaluations of a run.
+def restore_files(mirror: Mirror, config: TrainConfig) -> None:
+    """Download what is missing here of the logs, the TensorBoard files and the evaluations of a run.
 
-    Args:
-        replace: also the logs that are there, which are renamed before. Otherwise only what is missing.
+    To a log that is here, the starts on other machines are appended.
     """
-    folders, contents = folders_of(config), {}
+    folders = folders_of(config)
     for name in filter(FILES.fullmatch, mirror.sizes()):
         folder, slash, file = name.rpartition("/")
         target = folders[folder + slash] / file
-        # A file of events belongs to one start. If there is one of its name, it may be another run's.
-        if not target.exists() or (replace and folder != "tensorboard"):
-            contents[target] = mirror.read(name)
-    if replace:
-        folders["logs/"].mkdir(parents=True, exist_ok=True)
-        move_aside(folders["logs/"])
-    for target, content in contents.items():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(target, methodcaller("write", content))
+        if not target.exists():
+            content = mirror.read(name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(target, methodcaller("write", content))
+        elif folder == "logs":  # a file of events belongs to one start: one of its name may be another run's
+            with open(target, "r+b", opener=no_link) as log:
+                log.write(missing_lines(log.read(), mirror.read(name)))
+
+
+def missing_lines(here: bytes, there: bytes) -> bytes:
+    """Return what a log lacks of its copy in the mirror: all after the lines that both begin with, or nothing.
+
+    Where both go on differently, what the mirror has begins with a start. Records before it are of a start that lost
+    them in a power cut, and has repeated them since.
+    """
+    own, lines = here.splitlines(keepends=True), there.splitlines(keepends=True)
+    same = next((n for n, (a, b) in enumerate(zip(own, lines, strict=False)) if a != b), min(len(own), len(lines)))
+    rest = lines[same:]
+    if any(line.endswith(b"\n") for line in own[same:]) and there.startswith(b"{"):
+        rest = [*dropwhile(lambda line: b', "start": ' not in line, rest)]
+    missing = b"".join(rest)
+    return b"" if missing in here else b"\n" * (not here.endswith(b"\n") and here != b"") + missing

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,14 +22,15 @@ from steadygpt.checkpoint.files import (
     EVALUATIONS,
     LATEST,
     Captured,
+    Evaluations,
+    TrainState,
     aside,
     check_numbers,
-    make_newest,
     named_tensors,
-    newest_first,
     read_checkpoint,
     read_evaluations,
-    summary,
+    scan,
+    too_old,
 )
 from steadygpt.checkpoint.uploads import Uploads
 from steadygpt.config import TrainConfig
@@ -47,7 +47,7 @@ class Saves:
 
     Args:
         writer: of rank 0 in a run; None on the other ranks, and where nothing is written.
-        step: of the checkpoint that the run resumes from, if any.
+        step: of the save that the run resumes from, if it has all of its names.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Saves:
 
     def _is_late(self) -> bool:
         late = time.monotonic() - self.captured_at_s >= self.interval_s()
-        return self.writer is not None and self.config.checkpoint_minutes > 0 and late and not self.writer.is_busy()
+        return self.writer is not None and self.config.checkpoint_minutes > 0 and late and self.writer.wait(timeout_s=0)
 
     def interval_s(self) -> float:
         """Return the seconds between timed saves: longer where the pause of a save would exceed 1 % of them."""
@@ -108,13 +108,30 @@ class Saves:
                 f"{interval_text(self.interval_s(), num_bytes(captured.content))}"
             )
 
-    def record(self, step: int, scores: dict[str, float], best: bool = False) -> None:
-        """Keep what an evaluation found in evaluations.json, and the model of this saved step as the best if it is."""
+    def evaluated(self, state: TrainState, scores: dict[str, float], save: Callable[[], object]) -> bool:
+        """Record what an evaluation found, and return whether its val_loss, if it has one, is the lowest so far.
+
+        Then best_model.pt becomes a link to the save of this step, which `save` makes if there is none yet.
+
+        Raises: what `save` raises.
+        """
+        val_loss = scores.get("val_loss", math.inf)
+        best = self.config.trains and val_loss < (math.inf if state.best_val_loss is None else state.best_val_loss)
+        if "val_loss" in scores:
+            state.val_loss = val_loss if math.isfinite(val_loss) else None
+        if best:
+            state.best_val_loss = val_loss
+            if self.captured_step != state.step:
+                save()
         if self.writer:
-            self.writer.record(step, scores, best)
+            self.writer.record(state.step, scores, best)
+        return best
 
     def best_val_loss(self, saved: float | None) -> float | None:
-        """Return the lowest of the known validation losses and the one that a checkpoint has saved."""
+        """Return the lowest of the known validation losses and the one that a checkpoint has saved.
+
+        A checkpoint is captured before the evaluation of its step.
+        """
         known = self.writer.evaluations.values() if self.writer else ()
         losses = [saved, *(scores.get("val_loss") for scores in known)]
         return self.ranks.broadcast(min((loss for loss in losses if loss is not None), default=None))
@@ -147,7 +164,7 @@ class Saves:
 
     def _wait_for_uploads(self, is_stopped: Callable[[], bool]) -> None:
         """Wait until nothing is left to upload, no upload makes progress, or is_stopped(). All ranks wait together."""
-        uploads = self.writer and self.writer.uploads
+        uploads = self.writer.uploads if self.writer else None
         start_s, told = time.monotonic(), False
         while self.ranks.any(uploads is not None and uploads.is_busy()) and not self.ranks.any(is_stopped()):
             time.sleep(0.1)
@@ -172,57 +189,12 @@ def num_bytes(checkpoint: dict) -> int:
     return sum({t.data_ptr(): t.nbytes for t in named_tensors(checkpoint).values()}.values())
 
 
-def clean_folder(folder: Path, resumed_from: Path | None, renamed: Mapping[Path, Path], log: RunLog) -> None:
-    """Prepare a checkpoint folder for a run: remove what killed writers left, and make a checkpoint latest.pt.
-
-    Args:
-        resumed_from: the verified checkpoint in the folder that the run resumes from. It becomes latest.pt, so that a
-            kill before the first save does not undo a choice to resume from an older one.
-        renamed: new names of damaged files, which saves would replace or delete.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    for stale in folder.glob(STALE):
-        stale.unlink()
-    for file, name in renamed.items():
-        file.rename(name)
-    latest, adopted = folder / LATEST, folder / ".adopted.tmp"
-    if resumed_from is None or (latest.exists() and latest.samefile(resumed_from)):
-        return
-    link_file(resumed_from, adopted)  # first, because it may be the backup
-    os.utime(adopted)  # the choice is newer than any checkpoint in a mirror
-    make_newest(adopted, folder)
-    try:
-        read_checkpoint(latest)
-        link_file(latest, folder / BACKUP)
-    except UserError:  # it is damaged, cannot be read at this moment, or does not exist
-        with suppress(FileNotFoundError):
-            log.warn(f"{latest}: not a readable checkpoint; renamed {latest.rename(aside(latest)).name}")
-    os.replace(adopted, latest)
-    fsync_folder(folder)
-
-
-def known_evaluations(folder: Path, step: int, log: RunLog) -> dict[int, dict[str, float | None]]:
-    """Return the evaluations up to the step where a run starts, and warn of a better model among later steps."""
-    evaluations, warnings = read_evaluations(folder / EVALUATIONS, (folder / EVALUATIONS).read_bytes)
-    for line in warnings:
-        log.warn(line)
-    losses = [(loss, at) for at, found in evaluations.items() if (loss := found.get("val_loss")) is not None]
-    val_loss, best = min(losses, default=(0.0, 0))
-    if best > step and (folder / BEST).exists():
-        log.warn(
-            f"{folder / BEST} is step {best} (val loss {val_loss:.4f}), after step {step}. The best model of this "
-            "run will replace it; copy it to keep it"
-        )
-    return {at: found for at, found in evaluations.items() if at <= step}
-
-
 class CheckpointWriter:
     """Writes in the background, one job at a time, and reports to the log how each ended; used on rank 0 only.
 
     Args:
-        folder: which clean_folder() has prepared.
         keep, keep_epochs: newest rolling checkpoints and checkpoints of epochs that are kept; 0 epochs: all.
-        latest: summary() of the verified latest.pt that the run resumes from, if any.
+        renamed: new names of damaged files, which saves would replace or delete.
     """
 
     def __init__(
@@ -231,21 +203,62 @@ class CheckpointWriter:
         log: RunLog,
         keep: int,
         keep_epochs: int = 0,
-        latest: Mapping[str, Any] | None = None,
         uploads: Uploads | None = None,
+        renamed: Mapping[Path, Path] = {},
     ):
-        self.folder, self.log, self.keep, self.keep_epochs = folder, log, keep, keep_epochs
-        self.latest = latest  # of the file there; None: there is none, or it is corrupt and never becomes the backup
-        self.uploads = uploads
-        self.evaluations = known_evaluations(folder, latest["step"] if latest else 0, log)
-        for scores in self.evaluations.values():
-            log.note(**scores)  # for the monitor, until the next evaluation
+        self.folder, self.log, self.uploads = folder, log, uploads
+        for stale in folder.glob(STALE):
+            stale.unlink()
+        for file, name in renamed.items():
+            file.rename(name)
+        self.keep, self.keep_epochs = keep, keep_epochs
+        # Of each file whose head was read or written here. Others are never deleted.
+        self.orders = {file.path.name: file.head.order for file in scan(folder) if file.head}
+        self.latest_step: int | None = None  # of latest.pt; None: it is missing or corrupt, and never the backup
+        self.evaluations: Evaluations = {}
         self.room: int | None = None  # checkpoints that fit on the disk, if fewer than two
         self.unlinked: tuple[str, int] | None = None  # arguments of _record() for the best model, until it is linked
         self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self.in_flight: Future | None = None
         self.saved = self.failures = 0  # saves of this start
         self.failed, self.saved_at_s = 0, time.monotonic()  # consecutive failures; the last good save, or the start
+
+    def resume(self, checkpoint: dict, path: Path | None) -> None:
+        """Make the checkpoint that the run resumes from the newest: a kill before the first save keeps the choice.
+
+        Args:
+            path: of the checkpoint in the folder, None in another one.
+        """
+        step, order = checkpoint["step"], (checkpoint["saved_at"], checkpoint["step"])
+        latest, linked = self.folder / LATEST, self.folder / ".linked.tmp"
+        is_latest = path is not None and latest.exists() and latest.samefile(path)
+        try:
+            self.latest_step = step if is_latest else read_checkpoint(latest)["step"]
+        except UserError:  # it is damaged, cannot be read at this moment, or does not exist
+            with suppress(FileNotFoundError):
+                new = latest.rename(aside(latest)).name
+                self.log.warn(f"{latest}: not a readable checkpoint; renamed {new}")
+        # The run begins in a folder of its own, or goes back: the state is newer than what comes after it.
+        if path is None or order < max(self.orders.values(), default=order):
+            self._write(checkpoint, [])
+        elif not is_latest:
+            link_file(path, linked)
+            self._replace_latest(linked, order, [])
+        evaluations, warnings = read_evaluations(self.folder / EVALUATIONS, (self.folder / EVALUATIONS).read_bytes)
+        for line in warnings:
+            self.log.warn(line)
+        losses = [(loss, at) for at, found in evaluations.items() if (loss := found.get("val_loss")) is not None]
+        val_loss, best = min(losses, default=(0.0, 0))
+        if best > step and (self.folder / BEST).exists():
+            self.log.warn(
+                f"{self.folder / BEST} is step {best} (val loss {val_loss:.4f}), after step {step}. The best model of "
+                "this run will replace it; copy it to keep it"
+            )
+        self.evaluations = {at: found for at, found in evaluations.items() if at <= step}
+        for scores in self.evaluations.values():
+            self.log.note(**scores)  # for the monitor, until the next evaluation
+        if self.uploads:
+            self.uploads.start()  # also of a choice to go back
 
     def save(self, captured: Captured, tiers: list[str]) -> None:
         """Write a checkpoint as latest.pt and under the file names in `tiers`; return before that is done.
@@ -262,10 +275,6 @@ class CheckpointWriter:
         self.log.note(**plain)
         content = json.dumps({str(at): found for at, found in self.evaluations.items()}, indent=1)
         self.pool.submit(self._record, content, step if best else None)
-
-    def is_busy(self) -> bool:
-        """Return whether a save is in flight."""
-        return self.in_flight is not None and not self.in_flight.done()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until no save is in flight, and return whether that is so."""
@@ -309,31 +318,38 @@ class CheckpointWriter:
             self.log.warn(f"{text}; free some space, or saves will fail", event="no disk")
         self.room = room
 
-    def _write(self, checkpoint: dict, tiers: list[str]) -> None:
-        latest = self.folder / LATEST
-        temporary = write_temporary(latest, lambda file: torch.save(checkpoint, file), cached=False)
+    def _write(self, content: dict, tiers: list[str]) -> None:
+        # Later than all other checkpoints, also if the clock was set back.
+        newest_s, _ = max(self.orders.values(), default=(0.0, 0))
+        checkpoint = content | {"saved_at": max(time.time(), newest_s + 0.001)}
+        temporary = write_temporary(self.folder / LATEST, lambda file: torch.save(checkpoint, file), cached=False)
+        self._replace_latest(temporary, (checkpoint["saved_at"], checkpoint["step"]), tiers)
+
+    def _replace_latest(self, temporary: Path, order: tuple[float, int], tiers: list[str]) -> None:
+        """Rename a checkpoint to latest.pt, keep the one before as the backup, and delete older ones of each tier."""
+        latest, (_, step) = self.folder / LATEST, order
         try:
-            make_newest(temporary, self.folder)
             for name in tiers:
                 link_file(temporary, self.folder / name)
             # The user may have moved latest.pt.
-            if self.latest and checkpoint["step"] != self.latest["step"] and latest.exists():
+            if self.latest_step not in (None, step) and latest.exists():
                 link_file(latest, self.folder / BACKUP)
             os.replace(temporary, latest)
         except BaseException:
             temporary.unlink(missing_ok=True)  # or the next save would overwrite the files that are linked to it
             raise
         fsync_folder(self.folder)  # only now is it durable, so only now may older files go
-        self.latest = summary(checkpoint)
-        epochs = newest_first(self.folder, "epoch_*.pt")[self.keep_epochs :] if self.keep_epochs else []
-        for old in (*newest_first(self.folder, "rolling_step_*.pt")[self.keep :], *epochs):
-            old.unlink(missing_ok=True)
+        self.latest_step = step
+        self.orders |= dict.fromkeys([LATEST, *tiers], order)
+        there = {name: at for name, at in self.orders.items() if (self.folder / name).exists()}
+        for name in too_old(there, self.keep, self.keep_epochs):
+            (self.folder / name).unlink(missing_ok=True)
 
     def _record(self, content: str, best: int | None) -> None:
         try:
             if best is not None:
                 self.unlinked = content, best
-                if not self.latest or self.latest["step"] != best:
+                if self.latest_step != best:
                     raise OSError(f"step {best} was not saved")
                 link_file(self.folder / LATEST, self.folder / BEST)
                 fsync_folder(self.folder)

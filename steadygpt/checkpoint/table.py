@@ -1,10 +1,10 @@
 """Tables of checkpoints, in a folder and in a mirror, and the contents of a checkpoint."""
 
+import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from textwrap import wrap
@@ -14,16 +14,14 @@ from steadygpt.base.options import UserError
 from steadygpt.base.text import bytes_text, counted, duration_text, printable
 from steadygpt.checkpoint.files import (
     EVALUATIONS,
-    Evaluations,
-    checkpoint_files,
+    Head,
     no_checkpoints,
     read_checkpoint,
     read_evaluations,
-    read_head,
-    summary,
+    scan,
     validation_of,
 )
-from steadygpt.checkpoint.mirror import Mirror
+from steadygpt.checkpoint.mirror import Entry, Mirror
 
 _ROW = "{:<26} {:>8} {:>7} {:>8} {:>8} {:>9}{} {:>12} {:>12}  {}".format
 
@@ -35,66 +33,60 @@ def print_checkpoints(folder: Path, mirror: str = "", verbose: bool = False) -> 
     return 0
 
 
-def table_head(name: object, read: Callable[[], bytes]) -> tuple[Evaluations, Sequence[str], list[str]]:
-    """Read evaluations.json; return its content, the validation sets that have a column, and the first lines."""
+def _table(name: object, read: Callable[[], bytes], rows: Iterable[tuple[str, Head | None, int, str]]) -> Iterator[str]:
+    """Yield the lines of a table.
+
+    Args:
+        name, read: of evaluations.json.
+        rows: name, head, bytes and state of each file.
+    """
     evaluations, warnings = read_evaluations(name, read)
+    yield from (f"warning: {line}" for line in warnings)
     names = [key.removeprefix("val_loss/") for found in evaluations.values() for key in found if "val_loss/" in key]
     sets = [*dict.fromkeys(names)][1:]  # the first one is val loss
-    columns = "".join(f" {name:>8}" for name in sets)
-    head = _ROW("file", "step", "epoch", "loss", "last val", "bits/byte", columns, "size", "age", "state")
-    return evaluations, sets, [*(f"warning: {line}" for line in warnings), head]
-
-
-def table_row(name: str, about: Mapping[str, Any], sets: Sequence[str], size: int, written_s: float, state: str) -> str:
-    """Return a line of the table; `about` has step, epoch, loss, val_loss and val_bpb, and lacks what is unknown."""
-
-    def shown(key: str, form: str) -> str:
-        return "-" if about.get(key) is None else format(about[key], form)
-
+    columns = "".join(f" {of_set:>8}" for of_set in sets)
+    yield _ROW("file", "step", "epoch", "loss", "last val", "bits/byte", columns, "size", "age", "state")
     forms = {"step": "d", "epoch": ".2f", "loss": ".4f", "val_loss": ".4f", "val_bpb": ".4f"}
-    numbers = [shown(key, form) for key, form in forms.items()]
-    losses = "".join(f" {shown(f'val_loss/{of_set}', '.4f'):>{max(8, len(of_set))}}" for of_set in sets)
-    return _ROW(name, *numbers, losses, bytes_text(size), duration_text(time.time() - written_s), state)
+    forms |= {f"val_loss/{of_set}": f">{max(8, len(of_set))}.4f" for of_set in sets}
+    for file, head, size, state in rows:
+        about = dict(vars(head)) if head else {}
+        if head:
+            # A checkpoint is captured before the evaluation of its step; without one, it has the last one before it.
+            about["val_loss"] = evaluations.get(head.step, {}).get("val_loss", head.val_loss)
+            about |= validation_of(evaluations, about["val_loss"])
+        shown = ["-" if about.get(key) is None else format(about[key], form) for key, form in forms.items()]
+        losses = "".join(f" {text:>{max(8, len(of_set))}}" for text, of_set in zip(shown[5:], sets, strict=True))
+        age = duration_text(time.time() - head.saved_at) if head else "-"
+        yield _ROW(file, *shown[:5], losses, bytes_text(size), age, state)
 
 
 def checkpoint_table(folder: Path, verbose: bool = False) -> Iterator[str]:
     """Yield the lines of --list_checkpoints; verbose ones are of verified files, and say what each file holds."""
-    files = checkpoint_files(folder)
+    files = scan(folder)
     if not files:
         raise no_checkpoints(folder)
-    described: dict[int, tuple[dict, str]] = {}  # by inode, so that a file with several names is read once
+    states: dict[int, str] = {}  # by inode, so that a file with several names is verified once
     further: list[str] = []
-    names = 0
-    evaluations, sets, head = table_head(folder / EVALUATIONS, (folder / EVALUATIONS).read_bytes)
-    yield from head
-    for file in files:
-        try:
-            stat = file.stat()
-        except FileNotFoundError:  # training has deleted it while others were read
-            continue
-        names += 1
-        if stat.st_ino not in described:
-            try:
-                if verbose:
-                    checkpoint = read_checkpoint(file)
-                    further += ["", str(file), *details(checkpoint)]
-                about, state = (summary(checkpoint), "intact") if verbose else (read_head(file), "complete")
-                described[stat.st_ino] = validated(about, evaluations), state
-            except UserError as error:
-                described[stat.st_ino] = {}, str(error).removeprefix(f"{file}: ")
-        about, state = described[stat.st_ino]
-        yield table_row(file.name, about, sets, stat.st_size, stat.st_mtime, state)
-    links = f", {counted(len(described), 'distinct file')} (the others are hard links)" * (names > len(described))
-    yield f"{counted(names, 'name')}{links} in {folder}"
+
+    def verified() -> Iterator[tuple[str, Head | None, int, str]]:
+        for file in list(files):
+            if file.inode not in states and not os.path.lexists(file.path):
+                files.remove(file)  # training has deleted it meanwhile
+                continue
+            if verbose and file.head and file.inode not in states:
+                try:
+                    of_file = ["", str(file.path), *details(read_checkpoint(file.path))]
+                    further.extend(of_file)
+                    states[file.inode] = "intact"
+                except UserError as error:
+                    states[file.inode] = str(error).removeprefix(f"{file.path}: ")
+            yield file.path.name, file.head, file.size, states.get(file.inode, file.problem or "complete")
+
+    yield from _table(folder / EVALUATIONS, (folder / EVALUATIONS).read_bytes, verified())
+    distinct = len({file.inode or file.path for file in files})
+    links = f", {counted(distinct, 'distinct file')} (the others are hard links)" * (len(files) > distinct)
+    yield f"{counted(len(files), 'name')}{links} in {folder}"
     yield from further
-
-
-def validated(about: Mapping[str, Any], evaluations: Mapping[int, dict]) -> dict[str, Any]:
-    """Return summary() with the validation of its step, or else of the last one before it, if they are known."""
-    # A checkpoint is captured before the evaluation of its step.
-    val_loss = evaluations.get(about["step"], {}).get("val_loss", about["val_loss"])
-    found = validation_of(evaluations, val_loss)
-    return {**about, "val_loss": val_loss, **{key: score for key, score in found.items() if key.startswith("val_")}}
 
 
 def mirror_table(mirror: Mirror) -> Iterator[str]:
@@ -104,12 +96,13 @@ def mirror_table(mirror: Mirror) -> Iterator[str]:
         raise UserError(f"no checkpoints in {mirror.url}; expected the URL that --mirror had")
     sizes = mirror.patiently(mirror.sizes)
     read = partial(mirror.read, EVALUATIONS) if EVALUATIONS in sizes else lambda: b"{}"
-    evaluations, sets, head = table_head(f"{mirror.url}/{EVALUATIONS}", partial(mirror.patiently, read))
-    yield from head
-    for name, entry in there.items():
+
+    def state(entry: Entry) -> str:
         found = sizes.get(entry.file)
-        state = "complete" if found == entry.size else "missing" if found is None else f"incomplete: {found:,} bytes"
-        yield table_row(name, validated(asdict(entry), evaluations), sets, entry.size, entry.mtime_ns / 1e9, state)
+        return "complete" if found == entry.size else "missing" if found is None else f"incomplete: {found:,} bytes"
+
+    rows = ((name, entry, entry.size, state(entry)) for name, entry in there.items())
+    yield from _table(f"{mirror.url}/{EVALUATIONS}", partial(mirror.patiently, read), rows)
     yield f"{counted(len(there), 'name')} of {counted(len(set(there.values())), 'file')} in {mirror.url}"
 
 

@@ -4,6 +4,7 @@ import math
 import time
 from contextlib import suppress
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from queue import Full, Queue
 from threading import Thread
@@ -11,8 +12,8 @@ from threading import Thread
 from steadygpt.base.durable import link_file
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import LONGEST_PAUSE_S, brief
-from steadygpt.checkpoint.files import BACKUP, LATEST, checkpoint_files, read_checkpoint, summary
-from steadygpt.checkpoint.mirror import Entry, Mirror, too_old
+from steadygpt.checkpoint.files import BACKUP, LATEST, File, read_checkpoint, read_head, scan, too_old
+from steadygpt.checkpoint.mirror import Entry, Mirror
 from steadygpt.config import TrainConfig
 from steadygpt.log.runlog import RunLog
 
@@ -28,8 +29,8 @@ class Uploads:
         self.copy = Path(config.checkpoint_dir, ".upload.tmp").absolute()
         self.requests: Queue[None] = Queue(maxsize=1)  # one serves all that come before it is taken
         self.is_last = False
-        self.there: dict[str, int] = {}  # times of the complete checkpoints in the mirror (ns), by name
-        self.corrupt: set[int] = set()  # times of local files
+        self.there: dict[str, tuple[float, int]] = {}  # Head.order of the complete checkpoints in the mirror, by name
+        self.corrupt: set[object] = set()  # local files: their order, or the path of one without a head
         self.uploaded_at_s = -math.inf
         self._note_progress()
         self.thread = Thread(target=self._work, name="uploads", daemon=True)
@@ -50,23 +51,24 @@ class Uploads:
 
     def left(self) -> str:
         """Return which checkpoints are not uploaded as far as is known, "" for none."""
-        names = [path.name for paths in self._missing().values() for path in paths]
+        names = [file.path.name for files in self._missing() for file in files]
         return f"{names[0]}{f' and {len(names) - 1} more' * (len(names) > 1)}" if names else ""
 
-    def _missing(self) -> dict[int, list[Path]]:
-        """Return the checkpoints to upload: the paths of each file by its time (ns), newest first."""
-        newer: dict[str, int] = {}
-        for path in checkpoint_files(folder := Path(self.config.checkpoint_dir)):
-            with suppress(FileNotFoundError):  # training has deleted it meanwhile
-                if path.name != BACKUP and (mtime_ns := path.stat().st_mtime_ns) > self.there.get(path.name, 0):
-                    newer[path.name] = mtime_ns
-        dropped = too_old(self.there | newer, self.config)
-        names = [name for name in newer if name not in dropped and newer[name] not in self.corrupt]
-        names.sort(key=newer.__getitem__, reverse=True)
-        files = {at: [folder / name for name in of_file] for at, of_file in groupby(names, newer.__getitem__)}
+    def _missing(self) -> list[list[File]]:
+        """Return the checkpoints to upload, newest first: the names of each."""
+        files = [file for file in scan(Path(self.config.checkpoint_dir)) if file.path.name != BACKUP]
+        for file in files:
+            if file.problem and file.path not in self.corrupt:
+                self.corrupt.add(file.path)
+                self.log.warn(f"not uploaded: {file.path}: {file.problem}")
+        newer = [file for file in files if file.order > self.there.get(file.path.name, (0.0, -1))]
+        orders = self.there | {file.path.name: file.order for file in newer}
+        dropped = too_old(orders, self.config.mirror_keep, self.config.keep_epochs)
+        wanted = [file for file in newer if file.path.name not in dropped and file.order not in self.corrupt]
+        saves = [list(names) for _, names in groupby(wanted, attrgetter("order"))]
         # Timed saves belong to no tier.
         is_due = self.is_last or time.monotonic() - self.uploaded_at_s >= 60 * self.config.mirror_minutes
-        return {at: paths for at, paths in files.items() if is_due or paths != [folder / LATEST]}
+        return [names for names in saves if is_due or [file.path.name for file in names] != [LATEST]]
 
     def _note_progress(self, *_, **__) -> None:
         self.progress_at_s = time.monotonic()
@@ -97,27 +99,27 @@ class Uploads:
     def _upload_newest(self) -> None:
         """Upload the newest checkpoint that the mirror lacks, and request the next one."""
         known, sizes = self.mirror.claim().checkpoints, self.mirror.sizes()
-        self.there = {name: entry.mtime_ns for name, entry in known.items() if sizes.get(entry.file) == entry.size}
-        mtime_ns, paths = next(iter(self._missing().items()), (0, []))
-        if not paths:
+        self.there = {name: entry.order for name, entry in known.items() if sizes.get(entry.file) == entry.size}
+        if not (missing := self._missing()):
             if self.is_last:
                 self.mirror.upload_files(self.config)
             return
         self.start()
-        start_s = time.monotonic()
+        start_s, (file, *_), names = time.monotonic(), missing[0], [file.path.name for file in missing[0]]
         try:
-            link_file(paths[0], self.copy)  # keeps the file when training replaces it
-            if self.copy.stat().st_mtime_ns != mtime_ns:  # it already has
+            link_file(file.path, self.copy)  # keeps the file when training replaces it
+            if not file.head or read_head(self.copy) != file.head:  # it already has
                 return
-            entry = next((entry for entry in known.values() if entry.mtime_ns == mtime_ns), None)
-            entry = entry or Entry.of(self.copy, summary(read_checkpoint(self.copy)))
+            entry = next((entry for entry in known.values() if entry.order == file.order), None)
+            if not entry:
+                read_checkpoint(self.copy)
+                entry = Entry.of(self.copy, file.head)
         except FileNotFoundError:  # training has deleted it
             return
         except UserError as error:
-            self.log.warn(f"not uploaded: {error}".replace(str(self.copy), str(paths[0])))
-            self.corrupt.add(mtime_ns)
+            self.log.warn(f"not uploaded: {error}".replace(str(self.copy), str(file.path)))
+            self.corrupt.add(file.order)
             return
-        names = [path.name for path in paths]
         self.mirror.upload(self.copy, entry, names, self.config, self._note_progress)
         self._note_progress()
         self.uploaded_at_s = start_s

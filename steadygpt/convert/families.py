@@ -46,10 +46,9 @@ USUAL = {
     "num_heads": "num_attention_heads", "embd_size": "hidden_size", "intermediate_size": "intermediate_size",
     "activation": "hidden_act", "tied_head": "tie_word_embeddings",
 }  # fmt: skip
-# Fields of GPTConfig -> nanoGPT's.
-NANOGPT_SHAPE = {"context_length": "block_size", "num_layers": "n_layer", "num_heads": "n_head", "embd_size": "n_embd"}
 NANOGPT = Family(
-    names={"wte.": "transformer.wte.", "wpe.": "transformer.wpe.", "h.": "transformer.h.", "ln_f.": "transformer.ln_f."}
+    fields={"context_length": "block_size", "num_layers": "n_layer", "num_heads": "n_head", "embd_size": "n_embd"},
+    names={f"{part}.": f"transformer.{part}." for part in ("wte", "wpe", "h", "ln_f")},
 )
 GPT2 = Family(
     architecture="GPT2LMHeadModel",
@@ -152,8 +151,8 @@ def resolved(config: GPTConfig) -> dict[str, Any]:
     return dataclasses.asdict(config) | sizes
 
 
-def read_config(stored: dict, source: str) -> tuple[str, dict[str, Any]]:
-    """Return the model_type of a config.json, and its fields of GPTConfig."""
+def read_config(stored: dict, source: str) -> tuple[Family, dict[str, Any]]:
+    """Return the family of a config.json, and its fields of GPTConfig."""
     kind = stored.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise UserError(f"{source}: model_type in config.json is {kind!r}; expected one of {', '.join(FAMILIES)}")
@@ -174,7 +173,7 @@ def read_config(stored: dict, source: str) -> tuple[str, dict[str, Any]]:
             f"{', '.join(family.activations)}"
         )
     found = {name: 0 if value is None and name in ABSENT else value for name, value in found.items()}
-    return kind, family.fixed | found | {"activation": family.activations[found["activation"]]}
+    return family, family.fixed | found | {"activation": family.activations[found["activation"]]}
 
 
 def write_config(config: GPTConfig, kind: str) -> dict[str, Any]:
@@ -205,17 +204,15 @@ def find_family(config: GPTConfig) -> str:
 def _unfit_fields(config: GPTConfig, family: Family) -> list[str]:
     """Return the fields of a model's shape that a family does not have, each as "NAME is FOUND, expected EXPECTED"."""
     values, num_heads = resolved(config), config.num_heads
-    allowed: dict[str, list] = {f.name: [f.default] for f in dataclasses.fields(config)}
+    expected = {f.name: f.default for f in dataclasses.fields(config) if f.name not in family.fields}
     # A family without these fields divides its width among the heads, and does not rotate. Missing biases become zeros.
-    allowed |= {"num_kv_heads": [num_heads], "head_dim": [config.embd_size // num_heads], "bias": [True, False]}
-    allowed |= {"rotary_base": [config.rotary_base]} | {name: [value] for name, value in family.fixed.items()}
-    allowed = {name: some for name, some in allowed.items() if name not in family.fields}
-    allowed["activation"] = list(dict.fromkeys(family.activations.values()))
-    unfit = [
-        f"{name} is {values[name]}, expected {' or '.join(map(str, some))}"
-        for name, some in allowed.items()
-        if values[name] not in some
-    ]
+    usual = {"num_kv_heads": num_heads, "head_dim": config.embd_size // num_heads}
+    usual |= {"bias": config.bias, "rotary_base": config.rotary_base} | family.fixed
+    expected |= {name: value for name, value in usual.items() if name in expected}
+    unfit = [f"{name} is {values[name]}, expected {value}" for name, value in expected.items() if values[name] != value]
+    if config.activation not in family.activations.values():
+        known = dict.fromkeys(family.activations.values())
+        unfit.append(f"activation is {config.activation}, expected {' or '.join(known)}")
     if "rotary_pct" in family.fields and not config.rotary_pct:
         unfit.append("rotary_pct is 0.0, expected more")
     if config.embd_size % num_heads and not family.any_heads:
@@ -238,17 +235,21 @@ def foreign_names(name: str, family: Family) -> tuple[str, ...]:
 
 
 def to_foreign(name: str, tensor: Tensor, config: GPTConfig, family: Family) -> dict[str, Tensor]:
-    """Return a weight as the foreign weights that hold the same, by name."""
-    names, tensor = foreign_names(name, family), _other_layout(name, tensor, config, family, (3, config.num_heads))
+    """Return a weight as the foreign weights that hold the same, by name; tables lose their padding."""
+    names, tensor = foreign_names(name, family), tensor[: config.vocab_size] if name in TABLES else tensor
+    tensor = _other_layout(name, tensor, config, family, (3, config.num_heads))
     parts = tensor.split(config.parts(name)) if len(names) > 1 else (tensor,)
     return {foreign: part.contiguous() for foreign, part in zip(names, parts, strict=True)}
 
 
 def to_own(name: str, parts: Sequence[Tensor], config: GPTConfig, family: Family) -> Tensor:
-    """Return the weight of GPT that holds the same as foreign weights, in the order of foreign_names."""
+    """Return the weight of GPT that holds the same as foreign weights, in the order of foreign_names.
+
+    Rows of tables that are padding become zero, as in training.
+    """
     tensor = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
-    if name in TABLES:  # padding rows are zero, as in training
-        tensor = F.pad(tensor, (0, 0, 0, config.padded_vocab_size - config.vocab_size))
+    if name in TABLES:
+        tensor = F.pad(tensor[: config.vocab_size], (0, 0, 0, config.padded_vocab_size - config.vocab_size))
     return _other_layout(name, tensor, config, family, (config.num_heads, 3)).contiguous()
 
 

@@ -46,20 +46,19 @@ class Alerts:
         self.thread = threading.Thread(target=self._work, name="alerts", daemon=True)
         self.thread.start()
 
-    def send(self, event: str, text: str, **facts) -> None:
+    def send(self, event: str, text: str, step: int = 0, max_steps: int = 0) -> None:
         """Queue a message and return at once.
 
         Args:
             event: started, resumed, finished, stopped, failed, spike, bad steps, save failed, no disk or
                 resume differs. Of one event, at most one message is sent in ten minutes.
-            facts: further fields of the JSON, such as step.
         """
         now_s = monotonic()
         if now_s - self.sent_at_s.get(event, -math.inf) < REPEAT_S:
             return
         self.sent_at_s[event] = now_s
         line = printable(" ".join(f"[{self.run} on {self.host}] {event}: {text}".split()))[:LONGEST_TEXT]
-        message = {**facts, "event": event, "run": self.run, "host": self.host}
+        message = {"event": event, "step": step, "max_steps": max_steps, "run": self.run, "host": self.host}
         # `content` is for Discord and ntfy, `text` for Slack. In its markup <!channel> would notify everyone; Discord's
         # is turned off by allowed_mentions.
         message |= {"content": line, "text": html.escape(line, quote=False), "allowed_mentions": {"parse": []}}

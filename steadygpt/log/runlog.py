@@ -1,14 +1,13 @@
 """The run log: console, log.txt, metrics.jsonl, status.json, alerts, TensorBoard and Weights & Biases.
 
-A record is a step and its named numbers. A step's number is the number of updates that the weights had when they were
-measured, so the training loss and the validation loss of one step belong to the same weights. A run that resumes at
-step s drops every record from s on, because it measures them again.
+A step's number is the number of updates that the weights had when they were measured, so the training loss and the
+validation loss of one step belong to the same weights. Files are only appended to: a run that resumes at step s logs
+the steps from s on again, after a line of its own (see metrics.py).
 """
 
 import json
 import math
 import os
-import re
 import shutil
 import socket
 import sys
@@ -21,13 +20,14 @@ from typing import IO, Any
 
 from torch import nn
 
-from steadygpt.base.durable import fsync, fsync_folder, lines_from_end, no_link, replace_file
+from steadygpt.base.durable import no_link, replace_file
 from steadygpt.base.options import mute
 from steadygpt.base.retry import brief
-from steadygpt.base.text import STAMP, printable
+from steadygpt.base.text import duration_text, labelled, printable
 from steadygpt.config import TrainConfig
 from steadygpt.log.alerts import Alerts
-from steadygpt.log.status import LOG, METRICS, RUN, STATUS, run_of
+from steadygpt.log.metrics import METRICS, LineFile, Metrics, places_of, without_nan
+from steadygpt.log.status import LOG, STATUS
 from steadygpt.log.system import Load, SystemMetrics, gpu_count
 from steadygpt.log.tensorboard import TensorBoard
 from steadygpt.log.wandb_sink import WandbSink
@@ -35,6 +35,11 @@ from steadygpt.machine.device import device_name
 from steadygpt.machine.ranks import Ranks
 
 HEARTBEAT_S = 10.0  # between updates of status.json while training
+MAX_WARNINGS = 5  # the last ones are in status.json
+STEP_FORMS = {
+    "loss": "loss {:.4f}", "lr": "lr {:.2e}", "grad_norm": "grad norm {:.2f}", "step_ms": "{:,.0f} ms",
+    "tokens_per_second": "{:,.0f} tok/s", "mfu": "mfu {:.1%}", "cost": "cost {:,.2f}",
+}  # fmt: skip
 
 
 class RunLog:
@@ -52,63 +57,78 @@ class RunLog:
         self.load = Load()
         self.is_resumed = False
         self.facts: dict[str, Any] = {  # of status.json
-            "status": "running", "reason": "", "doing": "starting", "run_name": config.run_name,
+            "status": "running", "reason": "", "doing": "starting", "warnings": [], "run_name": config.run_name,
             "step": 0, "max_steps": config.max_steps, "tokens_per_step": config.total_batch_size,
             "precision": config.precision, "ranks": ranks.world_size, "device": device_name(ranks.device),
             "started_at": time.time(), "host": socket.gethostname(), "pid": os.getpid(),
-            "logdir": str(Path(config.logdir).absolute()), "mirror": config.mirror,
+            "logdirs": places_of(config.logdir, Path(config.checkpoint_dir)), "mirror": config.mirror,
             "tensorboard": str(Path(config.tensorboard_dir, config.run_name).absolute()) * config.use_tensorboard,
         }  # fmt: skip
         self.heartbeat_at_s = -math.inf
         self.text_file: LineFile | None = None  # None: the log only prints
-        self.sinks: list[Metrics | TensorBoard | WandbSink] = []
-        self.alerts: Alerts | None = None
-        self.system: SystemMetrics | None = None
+        self.sinks: list[Metrics | TensorBoard | WandbSink | Alerts | SystemMetrics] = []
 
-    def open(self, start_step: int | None, checkpoint_bytes: int = 0, start: Mapping[str, Any] | None = None) -> None:
+    def open(self, first_step: int, start: Mapping[str, Any], checkpoint_bytes: int = 0) -> None:
         """Open the files and sinks of a run, on rank 0.
 
         Args:
-            start_step: where a resumed run starts: records from there on are dropped. None for a new run: the logs of
-                an older run are moved aside.
+            start: the fields "run", "id", "parent" and "how" of its line in metrics.jsonl, see StartLine.
             checkpoint_bytes: of one file, for status.json.
-            start: what metrics.jsonl records of this start, see note_of_start().
         """
         config, logdir = self.config, Path(self.config.logdir)
         logdir.mkdir(parents=True, exist_ok=True)
-        if start_step is None or run_of(logdir) != config.run_name:
-            move_aside(logdir)  # the logs of a different run
-        self.text_file, self.sinks = LineFile(logdir / LOG, start_step), [Metrics(logdir / METRICS, start_step)]
-        self.is_resumed = start_step is not None
-        self.note(step=start_step or 0, checkpoint_bytes=checkpoint_bytes)
-        if not self.text_file.file.tell():  # it is new
-            self.say(f"{RUN}{config.run_name}")
-        if start:  # before there are other sinks, which have the options already
-            self._record(start_step or 0, start)
+        metrics = Metrics(logdir / METRICS)
+        self.text_file, self.sinks, self.is_resumed = LineFile(logdir / LOG), [metrics], bool(start["parent"])
+        self.note(step=first_step, run_id=start["run"], checkpoint_bytes=checkpoint_bytes)
+        self.say(labelled("run", config.run_name))
         if config.use_tensorboard:
-            self.sinks.append(TensorBoard(config, start_step or 0))
+            self.sinks.append(TensorBoard(config, first_step))
         if config.alert_url:
-            self.alerts = Alerts(config.alert_url, config.run_name, self.warn)
+            self.sinks.append(Alerts(config.alert_url, config.run_name, self.warn))
         if config.use_wandb:
-            wandb = WandbSink(config, start_step, logdir / LOG, self.warn)
+            wandb = WandbSink(config, first_step, start, self.warn)
             self.say(wandb.note)
             self.sinks.append(wandb)
+            start = {**start, **wandb.online}
+        with self._surviving(metrics):
+            metrics.log(first_step, {"start": first_step, **start})
 
     # -----------------------------------------------------------------------------------------------------------------
     # measurements
 
-    def evaluation(self, step: int, found: str, **scores: float) -> None:
+    def step(
+        self, step: int, numbers: Mapping[str, float | None], left_s: float, is_first: bool, **facts: object
+    ) -> None:
+        """Log a step every log_freq steps; in between only a terminal shows it.
+
+        Args:
+            numbers: what the step measured, by name; None: unknown.
+            left_s: how long the remaining steps take. The first step of a start tells little about them.
+            facts: further ones for status.json.
+        """
+        shown = [form.format(numbers[name]) for name, form in STEP_FORMS.items() if numbers[name] is not None]
+        place = f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}"
+        done = f"{(step + 1) / self.max_steps:.1%}"
+        line = " | ".join([place, *shown, done, f"ETA {duration_text(left_s)}"])
+        if step % self.config.log_freq == 0 or step + 1 == self.max_steps:
+            self._record(step, numbers, line)
+        else:
+            self.show(line)
+        left = {} if is_first else {"eta_s": round(left_s)}
+        self.note(doing="training", step=step + 1, **numbers, **left, **facts)
+        self.beat(is_news=is_first)
+
+    def evaluation(self, step: int, found: str, **scores: float | None) -> None:
         """Log the result of an evaluation after `step` updates, in words and numbers."""
         place = f"step {step}/{self.max_steps} | " if self.text_file else ""
-        self.record(step, f"{place}{found}", **scores)
+        self._record(step, scores, f"{place}{found}")
 
     def text(self, step: int, text: str) -> None:
         """Log a sample of text that the model of this step has written."""
         if not self.text_file:
             self.say(f"sample {json.dumps(text, ensure_ascii=False)}")
             return
-        self.say(f"step {step}/{self.max_steps} | sample:")
-        self.say(text, step)
+        self.say(f"step {step}/{self.max_steps} | sample:\n{text}")
         self._tell_sinks("text", step, text)
 
     def histograms(self, step: int, model: nn.Module) -> None:
@@ -119,27 +139,23 @@ class RunLog:
         """Record what GPUs and host do, every --system_metrics_s from now on, in a thread of its own."""
         if self.text_file and (seconds := self.config.system_metrics_s):
             folder, gpus = Path(self.config.checkpoint_dir), gpu_count(self.ranks.device)
-            self.system = SystemMetrics(seconds, folder, gpus, self.record_system, self.warn)
+            self.sinks.append(SystemMetrics(seconds, folder, gpus, self.record_system, self.warn))
 
     def record_system(self, metrics: Mapping[str, float]) -> None:
         """Record the machine's load beside the current step, and its mean in this start for status.json."""
-        with self.lock:
-            self._record(self.facts["step"], metrics)
-            self.load.add(metrics)
-            self.note(mean_load={name: round(value, 2) for name, value in self.load.means().items()})
+        self._record(self.facts["step"], metrics)
+        self.note(mean_load=self.load.add(metrics))
 
-    def record(self, step: int, line: str, **metrics: float | None) -> None:
-        """Write a line of text, and its numbers to the sinks."""
+    def _record(self, step: int, numbers: Mapping[str, float | None], line: str = "") -> None:
+        """Write a line of text, if there is one, and numbers to the sinks."""
         with self.lock:
-            self.say(line)
-            self._record(step, metrics)
-
-    def _record(self, step: int, values: Mapping[str, Any]) -> None:
-        self._tell_sinks("log", step, {name: value for name, value in values.items() if value is not None})
+            if line:
+                self.say(line)
+            self._tell_sinks("log", step, {name: number for name, number in numbers.items() if number is not None})
 
     def _tell_sinks(self, method: str, *args: object) -> None:
         """Call a method of the sinks that have it."""
-        for sink in (*self.sinks, self.text_file):  # log.txt is closed last: the others may warn
+        for sink in (*reversed(self.sinks), self.text_file):  # closed last: log.txt, because the others may warn
             if hasattr(sink, method):
                 with self._surviving(sink):
                     getattr(sink, method)(*args)
@@ -158,9 +174,10 @@ class RunLog:
         self.alert(event, " | ".join([found, *summary]))
 
     def note(self, **facts: object) -> None:
-        """Keep facts for status.json; None removes one."""
+        """Keep facts for status.json; None, NaN and infinity remove one."""
         with self.lock:
-            self.facts = {name: value for name, value in (self.facts | facts).items() if value is not None}
+            known = without_nan(self.facts | facts)
+            self.facts = {name: value for name, value in known.items() if value is not None}
 
     def beat(self, is_news: bool = False) -> None:
         """Renew status.json if that is due, as a sign that the training thread makes progress, or if there is news."""
@@ -183,15 +200,14 @@ class RunLog:
 
     def alert(self, event: str, text: str) -> None:
         """Send an event to --alert_url, if there is one."""
-        if self.alerts:
-            self.alerts.send(event, text, step=self.facts["step"], max_steps=self.max_steps)
+        self._tell_sinks("send", event, text, self.facts["step"], self.max_steps)
 
     # -----------------------------------------------------------------------------------------------------------------
     # text
 
-    def say(self, line: str, step: int | None = None) -> None:
-        """Write lines of text to the console and to log.txt, there after the step they belong to."""
-        self._write(sys.stdout, line, "" if step is None else f"[{step}] ")
+    def say(self, text: str) -> None:
+        """Write lines of text to the console and to log.txt."""
+        self._write(sys.stdout, text)
 
     def show(self, line: str) -> None:
         """Rewrite the terminal's last line in place; do nothing where output goes to a file."""
@@ -200,17 +216,18 @@ class RunLog:
             self.live_line = True
 
     def warn(self, line: str, event: str = "") -> None:
-        """Write a warning to stderr and log.txt, and send it as an alert if it is an event."""
+        """Write a warning to stderr, log.txt and status.json, and send it as an alert if it is an event."""
         self._write(sys.stderr, f"warning: {line}")
+        with self.lock:
+            self.note(warnings=[*self.facts["warnings"], line][-MAX_WARNINGS:])
         if event:
             self.alert(event, line)
 
-    def _write(self, stream: IO[str], text: str, prefix: str = "") -> None:
+    def _write(self, stream: IO[str], text: str) -> None:
         self._print(stream, text)
         if self.text_file:
             with self.lock, self._surviving(self.text_file):
-                lines = printable(text, keep="\n\t").splitlines()
-                self.text_file.write("\n".join(prefix + line for line in lines))
+                self.text_file.write(printable(text, keep="\n\t"))
 
     def _print(self, stream: IO[str], text: str, end: str = "\n") -> None:
         if not self.prints:
@@ -256,65 +273,6 @@ class RunLog:
         self.close()
 
     def close(self) -> None:
-        if self.system:
-            self.system.close()
-        if self.alerts:
-            self.alerts.close()
         self.flush()
         self._tell_sinks("close")
         self.text_file, self.sinks = None, []
-
-
-class LineFile:
-    """A file that a run appends lines to. A resumed run first drops the lines of the steps that it repeats."""
-
-    step_of = re.compile(rb"step +(\d{1,18})/|\[(\d{1,18})\] ")  # lines without a step stay
-
-    def __init__(self, path: Path, start_step: int | None):
-        self.name = path.name
-        if start_step is not None and path.exists():
-            kept: list[bytes] = []
-            with open(path, "r+b", opener=no_link) as file:
-                # In place, from the end. If it is killed between these calls, the next resume drops the rest.
-                for at, line in lines_from_end(file):
-                    match, is_whole = self.step_of.match(line), line.endswith(b"\n")
-                    if match and is_whole and int(match[match.lastindex or 0]) < start_step:
-                        file.seek(at + len(line))
-                        break
-                    kept += [line] * (match is None and is_whole)
-                else:
-                    file.seek(0)
-                file.writelines(reversed(kept))
-                file.truncate()
-        self.file = open(path, "a", encoding="utf-8", opener=no_link)  # noqa: SIM115 (open as long as the run)
-
-    def write(self, line: str) -> None:
-        print(line, file=self.file, flush=True)
-
-    def flush(self) -> None:
-        """Make the lines durable."""
-        self.file.flush()
-        fsync(self.file.fileno())
-
-    def close(self) -> None:
-        self.file.close()
-
-
-class Metrics(LineFile):
-    """metrics.jsonl: a line of JSON for each record."""
-
-    step_of = re.compile(rb'\{"step": (\d{1,18}),')
-
-    def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Write a record."""
-        nan = {name: None for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
-        self.write(json.dumps({"step": step, "time": round(time.time(), 3), **values, **nan}))  # JSON has no NaN
-
-
-def move_aside(logdir: Path) -> None:
-    """Rename the logs of a different run, so that they are neither overwritten nor continued."""
-    for path in (logdir / LOG, logdir / METRICS):
-        if path.exists() and path.stat().st_size:
-            written = time.strftime(STAMP, time.localtime(path.stat().st_mtime))
-            path.rename(path.with_name(f"{path.stem}-until-{written}{path.suffix}"))
-    fsync_folder(logdir)

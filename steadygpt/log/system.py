@@ -108,16 +108,13 @@ class Load:
         self.sums: defaultdict[str, float] = defaultdict(float)
         self.counts: Counter[str] = Counter()
 
-    def add(self, metrics: Mapping[str, float]) -> None:
-        """Count a record of SystemMetrics."""
+    def add(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Count a record, and return the means of LOAD as far as it was measured; those of GPUs are for one GPU."""
         for name, value in metrics.items():
             if (kind := re.sub(r"^gpu\d+", "gpu", name)) in LOAD:
                 self.sums[kind] += value
                 self.counts[kind] += 1
-
-    def means(self) -> dict[str, float]:
-        """Return the means of LOAD as far as it was measured; those of GPUs are for one GPU."""
-        return {name: self.sums[name] / count for name, count in self.counts.items()}
+        return {name: round(self.sums[name] / count, 2) for name, count in self.counts.items()}
 
 
 def gpu_count(device: torch.device) -> int:

@@ -1,7 +1,6 @@
 """TensorBoard: curves, samples and histograms of a run."""
 
 from collections.abc import Mapping
-from contextlib import contextmanager
 from pathlib import Path
 
 from torch import nn
@@ -48,47 +47,41 @@ class TensorBoard:
         for summary in hparams(options, {"loss/val": None, "loss/train": None}):
             self.writer.file_writer.add_summary(summary)  # type: ignore[attr-defined]  # torch's stubs say None
 
-    @contextmanager
-    def _writing(self):
-        """Yield the writer, or None: it does not recover from a failed write, so flush() opens a new one."""
+    def _call(self, method: str, *args, **options) -> None:
+        """Call a method of the writer. It does not recover from a failed write, so flush() opens a new one."""
         try:
-            yield self.writer
+            if self.writer:
+                getattr(self.writer, method)(*args, **options)
         except OSError:
             self.writer = None
             raise
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add a point to each metric's curve."""
-        with self._writing() as writer:
-            for name, value in metrics.items() if writer else ():
-                writer.add_scalar(tag_of(name), value, step)
+        for name, value in metrics.items():
+            self._call("add_scalar", tag_of(name), value, step)
 
     def text(self, step: int, text: str) -> None:
-        with self._writing() as writer:
-            if writer:
-                writer.add_text("sample", f"```\n{text}\n```", step)
+        self._call("add_text", "sample", f"```\n{text}\n```", step)
 
     def histograms(self, step: int, model: nn.Module) -> None:
         """Add histograms of parameters and gradients, of at most HISTOGRAM_VALUES values each."""
-        with self._writing() as writer:
-            for name, parameter in model.named_parameters() if writer else ():
-                for kind, tensor in (("parameters", parameter.detach()), ("parameters_grad", parameter.grad)):
-                    if tensor is None:
-                        continue
-                    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # FSDP: this rank's shard
-                    values = local.flatten()[:: max(1, local.numel() // HISTOGRAM_VALUES)]
-                    values = values[values.isfinite()]  # a skipped step may leave NaN in the gradients
-                    if values.numel():
-                        writer.add_histogram(f"{kind}/{name}", values.float(), step, bins=64)
+        for name, parameter in model.named_parameters():
+            for kind, tensor in (("parameters", parameter.detach()), ("parameters_grad", parameter.grad)):
+                if tensor is None:
+                    continue
+                local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # FSDP: this rank's shard
+                values = local.flatten()[:: max(1, local.numel() // HISTOGRAM_VALUES)]
+                values = values[values.isfinite()]  # a skipped step may leave NaN in the gradients
+                if values.numel():
+                    self._call("add_histogram", f"{kind}/{name}", values.float(), step, bins=64)
 
     def flush(self) -> None:
         """Write what is buffered, with a new writer after a failure."""
-        with self._writing() as writer:
-            if writer:
-                writer.flush()
-            else:
-                self._open(None)
+        if self.writer:
+            self._call("flush")
+        else:
+            self._open(None)
 
     def close(self) -> None:
-        if self.writer:
-            self.writer.close()
+        self._call("close")

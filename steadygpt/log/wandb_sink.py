@@ -1,19 +1,19 @@
 """Weights & Biases: the records of a run as curves."""
 
+import math
 import os
-import re
-import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, Literal
+from typing import Any
 
 from steadygpt.base.options import UserError, shown_options
 from steadygpt.base.text import labelled
 from steadygpt.config import TrainConfig
+from steadygpt.log.metrics import METRICS, segments
 
-RUN_LINE = re.compile(r"^wandb +(.+), id (\S+), http", re.MULTILINE)  # in log.txt: name and id of an online W&B run
 WAITING_ROWS = 10_000  # more than that, and W&B is not responding
 FINISH_S = 60.0  # for W&B to take the last rows
 
@@ -27,20 +27,22 @@ class WandbSink:
 
     A thread sends the records, because a W&B process that hangs blocks its caller.
 
+    online: name and id of the W&B run for the line of the start, from which the next start takes them; {} if offline
+
     Args:
-        start_step: where a resumed run starts; None for a new run.
-        log: log.txt, which names the W&B runs so far.
+        start: "run" and "parent" of that line.
     """
 
-    def __init__(self, config: TrainConfig, start_step: int | None, log: Path, warn: Callable[[str], object]):
-        text = "" if start_step is None else log.read_text(encoding="utf-8", errors="replace")
-        # W&B chooses the id of a new run, so runs of the same name stay apart.
-        name, run_id = next(iter(RUN_LINE.findall(text)[::-1]), (config.run_name, None))
+    def __init__(self, config: TrainConfig, first_step: int, start: Mapping[str, Any], warn: Callable[[str], object]):
+        starts = (line for line, _ in segments(Path(config.logdir, METRICS), math.inf) if line["run"] == start["run"])
+        known = next((line["wandb"] for line in starts if "wandb" in line), None)
+        name, run_id = (known["name"], known["id"]) if known else (config.run_name, None)
         if run_id and Path(config.resume).stem not in ("latest", "auto"):
-            name, run_id = f"{config.run_name}-from-{start_step}", None
-        self.run = _start(config, name, run_id, warn if start_step is not None else None)
+            name, run_id = f"{config.run_name}-from-{first_step}", None
+        self.run = _start(config, name, run_id, warn if start["parent"] else None)  # W&B chooses the id of a new run
         place = self.run.settings.sync_dir if self.run.offline else self.run.url
         self.note = labelled("wandb", f"{name}, id {self.run.id}, {place}")
+        self.online = {} if self.run.offline else {"wandb": {"name": name, "id": self.run.id}}
         self.warn = warn
         self.problem = ""
         self.rows: SimpleQueue[tuple[int, Mapping[str, Any]] | None] = SimpleQueue()
@@ -89,24 +91,14 @@ def _start(config: TrainConfig, name: str, run_id: str | None, warn: Callable[[s
         raise UserError("--use_wandb: wandb is not installed; pip install wandb") from None
 
     shown = shown_options(config)
-    for option, secret in vars(config).items():
-        if option not in shown and secret:  # wandb records the command line
-            sys.argv = [argument.replace(secret, "...") for argument in sys.argv]
+    has_secrets = any(value for option, value in vars(config).items() if option not in shown)
 
-    def start(run_id: str | None, mode: Literal["offline"] | None = None):
-        return wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "steadygpt"),
-            name=name,
-            id=run_id,
-            resume="allow",
-            mode=mode,
-            dir=Path(config.logdir).absolute(),
-            config=shown,
-            settings=wandb.Settings(console="off", quiet=True),  # log.txt has the output, without the line that changes
-        )
-
+    # log.txt has the output, without the line that changes. W&B's metadata would have the command line.
+    settings = wandb.Settings(console="off", quiet=True, x_disable_meta=has_secrets)
+    project, folder = os.environ.get("WANDB_PROJECT", "steadygpt"), Path(config.logdir).absolute()
+    start = partial(wandb.init, project=project, name=name, resume="allow", dir=folder, config=shown, settings=settings)
     try:
-        return start(None if wandb.setup().settings.mode == "offline" else run_id)
+        return start(id=None if wandb.setup().settings.mode == "offline" else run_id, mode=None)
     except Exception as error:  # wandb raises its own errors for logins, networks and names
         reason = f"wandb did not start ({f'{type(error).__name__}: {error}'.splitlines()[0]})"
         if not warn:
@@ -114,4 +106,4 @@ def _start(config: TrainConfig, name: str, run_id: str | None, warn: Callable[[s
                 f"--use_wandb: {reason}. Log in with 'wandb login', set WANDB_MODE=offline, or drop the flag"
             ) from error
         warn(f"{reason}; this start is recorded offline")
-        return start(None, "offline")
+        return start(id=None, mode="offline")

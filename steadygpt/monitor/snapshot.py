@@ -1,34 +1,43 @@
-"""Snapshots of a run, taken from its files and its process."""
+"""Snapshots of a run, taken from its files and its process, and whether it is alive."""
 
 import math
 import os
 import re
+import shlex
 import shutil
 import socket
 import time
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
 from steadygpt.base.options import UserError
+from steadygpt.base.text import counted, duration_text
 from steadygpt.base.typed import parse_json, read_json
-from steadygpt.log.status import LOG, METRICS, STATUS, Status, run_of
-from steadygpt.monitor.chart import Curve
+from steadygpt.log.metrics import METRICS, Record, find_logs
+from steadygpt.log.status import STATUS, Status
+
+FRESH_S = 15.0  # a run renews its heartbeat at least every 10 s
+SILENT_S = 60.0  # without a heartbeat for this long, or SILENT_STEPS steps, a run hangs
+SILENT_STEPS = 5
+COMPILING_S = 900.0  # the limit at the start and in evaluations: no heartbeat while the model is compiled
 
 MAX_POINTS = 1000  # of a curve, more than a terminal has columns
-MAX_WARNINGS = 5
+Curve = list[tuple[int, float]]  # points (step, value) in the order of the steps
 BLOCK_BYTES = 2**16  # of metrics.jsonl, in memory at once
-TAIL_BYTES = 2**18  # at the end of a log, where the last values and warnings are
-# A line of metrics.jsonl, with its step, and its training or validation loss if that is a number.
+TAIL_BYTES = 2**18  # at its end, where the last values are
+# A line of metrics.jsonl: its step, its training or validation loss if that is a number, and the step of a start.
 LINE = re.compile(
     rb'\{"step": (\d{1,18}), (?:"time": [\d.]+, )?(?:"loss": (?:(NUMBER)|null)(?=[,}])|'
-    rb'"val_loss": (?:(NUMBER)|null)(?=[,}])|"(?!(?:val_)?loss": )).*\}\n'.replace(
+    rb'"val_loss": (?:(NUMBER)|null)(?=[,}])|"start": (\d{1,18}), |"(?!(?:(?:val_)?loss|start)": )).*\}\n'.replace(
         b"NUMBER", rb"\d{1,18}(?:\.\d+)?(?:e(?:-\d{1,3}|\+\d\d))?"
     )
 )
@@ -45,9 +54,8 @@ class Snapshot:
     saved_age_s: float | None  # since the last save; None: there was none
     mirrored_age_s: float | None  # since the last upload
     disk_free_bytes: int  # on the disk of the checkpoints
-    latest: dict[str, float]  # the last value of each metric
+    latest: dict[str, float]  # the last value of each metric in this start
     curves: dict[str, Curve]  # loss and val_loss
-    warnings: list[str]  # the last ones in log.txt
     unread: int = 0  # broken lines of metrics.jsonl
 
 
@@ -60,10 +68,10 @@ def watch(run_folder: str) -> Iterator[Snapshot]:
     heartbeat_s = status.get("updated_at") or path.stat().st_mtime
     metrics = Metrics(Path())
     while True:
-        logdir = find_logs(folder, status)
-        if metrics.path.parent != logdir:
+        logdir = find_logs(status.get("logdirs", []), folder, status.get("run_id", "")) or folder
+        if metrics.path.parent != logdir:  # also after the user has removed the run, and then started another one
             metrics = Metrics(logdir / METRICS)
-        metrics = metrics.read()
+        metrics.read()
         is_here = status.get("host", socket.gethostname()) == socket.gethostname()
         yield Snapshot(
             folder=folder,
@@ -75,7 +83,6 @@ def watch(run_folder: str) -> Iterator[Snapshot]:
             disk_free_bytes=shutil.disk_usage(folder).free,
             latest=metrics.latest,
             curves={name: thin(curve) for name, curve in metrics.curves.items()},
-            warnings=last_warnings(logdir / LOG),
             unread=metrics.unread,
         )
         with suppress(OSError, UserError):  # otherwise the last good one is shown
@@ -89,44 +96,46 @@ class Metrics:
     """The curves and the last value of each metric, from a metrics.jsonl that is read as it grows."""
 
     def __init__(self, path: Path):
-        self.path = path
-        self.size, self.seen = 0, b""  # bytes that were read, and the last ones of them
+        self.path, self.size = path, 0  # in bytes, of what was read
         self.latest: dict[str, float] = {}
         self.curves: dict[str, Curve] = {"loss": [], "val_loss": []}
         self.unread = 0
 
-    def read(self) -> "Metrics":
-        """Read what was written since the last call; everything, anew, if the file was replaced or cut back."""
-        if not self.path.exists():
-            return self
-        with open(self.path, "rb") as file:
-            file.seek(self.size - len(self.seen))
-            if file.read(len(self.seen)) != self.seen:
-                return Metrics(self.path).read()
+    def read(self) -> None:
+        """Read what was written since the last call."""
+        with suppress(FileNotFoundError), open(self.path, "rb") as file:
+            file.seek(self.size)
             tail = os.fstat(file.fileno()).st_size - TAIL_BYTES
             while block := file.read(BLOCK_BYTES) + file.readline():
                 block = block[: block.rfind(b"\n") + 1]  # the last line may be incomplete
                 self._add(block, max(0, tail - self.size))
-                self.size, self.seen = self.size + len(block), block[-256:] or self.seen
-        return self
+                self.size += len(block)
 
     def _add(self, lines: bytes, tail: int) -> None:
         """Add the losses of all lines, and the other values of those from the byte `tail` on."""
         found = LINE.findall(lines)
         self.unread += lines.count(b"\n") - len(found)
-        self.curves["loss"] += [(int(step), float(loss)) for step, loss, _ in found if loss]
-        self.curves["val_loss"] += [(int(step), float(loss)) for step, _, loss in found if loss]
+        starts = [number for number, line in enumerate(found) if line[3]]
+        for begin, end in pairwise([0, *starts, len(found)]):
+            segment = found[begin:end]
+            if segment and (start := segment[0][3]):  # later starts win from their first step on
+                for curve in self.curves.values():
+                    del curve[bisect_left(curve, (int(start), -math.inf)) :]
+            self.curves["loss"] += [(int(step), float(loss)) for step, loss, _, _ in segment if loss]
+            self.curves["val_loss"] += [(int(step), float(loss)) for step, _, loss, _ in segment if loss]
         for name, curve in self.curves.items():
             if len(curve) > 20 * MAX_POINTS:
                 self.curves[name] = thin(curve)
         for line in LINE.finditer(lines, tail):
-            if b'"start": ' not in line[0]:
-                try:
-                    record = parse_json(line[0], dict[str, float | None], "", "")
-                    self.latest |= {name: math.nan if value is None else value for name, value in record.items()}
-                    self.latest["step"] = int(line[1])  # a broken line may name it twice
-                except UserError:
-                    self.unread += 1
+            if line[4]:
+                self.latest = {}  # status.json has the last scores
+                continue
+            try:
+                record = parse_json(line[0], Record, "", "")
+                self.latest |= {name: math.nan if value is None else value for name, value in record.items()}
+                self.latest["step"] = int(line[1])  # a broken line may name it twice
+            except UserError:
+                self.unread += 1
 
 
 def thin(curve: Curve) -> Curve:
@@ -145,17 +154,6 @@ def thin(curve: Curve) -> Curve:
     return kept
 
 
-def last_warnings(log: Path) -> list[str]:
-    """Return the warnings in the last lines of a log."""
-    try:
-        with open(log, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            lines = file.read().decode("utf-8", "replace").splitlines()
-    except (OSError, ValueError):  # there is none, or status.json names no possible folder
-        return []
-    return [line.removeprefix("warning: ") for line in lines if line.startswith("warning: ")][-MAX_WARNINGS:]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # where the files and the process are
 
@@ -170,17 +168,6 @@ def find_run(folder: Path) -> Path:
     return max(found, key=lambda path: path.stat().st_mtime).parent
 
 
-def find_logs(folder: Path, status: Status) -> Path:
-    """Return the folder of the run's logs: that of status.json, or one near the checkpoints if they were moved."""
-    there = folder.resolve()
-    named = Path(status.get("logdir") or folder)
-    for logs in (named, there.parent / "logs", there.parent.parent / "logs" / there.name, folder):
-        with suppress(OSError, ValueError):
-            if run_of(logs) == status.get("run_name"):  # otherwise a later run has moved the logs of this one aside
-                return logs
-    return named
-
-
 def process_state(pid: int | None, heartbeat_s: float) -> str:
     """Return exists, suspended or gone; a process that is younger than the heartbeat is a different one."""
     with suppress(psutil.NoSuchProcess):
@@ -193,3 +180,59 @@ def process_state(pid: int | None, heartbeat_s: float) -> str:
 
 def age_s(then_s: float | None) -> float | None:
     return None if then_s is None else max(0.0, time.time() - then_s)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# whether the run is alive
+
+
+class State(NamedTuple):
+    """The state of a run, the evidence for it, and a command to continue ("" if none)."""
+
+    name: str  # running, starting, suspended, hung, silent, killed, stopped, finished or failed
+    why: str
+    command: str = ""
+
+    @property
+    def is_alive(self) -> bool:
+        return self.name in ("running", "starting")
+
+    @property
+    def is_well(self) -> bool:
+        return self.is_alive or self.name in ("stopped", "finished")
+
+
+def state_of(snapshot: Snapshot) -> State:
+    """Return the state of a run.
+
+    A run says itself how it ended, unless it was killed. Otherwise its process decides, if it is on this machine, and
+    the age of the heartbeat.
+    """
+    status, process, age_s = snapshot.status, snapshot.process, snapshot.heartbeat_age_s
+    age, pid = duration_text(age_s), status.get("pid")
+    folder = shlex.quote(str(snapshot.folder))
+    where = "" if folder == "checkpoints" else f" --checkpoint_dir {folder}"
+    resume = f"./resume_training.sh{where}" if snapshot.saved_age_s is not None else ""
+    if (name := status.get("status", "unknown")) == "finished":
+        return State(name, f"after {counted(status.get('step', 0), 'step')}", f"python generate.py latest{where}")
+    if name != "running":
+        return State(name, status.get("reason", ""), resume)
+
+    doing = status.get("doing", "starting")
+    least_s = COMPILING_S if doing in ("starting", "evaluating") else SILENT_S
+    limit_s = max(least_s, SILENT_STEPS * status.get("step_ms", 0) / 1000)
+    if process == "suspended":
+        return State("suspended", f"process {pid} is stopped by a signal; no heartbeat for {age}", f"kill -CONT {pid}")
+    if process == "gone" and age_s > FRESH_S:  # else it runs in a container, which has process numbers of its own
+        return State("killed", f"process {pid} no longer exists; last heartbeat {age} ago", resume)
+    if age_s <= limit_s:
+        if doing == "starting":
+            return State(
+                "starting", f"loading data or compiling the model, which may take minutes; heartbeat {age} ago"
+            )
+        return State("running", f"{doing}; heartbeat {age} ago")
+    if process == "elsewhere":
+        return State(
+            "silent", f"no heartbeat for {age}: hung or killed on {status['host']}, which this machine cannot see"
+        )
+    return State("hung", f"process {pid} exists, but sent no heartbeat for {age}", f"kill -9 {pid}")

@@ -1,9 +1,11 @@
-"""The monitor's view of a snapshot, for a terminal."""
+"""The monitor's view of a snapshot, for a terminal; curves are drawn with braille characters of 2 x 4 dots."""
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 from rich.columns import Columns
@@ -14,9 +16,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from steadygpt.base.text import bytes_text, counted, duration_text, printable, scaled_text
-from steadygpt.monitor.chart import Chart
-from steadygpt.monitor.liveness import State, state_of
-from steadygpt.monitor.snapshot import MAX_WARNINGS, Snapshot
+from steadygpt.monitor.snapshot import Curve, Snapshot, State, state_of
 
 COLOURS = {"running": "green", "starting": "cyan", "finished": "green", "stopped": "yellow"}
 CURVE_COLOURS = ("cyan", "magenta")
@@ -38,6 +38,8 @@ LABEL_WIDTH = 8  # of the values beside a chart
 MIN_CHART_ROWS = 5
 ROOMY_ROWS = 30  # of a terminal that has room for older warnings
 WARNING = ("warning ", "yellow")
+# The bits of a braille character's dots, from the top to the bottom of its left and its right column.
+DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
 
 def view(snapshot: Snapshot, console: Console, hint: str = "") -> Group:
@@ -47,7 +49,8 @@ def view(snapshot: Snapshot, console: Console, hint: str = "") -> Group:
     # The last measurements say nothing about a run that has ended.
     below: list[RenderableType] = [machine(snapshot, snapshot.latest if state.is_alive else {})]
     unread = [f"{counted(snapshot.unread, 'line')} of metrics.jsonl cannot be read"] * bool(snapshot.unread)
-    if warnings := unread + snapshot.warnings[-MAX_WARNINGS if console.height >= ROOMY_ROWS else -1 :]:
+    known = snapshot.status.get("warnings", [])[0 if console.height >= ROOMY_ROWS else -1 :]
+    if warnings := unread + known:
         *older, newest = warnings
         # After the end the newest one is advice, so it may take several lines.
         newest_line = line_of(WARNING, newest, no_wrap=state.is_alive)
@@ -171,3 +174,48 @@ def machine(snapshot: Snapshot, latest: Mapping[str, float]) -> Group:
     room = f", room for {counted(free // size, 'checkpoint')}" if size else ""
     host.append("disk ", "dim").append(f"{bytes_text(free)} free{room}", "red" if size and free < 3 * size else None)
     return Group(Columns(lines, column_first=True, padding=(0, 2)), host)
+
+
+class Chart:
+    """Curves over steps, `width` x `height` characters large.
+
+    cells: row -> characters with the index of the last curve that they belong to
+    low, high, first, last: the values at the bottom and at the top, and the steps at the left and at the right
+    """
+
+    def __init__(self, curves: Sequence[Curve], width: int, height: int):
+        steps = [step for curve in curves for step, _ in curve]
+        self.first, self.last = min(steps, default=0), max(steps, default=0)
+        self.low, self.high = value_range(curves)
+        self.cells = [[(" ", 0)] * width for _ in range(height)]
+        rows, columns = 4 * height, 2 * width
+        for number, curve in enumerate(curves):
+            dots = [
+                (
+                    (step - self.first) / max(1, self.last - self.first) * (columns - 1),
+                    max(-1.0, (self.high - value) / (self.high - self.low) * (rows - 1)),
+                )
+                for step, value in curve
+            ]
+            for (x, y), (next_x, next_y) in pairwise(dots[:1] + dots):
+                count = math.ceil(max(1, abs(next_x - x), abs(next_y - y)))  # of dots from one point to the next
+                for i in range(count + 1):
+                    self._draw(round(x + (next_x - x) * i / count), round(y + (next_y - y) * i / count), number)
+
+    def _draw(self, column: int, row: int, number: int) -> None:
+        if row >= 0:
+            before = ord(self.cells[row // 4][column // 2][0])
+            bits = DOTS[column % 2][row % 4] | (before if before >= 0x2800 else 0x2800)
+            self.cells[row // 4][column // 2] = chr(bits), number
+
+
+def value_range(curves: Sequence[Curve]) -> tuple[float, float]:
+    """Return the values at the bottom and at the top of a chart.
+
+    The first losses and extreme spikes lie above the top, so that the rest of the curve is not flat.
+    """
+    values = [value for curve in curves for _, value in curve]
+    if not values:
+        return 0.0, 1.0
+    low, middle = min(values), median(values)
+    return low, max(min(max(values), middle + 3 * (middle - low)), low + 1e-3 * max(1.0, abs(low)))

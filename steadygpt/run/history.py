@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from convert_hf import read_weights
 from dataloader import Data, find_data
-from steadygpt.base.durable import fsync_folder, link_file, lock_folder
+from steadygpt.base.durable import fsync_folder, link_file, lock_folder, replace_file
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import NoAnswer
 from steadygpt.base.text import labelled
 from steadygpt.checkpoint.files import (
     BACKUP,
+    EVALUATIONS,
     LATEST,
     NAMED,
     Entry,
@@ -23,17 +23,19 @@ from steadygpt.checkpoint.files import (
     Unreadable,
     aside,
     check_folder,
+    checkpoint_files,
     find_checkpoint,
-    newest_ns,
     no_checkpoints,
     read_checkpoint,
+    scan,
 )
-from steadygpt.checkpoint.mirror import Mirror, newer_checkpoint, restore_files
+from steadygpt.checkpoint.mirror import Mirror, newer_checkpoint
 from steadygpt.config import EXCLUSIVE, FIELDS, KEPT, TrainConfig
+from steadygpt.convert.weights import read_weights
 from steadygpt.data.shards import Recorded, check_listing
 from steadygpt.data.tokenizer import TokenizerRecord
 from steadygpt.machine.ranks import Ranks
-from steadygpt.run.places import read_places, write_places
+from steadygpt.run.identity import Identity, read_run, write_run
 
 IN_USE = "wait for it to end, or use another --checkpoint_dir"
 WITHOUT_TENSORS: dict[str, dict] = {"model": {}, "optimizer": {}}
@@ -49,8 +51,8 @@ class History:
     checkpoint: dict | None = None
     weights: dict | None = None  # of --init_from; their tensors are read by build()
     path: Path | None = None  # of the checkpoint
-    is_fork: bool = False  # the checkpoint is another run's: it stays in its folder, and this run has its own
-    run_name: str = ""  # of the run in the folder of the checkpoint; "" for a copy
+    is_fork: bool = False  # the checkpoint stays in its folder, and this run has its own
+    run: Identity = field(default_factory=Identity)
     renamed: Mapping[Path, Path] = field(default_factory=dict)  # new names of damaged files, once the run writes
     notes: tuple[str, ...] = ()  # for the plan
 
@@ -115,7 +117,9 @@ def in_its_folder(config: TrainConfig, given: Mapping[str, str]) -> TrainConfig:
     if config.resume in ("", "latest", "auto", *NAMED):
         return config
     path = Path(config.resume)
-    path = Path(os.path.realpath(path)) if path.is_symlink() and not path.is_dir() else path
+    # A link that has the name of a checkpoint belongs to the run in its folder; any other link stands for its target.
+    if path.is_symlink() and not path.is_dir() and path not in checkpoint_files(path.parent):
+        path = Path(os.path.realpath(path))
     which, folder = ("latest", path) if path.is_dir() else (str(path), path.parent)
     if "checkpoint_dir" in given:
         return replace(config, resume=str(path))
@@ -125,11 +129,13 @@ def in_its_folder(config: TrainConfig, given: Mapping[str, str]) -> TrainConfig:
 def check_other_machines(folder: Path, ranks: Ranks) -> None:
     """Check that no other machine has newer checkpoints than rank 0, which resumes from its own."""
     inode = folder.stat().st_ino if folder.is_dir() else 0  # the same on every machine that shares the folder
-    main, *others = ranks.gather((newest_ns(folder), inode, f"{socket.gethostname()}:{folder.absolute()}"))
-    for other_ns, other_inode, place in others:
-        if other_ns > main[0] and other_inode != main[1]:
+    is_read = ranks.broadcast(inode) != inode or ranks.is_main
+    newest = max((file.order for file in scan(folder)), default=(0.0, 0)) if is_read else (0.0, 0)
+    main, *others = ranks.gather((newest, f"{socket.gethostname()}:{folder.absolute()}"))
+    for of_other, place in others:
+        if of_other > main[0]:
             raise UserError(
-                f"{place} has newer checkpoints than rank 0's {main[2]}, which --resume reads; start that machine as "
+                f"{place} has newer checkpoints than rank 0's {main[1]}, which --resume reads; start that machine as "
                 "node 0, use a shared folder or --mirror, or move its checkpoints to rank 0's folder"
             )
 
@@ -147,7 +153,7 @@ def _open_on_main(config: TrainConfig, given: Mapping[str, str], held: ExitStack
         raise UserError(f"--resume {which}: no such file; expected {expected}")
     if config.trains:
         held.enter_context(lock_folder(folder, IN_USE))
-    found, places = find_newest(config, given)
+    found, run = find_newest(config, given)
     if not config.eval_only and (found.path or config.trains):
         check_folder(folder, found.path)
     is_fork = found.path is not None and found.path.parent.resolve() != folder.resolve()
@@ -155,22 +161,21 @@ def _open_on_main(config: TrainConfig, given: Mapping[str, str], held: ExitStack
     damaged = [f"{line}; renamed {renamed[file].name}" if renamed else line for file, line in found.damaged.items()]
     notes = [labelled("skipped", line) for line in (*damaged, *found.skipped)]
     if not (found.path and found.checkpoint):
-        return replace(_with_weights(config, given), notes=tuple(notes))
+        return replace(_with_weights(config, given), run=Identity() if run.other else run, notes=tuple(notes))
     if not found.checkpoint["starts"]:
         raise UserError(
             f"{found.path}: converted weights, not a run to resume. Start from them with --init_from {found.path}"
         )
+    if is_fork:
+        run = run.copied(found.path.parent)
     config, decisions, changes = resumed(found.checkpoint["starts"][-1], config, given)
-    config = replace(config, **{name: value for name, value in places.items() if name not in given})
+    config = replace(config, **{name: value for name, value in run.places.items() if name not in given})
     of_mirror = f" (restored from {config.mirror})" * found.restored
     notes.append(labelled("resumed", f"from {found.path}{of_mirror} at step {found.checkpoint['step']:,}"))
     notes += [labelled("changed", line) for line in changes]
-    if is_fork and config.mirror and "mirror" not in given:
-        notes.append(labelled("mirror", f"none: {config.mirror} belongs to the run in {found.path.parent}"))
-        config = replace(config, mirror="")
     return History(
-        config, given, decisions, found.checkpoint, path=found.path, is_fork=is_fork,
-        run_name=places.get("run_name", ""), renamed=renamed, notes=tuple(notes),
+        config, given, decisions, found.checkpoint, path=found.path, is_fork=is_fork, run=run, renamed=renamed,
+        notes=tuple(notes),
     )  # fmt: skip
 
 
@@ -217,8 +222,8 @@ def resumed(
     return replace(config, **options), decisions, changes
 
 
-def find_newest(config: TrainConfig, given: Mapping[str, str]) -> tuple[Found, dict[str, Any]]:
-    """Find the checkpoint that --resume asks for, and the options that say where its run writes.
+def find_newest(config: TrainConfig, given: Mapping[str, str]) -> tuple[Found, Identity]:
+    """Find the checkpoint that --resume asks for, and the run in its folder.
 
     The checkpoint is downloaded if the mirror has a newer one than the folder.
     """
@@ -229,31 +234,28 @@ def find_newest(config: TrainConfig, given: Mapping[str, str]) -> tuple[Found, d
         raise
     except UserError as error:
         problem = error
-    places = read_places(found.path.parent if found.path else folder)
-    url = config.mirror if "mirror" in given else places.get("mirror", "")
+    run = read_run(found.path.parent if found.path else folder)
+    url = config.mirror if "mirror" in given else run.places.get("mirror", "")
     if not url or config.resume not in ("latest", "auto", *NAMED) or (found.path and not config.trains):
         if problem:
             raise problem
-        return found, places
+        return found, run
     if not config.trains:
         raise UserError(f"{folder} has no intact checkpoint, and only training downloads one from {url}")
-    mirror = Mirror(url)
+    mirror = Mirror(url, run.id if checkpoint_files(folder) else "")
     try:
         index = mirror.patiently(mirror.index)
-        name = places.get("run_name", index.run)
-        if index.run and index.run != name:
-            raise UserError(
-                f"--mirror {url} belongs to the run {index.run}, and {found.path} to {name}; give the right --mirror"
-            )
-        if index.run:
-            places |= {"run_name": name, "mirror": url}
-        downloaded, skipped = newer_checkpoint(mirror, index, config.resume, folder, found.path)
+        if index.checkpoints:
+            known = run.places if run.id == index.run else {}
+            run = Identity(index.run, {"run_name": index.name, **known, "mirror": url})
+        downloaded, skipped = newer_checkpoint(mirror, index, config.resume, folder, found.checkpoint)
         if downloaded:
-            # First, so that a start which fails in between is repeated with all of it.
+            # Before the checkpoint, so that a start which fails in between is repeated with all of it.
             restored = read_checkpoint(downloaded)
-            files_go_to = replace(config, **{name: value for name, value in places.items() if name not in given})
-            mirror.patiently(lambda: restore_files(mirror, files_go_to, replace=True))
-            write_places(folder, files_go_to)
+            write_run(folder, run.id, replace(config, **{n: v for n, v in run.places.items() if n not in given}))
+            if EVALUATIONS in mirror.patiently(mirror.sizes):
+                evaluations = mirror.patiently(lambda: mirror.read(EVALUATIONS))
+                replace_file(folder / EVALUATIONS, lambda file: file.write(evaluations))
             path = folder / NAMED.get(config.resume, LATEST)
             if found.path == path == folder / LATEST:
                 link_file(path, folder / BACKUP)
@@ -262,11 +264,11 @@ def find_newest(config: TrainConfig, given: Mapping[str, str]) -> tuple[Found, d
                 skipped.append(f"{line}; renamed {path.rename(aside(path)).name}")
             os.replace(downloaded, path)
             fsync_folder(folder)
-            return Found(path, restored, found.damaged, skipped, restored=True), places
+            return Found(path, restored, found.damaged, skipped, restored=True), run
     except NoAnswer as error:
         if not found.path:
             raise
         skipped = [f"{url}, which may have a newer checkpoint: {error}"]
     if problem and config.resume != "auto":
         raise UserError(f"{problem}; --mirror {url} has none either")
-    return replace(found, skipped=skipped), places
+    return replace(found, skipped=skipped), run

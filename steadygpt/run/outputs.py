@@ -6,21 +6,20 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
-import torch
-
-from steadygpt.base.durable import lock_folder, replace_file
+from steadygpt.base.durable import lock_folder
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import NoAnswer
 from steadygpt.base.text import bytes_text
-from steadygpt.checkpoint.files import LATEST, check_folder, summary
+from steadygpt.checkpoint.files import LATEST, check_folder
 from steadygpt.checkpoint.mirror import Mirror, restore_files
-from steadygpt.checkpoint.saves import STALE, CheckpointWriter, Saves, clean_folder
+from steadygpt.checkpoint.saves import STALE, CheckpointWriter, Saves
 from steadygpt.checkpoint.uploads import Uploads
-from steadygpt.log.runlog import METRICS, RunLog
+from steadygpt.log.metrics import METRICS
+from steadygpt.log.runlog import RunLog
 from steadygpt.machine.ranks import StopSignal
 from steadygpt.run.history import IN_USE
+from steadygpt.run.identity import write_run
 from steadygpt.run.memory import checkpoint_bytes
-from steadygpt.run.places import write_places
 from steadygpt.run.plan import Plan
 from steadygpt.run.repeats import Repeats, repeated_records
 from steadygpt.run.starts import note_of_start
@@ -29,8 +28,9 @@ from steadygpt.run.starts import note_of_start
 def open_saves(plan: Plan, log: RunLog, stop: StopSignal, held: ExitStack) -> tuple[Saves, Repeats]:
     """Open the folders of a run, and its log, on rank 0; `held` closes the log and releases the locks."""
     writer, repeats = plan.ranks.on_main(lambda: _open_on_main(plan, log, held)) or (None, Repeats(log))
-    step = plan.history.step if plan.history.checkpoint else None
-    return Saves(plan.config, plan.ranks, log, stop, writer, step), repeats
+    # A save that was killed may lack one of its names, and be repeated; latest.pt is the last one that it gets.
+    path, step = plan.history.path, plan.history.step
+    return Saves(plan.config, plan.ranks, log, stop, writer, step if path and path.name == LATEST else None), repeats
 
 
 def _open_on_main(plan: Plan, log: RunLog, held: ExitStack) -> tuple[CheckpointWriter, Repeats]:
@@ -48,30 +48,24 @@ def _open_on_main(plan: Plan, log: RunLog, held: ExitStack) -> tuple[CheckpointW
         held.enter_context(lock_folder(logdir, "give this run another --logdir"))
     mirror = None
     if config.mirror:
-        mirror = Mirror(config.mirror, config.run_name, resumes=start.checkpoint is not None)
+        mirror = Mirror(config.mirror, start.run.id, config.run_name)
         with suppress(NoAnswer):  # the first upload claims it then
-            mirror.patiently(mirror.claim)
-            if start.checkpoint:
-                mirror.patiently(partial(restore_files, mirror, config, replace=False))  # what is missing here
+            there = mirror.patiently(mirror.claim)
+            if start.checkpoint and there.run == start.run.id:
+                mirror.patiently(partial(restore_files, mirror, config))
+    write_run(folder, start.run.id, config)  # first: a folder with a checkpoint says which run it is
+    uploads = Uploads(mirror, config, log) if mirror else None
+    writer = CheckpointWriter(folder, log, config.keep_checkpoints, config.keep_epochs, uploads, start.renamed)
     if start.checkpoint and start.is_fork:
-        # A copy that has this run's name and options, not a link: the file belongs to the other run, as does the best
-        # model so far.
-        content = start.checkpoint | {"starts": starts, "best_val_loss": None}
-        clean_folder(folder, None, {}, log)
-        replace_file(folder / LATEST, lambda file: torch.save(content, file))
-    else:
-        clean_folder(folder, start.path, start.renamed, log)
-    write_places(folder, config)
-    now, repeats = note_of_start(config, starts), Repeats(log)
+        # It has this run's options. The file belongs to the other run, as does the best model so far.
+        writer.resume(start.checkpoint | {"starts": starts, "best_val_loss": None}, None)
+    elif start.checkpoint:
+        writer.resume(start.checkpoint, start.path)
+    now, repeats = {"run": start.run.id, **note_of_start(config, starts)}, Repeats(log)
     if start.checkpoint:
-        records, reason = repeated_records(logdir / METRICS, start.step, now["parent"], now["start"])
+        records, reason = repeated_records(logdir / METRICS, start.step, now["parent"], now["how"])
         is_exact = plan.ranks.device.type == "cpu" or config.deterministic
         repeats = Repeats(log, start.step, records, reason, is_exact)
-    log.open(start.step if start.checkpoint else None, size, now)  # drops what came after that step
+    log.open(start.step, now, size)
     held.enter_context(log)
-    latest = summary(start.checkpoint) if start.checkpoint else None
-    uploads = Uploads(mirror, config, log) if mirror else None
-    writer = CheckpointWriter(folder, log, config.keep_checkpoints, config.keep_epochs, latest, uploads)
-    if latest and uploads:
-        uploads.start()  # also a choice to go back, which a kill before the first save must not undo
     return writer, repeats

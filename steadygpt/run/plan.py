@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from convert_hf import check_fits
 from dataloader import Data, RowStream
 from model import GPT
 from steadygpt import version_text
@@ -24,6 +23,7 @@ from steadygpt.base.text import bytes_text, counted, duration_text, labelled
 from steadygpt.checkpoint.files import DECIDED, Entry, trained_with
 from steadygpt.checkpoint.saves import interval_text
 from steadygpt.config import FINEWEB_EDU_TOKENS, KEPT, TrainConfig
+from steadygpt.convert.weights import check_fits
 from steadygpt.data.order import BLOCK_ROWS
 from steadygpt.data.tokenizer import load_tokenizer
 from steadygpt.log.status import read_status
@@ -235,7 +235,7 @@ def _settle_on_main(
     vocab_size = sketch.config.vocab_size
     config = replace(config, tokenizer=data.tokenizer, vocab_size=vocab_size, run_name=name, logdir=logdir)
     schedule = Schedule(config, rows_per_epoch)
-    notes += [of_name, *schedule.notes(history.checkpoint)]
+    notes += [*of_name, *schedule.notes(history.checkpoint)]
 
     # The shards, last because all of them may have to be read. Then their content identifies them in the record.
     writes = config.trains and not recorded

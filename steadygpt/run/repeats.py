@@ -2,16 +2,13 @@
 
 import math
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from steadygpt.base.durable import lines_from_end
-from steadygpt.base.options import UserError
 from steadygpt.base.text import counted, printable
-from steadygpt.base.typed import parse_json
-from steadygpt.log.runlog import Metrics, RunLog
+from steadygpt.log.metrics import Record, segments, without_nan
+from steadygpt.log.runlog import RunLog
 from steadygpt.run.starts import difference
 
 NUMBERS = {"loss": "loss", "grad_norm": "gradient norm", "lr": "learning rate"}  # of a record that are compared
@@ -22,53 +19,33 @@ ADVICE = (
 
 
 def repeated_records(
-    path: Path, step: int, course: str, now: Mapping[str, Any] | None = None
-) -> tuple[dict[int, dict[str, Any]], str]:
+    path: Path, step: int, parent: str, how: Mapping[str, Any] | None = None
+) -> tuple[dict[int, Record], str]:
     """Read the records in a metrics.jsonl of the steps that a run repeats from a checkpoint on.
 
     Args:
         step: of the checkpoint.
-        course: of the checkpoint, see course_of().
-        now: what determines a step of this start, by name: only records of such starts are read. None: those of any.
+        parent: id of the start that wrote it; "" for a replay from the first step.
+        how: what determines a step of this start, by name: only records of such starts are read. None: those of any.
 
     Returns: step -> record, up to the first one that cannot be compared; and why not, "" if all can.
     """
-    found: dict[int, dict[str, Any]] = {}
-    start: dict[str, Any] = {}  # that has made the records
-    for record in _records(path, step):
-        if "start" in record:
-            start = record
-            if record["step"] >= step:  # this start had resumed from the records above, or from the same checkpoint
-                # Of the weights at this line of the log; "" once they do not descend from the checkpoint.
-                course = record.get("course", "") if record.get("parent") == course else ""
-        elif "loss" in record:
-            if not start:
-                return found, f"{path.name} does not say which start wrote their records"
-            if start.get("course") != course:
-                return found, "their records do not descend from this checkpoint"
-            if now is not None and (differs := difference(start["start"], now)):
-                return found, printable(differs)
-            found[record["step"]] = {name: record.get(name) for name in NUMBERS}
+    starts = []
+    for start, records in segments(path, step, "loss"):
+        starts.append((start, records))
+        if start["id"] == parent or start["start"] < step:  # which repeats whatever came before
+            break
+    found: dict[int, Record] = {}
+    descended = {parent}  # starts, as far as they have the checkpoint's steps before them
+    for start, records in reversed(starts):
+        if start["parent"] in descended and start["start"] >= step:
+            descended.add(start["id"])
+        if records and start["id"] not in descended:
+            return found, "their records do not descend from this checkpoint"
+        if records and how is not None and (differs := difference(start["how"], how)):
+            return found, printable(differs)
+        found |= {int(record["step"] or 0): {name: record.get(name) for name in NUMBERS} for record in records}
     return found, ""
-
-
-def _records(path: Path, step: int) -> list[dict[str, Any]]:
-    """Return the records from a step on, and the starts that have made them; broken lines are skipped."""
-    records: list[dict[str, Any]] = []
-    is_past = False  # lines of earlier steps have begun
-    with suppress(FileNotFoundError), open(path, "rb") as file:
-        for _, line in lines_from_end(file):
-            is_start = b'"start": {' in line
-            if (is_past and not is_start) or not (match := Metrics.step_of.match(line)):
-                continue
-            is_past |= int(match[1]) < step
-            if is_start or (not is_past and b'"loss": ' in line):
-                with suppress(UserError):
-                    kind = dict[str, Any] if is_start else dict[str, float | None]
-                    records.append(parse_json(line, kind, path, ""))
-            if is_past and (not records or "start" in records[-1]):  # of the first record, the start is known
-                break
-    return records[::-1]
 
 
 @dataclass
@@ -77,7 +54,7 @@ class Repeats:
 
     log: RunLog
     step: int = 0  # where the run has resumed
-    records: dict[int, dict[str, Any]] = field(default_factory=dict)  # to compare, by step
+    records: dict[int, Record] = field(default_factory=dict)  # to compare, by step
     reason: str = ""  # why further ones are not compared
     is_exact: bool = True  # equal starts compute the same bits
     compared: int = 0
@@ -86,12 +63,13 @@ class Repeats:
     def __post_init__(self):
         self.last = max(self.records, default=self.step)
 
-    def add(self, step: int, **measured: float) -> None:
+    def add(self, step: int, measured: Mapping[str, float | None]) -> None:
         """Compare the measurements of a step, and report after the last repeated one."""
         if record := self.records.get(step):
             self.compared += 1
+            measured = without_nan(measured)  # as in the record
             for name, noun in NUMBERS.items():
-                before, now = record[name], measured[name] if math.isfinite(measured[name]) else None  # as in JSON
+                before, now = record[name], measured[name]
                 if before == now:
                     continue
                 if self.is_exact:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steadygpt.base.text import counted, duration_text
+from steadygpt.base.text import counted
 from steadygpt.checkpoint.files import TrainState
 from steadygpt.config import TrainConfig
 from steadygpt.log.runlog import RunLog
@@ -194,9 +194,23 @@ class Results:
 
     def _read(self, result: StepResult) -> None:
         state, now_s = self.state, time.perf_counter()
-        self._log(result, now_s - self.clock_s)
-        self.repeats.add(result.step, loss=result.loss, grad_norm=result.grad_norm, lr=result.lr)
-        self.clock_s = now_s
+        step_s, self.clock_s = now_s - self.clock_s, now_s
+        self.totals.add(result, step_s)
+        is_first = self.totals.steps == 1  # which compiles and warms up, so its speed is not typical
+        self.first_ended_s = now_s if is_first else self.first_ended_s
+        mean_s = step_s if is_first else (now_s - self.first_ended_s) / (self.totals.steps - 1)  # with evaluations
+        left_s = mean_s * (self.config.max_steps - result.step - 1)
+        speed, elapsed_s = self.config.total_batch_size / step_s, state.total_s()
+        numbers = {
+            "loss": result.loss, "lr": result.lr, "grad_norm": result.grad_norm,
+            "loss_z": result.loss_z if math.isfinite(result.loss_z) else None,
+            "step_ms": step_s * 1000, "steps_per_second": 1 / step_s, "tokens_per_second": speed,
+            "mfu": self.mfu(speed), "cost": self.cost(elapsed_s),
+            "memory_gb": peak_memory_bytes(self.ranks.device) / 1e9, "epoch": self.schedule.epochs(result.rows),
+        }  # fmt: skip
+        cost_left = None if is_first else self.cost(left_s)
+        self.log.step(result.step, numbers, left_s, is_first, elapsed_s=round(elapsed_s), cost_to_go=cost_left)
+        self.repeats.add(result.step, numbers)
         if warning := result.warning(state.recent_losses, self.config.checkpoint_dir):
             self.log.warn(warning, event="bad steps" if result.bad else "spike" if result.spike else "")
         state.bad_steps = state.bad_steps + 1 if result.bad else 0
@@ -208,38 +222,6 @@ class Results:
             bad_steps, state.bad_steps = state.bad_steps, 0
             self.waiting.clear()
             raise Diverged(bad_steps, *self.good)
-
-    def _log(self, result: StepResult, step_s: float) -> None:
-        """Log a step every log_freq steps; in between only a terminal shows it."""
-        step, max_steps, now_s = result.step, self.config.max_steps, time.monotonic()
-        steps_left = max_steps - step - 1
-        self.totals.add(result, step_s)
-        is_first = self.totals.steps == 1  # which compiles and warms up, so its speed is not typical
-        self.first_ended_s = now_s if is_first else self.first_ended_s
-        left_s = steps_left * (step_s if is_first else (now_s - self.first_ended_s) / (self.totals.steps - 1))
-        speed, elapsed_s = self.config.total_batch_size / step_s, self.state.total_s()
-        mfu, cost = self.mfu(speed), self.cost(elapsed_s)
-        line = (
-            f"step {step:>{len(str(max_steps))}}/{max_steps} | loss {result.loss:.4f} | lr {result.lr:.2e} | "
-            f"grad norm {result.grad_norm:.2f} | {step_s * 1000:,.0f} ms | {speed:,.0f} tok/s | "
-            + (f"mfu {mfu:.1%} | " if mfu is not None else "")
-            + (f"cost {cost:,.2f} | " if cost is not None else "")
-            + f"{(step + 1) / max_steps:.1%} | ETA {duration_text(left_s)}"
-        )
-        of_time: dict[str, float | None] = {"step_ms": step_s * 1000, "steps_per_second": 1 / step_s}
-        of_time |= {"tokens_per_second": speed, "mfu": mfu, "cost": cost}
-        if step % self.config.log_freq == 0 or not steps_left:
-            loss_z = result.loss_z if math.isfinite(result.loss_z) else None
-            self.log.record(
-                step, line, loss=result.loss, lr=result.lr, grad_norm=result.grad_norm, loss_z=loss_z, **of_time,
-                memory_gb=peak_memory_bytes(self.ranks.device) / 1e9, epoch=self.schedule.epochs(result.rows),
-            )  # fmt: skip
-        else:
-            self.log.show(line)
-        left = {} if is_first else {"eta_s": round(left_s), "cost_to_go": self.cost(left_s)}
-        loss = result.loss if result.finite else None
-        self.log.note(doing="training", step=step + 1, loss=loss, elapsed_s=round(elapsed_s), **of_time, **left)
-        self.log.beat(is_news=is_first)
 
     def mfu(self, tokens_per_second: float) -> float | None:
         """Return the share of the devices' peak FLOP/s that a speed needs (PaLM, Chowdhery et al. 2022, appendix B)."""

@@ -1,7 +1,5 @@
 """The record of starts, which every checkpoint holds: what each start of a run trained on, and how."""
 
-import hashlib
-import json
 import math
 import secrets
 from collections.abc import Mapping, Sequence
@@ -78,28 +76,24 @@ def new_entry(history: History, data: Data, known: Mapping[str, list], ranks: Ra
 
 
 def note_of_start(config: TrainConfig, starts: Sequence[Entry]) -> dict[str, Any]:
-    """Return what metrics.jsonl records of the last start, so that its records can be told from those of other starts.
-
-    Returns: under "start" what determines a step besides the checkpoint, by name; under "course" a hash of the record
-        of starts, and under "parent" that of the checkpoint, the same without this start.
-    """
+    """Return "id", "parent" and "how" of the last start, as its line in metrics.jsonl has them (StartLine)."""
     entry, commit = starts[-1], starts[-1]["commit"]
     groups, excepted = ("model", "optimization", "distributed"), ("max_hours", "timeout_minutes", "micro_steps")
     names = [n for n, f in options_of(config).items() if f.metadata["group"] in groups and n not in excepted]
     names += ["seed", "precision", "compile", "deterministic", "shuffle_shards", "shuffle_rows"]
-    start = {
+    how = {
         "ranks": "any" if config.deterministic else entry["ranks"],
         **{name: entry[name] for name in ("device", "torch")},  # the device of a CPU names its threads
         "commit": f"{commit[:12]}{commit[40:]}",
         "data": ", ".join(f"{identity[:12]} {rows}" for identity, rows in sorted(entry["shares"].items())),
         **{name: getattr(config, name) for name in names},
     }
-    return {"start": start, "course": course_of(starts), "parent": course_of(starts[:-1])}
+    return {"id": entry["id"], "parent": id_of_last(starts[:-1]), "how": how}
 
 
-def course_of(starts: Sequence[Entry]) -> str:
-    """Return a hash of a record of starts, which tells the courses of a run apart."""
-    return hashlib.sha256(json.dumps(starts, sort_keys=True).encode()).hexdigest()
+def id_of_last(starts: Sequence[Entry]) -> str:
+    """Return the id of the last start in a record, "" if there is none."""
+    return starts[-1]["id"] if starts else ""
 
 
 def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -44,7 +44,7 @@ def summarize(results: Results, saves: Saves, parameters: int, status: str, reas
         lines["loss"] += f", best {best:.4f}{''.join(steps[:1])}"
     of_all = "" if device.type == "cuda" else ", including Python and PyTorch"
     lines["memory"] = f"peak {bytes_text(peak_memory_bytes(device))} on rank 0{here}{of_all}"
-    if load := results.log.load.means():
+    if load := results.log.facts.get("mean_load"):
         lines["load"] = ", ".join(form.format(load[name]) for name, form in LOAD.items() if name in load)
         lines["load"] += f", average{here}"
     if (cost := results.cost(elapsed_s)) is not None:

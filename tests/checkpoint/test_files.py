@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shutil
 import time
 import zipfile
 
@@ -30,9 +31,9 @@ from steadygpt.checkpoint.table import checkpoint_table, print_checkpoints
 
 
 def write_checkpoint(folder, step: int, name: str, *other_names: str) -> None:
-    """Write the checkpoint of a step under all these names; each step is a second younger than the step before."""
+    """Write the checkpoint of a step under all these names, with a date that is older the later the step."""
     torch.save(run_content(step), folder / name)
-    os.utime(folder / name, ns=(0, 10**18 + step * 10**9))
+    os.utime(folder / name, ns=(0, 10**18 - step * 10**9))
     for other in other_names:
         os.link(folder / name, folder / other)
 
@@ -51,7 +52,7 @@ def names(folder) -> list[str]:
     return sorted(os.listdir(folder))
 
 
-def test_table_lists_each_file_in_the_documented_order_and_marks_corrupt_ones(tmp_path):
+def test_table_lists_each_file_the_newest_first_and_marks_corrupt_ones(tmp_path):
     for step in (10, 20, 30):
         write_checkpoint(tmp_path, step, f"rolling_step_{step:06d}.pt", f"epoch_{step // 10:05d}.pt")
     write_checkpoint(tmp_path, 40, "latest.pt", "epoch_00004.pt", "best_model.pt")
@@ -63,9 +64,9 @@ def test_table_lists_each_file_in_the_documented_order_and_marks_corrupt_ones(tm
     assert head.split() == ["file", "step", "epoch", "loss", "last", "val", "bits/byte", "size", "age", "state"]
     rows = {line.split()[0]: line for line in lines}
     assert list(rows) == [
-        "latest.pt", "latest_backup.pt",
-        "rolling_step_000030.pt", "rolling_step_000020.pt", "rolling_step_000010.pt",
-        "epoch_00004.pt", "epoch_00003.pt", "epoch_00002.pt", "epoch_00001.pt", "best_model.pt",
+        "latest.pt", "epoch_00004.pt", "best_model.pt", "latest_backup.pt",
+        "rolling_step_000030.pt", "epoch_00003.pt", "rolling_step_000020.pt", "epoch_00002.pt",
+        "rolling_step_000010.pt", "epoch_00001.pt",
     ]  # fmt: skip
     assert rows["latest.pt"].split()[1:6] == ["40", "4.00", "3.2500", "-", "-"]
     assert rows["epoch_00003.pt"].split()[1:6] == ["30", "3.00", "3.2500", "3.0000", "-"]
@@ -127,10 +128,18 @@ def test_evaluations_that_do_not_fit_are_a_warning(tmp_path, text, problem):
     assert warning.endswith("; its validation losses are ignored") and len(lines) == 3
 
 
-def test_table_skips_what_training_deletes_meanwhile(tmp_path):
+def test_a_file_that_training_deletes_meanwhile_is_left_out(tmp_path, monkeypatch):
+    write_checkpoint(tmp_path, 10, "latest.pt")
+    gone = tmp_path / ROLLING.format(20)
+    monkeypatch.setattr(files, "checkpoint_files", lambda folder: [folder / "latest.pt", gone])
+    _, line, last = checkpoint_table(tmp_path)
+    assert line.split()[0] == "latest.pt" and last.startswith("1 name in ")
+
+
+def test_a_name_that_training_deletes_while_others_are_verified_is_left_out(tmp_path):
     for step in (10, 20):
         write_checkpoint(tmp_path, step, f"rolling_step_{step:06d}.pt")
-    table = checkpoint_table(tmp_path)
+    table = checkpoint_table(tmp_path, verbose=True)
     lines = [next(table), next(table)]
     (tmp_path / "rolling_step_000010.pt").unlink()
     lines += table
@@ -154,13 +163,6 @@ def test_details_of_a_file_that_training_deletes_meanwhile_are_those_of_its_line
     assert "max_steps 0, " in " ".join(others) and others[-1].endswith("1 x weight (1000,) float32")
 
 
-def test_a_save_does_not_mind_a_checkpoint_that_is_deleted_meanwhile(tmp_path, monkeypatch):
-    write_checkpoint(tmp_path, 10, "latest.pt")
-    gone = tmp_path / ROLLING.format(20)
-    monkeypatch.setattr(files, "checkpoint_files", lambda folder: [folder / "latest.pt", gone])
-    assert files.newest_ns(tmp_path) == (tmp_path / "latest.pt").stat().st_mtime_ns
-
-
 def test_table_shows_the_last_validation_of_a_step_without_one_of_its_own(tmp_path):
     torch.save(run_content(25, val_loss=3.5), tmp_path / "latest.pt")
     (tmp_path / "evaluations.json").write_text('{"20": {"val_loss": 3.5, "val_bpb": 1.25}, "10": {"val_loss": 4}}')
@@ -171,13 +173,42 @@ def test_table_shows_the_last_validation_of_a_step_without_one_of_its_own(tmp_pa
 def test_a_folder_without_checkpoints_names_the_subfolder_with_the_newest_ones(tmp_path):
     with pytest.raises(UserError, match=f"^no checkpoints in {tmp_path}; try another --checkpoint_dir$"):
         next(checkpoint_table(tmp_path))
-    for number, name in enumerate(("older", "newer", "empty")):
+    for step, name in enumerate(("empty", "older", "newer")):
         (tmp_path / name).mkdir()
-        if name != "empty":
-            write_checkpoint(tmp_path / name, 10, "latest.pt")
-            os.utime(tmp_path / name / "latest.pt", ns=(0, number))
+        if step:
+            write_checkpoint(tmp_path / name, step, "latest.pt")
     with pytest.raises(UserError, match=f"; try --checkpoint_dir {tmp_path}/newer$"):
         next(checkpoint_table(tmp_path))
+
+
+def test_the_date_of_a_file_decides_nothing(tmp_path):
+    """Copies have dates of their own."""
+    for step in (20, 40, 60):
+        write_checkpoint(tmp_path, step, ROLLING.format(step))  # later ones have older dates
+    os.rename(tmp_path / ROLLING.format(40), tmp_path / "latest.pt")
+    shutil.copy(tmp_path / "latest.pt", tmp_path / ROLLING.format(40))
+    assert [(file.path.name, file.head.step) for file in files.scan(tmp_path)] == [
+        (ROLLING.format(60), 60), ("latest.pt", 40), (ROLLING.format(40), 40), (ROLLING.format(20), 20)
+    ]  # fmt: skip
+    assert find_checkpoint("latest", tmp_path).checkpoint["step"] == 60
+    assert files.nearest_checkpoint(tmp_path, 50)[1]["step"] == 40
+    assert [path.name for path, _ in files.intact_checkpoints(files.scan(tmp_path))] == [
+        ROLLING.format(60), "latest.pt", ROLLING.format(20)
+    ]  # fmt: skip
+
+
+def test_a_file_whose_head_cannot_be_read_comes_after_latest_and_before_all_others(tmp_path):
+    for step, name in ((60, "latest.pt"), (40, ROLLING.format(40)), (20, ROLLING.format(20))):
+        write_checkpoint(tmp_path, step, name)
+    damage(tmp_path / ROLLING.format(20), "truncated")
+    expected = ["latest.pt", ROLLING.format(20), ROLLING.format(40)]
+    assert [file.path.name for file in files.scan(tmp_path)] == expected
+    damage(tmp_path / "latest.pt", "one bit")
+    found = find_checkpoint("latest", tmp_path)
+    assert found.checkpoint["step"] == 40
+    assert [line.split(": ")[0] for line in found.damaged.values()] == [
+        f"{tmp_path}/latest.pt, step 60", f"{tmp_path}/{ROLLING.format(20)}"
+    ]  # fmt: skip
 
 
 def test_an_average_is_the_mean_of_the_newest_rolling_checkpoints(tmp_path, capsys):
@@ -186,7 +217,7 @@ def test_an_average_is_the_mean_of_the_newest_rolling_checkpoints(tmp_path, caps
         weights[step] = torch.randn(100, generator=generator) * 10 ** (step / 10)
         model = {"wte.weight": weights[step], "lm_head.weight": weights[step]}
         torch.save(run_content(step, model=model, model_config={"tied_head": True}), tmp_path / ROLLING.format(step))
-        os.utime(tmp_path / ROLLING.format(step), ns=(0, step))
+        os.utime(tmp_path / ROLLING.format(step), ns=(0, 10**18 - step))  # as copies have it
     write_checkpoint(tmp_path, 50, "latest.pt")
     path, found = open_checkpoint("average:3", tmp_path)
     assert str(path) == f"{tmp_path}/average:3"
@@ -247,7 +278,7 @@ def test_a_file_with_a_number_that_is_not_finite_is_corrupt(tmp_path, name, bad)
     torch.save(checkpoint, tmp_path / "latest.pt")
     found = find_checkpoint("latest", tmp_path)
     assert found.checkpoint["step"] == 20
-    line = f"{tmp_path}/latest.pt: corrupt ({name} has a NaN or an infinite number)"
+    line = f"{tmp_path}/latest.pt, step 30: corrupt ({name} has a NaN or an infinite number)"
     assert found.damaged == {tmp_path / "latest.pt": line}
 
 
@@ -337,7 +368,7 @@ def test_state_that_no_optimizer_has_is_corrupt_and_skipped(tmp_path, kind, bad)
     torch.save(run_content(30, optimizer={"state": {"weight": {kind: bad}}}), tmp_path / "latest.pt")
     found = find_checkpoint("latest", tmp_path)
     assert found.checkpoint["step"] == 20
-    assert f"latest.pt: corrupt (weight.{kind} has " in found.damaged[tmp_path / "latest.pt"]
+    assert f"latest.pt, step 30: corrupt (weight.{kind} has " in found.damaged[tmp_path / "latest.pt"]
 
 
 def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path):

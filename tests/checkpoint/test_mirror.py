@@ -14,18 +14,18 @@ from unittest.mock import Mock
 
 import pytest
 from conftest import REPO, assert_same_state, load, metrics, run_content, run_here
-from test_files import damage
+from test_files import damage, write_checkpoint
 
 import train
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint import uploads
 from steadygpt.checkpoint.files import Captured, read_checkpoint
-from steadygpt.checkpoint.mirror import Mirror
+from steadygpt.checkpoint.mirror import Mirror, missing_lines
 from steadygpt.checkpoint.saves import CheckpointWriter, Saves
 from steadygpt.checkpoint.uploads import Uploads
 from steadygpt.config import TrainConfig
 from steadygpt.machine.ranks import Stopped
-from steadygpt.run.places import read_places, write_places
+from steadygpt.run.identity import read_run, write_run
 
 sys.path.insert(0, str(REPO / "scripts"))
 import upload_manager
@@ -43,8 +43,8 @@ def quick(monkeypatch):
 class Saver:
     """A writer of a run that uploads to `url`."""
 
-    def __init__(self, folder: Path, url: str, run="run", **options):
-        self.folder, self.mirror = folder, Mirror(url, run)
+    def __init__(self, folder: Path, url: str, run="a" * 16, **options):
+        self.folder, self.mirror = folder, Mirror(url, run, f"name of {run}")
         defaults = {"mirror_keep": 10, "keep_epochs": 0, "mirror_minutes": 0.0, "run_name": run, "tensorboard_dir": ""}
         self.config = SimpleNamespace(**defaults | {"checkpoint_dir": folder, "logdir": folder / "logs"} | options)
         self.log = Mock()
@@ -142,13 +142,11 @@ def test_uploads_that_fall_behind_begin_with_the_newest_and_hold_up_no_save(save
         saver.save(step, f"rolling_step_{step:06d}.pt")
     assert read_checkpoint(saver.folder / "latest.pt")["step"] == 6
     corrupt = saver.folder / "rolling_step_000004.pt"
-    written_ns = corrupt.stat().st_mtime_ns
     damage(corrupt, "one bit")
-    os.utime(corrupt, ns=(written_ns, written_ns))
     may_upload.set()
     there = saver.uploaded()  # step 2 is not in the folder any more
     assert there == {"latest.pt": 6, "latest_backup.pt": 5} | {f"rolling_step_{n:06d}.pt": n for n in (6, 5, 3, 1)}
-    assert list(there) == ["latest.pt", "latest_backup.pt", *(f"rolling_step_{n:06d}.pt" for n in (6, 5, 3, 1))]
+    assert list(there.values()) == [6, 6, 5, 5, 3, 1] and next(iter(there)) == "latest.pt"
     reports = saver.reports()
     assert [re.split(" to |: ", text)[0] for text in reports] == [
         "uploaded step 1 as latest.pt, rolling_step_000001.pt",
@@ -158,6 +156,16 @@ def test_uploads_that_fall_behind_begin_with_the_newest_and_hold_up_no_save(save
         "uploaded step 3 as rolling_step_000003.pt",
     ]
     assert f"{corrupt}: corrupt" in reports[3]
+
+
+def test_the_mirror_of_a_copy_without_dates_has_the_newest_as_the_latest(tmp_path):
+    for step in range(1, 5):
+        write_checkpoint(tmp_path, step, f"rolling_step_{step:06d}.pt")  # later ones have older dates
+    saver = Saver(tmp_path, f"file://{tmp_path}/there", mirror_keep=3)
+    saver.writer.uploads.start()
+    rolling = {f"rolling_step_{step:06d}.pt": step for step in (4, 3, 2)}
+    assert saver.uploaded() == {"latest.pt": 4, "latest_backup.pt": 3, **rolling}
+    assert [name[:27] for name in files(tmp_path / "there")][-1] == "step_000004-20010909-014644"
 
 
 def test_file_that_the_mirror_has_lost_is_uploaded_again(saver, tmp_path):
@@ -220,21 +228,22 @@ def test_index_is_written_after_what_it_names_and_files_when_they_have_changed(s
     assert saver.mirror.read("evaluations.json") == b"{ }"
 
 
-ENTRY = {"file": "step_000001-20261122-063200-123456.pt", "size": 9, "mtime_ns": 9, "step": 1, "val_loss": None}
-LATE = ENTRY | {"mtime_ns": 5 * 10**18}  # in 158 years
+ENTRY = {"file": "step_000001-20261122-063200-123456.pt", "size": 9, "saved_at": 9, "step": 1, "val_loss": None}
+LATE = ENTRY | {"saved_at": 5e9}  # in 2128
+ABOUT = {"run": "a" * 16, "name": "x", "writer": "b" * 16}
 INDEXES: dict = {
     "missing": None,
     "not JSON": "",
     "the content is a list; expected an object": [],
-    "checkpoints is None; expected a value": {"run": "x"},
-    "checkpoints['latest.pt'].file is None; expected a value": {"latest.pt": {}},
+    "checkpoints is None; expected a value": ABOUT,
+    "checkpoints['latest.pt'].saved_at is None; expected a value": {"latest.pt": {}},
     "checkpoints['latest.pt'].file is '../x'; expected a string like step_": {"latest.pt": ENTRY | {"file": "../x"}},
     "checkpoints['latest.pt'].val_loss is -1e+308; expected 0": {"latest.pt": ENTRY | {"val_loss": -1e308}},
     "checkpoints['latest.pt'].size is -9; expected 0 or more": {"latest.pt": ENTRY | {"size": -9}},
     "a key of checkpoints is '../latest.pt'; expected a string like": {"../latest.pt": ENTRY},
-    "checkpoints['latest.pt'].mtime_ns is 5000000000000000000; expected 0": {"latest.pt": LATE},
-    "run is empty; expected the name of a run": {"run": "", "checkpoints": {"latest.pt": ENTRY}},
-    "--run_name is '../x'; expected": {"run": "../x", "checkpoints": {}},
+    "checkpoints['latest.pt'].saved_at is 5000000000.0; expected 0": {"latest.pt": LATE},
+    "run is ''; expected a string like": ABOUT | {"run": "", "checkpoints": {"latest.pt": ENTRY}},
+    "--run_name is '../x'; expected": ABOUT | {"name": "../x", "checkpoints": {}},
 }  # fmt: skip
 
 
@@ -242,13 +251,13 @@ INDEXES: dict = {
 def test_index_that_is_lost_or_cannot_be_read_is_an_error(saver, tmp_path, problem):
     damaged = INDEXES[problem]
     if isinstance(damaged, dict) and "run" not in damaged:
-        damaged = {"run": "x", "checkpoints": damaged}
+        damaged = ABOUT | {"checkpoints": damaged}
     saver.save(1)
     saver.uploaded()
     index = tmp_path / "there/index.json"
     index.unlink() if damaged is None else index.write_text(json.dumps(damaged) if damaged else str(damaged))
     with pytest.raises(UserError, match=rf"index.json: {re.escape(problem)}.* step_\*.pt"):
-        Mirror(saver.mirror.url, "run", resumes=True).claim()
+        Mirror(saver.mirror.url, "a" * 16).claim()
     assert index.exists() == (damaged is not None)
 
 
@@ -312,7 +321,9 @@ def continue_elsewhere(workdir: Path) -> str:
     url = f"file://{workdir}/there"
     run_here(*FLAGS, "--mirror", url, "--max_steps", "4")
     copy = shutil.copytree(workdir / "first", workdir / "second", symlinks=True) / "checkpoints"
-    write_places(copy, TrainConfig(**read_places(Path("checkpoints"))))  # as on a disk that was kept
+    run = read_run(Path("checkpoints"))
+    (copy / "run.json").unlink()
+    write_run(copy, run.id, TrainConfig(**run.places))  # as on a disk that was kept
     run_here("--resume", "--max_steps", "6")
     return url
 
@@ -320,6 +331,7 @@ def continue_elsewhere(workdir: Path) -> str:
 def test_newer_one_of_folder_and_mirror_wins(machines, capsys, workdir):
     url = continue_elsewhere(workdir)
     machines("second")
+    os.utime("checkpoints/latest.pt", (2**32, 2**32))  # the date of a copy
     run_here("--resume", "--max_steps", "8")
     assert last_step(capsys).endswith("at step 6")
     assert load("checkpoints/latest_backup.pt")["step"] == 6
@@ -328,6 +340,48 @@ def test_newer_one_of_folder_and_mirror_wins(machines, capsys, workdir):
     resumed = last_step(capsys)
     assert resumed.endswith("at step 8") and "restored" not in resumed
     assert steps(Mirror(url))["latest.pt"] == 10
+
+
+def test_a_run_that_is_restored_is_the_same_run(s3, machines, capsys):
+    url = f"{s3.url}/run"
+    run_here(*FLAGS, "--mirror", url, "--run_name", "mine", "--max_steps", "4")
+    run_id = read_run(Path("checkpoints")).id
+    machines("second")
+    run_here("--max_steps", "3", "--checkpoint_dir", "other")  # whose logs are in the way
+    capsys.readouterr()
+    run_here(*FLAGS, "--resume", "latest", "--mirror", url, "--max_steps", "6")
+    assert "logs         logs/mine, because logs has those of another run" in capsys.readouterr().out.splitlines()
+    assert read_run(Path("checkpoints")).id == Mirror(url).index().run == run_id
+    assert read_run(Path("checkpoints")).places["run_name"] == Mirror(url).index().name == "mine"
+    assert metrics("logs/mine", "loss").keys() == set(range(6))
+    machines("first")
+    run_here(*FLAGS, "--resume", "--max_steps", "8")  # continues the steps of the second machine
+    assert last_step(capsys).endswith("at step 6")
+    assert Path("logs/metrics.jsonl").read_text().count('"run": ') == 3
+    assert json.loads(Path("checkpoints/evaluations.json").read_text()).keys() == {"4", "6", "8"}
+
+
+START, OTHER = (f'{{"step": 2, "time": 1, "start": 2, "id": "{n}"}}\n'.encode() for n in "12")
+P, L, R = b'{"step": 0}\n{"step": 1}\n', b'{"step": 2}\n', START + b'{"step": 2}\n{"step": 3}\n'
+
+
+@pytest.mark.parametrize(("here", "there", "missing"), [
+    (b"", P + R, P + R),
+    (P, P + R, R),
+    (P + L, P + R, R),
+    (P + b'{"ste', P + R, b"\n" + R),
+    (P + b'{"ste', P + L + R, b"\n" + L + R),
+    (P + L + R, P + R, b""),  # a start that ended before it uploaded its logs
+    (P + L + R + OTHER, P + R, b""),
+    (P + OTHER, P + L, b""),  # a record that a power cut has deleted here
+    (P + OTHER, P + L + R, R),
+    (P + L, P, b""),
+    (P + L, P + L[:5], b""),
+    (b"text\n", b"text\nmore\n", b"more\n"),
+])  # fmt: skip
+def test_a_log_gets_the_starts_that_only_the_mirror_has(here, there, missing):
+    assert missing_lines(here, there) == missing
+    assert missing_lines(here + missing, there) == b""
 
 
 @pytest.mark.parametrize("is_heard", [True, False])
@@ -357,34 +411,49 @@ def test_start_that_fails_after_a_restore_loses_no_logs(machines, workdir):
     assert json.loads(Mirror(url).read("evaluations.json")).keys() == {"4"}
 
 
-def test_fork_leaves_the_mirror_alone_and_resume_from_a_downloaded_checkpoint_brings_the_logs(
-    machines, workdir, capsys
-):
+def test_fork_and_resume_from_a_downloaded_checkpoint_leave_the_mirror_alone(machines, workdir, capsys):
     url = f"file://{workdir}/there"
     run_here(*FLAGS, "--mirror", url, "--run_name", "first")
     run_here("--resume", "checkpoints/rolling_step_000004.pt", "--checkpoint_dir", "fork", "--logdir", "fork_logs")
-    assert f"mirror       none: {url} belongs to" in capsys.readouterr().out
+    assert "with its logs in fork_logs, and with no mirror" in capsys.readouterr().out
     assert steps(Mirror(url))["rolling_step_000004.pt"] == 4
     assert b'"step": 7,' in Mirror(url).read("logs/metrics.jsonl")
     machines("second")
     upload_manager.main(["download", "rolling_step_000004.pt", "--mirror", url])
     again = ("--resume", "checkpoints/rolling_step_000004.pt", "--max_steps", "6", "--mirror", url)
-    with pytest.raises(UserError, match=r"not of gpt-.*; resume that run with --run_name first, or give"):
+    with pytest.raises(UserError, match=r"belongs to the run first \([0-9a-f]{16}\); give this run another --mirror"):
         run_here(*again)
-    run_here(*again, "--run_name", "first")
-    assert metrics("logs", "loss").keys() == set(range(6))
-    assert b'"step": 0,' in Mirror(url).read("logs/metrics.jsonl")
 
 
 def test_two_runs_that_start_on_one_empty_mirror_are_not_mixed(tmp_path):
-    savers = [Saver(tmp_path / name, f"file://{tmp_path}/there", run=name) for name in ("one", "two")]
+    savers = [Saver(tmp_path / name, f"file://{tmp_path}/there", run=name * 16) for name in "12"]
     for saver in savers:
         saver.mirror.claim()
     for step, saver in enumerate(savers, start=1):
         saver.save(step)
         saver.uploaded()
-    assert savers[1].uploaded() == {"latest.pt": 1}
-    assert "already holds checkpoints of the run one" in savers[1].reports()[0]
+    assert savers[1].uploaded() == {"latest.pt": 2}  # it has claimed the mirror last
+    assert "there: a later start, of the run name of 2222222222222222, uploads there now" in savers[0].reports()[0]
+
+
+def test_of_two_starts_of_one_run_only_the_last_uploads(s3, tmp_path):
+    first, second = (Saver(tmp_path / name, f"{s3.url}/run") for name in ("first", "second"))
+    first.save(1, "rolling_step_000001.pt")
+    first.uploaded()
+    second.save(3, "rolling_step_000003.pt")
+    second.uploaded()
+    for step in (4, 5):
+        first.save(step, f"rolling_step_{step:06d}.pt")
+    assert first.uploaded() == {
+        "latest.pt": 3,
+        "latest_backup.pt": 1,
+        "rolling_step_000003.pt": 3,
+        "rolling_step_000001.pt": 1,
+    }
+    _, warning = first.reports()
+    assert warning.startswith("uploads have stopped: s3://") and "a later start, of the run name of" in warning
+    second.save(6)
+    assert second.uploaded()["latest.pt"] == 6
 
 
 def test_full_disk_while_restoring_does_not_fall_back_to_an_older_checkpoint(machines, workdir, monkeypatch):
@@ -436,14 +505,14 @@ def test_auto_starts_a_new_run_on_an_empty_mirror_and_another_run_is_refused_the
     assert run_here("--resume", "auto", "--mirror", url, "--max_steps", "4", "--run_name", "theirs") == 0
     assert steps(Mirror(url))["latest.pt"] == 4
     machines("second")
-    with pytest.raises(UserError, match="already holds checkpoints of the run theirs"):
+    refused = pytest.raises(UserError, match=r"belongs to the run theirs \(.*in an empty --checkpoint_dir")
+    with refused:
         run_here("--mirror", url)
-    run_here("--max_steps", "4", "--run_name", "mine")
-    with pytest.raises(UserError, match="already holds checkpoints of the run theirs"):
-        run_here("--resume", "checkpoints/latest.pt", "--mirror", url)
+    run_here("--max_steps", "4", "--run_name", "theirs")
     before = Path("checkpoints/latest.pt").read_bytes()
-    with pytest.raises(UserError, match=r"belongs to the run theirs, and .* to mine"):
-        run_here("--resume", "latest", "--mirror", url)
+    for which in ("checkpoints/latest.pt", "latest"):
+        with refused:
+            run_here("--resume", which, "--mirror", url)
     assert Path("checkpoints/latest.pt").read_bytes() == before
 
 
@@ -454,9 +523,14 @@ def test_unreachable_mirror(machines, s3, capsys, monkeypatch):
     address = os.environ["AWS_ENDPOINT_URL"]
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     capsys.readouterr()
+    before = {*threading.enumerate()}
     with monkeypatch.context() as patch:
         patch.setattr(uploads, "GIVE_UP_S", 0.5)
         assert run_here("--resume", "--max_steps", "6") == 0  # trains on, and says what is not uploaded
+    with monkeypatch.context() as patch:  # its uploads end, as with its process
+        patch.setattr(Uploads, "_upload_newest", Mock(side_effect=UserError("ended")))
+        threads = [thread for thread in {*threading.enumerate()} - before if thread.name == "uploads"]
+        wait_for(lambda: not any(thread.is_alive() for thread in threads))
     out, err = capsys.readouterr()
     assert "which may have a newer checkpoint: " in out
     assert re.search(

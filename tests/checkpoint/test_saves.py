@@ -14,11 +14,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 from conftest import MODERN, load, run_content, run_here
-from test_files import damage, names
+from test_files import damage, names, write_checkpoint
 
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint import saves
-from steadygpt.checkpoint.files import Captured
+from steadygpt.checkpoint.files import Captured, find_checkpoint
 from steadygpt.checkpoint.saves import CheckpointWriter, Saves
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.ranks import Ranks, Stopped, StopSignal
@@ -34,6 +34,8 @@ class Clock:
 
     def monotonic(self):
         return self.now_s
+
+    time = monotonic
 
 
 @pytest.fixture
@@ -195,15 +197,27 @@ def test_rolling_checkpoints_are_deleted_by_age_not_by_step(workdir):
     assert [path.name for path in Path("checkpoints").glob("rolling_*")] == ["rolling_step_000007.pt"]
 
 
-def test_a_clock_that_was_set_back_deletes_no_newer_checkpoint(tmp_path):
+def test_old_checkpoints_are_deleted_by_content_and_none_whose_head_cannot_be_read(tmp_path):
+    for step in (10, 20, 30, 40):
+        write_checkpoint(tmp_path, step, f"rolling_step_{step:06d}.pt")  # later ones have older dates
+    damage(tmp_path / "rolling_step_000010.pt", "truncated")
     writer = CheckpointWriter(tmp_path, Mock(), keep=2)
-    for step in (10, 20, 30):
-        for path in tmp_path.glob("*.pt"):
-            os.utime(path, ns=(0, path.stat().st_mtime_ns + 10**13))  # the clock is now hours behind these
+    writer.save(Captured(run_content(50)), ["rolling_step_000050.pt"])
+    writer.close()
+    assert [name[-6:-3] for name in names(tmp_path)[1:]] == ["010", "040", "050"]
+
+
+@pytest.mark.parametrize("starts", [1, 4], ids=["while it runs", "between starts"])
+def test_a_clock_that_was_set_back_deletes_no_newer_checkpoint(tmp_path, monkeypatch, starts):
+    for step in (10, 20, 30, 40):
+        monkeypatch.setattr(time, "time", lambda step=step: 1e9 - step)
+        if step == 10 or starts > 1:
+            writer = CheckpointWriter(tmp_path, Mock(), keep=2)
+            writer.latest_step = step - 10 or None
         writer.save(Captured(run_content(step)), [f"rolling_step_{step:06d}.pt"])
         writer.wait()
-    writer.close()
-    assert names(tmp_path) == ["latest.pt", "latest_backup.pt", "rolling_step_000020.pt", "rolling_step_000030.pt"]
+    assert names(tmp_path) == ["latest.pt", "latest_backup.pt", "rolling_step_000030.pt", "rolling_step_000040.pt"]
+    assert find_checkpoint("latest", tmp_path).checkpoint["step"] == 40
 
 
 def test_nearly_full_disk_is_an_alert_before_a_save_fails(workdir, monkeypatch, capsys):
@@ -328,7 +342,9 @@ def test_skipped_files_are_renamed_and_the_plan_says_so(stopped, capsys):
     text = capsys.readouterr().out
     for name, damaged in before.items():
         new = re.search(
-            rf"^skipped +checkpoints/{name}: corrupt .*; renamed ({name}\.skipped-\d{{8}}-\d{{6}})$", text, re.M
+            rf"^skipped +checkpoints/{name}, step \d: corrupt .*; renamed ({name}\.skipped-\d{{8}}-\d{{6}})$",
+            text,
+            re.M,
         )
         assert (stopped / new[1]).read_bytes() == damaged
     assert load(stopped / "latest.pt")["step"] == load(stopped / "rolling_step_000008.pt")["step"] == 8

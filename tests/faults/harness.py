@@ -7,6 +7,7 @@ A `LaunchedRun` starts the command that a user types, including torchrun.
 import contextlib
 import importlib
 import itertools
+import json
 import os
 import re
 import signal
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from conftest import TINY, assert_same_state, command, environment, fork, load, metrics, need_gpus
 
 from steadygpt.base.options import run_cli
+from steadygpt.run.identity import RUN, written_mark
 
 TIMEOUT_S = 240  # generous: a loaded machine must not fail a test
 PORT_NUMBERS = itertools.count(100 * os.getpid())  # parallel test sessions start at different ports
@@ -223,3 +225,12 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
+
+
+def continue_here(folder: Path) -> None:
+    """Make the copy of a run's folder the same run, as if it had been moved there."""
+    run = json.loads((folder / RUN).read_text())
+    run |= {"folder": str(folder.resolve()), "inode": folder.stat().st_ino}
+    content = json.dumps(run).encode()
+    (folder / RUN).write_bytes(content)
+    written_mark(content).touch()

@@ -15,11 +15,11 @@ from types import SimpleNamespace
 
 import torch
 
-import hellaswag_eval
 import train
 from steadygpt.base.durable import UncachedFile
 from steadygpt.base.options import UserError
 from steadygpt.data import tokenizer
+from steadygpt.evaluation import scores
 
 # ---------------------------------------------------------------------------------------------------------------------
 # where recorders and faults hook into training
@@ -281,7 +281,7 @@ def pause_before_training(rank: int) -> None:
 def pause(moment: str, expire: bool, rank: int) -> None:
     """Print "paused in MOMENT" once and wait for a signal; with `expire`, let --max_hours pass instead."""
     stops, paused, last_rank = [], [], int(os.environ.get("WORLD_SIZE", "1")) - 1
-    torch_save, score_batch = torch.save, hellaswag_eval.score_batch
+    torch_save, score_batch = torch.save, scores.score_batch
 
     def here(where: str | None) -> None:
         if where == moment and not paused and rank == (0 if moment == "save" else last_rank):
@@ -307,4 +307,4 @@ def pause(moment: str, expire: bool, rank: int) -> None:
 
     around_step(before=lambda step, stop: stops.append(stop), next_batch=paused_batch)
     before_validation_batch(lambda: here("evaluation"))
-    torch.save, hellaswag_eval.score_batch = paused_save, paused_score
+    torch.save, scores.score_batch = paused_save, paused_score

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import load, metrics
-from harness import Run, assert_equals_reference, folders, run_to_end
+from harness import Run, assert_equals_reference, continue_here, folders, run_to_end
 from injected import record_tokens, rows_of_steps, signal_at, tokens_of_steps
 
 FLAGS = ("--max_steps", "30", "--total_batch_size", "128")
@@ -99,6 +99,7 @@ def test_resume_from_an_older_checkpoint_survives_a_kill(reference, file, step, 
     flags, name = ("--max_steps", "20", "--checkpoint_freq", "5", "--dropout", "0.1"), f"from {step}"
     reference(*flags)
     shutil.copytree("reference", name)
+    continue_here(Path(name, "ckpt"))
     if damaged:
         os.truncate(f"{name}/ckpt/latest.pt", 1000)
     older = ("--resume", f"{name}/ckpt/{file}", *folders(name)[2:])

@@ -5,6 +5,7 @@ import os
 import pickle
 import re
 import shutil
+import signal
 import subprocess
 from functools import partial
 from pathlib import Path
@@ -13,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import command, environment, load
-from harness import assert_equals_reference, folders, refusal, run_to_end
-from injected import fail_reads, signal_at
+from harness import Run, assert_equals_reference, continue_here, folders, refusal, run_to_end
+from injected import around_step, fail_reads, signal_at
 
 FLAGS = (
     "--max_steps 12 --checkpoint_freq 2 --keep_checkpoints 2 --steps_per_epoch 4 --total_batch_size 128 --dropout 0.1"
@@ -22,10 +23,10 @@ FLAGS = (
 # The checkpoints of a run stopped after 9 steps, in the order in which --resume latest tries them, with their steps.
 ORDER = {
     "latest.pt": 9,
-    "latest_backup.pt": 8,
     "rolling_step_000008.pt": 8,
-    "rolling_step_000006.pt": 6,
+    "latest_backup.pt": 8,
     "epoch_00002.pt": 8,
+    "rolling_step_000006.pt": 6,
     "epoch_00001.pt": 4,
 }
 DAMAGE = {
@@ -41,10 +42,7 @@ def flip_bit(content: bytes, at: int) -> bytes:
 
 
 def damage(path: Path, how: str) -> None:
-    """Damage a file as a disk does, without a new modification time."""
-    stat = path.stat()
     path.write_bytes(DAMAGE[how](path.read_bytes()))
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
 @pytest.fixture
@@ -55,8 +53,11 @@ def stopped_run(reference):
 
 
 def copy_of_stopped_run(name: str) -> Path:
-    """Copy the stopped run without its hard links, so that each checkpoint can be damaged alone."""
+    """Copy the stopped run without hard links and dates, so that each checkpoint can be damaged alone."""
     shutil.copytree("stopped", name)
+    continue_here(Path(name, "ckpt"))
+    for second, path in enumerate(ORDER):  # the newest first
+        os.utime(Path(name, "ckpt", path), (second, second))
     assert {path: load(f"{name}/ckpt/{path}")["step"] for path in ORDER} == ORDER
     return Path(name, "ckpt")
 
@@ -81,14 +82,34 @@ def test_resume_skips_damaged_files_in_order(stopped_run, how, count):
         damage(folder / file, how)
     contents = [(folder / file).read_bytes() for file in damaged]
     text = run_to_end(*FLAGS, *folders(name), "--resume", "latest")
-    reported = re.findall(r"^skipped +(.*?): (corrupt.*)$", text, re.M)
-    assert [file for file, _ in reported] == [str(folder / file) for file in damaged]
-    new_names = [re.search(r"; renamed (\S+)$", line)[1] for _, line in reported]
+    reported = dict(re.findall(r"^skipped +(.+?\.pt)(?:, step \d)?: corrupt.*; renamed (\S+)$", text, re.M))
+    new_names = [reported.pop(str(folder / file)) for file in damaged]
+    assert not reported
     assert all(new.startswith(f"{file}.skipped-") for file, new in zip(damaged, new_names, strict=True))
     assert [(folder / new).read_bytes() for new in new_names] == contents
     next_file = list(ORDER)[count]
     assert f"resumed      from {folder / next_file} at step {ORDER[next_file]}" in text
     assert_equals_reference(name)
+
+
+def die(rank: int) -> None:
+    """Kill the rank before its first step."""
+    around_step(before=lambda step, stop: os.kill(os.getpid(), signal.SIGKILL))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("which", ["rolling_step_000006.pt", "latest_backup.pt"])
+def test_a_kill_before_the_first_save_does_not_undo_a_choice_to_go_back(stopped_run, which, ranks):
+    name = f"back to {which} {ranks}"
+    folder = copy_of_stopped_run(name)
+    run = Run(*FLAGS, *folders(name), "--resume", f"{folder}/{which}", ranks=ranks, faults=[die])
+    run.wait()
+    assert f"/{which} at step {ORDER[which]}" in run.text() and "| loss" not in run.text()
+    os.utime(folder / "latest.pt", (0, 0))  # as in a copy of the folder
+    text = run_to_end(*FLAGS, *folders(name), "--resume", "latest", ranks=ranks)
+    assert f"resumed      from {folder}/latest.pt at step {ORDER[which]}" in text
+    if ranks == 1:
+        assert_equals_reference(name)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +228,7 @@ def test_foreign_files_are_refused_and_their_code_is_not_run(stopped_run):
         "nanogpt.pt": "if it is nanoGPT's, first run python convert_hf.py nanogpt.pt weights.pt",
         "llm.c.bin": "a model of llm.c; expected a torch.save file. First run llm.c's",
         "newer.pt": "format 99; expected 4: update SteadyGPT",
-        "older.pt": "format 2; expected 3: use the commit that wrote it, its git_commit",
+        "older.pt": "format 2; expected 4: use the commit that wrote it, its git_commit",
         "code.pt": "was not loaded; if it is build-nanogpt's, first run python convert_hf.py code.pt weights.pt",
         "zipped.pt": "holds more than tensors and plain types; it was not loaded",
         "old-style.pt": "not a checkpoint",

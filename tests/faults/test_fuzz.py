@@ -21,8 +21,7 @@ from conftest import REPO, TINY, run_here, weights_content, write_data
 from rich.console import Console
 
 import prepare_dataset
-from convert_hf import read_weights, write_folder
-from generate import load_model
+from convert_hf import write_folder
 from model import GPT, GPTConfig
 from optim import make_optimizer, state_shapes
 from steadygpt.base.options import OF_PATHS, UserError
@@ -31,16 +30,18 @@ from steadygpt.checkpoint.files import TrainState, as_checkpoint, check_tensors,
 from steadygpt.checkpoint.mirror import Mirror
 from steadygpt.checkpoint.table import checkpoint_table, details, mirror_table
 from steadygpt.config import TrainConfig, parse_args
+from steadygpt.convert.weights import load_model, read_weights
 from steadygpt.data.shards import ShardSet, open_shard
 from steadygpt.data.tasks import load_examples
 from steadygpt.data.tokenizer import get_tokenizer, load_tokenizer, record_named
 from steadygpt.data.tokenizer_json import to_json
+from steadygpt.log.metrics import joined, owner
 from steadygpt.log.status import read_status
 from steadygpt.machine.ranks import Ranks
 from steadygpt.monitor.snapshot import watch
 from steadygpt.monitor.view import view
 from steadygpt.run.history import resumed
-from steadygpt.run.places import read_places
+from steadygpt.run.identity import read_run
 from steadygpt.run.repeats import repeated_records
 from steadygpt.run.results import Judge
 
@@ -237,7 +238,7 @@ def see_prepared() -> None:
 
 READERS: dict[str, Callable[[], object]] = {
     "checkpoints/status.json": lambda: (read_status(Path("checkpoints")), see_monitor()),
-    "checkpoints/run.json": lambda: read_places(Path("checkpoints")),
+    "checkpoints/run.json": lambda: read_run(Path("checkpoints")),
     "checkpoints/evaluations.json": lambda: [*checkpoint_table(Path("checkpoints"))],
     "mirror/index.json": lambda: [*mirror_table(Mirror(f"file://{Path.cwd()}/mirror"))],
     "prepared/manifest.json": see_prepared,
@@ -277,7 +278,9 @@ def test_broken_lines_of_a_log_are_skipped(files, monkeypatch, count):
             line = line if rng.random() < 0.8 else mutate(lines[number], rng)
             path.write_bytes(b"".join([*lines[:number], line, *lines[number + 1 :]]))
             see_monitor()
-            repeated_records(path, 2, "a course", {})
+            repeated_records(path, 2, "an id", {})
+            joined(path)
+            owner(path.parent)
     finally:
         path.write_bytes(original)
 

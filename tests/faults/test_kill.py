@@ -15,6 +15,7 @@ from conftest import MODERN, TINY, assert_same_state, load, write_data
 from harness import LaunchedRun, Run, assert_equals_reference, folders, run_to_end
 from injected import kill_at, record_save_calls, record_tokens, tokens_of_steps, wait_in_step
 
+import replay
 from steadygpt.checkpoint.files import find_checkpoint
 from steadygpt.run.starts import phase_of
 
@@ -132,6 +133,44 @@ def test_kill_while_the_mixture_changes_twice(workdir, least, ranks, record_prop
         number += 1
     assert len(tokens_of_steps()) == 100 * ranks
     record_property(f"kills of a run on {ranks} rank{'s' * (ranks > 1)} whose mixture changes twice", kills)
+
+
+@pytest.mark.storm
+def test_hopping_kills_while_the_mixture_changes_twice_have_the_bits_of_one_process(workdir, record_property, capsys):
+    """--deterministic, killed and resumed on 1, 2 or 4 processes; then all its steps are replayed."""
+    for seed, name in enumerate("abc"):
+        write_data(Path("data", name), num_tokens=(200, 900 + 100 * seed), seed=seed)
+
+    def start(name: str, last: int, mix: str, ranks: int) -> Run:
+        flags = (*FLAGS, "--deterministic", "--mini_batch_size", "1", "--keep_checkpoints", "100", *folders(name))
+        mixed = ("--mix", mix, "--max_steps", str(last), "--resume", "auto", "--allow_changes")
+        return Run(*flags, *mixed, ranks=ranks, tiny=TINY)
+
+    for part in PARTS:
+        run = start("reference", *part, ranks=1)
+        assert set(run.wait()) == {0}, run.text()
+    rng, kills, used = random.Random(3), 0, []
+    for part in PARTS:
+        text = ""
+        while not re.search(r"^finished|is finished", text, re.MULTILINE):
+            used.append(ranks := rng.choice((1, 2, 4)))
+            run = start("run", *part, ranks=ranks)
+            run.wait_for(r"^step +\d+/|^finished|is finished")
+            time.sleep(rng.uniform(0, 0.6))
+            run.kill()
+            text = run.text()
+            kills += not re.search(r"^finished|is finished", text, re.MULTILINE)
+    assert_equals_reference("run")
+    assert kills >= 5 and set(used) == {1, 2, 4}
+    assert replay.main(["--steps", "0:99", "run/ckpt"]) == 0
+    assert re.search(
+        r"^100 steps: losses, norms and \d+ checkpoints up to step 100 equal, bit for bit",
+        capsys.readouterr().out,
+        re.M,
+    )
+    record_property(
+        "kills of a deterministic run that hops between 1, 2 and 4 processes while its mixture changes", kills
+    )
 
 
 @pytest.mark.storm

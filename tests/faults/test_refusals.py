@@ -173,8 +173,8 @@ def test_a_second_trainer_in_the_same_folder_is_refused(workdir):
     first.wait_for(r"^step +3/")
     pid = first.ranks[0].pid
     assert f"run/ckpt: in use by process {pid}; wait for it" in refusal(*folders("run"), "--resume")
-    logs = ("--checkpoint_dir", "other", "--logdir", "run/logs")
-    assert f"run/logs: in use by process {pid}; give this run another --logdir" in refusal(*logs)
+    other = run_to_end("--checkpoint_dir", "other", "--logdir", "run/logs", "--run_name", "other")
+    assert "logs         run/logs/other, because run/logs has those of another run" in other
     first.kill()
     # The kernel releases the lock of a killed process.
     second = Run("--max_steps", "100000", *folders("run"), "--resume", "auto")

@@ -1,6 +1,5 @@
 """The run log: log.txt, metrics.jsonl, TensorBoard and status.json."""
 
-import dataclasses
 import errno
 import json
 import math
@@ -8,7 +7,6 @@ import os
 import re
 import threading
 import time
-import tracemalloc
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +17,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from steadygpt.base.text import duration_text
 from steadygpt.checkpoint.files import TrainState
 from steadygpt.config import TrainConfig
-from steadygpt.log.runlog import Metrics, RunLog
+from steadygpt.log.metrics import joined
+from steadygpt.log.runlog import RunLog
 from steadygpt.log.status import read_status
 from steadygpt.machine.ranks import Ranks
 from steadygpt.run.repeats import Repeats
@@ -28,50 +27,54 @@ from steadygpt.run.schedule import Schedule
 
 
 def config(tmp_path, **options) -> TrainConfig:
-    return TrainConfig(
-        run_name="tiny", logdir=str(tmp_path / "logs"), tensorboard_dir=str(tmp_path / "runs"), **options
-    )
+    places = {"logdir": str(tmp_path / "logs"), "tensorboard_dir": str(tmp_path / "runs")}
+    return TrainConfig(**{"run_name": "tiny", "max_steps": 10, **places, **options})
 
 
 def records(tmp_path) -> list[dict]:
-    return [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
+    return joined(tmp_path / "logs" / "metrics.jsonl")
 
 
 def write(log: RunLog, steps, value=1.0) -> None:
     for step in steps:
-        log.record(step, f"step {step}/10 | loss {value}", loss=value, mfu=None)
+        log.evaluation(step, f"loss {value}", loss=value, mfu=None)
 
 
 def test_each_line_of_metrics_is_a_json_object(tmp_path, capsys):
     log = open_log(config(tmp_path), None)
-    log.record(3, "step 3/10 | loss 2.5", loss=2.5, mfu=None, grad_norm=math.nan)
+    log.evaluation(3, "loss 2.5", loss=2.5, mfu=None, grad_norm=math.nan)
     log.show("passing by")  # on a terminal only
     log.close()
-    line = (tmp_path / "logs" / "metrics.jsonl").read_text()
+    start, line = (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    assert re.fullmatch(
+        r'\{"step": 0, "time": \S+, "start": 0, "run": "tiny", "id": "[0-9a-f]{16}", "parent": "", "how": \{\}\}\n',
+        start,
+    )
     assert re.fullmatch(r'\{"step": 3, "time": \d+\.\d+, "loss": 2\.5, "grad_norm": null\}\n', line)
     assert abs(json.loads(line)["time"] - time.time()) < 60
     assert (tmp_path / "logs" / "log.txt").read_text() == "run          tiny\nstep 3/10 | loss 2.5\n"
     assert "passing by" not in capsys.readouterr().out
 
 
-def test_resumed_run_removes_later_steps_from_its_logs(tmp_path):
+def test_a_resumed_run_appends_to_its_logs_and_changes_nothing_in_them(tmp_path):
     log = open_log(config(tmp_path), None)
     log.say("the plan")
     write(log, range(6))
     log.text(4, "a line\nstep 1/10 of the text itself")
     log.close()
-    with open(tmp_path / "logs" / "metrics.jsonl", "a") as file:
-        file.write('{"step": 6, "lo')  # an incomplete line, as a killed run leaves it
+    paths = [tmp_path / "logs" / name for name in ("log.txt", "metrics.jsonl")]
+    before = [path.read_bytes() for path in paths]
     log = open_log(config(tmp_path), 4)
     write(log, range(4, 8), value=2.0)
     log.close()
-    assert [(r["step"], r["loss"]) for r in records(tmp_path)] == [(s, 1.0) for s in range(4)] + [
+    assert [path.read_bytes()[: len(old)] for path, old in zip(paths, before, strict=True)] == before
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["log.txt", "metrics.jsonl"]
+    assert [(r["step"], r["loss"]) for r in joined(paths[1])] == [(s, 1.0) for s in range(4)] + [
         (s, 2.0) for s in range(4, 8)
     ]
-    text = (tmp_path / "logs" / "log.txt").read_text()
-    assert text.startswith("run          tiny\nthe plan\nstep 0/10")
-    assert "text itself" not in text
-    assert [line.split()[1] for line in text.splitlines()[2:]] == [f"{step}/10" for step in range(8)]
+    sample = "step 4/10 | sample:\na line\nstep 1/10 of the text itself\n"
+    again = "".join(f"step {step}/10 | loss 2.0\n" for step in range(4, 8))
+    assert paths[0].read_text().endswith(f"{sample}run          tiny\n{again}")
 
 
 def test_texts_cannot_control_the_terminal(tmp_path, capsys):
@@ -85,51 +88,7 @@ def test_texts_cannot_control_the_terminal(tmp_path, capsys):
     assert "skipped \\x1b[2J.pt\n" in printed.out and "skipped \\x1b[2J.pt\n" in text
     assert printed.err == "warning: the set \\u009b2J differs\n" and printed.err in text
     assert "\na\tmodel\\x07\nwrites \\x1b[31m\n" in printed.out
-    assert "\n[1] a\tmodel\\x07\n[1] writes \\x1b[31m\n" in text
-
-
-def test_resumed_run_keeps_later_lines_without_a_step_and_writes_in_place(tmp_path):
-    log = open_log(config(tmp_path), None)
-    write(log, range(3))
-    log.warn("the disk is full")
-    write(log, range(3, 6))
-    log.close()
-    inode = (tmp_path / "logs/log.txt").stat().st_ino
-    open_log(config(tmp_path), 2).close()
-    text = (tmp_path / "logs/log.txt").read_text()
-    assert text == "".join(f"{line}\n" for line in (
-        "run          tiny", "step 0/10 | loss 1.0", "step 1/10 | loss 1.0", "warning: the disk is full"
-    ))  # fmt: skip
-    assert (tmp_path / "logs/log.txt").stat().st_ino == inode
-
-
-def test_resumed_run_reads_only_the_end_of_a_long_log(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    with open(path, "wb") as file:
-        file.truncate(size := 2**28)  # what came before, as far as that matters here
-        file.seek(size)
-        file.write(b'\n{"step": 1, "loss": 1}\n{"step": 2, "loss": 1}\n')
-    tracemalloc.start()
-    Metrics(path, 2).close()
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert path.stat().st_size == size + 24
-    assert peak < 2**25
-
-
-@pytest.mark.parametrize(("older", "start_step"), [("tiny", None), ("another", 4)], ids=["new run", "another run"])
-def test_logs_of_a_different_run_are_renamed_and_kept_whole(tmp_path, older, start_step):
-    log = open_log(dataclasses.replace(config(tmp_path), run_name=older), None)
-    write(log, range(6))
-    log.close()
-    log = open_log(config(tmp_path), start_step)
-    write(log, [4], value=2.0)
-    log.close()
-    assert len([name for name in os.listdir(tmp_path / "logs") if "-until-" in name]) == 2
-    (renamed,) = (tmp_path / "logs").glob("metrics-until-*.jsonl")
-    assert len(renamed.read_text().splitlines()) == 6
-    (record,) = records(tmp_path)
-    assert (record["step"], record["loss"]) == (4, 2.0)
+    assert "\na\tmodel\\x07\nwrites \\x1b[31m\n" in text
 
 
 def test_full_disk_is_one_warning_and_loses_only_records(tmp_path, monkeypatch, capsys):
@@ -143,7 +102,7 @@ def test_full_disk_is_one_warning_and_loses_only_records(tmp_path, monkeypatch, 
         write(log, range(3))
     log.close()
     assert capsys.readouterr().err.count("cannot write to log.txt: ") == 1
-    assert len((tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()) == 3
+    assert len(records(tmp_path)) == 3
 
 
 def test_tensorboard_curves_have_no_duplicate_steps_after_a_resume(tmp_path):
@@ -172,7 +131,7 @@ def test_tensorboard_curves_have_no_duplicate_steps_after_a_resume(tmp_path):
 
 @pytest.fixture
 def log(tmp_path):
-    options = {"checkpoint_dir": str(tmp_path), "total_batch_size": 1000, "gpu_hour_cost": 3.0, "max_steps": 10}
+    options = {"checkpoint_dir": str(tmp_path), "total_batch_size": 1000, "gpu_hour_cost": 3.0}
     log = open_log(config(tmp_path, **options), None, ranks=Ranks(torch.device("cpu"), world_size=4))
     yield log
     log.close()
@@ -204,7 +163,7 @@ def test_records_and_status_json_have_speed_and_cost(log, finish_step, tmp_path)
     assert (started["doing"], started["step"], started["pid"]) == ("starting", 0, os.getpid())
     assert (started["ranks"], started["tokens_per_step"], started["run_name"]) == (4, 1000, "tiny")
     assert abs(started["updated_at"] - time.time()) < 60
-    assert started["logdir"] == str(tmp_path / "logs")
+    assert (started["run_id"], started["logdirs"]) == ("tiny", ["logs", str(tmp_path / "logs")])
     finish_step(2, seconds=9.5)
     assert read_status(tmp_path)["step"] == 3  # the first step is news
     assert "eta_s" not in read_status(tmp_path)  # the first step compiles

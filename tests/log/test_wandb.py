@@ -18,6 +18,7 @@ from harness import Run
 from steadygpt.base.options import UserError, option
 from steadygpt.config import TrainConfig
 from steadygpt.log import wandb_sink
+from steadygpt.log.metrics import joined
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the real package
@@ -60,10 +61,8 @@ def rows_of(folder: Path) -> list[dict]:
 def measured() -> dict[int, dict]:
     """Return the rows that metrics.jsonl stands for."""
     found = defaultdict(dict)
-    for line in Path("logs/metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        if "start" not in record:
-            found[record["step"]] |= {name: value for name, value in record.items() if name not in ("step", "time")}
+    for record in joined(Path("logs/metrics.jsonl")):
+        found[record["step"]] |= {name: value for name, value in record.items() if name not in ("step", "time")}
     return found
 
 
@@ -153,12 +152,12 @@ def wandb(monkeypatch):
     return sys.modules["wandb"]
 
 
-def write(tmp_path, start_step, steps, loss=1.0, resume="latest") -> None:
+def write(tmp_path, start_step, steps, loss=1.0, resume="latest", run="tiny") -> None:
     """Log some steps of a run of 10."""
-    options = {"run_name": "tiny", "logdir": str(tmp_path), "use_wandb": True}
-    log = open_log(TrainConfig(**options, max_steps=10, resume="" if start_step is None else resume), start_step)
+    options = {"run_name": run, "logdir": str(tmp_path), "use_wandb": True, "max_steps": 10}
+    log = open_log(TrainConfig(**options, resume="" if start_step is None else resume), start_step)
     for step in steps:
-        log.record(step, f"step {step}/10", loss=loss)
+        log.evaluation(step, "", loss=loss)
     log.close()
 
 
@@ -180,6 +179,14 @@ def test_going_back_to_an_older_checkpoint_and_a_fork_start_a_new_run(tmp_path, 
     assert wandb.runs["id1"] == [(step, {"loss": 2.0}) for step in range(3, 6)]
 
 
+def test_a_copy_of_a_run_with_its_logs_is_a_new_run(tmp_path, wandb):
+    write(tmp_path, None, range(4))
+    write(tmp_path, 4, range(4, 6), run="copy")
+    write(tmp_path, 6, range(6, 8), run="copy")
+    assert wandb.names == {"id0": "tiny", "id1": "copy"}
+    assert [step for step, _ in wandb.runs["id1"]] == [4, 5, 6, 7]
+
+
 def test_offline_starts_stay_apart_from_the_run_online(tmp_path, wandb):
     write(tmp_path, None, range(4))
     wandb.mode = "offline"
@@ -197,7 +204,7 @@ def test_a_process_of_wandb_that_dies_or_hangs_loses_curves_and_not_the_run(tmp_
         patch.setattr(wandb, "log", lambda: None)  # raises a TypeError, as a process that dies raises its errors
         write(tmp_path / "dead", None, range(10))
     assert capsys.readouterr().err.count("warning: Weights & Biases no longer receives curves: TypeError") == 1
-    assert len((tmp_path / "dead/metrics.jsonl").read_text().splitlines()) == 10
+    assert len(joined(tmp_path / "dead/metrics.jsonl")) == 10
     monkeypatch.setattr(wandb, "finish", threading.Event().wait)
     monkeypatch.setattr(wandb_sink, "FINISH_S", 0.2)
     write(tmp_path, None, range(3))
@@ -225,13 +232,22 @@ def test_wandb_that_fails_to_start_is_a_user_error_but_does_not_stop_a_resume(tm
     assert wandb.runs == {"id0": [(0, {"loss": 1.0})]}
 
 
-def test_secret_options_are_not_sent(tmp_path, wandb, monkeypatch):
-    @dataclass(frozen=True)
-    class WithSecret(TrainConfig):
-        webhook: str = option("", "where to post", secret=True)
+@dataclass(frozen=True)
+class WithSecret(TrainConfig):
+    webhook: str = option("", "where to post", secret=True)
 
-    monkeypatch.setattr(sys, "argv", ["train.py", "--webhook=https://hooks.example/token"])
-    open_log(WithSecret(webhook="https://hooks.example/token", logdir=str(tmp_path), use_wandb=True), None).close()
-    assert sys.argv == ["train.py", "--webhook=..."]  # wandb records it
-    assert "hooks.example" not in str(wandb.config)
-    assert wandb.config["max_lr"] == TrainConfig.max_lr
+
+def test_secret_options_are_not_sent(tmp_path, monkeypatch):
+    """W&B's metadata would have the command line."""
+    pytest.importorskip("wandb")
+    arguments = ["train.py", "--webhook=https://hooks.example/token", "--in_the_command=line"]
+    monkeypatch.setattr(sys, "argv", list(arguments))
+    for name, url in (("open", ""), ("secret", "https://hooks.example/token")):
+        open_log(WithSecret(webhook=url, logdir=str(tmp_path / name), use_wandb=True), None).close()
+        (folder,) = (tmp_path / name / "wandb").glob("offline-run-*")
+        [run] = records(folder)["run"]
+        assert {item.key: item.value_json for item in run.config.update}["max_lr"] == str(TrainConfig.max_lr)
+        (file,) = folder.glob("run-*.wandb")
+        assert (b"in_the_command" in file.read_bytes()) == (not url)
+    assert b"hooks.example" not in file.read_bytes()
+    assert sys.argv == arguments

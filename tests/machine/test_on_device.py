@@ -20,11 +20,11 @@ from harness import Run, assert_equals_reference, folders, run_to_end
 from injected import bad_numbers
 from test_divergence import assert_finite, assert_update_skipped
 
-import hellaswag_eval
-from generate import KVCache, generate
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, KVCache
 from optim import make_optimizer, update_unless
 from steadygpt.config import TrainConfig
+from steadygpt.evaluation import scores
+from steadygpt.evaluation.sample import generate
 from steadygpt.machine import parallel
 from steadygpt.machine.device import autocast, use_fp8
 from steadygpt.machine.ranks import Ranks
@@ -195,13 +195,13 @@ def test_model_scores_hellaswag_like_fp64_on_the_cpu(device):
     trees = []
     for example in range(12):
         endings = [random.integers(0, 257, random.integers(3, 8)).tolist() for _ in range(4)]
-        trees.append(hellaswag_eval.Tree(random.integers(0, 257, 8).tolist(), endings, [5, 6, 7, 8], example, 0))
+        trees.append(scores.Tree(random.integers(0, 257, 8).tolist(), endings, [5, 6, 7, 8], example, 0))
     cpu = torch.device("cpu")
-    expected = hellaswag_eval.ending_losses(build(cpu).double(), trees, Ranks(cpu))
+    expected = scores.ending_losses(build(cpu).double(), trees, Ranks(cpu))
     model = build(device)
-    assert np.abs(hellaswag_eval.ending_losses(model, trees, Ranks(device)) - expected).max() < 1e-3
+    assert np.abs(scores.ending_losses(model, trees, Ranks(device)) - expected).max() < 1e-3
     with autocast(device, "bf16"):
-        found = hellaswag_eval.ending_losses(model, trees, Ranks(device))
+        found = scores.ending_losses(model, trees, Ranks(device))
     assert (found.argmin(1) == expected.argmin(1)).all()  # close calls are scored again in fp32
 
 

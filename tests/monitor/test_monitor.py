@@ -17,21 +17,22 @@ import pytest
 from conftest import REPO
 from rich.cells import cell_len
 from rich.console import Console
+from test_metrics import start_line
 
 from steadygpt.base.options import UserError
+from steadygpt.log.metrics import places_of
 from steadygpt.monitor import snapshot as watch
-from steadygpt.monitor.chart import Chart
-from steadygpt.monitor.liveness import state_of
-from steadygpt.monitor.snapshot import Snapshot, process_state
+from steadygpt.monitor.snapshot import Snapshot, process_state, state_of
 
 sys.path.insert(0, str(REPO / "scripts"))
 import monitor_training
 
-from steadygpt.monitor.view import view
+from steadygpt.monitor.view import Chart, view
 
 STATUS = {
-    "status": "running", "reason": "", "doing": "training", "run_name": "tiny", "step": 120, "max_steps": 1000,
-    "tokens_per_step": 524288, "ranks": 8, "device": "NVIDIA H100 80GB HBM3", "tokens_per_second": 1204000,
+    "status": "running", "reason": "", "doing": "training", "run_name": "tiny", "run_id": "a run", "step": 120,
+    "max_steps": 1000, "tokens_per_step": 524288, "ranks": 8, "device": "NVIDIA H100 80GB HBM3",
+    "tokens_per_second": 1204000,
     "step_ms": 435.2, "mfu": 0.52, "eta_s": 4000, "elapsed_s": 7000, "cost": 24.1, "cost_to_go": 13.7,
     "host": socket.gethostname(), "pid": os.getpid(), "checkpoint_bytes": 1_500_000_000, "mirror": "s3://bucket/run",
 }  # fmt: skip
@@ -42,13 +43,12 @@ def write_run(folder: Path, heartbeat_age_s=1.0, warnings=(), **changes) -> Path
     checkpoints, logs = folder / "checkpoints", folder / "logs"
     checkpoints.mkdir(parents=True, exist_ok=True)
     logs.mkdir(exist_ok=True)
-    status = {**STATUS, "logdir": str(logs), "updated_at": time.time() - heartbeat_age_s, **changes}
+    status = {**STATUS, "logdirs": places_of(logs, checkpoints), "updated_at": time.time() - heartbeat_age_s, **changes}
+    status["warnings"] = list(warnings)
     (checkpoints / "status.json").write_text(json.dumps(status))
-    lines = [f"run          {status['run_name']}", *(f"warning: {text}" for text in warnings), ""]
-    (logs / "log.txt").write_text("\n".join(lines))
     append(
         checkpoints,
-        {"step": 0, "start": {"ranks": 8, "max_lr": 1e-3}, "course": "1f", "parent": "0a"},
+        start_line(0, how={"ranks": 8, "max_lr": 1e-3}),
         *({"step": step, "loss": 5.0 - step / 100} for step in range(100)),
         {"step": 100, "val_loss": 4, "val_bpb": 1.0625},
     )
@@ -90,7 +90,7 @@ def snapshot_of(
     changes=(), process="exists", age_s=1.0, folder="checkpoints", saved_age_s: float | None = 9
 ) -> Snapshot:
     status = {**STATUS, "pid": 42, **dict(changes)}
-    return Snapshot(Path(folder), status, process, age_s, saved_age_s, None, 0, {}, {}, [])
+    return Snapshot(Path(folder), status, process, age_s, saved_age_s, None, 0, {}, {})
 
 
 @pytest.mark.parametrize("case", STATES)
@@ -140,7 +140,7 @@ def test_snapshots_have_what_is_new(tmp_path):
     snapshots = watch.watch(str(checkpoints))
     first = next(snapshots)
     assert len(first.curves["loss"]) == 100 and first.curves["val_loss"] == [(100, 4)]
-    assert first.warnings == ["one", "two"]
+    assert first.status["warnings"] == ["one", "two"]
     assert first.process == "exists" and first.saved_age_s < 60 and first.mirrored_age_s is None
 
     append(checkpoints, {"step": 100, "loss": None}, {"step": 101, "loss": 3.5}, {"step": 102, "loss": 1}, end="")
@@ -151,32 +151,29 @@ def test_snapshots_have_what_is_new(tmp_path):
     assert next(snapshots).curves["loss"][100:] == [(101, 3.5), (102, 1)]
 
 
-def test_snapshots_after_a_resume_begin_again(tmp_path):
-    checkpoints = write_run(tmp_path, warnings=["of the first start"])
-    snapshots = watch.watch(str(checkpoints))
-    next(snapshots)
-    replacement = tmp_path / "new"
-    for name, text in (("metrics.jsonl", '{"step": 0, "loss": 5}\n'), ("log.txt", "run          tiny\n")):
-        replacement.write_text(text)
-        replacement.replace(tmp_path / "logs" / name)
-    again = next(snapshots)
-    assert again.curves["loss"] == [(0, 5)] and again.warnings == []
-    with open(tmp_path / "logs/metrics.jsonl", "r+") as file:
-        file.truncate(5)
-    assert next(snapshots).curves["loss"] == []
-
-
-def test_a_log_that_was_cut_back_and_has_grown_again_is_read_from_its_start(tmp_path):
+def test_after_a_resume_the_steps_that_are_repeated_count_once(tmp_path):
     checkpoints = write_run(tmp_path)
     snapshots = watch.watch(str(checkpoints))
     assert next(snapshots).curves["val_loss"] == [(100, 4)]
-    lines = (tmp_path / "logs/metrics.jsonl").read_text().splitlines(keepends=True)
-    with open(tmp_path / "logs/metrics.jsonl", "r+") as file:
-        file.truncate(sum(map(len, lines[:51])))
-    append(checkpoints, *({"step": step, "loss": 2.0} for step in range(50, 300)))
+    append(checkpoints, start_line(50), *({"step": step, "loss": 2.0, "lr": 0.5} for step in range(50, 60)))
     again = next(snapshots)
-    assert [step for step, _ in again.curves["loss"]] == list(range(300))
-    assert again.curves["val_loss"] == [] and again.unread == 0
+    assert again.curves == {"loss": [(s, 5.0 - s / 100 if s < 50 else 2.0) for s in range(60)], "val_loss": []}
+    assert (again.latest["step"], again.latest["lr"], again.unread) == (59, 0.5, 0)
+    assert "val_bpb" not in again.latest
+    assert look(checkpoints).curves == again.curves
+    append(checkpoints, start_line(60, how={"a long": "x" * 70_000}), *({"step": s, "loss": 1.0} for s in (60, 61)))
+    append(checkpoints, start_line(61), {"step": 61, "loss": 0.5})
+    assert next(snapshots).curves["loss"][59:] == [(59, 2.0), (60, 1.0), (61, 0.5)]
+
+
+def test_the_logs_of_a_run_that_was_removed_and_started_again_are_read_from_their_beginning(tmp_path):
+    checkpoints = write_run(tmp_path)
+    snapshots = watch.watch(str(checkpoints))
+    next(snapshots)
+    (tmp_path / "logs/metrics.jsonl").unlink()
+    assert next(snapshots).curves["loss"] == []
+    append(checkpoints, start_line(0), {"step": 0, "loss": 5})
+    assert next(snapshots).curves["loss"] == [(0, 5)]
 
 
 def test_snapshots_of_damaged_and_missing_files(tmp_path):
@@ -191,8 +188,7 @@ def test_snapshots_of_damaged_and_missing_files(tmp_path):
     assert after.unread == 2
     assert after.status["run_name"] == "tiny"  # what it said before
     (tmp_path / "logs/metrics.jsonl").unlink()
-    (tmp_path / "logs/log.txt").unlink()
-    assert next(snapshots).warnings == []
+    assert next(snapshots).curves["loss"] == []
 
 
 BROKEN_LINES = [
@@ -254,7 +250,8 @@ def test_a_status_that_does_not_fit_is_one_line_and_the_live_view_keeps_the_last
 
 ODD = {
     "empty": {}, "finished without a step": {"status": "finished"}, "an unknown word": {"status": "", "doing": ""},
-    "a pid that cannot exist": {"pid": 2**63 - 1}, "no folder": {"logdir": "\x00"}, "no text": {"logdir": "\ud800"},
+    "a pid that cannot exist": {"pid": 2**63 - 1}, "no folder": {"logdirs": ["\x00"]},
+    "no text": {"logdirs": ["\ud800"]},
     "a large date": {"updated_at": 1e308, "mirrored_at": 1e308, "mirror": "s3://x/y"},
     "large numbers": dict.fromkeys(("eta_s", "elapsed_s", "step_ms", "cost", "mfu"), 1e308) | {"step": 2**62},
     "no size": {"checkpoint_bytes": 0, "max_steps": 0},
@@ -287,7 +284,10 @@ def test_runs_that_were_moved_and_the_newest_of_several(tmp_path):
     write_run(tmp_path / "old")
     (tmp_path / "old").rename(tmp_path / "new")
     assert len(look(tmp_path / "new/checkpoints").curves["loss"]) == 100
-    (tmp_path / "new/logs/log.txt").write_text("run          a later one\n")
+    write_run(tmp_path / "old", run_name="a later one")
+    assert len(look(tmp_path / "new/checkpoints").curves["loss"]) == 100
+    (tmp_path / "new/logs/metrics.jsonl").write_text(json.dumps(start_line(0, run="a later one")))
+    (tmp_path / "old/logs/metrics.jsonl").unlink()
     assert look(tmp_path / "new/checkpoints").curves["loss"] == []
 
 
@@ -370,10 +370,9 @@ def test_view_shows_first_of_all_whether_the_run_is_alive(tmp_path):
 
 def test_view_of_a_run_that_ended_has_its_summary_and_advice_instead_of_the_load(tmp_path):
     advice = "stopping after 5 bad steps. " + "Resume with a smaller learning rate. " * 3 + "Or skip these tokens."
-    checkpoints = write_run(tmp_path, warnings=[advice])
-    append(checkpoints, {"step": 120, **GPUS, **HOST})
     for status in ("running", "failed"):
-        write_run(tmp_path, warnings=[advice], status=status, summary=["tokens  6.34 B"])
+        checkpoints = write_run(tmp_path, warnings=[advice], status=status, summary=["tokens  6.34 B"])
+        append(checkpoints, {"step": 120, **GPUS, **HOST})
         text = " ".join("\n".join(shown(checkpoints, 80, 36)).split())
         ended = status == "failed"
         assert ("GPU 0" in text, "remaining" in text, "Or skip these tokens." in text) == (not ended, not ended, ended)

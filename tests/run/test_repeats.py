@@ -6,12 +6,12 @@ import os
 import re
 import shutil
 import signal
-import tracemalloc
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import in_ranks, load, metrics, need_gpus, open_log, run_here
+from test_metrics import start_line, steps, write_lines
 from test_train import folders, run_rank
 
 import train
@@ -100,13 +100,6 @@ def test_the_records_of_an_abandoned_course_are_not_compared(run_to_8, capsys):
     assert "resumed at step 6: repeated 2 steps, bit for bit" in resumed(capsys, *from_6)
 
 
-def test_a_log_of_an_older_version_is_not_compared(run_to_8, capsys):
-    lines = Path("logs-a/metrics.jsonl").read_text().splitlines(keepends=True)
-    Path("logs-a/metrics.jsonl").write_text("".join(line for line in lines if '"start"' not in line))
-    reason = "metrics.jsonl does not say which start wrote their records"
-    assert resumed(capsys, *FROM_3) == f"resumed at step 3: repeated steps are not compared: {reason}"
-
-
 def test_a_run_that_stops_says_how_many_steps_it_has_compared(run_to_8, capsys, monkeypatch):
     compute = train.train_step
 
@@ -130,63 +123,40 @@ def test_only_logged_steps_are_compared(workdir, capsys):
 # records and numbers
 
 
-def start(step: int, course: str, parent: str, ranks: int = 1) -> dict:
-    return {"step": step, "start": {"ranks": ranks}, "course": course, "parent": parent}
+def start(step: int, id: str, parent: str, ranks: int = 1) -> dict:
+    return start_line(step, id, parent) | {"how": {"ranks": ranks}}
 
 
-def compared(*lines: dict | str, parent: str = "A") -> tuple[list[int], str]:
-    """Return the steps that a start at step 4 compares, and why not all, for a log with these lines and numbers."""
+def compared(*lines: dict, parent: str = "A") -> tuple[list[int], str]:
+    """Return the steps that a start at step 4 compares, and why not all, for a log with these lines."""
     path = Path("metrics.jsonl")
-    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
-    records, reason = repeated_records(path, 4, parent, {"ranks": 1})
+    path.unlink(missing_ok=True)
+    records, reason = repeated_records(write_lines(path, *lines), 4, parent, {"ranks": 1})
     return list(records), reason
-
-
-def steps(*numbers: int) -> list[dict]:
-    return [{"step": step, "loss": 1.0} for step in numbers]
 
 
 def test_records_are_compared_up_to_the_first_one_of_another_start_or_course(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run = [start(0, "A", ""), *steps(*range(6))]
+    run = [start(0, "A", ""), *steps(0, 6)]
     assert compared(*run, {"step": 5, "cpu_percent": 3.0}) == ([4, 5], "")
-    assert compared(*run, start(6, "B", "A"), *steps(6, 7)) == ([4, 5, 6, 7], "")
-    assert compared(*run, start(6, "B", "A", ranks=2), *steps(6, 7)) == ([4, 5], "ranks 2 -> 1")
-    assert compared(*run, start(6, "B", "other"), *steps(6))[0] == [4, 5]
+    assert compared(*run, start(6, "B", "A"), *steps(6, 8)) == ([4, 5, 6, 7], "")
+    assert compared(*run, start(6, "B", "A", ranks=2), *steps(6, 8)) == ([4, 5], "ranks 2 -> 1")
+    assert compared(*run, start(6, "B", "other"), *steps(6, 7))[0] == [4, 5]
     assert compared(*run, parent="other") == ([], "their records do not descend from this checkpoint")
     # An earlier start that the repeated steps do not come from.
-    assert compared(start(0, "X", ""), *steps(0), start(1, "A", "X"), *steps(1, 2, 3, 4)) == ([4], "")
+    assert compared(start(0, "X", ""), *steps(0, 1), start(1, "A", "X"), *steps(1, 5)) == ([4], "")
     # A start at the same step, while the log before it is of another course.
-    assert compared(start(0, "X", ""), *steps(0, 1, 2, 3), start(4, "B", "A"), *steps(4)) == ([4], "")
-    assert compared(start(0, "A", ""), *steps(0, 1, 2, 3)) == ([], "")
+    assert compared(start(0, "X", ""), *steps(0, 4), start(4, "B", "A"), *steps(4, 5)) == ([4], "")
+    assert compared(start(0, "A", ""), *steps(0, 4)) == ([], "")
 
 
-@pytest.mark.parametrize(
-    "broken",
-    [
-        '{"step": 5, "ti', '{"step": 5, "loss": "low"}', '{"step": 5, "start": {', '{"step": 5, "start": {}, "course"',
-        '{"step": 5, "loss": ' + "9" * 999 + "}", '{"step": 5, "loss": ' + "[" * 99_999, "\x00" * 99, "[]",
-    ],
-    ids=lambda text: ascii(text)[:40],
-)  # fmt: skip
-def test_broken_lines_are_skipped(tmp_path, monkeypatch, broken):
+def test_starts_that_logged_nothing_and_abandoned_ones_stand_between(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert compared(start(0, "A", ""), *steps(3, 4), broken, *steps(6)) == ([4, 6], "")
-
-
-def test_the_search_for_records_ends_at_the_start_that_made_them(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    with open(path, "wb") as file:
-        file.truncate(2**28)  # what came before, as far as that matters here
-        file.seek(0, os.SEEK_END)
-        lines = [start(1, "A", ""), *steps(1, 2, 3, 4)]
-        file.write("".join(f"\n{json.dumps(line)}" for line in lines).encode())
-    tracemalloc.start()
-    records, _ = repeated_records(path, 3, "A")
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert list(records) == [3, 4]
-    assert peak < 2**25
+    run = [start(0, "A", ""), *steps(0, 6)]
+    assert compared(*run, start(4, "B", "A"), start(5, "C", "B"), *steps(5, 6)) == ([5], "")
+    # One that went back to step 2 of the checkpoint's start, and ended before step 4.
+    assert compared(*run, start(2, "B", "A"), *steps(2, 4), start(6, "C", "A"), *steps(6, 7)) == ([6], "")
+    assert compared(*run, start(2, "B", "A"), *steps(2, 6))[0] == []
 
 
 @pytest.fixture
@@ -201,7 +171,7 @@ def reported(log: RunLog, before: list[float | None], now: list[float], is_exact
     numbers = {"grad_norm": 1.0, "lr": 0.1}
     repeats = Repeats(log, 0, {i: {"loss": loss, **numbers} for i, loss in enumerate(before)}, "", is_exact)
     for step, loss in enumerate(now):
-        repeats.add(step, loss=loss, **numbers)
+        repeats.add(step, {"loss": loss, **numbers})
     return log.facts["resume"]
 
 

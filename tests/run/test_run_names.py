@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import load, metrics, run_here, scalars
+from conftest import load, metrics, options_in, run_here, scalars
 from test_train import folders
 
 import train
 from steadygpt.log.status import read_status
+from steadygpt.run.identity import read_run
 from steadygpt.run.start import unused_name
 
 STAMP = r"-\d{8}-\d{6}"
@@ -27,10 +28,9 @@ def runs() -> list[str]:
 
 
 def names_in(folder: str) -> set[str]:
-    """Return the name of the run in its checkpoint, its status and its log."""
+    """Return the name of the run in its run.json, its status and its log."""
     log = Path(f"logs-{folder}/log.txt").read_text().splitlines()[0]
-    saved = load(f"{folder}/latest.pt")["train_config"]["run_name"]
-    return {saved, read_status(Path(folder))["run_name"], log.split()[1]}
+    return {read_run(Path(folder)).name, read_status(Path(folder))["run_name"], log.split()[1]}
 
 
 def test_new_run_of_an_existing_name_gets_a_time_stamp_and_hides_no_point_of_the_older_run(workdir, capsys):
@@ -72,7 +72,9 @@ def test_fork_is_named_after_its_run_and_its_step(workdir, capsys):
     assert (steps_of("a"), steps_of("a-from-4")) == ([*range(8)], [4, 5, 6, 7])
     assert names_in("two") == {"a-from-4"}
     assert names_in("one") == {"a"}
-    assert "name         a-from-4, a fork of a; its logs are in logs-two" in capsys.readouterr().out.splitlines()
+    assert (
+        "fork         of the run a in one; this is the run a-from-4, with its logs in logs-two, and with no mirror"
+    ) in capsys.readouterr().out.splitlines()
     assert (original.read_bytes(), original.stat().st_mtime_ns, sorted(Path("one").iterdir())) == before
     run_here("--resume", str(original), "--run_name", "a", *folders("three"))  # with the flag of its run
     assert re.fullmatch(f"a-from-4{STAMP}", runs()[-1])  # the second fork from there
@@ -99,7 +101,7 @@ def test_fork_that_is_killed_before_its_first_save_keeps_its_name_and_its_option
     run_here("--resume", "latest", "--checkpoint_dir", "two")
     assert (steps_of("a"), steps_of("a-from-4")) == ([*range(8)], [4, 5, 6, 7])
     assert names_in("two") == {"a-from-4"}
-    assert load("two/latest.pt")["train_config"]["spike_z"] == 7
+    assert options_in("two/latest.pt").spike_z == 7
 
 
 def test_fork_has_a_best_model_of_its_own(workdir):

@@ -14,12 +14,13 @@ from conftest import metrics, run_here, scalars, weights_content
 
 import hellaswag_eval
 from convert_hf import write_folder
-from hellaswag_eval import close_calls, ending_losses, evaluate, tokenize
 from model import GPT, GPTConfig
 from steadygpt.base.options import UserError
-from steadygpt.config import TrainConfig, parse_tasks
-from steadygpt.data.tasks import TASKS, Example, load_examples
+from steadygpt.config import TrainConfig
+from steadygpt.convert.weights import load_model
+from steadygpt.data.tasks import TASKS, Example, load_examples, parse_tasks
 from steadygpt.data.tokenizer import get_tokenizer
+from steadygpt.evaluation.scores import close_calls, ending_losses, score_examples, tokenize
 from steadygpt.machine.ranks import Ranks
 
 CPU = Ranks(torch.device("cpu"))
@@ -76,7 +77,7 @@ def checkpoint() -> dict:
 
 @pytest.fixture(scope="module")
 def model(checkpoint) -> GPT:
-    return hellaswag_eval.load_model(checkpoint)
+    return load_model(checkpoint)
 
 
 # A task of the harness on rows of ours, so that nothing is downloaded.
@@ -120,7 +121,7 @@ def test_losses_and_scores_equal_those_of_the_harness(checkpoint, model, files, 
     theirs = run_harness(tmp_path / "exported", name, files[name])
     examples = load_examples(name, files[name], "lm_eval")
     trees = tokenize(examples, get_tokenizer("bytes"), model.config.context_length)
-    ours, scores = ending_losses(model, trees, CPU), evaluate(model, trees, CPU)
+    ours, scores = ending_losses(model, trees, CPU), score_examples(model, trees, CPU)
     assert (scores.acc, scores.acc_norm) == (theirs["acc,none"], theirs["acc_norm,none"])
     for sample in theirs["samples"]:
         expected = [-log_likelihood for log_likelihood, _ in sample["filtered_resps"]]
@@ -152,7 +153,7 @@ def test_scores_equal_those_of_a_plain_loop_over_the_endings(model, files, name)
         chosen["acc_norm"].append(int(np.argmin([x / len(y) for x, y in zip(sums, example.endings, strict=True)])))
     for metric, labels in chosen.items():
         right = [example._replace(label=label) for example, label in zip(examples, labels, strict=True)]
-        scores = evaluate(model, tokenize(right, get_tokenizer("bytes"), model.config.context_length), CPU)
+        scores = score_examples(model, tokenize(right, get_tokenizer("bytes"), model.config.context_length), CPU)
         assert getattr(scores, metric) == 1
     assert chosen["acc"] != chosen["acc_norm"]
 

@@ -1,0 +1,344 @@
+"""Weights of SteadyGPT, nanoGPT and Hugging Face: read as a checkpoint, compared with a run, loaded into a model."""
+
+import dataclasses
+import hashlib
+import json
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model import GPT, GPTConfig
+from steadygpt.base.disk import check_pulled
+from steadygpt.base.options import OptionError, UserError, kind_of, option
+from steadygpt.base.progress import say
+from steadygpt.base.text import labelled
+from steadygpt.base.typed import read_json
+from steadygpt.checkpoint.files import FORMAT_VERSION, as_checkpoint, check_tensors, load_verified, open_checkpoint
+from steadygpt.convert import families
+from steadygpt.convert.families import NANOGPT, TABLES, Family, foreign_names, resolved, to_foreign, to_own
+from steadygpt.data import hub
+from steadygpt.data.tokenizer import GPT2, TOKENIZER_JSON, TokenizerRecord, load_tokenizer, record_named, vocab_size_of
+
+# Of the vocab.json of GPT-2, as json.dumps writes it with sorted keys.
+GPT2_VOCAB_SHA256 = "855ec41a9d90094ebb1189ee8082e915505cf2dfe0691a4f39da9c020f9476b2"
+GPT2_ROWS = GPTConfig.vocab_size, GPTConfig().padded_vocab_size  # the latter with the unused rows of nanoGPT
+UNKNOWN = TokenizerRecord("")
+
+
+def read_weights(source: str, tokenizer: str = "", download: bool = True) -> dict:
+    """Read weights as a checkpoint without optimizer; its "tokenizer" is "" if unknown.
+
+    Args:
+        source: a checkpoint file (also nanoGPT's or build-nanogpt's), a folder of checkpoints for its latest, a Hugging
+            Face folder, or NAME[@REVISION] on the Hub.
+        tokenizer: of these weights, if the source does not name it.
+        download: False leaves "model" empty if the source is on the Hub; "source" then names it with its commit.
+    """
+    if not source:
+        raise UserError("no source; expected a checkpoint file, a Hugging Face folder, or a name such as gpt2")
+    path, given = Path(source), record_named(tokenizer)
+    if path.is_dir():
+        if not (path / "config.json").exists() and any(path.glob("*.pt")):
+            path, checkpoint = open_checkpoint(source, path)
+            return with_tokenizer(checkpoint, given, path)
+        return _read_folder(path, source, given)
+    if path.suffix == ".pt" or path.is_file():
+        return _read_file(path, given)
+    try:
+        folder, repo = hub.fetch_model(source, download)
+    except (hub.NoAnswer, hub.NotFound) as error:
+        raise UserError(f"{error}; there is no such file or folder either") from error
+    except OSError as error:
+        raise UserError(f"{source}: {error}; fix it and run this again") from error
+    if download or not repo.online:
+        return _read_folder(folder, source, given)
+    return _read_folder(folder, source, given, with_weights=False) | {"source": f"{repo.name}@{repo.commit}"}
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Options of all commands that use a trained model."""
+
+    checkpoint_dir: str = option("checkpoints", "folder of checkpoints")
+    device: str = option("auto", "auto (CUDA if available), cpu, cuda or mps")
+    precision: str = option(
+        "auto",
+        "auto: on a GPU bf16 if supported, else fp16; on a CPU the faster of bf16 and fp32",
+        choices=("auto", "fp32", "bf16", "fp16"),
+    )
+
+
+@dataclass(frozen=True)
+class CheckpointOptions(ModelOptions):
+    """Options of the commands that use a given checkpoint."""
+
+    checkpoint: str = option(
+        "latest",
+        "latest, best, stable, a file, a folder for its latest, or average:N for the mean weights of the newest N "
+        "rolling checkpoints",
+        positional=True,
+    )
+
+
+def load_model(checkpoint: dict) -> GPT:
+    """Return the model of a checkpoint, on the CPU."""
+    config = GPTConfig(**checkpoint["model_config"])
+    check_tensors(checkpoint | {"optimizer": {}}, "the checkpoint", sketch_of(config), {})  # before memory is allocated
+    model = GPT(config, initialize=False)
+    model.load_state_dict(checkpoint["model"])
+    return model
+
+
+def sketch_of(config: GPTConfig) -> GPT:
+    """Return a model on the meta device: the names and shapes of its weights, without memory."""
+    with torch.device("meta"):
+        return GPT(config, initialize=False)
+
+
+def load_cropped(weights: dict, shape: GPTConfig) -> None:
+    """Complete the weights of --init_from with their tensors, cropped to the context and the vocabulary of a run."""
+    model = weights["model"] = weights["model"] or read_weights(weights["source"])["model"]
+    if "wpe.weight" in model:
+        model["wpe.weight"] = model["wpe.weight"][: shape.context_length]
+    if weights["model_config"]["vocab_size"] > shape.vocab_size:
+        for name in TABLES:
+            model[name] = model[name][: shape.padded_vocab_size].clone()
+            model[name][shape.vocab_size :] = 0  # padding rows, as in training
+
+
+def check_fits(initial: dict, source: str, config: GPTConfig, record: TokenizerRecord) -> str:
+    """Check that the weights of --init_from fit the model and the data of a run; their context may be longer.
+
+    With the tokenizer of the data, they may also have rows for ids beyond it.
+
+    Returns: a line for the plan if the tokenizers cannot be compared, else "".
+    """
+    of_weights, of_run = TokenizerRecord.of(initial), resolved(config)
+    advice = "prepare the text with the tokenizer of the weights"
+    is_same = bool(record.tokenizer_sha256) and record.tokenizer_sha256 == of_weights.tokenizer_sha256
+    for name, found in resolved(GPTConfig(**initial["model_config"])).items():
+        longer = (name == "context_length" or (name == "vocab_size" and is_same)) and found >= of_run[name]
+        if name != "dropout" and found != of_run[name] and not longer:
+            other = f"the data has {of_run[name]}; {advice}" if name == "vocab_size" else f"this run has {of_run[name]}"
+            raise UserError(f"--init_from {source}: {name} is {found}, but {other}")
+    if not of_weights.fits(record):
+        raise UserError(f"--init_from {source}: tokenizer is {of_weights}, but the data has {record}; {advice}")
+    is_known = of_weights.tokenizer and (of_weights.tokenizer_sha256 or not of_weights.is_file)
+    unknown = labelled("weights", f"{source} names no tokenizer: only the vocabulary size was compared")
+    return "" if is_known else unknown
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# files and folders
+
+
+def _read_file(path: Path, given: TokenizerRecord) -> dict:
+    # build-nanogpt pickles its GPTConfig; an empty class replaces it, so that no code of the file runs.
+    stand_in = type("GPTConfig", (), {})
+    modules = ("__main__", "model", "train_gpt2")
+    with torch.serialization.safe_globals([(stand_in, f"{module}.GPTConfig") for module in modules]):
+        content = load_verified(path)
+    content = content if isinstance(content, dict) else {}
+    shape = content.get("model_args", content.get("config"))
+    if isinstance(shape, dict) and "model_args" in content:
+        found = {"activation": "gelu"} | shape  # nanoGPT
+    elif isinstance(shape, stand_in):
+        found = {"activation": "gelu_tanh"} | vars(shape)  # build-nanogpt, and gpt2-from-scratch with our names
+    else:
+        return with_tokenizer(as_checkpoint(content, path), given, path)
+    names = {ours: theirs for ours, theirs in NANOGPT.fields.items() if ours not in found}
+    config = _config(found | {ours: found[theirs] for ours, theirs in names.items() if theirs in found}, names, path)
+    weights = content.get("model")
+    if not isinstance(weights, dict) or not all(isinstance(tensor, Tensor) for tensor in weights.values()):
+        raise UserError(f"{path}: model is not a dict of tensors; expected the weights of a GPT")
+    record = given if given.tokenizer else _assumed_gpt2(config, path)
+    return _converted(config, _own_names(weights), NANOGPT, record, path)
+
+
+def _own_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Remove constants, and the prefixes of torch.compile and DDP, which are in the order of their wrapping."""
+    kept = {name: tensor for name, tensor in weights.items() if not name.endswith(families.CONSTANTS)}
+    return {re.sub(r"^((_orig_mod|module)\.)+", "", name): tensor for name, tensor in kept.items()}
+
+
+def _read_folder(folder: Path, source: str, given: TokenizerRecord, with_weights: bool = True) -> dict:
+    if not (folder / "config.json").exists():
+        raise UserError(f"{source}: not a Hugging Face model; expected config.json in it")
+    stored = read_json(folder / "config.json", dict, "expected that of a Hugging Face model")
+    family, found = families.read_config(stored, source)
+    config = _config(found, family.fields, source)
+    own = stored.get("steadygpt")  # written by write_folder of convert_hf.py
+    own = own if isinstance(own, dict) and own.get("vocab_size") == config.vocab_size else {}
+    record = given if given.tokenizer else _tokenizer_of(folder, source, own, config, stored)
+    weights = _read_safetensors(folder, source, family) if with_weights else {}
+    biases = {name for name in weights if name.endswith(".bias")}
+    if own.get("bias") is False and not any(weights[name].any() for name in biases):  # write_folder added zeros
+        config = dataclasses.replace(config, bias=False)
+        weights = {name: tensor for name, tensor in weights.items() if name not in biases}
+    return _converted(config, weights if with_weights else None, family, record, source)
+
+
+def import_safetensors(path: object) -> Any:
+    """Return the package that reads and writes `path`, and that only Hugging Face folders need."""
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise UserError(f"{path}: needs safetensors and tokenizers; pip install safetensors tokenizers") from None
+    return safetensors
+
+
+def _read_safetensors(folder: Path, source: str, family: Family) -> dict[str, Tensor]:
+    safetensors, weights = import_safetensors(source), dict[str, Tensor]()
+    for file in hub.weight_files(folder):
+        if file.name == hub.WEIGHTS and not file.exists():
+            found = f"{source}: no {hub.WEIGHTS} and no {hub.INDEX}"
+            raise UserError(f"{found}; other formats are refused, because loading them can run code")
+        try:
+            with open(file, "rb") as opened:
+                check_pulled(file, opened.peek(1))
+            weights |= _own_names(safetensors.torch.load_file(file))
+        except (OSError, safetensors.SafetensorError) as error:
+            raise UserError(f"{file}: cannot be read ({error})") from error
+    base = foreign_names("wte.weight", family)[0].partition(".")[0]
+    if not any(name.startswith(base) for name in weights):  # saved without the head, as gpt2 on the Hub
+        weights = {name if name == "lm_head.weight" else f"{base}.{name}": weights[name] for name in weights}
+    return weights
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# shapes and weights
+
+
+def _config(found: dict, names: dict[str, str], source: Path | str) -> GPTConfig:
+    """Build a model's shape from its fields; `names` has the names that errors report, as in the source."""
+    shape = {}
+    for f in dataclasses.fields(GPTConfig):
+        value, expected = found.get(f.name, f.default), kind_of(f)
+        if type(value) not in ((int, float) if expected is float else (expected,)):
+            example = "true or false" if expected is bool else f"{expected.__name__}, such as {f.default}"
+            raise UserError(f"{source}: {names.get(f.name, f.name)} is {value!r}; expected {example}")
+        shape[f.name] = value
+    try:
+        config = GPTConfig(**shape)
+        config.check_shape()
+    except OptionError as error:
+        name = names.get(error.name, error.name)
+        raise UserError(f"{source}: {name} is {error.found}; expected {error.expected}") from None
+    return config
+
+
+def _converted(
+    config: GPTConfig, weights: dict[str, Tensor] | None, family: Family, record: TokenizerRecord, source: Path | str
+) -> dict:
+    """Return a checkpoint of foreign weights, in GPT's names and layouts; without weights its "model" is empty."""
+    rows, config = config.vocab_size, _without_padding(config, record, source)
+    model: dict[str, Tensor] = {}
+    checkpoint = {
+        "format_version": FORMAT_VERSION,
+        "model": model,
+        "model_config": dataclasses.asdict(config),
+        **record._asdict(),
+        "torch_version": str(torch.__version__),
+        "saved_at": time.time(),
+        **{"step": 0, "rows_consumed": 0, "optimizer": {}, "starts": []},  # no run has trained them
+    }
+    if weights is None:
+        return checkpoint
+    for name, empty in sketch_of(config).named_parameters():  # without a tied head
+        parts = []
+        for foreign, like in to_foreign(name, empty, config, family).items():
+            expected = (rows, config.embd_size) if name in TABLES else tuple(like.shape)
+            tensor = weights.pop(foreign, None)
+            if tensor is None or tuple(tensor.shape) != expected:
+                found = "missing" if tensor is None else tuple(tensor.shape)
+                raise UserError(f"{source}: the weight {foreign} is {found}; expected {expected}")
+            if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:  # such as scaled float8
+                raise UserError(f"{source}: the weight {foreign} is {tensor.dtype}; expected fp64, fp32, fp16 or bf16")
+            if not tensor.isfinite().all():
+                raise UserError(f"{source}: the weight {foreign} has NaN or infinite values; expected finite ones")
+            parts.append(tensor.float())
+        model[name] = to_own(name, parts, config, family)
+    if config.tied_head:
+        model["lm_head.weight"] = model["wte.weight"]
+        head, table = (foreign_names(name, family)[0] for name in ("lm_head.weight", "wte.weight"))
+        stored = weights.pop(head, model["wte.weight"])[: config.vocab_size].float()
+        if not torch.equal(stored, model["wte.weight"][: config.vocab_size]):
+            raise UserError(f"{source}: weights {head} and {table} differ; expected equal ones: the head is tied")
+    if weights:
+        raise UserError(f"{source}: unexpected weight {min(weights)}; expected {len(model)} weights")
+    return checkpoint
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# tokenizers
+
+
+def with_tokenizer(checkpoint: dict, given: TokenizerRecord, path: Path) -> dict:
+    """Return the checkpoint with its tokenizer filled in."""
+    known = TokenizerRecord.of(checkpoint)
+    known = known if known.tokenizer else given
+    if given.tokenizer not in ("", known.tokenizer):
+        raise UserError(f"{path}: its tokenizer is {known}; drop --tokenizer {given.tokenizer}")
+    _without_padding(GPTConfig(**checkpoint["model_config"]), given, path)  # checks it
+    return checkpoint | known._asdict()
+
+
+def _tokenizer_of(folder: Path, source: str, own: dict, config: GPTConfig, stored: dict) -> TokenizerRecord:
+    """Return what is known of the tokenizer of a folder with the config.json `stored`, to which we have added `own`."""
+    record = TokenizerRecord.of({"tokenizer": ""} | own, f"{source}: steadygpt in config.json")
+    if own.get("tokenizer_sha256") or (record.tokenizer and not record.is_file):
+        return record.with_json(folder)
+    has_rows_of_gpt2 = config.vocab_size in GPT2_ROWS
+    try:
+        if stored["model_type"] == "gpt2" and not (folder / TOKENIZER_JSON).exists():  # an older folder
+            if not (folder / "vocab.json").exists():
+                return _assumed_gpt2(config, source)
+            vocabulary = json.dumps(read_json(folder / "vocab.json", dict, ""), sort_keys=True)
+            is_gpt2 = hashlib.sha256(vocabulary.encode()).hexdigest() == GPT2_VOCAB_SHA256
+            return GPT2 if is_gpt2 and has_rows_of_gpt2 else UNKNOWN
+        record = TokenizerRecord(f"{folder}/{TOKENIZER_JSON}" if Path(source).is_dir() else f"hf:{source}")
+        record = record.with_json(folder)
+        tokenizer = load_tokenizer(record)
+    except (UserError, OSError):  # there is none, or it is not accepted
+        return UNKNOWN
+    if has_rows_of_gpt2 and tokenizer.sha256 == GPT2.tokenizer_sha256:
+        return GPT2
+    if tokenizer.n_vocab > config.vocab_size:
+        return UNKNOWN
+    special = {str(i): token for token, i in tokenizer.encoding._special_tokens.items()}
+    begins = record.document_token
+    if begins not in special.values():
+        begins = special.get(str(stored.get("bos_token_id")), begins)
+    return record._replace(tokenizer_sha256=tokenizer.sha256, document_token=begins)
+
+
+def _assumed_gpt2(config: GPTConfig, source: Path | str) -> TokenizerRecord:
+    """Return gpt2, with a warning, for weights of its size without a tokenizer."""
+    if config.vocab_size not in GPT2_ROWS:
+        return UNKNOWN
+    found = f"names no tokenizer; assumed gpt2, because it has {config.vocab_size:,} rows"
+    say(f"warning: {source}: {found}. For another one, use --tokenizer of convert_hf.py")
+    return TokenizerRecord("gpt2")
+
+
+def _without_padding(config: GPTConfig, record: TokenizerRecord, source: Path | str) -> GPTConfig:
+    """Return the shape with the vocabulary of the tokenizer, if that is known by name.
+
+    The padding of other vocabularies stays, because data that was prepared without their tokenizer counts it.
+    """
+    if not record.tokenizer or (record.is_file and not record.tokenizer_json):
+        return config
+    rows, vocab_size = config.vocab_size, vocab_size_of(record)
+    if record.is_file and vocab_size <= rows:
+        return config
+    if not vocab_size <= rows < vocab_size + 128:
+        raise UserError(
+            f"{source}: vocab_size is {rows:,}; expected the {vocab_size:,} of the tokenizer {record.tokenizer!r}, "
+            "or a few rows of padding more; name the right one with --tokenizer"
+        )
+    return dataclasses.replace(config, vocab_size=vocab_size)

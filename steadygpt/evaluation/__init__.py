@@ -1,0 +1,1 @@
+"""What a trained model can do: text that it continues, and multiple-choice tasks."""

@@ -1,0 +1,132 @@
+"""metrics.jsonl: its writer, and the reader that joins the segments of a run.
+
+Each start of a run appends a segment: a line of its own (StartLine), then a record of numbers for each measurement. A
+run that resumes at step s measures the steps from s on again, so later starts win from their first step on.
+"""
+
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypedDict
+
+from steadygpt.base.durable import fsync, lines_from_end, no_link
+from steadygpt.base.options import UserError
+from steadygpt.base.typed import Count, parse_json
+
+METRICS = "metrics.jsonl"
+LINE = re.compile(rb'\{"step": (\d{1,18}), (?:"time": [\d.]+, "start": (\d{1,18}), )?')  # beginning, of any record
+OWNER_BYTES = 2**16  # of the beginning of a file, in which its first start is searched
+Record = dict[str, float | None]  # "step", "time" and what was measured; None: NaN or infinity, which JSON lacks
+
+
+class _Start(TypedDict):
+    step: Count
+    start: Count  # the same: the first step
+    run: str  # id of the run
+    id: str  # of the start
+    parent: str  # id of the start that wrote the checkpoint; "" for a new run
+    how: dict[str, Any]  # what determines a step besides the checkpoint, by name
+
+
+class StartLine(_Start, total=False):
+    """The line with which a start begins its segment of metrics.jsonl."""
+
+    wandb: dict[str, str]  # "name" and "id" of the run in Weights & Biases, if it is online
+
+
+class LineFile:
+    """A file that lines are appended to."""
+
+    def __init__(self, path: Path):
+        self.name = path.name
+        self.file = open(path, "a+b", opener=no_link)  # noqa: SIM115 (open as long as the run)
+        if end := self.file.seek(0, os.SEEK_END):
+            self.file.seek(end - 1)
+            if self.file.read() != b"\n":  # a line that a power cut or a full disk has broken
+                self.file.write(b"\n")
+
+    def write(self, line: str) -> None:
+        self.file.write(f"{line}\n".encode())
+        self.file.flush()
+
+    def flush(self) -> None:
+        """Make the lines durable."""
+        self.file.flush()
+        fsync(self.file.fileno())
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class Metrics(LineFile):
+    """metrics.jsonl: a line of JSON for each record."""
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Write a record."""
+        self.write(json.dumps({"step": step, "time": round(time.time(), 3), **without_nan(values)}))
+
+
+def without_nan(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values with None in place of NaN and infinity, which JSON lacks."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+
+
+def segments(path: Path, first_step: float = 0, key: str = "step") -> Iterator[tuple[StartLine, list[Record]]]:
+    """Yield the starts in a metrics.jsonl from the last to the first, each with its records that no later one repeats.
+
+    The file is read from its end as far as segments are asked for. Broken lines are skipped.
+
+    Args:
+        first_step: of the records that are read.
+        key: which they have.
+    """
+    records: list[Record] = []
+    end: float = math.inf  # where later starts begin
+    with suppress(FileNotFoundError), open(path, "rb") as file:
+        for _, line in lines_from_end(file):
+            if not (match := LINE.match(line)):
+                continue
+            with suppress(UserError):
+                if match[2]:
+                    start = parse_json(line, StartLine, path, "")
+                    yield start, records[::-1]
+                    records, end = [], min(end, start["start"])
+                elif first_step <= int(match[1]) < end and b'"%s": ' % key.encode() in line:
+                    records.append(parse_json(line, Record, path, ""))
+
+
+def joined(path: Path, key: str = "step") -> list[Record]:
+    """Return the records of a metrics.jsonl that have a key and that no later start repeats, from the first on."""
+    return [record for _, records in [*segments(path, key=key)][::-1] for record in records]
+
+
+def owner(logdir: str | Path) -> str:
+    """Return the id of the run that a folder of logs belongs to, "" if it has none."""
+    with suppress(OSError), open(Path(logdir, METRICS), "rb", opener=no_link) as file:
+        for line in file.read(OWNER_BYTES).splitlines():
+            with suppress(UserError):
+                return parse_json(line, StartLine, logdir, "")["run"]
+    return ""
+
+
+def places_of(logdir: str | Path, folder: Path) -> list[str]:
+    """Return where the logs of a run are: relative to the folder of its checkpoints, and absolute."""
+    return [os.path.relpath(os.path.realpath(logdir), os.path.realpath(folder)), str(Path(logdir).absolute())]
+
+
+def find_logs(places: Iterable[str], folder: Path, run: str) -> Path | None:
+    """Return the first one of `places_of` a run that has its logs: the relative one fits if both folders were moved.
+
+    Logs inside the folder are the run's in any case: those of a copy begin as those of the run that it is a copy of.
+    """
+    for place in places:
+        logdir = Path(os.path.normpath(Path(os.path.realpath(folder), place)))
+        with suppress(OSError, ValueError):  # the file may name an impossible folder
+            if owner(logdir) == run or (owner(logdir) and logdir.is_relative_to(os.path.realpath(folder))):
+                return logdir
+    return None

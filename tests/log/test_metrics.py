@@ -1,0 +1,139 @@
+"""metrics.jsonl: segments of several starts, joined; and the folders that hold the logs of a run."""
+
+import json
+import os
+import random
+import re
+import tracemalloc
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from conftest import REPO
+
+from steadygpt.log.metrics import METRICS, LineFile, find_logs, joined, owner, places_of, segments
+
+
+def start_line(step: int, id: str = "1", parent: str = "", run: str = "a run", **more) -> dict:
+    """Return the line with which a start begins its segment."""
+    return {"step": step, "time": 1.5, "start": step, "run": run, "id": id, "parent": parent, "how": {}, **more}
+
+
+def steps(first: int, end: int, loss: float = 1.0) -> list[dict]:
+    return [{"step": step, "time": 2.5, "loss": loss} for step in range(first, end)]
+
+
+def write_lines(path: Path, *lines: dict | str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a") as file:
+        file.writelines(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines)
+    return path
+
+
+# Steps 0 to 5; then a resume at step 3; a return to step 2; and a resume at step 7, of which an earlier log is lost.
+RUN = [
+    start_line(0), *steps(0, 6), start_line(3), *steps(3, 5, 2.0), start_line(2), *steps(2, 3, 3.0), start_line(7),
+    *steps(7, 9, 4.0),
+]  # fmt: skip
+
+
+def test_later_starts_win_from_their_first_step_on(tmp_path):
+    found = joined(write_lines(tmp_path / METRICS, *RUN), "loss")
+    assert [(record["step"], record["loss"]) for record in found] == [(0, 1), (1, 1), (2, 3), (7, 4), (8, 4)]
+
+
+def test_the_reader_needs_only_the_end_of_a_long_log(tmp_path):
+    path = tmp_path / METRICS
+    with open(path, "wb") as file:
+        file.truncate(2**28)  # what came before, as far as that matters here
+    write_lines(path, "", start_line(0), *steps(0, 4), start_line(3), *steps(3, 5, 2.0))
+    tracemalloc.start()
+    found = list(islice(segments(path, first_step=2, key="loss"), 2))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [(start["start"], [r["step"] for r in records]) for start, records in found] == [(3, [3, 4]), (0, [2])]
+    assert peak < 2**25
+
+
+BROKEN = [
+    '{"step": 5, "ti', '{"step": 5, "loss": "low"}', '{"step": 5, "time": 1, "start": 5, "run": "a',
+    '{"step": 5, "time": 1, "start": 1, "run": 3}', '{"step": 5, "loss": ' + "9" * 999 + "}",
+    '{"step": 5, "loss": ' + "[" * 9_999, "\x00" * 99, "[]", "",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda text: ascii(text)[:40])
+def test_broken_lines_are_skipped(tmp_path, broken):
+    path = write_lines(tmp_path / METRICS, broken, start_line(0), *steps(3, 5), broken, *steps(6, 7))
+    assert [record["step"] for record in joined(path)] == [3, 4, 6]
+    assert owner(tmp_path) == "a run"
+
+
+def test_a_start_after_a_broken_line_begins_on_a_line_of_its_own(tmp_path):
+    path = write_lines(tmp_path / METRICS, start_line(0))
+    with open(path, "a") as file:
+        file.write('{"step": 0, "lo')  # as a power cut leaves it
+    for line in (start_line(0, id="2"), *steps(0, 1)):
+        log = LineFile(path)
+        log.write(json.dumps(line))
+        log.close()
+    assert path.read_text().count("\n") == 4
+    assert [record["loss"] for record in joined(path)] == [1.0]
+
+
+def test_logs_are_found_after_a_move_of_the_project_or_of_the_checkpoints_alone(tmp_path):
+    logs = tmp_path / "project/logs"
+    write_lines(logs / METRICS, start_line(0))
+    folder = tmp_path / "project/checkpoints"
+    folder.mkdir()
+    places = places_of(logs, folder)
+    assert find_logs(places, folder, "a run") == logs
+    folder.rename(tmp_path / "elsewhere")
+    assert find_logs(places, tmp_path / "elsewhere", "a run") == logs
+    (tmp_path / "elsewhere").rename(folder)
+    (tmp_path / "project").rename(tmp_path / "moved")
+    write_lines(logs / METRICS, start_line(0, run="a later one in the old place"))
+    assert find_logs(places, tmp_path / "moved/checkpoints", "a run") == tmp_path / "moved/logs"
+    assert find_logs(places, tmp_path / "moved/checkpoints", "an unknown run") is None
+    assert owner(tmp_path) == ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the line of pandas in docs/monitoring.md
+
+
+def kept_by_the_documented_line(lines: list[dict]) -> list[dict]:
+    """Do what the line says: hide a record if its step is at least the smallest "start" from its line on."""
+    return [
+        line
+        for number, line in enumerate(lines)
+        if not any(line["step"] >= later["start"] for later in lines[number:] if "start" in later)
+    ]
+
+
+def test_the_documented_line_of_pandas_joins_as_the_reader_does(tmp_path):
+    rng = random.Random(0)
+    for number in range(50):
+        lines, step = [], 0
+        for _ in range(rng.randrange(1, 6)):
+            first = rng.randrange(step + 1)
+            step = first + rng.randrange(5)
+            lines += [start_line(first), *steps(first, step, rng.random())]
+        path = write_lines(tmp_path / f"{number}.jsonl", *lines)
+        assert joined(path) == kept_by_the_documented_line(lines)
+
+
+def test_the_documented_line_of_pandas(tmp_path, monkeypatch):
+    pd = pytest.importorskip("pandas")
+    monkeypatch.chdir(tmp_path)
+    write_lines(Path("logs") / METRICS, *RUN)
+    [line] = re.findall(r"^    (df = pd\.read_json.*)$", (REPO / "docs/monitoring.md").read_text(), re.MULTILINE)
+    names = {"pd": pd}
+    exec(line, names)
+    df = names["df"]
+    assert [*zip(df.step, df.loss, strict=True)] == [(r["step"], r["loss"]) for r in joined(Path("logs", METRICS))]
+
+
+def test_a_folder_that_cannot_be_read_has_no_logs(tmp_path):
+    os.symlink("loop", tmp_path / "loop")
+    assert find_logs(["\x00", "\ud800", "loop"], tmp_path, "a run") is None
