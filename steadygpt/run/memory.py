@@ -1,11 +1,9 @@
 """The memory that a run needs, and what fits: the rows of a micro-step, advice after an out-of-memory error."""
 
 import gc
-from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -104,43 +102,19 @@ def needed_bytes(config: TrainConfig, model: GPT, ranks: Ranks) -> float:
 # what fits
 
 
-def what_would_fit(config: TrainConfig, model: GPT, ranks: Ranks, limit: float) -> TrainConfig | None:
-    """Return a configuration that needs less memory than `config` and at most `limit` bytes, or None.
-
-    Changes are added one by one: fewer rows, recomputed blocks, a loss in chunks, FSDP, weights in host memory.
-    """
-    # The estimate may be too low, so a configuration that needs as much as this one is no advice.
-    limit = min(limit, 0.99 * needed_bytes(config, model, ranks))
-    changes: list[dict[str, Any]] = [
-        {},
-        {"activation_checkpointing": True},
-        {"loss_chunk_size": config.loss_chunk_size or min(2048, config.context_length // 2)},
-        {"sharding": "fsdp"} if ranks.world_size > 1 and not config.deterministic else {},
-        {"sharding": "fsdp", "cpu_offload": True} if ranks.device.type == "cuda" and not config.deterministic else {},
-    ]
-    possible = [rows for rows in config.possible_rows(ranks.world_size) if rows <= config.mini_batch_size]
-    for change in changes:
-        config = replace(config, **change)
-        for rows in reversed(possible):
-            fewer = replace(config, mini_batch_size=rows)
-            if needed_bytes(fewer, model, ranks) <= limit:
-                return fewer
-    return None
-
-
-def memory_advice(config: TrainConfig, model: GPT, ranks: Ranks, flags: Sequence[str] = ()) -> str:
-    """Return the needed and the available memory and what makes a run fit, after `flags`, for an error message."""
+def memory_advice(config: TrainConfig, model: GPT, ranks: Ranks) -> str:
+    """Return the needed and the available memory and the flags that save some, the cheapest first, for an error."""
     memory, needed = memory_bytes(ranks.device), bytes_text(needed_bytes(config, model, ranks))
-    limit = FITS[ranks.device.type] * memory
-    text = (
+    fewer = max((rows for rows in config.possible_rows(ranks.world_size) if rows < config.mini_batch_size), default=0)
+    savers = [f"--mini_batch_size {fewer}"] * bool(fewer)
+    savers += ["--activation_checkpointing"] * (not config.activation_checkpointing)
+    savers += [f"--loss_chunk_size {min(2048, config.context_length // 2)}"] * (not config.loss_chunk_size)
+    savers += ["--sharding fsdp"] * (config.sharding == "ddp" and not config.deterministic)
+    return (
         f"{counted(config.mini_batch_size, 'row')} of {config.context_length:,} tokens: about {needed} (estimated); "
-        f"the limit is {bytes_text(limit)} of the {bytes_text(memory)} of {device_name(ranks.device)}. "
+        f"the limit is {bytes_text(FITS[ranks.device.type] * memory)} of the {bytes_text(memory)} of "
+        f"{device_name(ranks.device)}. Try, in this order, {', '.join([*savers, 'a smaller model'])}"
     )
-    if not (found := what_would_fit(config, model, ranks, limit)):
-        return text + "No option makes this model fit; try a smaller model or a device with more memory."
-    changed = {name: value for name, value in vars(found).items() if value != getattr(config, name)}
-    flags = [*flags, *(f"--{name}" if value is True else f"--{name} {value}" for name, value in changed.items())]
-    return f"{text}Try {' '.join(flags)} (about {bytes_text(needed_bytes(found, model, ranks))})."
 
 
 @contextmanager
@@ -152,8 +126,8 @@ def out_of_memory_explained(config: TrainConfig, model: GPT, ranks: Ranks):
         if not is_out_of_memory(error):
             raise
         saved = Path(config.checkpoint_dir, LATEST).exists()
-        advice = memory_advice(config, model, ranks, ["--resume latest"] * saved)
-        intact = f" The checkpoints in {config.checkpoint_dir} are intact." * saved
+        intact = f". The checkpoints in {config.checkpoint_dir} are intact: add --resume latest" * saved
+        advice = memory_advice(config, model, ranks)
         raise RankError(f"out of memory on rank {ranks.rank}: {advice}{intact}") from error
 
 
