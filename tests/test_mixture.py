@@ -358,7 +358,7 @@ def test_validation_sets_are_shown_by_name_and_the_first_one_decides(sources, ca
         and f" | code: val loss {stored['val_loss/code']:.4f}" in shown
     )
     assert f"\nvalidation   web {stored['val_loss/web']:.4f}, code {stored['val_loss/code']:.4f}\n" in shown
-    assert "\nvalidation   web 192, code 192 tokens every 4 steps: about " in shown
+    assert "\nvalidation   384 tokens every 4 steps: about " in shown
 
 
 def test_the_first_validation_set_stays_the_first_one(sources):

@@ -38,14 +38,12 @@ from steadygpt.run.start import name_of_run
 from steadygpt.run.starts import epochs_of_sources, mixture_text, new_entry, phase_of
 
 SHARE_OF_PEAK = 0.4  # that a GPU is assumed to reach, where nothing is measured
-WELL_KNOWN = ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090")
+WELL_KNOWN = ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB")  # only the first one has fp8
 RATES = {"fp32": 0.5, "fp16": 1.0, "bf16": 1.0, "fp8": 2.0}  # of products, in units of bf16's; fp32 as TF32 (set_up)
-WITHOUT_TF32 = {"Tesla T4": 8.1 / 65}  # their rate in fp32, from the source of PEAK_FLOPS
-WITH_FP8 = ("NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090")
 MEASURE_S, ROUNDS = 10.0, 3  # measured time; rounds of it, if a step is not too long
 HELLASWAG_TOKENS = 1_600_000  # with GPT-2's tokenizer
 TOKENS_PER_PARAMETER = 20
-SHOWN_ELSEWHERE_S = 3600.0  # a run that no well-known GPU trains for this long needs no forecast
+SHOWN_ELSEWHERE_S = 3600.0  # a run that takes a well-known GPU less time needs no forecast
 MANY_EPOCHS = 4  # up to which repeated text is worth about as much as new text (Muennighoff et al. 2023)
 
 
@@ -120,24 +118,23 @@ class Plan:
             lines.append(("data", text))
         return lines
 
-    def val_rows(self) -> dict[str, tuple[int, int]]:
-        """Return the rows of a validation and those of its set, by name; of data that is not there yet, eval_tokens."""
-        planned, val_sets = self.config.eval_tokens // self.config.context_length, self.data.val_sets
+    def val_rows(self) -> int:
+        """Return the rows of a validation, over all of its sets; of data that is not there yet, eval_tokens."""
         if not self.data.sources and self.config.eval_freq:
-            return {"": (planned, planned)}
-        return {val.shards.name: (validation_rows(self.config, val.rows), val.rows.rows_per_epoch) for val in val_sets}
+            return self.config.eval_tokens // self.config.context_length
+        return sum(validation_rows(self.config, val.rows) for val in self.data.val_sets)
 
     def _validation_text(self) -> str:
-        config, sets, sizes, rows = self.config, self.val_rows(), [], 0
-        for name, (count, total) in sets.items():
-            rows += count
-            rest = f" of {total * config.context_length:,}" * (count < total)
-            sizes.append(f"{name} " * (len(sets) > 1) + f"{count * config.context_length:,}{rest}")
-        if not sizes or config.eval_freq > config.max_steps:
-            return f"{', '.join(sizes)} tokens at the end" if sizes else ""
+        config, rows = self.config, self.val_rows()
+        total = sum(val.rows.rows_per_epoch for val in self.data.val_sets)
+        text = (
+            f"{rows * config.context_length:,}" + f" of {total * config.context_length:,}" * (rows < total) + " tokens"
+        )
+        if not rows or config.eval_freq > config.max_steps:
+            return f"{text} at the end" * bool(rows)
         # A forward pass is a third of a step's work.
-        cost, every = rows / (3 * config.eval_freq * self.schedule.rows_per_step), counted(config.eval_freq, "step")
-        return f"{', '.join(sizes)} tokens every {every}: about {cost:.1%} of the training time"
+        cost = rows / (3 * config.eval_freq * self.schedule.rows_per_step)
+        return f"{text} every {counted(config.eval_freq, 'step')}: about {cost:.1%} of the training time"
 
     def _checkpoints_text(self, size: int, epochs: int) -> str:
         """Return the disk space of the checkpoints, each of `size` bytes, and the flag that lets them fit."""
@@ -146,16 +143,9 @@ class Plan:
         # latest.pt, its backup, the best one, and the one that is being written; one stays until it is uploaded.
         others = config.keep_checkpoints + 4 + (config.schedule == "wsd") + bool(config.mirror)
         files = others + min(filter(None, (epochs, config.keep_epochs)), default=0)
-        open_end = not (self.data.sources or epochs or config.keep_epochs)
-        more = ", plus one per epoch (epoch length unknown until data exists)" * open_end
-        text = f"{bytes_text(size)} each, at most {files:,} in {folder}: {bytes_text(files * size)}{more}; "
-        text += f"{bytes_text(free)} free"
-        if files * size <= free:
-            return text
-        advice = "try a smaller --keep_checkpoints and --keep_epochs 1, or another --checkpoint_dir"
-        if (fits := int(0.9 * free / size) - others) > 0:  # other files grow too
-            advice = f"--keep_epochs {fits} keeps only the newest of {epochs:,} epochs"
-        return f"{text} -- NOT ENOUGH; {advice}"
+        text = f"{bytes_text(size)} each, at most {files:,} in {folder}: {bytes_text(files * size)}; "
+        advice = " -- NOT ENOUGH; try a smaller --keep_checkpoints and --keep_epochs 1, or another --checkpoint_dir"
+        return f"{text}{bytes_text(free)} free{advice * (files * size > free)}"
 
 
 def uses_text(memory: dict[str, float], where: str, available: int, instead: str) -> str:
@@ -265,10 +255,8 @@ def note_of_processes(config: TrainConfig, before: Sequence[Entry], ranks: Ranks
     *others, most = [str(2**n) for n in range(count.bit_length())]
     possible = f"{', '.join(others)} or {most} processes" if others else "1 process"
     if not config.eval_only and count % ranks.world_size:
-        rows = config.total_batch_size // config.context_length
-        fewer = ranks.world_size in (2, 4, 8) and rows % ranks.world_size == 0 and not before
-        advice = "; or start a new run with a smaller --mini_batch_size" * fewer
-        raise UserError(f"--deterministic: {step}, so expected {possible}; found {ranks.world_size}{advice}")
+        advice = "or start a new run with a smaller --mini_batch_size"
+        raise UserError(f"--deterministic: {step}, so expected {possible}; found {ranks.world_size}; {advice}")
     if before and (began := trained_with(before[-1]).virtual_ranks()) != count:
         found = f"--deterministic: --total_batch_size {config.total_batch_size:,} fits {possible}"
         raise UserError(f"{found}, but the run began with one that fits {began}; drop the flag")
@@ -336,15 +324,15 @@ def measure_step_s(take_step: Callable[[TrainConfig], object], config: TrainConf
     return fmean(many_s) + (micro_steps - many) * (fmean(many_s) - fmean(one_s)) / max(1, many - 1)
 
 
-def work_per_token(config: TrainConfig, model: GPT, gpu: str, precision: str) -> tuple[float, float]:
+def work_per_token(config: TrainConfig, model: GPT, precision: str) -> tuple[float, float]:
     """Return the work of a token in training and in evaluation, as the number of bf16 FLOPs that take as long.
 
     Recomputed parts count again. fp8 applies to the matrices of the blocks; attention and the head stay in bf16.
     """
     everything, head = model.flops_per_token(), 6 * model.config.vocab_size * model.config.embd_size
     matrices = 6 * sum(p.numel() for p in model.parameters_by_role()["matrix"].values())
-    rate = WITHOUT_TF32.get(gpu, RATES["fp32"]) if precision == "fp32" else RATES[precision]
-    rest_rate = 1.0 if precision == "fp8" else rate
+    rate = RATES[precision]
+    rest_rate = min(rate, 1.0)
     blocks = matrices / rate + (everything - head - matrices) / rest_rate
     work = blocks + head / rest_rate
     chunked = 0 < config.loss_chunk_size < config.mini_batch_size * config.context_length
@@ -356,30 +344,28 @@ def forecast(plan: Plan, step_s: float | None = None) -> list[str]:
     """Return further lines of the plan: tokens, time and cost, from the seconds of a step if these were measured."""
     config, model, asked = plan.config, plan.sketch, plan.history.config.precision
     world_size, name, price = plan.ranks.world_size, device_name(plan.ranks.device), config.gpu_hour_cost
-    steps, val_rows = config.max_steps - plan.history.step, sum(rows for rows, _ in plan.val_rows().values())
-    kinds = (config.eval_freq, val_rows * config.context_length), (config.hellaswag_freq, HELLASWAG_TOKENS)
+    steps = config.max_steps - plan.history.step
+    kinds = (config.eval_freq, plan.val_rows() * config.context_length), (config.hellaswag_freq, HELLASWAG_TOKENS)
     evaluated = sum(size * math.ceil(steps / freq) for freq, size in kinds if freq)  # the last step too
     tokens, trained = config.max_steps * config.total_batch_size, steps * config.total_batch_size
 
     def seconds_on(gpu: str, precision: str) -> float:
-        in_training, in_evaluation = work_per_token(config, model, gpu, precision)
+        in_training, in_evaluation = work_per_token(config, model, precision)
         return (trained * in_training + evaluated * in_evaluation) / (SHARE_OF_PEAK * PEAK_FLOPS[gpu])
 
-    in_training, in_evaluation = work_per_token(config, model, name, config.precision)
+    in_training, in_evaluation = work_per_token(config, model, config.precision)
     evaluation = evaluated * in_evaluation / (in_training * max(1, trained))
-    longer = ", longer than training" * (evaluation > 1)
-    work = f"{counted(steps, 'step')}, plus {evaluation:.1%} for evaluation{longer}"
+    work = f"{counted(steps, 'step')}, plus {evaluation:.1%} for evaluation"
     optimal = f"about {TOKENS_PER_PARAMETER} is compute-optimal (Hoffmann et al. 2022)"
     lines = [("tokens", f"{tokens:,}, {tokens / model.num_parameters():,.1f} per parameter; {optimal}")]
     if step_s is None and name not in PEAK_FLOPS:
         lines.append(("time", f"unknown on this device; run --dry_run measure ({work})"))
         elsewhere_in = "bf16" if asked == "auto" else asked
-        gpus = WITH_FP8 if elsewhere_in == "fp8" else WELL_KNOWN
-        elsewhere = {gpu: seconds_on(gpu, elsewhere_in) for gpu in gpus}
-        for gpu, seconds in elsewhere.items() if max(elsewhere.values()) >= SHOWN_ELSEWHERE_S else ():
+        for gpu in WELL_KNOWN if elsewhere_in != "fp8" else WELL_KNOWN[:1]:
+            seconds, where = seconds_on(gpu, elsewhere_in), f"on one {gpu} in {elsewhere_in}, if the run fits"
             cost = f", cost {seconds / 3600 * price:,.2f}" * bool(price)
-            where = f"on one {gpu} in {elsewhere_in}, if the run fits, at {SHARE_OF_PEAK:.0%} of its peak"
-            lines.append(("time", f"{duration_text(seconds)}{cost} {where}"))
+            text = f"{duration_text(seconds)}{cost} {where}, at {SHARE_OF_PEAK:.0%} of its peak"
+            lines += [("time", text)] * (seconds >= SHOWN_ELSEWHERE_S)
     else:
         if step_s is not None:
             seconds = steps * step_s * (1 + evaluation)
