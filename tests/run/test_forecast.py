@@ -116,8 +116,8 @@ def test_recomputed_work_is_counted_in_training_but_not_in_evaluation(changes, r
     ("bf16", forecasts.WELL_KNOWN), ("fp32", forecasts.WELL_KNOWN), ("fp8", forecasts.WELL_KNOWN[:1]),
 ])  # fmt: skip
 def test_unknown_device_shows_well_known_gpus_that_have_the_precision(precision, names):
-    _, unknown, *gpus = forecast(precision=precision)
-    assert unknown.endswith("unknown on this device; run --dry_run measure (2,000 steps, plus 0.0% for evaluation)")
+    _, unknown, *gpus = forecast(dataclasses.replace(CONFIG, max_steps=20_000), precision=precision)
+    assert unknown.endswith("unknown on this device; run --dry_run measure (20,000 steps, plus 0.0% for evaluation)")
     line = rf"time         \d+ \w+ \d+ \w+, cost [\d.]+ on one (.*) in {precision}, if the run fits, at 40% of its peak"
     assert [re.fullmatch(line, gpu)[1] for gpu in gpus] == [*names]
 
