@@ -13,7 +13,7 @@ import re
 import signal
 from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -31,20 +31,18 @@ from steadygpt.checkpoint.files import Entry, intact_checkpoints, named_tensors,
 from steadygpt.checkpoint.mirror import Mirror
 from steadygpt.config import TrainConfig
 from steadygpt.data.tokenizer import TokenizerRecord
-from steadygpt.log.metrics import METRICS
+from steadygpt.log.metrics import METRICS, Record
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.device import device_name
 from steadygpt.machine.ranks import Ranks, Stopped, end_with_torchrun, joined
 from steadygpt.run.history import WITHOUT_TENSORS, History
 from steadygpt.run.identity import read_run
 from steadygpt.run.plan import settle
-from steadygpt.run.repeats import repeated_records
-from steadygpt.run.results import StepResult
+from steadygpt.run.repeats import Repeats, repeated_records
 from steadygpt.run.starts import difference, id_of_last
 from train import Run, build, capture, train_step
 
 AS_RECORDED = "code, machine and options are as recorded"
-COMPARED = {"loss": "losses", "grad_norm": "norms", "lr": "learning rates"}
 
 
 @dataclass(frozen=True)
@@ -139,84 +137,36 @@ def find_past(options: ReplayOptions, first: int, last: int, held: ExitStack) ->
 # the comparison
 
 
-@dataclass
-class Comparison:
-    """How closely a replay agrees with the run so far. Checkpoints are compared on rank 0 only."""
+class Findings:
+    """Prints what a replay finds, on rank 0, in place of the log of a run."""
 
-    past: Past
-    records: dict[int, dict[str, Any]] = field(default_factory=dict)  # of the steps of this part of the run
-    steps: int = 0  # replayed
-    recorded: int = 0  # of these
-    missing: dict[str, None] = field(default_factory=dict)  # why records are missing
-    saved: list[int] = field(default_factory=list)  # steps of the checkpoints
-    largest: dict[str, float] = field(default_factory=dict)  # kind -> largest difference, as a share of the numbers
-    first: str = ""  # difference, in words
-    reasons: dict[str, None] = field(default_factory=dict)  # why bits are not promised
+    def __init__(self):
+        self.differs = False  # somewhere where bits are promised
 
-    @property
-    def fails(self) -> bool:
-        """Whether there is a difference where bits are promised."""
-        return bool(self.first) and not self.reasons
+    def say(self, line: str) -> None:
+        print(printable(line), flush=True)
 
-    def find_records(self, starts: list[Entry], begin: int, end: int) -> None:
-        # A replay repeats steps as a resume does, from where this start began or from a checkpoint that it has made.
-        before = starts[:-1] if starts[-1]["step"] == begin else starts
-        self.records, missing = repeated_records(self.past.metrics, begin, id_of_last(before))
-        if not any(begin <= step < end for step in self.records) and not self.past.saves:
-            why = missing or f"{self.past.metrics} lacks their records"
-            raise UserError(
-                f"nothing to compare steps {begin:,} to {end - 1:,} with: no checkpoint is left, and {why}; choose "
-                "other steps, or restore the logs"
-            )
-        self.missing |= {missing: None} if missing and end - 1 not in self.records else {}
+    def warn(self, line: str, event: str = "") -> None:
+        self.differs = True
+        self.say(f"warning: {line}")
 
-    def step(self, result: StepResult) -> None:
-        """Compare a step with its record, if there is one."""
-        self.steps += 1
-        if record := self.records.get(result.step):
-            self.recorded += 1
-            for name, kind in COMPARED.items():
-                here, there = getattr(result, name), math.nan if record[name] is None else record[name]
-                # A number that is not finite is NaN, as in metrics.jsonl.
-                pair = torch.tensor([here if math.isfinite(here) else math.nan, there], dtype=torch.float64)
-                self.compare(kind, name, result.step, METRICS, pair[0], pair[1])
+    def note(self, **facts: object) -> None: ...
 
-    def checkpoint(self, content: dict) -> None:
-        """Compare weights and optimizer with those of the checkpoint file of their step."""
-        step, (file, saved) = content["step"], self.past.saves[content["step"]]
-        self.saved.append(step)
-        ours, theirs = named_tensors(content), named_tensors(saved)
-        for name in ours | theirs:
-            kind = "weights" if name in content["model"] else "optimizer"
-            self.compare(kind, name, step, file, *(found.get(name, torch.empty(0)) for found in (ours, theirs)))
 
-    def compare(self, kind: str, name: str, step: int, file: str, here: torch.Tensor, there: torch.Tensor) -> None:
-        """Compare the bits of two tensors."""
-        self.largest.setdefault(kind, 0.0)
-        if (here.shape, here.dtype) != (there.shape, there.dtype):
-            found, share = [f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in (here, there)], math.inf
-        elif (differs := here.flatten().view(torch.uint8) != there.flatten().view(torch.uint8)).any():
-            at = int(differs.view(torch.uint8).argmax()) // here.element_size()
-            found = [str(tensor.flatten()[at].item()) for tensor in (here, there)]
-            name += str([*map(int, torch.unravel_index(torch.tensor(at), here.shape))]) * (here.numel() > 1)
-            share = float(((here - there).abs().max() / here.abs().max()).nan_to_num(math.inf))
-        else:
-            return
-        self.largest[kind] = max(self.largest[kind], share)
-        self.first = self.first or f"{name} of step {step:,} is {found[0]}, but {found[1]} in {file}"
-
-    def __str__(self) -> str:
-        many = f"{len(self.saved)} checkpoints up to" if len(self.saved) > 1 else "the checkpoint of"
-        what = ["losses", "norms"] * bool(self.recorded) + [f"{many} step {step:,}" for step in self.saved[-1:]]
-        text = f"{' and '.join(filter(None, (', '.join(what[:-1]), *what[-1:])))} equal, bit for bit"
-        if self.first:
-            text = "largest difference, as a share of the largest number: "
-            text += ", ".join(f"{kind} {share:.2g}" for kind, share in self.largest.items())
-            text += f"; bits are not promised: {', '.join(self.reasons)}"
-        if missing := self.steps - self.recorded:
-            why = ", ".join(self.missing) or f"{METRICS} lacks them"
-            text += f"; losses and norms of {counted(missing, 'step')} not compared: {why}"
-        return f"{counted(self.steps, 'step')}: {text}"
+def compare_tensors(content: dict, saved: dict) -> str:
+    """Return in words how weights and optimizer state differ from those of a checkpoint; "" if their bits are equal."""
+    ours, theirs, shares = named_tensors(content), named_tensors(saved), dict[str, float]()
+    for name in sorted(ours | theirs):
+        here, there = (found.get(name, torch.empty(0)) for found in (ours, theirs))
+        if here.shape != there.shape:
+            shares[name] = math.inf
+        elif not torch.equal(here.view(torch.int32), there.view(torch.int32)):
+            shares[name] = float(((here - there).abs().max() / here.abs().max()).nan_to_num(math.inf))
+    most = max(shares, key=shares.__getitem__, default="")
+    text = (
+        f"{len(shares)} of {len(ours)} tensors differ, {most} most: by {shares.get(most, 0):.2g} of its largest number"
+    )
+    return text * bool(shares)
 
 
 def changes(entry: Entry, ranks: Ranks) -> list[str]:
@@ -252,40 +202,62 @@ def build_part(
     return build(plan, RunLog(plan.config, ranks, prints=False), held)
 
 
-def replay(past: Past, device: str, ranks: Ranks, held: ExitStack) -> Comparison:
-    """Train in memory and compare, up to the first difference where bits are promised."""
-    comparison, starts, checkpoint = Comparison(past), past.newest["starts"], past.checkpoint
-    first, end_of_all = checkpoint["step"] if checkpoint else 0, past.last + 1
+def find_records(past: Past, starts: list[Entry], begin: int, end: int) -> tuple[dict[int, Record], str]:
+    """Return the records of the steps of a part, see repeated_records()."""
+    # A replay repeats steps as a resume does, from where this start began or from a checkpoint that it has made.
+    before = starts[:-1] if starts[-1]["step"] == begin else starts
+    records, reason = repeated_records(past.metrics, begin, id_of_last(before))
+    records = {step: record for step, record in records.items() if step < end}
+    if not records and not past.saves:
+        raise UserError(
+            f"nothing to compare steps {begin:,} to {end - 1:,} with: no checkpoint is left, and "
+            f"{reason or f'{past.metrics} lacks their records'}; choose other steps, or restore the logs"
+        )
+    return records, reason if end - 1 not in records else ""
+
+
+def replay(past: Past, device: str, ranks: Ranks, held: ExitStack) -> bool:
+    """Train in memory and compare; return whether there is a difference where bits are promised, which ends it."""
+    findings, starts, checkpoint, equal = Findings(), past.newest["starts"], past.checkpoint, list[int]()
+    first, end_of_all, reasons = checkpoint["step"] if checkpoint else 0, past.last + 1, list[str]()
     resumed = sorted({entry["step"] for entry in starts if first < entry["step"] < end_of_all})
     with ProgressBar(
         desc="replaying", total=end_of_all - first, unit="step", delay=3, disable=not ranks.is_main
     ) as bar:
         for begin, end in pairwise([first, *resumed, end_of_all]):
             so_far = [entry for entry in starts if entry["step"] <= begin]
-            run = build_part(past, checkpoint, so_far, device, ranks, held)
-            state, found = run.state, changes(so_far[-1], ranks)
-            comparison.reasons |= dict.fromkeys(found)
-            ranks.on_main(partial(comparison.find_records, so_far, begin, end))
+            run, found_here = build_part(past, checkpoint, so_far, device, ranks, held), changes(so_far[-1], ranks)
+            reasons += found_here  # later parts continue with other bits too
+            found = ranks.on_main(partial(find_records, past, so_far, begin, end)) or ({}, "")
+            log: Any = findings  # which has all that Repeats calls
+            repeats = run.results.repeats = Repeats(log, begin, *found, is_exact=not reasons)
             if ranks.is_main:
-                print(printable(f"steps {begin:,} to {end - 1:,}: {', '.join(found) or AS_RECORDED}"), flush=True)
+                findings.say(f"steps {begin:,} to {end - 1:,}: {', '.join(found_here) or AS_RECORDED}")
             with closing(run.training_batches()) as batches:
-                while state.step < end:
-                    pending = train_step(run, batches)
-                    run.results.add(pending)
-                    comparison.step(pending.result())
-                    state.step += 1
-                    state.rows_consumed += run.plan.schedule.rows_per_step
-                    if state.step in past.saves:
-                        content = capture(run).wait()
-                        ranks.on_main(partial(comparison.checkpoint, content))
+                while run.state.step < end:
+                    run.results.add(train_step(run, batches))
+                    run.state.step += 1
+                    run.state.rows_consumed += run.plan.schedule.rows_per_step
+                    if run.state.step in past.saves:
+                        run.results.read_all()
+                        content, (file, saved) = capture(run).wait(), past.saves[run.state.step]
+                        if ranks.is_main and (differs := compare_tensors(content, saved)):
+                            tell = findings.say if reasons else findings.warn
+                            tell(f"step {run.state.step:,}, {file}: {differs}")
+                        else:
+                            equal.append(run.state.step)
                     bar.update(1)
-                    if ranks.any(comparison.fails):
-                        return comparison
+                    if ranks.any(findings.differs):
+                        return True
+            run.results.read_all()
+            repeats.report()
             if end < end_of_all:
                 checkpoint = capture(run).wait()
-                del run, batches  # the next part builds a model of its own
+                del run, repeats, batches  # the next part builds a model of its own
                 gc.collect()
-    return comparison
+    if ranks.is_main and equal:
+        findings.say(f"{counted(len(equal), 'checkpoint')} up to step {equal[-1]:,}: equal, bit for bit")
+    return ranks.any(findings.differs)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -300,12 +272,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(printable(f"from {past.origin}"), flush=True)
         sent = ranks.broadcast(past and past.without_tensors())
         try:
-            comparison = replay(past or sent, options.device, ranks, held)
+            return int(replay(past or sent, options.device, ranks, held))
         except Stopped as stopped:
             return 128 + signal.Signals[stopped.reason]
-        if ranks.is_main:
-            print(f"first difference: {comparison.first}" if comparison.fails else comparison)
-        return int(ranks.any(comparison.fails))
 
 
 if __name__ == "__main__":
