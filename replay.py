@@ -288,9 +288,9 @@ def replay(past: Past, device: str, ranks: Ranks, held: ExitStack) -> Comparison
                 print(printable(f"steps {begin:,} to {end - 1:,}: {', '.join(found) or AS_RECORDED}"), flush=True)
             with closing(run.training_batches()) as batches:
                 while state.step < end:
-                    pending = train_step(run, batches)
-                    run.results.add(pending)
-                    comparison.step(pending.result())
+                    result = train_step(run, batches)
+                    run.results.add(result)
+                    comparison.step(result())
                     state.step += 1
                     state.rows_consumed += run.plan.schedule.rows_per_step
                     if state.step in past.saves:

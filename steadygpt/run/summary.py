@@ -17,14 +17,15 @@ def summarize(results: Results, saves: Saves, parameters: int, status: str, reas
     """Return how a run of a model of so many parameters has ended, and on rank 0 its summary."""
     if (writer := saves.writer) is None:
         return [""]
-    config, state, totals = results.config, results.state, results.totals
+    config, state = results.config, results.state
     tokens, start_s = state.rows_consumed * config.context_length, process_age_s()
     here, elapsed_s = " since this start" * bool(state.elapsed_s), state.total_s()
     whole = f"{seconds_text(elapsed_s)} in total; since this start " * bool(here)
-    of_steps = f"{seconds_text(totals.seconds)} of it training ({counted(totals.steps, 'step')})"
+    of_steps = f"{seconds_text(results.seconds)} of it training ({counted(results.steps, 'step')})"
     lines = {"time": f"{whole}{seconds_text(start_s)}, {of_steps}"}
     lines["tokens"] = f"{tokens:,}, {tokens / parameters:,.2f} per parameter"
-    if speed := totals.steps_per_second():
+    if results.steps > 1:
+        speed = (results.steps - 1) / (results.seconds - results.first_s)
         tokens_per_second = speed * config.total_batch_size
         lines["speed"] = f"{tokens_per_second:,.0f} tokens/s{here}, {speed:.3g} steps/s, {config.precision}"
         if (mfu := results.mfu(tokens_per_second)) is not None:
@@ -53,11 +54,8 @@ def summarize(results: Results, saves: Saves, parameters: int, status: str, reas
         f"{writer.saved:,}{here}{failed}; they paused training for {pause_text(saves.paused_s)}, "
         f"{saves.paused_s / start_s:.2%} of the time"
     )
-    if totals.skipped or totals.spikes:
-        lines["skipped"] = (
-            f"{counted(totals.skipped, 'update')}{here}; {counted(totals.not_finite, 'step')} without a finite loss "
-            f"and gradient, {counted(totals.spikes, 'loss spike')}"
-        )
+    if results.skipped:
+        lines["skipped"] = f"{counted(results.skipped, 'update')}{here}; a warning in log.txt tells why"
     lines["next"] = next_commands(config.checkpoint_dir, status, state.best_val_loss is not None, results.ranks)
     end = f"{status}{f' ({reason})' if reason else ''} after {counted(state.step, 'step')}"
     end += f"; checkpoints in {config.checkpoint_dir}"
