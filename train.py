@@ -208,10 +208,10 @@ def train_step(run: Run, batches: BatchLoader) -> Callable[[], StepResult]:
     run.scaler.update()
     # Loss and norm are global, so all ranks make the same decision when one of them has a NaN or a spike.
     mean_loss = ranks.mean(torch.stack(losses))
-    skipped, numbers = run.judge(mean_loss, parallel.full_tensor(norm).to(ranks.device), run.scaler)
+    skipped, found = run.judge(mean_loss, parallel.full_tensor(norm).to(ranks.device), run.scaler)
     run.host_copy.wait_before_update()  # for a save that still copies the weights
     update_unless(skipped, run.optimizer)  # in place of scaler.step(), which knows only of overflows
-    return pending(step, run.state.rows_consumed + run.plan.schedule.rows_per_step, lr, numbers)
+    return pending(step, run.state.rows_consumed + run.plan.schedule.rows_per_step, lr, found)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -29,9 +29,11 @@ SILENT_STEPS = 5
 COMPILING_S = 900.0  # the limit at the start and in evaluations: no heartbeat while the model is compiled
 HEALTHY = ("running", "stopped", "finished")  # states
 
-MAX_POINTS = 4000  # of a curve, several times the columns of a terminal
+MAX_POINTS = 1000  # of a curve, more than a terminal has columns
 Curve = list[tuple[int, float]]  # points (step, value) in the order of the steps
-POINT = re.compile(  # beginning of a line of metrics.jsonl: a training or validation loss, or the first step of a start
+# The beginning of a line of metrics.jsonl: a training or validation loss, or the first step of a start. The rest is not
+# parsed, so that a log of months is shown in seconds.
+POINT = re.compile(
     rb'\{"step": (\d{1,18}), "time": [\d.]+, "(loss|val_loss|start)": (\d{1,18}(?:\.\d+)?(?:e-\d{1,3}|e\+\d\d)?)[,}]'
 )
 
@@ -67,7 +69,7 @@ def watch(run_folder: str) -> Iterator[Snapshot]:
             process=process_state(status.get("pid"), heartbeat_s) if is_here else "elsewhere",
             heartbeat_age_s=max(0.0, time.time() - heartbeat_s),
             saved_at=saved.stat().st_mtime if saved.exists() else None,
-            curves=curves.by_name,
+            curves={name: thin(curve) for name, curve in curves.by_name.items()},
         )
         with suppress(OSError, UserError):  # otherwise the last good one is shown
             before, status = status, read()
@@ -97,9 +99,7 @@ def process_state(pid: int | None, heartbeat_s: float) -> str:
 
 
 class Curves:
-    """The losses in a metrics.jsonl, which is read as it grows. A log of months has to be shown in seconds, so only
-    the beginning of each line is parsed, and broken lines are skipped.
-    """
+    """The losses in a metrics.jsonl, which is read as it grows; broken lines are skipped."""
 
     def __init__(self, path: Path):
         self.path, self.size = path, 0  # in bytes, of what was read
@@ -122,16 +122,16 @@ class Curves:
                     continue
                 curve = self.by_name[name]
                 curve.append((step, float(match[3])))
-                if len(curve) > MAX_POINTS:
+                if len(curve) > 20 * MAX_POINTS:  # a log of months would fill the memory
                     curve[:] = thin(curve)
 
 
 def thin(curve: Curve) -> Curve:
-    """Return a quarter of MAX_POINTS: the lowest and the highest value, such as a spike, in equal ranges of steps."""
-    first = curve[0][0]
-    range_size = max(1, curve[-1][0] - first + 1) / (MAX_POINTS // 8)
+    """Return up to MAX_POINTS: the lowest and the highest value, such as a spike, in equal ranges of steps."""
+    steps = [step for step, _ in curve]
+    range_size = (max(steps, default=0) - min(steps, default=0) + 1) / (MAX_POINTS // 2)
     kept: Curve = []
-    for _, points in groupby(curve, lambda point: (point[0] - first) // range_size):
+    for _, points in groupby(curve, lambda point: point[0] // range_size):
         by_value = sorted(points, key=itemgetter(1))
         kept += sorted({by_value[0], by_value[-1]})
     return kept

@@ -65,7 +65,9 @@ class Repeats:
                 before, now = record.get(name), measured[name]
                 if before != now and self.is_exact:
                     numbers = f"{name} {json.dumps(now)}, but had {json.dumps(before)} before"
-                    self._end(f"repeated step {step:,} has {numbers}", differs=True)
+                    line = self._ended(f"repeated step {step:,} has {numbers}")
+                    causes = "training continues; causes are in docs/checkpoints.md, Repeated steps"
+                    self.log.warn(f"{line}; {causes}", event="resume differs")
                     return
                 old, new = before or 0.0, now or 0.0  # a number that is not finite counts as 0
                 self.largest = max(self.largest, abs(new - old) / (max(abs(new), abs(old)) or 1.0))
@@ -82,15 +84,11 @@ class Repeats:
         if self.reason:
             parts.append(f"{'later' if self.compared else 'repeated'} steps are not compared: {self.reason}")
         if parts:
-            self._end("; ".join(parts))
+            self.log.say(self._ended("; ".join(parts)))
 
-    def _end(self, result: str, differs: bool = False) -> None:
-        """Report the result, as a warning if steps differ, and compare no more."""
+    def _ended(self, result: str) -> str:
+        """Compare no more; keep the result for status.json, and return it as a line for the log."""
         self.records, self.compared, self.reason = {}, 0, ""
         line = f"resumed at step {self.step:,}: {result}"
         self.log.note(resume=line)
-        if differs:
-            advice = "training continues; causes are in docs/checkpoints.md, Repeated steps"
-            self.log.warn(f"{line}; {advice}", event="resume differs")
-        else:
-            self.log.say(line)
+        return line

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 
 from steadygpt.base.text import counted
 from steadygpt.checkpoint.files import TrainState
@@ -41,13 +42,13 @@ class Judge:
             self.recent[-len(known) :] = torch.tensor(known)
         self.bad_steps = torch.full((), float(bad_steps), device=device)
 
-    def __call__(self, loss: Tensor, grad_norm: Tensor, scaler: torch.amp.GradScaler) -> tuple[Tensor, Tensor]:
+    def __call__(self, loss: Tensor, grad_norm: Tensor, scaler: GradScaler) -> tuple[Tensor, dict[str, Tensor]]:
         """Judge a step by its loss and gradient norm, scalars that are the same on every rank.
 
         Args:
             scaler: already updated for this step; enabled with fp16 only.
 
-        Returns: 1.0 if the update is skipped, else 0.0; and the fields of StepResult from `loss` on.
+        Returns: 1.0 if the update is skipped, else 0.0; and the fields of StepResult that the device knows.
         """
         finite = loss.isfinite() & grad_norm.isfinite()
         bad = ~finite
@@ -62,7 +63,8 @@ class Judge:
         skipped = halted | ~finite | (spike & self.skip_spikes)
         self.bad_steps = torch.where(halted, self.bad_steps, (self.bad_steps + 1) * bad)
         self.recent = torch.where(finite, torch.cat([self.recent[1:], loss[None]]), self.recent)
-        return skipped.float(), torch.stack([x.float() for x in (loss, grad_norm, z, finite, spike, bad, ~skipped)])
+        found = {"loss": loss, "grad_norm": grad_norm, "loss_z": z, "finite": finite, "spike": spike, "bad": bad}
+        return skipped.float(), found | {"updated": ~skipped}
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,9 @@ class StepResult:
         return ""
 
 
-def pending(step: int, rows: int, lr: float, numbers: Tensor) -> Callable[[], StepResult]:
-    """Start copying to the host what Judge has returned; return a function that waits for it."""
+def pending(step: int, rows: int, lr: float, found: dict[str, Tensor]) -> Callable[[], StepResult]:
+    """Start copying the other fields, scalars on the device, to the host; return a function that waits for them."""
+    numbers = torch.stack([number.float() for number in found.values()])
     cuda = numbers.device.type == "cuda"
     on_host = numbers.to("cpu", non_blocking=cuda)
     copied = torch.cuda.current_stream().record_event() if cuda else None
@@ -104,8 +107,8 @@ def pending(step: int, rows: int, lr: float, numbers: Tensor) -> Callable[[], St
     def result() -> StepResult:
         if copied:
             copied.synchronize()
-        loss, grad_norm, loss_z, *flags = on_host.tolist()
-        return StepResult(step, rows, lr, loss, grad_norm, loss_z, *map(bool, flags))
+        known = zip(found.items(), on_host, strict=True)
+        return StepResult(step, rows, lr, **{name: number.to(of.dtype).item() for (name, of), number in known})
 
     return result
 

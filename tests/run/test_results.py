@@ -27,8 +27,8 @@ def results(
     for step, loss in enumerate(losses):
         scaler = SimpleNamespace(is_enabled=lambda: bool(scales), scale=lambda ones, step=step: ones * scales[step])
         grad_norm = torch.tensor(math.inf if scales and scales[step] < 2**16 else 1.0)
-        skipped, numbers = judge(torch.tensor(loss), grad_norm, scaler)
-        found.append(pending(step, 0, 1e-3, numbers)())
+        skipped, fields = judge(torch.tensor(loss), grad_norm, scaler)
+        found.append(pending(step, 0, 1e-3, fields)())
         assert found[-1].updated == (skipped.item() == 0)
     return found
 
