@@ -29,7 +29,6 @@ from optim import make_optimizer, skips_on_device, state_shapes, update_unless
 from steadygpt import git_commit
 from steadygpt.base.options import run_cli
 from steadygpt.base.retry import brief
-from steadygpt.base.text import counted
 from steadygpt.checkpoint.files import FORMAT_VERSION, Captured, TrainState, check_tensors
 from steadygpt.checkpoint.host_copy import HostCopy, fill, restore_optimizer
 from steadygpt.checkpoint.saves import Saves
@@ -50,7 +49,7 @@ from steadygpt.run.memory import out_of_memory_explained
 from steadygpt.run.outputs import open_saves
 from steadygpt.run.plan import Plan, forecast, measure_step_s, set_up, settle, validation_rows
 from steadygpt.run.repeats import Repeats
-from steadygpt.run.results import Diverged, Judge, Pending, Results
+from steadygpt.run.results import Diverged, Judge, Results, StepResult, pending
 from steadygpt.run.starts import epochs_of_sources, phase_of
 from steadygpt.run.summary import summarize, validation_text
 
@@ -172,10 +171,10 @@ def build(plan: Plan, log: RunLog, held: ExitStack) -> Run:
 # step
 
 
-def train_step(run: Run, batches: BatchLoader) -> Pending:
+def train_step(run: Run, batches: BatchLoader) -> Callable[[], StepResult]:
     """Take one optimizer step; its update is skipped if loss or gradient is not finite.
 
-    On CUDA the host does not wait for the GPU, so the results are pending when this returns.
+    On CUDA the host does not wait for the GPU, but the function that this returns does.
 
     Raises: Stopped on all ranks together; the weights are unchanged.
     """
@@ -210,7 +209,7 @@ def train_step(run: Run, batches: BatchLoader) -> Pending:
     skipped, found = run.judge(mean_loss, parallel.full_tensor(norm).to(ranks.device), run.scaler)
     run.host_copy.wait_before_update()  # for a save that still copies the weights
     update_unless(skipped, run.optimizer)  # in place of scaler.step(), which knows only of overflows
-    return Pending(step, run.state.rows_consumed + run.plan.schedule.rows_per_step, lr, found)
+    return pending(step, run.state.rows_consumed + run.plan.schedule.rows_per_step, lr, found)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -332,7 +331,7 @@ def run_to_end(run: Run) -> int:
                 log.warn(f"{config.checkpoint_dir}: the run stops, because saves fail. Fix the disk, then resume")
         except Diverged as diverged:
             run.state.step, run.state.rows_consumed = diverged.step, diverged.rows  # where the weights still are
-            ending = "failed", f"{counted(diverged.bad_steps, 'consecutive step')} with a non-finite loss or gradient"
+            ending = "failed", str(diverged)
             log.warn(diverged.advice(config))
         if not saves.is_saved(run.state.step):  # waits for the save in flight
             save(run)
@@ -419,7 +418,7 @@ def measure(run: Run) -> float:
     """Return the seconds per step, extrapolated from a few steps with fewer micro-steps."""
 
     def take_step(config: TrainConfig) -> None:
-        train_step(replace(run, config=config), batches).result()
+        train_step(replace(run, config=config), batches)()
 
     run.log.say("timing some steps ...")
     with closing(run.training_batches()) as batches:

@@ -25,7 +25,7 @@ from benchmarks.cast import frame
 from benchmarks.compare import REPO, die_with_parent, exit_on_signals, flags
 from steadygpt.base.options import UserError, run_cli
 from steadygpt.monitor.snapshot import Snapshot, watch
-from steadygpt.monitor.view import step_of, view
+from steadygpt.monitor.view import view
 
 COLUMNS, LINES, STEPS = 84, 31, 150
 RUN = "checkpoints/quickstart"
@@ -69,7 +69,7 @@ def train_and_draw(file: Path) -> None:
         try:
             with chdir(name):
                 while process.poll() is None and not (
-                    Path(RUN, "status.json").exists() and step_of(snapshot := snapshot_of(RUN)) >= STEPS
+                    Path(RUN, "status.json").exists() and (snapshot := snapshot_of(RUN)).status.get("step", 0) >= STEPS
                 ):
                     time.sleep(1)
                 if process.poll() is not None:

@@ -24,7 +24,7 @@ from rich.console import Console, ConsoleDimensions
 from rich.live import Live
 
 from steadygpt.base.options import UserError, option, parse_options, run_cli
-from steadygpt.monitor.snapshot import state_of, watch
+from steadygpt.monitor.snapshot import HEALTHY, state_of, watch
 from steadygpt.monitor.view import view
 
 COLUMNS, LINES = 100, 40  # of a view that is not printed on a terminal
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 console.size = ConsoleDimensions(COLUMNS, LINES)
             snapshot = next(snapshots)
             console.print(view(snapshot, console))
-            return 0 if state_of(snapshot).is_well else 1
+            return 0 if state_of(snapshot).name in HEALTHY else 1
         with (
             suppress(KeyboardInterrupt),
             keyboard() as key,

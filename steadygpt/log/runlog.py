@@ -142,9 +142,9 @@ class RunLog:
             self.sinks.append(SystemMetrics(seconds, folder, gpus, self.record_system, self.warn))
 
     def record_system(self, metrics: Mapping[str, float]) -> None:
-        """Record the machine's load beside the current step, and its mean in this start for status.json."""
+        """Record the machine's load beside the current step, and in status.json also its mean in this start."""
         self._record(self.facts["step"], metrics)
-        self.note(mean_load=self.load.add(metrics))
+        self.note(load=dict(metrics), mean_load=self.load.add(metrics))
 
     def _record(self, step: int, numbers: Mapping[str, float | None], line: str = "") -> None:
         """Write a line of text, if there is one, and numbers to the sinks."""

@@ -1,10 +1,8 @@
 """Snapshots of a run, taken from its files and its process, and whether it is alive."""
 
 import math
-import os
 import re
 import shlex
-import shutil
 import socket
 import time
 from bisect import bisect_left
@@ -12,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -21,25 +19,22 @@ import psutil
 
 from steadygpt.base.options import UserError
 from steadygpt.base.text import counted, duration_text
-from steadygpt.base.typed import parse_json, read_json
-from steadygpt.log.metrics import METRICS, Record, find_logs
+from steadygpt.base.typed import read_json
+from steadygpt.log.metrics import METRICS, find_logs
 from steadygpt.log.status import STATUS, Status
 
 FRESH_S = 15.0  # a run renews its heartbeat at least every 10 s
 SILENT_S = 60.0  # without a heartbeat for this long, or SILENT_STEPS steps, a run hangs
 SILENT_STEPS = 5
 COMPILING_S = 900.0  # the limit at the start and in evaluations: no heartbeat while the model is compiled
+HEALTHY = ("running", "stopped", "finished")  # states
 
 MAX_POINTS = 1000  # of a curve, more than a terminal has columns
 Curve = list[tuple[int, float]]  # points (step, value) in the order of the steps
-BLOCK_BYTES = 2**16  # of metrics.jsonl, in memory at once
-TAIL_BYTES = 2**18  # at its end, where the last values are
-# A line of metrics.jsonl: its step, its training or validation loss if that is a number, and the step of a start.
-LINE = re.compile(
-    rb'\{"step": (\d{1,18}), (?:"time": [\d.]+, )?(?:"loss": (?:(NUMBER)|null)(?=[,}])|'
-    rb'"val_loss": (?:(NUMBER)|null)(?=[,}])|"start": (\d{1,18}), |"(?!(?:(?:val_)?loss|start)": )).*\}\n'.replace(
-        b"NUMBER", rb"\d{1,18}(?:\.\d+)?(?:e(?:-\d{1,3}|\+\d\d))?"
-    )
+# The beginning of a line of metrics.jsonl: a training or validation loss, or the first step of a start. The rest is not
+# parsed, so that a log of months is shown in seconds.
+POINT = re.compile(
+    rb'\{"step": (\d{1,18}), "time": [\d.]+, "(loss|val_loss|start)": (\d{1,18}(?:\.\d+)?(?:e-\d{1,3}|e\+\d\d)?)[,}]'
 )
 
 
@@ -51,111 +46,36 @@ class Snapshot:
     status: Status
     process: str  # exists, suspended, gone, or elsewhere: on another machine
     heartbeat_age_s: float  # since status.json was renewed
-    saved_age_s: float | None  # since the last save; None: there was none
-    mirrored_age_s: float | None  # since the last upload
-    disk_free_bytes: int  # on the disk of the checkpoints
-    latest: dict[str, float]  # the last value of each metric in this start
+    saved_at: float | None  # when the last save was written; None: there was none
     curves: dict[str, Curve]  # loss and val_loss
-    unread: int = 0  # broken lines of metrics.jsonl
 
 
 def watch(run_folder: str) -> Iterator[Snapshot]:
     """Yield a snapshot of the run in a checkpoint folder whenever the next one is asked for."""
     folder = find_run(Path(run_folder).expanduser())
-    path, saved = folder / STATUS, folder / "latest.pt"
+    path, saved, curves = folder / STATUS, folder / "latest.pt", Curves(Path())
     read = partial(read_json, path, Status, "a run that is alive writes this file again within seconds")
     status: Status = read()
     heartbeat_s = status.get("updated_at") or path.stat().st_mtime
-    metrics = Metrics(Path())
     while True:
         logdir = find_logs(status.get("logdirs", []), folder, status.get("run_id", "")) or folder
-        if metrics.path.parent != logdir:  # also after the user has removed the run, and then started another one
-            metrics = Metrics(logdir / METRICS)
-        metrics.read()
+        if curves.path.parent != logdir:  # also after the user has removed the run, and then started another one
+            curves = Curves(logdir / METRICS)
+        curves.read()
         is_here = status.get("host", socket.gethostname()) == socket.gethostname()
         yield Snapshot(
             folder=folder,
             status=status,
             process=process_state(status.get("pid"), heartbeat_s) if is_here else "elsewhere",
             heartbeat_age_s=max(0.0, time.time() - heartbeat_s),
-            saved_age_s=age_s(saved.stat().st_mtime if saved.exists() else None),
-            mirrored_age_s=age_s(status.get("mirrored_at")),
-            disk_free_bytes=shutil.disk_usage(folder).free,
-            latest=metrics.latest,
-            curves={name: thin(curve) for name, curve in metrics.curves.items()},
-            unread=metrics.unread,
+            saved_at=saved.stat().st_mtime if saved.exists() else None,
+            curves={name: thin(curve) for name, curve in curves.by_name.items()},
         )
         with suppress(OSError, UserError):  # otherwise the last good one is shown
             before, status = status, read()
             if status != before:
                 # Not the date in the file: the writer of a shared folder may have a clock that differs.
                 heartbeat_s = time.time()
-
-
-class Metrics:
-    """The curves and the last value of each metric, from a metrics.jsonl that is read as it grows."""
-
-    def __init__(self, path: Path):
-        self.path, self.size = path, 0  # in bytes, of what was read
-        self.latest: dict[str, float] = {}
-        self.curves: dict[str, Curve] = {"loss": [], "val_loss": []}
-        self.unread = 0
-
-    def read(self) -> None:
-        """Read what was written since the last call."""
-        with suppress(FileNotFoundError), open(self.path, "rb") as file:
-            file.seek(self.size)
-            tail = os.fstat(file.fileno()).st_size - TAIL_BYTES
-            while block := file.read(BLOCK_BYTES) + file.readline():
-                block = block[: block.rfind(b"\n") + 1]  # the last line may be incomplete
-                self._add(block, max(0, tail - self.size))
-                self.size += len(block)
-
-    def _add(self, lines: bytes, tail: int) -> None:
-        """Add the losses of all lines, and the other values of those from the byte `tail` on."""
-        found = LINE.findall(lines)
-        self.unread += lines.count(b"\n") - len(found)
-        starts = [number for number, line in enumerate(found) if line[3]]
-        for begin, end in pairwise([0, *starts, len(found)]):
-            segment = found[begin:end]
-            if segment and (start := segment[0][3]):  # later starts win from their first step on
-                for curve in self.curves.values():
-                    del curve[bisect_left(curve, (int(start), -math.inf)) :]
-            self.curves["loss"] += [(int(step), float(loss)) for step, loss, _, _ in segment if loss]
-            self.curves["val_loss"] += [(int(step), float(loss)) for step, _, loss, _ in segment if loss]
-        for name, curve in self.curves.items():
-            if len(curve) > 20 * MAX_POINTS:
-                self.curves[name] = thin(curve)
-        for line in LINE.finditer(lines, tail):
-            if line[4]:
-                self.latest = {}  # status.json has the last scores
-                continue
-            try:
-                record = parse_json(line[0], Record, "", "")
-                self.latest |= {name: math.nan if value is None else value for name, value in record.items()}
-                self.latest["step"] = int(line[1])  # a broken line may name it twice
-            except UserError:
-                self.unread += 1
-
-
-def thin(curve: Curve) -> Curve:
-    """Return a curve of up to twice MAX_POINTS as it is, otherwise MAX_POINTS of its points, spikes among them.
-
-    The steps are divided into equal ranges, of which the points with the lowest and the highest value stay.
-    """
-    if len(curve) <= 2 * MAX_POINTS:
-        return curve
-    first = curve[0][0]
-    range_size = (curve[-1][0] - first + 1) / (MAX_POINTS // 2)
-    kept: Curve = []
-    for _, points in groupby(curve, lambda point: (point[0] - first) // range_size):
-        by_value = sorted(points, key=itemgetter(1))
-        kept += sorted({by_value[0], by_value[-1]})
-    return kept
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# where the files and the process are
 
 
 def find_run(folder: Path) -> Path:
@@ -178,28 +98,51 @@ def process_state(pid: int | None, heartbeat_s: float) -> str:
     return "gone"
 
 
-def age_s(then_s: float | None) -> float | None:
-    return None if then_s is None else max(0.0, time.time() - then_s)
+class Curves:
+    """The losses in a metrics.jsonl, which is read as it grows; broken lines are skipped."""
+
+    def __init__(self, path: Path):
+        self.path, self.size = path, 0  # in bytes, of what was read
+        self.by_name: dict[str, Curve] = {"loss": [], "val_loss": []}
+
+    def read(self) -> None:
+        """Read what was written since the last call."""
+        with suppress(FileNotFoundError), open(self.path, "rb") as file:
+            file.seek(self.size)
+            for line in file:
+                if not line.endswith(b"\n"):  # not written completely yet
+                    break
+                self.size += len(line)
+                if not (match := POINT.match(line)):
+                    continue
+                step, name = int(match[1]), match[2].decode()
+                if name == "start":  # later starts win from their first step on
+                    for curve in self.by_name.values():
+                        del curve[bisect_left(curve, (step, -math.inf)) :]
+                    continue
+                curve = self.by_name[name]
+                curve.append((step, float(match[3])))
+                if len(curve) > 20 * MAX_POINTS:  # a log of months would fill the memory
+                    curve[:] = thin(curve)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# whether the run is alive
+def thin(curve: Curve) -> Curve:
+    """Return up to MAX_POINTS: the lowest and the highest value, such as a spike, in equal ranges of steps."""
+    steps = [step for step, _ in curve]
+    range_size = (max(steps, default=0) - min(steps, default=0) + 1) / (MAX_POINTS // 2)
+    kept: Curve = []
+    for _, points in groupby(curve, lambda point: point[0] // range_size):
+        by_value = sorted(points, key=itemgetter(1))
+        kept += sorted({by_value[0], by_value[-1]})
+    return kept
 
 
 class State(NamedTuple):
     """The state of a run, the evidence for it, and a command to continue ("" if none)."""
 
-    name: str  # running, starting, suspended, hung, silent, killed, stopped, finished or failed
+    name: str  # running, suspended, hung, killed, stopped, finished or failed
     why: str
     command: str = ""
-
-    @property
-    def is_alive(self) -> bool:
-        return self.name in ("running", "starting")
-
-    @property
-    def is_well(self) -> bool:
-        return self.is_alive or self.name in ("stopped", "finished")
 
 
 def state_of(snapshot: Snapshot) -> State:
@@ -212,27 +155,18 @@ def state_of(snapshot: Snapshot) -> State:
     age, pid = duration_text(age_s), status.get("pid")
     folder = shlex.quote(str(snapshot.folder))
     where = "" if folder == "checkpoints" else f" --checkpoint_dir {folder}"
-    resume = f"./resume_training.sh{where}" if snapshot.saved_age_s is not None else ""
+    resume = f"./resume_training.sh{where}" if snapshot.saved_at is not None else ""
     if (name := status.get("status", "unknown")) == "finished":
         return State(name, f"after {counted(status.get('step', 0), 'step')}", f"python generate.py latest{where}")
     if name != "running":
         return State(name, status.get("reason", ""), resume)
-
-    doing = status.get("doing", "starting")
-    least_s = COMPILING_S if doing in ("starting", "evaluating") else SILENT_S
-    limit_s = max(least_s, SILENT_STEPS * status.get("step_ms", 0) / 1000)
     if process == "suspended":
-        return State("suspended", f"process {pid} is stopped by a signal; no heartbeat for {age}", f"kill -CONT {pid}")
+        return State(process, f"process {pid} is stopped by a signal; no heartbeat for {age}", f"kill -CONT {pid}")
     if process == "gone" and age_s > FRESH_S:  # else it runs in a container, which has process numbers of its own
         return State("killed", f"process {pid} no longer exists; last heartbeat {age} ago", resume)
-    if age_s <= limit_s:
-        if doing == "starting":
-            return State(
-                "starting", f"loading data or compiling the model, which may take minutes; heartbeat {age} ago"
-            )
+    doing = status.get("doing", "starting")
+    least_s = COMPILING_S if doing in ("starting", "evaluating") else SILENT_S
+    if age_s <= max(least_s, SILENT_STEPS * status.get("step_ms", 0) / 1000):
         return State("running", f"{doing}; heartbeat {age} ago")
-    if process == "elsewhere":
-        return State(
-            "silent", f"no heartbeat for {age}: hung or killed on {status['host']}, which this machine cannot see"
-        )
-    return State("hung", f"process {pid} exists, but sent no heartbeat for {age}", f"kill -9 {pid}")
+    why = f"no heartbeat for {age} from process {pid} on {status.get('host', 'this machine')}"
+    return State("hung", why, f"kill -9 {pid}" if process == "exists" else "")

@@ -1,6 +1,6 @@
 """Steps that a resumed run repeats, compared with their records in the log."""
 
-import math
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,11 +11,7 @@ from steadygpt.log.metrics import Record, segments, without_nan
 from steadygpt.log.runlog import RunLog
 from steadygpt.run.starts import difference
 
-NUMBERS = {"loss": "loss", "grad_norm": "gradient norm", "lr": "learning rate"}  # of a record that are compared
-ADVICE = (
-    "Memory, disk or GPU may have failed, the code may have changed, or a kernel is not deterministic; training "
-    "continues. See docs/checkpoints.md, Repeated steps"
-)
+NUMBERS = ("loss", "grad_norm", "lr")  # of a record that are compared
 
 
 def repeated_records(
@@ -44,7 +40,7 @@ def repeated_records(
             return found, "their records do not descend from this checkpoint"
         if records and how is not None and (differs := difference(start["how"], how)):
             return found, printable(differs)
-        found |= {int(record["step"] or 0): {name: record.get(name) for name in NUMBERS} for record in records}
+        found |= {int(record["step"] or 0): record for record in records}
     return found, ""
 
 
@@ -54,57 +50,45 @@ class Repeats:
 
     log: RunLog
     step: int = 0  # where the run has resumed
-    records: dict[int, Record] = field(default_factory=dict)  # to compare, by step
+    records: dict[int, Record] = field(default_factory=dict)  # that are not compared yet, by step
     reason: str = ""  # why further ones are not compared
     is_exact: bool = True  # equal starts compute the same bits
     compared: int = 0
     largest: float = 0.0  # relative difference so far
 
-    def __post_init__(self):
-        self.last = max(self.records, default=self.step)
-
     def add(self, step: int, measured: Mapping[str, float | None]) -> None:
         """Compare the measurements of a step, and report after the last repeated one."""
-        if record := self.records.get(step):
+        if record := self.records.pop(step, None):
             self.compared += 1
             measured = without_nan(measured)  # as in the record
-            for name, noun in NUMBERS.items():
-                before, now = record[name], measured[name]
-                if before == now:
-                    continue
-                if self.is_exact:
-                    old, new = ("NaN or infinity" if number is None else repr(number) for number in (before, now))
-                    self._end(f"repeated step {step:,} has {noun} {new}, but had {old} before", ADVICE)
+            for name in NUMBERS:
+                before, now = record.get(name), measured[name]
+                if before != now and self.is_exact:
+                    numbers = f"{name} {json.dumps(now)}, but had {json.dumps(before)} before"
+                    line = self._ended(f"repeated step {step:,} has {numbers}")
+                    causes = "training continues; causes are in docs/checkpoints.md, Repeated steps"
+                    self.log.warn(f"{line}; {causes}", event="resume differs")
                     return
-                if before is None or now is None:
-                    self.largest = math.inf
-                else:
-                    self.largest = max(self.largest, abs(before - now) / max(abs(before), abs(now)))
-        if step >= self.last:
+                old, new = before or 0.0, now or 0.0  # a number that is not finite counts as 0
+                self.largest = max(self.largest, abs(new - old) / (max(abs(new), abs(old)) or 1.0))
+        if not self.records:
             self.report()
 
     def report(self) -> None:
         """Log the result, also of a run that ends before the last repeated step."""
-        total, same = len(self.records), "losses, gradient norms and learning rates"
-        if self.reason and not total:
-            self._end(f"repeated steps are not compared: {self.reason}")
-        elif self.compared and total:
-            kind = "step" if total == self.last - self.step + 1 else "logged step"
-            count = f"{self.compared:,} of " * (self.compared < total) + counted(total, kind)
-            result = f"bit for bit the same {same}"
-            if self.largest:
-                result = (
-                    f"{same} within {self.largest:.1g} of those before (relative), as is usual without --deterministic"
-                )
-            later = f"; later ones are not compared: {self.reason}" if self.reason else ""
-            self._end(f"repeated {count}, {result}{later}")
+        parts, same = [], "losses, gradient norms and learning rates"
+        if self.compared:
+            within = f"{same} within {self.largest:.1g} of those before (relative), as is usual without --deterministic"
+            result = within if self.largest else f"bit for bit the same {same}"
+            parts.append(f"repeated {counted(self.compared, 'step')}, {result}")
+        if self.reason:
+            parts.append(f"{'later' if self.compared else 'repeated'} steps are not compared: {self.reason}")
+        if parts:
+            self.log.say(self._ended("; ".join(parts)))
 
-    def _end(self, result: str, advice: str = "") -> None:
-        """Report the result, as a warning if there is advice, and compare no more."""
-        self.records, self.reason = {}, ""
+    def _ended(self, result: str) -> str:
+        """Compare no more; keep the result for status.json, and return it as a line for the log."""
+        self.records, self.compared, self.reason = {}, 0, ""
         line = f"resumed at step {self.step:,}: {result}"
         self.log.note(resume=line)
-        if advice:
-            self.log.warn(f"{line}. {advice}", event="resume differs")
-        else:
-            self.log.say(line)
+        return line

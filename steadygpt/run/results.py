@@ -7,13 +7,12 @@ import math
 import shlex
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
-from statistics import fmean
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 
 from steadygpt.base.text import counted
 from steadygpt.checkpoint.files import TrainState
@@ -43,9 +42,7 @@ class Judge:
             self.recent[-len(known) :] = torch.tensor(known)
         self.bad_steps = torch.full((), float(bad_steps), device=device)
 
-    def __call__(
-        self, loss: Tensor, grad_norm: Tensor, scaler: torch.amp.GradScaler
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, loss: Tensor, grad_norm: Tensor, scaler: GradScaler) -> tuple[Tensor, dict[str, Tensor]]:
         """Judge a step by its loss and gradient norm, scalars that are the same on every rank.
 
         Args:
@@ -54,10 +51,10 @@ class Judge:
         Returns: 1.0 if the update is skipped, else 0.0; and the fields of StepResult that the device knows.
         """
         finite = loss.isfinite() & grad_norm.isfinite()
-        # Not get_scale(), which waits for the GPU.
-        loss_scale = scaler.scale(torch.ones_like(loss)) if scaler.is_enabled() else None
-        # An overflow in fp16 is not bad while a lower scale may help.
-        bad = ~finite if loss_scale is None else ~finite & ~(loss.isfinite() & (loss_scale >= 1))
+        bad = ~finite
+        if scaler.is_enabled():  # an overflow in fp16 is not bad while a lower scale may help
+            # Not get_scale(), which waits for the GPU.
+            bad = bad & ~(loss.isfinite() & (scaler.scale(torch.ones_like(loss)) >= 1))
         z = (loss - self.recent.mean()) / self.recent.std(correction=0).clamp(min=1e-6)  # NaN until all are known
         spike = z > self.spike_z
         # The host may read about the last bad step late. Until then all updates are skipped, so that the weights stay
@@ -66,28 +63,8 @@ class Judge:
         skipped = halted | ~finite | (spike & self.skip_spikes)
         self.bad_steps = torch.where(halted, self.bad_steps, (self.bad_steps + 1) * bad)
         self.recent = torch.where(finite, torch.cat([self.recent[1:], loss[None]]), self.recent)
-        found = {"loss": loss, "grad_norm": grad_norm, "loss_z": z, "spike": spike, "bad": bad, "updated": ~skipped}
-        return skipped.float(), found if loss_scale is None else found | {"loss_scale": loss_scale}
-
-
-class Pending:
-    """A StepResult on its way to the host; `found` has its other fields, scalars on the device."""
-
-    def __init__(self, step: int, rows: int, lr: float, found: dict[str, Tensor]):
-        self.step, self.rows, self.lr = step, rows, lr
-        self.kinds = {name: bool if tensor.dtype == torch.bool else float for name, tensor in found.items()}
-        numbers = torch.stack([tensor.float() for tensor in found.values()])
-        cuda = numbers.device.type == "cuda"
-        self.numbers = numbers.to("cpu", non_blocking=cuda)
-        self.copied = torch.cuda.current_stream().record_event() if cuda else None
-
-    def result(self) -> "StepResult":
-        """Wait for the numbers."""
-        if self.copied:
-            self.copied.synchronize()
-        numbers = zip(self.kinds.items(), self.numbers.tolist(), strict=True)
-        found: dict[str, Any] = {name: kind(number) for (name, kind), number in numbers}
-        return StepResult(self.step, self.rows, self.lr, **found)
+        found = {"loss": loss, "grad_norm": grad_norm, "loss_z": z, "finite": finite, "spike": spike, "bad": bad}
+        return skipped.float(), found | {"updated": ~skipped}
 
 
 @dataclass(frozen=True)
@@ -100,58 +77,40 @@ class StepResult:
     loss: float  # mean over all tokens, before the update
     grad_norm: float  # before clipping
     loss_z: float  # NaN until SPIKE_WINDOW losses are known
+    finite: bool  # loss and gradient norm
     spike: bool  # loss_z is above --spike_z
     bad: bool  # loss or gradient is not finite, and fp16 is not the reason
     updated: bool  # False: weights and optimizer are unchanged
-    loss_scale: float | None = None  # of fp16, for the next step
 
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
-
-    def warning(self, recent: Sequence[float], checkpoint_dir: str) -> str:
-        """Return a warning about the step, compared with the losses before it; "" if there is none."""
-        advice = ""
-        if self.bad:
-            found = f"loss {self.loss}, gradient norm {self.grad_norm}"
-        elif not self.finite:
-            found = f"gradients too large for fp16, loss scale now {self.loss_scale:,.0f}"
-        elif self.spike:
-            found = (
-                f"loss {self.loss:.4f} is {self.loss_z:.1f} standard deviations above the mean of the {SPIKE_WINDOW} "
-                f"before, {fmean(recent):.4f}"
+    def warning(self, checkpoint_dir: str) -> str:
+        """Return a warning about the step; "" if there is none."""
+        skipped = "" if self.updated else "; its update was skipped"
+        if not self.finite:
+            reason = "" if self.bad else ", too large for fp16: the loss scale is lowered"
+            return f"step {self.step}: loss {self.loss}, gradient norm {self.grad_norm}{reason}{skipped}"
+        if self.spike:
+            return (
+                f"step {self.step}: loss {self.loss:.4f} is {self.loss_z:.1f} standard deviations above the mean of "
+                f"the {SPIKE_WINDOW} before{skipped}; to see its rows: python look.py --checkpoint_dir "
+                f"{shlex.quote(checkpoint_dir)} --step {self.step} --by loss"
             )
-            folder = shlex.quote(checkpoint_dir)
-            advice = f"; to see its rows: python look.py --checkpoint_dir {folder} --step {self.step} --by loss"
-        else:
-            return ""
-        return f"step {self.step}: {found}" + ("" if self.updated else "; its update was skipped") + advice
+        return ""
 
 
-@dataclass
-class Totals:
-    """Sums over the steps of this start."""
+def pending(step: int, rows: int, lr: float, found: dict[str, Tensor]) -> Callable[[], StepResult]:
+    """Start copying the other fields, scalars on the device, to the host; return a function that waits for them."""
+    numbers = torch.stack([number.float() for number in found.values()])
+    cuda = numbers.device.type == "cuda"
+    on_host = numbers.to("cpu", non_blocking=cuda)
+    copied = torch.cuda.current_stream().record_event() if cuda else None
 
-    steps: int = 0
-    seconds: float = 0.0  # without evaluations
-    first_s: float = 0.0  # of that, the first step, which compiles
-    not_finite: int = 0  # skipped because of the loss or a gradient
-    spikes: int = 0
-    skipped: int = 0  # updates, for any reason
+    def result() -> StepResult:
+        if copied:
+            copied.synchronize()
+        known = zip(found.items(), on_host, strict=True)
+        return StepResult(step, rows, lr, **{name: number.to(of.dtype).item() for (name, of), number in known})
 
-    def add(self, result: StepResult, step_s: float) -> None:
-        self.first_s = self.first_s if self.steps else step_s
-        self.steps += 1
-        self.seconds += step_s
-        self.not_finite += not result.finite
-        self.spikes += result.spike
-        self.skipped += not result.updated
-
-    def steps_per_second(self) -> float | None:
-        """Return the speed, without the first step if there are more; None before it."""
-        if self.steps > 1:
-            return (self.steps - 1) / (self.seconds - self.first_s)
-        return 1 / self.seconds if self.steps else None
+    return result
 
 
 @dataclass
@@ -166,22 +125,22 @@ class Results:
     flops_per_token: float  # for MFU
     delay: int  # steps whose results are read later, so that a GPU need not wait for the host
     repeats: Repeats  # compares the steps that a resumed run repeats
-
-    def __post_init__(self):
-        self.waiting: deque[Pending] = deque()
-        before = self.state.bad_steps  # where the last good step has ended
-        self.good = self.state.step - before, self.state.rows_consumed - before * self.schedule.rows_per_step
-        self.totals = Totals()
-        self.first_ended_s = 0.0  # when the first step of this start ended
-        self.restart_clock()
+    # Of this start:
+    steps: int = 0
+    skipped: int = 0  # updates
+    seconds: float = 0.0  # of the steps, without evaluations
+    first_s: float = 0.0  # of that, the first step, which compiles and warms up, so its speed is not typical
+    first_ended_s: float = 0.0
+    clock_s: float = field(default_factory=time.perf_counter)  # when the next step has begun
+    waiting: deque[Callable[[], StepResult]] = field(default_factory=deque)
 
     def restart_clock(self) -> None:
         """Leave the time until now, such as an evaluation's, out of the next step's."""
         self.clock_s = time.perf_counter()
 
-    def add(self, pending: Pending) -> None:
-        """Take the results of a step, and read those before it; raises as read_all() does."""
-        self.waiting.append(pending)
+    def add(self, result: Callable[[], StepResult]) -> None:
+        """Take a pending result, and read those before it; raises as read_all() does."""
+        self.waiting.append(result)
         self.read_all(self.delay)
 
     def read_all(self, but: int = 0) -> None:
@@ -190,15 +149,17 @@ class Results:
         Raises: Diverged after too many bad steps, none of which has changed the weights.
         """
         while len(self.waiting) > but:
-            self._read(self.waiting.popleft().result())
+            self._read(self.waiting.popleft()())
 
     def _read(self, result: StepResult) -> None:
-        state, now_s = self.state, time.perf_counter()
+        state, now_s, is_first = self.state, time.perf_counter(), not self.steps
         step_s, self.clock_s = now_s - self.clock_s, now_s
-        self.totals.add(result, step_s)
-        is_first = self.totals.steps == 1  # which compiles and warms up, so its speed is not typical
-        self.first_ended_s = now_s if is_first else self.first_ended_s
-        mean_s = step_s if is_first else (now_s - self.first_ended_s) / (self.totals.steps - 1)  # with evaluations
+        if is_first:
+            self.first_s, self.first_ended_s = step_s, now_s
+        mean_s = step_s if is_first else (now_s - self.first_ended_s) / self.steps  # with evaluations
+        self.steps += 1
+        self.skipped += not result.updated
+        self.seconds += step_s
         left_s = mean_s * (self.config.max_steps - result.step - 1)
         speed, elapsed_s = self.config.total_batch_size / step_s, state.total_s()
         numbers = {
@@ -211,17 +172,18 @@ class Results:
         cost_left = None if is_first else self.cost(left_s)
         self.log.step(result.step, numbers, left_s, is_first, elapsed_s=round(elapsed_s), cost_to_go=cost_left)
         self.repeats.add(result.step, numbers)
-        if warning := result.warning(state.recent_losses, self.config.checkpoint_dir):
+        if warning := result.warning(self.config.checkpoint_dir):
             self.log.warn(warning, event="bad steps" if result.bad else "spike" if result.spike else "")
         state.bad_steps = state.bad_steps + 1 if result.bad else 0
-        self.good = self.good if result.bad else (result.step + 1, result.rows)
         if result.finite:
             state.loss = result.loss
             state.recent_losses = [*state.recent_losses, result.loss][-SPIKE_WINDOW:]
         if state.bad_steps >= self.config.max_bad_steps > 0:
             bad_steps, state.bad_steps = state.bad_steps, 0
             self.waiting.clear()
-            raise Diverged(bad_steps, *self.good)
+            raise Diverged(
+                bad_steps, result.step + 1 - bad_steps, result.rows - bad_steps * self.schedule.rows_per_step
+            )
 
     def mfu(self, tokens_per_second: float) -> float | None:
         """Return the share of the devices' peak FLOP/s that a speed needs (PaLM, Chowdhery et al. 2022, appendix B)."""
@@ -237,15 +199,15 @@ class Diverged(Exception):
     """Too many consecutive bad steps, on all ranks together; `step` and `rows` are those before them."""
 
     def __init__(self, bad_steps: int, step: int, rows: int):
-        super().__init__(f"{bad_steps} bad steps after step {step}")
-        self.bad_steps, self.step, self.rows = bad_steps, step, rows
+        super().__init__(f"{counted(bad_steps, 'consecutive step')} with a non-finite loss or gradient")
+        self.step, self.rows = step, rows
 
     def advice(self, config: TrainConfig) -> str:
         """Return how to continue, with flags that can be copied."""
         max_lr = config.max_lr / 2
         lower = f"--allow_changes --max_lr {max_lr:g} --min_lr {min(config.min_lr, max_lr):g}"
         return (
-            f"stopping after {counted(self.bad_steps, 'bad step')}, with the weights of step {self.step}, before them. "
+            f"stopping after {self}, with the weights of step {self.step}, before them. "
             f"Resume with --resume latest {lower}{' or --precision fp32' * (config.precision != 'fp32')}, or skip "
             "these tokens with a larger --max_bad_steps. If the next steps are bad too, the weights were damaged "
             "earlier: try --resume best, or an older file from ./list_checkpoints.sh"

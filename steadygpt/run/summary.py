@@ -25,7 +25,7 @@ def summarize(results: Results, saves: Saves, parameters: int, status: str, reas
     tokens, start_s, elapsed_s = state.rows_consumed * config.context_length, process_age_s(), state.total_s()
     here = " since this start" * bool(state.elapsed_s)
     whole = f"{seconds_text(elapsed_s)} in total; since this start " * bool(here)
-    of_steps = f"{seconds_text(totals.seconds)} of it training ({counted(totals.steps, 'step')})"
+    of_steps = f"{seconds_text(results.seconds)} of it training ({counted(results.steps, 'step')})"
     lines = {"time": f"{whole}{seconds_text(start_s)}, {of_steps}"}
     lines["tokens"] = f"{tokens:,}, {tokens / parameters:,.2f} per parameter"
     if speed := totals.steps_per_second():

@@ -149,10 +149,9 @@ def finish_step(log, monkeypatch):
 
     def finish(step: int, seconds: float) -> None:
         clock.now_s += seconds
-        result = StepResult(
-            step, rows=8, lr=1e-3, loss=2.5, grad_norm=0.5, loss_z=math.nan, spike=False, bad=False, updated=True
-        )
-        results.add(SimpleNamespace(result=lambda: result))
+        numbers = {"lr": 1e-3, "loss": 2.5, "grad_norm": 0.5, "loss_z": math.nan}
+        result = StepResult(step, rows=8, **numbers, finite=True, spike=False, bad=False, updated=True)
+        results.add(lambda: result)
 
     return finish
 
@@ -175,6 +174,7 @@ def test_records_and_status_json_have_speed_and_cost(log, finish_step, tmp_path)
     assert record["cost"] == pytest.approx(0.5 * 4 * 3.0)  # half an hour on four GPUs
     status = read_status(tmp_path)
     assert (status["doing"], status["step"], status["step_ms"]) == ("training", 4, 500)
+    assert (status["loss"], status["lr"], status["grad_norm"], status["epoch"]) == (2.5, 1e-3, 0.5, 0.25)
     stored = json.loads((tmp_path / "status.json").read_text())
     assert (stored["steps_per_second"], stored["precision"]) == (2, "auto")  # the word is chosen before a real run
     assert status["cost"] == pytest.approx(6.0)

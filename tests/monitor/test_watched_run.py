@@ -30,7 +30,7 @@ def test_run_sends_alerts_and_keeps_their_url_secret(workdir, webhook, capsys, m
     texts = [message["content"].partition("] ")[2] for message in webhook.accepted]
     assert texts[1].startswith("bad steps: step 2: loss 5.")
     assert texts[2].startswith("failed: at step 2 of 8 (5 consecutive steps with a non-finite loss or gradient)")
-    assert texts[4].startswith("resume differs: resumed at step 2: repeated step 2 has gradient norm 1.")
+    assert texts[4].startswith("resume differs: resumed at step 2: repeated step 2 has grad_norm 1.")
     assert texts[5].startswith("finished: at step 8 of 8 | time ") and " | saves " in texts[5]
     written = b"".join(path.read_bytes() for path in workdir.rglob("*") if path.is_file())
     out, err = capsys.readouterr()
@@ -50,6 +50,7 @@ def test_load_of_the_machine_is_recorded_beside_the_step(workdir, monkeypatch):
     loads = [record for record in records if "disk_free_gb" in record]
     assert loads and all(0 <= record["step"] <= 60 and "loss" not in record for record in loads)
     assert loads[-1].keys() >= {"cpu_percent", "ram_gb", "ram_total_gb"}
+    assert loads[-1].items() >= read_status(workdir / "checkpoints")["load"].items()  # for the monitor
     (folder,) = (workdir / "runs").iterdir()
     assert "system/cpu_percent" in scalars(folder)
 
