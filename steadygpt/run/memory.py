@@ -182,12 +182,11 @@ def with_fitting_rows(config: TrainConfig, model: GPT, memory: int, ranks: Ranks
         return config, ""
     tries = ranks.device.type == "cuda" and config.sharding == "ddp"
     possible, limit = config.possible_rows(ranks.world_size), FITS[ranks.device.type] * memory
-    smallest = min(possible, default=1)  # fp8 may have none
     found = largest_fitting(config, model, ranks, memory if tries else limit)
-    rows = found.mini_batch_size if found else tries * smallest
+    rows = found.mini_batch_size if found else int(tries)
     while tries and rows and not step_fits(config, rows, limit, ranks, model):
         rows = max((fewer for fewer in possible if fewer <= rows / 2), default=0)
-    config = dataclasses.replace(config, mini_batch_size=rows or smallest)
+    config = dataclasses.replace(config, mini_batch_size=rows or 1)
     if not rows:
         raise UserError(f"--mini_batch_size auto: {memory_advice(config, model, ranks)}")
     needed, how = needed_bytes(config, model, ranks), "estimated and tried" if tries else "estimated"
