@@ -130,7 +130,7 @@ class TrainConfig(GPTConfig):
                           spellings={"no": "fp32"})
     compile: str = _run("auto", "compile the model with torch.compile; auto: on CUDA only",
                         choices=("auto", "on", "off"), spellings={"True": "on", "False": "off"})
-    deterministic: bool = _run(False, "bit-identical on all numbers of processes in the plan; slower", on_resume="never")
+    deterministic: bool = _run(False, "bit-identical on the plan's numbers of processes; slower", on_resume="never")
     profile: int = _run(0, "steps to trace for Perfetto, after the first 3; 0 = off", on_resume="launch")
     dry_run: str = _run("off", "print the plan and exit; measure: time some micro-steps too", bare="plan",
                         choices=("off", "plan", "measure"), spellings={"True": "plan"}, on_resume="launch")
@@ -239,7 +239,7 @@ class TrainConfig(GPTConfig):
             (self.skip_spikes and not self.spike_z, "--skip_spikes needs a --spike_z above 0, which defines a spike"),
             # Muon's learning rate follows the same curve.
             (self.optimizer == "muon" and not self.max_lr, "--optimizer muon needs a --max_lr above 0"),
-            (self.eval_only and not evaluates, "--eval_only needs --eval_freq, --hellaswag_freq or --sample_freq 1"),
+            (self.eval_only and not evaluates, "--eval_only needs --eval_freq, --hellaswag_freq or --sample_freq of 1"),
             (self.eval_only and self.dry_run != "off", "--eval_only and --dry_run cannot be combined; drop one"),
             (self.cpu_offload and not is_fsdp, "--cpu_offload needs --sharding fsdp"),
             (self.shard_size and not is_fsdp, "--shard_size needs --sharding fsdp"),
