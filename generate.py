@@ -23,14 +23,14 @@ from steadygpt.machine.ranks import joined
 
 
 @dataclass(frozen=True)
-class Options(CheckpointOptions):
+class GenerateOptions(CheckpointOptions):
     prompt: str = option("", "prompt, the text to continue (default: the start of a document)")
     prompt_file: str = option("", "read the prompt from a file, without its last line break; -: standard input")
     num_seq: int = option(1, "number of texts to sample", at_least=1, at_most=10_000)
     max_tokens: int = option(200, "tokens to add to each text", at_least=1)
     temperature: float = option(0.8, "sampling temperature; 0 = always the most likely token")
     top_k: int = option(50, "sample from the k most likely tokens; 0 = from all")
-    seed: int = option(1337, "seed of the sampling", below=2**63)
+    seed: int = option(1337, "seed of the sampling", at_most=2**63 - 1)
 
 
 def read_prompt(path: str) -> str:
@@ -50,9 +50,7 @@ def read_prompt(path: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    elsewhere = {"max_new_tokens": "--max_tokens", "num_samples": "--num_seq", "file": "--prompt_file"}
-    elsewhere |= {"start": "--prompt TEXT or --prompt_file FILE"}
-    options = parse_options(Options, argv, "Sample text from a checkpoint.", elsewhere)
+    options = parse_options(GenerateOptions, argv, "Sample text from a checkpoint.")
     if options.prompt and options.prompt_file:
         raise UserError("--prompt and --prompt_file both give the text to continue; give one of them")
     prompt = read_prompt(options.prompt_file) if options.prompt_file else options.prompt

@@ -69,11 +69,6 @@ IN_USE = "wait until it has finished, or use a different --out"
 DOWNLOADS = ".download"  # in the folder of the shards
 NAMED_SKIPS = 5  # skipped rows that are named on stderr; empty ones are only counted
 VAL_BYTES = 400_000_000  # of text in val, at most; then the document or line is completed
-# What other programs call our options; "" is a word without a flag.
-ELSEWHERE = dict.fromkeys(("", "input", "data", "file", "path"), "--source {}; quote a glob: '*.txt'")
-ELSEWHERE |= dict.fromkeys(("dataset", "dataset_name"), "--source hf:{} for the Hugging Face Hub, or --source {}")
-ELSEWHERE |= dict.fromkeys(("output", "output_dir", "out_dir"), "--out {}")
-ELSEWHERE |= {"vocab_size": "--tokenizer bpe:{}", "num_proc": "--num_workers {}"}
 SMALL_TOKENS = 50_000_000  # below this, the proposed next command trains the quickstart's model
 
 
@@ -435,7 +430,7 @@ def write_shards(
 
 def parse_args(argv: Sequence[str] | None) -> PrepareOptions:
     """Parse the command line; fill in name and folder."""
-    options = parse_options(PrepareOptions, argv, DESCRIPTION, ELSEWHERE)
+    options = parse_options(PrepareOptions, argv, DESCRIPTION)
     is_default = options.source == "fineweb-edu"
     name = options.name or ("edufineweb" if is_default else default_name(options.source))
     if not re.fullmatch(r"[\w.-]+", name):

@@ -33,7 +33,7 @@ from steadygpt.checkpoint.files import FORMAT_VERSION, Captured, TrainState, che
 from steadygpt.checkpoint.host_copy import HostCopy, fill, restore_optimizer
 from steadygpt.checkpoint.saves import Saves
 from steadygpt.checkpoint.table import print_checkpoints
-from steadygpt.config import TrainConfig, parse_args, preset_named
+from steadygpt.config import TrainConfig, parse_args
 from steadygpt.convert.weights import load_cropped
 from steadygpt.data.tasks import TASKS
 from steadygpt.data.tokenizer import Tokenizer, tokenizer_on_all
@@ -449,7 +449,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if config.list_checkpoints:
         return print_checkpoints(Path(config.checkpoint_dir), config.mirror, config.verbose)
     with (
-        preset_named(config.config, given),
         joined(config.device, config.timeout_minutes) as ranks,
         ExitStack() as held,
     ):

@@ -29,7 +29,7 @@ from steadygpt.base.options import read_flags
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
 OPTIONS = {
     "convert_hf.py": convert_hf.ConvertOptions,
-    "generate.py": generate.Options,
+    "generate.py": generate.GenerateOptions,
     "hellaswag_eval.py": hellaswag_eval.HellaSwagOptions,
     "look.py": look.LookOptions,
     "monitor_training.sh": monitor_training.MonitorOptions,

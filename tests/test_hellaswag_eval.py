@@ -289,7 +289,7 @@ def test_the_command_scores_a_checkpoint(command, model, argv, count):
     (["none.pt"], "none.pt"),
     (["--task", "hellaswag=none.jsonl"], "none.jsonl: cannot be read"),
     (["--file", "none.jsonl"], "unknown argument '--file'; see --help"),
-    (["--limit", "0"], "--limit is 0; expected at least 1"),
+    (["--limit", "0"], "--limit is 0; expected 1 or more"),
     (["--style", "gpt3"], "--style is 'gpt3'; expected one of build-nanogpt, lm_eval"),
 ])  # fmt: skip
 def test_mistakes_are_reported_in_one_line(command, argv, message):

@@ -320,7 +320,7 @@ def test_a_wrong_mixture_is_refused_at_once(mix, error):
 
 def test_the_data_is_named_once(workdir):
     Path("mixed.toml").write_text('mix = "data/web:7,data/code:3"\n')
-    assert "--data_dir and --mix both name the data; give one of them" in refused("--data_dir", "data", *MIX)
+    assert "--data_dir and --mix cannot be combined; give one of them" in refused("--data_dir", "data", *MIX)
     config, _ = parse_args(["--config", "mixed.toml"])
     assert config.sources() == {"web": ("data/web", 7), "code": ("data/code", 3)}
     config, _ = parse_args(["--config", "mixed.toml", "--data_dir", "data"])
@@ -329,7 +329,7 @@ def test_the_data_is_named_once(workdir):
 
 def test_an_empty_flag_is_refused():
     for name in ("mix", "val"):
-        with pytest.raises(UserError, match=f"--{name} is empty; expected folders, or drop the flag"):
+        with pytest.raises(UserError, match=f"--{name} is empty; expected a value, or drop the flag"):
             parse_args([f"--{name}", ""])
 
 

@@ -175,7 +175,7 @@ COMMANDS = [
     if re.match(r"(python|torchrun|accelerate|\./)", command)
 ]
 OTHERS = {
-    "generate.py": generate.Options,
+    "generate.py": generate.GenerateOptions,
     "convert_hf.py": convert_hf.ConvertOptions,
     "hellaswag_eval.py": hellaswag_eval.HellaSwagOptions,
     "prepare_dataset.py": prepare_dataset.PrepareOptions,

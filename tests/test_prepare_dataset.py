@@ -221,17 +221,20 @@ def test_mistakes_are_reported_in_one_line(jsonl):
         (["--source", "broken.jsonl.gz"], "broken.jsonl.gz: cannot be read"),
         (
             ["--source", "docs.jsonl", "--shard_size", "1" + 17 * "0"],
-            "--shard_size is 1.*; expected at most 2,147,483,648",
+            "--shard_size is 1.*; expected 1 to 2,147,483,648",
         ),
         (["--source", "empty.txt"], "empty.txt: found no text .*; expected some"),
-        (["--source", "docs.jsonl", "--shard_size", "0"], "--shard_size is 0; expected at least 1"),
+        (["--source", "docs.jsonl", "--shard_size", "0"], "--shard_size is 0; expected 1 to"),
         (["--source", "docs.jsonl", "--shard-size", "many"], "argument --shard_size: is 'many'; expected an integer"),
         (["--source", "docs.jsonl", "--name", "a/b"], "--name is 'a/b'; expected only letters"),
         (["--source", "n" * 300], "n: File name too long; .* free"),
         (["--shard_sizes", "3"], "unknown argument '--shard_sizes'; did you mean --shard_size?"),
-        (["--dataset", "X"], "unknown argument '--dataset'; use --source hf:X for the Hugging Face Hub, or --source X"),
-        (["--input=my text.txt"], "unknown argument '--input'; use --source 'my text.txt'"),
-        (["my.txt"], r"unknown argument 'my.txt'; use --source my.txt; quote a glob: '\*.txt'"),
+        (
+            ["--dataset", "X"],
+            "unknown argument '--dataset'; use --source hf:NAME for the Hugging Face Hub, or --source FILE",
+        ),
+        (["--input=my text.txt"], "unknown argument '--input'; use --source FILE"),
+        (["my.txt"], r"unknown argument 'my.txt'; use --source FILE; quote a glob: '\*.txt'"),
     ]:
         refused(*argv, "--out", "bad", match=match)
     refused("--source", "docs.jsonl", "--out", "docs.jsonl", match="--out docs.jsonl is a file; expected a folder")

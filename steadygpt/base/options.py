@@ -8,23 +8,23 @@ import itertools
 import math
 import os
 import re
-import shlex
 import signal
 import sys
 import threading
 import time
+import tomllib
 import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import cache, partial
+from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from steadygpt import version_text
 from steadygpt.base.text import printable
 
 Options = TypeVar("Options")  # a dataclass
-OTHER_CONFIGS = (".py", ".yaml", ".yml", ".json")  # of other trainers; ours are TOML
+ELSEWHERE = Path(__file__).with_name("elsewhere.toml")  # what other programs call our options
 OF_PATHS = (errno.EACCES, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
 PASSWORD = r"[^/:@]*:(?!\d*(/|$))[^@]*@"  # begins the rest of a URL, which may also begin with a server and a port
 ON_OFF = {"on": True, "true": True, "1": True, "yes": True, "off": False, "false": False, "0": False, "no": False}
@@ -62,9 +62,7 @@ def option(
     aliases: tuple[str, ...] = (),  # other names of the flag, without dashes; one letter stands behind one dash
     spellings: Mapping[str, str] = {},  # other words for values of this option, such as other trainers'
     at_least: float = 0,  # bounds of numbers
-    above: float = -math.inf,
     at_most: float = math.inf,
-    below: float = math.inf,
     bare: str | None = None,  # the value of the flag without one (`--resume`)
     positional: bool = False,  # an argument without a flag, though its aliases are flags; optional if it has a default
     secret: bool = False,  # kept out of everything that a run writes
@@ -94,17 +92,9 @@ def check_options(options: Any) -> None:
         if about["no_password"] and re.match(PASSWORD, value.partition("://")[2]):
             log_in = "log in with AWS_PROFILE, GOOGLE_APPLICATION_CREDENTIALS or another setting of the store"
             raise OptionError(name, "a URL with a password, which files and logs would show", f"one without; {log_in}")
-        if type(value) not in (int, float):
-            continue
-        least = about["at_least"]
-        for fits, expected in (
-            (least <= value < math.inf, f"at least {least}" if least else "0 or more"),
-            (value > about["above"], f"more than {about['above']}"),
-            (value <= about["at_most"], f"at most {about['at_most']:,}"),
-            (value < about["below"], f"less than {about['below']:,}"),
-        ):
-            if not fits:
-                raise OptionError(name, f"{value:,}" if isinstance(value, int) else value, expected)
+        least, most = about["at_least"], about["at_most"]
+        if type(value) in (int, float) and not (least <= value <= most and value < math.inf):
+            raise OptionError(name, f"{value:,}", f"{least} or more" if most == math.inf else f"{least:,} to {most:,}")
 
 
 def kind_of(f: dataclasses.Field) -> type:
@@ -116,27 +106,21 @@ def kind_of(f: dataclasses.Field) -> type:
 # reading the command line
 
 
-def parse_options(
-    options: type[Options], argv: Sequence[str] | None, description: str, elsewhere: Mapping[str, str] = {}
-) -> Options:
-    parsed = options(**read_flags(options, sys.argv[1:] if argv is None else argv, description, elsewhere=elsewhere))
+def parse_options(options: type[Options], argv: Sequence[str] | None, description: str) -> Options:
+    parsed = options(**read_flags(options, sys.argv[1:] if argv is None else argv, description))
     check_options(parsed)
     return parsed
 
 
-def read_flags(
-    options: type, argv: Sequence[str], description: str = "", elsewhere: Mapping[str, str] = {}
-) -> dict[str, Any]:
-    """Return the values that a command line gives, by field name. --flag_name and --flag-name are the same.
-
-    Args:
-        elsewhere: names that other programs use -> our flag, or a sentence about what has none here; {} is the
-            given value, and "" the name of a word without a flag.
-    """
+def read_flags(options: type, argv: Sequence[str], description: str = "") -> dict[str, Any]:
+    """Return the values that a command line gives, by field name. --flag_name and --flag-name are the same."""
+    if "--version" in argv:
+        print(f"SteadyGPT {version_text()}")
+        sys.exit()
     for argument in argv:
         if not argument.isascii() and "\\udc" in (shown := ascii(argument)):
-            problem = f"{shown}: not valid {sys.getfilesystemencoding()}, the encoding of this system"
-            raise UserError(f"{problem}; rename it, or set LC_ALL=C.UTF-8 and PYTHONUTF8=1")
+            encoding = sys.getfilesystemencoding()
+            raise UserError(f"{shown}: not valid {encoding}; rename it, or set LC_ALL=C.UTF-8 and PYTHONUTF8=1")
     argv = [re.sub("^--[^=]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), argument) for argument in argv]
     fields = options_of(options)
     if any(f.metadata["positional"] for f in fields.values()):
@@ -147,19 +131,17 @@ def read_flags(
                 argv[i] = f"{flag}=on"
     values, unknown = _parser(options, description).parse_known_args(argv)
     if unknown:
-        raise UserError(_unknown_text(argv, unknown, list(fields), elsewhere))
+        raise UserError(_unknown_text(unknown, options))
     return vars(values)
 
 
 @cache  # a preset is read as flags too, and so is the preset that it names
 def _parser(options: type, description: str) -> argparse.ArgumentParser:
-    fields, usage = options_of(options), "%(prog)s"
-    for name, f in fields.items():
-        if f.metadata["positional"]:
-            usage += f" {name}" if f.default is dataclasses.MISSING else f" [{name}]"
-    usage += " [--config NAME]" * ("config" in fields) + " [--flag value ...]"
+    fields = options_of(options)
+    words = [name for name, f in fields.items() if f.metadata["positional"]]
+    usage = " ".join(["%(prog)s", *words, "[--flag value ...]"])
     cli = _Parser(usage=usage, description=description, argument_default=argparse.SUPPRESS, allow_abbrev=False)
-    cli.add_argument("--version", action=_Version, nargs=0, help="print the version and the commit, and exit")
+    cli.add_argument("--version", action="store_true", help="print the version and the commit, and exit")
     groups: dict[str, Any] = {}
     for name, f in fields.items():
         about, kind = f.metadata, kind_of(f)
@@ -169,8 +151,7 @@ def _parser(options: type, description: str) -> argparse.ArgumentParser:
         text = text.replace("%", "%%")
         if about["positional"]:
             group.add_argument(name, nargs=None if f.default is dataclasses.MISSING else "?", type=kind, help=text)
-        bare = True if kind is bool else about["bare"]
-        typed = "on|off" if kind is bool else kind.__name__.upper()
+        bare, typed = (True, "on|off") if kind is bool else (about["bare"], kind.__name__.upper())
         for flag in (*([] if about["positional"] else [name]), *about["aliases"]):
             group.add_argument(
                 f"--{flag}" if len(flag) > 1 else f"-{flag}",
@@ -186,39 +167,21 @@ def _parser(options: type, description: str) -> argparse.ArgumentParser:
     return cli
 
 
-def _unknown_text(argv: Sequence[str], unknown: list[str], names: list[str], elsewhere: Mapping[str, str]) -> str:
-    """Say of every unknown argument of a command line what to type instead; `names` are those of the options."""
-    told: dict[str, str] = {}
-    for before, argument, after in zip(["", *argv], argv, [*argv[1:], "--"], strict=False):
-        word, _, value = argument.partition("=")
-        name, is_flag = word.lstrip("-").lower(), word.startswith("-")
-        is_value = before.startswith("-") and "=" not in before and not argument.startswith("-")
-        if is_value or argument not in unknown:
-            continue
-        if word in names:  # as in NAME=VALUE, nanoGPT's and Hydra's form
-            word, advice = argument, f"use --{argument}"
-        elif ours := elsewhere.get(name) or (not is_flag and elsewhere.get("")):
-            value = (value or ("..." if after.startswith("--") else after)) if is_flag else word
-            advice = ("use " * ours.startswith("--") + ours).replace("{}", shlex.quote(value))
-        elif is_flag or "config" not in names:
-            # 0.85: a typing mistake, or a letter more or less; below that names are alike by chance.
-            close = difflib.get_close_matches(name, names, n=1, cutoff=0.85) if is_flag else []
-            advice = f"did you mean --{close[0]}?" if close else "see --help"
-        elif word.endswith(OTHER_CONFIGS):
-            advice = "write its options as flags, or as TOML for --config; see docs/from-other-trainers.md"
-        else:
-            advice = f"a preset or TOML file is --config {word}, a value --flag VALUE"
-        told[word] = advice
-    if len(told) == 1:
-        [(word, advice)] = told.items()
-        return f"unknown argument {word!r}; {advice}"
-    return "unknown arguments: " + "; ".join(f"{name!r}: {advice}" for name, advice in told.items())
-
-
-class _Version(argparse.Action):
-    def __call__(self, parser, *_) -> None:  # only here, because git reads the state of every file
-        print(f"SteadyGPT {version_text()}")
-        parser.exit()
+def _unknown_text(unknown: Sequence[str], options: type) -> str:
+    """Say of every unknown argument of a command line what to type instead."""
+    of_command = tomllib.loads(ELSEWHERE.read_text()).get(options.__name__, {})
+    elsewhere = {theirs: ours for ours, several in of_command.items() for theirs in several}
+    problems = []
+    for before, argument in itertools.pairwise(["", *unknown]):
+        word, is_flag = argument.partition("=")[0], argument.startswith("-")
+        if before.startswith("-") and "=" not in before and not is_flag:
+            continue  # the value of an unknown flag
+        name = word.lstrip("-").lower() if is_flag else ""
+        # 0.85: a typing mistake, or a letter more or less; below that names are alike by chance.
+        close = difflib.get_close_matches(name, options_of(options), n=1, cutoff=0.85)
+        advice = elsewhere.get(name) or (f"did you mean --{close[0]}?" if close else "see --help")
+        problems.append(f"unknown argument {word!r}; {advice}")
+    return "; ".join(problems)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -229,13 +192,8 @@ class _Parser(argparse.ArgumentParser):
 def _value(kind: type, spellings: Mapping[str, str], text: str) -> object:
     try:
         return ON_OFF[text.lower()] if kind is bool else kind(spellings.get(text, text))
-    except KeyError:
-        raise argparse.ArgumentTypeError(f"is {text!r}; expected on or off") from None
-    except ValueError:
-        expected, (base, _, exponent) = "a number" if kind is float else "an integer", text.partition("**")
-        with suppress(ValueError, OverflowError):
-            if (number := math.pow(float(base), float(exponent or 1))).is_integer():
-                expected += f": {int(number)}"
+    except (KeyError, ValueError):
+        expected = {bool: "on or off", int: "an integer", float: "a number"}[kind]
         raise argparse.ArgumentTypeError(f"is {text!r}; expected {expected}") from None
 
 

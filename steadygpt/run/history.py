@@ -199,9 +199,8 @@ def resumed(
             what was decided then, so the command of the first start also resumes.
     """
     options, decisions, changes = dict(last["options"]), dict(last["decisions"]), []
-    excluded = {one: other for pair in EXCLUSIVE for one, other in (pair[:2], pair[1::-1])}
     for name in filter(given.__contains__, KEPT):
-        rule, new, other = FIELDS[name].metadata["on_resume"], getattr(config, name), excluded.get(name, "")
+        rule, new, other = FIELDS[name].metadata["on_resume"], getattr(config, name), EXCLUSIVE.get(name, "")
         trained_with = decisions.get(name, options[name])
         if new in (options[name], trained_with) or (
             other and given[name] == "preset" and options[other] != FIELDS[other].default

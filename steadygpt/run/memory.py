@@ -143,7 +143,7 @@ def with_fitting_rows(config: TrainConfig, model: GPT, memory: int, ranks: Ranks
     if config.mini_batch_size:
         return config, ""
     tries = ranks.device.type == "cuda" and config.sharding == "ddp"
-    possible, limit = config.possible_rows(ranks.world_size) or [1], FITS[ranks.device.type] * memory  # fp8: none
+    possible, limit = config.possible_rows(ranks.world_size), FITS[ranks.device.type] * memory
     of_rows = {rows: replace(config, mini_batch_size=rows) for rows in possible}
     wanted = memory if tries else limit
     fitting = [rows for rows, changed in of_rows.items() if needed_bytes(changed, model, ranks) <= wanted]

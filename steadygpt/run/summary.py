@@ -21,14 +21,15 @@ def summarize(results: Results, saves: Saves, parameters: int, status: str, reas
     """Return how a run of a model of so many parameters has ended, and on rank 0 its summary."""
     if (writer := saves.writer) is None:
         return [""]
-    config, state, totals, device = results.config, results.state, results.totals, results.ranks.device
+    config, state, device = results.config, results.state, results.ranks.device
     tokens, start_s, elapsed_s = state.rows_consumed * config.context_length, process_age_s(), state.total_s()
     here = " since this start" * bool(state.elapsed_s)
     whole = f"{seconds_text(elapsed_s)} in total; since this start " * bool(here)
     of_steps = f"{seconds_text(results.seconds)} of it training ({counted(results.steps, 'step')})"
     lines = {"time": f"{whole}{seconds_text(start_s)}, {of_steps}"}
     lines["tokens"] = f"{tokens:,}, {tokens / parameters:,.2f} per parameter"
-    if speed := totals.steps_per_second():
+    if results.steps > 1:
+        speed = (results.steps - 1) / (results.seconds - results.first_s)
         mfu = results.mfu(speed * config.total_batch_size)
         lines["speed"] = f"{speed * config.total_batch_size:,.0f} tokens/s{here}, {speed:.3g} steps/s, "
         lines["speed"] += config.precision if mfu is None else f"{config.precision}, mfu {mfu:.1%}"
@@ -52,10 +53,8 @@ def summarize(results: Results, saves: Saves, parameters: int, status: str, reas
     failed = f", {writer.failures:,} failed" * bool(writer.failures)
     share = f"{saves.paused_s / start_s:.2%} of the time"
     lines["saves"] = f"{writer.saved:,}{here}{failed}; they paused training for {pause_text(saves.paused_s)}, {share}"
-    if totals.skipped or totals.spikes:
-        bad = f"{counted(totals.not_finite, 'step')} without a finite loss and gradient"
-        spikes = counted(totals.spikes, "loss spike")
-        lines["skipped"] = f"{counted(totals.skipped, 'update')}{here}; {bad}, {spikes}"
+    if results.skipped:
+        lines["skipped"] = f"{counted(results.skipped, 'update')}{here}; a warning in log.txt tells why"
     lines["next"] = next_commands(config.checkpoint_dir, status, state.best_val_loss is not None, results.ranks)
     why = f" ({reason})" * bool(reason)
     end = f"{status}{why} after {counted(state.step, 'step')}; checkpoints in {config.checkpoint_dir}"

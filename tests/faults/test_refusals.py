@@ -96,7 +96,7 @@ FLAGS = {
     "wrong type": (["--num_layers", "two"], "'two'"),
     "not TOML": (["--config", "a.toml"], "a.toml: not TOML"),
     "cpu_offload without fsdp": (["--cpu_offload"], "--cpu_offload needs --sharding fsdp"),
-    "batch that cannot be split": (["--total_batch_size", "72"], "--total_batch_size 64 or 80 would work"),
+    "batch that cannot be split": (["--total_batch_size", "72"], "--total_batch_size is 72; expected a multiple of"),
     "skip_spikes without spike_z": (["--skip_spikes", "--spike_z", "0"], "--skip_spikes needs a --spike_z above 0"),
     "warm-up longer than the run": (["--warmup_steps", "8"], "--warmup_steps 8 is not shorter than the run of 8 steps"),
     "unknown device": (["--device", "tpu"], "--device tpu: not on this machine"),

@@ -200,7 +200,7 @@ def test_an_event_is_not_repeated_at_once(monkeypatch, webhook, sender):
     "https://[ntfy.sh/secret",
 ])  # fmt: skip
 def test_a_url_that_is_no_webhook_is_refused_without_repeating_it(url):
-    with pytest.raises(UserError, match=r"^--alert_url: ") as raised:
+    with pytest.raises(UserError, match=r"^--alert_url is not the URL of a webhook") as raised:
         TrainConfig(alert_url=url)
     assert "secret" not in str(raised.value) and "\n" not in str(raised.value)
 

@@ -243,13 +243,9 @@ def test_fp8_is_refused_for_numbers_of_tokens_that_its_units_cannot_multiply():
     scale = torch.ones((), device="meta")
     with pytest.raises(RuntimeError, match="divisible by 16"):  # the gradient of a weight
         torch._scaled_mm(gradient.t().contiguous(), x.t().contiguous().t(), scale, scale)
-    config = TrainConfig(precision="fp8", mini_batch_size=5, context_length=200, total_batch_size=16_000)
-    assert config.possible_rows(1) == [2, 4, 8, 10, 16, 20, 40, 80]
-    assert config.with_even_rows(1).mini_batch_size == 4
-    for rows, total in ((1, 16_000), (5, 200)):
-        unfit = TrainConfig(precision="fp8", mini_batch_size=rows, context_length=200, total_batch_size=total)
-        with pytest.raises(UserError, match="expected rows that split a step into micro-steps of a multiple of 16"):
-            unfit.with_even_rows(1)
+    TrainConfig(precision="fp8", context_length=208).check_together()
+    with pytest.raises(UserError, match=r"--precision fp8 needs --context_length 16 \* N"):
+        TrainConfig(precision="fp8", context_length=200).check_together()
 
 
 def test_segments_of_gpu_memory_may_grow_unless_the_user_decides(monkeypatch):
