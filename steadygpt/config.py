@@ -225,8 +225,8 @@ class TrainConfig(GPTConfig):
     gpu_hour_cost: float = _logs(0.0, "price of a GPU-hour, to show the cost of the run; 0 = not shown")
     system_metrics_s: float = _logs(10.0, "seconds between measurements of GPUs, CPU, memory and disk; 0 = off")
     alert_url: str = _logs("", "webhook of Slack, Discord or ntfy, or another URL that accepts a JSON POST, to send "
-                           "alerts to: start, resume, end, failure, loss spikes, bad steps, failed saves, a nearly "
-                           "full disk, repeated steps that differ", on_resume="launch", secret=True)
+                           "alerts to: start, resume, end, failure, loss spikes, bad steps, failed saves, "
+                           "repeated steps that differ", on_resume="launch", secret=True)
 
     sharding: str = _ranks("ddp", "ddp: a replica on each rank; fsdp: parameters and optimizer sharded across ranks",
                            choices=("ddp", "fsdp"))

@@ -17,9 +17,8 @@ from model import GPT
 from steadygpt import version_text
 from steadygpt.base.disk import existing
 from steadygpt.base.options import UserError
-from steadygpt.base.text import bytes_text, counted, labelled
-from steadygpt.checkpoint.files import DECIDED, Entry, trained_with
-from steadygpt.checkpoint.saves import interval_text
+from steadygpt.base.text import bytes_text, counted, duration_text, labelled
+from steadygpt.checkpoint.files import DECIDED, LATEST, Entry, trained_with
 from steadygpt.config import FINEWEB_EDU_TOKENS, KEPT, TrainConfig
 from steadygpt.convert.weights import check_fits
 from steadygpt.data.order import BLOCK_ROWS
@@ -60,7 +59,7 @@ class Plan:
         T, world_size, micro_steps = config.context_length, ranks.world_size, config.grad_accum_steps(ranks.world_size)
         memory, host = estimate_memory(config, sketch, ranks)
         epochs = schedule.epochs(schedule.max_steps * schedule.rows_per_step)
-        checkpoint = checkpoint_bytes(sketch, config.optimizer)
+        checkpoint, interval_s = checkpoint_bytes(sketch, config.optimizer), 60 * config.checkpoint_minutes
         emulated = ", emulated slowly" * (config.precision == "fp8" and ranks.device.type != "cuda")
         dtype = AUTOCAST.get(config.precision, torch.float32)
         kernel = kernel_name((1, config.num_heads, T, sketch.config.head_size), dtype, ranks.device, config.dropout)
@@ -92,7 +91,8 @@ class Plan:
             ("host memory", uses(host, "on rank 0", available_memory_bytes(), "a smaller model or a larger host")),
             ("checkpoints", self._checkpoints_text(checkpoint, math.ceil(epochs))),
             ("mirror", config.mirror),
-            ("saves", interval_text(60 * config.checkpoint_minutes, checkpoint) if config.checkpoint_minutes else ""),
+            ("saves", f"{LATEST} every {duration_text(interval_s)} or less; writes up to "
+             f"{bytes_text(checkpoint * 86400 / interval_s)} a day" if interval_s else ""),
         ]  # fmt: skip
         return [*(labelled(label, text) for label, text in lines if text), *self.notes]
 
