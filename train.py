@@ -156,7 +156,7 @@ def build(plan: Plan, log: RunLog, held: ExitStack) -> Run:
         state=state,
         judge=Judge(config, device, state.recent_losses, state.bad_steps),
         results=Results(config, ranks, plan.schedule, state, log, flops, delay, repeats),
-        host_copy=HostCopy(device),
+        host_copy=HostCopy(ranks),
         stop=stop,
         log=log,
         saves=saves,
@@ -342,7 +342,7 @@ def run_to_end(run: Run) -> int:
         reason = brief(error)
         raise
     finally:
-        saves.close()
+        saves.wait()
         run.results.repeats.report()
         end, *summary = summarize(run.results, saves, run.model.num_parameters(), status, reason)
         log.status(status, reason, summary, step=run.state.step)
@@ -367,7 +367,7 @@ def save(run: Run) -> None:
 
 def capture(run: Run) -> Captured:
     """Start copying a checkpoint's content to host memory, on all ranks. The copy is valid until the next capture."""
-    tensors, copied = run.host_copy.start(run.model, run.optimizer, run.ranks)
+    tensors, copied = run.host_copy.start(run.model, run.optimizer)
     content = {
         "format_version": FORMAT_VERSION,
         **asdict(run.state),

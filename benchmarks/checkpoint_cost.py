@@ -34,7 +34,7 @@ class Training:
     def __init__(self, rows: int, context: int, micro_steps: int, layers: int, device: torch.device):
         self.model = GPT(GPTConfig(context_length=context, num_layers=layers)).to(device)
         self.optimizer = make_optimizer(self.model, TrainConfig(max_lr=1e-4), Ranks(device))
-        self.host_copy = HostCopy(device)
+        self.host_copy = HostCopy(Ranks(device))
         self.tokens = torch.randint(0, 50257, (rows, context + 1), device=device)
         self.micro_steps, self.device = micro_steps, device
 
@@ -60,7 +60,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder) as temporary, joined("auto") as ranks:
         folder = Path(temporary)
         training = Training(args.rows, args.context, args.micro_steps, args.layers, ranks.device)
-        writer = CheckpointWriter(folder, RunLog(TrainConfig(), ranks, prints=False), keep=1)
+        config = TrainConfig(checkpoint_dir=temporary)
+        writer = CheckpointWriter(config, RunLog(config, ranks, prints=False))
         paused: dict[str, list[float]] = {"SteadyGPT": [], "torch.save": []}
         durable: list[float] = []
 
@@ -81,9 +82,9 @@ def main() -> None:
         def save_ours() -> None:
             start = time.perf_counter()
             writer.wait()  # as in training: the copy reuses the memory that the writer reads
-            tensors, copied = training.host_copy.start(training.model, training.optimizer, ranks)
-            writer.save(Captured({"step": len(paused["SteadyGPT"]), **tensors}, copied), [])
-            writer.in_flight.add_done_callback(lambda _: durable.append(time.perf_counter() - start))
+            tensors, copied = training.host_copy.start(training.model, training.optimizer)
+            writer.submit(writer.save, Captured({"step": len(paused["SteadyGPT"]), **tensors}, copied), [])
+            writer.job.add_done_callback(lambda _: durable.append(time.perf_counter() - start))
 
         def save_in_place() -> None:
             content = {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}

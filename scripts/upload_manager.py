@@ -57,8 +57,8 @@ def upload_all(url: str, folder: Path) -> None:
         uploads.start(is_last=True)
         while uploads.is_busy():
             time.sleep(0.1)
-        if left := uploads.left():
-            raise UserError(f"not uploaded: {left}; run this again")
+        if not uploads.is_done():
+            raise UserError(f"{folder}: not everything is uploaded; run this again")
     print(printable(f"{url} has the checkpoints of {folder}"))
 
 

@@ -4,8 +4,7 @@ A parameter may be whole, replicated by DDP, or a DTensor that FSDP shards over 
 whole, so a checkpoint does not depend on how it was trained.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -23,19 +22,14 @@ def fill(model: nn.Module, weight: Callable[[str], Tensor], ranks: Ranks) -> Non
 
 def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict, ranks: Ranks) -> None:
     """Load a checkpoint's "optimizer", needed on rank 0 only; options such as weight decay keep their values."""
-    saved_state = saved.get("state", {})
-    kinds = ranks.broadcast({name: {kind: t.shape for kind, t in state.items()} for name, state in saved_state.items()})
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    groups, state = optimizer.state_dict()["param_groups"], defaultdict[int, dict[str, Tensor]](dict)
-    for index, parameter in enumerate(_parameters(optimizer)):
-        name = names[id(parameter)]
-        for kind, shape in kinds.get(name, {}).items():
+    saved_state = saved.get("state", {})  # empty before the first step
+    shapes = ranks.broadcast({name: {kind: t.shape for kind, t in kept.items()} for name, kept in saved_state.items()})
+    for name, parameter in model.named_parameters():
+        for kind, shape in shapes.get(name, {}).items():
             # A moment is sharded like its parameter; the number of steps is a scalar.
             like = parameter.detach() if shape == parameter.shape else torch.empty(shape, device=parameter.device)
-            state[index][kind] = torch.empty_like(like, dtype=torch.float32)
-            _send(saved_state[name][kind] if ranks.is_main else None, state[index][kind], ranks)
-    if state:  # otherwise the checkpoint is older than the first step
-        optimizer.load_state_dict({"state": state, "param_groups": groups})
+            target = optimizer.state[parameter][kind] = torch.empty_like(like, dtype=torch.float32)
+            _send(saved_state[name][kind] if ranks.is_main else None, target, ranks)
 
 
 def _send(whole: Tensor | None, target: Tensor, ranks: Ranks) -> None:
@@ -57,29 +51,24 @@ class HostCopy:
     a stream of its own, beside the next step. That step must call wait_before_update() before its update.
     """
 
-    def __init__(self, device: torch.device):
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.buffers: dict[tuple[str, str], Tensor] = {}
+    def __init__(self, ranks: Ranks):
+        self.ranks, self.buffers = ranks, dict[tuple[str, str], Tensor]()
+        self.stream = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
 
-    def start(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
-    ) -> tuple[dict, torch.cuda.Event | None]:
+    def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict, torch.cuda.Event | None]:
         """Start to copy the state of the bare model and its optimizer. All ranks call this, because FSDP gathers.
 
-        Returns: {"model": ..., "optimizer": ...} keyed by parameter name, empty on ranks other than 0; and a CUDA event
-            to be synchronized before it is read, None where the copy is complete already.
+        Returns: on rank 0 {"model": ..., "optimizer": ...} by parameter name; the CUDA event that ends the copy.
         """
         if reshard := getattr(model, "reshard", None):  # FSDP's root is still gathered after an evaluation
             reshard()
         if self.stream:
             self.stream.wait_stream(torch.cuda.current_stream())  # for the last update
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        weights = {id(p): self._copy(name, "weight", p.detach(), ranks) for name, p in model.named_parameters()}
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        weights = {p: self._copy(name, "weight", p.detach()) for p, name in names.items()}
         state = {
-            names[id(p)]: {
-                kind: self._copy(names[id(p)], kind, tensor, ranks) for kind, tensor in optimizer.state[p].items()
-            }
-            for p in _parameters(optimizer)
+            name: {kind: self._copy(name, kind, tensor) for kind, tensor in optimizer.state[p].items()}
+            for p, name in names.items()
             if optimizer.state.get(p)
         }
         copied = None
@@ -88,20 +77,17 @@ class HostCopy:
             copied = self.stream.record_event()
             if reshard:  # the next step waits for the gathered tensors anyway; so the pause is measured
                 copied.synchronize()
-        if not ranks.is_main:
-            return {"model": {}, "optimizer": {}}, None
-        groups = [group | {"params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+        groups = [group | {"params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
         every_name = model.named_parameters(remove_duplicate=False)  # a tied head is one tensor under two names
         return {
-            "model": {name: weights[id(parameter)] for name, parameter in every_name},
+            "model": {name: weights[parameter] for name, parameter in every_name},
             "optimizer": {"state": state, "param_groups": groups} if state else {},
         }, copied
 
-    def _copy(self, name: str, kind: str, tensor: Tensor, ranks: Ranks) -> Tensor | None:
-        whole = full_tensor(tensor)
-        if not ranks.is_main:
+    def _copy(self, name: str, kind: str, tensor: Tensor) -> Tensor | None:
+        whole, cuda = full_tensor(tensor), self.stream is not None
+        if not self.ranks.is_main:
             return None
-        cuda = self.stream is not None
         if (name, kind) not in self.buffers:
             self.buffers[name, kind] = torch.empty(whole.shape, dtype=whole.dtype, device="cpu", pin_memory=cuda)
         # A gathered tensor is copied on the current stream, so that the next gather can reuse its memory at once.
@@ -112,7 +98,3 @@ class HostCopy:
         """Let the device, not the host, wait for the copy in flight: updates change what it reads."""
         if self.stream:
             torch.cuda.current_stream().wait_stream(self.stream)
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -4,7 +4,6 @@ import math
 import time
 from contextlib import suppress
 from itertools import groupby
-from operator import attrgetter
 from pathlib import Path
 from queue import Full, Queue
 from threading import Thread
@@ -29,46 +28,26 @@ class Uploads:
         self.copy = Path(config.checkpoint_dir, ".upload.tmp").absolute()
         self.requests: Queue[None] = Queue(maxsize=1)  # one serves all that come before it is taken
         self.is_last = False
-        self.there: dict[str, tuple[float, int]] = {}  # Head.order of the complete checkpoints in the mirror, by name
-        self.corrupt: set[object] = set()  # local files: their order, or the path of one without a head
-        self.uploaded_at_s = -math.inf
-        self._note_progress()
+        self.corrupt: set[tuple[float, int]] = set()  # File.order of local saves
+        self.uploaded_at_s, self.progress_at_s = -math.inf, time.monotonic()
         self.thread = Thread(target=self._work, name="uploads", daemon=True)
         self.thread.start()
 
     def start(self, is_last: bool = False) -> None:
         """Upload what the mirror lacks, and return at once; at the end of a run also its logs and last timed save."""
         self.is_last |= is_last
-        if not self.requests.unfinished_tasks:
+        if self.is_done():
             self._note_progress()
         with suppress(Full):
             self.requests.put_nowait(None)
 
+    def is_done(self) -> bool:
+        """Return whether nothing is left to upload."""
+        return not self.requests.unfinished_tasks
+
     def is_busy(self) -> bool:
         """Return whether uploads are left, and have made progress within the last minutes."""
-        is_stuck = time.monotonic() - self.progress_at_s > GIVE_UP_S
-        return bool(self.requests.unfinished_tasks) and self.thread.is_alive() and not is_stuck
-
-    def left(self) -> str:
-        """Return which checkpoints are not uploaded as far as is known, "" for none."""
-        names = [file.path.name for files in self._missing() for file in files]
-        return f"{names[0]}{f' and {len(names) - 1} more' * (len(names) > 1)}" if names else ""
-
-    def _missing(self) -> list[list[File]]:
-        """Return the checkpoints to upload, newest first: the names of each."""
-        files = [file for file in scan(Path(self.config.checkpoint_dir)) if file.path.name != BACKUP]
-        for file in files:
-            if file.problem and file.path not in self.corrupt:
-                self.corrupt.add(file.path)
-                self.log.warn(f"not uploaded: {file.path}: {file.problem}")
-        newer = [file for file in files if file.order > self.there.get(file.path.name, (0.0, -1))]
-        orders = self.there | {file.path.name: file.order for file in newer}
-        dropped = too_old(orders, self.config.mirror_keep, self.config.keep_epochs)
-        wanted = [file for file in newer if file.path.name not in dropped and file.order not in self.corrupt]
-        saves = [list(names) for _, names in groupby(wanted, attrgetter("order"))]
-        # Timed saves belong to no tier.
-        is_due = self.is_last or time.monotonic() - self.uploaded_at_s >= 60 * self.config.mirror_minutes
-        return [names for names in saves if is_due or [file.path.name for file in names] != [LATEST]]
+        return not self.is_done() and self.thread.is_alive() and time.monotonic() - self.progress_at_s < GIVE_UP_S
 
     def _note_progress(self, *_, **__) -> None:
         self.progress_at_s = time.monotonic()
@@ -87,8 +66,7 @@ class Uploads:
                 return
             except Exception as error:  # every fsspec back end has exceptions of its own
                 if not pause_s:
-                    problem = f"uploads to {self.mirror.url} fail: {brief(error)}"
-                    self.log.warn(f"{problem}; retrying until they succeed")
+                    self.log.warn(f"uploads to {self.mirror.url} fail: {brief(error)}; retrying until they succeed")
                 pause_s = min(2 * pause_s or 1.0, LONGEST_PAUSE_S)
                 time.sleep(pause_s)
                 self.start()
@@ -99,30 +77,39 @@ class Uploads:
     def _upload_newest(self) -> None:
         """Upload the newest checkpoint that the mirror lacks, and request the next one."""
         known, sizes = self.mirror.claim().checkpoints, self.mirror.sizes()
-        self.there = {name: entry.order for name, entry in known.items() if sizes.get(entry.file) == entry.size}
-        if not (missing := self._missing()):
+        there = {name: entry.order for name, entry in known.items() if sizes.get(entry.file) == entry.size}
+        if not (files := self._newest_missing(there)):
             if self.is_last:
                 self.mirror.upload_files(self.config)
             return
         self.start()
-        start_s, (file, *_), names = time.monotonic(), missing[0], [file.path.name for file in missing[0]]
+        start_s, path, names = time.monotonic(), files[0].path, [file.path.name for file in files]
         try:
-            link_file(file.path, self.copy)  # keeps the file when training replaces it
-            if not file.head or read_head(self.copy) != file.head:  # it already has
+            link_file(path, self.copy)  # keeps the file when training replaces it
+            if (head := read_head(self.copy)) != files[0].head:  # it already has
                 return
-            entry = next((entry for entry in known.values() if entry.order == file.order), None)
-            if not entry:
+            if head.order not in {entry.order for entry in known.values()}:
                 read_checkpoint(self.copy)
-                entry = Entry.of(self.copy, file.head)
         except FileNotFoundError:  # training has deleted it
             return
         except UserError as error:
-            self.log.warn(f"not uploaded: {error}".replace(str(self.copy), str(file.path)))
-            self.corrupt.add(file.order)
+            self.log.warn(f"not uploaded: {error}".replace(str(self.copy), str(path)))
+            self.corrupt.add(files[0].order)
             return
-        self.mirror.upload(self.copy, entry, names, self.config, self._note_progress)
+        self.mirror.upload(self.copy, Entry.of(self.copy, head), names, self.config, self._note_progress)
         self._note_progress()
         self.uploaded_at_s = start_s
-        took = f"in {time.monotonic() - start_s:.1f} s"
         self.log.note(mirrored_at=time.time())
-        self.log.say(f"uploaded step {entry.step:,} as {', '.join(names)} to {self.mirror.url} {took}")
+        self.log.say(f"uploaded step {head.step:,} as {', '.join(names)} to {self.mirror.url}")
+
+    def _newest_missing(self, there: dict[str, tuple[float, int]]) -> list[File]:
+        """Return the names of the newest checkpoint to upload, given Head.order of each name that the mirror has."""
+        files = [file for file in scan(Path(self.config.checkpoint_dir)) if file.path.name != BACKUP]
+        newer = [file for file in files if file.order > there.get(file.path.name, (0.0, -1))]
+        orders = there | {file.path.name: file.order for file in newer}
+        dropped = too_old(orders, self.config.mirror_keep, self.config.keep_epochs)
+        wanted = [file for file in newer if file.path.name not in dropped and file.order not in self.corrupt]
+        saves = (list(names) for _, names in groupby(wanted, lambda file: file.order))
+        # Timed saves belong to no tier.
+        is_due = self.is_last or time.monotonic() - self.uploaded_at_s >= 60 * self.config.mirror_minutes
+        return next((names for names in saves if is_due or [file.path.name for file in names] != [LATEST]), [])

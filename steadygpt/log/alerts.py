@@ -50,8 +50,8 @@ class Alerts:
         """Queue a message and return at once.
 
         Args:
-            event: started, resumed, finished, stopped, failed, spike, bad steps, save failed, no disk or
-                resume differs. Of one event, at most one message is sent in ten minutes.
+            event: started, resumed, finished, stopped, failed, spike, bad steps, save failed or resume
+                differs. Of one event, at most one message is sent in ten minutes.
         """
         now_s = monotonic()
         if now_s - self.sent_at_s.get(event, -math.inf) < REPEAT_S:

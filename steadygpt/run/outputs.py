@@ -10,7 +10,7 @@ from steadygpt.base.durable import lock_folder
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import NoAnswer
 from steadygpt.base.text import bytes_text
-from steadygpt.checkpoint.files import LATEST, check_folder
+from steadygpt.checkpoint.files import check_folder
 from steadygpt.checkpoint.mirror import Mirror, restore_files
 from steadygpt.checkpoint.saves import STALE, CheckpointWriter, Saves
 from steadygpt.checkpoint.uploads import Uploads
@@ -28,9 +28,7 @@ from steadygpt.run.starts import note_of_start
 def open_saves(plan: Plan, log: RunLog, stop: StopSignal, held: ExitStack) -> tuple[Saves, Repeats]:
     """Open the folders of a run, and its log, on rank 0; `held` closes the log and releases the locks."""
     writer, repeats = plan.ranks.on_main(lambda: _open_on_main(plan, log, held)) or (None, Repeats(log))
-    # A save that was killed may lack one of its names, and be repeated; latest.pt is the last one that it gets.
-    path, step = plan.history.path, plan.history.step
-    return Saves(plan.config, plan.ranks, log, stop, writer, step if path and path.name == LATEST else None), repeats
+    return Saves(plan.config, plan.ranks, log, stop, writer), repeats
 
 
 def _open_on_main(plan: Plan, log: RunLog, held: ExitStack) -> tuple[CheckpointWriter, Repeats]:
@@ -55,7 +53,9 @@ def _open_on_main(plan: Plan, log: RunLog, held: ExitStack) -> tuple[CheckpointW
                 mirror.patiently(partial(restore_files, mirror, config))
     write_run(folder, start.run.id, config)  # first: a folder with a checkpoint says which run it is
     uploads = Uploads(mirror, config, log) if mirror else None
-    writer = CheckpointWriter(folder, log, config.keep_checkpoints, config.keep_epochs, uploads, start.renamed)
+    for damaged, name in start.renamed.items():  # saves would replace or delete them
+        damaged.rename(name)
+    writer = CheckpointWriter(config, log, uploads)
     if start.checkpoint and start.is_fork:
         # It has this run's options. The file belongs to the other run, as does the best model so far.
         writer.resume(start.checkpoint | {"starts": starts, "best_val_loss": None}, None)

@@ -20,8 +20,7 @@ from steadygpt import version_text
 from steadygpt.base.disk import existing
 from steadygpt.base.options import UserError
 from steadygpt.base.text import bytes_text, counted, duration_text, labelled
-from steadygpt.checkpoint.files import DECIDED, Entry, trained_with
-from steadygpt.checkpoint.saves import interval_text
+from steadygpt.checkpoint.files import DECIDED, LATEST, Entry, trained_with
 from steadygpt.config import FINEWEB_EDU_TOKENS, KEPT, TrainConfig
 from steadygpt.convert.weights import check_fits
 from steadygpt.data.order import BLOCK_ROWS
@@ -68,7 +67,7 @@ class Plan:
         config, data, schedule, sketch, ranks = self.config, self.data, self.schedule, self.sketch, self.ranks
         T, world_size, micro_steps = config.context_length, ranks.world_size, config.grad_accum_steps(ranks.world_size)
         memory, host = estimate_memory(config, sketch, ranks)
-        checkpoint, epochs = checkpoint_bytes(sketch, config.optimizer), 0.0
+        checkpoint, epochs, interval_s = checkpoint_bytes(sketch, config.optimizer), 0.0, 60 * config.checkpoint_minutes
         emulated = ", emulated slowly" * (config.precision == "fp8" and ranks.device.type != "cuda")
         sharding = f", {config.sharding}" * (world_size > 1 or config.sharding == "fsdp")
         dtype = AUTOCAST.get(config.precision, torch.float32)
@@ -94,7 +93,8 @@ class Plan:
             ("host memory", uses_text(host, "on rank 0", available_memory_bytes(), "a larger host")),
             ("checkpoints", self._checkpoints_text(checkpoint, math.ceil(epochs))),
             ("mirror", config.mirror),
-            ("saves", interval_text(60 * config.checkpoint_minutes, checkpoint) if config.checkpoint_minutes else ""),
+            ("saves", f"{LATEST} every {duration_text(interval_s)} or less; writes up to "
+             f"{bytes_text(checkpoint * 86400 / interval_s)} a day" if interval_s else ""),
         ]  # fmt: skip
         return [*(labelled(label, text) for label, text in lines if text), *self.notes]
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from steadygpt.base.text import bytes_text, counted, duration_text, labelled
 from steadygpt.checkpoint.files import validation_of
-from steadygpt.checkpoint.saves import Saves, pause_text
+from steadygpt.checkpoint.saves import Saves
 from steadygpt.config import TrainConfig
 from steadygpt.machine.device import peak_memory_bytes
 from steadygpt.machine.host import process_age_s
@@ -50,9 +50,7 @@ def summarize(results: Results, saves: Saves, parameters: int, status: str, reas
         lines["load"] += f", average{here}"
     if (cost := results.cost(elapsed_s)) is not None:
         lines["cost"] = f"{cost:,.2f}"
-    failed = f", {writer.failures:,} failed" * bool(writer.failures)
-    share = f"{saves.paused_s / start_s:.2%} of the time"
-    lines["saves"] = f"{writer.saved:,}{here}{failed}; they paused training for {pause_text(saves.paused_s)}, {share}"
+    lines["saves"] = f"paused training for {saves.paused_s:.1f} s{here}, {saves.paused_s / start_s:.2%} of the time"
     if results.skipped:
         lines["skipped"] = f"{counted(results.skipped, 'update')}{here}; a warning in log.txt tells why"
     lines["next"] = next_commands(config.checkpoint_dir, status, state.best_val_loss is not None, results.ranks)

@@ -45,16 +45,15 @@ class Saver:
 
     def __init__(self, folder: Path, url: str, run="a" * 16, **options):
         self.folder, self.mirror = folder, Mirror(url, run, f"name of {run}")
-        defaults = {"mirror_keep": 10, "keep_epochs": 0, "mirror_minutes": 0.0, "run_name": run, "tensorboard_dir": ""}
-        self.config = SimpleNamespace(**defaults | {"checkpoint_dir": folder, "logdir": folder / "logs"} | options)
+        places = {"checkpoint_dir": str(folder), "logdir": str(folder / "logs"), "run_name": run, "tensorboard_dir": ""}
+        self.config = TrainConfig(**{"mirror_minutes": 0.0, "keep_checkpoints": 4} | places | options)
         self.log = Mock()
         folder.mkdir(exist_ok=True)
         uploads = Uploads(self.mirror, self.config, self.log)
-        self.writer = CheckpointWriter(folder, self.log, keep=4, uploads=uploads)
+        self.writer = CheckpointWriter(self.config, self.log, uploads)
 
     def save(self, step: int, *tiers: str) -> None:
         self.writer.save(Captured(run_content(step)), list(tiers))
-        self.writer.wait()
 
     def uploaded(self) -> dict[str, int]:
         """Wait for the uploads; return checkpoint name -> step in the mirror."""
@@ -98,7 +97,6 @@ def files(folder: Path, pattern: str = "step_*") -> list[str]:
 def test_checkpoint_is_uploaded_once_under_all_of_its_names(saver, tmp_path):
     saver.save(1, "rolling_step_000001.pt", "epoch_00001.pt")
     saver.writer.record(1, {"val_loss": 3.5}, best=True)
-    saver.writer.close()
     names = ["latest.pt", "rolling_step_000001.pt", "epoch_00001.pt", "best_model.pt"]
     assert saver.uploaded() == dict.fromkeys(names, 1)
     assert len(files(tmp_path / "there")) == 1
@@ -128,7 +126,6 @@ def test_saves_by_the_clock_are_uploaded_at_most_every_mirror_minutes(tmp_path, 
     saver.save(5)
     assert saver.uploaded()["latest.pt"] == 5
     saver.save(6)
-    saver.writer.close()
     saver.writer.uploads.start(is_last=True)
     assert saver.uploaded()["latest.pt"] == 6
 
@@ -480,7 +477,7 @@ def test_run_that_waits_for_its_uploads_can_be_stopped(machines, s3, monkeypatch
     out, err = capsys.readouterr()
     assert "stopped (SIGTERM) after 2 steps" in out
     assert len(waits) == 2  # in the save and at the end; without a stop, each takes until GIVE_UP_S
-    assert "not uploaded: latest.pt and 1 more" in err
+    assert "warning: not everything is uploaded; upload the rest with scripts/upload_manager.py upload-all" in err
 
 
 @pytest.mark.parametrize(
@@ -526,16 +523,14 @@ def test_unreachable_mirror(machines, s3, capsys, monkeypatch):
     before = {*threading.enumerate()}
     with monkeypatch.context() as patch:
         patch.setattr(uploads, "GIVE_UP_S", 0.5)
-        assert run_here("--resume", "--max_steps", "6") == 0  # trains on, and says what is not uploaded
+        assert run_here("--resume", "--max_steps", "6") == 0  # trains on, and says that not everything is uploaded
     with monkeypatch.context() as patch:  # its uploads end, as with its process
         patch.setattr(Uploads, "_upload_newest", Mock(side_effect=UserError("ended")))
         threads = [thread for thread in {*threading.enumerate()} - before if thread.name == "uploads"]
         wait_for(lambda: not any(thread.is_alive() for thread in threads))
     out, err = capsys.readouterr()
     assert "which may have a newer checkpoint: " in out
-    assert re.search(
-        "warning: not uploaded: latest.pt and . more; upload them with scripts/upload_manager.py upload-all", err
-    )
+    assert "warning: not everything is uploaded; upload the rest with scripts/upload_manager.py upload-all" in err
     machines("second")
     for resume in ("latest", "auto"):  # auto starts no new run beside one that it cannot see
         with pytest.raises(UserError, match="no answer"):

@@ -91,7 +91,7 @@ def test_training_continues_without_saves_until_they_work_again(workdir, request
         intact = [read_checkpoint(path)["step"] for path in checkpoint_files(Path("run"))]
     finally:
         end(run)
-    warning = rf"^warning: run/latest.pt: step \d+ was not saved: {error}; needs 14\d kB, [\d.]+ (bytes|[kMGT]B) free; "
+    warning = rf"^warning: run/latest.pt: step \d+ was not saved: {error}; "
     assert re.search(warning + "older saves are intact$", text, re.M), text
     assert len(intact) == 5
     assert intact[0] == max(intact) >= last_saved(text)
@@ -175,14 +175,13 @@ def test_a_run_that_cannot_save_stops_and_can_be_resumed(small_disk, ranks):
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), MemoryError()], ids=["disk", "memory"])
 def test_a_failed_last_save_is_retried(workdir, error):
-    """The best model is linked after the save that succeeds."""
+    """The resumed run repeats its evaluation; best_model.pt is the next model that is better."""
     flags = (*FLAGS, "--max_steps", "40", "--eval_freq", "40", *folders("run"))
     text = run_to_end(*flags, faults=[partial(fail_save, 1, error)])
-    assert re.search("step 40 was not saved: (.*Input/output error.*|MemoryError); needs", text)
+    assert re.search("step 40 was not saved: (.*Input/output error.*|MemoryError); older saves are intact", text)
     assert "evaluations.json or best_model.pt was not written: step 40 was not saved" in text
     assert text.index("saved step 40 as") < text.index("finished after 40 steps")
-    assert list(json.loads(Path("run/ckpt/evaluations.json").read_text())) == ["40"]
-    assert load("run/ckpt/best_model.pt")["step"] == 40
+    assert not Path("run/ckpt/best_model.pt").exists() and load("run/ckpt/latest.pt")["best_val_loss"] is not None
     run_to_end(*flags, "--resume", "--max_steps", "44")
     assert list(json.loads(Path("run/ckpt/evaluations.json").read_text())) == ["40", "44"]
 

@@ -165,7 +165,7 @@ def test_weights_that_an_update_makes_infinite_are_not_saved(workdir):
     run = Run(*FLAGS, *folders("run"), "--resume", "latest", "--max_steps", "8", "--allow_changes", "--max_lr", "1e39")
     assert run.wait() == [1]
     text = run.text()
-    assert re.search(r"step \d was not saved: \S+ has a NaN or an infinite number; .*; older saves are intact", text)
+    assert re.search(r"step \d was not saved: \S+ has a NaN or an infinite number; older saves are intact", text)
     assert "failed (the last save failed)" in text or "the last save failed) after" in text
     assert_finite("run")
     assert load("run/ckpt/latest.pt")["step"] == 4

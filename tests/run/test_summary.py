@@ -1,6 +1,5 @@
 """The summary at the end of a run: on the screen, in log.txt and in status.json."""
 
-import errno
 import json
 import re
 
@@ -42,7 +41,7 @@ def test_summary_is_shown_logged_and_in_status_json(workdir, capsys):
     )
     assert re.fullmatch(r"peak [\d.]+ [MG]B on rank 0, including Python and PyTorch", found["memory"])
     assert float(found["cost"].replace(",", "")) > 1
-    assert re.fullmatch(r"2; they paused training for \d+ ms, \d+\.\d\d% of the time", found["saves"])
+    assert re.fullmatch(r"paused training for \d+\.\d s, \d+\.\d\d% of the time", found["saves"])
     for text in (capsys.readouterr().out, (workdir / "logs/log.txt").read_text()):
         assert text.endswith("\n".join(read_status(workdir / "checkpoints")["summary"]) + "\n")
 
@@ -61,23 +60,15 @@ def test_summary_has_the_mean_load_where_it_is_measured(workdir, monkeypatch):
     assert summary(workdir)["load"] == "CPU 20%, RAM 5.0 GB, GPU 95%, GPU memory 60.5 GB, average"
 
 
-def test_summary_counts_skipped_updates_and_failed_saves(workdir, monkeypatch):
-    clip, save, clipped, saved = torch.nn.utils.clip_grad_norm_, torch.save, [], []
+def test_summary_counts_skipped_updates(workdir, monkeypatch):
+    clip, clipped = torch.nn.utils.clip_grad_norm_, []
 
     def sometimes_nan(*arguments):
         clipped.append(clip(*arguments))
         return torch.tensor(float("nan")) if len(clipped) in (3, 6) else clipped[-1]
 
-    def full_at_first(*arguments):
-        saved.append(arguments)
-        if len(saved) == 1:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        save(*arguments)
-
     monkeypatch.setattr(train.nn.utils, "clip_grad_norm_", sometimes_nan)
-    monkeypatch.setattr(torch, "save", full_at_first)
-    run_here("--checkpoint_freq", "4")
-    assert summary(workdir)["saves"].startswith("1, 1 failed; ")
+    run_here()
     assert summary(workdir)["skipped"] == "2 updates; a warning in log.txt tells why"
     assert "doing" not in read_status(workdir / "checkpoints")  # the run has ended
 
