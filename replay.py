@@ -229,8 +229,8 @@ class Comparison:
 
 def tensors_of(content: dict) -> dict[str, torch.Tensor]:
     """Return the weights and the optimizer's tensors of a checkpoint, by name."""
-    state = content["optimizer"].get("state", {})
-    return content["model"] | {f"{kind} of {name}": of[kind] for name, of in state.items() for kind in of}
+    state = content["optimizer"].items()
+    return content["model"] | {f"{kind} of {name}": of[kind] for name, of in state for kind in of}
 
 
 def changes(entry: Entry, ranks: Ranks) -> list[str]:

@@ -208,7 +208,7 @@ def test_a_flipped_bit_in_a_checkpoint_is_named(replayed, kind):
     name, found = "h.1.mlp.c_fc.weight", []
 
     def flip(checkpoint: dict) -> None:
-        tensor = checkpoint["model"][name] if kind == "weight" else checkpoint["optimizer"]["state"][name][kind]
+        tensor = checkpoint["model"][name] if kind == "weight" else checkpoint["optimizer"][name][kind]
         found.append(tensor[3, 7].item())
         tensor.view(torch.int32)[3, 7] ^= 1
         found.append(tensor[3, 7].item())

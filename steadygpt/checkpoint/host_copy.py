@@ -23,8 +23,7 @@ def fill(model: nn.Module, weight: Callable[[str], Tensor], ranks: Ranks) -> Non
 
 def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict, ranks: Ranks) -> None:
     """Load a checkpoint's "optimizer", needed on rank 0 only; options such as weight decay keep their values."""
-    saved_state = saved.get("state", {})
-    kinds = ranks.broadcast({name: {kind: t.shape for kind, t in state.items()} for name, state in saved_state.items()})
+    kinds = ranks.broadcast({name: {kind: t.shape for kind, t in state.items()} for name, state in saved.items()})
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups, state = optimizer.state_dict()["param_groups"], defaultdict[int, dict[str, Tensor]](dict)
     for index, parameter in enumerate(_parameters(optimizer)):
@@ -33,7 +32,7 @@ def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved:
             # A moment is sharded like its parameter; the number of steps is a scalar.
             like = parameter.detach() if shape == parameter.shape else torch.empty(shape, device=parameter.device)
             state[index][kind] = torch.empty_like(like, dtype=torch.float32)
-            _send(saved_state[name][kind] if ranks.is_main else None, state[index][kind], ranks)
+            _send(saved[name][kind] if ranks.is_main else None, state[index][kind], ranks)
     if state:  # otherwise the checkpoint is older than the first step
         optimizer.load_state_dict({"state": state, "param_groups": groups})
 
@@ -90,11 +89,10 @@ class HostCopy:
                 copied.synchronize()
         if not ranks.is_main:
             return {"model": {}, "optimizer": {}}, None
-        groups = [group | {"params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
         every_name = model.named_parameters(remove_duplicate=False)  # a tied head is one tensor under two names
         return {
             "model": {name: weights[id(parameter)] for name, parameter in every_name},
-            "optimizer": {"state": state, "param_groups": groups} if state else {},
+            "optimizer": state,
         }, copied
 
     def _copy(self, name: str, kind: str, tensor: Tensor, ranks: Ranks) -> Tensor | None:

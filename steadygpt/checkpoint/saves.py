@@ -244,9 +244,8 @@ class CheckpointWriter:
         elif not is_latest:
             link_file(path, linked)
             self._replace_latest(linked, order, [])
-        evaluations, warnings = read_evaluations(self.folder / EVALUATIONS, (self.folder / EVALUATIONS).read_bytes)
-        for line in warnings:
-            self.log.warn(line)
+        file = self.folder / EVALUATIONS
+        evaluations = read_evaluations(file, file.read_bytes() if file.exists() else b"{}")
         losses = [(loss, at) for at, found in evaluations.items() if (loss := found.get("val_loss")) is not None]
         val_loss, best = min(losses, default=(0.0, 0))
         if best > step and (self.folder / BEST).exists():

@@ -62,9 +62,8 @@ def notes_of_decay(config: TrainConfig, schedule: Schedule, checkpoint: dict | N
     if (schedule.stable_steps or 0) > step:
         text = f"starts at step {schedule.stable_steps:,}; {STABLE} is saved just before"
         notes.append(labelled("cool-down", f"{text}. To train longer: --resume stable --max_steps N"))
-    groups = checkpoint["optimizer"].get("param_groups") if checkpoint else None
-    if checkpoint and groups and step >= config.warmup_steps:
-        before, now = groups[0]["lr"], learning_rate(config, step, schedule.max_steps)
+    if checkpoint and step >= max(1, config.warmup_steps):
+        before, now = checkpoint["lr"], learning_rate(config, step, schedule.max_steps)
         if now > 1.1 * before:
             had_cooldown = checkpoint["starts"][-1]["options"]["schedule"] == "wsd"
             advice = "; --resume stable continues from before the decay" * had_cooldown

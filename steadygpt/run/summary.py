@@ -4,7 +4,6 @@ import shlex
 from collections.abc import Mapping
 
 from steadygpt.base.text import bytes_text, counted, duration_text, labelled
-from steadygpt.checkpoint.files import validation_of
 from steadygpt.checkpoint.saves import Saves, pause_text
 from steadygpt.config import TrainConfig
 from steadygpt.machine.device import peak_memory_bytes
@@ -32,7 +31,7 @@ def summarize(results: Results, saves: Saves, parameters: int, status: str, reas
     lines["loss"] = "none" if state.loss is None else f"{state.loss:.4f}"
     if state.val_loss is not None:
         lines["loss"] += f", validation {state.val_loss:.4f}"
-        found = validation_of(writer.evaluations, state.val_loss)
+        found = next((of for of in writer.evaluations.values() if of.get("val_loss") == state.val_loss), {})
         if (bpb := found.get("val_bpb")) is not None:
             lines["loss"] += f" ({bpb:.4f} bits per byte)"
         by_name = {name.removeprefix("val_loss/"): loss for name, loss in found.items() if name.startswith("val_loss/")}
