@@ -37,7 +37,7 @@ def _line(name: str, head: Head | None, size: int, state: str, evaluations: Eval
     """Return the line of a file of so many bytes."""
     # A checkpoint is captured before the evaluation of its step; without one, it has the last one before it.
     found = vars(head) | evaluations.get(head.step, {}) if head else {}
-    forms = {"step": "d", "epoch": ".2f", "loss": ".4f", "val_loss": ".4f", "val_bpb": ".4f"}
+    forms = {"step": ".0f", "epoch": ".2f", "loss": ".4f", "val_loss": ".4f", "val_bpb": ".4f"}
     shown = ["-" if found.get(key) is None else format(found[key], form) for key, form in forms.items()]
     age = duration_text(time.time() - head.saved_at) if head else "-"
     return _LINE(name, *shown, bytes_text(size), age, state)

@@ -57,7 +57,7 @@ def learning_rate(config: TrainConfig, step: int, max_steps: int) -> float:
 
 
 def notes_of_decay(config: TrainConfig, schedule: Schedule, checkpoint: dict | None) -> list[str]:
-    """Return lines for the plan: where the cool-down begins; on rank 0, how a resume raises the learning rate."""
+    """Return lines for the plan: where the cool-down begins, and how a resume raises the learning rate."""
     notes, step = [], checkpoint["step"] if checkpoint else 0
     if (schedule.stable_steps or 0) > step:
         text = f"starts at step {schedule.stable_steps:,}; {STABLE} is saved just before"
