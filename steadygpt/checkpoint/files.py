@@ -227,7 +227,7 @@ def no_checkpoints(folder: Path) -> UserError:
     """Return the error of a folder without checkpoints, which names the subfolder that has the newest ones."""
     there = [(file.order, file.path.parent) for subfolder in folder.glob("*/") for file in scan(subfolder)]
     found = f"--checkpoint_dir {max(there)[1]}" if there else "another --checkpoint_dir"
-    return UserError(f"no checkpoints in {folder}; try {found}, or {FOREIGN}")
+    return UserError(f"no checkpoints in {folder}; try {found}")
 
 
 def check_folder(folder: Path, resumed_from: Path | None) -> None:

@@ -174,13 +174,13 @@ def test_table_shows_the_last_validation_of_a_step_without_one_of_its_own(tmp_pa
 
 
 def test_a_folder_without_checkpoints_names_the_subfolder_with_the_newest_ones(tmp_path):
-    with pytest.raises(UserError, match=f"^no checkpoints in {tmp_path}; try another --checkpoint_dir, or "):
+    with pytest.raises(UserError, match=f"^no checkpoints in {tmp_path}; try another --checkpoint_dir$"):
         next(checkpoint_table(tmp_path))
     for step, name in enumerate(("empty", "older", "newer")):
         (tmp_path / name).mkdir()
         if step:
             write_checkpoint(tmp_path / name, step, "latest.pt")
-    with pytest.raises(UserError, match=f"; try --checkpoint_dir {tmp_path}/newer, or "):
+    with pytest.raises(UserError, match=f"; try --checkpoint_dir {tmp_path}/newer$"):
         next(checkpoint_table(tmp_path))
 
 

@@ -230,7 +230,7 @@ def test_foreign_files_are_refused_and_their_code_is_not_run(stopped_run):
         "zipped.pt": "corrupt (more than tensors and plain types); see convert_hf.py for files of other programs",
         "old-style.pt": "corrupt (File is not a zip file)",
         "pickle.pt": "corrupt (File is not a zip file)",
-        "hf": "no checkpoints in hf; try another --checkpoint_dir, or see convert_hf.py for files of other programs",
+        "hf": "no checkpoints in hf; try another --checkpoint_dir",
         "folder.pt": "no checkpoints in folder.pt",
         "missing.pt": "no such file",
     }.items():
