@@ -27,7 +27,7 @@ from steadygpt.base.durable import fsync, fsync_folder, replace_file
 from steadygpt.base.options import UserError, option, parse_options, run_cli
 from steadygpt.base.progress import say
 from steadygpt.base.text import printable
-from steadygpt.checkpoint.files import NAMED, Weights, open_checkpoint
+from steadygpt.checkpoint.files import NAMED, WITHOUT_RUN, Weights, open_checkpoint
 from steadygpt.convert.families import FAMILIES, find_family, to_foreign, write_config
 from steadygpt.convert.weights import import_safetensors, load_model, read_weights, sketch_of, with_tokenizer
 from steadygpt.data.tokenizer import TOKENIZER_JSON, TokenizerRecord, load_tokenizer, record_named
@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         checkpoint = read_weights(source, options.tokenizer)
     if target.suffix == ".pt":
         kept = (*Weights.__annotations__, "step", "rows_consumed", *TokenizerRecord._fields)  # without those of a run
-        content = {key: checkpoint[key] for key in kept} | {"optimizer": {}, "starts": []}
+        content = {key: checkpoint[key] for key in kept} | WITHOUT_RUN
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             replace_file(target, lambda file: torch.save(content, file))

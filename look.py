@@ -18,7 +18,7 @@ from dataloader import Mixture, recorded_sources, tokenizer_of
 from steadygpt.base.options import UserError, option, options_of, parse_options, run_cli
 from steadygpt.base.progress import ProgressBar
 from steadygpt.base.text import printable
-from steadygpt.checkpoint.files import checkpoint_files, nearest_checkpoint, open_checkpoint, trained_with
+from steadygpt.checkpoint.files import checkpoint_files, intact_checkpoints, open_checkpoint, scan, trained_with
 from steadygpt.convert.weights import ModelOptions, load_model
 from steadygpt.data.shards import Shard, ShardSet, shard_files
 from steadygpt.data.survey import Survey, read_tokens, repeated, survey_split
@@ -202,7 +202,8 @@ def look_at_step(options: LookOptions, step: int) -> None:
     )
     rows, order, losses = mixture.read(first, count), np.arange(count), [""] * count
     if options.by == "loss":
-        path, checkpoint = nearest_checkpoint(path.parent, step)
+        nearest = sorted(scan(path.parent), key=lambda file: abs(file.head.step - step) if file.head else 0)
+        path, checkpoint = next(intact_checkpoints(nearest), (path, checkpoint))
         found = row_losses(checkpoint, rows, options)
         order, losses = np.argsort(-found, kind="stable"), [f"loss {loss:.4f}, " for loss in found]
         print(f"mean loss {found.mean():.4f}, of {path} at step {checkpoint['step']:,}")

@@ -26,7 +26,6 @@ from torch.nn.parallel import DistributedDataParallel
 from dataloader import BatchLoader, Mixture, Rows, RowStream, Spread
 from model import GPT, GPTConfig
 from optim import make_optimizer, skips_on_device, state_shapes, update_unless
-from steadygpt import git_commit
 from steadygpt.base.options import run_cli
 from steadygpt.base.retry import brief
 from steadygpt.checkpoint.files import FORMAT_VERSION, Captured, TrainState, check_tensors
@@ -41,7 +40,7 @@ from steadygpt.evaluation.sample import sample_texts
 from steadygpt.evaluation.scores import Tree, load_tasks, score_examples
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine import parallel
-from steadygpt.machine.device import autocast, evaluating, peak_memory_bytes, profiled, use_fp8
+from steadygpt.machine.device import autocast, evaluating, profiled, use_fp8
 from steadygpt.machine.gradient_sum import GradientSum
 from steadygpt.machine.ranks import Ranks, Stopped, StopSignal, end_with_torchrun, joined
 from steadygpt.run.history import WITHOUT_TENSORS, open_data, open_history
@@ -375,14 +374,11 @@ def capture(run: Run) -> Captured:
         "elapsed_s": run.state.total_s(),
         "scaler": run.scaler.state_dict(),
         "model_config": asdict(run.model.config),
+        "lr": run.optimizer.param_groups[0]["lr"],
         "epoch": run.plan.schedule.epochs(run.state.rows_consumed),
-        "world_size": run.ranks.world_size,
         "data_fingerprint": run.plan.fingerprint,
         "starts": run.plan.starts,
         **run.plan.data.tokenizer_record._asdict(),
-        "torch_version": str(torch.__version__),
-        "git_commit": git_commit(),
-        "peak_memory_bytes": peak_memory_bytes(run.ranks.device),
     }
     return Captured(content, copied)
 
@@ -400,7 +396,8 @@ def restore(plan: Plan, model: GPT, optimizer: torch.optim.Optimizer, scaler: to
         restore_optimizer(model, optimizer, checkpoint["optimizer"], ranks)
         if checkpoint["scaler"]:
             scaler.load_state_dict(scaler.state_dict() | checkpoint["scaler"])
-    state = TrainState.of(checkpoint)
+    saved = {name: checkpoint[name] for name in TrainState.__annotations__} if checkpoint else {}
+    state = TrainState(**saved)
     if loaded:  # unmap the file: later saves replace it, and the disk has its space back
         loaded |= WITHOUT_TENSORS
     if history.is_fork:  # the best model is in the other folder

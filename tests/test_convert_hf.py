@@ -370,8 +370,8 @@ def test_mistakes_in_other_checkpoints_are_reported_with_the_field(tmp_path):
         ({"model_args": shape | {"n_head": 3}}, "n_head is 3; expected"),
         ({"model_args": shape}, "model is not a dict of tensors"),
         ({"model_args": shape, "model": {}}, "the weight transformer.wte.weight is missing; expected (65, 16)"),
-        ({"model_args": [1]}, "not a SteadyGPT checkpoint"),
-        ([1], "not a SteadyGPT checkpoint"),
+        ({"model_args": [1]}, "format_version is None; expected a value; "),
+        ([1], "format_version is None; expected a value; "),
     ):
         torch.save(content, tmp_path / "ckpt.pt")
         assert words in mistake(tmp_path / "ckpt.pt")
@@ -431,7 +431,6 @@ def test_the_command_exports_and_imports(workdir, capsys):
 def test_an_average_is_exported_and_scored_but_not_resumed(workdir, capsys):
     assert run_here("--checkpoint_freq", "2", "--keep_checkpoints", "3") == 0
     assert convert_hf.main(["average:3", "average.pt"]) == 0
-    assert "of steps 4 to 8" in capsys.readouterr().err
     assert convert_hf.main(["average:3", "exported"]) == 0
     assert_same_weights(read_weights("exported"), read_weights("average.pt"))
     scored = [run_here("--eval_only", "--eval_freq", "1", "--init_from", name) for name in ("exported", "average.pt")]

@@ -202,7 +202,7 @@ def test_a_flipped_bit_in_a_checkpoint_is_named(replayed, kind):
     name = "h.1.mlp.c_fc.weight"
 
     def flip(checkpoint: dict) -> None:
-        tensor = checkpoint["model"][name] if kind == "weight" else checkpoint["optimizer"]["state"][name][kind]
+        tensor = checkpoint["model"][name] if kind == "weight" else checkpoint["optimizer"][name][kind]
         tensor.view(torch.int32)[3, 7] ^= 1
 
     rewrite("checkpoints/rolling_step_000006.pt", flip)

@@ -104,7 +104,8 @@ def _limited(found: Any, at: str, limit: Any, largest: float = math.inf) -> Any:
         if not re.fullmatch(limit, found):
             raise _Misfit(at, found, f"a string like {limit}")
     elif not limit <= found <= largest:
-        raise _Misfit(at, found, f"{limit} or more" if largest == math.inf else f"{limit:,} to {largest:,}")
+        limits = f"{limit}" if limit == largest else f"{limit:,} to {largest:,}"
+        raise _Misfit(at, found, f"{limit} or more" if largest == math.inf else limits)
     return found
 
 

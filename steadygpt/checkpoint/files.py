@@ -9,18 +9,17 @@
 A file is torch.save of plain types and tensors, the same for any topology that it was trained on.
 """
 
-import dataclasses
 import errno
 import io
 import math
 import os
 import pickle
 import re
-import time
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from datetime import datetime
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypedDict
@@ -28,14 +27,11 @@ from typing import Annotated, Any, NamedTuple, TypedDict
 import torch
 from torch import Tensor, nn
 
-from steadygpt.base.disk import check_pulled
 from steadygpt.base.durable import check_regular
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
-from steadygpt.base.text import STAMP, counted
 from steadygpt.base.typed import Count, Loss, parse_json, typed
 from steadygpt.config import KEPT, GPTConfig, TrainConfig
-from steadygpt.data.order import BLOCK_ROWS
 from steadygpt.data.tokenizer import TokenizerRecord
 from steadygpt.machine.host import process_age_s
 
@@ -44,15 +40,15 @@ LATEST, BACKUP, BEST, STABLE = "latest.pt", "latest_backup.pt", "best_model.pt",
 NAMED = {"best": BEST, "stable": STABLE}  # what commands take besides latest and files
 ROLLING, EPOCH = "rolling_step_{:06d}.pt", "epoch_{:05d}.pt"
 EVALUATIONS = "evaluations.json"
-LLM_C = (20240326).to_bytes(4, "little")  # begins a model of llm.c
+FOREIGN = "see convert_hf.py for files of other programs"
+ADVICE = f"take another checkpoint, or the version of SteadyGPT that wrote it; {FOREIGN}"
+Format = Annotated[int, FORMAT_VERSION, FORMAT_VERSION]
 Evaluations = dict[int, dict[str, Loss | None]]  # step -> {"val_loss": ..., "val_bpb": ..., "hellaswag_acc": ...}
-
-# ---------------------------------------------------------------------------------------------------------------------
-# content
-
 
 # What the first start decides where the options leave it open. With --deterministic also mini_batch_size.
 DECIDED = ("precision", "total_batch_size", "warmup_steps", "tokenizer", "vocab_size")
+# What weights hold that no run can resume from.
+WITHOUT_RUN = {"optimizer": {}, "scaler": {}, "lr": 0.0, "epoch": 0.0, "starts": [], "data_fingerprint": {}}
 
 
 class Entry(TypedDict):
@@ -74,51 +70,19 @@ class Entry(TypedDict):
     commit: str
 
 
-class Group(TypedDict):
-    """A group of parameters, by name."""
-
-    params: list[str]
-    lr: float
-
-
-class Optimizer(TypedDict, total=False):
-    """The state of an optimizer; empty before the first step, and with weights only."""
-
-    state: dict[str, dict[str, torch.Tensor]]  # name of the parameter -> kind -> tensor
-    param_groups: list[Group]
-
-
 class Weights(TypedDict):
-    """The content of every checkpoint, besides TrainState and TokenizerRecord."""
+    """The content of a checkpoint, besides TrainState and TokenizerRecord."""
 
-    format_version: int
-    model: dict[str, torch.Tensor]  # by name of the parameter, fp32
+    format_version: Format
+    model: dict[str, Tensor]  # by name of the parameter, fp32
     model_config: dict[str, Any]  # of a GPTConfig
-    optimizer: Optimizer
-    starts: list[Entry]  # of the run, this one last; none without a run
-    torch_version: str
-    saved_at: Annotated[float, 0, 2**33]  # seconds since 1970
-
-
-class Scaler(TypedDict, total=False):
-    """The state of the loss scaler; empty without fp16."""
-
-    scale: float
-    growth_factor: float
-    backoff_factor: float
-    growth_interval: int
-    _growth_tracker: int
-
-
-class Course(TypedDict):
-    """What the checkpoint of a run holds further: how the run has come here."""
-
-    scaler: Scaler
+    optimizer: dict[str, dict[str, Tensor]]  # name of the parameter -> kind -> tensor; empty before the first step
+    scaler: dict[str, float]  # the state of the loss scaler; empty without fp16
+    lr: Loss  # of the last step
     epoch: Loss
-    world_size: Count
+    starts: list[Entry]  # of the run, this one last
     data_fingerprint: dict[str, list[tuple[str, int, int, str]]]  # see ShardSet.check
-    git_commit: str
-    peak_memory_bytes: Count
+    saved_at: Annotated[float, 0, 2**33]  # seconds since 1970
 
 
 def trained_with(entry: Entry) -> TrainConfig:
@@ -139,18 +103,12 @@ class TrainState:
     recent_losses: list[float] = field(default_factory=list)  # the last SPIKE_WINDOW finite losses
     bad_steps: Count = 0  # consecutive bad steps so far
 
-    @classmethod
-    def of(cls, checkpoint: Mapping[str, Any] | None) -> "TrainState":
-        """Return the state that a checkpoint holds; without one, that of a new run."""
-        return cls(**{f.name: checkpoint[f.name] for f in dataclasses.fields(cls)}) if checkpoint else cls()
-
     def total_s(self) -> float:
         """Return the wall-clock seconds of the run so far, over all starts."""
         return self.elapsed_s + process_age_s()
 
 
-@dataclass(frozen=True)
-class Captured:
+class Captured(NamedTuple):
     """The content of a checkpoint, whole on rank 0."""
 
     content: dict
@@ -165,17 +123,17 @@ class Captured:
 
 def named_tensors(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return weights and optimizer state by name; a tied head is one tensor under two names."""
-    state = checkpoint["optimizer"].get("state", {})
-    return checkpoint["model"] | {f"{name}.{kind}": t for name, kept in state.items() for kind, t in kept.items()}
+    state = checkpoint["optimizer"].items()
+    return checkpoint["model"] | {f"{name}.{kind}": t for name, kept in state for kind, t in kept.items()}
 
 
 def check_numbers(checkpoint: Mapping[str, Any]) -> None:
     """Check that all tensors hold finite fp32 numbers, and that counts and mean squares are not negative."""
     for name, t in named_tensors(checkpoint).items():
-        is_plain = t.device.type == "cpu" and not t.is_nested and t.layout == torch.strided
-        if not (is_plain and t.dtype == torch.float32 and t.is_contiguous()):
-            raise UserError(f"{name} has {t.dtype} numbers, or gaps between them")
-        low, high = torch.aminmax(t) if t.numel() else (torch.zeros(()), torch.zeros(()))
+        is_plain = t.is_cpu and not t.is_nested and t.layout == torch.strided and t.is_contiguous() and t.numel()
+        if not is_plain or t.dtype != torch.float32:
+            raise UserError(f"{name} is not a tensor of fp32 numbers without gaps")
+        low, high = torch.aminmax(t)
         if not (low.isfinite() and high.isfinite()):
             raise UserError(f"{name} has a NaN or an infinite number")
         if low < 0 and name.endswith((".step", ".exp_avg_sq", ".mean_squares")):
@@ -195,10 +153,6 @@ def check_tensors(checkpoint: dict, source: object, model: nn.Module, kept: Mapp
             raise UserError(f"{source}: {name} is {found[name]}; expected {wanted}. Try another checkpoint")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# reading
-
-
 @dataclass(frozen=True, kw_only=True)
 class Head:
     """What puts checkpoints in order, and what tables and mirrors show of them."""
@@ -208,6 +162,7 @@ class Head:
     epoch: Loss | None = None
     loss: Loss | None = None
     val_loss: Loss | None = None
+    format_version: Format = FORMAT_VERSION
 
     @property
     def order(self) -> tuple[float, int]:
@@ -229,16 +184,11 @@ class File(NamedTuple):
         """Return that of its head, or less than all others if it cannot be read."""
         return self.head.order if self.head else (0.0, -1)
 
-    def skipped(self, error: object) -> str:
-        """Return a line about a file that is not taken, with its step as far as it is known."""
-        step = f", step {self.head.step:,}" if self.head else ""
-        return f"{self.path}{step}: {str(error).removeprefix(f'{self.path}: ')}"
-
 
 def checkpoint_files(folder: Path) -> list[Path]:
     """Return the names of all checkpoints in a folder, without opening them."""
-    files = [folder / LATEST, folder / BACKUP, folder / STABLE, folder / BEST]
-    files += [*folder.glob("rolling_step_*.pt"), *folder.glob("epoch_*.pt")]
+    files = [folder / LATEST, folder / STABLE, *folder.glob("rolling_step_*.pt")]
+    files += [folder / BACKUP, *folder.glob("epoch_*.pt"), folder / BEST]
     return [file for file in files if os.path.lexists(file)]  # a link to nothing is a damaged checkpoint
 
 
@@ -246,25 +196,22 @@ def scan(folder: Path) -> list[File]:
     """Return all names of checkpoints in a folder, newest first by what each file contains; its date says nothing.
 
     A file without a readable head may be newer than all others. Where latest.pt has one, it comes after that, because
-    every save replaces latest.pt.
+    every save replaces latest.pt. Names of one save are in the order of checkpoint_files().
     """
     files = []
     for path in checkpoint_files(folder):
-        stat, head, problem = None, None, ""
+        head, problem, inode, size = None, "", 0, 0
         try:
             stat = path.stat()
-            head = _head(path, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+            inode, size = stat.st_ino, stat.st_size
+            head = _head(path, stat.st_dev, inode, size, stat.st_mtime_ns)
         except (UserError, OSError) as error:
             if not os.path.lexists(path):  # training has deleted it meanwhile
                 continue
-            problem = str(getattr(error, "strerror", error)).removeprefix(f"{path}: ")
-        files.append(File(path, head, problem, *((stat.st_ino, stat.st_size) if stat else ())))
+            problem = str(error).removeprefix(f"{path}: ")
+        files.append(File(path, head, problem, inode, size))
     latest = next((file.order for file in files if file.head and file.path.name == LATEST), (math.inf, 0))
-
-    def key(file: File) -> tuple:
-        return file.order if file.head else latest, file.head is not None, file.path.name == LATEST, file.path.name
-
-    return sorted(files, key=key, reverse=True)
+    return sorted(files, key=lambda file: (file.order if file.head else latest, bool(file.head)), reverse=True)
 
 
 def too_old(orders: Mapping[str, tuple[float, int]], keep: int, keep_epochs: int) -> list[str]:
@@ -278,36 +225,28 @@ def too_old(orders: Mapping[str, tuple[float, int]], keep: int, keep_epochs: int
 
 def no_checkpoints(folder: Path) -> UserError:
     """Return the error of a folder without checkpoints, which names the subfolder that has the newest ones."""
-    there = [(file.order, file.path) for subfolder in folder.glob("*/") for file in scan(subfolder)]
-    hint = f"--checkpoint_dir {max(there)[1].parent}" if there else "another --checkpoint_dir"
-    if (folder / "config.json").exists():  # of a Hugging Face model
-        hint = f"python convert_hf.py {folder} weights.pt, or train with --init_from {folder}"
-    return UserError(f"no checkpoints in {folder}; try {hint}")
+    there = [(file.order, file.path.parent) for subfolder in folder.glob("*/") for file in scan(subfolder)]
+    found = f"--checkpoint_dir {max(there)[1]}" if there else "another --checkpoint_dir"
+    return UserError(f"no checkpoints in {folder}; try {found}")
 
 
 def check_folder(folder: Path, resumed_from: Path | None) -> None:
     """Check that a run may write its checkpoints into a folder."""
     there = checkpoint_files(folder)
     if there and (resumed_from is None or not resumed_from.parent.samefile(folder)):
-        raise UserError(
-            f"{folder} already holds checkpoints ({there[0].name} and {len(there) - 1} more); resume from them with "
-            "--resume latest, or use another --checkpoint_dir"
-        )
+        advice = "resume from them with --resume latest, or use another --checkpoint_dir"
+        raise UserError(f"{folder} already holds checkpoints; {advice}")
 
 
 def open_checkpoint(which: str, folder: Path) -> tuple[Path, dict]:
-    """Return the checkpoint that a command asks for: "latest", "best", "stable", "average:N", a file or a folder.
-
-    Skipped files are named on stderr.
-    """
+    """Return the checkpoint that a command asks for: "latest", "best", "stable", "average:N", a file or a folder."""
     if number := re.fullmatch(r"average:([1-9]\d{0,5})", which):
         return folder / which, average(folder, int(number[1]))
-    if which == "auto":
-        raise UserError("checkpoint: auto is for training only; expected latest, best, stable or a checkpoint file")
     found = find_checkpoint(which, folder)
-    assert found.path and found.checkpoint  # only "auto" finds none
     for line in found.damaged.values():
         say(f"warning: skipped {line}")
+    if not (found.path and found.checkpoint):  # which only "auto" accepts
+        raise no_checkpoints(folder)
     return found.path, found.checkpoint
 
 
@@ -316,29 +255,13 @@ def average(folder: Path, count: int) -> dict:
     rolling = (file for file in scan(folder) if file.path.name.startswith("rolling"))
     contents = [content for _, content in islice(intact_checkpoints(rolling), count)]
     if len(contents) < count:
-        raise UserError(
-            f"average:{count}: found {len(contents)} intact rolling checkpoints in {folder}, expected {count}; give "
-            "a smaller number, or another --checkpoint_dir"
-        )
-    steps = sorted(content["step"] for content in contents)
-    say(f"averaging {counted(count, 'checkpoint')}, of steps {steps[0]:,} to {steps[-1]:,}")
+        found = f"found {len(contents)} intact rolling checkpoints in {folder}"
+        raise UserError(f"average:{count}: {found}, expected {count}; give a smaller number")
     names = contents[0]["model"]
     model = {name: (sum(content["model"][name].double() for content in contents) / count).float() for name in names}
     if contents[0]["model_config"]["tied_head"]:
         model["lm_head.weight"] = model["wte.weight"]
-    return contents[0] | {"model": model, "optimizer": {}, "starts": []}
-
-
-def nearest_checkpoint(folder: Path, step: int) -> tuple[Path, dict]:
-    """Return the intact checkpoint of a folder whose step is nearest; of two, the earlier one."""
-
-    def distance(file: File) -> tuple[int, int]:
-        found = file.head.step if file.head else step  # first, so that intact_checkpoints says what is wrong
-        return abs(found - step), found
-
-    if nearest := next(intact_checkpoints(sorted(scan(folder), key=distance)), None):
-        return nearest
-    raise UserError(f"no intact checkpoint in {folder}; try another --checkpoint_dir")
+    return contents[0] | WITHOUT_RUN | {"model": model}
 
 
 def intact_checkpoints(files: Iterable[File]) -> Iterator[tuple[Path, dict]]:
@@ -349,8 +272,8 @@ def intact_checkpoints(files: Iterable[File]) -> Iterator[tuple[Path, dict]]:
             continue
         try:
             content = read_checkpoint(file.path)
-        except (UserError, OSError) as error:  # an OSError: training has deleted the file meanwhile
-            say(f"warning: skipped {file.skipped(error)}")
+        except UserError as error:
+            say(f"warning: skipped {error}")
             continue
         seen.add((content["saved_at"], content["step"]))
         yield file.path, content
@@ -376,15 +299,11 @@ class _Plain(pickle.Unpickler):
 
 def read_head(path: Path) -> Head:
     """Return the head of a file without reading its tensors."""
-    content = load_verified(path, only_plain=True)
-    check_format(content, path)
-    return typed(content, Head, path, "take another checkpoint")
+    return typed(load_verified(path, only_plain=True), Head, path, ADVICE)
 
 
-@lru_cache(maxsize=2**14)
-def _head(path: Path, *identity: int) -> Head:
-    """Return read_head(), which reads a file only once: thousands of files take seconds."""
-    return read_head(path)
+# Reads a file only once, because thousands of files take seconds.
+_head = lru_cache(maxsize=2**14)(lambda path, *identity: read_head(path))
 
 
 def load_verified(path: Path, only_plain: bool = False) -> object:
@@ -399,90 +318,48 @@ def load_verified(path: Path, only_plain: bool = False) -> object:
                 [plain] = [name for name in archive.namelist() if name.endswith("/data.pkl")]
                 return _Plain(io.BytesIO(archive.read(plain))).load()
             if bad := archive.testzip():  # torch.load does not verify the checksums
-                raise UserError(f"{path}: corrupt (checksum of record {bad})")
+                raise zipfile.BadZipFile(f"checksum of record {bad}")
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except FileNotFoundError:
         raise UserError(f"{path}: no such checkpoint; try another --checkpoint_dir") from None
-    except (OSError, zipfile.BadZipFile) as error:
-        cause = error if isinstance(error, OSError) else error.__context__  # an OSError that zipfile has replaced
-        if isinstance(cause, OSError) and cause.errno != errno.EINVAL:  # which a wrong offset in the file causes
-            advice = "fix the disk or the permissions, then start again; or give an older file, such as --resume FILE"
-            raise Unreadable(
-                f"{path}: cannot be read ({cause.strerror or cause}); nothing was changed; {advice}"
-            ) from error
-        with open(path, "rb") as file:
-            beginning = file.read(64)
-        check_pulled(path, beginning)
-        if path.suffix == ".safetensors":
-            raise UserError(f"{path}: part of a Hugging Face folder; give the folder to convert_hf.py") from None
-        if beginning.startswith(LLM_C):
-            advice = "run llm.c's dev/eval/export_hf.py, and use the folder that it writes"
-            raise UserError(f"{path}: a model of llm.c; expected a torch.save file. First {advice}") from None
-        raise UserError(
-            f"{path}: corrupt or not a checkpoint ({path.stat().st_size:,} bytes, not a complete torch.save file)"
-        ) from None
-    except pickle.UnpicklingError:
-        advice = f"if it is build-nanogpt's, first run python convert_hf.py {path} weights.pt"
-        raise UserError(f"{path}: holds more than tensors and plain types; it was not loaded; {advice}") from None
-    except UserError:
-        raise
     except Exception as error:  # on arbitrary bytes a parser may raise anything, and the next file may be intact
-        raise UserError(f"{path}: corrupt or cannot be read ({f'{error!r}'.splitlines()[0]})") from error
-
-
-def check_format(content: Any, path: Path) -> None:
-    """Check that the content of a file is that of a checkpoint, and of this format."""
-    content = content if isinstance(content, dict) else {}
-    if "format_version" not in content:
-        advice = "expected a file that train.py or convert_hf.py has written"
-        if "model_args" in content:
-            advice = f"if it is nanoGPT's, first run python convert_hf.py {path} weights.pt"
-        elif content and all(isinstance(value, Tensor) for value in content.values()):
-            advice = "its weights lack the model's shape; save them as nanoGPT does, with model and model_args"
-        raise UserError(f"{path}: not a SteadyGPT checkpoint; {advice}")
-    if (found := typed(content["format_version"], int, path, "take another checkpoint")) != FORMAT_VERSION:
-        advice = "update SteadyGPT" if found > FORMAT_VERSION else "use the commit that wrote it, its git_commit"
-        raise UserError(f"{path}: format {found}; expected {FORMAT_VERSION}: {advice}")
+        cause = error.__context__ if isinstance(error, zipfile.BadZipFile) else error  # zipfile replaces an OSError
+        if isinstance(cause, OSError) and cause.errno != errno.EINVAL:  # which a wrong offset in the file causes
+            problem = f"{path}: cannot be read ({cause.strerror or cause})"
+            raise Unreadable(f"{problem}; fix the disk or the permissions, or give an older file") from error
+        is_code = isinstance(error, pickle.UnpicklingError)
+        reason = (
+            "more than tensors and plain types" if is_code else str(error).partition("\n")[0] or type(error).__name__
+        )
+        raise UserError(f"{path}: corrupt ({reason}); {FOREIGN}") from error
 
 
 def as_checkpoint(content: Any, path: Path) -> dict:
     """Return the content of a file, which must be a checkpoint of this format."""
-    check_format(content, path)
-    advice = "take another checkpoint"
-    found = typed(content, Weights, path, advice)
-    found |= vars(typed(content, TrainState, path, advice)) | typed(content, TokenizerRecord, path, advice)._asdict()
-    shape = typed(found["model_config"], GPTConfig, f"{path}: model_config", advice)
-    if unknown := sorted(found["model_config"].keys() - vars(shape).keys()):
-        raise UserError(f"{path}: model_config has {unknown[0]!r}, unknown to this version; update SteadyGPT")
-    try:
-        shape.check_shape()
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+    read = partial(typed, content, name=path, advice=ADVICE)
+    found = read(Weights) | vars(read(TrainState)) | read(TokenizerRecord)._asdict()
+    shape = typed(found["model_config"], GPTConfig, f"{path}: model_config", ADVICE)
+    if unknown := found["model_config"].keys() - vars(shape).keys():
+        raise UserError(f"{path}: model_config has {min(unknown)!r}, unknown to this version; update SteadyGPT")
     found["model_config"] = vars(shape)
     try:
+        shape.check_shape()
         check_numbers(found)
     except UserError as error:
         raise UserError(f"{path}: corrupt ({error})") from None
-    return found | _course_of(content, found, path, advice) if found["starts"] else found
-
-
-def _course_of(content: dict, found: dict, path: Path, advice: str) -> Any:
-    """Return the Course of a run, whose options, starts and progress must fit each other."""
-    course, step, rows, expected = typed(content, Course, path, advice), found["step"], found["rows_consumed"], -1
+    expected = rows = found["rows_consumed"]
     for entry in found["starts"]:
-        decided = entry["decisions"]
-        config = typed(entry["options"] | decided, TrainConfig, f"{path}: options at step {entry['step']:,}", advice)
+        name = f"{path}: options at step {entry['step']:,}"
         # Options that were added since the file was written have their defaults.
-        asked = typed(entry["options"], TrainConfig, f"{path}: options at step {entry['step']:,}", advice)
+        asked = typed(entry["options"], TrainConfig, name, ADVICE)
+        config = typed(entry["options"] | entry["decisions"], TrainConfig, name, ADVICE)
         entry["options"] = {name: getattr(asked, name) for name in KEPT}
-        entry["decisions"] = {name: getattr(config, name) for name in (*DECIDED, "mini_batch_size") if name in decided}
-        shares, named = entry["shares"], {identity for _, identity in entry["sources"].values()}
-        if not named <= shares.keys() <= entry["given"].keys() or sum(shares.values()) != BLOCK_ROWS:
-            raise UserError(f"{path}: shares of the data at step {entry['step']:,} do not fit its sources; {advice}")
-        expected = entry["row"] + (step - entry["step"]) * (config.total_batch_size // config.context_length)
-    if rows != expected or step < found["starts"][-1]["step"]:
-        raise UserError(f"{path}: rows_consumed is {rows:,} at step {step:,}, which does not fit its starts; {advice}")
-    return course
+        entry["decisions"] = {name: getattr(config, name) for name in KEPT if name in entry["decisions"]}
+        steps = found["step"] - entry["step"]
+        expected = entry["row"] + steps * (config.total_batch_size // config.context_length)
+    if rows != expected:
+        raise UserError(f"{path}: rows_consumed is {rows:,}, which does not fit its steps and starts; {ADVICE}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -513,12 +390,10 @@ def find_checkpoint(which: str, folder: Path) -> Found:
         except Unreadable:
             raise
         except UserError as error:
-            damaged[file.path] = file.skipped(error)
+            damaged[file.path] = str(error)
     if damaged:
-        raise UserError(
-            f"{folder}: all checkpoints are corrupt: {'; '.join(damaged.values())}; nothing was changed. "
-            "Restore a copy, or resume with --mirror"
-        )
+        files = "; ".join(damaged.values())
+        raise UserError(f"{folder}: all checkpoints are corrupt: {files}. Restore a copy, or resume with --mirror")
     if which == "auto":
         return Found()
     raise no_checkpoints(folder)
@@ -526,23 +401,13 @@ def find_checkpoint(which: str, folder: Path) -> Found:
 
 def aside(path: Path) -> Path:
     """Return an unused name for a damaged file, so that it is kept but not taken for a checkpoint."""
-    while os.path.lexists(unused := path.with_name(f"{path.name}.skipped-{time.strftime(STAMP)}")):
-        time.sleep(0.1)
-    return unused
+    return path.with_name(f"{path.name}.skipped-{datetime.now():%Y%m%d-%H%M%S-%f}")
 
 
-def read_evaluations(name: object, read: Callable[[], bytes]) -> tuple[Evaluations, list[str]]:
-    """Return the content of an evaluations.json, {} if there is none, and a warning if it cannot be read."""
+def read_evaluations(name: object, content: bytes) -> Evaluations:
+    """Return the content of an evaluations.json, or {} with a warning if it does not fit."""
     try:
-        return parse_json(read(), Evaluations, name, "its validation losses are ignored"), []
-    except FileNotFoundError:
-        return {}, []
-    except (UserError, OSError) as error:
-        return {}, [str(error)]
-
-
-def validation_of(
-    evaluations: Mapping[Any, Mapping[str, float | None]], val_loss: float | None
-) -> Mapping[str, float | None]:
-    """Return the evaluation that found this validation loss; empty if there is none."""
-    return next((scores for scores in evaluations.values() if scores.get("val_loss") == val_loss), {})
+        return parse_json(content, Evaluations, name, "its validation losses are ignored")
+    except UserError as error:
+        say(f"warning: {error}")
+        return {}

@@ -22,14 +22,13 @@ def fill(model: nn.Module, weight: Callable[[str], Tensor], ranks: Ranks) -> Non
 
 def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict, ranks: Ranks) -> None:
     """Load a checkpoint's "optimizer", needed on rank 0 only; options such as weight decay keep their values."""
-    saved_state = saved.get("state", {})  # empty before the first step
-    shapes = ranks.broadcast({name: {kind: t.shape for kind, t in kept.items()} for name, kept in saved_state.items()})
+    shapes = ranks.broadcast({name: {kind: t.shape for kind, t in kept.items()} for name, kept in saved.items()})
     for name, parameter in model.named_parameters():
         for kind, shape in shapes.get(name, {}).items():
             # A moment is sharded like its parameter; the number of steps is a scalar.
             like = parameter.detach() if shape == parameter.shape else torch.empty(shape, device=parameter.device)
             target = optimizer.state[parameter][kind] = torch.empty_like(like, dtype=torch.float32)
-            _send(saved_state[name][kind] if ranks.is_main else None, target, ranks)
+            _send(saved[name][kind] if ranks.is_main else None, target, ranks)
 
 
 def _send(whole: Tensor | None, target: Tensor, ranks: Ranks) -> None:
@@ -77,11 +76,10 @@ class HostCopy:
             copied = self.stream.record_event()
             if reshard:  # the next step waits for the gathered tensors anyway; so the pause is measured
                 copied.synchronize()
-        groups = [group | {"params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
         every_name = model.named_parameters(remove_duplicate=False)  # a tied head is one tensor under two names
         return {
             "model": {name: weights[parameter] for name, parameter in every_name},
-            "optimizer": {"state": state, "param_groups": groups} if state else {},
+            "optimizer": state,
         }, copied
 
     def _copy(self, name: str, kind: str, tensor: Tensor) -> Tensor | None:

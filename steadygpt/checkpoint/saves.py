@@ -157,9 +157,8 @@ class CheckpointWriter:
         # The run begins in a folder of its own, or goes back: a kill before the first save must keep this choice.
         if not is_latest or order < max(orders.values()):
             self._write(checkpoint, [])
-        evaluations, warnings = read_evaluations(self.folder / EVALUATIONS, (self.folder / EVALUATIONS).read_bytes)
-        for line in warnings:
-            self.log.warn(line)
+        file = self.folder / EVALUATIONS
+        evaluations = read_evaluations(file, file.read_bytes() if file.exists() else b"{}")
         self.evaluations = {at: scores for at, scores in evaluations.items() if at <= order[1]}
         for scores in self.evaluations.values():
             self.log.note(**scores)  # for the monitor, until the next evaluation

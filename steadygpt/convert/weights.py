@@ -18,7 +18,14 @@ from steadygpt.base.options import OptionError, UserError, kind_of, option
 from steadygpt.base.progress import say
 from steadygpt.base.text import labelled
 from steadygpt.base.typed import read_json
-from steadygpt.checkpoint.files import FORMAT_VERSION, as_checkpoint, check_tensors, load_verified, open_checkpoint
+from steadygpt.checkpoint.files import (
+    FORMAT_VERSION,
+    WITHOUT_RUN,
+    as_checkpoint,
+    check_tensors,
+    load_verified,
+    open_checkpoint,
+)
 from steadygpt.convert import families
 from steadygpt.convert.families import NANOGPT, TABLES, Family, foreign_names, resolved, to_foreign, to_own
 from steadygpt.data import hub
@@ -243,9 +250,9 @@ def _converted(
         "model": model,
         "model_config": dataclasses.asdict(config),
         **record._asdict(),
-        "torch_version": str(torch.__version__),
         "saved_at": time.time(),
-        **{"step": 0, "rows_consumed": 0, "optimizer": {}, "starts": []},  # no run has trained them
+        **{"step": 0, "rows_consumed": 0},
+        **WITHOUT_RUN,
     }
     if weights is None:
         return checkpoint

@@ -63,9 +63,8 @@ class Schedule:
         if self.config.schedule == "wsd" and self.decay_start > step:
             text = f"starts at step {self.decay_start:,}; {STABLE} is saved just before"
             notes.append(labelled("cool-down", f"{text}. To train longer: --resume stable --max_steps N"))
-        groups = checkpoint["optimizer"].get("param_groups") if checkpoint else None
-        if checkpoint and groups and step >= self.config.warmup_steps:
-            before, now = groups[0]["lr"], self.learning_rate(step)
+        if checkpoint and step >= max(1, self.config.warmup_steps):
+            before, now = checkpoint["lr"], self.learning_rate(step)
             had_cooldown = checkpoint["starts"][-1]["options"]["schedule"] == "wsd"
             advice = "; --resume stable continues from before the decay" * had_cooldown
             notes += [labelled("lr", f"rises from {before:.2e} to {now:.2e}{advice}")] * (now > 1.1 * before)

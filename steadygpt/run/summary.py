@@ -4,7 +4,6 @@ import shlex
 from collections.abc import Mapping
 
 from steadygpt.base.text import bytes_text, counted, duration_text, labelled
-from steadygpt.checkpoint.files import validation_of
 from steadygpt.checkpoint.saves import Saves
 from steadygpt.config import TrainConfig
 from steadygpt.machine.device import peak_memory_bytes
@@ -35,7 +34,7 @@ def summarize(results: Results, saves: Saves, parameters: int, status: str, reas
         lines["speed"] += config.precision if mfu is None else f"{config.precision}, mfu {mfu:.1%}"
     lines["loss"] = "none" if state.loss is None else f"{state.loss:.4f}"
     if state.val_loss is not None:
-        scores = validation_of(writer.evaluations, state.val_loss)
+        scores = next((of for of in writer.evaluations.values() if of.get("val_loss") == state.val_loss), {})
         bits = "" if (bpb := scores.get("val_bpb")) is None else f" ({bpb:.4f} bits per byte)"
         lines["loss"] += f", validation {state.val_loss:.4f}{bits}"
         of_sets = [(name, loss) for name, loss in scores.items() if name.startswith("val_loss/") and loss is not None]

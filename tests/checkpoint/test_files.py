@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import time
 import zipfile
 
 import pytest
@@ -73,7 +72,7 @@ def test_table_lists_each_file_the_newest_first_and_marks_corrupt_ones(tmp_path)
     assert rows["epoch_00002.pt"].split()[1:6] == ["20", "2.00", "3.2500", "3.5000", "1.2500"]
     assert rows["latest.pt"].endswith("complete")
     assert "corrupt" in rows["latest_backup.pt"]
-    assert last.startswith("10 names, 5 distinct files (the others are hard links) in ")
+    assert last == f"10 names in {tmp_path}"
 
 
 def test_names_and_errors_in_the_table_cannot_control_the_terminal(tmp_path, capsys):
@@ -92,14 +91,14 @@ def test_only_the_verbose_table_reads_and_verifies_tensors(tmp_path):
     _, line, _ = checkpoint_table(tmp_path)
     assert line.split()[:2] == ["latest.pt", "10"] and line.endswith("  complete")
     _, line, _ = checkpoint_table(tmp_path, verbose=True)
-    assert line.endswith("  corrupt (checksum of record latest/data/0)")
+    assert "  corrupt (checksum of record latest/data/0); " in line
 
 
 def test_table_runs_no_code_of_a_file(tmp_path):
     with zipfile.ZipFile(tmp_path / "latest.pt", "w") as archive:
         archive.writestr("archive/data.pkl", f"cos\nmkdir\n(S'{tmp_path}/made'\ntR.")
     _, line, _ = checkpoint_table(tmp_path)
-    assert "  not a SteadyGPT checkpoint; expected a file" in line
+    assert "  saved_at is None; expected a value; take another checkpoint, or " in line
     assert names(tmp_path) == ["latest.pt"]
 
 
@@ -120,12 +119,13 @@ def test_table_names_a_number_that_cannot_be(tmp_path, loss):
     }.items(),
     ids=["negative", "key", "deep"],
 )
-def test_evaluations_that_do_not_fit_are_a_warning(tmp_path, text, problem):
+def test_evaluations_that_do_not_fit_are_a_warning(tmp_path, capsys, text, problem):
     write_checkpoint(tmp_path, 10, "latest.pt")
     (tmp_path / "evaluations.json").write_text(text)
-    warning, *lines = checkpoint_table(tmp_path)
+    assert len([*checkpoint_table(tmp_path)]) == 3
+    warning = capsys.readouterr().err
     assert warning.startswith(f"warning: {tmp_path}/evaluations.json: {problem}")
-    assert warning.endswith("; its validation losses are ignored") and len(lines) == 3
+    assert warning.endswith("; its validation losses are ignored\n")
 
 
 def test_a_file_that_training_deletes_meanwhile_is_left_out(tmp_path, monkeypatch):
@@ -136,38 +136,41 @@ def test_a_file_that_training_deletes_meanwhile_is_left_out(tmp_path, monkeypatc
     assert line.split()[0] == "latest.pt" and last.startswith("1 name in ")
 
 
-def test_a_name_that_training_deletes_while_others_are_verified_is_left_out(tmp_path):
+def test_a_name_that_training_deletes_while_others_are_verified_is_reported(tmp_path):
     for step in (10, 20):
         write_checkpoint(tmp_path, step, f"rolling_step_{step:06d}.pt")
     table = checkpoint_table(tmp_path, verbose=True)
     lines = [next(table), next(table)]
     (tmp_path / "rolling_step_000010.pt").unlink()
     lines += table
-    assert [line.split()[0] for line in lines[1:3]] == ["rolling_step_000020.pt", "1"]
-    assert lines[2].startswith("1 name in ")
+    assert lines[1].startswith("rolling_step_000020.pt") and lines[1].endswith("  intact")
+    assert lines[2].startswith("rolling_step_000010.pt") and "  no such checkpoint; " in lines[2]
 
 
 def test_details_of_a_file_that_training_deletes_meanwhile_are_those_of_its_line(tmp_path):
-    config, more = {"context_length": 8}, {"saved_at": 0.0, "epoch": 1.0}
-    more |= {"elapsed_s": 4.0, "peak_memory_bytes": 2 * 10**9}
-    more["optimizer"] = {"param_groups": [{"lr": lr, "params": []} for lr in (0.002, 0.002, 0.04)]}
-    torch.save(run_content(10, model_config=config, **more), tmp_path / "rolling_step_000010.pt")
+    more = {"lr": 0.002, "elapsed_s": 4.0, "optimizer": {"weight": {"exp_avg": torch.zeros(1000)}}}
+    torch.save(run_content(10, **more), tmp_path / "rolling_step_000010.pt")
     table = checkpoint_table(tmp_path, verbose=True)
     lines = [next(table), next(table)]
     (tmp_path / "rolling_step_000010.pt").unlink()
-    _, _, name, progress, speed, *others = table
+    _, _, name, *others, weights, moments = table
     assert lines[1].startswith("rolling_step_000010.pt") and name == f"{tmp_path}/rolling_step_000010.pt"
-    assert progress == "  progress   step 10, epoch 1.00, 320 tokens seen, 4 s of training"
-    assert speed == "  speed      2.5 steps/s, 80 tokens/s with evaluations, peak memory 2 GB on rank 0"
-    assert "  optimizer   of 0 tensors, last learning rate 0.002, 0.04" in others
-    assert "max_steps 0, " in " ".join(others) and others[-1].endswith("1 x weight (1000,) float32")
+    text = " ".join(" ".join(others).split())
+    for part in (
+        "lr 0.002, epoch 1.0, ",
+        "step 10, rows_consumed 40, ",
+        "last start id 0000",
+        "system_metrics_s 10.0, sharding ddp, ",
+    ):
+        assert part in text
+    assert (weights, moments) == ("          1 x weight (1000,)", "          1 x weight.exp_avg (1000,)")
 
 
 def test_table_shows_the_last_validation_of_a_step_without_one_of_its_own(tmp_path):
     torch.save(run_content(25, val_loss=3.5), tmp_path / "latest.pt")
     (tmp_path / "evaluations.json").write_text('{"20": {"val_loss": 3.5, "val_bpb": 1.25}, "10": {"val_loss": 4}}')
     _, line, _ = checkpoint_table(tmp_path)
-    assert line.split()[:6] == ["latest.pt", "25", "2.50", "3.2500", "3.5000", "1.2500"]
+    assert line.split()[:6] == ["latest.pt", "25", "2.50", "3.2500", "3.5000", "-"]
 
 
 def test_a_folder_without_checkpoints_names_the_subfolder_with_the_newest_ones(tmp_path):
@@ -191,7 +194,6 @@ def test_the_date_of_a_file_decides_nothing(tmp_path):
         (ROLLING.format(60), 60), ("latest.pt", 40), (ROLLING.format(40), 40), (ROLLING.format(20), 20)
     ]  # fmt: skip
     assert find_checkpoint("latest", tmp_path).checkpoint["step"] == 60
-    assert files.nearest_checkpoint(tmp_path, 50)[1]["step"] == 40
     assert [path.name for path, _ in files.intact_checkpoints(files.scan(tmp_path))] == [
         ROLLING.format(60), "latest.pt", ROLLING.format(20)
     ]  # fmt: skip
@@ -207,7 +209,7 @@ def test_a_file_whose_head_cannot_be_read_comes_after_latest_and_before_all_othe
     found = find_checkpoint("latest", tmp_path)
     assert found.checkpoint["step"] == 40
     assert [line.split(": ")[0] for line in found.damaged.values()] == [
-        f"{tmp_path}/latest.pt, step 60", f"{tmp_path}/{ROLLING.format(20)}"
+        f"{tmp_path}/latest.pt", f"{tmp_path}/{ROLLING.format(20)}"
     ]  # fmt: skip
 
 
@@ -225,7 +227,7 @@ def test_an_average_is_the_mean_of_the_newest_rolling_checkpoints(tmp_path, caps
     assert torch.equal(found["model"]["wte.weight"], expected.float())
     assert found["model"]["lm_head.weight"] is found["model"]["wte.weight"]
     assert found["step"] == 40 and not found["optimizer"] and not found["starts"]
-    assert "averaging 3 checkpoints, of steps 20 to 40" in capsys.readouterr().err
+    assert capsys.readouterr().err == ""
 
     damage(tmp_path / ROLLING.format(30), "one bit")
     _, found = open_checkpoint("average:3", tmp_path)
@@ -253,8 +255,8 @@ def test_a_file_whose_reads_fail_is_not_corrupt_and_is_not_skipped(tmp_path, mon
         with pytest.raises(Unreadable) as raised:
             find_checkpoint(which, tmp_path)
         assert str(raised.value) == (
-            f"{tmp_path}/latest.pt: cannot be read ({os.strerror(number)}); nothing was changed; fix the disk or the "
-            "permissions, then start again; or give an older file, such as --resume FILE"
+            f"{tmp_path}/latest.pt: cannot be read ({os.strerror(number)}); fix the disk or the permissions, or give "
+            "an older file"
         )
     _, latest, backup, *_ = checkpoint_table(tmp_path, verbose=True)
     assert f"cannot be read ({os.strerror(number)})" in latest and "corrupt" not in latest
@@ -273,19 +275,19 @@ def test_a_folder_in_place_of_a_file_is_not_skipped(tmp_path):
 def test_a_file_with_a_number_that_is_not_finite_is_corrupt(tmp_path, name, bad):
     write_checkpoint(tmp_path, 20, "latest_backup.pt")
     state = {"weight": {"step": torch.tensor(30.0), "exp_avg_sq": torch.ones(1000)}}
-    checkpoint = run_content(30, optimizer={"state": state})
+    checkpoint = run_content(30, optimizer=state)
     files.named_tensors(checkpoint)[name][500] = bad
     torch.save(checkpoint, tmp_path / "latest.pt")
     found = find_checkpoint("latest", tmp_path)
     assert found.checkpoint["step"] == 20
-    line = f"{tmp_path}/latest.pt, step 30: corrupt ({name} has a NaN or an infinite number)"
+    line = f"{tmp_path}/latest.pt: corrupt ({name} has a NaN or an infinite number)"
     assert found.damaged == {tmp_path / "latest.pt": line}
 
 
 @pytest.mark.parametrize(("change", "found"), [
     ({"model": {"weight": [1.0]}}, r"\['weight'\] is a list; expected Tensor"),
-    ({"optimizer": {"state": 3}}, r"optimizer\.state is 3; expected an object"),
-    ({"optimizer": {"state": {"weight": torch.zeros(3)}}}, r"\['weight'\] is a Tensor; expected an object"),
+    ({"optimizer": 3}, r"optimizer is 3; expected an object"),
+    ({"optimizer": {"weight": torch.zeros(3)}}, r"\['weight'\] is a Tensor; expected an object"),
 ])  # fmt: skip
 def test_a_file_with_something_else_in_place_of_tensors_is_refused(tmp_path, change, found):
     torch.save(run_content(30) | change, tmp_path / "latest.pt")
@@ -293,13 +295,12 @@ def test_a_file_with_something_else_in_place_of_tensors_is_refused(tmp_path, cha
         read_checkpoint(tmp_path / "latest.pt")
 
 
-def test_the_new_name_of_a_damaged_file_is_no_checkpoint_and_replaces_no_earlier_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(time, "sleep", lambda _: monkeypatch.setattr(time, "strftime", lambda _: "20261126-101501"))
-    monkeypatch.setattr(time, "strftime", lambda _: "20261126-101500")
-    for second in (0, 1):
+def test_the_new_name_of_a_damaged_file_is_no_checkpoint_and_replaces_no_earlier_one(tmp_path):
+    for count in (1, 2):
         (tmp_path / "latest.pt").symlink_to("nowhere")
         (tmp_path / "latest.pt").rename(aside(tmp_path / "latest.pt"))
-        assert names(tmp_path)[second] == f"latest.pt.skipped-2026112{6}-10150{second}"
+        assert len(names(tmp_path)) == count
+        assert all(re.fullmatch(r"latest\.pt\.skipped-\d{8}-\d{6}-\d{6}", name) for name in names(tmp_path))
     assert files.checkpoint_files(tmp_path) == []
 
 
@@ -313,7 +314,7 @@ def fitting(model: GPT, optimizer: str) -> dict:
     for name, shape in state_shapes(model, optimizer).items():
         parameter, kind = name.rsplit(".", 1)
         state.setdefault(parameter, {})[kind] = torch.zeros(shape)
-    return {"model": dict(model.state_dict()), "optimizer": {"state": state}}
+    return {"model": dict(model.state_dict()), "optimizer": state}
 
 
 @pytest.mark.parametrize(("optimizer", "kind", "change", "found"), [
@@ -331,7 +332,7 @@ def test_optimizer_state_must_have_the_shapes_and_the_dtype_of_the_optimizer(opt
     model = GPT(SMALL)
     checkpoint, kept = fitting(model, optimizer), state_shapes(model, optimizer)
     check_tensors(checkpoint, "latest.pt", model, kept)
-    state = checkpoint["optimizer"]["state"][MATRIX]
+    state = checkpoint["optimizer"][MATRIX]
     whole = state.pop(kind, None)
     if change is not None:
         state[kind] = change if whole is None else change(whole)
@@ -351,7 +352,7 @@ def test_weights_must_be_fp32(dtype):
 def test_a_checkpoint_may_lack_all_optimizer_state_or_the_mean_squares():
     model = GPT(SMALL)
     checkpoint, kept = fitting(model, "muon"), state_shapes(model, "muon")
-    for state in checkpoint["optimizer"]["state"].values():
+    for state in checkpoint["optimizer"].values():
         state.pop("mean_squares", None)  # muon_beta2 was 0
     check_tensors(checkpoint, "latest.pt", model, kept)
     check_tensors(checkpoint | {"optimizer": {}}, "latest.pt", model, kept)  # before the first update
@@ -365,10 +366,10 @@ def test_a_checkpoint_may_lack_all_optimizer_state_or_the_mean_squares():
 ])  # fmt: skip
 def test_state_that_no_optimizer_has_is_corrupt_and_skipped(tmp_path, kind, bad):
     write_checkpoint(tmp_path, 20, "latest_backup.pt")
-    torch.save(run_content(30, optimizer={"state": {"weight": {kind: bad}}}), tmp_path / "latest.pt")
+    torch.save(run_content(30, optimizer={"weight": {kind: bad}}), tmp_path / "latest.pt")
     found = find_checkpoint("latest", tmp_path)
     assert found.checkpoint["step"] == 20
-    assert f"latest.pt, step 30: corrupt (weight.{kind} has " in found.damaged[tmp_path / "latest.pt"]
+    assert f"latest.pt: corrupt (weight.{kind} " in found.damaged[tmp_path / "latest.pt"]
 
 
 def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path):

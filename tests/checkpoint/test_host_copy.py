@@ -28,9 +28,7 @@ def step(model, optimizer) -> None:
 
 def copied(content: dict) -> dict[str, torch.Tensor]:
     """Return the tensors of a copy, by name."""
-    moments = {
-        f"{name}.{kind}": t for name, state in content["optimizer"]["state"].items() for kind, t in state.items()
-    }
+    moments = {f"{name}.{kind}": t for name, state in content["optimizer"].items() for kind, t in state.items()}
     return content["model"] | moments
 
 

@@ -82,7 +82,7 @@ def test_resume_skips_damaged_files_in_order(stopped_run, how, count):
         damage(folder / file, how)
     contents = [(folder / file).read_bytes() for file in damaged]
     text = run_to_end(*FLAGS, *folders(name), "--resume", "latest")
-    reported = dict(re.findall(r"^skipped +(.+?\.pt)(?:, step \d)?: corrupt.*; renamed (\S+)$", text, re.M))
+    reported = dict(re.findall(r"^skipped +(.+?\.pt): corrupt.*; renamed (\S+)$", text, re.M))
     new_names = [reported.pop(str(folder / file)) for file in damaged]
     assert not reported
     assert all(new.startswith(f"{file}.skipped-") for file, new in zip(damaged, new_names, strict=True))
@@ -164,7 +164,7 @@ def test_a_disk_that_fails_does_not_cost_the_newest_checkpoint(stopped_run, tmp_
     before, words = content(folder), command(*FLAGS, *folders(name), "--resume", processes=processes)
     done = subprocess.run(words, env=environment() | {"LD_PRELOAD": library}, capture_output=True, text=True)
     assert done.returncode == (2 if processes == 1 else 1), done.stderr  # torchrun has its own
-    assert f"error: {folder}/latest.pt: cannot be read (Input/output error); nothing was changed; fix" in done.stderr
+    assert f"error: {folder}/latest.pt: cannot be read (Input/output error); fix the disk" in done.stderr
     assert content(folder) == before
     run_to_end(*FLAGS, *folders(name), "--resume")
     assert_equals_reference(name)
@@ -184,8 +184,7 @@ def test_a_newest_checkpoint_that_cannot_be_read_is_not_skipped(stopped_run, how
     message = refusal(*FLAGS, *folders(name), "--resume", which, ranks=ranks, faults=faults)
     reason = {"EIO": "Input/output error", "EACCES": "Permission denied"}.get(how, "Is a directory")
     assert message == (
-        f"error: {folder}/latest.pt: cannot be read ({reason}); nothing was changed; fix the disk or the permissions, "
-        "then start again; or give an older file, such as --resume FILE"
+        f"error: {folder}/latest.pt: cannot be read ({reason}); fix the disk or the permissions, or give an older file"
     )
     assert (sorted(folder.iterdir()), content(Path(name, "logs"))) == (before, logs)
     if how == "a folder":
@@ -214,25 +213,24 @@ def test_foreign_files_are_refused_and_their_code_is_not_run(stopped_run):
     torch.save({"model": checkpoint["model"], "model_args": {"n_layer": 2}}, "nanogpt.pt")
     Path("llm.c.bin").write_bytes(np.array([20240326, 3], np.int32).tobytes())
     Path("folder.pt").mkdir()
-    Path("pointer.pt").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
     Path("model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
     Path("hf").mkdir()
     Path("hf/config.json").write_text("{}")
+    foreign = "expected a value; take another checkpoint, or the version of SteadyGPT that wrote it; see convert_hf.py"
     for file, words in {
-        "foreign.pt": "not a SteadyGPT checkpoint; its weights lack the model's shape",
-        "lightning.pt": "not a SteadyGPT checkpoint; expected a file that train.py or convert_hf.py has written",
-        "pointer.pt": "found a Git LFS pointer, expected the file. Try: git lfs pull",
-        "model.safetensors": "part of a Hugging Face folder; give the folder to convert_hf.py",
-        "hf": "no checkpoints in hf; try python convert_hf.py hf weights.pt, or train with --init_from hf",
-        "weights.pt": "its weights lack the model's shape; save them as nanoGPT does",
-        "nanogpt.pt": "if it is nanoGPT's, first run python convert_hf.py nanogpt.pt weights.pt",
-        "llm.c.bin": "a model of llm.c; expected a torch.save file. First run llm.c's",
-        "newer.pt": "format 99; expected 4: update SteadyGPT",
-        "older.pt": "format 2; expected 4: use the commit that wrote it, its git_commit",
-        "code.pt": "was not loaded; if it is build-nanogpt's, first run python convert_hf.py code.pt weights.pt",
-        "zipped.pt": "holds more than tensors and plain types; it was not loaded",
-        "old-style.pt": "not a checkpoint",
-        "pickle.pt": "not a checkpoint",
+        "foreign.pt": f"format_version is None; {foreign}",
+        "lightning.pt": f"format_version is None; {foreign}",
+        "weights.pt": f"format_version is None; {foreign}",
+        "nanogpt.pt": f"format_version is None; {foreign}",
+        "newer.pt": "format_version is 99; expected 4; take another checkpoint, or the version of SteadyGPT",
+        "older.pt": "format_version is 2; expected 4; take another checkpoint, or the version of SteadyGPT",
+        "model.safetensors": "corrupt (File is not a zip file); see convert_hf.py for files of other programs",
+        "llm.c.bin": "corrupt (File is not a zip file); see convert_hf.py for files of other programs",
+        "code.pt": "corrupt (more than tensors and plain types); see convert_hf.py for files of other programs",
+        "zipped.pt": "corrupt (more than tensors and plain types); see convert_hf.py for files of other programs",
+        "old-style.pt": "corrupt (File is not a zip file)",
+        "pickle.pt": "corrupt (File is not a zip file)",
+        "hf": "no checkpoints in hf; try another --checkpoint_dir",
         "folder.pt": "no checkpoints in folder.pt",
         "missing.pt": "no such file",
     }.items():

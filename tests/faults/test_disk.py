@@ -218,7 +218,7 @@ def test_files_after_100_saves_with_keep_checkpoints_3(workdir):
     epoch = load("run/ckpt/epoch_00005.pt")
     assert (epoch["step"], epoch["rows_consumed"]) == (93, 372)  # the first step after 370 rows
     assert epoch["epoch"] == pytest.approx(372 / 74)
-    assert re.fullmatch(r"[0-9a-f]{40}\+?", commit := epoch["git_commit"])
+    assert re.fullmatch(r"[0-9a-f]{40}\+?", commit := epoch["starts"][-1]["commit"])
     assert f"version      {__version__}, commit {commit[:12]}" in Path("run/logs/log.txt").read_text()
 
 

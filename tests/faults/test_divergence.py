@@ -20,7 +20,7 @@ def assert_finite(folder: str) -> None:
     """Assert that all numbers in all checkpoints and in evaluations.json are finite."""
     for path in Path(folder, "ckpt").glob("*.pt"):
         saved = load(path)
-        moments = [tensor for state in saved["optimizer"].get("state", {}).values() for tensor in state.values()]
+        moments = [tensor for state in saved["optimizer"].values() for tensor in state.values()]
         assert all(tensor.isfinite().all() for tensor in [*saved["model"].values(), *moments]), path
         numbers = (saved["loss"], saved["val_loss"], saved["best_val_loss"], *saved["recent_losses"])
         assert all(number is None or math.isfinite(number) for number in numbers), path
