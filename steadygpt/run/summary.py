@@ -44,8 +44,6 @@ def summarize(results: Results, saves: Saves, parameters: int, status: str, reas
     device = results.ranks.device
     of_all = "" if device.type == "cuda" else ", including Python and PyTorch"
     lines["memory"] = f"peak {bytes_text(peak_memory_bytes(device))} on rank 0{here}{of_all}"
-    if load := load_text(results.log.facts.get("mean_load", {})):
-        lines["load"] = f"{load}, average{here}"
     if (cost := results.cost(elapsed_s)) is not None:
         lines["cost"] = f"{cost:,.2f}"
     failed = f", {writer.failures:,} failed" if writer.failures else ""
@@ -90,13 +88,6 @@ def validation_text(sets: Mapping[str, Mapping[str, float]], best: bool, epochs:
     if epochs:
         parts.append("epochs: " + ", ".join(f"{name} {number:.2f}" for name, number in epochs.items()))
     return " | ".join(parts)
-
-
-def load_text(means: Mapping[str, float]) -> str:
-    """Return the load of CPU, host memory and GPUs as far as it was measured."""
-    forms = {"cpu_percent": "CPU {:.0f}%", "ram_gb": "RAM {:.1f} GB"}
-    forms |= {"gpu_percent": "GPU {:.0f}%", "gpu_memory_gb": "GPU memory {:.1f} GB"}
-    return ", ".join(form.format(means[name]) for name, form in forms.items() if name in means)
 
 
 def seconds_text(seconds: float) -> str:

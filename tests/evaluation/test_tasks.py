@@ -271,7 +271,7 @@ def test_training_scores_the_tasks(workdir, files, capsys):
     stored = json.loads((workdir / "checkpoints/evaluations.json").read_text())
     for name in ("arc_easy_acc", "arc_easy_acc_norm", "piqa_acc", "piqa_acc_norm"):
         assert metrics("logs", name) == {step: stored[str(step)][name] for step in (4, 8)}
-    curves = {f"{task}/{kind}" for task in ("arc_easy", "piqa") for kind in ("acc", "acc_norm")}
+    curves = {f"eval/{task}_{kind}" for task in ("arc_easy", "piqa") for kind in ("acc", "acc_norm")}
     assert curves <= scalars("runs/tiny").keys()
     assert run_here("--eval_only", *flags) == 0
     arc, piqa = capsys.readouterr().out.splitlines()[1:]
