@@ -1,8 +1,7 @@
 """The files in which a run describes itself to other programs: metrics.jsonl and status.json.
 
 Each start of a run appends a segment to metrics.jsonl: a line of its own (StartLine), then a record of numbers for each
-measurement. A run that resumes at step s measures the steps from s on again, so later starts win from their first step
-on.
+measurement. A run that resumes at step s measures the steps from s on again, so later starts win from there on.
 """
 
 import json

@@ -162,7 +162,8 @@ class RunLog:
 
     def status(self, status: str, reason: str = "", summary: Sequence[str] = (), **facts: object) -> None:
         """Write status.json: running, stopped, finished or failed; torchrun's exit status does not tell these apart."""
-        self.note(status=status, reason=reason, summary=list(summary), **facts)
+        doing = "starting" if status == "running" else None
+        self.note(status=status, reason=reason, doing=doing, summary=list(summary), **facts)
         self._write_status(durable=True)
         found = f"at step {self.facts['step']:,} of {self.max_steps:,}{f' ({reason})' if reason else ''}"
         event = ("resumed" if self.facts["step"] else "started") if status == "running" else status

@@ -64,6 +64,7 @@ def test_summary_counts_skipped_updates_and_failed_saves(workdir, monkeypatch):
     run_here("--checkpoint_freq", "4")
     assert summary(workdir)["saves"].startswith("1, 1 failed; ")
     assert summary(workdir)["skipped"] == ("2 updates; 2 steps without a finite loss and gradient, 0 loss spikes")
+    assert "doing" not in read_status(workdir / "checkpoints")  # the run has ended
 
 
 def test_summary_of_a_resumed_run_has_its_whole_time_and_the_steps_of_this_start(workdir):
@@ -99,6 +100,7 @@ def test_exception_is_the_reason_of_a_failed_run(workdir, monkeypatch, module, f
     status = read_status(workdir / "checkpoints")
     assert status["reason"] == "RuntimeError: CUDA error: an illegal memory access Compile with ..."
     assert status["status"] == "failed"
+    assert "doing" not in status
     assert module is train or summary(workdir)["loss"] == "none"  # there is no summary before training
 
 
