@@ -317,7 +317,6 @@ def run_to_end(run: Run) -> int:
     trace = Path(config.tensorboard_dir, config.run_name, f"rank{ranks.rank}.pt.trace.json.gz")
     status, reason = "failed", "interrupted"
     log.status("running")
-    log.measure_system()
     try:
         try:
             with profiled(config.profile, trace, log.say) as step_ended:

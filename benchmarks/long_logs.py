@@ -54,7 +54,8 @@ def write_logs(folder: Path, lines: int) -> None:
     """Write metrics.jsonl and log.txt of a run in one start, with an evaluation every 1,000 steps."""
     losses = 3 + 8 * np.exp(np.arange(lines) / -5e4) + np.random.default_rng(0).normal(0, 0.05, lines)
     with open(folder / "metrics.jsonl", "w") as metrics, open(folder / "log.txt", "w") as log:
-        start = {"step": 0, "time": 1796400000.0, "start": 0, "run": "long", "id": "1f", "parent": "", "how": {}}
+        ids = {"run": "long", "id": "1f", "parent": "", "how": {}, "wandb": ""}
+        start = {"step": 0, "time": 1796400000.0, "start": 0, **ids}
         print(json.dumps(start), file=metrics)
         print("run          long", file=log)
         for step, loss in enumerate(losses.tolist()):

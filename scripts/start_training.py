@@ -24,7 +24,7 @@ from steadygpt.base.options import UserError, run_cli
 from steadygpt.base.text import printable
 from steadygpt.config import PRESETS, TrainConfig, parse_args
 from steadygpt.data.shards import MANIFEST, ShardSet
-from steadygpt.log.status import read_status
+from steadygpt.log.metrics import read_status
 from steadygpt.run.identity import read_run
 
 REPO = Path(__file__).resolve().parent.parent

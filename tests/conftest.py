@@ -9,6 +9,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -180,8 +181,8 @@ def run_here(*flags: str) -> int:
 
 
 def open_log(config, start_step: int | None, ranks: Ranks | None = None) -> RunLog:
-    """Open the log of a run on rank 0; start_step is None for a new run."""
-    log = RunLog(config, ranks or Ranks(torch.device("cpu")))
+    """Open the log of a run on rank 0, without the load of the machine; start_step is None for a new run."""
+    log = RunLog(replace(config, system_metrics_s=0.0), ranks or Ranks(torch.device("cpu")))
     parent = "" if start_step is None else "0" * 16
     log.open(start_step or 0, {"run": config.run_name, "id": secrets.token_hex(8), "parent": parent, "how": {}})
     return log

@@ -104,7 +104,7 @@ def test_a_run_records_them_beside_the_validation_loss(workdir):
     assert list(bits) == [4, 8]
     stored = json.loads(Path("checkpoints/evaluations.json").read_text())
     assert {int(step): scores["val_bpb"] for step, scores in stored.items()} == bits
-    assert scalars("runs/tiny")["loss/val_bpb"] == pytest.approx(bits)
+    assert scalars("runs/tiny")["eval/val_bpb"] == pytest.approx(bits)
     assert f", {bits[8]:.4f} bits per byte\n" in Path("logs/log.txt").read_text()
 
 

@@ -1,6 +1,5 @@
 """--eval_only: the evaluations of a checkpoint, with the options of its run."""
 
-import json
 import re
 
 import pytest
@@ -17,7 +16,8 @@ def test_eval_only_repeats_validations_on_any_number_of_ranks_and_writes_nothing
     run_here(*TRAINED)
     losses, bits = metrics("logs", "val_loss"), metrics("logs", "val_bpb")
     found = {
-        step: f" at step {step}:\nval loss {losses[step]:.4f}, {bits[step]:.4f} bits per byte\n" for step in (4, 8)
+        step: f" at step {step}:\nstep {step}/8 | val loss {losses[step]:.4f}, {bits[step]:.4f} bits per byte\n"
+        for step in (4, 8)
     }
     with lock_folder(workdir / "checkpoints", ""):  # by a run that is still training
         before = {path: path.stat().st_mtime_ns for path in workdir.rglob("*")}
@@ -30,17 +30,17 @@ def test_eval_only_repeats_validations_on_any_number_of_ranks_and_writes_nothing
     assert run_to_end("--eval_only", "--eval_freq", "4", ranks=2).endswith(found[8])
 
 
-def test_eval_only_of_weights_prints_one_line_for_each_evaluation(workdir, capsys):
+def test_eval_only_of_weights_prints_each_evaluation(workdir, capsys):
     run_here(*TRAINED)
     write_examples(workdir)
     capsys.readouterr()
     sampled = ("--sample_freq", "1", "--hellaswag_freq", "1", "--eval_tasks", "hellaswag=hs.jsonl")
     run_here("--eval_only", "--init_from", "checkpoints/latest.pt", "--eval_freq", "1", *sampled)
-    title, val_loss, hellaswag, sample = capsys.readouterr().out.splitlines()
+    title, val_loss, hellaswag, sample, *text = capsys.readouterr().out.splitlines()
     assert title == "checkpoints/latest.pt at step 0:"
-    assert re.fullmatch(r"val loss \d\.\d{4}, \d\.\d{4} bits per byte", val_loss)
-    assert hellaswag.startswith("HellaSwag acc ")
-    assert isinstance(json.loads(sample.removeprefix("sample ")), str)
+    assert re.fullmatch(r"step 0/8 \| val loss \d\.\d{4}, \d\.\d{4} bits per byte", val_loss)
+    assert hellaswag.startswith("step 0/8 | HellaSwag acc ")
+    assert sample == "step 0/8 | sample:" and text
 
 
 def test_eval_only_without_evaluations_or_checkpoints_is_an_error(workdir):

@@ -290,7 +290,7 @@ def test_the_plan_shows_each_source_and_the_log_its_epochs(sources, capsys):
     assert "data         code, 25.0% of the rows: 1,300 training tokens in 2 shards of data/code; " in plan
     assert run_mixed(*MIX, "--eval_freq", "4", "--use_tensorboard", "--run_name", "tiny") == 0
     assert list(metrics("logs", "epoch/web")) == [4, 8]
-    assert scalars("runs/tiny")["run/epoch/code"] == pytest.approx(metrics("logs", "epoch/code"))
+    assert scalars("runs/tiny")["eval/epoch/code"] == pytest.approx(metrics("logs", "epoch/code"))
     assert not list(Path("checkpoints").glob("epoch_*"))
 
 
@@ -350,8 +350,8 @@ def test_validation_sets_are_shown_by_name_and_the_first_one_decides(sources, ca
     assert stored["val_loss"] == stored["val_loss/web"] != stored["val_loss/code"]
     assert stored["val_bpb"] == stored["val_bpb/web"]
     points = scalars("runs/tiny")
-    assert points["loss/val"] == points["loss/val/web"] == pytest.approx(metrics("logs", "val_loss/web"))
-    assert points["loss/val_bpb/code"] == pytest.approx(metrics("logs", "val_bpb/code"))
+    assert points["eval/val_loss"] == points["eval/val_loss/web"] == pytest.approx(metrics("logs", "val_loss/web"))
+    assert points["eval/val_bpb/code"] == pytest.approx(metrics("logs", "val_bpb/code"))
     shown = capsys.readouterr().out
     assert (
         f"web: val loss {stored['val_loss']:.4f}" in shown

@@ -390,7 +390,8 @@ def find_checkpoint(which: str, folder: Path) -> Found:
         except Unreadable:
             raise
         except UserError as error:
-            damaged[file.path] = str(error)
+            step = f", step {file.head.step:,}" if file.head else ""
+            damaged[file.path] = f"{file.path}{step}: {str(error).removeprefix(f'{file.path}: ')}"
     if damaged:
         files = "; ".join(damaged.values())
         raise UserError(f"{folder}: all checkpoints are corrupt: {files}. Restore a copy, or resume with --mirror")

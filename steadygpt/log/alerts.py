@@ -11,12 +11,11 @@ from queue import SimpleQueue
 from time import monotonic
 from urllib.parse import urlsplit
 
-from steadygpt.base.retry import LONGEST_PAUSE_S, SILENCE_S, asked_pause_s, brief, passing_cause
+from steadygpt.base.retry import SILENCE_S, brief
 from steadygpt.base.text import printable
 
 REPEAT_S = 600.0  # between two messages about the same event
-FIRST_PAUSE_S = 1.0  # between attempts
-GIVE_UP_S = 180.0  # after the first attempt of a message
+PAUSES_S = (0, 1, 10, 60)  # before each attempt to deliver a message
 LONGEST_TEXT = 900  # characters of a message: Discord takes 2,000, and ntfy 4,096 bytes
 HEADERS = {
     "Content-Type": "application/json",
@@ -28,31 +27,22 @@ HEADERS = {
 
 
 class Alerts:
-    """A queue of messages and the thread that sends them. No failure of a message reaches the run.
+    """A queue of messages and the thread that sends them, and calls `warn` with one line for each outage.
 
-    Args:
-        url: of the webhook, as TrainConfig checks it. It is a secret: only its server may be shown.
-        warn: is called in the thread with one line for each outage.
+    The URL is a secret: only its server may be shown.
     """
 
     def __init__(self, url: str, run: str, warn: Callable[[str], object]):
         self.url, self.server, self.run, self.warn = url, urlsplit(url).netloc, run, warn
         self.host = socket.gethostname()
-        self.opener = urllib.request.build_opener(_NoRedirects)
         self.sent_at_s: dict[str, float] = {}  # by event
-        self.problem = ""  # why the last attempt failed
         self.closing = threading.Event()
         self.waiting: SimpleQueue[bytes | None] = SimpleQueue()  # short, because events are not repeated at once
         self.thread = threading.Thread(target=self._work, name="alerts", daemon=True)
         self.thread.start()
 
     def send(self, event: str, text: str, step: int = 0, max_steps: int = 0) -> None:
-        """Queue a message and return at once.
-
-        Args:
-            event: started, resumed, finished, stopped, failed, spike, bad steps, save failed or resume
-                differs. Of one event, at most one message is sent in ten minutes.
-        """
+        """Queue a message and return at once; of one event (docs/alerts.md), at most one is sent in ten minutes."""
         now_s = monotonic()
         if now_s - self.sent_at_s.get(event, -math.inf) < REPEAT_S:
             return
@@ -69,33 +59,22 @@ class Alerts:
         self.waiting.put(None)
         self.closing.set()
         self.thread.join(wait_s)
-        if self.thread.is_alive() or self.problem:
-            self.warn(f"some alerts were not delivered to {self.server}: {self.problem or 'no answer yet'}")
+        if self.thread.is_alive():
+            self.warn(f"some alerts were not delivered to {self.server}: no answer yet")
 
     def _work(self) -> None:
+        opener, is_failing = urllib.request.build_opener(_NoRedirects), False
         for body in iter(self.waiting.get, None):
-            self._deliver(body)
-
-    def _deliver(self, body: bytes) -> None:
-        """Post a message, and retry while that may help; while the run ends, there is one attempt."""
-        give_up_s, pause_s = monotonic() + GIVE_UP_S, FIRST_PAUSE_S
-        while True:
-            is_last = self.closing.is_set()
-            try:
-                self.opener.open(urllib.request.Request(self.url, body, HEADERS), timeout=SILENCE_S).close()
-                self.problem = ""
-                return
-            except Exception as error:
-                cause = passing_cause(error)
-                reason = brief(cause or error)
-                if not self.problem and not is_last:  # otherwise close() warns
-                    self.warn(f"alerts to {self.server} fail: {reason}; training continues")
-                self.problem = reason
-                wait_s = max(pause_s, asked_pause_s(cause)) if cause else math.inf
-                if is_last or monotonic() + wait_s > give_up_s:
-                    return
-                self.closing.wait(wait_s)
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            for pause_s in PAUSES_S:
+                self.closing.wait(pause_s)  # while the run ends, attempts follow one another at once
+                try:
+                    opener.open(urllib.request.Request(self.url, body, HEADERS), timeout=SILENCE_S).close()
+                    is_failing = False
+                    break
+                except Exception as error:
+                    if not is_failing:
+                        self.warn(f"alerts to {self.server} fail: {brief(error)}; training continues")
+                    is_failing = True
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):

@@ -1,7 +1,7 @@
-"""metrics.jsonl: its writer, and the reader that joins the segments of a run.
+"""The files in which a run describes itself to other programs: metrics.jsonl and status.json.
 
-Each start of a run appends a segment: a line of its own (StartLine), then a record of numbers for each measurement. A
-run that resumes at step s measures the steps from s on again, so later starts win from their first step on.
+Each start of a run appends a segment to metrics.jsonl: a line of its own (StartLine), then a record of numbers for each
+measurement. A run that resumes at step s measures the steps from s on again, so later starts win from there on.
 """
 
 import json
@@ -16,39 +16,49 @@ from typing import Any, TypedDict
 
 from steadygpt.base.durable import fsync, lines_from_end, no_link
 from steadygpt.base.options import UserError
-from steadygpt.base.typed import Count, parse_json
+from steadygpt.base.typed import Count, parse_json, read_json
 
-METRICS = "metrics.jsonl"
+METRICS, STATUS, LOG = "metrics.jsonl", "status.json", "log.txt"
 LINE = re.compile(rb'\{"step": (\d{1,18}), (?:"time": [\d.]+, "start": (\d{1,18}), )?')  # beginning, of any record
 OWNER_BYTES = 2**16  # of the beginning of a file, in which its first start is searched
 Record = dict[str, float | None]  # "step", "time" and what was measured; None: NaN or infinity, which JSON lacks
 
 
-class _Start(TypedDict):
+class StartLine(TypedDict):
+    """The line with which a start begins its segment of metrics.jsonl."""
+
     step: Count
     start: Count  # the same: the first step
     run: str  # id of the run
     id: str  # of the start
     parent: str  # id of the start that wrote the checkpoint; "" for a new run
     how: dict[str, Any]  # what determines a step besides the checkpoint, by name
+    wandb: str  # id of the run in Weights & Biases, "" if it is not online
 
 
-class StartLine(_Start, total=False):
-    """The line with which a start begins its segment of metrics.jsonl."""
-
-    wandb: dict[str, str]  # "name" and "id" of the run in Weights & Biases, if it is online
+# fmt: off
+Status = TypedDict("Status", {  # noqa: UP013 (a line for each type); times are in Unix seconds
+    "status": str, "reason": str, "doing": str, "run_name": str, "run_id": str, "mirror": str, "device": str,
+    "logdirs": list[str], "host": str, "resume": str, "summary": list[str], "warnings": list[str],
+    "load": dict[str, float], "pid": Count, "ranks": Count, "step": Count, "max_steps": Count,
+    "tokens_per_step": Count, "eta_s": float, "checkpoint_bytes": Count, "loss": float, "val_loss": float,
+    "val_bpb": float, "hellaswag_acc_norm": float, "lr": float, "grad_norm": float, "memory_gb": float, "epoch": float,
+    "tokens_per_second": float, "step_ms": float, "mfu": float, "elapsed_s": float, "cost": float,
+    "cost_to_go": float, "updated_at": float, "mirrored_at": float,
+}, total=False)
+# fmt: on
 
 
 class LineFile:
     """A file that lines are appended to."""
 
     def __init__(self, path: Path):
-        self.name = path.name
         self.file = open(path, "a+b", opener=no_link)  # noqa: SIM115 (open as long as the run)
         if end := self.file.seek(0, os.SEEK_END):
             self.file.seek(end - 1)
             if self.file.read() != b"\n":  # a line that a power cut or a full disk has broken
                 self.file.write(b"\n")
+        self.close = self.file.close
 
     def write(self, line: str) -> None:
         self.file.write(f"{line}\n".encode())
@@ -58,9 +68,6 @@ class LineFile:
         """Make the lines durable."""
         self.file.flush()
         fsync(self.file.fileno())
-
-    def close(self) -> None:
-        self.file.close()
 
 
 class Metrics(LineFile):
@@ -79,11 +86,8 @@ def without_nan(values: Mapping[str, Any]) -> dict[str, Any]:
 def segments(path: Path, first_step: float = 0, key: str = "step") -> Iterator[tuple[StartLine, list[Record]]]:
     """Yield the starts in a metrics.jsonl from the last to the first, each with its records that no later one repeats.
 
-    The file is read from its end as far as segments are asked for. Broken lines are skipped.
-
-    Args:
-        first_step: of the records that are read.
-        key: which they have.
+    The file is read from its end as far as segments are asked for. Broken lines are skipped, and records before
+    `first_step` or without `key`.
     """
     records: list[Record] = []
     end: float = math.inf  # where later starts begin
@@ -130,3 +134,10 @@ def find_logs(places: Iterable[str], folder: Path, run: str) -> Path | None:
             if owner(logdir) == run or (owner(logdir) and logdir.is_relative_to(os.path.realpath(folder))):
                 return logdir
     return None
+
+
+def read_status(folder: Path) -> Status:
+    """Return what status.json says, {} if there is none or its content does not fit."""
+    with suppress(OSError, UserError):
+        return read_json(folder / STATUS, Status, "")
+    return {}

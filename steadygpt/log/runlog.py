@@ -8,7 +8,6 @@ the steps from s on again, after a line of its own (see metrics.py).
 import json
 import math
 import os
-import shutil
 import socket
 import sys
 import threading
@@ -16,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, TextIO
 
 from torch import nn
 
@@ -26,9 +25,8 @@ from steadygpt.base.retry import brief
 from steadygpt.base.text import duration_text, labelled, printable
 from steadygpt.config import TrainConfig
 from steadygpt.log.alerts import Alerts
-from steadygpt.log.metrics import METRICS, LineFile, Metrics, places_of, without_nan
-from steadygpt.log.status import LOG, STATUS
-from steadygpt.log.system import Load, SystemMetrics, gpu_count
+from steadygpt.log.metrics import LOG, METRICS, STATUS, LineFile, Metrics, places_of, without_nan
+from steadygpt.log.system import SystemMetrics
 from steadygpt.log.tensorboard import TensorBoard
 from steadygpt.log.wandb_sink import WandbSink
 from steadygpt.machine.device import device_name
@@ -52,141 +50,144 @@ class RunLog:
         self.config, self.ranks, self.max_steps = config, ranks, config.max_steps
         self.prints = prints and ranks.is_main
         self.lock = threading.RLock()
-        self.live_line = False  # the terminal's last line is one that show() rewrites
-        self.failed: set[str] = set()  # sinks that could not be written to, each reported once
-        self.load = Load()
-        self.is_resumed = False
+        self.failed: set[str] = set()  # files and sinks that could not be written to, each reported once
         self.facts: dict[str, Any] = {  # of status.json
             "status": "running", "reason": "", "doing": "starting", "warnings": [], "run_name": config.run_name,
             "step": 0, "max_steps": config.max_steps, "tokens_per_step": config.total_batch_size,
-            "precision": config.precision, "ranks": ranks.world_size, "device": device_name(ranks.device),
-            "started_at": time.time(), "host": socket.gethostname(), "pid": os.getpid(),
-            "logdirs": places_of(config.logdir, Path(config.checkpoint_dir)), "mirror": config.mirror,
+            "mirror": config.mirror, "ranks": ranks.world_size, "device": device_name(ranks.device), "host": socket.gethostname(),
+            "pid": os.getpid(), "logdirs": places_of(config.logdir, Path(config.checkpoint_dir)),
             "tensorboard": str(Path(config.tensorboard_dir, config.run_name).absolute()) * config.use_tensorboard,
         }  # fmt: skip
         self.heartbeat_at_s = -math.inf
-        self.text_file: LineFile | None = None  # None: the log only prints
-        self.sinks: list[Metrics | TensorBoard | WandbSink | Alerts | SystemMetrics] = []
+        self.sinks: dict[str, Any] = {}  # by name, each with some of the methods that _tell() calls; {}: only print
 
-    def open(self, first_step: int, start: Mapping[str, Any], checkpoint_bytes: int = 0) -> None:
-        """Open the files and sinks of a run, on rank 0.
-
-        Args:
-            start: the fields "run", "id", "parent" and "how" of its line in metrics.jsonl, see StartLine.
-            checkpoint_bytes: of one file, for status.json.
-        """
+    def open(self, first_step: int, start: Mapping[str, Any]) -> None:
+        """Open the files and sinks of a run, on rank 0; `start` has "run", "id", "parent" and "how" of StartLine."""
         config, logdir = self.config, Path(self.config.logdir)
         logdir.mkdir(parents=True, exist_ok=True)
-        metrics = Metrics(logdir / METRICS)
-        self.text_file, self.sinks, self.is_resumed = LineFile(logdir / LOG), [metrics], bool(start["parent"])
-        self.note(step=first_step, run_id=start["run"], checkpoint_bytes=checkpoint_bytes)
+        self.sinks = {LOG: LineFile(logdir / LOG), METRICS: Metrics(logdir / METRICS)}
+        self.note(step=first_step, run_id=start["run"])
         self.say(labelled("run", config.run_name))
+        wandb = WandbSink(config, start, self.warn) if config.use_wandb else None
+        self._tell("log", first_step, {"start": first_step, **start, "wandb": wandb.id if wandb else ""})
+        if wandb:
+            self.say(labelled("wandb", wandb.place))
+            self.sinks["wandb"] = wandb
         if config.use_tensorboard:
-            self.sinks.append(TensorBoard(config, first_step))
+            self.sinks["TensorBoard"] = TensorBoard(config, first_step)
         if config.alert_url:
-            self.sinks.append(Alerts(config.alert_url, config.run_name, self.warn))
-        if config.use_wandb:
-            wandb = WandbSink(config, first_step, start, self.warn)
-            self.say(wandb.note)
-            self.sinks.append(wandb)
-            start = {**start, **wandb.online}
-        with self._surviving(metrics):
-            metrics.log(first_step, {"start": first_step, **start})
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # measurements
+            self.sinks["alerts"] = Alerts(config.alert_url, config.run_name, self.warn)
+        if config.system_metrics_s:
+            self.sinks["system"] = SystemMetrics(config, self.ranks.device, self.load, self.warn)
 
     def step(
         self, step: int, numbers: Mapping[str, float | None], left_s: float, is_first: bool, **facts: object
     ) -> None:
-        """Log a step every log_freq steps; in between only a terminal shows it.
+        """Log a step every log_freq steps. The first one of a start tells little about the time left, `left_s`.
 
         Args:
-            numbers: what the step measured, by name; None: unknown.
-            left_s: how long the remaining steps take. The first step of a start tells little about them.
-            facts: further ones for status.json.
+            facts: for status.json, besides the numbers.
         """
-        shown = [form.format(numbers[name]) for name, form in STEP_FORMS.items() if numbers[name] is not None]
-        place = f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}"
-        done = f"{(step + 1) / self.max_steps:.1%}"
-        line = " | ".join([place, *shown, done, f"ETA {duration_text(left_s)}"])
         if step % self.config.log_freq == 0 or step + 1 == self.max_steps:
-            self._record(step, numbers, line)
-        else:
-            self.show(line)
+            shown = [form.format(numbers[name]) for name, form in STEP_FORMS.items() if numbers[name] is not None]
+            place = f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}"
+            line = " | ".join([place, *shown, f"{(step + 1) / self.max_steps:.1%}", f"ETA {duration_text(left_s)}"])
+            self._record("train", step, numbers, line)
         left = {} if is_first else {"eta_s": round(left_s)}
         self.note(doing="training", step=step + 1, **numbers, **left, **facts)
-        self.beat(is_news=is_first)
+        self.beat()
 
     def evaluation(self, step: int, found: str, **scores: float | None) -> None:
         """Log the result of an evaluation after `step` updates, in words and numbers."""
-        place = f"step {step}/{self.max_steps} | " if self.text_file else ""
-        self._record(step, scores, f"{place}{found}")
+        self._record("eval", step, scores, f"step {step}/{self.max_steps} | {found}")
 
     def text(self, step: int, text: str) -> None:
         """Log a sample of text that the model of this step has written."""
-        if not self.text_file:
-            self.say(f"sample {json.dumps(text, ensure_ascii=False)}")
-            return
         self.say(f"step {step}/{self.max_steps} | sample:\n{text}")
-        self._tell_sinks("text", step, text)
+        self._tell("text", step, text)
 
     def histograms(self, step: int, model: nn.Module) -> None:
         """Log histograms of parameters and gradients to TensorBoard."""
-        self._tell_sinks("histograms", step, model)
+        self._tell("histograms", step, model)
 
-    def measure_system(self) -> None:
-        """Record what GPUs and host do, every --system_metrics_s from now on, in a thread of its own."""
-        if self.text_file and (seconds := self.config.system_metrics_s):
-            folder, gpus = Path(self.config.checkpoint_dir), gpu_count(self.ranks.device)
-            self.sinks.append(SystemMetrics(seconds, folder, gpus, self.record_system, self.warn))
+    def load(self, metrics: Mapping[str, float]) -> None:
+        """Record the machine's load beside the current step, and in status.json."""
+        self.note(load=dict(metrics))
+        self._record("system", self.facts["step"], metrics)
 
-    def record_system(self, metrics: Mapping[str, float]) -> None:
-        """Record the machine's load beside the current step, and in status.json also its mean in this start."""
-        self._record(self.facts["step"], metrics)
-        self.note(load=dict(metrics), mean_load=self.load.add(metrics))
-
-    def _record(self, step: int, numbers: Mapping[str, float | None], line: str = "") -> None:
-        """Write a line of text, if there is one, and numbers to the sinks."""
+    def _record(self, group: str, step: int, numbers: Mapping[str, float | None], line: str = "") -> None:
+        """Write a line of text, if there is one, and numbers to the sinks, as curves of a group."""
+        known = {name: number for name, number in numbers.items() if number is not None}
         with self.lock:
             if line:
                 self.say(line)
-            self._tell_sinks("log", step, {name: number for name, number in numbers.items() if number is not None})
+            self._tell("log", step, known)
+            self._tell("curves", step, known, group)
 
-    def _tell_sinks(self, method: str, *args: object) -> None:
+    def _tell(self, method: str, *args: object) -> None:
         """Call a method of the sinks that have it."""
-        for sink in (*reversed(self.sinks), self.text_file):  # closed last: log.txt, because the others may warn
+        for name, sink in reversed(self.sinks.items()):  # log.txt is closed last, because the others may warn
             if hasattr(sink, method):
-                with self._surviving(sink):
+                with self._surviving(name):
                     getattr(sink, method)(*args)
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # status.json and alerts
+    @contextmanager
+    def _surviving(self, name: str):
+        """Lose records on a full disk, not the run."""
+        try:
+            yield
+        except OSError as error:
+            if name not in self.failed:
+                self.failed.add(name)
+                self.warn(f"cannot write to {name}: {error}; training continues")
+
+    def say(self, text: str, stream: TextIO | None = None) -> None:
+        """Write lines of text to the console and to log.txt."""
+        text, stream = printable(text, keep="\n\t"), stream or sys.stdout
+        with self.lock:
+            if self.prints:
+                try:
+                    print(text, file=stream, flush=True)
+                except OSError:  # the terminal was closed, or the reader of a pipe has exited; training continues
+                    mute(stream)
+            if self.sinks:
+                with self._surviving(LOG):
+                    self.sinks[LOG].write(text)
+
+    def warn(self, line: str, event: str = "") -> None:
+        """Write a warning to stderr, log.txt and status.json, and send it as an alert if it is an event."""
+        self.say(f"warning: {line}", sys.stderr)
+        with self.lock:
+            self.note(warnings=[*self.facts["warnings"], line][-MAX_WARNINGS:])
+        if event:
+            self.alert(event, line)
 
     def status(self, status: str, reason: str = "", summary: Sequence[str] = (), **facts: object) -> None:
         """Write status.json: running, stopped, finished or failed; torchrun's exit status does not tell these apart."""
-        self.note(status=status, reason=reason, **facts)
-        if status != "running":
-            self.note(summary=list(summary), doing=None)
+        doing = "starting" if status == "running" else None
+        self.note(status=status, reason=reason, doing=doing, summary=list(summary), **facts)
         self._write_status(durable=True)
-        event = ("resumed" if self.is_resumed else "started") if status == "running" else status
         found = f"at step {self.facts['step']:,} of {self.max_steps:,}{f' ({reason})' if reason else ''}"
+        event = ("resumed" if self.facts["step"] else "started") if status == "running" else status
         self.alert(event, " | ".join([found, *summary]))
 
     def note(self, **facts: object) -> None:
         """Keep facts for status.json; None, NaN and infinity remove one."""
         with self.lock:
-            known = without_nan(self.facts | facts)
-            self.facts = {name: value for name, value in known.items() if value is not None}
+            self.facts = {name: fact for name, fact in without_nan(self.facts | facts).items() if fact is not None}
 
-    def beat(self, is_news: bool = False) -> None:
-        """Renew status.json if that is due, as a sign that the training thread makes progress, or if there is news."""
-        if is_news or time.monotonic() - self.heartbeat_at_s >= HEARTBEAT_S:
+    def beat(self) -> None:
+        """Renew status.json if that is due, as a sign that the training thread makes progress."""
+        if time.monotonic() - self.heartbeat_at_s >= HEARTBEAT_S:
             self._write_status(durable=False)
+
+    def alert(self, event: str, text: str) -> None:
+        """Send an event to --alert_url, if there is one."""
+        self._tell("send", event, text, self.facts["step"], self.max_steps)
 
     def _write_status(self, durable: bool) -> None:
         self.heartbeat_at_s = time.monotonic()
-        if not self.text_file:
+        if not self.sinks:
             return
         path = Path(self.config.checkpoint_dir, STATUS)
         content = f"{json.dumps({**self.facts, 'updated_at': time.time()}, indent=2)}\n".encode()
@@ -198,81 +199,25 @@ class RunLog:
                     file.write(content)
                     file.truncate()
 
-    def alert(self, event: str, text: str) -> None:
-        """Send an event to --alert_url, if there is one."""
-        self._tell_sinks("send", event, text, self.facts["step"], self.max_steps)
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # text
-
-    def say(self, text: str) -> None:
-        """Write lines of text to the console and to log.txt."""
-        self._write(sys.stdout, text)
-
-    def show(self, line: str) -> None:
-        """Rewrite the terminal's last line in place; do nothing where output goes to a file."""
-        if sys.stdout.isatty():
-            self._print(sys.stdout, line[: shutil.get_terminal_size().columns - 1], end="")
-            self.live_line = True
-
-    def warn(self, line: str, event: str = "") -> None:
-        """Write a warning to stderr, log.txt and status.json, and send it as an alert if it is an event."""
-        self._write(sys.stderr, f"warning: {line}")
-        with self.lock:
-            self.note(warnings=[*self.facts["warnings"], line][-MAX_WARNINGS:])
-        if event:
-            self.alert(event, line)
-
-    def _write(self, stream: IO[str], text: str) -> None:
-        self._print(stream, text)
-        if self.text_file:
-            with self.lock, self._surviving(self.text_file):
-                self.text_file.write(printable(text, keep="\n\t"))
-
-    def _print(self, stream: IO[str], text: str, end: str = "\n") -> None:
-        if not self.prints:
-            return
-        text = printable(text, keep="\n\t")
-        with self.lock:
-            try:
-                print(f"\r\x1b[K{text}" if self.live_line else text, end=end, file=stream, flush=True)
-            except OSError:  # the terminal was closed, or the reader of a pipe has exited; training continues
-                mute(stream)
-            self.live_line = False
-
-    @contextmanager
-    def _surviving(self, sink: object):
-        """Lose records on a full disk, not the run."""
-        try:
-            yield
-        except OSError as error:
-            name = sink if isinstance(sink, str) else getattr(sink, "name", type(sink).__name__)
-            if name not in self.failed:
-                self.failed.add(name)
-                self._print(sys.stderr, f"warning: cannot write to {name}: {error}; training continues")
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # the end
-
     def flush(self) -> None:
         """Make everything written so far durable."""
-        self._tell_sinks("flush")
+        self._tell("flush")
 
     def __enter__(self) -> "RunLog":
         self._write_status(durable=True)  # starting: the model is not built yet
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        if self.text_file and self.facts["status"] == "running":  # the run has not begun
+        if error and self.facts["status"] == "running":  # before the first step
             if isinstance(error, KeyboardInterrupt):
                 reason = f"{str(error) or 'SIGINT'} before the first step"
                 self.status("stopped", reason)
                 self.say(f"stopped ({reason}); nothing was saved")
             else:
-                self.status("failed", brief(error) if error else "before the first step")
+                self.status("failed", brief(error))
         self.close()
 
     def close(self) -> None:
         self.flush()
-        self._tell_sinks("close")
-        self.text_file, self.sinks = None, []
+        self._tell("close")
+        self.sinks = {}

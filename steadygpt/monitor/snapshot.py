@@ -20,8 +20,7 @@ import psutil
 from steadygpt.base.options import UserError
 from steadygpt.base.text import counted, duration_text
 from steadygpt.base.typed import read_json
-from steadygpt.log.metrics import METRICS, find_logs
-from steadygpt.log.status import STATUS, Status
+from steadygpt.log.metrics import METRICS, STATUS, Status, find_logs
 
 FRESH_S = 15.0  # a run renews its heartbeat at least every 10 s
 SILENT_S = 60.0  # without a heartbeat for this long, or SILENT_STEPS steps, a run hangs

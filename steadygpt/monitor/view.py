@@ -17,7 +17,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from steadygpt.base.text import bytes_text, counted, duration_text, printable, scaled_text
-from steadygpt.log.status import Status
+from steadygpt.log.metrics import Status
 from steadygpt.monitor.snapshot import Curve, Snapshot, State, state_of
 
 COLOURS = {"running": "green", "finished": "green", "stopped": "yellow"}

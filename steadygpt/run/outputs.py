@@ -66,6 +66,7 @@ def _open_on_main(plan: Plan, log: RunLog, held: ExitStack) -> tuple[CheckpointW
         records, reason = repeated_records(logdir / METRICS, start.step, now["parent"], now["how"])
         is_exact = plan.ranks.device.type == "cpu" or config.deterministic
         repeats = Repeats(log, start.step, records, reason, is_exact)
-    log.open(start.step, now, size)
+    log.note(checkpoint_bytes=size)
+    log.open(start.step, now)
     held.enter_context(log)
     return writer, repeats

@@ -25,7 +25,7 @@ from steadygpt.config import FINEWEB_EDU_TOKENS, KEPT, TrainConfig
 from steadygpt.convert.weights import check_fits
 from steadygpt.data.order import BLOCK_ROWS
 from steadygpt.data.tokenizer import load_tokenizer
-from steadygpt.log.status import read_status
+from steadygpt.log.metrics import read_status
 from steadygpt.machine.attention import kernel_name
 from steadygpt.machine.device import AUTOCAST, PEAK_FLOPS, choose_precision, device_name, memory_bytes
 from steadygpt.machine.host import available_memory_bytes, check_compiler

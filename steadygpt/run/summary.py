@@ -11,10 +11,6 @@ from steadygpt.machine.host import process_age_s
 from steadygpt.machine.ranks import Ranks
 from steadygpt.run.results import Results
 
-# Of the load of CPU, host memory and GPUs, as far as it was measured.
-LOAD = {"cpu_percent": "CPU {:.0f}%", "ram_gb": "RAM {:.1f} GB"}
-LOAD |= {"gpu_percent": "GPU {:.0f}%", "gpu_memory_gb": "GPU memory {:.1f} GB"}
-
 
 def summarize(results: Results, saves: Saves, parameters: int, status: str, reason: str) -> list[str]:
     """Return how a run of a model of so many parameters has ended, and on rank 0 its summary."""
@@ -44,9 +40,6 @@ def summarize(results: Results, saves: Saves, parameters: int, status: str, reas
         lines["loss"] += f", best {best:.4f}{''.join(steps[:1])}"
     of_all = "" if device.type == "cuda" else ", including Python and PyTorch"
     lines["memory"] = f"peak {bytes_text(peak_memory_bytes(device))} on rank 0{here}{of_all}"
-    if load := results.log.facts.get("mean_load"):
-        lines["load"] = ", ".join(form.format(load[name]) for name, form in LOAD.items() if name in load)
-        lines["load"] += f", average{here}"
     if (cost := results.cost(elapsed_s)) is not None:
         lines["cost"] = f"{cost:,.2f}"
     lines["saves"] = f"paused training for {saves.paused_s:.1f} s{here}, {saves.paused_s / start_s:.2%} of the time"

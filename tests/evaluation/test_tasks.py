@@ -271,13 +271,15 @@ def test_training_scores_the_tasks(workdir, files, capsys):
     stored = json.loads((workdir / "checkpoints/evaluations.json").read_text())
     for name in ("arc_easy_acc", "arc_easy_acc_norm", "piqa_acc", "piqa_acc_norm"):
         assert metrics("logs", name) == {step: stored[str(step)][name] for step in (4, 8)}
-    curves = {f"{task}/{kind}" for task in ("arc_easy", "piqa") for kind in ("acc", "acc_norm")}
+    curves = {f"eval/{task}_{kind}" for task in ("arc_easy", "piqa") for kind in ("acc", "acc_norm")}
     assert curves <= scalars("runs/tiny").keys()
     assert run_here("--eval_only", *flags) == 0
     arc, piqa = capsys.readouterr().out.splitlines()[1:]
     assert arc.endswith("(3 examples, 3 of them cut to the model's context)")
-    assert arc.startswith(f"ARC-Easy acc {stored['8']['arc_easy_acc']:.4f} ")
-    assert piqa.startswith(f"PIQA acc {stored['8']['piqa_acc']:.4f} acc_norm {stored['8']['piqa_acc_norm']:.4f} ")
+    assert arc.startswith(f"step 8/8 | ARC-Easy acc {stored['8']['arc_easy_acc']:.4f} ")
+    assert piqa.startswith(
+        f"step 8/8 | PIQA acc {stored['8']['piqa_acc']:.4f} acc_norm {stored['8']['piqa_acc_norm']:.4f} "
+    )
 
 
 def test_tasks_that_would_not_be_scored_are_an_error():

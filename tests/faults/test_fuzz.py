@@ -35,8 +35,7 @@ from steadygpt.data.shards import ShardSet, open_shard
 from steadygpt.data.tasks import load_examples
 from steadygpt.data.tokenizer import get_tokenizer, load_tokenizer, record_named
 from steadygpt.data.tokenizer_json import to_json
-from steadygpt.log.metrics import joined, owner
-from steadygpt.log.status import read_status
+from steadygpt.log.metrics import joined, owner, read_status
 from steadygpt.machine.ranks import Ranks
 from steadygpt.monitor.snapshot import watch
 from steadygpt.monitor.view import view

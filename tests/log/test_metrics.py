@@ -16,7 +16,8 @@ from steadygpt.log.metrics import METRICS, LineFile, find_logs, joined, owner, p
 
 def start_line(step: int, id: str = "1", parent: str = "", run: str = "a run", **more) -> dict:
     """Return the line with which a start begins its segment."""
-    return {"step": step, "time": 1.5, "start": step, "run": run, "id": id, "parent": parent, "how": {}, **more}
+    line = {"step": step, "time": 1.5, "start": step, "run": run, "id": id, "parent": parent, "how": {}, "wandb": ""}
+    return line | more
 
 
 def steps(first: int, end: int, loss: float = 1.0) -> list[dict]:

@@ -131,7 +131,7 @@ class StandIn:
     def setup(self):
         return types.SimpleNamespace(settings=types.SimpleNamespace(mode=self.mode))
 
-    def init(self, *, name, id, mode, config, **_):
+    def init(self, *, name, id, config, mode=None, **_):
         self.config = config
         id = id or f"id{len(self.runs)}"
         self.names[id], self.rows, self.offline = name, self.runs[id], "offline" in (mode, self.mode)
@@ -174,7 +174,7 @@ def test_going_back_to_an_older_checkpoint_and_a_fork_start_a_new_run(tmp_path, 
     write(tmp_path, 3, range(3, 5), loss=2.0, resume="checkpoints/rolling_step_000003.pt")
     write(tmp_path, 5, range(5, 6), loss=2.0)
     write(tmp_path / "fork", 3, range(3, 5), resume="elsewhere/rolling_step_000003.pt")  # --run_name names it
-    assert wandb.names == {"id0": "tiny", "id1": "tiny-from-3", "id2": "tiny"}
+    assert wandb.names == {"id0": "tiny", "id1": "tiny", "id2": "tiny"}
     assert [step for step, _ in wandb.runs["id0"]] == list(range(8))
     assert wandb.runs["id1"] == [(step, {"loss": 2.0}) for step in range(3, 6)]
 
@@ -208,16 +208,12 @@ def test_a_process_of_wandb_that_dies_or_hangs_loses_curves_and_not_the_run(tmp_
     monkeypatch.setattr(wandb, "finish", threading.Event().wait)
     monkeypatch.setattr(wandb_sink, "FINISH_S", 0.2)
     write(tmp_path, None, range(3))
-    assert "records were left after 0 s; they are in wandb/id1" in capsys.readouterr().err
-    monkeypatch.setattr(wandb, "log", lambda *_, **__: threading.Event().wait())
-    monkeypatch.setattr(wandb_sink, "WAITING_ROWS", 2)
-    write(tmp_path / "other", None, range(9))
-    assert "no longer receives curves: its process does not respond; training continues" in capsys.readouterr().err
+    assert "W&B did not take all records within 0 s; they are in wandb/id1" in capsys.readouterr().err
 
 
 def test_wandb_that_fails_to_start_is_a_user_error_but_does_not_stop_a_resume(tmp_path, wandb, monkeypatch, capsys):
     def fail(**options):
-        if options["mode"] != "offline":
+        if "mode" not in options:
             raise RuntimeError("api_key not configured (no-tty)\nTraceback of wandb")
         return StandIn.init(wandb, **options)
 
@@ -228,7 +224,7 @@ def test_wandb_that_fails_to_start_is_a_user_error_but_does_not_stop_a_resume(tm
     assert "WANDB_MODE=offline" in str(raised.value)
     assert "\n" not in str(raised.value)
     write(tmp_path, 0, [0])
-    assert "(no-tty)); this start is recorded offline" in capsys.readouterr().err
+    assert "Traceback of wandb); this start is recorded offline" in capsys.readouterr().err
     assert wandb.runs == {"id0": [(0, {"loss": 1.0})]}
 
 

@@ -10,7 +10,7 @@ from conftest import load, metrics, options_in, run_here, scalars
 from test_train import folders
 
 import train
-from steadygpt.log.status import read_status
+from steadygpt.log.metrics import read_status
 from steadygpt.run.identity import read_run
 from steadygpt.run.start import unused_name
 
@@ -20,7 +20,7 @@ TB = ("--use_tensorboard",)
 
 def steps_of(name: str) -> list[int]:
     """Return the steps of a run that TensorBoard shows."""
-    return [*scalars(f"runs/{name}")["loss/train"]]
+    return [*scalars(f"runs/{name}")["train/loss"]]
 
 
 def runs() -> list[str]:

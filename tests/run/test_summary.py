@@ -8,8 +8,7 @@ import torch
 from conftest import metrics, run_here
 
 import train
-from steadygpt.log.runlog import RunLog
-from steadygpt.log.status import read_status
+from steadygpt.log.metrics import read_status
 from steadygpt.machine.ranks import Ranks
 from steadygpt.run.summary import next_commands
 
@@ -21,7 +20,7 @@ def summary(workdir) -> dict[str, str]:
 def test_summary_is_shown_logged_and_in_status_json(workdir, capsys):
     run_here("--eval_freq", "4", "--checkpoint_freq", "4", "--gpu_hour_cost", "3600")
     found, losses, bits = summary(workdir), metrics("logs", "val_loss"), metrics("logs", "val_bpb")
-    assert [name for name in found if name != "load"] == [
+    assert [*found] == [
         "time",
         "tokens",
         "speed",
@@ -44,20 +43,6 @@ def test_summary_is_shown_logged_and_in_status_json(workdir, capsys):
     assert re.fullmatch(r"paused training for \d+\.\d s, \d+\.\d\d% of the time", found["saves"])
     for text in (capsys.readouterr().out, (workdir / "logs/log.txt").read_text()):
         assert text.endswith("\n".join(read_status(workdir / "checkpoints")["summary"]) + "\n")
-
-
-def test_summary_has_the_mean_load_where_it_is_measured(workdir, monkeypatch):
-    def measure_five_times(log):
-        gpus = {"gpu0_percent": 90, "gpu0_memory_gb": 60, "gpu0_watts": 700, "gpu1_percent": 100, "gpu1_memory_gb": 61}
-        for number in range(5):
-            host = {"cpu_percent": 10 * number, "ram_gb": 5.04, "disk_free_gb": 9}
-            log.record_system(host | (gpus if number == 2 else {}))
-
-    monkeypatch.setattr(RunLog, "measure_system", measure_five_times)
-    run_here("--max_steps", "5")
-    status = read_status(workdir / "checkpoints")
-    assert status["mean_load"] == {"cpu_percent": 20, "ram_gb": 5.04, "gpu_percent": 95, "gpu_memory_gb": 60.5}
-    assert summary(workdir)["load"] == "CPU 20%, RAM 5.0 GB, GPU 95%, GPU memory 60.5 GB, average"
 
 
 def test_summary_counts_skipped_updates(workdir, monkeypatch):
