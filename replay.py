@@ -263,7 +263,7 @@ def build_part(
     # Bad steps are skipped, and the run's own records say where it ended.
     asked = TrainConfig(**entry["options"] | {"device": device, "max_bad_steps": 0})
     history = History(asked, decisions=entry["decisions"], checkpoint=checkpoint)
-    plan = settle(history, Data(sources, (), *tokenizer), ranks, held, starts)
+    plan = settle(history, Data(sources, (), *tokenizer), ranks, starts)
     log = RunLog(plan.config, replace(ranks, rank=1), plan.schedule.max_steps)  # which prints nothing
     return build(plan, log, held)
 

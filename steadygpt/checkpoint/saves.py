@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -194,7 +194,6 @@ class CheckpointWriter:
 
     Args:
         keep, keep_epochs: newest rolling checkpoints and checkpoints of epochs that are kept; 0 epochs: all.
-        renamed: new names of damaged files, which saves would replace or delete.
     """
 
     def __init__(
@@ -204,13 +203,10 @@ class CheckpointWriter:
         keep: int,
         keep_epochs: int = 0,
         uploads: Uploads | None = None,
-        renamed: Mapping[Path, Path] = {},
     ):
         self.folder, self.log, self.uploads = folder, log, uploads
         for stale in folder.glob(STALE):
             stale.unlink()
-        for file, name in renamed.items():
-            file.rename(name)
         self.keep, self.keep_epochs = keep, keep_epochs
         # Of each file whose head was read or written here. Others are never deleted.
         self.orders = {file.path.name: file.head.order for file in scan(folder) if file.head}

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -10,14 +10,13 @@ from steadygpt.base.durable import lock_folder
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import NoAnswer
 from steadygpt.base.text import bytes_text
-from steadygpt.checkpoint.files import LATEST, check_folder
+from steadygpt.checkpoint.files import LATEST
 from steadygpt.checkpoint.mirror import Mirror, restore_files
 from steadygpt.checkpoint.saves import STALE, CheckpointWriter, Saves
 from steadygpt.checkpoint.uploads import Uploads
 from steadygpt.log.metrics import METRICS
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.ranks import StopSignal
-from steadygpt.run.history import IN_USE
 from steadygpt.run.identity import write_run
 from steadygpt.run.memory import checkpoint_bytes
 from steadygpt.run.plan import Plan
@@ -36,9 +35,6 @@ def open_saves(plan: Plan, log: RunLog, stop: StopSignal, held: ExitStack) -> tu
 def _open_on_main(plan: Plan, log: RunLog, held: ExitStack) -> tuple[CheckpointWriter, Repeats]:
     config, start, starts = plan.config, plan.history, plan.starts
     folder, logdir = Path(config.checkpoint_dir), Path(config.logdir)
-    if not config.resume:  # otherwise find_start has locked it
-        held.enter_context(lock_folder(folder, IN_USE))
-        check_folder(folder, None)
     size, disk = checkpoint_bytes(plan.sketch, config.optimizer), shutil.disk_usage(folder)
     free = disk.free + sum(file.stat().st_size for file in folder.glob(STALE))
     if free < size and disk.total:  # 0: the file system does not say
@@ -46,23 +42,24 @@ def _open_on_main(plan: Plan, log: RunLog, held: ExitStack) -> tuple[CheckpointW
         raise UserError(f"{folder}: {found}; nothing was changed. Free some space, or use another --checkpoint_dir")
     if os.path.realpath(logdir) != os.path.realpath(folder):  # resolve() raises for a loop of links
         held.enter_context(lock_folder(logdir, "give this run another --logdir"))
-    mirror = None
+    uploads = None
     if config.mirror:
         mirror = Mirror(config.mirror, start.run.id, config.run_name)
-        with suppress(NoAnswer):  # the first upload claims it then
+        try:
             there = mirror.patiently(mirror.claim)
-            if start.checkpoint and there.run == start.run.id:
-                mirror.patiently(partial(restore_files, mirror, config))
+        except NoAnswer:  # the first upload claims it
+            there = None
+        if there and there.run == start.run.id:  # or uploads would replace what another machine has written
+            mirror.patiently(partial(restore_files, mirror, config))
+        uploads = Uploads(mirror, config, log)
     write_run(folder, start.run.id, config)  # first: a folder with a checkpoint says which run it is
-    uploads = Uploads(mirror, config, log) if mirror else None
-    writer = CheckpointWriter(folder, log, config.keep_checkpoints, config.keep_epochs, uploads, start.renamed)
-    if start.checkpoint and start.is_fork:
-        # It has this run's options. The file belongs to the other run, as does the best model so far.
-        writer.resume(start.checkpoint | {"starts": starts, "best_val_loss": None}, None)
-    elif start.checkpoint:
-        writer.resume(start.checkpoint, start.path)
+    writer = CheckpointWriter(folder, log, config.keep_checkpoints, config.keep_epochs, uploads)
     now, repeats = {"run": start.run.id, **note_of_start(config, starts)}, Repeats(log)
-    if start.checkpoint:
+    if checkpoint := start.checkpoint:
+        if start.is_fork:
+            # It has this run's options. The file belongs to the other run, as does the best model so far.
+            checkpoint = checkpoint | {"starts": starts, "best_val_loss": None}
+        writer.resume(checkpoint, None if start.is_fork else start.path)
         records, reason = repeated_records(logdir / METRICS, start.step, now["parent"], now["how"])
         is_exact = plan.ranks.device.type == "cpu" or config.deterministic
         repeats = Repeats(log, start.step, records, reason, is_exact)

@@ -5,7 +5,6 @@ import os
 import platform
 import shutil
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ from steadygpt.machine.ranks import Ranks
 from steadygpt.run.history import History
 from steadygpt.run.memory import checkpoint_bytes, estimate_memory, with_fitting_rows
 from steadygpt.run.schedule import Schedule, make_schedule, notes_of_decay
-from steadygpt.run.start import name_of_run
 from steadygpt.run.starts import epochs_of_sources, new_entry, note_of_mixture, phase_of
 
 FEWER_ROWS = "--mini_batch_size auto or a smaller model"
@@ -161,22 +159,21 @@ class Plan:
         return f"{text} -- NOT ENOUGH; {advice}"
 
 
-def settle(history: History, data: Data, ranks: Ranks, held: ExitStack, recorded: Sequence[Entry] = ()) -> Plan:
+def settle(history: History, data: Data, ranks: Ranks, recorded: Sequence[Entry] = ()) -> Plan:
     """Settle on rank 0 every option that the data, the machine or the length of the run decides, and tell the others.
 
     Args:
-        held: reserves the name of the run until it closes.
         recorded: of a replay, the record of starts up to the one that it repeats, in place of a new one.
     """
     with torch.device("meta"):
         sketch = GPT(history.config.shape(data.vocab_size), initialize=False)
     memory = -ranks.max(-memory_bytes(ranks.device))
-    settled = ranks.on_main(lambda: _settle_on_main(history, data, sketch, memory, ranks, held, recorded))
+    settled = ranks.on_main(lambda: _settle_on_main(history, data, sketch, memory, ranks, recorded))
     return Plan(**ranks.broadcast(settled or {}), history=history, data=data, sketch=sketch, ranks=ranks)
 
 
 def _settle_on_main(
-    history: History, data: Data, sketch: GPT, memory: int, ranks: Ranks, held: ExitStack, recorded: Sequence[Entry]
+    history: History, data: Data, sketch: GPT, memory: int, ranks: Ranks, recorded: Sequence[Entry]
 ) -> dict[str, Any]:
     """Return the fields of a Plan that do not depend on the rank."""
     asked, before, fingerprint, world_size = history.config, history.starts, history.fingerprint, ranks.world_size
@@ -210,12 +207,9 @@ def _settle_on_main(
     has_epochs = data.rows_per_epoch and not phase_of(starts).number if starts else not config.mix
     rows_per_epoch = data.rows_per_epoch if has_epochs else None
     schedule = make_schedule(config, rows_per_epoch, world_size, history.step, history.rows_consumed, is_strict)
-    name, logdir, of_name = name_of_run(config, history, held)
-    config = replace(
-        config, tokenizer=data.tokenizer, vocab_size=sketch.config.vocab_size, warmup_steps=schedule.warmup_steps,
-        run_name=name, logdir=logdir,
-    )  # fmt: skip
-    notes += [*of_name, *notes_of_decay(config, schedule, history.checkpoint)]
+    config = replace(config, tokenizer=data.tokenizer, vocab_size=sketch.config.vocab_size)
+    config = replace(config, warmup_steps=schedule.warmup_steps)
+    notes += notes_of_decay(config, schedule, history.checkpoint)
     writes = config.trains and not recorded
     if writes:
         # Last, because it may read all shards.
