@@ -12,10 +12,10 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from itertools import dropwhile
-from operator import methodcaller
+from itertools import dropwhile, takewhile
+from operator import eq, methodcaller
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -48,8 +48,7 @@ class Entry(Head):
     @classmethod
     def of(cls, path: Path, head: Head) -> "Entry":
         """Describe a checkpoint file."""
-        file = f"step_{head.step:06d}-{head.saved_at:.6f}.pt"
-        return cls(file=file, size=path.stat().st_size, **vars(head))
+        return cls(file=f"step_{head.step:06d}-{head.saved_at:.6f}.pt", size=path.stat().st_size, **vars(head))
 
 
 @dataclass(frozen=True)
@@ -67,14 +66,9 @@ class Damaged(UserError):
 
 
 class Mirror:
-    """A folder of an object store. Methods raise what the store's fsspec back end raises, unless they say otherwise.
+    """A folder of an object store, for the run of this id and name that uploads, or for any.
 
-    patiently() repeats a request while the network fails, and raises UserErrors only; see Service.persistently.
-
-    Args:
-        url: of the folder, for fsspec.
-        run: the id of the run that uploads, "" for any.
-        name: of that run.
+    Methods raise what the store's fsspec back end raises, but patiently() raises UserErrors (see Service.persistently).
     """
 
     def __init__(self, url: str, run: str = "", name: str = ""):
@@ -102,10 +96,7 @@ class Mirror:
 
     def index(self) -> Index:
         """Read the index; it is empty if there is none. That of a mirror of another run is an error."""
-        advice = (
-            "the checkpoints there are the files step_*.pt: download one, resume from it with --resume FILE, and give "
-            "the run another --mirror"
-        )
+        advice = "download one of the files step_*.pt, resume from it with --resume FILE, and use another --mirror"
         try:
             index = parse_json(self.read(INDEX), Index, f"{self.url}/{INDEX}", advice)
             typed({"run_name": index.name}, TrainConfig, f"{self.url}/{INDEX}", advice)
@@ -135,8 +126,7 @@ class Mirror:
         path = self.fs.unstrip_protocol(f"{self.folder}/{entry.file}")
         file = next((file for file in self.store.files() if file.path == path), None)
         if file is None or file.size != entry.size:
-            found = f"incomplete ({file.size:,} of {entry.size:,} bytes)" if file else "missing"
-            raise Damaged(f"{url}: {found}")
+            raise Damaged(f"{url}: {'incomplete' if file else 'missing'}")
         with ProgressBar(desc=entry.file, total=entry.size, unit="B") as bar:
             file.download(downloaded, bar.show_from(0))
         try:
@@ -149,22 +139,17 @@ class Mirror:
 
     def claim(self) -> Index:
         """Reserve the folder for this start of the run, unless that is done, and return the index."""
-        index = self.index()
-        if self.is_claimed and index.writer not in ("", self.writer):
-            raise UserError(f"{self.url}: a later start, of the run {index.name}, uploads there now")
-        if index.writer != self.writer:
+        if (index := self.index()).writer != self.writer:
+            if self.is_claimed and index.writer:
+                raise UserError(f"{self.url}: a later start, of the run {index.name}, uploads there now")
             self._write(index.checkpoints)
         self.is_claimed = True
         return index
 
-    def upload(
-        self, path: Path, entry: Entry, names: Iterable[str], config: TrainConfig, progress: Callable[..., object]
-    ) -> None:
+    def upload(self, path: Path, entry: Entry, names: list[str], config: TrainConfig, progress: Callable) -> None:
         """Upload a checkpoint unless it is there, the other files of the run, and the index; delete what is too old.
 
-        Args:
-            names: of the checkpoint. The newest in the mirror is also latest.pt, and the one before it the backup.
-            progress: is called whenever bytes are uploaded.
+        The newest in the mirror is also latest.pt, and the one before it the backup.
         """
         import fsspec
 
@@ -178,11 +163,10 @@ class Mirror:
         newest, *older = sorted({entry, *there.values()}, key=lambda entry: entry.order, reverse=True)
         there |= dict.fromkeys(names, entry) | {LATEST: newest} | ({BACKUP: older[0]} if older else {})
         there = dict(sorted(there.items(), key=lambda item: (item[1].order, item[0] == LATEST, item[0]), reverse=True))
-        orders = {name: entry.order for name, entry in there.items()}
-        dropped = too_old(orders, config.mirror_keep, config.keep_epochs)
-        kept = [name for name in there if name not in dropped]
-        self._write({name: there[name] for name in kept})
-        for name in sizes.keys() - {there[name].file for name in kept}:
+        for name in too_old({n: e.order for n, e in there.items()}, config.mirror_keep, config.keep_epochs):
+            del there[name]
+        self._write(there)
+        for name in sizes.keys() - {entry.file for entry in there.values()}:
             if name.startswith("step_"):
                 self.fs.rm_file(f"{self.folder}/{name}")
 
@@ -198,10 +182,9 @@ class Mirror:
     def _write(self, checkpoints: dict[Name, Entry]) -> None:
         index = Index(self.run, self.name, self.writer, checkpoints)
         path, data = f"{self.folder}/{INDEX}", f"{json.dumps(asdict(index), indent=1)}\n".encode()
-        if not self.folder.startswith("/"):  # an object store, whose paths begin with the bucket, writes atomically
-            self.fs.pipe_file(path, data)
-        else:
-            self.fs.pipe_file(f"{path}.tmp", data)
+        is_folder = path.startswith("/")  # object stores, whose paths begin with the bucket, write atomically
+        self.fs.pipe_file(path + ".tmp" * is_folder, data)
+        if is_folder:
             self.fs.mv(f"{path}.tmp", path)
 
 
@@ -212,14 +195,10 @@ def folders_of(config: TrainConfig) -> dict[str, Path]:
 
 
 def restore_files(mirror: Mirror, config: TrainConfig) -> None:
-    """Download what is missing here of the logs, the TensorBoard files and the evaluations of a run.
-
-    To a log that is here, the starts on other machines are appended.
-    """
-    folders = folders_of(config)
+    """Download the FILES that are missing here. To a log that is here, the starts on other machines are appended."""
     for name in filter(FILES.fullmatch, mirror.sizes()):
         folder, slash, file = name.rpartition("/")
-        target = folders[folder + slash] / file
+        target = folders_of(config)[folder + slash] / file
         if not target.exists():
             content = mirror.read(name)
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -230,15 +209,14 @@ def restore_files(mirror: Mirror, config: TrainConfig) -> None:
 
 
 def missing_lines(here: bytes, there: bytes) -> bytes:
-    """Return what a log lacks of its copy in the mirror: all after the lines that both begin with, or nothing.
+    """Return what a log lacks of its copy in the mirror: all after the lines that both begin with.
 
-    Where both go on differently, what the mirror has begins with a start. Records before it are of a start that lost
-    them in a power cut, and has repeated them since.
+    Where both go on differently, that begins with a start: records before it were lost in a power cut, and repeated.
     """
-    own, lines = here.splitlines(keepends=True)[::-1], there.splitlines(keepends=True)[::-1]
-    while own and own[-1:] == lines[-1:]:
-        own.pop(), lines.pop()
-    if any(line.endswith(b"\n") for line in own) and there.startswith(b"{"):
-        lines = [*dropwhile(lambda line: b', "start": ' not in line, lines[::-1])][::-1]
-    missing = b"".join(lines[::-1])
+    own, lines = here.splitlines(keepends=True), there.splitlines(keepends=True)
+    same = sum(takewhile(bool, map(eq, own, lines)))
+    rest = lines[same:]
+    if any(line.endswith(b"\n") for line in own[same:]) and there.startswith(b"{"):
+        rest = [*dropwhile(lambda line: b', "start": ' not in line, rest)]
+    missing = b"".join(rest)
     return b"" if missing in here else b"\n" * (not here.endswith(b"\n") and here != b"") + missing

@@ -10,24 +10,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from dataloader import Data, find_data
-from steadygpt.base.durable import fsync_folder, link_file, lock_folder
+from steadygpt.base.durable import fsync_folder, lock_folder
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import NoAnswer
 from steadygpt.base.text import STAMP, labelled
-from steadygpt.checkpoint.files import (
-    BACKUP,
-    EVALUATIONS,
-    LATEST,
-    NAMED,
-    Entry,
-    Found,
-    Unreadable,
-    aside,
-    check_folder,
-    checkpoint_files,
-    find_checkpoint,
-    scan,
-)
+from steadygpt.checkpoint import files
 from steadygpt.checkpoint.mirror import Damaged, Mirror
 from steadygpt.config import EXCLUSIVE, FIELDS, KEPT, TrainConfig
 from steadygpt.convert.weights import read_weights
@@ -37,7 +24,7 @@ from steadygpt.log.metrics import owner
 from steadygpt.machine.ranks import Ranks
 from steadygpt.run.identity import Identity, read_run, write_run
 
-WORDS = ("latest", "auto", *NAMED)  # what --resume takes besides files
+WORDS = ("latest", "auto", *files.NAMED)  # what --resume takes besides files
 WITHOUT_TENSORS: dict[str, dict] = {"model": {}, "optimizer": {}}
 
 
@@ -56,7 +43,7 @@ class History:
     notes: tuple[str, ...] = ()  # for the plan
 
     @property
-    def starts(self) -> list[Entry]:
+    def starts(self) -> list[files.Entry]:
         return self.checkpoint["starts"] if self.checkpoint else []
 
     @property
@@ -79,10 +66,7 @@ class History:
 
 
 def open_history(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, held: ExitStack) -> History:
-    """Find on rank 0 the checkpoint or the weights that a run starts from, and merge its options with those given.
-
-    A run that resumes locks the folder of its checkpoints until `held` closes.
-    """
+    """Find on rank 0 what a run continues, and merge its options with those given; `held` locks its folder."""
     config = ranks.broadcast(in_its_folder(config, given))
     if config.resume in ("latest", "auto") and not config.mirror:  # a mirror has the newest of all machines
         check_other_machines(Path(config.checkpoint_dir), ranks)
@@ -111,20 +95,17 @@ def in_its_folder(config: TrainConfig, given: Mapping[str, str]) -> TrainConfig:
         return config
     path = Path(config.resume)
     # A link that has the name of a checkpoint belongs to the run in its folder; any other link stands for its target.
-    if path.is_symlink() and not path.is_dir() and path not in checkpoint_files(path.parent):
+    if path.is_symlink() and not path.is_dir() and path not in files.checkpoint_files(path.parent):
         path = Path(os.path.realpath(path))
     if "checkpoint_dir" in given:
         return replace(config, resume=str(path))
-    if path.is_dir():
-        return replace(config, resume="latest", checkpoint_dir=str(path))
-    return replace(config, resume=str(path), checkpoint_dir=str(path.parent))
+    which, folder = ("latest", path) if path.is_dir() else (str(path), path.parent)
+    return replace(config, resume=which, checkpoint_dir=str(folder))
 
 
 def check_other_machines(folder: Path, ranks: Ranks) -> None:
     """Check that no other machine has newer checkpoints than rank 0, which resumes from its own."""
-    inode = folder.stat().st_ino if folder.is_dir() else 0  # the same on every machine that shares the folder
-    is_read = ranks.broadcast(inode) != inode or ranks.is_main
-    newest = max((file.order for file in scan(folder)), default=(0.0, 0)) if is_read else (0.0, 0)
+    newest = max((file.order for file in files.scan(folder)), default=(0.0, 0))
     main, *others = ranks.gather((newest, f"{socket.gethostname()}:{folder.absolute()}"))
     for of_other, place in others:
         if of_other > main[0]:
@@ -138,64 +119,60 @@ def _open_on_main(config: TrainConfig, given: Mapping[str, str], held: ExitStack
     which, folder = config.resume, Path(config.checkpoint_dir)
     place = folder if which in ("", *WORDS) else Path(which)
     if which not in ("", "auto") and not place.exists() and not config.mirror:
-        expected = "latest, auto, best, stable, a checkpoint file or a folder of checkpoints"
-        raise UserError(f"--resume {which}: no such file; expected {expected}")
+        raise UserError(f"--resume {which}: no such file; expected latest, auto, best, stable, a file or a folder")
     here = place if which in ("", *WORDS) or place.is_dir() else place.parent
     is_fork = os.path.realpath(here) != os.path.realpath(folder)  # resolve() raises for a loop of links
     if config.trains:
         held.enter_context(lock_folder(folder, "wait for it to end, or use another --checkpoint_dir"))
     if config.trains or (is_fork and not config.eval_only):
-        check_folder(folder, here / LATEST if which else None)
+        files.check_folder(folder, here / files.LATEST if which else None)
     if not which:
         return _with_weights(config, given)
-    run = read_run(here)
-    url = config.mirror if "mirror" in given else run.places.get("mirror", "")
-    if url and config.trains and which in WORDS:
-        found, run = find_newest(config, given, url, run)
+    run = read_run(here).copied(here) if is_fork else read_run(here)
+    config = run.placed(config, given)
+    if config.mirror and config.trains and which in WORDS:
+        found, run = find_newest(config, given, run)
+        config = run.placed(config, given)
     else:
-        found = find_checkpoint(which, folder)
+        found = files.find_checkpoint(which, folder)
     if not (found.path and found.checkpoint):
         return replace(_with_weights(config, given), run=Identity() if run.other else run)
     if not found.checkpoint["starts"]:
         raise UserError(f"{found.path}: converted weights, not a run. Start from them with --init_from {found.path}")
-    if is_fork:
-        run = run.copied(here)
     notes = [labelled("skipped", line) for line in found.skipped]
     for file, line in found.damaged.items():
         # The file is kept, but not taken for a checkpoint any more.
-        new_name = f"; renamed {file.rename(aside(file)).name}" if config.trains and not is_fork else ""
+        new_name = f"; renamed {file.rename(files.aside(file)).name}" if config.trains and not is_fork else ""
         notes.append(labelled("skipped", f"{line}{new_name}"))
-    of_mirror = f" (restored from {url})" * found.restored
+    of_mirror = f" (restored from {config.mirror})" * found.restored
     notes.append(labelled("resumed", f"from {found.path}{of_mirror} at step {found.checkpoint['step']:,}"))
-    config, decisions, changes = resumed(found.checkpoint["starts"][-1], run.placed(config, given), given)
+    config, decisions, changes = resumed(found.checkpoint["starts"][-1], config, given)
     notes += [labelled("changed", line) for line in changes]
     return History(
         config, given, decisions, found.checkpoint, path=found.path, is_fork=is_fork, run=run, notes=tuple(notes)
     )
 
 
-def find_newest(config: TrainConfig, given: Mapping[str, str], url: str, run: Identity) -> tuple[Found, Identity]:
-    """Find the checkpoint that --resume asks for in the folder or, if that has a newer one, in a mirror; and its run.
-
-    Args:
-        run: that of the folder.
-    """
-    folder, found, problem = Path(config.checkpoint_dir), Found(), ""
+def find_newest(config: TrainConfig, given: Mapping[str, str], run: Identity) -> tuple[files.Found, Identity]:
+    """Find the checkpoint that --resume asks for in the folder or, if that has a newer one, in the mirror."""
+    url, folder, found, problem = config.mirror, Path(config.checkpoint_dir), files.Found(), ""
     try:
-        found = find_checkpoint(config.resume, folder)
-    except Unreadable:
+        found = files.find_checkpoint(config.resume, folder)
+    except files.Unreadable:
         raise
     except UserError as error:
         problem = f"{error}; --mirror {url} has none either"
     skipped, newest_s = [], found.checkpoint["saved_at"] if found.checkpoint else 0
-    path, downloaded = folder / NAMED.get(config.resume, LATEST), folder / ".restored.tmp"
-    mirror = Mirror(url, run.id if checkpoint_files(folder) else "")
+    path, downloaded = folder / files.NAMED.get(config.resume, files.LATEST), folder / ".restored.tmp"
+    mirror = Mirror(url, run.id if files.checkpoint_files(folder) else "")
     try:
         index = mirror.patiently(mirror.index)
         if index.checkpoints:
             known = run.places if run.id == index.run else {}
             run = Identity(index.run, {"run_name": index.name, **known, "mirror": url})
-        wanted = [entry for name, entry in index.checkpoints.items() if config.resume not in NAMED or name == path.name]
+        wanted = [
+            entry for name, entry in index.checkpoints.items() if config.resume not in files.NAMED or name == path.name
+        ]
         for entry in dict.fromkeys(wanted):  # newest first
             if entry.saved_at <= newest_s:
                 break
@@ -206,15 +183,13 @@ def find_newest(config: TrainConfig, given: Mapping[str, str], url: str, run: Id
                 continue
             # Before the checkpoint, so that a start which fails in between is repeated with all of it.
             write_run(folder, run.id, run.placed(config, given))
-            (folder / EVALUATIONS).unlink(missing_ok=True)  # restore_files() downloads that of the mirror
-            if path == found.path == folder / LATEST:
-                link_file(path, folder / BACKUP)
-            elif path != found.path and os.path.lexists(path):
+            (folder / files.EVALUATIONS).unlink(missing_ok=True)  # restore_files() downloads that of the mirror
+            if path != found.path and os.path.lexists(path):
                 line = found.damaged.pop(path, f"{path}: corrupt")
-                skipped.append(f"{line}; renamed {path.rename(aside(path)).name}")
+                skipped.append(f"{line}; renamed {path.rename(files.aside(path)).name}")
             os.replace(downloaded, path)
             fsync_folder(folder)
-            return Found(path, checkpoint, found.damaged, skipped, restored=True), run
+            return files.Found(path, checkpoint, found.damaged, skipped, restored=True), run
     except NoAnswer as error:
         if not found.path:
             raise
@@ -255,32 +230,28 @@ def named(history: History) -> History:
         logdir /= name
     about = f"{name}, with its logs in {logdir}"
     if run.other:
-        mirror = f"with the mirror {config.mirror}" if config.mirror else "without a mirror"
-        kind = "fork" if history.is_fork else "copy"
-        notes.append(labelled(kind, f"of {run.other}; this is the run {about}, and {mirror}"))
+        text = f"of {run.other}; this is the run {about}, and with {config.mirror or 'no mirror'}"
+        notes.append(labelled("fork" if history.is_fork else "copy", text))
     elif (name, logdir) != (wanted, Path(config.logdir)):
         notes.append(labelled("name", f"{about}, because an older run has those asked for"))
     return replace(history, config=replace(config, run_name=name, logdir=str(logdir)), notes=tuple(notes))
 
 
-def resumed(
-    last: Entry, config: TrainConfig, given: Mapping[str, str]
-) -> tuple[TrainConfig, dict[str, Any], list[str]]:
+def resumed(last: files.Entry, config: TrainConfig, given: Mapping[str, str]) -> tuple[TrainConfig, dict, list[str]]:
     """Return the options of a run that resumes, the decisions that still hold, and a line for each option that changes.
 
-    Args:
-        last: the start that wrote the checkpoint. A given option is compared with what that was asked for and with
-            what was decided then, so the command of the first start also resumes.
+    A given option is compared with what the start that wrote the checkpoint was asked for, and with what was decided
+    then, so the command of the first start also resumes.
     """
     options, decisions, changes = dict(last["options"]), dict(last["decisions"]), []
     excluded = {one: other for pair in EXCLUSIVE for one, other in (pair[:2], pair[1::-1])}
     for name in filter(given.__contains__, KEPT):
         rule, new, other = FIELDS[name].metadata["on_resume"], getattr(config, name), excluded.get(name, "")
         trained_with = decisions.get(name, options[name])
-        if new in (options[name], trained_with) or (
-            other and given[name] == "preset" and options[other] != FIELDS[other].default
-        ):
-            continue  # as it was; or a flag of the first start overrode the preset
+        # A flag of the first start may have overridden the preset.
+        is_overridden = other and given[name] == "preset" and options[other] != FIELDS[other].default
+        if new in (options[name], trained_with) or is_overridden:
+            continue
         found = f"--{name} is {new!r}, but the checkpoint was trained with {trained_with!r}; drop the option, or"
         # The rows that a rank computes at once decide how sums are rounded.
         if rule == "never" or (name == "mini_batch_size" and options["deterministic"]):

@@ -1,9 +1,9 @@
-"""The identity of a run: run.json in its checkpoint folder, and what this user's runs know of their places.
+"""run.json in a checkpoint folder: which run the folder is, and where that writes besides the folder.
 
 A run is a folder. Moved, or restored to its old place, the folder is the same run; a copy of it is another one.
 
-A folder of checkpoints may come from a stranger, so it decides no place. The command line does, or the record of a run
-that this user has started, which no folder can bring along.
+A folder may come from a stranger, so it decides no place. The command line does, or the copy of run.json in the home of
+the user who started the run, which no folder can bring along.
 """
 
 import json
@@ -25,18 +25,13 @@ RUN = "run.json"
 PLACES = [name for name, f in FIELDS.items() if f.metadata["on_resume"] == "place"]
 
 
-class RunFile(TypedDict):
-    """The content of run.json."""
+class Record(TypedDict):
+    """The content of run.json, and of the copy of it that the user has."""
 
     id: Annotated[str, "[0-9a-f]{16}"]
+    host: str  # of the last start
+    folder: str  # its real path there
     inode: int  # of the folder
-
-
-class Record(TypedDict):
-    """Where a run was and wrote when it was started last."""
-
-    host: str
-    folder: str  # its real path
     logs: list[str]  # see places_of()
     options: TrainConfig  # those of PLACES; logdir is absolute
 
@@ -64,7 +59,7 @@ class Identity:
 
 
 def record_of(run_id: str) -> Path:
-    """Return the file of a run's Record, in the home of the user."""
+    """Return the user's copy of the run.json of a run."""
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")  # noqa: PTH111 (never raises)
     return Path(state, "steadygpt", f"{run_id}.json")
 
@@ -73,36 +68,37 @@ def read_run(folder: Path) -> Identity:
     """Return the run in a folder; a new one without run.json, and in a copy of the folder."""
     advice = "remove it, and give the options of the run again, such as --logdir"
     try:
-        found = read_json(folder / RUN, RunFile, advice)
+        found = read_json(folder / RUN, Record, advice)
     except FileNotFoundError:
         return Identity(other=f"a run without {RUN}")
-    run, is_same, place = Identity(found["id"]), found["inode"] == folder.stat().st_ino, Path("another folder")
+    run, is_same, place = Identity(found["id"]), found["inode"] == folder.stat().st_ino, Path(found["folder"])
     if record_of(run.id).exists():
-        record = read_json(record_of(run.id), Record, advice)
-        logdir, place = (
-            str(find_logs(record["logs"], folder, run.id) or record["options"].logdir),
-            Path(record["folder"]),
-        )
+        own = read_json(record_of(run.id), Record, advice)
+        logdir, place = str(find_logs(own["logs"], folder, run.id) or own["options"].logdir), Path(own["folder"])
         below = os.path.relpath(logdir)
-        run.places.update({name: getattr(record["options"], name) for name in PLACES})
+        run.places.update({name: getattr(own["options"], name) for name in PLACES})
         run.places["logdir"] = logdir if below.startswith("..") else below
-        if record["host"] == socket.gethostname():  # a backup, or a move across file systems, changes the inode
+        if own["host"] == socket.gethostname():  # a backup, or a move across file systems, changes the inode
             is_there = (place / RUN).exists() and run.id.encode() in (place / RUN).read_bytes()
             is_same = not is_there or place.samefile(folder)
     return run if is_same else run.copied(place)
 
 
 def write_run(folder: Path, run_id: str, config: TrainConfig) -> None:
-    """Write run.json, and the record of the run."""
-    options = {name: getattr(config, name) for name in PLACES} | {"logdir": str(Path(config.logdir).absolute())}
-    place = {"host": socket.gethostname(), "folder": os.path.realpath(folder)}
-    record = json.dumps(place | {"logs": places_of(config.logdir, folder), "options": options}, indent=2)
-    about = json.dumps({"id": run_id, "inode": folder.stat().st_ino})
-    path = record_of(run_id)
+    """Write run.json, and the user's copy of it."""
+    record = {
+        "id": run_id,
+        "host": socket.gethostname(),
+        "folder": os.path.realpath(folder),
+        "inode": folder.stat().st_ino,
+        "logs": places_of(config.logdir, folder),
+        "options": {name: getattr(config, name) for name in PLACES} | {"logdir": str(Path(config.logdir).absolute())},
+    }
+    content, copy = json.dumps(record, indent=2).encode(), record_of(run_id)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, lambda file: file.write(record.encode()))
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(copy, lambda file: file.write(content))
     except OSError as error:
         advice = "set XDG_STATE_HOME to a folder that is kept, or name run, logs and mirror with each resume"
-        say(f"warning: {path.parent}: {error.strerror}; the next start will not recognize {folder}; {advice}")
-    replace_file(folder / RUN, lambda file: file.write(about.encode()))
+        say(f"warning: {copy.parent}: {error.strerror}; the next start will not recognize {folder}; {advice}")
+    replace_file(folder / RUN, lambda file: file.write(content))

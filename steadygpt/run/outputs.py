@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -45,11 +45,9 @@ def _open_on_main(plan: Plan, log: RunLog, held: ExitStack) -> tuple[CheckpointW
     uploads = None
     if config.mirror:
         mirror = Mirror(config.mirror, start.run.id, config.run_name)
-        try:
-            there = mirror.patiently(mirror.claim)
-        except NoAnswer:  # the first upload claims it
-            there = None
-        if there and there.run == start.run.id:  # or uploads would replace what another machine has written
+        with suppress(NoAnswer):  # the first upload claims it
+            mirror.patiently(mirror.claim)
+        if mirror.is_claimed and start.checkpoint:  # or uploads would replace what another machine has written
             mirror.patiently(partial(restore_files, mirror, config))
         uploads = Uploads(mirror, config, log)
     write_run(folder, start.run.id, config)  # first: a folder with a checkpoint says which run it is

@@ -420,7 +420,7 @@ def test_fork_and_resume_from_a_downloaded_checkpoint_leave_the_mirror_alone(mac
     url = f"file://{workdir}/there"
     run_here(*FLAGS, "--mirror", url, "--run_name", "first")
     run_here("--resume", "checkpoints/rolling_step_000004.pt", "--checkpoint_dir", "fork", "--logdir", "fork_logs")
-    assert "with its logs in fork_logs, and without a mirror" in capsys.readouterr().out
+    assert "with its logs in fork_logs, and with no mirror" in capsys.readouterr().out
     assert steps(Mirror(url))["rolling_step_000004.pt"] == 4
     assert b'"step": 7,' in Mirror(url).read("logs/metrics.jsonl")
     machines("second")

@@ -56,8 +56,7 @@ def test_a_checkpoint_decides_neither_folder_nor_mirror_nor_name(victim, capsys)
     assert victim() == before
     assert metrics("logs", "loss").keys() == {4, 5}
     assert (
-        "fork         of a run without run.json; this is the run run-from-4, with its logs in logs, and "
-        "without a mirror"
+        "fork         of a run without run.json; this is the run run-from-4, with its logs in logs, and with no mirror"
     ) in capsys.readouterr().out.splitlines()
 
 
@@ -241,7 +240,7 @@ def test_a_copy_is_another_run(workdir, capfd, ranks):
     if ranks == 1:
         assert (
             f"copy         of the run a in {workdir}/one; this is the run a-from-3, with its logs in "
-            "logs-one/a-from-3, and without a mirror"
+            "logs-one/a-from-3, and with no mirror"
         ) in capfd.readouterr().out.splitlines()
     resume("copy", "--max_steps", "7", ranks=ranks)  # now in its own folder
     assert metrics("logs-one/a-from-3", "loss").keys() == {3, 4, 5, 6}
@@ -262,7 +261,7 @@ def test_a_copy_with_the_inode_of_the_original_is_another_run(workdir):
     run_here("--max_steps", "3", *folders("one"))
     run_id = read_run(Path("one")).id
     shutil.copytree("one", "copy")
-    content = json.dumps({"id": run_id, "inode": Path("copy").stat().st_ino})
+    content = json.dumps(json.loads(Path("one/run.json").read_text()) | {"inode": Path("copy").stat().st_ino})
     for folder in ("one", "copy"):  # as two roots of file systems
         Path(folder, "run.json").write_text(content)
     assert (read_run(Path("one")).id == run_id, read_run(Path("copy")).id == run_id) == (True, False)

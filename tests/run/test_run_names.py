@@ -74,7 +74,7 @@ def test_fork_is_named_after_its_run_and_its_step(workdir, capsys):
     assert names_in("two") == {"a-from-4"}
     assert names_in("one") == {"a"}
     assert (
-        "fork         of the run a in one; this is the run a-from-4, with its logs in logs-two, and without a mirror"
+        "fork         of the run a in one; this is the run a-from-4, with its logs in logs-two, and with no mirror"
     ) in capsys.readouterr().out.splitlines()
     assert (original.read_bytes(), original.stat().st_mtime_ns, sorted(Path("one").iterdir())) == before
     run_here("--resume", str(original), "--run_name", "a", *folders("three"))  # with the flag of its run
