@@ -119,7 +119,7 @@ def test_what_the_sums_depend_on_stays_fixed(workdir, capsys):
     )
     assert refused(*resume, "--mini_batch_size", "3", "--total_batch_size", "128", "--allow_changes") == (
         "--deterministic: --total_batch_size 128 fits 1, 2 or 4 processes, but the run began with one that fits "
-        "2; drop the option"
+        "2; drop the flag"
     )
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)

@@ -40,6 +40,7 @@ class History:
     path: Path | None = None  # of the checkpoint
     is_fork: bool = False  # the checkpoint stays in its folder, and this run has its own
     run: Identity = field(default_factory=Identity)
+    renamed: Mapping[Path, Path] = field(default_factory=dict)  # new names of damaged files, once the run writes
     notes: tuple[str, ...] = ()  # for the plan
 
     @property
@@ -139,18 +140,17 @@ def _open_on_main(config: TrainConfig, given: Mapping[str, str], held: ExitStack
         return replace(_with_weights(config, given), run=Identity() if run.other else run)
     if not found.checkpoint["starts"]:
         raise UserError(f"{found.path}: converted weights, not a run. Start from them with --init_from {found.path}")
-    notes = [labelled("skipped", line) for line in found.skipped]
-    for file, line in found.damaged.items():
-        # The file is kept, but not taken for a checkpoint any more.
-        new_name = f"; renamed {file.rename(files.aside(file)).name}" if config.trains and not is_fork else ""
-        notes.append(labelled("skipped", f"{line}{new_name}"))
+    renamed = {file: files.aside(file) for file in found.damaged if config.trains and not is_fork}
+    damaged = [f"{line}; renamed {renamed[file].name}" if renamed else line for file, line in found.damaged.items()]
+    notes = [labelled("skipped", line) for line in (*damaged, *found.skipped)]
     of_mirror = f" (restored from {config.mirror})" * found.restored
     notes.append(labelled("resumed", f"from {found.path}{of_mirror} at step {found.checkpoint['step']:,}"))
     config, decisions, changes = resumed(found.checkpoint["starts"][-1], config, given)
     notes += [labelled("changed", line) for line in changes]
     return History(
-        config, given, decisions, found.checkpoint, path=found.path, is_fork=is_fork, run=run, notes=tuple(notes)
-    )
+        config, given, decisions, found.checkpoint, path=found.path, is_fork=is_fork, run=run, renamed=renamed,
+        notes=tuple(notes),
+    )  # fmt: skip
 
 
 def find_newest(config: TrainConfig, given: Mapping[str, str], run: Identity) -> tuple[files.Found, Identity]:

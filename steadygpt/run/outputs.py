@@ -51,6 +51,8 @@ def _open_on_main(plan: Plan, log: RunLog, held: ExitStack) -> tuple[CheckpointW
             mirror.patiently(partial(restore_files, mirror, config))
         uploads = Uploads(mirror, config, log)
     write_run(folder, start.run.id, config)  # first: a folder with a checkpoint says which run it is
+    for file, name in start.renamed.items():  # or saves would replace or delete it
+        file.rename(name)
     writer = CheckpointWriter(folder, log, config.keep_checkpoints, config.keep_epochs, uploads)
     now, repeats = {"run": start.run.id, **note_of_start(config, starts)}, Repeats(log)
     if checkpoint := start.checkpoint:
