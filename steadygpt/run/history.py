@@ -25,6 +25,7 @@ from steadygpt.machine.ranks import Ranks
 from steadygpt.run.identity import Identity, read_run, write_run
 
 WORDS = ("latest", "auto", *files.NAMED)  # what --resume takes besides files
+IN_USE = "wait for it to end, or use another --checkpoint_dir"
 WITHOUT_TENSORS: dict[str, dict] = {"model": {}, "optimizer": {}}
 
 
@@ -120,11 +121,13 @@ def _open_on_main(config: TrainConfig, given: Mapping[str, str], held: ExitStack
     which, folder = config.resume, Path(config.checkpoint_dir)
     place = folder if which in ("", *WORDS) else Path(which)
     if which not in ("", "auto") and not place.exists() and not config.mirror:
+        if which in WORDS:
+            raise files.no_checkpoints(folder)
         raise UserError(f"--resume {which}: no such file; expected latest, auto, best, stable, a file or a folder")
     here = place if which in ("", *WORDS) or place.is_dir() else place.parent
     is_fork = os.path.realpath(here) != os.path.realpath(folder)  # resolve() raises for a loop of links
-    if config.trains:
-        held.enter_context(lock_folder(folder, "wait for it to end, or use another --checkpoint_dir"))
+    if config.trains and which:
+        held.enter_context(lock_folder(folder, IN_USE))
     if config.trains or (is_fork and not config.eval_only):
         files.check_folder(folder, here / files.LATEST if which else None)
     if not which:

@@ -10,13 +10,14 @@ from steadygpt.base.durable import lock_folder
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import NoAnswer
 from steadygpt.base.text import bytes_text
-from steadygpt.checkpoint.files import LATEST
+from steadygpt.checkpoint.files import LATEST, check_folder
 from steadygpt.checkpoint.mirror import Mirror, restore_files
 from steadygpt.checkpoint.saves import STALE, CheckpointWriter, Saves
 from steadygpt.checkpoint.uploads import Uploads
 from steadygpt.log.metrics import METRICS
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.ranks import StopSignal
+from steadygpt.run.history import IN_USE
 from steadygpt.run.identity import write_run
 from steadygpt.run.memory import checkpoint_bytes
 from steadygpt.run.plan import Plan
@@ -35,6 +36,9 @@ def open_saves(plan: Plan, log: RunLog, stop: StopSignal, held: ExitStack) -> tu
 def _open_on_main(plan: Plan, log: RunLog, held: ExitStack) -> tuple[CheckpointWriter, Repeats]:
     config, start, starts = plan.config, plan.history, plan.starts
     folder, logdir = Path(config.checkpoint_dir), Path(config.logdir)
+    if not config.resume:  # otherwise open_history() has locked it
+        held.enter_context(lock_folder(folder, IN_USE))
+        check_folder(folder, None)
     size, disk = checkpoint_bytes(plan.sketch, config.optimizer), shutil.disk_usage(folder)
     free = disk.free + sum(file.stat().st_size for file in folder.glob(STALE))
     if free < size and disk.total:  # 0: the file system does not say
