@@ -198,7 +198,7 @@ def build_part(
     trained = replace(asked, **history.decisions)
     sources = ranks.on_each(lambda: recorded_sources(trained, entry["sources"], history.step, known))
     tokenizer = tokenizer_of([source.shards for source in sources], trained.tokenizer, TokenizerRecord.of(past.newest))
-    plan = settle(history, Data(sources, (), *tokenizer), ranks, held, starts)
+    plan = settle(history, Data(sources, (), *tokenizer), ranks, starts)
     return build(plan, RunLog(plan.config, ranks, prints=False), held)
 
 

@@ -450,7 +450,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ):
         history = open_history(config, given, ranks, held)
         data = open_data(history, ranks)
-        plan = settle(history, data, ranks, held)
+        plan = settle(history, data, ranks)
         with out_of_memory_explained(plan.config, plan.sketch, ranks):
             try:
                 return launch(plan, held)

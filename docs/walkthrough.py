@@ -75,7 +75,7 @@ def build() -> train.Run:
     ranks = Ranks(torch.device("cpu"))
     with contextlib.ExitStack() as held:
         history = train.open_history(config, given, ranks, held)
-        plan = train.settle(history, train.open_data(history, ranks), ranks, held)
+        plan = train.settle(history, train.open_data(history, ranks), ranks)
         return train.build(plan, RunLog(plan.config, ranks), held)
 
 

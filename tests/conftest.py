@@ -196,7 +196,7 @@ def built(*flags: str, ranks: Ranks):
     config, given = parse_args([*TINY, *flags, "--dry_run", "measure"])
     with contextlib.ExitStack() as held:
         history = train.open_history(config, given, ranks, held)
-        plan = train.settle(history, train.open_data(history, ranks), ranks, held)
+        plan = train.settle(history, train.open_data(history, ranks), ranks)
         return train.build(plan, RunLog(plan.config, ranks), held)
 
 

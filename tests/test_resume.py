@@ -292,7 +292,7 @@ def test_option_of_a_preset_that_contradicts_the_checkpoint_is_named_with_the_pr
     run_here("--max_steps", "3", *folders("a"))
     Path("other.toml").write_text("seed = 5\n")
     assert fails("--resume", "latest", "--config", "other.toml", *folders("a")) == (
-        "--seed is 5, but the checkpoint was trained with 1337; drop --config, or start a new run in another "
+        "--seed is 5, but the checkpoint was trained with 1337; drop the option, or start a new run in another "
         "--checkpoint_dir"
     )
 

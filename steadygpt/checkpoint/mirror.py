@@ -1,6 +1,6 @@
 """The copy of a run in an object store: its layout, uploads and downloads, through fsspec.
 
-    step_000250-20261122-063200-123456.pt     a checkpoint, uploaded once: its step and saved_at (UTC)
+    step_000250-1795329120.123456.pt          a checkpoint, uploaded once: its step and saved_at
     evaluations.json  logs/  tensorboard/     of the run
     index.json                                the run, and the checkpoint that each name refers to
 
@@ -12,20 +12,19 @@ import os
 import re
 import secrets
 import shutil
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from itertools import dropwhile
-from operator import methodcaller
+from itertools import dropwhile, takewhile
+from operator import eq, methodcaller
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 from steadygpt.base.durable import no_link, replace_file
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import ProgressBar
-from steadygpt.base.text import STAMP, bytes_text
+from steadygpt.base.text import bytes_text
 from steadygpt.base.typed import Count, parse_json, typed
-from steadygpt.checkpoint.files import BACKUP, LATEST, NAMED, Head, read_checkpoint, too_old
+from steadygpt.checkpoint.files import BACKUP, LATEST, Head, read_checkpoint, too_old
 from steadygpt.config import TrainConfig
 from steadygpt.data.stores import Store
 
@@ -43,15 +42,13 @@ RETRIES = 5  # of a part, before the whole upload is repeated
 class Entry(Head):
     """What the index says of a checkpoint."""
 
-    file: Annotated[str, r"step_\d{6,}-\d{8}-\d{6}-\d{6}\.pt"]
+    file: Annotated[str, r"step_\d{6,}-\d+\.\d{6}\.pt"]
     size: Count  # in bytes
 
     @classmethod
     def of(cls, path: Path, head: Head) -> "Entry":
         """Describe a checkpoint file."""
-        seconds, fraction = divmod(head.saved_at, 1)
-        written = f"{time.strftime(STAMP, time.gmtime(seconds))}-{int(fraction * 10**6):06d}"
-        return cls(file=f"step_{head.step:06d}-{written}.pt", size=path.stat().st_size, **vars(head))
+        return cls(file=f"step_{head.step:06d}-{head.saved_at:.6f}.pt", size=path.stat().st_size, **vars(head))
 
 
 @dataclass(frozen=True)
@@ -69,14 +66,9 @@ class Damaged(UserError):
 
 
 class Mirror:
-    """A folder of an object store. Methods raise what the store's fsspec back end raises, unless they say otherwise.
+    """A folder of an object store, for the run of this id and name that uploads, or for any.
 
-    patiently() repeats a request while the network fails, and raises UserErrors only; see Service.persistently.
-
-    Args:
-        url: of the folder, for fsspec.
-        run: the id of the run that uploads, "" for any.
-        name: of that run.
+    Methods raise what the store's fsspec back end raises, but patiently() raises UserErrors (see Service.persistently).
     """
 
     def __init__(self, url: str, run: str = "", name: str = ""):
@@ -92,14 +84,10 @@ class Mirror:
         """Open the store with the credentials that are valid now."""
         self.store = Store(self.url, SILENCE_S)
         self.fs, self.folder = self.store.fs, self.store.path
-        self.fs.retries = RETRIES
-        self.has_folders = self.folder.startswith("/")  # of object stores, paths begin with the bucket
+        self.fs.retries, self.fs.auto_mkdir = RETRIES, True
 
     def patiently(self, request: Callable[[], Result]) -> Result:
         return self.store.service.persistently(self.url, request)
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # reading
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes of each file, by its name in the folder; complete files only, in object stores."""
@@ -108,10 +96,7 @@ class Mirror:
 
     def index(self) -> Index:
         """Read the index; it is empty if there is none. That of a mirror of another run is an error."""
-        advice = (
-            "the checkpoints there are the files step_*.pt: download one, resume from it with --resume FILE, and give "
-            "the run another --mirror"
-        )
+        advice = "download one of the files step_*.pt, resume from it with --resume FILE, and use another --mirror"
         try:
             index = parse_json(self.read(INDEX), Index, f"{self.url}/{INDEX}", advice)
             typed({"run_name": index.name}, TrainConfig, f"{self.url}/{INDEX}", advice)
@@ -127,10 +112,10 @@ class Mirror:
         return index
 
     def read(self, name: str) -> bytes:
-        return self.fs.cat_file(self._path(name))
+        return self.fs.cat_file(f"{self.folder}/{name}")
 
-    def download(self, entry: Entry, target: Path) -> None:
-        """Download a checkpoint, verify it, and put it at `target`.
+    def download(self, entry: Entry, target: Path) -> dict:
+        """Download a checkpoint to `target`, verify it, and return its content.
 
         Raises: Damaged when it is missing or corrupt; `target` is unchanged, as after any other UserError.
         """
@@ -138,63 +123,52 @@ class Mirror:
         if free < entry.size:
             raise UserError(f"{target}: {bytes_text(entry.size)} needed, {bytes_text(free)} free; free some space")
         url, downloaded = f"{self.url}/{entry.file}", target.with_name(f".{entry.file}.tmp")
-        files = {file.path: file for file in self.store.files()}
-        file = files.get(self.fs.unstrip_protocol(self._path(entry.file)))
+        path = self.fs.unstrip_protocol(f"{self.folder}/{entry.file}")
+        file = next((file for file in self.store.files() if file.path == path), None)
         if file is None or file.size != entry.size:
-            found = f"incomplete ({file.size:,} of {entry.size:,} bytes)" if file else "missing"
-            raise Damaged(f"{url}: {found}")
+            raise Damaged(f"{url}: {'incomplete' if file else 'missing'}")
         with ProgressBar(desc=entry.file, total=entry.size, unit="B") as bar:
             file.download(downloaded, bar.show_from(0))
         try:
-            read_checkpoint(downloaded)
+            checkpoint = read_checkpoint(downloaded)
         except UserError as error:
             downloaded.unlink()
             raise Damaged(str(error).replace(str(downloaded), url)) from error
         os.replace(downloaded, target)
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # writing
+        return checkpoint
 
     def claim(self) -> Index:
         """Reserve the folder for this start of the run, unless that is done, and return the index."""
-        index = self.index()
-        if self.is_claimed and index.writer not in ("", self.writer):
-            raise UserError(f"{self.url}: a later start, of the run {index.name}, uploads there now")
-        if index.writer != self.writer:
-            for folder in ("logs", "tensorboard") if self.has_folders else ():  # elsewhere it might create a bucket
-                self.fs.makedirs(self._path(folder), exist_ok=True)
+        if (index := self.index()).writer != self.writer:
+            if self.is_claimed and index.writer:
+                raise UserError(f"{self.url}: a later start, of the run {index.name}, uploads there now")
             self._write(index.checkpoints)
         self.is_claimed = True
         return index
 
-    def upload(
-        self, path: Path, entry: Entry, names: Iterable[str], config: TrainConfig, progress: Callable[..., object]
-    ) -> None:
+    def upload(self, path: Path, entry: Entry, names: list[str], config: TrainConfig, progress: Callable) -> None:
         """Upload a checkpoint unless it is there, the other files of the run, and the index; delete what is too old.
 
-        Args:
-            names: of the checkpoint. The newest in the mirror is also latest.pt, and the one before it the backup.
-            progress: is called whenever bytes are uploaded.
+        The newest in the mirror is also latest.pt, and the one before it the backup.
         """
         import fsspec
 
         sizes = self.sizes()
         if sizes.get(entry.file) != entry.size:
             callback = fsspec.Callback(hooks={"progress": progress})
-            self.fs.put_file(str(path), self._path(entry.file), callback=callback, max_concurrency=PARTS)
+            self.fs.put_file(str(path), f"{self.folder}/{entry.file}", callback=callback, max_concurrency=PARTS)
         there = dict(self.claim().checkpoints)  # again: another start may have claimed it meanwhile
         self.upload_files(config)
         # Uploads that fall behind begin with the newest, so the one before it may come later.
         newest, *older = sorted({entry, *there.values()}, key=lambda entry: entry.order, reverse=True)
         there |= dict.fromkeys(names, entry) | {LATEST: newest} | ({BACKUP: older[0]} if older else {})
         there = dict(sorted(there.items(), key=lambda item: (item[1].order, item[0] == LATEST, item[0]), reverse=True))
-        orders = {name: entry.order for name, entry in there.items()}
-        dropped = too_old(orders, config.mirror_keep, config.keep_epochs)
-        kept = [name for name in there if name not in dropped]
-        self._write({name: there[name] for name in kept})
-        for name in sizes.keys() - {there[name].file for name in kept}:
+        for name in too_old({n: e.order for n, e in there.items()}, config.mirror_keep, config.keep_epochs):
+            del there[name]
+        self._write(there)
+        for name in sizes.keys() - {entry.file for entry in there.values()}:
             if name.startswith("step_"):
-                self.fs.rm_file(self._path(name))
+                self.fs.rm_file(f"{self.folder}/{name}")
 
     def upload_files(self, config: TrainConfig) -> None:
         """Upload the logs and the evaluations of the run, those that have changed since they were uploaded last."""
@@ -202,24 +176,16 @@ class Mirror:
         for name in filter(FILES.fullmatch, paths):
             stat = paths[name].stat()
             if self.sent.get(name) != (stat.st_size, stat.st_mtime_ns):
-                self.fs.pipe_file(self._path(name), paths[name].read_bytes())  # taken once: the file may grow
+                self.fs.pipe_file(f"{self.folder}/{name}", paths[name].read_bytes())  # taken once: the file may grow
                 self.sent[name] = stat.st_size, stat.st_mtime_ns
 
     def _write(self, checkpoints: dict[Name, Entry]) -> None:
         index = Index(self.run, self.name, self.writer, checkpoints)
-        path, data = self._path(INDEX), f"{json.dumps(asdict(index), indent=1)}\n".encode()
-        if not self.has_folders:
-            self.fs.pipe_file(path, data)  # which object stores do atomically
-        else:
-            self.fs.pipe_file(f"{path}.tmp", data)
+        path, data = f"{self.folder}/{INDEX}", f"{json.dumps(asdict(index), indent=1)}\n".encode()
+        is_folder = path.startswith("/")  # object stores, whose paths begin with the bucket, write atomically
+        self.fs.pipe_file(path + ".tmp" * is_folder, data)
+        if is_folder:
             self.fs.mv(f"{path}.tmp", path)
-
-    def _path(self, name: str) -> str:
-        return f"{self.folder}/{name}"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# a run and its mirror
 
 
 def folders_of(config: TrainConfig) -> dict[str, Path]:
@@ -228,42 +194,11 @@ def folders_of(config: TrainConfig) -> dict[str, Path]:
     return {"": Path(config.checkpoint_dir), "logs/": Path(config.logdir), "tensorboard/": tensorboard}
 
 
-def newer_checkpoint(
-    mirror: Mirror, index: Index, which: str, folder: Path, local: Mapping[str, Any] | None
-) -> tuple[Path | None, list[str]]:
-    """Download the newest intact checkpoint to a temporary file, if it is newer than the local one.
-
-    Args:
-        which: a word of NAMED, or anything else for the newest.
-        local: the intact checkpoint that is already in the folder, if any.
-
-    Returns: the temporary file, or None; and a line for each checkpoint that was skipped.
-    """
-    named = NAMED.get(which)
-    skipped: list[str] = []
-    for entry in dict.fromkeys(entry for name, entry in index.checkpoints.items() if not named or name == named):
-        if local and entry.saved_at <= local["saved_at"]:
-            return None, skipped
-        downloaded = folder / ".restored.tmp"
-        try:
-            mirror.download(entry, downloaded)
-            return downloaded, skipped
-        except Damaged as error:
-            skipped.append(str(error))
-    if skipped and not local:
-        raise UserError("; ".join(skipped))
-    return None, skipped
-
-
 def restore_files(mirror: Mirror, config: TrainConfig) -> None:
-    """Download what is missing here of the logs, the TensorBoard files and the evaluations of a run.
-
-    To a log that is here, the starts on other machines are appended.
-    """
-    folders = folders_of(config)
+    """Download the FILES that are missing here. To a log that is here, the starts on other machines are appended."""
     for name in filter(FILES.fullmatch, mirror.sizes()):
         folder, slash, file = name.rpartition("/")
-        target = folders[folder + slash] / file
+        target = folders_of(config)[folder + slash] / file
         if not target.exists():
             content = mirror.read(name)
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -274,13 +209,12 @@ def restore_files(mirror: Mirror, config: TrainConfig) -> None:
 
 
 def missing_lines(here: bytes, there: bytes) -> bytes:
-    """Return what a log lacks of its copy in the mirror: all after the lines that both begin with, or nothing.
+    """Return what a log lacks of its copy in the mirror: all after the lines that both begin with.
 
-    Where both go on differently, what the mirror has begins with a start. Records before it are of a start that lost
-    them in a power cut, and has repeated them since.
+    Where both go on differently, that begins with a start: records before it were lost in a power cut, and repeated.
     """
     own, lines = here.splitlines(keepends=True), there.splitlines(keepends=True)
-    same = next((n for n, (a, b) in enumerate(zip(own, lines, strict=False)) if a != b), min(len(own), len(lines)))
+    same = sum(takewhile(bool, map(eq, own, lines)))
     rest = lines[same:]
     if any(line.endswith(b"\n") for line in own[same:]) and there.startswith(b"{"):
         rest = [*dropwhile(lambda line: b', "start": ' not in line, rest)]

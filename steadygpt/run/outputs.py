@@ -34,7 +34,7 @@ def open_saves(plan: Plan, log: RunLog, stop: StopSignal, held: ExitStack) -> tu
 def _open_on_main(plan: Plan, log: RunLog, held: ExitStack) -> tuple[CheckpointWriter, Repeats]:
     config, start, starts = plan.config, plan.history, plan.starts
     folder, logdir = Path(config.checkpoint_dir), Path(config.logdir)
-    if not config.resume:  # otherwise find_start has locked it
+    if not config.resume:  # otherwise open_history() has locked it
         held.enter_context(lock_folder(folder, IN_USE))
         check_folder(folder, None)
     size, disk = checkpoint_bytes(plan.sketch, config.optimizer), shutil.disk_usage(folder)
@@ -44,25 +44,24 @@ def _open_on_main(plan: Plan, log: RunLog, held: ExitStack) -> tuple[CheckpointW
         raise UserError(f"{folder}: {found}; nothing was changed. Free some space, or use another --checkpoint_dir")
     if os.path.realpath(logdir) != os.path.realpath(folder):  # resolve() raises for a loop of links
         held.enter_context(lock_folder(logdir, "give this run another --logdir"))
-    mirror = None
+    uploads = None
     if config.mirror:
         mirror = Mirror(config.mirror, start.run.id, config.run_name)
-        with suppress(NoAnswer):  # the first upload claims it then
-            there = mirror.patiently(mirror.claim)
-            if start.checkpoint and there.run == start.run.id:
-                mirror.patiently(partial(restore_files, mirror, config))
+        with suppress(NoAnswer):  # the first upload claims it
+            mirror.patiently(mirror.claim)
+        if mirror.is_claimed and start.checkpoint:  # or uploads would replace what another machine has written
+            mirror.patiently(partial(restore_files, mirror, config))
+        uploads = Uploads(mirror, config, log)
     write_run(folder, start.run.id, config)  # first: a folder with a checkpoint says which run it is
-    uploads = Uploads(mirror, config, log) if mirror else None
     for damaged, name in start.renamed.items():  # saves would replace or delete them
         damaged.rename(name)
     writer = CheckpointWriter(config, log, uploads)
-    if start.checkpoint and start.is_fork:
-        # It has this run's options. The file belongs to the other run, as does the best model so far.
-        writer.resume(start.checkpoint | {"starts": starts, "best_val_loss": None}, None)
-    elif start.checkpoint:
-        writer.resume(start.checkpoint, start.path)
     now, repeats = {"run": start.run.id, **note_of_start(config, starts)}, Repeats(log)
-    if start.checkpoint:
+    if checkpoint := start.checkpoint:
+        if start.is_fork:
+            # It has this run's options. The file belongs to the other run, as does the best model so far.
+            checkpoint = checkpoint | {"starts": starts, "best_val_loss": None}
+        writer.resume(checkpoint, None if start.is_fork else start.path)
         records, reason = repeated_records(logdir / METRICS, start.step, now["parent"], now["how"])
         is_exact = plan.ranks.device.type == "cpu" or config.deterministic
         repeats = Repeats(log, start.step, records, reason, is_exact)

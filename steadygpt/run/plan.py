@@ -6,7 +6,6 @@ import platform
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -33,7 +32,6 @@ from steadygpt.machine.ranks import Ranks
 from steadygpt.run.history import History
 from steadygpt.run.memory import checkpoint_bytes, estimate_memory, with_fitting_rows
 from steadygpt.run.schedule import Schedule, with_steps
-from steadygpt.run.start import name_of_run
 from steadygpt.run.starts import epochs_of_sources, mixture_text, new_entry, phase_of
 
 SHARE_OF_PEAK = 0.4  # that a GPU is assumed to reach, where nothing is measured
@@ -156,22 +154,21 @@ def uses_text(memory: dict[str, float], where: str, available: int, instead: str
     return f"about {bytes_text(total)} {where}: {parts}{advice * (available < total)}"
 
 
-def settle(history: History, data: Data, ranks: Ranks, held: ExitStack, recorded: Sequence[Entry] = ()) -> Plan:
+def settle(history: History, data: Data, ranks: Ranks, recorded: Sequence[Entry] = ()) -> Plan:
     """Settle on rank 0 every option that the data, the machine or the length of the run decides, and tell the others.
 
     Args:
-        held: reserves the name of the run until it closes.
         recorded: of a replay, the record of starts up to the one that it repeats, in place of a new one.
     """
     with torch.device("meta"):
         sketch = GPT(history.config.shape(data.vocab_size), initialize=False)
     memory = -ranks.max(-memory_bytes(ranks.device))
-    settled = ranks.on_main(lambda: _settle_on_main(history, data, sketch, memory, ranks, held, recorded))
+    settled = ranks.on_main(lambda: _settle_on_main(history, data, sketch, memory, ranks, recorded))
     return Plan(**ranks.broadcast(settled or {}), history=history, data=data, sketch=sketch, ranks=ranks)
 
 
 def _settle_on_main(
-    history: History, data: Data, sketch: GPT, memory: int, ranks: Ranks, held: ExitStack, recorded: Sequence[Entry]
+    history: History, data: Data, sketch: GPT, memory: int, ranks: Ranks, recorded: Sequence[Entry]
 ) -> dict[str, Any]:
     """Return the fields of a Plan that do not depend on the rank."""
     asked, before, decided, fingerprint = history.config, history.starts, history.decisions, history.fingerprint
@@ -220,12 +217,9 @@ def _settle_on_main(
     rows_per_epoch = (config.steps_per_epoch * rows_per_step or data.rows_per_epoch) if has_epochs else 0
     config = with_steps(config, rows_per_epoch, history)
 
-    # The name of the run. It is reserved only now, when only a damaged shard can still refuse the run.
-    name, logdir, of_name = name_of_run(config, history, held)
-    vocab_size = sketch.config.vocab_size
-    config = replace(config, tokenizer=data.tokenizer, vocab_size=vocab_size, run_name=name, logdir=logdir)
+    config = replace(config, tokenizer=data.tokenizer, vocab_size=sketch.config.vocab_size)
     schedule = Schedule(config, rows_per_epoch)
-    notes += [*of_name, *schedule.notes(history.checkpoint)]
+    notes += schedule.notes(history.checkpoint)
 
     # The shards, last because all of them may have to be read. Then their content identifies them in the record.
     writes = config.trains and not recorded

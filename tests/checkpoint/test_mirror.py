@@ -162,7 +162,7 @@ def test_the_mirror_of_a_copy_without_dates_has_the_newest_as_the_latest(tmp_pat
     saver.writer.uploads.start()
     rolling = {f"rolling_step_{step:06d}.pt": step for step in (4, 3, 2)}
     assert saver.uploaded() == {"latest.pt": 4, "latest_backup.pt": 3, **rolling}
-    assert [name[:27] for name in files(tmp_path / "there")][-1] == "step_000004-20010909-014644"
+    assert [name[:27] for name in files(tmp_path / "there")][-1] == "step_000004-1000000004.0000"
 
 
 def test_file_that_the_mirror_has_lost_is_uploaded_again(saver, tmp_path):
@@ -225,7 +225,7 @@ def test_index_is_written_after_what_it_names_and_files_when_they_have_changed(s
     assert saver.mirror.read("evaluations.json") == b"{ }"
 
 
-ENTRY = {"file": "step_000001-20261122-063200-123456.pt", "size": 9, "saved_at": 9, "step": 1, "val_loss": None}
+ENTRY = {"file": "step_000001-1795329120.123456.pt", "size": 9, "saved_at": 9, "step": 1, "val_loss": None}
 LATE = ENTRY | {"saved_at": 5e9}  # in 2128
 ABOUT = {"run": "a" * 16, "name": "x", "writer": "b" * 16}
 INDEXES: dict = {
@@ -275,6 +275,7 @@ def machines(workdir, monkeypatch):
         if not (folder / "data").exists():
             (folder / "data").symlink_to(workdir / "data")
         monkeypatch.chdir(folder)
+        monkeypatch.setenv("XDG_STATE_HOME", str(folder / "home"))
 
     change_to("first")
     return change_to
@@ -313,20 +314,21 @@ def last_step(capsys) -> str:
     return [line for line in capsys.readouterr().out.splitlines() if line.startswith("resumed      from")][-1]
 
 
-def continue_elsewhere(workdir: Path) -> str:
+def continue_elsewhere(workdir: Path, machines) -> str:
     """Train to step 6 on the first machine, and leave it as it was at step 4 as the second; return the mirror."""
     url = f"file://{workdir}/there"
     run_here(*FLAGS, "--mirror", url, "--max_steps", "4")
-    copy = shutil.copytree(workdir / "first", workdir / "second", symlinks=True) / "checkpoints"
+    shutil.copytree(workdir / "first", workdir / "second", symlinks=True)
     run = read_run(Path("checkpoints"))
-    (copy / "run.json").unlink()
-    write_run(copy, run.id, TrainConfig(**run.places))  # as on a disk that was kept
+    machines("second")
+    write_run(Path("checkpoints"), run.id, TrainConfig(**run.places))  # as on a disk that was kept
+    machines("first")
     run_here("--resume", "--max_steps", "6")
     return url
 
 
 def test_newer_one_of_folder_and_mirror_wins(machines, capsys, workdir):
-    url = continue_elsewhere(workdir)
+    url = continue_elsewhere(workdir, machines)
     machines("second")
     os.utime("checkpoints/latest.pt", (2**32, 2**32))  # the date of a copy
     run_here("--resume", "--max_steps", "8")
@@ -347,7 +349,10 @@ def test_a_run_that_is_restored_is_the_same_run(s3, machines, capsys):
     run_here("--max_steps", "3", "--checkpoint_dir", "other")  # whose logs are in the way
     capsys.readouterr()
     run_here(*FLAGS, "--resume", "latest", "--mirror", url, "--max_steps", "6")
-    assert "logs         logs/mine, because logs has those of another run" in capsys.readouterr().out.splitlines()
+    assert (
+        "name         mine, with its logs in logs/mine, because an older run has those asked for"
+        in capsys.readouterr().out.splitlines()
+    )
     assert read_run(Path("checkpoints")).id == Mirror(url).index().run == run_id
     assert read_run(Path("checkpoints")).places["run_name"] == Mirror(url).index().name == "mine"
     assert metrics("logs/mine", "loss").keys() == set(range(6))
@@ -454,7 +459,7 @@ def test_of_two_starts_of_one_run_only_the_last_uploads(s3, tmp_path):
 
 
 def test_full_disk_while_restoring_does_not_fall_back_to_an_older_checkpoint(machines, workdir, monkeypatch):
-    continue_elsewhere(workdir)
+    continue_elsewhere(workdir, machines)
     machines("second")
     with monkeypatch.context() as patch, pytest.raises(UserError, match="kB needed, 5 bytes free"):
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5))

@@ -61,7 +61,7 @@ def test_only_a_download_takes_a_name(workdir):
 
 
 def test_upload_all_does_not_replace_what_is_newer(machines, workdir):  # noqa: F811
-    url = continue_elsewhere(workdir)
+    url = continue_elsewhere(workdir, machines)
     there = {path.name: path.read_bytes() for path in (workdir / "there").glob("*.*")}
     logs = (workdir / "there/logs/metrics.jsonl").read_bytes()
     machines("second")

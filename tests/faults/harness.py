@@ -22,7 +22,7 @@ import torch.distributed as dist
 from conftest import TINY, assert_same_state, command, environment, fork, load, metrics, need_gpus
 
 from steadygpt.base.options import run_cli
-from steadygpt.run.identity import RUN, written_mark
+from steadygpt.run.identity import RUN, record_of
 
 TIMEOUT_S = 240  # generous: a loaded machine must not fail a test
 PORT_NUMBERS = itertools.count(100 * os.getpid())  # parallel test sessions start at different ports
@@ -229,8 +229,5 @@ def free_port() -> int:
 
 def continue_here(folder: Path) -> None:
     """Make the copy of a run's folder the same run, as if it had been moved there."""
-    run = json.loads((folder / RUN).read_text())
-    run |= {"folder": str(folder.resolve()), "inode": folder.stat().st_ino}
-    content = json.dumps(run).encode()
-    (folder / RUN).write_bytes(content)
-    written_mark(content).touch()
+    record = record_of(json.loads((folder / RUN).read_text())["id"])
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"folder": str(folder.resolve())}))

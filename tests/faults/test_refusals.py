@@ -124,11 +124,11 @@ RESUMED = {
     "different tokenizer": (["--tokenizer", "gpt2"], "'gpt2'"),
     "different batch size": (
         ["--total_batch_size", "128"],
-        "128, but the checkpoint was trained with 64; drop the flag, or add --allow_changes",
+        "128, but the checkpoint was trained with 64; drop the option, or add --allow_changes",
     ),
     "different learning rate": (
         ["--max_lr", "2e-3"],
-        "drop the flag, or add --allow_changes to resume with the new value",
+        "drop the option, or add --allow_changes to resume with the new value",
     ),
     "warm-up longer than the run": (["--warmup_steps", "99", "--allow_changes"], "--warmup_steps 99 is not shorter"),
     "end before the checkpoint": (
@@ -174,7 +174,7 @@ def test_a_second_trainer_in_the_same_folder_is_refused(workdir):
     pid = first.ranks[0].pid
     assert f"run/ckpt: in use by process {pid}; wait for it" in refusal(*folders("run"), "--resume")
     other = run_to_end("--checkpoint_dir", "other", "--logdir", "run/logs", "--run_name", "other")
-    assert "logs         run/logs/other, because run/logs has those of another run" in other
+    assert "name         other, with its logs in run/logs/other, because an older run has those asked for" in other
     first.kill()
     # The kernel releases the lock of a killed process.
     second = Run("--max_steps", "100000", *folders("run"), "--resume", "auto")

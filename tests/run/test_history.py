@@ -88,7 +88,9 @@ def test_rows_cannot_change_in_a_deterministic_run():
     before = start(TrainConfig(deterministic=True, mini_batch_size=6), mini_batch_size=4)
     for same in ("6", "4"):
         assert resumed(before, *parse_args(["--resume", "--mini_batch_size", same]))[2] == []
-    with pytest.raises(UserError, match="--mini_batch_size is 2, but the checkpoint was trained with 4; drop the flag"):
+    with pytest.raises(
+        UserError, match="--mini_batch_size is 2, but the checkpoint was trained with 4; drop the option"
+    ):
         resumed(before, *parse_args(["--resume", "--mini_batch_size", "2"]))
 
 

@@ -16,7 +16,7 @@ from test_train import folders
 import train
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint.mirror import Mirror
-from steadygpt.run.identity import read_run, written_mark
+from steadygpt.run.identity import read_run, record_of
 
 
 @pytest.fixture
@@ -54,10 +54,9 @@ def test_a_checkpoint_decides_neither_folder_nor_mirror_nor_name(victim, capsys)
     capsys.readouterr()
     assert run_here("--resume", file, "--checkpoint_dir", "here", "--max_steps", "6") == 0
     assert victim() == before
-    assert metrics("logs/run-from-4", "loss").keys() == {4, 5}
+    assert metrics("logs", "loss").keys() == {4, 5}
     assert (
-        "fork         of a run without run.json; this is the run run-from-4, with its logs in logs/run-from-4, and "
-        "with no mirror"
+        "fork         of a run without run.json; this is the run run-from-4, with its logs in logs, and with no mirror"
     ) in capsys.readouterr().out.splitlines()
 
 
@@ -260,12 +259,11 @@ def steps_of(url: str) -> int:
 
 def test_a_copy_with_the_inode_of_the_original_is_another_run(workdir):
     run_here("--max_steps", "3", *folders("one"))
-    run_id, inode = read_run(Path("one")).id, Path("one").stat().st_ino
+    run_id = read_run(Path("one")).id
     shutil.copytree("one", "copy")
-    content = Path("one/run.json").read_text().replace(str(inode), str(Path("copy").stat().st_ino))
+    content = json.dumps(json.loads(Path("one/run.json").read_text()) | {"inode": Path("copy").stat().st_ino})
     for folder in ("one", "copy"):  # as two roots of file systems
         Path(folder, "run.json").write_text(content)
-    written_mark(content.encode()).touch()
     assert (read_run(Path("one")).id == run_id, read_run(Path("copy")).id == run_id) == (True, False)
     shutil.rmtree("one")
     Path("one").mkdir()  # of another run
@@ -318,13 +316,18 @@ def test_a_new_run_leaves_the_logs_of_another_one_alone(workdir, capsys):
     resume("two")
     assert metrics("logs/b", "loss").keys() == set(range(6))
     assert {path: data for path, data in contents("logs").items() if "b" not in path.parts} == before
-    assert "logs         logs/b, because logs has those of another run" in capsys.readouterr().out.splitlines()
+    assert (
+        "name         b, with its logs in logs/b, because an older run has those asked for"
+        in capsys.readouterr().out.splitlines()
+    )
 
 
-def test_a_run_json_that_this_user_has_not_written_decides_no_place(workdir):
+def test_a_run_json_from_elsewhere_decides_no_place(workdir, monkeypatch):
     run_here("--max_steps", "3", "--run_name", "a", *folders("one"))
+    record = json.loads(record_of(read_run(Path("one")).id).read_text())
     path = Path("one/run.json")
-    path.write_text(path.read_text().replace(str(workdir / "logs-one"), "home"))
+    path.write_text(json.dumps(record | json.loads(path.read_text())))
+    monkeypatch.setenv("XDG_STATE_HOME", "empty")  # the folder is downloaded by another user
     assert read_run(Path("one")).places == {}
 
 

@@ -1,7 +1,6 @@
 """Names of runs: no two runs share a TensorBoard folder, and a resumed run finds its own."""
 
 import re
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from test_train import folders
 import train
 from steadygpt.log.metrics import read_status
 from steadygpt.run.identity import read_run
-from steadygpt.run.start import unused_name
 
 STAMP = r"-\d{8}-\d{6}"
 TB = ("--use_tensorboard",)
@@ -41,7 +39,10 @@ def test_new_run_of_an_existing_name_gets_a_time_stamp_and_hides_no_point_of_the
     assert re.fullmatch(f"a{STAMP}", new)
     assert (steps_of("a"), steps_of(new)) == ([*range(8)], [*range(3)])
     assert names_in("two") == {new}
-    assert f"name         {new}, because runs/a belongs to an older run" in capsys.readouterr().out.splitlines()
+    assert (
+        f"name         {new}, with its logs in logs-two, because an older run has those asked for"
+        in capsys.readouterr().out.splitlines()
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,16 +122,5 @@ def test_going_back_in_the_same_folder_keeps_the_name(workdir):
 def test_dry_run_says_the_name_and_reserves_nothing(workdir, capsys):
     Path("runs/a").mkdir(parents=True)
     run_here(*TB, "--run_name", "a", "--dry_run")
-    assert re.search(
-        f"^name         a{STAMP}, because runs/a belongs to an older run$", capsys.readouterr().out, re.MULTILINE
-    )
+    assert re.search(f"^name         a{STAMP}, with its logs in logs, because", capsys.readouterr().out, re.MULTILINE)
     assert runs() == ["a"]
-
-
-def test_runs_that_start_in_the_same_second_get_different_names(tmp_path):
-    with ExitStack() as first, ExitStack() as second, ExitStack() as third:
-        names = [unused_name("a", tmp_path, held) for held in (first, second, third)]
-        assert len(set(names)) == 3
-        assert names[0] == "a"
-        (tmp_path / "a" / "events").touch()
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]  # names of runs that wrote nothing are free again
