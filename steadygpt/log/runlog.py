@@ -55,7 +55,8 @@ class RunLog:
             "status": "running", "reason": "", "doing": "starting", "warnings": [], "run_name": config.run_name,
             "step": 0, "max_steps": config.max_steps, "tokens_per_step": config.total_batch_size,
             "mirror": config.mirror, "ranks": ranks.world_size, "device": device_name(ranks.device),
-            "host": socket.gethostname(), "pid": os.getpid(), "logdirs": places_of(config.logdir, Path(config.checkpoint_dir)),
+            "host": socket.gethostname(), "pid": os.getpid(),
+            "logdirs": places_of(config.logdir, Path(config.checkpoint_dir)),
             "tensorboard": str(Path(config.tensorboard_dir, config.run_name).absolute()) * config.use_tensorboard,
         }  # fmt: skip
         self.heartbeat_at_s = -math.inf

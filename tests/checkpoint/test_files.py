@@ -208,7 +208,7 @@ def test_a_file_whose_head_cannot_be_read_comes_after_latest_and_before_all_othe
     damage(tmp_path / "latest.pt", "one bit")
     found = find_checkpoint("latest", tmp_path)
     assert found.checkpoint["step"] == 40
-    assert [line.split(": ")[0] for line in found.damaged.values()] == [
+    assert [re.split(", |: ", line)[0] for line in found.damaged.values()] == [
         f"{tmp_path}/latest.pt", f"{tmp_path}/{ROLLING.format(20)}"
     ]  # fmt: skip
 
@@ -280,7 +280,7 @@ def test_a_file_with_a_number_that_is_not_finite_is_corrupt(tmp_path, name, bad)
     torch.save(checkpoint, tmp_path / "latest.pt")
     found = find_checkpoint("latest", tmp_path)
     assert found.checkpoint["step"] == 20
-    line = f"{tmp_path}/latest.pt: corrupt ({name} has a NaN or an infinite number)"
+    line = f"{tmp_path}/latest.pt, step 30: corrupt ({name} has a NaN or an infinite number)"
     assert found.damaged == {tmp_path / "latest.pt": line}
 
 
@@ -369,7 +369,7 @@ def test_state_that_no_optimizer_has_is_corrupt_and_skipped(tmp_path, kind, bad)
     torch.save(run_content(30, optimizer={"weight": {kind: bad}}), tmp_path / "latest.pt")
     found = find_checkpoint("latest", tmp_path)
     assert found.checkpoint["step"] == 20
-    assert f"latest.pt: corrupt (weight.{kind} " in found.damaged[tmp_path / "latest.pt"]
+    assert f"latest.pt, step 30: corrupt (weight.{kind} " in found.damaged[tmp_path / "latest.pt"]
 
 
 def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path):

@@ -82,7 +82,7 @@ def test_resume_skips_damaged_files_in_order(stopped_run, how, count):
         damage(folder / file, how)
     contents = [(folder / file).read_bytes() for file in damaged]
     text = run_to_end(*FLAGS, *folders(name), "--resume", "latest")
-    reported = dict(re.findall(r"^skipped +(.+?\.pt): corrupt.*; renamed (\S+)$", text, re.M))
+    reported = dict(re.findall(r"^skipped +(.+?\.pt)(?:, step \d+)?: corrupt.*; renamed (\S+)$", text, re.M))
     new_names = [reported.pop(str(folder / file)) for file in damaged]
     assert not reported
     assert all(new.startswith(f"{file}.skipped-") for file, new in zip(damaged, new_names, strict=True))
