@@ -318,8 +318,9 @@ def test_skipped_files_are_renamed_and_the_plan_says_so(stopped, capsys):
     assert run_here("--resume", "--checkpoint_freq", "2") == 0
     text = capsys.readouterr().out
     for name, damaged in before.items():
+        renamed = rf"{name}\.skipped-\d{{8}}-\d{{6}}-\d{{6}}"
         new = re.search(
-            rf"^skipped +checkpoints/{name}(?:, step \d+)?: corrupt .*; renamed ({name}\.skipped-\d{{8}}-\d{{6}}-\d{{6}})$",
+            rf"^skipped +checkpoints/{name}(?:, step \d+)?: corrupt .*; renamed ({renamed})$",
             text,
             re.M,
         )
