@@ -354,7 +354,7 @@ def as_checkpoint(content: Any, path: Path) -> dict:
         asked = typed(entry["options"], TrainConfig, name, ADVICE)
         config = typed(entry["options"] | entry["decisions"], TrainConfig, name, ADVICE)
         entry["options"] = {name: getattr(asked, name) for name in KEPT}
-        entry["decisions"] = {name: getattr(config, name) for name in KEPT if name in entry["decisions"]}
+        entry["decisions"] = {name: getattr(config, name) for name in vars(config) if name in entry["decisions"]}
         steps = found["step"] - entry["step"]
         expected = entry["row"] + steps * (config.total_batch_size // config.context_length)
     if rows != expected:

@@ -25,7 +25,7 @@ RUN = "run.json"
 PLACES = [name for name, f in FIELDS.items() if f.metadata["on_resume"] == "place"]
 
 
-class Record(TypedDict):
+class RunFile(TypedDict):
     """The content of run.json, and of the copy of it that the user has."""
 
     id: Annotated[str, "[0-9a-f]{16}"]
@@ -68,12 +68,12 @@ def read_run(folder: Path) -> Identity:
     """Return the run in a folder; a new one without run.json, and in a copy of the folder."""
     advice = "remove it, and give the options of the run again, such as --logdir"
     try:
-        found = read_json(folder / RUN, Record, advice)
+        found = read_json(folder / RUN, RunFile, advice)
     except FileNotFoundError:
         return Identity(other=f"a run without {RUN}")
     run, is_same, place = Identity(found["id"]), found["inode"] == folder.stat().st_ino, Path(found["folder"])
     if record_of(run.id).exists():
-        own = read_json(record_of(run.id), Record, advice)
+        own = read_json(record_of(run.id), RunFile, advice)
         logdir, place = str(find_logs(own["logs"], folder, run.id) or own["options"].logdir), Path(own["folder"])
         below = os.path.relpath(logdir)
         run.places.update({name: getattr(own["options"], name) for name in PLACES})

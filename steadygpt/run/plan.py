@@ -37,7 +37,7 @@ from steadygpt.run.starts import epochs_of_sources, mixture_text, new_entry, pha
 SHARE_OF_PEAK = 0.4  # that a GPU is assumed to reach, where nothing is measured
 WELL_KNOWN = ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB")  # only the first one has fp8
 RATES = {"fp32": 0.5, "fp16": 1.0, "bf16": 1.0, "fp8": 2.0}  # of products, in units of bf16's; fp32 as TF32 (set_up)
-MEASURE_S, ROUNDS = 10.0, 3  # measured time; rounds of it, if a step is not too long
+MEASURE_S = 10.0  # of measured steps
 HELLASWAG_TOKENS = 1_600_000  # with GPT-2's tokenizer
 TOKENS_PER_PARAMETER = 20
 SHOWN_ELSEWHERE_S = 3600.0  # a run that takes a well-known GPU less time needs no forecast
@@ -308,14 +308,11 @@ def measure_step_s(take_step: Callable[[TrainConfig], object], config: TrainConf
 
     micro_steps = config.grad_accum_steps(ranks.world_size)
     seconds_of(1)  # compiles, and allocates memory
-    first_s = ranks.broadcast(seconds_of(1))  # rank 0's clock decides, so that all ranks take the same steps
-    many = max(min(2, micro_steps), min(micro_steps, int(MEASURE_S / ROUNDS / first_s)))
-    one_s, many_s, start_s = [first_s], list[float](), time.perf_counter()
-    while ranks.broadcast(not many_s or time.perf_counter() - start_s < MEASURE_S):
-        if many < micro_steps:
-            one_s.append(seconds_of(1))
-        many_s.append(seconds_of(many))
-    return fmean(many_s) + (micro_steps - many) * (fmean(many_s) - fmean(one_s)) / max(1, many - 1)
+    few, one_s, few_s, start_s = min(4, micro_steps), list[float](), list[float](), time.perf_counter()
+    while ranks.broadcast(not few_s or time.perf_counter() - start_s < MEASURE_S):  # by the clock of rank 0
+        one_s.append(seconds_of(1))
+        few_s.append(seconds_of(few))
+    return fmean(few_s) + (micro_steps - few) * (fmean(few_s) - fmean(one_s)) / max(1, few - 1)
 
 
 def work_per_token(config: TrainConfig, model: GPT, precision: str) -> tuple[float, float]:
@@ -360,16 +357,14 @@ def forecast(plan: Plan, step_s: float | None = None) -> list[str]:
             cost = f", cost {seconds / 3600 * price:,.2f}" * bool(price)
             text = f"{duration_text(seconds)}{cost} {where}, at {SHARE_OF_PEAK:.0%} of its peak"
             lines += [("time", text)] * (seconds >= SHOWN_ELSEWHERE_S)
+        return [labelled(label, text) for label, text in lines]
+    if step_s is not None:
+        seconds = steps * step_s * (1 + evaluation)
+        how = f"at {config.total_batch_size / step_s:,.0f} tokens/s, measured here"
     else:
-        if step_s is not None:
-            seconds = steps * step_s * (1 + evaluation)
-            how = f"at {config.total_batch_size / step_s:,.0f} tokens/s, measured here"
-        else:
-            seconds, share = seconds_on(name, config.precision) / world_size, f"{SHARE_OF_PEAK:.0%} of their peak"
-            how = f"if the GPUs reach {share} in {config.precision}; run --dry_run measure to time it"
-        lines.append(("time", f"{duration_text(seconds)}: {work}, {how}"))
-        if price:
-            hours = seconds / 3600
-            how = f"{world_size} x {hours:,.1f} h at {price:,.2f} per hour"
-            lines.append(("cost", f"{world_size * hours * price:,.2f}: {how}"))
-    return [labelled(label, text) for label, text in lines]
+        seconds, share = seconds_on(name, config.precision) / world_size, f"{SHARE_OF_PEAK:.0%} of their peak"
+        how = f"if the GPUs reach {share} in {config.precision}; run --dry_run measure to time it"
+    lines.append(("time", f"{duration_text(seconds)}: {work}, {how}"))
+    hours = seconds / 3600
+    cost = f"{world_size * hours * price:,.2f}: {world_size} x {hours:,.1f} h at {price:,.2f} per hour"
+    return [labelled(label, text) for label, text in [*lines, *[("cost", cost)] * bool(price)]]
