@@ -45,7 +45,7 @@ from steadygpt.machine.gradient_sum import GradientSum
 from steadygpt.machine.ranks import Ranks, Stopped, StopSignal, end_with_torchrun, joined
 from steadygpt.run.history import WITHOUT_TENSORS, open_data, open_history
 from steadygpt.run.memory import out_of_memory_explained
-from steadygpt.run.outputs import open_saves
+from steadygpt.run.outputs import open_outputs
 from steadygpt.run.plan import Plan, forecast, measure_step_s, set_up, settle, validation_rows
 from steadygpt.run.repeats import Repeats
 from steadygpt.run.results import Diverged, Judge, Results, StepResult, pending
@@ -118,12 +118,11 @@ def build(plan: Plan, log: RunLog, held: ExitStack) -> Run:
         kept, source = state_shapes(plan.sketch, config.optimizer), history.path or config.init_from
         ranks.on_main(lambda: check_tensors(loaded, source, plan.sketch, kept))
     stop = StopSignal(ranks, config.max_hours if plan.writes else 0, log.beat)
-    if plan.writes:
-        if ranks.is_main:  # its log also says when a signal has ended the run before the first step
-            stop.raise_until_listen()
-        saves, repeats = open_saves(plan, log, stop, held)
-    else:
-        saves, repeats = Saves(config, ranks, log, stop), Repeats(log)  # which do nothing
+    if plan.writes and ranks.is_main:  # its log also says when a signal has ended the run before the first step
+        stop.raise_until_listen()
+    opened = ranks.on_main(lambda: open_outputs(plan, log, held)) if plan.writes else None
+    writer, repeats = opened or (None, Repeats(log))  # without a writer, saves do nothing
+    saves = Saves(config, ranks, log, stop, writer)
     if not config.eval_only:
         log.say("\n".join(plan.lines()))
     reads_text = (plan.writes or config.eval_only) and (config.sample_freq or config.hellaswag_freq or data.val_sets)

@@ -12,11 +12,10 @@ from steadygpt.base.retry import NoAnswer
 from steadygpt.base.text import bytes_text
 from steadygpt.checkpoint.files import check_folder
 from steadygpt.checkpoint.mirror import Mirror, restore_files
-from steadygpt.checkpoint.saves import STALE, CheckpointWriter, Saves
+from steadygpt.checkpoint.saves import STALE, CheckpointWriter
 from steadygpt.checkpoint.uploads import Uploads
 from steadygpt.log.metrics import METRICS
 from steadygpt.log.runlog import RunLog
-from steadygpt.machine.ranks import StopSignal
 from steadygpt.run.history import IN_USE
 from steadygpt.run.identity import write_run
 from steadygpt.run.memory import checkpoint_bytes
@@ -25,13 +24,8 @@ from steadygpt.run.repeats import Repeats, repeated_records
 from steadygpt.run.starts import note_of_start
 
 
-def open_saves(plan: Plan, log: RunLog, stop: StopSignal, held: ExitStack) -> tuple[Saves, Repeats]:
+def open_outputs(plan: Plan, log: RunLog, held: ExitStack) -> tuple[CheckpointWriter, Repeats]:
     """Open the folders of a run, and its log, on rank 0; `held` closes the log and releases the locks."""
-    writer, repeats = plan.ranks.on_main(lambda: _open_on_main(plan, log, held)) or (None, Repeats(log))
-    return Saves(plan.config, plan.ranks, log, stop, writer), repeats
-
-
-def _open_on_main(plan: Plan, log: RunLog, held: ExitStack) -> tuple[CheckpointWriter, Repeats]:
     config, start, starts = plan.config, plan.history, plan.starts
     folder, logdir = Path(config.checkpoint_dir), Path(config.logdir)
     if not config.resume:  # otherwise open_history() has locked it
