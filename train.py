@@ -28,7 +28,7 @@ from model import GPT, GPTConfig
 from optim import make_optimizer, skips_on_device, state_shapes, update_unless
 from steadygpt.base.options import run_cli
 from steadygpt.base.retry import brief
-from steadygpt.checkpoint.files import FORMAT_VERSION, Captured, TrainState, check_tensors
+from steadygpt.checkpoint.files import FORMAT_VERSION, Captured, TrainState, check_tensors, trained_with
 from steadygpt.checkpoint.host_copy import HostCopy, fill, restore_optimizer
 from steadygpt.checkpoint.saves import Saves
 from steadygpt.checkpoint.table import print_checkpoints
@@ -398,6 +398,10 @@ def restore(plan: Plan, model: GPT, optimizer: torch.optim.Optimizer, scaler: to
     state = TrainState(**saved)
     if loaded:  # unmap the file: later saves replace it, and the disk has its space back
         loaded |= WITHOUT_TENSORS
+    if checkpoint:
+        before, now = history.starts[-1], plan.starts[-1]
+        if trained_with(before).total_batch_size != config.total_batch_size or before["shares"] != now["shares"]:
+            state.bad_steps = 0  # a divergence cannot go back to steps of another size or mixture
     if history.is_fork:  # the best model is in the other folder
         state.best_val_loss = None
     if config.max_bad_steps:  # it may have been larger

@@ -13,6 +13,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import dropwhile, takewhile
 from operator import eq, methodcaller
@@ -78,6 +79,7 @@ class Mirror:
         self.url, self.run, self.name = url.rstrip("/"), run, name
         self.writer, self.is_claimed = secrets.token_hex(8), False
         self.sent: dict[str, tuple[int, int]] = {}  # other files -> size and time of what was uploaded
+        self.has_other_logs = True  # perhaps: of starts on other machines, until they are known to be here
         self.connect()
 
     def connect(self) -> None:
@@ -176,7 +178,12 @@ class Mirror:
         for name in filter(FILES.fullmatch, paths):
             stat = paths[name].stat()
             if self.sent.get(name) != (stat.st_size, stat.st_mtime_ns):
-                self.fs.pipe_file(f"{self.folder}/{name}", paths[name].read_bytes())  # taken once: the file may grow
+                content = paths[name].read_bytes()  # taken once: the file may grow
+                if self.has_other_logs and name.startswith("logs/"):
+                    with suppress(FileNotFoundError):
+                        there = self.read(name)
+                        content = there + missing_lines(there, content)
+                self.fs.pipe_file(f"{self.folder}/{name}", content)
                 self.sent[name] = stat.st_size, stat.st_mtime_ns
 
     def _write(self, checkpoints: dict[Name, Entry]) -> None:

@@ -71,11 +71,12 @@ class Saves:
             self.writer.submit(self.writer.save, captured, tiers)
         if not self.config.background_upload:
             self.wait()
-            self._wait_for_uploads(lambda: bool(self.stop.asked))
-        self.step, self.captured_at_s = step, time.monotonic()
         # Without the wait, because timed saves begin only when none is in flight. The first save allocates memory too.
         if self.paused_s and self.interval_s:
-            self.interval_s = max(self.interval_s, (self.captured_at_s - ready_s) / PAUSE_SHARE)
+            self.interval_s = max(self.interval_s, (time.monotonic() - ready_s) / PAUSE_SHARE)
+        if not self.config.background_upload:
+            self._wait_for_uploads(lambda: bool(self.stop.asked))
+        self.step, self.captured_at_s = step, time.monotonic()
         self.paused_s += self.captured_at_s - start_s
 
     def evaluated(self, state: TrainState, scores: dict[str, float], save: Callable[[], object]) -> bool:
@@ -118,7 +119,7 @@ class Saves:
             self.uploads.start(is_last=True)
             self.log.say("waiting for uploads; Ctrl-C skips them. All checkpoints are in the local folder")
         self._wait_for_uploads(self.stop.again)
-        if self.uploads and not self.uploads.is_done():
+        if self.uploads and self.uploads.thread.is_alive() and not self.uploads.is_done():
             self.log.warn("not everything is uploaded; upload the rest with scripts/upload_manager.py upload-all")
 
     def _wait_for_uploads(self, is_stopped: Callable[[], bool]) -> None:
@@ -160,6 +161,8 @@ class CheckpointWriter:
         file = self.folder / EVALUATIONS
         evaluations = read_evaluations(file, file.read_bytes() if file.exists() else b"{}")
         self.evaluations = {at: scores for at, scores in evaluations.items() if at <= order[1]}
+        if len(self.evaluations) < len(evaluations):  # later saves would bring the others back
+            self._write_evaluations()
         for scores in self.evaluations.values():
             self.log.note(**scores)  # for the monitor, until the next evaluation
         if self.uploads:
@@ -182,6 +185,7 @@ class CheckpointWriter:
         except Exception as error:  # training continues, and an exception in this thread would be lost
             self.failed += 1
             text = f"{self.folder / LATEST}: step {step} was not saved: {str(error) or type(error).__name__}"
+            text += f", so there is no {' or '.join(tiers)}" * bool(tiers)
             self.log.warn(f"{text}; older saves are intact", event="save failed" if self.failed == 1 else "")
             return
         self.failed, self.saved_at_s = 0, time.monotonic()
@@ -194,7 +198,6 @@ class CheckpointWriter:
         plain = {name: value if math.isfinite(value) else None for name, value in scores.items()}  # JSON has no NaN
         self.evaluations.setdefault(step, {}).update(plain)
         self.log.note(**plain)
-        content = f"{json.dumps(self.evaluations, indent=1)}\n".encode()
         try:
             if best:
                 if read_head(self.folder / LATEST).step != step:
@@ -202,11 +205,15 @@ class CheckpointWriter:
                 link_file(self.folder / LATEST, self.folder / BEST)
                 fsync_folder(self.folder)
             # Last: a best model is linked again after a kill in between, because its validation is not recorded.
-            replace_file(self.folder / EVALUATIONS, lambda file: file.write(content))
+            self._write_evaluations()
             if best and self.uploads:
                 self.uploads.start()
         except Exception as error:  # as in save()
             self.log.warn(f"{self.folder}: {EVALUATIONS} or {BEST} was not written: {error}")
+
+    def _write_evaluations(self) -> None:
+        content = f"{json.dumps(self.evaluations, indent=1)}\n".encode()
+        replace_file(self.folder / EVALUATIONS, lambda file: file.write(content))
 
     def _orders(self) -> dict[str, tuple[float, int]]:
         """Return Head.order of each checkpoint whose head can be read; others are never deleted."""

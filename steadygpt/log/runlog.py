@@ -69,6 +69,9 @@ class RunLog:
         self.sinks = {LOG: LineFile(logdir / LOG), METRICS: Metrics(logdir / METRICS)}
         self.note(step=first_step, run_id=start["run"])
         self.say(labelled("run", config.run_name))
+        with self._surviving(LOG):
+            for line in self.facts["warnings"]:  # which were only printed so far
+                self.sinks[LOG].write(f"warning: {line}")
         wandb = WandbSink(config, start, self.warn) if config.use_wandb else None
         self._tell("log", first_step, {"start": first_step, **start, "wandb": wandb.id if wandb else ""})
         if wandb:

@@ -171,8 +171,10 @@ def find_newest(config: TrainConfig, given: Mapping[str, str], run: Identity) ->
     try:
         index = mirror.patiently(mirror.index)
         if index.checkpoints:
-            known = run.places if run.id == index.run else {}
-            run = Identity(index.run, {"run_name": index.name, **known, "mirror": url})
+            known, name = run.places if run.id == index.run else {}, index.name
+            if not known and Path(config.tensorboard_dir, name).exists() and owner(config.logdir) != index.run:
+                name += f"-{time.strftime(STAMP)}"  # a mirror may name another run's folder
+            run = Identity(index.run, {"run_name": name, **known, "mirror": url})
         wanted = [
             entry for name, entry in index.checkpoints.items() if config.resume not in files.NAMED or name == path.name
         ]
@@ -225,7 +227,7 @@ def named(history: History) -> History:
     name = wanted = wanted or run.name or time.strftime(f"gpt-{STAMP}-{os.getpid()}")
     if not run.other and f"{run.name}-".startswith(f"{wanted}-"):  # the command of the first start also resumes
         name = wanted = run.name
-    elif (tensorboard / wanted).exists():
+    elif (tensorboard / wanted).exists() and (run.name or owner(logdir) != run.id):
         name = f"{wanted}-{time.strftime(STAMP)}"
     # A copy of a folder has a copy of the logs inside it.
     is_inside = Path(os.path.realpath(logdir)).is_relative_to(os.path.realpath(config.checkpoint_dir))

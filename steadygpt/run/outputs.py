@@ -43,8 +43,10 @@ def open_outputs(plan: Plan, log: RunLog, held: ExitStack) -> tuple[CheckpointWr
         mirror = Mirror(config.mirror, start.run.id, config.run_name)
         with suppress(NoAnswer):  # the first upload claims it
             mirror.patiently(mirror.claim)
-        if mirror.is_claimed and start.checkpoint:  # or uploads would replace what another machine has written
-            mirror.patiently(partial(restore_files, mirror, config))
+        if mirror.is_claimed:
+            if start.checkpoint:
+                mirror.patiently(partial(restore_files, mirror, config))
+            mirror.has_other_logs = False
         uploads = Uploads(mirror, config, log)
     write_run(folder, start.run.id, config)  # first: a folder with a checkpoint says which run it is
     for damaged, name in start.renamed.items():  # saves would replace or delete them

@@ -224,7 +224,8 @@ def _settle_on_main(
     # The shards, last because all of them may have to be read. Then their content identifies them in the record.
     writes = config.trains and not recorded
     if writes:
-        fingerprint |= {shards.key: shards.check(config.vocab_size, fingerprint) for shards in data.sets}
+        checked = {shards.key: shards.check(config.vocab_size, fingerprint) for shards in data.sets}
+        fingerprint = fingerprint | checked
         starts[-1] = new_entry(history, data, fingerprint, ranks)
     if starts and not recorded:
         # The rows that memory has room for are tried once, and --deterministic needs the same ones.

@@ -18,6 +18,7 @@ from test_files import damage, write_checkpoint
 
 import train
 from steadygpt.base.options import UserError
+from steadygpt.base.retry import NoAnswer
 from steadygpt.checkpoint import uploads
 from steadygpt.checkpoint.files import Captured, read_checkpoint
 from steadygpt.checkpoint.mirror import Mirror, missing_lines
@@ -544,6 +545,34 @@ def test_unreachable_mirror(machines, s3, capsys, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", address)
     assert upload_manager.main(["upload-all", "--mirror", url]) == 0
     assert steps(Mirror(url))["latest.pt"] == 6
+
+
+def test_a_mirror_that_does_not_answer_at_the_start_keeps_the_logs_of_another_machine(machines, s3, monkeypatch):
+    monkeypatch.setattr("steadygpt.base.retry.FIRST_PATIENCE_S", 0.1)
+    url, address = f"{s3.url}/run", os.environ["AWS_ENDPOINT_URL"]
+    run_here(*FLAGS, "--mirror", url, "--max_steps", "4")
+    machines("second")
+    run_here("--resume", "--mirror", url, "--max_steps", "6")
+    machines("first")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    unclaimed = []
+
+    def answers_again(mirror):
+        unclaimed.append(mirror.is_claimed)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        mirror.connect()
+        return claim(mirror)
+
+    def no_answer(mirror, request):
+        monkeypatch.setattr(Mirror, "claim", answers_again)
+        raise NoAnswer("no answer")
+
+    claim = Mirror.claim
+    monkeypatch.setattr(Mirror, "patiently", no_answer)
+    assert run_here("--resume", "--max_steps", "8") == 0
+    assert unclaimed[0] is False
+    lines = map(json.loads, Mirror(url).read("logs/metrics.jsonl").decode().splitlines())
+    assert [line["start"] for line in lines if "start" in line] == [0, 4, 4]
 
 
 WRONG_URLS = {

@@ -1,6 +1,7 @@
 """Timed saves, and saves that the disk or the file system hinders."""
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -262,6 +263,29 @@ def test_a_run_that_cannot_save_fails_with_one_warning_and_two_alerts(workdir, m
     assert int(end[1]) in (11, 12)  # the tenth save may still be in flight
     warning = "warning: checkpoints: the run stops, because saves fail. Fix the disk, then resume\n"
     assert err.count(warning) == 1 and err.count("was not saved") == int(end[1]) + 1
+
+
+def test_going_back_forgets_the_evaluations_after_the_checkpoint(workdir):
+    run_here("--max_steps", "6", "--eval_freq", "2", "--checkpoint_freq", "2")
+    run_here("--resume", "checkpoints/rolling_step_000004.pt", "--eval_freq", "0", "--max_steps", "8")
+    assert json.loads(Path("checkpoints/evaluations.json").read_text()).keys() == {"2", "4"}
+
+
+def test_a_failed_save_names_the_files_that_will_be_missing(workdir, monkeypatch, capsys):
+    run_here("--max_steps", "4")
+    monkeypatch.setattr(torch, "save", no_space)
+    run_here("--resume", "latest", "--max_steps", "8", "--checkpoint_freq", "8")
+    err = capsys.readouterr().err
+    assert re.search(
+        r"step 8 was not saved: .*, so there is no .*rolling_step_000008\.pt.*; older saves are intact", err
+    )
+
+
+def test_a_warning_before_the_log_is_open_is_in_the_log(workdir):
+    run_here("--max_steps", "4", "--checkpoint_freq", "2")
+    Path("checkpoints/latest.pt").write_bytes(b"damaged")
+    run_here("--resume", "checkpoints/rolling_step_000002.pt", "--max_steps", "4")
+    assert "warning: checkpoints/latest.pt: not a readable checkpoint; renamed" in Path("logs/log.txt").read_text()
 
 
 @pytest.mark.parametrize("resume", [(), ("--resume",)])

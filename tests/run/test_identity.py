@@ -101,6 +101,8 @@ def test_events_of_another_run_of_the_name_stay(victim):
         run_here("--resume", "latest", "--mirror", url, "--use_tensorboard", "--max_steps", "6", *folders("here")) == 0
     )
     assert Path("runs/mine/events.out.tfevents.1.host").read_bytes() == before
+    mine, theirs = sorted(Path("runs").iterdir())  # "mine" and "mine-20261126-081500"
+    assert (len([*mine.iterdir()]), len([*theirs.iterdir()])) == (1, 3)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -193,10 +195,12 @@ def test_of_two_copies_of_a_deleted_folder_the_first_that_resumes_is_the_same_ru
 def test_the_id_needs_no_mark(workdir, monkeypatch):
     run_here("--max_steps", "3", *folders("one"))
     run_id = read_run(Path("one")).id
-    monkeypatch.setenv("XDG_STATE_HOME", "empty")  # as in a container whose home is not kept
+    monkeypatch.setenv("XDG_STATE_HOME", "/dev/null")  # as in a container whose home is not kept
     assert (read_run(Path("one")).id, read_run(Path("one")).places) == (run_id, {})
-    resume("one", "--logdir", "logs-one")
-    assert starts("logs-one") == [run_id] * 2
+    for steps in ("6", "8"):
+        resume("one", "--logdir", "logs-one", "--run_name", "x", "--use_tensorboard", "--max_steps", steps)
+    assert starts("logs-one") == [run_id] * 3
+    assert [path.name for path in Path("runs").iterdir()] == ["x"]
 
 
 def test_a_disk_on_a_new_machine_continues_its_run_in_the_mirror_that_is_named(s3, workdir, monkeypatch):
