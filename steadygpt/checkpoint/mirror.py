@@ -46,11 +46,6 @@ class Entry(Head):
     file: Annotated[str, r"step_\d{6,}-\d+\.\d{6}\.pt"]
     size: Count  # in bytes
 
-    @classmethod
-    def of(cls, path: Path, head: Head) -> "Entry":
-        """Describe a checkpoint file."""
-        return cls(file=f"step_{head.step:06d}-{head.saved_at:.6f}.pt", size=path.stat().st_size, **vars(head))
-
 
 @dataclass(frozen=True)
 class Index:
@@ -67,7 +62,7 @@ class Damaged(UserError):
 
 
 class Mirror:
-    """A folder of an object store, for the run of this id and name that uploads, or for any.
+    """A folder of an object store, for the run of this id and name that uploads; without an id, for reading any.
 
     Methods raise what the store's fsspec back end raises, but patiently() raises UserErrors (see Service.persistently).
     """
@@ -109,7 +104,7 @@ class Mirror:
         if index.checkpoints and self.run not in ("", index.run):
             raise UserError(
                 f"--mirror {self.url} belongs to the run {index.name} ({index.run}); give this run another --mirror, "
-                "or resume that one in an empty --checkpoint_dir"
+                f"or resume {index.name} in an empty --checkpoint_dir"
             )
         return index
 

@@ -130,7 +130,7 @@ class Saves:
 
 
 class CheckpointWriter:
-    """Writes in the background, one job at a time, and reports to the log how each ended; used on rank 0 only."""
+    """Writes in the background, one job at a time; used on rank 0 only."""
 
     def __init__(self, config: TrainConfig, log: RunLog, uploads: Uploads | None = None):
         self.config, self.log, self.uploads, self.folder = config, log, uploads, Path(config.checkpoint_dir)
@@ -173,7 +173,7 @@ class CheckpointWriter:
         self.job = self.pool.submit(job, *args)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until no job but an upload is in flight, and return whether that is so."""
+        """Wait until no job is in flight, and return whether that is so."""
         return self.job is None or not wait([self.job], timeout_s).not_done
 
     def save(self, captured: Captured, tiers: list[str]) -> None:

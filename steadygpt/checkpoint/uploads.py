@@ -96,7 +96,9 @@ class Uploads:
             self.log.warn(f"not uploaded: {error}".replace(str(self.copy), str(path)))
             self.corrupt.add(files[0].order)
             return
-        self.mirror.upload(self.copy, Entry.of(self.copy, head), names, self.config, self._note_progress)
+        file = f"step_{head.step:06d}-{head.saved_at:.6f}.pt"
+        entry = Entry(file=file, size=self.copy.stat().st_size, **vars(head))
+        self.mirror.upload(self.copy, entry, names, self.config, self._note_progress)
         self._note_progress()
         self.uploaded_at_s = start_s
         self.log.note(mirrored_at=time.time())

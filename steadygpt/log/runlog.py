@@ -1,7 +1,7 @@
 """The run log: console, log.txt, metrics.jsonl, status.json, alerts, TensorBoard and Weights & Biases.
 
 A step's number is the number of updates that the weights had when they were measured, so the training loss and the
-validation loss of one step belong to the same weights. Files are only appended to: a run that resumes at step s logs
+validation loss of one step belong to the same weights. Logs are only appended to: a run that resumes at step s logs
 the steps from s on again, after a line of its own (see metrics.py).
 """
 

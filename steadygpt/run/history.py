@@ -198,7 +198,7 @@ def find_newest(config: TrainConfig, given: Mapping[str, str], run: Identity) ->
     except NoAnswer as error:
         if not found.path:
             raise
-        skipped.append(f"{url}, which may have a newer checkpoint: {error}")
+        skipped.append(f"the mirror may have a newer checkpoint: {error}")
     if not found.path and (problem or skipped):  # auto starts no new run beside damaged checkpoints
         raise UserError("; ".join(skipped) or problem)
     return replace(found, skipped=skipped), run

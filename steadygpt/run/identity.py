@@ -49,7 +49,7 @@ class Identity:
         return self.places.get("run_name", "")
 
     def copied(self, folder: object) -> "Identity":
-        """Return a new run that resumes from a checkpoint of this one, which is in `folder`."""
+        """Return a new run that resumes from a checkpoint of this one; `folder` is this one's."""
         other = self.other or f"the run {self.name or self.id} in {folder}"
         return Identity(places=self.places | {"mirror": ""}, other=other)
 

@@ -25,7 +25,7 @@ from steadygpt.run.starts import note_of_start
 
 
 def open_outputs(plan: Plan, log: RunLog, held: ExitStack) -> tuple[CheckpointWriter, Repeats]:
-    """Open the folders of a run, and its log, on rank 0; `held` closes the log and releases the locks."""
+    """Open the folders, mirror and logs of a run on rank 0; `held` closes the log and releases the locks."""
     config, start, starts = plan.config, plan.history, plan.starts
     folder, logdir = Path(config.checkpoint_dir), Path(config.logdir)
     if not config.resume:  # otherwise open_history() has locked it

@@ -46,7 +46,7 @@ MANY_EPOCHS = 4  # up to which repeated text is worth about as much as new text 
 
 @dataclass(frozen=True)
 class Plan:
-    """A run before it is built; the same on every rank but for the tensors in `history`."""
+    """A run before it is built; the same on every rank but for `data`, `ranks` and the tensors in `history`."""
 
     config: TrainConfig  # settled
     starts: list[Entry]  # the last one is this start

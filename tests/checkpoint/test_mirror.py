@@ -535,7 +535,7 @@ def test_unreachable_mirror(machines, s3, capsys, monkeypatch):
         threads = [thread for thread in {*threading.enumerate()} - before if thread.name == "uploads"]
         wait_for(lambda: not any(thread.is_alive() for thread in threads))
     out, err = capsys.readouterr()
-    assert "which may have a newer checkpoint: " in out
+    assert "the mirror may have a newer checkpoint: " in out
     assert "warning: not everything is uploaded; upload the rest with scripts/upload_manager.py upload-all" in err
     machines("second")
     for resume in ("latest", "auto"):  # auto starts no new run beside one that it cannot see

@@ -302,7 +302,7 @@ def test_a_copy_takes_the_mirror_that_it_is_given_if_that_is_empty(s3, workdir):
     shutil.copytree("one", "copy")
     with pytest.raises(
         UserError,
-        match=rf"--mirror {mine} belongs to the run a \({run_id}\); give this run another --mirror, or resume that one",
+        match=rf"--mirror {mine} belongs to the run a \({run_id}\); give this run another --mirror, or resume a in an",
     ):
         resume("copy", "--mirror", mine)
     resume("copy", "--mirror", new)
