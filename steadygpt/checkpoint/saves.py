@@ -185,8 +185,8 @@ class CheckpointWriter:
         except Exception as error:  # training continues, and an exception in this thread would be lost
             self.failed += 1
             text = f"{self.folder / LATEST}: step {step} was not saved: {str(error) or type(error).__name__}"
-            text += f", so there is no {' or '.join(tiers)}" * bool(tiers)
-            self.log.warn(f"{text}; older saves are intact", event="save failed" if self.failed == 1 else "")
+            text += "; older saves are intact" + f", but there is no {' or '.join(tiers)}" * bool(tiers)
+            self.log.warn(text, event="save failed" if self.failed == 1 else "")
             return
         self.failed, self.saved_at_s = 0, time.monotonic()
         self.log.say(f"saved step {step} as {', '.join([LATEST, *tiers])} in {self.saved_at_s - start_s:.1f} s")
