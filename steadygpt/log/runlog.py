@@ -116,8 +116,8 @@ class RunLog:
 
     def load(self, metrics: Mapping[str, float]) -> None:
         """Record the machine's load beside the current step, and in status.json."""
-        self.note(load=dict(metrics))
         self._record("system", self.facts["step"], metrics)
+        self.note(load=dict(metrics))
 
     def _record(self, group: str, step: int, numbers: Mapping[str, float | None], line: str = "") -> None:
         """Write a line of text, if there is one, and numbers to the sinks, as curves of a group."""
