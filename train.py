@@ -124,7 +124,7 @@ def build(plan: Plan, log: RunLog, held: ExitStack) -> Run:
     writer, repeats = opened or (None, Repeats(log))  # without a writer, saves do nothing
     saves = Saves(config, ranks, log, stop, writer)
     if not config.eval_only:
-        log.say("\n".join(plan.lines()))
+        ranks.on_main(lambda: log.say("\n".join(plan.lines())))
     reads_text = (plan.writes or config.eval_only) and (config.sample_freq or config.hellaswag_freq or data.val_sets)
     tokenizer = tokenizer_on_all(data.tokenizer_record, ranks, log.warn) if reads_text else None
     tasks = load_tasks(config, tokenizer, ranks, log.warn) if tokenizer and config.hellaswag_freq else {}
@@ -431,7 +431,7 @@ def launch(plan: Plan, held: ExitStack) -> int:
         ended = f"this run is finished, at step {history.step:,}"
         log.say(f"{config.checkpoint_dir}: {ended}. To continue, raise --max_steps.")
     elif config.dry_run == "plan":
-        log.say("\n".join([*plan.lines(), *forecast(plan)]))
+        plan.ranks.on_main(lambda: log.say("\n".join([*plan.lines(), *forecast(plan)])))
     elif config.dry_run == "measure":
         log.say("\n".join(forecast(plan, measure(build(plan, log, held)))))
     elif config.eval_only:

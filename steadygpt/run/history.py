@@ -69,7 +69,7 @@ class History:
 
 def open_history(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, held: ExitStack) -> History:
     """Find on rank 0 what a run continues, and merge its options with those given; `held` locks its folder."""
-    config = ranks.broadcast(in_its_folder(config, given))
+    config = ranks.broadcast(ranks.on_main(lambda: in_its_folder(config, given)) or config)
     if config.resume in ("latest", "auto") and not config.mirror:  # a mirror has the newest of all machines
         check_other_machines(Path(config.checkpoint_dir), ranks)
     history = ranks.on_main(lambda: named(_open_on_main(config, given, held)))
