@@ -166,6 +166,23 @@ def any_length():
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
+class Moment:
+    """Now; on a GPU, which runs behind the host, when it has done what was launched until now."""
+
+    def __init__(self, device: torch.device):
+        self.host_s, self.event = time.perf_counter(), None
+        if device.type == "cuda":
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record()
+
+    def since(self, earlier: "Moment") -> float:
+        """Return the seconds from an earlier moment of the same device; wait for this one."""
+        if self.event is None or earlier.event is None:
+            return self.host_s - earlier.host_s
+        self.event.synchronize()
+        return earlier.event.elapsed_time(self.event) / 1000
+
+
 @contextmanager
 def profiled(steps: int, path: Path, tell: Callable[[str], None]):
     """Record `steps` steps, after 3 others, into a trace file for Perfetto and TensorBoard's profiler.
@@ -186,7 +203,7 @@ def profiled(steps: int, path: Path, tell: Callable[[str], None]):
             tell(f"trace in {path}; open it at https://ui.perfetto.dev")
 
     schedule = torch.profiler.schedule(wait=2, warmup=1, active=steps, repeat=1)
-    with torch.profiler.profile(schedule=schedule, on_trace_ready=write) as profiler:
+    with torch.profiler.profile(schedule=schedule, on_trace_ready=write, acc_events=True) as profiler:
         yield profiler.step
     if profiler.step_num < 3:  # as many are waited for
         tell("no trace: the run was too short")

@@ -5,7 +5,6 @@ A GPU runs behind the host. The GPU decides which updates to skip, and the host 
 
 import math
 import shlex
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from steadygpt.base.text import counted
 from steadygpt.checkpoint.files import TrainState
 from steadygpt.config import TrainConfig
 from steadygpt.log.runlog import RunLog
-from steadygpt.machine.device import PEAK_FLOPS, device_name, peak_memory_bytes
+from steadygpt.machine.device import PEAK_FLOPS, Moment, device_name, peak_memory_bytes
 from steadygpt.machine.ranks import Ranks
 from steadygpt.run.repeats import Repeats
 from steadygpt.run.schedule import Schedule
@@ -130,17 +129,20 @@ class Results:
     skipped: int = 0  # updates
     seconds: float = 0.0  # of the steps, without evaluations
     first_s: float = 0.0  # of that, the first step, which compiles and warms up, so its speed is not typical
-    first_ended_s: float = 0.0
-    clock_s: float = field(default_factory=time.perf_counter)  # when the next step has begun
-    waiting: deque[Callable[[], StepResult]] = field(default_factory=deque)
+    first_ended: Moment = field(init=False)
+    begun: Moment = field(init=False)  # the next step
+    waiting: deque[tuple[Moment, Callable[[], StepResult]]] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self.restart_clock()
 
     def restart_clock(self) -> None:
         """Leave the time until now, such as an evaluation's, out of the next step's."""
-        self.clock_s = time.perf_counter()
+        self.begun = Moment(self.ranks.device)
 
     def add(self, result: Callable[[], StepResult]) -> None:
         """Take a pending result, and read those before it; raises as read_all() does."""
-        self.waiting.append(result)
+        self.waiting.append((Moment(self.ranks.device), result))
         self.read_all(self.delay)
 
     def read_all(self, but: int = 0) -> None:
@@ -149,14 +151,15 @@ class Results:
         Raises: Diverged after too many bad steps, none of which has changed the weights.
         """
         while len(self.waiting) > but:
-            self._read(self.waiting.popleft()())
+            ended, result = self.waiting.popleft()
+            self._read(result(), ended)
 
-    def _read(self, result: StepResult) -> None:
-        state, now_s, is_first = self.state, time.perf_counter(), not self.steps
-        step_s, self.clock_s = now_s - self.clock_s, now_s
+    def _read(self, result: StepResult, ended: Moment) -> None:
+        state, is_first = self.state, not self.steps
+        step_s, self.begun = ended.since(self.begun), ended
         if is_first:
-            self.first_s, self.first_ended_s = step_s, now_s
-        mean_s = step_s if is_first else (now_s - self.first_ended_s) / self.steps  # with evaluations
+            self.first_s, self.first_ended = step_s, ended
+        mean_s = step_s if is_first else ended.since(self.first_ended) / self.steps  # with evaluations
         self.steps += 1
         self.skipped += not result.updated
         self.seconds += step_s

@@ -139,7 +139,7 @@ def log(tmp_path):
 def finish_step(log, monkeypatch):
     """Return a function that takes the results of a step that took some seconds."""
     clock = SimpleNamespace(now_s=0.0, perf_counter=lambda: clock.now_s, monotonic=lambda: clock.now_s)
-    monkeypatch.setattr("steadygpt.run.results.time", clock)
+    monkeypatch.setattr("steadygpt.machine.device.time", clock)
     monkeypatch.setattr(TrainState, "total_s", lambda _: 1800.0)
     results = Results(
         log.config, log.ranks, Schedule(log.config, 32), TrainState(), log, 1.0, delay=0, repeats=Repeats(log)
