@@ -370,7 +370,7 @@ class Found:
     checkpoint: dict | None = None
     damaged: dict[Path, str] = field(default_factory=dict)  # files that were skipped: why
     skipped: Sequence[str] = ()  # lines about the mirror
-    restored: bool = False  # from the mirror
+    downloaded: Path | None = None  # from the mirror, under another name than `path`
 
 
 def find_checkpoint(which: str, folder: Path) -> Found:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from dataloader import Data, find_data
-from steadygpt.base.durable import fsync_folder, lock_folder
+from steadygpt.base.durable import lock_folder
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import NoAnswer
 from steadygpt.base.text import STAMP, labelled
@@ -22,7 +22,7 @@ from steadygpt.data.shards import Recorded, check_listing
 from steadygpt.data.tokenizer import TokenizerRecord
 from steadygpt.log.metrics import owner
 from steadygpt.machine.ranks import Ranks
-from steadygpt.run.identity import Identity, read_run, write_run
+from steadygpt.run.identity import Identity, read_run
 
 WORDS = ("latest", "auto", *files.NAMED)  # what --resume takes besides files
 IN_USE = "wait for it to end, or use another --checkpoint_dir"
@@ -41,7 +41,8 @@ class History:
     path: Path | None = None  # of the checkpoint
     is_fork: bool = False  # the checkpoint stays in its folder, and this run has its own
     run: Identity = field(default_factory=Identity)
-    renamed: Mapping[Path, Path] = field(default_factory=dict)  # new names of damaged files, once the run writes
+    downloaded: Path | None = None  # from the mirror; becomes `path` once the run writes
+    renamed: Mapping[Path, Path] = field(default_factory=dict)  # new names of damaged files, likewise
     notes: tuple[str, ...] = ()  # for the plan
 
     @property
@@ -70,8 +71,11 @@ class History:
 def open_history(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, held: ExitStack) -> History:
     """Find on rank 0 what a run continues, and merge its options with those given; `held` locks its folder."""
     config = ranks.broadcast(ranks.on_main(lambda: in_its_folder(config, given)) or config)
-    if config.resume in ("latest", "auto") and not config.mirror:  # a mirror has the newest of all machines
-        check_other_machines(Path(config.checkpoint_dir), ranks)
+    folder = Path(config.checkpoint_dir)
+    if config.resume in ("latest", "auto"):
+        has_mirror = ranks.on_main(lambda: bool(config.mirror or read_run(folder).places.get("mirror")))
+        if not ranks.broadcast(has_mirror):  # a mirror has the newest of all machines
+            check_other_machines(folder, ranks)
     history = ranks.on_main(lambda: named(_open_on_main(config, given, held)))
     without_tensors = ranks.broadcast(history and history.without_tensors())
     return history or cast(History, without_tensors)
@@ -86,9 +90,9 @@ def open_data(history: History, ranks: Ranks) -> Data:
     listing = {path: about for shards in data.sets for path, about in shards.listing().items()}
     expected = ranks.broadcast(listing)
     ranks.on_each(lambda: check_listing(listing, expected))
-    if saved:
-        data = replace(data, tokenizer_record=data.tokenizer_record.resumed(saved, data.folder))
-    return data
+    if not saved:
+        return data
+    return replace(data, tokenizer_record=ranks.on_each(lambda: data.tokenizer_record.resumed(saved, data.folder)))
 
 
 def in_its_folder(config: TrainConfig, given: Mapping[str, str]) -> TrainConfig:
@@ -135,7 +139,7 @@ def _open_on_main(config: TrainConfig, given: Mapping[str, str], held: ExitStack
     run = read_run(here).copied(here) if is_fork else read_run(here)
     config = run.placed(config, given)
     if config.mirror and config.trains and which in WORDS:
-        found, run = find_newest(config, given, run)
+        found, run = find_newest(config, run)
         config = run.placed(config, given)
     else:
         found = files.find_checkpoint(which, folder)
@@ -146,61 +150,50 @@ def _open_on_main(config: TrainConfig, given: Mapping[str, str], held: ExitStack
     renamed = {file: files.aside(file) for file in found.damaged if config.trains and not is_fork}
     damaged = [f"{line}; renamed {renamed[file].name}" if renamed else line for file, line in found.damaged.items()]
     notes = [labelled("skipped", line) for line in (*damaged, *found.skipped)]
-    of_mirror = f" (restored from {config.mirror})" * found.restored
+    of_mirror = f" (restored from {config.mirror})" * bool(found.downloaded)
     notes.append(labelled("resumed", f"from {found.path}{of_mirror} at step {found.checkpoint['step']:,}"))
     config, decisions, changes = resumed(found.checkpoint["starts"][-1], config, given)
     notes += [labelled("changed", line) for line in changes]
     return History(
-        config, given, decisions, found.checkpoint, path=found.path, is_fork=is_fork, run=run, renamed=renamed,
-        notes=tuple(notes),
+        config, given, decisions, found.checkpoint, path=found.path, is_fork=is_fork, run=run,
+        downloaded=found.downloaded, renamed=renamed, notes=tuple(notes),
     )  # fmt: skip
 
 
-def find_newest(config: TrainConfig, given: Mapping[str, str], run: Identity) -> tuple[files.Found, Identity]:
+def find_newest(config: TrainConfig, run: Identity) -> tuple[files.Found, Identity]:
     """Find the checkpoint that --resume asks for in the folder or, if that has a newer one, in the mirror."""
-    url, folder, found, problem = config.mirror, Path(config.checkpoint_dir), files.Found(), ""
+    url, folder, which, problem = config.mirror, Path(config.checkpoint_dir), config.resume, ""
+    path, skipped = folder / files.NAMED.get(which, files.LATEST), list[str]()
     try:
-        found = files.find_checkpoint(config.resume, folder)
+        found = files.find_checkpoint(which, folder)
     except files.Unreadable:
         raise
     except UserError as error:
-        problem = f"{error}; --mirror {url} has none either"
-    skipped, newest_s = [], found.checkpoint["saved_at"] if found.checkpoint else 0
-    path, downloaded = folder / files.NAMED.get(config.resume, files.LATEST), folder / ".restored.tmp"
+        corrupt = [file for file in files.checkpoint_files(folder) if which not in files.NAMED or file == path]
+        found, problem = files.Found(damaged={file: f"{file}: corrupt" for file in corrupt}), str(error)
+    newest_s = found.checkpoint["saved_at"] if found.checkpoint else 0
     mirror = Mirror(url, run.id if files.checkpoint_files(folder) else "")
     try:
         index = mirror.patiently(mirror.index)
         if index.checkpoints:
-            known, name = run.places if run.id == index.run else {}, index.name
-            if not known and Path(config.tensorboard_dir, name).exists() and owner(config.logdir) != index.run:
-                name += f"-{time.strftime(STAMP)}"  # a mirror may name another run's folder
-            run = Identity(index.run, {"run_name": name, **known, "mirror": url})
-        wanted = [
-            entry for name, entry in index.checkpoints.items() if config.resume not in files.NAMED or name == path.name
-        ]
+            known = run.places if run.id == index.run else {}
+            run = Identity(index.run, {"run_name": index.name, **known, "mirror": url})
+        wanted = [entry for name, entry in index.checkpoints.items() if which not in files.NAMED or name == path.name]
         for entry in dict.fromkeys(wanted):  # newest first
             if entry.saved_at <= newest_s:
                 break
             try:
+                downloaded = folder / ".restored.tmp"
                 checkpoint = mirror.download(entry, downloaded)
+                return files.Found(path, checkpoint, found.damaged, skipped, downloaded), run
             except Damaged as error:
                 skipped.append(str(error))
-                continue
-            # Before the checkpoint, so that a start which fails in between is repeated with all of it.
-            write_run(folder, run.id, run.placed(config, given))
-            (folder / files.EVALUATIONS).unlink(missing_ok=True)  # restore_files() downloads that of the mirror
-            if path != found.path and os.path.lexists(path):
-                line = found.damaged.pop(path, f"{path}: corrupt")
-                skipped.append(f"{line}; renamed {path.rename(files.aside(path)).name}")
-            os.replace(downloaded, path)
-            fsync_folder(folder)
-            return files.Found(path, checkpoint, found.damaged, skipped, restored=True), run
     except NoAnswer as error:
         if not found.path:
             raise
         skipped.append(f"the mirror may have a newer checkpoint: {error}")
     if not found.path and (problem or skipped):  # auto starts no new run beside damaged checkpoints
-        raise UserError("; ".join(skipped) or problem)
+        raise UserError("; ".join(skipped) or f"{problem}; --mirror {url} has none either")
     return replace(found, skipped=skipped), run
 
 
@@ -217,17 +210,21 @@ def _with_weights(config: TrainConfig, given: Mapping[str, str]) -> History:
 def named(history: History) -> History:
     """Return the history with the name of the run and the folder of its logs, and say if they are not those asked for.
 
-    A run keeps its name; a fork or a copy is named RUN-from-STEP. A new name that has a TensorBoard folder already
-    gets a time stamp, because TensorBoard would hide the older points. Another run's folder of logs gets a subfolder.
+    A run keeps its name; a fork or a copy is named RUN-from-STEP. A name that is new here and has a TensorBoard folder
+    already gets a time stamp, because TensorBoard would hide the older points. Another run's folder of logs gets a
+    subfolder.
     """
     config, run, wanted = history.config, history.run, history.config.run_name
     logdir, tensorboard, notes = Path(config.logdir), Path(config.tensorboard_dir), [*history.notes]
     if run.other and wanted in ("", run.name):
         wanted = f"{run.name or 'run'}-from-{history.step}"
     name = wanted = wanted or run.name or time.strftime(f"gpt-{STAMP}-{os.getpid()}")
-    if not run.other and f"{run.name}-".startswith(f"{wanted}-"):  # the command of the first start also resumes
+    if is_own := not run.other and f"{run.name}-".startswith(f"{wanted}-"):  # the command of the first start resumes
         name = wanted = run.name
-    elif (tensorboard / wanted).exists() and (run.name or owner(logdir) != run.id):
+    # Of a run that only its mirror knows, no place is known.
+    is_known = is_own and "logdir" in run.places
+    is_used = not is_known and (tensorboard / name).exists()
+    if is_used and (owner(logdir) != run.id or (run.name and not is_own)):
         name = f"{wanted}-{time.strftime(STAMP)}"
     # A copy of a folder has a copy of the logs inside it.
     is_inside = Path(os.path.realpath(logdir)).is_relative_to(os.path.realpath(config.checkpoint_dir))

@@ -6,11 +6,11 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
-from steadygpt.base.durable import lock_folder
+from steadygpt.base.durable import fsync_folder, lock_folder
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import NoAnswer
 from steadygpt.base.text import bytes_text
-from steadygpt.checkpoint.files import check_folder
+from steadygpt.checkpoint.files import EVALUATIONS, check_folder
 from steadygpt.checkpoint.mirror import Mirror, restore_files
 from steadygpt.checkpoint.saves import STALE, CheckpointWriter
 from steadygpt.checkpoint.uploads import Uploads
@@ -32,25 +32,28 @@ def open_outputs(plan: Plan, log: RunLog, held: ExitStack) -> tuple[CheckpointWr
         held.enter_context(lock_folder(folder, IN_USE))
         check_folder(folder, None)
     size, disk = checkpoint_bytes(plan.sketch, config.optimizer), shutil.disk_usage(folder)
-    free = disk.free + sum(file.stat().st_size for file in folder.glob(STALE))
+    free = disk.free + sum(file.stat().st_size for file in folder.glob(STALE) if file != start.downloaded)
     if free < size and disk.total:  # 0: the file system does not say
         found = f"{bytes_text(size)} needed for a checkpoint, {bytes_text(free)} free"
         raise UserError(f"{folder}: {found}; nothing was changed. Free some space, or use another --checkpoint_dir")
     if os.path.realpath(logdir) != os.path.realpath(folder):  # resolve() raises for a loop of links
         held.enter_context(lock_folder(logdir, "give this run another --logdir"))
-    uploads = None
-    if config.mirror:
-        mirror = Mirror(config.mirror, start.run.id, config.run_name)
-        with suppress(NoAnswer):  # the first upload claims it
+    mirror = Mirror(config.mirror, start.run.id, config.run_name) if config.mirror else None
+    with suppress(NoAnswer):  # the first upload claims it
+        if mirror:
             mirror.patiently(mirror.claim)
-        if mirror.is_claimed:
-            if start.checkpoint:
-                mirror.patiently(partial(restore_files, mirror, config))
-            mirror.has_other_logs = False
-        uploads = Uploads(mirror, config, log)
     write_run(folder, start.run.id, config)  # first: a folder with a checkpoint says which run it is
     for damaged, name in start.renamed.items():  # saves would replace or delete them
         damaged.rename(name)
+    if start.downloaded and start.path:
+        (folder / EVALUATIONS).unlink(missing_ok=True)  # restore_files() downloads that of the mirror
+        os.replace(start.downloaded, start.path)
+        fsync_folder(folder)
+    if mirror and mirror.is_claimed:
+        if start.checkpoint:
+            mirror.patiently(partial(restore_files, mirror, config))
+        mirror.has_other_logs = False
+    uploads = Uploads(mirror, config, log) if mirror else None
     writer = CheckpointWriter(config, log, uploads)
     now, repeats = {"run": start.run.id, **note_of_start(config, starts)}, Repeats(log)
     if checkpoint := start.checkpoint:
