@@ -39,7 +39,7 @@ from steadygpt.run.history import WITHOUT_TENSORS, History
 from steadygpt.run.identity import read_run
 from steadygpt.run.plan import settle
 from steadygpt.run.repeats import Repeats, repeated_records
-from steadygpt.run.starts import difference, id_of_last
+from steadygpt.run.starts import difference
 from train import Run, build, capture, train_step
 
 AS_RECORDED = "code, machine and options are as recorded"
@@ -48,9 +48,8 @@ AS_RECORDED = "code, machine and options are as recorded"
 @dataclass(frozen=True)
 class ReplayOptions:
     # fmt: off
-    step: int | None = option(None, "one step to replay, as --steps STEP:STEP")
-    steps: str = option("", "steps to replay, A:B, including both, numbered as in metrics.jsonl: step A starts from "
-                        "the checkpoint of step A")
+    steps: str = option("", "step N, or steps A:B with both ends, numbered as in metrics.jsonl: step A starts from the "
+                        "checkpoint of step A; alias: --step", aliases=("step",))
     checkpoint_dir: str = option("checkpoints", "folder of the run's checkpoints", positional=True,
                                  aliases=("checkpoint_dir",))
     mirror: str = option("", "URL of the run's mirror (default: its --mirror)", no_password=True)
@@ -59,12 +58,10 @@ class ReplayOptions:
 
     def span(self) -> tuple[int, int]:
         """Return the first and the last step."""
-        if (self.step is None) == (not self.steps):
-            raise UserError("no steps to replay; expected either --step N or --steps A:B")
-        match = re.fullmatch(r"(\d+):(\d+)", self.steps or f"{self.step}:{self.step}")
-        if not match or int(match[1]) > int(match[2]):
-            raise OptionError("steps", repr(self.steps), "A:B, such as 4000:4250")
-        return int(match[1]), int(match[2])
+        match = re.fullmatch(r"(\d+)(?::(\d+))?", self.steps)
+        if not match or int(match[1]) > int(match[2] or match[1]):
+            raise OptionError("steps", repr(self.steps), "a step, such as 4000, or A:B, such as 4000:4250")
+        return int(match[1]), int(match[2] or match[1])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -137,22 +134,6 @@ def find_past(options: ReplayOptions, first: int, last: int, held: ExitStack) ->
 # the comparison
 
 
-class Findings:
-    """Prints what a replay finds, on rank 0, in place of the log of a run."""
-
-    def __init__(self):
-        self.differs = False  # somewhere where bits are promised
-
-    def say(self, line: str) -> None:
-        print(printable(line), flush=True)
-
-    def warn(self, line: str, event: str = "") -> None:
-        self.differs = True
-        self.say(f"warning: {line}")
-
-    def note(self, **facts: object) -> None: ...
-
-
 def compare_tensors(content: dict, saved: dict) -> str:
     """Return in words how weights and optimizer state differ from those of a checkpoint; "" if their bits are equal."""
     ours, theirs, shares = named_tensors(content), named_tensors(saved), dict[str, float]()
@@ -206,7 +187,7 @@ def find_records(past: Past, starts: list[Entry], begin: int, end: int) -> tuple
     """Return the records of the steps of a part, see repeated_records()."""
     # A replay repeats steps as a resume does, from where this start began or from a checkpoint that it has made.
     before = starts[:-1] if starts[-1]["step"] == begin else starts
-    records, reason = repeated_records(past.metrics, begin, id_of_last(before))
+    records, reason = repeated_records(past.metrics, begin, before[-1]["id"] if before else "")
     records = {step: record for step, record in records.items() if step < end}
     if not records and not past.saves:
         raise UserError(
@@ -218,7 +199,7 @@ def find_records(past: Past, starts: list[Entry], begin: int, end: int) -> tuple
 
 def replay(past: Past, device: str, ranks: Ranks, held: ExitStack) -> bool:
     """Train in memory and compare; return whether there is a difference where bits are promised, which ends it."""
-    findings, starts, checkpoint, equal = Findings(), past.newest["starts"], past.checkpoint, list[int]()
+    log, starts, checkpoint, equal = RunLog(TrainConfig(), ranks), past.newest["starts"], past.checkpoint, list[int]()
     first, end_of_all, reasons = checkpoint["step"] if checkpoint else 0, past.last + 1, list[str]()
     resumed = sorted({entry["step"] for entry in starts if first < entry["step"] < end_of_all})
     with ProgressBar(
@@ -229,10 +210,8 @@ def replay(past: Past, device: str, ranks: Ranks, held: ExitStack) -> bool:
             run, found_here = build_part(past, checkpoint, so_far, device, ranks, held), changes(so_far[-1], ranks)
             reasons += found_here  # later parts continue with other bits too
             found = ranks.on_main(partial(find_records, past, so_far, begin, end)) or ({}, "")
-            log: Any = findings  # which has all that Repeats calls
             repeats = run.results.repeats = Repeats(log, begin, *found, is_exact=not reasons)
-            if ranks.is_main:
-                findings.say(f"steps {begin:,} to {end - 1:,}: {', '.join(found_here) or AS_RECORDED}")
+            log.say(f"steps {begin:,} to {end - 1:,}: {', '.join(found_here) or AS_RECORDED}")
             with closing(run.training_batches()) as batches:
                 while run.state.step < end:
                     run.results.add(train_step(run, batches))
@@ -240,24 +219,26 @@ def replay(past: Past, device: str, ranks: Ranks, held: ExitStack) -> bool:
                     run.state.rows_consumed += run.plan.schedule.rows_per_step
                     if run.state.step in past.saves:
                         run.results.read_all()
-                        content, (file, saved) = capture(run).wait(), past.saves[run.state.step]
+                        content, (file, saved) = capture(run)(), past.saves[run.state.step]
                         if ranks.is_main and (differs := compare_tensors(content, saved)):
-                            tell = findings.say if reasons else findings.warn
-                            tell(f"step {run.state.step:,}, {file}: {differs}")
+                            (log.say if reasons else log.warn)(f"step {run.state.step:,}, {file}: {differs}")
+                            repeats.differs |= not reasons
                         else:
                             equal.append(run.state.step)
                     bar.update(1)
-                    if ranks.any(findings.differs):
+                    if ranks.any(repeats.differs):
                         return True
             run.results.read_all()
             repeats.report()
+            if ranks.any(repeats.differs):
+                return True
             if end < end_of_all:
-                checkpoint = capture(run).wait()
+                checkpoint = capture(run)()
                 del run, repeats, batches  # the next part builds a model of its own
                 gc.collect()
-    if ranks.is_main and equal:
-        findings.say(f"{counted(len(equal), 'checkpoint')} up to step {equal[-1]:,}: equal, bit for bit")
-    return ranks.any(findings.differs)
+    if equal:
+        log.say(f"{counted(len(equal), 'checkpoint')} up to step {equal[-1]:,}: equal, bit for bit")
+    return False
 
 
 def main(argv: Sequence[str] | None = None) -> int:

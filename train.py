@@ -13,11 +13,13 @@ not stored. A checkpoint holds everything else: model, optimizer, loss scaler an
 import math
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from torch import nn
@@ -28,7 +30,7 @@ from model import GPT, GPTConfig
 from optim import make_optimizer, skips_on_device, state_shapes, update_unless
 from steadygpt.base.options import run_cli
 from steadygpt.base.retry import brief
-from steadygpt.checkpoint.files import FORMAT_VERSION, Captured, TrainState, check_tensors, trained_with
+from steadygpt.checkpoint.files import FORMAT_VERSION, TrainState, check_tensors, trained_with
 from steadygpt.checkpoint.host_copy import HostCopy, fill, restore_optimizer
 from steadygpt.checkpoint.saves import Saves
 from steadygpt.checkpoint.table import print_checkpoints
@@ -46,13 +48,14 @@ from steadygpt.machine.ranks import Ranks, Stopped, StopSignal, end_with_torchru
 from steadygpt.run.history import WITHOUT_TENSORS, open_data, open_history
 from steadygpt.run.memory import out_of_memory_explained
 from steadygpt.run.outputs import open_outputs
-from steadygpt.run.plan import Plan, forecast, measure_step_s, set_up, settle, validation_rows
+from steadygpt.run.plan import Plan, forecast, set_up, settle, validation_rows
 from steadygpt.run.repeats import Repeats
 from steadygpt.run.results import Diverged, Judge, Results, StepResult, pending
 from steadygpt.run.starts import epochs_of_sources, phase_of
 from steadygpt.run.summary import summarize, validation_text
 
 SAMPLE_TOKENS = 100
+MEASURE_S = 10.0  # of measured steps
 
 # ---------------------------------------------------------------------------------------------------------------------
 # a run
@@ -142,25 +145,12 @@ def build(plan: Plan, log: RunLog, held: ExitStack) -> Run:
     delay = int(device.type == "cuda" and skips_on_device(optimizer, device))  # the GPU runs a step ahead of the host
     flops = plan.sketch.flops_per_token()
     run = Run(
-        plan=plan,
-        config=config,
-        ranks=ranks,
-        rows=Mixture(streams, phase_of(plan.starts), config.seed),
-        model=model,
-        forward=forward,
-        gradient_sum=gradient_sum,
-        optimizer=optimizer,
-        scaler=scaler,
-        state=state,
+        plan=plan, config=config, ranks=ranks, rows=Mixture(streams, phase_of(plan.starts), config.seed), model=model,
+        forward=forward, gradient_sum=gradient_sum, optimizer=optimizer, scaler=scaler, state=state,
         judge=Judge(config, device, state.recent_losses, state.bad_steps),
-        results=Results(config, ranks, plan.schedule, state, log, flops, delay, repeats),
-        host_copy=HostCopy(ranks),
-        stop=stop,
-        log=log,
-        saves=saves,
-        tokenizer=tokenizer,
-        tasks=tasks,
-    )
+        results=Results(config, ranks, plan.schedule, state, log, flops, delay, repeats), host_copy=HostCopy(ranks),
+        stop=stop, log=log, saves=saves, tokenizer=tokenizer, tasks=tasks,
+    )  # fmt: skip
     stop.listen()
     return run
 
@@ -264,7 +254,7 @@ def evaluate(run: Run, everything: bool) -> None:
         best = saves.evaluated(state, found, lambda: save(run))
         text = validation_text(sets, best, epochs)
         log.evaluation(state.step, text, **found, **{f"epoch/{name}": number for name, number in epochs.items()})
-        log.histograms(state.step, run.model)
+        log.tell("histograms", state.step, run.model)
     for task, trees in run.tasks.items() if due(config.hellaswag_freq) else ():
         with run.autocast():
             scores = score_examples(run.model, trees, ranks, run.stop.check)
@@ -362,9 +352,12 @@ def save(run: Run) -> None:
     run.saves.save(step, lambda: capture(run), run.plan.schedule.tiers(step, rows))
 
 
-def capture(run: Run) -> Captured:
-    """Start copying a checkpoint's content to host memory, on all ranks. The copy is valid until the next capture."""
-    tensors, copied = run.host_copy.start(run.model, run.optimizer)
+def capture(run: Run) -> Callable[[], dict]:
+    """Start copying a checkpoint's content to host memory, on all ranks; return a function that waits for it.
+
+    The copy is whole on rank 0, and valid until the next capture.
+    """
+    tensors = run.host_copy.start(run.model, run.optimizer)
     content = {
         "format_version": FORMAT_VERSION,
         **asdict(run.state),
@@ -378,7 +371,12 @@ def capture(run: Run) -> Captured:
         "starts": run.plan.starts,
         **run.plan.data.tokenizer_record._asdict(),
     }
-    return Captured(content, copied)
+
+    def copied() -> dict:
+        run.host_copy.wait()
+        return content
+
+    return copied
 
 
 def restore(plan: Plan, model: GPT, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> TrainState:
@@ -414,14 +412,25 @@ def restore(plan: Plan, model: GPT, optimizer: torch.optim.Optimizer, scaler: to
 
 
 def measure(run: Run) -> float:
-    """Return the seconds per step, extrapolated from a few steps with fewer micro-steps."""
+    """Return the seconds per step, extrapolated from steps with one micro-step and steps with several."""
+    config, ranks, micro_steps = run.config, run.ranks, run.config.grad_accum_steps(run.ranks.world_size)
+    few = min(4, micro_steps)
+    found: dict[int, list[float]] = {1: [], few: []}
 
-    def take_step(config: TrainConfig) -> None:
-        train_step(replace(run, config=config), batches)()
+    def seconds_of(count: int) -> float:
+        start_s, tokens = time.perf_counter(), config.total_batch_size // micro_steps * count
+        train_step(replace(run, config=replace(config, total_batch_size=tokens)), batches)()
+        return time.perf_counter() - start_s
 
     run.log.say("timing some steps ...")
     with closing(run.training_batches()) as batches:
-        return measure_step_s(take_step, run.config, run.ranks)
+        seconds_of(1)  # compiles, and allocates memory
+        start_s = time.perf_counter()
+        while ranks.broadcast(not found[few] or time.perf_counter() - start_s < MEASURE_S):  # by the clock of rank 0
+            for count, seconds in found.items():
+                seconds.append(seconds_of(count))
+    one_s, few_s = fmean(found[1]), fmean(found[few])
+    return few_s + (micro_steps - few) * (few_s - one_s) / max(1, few - 1)
 
 
 def launch(plan: Plan, held: ExitStack) -> int:
@@ -447,10 +456,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config, given = parse_args(sys.argv[1:] if argv is None else argv)
     if config.list_checkpoints:
         return print_checkpoints(Path(config.checkpoint_dir), config.mirror, config.verbose)
-    with (
-        joined(config.device, config.timeout_minutes) as ranks,
-        ExitStack() as held,
-    ):
+    with joined(config.device, config.timeout_minutes) as ranks, ExitStack() as held:
         history = open_history(config, given, ranks, held)
         data = open_data(history, ranks)
         plan = settle(history, data, ranks)

@@ -19,7 +19,6 @@ import torch
 from benchmarks.compare import benchmark_parser, compare, median_text, summary, synchronize, write_json
 from model import GPT, GPTConfig
 from optim import make_optimizer
-from steadygpt.checkpoint.files import Captured
 from steadygpt.checkpoint.host_copy import HostCopy
 from steadygpt.checkpoint.saves import CheckpointWriter
 from steadygpt.config import TrainConfig
@@ -82,8 +81,13 @@ def main() -> None:
         def save_ours() -> None:
             start = time.perf_counter()
             writer.wait()  # as in training: the copy reuses the memory that the writer reads
-            tensors, copied = training.host_copy.start(training.model, training.optimizer)
-            writer.submit(writer.save, Captured({"step": len(paused["SteadyGPT"]), **tensors}, copied), [])
+            step, tensors = len(paused["SteadyGPT"]), training.host_copy.start(training.model, training.optimizer)
+
+            def copied() -> dict:
+                training.host_copy.wait()
+                return {"step": step, **tensors}
+
+            writer.submit(writer.save, step, copied, [])
             writer.job.add_done_callback(lambda _: durable.append(time.perf_counter() - start))
 
         def save_in_place() -> None:

@@ -108,19 +108,6 @@ class TrainState:
         return self.elapsed_s + process_age_s()
 
 
-class Captured(NamedTuple):
-    """The content of a checkpoint, whole on rank 0."""
-
-    content: dict
-    copied: torch.cuda.Event | None = None  # ends the copy of its tensors, if they are still on their way
-
-    def wait(self) -> dict:
-        """Return the content once all of its tensors are in host memory."""
-        if self.copied is not None:
-            self.copied.synchronize()
-        return self.content
-
-
 def named_tensors(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return weights and optimizer state by name; a tied head is one tensor under two names."""
     state = checkpoint["optimizer"].items()

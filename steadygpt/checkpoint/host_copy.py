@@ -53,11 +53,12 @@ class HostCopy:
     def __init__(self, ranks: Ranks):
         self.ranks, self.buffers = ranks, dict[tuple[str, str], Tensor]()
         self.stream = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
+        self.copied: torch.cuda.Event | None = None  # ends the copy
 
-    def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict, torch.cuda.Event | None]:
+    def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
         """Start to copy the state of the bare model and its optimizer. All ranks call this, because FSDP gathers.
 
-        Returns: on rank 0 {"model": ..., "optimizer": ...} by parameter name; the CUDA event that ends the copy.
+        Returns: on rank 0 {"model": ..., "optimizer": ...} by parameter name, once wait() has returned.
         """
         if reshard := getattr(model, "reshard", None):  # FSDP's root is still gathered after an evaluation
             reshard()
@@ -70,17 +71,21 @@ class HostCopy:
             for p, name in names.items()
             if optimizer.state.get(p)
         }
-        copied = None
         if self.stream:
             self.stream.wait_stream(torch.cuda.current_stream())  # for the tensors that were gathered
-            copied = self.stream.record_event()
+            self.copied = self.stream.record_event()
             if reshard:  # the next step waits for the gathered tensors anyway; so the pause is measured
-                copied.synchronize()
+                self.wait()
         every_name = model.named_parameters(remove_duplicate=False)  # a tied head is one tensor under two names
         return {
             "model": {name: weights[parameter] for name, parameter in every_name},
             "optimizer": state,
-        }, copied
+        }
+
+    def wait(self) -> None:
+        """Wait until the copy is whole."""
+        if self.copied:
+            self.copied.synchronize()
 
     def _copy(self, name: str, kind: str, tensor: Tensor) -> Tensor | None:
         whole, cuda = full_tensor(tensor), self.stream is not None

@@ -12,22 +12,7 @@ import torch
 
 from steadygpt.base.durable import fsync_folder, link_file, replace_file, write_temporary
 from steadygpt.base.options import UserError
-from steadygpt.checkpoint.files import (
-    BACKUP,
-    BEST,
-    EVALUATIONS,
-    LATEST,
-    Captured,
-    Evaluations,
-    TrainState,
-    aside,
-    check_numbers,
-    read_checkpoint,
-    read_evaluations,
-    read_head,
-    scan,
-    too_old,
-)
+from steadygpt.checkpoint import files
 from steadygpt.checkpoint.uploads import Uploads
 from steadygpt.config import TrainConfig
 from steadygpt.log.runlog import RunLog
@@ -60,15 +45,15 @@ class Saves:
             is_late = step > 0 and 0 < self.interval_s <= now_s - self.captured_at_s and self.writer.wait(timeout_s=0)
         return (self.ranks.any(is_late) or is_special) and step != self.step
 
-    def save(self, step: int, capture: Callable[[], Captured], tiers: list[str]) -> None:
+    def save(self, step: int, capture: Callable[[], Callable[[], dict]], tiers: list[str]) -> None:
         """Save the run after `step` updates, as latest.pt and under the names in `tiers`; return once it is copied."""
         start_s = time.monotonic()
         self.wait()  # the capture reuses the memory that the writer reads
         ready_s = time.monotonic()
         captured = capture()
-        self.log.flush()  # a checkpoint must not be newer than the log of the steps that led to it
+        self.log.tell("flush")  # a checkpoint must not be newer than the log of the steps that led to it
         if self.writer:
-            self.writer.submit(self.writer.save, captured, tiers)
+            self.writer.submit(self.writer.save, step, captured, tiers)
         if not self.config.background_upload:
             self.wait()
         # Without the wait, because timed saves begin only when none is in flight. The first save allocates memory too.
@@ -79,7 +64,7 @@ class Saves:
         self.step, self.captured_at_s = step, time.monotonic()
         self.paused_s += self.captured_at_s - start_s
 
-    def evaluated(self, state: TrainState, scores: dict[str, float], save: Callable[[], object]) -> bool:
+    def evaluated(self, state: files.TrainState, scores: dict[str, float], save: Callable[[], object]) -> bool:
         """Record what an evaluation found, and return whether its val_loss, if it has one, is the lowest so far.
 
         Then best_model.pt becomes a link to the save of this step, which `save` makes if there is none yet.
@@ -136,30 +121,30 @@ class CheckpointWriter:
         self.config, self.log, self.uploads, self.folder = config, log, uploads, Path(config.checkpoint_dir)
         for stale in self.folder.glob(STALE):
             stale.unlink()
-        self.evaluations: Evaluations = {}
+        self.evaluations: files.Evaluations = {}
         self.failed, self.saved_at_s = 0, time.monotonic()  # consecutive failures; the last good save, or the start
         self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self.job: Future | None = None  # the newest one, which ends last
 
     def resume(self, checkpoint: dict, path: Path | None) -> None:
         """Make the checkpoint that the run resumes from the newest; its `path` is None if it is in another folder."""
-        latest, order = self.folder / LATEST, (checkpoint["saved_at"], checkpoint["step"])
+        latest, order = self.folder / files.LATEST, (checkpoint["saved_at"], checkpoint["step"])
         is_latest = path is not None and latest.exists() and latest.samefile(path)
         if not is_latest and os.path.lexists(latest):
             try:
-                read_checkpoint(latest)
+                files.read_checkpoint(latest)
             except UserError:  # it is damaged, or cannot be read at this moment
-                self.log.warn(f"{latest}: not a readable checkpoint; renamed {latest.rename(aside(latest)).name}")
+                self.log.warn(f"{latest}: not a readable checkpoint; renamed {latest.rename(files.aside(latest)).name}")
         orders = self._orders()
-        if (best := orders.get(BEST, order)[1]) > order[1]:
+        if (best := orders.get(files.BEST, order)[1]) > order[1]:
             self.log.warn(
-                f"{self.folder / BEST}: of step {best:,}; the next best model replaces it. Copy it to keep it"
+                f"{self.folder / files.BEST}: of step {best:,}; the next best model replaces it. Copy it to keep it"
             )
         # The run begins in a folder of its own, or goes back: a kill before the first save must keep this choice.
         if not is_latest or order < max(orders.values()):
             self._write(checkpoint, [])
-        file = self.folder / EVALUATIONS
-        evaluations = read_evaluations(file, file.read_bytes() if file.exists() else b"{}")
+        file = self.folder / files.EVALUATIONS
+        evaluations = files.read_evaluations(file, file.read_bytes() if file.exists() else b"{}")
         self.evaluations = {at: scores for at, scores in evaluations.items() if at <= order[1]}
         if len(self.evaluations) < len(evaluations):  # later saves would bring the others back
             self._write_evaluations()
@@ -176,20 +161,20 @@ class CheckpointWriter:
         """Wait until no job is in flight, and return whether that is so."""
         return self.job is None or not wait([self.job], timeout_s).not_done
 
-    def save(self, captured: Captured, tiers: list[str]) -> None:
-        """Write a checkpoint as latest.pt and under the file names in `tiers`."""
-        start_s, step = time.monotonic(), captured.content["step"]
+    def save(self, step: int, captured: Callable[[], dict], tiers: list[str]) -> None:
+        """Write the checkpoint of a step as latest.pt and under the file names in `tiers`."""
+        start_s = time.monotonic()
         try:
-            check_numbers(captured.wait())
-            self._write(captured.content, tiers)
+            files.check_numbers(content := captured())
+            self._write(content, tiers)
         except Exception as error:  # training continues, and an exception in this thread would be lost
             self.failed += 1
-            text = f"{self.folder / LATEST}: step {step} was not saved: {str(error) or type(error).__name__}"
+            text = f"{self.folder / files.LATEST}: step {step} was not saved: {str(error) or type(error).__name__}"
             text += "; older saves are intact" + f", but there is no {' or '.join(tiers)}" * bool(tiers)
             self.log.warn(text, event="save failed" if self.failed == 1 else "")
             return
         self.failed, self.saved_at_s = 0, time.monotonic()
-        self.log.say(f"saved step {step} as {', '.join([LATEST, *tiers])} in {self.saved_at_s - start_s:.1f} s")
+        self.log.say(f"saved step {step} as {', '.join([files.LATEST, *tiers])} in {self.saved_at_s - start_s:.1f} s")
         if self.uploads:
             self.uploads.start()
 
@@ -200,28 +185,28 @@ class CheckpointWriter:
         self.log.note(**plain)
         try:
             if best:
-                if read_head(self.folder / LATEST).step != step:
+                if files.read_head(self.folder / files.LATEST).step != step:
                     raise OSError(f"step {step} was not saved")
-                link_file(self.folder / LATEST, self.folder / BEST)
+                link_file(self.folder / files.LATEST, self.folder / files.BEST)
                 fsync_folder(self.folder)
             # Last: a best model is linked again after a kill in between, because its validation is not recorded.
             self._write_evaluations()
             if best and self.uploads:
                 self.uploads.start()
         except Exception as error:  # as in save()
-            self.log.warn(f"{self.folder}: {EVALUATIONS} or {BEST} was not written: {error}")
+            self.log.warn(f"{self.folder}: {files.EVALUATIONS} or {files.BEST} was not written: {error}")
 
     def _write_evaluations(self) -> None:
         content = f"{json.dumps(self.evaluations, indent=1)}\n".encode()
-        replace_file(self.folder / EVALUATIONS, lambda file: file.write(content))
+        replace_file(self.folder / files.EVALUATIONS, lambda file: file.write(content))
 
     def _orders(self) -> dict[str, tuple[float, int]]:
         """Return Head.order of each checkpoint whose head can be read; others are never deleted."""
-        return {file.path.name: file.order for file in scan(self.folder) if file.head}
+        return {file.path.name: file.order for file in files.scan(self.folder) if file.head}
 
     def _write(self, content: dict, tiers: list[str]) -> None:
         """Write a checkpoint to latest.pt, keep the one before as the backup, and delete older ones of each tier."""
-        latest, step, before = self.folder / LATEST, content["step"], self._orders()
+        latest, step, before = self.folder / files.LATEST, content["step"], self._orders()
         # Later than all other checkpoints, also if the clock was set back.
         newest_s, _ = max(before.values(), default=(0.0, 0))
         checkpoint = content | {"saved_at": max(time.time(), newest_s + 0.001)}
@@ -230,12 +215,12 @@ class CheckpointWriter:
             for name in tiers:
                 link_file(temporary, self.folder / name)
             # The user may have moved latest.pt meanwhile.
-            if before.get(LATEST, (0.0, step))[1] != step and latest.exists():
-                link_file(latest, self.folder / BACKUP)
+            if before.get(files.LATEST, (0.0, step))[1] != step and latest.exists():
+                link_file(latest, self.folder / files.BACKUP)
             os.replace(temporary, latest)
         except BaseException:
             temporary.unlink(missing_ok=True)  # or the next save would overwrite the files that are linked to it
             raise
         fsync_folder(self.folder)  # only now is it durable, so only now may older files go
-        for name in too_old(self._orders(), self.config.keep_checkpoints, self.config.keep_epochs):
+        for name in files.too_old(self._orders(), self.config.keep_checkpoints, self.config.keep_epochs):
             (self.folder / name).unlink(missing_ok=True)

@@ -10,16 +10,7 @@ from typing import Any
 
 from steadygpt.base.options import UserError
 from steadygpt.base.text import bytes_text, counted, duration_text, printable
-from steadygpt.checkpoint.files import (
-    EVALUATIONS,
-    Evaluations,
-    Head,
-    named_tensors,
-    no_checkpoints,
-    read_checkpoint,
-    read_evaluations,
-    scan,
-)
+from steadygpt.checkpoint import files
 from steadygpt.checkpoint.mirror import Mirror
 
 _LINE = "{:<26} {:>8} {:>7} {:>8} {:>8} {:>9} {:>12} {:>12}  {}".format
@@ -33,7 +24,7 @@ def print_checkpoints(folder: Path, mirror: str = "", verbose: bool = False) -> 
     return 0
 
 
-def _line(name: str, head: Head | None, size: int, state: str, evaluations: Evaluations) -> str:
+def _line(name: str, head: files.Head | None, size: int, state: str, evaluations: files.Evaluations) -> str:
     """Return the line of a file of so many bytes."""
     # A checkpoint is captured before the evaluation of its step; without one, it has the last one before it.
     found = vars(head) | evaluations.get(head.step, {}) if head else {}
@@ -45,24 +36,24 @@ def _line(name: str, head: Head | None, size: int, state: str, evaluations: Eval
 
 def checkpoint_table(folder: Path, verbose: bool = False) -> Iterator[str]:
     """Yield the lines of --list_checkpoints; verbose ones are of verified files, and say what each file holds."""
-    files = scan(folder)
-    if not files:
-        raise no_checkpoints(folder)
-    path = folder / EVALUATIONS
-    evaluations = read_evaluations(path, path.read_bytes() if path.exists() else b"{}")
+    found = files.scan(folder)
+    if not found:
+        raise files.no_checkpoints(folder)
+    path = folder / files.EVALUATIONS
+    evaluations = files.read_evaluations(path, path.read_bytes() if path.exists() else b"{}")
     states: dict[int, str] = {}  # by inode, so that a file with several names is verified once
     further: list[str] = []
     yield _TITLE
-    for file in files:
+    for file in found:
         if verbose and file.head and file.inode not in states:
             try:
-                further += ["", str(file.path), *details(read_checkpoint(file.path))]
+                further += ["", str(file.path), *details(files.read_checkpoint(file.path))]
                 states[file.inode] = "intact"
             except UserError as error:
                 states[file.inode] = str(error).removeprefix(f"{file.path}: ")
         state = states.get(file.inode, file.problem or "complete")
         yield _line(file.path.name, file.head, file.size, state, evaluations)
-    yield f"{counted(len(files), 'name')} in {folder}"
+    yield f"{counted(len(found), 'name')} in {folder}"
     yield from further
 
 
@@ -72,8 +63,8 @@ def mirror_table(mirror: Mirror) -> Iterator[str]:
     if not there:
         raise UserError(f"no checkpoints in {mirror.url}; expected the URL that --mirror had")
     sizes = mirror.patiently(mirror.sizes)
-    content = mirror.patiently(lambda: mirror.read(EVALUATIONS)) if EVALUATIONS in sizes else b"{}"
-    evaluations = read_evaluations(f"{mirror.url}/{EVALUATIONS}", content)
+    content = mirror.patiently(lambda: mirror.read(files.EVALUATIONS)) if files.EVALUATIONS in sizes else b"{}"
+    evaluations = files.read_evaluations(f"{mirror.url}/{files.EVALUATIONS}", content)
     yield _TITLE
     for name, entry in there.items():
         state = "complete" if sizes.get(entry.file) == entry.size else "missing or incomplete"
@@ -90,6 +81,6 @@ def details(checkpoint: Mapping[str, Any]) -> Iterator[str]:
         found = {name: value for name, value in values.items() if isinstance(value, str | int | float) and value != ""}
         text = ", ".join(f"{name} {value}" for name, value in found.items())
         yield from wrap(f"{part:<10} {text}", 118, initial_indent="  ", subsequent_indent=" " * 13)
-    tensors = named_tensors(checkpoint).items()
+    tensors = files.named_tensors(checkpoint).items()
     alike = Counter(f"{re.sub('^h[.][0-9]+', 'h.*', name)} {tuple(tensor.shape)}" for name, tensor in tensors)
     yield from (f"{count:>11} x {text}" for text, count in alike.items())

@@ -17,8 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from torch import nn
-
 from steadygpt.base.durable import no_link, replace_file
 from steadygpt.base.options import mute
 from steadygpt.base.retry import brief
@@ -60,7 +58,7 @@ class RunLog:
             "tensorboard": str(Path(config.tensorboard_dir, config.run_name).absolute()) * config.use_tensorboard,
         }  # fmt: skip
         self.heartbeat_at_s = -math.inf
-        self.sinks: dict[str, Any] = {}  # by name, each with some of the methods that _tell() calls; {}: only print
+        self.sinks: dict[str, Any] = {}  # by name, each with some of the methods that tell() calls; {}: only print
 
     def open(self, first_step: int, start: Mapping[str, Any]) -> None:
         """Open the files and sinks of a run, on rank 0; `start` has "run", "id", "parent" and "how" of StartLine."""
@@ -73,7 +71,7 @@ class RunLog:
             for line in self.facts["warnings"]:  # which were only printed so far
                 self.sinks[LOG].write(f"warning: {line}")
         wandb = WandbSink(config, start, self.warn) if config.use_wandb else None
-        self._tell("log", first_step, {"start": first_step, **start, "wandb": wandb.id if wandb else ""})
+        self.tell("log", first_step, {"start": first_step, **start, "wandb": wandb.id if wandb else ""})
         if wandb:
             self.say(labelled("wandb", wandb.place))
             self.sinks["wandb"] = wandb
@@ -108,11 +106,7 @@ class RunLog:
     def text(self, step: int, text: str) -> None:
         """Log a sample of text that the model of this step has written."""
         self.say(f"step {step}/{self.max_steps} | sample:\n{text}")
-        self._tell("text", step, text)
-
-    def histograms(self, step: int, model: nn.Module) -> None:
-        """Log histograms of parameters and gradients to TensorBoard."""
-        self._tell("histograms", step, model)
+        self.tell("text", step, text)
 
     def load(self, metrics: Mapping[str, float]) -> None:
         """Record the machine's load beside the current step, and in status.json."""
@@ -125,10 +119,10 @@ class RunLog:
         with self.lock:
             if line:
                 self.say(line)
-            self._tell("log", step, known)
-            self._tell("curves", step, known, group)
+            self.tell("log", step, known)
+            self.tell("curves", step, known, group)
 
-    def _tell(self, method: str, *args: object) -> None:
+    def tell(self, method: str, *args: object) -> None:
         """Call a method of the sinks that have it."""
         for name, sink in reversed(self.sinks.items()):  # log.txt is closed last, because the others may warn
             if hasattr(sink, method):
@@ -187,7 +181,7 @@ class RunLog:
 
     def alert(self, event: str, text: str) -> None:
         """Send an event to --alert_url, if there is one."""
-        self._tell("send", event, text, self.facts["step"], self.max_steps)
+        self.tell("send", event, text, self.facts["step"], self.max_steps)
 
     def _write_status(self, durable: bool) -> None:
         self.heartbeat_at_s = time.monotonic()
@@ -202,10 +196,6 @@ class RunLog:
                 with open(path, "r+b", opener=no_link) as file:
                     file.write(content)
                     file.truncate()
-
-    def flush(self) -> None:
-        """Make everything written so far durable."""
-        self._tell("flush")
 
     def __enter__(self) -> "RunLog":
         self._write_status(durable=True)  # starting: the model is not built yet
@@ -222,6 +212,6 @@ class RunLog:
         self.close()
 
     def close(self) -> None:
-        self.flush()
-        self._tell("close")
+        self.tell("flush")
+        self.tell("close")
         self.sinks = {}

@@ -127,8 +127,7 @@ def out_of_memory_explained(config: TrainConfig, model: GPT, ranks: Ranks):
             raise
         saved = Path(config.checkpoint_dir, LATEST).exists()
         intact = f". The checkpoints in {config.checkpoint_dir} are intact: add --resume latest" * saved
-        advice = memory_advice(config, model, ranks)
-        raise RankError(f"out of memory on rank {ranks.rank}: {advice}{intact}") from error
+        raise RankError(f"out of memory on rank {ranks.rank}: {memory_advice(config, model, ranks)}{intact}") from error
 
 
 def with_fitting_rows(config: TrainConfig, model: GPT, memory: int, ranks: Ranks) -> tuple[TrainConfig, str]:

@@ -4,11 +4,9 @@ import math
 import os
 import platform
 import shutil
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -35,12 +33,10 @@ from steadygpt.run.schedule import Schedule, with_steps
 from steadygpt.run.starts import epochs_of_sources, mixture_text, new_entry, phase_of
 
 SHARE_OF_PEAK = 0.4  # that a GPU is assumed to reach, where nothing is measured
-WELL_KNOWN = ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB")  # only the first one has fp8
-RATES = {"fp32": 0.5, "fp16": 1.0, "bf16": 1.0, "fp8": 2.0}  # of products, in units of bf16's; fp32 as TF32 (set_up)
-MEASURE_S = 10.0  # of measured steps
+WELL_KNOWN = "NVIDIA H100 80GB HBM3"
 HELLASWAG_TOKENS = 1_600_000  # with GPT-2's tokenizer
 TOKENS_PER_PARAMETER = 20
-SHOWN_ELSEWHERE_S = 3600.0  # a run that takes a well-known GPU less time needs no forecast
+SHOWN_ELSEWHERE_S = 3600.0  # a run that takes the well-known GPU less time needs no forecast there
 MANY_EPOCHS = 4  # up to which repeated text is worth about as much as new text (Muennighoff et al. 2023)
 
 
@@ -102,8 +98,8 @@ class Plan:
         if not data.sources:
             folders = " or ".join(folder for folder, _ in config.sources().values())
             text = f"no shards in {folders} yet; planned with the vocabulary of --tokenizer {data.tokenizer}"
-            per_epoch = f" and {counted(config.steps_per_epoch, 'step')} per epoch"
-            return [("data", text if self.history.config.max_steps else text + per_epoch)]
+            per_epoch = "" if self.history.config.max_steps else f" and {config.steps_per_epoch:,} steps per epoch"
+            return [("data", text + per_epoch)]
         entry, rows_left = self.starts[-1], (config.max_steps - self.history.step) * self.schedule.rows_per_step
         end = epochs_of_sources(data, self.starts, entry["row"] + rows_left)
         for shards, _, _ in data.sources:
@@ -125,9 +121,8 @@ class Plan:
     def _validation_text(self) -> str:
         config, rows = self.config, self.val_rows()
         total = sum(val.rows.rows_per_epoch for val in self.data.val_sets)
-        text = (
-            f"{rows * config.context_length:,}" + f" of {total * config.context_length:,}" * (rows < total) + " tokens"
-        )
+        of_all = f" of {total * config.context_length:,}" * (rows < total)
+        text = f"{rows * config.context_length:,}{of_all} tokens"
         if not rows or config.eval_freq > config.max_steps:
             return f"{text} at the end" * bool(rows)
         # A forward pass is a third of a step's work.
@@ -294,78 +289,41 @@ def validation_rows(config: TrainConfig, val: RowStream) -> int:
 # the time and the cost, from measured steps or from the GPU's peak throughput
 
 
-def measure_step_s(take_step: Callable[[TrainConfig], object], config: TrainConfig, ranks: Ranks) -> float:
-    """Return the seconds of a step, extrapolated from steps with one micro-step and steps with several.
-
-    Args:
-        take_step: takes a step of a configuration with fewer tokens per step, on all ranks together.
-    """
-
-    def seconds_of(micro_steps: int) -> float:
-        tokens = micro_steps * config.mini_batch_size * config.context_length * ranks.world_size
-        start_s = time.perf_counter()
-        take_step(replace(config, total_batch_size=tokens))
-        return time.perf_counter() - start_s
-
-    micro_steps = config.grad_accum_steps(ranks.world_size)
-    seconds_of(1)  # compiles, and allocates memory
-    few, one_s, few_s, start_s = min(4, micro_steps), list[float](), list[float](), time.perf_counter()
-    while ranks.broadcast(not few_s or time.perf_counter() - start_s < MEASURE_S):  # by the clock of rank 0
-        one_s.append(seconds_of(1))
-        few_s.append(seconds_of(few))
-    return fmean(few_s) + (micro_steps - few) * (fmean(few_s) - fmean(one_s)) / max(1, few - 1)
-
-
-def work_per_token(config: TrainConfig, model: GPT, precision: str) -> tuple[float, float]:
-    """Return the work of a token in training and in evaluation, as the number of bf16 FLOPs that take as long.
-
-    Recomputed parts count again. fp8 applies to the matrices of the blocks; attention and the head stay in bf16.
-    """
+def work_per_token(config: TrainConfig, model: GPT) -> tuple[float, float]:
+    """Return the FLOPs of a token in training, in which recomputed parts count again, and in evaluation."""
     everything, head = model.flops_per_token(), 6 * model.config.vocab_size * model.config.embd_size
-    matrices = 6 * sum(p.numel() for p in model.parameters_by_role()["matrix"].values())
-    rate = RATES[precision]
-    rest_rate = min(rate, 1.0)
-    blocks = matrices / rate + (everything - head - matrices) / rest_rate
-    work = blocks + head / rest_rate
     chunked = 0 < config.loss_chunk_size < config.mini_batch_size * config.context_length
-    recomputed = blocks * config.activation_checkpointing + head / rest_rate * chunked
-    return work + recomputed / 3, work / 3  # a forward pass is a third of the work
+    recomputed = (everything - head) * config.activation_checkpointing + head * chunked
+    return everything + recomputed / 3, everything / 3  # a forward pass is a third of the work
 
 
 def forecast(plan: Plan, step_s: float | None = None) -> list[str]:
     """Return further lines of the plan: tokens, time and cost, from the seconds of a step if these were measured."""
-    config, model, asked = plan.config, plan.sketch, plan.history.config.precision
-    world_size, name, price = plan.ranks.world_size, device_name(plan.ranks.device), config.gpu_hour_cost
-    steps = config.max_steps - plan.history.step
+    config, model, price, asked = plan.config, plan.sketch, plan.config.gpu_hour_cost, plan.history.config.precision
+    steps, precision = config.max_steps - plan.history.step, config.precision
+    count, gpu = plan.ranks.world_size, device_name(plan.ranks.device)
     kinds = (config.eval_freq, plan.val_rows() * config.context_length), (config.hellaswag_freq, HELLASWAG_TOKENS)
     evaluated = sum(size * math.ceil(steps / freq) for freq, size in kinds if freq)  # the last step too
     tokens, trained = config.max_steps * config.total_batch_size, steps * config.total_batch_size
-
-    def seconds_on(gpu: str, precision: str) -> float:
-        in_training, in_evaluation = work_per_token(config, model, precision)
-        return (trained * in_training + evaluated * in_evaluation) / (SHARE_OF_PEAK * PEAK_FLOPS[gpu])
-
-    in_training, in_evaluation = work_per_token(config, model, config.precision)
+    in_training, in_evaluation = work_per_token(config, model)
     evaluation = evaluated * in_evaluation / (in_training * max(1, trained))
     work = f"{counted(steps, 'step')}, plus {evaluation:.1%} for evaluation"
     optimal = f"about {TOKENS_PER_PARAMETER} is compute-optimal (Hoffmann et al. 2022)"
     lines = [("tokens", f"{tokens:,}, {tokens / model.num_parameters():,.1f} per parameter; {optimal}")]
-    if step_s is None and name not in PEAK_FLOPS:
-        lines.append(("time", f"unknown on this device; run --dry_run measure ({work})"))
-        elsewhere_in = "bf16" if asked == "auto" else asked
-        for gpu in WELL_KNOWN if elsewhere_in != "fp8" else WELL_KNOWN[:1]:
-            seconds, where = seconds_on(gpu, elsewhere_in), f"on one {gpu} in {elsewhere_in}, if the run fits"
-            cost = f", cost {seconds / 3600 * price:,.2f}" * bool(price)
-            text = f"{duration_text(seconds)}{cost} {where}, at {SHARE_OF_PEAK:.0%} of its peak"
-            lines += [("time", text)] * (seconds >= SHOWN_ELSEWHERE_S)
-        return [labelled(label, text) for label, text in lines]
     if step_s is not None:
-        seconds = steps * step_s * (1 + evaluation)
         how = f"at {config.total_batch_size / step_s:,.0f} tokens/s, measured here"
     else:
-        seconds, share = seconds_on(name, config.precision) / world_size, f"{SHARE_OF_PEAK:.0%} of their peak"
-        how = f"if the GPUs reach {share} in {config.precision}; run --dry_run measure to time it"
-    lines.append(("time", f"{duration_text(seconds)}: {work}, {how}"))
-    hours = seconds / 3600
-    cost = f"{world_size * hours * price:,.2f}: {world_size} x {hours:,.1f} h at {price:,.2f} per hour"
-    return [labelled(label, text) for label, text in [*lines, *[("cost", cost)] * bool(price)]]
+        unknown = gpu not in PEAK_FLOPS
+        if unknown:
+            lines.append(("time", f"unknown on this device; run --dry_run measure ({work})"))
+            count, gpu, precision = 1, WELL_KNOWN, "bf16" if asked == "auto" else asked
+        rate = count * SHARE_OF_PEAK * PEAK_FLOPS[gpu] * (0.5 if precision == "fp32" else 1.0)  # fp32 as TF32 (set_up)
+        step_s = config.total_batch_size * in_training / rate
+        how = f"on {count} x {gpu} at {SHARE_OF_PEAK:.0%} of the peak in {precision}"
+        how += ", if the run fits" if unknown else "; run --dry_run measure to time it"
+        if unknown and steps * step_s < SHOWN_ELSEWHERE_S:
+            return [labelled(label, text) for label, text in lines]
+    seconds = steps * step_s * (1 + evaluation)
+    cost = f"{count * seconds / 3600 * price:,.2f}: {count} x {seconds / 3600:,.1f} h at {price:,.2f} per hour"
+    lines += [("time", f"{duration_text(seconds)}: {work}, {how}"), *[("cost", cost)] * bool(price)]
+    return [labelled(label, text) for label, text in lines]

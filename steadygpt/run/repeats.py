@@ -55,6 +55,7 @@ class Repeats:
     is_exact: bool = True  # equal starts compute the same bits
     compared: int = 0
     largest: float = 0.0  # relative difference so far
+    differs: bool = False  # although it is exact
 
     def add(self, step: int, measured: Mapping[str, float | None]) -> None:
         """Compare the measurements of a step, and report after the last repeated one."""
@@ -67,6 +68,7 @@ class Repeats:
                     numbers = f"{name} {json.dumps(now)}, but had {json.dumps(before)} before"
                     line = self._ended(f"repeated step {step:,} has {numbers}")
                     causes = "training continues; causes are in docs/checkpoints.md, Repeated steps"
+                    self.differs = True
                     self.log.warn(f"{line}; {causes}", event="resume differs")
                     return
                 old, new = before or 0.0, now or 0.0  # a number that is not finite counts as 0

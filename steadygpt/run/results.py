@@ -87,13 +87,9 @@ class StepResult:
         if not self.finite:
             reason = "" if self.bad else ", too large for fp16: the loss scale is lowered"
             return f"step {self.step}: loss {self.loss}, gradient norm {self.grad_norm}{reason}{skipped}"
-        if self.spike:
-            return (
-                f"step {self.step}: loss {self.loss:.4f} is {self.loss_z:.1f} standard deviations above the mean of "
-                f"the {SPIKE_WINDOW} before{skipped}; to see its rows: python look.py --checkpoint_dir "
-                f"{shlex.quote(checkpoint_dir)} --step {self.step} --by loss"
-            )
-        return ""
+        look = f"python look.py --checkpoint_dir {shlex.quote(checkpoint_dir)} --step {self.step} --by loss"
+        above = f"{self.loss_z:.1f} standard deviations above the mean of the {SPIKE_WINDOW} before{skipped}"
+        return f"step {self.step}: loss {self.loss:.4f} is {above}; to see its rows: {look}" * self.spike
 
 
 def pending(step: int, rows: int, lr: float, found: dict[str, Tensor]) -> Callable[[], StepResult]:
@@ -184,9 +180,8 @@ class Results:
         if state.bad_steps >= self.config.max_bad_steps > 0:
             bad_steps, state.bad_steps = state.bad_steps, 0
             self.waiting.clear()
-            raise Diverged(
-                bad_steps, result.step + 1 - bad_steps, result.rows - bad_steps * self.schedule.rows_per_step
-            )
+            rows = result.rows - bad_steps * self.schedule.rows_per_step
+            raise Diverged(bad_steps, result.step + 1 - bad_steps, rows)
 
     def mfu(self, tokens_per_second: float) -> float | None:
         """Return the share of the devices' peak FLOP/s that a speed needs (PaLM, Chowdhery et al. 2022, appendix B)."""

@@ -64,9 +64,8 @@ class Schedule:
             text = f"starts at step {self.decay_start:,}; {STABLE} is saved just before"
             notes.append(labelled("cool-down", f"{text}. To train longer: --resume stable --max_steps N"))
         if checkpoint and step >= max(1, self.config.warmup_steps):
-            before, now = checkpoint["lr"], self.learning_rate(step)
-            had_cooldown = checkpoint["starts"][-1]["options"]["schedule"] == "wsd"
-            advice = "; --resume stable continues from before the decay" * had_cooldown
+            before, now, options = checkpoint["lr"], self.learning_rate(step), checkpoint["starts"][-1]["options"]
+            advice = "; --resume stable continues from before the decay" * (options["schedule"] == "wsd")
             notes += [labelled("lr", f"rises from {before:.2e} to {now:.2e}{advice}")] * (now > 1.1 * before)
         return notes
 

@@ -1,6 +1,5 @@
 """The record of starts, which every checkpoint holds: what each start of a run trained on, and how."""
 
-import math
 import secrets
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -88,12 +87,7 @@ def note_of_start(config: TrainConfig, starts: Sequence[Entry]) -> dict[str, Any
         "data": ", ".join(f"{identity[:12]} {rows}" for identity, rows in sorted(entry["shares"].items())),
         **{name: getattr(config, name) for name in names},
     }
-    return {"id": entry["id"], "parent": id_of_last(starts[:-1]), "how": how}
-
-
-def id_of_last(starts: Sequence[Entry]) -> str:
-    """Return the id of the last start in a record, "" if there is none."""
-    return starts[-1]["id"] if starts else ""
+    return {"id": entry["id"], "parent": starts[-2]["id"] if starts[1:] else "", "how": how}
 
 
 def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -113,14 +107,9 @@ def shares_of(sources: Mapping[str, Sequence[str]], weights: Mapping[str, Fracti
     for name, (_, identity) in sources.items():
         if (other := names.setdefault(identity, name)) != name:
             raise UserError(f"--mix: {other} and {name} have the same shards; give one of them the sum of the weights")
-        least = (sum(weights.values()) - weights[name]) / (BLOCK_ROWS - 1)
-        if weights[name] < least:
-            # Three digits, rounded up.
-            unit = Fraction(10) ** (math.floor(math.log10(least)) - 2)
-            raise UserError(
-                f"--mix: the weight of {name} is {float(weights[name]):g}, less than one row in {BLOCK_ROWS:,}; "
-                f"expected at least {float(math.ceil(least / unit) * unit):g}"
-            )
+        if weights[name] / sum(weights.values()) < Fraction(1, BLOCK_ROWS):
+            found = f"--mix: the weight of {name} is {float(weights[name]):g} of {float(sum(weights.values())):g}"
+            raise UserError(f"{found}; expected at least one row in {BLOCK_ROWS:,}")
     return shares_of_block({identity: weights[name] for identity, name in names.items()})
 
 

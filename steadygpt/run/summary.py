@@ -5,10 +5,8 @@ from collections.abc import Mapping
 
 from steadygpt.base.text import bytes_text, counted, duration_text, labelled
 from steadygpt.checkpoint.saves import Saves
-from steadygpt.config import TrainConfig
 from steadygpt.machine.device import peak_memory_bytes
 from steadygpt.machine.host import process_age_s
-from steadygpt.machine.ranks import Ranks
 from steadygpt.run.results import Results
 
 
@@ -19,9 +17,9 @@ def summarize(results: Results, saves: Saves, parameters: int, status: str, reas
     config, state, device = results.config, results.state, results.ranks.device
     tokens, start_s, elapsed_s = state.rows_consumed * config.context_length, process_age_s(), state.total_s()
     here = " since this start" * bool(state.elapsed_s)
-    whole = f"{seconds_text(elapsed_s)} in total; since this start " * bool(here)
-    of_steps = f"{seconds_text(results.seconds)} of it training ({counted(results.steps, 'step')})"
-    lines = {"time": f"{whole}{seconds_text(start_s)}, {of_steps}"}
+    whole = f"{duration_text(elapsed_s)} in total; since this start " * bool(here)
+    of_steps = f"{duration_text(results.seconds)} of it training ({counted(results.steps, 'step')})"
+    lines = {"time": f"{whole}{duration_text(start_s)}, {of_steps}"}
     lines["tokens"] = f"{tokens:,}, {tokens / parameters:,.2f} per parameter"
     if results.steps > 1:
         speed = (results.steps - 1) / (results.seconds - results.first_s)
@@ -45,20 +43,13 @@ def summarize(results: Results, saves: Saves, parameters: int, status: str, reas
     lines["saves"] = f"paused training for {saves.paused_s:.1f} s{here}, {saves.paused_s / start_s:.2%} of the time"
     if results.skipped:
         lines["skipped"] = f"{counted(results.skipped, 'update')}{here}; a warning in log.txt tells why"
-    lines["next"] = next_commands(config.checkpoint_dir, status, state.best_val_loss is not None, results.ranks)
+    where = f" --checkpoint_dir {shlex.quote(config.checkpoint_dir)}" * (config.checkpoint_dir != "checkpoints")
+    which = "latest" if state.best_val_loss is None else "best"
+    generate = f"python generate.py {which}{where}, or python convert_hf.py {which} hf_model{where}"
+    lines["next"] = {"finished": generate, "stopped": f"./resume_training.sh{where}"}.get(status, "")
     why = f" ({reason})" * bool(reason)
     end = f"{status}{why} after {counted(state.step, 'step')}; checkpoints in {config.checkpoint_dir}"
     return [end, *(labelled(name, text) for name, text in lines.items() if text)]
-
-
-def next_commands(folder: str, status: str, has_best: bool, ranks: Ranks) -> str:
-    """Return what to type after a run that has finished or stopped."""
-    where = f" --checkpoint_dir {shlex.quote(folder)}" * (folder != TrainConfig.checkpoint_dir)
-    if status == "finished":
-        which = "best" if has_best else "latest"
-        return f"python generate.py {which}{where}, or python convert_hf.py {which} hf_model{where}"
-    launcher = f"torchrun --nproc_per_node={ranks.world_size}" if ranks.world_size > 1 else "python"
-    return f"{launcher} train.py --resume latest{where}" * (status == "stopped")
 
 
 def validation_text(sets: Mapping[str, Mapping[str, float]], best: bool, epochs: Mapping[str, float]) -> str:
@@ -74,11 +65,5 @@ def validation_text(sets: Mapping[str, Mapping[str, float]], best: bool, epochs:
         is_best = " (best so far)" * (best and not parts)
         bits = f", {scores['val_bpb']:.4f} bits per byte" if "val_bpb" in scores else ""
         parts.append(f"{f'{name}: ' * (len(sets) > 1)}val loss {scores['val_loss']:.4f}{is_best}{bits}")
-    if epochs:
-        parts.append("epochs: " + ", ".join(f"{name} {number:.2f}" for name, number in epochs.items()))
-    return " | ".join(parts)
-
-
-def seconds_text(seconds: float) -> str:
-    """Return a duration, below a minute with a decimal."""
-    return f"{seconds:.1f} s" if seconds < 59.95 else duration_text(seconds)
+    seen = ", ".join(f"{name} {number:.2f}" for name, number in epochs.items())
+    return " | ".join([*parts, *[f"epochs: {seen}"] * bool(seen)])

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -20,7 +21,7 @@ import train
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import NoAnswer
 from steadygpt.checkpoint import uploads
-from steadygpt.checkpoint.files import Captured, read_checkpoint
+from steadygpt.checkpoint.files import read_checkpoint
 from steadygpt.checkpoint.mirror import Mirror, missing_lines
 from steadygpt.checkpoint.saves import CheckpointWriter, Saves
 from steadygpt.checkpoint.uploads import Uploads
@@ -54,7 +55,7 @@ class Saver:
         self.writer = CheckpointWriter(self.config, self.log, uploads)
 
     def save(self, step: int, *tiers: str) -> None:
-        self.writer.save(Captured(run_content(step)), list(tiers))
+        self.writer.save(step, partial(run_content, step), list(tiers))
 
     def uploaded(self) -> dict[str, int]:
         """Wait for the uploads; return checkpoint name -> step in the mirror."""

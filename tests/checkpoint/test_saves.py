@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -19,7 +20,7 @@ from test_files import damage, names, write_checkpoint
 
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint import saves
-from steadygpt.checkpoint.files import Captured, find_checkpoint
+from steadygpt.checkpoint.files import find_checkpoint
 from steadygpt.checkpoint.saves import CheckpointWriter, Saves
 from steadygpt.config import TrainConfig
 from steadygpt.log.runlog import RunLog
@@ -52,7 +53,7 @@ def run(tmp_path, monkeypatch):
     def capture():
         clock.now_s += run.pause_s
         run.captured.append(run.step)
-        return Captured(run_content(run.step))
+        return partial(run_content, run.step)
 
     writer = CheckpointWriter(config, run.log)
     run.saves = Saves(config, Ranks(torch.device("cpu")), run.log, stop, writer)
@@ -163,7 +164,7 @@ def test_the_last_save_is_repeated_under_all_of_its_names(workdir, monkeypatch):
 
 def test_a_failed_save_leaves_the_files_it_was_linked_to_alone(tmp_path, monkeypatch):
     writer = writer_in(tmp_path)
-    writer.save(Captured(run_content(10)), [])
+    writer.save(10, partial(run_content, 10), [])
     real = saves.link_file
 
     def no_backup(source, target):
@@ -173,9 +174,9 @@ def test_a_failed_save_leaves_the_files_it_was_linked_to_alone(tmp_path, monkeyp
 
     with monkeypatch.context() as patched:
         patched.setattr(saves, "link_file", no_backup)
-        writer.save(Captured(run_content(20)), ["rolling_step_000020.pt"])
+        writer.save(20, partial(run_content, 20), ["rolling_step_000020.pt"])
     assert writer.failed
-    writer.save(Captured(run_content(30)), [])
+    writer.save(30, partial(run_content, 30), [])
     steps = {path.name: load(path)["step"] for path in tmp_path.glob("*.pt")}
     assert steps == {"latest.pt": 30, "latest_backup.pt": 10, "rolling_step_000020.pt": 20}
 
@@ -183,7 +184,7 @@ def test_a_failed_save_leaves_the_files_it_was_linked_to_alone(tmp_path, monkeyp
 def test_saves_continue_after_the_user_has_moved_the_latest(tmp_path):
     writer = writer_in(tmp_path)
     for step in (10, 20):
-        writer.save(Captured(run_content(step)), [])
+        writer.save(step, partial(run_content, step), [])
         (tmp_path / "latest.pt").rename(tmp_path / f"mine_{step}.pt")
     assert not writer.failed
     assert {path.name: load(path)["step"] for path in tmp_path.glob("*.pt")} == {"mine_10.pt": 10, "mine_20.pt": 20}
@@ -201,7 +202,7 @@ def test_old_checkpoints_are_deleted_by_content_and_none_whose_head_cannot_be_re
         write_checkpoint(tmp_path, step, f"rolling_step_{step:06d}.pt")  # later ones have older dates
     damage(tmp_path / "rolling_step_000010.pt", "truncated")
     writer = writer_in(tmp_path, keep=2)
-    writer.save(Captured(run_content(50)), ["rolling_step_000050.pt"])
+    writer.save(50, partial(run_content, 50), ["rolling_step_000050.pt"])
     assert [name[-6:-3] for name in names(tmp_path)[1:]] == ["010", "040", "050"]
 
 
@@ -211,7 +212,7 @@ def test_a_clock_that_was_set_back_deletes_no_newer_checkpoint(tmp_path, monkeyp
         monkeypatch.setattr(time, "time", lambda step=step: 1e9 - step)
         if step == 10 or starts > 1:
             writer = writer_in(tmp_path, keep=2)
-        writer.save(Captured(run_content(step)), [f"rolling_step_{step:06d}.pt"])
+        writer.save(step, partial(run_content, step), [f"rolling_step_{step:06d}.pt"])
     assert names(tmp_path) == ["latest.pt", "latest_backup.pt", "rolling_step_000030.pt", "rolling_step_000040.pt"]
     assert find_checkpoint("latest", tmp_path).checkpoint["step"] == 40
 

@@ -111,7 +111,7 @@ def test_tensorboard_curves_have_no_duplicate_steps_after_a_resume(tmp_path):
     write(log, range(4, 8), value=2.0)
     model = torch.nn.Linear(200, 200)
     model(torch.ones(200)).sum().backward()
-    log.histograms(8, model)
+    log.tell("histograms", 8, model)
     log.text(8, "words")
     log.close()
     folder = tmp_path / "runs" / "tiny"

@@ -9,8 +9,6 @@ from conftest import metrics, run_here
 
 import train
 from steadygpt.log.metrics import read_status
-from steadygpt.machine.ranks import Ranks
-from steadygpt.run.summary import next_commands
 
 
 def summary(workdir) -> dict[str, str]:
@@ -30,7 +28,7 @@ def test_summary_is_shown_logged_and_in_status_json(workdir, capsys):
         "saves",
         "next",
     ]
-    assert re.fullmatch(r"\d.* s, \d+\.\d s of it training \(8 steps\)", found["time"])
+    assert re.fullmatch(r"\d.* s, \d+ s of it training \(8 steps\)", found["time"])
     assert re.fullmatch(r"512, 0\.\d\d per parameter", found["tokens"])
     assert re.fullmatch(r"[\d,]+ tokens/s, [\d.]+ steps/s, fp32", found["speed"])
     best = min(losses, key=losses.get)
@@ -95,11 +93,11 @@ def test_exception_is_the_reason_of_a_failed_run(workdir, monkeypatch, module, f
     assert module is train or summary(workdir)["loss"] == "none"  # there is no summary before training
 
 
-def test_summary_says_what_to_type_next():
-    alone, two = Ranks(torch.device("cpu")), Ranks(torch.device("cpu"), world_size=2)
-    after = "python generate.py best, or python convert_hf.py best hf_model"
-    assert next_commands("checkpoints", "finished", True, alone) == after
-    assert next_commands("a b", "stopped", False, alone) == "python train.py --resume latest --checkpoint_dir 'a b'"
-    after = "torchrun --nproc_per_node=2 train.py --resume latest"
-    assert next_commands("checkpoints", "stopped", True, two) == after
-    assert next_commands("checkpoints", "failed", True, alone) == ""  # its last line says what to do
+@pytest.mark.parametrize(("flags", "command"), [
+    ((), "python generate.py latest, or python convert_hf.py latest hf_model"),
+    (("--eval_freq", "4"), "python generate.py best, or python convert_hf.py best hf_model"),
+    (("--max_hours", "1e-9", "--checkpoint_dir", "a b"), "./resume_training.sh --checkpoint_dir 'a b'"),
+])  # fmt: skip
+def test_summary_says_what_to_type_next(workdir, capsys, flags, command):
+    run_here(*flags)
+    assert f"\nnext         {command}\n" in capsys.readouterr().out
