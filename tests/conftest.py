@@ -319,6 +319,19 @@ def load(path) -> dict:
     return torch.load(path, weights_only=True)
 
 
+def alerts_of(monkeypatch) -> list[tuple[str, str]]:
+    """Return a list that gets each event that a run sends from now on, with its text."""
+    alerts, tell = [], RunLog.tell
+
+    def listening(log, method, *told):
+        if method == "send":
+            alerts.append(told[:2])
+        tell(log, method, *told)
+
+    monkeypatch.setattr(RunLog, "tell", listening)
+    return alerts
+
+
 def options_in(path) -> TrainConfig:
     """Return the options that the last start of the run of a checkpoint has trained with."""
     return trained_with(load(path)["starts"][-1])

@@ -19,9 +19,9 @@ from steadygpt.base import durable
 from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig, parse_args
 from steadygpt.data import shards
-from steadygpt.data.order import BLOCK_ROWS, Phase, shares_of_block
+from steadygpt.data.order import BLOCK_ROWS, Phase, shares_of, shares_of_block
 from steadygpt.data.shards import Shard
-from steadygpt.run.starts import phase_of, shares_of
+from steadygpt.run.starts import phase_of
 
 weights = st.lists(st.fractions(Fraction(1, 20), 20), min_size=1, max_size=5)
 rows = st.integers(0, 3 * BLOCK_ROWS)

@@ -77,10 +77,7 @@ class HostCopy:
             if reshard:  # the next step waits for the gathered tensors anyway; so the pause is measured
                 self.wait()
         every_name = model.named_parameters(remove_duplicate=False)  # a tied head is one tensor under two names
-        return {
-            "model": {name: weights[parameter] for name, parameter in every_name},
-            "optimizer": state,
-        }
+        return {"model": {name: weights[parameter] for name, parameter in every_name}, "optimizer": state}
 
     def wait(self) -> None:
         """Wait until the copy is whole."""

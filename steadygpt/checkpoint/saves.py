@@ -51,7 +51,7 @@ class Saves:
         self.wait()  # the capture reuses the memory that the writer reads
         ready_s = time.monotonic()
         captured = capture()
-        self.log.tell("flush")  # a checkpoint must not be newer than the log of the steps that led to it
+        self.log.flush()  # a checkpoint must not be newer than the log of the steps that led to it
         if self.writer:
             self.writer.submit(self.writer.save, step, captured, tiers)
         if not self.config.background_upload:

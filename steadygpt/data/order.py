@@ -1,11 +1,13 @@
 """The order of rows: pseudo-random permutations, and which source of a mixture gives each row."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
+
+from steadygpt.base.options import UserError
 
 BLOCK_ROWS = 4096  # of them each source of a mixture gives a whole number; a loader locates as many at a time
 
@@ -76,6 +78,23 @@ class Phase:
         for i in self.order(block, seed)[:within].tolist():
             given[names[i]] += 1
         return given
+
+
+def shares_of(sources: Mapping[str, Sequence[str]], weights: Mapping[str, Fraction]) -> dict[str, int]:
+    """Return how many of BLOCK_ROWS rows each source gives, by identity.
+
+    Args:
+        sources: name -> (folder, identity).
+        weights: by name.
+    """
+    names: dict[str, str] = {}
+    for name, (_, identity) in sources.items():
+        if (other := names.setdefault(identity, name)) != name:
+            raise UserError(f"--mix: {other} and {name} have the same shards; give one of them the sum of the weights")
+        if weights[name] / sum(weights.values()) < Fraction(1, BLOCK_ROWS):
+            found = f"--mix: the weight of {name} is {float(weights[name]):g} of {float(sum(weights.values())):g}"
+            raise UserError(f"{found}; expected at least one row in {BLOCK_ROWS:,}")
+    return shares_of_block({identity: weights[name] for identity, name in names.items()})
 
 
 def shares_of_block(weights: Mapping[str, Fraction]) -> dict[str, int]:

@@ -158,7 +158,7 @@ class RunLog:
         with self.lock:
             self.note(warnings=[*self.facts["warnings"], line][-MAX_WARNINGS:])
         if event:
-            self.alert(event, line)
+            self.tell("send", event, line, self.facts["step"], self.max_steps)
 
     def status(self, status: str, reason: str = "", summary: Sequence[str] = (), **facts: object) -> None:
         """Write status.json: running, stopped, finished or failed; torchrun's exit status does not tell these apart."""
@@ -167,7 +167,7 @@ class RunLog:
         self._write_status(durable=True)
         found = f"at step {self.facts['step']:,} of {self.max_steps:,}{f' ({reason})' if reason else ''}"
         event = ("resumed" if self.facts["step"] else "started") if status == "running" else status
-        self.alert(event, " | ".join([found, *summary]))
+        self.tell("send", event, " | ".join([found, *summary]), self.facts["step"], self.max_steps)
 
     def note(self, **facts: object) -> None:
         """Keep facts for status.json; None, NaN and infinity remove one."""
@@ -178,10 +178,6 @@ class RunLog:
         """Renew status.json if that is due, as a sign that the training thread makes progress."""
         if time.monotonic() - self.heartbeat_at_s >= HEARTBEAT_S:
             self._write_status(durable=False)
-
-    def alert(self, event: str, text: str) -> None:
-        """Send an event to --alert_url, if there is one."""
-        self.tell("send", event, text, self.facts["step"], self.max_steps)
 
     def _write_status(self, durable: bool) -> None:
         self.heartbeat_at_s = time.monotonic()
@@ -196,6 +192,10 @@ class RunLog:
                 with open(path, "r+b", opener=no_link) as file:
                     file.write(content)
                     file.truncate()
+
+    def flush(self) -> None:
+        """Make everything written so far durable."""
+        self.tell("flush")
 
     def __enter__(self) -> "RunLog":
         self._write_status(durable=True)  # starting: the model is not built yet

@@ -149,6 +149,18 @@ def use_fp8(blocks: nn.Module, device: torch.device) -> None:
     convert_to_float8_training(blocks, config=Float8LinearConfig(emulate=device.type != "cuda"))
 
 
+def be_deterministic(device: torch.device, threads: int, compiles: bool) -> None:
+    """Compute the same bits in each run of this process's code, on a CPU with this number of threads."""
+    if device.type == "cpu":
+        torch.set_num_threads(threads)
+    if compiles:  # else each process times a GPU's kernels, and the fastest one may differ
+        torch._inductor.config.deterministic = True
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)  # without warn_only, which leaves attention as it is
+    # Every tensor is written before it is read.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
 @contextmanager
 def evaluating(model: nn.Module):
     """Turn off dropout and gradients inside; afterwards the model is in the mode it was in."""

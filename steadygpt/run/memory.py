@@ -1,6 +1,5 @@
 """The memory that a run needs, and what fits: the rows of a micro-step, advice after an out-of-memory error."""
 
-import gc
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from steadygpt.base.text import bytes_text, counted, labelled
 from steadygpt.checkpoint.files import LATEST
 from steadygpt.config import TrainConfig
 from steadygpt.machine.attention import SHORT_ROW
-from steadygpt.machine.device import autocast, device_name, is_out_of_memory, memory_bytes, use_fp8
+from steadygpt.machine.device import device_name, is_out_of_memory, memory_bytes
 from steadygpt.machine.ranks import Ranks
 
 STATIC, SUMS, COPY = "weights, gradients and optimizer", "sums of gradients", "copy for checkpoints"
@@ -133,64 +132,17 @@ def out_of_memory_explained(config: TrainConfig, model: GPT, ranks: Ranks):
 def with_fitting_rows(config: TrainConfig, model: GPT, memory: int, ranks: Ranks) -> tuple[TrainConfig, str]:
     """Replace --mini_batch_size auto by a number of rows that fits on every rank, and describe it in a line.
 
-    The estimate chooses the number. On a GPU rank 0 tries a step, with half the rows after each out-of-memory error;
-    under FSDP, where a step needs all ranks, and on other devices the estimate decides.
-
     Args:
         memory: bytes of the rank that has least.
     """
     if config.mini_batch_size:
         return config, ""
-    tries = ranks.device.type == "cuda" and config.sharding == "ddp"
     possible, limit = config.possible_rows(ranks.world_size), FITS[ranks.device.type] * memory
     of_rows = {rows: replace(config, mini_batch_size=rows) for rows in possible}
-    wanted = memory if tries else limit
-    fitting = [rows for rows, changed in of_rows.items() if needed_bytes(changed, model, ranks) <= wanted]
-    rows = max(fitting, default=tries * possible[0])
-    while tries and rows and not step_fits(of_rows[rows], limit, ranks, model):
-        rows = max((fewer for fewer in possible if fewer <= rows / 2), default=0)
+    rows = max((rows for rows in possible if needed_bytes(of_rows[rows], model, ranks) <= limit), default=0)
     config = of_rows[rows or possible[0]]
     if not rows:
         raise UserError(f"--mini_batch_size auto: {memory_advice(config, model, ranks)}")
-    needed, how = needed_bytes(config, model, ranks), "estimated and tried" if tries else "estimated"
-    text = f"{rows} per micro-step, chosen by --mini_batch_size auto: {bytes_text(needed)} ({how}); the limit is "
-    return config, labelled("rows", f"{text}{bytes_text(limit)} of {bytes_text(memory)}")
-
-
-def step_fits(config: TrainConfig, limit: float, ranks: Ranks, sketch: GPT) -> bool:
-    """Return whether a step fits in the memory of the GPU, less some for fragments and NCCL's buffers."""
-    # Said before, because compiling may take minutes.
-    print(f"--mini_batch_size auto: trying {counted(config.mini_batch_size, 'row')}", flush=True)
-    torch.cuda.set_per_process_memory_fraction(limit / memory_bytes(ranks.device), ranks.device)
-    try:
-        take_step(config, ranks, sketch)
-        return True
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        return False
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, ranks.device)
-        if config.compiles(ranks.device.type):
-            torch._dynamo.reset()  # or the next number of rows is compiled for any number of rows
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(ranks.device)  # the log reports the peak of the run
-
-
-def take_step(config: TrainConfig, ranks: Ranks, sketch: GPT) -> None:
-    """Compute gradients of random tokens beside tensors as large as those that a run keeps between micro-steps."""
-    device = ranks.device
-    with device:
-        model = GPT(sketch.config, config.activation_checkpointing, config.loss_chunk_size, initialize=False)
-        tokens = torch.randint(model.config.vocab_size, (config.mini_batch_size, config.context_length))
-        sums = torch.empty(int(estimate_memory(config, sketch, ranks)[0].get(SUMS, 0)) // 4)
-    if config.precision == "fp8":
-        use_fp8(model.h, device)
-    moments = [torch.empty_like(parameter) for parameter in model.parameters() for _ in range(2)]
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    with autocast(device, config.precision):
-        loss = (model.compiled() if config.compiles(device.type) else model)(tokens, tokens)
-    loss.backward()
-    del moments, sums
+    text = f"{rows} per micro-step, chosen by --mini_batch_size auto: {bytes_text(needed_bytes(config, model, ranks))}"
+    limit_text = f"{bytes_text(limit)} of {bytes_text(memory)}"
+    return config, labelled("rows", f"{text} (estimated); the limit is {limit_text}")

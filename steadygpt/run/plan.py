@@ -1,7 +1,6 @@
 """The plan of a run, settled before anything is built: data, steps, precision, memory, disk, time."""
 
 import math
-import os
 import platform
 import shutil
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from steadygpt.data.order import BLOCK_ROWS
 from steadygpt.data.tokenizer import load_tokenizer
 from steadygpt.log.metrics import read_status
 from steadygpt.machine.attention import kernel_name
-from steadygpt.machine.device import AUTOCAST, PEAK_FLOPS, choose_precision, device_name, memory_bytes
+from steadygpt.machine.device import AUTOCAST, PEAK_FLOPS, be_deterministic, choose_precision, device_name, memory_bytes
 from steadygpt.machine.host import available_memory_bytes, check_compiler
 from steadygpt.machine.ranks import Ranks
 from steadygpt.run.history import History
@@ -223,7 +222,7 @@ def _settle_on_main(
         fingerprint = fingerprint | checked
         starts[-1] = new_entry(history, data, fingerprint, ranks)
     if starts and not recorded:
-        # The rows that memory has room for are tried once, and --deterministic needs the same ones.
+        # The rows that memory has room for are chosen once, and --deterministic needs the same ones.
         sticky = (*DECIDED, "mini_batch_size") if config.deterministic or not asked.mini_batch_size else DECIDED
         starts[-1]["options"] = {name: getattr(asked, name) for name in KEPT}
         starts[-1]["decisions"] = {name: getattr(config, name) for name in sticky} | dict(decided)
@@ -270,14 +269,7 @@ def set_up(config: TrainConfig, device: torch.device, threads: int) -> None:
     if device.type == "cuda" and precision == "fp32":  # else HellaSwag's close calls would be scored in TF32 too
         torch.set_float32_matmul_precision("high")
     if config.deterministic:
-        if device.type == "cpu":
-            torch.set_num_threads(threads)
-        if config.compiles(device.type):  # else each process times a GPU's kernels, and the fastest one may differ
-            torch._inductor.config.deterministic = True
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)  # without warn_only, which leaves attention as it is
-        # Every tensor is written before it is read.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        be_deterministic(device, threads, config.compiles(device.type))
 
 
 def validation_rows(config: TrainConfig, val: RowStream) -> int:

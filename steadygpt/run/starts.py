@@ -2,7 +2,6 @@
 
 import secrets
 from collections.abc import Mapping, Sequence
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from steadygpt import git_commit
 from steadygpt.base.options import UserError, options_of
 from steadygpt.checkpoint.files import Entry
 from steadygpt.config import TrainConfig
-from steadygpt.data.order import BLOCK_ROWS, Phase, shares_of_block
+from steadygpt.data.order import BLOCK_ROWS, Phase, shares_of
 from steadygpt.machine.device import device_name
 from steadygpt.machine.ranks import Ranks
 from steadygpt.run.history import History
@@ -94,23 +93,6 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return what differs between two starts in what determines a step, such as "ranks 2 -> 1"; "" if nothing does."""
     names = [name for name in {**now, **before} if before.get(name) != now.get(name)]
     return ", ".join(f"{name} {before.get(name)} -> {now.get(name)}" for name in names)
-
-
-def shares_of(sources: Mapping[str, Sequence[str]], weights: Mapping[str, Fraction]) -> dict[str, int]:
-    """Return how many of BLOCK_ROWS rows each source gives, by identity.
-
-    Args:
-        sources: name -> (folder, identity).
-        weights: by name.
-    """
-    names: dict[str, str] = {}
-    for name, (_, identity) in sources.items():
-        if (other := names.setdefault(identity, name)) != name:
-            raise UserError(f"--mix: {other} and {name} have the same shards; give one of them the sum of the weights")
-        if weights[name] / sum(weights.values()) < Fraction(1, BLOCK_ROWS):
-            found = f"--mix: the weight of {name} is {float(weights[name]):g} of {float(sum(weights.values())):g}"
-            raise UserError(f"{found}; expected at least one row in {BLOCK_ROWS:,}")
-    return shares_of_block({identity: weights[name] for identity, name in names.items()})
 
 
 def mixture_text(entry: Entry) -> str:

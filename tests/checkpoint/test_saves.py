@@ -15,7 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import MODERN, load, run_content, run_here
+from conftest import MODERN, alerts_of, load, run_content, run_here
 from test_files import damage, names, write_checkpoint
 
 from steadygpt.base.options import UserError
@@ -23,7 +23,6 @@ from steadygpt.checkpoint import saves
 from steadygpt.checkpoint.files import find_checkpoint
 from steadygpt.checkpoint.saves import CheckpointWriter, Saves
 from steadygpt.config import TrainConfig
-from steadygpt.log.runlog import RunLog
 from steadygpt.machine.ranks import Ranks, Stopped, StopSignal
 
 
@@ -254,11 +253,10 @@ def test_without_timed_saves_ten_failed_ones_stop_the_run(run, monkeypatch):
 
 
 def test_a_run_that_cannot_save_fails_with_one_warning_and_two_alerts(workdir, monkeypatch, capsys):
-    events = []
+    alerts = alerts_of(monkeypatch)
     monkeypatch.setattr(torch, "save", no_space)
-    monkeypatch.setattr(RunLog, "alert", lambda log, event, text: events.append(event))
     assert run_here("--checkpoint_freq", "1", "--max_steps", "1000") == 1
-    assert events == ["started", "save failed", "failed"]
+    assert [event for event, _ in alerts] == ["started", "save failed", "failed"]
     out, err = capsys.readouterr()
     end = re.search(r"^failed \(saves failed; the last save failed\) after (\d+) steps", out, re.M)
     assert int(end[1]) in (11, 12)  # the tenth save may still be in flight

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import built, load, options_in, run_here
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from model import GPT
@@ -18,7 +17,6 @@ from steadygpt.base.text import bytes_text
 from steadygpt.checkpoint.files import named_tensors
 from steadygpt.config import TrainConfig, parse_args
 from steadygpt.machine.ranks import Ranks
-from steadygpt.run import memory as estimates
 from steadygpt.run import plan as plans
 from steadygpt.run.memory import COPY, FITS, STATIC, estimate_memory, needed_bytes, with_fitting_rows
 
@@ -206,7 +204,7 @@ def needed(rows: int, world_size: int = 1) -> float:
 
 
 @pytest.mark.parametrize("rows", [1, 3, 12])
-def test_the_estimate_decides_on_a_cpu(monkeypatch, rows):
+def test_the_estimate_decides(rows):
     config, line = with_fitting_rows(AUTO, SKETCH, needed(rows) / FITS["cpu"] + 1, Ranks(CPU))
     assert config == dataclasses.replace(AUTO, mini_batch_size=rows)
     used, memory = bytes_text(needed(rows)), bytes_text(needed(rows) / FITS["cpu"] + 1)
@@ -226,64 +224,6 @@ def test_no_number_fits_or_splits_a_step(monkeypatch):
         with_fitting_rows(AUTO, SKETCH, 1000, Ranks(CPU))
     with pytest.raises(UserError, match=r"192; expected a multiple of .* = 80 tokens, such as 240"):
         with_fitting_rows(AUTO, SKETCH, 10**9, Ranks(CPU, world_size=5))
-
-
-@pytest.mark.parametrize("flags", [{}, {"activation_checkpointing": True, "loss_chunk_size": 8}, {"compile": "on"}])
-@pytest.mark.parametrize(("room", "tried"), [(12, [12]), (4, [12, 6, 3]), (0, [12, 6, 3, 1])])
-def test_a_step_is_tried_out_on_a_gpu_and_halved_after_a_lack_of_memory(monkeypatch, flags, room, tried):
-    """The GPU is this CPU, with room for so many rows."""
-    steps, fractions = [], []
-
-    def take_step(config, ranks, sketch, take=estimates.take_step):
-        rows = config.mini_batch_size
-        take(dataclasses.replace(config, compile="off"), Ranks(CPU), sketch)
-        steps.append(rows)
-        if rows > room:
-            raise torch.OutOfMemoryError if rows > 6 else RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")
-
-    monkeypatch.setattr(estimates, "take_step", take_step)
-    monkeypatch.setattr(estimates, "memory_bytes", lambda device: 10_000_000)
-    monkeypatch.setattr(estimates, "device_name", lambda device: "a GPU")
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _: fractions.append(share))
-    for name in ("empty_cache", "reset_peak_memory_stats"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
-    gpu, config = Ranks(SimpleNamespace(type="cuda")), dataclasses.replace(AUTO, **flags)
-    if room:
-        found, line = with_fitting_rows(config, SKETCH, 10_000_000, gpu)
-        assert found.mini_batch_size == tried[-1]
-        assert re.fullmatch(
-            rf"rows         {tried[-1]} per micro-step, .* auto: [\d.]+ [kM]B \(estimated and tried\); .*", line
-        )
-    else:
-        with pytest.raises(UserError, match="--mini_batch_size auto: 1 row of 16 tokens: about"):
-            with_fitting_rows(config, SKETCH, 10_000_000, gpu)
-    assert steps == tried
-    assert fractions == [0.9, 1.0] * len(tried)
-
-
-class Allocated(TorchDispatchMode):
-    """Sums the bytes of the tensors that torch.empty makes."""
-
-    def __init__(self):
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        self.bytes += result.nbytes if func is torch.ops.aten.empty.memory_format else 0
-        return result
-
-
-def test_a_tried_step_holds_the_sums_of_deterministic_gradients():
-    """They are as large as up to four times the weights."""
-    found = {}
-    for deterministic in (False, True):
-        config = dataclasses.replace(AUTO, mini_batch_size=3, deterministic=deterministic)
-        with Allocated() as allocated:
-            estimates.take_step(config, Ranks(CPU), SKETCH)
-        found[deterministic] = allocated.bytes
-    config = dataclasses.replace(AUTO, mini_batch_size=3, deterministic=True)
-    assert found[True] - found[False] == estimate_memory(config, SKETCH, Ranks(CPU))[0]["sums of gradients"] > 0
 
 
 def test_the_number_is_stored_and_a_resume_takes_it(workdir, monkeypatch, capsys):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import in_ranks, load, metrics, need_gpus, open_log, run_here
+from conftest import alerts_of, in_ranks, load, metrics, need_gpus, open_log, run_here
 from test_metrics import start_line, steps, write_lines
 from test_train import folders, run_rank
 
@@ -50,10 +50,9 @@ def test_equal_steps_are_reported_once_in_the_log_and_in_status_json(run_to_8, c
 
 
 def test_a_flipped_bit_in_a_restored_weight_is_one_warning_and_one_alert(run_to_8, capsys, monkeypatch):
-    checkpoint, alerts = load("a/rolling_step_000003.pt"), []
+    checkpoint, alerts = load("a/rolling_step_000003.pt"), alerts_of(monkeypatch)
     checkpoint["model"]["wte.weight"].view(torch.int32)[7, 0] ^= 1 << 22
     torch.save(checkpoint, "a/rolling_step_000003.pt")  # with a valid checksum
-    monkeypatch.setattr(RunLog, "alert", lambda log, event, text: alerts.append((event, text)))
     before = metrics("logs-a", "loss")
     warning = resumed(capsys, *FROM_3)
     now = metrics("logs-a", "loss")
