@@ -46,8 +46,9 @@ def upload_all(url: str, folder: Path) -> None:
         if not newest.checkpoint["starts"]:
             raise UserError(f"{newest.path}: converted weights; expected a checkpoint of a run")
         run = read_run(folder)
-        if run.other:
-            raise UserError(f"{folder}: a copy of {run.other}. Resume from it with --mirror {url}, which uploads it")
+        if run.other or not run.places:  # which logs are its own is not known
+            about = f"a copy of {run.other}" if run.other else "this user has not started this run"
+            raise UserError(f"{folder}: {about}. Resume from it with --mirror {url}, which uploads it")
         config = replace(trained_with(newest.checkpoint["starts"][-1]), checkpoint_dir=str(folder), **run.places)
         mirror = Mirror(url, run.id, config.run_name)
         there = mirror.patiently(mirror.index).checkpoints.get(LATEST)

@@ -596,9 +596,10 @@ def test_wrong_url_is_reported_before_training(machines, s3, url, message):
 @pytest.mark.parametrize("how", ["one bit", "folder"])
 def test_the_mirror_replaces_no_damaged_file_and_none_that_cannot_be_read(machines, workdir, capsys, how):
     url, latest = f"file://{workdir}/there", Path("checkpoints/latest.pt")
-    run_here("--mirror", url)
-    for path in latest.parent.glob("*.pt"):
-        damage(path, "one bit")
+    run_here("--mirror", url, "--checkpoint_freq", "4")
+    names = {path.name for path in latest.parent.glob("*.pt")}
+    for name in names:
+        damage(latest.with_name(name), "one bit")
     if how == "folder":
         latest.unlink()
         latest.mkdir()
@@ -612,4 +613,5 @@ def test_the_mirror_replaces_no_damaged_file_and_none_that_cannot_be_read(machin
     [kept] = latest.parent.glob("latest.pt.skipped-*")
     assert kept.read_bytes() == damaged
     assert f"skipped      {latest}: corrupt; renamed {kept.name}" in capsys.readouterr().out
+    assert {path.name.partition(".skipped-")[0] for path in latest.parent.glob("*.skipped-*")} == names
     assert read_checkpoint(latest)["step"] == 9

@@ -55,6 +55,15 @@ def test_a_mirror_that_nothing_names_is_an_error(workdir):
         upload_manager.main(["list"])
 
 
+def test_a_folder_of_another_user_is_not_uploaded(workdir, tmp_path, monkeypatch):
+    """Which logs belong to it is not known here."""
+    run_here(*FLAGS)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "other user"))
+    with pytest.raises(UserError, match=r"this user has not started this run\. Resume from it with --mirror file:"):
+        upload_manager.main(["upload-all", "--mirror", f"file://{workdir}/there"])
+    assert not Path("there").exists()
+
+
 def test_only_a_download_takes_a_name(workdir):
     with pytest.raises(UserError, match="upload-all best: expected no name"):
         upload_manager.main(["upload-all", "best"])

@@ -162,12 +162,15 @@ def test_plan_says_if_memory_is_short(workdir, monkeypatch, capsys, available):
         assert (f" -- NOT ENOUGH: 100 kB available; try {advice}" in line) == (available < 10**6)
 
 
-def test_out_of_memory_is_one_line_with_flags_to_try(workdir, monkeypatch):
+@pytest.mark.parametrize("error", [
+    torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")
+])  # fmt: skip
+def test_out_of_memory_is_one_line_with_flags_to_try(workdir, monkeypatch, error):
     step = train.train_step
 
     def runs_out(run, batches):
         if run.state.step == 4:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise error
         return step(run, batches)
 
     monkeypatch.setattr(train, "train_step", runs_out)
