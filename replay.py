@@ -27,7 +27,7 @@ from steadygpt import git_commit
 from steadygpt.base.options import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.base.progress import ProgressBar
 from steadygpt.base.text import counted, printable
-from steadygpt.checkpoint.files import Entry, intact_checkpoints, named_tensors, read_checkpoint, scan
+from steadygpt.checkpoint.files import Start, intact_checkpoints, named_tensors, read_checkpoint, scan
 from steadygpt.checkpoint.mirror import Mirror
 from steadygpt.config import TrainConfig
 from steadygpt.data.tokenizer import TokenizerRecord
@@ -150,7 +150,7 @@ def compare_tensors(content: dict, saved: dict) -> str:
     return text * bool(shares)
 
 
-def changes(entry: Entry, ranks: Ranks) -> list[str]:
+def changes(entry: Start, ranks: Ranks) -> list[str]:
     """Return why a part of the run may have other bits here: what differs from the start that trained it."""
     commit, is_exact = git_commit(), entry["options"]["deterministic"]
     here: dict[str, Any] = {} if is_exact else {"ranks": ranks.world_size}
@@ -167,7 +167,7 @@ def changes(entry: Entry, ranks: Ranks) -> list[str]:
 
 
 def build_part(
-    past: Past, checkpoint: dict | None, starts: list[Entry], device: str, ranks: Ranks, held: ExitStack
+    past: Past, checkpoint: dict | None, starts: list[Start], device: str, ranks: Ranks, held: ExitStack
 ) -> Run:
     """Build a run, which writes nothing, that continues as the last of these starts did."""
     entry, known = starts[-1], past.newest["data_fingerprint"]
@@ -183,7 +183,7 @@ def build_part(
     return build(plan, RunLog(plan.config, ranks, prints=False), held)
 
 
-def find_records(past: Past, starts: list[Entry], begin: int, end: int) -> tuple[dict[int, Record], str]:
+def find_records(past: Past, starts: list[Start], begin: int, end: int) -> tuple[dict[int, Record], str]:
     """Return the records of the steps of a part, see repeated_records()."""
     # A replay repeats steps as a resume does, from where this start began or from a checkpoint that it has made.
     before = starts[:-1] if starts[-1]["step"] == begin else starts

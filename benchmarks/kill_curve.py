@@ -43,7 +43,7 @@ import torch
 
 from benchmarks import picture
 from benchmarks.compare import REPO, die_with_parent, exit_on_signals, flags
-from steadygpt.log.metrics import METRICS, joined
+from steadygpt.log.metrics import METRICS, read_records
 
 STEP_LINE = re.compile(r"^(?:step +(?=\d+/)|iter (?=\d+:))(\d+)", re.MULTILINE)  # ours, nanoGPT's
 RUN = flags(
@@ -153,7 +153,7 @@ def kill_instants(kills: int, steps: int, random: Random) -> list[float]:
 
 def losses(folder: Path) -> dict[int, float]:
     """Return step -> loss."""
-    return {record["step"]: record["loss"] for record in joined(folder / "logs" / METRICS, "loss")}
+    return {record["step"]: record["loss"] for record in read_records(folder / "logs" / METRICS, "loss")}
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -29,7 +29,7 @@ from steadygpt.checkpoint import saves
 from steadygpt.checkpoint.files import TrainState, read_checkpoint
 from steadygpt.config import parse_args
 from steadygpt.data.tokenizer import get_tokenizer
-from steadygpt.log.metrics import METRICS, joined
+from steadygpt.log.metrics import METRICS, read_records
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.ranks import Ranks
 
@@ -141,7 +141,7 @@ def show_save() -> None:
 
 def records(run: str) -> dict[int, tuple[float, float]]:
     """Return step -> loss and gradient norm, as the log of a run has them."""
-    return {line["step"]: (line["loss"], line["grad_norm"]) for line in joined(Path(run, METRICS), "loss")}
+    return {line["step"]: (line["loss"], line["grad_norm"]) for line in read_records(Path(run, METRICS), "loss")}
 
 
 def show_kill_and_resume() -> None:

@@ -28,7 +28,7 @@ from steadygpt.checkpoint.files import FORMAT_VERSION, WITHOUT_RUN, trained_with
 from steadygpt.config import KEPT, GPTConfig, TrainConfig
 from steadygpt.data.order import BLOCK_ROWS
 from steadygpt.data.shards import write_shard
-from steadygpt.log.metrics import METRICS, joined
+from steadygpt.log.metrics import METRICS, read_records
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.ranks import Ranks
 
@@ -365,7 +365,7 @@ def scalars(folder) -> dict[str, dict[int, float]]:
 def metrics(logdir, key: str) -> dict[int, float]:
     """Return step -> value of one metric in metrics.jsonl, its segments joined; fail if a step is logged twice."""
     found = {}
-    for record in joined(Path(logdir) / METRICS, key):
+    for record in read_records(Path(logdir) / METRICS, key):
         assert record["step"] not in found, f"step {record['step']} is logged twice"
         found[record["step"]] = record[key]
     return found

@@ -51,7 +51,7 @@ DECIDED = ("precision", "total_batch_size", "warmup_steps", "tokenizer", "vocab_
 WITHOUT_RUN = {"optimizer": {}, "scaler": {}, "lr": 0.0, "epoch": 0.0, "starts": [], "data_fingerprint": {}}
 
 
-class Entry(TypedDict):
+class Start(TypedDict):
     """What one start of a run trained on, and how."""
 
     id: Annotated[str, r"[0-9a-f]{16}"]  # of the start, random
@@ -80,12 +80,12 @@ class Weights(TypedDict):
     scaler: dict[str, float]  # the state of the loss scaler; empty without fp16
     lr: Loss  # of the last step
     epoch: Loss
-    starts: list[Entry]  # of the run, this one last
+    starts: list[Start]  # of the run, this one last
     data_fingerprint: dict[str, list[tuple[str, int, int, str]]]  # see ShardSet.check
     saved_at: Annotated[float, 0, 2**33]  # seconds since 1970
 
 
-def trained_with(entry: Entry) -> TrainConfig:
+def trained_with(entry: Start) -> TrainConfig:
     """Return the configuration that a start trained with, but for what belongs to a launch or a place."""
     return TrainConfig(**entry["options"] | entry["decisions"])
 

@@ -104,7 +104,7 @@ def segments(path: Path, first_step: float = 0, key: str = "step") -> Iterator[t
                     records.append(parse_json(line, Record, path, ""))
 
 
-def joined(path: Path, key: str = "step") -> list[Record]:
+def read_records(path: Path, key: str = "step") -> list[Record]:
     """Return the records of a metrics.jsonl that have a key and that no later start repeats, from the first on."""
     return [record for _, records in [*segments(path, key=key)][::-1] for record in records]
 

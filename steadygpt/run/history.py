@@ -46,7 +46,7 @@ class History:
     notes: tuple[str, ...] = ()  # for the plan
 
     @property
-    def starts(self) -> list[files.Entry]:
+    def starts(self) -> list[files.Start]:
         return self.checkpoint["starts"] if self.checkpoint else []
 
     @property
@@ -239,7 +239,7 @@ def named(history: History) -> History:
     return replace(history, config=replace(config, run_name=name, logdir=str(logdir)), notes=tuple(notes))
 
 
-def resumed(last: files.Entry, config: TrainConfig, given: Mapping[str, str]) -> tuple[TrainConfig, dict, list[str]]:
+def resumed(last: files.Start, config: TrainConfig, given: Mapping[str, str]) -> tuple[TrainConfig, dict, list[str]]:
     """Return the options of a run that resumes, the decisions that still hold, and a line for each option that changes.
 
     A given option is compared with what the start that wrote the checkpoint was asked for, and with what was decided

@@ -16,7 +16,7 @@ from steadygpt import version_text
 from steadygpt.base.disk import existing
 from steadygpt.base.options import UserError
 from steadygpt.base.text import bytes_text, counted, duration_text, labelled
-from steadygpt.checkpoint.files import DECIDED, LATEST, Entry, trained_with
+from steadygpt.checkpoint.files import DECIDED, LATEST, Start, trained_with
 from steadygpt.config import FINEWEB_EDU_TOKENS, KEPT, TrainConfig
 from steadygpt.convert.weights import check_fits
 from steadygpt.data.order import BLOCK_ROWS
@@ -29,7 +29,7 @@ from steadygpt.machine.ranks import Ranks
 from steadygpt.run.history import History
 from steadygpt.run.memory import checkpoint_bytes, estimate_memory, with_fitting_rows
 from steadygpt.run.schedule import Schedule, with_steps
-from steadygpt.run.starts import epochs_of_sources, mixture_text, new_entry, phase_of
+from steadygpt.run.starts import epochs_of_sources, mixture_text, new_start, phase_of
 
 SHARE_OF_PEAK = 0.4  # that a GPU is assumed to reach, where nothing is measured
 WELL_KNOWN = "NVIDIA H100 80GB HBM3"
@@ -44,7 +44,7 @@ class Plan:
     """A run before it is built; the same on every rank but for `data`, `ranks` and the tensors in `history`."""
 
     config: TrainConfig  # settled
-    starts: list[Entry]  # the last one is this start
+    starts: list[Start]  # the last one is this start
     schedule: Schedule
     fingerprint: dict[str, list]  # of the shards
     notes: tuple[str, ...]  # further lines, one per surprising choice
@@ -148,7 +148,7 @@ def uses_text(memory: dict[str, float], where: str, available: int, instead: str
     return f"about {bytes_text(total)} {where}: {parts}{advice * (available < total)}"
 
 
-def settle(history: History, data: Data, ranks: Ranks, recorded: Sequence[Entry] = ()) -> Plan:
+def settle(history: History, data: Data, ranks: Ranks, recorded: Sequence[Start] = ()) -> Plan:
     """Settle on rank 0 every option that the data, the machine or the length of the run decides, and tell the others.
 
     Args:
@@ -162,7 +162,7 @@ def settle(history: History, data: Data, ranks: Ranks, recorded: Sequence[Entry]
 
 
 def _settle_on_main(
-    history: History, data: Data, sketch: GPT, memory: int, ranks: Ranks, recorded: Sequence[Entry]
+    history: History, data: Data, sketch: GPT, memory: int, ranks: Ranks, recorded: Sequence[Start]
 ) -> dict[str, Any]:
     """Return the fields of a Plan that do not depend on the rank."""
     asked, before, decided, fingerprint = history.config, history.starts, history.decisions, history.fingerprint
@@ -201,7 +201,7 @@ def _settle_on_main(
     # The record of this start, and the number of steps, which may follow from its data.
     starts = [*recorded]
     if data.sources and not recorded:
-        starts = [*before, new_entry(history, data, fingerprint, ranks)]
+        starts = [*before, new_start(history, data, fingerprint, ranks)]
         if before and before[-1]["shares"] != starts[-1]["shares"]:
             changed = " -> ".join(map(mixture_text, starts[-2:]))
             notes.append(labelled("changed", f"training data: {changed}"))
@@ -220,7 +220,7 @@ def _settle_on_main(
     if writes:
         checked = {shards.key: shards.check(config.vocab_size, fingerprint) for shards in data.sets}
         fingerprint = fingerprint | checked
-        starts[-1] = new_entry(history, data, fingerprint, ranks)
+        starts[-1] = new_start(history, data, fingerprint, ranks)
     if starts and not recorded:
         # The rows that memory has room for are chosen once, and --deterministic needs the same ones.
         sticky = (*DECIDED, "mini_batch_size") if config.deterministic or not asked.mini_batch_size else DECIDED
@@ -238,7 +238,7 @@ def _settle_on_main(
     }
 
 
-def note_of_processes(config: TrainConfig, before: Sequence[Entry], ranks: Ranks) -> str:
+def note_of_processes(config: TrainConfig, before: Sequence[Start], ranks: Ranks) -> str:
     """Return the numbers of processes that compute the same bits, as a line for the plan."""
     count, step = config.virtual_ranks(), f"a step has {counted(config.grad_accum_steps(1), 'micro-batch')}"
     *others, most = [str(2**n) for n in range(count.bit_length())]

@@ -9,7 +9,7 @@ import torch
 from dataloader import Data, Source
 from steadygpt import git_commit
 from steadygpt.base.options import UserError, options_of
-from steadygpt.checkpoint.files import Entry
+from steadygpt.checkpoint.files import Start
 from steadygpt.config import TrainConfig
 from steadygpt.data.order import BLOCK_ROWS, Phase, shares_of
 from steadygpt.machine.device import device_name
@@ -17,7 +17,7 @@ from steadygpt.machine.ranks import Ranks
 from steadygpt.run.history import History
 
 
-def phase_of(starts: Sequence[Entry]) -> Phase:
+def phase_of(starts: Sequence[Start]) -> Phase:
     """Return the last phase of a record: a start with another mixture than the one before begins a phase."""
     phase = None
     for entry in starts:
@@ -27,7 +27,7 @@ def phase_of(starts: Sequence[Entry]) -> Phase:
     return phase
 
 
-def new_entry(history: History, data: Data, known: Mapping[str, list], ranks: Ranks) -> Entry:
+def new_start(history: History, data: Data, known: Mapping[str, list], ranks: Ranks) -> Start:
     """Describe the start that begins now, but for its options, which are not settled yet.
 
     Args:
@@ -49,7 +49,7 @@ def new_entry(history: History, data: Data, known: Mapping[str, list], ranks: Ra
     sources = identified(data.sources)
     shares = shares_of(sources, {source.shards.name: source.weight for source in data.sources})
     given = phase_of(before).given_at(row, seed) if before else {}
-    entry: Entry = {
+    entry: Start = {
         "id": secrets.token_hex(8),
         "step": history.step,
         "row": row,
@@ -73,7 +73,7 @@ def new_entry(history: History, data: Data, known: Mapping[str, list], ranks: Ra
     return entry
 
 
-def note_of_start(config: TrainConfig, starts: Sequence[Entry]) -> dict[str, Any]:
+def note_of_start(config: TrainConfig, starts: Sequence[Start]) -> dict[str, Any]:
     """Return "id", "parent" and "how" of the last start, as its line in metrics.jsonl has them (StartLine)."""
     entry, commit = starts[-1], starts[-1]["commit"]
     groups, excepted = ("model", "optimization", "distributed"), ("max_hours", "timeout_minutes", "micro_steps")
@@ -95,7 +95,7 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {before.get(name)} -> {now.get(name)}" for name in names)
 
 
-def mixture_text(entry: Entry) -> str:
+def mixture_text(entry: Start) -> str:
     """Return the sources of a start with their shares."""
     return ", ".join(
         f"{name} {entry['shares'][identity] / BLOCK_ROWS:.1%} ({folder}, SHA-256 {identity[:12]}...)"
@@ -103,7 +103,7 @@ def mixture_text(entry: Entry) -> str:
     )
 
 
-def epochs_of_sources(data: Data, starts: Sequence[Entry], row: int) -> dict[str, float]:
+def epochs_of_sources(data: Data, starts: Sequence[Start], row: int) -> dict[str, float]:
     """Return by name how many epochs of each source of a mixture a run has seen once it has consumed `row` rows."""
     if len(data.sources) == 1:
         return {}

@@ -35,7 +35,7 @@ from steadygpt.data.shards import ShardSet, open_shard
 from steadygpt.data.tasks import load_examples
 from steadygpt.data.tokenizer import get_tokenizer, load_tokenizer, record_named
 from steadygpt.data.tokenizer_json import to_json
-from steadygpt.log.metrics import joined, owner, read_status
+from steadygpt.log.metrics import owner, read_records, read_status
 from steadygpt.machine.ranks import Ranks
 from steadygpt.monitor.snapshot import watch
 from steadygpt.monitor.view import view
@@ -278,7 +278,7 @@ def test_broken_lines_of_a_log_are_skipped(files, monkeypatch, count):
             path.write_bytes(b"".join([*lines[:number], line, *lines[number + 1 :]]))
             see_monitor()
             repeated_records(path, 2, "an id", {})
-            joined(path)
+            read_records(path)
             owner(path.parent)
     finally:
         path.write_bytes(original)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import REPO
 
-from steadygpt.log.metrics import METRICS, LineFile, find_logs, joined, owner, places_of, segments
+from steadygpt.log.metrics import METRICS, LineFile, find_logs, owner, places_of, read_records, segments
 
 
 def start_line(step: int, id: str = "1", parent: str = "", run: str = "a run", **more) -> dict:
@@ -39,7 +39,7 @@ RUN = [
 
 
 def test_later_starts_win_from_their_first_step_on(tmp_path):
-    found = joined(write_lines(tmp_path / METRICS, *RUN), "loss")
+    found = read_records(write_lines(tmp_path / METRICS, *RUN), "loss")
     assert [(record["step"], record["loss"]) for record in found] == [(0, 1), (1, 1), (2, 3), (7, 4), (8, 4)]
 
 
@@ -66,7 +66,7 @@ BROKEN = [
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda text: ascii(text)[:40])
 def test_broken_lines_are_skipped(tmp_path, broken):
     path = write_lines(tmp_path / METRICS, broken, start_line(0), *steps(3, 5), broken, *steps(6, 7))
-    assert [record["step"] for record in joined(path)] == [3, 4, 6]
+    assert [record["step"] for record in read_records(path)] == [3, 4, 6]
     assert owner(tmp_path) == "a run"
 
 
@@ -79,7 +79,7 @@ def test_a_start_after_a_broken_line_begins_on_a_line_of_its_own(tmp_path):
         log.write(json.dumps(line))
         log.close()
     assert path.read_text().count("\n") == 4
-    assert [record["loss"] for record in joined(path)] == [1.0]
+    assert [record["loss"] for record in read_records(path)] == [1.0]
 
 
 def test_logs_are_found_after_a_move_of_the_project_or_of_the_checkpoints_alone(tmp_path):
@@ -121,7 +121,7 @@ def test_the_documented_line_of_pandas_joins_as_the_reader_does(tmp_path):
             step = first + rng.randrange(5)
             lines += [start_line(first), *steps(first, step, rng.random())]
         path = write_lines(tmp_path / f"{number}.jsonl", *lines)
-        assert joined(path) == kept_by_the_documented_line(lines)
+        assert read_records(path) == kept_by_the_documented_line(lines)
 
 
 def test_the_documented_line_of_pandas(tmp_path, monkeypatch):
@@ -132,7 +132,9 @@ def test_the_documented_line_of_pandas(tmp_path, monkeypatch):
     names = {"pd": pd}
     exec(line, names)
     df = names["df"]
-    assert [*zip(df.step, df.loss, strict=True)] == [(r["step"], r["loss"]) for r in joined(Path("logs", METRICS))]
+    assert [*zip(df.step, df.loss, strict=True)] == [
+        (r["step"], r["loss"]) for r in read_records(Path("logs", METRICS))
+    ]
 
 
 def test_a_folder_that_cannot_be_read_has_no_logs(tmp_path):

@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from steadygpt.base.text import duration_text
 from steadygpt.checkpoint.files import TrainState
 from steadygpt.config import TrainConfig
-from steadygpt.log.metrics import joined, read_status
+from steadygpt.log.metrics import read_records, read_status
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.ranks import Ranks
 from steadygpt.run.repeats import Repeats
@@ -31,7 +31,7 @@ def config(tmp_path, **options) -> TrainConfig:
 
 
 def records(tmp_path) -> list[dict]:
-    return joined(tmp_path / "logs" / "metrics.jsonl")
+    return read_records(tmp_path / "logs" / "metrics.jsonl")
 
 
 def write(log: RunLog, steps, value=1.0) -> None:
@@ -67,7 +67,7 @@ def test_a_resumed_run_appends_to_its_logs_and_changes_nothing_in_them(tmp_path)
     log.close()
     assert [path.read_bytes()[: len(old)] for path, old in zip(paths, before, strict=True)] == before
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["log.txt", "metrics.jsonl"]
-    assert [(r["step"], r["loss"]) for r in joined(paths[1])] == [(s, 1.0) for s in range(4)] + [
+    assert [(r["step"], r["loss"]) for r in read_records(paths[1])] == [(s, 1.0) for s in range(4)] + [
         (s, 2.0) for s in range(4, 8)
     ]
     sample = "step 4/10 | sample:\na line\nstep 1/10 of the text itself\n"

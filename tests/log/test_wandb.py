@@ -18,7 +18,7 @@ from harness import Run
 from steadygpt.base.options import UserError, option
 from steadygpt.config import TrainConfig
 from steadygpt.log import wandb_sink
-from steadygpt.log.metrics import joined
+from steadygpt.log.metrics import read_records
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the real package
@@ -61,7 +61,7 @@ def rows_of(folder: Path) -> list[dict]:
 def measured() -> dict[int, dict]:
     """Return the rows that metrics.jsonl stands for."""
     found = defaultdict(dict)
-    for record in joined(Path("logs/metrics.jsonl")):
+    for record in read_records(Path("logs/metrics.jsonl")):
         found[record["step"]] |= {name: value for name, value in record.items() if name not in ("step", "time")}
     return found
 
@@ -204,7 +204,7 @@ def test_a_process_of_wandb_that_dies_or_hangs_loses_curves_and_not_the_run(tmp_
         patch.setattr(wandb, "log", lambda: None)  # raises a TypeError, as a process that dies raises its errors
         write(tmp_path / "dead", None, range(10))
     assert capsys.readouterr().err.count("warning: Weights & Biases no longer receives curves: TypeError") == 1
-    assert len(joined(tmp_path / "dead/metrics.jsonl")) == 10
+    assert len(read_records(tmp_path / "dead/metrics.jsonl")) == 10
     monkeypatch.setattr(wandb, "finish", threading.Event().wait)
     monkeypatch.setattr(wandb_sink, "FINISH_S", 0.2)
     write(tmp_path, None, range(3))

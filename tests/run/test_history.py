@@ -8,12 +8,12 @@ from conftest import run_content
 from test_config import parse
 
 from steadygpt.base.options import UserError
-from steadygpt.checkpoint.files import Entry, as_checkpoint
+from steadygpt.checkpoint.files import Start, as_checkpoint
 from steadygpt.config import FIELDS, KEPT, TrainConfig, parse_args
 from steadygpt.run.history import resumed
 
 
-def start(config=None, **decisions) -> Entry:
+def start(config=None, **decisions) -> Start:
     """Return a start that was asked for these options, in the record of a checkpoint."""
     [entry] = run_content(3)["starts"]
     return entry | {"options": {name: getattr(config or TrainConfig(), name) for name in KEPT}, "decisions": decisions}
