@@ -27,7 +27,7 @@ from steadygpt import git_commit
 from steadygpt.base.options import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.base.progress import ProgressBar
 from steadygpt.base.text import counted, printable
-from steadygpt.checkpoint.files import Start, intact_checkpoints, named_tensors, read_checkpoint, scan
+from steadygpt.checkpoint.files import Start, intact_checkpoints, named_tensors, scan
 from steadygpt.checkpoint.mirror import Mirror
 from steadygpt.config import TrainConfig
 from steadygpt.data.tokenizer import TokenizerRecord
@@ -96,8 +96,7 @@ def find_past(options: ReplayOptions, first: int, last: int, held: ExitStack) ->
         uploaded = sorted(mirror.patiently(mirror.index).checkpoints.values(), key=lambda entry: -entry.step)
         before = [entry for entry in uploaded if entry.step <= first]
         for entry in dict.fromkeys([*uploaded[: not files], *before[:1]]):
-            mirror.download(entry, copies / entry.file)
-            files.append((f"{url}/{entry.file}", read_checkpoint(copies / entry.file)))
+            files.append((f"{url}/{entry.file}", mirror.download(entry, copies)[1]))
     if not files or not (starts := files[0][1]["starts"]):
         raise UserError(f"no checkpoints of a run in {options.checkpoint_dir}; try another --checkpoint_dir")
     newest = files[0][1]

@@ -6,6 +6,7 @@ scripts/upload_manager.py list --mirror s3://bucket/run
 scripts/upload_manager.py download best --mirror s3://bucket/run
 """
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -73,7 +74,7 @@ def download(mirror: Mirror, name: str, folder: Path) -> None:
     if target.exists():
         raise UserError(f"{target} exists; rename it, or give another --checkpoint_dir")
     folder.mkdir(parents=True, exist_ok=True)
-    mirror.download(there[name], target)
+    os.replace(mirror.download(there[name], folder)[0], target)
     print(printable(f"{target}: step {there[name].step:,}, verified"))
 
 

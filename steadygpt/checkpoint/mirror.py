@@ -8,7 +8,6 @@ The index is written last. Only the files in it are checkpoints, so an incomplet
 """
 
 import json
-import os
 import re
 import secrets
 import shutil
@@ -111,15 +110,14 @@ class Mirror:
     def read(self, name: str) -> bytes:
         return self.fs.cat_file(f"{self.folder}/{name}")
 
-    def download(self, entry: Entry, target: Path) -> dict:
-        """Download a checkpoint to `target`, verify it, and return its content.
+    def download(self, entry: Entry, folder: Path) -> tuple[Path, dict]:
+        """Download a checkpoint to a temporary file in a folder, unless an earlier start has; return path and content.
 
-        Raises: Damaged when it is missing or corrupt; `target` is unchanged, as after any other UserError.
+        Raises: Damaged when it is missing or corrupt.
         """
-        free = shutil.disk_usage(target.parent).free
-        if free < entry.size:
-            raise UserError(f"{target}: {bytes_text(entry.size)} needed, {bytes_text(free)} free; free some space")
-        url, downloaded = f"{self.url}/{entry.file}", target.with_name(f".{entry.file}.tmp")
+        url, downloaded = f"{self.url}/{entry.file}", folder / f".{entry.file}.tmp"
+        if (free := shutil.disk_usage(folder).free) < entry.size and not downloaded.exists():
+            raise UserError(f"{folder}: {bytes_text(entry.size)} needed, {bytes_text(free)} free; free some space")
         path = self.fs.unstrip_protocol(f"{self.folder}/{entry.file}")
         file = next((file for file in self.store.files() if file.path == path), None)
         if file is None or file.size != entry.size:
@@ -127,12 +125,10 @@ class Mirror:
         with ProgressBar(desc=entry.file, total=entry.size, unit="B") as bar:
             file.download(downloaded, bar.show_from(0))
         try:
-            checkpoint = read_checkpoint(downloaded)
+            return downloaded, read_checkpoint(downloaded)
         except UserError as error:
             downloaded.unlink()
             raise Damaged(str(error).replace(str(downloaded), url)) from error
-        os.replace(downloaded, target)
-        return checkpoint
 
     def claim(self) -> Index:
         """Reserve the folder for this start of the run, unless that is done, and return the index."""

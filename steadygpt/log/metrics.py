@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -20,7 +21,6 @@ from steadygpt.base.typed import Count, parse_json, read_json
 
 METRICS, STATUS, LOG = "metrics.jsonl", "status.json", "log.txt"
 LINE = re.compile(rb'\{"step": (\d{1,18}), (?:"time": [\d.]+, "start": (\d{1,18}), )?')  # beginning, of any record
-OWNER_BYTES = 2**16  # of the beginning of a file, in which its first start is searched
 Record = dict[str, float | None]  # "step", "time" and what was measured; None: NaN or infinity, which JSON lacks
 
 
@@ -110,11 +110,15 @@ def read_records(path: Path, key: str = "step") -> list[Record]:
 
 
 def owner(logdir: str | Path) -> str:
-    """Return the id of the run that a folder of logs belongs to, "" if it has none."""
-    with suppress(OSError), open(Path(logdir, METRICS), "rb", opener=no_link) as file:
-        for line in file.read(OWNER_BYTES).splitlines():
+    """Return the id of the run that has begun the last start in a folder of logs, "" if there is none."""
+    # A ValueError: the file is empty.
+    with suppress(OSError, ValueError), open(Path(logdir, METRICS), "rb", opener=no_link) as file:
+        content = mmap(file.fileno(), 0, access=ACCESS_READ)
+        end = len(content)
+        while (end := content.rfind(b', "start": ', 0, end)) >= 0:
+            content.seek(content.rfind(b"\n", 0, end) + 1)
             with suppress(UserError):
-                return parse_json(line, StartLine, logdir, "")["run"]
+                return parse_json(content.readline(), StartLine, logdir, "")["run"]
     return ""
 
 
@@ -124,14 +128,11 @@ def places_of(logdir: str | Path, folder: Path) -> list[str]:
 
 
 def find_logs(places: Iterable[str], folder: Path, run: str) -> Path | None:
-    """Return the first one of `places_of` a run that has its logs: the relative one fits if both folders were moved.
-
-    Logs inside the folder are the run's in any case: those of a copy begin as those of the run that it is a copy of.
-    """
+    """Return the first one of `places_of` a run that has its logs: the relative one fits if both folders were moved."""
     for place in places:
         logdir = Path(os.path.normpath(Path(os.path.realpath(folder), place)))
         with suppress(OSError, ValueError):  # the file may name an impossible folder
-            if owner(logdir) == run or (owner(logdir) and logdir.is_relative_to(os.path.realpath(folder))):
+            if run and owner(logdir) == run:
                 return logdir
     return None
 

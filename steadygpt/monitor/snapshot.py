@@ -56,10 +56,11 @@ def watch(run_folder: str) -> Iterator[Snapshot]:
     read = partial(read_json, path, Status, "a run that is alive writes this file again within seconds")
     status: Status = read()
     heartbeat_s = status.get("updated_at") or path.stat().st_mtime
+    known: tuple | None = None
     while True:
-        logdir = find_logs(status.get("logdirs", []), folder, status.get("run_id", "")) or folder
-        if curves.path.parent != logdir:  # also after the user has removed the run, and then started another one
-            curves = Curves(logdir / METRICS)
+        places = status.get("logdirs", []), folder, status.get("run_id", "")
+        if places != known or not curves.path.exists():  # also if the user has removed the run and started another one
+            known, curves = places, Curves((find_logs(*places) or folder) / METRICS)
         curves.read()
         is_here = status.get("host", socket.gethostname()) == socket.gethostname()
         yield Snapshot(

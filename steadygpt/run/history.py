@@ -141,6 +141,8 @@ def _open_on_main(config: TrainConfig, given: Mapping[str, str], held: ExitStack
     if config.mirror and config.trains and which in WORDS:
         found, run = find_newest(config, run)
         config = run.placed(config, given)
+    elif config.mirror and which != "auto" and not (config.trains or files.checkpoint_files(folder)):
+        raise UserError(f"no checkpoints in {folder}, and only a run that trains restores them from {config.mirror}")
     else:
         found = files.find_checkpoint(which, folder)
     if not (found.path and found.checkpoint):
@@ -150,6 +152,9 @@ def _open_on_main(config: TrainConfig, given: Mapping[str, str], held: ExitStack
     renamed = {file: files.aside(file) for file in found.damaged if config.trains and not is_fork}
     damaged = [f"{line}; renamed {renamed[file].name}" if renamed else line for file, line in found.damaged.items()]
     notes = [labelled("skipped", line) for line in (*damaged, *found.skipped)]
+    if not (run.other or run.places):
+        text = f"this user has not started the run in {folder}, so its name, logs and mirror are not known; give them"
+        notes.append(labelled("places", text))
     of_mirror = f" (restored from {config.mirror})" * bool(found.downloaded)
     notes.append(labelled("resumed", f"from {found.path}{of_mirror} at step {found.checkpoint['step']:,}"))
     config, decisions, changes = resumed(found.checkpoint["starts"][-1], config, given)
@@ -172,7 +177,7 @@ def find_newest(config: TrainConfig, run: Identity) -> tuple[files.Found, Identi
         corrupt = [file for file in files.checkpoint_files(folder) if which not in files.NAMED or file == path]
         found, problem = files.Found(damaged={file: f"{file}: corrupt" for file in corrupt}), str(error)
     newest_s = found.checkpoint["saved_at"] if found.checkpoint else 0
-    mirror = Mirror(url, run.id if files.checkpoint_files(folder) else "")
+    mirror = Mirror(url, run.id if files.checkpoint_files(folder) else "")  # an empty folder takes any run's
     try:
         index = mirror.patiently(mirror.index)
         if index.checkpoints:
@@ -183,17 +188,19 @@ def find_newest(config: TrainConfig, run: Identity) -> tuple[files.Found, Identi
             if entry.saved_at <= newest_s:
                 break
             try:
-                downloaded = folder / ".restored.tmp"
-                checkpoint = mirror.download(entry, downloaded)
-                return files.Found(path, checkpoint, found.damaged, skipped, downloaded), run
+                downloaded, checkpoint = mirror.download(entry, folder)
             except Damaged as error:
                 skipped.append(str(error))
+                continue
+            if found.checkpoint and found.path == path and (step := found.checkpoint["step"]) > entry.step:
+                found.damaged[path] = f"{path}: of step {step:,}, but saved before the mirror's"  # so it is kept
+            return files.Found(path, checkpoint, found.damaged, skipped, downloaded), run
     except NoAnswer as error:
         if not found.path:
             raise
         skipped.append(f"the mirror may have a newer checkpoint: {error}")
     if not found.path and (problem or skipped):  # auto starts no new run beside damaged checkpoints
-        raise UserError("; ".join(skipped) or f"{problem}; --mirror {url} has none either")
+        raise UserError("; ".join(skipped) or f"{problem}; nor is there one in --mirror {url}")
     return replace(found, skipped=skipped), run
 
 
@@ -226,16 +233,18 @@ def named(history: History) -> History:
     is_used = not is_known and (tensorboard / name).exists()
     if is_used and (owner(logdir) != run.id or (run.name and not is_own)):
         name = f"{wanted}-{time.strftime(STAMP)}"
-    # A copy of a folder has a copy of the logs inside it.
+    # A copy of a folder has a copy of the logs inside it, and may have been killed before it has logged anything.
     is_inside = Path(os.path.realpath(logdir)).is_relative_to(os.path.realpath(config.checkpoint_dir))
-    while owner(logdir) not in ("", run.id) and (history.is_fork or not history.checkpoint or not is_inside):
+    is_copy = (run.other and not history.is_fork) or run.places.get("logdir") == config.logdir
+    while owner(logdir) not in ("", run.id) and not (is_inside and is_copy):
         logdir /= name
     about = f"{name}, with its logs in {logdir}"
     if run.other:
         text = f"of {run.other}; this is the run {about}, and with {config.mirror or 'no mirror'}"
         notes.append(labelled("fork" if history.is_fork else "copy", text))
     elif (name, logdir) != (wanted, Path(config.logdir)):
-        notes.append(labelled("name", f"{about}, because an older run has those asked for"))
+        used = f"{tensorboard / wanted} or {config.logdir}"
+        notes.append(labelled("name", f"{about}, because {used} belongs to another run"))
     return replace(history, config=replace(config, run_name=name, logdir=str(logdir)), notes=tuple(notes))
 
 

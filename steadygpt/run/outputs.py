@@ -26,45 +26,48 @@ from steadygpt.run.starts import note_of_start
 
 def open_outputs(plan: Plan, log: RunLog, held: ExitStack) -> tuple[CheckpointWriter, Repeats]:
     """Open the folders, mirror and logs of a run on rank 0; `held` closes the log and releases the locks."""
-    config, start, starts = plan.config, plan.history, plan.starts
+    config, history, starts = plan.config, plan.history, plan.starts
     folder, logdir = Path(config.checkpoint_dir), Path(config.logdir)
     if not config.resume:  # otherwise open_history() has locked it
         held.enter_context(lock_folder(folder, IN_USE))
         check_folder(folder, None)
     size, disk = checkpoint_bytes(plan.sketch, config.optimizer), shutil.disk_usage(folder)
-    free = disk.free + sum(file.stat().st_size for file in folder.glob(STALE) if file != start.downloaded)
+    free = disk.free + sum(file.stat().st_size for file in folder.glob(STALE) if file != history.downloaded)
     if free < size and disk.total:  # 0: the file system does not say
         found = f"{bytes_text(size)} needed for a checkpoint, {bytes_text(free)} free"
         raise UserError(f"{folder}: {found}; nothing was changed. Free some space, or use another --checkpoint_dir")
     if os.path.realpath(logdir) != os.path.realpath(folder):  # resolve() raises for a loop of links
         held.enter_context(lock_folder(logdir, "give this run another --logdir"))
-    mirror = Mirror(config.mirror, start.run.id, config.run_name) if config.mirror else None
+    mirror = Mirror(config.mirror, history.run.id, config.run_name) if config.mirror else None
+    if mirror and os.path.realpath(mirror.folder) == os.path.realpath(folder):
+        raise UserError(f"--mirror {config.mirror} is --checkpoint_dir; give a folder of another machine or disk")
     with suppress(NoAnswer):  # the first upload claims it
         if mirror:
             mirror.patiently(mirror.claim)
-    write_run(folder, start.run.id, config)  # first: a folder with a checkpoint says which run it is
-    for damaged, name in start.renamed.items():  # saves would replace or delete them
+    write_run(folder, history.run.id, config)  # first: a folder with a checkpoint says which run it is
+    for damaged, name in history.renamed.items():  # saves would replace or delete them
         damaged.rename(name)
-    if start.downloaded and start.path:
-        (folder / EVALUATIONS).unlink(missing_ok=True)  # restore_files() downloads that of the mirror
-        os.replace(start.downloaded, start.path)
+    if history.downloaded and history.path:
+        if mirror and mirror.is_claimed:
+            (folder / EVALUATIONS).unlink(missing_ok=True)  # restore_files() downloads that of the mirror
+        os.replace(history.downloaded, history.path)
         fsync_folder(folder)
     if mirror and mirror.is_claimed:
-        if start.checkpoint:
+        if history.checkpoint:
             mirror.patiently(partial(restore_files, mirror, config))
         mirror.has_other_logs = False
     uploads = Uploads(mirror, config, log) if mirror else None
     writer = CheckpointWriter(config, log, uploads)
-    now, repeats = {"run": start.run.id, **note_of_start(config, starts)}, Repeats(log)
-    if checkpoint := start.checkpoint:
-        if start.is_fork:
+    now, repeats = {"run": history.run.id, **note_of_start(config, starts)}, Repeats(log)
+    if checkpoint := history.checkpoint:
+        if history.is_fork:
             # It has this run's options. The file belongs to the other run, as does the best model so far.
             checkpoint = checkpoint | {"starts": starts, "best_val_loss": None}
-        writer.resume(checkpoint, None if start.is_fork else start.path)
-        records, reason = repeated_records(logdir / METRICS, start.step, now["parent"], now["how"])
+        writer.resume(checkpoint, None if history.is_fork else history.path)
+        records, reason = repeated_records(logdir / METRICS, history.step, now["parent"], now["how"])
         is_exact = plan.ranks.device.type == "cpu" or config.deterministic
-        repeats = Repeats(log, start.step, records, reason, is_exact)
+        repeats = Repeats(log, history.step, records, reason, is_exact)
     log.note(checkpoint_bytes=size)
-    log.open(start.step, now)
+    log.open(history.step, now)
     held.enter_context(log)
     return writer, repeats

@@ -77,7 +77,7 @@ def steps(mirror: Mirror) -> dict[str, int]:
 def check_checkpoints(mirror: Mirror, folder: Path) -> None:
     """Download all checkpoints, which verifies them."""
     for entry in set(mirror.index().checkpoints.values()):
-        mirror.download(entry, folder / "downloaded.pt")
+        mirror.download(entry, folder)
 
 
 @pytest.fixture
@@ -352,7 +352,7 @@ def test_a_run_that_is_restored_is_the_same_run(s3, machines, capsys):
     capsys.readouterr()
     run_here(*FLAGS, "--resume", "latest", "--mirror", url, "--max_steps", "6")
     assert (
-        "name         mine, with its logs in logs/mine, because an older run has those asked for"
+        "name         mine, with its logs in logs/mine, because runs/mine or logs belongs to another run"
         in capsys.readouterr().out.splitlines()
     )
     assert read_run(Path("checkpoints")).id == Mirror(url).index().run == run_id
@@ -504,7 +504,7 @@ def test_restore_skips_checkpoints_that_are_not_whole(machines, capsys, workdir,
 
 def test_auto_starts_a_new_run_on_an_empty_mirror_and_another_run_is_refused_there(machines, workdir):
     url = f"file://{workdir}/there"
-    with pytest.raises(UserError, match=r"no checkpoints in checkpoints; .* has none either"):
+    with pytest.raises(UserError, match=r"no checkpoints in checkpoints; .*; nor is there one in --mirror "):
         run_here("--resume", "latest", "--mirror", url)
     assert run_here("--resume", "auto", "--mirror", url, "--max_steps", "4", "--run_name", "theirs") == 0
     assert steps(Mirror(url))["latest.pt"] == 4

@@ -16,6 +16,7 @@ from test_train import folders
 import train
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint.mirror import Mirror
+from steadygpt.log.runlog import RunLog
 from steadygpt.run.identity import read_run, record_of
 
 
@@ -295,6 +296,73 @@ def test_a_copy_continues_in_the_logs_inside_it(workdir):
     assert metrics("copy/logs", "loss").keys() == set(range(7))
 
 
+def test_a_copy_that_is_killed_before_it_logs_continues_in_the_logs_inside_it(workdir, monkeypatch):
+    run_here("--max_steps", "3", "--run_name", "a", "--checkpoint_dir", "one", "--logdir", "one/logs")
+    shutil.copytree("one", "copy")
+    with monkeypatch.context() as patched:
+        patched.setattr(RunLog, "open", killed)
+        with pytest.raises(KeyboardInterrupt):
+            resume("copy")
+    resume("copy")
+    assert metrics("copy/logs", "loss").keys() == set(range(6))
+
+
+def killed(*_) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_restored_run_does_not_mix_its_logs_with_those_of_another_run_in_the_folder(workdir):
+    url = f"file://{workdir}/there"
+    run_here("--max_steps", "3", "--run_name", "a", "--mirror", url, *folders("one"))
+    run_here("--max_steps", "4", "--run_name", "b", "--checkpoint_dir", "two", "--logdir", "two/logs")
+    Path("two/latest.pt").unlink()
+    run_id = read_run(Path("one")).id
+    resume("two", "--logdir", "two/logs", "--mirror", url)
+    assert len(starts("two/logs")) == 1
+    assert starts("two/logs/a") == starts("there/logs") == [run_id] * 2
+
+
+def test_a_restored_copy_continues_in_one_folder_of_logs(workdir, monkeypatch):
+    """Its log begins with the starts of the run that it is a copy of."""
+    url = f"file://{workdir}/there"
+    run_here("--max_steps", "3", "--run_name", "a", "--checkpoint_dir", "one", "--logdir", "one/logs")
+    shutil.copytree("one", "copy")
+    resume("copy", "--max_steps", "4", "--mirror", url)
+    monkeypatch.setenv("XDG_STATE_HOME", str(workdir / "another machine"))
+    for steps in ("5", "6", "7"):
+        resume("restored", "--max_steps", steps, "--mirror", url, "--logdir", "logs")
+    assert metrics("logs", "loss").keys() == set(range(7))
+    assert [path.name for path in Path("logs").iterdir() if path.is_dir()] == []
+
+
+def test_a_mirror_that_is_newer_but_at_fewer_steps_leaves_the_local_checkpoint(workdir, monkeypatch, capsys):
+    url = f"file://{workdir}/there"
+    run_here("--max_steps", "3", *folders("one"), "--mirror", url)
+    shutil.copytree("there", "before")
+    resume("one", "--max_steps", "8")
+    shutil.rmtree("there")
+    Path("before").rename("there")  # as if the uploads had failed
+    with monkeypatch.context() as patched:
+        patched.setenv("XDG_STATE_HOME", str(workdir / "another machine"))
+        resume("two", "--max_steps", "5", "--mirror", url, "--logdir", "logs-two")
+    capsys.readouterr()
+    resume("one", "--max_steps", "6")
+    said = capsys.readouterr().out
+    [kept] = Path("one").glob("latest.pt.skipped-*")
+    assert f"skipped      one/latest.pt: of step 8, but saved before the mirror's; renamed {kept.name}\n" in said
+    assert f"resumed      from one/latest.pt (restored from {url}) at step 5\n" in said
+    assert load(kept)["step"] == 8
+
+
+def test_a_mirror_is_no_checkpoint_folder_and_a_dry_run_restores_nothing(workdir):
+    with pytest.raises(UserError, match=r"--mirror file:.*/one is --checkpoint_dir; give a folder of another machine"):
+        run_here("--max_steps", "3", *folders("one"), "--mirror", f"file://{workdir}/one")
+    url = f"file://{workdir}/there"
+    run_here("--max_steps", "3", *folders("one"), "--mirror", url)
+    with pytest.raises(UserError, match="no checkpoints in two, and only a run that trains restores them from file:"):
+        resume("two", "--mirror", url, "--dry_run")
+
+
 def test_a_copy_takes_the_mirror_that_it_is_given_if_that_is_empty(s3, workdir):
     mine, new = f"{s3.url}/mine", f"{s3.url}/new"
     run_here("--max_steps", "3", "--run_name", "a", "--mirror", mine, *folders("one"))
@@ -321,9 +389,18 @@ def test_a_new_run_leaves_the_logs_of_another_one_alone(workdir, capsys):
     assert metrics("logs/b", "loss").keys() == set(range(6))
     assert {path: data for path, data in contents("logs").items() if "b" not in path.parts} == before
     assert (
-        "name         b, with its logs in logs/b, because an older run has those asked for"
+        "name         b, with its logs in logs/b, because runs/b or logs belongs to another run"
         in capsys.readouterr().out.splitlines()
     )
+
+
+def test_a_run_that_this_user_has_not_started_says_that_its_places_are_not_known(workdir, monkeypatch, capsys):
+    run_here("--max_steps", "3", *folders("one"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(workdir / "another user"))
+    capsys.readouterr()
+    resume("one", "--logdir", "logs-one")
+    line = "this user has not started the run in one, so its name, logs and mirror are not known; give them"
+    assert f"places       {line}\n" in capsys.readouterr().out
 
 
 def test_a_run_json_from_elsewhere_decides_no_place(workdir, monkeypatch):

@@ -40,7 +40,7 @@ def test_new_run_of_an_existing_name_gets_a_time_stamp_and_hides_no_point_of_the
     assert (steps_of("a"), steps_of(new)) == ([*range(8)], [*range(3)])
     assert names_in("two") == {new}
     assert (
-        f"name         {new}, with its logs in logs-two, because an older run has those asked for"
+        f"name         {new}, with its logs in logs-two, because runs/a or logs-two belongs to another run"
         in capsys.readouterr().out.splitlines()
     )
 
