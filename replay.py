@@ -143,10 +143,8 @@ def compare_tensors(content: dict, saved: dict) -> str:
         elif not torch.equal(here.view(torch.int32), there.view(torch.int32)):
             shares[name] = float(((here - there).abs().max() / here.abs().max()).nan_to_num(math.inf))
     most = max(shares, key=shares.__getitem__, default="")
-    text = (
-        f"{len(shares)} of {len(ours)} tensors differ, {most} most: by {shares.get(most, 0):.2g} of its largest number"
-    )
-    return text * bool(shares)
+    found = f"{len(shares)} of {len(ours)} tensors differ, {most} most: by {shares.get(most, 0):.2g} of its largest"
+    return f"{found} number" * bool(shares)
 
 
 def changes(entry: Start, ranks: Ranks) -> list[str]:

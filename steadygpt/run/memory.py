@@ -21,10 +21,6 @@ STATIC, SUMS, COPY = "weights, gradients and optimizer", "sums of gradients", "c
 FITS = {"cuda": 0.9, "mps": 0.9, "cpu": 0.6}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# the memory of a run
-
-
 def checkpoint_bytes(model: GPT, optimizer: str, page_locked: bool = False) -> int:
     """Return the bytes of the weights and of the optimizer's state: two moments of AdamW or one of Muon, in fp32.
 
@@ -95,10 +91,6 @@ def needed_bytes(config: TrainConfig, model: GPT, ranks: Ranks) -> float:
     """Return the sum of estimate_memory: on a GPU without the host's part, elsewhere with it."""
     on_device, host = estimate_memory(config, model, ranks)
     return sum(on_device.values()) + (0 if ranks.device.type == "cuda" else sum(host.values()))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# what fits
 
 
 def memory_advice(config: TrainConfig, model: GPT, ranks: Ranks) -> str:
