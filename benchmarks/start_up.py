@@ -54,22 +54,22 @@ def main() -> None:
         random = np.random.default_rng(0)
         random.integers(0, 50257, 2**26, np.uint16).tofile(folder / "train.bin")
 
-        def train(checkout: Path, checkpoints: str, **options) -> list[str]:
+        def train(checkout: Path, name: str, **options) -> list[str]:
             options = {"max_steps": 10**6, **options}
             return [sys.executable, str(checkout / "train.py"), *further, *flags(
-                data_dir=folder, checkpoint_dir=folder / checkpoints, logdir=folder / "logs", mini_batch_size=1,
+                data_dir=folder, checkpoint_dir=folder / name, logdir=folder / f"{name}-logs", mini_batch_size=1,
                 context_length=64, total_batch_size=64, warmup_steps=10, eval_freq=0, hellaswag_freq=0, sample_freq=0,
                 **options,
             )]  # fmt: skip
 
-        seconds(train(REPO, "saved", max_steps=11))
-        (folder / "saved" / "latest.pt").read_bytes()  # into the page cache, which the save bypassed
         sides = {}
         for name, checkout in checkouts.items():
+            seconds(train(checkout, f"saved-{name}", max_steps=11))
+            (folder / f"saved-{name}" / "latest.pt").read_bytes()  # into the page cache, which the save bypassed
             for what, command, until in (
                 ("--help", [sys.executable, str(checkout / "train.py"), "--help"], None),
-                ("first step", train(checkout, "new"), STEP_LINE),
-                ("first step after --resume", train(checkout, "saved", resume="latest"), STEP_LINE),
+                ("first step", train(checkout, f"new-{name}"), STEP_LINE),
+                ("first step after --resume", train(checkout, f"saved-{name}", resume="latest"), STEP_LINE),
             ):
                 sides[f"{what}, {name}"] = partial(seconds, command, until, args.cold)
         figures = in_turn(sides, args.rounds, "s")

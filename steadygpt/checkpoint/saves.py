@@ -16,6 +16,7 @@ from steadygpt.checkpoint import files
 from steadygpt.checkpoint.uploads import Uploads
 from steadygpt.config import TrainConfig
 from steadygpt.log.runlog import RunLog
+from steadygpt.machine.device import compute_alone
 from steadygpt.machine.ranks import Ranks, StopSignal
 
 PAUSE_SHARE = 0.01  # of the time, at most, that timed saves may pause training
@@ -123,7 +124,7 @@ class CheckpointWriter:
             stale.unlink()
         self.evaluations: files.Evaluations = {}
         self.failed, self.saved_at_s = 0, time.monotonic()  # consecutive failures; the last good save, or the start
-        self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint", initializer=compute_alone)
         self.job: Future | None = None  # the newest one, which ends last
 
     def resume(self, checkpoint: dict, path: Path | None) -> None:

@@ -15,6 +15,7 @@ from steadygpt.checkpoint.files import BACKUP, LATEST, File, read_checkpoint, re
 from steadygpt.checkpoint.mirror import Entry, Mirror
 from steadygpt.config import TrainConfig
 from steadygpt.log.runlog import RunLog
+from steadygpt.machine.device import compute_alone
 
 GIVE_UP_S = 600.0  # without progress, after which nothing waits for an upload any more
 
@@ -53,6 +54,7 @@ class Uploads:
         self.progress_at_s = time.monotonic()
 
     def _work(self) -> None:
+        compute_alone()
         pause_s = 0.0
         while True:
             self.requests.get()

@@ -180,6 +180,14 @@ def test_a_failed_save_leaves_the_files_it_was_linked_to_alone(tmp_path, monkeyp
     assert steps == {"latest.pt": 30, "latest_backup.pt": 10, "rolling_step_000020.pt": 20}
 
 
+def test_the_writer_computes_alone_and_training_with_all_threads(tmp_path):
+    torch.set_num_threads(2)
+    writer = writer_in(tmp_path)
+    writer.submit(writer.save, 10, partial(run_content, 10), [])
+    assert writer.pool.submit(torch.get_num_threads).result() == 1
+    assert torch.get_num_threads() == 2
+
+
 def test_saves_continue_after_the_user_has_moved_the_latest(tmp_path):
     writer = writer_in(tmp_path)
     for step in (10, 20):
