@@ -235,7 +235,7 @@ def named(history: History) -> History:
         name = f"{wanted}-{time.strftime(STAMP)}"
     # A copy of a folder has a copy of the logs inside it, and may have been killed before it has logged anything.
     is_inside = Path(os.path.realpath(logdir)).is_relative_to(os.path.realpath(config.checkpoint_dir))
-    is_copy = (run.other and not history.is_fork) or run.places.get("logdir") == config.logdir
+    is_copy = not history.is_fork and (run.other or run.places.get("logdir") == config.logdir)
     while owner(logdir) not in ("", run.id) and not (is_inside and is_copy):
         logdir /= name
     about = f"{name}, with its logs in {logdir}"

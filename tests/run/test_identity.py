@@ -311,6 +311,14 @@ def killed(*_) -> None:
     raise KeyboardInterrupt
 
 
+def test_a_fork_into_a_folder_around_the_original_has_logs_of_its_own(workdir):
+    run_here("--max_steps", "3", "--run_name", "a", "--checkpoint_dir", "all/one", "--logdir", "all/one/logs")
+    before = contents("all/one")
+    assert run_here("--resume", "all/one/latest.pt", "--checkpoint_dir", "all", "--max_steps", "6") == 0
+    assert contents("all/one") == before
+    assert metrics("all/one/logs/a-from-3", "loss").keys() == {3, 4, 5}
+
+
 def test_a_restored_run_does_not_mix_its_logs_with_those_of_another_run_in_the_folder(workdir):
     url = f"file://{workdir}/there"
     run_here("--max_steps", "3", "--run_name", "a", "--mirror", url, *folders("one"))
