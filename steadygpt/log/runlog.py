@@ -206,7 +206,7 @@ class RunLog:
             if isinstance(error, KeyboardInterrupt):
                 reason = f"{str(error) or 'SIGINT'} before the first step"
                 self.status("stopped", reason)
-                self.say(f"stopped ({reason}); nothing was saved")
+                self.say(f"stopped ({reason})")
             else:
                 self.status("failed", brief(error))
         self.close()

@@ -226,11 +226,11 @@ def named(history: History) -> History:
     if run.other and wanted in ("", run.name):
         wanted = f"{run.name or 'run'}-from-{history.step}"
     name = wanted = wanted or run.name or time.strftime(f"gpt-{STAMP}-{os.getpid()}")
-    if is_own := not run.other and f"{run.name}-".startswith(f"{wanted}-"):  # the command of the first start resumes
+    is_own = not run.other and f"{run.name}-".startswith(f"{wanted}-")  # the command of the first start also resumes
+    if is_own:
         name = wanted = run.name
-    # Of a run that only its mirror knows, no place is known.
-    is_known = is_own and "logdir" in run.places
-    is_used = not is_known and (tensorboard / name).exists()
+    # Of a run that only its mirror knows, logdir is not known.
+    is_used = not (is_own and "logdir" in run.places) and (tensorboard / name).exists()
     if is_used and (owner(logdir) != run.id or (run.name and not is_own)):
         name = f"{wanted}-{time.strftime(STAMP)}"
     # A copy of a folder has a copy of the logs inside it, and may have been killed before it has logged anything.

@@ -42,7 +42,7 @@ class Identity:
 
     id: str = field(default_factory=lambda: secrets.token_hex(8))
     places: dict[str, Any] = field(default_factory=dict)  # options of PLACES, by name, as far as they are known
-    other: str = ""  # the run of the checkpoint, in words, if it is not this one
+    other: str = ""  # the run of the checkpoint, in words, if it is not this one; "" if it is
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""The record of starts, which every checkpoint holds: what each start of a run trained on, and how."""
+"""The record of starts (files.Start), which every checkpoint holds: what each start of a run trained on, and how."""
 
 import secrets
 from collections.abc import Mapping, Sequence

@@ -83,7 +83,7 @@ def test_a_signal_before_the_first_step_ends_the_run_as_stopped(workdir, name):
     status = json.loads(Path(folder, "ckpt/status.json").read_text())
     assert status["status"] == "stopped"
     assert status["reason"] == f"{name} before the first step"
-    assert f"stopped ({name} before the first step); nothing was saved" in run.text()
+    assert f"stopped ({name} before the first step)\n" in run.text()
     assert "doing" not in status
     run = Run(*folders(folder))  # there is no checkpoint, so the same command starts
     assert run.wait() == [0], run.text()
