@@ -5,6 +5,7 @@ They run in this process, in the order of their page, with a tiny model and data
 
 import gzip
 import json
+import random
 import re
 import shlex
 import time
@@ -123,6 +124,9 @@ SMALLER = {
 }
 
 
+WORDS = "to be or not that is the question whether tis nobler in mind".split()
+
+
 def runs(command: str) -> bool:
     return not NEEDS_MORE.search(command) and re.sub(r".*?(\w+\.(py|sh))\b.*", r"\1", command) in MAINS
 
@@ -162,7 +166,8 @@ def test_commands_of_a_page_run(page, workdir):
         Path(folder).mkdir()
         Path(folder, "text.txt").write_text("To be, or not to be, that is the question.\n" * 3000)
     Path("prompt.txt").write_text("To be")
-    lines = [json.dumps({"content": "to be " * 50, "text": "to be"})] * 500
+    words = random.Random(0)  # which gzip packs as it packs text: val is measured in bytes of the files
+    lines = [json.dumps({"content": " ".join(words.choices(WORDS, k=50)), "text": "to be"}) for _ in range(500)]
     Path("corpus/more.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
     names = {"checkpoints", *re.findall(r"--checkpoint_dir (\S+)", page_text(page)), "checkpoints/quickstart"}
     if page != "your-own-text.md":  # whose commands train
