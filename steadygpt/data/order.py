@@ -91,9 +91,14 @@ def shares_of(sources: Mapping[str, Sequence[str]], weights: Mapping[str, Fracti
     for name, (_, identity) in sources.items():
         if (other := names.setdefault(identity, name)) != name:
             raise UserError(f"--mix: {other} and {name} have the same shards; give one of them the sum of the weights")
-        if weights[name] / sum(weights.values()) < Fraction(1, BLOCK_ROWS):
-            found = f"--mix: the weight of {name} is {float(weights[name]):g} of {float(sum(weights.values())):g}"
-            raise UserError(f"{found}; expected at least one row in {BLOCK_ROWS:,}")
+        least = (sum(weights.values()) - weights[name]) / (BLOCK_ROWS - 1)
+        if weights[name] < least:
+            # Three digits, rounded up.
+            unit = Fraction(10) ** (math.floor(math.log10(least)) - 2)
+            raise UserError(
+                f"--mix: the weight of {name} is {float(weights[name]):g}, less than one row in {BLOCK_ROWS:,}; "
+                f"expected at least {float(math.ceil(least / unit) * unit):g}"
+            )
     return shares_of_block({identity: weights[name] for identity, name in names.items()})
 
 
