@@ -72,7 +72,7 @@ def open_history(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, he
     """Find on rank 0 what a run continues, and merge its options with those given; `held` locks its folder."""
     config = ranks.broadcast(ranks.on_main(lambda: in_its_folder(config, given)) or config)
     folder = Path(config.checkpoint_dir)
-    if config.resume in ("latest", "auto"):
+    if config.resume in ("latest", "auto") and ranks.world_size > 1:
         has_mirror = ranks.on_main(lambda: bool(config.mirror or read_run(folder).places.get("mirror")))
         if not ranks.broadcast(has_mirror):  # a mirror has the newest of all machines
             check_other_machines(folder, ranks)
