@@ -80,8 +80,9 @@ class Run:
     def signal(self, number: int, *ranks: int) -> None:
         """Send a signal to the given ranks, or to all ranks."""
         for rank in ranks or range(len(self.ranks)):
-            if self.ranks[rank].is_alive():
-                os.kill(self.ranks[rank].pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it may end on its own meanwhile
+                if self.ranks[rank].is_alive():
+                    os.kill(self.ranks[rank].pid, number)
 
     def kill(self) -> None:
         """Kill all ranks with SIGKILL."""
