@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from steadygpt.config import GPTConfig
+from steadygpt.config import GPTConfig, TrainConfig
 from steadygpt.machine.attention import attention
 from steadygpt.machine.loss import IGNORED_TARGET, token_losses
 
@@ -348,3 +348,8 @@ class GPT(nn.Module):
             table = {"wte": "embedding", "wpe": "embedding", "lm_head": "head"}.get(name.split(".")[0], "matrix")
             roles[table if parameter.dim() >= 2 else "vector"][name] = parameter
         return roles
+
+
+def new_model(config: TrainConfig, shape: GPTConfig) -> GPT:
+    """Build the model of a run, with the shape that its data completes; its weights are not set."""
+    return GPT(shape, config.activation_checkpointing, config.loss_chunk_size, initialize=False)

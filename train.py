@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dataloader import BatchLoader, Mixture, Rows, RowStream, Spread
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, new_model
 from optim import make_optimizer, skips_on_device, state_shapes, update_unless
 from steadygpt.base.options import run_cli
 from steadygpt.base.retry import brief
@@ -101,7 +101,7 @@ def build_model(config: TrainConfig, shape: GPTConfig, ranks: Ranks) -> GPT:
     """Build the model on the device of each rank; restore() sets its weights."""
     fsdp = config.sharding == "fsdp"
     with torch.device("meta") if fsdp else ranks.device:  # FSDP allocates only this rank's shards
-        model = GPT(shape, config.activation_checkpointing, config.loss_chunk_size, initialize=False)
+        model = new_model(config, shape)
     if config.precision == "fp8":
         use_fp8(model.h, ranks.device)
     if fsdp:

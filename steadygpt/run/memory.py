@@ -1,38 +1,109 @@
 """The memory that a run needs, and what fits: the rows of a micro-step, advice after an out-of-memory error."""
 
+import math
+import weakref
+from bisect import bisect_right
+from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from model import GPT
+from model import GPT, new_model
+from optim import state_shapes
 from steadygpt.base.options import RankError, UserError
 from steadygpt.base.text import bytes_text, counted, labelled
 from steadygpt.checkpoint.files import LATEST
-from steadygpt.config import TrainConfig
-from steadygpt.machine.attention import SHORT_ROW
-from steadygpt.machine.device import device_name, is_out_of_memory, memory_bytes
+from steadygpt.config import GPTConfig, TrainConfig
+from steadygpt.machine.device import AUTOCAST, autocast, device_name, is_out_of_memory, memory_bytes
 from steadygpt.machine.ranks import Ranks
 
 STATIC, SUMS, COPY = "weights, gradients and optimizer", "sums of gradients", "copy for checkpoints"
 # The share of the memory up to which an estimate is taken to fit. On a CPU a process keeps freed memory in fragments
 # and uses up to 1.6 times the estimate (python -m benchmarks.memory --keep_freed).
 FITS = {"cuda": 0.9, "mps": 0.9, "cpu": 0.6}
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
+SUMS_AND_RELU = (torch.ops.aten.add.Tensor, torch.ops.aten.relu.default)
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the bytes of the tensors that operators return, as long as these exist.
+
+    Args:
+        known: tensors that are not counted.
+        is_compiled: count what compiled code keeps and fuses: sums, such as the residual stream, and what products and
+            attention read or return. It computes again what lies between them. (H100 peaks in benchmarks/RESULTS.md)
+    """
+
+    def __init__(self, known: Iterable[Tensor], is_compiled: bool):
+        super().__init__()
+        self.is_compiled, self.now, self.peak = is_compiled, 0, 0
+        self.counted = weakref.WeakSet(tensor.untyped_storage() for tensor in known)
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found, name = operator(*args, **(kwargs or {})), operator.overloadpacket.__name__
+        if name in PRODUCTS or name.startswith("_scaled_dot_product"):
+            self._count((found, args) if self.is_compiled else found)
+        elif not self.is_compiled or operator in SUMS_AND_RELU:
+            self._count(found)
+        return found
+
+    def _count(self, tensors: Any) -> None:
+        for tensor in tree_leaves(tensors):
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()) not in self.counted:
+                self.counted.add(storage)
+                weakref.finalize(storage, self._add, -storage.nbytes())
+                self._add(storage.nbytes())
+
+    def _add(self, size: int) -> None:
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+
+def micro_step_bytes(config: TrainConfig, shape: GPTConfig, device: torch.device) -> tuple[int, int]:
+    """Count the bytes that forward and backward of a micro-step need: of all blocks, and of the rest at the peak.
+
+    Two blocks and three are computed with tensors of a CPU that have no content.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second
+
+    peaks, cpu, precision = [], torch.device("cpu"), config.precision
+    if device.type != "cpu":  # whose attention keeps no matrix (B, num_heads, T, T); a CPU's does with these two
+        shape, precision = replace(shape, dropout=0.0), "fp16" if precision in AUTOCAST else precision
+    for layers in (2, 3):
+        with FakeTensorMode(), cpu:
+            model = new_model(config, replace(shape, num_layers=layers))
+            if config.sharding == "fsdp" and config.precision == "bf16":  # which gathers the blocks in bf16
+                for parameter in model.h.parameters():
+                    parameter.data = parameter.to(AUTOCAST[precision])
+            known: list[Tensor] = []
+            for parameter in model.parameters():
+                parameter.grad = gradient = torch.empty_like(parameter)
+                known += parameter, gradient
+            rows = torch.zeros(config.mini_batch_size, config.context_length + 1, dtype=torch.int64)
+            with Allocated(known, config.compiles(device.type)) as allocated:
+                with autocast(cpu, precision):
+                    loss = model(rows[:, :-1], rows[:, 1:])
+                loss.backward()
+        peaks.append(allocated.peak)
+    two, three = peaks
+    return (three - two) * shape.num_layers, 3 * two - 2 * three
 
 
 def checkpoint_bytes(model: GPT, optimizer: str, page_locked: bool = False) -> int:
-    """Return the bytes of the weights and of the optimizer's state: two moments of AdamW or one of Muon, in fp32.
+    """Return the bytes of the weights and of the optimizer's state.
 
     Args:
         page_locked: count memory in which PyTorch rounds each tensor up to a power of two.
     """
-    total = 0
-    for role, parameters in model.parameters_by_role().items():
-        for parameter in parameters.values():
-            size, tensors = 4 * parameter.numel(), 2 if (role, optimizer) == ("matrix", "muon") else 3
-            total += tensors * (2 ** (size - 1).bit_length() if page_locked else size)
-    return total
+    shapes = [*state_shapes(model, optimizer).values(), *(p.shape for p in model.parameters())]
+    sizes = [4 * math.prod(shape) for shape in shapes]
+    return sum(2 ** (size - 1).bit_length() if page_locked else size for size in sizes)
 
 
 def estimate_memory(config: TrainConfig, model: GPT, ranks: Ranks) -> tuple[dict[str, float], dict[str, float]]:
@@ -40,50 +111,21 @@ def estimate_memory(config: TrainConfig, model: GPT, ranks: Ranks) -> tuple[dict
 
     benchmarks/memory.py compares the estimate with measured peaks.
     """
-    device, world_size = ranks.device.type, ranks.world_size
-    fsdp, bf16, compiled = config.sharding == "fsdp", config.precision == "bf16", config.compiles(device)
-    tokens, each = config.mini_batch_size * config.context_length, 4 if config.precision == "fp32" else 2  # bytes
+    device, world_size, shards = ranks.device, ranks.world_size, config.shards(ranks.world_size)
     N, in_blocks = sum(map(torch.numel, model.parameters())), sum(map(torch.numel, model.h.parameters()))
-    C, P, shards = config.embd_size, model.config.padded_vocab_size, config.shards(world_size)
-    memory = dict[str, float]()
-    host: dict[str, float] = {COPY: checkpoint_bytes(model, config.optimizer, page_locked=device == "cuda")}
-    (host if config.cpu_offload else memory)[STATIC] = (checkpoint_bytes(model, config.optimizer) + 4 * N) / shards
+    memory, saved = dict[str, float](), checkpoint_bytes(model, config.optimizer)
+    host: dict[str, float] = {COPY: checkpoint_bytes(model, config.optimizer, page_locked=device.type == "cuda")}
+    (host if config.cpu_offload else memory)[STATIC] = (saved + 4 * N) / shards
     if config.deterministic:  # of subtrees; and what the processes exchange
         subtrees = max(1, config.virtual_ranks() // world_size).bit_length() - 1
         memory[SUMS] = 4 * N * (subtrees + (world_size > 1))
-    if fsdp:  # root parameters stay gathered; two blocks at a time (current, prefetched)
-        memory["gathered weights"] = 4 * (N - in_blocks) + (2 if bf16 else 4) * 2 * in_blocks / config.num_layers
+    if config.sharding == "fsdp":  # root parameters stay gathered; two blocks at a time (current, prefetched)
+        each = 2 if config.precision == "bf16" else 4
+        memory["gathered weights"] = 4 * (N - in_blocks) + each * 2 * in_blocks / config.num_layers
         if config.grad_accum_steps(world_size) > 1:  # the last micro-step replaces them by shards, perhaps elsewhere
-            elsewhere = config.cpu_offload and device != "cpu"
+            elsewhere = config.cpu_offload and device.type != "cpu"
             memory["unsharded gradients"] = 4 * N - (0 if elsewhere else 4 * N / shards)
-    if each == 2 and not compiled:  # in eager code, autocast caches its copies
-        memory["16-bit weights"] = 2 * (P * C + (0 if fsdp and bf16 else in_blocks))
-
-    # A block keeps for backward: the inputs of the norms in fp32; their outputs, q, k, v and attention's output;
-    # rotated, normed and repeated heads; the MLP's hidden layer before and after the activation.
-    queries, keys = config.head_size * config.num_heads, config.head_size * config.kv_heads
-    heads = (queries + keys) * (2 + 1.5 * bool(config.rotary_pct)) + 2 * queries * (queries > keys)
-    hidden = model.config.mlp_size * (4 if config.activation == "swiglu" else 2)
-    block = 4 * C * (1 if config.parallel_residual else 2) + each * (2 * C + heads + hidden)
-    block += (each + 4) * (queries + keys) * config.qk_norm
-    # Attention's matrix (B, num_heads, T, T) is only kept on a CPU, with dropout or in attention_in_blocks.
-    if device == "cpu" and (config.dropout or (each == 2 and config.context_length <= SHORT_ROW)):
-        block += config.num_heads * config.context_length * (12 if config.dropout else 4)
-    # Gradients of the residual stream in fp32, and of the hidden layer before and after the activation.
-    backward = 8 * C + each * 2 * model.config.mlp_size
-    if config.activation_checkpointing:  # of all blocks only the inputs, and one block is recomputed
-        block, backward = 4 * C, block + backward
-    memory["activations"] = config.num_layers * tokens * block
-
-    # Logits and their gradient; in eager mode also the gradient in fp32 before it is rounded; a soft cap computes tanh
-    # in fp32. With chunks, the head's gradient exists too: the sum so far; then also the chunk's and the new sum.
-    of_logit = 2 * each if compiled else 12 if config.logit_softcap else 8
-    logits: float = tokens * P * of_logit
-    if 0 < config.loss_chunk_size < tokens:
-        head = P * C * (4 if compiled else each)  # compiled, autocast's copy of the head is outside
-        logits = max(config.loss_chunk_size * P * of_logit + head, 3 * head)
-    # The logits are gone when the backward pass reaches the blocks.
-    memory["logits" if logits > tokens * backward else "backward of one block"] = max(logits, tokens * backward)
+    memory["activations"], memory["logits and temporary tensors"] = micro_step_bytes(config, model.config, device)
     return memory, host
 
 
@@ -130,11 +172,11 @@ def with_fitting_rows(config: TrainConfig, model: GPT, memory: int, ranks: Ranks
     if config.mini_batch_size:
         return config, ""
     possible, limit = config.possible_rows(ranks.world_size), FITS[ranks.device.type] * memory
-    of_rows = {rows: replace(config, mini_batch_size=rows) for rows in possible}
-    rows = max((rows for rows in possible if needed_bytes(of_rows[rows], model, ranks) <= limit), default=0)
-    config = of_rows[rows or possible[0]]
-    if not rows:
-        raise UserError(f"--mini_batch_size auto: {memory_advice(config, model, ranks)}")
-    text = f"{rows} per micro-step, chosen by --mini_batch_size auto: {bytes_text(needed_bytes(config, model, ranks))}"
-    limit_text = f"{bytes_text(limit)} of {bytes_text(memory)}"
-    return config, labelled("rows", f"{text} (estimated); the limit is {limit_text}")
+    with_rows = [replace(config, mini_batch_size=rows) for rows in possible]
+    fitting = bisect_right(with_rows, limit, key=lambda config: needed_bytes(config, model, ranks))
+    if not fitting:
+        raise UserError(f"--mini_batch_size auto: {memory_advice(with_rows[0], model, ranks)}")
+    config = with_rows[fitting - 1]
+    text = f"{config.mini_batch_size} per micro-step, chosen by --mini_batch_size auto"
+    needed, limit_text = bytes_text(needed_bytes(config, model, ranks)), f"{bytes_text(limit)} of {bytes_text(memory)}"
+    return config, labelled("rows", f"{text}: {needed} (estimated); the limit is {limit_text}")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dataloader import Data, RowStream
-from model import GPT
+from model import GPT, new_model
 from steadygpt import version_text
 from steadygpt.base.disk import existing
 from steadygpt.base.options import UserError
@@ -155,7 +155,7 @@ def settle(history: History, data: Data, ranks: Ranks, recorded: Sequence[Start]
         recorded: of a replay, the record of starts up to the one that it repeats, in place of a new one.
     """
     with torch.device("meta"):
-        sketch = GPT(history.config.shape(data.vocab_size), initialize=False)
+        sketch = new_model(history.config, history.config.shape(data.vocab_size))
     memory = -ranks.max(-memory_bytes(ranks.device))
     settled = ranks.on_main(lambda: _settle_on_main(history, data, sketch, memory, ranks, recorded))
     return Plan(**ranks.broadcast(settled or {}), history=history, data=data, sketch=sketch, ranks=ranks)
