@@ -7,10 +7,11 @@ several sources, each in its own order.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -154,20 +155,19 @@ class Mixture(Rows):
 class BatchLoader:
     """Micro-batches of one rank, read ahead by a thread into pinned memory.
 
-    From start_row on, each mini_batch_size rows are a micro-batch, and the ranks take turns of in_turn micro-batches.
-    With the micro-steps of a step, all ranks together take the same micro-batches in a step whatever their number.
+    Each rank has an equal part of the rows of each step, and takes mini_batch_size of them at a time. So all ranks
+    together have the same micro-batches in a step, whatever their number.
     """
 
     stream: Rows
+    steps: Iterable[range]  # of rows
     mini_batch_size: int
-    start_row: int = 0
+    device: torch.device | str = "cpu"
     rank: int = 0
     world_size: int = 1
-    device: torch.device | str = "cpu"
-    in_turn: int = 1
 
     def __post_init__(self):
-        self.submitted = 0  # micro-batches of this rank
+        self.first_rows = self._first_rows()  # of the micro-batches
         self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         # The thread reads several small micro-batches at a time, because waking it takes longer than reading one.
         self.at_once = min(32, max(1, READ_TOKENS // (self.mini_batch_size * self.stream.context_length)))
@@ -176,15 +176,16 @@ class BatchLoader:
         for _ in range(2):
             self._submit()
 
-    def _submit(self) -> None:
-        numbers = range(self.submitted, self.submitted + self.at_once)
-        self.pending.append(self.pool.submit(lambda: [self._read(number) for number in numbers]))
-        self.submitted = numbers.stop
+    def _first_rows(self) -> Iterator[int]:
+        for step in self.steps:
+            count = len(step) // self.world_size
+            yield from step[self.rank * count :][: count : self.mini_batch_size]
 
-    def _read(self, number: int) -> torch.Tensor:
-        turn, within = divmod(number, self.in_turn)
-        micro_batch = (turn * self.world_size + self.rank) * self.in_turn + within  # among those of all ranks
-        start = self.start_row + micro_batch * self.mini_batch_size
+    def _submit(self) -> None:
+        first_rows = [*islice(self.first_rows, self.at_once)]
+        self.pending.append(self.pool.submit(lambda: [*map(self._read, first_rows)]))
+
+    def _read(self, start: int) -> torch.Tensor:
         rows = torch.from_numpy(self.stream.read(start, self.mini_batch_size))
         return rows.pin_memory() if torch.device(self.device).type == "cuda" else rows
 

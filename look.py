@@ -5,7 +5,6 @@ python look.py data/openwebtext --tokenizer gpt2 --rows 10 --context_length 1024
 python look.py --checkpoint_dir checkpoints --step 48213 --by loss                   # worst rows first
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
@@ -154,28 +153,29 @@ def look_at_folder(options: LookOptions) -> None:
 # the rows of a step
 
 
-def find_step(checkpoint: dict, path: Path, step: int) -> tuple[Mixture, int, int, dict[int, str]]:
+def find_step(checkpoint: dict, path: Path, step: int) -> tuple[Mixture, range, dict[int, str]]:
     """Find the rows that a step of the run of a checkpoint trained on, or will train on.
 
-    Returns: the rows to read from; the first row of the step, and how many it has; the source and the file of each
-        shard by the id() of its array of tokens.
+    Returns: the rows to read from; those of the step; the source and the file of each shard by the id() of its array of
+        tokens.
     """
-    starts, saved = checkpoint["starts"], {"step": checkpoint["step"], "row": checkpoint["rows_consumed"]}
+    starts = checkpoint["starts"]
     number = max(n for n, start in enumerate(starts) if start["step"] <= step)
-    start, after, config = starts[number], [*starts, saved][number + 1], trained_with(starts[number])
-    rows_per_step = config.total_batch_size // config.context_length
+    start, is_last, config = starts[number], number + 1 == len(starts), trained_with(starts[number])
     streams, files = {}, {}
     for shards, rows, _ in recorded_sources(config, start["sources"], step, checkpoint["data_fingerprint"]):
         streams[start["sources"][shards.name][1]] = rows
         for tokens, shard in zip(rows.tokens, rows.shards, strict=True):
             files[id(tokens)] = printable(f"{shards.name}, {shard.path.name}")
-    left = config.num_epochs * sum(rows.rows_per_epoch for rows in streams.values()) - start["row"]
-    end = config.max_steps or config.num_epochs * config.steps_per_epoch
-    end = end or start["step"] + math.ceil(left / rows_per_step)
-    if after is saved and step >= end:
+    full_steps = config.max_steps or config.num_epochs * config.steps_per_epoch
+    end = config.steps_between(0, full_steps * config.total_batch_size // config.context_length)
+    if not full_steps:
+        all_rows = config.num_epochs * sum(rows.rows_per_epoch for rows in streams.values())
+        end = start["step"] + config.steps_between(start["row"], all_rows)
+    if is_last and step >= end:
         raise UserError(f"--step is {step:,}; expected less than {end:,}, because the run of {path} ends there")
-    first = start["row"] + (step - start["step"]) * rows_per_step
-    return Mixture(streams, phase_of(starts[: number + 1]), config.seed), first, rows_per_step, files
+    first = config.row_after(step - start["step"], start["row"])
+    return Mixture(streams, phase_of(starts[: number + 1]), config.seed), config.step_at(first), files
 
 
 def row_losses(checkpoint: dict, rows: np.ndarray, options: LookOptions) -> np.ndarray:
@@ -196,10 +196,9 @@ def row_losses(checkpoint: dict, rows: np.ndarray, options: LookOptions) -> np.n
 def look_at_step(options: LookOptions, step: int) -> None:
     path, checkpoint = open_checkpoint("latest", Path(options.checkpoint_dir))
     tokenizer = load_tokenizer(TokenizerRecord.of(checkpoint))
-    mixture, first, count, files = find_step(checkpoint, path, step)
-    print(
-        f"step {step:,}: rows {first:,} to {first + count - 1:,}, with options of {path} at step {checkpoint['step']:,}"
-    )
+    mixture, of_step, files = find_step(checkpoint, path, step)
+    first, count, last = of_step.start, len(of_step), of_step.stop - 1
+    print(f"step {step:,}: rows {first:,} to {last:,}, with options of {path} at step {checkpoint['step']:,}")
     rows, order, losses = mixture.read(first, count), np.arange(count), [""] * count
     if options.by == "loss":
         nearest = sorted(scan(path.parent), key=lambda file: abs(file.head.step - step) if file.head else 0)

@@ -212,8 +212,6 @@ def replay(past: Past, device: str, ranks: Ranks, held: ExitStack) -> bool:
             with closing(run.training_batches()) as batches:
                 while run.state.step < end:
                     run.results.add(train_step(run, batches))
-                    run.state.step += 1
-                    run.state.rows_consumed += run.plan.schedule.rows_per_step
                     if run.state.step in past.saves:
                         run.results.read_all()
                         content, (file, saved) = capture(run)(), past.saves[run.state.step]

@@ -14,7 +14,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
@@ -87,14 +87,14 @@ class Run:
     def autocast(self):
         return autocast(self.ranks.device, self.config.precision)
 
-    def batches(self, rows: Rows, first_row: int = 0, in_turn: int = 1) -> BatchLoader:
-        """Return this rank's batches of a stream of rows."""
+    def batches(self, rows: Rows, steps: Iterable[range]) -> BatchLoader:
+        """Return this rank's batches of the rows of steps."""
         ranks, size = self.ranks, self.config.mini_batch_size
-        return BatchLoader(rows, size, first_row, ranks.rank, ranks.world_size, ranks.device, in_turn)
+        return BatchLoader(rows, steps, size, ranks.device, ranks.rank, ranks.world_size)
 
     def training_batches(self) -> BatchLoader:
         """Return this rank's batches from the next step on."""
-        return self.batches(self.rows, self.state.rows_consumed, self.config.grad_accum_steps(self.ranks.world_size))
+        return self.batches(self.rows, self.config.steps_from(self.state.rows_consumed))
 
 
 def build_model(config: TrainConfig, shape: GPTConfig, ranks: Ranks) -> GPT:
@@ -160,14 +160,16 @@ def build(plan: Plan, log: RunLog, held: ExitStack) -> Run:
 
 
 def train_step(run: Run, batches: BatchLoader) -> Callable[[], StepResult]:
-    """Take one optimizer step; its update is skipped if loss or gradient is not finite.
+    """Take the next optimizer step; its update is skipped if loss or gradient is not finite.
 
     On CUDA the host does not wait for the GPU, but the function that this returns does.
 
     Raises: Stopped on all ranks together; the weights are unchanged.
     """
-    config, ranks, step = run.config, run.ranks, run.state.step
-    micro_steps, micro_batches = config.grad_accum_steps(ranks.world_size), config.grad_accum_steps(1)
+    config, ranks, state, step = run.config, run.ranks, run.state, run.state.step
+    rows = config.step_at(state.rows_consumed)
+    micro_batches = len(rows) // config.mini_batch_size
+    micro_steps = micro_batches // ranks.world_size
     of_virtual_rank = micro_batches // config.virtual_ranks()
     lr = run.plan.schedule.learning_rate(step)
     for group in run.optimizer.param_groups:
@@ -197,7 +199,8 @@ def train_step(run: Run, batches: BatchLoader) -> Callable[[], StepResult]:
     skipped, found = run.judge(mean_loss, parallel.full_tensor(norm).to(ranks.device), run.scaler)
     run.host_copy.wait_before_update()  # for a save that still copies the weights
     update_unless(skipped, run.optimizer)  # in place of scaler.step(), which knows only of overflows
-    return pending(step, run.state.rows_consumed + run.plan.schedule.rows_per_step, lr, found)
+    state.step, state.rows_consumed = step + 1, rows.stop
+    return pending(step, rows, lr, found)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -214,15 +217,16 @@ def validate(run: Run, val: RowStream) -> dict[str, float]:
     """
     config, ranks = run.config, run.ranks
     rows, B, sums = validation_rows(config, val), config.mini_batch_size, []
-    rows_at_once = B * ranks.world_size
+    of_rank = math.ceil(rows / (B * ranks.world_size)) * B
     known = torch.from_numpy(run.tokenizer.num_bytes) if run.tokenizer else torch.zeros(0, dtype=torch.int64)
     size_of = nn.functional.pad(known, (0, run.model.config.padded_vocab_size - len(known))).to(ranks.device)
-    with closing(run.batches(Spread(val, rows))) as batches, evaluating(run.forward), run.autocast():
-        for turn in range(math.ceil(rows / rows_at_once)):
+    every_rank = [range(of_rank * ranks.world_size)]
+    with closing(run.batches(Spread(val, rows), every_rank)) as batches, evaluating(run.forward), run.autocast():
+        for first in range(ranks.rank * of_rank, (ranks.rank + 1) * of_rank, B):
             run.stop.check()
             inputs, targets = batches.next()
             losses, sizes = run.forward(inputs, targets, reduction="none"), size_of[targets]  # (B, T)
-            end = max(0, rows - turn * rows_at_once - ranks.rank * B)
+            end = max(0, rows - first)
             losses[end:], sizes[end:] = 0, 0  # not cut from the inputs: a new shape would recompile the model
             sums.append(torch.stack([losses.sum(), losses.where(sizes > 0, 0).sum(), sizes.sum()]))
     of_all = chain.from_iterable(ranks.gather(torch.stack(sums).tolist()))
@@ -295,8 +299,6 @@ def train(run: Run, step_ended: Callable[[], None]) -> None:
             except Stopped:
                 results.read_all()  # here, where it may still raise Diverged
                 raise
-            state.step += 1
-            state.rows_consumed += schedule.rows_per_step
             step_ended()
 
 
@@ -317,7 +319,7 @@ def run_to_end(run: Run) -> int:
                 ending = "failed", stopped.reason
                 log.warn(f"{config.checkpoint_dir}: the run stops, because saves fail. Fix the disk, then resume")
         except Diverged as diverged:
-            run.state.step, run.state.rows_consumed = diverged.step, diverged.rows  # where the weights still are
+            run.state.step, run.state.rows_consumed = diverged.step, diverged.row  # where the weights still are
             ending = "failed", str(diverged)
             log.warn(diverged.advice(config))
         if not saves.is_saved(run.state.step):  # waits for the save in flight
@@ -398,7 +400,7 @@ def restore(plan: Plan, model: GPT, optimizer: torch.optim.Optimizer, scaler: to
         loaded |= WITHOUT_TENSORS
     if checkpoint:
         before, now = history.starts[-1], plan.starts[-1]
-        if trained_with(before).total_batch_size != config.total_batch_size or before["shares"] != now["shares"]:
+        if trained_with(before).stages != config.stages or before["shares"] != now["shares"]:
             state.bad_steps = 0  # a divergence cannot go back to steps of another size or mixture
     if history.is_fork:  # the best model is in the other folder
         state.best_val_loss = None
@@ -417,9 +419,9 @@ def measure(run: Run) -> float:
     few = min(4, micro_steps)
     found: dict[int, list[float]] = {1: [], few: []}
 
-    def seconds_of(count: int) -> float:
-        start_s, tokens = time.perf_counter(), config.total_batch_size // micro_steps * count
-        train_step(replace(run, config=replace(config, total_batch_size=tokens)), batches)()
+    def seconds_of(number: int) -> float:
+        start_s, tokens = time.perf_counter(), config.total_batch_size // micro_steps * number
+        train_step(replace(run, config=replace(config, total_batch_size=tokens, batch_ramp="")), batches)()
         return time.perf_counter() - start_s
 
     run.log.say("timing some steps ...")
@@ -427,8 +429,8 @@ def measure(run: Run) -> float:
         seconds_of(1)  # compiles, and allocates memory
         start_s = time.perf_counter()
         while ranks.broadcast(not found[few] or time.perf_counter() - start_s < MEASURE_S):  # by the clock of rank 0
-            for count, seconds in found.items():
-                seconds.append(seconds_of(count))
+            for number, seconds in found.items():
+                seconds.append(seconds_of(number))
     one_s, few_s = fmean(found[1]), fmean(found[few])
     return few_s + (micro_steps - few) * (few_s - one_s) / max(1, few - 1)
 

@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> None:
 
 def train(config: TrainConfig, data: Data, forward, optimizer, schedules, device: torch.device, out: Path) -> None:
     """Train to the end, print the loss every log_freq steps, and write the validation losses as train.py does."""
-    batches = BatchLoader(data.sources[0].rows, config.mini_batch_size, device=device)
+    batches = BatchLoader(data.sources[0].rows, config.steps_from(0), config.mini_batch_size, device)
     micro_steps, found = config.grad_accum_steps(1), {}
     for step in range(config.max_steps + 1):
         if step and ((config.eval_freq and step % config.eval_freq == 0) or step == config.max_steps):
@@ -128,7 +128,7 @@ def validate(config: TrainConfig, data: Data, forward, device: torch.device) -> 
     rows = data.val_sets[0].rows
     count = validation_rows(config, rows)
     at_once = math.gcd(count, config.mini_batch_size)  # equal batches, because nanochat returns the mean of each
-    with closing(BatchLoader(Spread(rows, count), at_once, device=device)) as batches:
+    with closing(BatchLoader(Spread(rows, count), [range(count)], at_once, device)) as batches:
         return statistics.mean(loss_of(forward, batches).item() for _ in range(count // at_once))
 
 

@@ -8,10 +8,11 @@ import dataclasses
 import math
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
+from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -143,6 +144,8 @@ class TrainConfig(GPTConfig):
     shuffle_rows: bool = _data(True, "shuffle the rows of each shard in each epoch", on_resume="never")
 
     total_batch_size: int = _recipe(524288, "tokens per step, over all ranks", at_least=1, at_most=2**40)
+    batch_ramp: str = _recipe("", "smaller steps at first, TOKENS:UNTIL,...: of TOKENS until the run has had UNTIL, as "
+                              "in 65536:50_000_000,131072:200_000_000; the run has as many tokens as without it")
     micro_steps: int = _optim(0, "micro-steps per step on each rank, instead of total_batch_size, which the first "
                               "start derives from them; 0 = total_batch_size decides", on_resume="never")
     mini_batch_size: int = _optim(32, "micro-batch size: rows per micro-step on each rank, or fewer to divide a step "
@@ -165,7 +168,7 @@ class TrainConfig(GPTConfig):
     grad_clip: float = _recipe(1.0, "maximum gradient norm; 0 = no clipping")
     num_epochs: int = _optim(5, "passes over the data")
     steps_per_epoch: int = _optim(0, "steps per epoch; 0 = from the size of the data (18795 for FineWeb-Edu 10B)")
-    max_steps: int = _optim(0, "steps of the run; 0 = num_epochs * steps_per_epoch")
+    max_steps: int = _optim(0, "steps of the run, in a ramp more; 0 = num_epochs * steps_per_epoch")
     max_bad_steps: int = _optim(5, "stop after this many consecutive steps with a NaN or infinite value; 0 = off")
     spike_z: float = _optim(6.0, "warn of a loss this many standard deviations above the mean of the last 128; 0 = off")
     skip_spikes: bool = _optim(False, "skip updates with a loss spike")
@@ -226,6 +229,7 @@ class TrainConfig(GPTConfig):
             expected = "at most 200 printable characters, which name a folder in --tensorboard_dir"
             raise OptionError("run_name", repr(self.run_name[:200]), expected)
         parse_folders("mix", self.mix), parse_folders("val", self.val)
+        parse_ramp(self.batch_ramp, self.context_length, self.total_batch_size)
 
     def check_together(self) -> None:
         """Check options against each other; on resume, once the checkpoint's values are among them."""
@@ -286,13 +290,53 @@ class TrainConfig(GPTConfig):
             raise UserError(f"--shard_size {self.shard_size} is not a divisor of the number of processes, {world_size}")
         return self.shard_size or world_size
 
+    @property
+    def stages(self) -> list[tuple[int, float]]:
+        """The rows of a step, and the row of the run up to which steps have so many; the last stage has no end."""
+        T, of_tokens = self.context_length, parse_ramp(self.batch_ramp, self.context_length, self.total_batch_size)
+        return [(max(1, tokens // T), end / T) for tokens, end in of_tokens]  # 1: possible_rows() refuses less
+
+    def step_at(self, row: int) -> range:
+        """Return the rows of the step that begins at a row of the run."""
+        return range(row, row + next(size for size, end in self.stages if row < end))
+
+    def steps_from(self, row: int) -> Iterator[range]:
+        """Yield the rows of each step from a row of the run on."""
+        while True:
+            yield (step := self.step_at(row))
+            row = step.stop
+
+    def step_to(self, row: int) -> range:
+        """Return the rows of the step that ends at a row of the run."""
+        steps = [range(row - size, row) for size, _ in self.stages]
+        return next((step for step in steps if self.step_at(step.start) == step), steps[-1])
+
+    def row_after(self, steps: int, row: int = 0) -> int:
+        """Return the row of the run after so many steps from a row on."""
+        for size, end in self.stages:
+            taken = max(0, math.ceil(min(steps, (end - row) / size)))
+            row, steps = row + taken * size, steps - taken
+        return row
+
+    def steps_between(self, row: int, end_row: int) -> int:
+        """Return how many steps the run takes from a row on until it has had all rows before another one."""
+        steps = 0
+        for size, end in self.stages:
+            taken = max(0, math.ceil((min(end, end_row) - row) / size))
+            row, steps = row + taken * size, steps + taken
+        return steps
+
     def possible_rows(self, world_size: int) -> list[int]:
-        """Return every mini_batch_size that splits the tokens of a step evenly, in ascending order."""
+        """Return every mini_batch_size that splits the tokens of each step evenly, in ascending order."""
         row = self.context_length * world_size
-        rows, remainder = divmod(self.total_batch_size, row)
-        if remainder or not rows:
-            expected = f"a multiple of --context_length x processes = {row:,} tokens, such as {(rows + 1) * row:,}"
-            raise OptionError("total_batch_size", f"{self.total_batch_size:,}", expected)
+        sizes = [tokens for tokens, _ in parse_ramp(self.batch_ramp, self.context_length, self.total_batch_size)]
+        for tokens in reversed(sizes):
+            if tokens % row:
+                such_as = f"{(tokens // row + 1) * row:,}"
+                expected = f"a multiple of --context_length x processes = {row:,} tokens, such as {such_as}"
+                name = "total_batch_size" if tokens == self.total_batch_size else "batch_ramp"
+                raise OptionError(name, f"{tokens:,}", expected)
+        rows = math.gcd(*sizes) // row
         small = [B for B in range(1, math.isqrt(rows) + 1) if rows % B == 0]
         return sorted({*small, *(rows // B for B in small)})
 
@@ -302,12 +346,12 @@ class TrainConfig(GPTConfig):
         return dataclasses.replace(self, mini_batch_size=max(B for B in possible if wanted >= B)) if wanted else self
 
     def grad_accum_steps(self, world_size: int) -> int:
-        """Return the number of micro-steps in a step."""
+        """Return the number of micro-steps in a step, without a ramp or after it."""
         return self.total_batch_size // (self.mini_batch_size * self.context_length * world_size)
 
     def virtual_ranks(self) -> int:
-        """Return among how many virtual ranks --deterministic divides the micro-batches of a step evenly."""
-        return math.gcd(self.grad_accum_steps(1), MAX_VIRTUAL_RANKS)
+        """Return among how many virtual ranks --deterministic divides the micro-batches of each step evenly."""
+        return math.gcd(*(size // self.mini_batch_size for size, _ in self.stages), MAX_VIRTUAL_RANKS)
 
 
 FIELDS = options_of(TrainConfig)
@@ -318,6 +362,19 @@ EXCLUSIVE = {"total_batch_size": "micro_steps", "micro_steps": "total_batch_size
 ABOUT = (
     "Train a GPT; on 4 GPUs: torchrun --nproc_per_node=4 train.py. Flags override --config, --flag-name is --flag_name."
 )
+
+
+@cache
+def parse_ramp(text: str, context_length: int, total_batch_size: int) -> list[tuple[int, float]]:
+    """Return the stages of a run with --batch_ramp: the tokens of a step, and of the run at the end of the stage."""
+    parts = [re.fullmatch(r"(\d[\d_]{,17}):(\d[\d_]{,17})", part) for part in text.split(",")] if text else []
+    found = [(int(part[1].replace("_", "")), float(part[2].replace("_", ""))) for part in parts if part]
+    stages = [*found, (total_batch_size, math.inf)]
+    is_ascending = all(before < after for numbers in zip(*stages, strict=True) for before, after in pairwise(numbers))
+    if len(found) < len(parts) or not is_ascending or (found and found[0][0] < context_length):
+        expected = "TOKENS:UNTIL,..., both ascending, and TOKENS from --context_length to below --total_batch_size"
+        raise OptionError("batch_ramp", repr(text), f"{expected}, {total_batch_size:,}")
+    return stages
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -89,7 +89,9 @@ def test_an_epoch_has_each_row_of_each_shard_once(sizes, context, seed, shuffle_
 def test_a_step_has_the_same_micro_batches_on_any_number_of_ranks(sizes, ranks, batch, in_turn, steps, start):
     rows = stream(*sizes, shuffle_shards=True, shuffle_rows=True)
     with mock.patch.object(dataloader, "READ_TOKENS", 32):  # so that steps cross the limits of what is read at a time
-        loaders = [BatchLoader(rows, batch, start, rank, ranks, in_turn=in_turn) for rank in range(ranks)]
+        size = ranks * in_turn * batch
+        of_steps = [range(row, row + size) for row in range(start, start + (steps + 1) * size, size)]
+        loaders = [BatchLoader(rows, of_steps, batch, "cpu", rank, ranks) for rank in range(ranks)]
     batches = [loader.next() for _ in range(steps) for loader in loaders for _ in range(in_turn)]
     for loader in loaders:
         loader.close()
@@ -120,7 +122,7 @@ def test_a_part_of_the_rows_is_spread_over_all_of_them(sizes, context, count, st
 
 def test_only_pinned_memory_is_copied_without_waiting():
     """A batch has the only reference to its rows, and their memory may be reused before the device has read it."""
-    loader, copied, copy = BatchLoader(stream(60), 2), [], torch.Tensor.to
+    loader, copied, copy = BatchLoader(stream(60), [range(14)], 2), [], torch.Tensor.to
 
     def record(rows, device, non_blocking):
         copied.append((rows.is_pinned(), non_blocking))

@@ -307,7 +307,7 @@ def test_steps_and_shards_that_do_not_fit_the_run_are_refused(workdir, capsys):
     [start] = load(path)["starts"]
     two_epochs = [start | {"options": start["options"] | {"max_steps": 0, "num_epochs": 2}}]
     refused("expected less than 37,", step=37, starts=two_epochs)  # 2 * (43 + 31) rows, 4 in a step
-    assert find_step(load(path) | {"starts": two_epochs}, path, 36)[1] == 144
+    assert find_step(load(path) | {"starts": two_epochs}, path, 36)[1].start == 144
     shard = workdir / "data" / "tiny_train_000001.npy"
     shard.write_bytes(shard.read_bytes()[:-2] + b"ab")
     refused("the file is damaged")

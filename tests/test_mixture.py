@@ -134,7 +134,10 @@ def test_neither_the_place_in_the_list_nor_the_name_matters():
 def test_a_step_has_the_same_rows_on_any_number_of_ranks(world_size):
     def steps_of(world_size: int) -> list[list[int]]:
         mixture = mixture_of({"0": 3000, "1": 1096}, first_row=64)
-        loaders = [BatchLoader(mixture, 8 // world_size, 64, rank, world_size) for rank in range(world_size)]
+        of_steps = [range(row, row + 8) for row in range(64, 64 + 21 * 8, 8)]
+        loaders = [
+            BatchLoader(mixture, of_steps, 8 // world_size, "cpu", rank, world_size) for rank in range(world_size)
+        ]
         steps = [sorted(i for loader in loaders for i in loader.next()[0][:, 0].tolist()) for _ in range(20)]
         for loader in loaders:
             loader.close()

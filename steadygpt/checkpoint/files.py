@@ -342,8 +342,7 @@ def as_checkpoint(content: Any, path: Path) -> dict:
         config = typed(entry["options"] | entry["decisions"], TrainConfig, name, ADVICE)
         entry["options"] = {name: getattr(asked, name) for name in KEPT}
         entry["decisions"] = {name: getattr(config, name) for name in vars(config) if name in entry["decisions"]}
-        steps = found["step"] - entry["step"]
-        expected = entry["row"] + steps * (config.total_batch_size // config.context_length)
+        expected = config.row_after(found["step"] - entry["step"], entry["row"])
     if rows != expected:
         raise UserError(f"{path}: rows_consumed is {rows:,}, which does not fit its steps and starts; {ADVICE}")
     return found

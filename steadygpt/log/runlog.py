@@ -51,7 +51,7 @@ class RunLog:
         self.failed: set[str] = set()  # files and sinks that could not be written to, each reported once
         self.facts: dict[str, Any] = {  # of status.json
             "status": "running", "reason": "", "doing": "starting", "warnings": [], "run_name": config.run_name,
-            "step": 0, "max_steps": config.max_steps, "tokens_per_step": config.total_batch_size,
+            "step": 0, "max_steps": config.max_steps,
             "mirror": config.mirror, "ranks": ranks.world_size, "device": device_name(ranks.device),
             "host": socket.gethostname(), "pid": os.getpid(),
             "logdirs": places_of(config.logdir, Path(config.checkpoint_dir)),

@@ -98,8 +98,8 @@ def facts(snapshot: Snapshot, load: Mapping[str, float]) -> Columns:
         known[name] = "not yet" if then_s is None else f"{duration_text(max(0.0, time.time() - then_s))} ago"
     if validations := [value for _, value in snapshot.curves["val_loss"]]:
         known["best"] = min(validations)
-    if tokens_per_step := status.get("tokens_per_step"):
-        known["tokens"] = scaled_text(status.get("step", 0) * tokens_per_step, COUNT_UNITS)
+    if "tokens" in status:
+        known["tokens"] = scaled_text(status["tokens"], COUNT_UNITS)
     if "elapsed_s" in status:
         known["elapsed"] = duration_text(status["elapsed_s"])
     columns = []

@@ -66,8 +66,9 @@ class Plan:
         dtype = AUTOCAST.get(config.precision, torch.float32)
         kernel = kernel_name((1, config.num_heads, T, sketch.config.head_size), dtype, ranks.device, config.dropout)
         length = ""
-        if per_epoch := schedule.rows_per_epoch / schedule.rows_per_step:
-            epochs = config.max_steps / per_epoch
+        ramp = "".join(f"{size * T:,} up to token {end * T:,.0f}, then " for size, end in config.stages[:-1])
+        if per_epoch := schedule.rows_per_epoch / config.stages[-1][0]:
+            epochs = schedule.epochs(config.row_after(config.max_steps))
             length = f"; {epochs:{',.2f' if epochs >= 0.1 else '.1g'}} epochs "
             length += f"(1 epoch = {per_epoch:,{'.0f' if per_epoch >= 10 else '.2f'}} steps)"
         lines = [
@@ -77,7 +78,7 @@ class Plan:
              f"vocabulary {data.vocab_size:,} ({data.tokenizer})"),
             *self._data_lines(),
             ("validation", self._validation_text()),
-            ("steps", f"{config.max_steps:,}, each of {config.total_batch_size:,} tokens "
+            ("steps", f"{config.max_steps:,}, each of {ramp}{config.total_batch_size:,} tokens "
              f"({counted(config.mini_batch_size, 'row')} x {T:,} tokens x {counted(world_size, 'rank')} x "
              f"{counted(micro_steps, 'micro-step')}){length}; warm-up {counted(config.warmup_steps, 'step')}"),
             ("device", f"{world_size} x {device_name(ranks.device)}, {config.precision}{emulated}{sharding}"
@@ -99,8 +100,9 @@ class Plan:
             text = f"no shards in {folders} yet; planned with the vocabulary of --tokenizer {data.tokenizer}"
             per_epoch = "" if self.history.config.max_steps else f" and {config.steps_per_epoch:,} steps per epoch"
             return [("data", text + per_epoch)]
-        entry, rows_left = self.starts[-1], (config.max_steps - self.history.step) * self.schedule.rows_per_step
-        end = epochs_of_sources(data, self.starts, entry["row"] + rows_left)
+        entry = self.starts[-1]
+        last_row = config.row_after(config.max_steps - self.history.step, entry["row"])
+        end = epochs_of_sources(data, self.starts, last_row)
         for shards, _, _ in data.sources:
             count, name = counted(len(shards.shards), "shard"), shards.name
             text = f"{shards.num_tokens:,} training tokens in {count} of {shards.folder}"
@@ -125,7 +127,7 @@ class Plan:
         if not rows or config.eval_freq > config.max_steps:
             return f"{text} at the end" * bool(rows)
         # A forward pass is a third of a step's work.
-        cost = rows / (3 * config.eval_freq * self.schedule.rows_per_step)
+        cost = rows / (3 * config.eval_freq * config.stages[-1][0])
         return f"{text} every {counted(config.eval_freq, 'step')}: about {cost:.1%} of the training time"
 
     def _checkpoints_text(self, size: int, epochs: int) -> str:
@@ -192,7 +194,7 @@ def _settle_on_main(
     notes += [of_precision, of_memory]
     if config.deterministic:
         notes.append(note_of_processes(config, before, ranks))
-    rows_per_step = config.total_batch_size // config.context_length
+    rows_per_step = config.stages[-1][0]
     if asked.mini_batch_size not in (0, config.mini_batch_size):
         where = f"each of {world_size} ranks" if world_size > 1 else "1 rank"
         found = f"{config.mini_batch_size} per micro-step instead of --mini_batch_size {asked.mini_batch_size}"
@@ -296,7 +298,9 @@ def forecast(plan: Plan, step_s: float | None = None) -> list[str]:
     count, gpu = plan.ranks.world_size, device_name(plan.ranks.device)
     kinds = (config.eval_freq, plan.val_rows() * config.context_length), (config.hellaswag_freq, HELLASWAG_TOKENS)
     evaluated = sum(size * math.ceil(steps / freq) for freq, size in kinds if freq)  # the last step too
-    tokens, trained = config.max_steps * config.total_batch_size, steps * config.total_batch_size
+    tokens = config.row_after(config.max_steps) * config.context_length
+    row = plan.history.rows_consumed
+    trained = (config.row_after(steps, row) - row) * config.context_length
     in_training, in_evaluation = work_per_token(config, model)
     evaluation = evaluated * in_evaluation / (in_training * max(1, trained))
     work = f"{counted(steps, 'step')}, plus {evaluation:.1%} for evaluation"
@@ -313,9 +317,9 @@ def forecast(plan: Plan, step_s: float | None = None) -> list[str]:
         step_s = config.total_batch_size * in_training / rate
         how = f"on {count} x {gpu} at {SHARE_OF_PEAK:.0%} of the peak in {precision}"
         how += ", if the run fits" if unknown else "; run --dry_run measure to time it"
-        if unknown and steps * step_s < SHOWN_ELSEWHERE_S:
+        if unknown and trained / config.total_batch_size * step_s < SHOWN_ELSEWHERE_S:
             return [labelled(label, text) for label, text in lines]
-    seconds = steps * step_s * (1 + evaluation)
+    seconds = trained / config.total_batch_size * step_s * (1 + evaluation)
     cost = f"{count * seconds / 3600 * price:,.2f}: {count} x {seconds / 3600:,.1f} h at {price:,.2f} per hour"
     lines += [("time", f"{duration_text(seconds)}: {work}, {how}"), *[("cost", cost)] * bool(price)]
     return [labelled(label, text) for label, text in lines]

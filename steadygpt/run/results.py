@@ -71,7 +71,7 @@ class StepResult:
     """The measurements of a step and whether its update was applied, the same on every rank."""
 
     step: int  # updates before this one
-    rows: int  # consumed after it
+    rows: range  # of the run
     lr: float
     loss: float  # mean over all tokens, before the update
     grad_norm: float  # before clipping
@@ -92,7 +92,7 @@ class StepResult:
         return f"step {self.step}: loss {self.loss:.4f} is {above}; to see its rows: {look}" * self.spike
 
 
-def pending(step: int, rows: int, lr: float, found: dict[str, Tensor]) -> Callable[[], StepResult]:
+def pending(step: int, rows: range, lr: float, found: dict[str, Tensor]) -> Callable[[], StepResult]:
     """Start copying the other fields, scalars on the device, to the host; return a function that waits for them."""
     numbers = torch.stack([number.float() for number in found.values()])
     cuda = numbers.device.type == "cuda"
@@ -123,8 +123,10 @@ class Results:
     # Of this start:
     steps: int = 0
     skipped: int = 0  # updates
+    rows: int = 0
     seconds: float = 0.0  # of the steps, without evaluations
-    first_s: float = 0.0  # of that, the first step, which compiles and warms up, so its speed is not typical
+    first_rows: int = 0  # of the first step, which compiles and warms up, so its speed is not typical
+    first_s: float = 0.0
     first_ended: Moment = field(init=False)
     begun: Moment = field(init=False)  # the next step
     waiting: deque[tuple[Moment, Callable[[], StepResult]]] = field(default_factory=deque)
@@ -153,23 +155,26 @@ class Results:
     def _read(self, result: StepResult, ended: Moment) -> None:
         state, is_first = self.state, not self.steps
         step_s, self.begun = ended.since(self.begun), ended
-        if is_first:
-            self.first_s, self.first_ended = step_s, ended
-        mean_s = step_s if is_first else ended.since(self.first_ended) / self.steps  # with evaluations
+        row, count = result.rows.stop, len(result.rows)
         self.steps += 1
+        self.rows += count
         self.skipped += not result.updated
         self.seconds += step_s
-        left_s = mean_s * (self.config.max_steps - result.step - 1)
-        speed, elapsed_s = self.config.total_batch_size / step_s, state.total_s()
+        if is_first:
+            self.first_rows, self.first_s, self.first_ended = count, step_s, ended
+        row_s = step_s / count if is_first else ended.since(self.first_ended) / (self.rows - self.first_rows)
+        left_s = row_s * (self.config.row_after(self.config.max_steps - result.step - 1, row) - row)
+        speed, elapsed_s = count * self.config.context_length / step_s, state.total_s()
         numbers = {
             "loss": result.loss, "lr": result.lr, "grad_norm": result.grad_norm,
             "loss_z": result.loss_z if math.isfinite(result.loss_z) else None,
             "step_ms": step_s * 1000, "steps_per_second": 1 / step_s, "tokens_per_second": speed,
             "mfu": self.mfu(speed), "cost": self.cost(elapsed_s),
-            "memory_gb": peak_memory_bytes(self.ranks.device) / 1e9, "epoch": self.schedule.epochs(result.rows),
+            "memory_gb": peak_memory_bytes(self.ranks.device) / 1e9, "epoch": self.schedule.epochs(row),
         }  # fmt: skip
         cost_left = None if is_first else self.cost(left_s)
-        self.log.step(result.step, numbers, left_s, is_first, elapsed_s=round(elapsed_s), cost_to_go=cost_left)
+        facts = {"elapsed_s": round(elapsed_s), "cost_to_go": cost_left, "tokens": row * self.config.context_length}
+        self.log.step(result.step, numbers, left_s, is_first, **facts)
         self.repeats.add(result.step, numbers)
         if warning := result.warning(self.config.checkpoint_dir):
             self.log.warn(warning, event="bad steps" if result.bad else "spike" if result.spike else "")
@@ -180,8 +185,9 @@ class Results:
         if state.bad_steps >= self.config.max_bad_steps > 0:
             bad_steps, state.bad_steps = state.bad_steps, 0
             self.waiting.clear()
-            rows = result.rows - bad_steps * self.schedule.rows_per_step
-            raise Diverged(bad_steps, result.step + 1 - bad_steps, rows)
+            for _ in range(bad_steps):
+                row = self.config.step_to(row).start
+            raise Diverged(bad_steps, result.step + 1 - bad_steps, row)
 
     def mfu(self, tokens_per_second: float) -> float | None:
         """Return the share of the devices' peak FLOP/s that a speed needs (PaLM, Chowdhery et al. 2022, appendix B)."""
@@ -194,11 +200,11 @@ class Results:
 
 
 class Diverged(Exception):
-    """Too many consecutive bad steps, on all ranks together; `step` and `rows` are those before them."""
+    """Too many consecutive bad steps, on all ranks together; `step` and `row` are those of the first one."""
 
-    def __init__(self, bad_steps: int, step: int, rows: int):
+    def __init__(self, bad_steps: int, step: int, row: int):
         super().__init__(f"{counted(bad_steps, 'consecutive step')} with a non-finite loss or gradient")
-        self.step, self.rows = step, rows
+        self.step, self.row = step, row
 
     def advice(self, config: TrainConfig) -> str:
         """Return how to continue, with flags that can be copied."""

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from steadygpt.base.options import UserError
@@ -19,16 +20,13 @@ class Schedule:
     config: TrainConfig  # settled: max_steps and warmup_steps are those of the run
     rows_per_epoch: int = 0  # of the data, or of --steps_per_epoch; 0: not prepared yet, or a mixture
 
-    @property
-    def rows_per_step(self) -> int:
-        return self.config.total_batch_size // self.config.context_length
-
-    @property
+    @cached_property
     def decay_start(self) -> int:
-        """The step from which the learning rate falls."""
-        warmup_steps, max_steps = self.config.warmup_steps, self.config.max_steps
-        cooldown = {"cosine": max_steps, "wsd": round(self.config.cooldown * max_steps)}.get(self.config.schedule, 0)
-        return max(warmup_steps, max_steps - cooldown)
+        """The step from which the learning rate falls; in a batch ramp, wsd's cool-down is a fraction of the tokens."""
+        config, of_step = self.config, self.config.stages[-1][0]
+        steps = config.row_after(config.max_steps) // of_step  # of full size
+        left = {"cosine": 0, "wsd": steps - round(config.cooldown * steps)}.get(config.schedule, steps)
+        return max(config.warmup_steps, config.steps_between(0, left * of_step))
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step: it rises linearly to max_lr, and falls to min_lr as `schedule` says.
@@ -51,7 +49,7 @@ class Schedule:
         names, freq, epoch = [], self.config.checkpoint_freq, int(self.epochs(rows))
         if step and freq and step % freq == 0:
             names.append(ROLLING.format(step))
-        if step and epoch > int(self.epochs(rows - self.rows_per_step)):
+        if step and epoch > int(self.epochs(self.config.step_to(rows).start)):
             names.append(EPOCH.format(epoch))
         if self.config.schedule == "wsd" and step == self.decay_start:
             names.append(STABLE)
@@ -76,12 +74,12 @@ def with_steps(config: TrainConfig, rows_per_epoch: int, history: History) -> Tr
     Args:
         rows_per_epoch: 0 of a mixture, or after a change of the data: the run has no epochs.
     """
-    step, max_steps = history.step, config.max_steps or config.num_epochs * config.steps_per_epoch
-    if not max_steps and not rows_per_epoch:
+    step, steps = history.step, config.max_steps or config.num_epochs * config.steps_per_epoch
+    if not steps and not rows_per_epoch:
         raise UserError("a mixture of data has no epochs; set the length of the run with --max_steps")
-    if not max_steps:  # enough for the remaining rows: the batch size may have changed since the run began
-        left = config.num_epochs * rows_per_epoch - history.rows_consumed
-        max_steps = step + max(0, math.ceil(left / Schedule(config).rows_per_step))
+    max_steps = config.steps_between(0, steps * config.stages[-1][0])
+    if not steps:  # enough for the remaining rows: the batch size may have changed since the run began
+        max_steps = step + config.steps_between(history.rows_consumed, config.num_epochs * rows_per_epoch)
     if step > max_steps:
         raise UserError(f"the checkpoint is at step {step:,}, past the run's {max_steps:,}; give a larger --max_steps")
     warmup_steps = config.warmup_steps

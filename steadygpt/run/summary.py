@@ -22,9 +22,10 @@ def summarize(results: Results, saves: Saves, parameters: int, status: str, reas
     lines = {"time": f"{whole}{duration_text(start_s)}, {of_steps}"}
     lines["tokens"] = f"{tokens:,}, {tokens / parameters:,.2f} per parameter"
     if results.steps > 1:
-        speed = (results.steps - 1) / (results.seconds - results.first_s)
-        mfu = results.mfu(speed * config.total_batch_size)
-        lines["speed"] = f"{speed * config.total_batch_size:,.0f} tokens/s{here}, {speed:.3g} steps/s, "
+        seconds = results.seconds - results.first_s
+        speed = (results.rows - results.first_rows) * config.context_length / seconds
+        mfu = results.mfu(speed)
+        lines["speed"] = f"{speed:,.0f} tokens/s{here}, {(results.steps - 1) / seconds:.3g} steps/s, "
         lines["speed"] += config.precision if mfu is None else f"{config.precision}, mfu {mfu:.1%}"
     lines["loss"] = "none" if state.loss is None else f"{state.loss:.4f}"
     if state.val_loss is not None:

@@ -31,7 +31,7 @@ from steadygpt.monitor.view import chart, view
 
 STATUS = {
     "status": "running", "reason": "", "doing": "training", "run_name": "tiny", "run_id": "a run", "step": 120,
-    "max_steps": 1000, "tokens_per_step": 524288, "ranks": 8, "device": "NVIDIA H100 80GB HBM3",
+    "max_steps": 1000, "tokens": 330301440, "ranks": 8, "device": "NVIDIA H100 80GB HBM3",
     "tokens_per_second": 1204000,
     "step_ms": 435.2, "mfu": 0.52, "eta_s": 4000, "elapsed_s": 7000, "cost": 24.1, "cost_to_go": 13.7,
     "host": socket.gethostname(), "pid": os.getpid(), "mirror": "s3://bucket/run", "loss": 3.25, "val_loss": 4,

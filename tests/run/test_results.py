@@ -80,7 +80,7 @@ def test_a_step_never_waits_for_the_device(precision, tmp_path, monkeypatch):
     """On CUDA, each of these calls waits until the GPU has finished everything before it."""
     data = str(write_data(tmp_path / "data"))
     run = built("--data_dir", data, "--skip_spikes", "--precision", precision, ranks=Ranks(CPU))
-    batches = run.batches(run.rows)
+    batches = run.training_batches()
     train.train_step(run, batches)  # the optimizer's first step allocates its state
     weights = [parameter.clone() for parameter in run.model.parameters()]
 

@@ -1,0 +1,89 @@
+"""--batch_ramp: the rows of each step, on other ranks, after a resume and in a replay."""
+
+import pytest
+from conftest import assert_same_state, load, metrics, run_here
+from hypothesis import given
+from hypothesis import strategies as st
+from test_train import folders, run_forked
+
+import replay
+from look import find_step
+from steadygpt.base.options import UserError
+from steadygpt.config import TrainConfig
+from steadygpt.run import starts
+from steadygpt.run.schedule import Schedule
+
+RAMP = "32:128,48:256"  # 2 rows a step up to row 8, then 3 up to row 16, then 4
+FIRST_ROWS = [0, 2, 4, 6, 8, 11, 14, 17, 21, 25, 29]  # of 8 full steps, 32 rows
+
+
+def config(**changes) -> TrainConfig:
+    return TrainConfig(context_length=16, total_batch_size=64, warmup_steps=0, max_steps=11, **changes)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 200)), max_size=4), st.integers(0, 500), st.integers(0, 300)
+)
+def test_steps_follow_one_another(stages, row, steps):
+    sizes, ends = sorted({size for size, _ in stages}), sorted({end for _, end in stages})
+    ramp = ",".join(f"{16 * size}:{end}" for size, end in zip(sizes, ends, strict=False))
+    found, end = TrainConfig(context_length=16, total_batch_size=160, batch_ramp=ramp), row
+    for _ in range(steps):
+        step = found.step_at(end)
+        assert step.start == end and found.step_to(step.stop) == step
+        end = step.stop
+    assert found.row_after(steps, row) == end
+    assert found.steps_between(row, end) == steps
+
+
+def test_a_ramp_has_smaller_steps_and_the_run_as_many_tokens_as_without(workdir, capsys):
+    found = config(batch_ramp=RAMP)
+    assert [found.row_after(step) for step in range(11)] == FIRST_ROWS
+    assert run_here("--batch_ramp", RAMP, "--mini_batch_size", "1", *folders("a")) == 0
+    assert load("a/latest.pt")["step"] == 11 and load("a/latest.pt")["rows_consumed"] == 33  # whole steps
+    plan = capsys.readouterr().out
+    assert "11, each of 32 up to token 128, then 48 up to token 256, then 64 tokens (1 row x " in plan
+    for step, first in enumerate(FIRST_ROWS):
+        assert find_step(load("a/latest.pt"), "a", step)[1] == range(first, [*FIRST_ROWS, 33][step + 1])
+
+
+def test_the_cool_down_is_a_part_of_the_tokens():
+    schedule = Schedule(config(batch_ramp=RAMP, schedule="wsd", cooldown=0.5))
+    assert schedule.decay_start == 7  # the first step from row 16 on
+    assert Schedule(config(schedule="wsd", cooldown=0.5)).decay_start == 11 - 6
+
+
+@pytest.fixture(autouse=True)
+def committed(monkeypatch):
+    for module in (starts, replay):
+        monkeypatch.setattr(module, "git_commit", lambda: "c0ffee")
+
+
+def test_a_run_with_a_ramp_is_the_same_on_other_ranks_after_a_resume_and_in_a_replay(workdir):
+    flags = ("--batch_ramp", "32:96,64:256", "--total_batch_size", "128", "--mini_batch_size", "1", "--deterministic")
+    flags += ("--dropout", "0.1", "--checkpoint_freq", "2", "--eval_freq", "4", "--eval_tokens", "32")
+    assert run_here(*flags, *folders("one")) == 0
+    run_forked(*flags, *folders("two"), processes=2)
+    at_2 = ("--resume", "one/rolling_step_000002.pt", "--checkpoint_dir", "fork", "--logdir", "logs-fork")
+    assert run_here(*flags, *at_2) == 0
+    for other in ("two", "fork"):
+        assert_same_state(load("one/latest.pt"), load(f"{other}/latest.pt"))
+    assert metrics("logs-one", "loss") == metrics("logs-two", "loss")
+    assert replay.main(["--steps", "2:11", "--checkpoint_dir", "one", "--device", "cpu"]) == 0
+
+
+def test_a_divergence_in_a_ramp_goes_back_to_the_step_before_it(workdir):
+    flags = ("--batch_ramp", RAMP, "--mini_batch_size", "1", "--max_lr", "1e30", "--min_lr", "0", "--warmup_steps", "0")
+    assert run_here(*flags, "--max_bad_steps", "3", "--grad_clip", "0", *folders("a")) == 1
+    saved = load("a/latest.pt")
+    assert saved["rows_consumed"] == FIRST_ROWS[saved["step"]]
+
+
+@pytest.mark.parametrize(
+    "ramp", ["32", "32:", "64:128", "48:256,32:512", "32:256,48:128", "32:128,32:256", "8:64", "x:1"]
+)
+def test_a_ramp_that_is_none_is_refused(workdir, ramp):
+    with pytest.raises(UserError, match=r"--batch_ramp is '.*'; expected TOKENS:UNTIL,\.\.\., both ascending"):
+        run_here("--batch_ramp", ramp)
+    with pytest.raises(UserError, match="--batch_ramp is 24; expected a multiple of --context_length x processes"):
+        run_here("--batch_ramp", "24:128", "--mini_batch_size", "1")
