@@ -6,7 +6,7 @@ Shapes: B rows, T tokens, C = embd_size, V = vocab_size.
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -86,13 +86,18 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1).type_as(x)
 
 
-def embedding(rows: int, width: int) -> nn.Embedding:
-    """Return an embedding that is not initialized: GPT sets its weights."""
-    return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
+class Embedding(nn.Embedding):
+    """An embedding that is not initialized: GPT sets its weights. Its last `padding` rows are no id's."""
+
+    def __init__(self, rows: int, width: int, padding: int = 0):
+        super().__init__(rows, width, _weight=torch.empty(rows, width))
+        self.padding = padding
 
 
 class Linear(nn.Linear):
-    """A linear layer that is not initialized: GPT sets its weights."""
+    """A linear layer that is not initialized: GPT sets its weights. The last `padding` rows are no output's."""
+
+    padding = 0
 
     def reset_parameters(self) -> None:
         pass  # PyTorch's values would be overwritten, and computing them on the meta device takes seconds
@@ -209,8 +214,9 @@ class GPT(nn.Module):
         self.config = config
         self.loss_chunk_size = loss_chunk_size
         self.losses_of_full_chunk = self._losses
-        self.wte = embedding(config.padded_vocab_size, config.embd_size)
-        self.wpe = None if config.rotary_dim else embedding(config.context_length, config.embd_size)
+        padding = config.padded_vocab_size - config.vocab_size
+        self.wte = Embedding(config.padded_vocab_size, config.embd_size, padding)
+        self.wpe = None if config.rotary_dim else Embedding(config.context_length, config.embd_size)
         self.register_buffer("rotary", None, persistent=False)
         self.fill_rotary(torch.get_default_device())
         # NanoChat's norm of the embedding; it has no weights.
@@ -218,6 +224,7 @@ class GPT(nn.Module):
         self.h = nn.ModuleList(Block(config, layer, activation_checkpointing) for layer in range(config.num_layers))
         self.ln_f = Norm(config, config.embd_size, config.norm == "layernorm")
         self.lm_head = Linear(config.embd_size, config.padded_vocab_size, bias=False)
+        self.lm_head.padding = padding
         if config.tied_head:
             self.lm_head.weight = self.wte.weight
         if initialize:
@@ -239,8 +246,7 @@ class GPT(nn.Module):
             return weight.zero_()
         residual = name.endswith("c_proj.weight")
         weight.normal_(std=0.02 / math.sqrt(2 * self.config.num_layers) if residual else 0.02)
-        if name == "wte.weight":
-            weight[self.config.vocab_size :] = 0  # padding rows get no gradient, so they stay zero
+        weight[len(weight) - self._padding(name) :] = 0  # such rows get no gradient, so they stay zero
         return weight
 
     def fill_rotary(self, device: torch.device) -> None:
@@ -326,27 +332,47 @@ class GPT(nn.Module):
         self._chunked_losses = torch.compiler.disable(self._chunked_losses)  # type: ignore[method-assign]
         return torch.compile(self)  # type: ignore[return-value]  # a module; torch's stubs say a function
 
-    def num_parameters(self) -> int:
-        """Return the number of parameters: a tied head counts once, padding rows do not count."""
-        padding = (self.config.padded_vocab_size - self.config.vocab_size) * self.config.embd_size
-        return sum(parameter.numel() for parameter in self.parameters()) - padding * (2 - self.config.tied_head)
+    def _module_of(self, name: str) -> Any:
+        """Return the module that has the parameter of a name."""
+        return self.get_submodule(name.rpartition(".")[0])
+
+    def _padding(self, name: str) -> int:
+        """Return the number of rows of a parameter that are padding, its last ones."""
+        return getattr(self._module_of(name), "padding", 0)
+
+    def num_parameters(self, with_tables: bool = True) -> int:
+        """Return the number of parameters: a tied head counts once, padding rows do not count.
+
+        Args:
+            with_tables: False leaves out embeddings that are only looked up.
+        """
+        total = 0
+        for role, parameters in self.parameters_by_role().items():
+            for name, p in parameters.items():
+                if with_tables or role != "embedding" or p is self.lm_head.weight:
+                    total += p.numel() - self._padding(name) * p.size(-1)
+        return total
 
     def flops_per_token(self) -> float:
         """Return the FLOPs of forward and backward per token: 6N + 12*L*C*T (Chowdhery et al. 2022, appendix B)."""
-        N = self.num_parameters()  # without tables that are only looked up
-        if self.wpe is not None:
-            N -= self.wpe.weight.numel()
-        if not self.config.tied_head:
-            N -= self.config.vocab_size * self.config.embd_size
         width = self.config.num_heads * self.config.head_size
-        return 6 * N + 12 * self.config.num_layers * width * self.config.context_length
+        attention = 12 * self.config.num_layers * width * self.config.context_length
+        return 6 * self.num_parameters(with_tables=False) + attention
 
     def parameters_by_role(self) -> dict[str, dict[str, nn.Parameter]]:
-        """Return the parameters by name as "embedding", "matrix" (in the blocks), "head" (unless tied) and "vector"."""
+        """Return the parameters by name as "embedding", "matrix" (of linear layers), "head" (unless tied), "vector"."""
         roles: dict[str, dict[str, nn.Parameter]] = {"embedding": {}, "matrix": {}, "head": {}, "vector": {}}
         for name, parameter in self.named_parameters():
-            table = {"wte": "embedding", "wpe": "embedding", "lm_head": "head"}.get(name.split(".")[0], "matrix")
-            roles[table if parameter.dim() >= 2 else "vector"][name] = parameter
+            module = self._module_of(name)
+            if parameter.dim() < 2:
+                role = "vector"
+            elif isinstance(module, nn.Embedding):
+                role = "embedding"
+            elif isinstance(module, nn.Linear):
+                role = "head" if module is self.lm_head else "matrix"
+            else:
+                raise TypeError(f"{name}: which optimizer updates the parameters of a {type(module).__name__}?")
+            roles[role][name] = parameter
         return roles
 
 

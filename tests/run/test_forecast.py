@@ -32,7 +32,9 @@ EVERYTHING = MODEL.flops_per_token()
 def forecast(config=CONFIG, step=0, val_rows=0, step_s=None, precision="bf16") -> list[str]:
     plan = SimpleNamespace(
         config=config, ranks=CPU, sketch=MODEL, val_rows=lambda: val_rows,
-        history=SimpleNamespace(step=step, config=TrainConfig(precision=precision)),
+        history=SimpleNamespace(
+            step=step, rows_consumed=config.row_after(step), config=TrainConfig(precision=precision)
+        ),
     )  # fmt: skip
     return forecasts.forecast(plan, step_s)
 
