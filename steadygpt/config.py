@@ -25,6 +25,7 @@ WEBHOOK = re.compile(r"https?://([\w.-]+|\[[\da-f:]+\])(:\d+)?(/[!-~]*)?", re.AS
 VALUE = bool | int | float | Annotated[str, "[^\0]*"]  # in TOML
 PRESETS = Path(__file__).resolve().parent.parent / "configs"
 FINEWEB_EDU_TOKENS = 18795 * 524288  # of an epoch of the default data: what a plan assumes until it is there
+ACTIVATIONS = {"gelu_tanh": 1, "gelu": 1, "relu2": 1, "swiglu": 2}  # of model.py -> matrices of the MLP before it
 MAX_VIRTUAL_RANKS = 8  # the most processes that compute the same bits
 
 # Options by their group in --help.
@@ -58,8 +59,7 @@ class GPTConfig:
     norm_eps: float = _shape(1e-5, "epsilon of the norms, added to the variance", at_least=1e-20)
     qk_norm: bool = _shape(False, "apply RMSNorm to each head's queries and keys, as in Qwen 3 and NanoChat")
     activation: str = _shape("gelu_tanh", "activation of the MLP: gelu_tanh, as in GPT-2; gelu, as in nanoGPT and "
-                             "GPT-NeoX; relu2, as in NanoChat; swiglu, as in Llama",
-                             choices=("gelu_tanh", "gelu", "relu2", "swiglu"))
+                             "GPT-NeoX; relu2, as in NanoChat; swiglu, as in Llama", choices=tuple(ACTIVATIONS))
     rotary_pct: float = _shape(0.0, "part of a head with rotary positions; 0 = learned ones, as in GPT-2", at_most=1)
     rotary_base: float = _shape(10000.0, "base of the rotary wavelengths", at_least=1, at_most=1e15)
     parallel_residual: bool = _shape(False, "attention and MLP read the same input, as in GPT-NeoX")
@@ -100,7 +100,7 @@ class GPTConfig:
 
     @property
     def mlp_size(self) -> int:
-        if self.activation == "swiglu" and not self.intermediate_size:
+        if ACTIVATIONS[self.activation] > 1 and not self.intermediate_size:
             return math.ceil(self.embd_size / 3) * 8  # a multiple of 8
         return self.intermediate_size or 4 * self.embd_size
 
@@ -109,7 +109,7 @@ class GPTConfig:
         if "c_attn" in name:  # queries, keys and values
             return tuple(self.head_size * heads for heads in (self.num_heads, self.kv_heads, self.kv_heads))
         if "c_fc" in name:  # with SwiGLU the gate's, then the other one's
-            return (self.mlp_size,) * (2 if self.activation == "swiglu" else 1)
+            return (self.mlp_size,) * ACTIVATIONS[self.activation]
         return (self.embd_size,)
 
 

@@ -109,13 +109,6 @@ def test_gpt2_has_124_million_parameters():
     assert model.flops_per_token() == 6 * (124_439_808 - 1024 * 768) + 12 * 12 * 768 * 1024
 
 
-def test_untied_embedding_adds_parameters_but_no_flops():
-    with torch.device("meta"):
-        tied, untied = (GPT(dataclasses.replace(SMALL, **NEOX | {"tied_head": tied})) for tied in (True, False))
-    assert untied.num_parameters() == tied.num_parameters() + 101 * 16
-    assert untied.flops_per_token() == tied.flops_per_token() == 6 * tied.num_parameters() + 12 * 3 * 16 * 12
-
-
 def test_initial_weights_and_loss():
     torch.manual_seed(0)
     model = GPT(dataclasses.replace(SMALL, embd_size=256))
@@ -143,26 +136,6 @@ def test_adamw_has_the_given_options_and_decays_only_matrices_and_embeddings():
     assert len(decayed["params"]) + len(others["params"]) == len(names)  # the tied head counts once
     assert {names[id(p)].split(".")[-2] for p in decayed["params"]} == {"wte", "wpe", "c_attn", "c_proj", "c_fc"}
     assert all(names[id(p)].endswith("bias") or ".ln_" in "." + names[id(p)] for p in others["params"])
-
-
-@both_families
-def test_parameters_by_role_contain_each_parameter_once(family):
-    model = GPT(dataclasses.replace(SMALL, **family))
-    roles = model.parameters_by_role()
-    assert sorted(id(p) for role in roles.values() for p in role.values()) == sorted(id(p) for p in model.parameters())
-    assert [len(roles[role]) for role in ("embedding", "head")] == ([1, 1] if family else [2, 0])
-    assert len(roles["matrix"]) == 4 * SMALL.num_layers
-
-
-@both_families
-def test_vocabulary_padding_stays_zero(family):
-    model = GPT(dataclasses.replace(SMALL, **family))
-    optimizer = make_optimizer(model, TrainConfig(max_lr=0.1), ALONE)
-    for _ in range(2):  # a head that is zero passes no gradient on
-        model(ids(2, 12), ids(2, 12, seed=1)).backward()
-        optimizer.step()
-    for weight in (model.wte.weight, model.lm_head.weight):
-        assert weight[:101].all() and not weight[101:].any()
 
 
 def test_dropout_is_active_only_in_training():
@@ -208,22 +181,6 @@ def test_loss_reductions_ignore_ignored_targets():
     assert not losses[~counts].any()
     assert torch.allclose(model(tokens, targets, reduction="scored"), expected, atol=1e-5)
     assert torch.allclose(model(tokens, targets), expected.mean(), atol=1e-5)
-
-
-@both_families
-@pytest.mark.parametrize("reduction", ["mean", "none", "scored"])
-def test_loss_in_chunks_equals_the_loss(family, reduction):
-    """Some of these chunks are smaller than others, and some contain only ignored targets."""
-    targets, found = ids(3, 12, seed=1), []
-    targets[0, 3:] = IGNORED_TARGET
-    for chunk_size in (0, 7, 1, 36, 100):
-        model = small(**family)
-        model.loss_chunk_size = chunk_size
-        losses = model(ids(3, 12), targets, reduction)
-        losses.sum().backward()
-        found.append([losses.detach(), *(parameter.grad for parameter in model.parameters())])
-    for others in found[1:]:
-        assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(found[0], others, strict=True))
 
 
 def test_loss_in_chunks_computes_logits_chunk_by_chunk(monkeypatch):

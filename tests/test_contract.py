@@ -1,0 +1,167 @@
+"""What each value of each option of the block must keep: a new option needs values here and no test of its own."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import in_ranks, weights_content
+from test_model import SMALL, ids, small
+
+from convert_hf import write_folder
+from model import GPT, GPTConfig, KVCache
+from optim import make_optimizer, state_shapes
+from steadygpt.base.options import UserError
+from steadygpt.checkpoint.host_copy import fill
+from steadygpt.config import ACTIVATIONS, FIELDS, TrainConfig
+from steadygpt.convert.weights import load_model, read_weights, sketch_of
+from steadygpt.evaluation.scores import Tree, ending_losses
+from steadygpt.machine.device import evaluating
+from steadygpt.machine.loss import IGNORED_TARGET
+from steadygpt.machine.parallel import shard
+from steadygpt.machine.ranks import Ranks, joined
+
+ALONE = Ranks(torch.device("cpu"))
+SIZES = {"vocab_size", "num_layers", "num_heads", "embd_size", "context_length"}  # of every test
+VALUES = {
+    "num_kv_heads": [1], "head_dim": [12], "intermediate_size": [24], "bias": [False],
+    "norm": ["rmsnorm", "rmsnorm_no_weight"], "norm_eps": [1e-3], "qk_norm": [True], "activation": [*ACTIVATIONS],
+    "rotary_pct": [0.25, 1.0], "rotary_base": [500.0], "parallel_residual": [True], "tied_head": [False],
+    "logit_softcap": [2.0], "dropout": [0.1],
+}  # fmt: skip
+SHAPES = [{name: value} for name, values in VALUES.items() for value in values]
+SHAPES += [
+    {"rotary_pct": 0.25, "parallel_residual": True, "tied_head": False, "activation": "gelu"},  # GPT-NeoX
+    {"norm": "rmsnorm", "qk_norm": True, "rotary_pct": 1.0, "activation": "swiglu", "bias": False, "num_kv_heads": 1},
+]
+each_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape.items())))
+
+
+def test_each_option_of_the_shape_has_values_here():
+    assert {*VALUES} == {f.name for f in dataclasses.fields(GPTConfig)} - SIZES
+    choices = {name: {*FIELDS[name].metadata["choices"]} for name in VALUES if FIELDS[name].metadata["choices"]}
+    assert all(options <= {*VALUES[name], FIELDS[name].default} for name, options in choices.items())
+
+
+@each_shape
+def test_a_cache_computes_the_same(shape):
+    model, tokens = small(**shape).eval(), ids(2, 12)
+    cache = KVCache(model.config)
+    with torch.no_grad():
+        expected = model(tokens)
+        found = [model(tokens[:, :5], cache=cache), *(model(tokens[:, i : i + 1], cache=cache) for i in range(5, 12))]
+    assert torch.allclose(torch.cat(found, 1), expected[:, 4:], atol=1e-5)
+
+
+@each_shape
+def test_endings_of_a_tree_are_scored_as_alone(shape):
+    model, endings = small(**shape), [[4, 5], [6], [7, 8, 9]]
+    [losses] = ending_losses(model, [Tree([1, 2, 3], endings, [1] * 3, 0, 0)], ALONE)
+    with evaluating(model):
+        for ending, loss in zip(endings, losses, strict=True):
+            tokens = torch.tensor([[1, 2, 3, *ending]])
+            found = model(tokens[:, :-1], tokens[:, 1:], reduction="none")[0, 2:].sum()
+            assert found.item() == pytest.approx(loss, rel=1e-5)
+
+
+def gradients(model: GPT, reduction: str = "mean") -> list[torch.Tensor]:
+    """Return losses, some of ignored targets, and their gradients, with the same dropout in each call."""
+    targets = ids(3, 12, seed=1)
+    targets[0, 3:] = IGNORED_TARGET
+    torch.manual_seed(0)
+    losses = model(ids(3, 12), targets, reduction)
+    losses.sum().backward()
+    return [losses.detach(), *(parameter.grad for parameter in model.parameters())]
+
+
+def assert_equal(expected: list[torch.Tensor], found: list[torch.Tensor]) -> None:
+    assert all(torch.allclose(one, other, atol=1e-5, rtol=1e-4) for one, other in zip(expected, found, strict=True))
+
+
+@each_shape
+@pytest.mark.parametrize("reduction", ["mean", "none", "scored"])
+def test_the_loss_in_chunks_and_with_recomputed_blocks_is_the_loss(shape, reduction):
+    """Some of these chunks are smaller than others, and some contain only ignored targets."""
+    expected = gradients(small(**shape), reduction)
+    for chunk_size, recompute in ((7, False), (1, False), (36, True), (100, False)):
+        model = small(**shape)
+        model.loss_chunk_size = chunk_size
+        for block in model.h:
+            block.recompute = recompute
+        assert_equal(expected, gradients(model, reduction))
+
+
+def compare_shards() -> None:
+    with joined("cpu") as ranks:
+        for shape in SHAPES:
+            if "dropout" in shape:
+                continue
+            whole = small(**shape)
+            with torch.device("meta"):
+                model = GPT(whole.config, initialize=False)
+            shard(model, model.h, ranks, 2, "fp32", cpu_offload=False)
+            model.fill_rotary(ranks.device)
+            fill(model, whole.state_dict().__getitem__, ranks)
+            found, expected = gradients(model), gradients(whole)
+            assert_equal(expected, [found[0], *(gradient.full_tensor() for gradient in found[1:])])
+
+
+def test_shards_on_two_ranks_compute_the_same():
+    in_ranks(2, compare_shards)
+
+
+@each_shape
+def test_each_parameter_has_a_role_a_state_and_flops_if_it_is_multiplied(shape):
+    model = GPT(dataclasses.replace(SMALL, **shape))
+    roles = model.parameters_by_role()
+    assert sorted(id(p) for role in roles.values() for p in role.values()) == sorted(id(p) for p in model.parameters())
+    multiplied = []
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(lambda linear, _, y: multiplied.append(linear.weight))
+    model(ids(1, 1), ids(1, 1))
+    padding = 128 - 101
+    matrices = sum(weight.numel() for weight in multiplied) - padding * 16
+    vectors = sum(vector.numel() for vector in roles["vector"].values())
+    attention = 12 * 3 * model.config.num_heads * model.config.head_size * 12
+    assert model.flops_per_token() == 6 * (matrices + vectors) + attention
+    tables = sum(table.numel() for table in roles["embedding"].values()) - padding * 16
+    untied = 0 if model.config.tied_head else matrices - sum(w.numel() for w in roles["matrix"].values())
+    assert model.num_parameters() == tables + untied + sum(w.numel() for w in roles["matrix"].values()) + vectors
+    for name in ("adamw", "muon"):
+        config = TrainConfig(optimizer=name, max_lr=0.1, muon_beta2=0.9)
+        optimizer, shapes = make_optimizer(model, config, ALONE), state_shapes(model, name)
+        for _ in range(2):  # a head that is zero passes no gradient on
+            model(ids(2, 12), ids(2, 12, seed=1)).backward()
+            optimizer.step()
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        found = {
+            f"{names[p]}.{kind}": tuple(t.shape) for p, kept in optimizer.state.items() for kind, t in kept.items()
+        }
+        assert found == shapes
+        for weight in (model.wte.weight, model.lm_head.weight):
+            assert weight[:101].all() and not weight[101:].any()  # the padding of the vocabulary stays zero
+
+
+@each_shape
+def test_an_export_is_refused_or_exact(shape, tmp_path):
+    model = small(**shape)
+    for name, parameter in model.named_parameters():
+        parameter.data[len(parameter) - model._padding(name) :] = 0
+    content = weights_content(model.state_dict(), model.config, tokenizer="")
+    try:
+        write_folder(content, Path(tmp_path, "out"))
+    except UserError as error:
+        assert "no class of transformers computes this model" in str(error)
+        return
+    imported = load_model(read_weights(str(tmp_path / "out"))).eval()
+    assert sketch_of(imported.config).num_parameters() >= model.num_parameters()  # missing biases are zeros
+    with torch.no_grad():
+        assert torch.equal(imported(ids(2, 12)), model.eval()(ids(2, 12)))
+
+
+def test_a_parameter_of_an_unknown_module_has_no_role():
+    model = small()
+    model.h[0].mlp.gate = torch.nn.Bilinear(2, 2, 2)
+    with pytest.raises(TypeError, match=r"h\.0\.mlp\.gate\.weight: which optimizer updates .* a Bilinear"):
+        model.parameters_by_role()
