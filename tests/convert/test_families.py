@@ -212,11 +212,14 @@ DOCS = (REPO / "docs/models.md").read_text()
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_the_table_of_options_has_the_values_of_each_family(kind):
-    rows = [line.strip("|").split("|") for line in DOCS.splitlines() if line.startswith("| `--")]
+    head, _, *lines = re.search(r"^\| option \|.*(\n\|.*)+", DOCS, re.MULTILINE)[0].splitlines()
+    columns = [cell.strip() for cell in head.strip("|").split("|")[1:]]
+    assert len(columns) == len(FAMILIES), f"the table has columns {columns}; expected one for each of {[*FAMILIES]}"
+    rows = [line.strip("|").split("|") for line in lines]
     cells = {row[0].strip(" `-"): row[1 + list(FAMILIES).index(kind)].strip() for row in rows}
     values = {name: value for name, value in cells.items() if value not in ("", "any")}
     config = parse_args([x for name, value in values.items() for x in (f"--{name}", value)])[0].shape(50257)
-    assert find_family(config) == kind
+    assert find_family(config) == kind, f"exported as {find_family(config)}; expected other values in {columns}"
     defaults = read_config({"model_type": kind}, "")[1]
     assert all(getattr(config, name) == defaults[name] for name in values if name in defaults)
     assert all(name in FAMILIES[kind].fields for name, value in cells.items() if value == "any")

@@ -41,11 +41,15 @@ def test_changed_options_are_reported():
     assert changes == ["dropout: 0.1 -> 0.2", "data_dir: 'old' -> 'new'", "mini_batch_size: 8 -> 4"]
 
 
+OTHER_WORDS = {"schedule": "constant", "batch_ramp": "1024:10240"}  # values that are no defaults
+
+
 @pytest.mark.parametrize("name", [name for name, f in FIELDS.items() if f.metadata["on_resume"] == "ask"])
 def test_optimization_option_needs_allow_changes(name):
     config = TrainConfig()
     value, before = getattr(config, name), start()
-    before["options"][name] = other = "constant" if name == "schedule" else value / 2 or 0.5
+    assert name in OTHER_WORDS or isinstance(value, int | float), f"add a value of --{name} to OTHER_WORDS"
+    before["options"][name] = other = OTHER_WORDS.get(name) or value / 2 or 0.5
     with pytest.raises(UserError, match=f"--{name} is .*trained with {other!r}; .*--allow_changes"):
         resumed(before, config, {name: "flag"})
     assert getattr(resumed(before, config, {})[0], name) == other
