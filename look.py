@@ -13,12 +13,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dataloader import Mixture, recorded_sources, tokenizer_of
+from dataloader import Mixture
 from steadygpt.base.options import UserError, option, options_of, parse_options, run_cli
 from steadygpt.base.progress import ProgressBar
 from steadygpt.base.text import printable
 from steadygpt.checkpoint.files import checkpoint_files, intact_checkpoints, open_checkpoint, scan, trained_with
 from steadygpt.convert.weights import ModelOptions, load_model
+from steadygpt.data.find import recorded_sources, tokenizer_of
 from steadygpt.data.shards import Shard, ShardSet, shard_files
 from steadygpt.data.survey import Survey, read_tokens, repeated, survey_split
 from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from dataloader import Data, recorded_sources, tokenizer_of
 from steadygpt import git_commit
 from steadygpt.base.options import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.base.progress import ProgressBar
@@ -30,6 +29,7 @@ from steadygpt.base.text import counted, printable
 from steadygpt.checkpoint.files import Start, intact_checkpoints, named_tensors, scan
 from steadygpt.checkpoint.mirror import Mirror
 from steadygpt.config import TrainConfig
+from steadygpt.data.find import Data, recorded_sources, tokenizer_of
 from steadygpt.data.tokenizer import TokenizerRecord
 from steadygpt.log.metrics import METRICS, Record
 from steadygpt.log.runlog import RunLog

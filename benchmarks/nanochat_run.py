@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
-from dataloader import BatchLoader, Data, Spread, find_data
+from dataloader import BatchLoader, Spread
 from steadygpt.config import TrainConfig, parse_args
+from steadygpt.data.find import Data, find_data
 from steadygpt.machine.device import native_precision
 from steadygpt.run.plan import validation_rows
 

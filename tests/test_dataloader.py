@@ -17,9 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dataloader
-from dataloader import BatchLoader, RowStream, Spread, find_data
+from dataloader import BatchLoader, RowStream, Spread
 from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig
+from steadygpt.data.find import find_data
 from steadygpt.data.order import key_of, permute
 from steadygpt.data.shards import (
     Shard,

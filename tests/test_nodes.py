@@ -16,9 +16,9 @@ from conftest import REPO, TINY, environment, in_ranks, load, metrics, run_here,
 from harness import LaunchedRun, assert_equals_reference, folders, free_port, run_to_end
 
 import train
-from dataloader import find_data
 from steadygpt.base.options import UserError
 from steadygpt.config import parse_args
+from steadygpt.data.find import find_data
 from steadygpt.data.shards import ShardSet, check_listing
 from steadygpt.machine.ranks import joined
 from steadygpt.run import history

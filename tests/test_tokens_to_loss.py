@@ -33,9 +33,9 @@ from benchmarks.tokens_to_loss import (
     spread_out,
     train,
 )
-from dataloader import find_data
 from steadygpt.base.options import UserError
 from steadygpt.config import parse_args
+from steadygpt.data.find import find_data
 from steadygpt.data.tokenizer import TokenizerRecord, load_tokenizer
 
 BEST = {"gpt2": ("max_lr", 2e-3), "nanogpt": ("learning_rate", 4e-3), "nanochat": ("factor", 8)}

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from dataloader import Data, find_data
 from steadygpt.base.durable import lock_folder
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import NoAnswer
@@ -18,6 +17,7 @@ from steadygpt.checkpoint import files
 from steadygpt.checkpoint.mirror import Damaged, Mirror
 from steadygpt.config import EXCLUSIVE, FIELDS, KEPT, TrainConfig
 from steadygpt.convert.weights import read_weights
+from steadygpt.data.find import Data, find_data
 from steadygpt.data.shards import Recorded, check_listing
 from steadygpt.data.tokenizer import TokenizerRecord
 from steadygpt.log.metrics import owner

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dataloader import Data, RowStream
+from dataloader import RowStream
 from model import GPT, new_model
 from steadygpt import version_text
 from steadygpt.base.disk import existing
@@ -19,6 +19,7 @@ from steadygpt.base.text import bytes_text, counted, duration_text, labelled
 from steadygpt.checkpoint.files import DECIDED, LATEST, Start, trained_with
 from steadygpt.config import FINEWEB_EDU_TOKENS, KEPT, TrainConfig
 from steadygpt.convert.weights import check_fits
+from steadygpt.data.find import Data
 from steadygpt.data.order import BLOCK_ROWS
 from steadygpt.data.tokenizer import load_tokenizer
 from steadygpt.log.metrics import read_status

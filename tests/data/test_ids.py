@@ -10,10 +10,10 @@ from test_prepare_dataset import files_of, ids_of, prepare, prepare_interrupted,
 from test_tokenizer_json import byte_tokenizer
 
 import prepare_dataset
-from dataloader import find_data
 from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig
 from steadygpt.data import ids
+from steadygpt.data.find import find_data
 from steadygpt.data.shards import headerless_ids, open_shard
 from steadygpt.data.tokenizer import END_OF_TEXT
 
