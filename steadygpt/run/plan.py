@@ -36,7 +36,6 @@ SHARE_OF_PEAK = 0.4  # that a GPU is assumed to reach, where nothing is measured
 WELL_KNOWN = "NVIDIA H100 80GB HBM3"
 HELLASWAG_TOKENS = 1_600_000  # with GPT-2's tokenizer
 TOKENS_PER_PARAMETER = 20
-SHOWN_ELSEWHERE_S = 3600.0  # a run that takes the well-known GPU less time needs no forecast there
 MANY_EPOCHS = 4  # up to which repeated text is worth about as much as new text (Muennighoff et al. 2023)
 
 
@@ -66,7 +65,7 @@ class Plan:
         sharding = f", {config.sharding}" * (world_size > 1 or config.sharding == "fsdp")
         dtype = AUTOCAST.get(config.precision, torch.float32)
         kernel = kernel_name((1, config.num_heads, T, sketch.config.head_size), dtype, ranks.device, config.dropout)
-        length = ""
+        tokens, length = config.row_after(config.max_steps) * T, ""
         ramp = "".join(f"{size * T:,} up to token {end * T:,.0f}, then " for size, end in config.stages[:-1])
         if per_epoch := schedule.rows_per_epoch / config.stages[-1][0]:
             epochs = schedule.epochs(config.row_after(config.max_steps))
@@ -82,6 +81,8 @@ class Plan:
             ("steps", f"{config.max_steps:,}, each of {ramp}{config.total_batch_size:,} tokens "
              f"({counted(config.mini_batch_size, 'row')} x {T:,} tokens x {counted(world_size, 'rank')} x "
              f"{counted(micro_steps, 'micro-step')}){length}; warm-up {counted(config.warmup_steps, 'step')}"),
+            ("tokens", f"{tokens:,}, {tokens / sketch.num_parameters():,.1f} per parameter; about {TOKENS_PER_PARAMETER} "
+             "is compute-optimal (Hoffmann et al. 2022)"),
             ("device", f"{world_size} x {device_name(ranks.device)}, {config.precision}{emulated}{sharding}"
              f"{f', attention by {kernel}' * bool(kernel)}"),
             ("memory", uses_text(memory, "per rank", memory_bytes(ranks.device), "--mini_batch_size auto")),
@@ -293,34 +294,28 @@ def work_per_token(config: TrainConfig, model: GPT) -> tuple[float, float]:
 
 
 def forecast(plan: Plan, step_s: float | None = None) -> list[str]:
-    """Return further lines of the plan: tokens, time and cost, from the seconds of a step if these were measured."""
-    config, model, price, asked = plan.config, plan.sketch, plan.config.gpu_hour_cost, plan.history.config.precision
-    steps, precision = config.max_steps - plan.history.step, config.precision
+    """Return as lines of the plan the time that is left, with what it assumes, and its cost.
+
+    Args:
+        step_s: measured seconds of a step.
+    """
+    config, price, asked = plan.config, plan.config.gpu_hour_cost, plan.history.config.precision
+    row, steps, precision = plan.history.rows_consumed, config.max_steps - plan.history.step, config.precision
     count, gpu = plan.ranks.world_size, device_name(plan.ranks.device)
     kinds = (config.eval_freq, plan.val_rows() * config.context_length), (config.hellaswag_freq, HELLASWAG_TOKENS)
     evaluated = sum(size * math.ceil(steps / freq) for freq, size in kinds if freq)  # the last step too
-    tokens = config.row_after(config.max_steps) * config.context_length
-    row = plan.history.rows_consumed
     trained = (config.row_after(steps, row) - row) * config.context_length
-    in_training, in_evaluation = work_per_token(config, model)
+    in_training, in_evaluation = work_per_token(config, plan.sketch)
     evaluation = evaluated * in_evaluation / (in_training * max(1, trained))
-    work = f"{counted(steps, 'step')}, plus {evaluation:.1%} for evaluation"
-    optimal = f"about {TOKENS_PER_PARAMETER} is compute-optimal (Hoffmann et al. 2022)"
-    lines = [("tokens", f"{tokens:,}, {tokens / model.num_parameters():,.1f} per parameter; {optimal}")]
-    if step_s is not None:
-        how = f"at {config.total_batch_size / step_s:,.0f} tokens/s, measured here"
-    else:
-        unknown = gpu not in PEAK_FLOPS
-        if unknown:
-            lines.append(("time", f"unknown on this device; run --dry_run measure ({work})"))
-            count, gpu, precision = 1, WELL_KNOWN, "bf16" if asked == "auto" else asked
-        rate = count * SHARE_OF_PEAK * PEAK_FLOPS[gpu] * (0.5 if precision == "fp32" else 1.0)  # fp32 as TF32 (set_up)
-        step_s = config.total_batch_size * in_training / rate
-        how = f"on {count} x {gpu} at {SHARE_OF_PEAK:.0%} of the peak in {precision}"
-        how += ", if the run fits" if unknown else "; run --dry_run measure to time it"
-        if unknown and trained / config.total_batch_size * step_s < SHOWN_ELSEWHERE_S:
-            return [labelled(label, text) for label, text in lines]
-    seconds = trained / config.total_batch_size * step_s * (1 + evaluation)
+    work, is_known = f"{counted(steps, 'step')}, plus {evaluation:.1%} for evaluation", gpu in PEAK_FLOPS
+    if step_s is None and not is_known:
+        count, gpu, precision = 1, WELL_KNOWN, "bf16" if asked == "auto" else asked
+    peak = count * PEAK_FLOPS.get(gpu, 0.0) * (0.5 if precision == "fp32" else 1.0)  # fp32 as TF32 (set_up)
+    speed = config.total_batch_size / step_s if step_s else SHARE_OF_PEAK * peak / in_training
+    seconds = trained / speed * (1 + evaluation)
+    time = f"{duration_text(seconds)}: {work}, at {speed:,.0f} tokens/s, measured here"
+    if step_s is None:
+        there = f"{'unknown here; ' * (not is_known)}on {count} x {gpu} {duration_text(seconds)}"
+        time = f"{there}, at {SHARE_OF_PEAK:.0%} of the peak in {precision}: {work}; run --dry_run measure"
     cost = f"{count * seconds / 3600 * price:,.2f}: {count} x {seconds / 3600:,.1f} h at {price:,.2f} per hour"
-    lines += [("time", f"{duration_text(seconds)}: {work}, {how}"), *[("cost", cost)] * bool(price)]
-    return [labelled(label, text) for label, text in lines]
+    return [labelled("time", time), *[labelled("cost", cost)] * bool(price)]

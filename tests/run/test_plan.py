@@ -91,9 +91,9 @@ def test_plan_of_a_known_number_of_steps_needs_no_data(tmp_path, monkeypatch, ca
     assert "vocabulary 50,257 (gpt2)\n" in plan
     assert "at most 9 in checkpoints: 82.1 GB; " in plan
     assert "x 1 rank x 128 micro-steps); warm-up 2,000 steps\n" in plan
-    assert (
-        "time         unknown on this device; run --dry_run measure (100,000 steps, plus 1.4% for evaluation)" in plan
-    )
+    assert "tokens       104,857,600,000, 137.9 per parameter; about 20 is compute-optimal" in plan
+    assert "time         unknown here; on 1 x NVIDIA H100" in plan
+    assert ": 100,000 steps, plus 1.4% for evaluation; run --dry_run measure\n" in plan
     assert list(tmp_path.iterdir()) == []
     assert run_here("--dry_run", "--data_dir", "nowhere", "--tokenizer", "bytes") == 0
     plan = capsys.readouterr().out
@@ -123,7 +123,7 @@ def test_validation_is_at_the_end_of_a_run_that_is_shorter_than_its_interval(wor
     out = capsys.readouterr().out
     assert "validation   32 of 192 tokens at the end\n" in out
     assert run_here("--dry_run", "--eval_freq", "1", "--eval_tokens", "192", "--total_batch_size", "32") == 0
-    assert "plus 200.0% for evaluation)" in capsys.readouterr().out
+    assert "plus 200.0% for evaluation;" in capsys.readouterr().out
 
 
 def test_plan_says_what_eval_tokens_leaves_out(workdir, capsys):
