@@ -81,8 +81,8 @@ class Plan:
             ("steps", f"{config.max_steps:,}, each of {ramp}{config.total_batch_size:,} tokens "
              f"({counted(config.mini_batch_size, 'row')} x {T:,} tokens x {counted(world_size, 'rank')} x "
              f"{counted(micro_steps, 'micro-step')}){length}; warm-up {counted(config.warmup_steps, 'step')}"),
-            ("tokens", f"{tokens:,}, {tokens / sketch.num_parameters():,.1f} per parameter; about {TOKENS_PER_PARAMETER} "
-             "is compute-optimal (Hoffmann et al. 2022)"),
+            ("tokens", f"{tokens:,}, {tokens / sketch.num_parameters():,.1f} per parameter; about "
+             f"{TOKENS_PER_PARAMETER} is compute-optimal (Hoffmann et al. 2022)"),
             ("device", f"{world_size} x {device_name(ranks.device)}, {config.precision}{emulated}{sharding}"
              f"{f', attention by {kernel}' * bool(kernel)}"),
             ("memory", uses_text(memory, "per rank", memory_bytes(ranks.device), "--mini_batch_size auto")),
