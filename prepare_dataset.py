@@ -44,7 +44,7 @@ from steadygpt.data.shards import DEFAULT_FOLDER, MANIFEST, ShardEntry, open_sha
 from steadygpt.data.sources import FINEWEB_EDU, STDLIB, Source, find_source, fingerprint
 from steadygpt.data.tokenizer import (
     END_OF_TEXT,
-    GPT2,
+    GPT2_TOKENIZER,
     TOKENIZER_JSON,
     TokenizerRecord,
     fetch_json,
@@ -204,7 +204,7 @@ def obtain_tokenizer(options: PrepareOptions, source: Source, out: Path) -> tupl
     if is_trained and record.document_token != END_OF_TEXT:
         raise UserError(f"--document_token is {record.document_token!r}, but {name} has only {END_OF_TEXT}; drop it")
     if source.holds_ids and record == TokenizerRecord("gpt2"):
-        return GPT2, vocab_size_of(GPT2)  # needs no vocabulary
+        return GPT2_TOKENIZER, vocab_size_of(GPT2_TOKENIZER)  # needs no vocabulary
     if record.is_file:
         with lock_folder(out, IN_USE):
             text = trained_json(options, source, out) if is_trained else fetch_json(name)
@@ -472,7 +472,7 @@ def expected(source: Source, manifest: Manifest, out: Path) -> tuple[float, floa
     return len(found.ids) / read * total, found.text_bytes / read * total
 
 
-def forecast(source: Source, manifest: Manifest, out: Path, tokens: float, text_bytes: float) -> None:
+def print_forecast(source: Source, manifest: Manifest, out: Path, tokens: float, text_bytes: float) -> None:
     """Print how many tokens and how much disk to expect; check the disk, and the share of val in the text."""
     first, total = manifest.next["file"], sum(source.sizes)
     if 0 < text_bytes < 10 * manifest.val_bytes:
@@ -566,7 +566,7 @@ def prepare(options: PrepareOptions, out: Path) -> Manifest:
             if found := expected(source, manifest, out):
                 if manifest.val_tokens is None and source.holds_ids:
                     manifest.val_tokens = min(manifest.shard_size, math.ceil(found[0] / 40))
-                forecast(source, manifest, out, *found)
+                print_forecast(source, manifest, out, *found)
             write_missing(source, manifest, out, options)
             return manifest
     print(f"{out}: already complete")

@@ -25,7 +25,7 @@ from steadygpt.checkpoint.files import find_checkpoint
 from steadygpt.convert.families import TABLES, resolved
 from steadygpt.convert.weights import check_fits, load_model, read_weights
 from steadygpt.data.shards import ShardSet
-from steadygpt.data.tokenizer import END_OF_TEXT, GPT2, TokenizerRecord, get_tokenizer
+from steadygpt.data.tokenizer import END_OF_TEXT, GPT2_TOKENIZER, TokenizerRecord, get_tokenizer
 from steadygpt.data.tokenizer_json import to_json
 
 transformers = pytest.importorskip("transformers")
@@ -117,7 +117,10 @@ def test_a_model_of_the_size_of_gpt2_with_another_tokenizer_is_not_taken_for_gpt
     assert read_weights(str(tmp_path / "a"))["tokenizer"] == "gpt2"
     assert "a: names no tokenizer; assumed gpt2, because it has 50,257 rows" in capsys.readouterr().err
     of_gpt2 = json.loads(to_json(get_tokenizer("gpt2").encoding))["model"]["vocab"]
-    for vocabulary, name, sha256 in ((of_gpt2, "gpt2", GPT2.tokenizer_sha256), (of_gpt2 | {"a": 65, "b": 64}, "", "")):
+    for vocabulary, name, sha256 in (
+        (of_gpt2, "gpt2", GPT2_TOKENIZER.tokenizer_sha256),
+        (of_gpt2 | {"a": 65, "b": 64}, "", ""),
+    ):
         (tmp_path / "a/vocab.json").write_text(json.dumps(vocabulary, indent=2, ensure_ascii=False))
         found = read_weights(str(tmp_path / "a"))
         assert (found["tokenizer"], found["tokenizer_sha256"]) == (name, sha256)

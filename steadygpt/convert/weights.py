@@ -29,7 +29,14 @@ from steadygpt.checkpoint.files import (
 from steadygpt.convert import families
 from steadygpt.convert.families import NANOGPT, TABLES, Family, foreign_names, resolved, to_foreign, to_own
 from steadygpt.data import hub
-from steadygpt.data.tokenizer import GPT2, TOKENIZER_JSON, TokenizerRecord, load_tokenizer, record_named, vocab_size_of
+from steadygpt.data.tokenizer import (
+    GPT2_TOKENIZER,
+    TOKENIZER_JSON,
+    TokenizerRecord,
+    load_tokenizer,
+    record_named,
+    vocab_size_of,
+)
 
 # Of the vocab.json of GPT-2, as json.dumps writes it with sorted keys.
 GPT2_VOCAB_SHA256 = "855ec41a9d90094ebb1189ee8082e915505cf2dfe0691a4f39da9c020f9476b2"
@@ -307,14 +314,14 @@ def _tokenizer_of(folder: Path, source: str, own: dict, config: GPTConfig, store
                 return _assumed_gpt2(config, source)
             vocabulary = json.dumps(read_json(folder / "vocab.json", dict, ""), sort_keys=True)
             is_gpt2 = hashlib.sha256(vocabulary.encode()).hexdigest() == GPT2_VOCAB_SHA256
-            return GPT2 if is_gpt2 and has_rows_of_gpt2 else UNKNOWN
+            return GPT2_TOKENIZER if is_gpt2 and has_rows_of_gpt2 else UNKNOWN
         record = TokenizerRecord(f"{folder}/{TOKENIZER_JSON}" if Path(source).is_dir() else f"hf:{source}")
         record = record.with_json(folder)
         tokenizer = load_tokenizer(record)
     except (UserError, OSError):  # there is none, or it is not accepted
         return UNKNOWN
-    if has_rows_of_gpt2 and tokenizer.sha256 == GPT2.tokenizer_sha256:
-        return GPT2
+    if has_rows_of_gpt2 and tokenizer.sha256 == GPT2_TOKENIZER.tokenizer_sha256:
+        return GPT2_TOKENIZER
     if tokenizer.n_vocab > config.vocab_size:
         return UNKNOWN
     special = {str(i): token for token, i in tokenizer.encoding._special_tokens.items()}

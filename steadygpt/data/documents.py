@@ -45,7 +45,7 @@ class Position(NamedTuple):
     offset: int = 0  # bytes before it in the file or array of ids, after decompression; 0 in tables
 
 
-class Rows(NamedTuple):
+class TableRows(NamedTuple):
     """Rows of a local Parquet file that are still to be read."""
 
     path: str
@@ -60,7 +60,7 @@ class Chunk(NamedTuple):
     at: Position
     end: int  # how far the file is read after it, in bytes of the file (of other Hub data sets, in rows)
     num_bytes: int  # of its texts or ids, approximately
-    data: bytes | list | Rows | np.ndarray  # of a text or lines; values; where they are; token ids
+    data: bytes | list | TableRows | np.ndarray  # of a text or lines; values; where they are; token ids
     name: str = ""  # of the file
 
 
@@ -155,7 +155,7 @@ def cut_table(file: BinaryIO, text_field: str, start: Position, size: int) -> It
         step = -(-metadata.num_rows // max(1, -(-text_bytes // TABLE_BYTES))) if is_here else ROWS_AT_ONCE
         for first in range(row, end, step):
             count = min(step, end - first)
-            data = Rows(file.name, group, first - begin, count) if is_here else list(islice(values, count))
+            data = TableRows(file.name, group, first - begin, count) if is_here else list(islice(values, count))
             read = size * (first + count) // table.metadata.num_rows
             yield Chunk(Position(start.file, first), read, text_bytes * count // metadata.num_rows, data)
 
@@ -211,7 +211,7 @@ class Document(NamedTuple):
 def read_documents(chunk: Chunk, text_field: str) -> Iterator[Document]:
     """Read the documents of a chunk."""
     with naming(chunk.name):
-        if isinstance(chunk.data, Rows):
+        if isinstance(chunk.data, TableRows):
             path, group, first, length = chunk.data
             values: Iterable[object] = islice(_column(_open_table(path), group, text_field, first), length)
         elif isinstance(chunk.data, list):

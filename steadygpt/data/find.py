@@ -13,7 +13,7 @@ from steadygpt.data.shards import MANIFEST, Recorded, ShardSet, parse_folders, r
 from steadygpt.data.tokenizer import TOKENIZER_JSON, TokenizerRecord, record_named, vocab_size_of
 
 
-class Source(NamedTuple):
+class DataSet(NamedTuple):
     """Shards that a run trains on or validates with."""
 
     shards: ShardSet
@@ -25,8 +25,8 @@ class Source(NamedTuple):
 class Data:
     """What a run trains on and validates with, and the tokenizer and vocabulary of it all."""
 
-    sources: tuple[Source, ...]  # none in a plan of data that is not prepared yet
-    val_sets: tuple[Source, ...]  # the first one tells which model is best
+    sources: tuple[DataSet, ...]  # none in a plan of data that is not prepared yet
+    val_sets: tuple[DataSet, ...]  # the first one tells which model is best
     tokenizer_record: TokenizerRecord
     vocab_size: int
 
@@ -87,13 +87,13 @@ def find_data(
     seed, shuffled = config.seed, (config.shuffle_shards, config.shuffle_rows)
     found = [s.for_vocab(vocab_size) for s in found]
     val_sets = [s.for_vocab(vocab_size) for s in val_sets]
-    sources = tuple(Source(s, RowStream(s.shards, T, seed, *shuffled), places[s.name][1]) for s in found)
-    return Data(sources, tuple(Source(s, RowStream(s.shards, T)) for s in val_sets), record, vocab_size)
+    sources = tuple(DataSet(s, RowStream(s.shards, T, seed, *shuffled), places[s.name][1]) for s in found)
+    return Data(sources, tuple(DataSet(s, RowStream(s.shards, T)) for s in val_sets), record, vocab_size)
 
 
 def recorded_sources(
     config: TrainConfig, recorded: Mapping[str, tuple[str, str]], step: int, known: Mapping[str, Sequence[list]]
-) -> tuple[Source, ...]:
+) -> tuple[DataSet, ...]:
     """Find the shards that a step trained on, and check that they are the same.
 
     Args:
@@ -115,7 +115,7 @@ def recorded_sources(
             )
         shuffled = config.shuffle_shards, config.shuffle_rows
         rows = RowStream(shards.shards, config.context_length, config.seed, *shuffled)
-        sources.append(Source(shards, rows))
+        sources.append(DataSet(shards, rows))
     return tuple(sources)
 
 

@@ -139,7 +139,7 @@ def data_files(repo: Repo, config: str, split: str) -> tuple[str, list[RemoteFil
     """
     what = f"{repo}{f':{config}' if config else ''}"
     try:
-        kind, splits = persistently(what, lambda: resolved(*repo.address, config))
+        kind, splits = persistently(what, lambda: splits_of(*repo.address, config))
     except UserError as error:
         if repo.online:
             raise
@@ -156,7 +156,7 @@ def data_files(repo: Repo, config: str, split: str) -> tuple[str, list[RemoteFil
     return kind, [_remote_file(repo, path, (repo.snapshot / path).stat().st_size) for path in paths]
 
 
-def resolved(place: str, revision: str | None = None, config: str = "") -> tuple[str, Mapping]:
+def splits_of(place: str, revision: str | None = None, config: str = "") -> tuple[str, Mapping]:
     """Return the format and the splits of a data set as `datasets` finds them, on the Hub or in a folder."""
     import datasets
     from huggingface_hub import utils

@@ -245,7 +245,7 @@ def _train_files(folder: Path) -> list[Path]:
     if not any(map(CARD.search, texts)) and not any(map(any, map(folder.glob, HUB_SPLITS))):
         return []
     try:
-        splits = hub.resolved(str(folder.resolve()))[1]
+        splits = hub.splits_of(str(folder.resolve()))[1]
     except Exception as error:  # `datasets` raises its own types
         splits = {brief(error): []}
     files = [Path(file) for file in splits.get("train", ())]

@@ -160,7 +160,7 @@ class TokenizerRecord(NamedTuple):
 
 
 # The identity is known without the vocabulary.
-GPT2 = TokenizerRecord("gpt2", "efc0376715b386b67ce5c251b2fac0b329d4c513bfefcd363c9b5af1dfb9d991")
+GPT2_TOKENIZER = TokenizerRecord("gpt2", "efc0376715b386b67ce5c251b2fac0b329d4c513bfefcd363c9b5af1dfb9d991")
 
 
 @cache

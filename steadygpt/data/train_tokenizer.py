@@ -89,10 +89,10 @@ def _train_at(connection: Connection, vocab_size: int) -> None:
     """Train on the lists of texts that arrive until None, and send the tokenizer.json back."""
     end_with_main()
     with closing(connection):
-        connection.send(train((text for texts in iter(connection.recv, None) for text in texts), vocab_size))
+        connection.send(train_bpe((text for texts in iter(connection.recv, None) for text in texts), vocab_size))
 
 
-def train(texts: Iterable[str], vocab_size: int) -> str:
+def train_bpe(texts: Iterable[str], vocab_size: int) -> str:
     """Train a BPE with GPT-2's pattern, which has all bytes as tokens and <|endoftext|> as the last one."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 

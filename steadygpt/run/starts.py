@@ -10,7 +10,7 @@ from steadygpt import git_commit
 from steadygpt.base.options import UserError, options_of
 from steadygpt.checkpoint.files import Start
 from steadygpt.config import TrainConfig
-from steadygpt.data.find import Data, Source
+from steadygpt.data.find import Data, DataSet
 from steadygpt.data.order import BLOCK_ROWS, Phase, shares_of
 from steadygpt.machine.device import device_name
 from steadygpt.machine.ranks import Ranks
@@ -39,7 +39,7 @@ def new_start(history: History, data: Data, known: Mapping[str, list], ranks: Ra
     if len(assumed) == len(data.sources) == 1:
         assumed = {data.sources[0].shards.name: next(iter(assumed.values()))}
 
-    def identified(of: Sequence[Source]) -> dict[str, tuple[str, str]]:
+    def identified(of: Sequence[DataSet]) -> dict[str, tuple[str, str]]:
         found = {}
         for shards, *_ in of:
             identity = shards.identity(known, reads) or assumed.get(shards.name, ("", shards.folder))[1]

@@ -24,7 +24,7 @@ from steadygpt.data.tokenizer import (
     record_named,
 )
 from steadygpt.data.tokenizer_json import GPT2_PATTERN, from_json, to_json
-from steadygpt.data.train_tokenizer import train
+from steadygpt.data.train_tokenizer import train_bpe
 
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
@@ -82,7 +82,7 @@ def both(name: str):
     if name == "gpt2":
         text = to_json(get_tokenizer("gpt2").encoding)
     elif name == "trained":
-        text = train([TEXT], 700)
+        text = train_bpe([TEXT], 700)
     else:
         text = pattern_tokenizer(PATTERNS[name.split()[0]], nfc="nfc" in name, literals="literals" in name)
     library = Tokenizer.from_str(text)
@@ -142,8 +142,8 @@ def test_pieces_of_a_document_have_the_ids_of_the_whole(name, text, length):
 
 
 def test_a_trained_tokenizer_depends_on_the_text_only():
-    text = train([TEXT[:3000], TEXT[3000:]], 500)
-    assert text == train([TEXT[:3000], TEXT[3000:]], 500)
+    text = train_bpe([TEXT[:3000], TEXT[3000:]], 500)
+    assert text == train_bpe([TEXT[:3000], TEXT[3000:]], 500)
     ours = load_tokenizer(TokenizerRecord("bpe:500", tokenizer_json=text))
     assert (ours.n_vocab, ours.document_id, ours.encoding._pat_str) == (500, 499, GPT2_PATTERN)
 
@@ -163,7 +163,7 @@ def test_the_identity_depends_on_what_determines_ids_only():
         identity(added_tokens=content["added_tokens"][:1]),
         identity(added_tokens=[token | {"special": False} for token in content["added_tokens"]]),
         identity(pre_tokenizer=json.loads(pattern_tokenizer(PATTERNS["qwen"]))["pre_tokenizer"]),
-        load_tokenizer(TokenizerRecord("x.json", tokenizer_json=train([TEXT], 500))).sha256,
+        load_tokenizer(TokenizerRecord("x.json", tokenizer_json=train_bpe([TEXT], 500))).sha256,
     ]
     assert len({identity(), *others}) == 6
 
