@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from dataloader import Mixture
+from hellaswag_eval import TOKENS_PER_BATCH
 from steadygpt.base.options import UserError, option, options_of, parse_options, run_cli
 from steadygpt.base.progress import ProgressBar
 from steadygpt.base.text import printable
@@ -23,7 +24,6 @@ from steadygpt.data.find import recorded_sources, tokenizer_of
 from steadygpt.data.shards import Shard, ShardSet, shard_files
 from steadygpt.data.survey import Survey, read_tokens, repeated, survey_split
 from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer
-from steadygpt.evaluation.scores import TOKENS_PER_BATCH
 from steadygpt.machine.device import autocast, choose_precision, evaluating
 from steadygpt.machine.ranks import joined
 from steadygpt.run.starts import phase_of

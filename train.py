@@ -26,6 +26,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dataloader import BatchLoader, Mixture, Rows, RowStream, Spread
+from generate import sample_texts
+from hellaswag_eval import Tree, load_tasks, score_examples
 from model import GPT, GPTConfig, new_model
 from optim import make_optimizer, skips_on_device, state_shapes, update_unless
 from steadygpt.base.options import run_cli
@@ -38,8 +40,6 @@ from steadygpt.config import TrainConfig, parse_args
 from steadygpt.convert.weights import load_cropped
 from steadygpt.data.tasks import TASKS
 from steadygpt.data.tokenizer import Tokenizer, tokenizer_on_all
-from steadygpt.evaluation.sample import sample_texts
-from steadygpt.evaluation.scores import Tree, load_tasks, score_examples
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine import parallel
 from steadygpt.machine.device import autocast, evaluating, profiled, use_fp8

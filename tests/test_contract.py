@@ -9,13 +9,13 @@ from conftest import in_ranks, weights_content
 from test_model import SMALL, ids, small
 
 from convert_hf import write_folder
+from hellaswag_eval import Tree, ending_losses
 from model import GPT, GPTConfig, KVCache
 from optim import make_optimizer, state_shapes
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint.host_copy import fill
 from steadygpt.config import ACTIVATIONS, FIELDS, TrainConfig
 from steadygpt.convert.weights import load_model, read_weights, sketch_of
-from steadygpt.evaluation.scores import Tree, ending_losses
 from steadygpt.machine.device import evaluating
 from steadygpt.machine.loss import IGNORED_TARGET
 from steadygpt.machine.parallel import shard

@@ -11,13 +11,12 @@ from conftest import weights_content
 from test_files import damage
 from test_model import both_families, ids, small
 
-from generate import main
+from generate import generate, main, sample, sample_texts
 from model import GPT, GPTConfig, KVCache
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint.files import as_checkpoint
 from steadygpt.convert.weights import load_model
 from steadygpt.data.tokenizer import get_tokenizer
-from steadygpt.evaluation.sample import generate, sample, sample_texts
 from steadygpt.machine.device import evaluating
 
 # ---------------------------------------------------------------------------------------------------------------------

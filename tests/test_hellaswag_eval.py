@@ -14,12 +14,7 @@ import torch.nn.functional as F
 from conftest import weights_content
 
 import hellaswag_eval
-from model import GPT, GPTConfig
-from steadygpt.base import retry
-from steadygpt.base.options import UserError
-from steadygpt.data.tasks import Example, lm_eval_hellaswag, load_examples
-from steadygpt.data.tokenizer import get_tokenizer
-from steadygpt.evaluation.scores import (
+from hellaswag_eval import (
     ROUNDING,
     TOKENS_PER_BATCH,
     Tree,
@@ -30,6 +25,11 @@ from steadygpt.evaluation.scores import (
     score_examples,
     tokenize,
 )
+from model import GPT, GPTConfig
+from steadygpt.base import retry
+from steadygpt.base.options import UserError
+from steadygpt.data.tasks import Example, lm_eval_hellaswag, load_examples
+from steadygpt.data.tokenizer import get_tokenizer
 from steadygpt.machine.ranks import Ranks, Stopped
 
 CPU = Ranks(torch.device("cpu"))

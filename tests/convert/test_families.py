@@ -17,12 +17,12 @@ from test_convert_hf import assert_same_weights, checkpoint_of, mistake
 import convert_hf
 import prepare_dataset
 from convert_hf import write_folder
+from generate import generate
 from model import GPTConfig
 from steadygpt.base.options import UserError
 from steadygpt.config import parse_args
 from steadygpt.convert.families import FAMILIES, TABLES, find_family, read_config, resolved, to_foreign
 from steadygpt.convert.weights import load_model, read_weights
-from steadygpt.evaluation.sample import generate
 
 transformers = pytest.importorskip("transformers")
 

@@ -15,11 +15,11 @@ from types import SimpleNamespace
 
 import torch
 
+import hellaswag_eval as scores
 import train
 from steadygpt.base.durable import UncachedFile
 from steadygpt.base.options import UserError
 from steadygpt.data import tokenizer
-from steadygpt.evaluation import scores
 
 # ---------------------------------------------------------------------------------------------------------------------
 # where recorders and faults hook into training

@@ -11,11 +11,11 @@ import torch
 from conftest import REPO
 from torch.nn.attention import SDPBackend
 
+from generate import generate
+from hellaswag_eval import Tree, ending_losses
 from model import GPT, GPTConfig
 from steadygpt.base.options import RankError, UserError
 from steadygpt.config import TrainConfig
-from steadygpt.evaluation.sample import generate
-from steadygpt.evaluation.scores import Tree, ending_losses
 from steadygpt.machine import device, host
 from steadygpt.machine.attention import kernel_name
 from steadygpt.machine.device import autocast, choose_precision, evaluating, memory_bytes, product_rates, use_fp8

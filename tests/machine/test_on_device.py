@@ -20,11 +20,11 @@ from harness import Run, assert_equals_reference, folders, run_to_end
 from injected import bad_numbers
 from test_divergence import assert_finite, assert_update_skipped
 
+import hellaswag_eval as scores
+from generate import generate
 from model import GPT, GPTConfig, KVCache
 from optim import make_optimizer, update_unless
 from steadygpt.config import TrainConfig
-from steadygpt.evaluation import scores
-from steadygpt.evaluation.sample import generate
 from steadygpt.machine import parallel
 from steadygpt.machine.device import autocast, use_fp8
 from steadygpt.machine.ranks import Ranks

@@ -13,11 +13,11 @@ from conftest import built, in_ranks, write_data
 from torch import nn
 
 import train
+from hellaswag_eval import Tree, ending_losses
 from model import GPT, GPTConfig
 from optim import update_unless
 from steadygpt.base.options import RankError
 from steadygpt.checkpoint.host_copy import HostCopy, fill
-from steadygpt.evaluation.scores import Tree, ending_losses
 from steadygpt.machine.host import process_age_s, usable_cores
 from steadygpt.machine.parallel import shard
 from steadygpt.machine.ranks import Ranks, Stopped, StopSignal, joined, launched_as

@@ -14,13 +14,13 @@ from conftest import metrics, run_here, scalars, weights_content
 
 import hellaswag_eval
 from convert_hf import write_folder
+from hellaswag_eval import close_calls, ending_losses, score_examples, tokenize
 from model import GPT, GPTConfig
 from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig
 from steadygpt.convert.weights import load_model
 from steadygpt.data.tasks import TASKS, Example, load_examples, parse_tasks
 from steadygpt.data.tokenizer import get_tokenizer
-from steadygpt.evaluation.scores import close_calls, ending_losses, score_examples, tokenize
 from steadygpt.machine.ranks import Ranks
 
 CPU = Ranks(torch.device("cpu"))

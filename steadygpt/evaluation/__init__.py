@@ -1,1 +1,0 @@
-"""What a trained model can do: text that it continues, and multiple-choice tasks."""
