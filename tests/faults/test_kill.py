@@ -181,8 +181,14 @@ def test_kill_commands_at_random_instants(workdir, ranks, record_property):
 @pytest.mark.storm
 @pytest.mark.parametrize(
     ("least", "recipe"),
-    [(50, []), (5, MODERN), (5, ["--precision", "bf16"]), (5, ["--total_batch_size", "192"])],
-    ids=["gpt2", "modern", "bf16", "three micro-batches each"],
+    [
+        (50, []),
+        (5, MODERN),
+        (5, ["--precision", "bf16"]),
+        (5, ["--total_batch_size", "192"]),
+        (10, ["--total_batch_size", "256", "--batch_ramp", "64:3200,128:12800", "--schedule", "wsd"]),
+    ],
+    ids=["gpt2", "modern", "bf16", "three micro-batches each", "batch ramp"],
 )
 def test_kill_and_continue_on_another_number_of_ranks(workdir, least, recipe, record_property):
     """With --deterministic, dropout, the order of sums and Muon's products do not depend on the number of ranks."""
