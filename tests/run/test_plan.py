@@ -33,16 +33,17 @@ def memory(world_size: int = 1, **changes) -> tuple[dict, dict]:
     return estimate_memory(dataclasses.replace(CONFIG, **changes), MODEL, Ranks(GPU, world_size=world_size))
 
 
-@pytest.mark.parametrize(("flags", "measured_gb"), [
-    ("--config gpt2", 16.7), ("--config gpt2 --precision fp32", 28.4), ("--config gpt2 --mini_batch_size 64", 31.1),
-    ("--config modern", 18.2), ("--config gpt2-1b", 25.7),
+@pytest.mark.parametrize(("flags", "measured_gb", "within"), [
+    ("--config gpt2", 16.7, 0.01), ("--config gpt2 --precision fp32", 28.4, 0.01),
+    ("--config gpt2 --mini_batch_size 64", 31.1, 0.01), ("--config modern", 18.2, 0.01),
+    ("--config gpt2-1b", 25.7, 0.01), ("--config small_32k", 5.9, 0.08),
 ])  # fmt: skip
-def test_estimates_are_what_an_h100_has_needed(flags, measured_gb):
+def test_estimates_are_what_an_h100_has_needed(flags, measured_gb, within):
     """In benchmarks/RESULTS.md, with torch.compile."""
     config, _ = parse_args(["--precision", "bf16", *flags.split()])
     with torch.device("meta"):
         model = new_model(config, config.shape(50257))
-    assert sum(estimate_memory(config, model, Ranks(GPU))[0].values()) / 1e9 == pytest.approx(measured_gb, rel=0.015)
+    assert sum(estimate_memory(config, model, Ranks(GPU))[0].values()) / 1e9 == pytest.approx(measured_gb, rel=within)
 
 
 @pytest.mark.parametrize(("world_size", "changes", "expected"), [
