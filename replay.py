@@ -133,8 +133,10 @@ def find_past(options: ReplayOptions, first: int, last: int, held: ExitStack) ->
 # the comparison
 
 
-def compare_tensors(content: dict, saved: dict) -> str:
-    """Return in words how weights and optimizer state differ from those of a checkpoint; "" if their bits are equal."""
+def compare(content: dict, saved: dict) -> str:
+    """Return in words how weights, optimizer state or position differ from a checkpoint's; "" if no bit does."""
+    if content["rows_consumed"] != saved["rows_consumed"]:
+        return f"{content['rows_consumed']:,} rows consumed, but {saved['rows_consumed']:,} before"
     ours, theirs, shares = named_tensors(content), named_tensors(saved), dict[str, float]()
     for name in sorted(ours | theirs):
         here, there = (found.get(name, torch.empty(0)) for found in (ours, theirs))
@@ -215,7 +217,7 @@ def replay(past: Past, device: str, ranks: Ranks, held: ExitStack) -> bool:
                     if run.state.step in past.saves:
                         run.results.read_all()
                         content, (file, saved) = capture(run)(), past.saves[run.state.step]
-                        if ranks.is_main and (differs := compare_tensors(content, saved)):
+                        if ranks.is_main and (differs := compare(content, saved)):
                             (log.say if reasons else log.warn)(f"step {run.state.step:,}, {file}: {differs}")
                             repeats.differs |= not reasons
                         else:

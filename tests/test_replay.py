@@ -198,6 +198,21 @@ def test_a_number_changed_in_the_records_is_named(replayed):
     assert replayed("--steps", "6:7")[0] == 0
 
 
+def test_another_position_in_the_data_is_named(replayed, monkeypatch):
+    assert run_here(*EVERY_2, "--max_lr", "0", "--min_lr", "0") == 0  # so that no weight differs
+    step = replay.train_step
+
+    def one_row_more(run, batches):
+        result = step(run, batches)
+        run.state.rows_consumed += run.state.step == 3
+        return result
+
+    monkeypatch.setattr(replay, "train_step", one_row_more)
+    status, lines = replayed("--steps", "2:3")
+    assert status == 1
+    assert re.search(r"warning: step 4, .*rolling_step_000004\.pt: \d+ rows consumed, but 16 before", lines[-1])
+
+
 @pytest.mark.parametrize("kind", ["weight", "exp_avg_sq"])
 def test_a_flipped_bit_in_a_checkpoint_is_named(replayed, kind):
     assert run_here(*EVERY_2) == 0
