@@ -419,8 +419,8 @@ def measure(run: Run) -> float:
     few = min(4, micro_steps)
     found: dict[int, list[float]] = {1: [], few: []}
 
-    def seconds_of(number: int) -> float:
-        start_s, tokens = time.perf_counter(), config.total_batch_size // micro_steps * number
+    def seconds_of(count: int) -> float:
+        start_s, tokens = time.perf_counter(), config.total_batch_size // micro_steps * count
         train_step(replace(run, config=replace(config, total_batch_size=tokens, batch_ramp="")), batches)()
         return time.perf_counter() - start_s
 
@@ -429,8 +429,8 @@ def measure(run: Run) -> float:
         seconds_of(1)  # compiles, and allocates memory
         start_s = time.perf_counter()
         while ranks.broadcast(not found[few] or time.perf_counter() - start_s < MEASURE_S):  # by the clock of rank 0
-            for number, seconds in found.items():
-                seconds.append(seconds_of(number))
+            for count, seconds in found.items():
+                seconds.append(seconds_of(count))
     one_s, few_s = fmean(found[1]), fmean(found[few])
     return few_s + (micro_steps - few) * (few_s - one_s) / max(1, few - 1)
 
