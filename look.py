@@ -20,12 +20,12 @@ from steadygpt.base.progress import ProgressBar
 from steadygpt.base.text import printable
 from steadygpt.checkpoint.files import checkpoint_files, intact_checkpoints, open_checkpoint, scan, trained_with
 from steadygpt.convert.weights import ModelOptions, load_model
-from steadygpt.data.find import recorded_sources, tokenizer_of
 from steadygpt.data.shards import Shard, ShardSet, shard_files
 from steadygpt.data.survey import Survey, read_tokens, repeated, survey_split
 from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer
 from steadygpt.machine.device import autocast, choose_precision, evaluating
 from steadygpt.machine.ranks import joined
+from steadygpt.run.data import recorded_sources, tokenizer_of
 from steadygpt.run.starts import phase_of
 
 BAR_WIDTH = 50  # characters of the longest bar

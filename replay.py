@@ -29,12 +29,12 @@ from steadygpt.base.text import counted, printable
 from steadygpt.checkpoint.files import Start, intact_checkpoints, named_tensors, scan
 from steadygpt.checkpoint.mirror import Mirror
 from steadygpt.config import TrainConfig
-from steadygpt.data.find import Data, recorded_sources, tokenizer_of
 from steadygpt.data.tokenizer import TokenizerRecord
 from steadygpt.log.metrics import METRICS, Record
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.device import device_name
 from steadygpt.machine.ranks import Ranks, Stopped, end_with_torchrun, joined
+from steadygpt.run.data import Data, recorded_sources, tokenizer_of
 from steadygpt.run.history import WITHOUT_TENSORS, History
 from steadygpt.run.identity import read_run
 from steadygpt.run.plan import settle

@@ -25,8 +25,8 @@ import torch
 
 from dataloader import BatchLoader, Spread
 from steadygpt.config import TrainConfig, parse_args
-from steadygpt.data.find import Data, find_data
 from steadygpt.machine.device import native_precision
+from steadygpt.run.data import Data, find_data
 from steadygpt.run.plan import validation_rows
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

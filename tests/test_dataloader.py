@@ -20,7 +20,6 @@ import dataloader
 from dataloader import BatchLoader, RowStream, Spread
 from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig
-from steadygpt.data.find import find_data
 from steadygpt.data.order import key_of, permute
 from steadygpt.data.shards import (
     Shard,
@@ -30,6 +29,7 @@ from steadygpt.data.shards import (
     token_dtype,
     write_shard,
 )
+from steadygpt.run.data import find_data
 
 
 class Tokens(Shard):

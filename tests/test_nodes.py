@@ -18,10 +18,10 @@ from harness import LaunchedRun, assert_equals_reference, folders, free_port, ru
 import train
 from steadygpt.base.options import UserError
 from steadygpt.config import parse_args
-from steadygpt.data.find import find_data
 from steadygpt.data.shards import ShardSet, check_listing
 from steadygpt.machine.ranks import joined
 from steadygpt.run import history
+from steadygpt.run.data import find_data
 from steadygpt.run.history import check_other_machines, open_history
 
 linux = pytest.mark.skipif(

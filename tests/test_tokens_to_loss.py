@@ -35,8 +35,8 @@ from benchmarks.tokens_to_loss import (
 )
 from steadygpt.base.options import UserError
 from steadygpt.config import parse_args
-from steadygpt.data.find import find_data
 from steadygpt.data.tokenizer import TokenizerRecord, load_tokenizer
+from steadygpt.run.data import find_data
 
 BEST = {"gpt2": ("max_lr", 2e-3), "nanogpt": ("learning_rate", 4e-3), "nanochat": ("factor", 8)}
 

@@ -17,11 +17,11 @@ from steadygpt.checkpoint import files
 from steadygpt.checkpoint.mirror import Damaged, Mirror
 from steadygpt.config import EXCLUSIVE, FIELDS, KEPT, TrainConfig
 from steadygpt.convert.weights import read_weights
-from steadygpt.data.find import Data, find_data
 from steadygpt.data.shards import Recorded, check_listing
 from steadygpt.data.tokenizer import TokenizerRecord
 from steadygpt.log.metrics import owner
 from steadygpt.machine.ranks import Ranks
+from steadygpt.run.data import Data, find_data
 from steadygpt.run.identity import Identity, read_run
 
 WORDS = ("latest", "auto", *files.NAMED)  # what --resume takes besides files

@@ -19,7 +19,6 @@ from steadygpt.base.text import bytes_text, counted, duration_text, labelled
 from steadygpt.checkpoint.files import DECIDED, LATEST, Start, trained_with
 from steadygpt.config import FINEWEB_EDU_TOKENS, KEPT, TrainConfig
 from steadygpt.convert.weights import check_fits
-from steadygpt.data.find import Data
 from steadygpt.data.order import BLOCK_ROWS
 from steadygpt.data.tokenizer import load_tokenizer
 from steadygpt.log.metrics import read_status
@@ -27,6 +26,7 @@ from steadygpt.machine.attention import kernel_name
 from steadygpt.machine.device import AUTOCAST, PEAK_FLOPS, be_deterministic, choose_precision, device_name, memory_bytes
 from steadygpt.machine.host import available_memory_bytes, check_compiler
 from steadygpt.machine.ranks import Ranks
+from steadygpt.run.data import Data
 from steadygpt.run.history import History
 from steadygpt.run.memory import checkpoint_bytes, estimate_memory, with_fitting_rows
 from steadygpt.run.schedule import Schedule, with_steps

@@ -10,10 +10,10 @@ from steadygpt import git_commit
 from steadygpt.base.options import UserError, options_of
 from steadygpt.checkpoint.files import Start
 from steadygpt.config import TrainConfig
-from steadygpt.data.find import Data, DataSet
 from steadygpt.data.order import BLOCK_ROWS, Phase, shares_of
 from steadygpt.machine.device import device_name
 from steadygpt.machine.ranks import Ranks
+from steadygpt.run.data import Data, DataSet
 from steadygpt.run.history import History
 
 

@@ -13,9 +13,9 @@ import prepare_dataset
 from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig
 from steadygpt.data import ids
-from steadygpt.data.find import find_data
 from steadygpt.data.shards import headerless_ids, open_shard
 from steadygpt.data.tokenizer import END_OF_TEXT
+from steadygpt.run.data import find_data
 
 IDS = np.random.default_rng(0).integers(0, 257, 5000)
 
