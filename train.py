@@ -251,7 +251,7 @@ def evaluate(run: Run, everything: bool) -> None:
     log.note(doing="evaluating")
     if due(config.eval_freq) and data.val_sets:
         sets = {val.shards.name: validate(run, val.rows) for val in data.val_sets}
-        found = next(iter(sets.values()))  # the first set decides
+        found = {**next(iter(sets.values()))}  # the first set decides
         if len(sets) > 1:
             found |= {f"{key}/{name}": score for name, scores in sets.items() for key, score in scores.items()}
         epochs = epochs_of_sources(data, run.plan.starts, state.rows_consumed)

@@ -128,7 +128,7 @@ def test_each_parameter_has_a_role_a_state_and_flops_if_it_is_multiplied(shape):
     tables = sum(table.numel() for table in roles["embedding"].values()) - padding * 16
     untied = 0 if model.config.tied_head else matrices - sum(w.numel() for w in roles["matrix"].values())
     assert model.num_parameters() == tables + untied + sum(w.numel() for w in roles["matrix"].values()) + vectors
-    for name in ("adamw", "muon"):
+    for name in FIELDS["optimizer"].metadata["choices"]:
         config = TrainConfig(optimizer=name, max_lr=0.1, muon_beta2=0.9)
         optimizer, shapes = make_optimizer(model, config, ALONE), state_shapes(model, name)
         for _ in range(2):  # a head that is zero passes no gradient on

@@ -22,7 +22,7 @@ from model import GPT, GPTConfig
 from steadygpt.base import retry
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint.files import find_checkpoint
-from steadygpt.convert.families import TABLES, resolved
+from steadygpt.convert.families import FAMILIES, TABLES, resolved
 from steadygpt.convert.weights import check_fits, load_model, read_weights
 from steadygpt.data.shards import ShardSet
 from steadygpt.data.tokenizer import END_OF_TEXT, GPT2_TOKENIZER, TokenizerRecord, get_tokenizer
@@ -443,7 +443,7 @@ def test_an_average_is_exported_and_scored_but_not_resumed(workdir, capsys):
         run_here("--resume", "average.pt")
 
 
-@pytest.mark.parametrize("which", ["gpt2", "gpt_neox", "llama", "qwen3", "nanochat"])
+@pytest.mark.parametrize("which", FAMILIES)
 def test_ten_steps_equal_a_plain_loop_over_transformers(which, workdir):
     """Data order, micro-steps, clipping, AdamW and weight decay of train.py, from a Hugging Face folder."""
     shape = {"vocab_size": 257, "context_length": 16, "num_layers": 2, "num_heads": 2, "embd_size": 16}

@@ -39,7 +39,8 @@ def patched(tmp_path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(REPO / name, target, follow_symlinks=False)
     [patch] = re.findall(r"^```diff\n(.*?)^```$", (REPO / "docs/hacking.md").read_text(), re.MULTILINE | re.DOTALL)
-    subprocess.run(["git", "apply", "--verbose"], cwd=tmp_path, input=patch, text=True, check=True)
+    applied = subprocess.run(["git", "apply"], cwd=tmp_path, input=patch, text=True, capture_output=True)
+    assert not applied.returncode, f"the patch in docs/hacking.md needs the lines as they are now: {applied.stderr}"
     return tmp_path
 
 

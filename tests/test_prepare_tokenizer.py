@@ -79,7 +79,7 @@ def test_the_same_text_gives_the_same_files_for_any_number_of_workers_and_after_
         raise KeyboardInterrupt
 
     monkeypatch.setattr(prepare_dataset, "train_tokenizer", count)
-    for place in ("train_tokenizer", "forecast", "write_shard"):
+    for place in ("train_tokenizer", "print_forecast", "write_shard"):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
             if place != "train_tokenizer":
                 patch.setattr(prepare_dataset, place, interrupt)

@@ -27,11 +27,13 @@ from steadygpt.base.typed import Count, parse_json, typed
 from steadygpt.checkpoint.files import BACKUP, LATEST, Head, read_checkpoint, too_old
 from steadygpt.config import TrainConfig
 from steadygpt.data.stores import Store
+from steadygpt.log.metrics import LOGS
 
 Result = TypeVar("Result")
 INDEX = "index.json"
 # Besides checkpoints. Nothing else is restored, because a mirror may be a stranger's.
-FILES = re.compile(r"evaluations\.json|logs/(log\.txt|metrics\.jsonl)|tensorboard/events\.out\.tfevents\.[\w.-]+")
+OF_LOGS = "|".join(map(re.escape, LOGS))
+FILES = re.compile(rf"evaluations\.json|logs/({OF_LOGS})|tensorboard/events\.out\.tfevents\.[\w.-]+")
 Name = Annotated[str, r"(latest|latest_backup|best_model|stable|rolling_step_\d{6,}|epoch_\d{5,})\.pt"]
 PARTS = 4  # of 50 MB each, in memory and under way at once
 SILENCE_S = 60  # a store may take this long to put the parts of a large file together

@@ -183,12 +183,13 @@ def cut_ids(file: BinaryIO, text_field: str, start: Position, size: int, suffix:
         yield Chunk(Position(start.file, 0, offset), int(size * done), num_bytes, ids)
 
 
-READABLE = f".txt .md .py .jsonl .ndjson .json (also with .gz or .zst) .parquet {' '.join(ID_SUFFIXES)}"
 CUTTERS: dict[str, Callable[[BinaryIO, str, Position, int], Iterator[Chunk]]]
 CUTTERS = {f"{suffix}{packed}": cut_text for suffix in (".txt", ".md", ".py") for packed in ("", *PACKED)}
 CUTTERS |= {f"{suffix}{packed}": cut_lines for suffix in (".jsonl", ".ndjson", ".json") for packed in ("", *PACKED)}
 CUTTERS[".parquet"] = cut_table
 CUTTERS |= {suffix: partial(cut_ids, suffix=suffix) for suffix in ID_SUFFIXES}
+TABLES = (".parquet",)  # each file may lack the column of the text
+READABLE = f"{' '.join(suffix for suffix in CUTTERS if not suffix.endswith((*PACKED,)))} (texts also with .gz or .zst)"
 
 
 def suffix_of(name: str) -> str:

@@ -23,6 +23,7 @@ from steadygpt.data.documents import (
     CUTTERS,
     READABLE,
     ROWS_AT_ONCE,
+    TABLES,
     Chunk,
     Position,
     naming,
@@ -110,7 +111,7 @@ class Source:
     def check(self, text_field: str) -> None:
         """Begin to read the local files that are pointers or tables, which may lack the column of the text."""
         for index, name in enumerate([] if self.remote else self.names):
-            if self.sizes[index] < 1000 or suffix_of(name) == ".parquet":
+            if self.sizes[index] < 1000 or suffix_of(name) in TABLES:
                 next(self.chunks(text_field, Position(index)), None)
 
     def release(self, before: int) -> None:

@@ -20,6 +20,7 @@ from steadygpt.base.options import UserError
 from steadygpt.base.typed import Count, parse_json, read_json
 
 METRICS, STATUS, LOG = "metrics.jsonl", "status.json", "log.txt"
+LOGS = (LOG, METRICS)  # in --logdir, all of which a mirror keeps
 LINE = re.compile(rb'\{"step": (\d{1,18}), (?:"time": [\d.]+, "start": (\d{1,18}), )?')  # beginning, of any record
 Record = dict[str, float | None]  # "step", "time" and what was measured; None: NaN or infinity, which JSON lacks
 

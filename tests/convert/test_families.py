@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, metrics, reference_model, run_here
+from conftest import REFERENCES, REPO, metrics, reference_model, run_here
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -32,6 +32,9 @@ LLAMA = {**MODERN, "norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2}
 QWEN3 = {**LLAMA, "qk_norm": True, "head_dim": 6}
 NANOCHAT = {**MODERN, "norm": "rmsnorm_no_weight", "qk_norm": True, "activation": "relu2", "logit_softcap": 15.0}
 SHAPES = {"llama": LLAMA, "qwen3": QWEN3, "nanochat": NANOCHAT}
+OTHERS = {"gpt2", "gpt_neox"}  # which gpt2_and_gpt_neox() draws
+assert {*SHAPES} | OTHERS == {*FAMILIES}, "a family without a shape here is not compared with transformers"
+assert {*FAMILIES} <= {*REFERENCES}, "a family without a reference in conftest.py is not compared with transformers"
 
 
 SIZES = {

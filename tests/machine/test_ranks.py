@@ -106,7 +106,7 @@ def test_ranks_agree_to_stop_by_the_check_after_the_next():
 def look_at_gradients(folder: str) -> None:
     with joined("cpu") as ranks:
         run, found = built("--data_dir", folder, "--mini_batch_size", "1", ranks=ranks), []
-        loader = run.batches(run.rows)
+        loader = run.training_batches()
 
         def next_batch():
             gradients = [p.grad for p in run.model.parameters() if p.grad is not None]
