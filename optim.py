@@ -3,13 +3,14 @@
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from model import GPT
-from steadygpt.config import TrainConfig
+from steadygpt.config import GPTConfig, TrainConfig
 from steadygpt.machine.parallel import full_tensor, own_part
 from steadygpt.machine.ranks import Ranks
 
@@ -69,18 +70,23 @@ def make_optimizer(model: GPT, config: TrainConfig, ranks: Ranks) -> torch.optim
     return Muon(groups, share_work, config.precision, **options)
 
 
-def state_shapes(model: "GPT", optimizer: str) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of what an optimizer keeps in fp32, as PARAMETER.KIND; without a beta2 no mean_squares."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    of_muon = model.parameters_by_role()["matrix"] if optimizer == "muon" else {}
-    for name, parameter in model.named_parameters():
-        shape = tuple(parameter.shape)
-        kept = {"step": (), "exp_avg": shape, "exp_avg_sq": shape}
-        if name in of_muon:
-            neurons = sum(max(rows, shape[1]) for rows in model.config.parts(name))
-            kept = {"momentum_buffer": shape, "mean_squares": (neurons,)}
-        shapes |= {f"{name}.{kind}": size for kind, size in kept.items()}
-    return shapes
+@cache
+def state_shapes(shape: GPTConfig, optimizer: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of what an optimizer keeps in fp32, as PARAMETER.KIND; without a beta2 no mean_squares.
+
+    They are those that a step leaves, with tensors that have no content.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second
+
+    cpu = torch.device("cpu")
+    with FakeTensorMode(), cpu:
+        model = GPT(shape, initialize=False)
+        found = make_optimizer(model, TrainConfig(optimizer=optimizer, muon_beta2=0.95), Ranks(cpu))
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter)
+        found.step()
+    kept = {name: found.state[parameter] for name, parameter in model.named_parameters()}
+    return {f"{name}.{kind}": tuple(tensor.shape) for name, state in kept.items() for kind, tensor in state.items()}
 
 
 class Muon(torch.optim.AdamW):

@@ -118,7 +118,7 @@ def build(plan: Plan, log: RunLog, held: ExitStack) -> Run:
     if weights := history.weights:  # only here, so that a plan needs no download
         ranks.on_main(lambda: load_cropped(weights, plan.sketch.config))
     if loaded := history.checkpoint or weights:  # before any file is written
-        kept, source = state_shapes(plan.sketch, config.optimizer), history.path or config.init_from
+        kept, source = state_shapes(plan.sketch.config, config.optimizer), history.path or config.init_from
         ranks.on_main(lambda: check_tensors(loaded, source, plan.sketch, kept))
     stop = StopSignal(ranks, config.max_hours if plan.writes else 0, log.beat)
     if plan.writes and ranks.is_main:  # its log also says when a signal has ended the run before the first step

@@ -130,7 +130,7 @@ def test_each_parameter_has_a_role_a_state_and_flops_if_it_is_multiplied(shape):
     assert model.num_parameters() == tables + untied + sum(w.numel() for w in roles["matrix"].values()) + vectors
     for name in FIELDS["optimizer"].metadata["choices"]:
         config = TrainConfig(optimizer=name, max_lr=0.1, muon_beta2=0.9)
-        optimizer, shapes = make_optimizer(model, config, ALONE), state_shapes(model, name)
+        optimizer, shapes = make_optimizer(model, config, ALONE), state_shapes(model.config, name)
         for _ in range(2):  # a head that is zero passes no gradient on
             model(ids(2, 12), ids(2, 12, seed=1)).backward()
             optimizer.step()

@@ -184,5 +184,7 @@ def test_state_shapes_are_those_that_an_optimizer_keeps(optimizer, beta2):
     names = {parameter: name for name, parameter in model.named_parameters()}
     kept = {f"{names[p]}.{kind}": t for p, state in made.state.items() for kind, t in state.items()}
     assert {t.dtype for t in kept.values()} == {torch.float32}
-    expected = {name: s for name, s in state_shapes(model, optimizer).items() if beta2 or "mean_squares" not in name}
+    expected = {
+        name: s for name, s in state_shapes(model.config, optimizer).items() if beta2 or "mean_squares" not in name
+    }
     assert {name: tuple(t.shape) for name, t in kept.items()} == expected

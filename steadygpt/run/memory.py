@@ -103,7 +103,7 @@ def checkpoint_bytes(model: GPT, optimizer: str, page_locked: bool = False) -> i
     Args:
         page_locked: count memory in which PyTorch rounds each tensor up to a power of two.
     """
-    shapes = [*state_shapes(model, optimizer).values(), *(p.shape for p in model.parameters())]
+    shapes = [*state_shapes(model.config, optimizer).values(), *(p.shape for p in model.parameters())]
     sizes = [4 * math.prod(shape) for shape in shapes]
     return sum(2 ** (size - 1).bit_length() if page_locked else size for size in sizes)
 

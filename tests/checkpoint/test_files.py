@@ -311,7 +311,7 @@ MATRIX = "h.0.mlp.c_fc.weight"
 def fitting(model: GPT, optimizer: str) -> dict:
     """Return a checkpoint that fits a model."""
     state: dict = {}
-    for name, shape in state_shapes(model, optimizer).items():
+    for name, shape in state_shapes(model.config, optimizer).items():
         parameter, kind = name.rsplit(".", 1)
         state.setdefault(parameter, {})[kind] = torch.zeros(shape)
     return {"model": dict(model.state_dict()), "optimizer": state}
@@ -330,7 +330,7 @@ def fitting(model: GPT, optimizer: str) -> dict:
 ])  # fmt: skip
 def test_optimizer_state_must_have_the_shapes_and_the_dtype_of_the_optimizer(optimizer, kind, change, found):
     model = GPT(SMALL)
-    checkpoint, kept = fitting(model, optimizer), state_shapes(model, optimizer)
+    checkpoint, kept = fitting(model, optimizer), state_shapes(model.config, optimizer)
     check_tensors(checkpoint, "latest.pt", model, kept)
     state = checkpoint["optimizer"][MATRIX]
     whole = state.pop(kind, None)
@@ -346,12 +346,12 @@ def test_weights_must_be_fp32(dtype):
     checkpoint = fitting(model, "adamw")
     checkpoint["model"][MATRIX] = checkpoint["model"][MATRIX].to(dtype)
     with pytest.raises(UserError, match=rf"is \(64, 16\) {dtype}; expected \(64, 16\) torch.float32"):
-        check_tensors(checkpoint, "latest.pt", model, state_shapes(model, "adamw"))
+        check_tensors(checkpoint, "latest.pt", model, state_shapes(model.config, "adamw"))
 
 
 def test_a_checkpoint_may_lack_all_optimizer_state_or_the_mean_squares():
     model = GPT(SMALL)
-    checkpoint, kept = fitting(model, "muon"), state_shapes(model, "muon")
+    checkpoint, kept = fitting(model, "muon"), state_shapes(model.config, "muon")
     for state in checkpoint["optimizer"].values():
         state.pop("mean_squares", None)  # muon_beta2 was 0
     check_tensors(checkpoint, "latest.pt", model, kept)

@@ -23,7 +23,7 @@ from rich.console import Console
 import prepare_dataset
 from convert_hf import write_folder
 from model import GPT, GPTConfig
-from optim import make_optimizer, state_shapes
+from optim import state_shapes
 from steadygpt.base.options import OF_PATHS, UserError
 from steadygpt.base.text import printable
 from steadygpt.checkpoint.files import as_checkpoint, check_tensors, named_tensors, read_checkpoint
@@ -36,7 +36,6 @@ from steadygpt.data.tasks import load_examples
 from steadygpt.data.tokenizer import get_tokenizer, load_tokenizer, record_named
 from steadygpt.data.tokenizer_json import to_json
 from steadygpt.log.metrics import owner, read_records, read_status
-from steadygpt.machine.ranks import Ranks
 from steadygpt.monitor.snapshot import watch
 from steadygpt.monitor.view import view
 from steadygpt.run.history import resumed
@@ -304,7 +303,7 @@ def test_made_checkpoints_are_used_or_refused(files, monkeypatch, count):
     original, rng, read = torch.load("checkpoints/latest.pt", weights_only=True), random.Random(3), 0
     config = TrainConfig(device="cpu")
     model = load_model(original)
-    kept = state_shapes(model, make_optimizer(model, config, Ranks(torch.device("cpu"))))
+    kept = state_shapes(model.config, config.optimizer)
 
     def use(content: dict) -> None:
         checkpoint = as_checkpoint(content, Path("latest.pt"))
