@@ -168,11 +168,7 @@ def find_step(checkpoint: dict, path: Path, step: int) -> tuple[Mixture, range, 
         streams[start["sources"][shards.name][1]] = rows
         for tokens, shard in zip(rows.tokens, rows.shards, strict=True):
             files[id(tokens)] = printable(f"{shards.name}, {shard.path.name}")
-    full_steps = config.max_steps or config.num_epochs * config.steps_per_epoch
-    end = config.steps_between(0, full_steps * config.total_batch_size // config.context_length)
-    if not full_steps:
-        all_rows = config.num_epochs * sum(rows.rows_per_epoch for rows in streams.values())
-        end = start["step"] + config.steps_between(start["row"], all_rows)
+    end = config.last_step(start["step"], start["row"], sum(rows.rows_per_epoch for rows in streams.values()))
     if is_last and step >= end:
         raise UserError(f"--step is {step:,}; expected less than {end:,}, because the run of {path} ends there")
     first = config.row_after(step - start["step"], start["row"])

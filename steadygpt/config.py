@@ -229,17 +229,25 @@ class TrainConfig(GPTConfig):
             expected = "at most 200 printable characters, which name a folder in --tensorboard_dir"
             raise OptionError("run_name", repr(self.run_name[:200]), expected)
         parse_folders("mix", self.mix), parse_folders("val", self.val)
-        parse_ramp(self.batch_ramp, self.context_length, self.total_batch_size)
+        parse_ramp(self.batch_ramp)
 
     def check_together(self) -> None:
         """Check options against each other; on resume, once the checkpoint's values are among them."""
         self.check_shape()
         tasks, is_fsdp = parse_tasks(self.eval_tasks).keys() - {"hellaswag"}, self.sharding == "fsdp"
-        evaluates = self.eval_freq or self.hellaswag_freq or self.sample_freq
+        evaluates, ramp = self.eval_freq or self.hellaswag_freq or self.sample_freq, parse_ramp(self.batch_ramp)
+        sizes, ends = [self.context_length - 1, *(size for size, _ in ramp), self.total_batch_size], [0.0]
+        ends += [end for _, end in ramp]
+        ascends = all(before < after for numbers in (sizes, ends) for before, after in pairwise(numbers))
         for is_wrong, problem in (
             (self.min_lr > self.max_lr, f"--min_lr {self.min_lr} is above --max_lr {self.max_lr}"),
             (not (self.max_steps or self.num_epochs), "--max_steps and --num_epochs are both 0; give one of them"),
             (tasks and not self.hellaswag_freq, f"--eval_tasks {self.eval_tasks} needs a --hellaswag_freq above 0"),
+            (
+                ramp and not ascends,
+                f"--batch_ramp {self.batch_ramp}: expected ascending TOKENS from --context_length "
+                f"{self.context_length:,} to below --total_batch_size {self.total_batch_size:,}, and ascending UNTIL",
+            ),
             (self.skip_spikes and not self.spike_z, "--skip_spikes needs a --spike_z above 0, which defines a spike"),
             # Muon's learning rate follows the same curve.
             (self.optimizer == "muon" and not self.max_lr, "--optimizer muon needs a --max_lr above 0"),
@@ -293,7 +301,7 @@ class TrainConfig(GPTConfig):
     @property
     def stages(self) -> list[tuple[int, float]]:
         """The rows of a step, and the row of the run up to which steps have so many; the last stage has no end."""
-        T, of_tokens = self.context_length, parse_ramp(self.batch_ramp, self.context_length, self.total_batch_size)
+        T, of_tokens = self.context_length, [*parse_ramp(self.batch_ramp), (self.total_batch_size, math.inf)]
         return [(max(1, tokens // T), end / T) for tokens, end in of_tokens]  # 1: possible_rows() refuses less
 
     def step_at(self, row: int) -> range:
@@ -326,17 +334,25 @@ class TrainConfig(GPTConfig):
             row, steps = row + taken * size, steps + taken
         return steps
 
+    def last_step(self, step: int, row: int, rows_per_epoch: int) -> int:
+        """Return how many steps a run takes in all that has taken some, up to a row of the run."""
+        steps = self.max_steps or self.num_epochs * self.steps_per_epoch
+        if steps and not self.batch_ramp:
+            return steps
+        # Enough for the remaining rows: the batch size may have changed since the run began.
+        return step + self.steps_between(row, steps * self.stages[-1][0] or self.num_epochs * rows_per_epoch)
+
     def possible_rows(self, world_size: int) -> list[int]:
         """Return every mini_batch_size that splits the tokens of each step evenly, in ascending order."""
         row = self.context_length * world_size
-        sizes = [tokens for tokens, _ in parse_ramp(self.batch_ramp, self.context_length, self.total_batch_size)]
-        for tokens in reversed(sizes):
+        sizes = [("total_batch_size", self.total_batch_size)]
+        sizes += [("batch_ramp", tokens) for tokens, _ in parse_ramp(self.batch_ramp)]
+        for name, tokens in sizes:
             if tokens % row:
                 such_as = f"{(tokens // row + 1) * row:,}"
                 expected = f"a multiple of --context_length x processes = {row:,} tokens, such as {such_as}"
-                name = "total_batch_size" if tokens == self.total_batch_size else "batch_ramp"
                 raise OptionError(name, f"{tokens:,}", expected)
-        rows = math.gcd(*sizes) // row
+        rows = math.gcd(*(tokens for _, tokens in sizes)) // row
         small = [B for B in range(1, math.isqrt(rows) + 1) if rows % B == 0]
         return sorted({*small, *(rows // B for B in small)})
 
@@ -365,16 +381,13 @@ ABOUT = (
 
 
 @cache
-def parse_ramp(text: str, context_length: int, total_batch_size: int) -> list[tuple[int, float]]:
-    """Return the stages of a run with --batch_ramp: the tokens of a step, and of the run at the end of the stage."""
+def parse_ramp(text: str) -> list[tuple[int, float]]:
+    """Return the stages of --batch_ramp: the tokens of a step, and of the run at the end of the stage."""
     parts = [re.fullmatch(r"(\d[\d_]{,17}):(\d[\d_]{,17})", part) for part in text.split(",")] if text else []
     found = [(int(part[1].replace("_", "")), float(part[2].replace("_", ""))) for part in parts if part]
-    stages = [*found, (total_batch_size, math.inf)]
-    is_ascending = all(before < after for numbers in zip(*stages, strict=True) for before, after in pairwise(numbers))
-    if len(found) < len(parts) or not is_ascending or (found and found[0][0] < context_length):
-        expected = "TOKENS:UNTIL,..., both ascending, and TOKENS from --context_length to below --total_batch_size"
-        raise OptionError("batch_ramp", repr(text), f"{expected}, {total_batch_size:,}")
-    return stages
+    if len(found) < len(parts):
+        raise OptionError("batch_ramp", repr(text), "TOKENS:UNTIL,... in whole numbers")
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------------

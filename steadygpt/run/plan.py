@@ -65,10 +65,11 @@ class Plan:
         sharding = f", {config.sharding}" * (world_size > 1 or config.sharding == "fsdp")
         dtype = AUTOCAST.get(config.precision, torch.float32)
         kernel = kernel_name((1, config.num_heads, T, sketch.config.head_size), dtype, ranks.device, config.dropout)
-        tokens, length = config.row_after(config.max_steps) * T, ""
+        rows, length = config.row_after(config.max_steps - self.history.step, self.history.rows_consumed), ""
+        tokens = rows * T
         ramp = "".join(f"{size * T:,} up to token {end * T:,.0f}, then " for size, end in config.stages[:-1])
         if per_epoch := schedule.rows_per_epoch / config.stages[-1][0]:
-            epochs = schedule.epochs(config.row_after(config.max_steps))
+            epochs = schedule.epochs(rows)
             length = f"; {epochs:{',.2f' if epochs >= 0.1 else '.1g'}} epochs "
             length += f"(1 epoch = {per_epoch:,{'.0f' if per_epoch >= 10 else '.2f'}} steps)"
         lines = [

@@ -74,12 +74,9 @@ def with_steps(config: TrainConfig, rows_per_epoch: int, history: History) -> Tr
     Args:
         rows_per_epoch: 0 of a mixture, or after a change of the data: the run has no epochs.
     """
-    step, steps = history.step, config.max_steps or config.num_epochs * config.steps_per_epoch
-    if not steps and not rows_per_epoch:
+    if not (config.max_steps or config.num_epochs * config.steps_per_epoch or rows_per_epoch):
         raise UserError("a mixture of data has no epochs; set the length of the run with --max_steps")
-    max_steps = config.steps_between(0, steps * config.stages[-1][0])
-    if not steps:  # enough for the remaining rows: the batch size may have changed since the run began
-        max_steps = step + config.steps_between(history.rows_consumed, config.num_epochs * rows_per_epoch)
+    step, max_steps = history.step, config.last_step(history.step, history.rows_consumed, rows_per_epoch)
     if step > max_steps:
         raise UserError(f"the checkpoint is at step {step:,}, past the run's {max_steps:,}; give a larger --max_steps")
     warmup_steps = config.warmup_steps
