@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -42,7 +42,7 @@ class Allocated(TorchDispatchMode):
 
     def __init__(self, known: Iterable[Tensor], is_compiled: bool):
         super().__init__()
-        self.is_compiled, self.now, self.peak = is_compiled, 0, 0
+        self.is_compiled, self.now, self.peak, self.first_peak = is_compiled, 0, 0, 0
         self.counted = weakref.WeakSet(tensor.untyped_storage() for tensor in known)
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -51,7 +51,18 @@ class Allocated(TorchDispatchMode):
             self._count((found, args) if self.is_compiled else found)
         elif not self.is_compiled or operator in SUMS_AND_RELU:
             self._count(found)
+        # With content, PyTorch sums gradients in place if they are no views, as casts are none.
+        if torch.is_grad_enabled() or operator != SUMS_AND_RELU[0] or args[0]._is_view():
+            self.peak = max(self.peak, self.now)
         return found
+
+    def watch(self, block: nn.Module, args: tuple[Tensor, ...]) -> None:
+        """Keep the peak up to the end of a block's backward pass as `first_peak`."""
+
+        def end(_: Tensor) -> None:
+            self.first_peak, self.peak = self.peak, self.now
+
+        args[0].register_hook(end)
 
     def _count(self, tensors: Any) -> None:
         for tensor in tree_leaves(tensors):
@@ -62,7 +73,6 @@ class Allocated(TorchDispatchMode):
 
     def _add(self, size: int) -> None:
         self.now += size
-        self.peak = max(self.peak, self.now)
 
 
 def micro_step_bytes(config: TrainConfig, shape: GPTConfig, device: torch.device) -> tuple[int, int]:
@@ -72,6 +82,7 @@ def micro_step_bytes(config: TrainConfig, shape: GPTConfig, device: torch.device
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second
 
+    # All blocks' activations are there until the last block's backward pass has ended.
     peaks, cpu, precision = [], torch.device("cpu"), config.precision
     # Of blocks that are recomputed, compiled code has nearly as much in memory as eager code.
     is_compiled = config.compiles(device.type) and not config.activation_checkpointing
@@ -89,12 +100,14 @@ def micro_step_bytes(config: TrainConfig, shape: GPTConfig, device: torch.device
                 known += parameter, gradient
             rows = torch.zeros(config.mini_batch_size, config.context_length + 1, dtype=torch.int64)
             with Allocated(known, is_compiled) as allocated:
+                model.h[-1].register_forward_pre_hook(allocated.watch)
                 with autocast(cpu, precision):
                     loss = model(rows[:, :-1], rows[:, 1:])
                 loss.backward()
-        peaks.append(allocated.peak)
-    two, three = peaks
-    return (three - two) * shape.num_layers, 3 * two - 2 * three
+        peaks.append((allocated.first_peak, allocated.peak))
+    (two, _), (three, later) = peaks
+    blocks = (three - two) * shape.num_layers
+    return blocks, max(3 * two - 2 * three, later - blocks)
 
 
 def checkpoint_bytes(model: GPT, optimizer: str, page_locked: bool = False) -> int:

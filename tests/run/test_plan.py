@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,9 +17,10 @@ from steadygpt.base.options import UserError
 from steadygpt.base.text import bytes_text
 from steadygpt.checkpoint.files import named_tensors
 from steadygpt.config import TrainConfig, parse_args
+from steadygpt.machine.device import autocast
 from steadygpt.machine.ranks import Ranks
 from steadygpt.run import plan as plans
-from steadygpt.run.memory import COPY, FITS, STATIC, estimate_memory, needed_bytes, with_fitting_rows
+from steadygpt.run.memory import COPY, FITS, STATIC, estimate_memory, micro_step_bytes, needed_bytes, with_fitting_rows
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 CONFIG = TrainConfig(precision="bf16", compile="off", mini_batch_size=16)
@@ -26,11 +28,40 @@ with torch.device("meta"):
     MODEL = new_model(CONFIG, CONFIG.shape(50257))
 N = sum(p.numel() for p in MODEL.parameters())
 BLOCKS = sum(p.numel() for p in MODEL.h.parameters())
+SMALL = "--num_layers 4 --num_heads 2 --embd_size 64 --context_length 1024 --mini_batch_size 2 --total_batch_size 4096"
 UNSHARDED, GATHERED = "unsharded gradients", "gathered weights"
 
 
 def memory(world_size: int = 1, **changes) -> tuple[dict, dict]:
     return estimate_memory(dataclasses.replace(CONFIG, **changes), MODEL, Ranks(GPU, world_size=world_size))
+
+
+def allocated_bytes(config: TrainConfig) -> int:
+    """Return the most bytes that PyTorch's allocator has given to forward and backward of a micro-step."""
+    model = new_model(config, config.shape(500))
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+        parameter.grad = torch.zeros_like(parameter)
+    rows = torch.zeros(config.mini_batch_size, config.context_length + 1, dtype=torch.int64)
+    with torch.profiler.profile(profile_memory=True) as profiled:
+        with autocast(CPU, config.precision):
+            loss = model(rows[:, :-1], rows[:, 1:])
+        loss.backward()
+    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("flags", [
+    "", "--loss_chunk_size 512", "--activation_checkpointing", "--loss_chunk_size 512 --activation_checkpointing",
+    "--dropout 0.1", "--norm rmsnorm --qk_norm --rotary_pct 1 --activation swiglu --bias off --tied_head off",
+    "--norm rmsnorm_no_weight --activation relu2 --logit_softcap 15 --num_kv_heads 1 --rotary_pct 1 --num_layers 7",
+    "--parallel_residual on --context_length 256 --mini_batch_size 4",
+])  # fmt: skip
+def test_counted_bytes_are_those_that_pytorch_allocates(flags, precision):
+    config, _ = parse_args([*SMALL.split(), "--precision", precision, *flags.split()])
+    counted = sum(micro_step_bytes(config, config.shape(500), CPU))
+    assert counted == pytest.approx(allocated_bytes(config), rel=0.03)
 
 
 @pytest.mark.parametrize(("flags", "measured_gb", "within"), [
