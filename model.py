@@ -87,7 +87,7 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
 
 
 class Embedding(nn.Embedding):
-    """An embedding that is not initialized: GPT sets its weights. Its last `padding` rows are no id's."""
+    """An embedding that is not initialized: GPT sets its weights. Its last `padding` rows belong to no id."""
 
     def __init__(self, rows: int, width: int, padding: int = 0):
         super().__init__(rows, width, _weight=torch.empty(rows, width))
@@ -95,7 +95,7 @@ class Embedding(nn.Embedding):
 
 
 class Linear(nn.Linear):
-    """A linear layer that is not initialized: GPT sets its weights. The last `padding` rows are no output's."""
+    """A linear layer that is not initialized: GPT sets its weights. Its last `padding` rows belong to no output."""
 
     padding = 0
 

@@ -144,8 +144,8 @@ class TrainConfig(GPTConfig):
     shuffle_rows: bool = _data(True, "shuffle the rows of each shard in each epoch", on_resume="never")
 
     total_batch_size: int = _recipe(524288, "tokens per step, over all ranks", at_least=1, at_most=2**40)
-    batch_ramp: str = _recipe("", "smaller steps at first, TOKENS:UNTIL,...: of TOKENS until the run has had UNTIL, as "
-                              "in 65536:50_000_000,131072:200_000_000; the run has as many tokens as without it")
+    batch_ramp: str = _recipe("", "smaller steps at first: TOKENS_PER_STEP:UNTIL_TOKEN,... such as "
+                              "65536:50_000_000,131072:200_000_000; the tokens of the whole run stay the same")
     micro_steps: int = _optim(0, "micro-steps per step on each rank, instead of total_batch_size, which the first "
                               "start derives from them; 0 = total_batch_size decides", on_resume="never")
     mini_batch_size: int = _optim(32, "micro-batch size: rows per micro-step on each rank, or fewer to divide a step "
@@ -168,7 +168,7 @@ class TrainConfig(GPTConfig):
     grad_clip: float = _recipe(1.0, "maximum gradient norm; 0 = no clipping")
     num_epochs: int = _optim(5, "passes over the data")
     steps_per_epoch: int = _optim(0, "steps per epoch; 0 = from the size of the data (18795 for FineWeb-Edu 10B)")
-    max_steps: int = _optim(0, "steps of the run, in a ramp more; 0 = num_epochs * steps_per_epoch")
+    max_steps: int = _optim(0, "steps of the run, more with batch_ramp; 0 = num_epochs * steps_per_epoch")
     max_bad_steps: int = _optim(5, "stop after this many consecutive steps with a NaN or infinite value; 0 = off")
     spike_z: float = _optim(6.0, "warn of a loss this many standard deviations above the mean of the last 128; 0 = off")
     skip_spikes: bool = _optim(False, "skip updates with a loss spike")
@@ -236,9 +236,8 @@ class TrainConfig(GPTConfig):
         self.check_shape()
         tasks, is_fsdp = parse_tasks(self.eval_tasks).keys() - {"hellaswag"}, self.sharding == "fsdp"
         evaluates, ramp = self.eval_freq or self.hellaswag_freq or self.sample_freq, parse_ramp(self.batch_ramp)
-        sizes, ends = [self.context_length - 1, *(size for size, _ in ramp), self.total_batch_size], [0.0]
-        ends += [end for _, end in ramp]
-        ascends = all(before < after for numbers in (sizes, ends) for before, after in pairwise(numbers))
+        stages = [(self.context_length - 1, 0.0), *ramp, (self.total_batch_size, math.inf)]
+        ascends = all(size < next_size and end < next_end for (size, end), (next_size, next_end) in pairwise(stages))
         for is_wrong, problem in (
             (self.min_lr > self.max_lr, f"--min_lr {self.min_lr} is above --max_lr {self.max_lr}"),
             (not (self.max_steps or self.num_epochs), "--max_steps and --num_epochs are both 0; give one of them"),
@@ -299,6 +298,11 @@ class TrainConfig(GPTConfig):
         return self.shard_size or world_size
 
     @property
+    def rows_per_step(self) -> int:
+        """The rows of a step, without a ramp or after it."""
+        return self.total_batch_size // self.context_length
+
+    @property
     def stages(self) -> list[tuple[int, float]]:
         """The rows of a step, and the row of the run up to which steps have so many; the last stage has no end."""
         T, of_tokens = self.context_length, [*parse_ramp(self.batch_ramp), (self.total_batch_size, math.inf)]
@@ -327,7 +331,7 @@ class TrainConfig(GPTConfig):
         return row
 
     def steps_between(self, row: int, end_row: int) -> int:
-        """Return how many steps the run takes from a row on until it has had all rows before another one."""
+        """Return the number of steps from a row of the run to the end of the step that reaches `end_row`."""
         steps = 0
         for size, end in self.stages:
             taken = max(0, math.ceil((min(end, end_row) - row) / size))
@@ -335,12 +339,12 @@ class TrainConfig(GPTConfig):
         return steps
 
     def last_step(self, step: int, row: int, rows_per_epoch: int) -> int:
-        """Return how many steps a run takes in all that has taken some, up to a row of the run."""
+        """Return the number of steps of the whole run, given where it is now: its step and its row."""
         steps = self.max_steps or self.num_epochs * self.steps_per_epoch
         if steps and not self.batch_ramp:
             return steps
         # Enough for the remaining rows: the batch size may have changed since the run began.
-        return step + self.steps_between(row, steps * self.stages[-1][0] or self.num_epochs * rows_per_epoch)
+        return step + self.steps_between(row, steps * self.rows_per_step or self.num_epochs * rows_per_epoch)
 
     def possible_rows(self, world_size: int) -> list[int]:
         """Return every mini_batch_size that splits the tokens of each step evenly, in ascending order."""

@@ -68,7 +68,7 @@ class Plan:
         rows, length = config.row_after(config.max_steps - self.history.step, self.history.rows_consumed), ""
         tokens = rows * T
         ramp = "".join(f"{size * T:,} up to token {end * T:,.0f}, then " for size, end in config.stages[:-1])
-        if per_epoch := schedule.rows_per_epoch / config.stages[-1][0]:
+        if per_epoch := schedule.rows_per_epoch / config.rows_per_step:
             epochs = schedule.epochs(rows)
             length = f"; {epochs:{',.2f' if epochs >= 0.1 else '.1g'}} epochs "
             length += f"(1 epoch = {per_epoch:,{'.0f' if per_epoch >= 10 else '.2f'}} steps)"
@@ -130,7 +130,7 @@ class Plan:
         if not rows or config.eval_freq > config.max_steps:
             return f"{text} at the end" * bool(rows)
         # A forward pass is a third of a step's work.
-        cost = rows / (3 * config.eval_freq * config.stages[-1][0])
+        cost = rows / (3 * config.eval_freq * config.rows_per_step)
         return f"{text} every {counted(config.eval_freq, 'step')}: about {cost:.1%} of the training time"
 
     def _checkpoints_text(self, size: int, epochs: int) -> str:
@@ -197,11 +197,12 @@ def _settle_on_main(
     notes += [of_precision, of_memory]
     if config.deterministic:
         notes.append(note_of_processes(config, before, ranks))
-    rows_per_step = config.stages[-1][0]
     if asked.mini_batch_size not in (0, config.mini_batch_size):
         where = f"each of {world_size} ranks" if world_size > 1 else "1 rank"
         found = f"{config.mini_batch_size} per micro-step instead of --mini_batch_size {asked.mini_batch_size}"
-        notes.append(labelled("rows", f"{found}: a step has {counted(rows_per_step // world_size, 'row')} on {where}"))
+        notes.append(
+            labelled("rows", f"{found}: a step has {counted(config.rows_per_step // world_size, 'row')} on {where}")
+        )
 
     # The record of this start, and the number of steps, which may follow from its data.
     starts = [*recorded]
@@ -213,7 +214,7 @@ def _settle_on_main(
     if not (data.sources or config.mix or config.max_steps or config.steps_per_epoch):
         config = replace(config, steps_per_epoch=max(1, FINEWEB_EDU_TOKENS // config.total_batch_size))
     has_epochs = data.rows_per_epoch and not phase_of(starts).number if starts else not config.mix
-    rows_per_epoch = (config.steps_per_epoch * rows_per_step or data.rows_per_epoch) if has_epochs else 0
+    rows_per_epoch = (config.steps_per_epoch * config.rows_per_step or data.rows_per_epoch) if has_epochs else 0
     config = with_steps(config, rows_per_epoch, history)
 
     config = replace(config, tokenizer=data.tokenizer, vocab_size=sketch.config.vocab_size)

@@ -23,7 +23,7 @@ class Schedule:
     @cached_property
     def decay_start(self) -> int:
         """The step from which the learning rate falls; in a batch ramp, wsd's cool-down is a fraction of the tokens."""
-        config, of_step = self.config, self.config.stages[-1][0]
+        config, of_step = self.config, self.config.rows_per_step
         steps = config.row_after(config.max_steps) // of_step  # of full size
         left = {"cosine": 0, "wsd": steps - round(config.cooldown * steps)}.get(config.schedule, steps)
         return max(config.warmup_steps, config.steps_between(0, left * of_step))
