@@ -6,8 +6,9 @@
     python prepare_dataset.py --source corpus/ --tokenizer bpe:32768               # trains a tokenizer first
     python prepare_dataset.py --source 'gs://bucket/*.npz' --tokenizer gpt2        # token ids, or text, of a store
 
-Source -> chunks -> batches -> ids -> shards. Each depends only on the source and a position in it, so the shards are
-byte-identical for any number of workers, and after a kill the same command resumes. Token ids are only checked.
+A source is cut into units, which depend only on its files. Workers encode units, and a shard or the validation split
+ends with a unit. So the shards are byte-identical for any number of workers, the same text is in the validation split
+for every tokenizer, and after a kill the same command resumes with the unit after the last shard.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, takewhile
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypedDict
 
 import numpy as np
 
@@ -38,9 +39,16 @@ from steadygpt.base.options import OptionError, UserError, option, parse_options
 from steadygpt.base.progress import ProgressBar, say
 from steadygpt.base.text import bytes_text, counted
 from steadygpt.base.typed import Count, read_json
-from steadygpt.data.documents import NO_TEXT, Chunk, Position, cut_document, read_documents, repair, suffix_of
-from steadygpt.data.ids import check_ids
-from steadygpt.data.shards import DEFAULT_FOLDER, MANIFEST, ShardEntry, open_shard, token_dtype, write_shard
+from steadygpt.data.documents import NO_TEXT, Part, cut_document, read_documents, repair, suffix_of
+from steadygpt.data.shards import (
+    DEFAULT_FOLDER,
+    MANIFEST,
+    ShardEntry,
+    check_vocabulary,
+    open_shard,
+    token_dtype,
+    write_shard,
+)
 from steadygpt.data.sources import FINEWEB_EDU, STDLIB, Source, find_source, fingerprint
 from steadygpt.data.tokenizer import (
     END_OF_TEXT,
@@ -62,13 +70,11 @@ DESCRIPTION = (
     "default, 10 B tokens of FineWeb-Edu, downloads 27 GB and needs 24 GB of disk at peak, 20 GB afterwards, and "
     "0.5 GB of memory plus 0.14 GB per worker. After an interruption, run the same command again to resume."
 )
-FORMAT_VERSION = 5  # unfinished preparations of other versions cannot be resumed
-NEXT = (*Position._fields, "skip_tokens", "text_bytes")
-BATCH_BYTES = 2**20  # the smallest batch of a worker
 IN_USE = "wait until it has finished, or use a different --out"
 DOWNLOADS = ".download"  # in the folder of the shards
 NAMED_SKIPS = 5  # skipped rows that are named on stderr; empty ones are only counted
-VAL_BYTES = 400_000_000  # of text in val, at most; then the document or line is completed
+VAL_BYTES = 400_000_000  # of text in val, at most; then the unit is completed
+SAMPLE_BYTES = 2**20  # of text that is encoded to estimate the number of tokens
 SMALL_TOKENS = 50_000_000  # below this, the proposed next command trains the quickstart's model
 
 
@@ -92,11 +98,10 @@ class PrepareOptions:
         at_least=1,
     )
     document_token: str = option("", f"special token to put before each document (default: {END_OF_TEXT})")
-    shard_size: int = option(100_000_000, "tokens per shard", at_least=1, at_most=2**31)
+    shard_size: int = option(100_000_000, "tokens per shard, at most", at_least=1, at_most=2**31)
     val_tokens: int | None = option(
         None,
-        "tokens of the val split, from the start of the source (default: 1/40 of the source: of text at most 400 MB, "
-        "up to the end of a document; of token ids at most one shard)",
+        "tokens of the val split, from the start of the source, at least (default: 1/40 of the source, at most 400 MB)",
         at_most=2**31,
     )
     num_workers: int | None = option(
@@ -115,79 +120,58 @@ class PrepareOptions:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# chunks -> batches -> ids
-
-Batch = list[Chunk]
+# units -> ids
 
 
 class Encoded(NamedTuple):
-    """The ids of a batch."""
+    """The ids of a unit."""
 
     ids: np.ndarray  # (n,), of the shards' dtype
-    documents: int
-    repaired: int  # characters U+FFFD that replace invalid Unicode
-    skipped: list[tuple[Position, str]]  # rows and the reasons
+    rows: list[int]  # documents of each part, with the skipped ones; a text is one, in its first part
+    skipped: list[list[tuple[int, str]]]  # of each part the rows, counted from 0, and the reasons
+    documents: int = 0
+    repaired: int = 0  # characters U+FFFD that replace invalid Unicode
     text_bytes: int = 0
-    val_ends: Sequence[tuple[int, int]] = ()  # where val may end: how many ids and bytes of text come before
     spelled: int = 0  # how often texts contain the characters of the document token
 
 
-def encode(
-    batch: Batch, record: TokenizerRecord, out: Path, vocab_size: int, text_field: str, val_bytes: int = 0
-) -> Encoded:
-    """Encode the documents of a batch, with the document token before each and nowhere else.
+def encode(unit: list[Part], record: TokenizerRecord, out: Path, vocab_size: int, text_field: str) -> Encoded:
+    """Encode the documents of a unit, with the document token before each and nowhere else.
 
     Token ids are checked instead.
 
     Args:
         record: of the tokenizer, whose file is in the folder `out`, if it has one.
-        val_bytes: the least text in the val split; 0 if --val_tokens decides where it ends.
-
-    The val split may end before each document and, in one of more than val_bytes, where cut_document() cuts before
-    three times as many, so that it has at most a tenth of the text, or where a later piece begins. No token crosses
-    such a place, so it is the same for every tokenizer.
     """
-    blocks = [(chunk.name, chunk.data) for chunk in batch if isinstance(chunk.data, np.ndarray)]
-    if blocks:  # then all chunks are: a source holds text or ids
-        return Encoded(np.concatenate([check_ids(name, ids, vocab_size) for name, ids in blocks]), 0, 0, [])
+    blocks = [part.data for part in unit if isinstance(part.data, np.ndarray)]
+    if blocks:  # then all parts are: a source holds text or ids
+        for part, block in zip(unit, blocks, strict=True):
+            check_vocabulary(part.name, block, vocab_size)
+        dtype = token_dtype(vocab_size)
+        return Encoded(np.concatenate([block.astype(dtype) for block in blocks]), [0] * len(unit), [[]] * len(unit))
     tokenizer = load_tokenizer(record, out)
     begin = np.array([tokenizer.document_id], np.uint32)
-    ids, skipped, documents, repaired = [begin[:0]], [], 0, 0
-    num_ids, text_bytes, spelled, val_ends, val_bytes = 0, 0, 0, [], val_bytes or sys.maxsize
-    for chunk in batch:
-        for row, text, is_begin in read_documents(chunk, text_field):
+    ids, rows, skipped = [begin[:0]], list[int](), list[list[tuple[int, str]]]()
+    documents, repaired, text_bytes, spelled = 0, 0, 0, 0
+    for part in unit:
+        rows.append(0)
+        skipped.append([])
+        for text, is_begin in read_documents(part, text_field):
+            rows[-1] += is_begin
             if not isinstance(text, str):
                 kind = "null" if text is None else type(text).__name__
                 reason = str(text) if isinstance(text, ValueError) else f"{kind}, not a string"
-                skipped.append((chunk.at._replace(row=row), reason))
+                skipped[-1].append((rows[-1] - 1, reason))
                 continue
             clean = repair(text)
             repaired += clean.count("\ufffd") - text.count("\ufffd") if clean is not text else 0
             documents += is_begin
             spelled += clean.count(tokenizer.document_token)
-            offset = 0 if is_begin else chunk.at.offset  # in the document
-            for piece in cut_document(clean, val_bytes - offset, 3 * val_bytes - offset):
-                if is_begin or offset >= val_bytes:
-                    val_ends.append((num_ids, text_bytes))
-                ids += [begin] * is_begin
-                ids.append(tokenizer.encode_to_numpy(piece))
-                num_ids, size = num_ids + is_begin + len(ids[-1]), len(piece.encode())
-                is_begin, offset, text_bytes = False, offset + size, text_bytes + size
+            text_bytes += len(clean.encode())
+            ids += [begin] * is_begin
+            ids += map(tokenizer.encode_to_numpy, cut_document(clean))
     all_ids = np.concatenate(ids).astype(token_dtype(vocab_size))
-    return Encoded(all_ids, documents, repaired, skipped, text_bytes, val_ends, spelled)
-
-
-def gather_batches(chunks: Iterable[Chunk]) -> Iterator[Batch]:
-    """Gather consecutive chunks into batches of BATCH_BYTES or more."""
-    batch, num_bytes = Batch(), 0
-    for chunk in chunks:
-        batch.append(chunk)
-        num_bytes += chunk.num_bytes + 64  # 64: empty files take memory too
-        if num_bytes >= BATCH_BYTES:
-            yield batch
-            batch, num_bytes = Batch(), 0
-    if batch:
-        yield batch
+    return Encoded(all_ids, rows, skipped, documents, repaired, text_bytes, spelled)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -241,11 +225,18 @@ def trained_json(options: PrepareOptions, source: Source, out: Path) -> str:
 # ids -> shards
 
 
+class Next(TypedDict):
+    """Where the unit after the last shard begins."""
+
+    file: Count
+    part: Count
+    row: Count  # of the file
+
+
 @dataclass(kw_only=True)
 class Manifest:
     """The content of manifest.json: the options, the shards so far, and where an unfinished preparation resumes."""
 
-    format_version: int = FORMAT_VERSION
     source: str
     name: str
     tokenizer: str
@@ -253,8 +244,8 @@ class Manifest:
     tokenizer_bytes: Count = 0  # of text that it was trained on here, at most
     document_token: str = END_OF_TEXT
     shard_size: Annotated[int, 1]
-    val_tokens: Count | None  # None until val_bytes of text are read and counted, or the number of ids is estimated
-    val_bytes: Count = 0  # of text in val, at least; 0 if val_tokens was given
+    val_tokens: Count | None  # None if val_bytes decides
+    val_bytes: Count = 0  # of text in val, at least
     text_field: str
     commit: str  # of a data set of the Hub
     files: str  # the source's fingerprint
@@ -265,9 +256,10 @@ class Manifest:
     repaired: Count = 0
     spelled: Count = 0
     skipped: dict[str, Count] = field(default_factory=dict)  # reason -> rows
+    text_bytes: Count = 0
     tokens: Count = 0
     shards: list[ShardEntry] = field(default_factory=list)
-    next: dict[str, Count] = field(default_factory=lambda: dict.fromkeys(NEXT, 0))  # unless complete
+    next: Next = field(default_factory=lambda: Next(file=0, part=0, row=0))  # unless complete
 
     @staticmethod
     def begin(options: PrepareOptions, source: Source, out: Path) -> "Manifest":
@@ -311,13 +303,6 @@ class Manifest:
             raise UserError(f"--out {out} is a file; expected a folder") from None
         if not manifest.shards:
             return None
-        if missing := {*NEXT} - manifest.next.keys():
-            raise UserError(f"{out / MANIFEST}: next has no {min(missing)}, so it is not a manifest; {advice}")
-        if not manifest.complete and manifest.format_version != FORMAT_VERSION:
-            raise UserError(
-                f"{out}: begun by a version of SteadyGPT that cuts texts differently (format "
-                f"{manifest.format_version}, expected {FORMAT_VERSION}); finish it with that version, {advice}"
-            )
         asked, path = dict(vars(options)), Path(options.tokenizer)
         if path.suffix == ".json" and path.exists():  # the content counts, not the name
             is_same = record_named(options.tokenizer).tokenizer_sha256 == manifest.tokenizer_sha256
@@ -336,90 +321,95 @@ class Manifest:
                 )
         return manifest
 
-    def encoder(self, out: Path) -> Callable[[Batch], Encoded]:
-        """Return the function that encodes a batch, for workers."""
+    def encoder(self, out: Path) -> Callable[[list[Part]], Encoded]:
+        """Return the function that encodes a unit, for workers."""
         record = TokenizerRecord.of(vars(self))
-        return partial(
-            encode, record=record, out=out, vocab_size=self.vocab_size, text_field=self.text_field,
-            val_bytes=self.val_bytes,
-        )  # fmt: skip
+        return partial(encode, record=record, out=out, vocab_size=self.vocab_size, text_field=self.text_field)
 
     def save(self, out: Path) -> None:
         """Replace the manifest atomically."""
         content = {key: value for key, value in vars(self).items() if key != "next" or not self.complete}
         replace_file(out / MANIFEST, lambda file: file.write(f"{json.dumps(content, indent=2)}\n".encode()))
 
-    def next_shard(self) -> tuple[str, int]:
-        """Return the split and the size in tokens of the next shard; val comes first."""
-        val_left = self.shard_size if self.val_tokens is None else self.val_tokens - self.tokens
-        return ("val", min(val_left, self.shard_size)) if val_left > 0 else ("train", self.shard_size)
+    @property
+    def split(self) -> str:
+        """The split of the next unit; val comes first, and ends with the unit that completes it."""
+        is_val = self.text_bytes < self.val_bytes if self.val_tokens is None else self.tokens < self.val_tokens
+        return "val" if is_val else "train"
 
-    def write_shard(self, out: Path, ids: np.ndarray) -> None:
-        """Write ids (n,) as the next shard and add it to the manifest."""
-        split, _ = self.next_shard()
-        name = f"{self.name}_{split}_{len(self.shards):06d}.npy"
-        digest = write_shard(out / name, ids)
-        self.shards.append({"file": name, "split": split, "tokens": len(ids), "sha256": digest})
-        self.tokens += len(ids)
+    def add(self, found: Encoded) -> None:
+        """Count a unit."""
+        self.documents += found.documents
+        self.repaired += found.repaired
+        self.spelled += found.spelled
+        self.text_bytes += found.text_bytes
+        self.tokens += len(found.ids)
+        self.skipped = Counter(self.skipped) + Counter(reason for rows in found.skipped for _, reason in rows)
 
-    def counts(self, num_tokens: int) -> str:
+    def write(self, out: Path, split: str, units: list[np.ndarray]) -> None:
+        """Write the ids of units (n,) as the next shard, or as several if one unit has more than shard_size."""
+        if len(units) > 1:
+            shards = [units]
+        else:
+            shards = [[ids] for ids in np.split(units[0], range(self.shard_size, len(units[0]), self.shard_size))]
+        for parts in shards:
+            name = f"{self.name}_{split}_{len(self.shards):06d}.npy"
+            digest = write_shard(out / name, *parts)
+            self.shards.append({"file": name, "split": split, "tokens": sum(map(len, parts)), "sha256": digest})
+
+    def counts(self) -> str:
+        """Return what was read, in words."""
         notes = [counted(self.documents, "document")] if self.documents else []  # not known of token ids
         notes += [f"{count:,} skipped ({reason})" for reason, count in self.skipped.items()]
         if self.repaired:
             notes.append(f"{counted(self.repaired, 'invalid character')} replaced")
         if self.spelled:
             notes.append(f"{self.spelled:,} {self.document_token} inside texts encoded as text")
-        return ", ".join([*notes, f"{num_tokens:,} tokens"])
+        return ", ".join([*notes, f"{self.tokens:,} tokens"])
 
 
 def write_shards(
-    encoded: Iterable[tuple[Batch, Encoded]], out: Path, manifest: Manifest, release: Callable[[int], object]
+    encoded: Iterable[tuple[list[Part], Encoded]], out: Path, manifest: Manifest, release: Callable[[int], object]
 ) -> None:
-    """Write the missing shards; after each, save in the manifest where the next one begins.
+    """Write the missing shards; after each, save in the manifest which unit comes next. Name the first skipped rows.
 
     Args:
-        encoded: batches and their ids, from the batch at manifest.next on.
+        encoded: units and their ids, from the unit at manifest.next on.
         release: is called with a file number once all files before it are in shards.
     """
-    buffer = np.empty(manifest.shard_size, manifest.dtype)
-    filled, taken, text_bytes = 0, manifest.next["skip_tokens"], manifest.next["text_bytes"]
-    for batch, (ids, documents, repaired, skipped, text_bytes_here, val_ends, spelled) in encoded:
-        if manifest.val_tokens is None:  # val ends at the first place from val_bytes on, perhaps in this batch
-            ends = [count for count, num_bytes in val_ends if text_bytes + num_bytes >= manifest.val_bytes]
-            manifest.val_tokens = manifest.tokens + filled - taken + ends[0] if ends else None
-        while taken < len(ids):
-            _, size = manifest.next_shard()
-            count = min(size - filled, len(ids) - taken)
-            buffer[filled : filled + count] = ids[taken : taken + count]
-            filled, taken = filled + count, taken + count
-            if filled == size:
-                manifest.write_shard(out, buffer[:filled])
-                manifest.next = batch[0].at._asdict() | {"skip_tokens": taken, "text_bytes": text_bytes}
-                manifest.save(out)
-                release(batch[0].at.file)
-                filled = 0
-        # Counted after the save above, because a resumed run starts with this batch and counts it again.
-        manifest.documents += documents
-        manifest.repaired += repaired
-        manifest.spelled += spelled
-        manifest.skipped = Counter(manifest.skipped) + Counter(reason for _, reason in skipped)
-        taken = max(0, taken - len(ids))  # a resumed run may have smaller batches
-        text_bytes += text_bytes_here
-    num_tokens = manifest.tokens + filled
-    if manifest.val_tokens is None or num_tokens <= manifest.val_tokens:
-        val = f"--val_tokens {manifest.val_tokens}"
-        if manifest.val_bytes:
-            val = f"a val split of {counted(manifest.val_bytes, 'byte')}"
+    held, split, row, named = list[np.ndarray](), manifest.split, manifest.next["row"], 0
+    for unit, found in encoded:
+        is_full = sum(map(len, held)) + len(found.ids) > manifest.shard_size
+        if held and (is_full or manifest.split != split):
+            manifest.write(out, split, held)
+            manifest.next = {"file": unit[0].file, "part": unit[0].number, "row": row if unit[0].number else 0}
+            manifest.save(out)
+            release(unit[0].file)
+            held = []
+        if len(found.ids):
+            split = manifest.split
+            held.append(found.ids)
+        manifest.add(found)
+        for part, rows, skipped in zip(unit, found.rows, found.skipped, strict=True):
+            row = row if part.number else 0
+            for at, reason in [skip for skip in skipped if skip[1] != NO_TEXT][: NAMED_SKIPS - named]:
+                say(f"skipped {part.name.removeprefix(f'{STDLIB}{os.sep}')}:{row + at + 1}: {reason}")
+                named += 1
+            row += rows
+    if split == "val":
         for path in [*(out / shard["file"] for shard in manifest.shards), out / MANIFEST]:
             path.unlink()
-        if not num_tokens:
-            raise UserError(f"{manifest.source}: found no text ({manifest.counts(0)}); expected some")
+        if not manifest.tokens:
+            raise UserError(f"{manifest.source}: found no text ({manifest.counts()}); expected some")
+        val = f"--val_tokens {manifest.val_tokens}"
+        if manifest.val_tokens is None:
+            val = f"a val split of {counted(manifest.val_bytes, 'byte')}"
         raise UserError(
-            f"{manifest.source}: {manifest.counts(num_tokens)}, and {val} leaves no tokens for train; "
-            f"try --val_tokens {num_tokens // 10} or more text"
+            f"{manifest.source}: {manifest.counts()}, and {val} leaves no tokens for train; "
+            f"try --val_tokens {manifest.tokens // 10} or more text"
         )
-    if filled:
-        manifest.write_shard(out, buffer[:filled])
+    if held:
+        manifest.write(out, split, held)
     manifest.complete = True
     manifest.save(out)
 
@@ -447,23 +437,28 @@ def default_name(source: str) -> str:
 
 
 def expected(source: Source, manifest: Manifest, out: Path) -> tuple[float, float] | None:
-    """Encode the next batch, and extrapolate its tokens and bytes of text to all files.
+    """Encode some of the next text, and extrapolate its tokens and bytes to all files.
 
     Returns: None if the size of the files is not known.
     """
     first, total = manifest.next["file"], sum(source.sizes)
-    batch = next(gather_batches(source.chunks(manifest.text_field, Position(first), in_place=True)), [])
-    read = sum(source.sizes[first : batch[-1].at.file]) + batch[-1].end if batch else 0
+    sample, num_bytes = list[Part](), 0
+    for part in source.parts(manifest.text_field, manifest.vocab_size, first, in_place=True):
+        sample.append(part)
+        num_bytes += part.num_bytes
+        if num_bytes >= SAMPLE_BYTES:
+            break
+    read = sum(source.sizes[first : sample[-1].file]) + sample[-1].end if sample else 0
     if not (read and total):
         return None
-    found, token = manifest.encoder(out)(batch), manifest.document_token
+    found, token = manifest.encoder(out)(sample), manifest.document_token
     if found.spelled:
         code = f"import json, sys; [print(json.dumps({{'text': t}})) for t in sys.stdin.read().split({token!r})]"
         how = f'line of JSON: python -c "{code}" < TEXT > documents.jsonl'
         how = how if suffix_of(source.names[first]) in (".txt", ".md", ".py") else "row of its own"
         text = f"{source.names[first]}: contains {token}, which is encoded as text"
         say(f"{text}. If it separates documents, write each as a {how}")
-    reasons = {reason for _, reason in found.skipped if "not a string" in reason}
+    reasons = {reason for rows in found.skipped for _, reason in rows if "not a string" in reason}
     if reasons and not found.documents:
         raise UserError(
             f"{source.names[first]}: the field {manifest.text_field!r} holds no text ({', '.join(sorted(reasons))}); "
@@ -500,27 +495,22 @@ def print_forecast(source: Source, manifest: Manifest, out: Path, tokens: float,
 
 
 def show_progress(
-    encoded: Iterable[tuple[Batch, Encoded]], bar: ProgressBar, source: Source
-) -> Iterator[tuple[Batch, Encoded]]:
-    """Pass batches on, show how much of the source is done, and name the first skipped rows on stderr."""
-    num_tokens, num_named = 0, 0
-    *amount_before, _ = accumulate(source.sizes, initial=0)
-    for batch, found in encoded:
-        yield batch, found
+    encoded: Iterable[tuple[list[Part], Encoded]], bar: ProgressBar, source: Source
+) -> Iterator[tuple[list[Part], Encoded]]:
+    """Pass units on, and show how much of the source is done."""
+    num_tokens, amount_before = 0, [*accumulate(source.sizes, initial=0)]
+    for unit, found in encoded:
+        yield unit, found
         num_tokens += len(found.ids)
         rate = bar.format_sizeof(num_tokens / (bar.format_dict["elapsed"] or 1))  # 0 with TQDM_DISABLE
         bar.set_postfix_str(f"{rate} tokens/s", refresh=False)
-        bar.update(amount_before[batch[-1].at.file] + batch[-1].end - bar.n)
-        for at, reason in [skip for skip in found.skipped if skip[1] != NO_TEXT][: NAMED_SKIPS - num_named]:
-            name = source.names[at.file].removeprefix(f"{STDLIB}{os.sep}")
-            say(f"skipped {name}:{at.row + 1}: {reason}")
-            num_named += 1
+        bar.update(amount_before[unit[-1].file] + unit[-1].end - bar.n)
 
 
 def write_missing(source: Source, manifest: Manifest, out: Path, options: PrepareOptions) -> None:
     """Write the shards that `manifest` lacks."""
-    start = Position(*(manifest.next[key] for key in Position._fields))
-    before, total = sum(source.sizes[: start.file]), sum(source.sizes)
+    first, total = manifest.next["file"], sum(source.sizes)
+    before = sum(source.sizes[:first])
     with ExitStack() as stack:
         stack.enter_context(lock_folder(out, IN_USE))
         if (there := Manifest.load(out, options)) and there.shards != manifest.shards:
@@ -530,16 +520,16 @@ def write_missing(source: Source, manifest: Manifest, out: Path, options: Prepar
                 shutil.rmtree(folder)
         manifest.save(out)  # before any shard, because shards without a manifest are refused
         stack.enter_context(closing(source))
-        source.release(start.file)
-        if source.needs(start.file, 0):
+        source.release(first)
+        if source.needs(first, 0):
             bar = stack.enter_context(ProgressBar(desc="downloading", total=total, initial=before, unit="B"))
             source.progress = bar.show_from(0)
         desc = "reading ids" if source.holds_ids else "tokenizing"
-        bar = ProgressBar(desc=desc, total=total or None, initial=before, unit=source.unit)
-        batches = gather_batches(source.chunks(manifest.text_field, start))
+        bar = ProgressBar(desc=desc, total=total or None, initial=before, unit=source.progress_unit)
+        units = source.units(manifest.text_field, manifest.vocab_size, first, manifest.next["part"])
         # Ids are checked as fast as a worker would receive them.
         workers = options.num_workers or (1 if source.holds_ids else usable_cores())
-        encoded = stack.enter_context(closing(map_in_order(manifest.encoder(out), batches, workers)))
+        encoded = stack.enter_context(closing(map_in_order(manifest.encoder(out), units, workers)))
         write_shards(show_progress(encoded, stack.enter_context(bar), source), out, manifest, source.release)
 
 
@@ -596,7 +586,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = shlex.quote(out.absolute().name)
         flags = f"--config quickstart {flags} --checkpoint_dir checkpoints/{run} --logdir logs/{run}"
     print(
-        f"{manifest.counts(manifest.tokens)}\n{counted(splits['val'], 'val shard')} "
+        f"{manifest.counts()}\n{counted(splits['val'], 'val shard')} "
         f"({sum(s['tokens'] for s in manifest.shards if s['split'] == 'val') / manifest.tokens:.1%} of the tokens) and "
         f"{counted(splits['train'], 'train shard')} in {out} ({time.monotonic() - start_s:.1f} s)\n"
         f"next: python train.py {flags}"

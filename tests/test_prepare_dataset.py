@@ -18,10 +18,10 @@ from standin import CARD, parquet
 from test_tokenizer_json import byte_tokenizer
 
 import prepare_dataset
+from steadygpt.base.durable import replace_file
 from steadygpt.base.options import UserError
-from steadygpt.data import documents as chunks
-from steadygpt.data import sources
-from steadygpt.data.documents import Chunk, Position
+from steadygpt.data import documents, shards, sources
+from steadygpt.data.documents import Part
 from steadygpt.data.shards import ShardSet, read_manifest
 from steadygpt.data.tokenizer import END_OF_TEXT, TokenizerRecord
 
@@ -40,8 +40,8 @@ def prepare_interrupted(source, out, *options: str) -> int:
     """Press Ctrl-C after each shard, when it is written but not in the manifest; return how often."""
     write_shard, seen = prepare_dataset.write_shard, set()
 
-    def write_then_stop(path, ids):
-        digest = write_shard(path, ids)
+    def write_then_stop(path, *ids):
+        digest = write_shard(path, *ids)
         if path.name not in seen:
             seen.add(path.name)
             raise KeyboardInterrupt
@@ -86,31 +86,40 @@ def jsonl(tmp_path, monkeypatch):
 
 
 def test_shards_hold_every_document_after_end_of_text_and_are_not_written_twice(jsonl, capsys):
-    manifest = prepare("docs.jsonl", "out", "--shard_size", "100", "--val_tokens", "150")
+    manifest = prepare("docs.jsonl", "out", "--shard_size", "220", "--val_tokens", "150")
     assert ids_of(jsonl / "out") == ids_expected(TEXTS)
     assert (manifest["tokens"], manifest["documents"]) == (len(ids_expected(TEXTS)), len(TEXTS))
-    assert [(s["split"], s["tokens"]) for s in manifest["shards"][:3]] == [("val", 100), ("val", 50), ("train", 100)]
-    assert [s["file"] for s in manifest["shards"][1:3]] == ["docs_val_000001.npy", "docs_train_000002.npy"]
+    val, *train = [(s["file"], s["split"], s["tokens"]) for s in manifest["shards"]]
+    first_three = len(ids_expected(TEXTS[:3]))
+    assert val == ("docs_val_000000.npy", "val", first_three)  # at least 150
+    assert train[0] == ("docs_train_000001.npy", "train", 220)  # at most 220, and begun by a document
+    assert all(np.load(path)[0] == END for path in (jsonl / "out").glob("*.npy"))
     for split in ("train", "val"):
         ShardSet.find("", "out", split).check(manifest["vocab_size"])
     before = {path: path.stat().st_mtime_ns for path in (jsonl / "out").iterdir()}
     capsys.readouterr()
     (jsonl / "out/.download/file").mkdir(parents=True)  # as after a kill behind the last shard
-    prepare("docs.jsonl", "out", "--shard_size", "100")  # --val_tokens is that of the first start
+    prepare("docs.jsonl", "out", "--shard_size", "220")  # --val_tokens is that of the first start
     assert {path: path.stat().st_mtime_ns for path in (jsonl / "out").iterdir()} == before
     complete, read, found, next_command = capsys.readouterr().out.splitlines()
     assert (complete, read) == ("out: already complete", "40 documents, 1,680 tokens")
-    assert found.startswith("2 val shards (8.9% of the tokens) and 16 train shards in out (")
+    assert found.startswith("1 val shard (11.9% of the tokens) and 7 train shards in out (")
     folders = "--data_dir out --checkpoint_dir checkpoints/out --logdir logs/out"
     assert next_command == f"next: python train.py --config quickstart {folders}"
 
 
-def test_shards_are_the_same_for_any_number_of_workers(jsonl, monkeypatch):
-    monkeypatch.setattr(prepare_dataset, "BATCH_BYTES", 200)
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 100)
+def test_shards_are_the_same_for_any_number_of_workers(jsonl):
     for workers in "123":
         prepare("docs.jsonl", f"out{workers}", "--num_workers", workers, "--shard_size", "333", "--val_tokens", "10")
     assert files_of(jsonl / "out1") == files_of(jsonl / "out2") == files_of(jsonl / "out3")
+
+
+def test_a_unit_of_more_tokens_than_a_shard_holds_gives_several_shards(jsonl):
+    Path("long.jsonl").write_text("".join(json.dumps({"text": "a" * length}) + "\n" for length in (9, 500, 9)))
+    manifest = prepare("long.jsonl", "out", "--shard_size", "200", "--val_tokens", "1")
+    assert [shard["tokens"] for shard in manifest["shards"]] == [10, 200, 200, 101, 10]
+    assert prepare_interrupted("long.jsonl", "stopped", "--shard_size", "200", "--val_tokens", "1") == 5
+    assert files_of(jsonl / "stopped") == files_of(jsonl / "out")
 
 
 def test_every_local_format_gives_the_same_tokens(tmp_path, monkeypatch):
@@ -154,7 +163,7 @@ def test_stdlib_is_pythons_library_without_packages_and_tests():
 def test_a_large_vocabulary_is_stored_as_uint32(tmp_path):
     (tmp_path / "large.json").write_text(byte_tokenizer({END_OF_TEXT: 69999}, first_id=60000))
     (tmp_path / "a.txt").write_text("abc")
-    manifest = prepare(tmp_path / "a.txt", tmp_path / "out", "--val_tokens", "1", tokens=str(tmp_path / "large.json"))
+    manifest = prepare(tmp_path / "a.txt", tmp_path / "out", "--val_tokens", "0", tokens=str(tmp_path / "large.json"))
     assert manifest["dtype"] == "uint32"
     assert ids_of(tmp_path / "out") == [69999, 60097, 60098, 60099]
 
@@ -242,7 +251,7 @@ def test_mistakes_are_reported_in_one_line(jsonl):
 
 
 def test_a_full_disk_is_reported_with_path_and_bytes(jsonl, monkeypatch):
-    def full(*_):
+    def full(file, _):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     message = (
@@ -250,15 +259,15 @@ def test_a_full_disk_is_reported_with_path_and_bytes(jsonl, monkeypatch):
         "fix it, then run the same command again to resume$"
     )
     with monkeypatch.context() as patch:
-        patch.setattr(np.lib.format, "write_array_header_1_0", full)  # the first that is written of a shard
+        patch.setattr(shards, "replace_file", lambda path, write: replace_file(path, lambda file: full(file, write)))
         refused("--source", "docs.jsonl", "--out", "out", match=message)
     assert prepare("docs.jsonl")["complete"]
 
 
-def test_documents_of_a_batch_are_encoded_independently():
+def test_documents_of_a_unit_are_encoded_independently():
     texts = ["a b", f"with {END_OF_TEXT}", " c", "d"]
-    batch = [Chunk(Position(row=n), 0, 0, [text]) for n, text in enumerate(texts)]
-    encoded = prepare_dataset.encode(batch, TokenizerRecord("bytes"), Path("unused"), 257, "text")
+    unit = [Part("rows", 0, number, 8, 0, 0, [text]) for number, text in enumerate(texts)]
+    encoded = prepare_dataset.encode(unit, TokenizerRecord("bytes"), Path("unused"), 257, "text")
     assert encoded.ids.tolist() == ids_expected(texts)
 
 
@@ -267,9 +276,8 @@ def test_documents_of_a_batch_are_encoded_independently():
 
 
 def test_a_preparation_interrupted_after_each_shard_gives_the_same_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare_dataset, "BATCH_BYTES", 700)
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 500)
-    monkeypatch.setattr(chunks, "PIECE_BYTES", 300)
+    monkeypatch.setattr(documents, "PIECE_BYTES", 300)
+    monkeypatch.setattr(documents, "CUT_WINDOW", 20)
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.jsonl").write_text(
         '{"text": "one"}\n{broken\n' + '{"text": "caf\\udce9"}\n{"text": 1}\n' * 20
@@ -460,17 +468,6 @@ def test_a_folder_that_another_command_has_just_finished_is_kept(jsonl, monkeypa
         "--source", "docs.jsonl", "--out", "out", "--tokenizer", "gpt2", match="out: prepared with tokenizer 'bytes'"
     )
     assert json.loads((jsonl / "out/manifest.json").read_text())["tokenizer"] == "bytes"
-
-
-def test_an_unfinished_preparation_of_a_version_that_cut_differently_is_refused(jsonl):
-    prepare("docs.jsonl", "out")
-    manifest = json.loads((jsonl / "out/manifest.json").read_text())
-    unfinished = manifest | {"format_version": 3, "complete": False, "next": dict.fromkeys(prepare_dataset.NEXT, 0)}
-    (jsonl / "out/manifest.json").write_text(json.dumps(unfinished))
-    argv = ("--source", "docs.jsonl", "--out", "out", "--tokenizer", "bytes")
-    refused(*argv, match=r"out: begun by a version .* \(format 3, expected 5\); finish it with that version")
-    (jsonl / "out/manifest.json").write_text(json.dumps(manifest | {"format_version": 3}))
-    prepare("docs.jsonl", "out")
 
 
 def test_progress_may_be_disabled(jsonl):

@@ -62,8 +62,6 @@ def test_a_trained_tokenizer_encodes_the_source_in_fewer_tokens(text):
 
 
 def test_the_same_text_gives_the_same_files_for_any_number_of_workers_and_after_interruptions(text, monkeypatch):
-    monkeypatch.setattr(prepare_dataset, "BATCH_BYTES", 2000)
-    monkeypatch.setattr(documents, "CHUNK_BYTES", 1000)
     options = ("--tokenizer_bytes", "20000", "--shard_size", "5000")
     prepare("docs.jsonl", "whole", *options, tokens="bpe:280")
     prepare("docs.jsonl", "two", *options, "--num_workers", "2", tokens="bpe:280")
@@ -93,7 +91,6 @@ def test_the_same_text_gives_the_same_files_for_any_number_of_workers_and_after_
 
 @pytest.mark.parametrize("kind", ["jsonl", "txt"])
 def test_documents_are_chosen_evenly_up_to_the_limit(kind, text, monkeypatch):
-    monkeypatch.setattr(documents, "CHUNK_BYTES", 500)
     monkeypatch.setattr(documents, "PIECE_BYTES", 500)
     folder = text / "in"
     folder.mkdir()
@@ -174,11 +171,11 @@ def test_a_preparation_continues_with_the_file_it_has_begun_with(text, monkeypat
     prepare("docs.jsonl", "whole", "--shard_size", "9000", tokens="own.json")
     write_shard, written = prepare_dataset.write_shard, []
 
-    def write_then_stop(path, ids):
+    def write_then_stop(path, *ids):
         if written:
             raise KeyboardInterrupt
         written.append(path)
-        return write_shard(path, ids)
+        return write_shard(path, *ids)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(prepare_dataset, "write_shard", write_then_stop)

@@ -4,7 +4,6 @@ import gzip
 import json
 import os
 import random
-from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -12,17 +11,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import tiktoken
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from standin import parquet
 from test_ids import npy, npz
-from test_prepare_dataset import files_of, ids_of, prepare, refused
-from test_prepare_hub import interrupt_after
+from test_prepare_dataset import files_of, ids_of, prepare, prepare_interrupted, refused
 
 import prepare_dataset
-from steadygpt.data import documents
-from steadygpt.data.documents import Chunk, Position
-from steadygpt.data.tokenizer import END_OF_TEXT, Tokenizer, TokenizerRecord, get_tokenizer
+from steadygpt.data.tokenizer import END_OF_TEXT, Tokenizer, get_tokenizer
 
 WORDS = "the a of naïve 数据 token\nline loss,\nstep. gradient".split(" ")
 TEXTS = [f"{n}: " + " ".join(random.Random(n).choices(WORDS, k=1 + n % 40)) + "\n" * (n % 3) for n in range(400)]
@@ -76,10 +70,13 @@ def write_source(name: str, texts: list[str] = TEXTS) -> int:
     return path.stat().st_size
 
 
-def val_of(texts: list[str], val_bytes: int) -> list[str]:
-    """Return the texts before the first one that begins at or after a byte."""
-    begins = [0, *accumulate(len(text.encode()) for text in texts)]
-    return [text for text, begin in zip(texts, begins, strict=False) if begin < val_bytes]
+def check_val(out: Path, tokenizer: str, texts: list[str], val_bytes: float, unit: float) -> str:
+    """Check that the val split has val_bytes of whole documents, and at most a unit more; return its text."""
+    val, train = (texts_of(out, split, tokenizer) for split in ("val", "train"))
+    assert [*val, *train] == texts
+    without_last = sum(len(text.encode()) for text in val[:-1])
+    assert without_last - unit < val_bytes <= without_last + len(val[-1].encode())
+    return "".join(val)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -89,12 +86,13 @@ def val_of(texts: list[str], val_bytes: int) -> list[str]:
 def test_a_data_set_of_the_hub_has_the_same_val_in_every_mode(standin, folder):
     halves = {f"data/train-{n}.parquet": parquet(half) for n, half in enumerate((TEXTS[:200], TEXTS[200:]))}
     standin.put("datasets/some/texts", halves)
-    expected = val_of(TEXTS, sum(map(len, halves.values())) / 40)
+    size = sum(map(len, halves.values()))
     for number, more in enumerate(([], ["--streaming"], ["--keep_download"])):
         for tokenizer in ("bytes", "gpt2"):
             prepare("hf:some/texts", f"{tokenizer}{number}", *more, tokens=tokenizer)
-            assert texts_of(folder / f"{tokenizer}{number}", "val", tokenizer) == expected
+            check_val(folder / f"{tokenizer}{number}", tokenizer, TEXTS, size / 40, size / 200)
             assert files_of(folder / f"{tokenizer}{number}") == files_of(folder / f"{tokenizer}0")
+    assert texts_of(folder / "bytes0", "val", "bytes") == texts_of(folder / "gpt20", "val", "gpt2")
 
 
 def test_rows_that_are_streamed_by_datasets_have_the_same_val(standin, folder):
@@ -103,7 +101,8 @@ def test_rows_that_are_streamed_by_datasets_have_the_same_val(standin, folder):
     standin.put("datasets/some/rows", {"data/train.csv": csv})
     for tokenizer in ("bytes", "gpt2"):
         prepare("hf:some/rows", tokenizer, tokens=tokenizer)
-        assert texts_of(folder / tokenizer, "val", tokenizer) == val_of(lines, len(csv) / 40)
+        check_val(folder / tokenizer, tokenizer, lines, len(csv) / 40, 32 * 300)
+    assert texts_of(folder / "bytes", "val", "bytes") == texts_of(folder / "gpt2", "val", "gpt2")
 
 
 def test_files_with_little_text_need_the_size_of_val(folder):
@@ -112,127 +111,73 @@ def test_files_with_little_text_need_the_size_of_val(folder):
     argv = ("--source", "wide.parquet", "--out", "out")
     refused(*argv, match=r"about 5.\.\d kB of text in 2\.\d+ MB, so over a tenth .* such as --val_tokens 1\d{3}$")
     assert not Path("out").exists()
-    assert prepare("wide.parquet", "out", "--val_tokens", "1000", tokens="bytes")["val_tokens"] == 1000
+    assert prepare("wide.parquet", "out", "--val_tokens", "1000", tokens="bytes")["shards"][0]["tokens"] >= 1000
 
 
 @pytest.mark.parametrize("source", ["files", "a.jsonl", "a.jsonl.gz", "a.parquet"])
-def test_val_ends_before_the_document_that_begins_at_a_fortieth_of_the_source(source, folder, monkeypatch):
-    # Val ends in a later batch. How much of so small a compressed file a batch has taken is not known.
-    monkeypatch.setattr(prepare_dataset, "BATCH_BYTES", 4000 if source.endswith(".gz") else 400)
-    monkeypatch.setattr(documents, "CHUNK_BYTES", 300)
-    expected = val_of(TEXTS, write_source(source) / 40)
-    assert len(expected) > 3
+def test_val_is_a_fortieth_of_the_source_in_whole_documents(source, folder):
+    size, vals = write_source(source), set()
     for tokenizer in ("bytes", "gpt2", "crossing"):
         manifest = prepare(source, tokenizer, "--shard_size", "9000", tokens=tokenizer)
-        assert texts_of(folder / tokenizer, "val", tokenizer) == expected
-        assert texts_of(folder / tokenizer, "train", tokenizer) == TEXTS[len(expected) :]
-        assert manifest["val_tokens"] == manifest["shards"][0]["tokens"]
+        vals.add(check_val(folder / tokenizer, tokenizer, TEXTS, size / 40, size / 200))
+        assert [shard["split"] for shard in manifest["shards"]].count("val") == 1
+    assert len(vals) == 1
 
 
 def test_val_may_end_exactly_at_a_fortieth(folder):
     write_source("files", ["ten bytes\n"] * 40)
-    (folder / "lines.txt").write_text("ten bytes\n" * 40)
-    for source in ("files", "lines.txt"):
-        prepare(source, f"out-{source}")
-        assert texts_of(folder / f"out-{source}", "val", "bytes") == ["ten bytes\n"]
+    prepare("files", "out")
+    assert texts_of(folder / "out", "val", "bytes") == ["ten bytes\n"]
 
 
-@pytest.mark.parametrize("piece_bytes", [1 << 20, 700, 90], ids="piece={}".format)
-def test_val_ends_at_a_line_of_one_long_text(piece_bytes, folder, monkeypatch):
-    """With 90 bytes val ends in a later piece; of 700, in the first."""
-    monkeypatch.setattr(documents, "PIECE_BYTES", piece_bytes)
-    (folder / "a.txt").write_text(LONG)
-    data = LONG.encode()
-    expected = data[: data.index(b"\n", -(-len(data) // 40) - 1) + 1].decode()
+@pytest.mark.parametrize("text", [LONG, LONG.replace("\n", " "), "字" * 40_000], ids=["lines", "words", "characters"])
+def test_val_ends_before_a_word_of_one_long_text(text, folder):
+    (folder / "a.txt").write_text(text)
+    vals, size = set(), len(text.encode())
     for tokenizer in ("bytes", "gpt2", "crossing"):
         prepare("a.txt", tokenizer, tokens=tokenizer)
-        assert texts_of(folder / tokenizer, "val", tokenizer) == [expected]
-        assert texts_of(folder / tokenizer, "train", tokenizer) == [LONG.removeprefix(expected)]
-
-
-def test_a_text_without_lines_is_cut_where_its_next_piece_begins(folder, monkeypatch):
-    monkeypatch.setattr(documents, "PIECE_BYTES", 200)
-    (folder / "a.txt").write_text(LONG.replace("\n", " "))
-    for tokenizer in ("bytes", "gpt2"):
-        prepare("a.txt", tokenizer, tokens=tokenizer)
         [val], [train] = (texts_of(folder / tokenizer, split, tokenizer) for split in ("val", "train"))
-        assert val + train == LONG.replace("\n", " ")
-        assert 0 <= len(val.encode()) - len(LONG.encode()) / 40 < 400
-        assert train.startswith(" ")
+        assert val + train == text
+        assert size / 40 <= len(val.encode()) < size / 30
+        assert train[0] == (" " if " " in text else "字")
+        vals.add(val)
+    assert len(vals) == 1
 
 
-DOCUMENTS = st.lists(st.text("ab \n.é你", min_size=1, max_size=90).filter(str.strip), min_size=1, max_size=9)
-
-
-@given(DOCUMENTS, st.integers(1, 100))
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_the_places_where_val_may_end_do_not_depend_on_the_tokenizer(monkeypatch, texts, val_bytes):
-    monkeypatch.setattr(documents, "PIECE_BYTES", 30)
-    monkeypatch.setattr("steadygpt.data.tokenizer.get_tokenizer", tokenizer_of)
-    batch, whole = [Chunk(Position(), 0, 0, texts)], "".join(texts).encode()
-    begins = [0, *accumulate(len(text.encode()) for text in texts)]
-    places = []
-    for tokenizer in ("bytes", "crossing"):
-        found = prepare_dataset.encode(batch, TokenizerRecord(tokenizer), Path(), 300, "text", val_bytes)
-        end = tokenizer_of(tokenizer).document_id
-        for num_ids, num_bytes in found.val_ends:
-            ids = [int(token) for token in found.ids[:num_ids] if token != end]
-            assert tokenizer_of(tokenizer).encoding.decode_bytes(ids) == whole[:num_bytes]
-        places.append([num_bytes for _, num_bytes in found.val_ends])
-        assert found.text_bytes == len(whole)
-    assert places[0] == places[1] == sorted(places[0])
-    assert set(begins[:-1]) <= set(places[0])
-    for place in set(places[0]) - set(begins):
-        begin = max(begin for begin in begins if begin < place)
-        assert place - begin >= val_bytes
-        assert whole[:place].decode()  # not inside a character
-        end = min(begin + 3 * val_bytes, *(end for end in begins if end > begin))
-        has_line = b"\n" in whole[begin + val_bytes - 1 : end - 1]
-        assert whole[:place].endswith(b"\n") or not has_line or max(np.diff(begins)) > 60
-        assert place <= begin + 3 * val_bytes or max(np.diff(begins)) > 60
+def test_a_first_document_of_more_than_a_fortieth_is_the_whole_val(folder):
+    texts = ["words " * 1667, *(f"{number:<40}" for number in range(250))]
+    write_source("a.jsonl", texts)
+    for tokenizer in ("bytes", "gpt2"):
+        prepare("a.jsonl", tokenizer, tokens=tokenizer)
+        assert texts_of(folder / tokenizer, "val", tokenizer) == texts[:1]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # interruptions, workers, other rules
 
 
-def test_interruptions_do_not_change_the_split(folder, monkeypatch):
-    for name in ("CHUNK_BYTES", "PIECE_BYTES"):  # val has several batches
-        monkeypatch.setattr(documents, name, 40)
-    monkeypatch.setattr(prepare_dataset, "BATCH_BYTES", 50)
+def test_interruptions_and_workers_do_not_change_the_split(folder):
     write_source("a.jsonl", ["short", LONG[:1000], *TEXTS[:60]])
     (folder / "b.txt").write_text(LONG[:9000])
-    for source in ("a.jsonl", "b.txt"):  # val ends inside the second document; inside the only one
-        manifest = prepare(source, f"{source}-whole", "--shard_size", "131")
-        val = [shard["tokens"] for shard in manifest["shards"] if shard["split"] == "val"]
-        assert val[:-1] == [131] * (len(val) - 1) != []
-        for number in range(len(val) + 1):  # each start writes one shard
-            with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                interrupt_after(2, patch)
-                patch.setattr(prepare_dataset, "BATCH_BYTES", (50, 2**20)[number % 2])  # a stream has smaller batches
-                prepare(source, f"{source}-stopped", "--shard_size", "131")
-        prepare(source, f"{source}-stopped", "--shard_size", "131")
-        assert files_of(folder / f"{source}-stopped") == files_of(folder / f"{source}-whole")
-
-
-def test_workers_do_not_change_the_split(folder, monkeypatch):
-    monkeypatch.setattr(documents, "CHUNK_BYTES", 40)
-    monkeypatch.setattr(prepare_dataset, "BATCH_BYTES", 50)
-    write_source("a.jsonl", ["short", LONG[:1000], *TEXTS[:60]])
-    for workers in "12":
-        prepare("a.jsonl", f"out{workers}", "--num_workers", workers)
-    assert files_of(folder / "out1") == files_of(folder / "out2")
-    assert texts_of(folder / "out2", "val", "bytes")[1].endswith("\n")
+    for source in ("a.jsonl", "b.txt"):
+        manifest = prepare(source, f"{source}-whole", "--shard_size", "131", "--val_tokens", "700")
+        assert [shard["split"] for shard in manifest["shards"]].count("val") > 3
+        assert prepare_interrupted(source, f"{source}-stopped", "--shard_size", "131", "--val_tokens", "700") > 10
+        prepare(source, f"{source}-2", "--shard_size", "131", "--val_tokens", "700", "--num_workers", "2")
+        for other in ("stopped", "2"):
+            assert files_of(folder / f"{source}-{other}") == files_of(folder / f"{source}-whole")
 
 
 def test_a_limit_in_tokens_wins_and_token_ids_keep_theirs(folder):
     write_source("a.jsonl")
     manifest = prepare("a.jsonl", "out", "--val_tokens", "123")
-    assert [shard["tokens"] for shard in manifest["shards"]][:1] == [123]
+    assert 123 <= manifest["shards"][0]["tokens"] < 123 + 2 * max(map(len, TEXTS))
+    manifest = prepare("a.jsonl", "none", "--val_tokens", "0")
+    assert [shard["split"] for shard in manifest["shards"]] == ["train"]
     ids = np.arange(4000) % 256
     (folder / "a.npz").write_bytes(npz(ids=ids))
     manifest = prepare("a.npz", "ids")
-    assert [shard["tokens"] for shard in manifest["shards"]] == [100, 3900]
+    assert [shard["tokens"] for shard in manifest["shards"]] == pytest.approx([100, 3900], abs=10)
     assert ids_of(folder / "ids") == ids.tolist()
 
 
@@ -240,27 +185,7 @@ def test_val_has_at_most_400_mb(folder, monkeypatch):
     monkeypatch.setattr(prepare_dataset, "VAL_BYTES", 200)
     write_source("a.jsonl")
     prepare("a.jsonl")
-    assert texts_of(folder / "out", "val", "bytes") == val_of(TEXTS, 200)
-
-
-@pytest.mark.parametrize(
-    ("first", "val"),
-    [
-        ("words " * 1667, "words " * 83 + "words"),
-        ("字" * 3334, "字" * 167),
-        ("words " * 100 + "\n" + "words " * 1567, "words " * 100 + "\n"),
-        ("words " * 300 + "\n" + "words " * 1367, "words " * 83 + "words"),  # the line ends too late
-    ],
-)
-def test_a_long_document_is_cut_so_that_val_has_at_most_a_tenth(first, val, folder, capsys):
-    """At the end of a line between a fortieth and a tenth of the text, else of a word, else of a character."""
-    texts = [first, *(f"{number:<40}" for number in range(250))]
-    assert write_source("files", texts) == pytest.approx(20_000, abs=4)
-    for tokenizer in ("bytes", "gpt2"):
-        prepare("files", tokenizer, tokens=tokenizer)
-        assert texts_of(folder / tokenizer, "val", tokenizer) == [val]
-        assert texts_of(folder / tokenizer, "train", tokenizer) == [first.removeprefix(val), *texts[1:]]
-    assert "1 val shard (2.5% of the tokens) and" in capsys.readouterr().out or len(val) > 503
+    check_val(folder / "out", "bytes", TEXTS, 200, 300)
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "int32", "int64"])
@@ -268,4 +193,4 @@ def test_a_long_document_is_cut_so_that_val_has_at_most_a_tenth(first, val, fold
 def test_a_fortieth_of_token_ids_is_val_whatever_their_dtype(folder, dtype, suffix, packed):
     Path(f"ids{suffix}").write_bytes(packed(np.arange(40_000, dtype=dtype) % 200))
     manifest = prepare(f"ids{suffix}", "out")
-    assert [shard["tokens"] for shard in manifest["shards"]] == pytest.approx([1_000, 39_000], abs=3)
+    assert [shard["tokens"] for shard in manifest["shards"]] == pytest.approx([1_000, 39_000], abs=100)

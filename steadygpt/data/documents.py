@@ -1,6 +1,7 @@
-"""Files cut into chunks, and chunks into documents.
+"""Files cut into parts, and parts into documents.
 
-Cutting is cheap and done by one process; reading the documents of a chunk is done by many.
+Where a part ends depends only on its file and the source's unit of bytes. So any process can read any part, and the
+parts that are read, encoded and stored can be in different processes or different runs.
 """
 
 import codecs
@@ -8,11 +9,10 @@ import io
 import json
 import re
 import shlex
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
@@ -25,10 +25,11 @@ if TYPE_CHECKING:
     from pyarrow import Array
     from pyarrow.parquet import ParquetFile
 
-CHUNK_BYTES = 2**20  # of lines
-# The longest piece of a text, and of a longer document. tiktoken's regex fails on a million spaces in a row.
+GROUP_UNITS = 10  # of a row group that is one part
+# The longest piece of a longer document, about. tiktoken's regex fails on a million spaces in a row.
 PIECE_BYTES = 400_000
-TABLE_BYTES = 2**25  # of the texts in a chunk of Parquet, unless the file's row groups are smaller
+CUT_WINDOW = 4000  # bytes in which a place to cut a text is looked for
+CUT_BEFORE = 4  # bytes before a place to cut that decide whether it is one
 # How a packed text begins, whatever its name is, and one of UTF-32 or UTF-16 (in this order, for their marks).
 PACKED = {".gz": (b"\x1f\x8b", "gzip"), ".zst": (b"\x28\xb5\x2f\xfd", "zstd")}
 MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"}
@@ -37,35 +38,39 @@ NO_TEXT = "no text"  # why an empty document is skipped
 ROWS_AT_ONCE = 256  # rows of a table in memory as Python objects
 
 
-class Position(NamedTuple):
-    """Where a chunk begins."""
-
-    file: int = 0
-    row: int = 0  # documents before it in the file, except in a text, which is one document
-    offset: int = 0  # bytes before it in the file or array of ids, after decompression; 0 in tables
-
-
-class TableRows(NamedTuple):
-    """Rows of a local Parquet file that are still to be read."""
+class OnDisk(NamedTuple):
+    """A part of a local file that is still to be read."""
 
     path: str
-    group: int
-    first: int  # within the group
-    length: int
+    number: int  # of the part or, in a table, of a row group
 
 
-class Chunk(NamedTuple):
+class Part(NamedTuple):
     """A part of a file."""
 
-    at: Position
+    name: str  # of the file
+    file: int  # its number in the source
+    number: int  # of the part in the file
+    unit: int  # bytes of a text or lines in which a part begins
     end: int  # how far the file is read after it, in bytes of the file (of other Hub data sets, in rows)
     num_bytes: int  # of its texts or ids, approximately
-    data: bytes | list | TableRows | np.ndarray  # of a text or lines; values; where they are; token ids
-    name: str = ""  # of the file
+    data: bytes | list | OnDisk | np.ndarray  # of a text or lines; values; where they are; token ids
+
+
+class Cut(NamedTuple):
+    """What cutting a file into parts depends on."""
+
+    unit: int  # bytes of a text, lines or ids in which a part begins
+    text_field: str
+    vocab_size: int  # implies the dtype of token ids without a header
+    size: int  # of the file, in bytes
+    path: Path | None  # where the reader of a part finds the file; None if only this process can read it
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# files -> chunks, without looking at the documents
+# files -> parts, without looking at the documents; the parts before the number `first` are left out
+
+Parts = Iterator[tuple[int, int, int, Any]]  # number, end, num_bytes and data of each Part
 
 
 def open_text(file: BinaryIO, offset: int) -> IO[bytes]:
@@ -82,85 +87,109 @@ def open_text(file: BinaryIO, offset: int) -> IO[bytes]:
         text = io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), packed[0]))
     if encoding := next((MARKS[mark] for mark in MARKS if text.peek(4).startswith(mark)), ""):
         text = io.BufferedReader(pyarrow.transcoding_input_stream(pyarrow.PythonFile(text, "r"), encoding, "utf-8"))
-    for at in range(0, offset, CHUNK_BYTES):
-        text.read(min(CHUNK_BYTES, offset - at))
+    for at in range(0, offset, 2**20):
+        text.read(min(2**20, offset - at))
     return text
 
 
+def cut_lines(text: IO[bytes], begin: int, first: int, unit: int) -> Iterator[bytes]:
+    """Yield the lines that begin in each `unit` bytes of a text, which is read up to the byte `begin`."""
+    at, is_inside = begin, False  # a line that began before the part
+    for start in count(first * unit, unit):
+        while at < start + unit and (is_inside or at < start):
+            line = text.readline(start + unit - at if is_inside else start - at)
+            at, is_inside = at + len(line), line[-1:] not in (b"\n", b"")
+            if not line:
+                return
+        lines = b""
+        if not is_inside and at < start + unit:
+            lines = text.read(start + unit - 1 - at) + text.readline()
+            if not lines:
+                return
+        at += len(lines)
+        yield lines
+
+
 # A space after an ASCII character or a byte of another one, except after Unicode's own spaces.
-_LAST_CUT = re.compile(
-    rb"(?s:.*)(?<=[!-~\x80-\xff])(?<!\xc2[\x85\xa0])(?<!\xe1\x9a\x80|\xe2\x80[\x80-\x8a\xa8\xa9\xaf]|\xe2\x81\x9f)"
-    rb"(?<!\xe3\x80\x80)(?= )"
+_WORD_END = re.compile(
+    rb"(?<=[!-~\x80-\xff])(?<!\xc2[\x85\xa0])(?<!\xe1\x9a\x80|\xe2\x80[\x80-\x8a\xa8\xa9\xaf]|\xe2\x81\x9f)"
+    rb"(?<!\xe3\x80\x80) "
 )
+_CHARACTER = re.compile(rb"[^\x80-\xbf]")  # its first byte
 
 
-_PLACES = [re.compile(place) for place in (rb"(?<=\n)", rb"(?<=[!-~])(?= )", rb"(?=[^\x80-\xbf])")]
+def _cut_at(text: bytes, at: int) -> int:
+    """Return where a text is cut: at or after a byte, before a space that follows a non-space.
 
-
-def cut_text(file: BinaryIO, text_field: str, start: Position, size: int) -> Iterator[Chunk]:
-    """Cut a text into the pieces of cut_pieces()."""
-    for offset, piece in cut_pieces(open_text(file, start.offset), start.offset):
-        yield Chunk(Position(start.file, 0, offset), file.tell(), len(piece), piece)
-
-
-def cut_pieces(file: IO[bytes], offset: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Cut a text into pieces whose ids, concatenated, are the ids of the whole text; yield each with its offset.
-
-    Cuts come before a space that follows a non-space, where pre-tokenizers such as GPT-2's always begin a new word. A
-    text without such a space is cut between any two characters, and its ids may differ.
+    There pre-tokenizers such as GPT-2's always begin a new word, so the ids of the pieces, concatenated, are those of
+    the whole. Without such a space in CUT_WINDOW bytes the text is cut before any character, and its ids may differ.
     """
-    text, is_end = b"", False
-    length = max(4, PIECE_BYTES)  # a character has up to 4 bytes
-    while not is_end:
-        text += file.read(length - len(text))  # no more, so that cuts do not depend on where reading began
-        is_end = len(text) < length
-        match = _LAST_CUT.match(text)
-        cut = len(text) if is_end else match.end() if match else len(text) - _unfinished(text)
-        if cut or offset == 0:
-            yield offset, text[:cut]
-        offset, text = offset + cut, text[cut:]
+    found = _WORD_END.search(text, at, at + CUT_WINDOW)
+    if not found and at + CUT_WINDOW <= len(text):
+        found = _CHARACTER.search(text, at)
+    return 0 if at == 0 else found.start() if found else len(text)
 
 
-def _unfinished(text: bytes) -> int:
-    """Return how many bytes at the end may be an incomplete character of UTF-8."""
-    return next((count for count, byte in enumerate(text[:-4:-1], start=1) if byte >= 0xC0), 0)
+def cut_pieces(text: IO[bytes], begin: int, first: int, unit: int) -> Iterator[bytes]:
+    """Yield the piece of a text that begins in each `unit` bytes of it; the text is read up to the byte `begin`."""
+    held = b""  # from `begin` on
+    for start in count(first * unit, unit):
+        held += text.read(start + unit + CUT_WINDOW - begin - len(held))
+        here, there = (_cut_at(held, place - begin) for place in (start, start + unit))
+        if start and here == len(held):
+            return
+        yield held[here:there]
+        held, begin = held[max(0, start + unit - CUT_BEFORE - begin) :], max(begin, start + unit - CUT_BEFORE)
 
 
-def cut_lines(file: BinaryIO, text_field: str, start: Position, size: int) -> Iterator[Chunk]:
-    """Cut JSON Lines into chunks of whole lines."""
-    lines, at = open_text(file, start.offset), start
-    while data := lines.read(CHUNK_BYTES):
-        data += lines.readline()
-        yield Chunk(at, file.tell(), len(data), data)
-        at = Position(at.file, at.row + data.count(b"\n"), at.offset + len(data))
+def read_text(file: BinaryIO, first: int, unit: int, suffix: str) -> tuple[IO[bytes], Iterator[bytes]]:
+    """Open the text of a file, and cut it into parts."""
+    begin = max(0, first * unit - CUT_BEFORE)
+    text = open_text(file, begin)
+    return text, TEXTS[suffix](text, begin, first, unit)
 
 
-def cut_table(file: BinaryIO, text_field: str, start: Position, size: int) -> Iterator[Chunk]:
-    """Cut a Parquet file into groups of rows, which the reader of the chunk reads if the file is on this machine."""
+def cut_text(file: BinaryIO, first: int, cut: Cut, suffix: str) -> Parts:
+    """Cut a text, a document or lines, into parts."""
+    text, parts = read_text(file, first, cut.unit, suffix)
+    if text is not file:  # then its size is not known
+        for number, data in enumerate(parts, first):
+            yield number, file.tell(), len(data), data
+        return
+    for number in range(first, max(1, -(-cut.size // cut.unit))):
+        end = min(cut.size, (number + 1) * cut.unit)
+        place = OnDisk(str(cut.path), number) if cut.path else next(parts, b"")
+        yield number, end, end - number * cut.unit, place
+
+
+def cut_table(file: BinaryIO, first: int, cut: Cut) -> Parts:
+    """Cut a Parquet file into its row groups, or large ones into some rows."""
     import pyarrow.parquet as pq
 
-    table, is_here = pq.ParquetFile(file), Path(file.name).exists()
-    wanted = [i for i, column in enumerate(table.schema) if f"{column.path}.".startswith(f"{text_field}.")]
+    table, number, before = pq.ParquetFile(file), 0, 0
+    wanted = [i for i, column in enumerate(table.schema) if f"{column.path}.".startswith(f"{cut.text_field}.")]
     if not wanted:
-        raise no_text_field(file.name, text_field, table.schema_arrow.names)
-    end = 0
+        raise no_text_field(file.name, cut.text_field, table.schema_arrow.names)
     for group in range(table.num_row_groups):
-        metadata = table.metadata.row_group(group)
-        begin, end = end, end + metadata.num_rows
-        if end <= max(begin, start.row):
-            continue
-        text_bytes = sum(metadata.column(i).total_uncompressed_size for i in wanted)
-        row = max(begin, start.row)
-        values = _column(table, group, text_field, row - begin)
-        step = -(-metadata.num_rows // max(1, -(-text_bytes // TABLE_BYTES))) if is_here else ROWS_AT_ONCE
-        for first in range(row, end, step):
-            count = min(step, end - first)
-            data = TableRows(file.name, group, first - begin, count) if is_here else list(islice(values, count))
-            read = size * (first + count) // table.metadata.num_rows
-            yield Chunk(Position(start.file, first), read, text_bytes * count // metadata.num_rows, data)
+        metadata, values = table.metadata.row_group(group), None
+        rows, text_bytes = metadata.num_rows, sum(metadata.column(i).total_uncompressed_size for i in wanted)
+        num_bytes = max(text_bytes, cut.size * rows // max(1, table.metadata.num_rows))
+        step = rows if num_bytes <= GROUP_UNITS * cut.unit else max(1, rows * cut.unit // num_bytes)
+        for begin in range(0, rows, step or 1):
+            taken = min(step, rows - begin)
+            if number >= first:
+                if cut.path and taken == rows:
+                    data: Any = OnDisk(str(cut.path), group)
+                else:
+                    values = values or _column(table, group, cut.text_field, begin)
+                    data = list(islice(values, taken))
+                end = cut.size * (before + begin + taken) // table.metadata.num_rows
+                yield number, end, num_bytes * taken // rows, data
+            number += 1
+        before += rows
 
 
-def _column(table: "ParquetFile", group: int, text_field: str, first: int) -> Iterator[object]:
+def _column(table: "ParquetFile", group: int, text_field: str, first: int = 0) -> Iterator[object]:
     """Read a column of a row group, from a row on."""
     batches = table.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=[text_field], use_threads=False)
     for batch in batches:
@@ -177,16 +206,18 @@ def _values(column: "Array") -> list:
         return [value and value.decode("utf-8", "surrogateescape") for value in column.cast("binary").to_pylist()]
 
 
-def cut_ids(file: BinaryIO, text_field: str, start: Position, size: int, suffix: str) -> Iterator[Chunk]:
+def cut_ids(file: BinaryIO, first: int, cut: Cut, suffix: str) -> Parts:
     """Cut an array of token ids into blocks."""
-    for offset, num_bytes, done, ids in read_ids(file, suffix, text_field, start.offset, size):
-        yield Chunk(Position(start.file, 0, offset), int(size * done), num_bytes, ids)
+    for number, (num_bytes, done, ids) in enumerate(
+        read_ids(file, suffix, cut.text_field, cut.vocab_size, first, cut.unit, cut.size), first
+    ):
+        yield number, int(cut.size * done), num_bytes, ids
 
 
-CUTTERS: dict[str, Callable[[BinaryIO, str, Position, int], Iterator[Chunk]]]
-CUTTERS = {f"{suffix}{packed}": cut_text for suffix in (".txt", ".md", ".py") for packed in ("", *PACKED)}
-CUTTERS |= {f"{suffix}{packed}": cut_lines for suffix in (".jsonl", ".ndjson", ".json") for packed in ("", *PACKED)}
-CUTTERS[".parquet"] = cut_table
+TEXTS = {f"{suffix}{packed}": cut_pieces for suffix in (".txt", ".md", ".py") for packed in ("", *PACKED)}
+TEXTS |= {f"{suffix}{packed}": cut_lines for suffix in (".jsonl", ".ndjson", ".json") for packed in ("", *PACKED)}
+CUTTERS: dict[str, Callable[[BinaryIO, int, Cut], Parts]]
+CUTTERS = {suffix: partial(cut_text, suffix=suffix) for suffix in TEXTS} | {".parquet": cut_table}
 CUTTERS |= {suffix: partial(cut_ids, suffix=suffix) for suffix in ID_SUFFIXES}
 TABLES = (".parquet",)  # each file may lack the column of the text
 READABLE = f"{' '.join(suffix for suffix in CUTTERS if not suffix.endswith((*PACKED,)))} (texts also with .gz or .zst)"
@@ -198,35 +229,41 @@ def suffix_of(name: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# chunks -> documents
+# parts -> documents
 
 
 class Document(NamedTuple):
-    """A document, or a part of a long text."""
+    """A document, or a piece of a text."""
 
-    row: int
     text: object  # str; a ValueError with the reason to skip the row; or data of the wrong type
     is_begin: bool = True
 
 
-def read_documents(chunk: Chunk, text_field: str) -> Iterator[Document]:
-    """Read the documents of a chunk."""
-    with naming(chunk.name):
-        if isinstance(chunk.data, TableRows):
-            path, group, first, length = chunk.data
-            values: Iterable[object] = islice(_column(_open_table(path), group, text_field, first), length)
-        elif isinstance(chunk.data, list):
-            values = chunk.data
-        elif CUTTERS[suffix_of(chunk.name)] is cut_text:
-            assert isinstance(chunk.data, bytes)
-            text = chunk.data.decode("utf-8-sig" if chunk.at.offset == 0 else "utf-8", "surrogateescape")
-            is_empty = chunk.at.offset == 0 and len(chunk.data) < PIECE_BYTES and not text.strip()
-            yield Document(0, ValueError(NO_TEXT) if is_empty else text, chunk.at.offset == 0)
-            return
-        else:
-            values = _json_values(chunk, text_field)
-        for row, value in enumerate(values, start=chunk.at.row):
-            yield Document(row, ValueError(NO_TEXT) if isinstance(value, str) and not value.strip() else value)
+def read_documents(part: Part, text_field: str) -> Iterator[Document]:
+    """Read the documents of a part."""
+    with naming(part.name):
+        data, suffix = part.data, suffix_of(part.name)
+        if isinstance(data, OnDisk) and suffix in TEXTS:
+            with open(data.path, "rb") as file:
+                data = next(read_text(file, data.number, part.unit, suffix)[1], b"")
+        values: Any = data
+        if isinstance(data, OnDisk):
+            values = _column(_open_table(data.path), data.number, text_field)
+        elif isinstance(data, bytes):
+            check_text(part, data)
+            if TEXTS[suffix] is cut_pieces:
+                yield from _piece(part, data)
+                return
+            values = _json_values(part, data, text_field)
+        for value in values:
+            yield Document(ValueError(NO_TEXT) if isinstance(value, str) and not value.strip() else value)
+
+
+def _piece(part: Part, data: bytes) -> Iterator[Document]:
+    text = data.decode("utf-8" if part.number else "utf-8-sig", "surrogateescape")
+    is_empty = part.number == 0 and len(data) < part.unit and not text.strip()  # and so is the whole file
+    if text or part.number == 0:
+        yield Document(ValueError(NO_TEXT) if is_empty else text, part.number == 0)
 
 
 @lru_cache(maxsize=1)
@@ -236,9 +273,18 @@ def _open_table(path: str) -> "ParquetFile":
     return pq.ParquetFile(open(path, "rb"))
 
 
-def _json_values(chunk: Chunk, text_field: str) -> Iterator[object]:
-    assert isinstance(chunk.data, bytes)
-    for number, line in enumerate(io.BytesIO(chunk.data), start=chunk.at.row):
+def check_text(part: Part, data: bytes) -> None:
+    """Refuse data that is probably not a text in UTF-8."""
+    sample = data[:8000]  # may end within a character, so after 3 bytes of it
+    invalid = len(sample) - len(sample.decode(errors="ignore").encode())
+    is_binary = part.number == 0 and 0 in sample  # as git decides
+    if is_binary or 10 * data.count(0) > len(data) or invalid > 3 + len(sample) // 10:
+        advice = "if it is text in another encoding, convert it: iconv -f UTF-16LE -t UTF-8; or remove it"
+        raise UserError(f"{part.name}: found NUL bytes or much that is not UTF-8; expected text; {advice}")
+
+
+def _json_values(part: Part, data: bytes, text_field: str) -> Iterator[object]:
+    for number, line in enumerate(io.BytesIO(data), start=part.number):  # 0 only in the first line of a file
         try:
             row = json.loads(line.decode("utf-8-sig", "surrogateescape"))
         except (ValueError, RecursionError):
@@ -247,13 +293,11 @@ def _json_values(chunk: Chunk, text_field: str) -> Iterator[object]:
                 continue
             row = []  # begun in this line
         if number == 0 and isinstance(row, list):
-            command = f"""jq -c 'if type == "array" then .[] else . end' {shlex.quote(chunk.name)} > rows.jsonl"""
-            raise UserError(
-                f"{chunk.name}: found an array or indented JSON; expected one object a line. Try: {command}"
-            )
+            command = f"""jq -c 'if type == "array" then .[] else . end' {shlex.quote(part.name)} > rows.jsonl"""
+            raise UserError(f"{part.name}: found an array or indented JSON; expected one object a line. Try: {command}")
         value = field_of(row, text_field)
-        if number == chunk.at.file == 0 and isinstance(value, ValueError):  # probably the wrong --text_field
-            raise no_text_field(chunk.name, text_field, (isinstance(row, dict) and row) or [type(row).__name__])
+        if number == part.file == 0 and isinstance(value, ValueError):  # probably the wrong --text_field
+            raise no_text_field(part.name, text_field, (isinstance(row, dict) and row) or [type(row).__name__])
         yield value
 
 
@@ -277,21 +321,13 @@ def repair(text: str) -> str:
     return text
 
 
-def cut_document(text: str, at: int = sys.maxsize, until: int = sys.maxsize) -> Iterator[str]:
-    """Cut a long document as cut_pieces does, and once more in its bytes [at, until).
-
-    That place is after a line, or else before the space after a word, or else between two characters.
-    """
+def cut_document(text: str) -> Iterator[str]:
+    """Cut a long document into pieces, as cut_pieces() does."""
     data = text.encode()
-    matches = (place.search(data, at, until) for place in _PLACES) if 0 < at < len(data) else ()
-    if match := next(filter(None, matches), None):
-        yield from cut_document(data[: match.start()].decode())
-        yield from cut_document(data[match.start() :].decode())
-        return
     if len(data) <= 2 * PIECE_BYTES:
         yield text
         return
-    for _, piece in cut_pieces(io.BytesIO(data)):
+    for piece in cut_pieces(io.BytesIO(data), 0, 0, PIECE_BYTES):
         yield piece.decode()
 
 

@@ -3,16 +3,15 @@
 import math
 import zipfile
 from collections.abc import Iterator
-from typing import IO, BinaryIO, NamedTuple
+from typing import IO, Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from steadygpt.base.options import UserError
-from steadygpt.data.shards import Header, headerless_ids, read_header, token_dtype
+from steadygpt.data.shards import Header, headerless_dtype, read_header
 
 ID_SUFFIXES = (".npz", ".npy", ".bin")
 MASK = "attention_mask"  # an array beside the ids, 0 where they are padding
-BLOCK_BYTES = 2**20  # of ids in memory at once; a multiple of each dtype's size
 
 
 class _Array(NamedTuple):
@@ -32,31 +31,32 @@ class _Array(NamedTuple):
 
 
 def read_ids(
-    file: BinaryIO, suffix: str, name: str, offset: int, size: int
-) -> Iterator[tuple[int, int, float, np.ndarray]]:
-    """Read the ids of a file in blocks of BLOCK_BYTES, from a byte of their array on.
+    file: BinaryIO, suffix: str, name: str, vocab_size: int, first: int, unit: int, size: int
+) -> Iterator[tuple[int, float, np.ndarray]]:
+    """Read the ids of a file in blocks, without the `first` ones.
 
     Rows of a 2-D array are read one after the other. Padding is left out.
 
     Args:
         name: of the array in an `.npz` file that has several.
+        vocab_size: implies the dtype of a file without a header.
+        unit: bytes of a block, a multiple of each dtype's size.
         size: of the file, in bytes.
 
-    Returns: of each block where it begins and how many bytes it has, the fraction of the array that is read, its ids
-        (n,); single bytes of void dtype if the vocabulary implies the dtype.
+    Returns: of each block how many bytes it has, the fraction of the array that is read, its ids (n,).
     """
     if suffix == ".npz":
         ids, mask = _open_npz(file, name)
     else:
-        ids, mask = _open(file, suffix, file.name, size), None
+        ids, mask = _open(file, suffix, file.name, size, vocab_size), None
     for array in filter(None, (ids, mask)):
-        array.stream.seek(offset // ids.dtype.itemsize * array.dtype.itemsize, 1)
-    while (count := min(BLOCK_BYTES, ids.num_bytes - offset)) > 0:
-        values = ids.read(count)
+        array.stream.seek(first * unit // ids.dtype.itemsize * array.dtype.itemsize, 1)
+    for offset in range(first * unit, ids.num_bytes, unit):
+        values = ids.read(min(unit, ids.num_bytes - offset))
+        count = values.nbytes
         if mask:
             values = values[mask.read(len(values) * mask.dtype.itemsize) != 0]
-        yield offset, count, (offset + count) / ids.num_bytes, values
-        offset += count
+        yield count, (offset + count) / ids.num_bytes, values
 
 
 def _open_npz(file: BinaryIO, name: str) -> tuple[_Array, _Array | None]:
@@ -78,31 +78,17 @@ def _open_npz(file: BinaryIO, name: str) -> tuple[_Array, _Array | None]:
     return ids, mask
 
 
-def _open(stream: IO[bytes], suffix: str, name: str, size: int = 0) -> _Array:
-    """Open an array; `size` is that of a `.bin` file."""
+def _open(stream: Any, suffix: str, name: str, size: int = 0, vocab_size: int = 0) -> _Array:
+    """Open an array; `size` is that of a `.bin` file, `vocab_size` that of its vocabulary."""
     header = read_header(stream, suffix)
-    is_integer = header is None or header.dtype.kind in "iub"
     if header is None:  # nanoGPT's: only ids
-        stream.seek(0)
-        header = Header((size,), False, np.dtype("V1"))
+        dtype = headerless_dtype(stream, size, vocab_size)
+        header = Header((size // dtype.itemsize,), False, dtype)
     ids = _Array(stream, header.shape, header.dtype)
     is_shape = len(ids.shape) in (1, 2) and all(type(size) is int and size >= 0 for size in ids.shape)
-    if not is_integer or not is_shape or (header.is_fortran and len(ids.shape) == 2):
+    if header.dtype.kind not in "iub" or not is_shape or (header.is_fortran and len(ids.shape) == 2):
         order = " in Fortran order" * header.is_fortran
         raise UserError(
             f"{name}: holds {ids.dtype} of shape {ids.shape}{order}; expected one row or rows of integer token ids"
         )
     return ids
-
-
-def check_ids(name: str, ids: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Return the ids of a block in the dtype of shards."""
-    if ids.dtype.kind == "V":
-        ids = headerless_ids(name, ids, vocab_size)
-    is_bad = (ids < 0) | (ids >= vocab_size)
-    if is_bad.any():
-        raise UserError(
-            f"{name}: holds token id {ids[is_bad][0]}, outside the vocabulary of {vocab_size:,}; name the tokenizer "
-            "that wrote it with --tokenizer"
-        )
-    return ids.astype(token_dtype(vocab_size))

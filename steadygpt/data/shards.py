@@ -1,6 +1,7 @@
 """Token shards: file formats, the manifest, and the checks before training."""
 
 import hashlib
+import io
 import os
 import re
 import shlex
@@ -9,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import IO, Annotated, NamedTuple, TypedDict
+from typing import IO, Annotated, BinaryIO, NamedTuple, TypedDict
 
 import numpy as np
 from tqdm import tqdm
@@ -72,44 +73,61 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
-def headerless_ids(path: object, raw: np.ndarray, vocab_size: int) -> np.ndarray:
-    """View bytes (n,) of a file without a header as ids of token_dtype()."""
-    dtype = token_dtype(vocab_size)
-    if len(raw) % dtype.itemsize:
-        raise UserError(f"{path}: {len(raw)} bytes is not a whole number of {dtype.name} token ids; copy it again")
-    whole = len(raw) // 64 * 64  # of which pieces are compared, because a file may begin with padding
-    pieces = np.unique(np.linspace(0, max(0, whole - 512), 16).astype(int) // 64 * 64)
-    sample = np.concatenate([raw[at : min(at + 512, whole)] for at in pieces])
-    low, *upper = np.quantile(sample.view("<u2").reshape(-1, 4), 0.9, axis=0) if whole else [0] * 4
+def headerless_dtype(file: BinaryIO, size: int, vocab_size: int) -> np.dtype:
+    """Return token_dtype(), which the ids in a file without a header have, unless they look like another; seek to 0."""
+    dtype, sample = token_dtype(vocab_size), b""
+    if size % dtype.itemsize:
+        raise UserError(f"{file.name}: {size} bytes is not a whole number of {dtype.name} token ids; copy it again")
+    whole = size // 64 * 64  # of which pieces are compared, because a file may begin with padding
+    for at in np.unique(np.linspace(0, max(0, whole - 512), 16).astype(int) // 64 * 64).tolist():
+        file.seek(at)
+        sample += file.read(min(512, whole - at))
+    file.seek(0)
+    low, *upper = np.quantile(np.frombuffer(sample, "<u2").reshape(-1, 4), 0.9, axis=0) if whole else [0] * 4
     # The upper halves of wider ids are nearly all small. Of a text in uint8, all bytes are below 128, and few below 9.
     seen = "uint16" if 16 * max(upper[::2]) > low else "uint32" if any(upper[1:]) else "uint64"
-    ids, halves = sample.view(dtype), sample.view("u1")
+    ids, halves = np.frombuffer(sample, dtype), np.frombuffer(sample, "u1")
     is_text = whole and np.quantile(halves, 0.9) < 128 and np.median(halves[1::2]) > 8
     wrong = low and seen != dtype.name and ((ids >= vocab_size).any() or np.quantile(ids[1::2], 0.9) == 0)
     if wrong or is_text:
         seen = "uint8" if is_text else seen
         raise UserError(
-            f"{path}: found ids that look like {seen}, without a header; expected {dtype.name}, because the vocabulary "
-            f"has {vocab_size:,} ids. Name the tokenizer that wrote them with --tokenizer, or save them with a header, "
-            f"numpy.save({str(path).removesuffix('.bin')!r}, numpy.fromfile({str(path)!r}, {seen!r}).astype('u4')), "
-            "and remove this file"
+            f"{file.name}: found ids that look like {seen}, without a header; expected {dtype.name}, because the "
+            f"vocabulary has {vocab_size:,} ids. Name the tokenizer that wrote them with --tokenizer, or save them "
+            f"with a header, numpy.save({file.name.removesuffix('.bin')!r}, numpy.fromfile({file.name!r}, {seen!r})"
+            ".astype('u4')), and remove this file"
         )
-    return raw.view(dtype)
+    return dtype
 
 
-def write_shard(path: Path, tokens: np.ndarray) -> str:
-    """Write ids (n,) as `.npy`, atomically, and return the file's SHA-256 in hex.
+def check_vocabulary(path: object, ids: np.ndarray, vocab_size: int) -> None:
+    """Check that all ids (n,) of a file are in the vocabulary."""
+    is_bad = (ids < 0) | (ids >= vocab_size) if ids.dtype.kind == "i" else ids >= vocab_size
+    if is_bad.any():
+        raise UserError(
+            f"{path}: holds token id {ids[is_bad][0]}, outside the vocabulary of {vocab_size:,}; name the tokenizer "
+            "that wrote it with --tokenizer"
+        )
+
+
+def write_shard(path: Path, *parts: np.ndarray) -> str:
+    """Write ids (n,), in one array or more, as `.npy`, atomically, and return the file's SHA-256 in hex.
 
     Raises: OSError with errno and path, for example on a full disk.
     """
+    header, digest = io.BytesIO(), hashlib.sha256()
+    shape = (sum(map(len, parts)),)
+    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(parts[0]) | {"shape": shape})
+    blocks: list[bytes | memoryview] = [header.getvalue(), *(np.ascontiguousarray(part).data for part in parts)]
 
     def write(file: IO[bytes]) -> None:
-        # The bytes of np.save, whose tofile() reports a full disk as an OSError without errno.
-        np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(tokens))
-        file.write(np.ascontiguousarray(tokens).data)
+        # In place of np.save, whose tofile() reports a full disk as an OSError without errno.
+        for block in blocks:
+            file.write(block)
+            digest.update(block)
 
     replace_file(path, write)
-    return sha256_of(path)
+    return digest.hexdigest()
 
 
 def open_shard(path: Path) -> Shard:
@@ -226,8 +244,10 @@ class ShardSet:
         """Return this set with the width that the vocabulary implies where no header says it."""
 
         def sized(shard: Shard) -> Shard:
-            ids = headerless_ids(shard.path, np.memmap(shard.path, "V1", "r"), vocab_size)
-            return replace(shard, dtype=ids.dtype, num_tokens=len(ids))
+            with open(shard.path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                dtype = headerless_dtype(file, size, vocab_size)
+            return replace(shard, dtype=dtype, num_tokens=size // dtype.itemsize)
 
         known = [shard if shard.offset or not shard.num_tokens else sized(shard) for shard in self.shards]
         return replace(self, shards=known)
@@ -294,15 +314,8 @@ class ShardSet:
                     f"{shard.path}: SHA-256 {digest[:12]}..., but {MANIFEST} says {expected[:12]}...; "
                     "the file is damaged, prepare or copy it again"
                 )
-            tokens = shard.tokens()
-            for start in range(0, len(tokens), 2**24):
-                block = tokens[start : start + 2**24]
-                if (block >= vocab_size).any() or (block.dtype.kind == "i" and (block < 0).any()):
-                    at = start + int(np.argmax((block >= vocab_size) | (block < 0)))
-                    raise UserError(
-                        f"{shard.path}: token {at:,} is {tokens[at]}, outside the vocabulary of {vocab_size:,}; "
-                        "name the tokenizer that wrote it with --tokenizer"
-                    )
+            for start in range(0, shard.num_tokens, 2**24):
+                check_vocabulary(shard.path, shard.tokens()[start : start + 2**24], vocab_size)
             return [*name_size_time, digest]
 
         with ThreadPoolExecutor() as pool:

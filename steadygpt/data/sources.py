@@ -18,18 +18,7 @@ from steadygpt.base.progress import say
 from steadygpt.base.retry import brief
 from steadygpt.base.text import counted
 from steadygpt.data import hub
-from steadygpt.data.documents import (
-    CHUNK_BYTES,
-    CUTTERS,
-    READABLE,
-    ROWS_AT_ONCE,
-    TABLES,
-    Chunk,
-    Position,
-    naming,
-    no_text_field,
-    suffix_of,
-)
+from steadygpt.data.documents import CUTTERS, READABLE, TABLES, Cut, Part, naming, no_text_field, suffix_of
 from steadygpt.data.ids import ID_SUFFIXES
 from steadygpt.data.remote import RemoteFile
 from steadygpt.data.stores import Store
@@ -44,6 +33,9 @@ CARD = re.compile(
 )
 HUB_SPLITS = "data/train-*", "train-*-of-*"
 AHEAD = 1  # files that are downloaded while one is read
+UNIT_BYTES = 2**20  # of a source of at least UNITS times as much
+UNITS = 400  # of a smaller source, so that a fortieth of it is some of them
+ROWS_AT_ONCE = 32  # rows of a part of what `datasets` streams
 EXPECTED = (
     "a file, a folder, a glob, a URL such as s3://... or gs://..., stdlib, fineweb-edu or hf:NAME[@REVISION][:CONFIG]"
 )
@@ -60,7 +52,7 @@ class Source:
     in_place: bool = False  # reads the files by ranges, without any on the disk
     commit: str = ""  # of a Hub data set
     progress: Callable[[int], object] = bool  # is called with the bytes that are on this machine
-    unit = "B"
+    progress_unit = "B"
 
     def __post_init__(self):
         self.names = [file.path for file in self.remote] or [str(path) for path in self.paths]
@@ -68,6 +60,12 @@ class Source:
         self.identities = [file.identity for file in self.remote] or list(zip(self.names, self.sizes, strict=True))
         self.downloads: dict[int, Future[Path]] = {}
         self.pool = ThreadPoolExecutor(1)
+
+    @property
+    def unit_bytes(self) -> int:
+        """The bytes of a text, lines or ids in which a part begins; a multiple of each dtype's size."""
+        total = sum(size for _, size, *_ in self.identities)
+        return -(-min(UNIT_BYTES, max(1, total // UNITS) if total else UNIT_BYTES) // 8) * 8
 
     @property
     def holds_ids(self) -> bool:
@@ -82,37 +80,53 @@ class Source:
                     self.downloads[index] = self.pool.submit(self._download, index)
             self.downloads[file].result()
         is_elsewhere = self.remote and not self.paths[file].exists()
-        return self.remote[file].open() if is_elsewhere else open(self.paths[file], "rb")
+        opened = self.remote[file].open() if is_elsewhere else open(self.paths[file], "rb")  # noqa: SIM115
+        if self.sizes[file] < 1000:  # peeking into a large remote file would request more of it
+            check_pulled(self.names[file], opened.peek(1))  # type: ignore[attr-defined]
+        return opened
 
     def _download(self, file: int) -> Path:
         before = sum(self.sizes[:file])
         return self.remote[file].download(self.paths[file], lambda count: self.progress(before + count))
 
-    def chunks(self, text_field: str, start: Position, in_place: bool = False) -> Iterator[Chunk]:
-        """Cut the files into chunks, from `start` on."""
-        for index in range(start.file, len(self.names)):
-            begin = start if index == start.file else Position(index)
-            name = self.names[index]
-            with self.open(index, in_place) as file, naming(name):
-                if self.sizes[index] < 1000:  # peeking into a large remote file would request more of it
-                    check_pulled(name, file.peek(1))  # type: ignore[attr-defined]
-                for chunk in CUTTERS[suffix_of(name)](file, text_field, begin, self.sizes[index]):
-                    data = chunk.data if isinstance(chunk.data, bytes) else b""
-                    sample = data[:8000]  # may end within a character, so after 3 bytes of it
-                    invalid = len(sample) - len(sample.decode(errors="ignore").encode())
-                    is_binary = chunk.at.offset == 0 and 0 in sample  # as git decides
-                    if is_binary or 10 * data.count(0) > len(data) or invalid > 3 + len(sample) // 10:
-                        advice = (
-                            "if it is text in another encoding, convert it: iconv -f UTF-16LE -t UTF-8; or remove it"
-                        )
-                        raise UserError(f"{name}: found NUL bytes or much that is not UTF-8; expected text; {advice}")
-                    yield chunk._replace(name=name)
+    def parts(
+        self, text_field: str, vocab_size: int, file: int = 0, number: int = 0, in_place: bool = False
+    ) -> Iterator[Part]:
+        """Cut the files into parts, from a part of a file on.
+
+        Args:
+            vocab_size: is needed for token ids.
+        """
+        unit = self.unit_bytes
+        for index in range(file, len(self.names)):
+            name, size, path = self.names[index], self.sizes[index], self.paths[index]
+            with self.open(index, in_place) as opened, naming(name):
+                cut = Cut(unit, text_field, vocab_size, size, path if path.exists() else None)
+                for found in CUTTERS[suffix_of(name)](opened, number if index == file else 0, cut):
+                    part, *about = found
+                    yield Part(name, index, part, unit, *about)
+
+    def units(
+        self, text_field: str, vocab_size: int, file: int = 0, number: int = 0, in_place: bool = False
+    ) -> Iterator[list[Part]]:
+        """Gather consecutive parts into units, the same for each part that a unit begins with."""
+        gathered, num_bytes = list[Part](), 0
+        for part in self.parts(text_field, vocab_size, file, number, in_place):
+            gathered.append(part)
+            num_bytes += part.num_bytes + 64  # 64: empty files take memory too
+            if num_bytes >= part.unit:
+                yield gathered
+                gathered, num_bytes = [], 0
+        if gathered:
+            yield gathered
 
     def check(self, text_field: str) -> None:
         """Begin to read the local files that are pointers or tables, which may lack the column of the text."""
-        for index, name in enumerate([] if self.remote else self.names):
-            if self.sizes[index] < 1000 or suffix_of(name) in TABLES:
-                next(self.chunks(text_field, Position(index)), None)
+        for index, path in enumerate([] if self.remote else self.paths):
+            if suffix_of(path.name) in TABLES:
+                next(self.parts(text_field, 0, index), None)
+            elif self.sizes[index] < 1000:
+                self.open(index).close()
 
     def release(self, before: int) -> None:
         """Remove the downloads of the files before this one, whose tokens are in shards."""
@@ -149,23 +163,25 @@ def fingerprint(files: Sequence[tuple]) -> str:
 class StreamedSource(Source):
     """A Hub data set in a format that only `datasets` reads: a stream of rows."""
 
-    unit = " documents"
+    progress_unit = " documents"
 
     def __init__(self, name: str, repo: hub.Repo, config: str, files: Sequence[RemoteFile]):
         super().__init__(name, [], commit=repo.commit)
         self.repo, self.config = repo, config
         self.names, self.sizes, self.identities = [name], [0], [file.identity for file in files]
 
-    def chunks(self, text_field: str, start: Position, in_place: bool = False) -> Iterator[Chunk]:
+    def parts(
+        self, text_field: str, vocab_size: int, file: int = 0, number: int = 0, in_place: bool = False
+    ) -> Iterator[Part]:
         with naming(self.name):
-            dataset = hub.stream(self.repo, self.config, "train")
-            row = start.row
-            for batch in dataset.skip(row).iter(ROWS_AT_ONCE):
+            rows = hub.stream(self.repo, self.config, "train").skip(number * ROWS_AT_ONCE).iter(ROWS_AT_ONCE)
+            for index, batch in enumerate(rows, start=number):
                 if text_field not in batch:
                     raise no_text_field(self.name, text_field, batch)
                 values = batch[text_field]
-                yield Chunk(Position(0, row), row + len(values), CHUNK_BYTES, values, self.name)
-                row += len(values)
+                num_bytes = sum(len(value) for value in values if isinstance(value, str))
+                end = index * ROWS_AT_ONCE + len(values)
+                yield Part(self.name, 0, index, self.unit_bytes, end, num_bytes, values)
 
 
 def find_source(

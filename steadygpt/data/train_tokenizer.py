@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import ProgressBar, say
-from steadygpt.data.documents import Position, cut_document, read_documents, repair
+from steadygpt.data.documents import cut_document, read_documents, repair
 from steadygpt.data.sources import Source
 from steadygpt.data.tokenizer import END_OF_TEXT
 from steadygpt.data.tokenizer_json import from_json
@@ -59,26 +59,26 @@ def train_tokenizer(source: Source, text_field: str, vocab_size: int, limit: int
 
 
 def choose_texts(source: Source, text_field: str, limit: int, bar: ProgressBar) -> Iterator[list[str]]:
-    """Choose documents by their position, up to `limit` bytes of text, and yield those of each chunk.
+    """Choose documents by their position, up to `limit` bytes of text, and yield those of each part.
 
     Documents of local files are spread over all of the text. Of files on a network, the beginning of each is taken, so
     that the rest need not be requested; of a stream of rows, the beginning.
     """
     total, taken = sum(source.sizes), 0
     for file, before in enumerate(accumulate(source.sizes[:-1], initial=0)):
-        for chunk in source.chunks(text_field, Position(file), in_place=True):
-            if chunk.at.file != file:
+        for part in source.parts(text_field, 0, file, in_place=True):
+            if part.file != file:
                 break
-            until = before + (source.sizes[file] if source.remote else chunk.end)
+            until = before + (source.sizes[file] if source.remote else part.end)
             due = limit * until // total if total else limit
             texts: list[str] = []
-            for document in read_documents(chunk, text_field) if taken < due else ():
+            for document in read_documents(part, text_field) if taken < due else ():
                 if isinstance(document.text, str) and taken < due:
                     data = repair(document.text).encode()[: limit - taken]
                     texts += cut_document(data.decode(errors="ignore"))
                     taken += len(data)
             yield texts
-            bar.update(before + chunk.end - bar.n)
+            bar.update(before + part.end - bar.n)
             if taken >= (due if source.remote else limit):
                 break
         if taken >= limit:

@@ -1,10 +1,11 @@
-"""Tests of steadygpt/data/documents.py: chunks cut anywhere and read anywhere, with the documents of the whole."""
+"""Tests of steadygpt/data/documents.py: parts that any process can read, with the documents of the whole."""
 
 import gzip
 import io
 import json
 import random
 from itertools import pairwise
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -14,13 +15,12 @@ from hypothesis import strategies as st
 
 from steadygpt.base.options import UserError
 from steadygpt.data import documents as chunks
-from steadygpt.data import tokenizer
-from steadygpt.data.documents import Position, cut_document, read_documents
+from steadygpt.data import sources, tokenizer
+from steadygpt.data.documents import OnDisk, cut_document, read_documents
 from steadygpt.data.sources import Source
 from steadygpt.data.tokenizer import get_tokenizer
 
-SMALL = {"CHUNK_BYTES": 60, "PIECE_BYTES": 40, "TABLE_BYTES": 100, "ROWS_AT_ONCE": 3}
-in_small_chunks = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+in_small_parts = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def write(folder, kind: str, texts: list[str]) -> Source:
@@ -47,45 +47,73 @@ def write(folder, kind: str, texts: list[str]) -> Source:
     return Source("files", sorted(folder.iterdir()))
 
 
-def documents(source: Source, start: Position) -> list[tuple[int, int, str]]:
-    """Read (file, row, text) of all documents from `start` on; the parts of a text are joined."""
-    found: list[tuple[int, int, str]] = []
-    for chunk in source.chunks("text", start):
-        for row, text, is_begin in read_documents(chunk, "text"):
-            if not is_begin and found and found[-1][0] == chunk.at.file:
-                text = found.pop()[2] + text
-            found.append((chunk.at.file, row, text if isinstance(text, str) else repr(text)))
+def documents(source: Source, file: int = 0, number: int = 0) -> list[tuple[int, str]]:
+    """Read (file, text) of all documents from a part on; the pieces of a text are joined."""
+    found: list[tuple[int, str]] = []
+    for part in source.parts("text", 0, file, number):
+        for text, is_begin in read_documents(part, "text"):
+            if not is_begin and found and found[-1][0] == part.file:
+                text = found.pop()[1] + text
+            found.append((part.file, text if isinstance(text, str) else repr(text)))
     return found
+
+
+@pytest.fixture(params=[24, 64, 10_000])
+def small_units(request, monkeypatch) -> int:
+    """The bytes of a unit."""
+    monkeypatch.setattr(sources, "UNITS", 1)
+    monkeypatch.setattr(sources, "UNIT_BYTES", request.param)
+    monkeypatch.setattr(chunks, "CUT_WINDOW", 20)
+    monkeypatch.setattr(chunks, "ROWS_AT_ONCE", 3)
+    return request.param
 
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "jsonl.gz", "jsonl.zst", "utf16.jsonl", "parquet"])
 @given(st.lists(st.text("ab \n\té你", min_size=1, max_size=60), min_size=1, max_size=40))
-@in_small_chunks
-def test_chunks_hold_every_document_and_reading_can_begin_at_any_of_them(kind, tmp_path, texts):
+@in_small_parts
+def test_parts_hold_every_document_and_reading_can_begin_at_any_of_them(kind, small_units, tmp_path, texts):
+    source = write(tmp_path, kind, texts)
+    whole, found = documents(source), list(source.parts("text", 0))
+    halves = [texts[: len(texts) // 2], texts[len(texts) // 2 :]]
+    expected = [["".join(half)] for half in halves] if kind == "txt" else halves
+    skipped = "ValueError('no text')"
+    assert whole == [(n, text if text.strip() else skipped) for n, half in enumerate(expected) for text in half] or (
+        # Of a text with more than one part, the first part's spaces are kept.
+        kind == "txt" and [text for _, text in whole if text.strip()] == [text for [text] in expected if text.strip()]
+    )
+    ends = [sum(source.sizes[: part.file]) + part.end for part in found]
+    assert ends == sorted(ends)
+    assert not ends or ends[-1] == sum(source.sizes)
+    for begin, part in enumerate(found):
+        assert list(source.parts("text", 0, part.file, part.number)) == found[begin:]
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
+@given(st.lists(st.text("ab \n\té你", min_size=1, max_size=60), min_size=1, max_size=40))
+@in_small_parts
+def test_a_part_read_where_the_file_is_has_the_documents_of_one_that_was_sent(kind, small_units, tmp_path, texts):
+    source = write(tmp_path, kind, texts)
+    here = list(source.parts("text", 0))
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in SMALL.items():
-            patch.setattr(chunks, name, value)
-        source = write(tmp_path, kind, texts)
-        whole = documents(source, Position())
-        found = list(source.chunks("text", Position()))
-        ends = [sum(source.sizes[: chunk.at.file]) + chunk.end for chunk in found]
-        assert ends == sorted(ends)
-        assert ends[-1] == sum(source.sizes)
-        for chunk in found:
-            rest = documents(source, chunk.at)
-            if kind == "txt":  # begins within a text
-                at = len(whole) - len(rest)
-                assert whole[at][2].endswith(rest[0][2])
-                assert whole[at + 1 :] == rest[1:]
-            else:
-                assert rest == [found for found in whole if found[:2] >= (chunk.at.file, chunk.at.row)]
-    texts = [t if t.strip() else "ValueError('no text')" for t in texts]
-    if kind == "txt":
-        halves = ["".join(texts[: len(texts) // 2]), "".join(texts[len(texts) // 2 :])]
-        texts = [text if text.strip() else "ValueError('no text')" for text in halves]
-        assert all(a[2] == b or not b.strip() for a, b in zip(whole, texts, strict=True)) or "ValueError" in str(texts)
-    else:
-        assert [text for _, _, text in whole] == texts
+        patch.setattr(Path, "exists", lambda path: False)  # as of a file that is read over a network
+        sent = list(source.parts("text", 0))
+    assert not any(isinstance(part.data, OnDisk) for part in sent)
+    assert [part._replace(data=0) for part in here] == [part._replace(data=0) for part in sent]
+    for one, other in zip(here, sent, strict=True):
+        assert repr(list(read_documents(one, "text"))) == repr(list(read_documents(other, "text")))
+
+
+def test_a_line_longer_than_many_parts_belongs_to_the_part_in_which_it_begins(small_units, tmp_path):
+    lines = [
+        json.dumps({"text": letter * length}) for letter, length in zip("abcde", (9, 3000, 1, 900, 2), strict=True)
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    source, begins = Source("files", [tmp_path / "a.jsonl"]), 0
+    found = {part.number: [text for text, _ in read_documents(part, "text")] for part in source.parts("text", 0)}
+    for line in lines:
+        assert json.loads(line)["text"] in found[begins // source.unit_bytes]
+        begins += len(line) + 1
+    assert sum(map(len, found.values())) == len(lines)
 
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])
@@ -104,23 +132,25 @@ def test_pieces_of_a_document_have_the_ids_of_the_whole(name, text, length):
         assert [i for piece in pieces for i in encoding.encode(piece)] == encoding.encode(text)
 
 
-@given(st.text(st.sampled_from("ab \n'é你\u3000𝄞"), max_size=100), st.integers(1, 20))
+@given(st.text(st.sampled_from("ab \n'é你\u3000𝄞"), max_size=300), st.integers(8, 40))
 @settings(max_examples=150, deadline=None)
-def test_a_text_is_cut_at_the_same_places_from_wherever_reading_begins(text, length):
+def test_a_text_is_cut_at_the_same_places_from_wherever_reading_begins(text, unit):
     data = text.encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks, "PIECE_BYTES", length)
-        whole = list(chunks.cut_pieces(io.BytesIO(data)))
-        for number, (offset, _) in enumerate(whole):
-            assert list(chunks.cut_pieces(io.BytesIO(data[offset:]), offset)) == whole[number:]
-    assert b"".join(piece for _, piece in whole) == data
+        patch.setattr(chunks, "CUT_WINDOW", 20)
+        whole = list(chunks.cut_pieces(io.BytesIO(data), 0, 0, unit))
+        for number in range(len(whole)):
+            begin = max(0, number * unit - chunks.CUT_BEFORE)
+            assert list(chunks.cut_pieces(io.BytesIO(data[begin:]), begin, number, unit)) == whole[number:]
+    assert b"".join(whole) == data
+    assert "".join(piece.decode() for piece in whole) == text  # no character is cut
 
 
 def test_a_byte_order_mark_and_line_ends_are_read_as_before(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbffirst\r\nsecond\r")
     (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a\\r\\u2028b"}\r\n{"text": "c"}')
-    found = documents(Source("files", sorted(tmp_path.iterdir())), Position())
-    assert [text for _, _, text in found] == ["first\r\nsecond\r", "a\r\u2028b", "c"]
+    found = documents(Source("files", sorted(tmp_path.iterdir())))
+    assert [text for _, text in found] == ["first\r\nsecond\r", "a\r\u2028b", "c"]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl.gz"])
@@ -134,22 +164,23 @@ def test_a_damaged_file_is_named(kind, tmp_path):
         file.seek(offset)
         file.write(b"\xff" * 20)
     with pytest.raises(UserError, match=rf"1\.{kind}: cannot be read, .*; repair or remove it, then run this again"):
-        documents(source, Position())
+        documents(source)
 
 
 def test_a_million_spaces_are_cut(tmp_path):
     (tmp_path / "a.txt").write_bytes(b" " * 2_000_000)
-    sizes = [chunk.num_bytes for chunk in Source("files", [tmp_path / "a.txt"]).chunks("text", Position())]
-    assert sum(sizes) == 2_000_000
-    assert max(sizes) <= chunks.PIECE_BYTES
+    source = Source("files", [tmp_path / "a.txt"])
+    pieces = [text for part in source.parts("text", 0) for text, _ in read_documents(part, "text")]
+    assert sum(map(len, pieces)) == 2_000_000
+    assert max(map(len, pieces)) <= source.unit_bytes + chunks.CUT_WINDOW
     assert max(map(len, cut_document(" " * 2_000_000))) <= 2 * chunks.PIECE_BYTES
 
 
 def test_invalid_utf8_in_parquet_is_read_as_in_other_files(tmp_path):
     column = pyarrow.array([b"good", b"bad \xff", None]).view(pyarrow.string())
     pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
-    found = documents(Source("files", [tmp_path / "a.parquet"]), Position())
-    assert [text for _, _, text in found] == ["good", "bad \udcff", "None"]
+    found = documents(Source("files", [tmp_path / "a.parquet"]))
+    assert [text for _, text in found] == ["good", "bad \udcff", "None"]
 
 
 @pytest.mark.parametrize("field", ["text", "data.text"])
@@ -158,6 +189,6 @@ def test_empty_row_groups_and_columns_with_a_dot_are_read(field, tmp_path):
     with pyarrow.parquet.ParquetWriter(tmp_path / "a.parquet", halves[0].schema) as writer:
         for half in halves:
             writer.write_table(half)
-    found = list(Source("files", [tmp_path / "a.parquet"]).chunks(field, Position()))
-    assert [text for chunk in found for _, text, _ in read_documents(chunk, field)] == ["a", "b", "c"]
-    assert all(chunk.num_bytes > 0 for chunk in found)
+    found = list(Source("files", [tmp_path / "a.parquet"]).parts(field, 0))
+    assert [text for part in found for text, _ in read_documents(part, field)] == ["a", "b", "c"]
+    assert all(part.num_bytes > 0 for part in found)

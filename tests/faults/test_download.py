@@ -26,14 +26,11 @@ SLOW = 1_500_000  # bytes a second: the whole data set takes a second
 
 
 def begin(rank: int, cache: str = "hf", **constants: float) -> None:
-    """Use a cache in the current folder and small batches, and set constants of steadygpt.base.retry."""
+    """Use a cache in the current folder, and set constants of steadygpt.base.retry."""
     import huggingface_hub.constants
-
-    import prepare_dataset
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a test session in the background ignores it
     huggingface_hub.constants.HF_HUB_CACHE = os.path.abspath(cache)
-    prepare_dataset.BATCH_BYTES = 50_000
     for name, value in constants.items():
         setattr(retry, name, value)
 
