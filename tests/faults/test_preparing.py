@@ -1,5 +1,6 @@
 """prepare_dataset.py killed at random instants, and input that it skips, counts and reports."""
 
+import contextlib
 import gzip
 import json
 import random
@@ -45,18 +46,9 @@ def corpus(tmp_path, monkeypatch):
     return folder
 
 
-@pytest.mark.parametrize(
-    ("kills", "stages"), [(4, 3), *(pytest.param(kills, 6, marks=pytest.mark.storm) for kills in (20, 200))]
-)
-def test_preparing_survives_kills_at_random_instants(corpus, kills, stages):
-    flags = ("--source", "corpus", "--shard_size", "50000")  # val has several shards
+def survive_kills(flags: tuple[str, ...], kills: int, stages: int) -> None:
+    """Kill preparations at random instants until they are complete, and compare them with one without kills."""
     assert prepare(*flags, "--out", "reference").wait() == [0]
-    manifest = read_manifest(Path("reference"))
-    assert manifest["repaired"] == 7
-    assert manifest["skipped"] == {
-        "broken JSON": 2, "no text": manifest["skipped"]["no text"], "null, not a string": 2,
-        "no field 'text'": 2, "blank line": 2,
-    }  # fmt: skip
     rng, number, shards_at_kill = random.Random(1), 0, []
     while len(shards_at_kill) < kills:
         folder = Path(f"killed{number}")
@@ -73,6 +65,34 @@ def test_preparing_survives_kills_at_random_instants(corpus, kills, stages):
     assert prepare(*flags, "--out", f"killed{number}").wait() == [0]
     assert shards(f"killed{number}") == shards("reference")
     assert len(set(shards_at_kill)) >= stages  # the kills came at different stages
+
+
+@pytest.mark.parametrize(
+    ("kills", "stages"), [(4, 3), *(pytest.param(kills, 6, marks=pytest.mark.storm) for kills in (20, 200))]
+)
+def test_preparing_survives_kills_at_random_instants(corpus, kills, stages):
+    survive_kills(("--source", "corpus", "--shard_size", "50000"), kills, stages)
+    manifest = read_manifest(Path("reference"))
+    assert manifest["repaired"] == 7
+    assert manifest["skipped"] == {
+        "broken JSON": 2, "no text": manifest["skipped"]["no text"], "null, not a string": 2,
+        "no field 'text'": 2, "blank line": 2,
+    }  # fmt: skip
+
+
+@pytest.mark.storm
+def test_preparing_with_a_tokenizer_of_its_own_survives_kills(corpus):
+    survive_kills(("--source", "corpus", "--shard_size", "20000", "--tokenizer", "bpe:600"), 20, 6)
+
+
+@pytest.mark.storm
+def test_preparing_from_a_store_survives_kills(corpus, s3):
+    for path in corpus.iterdir():
+        s3.put(path.name, path.read_bytes())
+    for number, mode in enumerate(([], ["--streaming"])):
+        Path(str(number)).mkdir()
+        with contextlib.chdir(str(number)):
+            survive_kills(("--source", f"{s3.url}/*", "--shard_size", "50000", *mode), 20, 6)
 
 
 def test_skipped_input_is_counted_and_reported(corpus):
