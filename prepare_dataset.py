@@ -24,6 +24,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -378,24 +379,32 @@ def write_shards(
         release: is called with a file number once all files before it are in shards.
     """
     held, split, row, named = list[np.ndarray](), manifest.split, manifest.next["row"], 0
-    for unit, found in encoded:
-        is_full = sum(map(len, held)) + len(found.ids) > manifest.shard_size
-        if held and (is_full or manifest.split != split):
-            manifest.write(out, split, held)
-            manifest.next = {"file": unit[0].file, "part": unit[0].number, "row": row if unit[0].number else 0}
-            manifest.save(out)
-            release(unit[0].file)
-            held = []
-        if len(found.ids):
-            split = manifest.split
-            held.append(found.ids)
-        manifest.add(found)
-        for part, rows, skipped in zip(unit, found.rows, found.skipped, strict=True):
-            row = row if part.number else 0
-            for at, reason in [skip for skip in skipped if skip[1] != NO_TEXT][: NAMED_SKIPS - named]:
-                say(f"skipped {part.name.removeprefix(f'{STDLIB}{os.sep}')}:{row + at + 1}: {reason}")
-                named += 1
-            row += rows
+
+    def save_shard(before: Manifest, split: str, units: list[np.ndarray]) -> None:
+        before.write(out, split, units)
+        before.save(out)
+        release(before.next["file"])
+
+    with ThreadPoolExecutor(1) as writer:  # so that workers get units while a shard is written
+        saved: Future = writer.submit(bool)
+        for unit, found in encoded:
+            is_full = sum(map(len, held)) + len(found.ids) > manifest.shard_size
+            if held and (is_full or manifest.split != split):
+                saved.result()
+                place = Next(file=unit[0].file, part=unit[0].number, row=row if unit[0].number else 0)
+                saved = writer.submit(save_shard, dataclasses.replace(manifest, next=place), split, held)
+                held = []
+            if len(found.ids):
+                split = manifest.split
+                held.append(found.ids)
+            manifest.add(found)
+            for part, rows, skipped in zip(unit, found.rows, found.skipped, strict=True):
+                row = row if part.number else 0
+                for at, reason in [skip for skip in skipped if skip[1] != NO_TEXT][: NAMED_SKIPS - named]:
+                    say(f"skipped {part.name.removeprefix(f'{STDLIB}{os.sep}')}:{row + at + 1}: {reason}")
+                    named += 1
+                row += rows
+        saved.result()
     if split == "val":
         for path in [*(out / shard["file"] for shard in manifest.shards), out / MANIFEST]:
             path.unlink()

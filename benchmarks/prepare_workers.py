@@ -1,6 +1,6 @@
 """How busy many workers are kept: the main process of prepare_dataset.py beside workers that only wait.
 
-    python -m benchmarks.prepare_workers [--workers 64] [--megabytes 4000]
+    python -m benchmarks.prepare_workers [--workers 64] [--megabytes 10000]
 
 A worker waits as long as GPT-2's tokenizer takes on one core, 69 ms for a megabyte, and returns as many ids as it would
 find. So this machine needs no such number of cores. The main process cuts a file, sends units, receives ids and writes
@@ -8,9 +8,9 @@ shards with their checksums, as in a preparation.
 """
 
 import argparse
-import json
 import tempfile
 import time
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -34,17 +34,17 @@ def wait(unit: list[Part]) -> Encoded:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=64)
-    parser.add_argument("--megabytes", type=int, default=4000, help="of text")
+    parser.add_argument("--megabytes", type=int, default=10_000, help="of text")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
+    # In memory, because no disk of a laptop writes what 64 workers give.
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as temporary:
         folder = Path(temporary)
-        with open(folder / "text.jsonl", "w") as file:
-            line = json.dumps({"text": "some words " * 200}) + "\n"
-            for _ in range(int(args.megabytes * 1e6 / len(line))):
-                file.write(line)
+        with open(folder / "text.jsonl", "wb") as file:
+            file.truncate(args.megabytes * 10**6)  # without content, which nothing reads
         source = Source("text", [folder / "text.jsonl"])
-        for number in range(args.rounds + 1):  # the first one starts slowly
+        total_mb, waits_for = source.sizes[0] / 1e6, 32 * args.workers  # units, until all workers have started
+        for number in range(args.rounds):
             out = folder / f"out{number}"
             out.mkdir()
             manifest = Manifest(
@@ -52,11 +52,11 @@ def main() -> None:
                 text_field="text", commit="", files="", vocab_size=50257, dtype="uint16",
             )  # fmt: skip
             units = map_in_order(wait, source.units("text", 0), args.workers)
-            next(units)  # workers have started
+            before_mb = sum(part.num_bytes for unit, _ in islice(units, waits_for) for part in unit) / 1e6
             start_s, cpu_s = time.perf_counter(), time.process_time()
             write_shards(units, out, manifest, bool)
             elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_s
-            megabytes = source.sizes[0] / 1e6
+            megabytes = total_mb - before_mb
             busy = megabytes * SECONDS_PER_MB / args.workers / elapsed_s
             print(
                 f"{args.workers} workers, {megabytes:,.0f} MB: {elapsed_s:.2f} s, workers {busy:.1%} busy, "
