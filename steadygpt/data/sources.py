@@ -34,7 +34,7 @@ CARD = re.compile(
 HUB_SPLITS = "data/train-*", "train-*-of-*"
 AHEAD = 1  # files that are downloaded while one is read
 UNIT_BYTES = 2**21  # of a source of at least UNITS times as much
-UNITS = 400  # of a smaller source, so that a fortieth of it is some of them
+UNITS = 200  # of a smaller source, so that a fortieth of it is some of them
 ROWS_AT_ONCE = 32  # rows of a part of what `datasets` streams
 EXPECTED = (
     "a file, a folder, a glob, a URL such as s3://... or gs://..., stdlib, fineweb-edu or hf:NAME[@REVISION][:CONFIG]"
