@@ -332,11 +332,12 @@ class Manifest:
         content = {key: value for key, value in vars(self).items() if key != "next" or not self.complete}
         replace_file(out / MANIFEST, lambda file: file.write(f"{json.dumps(content, indent=2)}\n".encode()))
 
-    @property
-    def split(self) -> str:
-        """The split of the next unit; val comes first, and ends with the unit that completes it."""
-        is_val = self.text_bytes < self.val_bytes if self.val_tokens is None else self.tokens < self.val_tokens
-        return "val" if is_val else "train"
+    def split_of(self, found: Encoded) -> str:
+        """Return the split of the next unit. Val comes first, until it has enough, or a unit would make it far more."""
+        there, wanted, more = self.tokens, self.val_tokens, len(found.ids)
+        if wanted is None:
+            there, wanted, more = self.text_bytes, self.val_bytes, found.text_bytes
+        return "val" if there < wanted and (there == 0 or there + more < 4 * wanted) else "train"
 
     def add(self, found: Encoded) -> None:
         """Count a unit."""
@@ -378,7 +379,7 @@ def write_shards(
         encoded: units and their ids, from the unit at manifest.next on.
         release: is called with a file number once all files before it are in shards.
     """
-    held, split, row, named = list[np.ndarray](), manifest.split, manifest.next["row"], 0
+    held, split, row, named = list[np.ndarray](), "val", manifest.next["row"], 0
 
     def save_shard(before: Manifest, split: str, units: list[np.ndarray]) -> None:
         before.write(out, split, units)
@@ -389,13 +390,13 @@ def write_shards(
         saved: Future = writer.submit(bool)
         for unit, found in encoded:
             is_full = sum(map(len, held)) + len(found.ids) > manifest.shard_size
-            if held and (is_full or manifest.split != split):
+            if held and (is_full or manifest.split_of(found) != split):
                 saved.result()
                 place = Next(file=unit[0].file, part=unit[0].number, row=row if unit[0].number else 0)
                 saved = writer.submit(save_shard, dataclasses.replace(manifest, next=place), split, held)
                 held = []
             if len(found.ids):
-                split = manifest.split
+                split = manifest.split_of(found)
                 held.append(found.ids)
             manifest.add(found)
             for part, rows, skipped in zip(unit, found.rows, found.skipped, strict=True):
@@ -405,7 +406,7 @@ def write_shards(
                     named += 1
                 row += rows
         saved.result()
-    if split == "val":
+    if split == "val" and all(shard["split"] == "val" for shard in manifest.shards):
         for path in [*(out / shard["file"] for shard in manifest.shards), out / MANIFEST]:
             path.unlink()
         if not manifest.tokens:
@@ -414,8 +415,8 @@ def write_shards(
         if manifest.val_tokens is None:
             val = f"a val split of {counted(manifest.val_bytes, 'byte')}"
         raise UserError(
-            f"{manifest.source}: {manifest.counts()}, and {val} leaves no tokens for train; "
-            f"try --val_tokens {manifest.tokens // 10} or more text"
+            f"{manifest.source}: {manifest.counts()}, and {val} leaves no tokens for train, "
+            "because rows are not split; try --val_tokens 0, or more text"
         )
     if held:
         manifest.write(out, split, held)

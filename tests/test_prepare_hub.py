@@ -17,6 +17,7 @@ OPTIONS = ("--shard_size", "90000", "--val_tokens", "90000")
 @pytest.fixture
 def some_corpus(standin, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prepare_dataset, "SAMPLE_BYTES", 50_000)
     standin.put(CORPUS, corpus())
     return standin
 

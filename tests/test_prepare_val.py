@@ -194,3 +194,13 @@ def test_a_fortieth_of_token_ids_is_val_whatever_their_dtype(folder, dtype, suff
     Path(f"ids{suffix}").write_bytes(packed(np.arange(40_000, dtype=dtype) % 200))
     manifest = prepare(f"ids{suffix}", "out")
     assert [shard["tokens"] for shard in manifest["shards"]] == pytest.approx([1_000, 39_000], abs=100)
+
+
+def test_a_long_line_inside_the_first_fortieth_is_left_to_training(folder):
+    texts = [*(f"{number:<40}" for number in range(10)), "words " * 1667, *(f"{number:<40}" for number in range(1000))]
+    write_source("a.jsonl", texts)
+    for tokenizer in ("bytes", "gpt2"):
+        prepare("a.jsonl", tokenizer, tokens=tokenizer)
+        val = texts_of(folder / tokenizer, "val", tokenizer)
+        assert 0 < len(val) <= 10
+        assert val == texts[: len(val)]

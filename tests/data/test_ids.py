@@ -59,7 +59,7 @@ def test_every_format_gives_the_ids_it_holds(name, content, folder):
     (folder / name).write_bytes(content)
     manifest = prepare(name, "out", "--val_tokens", "700", "--shard_size", "1500")
     assert ids_of(folder / "out") == IDS.tolist()
-    assert [shard["tokens"] for shard in manifest["shards"]] == pytest.approx([700, 1500, 1500, 1300], abs=20)
+    assert [shard["tokens"] for shard in manifest["shards"]] == pytest.approx([700, 1500, 1500, 1300], abs=40)
 
 
 def test_a_large_vocabulary_implies_uint32_for_a_file_without_header(folder):
