@@ -69,7 +69,7 @@ def test_a_stream_goes_on_inside_the_file(some_corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(remote, "READ_AHEAD", 1000)
     prepare("hf:some/corpus:part", "whole", *OPTIONS, "--streaming")
     of_whole = some_corpus.sent("GET .*parquet")
-    interrupt_after(11, monkeypatch)  # the last shard, which begins inside the last file
+    interrupt_after(14, monkeypatch)  # the last shards, which begin inside the last file
     with pytest.raises(KeyboardInterrupt):
         prepare("hf:some/corpus:part", "out", *OPTIONS, "--streaming")
     some_corpus.log.clear()
