@@ -179,7 +179,7 @@ def test_a_store_that_refuses_or_never_answers_is_reported_at_once(match, how, m
     bucket.fail(match, times=-1, **how)
     message = f"^{bucket.url}{message.format(log_in=LOG_IN[bucket.scheme])}"
     refused("--source", f"{bucket.url}/*.npz", "--out", "out", match=message)
-    assert not retries(capsys)
+    assert not [line for line in retries(capsys) if bucket.url in line]  # an earlier test's download may still be tried
 
 
 def test_without_credentials_s3_is_reported(s3, tmp_path, monkeypatch):
