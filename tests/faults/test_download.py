@@ -26,9 +26,12 @@ SLOW = 1_500_000  # bytes a second: the whole data set takes a second
 
 
 def begin(rank: int, cache: str = "hf", **constants: float) -> None:
-    """Use a cache in the current folder, and set constants of steadygpt.base.retry."""
+    """Use a cache in the current folder, sample less text, and set constants of steadygpt.base.retry."""
     import huggingface_hub.constants
 
+    import prepare_dataset
+
+    prepare_dataset.SAMPLE_BYTES = 50_000  # of the first file only
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a test session in the background ignores it
     huggingface_hub.constants.HF_HUB_CACHE = os.path.abspath(cache)
     for name, value in constants.items():

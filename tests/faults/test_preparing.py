@@ -3,14 +3,17 @@
 import contextlib
 import gzip
 import json
+import os
 import random
 import resource
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 from harness import Run, wait_for_files
+from test_upload import use_store
 
 from steadygpt.data.shards import read_manifest
 
@@ -46,13 +49,14 @@ def corpus(tmp_path, monkeypatch):
     return folder
 
 
-def survive_kills(flags: tuple[str, ...], kills: int, stages: int) -> None:
+def survive_kills(flags: tuple[str, ...], kills: int, stages: int, begin: Callable[[int], object] = bool) -> None:
     """Kill preparations at random instants until they are complete, and compare them with one without kills."""
-    assert prepare(*flags, "--out", "reference").wait() == [0]
+    whole = prepare(*flags, "--out", "reference", faults=[begin])
+    assert whole.wait() == [0], whole.text()
     rng, number, shards_at_kill = random.Random(1), 0, []
     while len(shards_at_kill) < kills:
         folder = Path(f"killed{number}")
-        run, new_shards = prepare(*flags, "--out", str(folder)), rng.randrange(4)
+        run, new_shards = prepare(*flags, "--out", str(folder), faults=[begin]), rng.randrange(4)
         enough = len(list(folder.glob("*.npy"))) + new_shards
         wait_for_files(run, folder, "*.npy", enough)
         time.sleep(rng.uniform(0, 0.03 if new_shards else 0.25))
@@ -62,7 +66,7 @@ def survive_kills(flags: tuple[str, ...], kills: int, stages: int) -> None:
         else:
             assert shards(str(folder)) == shards("reference")
             number += 1
-    assert prepare(*flags, "--out", f"killed{number}").wait() == [0]
+    assert prepare(*flags, "--out", f"killed{number}", faults=[begin]).wait() == [0]
     assert shards(f"killed{number}") == shards("reference")
     assert len(set(shards_at_kill)) >= stages  # the kills came at different stages
 
@@ -87,12 +91,15 @@ def test_preparing_with_a_tokenizer_of_its_own_survives_kills(corpus):
 
 @pytest.mark.storm
 def test_preparing_from_a_store_survives_kills(corpus, s3):
+    variables = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     for path in corpus.iterdir():
         s3.put(path.name, path.read_bytes())
     for number, mode in enumerate(([], ["--streaming"])):
         Path(str(number)).mkdir()
         with contextlib.chdir(str(number)):
-            survive_kills(("--source", f"{s3.url}/*", "--shard_size", "50000", *mode), 20, 6)
+            survive_kills(
+                ("--source", f"{s3.url}/*", "--shard_size", "50000", *mode), 20, 6, partial(use_store, variables)
+            )
 
 
 def test_skipped_input_is_counted_and_reported(corpus):
