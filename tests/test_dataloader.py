@@ -291,13 +291,13 @@ def test_shards_that_differ_from_the_manifest_are_rejected(tmp_path):
 
 def test_a_token_outside_the_vocabulary_is_reported_with_its_position(tmp_path):
     np.save(tmp_path / "a_train_000000.npy", np.array([5, -1], np.int16))
-    refused(lambda: train_shards(tmp_path).check(257), "token 1 is -1")
+    refused(lambda: train_shards(tmp_path).check(257), "holds token id -1 at position 1,")
     for number in (0, 2, 1):  # the first of several bad shards is reported
         tokens = np.zeros(2**24 + 10 if number == 1 else 10, np.uint16)  # checked in parts
         tokens[-5] = 700 * (number > 0)
         write_shard(tmp_path / f"a_train_00000{number}.npy", tokens)
     shards = train_shards(tmp_path)
-    refused(lambda: shards.check(257), "a_train_000001.npy", "token 16,777,221 is 700", "257")
+    refused(lambda: shards.check(257), "a_train_000001.npy", "holds token id 700 at position 16,777,221,", "257")
     shards.check(701)
 
 

@@ -180,7 +180,7 @@ def broken(folder: Path, how: str) -> None:
     ("truncated", ["data"], "a_train_000000.npy: 331 bytes, but its header says 102 tokens"),
     ("changed", ["data"], "but manifest.json says"),
     ("unfinished", ["data"], "data: its preparation was interrupted"),
-    ("foreign", ["data", "--tokenizer", "bytes"], "token id 300, outside the vocabulary of 257; name the tokenizer"),
+    ("foreign", ["data", "--tokenizer", "bytes"], "id 300 at position 2, outside the vocabulary of 257; name"),
     ("", ["data", "--tokenizer", "gpt2"], "data was prepared with 'bytes'; drop the flag"),
     ("", ["data", "--rows", "12345678901234567890123"], "expected 0 to 1,000,000"),
     ("", ["data", "--rows", "-1"], "--rows is -1; expected 0 to 1,000,000"),

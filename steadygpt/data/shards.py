@@ -100,12 +100,14 @@ def headerless_dtype(file: BinaryIO, size: int, vocab_size: int) -> np.dtype:
     return dtype
 
 
-def check_vocabulary(path: object, ids: np.ndarray, vocab_size: int) -> None:
-    """Check that all ids (n,) of a file are in the vocabulary."""
+def check_vocabulary(path: object, ids: np.ndarray, vocab_size: int, first: int | None = None) -> None:
+    """Check that ids (n,) of a file are in the vocabulary; `first` is the position of the first one, if it is known."""
     is_bad = (ids < 0) | (ids >= vocab_size) if ids.dtype.kind == "i" else ids >= vocab_size
     if is_bad.any():
+        at = int(is_bad.argmax())
+        where = "" if first is None else f" at position {first + at:,}"
         raise UserError(
-            f"{path}: holds token id {ids[is_bad][0]}, outside the vocabulary of {vocab_size:,}; name the tokenizer "
+            f"{path}: holds token id {ids[at]}{where}, outside the vocabulary of {vocab_size:,}; name the tokenizer "
             "that wrote it with --tokenizer"
         )
 
@@ -315,7 +317,7 @@ class ShardSet:
                     "the file is damaged, prepare or copy it again"
                 )
             for start in range(0, shard.num_tokens, 2**24):
-                check_vocabulary(shard.path, shard.tokens()[start : start + 2**24], vocab_size)
+                check_vocabulary(shard.path, shard.tokens()[start : start + 2**24], vocab_size, start)
             return [*name_size_time, digest]
 
         with ThreadPoolExecutor() as pool:

@@ -61,7 +61,7 @@ SHARDS = {
     "empty shard without a header": (lambda: without_manifest("train.bin", b""), "the longest has 0"),
     "token outside the vocabulary": (
         lambda: without_manifest("train.bin", np.array([1] * 150 + [50257], "<u2").tobytes()),
-        "train.bin: holds token id 50257, outside the vocabulary of 50,257",
+        "train.bin: holds token id 50257 at position 150, outside the vocabulary of 50,257",
     ),
 }  # fmt: skip
 
