@@ -1,10 +1,10 @@
 """Preparing speed, in MB of text per second: prepare_dataset.py with two workers beside a loop of encode_ordinary.
 
-    python -m benchmarks.prepare_speed [--megabytes 200]
+    python -m benchmarks.prepare_speed [--megabytes 200] [--before CHECKOUT]
 
 The text is Python's standard library, repeated. Our sides are the whole command: start-up, reading, tokenizing,
 checksums and writing the shards, with GPT-2's tokenizer and with one of as many tokens that is trained on this text
-before the first round. The loop is one process with GPT-2's tokenizer and the documents in memory; it only tokenizes.
+before the first round, and with GPT-2's of a checkout of another commit. The loop is one process with GPT-2's tokenizer and the documents in memory; it only tokenizes.
 """
 
 import itertools
@@ -34,6 +34,7 @@ print(time.perf_counter() - start)
 def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--megabytes", type=int, default=200, help="of text")
+    parser.add_argument("--before", type=Path, help="a checkout of another commit, to compare with")
     args = parser.parse_args()
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in find_files("stdlib")]
     with tempfile.TemporaryDirectory() as temporary:
@@ -45,16 +46,16 @@ def main() -> None:
                 if written > args.megabytes * 1e6:
                     break
 
-        def prepare(tokenizer: str) -> Path:
+        def prepare(tokenizer: str, repo: Path = REPO) -> Path:
             out = folder / f"shards-{time.monotonic_ns()}"
-            command = [sys.executable, str(REPO / "prepare_dataset.py"), "--source", str(folder / "text.jsonl")]
+            command = [sys.executable, str(repo / "prepare_dataset.py"), "--source", str(folder / "text.jsonl")]
             command += ["--tokenizer", tokenizer, "--num_workers", "2", "--out", str(out)]
             subprocess.run(command, check=True, capture_output=True)
             return out
 
-        def ours(tokenizer: str) -> float:
+        def ours(tokenizer: str, repo: Path = REPO) -> float:
             start = time.perf_counter()
-            prepare(tokenizer)
+            prepare(tokenizer, repo)
             return written / 1e6 / (time.perf_counter() - start)
 
         def loop() -> float:
@@ -65,6 +66,8 @@ def main() -> None:
         print(f"{written / 1e6:.0f} MB of Python's standard library, 2 workers; training a tokenizer ...")
         trained = prepare("bpe:50257") / "tokenizer.json"
         sides = {"GPT-2's tokenizer": lambda: ours("gpt2"), "a trained one": lambda: ours(str(trained))}
+        if args.before:
+            sides["before"] = lambda: ours("gpt2", args.before)
         compare({**sides, "encode_ordinary": loop}, "MB/s", args)
 
 
