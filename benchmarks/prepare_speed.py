@@ -4,7 +4,8 @@
 
 The text is Python's standard library, repeated. Our sides are the whole command: start-up, reading, tokenizing,
 checksums and writing the shards, with GPT-2's tokenizer and with one of as many tokens that is trained on this text
-before the first round, and with GPT-2's of a checkout of another commit. The loop is one process with GPT-2's tokenizer and the documents in memory; it only tokenizes.
+before the first round, and with GPT-2's in a checkout of another commit. The loop is one process with GPT-2's tokenizer
+and the documents in memory; it only tokenizes.
 """
 
 import itertools
