@@ -25,7 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, takewhile
@@ -191,16 +191,15 @@ def obtain_tokenizer(options: PrepareOptions, source: Source, out: Path) -> tupl
     if source.holds_ids and record == TokenizerRecord("gpt2"):
         return GPT2_TOKENIZER, vocab_size_of(GPT2_TOKENIZER)  # needs no vocabulary
     if record.is_file:
-        with lock_folder(out, IN_USE):
-            text = trained_json(options, source, out) if is_trained else fetch_json(name)
-            record = record._replace(tokenizer_json=text)
-            _ = load_tokenizer(record).document_id  # refuses it before it is written
-            if path.exists() and not (out / MANIFEST).exists() and path.read_bytes() != text.encode():
-                raise UserError(
-                    f"{path}: not the file of --tokenizer {name}, and it would be replaced; move it, or give its path "
-                    "with --tokenizer"
-                )
-            replace_file(path, lambda file: file.write(text.encode()))
+        text = trained_json(options, source, out) if is_trained else fetch_json(name)
+        record = record._replace(tokenizer_json=text)
+        _ = load_tokenizer(record).document_id  # refuses it before it is written
+        if path.exists() and not (out / MANIFEST).exists() and path.read_bytes() != text.encode():
+            raise UserError(
+                f"{path}: not the file of --tokenizer {name}, and it would be replaced; move it, or give its path "
+                "with --tokenizer"
+            )
+        replace_file(path, lambda file: file.write(text.encode()))
     tokenizer = load_tokenizer(record)
     _ = tokenizer.document_id  # raises if it has no such token
     return record._replace(tokenizer_sha256=tokenizer.sha256), tokenizer.n_vocab
@@ -272,9 +271,19 @@ class Manifest:
             raise UserError(
                 f"{source.names[0]}: holds token ids; name the tokenizer that wrote them with --tokenizer, such as gpt2"
             )
+        with lock_folder(out, IN_USE) if TokenizerRecord(options.tokenizer).is_file else nullcontext():
+            check_not_overtaken(options, out, [])
+            record, vocab_size = obtain_tokenizer(options, source, out)
+            manifest = Manifest.of(options, source, record, vocab_size)
+            if record.is_file:
+                manifest.save(out)  # for trained_json, if this preparation ends before its first shard
+        return manifest
+
+    @staticmethod
+    def of(options: PrepareOptions, source: Source, record: TokenizerRecord, vocab_size: int) -> "Manifest":
+        """Return the manifest of a new preparation with a tokenizer."""
         total = sum(size for _, size, *_ in source.identities)  # as stored; 0 if not known
         val_by_bytes = options.val_tokens is None and not source.holds_ids
-        record, vocab_size = obtain_tokenizer(options, source, out)
         asked = {key: getattr(options, key) for key in ("source", "name", "shard_size", "val_tokens", "text_field")}
         found: dict[str, Any] = {
             "commit": source.commit,
@@ -285,10 +294,7 @@ class Manifest:
         }
         if record.tokenizer.startswith("bpe:"):
             found["tokenizer_bytes"] = options.tokenizer_bytes or TRAINING_BYTES
-        manifest = Manifest(**asked, **found, vocab_size=vocab_size)
-        if record.is_file:
-            manifest.save(out)  # for trained_json, if this preparation ends before its first shard
-        return manifest
+        return Manifest(**asked, **found, vocab_size=vocab_size)
 
     @staticmethod
     def load(out: Path, options: PrepareOptions) -> "Manifest | None":
@@ -333,11 +339,15 @@ class Manifest:
         replace_file(out / MANIFEST, lambda file: file.write(f"{json.dumps(content, indent=2)}\n".encode()))
 
     def split_of(self, found: Encoded) -> str:
-        """Return the split of the next unit. Val comes first, until it has enough, or a unit would make it far more."""
-        there, wanted, more = self.tokens, self.val_tokens, len(found.ids)
-        if wanted is None:
-            there, wanted, more = self.text_bytes, self.val_bytes, found.text_bytes
-        return "val" if there < wanted and (there == 0 or there + more < 4 * wanted) else "train"
+        """Return the split of the next unit. Val comes first, until it has val_tokens or val_bytes.
+
+        A unit that would make it four times val_bytes is left to train, unless it is the first.
+        """
+        there = self.text_bytes
+        is_val = there < self.val_bytes and (there == 0 or there + found.text_bytes < 4 * self.val_bytes)
+        if self.val_tokens is not None:
+            is_val = self.tokens < self.val_tokens
+        return "val" if is_val else "train"
 
     def add(self, found: Encoded) -> None:
         """Count a unit."""
@@ -370,6 +380,12 @@ class Manifest:
         return ", ".join([*notes, f"{self.tokens:,} tokens"])
 
 
+def check_not_overtaken(options: PrepareOptions, out: Path, shards: Sequence[ShardEntry]) -> None:
+    """Check that a folder, which is now locked, has the shards that it had before."""
+    if (there := Manifest.load(out, options)) and there.shards != shards:
+        raise UserError(f"{out}: another command has written shards meanwhile; run this again")
+
+
 def write_shards(
     encoded: Iterable[tuple[list[Part], Encoded]], out: Path, manifest: Manifest, release: Callable[[int], object]
 ) -> None:
@@ -387,7 +403,7 @@ def write_shards(
         release(before.next["file"])
 
     with ThreadPoolExecutor(1) as writer:  # so that workers get units while a shard is written
-        saved: Future = writer.submit(bool)
+        saved: Future = writer.submit(bool)  # the last one; at first, nothing
         for unit, found in encoded:
             is_full = sum(map(len, held)) + len(found.ids) > manifest.shard_size
             if held and (is_full or manifest.split_of(found) != split):
@@ -407,16 +423,18 @@ def write_shards(
                 row += rows
         saved.result()
     if split == "val" and all(shard["split"] == "val" for shard in manifest.shards):
-        for path in [*(out / shard["file"] for shard in manifest.shards), out / MANIFEST]:
+        written = [out / shard["file"] for shard in manifest.shards]
+        dataclasses.replace(manifest, shards=[]).save(out)  # after a kill in between, the same command begins again
+        for path in [*written, out / MANIFEST]:
             path.unlink()
         if not manifest.tokens:
-            raise UserError(f"{manifest.source}: found no text ({manifest.counts()}); expected some")
+            raise UserError(f"{manifest.source}: found nothing ({manifest.counts()}); expected text or token ids")
         val = f"--val_tokens {manifest.val_tokens}"
         if manifest.val_tokens is None:
             val = f"a val split of {counted(manifest.val_bytes, 'byte')}"
         raise UserError(
-            f"{manifest.source}: {manifest.counts()}, and {val} leaves no tokens for train, "
-            "because rows are not split; try --val_tokens 0, or more text"
+            f"{manifest.source}: {manifest.counts()}, and {val} leaves none for train; give a smaller --val_tokens, or "
+            "0, because rows are not split"
         )
     if held:
         manifest.write(out, split, held)
@@ -431,12 +449,13 @@ def write_shards(
 def parse_args(argv: Sequence[str] | None) -> PrepareOptions:
     """Parse the command line; fill in name and folder."""
     options = parse_options(PrepareOptions, argv, DESCRIPTION)
-    is_default = options.source == "fineweb-edu"
-    name = options.name or ("edufineweb" if is_default else default_name(options.source))
+    source = options.source if "://" in options.source else options.source.rstrip("/") or options.source
+    is_default = source == "fineweb-edu"
+    name = options.name or ("edufineweb" if is_default else default_name(source))
     if not re.fullmatch(r"[\w.-]+", name):
         raise OptionError("name", repr(name), "only letters, digits and . _ -")
     out = options.out or str(DEFAULT_FOLDER if is_default else Path("data", name))
-    return dataclasses.replace(options, name=name, out=out)
+    return dataclasses.replace(options, source=source, name=name, out=out)
 
 
 def default_name(source: str) -> str:
@@ -469,7 +488,7 @@ def expected(source: Source, manifest: Manifest, out: Path) -> tuple[float, floa
         text = f"{source.names[first]}: contains {token}, which is encoded as text"
         say(f"{text}. If it separates documents, write each as a {how}")
     reasons = {reason for rows in found.skipped for _, reason in rows if "not a string" in reason}
-    if reasons and not found.documents:
+    if reasons and not found.documents and not manifest.shards:
         raise UserError(
             f"{source.names[first]}: the field {manifest.text_field!r} holds no text ({', '.join(sorted(reasons))}); "
             "set --text_field to the field with the text"
@@ -480,7 +499,7 @@ def expected(source: Source, manifest: Manifest, out: Path) -> tuple[float, floa
 def print_forecast(source: Source, manifest: Manifest, out: Path, tokens: float, text_bytes: float) -> None:
     """Print how many tokens and how much disk to expect; check the disk, and the share of val in the text."""
     first, total = manifest.next["file"], sum(source.sizes)
-    if 0 < text_bytes < 10 * manifest.val_bytes:
+    if 0 < text_bytes < 10 * manifest.val_bytes and not manifest.shards:
         raise UserError(
             f"{source.name}: about {bytes_text(text_bytes)} of text in {bytes_text(total)}, so over a tenth of it "
             f"would be val; choose the size of val, such as --val_tokens {int(tokens / 40)}"
@@ -515,6 +534,7 @@ def show_progress(
         rate = bar.format_sizeof(num_tokens / (bar.format_dict["elapsed"] or 1))  # 0 with TQDM_DISABLE
         bar.set_postfix_str(f"{rate} tokens/s", refresh=False)
         bar.update(amount_before[unit[-1].file] + unit[-1].end - bar.n)
+    source.check_whole()
 
 
 def write_missing(source: Source, manifest: Manifest, out: Path, options: PrepareOptions) -> None:
@@ -523,8 +543,7 @@ def write_missing(source: Source, manifest: Manifest, out: Path, options: Prepar
     before = sum(source.sizes[:first])
     with ExitStack() as stack:
         stack.enter_context(lock_folder(out, IN_USE))
-        if (there := Manifest.load(out, options)) and there.shards != manifest.shards:
-            raise UserError(f"{out}: another command has written shards meanwhile; run this again")
+        check_not_overtaken(options, out, manifest.shards)
         for folder in (out / DOWNLOADS).glob("*"):
             if folder != source.folder:  # left by a preparation without a shard, which this one replaces
                 shutil.rmtree(folder)

@@ -30,7 +30,7 @@ GROUP_UNITS = 10  # of a row group that is one part
 PIECE_BYTES = 400_000
 CUT_WINDOW = 4000  # bytes in which a place to cut a text is looked for
 CUT_BEFORE = 4  # bytes before a place to cut that decide whether it is one
-# How a packed text begins, whatever its name is, and one of UTF-32 or UTF-16 (in this order, for their marks).
+# How a packed text begins, if its name does not say so, and one of UTF-32 or UTF-16 (in this order, for their marks).
 PACKED = {".gz": (b"\x1f\x8b", "gzip"), ".zst": (b"\x28\xb5\x2f\xfd", "zstd")}
 MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"}
 MARKS |= {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
@@ -74,11 +74,16 @@ Parts = Iterator[tuple[int, int, int, Any]]  # number, end, num_bytes and data o
 
 
 def open_text(file: BinaryIO, offset: int) -> IO[bytes]:
-    """Return the text of a file from a byte of it on, in UTF-8: unpacked, and decoded by its byte-order mark."""
+    """Return the text of a file from a byte of it on, in UTF-8: unpacked, and decoded by its byte-order mark.
+
+    Raises a UserError if the first kilobytes are probably not a text in UTF-8.
+    """
     text: Any = file
     head, name = text.peek(4), file.name.lower()
     packed = [codec for end, (sign, codec) in PACKED.items() if head.startswith(sign) or name.endswith(end)]
     if not packed and not any(map(head.startswith, MARKS)):
+        if offset == 0:
+            check_text(file.name, head[:8000])
         file.seek(offset)
         return file
     import pyarrow
@@ -87,9 +92,18 @@ def open_text(file: BinaryIO, offset: int) -> IO[bytes]:
         text = io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), packed[0]))
     if encoding := next((MARKS[mark] for mark in MARKS if text.peek(4).startswith(mark)), ""):
         text = io.BufferedReader(pyarrow.transcoding_input_stream(pyarrow.PythonFile(text, "r"), encoding, "utf-8"))
+    check_text(file.name, text.peek(8000)[:8000])
     for at in range(0, offset, 2**20):
         text.read(min(2**20, offset - at))
     return text
+
+
+def check_text(name: str, head: bytes) -> None:
+    """Refuse the beginning of a file that is probably not a text in UTF-8; it may end within a character."""
+    invalid = len(head) - len(head.decode(errors="ignore").encode())
+    if 0 in head or invalid > 3 + len(head) // 10:  # git decides by a NUL byte too
+        advice = "if it is text in another encoding, convert it: iconv -f ENCODING -t UTF-8; or remove it"
+        raise UserError(f"{name}: found a NUL byte or much that is not UTF-8; expected text; {advice}")
 
 
 def cut_lines(text: IO[bytes], begin: int, first: int, unit: int) -> Iterator[bytes]:
@@ -124,10 +138,14 @@ def _cut_at(text: bytes, at: int) -> int:
     There pre-tokenizers such as GPT-2's always begin a new word, so the ids of the pieces, concatenated, are those of
     the whole. Without such a space in CUT_WINDOW bytes the text is cut before any character, and its ids may differ.
     """
-    found = _WORD_END.search(text, at, at + CUT_WINDOW)
-    if not found and at + CUT_WINDOW <= len(text):
-        found = _CHARACTER.search(text, at)
-    return 0 if at == 0 else found.start() if found else len(text)
+    if at == 0:
+        return 0
+    if found := _WORD_END.search(text, at, at + CUT_WINDOW):
+        return found.start()
+    if at + CUT_WINDOW > len(text):  # the text ends in the window
+        return len(text)
+    found = _CHARACTER.search(text, at, at + CUT_BEFORE)
+    return found.start() if found else at  # not UTF-8
 
 
 def cut_pieces(text: IO[bytes], begin: int, first: int, unit: int) -> Iterator[bytes]:
@@ -250,7 +268,6 @@ def read_documents(part: Part, text_field: str) -> Iterator[Document]:
         if isinstance(data, OnDisk):
             values = _column(_open_table(data.path), data.number, text_field)
         elif isinstance(data, bytes):
-            check_text(part, data)
             if TEXTS[suffix] is cut_pieces:
                 yield from _piece(part, data)
                 return
@@ -273,30 +290,21 @@ def _open_table(path: str) -> "ParquetFile":
     return pq.ParquetFile(open(path, "rb"))
 
 
-def check_text(part: Part, data: bytes) -> None:
-    """Refuse data that is probably not a text in UTF-8."""
-    sample = data[:8000]  # may end within a character, so after 3 bytes of it
-    invalid = len(sample) - len(sample.decode(errors="ignore").encode())
-    is_binary = part.number == 0 and 0 in sample  # as git decides
-    if is_binary or 10 * data.count(0) > len(data) or invalid > 3 + len(sample) // 10:
-        advice = "if it is text in another encoding, convert it: iconv -f UTF-16LE -t UTF-8; or remove it"
-        raise UserError(f"{part.name}: found NUL bytes or much that is not UTF-8; expected text; {advice}")
-
-
 def _json_values(part: Part, data: bytes, text_field: str) -> Iterator[object]:
-    for number, line in enumerate(io.BytesIO(data), start=part.number):  # 0 only in the first line of a file
+    for number, line in enumerate(io.BytesIO(data)):
+        is_first = part.number == number == 0  # of the file
         try:
             row = json.loads(line.decode("utf-8-sig", "surrogateescape"))
         except (ValueError, RecursionError):
-            if number or line.strip() not in (b"[", b"[{", b"{"):
+            if not is_first or line.strip() not in (b"[", b"[{", b"{"):
                 yield ValueError("broken JSON" if line.strip() else "blank line")
                 continue
             row = []  # begun in this line
-        if number == 0 and isinstance(row, list):
+        if is_first and isinstance(row, list):
             command = f"""jq -c 'if type == "array" then .[] else . end' {shlex.quote(part.name)} > rows.jsonl"""
             raise UserError(f"{part.name}: found an array or indented JSON; expected one object a line. Try: {command}")
         value = field_of(row, text_field)
-        if number == part.file == 0 and isinstance(value, ValueError):  # probably the wrong --text_field
+        if is_first and part.file == 0 and isinstance(value, ValueError):  # probably the wrong --text_field
             raise no_text_field(part.name, text_field, (isinstance(row, dict) and row) or [type(row).__name__])
         yield value
 

@@ -128,6 +128,12 @@ class Source:
             elif self.sizes[index] < 1000:
                 self.open(index).close()
 
+    def check_whole(self) -> None:
+        """Check that no local file has become shorter while it was read."""
+        for path, size in () if self.remote else zip(self.paths, self.sizes, strict=False):
+            if path.stat().st_size < size:
+                raise UserError(f"{path}: became shorter while it was read; restore it, and give another --out")
+
     def release(self, before: int) -> None:
         """Remove the downloads of the files before this one, whose tokens are in shards."""
         for path in self.paths[:before]:
