@@ -21,12 +21,14 @@ from conftest import (
     metrics,
     need_gpus,
     run_here,
+    write_data,
     write_examples,
 )
 from harness import Run
 
 import train
 from steadygpt.base.options import UserError
+from steadygpt.config import TrainConfig
 
 DROPOUT = ("--dropout", "0.1")  # makes training depend on the random state
 
@@ -121,6 +123,34 @@ def test_gradient_accumulation_equals_one_large_batch(workdir):
     assert run_here("--total_batch_size", "128", "--mini_batch_size", "1", *folders("a")) == 0
     assert run_here("--total_batch_size", "128", "--mini_batch_size", "8", *folders("b")) == 0
     assert_close("a", "b")
+
+
+def test_each_step_has_its_own_dropout_masks(workdir):
+    write_data(workdir / "same", (65, 65))  # an epoch is a step
+    constant = "--data_dir same --shuffle_rows off --max_lr 1e-12 --min_lr 0 --weight_decay 0 --dropout".split()
+    for dropout in ("0", "0.5"):
+        assert run_here(*constant, dropout, *folders(dropout)) == 0
+    without, masked = (set(metrics(f"logs-{dropout}", "loss").values()) for dropout in ("0", "0.5"))
+    assert max(without) - min(without) < 1e-5
+    assert len(masked) == 8
+
+
+def test_gradients_are_clipped(workdir):
+    assert run_here("--max_steps", "1", "--warmup_steps", "0", "--grad_clip", "0.01") == 0
+    [norm] = metrics("logs", "grad_norm").values()
+    kept = load("checkpoints/latest.pt")["optimizer"].values()
+    moment = math.sqrt(sum(state["exp_avg"].square().sum().item() for state in kept))
+    assert moment == pytest.approx((1 - TrainConfig.adam_beta1) * 0.01, rel=1e-3)
+    assert norm > 0.1
+
+
+def test_muon_has_a_learning_rate_of_its_own(workdir):
+    flags = "--optimizer muon --muon_lr 1e-12 --weight_decay 0 --warmup_steps 0 --max_steps".split()
+    for steps in "14":
+        assert run_here(*flags, steps, *folders(steps)) == 0
+    before, after = (load(f"{steps}/latest.pt")["model"] for steps in "14")
+    assert torch.allclose(before["h.0.mlp.c_fc.weight"], after["h.0.mlp.c_fc.weight"], rtol=0, atol=1e-9)
+    assert not torch.allclose(before["wte.weight"], after["wte.weight"], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(("precision", "recipe"), [("bf16", []), ("fp8", []), ("fp8", MODERN)])
