@@ -1,0 +1,368 @@
+"""Break the product in one place at a time, and report which test notices: what the tests hold.
+
+    python -m tests.mutations                      # all, some hours on two cores
+    python -m tests.mutations --only durable       # those whose file or text contains this
+    python -m tests.mutations --to mutations.json  # those that a file of results lacks; adds them to it
+
+Each mutation replaces a text that occurs once in a file of a copy of the project, and runs the tests that are most
+likely to notice, then all others, up to the first failure. A mutation that no test of the fast suite notices has
+escaped. Some cannot be noticed on a CPU, and are not in the list.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import NamedTuple
+
+REPO = Path(__file__).resolve().parent.parent
+TIMEOUT_S = 600  # of the tests of one mutation; a mutation may let a process wait for ever
+
+
+class Mutation(NamedTuple):
+    """A text of a file, what replaces it, and the tests that are most likely to notice."""
+
+    file: str
+    old: str
+    new: str
+    tests: str  # names of files in tests/, without .py
+
+
+MUTATIONS = [
+    # The step: what is computed, and by which rank.
+    Mutation(
+        "train.py",
+        "loss / (micro_batches if run.gradient_sum else micro_steps)",
+        "loss / micro_batches",
+        "test_train test_resume",
+    ),
+    Mutation(
+        "train.py",
+        "micro_batch = ranks.rank * micro_steps + micro_step",
+        "micro_batch = micro_step",
+        "test_deterministic test_resume",
+    ),
+    Mutation(
+        "train.py",
+        "(config.seed * 1_000_003 + step) * 65_537",
+        "(config.seed * 1_000_003) * 65_537",
+        "test_resume test_train",
+    ),
+    Mutation("train.py", "config.grad_clip or math.inf", "math.inf", "test_train test_optim"),
+    Mutation("train.py", "losses[end:], sizes[end:] = 0, 0", "sizes[end:] = 0", "test_train test_bits_per_byte"),
+    Mutation("train.py", "losses.where(sizes > 0, 0).sum()", "losses.sum()", "test_bits_per_byte"),
+    Mutation("train.py", 'group["lr"] = lr * group["lr_ratio"]', 'group["lr"] = lr', "test_optim test_modern"),
+    Mutation(
+        "train.py",
+        "mean_loss = ranks.mean(torch.stack(losses))",
+        "mean_loss = torch.stack(losses).mean()",
+        "test_train test_resume",
+    ),
+    Mutation(
+        "train.py",
+        "run.state.step, run.state.rows_consumed = diverged.step, diverged.row",
+        "run.state.step = diverged.step",
+        "test_train run/test_ramp",
+    ),
+    Mutation("train.py", "manual_seed(config.seed + state.step)", "manual_seed(config.seed)", "test_train"),
+    Mutation("train.py", "state.best_val_loss = None", "pass", "test_resume test_train"),
+    Mutation("train.py", "state.bad_steps = min(state.bad_steps, config.max_bad_steps - 1)", "pass", "test_resume"),
+    Mutation("train.py", "of_virtual_rank == 0", "of_virtual_rank == 1", "test_deterministic"),
+    # The order of the data.
+    Mutation("dataloader.py", "step[self.rank * count :][: count :", "step[self.rank :][: count :", "test_dataloader"),
+    Mutation("dataloader.py", 'within[here], side="right")', 'within[here], side="left")', "test_dataloader"),
+    Mutation(
+        "dataloader.py", "key_of(self.seed, int(epoch), int(s))", "key_of(self.seed, int(epoch))", "test_dataloader"
+    ),
+    Mutation("dataloader.py", "positions * self.stream.rows_per_epoch // self.count", "positions", "test_dataloader"),
+    Mutation("dataloader.py", "(len(tokens) - 1) // T", "len(tokens) // T", "test_dataloader"),
+    Mutation("dataloader.py", "if longest.num_tokens <= T:", "if longest.num_tokens < T:", "test_dataloader"),
+    Mutation("steadygpt/data/order.py", "for r in range(6)", "for r in range(5)", "test_dataloader"),
+    Mutation(
+        "steadygpt/data/order.py",
+        "key_of(seed, self.number, block, BLOCK_ROWS)",
+        "key_of(seed, block, BLOCK_ROWS)",
+        "test_mixture",
+    ),
+    Mutation("steadygpt/data/order.py", "[:within].tolist()", "[: within + 1].tolist()", "test_mixture"),
+    Mutation(
+        "steadygpt/data/order.py", "shares[source] - exact[source]", "exact[source] - shares[source]", "test_mixture"
+    ),
+    # The optimizer and the learning rate.
+    Mutation("optim.py", '"lr_ratio": 1.0, "weight_decay": 0.0}', '"lr_ratio": 1.0}', "test_optim"),
+    Mutation("optim.py", "(3.4445, -4.7750, 2.0315), 5", "(3.4445, -4.7750, 2.0315), 4", "test_optim"),
+    Mutation("optim.py", "x.size(1)  # (N, columns)", "x.size(2)  # (N, columns)", "test_optim"),
+    Mutation(
+        "steadygpt/run/schedule.py",
+        "config.max_lr * (step + 1) / config.warmup_steps",
+        "config.max_lr * step / config.warmup_steps",
+        "run/test_schedule",
+    ),
+    Mutation("steadygpt/run/schedule.py", "0.5 * (1 + math.cos", "0.5 * (1 - math.cos", "run/test_schedule"),
+    Mutation(
+        "steadygpt/run/schedule.py",
+        "and step == self.decay_start",
+        "and step == self.decay_start + 1",
+        "run/test_schedule test_resume",
+    ),
+    Mutation("steadygpt/run/schedule.py", "step % freq == 0", "step % freq == 1", "run/test_schedule test_train"),
+    Mutation(
+        "steadygpt/machine/gradient_sum.py",
+        "while finished % 2 == 0:",
+        "while finished % 4 == 0:",
+        "test_deterministic",
+    ),
+    Mutation(
+        "steadygpt/machine/gradient_sum.py",
+        "zip(sums[::2], sums[1::2], strict=True)",
+        "zip(sums[: len(sums) // 2], sums[len(sums) // 2 :], strict=True)",
+        "test_deterministic",
+    ),
+    # Bad steps.
+    Mutation(
+        "steadygpt/run/results.py",
+        "halted | ~finite | (spike & self.skip_spikes)",
+        "halted | ~finite",
+        "run/test_results test_train",
+    ),
+    Mutation(
+        "steadygpt/run/results.py",
+        "(self.bad_steps + 1) * bad)",
+        "self.bad_steps + bad)",
+        "run/test_results test_train",
+    ),
+    Mutation("steadygpt/run/results.py", "std(correction=0)", "std()", "run/test_results test_train"),
+    Mutation(
+        "steadygpt/run/results.py",
+        "for _ in range(bad_steps):",
+        "for _ in range(bad_steps - 1):",
+        "run/test_results test_train run/test_ramp",
+    ),
+    # Saves.
+    Mutation(
+        "steadygpt/checkpoint/saves.py",
+        "self.log.flush()  # a checkpoint",
+        "pass  # a checkpoint",
+        "checkpoint/test_saves",
+    ),
+    Mutation(
+        "steadygpt/checkpoint/saves.py",
+        "fsync_folder(self.folder)  # only now",
+        "pass  # only now",
+        "checkpoint/test_saves faults/test_kill",
+    ),
+    Mutation(
+        "steadygpt/checkpoint/saves.py", "max(time.time(), newest_s + 0.001)", "time.time()", "checkpoint/test_saves"
+    ),
+    Mutation(
+        "steadygpt/checkpoint/saves.py",
+        "temporary.unlink(missing_ok=True)  # or the next save",
+        "pass  # or",
+        "checkpoint/test_saves",
+    ),
+    Mutation(
+        "steadygpt/checkpoint/saves.py", "if at <= order[1]}", "if at < order[1]}", "checkpoint/test_saves test_resume"
+    ),
+    Mutation(
+        "steadygpt/checkpoint/saves.py",
+        "self.config.trains and val_loss <",
+        "self.config.trains and val_loss <=",
+        "checkpoint/test_saves",
+    ),
+    Mutation(
+        "steadygpt/checkpoint/saves.py",
+        "self.writer.failed >= MAX_FAILED and",
+        "self.writer.failed > 0 and",
+        "checkpoint/test_saves",
+    ),
+    Mutation("steadygpt/checkpoint/saves.py", "/ PAUSE_SHARE)", "* PAUSE_SHARE)", "checkpoint/test_saves"),
+    Mutation(
+        "steadygpt/base/durable.py",
+        "            if durable:\n                fsync(file.fileno())",
+        "            if not durable:\n                fsync(file.fileno())",
+        "base/test_durable faults/test_kill",
+    ),
+    Mutation(
+        "steadygpt/base/durable.py",
+        "    if durable:\n        fsync_folder(path.parent)",
+        "    if not durable:\n        fsync_folder(path.parent)",
+        "base/test_durable faults/test_kill",
+    ),
+    Mutation(
+        "steadygpt/base/durable.py",
+        "temporary.unlink(missing_ok=True)  # left by a killed process; or a link",
+        "pass  # left",
+        "base/test_durable",
+    ),
+    Mutation(
+        "steadygpt/base/durable.py",
+        "fcntl.LOCK_EX | fcntl.LOCK_NB",
+        "fcntl.LOCK_SH | fcntl.LOCK_NB",
+        "base/test_durable faults/test_refusals",
+    ),
+    Mutation("steadygpt/base/durable.py", "flags | os.O_NOFOLLOW", "flags", "base/test_durable"),
+    Mutation(
+        "steadygpt/checkpoint/files.py",
+        "if bad := archive.testzip():",
+        "if bad := None:",
+        "checkpoint/test_files faults/test_damage",
+    ),
+    Mutation(
+        "steadygpt/checkpoint/files.py",
+        "mmap=True, weights_only=True",
+        "mmap=True, weights_only=False",
+        "checkpoint/test_files",
+    ),
+    Mutation(
+        "steadygpt/checkpoint/files.py",
+        "newest_first[count:] if count",
+        "newest_first[count + 1 :] if count",
+        "checkpoint/test_files checkpoint/test_saves",
+    ),
+    Mutation(
+        "steadygpt/checkpoint/files.py",
+        "if not (low.isfinite() and high.isfinite()):",
+        "if not low.isfinite():",
+        "checkpoint/test_files",
+    ),
+    Mutation(
+        "steadygpt/checkpoint/files.py",
+        ".double() for content in contents) / count).float()",
+        " for content in contents) / count).half().float()",
+        "checkpoint/test_files",
+    ),
+    # What a start continues, the mirror, logs.
+    Mutation("steadygpt/run/history.py", "if of_other > main[0]:", "if of_other >= main[0]:", "test_nodes test_resume"),
+    Mutation(
+        "steadygpt/run/history.py",
+        "if entry.saved_at <= newest_s:",
+        "if entry.saved_at < newest_s:",
+        "checkpoint/test_mirror",
+    ),
+    Mutation(
+        "steadygpt/run/identity.py",
+        "is_same = not is_there or place.samefile(folder)",
+        "is_same = True",
+        "run/test_identity",
+    ),
+    Mutation(
+        "steadygpt/checkpoint/uploads.py",
+        "if file.order > there.get(",
+        "if file.order >= there.get(",
+        "checkpoint/test_mirror",
+    ),
+    Mutation("steadygpt/log/metrics.py", 'min(end, start["start"])', 'start["start"]', "log/test_metrics"),
+    Mutation("steadygpt/log/metrics.py", "fsync(self.file.fileno())", "pass", "log/test_runlog checkpoint/test_saves"),
+    # The model, samples, scores.
+    Mutation(
+        "model.py", "second * cos + first * sin", "second * cos - first * sin", "test_model convert/test_families"
+    ),
+    Mutation(
+        "model.py", "math.sqrt(2 * self.config.num_layers) if", "math.sqrt(self.config.num_layers) if", "test_model"
+    ),
+    Mutation("model.py", "x if self.parallel_residual else attended", "attended", "convert/test_families"),
+    Mutation("model.py", "weight[len(weight) - self._padding(name) :] = 0", "pass", "test_model"),
+    Mutation(
+        "generate.py",
+        "min(top_k, logits.size(-1))).values[:, -1:]",
+        "min(top_k, logits.size(-1))).values[:, :1]",
+        "test_generate",
+    ),
+    Mutation("generate.py", "fits = idx.size(1) <= context", "fits = True", "test_generate"),
+    Mutation("hellaswag_eval.py", "(losses, losses / lengths)", "(losses, losses * lengths)", "test_hellaswag_eval"),
+    # Preparing.
+    Mutation("prepare_dataset.py", "clean = repair(text)", "clean = text", "test_prepare_dataset"),
+    Mutation("steadygpt/data/remote.py", "sha256_of(part) == self.sha256", "True", "data/test_hub"),
+    Mutation("steadygpt/base/retry.py", "status in (408, 425, 429)", "status in (408, 425)", "base/test_retry"),
+    Mutation(
+        "steadygpt/data/shards.py",
+        "else ids >= vocab_size",
+        "else ids > vocab_size",
+        "data/test_ids faults/test_refusals",
+    ),
+    # What users read.
+    Mutation(
+        "steadygpt/checkpoint/files.py",
+        "already holds checkpoints; {advice}",
+        "holds checkpoints",
+        "faults/test_refusals test_train",
+    ),
+    Mutation(
+        "steadygpt/run/results.py", 'lower = f"--allow_changes --max_lr', 'lower = f"--max_lr', "run/test_results"
+    ),
+]
+
+
+def name_of(mutation: Mutation) -> str:
+    return f"{mutation.file}: {mutation.old} -> {mutation.new}"
+
+
+def run(mutation: Mutation, folder: Path, only_likely: bool) -> tuple[str, float]:
+    """Return the first test that notices a mutation of the copy in a folder, "" if none does, and the seconds."""
+    path, start_s = folder / mutation.file, time.monotonic()
+    text = path.read_text()
+    assert text.count(mutation.old) == 1, f"{mutation.file}: {text.count(mutation.old)} times {mutation.old!r}"
+    path.write_text(text.replace(mutation.old, mutation.new))
+    likely = [f"tests/{name}.py" for name in mutation.tests.split() if (folder / f"tests/{name}.py").exists()]
+    try:
+        for tests in (likely, ["tests"])[: 1 if only_likely else 2]:
+            command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+            command += ["-n", "2", "--dist", "worksteal"] * (tests == ["tests"])
+            try:
+                done = subprocess.run(
+                    command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, start_new_session=True,
+                    env=os.environ | {"OMP_NUM_THREADS": "1"},
+                )  # fmt: skip
+            except subprocess.TimeoutExpired:
+                return "a test that waits for ever", time.monotonic() - start_s
+            if done.returncode:
+                found = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+                return found[1] if found else f"exit status {done.returncode}", time.monotonic() - start_s
+        return "", time.monotonic() - start_s
+    finally:
+        path.write_text(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="run the mutations whose file or text contains this")
+    parser.add_argument("--likely", action="store_true", help="run only the tests most likely to notice")
+    parser.add_argument("--jobs", type=int, default=2, help="mutations at the same time")
+    parser.add_argument("--to", help="a JSON file of results")
+    args = parser.parse_args()
+    results = json.loads(Path(args.to).read_text()) if args.to and Path(args.to).exists() else {}
+    chosen = [m for m in MUTATIONS if args.only in f"{m.file}: {m.old}" and name_of(m) not in results]
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(args.jobs) as pool:
+        folders = []
+        for number in range(args.jobs):
+            folders.append(Path(temporary, str(number)))
+            subprocess.run(["git", "clone", "-q", REPO, folders[-1]], check=True)
+        free = list(folders)
+
+        def judge(mutation: Mutation) -> tuple[str, float]:
+            folder = free.pop()
+            try:
+                return run(mutation, folder, args.likely)
+            finally:
+                free.append(folder)
+
+        judged = {pool.submit(judge, mutation): mutation for mutation in chosen}
+        for number, future in enumerate(as_completed(judged), start=1):
+            mutation, (test, seconds) = judged[future], future.result()
+            results[name_of(mutation)] = test
+            print(f"{number} of {len(chosen)}, {seconds:.0f} s: {mutation.file}: {mutation.old[:60]!r}: "
+                  f"{test or 'ESCAPED'}", flush=True)  # fmt: skip
+            if args.to:
+                Path(args.to).write_text(json.dumps(results, indent=1))
+    escaped = [name for name, test in results.items() if not test]
+    print(f"{len(results) - len(escaped)} of {len(results)} mutations are noticed; escaped:", *escaped, sep="\n  ")
+
+
+if __name__ == "__main__":
+    main()
