@@ -282,14 +282,13 @@ class Manifest:
     @staticmethod
     def of(options: PrepareOptions, source: Source, record: TokenizerRecord, vocab_size: int) -> "Manifest":
         """Return the manifest of a new preparation with a tokenizer."""
-        total = sum(size for _, size, *_ in source.identities)  # as stored; 0 if not known
         val_by_bytes = options.val_tokens is None and not source.holds_ids
         asked = {key: getattr(options, key) for key in ("source", "name", "shard_size", "val_tokens", "text_field")}
         found: dict[str, Any] = {
             "commit": source.commit,
             "files": fingerprint(source.identities),
             "dtype": token_dtype(vocab_size).name,
-            "val_bytes": min(VAL_BYTES, math.ceil(total / 40) or VAL_BYTES) if val_by_bytes else 0,
+            "val_bytes": min(VAL_BYTES, math.ceil(source.stored_bytes / 40) or VAL_BYTES) if val_by_bytes else 0,
             **{key: getattr(record, key) for key in ("tokenizer", "tokenizer_sha256", "document_token")},
         }
         if record.tokenizer.startswith("bpe:"):

@@ -3,7 +3,7 @@
     python -m benchmarks.prepare_workers [--workers 64] [--megabytes 10000]
 
 A worker waits as long as GPT-2's tokenizer takes on one core, 69 ms for a megabyte, and returns as many ids as it would
-find. So this machine needs no such number of cores. The main process cuts a file, sends units, receives ids and writes
+find, so the machine does not need as many cores. The main process cuts a file, sends units, receives ids and writes
 shards with their checksums, as in a preparation.
 """
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 REPO = Path(__file__).resolve().parent.parent
-TIMEOUT_S = 600  # of the tests of one mutation; a mutation may let a process wait for ever
+TIMEOUT_S = 600  # of the tests of one mutation; a mutation may make a process wait forever
 
 
 class Mutation(NamedTuple):
@@ -320,7 +320,7 @@ def run(mutation: Mutation, folder: Path, only_likely: bool) -> tuple[str, float
                     env=os.environ | {"OMP_NUM_THREADS": "1"},
                 )  # fmt: skip
             except subprocess.TimeoutExpired:
-                return "a test that waits for ever", time.monotonic() - start_s
+                return "a test that waits forever", time.monotonic() - start_s
             if done.returncode:
                 found = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
                 return found[1] if found else f"exit status {done.returncode}", time.monotonic() - start_s

@@ -62,10 +62,15 @@ class Source:
         self.pool = ThreadPoolExecutor(1)
 
     @property
+    def stored_bytes(self) -> int:
+        """The bytes of all files as they are stored; 0 if they are not known."""
+        return sum(size for _, size, *_ in self.identities)
+
+    @property
     def unit_bytes(self) -> int:
         """The bytes of a text, lines or ids in which a part begins; a multiple of each dtype's size."""
-        total = sum(size for _, size, *_ in self.identities)
-        return -(-min(UNIT_BYTES, max(1, total // UNITS) if total else UNIT_BYTES) // 8) * 8
+        unit = min(UNIT_BYTES, (self.stored_bytes or UNITS * UNIT_BYTES) // UNITS)
+        return -(-max(1, unit) // 8) * 8
 
     @property
     def holds_ids(self) -> bool:
