@@ -6,15 +6,16 @@ Shapes: B rows, T tokens, C = embd_size, V = vocab_size.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from steadygpt.config import GPTConfig, TrainConfig
-from steadygpt.machine.attention import attention
+from steadygpt.machine.attention import OPERATORS, attention
 from steadygpt.machine.loss import IGNORED_TARGET, token_losses
 
 
@@ -110,7 +111,10 @@ class Linear(nn.Linear):
 
 
 class Norm(nn.Module):
-    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) of the last dimension, in the input's dtype."""
+    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) of the last dimension, in the input's dtype.
+
+    Both compute in fp32 at least.
+    """
 
     def __init__(self, config: GPTConfig, size: int, is_layernorm: bool):
         super().__init__()
@@ -119,10 +123,11 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.empty(size)) if is_layernorm and config.bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = (None if p is None else p.type_as(x) for p in (self.weight, self.bias))  # FSDP: perhaps bf16
+        wide = torch.promote_types(x.dtype, torch.float32)
+        weight, bias = (None if p is None else p.to(wide) for p in (self.weight, self.bias))  # FSDP: perhaps bf16
         if self.is_layernorm:
-            return F.layer_norm(x, (self.size,), weight, bias, self.eps)
-        return F.rms_norm(x, (self.size,), weight, self.eps).type_as(x)  # in fp32 under autocast (torch 2.13)
+            return F.layer_norm(x.to(wide), (self.size,), weight, bias, self.eps).type_as(x)
+        return F.rms_norm(x.to(wide), (self.size,), weight, self.eps).type_as(x)
 
 
 class Attention(nn.Module):
@@ -169,7 +174,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each added to the residual stream; with `recompute`, computed again in backward."""
+    """Attention and MLP, each added to the residual stream.
+
+    With `recompute`, backward computes them again, except for attention's output, which takes long for its few bytes.
+    """
 
     def __init__(self, config: GPTConfig, layer: int, recompute: bool = False):
         super().__init__()
@@ -182,7 +190,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, args: AttentionArgs) -> Tensor:
         # Here, not around the block: under FSDP, torch.compile would run blocks eagerly otherwise (torch 2.13).
         if self.recompute and self.training:
-            return checkpoint(self._compute, x, args, use_reentrant=False)
+            keep = partial(create_selective_checkpoint_contexts, OPERATORS)
+            return checkpoint(self._compute, x, args, use_reentrant=False, context_fn=keep)
         return self._compute(x, args)
 
     def _compute(self, x: Tensor, args: AttentionArgs) -> Tensor:
@@ -286,6 +295,8 @@ class GPT(nn.Module):
             x = x + self.wpe(positions)
         rotary = None if self.rotary is None else self.rotary[:, positions]  # (2, T or B, T, 1, rotary_dim / 2)
         x, args = F.dropout(self.ln_0(x), self.config.dropout, self.training), AttentionArgs(rotary, cache, mask)
+        if torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) == torch.bfloat16:
+            x = x.bfloat16()  # so is the residual stream then; in fp16, its largest values would be infinite
         for block in self.h:
             x = block(x, args)
         if cache is not None:

@@ -5,6 +5,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
+# PyTorch's operators: on GPUs that of cuDNN, FlashAttention and the memory-efficient one; that of a CPU.
+OPERATORS = [
+    getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default
+    for name in ("cudnn_attention", "flash_attention", "efficient_attention", "flash_attention_for_cpu")
+]
 SHORT_ROW = 512  # tokens; up to here attention_in_blocks is faster on a CPU
 KERNELS = {
     SDPBackend.FLASH_ATTENTION: "FlashAttention", SDPBackend.EFFICIENT_ATTENTION: "memory-efficient attention",
@@ -33,8 +38,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropo
 
 
 def is_short_on_cpu(q: Tensor) -> bool:
-    """Return whether attention_in_blocks computes attention of these queries."""
-    return q.device.type == "cpu" and q.dtype == torch.bfloat16 and 1 < q.size(2) <= SHORT_ROW
+    """Return whether attention_in_blocks computes attention of these queries, unless separate products are disabled."""
+    short = q.device.type == "cpu" and q.dtype == torch.bfloat16 and 1 < q.size(2) <= SHORT_ROW
+    return short and torch.backends.cuda.math_sdp_enabled()  # for a CPU too, in spite of its name
 
 
 def kernel_name(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, dropout: float) -> str:

@@ -66,7 +66,7 @@ def shard(
     shape = (shards,) if shards == ranks.world_size else (ranks.world_size // shards, shards)
     mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     offload = CPUOffloadPolicy(pin_memory=cuda) if cpu_offload else OffloadPolicy()
-    half = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)  # the residual stays fp32
+    half = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     for module in (*blocks, model):
         policy = half if precision == "bf16" and module is not model else MixedPrecisionPolicy()
         fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)

@@ -4,13 +4,15 @@ import math
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -20,7 +22,7 @@ from steadygpt.base.options import RankError, UserError
 from steadygpt.base.text import bytes_text, counted, labelled
 from steadygpt.checkpoint.files import LATEST
 from steadygpt.config import GPTConfig, TrainConfig
-from steadygpt.machine.device import AUTOCAST, autocast, device_name, is_out_of_memory, memory_bytes
+from steadygpt.machine.device import autocast, device_name, is_out_of_memory, memory_bytes
 from steadygpt.machine.ranks import Ranks
 
 STATIC, SUMS, COPY = "weights, gradients and optimizer", "sums of gradients", "copy for checkpoints"
@@ -83,17 +85,17 @@ def micro_step_bytes(config: TrainConfig, shape: GPTConfig, device: torch.device
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second
 
     # All blocks' activations are there until the last block's backward pass has ended.
-    peaks, cpu, precision = [], torch.device("cpu"), config.precision
+    peaks, cpu, kernels = [], torch.device("cpu"), nullcontext
     # Of blocks that are recomputed, compiled code has nearly as much in memory as eager code.
     is_compiled = config.compiles(device.type) and not config.activation_checkpointing
     if device.type != "cpu":  # whose attention keeps no matrix (B, num_heads, T, T); a CPU's does with these two
-        shape, precision = replace(shape, dropout=0.0), "fp16" if precision in AUTOCAST else precision
+        shape, kernels = replace(shape, dropout=0.0), partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION)
     for layers in (2, 3):
-        with FakeTensorMode(), cpu:
+        with FakeTensorMode(), cpu, kernels():
             model = new_model(config, replace(shape, num_layers=layers))
             if config.sharding == "fsdp" and config.precision == "bf16":  # which gathers the blocks in bf16
                 for parameter in model.h.parameters():
-                    parameter.data = parameter.to(AUTOCAST[precision])
+                    parameter.data = parameter.bfloat16()
             known: list[Tensor] = []
             for parameter in model.parameters():
                 parameter.grad = gradient = torch.empty_like(parameter)
@@ -101,7 +103,7 @@ def micro_step_bytes(config: TrainConfig, shape: GPTConfig, device: torch.device
             rows = torch.zeros(config.mini_batch_size, config.context_length + 1, dtype=torch.int64)
             with Allocated(known, is_compiled) as allocated:
                 model.h[-1].register_forward_pre_hook(allocated.watch)
-                with autocast(cpu, precision):
+                with autocast(cpu, config.precision):
                     loss = model(rows[:, :-1], rows[:, 1:])
                 loss.backward()
         peaks.append((allocated.first_peak, allocated.peak))
