@@ -4,6 +4,7 @@ Module names are GPT-2's own (wte wpe h ln_1 attn.c_attn ...), so weights map on
 Shapes: B rows, T tokens, C = embd_size, V = vocab_size.
 """
 
+import logging
 import math
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from steadygpt.config import GPTConfig, TrainConfig
 from steadygpt.machine.attention import OPERATORS, attention
@@ -176,7 +177,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each added to the residual stream.
 
-    With `recompute`, backward computes them again, except for attention's output, which takes long for its few bytes.
+    With `recompute`, backward computes them again; without dropout, it keeps attention's output, which takes long.
     """
 
     def __init__(self, config: GPTConfig, layer: int, recompute: bool = False):
@@ -190,8 +191,10 @@ class Block(nn.Module):
     def forward(self, x: Tensor, args: AttentionArgs) -> Tensor:
         # Here, not around the block: under FSDP, torch.compile would run blocks eagerly otherwise (torch 2.13).
         if self.recompute and self.training:
+            # Attention with dropout has to draw its random numbers again, or the masks after it would be others.
             keep = partial(create_selective_checkpoint_contexts, OPERATORS)
-            return checkpoint(self._compute, x, args, use_reentrant=False, context_fn=keep)
+            how = noop_context_fn if self.attn.dropout else keep
+            return checkpoint(self._compute, x, args, use_reentrant=False, context_fn=how)
         return self._compute(x, args)
 
     def _compute(self, x: Tensor, args: AttentionArgs) -> Tensor:
@@ -338,6 +341,8 @@ class GPT(nn.Module):
 
     def compiled(self) -> nn.Module:
         """Return this model through torch.compile; full chunks of the loss, which have one shape, on their own."""
+        # It warns of operations in place in blocks that are recomputed; ours have none.
+        logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
         self.losses_of_full_chunk = torch.compile(self._losses)
         # Not as a decorator, which would import the compiler, two seconds of each command.
         self._chunked_losses = torch.compiler.disable(self._chunked_losses)  # type: ignore[method-assign]

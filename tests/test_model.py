@@ -7,12 +7,13 @@ import math
 import pytest
 import torch
 from conftest import REFERENCES, reference_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from model import GPT, AttentionArgs, GPTConfig
+from model import GPT, AttentionArgs, GPTConfig, Norm
 from optim import make_optimizer
 from steadygpt.config import TrainConfig
 from steadygpt.convert.weights import load_model, read_weights
-from steadygpt.machine.attention import attention_in_blocks
+from steadygpt.machine.attention import OPERATORS, attention_in_blocks
 from steadygpt.machine.device import evaluating
 from steadygpt.machine.loss import IGNORED_TARGET
 from steadygpt.machine.ranks import Ranks
@@ -207,3 +208,48 @@ def test_activation_checkpointing_recomputes_blocks_only_in_training():
     assert forwards() == 6
     model.eval()
     assert forwards() == 3
+
+
+class Attended(TorchDispatchMode):
+    """Counts what computes attention."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.count += operator in OPERATORS
+        return operator(*args, **(kwargs or {}))
+
+
+def test_recomputed_blocks_keep_the_output_of_attention():
+    model = small()
+    for block in model.h:
+        block.recompute = True
+    with Attended() as attended:
+        loss = model(ids(2, 12), ids(2, 12, seed=1))
+        assert attended.count == 3
+        loss.backward()
+        assert attended.count == 3
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)])
+def test_the_residual_stream_is_in_bf16_under_bf16_and_in_fp32_under_fp16(dtype, expected):
+    model, seen = small(), []
+    for block in model.h:
+        block.register_forward_hook(lambda *args: seen.append(args[-1].dtype))
+    model.ln_f.register_forward_hook(lambda *args: seen.append(args[-1].dtype))
+    with torch.autocast("cpu", dtype):
+        model(ids(2, 12), ids(2, 12, seed=1))
+    assert seen == [expected] * 4
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+def test_norms_of_a_bf16_residual_stream_are_rounded_once(norm):
+    """Their weights, which FSDP may gather in bf16, and their sums are in fp32."""
+    layer = Norm(dataclasses.replace(SMALL, norm=norm), 64, norm == "layernorm")
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_()
+    x = torch.randn(50, 64).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = layer(x)
+    assert torch.equal(found, layer(x.float()).bfloat16())

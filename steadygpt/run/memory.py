@@ -3,8 +3,8 @@
 import math
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -53,6 +53,8 @@ class Allocated(TorchDispatchMode):
             self._count((found, args) if self.is_compiled else found)
         elif not self.is_compiled or operator in SUMS_AND_RELU:
             self._count(found)
+        elif operator == torch.ops.aten._to_copy.default and found.itemsize > args[0].itemsize:
+            weakref.finalize(found.untyped_storage(), id, args[0].untyped_storage())  # keep what compiled code keeps
         # With content, PyTorch sums gradients in place if they are no views, as casts are none.
         if torch.is_grad_enabled() or operator != SUMS_AND_RELU[0] or args[0]._is_view():
             self.peak = max(self.peak, self.now)
@@ -85,9 +87,9 @@ def micro_step_bytes(config: TrainConfig, shape: GPTConfig, device: torch.device
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second
 
     # All blocks' activations are there until the last block's backward pass has ended.
-    peaks, cpu, kernels = [], torch.device("cpu"), nullcontext
-    # Of blocks that are recomputed, compiled code has nearly as much in memory as eager code.
-    is_compiled = config.compiles(device.type) and not config.activation_checkpointing
+    peaks, cpu = [], torch.device("cpu")
+    kernels: Callable[[], AbstractContextManager] = nullcontext
+    is_compiled = config.compiles(device.type)
     if device.type != "cpu":  # whose attention keeps no matrix (B, num_heads, T, T); a CPU's does with these two
         shape, kernels = replace(shape, dropout=0.0), partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION)
     for layers in (2, 3):
