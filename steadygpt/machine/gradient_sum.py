@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from steadygpt.machine.ranks import Ranks
+from steadygpt.machine.ranks import Ranks, all_gather
 
 
 class GradientSum:
@@ -53,4 +53,4 @@ class GradientSum:
         sums = list(slices.chunk(self.ranks.world_size))
         while len(sums) > 1:
             sums = [left.add_(right) for left, right in zip(sums[::2], sums[1::2], strict=True)]
-        dist.all_gather(list(self.flat.chunk(self.ranks.world_size)), sums[0])
+        all_gather(self.flat, sums[0])

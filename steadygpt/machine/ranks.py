@@ -23,6 +23,8 @@ from steadygpt.machine.device import choose_device, keep_freed_memory, use_all_c
 from steadygpt.machine.host import process_age_s
 
 Result = TypeVar("Result")
+# Of one tensor, because NCCL copies lists. torch 2.11 has only the older name, of which torch 2.13 warns.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Ranks:
         if self.world_size == 1:
             return tensor
         whole = tensor.new_empty(self.world_size * len(tensor), *tensor.shape[1:])
-        dist.all_gather(list(whole.chunk(self.world_size)), tensor)  # torch 2.13 warns of all_gather_into_tensor
+        all_gather(whole, tensor)
         return whole
 
     def broadcast(self, value: Result) -> Result:
