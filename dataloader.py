@@ -17,7 +17,7 @@ import torch
 
 from steadygpt.base.options import UserError
 from steadygpt.data.order import BLOCK_ROWS, Phase, key_of, permute
-from steadygpt.data.shards import Shard
+from steadygpt.data.shards import MAPPED, Shard
 
 READ_TOKENS = 2**18  # tokens that the thread reads at a time
 
@@ -29,7 +29,7 @@ class Rows:
     """An endless sequence of rows, located a block at a time, because one row alone costs nearly as much."""
 
     context_length: int
-    tokens: list[np.ndarray]  # of each shard
+    shards: Sequence[Shard]
     block_rows = BLOCK_ROWS
     _block: tuple[int, np.ndarray] | None = None  # the number of the block found last, and what locate() found
 
@@ -56,7 +56,7 @@ class Rows:
         T, rows = self.context_length, np.empty((count, self.context_length + 1), np.int64)
         shards, firsts = self.find(start, count)
         for i, (shard, first) in enumerate(zip(shards.tolist(), firsts.tolist(), strict=True)):
-            rows[i] = self.tokens[shard][first : first + T + 1]
+            rows[i] = self.shards[shard].tokens()[first : first + T + 1]
         return rows
 
 
@@ -78,9 +78,9 @@ class RowStream(Rows):
                 f"target; the longest has {longest.num_tokens:,}"
             )
         self.shards = [shard for shard in self.shards if shard.num_tokens > T]
-        # Plain arrays, because slicing a memmap costs more than copying a row.
-        self.tokens = [shard.tokens().view(np.ndarray) for shard in self.shards]
-        self.num_rows = np.array([(len(tokens) - 1) // T for tokens in self.tokens], np.int64)
+        for shard in self.shards[:MAPPED]:
+            shard.tokens()  # mapped now, so that the run can read files that are deleted or replaced while it goes on
+        self.num_rows = np.array([(shard.num_tokens - 1) // T for shard in self.shards], np.int64)
         self.rows_per_epoch = int(self.num_rows.sum())
         self.block_rows = min(BLOCK_ROWS, self.rows_per_epoch)
 
@@ -90,7 +90,7 @@ class RowStream(Rows):
         epochs, within = np.divmod(positions, self.rows_per_epoch)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            order = np.arange(len(self.tokens))
+            order = np.arange(len(self.shards))
             if self.shuffle_shards:
                 order = permute(order, len(order), key_of(self.seed, int(epoch)))
             ends = self.num_rows[order].cumsum()
@@ -108,7 +108,7 @@ class Spread(Rows):
 
     def __init__(self, stream: RowStream, count: int):
         self.stream, self.count, self.block_rows = stream, count, min(BLOCK_ROWS, count)
-        self.context_length, self.tokens = stream.context_length, stream.tokens
+        self.context_length, self.shards = stream.context_length, stream.shards
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return self.stream.locate(positions * self.stream.rows_per_epoch // self.count)
@@ -124,7 +124,7 @@ class Mixture(Rows):
     def __init__(self, streams: Mapping[str, RowStream], phase: Phase, seed: int):
         self.streams, self.phase, self.seed = [streams[source] for source in sorted(phase.shares)], phase, seed
         self.context_length = self.streams[0].context_length
-        self.tokens = [tokens for stream in self.streams for tokens in stream.tokens]
+        self.shards = [shard for stream in self.streams for shard in stream.shards]
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         number = int(positions[0]) // BLOCK_ROWS
@@ -135,7 +135,7 @@ class Mixture(Rows):
             here = order == i
             shards[here], firsts[here] = self.streams[i].find(given[source], share)
             shards[here] += first_shard
-            first_shard += len(self.streams[i].tokens)
+            first_shard += len(self.streams[i].shards)
         return shards, firsts
 
     def find(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:

@@ -154,20 +154,18 @@ def look_at_folder(options: LookOptions) -> None:
 # the rows of a step
 
 
-def find_step(checkpoint: dict, path: Path, step: int) -> tuple[Mixture, range, dict[int, str]]:
+def find_step(checkpoint: dict, path: Path, step: int) -> tuple[Mixture, range, dict[Shard, str]]:
     """Find the rows that a step of the run of a checkpoint trained on, or will train on.
 
-    Returns: the rows to read from; those of the step; the source and the file of each shard by the id() of its array of
-        tokens.
+    Returns: the rows to read from; those of the step; the source and the file of each shard.
     """
     starts = checkpoint["starts"]
     number = max(n for n, start in enumerate(starts) if start["step"] <= step)
     start, is_last, config = starts[number], number + 1 == len(starts), trained_with(starts[number])
-    streams, files = {}, {}
+    streams, files = {}, dict[Shard, str]()
     for shards, rows, _ in recorded_sources(config, start["sources"], step, checkpoint["data_fingerprint"]):
         streams[start["sources"][shards.name][1]] = rows
-        for tokens, shard in zip(rows.tokens, rows.shards, strict=True):
-            files[id(tokens)] = printable(f"{shards.name}, {shard.path.name}")
+        files |= {shard: printable(f"{shards.name}, {shard.path.name}") for shard in rows.shards}
     end = config.last_step(start["step"], start["row"], sum(rows.rows_per_epoch for rows in streams.values()))
     if is_last and step >= end:
         raise UserError(f"--step is {step:,}; expected less than {end:,}, because the run of {path} ends there")
@@ -205,7 +203,7 @@ def look_at_step(options: LookOptions, step: int) -> None:
         print(f"mean loss {found.mean():.4f}, of {path} at step {checkpoint['step']:,}")
     shards, firsts = mixture.find(first, count)
     for i in order[: options.rows or count].tolist():
-        print(f"\n--- row {i:,}: {losses[i]}{files[id(mixture.tokens[shards[i]])]} from token {firsts[i]:,} on")
+        print(f"\n--- row {i:,}: {losses[i]}{files[mixture.shards[shards[i]]]} from token {firsts[i]:,} on")
         print(visible(rows[i].tolist(), tokenizer))
 
 

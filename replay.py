@@ -87,28 +87,39 @@ class Past:
 
 def find_past(options: ReplayOptions, first: int, last: int, held: ExitStack) -> Past:
     """Find the checkpoint to start from, and the checkpoints and records to compare with; `held` removes copies."""
-    folder, places = Path(options.checkpoint_dir), read_run(Path(options.checkpoint_dir)).places
-    files = [(str(path), checkpoint) for path, checkpoint in intact_checkpoints(scan(folder))]
+    places, files = read_run(Path(options.checkpoint_dir)).places, scan(Path(options.checkpoint_dir))
     copies, url = Path(held.enter_context(TemporaryDirectory())), options.mirror or places.get("mirror", "")
-    mirror = Mirror(url) if url else None
-    if mirror and not any(checkpoint["step"] <= first for _, checkpoint in files):
+    mirror, saves = Mirror(url) if url else None, dict[int, tuple[str, dict]]()
+
+    def add(file: object, checkpoint: dict) -> None:
+        """Keep a save that the run has passed on its way to the newest one; others are of steps that a resume undid."""
+        starts, own, step = newest["starts"], checkpoint["starts"], checkpoint["step"]
+        if own == starts[: len(own)] and step <= [*starts, newest][len(own)]["step"]:
+            saves[step] = str(file), checkpoint
+
+    path, newest = next(intact_checkpoints(files), (Path(), {}))
+    if newest:
+        add(path, newest)
+        # From the end back to the first step, and no more, because each is read whole; else the first later one.
+        order = newest["saved_at"], newest["step"]
+        steps = [(file.head.step, file) for file in files if file.head and file.order != order]
+        others = [file for _, file in sorted(steps, key=lambda at: (at[0] > last + 1, abs(at[0] - last - 1)))]
+        for path, saved in intact_checkpoints(others):
+            add(path, saved)
+            if saved["step"] in saves and not first < saved["step"] <= last + 1:
+                break
+    if mirror and not any(step <= first for step in saves):
         # The nearest one before the first step; and the newest one, which has the record of starts.
         uploaded = sorted(mirror.patiently(mirror.index).checkpoints.values(), key=lambda entry: -entry.step)
         before = [entry for entry in uploaded if entry.step <= first]
-        for entry in dict.fromkeys([*uploaded[: not files], *before[:1]]):
-            files.append((f"{url}/{entry.file}", mirror.download(entry, copies)[1]))
-    if not files or not (starts := files[0][1]["starts"]):
+        for entry in dict.fromkeys([*uploaded[: not newest], *before[:1]]):
+            saved = mirror.download(entry, copies)[1]
+            newest = newest or saved
+            add(f"{url}/{entry.file}", saved)
+    if not newest or not (starts := newest["starts"]):
         raise UserError(f"no checkpoints of a run in {options.checkpoint_dir}; try another --checkpoint_dir")
-    newest = files[0][1]
     if first >= (end := newest["step"]) or last > end:
         raise UserError(f"no step {last} to replay: the newest checkpoint is of step {end:,}; choose earlier steps")
-    # Those that the run has passed on its way to the newest one; others are of steps that a resume has undone.
-    saves = {
-        checkpoint["step"]: (file, checkpoint)
-        for file, checkpoint in files
-        if (own := checkpoint["starts"]) == starts[: len(own)]
-        and checkpoint["step"] <= [*starts, newest][len(own)]["step"]
-    }
     nearest = max((step for step in saves if step <= first), default=0)
     from_scratch = starts[0]["options"]["init_from"] == "scratch"
     if nearest not in saves and not (from_scratch and first == 0):

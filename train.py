@@ -42,7 +42,7 @@ from steadygpt.data.tasks import TASKS
 from steadygpt.data.tokenizer import Tokenizer, tokenizer_on_all
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine import parallel
-from steadygpt.machine.device import autocast, evaluating, profiled, use_fp8
+from steadygpt.machine.device import autocast, evaluating, profiled, seed, use_fp8
 from steadygpt.machine.gradient_sum import GradientSum
 from steadygpt.machine.ranks import Ranks, Stopped, StopSignal, end_with_torchrun, joined
 from steadygpt.run.history import WITHOUT_TENSORS, open_data, open_history
@@ -181,7 +181,7 @@ def train_step(run: Run, batches: BatchLoader) -> Callable[[], StepResult]:
         run.stop.check()
         # Seeded by (seed, step, micro-batch), so a resumed step repeats its dropout masks, also on other ranks.
         micro_batch = ranks.rank * micro_steps + micro_step
-        torch.manual_seed(((config.seed * 1_000_003 + step) * 65_537 + micro_batch) % 2**63)
+        seed(ranks.device, ((config.seed * 1_000_003 + step) * 65_537 + micro_batch) % 2**63)
         inputs, targets = batches.next()
         with parallel.gradient_sync(run.forward, last=micro_step == micro_steps - 1):
             with run.autocast():

@@ -47,7 +47,7 @@ def val_of(run: train.Run) -> RowStream:
 
 def targets_of(run: train.Run) -> torch.Tensor:
     """Return the targets of a validation, in order."""
-    tokens, rows = torch.from_numpy(val_of(run).tokens[0].astype(np.int64)), val_of(run).rows_per_epoch
+    tokens, rows = torch.from_numpy(val_of(run).shards[0].tokens().astype(np.int64)), val_of(run).rows_per_epoch
     return tokens[1 : rows * run.config.context_length + 1]
 
 

@@ -1,8 +1,10 @@
-"""Free space on disks, and files that are not there."""
+"""Free space on disks, the limit of open files, and files that are not there."""
 
 import os
+import resource
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
@@ -17,6 +19,16 @@ def disks(*needs: Mapping[Path, int]) -> dict[Path, tuple[int, int]]:
         first, needed = found.get(disk, (existing(folder), 0))
         found[disk] = first, needed + size
     return {folder: (shutil.disk_usage(folder).free, needed) for folder, needed in found.values()}
+
+
+def most_open_files() -> int:
+    """Raise this process's limit of open files as far as the system lets it, but not above 2**16; return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = min(2**16, hard if hard != resource.RLIM_INFINITY else 2**16)
+    if soft < most:
+        with suppress(OSError, ValueError):  # macOS has a lower limit that it does not tell
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return min(2**16, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
 def check_pulled(name: object, beginning: bytes) -> None:

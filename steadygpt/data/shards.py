@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Annotated, BinaryIO, NamedTuple, TypedDict
 
 import numpy as np
 from tqdm import tqdm
 
-from steadygpt.base.disk import check_pulled
+from steadygpt.base.disk import check_pulled, most_open_files
 from steadygpt.base.durable import check_regular, replace_file, sha256_of
 from steadygpt.base.options import OptionError, UserError
 from steadygpt.base.typed import Count, read_json, typed
@@ -26,6 +27,7 @@ NO_MANIFEST = "so it is not a manifest; prepare the data again"
 # llm.c and modded-nanogpt begin with 256 int32: magic number, version, token count. The magic implies the dtype.
 LLMC_HEADER_BYTES = 256 * 4
 LLMC_DTYPES: dict[int, np.dtype] = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
+MAPPED = most_open_files() // 2  # shards that are mapped at the same time; each keeps a file open
 
 
 class ShardEntry(TypedDict):
@@ -52,7 +54,7 @@ class Header(NamedTuple):
     dtype: np.dtype
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # found by identity in the cache of tokens()
 class Shard:
     """One file of token ids."""
 
@@ -61,11 +63,13 @@ class Shard:
     offset: int  # bytes before the first token; 0 without a header
     num_tokens: int
 
+    @lru_cache(MAPPED)  # noqa: B019 (shards live as long as the run)
     def tokens(self) -> np.ndarray:
         """Map the ids into memory, (num_tokens,)."""
         if not self.num_tokens:
             return np.empty(0, self.dtype)  # mmap refuses an empty range
-        return np.memmap(self.path, self.dtype, mode="r", offset=self.offset, shape=(self.num_tokens,))
+        mapped = np.memmap(self.path, self.dtype, mode="r", offset=self.offset, shape=(self.num_tokens,))
+        return mapped.view(np.ndarray)  # because slicing a memmap costs more than copying a row
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

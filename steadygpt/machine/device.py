@@ -161,6 +161,13 @@ def be_deterministic(device: torch.device, threads: int, compiles: bool) -> None
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
+def seed(device: torch.device, number: int) -> None:
+    """Seed the generators of the CPU and of a device, as torch.manual_seed does, which takes 0.3 ms (torch 2.13)."""
+    torch.default_generator.manual_seed(number)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(number)
+
+
 @contextmanager
 def evaluating(model: nn.Module):
     """Turn off dropout and gradients inside; afterwards the model is in the mode it was in."""
