@@ -208,7 +208,7 @@ def train_step(run: Run, batches: BatchLoader) -> Callable[[], StepResult]:
 
 
 def validate(run: Run, val: RowStream) -> dict[str, float]:
-    """Return the loss (val_loss) and the bits per byte (val_bpb) of eval_tokens tokens, spread over a validation set.
+    """Return the loss (val_loss) and the bits per byte (val_bpb) of a validation set, of rows that are spread over it.
 
     They do not depend on the number of ranks. Special tokens count in the loss, but not in the bits per byte, which
     are left out if no bytes are known.
@@ -216,7 +216,7 @@ def validate(run: Run, val: RowStream) -> dict[str, float]:
     Raises: Stopped.
     """
     config, ranks = run.config, run.ranks
-    rows, B, sums = validation_rows(config, val), config.mini_batch_size, []
+    rows, B, sums = validation_rows(config, val, len(run.plan.data.val_sets)), config.mini_batch_size, []
     of_rank = math.ceil(rows / (B * ranks.world_size)) * B
     known = torch.from_numpy(run.tokenizer.num_bytes) if run.tokenizer else torch.zeros(0, dtype=torch.int64)
     size_of = nn.functional.pad(known, (0, run.model.config.padded_vocab_size - len(known))).to(ranks.device)

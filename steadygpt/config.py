@@ -193,7 +193,7 @@ class TrainConfig(GPTConfig):
     background_upload: bool = _saves(True, "upload to the mirror during training; off: each save waits for it")
 
     eval_freq: int = _evals(250, "steps between validations; 0 = off")
-    eval_tokens: int = _evals(10485760, "validation tokens to use, spread evenly over the split", at_least=1)
+    eval_tokens: int = _evals(10485760, "validation tokens: equally many of each set, spread over it", at_least=1)
     eval_tasks: str = _evals("hellaswag", EXPECTED)
     hellaswag_freq: int = _evals(500, "steps between evaluations of eval_tasks; 0 = off")
     sample_freq: int = _evals(250, "steps between text samples; 0 = off")

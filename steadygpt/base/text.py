@@ -54,6 +54,11 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'es' if noun.endswith(('s', 'batch')) else 's'}" if count != 1 else f"1 {noun}"
 
 
+def some(texts: Sequence[str], noun: str, most: int = 8) -> list[str]:
+    """Return the first texts and, in place of all others, their number."""
+    return [*texts[:most], *[f"and {counted(len(texts) - most, f'more {noun}')}"] * (len(texts) > most)]
+
+
 def labelled(label: str, text: str) -> str:
     """Return a line of the plan or the summary: every text begins in the same column."""
     return f"{label:<13}{text}"

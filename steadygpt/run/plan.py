@@ -15,7 +15,7 @@ from model import GPT, new_model
 from steadygpt import version_text
 from steadygpt.base.disk import existing
 from steadygpt.base.options import UserError
-from steadygpt.base.text import bytes_text, counted, duration_text, labelled
+from steadygpt.base.text import bytes_text, counted, duration_text, labelled, some
 from steadygpt.checkpoint.files import DECIDED, LATEST, Start, trained_with
 from steadygpt.config import FINEWEB_EDU_TOKENS, KEPT, TrainConfig
 from steadygpt.convert.weights import check_fits
@@ -36,6 +36,7 @@ SHARE_OF_PEAK = 0.4  # that a GPU is assumed to reach, where nothing is measured
 WELL_KNOWN = "NVIDIA H100 80GB HBM3"
 HELLASWAG_TOKENS = 1_600_000  # with GPT-2's tokenizer
 TOKENS_PER_PARAMETER = 20
+MUCH = 0.1  # share of the training time
 MANY_EPOCHS = 4  # up to which repeated text is worth about as much as new text (Muennighoff et al. 2023)
 
 
@@ -97,7 +98,7 @@ class Plan:
 
     def _data_lines(self) -> list[tuple[str, str]]:
         """Return a line for each source of the training data."""
-        config, data, lines = self.config, self.data, []
+        config, data, lines = self.config, self.data, list[str]()
         if not data.sources:
             folders = " or ".join(folder for folder, _ in config.sources().values())
             text = f"no shards in {folders} yet; planned with the vocabulary of --tokenizer {data.tokenizer}"
@@ -113,14 +114,15 @@ class Plan:
                 share = entry["shares"][entry["sources"][name][1]] / BLOCK_ROWS
                 many = f" -- MORE THAN {MANY_EPOCHS}, of little benefit" * (end[name] > MANY_EPOCHS)
                 text = f"{name}, {share:.1%} of the rows: {text}; {end[name]:,.2f} epochs by the end{many}"
-            lines.append(("data", text))
-        return lines
+            lines.append(text)
+        return [("data", text) for text in some(lines, "source")]
 
     def val_rows(self) -> int:
         """Return the rows of a validation, over all of its sets; of data that is not there yet, eval_tokens."""
         if not self.data.sources and self.config.eval_freq:
             return self.config.eval_tokens // self.config.context_length
-        return sum(validation_rows(self.config, val.rows) for val in self.data.val_sets)
+        sets = self.data.val_sets
+        return sum(validation_rows(self.config, val.rows, len(sets)) for val in sets)
 
     def _validation_text(self) -> str:
         config, rows = self.config, self.val_rows()
@@ -131,7 +133,8 @@ class Plan:
             return f"{text} at the end" * bool(rows)
         # A forward pass is a third of a step's work.
         cost = rows / (3 * config.eval_freq * config.rows_per_step)
-        return f"{text} every {counted(config.eval_freq, 'step')}: about {cost:.1%} of the training time"
+        advice = " -- MUCH; try a larger --eval_freq or a smaller --eval_tokens" * (cost > MUCH)
+        return f"{text} every {counted(config.eval_freq, 'step')}: about {cost:.1%} of the training time{advice}"
 
     def _checkpoints_text(self, size: int, epochs: int) -> str:
         """Return the disk space of the checkpoints, each of `size` bytes, and the flag that lets them fit."""
@@ -278,9 +281,9 @@ def set_up(config: TrainConfig, device: torch.device, threads: int) -> None:
         be_deterministic(device, threads, config.compiles(device.type))
 
 
-def validation_rows(config: TrainConfig, val: RowStream) -> int:
-    """Return the number of rows of a validation: eval_tokens, or all rows if there are fewer."""
-    return min(max(1, config.eval_tokens // config.context_length), val.rows_per_epoch)
+def validation_rows(config: TrainConfig, val: RowStream, sets: int = 1) -> int:
+    """Return the rows of a validation set, one of `sets`: its share of eval_tokens, or all rows if there are fewer."""
+    return min(max(1, config.eval_tokens // (sets * config.context_length)), val.rows_per_epoch)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Mapping
 
-from steadygpt.base.text import bytes_text, counted, duration_text, labelled
+from steadygpt.base.text import bytes_text, counted, duration_text, labelled, some
 from steadygpt.checkpoint.saves import Saves
 from steadygpt.machine.device import peak_memory_bytes
 from steadygpt.machine.host import process_age_s
@@ -66,5 +66,5 @@ def validation_text(sets: Mapping[str, Mapping[str, float]], best: bool, epochs:
         is_best = " (best so far)" * (best and not parts)
         bits = f", {scores['val_bpb']:.4f} bits per byte" if "val_bpb" in scores else ""
         parts.append(f"{f'{name}: ' * (len(sets) > 1)}val loss {scores['val_loss']:.4f}{is_best}{bits}")
-    seen = ", ".join(f"{name} {number:.2f}" for name, number in epochs.items())
-    return " | ".join([*parts, *[f"epochs: {seen}"] * bool(seen)])
+    seen = ", ".join(some([f"{name} {number:.2f}" for name, number in epochs.items()], "source"))
+    return " | ".join([*some(parts, "validation set"), *[f"epochs: {seen}"] * bool(seen)])
