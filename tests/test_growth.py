@@ -1,0 +1,87 @@
+"""What must not cost more as a run grows, in counts: open files, reads of checkpoints, rows of a validation."""
+
+import os
+import subprocess
+import sys
+from functools import lru_cache
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import run_here, write_data
+
+import dataloader
+import replay
+from dataloader import RowStream
+from steadygpt.base.text import some
+from steadygpt.checkpoint import files
+from steadygpt.config import TrainConfig
+from steadygpt.data.shards import Shard, ShardSet
+from steadygpt.machine.device import seed
+from steadygpt.run.plan import validation_rows
+
+
+@pytest.fixture
+def eight_at_once(monkeypatch):
+    """Let at most eight shards be mapped at the same time."""
+    monkeypatch.setattr(Shard, "tokens", lru_cache(8)(Shard.tokens.__wrapped__))
+    monkeypatch.setattr(dataloader, "MAPPED", 8)
+
+
+def test_more_shards_than_a_process_may_open_give_the_same_rows(tmp_path, eight_at_once):
+    write_data(tmp_path, num_tokens=[40] * 101)
+    shards = ShardSet.find("data", str(tmp_path), "train").shards
+    open_before = len(os.listdir("/proc/self/fd"))
+    stream = RowStream(shards, 16, seed=3, shuffle_shards=True, shuffle_rows=True)
+    found = stream.read(0, 400)
+    assert len(os.listdir("/proc/self/fd")) <= open_before + 8
+    of_each = [shard.tokens().copy() for shard in shards]
+    rows = {tuple(tokens[first : first + 17].tolist()) for tokens in of_each for first in (0, 16)}
+    assert {tuple(row) for row in found[:200].tolist()} == rows
+
+
+def test_a_process_raises_its_limit_of_open_files():
+    code = "import resource; from steadygpt.base.disk import most_open_files; most_open_files(); "
+    code += "print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
+    done = subprocess.run(
+        ["bash", "-c", f"ulimit -Sn 100; {sys.executable} -c '{code}'"], capture_output=True, text=True
+    )
+    soft, hard = map(int, done.stdout.split())
+    assert soft == min(hard, 2**16)
+
+
+def test_seeding_two_generators_draws_what_torch_manual_seed_does():
+    torch.manual_seed(12345)
+    expected = torch.rand(9)
+    seed(torch.device("cpu"), 12345)
+    assert torch.equal(torch.rand(9), expected)
+
+
+@pytest.mark.parametrize(("steps", "reads"), [("3", 3), ("10", 2), ("10:13", 4), ("0", 2)])
+def test_a_replay_reads_only_the_checkpoints_that_it_needs(workdir, monkeypatch, steps, reads):
+    """The newest, the nearest one before the first step, and those to compare with."""
+    assert run_here("--checkpoint_freq", "2", "--keep_checkpoints", "99", "--max_steps", "20") == 0
+    read, count = files.read_checkpoint, []
+    monkeypatch.setattr(files, "read_checkpoint", lambda path: count.append(path) or read(path))
+    replay.main(["--steps", steps])
+    assert len(count) == reads
+
+
+def test_validation_sets_share_the_tokens_of_a_validation():
+    config = TrainConfig(context_length=10, eval_tokens=1000)
+    large, small = SimpleNamespace(rows_per_epoch=10**6), SimpleNamespace(rows_per_epoch=3)
+    assert [validation_rows(config, large, sets) for sets in (1, 4, 200)] == [100, 25, 1]
+    assert validation_rows(config, small, 4) == 3
+
+
+def test_of_many_sources_eight_are_named():
+    assert some(["a", "b"], "source") == ["a", "b"]
+    assert some([str(i) for i in range(200)], "source")[6:] == ["6", "7", "and 192 more sources"]
+    assert some([str(i) for i in range(9)], "source")[8:] == ["and 1 more source"]
+
+
+def test_a_validation_that_takes_much_of_the_time_is_told(workdir, capsys):
+    assert run_here("--eval_freq", "1", "--dry_run") == 0
+    assert "-- MUCH; try a larger --eval_freq or a smaller --eval_tokens" in capsys.readouterr().out
+    assert run_here("--eval_freq", "8", "--eval_tokens", "16", "--dry_run") == 0
+    assert "MUCH" not in capsys.readouterr().out
