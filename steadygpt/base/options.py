@@ -41,6 +41,10 @@ class RankError(UserError):
     """A UserError that local rank 0 does not have, so the rank itself prints it."""
 
 
+class LostRankError(Exception):
+    """Another rank has ended or does not answer. Its own output says why, so this rank prints one line."""
+
+
 class OptionError(UserError):
     """A value that an option does not accept. `name` is that of the field; other formats report their own name."""
 
@@ -218,6 +222,9 @@ def run_cli(main: Callable[[], int | None]) -> None:
             print(f"error: {printable(str(error))}", file=sys.stderr)
         else:
             time.sleep(2)  # torchrun ends all ranks when the first one exits: let local rank 0 print the error
+    except LostRankError as error:
+        status = 1
+        print(f"error: {printable(str(error))}", file=sys.stderr)
     except KeyboardInterrupt as interrupt:
         status = 128 + signal.Signals.__members__.get(str(interrupt), signal.SIGINT)  # named by StopSignal
         sys.unraisablehook = lambda _: None  # the destructors of objects that Ctrl-C left half-built may fail

@@ -18,11 +18,12 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from steadygpt.base.options import RankError, UserError
+from steadygpt.base.options import LostRankError, RankError, UserError
 from steadygpt.machine.device import choose_device, keep_freed_memory, use_all_cores, use_expandable_segments
 from steadygpt.machine.host import process_age_s
 
 Result = TypeVar("Result")
+LOST = re.compile("Connection (closed|reset) by peer|Broken pipe|[Tt]imed ?out|Socket Timeout")  # what gloo says
 # Of one tensor, because NCCL copies lists. torch 2.11 has only the older name, of which torch 2.13 warns.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -216,6 +217,8 @@ def joined(device_name: str, timeout_minutes: float = 30):
 
     CPU tensors travel by gloo, CUDA tensors by NCCL. If a rank does not respond for `timeout_minutes`, the run ends.
     The others also wait while rank 0 reads all shards or a large checkpoint.
+
+    Raises: LostRankError inside, by gloo; NCCL ends the process.
     """
     rank, world_size = launched_as()
     ranks = Ranks(choose_device(device_name), rank, world_size)
@@ -232,7 +235,13 @@ def joined(device_name: str, timeout_minutes: float = 30):
             device_id=ranks.device if cuda else None,
             timeout=timedelta(minutes=timeout_minutes),
         )
-    yield ranks
+    try:
+        yield ranks
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        if world_size > 1 and LOST.search(reason):
+            raise LostRankError(f"rank {rank}: lost another rank, whose output says why ({reason})") from error
+        raise
     # Not after an exception: with NCCL this waits for all ranks, so the error would not be printed before the time-out.
     if dist.is_initialized():
         dist.destroy_process_group()
