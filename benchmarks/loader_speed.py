@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.0, help="for each side in each round")
     args = parser.parse_args()
     B, T = args.rows, args.context
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as temporary:
         folder, random = Path(temporary), np.random.default_rng(0)
         random.integers(0, 50257, TOKENS).astype(np.uint16).tofile(folder / "train.bin")
@@ -92,7 +92,7 @@ def main() -> None:
         mixed = BatchLoader(four_sources(open_shard(folder / "train.bin"), T), [range(2**40)], B, device)
         sides = {"SteadyGPT": loader.next, "SteadyGPT, 4 sources": mixed.next}
         if args.nanogpt:
-            sides["nanoGPT"] = nanogpt_get_batch(args.nanogpt, folder, B, T, device)
+            sides["nanoGPT"] = nanogpt_get_batch(args.nanogpt, folder, B, T, device.type)
         measured = {
             name: lambda get=get: tokens_per_second(get, B * T, args.seconds, loader.device)
             for name, get in sides.items()

@@ -41,7 +41,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as temporary:
         folder = Path(temporary)
         with open(folder / "text.jsonl", "wb") as file:
-            file.truncate(args.megabytes * 10**6)  # without content, which nothing reads
+            file.write(b" " * 2**13)  # looked at, to refuse what is no text
+            file.truncate(args.megabytes * 10**6)  # the rest without content, which nothing reads
         source = Source("text", [folder / "text.jsonl"])
         total_mb, waits_for = source.sizes[0] / 1e6, 32 * args.workers  # units, until all workers have started
         for number in range(args.rounds):
