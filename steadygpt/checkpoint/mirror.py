@@ -171,13 +171,15 @@ class Mirror:
         for name in filter(FILES.fullmatch, paths):
             stat = paths[name].stat()
             if self.sent.get(name) != (stat.st_size, stat.st_mtime_ns):
-                content = paths[name].read_bytes()  # taken once: the file may grow
+                own = content = paths[name].read_bytes()  # taken once: the file may grow
                 if self.has_other_logs and name.startswith("logs/"):
                     with suppress(FileNotFoundError):
                         there = self.read(name)
-                        content = there + missing_lines(there, content)
+                        content = there + (
+                            own[self.sent[name][0] :] if name in self.sent else missing_lines(there, own)
+                        )
                 self.fs.pipe_file(f"{self.folder}/{name}", content)
-                self.sent[name] = stat.st_size, stat.st_mtime_ns
+                self.sent[name] = len(own), stat.st_mtime_ns
 
     def _write(self, checkpoints: dict[Name, Entry]) -> None:
         index = Index(self.run, self.name, self.writer, checkpoints)
