@@ -1,14 +1,13 @@
-"""The tools of the benchmarks: held programs, ratios, instants of kills, the suite. Nothing is measured here."""
+"""The benchmarks: each at its smallest setting, the figures they compute, their pictures, the suite for GPUs."""
 
 import argparse
 import importlib.util
 import json
 import re
 import shlex
-import signal
 import subprocess
 import sys
-import time
+from pathlib import Path
 from random import Random
 from xml.etree import ElementTree
 
@@ -19,7 +18,6 @@ from conftest import REPO
 from benchmarks import cast, gpu_suite, kill_curve, picture, quickstart_curve
 from benchmarks.compare import pairs_of_equal_precision, plot, report
 from benchmarks.gpu_suite import Row
-from benchmarks.kill_curve import Kill, kill_instants
 from steadygpt.config import parse_args
 
 
@@ -28,36 +26,33 @@ def test_each_benchmark_can_be_imported(name):
     importlib.import_module(f"benchmarks.{name}")
 
 
-HOLDING = """
-import signal, sys
-from benchmarks.compare import REPO, HeldProgram, held_programs
-program = "import time\\nwhile True: print('step', flush=True); time.sleep(0.01)"
-with held_programs() as programs:
-    programs["loop"] = HeldProgram([sys.executable, "-c", program], REPO, "step")
-    programs["loop"].seconds_per_step(1)  # then the program is stopped
-    print(programs["loop"].process.pid, flush=True)
-    signal.pause()
-"""
+def run_suite(monkeypatch, tmp_path, rows: list[Row], *further: str) -> dict:
+    """Run the suite with other rows; return name -> text."""
+    monkeypatch.setattr(gpu_suite, "ROWS", rows)
+    gpu_suite.main(["--out", str(tmp_path), *further])
+    return {row["name"]: row["text"] for row in json.loads((tmp_path / "gpu_suite.json").read_text())["rows"].values()}
 
 
-def is_running(pid: str) -> bool:
-    """Whether a process exists and is not a zombie."""
-    state = subprocess.run(["ps", "-o", "stat=", "-p", pid], capture_output=True, text=True).stdout
-    return not state.startswith("Z") and bool(state)
+SMALLEST = {  # of the benchmarks that are not in the suite for GPUs
+    "kill_curve": "--kills 1 --steps 4 --ranks 1 --plot {tmp}/steady.svg",
+    "long_logs": "--lines 500 --files 3",
+    "optimizer_cost": "--layers 1 --width 6 --tokens 4096 --rounds 1",
+    "prepare_speed": "--megabytes 1 --rounds 1",
+    "prepare_workers": "--workers 2 --megabytes 200 --rounds 1",
+}
+QUICK = [row for row in gpu_suite.ROWS if row.quick]
+QUICK += [Row("fast", name, 300, f"-m benchmarks.{name} {flags}") for name, flags in SMALLEST.items()]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="SIGKILL needs prctl")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_held_program_dies_with_its_benchmark(number):
-    benchmark = subprocess.Popen([sys.executable, "-c", HOLDING], cwd=REPO, stdout=subprocess.PIPE, text=True)
-    held = benchmark.stdout.readline().strip()
-    assert is_running(held)
-    benchmark.send_signal(number)
-    assert benchmark.wait(10) == (-number if number == signal.SIGKILL else 128 + number)
-    deadline = time.monotonic() + 5
-    while is_running(held) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not is_running(held)
+@pytest.mark.storm
+@pytest.mark.parametrize("row", QUICK, ids=lambda row: row.name)
+def test_each_benchmark_runs_at_its_smallest_setting(row, monkeypatch, tmp_path):
+    [text] = run_suite(monkeypatch, tmp_path, [row], *["--quick"] * bool(row.quick)).values()
+    assert not re.match("failed|no time", text), text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# figures
 
 
 def test_ratios_compare_equal_precision_and_the_defaults_on_a_cpu(capsys, tmp_path):
@@ -77,34 +72,6 @@ def test_ratios_compare_equal_precision_and_the_defaults_on_a_cpu(capsys, tmp_pa
     assert found["waiting"] == {"median": 2.0, "low": 1.0, "high": 6.0, "unit": "%"}
 
 
-def test_a_plot_is_svg_for_both_colour_schemes_with_the_limit_as_a_line(tmp_path):
-    pytest.importorskip("matplotlib")
-    figures = {"SteadyGPT, bf16": [8.0, 7.0], "nanoGPT, bf16": [4.0, 5.0], "GEMM limit, bf16": [16.0, 16.5]}
-    plot(figures, "tokens/s", tmp_path / "speed.svg")
-    plot({"one": [1.0, 2.0]}, "s", tmp_path / "one.png")
-    svg = (tmp_path / "speed.svg").read_text()
-    shown = ["".join(text.itertext()) for text in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
-    assert {"SteadyGPT, bf16: 7.5", "nanoGPT, bf16: 4.5", "GEMM limit 16.2"} <= {*shown}
-    assert svg.count("font-family") == svg.count(picture.FONT) > 0
-    for name, (light, dark) in picture.COLOURS.items():
-        assert f"--{name}:{light};" in svg and f"--{name}:{dark};" in svg
-    assert f": {picture.BLUE}" not in svg and f"var(--blue, {picture.BLUE})" in svg
-
-
-def test_a_cast_is_an_svg_without_scripts_and_requires_equal_repeated_steps():
-    step = "step   7/100 | loss 2.5000 | lr 1.00e-04"
-    first = {"lines": ["device       1 x cpu, " + "x" * 80, "step 7/100 | val loss 3.1000", step], "pid": 42}
-    second = {"lines": [step, "resumed at step 7: repeated 1 step, bit for bit the same losses", step], "pid": 43}
-    svg = cast.draw({"lives": [first, second]})
-    shown = ["".join(text.itertext()) for text in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
-    assert {"$ kill -9 42", "Killed", step, second["lines"][1]} <= {*shown}
-    assert max(map(len, shown)) <= cast.COLUMNS and shown.count(step) == 3
-    assert not re.search(r"<script|https?://(?!www.w3.org/2000/svg)", svg)
-    assert cast.step_of(first["lines"][1]) == -1 and cast.step_of(step) == 7
-    with pytest.raises(SystemExit):
-        cast.draw({"lives": [first, {"lines": [step, "warning: repeated step 7 has loss 1"], "pid": 43}]})
-
-
 def test_the_curve_of_the_quickstart_has_the_time_since_its_start(tmp_path):
     records = [{"step": 0, "time": 100.0, "start": {}}, {"step": 0, "time": 101.0, "loss": 5.5}]
     records += [{"step": 5, "time": 130.0, "cpu_percent": 9.0}, {"step": 10, "time": 160.0, "loss": 2.5}]
@@ -113,26 +80,10 @@ def test_the_curve_of_the_quickstart_has_the_time_since_its_start(tmp_path):
     curve = quickstart_curve.read_curve(tmp_path / "metrics.jsonl")
     assert curve.losses == {0: 5.5, 10: 2.5} and curve.val_losses == {10: 2.6}
     assert (curve.seconds[0], curve.seconds[10]) == (1.0, 63.0)
-    pytest.importorskip("matplotlib")
-    quickstart_curve.draw(curve, tmp_path / "curve.svg")
-    assert "prefers-color-scheme:dark" in (tmp_path / "curve.svg").read_text()
 
 
-def test_killed_runs_are_drawn_from_the_file_of_their_losses(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    ours = {"uninterrupted": [3.0, 2.0, 1.0], "killed": [3.0, 2.0, 1.0], "kills": [[1, 2, True]]}
-    theirs = {
-        "uninterrupted": [3.0, 2.0, 1.5],
-        "lives": [[0, [3.0, 2.0]], [1, [1.0, 0.5]]],
-        "kills": [1],
-        "corrupt": [],
-    }
-    data, picture_file = tmp_path / "data.json", tmp_path / "steady.svg"
-    data.write_text(json.dumps({"steadygpt": ours, "nanogpt": theirs}))
-    options = ["--nanogpt", "nowhere", "--data", str(data), "--plot", str(picture_file)]
-    monkeypatch.setattr(sys, "argv", ["kill_curve", *options])
-    kill_curve.main()
-    assert "1 kill, difference 0 at all steps" in picture_file.read_text()
+def test_a_run_outlasts_its_kills():
+    assert sum(kill_curve.kill_instants(50, 500, Random(0))) < 500
 
 
 def test_a_checkpoint_of_nanogpt_that_a_kill_has_corrupted_is_replaced_by_its_copy(tmp_path):
@@ -145,24 +96,65 @@ def test_a_checkpoint_of_nanogpt_that_a_kill_has_corrupted_is_replaced_by_its_co
     assert torch.load(checkpoint) == {"iter_num": 1}
 
 
-def test_killed_runs_are_compared_also_without_matplotlib(monkeypatch, capsys):
-    """Its command in README must work after README's set-up. Here no run is started."""
-    for name, found in {
-        "live": Kill(3, 1, True), "losses": {0: 2.5, 1: 2.0}, "weights": {"w": torch.ones(2)}
-    }.items():  # fmt: skip
-        monkeypatch.setattr(kill_curve, name, lambda *_, found=found: found)
-    monkeypatch.setattr(kill_curve.subprocess, "run", lambda *_, **__: None)
-    monkeypatch.setattr(kill_curve.importlib.util, "find_spec", lambda _: None)
-    monkeypatch.setattr(sys, "argv", ["kill_curve", "--kills", "1", "--steps", "2"])
-    kill_curve.main()
-    out = capsys.readouterr().out
-    assert out.startswith("there will be no picture: matplotlib is missing; pip install matplotlib\n")
-    assert "largest difference of the losses of 2 steps: 0\n" in out
-    assert sum(kill_instants(50, 500, Random(0))) < 500  # the run outlasts its kills
+# ---------------------------------------------------------------------------------------------------------------------
+# pictures
+
+KILLED = {
+    "steadygpt": {"uninterrupted": [3.0, 2.0, 1.0], "killed": [3.0, 2.0, 1.0], "kills": [[1, 2, True]]},
+    "nanogpt": {
+        "uninterrupted": [3.0, 2.0, 1.5], "lives": [[0, [3.0, 2.0]], [1, [1.0, 0.5]]], "kills": [1], "corrupt": [],
+    },
+}  # fmt: skip
+SPEEDS = {"SteadyGPT, bf16": [8.0, 7.0], "nanoGPT, bf16": [4.0, 5.0], "GEMM limit, bf16": [16.0, 16.5]}
+CURVE = quickstart_curve.Curve({0: 1.0, 10: 63.0}, {0: 5.5, 10: 2.5}, {10: 2.6})
+PICTURES = {
+    "speeds": (lambda file: plot(SPEEDS, "tokens/s", file), ["SteadyGPT, bf16: 7.5", "GEMM limit 16.2"]),
+    "the quickstart": (lambda file: quickstart_curve.draw(CURVE, file), ["validation"]),
+    "killed runs": (lambda file: kill_curve.draw(KILLED, file), ["SteadyGPT: 1 kill, difference 0 at all steps"]),
+}
+
+
+def shown(svg: str) -> list[str]:
+    """Return the texts of an SVG, which must not load or run anything."""
+    assert not re.search(r"<script|@font-face|https?://(?!www.w3.org|purl.org|creativecommons|matplotlib)", svg)
+    texts = ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
+    return ["".join(text.itertext()) for text in texts]
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_follows_both_colour_schemes(name, tmp_path):
+    pytest.importorskip("matplotlib")
+    draw, texts = PICTURES[name]
+    draw(tmp_path / "picture.svg")
+    svg = (tmp_path / "picture.svg").read_text()
+    assert {*texts} <= {*shown(svg)}
+    assert svg.count("font-family") == svg.count(picture.FONT) > 0
+    for colour, (light, dark) in picture.COLOURS.items():
+        assert f"--{colour}:{light};" in svg and f"--{colour}:{dark};" in svg
+    assert f": {picture.BLUE}" not in svg and f"var(--blue, {picture.BLUE})" in svg
+
+
+def test_a_cast_has_lines_of_the_terminal_and_requires_equal_repeated_steps():
+    step = "step   7/100 | loss 2.5000 | lr 1.00e-04"
+    first = {"lines": ["device       1 x cpu, " + "x" * 80, "step 7/100 | val loss 3.1000", step], "pid": 42}
+    second = {"lines": [step, "resumed at step 7: repeated 1 step, bit for bit the same losses", step], "pid": 43}
+    texts = shown(cast.draw({"lives": [first, second]}))
+    assert {"$ kill -9 42", "Killed", step, second["lines"][1]} <= {*texts}
+    assert max(map(len, texts)) <= cast.COLUMNS and texts.count(step) == 3
+    assert cast.step_of(first["lines"][1]) == -1 and cast.step_of(step) == 7
+    with pytest.raises(SystemExit):
+        cast.draw({"lives": [first, {"lines": [step, "warning: repeated step 7 has loss 1"], "pid": 43}]})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# gpu_suite: fake rows
+# the suite for GPUs
+
+
+def is_running(pid: str) -> bool:
+    """Whether a process exists and is not a zombie."""
+    state = subprocess.run(["ps", "-o", "stat=", "-p", pid], capture_output=True, text=True).stdout
+    return not state.startswith("Z") and bool(state)
+
 
 MEASURES = "import json, sys; json.dump({'speed': FIGURE}, open(sys.argv[1], 'w'))".replace(
     "FIGURE", "dict(median=1234.5, low=1200, high=1300, unit='tokens/s')"
@@ -181,13 +173,6 @@ def fake(name: str, program: str, limit_s: float = 20) -> Row:
     return Row("fast", name, limit_s, command, target="fast enough")
 
 
-def run_suite(monkeypatch, tmp_path, rows: list[Row], *further: str) -> dict:
-    """Run the suite with fake rows; return name -> text."""
-    monkeypatch.setattr(gpu_suite, "ROWS", rows)
-    gpu_suite.main(["--out", str(tmp_path), *further])
-    return {row["name"]: row["text"] for row in json.loads((tmp_path / "gpu_suite.json").read_text())["rows"].values()}
-
-
 def test_a_row_that_fails_or_hangs_costs_only_itself(monkeypatch, tmp_path):
     child = tmp_path / "child"
     rows = [
@@ -198,8 +183,9 @@ def test_a_row_that_fails_or_hangs_costs_only_itself(monkeypatch, tmp_path):
         fake("tests", "print('=== 3 passed in 2 s ===')"),
         fake("long", MEASURES, limit_s=1000),
     ]
+    first = "speed 1,234 tokens/s (1,200 to 1,300)"
     assert run_suite(monkeypatch, tmp_path, rows, "--minutes", "2") == {
-        "first": "speed 1,234 tokens/s (1,200 to 1,300)",
+        "first": first,
         "memory": "failed: MemoryError: CUDA out of memory",
         "hangs": "failed: did not end in 3 s; compiling",
         "killed": "failed: killed by SIGKILL; no output",
@@ -207,10 +193,7 @@ def test_a_row_that_fails_or_hangs_costs_only_itself(monkeypatch, tmp_path):
         "long": "no time left",
     }
     assert not is_running(child.read_text())  # also a process in a session of its own
-    assert (
-        "| fast | first | speed 1,234 tokens/s (1,200 to 1,300) | fast enough |"
-        in (tmp_path / "gpu_suite.md").read_text()
-    )
+    assert f"| fast | first | {first} | fast enough |" in (tmp_path / "gpu_suite.md").read_text()
 
 
 def test_another_call_runs_only_what_has_no_result(monkeypatch, tmp_path):
@@ -224,51 +207,25 @@ def test_another_call_runs_only_what_has_no_result(monkeypatch, tmp_path):
         run_suite(monkeypatch, tmp_path, rows, "--quick")
 
 
-def test_a_stopped_suite_ends_its_row(tmp_path):
-    row = fake("a", LEAVES_A_CHILD.replace("CHILD", str(tmp_path / "child")), 60)
-    program = (
-        "from benchmarks import gpu_suite\n"
-        "from benchmarks.gpu_suite import Row\n"
-        f"gpu_suite.ROWS = [{row!r}]\n"
-        f"gpu_suite.main(['--out', {str(tmp_path)!r}])"
-    )
-    suite = subprocess.Popen([sys.executable, "-c", program], cwd=REPO, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    suite.terminate()
-    assert suite.wait(20) == 128 + signal.SIGTERM
-    assert not is_running((tmp_path / "child").read_text())
-
-
-@pytest.mark.parametrize("quick", [False, True])
-def test_the_command_of_the_trace_is_one_of_train(quick):
-    """That such a run writes its trace is tested in test_train.py."""
-    [row] = [row for row in gpu_suite.ROWS if row.part == "trace"]
-    script, *flags = shlex.split(row.command + f" {row.quick}" * quick)
-    assert script == "train.py"
-    assert parse_args(flags)[0].profile == 5
-
-
 @pytest.mark.parametrize("row", gpu_suite.ROWS, ids=lambda row: row.name)
 def test_the_command_of_each_row_exists(row):
     """A visit to a GPU is short: a row that cannot run would be lost."""
     words = shlex.split(row.command)
     module = words[1] if words[0] == "-m" else words[0]
     assert (REPO / module).exists() or importlib.util.find_spec(module)
-    paths = [word for word in words if word.startswith("tests/")]
-    assert all((REPO / path).exists() for path in paths)
+    assert all(Path(REPO, word).exists() for word in words if word.startswith("tests/"))
     if "--config" in words:
         assert (REPO / "configs" / f"{words[words.index('--config') + 1]}.toml").exists()
+    if module == "train.py":
+        assert parse_args(words[1:])[0].profile == 5
 
 
+@pytest.mark.storm
 @pytest.mark.parametrize("row", [row for row in gpu_suite.ROWS if row.part == "right"], ids=lambda row: row.name)
 def test_the_rows_of_tests_find_tests_in_each_file(row):
     words = [word.format(device="cpu") for word in shlex.split(row.command)]
     words = [word for word in words if word not in ("-v", "-n", "auto", "--dist", "worksteal")]
-    done = subprocess.run(
-        [sys.executable, *words, "--collect-only", "-q"], cwd=REPO, capture_output=True, text=True, check=True
-    )
+    collect = [sys.executable, *words, "--collect-only", "-q"]
+    done = subprocess.run(collect, cwd=REPO, capture_output=True, text=True, check=True)
     for path in words:
         assert not path.startswith("tests/") or f"\n{path}::" in f"\n{done.stdout}"
