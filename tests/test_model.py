@@ -1,18 +1,15 @@
-"""GPT-2 and GPT-NeoX compared with transformers, initialization, optimizer groups, forward and loss."""
+"""Attention, initialization, dropout, forward and loss. convert/test_families.py compares with transformers."""
 
-import copy
 import dataclasses
 import math
 
 import pytest
 import torch
-from conftest import REFERENCES, reference_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT, AttentionArgs, GPTConfig, Norm
 from optim import make_optimizer
 from steadygpt.config import TrainConfig
-from steadygpt.convert.weights import load_model, read_weights
 from steadygpt.machine.attention import OPERATORS, attention_in_blocks
 from steadygpt.machine.device import evaluating
 from steadygpt.machine.loss import IGNORED_TARGET
@@ -35,46 +32,6 @@ def small(seed=0, **changes) -> GPT:
 
 def ids(rows: int, tokens: int, seed=0) -> torch.Tensor:
     return torch.randint(0, SMALL.vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(seed))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# compared with transformers
-
-
-@pytest.fixture(scope="module", params=REFERENCES)
-def reference(request, tmp_path_factory):
-    """Our model and the model of transformers with the same weights; our model pads the vocabulary."""
-    hf_model, folder = reference_model(request.param), tmp_path_factory.mktemp("reference")
-    hf_model.save_pretrained(folder)
-    return load_model(read_weights(str(folder))), hf_model
-
-
-def test_logits_match_transformers(reference):
-    model, hf_model = reference
-    tokens = torch.randint(0, 1000, (3, 64))
-    with torch.no_grad():
-        logits = model(tokens)
-        assert logits.shape == (3, 64, 1024)
-        assert torch.allclose(logits[..., :1000], hf_model(tokens).logits, atol=1e-5)
-        assert (logits[..., 1000:] == -torch.inf).all()  # the padding of the vocabulary
-
-
-def test_loss_and_gradients_match_transformers(reference, tmp_path):
-    model, hf_model = reference
-    tokens = torch.randint(0, 1000, (3, 65))
-    loss = model(tokens[:, :-1], tokens[:, 1:])
-    expected = torch.nn.functional.cross_entropy(hf_model(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten())
-    assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
-    loss.backward()
-    expected.backward()
-    gradients_model = copy.deepcopy(hf_model)  # stored as weights, to convert them to our names
-    for gradient, parameter in zip(gradients_model.parameters(), hf_model.parameters(), strict=True):
-        gradient.data = parameter.grad
-    gradients_model.save_pretrained(tmp_path)
-    gradients = read_weights(str(tmp_path))["model"]
-    for name, parameter in model.named_parameters():
-        assert parameter.grad.abs().max() > 1e-4, name
-        assert torch.allclose(parameter.grad, gradients[name], atol=1e-5), name  # the gradient of the padding is zero
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -114,6 +71,7 @@ def test_initial_weights_and_loss():
     torch.manual_seed(0)
     model = GPT(dataclasses.replace(SMALL, embd_size=256))
     assert model(ids(4, 12), ids(4, 12, seed=1)).item() == pytest.approx(math.log(101), abs=0.1)  # of a uniform guess
+    assert model.wte.weight[:101].all() and not model.wte.weight[101:].any()  # the padding of the vocabulary
     for block in model.h:
         assert block.attn.c_attn.weight.std().item() == pytest.approx(0.02, rel=0.05)
         for projection in (block.attn.c_proj, block.mlp.c_proj):
@@ -192,24 +150,6 @@ def test_loss_in_chunks_computes_logits_chunk_by_chunk(monkeypatch):
     assert sizes == [5, 5, 5, 5, 4, 4, 5, 5, 5, 5]  # forward, then recomputed in backward from last to first
 
 
-def test_activation_checkpointing_recomputes_blocks_only_in_training():
-    model, calls = small(), []
-    for block in model.h:
-        block.ln_1.register_forward_pre_hook(lambda *_: calls.append(1))
-
-    def forwards() -> int:
-        calls.clear()
-        model(ids(2, 12), ids(2, 12, seed=1)).backward()
-        return len(calls)
-
-    assert forwards() == 3
-    for block in model.h:
-        block.recompute = True
-    assert forwards() == 6
-    model.eval()
-    assert forwards() == 3
-
-
 class Attended(TorchDispatchMode):
     """Counts what computes attention."""
 
@@ -220,15 +160,23 @@ class Attended(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-def test_recomputed_blocks_keep_the_output_of_attention():
-    model = small()
+def test_activation_checkpointing_recomputes_blocks_but_not_attention_and_only_in_training():
+    model, norms = small(), []
+    for block in model.h:
+        block.ln_1.register_forward_pre_hook(lambda *_: norms.append(1))
+
+    def computed() -> tuple[int, int]:
+        norms.clear()
+        with Attended() as attended:
+            model(ids(2, 12), ids(2, 12, seed=1)).backward()
+        return len(norms), attended.count
+
+    assert computed() == (3, 3)
     for block in model.h:
         block.recompute = True
-    with Attended() as attended:
-        loss = model(ids(2, 12), ids(2, 12, seed=1))
-        assert attended.count == 3
-        loss.backward()
-        assert attended.count == 3
+    assert computed() == (6, 3)
+    model.eval()
+    assert computed() == (3, 3)
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)])
