@@ -31,6 +31,7 @@ from steadygpt.data.tokenizer_json import to_json
 transformers = pytest.importorskip("transformers")
 
 SMALL = GPTConfig(vocab_size=257, context_length=12, num_layers=2, num_heads=2, embd_size=16)
+TINY_SHAPE = {"vocab_size": 257, "context_length": 16, "num_layers": 2, "num_heads": 2, "embd_size": 16}
 
 
 def checkpoint_of(config: GPTConfig, tokenizer="bytes", seed=0) -> dict:
@@ -83,11 +84,13 @@ def test_a_model_saved_without_the_head_is_read_and_exported_without_a_tokenizer
     assert not (tmp_path / "out/tokenizer.json").exists()
 
 
-def test_half_precision_weights_become_fp32(tmp_path):
-    model = reference_model("gpt_neox").half()
-    model.save_pretrained(tmp_path)
-    weights = read_weights(str(tmp_path))["model"]
-    assert torch.equal(weights["wte.weight"][:1000], model.gpt_neox.embed_in.weight.float())
+def test_weights_of_a_compiled_model_and_in_half_precision_are_read(tmp_path):
+    reference_model("gpt_neox").half().save_pretrained(tmp_path)
+    weights, expected = load_file(tmp_path / "model.safetensors"), read_weights(str(tmp_path))
+    assert expected["model"]["wte.weight"].dtype == torch.float32
+    assert torch.equal(expected["model"]["wte.weight"][:1000], weights["gpt_neox.embed_in.weight"].float())
+    save_file({f"_orig_mod.{name}": t for name, t in weights.items()}, tmp_path / "model.safetensors")
+    assert_same_weights(read_weights(str(tmp_path)), expected)
 
 
 def test_without_safetensors_the_error_names_the_packages(tmp_path, monkeypatch):
@@ -135,7 +138,7 @@ def test_the_exported_tokenizer_gives_the_same_ids(name, tmp_path):
     write_folder(checkpoint_of(dataclasses.replace(SMALL, vocab_size=encoding.n_vocab), name), tmp_path / "out")
     exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=30, deadline=None)
     @given(st.text() | st.text(alphabet=" \n\t\r'sdtlvre1 2.!\u00a0\u2003é漢"))
     def check(text):
         text = text.replace(END_OF_TEXT, "")
@@ -195,30 +198,18 @@ def test_weights_come_from_the_files_that_the_index_names(tmp_path):
     assert "no model.safetensors and no model.safetensors.index.json" in mistake(tmp_path / "a")
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.int64, torch.complex64])
-def test_weights_of_other_dtypes_are_refused_by_name(tmp_path, dtype):
+def test_weights_of_other_dtypes_are_refused_by_name(tmp_path):
     reference_model("gpt_neox").save_pretrained(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    weights["gpt_neox.final_layer_norm.weight"] = weights["gpt_neox.final_layer_norm.weight"].to(dtype)
-    save_file(weights, tmp_path / "model.safetensors")
-    expected = f"the weight gpt_neox.final_layer_norm.weight is {dtype}; expected fp64, fp32, fp16 or bf16"
-    assert expected in mistake(tmp_path)
-
-
-def test_weights_of_a_compiled_model_are_read(tmp_path):
-    reference_model("gpt_neox").save_pretrained(tmp_path)
-    expected = read_weights(str(tmp_path))
-    weights = load_file(tmp_path / "model.safetensors")
-    save_file({f"_orig_mod.{name}": t for name, t in weights.items()}, tmp_path / "model.safetensors")
-    assert_same_weights(read_weights(str(tmp_path)), expected)
+    weights, name = load_file(tmp_path / "model.safetensors"), "gpt_neox.final_layer_norm.weight"
+    for dtype in (torch.float8_e4m3fn, torch.int8, torch.int64, torch.complex64):
+        save_file(weights | {name: weights[name].to(dtype)}, tmp_path / "model.safetensors")
+        assert f"the weight {name} is {dtype}; expected fp64, fp32, fp16 or bf16" in mistake(tmp_path)
 
 
 def test_missing_or_damaged_files_are_refused(tmp_path):
     reference_model("gpt_neox").save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\0" * 100)
     assert "model.safetensors: cannot be read" in mistake(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    assert "no model.safetensors" in mistake(tmp_path)
     for text, words in (
         ("{", "config.json: not JSON"),
         ("[" * 100_000, "config.json: not JSON"),
@@ -232,8 +223,7 @@ def test_missing_or_damaged_files_are_refused(tmp_path):
 
 def on_the_hub(standin, folder, name="models/some/gpt", **changes) -> dict[str, bytes]:
     """Put a small model on the stand-in of the Hub; return its files."""
-    shape = {"vocab_size": 257, "context_length": 16, "num_layers": 2, "num_heads": 2, "embd_size": 16} | changes
-    reference_model("gpt2", **shape).save_pretrained(folder)
+    reference_model("gpt2", **TINY_SHAPE | changes).save_pretrained(folder)
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     standin.put(name, files | {"pytorch_model.bin": bytes(10**6), "onnx/model.safetensors": bytes(10**6)})
     return files
@@ -247,13 +237,6 @@ def test_weights_of_the_hub_are_downloaded_once_in_spite_of_failures(standin, tm
     for _ in range(2):
         assert_same_weights(read_weights("some/gpt"), expected)
     assert standin.sent("GET .*resolve") < sum(map(len, files.values())) + 2**16
-
-
-def test_weights_in_several_files_are_downloaded(standin, tmp_path):
-    on_the_hub(standin, tmp_path / "model")
-    shard(tmp_path / "model")
-    standin.put("models/some/large", {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()})
-    assert_same_weights(read_weights("some/large"), read_weights("some/gpt"))
 
 
 def test_a_revision_of_a_model_is_read(standin, tmp_path):
@@ -286,9 +269,7 @@ def test_a_downloaded_model_is_read_without_a_network(workdir, monkeypatch):
     import huggingface_hub.constants
 
     snapshot = workdir / "models--gpt2/snapshots" / ("abcd" * 10)
-    reference_model("gpt2", vocab_size=257, context_length=16, num_layers=2, num_heads=2, embd_size=16).save_pretrained(
-        snapshot
-    )
+    reference_model("gpt2", **TINY_SHAPE).save_pretrained(snapshot)
     (workdir / "models--gpt2/refs").mkdir()
     (workdir / "models--gpt2/refs/main").write_text("abcd" * 10)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
@@ -334,36 +315,37 @@ def padded_state(checkpoint: dict, rows: int) -> dict:
     return {f"transformer.{name}": t for name, t in model.items() if name not in TABLES} | tables
 
 
-@pytest.mark.parametrize(("bias", "vocab_size", "rows", "tokenizer"), [
-    (True, 50257, 50304, "gpt2"), (False, 50257, 50304, "gpt2"), (True, 65, 65, ""),
-], ids=["bias", "no bias", "characters"])  # fmt: skip
-def test_nanogpt_checkpoints_are_read_exactly(bias, vocab_size, rows, tokenizer, tmp_path, capsys):
-    config = dataclasses.replace(SMALL, vocab_size=vocab_size, activation="gelu", bias=bias, dropout=0.2)
-    expected = checkpoint_of(config, tokenizer)
-    state = {f"_orig_mod.{name}": tensor for name, tensor in padded_state(expected, rows).items()}
-    state["_orig_mod.transformer.h.0.attn.bias"] = torch.ones(1, 1, 12, 12)  # the mask, if without flash attention
-    shape = NANOGPT | {"bias": bias, "vocab_size": rows, "dropout": 0.2}
-    content = {"model": state, "optimizer": {}, "model_args": shape, "iter_num": 5, "best_val_loss": torch.tensor(1.0)}
-    torch.save(content | {"config": {"dataset": "openwebtext"}}, tmp_path / "ckpt.pt")
+ARGS = {"activation": "gelu", "dropout": 0.2}  # nanoGPT keeps a dictionary, its descendants pickle a GPTConfig
+OURS = {"num_layers": 2, "num_heads": 2, "embd_size": 16, "context_length": 12}
+OTHERS = {
+    "nanoGPT": ("_orig_mod.", NANOGPT | {"bias": True}, ARGS, 50257, 50304),
+    "nanoGPT without biases": ("_orig_mod.", NANOGPT | {"bias": False}, ARGS | {"bias": False}, 50257, 50304),
+    "nanoGPT with characters": ("_orig_mod.", NANOGPT | {"bias": True}, ARGS, 65, 65),
+    "build-nanogpt": ("", NANOGPT, {}, 50257, 50304),
+    "build-nanogpt, compiled under DDP": ("module._orig_mod.", NANOGPT, {}, 50257, 50304),
+    "gpt2-from-scratch": ("_orig_mod.module.", OURS, {}, 50257, 50304),
+}
+
+
+@pytest.mark.parametrize("trainer", OTHERS)
+def test_checkpoints_of_other_trainers_are_read_exactly(trainer, tmp_path, monkeypatch, capsys):
+    prefix, shape, changes, vocab_size, rows = OTHERS[trainer]
+    tokenizer = "gpt2" if rows == 50304 else ""
+    expected = checkpoint_of(dataclasses.replace(SMALL, vocab_size=vocab_size, **changes), tokenizer)
+    weights = {prefix + name: tensor for name, tensor in padded_state(expected, rows).items()}
+    if "bias" in shape:
+        weights[f"{prefix}transformer.h.0.attn.bias"] = torch.ones(1, 1, 12, 12)  # the mask, without flash attention
+        content = {"model_args": shape | {"vocab_size": rows, "dropout": 0.2}, "config": {"dataset": "openwebtext"}}
+    else:
+        kind = type("GPTConfig", (), {"__module__": "__main__"})
+        monkeypatch.setattr(sys.modules["__main__"], "GPTConfig", kind, raising=False)
+        config = kind()
+        config.__dict__ |= shape | {"vocab_size": rows}
+        content = {"config": config}
+    torch.save(content | {"model": weights, "iter_num": 5, "best_val_loss": torch.tensor(1.0)}, tmp_path / "ckpt.pt")
     assert_same_weights(expected, read_weights(str(tmp_path / "ckpt.pt")))
     assert ("assumed gpt2, because it has 50,304 rows" in capsys.readouterr().err) == (tokenizer == "gpt2")
     assert f"vocab_size is {rows:,}" in mistake(tmp_path / "ckpt.pt", "bytes")
-
-
-@pytest.mark.parametrize(("names", "prefix"), [
-    (NANOGPT, ""),
-    (NANOGPT, "module._orig_mod."),
-    ({"num_layers": 2, "num_heads": 2, "embd_size": 16, "context_length": 12}, "_orig_mod.module."),
-], ids=["build-nanogpt", "compiled under DDP", "gpt2-from-scratch"])  # fmt: skip
-def test_checkpoints_with_a_pickled_config_are_read_exactly(names, prefix, tmp_path, monkeypatch):
-    kind = type("GPTConfig", (), {"__module__": "__main__"})
-    monkeypatch.setattr(sys.modules["__main__"], "GPTConfig", kind, raising=False)
-    config = kind()
-    config.__dict__ |= names | {"vocab_size": 50304}
-    expected = checkpoint_of(dataclasses.replace(SMALL, vocab_size=50257), "gpt2")
-    weights = {prefix + name: tensor for name, tensor in padded_state(expected, 50304).items()}
-    torch.save({"model": weights, "config": config, "step": 19072, "val_loss": 3.07}, tmp_path / "model_19072.pt")
-    assert_same_weights(expected, read_weights(str(tmp_path / "model_19072.pt")))
 
 
 def test_mistakes_in_other_checkpoints_are_reported_with_the_field(tmp_path):
@@ -446,8 +428,7 @@ def test_an_average_is_exported_and_scored_but_not_resumed(workdir, capsys):
 @pytest.mark.parametrize("which", FAMILIES)
 def test_ten_steps_equal_a_plain_loop_over_transformers(which, workdir):
     """Data order, micro-steps, clipping, AdamW and weight decay of train.py, from a Hugging Face folder."""
-    shape = {"vocab_size": 257, "context_length": 16, "num_layers": 2, "num_heads": 2, "embd_size": 16}
-    model = reference_model(which, **shape)
+    model = reference_model(which, **TINY_SHAPE)
     model.save_pretrained("model")
     flags = "--init_from model --max_steps 10 --max_lr 1e-2 --min_lr 1e-2 --warmup_steps 0 --grad_clip 0.5".split()
     assert run_here(*flags) == 0
@@ -471,8 +452,8 @@ def test_ten_steps_equal_a_plain_loop_over_transformers(which, workdir):
 
 
 def test_fine_tuning_takes_the_shape_of_the_weights_and_may_crop_the_context(workdir, capsys):
-    shape = {"vocab_size": 257, "context_length": 24, "num_layers": 1, "num_heads": 2, "embd_size": 16}
-    model = reference_model("gpt2 untied, exact GELU, narrow MLP", **shape)
+    shape = {"context_length": 24, "num_layers": 1}
+    model = reference_model("gpt2 untied, exact GELU, narrow MLP", **TINY_SHAPE | shape)
     model.save_pretrained("model")
     import train
 

@@ -1,4 +1,4 @@
-"""Commands as the users of other trainers type them; and those of docs/from-other-trainers.md."""
+"""Commands as the users of other trainers type them, and the scripts of the repository."""
 
 import json
 import os
@@ -7,17 +7,13 @@ import shlex
 import shutil
 import subprocess
 import sys
-from functools import partial
+from pathlib import Path
 
 import monitor_training
 import pytest
 from conftest import REPO, TINY, load, need_gpus, options_in, write_data
 from harness import run_to_end
 
-import convert_hf
-import generate
-import hellaswag_eval
-import prepare_dataset
 import replay
 import train
 from steadygpt import config
@@ -83,19 +79,24 @@ def test_accelerate_passes_every_flag_on():
             assert launched.training_script_args == [f"--{flag}", "x"]
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# scripts
+
+
+def write_interpreter(path: Path, cases: str) -> Path:
+    """Write a stand-in for an interpreter; which arguments it gets decides what it does."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'#!/bin/sh\ncase "$*" in {cases} ;; esac\n')
+    path.chmod(0o755)
+    return path
+
+
 def test_setup_creates_the_environment_of_its_repository(tmp_path, monkeypatch):
-    """The interpreter is a stand-in that creates an environment with itself in it, and notes its other arguments."""
-    (tmp_path / "repo").mkdir()
     (tmp_path / "elsewhere").mkdir()
     shutil.copytree(REPO / "scripts", tmp_path / "repo/scripts")
     (tmp_path / "repo/setup.sh").symlink_to("scripts/setup.sh")
-    python = tmp_path / "python"
-    python.write_text(
-        '#!/bin/sh\ncase "$*" in\n'
-        '"-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;\n'
-        f'"-c "*) ;;\n*) echo "$*" >> {tmp_path}/noted ;;\nesac\n'
-    )
-    python.chmod(0o755)
+    creates = '"-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python"'
+    python = write_interpreter(tmp_path / "python", f'{creates} ;; "-c "*) ;; *) echo "$*" >> {tmp_path}/noted')
     monkeypatch.chdir(tmp_path / "elsewhere")
     # --check installs nothing, and the second call of setup.sh finds it installed.
     for words in (["--check", "--config", "test"], [], []):
@@ -107,31 +108,45 @@ def test_setup_creates_the_environment_of_its_repository(tmp_path, monkeypatch):
     assert installed.startswith("-m pip install ") and installed.endswith("-r scripts/requirements.txt")
 
 
-def test_check_names_what_is_missing(tmp_path):
-    shutil.copytree(REPO / "scripts", tmp_path / "scripts")
-    missing = {"old": "found no Python 3.11 or later", "bare": "PyTorch cannot be imported; run ./setup.sh"}
-    for name, said in missing.items():
-        python = tmp_path / name
-        python.write_text(f'#!/bin/sh\ncase "$*" in *version_info*) exit {int(name == "old")} ;; *) exit 1 ;; esac\n')
-        python.chmod(0o755)
-        words, env = [tmp_path / "scripts/setup.sh", "--check"], os.environ | {"PYTHON": str(python)}
-        done = subprocess.run(words, capture_output=True, text=True, env=env)
-        assert (done.returncode, done.stderr.startswith(f"error: {said}")) == (2, True)
-
-
 @pytest.mark.parametrize("name", ["list_checkpoints.sh", "resume_training.sh", "setup.sh", "start_tensorboard.sh"])
 def test_scripts_at_the_root_are_links(name):
     assert (REPO / name).resolve() == REPO / "scripts" / name
 
 
-@pytest.mark.parametrize("words", [["list_checkpoints.sh"], ["list_checkpoints.sh", "-v"], ["resume_training.sh"]])
-def test_a_script_takes_the_folder_of_a_run(words, tmp_path):
-    env = os.environ | {"NPROC": "1"}
-    done = subprocess.run(
-        [REPO / words[0], *words[1:], "runs/mine"], cwd=tmp_path, capture_output=True, text=True, env=env
-    )
-    assert done.stderr == "error: no checkpoints in runs/mine; try another --checkpoint_dir\n"
-    assert done.returncode == 2
+LIST, RESUME, SHOW = "list_checkpoints.sh", "resume_training.sh", "start_tensorboard.sh"
+RUNS = {  # a script -> what Python runs, or the error; a/ is the folder of a run, b/ has none
+    f"{LIST} a": "REPO/train.py --list_checkpoints --checkpoint_dir a",
+    f"{LIST} -v a": "REPO/train.py --list_checkpoints --checkpoint_dir a -v",
+    f"{RESUME} a": "REPO/train.py --resume latest --checkpoint_dir a",
+    f"NPROC=auto {RESUME}": "error: NPROC is auto; expected a number of processes",
+    f"{SHOW} a --port 1": "-m tensorboard.main --logdir /runs/é --port 1",
+    f"{SHOW} --checkpoint_dir a": "-m tensorboard.main --logdir /runs/é",
+    f"{SHOW} --checkpoint-dir=a": "-m tensorboard.main --logdir /runs/é",
+    f"{SHOW} b": "error: b/status.json: names no TensorBoard folder; expected the folder of a run with "
+    "--use_tensorboard",
+    "PYTHON=./old setup.sh --check": "error: found no Python 3.11 or later. Install it, or give its path: "
+    "PYTHON=/path/to/python3 ./setup.sh",
+    "PYTHON=./bare setup.sh --check": "error: PyTorch cannot be imported; run ./setup.sh, or rm -rf .venv first",
+}
+
+
+@pytest.mark.parametrize("command", RUNS)
+def test_a_script_runs_python_or_says_what_is_missing(command, tmp_path):
+    shutil.copytree(REPO / "scripts", tmp_path / "scripts")
+    write_interpreter(tmp_path / "old", "*version_info*) exit 1 ;; *) exit 0")
+    write_interpreter(tmp_path / "bare", "*version_info*) exit 0 ;; *) exit 1")
+    if "setup.sh" not in command:
+        write_interpreter(tmp_path / ".venv/bin/python", f'-c*) exec {sys.executable} "$@" ;; *) echo "$*"')
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/status.json").write_text(json.dumps({"tensorboard": "/runs/é"}))
+    variables, script, words = re.fullmatch(r"(NPROC=auto |PYTHON=\S+ )?(\S+)(.*)", command).groups()
+    env = os.environ | {"NPROC": "1"} | dict([variables.strip().split("=")] if variables else [])
+    argv = [tmp_path / "scripts" / script, *words.split()]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, env=env)
+    said = f"{done.stdout}{done.stderr}".replace(str(tmp_path.resolve()), "REPO").replace("REPO/scripts/..", "REPO")
+    assert (said, done.returncode) == (f"{RUNS[command]}\n", 2 if "error" in said else 0)
+    if "train.py" in said:
+        config.parse_args(said.split()[1:])
 
 
 @pytest.mark.parametrize("options", [monitor_training.MonitorOptions, replay.ReplayOptions])
@@ -140,65 +155,8 @@ def test_a_command_takes_the_folder_of_a_run(options):
         assert read_flags(options, argv) == {"checkpoint_dir": "runs/mine"}
 
 
-@pytest.mark.parametrize("words", [["a"], ["--checkpoint_dir", "a"], ["--checkpoint-dir=a"]])
-def test_tensorboard_takes_the_folder_of_a_run(words, tmp_path):
-    """The interpreter is a stand-in that prints its arguments, except for the reader of status.json."""
-    (tmp_path / "scripts").mkdir()
-    script = shutil.copy(REPO / "scripts/start_tensorboard.sh", tmp_path / "scripts")
-    (tmp_path / ".venv/bin").mkdir(parents=True)
-    (tmp_path / ".venv/bin/python").write_text(f'#!/bin/sh\n[ "$1" = -c ] && exec {sys.executable} "$@"\necho "$*"\n')
-    (tmp_path / ".venv/bin/python").chmod(0o755)
-    run = partial(subprocess.run, [script, *words, "--port", "1"], cwd=tmp_path, capture_output=True, text=True)
-    done = run()
-    assert done.stderr.startswith("error: a/status.json: names no TensorBoard folder; expected")
-    assert (done.returncode, done.stdout) == (2, "")
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a/status.json").write_text(json.dumps({"tensorboard": "/runs/é"}))
-    assert run().stdout == "-m tensorboard.main --logdir /runs/é --port 1\n"
-
-
-def test_nproc_must_be_a_number(tmp_path):
-    env = os.environ | {"NPROC": "auto"}
-    done = subprocess.run([REPO / "resume_training.sh"], cwd=tmp_path, capture_output=True, text=True, env=env)
-    assert done.stderr == "error: NPROC is auto; expected a number of processes\n"
-    assert done.returncode == 2
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# docs/from-other-trainers.md
-
-PAGE = (REPO / "docs/from-other-trainers.md").read_text()
-RIGHT = [line.split(" | ")[1] for line in PAGE.splitlines() if line.startswith("| ")]
-COMMANDS = [
-    command
-    for command in re.findall(r"`([^`]+)`", "\n".join(RIGHT)) + re.findall(r"^    (\S.*)$", PAGE, re.MULTILINE)
-    if re.match(r"(python|torchrun|accelerate|\./)", command)
-]
-OTHERS = {
-    "generate.py": generate.GenerateOptions,
-    "convert_hf.py": convert_hf.ConvertOptions,
-    "hellaswag_eval.py": hellaswag_eval.HellaSwagOptions,
-    "prepare_dataset.py": prepare_dataset.PrepareOptions,
-}
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_command_of_the_page_is_accepted(command, tmp_path, monkeypatch):
-    for name, values in re.findall(r"```toml\n# (\S+\.toml)\n(.*?)```", PAGE, re.DOTALL):
-        (tmp_path / name).write_text(values)
-    monkeypatch.chdir(tmp_path)
-    words = shlex.split(command)
-    at = next(at for at, word in enumerate(words) if word.endswith((".py", ".sh")))
-    script, argv = words[at], words[at + 1 :]
-    assert (REPO / script).is_file()
-    if script == "train.py":
-        config.parse_args(argv)
-    elif script in OTHERS:
-        read_flags(OTHERS[script], argv, "")
-
-
-def test_page_has_commands_of_every_trainer():
-    sections = PAGE.split("\n## ")[2:]
+def test_the_page_on_other_trainers_has_a_command_for_each():
+    """test_doc_commands.py checks that its commands are accepted."""
+    sections = (REPO / "docs/from-other-trainers.md").read_text().split("\n## ")[2:]
     assert len(sections) == 6
-    for section in sections:
-        assert [command for command in COMMANDS if command in section and "train.py" in command], section
+    assert all(re.search(r"(python|torchrun|accelerate) .*train\.py", section) for section in sections)
