@@ -4,6 +4,7 @@ import math
 import os
 import signal
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -77,142 +78,125 @@ def test_an_exception_does_not_wait_for_the_other_ranks(monkeypatch):
     assert time.monotonic() - started_s < 5
 
 
-def agree_to_stop() -> None:
+def check_on_rank(check) -> None:
     with joined("cpu") as ranks:
-        stop = StopSignal(ranks, max_hours=0)
-        stop.check()
-        if ranks.rank == 1:
-            time.sleep(1)  # the other rank does not wait for this one
-            stop.ask("SIGTERM")
-        started_s = time.monotonic()
-        stop.check()
-        assert time.monotonic() - started_s < 0.9 or ranks.rank == 1
-        try:
-            stop.check()
-        except Stopped as stopped:
-            assert stopped.reason == "SIGTERM"
-        else:
-            raise AssertionError("the ranks did not stop")
+        check(ranks)
 
 
-def test_ranks_agree_to_stop_by_the_check_after_the_next():
-    in_ranks(2, agree_to_stop)
+def ranks_stop_by_the_check_after_the_next(ranks: Ranks) -> None:
+    stop = StopSignal(ranks, max_hours=0)
+    stop.check()
+    if ranks.rank == 1:
+        time.sleep(1)  # the other rank does not wait for this one
+        stop.ask("SIGTERM")
+    started_s = time.monotonic()
+    stop.check()
+    assert time.monotonic() - started_s < 0.9 or ranks.rank == 1
+    with pytest.raises(Stopped) as stopped:
+        stop.check()
+    assert stopped.value.reason == "SIGTERM"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # DDP
 
 
-def look_at_gradients(folder: str) -> None:
-    with joined("cpu") as ranks:
-        run, found = built("--data_dir", folder, "--mini_batch_size", "1", ranks=ranks), []
-        loader = run.training_batches()
+def gradients_stay_in_the_buckets(folder: str, ranks: Ranks) -> None:
+    run, found = built("--data_dir", folder, "--mini_batch_size", "1", ranks=ranks), []
+    loader = run.training_batches()
 
-        def next_batch():
-            gradients = [p.grad for p in run.model.parameters() if p.grad is not None]
-            found.append({gradient.untyped_storage().data_ptr() for gradient in gradients})
-            return loader.next()
+    def next_batch():
+        gradients = [p.grad for p in run.model.parameters() if p.grad is not None]
+        found.append({gradient.untyped_storage().data_ptr() for gradient in gradients})
+        return loader.next()
 
-        for _ in range(4):
-            train.train_step(run, SimpleNamespace(next=next_batch))
-        loader.close()
-        # One bucket, already in the first micro-step; DDP arranges it anew in the second step.
-        assert [len(storages) for storages in found] == [1] * 8
-        assert found[0] == found[1]
-        assert found[4] == found[5] == found[6] == found[7]
-        assert run.forward.bucket_bytes_cap == 100 * 2**20  # torch.compile cuts its graphs at the buckets
+    for _ in range(4):
+        train.train_step(run, SimpleNamespace(next=next_batch))
+    loader.close()
+    # One bucket, already in the first micro-step; DDP arranges it anew in the second step.
+    assert [len(storages) for storages in found] == [1] * 8
+    assert found[0] == found[1]
+    assert found[4] == found[5] == found[6] == found[7]
+    assert run.forward.bucket_bytes_cap == 100 * 2**20  # torch.compile cuts its graphs at the buckets
 
 
 def test_gradients_stay_in_the_buckets_of_ddp(tmp_path):
     """Else they would take 4 bytes a parameter beside them."""
-    in_ranks(2, look_at_gradients, str(write_data(tmp_path / "data")))
+    in_ranks(2, check_on_rank, partial(gradients_stay_in_the_buckets, str(write_data(tmp_path / "data"))))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # FSDP
 
 
-def compare_shards(shards: int, offload: bool) -> None:
-    with joined("cpu") as ranks:
-        model = sharded(ranks, shards, offload=offload)
-        assert len(model.h[0].mlp.c_fc.weight.to_local()) <= math.ceil(64 / shards)
-        content = HostCopy(ranks).start(model, torch.optim.SGD(model.parameters()))
-        expected = whole().state_dict()
-        assert list(content["model"]) == list(expected)
-        if ranks.is_main:  # the others only help to gather
-            assert all(torch.equal(tensor, expected[name]) for name, tensor in content["model"].items())
+def begin_with_the_weights_of_a_whole_model(shards: int, offload: bool, ranks: Ranks) -> None:
+    model = sharded(ranks, shards, offload=offload)
+    assert len(model.h[0].mlp.c_fc.weight.to_local()) <= math.ceil(64 / shards)
+    content = HostCopy(ranks).start(model, torch.optim.SGD(model.parameters()))
+    expected = whole().state_dict()
+    assert list(content["model"]) == list(expected)
+    if ranks.is_main:  # the others only help to gather
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in content["model"].items())
 
 
 @pytest.mark.parametrize(
     ("processes", "shards", "offload"), [(2, 2, False), (2, 2, True), (4, 2, False), (3, 3, False)]
 )
 def test_a_sharded_model_begins_with_the_weights_of_a_whole_one(processes, shards, offload):
-    in_ranks(processes, compare_shards, shards, offload)
+    in_ranks(processes, check_on_rank, partial(begin_with_the_weights_of_a_whole_model, shards, offload))
 
 
-def compare_gathered_dtypes() -> None:
-    with joined("cpu") as ranks:
-        model, seen = sharded(ranks, 2, "bf16"), {}
+def blocks_and_the_residual_stream_are_in_bf16_and_gradients_in_fp32(ranks: Ranks) -> None:
+    model, seen = sharded(ranks, 2, "bf16"), {}
 
-        def look(mlp, inputs, output) -> None:
-            seen.update(block=mlp.c_fc.weight.dtype, root=model.wte.weight.dtype)
+    def look(mlp, inputs, output) -> None:
+        seen.update(block=mlp.c_fc.weight.dtype, root=model.wte.weight.dtype)
 
-        model.h[1].mlp.register_forward_hook(look)
-        model.h[1].register_forward_hook(lambda *args: seen.update(residual=args[-1].dtype))
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(*batch())
-            expected = whole()(*batch())
-        loss.backward()
-        assert seen == {"block": torch.bfloat16, "root": torch.float32, "residual": torch.bfloat16}
-        assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
-        assert abs(loss.item() - expected.item()) < 1e-3
-
-
-def test_blocks_and_the_residual_stream_are_in_bf16_and_the_sums_of_gradients_in_fp32():
-    in_ranks(2, compare_gathered_dtypes)
+    model.h[1].mlp.register_forward_hook(look)
+    model.h[1].register_forward_hook(lambda *args: seen.update(residual=args[-1].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(*batch())
+        expected = whole()(*batch())
+    loss.backward()
+    assert seen == {"block": torch.bfloat16, "root": torch.float32, "residual": torch.bfloat16}
+    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
+    assert abs(loss.item() - expected.item()) < 1e-3
 
 
-def score_close_calls() -> None:
+def close_calls_are_scored_in_fp32_with_weights_gathered_in_bf16(ranks: Ranks) -> None:
     trees = [Tree([1, 2, 3], [[4, 5]] * 4, [1] * 4, example, 0) for example in range(3)]  # four equal endings
-    with joined("cpu") as ranks:
-        with torch.autocast("cpu", torch.bfloat16):
-            found = ending_losses(sharded(ranks, 2, "bf16"), trees, ranks)
-        expected = ending_losses(whole(), trees, ranks)
-        assert abs(found - expected).max() < 1e-2
+    with torch.autocast("cpu", torch.bfloat16):
+        found = ending_losses(sharded(ranks, 2, "bf16"), trees, ranks)
+    assert abs(found - ending_losses(whole(), trees, ranks)).max() < 1e-2
 
 
-def test_close_calls_of_hellaswag_are_scored_in_fp32_with_weights_gathered_in_bf16():
-    in_ranks(2, score_close_calls)
+def sharded_updates_are_skipped_on_the_device(ranks: Ranks) -> None:
+    model = sharded(ranks, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for skipped in (0.0, 1.0):
+        optimizer.zero_grad()
+        model(*batch(ranks.rank)).backward()
+        before = [parameter.to_local().clone() for parameter in model.parameters()]
+        update_unless(torch.tensor(skipped), optimizer)
+        same = [torch.equal(p.to_local(), old) for p, old in zip(model.parameters(), before, strict=True)]
+        assert all(same) if skipped else not any(same)
+        assert {state["step"].item() for state in optimizer.state.values()} == {1.0}
 
 
-def skip_an_update() -> None:
-    with joined("cpu") as ranks:
-        model = sharded(ranks, 2)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        for skipped in (0.0, 1.0):
-            optimizer.zero_grad()
-            model(*batch(ranks.rank)).backward()
-            before = [parameter.to_local().clone() for parameter in model.parameters()]
-            update_unless(torch.tensor(skipped), optimizer)
-            same = [torch.equal(p.to_local(), old) for p, old in zip(model.parameters(), before, strict=True)]
-            assert all(same) if skipped else not any(same)
-            assert {state["step"].item() for state in optimizer.state.values()} == {1.0}
-
-
-def test_sharded_updates_can_be_skipped_on_the_device():
-    in_ranks(2, skip_an_update)
-
-
-def count_threads() -> None:
+def an_offloaded_optimizer_uses_all_cores(ranks: Ranks) -> None:
     del os.environ["OMP_NUM_THREADS"]
-    with joined("cpu") as ranks:
-        torch.set_num_threads(1)  # torchrun's default
-        sharded(ranks, 2, offload=True)
-        assert torch.get_num_threads() == usable_cores()
+    torch.set_num_threads(1)  # torchrun's default
+    sharded(ranks, 2, offload=True)
+    assert torch.get_num_threads() == usable_cores()
 
 
-def test_an_offloaded_optimizer_uses_all_cores():
-    in_ranks(2, count_threads)
+@pytest.mark.parametrize("behaviour", [
+    ranks_stop_by_the_check_after_the_next, blocks_and_the_residual_stream_are_in_bf16_and_gradients_in_fp32,
+    close_calls_are_scored_in_fp32_with_weights_gathered_in_bf16, sharded_updates_are_skipped_on_the_device,
+    an_offloaded_optimizer_uses_all_cores,
+], ids=lambda function: function.__name__)  # fmt: skip
+def test_on_two_ranks(behaviour):
+    in_ranks(2, check_on_rank, behaviour)
 
 
 def test_an_optimizer_that_cannot_skip_on_the_device_waits_for_the_verdict():
