@@ -17,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from steadygpt.base.text import duration_text
 from steadygpt.checkpoint.files import TrainState
 from steadygpt.config import TrainConfig
+from steadygpt.log import metrics
 from steadygpt.log.metrics import read_records, read_status
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.ranks import Ranks
@@ -60,7 +61,7 @@ def test_a_resumed_run_appends_to_its_logs_and_changes_nothing_in_them(tmp_path)
     write(log, range(6))
     log.text(4, "a line\nstep 1/10 of the text itself")
     log.close()
-    paths = [tmp_path / "logs" / name for name in ("log.txt", "metrics.jsonl")]
+    paths = [tmp_path / "logs" / name for name in ("metrics.jsonl", "log.txt")]
     before = [path.read_bytes() for path in paths]
     log = open_log(config(tmp_path), 4)
     write(log, range(4, 8), value=2.0)
@@ -73,6 +74,18 @@ def test_a_resumed_run_appends_to_its_logs_and_changes_nothing_in_them(tmp_path)
     sample = "step 4/10 | sample:\na line\nstep 1/10 of the text itself\n"
     again = "".join(f"step {step}/10 | loss 2.0\n" for step in range(4, 8))
     assert paths[0].read_text().endswith(f"{sample}run          tiny\n{again}")
+
+
+def test_logs_are_durable_once_they_are_flushed(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(metrics, "fsync", lambda number: synced.append(os.readlink(f"/proc/self/fd/{number}")))
+    log = open_log(config(tmp_path), None)
+    write(log, range(3))
+    assert not synced
+    log.flush()
+    assert synced == [str(tmp_path / "logs" / name) for name in ("metrics.jsonl", "log.txt")]
+    assert len(records(tmp_path)) == 3
+    log.close()
 
 
 def test_texts_cannot_control_the_terminal(tmp_path, capsys):
