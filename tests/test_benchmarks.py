@@ -29,6 +29,8 @@ def test_each_benchmark_can_be_imported(name):
 def run_suite(monkeypatch, tmp_path, rows: list[Row], *further: str) -> dict:
     """Run the suite with other rows; return name -> text."""
     monkeypatch.setattr(gpu_suite, "ROWS", rows)
+    if "{out}/data" not in rows[0].command:
+        monkeypatch.setattr(gpu_suite, "write_tokens", lambda *_: None)
     gpu_suite.main(["--out", str(tmp_path), *further])
     return {row["name"]: row["text"] for row in json.loads((tmp_path / "gpu_suite.json").read_text())["rows"].values()}
 
@@ -39,6 +41,7 @@ SMALLEST = {  # of the benchmarks that are not in the suite for GPUs
     "optimizer_cost": "--layers 1 --width 6 --tokens 4096 --rounds 1",
     "prepare_speed": "--megabytes 1 --rounds 1",
     "prepare_workers": "--workers 2 --megabytes 200 --rounds 1",
+    "tokens_to_loss": "--scale tiny --out {tmp} --only 'sweep/gpt2 max_lr 0.008*'",
 }
 QUICK = [row for row in gpu_suite.ROWS if row.quick]
 QUICK += [Row("fast", name, 300, f"-m benchmarks.{name} {flags}") for name, flags in SMALLEST.items()]

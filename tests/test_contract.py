@@ -93,12 +93,14 @@ def test_the_loss_in_chunks_and_with_recomputed_blocks_is_the_loss(shape, reduct
         assert_equal(expected, gradients(model, reduction))
 
 
+LONGEST = max(map(len, VALUES.values()))
+MIXED = [{name: values[i % len(values)] for name, values in VALUES.items()} for i in range(LONGEST)]  # each value
+
+
 def compare_shards() -> None:
     with joined("cpu") as ranks:
-        for shape in SHAPES:
-            if "dropout" in shape:
-                continue
-            whole = small(**shape)
+        for shape in ({}, *MIXED):
+            whole = small(**shape | {"dropout": 0.0})
             with torch.device("meta"):
                 model = GPT(whole.config, initialize=False)
             shard(model, model.h, ranks, 2, "fp32", cpu_offload=False)

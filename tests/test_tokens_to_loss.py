@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import REPO, TINY
+from conftest import TINY
 from torch.nn.functional import cross_entropy
 
 from benchmarks import nanochat_run, tokens_to_loss
@@ -24,7 +24,6 @@ from benchmarks.tokens_to_loss import (
     seeds_together,
     spread,
     spread_out,
-    train,
 )
 from steadygpt.base.options import UserError
 from steadygpt.config import parse_args
@@ -51,41 +50,6 @@ def finish_sweep(study: Study) -> None:
     for run in study.sweep():
         if run.side in BEST:
             finish(study, run, {run.steps: 2.0 if run.changes == (BEST[run.side],) else 2.5})
-
-
-@pytest.mark.storm
-def test_a_finished_run_is_not_repeated_and_keeps_only_its_losses(tmp_path, monkeypatch, capsys):
-    def flags(**options) -> list[str]:  # a smaller data set than Python's library
-        return write_flags(**options | ({"source": f"{REPO}/steadygpt/*.py"} if "source" in options else {}))
-
-    write_flags = tokens_to_loss.flags
-    monkeypatch.setattr(tokens_to_loss, "flags", flags)
-    once = ["--scale", "tiny", "--out", str(tmp_path), "--only", "sweep/gpt2 max_lr 0.008*"]
-    assert tokens_to_loss.main(once) == 0
-    [folder] = (tmp_path / "tiny").iterdir()
-    losses = {int(step): at["val_loss"] for step, at in json.loads((folder / "evaluations.json").read_text()).items()}
-    assert list(losses) == list(range(1, 21)) and losses[20] < losses[1]
-    assert not list(folder.glob("*.pt"))
-    first = capsys.readouterr().out
-    assert f"| GPT-2 | max_lr 0.008 | 20 | **{losses[20]:.4f}** |" in first
-
-    monkeypatch.setattr(tokens_to_loss, "output_of", None)  # a second training would call it
-    assert tokens_to_loss.main(once) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == first.splitlines()[-1]
-
-
-def test_a_divergence_is_a_result_and_another_failure_is_not(study, monkeypatch):
-    run = Run("sweep", "gpt2", (("max_lr", 8e-3),), 20)
-    fails = [sys.executable, "-c", "print('step 5'); import sys; sys.exit('error: no space left')"]
-    monkeypatch.setattr(Study, "command", lambda *_: (fails, study.out))
-    with pytest.raises(UserError, match="the run failed: error: no space left"):
-        train(study, run)
-    finish(study, run, {5: 7.5})
-    reason = "5 consecutive steps with a non-finite loss or gradient"
-    (study.folder(run) / "status.json").write_text(json.dumps({"status": "failed", "reason": reason}))
-    train(study, run)
-    assert study.losses(run) == {5: 7.5, 20: math.inf}
-    assert "| GPT-2 | max_lr 0.008 | 20 | **diverged** |" in markdown(study)
 
 
 @pytest.mark.parametrize(

@@ -72,9 +72,10 @@ def curves_of(folder: Path) -> dict[int, dict]:
     return {row["_step"]: {k: v for k, v in row.items() if k[0] != "_" and k != "sample"} for row in rows}
 
 
-def test_each_step_is_one_row_with_all_that_was_measured(workdir):
+def test_each_step_is_one_row_with_all_that_was_measured_and_a_resume_is_an_offline_run_of_its_own(workdir):
     pytest.importorskip("wandb")
-    assert run_here("--use_wandb", "--eval_freq", "4", "--sample_freq", "4", "--run_name", "mine") == 0
+    flags = ("--use_wandb", "--eval_freq", "4", "--sample_freq", "4", "--run_name", "mine")
+    assert run_here(*flags) == 0
     (folder,) = Path("logs/wandb").glob("offline-run-*")
     found = curves_of(folder)
     assert found == measured()
@@ -86,14 +87,10 @@ def test_each_step_is_one_row_with_all_that_was_measured(workdir):
     assert run.display_name == "mine"
     assert {option.key: option.value_json for option in run.config.update}["max_steps"] == "8"
 
-
-def test_a_run_and_the_one_that_resumes_it_are_offline_runs_of_their_own(workdir):
-    pytest.importorskip("wandb")
-    assert run_here("--use_wandb", "--eval_freq", "2") == 0
-    assert run_here("--use_wandb", "--eval_freq", "2", "--max_steps", "12", "--resume") == 0
-    older, newest = sorted(Path("logs/wandb").glob("offline-run-*"), key=lambda folder: folder.stat().st_mtime)
-    assert older.name.split("-")[-1] != newest.name.split("-")[-1]
-    assert curves_of(newest) == {step: row for step, row in measured().items() if step >= 8}
+    assert run_here(*flags, "--max_steps", "12", "--resume") == 0
+    (resumed,) = {*Path("logs/wandb").glob("offline-run-*")} - {folder}
+    assert folder.name.split("-")[-1] != resumed.name.split("-")[-1]
+    assert curves_of(resumed) == {step: row for step, row in measured().items() if step >= 8}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
