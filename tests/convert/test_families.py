@@ -4,6 +4,8 @@ import dataclasses
 import json
 import re
 import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -115,8 +117,35 @@ def test_fields_that_config_json_omits_have_the_defaults_of_transformers(kind):
     assert found == expected
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Callable[[str], Path]:
+    """saved(which) is a folder with a reference model that a test copies."""
+
+    @cache
+    def save(which: str) -> Path:
+        reference_model(which).save_pretrained(folder := tmp_path_factory.mktemp("saved"))
+        return folder
+
+    return save
+
+
 NEOX_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32, "rope_theta": 500000.0}
+NORM, GPT2_NORM = "gpt_neox.final_layer_norm.weight", "transformer.h.1.ln_1.bias"
+
+
+def weights(change: Callable[[dict], dict]) -> Callable[[Path], None]:
+    """Return a function that adds change(weights) to the weights in a folder."""
+
+    def edit(folder: Path) -> None:
+        stored = load_file(folder / "model.safetensors")
+        save_file(stored | change(stored), folder / "model.safetensors")
+
+    return edit
+
+
+def content(name: str, data: bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(data)
 
 
 @pytest.mark.parametrize(("which", "changes", "words"), [
@@ -149,13 +178,28 @@ LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embe
     ("qwen3", {"model_type": "llama"}, "unexpected weight model.layers.0.self_attn.k_norm.weight"),
     ("nanochat", {"hidden_act": "silu"}, "hidden_act is 'silu'; expected one of gelu_new"),
     ("nanochat", {"final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0; expected 0 or more"),
+    ("gpt2", {"steadygpt": {"tokenizer": ["bytes"], "vocab_size": 1000}},
+     "steadygpt in config.json: tokenizer is a list; expected a string"),
+    ("gpt2", content("config.json", b"{"), "config.json: not JSON"),
+    ("gpt2", content("config.json", b"[" * 100_000), "config.json: not JSON"),
+    ("gpt2", content("config.json", b"[]"), "config.json: the content is a list; expected an object"),
+    ("gpt2", content("model.safetensors", bytes(100)), "model.safetensors: cannot be read"),
+    ("gpt2", weights(lambda stored: {"lm_head.weight": stored["transformer.wte.weight"] + 1}),
+     "weights lm_head.weight and transformer.wte.weight differ"),
+    ("gpt2", weights(lambda stored: {GPT2_NORM: stored[GPT2_NORM] / 0}), f"{GPT2_NORM} has NaN"),
+    *[("gpt_neox", weights(lambda stored, dtype=dtype: {NORM: stored[NORM].to(dtype)}),
+       f"the weight {NORM} is {dtype}; expected fp64, fp32, fp16 or bf16")
+      for dtype in (torch.float8_e4m3fn, torch.int8, torch.int64, torch.complex64)],
 ])  # fmt: skip
-def test_folders_that_do_not_fit_are_reported_with_the_field(which, changes, words, tmp_path):
-    reference_model(which).save_pretrained(tmp_path)
-    stored = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(stored | changes))
-    message = mistake(tmp_path)
-    assert message.startswith(f"{tmp_path}: ")
+def test_folders_that_do_not_fit_are_reported_with_the_field(which, changes, words, saved, tmp_path):
+    folder = shutil.copytree(saved(which), tmp_path / "model")
+    if isinstance(changes, dict):
+        changes = content(
+            "config.json", json.dumps(json.loads((folder / "config.json").read_text()) | changes).encode()
+        )
+    changes(folder)
+    message = mistake(folder)
+    assert message.startswith((f"{folder}: ", f"{folder}/"))
     assert words in message
 
 

@@ -130,28 +130,28 @@ def test_a_slow_server_does_not_hold_the_run_up(webhook, sender, warnings):
     assert warnings == [f"some alerts were not delivered to 127.0.0.1:{webhook.server_port}: no answer yet"]
 
 
-@pytest.mark.parametrize("status", [429, 503])
-def test_a_message_is_retried_and_each_outage_reported(webhook, sender, warnings, status):
-    webhook.answers = [(status, {}), (status, {}), (200, {}), (status, {})]
-    for event in ("started", "finished"):
-        sender.send(event, "now")
-    wait_for(lambda: len(webhook.accepted) == 2)
-    times = [at for at, *_ in webhook.requests]
-    assert len(times) == 5 and times[1] - times[0] >= 0.05 and times[2] - times[1] >= 0.1
-    assert len(warnings) == 2
-    sender.close()
+OUTAGES = {  # answers, before the server answers with 200; what arrives; the number of requests and of warnings
+    "a short outage is retried": ([503, 503], ["started", "spike", "finished"], 5, 1),
+    "each outage is reported": ([429, 429, 200, 429], ["started", "spike", "finished"], 6, 2),
+    "a refusal is reported once": ([404] * 8, ["finished"], 9, 1),
+    "a redirect is reported once and not followed": ([301] * 8, ["finished"], 9, 1),
+}
 
 
-@pytest.mark.parametrize("status", [301, 404])
-def test_a_refusal_or_a_redirect_is_reported_once_and_a_redirect_is_not_followed(webhook, sender, warnings, status):
-    webhook.answers = [(status, {"Location": webhook.url})] * 8
+@pytest.mark.parametrize("case", OUTAGES)
+def test_an_outage_delays_messages_or_loses_them(case, webhook, sender, warnings):
+    answers, arrive, requests, outages = OUTAGES[case]
+    webhook.answers = [(status, {"Location": webhook.url}) for status in answers]
     for event in ("started", "spike", "finished"):
         sender.send(event, "now")
-    wait_for(lambda: webhook.accepted)
+    wait_for(lambda: len(webhook.accepted) == len(arrive))
     sender.close()
-    assert [method for _, method, *_ in webhook.requests] == ["POST"] * 9
-    assert len(warnings) == 1 and f"HTTP {status}" in warnings[0] and "training continues" in warnings[0]
-    assert texts(webhook) == ["finished: now"]
+    assert texts(webhook) == [f"{event}: now" for event in arrive]
+    assert [method for _, method, *_ in webhook.requests] == ["POST"] * requests
+    times = [at for at, *_ in webhook.requests]
+    assert times[1] - times[0] >= 0.05 and times[2] - times[1] >= 0.1
+    assert len(warnings) == outages
+    assert f"HTTP {answers[0]}" in warnings[0] and "training continues" in warnings[0]
 
 
 def test_each_outage_is_reported_once_and_without_the_secret(monkeypatch, warnings):
