@@ -7,7 +7,10 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import torch
+from conftest import run_here
 
+import train
 from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig
 from steadygpt.log import alerts
@@ -212,3 +215,38 @@ def test_a_proxy_of_the_environment_is_used(monkeypatch, webhook, warnings):
     sender.send("started", "now")
     sender.close()
     assert len(webhook.accepted) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# whole runs
+
+
+def test_run_sends_alerts_and_keeps_their_url_secret(workdir, webhook, capsys, monkeypatch):
+    clip, calls = torch.nn.utils.clip_grad_norm_, []
+
+    def nan_from_the_third_step(*arguments):
+        calls.append(clip(*arguments))
+        return torch.tensor(float("nan")) if len(calls) >= 3 else calls[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.nn.utils, "clip_grad_norm_", nan_from_the_third_step)
+        assert run_here("--alert_url", webhook.url, "--use_tensorboard") == 1
+    assert run_here("--alert_url", webhook.url, "--resume", "latest", "--use_tensorboard") == 0
+    events = [(message["event"], message["step"]) for message in webhook.accepted]
+    assert events == [
+        ("started", 0), ("bad steps", 3), ("failed", 2), ("resumed", 2), ("resume differs", 3), ("finished", 8)
+    ]  # fmt: skip
+    texts = [message["content"].partition("] ")[2] for message in webhook.accepted]
+    assert texts[1].startswith("bad steps: step 2: loss 5.")
+    assert texts[2].startswith("failed: at step 2 of 8 (5 consecutive steps with a non-finite loss or gradient)")
+    assert texts[4].startswith("resume differs: resumed at step 2: repeated step 2 has grad_norm 1.")
+    assert texts[5].startswith("finished: at step 8 of 8 | time ") and " | saves " in texts[5]
+    written = b"".join(path.read_bytes() for path in workdir.rglob("*") if path.is_file())
+    out, err = capsys.readouterr()
+    assert SECRET not in out + err and SECRET.encode() not in written
+
+
+def test_webhook_that_is_down_does_not_disturb_the_run(workdir, webhook, capsys):
+    webhook.answers = [(404, {})] * 99
+    assert run_here("--alert_url", webhook.url) == 0
+    assert capsys.readouterr().err.count("alerts to 127.0.0.1:") == 1

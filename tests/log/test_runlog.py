@@ -7,11 +7,12 @@ import os
 import re
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import open_log, scalars
+from conftest import open_log, run_here, scalars
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from steadygpt.base.text import duration_text
@@ -61,7 +62,7 @@ def test_a_resumed_run_appends_to_its_logs_and_changes_nothing_in_them(tmp_path)
     write(log, range(6))
     log.text(4, "a line\nstep 1/10 of the text itself")
     log.close()
-    paths = [tmp_path / "logs" / name for name in ("metrics.jsonl", "log.txt")]
+    paths = [tmp_path / "logs" / name for name in ("log.txt", "metrics.jsonl")]
     before = [path.read_bytes() for path in paths]
     log = open_log(config(tmp_path), 4)
     write(log, range(4, 8), value=2.0)
@@ -241,6 +242,19 @@ def test_status_json_on_a_full_disk_is_overwritten_in_place(log, tmp_path, monke
         (tmp_path / "status.json").unlink()
         log.status("failed", "no space")
     assert "cannot write to status.json: " in capsys.readouterr().err
+
+
+def test_status_has_the_last_scores_also_after_a_resume(workdir):
+    def scores() -> tuple[float, float]:
+        status = read_status(Path("checkpoints"))
+        return status["val_loss"], status["val_bpb"]
+
+    assert run_here("--eval_freq", "4", "--max_steps", "8") == 0
+    evaluations = json.loads(Path("checkpoints/evaluations.json").read_text())
+    assert scores() == (evaluations["8"]["val_loss"], evaluations["8"]["val_bpb"])
+    before = scores()
+    assert run_here("--resume", "--eval_freq", "0", "--max_steps", "9") == 0
+    assert scores() == before
 
 
 @pytest.mark.parametrize(

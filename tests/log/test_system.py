@@ -1,5 +1,6 @@
 """The load of the machine: psutil for real, and torch's counters of GPUs on a fake driver."""
 
+import json
 import sys
 import threading
 import time
@@ -8,9 +9,11 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from conftest import run_here, scalars
 
 from steadygpt.config import TrainConfig
 from steadygpt.log import system
+from steadygpt.log.metrics import read_status
 from steadygpt.log.system import SystemMetrics
 from steadygpt.machine import host
 
@@ -169,3 +172,15 @@ def test_close_waits_neither_for_the_interval_nor_for_a_disk_that_hangs(run, mon
     recovers.set()
     hanging.metrics.thread.join(20)
     assert not hanging.records  # the log is closed by then
+
+
+def test_load_of_the_machine_is_recorded_beside_the_step(workdir):
+    run_here("--system_metrics_s", "0.01", "--max_steps", "20", "--use_tensorboard")
+    records = [json.loads(line) for line in (workdir / "logs/metrics.jsonl").read_text().splitlines()]
+    loads = [record for record in records if "disk_free_gb" in record]
+    assert loads and all(0 <= record["step"] <= 20 and "loss" not in record for record in loads)
+    assert loads[-1].keys() >= {"cpu_percent", "ram_gb", "ram_total_gb"}
+    shown = read_status(workdir / "checkpoints")["load"].items()  # for the monitor
+    assert any(load.items() >= shown for load in loads)
+    (folder,) = (workdir / "runs").iterdir()
+    assert "system/cpu_percent" in scalars(folder)
