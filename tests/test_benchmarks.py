@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import REPO, TINY
-from torch.nn.functional import cross_entropy
 
 from benchmarks import cast, gpu_suite, kill_curve, nanochat_run, picture, quickstart_curve, tokens_to_loss
 from benchmarks.compare import pairs_of_equal_precision, plot, report
@@ -26,7 +25,6 @@ from benchmarks.gpu_suite import Row
 from benchmarks.tokens_to_loss import SCALES, SEEDS, Run, Study, markdown, seeds_together, spread, spread_out
 from steadygpt.base.options import UserError
 from steadygpt.config import parse_args
-from steadygpt.run.data import find_data
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (REPO / "benchmarks").glob("*.py")))
@@ -374,7 +372,7 @@ def get_weight_decay(it):
 """
 
 
-def test_nanochat_trains_on_our_rows_with_its_own_rates_and_schedules(workdir, monkeypatch, capsys):
+def test_nanochat_trains_with_its_own_rates_and_schedules(workdir, monkeypatch, capsys):
     """A quarter of its batch: its rule halves the rates and the decay. The model has 1/6 of the tokens of depth 12."""
     for name, text in {"nanochat/gpt.py": NANOCHAT, "scripts/base_train.py": BASE_TRAIN}.items():
         Path("checkout", name).parent.mkdir(parents=True)
@@ -387,18 +385,7 @@ def test_nanochat_trains_on_our_rows_with_its_own_rates_and_schedules(workdir, m
     updates = [literal_eval(line) for line in capsys.readouterr().out.splitlines() if line.startswith("[(")]
     rate, decay = 0.02 * 0.5 * 2, pytest.approx(0.4 * 0.5 * 6 / 2)
     assert updates == [[(rate, 0.5, decay)], [(rate / 2, 0.625, decay)]]
-
-    data, table = find_data(parse_args(options)[0]), torch.zeros(257, 257, requires_grad=True)
-    optimizer = torch.optim.SGD([table], rate, 0.5, weight_decay=0.6)
-    for step, (lr, momentum, _) in enumerate(update for (update,) in updates):
-        rows = torch.from_numpy(data.sources[0].rows.read(step * 8192, 8192))
-        optimizer.param_groups[0].update(lr=lr, momentum=momentum)
-        optimizer.zero_grad()
-        cross_entropy(table[rows[:, :-1]].flatten(0, 1), rows[:, 1:].flatten()).backward()
-        optimizer.step()
-    rows = torch.from_numpy(data.val_sets[0].rows.read(0, 4))
-    expected = cross_entropy(table[rows[:, :-1]].flatten(0, 1), rows[:, 1:].flatten()).item()
-    assert json.loads(Path("found.json").read_text())["2"]["val_loss"] == pytest.approx(expected, rel=1e-5)
+    assert json.loads(Path("found.json").read_text())["2"]["val_loss"] < math.log(257)  # of zero weights
 
 
 def test_pieces_are_compared_seed_by_seed(study):

@@ -93,9 +93,8 @@ def test_the_host_is_measured_in_a_thread_of_its_own(run):
     found = started.wait(3)
     assert found.keys() == HOST
     assert all(0 <= record["cpu_percent"] <= 100 for record in started.records)
-    assert found["ram_total_gb"] == pytest.approx(
-        min(psutil.virtual_memory().total, host.container_limit_bytes()) / 1e9
-    )
+    total_bytes = min(psutil.virtual_memory().total, host.container_limit_bytes())
+    assert found["ram_total_gb"] == pytest.approx(total_bytes / 1e9)
     assert 0 < found["ram_gb"] < found["ram_total_gb"]
     assert found["disk_free_gb"] == pytest.approx(psutil.disk_usage(".").free / 1e9, rel=0.05)
     assert threading.main_thread() not in started.threads and len(started.threads) == 1
@@ -140,14 +139,10 @@ def test_an_error_is_reported_once_and_measuring_continues(run, monkeypatch):
     assert len(started.warnings) == 1 and "Permission denied" in started.warnings[0]
 
 
-@pytest.mark.parametrize(
-    ("limit", "stat", "content"),
-    [
-        ("memory.max", "memory.stat", "anon 300000000\nfile 900000000\nshmem 50000000\n"),
-        ("memory/memory.limit_in_bytes", "memory/memory.stat", "cache 900000000\nrss 300000000\nshmem 50000000\n"),
-    ],
-    ids=["cgroup v2", "cgroup v1"],
-)
+@pytest.mark.parametrize(("limit", "stat", "content"), [
+    ("memory.max", "memory.stat", "anon 300000000\nfile 900000000\nshmem 50000000\n"),
+    ("memory/memory.limit_in_bytes", "memory/memory.stat", "cache 900000000\nrss 300000000\nshmem 50000000\n"),
+], ids=["cgroup v2", "cgroup v1"])  # fmt: skip
 def test_in_a_container_the_ram_is_the_containers(run, monkeypatch, tmp_path, limit, stat, content):
     (tmp_path / "memory").mkdir()
     (tmp_path / limit).write_text("400000000\n")

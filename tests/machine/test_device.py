@@ -146,9 +146,7 @@ def test_a_gpu_that_cannot_be_used_is_an_error_unless_it_is_hidden(tmp_path, mon
     monkeypatch.setattr(torch.cuda, "init", init)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for name in ("auto", "cuda"):
-        with pytest.raises(
-            UserError, match=r"PyTorch cannot use a GPU here: .*12020\); install .* or train with --device cpu"
-        ):
+        with pytest.raises(UserError, match=r"cannot use a GPU here: .*12020\); install .* or train with --device cpu"):
             device.choose_device(name)
     assert device.choose_device("cpu").type == "cpu"
     for value in ("", "-1", "NoDevFiles"):
@@ -173,11 +171,8 @@ def test_a_missing_compiler_or_header_is_an_error_before_training(tmp_path, monk
 
 
 def test_generation_and_hellaswag_avoid_attention_that_plans_each_length(monkeypatch):
-    model, tree = (
-        GPT(GPTConfig(vocab_size=257, num_layers=1, num_heads=2, embd_size=16)),
-        Tree([1, 2], [[3]] * 4, [1] * 4, 0, 0),
-    )
-    allowed = []
+    model = GPT(GPTConfig(vocab_size=257, num_layers=1, num_heads=2, embd_size=16))
+    tree, allowed = Tree([1, 2], [[3]] * 4, [1] * 4, 0, 0), []
     model.register_forward_hook(lambda *_: allowed.append(torch.backends.cuda.cudnn_sdp_enabled()))
     generate(model, torch.tensor([[1, 2]]), max_tokens=2)
     ending_losses(model, [tree], Ranks(torch.device("cpu")))
@@ -198,19 +193,12 @@ def test_memory_of_the_host_is_what_is_available_within_the_containers_limit(tmp
     assert memory_bytes(cpu) == 4096
 
 
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({"cpu.max": "250000 100000\n"}, 2),
-        ({"cpu.max": "50000 100000\n"}, 1),
-        ({"cpu.max": "max 100000\n"}, 8),
-        ({"cpu.max": "9900000 100000\n"}, 8),
-        ({"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
-        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
-        ({}, 8),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("files", "expected"), [
+    ({"cpu.max": "250000 100000\n"}, 2), ({"cpu.max": "50000 100000\n"}, 1), ({"cpu.max": "max 100000\n"}, 8),
+    ({"cpu.max": "9900000 100000\n"}, 8), ({}, 8),
+    ({"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
+    ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
+], ids=str)  # fmt: skip
 def test_cores_are_those_of_the_process_within_the_containers_quota(tmp_path, monkeypatch, files, expected):
     (tmp_path / "cpu").mkdir()
     for name, text in files.items():

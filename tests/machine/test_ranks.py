@@ -211,24 +211,16 @@ def test_an_optimizer_that_cannot_skip_on_the_device_waits_for_the_verdict():
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 
 
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({}, (0, 1)),
-        ({"WORLD_SIZE": "1"}, (0, 1)),  # some images set it
-        (TORCHRUN, (1, 2)),
-        (TORCHRUN | {"SLURM_STEP_NUM_TASKS": "2"}, (1, 2)),  # srun torchrun ...
-        ({"RANK": "1"}, "the environment has RANK=1; expected torchrun's variables"),
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2; expected"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK=0 WORLD_SIZE=2; expected"),
-        ({"RANK": "", "WORLD_SIZE": ""}, "RANK= WORLD_SIZE=; expected"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0; expected"),
-        ({"LOCAL_RANK": ""}, "LOCAL_RANK=; expected"),
-        ({"SLURM_STEP_NUM_TASKS": "2"}, "srun has started 2 processes, and each would run alone"),
-        ({"OMPI_COMM_WORLD_SIZE": "4"}, "mpirun has started 4 processes"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("environment", "expected"), [
+    ({}, (0, 1)), ({"WORLD_SIZE": "1"}, (0, 1)),  # some images set it
+    (TORCHRUN, (1, 2)), (TORCHRUN | {"SLURM_STEP_NUM_TASKS": "2"}, (1, 2)),  # srun torchrun ...
+    ({"RANK": "1"}, "the environment has RANK=1; expected torchrun's variables"),
+    ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2; expected"), ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0; expected"),
+    ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK=0 WORLD_SIZE=2; expected"),
+    ({"RANK": "", "WORLD_SIZE": ""}, "RANK= WORLD_SIZE=; expected"), ({"LOCAL_RANK": ""}, "LOCAL_RANK=; expected"),
+    ({"SLURM_STEP_NUM_TASKS": "2"}, "srun has started 2 processes, and each would run alone"),
+    ({"OMPI_COMM_WORLD_SIZE": "4"}, "mpirun has started 4 processes"),
+], ids=str)  # fmt: skip
 def test_the_environment_is_torchruns_or_a_mistake_of_one_line(monkeypatch, environment, expected):
     for name in (*TORCHRUN, "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
