@@ -108,15 +108,6 @@ def test_export_and_import_are_exact_and_transformers_computes_the_same(tmp_path
             assert torch.allclose(theirs[foreign].grad, part, rtol=1e-4, atol=1e-5), foreign  # sums in another order
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_fields_that_config_json_omits_have_the_defaults_of_transformers(kind):
-    configuration = transformers.AutoConfig.for_model(kind).to_dict()
-    expected, found = (
-        resolved(GPTConfig(**read_config(stored, "")[1])) for stored in (configuration, {"model_type": kind})
-    )
-    assert found == expected
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Callable[[str], Path]:
     """saved(which) is a folder with a reference model that a test copies."""
@@ -127,6 +118,24 @@ def saved(tmp_path_factory) -> Callable[[str], Path]:
         return folder
 
     return save
+
+
+@pytest.mark.parametrize("which", REFERENCES)
+def test_a_model_of_transformers_has_the_same_logits_when_imported(which, saved):
+    exported = transformers.AutoModelForCausalLM.from_pretrained(saved(which))
+    tokens = torch.randint(0, 1000, (3, 64))
+    with torch.no_grad():
+        logits = load_model(read_weights(str(saved(which)))).eval()(tokens)
+        assert torch.allclose(logits[..., :1000], exported(tokens).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_fields_that_config_json_omits_have_the_defaults_of_transformers(kind):
+    configuration = transformers.AutoConfig.for_model(kind).to_dict()
+    expected, found = (
+        resolved(GPTConfig(**read_config(stored, "")[1])) for stored in (configuration, {"model_type": kind})
+    )
+    assert found == expected
 
 
 NEOX_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
