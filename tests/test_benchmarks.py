@@ -53,17 +53,9 @@ QUICK = [row for row in gpu_suite.ROWS if row.quick]
 QUICK += [Row("fast", name, 300, f"-m benchmarks.{name} {flags}") for name, flags in SMALLEST.items()]
 
 
-BROKEN = {  # to be mended in the benchmark
-    "loader": "compare.synchronize takes a torch.device; loader_speed passes a string",
-    "prepare_workers": "its file of zeros is refused since sources must be text",
-}
-
-
 @pytest.mark.storm
 @pytest.mark.parametrize("row", QUICK, ids=lambda row: row.name)
-def test_each_benchmark_runs_at_its_smallest_setting(row, monkeypatch, tmp_path, request):
-    if row.name in BROKEN:
-        request.applymarker(pytest.mark.xfail(strict=True, reason=BROKEN[row.name]))
+def test_each_benchmark_runs_at_its_smallest_setting(row, monkeypatch, tmp_path):
     [text] = run_suite(monkeypatch, tmp_path, [row], *["--quick"] * bool(row.quick)).values()
     assert not re.match("failed|no time", text), text
 
