@@ -4,10 +4,13 @@ import errno
 import io
 import json
 import os
+import pickle
 import re
 import shutil
 import zipfile
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import run_content
@@ -17,21 +20,13 @@ from model import GPT, GPTConfig
 from optim import state_shapes
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint import files
-from steadygpt.checkpoint.files import (
-    ROLLING,
-    Unreadable,
-    aside,
-    check_tensors,
-    find_checkpoint,
-    open_checkpoint,
-    read_checkpoint,
-)
+from steadygpt.checkpoint.files import ROLLING, Unreadable, check_tensors, find_checkpoint, open_checkpoint
 from steadygpt.checkpoint.table import checkpoint_table, print_checkpoints
 
 
-def write_checkpoint(folder, step: int, name: str, *other_names: str) -> None:
+def write_checkpoint(folder, step: int, name: str, *other_names: str, **more) -> None:
     """Write the checkpoint of a step under all these names, with a date that is older the later the step."""
-    torch.save(run_content(step), folder / name)
+    torch.save(run_content(step, **more), folder / name)
     os.utime(folder / name, ns=(0, 10**18 - step * 10**9))
     for other in other_names:
         os.link(folder / name, folder / other)
@@ -51,11 +46,15 @@ def names(folder) -> list[str]:
     return sorted(os.listdir(folder))
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# the table
+
+
 def test_table_lists_each_file_the_newest_first_and_marks_corrupt_ones(tmp_path):
     for step in (10, 20, 30):
-        write_checkpoint(tmp_path, step, f"rolling_step_{step:06d}.pt", f"epoch_{step // 10:05d}.pt")
-    write_checkpoint(tmp_path, 40, "latest.pt", "epoch_00004.pt", "best_model.pt")
-    os.link(tmp_path / "rolling_step_000030.pt", tmp_path / "latest_backup.pt")
+        write_checkpoint(tmp_path, step, ROLLING.format(step), f"epoch_{step // 10:05d}.pt")
+    write_checkpoint(tmp_path, 40, "latest.pt", "epoch_00004.pt", "best_model.pt", val_loss=3.0)
+    os.link(tmp_path / ROLLING.format(30), tmp_path / "latest_backup.pt")
     damage(tmp_path / "latest_backup.pt", "truncated")
     evaluations = {"20": {"val_loss": 3.5, "val_bpb": 1.25}, "30": {"val_loss": 3.0}, "40": {"hellaswag_acc": 0.25}}
     (tmp_path / "evaluations.json").write_text(json.dumps(evaluations))
@@ -67,9 +66,10 @@ def test_table_lists_each_file_the_newest_first_and_marks_corrupt_ones(tmp_path)
         "rolling_step_000030.pt", "epoch_00003.pt", "rolling_step_000020.pt", "epoch_00002.pt",
         "rolling_step_000010.pt", "epoch_00001.pt",
     ]  # fmt: skip
-    assert rows["latest.pt"].split()[1:6] == ["40", "4.00", "3.2500", "-", "-"]
+    assert rows["latest.pt"].split()[1:6] == ["40", "4.00", "3.2500", "3.0000", "-"]  # validated at step 30
     assert rows["epoch_00003.pt"].split()[1:6] == ["30", "3.00", "3.2500", "3.0000", "-"]
     assert rows["epoch_00002.pt"].split()[1:6] == ["20", "2.00", "3.2500", "3.5000", "1.2500"]
+    assert rows["epoch_00001.pt"].split()[1:6] == ["10", "1.00", "3.2500", "-", "-"]
     assert rows["latest.pt"].endswith("complete")
     assert "corrupt" in rows["latest_backup.pt"]
     assert last == f"10 names in {tmp_path}"
@@ -94,31 +94,19 @@ def test_only_the_verbose_table_reads_and_verifies_tensors(tmp_path):
     assert "  corrupt (checksum of record latest/data/0); " in line
 
 
-def test_table_runs_no_code_of_a_file(tmp_path):
-    with zipfile.ZipFile(tmp_path / "latest.pt", "w") as archive:
-        archive.writestr("archive/data.pkl", f"cos\nmkdir\n(S'{tmp_path}/made'\ntR.")
-    _, line, _ = checkpoint_table(tmp_path)
-    assert "  saved_at is None; expected a value; take another checkpoint, or " in line
-    assert names(tmp_path) == ["latest.pt"]
-
-
 @pytest.mark.parametrize("loss", ["low", -1e308, float("nan"), 10**400])
 def test_table_names_a_number_that_cannot_be(tmp_path, loss):
-    torch.save(run_content(10, loss=loss), tmp_path / "latest.pt")
+    write_checkpoint(tmp_path, 10, "latest.pt", loss=loss)
     for verbose in (False, True):
         _, line, _ = checkpoint_table(tmp_path, verbose)
         assert "  loss is " in line
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    {
-        '{"10": {"val_loss": -1e308}}': "['10']['val_loss'] is -1e+308; expected 0 or more",
-        '{"ten": {}}': "a key of the content is 'ten'; expected an integer",
-        "[" * 99_999: "not JSON (",
-    }.items(),
-    ids=["negative", "key", "deep"],
-)
+@pytest.mark.parametrize(("text", "problem"), [
+    ('{"10": {"val_loss": -1e308}}', "['10']['val_loss'] is -1e+308; expected 0 or more"),
+    ('{"ten": {}}', "a key of the content is 'ten'; expected an integer"),
+    pytest.param("[" * 99_999, "not JSON (", id="deep"),
+])  # fmt: skip
 def test_evaluations_that_do_not_fit_are_a_warning(tmp_path, capsys, text, problem):
     write_checkpoint(tmp_path, 10, "latest.pt")
     (tmp_path / "evaluations.json").write_text(text)
@@ -128,49 +116,24 @@ def test_evaluations_that_do_not_fit_are_a_warning(tmp_path, capsys, text, probl
     assert warning.endswith("; its validation losses are ignored\n")
 
 
-def test_a_file_that_training_deletes_meanwhile_is_left_out(tmp_path, monkeypatch):
-    write_checkpoint(tmp_path, 10, "latest.pt")
-    gone = tmp_path / ROLLING.format(20)
-    monkeypatch.setattr(files, "checkpoint_files", lambda folder: [folder / "latest.pt", gone])
-    _, line, last = checkpoint_table(tmp_path)
-    assert line.split()[0] == "latest.pt" and last.startswith("1 name in ")
-
-
-def test_a_name_that_training_deletes_while_others_are_verified_is_reported(tmp_path):
-    for step in (10, 20):
-        write_checkpoint(tmp_path, step, f"rolling_step_{step:06d}.pt")
-    table = checkpoint_table(tmp_path, verbose=True)
-    lines = [next(table), next(table)]
-    (tmp_path / "rolling_step_000010.pt").unlink()
-    lines += table
-    assert lines[1].startswith("rolling_step_000020.pt") and lines[1].endswith("  intact")
-    assert lines[2].startswith("rolling_step_000010.pt") and "  no such checkpoint; " in lines[2]
-
-
-def test_details_of_a_file_that_training_deletes_meanwhile_are_those_of_its_line(tmp_path):
+def test_a_file_that_training_deletes_meanwhile_is_left_out_or_reported(tmp_path, monkeypatch):
     more = {"lr": 0.002, "elapsed_s": 4.0, "optimizer": {"weight": {"exp_avg": torch.zeros(1000)}}}
-    torch.save(run_content(10, **more), tmp_path / "rolling_step_000010.pt")
+    write_checkpoint(tmp_path, 20, ROLLING.format(20), **more)
+    write_checkpoint(tmp_path, 10, ROLLING.format(10))
+    there = [*files.checkpoint_files(tmp_path), tmp_path / ROLLING.format(30)]
+    monkeypatch.setattr(files, "checkpoint_files", lambda folder: there)
     table = checkpoint_table(tmp_path, verbose=True)
-    lines = [next(table), next(table)]
-    (tmp_path / "rolling_step_000010.pt").unlink()
-    _, _, name, *others, weights, moments = table
-    assert lines[1].startswith("rolling_step_000010.pt") and name == f"{tmp_path}/rolling_step_000010.pt"
-    text = " ".join(" ".join(others).split())
-    for part in (
-        "lr 0.002, epoch 1.0, ",
-        "step 10, rows_consumed 40, ",
-        "last start id 0000",
-        "system_metrics_s 10.0, sharding ddp, ",
-    ):
-        assert part in text
+    lines = [next(table), next(table)]  # the one of step 20 is verified
+    for path in tmp_path.iterdir():
+        path.unlink()
+    later, last, _, name, *details, weights, moments = table
+    assert lines[1].startswith(ROLLING.format(20)) and lines[1].endswith("  intact")
+    assert later.startswith(ROLLING.format(10)) and "  no such checkpoint; " in later
+    assert last == f"2 names in {tmp_path}" and name == f"{tmp_path}/{ROLLING.format(20)}"
+    text = " ".join(" ".join(details).split())
+    assert "lr 0.002, epoch 2.0, " in text and "step 20, rows_consumed 80, " in text
+    assert "last start id 0000" in text and "system_metrics_s 10.0, sharding ddp, " in text
     assert (weights, moments) == ("          1 x weight (1000,)", "          1 x weight.exp_avg (1000,)")
-
-
-def test_table_shows_the_last_validation_of_a_step_without_one_of_its_own(tmp_path):
-    torch.save(run_content(25, val_loss=3.5), tmp_path / "latest.pt")
-    (tmp_path / "evaluations.json").write_text('{"20": {"val_loss": 3.5, "val_bpb": 1.25}, "10": {"val_loss": 4}}')
-    _, line, _ = checkpoint_table(tmp_path)
-    assert line.split()[:6] == ["latest.pt", "25", "2.50", "3.2500", "3.5000", "-"]
 
 
 def test_a_folder_without_checkpoints_names_the_subfolder_with_the_newest_ones(tmp_path):
@@ -184,19 +147,22 @@ def test_a_folder_without_checkpoints_names_the_subfolder_with_the_newest_ones(t
         next(checkpoint_table(tmp_path))
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# the order of files, and averages
+
+
 def test_the_date_of_a_file_decides_nothing(tmp_path):
     """Copies have dates of their own."""
     for step in (20, 40, 60):
         write_checkpoint(tmp_path, step, ROLLING.format(step))  # later ones have older dates
     os.rename(tmp_path / ROLLING.format(40), tmp_path / "latest.pt")
     shutil.copy(tmp_path / "latest.pt", tmp_path / ROLLING.format(40))
-    assert [(file.path.name, file.head.step) for file in files.scan(tmp_path)] == [
-        (ROLLING.format(60), 60), ("latest.pt", 40), (ROLLING.format(40), 40), (ROLLING.format(20), 20)
-    ]  # fmt: skip
+    newest_first = [ROLLING.format(60), "latest.pt", ROLLING.format(40), ROLLING.format(20)]
+    assert [file.path.name for file in files.scan(tmp_path)] == newest_first
+    assert [file.head.step for file in files.scan(tmp_path)] == [60, 40, 40, 20]
     assert find_checkpoint("latest", tmp_path).checkpoint["step"] == 60
-    assert [path.name for path, _ in files.intact_checkpoints(files.scan(tmp_path))] == [
-        ROLLING.format(60), "latest.pt", ROLLING.format(20)
-    ]  # fmt: skip
+    intact = [path.name for path, _ in files.intact_checkpoints(files.scan(tmp_path))]
+    assert intact == [ROLLING.format(60), "latest.pt", ROLLING.format(20)]
 
 
 def test_a_file_whose_head_cannot_be_read_comes_after_latest_and_before_all_others(tmp_path):
@@ -208,9 +174,20 @@ def test_a_file_whose_head_cannot_be_read_comes_after_latest_and_before_all_othe
     damage(tmp_path / "latest.pt", "one bit")
     found = find_checkpoint("latest", tmp_path)
     assert found.checkpoint["step"] == 40
-    assert [re.split(", |: ", line)[0] for line in found.damaged.values()] == [
-        f"{tmp_path}/latest.pt", f"{tmp_path}/{ROLLING.format(20)}"
-    ]  # fmt: skip
+    assert [path.name for path in found.damaged] == expected[:2]
+    assert [re.split(", |: ", line)[0] for line in found.damaged.values()] == [*map(str, found.damaged)]
+
+
+@pytest.mark.parametrize("which", ["latest", "auto"])
+@pytest.mark.parametrize("how", ["one bit", "truncated", "empty", "zeros"])
+def test_a_folder_in_which_all_files_are_damaged_is_refused(tmp_path, which, how):
+    there = ("latest.pt", ROLLING.format(10))
+    for name in there:
+        write_checkpoint(tmp_path, 10, name)
+        damage(tmp_path / name, how)
+    with pytest.raises(UserError, match=f"^{tmp_path}: all checkpoints are corrupt: ") as refused:
+        find_checkpoint(which, tmp_path)
+    assert all(name in str(refused.value) for name in there)
 
 
 def test_an_average_is_the_mean_of_the_newest_rolling_checkpoints(tmp_path, capsys):
@@ -218,21 +195,22 @@ def test_an_average_is_the_mean_of_the_newest_rolling_checkpoints(tmp_path, caps
     for step in (10, 20, 30, 40):
         weights[step] = torch.randn(100, generator=generator) * 10 ** (step / 10)
         model = {"wte.weight": weights[step], "lm_head.weight": weights[step]}
-        torch.save(run_content(step, model=model, model_config={"tied_head": True}), tmp_path / ROLLING.format(step))
-        os.utime(tmp_path / ROLLING.format(step), ns=(0, 10**18 - step))  # as copies have it
+        write_checkpoint(tmp_path, step, ROLLING.format(step), model=model, model_config={"tied_head": True})
     write_checkpoint(tmp_path, 50, "latest.pt")
+
+    def mean(*steps: int) -> torch.Tensor:
+        return (sum(weights[step].double() for step in steps) / len(steps)).float()
+
     path, found = open_checkpoint("average:3", tmp_path)
     assert str(path) == f"{tmp_path}/average:3"
-    expected = (weights[20].double() + weights[30].double() + weights[40].double()) / 3
-    assert torch.equal(found["model"]["wte.weight"], expected.float())
+    assert torch.equal(found["model"]["wte.weight"], mean(20, 30, 40))
     assert found["model"]["lm_head.weight"] is found["model"]["wte.weight"]
     assert found["step"] == 40 and not found["optimizer"] and not found["starts"]
     assert capsys.readouterr().err == ""
 
     damage(tmp_path / ROLLING.format(30), "one bit")
     _, found = open_checkpoint("average:3", tmp_path)
-    expected = (weights[10].double() + weights[20].double() + weights[40].double()) / 3
-    assert torch.equal(found["model"]["wte.weight"], expected.float())
+    assert torch.equal(found["model"]["wte.weight"], mean(10, 20, 40))
     assert "rolling_step_000030.pt: corrupt" in capsys.readouterr().err
     with pytest.raises(UserError, match=r"average:4: found 3 intact rolling checkpoints .*, expected 4; "):
         open_checkpoint("average:4", tmp_path)
@@ -240,81 +218,144 @@ def test_an_average_is_the_mean_of_the_newest_rolling_checkpoints(tmp_path, caps
         open_checkpoint("average:4", tmp_path / "elsewhere")
 
 
+def test_the_new_name_of_a_damaged_file_is_no_checkpoint_and_replaces_no_earlier_one(tmp_path):
+    for count in (1, 2):
+        (tmp_path / "latest.pt").symlink_to("nowhere")
+        (tmp_path / "latest.pt").rename(files.aside(tmp_path / "latest.pt"))
+        assert len(names(tmp_path)) == count
+        assert all(re.fullmatch(r"latest\.pt\.skipped-\d{8}-\d{6}-\d{6}", name) for name in names(tmp_path))
+    assert files.checkpoint_files(tmp_path) == []
+
+
 # ---------------------------------------------------------------------------------------------------------------------
-# files that cannot be read, that are damaged with a valid checksum, or that belong to another model
+# files that cannot be read, that are damaged with a valid checksum, or that belong to another program or model
 
 
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
-@pytest.mark.parametrize("end", [True, False], ids=["list of contents, whose error zipfile hides", "a record"])
+@pytest.mark.parametrize(("number", "end"), [(errno.EACCES, True), (errno.ESTALE, True), (errno.EIO, False)],
+    ids=["list of contents, whose error zipfile hides", "the same on a network", "a record"],
+)  # fmt: skip
 def test_a_file_whose_reads_fail_is_not_corrupt_and_is_not_skipped(tmp_path, monkeypatch, number, end):
     write_checkpoint(tmp_path, 30, "latest.pt")
     write_checkpoint(tmp_path, 20, "latest_backup.pt")
     monkeypatch.setattr(io, "open", io.open)  # so that it is restored
     fail_reads("latest.pt", number, end, rank=0)
+    advice = "fix the disk or the permissions, or give an older file"
     for which in ("latest", "auto", str(tmp_path / "latest.pt")):
         with pytest.raises(Unreadable) as raised:
             find_checkpoint(which, tmp_path)
-        assert str(raised.value) == (
-            f"{tmp_path}/latest.pt: cannot be read ({os.strerror(number)}); fix the disk or the permissions, or give "
-            "an older file"
-        )
+        assert str(raised.value) == f"{tmp_path}/latest.pt: cannot be read ({os.strerror(number)}); {advice}"
     _, latest, backup, *_ = checkpoint_table(tmp_path, verbose=True)
     assert f"cannot be read ({os.strerror(number)})" in latest and "corrupt" not in latest
     assert backup.endswith("intact")
 
 
-def test_a_folder_in_place_of_a_file_is_not_skipped(tmp_path):
-    (tmp_path / "latest.pt").mkdir()
-    write_checkpoint(tmp_path, 20, "latest_backup.pt")
-    with pytest.raises(Unreadable, match=r"latest.pt: cannot be read \(Is a directory\)"):
-        find_checkpoint("latest", tmp_path)
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("name", ["weight", "weight.exp_avg_sq"])
-def test_a_file_with_a_number_that_is_not_finite_is_corrupt(tmp_path, name, bad):
-    write_checkpoint(tmp_path, 20, "latest_backup.pt")
-    state = {"weight": {"step": torch.tensor(30.0), "exp_avg_sq": torch.ones(1000)}}
-    checkpoint = run_content(30, optimizer=state)
-    files.named_tensors(checkpoint)[name][500] = bad
-    torch.save(checkpoint, tmp_path / "latest.pt")
-    found = find_checkpoint("latest", tmp_path)
-    assert found.checkpoint["step"] == 20
-    line = f"{tmp_path}/latest.pt, step 30: corrupt ({name} has a NaN or an infinite number)"
-    assert found.damaged == {tmp_path / "latest.pt": line}
-
-
-@pytest.mark.parametrize(("change", "found"), [
-    ({"model": {"weight": [1.0]}}, r"\['weight'\] is a list; expected Tensor"),
-    ({"optimizer": 3}, r"optimizer is 3; expected an object"),
-    ({"optimizer": {"weight": torch.zeros(3)}}, r"\['weight'\] is a Tensor; expected an object"),
+@pytest.mark.parametrize(("make", "problem"), [
+    (Path.mkdir, r"latest.pt: cannot be read \(Is a directory\)"),
+    (os.mkfifo, "a pipe or a device; expected a file"),
 ])  # fmt: skip
-def test_a_file_with_something_else_in_place_of_tensors_is_refused(tmp_path, change, found):
-    torch.save(run_content(30) | change, tmp_path / "latest.pt")
-    with pytest.raises(UserError, match=found):
-        read_checkpoint(tmp_path / "latest.pt")
+def test_what_is_no_file_is_neither_skipped_nor_waited_for(tmp_path, make, problem):
+    make(tmp_path / "latest.pt")
+    if make is Path.mkdir:
+        write_checkpoint(tmp_path, 20, "latest_backup.pt")
+    for read in (files.read_checkpoint, lambda path: find_checkpoint("latest", path.parent)):
+        with pytest.raises(UserError, match=problem):
+            read(tmp_path / "latest.pt")
 
 
-def test_the_new_name_of_a_damaged_file_is_no_checkpoint_and_replaces_no_earlier_one(tmp_path):
-    for count in (1, 2):
-        (tmp_path / "latest.pt").symlink_to("nowhere")
-        (tmp_path / "latest.pt").rename(aside(tmp_path / "latest.pt"))
-        assert len(names(tmp_path)) == count
-        assert all(re.fullmatch(r"latest\.pt\.skipped-\d{8}-\d{6}-\d{6}", name) for name in names(tmp_path))
-    assert files.checkpoint_files(tmp_path) == []
+def weight(bad: float) -> dict:
+    """Return weights with a bad number."""
+    return {"model": {"weight": torch.ones(1000).index_fill(0, torch.tensor(500), bad)}}
+
+
+def state(kind: str, value: torch.Tensor | float) -> dict:
+    """Return the state of an optimizer, or one with a bad number."""
+    value = weight(value)["model"]["weight"] if isinstance(value, float) else value
+    return {"optimizer": {"weight": {kind: value}}}
+
+
+INFINITE, GAPS = "has a NaN or an infinite number", "is not a tensor of fp32 numbers without gaps"
+
+
+@pytest.mark.parametrize(("change", "problem"), [
+    (weight(float("nan")), f"weight {INFINITE}"),
+    (weight(float("inf")), f"weight {INFINITE}"),
+    (weight(-float("inf")), f"weight {INFINITE}"),
+    (state("exp_avg_sq", float("nan")), f"weight.exp_avg_sq {INFINITE}"),
+    (state("exp_avg_sq", float("inf")), f"weight.exp_avg_sq {INFINITE}"),
+    (state("exp_avg_sq", -1.0), "weight.exp_avg_sq has a negative number"),
+    (state("step", torch.tensor(-1.0)), "weight.step has a negative number"),
+    (state("exp_avg", torch.zeros(1000, device="meta")), f"weight.exp_avg {GAPS}"),
+    (state("exp_avg", torch.zeros(1).expand(1000)), f"weight.exp_avg {GAPS}"),
+    ({"model": {"weight": [1.0]}}, "model['weight'] is a list; expected Tensor"),
+    ({"optimizer": 3}, "optimizer is 3; expected an object"),
+    ({"optimizer": {"weight": torch.zeros(3)}}, "optimizer['weight'] is a Tensor; expected an object"),
+])  # fmt: skip
+def test_a_file_with_tensors_that_no_run_has_is_skipped(tmp_path, change, problem):
+    write_checkpoint(tmp_path, 20, "latest_backup.pt")
+    write_checkpoint(tmp_path, 30, "latest.pt", **change)
+    found = find_checkpoint("latest", tmp_path)
+    [(path, line)] = found.damaged.items()
+    assert (found.checkpoint["step"], path) == (20, tmp_path / "latest.pt")
+    assert line.startswith(f"{path}, step 30: {problem if 'expected' in problem else f'corrupt ({problem})'}")
+
+
+class RunsCode:
+    def __reduce__(self):
+        return open, ("code-was-run", "w")
+
+
+FOREIGN = "; see convert_hf.py for files of other programs"
+NO_VERSION = (
+    "format_version is None; expected a value; take another checkpoint, or the version of SteadyGPT that wrote it"
+)
+NO_ZIP, CODE = "corrupt (File is not a zip file)", "corrupt (more than tensors and plain types)"
+RUN = run_content(4)
+
+
+@pytest.mark.parametrize(("file", "content", "problem"), [
+    ("foreign.pt", {"weights": torch.zeros(3)}, NO_VERSION + FOREIGN),
+    ("lightning.pt", {"state_dict": RUN["model"], "epoch": 1}, NO_VERSION + FOREIGN),
+    ("weights.pt", RUN["model"], NO_VERSION + FOREIGN),
+    ("nanogpt.pt", {"model": RUN["model"], "model_args": {"n_layer": 2}}, NO_VERSION + FOREIGN),
+    ("newer.pt", RUN | {"format_version": 99}, "format_version is 99; expected 4; take another checkpoint, or the"),
+    ("older.pt", RUN | {"format_version": 2}, "format_version is 2; expected 4; take another checkpoint, or the"),
+    ("code.pt", RUN | {"scaler": RunsCode()}, CODE + FOREIGN),
+    ("zipped.pt", RunsCode(), CODE + FOREIGN),
+    ("pickle.pt", pickle.dumps(RunsCode()), NO_ZIP + FOREIGN),
+    ("llm.c.bin", np.array([20240326, 3], np.int32).tobytes(), NO_ZIP + FOREIGN),
+    ("model.safetensors", b"\x08\0\0\0\0\0\0\0{}      ", NO_ZIP + FOREIGN),
+])  # fmt: skip
+def test_a_file_of_another_program_is_refused_and_its_code_is_not_run(tmp_path, monkeypatch, file, content, problem):
+    monkeypatch.chdir(tmp_path)
+    if isinstance(content, bytes):
+        Path(file).write_bytes(content)
+    else:
+        torch.save(content, file)
+    with pytest.raises(UserError, match=f"^{re.escape(f'{file}: {problem}')}"):
+        find_checkpoint(file, tmp_path)
+    assert names(tmp_path) == [file]
+
+
+def test_table_runs_no_code_of_a_file(tmp_path):
+    with zipfile.ZipFile(tmp_path / "latest.pt", "w") as archive:
+        archive.writestr("archive/data.pkl", f"cos\nmkdir\n(S'{tmp_path}/made'\ntR.")
+    _, line, _ = checkpoint_table(tmp_path)
+    assert "  saved_at is None; expected a value; take another checkpoint, or " in line
+    assert names(tmp_path) == ["latest.pt"]
 
 
 SMALL = GPTConfig(vocab_size=257, num_layers=1, num_heads=2, embd_size=16, context_length=16)
 MATRIX = "h.0.mlp.c_fc.weight"
 
 
-def fitting(model: GPT, optimizer: str) -> dict:
-    """Return a checkpoint that fits a model."""
-    state: dict = {}
-    for name, shape in state_shapes(model.config, optimizer).items():
+def fitting(optimizer: str) -> tuple[dict, GPT, dict]:
+    """Return a checkpoint, a model that it fits, and the shapes of the optimizer's state."""
+    model, state = GPT(SMALL), {}
+    kept = state_shapes(model.config, optimizer)
+    for name, shape in kept.items():
         parameter, kind = name.rsplit(".", 1)
         state.setdefault(parameter, {})[kind] = torch.zeros(shape)
-    return {"model": dict(model.state_dict()), "optimizer": state}
+    return {"model": dict(model.state_dict()), "optimizer": state}, model, kept
 
 
 @pytest.mark.parametrize(("optimizer", "kind", "change", "found"), [
@@ -327,53 +368,25 @@ def fitting(model: GPT, optimizer: str) -> dict:
     ("muon", "momentum_buffer", lambda t: t.T, r"\(16, 64\) torch.float32; expected \(64, 16\)"),
     ("muon", "mean_squares", lambda t: t[1:], r"\(63,\) torch.float32; expected \(64,\)"),
     ("muon", "exp_avg", torch.zeros(64, 16), r"\(64, 16\) torch.float32; expected no such tensor"),
+    ("adamw", "", lambda t: t.to(torch.int8), r"\(64, 16\) torch.int8; expected \(64, 16\) torch.float32"),
+    ("adamw", "", lambda t: t.bfloat16(), r"\(64, 16\) torch.bfloat16; expected \(64, 16\) torch.float32"),
+    ("adamw", "", lambda t: t.to(torch.complex64), r"\(64, 16\) torch.complex64; expected \(64, 16\) torch.float32"),
 ])  # fmt: skip
-def test_optimizer_state_must_have_the_shapes_and_the_dtype_of_the_optimizer(optimizer, kind, change, found):
-    model = GPT(SMALL)
-    checkpoint, kept = fitting(model, optimizer), state_shapes(model.config, optimizer)
+def test_tensors_must_have_the_shapes_and_the_dtype_of_the_model_and_of_the_optimizer(optimizer, kind, change, found):
+    checkpoint, model, kept = fitting(optimizer)
     check_tensors(checkpoint, "latest.pt", model, kept)
-    state = checkpoint["optimizer"][MATRIX]
-    whole = state.pop(kind, None)
+    tensors, key = (checkpoint["optimizer"][MATRIX], kind) if kind else (checkpoint["model"], MATRIX)
+    whole = tensors.pop(key, None)
     if change is not None:
-        state[kind] = change if whole is None else change(whole)
-    with pytest.raises(UserError, match=f"^latest.pt: {re.escape(MATRIX)}.{kind} is {found}.*. Try another"):
+        tensors[key] = change if whole is None else change(whole)
+    name = re.escape(f"{MATRIX}.{kind}".rstrip("."))
+    with pytest.raises(UserError, match=f"^latest.pt: {name} is {found}.*. Try another"):
         check_tensors(checkpoint, "latest.pt", model, kept)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, torch.bfloat16])
-def test_weights_must_be_fp32(dtype):
-    model = GPT(SMALL)
-    checkpoint = fitting(model, "adamw")
-    checkpoint["model"][MATRIX] = checkpoint["model"][MATRIX].to(dtype)
-    with pytest.raises(UserError, match=rf"is \(64, 16\) {dtype}; expected \(64, 16\) torch.float32"):
-        check_tensors(checkpoint, "latest.pt", model, state_shapes(model.config, "adamw"))
-
-
 def test_a_checkpoint_may_lack_all_optimizer_state_or_the_mean_squares():
-    model = GPT(SMALL)
-    checkpoint, kept = fitting(model, "muon"), state_shapes(model.config, "muon")
+    checkpoint, model, kept = fitting("muon")
     for state in checkpoint["optimizer"].values():
         state.pop("mean_squares", None)  # muon_beta2 was 0
     check_tensors(checkpoint, "latest.pt", model, kept)
     check_tensors(checkpoint | {"optimizer": {}}, "latest.pt", model, kept)  # before the first update
-
-
-@pytest.mark.parametrize(("kind", "bad"), [
-    ("exp_avg_sq", torch.full((1000,), -1.0)),
-    ("step", torch.tensor(-1.0)),
-    ("exp_avg", torch.zeros(1000, device="meta")),
-    ("exp_avg", torch.zeros(1).expand(1000)),
-])  # fmt: skip
-def test_state_that_no_optimizer_has_is_corrupt_and_skipped(tmp_path, kind, bad):
-    write_checkpoint(tmp_path, 20, "latest_backup.pt")
-    torch.save(run_content(30, optimizer={"weight": {kind: bad}}), tmp_path / "latest.pt")
-    found = find_checkpoint("latest", tmp_path)
-    assert found.checkpoint["step"] == 20
-    assert f"latest.pt, step 30: corrupt (weight.{kind} " in found.damaged[tmp_path / "latest.pt"]
-
-
-def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "latest.pt")
-    for read in (lambda: read_checkpoint(tmp_path / "latest.pt"), lambda: find_checkpoint("latest", tmp_path)):
-        with pytest.raises(UserError, match="a pipe or a device; expected a file"):
-            read()
