@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import run_content
 from injected import fail_reads
+from short_runs import run_here
 
 from model import GPT, GPTConfig
 from optim import state_shapes
@@ -334,6 +335,19 @@ def test_a_file_of_another_program_is_refused_and_its_code_is_not_run(tmp_path, 
     with pytest.raises(UserError, match=f"^{re.escape(f'{file}: {problem}')}"):
         find_checkpoint(file, tmp_path)
     assert names(tmp_path) == [file]
+
+
+@pytest.mark.parametrize(("which", "problem"), [
+    ("weights.pt", "format_version is None"),
+    ("hf", "no checkpoints in hf; try another --checkpoint_dir"),
+    ("missing.pt", "no such file"),
+])  # fmt: skip
+def test_a_start_from_no_checkpoint_is_refused_and_leaves_no_files(workdir, which, problem):
+    torch.save(RUN["model"], "weights.pt")
+    Path("hf").mkdir()
+    with pytest.raises(UserError, match=problem):
+        run_here("--resume", which)
+    assert not {"checkpoints", "logs"} & {*names(".")}
 
 
 def test_table_runs_no_code_of_a_file(tmp_path):

@@ -14,14 +14,15 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from conftest import REPO, assert_same_state, load, metrics, run_content, run_here
+from conftest import REPO, assert_same_state, load, metrics, run_content
+from short_runs import run_here, starts, uploaded
 from test_files import damage, write_checkpoint
 
 import train
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import NoAnswer
 from steadygpt.checkpoint import uploads
-from steadygpt.checkpoint.files import read_checkpoint
+from steadygpt.checkpoint.files import ROLLING, read_checkpoint
 from steadygpt.checkpoint.mirror import Mirror, missing_lines
 from steadygpt.checkpoint.saves import CheckpointWriter, Saves
 from steadygpt.checkpoint.uploads import Uploads
@@ -37,6 +38,7 @@ import upload_manager
 def quick(monkeypatch):
     """Retry at once, and only in our code."""
     monkeypatch.setattr(uploads, "LONGEST_PAUSE_S", 0.02)
+    monkeypatch.setattr("steadygpt.base.retry.FIRST_PATIENCE_S", 0.1)
     monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
     monkeypatch.setattr("gcsfs.GCSFileSystem.retries", 1)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
@@ -51,16 +53,18 @@ class Saver:
         self.config = TrainConfig(**{"mirror_minutes": 0.0, "keep_checkpoints": 4} | places | options)
         self.log = Mock()
         folder.mkdir(exist_ok=True)
-        uploads = Uploads(self.mirror, self.config, self.log)
-        self.writer = CheckpointWriter(self.config, self.log, uploads)
+        self.writer = CheckpointWriter(self.config, self.log, Uploads(self.mirror, self.config, self.log))
 
     def save(self, step: int, *tiers: str) -> None:
         self.writer.save(step, partial(run_content, step), list(tiers))
 
+    def roll(self, step: int) -> None:
+        self.save(step, ROLLING.format(step))
+
     def uploaded(self) -> dict[str, int]:
         """Wait for the uploads; return checkpoint name -> step in the mirror."""
         wait_for(lambda: not self.writer.uploads.is_busy())
-        return steps(self.mirror)
+        return uploaded(self.mirror.url)
 
     def reports(self) -> list[str]:
         """Return what was said since the last call, saves aside."""
@@ -69,9 +73,8 @@ class Saver:
         return [line for line in lines if not line.startswith("saved ")]
 
 
-def steps(mirror: Mirror) -> dict[str, int]:
-    """Return checkpoint name -> step in the mirror."""
-    return {name: entry.step for name, entry in mirror.index().checkpoints.items()}
+def rolling(*steps: int) -> dict[str, int]:
+    return {ROLLING.format(step): step for step in steps}
 
 
 def check_checkpoints(mirror: Mirror, folder: Path) -> None:
@@ -81,8 +84,9 @@ def check_checkpoints(mirror: Mirror, folder: Path) -> None:
 
 
 @pytest.fixture
-def saver(tmp_path):
-    return Saver(tmp_path / "here", f"file://{tmp_path}/there")
+def saver_in(tmp_path):
+    """saver_in(folder, **options) is a Saver of a folder, with the mirror "there"."""
+    return lambda folder="here", **options: Saver(tmp_path / folder, f"file://{tmp_path}/there", **options)
 
 
 def wait_for(condition) -> None:
@@ -96,28 +100,32 @@ def files(folder: Path, pattern: str = "step_*") -> list[str]:
     return sorted(path.name for path in folder.glob(pattern))
 
 
-def test_checkpoint_is_uploaded_once_under_all_of_its_names(saver, tmp_path):
+def test_checkpoint_is_uploaded_once_under_all_of_its_names(saver_in, tmp_path):
+    saver = saver_in()
     saver.save(1, "rolling_step_000001.pt", "epoch_00001.pt")
     saver.writer.record(1, {"val_loss": 3.5}, best=True)
     names = ["latest.pt", "rolling_step_000001.pt", "epoch_00001.pt", "best_model.pt"]
     assert saver.uploaded() == dict.fromkeys(names, 1)
     assert len(files(tmp_path / "there")) == 1
     assert not list((tmp_path / "here").glob(".*"))  # the link that kept the file
+    (tmp_path / "there" / files(tmp_path / "there")[0]).unlink()  # the mirror has lost it
+    saver.save(2)
+    assert saver.uploaded() == dict.fromkeys(names, 1) | {"latest.pt": 2, "latest_backup.pt": 1}
+    assert len(files(tmp_path / "there")) == 2
 
 
-def test_mirror_keeps_the_newest_of_each_tier_and_only_files_that_have_a_name(tmp_path):
-    saver = Saver(tmp_path / "here", f"file://{tmp_path}/there", mirror_keep=2, keep_epochs=1)
+def test_mirror_keeps_the_newest_of_each_tier_and_only_files_that_have_a_name(saver_in, tmp_path):
+    saver = saver_in(mirror_keep=2, keep_epochs=1)
     for step in range(1, 6):
-        saver.save(step, f"rolling_step_{step:06d}.pt", f"epoch_{step:05d}.pt")
+        saver.save(step, ROLLING.format(step), f"epoch_{step:05d}.pt")
         saver.uploaded()
     saver.save(6)
-    rolling = {"rolling_step_000005.pt": 5, "rolling_step_000004.pt": 4}
-    assert saver.uploaded() == {"latest.pt": 6, "latest_backup.pt": 5, **rolling, "epoch_00005.pt": 5}
+    assert saver.uploaded() == {"latest.pt": 6, "latest_backup.pt": 5, "epoch_00005.pt": 5} | rolling(5, 4)
     assert [name[:11] for name in files(tmp_path / "there")] == ["step_000004", "step_000005", "step_000006"]
 
 
-def test_saves_by_the_clock_are_uploaded_at_most_every_mirror_minutes(tmp_path, monkeypatch):
-    saver = Saver(tmp_path / "here", f"file://{tmp_path}/there", mirror_minutes=10)
+def test_saves_by_the_clock_are_uploaded_at_most_every_mirror_minutes(saver_in):
+    saver = saver_in(mirror_minutes=10)
     for step in (1, 2):
         saver.save(step)
         assert saver.uploaded() == {"latest.pt": 1}
@@ -132,19 +140,20 @@ def test_saves_by_the_clock_are_uploaded_at_most_every_mirror_minutes(tmp_path, 
     assert saver.uploaded()["latest.pt"] == 6
 
 
-def test_uploads_that_fall_behind_begin_with_the_newest_and_hold_up_no_save(saver, monkeypatch):
+def test_uploads_that_fall_behind_begin_with_the_newest_and_hold_up_no_save(saver_in, monkeypatch):
+    saver = saver_in()
     is_uploading, may_upload, upload = threading.Event(), threading.Event(), saver.mirror.upload
     monkeypatch.setattr(saver.mirror, "upload", lambda *args: (is_uploading.set(), may_upload.wait(20), upload(*args)))
-    saver.save(1, "rolling_step_000001.pt")
+    saver.roll(1)
     assert is_uploading.wait(20)
     for step in range(2, 7):
-        saver.save(step, f"rolling_step_{step:06d}.pt")
+        saver.roll(step)
     assert read_checkpoint(saver.folder / "latest.pt")["step"] == 6
-    corrupt = saver.folder / "rolling_step_000004.pt"
+    corrupt = saver.folder / ROLLING.format(4)
     damage(corrupt, "one bit")
     may_upload.set()
     there = saver.uploaded()  # step 2 is not in the folder any more
-    assert there == {"latest.pt": 6, "latest_backup.pt": 5} | {f"rolling_step_{n:06d}.pt": n for n in (6, 5, 3, 1)}
+    assert there == {"latest.pt": 6, "latest_backup.pt": 5} | rolling(6, 5, 3, 1)
     assert list(there.values()) == [6, 6, 5, 5, 3, 1] and next(iter(there)) == "latest.pt"
     reports = saver.reports()
     assert [re.split(" to |: ", text)[0] for text in reports] == [
@@ -157,23 +166,39 @@ def test_uploads_that_fall_behind_begin_with_the_newest_and_hold_up_no_save(save
     assert f"{corrupt}: corrupt" in reports[3]
 
 
-def test_the_mirror_of_a_copy_without_dates_has_the_newest_as_the_latest(tmp_path):
+def test_the_mirror_of_a_copy_without_dates_has_the_newest_as_the_latest(saver_in, tmp_path):
+    (tmp_path / "here").mkdir()
     for step in range(1, 5):
-        write_checkpoint(tmp_path, step, f"rolling_step_{step:06d}.pt")  # later ones have older dates
-    saver = Saver(tmp_path, f"file://{tmp_path}/there", mirror_keep=3)
+        write_checkpoint(tmp_path / "here", step, ROLLING.format(step))  # later ones have older dates
+    saver = saver_in(mirror_keep=3)
     saver.writer.uploads.start()
-    rolling = {f"rolling_step_{step:06d}.pt": step for step in (4, 3, 2)}
-    assert saver.uploaded() == {"latest.pt": 4, "latest_backup.pt": 3, **rolling}
-    assert [name[:27] for name in files(tmp_path / "there")][-1] == "step_000004-1000000004.0000"
+    assert saver.uploaded() == {"latest.pt": 4, "latest_backup.pt": 3} | rolling(4, 3, 2)
+    assert files(tmp_path / "there")[-1] == "step_000004-1000000004.000000.pt"
 
 
-def test_file_that_the_mirror_has_lost_is_uploaded_again(saver, tmp_path):
-    saver.save(1, "rolling_step_000001.pt")
-    saver.uploaded()
-    (tmp_path / "there" / files(tmp_path / "there")[0]).unlink()
-    saver.save(2)
-    assert saver.uploaded() == {"latest.pt": 2, "latest_backup.pt": 1, "rolling_step_000001.pt": 1}
-    assert len(files(tmp_path / "there")) == 2
+def test_two_runs_that_start_on_one_empty_mirror_are_not_mixed(saver_in):
+    savers = [saver_in(name, run=name * 16) for name in "12"]
+    for saver in savers:
+        saver.mirror.claim()
+    for step, saver in enumerate(savers, start=1):
+        saver.save(step)
+        saver.uploaded()
+    assert savers[1].uploaded() == {"latest.pt": 2}  # it has claimed the mirror last
+    assert "there: a later start, of the run name of 2222222222222222, uploads there now" in savers[0].reports()[0]
+
+
+def test_of_two_starts_of_one_run_only_the_last_uploads(saver_in):
+    first, second = saver_in("first"), saver_in("second")
+    for saver, step in ((first, 1), (second, 3)):
+        saver.roll(step)
+        saver.uploaded()
+    for step in (4, 5):
+        first.roll(step)
+    assert first.uploaded() == {"latest.pt": 3, "latest_backup.pt": 1} | rolling(3, 1)
+    _, warning = first.reports()
+    assert warning.startswith("uploads have stopped: file://") and "a later start, of the run name of" in warning
+    second.save(6)
+    assert second.uploaded()["latest.pt"] == 6
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -200,10 +225,10 @@ FAULTS = {
 )
 def test_failed_upload_is_repeated_until_it_succeeds(s3, tmp_path, match, fault):
     saver = Saver(tmp_path / "here", f"{s3.url}/run")
-    saver.save(1, "rolling_step_000001.pt")
-    assert saver.uploaded() == {"latest.pt": 1, "rolling_step_000001.pt": 1}
+    saver.roll(1)
+    assert saver.uploaded() == {"latest.pt": 1} | rolling(1)
     s3.fail(match, times=2, **fault)
-    saver.save(2, "rolling_step_000002.pt")
+    saver.roll(2)
     assert saver.uploaded()["latest.pt"] == 2
     check_checkpoints(saver.mirror, tmp_path)
     assert not any(fault.times for fault in s3.faults)
@@ -214,11 +239,10 @@ def test_failed_upload_is_repeated_until_it_succeeds(s3, tmp_path, match, fault)
 
 def test_index_is_written_after_what_it_names_and_files_when_they_have_changed(s3, tmp_path):
     saver = Saver(tmp_path / "here", f"{s3.url}/run")
-    (tmp_path / "here/evaluations.json").write_text("{}")
-    for step in (1, 2, 3):
-        if step == 3:
-            (tmp_path / "here/evaluations.json").write_text("{ }")
-        saver.save(step, f"rolling_step_{step:06d}.pt")
+    for step, evaluations in ((1, "{}"), (2, "{}"), (3, "{ }")):
+        if step != 2:
+            (tmp_path / "here/evaluations.json").write_text(evaluations)
+        saver.roll(step)
         saver.uploaded()
     written = [line.split("/run/")[1] for line, _ in s3.log if line.startswith("PUT ")]
     kinds = [re.split("[-? ]", name)[0] for name in written]
@@ -247,122 +271,33 @@ INDEXES: dict = {
 
 
 @pytest.mark.parametrize("problem", INDEXES)
-def test_index_that_is_lost_or_cannot_be_read_is_an_error(saver, tmp_path, problem):
-    damaged = INDEXES[problem]
+def test_index_that_is_lost_or_cannot_be_read_is_an_error(tmp_path, problem):
+    index, damaged = tmp_path / "index.json", INDEXES[problem]
+    (tmp_path / ENTRY["file"]).touch()
     if isinstance(damaged, dict) and "run" not in damaged:
         damaged = ABOUT | {"checkpoints": damaged}
-    saver.save(1)
-    saver.uploaded()
-    index = tmp_path / "there/index.json"
-    index.unlink() if damaged is None else index.write_text(json.dumps(damaged) if damaged else str(damaged))
+    if damaged is not None:
+        index.write_text(json.dumps(damaged) if damaged else str(damaged))
     with pytest.raises(UserError, match=rf"index.json: {re.escape(problem)}.* step_\*.pt"):
-        Mirror(saver.mirror.url, "a" * 16).claim()
+        Mirror(f"file://{tmp_path}", "a" * 16).claim()
     assert index.exists() == (damaged is not None)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# runs
+WRONG_URLS = {
+    "one slash": ("s3:/bucket/run", "expected a URL such as s3://bucket/run"),
+    "no name": ("s3://", "expected a URL such as s3://bucket/run"),
+    "relative path": ("mirror", "or an absolute path"),
+    "wildcard": ("s3://bucket/run[1]", "expected a URL such as s3://bucket/run"),
+    "unknown protocol": ("nowhere://bucket/run", "Protocol not known"),
+    "no bucket": ("s3://no-such-bucket/run", "s3://no-such-bucket/run"),
+    "not a folder": ("file:///dev/null/run", "/dev/null"),
+}
 
 
-FLAGS = ("--checkpoint_freq", "2", "--eval_freq", "4", "--dropout", "0.1", "--use_tensorboard")
-
-
-@pytest.fixture
-def machines(workdir, monkeypatch):
-    """A function that changes to an empty working folder with the data in it."""
-
-    def change_to(name: str) -> None:
-        folder = workdir / name
-        folder.mkdir(exist_ok=True)
-        if not (folder / "data").exists():
-            (folder / "data").symlink_to(workdir / "data")
-        monkeypatch.chdir(folder)
-        monkeypatch.setenv("XDG_STATE_HOME", str(folder / "home"))
-
-    change_to("first")
-    return change_to
-
-
-def stopping_at(last: int):
-    step_of, stop = train.train_step, Stopped("SIGTERM")
-
-    def train_step(run, batches):
-        if run.state.step == last:
-            raise stop
-        return step_of(run, batches)
-
-    return train_step
-
-
-def test_lost_machine_loses_nothing(store, machines, capsys, monkeypatch):
-    url = f"{store.url}/run"
-    assert run_here(*FLAGS) == 0
-    machines("second")
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "train_step", stopping_at(6))
-        assert run_here(*FLAGS, "--mirror", url) == 0
-    machines("third")
-    capsys.readouterr()
-    assert run_here(*FLAGS, "--resume", "latest", "--mirror", url) == 0
-    assert f"resumed      from checkpoints/latest.pt (restored from {url}) at step 6" in capsys.readouterr().out
-    assert_same_state(load("checkpoints/latest.pt"), load("../first/checkpoints/latest.pt"))
-    assert metrics("logs", "loss") == metrics("../first/logs", "loss")
-    assert metrics("logs", "val_loss") == metrics("../first/logs", "val_loss")
-    assert json.loads(Path("checkpoints/evaluations.json").read_text()).keys() == {"4", "8"}
-    assert len(list(Path("runs").glob("*/events.*"))) == 2  # of both machines
-
-
-def last_step(capsys) -> str:
-    return [line for line in capsys.readouterr().out.splitlines() if line.startswith("resumed      from")][-1]
-
-
-def continue_elsewhere(workdir: Path, machines) -> str:
-    """Train to step 6 on the first machine, and leave it as it was at step 4 as the second; return the mirror."""
-    url = f"file://{workdir}/there"
-    run_here(*FLAGS, "--mirror", url, "--max_steps", "4")
-    shutil.copytree(workdir / "first", workdir / "second", symlinks=True)
-    run = read_run(Path("checkpoints"))
-    machines("second")
-    write_run(Path("checkpoints"), run.id, TrainConfig(**run.places))  # as on a disk that was kept
-    machines("first")
-    run_here("--resume", "--max_steps", "6")
-    return url
-
-
-def test_newer_one_of_folder_and_mirror_wins(machines, capsys, workdir):
-    url = continue_elsewhere(workdir, machines)
-    machines("second")
-    os.utime("checkpoints/latest.pt", (2**32, 2**32))  # the date of a copy
-    run_here("--resume", "--max_steps", "8")
-    assert last_step(capsys).endswith("at step 6")
-    assert load("checkpoints/latest_backup.pt")["step"] == 6
-    shutil.rmtree(workdir / "there")
-    run_here("--resume", "--max_steps", "10")
-    resumed = last_step(capsys)
-    assert resumed.endswith("at step 8") and "restored" not in resumed
-    assert steps(Mirror(url))["latest.pt"] == 10
-
-
-def test_a_run_that_is_restored_is_the_same_run(s3, machines, capsys):
-    url = f"{s3.url}/run"
-    run_here(*FLAGS, "--mirror", url, "--run_name", "mine", "--max_steps", "4")
-    run_id = read_run(Path("checkpoints")).id
-    machines("second")
-    run_here("--max_steps", "3", "--checkpoint_dir", "other")  # whose logs are in the way
-    capsys.readouterr()
-    run_here(*FLAGS, "--resume", "latest", "--mirror", url, "--max_steps", "6")
-    assert (
-        "name         mine, with its logs in logs/mine, because runs/mine or logs belongs to another run"
-        in capsys.readouterr().out.splitlines()
-    )
-    assert read_run(Path("checkpoints")).id == Mirror(url).index().run == run_id
-    assert read_run(Path("checkpoints")).places["run_name"] == Mirror(url).index().name == "mine"
-    assert metrics("logs/mine", "loss").keys() == set(range(6))
-    machines("first")
-    run_here(*FLAGS, "--resume", "--max_steps", "8")  # continues the steps of the second machine
-    assert last_step(capsys).endswith("at step 6")
-    assert Path("logs/metrics.jsonl").read_text().count('"run": ') == 3
-    assert json.loads(Path("checkpoints/evaluations.json").read_text()).keys() == {"4", "6", "8"}
+@pytest.mark.parametrize(("url", "message"), WRONG_URLS.values(), ids=WRONG_URLS)
+def test_wrong_url_is_reported_before_training(workdir, s3, url, message):
+    with pytest.raises(UserError, match=message):
+        run_here("--mirror", url)
 
 
 START, OTHER = (f'{{"step": 2, "time": 1, "start": 2, "id": "{n}"}}\n'.encode() for n in "12")
@@ -388,90 +323,220 @@ def test_a_log_gets_the_starts_that_only_the_mirror_has(here, there, missing):
     assert missing_lines(here + missing, there) == b""
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# runs
+
+
+FLAGS = ("--checkpoint_freq", "2", "--eval_freq", "4", "--dropout", "0.1", "--use_tensorboard")
+
+
+@pytest.fixture
+def machines(workdir, monkeypatch, capsys):
+    """A function that changes to an empty working folder with the data in it; what was printed before is read."""
+
+    def change_to(name: str) -> None:
+        folder = workdir / name
+        folder.mkdir(exist_ok=True)
+        if not (folder / "data").exists():
+            (folder / "data").symlink_to(workdir / "data")
+        monkeypatch.chdir(folder)
+        monkeypatch.setenv("XDG_STATE_HOME", str(folder / "home"))
+        capsys.readouterr()
+
+    change_to("first")
+    return change_to
+
+
+@pytest.fixture
+def there(workdir, machines) -> str:
+    """The URL of an empty mirror, for runs on machines."""
+    return f"file://{workdir}/there"
+
+
+@pytest.fixture
+def outage(monkeypatch):
+    """A function under which the S3 server does not answer, and one that ends that."""
+    address = os.environ.get("AWS_ENDPOINT_URL")
+    set_address = partial(monkeypatch.setenv, "AWS_ENDPOINT_URL")
+    return partial(set_address, "http://127.0.0.1:9"), lambda: set_address(address)
+
+
+def resumed(capsys) -> str:
+    """Return the line about the checkpoint that the last start resumed from."""
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith("resumed      from")][-1]
+
+
+def continue_elsewhere(url: str, machines) -> None:
+    """Train to step 6 on the first machine, and leave it as it was at step 4 as the second."""
+    run_here(*FLAGS, "--mirror", url, "--max_steps", "4")
+    shutil.copytree(Path.cwd(), Path.cwd().with_name("second"), symlinks=True)
+    run = read_run(Path("checkpoints"))
+    machines("second")
+    write_run(Path("checkpoints"), run.id, TrainConfig(**run.places))  # as on a disk that was kept
+    machines("first")
+    run_here("--resume", "--max_steps", "6")
+
+
+def stopping_at(last: int):
+    step_of, stop = train.train_step, Stopped("SIGTERM")
+
+    def train_step(run, batches):
+        if run.state.step == last:
+            raise stop
+        return step_of(run, batches)
+
+    return train_step
+
+
+def test_lost_machine_loses_nothing(store, machines, capsys, monkeypatch):
+    url = f"{store.url}/run"
+    assert run_here(*FLAGS) == 0
+    machines("second")
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "train_step", stopping_at(6))
+        assert run_here(*FLAGS, "--mirror", url) == 0
+    machines("third")
+    assert run_here(*FLAGS, "--resume", "latest", "--mirror", url) == 0
+    assert resumed(capsys) == f"resumed      from checkpoints/latest.pt (restored from {url}) at step 6"
+    assert_same_state(load("checkpoints/latest.pt"), load("../first/checkpoints/latest.pt"))
+    for key in ("loss", "val_loss"):
+        assert metrics("logs", key) == metrics("../first/logs", key)
+    assert json.loads(Path("checkpoints/evaluations.json").read_text()).keys() == {"4", "8"}
+    assert len(list(Path("runs").glob("*/events.*"))) == 2  # of both machines
+
+
+def test_newer_one_of_folder_and_mirror_wins(machines, there, capsys, workdir):
+    continue_elsewhere(there, machines)
+    machines("second")
+    os.utime("checkpoints/latest.pt", (2**32, 2**32))  # the date of a copy
+    with pytest.raises(UserError, match="kB needed, 5 bytes free"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5))
+        run_here("--resume", "latest")  # does not fall back to an older checkpoint
+    assert read_checkpoint(Path("checkpoints/latest.pt"))["step"] == 4
+    run_here("--resume", "--max_steps", "8")
+    assert resumed(capsys).endswith("at step 6")
+    assert load("checkpoints/latest_backup.pt")["step"] == 6
+    shutil.rmtree(workdir / "there")
+    run_here("--resume", "--max_steps", "10")
+    assert resumed(capsys) == "resumed      from checkpoints/latest.pt at step 8"
+    assert uploaded(there)["latest.pt"] == 10
+
+
+def test_a_run_that_is_restored_is_the_same_run(machines, there, capsys):
+    run_here(*FLAGS, "--mirror", there, "--run_name", "mine", "--max_steps", "4")
+    run_id = read_run(Path("checkpoints")).id
+    machines("second")
+    run_here("--max_steps", "3", "--checkpoint_dir", "other")  # whose logs are in the way
+    run_here(*FLAGS, "--resume", "latest", "--mirror", there, "--max_steps", "6")
+    line = "name         mine, with its logs in logs/mine, because runs/mine or logs belongs to another run"
+    assert line in capsys.readouterr().out.splitlines()
+    assert read_run(Path("checkpoints")).id == Mirror(there).index().run == run_id
+    assert read_run(Path("checkpoints")).places["run_name"] == Mirror(there).index().name == "mine"
+    assert metrics("logs/mine", "loss").keys() == set(range(6))
+    machines("first")
+    run_here(*FLAGS, "--resume", "--max_steps", "8")  # continues the steps of the second machine
+    assert resumed(capsys).endswith("at step 6")
+    assert starts("logs") == [run_id] * 3
+    assert json.loads(Path("checkpoints/evaluations.json").read_text()).keys() == {"4", "6", "8"}
+
+
 @pytest.mark.parametrize("is_heard", [True, False])
-def test_going_back_to_an_older_checkpoint_holds_for_the_mirror_too(machines, capsys, workdir, monkeypatch, is_heard):
-    url = f"file://{workdir}/there"
-    run_here(*FLAGS, "--mirror", url)
+def test_going_back_to_an_older_checkpoint_holds_for_the_mirror_too(there, capsys, monkeypatch, is_heard):
+    run_here(*FLAGS, "--mirror", there)
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr(train, "train", lambda *_: sys.exit())  # it ends before the first save
         if not is_heard:
             patch.setattr(Uploads, "start", lambda *_, **__: None)
         run_here("--resume", "checkpoints/rolling_step_000004.pt")
     if is_heard:
-        wait_for(lambda: steps(Mirror(url))["latest.pt"] == 4)
+        wait_for(lambda: uploaded(there)["latest.pt"] == 4)
     run_here("--resume", "latest")
-    assert last_step(capsys).endswith("resumed      from checkpoints/latest.pt at step 4")
+    assert resumed(capsys) == "resumed      from checkpoints/latest.pt at step 4"
 
 
-def test_start_that_fails_after_a_restore_loses_no_logs(machines, workdir):
-    url = f"file://{workdir}/there"
-    run_here(*FLAGS, "--mirror", url, "--max_steps", "4")
+def test_start_that_fails_after_a_restore_loses_no_logs(machines, there):
+    run_here(*FLAGS, "--mirror", there, "--max_steps", "4")
     whole = metrics("logs", "loss")
     machines("second")
     with pytest.raises(UserError, match="no train shards"):
-        run_here("--resume", "latest", "--mirror", url, "--data_dir", "nowhere")
-    run_here("--resume", "latest", "--mirror", url, "--max_steps", "6")
+        run_here("--resume", "latest", "--mirror", there, "--data_dir", "nowhere")
+    run_here("--resume", "latest", "--mirror", there, "--max_steps", "6")
     assert metrics("logs", "loss").items() >= whole.items()
-    assert json.loads(Mirror(url).read("evaluations.json")).keys() == {"4"}
+    assert json.loads(Mirror(there).read("evaluations.json")).keys() == {"4"}
 
 
-def test_fork_and_resume_from_a_downloaded_checkpoint_leave_the_mirror_alone(machines, workdir, capsys):
-    url = f"file://{workdir}/there"
-    run_here(*FLAGS, "--mirror", url, "--run_name", "first")
-    run_here("--resume", "checkpoints/rolling_step_000004.pt", "--checkpoint_dir", "fork", "--logdir", "fork_logs")
+def test_fork_and_resume_from_a_downloaded_checkpoint_leave_the_mirror_alone(machines, there, capsys):
+    run_here(*FLAGS, "--mirror", there, "--run_name", "first")
+    older = ("--resume", "checkpoints/rolling_step_000004.pt")
+    run_here(*older, "--checkpoint_dir", "fork", "--logdir", "fork_logs")
     assert "with its logs in fork_logs, and with no mirror" in capsys.readouterr().out
-    assert steps(Mirror(url))["rolling_step_000004.pt"] == 4
-    assert b'"step": 7,' in Mirror(url).read("logs/metrics.jsonl")
+    assert uploaded(there)["rolling_step_000004.pt"] == 4
+    assert b'"step": 7,' in Mirror(there).read("logs/metrics.jsonl")
     machines("second")
-    upload_manager.main(["download", "rolling_step_000004.pt", "--mirror", url])
-    again = ("--resume", "checkpoints/rolling_step_000004.pt", "--max_steps", "6", "--mirror", url)
+    upload_manager.main(["download", "rolling_step_000004.pt", "--mirror", there])
     with pytest.raises(UserError, match=r"belongs to the run first \([0-9a-f]{16}\); give this run another --mirror"):
-        run_here(*again)
+        run_here(*older, "--max_steps", "6", "--mirror", there)
 
 
-def test_two_runs_that_start_on_one_empty_mirror_are_not_mixed(tmp_path):
-    savers = [Saver(tmp_path / name, f"file://{tmp_path}/there", run=name * 16) for name in "12"]
-    for saver in savers:
-        saver.mirror.claim()
-    for step, saver in enumerate(savers, start=1):
-        saver.save(step)
-        saver.uploaded()
-    assert savers[1].uploaded() == {"latest.pt": 2}  # it has claimed the mirror last
-    assert "there: a later start, of the run name of 2222222222222222, uploads there now" in savers[0].reports()[0]
-
-
-def test_of_two_starts_of_one_run_only_the_last_uploads(s3, tmp_path):
-    first, second = (Saver(tmp_path / name, f"{s3.url}/run") for name in ("first", "second"))
-    first.save(1, "rolling_step_000001.pt")
-    first.uploaded()
-    second.save(3, "rolling_step_000003.pt")
-    second.uploaded()
-    for step in (4, 5):
-        first.save(step, f"rolling_step_{step:06d}.pt")
-    assert first.uploaded() == {
-        "latest.pt": 3,
-        "latest_backup.pt": 1,
-        "rolling_step_000003.pt": 3,
-        "rolling_step_000001.pt": 1,
-    }
-    _, warning = first.reports()
-    assert warning.startswith("uploads have stopped: s3://") and "a later start, of the run name of" in warning
-    second.save(6)
-    assert second.uploaded()["latest.pt"] == 6
-
-
-def test_full_disk_while_restoring_does_not_fall_back_to_an_older_checkpoint(machines, workdir, monkeypatch):
-    continue_elsewhere(workdir, machines)
+@pytest.mark.parametrize(
+    "how", [*(pytest.param(h, marks=pytest.mark.storm) for h in ("missing", "truncated")), "one bit"]
+)
+def test_restore_skips_checkpoints_that_are_not_whole(machines, there, capsys, workdir, how):
+    run_here(*FLAGS, "--mirror", there)
+    latest = workdir / "there" / Mirror(there).index().checkpoints["latest.pt"].file
+    latest.unlink() if how == "missing" else damage(latest, how)
     machines("second")
-    with monkeypatch.context() as patch, pytest.raises(UserError, match="kB needed, 5 bytes free"):
-        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5))
-        run_here("--resume", "latest")
-    assert read_checkpoint(Path("checkpoints/latest.pt"))["step"] == 4
+    assert run_here("--resume", "latest", "--mirror", there) == 0
+    out = capsys.readouterr().out
+    assert "resumed      from checkpoints/latest.pt (restored" in out and "at step 6" in out
+    assert f"skipped      {there}/{latest.name}: " in out
 
 
-def test_run_that_waits_for_its_uploads_can_be_stopped(machines, s3, monkeypatch, capsys):
-    monkeypatch.setattr("steadygpt.base.retry.FIRST_PATIENCE_S", 0.1)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+def test_the_mirror_replaces_no_damaged_file_and_none_that_cannot_be_read(there, capsys):
+    latest = Path("checkpoints/latest.pt")
+    run_here("--mirror", there, "--checkpoint_freq", "4")
+    latest.rename("kept")
+    latest.mkdir()
+    with pytest.raises(UserError, match=r"latest.pt: cannot be read \(Is a directory\)"):
+        run_here("--resume", "--mirror", there)
+    latest.rmdir()
+    Path("kept").rename(latest)
+    names = {path.name for path in latest.parent.glob("*.pt")}
+    for name in names:
+        damage(latest.with_name(name), "one bit")
+    damaged = latest.read_bytes()
+    assert run_here("--resume", "--mirror", there, "--max_steps", "9") == 0
+    [kept] = latest.parent.glob("latest.pt.skipped-*")
+    assert kept.read_bytes() == damaged
+    assert f"skipped      {latest}: corrupt; renamed {kept.name}" in capsys.readouterr().out
+    assert {path.name.partition(".skipped-")[0] for path in latest.parent.glob("*.skipped-*")} == names
+    assert read_checkpoint(latest)["step"] == 9
+
+
+def test_auto_starts_a_new_run_on_an_empty_mirror_and_another_run_is_refused_there(machines, there):
+    with pytest.raises(UserError, match=r"no checkpoints in checkpoints; .*; nor is there one in --mirror "):
+        run_here("--resume", "latest", "--mirror", there)
+    assert run_here("--resume", "auto", "--mirror", there, "--max_steps", "4", "--run_name", "theirs") == 0
+    assert uploaded(there)["latest.pt"] == 4
+    machines("second")
+    refused = pytest.raises(UserError, match=r"belongs to the run theirs \(.*in an empty --checkpoint_dir")
+    with refused:
+        run_here("--mirror", there)
+    run_here("--max_steps", "4", "--run_name", "theirs")
+    before = Path("checkpoints/latest.pt").read_bytes()
+    for which in ("checkpoints/latest.pt", "latest"):
+        with refused:
+            run_here("--resume", which, "--mirror", there)
+    assert Path("checkpoints/latest.pt").read_bytes() == before
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# runs whose mirror does not answer
+
+
+def test_run_that_waits_for_its_uploads_can_be_stopped(s3, machines, outage, monkeypatch, capsys):
+    gone, _ = outage
+    gone()
     wait, waits = Saves._wait_for_uploads, []
 
     def wait_and_stop(saves, is_stopped) -> None:
@@ -487,46 +552,10 @@ def test_run_that_waits_for_its_uploads_can_be_stopped(machines, s3, monkeypatch
     assert "warning: not everything is uploaded; upload the rest with scripts/upload_manager.py upload-all" in err
 
 
-@pytest.mark.parametrize(
-    "how", [*(pytest.param(h, marks=pytest.mark.storm) for h in ("missing", "truncated")), "one bit"]
-)
-def test_restore_skips_checkpoints_that_are_not_whole(machines, capsys, workdir, how):
-    url, there = f"file://{workdir}/there", workdir / "there"
-    run_here(*FLAGS, "--mirror", url)
-    latest = there / Mirror(url).index().checkpoints["latest.pt"].file
-    latest.unlink() if how == "missing" else damage(latest, how)
-    machines("second")
-    assert run_here("--resume", "latest", "--mirror", url) == 0
-    out = capsys.readouterr().out
-    assert "resumed      from checkpoints/latest.pt (restored" in out and "at step 6" in out
-    assert f"skipped      file://{there}/{latest.name}: " in out
-
-
-def test_auto_starts_a_new_run_on_an_empty_mirror_and_another_run_is_refused_there(machines, workdir):
-    url = f"file://{workdir}/there"
-    with pytest.raises(UserError, match=r"no checkpoints in checkpoints; .*; nor is there one in --mirror "):
-        run_here("--resume", "latest", "--mirror", url)
-    assert run_here("--resume", "auto", "--mirror", url, "--max_steps", "4", "--run_name", "theirs") == 0
-    assert steps(Mirror(url))["latest.pt"] == 4
-    machines("second")
-    refused = pytest.raises(UserError, match=r"belongs to the run theirs \(.*in an empty --checkpoint_dir")
-    with refused:
-        run_here("--mirror", url)
-    run_here("--max_steps", "4", "--run_name", "theirs")
-    before = Path("checkpoints/latest.pt").read_bytes()
-    for which in ("checkpoints/latest.pt", "latest"):
-        with refused:
-            run_here("--resume", which, "--mirror", url)
-    assert Path("checkpoints/latest.pt").read_bytes() == before
-
-
-def test_unreachable_mirror(machines, s3, capsys, monkeypatch):
-    monkeypatch.setattr("steadygpt.base.retry.FIRST_PATIENCE_S", 0.1)
-    url = f"{s3.url}/run"
+def test_unreachable_mirror(s3, machines, outage, capsys, monkeypatch):
+    (gone, back), url = outage, f"{s3.url}/run"
     run_here(*FLAGS, "--mirror", url, "--max_steps", "4")
-    address = os.environ["AWS_ENDPOINT_URL"]
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    capsys.readouterr()
+    gone()
     before = {*threading.enumerate()}
     with monkeypatch.context() as patch:
         patch.setattr(uploads, "GIVE_UP_S", 0.5)
@@ -543,75 +572,94 @@ def test_unreachable_mirror(machines, s3, capsys, monkeypatch):
         with pytest.raises(UserError, match="no answer"):
             run_here("--resume", resume, "--mirror", url)
     machines("first")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+    back()
     assert upload_manager.main(["upload-all", "--mirror", url]) == 0
-    assert steps(Mirror(url))["latest.pt"] == 6
+    assert uploaded(url)["latest.pt"] == 6
 
 
-def test_a_mirror_that_does_not_answer_at_the_start_keeps_the_logs_of_another_machine(machines, s3, monkeypatch):
-    monkeypatch.setattr("steadygpt.base.retry.FIRST_PATIENCE_S", 0.1)
-    url, address = f"{s3.url}/run", os.environ["AWS_ENDPOINT_URL"]
-    run_here(*FLAGS, "--mirror", url, "--max_steps", "4")
+def test_a_mirror_that_does_not_answer_at_the_start_keeps_the_logs_of_another_machine(there, machines, monkeypatch):
+    run_here(*FLAGS, "--mirror", there, "--max_steps", "4")
     machines("second")
-    run_here("--resume", "--mirror", url, "--max_steps", "6")
+    run_here("--resume", "--mirror", there, "--max_steps", "6")
     machines("first")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    unclaimed = []
+    claim, unclaimed = Mirror.claim, []
 
     def answers_again(mirror):
         unclaimed.append(mirror.is_claimed)
-        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
-        mirror.connect()
         return claim(mirror)
 
     def no_answer(mirror, request):
         monkeypatch.setattr(Mirror, "claim", answers_again)
         raise NoAnswer("no answer")
 
-    claim = Mirror.claim
     monkeypatch.setattr(Mirror, "patiently", no_answer)
     assert run_here("--resume", "--max_steps", "8") == 0
     assert unclaimed[0] is False
-    lines = map(json.loads, Mirror(url).read("logs/metrics.jsonl").decode().splitlines())
+    lines = map(json.loads, Mirror(there).read("logs/metrics.jsonl").decode().splitlines())
     assert [line["start"] for line in lines if "start" in line] == [0, 4, 4]
 
 
-WRONG_URLS = {
-    "one slash": ("s3:/bucket/run", "expected a URL such as s3://bucket/run"),
-    "no name": ("s3://", "expected a URL such as s3://bucket/run"),
-    "relative path": ("mirror", "or an absolute path"),
-    "wildcard": ("s3://bucket/run[1]", "expected a URL such as s3://bucket/run"),
-    "unknown protocol": ("nowhere://bucket/run", "Protocol not known"),
-    "no bucket": ("s3://no-such-bucket/run", "s3://no-such-bucket/run"),
-    "not a folder": ("file:///dev/null/run", "/dev/null"),
-}
+# ---------------------------------------------------------------------------------------------------------------------
+# the commands that show, fill and check a mirror
 
 
-@pytest.mark.parametrize(("url", "message"), WRONG_URLS.values(), ids=WRONG_URLS)
-def test_wrong_url_is_reported_before_training(machines, s3, url, message):
-    with pytest.raises(UserError, match=message):
-        run_here("--mirror", url)
-
-
-@pytest.mark.parametrize("how", ["one bit", "folder"])
-def test_the_mirror_replaces_no_damaged_file_and_none_that_cannot_be_read(machines, workdir, capsys, how):
-    url, latest = f"file://{workdir}/there", Path("checkpoints/latest.pt")
-    run_here("--mirror", url, "--checkpoint_freq", "4")
-    names = {path.name for path in latest.parent.glob("*.pt")}
-    for name in names:
-        damage(latest.with_name(name), "one bit")
-    if how == "folder":
-        latest.unlink()
-        latest.mkdir()
-        with pytest.raises(UserError, match=r"latest.pt: cannot be read \(Is a directory\)"):
-            run_here("--resume", "--mirror", url)
-        assert latest.is_dir()
-        return
-    damaged = latest.read_bytes()
+def test_upload_manager(store, machines, capsys):
+    url = f"{store.url}/run"
+    run_here(*FLAGS, "--max_steps", "4")
+    assert upload_manager.main(["upload-all", "--mirror", url]) == 0
+    assert "uploaded step 4 as latest.pt, rolling_step_000004.pt, best_model.pt" in capsys.readouterr().out
+    assert upload_manager.main(["upload-all", "--mirror", url]) == 0
+    assert capsys.readouterr().out == f"{url} has the checkpoints of checkpoints\n"
+    machines("second")
+    assert upload_manager.main(["download", "best", "--mirror", url]) == 0
+    assert Path("checkpoints/best_model.pt").read_bytes() == Path("../first/checkpoints/best_model.pt").read_bytes()
+    for name, problem in (("best", "exists; rename it"), ("epoch_00009.pt", "no epoch_00009")):
+        with pytest.raises(UserError, match=problem):
+            upload_manager.main(["download", name, "--mirror", url])
+    mirror = Mirror(url)
+    latest = mirror.index().checkpoints["latest.pt"].file
+    mirror.fs.pipe_file(f"{mirror.folder}/{latest}", b"half")
     capsys.readouterr()
-    assert run_here("--resume", "--mirror", url, "--max_steps", "9") == 0
-    [kept] = latest.parent.glob("latest.pt.skipped-*")
-    assert kept.read_bytes() == damaged
-    assert f"skipped      {latest}: corrupt; renamed {kept.name}" in capsys.readouterr().out
-    assert {path.name.partition(".skipped-")[0] for path in latest.parent.glob("*.skipped-*")} == names
-    assert read_checkpoint(latest)["step"] == 9
+    assert upload_manager.main(["list", "--mirror", url]) == 0
+    assert capsys.readouterr().out.count("  missing or incomplete\n") == 3
+
+
+def test_table_of_a_mirror_and_upload_all_to_the_one_of_the_run(there, workdir, capsys):
+    run_here(*FLAGS, "--mirror", there, "--no-background-upload")
+    tables = []
+    for flags in ((), ("--mirror", there)):
+        capsys.readouterr()
+        assert run_here("--list_checkpoints", *flags) == 0
+        tables.append(capsys.readouterr().out.splitlines())
+    same = [(here.split()[:6], there.split()[:6]) for here, there in zip(tables[0][:-1], tables[1][:-1], strict=True)]
+    assert len(same) == 8 and all(here == there for here, there in same)
+    assert tables[1][1].endswith("complete") and tables[1][1].split()[5] == f"{metrics('logs', 'val_bpb')[8]:.4f}"
+    shutil.rmtree(workdir / "there")
+    assert upload_manager.main(["upload-all"]) == 0
+    assert "latest.pt, rolling_step_000008.pt" in capsys.readouterr().out
+    assert upload_manager.main(["list"]) == upload_manager.main(["list", "checkpoints"]) == 0
+
+
+def test_a_mirror_that_nothing_names_and_a_name_that_nothing_takes_are_errors(workdir):
+    with pytest.raises(UserError, match=r"--mirror is missing, and checkpoints/run\.json names none"):
+        upload_manager.main(["list"])
+    with pytest.raises(UserError, match="upload-all best: expected no name"):
+        upload_manager.main(["upload-all", "best"])
+
+
+def test_a_folder_of_another_user_is_not_uploaded(there, workdir, monkeypatch):
+    """Which logs belong to it is not known here."""
+    run_here("--max_steps", "3")
+    monkeypatch.setenv("XDG_STATE_HOME", str(workdir / "other user"))
+    with pytest.raises(UserError, match=r"this user has not started this run\. Resume from it with --mirror file:"):
+        upload_manager.main(["upload-all", "--mirror", there])
+    assert not (workdir / "there").exists()
+
+
+def test_upload_all_does_not_replace_what_is_newer(machines, there, workdir):
+    continue_elsewhere(there, machines)
+    before = {path: path.read_bytes() for path in (workdir / "there").rglob("*.*") if path.is_file()}
+    machines("second")
+    with pytest.raises(UserError, match="has a newer checkpoint than checkpoints, of step 6"):
+        upload_manager.main(["upload-all", "--mirror", there])
+    assert {path: path.read_bytes() for path in (workdir / "there").rglob("*.*") if path.is_file()} == before

@@ -1,8 +1,10 @@
-"""Damaged and foreign checkpoint files: reported with the reason, skipped in order, never executed or modified."""
+"""Damaged checkpoint files, and files that cannot be read: skipped in order, or refused; never replaced.
+
+What each kind of damage is called, and files of other programs: tests/checkpoint/test_files.py.
+"""
 
 import errno
 import os
-import pickle
 import re
 import shutil
 import signal
@@ -10,12 +12,12 @@ import subprocess
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from conftest import command, environment, load
 from harness import Run, assert_equals_reference, continue_here, folders, refusal, run_to_end
 from injected import around_step, fail_reads, signal_at
+from short_runs import run_here
+from test_files import damage
 
 FLAGS = (
     "--max_steps 12 --checkpoint_freq 2 --keep_checkpoints 2 --steps_per_epoch 4 --total_batch_size 128 --dropout 0.1"
@@ -29,41 +31,26 @@ ORDER = {
     "rolling_step_000006.pt": 6,
     "epoch_00001.pt": 4,
 }
-DAMAGE = {
-    "one bit flipped": lambda content: flip_bit(content, len(content) // 2),
-    "truncated": lambda content: content[: len(content) * 2 // 3],
-    "empty": lambda content: b"",
-    "zero-filled": lambda content: bytes(len(content)),
-}
-
-
-def flip_bit(content: bytes, at: int) -> bytes:
-    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
-
-
-def damage(path: Path, how: str) -> None:
-    path.write_bytes(DAMAGE[how](path.read_bytes()))
+DAMAGE = ("one bit", "truncated", "empty", "zeros")
 
 
 @pytest.fixture
-def stopped_run(reference):
-    """The uninterrupted run "reference" and the run "stopped", which was stopped at step 9."""
+def copied_run(reference, request):
+    """A copy of a run that was stopped at step 9, whose checkpoints can be damaged alone; and "reference" beside it."""
     if not (reference(*FLAGS) / "stopped").exists():
         run_to_end(*FLAGS, *folders("stopped"), faults=[partial(signal_at, 9)])
-
-
-def copy_of_stopped_run(name: str) -> Path:
-    """Copy the stopped run without hard links and dates, so that each checkpoint can be damaged alone."""
-    shutil.copytree("stopped", name)
+    name = request.node.name
+    shutil.copytree("stopped", name)  # without hard links
     continue_here(Path(name, "ckpt"))
-    for second, path in enumerate(ORDER):  # the newest first
+    for second, path in enumerate(ORDER):  # the newest has the oldest date
         os.utime(Path(name, "ckpt", path), (second, second))
     assert {path: load(f"{name}/ckpt/{path}")["step"] for path in ORDER} == ORDER
-    return Path(name, "ckpt")
+    return name, Path(name, "ckpt")
 
 
-def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
+def content(name: str) -> dict[Path, bytes]:
+    files = [path for path in Path(name).rglob("*") if path.is_file() and path.name != ".lock"]
+    return {path: path.read_bytes() for path in files}
 
 
 @pytest.mark.parametrize(
@@ -74,20 +61,19 @@ def content(folder: Path) -> dict[str, bytes]:
         for kind, how in enumerate(DAMAGE)
     ],
 )
-def test_resume_skips_damaged_files_in_order(stopped_run, how, count):
-    name = f"{how} {count}"
-    folder = copy_of_stopped_run(name)
-    damaged = list(ORDER)[:count]
+def test_resume_skips_damaged_files_in_order(copied_run, capsys, how, count):
+    name, folder = copied_run
+    damaged, next_file = list(ORDER)[:count], list(ORDER)[count]
     for file in damaged:
         damage(folder / file, how)
-    contents = [(folder / file).read_bytes() for file in damaged]
-    text = run_to_end(*FLAGS, *folders(name), "--resume", "latest")
-    reported = dict(re.findall(r"^skipped +(.+?\.pt)(?:, step \d+)?: corrupt.*; renamed (\S+)$", text, re.M))
-    new_names = [reported.pop(str(folder / file)) for file in damaged]
-    assert not reported
-    assert all(new.startswith(f"{file}.skipped-") for file, new in zip(damaged, new_names, strict=True))
-    assert [(folder / new).read_bytes() for new in new_names] == contents
-    next_file = list(ORDER)[count]
+    before = content(name)
+    assert run_here(*FLAGS, *folders(name), "--resume", "latest") == 0
+    text = capsys.readouterr().out
+    renamed = dict(re.findall(r"^skipped +(.+?\.pt)(?:, step \d+)?: corrupt.*; renamed (\S+)$", text, re.M))
+    assert renamed.keys() == {str(folder / file) for file in damaged}
+    for file, new in renamed.items():
+        assert new.startswith(f"{Path(file).name}.skipped-")
+        assert (folder / new).read_bytes() == before[Path(file)]
     assert f"resumed      from {folder / next_file} at step {ORDER[next_file]}" in text
     assert_equals_reference(name)
 
@@ -97,11 +83,14 @@ def die(rank: int) -> None:
     around_step(before=lambda step, stop: os.kill(os.getpid(), signal.SIGKILL))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("which", ["rolling_step_000006.pt", "latest_backup.pt"])
-def test_a_kill_before_the_first_save_does_not_undo_a_choice_to_go_back(stopped_run, which, ranks):
-    name = f"back to {which} {ranks}"
-    folder = copy_of_stopped_run(name)
+@pytest.mark.parametrize(("which", "ranks"), [
+    ("rolling_step_000006.pt", 1),
+    ("latest_backup.pt", 2),
+    pytest.param("rolling_step_000006.pt", 2, marks=pytest.mark.storm),
+    pytest.param("latest_backup.pt", 1, marks=pytest.mark.storm),
+])  # fmt: skip
+def test_a_kill_before_the_first_save_does_not_undo_a_choice_to_go_back(copied_run, which, ranks):
+    name, folder = copied_run
     run = Run(*FLAGS, *folders(name), "--resume", f"{folder}/{which}", ranks=ranks, faults=[die])
     run.wait()
     assert f"/{which} at step {ORDER[which]}" in run.text() and "| loss" not in run.text()
@@ -112,21 +101,27 @@ def test_a_kill_before_the_first_save_does_not_undo_a_choice_to_go_back(stopped_
         assert_equals_reference(name)
 
 
-@pytest.mark.parametrize(
-    ("how", "which", "ranks"),
-    [("one bit flipped", "latest", 2), ("truncated", "auto", 1), ("empty", "latest", 1), ("zero-filled", "auto", 1)],
-)
-def test_resume_is_refused_if_all_files_are_damaged(stopped_run, how, which, ranks):
-    name = f"{how} {which} {ranks}"
-    folder = copy_of_stopped_run(name)
+def test_resume_is_refused_if_all_files_are_damaged(copied_run):
+    name, folder = copied_run
     for file in folder.glob("*.pt"):
-        damage(file, how)
-    checkpoints, logs = content(folder), content(Path(name, "logs"))
-    message = refusal(*FLAGS, *folders(name), "--resume", which, ranks=ranks)
+        damage(file, "one bit")
+    before = content(name)
+    message = refusal(*FLAGS, *folders(name), "--resume", "latest", ranks=2)
     assert f"{folder}: all checkpoints are corrupt: " in message
     assert all(file in message for file in ORDER)
-    assert content(folder) == checkpoints
-    assert content(Path(name, "logs")) == logs
+    assert content(name) == before
+
+
+def test_a_newest_checkpoint_that_cannot_be_read_is_not_skipped(copied_run):
+    name, folder = copied_run
+    before, faults = content(name), [partial(fail_reads, "latest.pt", errno.EIO, True)]
+    assert refusal(*FLAGS, *folders(name), "--resume", "latest", ranks=2, faults=faults) == (
+        f"error: {folder}/latest.pt: cannot be read (Input/output error); fix the disk or the permissions, or give an "
+        "older file"
+    )
+    assert content(name) == before
+    assert run_here(*FLAGS, *folders(name), "--resume", "latest") == 0  # works once the file can be read
+    assert_equals_reference(name)
 
 
 FAIL = r"""
@@ -152,90 +147,18 @@ ssize_t read(int file, void *buffer, size_t size) {
 
 @pytest.mark.storm
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_disk_that_fails_does_not_cost_the_newest_checkpoint(stopped_run, tmp_path, processes):
+def test_a_disk_that_fails_does_not_cost_the_newest_checkpoint(copied_run, tmp_path, processes):
     """A library makes all reads of latest.pt fail in the processes of the command."""
     if not shutil.which("cc"):
         pytest.skip("requires a C compiler")
     (tmp_path / "fail.c").write_text(FAIL)
     library = str(tmp_path / "fail.so")
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, str(tmp_path / "fail.c"), "-ldl"], check=True)
-    name = f"failing disk {processes}"
-    folder = copy_of_stopped_run(name)
-    before, words = content(folder), command(*FLAGS, *folders(name), "--resume", processes=processes)
+    name, folder = copied_run
+    before, words = content(name), command(*FLAGS, *folders(name), "--resume", processes=processes)
     done = subprocess.run(words, env=environment() | {"LD_PRELOAD": library}, capture_output=True, text=True)
     assert done.returncode == (2 if processes == 1 else 1), done.stderr  # torchrun has its own
     assert f"error: {folder}/latest.pt: cannot be read (Input/output error); fix the disk" in done.stderr
-    assert content(folder) == before
+    assert content(name) == before
     run_to_end(*FLAGS, *folders(name), "--resume")
     assert_equals_reference(name)
-
-
-@pytest.mark.parametrize(
-    ("how", "which", "ranks"), [("EIO", "latest", 2), ("EACCES", "auto", 1), ("a folder", "latest", 1)]
-)
-def test_a_newest_checkpoint_that_cannot_be_read_is_not_skipped(stopped_run, how, which, ranks):
-    name = f"unreadable {how}"
-    folder = copy_of_stopped_run(name)
-    if how == "a folder":
-        (folder / "latest.pt").rename(Path(name, "latest.pt"))
-        (folder / "latest.pt").mkdir()
-    faults = [] if how == "a folder" else [partial(fail_reads, "latest.pt", getattr(errno, how), True)]
-    before, logs = sorted(folder.iterdir()), content(Path(name, "logs"))
-    message = refusal(*FLAGS, *folders(name), "--resume", which, ranks=ranks, faults=faults)
-    reason = {"EIO": "Input/output error", "EACCES": "Permission denied"}.get(how, "Is a directory")
-    assert message == (
-        f"error: {folder}/latest.pt: cannot be read ({reason}); fix the disk or the permissions, or give an older file"
-    )
-    assert (sorted(folder.iterdir()), content(Path(name, "logs"))) == (before, logs)
-    if how == "a folder":
-        (folder / "latest.pt").rmdir()
-        Path(name, "latest.pt").rename(folder / "latest.pt")
-    run_to_end(*FLAGS, *folders(name), "--resume", which)  # the same command works once the file can be read
-    assert_equals_reference(name)
-
-
-class RunsCode:
-    def __reduce__(self):
-        return open, ("code-was-run", "w")
-
-
-def test_foreign_files_are_refused_and_their_code_is_not_run(stopped_run):
-    checkpoint = load("stopped/ckpt/latest.pt")
-    torch.save({"weights": torch.zeros(3)}, "foreign.pt")
-    torch.save({"state_dict": checkpoint["model"], "epoch": 1}, "lightning.pt")
-    torch.save(checkpoint | {"format_version": 99}, "newer.pt")
-    torch.save(checkpoint | {"format_version": 2}, "older.pt")
-    torch.save(checkpoint | {"scaler": RunsCode()}, "code.pt")
-    torch.save(RunsCode(), "zipped.pt")
-    torch.save(checkpoint["model"], "weights.pt")
-    torch.save(RunsCode(), "old-style.pt", _use_new_zipfile_serialization=False)
-    Path("pickle.pt").write_bytes(pickle.dumps(RunsCode()))
-    torch.save({"model": checkpoint["model"], "model_args": {"n_layer": 2}}, "nanogpt.pt")
-    Path("llm.c.bin").write_bytes(np.array([20240326, 3], np.int32).tobytes())
-    Path("folder.pt").mkdir()
-    Path("model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
-    Path("hf").mkdir()
-    Path("hf/config.json").write_text("{}")
-    foreign = "expected a value; take another checkpoint, or the version of SteadyGPT that wrote it; see convert_hf.py"
-    for file, words in {
-        "foreign.pt": f"format_version is None; {foreign}",
-        "lightning.pt": f"format_version is None; {foreign}",
-        "weights.pt": f"format_version is None; {foreign}",
-        "nanogpt.pt": f"format_version is None; {foreign}",
-        "newer.pt": "format_version is 99; expected 4; take another checkpoint, or the version of SteadyGPT",
-        "older.pt": "format_version is 2; expected 4; take another checkpoint, or the version of SteadyGPT",
-        "model.safetensors": "corrupt (File is not a zip file); see convert_hf.py for files of other programs",
-        "llm.c.bin": "corrupt (File is not a zip file); see convert_hf.py for files of other programs",
-        "code.pt": "corrupt (more than tensors and plain types); see convert_hf.py for files of other programs",
-        "zipped.pt": "corrupt (more than tensors and plain types); see convert_hf.py for files of other programs",
-        "old-style.pt": "corrupt (File is not a zip file)",
-        "pickle.pt": "corrupt (File is not a zip file)",
-        "hf": "no checkpoints in hf; try another --checkpoint_dir",
-        "folder.pt": "no checkpoints in folder.pt",
-        "missing.pt": "no such file",
-    }.items():
-        message = refusal("--resume", file, tiny=[])
-        assert file in message
-        assert words in message
-    assert not Path("code-was-run").exists()
-    assert not Path("logs").exists()  # a refused start leaves no files
