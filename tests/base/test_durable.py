@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steadygpt.base.durable import UncachedFile, fsync, lines_from_end, lock_folder, replace_file, write_temporary
@@ -48,6 +48,7 @@ def test_fsync_on_macos_is_a_full_fsync_where_the_file_system_supports_it(suppor
     assert calls == [(7, 51)] + [7] * (not supported)
 
 
+@settings(max_examples=30)
 @given(st.lists(st.binary(max_size=20_000), max_size=5))
 def test_uncached_file_writes_the_same_bytes(chunks):
     for folder in filter(os.path.isdir, (tempfile.gettempdir(), "/dev/shm")):  # tmpfs may not support O_DIRECT
@@ -79,12 +80,16 @@ def test_a_link_with_the_name_of_a_temporary_file_is_replaced_and_its_target_kep
     assert (tmp_path / "precious").read_text() == "kept"
 
 
-def test_a_link_with_the_name_of_the_lock_is_refused_and_its_target_kept(tmp_path):
+@pytest.mark.parametrize(("make", "problem"), [
+    (lambda lock: lock.symlink_to("precious"), r"cannot write to .*/\.lock: Too many levels of symbolic links"),
+    (lambda lock: lock.write_text("kept"), "not the lock of a run; expected the number of a process"),
+], ids=["link", "of another program"])  # fmt: skip
+def test_what_is_no_lock_is_refused_and_kept(tmp_path, make, problem):
     (tmp_path / "precious").write_text("kept")
-    (tmp_path / ".lock").symlink_to("precious")
-    with pytest.raises(UserError, match=r"cannot write to .*/\.lock: Too many levels of symbolic links"):
+    make(tmp_path / ".lock")
+    with pytest.raises(UserError, match=problem):
         lock_folder(tmp_path, "wait")
-    assert (tmp_path / "precious").read_text() == "kept"
+    assert (tmp_path / ".lock").read_text() == "kept"
 
 
 def test_lock_is_released_when_its_file_is_closed(tmp_path):
@@ -95,16 +100,10 @@ def test_lock_is_released_when_its_file_is_closed(tmp_path):
     lock_folder(tmp_path, "wait").close()
 
 
+@settings(max_examples=30)
 @given(st.lists(st.binary(max_size=9)), st.integers(1, 20))
 def test_lines_from_the_end_are_those_from_the_start(parts, block_bytes):
     content = b"\n".join(parts)
     found = list(lines_from_end(io.BytesIO(content), block_bytes))
     assert [line for _, line in reversed(found)] == io.BytesIO(content).readlines()
     assert all(content[at : at + len(line)] == line for at, line in found)
-
-
-def test_a_lock_of_another_program_is_not_truncated(tmp_path):
-    (tmp_path / ".lock").write_text("mine")
-    with pytest.raises(UserError, match="not the lock of a run; expected the number of a process"):
-        lock_folder(tmp_path, "wait")
-    assert (tmp_path / ".lock").read_text() == "mine"
