@@ -1,6 +1,9 @@
 """Short runs of train.py in this process, whose plans count the memory of a model once a session."""
 
 import json
+import os
+import shlex
+import subprocess
 from pathlib import Path
 from unittest.mock import patch
 
@@ -33,12 +36,40 @@ def folders(name: str) -> tuple[str, ...]:
     return "--checkpoint_dir", name, "--logdir", f"logs-{name}"
 
 
-def starts(logdir) -> list[str]:
-    """Return the run of each start in a metrics.jsonl."""
+def starts(logdir) -> list[dict]:
+    """Return the line of each start in a metrics.jsonl."""
     records = map(json.loads, Path(logdir, "metrics.jsonl").read_text().splitlines())
-    return [record["run"] for record in records if "start" in record]
+    return [record for record in records if "start" in record]
 
 
 def uploaded(url: str) -> dict[str, int]:
     """Return checkpoint name -> step in a mirror."""
     return {name: entry.step for name, entry in Mirror(url).index().checkpoints.items()}
+
+
+def _run_rank(home: str, argv: tuple[str, ...]) -> int:
+    os.environ["XDG_STATE_HOME"] = home
+    return run_here(*argv)
+
+
+def tell(story: str) -> None:
+    """Run each line of a story.
+
+    train FLAGS, start FOLDER FLAGS, resume FOLDER FLAGS and resume_on_2_ranks FOLDER FLAGS run train.py. NAME=VALUE sets
+    a variable, which a fixture of the test restores. Other lines are commands of the shell.
+    """
+    for line in os.path.expandvars(story).strip().splitlines():
+        match shlex.split(line):
+            case ["train", *flags]:
+                assert run_here(*flags) == 0
+            case ["start", folder, *flags]:
+                assert run_here(*folders(folder), *flags) == 0
+            case ["resume", folder, *flags]:
+                assert run_here("--resume", "latest", "--checkpoint_dir", folder, *flags) == 0
+            case ["resume_on_2_ranks", folder, *flags]:
+                argv = ("--resume", "latest", "--checkpoint_dir", folder, *flags)
+                conftest.in_ranks(2, _run_rank, os.environ["XDG_STATE_HOME"], argv)
+            case [setting] if "=" in setting:
+                os.environ.update([setting.split("=")])
+            case _:
+                subprocess.run(line, shell=True, check=True)

@@ -436,7 +436,7 @@ def test_a_run_that_is_restored_is_the_same_run(machines, there, capsys):
     machines("first")
     run_here(*FLAGS, "--resume", "--max_steps", "8")  # continues the steps of the second machine
     assert resumed(capsys).endswith("at step 6")
-    assert starts("logs") == [run_id] * 3
+    assert [start["run"] for start in starts("logs")] == [run_id] * 3
     assert json.loads(Path("checkpoints/evaluations.json").read_text()).keys() == {"4", "6", "8"}
 
 
@@ -595,8 +595,7 @@ def test_a_mirror_that_does_not_answer_at_the_start_keeps_the_logs_of_another_ma
     monkeypatch.setattr(Mirror, "patiently", no_answer)
     assert run_here("--resume", "--max_steps", "8") == 0
     assert unclaimed[0] is False
-    lines = map(json.loads, Mirror(there).read("logs/metrics.jsonl").decode().splitlines())
-    assert [line["start"] for line in lines if "start" in line] == [0, 4, 4]
+    assert [start["start"] for start in starts("../there/logs")] == [0, 4, 4]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
