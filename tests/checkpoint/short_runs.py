@@ -8,7 +8,9 @@ from pathlib import Path
 from unittest.mock import patch
 
 import conftest
+import pytest
 
+from steadygpt.base.options import UserError
 from steadygpt.checkpoint.mirror import Mirror
 from steadygpt.run import memory
 
@@ -55,8 +57,9 @@ def _run_rank(home: str, argv: tuple[str, ...]) -> int:
 def tell(story: str) -> None:
     """Run each line of a story.
 
-    train FLAGS, start FOLDER FLAGS, resume FOLDER FLAGS and resume_on_2_ranks FOLDER FLAGS run train.py. NAME=VALUE sets
-    a variable, which a fixture of the test restores. Other lines are commands of the shell.
+    train FLAGS, start FOLDER FLAGS, resume FOLDER FLAGS and resume_on_2_ranks FOLDER FLAGS run train.py, which accepts
+    them, and refused FLAGS, which it does not. NAME=VALUE is a variable, which a fixture of the test restores. Other
+    lines are commands of the shell.
     """
     for line in os.path.expandvars(story).strip().splitlines():
         match shlex.split(line):
@@ -69,6 +72,9 @@ def tell(story: str) -> None:
             case ["resume_on_2_ranks", folder, *flags]:
                 argv = ("--resume", "latest", "--checkpoint_dir", folder, *flags)
                 conftest.in_ranks(2, _run_rank, os.environ["XDG_STATE_HOME"], argv)
+            case ["refused", *flags]:
+                with pytest.raises(UserError):
+                    run_here(*flags)
             case [setting] if "=" in setting:
                 os.environ.update([setting.split("=")])
             case _:

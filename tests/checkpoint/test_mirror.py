@@ -177,14 +177,14 @@ def test_the_mirror_of_a_copy_without_dates_has_the_newest_as_the_latest(saver_i
 
 
 def test_two_runs_that_start_on_one_empty_mirror_are_not_mixed(saver_in):
-    savers = [saver_in(name, run=name * 16) for name in "12"]
-    for saver in savers:
-        saver.mirror.claim()
-    for step, saver in enumerate(savers, start=1):
-        saver.save(step)
-        saver.uploaded()
-    assert savers[1].uploaded() == {"latest.pt": 2}  # it has claimed the mirror last
-    assert "there: a later start, of the run name of 2222222222222222, uploads there now" in savers[0].reports()[0]
+    first, second = (saver_in(name, run=name * 16) for name in "12")
+    first.mirror.claim()
+    second.mirror.claim()
+    first.save(1)
+    first.uploaded()
+    second.save(2)
+    assert second.uploaded() == {"latest.pt": 2}
+    assert "there: a later start, of the run name of 2222222222222222, uploads there now" in first.reports()[0]
 
 
 def test_of_two_starts_of_one_run_only_the_last_uploads(saver_in):
@@ -205,24 +205,22 @@ def test_of_two_starts_of_one_run_only_the_last_uploads(saver_in):
 # faults of the store
 
 
-FAULTS = {
-    "the checkpoint refused": ("PUT .*/step_", {"status": 403}),
-    "the connection reset": ("PUT .*/step_", {"drop_after": 0}),
-    "cut off half-way": ("PUT .*/step_", {"drop_after": 1000}),
-    "server errors": ("(PUT|POST) ", {"status": 500}),
-    "slow down": ("(PUT|POST) ", {"status": 503}),
-    "the index refused": ("PUT .*index.json", {"status": 403}),
-    "credentials that expire": ("PUT|GET", {"status": 403}),
-}
+def fault(name: str, match: str, *marks, **how):
+    return pytest.param(match, how, id=name, marks=marks)
 
 
-@pytest.mark.parametrize(
-    ("match", "fault"),
-    [
-        pytest.param(*found, id=name, marks=() if i % 2 else pytest.mark.storm)
-        for i, (name, found) in enumerate(FAULTS.items())
-    ],
-)
+FAULTS = [
+    fault("the checkpoint refused", "PUT .*/step_", pytest.mark.storm, status=403),
+    fault("the connection reset", "PUT .*/step_", drop_after=0),
+    fault("cut off half-way", "PUT .*/step_", pytest.mark.storm, drop_after=1000),
+    fault("server errors", "(PUT|POST) ", status=500),
+    fault("slow down", "(PUT|POST) ", pytest.mark.storm, status=503),
+    fault("the index refused", "PUT .*index.json", status=403),
+    fault("credentials that expire", "PUT|GET", pytest.mark.storm, status=403),
+]
+
+
+@pytest.mark.parametrize(("match", "fault"), FAULTS)
 def test_failed_upload_is_repeated_until_it_succeeds(s3, tmp_path, match, fault):
     saver = Saver(tmp_path / "here", f"{s3.url}/run")
     saver.roll(1)
@@ -252,35 +250,37 @@ def test_index_is_written_after_what_it_names_and_files_when_they_have_changed(s
 
 
 ENTRY = {"file": "step_000001-1795329120.123456.pt", "size": 9, "saved_at": 9, "step": 1, "val_loss": None}
-LATE = ENTRY | {"saved_at": 5e9}  # in 2128
-ABOUT = {"run": "a" * 16, "name": "x", "writer": "b" * 16}
+ABOUT = {"run": "a" * 16, "name": "x", "writer": "b" * 16, "checkpoints": {}}
+
+
+def entry(name: str = "latest.pt", **changes) -> dict:
+    return ABOUT | {"checkpoints": {name: ENTRY | changes}}
+
+
 INDEXES: dict = {
-    "missing": None,
     "not JSON": "",
     "the content is a list; expected an object": [],
-    "checkpoints is None; expected a value": ABOUT,
-    "checkpoints['latest.pt'].saved_at is None; expected a value": {"latest.pt": {}},
-    "checkpoints['latest.pt'].file is '../x'; expected a string like step_": {"latest.pt": ENTRY | {"file": "../x"}},
-    "checkpoints['latest.pt'].val_loss is -1e+308; expected 0": {"latest.pt": ENTRY | {"val_loss": -1e308}},
-    "checkpoints['latest.pt'].size is -9; expected 0 or more": {"latest.pt": ENTRY | {"size": -9}},
-    "a key of checkpoints is '../latest.pt'; expected a string like": {"../latest.pt": ENTRY},
-    "checkpoints['latest.pt'].saved_at is 5000000000.0; expected 0": {"latest.pt": LATE},
-    "run is ''; expected a string like": ABOUT | {"run": "", "checkpoints": {"latest.pt": ENTRY}},
-    "--run_name is '../x'; expected": ABOUT | {"name": "../x", "checkpoints": {}},
-}  # fmt: skip
+    "checkpoints is 3; expected an object": ABOUT | {"checkpoints": 3},
+    "checkpoints['latest.pt'].saved_at is None; expected a value": ABOUT | {"checkpoints": {"latest.pt": {}}},
+    "checkpoints['latest.pt'].file is '../x'; expected a string like step_": entry(file="../x"),
+    "checkpoints['latest.pt'].val_loss is -1e+308; expected 0": entry(val_loss=-1e308),
+    "checkpoints['latest.pt'].size is -9; expected 0 or more": entry(size=-9),
+    "a key of checkpoints is '../latest.pt'; expected a string like": entry("../latest.pt"),
+    "checkpoints['latest.pt'].saved_at is 5000000000.0; expected 0": entry(saved_at=5e9),  # in 2128
+    "run is ''; expected a string like": entry() | {"run": ""},
+    "--run_name is '../x'; expected": ABOUT | {"name": "../x"},
+}
 
 
-@pytest.mark.parametrize("problem", INDEXES)
+@pytest.mark.parametrize("problem", ["missing", *INDEXES])
 def test_index_that_is_lost_or_cannot_be_read_is_an_error(tmp_path, problem):
-    index, damaged = tmp_path / "index.json", INDEXES[problem]
     (tmp_path / ENTRY["file"]).touch()
-    if isinstance(damaged, dict) and "run" not in damaged:
-        damaged = ABOUT | {"checkpoints": damaged}
-    if damaged is not None:
-        index.write_text(json.dumps(damaged) if damaged else str(damaged))
+    if problem in INDEXES:
+        (tmp_path / "index.json").write_text(json.dumps(INDEXES[problem]) if INDEXES[problem] != "" else "")
+    before = files(tmp_path, "*")
     with pytest.raises(UserError, match=rf"index.json: {re.escape(problem)}.* step_\*.pt"):
         Mirror(f"file://{tmp_path}", "a" * 16).claim()
-    assert index.exists() == (damaged is not None)
+    assert files(tmp_path, "*") == before
 
 
 WRONG_URLS = {
@@ -374,7 +374,7 @@ def continue_elsewhere(url: str, machines) -> None:
     machines("second")
     write_run(Path("checkpoints"), run.id, TrainConfig(**run.places))  # as on a disk that was kept
     machines("first")
-    run_here("--resume", "--max_steps", "6")
+    run_here(*FLAGS, "--resume", "--max_steps", "6")
 
 
 def stopping_at(last: int):
@@ -413,31 +413,14 @@ def test_newer_one_of_folder_and_mirror_wins(machines, there, capsys, workdir):
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5))
         run_here("--resume", "latest")  # does not fall back to an older checkpoint
     assert read_checkpoint(Path("checkpoints/latest.pt"))["step"] == 4
-    run_here("--resume", "--max_steps", "8")
+    run_here(*FLAGS, "--resume", "--max_steps", "8")
     assert resumed(capsys).endswith("at step 6")
     assert load("checkpoints/latest_backup.pt")["step"] == 6
+    assert json.loads(Path("checkpoints/evaluations.json").read_text()).keys() == {"4", "6", "8"}
     shutil.rmtree(workdir / "there")
     run_here("--resume", "--max_steps", "10")
     assert resumed(capsys) == "resumed      from checkpoints/latest.pt at step 8"
     assert uploaded(there)["latest.pt"] == 10
-
-
-def test_a_run_that_is_restored_is_the_same_run(machines, there, capsys):
-    run_here(*FLAGS, "--mirror", there, "--run_name", "mine", "--max_steps", "4")
-    run_id = read_run(Path("checkpoints")).id
-    machines("second")
-    run_here("--max_steps", "3", "--checkpoint_dir", "other")  # whose logs are in the way
-    run_here(*FLAGS, "--resume", "latest", "--mirror", there, "--max_steps", "6")
-    line = "name         mine, with its logs in logs/mine, because runs/mine or logs belongs to another run"
-    assert line in capsys.readouterr().out.splitlines()
-    assert read_run(Path("checkpoints")).id == Mirror(there).index().run == run_id
-    assert read_run(Path("checkpoints")).places["run_name"] == Mirror(there).index().name == "mine"
-    assert metrics("logs/mine", "loss").keys() == set(range(6))
-    machines("first")
-    run_here(*FLAGS, "--resume", "--max_steps", "8")  # continues the steps of the second machine
-    assert resumed(capsys).endswith("at step 6")
-    assert [start["run"] for start in starts("logs")] == [run_id] * 3
-    assert json.loads(Path("checkpoints/evaluations.json").read_text()).keys() == {"4", "6", "8"}
 
 
 @pytest.mark.parametrize("is_heard", [True, False])
@@ -452,30 +435,6 @@ def test_going_back_to_an_older_checkpoint_holds_for_the_mirror_too(there, capsy
         wait_for(lambda: uploaded(there)["latest.pt"] == 4)
     run_here("--resume", "latest")
     assert resumed(capsys) == "resumed      from checkpoints/latest.pt at step 4"
-
-
-def test_start_that_fails_after_a_restore_loses_no_logs(machines, there):
-    run_here(*FLAGS, "--mirror", there, "--max_steps", "4")
-    whole = metrics("logs", "loss")
-    machines("second")
-    with pytest.raises(UserError, match="no train shards"):
-        run_here("--resume", "latest", "--mirror", there, "--data_dir", "nowhere")
-    run_here("--resume", "latest", "--mirror", there, "--max_steps", "6")
-    assert metrics("logs", "loss").items() >= whole.items()
-    assert json.loads(Mirror(there).read("evaluations.json")).keys() == {"4"}
-
-
-def test_fork_and_resume_from_a_downloaded_checkpoint_leave_the_mirror_alone(machines, there, capsys):
-    run_here(*FLAGS, "--mirror", there, "--run_name", "first")
-    older = ("--resume", "checkpoints/rolling_step_000004.pt")
-    run_here(*older, "--checkpoint_dir", "fork", "--logdir", "fork_logs")
-    assert "with its logs in fork_logs, and with no mirror" in capsys.readouterr().out
-    assert uploaded(there)["rolling_step_000004.pt"] == 4
-    assert b'"step": 7,' in Mirror(there).read("logs/metrics.jsonl")
-    machines("second")
-    upload_manager.main(["download", "rolling_step_000004.pt", "--mirror", there])
-    with pytest.raises(UserError, match=r"belongs to the run first \([0-9a-f]{16}\); give this run another --mirror"):
-        run_here(*older, "--max_steps", "6", "--mirror", there)
 
 
 @pytest.mark.parametrize(
@@ -615,6 +574,8 @@ def test_upload_manager(store, machines, capsys):
     for name, problem in (("best", "exists; rename it"), ("epoch_00009.pt", "no epoch_00009")):
         with pytest.raises(UserError, match=problem):
             upload_manager.main(["download", name, "--mirror", url])
+    with pytest.raises(UserError, match=r"belongs to the run .* \([0-9a-f]{16}\); give this run another --mirror"):
+        run_here("--resume", "checkpoints/best_model.pt", "--max_steps", "6", "--mirror", url)
     mirror = Mirror(url)
     latest = mirror.index().checkpoints["latest.pt"].file
     mirror.fs.pipe_file(f"{mirror.folder}/{latest}", b"half")

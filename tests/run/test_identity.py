@@ -116,6 +116,22 @@ STORIES: dict[str, tuple[str, Logs, str]] = {
         "rm two/latest.pt\nresume two --logdir two/logs --mirror $URL --max_steps 6",
         {"logs-one": ("a", range(3)), "two/logs": ("b", range(4)), "two/logs/a": ("aa", range(6)),
          "there/logs": ("aa", range(6))}, ""),
+    "a run that changes between two machines": (  # on one of them, other logs are in the way
+        f"{FIRST} --mirror $URL\nXDG_STATE_HOME=other\ntrain --max_steps 3 --checkpoint_dir two\n"
+        "resume x --mirror $URL --max_steps 6\nXDG_STATE_HOME=user\nresume one --max_steps 8",
+        {"logs-one": ("aaa", range(8)), "logs": ("b", range(3)), "logs/a": ("aa", range(6)),
+         "there/logs": ("aaa", range(8))},
+        "name         a, with its logs in logs/a, because runs/a or logs belongs to another run"),
+    "a restore after a refused one": (
+        f"{FIRST} --mirror $URL\nXDG_STATE_HOME=other\n"
+        "refused --resume latest --checkpoint_dir x --mirror $URL --data_dir nowhere\n"
+        "resume x --mirror $URL --max_steps 6",
+        {"logs-one": ("a", range(3)), "logs": ("aa", range(6)), "there/logs": ("aa", range(6))}, ""),
+    "a fork of a run with a mirror": (
+        f"{FIRST} --mirror $URL --max_steps 8 --checkpoint_freq 4\n"
+        "train --resume one/rolling_step_000004.pt --checkpoint_dir x --logdir logs-x",
+        {"logs-one": ("a", range(8)), "logs-x": ("b", range(4, 8)), "there/logs": ("a", range(8))},
+        "fork         of the run a in one; this is the run a-from-4, with its logs in logs-x, and with no mirror"),
     "a restored copy": (  # its log begins with the starts of the original
         f"{FIRST} --logdir one/logs\ncp -r one x\nresume x --max_steps 4 --mirror $URL\nXDG_STATE_HOME=other\n"
         "resume y --max_steps 5 --mirror $URL --logdir logs\n"
