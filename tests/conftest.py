@@ -115,6 +115,15 @@ def workdir(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def url(workdir, monkeypatch) -> str:
+    """An empty mirror, which stories call $URL, for a user without runs."""
+    monkeypatch.setenv("XDG_STATE_HOME", f"{workdir}/user")
+    monkeypatch.setenv("PWD", str(workdir))
+    monkeypatch.setenv("URL", f"file://{workdir}/there")
+    return os.environ["URL"]
+
+
 def write_examples(folder: Path) -> None:
     """Write two questions of HellaSwag to hs.jsonl, equal but for their answers, so that at most one is right."""
     example = {"ctx": "A man", "endings": ["sits.", "flies away.", "is a.", "of."], "label": 0}

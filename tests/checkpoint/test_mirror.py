@@ -15,7 +15,8 @@ from unittest.mock import Mock
 
 import pytest
 from conftest import REPO, assert_same_state, load, metrics, run_content
-from short_runs import run_here, starts, uploaded
+from injected import signal_at
+from short_runs import run_here, tell, uploaded
 from test_files import damage, write_checkpoint
 
 import train
@@ -27,8 +28,6 @@ from steadygpt.checkpoint.mirror import Mirror, missing_lines
 from steadygpt.checkpoint.saves import CheckpointWriter, Saves
 from steadygpt.checkpoint.uploads import Uploads
 from steadygpt.config import TrainConfig
-from steadygpt.machine.ranks import Stopped
-from steadygpt.run.identity import read_run, write_run
 
 sys.path.insert(0, str(REPO / "scripts"))
 import upload_manager
@@ -327,38 +326,8 @@ def test_a_log_gets_the_starts_that_only_the_mirror_has(here, there, missing):
 # runs
 
 
-FLAGS = ("--checkpoint_freq", "2", "--eval_freq", "4", "--dropout", "0.1", "--use_tensorboard")
-
-
-@pytest.fixture
-def machines(workdir, monkeypatch, capsys):
-    """A function that changes to an empty working folder with the data in it; what was printed before is read."""
-
-    def change_to(name: str) -> None:
-        folder = workdir / name
-        folder.mkdir(exist_ok=True)
-        if not (folder / "data").exists():
-            (folder / "data").symlink_to(workdir / "data")
-        monkeypatch.chdir(folder)
-        monkeypatch.setenv("XDG_STATE_HOME", str(folder / "home"))
-        capsys.readouterr()
-
-    change_to("first")
-    return change_to
-
-
-@pytest.fixture
-def there(workdir, machines) -> str:
-    """The URL of an empty mirror, for runs on machines."""
-    return f"file://{workdir}/there"
-
-
-@pytest.fixture
-def outage(monkeypatch):
-    """A function under which the S3 server does not answer, and one that ends that."""
-    address = os.environ.get("AWS_ENDPOINT_URL")
-    set_address = partial(monkeypatch.setenv, "AWS_ENDPOINT_URL")
-    return partial(set_address, "http://127.0.0.1:9"), lambda: set_address(address)
+FLAGS = "--checkpoint_freq 2 --eval_freq 4 --dropout 0.1 --use_tensorboard"
+FIRST, ANOTHER_USER = f"start one {FLAGS} --run_name first --mirror $URL", "XDG_STATE_HOME=other"
 
 
 def resumed(capsys) -> str:
@@ -366,105 +335,98 @@ def resumed(capsys) -> str:
     return [line for line in capsys.readouterr().out.splitlines() if line.startswith("resumed      from")][-1]
 
 
-def continue_elsewhere(url: str, machines) -> None:
-    """Train to step 6 on the first machine, and leave it as it was at step 4 as the second."""
-    run_here(*FLAGS, "--mirror", url, "--max_steps", "4")
-    shutil.copytree(Path.cwd(), Path.cwd().with_name("second"), symlinks=True)
-    run = read_run(Path("checkpoints"))
-    machines("second")
-    write_run(Path("checkpoints"), run.id, TrainConfig(**run.places))  # as on a disk that was kept
-    machines("first")
-    run_here(*FLAGS, "--resume", "--max_steps", "6")
+def last_evaluations(folder: str) -> set[str]:
+    return {*json.loads(Path(folder, "evaluations.json").read_text())}
 
 
-def stopping_at(last: int):
-    step_of, stop = train.train_step, Stopped("SIGTERM")
-
-    def train_step(run, batches):
-        if run.state.step == last:
-            raise stop
-        return step_of(run, batches)
-
-    return train_step
-
-
-def test_lost_machine_loses_nothing(store, machines, capsys, monkeypatch):
-    url = f"{store.url}/run"
-    assert run_here(*FLAGS) == 0
-    machines("second")
+def test_lost_machine_loses_nothing(store, workdir, monkeypatch, capsys):
+    monkeypatch.setenv("URL", f"{store.url}/run")
+    tell(f"start reference {FLAGS}")
     with monkeypatch.context() as patch:
-        patch.setattr(train, "train_step", stopping_at(6))
-        assert run_here(*FLAGS, "--mirror", url) == 0
-    machines("third")
-    assert run_here(*FLAGS, "--resume", "latest", "--mirror", url) == 0
-    assert resumed(capsys) == f"resumed      from checkpoints/latest.pt (restored from {url}) at step 6"
-    assert_same_state(load("checkpoints/latest.pt"), load("../first/checkpoints/latest.pt"))
+        patch.setattr(train, "train_step", train.train_step)  # so that it is restored
+        signal_at(6, rank=0)
+        tell(FIRST)
+    monkeypatch.setenv("XDG_STATE_HOME", "other")
+    tell(f"start two {FLAGS} --resume latest --mirror $URL --tensorboard_dir runs-two")
+    assert resumed(capsys) == f"resumed      from two/latest.pt (restored from {store.url}/run) at step 6"
+    assert_same_state(load("two/latest.pt"), load("reference/latest.pt"))
     for key in ("loss", "val_loss"):
-        assert metrics("logs", key) == metrics("../first/logs", key)
-    assert json.loads(Path("checkpoints/evaluations.json").read_text()).keys() == {"4", "8"}
-    assert len(list(Path("runs").glob("*/events.*"))) == 2  # of both machines
+        assert metrics("logs-two", key) == metrics("logs-reference", key)
+    assert last_evaluations("two") == {"4", "8"}
+    assert len(list(Path("runs-two").glob("*/events.*"))) == 2  # of both machines
 
 
-def test_newer_one_of_folder_and_mirror_wins(machines, there, capsys, workdir):
-    continue_elsewhere(there, machines)
-    machines("second")
-    os.utime("checkpoints/latest.pt", (2**32, 2**32))  # the date of a copy
+@pytest.fixture
+def older(url, capsys):
+    """A run in "one", whose disk is that of step 4 again, while its mirror has step 6."""
+    tell(f"""
+        {FIRST} --max_steps 4
+        cp -r one backup
+        resume one {FLAGS} --max_steps 6
+        rm -r one; mv backup one
+    """)
+
+
+def test_newer_one_of_folder_and_mirror_wins(older, url, capsys):
+    os.utime("one/latest.pt", (2**32, 2**32))  # the date of a copy
     with pytest.raises(UserError, match="kB needed, 5 bytes free"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5))
-        run_here("--resume", "latest")  # does not fall back to an older checkpoint
-    assert read_checkpoint(Path("checkpoints/latest.pt"))["step"] == 4
-    run_here(*FLAGS, "--resume", "--max_steps", "8")
+        tell("resume one")  # does not fall back to an older checkpoint
+    assert read_checkpoint(Path("one/latest.pt"))["step"] == 4
+    tell(f"resume one {FLAGS} --max_steps 8")
     assert resumed(capsys).endswith("at step 6")
-    assert load("checkpoints/latest_backup.pt")["step"] == 6
-    assert json.loads(Path("checkpoints/evaluations.json").read_text()).keys() == {"4", "6", "8"}
-    shutil.rmtree(workdir / "there")
-    run_here("--resume", "--max_steps", "10")
-    assert resumed(capsys) == "resumed      from checkpoints/latest.pt at step 8"
-    assert uploaded(there)["latest.pt"] == 10
+    assert load("one/latest_backup.pt")["step"] == 6
+    assert last_evaluations("one") == {"4", "6", "8"}
+    tell("rm -r there\nresume one --max_steps 10")
+    assert resumed(capsys) == "resumed      from one/latest.pt at step 8"
+    assert uploaded(url)["latest.pt"] == 10
+
+
+def test_upload_all_does_not_replace_what_is_newer(older, url):
+    before = {path: path.read_bytes() for path in Path("there").rglob("*.*") if path.is_file()}
+    with pytest.raises(UserError, match="has a newer checkpoint than one, of step 6"):
+        upload_manager.main(["upload-all", "--mirror", url, "--checkpoint_dir", "one"])
+    assert {path: path.read_bytes() for path in Path("there").rglob("*.*") if path.is_file()} == before
 
 
 @pytest.mark.parametrize("is_heard", [True, False])
-def test_going_back_to_an_older_checkpoint_holds_for_the_mirror_too(there, capsys, monkeypatch, is_heard):
-    run_here(*FLAGS, "--mirror", there)
+def test_going_back_to_an_older_checkpoint_holds_for_the_mirror_too(url, capsys, monkeypatch, is_heard):
+    tell(FIRST)
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr(train, "train", lambda *_: sys.exit())  # it ends before the first save
         if not is_heard:
             patch.setattr(Uploads, "start", lambda *_, **__: None)
-        run_here("--resume", "checkpoints/rolling_step_000004.pt")
+        tell("train --resume one/rolling_step_000004.pt")
     if is_heard:
-        wait_for(lambda: uploaded(there)["latest.pt"] == 4)
-    run_here("--resume", "latest")
-    assert resumed(capsys) == "resumed      from checkpoints/latest.pt at step 4"
+        wait_for(lambda: uploaded(url)["latest.pt"] == 4)
+    tell("resume one")
+    assert resumed(capsys) == "resumed      from one/latest.pt at step 4"
 
 
 @pytest.mark.parametrize(
     "how", [*(pytest.param(h, marks=pytest.mark.storm) for h in ("missing", "truncated")), "one bit"]
 )
-def test_restore_skips_checkpoints_that_are_not_whole(machines, there, capsys, workdir, how):
-    run_here(*FLAGS, "--mirror", there)
-    latest = workdir / "there" / Mirror(there).index().checkpoints["latest.pt"].file
+def test_restore_skips_checkpoints_that_are_not_whole(url, capsys, how):
+    tell(FIRST)
+    latest = Path("there", Mirror(url).index().checkpoints["latest.pt"].file)
     latest.unlink() if how == "missing" else damage(latest, how)
-    machines("second")
-    assert run_here("--resume", "latest", "--mirror", there) == 0
+    tell(f"{ANOTHER_USER}\nresume two --mirror $URL")
     out = capsys.readouterr().out
-    assert "resumed      from checkpoints/latest.pt (restored" in out and "at step 6" in out
-    assert f"skipped      {there}/{latest.name}: " in out
+    assert f"resumed      from two/latest.pt (restored from {url}) at step 6" in out
+    assert f"skipped      {url}/{latest.name}: " in out
 
 
-def test_the_mirror_replaces_no_damaged_file_and_none_that_cannot_be_read(there, capsys):
-    latest = Path("checkpoints/latest.pt")
-    run_here("--mirror", there, "--checkpoint_freq", "4")
-    latest.rename("kept")
-    latest.mkdir()
+def test_the_mirror_replaces_no_damaged_file_and_none_that_cannot_be_read(url, capsys):
+    latest = Path("one/latest.pt")
+    tell(f"{FIRST}\nmv one/latest.pt kept; mkdir one/latest.pt")
     with pytest.raises(UserError, match=r"latest.pt: cannot be read \(Is a directory\)"):
-        run_here("--resume", "--mirror", there)
-    latest.rmdir()
-    Path("kept").rename(latest)
+        tell("resume one")
+    tell("rmdir one/latest.pt; mv kept one/latest.pt")
     names = {path.name for path in latest.parent.glob("*.pt")}
     for name in names:
         damage(latest.with_name(name), "one bit")
     damaged = latest.read_bytes()
-    assert run_here("--resume", "--mirror", there, "--max_steps", "9") == 0
+    tell("resume one --max_steps 9")
     [kept] = latest.parent.glob("latest.pt.skipped-*")
     assert kept.read_bytes() == damaged
     assert f"skipped      {latest}: corrupt; renamed {kept.name}" in capsys.readouterr().out
@@ -472,30 +434,35 @@ def test_the_mirror_replaces_no_damaged_file_and_none_that_cannot_be_read(there,
     assert read_checkpoint(latest)["step"] == 9
 
 
-def test_auto_starts_a_new_run_on_an_empty_mirror_and_another_run_is_refused_there(machines, there):
-    with pytest.raises(UserError, match=r"no checkpoints in checkpoints; .*; nor is there one in --mirror "):
-        run_here("--resume", "latest", "--mirror", there)
-    assert run_here("--resume", "auto", "--mirror", there, "--max_steps", "4", "--run_name", "theirs") == 0
-    assert uploaded(there)["latest.pt"] == 4
-    machines("second")
-    refused = pytest.raises(UserError, match=r"belongs to the run theirs \(.*in an empty --checkpoint_dir")
-    with refused:
-        run_here("--mirror", there)
-    run_here("--max_steps", "4", "--run_name", "theirs")
-    before = Path("checkpoints/latest.pt").read_bytes()
-    for which in ("checkpoints/latest.pt", "latest"):
-        with refused:
-            run_here("--resume", which, "--mirror", there)
-    assert Path("checkpoints/latest.pt").read_bytes() == before
+def test_auto_starts_a_new_run_on_an_empty_mirror_and_another_run_is_refused_there(url):
+    with pytest.raises(UserError, match=r"no checkpoints in one; .*; nor is there one in --mirror "):
+        tell("resume one --mirror $URL")
+    tell(f"{FIRST} --resume auto --max_steps 4")
+    assert uploaded(url)["latest.pt"] == 4
+    tell(f"{ANOTHER_USER}\nstart two --max_steps 4 --run_name first")
+    before = Path("two/latest.pt").read_bytes()
+    for start in ("start three", "resume two", "train --resume two/latest.pt"):
+        with pytest.raises(UserError, match=r"belongs to the run first \(.*in an empty --checkpoint_dir"):
+            tell(f"{start} --mirror $URL")
+    assert Path("two/latest.pt").read_bytes() == before
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # runs whose mirror does not answer
 
 
-def test_run_that_waits_for_its_uploads_can_be_stopped(s3, machines, outage, monkeypatch, capsys):
-    gone, _ = outage
-    gone()
+GONE = "AWS_ENDPOINT_URL=http://127.0.0.1:9"
+
+
+@pytest.fixture
+def s3_url(s3, url, monkeypatch) -> str:
+    """The mirror that stories call $URL, in a store; $THERE is its address."""
+    monkeypatch.setenv("URL", f"{s3.url}/run")
+    monkeypatch.setenv("THERE", s3.address)
+    return f"{s3.url}/run"
+
+
+def test_run_that_waits_for_its_uploads_can_be_stopped(s3_url, monkeypatch, capsys):
     wait, waits = Saves._wait_for_uploads, []
 
     def wait_and_stop(saves, is_stopped) -> None:
@@ -504,21 +471,19 @@ def test_run_that_waits_for_its_uploads_can_be_stopped(s3, machines, outage, mon
         wait(saves, is_stopped)
 
     monkeypatch.setattr(Saves, "_wait_for_uploads", wait_and_stop)
-    assert run_here(*FLAGS, "--mirror", f"{s3.url}/run", "--no-background-upload") == 0
+    tell(f"{GONE}\n{FIRST} --no-background-upload")
     out, err = capsys.readouterr()
     assert "stopped (SIGTERM) after 2 steps" in out
     assert len(waits) == 2  # in the save and at the end; without a stop, each takes until GIVE_UP_S
     assert "warning: not everything is uploaded; upload the rest with scripts/upload_manager.py upload-all" in err
 
 
-def test_unreachable_mirror(s3, machines, outage, capsys, monkeypatch):
-    (gone, back), url = outage, f"{s3.url}/run"
-    run_here(*FLAGS, "--mirror", url, "--max_steps", "4")
-    gone()
+def test_unreachable_mirror(s3_url, capsys, monkeypatch):
+    tell(f"{FIRST} --max_steps 4\n{GONE}")
     before = {*threading.enumerate()}
     with monkeypatch.context() as patch:
         patch.setattr(uploads, "GIVE_UP_S", 0.5)
-        assert run_here("--resume", "--max_steps", "6") == 0  # trains on, and says that not everything is uploaded
+        tell("resume one --max_steps 6")  # trains on, and says that not everything is uploaded
     with monkeypatch.context() as patch:  # its uploads end, as with its process
         patch.setattr(Uploads, "_upload_newest", Mock(side_effect=UserError("ended")))
         threads = [thread for thread in {*threading.enumerate()} - before if thread.name == "uploads"]
@@ -526,25 +491,28 @@ def test_unreachable_mirror(s3, machines, outage, capsys, monkeypatch):
     out, err = capsys.readouterr()
     assert "the mirror may have a newer checkpoint: " in out
     assert "warning: not everything is uploaded; upload the rest with scripts/upload_manager.py upload-all" in err
-    machines("second")
-    for resume in ("latest", "auto"):  # auto starts no new run beside one that it cannot see
+    for which in ("latest", "auto"):  # auto starts no new run beside one that it cannot see
         with pytest.raises(UserError, match="no answer"):
-            run_here("--resume", resume, "--mirror", url)
-    machines("first")
-    back()
-    assert upload_manager.main(["upload-all", "--mirror", url]) == 0
-    assert uploaded(url)["latest.pt"] == 6
+            tell(f"start two --resume {which} --mirror $URL")
+    tell("AWS_ENDPOINT_URL=$THERE")
+    assert upload_manager.main(["upload-all", "--checkpoint_dir", "one"]) == 0
+    assert uploaded(s3_url)["latest.pt"] == 6
 
 
-def test_a_mirror_that_does_not_answer_at_the_start_keeps_the_logs_of_another_machine(there, machines, monkeypatch):
-    run_here(*FLAGS, "--mirror", there, "--max_steps", "4")
-    machines("second")
-    run_here("--resume", "--mirror", there, "--max_steps", "6")
-    machines("first")
+def test_a_mirror_that_does_not_answer_at_the_start_keeps_the_logs_of_another_machine(s3_url, monkeypatch):
+    tell(f"""
+        {FIRST} --max_steps 4
+        {ANOTHER_USER}
+        resume two --mirror $URL --max_steps 6
+        XDG_STATE_HOME=user
+        {GONE}
+    """)
     claim, unclaimed = Mirror.claim, []
 
     def answers_again(mirror):
         unclaimed.append(mirror.is_claimed)
+        tell("AWS_ENDPOINT_URL=$THERE")
+        mirror.connect()
         return claim(mirror)
 
     def no_answer(mirror, request):
@@ -552,30 +520,32 @@ def test_a_mirror_that_does_not_answer_at_the_start_keeps_the_logs_of_another_ma
         raise NoAnswer("no answer")
 
     monkeypatch.setattr(Mirror, "patiently", no_answer)
-    assert run_here("--resume", "--max_steps", "8") == 0
+    tell("resume one --max_steps 8")
     assert unclaimed[0] is False
-    assert [start["start"] for start in starts("../there/logs")] == [0, 4, 4]
+    lines = map(json.loads, Mirror(s3_url).read("logs/metrics.jsonl").decode().splitlines())
+    assert [line["start"] for line in lines if "start" in line] == [0, 4, 4]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the commands that show, fill and check a mirror
 
 
-def test_upload_manager(store, machines, capsys):
+def test_upload_manager(store, workdir, capsys):
     url = f"{store.url}/run"
-    run_here(*FLAGS, "--max_steps", "4")
+    run_here(*FLAGS.split(), "--max_steps", "4")
+    capsys.readouterr()
     assert upload_manager.main(["upload-all", "--mirror", url]) == 0
     assert "uploaded step 4 as latest.pt, rolling_step_000004.pt, best_model.pt" in capsys.readouterr().out
     assert upload_manager.main(["upload-all", "--mirror", url]) == 0
     assert capsys.readouterr().out == f"{url} has the checkpoints of checkpoints\n"
-    machines("second")
-    assert upload_manager.main(["download", "best", "--mirror", url]) == 0
-    assert Path("checkpoints/best_model.pt").read_bytes() == Path("../first/checkpoints/best_model.pt").read_bytes()
+    there = ("--mirror", url, "--checkpoint_dir", "second")
+    assert upload_manager.main(["download", "best", *there]) == 0
+    assert Path("second/best_model.pt").read_bytes() == Path("checkpoints/best_model.pt").read_bytes()
     for name, problem in (("best", "exists; rename it"), ("epoch_00009.pt", "no epoch_00009")):
         with pytest.raises(UserError, match=problem):
-            upload_manager.main(["download", name, "--mirror", url])
+            upload_manager.main(["download", name, *there])
     with pytest.raises(UserError, match=r"belongs to the run .* \([0-9a-f]{16}\); give this run another --mirror"):
-        run_here("--resume", "checkpoints/best_model.pt", "--max_steps", "6", "--mirror", url)
+        tell(f"train --resume second/best_model.pt --max_steps 6 --mirror {url}")
     mirror = Mirror(url)
     latest = mirror.index().checkpoints["latest.pt"].file
     mirror.fs.pipe_file(f"{mirror.folder}/{latest}", b"half")
@@ -584,17 +554,17 @@ def test_upload_manager(store, machines, capsys):
     assert capsys.readouterr().out.count("  missing or incomplete\n") == 3
 
 
-def test_table_of_a_mirror_and_upload_all_to_the_one_of_the_run(there, workdir, capsys):
-    run_here(*FLAGS, "--mirror", there, "--no-background-upload")
+def test_table_of_a_mirror_and_upload_all_to_the_one_of_the_run(url, capsys):
+    tell(f"train {FLAGS} --mirror $URL --no-background-upload")
     tables = []
-    for flags in ((), ("--mirror", there)):
+    for flags in ("", "--mirror $URL"):
         capsys.readouterr()
-        assert run_here("--list_checkpoints", *flags) == 0
+        tell(f"train --list_checkpoints {flags}")
         tables.append(capsys.readouterr().out.splitlines())
     same = [(here.split()[:6], there.split()[:6]) for here, there in zip(tables[0][:-1], tables[1][:-1], strict=True)]
     assert len(same) == 8 and all(here == there for here, there in same)
     assert tables[1][1].endswith("complete") and tables[1][1].split()[5] == f"{metrics('logs', 'val_bpb')[8]:.4f}"
-    shutil.rmtree(workdir / "there")
+    tell("rm -r there")
     assert upload_manager.main(["upload-all"]) == 0
     assert "latest.pt, rolling_step_000008.pt" in capsys.readouterr().out
     assert upload_manager.main(["list"]) == upload_manager.main(["list", "checkpoints"]) == 0
@@ -607,19 +577,9 @@ def test_a_mirror_that_nothing_names_and_a_name_that_nothing_takes_are_errors(wo
         upload_manager.main(["upload-all", "best"])
 
 
-def test_a_folder_of_another_user_is_not_uploaded(there, workdir, monkeypatch):
+def test_a_folder_of_another_user_is_not_uploaded(url):
     """Which logs belong to it is not known here."""
-    run_here("--max_steps", "3")
-    monkeypatch.setenv("XDG_STATE_HOME", str(workdir / "other user"))
+    tell(f"start one --max_steps 3\n{ANOTHER_USER}")
     with pytest.raises(UserError, match=r"this user has not started this run\. Resume from it with --mirror file:"):
-        upload_manager.main(["upload-all", "--mirror", there])
-    assert not (workdir / "there").exists()
-
-
-def test_upload_all_does_not_replace_what_is_newer(machines, there, workdir):
-    continue_elsewhere(there, machines)
-    before = {path: path.read_bytes() for path in (workdir / "there").rglob("*.*") if path.is_file()}
-    machines("second")
-    with pytest.raises(UserError, match="has a newer checkpoint than checkpoints, of step 6"):
-        upload_manager.main(["upload-all", "--mirror", there])
-    assert {path: path.read_bytes() for path in (workdir / "there").rglob("*.*") if path.is_file()} == before
+        upload_manager.main(["upload-all", "--mirror", url, "--checkpoint_dir", "one"])
+    assert not Path("there").exists()

@@ -31,15 +31,6 @@ def contents(*folders: str) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in files if "-from-" not in str(path)}
 
 
-@pytest.fixture
-def url(workdir, monkeypatch) -> str:
-    """An empty mirror, which stories call $URL, for a user without runs."""
-    monkeypatch.setenv("XDG_STATE_HOME", f"{workdir}/user")
-    monkeypatch.setenv("PWD", str(workdir))
-    monkeypatch.setenv("URL", f"file://{workdir}/there")
-    return os.environ["URL"]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # moves, copies and restores
 
