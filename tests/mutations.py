@@ -71,7 +71,7 @@ MUTATIONS = [
         "test_train run/test_ramp",
     ),
     Mutation("train.py", "manual_seed(config.seed + state.step)", "manual_seed(config.seed)", "test_train"),
-    Mutation("train.py", "state.best_val_loss = None", "pass", "test_resume test_train"),
+    Mutation("train.py", "state.best_val_loss = None", "pass", "run/test_run_names"),
     Mutation("train.py", "state.bad_steps = min(state.bad_steps, config.max_bad_steps - 1)", "pass", "test_resume"),
     Mutation("train.py", "of_virtual_rank == 0", "of_virtual_rank == 1", "test_deterministic"),
     # The order of the data.

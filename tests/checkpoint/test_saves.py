@@ -320,31 +320,15 @@ def test_a_start_without_room_for_a_checkpoint_is_refused_and_changes_nothing(wo
 # ---------------------------------------------------------------------------------------------------------------------
 # damaged files are renamed, not replaced
 
-DAMAGED = ["latest.pt", "latest_backup.pt", "rolling_step_000008.pt", "rolling_step_000006.pt"]
-
 
 @pytest.fixture
 def stopped(workdir, capsys) -> Path:
-    """The folder of a run with checkpoints of steps 8, 4 and 2; the newest files are damaged, one a link to nothing."""
+    """The folder of a run whose newest checkpoints are damaged."""
     run_here("--checkpoint_freq", "2", "--keep_checkpoints", "3")
-    for name in DAMAGED[:3]:
+    for name in ("latest.pt", "latest_backup.pt", "rolling_step_000008.pt"):
         damage(Path("checkpoints", name), "one bit")
-    Path("checkpoints", DAMAGED[3]).unlink()
-    Path("checkpoints", DAMAGED[3]).symlink_to("/nowhere/latest.pt")
     capsys.readouterr()
     return Path("checkpoints")
-
-
-def test_skipped_files_are_renamed_and_the_plan_says_so(stopped, capsys):
-    before = files_of(stopped)
-    assert run_here("--resume", "--checkpoint_freq", "2") == 0
-    text, now = capsys.readouterr().out, files_of(stopped)
-    for name in DAMAGED:
-        renamed = rf"{name}\.skipped-\d{{8}}-\d{{6}}-\d{{6}}"
-        problem = "no such checkpoint" if name == DAMAGED[3] else "corrupt"
-        new = re.search(rf"^skipped +checkpoints/{name}(?:, step \d+)?: {problem}.*; renamed ({renamed})$", text, re.M)
-        assert now[stopped / new[1]] == before[stopped / name]
-    assert load(stopped / "latest.pt")["step"] == load(stopped / "rolling_step_000008.pt")["step"] == 8
 
 
 @pytest.mark.parametrize("flags", [
@@ -394,8 +378,8 @@ def test_optimizer_state_of_another_shape_is_refused_before_anything_is_changed(
     assert files_of(workdir) == before
 
 
-@pytest.mark.parametrize(("first", "then"), [("0.9", "0"), ("0", "0.9")])
-def test_muon_beta2_may_be_switched_on_and_off(workdir, first, then):
-    run_here(*MODERN, "--muon_beta2", first, "--max_steps", "4")
-    assert run_here("--resume", "--muon_beta2", then, "--allow_changes", "--max_steps", "6") == 0
-    assert run_here("--resume", "--max_steps", "8") == 0
+def test_muon_beta2_may_be_switched_off_and_on(workdir):
+    run_here(*MODERN, "--muon_beta2", "0.9", "--max_steps", "4")
+    for steps, muon_beta2 in ((5, "0"), (7, "0.9")):
+        assert run_here("--resume", "--muon_beta2", muon_beta2, "--allow_changes", "--max_steps", str(steps)) == 0
+        assert run_here("--resume", "--max_steps", str(steps + 1)) == 0

@@ -66,13 +66,15 @@ def test_resume_skips_damaged_files_in_order(copied_run, capsys, how, count):
     damaged, next_file = list(ORDER)[:count], list(ORDER)[count]
     for file in damaged:
         damage(folder / file, how)
+    (folder / "stable.pt").symlink_to("/nowhere/stable.pt")
     before = content(name)
     assert run_here(*FLAGS, *folders(name), "--resume", "latest") == 0
     text = capsys.readouterr().out
-    renamed = dict(re.findall(r"^skipped +(.+?\.pt)(?:, step \d+)?: corrupt.*; renamed (\S+)$", text, re.M))
+    renamed = dict(re.findall(r"^skipped +(.+?\.pt)(?:, step \d+)?: .*; renamed (\S+)$", text, re.M))
+    assert os.readlink(folder / renamed.pop(str(folder / "stable.pt"))) == "/nowhere/stable.pt"
     assert renamed.keys() == {str(folder / file) for file in damaged}
     for file, new in renamed.items():
-        assert new.startswith(f"{Path(file).name}.skipped-")
+        assert re.fullmatch(rf"{Path(file).name}\.skipped-\d{{8}}-\d{{6}}-\d{{6}}", new)
         assert (folder / new).read_bytes() == before[Path(file)]
     assert f"resumed      from {folder / next_file} at step {ORDER[next_file]}" in text
     assert_equals_reference(name)
