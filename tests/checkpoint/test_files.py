@@ -89,8 +89,9 @@ def test_names_and_errors_in_the_table_cannot_control_the_terminal(tmp_path, cap
 def test_only_the_verbose_table_reads_and_verifies_tensors(tmp_path):
     write_checkpoint(tmp_path, 10, "latest.pt")
     damage(tmp_path / "latest.pt", "one bit")
-    _, line, _ = checkpoint_table(tmp_path)
+    _, line, last = checkpoint_table(tmp_path)
     assert line.split()[:2] == ["latest.pt", "10"] and line.endswith("  complete")
+    assert last == f"1 name in {tmp_path}"
     _, line, _ = checkpoint_table(tmp_path, verbose=True)
     assert "  corrupt (checksum of record latest/data/0); " in line
 
