@@ -14,6 +14,7 @@ from steadygpt.base.options import UserError
 from steadygpt.checkpoint.mirror import Mirror
 from steadygpt.run import memory
 
+HOME = os.environ.get("XDG_STATE_HOME", "")  # of the session
 COUNTED: dict[str, tuple[int, int]] = {}
 COUNT = memory.micro_step_bytes
 PLACES = {"checkpoint_dir", "data_dir", "logdir", "max_steps", "mirror", "resume", "run_name", "tensorboard_dir"}
@@ -71,7 +72,9 @@ def tell(story: str) -> None:
                 assert run_here("--resume", "latest", "--checkpoint_dir", folder, *flags) == 0
             case ["resume_on_2_ranks", folder, *flags]:
                 argv = ("--resume", "latest", "--checkpoint_dir", folder, *flags)
-                conftest.in_ranks(2, _run_rank, os.environ["XDG_STATE_HOME"], argv)
+                home = os.environ["XDG_STATE_HOME"]
+                with patch.dict(os.environ, XDG_STATE_HOME=HOME):  # the server of forked processes may start here
+                    conftest.in_ranks(2, _run_rank, home, argv)
             case ["refused", *flags]:
                 with pytest.raises(UserError):
                     run_here(*flags)
