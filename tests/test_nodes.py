@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, TINY, environment, in_ranks, load, metrics, write_data
+from conftest import REPO, TINY, environment, in_ranks, load, metrics, run_here, write_data
 from harness import LaunchedRun, assert_equals_reference, folders, free_port, run_to_end
-from short_runs import run_here
 
 import train
 from steadygpt.base.options import UserError

@@ -13,9 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import run_content
+from conftest import run_content, run_here
 from injected import fail_reads
-from short_runs import run_here
 
 from model import GPT, GPTConfig
 from optim import state_shapes

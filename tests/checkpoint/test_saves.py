@@ -16,8 +16,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import MODERN, alerts_of, load, run_content
-from short_runs import run_here
+from conftest import MODERN, alerts_of, load, run_content, run_here
 from test_files import damage, names, write_checkpoint
 
 from steadygpt.base.options import UserError

@@ -13,10 +13,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import command, environment, load
+from conftest import command, environment, load, run_here
 from harness import Run, assert_equals_reference, continue_here, folders, refusal, run_to_end
 from injected import around_step, fail_reads, signal_at
-from short_runs import run_here
 from test_files import damage
 
 FLAGS = (

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import upload_manager
-from conftest import load, metrics, scalars
-from short_runs import folders, run_here, starts, tell
+from conftest import load, metrics, run_here, scalars
+from stories import folders, starts, tell
 
 import train
 from steadygpt.base.options import UserError

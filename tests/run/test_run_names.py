@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import load, metrics, options_in, scalars
-from short_runs import run_here, tell
+from conftest import load, metrics, options_in, run_here, scalars
+from stories import tell
 
 import train
 from steadygpt.log.metrics import read_status

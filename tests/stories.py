@@ -1,4 +1,4 @@
-"""Short runs of train.py in this process, whose plans count the memory of a model once a session."""
+"""Stories: short runs of train.py in this process, and what happens between them, a line each."""
 
 import json
 import os
@@ -7,31 +7,13 @@ import subprocess
 from pathlib import Path
 from unittest.mock import patch
 
-import conftest
 import pytest
+from conftest import in_ranks, run_here
 
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint.mirror import Mirror
-from steadygpt.run import memory
 
 HOME = os.environ.get("XDG_STATE_HOME", "")  # of the session
-COUNTED: dict[str, tuple[int, int]] = {}
-COUNT = memory.micro_step_bytes
-PLACES = {"checkpoint_dir", "data_dir", "logdir", "max_steps", "mirror", "resume", "run_name", "tensorboard_dir"}
-
-
-def count_once(config, *about) -> tuple[int, int]:
-    """Return micro_step_bytes(), which takes twice as long as all else in a run of eight steps."""
-    key = repr((about, {name: value for name, value in vars(config).items() if name not in PLACES}))
-    if key not in COUNTED:
-        COUNTED[key] = COUNT(config, *about)
-    return COUNTED[key]
-
-
-def run_here(*flags: str) -> int:
-    """Run train.main as conftest.run_here does."""
-    with patch.object(memory, "micro_step_bytes", count_once):
-        return conftest.run_here(*flags)
 
 
 def folders(name: str) -> tuple[str, ...]:
@@ -74,7 +56,7 @@ def tell(story: str) -> None:
                 argv = ("--resume", "latest", "--checkpoint_dir", folder, *flags)
                 home = os.environ["XDG_STATE_HOME"]
                 with patch.dict(os.environ, XDG_STATE_HOME=HOME):  # the server of forked processes may start here
-                    conftest.in_ranks(2, _run_rank, home, argv)
+                    in_ranks(2, _run_rank, home, argv)
             case ["refused", *flags]:
                 with pytest.raises(UserError):
                     run_here(*flags)
