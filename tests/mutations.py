@@ -284,7 +284,7 @@ MUTATIONS = [
         "steadygpt/data/shards.py",
         "else ids >= vocab_size",
         "else ids > vocab_size",
-        "data/test_ids faults/test_refusals",
+        "test_prepare_refusals faults/test_refusals",
     ),
     # What users read.
     Mutation(

@@ -1,0 +1,95 @@
+"""prepare_dataset.py in this process: to run, to interrupt and to refuse it, and to read what it has written."""
+
+import hashlib
+import io
+import json
+import shlex
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import prepare_dataset
+from steadygpt.base.options import UserError
+from steadygpt.data.shards import read_manifest
+
+END = 256  # <|endoftext|> of the byte tokenizer
+DEFAULTS = ("--tokenizer", "bytes", "--num_workers", "1")  # one worker is this process
+
+
+def prepare(source: str, out="out", flags="--val_tokens 1") -> dict:
+    """Run the command and return the manifest; of an option that is given twice, the last one counts."""
+    assert prepare_dataset.main(["--source", source, "--out", out, *DEFAULTS, *shlex.split(flags)]) == 0
+    return read_manifest(Path(out))
+
+
+def interrupt(at: str, patch: pytest.MonkeyPatch, before: int = 0) -> None:
+    """Press Ctrl-C in a function of prepare_dataset.py, once it has been called `before` times; only once."""
+    function, calls = getattr(prepare_dataset, at), []
+
+    def stopping(*arguments):
+        calls.append(arguments)
+        if len(calls) == before + 1:
+            raise KeyboardInterrupt
+        return function(*arguments)
+
+    patch.setattr(prepare_dataset, at, stopping)
+
+
+def prepare_interrupted(source: str, out: str, flags: str) -> int:
+    """Press Ctrl-C after each shard, when it is written but not in the manifest; return how often."""
+    write_shard, seen = prepare_dataset.write_shard, set()
+
+    def write_then_stop(path, *ids):
+        digest = write_shard(path, *ids)
+        if path.name not in seen:
+            seen.add(path.name)
+            raise KeyboardInterrupt
+        return digest
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare_dataset, "write_shard", write_then_stop)
+        while True:
+            with suppress(KeyboardInterrupt):
+                prepare(source, out, flags)
+                return len(seen)
+
+
+def refused(flags: str, match: str) -> None:
+    """Check that a command ends with one line."""
+    with pytest.raises(UserError, match=match) as raised:
+        prepare_dataset.main([*DEFAULTS, "--out", "out", *shlex.split(flags)])
+    assert "\n" not in str(raised.value)
+
+
+def ids_of(out="out", split="*") -> list[int]:
+    """Return all tokens of a folder's shards, val before train."""
+    paths = sorted(Path(out).glob(f"*_{split}_*.npy"), key=lambda path: path.stem[-6:])
+    return [int(token) for path in paths for token in np.load(path)]
+
+
+def ids_expected(texts: Iterable[str]) -> list[int]:
+    return [token for text in texts for token in (END, *text.encode())]
+
+
+def files_of(out: str) -> dict[str, str]:
+    """Return name -> SHA-256 of the shards, the manifest and the tokenizer in a folder."""
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in Path(out).iterdir() if p.name != ".lock"}
+
+
+def write_rows(path: str, texts: Iterable[object]) -> None:
+    Path(path).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+def npz(save=np.savez_compressed, **arrays: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    save(file, **arrays)
+    return file.getvalue()
+
+
+def npy(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()

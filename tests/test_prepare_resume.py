@@ -1,0 +1,109 @@
+"""Tests that prepare_dataset.py writes the same bytes after interruptions, and with any number of workers."""
+
+import json
+import os
+import random
+from pathlib import Path
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+from prepared import files_of, ids_expected, ids_of, interrupt, npz, prepare, prepare_interrupted, write_rows
+from standin import CORPUS, corpus, parquet
+from standin import TEXTS as HUB_TEXTS
+
+import prepare_dataset
+from steadygpt.data import documents
+
+WORDS = "the a of naïve 数据 token\nline loss,\nstep. gradient".split(" ")
+TEXTS = [f"{n}: " + " ".join(random.Random(n).choices(WORDS, k=1 + n % 40)) + "\n" * (n % 3) for n in range(400)]
+LONG = "".join(TEXTS)
+BYTES_FOLDER = os.fsdecode(b"caf\xe9")
+HUB = "--shard_size 250000 --val_tokens 90000"
+# name -> source, flags, shards at least, documents; the source is written by the fixture below
+SOURCES = {
+    "rows and bytes that are skipped": ("mixed", "--shard_size 397 --val_tokens 500", 31, 1 + 20 + 1 + 59),
+    "a unit larger than a shard": ("long.jsonl", "--shard_size 200 --val_tokens 1", 5, 3),
+    "late rows that a new preparation refuses": ("late", "--shard_size 3000", 9, 301),
+    "lines, many val shards": ("lines.jsonl", "--shard_size 400 --val_tokens 1600", 11, 62),
+    "one text, many val shards": ("text.txt", "--shard_size 400 --val_tokens 1600", 11, 1),
+    "masked ids": ("ids.npz", "--shard_size 333 --val_tokens 700", 13, 0),
+    "a folder whose name is not UTF-8": ("bytes", "--shard_size 2000 --val_tokens 1", 3, 60),
+    "a trained tokenizer": ("docs.jsonl", "--tokenizer bpe:280 --tokenizer_bytes 20000 --shard_size 5000", 3, 400),
+    "Parquet of the Hub": ("hf:some/corpus:part", HUB, 4, 3000),
+    "Parquet of the Hub, streamed": ("hf:some/corpus:part", f"{HUB} --streaming", 4, 3000),
+    "CSV of the Hub": ("hf:some/csv", HUB, 2, 900),
+    "lines of the Hub": ("hf:some/lines", HUB, 2, 900),
+    "lines of the Hub, streamed": ("hf:some/lines", f"{HUB} --streaming", 2, 900),
+}
+
+
+@pytest.fixture
+def sources(standin, tmp_path, monkeypatch) -> None:
+    """All sources, in the working directory and on the Hub."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("os.fsync", lambda file: None)  # power cuts are not tested here
+    for folder in ("mixed", "late", f"bytes/{BYTES_FOLDER}"):
+        os.makedirs(folder)
+    Path("mixed/a.jsonl").write_text('{"text": "one"}\n{broken\n' + '{"text": "caf\\udce9"}\n{"text": 1}\n' * 20)
+    Path("mixed/b.txt").write_bytes(b"a long document \xff " * 200)
+    write_rows("mixed/c.jsonl", ("word " * n for n in range(60)))
+    write_rows("long.jsonl", ("a" * n for n in (9, 500, 9)))
+    # Rows without text, and with little text beside other fields, which only a new preparation checks.
+    row = json.dumps({"text": "word " * 20, "meta": ""}) + "\n"
+    Path("late/a.jsonl").write_text(row * 300)
+    Path("late/b.jsonl").write_text((json.dumps({"text": None, "meta": "m" * 9000}) + "\n") * 100 + row)
+    write_rows("lines.jsonl", ["short", LONG[:1000], *TEXTS[:60]])
+    Path("text.txt").write_text(LONG[:9000])
+    ids, mask = np.random.default_rng(0).integers(0, 257, (50, 100)), np.arange(5000).reshape(50, 100) % 7 != 0
+    Path("ids.npz").write_bytes(npz(input_ids=ids, attention_mask=mask))
+    Path("bytes", BYTES_FOLDER, "a.parquet").write_bytes(parquet(TEXTS[:60]))
+    write_rows("docs.jsonl", TEXTS)
+    standin.put(CORPUS, corpus())
+    csv = "text,number\n" + "".join(f'"{text}",1\n' for text in HUB_TEXTS[:900])
+    standin.put("datasets/some/csv", {"data/train.csv": csv.encode()})
+    lines = "".join(f'{{"text": "{text}"}}\n' for text in HUB_TEXTS[:900])
+    standin.put("datasets/some/lines", {"data/train.jsonl": lines.encode()})
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_an_interruption_after_each_shard_does_not_change_a_byte(name, sources, monkeypatch):
+    monkeypatch.setattr(documents, "PIECE_BYTES", 300)
+    monkeypatch.setattr(documents, "CUT_WINDOW", 20)
+    monkeypatch.setattr(prepare_dataset, "SAMPLE_BYTES", 3000)
+    source, flags, shards, count = SOURCES[name]
+    manifest = prepare(source, "whole", flags)
+    assert manifest["documents"] == count
+    assert not source.startswith("hf:") or ids_of("whole") == ids_expected(HUB_TEXTS[:count])
+    assert prepare_interrupted(source, "stopped", flags) >= shards
+    assert files_of("stopped") == files_of("whole")
+
+
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [
+        ("lines, many val shards", 2),
+        ("one text, many val shards", 3),
+        ("a trained tokenizer", 2),
+        ("a folder whose name is not UTF-8", 2),
+    ],
+)
+def test_any_number_of_workers_writes_the_same_bytes(name, workers, sources):
+    source, flags, _, _ = SOURCES[name]
+    manifest = prepare(source, "whole", flags)
+    assert "many val" not in name or [shard["split"] for shard in manifest["shards"]].count("val") > 3
+    prepare(source, "parallel", f"{flags} --num_workers {workers}")
+    assert files_of("parallel") == files_of("whole")
+
+
+def test_a_finished_tokenizer_is_not_trained_again(sources, monkeypatch):
+    source, flags, _, _ = SOURCES["a trained tokenizer"]
+    prepare(source, "whole", flags)
+    monkeypatch.setattr(prepare_dataset, "train_tokenizer", trained := Mock(wraps=prepare_dataset.train_tokenizer))
+    for place in ("train_tokenizer", "print_forecast", "write_shard"):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            interrupt(place, patch)
+            prepare(source, "stopped", flags)
+    prepare(source, "stopped", flags)
+    assert trained.call_count == 1
+    assert files_of("stopped") == files_of("whole")
