@@ -8,11 +8,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import load, write_data
+from conftest import TINY, load, write_data
 from harness import folders, refusal, run_to_end
 from injected import no_tokenizer
-
-prepare = {"program": "prepare_dataset", "tiny": ()}
 
 
 @pytest.fixture
@@ -89,21 +87,21 @@ def test_all_ranks_continue_if_one_has_no_tokenizer(workdir, rank):
     assert "finished after 8 steps" in text
 
 
-def test_preparing_without_a_tokenizer_is_refused(failing_network):
+@pytest.mark.parametrize(
+    ("program", "flags", "words"),
+    [
+        ("prepare_dataset", "--source text.txt --tokenizer r50k_base", r"'r50k_base' could not be .*--tokenizer bytes"),
+        (
+            "prepare_dataset",
+            "--source hf:some/corpus --tokenizer bytes",
+            r"hf:some/corpus: no answer \(.*then run this again",
+        ),
+        ("train", "--init_from gpt2 --data_dir data", "gpt2.*network"),
+    ],
+)
+def test_commands_that_need_a_download_are_refused(program, flags, words, failing_network):
     Path("text.txt").write_text("some text")
-    flags = ("--source", "text.txt", "--tokenizer", "r50k_base")
-    message = refusal(*flags, **prepare, faults=[failing_network])
-    assert "the vocabulary of 'r50k_base' could not be downloaded" in message
-    assert "use --tokenizer bytes" in message
-
-
-def test_preparing_a_dataset_of_the_hub_is_refused(failing_network):
-    message = refusal("--source", "hf:some/corpus", "--tokenizer", "bytes", **prepare, faults=[failing_network])
-    assert "hf:some/corpus: no answer (" in message
-    assert "check the network, then run this again" in message
-
-
-def test_init_from_weights_of_the_hub_is_refused(failing_network):
-    message = refusal("--init_from", "gpt2", *folders("run"), faults=[failing_network])
-    assert "gpt2" in message
-    assert "network" in message
+    message = refusal(
+        *flags.split(), program=program, tiny=TINY if program == "train" else (), faults=[failing_network]
+    )
+    assert re.search(words, message)

@@ -1,4 +1,4 @@
-"""prepare_dataset.py killed at random instants, and input that it skips, counts and reports."""
+"""prepare_dataset.py killed, stopped, and with a Hub, a network or a disk that fails: the shards are the same."""
 
 import contextlib
 import gzip
@@ -6,18 +6,53 @@ import json
 import os
 import random
 import resource
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
-from harness import Run, wait_for_files
+from conftest import HUB, REPO
+from harness import Run, refusal, wait_for_files
+from standin import CORPUS, TEXTS, corpus
+from test_disk import fill_disk, free_space, small_disk  # noqa: F401 (a fixture)
 from test_upload import use_store
 
+from steadygpt.base import retry
 from steadygpt.data.shards import read_manifest
 
-prepare = partial(Run, program="prepare_dataset", tiny=("--tokenizer", "bytes", "--num_workers", "2"))
+OF_HUB = "--source hf:some/corpus:part --shard_size 90000 --val_tokens 90000 "
+MODES = {"downloading": "", "streaming": "--streaming", "tokenizing": "--keep_download"}
+SLOW = 1_500_000  # bytes a second: the whole data set takes a second
+storm = pytest.mark.storm
+
+
+def begin(rank: int, cache: str = "hf", **constants: float) -> None:
+    """Use a cache in the current folder, sample less text, and set constants of steadygpt.base.retry."""
+    import huggingface_hub.constants
+
+    import prepare_dataset
+
+    prepare_dataset.SAMPLE_BYTES = 50_000  # of the first file only
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a test session in the background ignores it
+    huggingface_hub.constants.HF_HUB_CACHE = os.path.abspath(cache)
+    for name, value in constants.items():
+        setattr(retry, name, value)
+
+
+def prepare(flags: str, out: str, workers: int = 2, faults=(), start=Run, **constants) -> Run:
+    options = f"--tokenizer bytes --num_workers {workers} {flags} --out {out}".split()
+    return start(*options, program="prepare_dataset", tiny=(), faults=[partial(begin, **constants), *faults])
+
+
+def finish(flags: str, out: str, **options) -> str:
+    """Prepare to the end, with one worker; return the output."""
+    run = prepare(flags, out, workers=1, **options)
+    assert run.wait() == [0], run.text()
+    return run.text()
 
 
 def shards(folder: str) -> dict[str, bytes]:
@@ -25,89 +60,265 @@ def shards(folder: str) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.name != ".lock"}
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """The folder of the shards of the data set on the Hub, prepared without a fault."""
+    folder = tmp_path_factory.mktemp("whole")
+    HUB.clear()
+    HUB.put(CORPUS, corpus())
+    with contextlib.chdir(folder):
+        finish(OF_HUB, "shards")
+    return folder / "shards"
+
+
 @pytest.fixture
-def corpus(tmp_path, monkeypatch):
-    """4 MB of text with examples of unusable input, in the folder "corpus"."""
+def reference(whole, tmp_path, monkeypatch) -> None:
+    """The data set on the Hub, and its shards in the folder "reference"."""
     monkeypatch.chdir(tmp_path)
-    folder, words = tmp_path / "corpus", random.Random(0)
+    HUB.clear()
+    HUB.put(CORPUS, corpus())
+    Path("reference").symlink_to(whole)
+    assert len(shards("reference")) > 12
+    assert not Path("reference/.download").exists()
+
+
+@pytest.fixture
+def texts(tmp_path, monkeypatch) -> Path:
+    """1 MB of text with examples of unusable input, in the folder "texts"."""
+    monkeypatch.chdir(tmp_path)
+    folder, words = Path("texts"), random.Random(0)
     folder.mkdir()
-    rows = [json.dumps({"text": f"{n} {words.random()} " * words.randrange(60)}).encode() for n in range(3000)]
-    for number, line in {
-        5: b"{broken",
-        900: b'{"text": ""}',
-        901: b'{"text": null}',
-        902: b'{"other": 1}',
-        1700: b"",
-        1701: b'{"text": "\xff\xfe and \\ud800"}',
-    }.items():
-        rows[number] = line
+    rows = [json.dumps({"text": f"{n} {words.random()} " * words.randrange(60)}).encode() for n in range(900)]
+    rows[5], rows[300], rows[301] = b"{broken", b'{"text": ""}', b'{"text": null}'
+    rows[302], rows[700], rows[701] = b'{"other": 1}', b"", b'{"text": "\xff\xfe and \\ud800"}'
     (folder / "a.jsonl").write_bytes(b"\n".join(rows))
     (folder / "b.jsonl.gz").write_bytes(gzip.compress(b"\n".join(rows[::-1])))
-    (folder / "c.txt").write_bytes(b"one long document " * 50_000 + b"\xff")
+    (folder / "c.txt").write_bytes(b"one long document " * 15_000 + b"\xff")
     (folder / "empty.jsonl").touch()
     (folder / "empty.txt").touch()
     return folder
 
 
-def survive_kills(flags: tuple[str, ...], kills: int, stages: int, begin: Callable[[int], object] = bool) -> None:
-    """Kill preparations at random instants until they are complete, and compare them with one without kills."""
-    whole = prepare(*flags, "--out", "reference", faults=[begin])
-    assert whole.wait() == [0], whole.text()
-    rng, number, shards_at_kill = random.Random(1), 0, []
-    while len(shards_at_kill) < kills:
-        folder = Path(f"killed{number}")
-        run, new_shards = prepare(*flags, "--out", str(folder), faults=[begin]), rng.randrange(4)
-        enough = len(list(folder.glob("*.npy"))) + new_shards
-        wait_for_files(run, folder, "*.npy", enough)
-        time.sleep(rng.uniform(0, 0.03 if new_shards else 0.25))
+# ---------------------------------------------------------------------------------------------------------------------
+# kills
+
+
+def survive_kills(
+    flags: str, kills: int, stages: int, pause_s: float = 0.25, faults: tuple[Callable, ...] = ()
+) -> None:
+    """Kill preparations at random instants until they are complete, and compare them with "reference".
+
+    Args:
+        stages: the kills come at so many different counts of shards, or with a partial download or without one.
+        pause_s: time to the kill, at most; if it comes after a new shard, a tenth.
+    """
+    rng, number, seen, done = random.Random(kills), 0, set(), 0
+    while done < kills:
+        out = Path(f"killed{number}")
+        run, new_shards = prepare(flags, str(out), faults=faults), rng.randrange(4)
+        wait_for_files(run, out, "*.npy", len(list(out.glob("*.npy"))) + new_shards)
+        time.sleep(rng.uniform(0, pause_s / 10 if new_shards else pause_s))
         if run.is_alive():
             run.kill()
-            shards_at_kill.append(len(list(folder.glob("*.npy"))))
+            is_partial = any(path.stat().st_size for path in out.rglob("*.part"))
+            seen.add((len(list(out.glob("*.npy"))), is_partial))
+            done += 1
         else:
-            assert shards(str(folder)) == shards("reference")
+            assert run.wait() == [0], run.text()
+            assert shards(str(out)) == shards("reference")
             number += 1
-    assert prepare(*flags, "--out", f"killed{number}", faults=[begin]).wait() == [0]
-    assert shards(f"killed{number}") == shards("reference")
-    assert len(set(shards_at_kill)) >= stages  # the kills came at different stages
+    HUB.faults.clear()
+    finish(flags, str(out), faults=faults)
+    assert shards(str(out)) == shards("reference")
+    assert len(seen) >= stages
+    assert not workers_left()
+
+
+def workers_left() -> list[str]:
+    """Return the processes of killed runs that are still there after some seconds."""
+    folder, deadline = os.getcwd(), time.monotonic() + 20
+
+    def alive() -> list[str]:
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+                of_this_test = os.getpid() in (int(process.name), parent)  # it may have started the harness's server
+                if os.readlink(process / "cwd") == folder and not of_this_test:
+                    found.append((process / "cmdline").read_text().replace("\0", " "))
+        return found
+
+    while alive() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return alive()
 
 
 @pytest.mark.parametrize(
-    ("kills", "stages"), [(4, 3), *(pytest.param(kills, 6, marks=pytest.mark.storm) for kills in (20, 200))]
+    ("kills", "stages"), [(4, 3), pytest.param(20, 6, marks=storm), pytest.param(200, 6, marks=storm)]
 )
-def test_preparing_survives_kills_at_random_instants(corpus, kills, stages):
-    survive_kills(("--source", "corpus", "--shard_size", "50000"), kills, stages)
+def test_preparing_survives_kills_at_random_instants(texts, kills, stages):
+    flags = "--source texts --shard_size 50000"
+    finish(flags, "reference")
+    survive_kills(flags, kills, stages)
     manifest = read_manifest(Path("reference"))
     assert manifest["repaired"] == 7
-    assert manifest["skipped"] == {
-        "broken JSON": 2, "no text": manifest["skipped"]["no text"], "null, not a string": 2,
-        "no field 'text'": 2, "blank line": 2,
-    }  # fmt: skip
+    reasons = {"broken JSON": 2, "null, not a string": 2, "no field 'text'": 2, "blank line": 2}
+    assert manifest["skipped"] == {"no text": manifest["skipped"]["no text"], **reasons}
 
 
-@pytest.mark.storm
-def test_preparing_with_a_tokenizer_of_its_own_survives_kills(corpus):
-    survive_kills(("--source", "corpus", "--shard_size", "20000", "--tokenizer", "bpe:600"), 20, 6)
+@storm
+def test_preparing_with_a_tokenizer_of_its_own_survives_kills(texts):
+    flags = "--source texts --shard_size 20000 --tokenizer bpe:600"
+    finish(flags, "reference")
+    survive_kills(flags, 20, 6)
 
 
-@pytest.mark.storm
-def test_preparing_from_a_store_survives_kills(corpus, s3):
+@storm
+def test_preparing_from_a_store_survives_kills(texts, s3):
     variables = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-    for path in corpus.iterdir():
+    faults = (partial(use_store, variables),)
+    for path in texts.iterdir():
         s3.put(path.name, path.read_bytes())
-    for number, mode in enumerate(([], ["--streaming"])):
-        Path(str(number)).mkdir()
-        with contextlib.chdir(str(number)):
-            survive_kills(
-                ("--source", f"{s3.url}/*", "--shard_size", "50000", *mode), 20, 6, partial(use_store, variables)
-            )
+    for mode in ("", "--streaming"):
+        Path(f"mode{mode}").mkdir()
+        with contextlib.chdir(f"mode{mode}"):
+            flags = f"--source {s3.url}/* --shard_size 50000 {mode}"
+            finish(flags, "reference", faults=faults)
+            survive_kills(flags, 20, 6, faults=faults)
 
 
-def test_skipped_input_is_counted_and_reported(corpus):
-    run = prepare("--source", "corpus", "--out", "out")
-    assert run.wait() == [0]
-    assert "skipped corpus/a.jsonl:6: broken JSON" in run.text()
-    assert "skipped (broken JSON)" in run.text()
-    assert "skipped (null, not a string)" in run.text()
+@pytest.mark.parametrize(
+    ("kills", "mode"),
+    [pytest.param(n, mode, marks=() if (n, mode) == (4, "streaming") else storm) for n in (4, 20) for mode in MODES],
+)
+def test_a_preparation_from_the_hub_survives_kills(mode, kills, reference):
+    """Kill at random instants while files are downloaded, streamed, or there."""
+    if mode == "tokenizing":
+        finish(f"{OF_HUB} --keep_download", "filling-the-cache")
+    else:
+        HUB.fail("GET .*parquet", times=-1, bytes_per_s=SLOW)
+    survive_kills(f"{OF_HUB} {MODES[mode]}", kills, min(4, kills - 2), pause_s=2.5)
+
+
+@pytest.mark.parametrize("mode", ["downloading", pytest.param("streaming", marks=storm)])
+def test_the_commit_moves_under_a_killed_preparation(mode, reference):
+    """Kill when the third shard is written."""
+    HUB.fail("GET .*parquet", times=-1, bytes_per_s=SLOW)
+    run = prepare(f"{OF_HUB} {MODES[mode]}", "out")
+    wait_for_files(run, Path("out"), "*.npy", 3)
+    run.kill()
+    HUB.faults.clear()
+    old, new = HUB.heads[CORPUS], HUB.put(CORPUS, corpus([text.upper() for text in TEXTS]))
+    text = finish(f"{OF_HUB} {MODES[mode]}", "out")
+    assert f"now at commit {new[:7]}; continuing with the pinned commit {old[:7]}" in text
+    assert shards("out") == shards("reference")
+    finish(f"{OF_HUB} {MODES[mode]}", "new")
+    assert read_manifest(Path("new"))["commit"] == new
+    assert shards("new") != shards("reference")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the Hub, Ctrl-C, disks
+
+FAULTS = {
+    "resets": {"times": 5, "drop_after": 70_000},
+    "errors": {"times": 3, "status": 500},
+    "too many requests": {"times": 2, "status": 429, "headers": {"Retry-After": "1"}},
+    "stalls": {"times": 2, "stall_after": 70_000, "stall_s": 3},
+    "damage": {"times": 1, "damaged": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("mode", "fault"),
+    [
+        # Each fault once in the fast suite, by turns in each mode.
+        pytest.param(mode, fault, marks=() if (i + j) % 2 == 0 else storm)
+        for i, mode in enumerate(["downloading", "streaming"])
+        for j, fault in enumerate(FAULTS)
+    ],
+)
+def test_passing_faults_of_the_hub_cost_a_line_each(mode, fault, reference):
+    if (mode, fault) == ("streaming", "damage"):
+        pytest.skip("a part of a file has no checksum")
+    HUB.fail("GET .*1.parquet", **FAULTS[fault])
+    text = finish(f"{OF_HUB} {MODES[mode]}", "out", SILENCE_S=1)
+    lines = text.count("corrupted in transit; downloading it again" if fault == "damage" else "; retrying in ")
+    assert 0 < lines <= FAULTS[fault]["times"]
+    assert "Traceback" not in text
+    assert shards("out") == shards("reference")
+
+
+@pytest.mark.parametrize("mode", ["downloading", pytest.param("streaming", marks=storm)])
+def test_a_hub_that_is_gone_is_waited_for_or_told(mode, reference):
+    """The clock is shortened: an hour is a second."""
+    times = {"PATIENCE_S": 2.0, "LONGEST_PAUSE_S": 0.2}
+    HUB.fail("GET .*[1-5].parquet", times=-1, drop_after=0)
+    assert "no answer (" in prepare(f"{OF_HUB} {MODES[mode]}", "out", start=refusal, **times)
+    run = prepare(f"{OF_HUB} {MODES[mode]}", "out", **times)
+    run.wait_for("retrying")
+    time.sleep(1)
+    HUB.faults.clear()
+    assert run.wait() == [0], run.text()
+    assert shards("out") == shards("reference")
+
+
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=() if mode == "streaming" else storm) for mode in MODES])
+def test_ctrl_c_ends_a_preparation_at_once(mode, reference):
+    if mode == "tokenizing":
+        finish(f"{OF_HUB} --keep_download", "filling-the-cache")
+    HUB.fail("GET .*parquet", times=-1, bytes_per_s=SLOW / 5)
+    run = prepare(f"{OF_HUB} {MODES[mode]}", "out")
+    run.wait_for("disk: about")
+    start_s = time.monotonic()
+    run.signal(signal.SIGINT)
+    assert run.wait() == [130], run.text()
+    assert time.monotonic() - start_s < 5
+    assert "stopped; run the same command again to resume" in run.text()
+    assert "Traceback" not in run.text()
+    assert not workers_left()
+    HUB.faults.clear()
+    finish(f"{OF_HUB} {MODES[mode]}", "out")
+    assert shards("out") == shards("reference")
+
+
+@pytest.mark.parametrize(
+    ("flags", "out", "cache", "files"),
+    [
+        # while a file is downloaded, a shard is written, or the cache grows
+        pytest.param("", "run/out", "hf", ("part", "npy.tmp"), id="downloading"),
+        pytest.param("--streaming", "run/out", "hf", ("npy.tmp",), id="streaming", marks=storm),
+        pytest.param("--keep_download", "out", "run/hf", ("part",), id="keeping", marks=storm),
+    ],
+)
+def test_a_disk_that_fills_is_told_and_the_same_command_goes_on(flags, out, cache, files, reference, small_disk):  # noqa: F811
+    HUB.fail("GET .*parquet", times=-1, bytes_per_s=SLOW / 2)
+    run = prepare(f"{OF_HUB} {flags}", out, cache=cache)
+    wait_for_files(run, Path(out), "manifest.json", 1)  # written after the check of the disk
+    fill_disk()
+    assert run.wait() == [2], run.text()
+    (line,) = [line for line in run.text().splitlines() if line.startswith("error: ")]
+    assert any(f"{name}: No space left on device; " in line for name in files), line
+    assert " free; fix it, then run the same command again to resume" in line
+    free_space()
+    HUB.faults.clear()
+    finish(f"{OF_HUB} {flags}", out, cache=cache)
+    assert shards(out) == shards("reference")
+
+
+@pytest.mark.parametrize("times", [1, pytest.param(20, marks=storm)])
+def test_a_wrong_text_field_ends_with_status_2_every_time(times, reference):
+    """As a user types it; threads that were alive at the exit used to abort it (status 134)."""
+    command = [sys.executable, str(REPO / "prepare_dataset.py"), *OF_HUB.split(), "--tokenizer", "bytes"]
+    for mode in ([], ["--streaming"]):
+        for _ in range(times):
+            done = subprocess.run([*command, "--text_field", "txt", *mode], capture_output=True, text=True)
+            assert done.returncode == 2, done.stderr
+            assert done.stderr.endswith("no field 'txt'; found id, text; set --text_field to the field with the text\n")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# memory
 
 
 def record_memory(rank: int) -> None:
@@ -127,20 +338,29 @@ def record_memory(rank: int) -> None:
     prepare_dataset.main = recording_main
 
 
-def memory_for(megabytes: int) -> int:
-    """Return the peak growth of the process in bytes for one line of `megabytes` MB."""
-    path = Path(f"{megabytes}.txt")
-    with open(path, "wb") as file:
-        for _ in range(megabytes):
-            file.write(b"word " * 200_000)
-    flags = ("--source", str(path), "--out", f"out-{path}", "--shard_size", "1000000", "--val_tokens", "2")
-    run = prepare(*flags, faults=[record_memory])
+def memory_for(flags: str, out: str) -> int:
+    """Return the peak growth of the process in bytes."""
+    run = prepare(flags, out, faults=[record_memory])
     assert run.wait(timeout_s=1200) == [0], run.text()
-    path.unlink()
     return int(Path("memory.txt").read_text())
 
 
-@pytest.mark.parametrize(("small", "large"), [(2, 16), pytest.param(16, 1000, marks=pytest.mark.storm)])
+@pytest.mark.parametrize(("small", "large"), [(2, 16), pytest.param(16, 1000, marks=storm)])
 def test_memory_does_not_grow_with_the_length_of_a_line(tmp_path, monkeypatch, small, large):
     monkeypatch.chdir(tmp_path)
-    assert memory_for(large) < memory_for(small) + 150e6
+    peaks = []
+    for megabytes in (small, large):
+        with open("line.txt", "wb") as file:
+            for _ in range(megabytes):
+                file.write(b"word " * 200_000)
+        peaks.append(memory_for("--source line.txt --shard_size 1000000 --val_tokens 2", f"out{megabytes}"))
+    assert peaks[1] < peaks[0] + 150e6
+
+
+@pytest.mark.parametrize("mode", ["downloading", pytest.param("streaming", marks=storm)])
+def test_memory_does_not_grow_with_the_data_set(mode, reference):
+    peaks = []
+    for factor in (1, 8):
+        HUB.put(CORPUS, corpus(TEXTS, factor))
+        peaks.append(memory_for(f"{OF_HUB} {MODES[mode]}", f"out{factor}"))
+    assert peaks[1] < peaks[0] + 20e6
