@@ -9,8 +9,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from prepared import files_of, ids_expected, ids_of, interrupt, npz, prepare, prepare_interrupted, write_rows
-from standin import CORPUS, corpus, parquet
 from standin import TEXTS as HUB_TEXTS
+from standin import parquet
 
 import prepare_dataset
 from steadygpt.data import documents
@@ -30,8 +30,6 @@ SOURCES = {
     "masked ids": ("ids.npz", "--shard_size 333 --val_tokens 700", 13, 0),
     "a folder whose name is not UTF-8": ("bytes", "--shard_size 2000 --val_tokens 1", 3, 60),
     "a trained tokenizer": ("docs.jsonl", "--tokenizer bpe:280 --tokenizer_bytes 20000 --shard_size 5000", 3, 400),
-    "Parquet of the Hub": ("hf:some/corpus:part", HUB, 4, 3000),
-    "Parquet of the Hub, streamed": ("hf:some/corpus:part", f"{HUB} --streaming", 4, 3000),
     "CSV of the Hub": ("hf:some/csv", HUB, 2, 900),
     "lines of the Hub": ("hf:some/lines", HUB, 2, 900),
     "lines of the Hub, streamed": ("hf:some/lines", f"{HUB} --streaming", 2, 900),
@@ -59,7 +57,6 @@ def sources(standin, tmp_path, monkeypatch) -> None:
     Path("ids.npz").write_bytes(npz(input_ids=ids, attention_mask=mask))
     Path("bytes", BYTES_FOLDER, "a.parquet").write_bytes(parquet(TEXTS[:60]))
     write_rows("docs.jsonl", TEXTS)
-    standin.put(CORPUS, corpus())
     csv = "text,number\n" + "".join(f'"{text}",1\n' for text in HUB_TEXTS[:900])
     standin.put("datasets/some/csv", {"data/train.csv": csv.encode()})
     lines = "".join(f'{{"text": "{text}"}}\n' for text in HUB_TEXTS[:900])

@@ -1,41 +1,45 @@
-"""Tests of prepare_dataset.py with files in object stores, and of its behaviour when a store fails."""
+"""Tests of prepare_dataset.py with the Hub and object stores, and of its behaviour when these fail."""
 
 import re
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 from conftest import REPO
 from fsspec.registry import _registry
 from prepared import files_of, ids_expected, ids_of, interrupt, npz, prepare, prepare_interrupted, refused
+from standin import CARD, CORPUS, TEXTS, Server, corpus, parquet
 from test_hub import retries
 
+import prepare_dataset
 from steadygpt.base import retry
-from steadygpt.data import stores
+from steadygpt.data import remote, sources, stores
 
-OPTIONS = "--val_tokens 7000 --shard_size 50000 --name ids"
+OF_HUB = "--val_tokens 90000 --shard_size 250000 --name texts"
+HUB_FILES = corpus()
+OF_STORE = "--val_tokens 7000 --shard_size 50000 --name ids"
 IDS = np.random.default_rng(0).integers(0, 257, 100_000)
-FILES = {f"part{number}.npz": npz(np.savez, ids=part) for number, part in enumerate(np.split(IDS, 5))}  # 160 kB each
+STORE_FILES = {f"part{number}.npz": npz(np.savez, ids=part) for number, part in enumerate(np.split(IDS, 5))}
 
 
-def shards_of(out) -> dict[str, str]:
-    return {name: digest for name, digest in files_of(out).items() if name.endswith(".npy")}
+CORPUS_PART = "hf:some/corpus:part"
+FINE = "--val_tokens 90000 --shard_size 90000"
 
 
-@pytest.fixture(scope="module")
-def local_shards(tmp_path_factory) -> dict[str, str]:
-    """The shards of the same files on this machine."""
-    folder = tmp_path_factory.mktemp("local")
-    (folder / "in").mkdir()
-    for name, data in FILES.items():
-        (folder / "in" / name).write_bytes(data)
-    prepare(str(folder / "in"), str(folder / "out"), OPTIONS)
-    assert ids_of(folder / "out") == IDS.tolist()
-    return shards_of(folder / "out")
+class Network(NamedTuple):
+    """A server with a data set, --source and the other flags, and how requests and messages name one of its files."""
+
+    server: Server
+    source: str
+    flags: str
+    request: str
+    place: str
 
 
 async def no_pause(seconds: float) -> None:
@@ -43,22 +47,225 @@ async def no_pause(seconds: float) -> None:
 
 
 @pytest.fixture
-def bucket(store, tmp_path, monkeypatch):
-    """A bucket with token ids, small requests and no pauses."""
+def hub(standin, tmp_path, monkeypatch) -> Server:
+    """The Hub with a data set, and an empty working directory."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prepare_dataset, "SAMPLE_BYTES", 50_000)
+    standin.put(CORPUS, HUB_FILES)
+    return standin
+
+
+def fill(store: Server, monkeypatch) -> Server:
+    """Put token ids into a bucket; requests become small, and pauses short."""
     monkeypatch.setattr(stores, "BLOCK_BYTES", 100_000)
     monkeypatch.setattr(retry, "sleep", lambda _: None)
     monkeypatch.setattr("gcsfs.retry.asyncio", SimpleNamespace(sleep=no_pause))
-    for name, data in FILES.items():
+    for name, data in STORE_FILES.items():
         store.put(name, data)
     return store
 
 
-@pytest.mark.parametrize(("files", "mode"), [("/*.npz", ""), ("", "--streaming")])
-def test_a_bucket_gives_the_shards_of_local_files_also_when_interrupted(files, mode, bucket, local_shards):
-    assert prepare_interrupted(f"{bucket.url}{files}", "out", f"{OPTIONS} {mode}") == 3  # within files
-    assert shards_of("out") == local_shards
+@pytest.fixture
+def bucket(store, tmp_path, monkeypatch) -> Server:
+    """A bucket with token ids of each kind in turn, and an empty working directory."""
+    monkeypatch.chdir(tmp_path)
+    return fill(store, monkeypatch)
+
+
+@pytest.fixture
+def network(request, hub, monkeypatch) -> Network:
+    """The data set in hub, s3 or gcs."""
+    if request.param == "hub":
+        monkeypatch.setattr(retry, "sleep", lambda _: None)
+        return Network(hub, CORPUS_PART, OF_HUB, "GET .*part/1.parquet", "hf:some/corpus/part/1.parquet")
+    bucket = fill(request.getfixturevalue(request.param), monkeypatch)
+    return Network(bucket, f"{bucket.url}/*.npz", OF_STORE, r"GET .*part3\.npz.* bytes", f"{bucket.url}/part3.npz")
+
+
+def shards_of(out) -> dict[str, str]:
+    return {name: digest for name, digest in files_of(out).items() if name.endswith(".npy")}
+
+
+@pytest.fixture(scope="module")
+def local_shards(tmp_path_factory) -> dict[str, dict[str, str]]:
+    """The shards of the same files on this machine, by the flags."""
+    folder, found = tmp_path_factory.mktemp("local"), {}
+    for flags, files in ((OF_HUB, HUB_FILES), (OF_STORE, STORE_FILES)):
+        for name, data in files.items():
+            if name.endswith((".npz", "parquet")) and not name.startswith("other"):
+                (folder / flags / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / flags / name).write_bytes(data)
+        prepare(str(folder / flags), str(folder / f"out{flags}"), flags)
+        found[flags] = shards_of(folder / f"out{flags}")
+    assert ids_of(folder / f"out{OF_HUB}") == ids_expected(TEXTS)
+    assert ids_of(folder / f"out{OF_STORE}") == IDS.tolist()
+    return found
+
+
+def stop(source: str, out: str, flags: str, shards: int) -> None:
+    """Prepare, and press Ctrl-C after some shards."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupt("write_shard", patch, before=shards)
+        prepare(source, out, flags)
+
+
+@pytest.mark.parametrize("mode", ["", "--streaming"])
+@pytest.mark.parametrize("network", ["hub", "s3", "gcs"], indirect=True)
+def test_a_network_gives_the_shards_of_local_files_also_after_interruptions(network, mode, local_shards):
+    assert prepare_interrupted(network.source, "out", f"{network.flags} {mode}") >= 3  # within files
+    assert shards_of("out") == local_shards[network.flags]
     assert not Path("out/.download").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the Hub
+
+
+def go_offline(monkeypatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+
+
+def test_downloads_streams_and_a_full_cache_give_the_same_shards(hub, monkeypatch):
+    seen = []
+    release = sources.Source.release
+
+    def looking(source, before):
+        seen.append(sum(path.lstat().st_size for path in Path("out/.download").rglob("*") if path.is_file()))
+        release(source, before)
+
+    monkeypatch.setattr(sources.Source, "release", looking)
+    options = "--shard_size 90000"
+    manifest = prepare(CORPUS_PART, "out", options)
+    assert ids_of("out") == ids_expected(TEXTS)
+    assert manifest["commit"] == hub.heads[CORPUS]
+    assert not Path("out/.download").exists()
+    assert 0 < max(seen) < 3.2 * len(HUB_FILES["part/0.parquet"])  # one behind, one being read, one ahead
+    assert not hub.sent("GET .*other/0.parquet")
+    for out, more in (("streamed", "--streaming"), ("kept", "--keep_download")):
+        prepare(CORPUS_PART, out, f"{options} {more}")
+        assert files_of(out) == files_of("out")
+    hub.log.clear()
+    go_offline(monkeypatch)
+    prepare(CORPUS_PART, "offline", options)
+    assert files_of("offline") == files_of("out")
+    assert not hub.log
+    prepare(CORPUS_PART, "again", options)  # what the user has kept is never removed
+
+
+def test_a_stream_goes_on_inside_the_file(hub, monkeypatch):
+    monkeypatch.setattr(remote, "READ_AHEAD", 1000)
+    prepare(CORPUS_PART, "whole", f"{FINE} --streaming")
+    of_whole = hub.sent("GET .*parquet")
+    stop(CORPUS_PART, "out", f"{FINE} --streaming", shards=13)  # within the last file
+    hub.log.clear()
+    prepare(CORPUS_PART, "out", f"{FINE} --streaming")
+    assert files_of("out") == files_of("whole")
+    assert hub.sent("GET .*parquet") < 0.25 * of_whole
+
+
+def test_a_download_of_one_large_row_group_goes_on_as_a_stream(hub):
+    """The batches of a stream are smaller: what is skipped at the start spans several of them."""
+    hub.put("datasets/some/large", {"data/train.parquet": parquet(TEXTS, row_group_size=3000)})
+    prepare("hf:some/large", "whole", FINE)
+    stop("hf:some/large", "out", FINE, shards=7)
+    shutil.rmtree("out/.download")
+    prepare("hf:some/large", "out", f"{FINE} --streaming")
+    assert files_of("out") == files_of("whole")
+
+
+@pytest.mark.parametrize("more", ["", "--streaming", "--keep_download"])
+def test_too_small_a_disk_is_told_before_anything_is_written(more, hub, monkeypatch):
+    sizes = sum(len(data) for path, data in HUB_FILES.items() if path.startswith("part/"))
+    needed = 2 * len(ids_expected(TEXTS)) + (0 if more == "--streaming" else sizes)
+    free = [0.8 * needed]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": int(free[0])}))
+    refused(f"--source {CORPUS_PART} {more}", "free, .* needed")
+    assert not Path("out").exists()
+    free[0] = 1.2 * needed
+    prepare(CORPUS_PART, "out", f"{FINE} {more}")
+
+
+def test_a_cache_without_all_files_cannot_finish_a_preparation(hub, monkeypatch, capsys):
+    monkeypatch.setattr(sources, "AHEAD", 0)
+    stop(CORPUS_PART, "out", f"{FINE} --keep_download", shards=1)
+    go_offline(monkeypatch)
+    refused(f"--source {CORPUS_PART} {FINE}", r"out: prepared with 6 files, .* but now found [1-5] files")
+    assert "in the cache are known" in capsys.readouterr().err
+
+
+def test_fineweb_edu_is_the_default_and_replaces_a_preparation_without_shards(hub):
+    card = CARD.replace("part/*", "sample/10BT/*").replace("part", "sample-10BT")
+    files = {"README.md": card.encode(), "sample/10BT/000_00000.parquet": parquet(TEXTS)}
+    hub.put("datasets/HuggingFaceFW/fineweb-edu", files)
+    stop(CORPUS_PART, "data/edu_fineweb10B", FINE, shards=0)
+    assert prepare_dataset.main(["--tokenizer", "bytes", "--val_tokens", "9", "--num_workers", "1"]) == 0
+    assert Path("data/edu_fineweb10B/edufineweb_val_000000.npy").exists()
+    assert ids_of("data/edu_fineweb10B") == ids_expected(TEXTS)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# passing faults
+
+# The libraries repeat some requests by themselves: aiohttp after a reset, gcsfs six times after any of these.
+FAULTS = {
+    "reset": ({"times": 20, "drop_after": 0}, "Disconnected|Connect|RemoteProtocolError|ReadError"),
+    "reset inside": (
+        {"times": 20, "drop_after": 1},
+        "Incomplete|ClientPayload|ClientOSError|Connect|RemoteProtocolError|ReadError",
+    ),
+    "unavailable": ({"times": 7, "status": 503}, "HTTP 503 Service Unavailable"),
+    "slow down": ({"times": 7, "status": 429, "headers": {"Retry-After": "1"}}, "HTTP 429 Too Many Requests"),
+    "stall": ({"times": 7, "stall_after": 0, "stall_s": 3}, "Timeout"),
+}
+
+
+@pytest.mark.parametrize(
+    ("network", "mode", "fault"),
+    [
+        # Each fault once or twice in the fast suite, by turns; with the other networks in the fault storm.
+        pytest.param(network, mode, fault, marks=() if (i + j) % 2 == 0 else pytest.mark.storm)
+        for i, (network, mode) in enumerate([("s3", ""), ("gcs", ""), ("hub", ""), ("hub", "--streaming")])
+        for j, fault in enumerate(FAULTS)
+    ]
+    + [
+        ("gcs", "--streaming", "unavailable"),
+        pytest.param("s3", "--streaming", "unavailable", marks=pytest.mark.storm),
+    ],
+    indirect=["network"],
+)
+def test_passing_faults_of_a_network_cost_a_line_each(network, mode, fault, local_shards, capsys, monkeypatch):
+    how, line = FAULTS[fault]
+    if fault == "stall":
+        monkeypatch.setattr(retry, "SILENCE_S", 0.5)
+    network.server.fail(network.request, **how)
+    prepare(network.source, "out", f"{network.flags} {mode}")
+    told = [text for text in retries(capsys) if re.match(f"{network.place}: .*({line})", text)]
+    assert 0 < len(told) <= how["times"]
+    assert shards_of("out") == local_shards[network.flags]
+
+
+def test_a_damaged_file_of_the_hub_is_downloaded_again(hub, local_shards, capsys):
+    hub.fail("GET .*1.parquet", damaged=True)
+    prepare(CORPUS_PART, "out", OF_HUB)
+    assert capsys.readouterr().err.count("corrupted in transit; downloading it again") == 1
+    assert shards_of("out") == local_shards[OF_HUB]
+
+
+@pytest.mark.parametrize("mode", ["", "--streaming"])
+def test_a_hub_that_is_gone_is_waited_for_or_told(mode, hub, local_shards, capsys, monkeypatch):
+    monkeypatch.setattr(retry, "PATIENCE_S", 0.0)
+    hub.fail("GET .*[1-5].parquet", times=-1, drop_after=0)
+    refused(f"--source {CORPUS_PART} {OF_HUB} {mode}", r"no answer \(")
+    monkeypatch.setattr(retry, "PATIENCE_S", 60.0)
+    monkeypatch.setattr(retry, "sleep", lambda _: hub.faults.clear())  # it is back after a pause
+    prepare(CORPUS_PART, "out", f"{OF_HUB} {mode}")
+    assert retries(capsys)
+    assert shards_of("out") == local_shards[OF_HUB]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# object stores
 
 
 def test_text_in_a_bucket_is_tokenized(store, tmp_path, monkeypatch):
@@ -70,44 +277,10 @@ def test_text_in_a_bucket_is_tokenized(store, tmp_path, monkeypatch):
     assert ids_of() == ids_expected(["first", "second", "third"])
 
 
-# The libraries repeat some requests by themselves: aiohttp after a reset, gcsfs six times after any of these.
-FAULTS = {
-    "reset": ("", {"times": 20, "drop_after": 0}, "Disconnected|Connect"),
-    "reset inside": ("", {"times": 20, "drop_after": 1}, "Incomplete|ClientPayload|ClientOSError|Connect"),
-    "unavailable": ("", {"times": 7, "status": 503}, "HTTP 503 Service Unavailable"),
-    "slow down": ("", {"times": 7, "status": 429}, "HTTP 429 Too Many Requests"),
-    "stall": ("", {"times": 7, "stall_after": 0, "stall_s": 3}, "Timeout"),
-    "unavailable, streamed": ("--streaming", {"times": 7, "status": 503}, "HTTP 503 Service Unavailable"),
-}
-
-
-@pytest.mark.parametrize(
-    ("store", "fault"),
-    [
-        # Each fault with one of the stores in the fast suite, by turns; with the other one in the fault storm.
-        pytest.param(store, fault, marks=() if (i + j) % 2 == 0 else pytest.mark.storm)
-        for i, store in enumerate(("s3", "gcs"))
-        for j, fault in enumerate(FAULTS)
-    ],
-    indirect=["store"],
-)
-def test_passing_faults_of_a_store_cost_a_line_each(fault, bucket, local_shards, capsys, monkeypatch):
-    mode, how, line = FAULTS[fault]
-    if fault == "stall":
-        monkeypatch.setattr(retry, "SILENCE_S", 0.5)
-    bucket.fail(r"GET .*part3\.npz.* bytes", **how)
-    prepare(f"{bucket.url}/*.npz", "out", f"{OPTIONS} {mode}")
-    told = [text for text in retries(capsys) if re.match(rf"{bucket.url}/part3.npz: .*({line})", text)]
-    assert 0 < len(told) <= how["times"]
-    assert shards_of("out") == local_shards
-
-
 def test_a_file_that_changed_between_two_starts_is_found(bucket):
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        interrupt("write_shard", patch, before=1)
-        prepare(f"{bucket.url}/*.npz", "out", OPTIONS)
+    stop(f"{bucket.url}/*.npz", "out", OF_STORE, shards=1)
     bucket.put("part1.npz", npz(np.savez, ids=IDS[:20_000]))  # of the same size
-    refused(f"--source '{bucket.url}/*.npz' {OPTIONS}", "out: prepared with 5 files, .* but now found 5 files")
+    refused(f"--source '{bucket.url}/*.npz' {OF_STORE}", "out: prepared with 5 files, .* but now found 5 files")
 
 
 @pytest.mark.parametrize("mode", ["", "--streaming"])
@@ -116,12 +289,12 @@ def test_a_file_that_changes_while_it_is_read_is_found(mode, bucket, monkeypatch
 
     def list_then_change(store):
         found = files(store)
-        bucket.put("part2.npz", FILES["part1.npz"])
+        bucket.put("part2.npz", STORE_FILES["part1.npz"])
         return found
 
     monkeypatch.setattr(stores.Store, "files", list_then_change)
     changed = "part2.npz: changed in the store while it was read; run this again"
-    refused(f"--source '{bucket.url}/*.npz' {OPTIONS} {mode}", changed)
+    refused(f"--source '{bucket.url}/*.npz' {OF_STORE} {mode}", changed)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +347,7 @@ def test_a_missing_package_is_named(url, package, monkeypatch):
 
 @pytest.mark.parametrize("store", ["s3"], indirect=True)
 def test_sigterm_ends_a_download_and_the_same_command_continues(bucket, local_shards):
-    flags = f"--source {bucket.url}/*.npz --tokenizer bytes --num_workers 1 --out out {OPTIONS}".split()
+    flags = f"--source {bucket.url}/*.npz --tokenizer bytes --num_workers 1 --out out {OF_STORE}".split()
     command = [sys.executable, str(REPO / "prepare_dataset.py"), *flags]
     bucket.fail("GET .*npz.* bytes", times=-1, bytes_per_s=400_000)
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -184,5 +357,5 @@ def test_sigterm_ends_a_download_and_the_same_command_continues(bucket, local_sh
     errors = process.communicate(timeout=20)[1]
     assert (process.returncode, errors.splitlines()[-1]) == (130, "stopped; run the same command again to resume")
     bucket.faults.clear()
-    prepare(f"{bucket.url}/*.npz", "out", OPTIONS)
-    assert shards_of("out") == local_shards
+    prepare(f"{bucket.url}/*.npz", "out", OF_STORE)
+    assert shards_of("out") == local_shards[OF_STORE]

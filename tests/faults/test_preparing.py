@@ -16,12 +16,11 @@ from pathlib import Path
 
 import pytest
 from conftest import HUB, REPO
-from harness import Run, refusal, wait_for_files
+from harness import Run, wait_for_files
 from standin import CORPUS, TEXTS, corpus
 from test_disk import fill_disk, free_space, small_disk  # noqa: F401 (a fixture)
 from test_upload import use_store
 
-from steadygpt.base import retry
 from steadygpt.data.shards import read_manifest
 
 OF_HUB = "--source hf:some/corpus:part --shard_size 90000 --val_tokens 90000 "
@@ -30,8 +29,8 @@ SLOW = 1_500_000  # bytes a second: the whole data set takes a second
 storm = pytest.mark.storm
 
 
-def begin(rank: int, cache: str = "hf", **constants: float) -> None:
-    """Use a cache in the current folder, sample less text, and set constants of steadygpt.base.retry."""
+def begin(rank: int, cache: str = "hf") -> None:
+    """Use a cache in the current folder, and sample less text."""
     import huggingface_hub.constants
 
     import prepare_dataset
@@ -39,13 +38,11 @@ def begin(rank: int, cache: str = "hf", **constants: float) -> None:
     prepare_dataset.SAMPLE_BYTES = 50_000  # of the first file only
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a test session in the background ignores it
     huggingface_hub.constants.HF_HUB_CACHE = os.path.abspath(cache)
-    for name, value in constants.items():
-        setattr(retry, name, value)
 
 
-def prepare(flags: str, out: str, workers: int = 2, faults=(), start=Run, **constants) -> Run:
+def prepare(flags: str, out: str, workers: int = 2, faults=(), cache: str = "hf") -> Run:
     options = f"--tokenizer bytes --num_workers {workers} {flags} --out {out}".split()
-    return start(*options, program="prepare_dataset", tiny=(), faults=[partial(begin, **constants), *faults])
+    return Run(*options, program="prepare_dataset", tiny=(), faults=[partial(begin, cache=cache), *faults])
 
 
 def finish(flags: str, out: str, **options) -> str:
@@ -218,49 +215,7 @@ def test_the_commit_moves_under_a_killed_preparation(mode, reference):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the Hub, Ctrl-C, disks
-
-FAULTS = {
-    "resets": {"times": 5, "drop_after": 70_000},
-    "errors": {"times": 3, "status": 500},
-    "too many requests": {"times": 2, "status": 429, "headers": {"Retry-After": "1"}},
-    "stalls": {"times": 2, "stall_after": 70_000, "stall_s": 3},
-    "damage": {"times": 1, "damaged": True},
-}
-
-
-@pytest.mark.parametrize(
-    ("mode", "fault"),
-    [
-        # Each fault once in the fast suite, by turns in each mode.
-        pytest.param(mode, fault, marks=() if (i + j) % 2 == 0 else storm)
-        for i, mode in enumerate(["downloading", "streaming"])
-        for j, fault in enumerate(FAULTS)
-    ],
-)
-def test_passing_faults_of_the_hub_cost_a_line_each(mode, fault, reference):
-    if (mode, fault) == ("streaming", "damage"):
-        pytest.skip("a part of a file has no checksum")
-    HUB.fail("GET .*1.parquet", **FAULTS[fault])
-    text = finish(f"{OF_HUB} {MODES[mode]}", "out", SILENCE_S=1)
-    lines = text.count("corrupted in transit; downloading it again" if fault == "damage" else "; retrying in ")
-    assert 0 < lines <= FAULTS[fault]["times"]
-    assert "Traceback" not in text
-    assert shards("out") == shards("reference")
-
-
-@pytest.mark.parametrize("mode", ["downloading", pytest.param("streaming", marks=storm)])
-def test_a_hub_that_is_gone_is_waited_for_or_told(mode, reference):
-    """The clock is shortened: an hour is a second."""
-    times = {"PATIENCE_S": 2.0, "LONGEST_PAUSE_S": 0.2}
-    HUB.fail("GET .*[1-5].parquet", times=-1, drop_after=0)
-    assert "no answer (" in prepare(f"{OF_HUB} {MODES[mode]}", "out", start=refusal, **times)
-    run = prepare(f"{OF_HUB} {MODES[mode]}", "out", **times)
-    run.wait_for("retrying")
-    time.sleep(1)
-    HUB.faults.clear()
-    assert run.wait() == [0], run.text()
-    assert shards("out") == shards("reference")
+# Ctrl-C, disks, the exit status
 
 
 @pytest.mark.parametrize("mode", [pytest.param(mode, marks=() if mode == "streaming" else storm) for mode in MODES])
