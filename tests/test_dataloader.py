@@ -55,7 +55,7 @@ contexts, seeds, switches = st.integers(1, 7), st.integers(0, 2**31), st.boolean
 
 
 @given(st.integers(1, 2000), st.integers(1, 2**52), seeds, st.integers(0, 2**52))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 def test_permute_is_a_permutation(n, huge, seed, start):
     assert sorted(permute(np.arange(n), n, key_of(seed, start))) == list(range(n))
     elements = np.unique((start + np.arange(200)) % huge)
@@ -65,14 +65,14 @@ def test_permute_is_a_permutation(n, huge, seed, start):
 
 
 def test_permute_draws_every_order_about_equally_often():
-    orders = [tuple(permute(np.arange(3), 3, key_of(seed))) for seed in range(3000)]
+    orders = [tuple(permute(np.arange(3), 3, key_of(seed))) for seed in range(1200)]
     counts = [orders.count(order) for order in set(orders)]
     assert len(counts) == 6
-    assert 400 < min(counts) <= max(counts) < 600
+    assert 150 < min(counts) <= max(counts) < 250
 
 
 @given(shard_sizes, contexts, seeds, switches, switches, st.integers(0, 3))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 def test_an_epoch_has_each_row_of_each_shard_once(sizes, context, seed, shuffle_shards, shuffle_rows, epoch):
     rows = stream(*sizes, context=context, seed=seed, shuffle_shards=shuffle_shards, shuffle_rows=shuffle_rows)
     n = rows.rows_per_epoch
@@ -102,7 +102,7 @@ def test_a_step_has_the_same_micro_batches_on_any_number_of_ranks(sizes, ranks, 
 
 
 @given(shard_sizes, seeds, st.integers(0, 10**12), st.integers(1, 50))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 def test_rows_read_together_equal_rows_read_one_by_one(sizes, seed, start, count):
     rows = stream(*sizes, seed=seed, shuffle_shards=True, shuffle_rows=True)
     one_by_one = [rows.read(start + i, 1)[0].tolist() for i in range(count)]
@@ -110,7 +110,7 @@ def test_rows_read_together_equal_rows_read_one_by_one(sizes, seed, start, count
 
 
 @given(shard_sizes, contexts, st.integers(1, 40), st.integers(0, 30))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 def test_a_part_of_the_rows_is_spread_over_all_of_them(sizes, context, count, start):
     rows = stream(*sizes, context=context)
     count = min(count, rows.rows_per_epoch)

@@ -5,7 +5,6 @@ import gzip
 import io
 import json
 import random
-from itertools import pairwise
 from pathlib import Path
 
 import pyarrow
@@ -16,12 +15,11 @@ from hypothesis import strategies as st
 
 from steadygpt.base.options import UserError
 from steadygpt.data import documents as chunks
-from steadygpt.data import sources, tokenizer
+from steadygpt.data import sources
 from steadygpt.data.documents import OnDisk, cut_document, read_documents
 from steadygpt.data.sources import Source
-from steadygpt.data.tokenizer import get_tokenizer
 
-in_small_parts = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+in_small_parts = settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def write(folder, kind: str, texts: list[str]) -> Source:
@@ -72,7 +70,7 @@ def small_units(request, monkeypatch) -> int:
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "jsonl.gz", "jsonl.zst", "utf16.jsonl", "parquet"])
 @given(st.lists(st.text("ab \n\té你", min_size=1, max_size=60), min_size=1, max_size=40))
 @in_small_parts
-def test_parts_hold_every_document_and_reading_can_begin_at_any_of_them(kind, small_units, tmp_path, texts):
+def test_parts_hold_every_document_wherever_reading_begins_and_the_file_is(kind, small_units, tmp_path, texts):
     source = write(tmp_path, kind, texts)
     whole, found = documents(source), list(source.parts("text", 0))
     halves = [texts[: len(texts) // 2], texts[len(texts) // 2 :]]
@@ -87,20 +85,12 @@ def test_parts_hold_every_document_and_reading_can_begin_at_any_of_them(kind, sm
     assert not ends or ends[-1] == sum(source.sizes)
     for begin, part in enumerate(found):
         assert list(source.parts("text", 0, part.file, part.number)) == found[begin:]
-
-
-@pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
-@given(st.lists(st.text("ab \n\té你", min_size=1, max_size=60), min_size=1, max_size=40))
-@in_small_parts
-def test_a_part_read_where_the_file_is_has_the_documents_of_one_that_was_sent(kind, small_units, tmp_path, texts):
-    source = write(tmp_path, kind, texts)
-    here = list(source.parts("text", 0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "exists", lambda path: False)  # as of a file that is read over a network
         sent = list(source.parts("text", 0))
     assert not any(isinstance(part.data, OnDisk) for part in sent)
-    assert [part._replace(data=0) for part in here] == [part._replace(data=0) for part in sent]
-    for one, other in zip(here, sent, strict=True):
+    assert [part._replace(data=0) for part in found] == [part._replace(data=0) for part in sent]
+    for one, other in zip(found, sent, strict=True):
         assert repr(list(read_documents(one, "text"))) == repr(list(read_documents(other, "text")))
 
 
@@ -117,27 +107,11 @@ def test_a_line_longer_than_many_parts_belongs_to_the_part_in_which_it_begins(sm
     assert sum(map(len, found.values())) == len(lines)
 
 
-@pytest.mark.parametrize("name", ["bytes", "gpt2"])
-@given(st.text(st.sampled_from("ab1 \n\t.'é你\u3000\xa0"), max_size=200), st.integers(1, 20))
-@settings(max_examples=150, deadline=None)
-def test_pieces_of_a_document_have_the_ids_of_the_whole(name, text, length):
-    if name == "gpt2" and tokenizer._offline_gpt2_folder() is None:
-        pytest.skip("the extra with GPT-2's vocabulary is not installed")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks, "PIECE_BYTES", length)
-        pieces = list(cut_document(text))
-    assert "".join(pieces) == text
-    encoding = get_tokenizer(name)
-    # A piece without the end of a word is cut anywhere, and its ids may differ.
-    if all(piece[-1:].strip() and after[:1] == " " for piece, after in pairwise(pieces)):
-        assert [i for piece in pieces for i in encoding.encode(piece)] == encoding.encode(text)
-
-
 TEXT = st.text(st.sampled_from("ab \n'é你\u3000𝄞"), max_size=300).map(str.encode)
 
 
 @given(TEXT | st.binary(max_size=300) | st.lists(TEXT | st.just(b"\x80" * 50)).map(b"".join), st.integers(8, 40))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_a_text_is_cut_at_the_same_places_from_wherever_reading_begins(data, unit):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunks, "CUT_WINDOW", 20)

@@ -25,26 +25,16 @@ from steadygpt.machine.ranks import Ranks
 
 CPU = Ranks(torch.device("cpu"))
 
-# Rows with the columns of the Hub. ARC has 3 to 5 endings, with letters or digits as labels.
+
+def arc(question: str, answer: str, labels: str, *endings: str) -> dict:
+    """Return a row with the columns of the Hub. ARC has 3 to 5 endings, with letters or digits as labels."""
+    return {"question": question, "choices": {"text": [*endings], "label": [*labels]}, "answerKey": answer}
+
+
 ARC = [
-    {
-        "id": "Mercury_1",
-        "question": "Which one gives light?",
-        "choices": {"text": ["a lamp", "a stone", "the sea", "one of the trees"], "label": ["A", "B", "C", "D"]},
-        "answerKey": "A",
-    },
-    {
-        "id": "NYSEDREGENTS_2",
-        "question": "What is ice made of? ",
-        "choices": {"text": ["sand", "air and wood", "water"], "label": ["1", "2", "3"]},
-        "answerKey": "3",
-    },
-    {
-        "id": "Mercury_3",
-        "question": "Which animal flies?",
-        "choices": {"text": ["a dog", "a bird", "a fish", "a very old horse", "a cow"], "label": list("ABCDE")},
-        "answerKey": "B",
-    },
+    arc("Which one gives light?", "A", "ABCD", "a lamp", "a stone", "the sea", "one of the trees"),
+    arc("What is ice made of? ", "3", "123", "sand", "air and wood", "water"),
+    arc("Which animal flies?", "B", "ABCDE", "a dog", "a bird", "a fish", "a very old horse", "a cow"),
 ]
 PIQA = [
     {"goal": "How do I dry a towel?", "sol1": "Hang it in the sun.", "sol2": "Put it into water.", "label": 0},
@@ -130,7 +120,7 @@ def test_losses_and_scores_equal_those_of_the_harness(checkpoint, model, files, 
 
 
 def test_examples_are_the_requests_of_the_harness(files):
-    """The texts are those that lm-evaluation-harness 0.4.13 sends to a model."""
+    """Those of lm-evaluation-harness 0.4.13."""
     assert load_examples("arc_challenge", files["arc_challenge"])[1] == Example(
         "Question: What is ice made of? \nAnswer:", ["sand", "air and wood", "water"], 2, "lm_eval"
     )
@@ -225,9 +215,8 @@ def test_only_a_newline_ends_a_line_and_a_byte_order_mark_is_skipped(tmp_path, c
 def test_tasks_have_names_and_files():
     assert parse_tasks("arc_easy, piqa=a/b.jsonl") == {"arc_easy": "", "piqa": "a/b.jsonl"}
     for wrong in ("arc", "", "piqa,"):
-        with pytest.raises(
-            UserError, match=r"unknown task '(arc)?'; expected one or more of hellaswag, arc_easy, arc_challenge, piqa"
-        ):
+        known = "expected one or more of hellaswag, arc_easy, arc_challenge, piqa"
+        with pytest.raises(UserError, match=rf"unknown task '(arc)?'; {known}"):
             parse_tasks(wrong)
 
 
@@ -250,12 +239,8 @@ def test_only_the_test_split_of_arc_easy_comes_from_the_hub(standin):
     paths = ("ARC-Easy/test", "ARC-Easy/train", "ARC-Challenge/test")
     parquet = {f"{path}-00000-of-00001.parquet": stored.getvalue() for path in paths}
     standin.put("datasets/allenai/ai2_arc", {"README.md": CARD.encode(), **parquet})
-    assert load_examples("arc_easy")[2] == Example(
-        "Question: Which animal flies?\nAnswer:",
-        ["a dog", "a bird", "a fish", "a very old horse", "a cow"],
-        1,
-        "lm_eval",
-    )
+    endings = ["a dog", "a bird", "a fish", "a very old horse", "a cow"]
+    assert load_examples("arc_easy")[2] == Example("Question: Which animal flies?\nAnswer:", endings, 1, "lm_eval")
     assert standin.sent("GET .*ARC-Easy/test-")
     assert not standin.sent("GET .*(ARC-Challenge/|ARC-Easy/train-)")
 
@@ -277,9 +262,8 @@ def test_training_scores_the_tasks(workdir, files, capsys):
     arc, piqa = capsys.readouterr().out.splitlines()[1:]
     assert arc.endswith("(3 examples, 3 of them cut to the model's context)")
     assert arc.startswith(f"step 8/8 | ARC-Easy acc {stored['8']['arc_easy_acc']:.4f} ")
-    assert piqa.startswith(
-        f"step 8/8 | PIQA acc {stored['8']['piqa_acc']:.4f} acc_norm {stored['8']['piqa_acc_norm']:.4f} "
-    )
+    expected = f"PIQA acc {stored['8']['piqa_acc']:.4f} acc_norm {stored['8']['piqa_acc_norm']:.4f} "
+    assert piqa.startswith(f"step 8/8 | {expected}")
 
 
 def test_tasks_that_would_not_be_scored_are_an_error():
@@ -288,21 +272,11 @@ def test_tasks_that_would_not_be_scored_are_an_error():
     TrainConfig(hellaswag_freq=0).check_together()
 
 
-@pytest.fixture
-def command(checkpoint, tmp_path, capsys):
-    """Run hellaswag_eval.py on a checkpoint; return its standard output."""
+def test_the_command_scores_several_tasks(checkpoint, files, tmp_path, capsys):
     torch.save(checkpoint, tmp_path / "latest.pt")
-
-    def run(*argv: str) -> str:
-        assert hellaswag_eval.main(["--checkpoint_dir", str(tmp_path), "--device", "cpu", *argv]) == 0
-        return capsys.readouterr().out
-
-    return run
-
-
-def test_the_command_scores_several_tasks(command, files):
     tasks = ",".join(f"{name}={file}" for name, file in files.items())
-    lines = command("--task", tasks, "--style", "lm_eval", "--limit", "2").splitlines()
-    for line, (name, task) in zip(lines, TASKS.items(), strict=True):
+    flags = ["--task", tasks, "--style", "lm_eval", "--limit", "2"]
+    assert hellaswag_eval.main(["--checkpoint_dir", str(tmp_path), "--device", "cpu", *flags]) == 0
+    for line, (name, task) in zip(capsys.readouterr().out.splitlines(), TASKS.items(), strict=True):
         assert f"latest.pt at step 7: {task.title} acc " in line
         assert f"({min(2, len(ROWS.get(name, HELLASWAG)))} examples" in line
