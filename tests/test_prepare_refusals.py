@@ -41,10 +41,8 @@ def inputs(standin, tmp_path, monkeypatch):
     pyarrow.parquet.write_table(pyarrow.table({"content": ["b"]}), "1.parquet")
     Path("2.parquet").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     Path("own/tokenizer.json").write_text("my own")
-    Path("wordpiece.json").write_text('{"model": {"type": "WordPiece"}}')
     Path("binary.json").write_bytes(b"\xff\xfe")
     Path("begin.json").write_text(byte_tokenizer({"<|begin_of_text|>": 256, "<|end|>": 400}))
-    Path("bare.json").write_text(byte_tokenizer({}))
     standin.put(CORPUS, CORPUS_FILES)
     standin.put("datasets/some/tests", {"data/test-0.parquet": PARQUET})
     standin.put("datasets/some/gated", {"data/train-0.parquet": PARQUET})
@@ -100,8 +98,6 @@ LATER = [
     (f"{DOCS} --tokenizer none.json", "none.json: cannot be read"),
     (f"{DOCS} --tokenizer binary.json", "binary.json: cannot be read"),
     (f"{DOCS} --tokenizer empty.json", "empty.json: empty; expected a tokenizer.json"),
-    (f"{DOCS} --tokenizer wordpiece.json", "wordpiece.json: found model WordPiece; expected byte-level BPE"),
-    (f"{DOCS} --tokenizer bare.json", "found none; add one to its added_tokens"),
     (f"{DOCS} --tokenizer begin.json", rf"{NO_DOCUMENT_TOKEN} <\|begin_of_text\|> <\|end\|>; name .* --document_token"),
     (f"{DOCS} --tokenizer begin.json --document_token a", "no special token 'a'; found"),
     (f"{DOCS} --tokenizer bpe:257", r"expected bpe:N, such as bpe:32768, with N from 258"),

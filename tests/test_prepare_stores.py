@@ -164,6 +164,17 @@ def test_a_stream_goes_on_inside_the_file(hub, monkeypatch):
     assert hub.sent("GET .*parquet") < 0.25 * of_whole
 
 
+@pytest.mark.parametrize("mode", ["", "--streaming"])
+def test_the_commit_moves_under_an_interrupted_preparation(mode, hub, local_shards, capsys):
+    stop(CORPUS_PART, "out", f"{OF_HUB} {mode}", shards=2)
+    old, new = hub.heads[CORPUS], hub.put(CORPUS, corpus([text.upper() for text in TEXTS]))
+    prepare(CORPUS_PART, "out", f"{OF_HUB} {mode}")
+    assert f"now at commit {new[:7]}; continuing with the pinned commit {old[:7]}" in capsys.readouterr().err
+    assert shards_of("out") == local_shards[OF_HUB]
+    assert prepare(CORPUS_PART, "new", f"{OF_HUB} {mode}")["commit"] == new
+    assert shards_of("new") != local_shards[OF_HUB]
+
+
 def test_a_download_of_one_large_row_group_goes_on_as_a_stream(hub):
     """The batches of a stream are smaller: what is skipped at the start spans several of them."""
     hub.put("datasets/some/large", {"data/train.parquet": parquet(TEXTS, row_group_size=3000)})

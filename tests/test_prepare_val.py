@@ -81,28 +81,34 @@ def write_files(texts: list[str]) -> None:
         Path(f"files/{number:06d}.md").write_text(text)
 
 
-@pytest.mark.parametrize("source", ["files", "a.jsonl", "a.jsonl.gz", "a.parquet"])
-def test_val_is_a_fortieth_of_the_source_in_whole_documents(source):
+LINES = [text.replace("\n", "") for text in TEXTS]
+
+
+@pytest.fixture
+def sources(standin) -> dict[str, int]:
+    """The same texts as sources of every kind; their names, and their sizes in bytes."""
     write_files(TEXTS)
     Path("a.jsonl.gz").write_bytes(gzip.compress(write_lines(TEXTS)))
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), "a.parquet", row_group_size=70)
-    size = len(LONG.encode()) if source == "files" else Path(source).stat().st_size
-    val = val_of(source, TEXTS, "--shard_size 9000", ("bytes", "gpt2", "crossing"))
-    assert_size(val, size / 40, size / 200)
-
-
-def test_val_is_a_fortieth_of_a_data_set_of_the_hub(standin):
     halves = {f"data/train-{n}.parquet": parquet(half) for n, half in enumerate((TEXTS[:200], TEXTS[200:]))}
     standin.put("datasets/some/texts", halves)
-    size = sum(map(len, halves.values()))
-    assert_size(val_of("hf:some/texts", TEXTS), size / 40, size / 200)
-
-
-def test_val_is_a_fortieth_of_rows_that_are_streamed_by_datasets(standin):
-    lines = [text.replace("\n", "") for text in TEXTS]
-    csv = "\n".join(["text", *(f'"{line}"' for line in lines)]).encode()
+    csv = "\n".join(["text", *(f'"{line}"' for line in LINES)]).encode()
     standin.put("datasets/some/rows", {"data/train.csv": csv})
-    assert_size(val_of("hf:some/rows", lines), len(csv) / 40, 32 * 300)
+    sizes = {name: Path(name).stat().st_size for name in ("a.jsonl", "a.jsonl.gz", "a.parquet")}
+    return sizes | {
+        "files": len(LONG.encode()),
+        "hf:some/texts": sum(map(len, halves.values())),
+        "hf:some/rows": len(csv),
+    }
+
+
+@pytest.mark.parametrize("source", ["files", "a.jsonl", "a.jsonl.gz", "a.parquet", "hf:some/texts", "hf:some/rows"])
+def test_val_is_a_fortieth_of_the_source_in_whole_documents(source, sources):
+    size, is_streamed_by_datasets = sources[source], source == "hf:some/rows"
+    val = val_of(
+        source, LINES if is_streamed_by_datasets else TEXTS, "--shard_size 9000", ("bytes", "gpt2", "crossing")
+    )
+    assert_size(val, size / 40, 32 * 300 if is_streamed_by_datasets else size / 200)
 
 
 def test_files_with_little_text_need_the_size_of_val():
@@ -112,11 +118,6 @@ def test_files_with_little_text_need_the_size_of_val():
     refused("--source wide.parquet", message)
     assert not Path("out").exists()
     assert prepare("wide.parquet", flags="--val_tokens 1000")["shards"][0]["tokens"] >= 1000
-
-
-def test_val_may_end_exactly_at_a_fortieth():
-    write_files(["ten bytes\n"] * 40)
-    assert val_of("files", ["ten bytes\n"] * 40) == ["ten bytes\n"]
 
 
 @pytest.mark.parametrize("text", [LONG, LONG.replace("\n", " "), "字" * 40_000], ids=["lines", "words", "characters"])
@@ -133,17 +134,21 @@ def test_val_ends_before_a_word_of_one_long_text(text):
     assert len(vals) == 1
 
 
-def test_a_first_document_of_more_than_a_fortieth_is_the_whole_val():
-    texts = ["words " * 1667, *(f"{number:<40}" for number in range(250))]
-    write_lines(texts)
-    assert val_of("a.jsonl", texts) == texts[:1]
+NUMBERS = [f"{number:<40}" for number in range(1000)]
 
 
-def test_a_long_line_inside_the_first_fortieth_is_left_to_training():
-    texts = [*(f"{number:<40}" for number in range(10)), "words " * 1667, *(f"{number:<40}" for number in range(1000))]
+@pytest.mark.parametrize(
+    ("source", "texts", "most"),
+    [
+        pytest.param("files", ["ten bytes\n"] * 40, 1, id="val ends exactly at a fortieth"),
+        pytest.param("a.jsonl", ["words " * 1667, *NUMBERS[:250]], 1, id="the first line has more than a fortieth"),
+        pytest.param("a.jsonl", [*NUMBERS[:10], "words " * 1667, *NUMBERS], 10, id="a long line is left to training"),
+    ],
+)
+def test_val_has_the_first_documents(source, texts, most):
+    write_files(texts)
     write_lines(texts)
-    val = val_of("a.jsonl", texts)
-    assert 0 < len(val) <= 10
+    assert 1 <= len(val_of(source, texts)) <= most
 
 
 def test_a_limit_in_tokens_wins():

@@ -68,10 +68,6 @@ def test_the_cuts_between_shards_and_blocks_do_not_matter(ids, cuts, block, tmp_
     assert found.counts.tolist() == np.bincount(np.array(ids, int), minlength=257).tolist()
 
 
-def test_empty_documents_are_documents(tmp_path):
-    assert surveyed(write(tmp_path, ids_of("", "a", "", "", "b", ""))).lengths.tolist() == [0, 1, 0, 0, 1, 0]
-
-
 def test_the_dtype_of_a_shard_does_not_matter(tmp_path):
     one, other = (surveyed(write(tmp_path, ids_of("same"), dtype=dtype)) for dtype in ("<u2", "<i4"))
     assert one.digests.tolist() == other.digests.tolist()

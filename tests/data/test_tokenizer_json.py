@@ -1,7 +1,6 @@
 """Tests of steadygpt/data/tokenizer_json.py: the ids of a tokenizer.json are those of the `tokenizers` library."""
 
 import json
-import sys
 import unicodedata
 from functools import cache
 from itertools import pairwise
@@ -257,9 +256,3 @@ def test_an_exported_pattern_means_the_same_in_the_library():
     assert library.encode(f"1{END_OF_TEXT}2").ids == [49, 265, 50]
     for text in ("1234567", "12345 \n\n", "a \n b"):
         assert library.encode(text).ids == encoding.encode_ordinary(text)
-
-
-@pytest.mark.skipif(sys.version_info >= (3, 14), reason="not the Unicode of the library")
-def test_nfc_comes_before_the_split():
-    ours, library = both("qwen nfc")
-    assert ours.encode("e\u0301") == ours.encode("é") == library.encode("e\u0301").ids

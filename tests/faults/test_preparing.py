@@ -14,14 +14,13 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import HUB, REPO
 from harness import Run, wait_for_files
 from standin import CORPUS, TEXTS, corpus
 from test_disk import fill_disk, free_space, small_disk  # noqa: F401 (a fixture)
 from test_upload import use_store
-
-from steadygpt.data.shards import read_manifest
 
 OF_HUB = "--source hf:some/corpus:part --shard_size 90000 --val_tokens 90000 "
 MODES = {"downloading": "", "streaming": "--streaming", "tokenizing": "--keep_download"}
@@ -131,23 +130,15 @@ def survive_kills(
     assert not workers_left()
 
 
-def workers_left() -> list[str]:
+def workers_left() -> list[psutil.Process]:
     """Return the processes of killed runs that are still there after some seconds."""
-    folder, deadline = os.getcwd(), time.monotonic() + 20
-
-    def alive() -> list[str]:
-        found = []
-        for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-                of_this_test = os.getpid() in (int(process.name), parent)  # it may have started the harness's server
-                if os.readlink(process / "cwd") == folder and not of_this_test:
-                    found.append((process / "cmdline").read_text().replace("\0", " "))
-        return found
-
-    while alive() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return alive()
+    found = [
+        process
+        for process in psutil.process_iter(["cwd", "ppid"])
+        # This process may have started the harness's server.
+        if process.info["cwd"] == os.getcwd() and os.getpid() not in (process.pid, process.info["ppid"])
+    ]
+    return psutil.wait_procs(found, timeout=20)[1]
 
 
 @pytest.mark.parametrize(
@@ -157,10 +148,6 @@ def test_preparing_survives_kills_at_random_instants(texts, kills, stages):
     flags = "--source texts --shard_size 50000"
     finish(flags, "reference")
     survive_kills(flags, kills, stages)
-    manifest = read_manifest(Path("reference"))
-    assert manifest["repaired"] == 7
-    reasons = {"broken JSON": 2, "null, not a string": 2, "no field 'text'": 2, "blank line": 2}
-    assert manifest["skipped"] == {"no text": manifest["skipped"]["no text"], **reasons}
 
 
 @storm
@@ -195,23 +182,6 @@ def test_a_preparation_from_the_hub_survives_kills(mode, kills, reference):
     else:
         HUB.fail("GET .*parquet", times=-1, bytes_per_s=SLOW)
     survive_kills(f"{OF_HUB} {MODES[mode]}", kills, min(4, kills - 2), pause_s=2.5)
-
-
-@pytest.mark.parametrize("mode", ["downloading", pytest.param("streaming", marks=storm)])
-def test_the_commit_moves_under_a_killed_preparation(mode, reference):
-    """Kill when the third shard is written."""
-    HUB.fail("GET .*parquet", times=-1, bytes_per_s=SLOW)
-    run = prepare(f"{OF_HUB} {MODES[mode]}", "out")
-    wait_for_files(run, Path("out"), "*.npy", 3)
-    run.kill()
-    HUB.faults.clear()
-    old, new = HUB.heads[CORPUS], HUB.put(CORPUS, corpus([text.upper() for text in TEXTS]))
-    text = finish(f"{OF_HUB} {MODES[mode]}", "out")
-    assert f"now at commit {new[:7]}; continuing with the pinned commit {old[:7]}" in text
-    assert shards("out") == shards("reference")
-    finish(f"{OF_HUB} {MODES[mode]}", "new")
-    assert read_manifest(Path("new"))["commit"] == new
-    assert shards("new") != shards("reference")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
