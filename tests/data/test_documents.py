@@ -22,27 +22,26 @@ from steadygpt.data.sources import Source
 in_small_parts = settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
+PACKED = {
+    "jsonl": bytes,
+    "jsonl.gz": gzip.compress,
+    "jsonl.zst": lambda lines: pyarrow.compress(lines, "zstd", asbytes=True),
+    "utf16.jsonl": lambda lines: lines.decode().encode("utf-16") if lines else b"",
+}
+
+
 def write(folder, kind: str, texts: list[str]) -> Source:
-    """Write texts as files of a kind, and open them as a source."""
+    """Write texts as two files of a kind, and open them as a source."""
     chunks._open_table.cache_clear()  # other files had the same names
-    for file in folder.iterdir():
-        file.unlink()
     for number, half in enumerate((texts[: len(texts) // 2], texts[len(texts) // 2 :])):
         path = folder / f"{number}.{kind}"
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in half).encode()
-        if kind == "jsonl":
-            path.write_bytes(lines)
-        elif kind == "jsonl.gz":
-            path.write_bytes(gzip.compress(lines))
-        elif kind == "jsonl.zst":
-            path.write_bytes(pyarrow.compress(lines, "zstd", asbytes=True))
-        elif kind == "utf16.jsonl":
-            path.write_bytes(lines.decode().encode("utf-16") if half else b"")
-        elif kind == "txt":
+        if kind == "txt":
             path.write_text("".join(half), newline="")
-        else:
+        elif kind == "parquet":
             table = pyarrow.table({"id": range(len(half)), "text": pyarrow.array(half, pyarrow.string())})
             pyarrow.parquet.write_table(table, path, row_group_size=7)
+        else:
+            path.write_bytes(PACKED[kind]("".join(json.dumps({"text": text}) + "\n" for text in half).encode()))
     return Source("files", sorted(folder.iterdir()))
 
 
@@ -67,7 +66,7 @@ def small_units(request, monkeypatch) -> int:
     return request.param
 
 
-@pytest.mark.parametrize("kind", ["txt", "jsonl", "jsonl.gz", "jsonl.zst", "utf16.jsonl", "parquet"])
+@pytest.mark.parametrize("kind", ["txt", "parquet", *PACKED])
 @given(st.lists(st.text("ab \n\té你", min_size=1, max_size=60), min_size=1, max_size=40))
 @in_small_parts
 def test_parts_hold_every_document_wherever_reading_begins_and_the_file_is(kind, small_units, tmp_path, texts):

@@ -1,45 +1,26 @@
 """A network that fails during a download: training continues, other commands stop with one line of advice."""
 
-import http.server
 import os
 import re
-import threading
 from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import TINY, load, write_data
+from conftest import HUB, TINY, load, write_data
 from harness import folders, refusal, run_to_end
 from injected import no_tokenizer
 
 
 @pytest.fixture
 def failing_network(workdir):
-    """A fault for Run: every download breaks off after its first bytes."""
-
-    class BreaksOff(http.server.BaseHTTPRequestHandler):
-        def do_HEAD(self):
-            self.send_response(200)
-            self.send_header("Content-Length", "100000")
-            self.end_headers()
-
-        def do_GET(self):
-            self.do_HEAD()
-            self.wfile.write(b"{" + bytes(1000))
-
-        def do_CONNECT(self):
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), BreaksOff)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    address = f"http://127.0.0.1:{server.server_port}"
+    """A fault for Run: every download breaks off after the headers; the network has no proxy to other servers."""
+    HUB.clear()
+    for name in ("datasets/Rowan/hellaswag", "datasets/some/corpus", "models/gpt2"):
+        HUB.put(name, {"README.md": b""})
+    HUB.fail("", times=-1, drop_after=0)
+    address = os.environ["HF_ENDPOINT"]
     caches = {name: str(workdir / "cache") for name in ("HF_HOME", "TIKTOKEN_CACHE_DIR", "XDG_CACHE_HOME")}
-    yield partial(set_environment, {"HF_ENDPOINT": address, "HTTPS_PROXY": address, "NO_PROXY": "127.0.0.1", **caches})
-    server.shutdown()
+    return partial(set_environment, {"HTTPS_PROXY": address, "NO_PROXY": "127.0.0.1", **caches})
 
 
 def set_environment(changes: dict, rank: int) -> None:
@@ -48,7 +29,7 @@ def set_environment(changes: dict, rank: int) -> None:
     from steadygpt.base import retry
 
     retry.FIRST_PATIENCE_S = 0.5
-    constants.ENDPOINT, constants.HF_HUB_CACHE = changes["HF_ENDPOINT"], f"{changes['HF_HOME']}/hub"
+    constants.HF_HUB_CACHE = f"{changes['HF_HOME']}/hub"
     for name in ("http_proxy", "https_proxy", "no_proxy", "HF_HUB_OFFLINE"):
         os.environ.pop(name, None)
     os.environ.update(changes)
