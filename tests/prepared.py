@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import DEFAULT, Mock
 
 import numpy as np
 import pytest
@@ -25,17 +26,12 @@ def prepare(source: str, out="out", flags="--val_tokens 1") -> dict:
     return read_manifest(Path(out))
 
 
-def interrupt(at: str, patch: pytest.MonkeyPatch, before: int = 0) -> None:
-    """Press Ctrl-C in a function of prepare_dataset.py, once it has been called `before` times; only once."""
-    function, calls = getattr(prepare_dataset, at), []
-
-    def stopping(*arguments):
-        calls.append(arguments)
-        if len(calls) == before + 1:
-            raise KeyboardInterrupt
-        return function(*arguments)
-
-    patch.setattr(prepare_dataset, at, stopping)
+def prepare_stopped(source: str, out: str, flags: str, at="write_shard", before=0) -> None:
+    """Press Ctrl-C in a function of prepare_dataset.py, once it has been called `before` times."""
+    function = Mock(wraps=getattr(prepare_dataset, at), side_effect=[*[DEFAULT] * before, KeyboardInterrupt])
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(prepare_dataset, at, function)
+        prepare(source, out, flags)
 
 
 def prepare_interrupted(source: str, out: str, flags: str) -> int:

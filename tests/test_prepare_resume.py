@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from prepared import files_of, ids_expected, ids_of, interrupt, npz, prepare, prepare_interrupted, write_rows
+from prepared import files_of, ids_expected, ids_of, npz, prepare, prepare_interrupted, prepare_stopped, write_rows
 from standin import TEXTS as HUB_TEXTS
 from standin import parquet
 
@@ -98,9 +98,7 @@ def test_a_finished_tokenizer_is_not_trained_again(sources, monkeypatch):
     prepare(source, "whole", flags)
     monkeypatch.setattr(prepare_dataset, "train_tokenizer", trained := Mock(wraps=prepare_dataset.train_tokenizer))
     for place in ("train_tokenizer", "print_forecast", "write_shard"):
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            interrupt(place, patch)
-            prepare(source, "stopped", flags)
+        prepare_stopped(source, "stopped", flags, at=place)
     prepare(source, "stopped", flags)
     assert trained.call_count == 1
     assert files_of("stopped") == files_of("whole")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from conftest import REPO
 from fsspec.registry import _registry
-from prepared import files_of, ids_expected, ids_of, interrupt, npz, prepare, prepare_interrupted, refused
+from prepared import files_of, ids_expected, ids_of, npz, prepare, prepare_interrupted, prepare_stopped, refused
 from standin import CARD, CORPUS, TEXTS, Server, corpus, parquet
 from test_hub import retries
 
@@ -102,13 +102,6 @@ def local_shards(tmp_path_factory) -> dict[str, dict[str, str]]:
     return found
 
 
-def stop(source: str, out: str, flags: str, shards: int) -> None:
-    """Prepare, and press Ctrl-C after some shards."""
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        interrupt("write_shard", patch, before=shards)
-        prepare(source, out, flags)
-
-
 @pytest.mark.parametrize("mode", ["", "--streaming"])
 @pytest.mark.parametrize("network", ["hub", "s3", "gcs"], indirect=True)
 def test_a_network_gives_the_shards_of_local_files_also_after_interruptions(network, mode, local_shards):
@@ -157,7 +150,7 @@ def test_a_stream_goes_on_inside_the_file(hub, monkeypatch):
     monkeypatch.setattr(remote, "READ_AHEAD", 1000)
     prepare(CORPUS_PART, "whole", f"{FINE} --streaming")
     of_whole = hub.sent("GET .*parquet")
-    stop(CORPUS_PART, "out", f"{FINE} --streaming", shards=13)  # within the last file
+    prepare_stopped(CORPUS_PART, "out", f"{FINE} --streaming", before=13)  # within the last file
     hub.log.clear()
     prepare(CORPUS_PART, "out", f"{FINE} --streaming")
     assert files_of("out") == files_of("whole")
@@ -166,7 +159,7 @@ def test_a_stream_goes_on_inside_the_file(hub, monkeypatch):
 
 @pytest.mark.parametrize("mode", ["", "--streaming"])
 def test_the_commit_moves_under_an_interrupted_preparation(mode, hub, local_shards, capsys):
-    stop(CORPUS_PART, "out", f"{OF_HUB} {mode}", shards=2)
+    prepare_stopped(CORPUS_PART, "out", f"{OF_HUB} {mode}", before=2)
     old, new = hub.heads[CORPUS], hub.put(CORPUS, corpus([text.upper() for text in TEXTS]))
     prepare(CORPUS_PART, "out", f"{OF_HUB} {mode}")
     assert f"now at commit {new[:7]}; continuing with the pinned commit {old[:7]}" in capsys.readouterr().err
@@ -179,7 +172,7 @@ def test_a_download_of_one_large_row_group_goes_on_as_a_stream(hub):
     """The batches of a stream are smaller: what is skipped at the start spans several of them."""
     hub.put("datasets/some/large", {"data/train.parquet": parquet(TEXTS, row_group_size=3000)})
     prepare("hf:some/large", "whole", FINE)
-    stop("hf:some/large", "out", FINE, shards=7)
+    prepare_stopped("hf:some/large", "out", FINE, before=7)
     shutil.rmtree("out/.download")
     prepare("hf:some/large", "out", f"{FINE} --streaming")
     assert files_of("out") == files_of("whole")
@@ -199,7 +192,7 @@ def test_too_small_a_disk_is_told_before_anything_is_written(more, hub, monkeypa
 
 def test_a_cache_without_all_files_cannot_finish_a_preparation(hub, monkeypatch, capsys):
     monkeypatch.setattr(sources, "AHEAD", 0)
-    stop(CORPUS_PART, "out", f"{FINE} --keep_download", shards=1)
+    prepare_stopped(CORPUS_PART, "out", f"{FINE} --keep_download", before=1)
     go_offline(monkeypatch)
     refused(f"--source {CORPUS_PART} {FINE}", r"out: prepared with 6 files, .* but now found [1-5] files")
     assert "in the cache are known" in capsys.readouterr().err
@@ -209,7 +202,7 @@ def test_fineweb_edu_is_the_default_and_replaces_a_preparation_without_shards(hu
     card = CARD.replace("part/*", "sample/10BT/*").replace("part", "sample-10BT")
     files = {"README.md": card.encode(), "sample/10BT/000_00000.parquet": parquet(TEXTS)}
     hub.put("datasets/HuggingFaceFW/fineweb-edu", files)
-    stop(CORPUS_PART, "data/edu_fineweb10B", FINE, shards=0)
+    prepare_stopped(CORPUS_PART, "data/edu_fineweb10B", FINE, before=0)
     assert prepare_dataset.main(["--tokenizer", "bytes", "--val_tokens", "9", "--num_workers", "1"]) == 0
     assert Path("data/edu_fineweb10B/edufineweb_val_000000.npy").exists()
     assert ids_of("data/edu_fineweb10B") == ids_expected(TEXTS)
@@ -289,7 +282,7 @@ def test_text_in_a_bucket_is_tokenized(store, tmp_path, monkeypatch):
 
 
 def test_a_file_that_changed_between_two_starts_is_found(bucket):
-    stop(f"{bucket.url}/*.npz", "out", OF_STORE, shards=1)
+    prepare_stopped(f"{bucket.url}/*.npz", "out", OF_STORE, before=1)
     bucket.put("part1.npz", npz(np.savez, ids=IDS[:20_000]))  # of the same size
     refused(f"--source '{bucket.url}/*.npz' {OF_STORE}", "out: prepared with 5 files, .* but now found 5 files")
 

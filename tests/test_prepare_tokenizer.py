@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 from conftest import REPO, load, reference_model, run_here
-from prepared import files_of, ids_of, interrupt, prepare, refused, write_rows
+from prepared import files_of, ids_of, prepare, prepare_stopped, refused, write_rows
 from standin import CARD, CORPUS, parquet
 from test_tokenizer_json import LLAMA3, byte_tokenizer, pattern_tokenizer
 
@@ -123,14 +123,12 @@ def test_a_file_from_the_hub_and_from_a_path_give_the_same_shards(standin):
     assert path["tokenizer_sha256"] == hub["tokenizer_sha256"]
 
 
-def test_a_preparation_continues_with_the_file_it_has_begun_with(monkeypatch):
+def test_a_preparation_continues_with_the_file_it_has_begun_with():
     ours, different = (byte_tokenizer({END_OF_TEXT: number}) for number in (256, 300))
     own, kept = Path("own.json"), Path("out/tokenizer.json")
     own.write_text(ours)
     prepare("docs.jsonl", "whole", f"--shard_size 9000 {OWN}")
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        interrupt("write_shard", patch, before=1)
-        prepare("docs.jsonl", "out", f"--shard_size 9000 {OWN}")
+    prepare_stopped("docs.jsonl", "out", f"--shard_size 9000 {OWN}", before=1)
     own.write_text(different)
     same = "--source docs.jsonl --shard_size 9000 --tokenizer"
     refused(f"{same} own.json", "prepared with tokenizer 'own.json', but now it is 'a different one in own.json'")
