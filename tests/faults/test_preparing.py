@@ -99,9 +99,7 @@ def texts(tmp_path, monkeypatch) -> Path:
 # kills
 
 
-def survive_kills(
-    flags: str, kills: int, stages: int, pause_s: float = 0.25, faults: tuple[Callable, ...] = ()
-) -> None:
+def survive_kills(flags: str, kills: int, stages: int, pause_s: float, faults: tuple[Callable, ...]) -> None:
     """Kill preparations at random instants until they are complete, and compare them with "reference".
 
     Args:
@@ -141,47 +139,40 @@ def workers_left() -> list[psutil.Process]:
     return psutil.wait_procs(found, timeout=20)[1]
 
 
-@pytest.mark.parametrize(
-    ("kills", "stages"), [(4, 3), pytest.param(20, 6, marks=storm), pytest.param(200, 6, marks=storm)]
-)
-def test_preparing_survives_kills_at_random_instants(texts, kills, stages):
-    flags = "--source texts --shard_size 50000"
-    finish(flags, "reference")
-    survive_kills(flags, kills, stages)
+KILLS = [
+    ("on_disk", "--shard_size 50000", 4, 3),
+    ("on_hub", "--streaming", 4, 2),
+    pytest.param("on_disk", "--shard_size 50000", 20, 6, marks=storm),
+    pytest.param("on_disk", "--shard_size 50000", 200, 6, marks=storm),
+    pytest.param("on_disk", "--shard_size 20000 --tokenizer bpe:600", 20, 6, marks=storm),
+    pytest.param("in_store", "--shard_size 50000", 20, 6, marks=storm),
+    pytest.param("in_store", "--shard_size 50000 --streaming", 20, 6, marks=storm),
+    *(pytest.param("on_hub", "", kills, min(4, kills - 2), marks=storm) for kills in (4, 20)),
+    *(pytest.param("in_cache", "--keep_download", kills, min(4, kills - 2), marks=storm) for kills in (4, 20)),
+    pytest.param("on_hub", "--streaming", 20, 4, marks=storm),
+]
 
 
-@storm
-def test_preparing_with_a_tokenizer_of_its_own_survives_kills(texts):
-    flags = "--source texts --shard_size 20000 --tokenizer bpe:600"
-    finish(flags, "reference")
-    survive_kills(flags, 20, 6)
-
-
-@storm
-def test_preparing_from_a_store_survives_kills(texts, s3):
-    variables = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-    faults = (partial(use_store, variables),)
-    for path in texts.iterdir():
-        s3.put(path.name, path.read_bytes())
-    for mode in ("", "--streaming"):
-        Path(f"mode{mode}").mkdir()
-        with contextlib.chdir(f"mode{mode}"):
-            flags = f"--source {s3.url}/* --shard_size 50000 {mode}"
-            finish(flags, "reference", faults=faults)
-            survive_kills(flags, 20, 6, faults=faults)
-
-
-@pytest.mark.parametrize(
-    ("kills", "mode"),
-    [pytest.param(n, mode, marks=() if (n, mode) == (4, "streaming") else storm) for n in (4, 20) for mode in MODES],
-)
-def test_a_preparation_from_the_hub_survives_kills(mode, kills, reference):
-    """Kill at random instants while files are downloaded, streamed, or there."""
-    if mode == "tokenizing":
-        finish(f"{OF_HUB} --keep_download", "filling-the-cache")
+@pytest.mark.parametrize(("where", "flags", "kills", "stages"), KILLS)
+def test_preparing_survives_kills_at_random_instants(where, flags, kills, stages, request):
+    if where in ("on_hub", "in_cache"):
+        request.getfixturevalue("reference")
+        source, pause_s, faults = OF_HUB, 2.5, ()
+        if where == "in_cache":
+            finish(f"{OF_HUB} --keep_download", "filling-the-cache")
+        else:
+            HUB.fail("GET .*parquet", times=-1, bytes_per_s=SLOW)
     else:
-        HUB.fail("GET .*parquet", times=-1, bytes_per_s=SLOW)
-    survive_kills(f"{OF_HUB} {MODES[mode]}", kills, min(4, kills - 2), pause_s=2.5)
+        texts = request.getfixturevalue("texts")
+        source, pause_s, faults = f"--source {texts}", 0.25, ()
+        if where == "in_store":
+            s3 = request.getfixturevalue("s3")
+            for path in texts.iterdir():
+                s3.put(path.name, path.read_bytes())
+            variables = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+            source, faults = f"--source {s3.url}/*", (partial(use_store, variables),)
+        finish(f"{source} {flags}", "reference", faults=faults)
+    survive_kills(f"{source} {flags}", kills, stages, pause_s, faults)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
