@@ -25,7 +25,7 @@ SOURCES = {
     "rows and bytes that are skipped": ("mixed", "--shard_size 397 --val_tokens 500", 31, 1 + 20 + 1 + 59),
     "a unit larger than a shard": ("long.jsonl", "--shard_size 200 --val_tokens 1", 5, 3),
     "late rows that a new preparation refuses": ("late", "--shard_size 3000", 9, 301),
-    "lines, many val shards": ("lines.jsonl", "--shard_size 400 --val_tokens 1600", 11, 62),
+    "lines, many val shards": ("lines.jsonl", "--shard_size 131 --val_tokens 700", 11, 62),
     "one text, many val shards": ("text.txt", "--shard_size 400 --val_tokens 1600", 11, 1),
     "masked ids": ("ids.npz", "--shard_size 333 --val_tokens 700", 13, 0),
     "a folder whose name is not UTF-8": ("bytes", "--shard_size 2000 --val_tokens 1", 3, 60),

@@ -102,8 +102,18 @@ def local_shards(tmp_path_factory) -> dict[str, dict[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("mode", ["", "--streaming"])
-@pytest.mark.parametrize("network", ["hub", "s3", "gcs"], indirect=True)
+@pytest.mark.parametrize(
+    ("network", "mode"),
+    [
+        ("hub", ""),
+        ("hub", "--streaming"),
+        ("s3", ""),
+        ("s3", "--streaming"),
+        ("gcs", ""),
+        pytest.param("gcs", "--streaming", marks=pytest.mark.storm),
+    ],
+    indirect=["network"],
+)
 def test_a_network_gives_the_shards_of_local_files_also_after_interruptions(network, mode, local_shards):
     assert prepare_interrupted(network.source, "out", f"{network.flags} {mode}") >= 3  # within files
     assert shards_of("out") == local_shards[network.flags]
@@ -157,7 +167,7 @@ def test_a_stream_goes_on_inside_the_file(hub, monkeypatch):
     assert hub.sent("GET .*parquet") < 0.25 * of_whole
 
 
-@pytest.mark.parametrize("mode", ["", "--streaming"])
+@pytest.mark.parametrize("mode", ["", pytest.param("--streaming", marks=pytest.mark.storm)])
 def test_the_commit_moves_under_an_interrupted_preparation(mode, hub, local_shards, capsys):
     prepare_stopped(CORPUS_PART, "out", f"{OF_HUB} {mode}", before=2)
     old, new = hub.heads[CORPUS], hub.put(CORPUS, corpus([text.upper() for text in TEXTS]))
