@@ -130,21 +130,21 @@ LINES = "".join(json.dumps({"body": text}) + "\n" for text in FORMAT_TEXTS).enco
 zstd = partial(pyarrow.compress, codec="zstd", asbytes=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("a.jsonl", LINES),
-        ("a.jsonl.gz", gzip.compress(LINES)),
-        ("a.json.gz", gzip.compress(LINES)),
-        ("packed_without_its_suffix.jsonl", gzip.compress(LINES)),
-        ("a.ndjson.zst", zstd(LINES)),
-        ("a.json", LINES),
-        ("a.ndjson", LINES.decode().encode("utf-16")),
-        ("a.parquet", parquet(FORMAT_TEXTS, "body")),
-    ],
-)
-def test_every_format_of_rows_gives_the_same_tokens(name, content):
-    write({name: content})
+ROWS = {
+    "a.jsonl": LINES,
+    "a.jsonl.gz": gzip.compress(LINES),
+    "a.json.gz": gzip.compress(LINES),
+    "packed_without_its_suffix.jsonl": gzip.compress(LINES),
+    "a.ndjson.zst": zstd(LINES),
+    "a.json": LINES,
+    "a.ndjson": LINES.decode().encode("utf-16"),
+    "a.parquet": parquet(FORMAT_TEXTS, "body"),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_format_of_rows_gives_the_same_tokens(name):
+    write({name: ROWS[name]})
     prepare(name, flags="--text_field body --val_tokens 5")
     assert ids_of() == ids_expected(FORMAT_TEXTS)
 
