@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import MODERN, assert_same_state, in_ranks, load, metrics, run_here
+from conftest import in_ranks, load, run_here
 from hypothesis import given
 from hypothesis import strategies as st
-from test_train import folders, run_forked
 from torch import nn
 
 from steadygpt.base.options import UserError
@@ -18,7 +17,6 @@ from steadygpt.machine.gradient_sum import GradientSum
 from steadygpt.machine.ranks import Ranks, joined
 
 FOUR = ("--deterministic", "--mini_batch_size", "1", "--eval_freq", "4", "--eval_tokens", "112")  # 4 micro-batches
-THREE_EACH = ("--deterministic", "--total_batch_size", "384", "--eval_freq", "4")  # 12 micro-batches
 PARAMETERS = [3, 1, 5]  # an odd size, so that slices are padded
 
 
@@ -66,38 +64,6 @@ def sums_are_those_of_one_process(seed: int) -> None:
 @pytest.mark.parametrize("processes", [2, 4])
 def test_processes_sum_along_the_same_tree(processes):
     in_ranks(processes, sums_are_those_of_one_process, 3)
-
-
-def assert_equal_runs(one: str, other: str) -> None:
-    assert_same_state(load(f"{one}/latest.pt"), load(f"{other}/latest.pt"))
-    for key in ("loss", "grad_norm", "val_loss", "val_bpb"):
-        assert metrics(f"logs-{one}", key) == metrics(f"logs-{other}", key), key
-
-
-@pytest.mark.parametrize(
-    ("flags", "processes"),
-    [
-        ((*FOUR, "--dropout", "0.1"), [4]),
-        ((*THREE_EACH, *MODERN), [2]),
-        pytest.param((*FOUR, "--precision", "bf16"), [2, 4], marks=pytest.mark.storm),
-        pytest.param((*FOUR, "--total_batch_size", "128", "--dropout", "0.1"), [8], marks=pytest.mark.storm),
-    ],
-    ids=["dropout", "three micro-batches each, modern", "bf16", "8 processes"],
-)
-def test_any_number_of_processes_computes_the_same_bits(workdir, flags, processes):
-    assert run_here(*flags, *folders("one")) == 0
-    for number in processes:
-        run_forked(*flags, *folders(f"{number}"), processes=number)
-        assert_equal_runs("one", f"{number}")
-
-
-def test_a_run_may_go_on_with_another_number_of_processes(workdir):
-    flags = (*FOUR, "--dropout", "0.1")
-    assert run_here(*flags, *folders("one")) == 0
-    run_forked(*flags, *folders("hops"), "--checkpoint_freq", "2", processes=4)
-    run_forked(*flags, *folders("hops"), "--resume", "hops/rolling_step_000004.pt", processes=2)
-    assert_equal_runs("one", "hops")
-    assert "resumed at step 4: repeated 4 steps, bit for bit the same losses" in Path("logs-hops/log.txt").read_text()
 
 
 def refused(*flags: str) -> str:

@@ -1,11 +1,8 @@
-"""The recipe of --config modern in runs: ranks, FSDP, resume, its schedule and stable.pt."""
-
-import os
+"""Schedules, and stable.pt: a checkpoint of before the cool-down."""
 
 import pytest
-import torch
-from conftest import FSDP, MODERN, assert_same_state, load, metrics, run_here
-from test_train import assert_close, fails, folders, run_forked
+from conftest import MODERN, run_here
+from test_train import fails, folders
 
 from steadygpt.config import TrainConfig
 from steadygpt.run.schedule import Schedule
@@ -13,51 +10,6 @@ from steadygpt.run.schedule import Schedule
 
 def run_modern(*flags: str) -> None:
     assert run_here(*MODERN, *flags) == 0
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# ranks and resume
-
-
-@pytest.mark.parametrize(("processes", "flags"), [
-    (3, ("--total_batch_size", "96", "--deterministic", "off")),
-    (2, (*FSDP, "--cpu_offload")),
-    (4, (*FSDP, "--mini_batch_size", "1", "--shard_size", "2")),
-], ids=["ddp", "fsdp with offload", "2 copies on 2 ranks"])  # fmt: skip
-def test_several_ranks_compute_and_save_the_same_as_one(workdir, processes, flags):
-    one_process = ("--sharding", "ddp", "--cpu_offload", "off", "--shard_size", "0")
-    run_modern("--eval_freq", "4", *flags, *one_process, *folders("one"))
-    run_forked(*MODERN, "--eval_freq", "4", *flags, *folders("two"), processes=processes)
-    assert_close("one", "two")
-    expected, found = (load(f"{name}/latest.pt")["optimizer"] for name in ("one", "two"))
-    for name, state in expected.items():
-        for kind, tensor in state.items():
-            assert torch.allclose(tensor, found[name][kind], atol=1e-5), (name, kind)
-    assert run_here(*one_process, "--max_steps", "9", "--allow_changes", *folders("two"), "--resume", "latest") == 0
-
-
-@pytest.mark.parametrize(
-    "flags", [(), ("--precision", "bf16"), ("--norm", "rmsnorm_no_weight", "--activation", "relu2")]
-)
-def test_a_resumed_run_equals_one_without_a_break(workdir, flags):
-    run_modern(*flags, *folders("whole"))
-    run_modern(*flags, "--checkpoint_freq", "3", *folders("resumed"))
-    os.unlink("resumed/latest.pt")
-    assert run_here(*flags, *folders("resumed"), "--resume", "resumed/rolling_step_000003.pt") == 0
-    assert_same_state(load("whole/latest.pt"), load("resumed/latest.pt"))
-
-
-def test_fsdp_shards_are_resumed_on_another_number_of_ranks(workdir):
-    run_modern(*folders("one"))
-    run_forked(*MODERN, *FSDP, "--checkpoint_freq", "3", *folders("two"), processes=2)
-    middle = "two/rolling_step_000003.pt"
-    run_forked("--resume", middle, "--mini_batch_size", "1", *folders("two"), processes=4)
-    one, other = load("one/latest.pt"), load("two/latest.pt")
-    assert all(torch.allclose(one["model"][name], other["model"][name], atol=1e-5) for name in one["model"])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# schedule
 
 
 def rates(schedule: str, steps: int = 10, **options) -> list[float]:
@@ -74,16 +26,6 @@ def test_learning_rates_of_each_schedule():
     schedule = Schedule(TrainConfig(schedule="wsd", max_lr=1.0, min_lr=0.1, warmup_steps=0, max_steps=10))
     assert schedule.learning_rate(50) == pytest.approx(0.1)  # after the end
     assert schedule.decay_start == 6
-
-
-def test_a_run_extended_from_stable_equals_a_longer_run(workdir, capsys):
-    run_modern("--max_steps", "8", "--cooldown", "0.5", *folders("a"))
-    assert load("a/stable.pt")["step"] == 4
-    run_modern("--max_steps", "12", "--cooldown", "0.5", *folders("long"))
-    assert run_here("--resume", "stable", "--max_steps", "12", *folders("a")) == 0
-    assert_same_state(load("long/latest.pt"), load("a/latest.pt"))
-    assert load("a/stable.pt")["step"] == 6
-    assert metrics("logs-a", "lr") == metrics("logs-long", "lr")
 
 
 def test_a_cooled_down_run_is_continued_from_stable_or_with_a_note(workdir, capsys):

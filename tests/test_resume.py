@@ -1,5 +1,6 @@
 """Stopping, saving and resuming a run, and the folders that it writes to."""
 
+import contextlib
 import json
 import os
 import re
@@ -14,7 +15,6 @@ import pytest
 from conftest import (
     DEVICE,
     TINY,
-    assert_same_state,
     command,
     environment,
     in_ranks,
@@ -75,14 +75,6 @@ def test_a_folder_that_cannot_be_written_as_text_is_refused(workdir, folder, var
     assert named in done.stderr and "LC_ALL=C.UTF-8" in done.stderr
 
 
-def test_run_stopped_before_its_first_step_can_be_resumed(workdir):
-    assert run_here("--max_hours", "1e-9", *folders("a")) == 0
-    assert load("a/latest.pt")["step"] == 0
-    assert run_here("--max_hours", "0", *folders("a"), "--resume", "latest") == 0
-    assert run_here(*folders("b")) == 0
-    assert_same_state(load("a/latest.pt"), load("b/latest.pt"))
-
-
 def test_run_stopped_during_its_last_evaluation_is_not_finished(workdir, monkeypatch):
     def validate_during_sigterm(run, val):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -116,43 +108,32 @@ def test_best_model_has_the_lowest_validation_loss(workdir):
 # resuming
 
 
-@pytest.mark.parametrize("which", ["a", "link", "to-a/latest.pt", "a/latest.pt"])
-def test_a_run_is_resumed_in_its_folder_by_any_name_of_it(workdir, which, capsys):
+def test_a_run_is_resumed_in_its_folder_by_any_name_of_it_or_forked(workdir, capsys):
     assert run_here("--max_steps", "4", *folders("a")) == 0
     Path("link").symlink_to("a/latest.pt")
     Path("to-a").symlink_to("a")
-    assert train.main(["--resume", which, "--max_steps", "6"]) == 0
-    assert "latest.pt at step 4" in capsys.readouterr().out
-    assert load("a/latest.pt")["step"] == 6
+    for step, which in enumerate(("a", "link", "to-a/latest.pt", "a/latest.pt"), start=4):
+        assert train.main(["--resume", which, "--max_steps", str(step + 1)]) == 0
+        assert f"latest.pt at step {step}\n" in capsys.readouterr().out
+        assert load("a/latest.pt")["step"] == step + 1
     assert Path("link").is_symlink() and not Path("checkpoints").exists()
+    assert train.main(["--resume", "a", "--checkpoint_dir", "b", "--max_steps", "9"]) == 0
+    assert (load("a/latest.pt")["step"], load("b/latest.pt")["step"]) == (8, 9)
 
 
-def test_a_folder_can_be_forked(workdir):
-    assert run_here("--max_steps", "4", *folders("a")) == 0
-    assert train.main(["--resume", "a", "--checkpoint_dir", "b", "--max_steps", "6"]) == 0
-    assert (load("a/latest.pt")["step"], load("b/latest.pt")["step"]) == (4, 6)
-
-
-def test_links_to_checkpoints_of_another_folder_are_replaced_and_their_targets_kept(workdir):
+@pytest.mark.parametrize("flags", [
+    ("--resume=True", "--checkpoint_dir", "b"), ("--resume", "b/latest.pt"),
+    ("--resume", "b/latest.pt", "--checkpoint_dir", "b"),
+])  # fmt: skip
+def test_a_link_to_a_checkpoint_of_another_folder_is_replaced_and_its_target_kept(workdir, flags):
     assert run_here("--max_steps", "4", *folders("a")) == 0
     before = os.stat("a/latest.pt").st_mtime_ns
     Path("b").mkdir()
     Path("b/latest.pt").symlink_to("../a/latest.pt")
-    assert train.main(["--resume=True", "--max_steps", "6", *folders("b")]) == 0
-    assert (load("a/latest.pt")["step"], load("b/latest.pt")["step"]) == (4, 6)
-    assert load("b/latest_backup.pt")["step"] == 4
+    assert train.main([*flags, "--logdir", "logs-b", "--max_steps", "6"]) == 0
+    assert [load(name)["step"] for name in ("a/latest.pt", "b/latest.pt", "b/latest_backup.pt")] == [4, 6, 4]
     assert not any(path.is_symlink() for path in Path("b").iterdir())
     assert os.stat("a/latest.pt").st_mtime_ns == before
-
-
-@pytest.mark.parametrize("flags", [("--resume", "b/latest.pt"), ("--resume", "b/latest.pt", "--checkpoint_dir", "b")])
-def test_a_link_with_the_name_of_a_checkpoint_belongs_to_the_folder_that_holds_it(workdir, flags):
-    assert run_here("--max_steps", "4", *folders("a")) == 0
-    Path("b").mkdir()
-    Path("b/latest.pt").symlink_to("../a/latest.pt")
-    assert train.main([*flags, "--logdir", "logs-b", "--max_steps", "6"]) == 0
-    assert (load("a/latest.pt")["step"], load("b/latest.pt")["step"]) == (4, 6)
-    assert not Path("b/latest.pt").is_symlink()
 
 
 @pytest.mark.parametrize("left", ["best_model.pt", "stable.pt"])
@@ -168,30 +149,9 @@ def test_a_folder_with_only_the_best_or_the_stable_model_is_resumed_from_it(work
     assert load("a/latest.pt")["step"] == 10
 
 
-@pytest.mark.parametrize("which", ["latest", "auto"])
-def test_a_link_to_a_missing_checkpoint_never_starts_a_new_run(workdir, which):
-    """As on a disk that is not mounted."""
-    Path("a").mkdir()
-    Path("a/latest.pt").symlink_to("../nowhere/latest.pt")
-    assert "a: all checkpoints are corrupt: a/latest.pt: no such checkpoint" in fails("--resume", which, *folders("a"))
-    assert Path("a/latest.pt").is_symlink()
-
-
-def test_a_link_to_a_missing_folder_is_named(workdir):
-    Path("gone").symlink_to("nowhere")
-    assert "cannot write to gone: a file, or a link to nothing" in fails(*folders("gone"))
-
-
-def test_a_link_to_itself_is_named(workdir):
-    Path("loop").symlink_to("loop")
-    assert "cannot write to loop: a file, or a link to nothing" in fails(*folders("loop"))
-    assert "cannot write to loop: a file, or a link to nothing" in fails(*folders("a"), "--logdir", "loop")
-    assert "/loop: no such file; expected latest, auto" in fails("--resume", "loop")
-
-
 def test_resume_takes_options_from_the_checkpoint_and_reports_changes(workdir, capsys):
-    assert run_here("--max_steps", "4", "--use_tensorboard", *folders("a")) == 0
-    changed = ("--max_steps", "6", "--weight_decay", "0.5")
+    assert run_here("--max_steps", "4", "--use_tensorboard", "--max_lr", "4e-3", *folders("a")) == 0
+    changed = ("--max_steps", "6", "--weight_decay", "0.5", "--min_lr", "2e-3")  # below the --max_lr of the run
     assert train.main(["--checkpoint_dir", "a", "--resume", "--allow_changes", *changed]) == 0
     out = capsys.readouterr().out
     assert "changed      max_steps: 4 -> 6" in out
@@ -200,13 +160,6 @@ def test_resume_takes_options_from_the_checkpoint_and_reports_changes(workdir, c
     config = trained_with(last["starts"][-1])
     assert (last["step"], config.embd_size, config.weight_decay) == (6, 16, 0.5)
     assert list(metrics("logs-a", "loss")) == list(range(6))
-
-
-def test_given_options_are_checked_against_those_of_the_checkpoint(workdir):
-    assert run_here("--max_lr", "4e-3", "--min_lr", "1e-5", *folders("a")) == 0
-    resume = ("--resume", "latest", "--allow_changes", *folders("a"))
-    assert run_here("--max_steps", "9", "--min_lr", "2e-3", *resume) == 0
-    assert "--min_lr 0.005 is above --max_lr 0.004" in fails("--min_lr", "5e-3", *resume)
 
 
 def test_resumed_run_keeps_its_warmup(workdir):
@@ -288,23 +241,6 @@ def test_measured_precision_is_kept_by_a_resume(workdir, monkeypatch, capsys):
     assert "changed      precision: 'bf16' -> 'fp32'" in capsys.readouterr().out
 
 
-def test_option_of_a_preset_that_contradicts_the_checkpoint_is_named_with_the_preset(workdir):
-    run_here("--max_steps", "3", *folders("a"))
-    Path("other.toml").write_text("seed = 5\n")
-    assert fails("--resume", "latest", "--config", "other.toml", *folders("a")) == (
-        "--seed is 5, but the checkpoint was trained with 1337; drop the option, or start a new run in another "
-        "--checkpoint_dir"
-    )
-
-
-def test_micro_steps_need_a_number_of_rows(workdir):
-    for flags in ([], ["--resume", "auto"]):
-        with pytest.raises(
-            UserError, match="--micro_steps needs a number of rows as --mini_batch_size; or give --total_batch_size"
-        ):
-            train.main(with_micro_steps("--mini_batch_size", "auto", *flags))
-
-
 def test_micro_steps_count_rows_as_long_as_those_of_the_initial_weights(workdir, capsys):
     assert run_here(*folders("a")) == 0
     flags = ("--init_from", "a/latest.pt", "--mini_batch_size", "2", "--micro_steps", "2", "--dry_run")
@@ -333,29 +269,57 @@ def test_cost_and_elapsed_time_add_up_over_resumes(workdir):
 # data and folders
 
 
-def test_new_run_does_not_overwrite_another_run(workdir):
-    assert run_here(*folders("a")) == 0
-    before = os.stat("a/latest.pt").st_mtime_ns
-    assert "already holds checkpoints" in fails(*folders("a"))
-    assert run_here(*folders("b")) == 0
-    assert "already holds checkpoints" in fails(*folders("a"), "--resume", "b/latest.pt")
-    assert os.stat("a/latest.pt").st_mtime_ns == before
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory) -> Path:
+    """A folder with runs in "a" and "b", and with links to nothing and to themselves."""
+    folder = write_data(tmp_path_factory.mktemp("runs") / "data").parent
+    with contextlib.chdir(folder):
+        for name in "ab":
+            assert run_here(*folders(name)) == 0
+        Path("seed.toml").write_text("seed = 5\n")
+        Path("gone").symlink_to("nowhere")
+        Path("loop").symlink_to("loop")
+        Path("links").mkdir()
+        Path("links/latest.pt").symlink_to("../nowhere/latest.pt")
+    return folder
+
+
+LATER = ("--resume", "latest", "--max_steps", "20")
+LINK = "cannot write to {}: a file, or a link to nothing"
+MISSING = "links: all checkpoints are corrupt: links/latest.pt: no such checkpoint"
+
+
+@pytest.mark.parametrize(("flags", "words"), [
+    ([], "already holds checkpoints"),
+    (["--resume", "b/latest.pt"], "already holds checkpoints"),
+    ([*LATER, "--config", "seed.toml"], "--seed is 5, but the checkpoint was trained with 1337; drop the option, or "
+     "start a new run in another --checkpoint_dir"),
+    ([*LATER, "--allow_changes", "--min_lr", "5e-3"], "--min_lr 0.005 is above --max_lr 0.001"),
+    (["--checkpoint_dir", "links", "--resume", "latest"], MISSING),
+    (["--checkpoint_dir", "links", "--resume", "auto"], MISSING),
+    (["--checkpoint_dir", "gone"], LINK.format("gone")),
+    (["--checkpoint_dir", "loop"], LINK.format("loop")),
+    (["--checkpoint_dir", "new", "--logdir", "loop"], LINK.format("loop")),
+    (["--resume", "loop"], "/loop: no such file; expected latest, auto"),
+])  # fmt: skip
+def test_a_start_in_a_folder_with_a_run_is_refused_and_changes_no_checkpoint(two_runs, monkeypatch, flags, words):
+    monkeypatch.chdir(two_runs)
+    before = {path: path.stat().st_mtime_ns for path in Path().rglob("*.pt") if path.exists()}
+    assert words in fails(*folders("a"), *flags)
+    assert {path: path.stat().st_mtime_ns for path in Path().rglob("*.pt") if path.exists()} == before
+    assert Path("links/latest.pt").is_symlink()
+
+
+@pytest.mark.parametrize("flags", [[], ["--resume", "auto"]])
+def test_micro_steps_need_a_number_of_rows(workdir, flags):
+    with pytest.raises(UserError, match="--micro_steps needs a number of rows as --mini_batch_size; or give --total"):
+        train.main(with_micro_steps("--mini_batch_size", "auto", *flags))
 
 
 def test_checkpoints_and_logs_can_share_a_folder(workdir):
     assert run_here("--checkpoint_dir", "a", "--logdir", "a") == 0
     assert run_here("--checkpoint_dir", "a", "--logdir", "a", "--resume", "--max_steps", "9") == 0
     assert len(metrics("a", "loss")) == 9
-
-
-def test_resume_accepts_moved_data_and_rejects_different_data(workdir):
-    assert run_here(*folders("a")) == 0
-    write_data(workdir / "other", seed=1)
-    message = fails("--data_dir", "other", *folders("a"), "--resume", "latest", "--max_steps", "9")
-    assert "other" in message
-    assert "data" in message
-    os.rename("data", "moved")
-    assert run_here("--data_dir", "moved", *folders("a"), "--resume", "latest", "--max_steps", "9") == 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import gzip
 import json
 import math
-import os
 import re
 import time
 from pathlib import Path
@@ -14,12 +13,9 @@ import torch
 from conftest import (
     FSDP,
     MODERN,
-    assert_same_state,
     command,
-    in_ranks,
     load,
     metrics,
-    need_gpus,
     run_here,
     write_data,
     write_examples,
@@ -36,26 +32,6 @@ DROPOUT = ("--dropout", "0.1")  # makes training depend on the random state
 def folders(name: str) -> tuple[str, ...]:
     """Return the flags that name the folders of a run."""
     return "--checkpoint_dir", name, "--logdir", f"logs-{name}"
-
-
-def run_forked(*flags: str, processes: int = 1) -> None:
-    """Run train.py to its end in `processes` ranks; under torchrun, such a short run mostly imports torch."""
-    need_gpus(processes)
-    in_ranks(processes, run_rank, flags, Path.cwd())
-
-
-def run_rank(flags: tuple[str, ...], folder: Path) -> int:
-    os.chdir(folder)
-    return run_here(*flags)
-
-
-def assert_close(one: str, other: str) -> None:
-    """Assert that two runs have the same curves and the same last weights, up to rounding."""
-    for key in ("loss", "grad_norm", "val_loss", "val_bpb"):
-        assert metrics(f"logs-{other}", key) == pytest.approx(metrics(f"logs-{one}", key), abs=1e-5), key
-    expected, found = load(f"{one}/latest.pt")["model"], load(f"{other}/latest.pt")["model"]
-    assert found.keys() == expected.keys()
-    assert all(torch.allclose(tensor, found[name], atol=1e-5) for name, tensor in expected.items())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -77,52 +53,6 @@ def test_the_loss_falls_and_each_step_is_printed(workdir, capsys):
         line,
     )
     assert json.loads(open("a/status.json").read())["status"] == "finished"
-
-
-def test_two_processes_compute_the_same_as_one(workdir):
-    flags = ("--eval_freq", "4", "--eval_tokens", "112", "--checkpoint_freq", "4")
-    assert run_here(*flags, *folders("one")) == 0
-    run_forked(*flags, "--use_tensorboard", *folders("two"), processes=2)
-    assert_close("one", "two")
-    # The run of two processes resumes on one process with the next tokens.
-    os.unlink("two/latest.pt")
-    assert run_here(*flags, *folders("two"), "--resume", "two/rolling_step_000004.pt") == 0
-    assert_close("one", "two")
-    assert load("one/latest.pt")["rows_consumed"] == load("two/latest.pt")["rows_consumed"]
-
-
-@pytest.mark.parametrize(
-    ("processes", "flags"),
-    [
-        (2, ("--cpu_offload",)),
-        (4, ("--mini_batch_size", "1")),
-        pytest.param(4, ("--mini_batch_size", "1", "--shard_size", "2"), id="2 copies on 2 ranks each"),
-    ],
-)
-def test_fsdp_computes_and_saves_the_same_as_one_process(workdir, processes, flags):
-    assert run_here("--eval_freq", "4", *folders("one")) == 0
-    run_forked(*FSDP, "--eval_freq", "4", *flags, *folders("two"), processes=processes)
-    assert_close("one", "two")
-    one, other = load("one/latest.pt"), load("two/latest.pt")
-    assert one.keys() == other.keys()
-    assert one["optimizer"].keys() == other["optimizer"].keys()
-    assert other["model"]["wte.weight"].data_ptr() == other["model"]["lm_head.weight"].data_ptr()  # tied, so saved once
-    one_process = ("--sharding", "ddp", "--cpu_offload", "off", "--shard_size", "0", "--max_steps", "9")
-    assert run_here(*one_process, *folders("two"), "--resume", "latest") == 0
-
-
-def test_fsdp_on_one_process_computes_the_same(workdir):
-    assert run_here(*DROPOUT, *folders("a")) == 0
-    for name, flags in {"b": (), "c": ("--cpu_offload",)}.items():
-        run_forked(*FSDP, *flags, *DROPOUT, *folders(name))
-        assert metrics("logs-a", "loss") == metrics(f"logs-{name}", "loss")
-        assert_same_state(load("a/latest.pt"), load(f"{name}/latest.pt"))
-
-
-def test_gradient_accumulation_equals_one_large_batch(workdir):
-    assert run_here("--total_batch_size", "128", "--mini_batch_size", "1", *folders("a")) == 0
-    assert run_here("--total_batch_size", "128", "--mini_batch_size", "8", *folders("b")) == 0
-    assert_close("a", "b")
 
 
 def test_each_step_has_its_own_dropout_masks(workdir):
@@ -153,7 +83,7 @@ def test_muon_has_a_learning_rate_of_its_own(workdir):
     assert not torch.allclose(before["wte.weight"], after["wte.weight"], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(("precision", "recipe"), [("bf16", []), ("fp8", []), ("fp8", MODERN)])
+@pytest.mark.parametrize(("precision", "recipe"), [("bf16", []), ("fp16", []), ("fp8", []), ("fp8", MODERN)])
 def test_reduced_precision_stays_close_to_fp32(workdir, capsys, precision, recipe):
     if precision == "fp8":
         pytest.importorskip("torchao")
@@ -162,35 +92,9 @@ def test_reduced_precision_stays_close_to_fp32(workdir, capsys, precision, recip
     assert ("fp8, emulated slowly" in capsys.readouterr().out) == (precision == "fp8")
     one, other = metrics("logs-a", "loss"), metrics("logs-b", "loss")
     assert one != other
-    assert all(abs(one[step] - other[step]) < 0.05 for step in one)
-    assert not load("b/latest.pt")["scaler"]
-
-
-def test_fp16_stays_close_to_fp32_and_its_loss_scaler_is_saved_and_restored(workdir):
-    flags = ("--precision", "fp16", "--checkpoint_freq", "4")
-    assert run_here(*folders("fp32")) == 0
-    assert run_here(*flags, *folders("a")) == 0
-    assert metrics("logs-a", "loss") == pytest.approx(metrics("logs-fp32", "loss"), abs=0.05)
-    os.unlink("a/latest.pt")
-    uninterrupted = load("a/rolling_step_000008.pt")
-    assert uninterrupted["scaler"]["_growth_tracker"] == 8
-    assert uninterrupted["scaler"]["scale"] == 65536
-    assert run_here(*flags, *folders("a"), "--resume", "a/rolling_step_000004.pt") == 0
-    resumed = load("a/latest.pt")
-    assert_same_state(uninterrupted, resumed)
-    assert resumed["scaler"] == uninterrupted["scaler"]
-
-
-def test_long_context_options_on_two_processes_compute_the_same_as_one(workdir):
-    """The options are those of configs/small_32k.toml."""
-    flags = ("--rotary_pct", "0.5", "--parallel_residual", "--tied_head", "off", "--eval_freq", "8")
-    assert run_here(*flags, *folders("one")) == 0
-    saving_memory = ("--activation_checkpointing", "--loss_chunk_size", "12")
-    for name, sharding in {"ddp": (), "fsdp": FSDP}.items():
-        run_forked(*flags, *saving_memory, *sharding, *folders(name), processes=2)
-        assert_close("one", name)
-        saved = load(f"{name}/latest.pt")["model"]
-        assert not torch.equal(saved["wte.weight"], saved["lm_head.weight"])  # untied, so both are saved
+    assert other == pytest.approx(one, abs=0.05)
+    scaler = load("b/latest.pt")["scaler"]
+    assert (scaler and (scaler["scale"], scaler["_growth_tracker"])) == ((65536, 8) if precision == "fp16" else {})
 
 
 def test_profile_records_the_requested_steps(workdir, capsys):
@@ -217,23 +121,12 @@ def test_evaluation_and_samples_do_not_change_training(workdir):
     assert all(torch.equal(plain["model"][name], evaluated["model"][name]) for name in plain["model"])
 
 
-def read_late(monkeypatch) -> None:
-    """Read the results of a step while the next one runs, as on CUDA."""
-    monkeypatch.setattr(train, "Results", lambda *args, real=train.Results: real(*args[:-2], 1, args[-1]))
-
-
-def test_reading_results_one_step_late_changes_nothing(workdir, monkeypatch):
-    flags = ("--max_steps", "12", "--checkpoint_freq", "3", "--eval_freq", "4", *DROPOUT)
-    assert run_here(*flags, *folders("a")) == 0
-    read_late(monkeypatch)
-    assert run_here(*flags, *folders("b")) == 0
-    for key in ("loss", "grad_norm", "val_loss", "lr", "epoch"):
-        assert metrics("logs-a", key) == metrics("logs-b", key), key
-    for name in ("latest.pt", "best_model.pt", "rolling_step_000003.pt"):
-        one, other = load(f"a/{name}"), load(f"b/{name}")
-        assert_same_state(one, other)
-        assert one["loss"] == other["loss"]
-        assert one["recent_losses"] == other["recent_losses"]
+def test_each_sample_has_random_numbers_of_its_own(workdir, capsys):
+    assert run_here("--max_lr", "1e-12", "--min_lr", "0", "--weight_decay", "0", "--sample_freq", "4") == 0
+    first, second = re.findall(
+        r"^step [48]/8 \| sample:\n(.*?)\n(?=step|saved|finished)", capsys.readouterr().out, re.M | re.S
+    )
+    assert first != second
 
 
 def test_a_resume_with_a_smaller_limit_of_bad_steps_trains(workdir):
@@ -244,29 +137,6 @@ def test_a_resume_with_a_smaller_limit_of_bad_steps_trains(workdir):
     after = load("a/latest.pt")
     assert (after["step"], after["bad_steps"]) == (6, 0)
     assert not torch.equal(before["model"]["wte.weight"], after["model"]["wte.weight"])
-
-
-def test_bad_steps_read_late_stop_the_run_at_the_last_good_step(workdir, monkeypatch):
-    """Step 7 is good, and starts before the result of step 6 is read; it must not change the weights any more."""
-    build, step_of_run, now = train.build_model, train.train_step, {"step": 0}
-
-    def build_bad(*args):
-        model = build(*args)
-        model.register_forward_hook(lambda *_: _[-1] * math.nan if now["step"] in (5, 6) else None)
-        return model
-
-    def step_taken(run, batches):
-        now["step"] = run.state.step
-        return step_of_run(run, batches)
-
-    read_late(monkeypatch)
-    monkeypatch.setattr(train, "build_model", build_bad)
-    monkeypatch.setattr(train, "train_step", step_taken)
-    flags = ("--max_steps", "12", "--max_bad_steps", "2", "--checkpoint_freq", "5")
-    assert run_here(*flags, *folders("a")) == 1
-    assert now["step"] == 7
-    assert_same_state(load("a/rolling_step_000005.pt"), load("a/latest.pt"))
-    assert load("a/latest.pt")["bad_steps"] == 0
 
 
 def test_init_from_takes_only_the_weights(workdir):

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
-from conftest import TINY, assert_same_state, command, environment, fork, load, metrics, need_gpus
+from conftest import TINY, assert_same_state, command, environment, fork, load, metrics, need_gpus, run_here
 
 from steadygpt.base.options import run_cli
 from steadygpt.run.identity import RUN, record_of
@@ -186,6 +186,16 @@ def assert_equals_reference(name: str, *measured: str) -> None:
     assert_same_state(load("reference/ckpt/latest.pt"), load(f"{name}/ckpt/latest.pt"))
     for key in measured or ("loss", "grad_norm"):
         assert metrics("reference/logs", key) == metrics(f"{name}/logs", key), key
+
+
+def assert_resumes(name: str, *flags: str, ranks: int = 1, measured: Sequence[str] = ()) -> None:
+    """Assert that the run in the folder `name` can be resumed, and then ends equal to the one in "reference"."""
+    flags = (*flags, *folders(name), "--resume", "auto")
+    if ranks == 1:
+        assert run_here(*flags) == 0
+    else:
+        run_to_end(*flags, ranks=ranks)
+    assert_equals_reference(name, *measured)
 
 
 def _rank(

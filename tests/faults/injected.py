@@ -1,5 +1,6 @@
 """Recorders and faults to pass to a Run: each is called in every rank's process, with the rank, before main()."""
 
+import contextlib
 import hashlib
 import io
 import itertools
@@ -9,10 +10,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 import hellaswag_eval as scores
@@ -86,43 +88,20 @@ def around_save_calls(do: Callable) -> None:
     UncachedFile._drain = intercepted("write", UncachedFile._drain)  # called once per save of a model this small
 
 
+@contextlib.contextmanager
+def acting_here(*faults: Callable[[int], None]) -> Iterator[None]:
+    """Let faults act on the runs of this process, as on rank 0, up to the end of the block."""
+    hooks = (train, "train_step"), (train, "Results"), (train.GPT, "forward"), (torch, "save"), (torch, "compile")
+    with pytest.MonkeyPatch.context() as patched:
+        for owner, name in hooks:
+            patched.setattr(owner, name, getattr(owner, name))  # at the end, this undoes what a fault puts there
+        for fault in faults:
+            fault(0)
+        yield
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # recorders
-
-
-def record_tokens(rank: int) -> None:
-    """Append [step, rank, hashes of the rank's rows] to tokens.jsonl after each completed step."""
-    hashes = []
-
-    def hash_rows(step, batches):
-        inputs, targets = batches.next()
-        for row in torch.cat([inputs, targets], dim=1):
-            hashes.append(hashlib.sha256(row.cpu().numpy().tobytes()).hexdigest()[:16])
-        return inputs, targets
-
-    def record(step, model):
-        with open("tokens.jsonl", "a") as file:
-            file.write(json.dumps([step, rank, hashes]) + "\n")
-
-    around_step(before=lambda step, stop: hashes.clear(), next_batch=hash_rows, after=record)
-
-
-def tokens_of_steps() -> dict[tuple[int, int], list[str]]:
-    """Return (step, rank) -> hashes of the rank's rows; a repeated step must have read the same rows."""
-    found = {}
-    for line in Path("tokens.jsonl").read_text().splitlines():
-        step, rank, rows = json.loads(line)
-        assert found.setdefault((step, rank), rows) == rows, f"step {step} was repeated on different tokens"
-    return found
-
-
-def rows_of_steps() -> dict[int, list[str]]:
-    """Return step -> sorted hashes of the rows of all ranks."""
-    found = {}
-    for line in Path("tokens.jsonl").read_text().splitlines():
-        step, _, rows = json.loads(line)
-        found.setdefault(step, []).extend(rows)
-    return {step: sorted(rows) for step, rows in found.items()}
 
 
 def record_weights(rank: int) -> None:
@@ -173,14 +152,19 @@ def kill_at(save: int, call: int, rank: int) -> None:
     around_save_calls(kill)
 
 
+def do_in_step(step: int, do: Callable[[], object], rank: int) -> None:
+    """Call do() at the start of a step."""
+    around_step(before=lambda now, stop: now == step and do())
+
+
 def signal_at(step: int, rank: int, number: int = signal.SIGTERM) -> None:
     """Send the process a signal at the start of a step: SIGTERM stops the run after `step` steps."""
-    around_step(before=lambda now, stop: now == step and os.kill(os.getpid(), number))
+    do_in_step(step, lambda: os.kill(os.getpid(), number), rank)
 
 
 def wait_in_step(step: int, rank: int) -> None:
     """Wait a minute at the start of a step, for a signal."""
-    around_step(before=lambda now, stop: now == step and time.sleep(60))
+    do_in_step(step, lambda: time.sleep(60), rank)
 
 
 def raise_in_step(step: int, which_rank: int, rank: int) -> None:

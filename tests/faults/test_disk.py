@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import assert_same_state, load, scalars
+from conftest import assert_same_state, load, run_here, scalars
 from harness import Run, folders, refusal, run_to_end
-from injected import fail_save, signal_at
+from injected import acting_here, do_in_step, fail_save, signal_at
 
 from steadygpt import __version__
 from steadygpt.checkpoint.files import checkpoint_files, read_checkpoint
@@ -34,13 +34,13 @@ def small_disk(workdir):
     subprocess.run(["umount", "--lazy", "run"], check=True)
 
 
-def fill_disk(run: Run | None = None) -> None:
+def fill_disk(*_) -> None:
     with open("run/filler", "wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(4096))
 
 
-def free_space(run: Run | None = None) -> None:
+def free_space(*_) -> None:
     Path("run/filler").unlink()
 
 
@@ -103,7 +103,8 @@ def test_training_continues_without_saves_until_they_work_again(workdir, request
     # An undisturbed run to the same step ends in the same state.
     stopped = load("run/latest.pt")["step"]
     assert stopped > last_saved(text)
-    run_to_end(*FLAGS, *folders("reference"), "--max_hours", "0", faults=[partial(signal_at, stopped)])
+    with acting_here(partial(signal_at, stopped)):
+        assert run_here(*FLAGS, *folders("reference")) == 0
     assert_same_state(load("reference/ckpt/latest.pt"), load("run/latest.pt"))
 
 
@@ -111,21 +112,18 @@ def last_saved(text: str) -> int:
     return max(int(step) for step in re.findall(r"^saved step (\d+) as", text, re.M))
 
 
-def test_logs_on_a_full_disk_lose_records_but_not_the_run(small_disk):
-    flags = (*FLAGS, "--max_steps", "250", "--use_tensorboard", "--eval_freq", "50", "--checkpoint_dir", "run/ckpt")
-    run = Run(*flags, "--logdir", "run/logs", "--tensorboard_dir", "run/tb")
-    run.wait_for("^saved step 40 as")
-    fill_disk()
-    run.wait_for("^step 100/")
-    free_space()
-    assert run.wait() == [0], run.text()
-    assert "warning: cannot write to metrics.jsonl: [Errno 28] No space left on device; training" in run.text()
+def test_logs_on_a_full_disk_lose_records_but_not_the_run(small_disk, capsys):
+    flags = ("--max_steps", "250", "--checkpoint_freq", "20", "--use_tensorboard", "--eval_freq", "50")
+    with acting_here(partial(do_in_step, 45, fill_disk), partial(do_in_step, 100, free_space)):
+        assert run_here(*flags, *PATIENT, *folders("run"), "--tensorboard_dir", "run/tb") == 0
+    said = capsys.readouterr().err
+    assert "warning: cannot write to metrics.jsonl: [Errno 28] No space left on device; training" in said
     assert load("run/ckpt/latest.pt")["step"] == 250
     steps = [json.loads(line)["step"] for line in Path("run/logs/metrics.jsonl").read_text().splitlines()]
     assert steps[-1] == 250
     assert steps == sorted(steps)
     (folder,) = Path("run/tb").iterdir()
-    assert "warning: cannot write to TensorBoard: [Errno 28] No space left on device; training" in run.text()
+    assert "warning: cannot write to TensorBoard: [Errno 28] No space left on device; training" in said
     assert 30 < max(scalars(folder)["train/loss"]) < 249  # its curves end there until the next start
 
 
@@ -173,35 +171,36 @@ def test_a_run_that_cannot_save_stops_and_can_be_resumed(small_disk, ranks):
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), MemoryError()], ids=["disk", "memory"])
-def test_a_failed_last_save_is_retried(workdir, error):
+def test_a_failed_last_save_is_retried(workdir, capsys, error):
     """The resumed run repeats its evaluation; best_model.pt is the next model that is better."""
-    flags = (*FLAGS, "--max_steps", "40", "--eval_freq", "40", *folders("run"))
-    text = run_to_end(*flags, faults=[partial(fail_save, 1, error)])
-    assert re.search("step 40 was not saved: (.*Input/output error.*|MemoryError); older saves are intact", text)
-    assert "evaluations.json or best_model.pt was not written: step 40 was not saved" in text
-    assert text.index("saved step 40 as") < text.index("finished after 40 steps")
+    flags = ("--max_steps", "9", "--checkpoint_freq", "4", "--eval_freq", "9", *folders("run"))
+    with acting_here(partial(fail_save, 2, error)):
+        assert run_here(*flags) == 0
+    out, err = capsys.readouterr()
+    assert re.search("step 9 was not saved: (.*Input/output error.*|MemoryError); older saves are intact", err)
+    assert "evaluations.json or best_model.pt was not written: step 9 was not saved" in err
+    assert out.index("saved step 9 as") < out.index("finished after 9 steps")
     assert not Path("run/ckpt/best_model.pt").exists() and load("run/ckpt/latest.pt")["best_val_loss"] is not None
-    run_to_end(*flags, "--resume", "--max_steps", "44")
-    assert list(json.loads(Path("run/ckpt/evaluations.json").read_text())) == ["40", "44"]
+    assert run_here(*flags, "--resume", "--max_steps", "10") == 0
+    assert list(json.loads(Path("run/ckpt/evaluations.json").read_text())) == ["9", "10"]
 
 
-def test_the_run_fails_if_its_last_save_fails(small_disk):
-    flags = (*FLAGS, "--max_steps", "160", "--checkpoint_dir", "run", "--logdir", "logs")
-    run = Run(*flags)
-    run.wait_for("^saved step 40 as")
-    fill_disk()
-    assert run.wait() == [1]
-    assert "failed (the last save failed) after 160 steps" in run.text()
+def test_the_run_fails_if_its_last_save_fails(small_disk, capsys):
+    flags = ("--max_steps", "60", "--checkpoint_freq", "20", "--checkpoint_dir", "run", "--logdir", "logs")
+    with acting_here(partial(do_in_step, 45, fill_disk)):
+        assert run_here(*flags) == 1
+    assert "failed (the last save failed) after 60 steps" in capsys.readouterr().out
     free_space()
-    assert load("run/latest.pt")["step"] < 160
-    run_to_end(*flags, "--resume")
-    assert load("run/latest.pt")["step"] == 160
+    assert load("run/latest.pt")["step"] < 60
+    assert run_here(*flags, "--resume") == 0
+    assert load("run/latest.pt")["step"] == 60
 
 
-def test_files_after_100_saves_with_keep_checkpoints_3(workdir):
+def test_files_after_100_saves_with_keep_checkpoints_3(workdir, capsys):
     """An epoch is 74 rows and a step is 4 rows, so epoch 5 ends in the 93rd step."""
     flags = ("--max_steps", "100", "--checkpoint_freq", "1", "--keep_checkpoints", "3", "--keep_epochs", "2")
-    text = run_to_end(*flags, "--eval_freq", "100", *folders("run"))
+    assert run_here(*flags, "--eval_freq", "100", *folders("run")) == 0
+    text = capsys.readouterr().out
     assert sorted(os.listdir("run/ckpt")) == [
         ".lock", "best_model.pt", "epoch_00004.pt", "epoch_00005.pt", "evaluations.json", "latest.pt",
         "latest_backup.pt", "rolling_step_000098.pt", "rolling_step_000099.pt", "rolling_step_000100.pt",
@@ -219,8 +218,3 @@ def test_files_after_100_saves_with_keep_checkpoints_3(workdir):
     assert epoch["epoch"] == pytest.approx(372 / 74)
     assert re.fullmatch(r"[0-9a-f]{40}\+?", commit := epoch["starts"][-1]["commit"])
     assert f"version      {__version__}, commit {commit[:12]}" in Path("run/logs/log.txt").read_text()
-
-
-def test_saves_by_the_clock_go_to_latest_and_its_backup_only(workdir):
-    run_to_end("--max_steps", "60", "--checkpoint_minutes", "0.0001", "--steps_per_epoch", "9999", *folders("run"))
-    assert sorted(os.listdir("run/ckpt")) == [".lock", "latest.pt", "latest_backup.pt", "run.json", "status.json"]

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -43,7 +44,7 @@ from steadygpt.run.identity import read_run
 from steadygpt.run.repeats import repeated_records
 from steadygpt.run.results import Judge
 
-FEW, MANY = 300, 2000  # files in the fast suite, and in the fault storm
+MANY = 2000  # files for each reader in the fault storm
 
 
 def mutate(content: bytes, rng: random.Random, header: int | None = None) -> bytes:
@@ -82,40 +83,6 @@ def llmc() -> bytes:
     return header.tobytes() + np.arange(300, dtype="<u2").tobytes()
 
 
-SHARDS = {
-    "x_train_000000.npy": (npy(), 128),
-    "x_train_000000.bin": (llmc(), 16),
-    "train.bin": (np.arange(300, dtype="<u2").tobytes(), None),
-}
-
-
-@pytest.mark.parametrize("files", [FEW, pytest.param(MANY, marks=pytest.mark.storm)])
-@pytest.mark.parametrize("name", SHARDS)
-def test_mutated_shards_are_read_or_refused(tmp_path, name, files):
-    original, header = SHARDS[name]
-    path, rng, read = tmp_path / name, random.Random(name), 0
-    for _ in range(files):
-        path.write_bytes(mutate(original, rng, header))
-        try:
-            shard = open_shard(path)
-            ShardSet("", "", "train", [shard], None).check(vocab_size=300)
-            assert shard.num_tokens == len(shard.tokens())
-            read += 1
-        except UserError as error:
-            assert "\n" not in str(error)
-            assert name in str(error)
-    assert 0 < read < files  # some mutations only change tokens, within the vocabulary
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> bytes:
-    folder = tmp_path_factory.mktemp("fuzz")
-    write_data(folder / "data")
-    with contextlib.chdir(folder):
-        assert run_here("--max_steps", "3", "--num_layers", "1") == 0
-        return Path("checkpoints/latest.pt").read_bytes()
-
-
 def rezipped(content: bytes, rng: random.Random) -> bytes:
     """Mutate one record and give it a valid checksum, so that torch.load reads the mutated record."""
     file = io.BytesIO()
@@ -125,23 +92,6 @@ def rezipped(content: bytes, rng: random.Random) -> bytes:
         for name in names:
             new.writestr(name, mutate(old.read(name), rng) if name == victim else old.read(name))
     return file.getvalue()
-
-
-@pytest.mark.parametrize("files", [FEW, pytest.param(MANY, marks=pytest.mark.storm)])
-@pytest.mark.parametrize(("change", "share"), [(mutate, 0.9), (rezipped, 0.1)])
-def test_mutated_checkpoints_are_read_or_refused(tmp_path, checkpoint, change, share, files):
-    path, rng, read, files = tmp_path / "latest.pt", random.Random(1), 0, round(share * files)
-    for number in range(files):
-        path.write_bytes(change(checkpoint, rng))
-        try:
-            assert read_checkpoint(path)["model"]
-            read += 1
-        except UserError as error:
-            assert "\n" not in str(error)
-            assert str(error).startswith(f"{path}: ")
-        if number % 10 == 0:
-            assert len(list(checkpoint_table(tmp_path))) == 3  # header, this file and the summary
-    assert 0 < read < files
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -186,12 +136,34 @@ def written(content) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-def accepts(read: Callable[[], object]) -> bool:
-    """Return whether a reader accepts its file; a refusal must be one line, as run_cli() prints it."""
+def of_json(content: bytes, rng: random.Random) -> bytes:
+    return written(made(json.loads(content), rng, ODD)) if rng.random() < 0.8 else mutate(content, rng)
+
+
+def of_a_line(content: bytes, rng: random.Random) -> bytes:
+    """Change one line of a log."""
+    lines = content.splitlines()
+    number = rng.randrange(len(lines))
+    return b"\n".join([*lines[:number], of_json(lines[number], rng), *lines[number + 1 :], b""])
+
+
+def of_toml(content: bytes, rng: random.Random) -> bytes:
+    """Return a new preset, whatever the old one holds."""
+    values = '1 -1 12.5 1e400 inf nan 0x7f 1_000 true "" "x" "gelu" "../x" [1] {} 1979-05-27 "\\u001b[31m"'.split()
+    values += ["9" * 5000, "[" * 5000, '"' + "x" * 70_000 + '"', "'''\n'''"]
+    names = [*TrainConfig.__dataclass_fields__, "x", '"a b"', "a.b"]
+    lines = (f"{rng.choice(names)} = {rng.choice(values)}" for _ in range(rng.randint(1, 3)))
+    content = "\n".join(lines).encode()
+    return content if rng.random() < 0.8 else mutate(content, rng)
+
+
+def accepts(read: Callable[[], object], name: str = "") -> bool:
+    """Return whether a reader accepts its file; a refusal must be one line with `name`, as run_cli() prints it."""
     try:
         read()
     except UserError as error:
         assert printable(str(error)).isprintable()
+        assert not name or (name in str(error) and "\n" not in str(error))
         return False
     except OSError as error:  # of a path that cannot be, which run_cli() names in one line
         assert error.filename and error.errno in OF_PATHS
@@ -205,8 +177,14 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made")
     write_data(folder / "data")
     with contextlib.chdir(folder):
+        Path("x_train_000000.npy").write_bytes(npy())
+        Path("x_train_000000.bin").write_bytes(llmc())
+        Path("train.bin").write_bytes(np.arange(300, dtype="<u2").tobytes())
+        Path("made.toml").touch()
         flags = ("--max_steps", "4", "--num_layers", "1", "--eval_freq", "2", "--mirror", f"file://{folder}/mirror")
         assert run_here(*flags, "--checkpoint_freq", "2") == 0
+        Path("alone").mkdir()
+        shutil.copy("checkpoints/latest.pt", "alone")
         Path("text.txt").write_text("some words " * 1000)
         source = ("--source", "text.txt", "--tokenizer", "bytes", "--out", "prepared", "--num_workers", "1")
         assert prepare_dataset.main([*source, "--val_tokens", "100"]) == 0
@@ -234,70 +212,84 @@ def see_prepared() -> None:
     ShardSet.find("prepared", "prepared", "train")
 
 
-READERS: dict[str, Callable[[], object]] = {
-    "checkpoints/status.json": lambda: (read_status(Path("checkpoints")), see_monitor()),
-    "checkpoints/run.json": lambda: read_run(Path("checkpoints")),
-    "checkpoints/evaluations.json": lambda: [*checkpoint_table(Path("checkpoints"))],
-    "mirror/index.json": lambda: [*mirror_table(Mirror(f"file://{Path.cwd()}/mirror"))],
-    "prepared/manifest.json": see_prepared,
-    "rows.jsonl": lambda: [load_examples("hellaswag", "rows.jsonl", style) for style in ("build-nanogpt", "lm_eval")],
-    "tokenizer.json": lambda: load_tokenizer(record_named("tokenizer.json")).encode("some words"),
-    "hf/config.json": lambda: read_weights("hf"),
-    "parts/model.safetensors.index.json": lambda: read_weights("parts"),
+def see_shard(name: str) -> None:
+    shard = open_shard(Path(name))
+    ShardSet("", "", "train", [shard], None).check(vocab_size=300)
+    assert shard.num_tokens == len(shard.tokens())
+
+
+def see_checkpoint() -> None:
+    assert len([*checkpoint_table(Path("alone"))]) == 3  # header, this file and the summary
+    assert read_checkpoint(Path("alone/latest.pt"))["model"]
+
+
+def see_log() -> None:
+    path = Path("logs/metrics.jsonl")
+    see_monitor()
+    repeated_records(path, 2, "an id", {})
+    read_records(path)
+    owner(path.parent)
+
+
+class Reader(NamedTuple):
+    """How a file is changed and read, and how often in the fast suite."""
+
+    change: Callable[[bytes, random.Random], bytes]
+    read: Callable[[], object]
+    count: int = 30
+    accepts: bool = False  # whether some changes must be accepted
+    refuses: bool = True  # and some refused
+    named: str = ""  # in each refusal
+
+
+def shard(name: str, header: int | None) -> Reader:
+    return Reader(partial(mutate, header=header), partial(see_shard, name), 300, accepts=True, named=name)
+
+
+READERS = {
+    "x_train_000000.npy": shard("x_train_000000.npy", 128),
+    "x_train_000000.bin": shard("x_train_000000.bin", 16),
+    "train.bin": shard("train.bin", None),  # some changes are other tokens, within the vocabulary
+    "alone/latest.pt": Reader(mutate, see_checkpoint, 200, accepts=True, named="alone/latest.pt: "),
+    "alone/latest.pt, rezipped": Reader(rezipped, see_checkpoint, 30, accepts=True, named="alone/latest.pt: "),
+    "made.toml": Reader(of_toml, lambda: parse_args(["--config", "made.toml"]), 100, accepts=True),
+    "logs/metrics.jsonl": Reader(of_a_line, see_log, accepts=True, refuses=False),  # broken lines are skipped
+    "checkpoints/status.json": Reader(of_json, lambda: (read_status(Path("checkpoints")), see_monitor())),
+    "checkpoints/run.json": Reader(of_json, lambda: read_run(Path("checkpoints"))),
+    "checkpoints/evaluations.json": Reader(
+        of_json,
+        lambda: [*checkpoint_table(Path("checkpoints"))],
+        refuses=False,  # its table has a warning
+    ),
+    "mirror/index.json": Reader(of_json, lambda: [*mirror_table(Mirror(f"file://{Path.cwd()}/mirror"))]),
+    "prepared/manifest.json": Reader(of_json, see_prepared),
+    "rows.jsonl": Reader(
+        of_json, lambda: [load_examples("hellaswag", "rows.jsonl", style) for style in ("build-nanogpt", "lm_eval")]
+    ),
+    "tokenizer.json": Reader(of_json, lambda: load_tokenizer(record_named("tokenizer.json")).encode("some words")),
+    "hf/config.json": Reader(of_json, lambda: read_weights("hf")),
+    "parts/model.safetensors.index.json": Reader(of_json, lambda: read_weights("parts")),
 }
 
 
-@pytest.mark.parametrize("count", [FEW // 10, pytest.param(MANY, marks=pytest.mark.storm)])
+@pytest.mark.parametrize("is_storm", [False, pytest.param(True, marks=pytest.mark.storm)], ids=["few", "many"])
 @pytest.mark.parametrize("name", READERS)
-def test_made_files_are_read_or_refused(files, monkeypatch, name, count):
+def test_changed_files_are_read_or_refused(files, monkeypatch, name, is_storm):
     monkeypatch.chdir(files)
-    path, rng, read = Path(name), random.Random(name), 0
+    reader, path, rng, read = READERS[name], Path(name.split(",")[0]), random.Random(name), 0
+    count = MANY if is_storm else reader.count
     original = path.read_bytes()
     try:
         for _ in range(count):
-            is_content = rng.random() < 0.8
-            path.write_bytes(written(made(json.loads(original), rng, ODD)) if is_content else mutate(original, rng))
-            read += accepts(READERS[name])
+            path.write_bytes(reader.change(original, rng))
+            read += accepts(reader.read, reader.named)
     finally:
         path.write_bytes(original)
-    assert read < count or name == "checkpoints/evaluations.json"  # whose table has a warning
+    assert read or not reader.accepts
+    assert read < count or not reader.refuses
 
 
-@pytest.mark.parametrize("count", [FEW // 10, pytest.param(MANY, marks=pytest.mark.storm)])
-def test_broken_lines_of_a_log_are_skipped(files, monkeypatch, count):
-    monkeypatch.chdir(files)
-    path, rng = Path("logs/metrics.jsonl"), random.Random(1)
-    original = path.read_bytes()
-    lines = original.splitlines(keepends=True)
-    try:
-        for _ in range(count):
-            number = rng.randrange(len(lines))
-            line = written(made(json.loads(lines[number]), rng, ODD)) + b"\n"
-            line = line if rng.random() < 0.8 else mutate(lines[number], rng)
-            path.write_bytes(b"".join([*lines[:number], line, *lines[number + 1 :]]))
-            see_monitor()
-            repeated_records(path, 2, "an id", {})
-            read_records(path)
-            owner(path.parent)
-    finally:
-        path.write_bytes(original)
-
-
-@pytest.mark.parametrize("count", [FEW // 3, pytest.param(MANY, marks=pytest.mark.storm)])
-def test_made_config_files_are_read_or_refused(tmp_path, count):
-    values = '1 -1 12.5 1e400 inf nan 0x7f 1_000 true "" "x" "gelu" "../x" [1] {} 1979-05-27 "\\u001b[31m"'.split()
-    values += ["9" * 5000, "[" * 5000, '"' + "x" * 70_000 + '"', "'''\n'''"]
-    names, rng, read = [*TrainConfig.__dataclass_fields__, "x", '"a b"', "a.b"], random.Random(2), 0
-    path = tmp_path / "made.toml"
-    for _ in range(count):
-        lines = (f"{rng.choice(names)} = {rng.choice(values)}" for _ in range(rng.randint(1, 3)))
-        content = "\n".join(lines).encode()
-        path.write_bytes(content if rng.random() < 0.8 else mutate(content, rng))
-        read += accepts(lambda: parse_args(["--config", str(path)]))
-    assert 0 < read < count
-
-
-@pytest.mark.parametrize("count", [FEW // 3, pytest.param(2 * MANY, marks=pytest.mark.storm)])
+@pytest.mark.parametrize("count", [100, pytest.param(2 * MANY, marks=pytest.mark.storm)])
 def test_made_checkpoints_are_used_or_refused(files, monkeypatch, count):
     monkeypatch.chdir(files)
     original, rng, read = torch.load("checkpoints/latest.pt", weights_only=True), random.Random(3), 0

@@ -6,20 +6,21 @@ import os
 import random
 import re
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
 
 import pytest
 from conftest import MODERN, TINY, assert_same_state, load, write_data
-from harness import LaunchedRun, Run, assert_equals_reference, folders, run_to_end
-from injected import kill_at, record_save_calls, record_tokens, tokens_of_steps, wait_in_step
+from harness import LaunchedRun, Run, assert_equals_reference, assert_resumes, folders
+from injected import kill_at, record_save_calls
 
 import replay
 from steadygpt.checkpoint.files import find_checkpoint
 from steadygpt.run.starts import phase_of
 
-FLAGS = ("--max_steps", "100", "--checkpoint_freq", "1", "--keep_checkpoints", "3", "--dropout", "0.1")
+FLAGS = ("--checkpoint_freq", "1", "--keep_checkpoints", "3", "--dropout", "0.1")
 
 
 def last_reported(text: str) -> int:
@@ -33,142 +34,102 @@ def save_in_progress(name: str, since_ns: int) -> bool:
     return False
 
 
-def kill_repeatedly(least: int, start, where: str, record_property) -> None:
+# The last step of each part, and its mixture: a source comes back, and one is new.
+ONE_MIXTURE = (("--max_steps", "100"),)
+CHANGES_TWICE = tuple(
+    ("--max_steps", last, "--mix", mix, "--allow_changes")
+    for last, mix in (("30", "a:7,b:3"), ("60", "b:1,c:1"), ("100", "a:1,b:4,c:2"))
+)
+
+
+def kill_repeatedly(least: int, start: Callable, where: str, record_property, parts=ONE_MIXTURE) -> None:
     """Start, kill and resume runs until `least` of them were killed, a third of these within a save.
 
     Args:
-        start: starts a run with some flags, the first of them as the reference, which is not killed.
+        start: starts a run with some flags, the first ones as parts of the reference, which is not killed.
         where: on how many ranks.
+        parts: flags of the consecutive parts of a run.
     """
-    assert set(start(*FLAGS, *folders("reference")).wait()) == {0}
-    rng, number, kills, within_saves, reported, repeated = random.Random(where), 0, 0, 0, -1, 0
+    for part in parts:
+        assert set(start(*FLAGS, *part, *folders("reference"), "--resume", "auto").wait()) == {0}
+    rng, number, kills, within_saves, repeated = random.Random(where), 0, 0, 0, 0
     while kills < least or 3 * within_saves < least:
         assert kills < 3 * least, f"only {within_saves} of {kills} kills were within a save"
-        name = f"run{number}"
-        run, since_ns = start(*FLAGS, *folders(name), "--resume", "auto"), time.time_ns()
-        kind = rng.random()
-        if kind < 0.8:  # four of five kills come while the run trains, the others at any time from its start
-            run.wait_for(r"^step +\d+/|is finished|^finished")
-        time.sleep(rng.uniform(0, 0.25))
-        while kind < 0.5 and run.is_alive() and not save_in_progress(name, since_ns):
-            time.sleep(0.0005)  # half of the kills wait for a save
-        run.kill()
-        text = run.text()
-        kills += "finished after" not in text
-        assert "warning: resumed at" not in text, text  # repeated steps equal those before
-        repeated += len(re.findall(r"^resumed at step \d+: repeated .* bit for bit", text, re.MULTILINE))
-        if resumed := re.search(r"^resumed +from .* at step (\d+)", text, re.MULTILINE):
-            assert int(resumed[1]) >= reported, f"step {reported} was reported as saved, but is lost"
-        reported = max(reported, last_reported(text))
-        if reported >= 0:
-            assert find_checkpoint("latest", Path(name, "ckpt")).checkpoint["step"] >= reported
-        within_saves += save_in_progress(name, since_ns)
-        if "finished after" in text:
-            assert_equals_reference(name)
-            number, reported = number + 1, -1
-    last = start(*FLAGS, *folders(name), "--resume", "auto")
-    assert set(last.wait()) == {0}, last.text()
-    assert_equals_reference(name)
+        name, reported, left = f"run{number}", -1, list(parts)
+        while left:
+            run, since_ns = start(*FLAGS, *left[0], *folders(name), "--resume", "auto"), time.time_ns()
+            kind = rng.random()
+            if kind < 0.8:  # four of five kills come while the run trains, the others at any time from its start
+                run.wait_for(r"^step +\d+/|is finished|^finished")
+            time.sleep(rng.uniform(0, 0.25))
+            while kind < 0.5 and run.is_alive() and not save_in_progress(name, since_ns):
+                time.sleep(0.0005)  # half of the kills wait for a save
+            run.kill()
+            text = run.text()
+            assert "warning: resumed at" not in text, text  # repeated steps equal those before
+            repeated += len(re.findall(r"^resumed at step \d+: repeated .* bit for bit", text, re.MULTILINE))
+            if resumed := re.search(r"^resumed +from .* at step (\d+)", text, re.MULTILINE):
+                assert int(resumed[1]) >= reported, f"step {reported} was reported as saved, but is lost"
+            reported = max(reported, last_reported(text))
+            if reported >= 0:
+                assert find_checkpoint("latest", Path(name, "ckpt")).checkpoint["step"] >= reported
+            within_saves += save_in_progress(name, since_ns)
+            if re.search("^finished|is finished", text, re.MULTILINE):
+                left.pop(0)
+            else:
+                kills += 1
+        assert_equals_reference(name)
+        number += 1
     record_property(f"kills on {where}", kills)
     record_property(f"kills on {where} within a save", within_saves)
     record_property("resumes that repeated steps bit for bit", repeated)
 
 
+def hopping(*recipe: str, tiny: Sequence[str] = TINY) -> Callable[..., Run]:
+    """Return a function that starts the reference on 1 rank, other runs on 1, 2 or 4, with the same bits."""
+    rng = random.Random(repr(recipe))
+
+    def start(*flags: str) -> Run:
+        ranks = 1 if "reference/ckpt" in flags else rng.choice([1, 2, 4])
+        return Run(*flags, "--deterministic", "--mini_batch_size", "1", *recipe, ranks=ranks, tiny=tiny)
+
+    return start
+
+
+@pytest.fixture
+def sources(workdir) -> Path:
+    for seed, name in enumerate("abc"):
+        write_data(Path(name), num_tokens=(200, 900 + 100 * seed), seed=seed)
+    return workdir
+
+
 @pytest.mark.parametrize("recipe", [(), pytest.param(MODERN, marks=pytest.mark.storm)], ids=["gpt2", "modern"])
 @pytest.mark.parametrize(
     ("least", "ranks"),
-    [(5, 1), *(pytest.param(*case, marks=pytest.mark.storm) for case in ((35, 1), (15, 2)))],
+    [(3, 1), *(pytest.param(*case, marks=pytest.mark.storm) for case in ((35, 1), (15, 2)))],
 )
 def test_kill_at_random_instants(workdir, least, ranks, recipe, record_property):
-    def start(*flags: str) -> Run:
-        return Run(*flags, *recipe, ranks=ranks, faults=[record_tokens])
-
+    start = partial(Run, *recipe, ranks=ranks)
     kill_repeatedly(least, start, "1 rank" if ranks == 1 else "2 ranks", record_property)
-    assert len(tokens_of_steps()) == 100 * ranks  # also checks that repeated steps read the same tokens
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_steps_repeated_after_a_kill_equal_those_before(workdir, ranks):
-    flags = ("--max_steps", "24", "--checkpoint_freq", "10", "--dropout", "0.1", *folders("run"))
-    run = Run(*flags, ranks=ranks, faults=[partial(wait_in_step, 17)])
-    run.wait_for(r"(?s)^step 16/.*^saved step 10 as|^saved step 10 as.*^step 16/")
-    run.kill()
-    run_to_end(*flags, "--resume", "latest", ranks=ranks)
-    [found] = re.findall(r"^.*resumed at step .*", Path("run/logs/log.txt").read_text(), re.MULTILINE)
-    equal = "bit for bit the same losses, gradient norms and learning rates"
-    # The kill may come before the record of step 16 is written.
-    assert re.fullmatch(rf"resumed at step 10: repeated [67] steps, {equal}", found)
-
-
-# The last step of each part, and its mixture: a source comes back, and one is new.
-PARTS = ((30, "data/a:7,data/b:3"), (60, "data/b:1,data/c:1"), (100, "data/a:1,data/b:4,data/c:2"))
 
 
 @pytest.mark.storm
 @pytest.mark.parametrize(("least", "ranks"), [(10, 1), (10, 2)])
-def test_kill_while_the_mixture_changes_twice(workdir, least, ranks, record_property):
-    for seed, name in enumerate("abc"):
-        write_data(Path("data", name), num_tokens=(200, 900 + 100 * seed), seed=seed)
-
-    def start(name: str, last: int, mix: str) -> Run:
-        flags = (*FLAGS, *folders(name), "--mix", mix, "--max_steps", str(last), "--resume", "auto", "--allow_changes")
-        return Run(*flags, ranks=ranks, faults=[record_tokens], tiny=TINY)
-
-    for part in PARTS:
-        run = start("reference", *part)
-        assert set(run.wait()) == {0}, run.text()
-    rng, kills, number = random.Random(ranks), 0, 0
-    while kills < least:
-        for part in PARTS:
-            text = ""
-            while not re.search(r"^finished|is finished", text, re.MULTILINE):
-                run = start(f"run{number}", *part)
-                run.wait_for(r"^step +\d+/|^finished|is finished")
-                time.sleep(rng.uniform(0, 0.4))
-                run.kill()
-                text = run.text()
-                kills += not re.search(r"^finished|is finished", text, re.MULTILINE)
-        assert_equals_reference(f"run{number}")
-        assert phase_of(load(f"run{number}/ckpt/latest.pt")["starts"]).number == 2
-        number += 1
-    assert len(tokens_of_steps()) == 100 * ranks
-    record_property(f"kills of a run on {ranks} rank{'s' * (ranks > 1)} whose mixture changes twice", kills)
+def test_kill_while_the_mixture_changes_twice(sources, least, ranks, record_property):
+    where = f"{ranks} rank{'s' * (ranks > 1)}, whose mixture changes twice"
+    kill_repeatedly(least, partial(Run, ranks=ranks, tiny=TINY), where, record_property, CHANGES_TWICE)
+    assert phase_of(load("run0/ckpt/latest.pt")["starts"]).number == 2
 
 
 @pytest.mark.storm
-def test_hopping_kills_while_the_mixture_changes_twice_have_the_bits_of_one_process(workdir, record_property, capsys):
-    """--deterministic, killed and resumed on 1, 2 or 4 processes; then all its steps are replayed."""
-    for seed, name in enumerate("abc"):
-        write_data(Path("data", name), num_tokens=(200, 900 + 100 * seed), seed=seed)
-
-    def start(name: str, last: int, mix: str, ranks: int) -> Run:
-        flags = (*FLAGS, "--deterministic", "--mini_batch_size", "1", "--keep_checkpoints", "100", *folders(name))
-        mixed = ("--mix", mix, "--max_steps", str(last), "--resume", "auto", "--allow_changes")
-        return Run(*flags, *mixed, ranks=ranks, tiny=TINY)
-
-    for part in PARTS:
-        run = start("reference", *part, ranks=1)
-        assert set(run.wait()) == {0}, run.text()
-    rng, kills, used = random.Random(3), 0, []
-    for part in PARTS:
-        text = ""
-        while not re.search(r"^finished|is finished", text, re.MULTILINE):
-            used.append(ranks := rng.choice((1, 2, 4)))
-            run = start("run", *part, ranks=ranks)
-            run.wait_for(r"^step +\d+/|^finished|is finished")
-            time.sleep(rng.uniform(0, 0.6))
-            run.kill()
-            text = run.text()
-            kills += not re.search(r"^finished|is finished", text, re.MULTILINE)
-    assert_equals_reference("run")
-    assert kills >= 5 and set(used) == {1, 2, 4}
-    assert replay.main(["--steps", "0:99", "run/ckpt"]) == 0
+def test_hopping_kills_while_the_mixture_changes_twice_have_the_bits_of_one_process(sources, record_property, capsys):
+    """All steps of a killed run are then replayed."""
+    where = "1, 2 or 4 processes, with --deterministic and a mixture that changes twice"
+    kill_repeatedly(6, hopping("--keep_checkpoints", "100"), where, record_property, CHANGES_TWICE)
+    assert replay.main(["--steps", "0:99", "run0/ckpt"]) == 0
     found = capsys.readouterr().out
     parts = [*map(int, re.findall(r"repeated (\d+) steps?, bit for bit", found))]
     assert sum(parts) == 100 and re.search(r"^100 checkpoints up to step 100: equal, bit for bit", found, re.MULTILINE)
-    record_property(
-        "kills of a deterministic run that hops between 1, 2 and 4 processes while its mixture changes", kills
-    )
 
 
 @pytest.mark.storm
@@ -192,12 +153,7 @@ def test_kill_commands_at_random_instants(workdir, ranks, record_property):
 )
 def test_kill_and_continue_on_another_number_of_ranks(workdir, least, recipe, record_property):
     """With --deterministic, dropout, the order of sums and Muon's products do not depend on the number of ranks."""
-    rng, first = random.Random(repr(recipe)), iter([1])
-
-    def start(*flags: str) -> Run:
-        ranks = next(first, None) or rng.choice([1, 2, 4])
-        return Run(*flags, "--deterministic", "--mini_batch_size", "1", *recipe, ranks=ranks)
-
+    start = hopping(*recipe, tiny=(*TINY, "--data_dir", "data"))
     kill_repeatedly(least, start, "1, 2 or 4 ranks", record_property)
 
 
@@ -271,8 +227,7 @@ def test_kill_at_each_call_of_a_save(short_run, call):
     reported = last_reported(run.text())
     assert reported >= 2
     assert find_checkpoint("latest", Path(name, "ckpt")).checkpoint["step"] >= reported
-    assert Run(*SHORT, *folders(name), "--resume", "latest").wait() == [0]
-    assert_equals_reference(name, "loss", "grad_norm", "val_loss")
+    assert_resumes(name, *SHORT, measured=("loss", "grad_norm", "val_loss"))
     assert_same_state(load("reference/ckpt/best_model.pt"), load(f"{name}/ckpt/best_model.pt"))
     reference, found = (json.loads(Path(run, "ckpt/evaluations.json").read_text()) for run in ("reference", name))
     assert found == reference

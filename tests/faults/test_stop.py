@@ -10,9 +10,9 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from conftest import MODERN, load
-from harness import LaunchedRun, Run, assert_equals_reference, folders
-from injected import pause, pause_before_training, raise_in_step, record_tokens, tokens_of_steps
+from conftest import MODERN, load, run_here
+from harness import LaunchedRun, Run, assert_resumes, folders
+from injected import pause, pause_before_training, raise_in_step
 
 FLAGS = (
     "--total_batch_size 128 --max_steps 14 --checkpoint_freq 6 --eval_freq 6 --hellaswag_freq 6 --dropout 0.1 "
@@ -46,11 +46,9 @@ def cases():
 
 @pytest.mark.parametrize(("ranks", "recipe", "name", "moment"), list(cases()))
 def test_a_stop_saves_once_and_can_be_resumed(reference, ranks, recipe, name, moment):
-    reference(*FLAGS, *recipe, ranks=ranks, faults=[record_tokens])
+    reference(*FLAGS, *recipe, ranks=ranks)
     folder = f"{name} in {moment}, {ranks}"
-    tokens_before = len(tokens_of_steps())
-    faults = [record_tokens, partial(pause, moment, name == "max_hours")]
-    run = Run(*FLAGS, *recipe, *folders(folder), ranks=ranks, faults=faults)
+    run = Run(*FLAGS, *recipe, *folders(folder), ranks=ranks, faults=[partial(pause, moment, name == "max_hours")])
     run.wait_for(f"^paused in {moment}")
     for signal_name in name.split()[:1] * (2 if "twice" in name else 1):
         if signal_name.startswith("SIG"):
@@ -64,15 +62,13 @@ def test_a_stop_saves_once_and_can_be_resumed(reference, ranks, recipe, name, mo
     assert f"stopped ({reason}) after {step} step" in run.text()
     assert len(re.findall(rf"^saved step {step} as ", run.text(), re.MULTILINE)) == 1
     assert load(f"{folder}/ckpt/latest.pt")["step"] == step
-    assert tokens_before == len(tokens_of_steps())  # no rank made a step that the reference did not make
-    resumed = Run(*FLAGS, *recipe, *folders(folder), "--resume", "latest", ranks=ranks, faults=[record_tokens])
-    assert resumed.wait() == [0] * ranks
-    assert_equals_reference(folder, "loss", "grad_norm", "val_loss", "hellaswag_acc_norm")
+    measured = ("loss", "grad_norm", "val_loss", "hellaswag_acc_norm")
+    assert_resumes(folder, *FLAGS, *recipe, ranks=ranks, measured=measured)
 
 
 @pytest.mark.parametrize(
     "name",
-    ["SIGTERM", "SIGINT", *(pytest.param(name, marks=pytest.mark.storm) for name in ("SIGUSR1", "SIGUSR2", "SIGHUP"))],
+    ["SIGTERM", *(pytest.param(name, marks=pytest.mark.storm) for name in ("SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP"))],
 )
 def test_a_signal_before_the_first_step_ends_the_run_as_stopped(workdir, name):
     number, folder = getattr(signal, name), f"{name} before training"
@@ -85,8 +81,7 @@ def test_a_signal_before_the_first_step_ends_the_run_as_stopped(workdir, name):
     assert status["reason"] == f"{name} before the first step"
     assert f"stopped ({name} before the first step)\n" in run.text()
     assert "doing" not in status
-    run = Run(*folders(folder))  # there is no checkpoint, so the same command starts
-    assert run.wait() == [0], run.text()
+    assert run_here(*folders(folder)) == 0  # there is no checkpoint, so the same command starts
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -110,16 +105,17 @@ def to_a_worker(run: LaunchedRun, number: int = signal.SIGUSR1) -> None:
     os.kill(run.workers()[-1], number)
 
 
+@pytest.mark.storm
 @pytest.mark.parametrize(
     ("send", "reason"),
     [
-        pytest.param(to_agent("SIGKILL"), "SIGTERM", id="kill -9 of torchrun", marks=pytest.mark.storm),
-        pytest.param(to_the_group_twice, "SIGINT", id="Ctrl-C twice", marks=pytest.mark.storm),
-        pytest.param(to_agent("SIGTERM"), "SIGTERM", id="SIGTERM to torchrun", marks=pytest.mark.storm),
-        pytest.param(to_agent("SIGINT"), "SIGINT", id="SIGINT to torchrun", marks=pytest.mark.storm),
-        pytest.param(to_agent("SIGUSR1"), "SIGTERM", id="SIGUSR1 to torchrun", marks=pytest.mark.storm),
-        pytest.param(to_agent("SIGHUP"), "SIGHUP", id="SIGHUP to torchrun", marks=pytest.mark.storm),
-        pytest.param(to_a_worker, "SIGUSR1", id="SIGUSR1 to a worker", marks=pytest.mark.storm),
+        pytest.param(to_agent("SIGKILL"), "SIGTERM", id="kill -9 of torchrun"),
+        pytest.param(to_the_group_twice, "SIGINT", id="Ctrl-C twice"),
+        pytest.param(to_agent("SIGTERM"), "SIGTERM", id="SIGTERM to torchrun"),
+        pytest.param(to_agent("SIGINT"), "SIGINT", id="SIGINT to torchrun"),
+        pytest.param(to_agent("SIGUSR1"), "SIGTERM", id="SIGUSR1 to torchrun"),
+        pytest.param(to_agent("SIGHUP"), "SIGHUP", id="SIGHUP to torchrun"),
+        pytest.param(to_a_worker, "SIGUSR1", id="SIGUSR1 to a worker"),
     ],
 )
 def test_a_stop_of_torchrun_can_be_resumed(reference, send, reason, request):
@@ -134,8 +130,7 @@ def test_a_stop_of_torchrun_can_be_resumed(reference, send, reason, request):
     assert f"stopped ({reason}) after 1 step;" in run.text(), run.text()
     status = json.loads(Path(name, "ckpt/status.json").read_text())
     assert (status["status"], status["reason"], status["step"]) == ("stopped", reason, 1)
-    assert Run(*LONG_STEP, *folders(name), "--resume", "latest", ranks=2).wait() == [0, 0]
-    assert_equals_reference(name)
+    assert_resumes(name, *LONG_STEP, ranks=2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -151,7 +146,7 @@ def test_a_stop_of_torchrun_can_be_resumed(reference, send, reason, request):
     ],
 )
 def test_a_lost_rank_ends_the_run_and_it_can_be_resumed(reference, how, rank):
-    reference(*FLAGS, ranks=2, faults=[record_tokens])
+    reference(*FLAGS, ranks=2)
     name, moment = f"{how} of {rank}", "last step of an epoch"  # step 9; step 6 has been saved
     faults = [partial(raise_in_step, 9, rank)] if how == "an exception" else [partial(pause, moment, False)]
     # The time-out must also leave the ranks time to start, on a loaded machine.
@@ -165,8 +160,7 @@ def test_a_lost_rank_ends_the_run_and_it_can_be_resumed(reference, how, rank):
     run.signal(signal.SIGKILL)
     run.wait()
     assert "saved step 6 as" in run.text()
-    assert Run(*FLAGS, *folders(name), "--resume", "auto", ranks=2).wait() == [0, 0]
-    assert_equals_reference(name)
+    assert_resumes(name, *FLAGS, ranks=2)
 
 
 @pytest.mark.storm
@@ -179,5 +173,4 @@ def test_a_hanging_worker_of_torchrun_ends_the_run(reference):
     (status,) = run.wait(timeout_s=18 + 30 + 30)
     assert status != 0, run.text()
     run.wait_for_group(timeout_s=10)
-    assert Run(*LONG_STEP, *folders("hangs"), "--resume", "auto", ranks=2).wait() == [0, 0]
-    assert_equals_reference("hangs")
+    assert_resumes("hangs", *LONG_STEP, ranks=2)

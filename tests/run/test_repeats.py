@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import alerts_of, in_ranks, load, metrics, need_gpus, open_log, run_here
+from conftest import alerts_of, load, metrics, open_log, run_here
 from test_metrics import start_line, steps, write_lines
-from test_train import folders, run_rank
+from test_train import folders
 
 import train
 from steadygpt.config import TrainConfig
@@ -68,12 +68,6 @@ def test_a_flipped_bit_in_a_restored_weight_is_one_warning_and_one_alert(run_to_
 def test_steps_after_a_change_are_not_compared(run_to_8, capsys):
     changed = resumed(capsys, *FROM_3, *LOWER_LR)
     assert changed == "resumed at step 3: repeated steps are not compared: max_lr 0.001 -> 0.0005"
-
-
-def test_steps_on_another_number_of_ranks_are_not_compared(run_to_8):
-    need_gpus(2)
-    in_ranks(2, run_rank, FROM_3, run_to_8)
-    assert "resumed at step 3: repeated steps are not compared: ranks 1 -> 2\n" in Path("logs-a/log.txt").read_text()
 
 
 def test_the_records_of_a_start_that_saved_nothing_are_its_own(run_to_8, capsys):

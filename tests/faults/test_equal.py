@@ -1,0 +1,220 @@
+"""Runs that are interrupted, resumed and moved to other processes end as one uninterrupted run ends.
+
+A row of a table is a recipe and the starts of the run, in order; its reference is one start with the same recipe.
+"""
+
+import re
+import shutil
+import signal
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from conftest import FSDP, MODERN, TINY, load, metrics, write_data
+from harness import Run, assert_equals_reference, folders
+from injected import acting_here, bad_numbers, signal_at, wait_in_step
+
+import train
+
+
+class Start(NamedTuple):
+    """One start of a run: flags after those of the recipe, faults, and how it ends."""
+
+    flags: tuple[str, ...] = ()
+    ranks: int = 1
+    faults: tuple[Callable[[int], None], ...] = ()
+    status: int = 0
+    step: int | None = None  # of latest.pt at the end
+    killed: tuple[int, int] | None = None  # a saved step, and one that waits for kill -9 of all ranks
+    before: Callable[[Path], object] = lambda folder: None  # called with the folder of the run
+
+
+def end(*flags: str, **more) -> Start:
+    """A start that trains to the end."""
+    return Start(flags, **more)
+
+
+def stop(step: int, *flags: str, **more) -> Start:
+    """A start that SIGTERM stops after `step` steps."""
+    return Start(flags, faults=(partial(signal_at, step),), step=step, **more)
+
+
+def kill(step: int, *flags: str, saved: int, **more) -> Start:
+    """A start that is killed by kill -9 in a step, once an earlier one is saved."""
+    return Start(flags, faults=(partial(wait_in_step, step),), status=-signal.SIGKILL, killed=(saved, step), **more)
+
+
+def take(start: Start, recipe: Sequence[str], name: str) -> None:
+    """Take a start of the run in the folder `name`: in this process, if it has one rank and is not killed."""
+    start.before(Path(name))
+    flags = [*recipe, *folders(name), "--resume", "auto", *start.flags]
+    tiny = TINY if "--mix" in flags else [*TINY, "--data_dir", "data"]
+    if start.ranks == 1 and not start.killed:
+        with acting_here(*start.faults):
+            assert train.main([*tiny, *flags]) == start.status
+    else:
+        run = Run(*flags, ranks=start.ranks, faults=start.faults, tiny=tiny)
+        if start.killed:
+            saved, step = start.killed
+            run.wait_for(f"^saved step {saved} as")
+            run.wait_for(f"^step +{step - 1}/")
+            run.kill()
+        assert run.wait() == [start.status] * start.ranks, run.text()
+    if start.step is not None:
+        assert load(Path(name, "ckpt/latest.pt"))["step"] == start.step
+
+
+REFERENCES: dict[str, Path] = {}  # of this session
+
+
+@pytest.fixture
+def run_beside_its_reference(tmp_path_factory, monkeypatch, request) -> Callable[..., str]:
+    """Return a function that makes a run in a folder with its reference, which rows share, and returns its name."""
+
+    def make(recipe: Sequence[str], starts: Sequence[Start], reference: Sequence[Start]) -> str:
+        if (key := repr((recipe, reference))) not in REFERENCES:
+            monkeypatch.chdir(folder := tmp_path_factory.mktemp("runs"))
+            write_data(folder / "data")
+            for seed, source in enumerate("abc"):
+                write_data(folder / source, num_tokens=(200, 900 + 100 * seed), seed=seed)
+            for start in reference:
+                take(start, recipe, "reference")
+            REFERENCES[key] = folder
+        monkeypatch.chdir(REFERENCES[key])
+        name = request.node.callspec.id
+        for start in starts:
+            take(start, recipe, name)
+        return name
+
+    return make
+
+
+def row(what: str, recipe: Sequence[str], *starts: Start, of: Sequence[Start] = (end(),), storm: bool = False):
+    """A row of a table; `of` are the starts of the reference."""
+    return pytest.param(recipe, starts, of, id=what, marks=pytest.mark.storm if storm else ())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the same bits
+
+GPT2 = ("--dropout", "0.1", "--eval_freq", "4")
+LONG = (*GPT2, "--max_steps", "24", "--checkpoint_freq", "10")
+RMSNORM = (*MODERN, "--norm", "rmsnorm_no_weight", "--activation", "relu2")
+STABLE = (*MODERN, "--cooldown", "0.5", "--max_steps", "12")
+MIXED = (*GPT2, "--allow_changes", "--max_steps", "4", "--mix", "a:7,b:3")
+TO_8, TO_12 = ("--max_steps", "8", "--mix", "b:1,c:1"), ("--max_steps", "12", "--mix", "a:1,b:4,c:2")
+# With --deterministic, on any number of ranks that divides the micro-batches.
+FOUR = ("--deterministic", "--mini_batch_size", "1", "--eval_freq", "4", "--eval_tokens", "112", "--dropout", "0.1")
+TWELVE = ("--deterministic", "--total_batch_size", "384", "--eval_freq", "4", *MODERN)
+RAMP = (*FOUR, "--total_batch_size", "128", "--batch_ramp", "32:96,64:256", "--eval_tokens", "32")
+
+
+def read_late(rank: int) -> None:
+    """Read the results of a step while the next one runs, as on CUDA."""
+    train.Results = lambda *args, real=train.Results: real(*args[:-2], 1, args[-1])
+
+
+nan_from_4 = partial(bad_numbers, range(4, 100), "nan loss", 0)
+nan_in_5_and_6 = partial(bad_numbers, [5, 6], "nan loss", 0)  # step 7 begins before the result of step 6 is read
+nan_on_rank_1 = partial(bad_numbers, range(4, 100), "nan gradient", 1)
+
+
+@pytest.mark.parametrize(("recipe", "starts", "of"), [
+    row("stop before the first step", GPT2, end("--max_hours", "1e-9", step=0), end("--max_hours", "0")),
+    row("stop", GPT2, stop(3), stop(4), end()),
+    row("kill -9", LONG, kill(17, saved=10), end()),
+    row("kill -9 of 2 ranks", LONG, kill(17, saved=10, ranks=2), end(ranks=2), of=[end(ranks=2)]),
+    row("fp16", ("--precision", "fp16"), stop(4), end()),
+    row("modern", MODERN, stop(3), end()),
+    row("modern, bf16", (*MODERN, "--precision", "bf16"), stop(3), end()),
+    row("modern, norms without weights", RMSNORM, stop(3), end()),
+    row("extended from stable.pt", STABLE, end("--max_steps", "8", step=8), end("--resume", "stable")),
+    row("moved and moved back", GPT2, stop(3),
+        Start(folders("elsewhere"), faults=(partial(signal_at, 6),), before=lambda folder: folder.rename("elsewhere")),
+        end(before=Path("elsewhere").rename)),
+    row("moved data", GPT2, stop(3), end("--data_dir", "moved", before=lambda _: shutil.copytree("data", "moved"))),
+    row("too many bad steps", GPT2, end("--max_bad_steps", "3", faults=(nan_from_4,), status=1, step=4), end()),
+    row("too many bad steps on 2 ranks", LONG,
+        end("--max_bad_steps", "3", faults=(nan_on_rank_1,), status=1, step=4, ranks=2), end(ranks=2),
+        of=[end(ranks=2)]),
+    row("too many bad steps, read late", (*GPT2, "--checkpoint_freq", "3"),
+        end("--max_bad_steps", "2", faults=(read_late, nan_in_5_and_6), status=1, step=5), end()),
+    row("results read a step late", (*GPT2, "--checkpoint_freq", "3"), end(faults=(read_late,))),
+    row("a mixture that changes twice", MIXED, stop(3), end(), stop(6, *TO_8), end(*TO_8), stop(9, *TO_12), end(*TO_12),
+        of=[end(), end(*TO_8), end(*TO_12)]),
+    row("one source with a weight", (), end("--mix", "a:3"), of=[end("--data_dir", "a")]),
+    row("fsdp on one process", GPT2, end(*FSDP)),
+    row("fsdp with offload on one process", GPT2, end(*FSDP, "--cpu_offload")),
+    row("4 ranks, 2 and 1", (*FOUR, "--checkpoint_freq", "2"), kill(3, saved=2, ranks=4), stop(6, ranks=2), end()),
+    row("three micro-batches on each of 4 ranks, modern", TWELVE, end(ranks=4)),
+    row("batch ramp on 2 ranks and 1", RAMP, stop(4, ranks=2), end()),
+    row("bf16 on 2 ranks and 4", (*FOUR, "--precision", "bf16"), stop(3, ranks=2), end(ranks=4), storm=True),
+    row("8 ranks", (*FOUR, "--total_batch_size", "128"), end(ranks=8), storm=True),
+])  # fmt: skip
+def test_a_run_ends_with_the_bits_of_its_reference(run_beside_its_reference, recipe, starts, of):
+    name = run_beside_its_reference(recipe, starts, of)
+    assert_equals_reference(name, "loss", "grad_norm", "lr", "loss_z", "val_loss", "val_bpb")
+    one, other = (load(f"{folder}/ckpt/latest.pt") for folder in ("reference", name))
+    for key in ("loss", "val_loss", "recent_losses", "bad_steps", "scaler"):
+        assert one[key] == other[key], key
+    log = Path(name, "logs/log.txt").read_text()
+    assert ("warning: resumed at" in log) == any(start.status == 1 for start in starts)  # bad steps were logged
+    for start in starts:
+        if start.killed:
+            repeated = (
+                rf"^resumed at step {start.killed[0]}: repeated \d+ steps?, bit for bit the same losses, gradient"
+            )
+            assert re.search(repeated, log, re.MULTILINE)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the same up to rounding: sums in another order
+
+EVALUATED = ("--eval_freq", "4", "--eval_tokens", "112")
+LONG_CONTEXT = (*EVALUATED, "--rotary_pct", "0.5", "--parallel_residual", "--tied_head", "off")  # as in small_32k.toml
+LESS_MEMORY = ("--activation_checkpointing", "--loss_chunk_size", "12")
+ONE_LAYER = (*LESS_MEMORY, *"--num_layers 1 --rotary_pct 0.5 --max_steps 30 --total_batch_size 128".split())
+OFFLOAD = (*FSDP, "--cpu_offload")
+HYBRID = (*FSDP, "--cpu_offload", "off", "--mini_batch_size", "1", "--shard_size", "2")  # 2 copies on 2 ranks each
+NO_FSDP = ("--sharding", "ddp", "--cpu_offload", "off", "--shard_size", "0")
+
+
+def compile_with(backend: str, rank: int) -> None:
+    """Choose what runs the graphs of torch.compile: inductor, the default, or the kernels of eager mode."""
+    torch.compile = partial(torch.compile, backend=backend)
+
+
+def compiled(backend: str) -> list[Start]:
+    """Starts that are eager, compiled and eager; inductor calls a C++ compiler for each kernel."""
+    second = Start(("--compile", "on"), faults=(partial(signal_at, 20), partial(compile_with, backend)), step=20)
+    return [stop(10), second, end("--compile", "off")]
+
+
+@pytest.mark.parametrize(("recipe", "starts", "of"), [
+    row("2 ranks and 1", EVALUATED, stop(4, ranks=2), end()),
+    row("fsdp with offload, hybrid, 1 rank", EVALUATED,
+        stop(3, *OFFLOAD, ranks=2), stop(6, *HYBRID, ranks=4), end(*NO_FSDP)),
+    row("modern, fsdp with offload, hybrid, 1 rank", (*EVALUATED, *MODERN),
+        stop(3, *OFFLOAD, ranks=2), stop(6, *HYBRID, ranks=4), end(*NO_FSDP)),
+    row("modern, 3 ranks", (*EVALUATED, *MODERN, *"--total_batch_size 96 --deterministic off".split()), end(ranks=3)),
+    row("long context, ddp and fsdp", LONG_CONTEXT,
+        stop(4, *LESS_MEMORY, ranks=2), end(*LESS_MEMORY, *FSDP, ranks=2)),
+    row("larger micro-batches", ("--total_batch_size", "128", "--mini_batch_size", "1"), end("--mini_batch_size", "8")),
+    row("30 steps on 1, 2 and 1 ranks", ("--max_steps", "30"), stop(10), stop(20, ranks=2), end(), storm=True),
+    row("aot_eager", ONE_LAYER, *compiled("aot_eager"), storm=True),
+    row("inductor", ONE_LAYER, *compiled("inductor"), storm=True),
+])  # fmt: skip
+def test_a_run_ends_close_to_its_reference(run_beside_its_reference, recipe, starts, of):
+    name = run_beside_its_reference(recipe, starts, of)
+    for key in ("loss", "grad_norm", "val_loss", "val_bpb"):
+        assert metrics(f"{name}/logs", key) == pytest.approx(metrics("reference/logs", key), abs=1e-5), key
+    expected, found = (load(f"{folder}/ckpt/latest.pt") for folder in ("reference", name))
+    assert (found.keys(), found["rows_consumed"]) == (expected.keys(), expected["rows_consumed"])
+    torch.testing.assert_close(found["model"], expected["model"], atol=1e-6, rtol=0)
+    torch.testing.assert_close(found["optimizer"], expected["optimizer"], atol=1e-5, rtol=1e-5)
+    tied = [saved["model"]["wte.weight"].data_ptr() == saved["model"]["lm_head.weight"].data_ptr()
+            for saved in (expected, found)]  # fmt: skip
+    assert tied[0] == tied[1]  # a tied weight is saved once
