@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import TINY, load, metrics, run_here, scalars, write_data
+from conftest import TINY, load, metrics, scalars, write_data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -111,10 +111,6 @@ def test_each_source_gives_its_own_stream_whatever_the_others(parts):
         assert of_source.tolist() == stream_of(int(name)).read(0, 2 * share)[:, 0].tolist()
         whole = of_source[: len(of_source) // 700 * 700].reshape(-1, 700)
         assert (np.sort(whole, axis=1) == 1000 * int(name) + np.arange(700)).all()  # each row once in each epoch
-
-
-def test_one_source_alone_is_its_stream():
-    assert inputs_of(mixture_of({"3": BLOCK_ROWS}), 0, 9000) == stream_of(3).read(0, 9000)[:, 0].tolist()
 
 
 def test_neither_the_place_in_the_list_nor_the_name_matters():
@@ -365,11 +361,6 @@ def test_the_first_validation_set_stays_the_first_one(sources):
     write_data(Path("data/web"), num_tokens=(300, 700, 500))
     found = refused("--resume", "latest", "--max_steps", "12", "--eval_freq", "4")
     assert found.startswith("data/web: not the val shards of the first start, by which best_model.pt is chosen")
-
-
-def test_a_run_of_one_folder_has_the_metrics_it_always_had(sources):
-    assert run_here("--eval_freq", "8") == 0
-    assert json.loads(Path("checkpoints/evaluations.json").read_text())["8"].keys() == {"val_loss", "val_bpb"}
 
 
 def test_evaluating_reads_no_training_shards(sources, monkeypatch):

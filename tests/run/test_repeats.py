@@ -2,19 +2,18 @@
 
 import json
 import math
-import os
 import re
 import shutil
-import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import alerts_of, load, metrics, open_log, run_here
+from injected import acting_here, signal_at
 from test_metrics import start_line, steps, write_lines
 from test_train import folders
 
-import train
 from steadygpt.config import TrainConfig
 from steadygpt.log.runlog import RunLog
 from steadygpt.run.repeats import Repeats, repeated_records
@@ -82,28 +81,9 @@ def test_the_records_of_a_start_that_saved_nothing_are_its_own(run_to_8, capsys)
     assert resumed(capsys, *FROM_3) == EQUAL
 
 
-def test_the_records_of_an_abandoned_course_are_not_compared(run_to_8, capsys):
-    """Step 6 of the first course is resumed while the log has that of another one."""
-    shutil.copy("a/rolling_step_000006.pt", "a/first.pt")
-    resumed(capsys, *FROM_3, *LOWER_LR)
-    from_6 = (*RUN, "--resume", "a/first.pt")
-    other = resumed(capsys, *from_6, "--max_lr", "1e-3")
-    assert (
-        other == "resumed at step 6: repeated steps are not compared: their records do not descend from this checkpoint"
-    )
-    assert "resumed at step 6: repeated 2 steps, bit for bit" in resumed(capsys, *from_6)
-
-
-def test_a_run_that_stops_says_how_many_steps_it_has_compared(run_to_8, capsys, monkeypatch):
-    compute = train.train_step
-
-    def step_or_stop(run, batches):
-        if run.state.step == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return compute(run, batches)
-
-    monkeypatch.setattr(train, "train_step", step_or_stop)
-    assert resumed(capsys, *FROM_3).startswith("resumed at step 3: repeated 2 steps, bit for bit the same losses")
+def test_a_run_that_stops_says_how_many_steps_it_has_compared(run_to_8, capsys):
+    with acting_here(partial(signal_at, 5)):
+        assert resumed(capsys, *FROM_3).startswith("resumed at step 3: repeated 2 steps, bit for bit the same losses")
     assert "repeated 2 steps" in json.loads(Path("a/status.json").read_text())["resume"]
 
 

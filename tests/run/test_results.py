@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import built, write_data
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train
 from steadygpt.config import TrainConfig
 from steadygpt.machine.ranks import Ranks
-from steadygpt.run.results import SPIKE_WINDOW, Judge, StepResult, pending
+from steadygpt.run.results import SPIKE_WINDOW, Diverged, Judge, StepResult, pending
 
 CPU = torch.device("cpu")
 
@@ -33,12 +33,13 @@ def results(
     return found
 
 
+@settings(max_examples=25)
 @given(st.lists(st.floats(1, 10, width=32), min_size=SPIKE_WINDOW, max_size=SPIKE_WINDOW), st.floats(1, 10, width=32))
 def test_loss_z_counts_standard_deviations_above_the_mean(recent, loss):
     expected = (loss - fmean(recent)) / max(pstdev(recent), 1e-6)
     found = results([loss], recent)[0].loss_z
-    if pstdev(recent) > 1e-3:  # below that, fp32 rounds the difference away
-        assert found == pytest.approx(expected, rel=1e-2, abs=1e-2)
+    if pstdev(recent) > 1e-2:  # below that, fp32 rounds the difference away
+        assert found == pytest.approx(expected, rel=1e-3, abs=1e-3)
 
 
 def test_spikes_are_found_once_enough_losses_are_known():
@@ -61,12 +62,27 @@ def test_the_warning_of_a_spike_names_the_command_that_shows_its_rows():
     assert bad.warning("my run").endswith("; its update was skipped")
 
 
-def test_after_max_bad_steps_every_update_is_skipped():
+@settings(max_examples=30)
+@given(st.lists(st.booleans(), max_size=12), st.integers(0, 4), st.integers(0, 3))
+def test_after_max_bad_steps_in_a_row_every_update_is_skipped(good, max_bad_steps, bad_steps):
     """The host may start another step before it reads that the last one was bad."""
-    found = results([math.nan, 2.0, math.nan, math.nan, 2.0, 2.0], max_bad_steps=2)
-    assert [r.updated for r in found] == [False, True, False, False, False, False]
-    assert [r.updated for r in results([math.nan, 2.0], max_bad_steps=2, bad_steps=1)] == [False, False]
-    assert [r.updated for r in results([math.nan] * 9 + [2.0], max_bad_steps=0)] == [False] * 9 + [True]
+    found = results([2.0 if ok else math.nan for ok in good], max_bad_steps=max_bad_steps, bad_steps=bad_steps)
+    expected = []
+    for ok in good:
+        halted = 0 < max_bad_steps <= bad_steps
+        expected.append(ok and not halted)
+        bad_steps = bad_steps if halted else 0 if ok else bad_steps + 1
+    assert [result.updated for result in found] == expected
+
+
+@pytest.mark.parametrize(("config", "advice"), [
+    (TrainConfig(max_lr=1e-3, min_lr=1e-4, precision="fp32"),
+     "--resume latest --allow_changes --max_lr 0.0005 --min_lr 0.0001, or skip"),
+    (TrainConfig(max_lr=1e-3, min_lr=8e-4, precision="bf16"),
+     "--resume latest --allow_changes --max_lr 0.0005 --min_lr 0.0005 or --precision fp32, or skip"),
+])  # fmt: skip
+def test_the_advice_after_a_divergence_halves_the_learning_rate(config, advice):
+    assert advice in Diverged(3, step=4, row=16).advice(config)
 
 
 def test_an_overflow_in_fp16_is_bad_when_no_lower_scale_is_left():
