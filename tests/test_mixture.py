@@ -227,20 +227,15 @@ def test_a_mixture_changes_only_on_request_and_each_source_continues(sources, ca
     assert [entry["options"]["max_steps"] for entry in starts] == [4, 6, 8]
 
 
-def test_an_older_checkpoint_forgets_later_phases(sources):
-    assert run_mixed(*MIX, "--max_steps", "4", "--checkpoint_freq", "4") == 0
-    assert run_mixed(*OTHER, "--resume", "latest", "--allow_changes", "--max_steps", "8") == 0
-    assert run_mixed("--resume", "checkpoints/rolling_step_000004.pt", "--max_steps", "8") == 0
-    assert [list(entry["sources"]) for entry in load("checkpoints/latest.pt")["starts"]] == [["web", "code"]] * 2
-
-
-def test_a_run_of_a_folder_goes_on_with_a_mixture(sources):
-    assert run_mixed("--data_dir", "data/web", "--max_steps", "4") == 0
+def test_a_run_of_a_folder_goes_on_with_a_mixture_that_an_older_checkpoint_forgets(sources):
+    assert run_mixed("--data_dir", "data/web", "--max_steps", "4", "--checkpoint_freq", "4") == 0
     assert run_mixed(*MIX, "--resume", "latest", "--allow_changes", "--max_steps", "8") == 0
     starts = load("checkpoints/latest.pt")["starts"]
     assert [list(entry["sources"]) for entry in starts] == [["web"], ["web", "code"]]
     web = starts[0]["sources"]["web"][1]
     assert starts[1]["sources"]["web"][1] == web and starts[1]["given"][web] == 16
+    assert run_mixed("--resume", "checkpoints/rolling_step_000004.pt", "--max_steps", "8") == 0
+    assert [list(entry["sources"]) for entry in load("checkpoints/latest.pt")["starts"]] == [["web"]] * 2
 
 
 def test_other_data_in_the_folder_of_a_run_is_refused_or_else_told(sources, capsys):
@@ -286,12 +281,6 @@ def test_the_plan_shows_each_source_and_the_log_its_epochs(sources, capsys):
     assert not list(Path("checkpoints").glob("epoch_*"))
 
 
-def test_a_mixture_needs_a_number_of_steps(sources):
-    assert refused(*MIX, "--max_steps", "0") == (
-        "a mixture of data has no epochs; set the length of the run with --max_steps"
-    )
-
-
 @pytest.mark.parametrize(
     ("mix", "error"),
     [
@@ -310,26 +299,25 @@ def test_a_wrong_mixture_is_refused_at_once(mix, error):
     assert error in str(caught.value)
 
 
-def test_the_data_is_named_once(workdir):
+@pytest.mark.parametrize(("flags", "error"), [
+    ([*MIX, "--max_steps", "0"], "a mixture of data has no epochs; set the length of the run with --max_steps"),
+    ([*MIX, "--data_dir", "data"], "--data_dir and --mix cannot be combined; give one of them"),
+    (["--mix", ""], "--mix is empty; expected a value, or drop the flag"),
+    (["--val", ""], "--val is empty; expected a value, or drop the flag"),
+    (["--mix", "data/code,data/gpt2"], "data/gpt2: prepared with the tokenizer gpt2, but data/code with bytes; "
+     "expected the same one"),
+])  # fmt: skip
+def test_data_that_is_no_mixture_is_refused(sources, flags, error):
+    write_data(Path("data/gpt2"), tokenizer="gpt2", vocab_size=50257)
+    assert error in refused(*flags)
+
+
+def test_a_folder_takes_the_place_of_the_mixture_of_a_preset(workdir):
     Path("mixed.toml").write_text('mix = "data/web:7,data/code:3"\n')
-    assert "--data_dir and --mix cannot be combined; give one of them" in refused("--data_dir", "data", *MIX)
     config, _ = parse_args(["--config", "mixed.toml"])
     assert config.sources() == {"web": ("data/web", 7), "code": ("data/code", 3)}
     config, _ = parse_args(["--config", "mixed.toml", "--data_dir", "data"])
     assert [folder for folder, _ in config.sources().values()] == ["data"]
-
-
-def test_an_empty_flag_is_refused():
-    for name in ("mix", "val"):
-        with pytest.raises(UserError, match=f"--{name} is empty; expected a value, or drop the flag"):
-            parse_args([f"--{name}", ""])
-
-
-def test_sources_must_have_one_tokenizer(sources):
-    write_data(Path("data/math"), tokenizer="gpt2", vocab_size=50257)
-    assert "data/math: prepared with the tokenizer gpt2, but data/code with bytes; expected the same one" in refused(
-        *OTHER
-    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -34,8 +34,9 @@ def save_in_progress(name: str, since_ns: int) -> bool:
     return False
 
 
+RAMP = ("--total_batch_size", "256", "--batch_ramp", "64:3200,128:12800", "--schedule", "wsd")
 # The last step of each part, and its mixture: a source comes back, and one is new.
-ONE_MIXTURE = (("--max_steps", "100"),)
+ONE_MIXTURE = (("--max_steps", "100", "--data_dir", "data"),)
 CHANGES_TWICE = tuple(
     ("--max_steps", last, "--mix", mix, "--allow_changes")
     for last, mix in (("30", "a:7,b:3"), ("60", "b:1,c:1"), ("100", "a:1,b:4,c:2"))
@@ -85,76 +86,69 @@ def kill_repeatedly(least: int, start: Callable, where: str, record_property, pa
     record_property("resumes that repeated steps bit for bit", repeated)
 
 
-def hopping(*recipe: str, tiny: Sequence[str] = TINY) -> Callable[..., Run]:
+def hopping(*recipe: str) -> Callable[..., Run]:
     """Return a function that starts the reference on 1 rank, other runs on 1, 2 or 4, with the same bits."""
     rng = random.Random(repr(recipe))
 
     def start(*flags: str) -> Run:
         ranks = 1 if "reference/ckpt" in flags else rng.choice([1, 2, 4])
-        return Run(*flags, "--deterministic", "--mini_batch_size", "1", *recipe, ranks=ranks, tiny=tiny)
+        return run_on(ranks, *recipe)(*flags, "--deterministic", "--mini_batch_size", "1")
 
     return start
 
 
+def run_on(ranks: int, *recipe: str) -> Callable[..., Run]:
+    return partial(Run, *recipe, ranks=ranks, tiny=TINY)
+
+
 @pytest.fixture
-def sources(workdir) -> Path:
+def sources(workdir) -> None:
     for seed, name in enumerate("abc"):
         write_data(Path(name), num_tokens=(200, 900 + 100 * seed), seed=seed)
-    return workdir
 
 
-@pytest.mark.parametrize("recipe", [(), pytest.param(MODERN, marks=pytest.mark.storm)], ids=["gpt2", "modern"])
-@pytest.mark.parametrize(
-    ("least", "ranks"),
-    [(3, 1), *(pytest.param(*case, marks=pytest.mark.storm) for case in ((35, 1), (15, 2)))],
-)
-def test_kill_at_random_instants(workdir, least, ranks, recipe, record_property):
-    start = partial(Run, *recipe, ranks=ranks)
-    kill_repeatedly(least, start, "1 rank" if ranks == 1 else "2 ranks", record_property)
+def case(least: int, where: str, start: Callable, parts=ONE_MIXTURE, id: str = "", fast: bool = False):
+    """A row: kills of a run that `start` starts with some flags."""
+    return pytest.param(least, where, start, parts, id=id or where, marks=() if fast else pytest.mark.storm)
 
 
-@pytest.mark.storm
-@pytest.mark.parametrize(("least", "ranks"), [(10, 1), (10, 2)])
-def test_kill_while_the_mixture_changes_twice(sources, least, ranks, record_property):
-    where = f"{ranks} rank{'s' * (ranks > 1)}, whose mixture changes twice"
-    kill_repeatedly(least, partial(Run, ranks=ranks, tiny=TINY), where, record_property, CHANGES_TWICE)
-    assert phase_of(load("run0/ckpt/latest.pt")["starts"]).number == 2
+@pytest.mark.parametrize(("least", "where", "start", "parts"), [
+    case(3, "1 rank", run_on(1), id="a few", fast=True),
+    case(35, "1 rank", run_on(1)),
+    case(35, "1 rank", run_on(1, *MODERN), id="1 rank, modern"),
+    case(15, "2 ranks", run_on(2)),
+    case(15, "2 ranks", run_on(2, *MODERN), id="2 ranks, modern"),
+    case(50, "1 rank by python train.py", LaunchedRun),
+    case(50, "2 ranks by torchrun", partial(LaunchedRun, processes=2)),
+    case(10, "1 rank while the mixture changes twice", run_on(1), CHANGES_TWICE),
+    case(10, "2 ranks while the mixture changes twice", run_on(2), CHANGES_TWICE),
+])  # fmt: skip
+def test_kill_at_random_instants(sources, least, where, start, parts, record_property):
+    kill_repeatedly(least, start, where, record_property, parts)
+    assert phase_of(load("run0/ckpt/latest.pt")["starts"]).number == len(parts) - 1
+
+
+@pytest.mark.parametrize(("least", "where", "start", "parts"), [
+    case(50, "1, 2 or 4 ranks", hopping()),
+    case(5, "1, 2 or 4 ranks", hopping(*MODERN), id="modern"),
+    case(5, "1, 2 or 4 ranks", hopping("--precision", "bf16"), id="bf16"),
+    case(5, "1, 2 or 4 ranks", hopping("--total_batch_size", "192"), id="three micro-batches each"),
+    case(10, "1, 2 or 4 ranks", hopping(*RAMP), id="batch ramp"),
+])  # fmt: skip
+def test_kill_and_continue_on_another_number_of_ranks(sources, least, where, start, parts, record_property):
+    """With --deterministic, dropout, the order of sums and Muon's products do not depend on the number of ranks."""
+    kill_repeatedly(least, start, where, record_property, parts)
 
 
 @pytest.mark.storm
 def test_hopping_kills_while_the_mixture_changes_twice_have_the_bits_of_one_process(sources, record_property, capsys):
     """All steps of a killed run are then replayed."""
-    where = "1, 2 or 4 processes, with --deterministic and a mixture that changes twice"
+    where = "1, 2 or 4 ranks while the mixture changes twice"
     kill_repeatedly(6, hopping("--keep_checkpoints", "100"), where, record_property, CHANGES_TWICE)
     assert replay.main(["--steps", "0:99", "run0/ckpt"]) == 0
     found = capsys.readouterr().out
     parts = [*map(int, re.findall(r"repeated (\d+) steps?, bit for bit", found))]
     assert sum(parts) == 100 and re.search(r"^100 checkpoints up to step 100: equal, bit for bit", found, re.MULTILINE)
-
-
-@pytest.mark.storm
-@pytest.mark.parametrize("ranks", [1, 2], ids=["python train.py", "torchrun with 2 ranks"])
-def test_kill_commands_at_random_instants(workdir, ranks, record_property):
-    where = "1 rank" if ranks == 1 else "2 ranks"
-    kill_repeatedly(50, partial(LaunchedRun, processes=ranks), where, record_property)
-
-
-@pytest.mark.storm
-@pytest.mark.parametrize(
-    ("least", "recipe"),
-    [
-        (50, []),
-        (5, MODERN),
-        (5, ["--precision", "bf16"]),
-        (5, ["--total_batch_size", "192"]),
-        (10, ["--total_batch_size", "256", "--batch_ramp", "64:3200,128:12800", "--schedule", "wsd"]),
-    ],
-    ids=["gpt2", "modern", "bf16", "three micro-batches each", "batch ramp"],
-)
-def test_kill_and_continue_on_another_number_of_ranks(workdir, least, recipe, record_property):
-    """With --deterministic, dropout, the order of sums and Muon's products do not depend on the number of ranks."""
-    start = hopping(*recipe, tiny=(*TINY, "--data_dir", "data"))
-    kill_repeatedly(least, start, "1, 2 or 4 ranks", record_property)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from conftest import MODERN, load, run_here
+from conftest import load, run_here
 from harness import LaunchedRun, Run, assert_resumes, folders
 from injected import pause, pause_before_training, raise_in_step
 
@@ -31,24 +31,18 @@ SIGNALS = ("SIGTERM", "SIGINT", "SIGINT twice", "SIGUSR1", "SIGHUP", "max_hours"
 
 
 def cases():
-    """Yield each signal at each moment on 1 and 2 ranks; one case per signal runs outside the fault storm.
-
-    With the recipe of --config modern, one moment per signal runs in the storm.
-    """
+    """Yield each signal at each moment on 1 and 2 ranks; one case per signal runs outside the fault storm."""
     for ranks, (number, name), (index, moment) in product((1, 2), enumerate(SIGNALS), enumerate(MOMENTS)):
-        fast = (number + ranks) % len(MOMENTS) == index
-        marks = () if fast and ranks == 1 + number % 2 else pytest.mark.storm
-        yield pytest.param(ranks, (), name, moment, id=f"{name} in {moment}, {ranks} ranks", marks=marks)
-        if fast:
-            case = f"{name} in {moment}, {ranks} ranks, modern"
-            yield pytest.param(ranks, MODERN, name, moment, id=case, marks=pytest.mark.storm)
+        fast = (number + ranks) % len(MOMENTS) == index and ranks == 1 + number % 2
+        marks = () if fast else pytest.mark.storm
+        yield pytest.param(ranks, name, moment, id=f"{name} in {moment}, {ranks} ranks", marks=marks)
 
 
-@pytest.mark.parametrize(("ranks", "recipe", "name", "moment"), list(cases()))
-def test_a_stop_saves_once_and_can_be_resumed(reference, ranks, recipe, name, moment):
-    reference(*FLAGS, *recipe, ranks=ranks)
+@pytest.mark.parametrize(("ranks", "name", "moment"), list(cases()))
+def test_a_stop_saves_once_and_can_be_resumed(reference, ranks, name, moment):
+    reference(*FLAGS, ranks=ranks)
     folder = f"{name} in {moment}, {ranks}"
-    run = Run(*FLAGS, *recipe, *folders(folder), ranks=ranks, faults=[partial(pause, moment, name == "max_hours")])
+    run = Run(*FLAGS, *folders(folder), ranks=ranks, faults=[partial(pause, moment, name == "max_hours")])
     run.wait_for(f"^paused in {moment}")
     for signal_name in name.split()[:1] * (2 if "twice" in name else 1):
         if signal_name.startswith("SIG"):
@@ -63,7 +57,7 @@ def test_a_stop_saves_once_and_can_be_resumed(reference, ranks, recipe, name, mo
     assert len(re.findall(rf"^saved step {step} as ", run.text(), re.MULTILINE)) == 1
     assert load(f"{folder}/ckpt/latest.pt")["step"] == step
     measured = ("loss", "grad_norm", "val_loss", "hellaswag_acc_norm")
-    assert_resumes(folder, *FLAGS, *recipe, ranks=ranks, measured=measured)
+    assert_resumes(folder, *FLAGS, ranks=ranks, measured=measured)
 
 
 @pytest.mark.parametrize(
