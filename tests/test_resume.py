@@ -74,20 +74,6 @@ def test_a_folder_that_cannot_be_written_as_text_is_refused(workdir, folder, var
     assert named in done.stderr and "LC_ALL=C.UTF-8" in done.stderr
 
 
-def test_run_stopped_during_its_last_evaluation_is_not_finished(workdir, monkeypatch):
-    def validate_during_sigterm(run, val):
-        os.kill(os.getpid(), signal.SIGTERM)
-        run.stop.check()
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "validate", validate_during_sigterm)
-        assert run_here("--eval_freq", "8", *folders("a")) == 0
-    assert json.loads(open("a/status.json").read())["status"] == "stopped"
-    assert run_here("--eval_freq", "8", *folders("a"), "--resume", "latest") == 0
-    assert metrics("logs-a", "val_loss").keys() == {8}
-    assert load("a/best_model.pt")["step"] == 8
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # saving
 

@@ -91,7 +91,8 @@ def around_save_calls(do: Callable) -> None:
 @contextlib.contextmanager
 def acting_here(*faults: Callable[[int], None]) -> Iterator[None]:
     """Let faults act on the runs of this process, as on rank 0, up to the end of the block."""
-    hooks = (train, "train_step"), (train, "Results"), (train.GPT, "forward"), (torch, "save"), (torch, "compile")
+    hooks = [(train, "train_step"), (train, "Results"), (train.GPT, "forward"), (train.BatchLoader, "next")]
+    hooks += [(torch, "save"), (torch, "compile")]
     with pytest.MonkeyPatch.context() as patched:
         for owner, name in hooks:
             patched.setattr(owner, name, getattr(owner, name))  # at the end, this undoes what a fault puts there

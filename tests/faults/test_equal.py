@@ -3,6 +3,7 @@
 A row of a table is a recipe and the starts of the run, in order; its reference is one start with the same recipe.
 """
 
+import os
 import re
 import shutil
 import signal
@@ -13,9 +14,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import FSDP, MODERN, TINY, load, metrics, write_data
+from conftest import FSDP, MODERN, TINY, assert_same_state, load, metrics, write_data
 from harness import Run, assert_equals_reference, folders
-from injected import acting_here, bad_numbers, signal_at, wait_in_step
+from injected import acting_here, bad_numbers, before_validation_batch, signal_at, wait_in_step
 
 import train
 
@@ -118,6 +119,10 @@ def read_late(rank: int) -> None:
     train.Results = lambda *args, real=train.Results: real(*args[:-2], 1, args[-1])
 
 
+def stop_in_validation(rank: int) -> None:
+    before_validation_batch(lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+
 nan_from_4 = partial(bad_numbers, range(4, 100), "nan loss", 0)
 nan_in_5_and_6 = partial(bad_numbers, [5, 6], "nan loss", 0)  # step 7 begins before the result of step 6 is read
 nan_on_rank_1 = partial(bad_numbers, range(4, 100), "nan gradient", 1)
@@ -126,6 +131,7 @@ nan_on_rank_1 = partial(bad_numbers, range(4, 100), "nan gradient", 1)
 @pytest.mark.parametrize(("recipe", "starts", "of"), [
     row("stop before the first step", GPT2, end("--max_hours", "1e-9", step=0), end("--max_hours", "0")),
     row("stop", GPT2, stop(3), stop(4), end()),
+    row("stop in the last evaluation", ("--eval_freq", "8"), end(faults=(stop_in_validation,), step=8), end()),
     row("kill -9", LONG, kill(17, saved=10), end()),
     row("kill -9 of 2 ranks", LONG, kill(17, saved=10, ranks=2), end(ranks=2), of=[end(ranks=2)]),
     row("fp16", ("--precision", "fp16"), stop(4), end()),
@@ -161,6 +167,9 @@ def test_a_run_ends_with_the_bits_of_its_reference(run_beside_its_reference, rec
     one, other = (load(f"{folder}/ckpt/latest.pt") for folder in ("reference", name))
     for key in ("loss", "val_loss", "recent_losses", "bad_steps", "scaler"):
         assert one[key] == other[key], key
+    for file in ("best_model.pt", "stable.pt"):
+        if Path("reference/ckpt", file).exists():
+            assert_same_state(load(f"reference/ckpt/{file}"), load(f"{name}/ckpt/{file}"))
     log = Path(name, "logs/log.txt").read_text()
     assert ("warning: resumed at" in log) == any(start.status == 1 for start in starts)  # bad steps were logged
     for start in starts:
