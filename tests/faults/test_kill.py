@@ -86,19 +86,19 @@ def kill_repeatedly(least: int, start: Callable, where: str, record_property, pa
     record_property("resumes that repeated steps bit for bit", repeated)
 
 
+def run_on(ranks: int, *recipe: str) -> Callable[..., Run]:
+    return lambda *flags: Run(*flags, *recipe, ranks=ranks, tiny=TINY)
+
+
 def hopping(*recipe: str) -> Callable[..., Run]:
     """Return a function that starts the reference on 1 rank, other runs on 1, 2 or 4, with the same bits."""
     rng = random.Random(repr(recipe))
 
     def start(*flags: str) -> Run:
         ranks = 1 if "reference/ckpt" in flags else rng.choice([1, 2, 4])
-        return run_on(ranks, *recipe)(*flags, "--deterministic", "--mini_batch_size", "1")
+        return run_on(ranks, "--deterministic", "--mini_batch_size", "1", *recipe)(*flags)
 
     return start
-
-
-def run_on(ranks: int, *recipe: str) -> Callable[..., Run]:
-    return partial(Run, *recipe, ranks=ranks, tiny=TINY)
 
 
 @pytest.fixture
