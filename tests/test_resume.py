@@ -307,10 +307,6 @@ def test_checkpoints_and_logs_can_share_a_folder(workdir):
     assert len(metrics("a", "loss")) == 9
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# resuming from before the best model
-
-
 def test_resume_before_the_best_model_warns_that_it_will_be_replaced(workdir, capsys):
     assert run_here("--eval_freq", "4", "--checkpoint_freq", "2", *folders("a")) == 0
     best = load("a/best_model.pt")["step"]
@@ -321,12 +317,8 @@ def test_resume_before_the_best_model_warns_that_it_will_be_replaced(workdir, ca
 
 def test_corrupt_evaluations_are_a_warning_and_are_replaced(workdir, capsys):
     assert run_here("--eval_freq", "4", *folders("a")) == 0
-    for content in ("", "[]", '{"ten": {}}', '{"10": 3.5}', '{"4": {"val_l'):
-        Path("a/evaluations.json").write_text(content)
-        assert train.main(["--list_checkpoints", "--checkpoint_dir", "a"]) == 0
-        out, err = capsys.readouterr()
-        assert re.search(r"^warning: a/evaluations.json: .*; its validation losses are ignored$", err, re.MULTILINE)
-        assert "best_model.pt" in out
+    Path("a/evaluations.json").write_text('{"4": {"val_l')
     assert run_here("--resume", "--eval_freq", "4", "--max_steps", "12", *folders("a")) == 0
-    assert "warning: a/evaluations.json: not JSON (" in capsys.readouterr().err
+    warning = r"^warning: a/evaluations.json: not JSON \(.*; its validation losses are ignored$"
+    assert re.search(warning, capsys.readouterr().err, re.MULTILINE)
     assert list(json.loads(Path("a/evaluations.json").read_text())) == ["8", "12"]
