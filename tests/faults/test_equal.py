@@ -123,9 +123,9 @@ def stop_in_validation(rank: int) -> None:
     before_validation_batch(lambda: os.kill(os.getpid(), signal.SIGTERM))
 
 
-nan_from_4 = partial(bad_numbers, range(4, 100), "nan loss", 0)
+nan_from_5 = partial(bad_numbers, range(5, 100), "nan loss", 0)
 nan_in_5_and_6 = partial(bad_numbers, [5, 6], "nan loss", 0)  # step 7 begins before the result of step 6 is read
-nan_on_rank_1 = partial(bad_numbers, range(4, 100), "nan gradient", 1)
+nan_on_rank_1 = partial(bad_numbers, range(5, 100), "nan gradient", 1)
 
 
 @pytest.mark.parametrize(("recipe", "starts", "of"), [
@@ -143,9 +143,9 @@ nan_on_rank_1 = partial(bad_numbers, range(4, 100), "nan gradient", 1)
         Start(folders("elsewhere"), faults=(partial(signal_at, 6),), before=lambda folder: folder.rename("elsewhere")),
         end(before=Path("elsewhere").rename)),
     row("moved data", GPT2, stop(3), end("--data_dir", "moved", before=lambda _: shutil.copytree("data", "moved"))),
-    row("too many bad steps", GPT2, end("--max_bad_steps", "3", faults=(nan_from_4,), status=1, step=4), end()),
+    row("too many bad steps", GPT2, end("--max_bad_steps", "3", faults=(nan_from_5,), status=1, step=5), end()),
     row("too many bad steps on 2 ranks", LONG,
-        end("--max_bad_steps", "3", faults=(nan_on_rank_1,), status=1, step=4, ranks=2), end(ranks=2),
+        end("--max_bad_steps", "3", faults=(nan_on_rank_1,), status=1, step=5, ranks=2), end(ranks=2),
         of=[end(ranks=2)]),
     row("too many bad steps, read late", (*GPT2, "--checkpoint_freq", "3"),
         end("--max_bad_steps", "2", faults=(read_late, nan_in_5_and_6), status=1, step=5), end()),
