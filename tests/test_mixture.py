@@ -301,7 +301,7 @@ def test_a_wrong_mixture_is_refused_at_once(mix, error):
 
 @pytest.mark.parametrize(("flags", "error"), [
     ([*MIX, "--max_steps", "0"], "a mixture of data has no epochs; set the length of the run with --max_steps"),
-    ([*MIX, "--data_dir", "data"], "--data_dir and --mix cannot be combined; give one of them"),
+    (["--data_dir", "data", *MIX], "--data_dir and --mix cannot be combined; give one of them"),
     (["--mix", ""], "--mix is empty; expected a value, or drop the flag"),
     (["--val", ""], "--val is empty; expected a value, or drop the flag"),
     (["--mix", "data/code,data/gpt2"], "data/gpt2: prepared with the tokenizer gpt2, but data/code with bytes; "
