@@ -27,7 +27,7 @@ def tree_sum(leaves: list[torch.Tensor]) -> torch.Tensor:
     return tree_sum(leaves[:middle]) + tree_sum(leaves[middle:]) if middle else leaves[0]
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 1000), st.sampled_from([1, 2, 4, 8]))
 def test_gradients_are_summed_along_a_binary_tree(seed, count):
     generator = torch.Generator().manual_seed(seed)

@@ -2,7 +2,7 @@
 
 import pytest
 from conftest import load, run_here
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_train import folders
 
@@ -22,6 +22,7 @@ def config(**changes) -> TrainConfig:
     return TrainConfig(context_length=16, total_batch_size=64, warmup_steps=0, max_steps=11, **changes)
 
 
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(1, 200)), max_size=4), st.integers(0, 500), st.integers(0, 300)
 )
