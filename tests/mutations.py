@@ -204,7 +204,7 @@ MUTATIONS = [
         "steadygpt/base/durable.py",
         "fcntl.LOCK_EX | fcntl.LOCK_NB",
         "fcntl.LOCK_SH | fcntl.LOCK_NB",
-        "base/test_durable faults/test_refusals",
+        "base/test_durable test_refused",
     ),
     Mutation("steadygpt/base/durable.py", "flags | os.O_NOFOLLOW", "flags", "base/test_durable"),
     Mutation(
@@ -284,14 +284,14 @@ MUTATIONS = [
         "steadygpt/data/shards.py",
         "else ids >= vocab_size",
         "else ids > vocab_size",
-        "test_prepare_refusals faults/test_refusals",
+        "test_prepare_refusals test_refused",
     ),
     # What users read.
     Mutation(
         "steadygpt/checkpoint/files.py",
         "already holds checkpoints; {advice}",
         "holds checkpoints",
-        "faults/test_refusals test_train",
+        "test_refused test_train",
     ),
     Mutation(
         "steadygpt/run/results.py", 'lower = f"--allow_changes --max_lr', 'lower = f"--max_lr', "run/test_results"

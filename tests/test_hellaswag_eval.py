@@ -27,7 +27,6 @@ from hellaswag_eval import (
 )
 from model import GPT, GPTConfig
 from steadygpt.base import retry
-from steadygpt.base.options import UserError
 from steadygpt.data.tasks import Example, lm_eval_hellaswag, load_examples
 from steadygpt.data.tokenizer import get_tokenizer
 from steadygpt.machine.ranks import Ranks, Stopped
@@ -283,17 +282,3 @@ def test_the_command_scores_a_checkpoint(command, model, argv, count):
     out, err = command(*argv)
     assert out.endswith(f"latest.pt at step 7: HellaSwag acc {acc:.4f} acc_norm {acc_norm:.4f} ({count} examples)\n")
     assert "warning" not in err
-
-
-@pytest.mark.parametrize(("argv", "message"), [
-    (["none.pt"], "none.pt"),
-    (["--task", "hellaswag=none.jsonl"], "none.jsonl: cannot be read"),
-    (["--file", "none.jsonl"], "unknown argument '--file'; see --help"),
-    (["--limit", "0"], "--limit is 0; expected 1 or more"),
-    (["--style", "gpt3"], "--style is 'gpt3'; expected one of build-nanogpt, lm_eval"),
-])  # fmt: skip
-def test_mistakes_are_reported_in_one_line(command, argv, message):
-    with pytest.raises(UserError) as raised:
-        command(*argv)
-    assert message in str(raised.value)
-    assert "\n" not in str(raised.value)

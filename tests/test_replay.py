@@ -328,18 +328,3 @@ def test_checkpoints_that_are_gone_or_vanish_meanwhile(replayed, monkeypatch, ca
     there = files.checkpoint_files(Path("checkpoints"))
     monkeypatch.setattr(files, "checkpoint_files", lambda folder: [*there, folder / "rolling_step_000004.pt"])
     assert replayed("--steps", "6:7")[0] == 0
-
-
-@pytest.mark.parametrize(("flags", "words"), [
-    ([], "--steps is ''; expected a step, such as 4000, or A:B, such as 4000:4250"),
-    (["--steps", "2:1"], "--steps is '2:1'; expected a step, such as 4000, or A:B"),
-    (["--step", "8"], "no step 8 to replay: the newest checkpoint is of step 8; choose earlier steps"),
-    (["--steps", "4:9"], "no step 9 to replay: the newest checkpoint is of step 8"),
-    (["--step", "1", "--checkpoint_dir", "data"], "no checkpoints of a run in data; try another"),
-])  # fmt: skip
-def test_mistakes_are_reported_in_one_line(workdir, flags, words):
-    assert "--checkpoint_dir" in flags or run_here() == 0
-    with pytest.raises(UserError) as raised:
-        main(flags)
-    assert words in str(raised.value)
-    assert "\n" not in str(raised.value)

@@ -1,0 +1,421 @@
+"""Mistakes: each is one line that says what to do and exit status 2, and nothing is written."""
+
+import importlib
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import HUB, TINY, load, run_here
+from harness import Run, folders, refusal, run_to_end
+
+from steadygpt.base import retry
+from steadygpt.base.durable import lock_folder
+from steadygpt.base.options import UserError, run_cli
+from steadygpt.config import parse_args
+from steadygpt.data.shards import read_manifest, write_shard
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what is wrong with the files of a working directory
+
+SHARD, MANIFEST = Path("data/tiny_train_000001.npy"), Path("data/manifest.json")
+RUN = Path("reference/ckpt")  # of a finished run of 8 steps
+
+
+def nothing() -> None: ...
+
+
+def file(name: str, content: bytes) -> Callable:
+    return lambda: Path(name).write_bytes(content)
+
+
+def toml(content: str) -> Callable:
+    return file("bad.toml", content.encode())
+
+
+def shard(change: Callable[[bytes], bytes]) -> Callable:
+    """Return a change of one shard of the data."""
+    return lambda: SHARD.write_bytes(change(SHARD.read_bytes()))
+
+
+def manifest(**changes) -> Callable:
+    return lambda: MANIFEST.write_text(json.dumps(read_manifest(Path("data")) | changes))
+
+
+def foreign(name: str, content: bytes | np.ndarray) -> Callable:
+    """Replace the data by a val shard and one file as other tools write them, without a manifest."""
+
+    def replace() -> None:
+        for path in Path("data").iterdir():
+            path.unlink()
+        np.zeros(200, "<u2").tofile("data/val.bin")
+        if isinstance(content, bytes):
+            Path("data", name).write_bytes(content)
+        else:
+            np.save(Path("data", name), content)
+
+    return replace
+
+
+def llmc(*header: int, tokens: int = 100) -> bytes:
+    return np.array([*header, *[0] * (256 - len(header))], "<i4").tobytes() + bytes(2 * tokens)
+
+
+def changed(split: str) -> Callable:
+    """Replace a shard by a valid one of the same size, of another tool."""
+
+    def change() -> None:
+        path = Path(f"data/tiny_{split}_00000{split == 'train':d}.npy")
+        write_shard(path, np.roll(np.load(path), 1))
+        MANIFEST.unlink()
+
+    return change
+
+
+def damaged() -> None:
+    """Truncate all checkpoints of the run."""
+    for path in RUN.glob("*.pt"):
+        path.write_bytes(path.read_bytes()[:-9])
+
+
+def unreadable() -> None:
+    """Put a folder in the place of the newest checkpoint, which fails as a damaged disk does."""
+    (RUN / "latest.pt").unlink()
+    (RUN / "latest.pt").mkdir()
+
+
+def no_data() -> None:
+    Path("data").rename("elsewhere")
+
+
+def hub_fails() -> None:
+    HUB.fail(".*", times=-1, status=500)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command, what its line says (...: any text), and what is wrong with the files. "train" has flags of a tiny model.
+
+RESUME = f"train --resume {RUN} --max_steps 12"
+OF_RUN = f"--checkpoint_dir {RUN}"
+HUGE = "12345678901234567890123"
+
+FLAGS: list[tuple] = [
+    # Unknown flags, also those of other trainers.
+    ("train --num_layer 3", "unknown argument '--num_layer'; did you mean --num_layers?"),
+    ("train --maxlr 3", "did you mean --max_lr?"),
+    ("train -max_steps", "did you mean --max_steps?"),
+    ("train --MAX_STEPS", "did you mean --max_steps?"),
+    ("train --save_steps 5", "unknown argument '--save_steps'; use --checkpoint_freq"),
+    ("train --deepspeed x.json", "; use --sharding fsdp"),
+    ("train --load_checkpoint=a.pt", "; use --resume"),
+    ("train --n-layer 3", "; use --num_layers"),
+    ("train --num_workers 4", "; batches are read ahead by one thread, for a GPU into pinned memory; drop the flag"),
+    ("train --local_rank 0", "torchrun sets it; drop the flag"),
+    ("train --wandb_project x", "WANDB_PROJECT=NAME"),
+    ("train --devices 2", "unknown argument '--devices'; torchrun starts one process for each GPU: "),
+    ("train --device-batch-size 3", "use --mini_batch_size"),
+    ("train --lr=3 --n_layer 2 --max_lr 3 word", "unknown argument '--lr'; use --max_lr; unknown argument '--n_layer'; "
+     "use --num_layers; unknown argument 'word'; a preset or TOML file is --config NAME"),
+    ("train --frobnicate 3", "unknown argument '--frobnicate'; see --help"),
+    ("train config/train_gpt2.py", "a preset or TOML file is --config NAME, a value --flag VALUE; see docs/from-"),
+    ("train modern", "unknown argument 'modern'; a preset or TOML file is --config NAME, a value --flag VALUE"),
+    ("train seed=3", "unknown argument 'seed'; a preset or TOML file is --config NAME, a value --flag VALUE"),
+    ("generate --max_new_tokens 3", "unknown argument '--max_new_tokens'; use --max_tokens"),  # nanoGPT's
+    ("generate --start=FILE:a.txt", "use --prompt TEXT or --prompt_file FILE"),
+    ("hellaswag_eval --file none.jsonl", "unknown argument '--file'; see --help"),
+    # Values that an option does not accept.
+    ("train --max_steps 1e3", "argument --max_steps: is '1e3'; expected an integer"),
+    ("train --max_steps 9**9999", "expected an integer; see"),
+    ("train --num_layers two", "argument --num_layers: is 'two'; expected an integer"),
+    ("train --max_lr x", "argument --max_lr: is 'x'; expected a number"),
+    ("train --seed x", "argument --seed: is 'x'; expected an integer; see --help"),
+    ("train --mini_batch_size all", "argument --mini_batch_size: is 'all'; expected an integer"),
+    ("train --bias maybe", "is 'maybe'; expected on or off"),
+    ("train --precision fp33", "--precision is 'fp33'; expected one of auto, fp32, bf16, fp16, fp8"),
+    ("train --mirror s3://me:pw@bucket/run", "--mirror is a URL with a password, which files and logs would show"),
+    ("train --device tpu", "--device tpu: not on this machine; expected auto, cpu, cuda or"),
+    ("train --resume=", "--resume is empty; expected a value, or drop the flag"),
+    ("train --init_from=", "--init_from is empty; expected a value, or drop the flag"),
+    ("train --init_from=resume", "--init_from resume: expected weights; to resume a run, use --resume"),
+    ("train --init_from=latest", "--init_from latest: expected weights; to resume a run, use --resume"),
+    ("train --rotary_pct 1.5", "--rotary_pct is 1.5; expected 0 to 1"),
+    ("train --norm_eps 0", "--norm_eps is 0.0; expected 1e-20 or more"),
+    ("train --dropout 1", "--dropout is 1.0; expected 0 to 0.99"),
+    *((f"train --max_lr={value}", f"--max_lr is {float(value)}; expected 0 or more") for value in ("nan", "inf", "-1")),
+    *((f"train --{name} 0", f"--{name} is 0; expected 1 ") for name in (
+        "num_layers", "num_heads", "embd_size", "context_length", "total_batch_size", "keep_checkpoints", "log_freq",
+        "eval_tokens")),
+    *((f"train --run_name '{name}'", "--run_name is ") for name in (
+        "/x", "../x", "a/../../x", "a//b", "a/", ".", "a\n", "\x1b[2J", "x" * 201)),
+    (f"generate --seed {HUGE}", "expected 0 to"),
+    (f"generate --num_seq {HUGE}", "expected 1 to 10,000"),
+    ("generate --num_seq 0", "1 to 10,000"),
+    ("generate --max_tokens 0", "1 or more"),
+    ("generate --temperature -1", "0 or more"),
+    ("generate --top_k -1", "0 or more"),
+    ("generate --device abacus", "--device abacus"),
+    ("hellaswag_eval --limit 0", "--limit is 0; expected 1 or more"),
+    ("hellaswag_eval --style gpt3", "--style is 'gpt3'; expected one of build-nanogpt, lm_eval"),
+    (f"look data --rows {HUGE}", "expected 0 to 1,000,000"),
+    ("look data --rows -1", "--rows is -1; expected 0 to 1,000,000"),
+    ("replay", "--steps is ''; expected a step, such as 4000, or A:B, such as 4000:4250"),
+    ("replay --steps 2:1", "--steps is '2:1'; expected a step, such as 4000, or A:B"),
+    ("convert_hf latest", "the following arguments are required: target"),
+    ("monitor_training --interval_s 0", "--interval_s is 0.0; expected "),
+    # Options that do not fit each other.
+    ("train --embd_size 101", "--num_heads is 2; expected a divisor of embd_size, 101"),
+    ("train --embd_size 128 --rotary_pct 0.05", "3 of 64 dimensions per head; expected an even number"),
+    ("train --embd_size 128 --rotary_pct 0.01", "0 of 64 dimensions per head; expected an even number"),
+    ("train --min_lr 0.1", "--min_lr 0.1 is above --max_lr 0.001"),
+    ("train --config small_32k --min_lr 1", "--min_lr 1.0 is above --max_lr 0.0006"),
+    ("train --max_steps 0 --num_epochs 0", "--max_steps and --num_epochs are both 0"),
+    ("train --warmup_steps 8", "--warmup_steps 8 is not shorter than the run of 8 steps"),
+    ("train --cpu_offload", "--cpu_offload needs --sharding fsdp"),
+    ("train --shard_size 2", "--shard_size needs --sharding fsdp"),
+    ("train --skip_spikes --spike_z 0", "--skip_spikes needs a --spike_z above 0"),
+    ("train --precision fp8 --context_length 200", "--precision fp8 needs --context_length 16 * N"),
+    ("train --total_batch_size 72", "--total_batch_size is 72; expected a multiple of"),
+    ("train --total_batch_size 65536 --micro_steps 8", "--total_batch_size and --micro_steps cannot be combined"),
+    ("train --mini_batch_size auto --total_batch_size 63", "--total_batch_size is 63; expected a multiple of"),
+    ("generate --prompt a --prompt_file b", "give one of them"),
+    ("look", "expected a folder of token shards, or --step N"),
+    ("look data --step 1", "--step cannot be combined with FOLDER; drop one of them"),
+    ("look data --by loss", "--by cannot be combined with FOLDER"),
+    ("look data --precision bf16", "--precision cannot be combined with FOLDER"),
+    ("look checkpoints --step 1", "--step cannot be combined with FOLDER"),
+    ("look --step 1 --seed 3", "--seed cannot be combined with --step"),
+    # Files and folders that are missing or hold something else.
+    ("train --config no-such-preset", "--config no-such-preset: no such file or preset; expected a .toml file (see "),
+    (f"look {'x' * 300}", "File name too long; change its permissions, or give another path"),
+    ("train --config train.yaml", "expected a .toml file (see docs/from-other-trainers.md) or one of: gpt-neox-1.2b"),
+    ("generate none.pt", "none.pt: no such"),
+    (f"generate average:{HUGE}", f"average:{HUGE}: no such checkpoint"),
+    ("generate --prompt_file none", "--prompt_file none: No such file or directory; expected a text file"),
+    ("generate --prompt_file empty", "--prompt_file empty: empty", file("empty", b"")),
+    ("generate --prompt_file line", "--prompt_file line: empty", file("line", b"\n")),
+    ("generate --prompt_file latin-1", "--prompt_file latin-1: not UTF-8 at byte 2", file("latin-1", b"na\xefve")),
+    ("hellaswag_eval none.pt", "none.pt: no such"),
+    (f"hellaswag_eval {OF_RUN} --task hellaswag=none.jsonl", "none.jsonl: cannot be read"),
+    ("replay --step 1 --checkpoint_dir data", "no checkpoints of a run in data; try another"),
+    ("convert_hf latest out.bin", "out.bin: expected the name of a new folder, or of a checkpoint file: NAME.pt"),
+    ("convert_hf latest data", "data: already exists; expected the name of a new file or folder"),
+    ("convert_hf none.pt out.pt", "none.pt"),
+    ("convert_hf gpt2 out", "gpt2: no answer (", hub_fails),
+    ("monitor_training none", "none: no run; found no status.json there or in its subfolders."),
+    # TOML files.
+    ("train --config bad.toml", "bad.toml: unknown argument '--num_layer'; did you mean", toml("num_layer = 4")),
+    ("train --config bad.toml", "bad.toml: unknown argument '--n_layer'; use --num_layers", toml("n_layer = 4")),
+    ("train --config bad.toml", "argument --num_layers: is 'four'; expected an integer", toml("num_layers = 'four'")),
+    ("train --config bad.toml", "argument --num_layers: is 'True'; expected an integer", toml("num_layers = true")),
+    ("train --config bad.toml", "argument --num_layers: is '2.5'; expected an integer", toml("num_layers = 2.5")),
+    ("train --config bad.toml", "argument --bias: is '2'; expected on or off", toml("bias = 2")),
+    ("train --config bad.toml", "bad.toml: --config another: no such file or preset", toml("config = 'another'")),
+    ("train --config bad.toml", "bad.toml: --config : no such file or preset", toml("config = ''")),
+    ("train --config bad.toml", "bad.toml: bad.toml: the file includes itself", toml("config = 'bad.toml'")),
+    ("train --config bad.toml", "bad.toml: not TOML: ", toml("num_layers 2")),
+    ("train --config bad.toml", "bad.toml: not TOML: ", toml("num_layers = ")),
+    ("train --config bad.toml", "bad.toml: not TOML: ", file("bad.toml", b"\xff\xfe")),
+    ("train --config bad.toml", "bad.toml: not TOML", toml("max_steps = " + "[" * 100_000)),
+    ("train --config bad.toml", "bad.toml: not TOML", toml("max_steps = " + "9" * 5000)),
+    ("train --config bad.toml", "bad.toml: its content: ['max_steps'] is ", toml("max_steps = 99999999999999999999")),
+    ("train --config bad.toml", "bad.toml: its content: ['max_steps'] is a dict", toml("[max_steps]\na = 1")),
+    ("train --config bad.toml", "bad.toml: its content: ['data_dir'] is a list", toml("data_dir = ['a', 'b']")),
+    ("train --config bad.toml", "bad.toml: its content: ['data_dir'] is a date", toml("data_dir = 2026-11-22")),
+    ("train --config bad.toml", "['data_dir'] is 'a\\x00b'", toml('data_dir = "a\\u0000b"')),
+    ("train --config bad.toml", "bad.toml: argument --max_steps: is ", toml('max_steps = "1\\n2"')),
+    ("train --config bad.toml", "bad.toml: --total_batch_size and --micro_steps cannot be combined",
+     toml("total_batch_size = 65536\nmicro_steps = 8")),
+]  # fmt: skip
+
+SHARDS: list[tuple] = [
+    ("train", "no train shards in data", no_data),
+    ("train --dry_run measure", "no train shards in data", no_data),
+    ("train --dry_run --resume auto", "no train shards in data", no_data),
+    ("train", "tiny_train_000001.npy: missing, though manifest.json lists it", SHARD.unlink),
+    ("train", "tiny_train_000001.npy: not a .npy file", shard(lambda _: b"")),
+    ("train", "1,521 bytes, but its header says 700 tokens (1,528", shard(lambda old: old[:-7])),
+    ("train", "but manifest.json says", shard(lambda old: old[:-9] + b"\1" + old[-8:])),
+    ("train", "data: its preparation was interrupted", manifest(complete=False)),
+    ("train", "not a manifest", file("data/manifest.json", b"{")),
+    ("train", "vocab_size is 257, but the tokenizer 'gpt2' has", manifest(tokenizer="gpt2")),
+    ("train", "999 bytes is not a whole number of uint16", foreign("train.bin", bytes(999))),
+    ("train", "no header of llm.c; expected", foreign("a_train_0.bin", llmc(5, 1, 100))),
+    ("train", "header says 101 tokens", foreign("a_train_0.bin", llmc(20240520, 1, 101))),
+    ("train", "header says -1 tokens", foreign("a_train_0.bin", llmc(20240520, 1, -1))),
+    ("train", "holds float64 of shape (100,)", foreign("a_train_0.npy", np.zeros(100))),
+    ("train", "of shape (9, 9)", foreign("a_train_0.npy", np.zeros((9, 9), "u2"))),
+    ("train", "no shard has 17 tokens", foreign("train.bin", bytes(32))),
+    ("train --eval_freq 9", "the longest has 0", foreign("train.bin", b"")),
+    ("train", "train.bin: holds token id 50257 at position 150, outside the vocabulary of 50,257",
+     foreign("train.bin", np.array([1] * 150 + [50257], "<u2").tobytes())),
+    ("look none", "no train shards in none"),
+    ("look data", "no train shards in data", lambda: shutil.rmtree("data")),
+    ("look data", "tiny_train_000001.npy: 1,527 bytes, but its header says 700 tokens", shard(lambda old: old[:-1])),
+    ("look data", "but manifest.json says", shard(lambda old: old[:-2] + b"ab")),
+    ("look data", "data: its preparation was interrupted", manifest(complete=False)),
+    ("look data --tokenizer gpt2", "data was prepared with 'bytes'; drop the flag"),
+    ("look data --tokenizer bytes", "id 300 at position 2, outside the vocabulary of 257; name",
+     foreign("train.bin", np.array([1, 2, 300], "<u2").tobytes())),
+]  # fmt: skip
+
+CHECKPOINTS: list[tuple] = [
+    ("train --resume", "no checkpoints in checkpoints"),
+    ("train --resume lates", "--resume lates: no such file"),
+    ("train --list_checkpoints", "no checkpoints in checkpoints; try another"),
+    ("look --step 1", "no checkpoints in checkpoints; try another --checkpoint_dir"),
+    (f"train {OF_RUN}",
+     f"{RUN} already holds checkpoints; resume from them with --resume latest, or use another --checkpoint_dir"),
+    (f"train {OF_RUN} --resume", f"{RUN}: in use by process ...; wait for it", lambda: lock_folder(RUN, "")),
+    (f"train {OF_RUN} --resume", f"{RUN}: all checkpoints are corrupt: {RUN}/latest.pt: corrupt (", damaged),
+    (f"train {OF_RUN} --resume", f"{RUN}/latest.pt: cannot be read (", unreadable),
+    (f"train --init_from {RUN}/latest.pt --embd_size 32", "embd_size is 16"),
+    (f"replay {OF_RUN} --step 8", "no step 8 to replay: the newest checkpoint is of step 8; choose earlier steps"),
+    (f"replay {OF_RUN} --steps 4:9", "no step 9 to replay: the newest checkpoint is of step 8"),
+    # Changes that a resume does not accept.
+    (f"{RESUME} --num_layers 3", "--num_layers is 3, but the checkpoint was trained with 2; drop"),
+    (f"{RESUME} --seed 3", "--seed is 3, but the checkpoint was trained with 1337"),
+    (f"{RESUME} --tokenizer gpt2", "'gpt2'"),
+    (f"{RESUME} --total_batch_size 128",
+     "128, but the checkpoint was trained with 64; drop the option, or add --allow_changes"),
+    (f"{RESUME} --max_lr 2e-3", "drop the option, or add --allow_changes to resume with the new value"),
+    (f"{RESUME} --warmup_steps 99 --allow_changes", "--warmup_steps 99 is not shorter"),
+    (f"{RESUME} --max_steps 5", "the checkpoint is at step 8, past the run's 5; give a larger --max_steps"),
+    (f"{RESUME} --tokenizer bytes", "the training data is ..., but the checkpoint was trained on", changed("train")),
+    (f"{RESUME} --eval_freq 4 --tokenizer bytes",
+     "data: not the val shards of the first start, by which best_model.pt is chosen", changed("val")),
+    # The rows of a step that look.py reads again.
+    (f"look {OF_RUN} --step 8", f"--step is 8; expected less than 8, because the run of {RUN}/latest.pt ends there"),
+    (f"look {OF_RUN} --step 1", "the file is damaged", shard(lambda old: old[:-2] + b"ab")),
+    (f"look {OF_RUN} --step 1",
+     "data: not the shards that step 1 trained on; found SHA-256 ..., expected ...; copy those back", changed("train")),
+    (f"look {OF_RUN} --step 1",
+     "data: no such folder here, but step 1 trained on its shards; start in the folder where training did", no_data),
+]  # fmt: skip
+
+
+@pytest.fixture
+def place(reference, standin, tmp_path, monkeypatch) -> Path:
+    """A working directory of its own with data/ and the finished run reference/."""
+    shutil.copytree(reference("--eval_freq", "4"), tmp_path / "here")
+    monkeypatch.setattr(retry, "FIRST_PATIENCE_S", 0)
+    monkeypatch.setattr(retry, "PATIENCE_S", 0)
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here"
+
+
+def contents() -> dict[Path, bytes | None]:
+    """Return path -> content of all files and folders, except locks."""
+    there = [path for path in Path().rglob("*") if path.name != ".lock"]
+    return {path: path.read_bytes() if path.is_file() else None for path in there}
+
+
+@pytest.fixture
+def refuses(place, monkeypatch, capsys) -> Callable:
+    """refuses(command, said, wrong) runs a command after wrong(), and checks its line, its status and all files."""
+
+    def refuses(command: str, said: str, wrong: Callable = nothing) -> None:
+        held = wrong()  # noqa: F841 (a lock, until the test ends)
+        before = contents()
+        program, *argv = shlex.split(command)
+        argv = [*TINY, "--data_dir", "data", *argv] if program == "train" else argv
+        monkeypatch.setattr(os, "_exit", sys.exit)
+        with pytest.raises(SystemExit) as ended:
+            run_cli(partial(importlib.import_module(program).main, argv))
+        out, err = capsys.readouterr()
+        assert ended.value.code == 2, err
+        assert out == ""
+        assert err.startswith("error: ") and err.count("\n") == 1
+        assert re.search(re.escape(said).replace(r"\.\.\.", ".*"), err)
+        assert contents() == before
+
+    return refuses
+
+
+def each_of(rows: list[tuple]):
+    return pytest.mark.parametrize("row", rows, ids=[f"{number} {row[0][:60]}" for number, row in enumerate(rows)])
+
+
+@each_of(FLAGS)
+def test_bad_flags_are_refused(refuses, row):
+    refuses(*row)
+
+
+@each_of(SHARDS)
+def test_bad_shards_are_refused(refuses, row):
+    refuses(*row)
+
+
+@each_of(CHECKPOINTS)
+def test_checkpoints_that_do_not_fit_and_changes_on_resume_are_refused(refuses, row):
+    refuses(*row)
+
+
+@pytest.mark.parametrize(("flags", "said", "ranks"), [
+    ("--num_layer 3", "did you mean --num_layers?", 1),
+    ("--config none.toml", "--config none.toml: no such file or preset", 1),
+    ("--data_dir none", "no train shards in none", 2),
+    ("--resume", "no checkpoints in checkpoints", 2),
+    (f"--checkpoint_dir {'x' * 300}", "File name too long: ", 1),
+])  # fmt: skip
+def test_a_process_ends_with_one_line_whatever_kind_of_error_it_is(place, flags, said, ranks):
+    assert said in refusal(*flags.split(), ranks=ranks)
+
+
+def test_shards_changed_since_the_checkpoint_are_refused_on_all_ranks(place):
+    changed("train")()
+    before = contents()
+    line = refusal(*shlex.split(f"{OF_RUN} --resume --max_steps 12 --tokenizer bytes"), ranks=2)
+    assert re.search(r"the training data is data 100.0% \(data, SHA-256 \w+\.\.\.\), but the checkpoint", line)
+    assert {path: content for path, content in contents().items() if path in before} == before
+
+
+def test_a_long_value_is_refused_within_a_second():
+    before_s = time.monotonic()
+    for value in ("x" * 200_000, "-" * 200_000):
+        with pytest.raises(UserError, match="--precision"):
+            parse_args(["--config", "test", f"--precision={value}"])
+    assert time.monotonic() - before_s < 1
+
+
+def test_a_second_trainer_in_the_same_folder_is_refused(workdir):
+    first = Run("--max_steps", "100000", *folders("run"))
+    first.wait_for(r"^step +3/")
+    pid = first.ranks[0].pid
+    assert f"run/ckpt: in use by process {pid}; wait for it" in refusal(*folders("run"), "--resume")
+    other = run_to_end("--checkpoint_dir", "other", "--logdir", "run/logs", "--run_name", "other")
+    name = "other, with its logs in run/logs/other, because runs/other or run/logs belongs to another run"
+    assert f"name         {name}" in other
+    first.kill()
+    # The kernel releases the lock of a killed process.
+    second = Run("--max_steps", "100000", *folders("run"), "--resume", "auto")
+    second.wait_for(r"^step +\d+/")
+    second.kill()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# changes that --allow_changes permits
+
+
+def test_allow_changes_changes_batch_size_and_learning_rate(place, capsys):
+    changes = ("--total_batch_size", "128", "--max_lr", "2e-3", "--allow_changes")
+    assert run_here("--resume", str(RUN), "--max_steps", "12", *changes) == 0
+    text = capsys.readouterr().out
+    assert "changed      total_batch_size: 64 -> 128\nchanged      max_lr: 0.001 -> 0.002\n" in text
+    assert "finished after 12 steps" in text
+
+
+def test_an_epoch_has_all_rows_after_a_change_of_batch_size(workdir):
+    """Read 74 rows in 10 steps of 4 rows and 5 steps of 8 rows."""
+    assert run_here("--max_steps", "10") == 0
+    epoch = ("--max_steps", "0", "--num_epochs", "1", "--total_batch_size", "128", "--allow_changes")
+    assert run_here("--resume", *epoch) == 0
+    found = load("checkpoints/latest.pt")
+    assert (found["step"], found["rows_consumed"]) == (15, 80)
